@@ -1,0 +1,404 @@
+"""What most people call: prompts in, text and statistics out, exactly as the target would have written it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from eagle3_jax import loop as loops
+from eagle3_jax.drafters.plain import Plain
+from eagle3_jax.loop import GenerationState, LoopParams, Prompts, Round, SpeculativeLoop
+from eagle3_jax.sampling import Warping, row_keys
+from eagle3_jax.stats import SpeculationStats
+from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
+from eagle3_jax.types import Drafter, FinishReason, SamplingParams, TargetModel, per_row
+
+Prompt = str | Sequence[int]
+
+_BUCKET = 128  # prompts and caches grow in these steps, so that most prompts share one compilation
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedTarget:
+    """A target with its arrays.
+
+    Attributes:
+        model: The architecture.
+        params: Its parameters.
+        vocab_size: ``V``.
+        max_positions: Longest sequence it can hold.
+        stop_tokens: Ids that end a text.
+        tokenizer: ``None`` when only token ids can be given.
+        name: For reports.
+    """
+
+    model: TargetModel
+    params: Any
+    vocab_size: int
+    max_positions: int
+    stop_tokens: tuple[int, ...] = ()
+    tokenizer: Tokenizer | None = None
+    name: str = "target"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedDrafter:
+    """A drafter with its arrays.
+
+    Attributes:
+        drafter: The method.
+        params: Its parameters; ``None`` where it has none.
+        name: For reports.
+    """
+
+    drafter: Drafter[Any]
+    params: Any = None
+    name: str = "drafter"
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """One prompt's result.
+
+    Attributes:
+        prompt_tokens: As fed.
+        tokens: New tokens only, a stop token included.
+        text: The new tokens decoded without the stop token; ``None`` without a tokenizer.
+        finish_reason: Why it ended.
+        stats: Its counters.
+    """
+
+    prompt_tokens: list[int]
+    tokens: list[int]
+    text: str | None
+    finish_reason: FinishReason
+    stats: SpeculationStats
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationResult:
+    """Results in the order of the prompts.
+
+    Attributes:
+        rows: One per prompt.
+        seconds: Wall time of the device program, its compilation included when it was new.
+        lossless: Whether the output follows the target's distribution exactly.
+    """
+
+    rows: list[Generation]
+    seconds: float
+    lossless: bool = True
+
+    @property
+    def texts(self) -> list[str | None]:
+        """Decoded new tokens of each prompt."""
+        return [row.text for row in self.rows]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """New tokens of each prompt."""
+        return [row.tokens for row in self.rows]
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """Counters of all rows together."""
+        return SpeculationStats.merge(row.stats for row in self.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """What one round adds to a stream.
+
+    Attributes:
+        tokens: New tokens.
+        pieces: The text that each of them completes; empty while a character is unfinished or without a tokenizer.
+        num_accepted: How many of them, counted from the first, were accepted draft tokens.
+        finish_reason: ``RUNNING`` until the last chunk.
+        stats: Counters so far.
+    """
+
+    tokens: list[int]
+    pieces: list[str]
+    num_accepted: int
+    finish_reason: FinishReason
+    stats: SpeculationStats
+
+
+class SpeculativeDecoder:
+    """Decodes with a target and a drafter; the output is the target's own whatever the drafter proposes.
+
+    Example::
+
+        target = e3.load_target()
+        decoder = e3.SpeculativeDecoder(target, e3.load_drafter(target=target), num_speculative_tokens=5)
+        print(decoder.generate("def fibonacci(n):", max_new_tokens=64).texts[0])
+    """
+
+    def __init__(
+        self,
+        target: LoadedTarget,
+        drafter: LoadedDrafter | Drafter[Any] | None = None,
+        *,
+        num_speculative_tokens: int | None = None,
+        tree: DynamicTree | StaticTree | None = None,
+        stop_tokens: Sequence[int] | None = None,
+        rounds_per_check: int = 1,
+    ):
+        """See the class.
+
+        Args:
+            target: From ``load_target``.
+            drafter: From ``load_drafter``, or a drafter without parameters, or ``None`` for plain decoding.
+            num_speculative_tokens: Draft a chain of ``K`` tokens.
+            tree: Draft a tree instead.
+            stop_tokens: Ids that end a row; the target's own when left out, none when empty.
+            rounds_per_check: See :class:`eagle3_jax.loop.SpeculativeLoop`.
+
+        Raises:
+            ValueError: The drafter cannot draft the shape asked for.
+        """
+        if num_speculative_tokens is not None and tree is not None:
+            raise ValueError("num_speculative_tokens and tree were both given; a draft is either a chain or a tree")
+        loaded = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter or Plain())
+        topology = Chain(num_speculative_tokens) if num_speculative_tokens is not None else tree
+        self.target = target
+        self.drafter = loaded
+        self.params = LoopParams(target=target.params, drafter=loaded.params)
+        stops = target.stop_tokens if stop_tokens is None else tuple(stop_tokens)
+        for token in stops:
+            _check_token(token, target.vocab_size, "stop token")
+        self.loop = SpeculativeLoop(
+            target=target.model,
+            drafter=_shaped(loaded.drafter, topology),
+            stop_tokens=stops,
+            rounds_per_check=rounds_per_check,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        sampling: SamplingParams | None = None,
+        seed: int = 0,
+    ) -> GenerationResult:
+        """Complete a batch of prompts; the whole generation is one compiled program.
+
+        Args:
+            prompts: Texts or token ids, of any lengths; a single one is a batch of one.
+            max_new_tokens: One limit for all, or one per prompt.
+            sampling: Scalars for all rows or ``[B]`` arrays; greedy when left out.
+            seed: Of the rows' random keys; row ``b`` does not depend on the other rows.
+
+        Raises:
+            ValueError: A prompt, limit or sampling parameter is out of range.
+        """
+        loop, batch, rows = self._batch(_as_batch(prompts), max_new_tokens, sampling, seed)
+        start = time.perf_counter()
+        outcome = loops.generate(loop, self.params, batch, capacity=self._capacity(batch))
+        outcome = jax.device_get(jax.block_until_ready(outcome))
+        seconds = time.perf_counter() - start
+        results = []
+        for index, row in enumerate(rows):
+            tokens = outcome.tokens[index, len(row) : outcome.length[index]].tolist()
+            reason = FinishReason(int(outcome.finish[index]))
+            stats = jax.tree.map(lambda leaf, index=index: leaf[index], outcome.stats)
+            results.append(Generation(row, tokens, self._text(tokens, reason), reason, stats))
+        return GenerationResult(results, seconds)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 128,
+        sampling: SamplingParams | None = None,
+        seed: int = 0,
+    ) -> Iterator[Chunk]:
+        """Complete one prompt round by round, with the same step that :meth:`generate` compiles into its loop."""
+        decoding = DecodeStream(skip_special_tokens=True)
+        state, rounds, rows = self._start([prompt], max_new_tokens, sampling, seed)
+        seen = len(rows[0])
+        accepted = 0
+        while True:
+            length, finish, stats, tokens = jax.device_get((state.length, state.finish, state.stats, state.tokens))
+            new = tokens[0, seen : length[0]].tolist()
+            seen = int(length[0])
+            tokenizer = self.target.tokenizer
+            pieces = ["" if tokenizer is None else decoding.step(tokenizer, token) or "" for token in new]
+            stats = SpeculationStats.merge([stats])
+            yield Chunk(new, pieces, min(accepted, len(new)), FinishReason(int(finish[0])), stats)
+            if finish[0] != FinishReason.RUNNING:
+                return
+            latest = next(rounds)
+            state, accepted = latest.state, int(latest.verdict.num_accepted[0])
+
+    def rounds(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        sampling: SamplingParams | None = None,
+        seed: int = 0,
+    ) -> Iterator[Round]:
+        """Every round of a batch as it happened, until all rows have finished; each round's state is consumed by the next."""
+        state, rounds, _ = self._start(_as_batch(prompts), max_new_tokens, sampling, seed)
+        while bool(np.any(state.running)):
+            latest = next(rounds)
+            state = latest.state
+            yield latest
+
+    def prefill(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_new_tokens: int | Sequence[int] = 128,
+        sampling: SamplingParams | None = None,
+        seed: int = 0,
+    ) -> GenerationState:
+        """The state after the prompts and the first token, for callers that drive :meth:`step` themselves.
+
+        Such callers pick the warping on ``decoder.loop``; see ``docs`` on manual stepping.
+        """
+        return self._start(_as_batch(prompts), max_new_tokens, sampling, seed)[0]
+
+    def step(self, state: GenerationState) -> Round:
+        """One compiled round; consumes ``state``."""
+        return loops.step(_warped(self.loop, state.sampling), self.params, state)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, checked.
+
+        Raises:
+            ValueError: It is empty, too long, or names an id outside the vocabulary.
+        """
+        if isinstance(prompt, str):
+            if self.target.tokenizer is None:
+                raise ValueError(f"{self.target.name} has no tokenizer; give the prompt as token ids")
+            tokens = self.target.tokenizer.encode(prompt).ids
+        else:
+            tokens = list(prompt)
+        if not tokens:
+            raise ValueError("the prompt is empty; give at least one token")
+        for token in tokens:
+            _check_token(token, self.target.vocab_size, "prompt token")
+        if len(tokens) >= self.target.max_positions:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens; {self.target.name} holds {self.target.max_positions} positions, "
+                f"so give at most {self.target.max_positions - 1}"
+            )
+        return tokens
+
+    def _start(
+        self, prompts: Sequence[Prompt], max_new_tokens: int | Sequence[int], sampling: SamplingParams | None, seed: int
+    ) -> tuple[GenerationState, Iterator[Round], list[list[int]]]:
+        loop, batch, rows = self._batch(prompts, max_new_tokens, sampling, seed)
+        state = loops.prefill(loop, self.params, batch, capacity=self._capacity(batch))
+
+        def rounds(state: GenerationState) -> Iterator[Round]:
+            while True:
+                latest = loops.step(loop, self.params, state)
+                state = latest.state
+                yield latest
+
+        return state, rounds(state), rows
+
+    def _batch(
+        self, prompts: Sequence[Prompt], max_new_tokens: int | Sequence[int], sampling: SamplingParams | None, seed: int
+    ) -> tuple[SpeculativeLoop, Prompts, list[list[int]]]:
+        if not prompts:
+            raise ValueError("no prompts were given; give at least one")
+        rows = [self.encode(prompt) for prompt in prompts]
+        budgets = [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        if len(budgets) != len(rows):
+            raise ValueError(f"{len(budgets)} values of max_new_tokens for {len(rows)} prompts; give one each")
+        for budget in budgets:
+            if budget < 1:
+                raise ValueError(f"max_new_tokens is {budget}; expected at least 1")
+        sampling = check_sampling(sampling or SamplingParams(), len(rows))
+        lengths = np.array([len(row) for row in rows], np.int32)
+        wanted = lengths + np.array(budgets, np.int32)
+        limit = np.minimum(wanted, self.target.max_positions).astype(np.int32)
+        tokens = np.zeros((len(rows), min(_round_up(lengths.max()), self.target.max_positions)), np.int32)
+        for index, row in enumerate(rows):
+            tokens[index, : len(row)] = row
+        batch = Prompts(
+            tokens=jnp.asarray(tokens),
+            length=jnp.asarray(lengths),
+            limit=jnp.asarray(limit),
+            limit_reason=jnp.asarray(np.where(wanted > limit, FinishReason.CAPACITY, FinishReason.LENGTH), jnp.int32),
+            sampling=sampling,
+            keys=row_keys(seed, len(rows)),
+        )
+        return _warped(self.loop, sampling), batch, rows
+
+    def _capacity(self, batch: Prompts) -> int:
+        # Room for a whole draft behind the last root, so that no node is ever lost at the end of the buffer.
+        return _round_up(max(int(np.max(batch.limit)), batch.tokens.shape[1]) + self.loop.drafter.num_nodes)
+
+    def _text(self, tokens: list[int], reason: FinishReason) -> str | None:
+        if self.target.tokenizer is None:
+            return None
+        return self.target.tokenizer.decode(tokens[:-1] if reason is FinishReason.STOP else tokens)
+
+
+def check_sampling(sampling: SamplingParams, batch: int) -> SamplingParams:
+    """One checked value per row.
+
+    Raises:
+        ValueError: A value is out of range; the message says which.
+    """
+    rows = per_row(sampling, batch)
+    for name, values, good, expected in (
+        ("temperature", rows.temperature, lambda x: x >= 0, "0 (greedy) or more"),
+        ("top_k", rows.top_k, lambda x: x >= 0, "0 (all tokens) or more"),
+        ("top_p", rows.top_p, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1"),
+    ):
+        for value in np.asarray(values):
+            if not good(value):
+                raise ValueError(f"{name} is {value:g}; expected {expected}")
+    return rows
+
+
+def _warped(loop: SpeculativeLoop, sampling: SamplingParams) -> SpeculativeLoop:
+    sampled = np.asarray(sampling.temperature) > 0
+    truncated = sampled & ((np.asarray(sampling.top_k) > 0) | (np.asarray(sampling.top_p) < 1))
+    if truncated.any():
+        warping = Warping.TRUNCATED
+    else:
+        warping = Warping.TEMPERATURE if sampled.any() else Warping.GREEDY
+    return dataclasses.replace(loop, warping=warping)
+
+
+def _shaped(drafter: Drafter[Any], topology: Topology | None) -> Drafter[Any]:
+    """The drafter with another draft shape, where it has one to choose."""
+    if topology is None:
+        return drafter
+    fields = {field.name for field in dataclasses.fields(drafter)}  # type: ignore[arg-type]
+    if "topology" in fields:
+        return dataclasses.replace(drafter, topology=topology)  # type: ignore[type-var]
+    if isinstance(topology, Chain) and "num_speculative_tokens" in fields:
+        return dataclasses.replace(drafter, num_speculative_tokens=topology.num_speculative_tokens)  # type: ignore[type-var]
+    shape = "a chain" if isinstance(topology, Chain) else "a tree"
+    raise ValueError(f"{type(drafter).__name__} cannot draft {shape}; leave the option out or choose another drafter")
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
+    return [prompts] if single else prompts  # type: ignore[list-item,return-value]
+
+
+def _check_token(token: Any, vocab_size: int, what: str) -> None:
+    if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
+        raise ValueError(f"{what} {token!r} is not a token id; expected whole numbers from 0 to {vocab_size - 1}")
+
+
+def _round_up(size: int) -> int:
+    return -(-int(size) // _BUCKET) * _BUCKET

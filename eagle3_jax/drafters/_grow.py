@@ -1,0 +1,148 @@
+"""Growing draft trees with a network that is run level by level; shared by the autoregressive drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
+from eagle3_jax.types import Draft
+
+
+class Level(NamedTuple):
+    """What running the draft network on the nodes of one level gives.
+
+    Attributes:
+        logits: ``[B k W]``, over the draft vocabulary, for the children of each node.
+        carry: Pytree of ``[B k ...]``, what a node hands to its children.
+        memory: Whatever the network remembers of the levels run so far (keys and values).
+    """
+
+    logits: Float[Array, "B k W"]
+    carry: Any
+    memory: Any
+
+
+# (target token ids [B k], carry of their parents, depth below the root minus 1, mask over all nodes run so far
+# including these [B k M], memory) -> Level
+RunLevel = Callable[[Int[Array, "B k"], Any, int, Bool[Array, "B k M"], Any], Level]
+
+
+def grow(
+    topology: Topology,
+    *,
+    root: Int[Array, " B"],
+    first: Level,
+    run: RunLevel,
+    draft_to_target: Int[Array, " W"],
+) -> Draft:
+    """Draft a tree of the given topology, deterministically: the likeliest tokens under the draft network.
+
+    Args:
+        topology: Chain, dynamic tree or static tree.
+        root: The last committed token.
+        first: Logits and carry at the root, ``k = 1``.
+        run: Runs the network on one level.
+        draft_to_target: Target id of each draft id.
+
+    Returns:
+        A draft without ``probs``: each proposal is a point mass.
+    """
+    if isinstance(topology, StaticTree):
+        return _grow_static(topology, root, first, run, draft_to_target)
+    if isinstance(topology, Chain):  # the dynamic tree that is one node wide
+        depth = topology.num_speculative_tokens
+        topology = DynamicTree(num_nodes=depth + 1, max_depth=depth, top_k=1)
+    return _grow_dynamic(topology, root, first, run, draft_to_target)
+
+
+def _grow_dynamic(
+    topology: DynamicTree, root: Int[Array, " B"], first: Level, run: RunLevel, draft_to_target: Int[Array, " W"]
+) -> Draft:
+    """EAGLE-2, section 4: expand by cumulative draft log-probability, then keep the best of all candidates.
+
+    Candidates are numbered as the official code numbers them: the ``k`` children of the root, then level by level
+    the ``k x k`` children of the expanded nodes, row by row.
+    """
+    width, batch = topology.top_k, root.shape[0]
+    logprobs, ids = lax.top_k(jax.nn.log_softmax(first.logits[:, 0]), width)
+    tokens = draft_to_target[ids]
+    scores, flat = logprobs, jnp.broadcast_to(jnp.arange(width), (batch, width))
+    pool_scores, pool_tokens, pool_parents = [scores], [tokens], [jnp.full((batch, width), -1)]
+    carry = jax.tree.map(lambda leaf: jnp.repeat(leaf, width, axis=1), first.carry)
+    mask, memory = jnp.broadcast_to(jnp.eye(width, dtype=jnp.bool_), (batch, width, width)), first.memory
+
+    for depth in range(topology.max_depth - 1):
+        level = run(tokens, carry, depth, mask, memory)
+        logprobs, ids = lax.top_k(jax.nn.log_softmax(level.logits), width)
+        cumulative = (scores[:, :, None] + logprobs).reshape(batch, -1)
+        children = draft_to_target[ids].reshape(batch, -1)
+        pool_scores.append(cumulative)
+        pool_tokens.append(children)
+        pool_parents.append(jnp.repeat(flat, width, axis=1))
+
+        scores, best = lax.top_k(cumulative, width)
+        slots = best // width
+        tokens = jnp.take_along_axis(children, best, axis=1)
+        flat = width + depth * width**2 + best
+        carry = jax.tree.map(lambda leaf, slots=slots: _take(leaf, slots), level.carry)
+        mask = jnp.concatenate([_take(mask, slots), jnp.broadcast_to(jnp.eye(width, dtype=jnp.bool_), (batch, width, width))], -1)
+        memory = level.memory
+
+    pool_parents = jnp.concatenate(pool_parents, axis=1)
+    # Scores never rise along a path and ties go to the lower index, where parents stand: the choice is ancestor-closed.
+    _, chosen = lax.top_k(jnp.concatenate(pool_scores, axis=1), topology.num_nodes - 1)
+    chosen = jnp.sort(chosen, axis=1)
+    wanted = jnp.take_along_axis(pool_parents, chosen, axis=1)
+    rank = jnp.sum(chosen[:, None, :] < wanted[:, :, None], axis=-1, dtype=jnp.int32)
+    parents = jnp.where(wanted < 0, 0, 1 + rank)
+    return _with_root(root, jnp.take_along_axis(jnp.concatenate(pool_tokens, axis=1), chosen, axis=1), parents)
+
+
+def _grow_static(
+    topology: StaticTree, root: Int[Array, " B"], first: Level, run: RunLevel, draft_to_target: Int[Array, " W"]
+) -> Draft:
+    """Only nodes with children are run; each child is the token of its rank under its parent."""
+    batch, parents = root.shape[0], np.array(topology.parents)
+    level_of = np.array([0, *(len(path) for path in topology.paths)])
+    ranks = np.array([-1, *(path[-1] for path in topology.paths)])
+    tokens = jnp.zeros((batch, topology.num_nodes), jnp.int32)
+    level, running, ran = first, np.array([0]), np.array([], int)
+    for depth in range(topology.max_depth):
+        children = np.flatnonzero(level_of == depth + 1)
+        slots = np.searchsorted(running, parents[children])
+        _, ids = lax.top_k(level.logits, int(ranks[children].max()) + 1)
+        tokens = tokens.at[:, children].set(draft_to_target[ids[:, slots, ranks[children]]])
+        expanding = children[np.isin(children, parents)]
+        if expanding.size == 0:
+            break
+        carry = jax.tree.map(
+            lambda leaf, at=np.searchsorted(running, parents[expanding]): leaf[:, at], level.carry
+        )
+        ran = np.concatenate([ran, expanding])
+        seen = np.zeros((expanding.size, ran.size), bool)
+        for row, node in enumerate(expanding):
+            while node > 0:
+                seen[row, np.flatnonzero(ran == node)] = True
+                node = parents[node]
+        mask = jnp.broadcast_to(jnp.asarray(seen), (batch, *seen.shape))
+        level, running = run(tokens[:, expanding], carry, depth, mask, level.memory), expanding
+    below = jnp.broadcast_to(jnp.asarray(parents[1:], jnp.int32), (batch, topology.num_nodes - 1))
+    return _with_root(root, tokens[:, 1:], below)
+
+
+def _take(leaf: Array, slots: Int[Array, "B k"]) -> Array:
+    index = slots.reshape(*slots.shape, *(1,) * (leaf.ndim - 2))
+    return jnp.take_along_axis(leaf, index, axis=1)
+
+
+def _with_root(root: Int[Array, " B"], tokens: Int[Array, "B N-1"], parents: Int[Array, "B N-1"]) -> Draft:
+    tokens = jnp.concatenate([root[:, None], tokens.astype(jnp.int32)], axis=1)
+    parents = jnp.concatenate([jnp.full_like(root, -1)[:, None], parents.astype(jnp.int32)], axis=1)
+    return Draft(tokens=tokens, parents=parents, valid=jnp.ones(tokens.shape, jnp.bool_))

@@ -1,0 +1,281 @@
+"""EAGLE-3: a one-layer head that drafts from fused target features (Li et al., 2025, arXiv 2503.01840).
+
+The head reads, at each position ``t``, the target's features ``f_t`` of three layers and the *next* token
+``x_{t+1}``, and predicts ``x_{t+2}``. Further draft tokens feed the head's own output back in place of the features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+from jaxtyping import Array, Float, Int, Key
+
+from eagle3_jax.cache import KeyValue, KVCache, Segment
+from eagle3_jax.drafters._grow import Level, grow
+from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.decoder import Attention, Block, Memory, causal_mask
+from eagle3_jax.models.functional import Params, bind, init_params, param_shapes
+from eagle3_jax.models.layers import FLOAT32, Linear, Precision, RMSNorm, SwiGLU
+from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
+from eagle3_jax.types import Draft, Observation, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """An EAGLE-3 head with the variations that published heads have.
+
+    Attributes:
+        layer: Geometry of the head's own layers; ``vocab_size`` is the target's ``V``, ``num_layers`` mostly 1.
+        draft_vocab_size: ``W``, how many target tokens the head can propose.
+        target_width: Width of the target's features.
+        aux_layers: ``A`` target layers whose entering residual stream is fused, ascending.
+        norm_before_residual: The residual stream starts from the normalised fused features (speculators heads).
+        norm_output: The output is fed back after the final norm (EAGLE-3.1) instead of before it.
+        fc_norm: Each feature chunk is normalised before fusion (EAGLE-3.1).
+        norm_before_fc: The concatenated features are normalised before fusion.
+    """
+
+    layer: DecoderConfig
+    draft_vocab_size: int
+    target_width: int
+    aux_layers: tuple[int, ...]
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.draft_vocab_size <= self.layer.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to the target's {self.layer.vocab_size}"
+            )
+        if not self.aux_layers or list(self.aux_layers) != sorted(set(self.aux_layers)) or self.aux_layers[0] < 0:
+            raise ValueError(
+                f"aux_layers are {self.aux_layers}; expected distinct layers in ascending order, as in (2, 16, 29)"
+            )
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc exclude each other; a head normalises its features once")
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """The official choice ``2, L//2, L-3``.
+
+    Raises:
+        ValueError: The target is too shallow for three distinct layers.
+    """
+    layers = (2, num_layers // 2, num_layers - 3)
+    if not 2 < num_layers // 2 < num_layers - 3:
+        raise ValueError(
+            f"a target of {num_layers} layers is too shallow for the default auxiliary layers {layers}; "
+            "write eagle_aux_hidden_state_layer_ids into the head's config.json"
+        )
+    return layers
+
+
+class FirstLayer(nnx.Module):
+    """The layer that sees the token embedding beside the features; its attention reads both, twice as wide."""
+
+    def __init__(self, config: Eagle3Config, *, precision: Precision, rngs: nnx.Rngs):
+        layer = config.layer
+        self.embedding_norm = RMSNorm(layer.width, layer.norm_eps)
+        self.feature_norm = RMSNorm(layer.width, layer.norm_eps)
+        self.attention = Attention(layer, d_in=2 * layer.width, precision=precision, rngs=rngs)
+        self.mlp_norm = RMSNorm(layer.width, layer.norm_eps)
+        self.mlp = SwiGLU(layer.width, layer.mlp_width, bias=layer.mlp_bias, precision=precision, rngs=rngs)
+        self.norm_before_residual = config.norm_before_residual
+
+    def __call__(
+        self, embedded: Float[Array, "B T D"], fused: Float[Array, "B T D"], positions: Int[Array, "B T"], memory: Memory
+    ) -> tuple[Float[Array, "B T D"], KeyValue]:
+        normed = self.feature_norm(fused)
+        both = jnp.concatenate([self.embedding_norm(embedded), normed], axis=-1)
+        attended, kv = self.attention(both, positions, memory)
+        x = (normed if self.norm_before_residual else fused) + attended
+        return x + self.mlp(self.mlp_norm(x)), kv
+
+
+class Eagle3Head(nnx.Module):
+    """The network; the embedding is an input, because most heads share the target's."""
+
+    def __init__(self, config: Eagle3Config, *, precision: Precision, rngs: nnx.Rngs):
+        layer, chunks = config.layer, len(config.aux_layers)
+        self.config = config
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(chunks * config.target_width, layer.norm_eps)
+        if config.fc_norm:
+            self.fc_norm = nnx.List([RMSNorm(config.target_width, layer.norm_eps) for _ in range(chunks)])
+        self.fc = Linear(chunks * config.target_width, layer.width, precision=precision, rngs=rngs)
+        self.first = FirstLayer(config, precision=precision, rngs=rngs)
+        self.rest = nnx.List([Block(layer, precision=precision, rngs=rngs) for _ in range(layer.num_layers - 1)])
+        self.norm = RMSNorm(layer.width, layer.norm_eps)
+        self.head = Linear(layer.width, config.draft_vocab_size, precision=precision, rngs=rngs)
+
+    def fuse(self, features: Float[Array, "B T A Dt"]) -> Float[Array, "B T D"]:
+        """``fc`` over the concatenated features, low layer first."""
+        if self.config.fc_norm:
+            chunks = [norm(features[:, :, i]) for i, norm in enumerate(self.fc_norm)]
+            features = jnp.stack(chunks, axis=2)
+        flat = features.reshape(*features.shape[:2], -1)
+        return self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat)
+
+    def __call__(
+        self,
+        embedded: Float[Array, "B T D"],
+        hidden: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        memories: Sequence[Memory],
+    ) -> tuple[Float[Array, "B T D"], tuple[KeyValue, ...]]:
+        """One step of the head: fused features or its own last output in, next output and its keys and values out."""
+        x, kv = self.first(embedded, hidden, positions, memories[0])
+        written = [kv]
+        for block, memory in zip(self.rest, memories[1:], strict=True):
+            x, kv = block(x, positions, memory)
+            written.append(kv)
+        return (self.norm(x) if self.config.norm_output else x), tuple(written)
+
+    def logits(self, output: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
+        """Draft logits in float32 from the output of ``__call__``."""
+        return self.head(output if self.config.norm_output else self.norm(output)).astype(jnp.float32)
+
+
+@struct.dataclass(kw_only=True)
+class Eagle3State:
+    """What the head knows for certain.
+
+    Attributes:
+        cache: Keys and values of the pairs ``(f_t, x_{t+1})`` from true features.
+        output: ``[B D]``, the head's output at the last pair, from which the first draft token follows.
+        root: ``[B]``, the last token chosen by the target.
+    """
+
+    cache: KVCache
+    output: Float[Array, "B D"]
+    root: Int[Array, " B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Drafter:
+    """Drafts a chain or a tree with an EAGLE-3 head.
+
+    Parameters are a dictionary: ``head`` (the network), ``embedding [V D]`` (mostly the target's own array) and
+    ``draft_to_target [W]`` (absolute ids).
+    """
+
+    config: Eagle3Config
+    topology: Topology = Chain(5)
+    precision: Precision = FLOAT32
+
+    def __post_init__(self) -> None:
+        topology, limit = self.topology, self.config.draft_vocab_size
+        width = topology.top_k if isinstance(topology, DynamicTree) else 1
+        if isinstance(topology, StaticTree):
+            width = 1 + max(rank for path in topology.paths for rank in path)
+        if width > limit:
+            raise ValueError(f"the tree draws {width} children from a draft vocabulary of {limit}; lower top_k")
+
+    @property
+    def num_nodes(self) -> int:
+        """``N``."""
+        return self.topology.num_nodes
+
+    @property
+    def max_depth(self) -> int:
+        """``G``."""
+        return self.topology.max_depth
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Target layers that are fused."""
+        return self.config.aux_layers
+
+    def param_shapes(self) -> Params:
+        """Shapes of the network's parameters."""
+        return param_shapes(Eagle3Head, self.config, self.precision)
+
+    def init_params(self, key: jax.Array) -> Params:
+        """Random parameters of the network, for tests and training."""
+        return init_params(Eagle3Head, self.config, self.precision, key)
+
+    def init(self, params: Params, batch: int, capacity: int) -> Eagle3State:
+        """See :class:`eagle3_jax.types.Drafter`."""
+        del params
+        layer, dtype = self.config.layer, self.precision.activations
+        cache = KVCache.allocate(
+            batch=batch,
+            capacity=capacity,
+            num_layers=layer.num_layers,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            dtype=dtype,
+        )
+        return Eagle3State(
+            cache=cache, output=jnp.zeros((batch, layer.width), dtype), root=jnp.zeros((batch,), jnp.int32)
+        )
+
+    def observe(self, params: Params, state: Eagle3State, seen: Observation) -> Eagle3State:
+        """Run the head on the true pairs ``(f_t, x_{t+1})`` at positions ``t``; only these enter its cache."""
+        head, fed = self._head(params), seen.tokens.shape[1]
+        shifted = jnp.concatenate([seen.tokens[:, 1:], seen.next_token[:, None]], axis=1)
+        last = jnp.arange(fed)[None, :] == seen.length[:, None] - 1
+        shifted = jnp.where(last, seen.next_token[:, None], shifted)
+        positions = state.cache.length[:, None] + jnp.arange(fed, dtype=jnp.int32)[None, :]
+        memories = [
+            Memory(past=(state.cache.segment(layer),), mask=causal_mask(fed))
+            for layer in range(self.config.layer.num_layers)
+        ]
+        output, block = head(self._embed(params, shifted), head.fuse(seen.features), positions, memories)
+        index = jnp.maximum(seen.length - 1, 0)[:, None, None]
+        newest = jnp.take_along_axis(output, index, axis=1)[:, 0]
+        observed = seen.length > 0
+        return Eagle3State(
+            cache=state.cache.commit(block, seen.length),
+            output=jnp.where(observed[:, None], newest, state.output),
+            root=jnp.where(observed, seen.next_token, state.root),
+        )
+
+    def propose(self, params: Params, state: Eagle3State, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+        """Grow the tree. Drafting is greedy at every temperature; verification makes the output exact."""
+        del keys, sampling
+        head = self._head(params)
+
+        def run(tokens, output, depth, mask, memory):
+            # All nodes of a level share one rotary position, one behind their place in the sequence.
+            positions = jnp.broadcast_to(state.cache.length[:, None] + depth, tokens.shape)
+            earlier = mask.shape[-1] - tokens.shape[-1]
+            memories = [
+                Memory(
+                    past=(state.cache.segment(layer), *_tree_segment(memory, layer, mask[:, :, :earlier])),
+                    mask=mask[:, :, earlier:],
+                )
+                for layer in range(self.config.layer.num_layers)
+            ]
+            output, block = head(self._embed(params, tokens), output, positions, memories)
+            return Level(logits=head.logits(output), carry=output, memory=(*memory, block))
+
+        output = state.output[:, None]
+        return grow(
+            self.topology,
+            root=state.root,
+            first=Level(logits=head.logits(output), carry=output, memory=()),
+            run=run,
+            draft_to_target=params["draft_to_target"],
+        )
+
+    def _head(self, params: Params) -> Eagle3Head:
+        return bind(Eagle3Head, self.config, self.precision, params["head"])
+
+    def _embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        return params["embedding"][tokens].astype(self.precision.activations)
+
+
+def _tree_segment(memory: tuple[tuple[KeyValue, ...], ...], layer: int, mask: Array) -> tuple[Segment, ...]:
+    """The nodes of earlier levels as one segment."""
+    if not memory:
+        return ()
+    keys = jnp.concatenate([level[layer].keys for level in memory], axis=1)
+    values = jnp.concatenate([level[layer].values for level in memory], axis=1)
+    return (Segment(KeyValue(keys, values), mask),)

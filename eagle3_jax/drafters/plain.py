@@ -1,0 +1,73 @@
+"""Plain decoding, as the drafter that proposes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Int, Key
+
+from eagle3_jax.types import Draft, Observation, SamplingParams
+
+
+@struct.dataclass(kw_only=True)
+class PlainState:
+    """Only the root.
+
+    Attributes:
+        root: ``[B]``, the last token chosen by the target.
+    """
+
+    root: Int[Array, " B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain:
+    """No draft: a round is one target step.
+
+    With ``num_nodes`` above 1 the rest of the block is padding that is never accepted. The target then runs in the
+    very shape that a drafter of that size has it run in, and its logits are bitwise those of verification: the
+    shape-matched baseline.
+
+    Attributes:
+        num_nodes: Rows of the target's block, root included.
+    """
+
+    num_nodes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1:
+            raise ValueError(f"num_nodes is {self.num_nodes}; expected at least 1, the root")
+
+    @property
+    def max_depth(self) -> int:
+        """``G``; as deep as a chain of as many nodes."""
+        return max(self.num_nodes - 1, 1)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """It reads no features."""
+        return ()
+
+    def init(self, params: Any, batch: int, capacity: int) -> PlainState:
+        """See :class:`eagle3_jax.types.Drafter`."""
+        del params, capacity
+        return PlainState(root=jnp.zeros((batch,), jnp.int32))
+
+    def observe(self, params: Any, state: PlainState, seen: Observation) -> PlainState:
+        """Remember the next token."""
+        del params
+        return PlainState(root=jnp.where(seen.length > 0, seen.next_token, state.root))
+
+    def propose(self, params: Any, state: PlainState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+        """The root, and padding."""
+        del params, keys, sampling
+        shape = (state.root.shape[0], self.num_nodes)
+        node = jnp.broadcast_to(jnp.arange(self.num_nodes), shape)
+        return Draft(
+            tokens=jnp.broadcast_to(state.root[:, None], shape),
+            parents=(node - 1).astype(jnp.int32),
+            valid=node == 0,
+        )

@@ -1,0 +1,132 @@
+"""Models from disk: the bundled pair, a local directory, or a hub id."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer
+
+from eagle3_jax.decode import LoadedDrafter, LoadedTarget
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.layers import PRECISIONS, Precision
+
+# `conversion` stands above the library and is imported where it is used: a program that brings its own parameters
+# needs none of it (docs/decisions/0003).
+
+
+def bundled(part: str) -> Path:
+    """Directory of a part of the pair that ships with the package: ``target`` or ``eagle3``."""
+    return Path(str(resources.files("eagle3_jax") / "assets" / part))
+
+
+def precision_named(name: str) -> Precision:
+    """The precision that a command-line option or an argument names.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if name not in PRECISIONS:
+        raise ValueError(f"dtype {name!r} is not known; use one of {', '.join(PRECISIONS)}")
+    return PRECISIONS[name]
+
+
+def load_target(source: str | Path | None = None, *, dtype: str = "float32") -> LoadedTarget:
+    """Load a target.
+
+    Args:
+        source: A Hugging Face directory, a native one, a hub id, or ``None`` for the bundled target.
+        dtype: ``float32``, ``bfloat16``, or ``mixed`` (bfloat16 products summed in float32; fastest on CPUs).
+
+    Raises:
+        ValueError: It is not a target that this library can run; the message says why.
+    """
+    from conversion import read_target
+
+    precision = precision_named(dtype)
+    directory = locate(source, "target")
+    checkpoint = read_target(directory)
+    tokenizer = directory / "tokenizer.json"
+    return LoadedTarget(
+        model=DecoderTarget(checkpoint.config, precision),
+        params=cast(checkpoint.params, precision),
+        vocab_size=checkpoint.config.vocab_size,
+        max_positions=checkpoint.config.max_positions,
+        stop_tokens=checkpoint.stop_tokens,
+        tokenizer=Tokenizer.from_file(str(tokenizer)) if tokenizer.exists() else None,
+        name=str(source or "the bundled target"),
+    )
+
+
+def load_drafter(source: str | Path | None = None, *, target: LoadedTarget) -> LoadedDrafter:
+    """Load an EAGLE-3 head for a target, in the target's precision.
+
+    A head without an embedding of its own shares the target's array.
+
+    Args:
+        source: A head's directory in any supported dialect, a hub id, or ``None`` for the bundled head.
+        target: What it drafts for.
+
+    Raises:
+        ValueError: It is not an EAGLE-3 head, or it does not fit the target; the message says why.
+    """
+    from conversion import read_head
+
+    if not isinstance(target.model, DecoderTarget):
+        raise ValueError(f"{type(target.model).__name__} is not a target that EAGLE-3 heads are loaded for")
+    precision = target.model.precision
+    checkpoint = read_head(locate(source, "eagle3"), target.model.config)
+    embedding = target.params["embedding"]
+    if checkpoint.embedding is not None:
+        own = cast(checkpoint.embedding, precision)
+        same = own.shape == embedding.shape and bool(jnp.array_equal(own, embedding))
+        embedding = embedding if same else own
+    params = {
+        "head": cast(checkpoint.head, precision),
+        "embedding": embedding,
+        "draft_to_target": jnp.asarray(checkpoint.draft_to_target, jnp.int32),
+    }
+    return LoadedDrafter(Eagle3Drafter(checkpoint.config, precision=precision), params, str(source or "the bundled head"))
+
+
+def cast(params: Any, precision: Precision) -> Any:
+    """Arrays on the device: matrices in the type they are multiplied in, vectors in that of the activations."""
+
+    def place(leaf: np.ndarray) -> jax.Array:
+        return jnp.asarray(leaf).astype(precision.operands if leaf.ndim > 1 else precision.activations)
+
+    return jax.tree.map(place, params)
+
+
+def locate(source: str | Path | None, part: str) -> Path:
+    """The local directory of a source; a hub id is downloaded once.
+
+    Raises:
+        ValueError: There is no such directory.
+    """
+    if source is None:
+        return bundled(part)
+    path = Path(source)
+    if path.exists() or str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
+        if not path.is_dir():
+            raise ValueError(f"{source} is not a directory; give a checkpoint directory or a hub id such as org/name")
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ValueError(
+            f"{source} is no local directory, and hub ids need huggingface_hub: pip install 'eagle3-jax[hub]'"
+        ) from None
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"{source} is no local directory and could not be downloaded: {reason}") from None
+
+
+__all__ = ["bundled", "cast", "load_drafter", "load_target", "locate", "precision_named"]

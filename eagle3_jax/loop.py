@@ -1,0 +1,323 @@
+"""The speculative loop as pure functions: draft, verify, accept, commit and stop, all on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Int, Key
+
+from eagle3_jax.cache import KVCache
+from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.sampling import Warping, draw, keys_at, probabilities, uniforms
+from eagle3_jax.stats import SpeculationStats
+from eagle3_jax.tree import ancestor_mask, depths
+from eagle3_jax.types import Draft, Drafter, FinishReason, Observation, SamplingParams, TargetModel, TargetOutput, Verdict
+from eagle3_jax.verify import verify, verify_greedy
+
+# What a row's randomness at one position is used for.
+_DRAFT, _VERIFY = 0, 1
+
+
+class LoopParams(NamedTuple):
+    """Arrays of both models.
+
+    Attributes:
+        target: Parameters of the target.
+        drafter: Parameters of the drafter.
+    """
+
+    target: Any
+    drafter: Any
+
+
+@struct.dataclass(kw_only=True)
+class Prompts:
+    """A ragged batch of prompts and what is asked of each row.
+
+    Attributes:
+        tokens: ``[B T]``, padded behind ``length``.
+        length: ``[B]``, at least 1.
+        limit: ``[B]``, sequence length (prompt included) at which a row stops.
+        limit_reason: ``[B]``, the :class:`FinishReason` when it does.
+        sampling: One value per row.
+        keys: One key per row.
+    """
+
+    tokens: Int[Array, "B T"]
+    length: Int[Array, " B"]
+    limit: Int[Array, " B"]
+    limit_reason: Int[Array, " B"]
+    sampling: SamplingParams
+    keys: Key[Array, " B"]
+
+
+@struct.dataclass(kw_only=True)
+class GenerationState:
+    """The whole carry of the loop; every leaf leads with ``B``, so rows are inserted and taken by one ``tree.map``.
+
+    The last token of a row is the root: committed, but not yet run through the target, so that
+    ``cache.length == length - 1`` always.
+
+    Attributes:
+        tokens: ``[B S]``, prompt and output.
+        length: ``[B]``, tokens known, root included.
+        limit: ``[B]``, length at which the row stops.
+        limit_reason: ``[B]``, why it then stopped.
+        finish: ``[B]``, a :class:`FinishReason`.
+        cache: The target's keys and values.
+        drafter: The drafter's own state.
+        sampling: One value per row.
+        keys: One key per row.
+        stats: Counters per row.
+    """
+
+    tokens: Int[Array, "B S"]
+    length: Int[Array, " B"]
+    limit: Int[Array, " B"]
+    limit_reason: Int[Array, " B"]
+    finish: Int[Array, " B"]
+    cache: KVCache
+    drafter: Any
+    sampling: SamplingParams
+    keys: Key[Array, " B"]
+    stats: SpeculationStats
+
+    @property
+    def running(self) -> Bool[Array, " B"]:
+        """Rows that have not finished."""
+        return self.finish == FinishReason.RUNNING
+
+
+@struct.dataclass(kw_only=True)
+class Outcome:
+    """What a finished generation leaves: the state without its caches.
+
+    Attributes:
+        tokens: ``[B S]``, prompt and output.
+        length: ``[B]``.
+        finish: ``[B]``.
+        stats: Counters per row.
+    """
+
+    tokens: Int[Array, "B S"]
+    length: Int[Array, " B"]
+    finish: Int[Array, " B"]
+    stats: SpeculationStats
+
+
+@struct.dataclass(kw_only=True)
+class Round:
+    """One round as it happened, for streams and traces.
+
+    Attributes:
+        state: After the round.
+        draft: What was proposed.
+        verdict: What was accepted.
+        positions: ``[B N]``, absolute position of every node.
+    """
+
+    state: GenerationState
+    draft: Draft
+    verdict: Verdict
+    positions: Int[Array, "B N"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculativeLoop:
+    """A target, a drafter and when to stop: hashable, the static argument of everything compiled here.
+
+    Attributes:
+        target: The model whose output distribution is preserved.
+        drafter: The proposal method.
+        stop_tokens: Ids that end a row; the stop token itself is kept.
+        warping: How much the rows' sampling parameters ask for.
+        rounds_per_check: Rounds between two looks at whether every row has finished. On GPUs each look is a
+            read by the host, so a few wasted rounds at the end can be cheaper.
+    """
+
+    target: TargetModel
+    drafter: Drafter[Any]
+    stop_tokens: tuple[int, ...] = ()
+    warping: Warping = Warping.GREEDY
+    rounds_per_check: int = 1
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no draft of this size and depth can branch, so that masks, depths and commits are in order."""
+        return self.drafter.num_nodes == self.drafter.max_depth + 1
+
+    def prefill(self, params: LoopParams, prompts: Prompts, capacity: int) -> GenerationState:
+        """Run the prompts, choose the first token of each row and show both to the drafter.
+
+        Args:
+            params: Of both models.
+            prompts: The batch.
+            capacity: ``S``, slots per row; ``limit + num_nodes`` never loses a node.
+        """
+        batch, fed = prompts.tokens.shape
+        positions = jnp.broadcast_to(jnp.arange(fed, dtype=jnp.int32), (batch, fed))
+        output = self.target(
+            params.target, prompts.tokens, positions, causal_mask(fed), aux_layers=self.drafter.aux_layers
+        )
+        last = jnp.take_along_axis(output.final, (prompts.length - 1)[:, None, None], axis=1)
+        logits = self.target.unembed(params.target, last)
+        if self.warping is Warping.GREEDY:
+            first = jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
+        else:
+            probs = probabilities(logits, prompts.sampling, self.warping)[:, 0]
+            first = draw(probs, uniforms(keys_at(prompts.keys, prompts.length, _VERIFY), 1)[:, 0])
+
+        cache = self.target.init_cache(batch, capacity).commit(output.block, prompts.length)
+        seen = Observation(
+            tokens=prompts.tokens, features=output.features, length=prompts.length, next_token=first
+        )
+        # The barrier keeps XLA from spending seconds on folding attention over an empty cache at compile time.
+        drafter = lax.optimization_barrier(self.drafter.init(params.drafter, batch, capacity))
+        tokens = jnp.zeros((batch, capacity), jnp.int32).at[:, :fed].set(prompts.tokens)
+        empty = jnp.zeros((batch,), jnp.int32)
+        state = GenerationState(
+            tokens=tokens,
+            length=prompts.length,
+            limit=prompts.limit,
+            limit_reason=prompts.limit_reason,
+            finish=empty,
+            cache=cache,
+            drafter=self.drafter.observe(params.drafter, drafter, seen),
+            sampling=prompts.sampling,
+            keys=prompts.keys,
+            stats=SpeculationStats.zeros(batch, self.drafter.max_depth),
+        )
+        return self._emit(state, first[:, None], jnp.ones_like(empty))
+
+    def step(self, params: LoopParams, state: GenerationState) -> Round:
+        """One round: propose, verify, commit, observe. Rows that have finished stay as they are."""
+        draft = self.drafter.propose(
+            params.drafter, state.drafter, keys_at(state.keys, state.length, _DRAFT), state.sampling
+        )
+        batch, num_nodes = draft.tokens.shape
+        if self.is_chain:
+            mask = causal_mask(num_nodes)
+            depth = jnp.broadcast_to(jnp.arange(num_nodes, dtype=jnp.int32), (batch, num_nodes))
+        else:
+            mask = ancestor_mask(draft.parents, self.drafter.max_depth)
+            depth = depths(mask)
+        positions = state.cache.length[:, None] + depth
+        output = self.target(
+            params.target, draft.tokens, positions, mask, state.cache, aux_layers=self.drafter.aux_layers
+        )
+        verdict = self._verify(params, state, draft, output)
+
+        # nodes[j] is the j-th token of the committed path, the root first; emitted[j] is the token after it.
+        nodes = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), jnp.maximum(verdict.path, 0)], axis=1)
+        committed = jnp.take_along_axis(draft.tokens, nodes, axis=1)
+        emitted = jnp.concatenate([committed[:, 1:], verdict.next_token[:, None]], axis=1)
+        index = jnp.arange(emitted.shape[1])[None, :]
+        emitted = jnp.where(index == verdict.num_accepted[:, None], verdict.next_token[:, None], emitted)
+
+        active = state.running
+        after = self._emit(state, emitted, verdict.num_accepted + 1)
+        count = after.length - state.length
+        newest = jnp.take_along_axis(emitted, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+        features = jnp.take_along_axis(output.features, nodes[:, :, None, None], axis=1)
+        seen = Observation(tokens=committed, features=features, length=count, next_token=newest)
+        after = after.replace(  # type: ignore[attr-defined]
+            cache=state.cache.commit(output.block, count, None if self.is_chain else nodes),
+            drafter=self.drafter.observe(params.drafter, state.drafter, seen),
+            stats=state.stats.count(draft, verdict, active),
+        )
+        return Round(state=after, draft=draft, verdict=verdict, positions=positions)
+
+    def run(self, params: LoopParams, state: GenerationState) -> GenerationState:
+        """Rounds until every row has finished."""
+
+        def rounds(state: GenerationState) -> GenerationState:
+            if self.rounds_per_check == 1:
+                return self.step(params, state).state
+            return lax.fori_loop(0, self.rounds_per_check, lambda _, s: self.step(params, s).state, state)
+
+        return lax.while_loop(lambda state: jnp.any(state.running), rounds, state)
+
+    def generate(self, params: LoopParams, prompts: Prompts, capacity: int) -> Outcome:
+        """Prefill and every round, as one program."""
+        state = self.run(params, self.prefill(params, prompts, capacity))
+        return Outcome(tokens=state.tokens, length=state.length, finish=state.finish, stats=state.stats)
+
+    def _verify(self, params: LoopParams, state: GenerationState, draft: Draft, output: TargetOutput) -> Verdict:
+        logits = self.target.unembed(params.target, output.final)
+        depth = self.drafter.max_depth
+        if self.warping is Warping.GREEDY:
+            return verify_greedy(draft, jnp.argmax(logits, axis=-1).astype(jnp.int32), max_depth=depth)
+        probs = probabilities(logits, state.sampling, self.warping)
+        dice = uniforms(keys_at(state.keys, state.length, _VERIFY), draft.tokens.shape[1])
+        # The root is never up for acceptance, so its uniform draws the next token.
+        return verify(draft, probs, accept=dice, choose=dice[:, 0], max_depth=depth)
+
+    def _emit(
+        self, state: GenerationState, emitted: Int[Array, "B T"], count: Int[Array, " B"]
+    ) -> GenerationState:
+        """Append up to ``count`` tokens to running rows, ending exactly at a stop token or at the limit."""
+        index = jnp.arange(emitted.shape[1])[None, :]
+        stops = jnp.zeros(emitted.shape, jnp.bool_)
+        for token in self.stop_tokens:
+            stops |= emitted == token
+        stops &= index < count[:, None]
+        until_stop = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, emitted.shape[1] + 1)
+        room = state.limit - state.length
+        kept = jnp.minimum(jnp.minimum(count, until_stop), room)
+        kept = jnp.where(state.running, jnp.maximum(kept, 0), 0).astype(jnp.int32)
+
+        capacity = state.tokens.shape[1]
+        slots = jnp.where(index < kept[:, None], state.length[:, None] + index, capacity)
+        rows = jnp.arange(emitted.shape[0])[:, None]
+        reason = jnp.where(
+            until_stop <= kept, int(FinishReason.STOP), jnp.where(kept >= room, state.limit_reason, state.finish)
+        )
+        return state.replace(  # type: ignore[attr-defined]
+            tokens=state.tokens.at[rows, slots].set(emitted, mode="drop"),
+            length=state.length + kept,
+            finish=jnp.where(state.running, reason, state.finish).astype(jnp.int32),
+        )
+
+
+@functools.partial(jax.jit, static_argnames=("loop", "capacity"))
+def prefill(loop: SpeculativeLoop, params: LoopParams, prompts: Prompts, *, capacity: int) -> GenerationState:
+    """Compiled :meth:`SpeculativeLoop.prefill`."""
+    return loop.prefill(params, prompts, capacity)
+
+
+@functools.partial(jax.jit, static_argnames=("loop",), donate_argnames=("state",))
+def step(loop: SpeculativeLoop, params: LoopParams, state: GenerationState) -> Round:
+    """Compiled :meth:`SpeculativeLoop.step`; the state given is consumed, its caches are updated in place."""
+    return loop.step(params, state)
+
+
+@functools.partial(jax.jit, static_argnames=("loop",), donate_argnames=("state",))
+def run(loop: SpeculativeLoop, params: LoopParams, state: GenerationState) -> GenerationState:
+    """Compiled :meth:`SpeculativeLoop.run`; the state given is consumed, its caches are updated in place."""
+    return loop.run(params, state)
+
+
+@functools.partial(jax.jit, static_argnames=("loop", "capacity"))
+def generate(loop: SpeculativeLoop, params: LoopParams, prompts: Prompts, *, capacity: int) -> Outcome:
+    """Compiled :meth:`SpeculativeLoop.generate`: a whole generation is one executable and one launch."""
+    return loop.generate(params, prompts, capacity)
+
+
+__all__ = [
+    "GenerationState",
+    "LoopParams",
+    "Outcome",
+    "Prompts",
+    "Round",
+    "SpeculativeLoop",
+    "generate",
+    "prefill",
+    "run",
+    "step",
+]

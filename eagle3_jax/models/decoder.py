@@ -1,0 +1,185 @@
+"""The target transformer: one Llama-style decoder for prefill, verification and training."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle3_jax.cache import KeyValue, KVCache, Segment
+from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.functional import Params, bind, init_params, param_shapes
+from eagle3_jax.models.layers import (
+    FLOAT32,
+    Linear,
+    Precision,
+    RMSNorm,
+    SwiGLU,
+    attention,
+    product,
+)
+from eagle3_jax.models.rope import rotate
+from eagle3_jax.types import TargetOutput
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention with rotary positions."""
+
+    def __init__(self, config: DecoderConfig, *, d_in: int, precision: Precision, rngs: nnx.Rngs):
+        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        bias = config.attention_bias
+        self.q = Linear(d_in, heads * head_dim, bias=bias, precision=precision, rngs=rngs)
+        self.k = Linear(d_in, kv_heads * head_dim, bias=bias, precision=precision, rngs=rngs)
+        self.v = Linear(d_in, kv_heads * head_dim, bias=bias, precision=precision, rngs=rngs)
+        self.o = Linear(heads * head_dim, config.width, bias=bias, precision=precision, rngs=rngs)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(head_dim, config.norm_eps)
+        self.config = config
+
+    def __call__(
+        self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"], memory: Memory
+    ) -> tuple[Float[Array, "B T D"], KeyValue]:
+        config = self.config
+        split = (*x.shape[:2], -1, config.head_dim)
+        queries, keys, values = self.q(x).reshape(split), self.k(x).reshape(split), self.v(x).reshape(split)
+        if config.qk_norm:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries = rotate(queries, positions, config.rope)
+        kv = KeyValue(rotate(keys, positions, config.rope), values)
+        return self.o(memory.attend(queries, kv)), kv
+
+
+class Memory(NamedTuple):
+    """What the tokens of a block see in one layer: what came before, and which of each other.
+
+    Attributes:
+        past: Earlier keys and values with their masks.
+        mask: ``[B T T]``, which tokens of the block each one sees; ``None`` for itself alone.
+        own: Earlier keys and values of which each token sees those at its own index.
+    """
+
+    past: Sequence[Segment] = ()
+    mask: Bool[Array, "#B T T"] | None = None
+    own: Sequence[KeyValue] = ()
+
+    def attend(self, queries: Float[Array, "B T heads H"], kv: KeyValue) -> Float[Array, "B T width"]:
+        """Attention of a block over its past and itself."""
+        if self.mask is None:
+            return attention(queries, self.past, (*self.own, kv))
+        return attention(queries, (*self.past, Segment(kv, self.mask)), self.own)
+
+
+class Block(nnx.Module):
+    """Pre-norm residual block: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+
+    def __init__(self, config: DecoderConfig, *, precision: Precision, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.width, config.norm_eps)
+        self.attention = Attention(config, d_in=config.width, precision=precision, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.width, config.norm_eps)
+        self.mlp = SwiGLU(config.width, config.mlp_width, bias=config.mlp_bias, precision=precision, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], memory: Memory
+    ) -> tuple[Float[Array, "B T D"], KeyValue]:
+        attended, kv = self.attention(self.attention_norm(x), positions, memory)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), kv
+
+
+class Decoder(nnx.Module):
+    """Embedding, ``L`` blocks, final norm and output projection."""
+
+    def __init__(self, config: DecoderConfig, *, precision: Precision, rngs: nnx.Rngs):
+        self.config, self.precision = config, precision
+        shape = (config.vocab_size, config.width)
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) * 0.02)
+        self.blocks = nnx.List([Block(config, precision=precision, rngs=rngs) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.width, config.norm_eps)
+        if not config.tie_embeddings:
+            self.head = Linear(config.width, config.vocab_size, precision=precision, rngs=rngs)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        mask: Bool[Array, "#B T T"],
+        past: Sequence[Sequence[Segment]],
+        aux_layers: tuple[int, ...],
+    ) -> TargetOutput:
+        x = self.embedding[...][tokens].astype(self.precision.activations)
+        entering, written = [x], []
+        for block, seen in zip(self.blocks, past, strict=True):
+            x, kv = block(x, positions, Memory(past=seen, mask=mask))
+            entering.append(x)
+            written.append(kv)
+        empty = jnp.zeros((*x.shape[:2], 0, x.shape[2]), x.dtype)
+        features = jnp.stack([entering[layer] for layer in aux_layers], axis=2) if aux_layers else empty
+        return TargetOutput(final=self.norm(x), features=features, block=tuple(written))
+
+    def unembed(self, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+        if self.config.tie_embeddings:
+            return product(final, self.embedding[...].T, self.precision).astype(jnp.float32)
+        return self.head(final).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderTarget:
+    """A :class:`TargetModel` over :class:`Decoder`: hashable, so it is a static argument of the compiled loop."""
+
+    config: DecoderConfig
+    precision: Precision = FLOAT32
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.config, self.precision)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined]
+
+    def init(self, key: jax.Array) -> Params:
+        """Random parameters, for tests and training."""
+        return init_params(Decoder, self.config, self.precision, key)
+
+    def param_shapes(self) -> Params:
+        """Shapes of every parameter, as a nested dictionary."""
+        return param_shapes(Decoder, self.config, self.precision)
+
+    def init_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache of ``capacity`` slots per row."""
+        config = self.config
+        return KVCache.allocate(
+            batch=batch,
+            capacity=capacity,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=self.precision.activations,
+        )
+
+    def __call__(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        mask: Bool[Array, "#B T T"],
+        cache: KVCache | None = None,
+        aux_layers: tuple[int, ...] = (),
+    ) -> TargetOutput:
+        """See :class:`eagle3_jax.types.TargetModel`."""
+        layers = range(self.config.num_layers)
+        past = [() if cache is None else (cache.segment(layer),) for layer in layers]
+        return bind(Decoder, self.config, self.precision, params)(tokens, positions, mask, past, aux_layers)
+
+    def unembed(self, params: Params, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+        """Logits in float32 from final-norm outputs."""
+        return bind(Decoder, self.config, self.precision, params).unembed(final)
+
+
+def causal_mask(size: int) -> Bool[Array, "1 T T"]:
+    """Every token sees itself and what stands before it."""
+    return jnp.tril(jnp.ones((size, size), jnp.bool_))[None]

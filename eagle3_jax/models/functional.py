@@ -1,0 +1,42 @@
+"""Between NNX modules, which own their arrays, and the pure functions that the decoder compiles."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+Params = dict[str, Any]
+
+
+@functools.lru_cache(maxsize=64)
+def _abstract(build: Callable[..., nnx.Module], config: Any, precision: Any) -> tuple[Any, Any]:
+    module = nnx.eval_shape(lambda: build(config, precision=precision, rngs=nnx.Rngs(0)))
+    return nnx.split(module)
+
+
+def param_shapes(build: Callable[..., nnx.Module], config: Any, precision: Any) -> Params:
+    """The nested dictionary of ``jax.ShapeDtypeStruct`` that a module of this configuration expects."""
+    return nnx.to_pure_dict(_abstract(build, config, precision)[1])
+
+
+def init_params(build: Callable[..., nnx.Module], config: Any, precision: Any, key: jax.Array) -> Params:
+    """Random float32 parameters as a nested dictionary."""
+
+    @jax.jit
+    def init(key: jax.Array) -> Params:
+        module = build(config, precision=precision, rngs=nnx.Rngs(params=key))
+        return nnx.to_pure_dict(nnx.state(module))
+
+    return init(key)
+
+
+def bind(build: Callable[..., nnx.Module], config: Any, precision: Any, params: Params) -> Any:
+    """The module with these parameters. Done while tracing, where it costs nothing at run time."""
+    graphdef, abstract = _abstract(build, config, precision)
+    state = jax.tree.map(lambda leaf: leaf, abstract)  # a copy: the cached one stays abstract
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graphdef, state)

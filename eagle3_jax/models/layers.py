@@ -1,0 +1,154 @@
+"""The pieces that targets and draft heads are built of: linear, norm, attention, SwiGLU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float
+
+from eagle3_jax.cache import KeyValue, Segment
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """In which type products are multiplied and in which type they are summed and passed on.
+
+    Attributes:
+        name: What the command line calls it.
+        operands: Type of weights, and of activations as they enter a product.
+        activations: Type in which products accumulate, of the residual stream and of the caches.
+    """
+
+    name: str
+    operands: DTypeLike
+    activations: DTypeLike
+
+
+FLOAT32 = Precision("float32", jnp.float32, jnp.float32)
+BFLOAT16 = Precision("bfloat16", jnp.bfloat16, jnp.bfloat16)
+# Half the bytes of float32 with its accumulation. On CPUs with bfloat16 dot products a block of 2 to 16 rows
+# costs about the same as one, which is what makes verification nearly free there.
+MIXED = Precision("mixed", jnp.bfloat16, jnp.float32)
+PRECISIONS = {p.name: p for p in (FLOAT32, BFLOAT16, MIXED)}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _product(x: Array, kernel: Array, operands: DTypeLike, activations: DTypeLike) -> Array:
+    """``x @ kernel`` over the last axis of ``x`` in the given types."""
+    x, kernel = x.astype(operands), kernel.astype(operands)
+    if operands != activations and x.size == x.shape[-1]:
+        # XLA's CPU backend has no fast path for a single bfloat16 row (measured seven times slower than two rows).
+        rows = jnp.concatenate([x.reshape(1, -1)] * 2)
+        out = lax.dot_general(rows, kernel, (((1,), (0,)), ((), ())), preferred_element_type=activations)
+        return out[:1].reshape(*x.shape[:-1], -1)
+    return lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=activations)
+
+
+def _product_fwd(x: Array, kernel: Array, operands: DTypeLike, activations: DTypeLike):
+    return _product(x, kernel, operands, activations), (x, kernel)
+
+
+def _product_bwd(operands: DTypeLike, activations: DTypeLike, saved: tuple[Array, Array], grad: Array):
+    # JAX's own rule would multiply a float32 cotangent with a bfloat16 operand, which falls back to slow products.
+    x, kernel = saved
+    rows, grads = x.reshape(-1, x.shape[-1]).astype(operands), grad.reshape(-1, grad.shape[-1]).astype(operands)
+    contract = functools.partial(lax.dot_general, preferred_element_type=activations)
+    grad_x = contract(grads, kernel.astype(operands), (((1,), (1,)), ((), ())))
+    grad_kernel = contract(rows, grads, (((0,), (0,)), ((), ())))
+    return grad_x.reshape(x.shape).astype(x.dtype), grad_kernel.astype(kernel.dtype)
+
+
+_product.defvjp(_product_fwd, _product_bwd)
+
+
+def product(
+    x: Float[Array, "*rows D_in"], kernel: Float[Array, "D_in D_out"], precision: Precision
+) -> Float[Array, "*rows D_out"]:
+    """Matrix product under a named precision; the only place where the library multiplies by weights."""
+    return _product(x, kernel, precision.operands, precision.activations)
+
+
+class Linear(nnx.Module):
+    """``y = x W + b``; the kernel is stored ``[in, out]``."""
+
+    def __init__(self, d_in: int, d_out: int, *, bias: bool = False, precision: Precision, rngs: nnx.Rngs):
+        scale = d_in**-0.5
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (d_in, d_out), jnp.float32) * scale)
+        self.bias = nnx.Param(jnp.zeros((d_out,), jnp.float32)) if bias else None
+        self.precision = precision
+
+    def __call__(self, x: Float[Array, "*rows D_in"]) -> Float[Array, "*rows D_out"]:
+        y = product(x, self.kernel[...], self.precision)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """``x / sqrt(mean(x²) + eps) · w`` (Zhang & Sennrich, 2019), normalised in float32."""
+
+    def __init__(self, width: int, eps: float):
+        self.scale = nnx.Param(jnp.ones((width,), jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        y = x.astype(jnp.float32)
+        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        # The weight multiplies after the cast, as in the PyTorch models whose outputs we must reproduce.
+        return y.astype(x.dtype) * self.scale[...].astype(x.dtype)
+
+
+class SwiGLU(nnx.Module):
+    """``down(silu(gate(x)) · up(x))`` (Shazeer, 2020)."""
+
+    def __init__(self, width: int, inner: int, *, bias: bool = False, precision: Precision, rngs: nnx.Rngs):
+        self.gate = Linear(width, inner, bias=bias, precision=precision, rngs=rngs)
+        self.up = Linear(width, inner, bias=bias, precision=precision, rngs=rngs)
+        self.down = Linear(inner, width, bias=bias, precision=precision, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+def attention(
+    queries: Float[Array, "B T heads H"], segments: Sequence[Segment], own: Sequence[KeyValue] = ()
+) -> Float[Array, "B T width"]:
+    """Grouped-query attention, ``softmax(q kᵀ / √H) v``, with one float32 softmax over everything that is seen.
+
+    Args:
+        queries: Rotated queries.
+        segments: Runs of keys under a mask: a cache, the block itself, the levels of a draft tree.
+        own: Runs of ``T`` keys of which query ``t`` sees only key ``t`` (the diagonals of the training-time test).
+
+    Returns:
+        ``[B T heads·H]``.
+    """
+    batch, fed, heads, head_dim = queries.shape
+    kv_heads = (segments[0].kv if segments else own[0]).keys.shape[2]
+    groups = heads // kv_heads
+    # The query heads of a group and the tokens form one axis: XLA's CPU products want one free axis on each side.
+    rows = queries.reshape(batch, fed, kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
+    folded = rows.reshape(batch, kv_heads, groups * fed, head_dim)
+    scores = []
+    for segment in segments:
+        score = jnp.einsum("bcqh,bsch->bcqs", folded, segment.kv.keys, preferred_element_type=jnp.float32)
+        score = score.reshape(batch, kv_heads, groups, fed, -1) * head_dim**-0.5
+        # A finite minimum, not -inf: a padded query that sees nothing must not turn into NaN.
+        scores.append(jnp.where(segment.mask[:, None, None], score, jnp.finfo(jnp.float32).min))
+    for kv in own:
+        keys = kv.keys.transpose(0, 2, 1, 3)[:, :, None]
+        scores.append(jnp.sum((rows * keys).astype(jnp.float32), axis=-1, keepdims=True) * head_dim**-0.5)
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(queries.dtype)
+    out, start = jnp.zeros((), queries.dtype), 0
+    for segment in segments:
+        stop = start + segment.kv.keys.shape[1]
+        part = weights[..., start:stop].reshape(batch, kv_heads, groups * fed, -1)
+        part = jnp.einsum("bcqs,bsch->bcqh", part, segment.kv.values, preferred_element_type=queries.dtype)
+        out, start = out + part.reshape(rows.shape), stop
+    for index, kv in enumerate(own, start):
+        out = out + weights[..., index : index + 1] * kv.values.transpose(0, 2, 1, 3)[:, :, None]
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, fed, heads * head_dim)

@@ -1,0 +1,86 @@
+"""Rotary position embedding: angles from a configuration, and the rotation itself.
+
+The half-split form of GPT-NeoX and Llama: channel ``i`` is paired with channel ``i + H/2``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.models.config import RopeConfig
+
+
+def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """Radians per position of every channel pair, and the scale of cosine and sine.
+
+    Args:
+        config: Which rotary embedding.
+        head_dim: ``H``.
+
+    Returns:
+        ``[H/2]`` in float32, and the attention scale (1 but for yarn).
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    inv_freq = (1.0 / np.power(np.float32(config.theta), exponents)).astype(np.float32)
+    if config.type == "default":
+        return inv_freq, 1.0
+    if config.type == "linear":
+        return inv_freq / np.float32(config.factor), 1.0
+    if config.type == "llama3":
+        return _llama3(config, inv_freq), 1.0
+    return _yarn(config, head_dim, inv_freq)
+
+
+def _llama3(config: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
+    """Stretch long wavelengths, keep short ones, interpolate in between (Llama 3.1)."""
+    assert config.original_max_positions is not None
+    wavelength = 2 * math.pi / inv_freq
+    rotations = config.original_max_positions / wavelength
+    smooth = (rotations - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    smooth = np.clip(smooth, 0.0, 1.0)
+    return ((1 - smooth) * inv_freq / config.factor + smooth * inv_freq).astype(np.float32)
+
+
+def _yarn(config: RopeConfig, head_dim: int, inv_freq: np.ndarray) -> tuple[np.ndarray, float]:
+    """NTK-by-parts interpolation with an attention temperature (Peng et al., 2023, section 3)."""
+    assert config.original_max_positions is not None
+    original = config.original_max_positions
+
+    def dimension_of(rotations: float) -> float:
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = dimension_of(config.beta_fast), dimension_of(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    span = (high - low) or 0.001  # equal bounds would divide by zero
+    ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / span, 0.0, 1.0)
+    scaled = inv_freq / config.factor * ramp + inv_freq * (1 - ramp)
+
+    def temperature(mscale: float) -> float:
+        return 1.0 if config.factor <= 1 else 0.1 * mscale * math.log(config.factor) + 1.0
+
+    scale = config.attention_factor
+    if scale is None:
+        if config.mscale and config.mscale_all_dim:
+            scale = temperature(config.mscale) / temperature(config.mscale_all_dim)
+        else:
+            scale = temperature(1.0)
+    return scaled.astype(np.float32), float(scale)
+
+
+def rotate(
+    x: Float[Array, "B T heads H"], positions: Int[Array, "B T"], config: RopeConfig
+) -> Float[Array, "B T heads H"]:
+    """Rotate every head vector by its position; computed in float32, returned in the dtype of ``x``."""
+    inv_freq, scale = inverse_frequencies(config, x.shape[-1])
+    angles = positions[..., None].astype(jnp.float32) * inv_freq
+    cos = (jnp.cos(angles) * scale)[:, :, None, :]
+    sin = (jnp.sin(angles) * scale)[:, :, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)

@@ -1,0 +1,110 @@
+"""Counters of speculation and every rate derived from them, under vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from eagle3_jax.types import Draft, Verdict
+
+
+@struct.dataclass(kw_only=True)
+class SpeculationStats:
+    """What verification accepted, before a stop token or a limit cut the output.
+
+    The first token of a generation comes from the prefill and belongs to no round. Fields lead with ``B`` inside
+    the loop; :meth:`merge` sums rows and runs, so that a rate is never an average of rates.
+
+    Attributes:
+        num_drafts: ``[B]`` rounds in which at least one token was drafted.
+        num_draft_tokens: ``[B]`` tokens drafted.
+        num_accepted_tokens: ``[B]`` draft tokens accepted.
+        num_accepted_tokens_per_pos: ``[B G]`` rounds in which the draft token at each depth was accepted.
+    """
+
+    num_drafts: Int[Array, "*B"]
+    num_draft_tokens: Int[Array, "*B"]
+    num_accepted_tokens: Int[Array, "*B"]
+    num_accepted_tokens_per_pos: Int[Array, "*B G"]
+
+    @classmethod
+    def zeros(cls, batch: int, max_depth: int) -> SpeculationStats:
+        """No rounds yet."""
+        zero = jnp.zeros((batch,), jnp.int32)
+        return cls(
+            num_drafts=zero,
+            num_draft_tokens=zero,
+            num_accepted_tokens=zero,
+            num_accepted_tokens_per_pos=jnp.zeros((batch, max_depth), jnp.int32),
+        )
+
+    def count(self, draft: Draft, verdict: Verdict, active: Bool[Array, " B"]) -> SpeculationStats:
+        """Add one round of the active rows."""
+        drafted = jnp.where(active, jnp.sum(draft.valid[:, 1:], axis=1), 0)
+        accepted = jnp.where(active, verdict.num_accepted, 0)
+        depth = jnp.arange(verdict.path.shape[1])
+        return SpeculationStats(
+            num_drafts=self.num_drafts + (drafted > 0),
+            num_draft_tokens=self.num_draft_tokens + drafted,
+            num_accepted_tokens=self.num_accepted_tokens + accepted,
+            num_accepted_tokens_per_pos=self.num_accepted_tokens_per_pos + (depth[None, :] < accepted[:, None]),
+        )
+
+    @classmethod
+    def merge(cls, stats: Iterable[SpeculationStats]) -> SpeculationStats:
+        """Sum the counters of any number of rows and runs of one draft depth, on the host."""
+        rows = [jax.tree.map(np.asarray, one) for one in stats]
+        return cls(
+            num_drafts=np.sum([np.sum(s.num_drafts) for s in rows]),
+            num_draft_tokens=np.sum([np.sum(s.num_draft_tokens) for s in rows]),
+            num_accepted_tokens=np.sum([np.sum(s.num_accepted_tokens) for s in rows]),
+            num_accepted_tokens_per_pos=np.sum(
+                [s.num_accepted_tokens_per_pos.reshape(-1, s.num_accepted_tokens_per_pos.shape[-1]).sum(0) for s in rows],
+                axis=0,
+            ),
+        )
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """τ: tokens emitted per round, ``1 + accepted / drafts``; 1 when nothing was drafted."""
+        return 1.0 + _ratio(self.num_accepted_tokens, self.num_drafts)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Share of drafted tokens that was accepted."""
+        return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """Share of rounds in which the draft token at each depth was accepted, with all those before it."""
+        counts = np.asarray(self.num_accepted_tokens_per_pos).reshape(-1, np.shape(self.num_accepted_tokens_per_pos)[-1])
+        return [_ratio(count, self.num_drafts) for count in counts.sum(0)]
+
+    @property
+    def conditional_acceptance_rate(self) -> list[float]:
+        """Probability that the token at each depth is accepted given that all before it were."""
+        counts = np.asarray(self.num_accepted_tokens_per_pos).reshape(-1, np.shape(self.num_accepted_tokens_per_pos)[-1])
+        reached = [np.sum(self.num_drafts), *counts.sum(0)[:-1]]
+        return [_ratio(count, before) for count, before in zip(counts.sum(0), reached, strict=True)]
+
+    def to_json(self) -> dict[str, object]:
+        """Counters and the two headline rates, as plain numbers."""
+        per_position = np.asarray(self.num_accepted_tokens_per_pos)
+        return {
+            "num_drafts": int(np.sum(self.num_drafts)),
+            "num_draft_tokens": int(np.sum(self.num_draft_tokens)),
+            "num_accepted_tokens": int(np.sum(self.num_accepted_tokens)),
+            "num_accepted_tokens_per_pos": per_position.reshape(-1, per_position.shape[-1]).sum(0).tolist(),
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+        }
+
+
+def _ratio(part: object, whole: object) -> float:
+    total = float(np.sum(whole))  # type: ignore[arg-type]
+    return float(np.sum(part)) / total if total else 0.0  # type: ignore[arg-type]

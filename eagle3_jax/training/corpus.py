@@ -1,0 +1,159 @@
+"""Text for the shipped pair: the standard library of an installed CPython, split into training and held-out files.
+
+A file is known by its name inside the corpus (``code/json/decoder.py``, ``docs/library/heapq.rst``). The held-out
+names are a fixed list that ships with the package, so that nobody trains on what they are measured with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END_OF_TEXT = "<|endoftext|>"
+
+# Generated tables, other people's packages and the test suite teach a small model little about writing Python.
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "encodings", "msilib", "pydoc_data", "__pycache__"}
+DOCS_FOLDERS = ("tutorial", "library", "reference", "howto", "faq")
+
+HELD_OUT = (
+    "code/bisect.py",
+    "code/calendar.py",
+    "code/collections/abc.py",
+    "code/concurrent/futures/thread.py",
+    "code/csv.py",
+    "code/dataclasses.py",
+    "code/difflib.py",
+    "code/fractions.py",
+    "code/graphlib.py",
+    "code/heapq.py",
+    "code/http/cookiejar.py",
+    "code/json/decoder.py",
+    "code/json/encoder.py",
+    "code/queue.py",
+    "code/shlex.py",
+    "code/statistics.py",
+    "code/string.py",
+    "code/textwrap.py",
+    "code/unittest/case.py",
+    "code/urllib/robotparser.py",
+    "code/wsgiref/simple_server.py",
+    "docs/faq/design.rst",
+    "docs/howto/sorting.rst",
+    "docs/library/bisect.rst",
+    "docs/library/csv.rst",
+    "docs/library/graphlib.rst",
+    "docs/library/heapq.rst",
+    "docs/library/queue.rst",
+    "docs/library/shlex.rst",
+    "docs/library/statistics.rst",
+    "docs/reference/executionmodel.rst",
+    "docs/tutorial/classes.rst",
+    "docs/tutorial/errors.rst",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One file of the corpus.
+
+    Attributes:
+        name: Its name inside the corpus.
+        text: Its content.
+    """
+
+    name: str
+    text: str
+
+    @property
+    def held_out(self) -> bool:
+        """Whether it is never trained on."""
+        return self.name in HELD_OUT
+
+    @property
+    def sha256(self) -> str:
+        """Hash of its content in UTF-8."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def read_corpus(stdlib: Path, docs: Path | None = None) -> list[Document]:
+    """All documents, sorted by name.
+
+    Args:
+        stdlib: ``Lib`` of a CPython installation (``sysconfig.get_path("stdlib")``).
+        docs: Folder of the documentation's reStructuredText (``Doc`` of a source tree, or ``_sources`` of a built
+            manual); without it the prose is what ``pydoc_data`` holds.
+
+    Raises:
+        ValueError: ``stdlib`` holds no Python sources.
+    """
+    found = list(_code(stdlib))
+    if not found:
+        raise ValueError(f"{stdlib} holds no .py files; give the Lib folder of an installed CPython")
+    found += list(_docs(docs)) if docs is not None else list(_topics(stdlib))
+    return sorted(found, key=lambda document: document.name)
+
+
+def _code(stdlib: Path) -> Iterator[Document]:
+    for path in stdlib.rglob("*.py"):
+        relative = path.relative_to(stdlib)
+        if SKIPPED_FOLDERS.isdisjoint(relative.parts[:-1]):
+            try:
+                yield Document(f"code/{relative.as_posix()}", path.read_text(encoding="utf-8"))
+            except UnicodeDecodeError:  # a handful of sources declare another encoding
+                continue
+
+
+def _docs(docs: Path) -> Iterator[Document]:
+    for folder in DOCS_FOLDERS:
+        for path in (docs / folder).rglob("*.rst*"):
+            name = path.relative_to(docs).as_posix().removesuffix(".txt")
+            yield Document(f"docs/{name}", path.read_text(encoding="utf-8"))
+
+
+def _topics(stdlib: Path) -> Iterator[Document]:
+    source = stdlib / "pydoc_data" / "topics.py"
+    if not source.exists():
+        return
+    namespace: dict[str, dict[str, str]] = {}
+    exec(compile(source.read_text(encoding="utf-8"), str(source), "exec"), namespace)  # the interpreter's own file
+    for topic, text in namespace["topics"].items():
+        yield Document(f"docs/topics/{topic}.rst", text)
+
+
+def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE (Sennrich et al., 2016) with :data:`END_OF_TEXT` as token 0."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, documents: list[Document], seed: int) -> np.ndarray:
+    """One long row of token ids, documents shuffled and each followed by :data:`END_OF_TEXT`."""
+    order = np.random.default_rng(seed).permutation(len(documents))
+    encoded = tokenizer.encode_batch([documents[i].text for i in order])
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    pieces = [np.array([*row.ids, end], np.uint16) for row in encoded]
+    return np.concatenate(pieces)
+
+
+def write_manifest(path: Path, documents: list[Document]) -> None:
+    """Record every file with its hash, size and part, so that a rebuild can be compared."""
+    rows = [
+        {"name": d.name, "sha256": d.sha256, "bytes": len(d.text.encode()), "part": "held-out" if d.held_out else "train"}
+        for d in documents
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -1,0 +1,74 @@
+"""Next-token training of small targets."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.models.decoder import DecoderTarget, causal_mask
+from eagle3_jax.models.functional import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A stretch of training with one batch shape; short sequences first make cheap early steps.
+
+    Attributes:
+        until_step: First step that does not belong to it.
+        batch: Rows.
+        length: Tokens per row.
+    """
+
+    until_step: int
+    batch: int
+    length: int
+
+
+def next_token_loss(
+    target: DecoderTarget, params: Params, tokens: Int[Array, "B T"]
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """Mean cross-entropy of each token given those before it, in nats, and the share of argmax hits."""
+    tokens, labels = tokens[:, :-1], tokens[:, 1:]
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    output = target(params, tokens, positions, causal_mask(tokens.shape[1]))
+    logits = target.unembed(params, output.final)
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+    return loss, {"accuracy": (jnp.argmax(logits, -1) == labels).mean()}
+
+
+def random_windows(data: np.ndarray, phases: tuple[Phase, ...], seed: int) -> Callable[[int], Int[Array, "B T"]]:
+    """Batches of windows of one long token row, drawn as a function of the step alone.
+
+    Windows tile the row from a random offset, and each pass visits every tile once in a random order, so that no
+    text is seen twice before all has been seen once.
+    """
+    for phase in phases:
+        if phase.length + 1 > len(data):
+            raise ValueError(f"the data holds {len(data)} tokens; a window of {phase.length} + 1 does not fit")
+
+    def batch_at(step: int) -> Int[Array, "B T"]:
+        start = 0
+        for phase in phases:
+            if step < phase.until_step:
+                break
+            start = phase.until_step
+        else:
+            raise ValueError(f"step {step} lies beyond the last phase, which ends at {phases[-1].until_step}")
+        tiles = (len(data) - 1) // phase.length - 1
+        rows = np.arange(phase.batch) + (step - start) * phase.batch
+        starts = np.empty(phase.batch, np.int64)
+        for passed in np.unique(rows // tiles):
+            rng = np.random.default_rng((seed, phase.length, int(passed)))
+            offset, order = rng.integers(phase.length), rng.permutation(tiles)
+            here = rows // tiles == passed
+            starts[here] = offset + phase.length * order[rows[here] % tiles]
+        windows = starts[:, None] + np.arange(phase.length + 1)[None, :]
+        return jax.device_put(data[windows].astype(np.int32))
+
+    return batch_at

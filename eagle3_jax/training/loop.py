@@ -1,0 +1,147 @@
+"""The training loop shared by targets and draft heads: an optax step, orbax checkpoints, exact resume."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+from flax import struct
+
+from eagle3_jax.models.functional import Params
+
+Batch = Any
+Metrics = dict[str, jax.Array]
+LossFn = Callable[[Params, Batch], tuple[jax.Array, Metrics]]
+
+
+@struct.dataclass(kw_only=True)
+class TrainState:
+    """Everything that a resumed run needs.
+
+    Attributes:
+        step: Optimiser steps taken.
+        params: What is trained.
+        opt_state: The optimiser's own state.
+    """
+
+    step: jax.Array
+    params: Params
+    opt_state: Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW or Muon with warm-up and cosine decay to zero.
+
+    Attributes:
+        method: ``adamw`` (Loshchilov & Hutter, 2019), or ``muon`` (Jordan et al., 2024), which orthogonalises the
+            update of hidden matrices and leaves embeddings, norms and output projections to AdamW.
+        learning_rate: Peak.
+        embedding_learning_rate: ``muon``: peak for what AdamW updates; ``learning_rate`` when left out.
+        num_steps: Length of the schedule.
+        warmup_steps: Linear warm-up from zero.
+        weight_decay: Decoupled.
+        clip_norm: Global gradient norm above which gradients are scaled down.
+    """
+
+    method: str = "adamw"
+    learning_rate: float = 3e-3
+    embedding_learning_rate: float | None = None
+    num_steps: int = 1000
+    warmup_steps: int = 50
+    weight_decay: float = 0.05
+    clip_norm: float = 1.0
+
+    def build(self) -> optax.GradientTransformation:
+        """The optimiser."""
+
+        def schedule(peak: float) -> optax.Schedule:
+            return optax.warmup_cosine_decay_schedule(0.0, peak, self.warmup_steps, self.num_steps, 0.0)
+
+        if self.method == "adamw":
+            update = optax.adamw(schedule(self.learning_rate), b1=0.9, b2=0.95, weight_decay=self.weight_decay)
+        elif self.method == "muon":
+            update = optax.contrib.muon(
+                schedule(self.learning_rate),
+                weight_decay=self.weight_decay,
+                adam_learning_rate=schedule(self.embedding_learning_rate or self.learning_rate),
+                consistent_rms=0.2,  # updates as large as AdamW's, so one learning rate serves both (Liu et al., 2025)
+                muon_weight_dimension_numbers=_hidden_matrices,
+            )
+        else:
+            raise ValueError(f"optimizer {self.method!r} is not known; use 'adamw' or 'muon'")
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), update)
+
+
+def _hidden_matrices(params: Params) -> Any:
+    def label(path: tuple[Any, ...], leaf: jax.Array) -> Any:
+        names = {str(getattr(entry, "key", entry)) for entry in path}
+        hidden = leaf.ndim == 2 and names.isdisjoint({"embedding", "head"})
+        return optax.contrib.MuonDimensionNumbers() if hidden else None
+
+    return jax.tree_util.tree_map_with_path(label, params)
+
+
+class Trainer:
+    """Runs an objective; resuming from a checkpoint continues with bit-identical losses."""
+
+    def __init__(self, loss_fn: LossFn, optimizer: OptimizerConfig, directory: Path | None = None):
+        """See the class.
+
+        Args:
+            loss_fn: ``(params, batch) -> (loss, metrics)``.
+            optimizer: How to step.
+            directory: Where checkpoints go; ``None`` keeps none.
+        """
+        self._optimizer = optimizer.build()
+        self._checkpoints = None
+        if directory is not None:
+            options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
+            self._checkpoints = ocp.CheckpointManager(Path(directory).absolute(), options=options)
+
+        @jax.jit
+        def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+            (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, batch)
+            updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            new = TrainState(step=state.step + 1, params=params, opt_state=opt_state)
+            return new, {"loss": loss, "grad_norm": optax.global_norm(grads), **metrics}
+
+        self._step = step
+
+    def start(self, params: Params) -> TrainState:
+        """The newest checkpoint if there is one, else a fresh state around ``params``."""
+        # A compiled init keeps the state's leaves of the same kind (strong types) as a restored one's.
+        opt_state = jax.jit(self._optimizer.init)(params)
+        fresh = TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=opt_state)
+        if self._checkpoints is None or self._checkpoints.latest_step() is None:
+            return fresh
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)
+        return self._checkpoints.restore(
+            self._checkpoints.latest_step(), args=ocp.args.StandardRestore(abstract)
+        )
+
+    def run(
+        self, state: TrainState, batch_at: Callable[[int], Batch], num_steps: int, save_every: int = 100
+    ) -> Iterator[tuple[TrainState, dict[str, float]]]:
+        """Step until ``num_steps``, yielding the state and its metrics after every step.
+
+        ``batch_at`` maps a step to its batch and nothing else, so that the data order survives an interruption.
+        """
+        for step in range(int(state.step), num_steps):
+            state, metrics = self._step(state, batch_at(step))
+            if self._checkpoints is not None and ((step + 1) % save_every == 0 or step + 1 == num_steps):
+                self.save(state)
+            yield state, {name: float(value) for name, value in metrics.items()}
+
+    def save(self, state: TrainState) -> None:
+        """Write a checkpoint; it appears under its name only when complete."""
+        if self._checkpoints is not None and self._checkpoints.latest_step() != int(state.step):
+            self._checkpoints.save(int(state.step), args=ocp.args.StandardSave(state))
+            self._checkpoints.wait_until_finished()

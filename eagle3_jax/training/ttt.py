@@ -1,0 +1,250 @@
+"""The training-time test of EAGLE-3: a head learns on the inputs that it will meet while drafting.
+
+At inference the head reads the target's features only once and its own output afterwards. Training therefore unrolls
+the head ``K`` times (Li et al., 2025, arXiv 2503.01840, section 3.2; HASS, Zhang et al., 2024): at step ``k`` row ``t``
+stands for the draft that follows the verified prefix ``x_0 .. x_t`` and is ``k`` tokens deep.
+
+=================  =====================================================================
+token              ``x_{t+1+k}``, from the data and not from the head
+features           ``fc(f_t)`` at step 0, then the head's own output of step ``k - 1``
+rotary position    ``t + k``
+attention          keys of step 0 at ``j <= t``, keys of steps ``1 .. k`` at ``t`` alone
+label              ``y_{t+1+k}``, the target's distribution after ``x_{t+1+k}``
+=================  =====================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple, TypedDict
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle3_jax.cache import KeyValue, Segment
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Head
+from eagle3_jax.models.decoder import DecoderTarget, Memory, causal_mask
+from eagle3_jax.models.functional import Params, bind
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TTTConfig:
+    """How the steps are weighted and what counts. Defaults are those of the official training code.
+
+    Attributes:
+        num_steps: ``K``; the official code unrolls 7 steps, the paper 5.
+        decay: Step ``k`` weighs ``decay^k``.
+        denominator: What the sum over rows is divided by: ``all`` rows ``B·T``, masked or not, or the ``supervised``
+            ones. ``all`` also keeps a flaw of the official code: supervised rows whose label lies beyond the end of
+            the sequence are pulled towards the uniform distribution. ``supervised`` leaves them out.
+        out_of_vocab: Rows whose most likely target token is outside the draft vocabulary: ``mask`` takes them out of
+            the loss, ``keep`` trains them on what remains of the distribution.
+    """
+
+    num_steps: int = 7
+    decay: float = 0.8
+    denominator: Literal["all", "supervised"] = "all"
+    out_of_vocab: Literal["mask", "keep"] = "mask"
+
+    def __post_init__(self) -> None:
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps is {self.num_steps}; the head is unrolled at least once")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay is {self.decay}; expected a weight in (0, 1]")
+        if self.denominator not in ("all", "supervised"):
+            raise ValueError(f"denominator {self.denominator!r} is not known; use 'all' or 'supervised'")
+        if self.out_of_vocab not in ("mask", "keep"):
+            raise ValueError(f"out_of_vocab {self.out_of_vocab!r} is not known; use 'mask' or 'keep'")
+
+
+@struct.dataclass(kw_only=True)
+class TTTBatch:
+    """Sequences to learn from.
+
+    Attributes:
+        tokens: ``[B T]``.
+        attention_mask: ``[B T]``, False at padding.
+        loss_mask: ``[B T]``, True where the token *after the next* is worth learning: row ``t`` of step ``k`` is
+            supervised by entry ``t + k`` and predicts ``x_{t+k+2}``. For an assistant turn at ``s .. e`` these are
+            entries ``s - 1 .. e - 2``: its first token always comes from the target.
+    """
+
+    tokens: Int[Array, "B T"]
+    attention_mask: Bool[Array, "B T"]
+    loss_mask: Bool[Array, "B T"]
+
+
+class Frozen(TypedDict):
+    """What the objective reads and never trains.
+
+    Attributes:
+        target_params: Parameters of the target.
+        embedding: ``[V D]``, the head's token embedding, mostly the target's own.
+        draft_to_target: ``[W]``, target id of every draft id.
+    """
+
+    target_params: Params
+    embedding: Float[Array, "V D"]
+    draft_to_target: Int[Array, " W"]
+
+
+class Teacher(NamedTuple):
+    """The target's distributions, kept over the draft vocabulary only.
+
+    ``S = T + K`` positions: behind the last token the target's logits are taken as zero, as in the official code.
+
+    Attributes:
+        probs: ``[B S W]``, softmax over the draft vocabulary.
+        mass: ``[B S]``, probability of the draft vocabulary under the full softmax.
+        best: ``[B S]``, draft id of the most likely of all target tokens; -1 where the head cannot propose it.
+    """
+
+    probs: Float[Array, "B S W"]
+    mass: Float[Array, "B S"]
+    best: Int[Array, "B S"]
+
+
+def ttt_loss(
+    drafter: Eagle3Drafter,
+    target: DecoderTarget,
+    head_params: Params,
+    frozen: Frozen,
+    batch: TTTBatch,
+    config: TTTConfig = TTTConfig(),  # noqa: B008 - frozen
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """``Σ_k decay^k · Σ_rows CE(p, q_k) / denominator``, differentiable in ``head_params`` alone.
+
+    Args:
+        drafter: The head's configuration and precision.
+        target: The target that is to be predicted.
+        head_params: What is trained.
+        frozen: What is not.
+        batch: Sequences; positions are counted from the first column.
+        config: Unroll length, weights and denominators.
+
+    Returns:
+        The loss, and for every step ``k``
+
+        - ``loss_k``: its unweighted term of the loss;
+        - ``accuracy_k``: rows whose argmax is the target's, over supervised rows, as the official code counts;
+        - ``acceptance_k``: expected probability ``Σ_v min(p_v, q_v)`` that a sampled draft token is accepted, over
+          supervised rows that have a label (Leviathan et al., 2023);
+
+        and ``simulated_tau``, tokens per target forward of a greedy chain of ``K`` drafts on this text: 1 plus, for
+        every step, the share of rows in which this and all earlier steps hit. A target token that is outside the
+        draft vocabulary is a miss.
+    """
+    frozen, num_steps = lax.stop_gradient(frozen), config.num_steps
+    size = batch.tokens.shape[1]
+    teacher, features = consult(drafter, target, frozen, batch, num_steps)
+    logits = unroll(drafter, head_params, frozen["embedding"], features, batch, num_steps)
+    learn, real = (_extend(mask, num_steps) for mask in (batch.loss_mask, batch.attention_mask))
+
+    metrics: dict[str, Float[Array, ""]] = {}
+    loss = tau = jnp.zeros((), jnp.float32)
+    alive = chain = jnp.ones(batch.tokens.shape, jnp.bool_)
+    for step, scores in enumerate(logits):
+        label = Teacher(*(_from(leaf, step + 1, size) for leaf in teacher))
+        supervised = _from(learn, step, size)
+        labelled = supervised & _from(real, step + 1, size)
+        counted = supervised if config.denominator == "all" else labelled
+        trained = counted & (label.best >= 0) if config.out_of_vocab == "mask" else counted
+
+        log_norm = jax.nn.logsumexp(scores, axis=-1)
+        cross_entropy = log_norm - jnp.sum(label.probs * scores, axis=-1)
+        rows = counted.size if config.denominator == "all" else jnp.maximum(jnp.sum(counted), 1)
+        term = jnp.sum(jnp.where(trained, cross_entropy, 0.0)) / rows
+        loss = loss + config.decay**step * term
+
+        scores, log_norm = lax.stop_gradient((scores, log_norm))
+        hit = jnp.argmax(scores, axis=-1) == label.best
+        overlap = jnp.minimum(label.probs * label.mass[..., None], jnp.exp(scores - log_norm[..., None])).sum(-1)
+        chain, alive = chain & labelled, alive & hit
+        tau = tau + _share(alive, chain)
+        metrics[f"loss_{step}"] = term
+        metrics[f"accuracy_{step}"] = jnp.sum(hit & counted) / (jnp.sum(counted) + 1e-6)
+        metrics[f"acceptance_{step}"] = _share(overlap, labelled)
+    return loss, {**metrics, "simulated_tau": 1.0 + tau}
+
+
+def consult(
+    drafter: Eagle3Drafter, target: DecoderTarget, frozen: Frozen, batch: TTTBatch, num_steps: int
+) -> tuple[Teacher, Float[Array, "B T A D"]]:
+    """One target forward: its distributions in compact form, and the features that the head fuses."""
+    output = target(
+        frozen["target_params"],
+        batch.tokens,
+        _positions(batch),
+        _seen(batch),
+        aux_layers=drafter.aux_layers,
+    )
+    logits = target.unembed(frozen["target_params"], output.final)
+    draft_to_target = frozen["draft_to_target"]
+    draft_size = draft_to_target.shape[0]
+    to_draft = jnp.full((logits.shape[-1],), -1, jnp.int32).at[draft_to_target].set(jnp.arange(draft_size))
+    drafted = logits[..., draft_to_target]
+    log_norm = jax.nn.logsumexp(drafted, axis=-1)
+    teacher = Teacher(
+        probs=_extend(jnp.exp(drafted - log_norm[..., None]), num_steps, 1.0 / draft_size),
+        mass=_extend(jnp.exp(log_norm - jax.nn.logsumexp(logits, axis=-1)), num_steps, draft_size / logits.shape[-1]),
+        best=_extend(to_draft[jnp.argmax(logits, axis=-1)], num_steps, to_draft[0]),
+    )
+    return teacher, output.features
+
+
+def unroll(
+    drafter: Eagle3Drafter,
+    head_params: Params,
+    embedding: Float[Array, "V D"],
+    features: Float[Array, "B T A D"],
+    batch: TTTBatch,
+    num_steps: int,
+) -> list[Float[Array, "B T W"]]:
+    """Draft logits of every step, all rows at once; see the table above for who sees what."""
+    head = bind(Eagle3Head, drafter.config, drafter.precision, head_params)
+    tokens, size = _extend(batch.tokens, num_steps), batch.tokens.shape[1]
+    embedded = embedding[tokens].astype(drafter.precision.activations)
+    seen, positions = _seen(batch), _positions(batch)
+    output, logits = head.fuse(features), []
+    written: list[tuple[KeyValue, ...]] = []
+    for step in range(num_steps):
+        memories = [_memory(written, layer, seen) for layer in range(drafter.config.layer.num_layers)]
+        output, kv = head(_from(embedded, step + 1, size), output, positions + step, memories)
+        written.append(kv)
+        logits.append(head.logits(output))
+    return logits
+
+
+def _memory(written: list[tuple[KeyValue, ...]], layer: int, seen: Bool[Array, "B T T"]) -> Memory:
+    """Step 0 is verified text, seen causally; each later step is a row's own guess, seen by that row alone."""
+    if not written:
+        return Memory(mask=seen)
+    first, *later = (step[layer] for step in written)
+    return Memory(past=(Segment(first, seen),), own=later)
+
+
+def _seen(batch: TTTBatch) -> Bool[Array, "B T T"]:
+    return causal_mask(batch.tokens.shape[1]) & batch.attention_mask[:, None, :]
+
+
+def _positions(batch: TTTBatch) -> Int[Array, "B T"]:
+    return jnp.broadcast_to(jnp.arange(batch.tokens.shape[1], dtype=jnp.int32), batch.tokens.shape)
+
+
+def _extend(x: Array, count: int, fill: Array | float = 0) -> Array:
+    """Append ``count`` columns of ``fill``, so that every shift is a slice."""
+    tail = jnp.broadcast_to(jnp.asarray(fill, x.dtype), (x.shape[0], count, *x.shape[2:]))
+    return jnp.concatenate([x, tail], axis=1)
+
+
+def _from(x: Array, start: int, size: int) -> Array:
+    """Columns ``start .. start + size - 1``: row ``t`` holds what stood at ``t + start``."""
+    return x[:, start : start + size]
+
+
+def _share(values: Array, mask: Bool[Array, "B T"]) -> Float[Array, ""]:
+    """Mean over the masked rows; 0 when there are none."""
+    return jnp.sum(jnp.where(mask, values, 0.0)) / jnp.maximum(jnp.sum(mask), 1)

@@ -1,0 +1,181 @@
+"""The vocabulary of the library: what travels between target, drafter, verifier and loop.
+
+Letters in shapes: ``B`` rows, ``S`` cache slots, ``T`` tokens fed, ``N`` draft nodes including the root,
+``G`` longest path below the root, ``V`` target vocabulary, ``W`` draft vocabulary, ``D`` width,
+``A`` auxiliary layers, ``C`` key/value heads, ``H`` head size, ``L`` layers.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Protocol, TypeVar
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from eagle3_jax.cache import KeyValue, KVCache
+
+State = TypeVar("State")
+
+
+class FinishReason(enum.IntEnum):
+    """Why a row stopped; ``RUNNING`` while it has not."""
+
+    RUNNING = 0
+    STOP = 1
+    LENGTH = 2
+    CAPACITY = 3
+
+
+@struct.dataclass(kw_only=True)
+class TargetOutput:
+    """What one target forward gives for each token fed.
+
+    Attributes:
+        final: ``[B T D]``, the residual stream after the final norm; ``unembed`` turns it into logits.
+        features: ``[B T A D]``, the residual stream entering each auxiliary layer.
+        block: Per layer, keys and values of the tokens fed, for ``KVCache.commit``.
+    """
+
+    final: Float[Array, "B T D"]
+    features: Float[Array, "B T A D"]
+    block: tuple[KeyValue, ...]
+
+
+class TargetModel(Protocol):
+    """The model whose distribution is preserved. It never hears of a drafter.
+
+    State that is not addressed by position (a recurrent layer, say) cannot be rolled back by shortening the
+    cache; such a target would have to snapshot it in its own ``commit``.
+    """
+
+    def init_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache."""
+        ...
+
+    def __call__(
+        self,
+        params: Any,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        mask: Bool[Array, "#B T T"],
+        cache: KVCache | None = None,
+        aux_layers: tuple[int, ...] = (),
+    ) -> TargetOutput:
+        """Run a block behind the committed slots. The cache is read, not written.
+
+        Args:
+            params: The model's parameters.
+            tokens: ``[B T]``.
+            positions: ``[B T]``, absolute; nodes of one tree level share a position.
+            mask: ``[B T T]``, which tokens of the block each token sees; committed slots are always seen.
+            cache: What is committed so far; ``None`` when nothing is (a prefill, or training).
+            aux_layers: Layers ``i`` whose entering residual stream is returned as features; ``L`` is what leaves the
+                last layer, before the final norm.
+        """
+        ...
+
+    def unembed(self, params: Any, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+        """Logits in float32. Apart from the forward, so that a prefill pays for one row and not for the prompt."""
+        ...
+
+
+@struct.dataclass(kw_only=True)
+class SamplingParams:
+    """How each row turns logits into a distribution; temperature 0 is greedy.
+
+    Attributes:
+        temperature: ``[B]``, at least 0.
+        top_k: ``[B]``, keep the k most likely tokens; 0 keeps all.
+        top_p: ``[B]`` in (0, 1], keep the smallest set of most likely tokens with this mass.
+    """
+
+    temperature: Float[Array, " B"] | float = 0.0
+    top_k: Int[Array, " B"] | int = 0
+    top_p: Float[Array, " B"] | float = 1.0
+
+
+@struct.dataclass(kw_only=True)
+class Draft:
+    """A proposed tree, one per row; its size is static, its topology is data.
+
+    Attributes:
+        tokens: ``[B N]``; node 0 is the root, the last committed token.
+        parents: ``[B N]``; -1 at the root, and every parent stands before its children.
+        valid: ``[B N]``; False marks padding that must not be accepted.
+        probs: ``[B N V]``, the distribution that each node was actually drawn from, or ``None`` for a
+            deterministic proposal (a point mass on the token).
+    """
+
+    tokens: Int[Array, "B N"]
+    parents: Int[Array, "B N"]
+    valid: Bool[Array, "B N"]
+    probs: Float[Array, "B N V"] | None = None
+
+
+@struct.dataclass(kw_only=True)
+class Verdict:
+    """What verification decided.
+
+    Attributes:
+        path: ``[B G]``, accepted nodes below the root in order, -1 padded.
+        num_accepted: ``[B]``, draft tokens accepted; the round emits one token more.
+        next_token: ``[B]``, the bonus when the whole path was accepted, the correction otherwise: one rule.
+    """
+
+    path: Int[Array, "B G"]
+    num_accepted: Int[Array, " B"]
+    next_token: Int[Array, " B"]
+
+
+@struct.dataclass(kw_only=True)
+class Observation:
+    """Truth, as a drafter gets to see it; a prefill is a long observation.
+
+    Attributes:
+        tokens: ``[B T]``, newly committed tokens.
+        features: ``[B T A D]``, the target's features at these tokens.
+        length: ``[B]``, how many of the ``T`` are real; 0 must leave the drafter's row as it is.
+        next_token: ``[B]``, the token after them: chosen, not yet run through the target.
+    """
+
+    tokens: Int[Array, "B T"]
+    features: Float[Array, "B T A D"]
+    length: Int[Array, " B"]
+    next_token: Int[Array, " B"]
+
+
+class Drafter(Protocol[State]):
+    """A proposal method. Only ``observe`` writes its state, so a guess can never leak into what is known.
+
+    Attributes:
+        num_nodes: ``N``, root included.
+        max_depth: ``G``.
+        aux_layers: Target layers whose features it reads.
+    """
+
+    num_nodes: int
+    max_depth: int
+    aux_layers: tuple[int, ...]
+
+    def init(self, params: Any, batch: int, capacity: int) -> State:
+        """An empty state; every leaf leads with ``B``."""
+        ...
+
+    def observe(self, params: Any, state: State, seen: Observation) -> State:
+        """Take in committed tokens with the target's features."""
+        ...
+
+    def propose(self, params: Any, state: State, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+        """Draft a tree below the last ``next_token`` observed."""
+        ...
+
+
+def per_row(sampling: SamplingParams, batch: int) -> SamplingParams:
+    """Broadcast scalars to one value for each of ``batch`` rows."""
+    return SamplingParams(
+        temperature=jnp.broadcast_to(jnp.asarray(sampling.temperature, jnp.float32), (batch,)),
+        top_k=jnp.broadcast_to(jnp.asarray(sampling.top_k, jnp.int32), (batch,)),
+        top_p=jnp.broadcast_to(jnp.asarray(sampling.top_p, jnp.float32), (batch,)),
+    )
