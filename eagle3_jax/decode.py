@@ -326,7 +326,7 @@ class SpeculativeDecoder:
         lengths = np.array([len(row) for row in rows], np.int32)
         wanted = lengths + np.array(budgets, np.int32)
         limit = np.minimum(wanted, self.target.max_positions).astype(np.int32)
-        tokens = np.zeros((len(rows), min(_round_up(lengths.max()), self.target.max_positions)), np.int32)
+        tokens = np.zeros((len(rows), min(_round_up(int(lengths.max())), self.target.max_positions)), np.int32)
         for index, row in enumerate(rows):
             tokens[index, : len(row)] = row
         batch = Prompts(
@@ -401,4 +401,4 @@ def _check_token(token: Any, vocab_size: int, what: str) -> None:
 
 
 def _round_up(size: int) -> int:
-    return -(-int(size) // _BUCKET) * _BUCKET
+    return -(-size // _BUCKET) * _BUCKET

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, Key
@@ -105,9 +106,9 @@ class Outcome:
         stats: Counters per row.
     """
 
-    tokens: Int[Array, "B S"]
-    length: Int[Array, " B"]
-    finish: Int[Array, " B"]
+    tokens: Int[Array | np.ndarray, "B S"]
+    length: Int[Array | np.ndarray, " B"]
+    finish: Int[Array | np.ndarray, " B"]
     stats: SpeculationStats
 
 

@@ -12,6 +12,8 @@ from jaxtyping import Array, Bool, Int
 
 from eagle3_jax.types import Draft, Verdict
 
+Counter = Array | np.ndarray | np.generic  # on the device inside the loop, on the host once merged
+
 
 @struct.dataclass(kw_only=True)
 class SpeculationStats:
@@ -27,10 +29,10 @@ class SpeculationStats:
         num_accepted_tokens_per_pos: ``[B G]`` rounds in which the draft token at each depth was accepted.
     """
 
-    num_drafts: Int[Array, "*B"]
-    num_draft_tokens: Int[Array, "*B"]
-    num_accepted_tokens: Int[Array, "*B"]
-    num_accepted_tokens_per_pos: Int[Array, "*B G"]
+    num_drafts: Int[Counter, "*B"]
+    num_draft_tokens: Int[Counter, "*B"]
+    num_accepted_tokens: Int[Counter, "*B"]
+    num_accepted_tokens_per_pos: Int[Counter, "*B G"]
 
     @classmethod
     def zeros(cls, batch: int, max_depth: int) -> SpeculationStats:
@@ -47,12 +49,12 @@ class SpeculationStats:
         """Add one round of the active rows."""
         drafted = jnp.where(active, jnp.sum(draft.valid[:, 1:], axis=1), 0)
         accepted = jnp.where(active, verdict.num_accepted, 0)
-        depth = jnp.arange(verdict.path.shape[1])
+        reached = jnp.arange(verdict.path.shape[1])[None, :] < accepted[:, None]
         return SpeculationStats(
-            num_drafts=self.num_drafts + (drafted > 0),
+            num_drafts=self.num_drafts + (drafted > 0).astype(jnp.int32),
             num_draft_tokens=self.num_draft_tokens + drafted,
             num_accepted_tokens=self.num_accepted_tokens + accepted,
-            num_accepted_tokens_per_pos=self.num_accepted_tokens_per_pos + (depth[None, :] < accepted[:, None]),
+            num_accepted_tokens_per_pos=self.num_accepted_tokens_per_pos + reached.astype(jnp.int32),
         )
 
     @classmethod

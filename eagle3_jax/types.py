@@ -8,7 +8,7 @@ Letters in shapes: ``B`` rows, ``S`` cache slots, ``T`` tokens fed, ``N`` draft 
 from __future__ import annotations
 
 import enum
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax.numpy as jnp
 from flax import struct
@@ -43,6 +43,7 @@ class TargetOutput:
     block: tuple[KeyValue, ...]
 
 
+@runtime_checkable
 class TargetModel(Protocol):
     """The model whose distribution is preserved. It never hears of a drafter.
 
@@ -108,10 +109,10 @@ class Draft:
             deterministic proposal (a point mass on the token).
     """
 
-    tokens: Int[Array, "B N"]
-    parents: Int[Array, "B N"]
-    valid: Bool[Array, "B N"]
-    probs: Float[Array, "B N V"] | None = None
+    tokens: Int[Array, "*B N"]
+    parents: Int[Array, "*B N"]
+    valid: Bool[Array, "*B N"]
+    probs: Float[Array, "*B N V"] | None = None
 
 
 @struct.dataclass(kw_only=True)
@@ -124,9 +125,9 @@ class Verdict:
         next_token: ``[B]``, the bonus when the whole path was accepted, the correction otherwise: one rule.
     """
 
-    path: Int[Array, "B G"]
-    num_accepted: Int[Array, " B"]
-    next_token: Int[Array, " B"]
+    path: Int[Array, "*B G"]
+    num_accepted: Int[Array, "*B"]
+    next_token: Int[Array, "*B"]
 
 
 @struct.dataclass(kw_only=True)
@@ -146,6 +147,7 @@ class Observation:
     next_token: Int[Array, " B"]
 
 
+@runtime_checkable
 class Drafter(Protocol[State]):
     """A proposal method. Only ``observe`` writes its state, so a guess can never leak into what is known.
 

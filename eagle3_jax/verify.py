@@ -65,7 +65,7 @@ def verify(
                 current=jnp.where(taken, node, walk.current),
                 p=jnp.where(taken, probs[node], jnp.where(child, rest, walk.p)),
                 path=jnp.where(taken, walk.path.at[walk.count].set(node, mode="drop"), walk.path),
-                count=walk.count + taken,
+                count=walk.count + taken.astype(jnp.int32),
             ), None
 
         start = _Walk(jnp.int32(0), probs[0], jnp.full((max_depth,), -1, jnp.int32), jnp.int32(0))
@@ -90,7 +90,7 @@ def verify_greedy(draft: Draft, target_tokens: Int[Array, "B N"], *, max_depth: 
             child = draft.valid[node] & (draft.parents[node] == current)
             taken = child & (draft.tokens[node] == wanted[current])
             path = jnp.where(taken, path.at[count].set(node, mode="drop"), path)
-            return jnp.where(taken, node, current), path, count + taken
+            return jnp.where(taken, node, current), path, count + taken.astype(jnp.int32)
 
         start = (jnp.int32(0), jnp.full((max_depth,), -1, jnp.int32), jnp.int32(0))
         current, path, count = lax.fori_loop(1, draft.tokens.shape[0], visit, start)

@@ -142,7 +142,7 @@ def _take(leaf: Array, slots: Int[Array, "B k"]) -> Array:
     return jnp.take_along_axis(leaf, index, axis=1)
 
 
-def _with_root(root: Int[Array, " B"], tokens: Int[Array, "B N-1"], parents: Int[Array, "B N-1"]) -> Draft:
+def _with_root(root: Int[Array, " B"], tokens: Int[Array, "B K"], parents: Int[Array, "B K"]) -> Draft:
     tokens = jnp.concatenate([root[:, None], tokens.astype(jnp.int32)], axis=1)
     parents = jnp.concatenate([jnp.full_like(root, -1)[:, None], parents.astype(jnp.int32)], axis=1)
     return Draft(tokens=tokens, parents=parents, valid=jnp.ones(tokens.shape, jnp.bool_))

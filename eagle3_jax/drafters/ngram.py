@@ -94,7 +94,7 @@ class NGram:
             suffix = jnp.take_along_axis(state.tokens, jnp.maximum(end - 1 - back, 0), axis=1)
             here = jnp.roll(state.tokens, back, axis=1)
             unbroken &= (here == suffix) & (slot >= back) & (end - 1 >= back)
-            run += unbroken
+            run += unbroken.astype(jnp.int32)
         # Longest first, then latest.
         score = jnp.where(run >= self.min_ngram, run * capacity + slot, -1)
         match = jnp.argmax(score, axis=1)[:, None]

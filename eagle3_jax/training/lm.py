@@ -49,8 +49,10 @@ def random_windows(data: np.ndarray, phases: tuple[Phase, ...], seed: int) -> Ca
     text is seen twice before all has been seen once.
     """
     for phase in phases:
-        if phase.length + 1 > len(data):
-            raise ValueError(f"the data holds {len(data)} tokens; a window of {phase.length} + 1 does not fit")
+        if 2 * phase.length + 1 > len(data):  # the offset costs up to one window
+            raise ValueError(
+                f"the data holds {len(data)} tokens; windows of {phase.length} need at least {2 * phase.length + 1}"
+            )
 
     def batch_at(step: int) -> Int[Array, "B T"]:
         start = 0

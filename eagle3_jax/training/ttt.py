@@ -16,7 +16,7 @@ label              ``y_{t+1+k}``, the target's distribution after ``x_{t+1+k}``
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +46,8 @@ class TTTConfig:
 
     num_steps: int = 7
     decay: float = 0.8
-    denominator: Literal["all", "supervised"] = "all"
-    out_of_vocab: Literal["mask", "keep"] = "mask"
+    denominator: str = "all"
+    out_of_vocab: str = "mask"
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
@@ -113,7 +113,7 @@ def ttt_loss(
     head_params: Params,
     frozen: Frozen,
     batch: TTTBatch,
-    config: TTTConfig = TTTConfig(),  # noqa: B008 - frozen
+    config: TTTConfig = TTTConfig(),
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """``Σ_k decay^k · Σ_rows CE(p, q_k) / denominator``, differentiable in ``head_params`` alone.
 

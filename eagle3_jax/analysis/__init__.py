@@ -1,0 +1,1 @@
+"""What speculation costs and gains: measured, predicted, bounded."""

@@ -1,0 +1,169 @@
+"""What several commands have in common: option types, and reading what they name."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from eagle3_jax.cli._errors import Misuse
+
+if TYPE_CHECKING:
+    from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget
+    from eagle3_jax.types import Drafter
+
+MOST_TOKENS = 1_000_000_000  # limits are 32-bit on the device
+
+TargetOption = Annotated[
+    str | None, typer.Option("--target", help="Directory or hub id of the target; the bundled one when left out.")
+]
+DrafterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--drafter", help="Directory or hub id of an EAGLE-3 head, 'ngram' or 'none'; the bundled head when left out."
+    ),
+]
+DtypeOption = Annotated[
+    str, typer.Option("--dtype", help="float32, bfloat16, or mixed (bfloat16 products summed in float32).")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+_TREE_KEYS = ("num_nodes", "max_depth", "top_k")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt of a command line or a file.
+
+    Attributes:
+        prompt: Text or token ids.
+        max_new_tokens: Its limit.
+        where: For error messages: empty, or the line of the file.
+    """
+
+    prompt: str | list[int]
+    max_new_tokens: int
+    where: str = ""
+
+
+def read_target(source: str | None, dtype: str) -> LoadedTarget:
+    """The target that ``--target`` names."""
+    from eagle3_jax import load_target
+
+    return load_target(source, dtype=dtype)
+
+
+def read_drafter(
+    source: str | None, *, target: LoadedTarget, target_source: str | None
+) -> LoadedDrafter | Drafter[Any] | None:
+    """The drafter that ``--drafter`` names; ``None`` for plain decoding."""
+    from eagle3_jax import load_drafter
+    from eagle3_jax.drafters import NGram
+
+    if source == "none":
+        return None
+    if source == "ngram":
+        return NGram()
+    if source is None and target_source is not None:
+        raise Misuse(
+            "--target was given without --drafter, and the bundled head fits the bundled target only; "
+            "add --drafter DIRECTORY, --drafter ngram or --drafter none"
+        )
+    return load_drafter(source, target=target)
+
+
+def parse_tree(text: str | None) -> DynamicTree | None:
+    """``num_nodes=60,max_depth=8,top_k=10`` as a tree."""
+    from eagle3_jax import DynamicTree
+
+    if text is None:
+        return None
+    values: dict[str, int] = {}
+    for part in text.split(","):
+        name, sign, value = (piece.strip() for piece in part.partition("="))
+        if not sign or name not in _TREE_KEYS or name in values:
+            raise Misuse(f"--tree {text!r}: {part!r} is not one of {_tree_form()}")
+        try:
+            values[name] = int(value)
+        except ValueError:
+            raise Misuse(f"--tree {text!r}: {name} is {value!r}; expected a whole number") from None
+    missing = [name for name in _TREE_KEYS if name not in values]
+    if missing:
+        raise Misuse(f"--tree {text!r}: {', '.join(missing)} missing; expected {_tree_form()}")
+    return DynamicTree(**values)
+
+
+def _tree_form() -> str:
+    return "num_nodes=N,max_depth=G,top_k=K, for example num_nodes=60,max_depth=8,top_k=10"
+
+
+def parse_ids(text: str) -> list[int]:
+    """``--prompt-ids '[1, 2]'``; the decoder checks the ids themselves."""
+    try:
+        ids = json.loads(text)
+    except ValueError:
+        ids = None
+    if not isinstance(ids, list):
+        raise Misuse(f"--prompt-ids {text[:80]!r} is not a JSON list of token ids; expected for example '[1, 2, 3]'")
+    return ids
+
+
+def read_requests(path: Path, max_new_tokens: int) -> list[Request]:
+    """Prompts of a JSONL file, one object a line; blank lines are skipped."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise Misuse(f"{path} is not a text file in UTF-8 (byte {error.start})") from None
+    requests = [
+        _request(line, f"{path} line {number}: ", max_new_tokens) for number, line in enumerate(lines, 1) if line.strip()
+    ]
+    if not requests:
+        raise Misuse(f"{path} holds no prompts; expected one JSON object a line with 'prompt' or 'prompt_ids'")
+    return requests
+
+
+def _request(line: str, where: str, max_new_tokens: int) -> Request:
+    form = """expected an object such as {"prompt": "def f(x):"} or {"prompt_ids": [1, 2], "max_new_tokens": 64}"""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise Misuse(f"{where}not JSON ({error}); {form}") from None
+    if not isinstance(row, dict) or ("prompt" in row) == ("prompt_ids" in row):
+        raise Misuse(f"{where}{form}, with either 'prompt' or 'prompt_ids'")
+    prompt = row["prompt"] if "prompt" in row else row["prompt_ids"]
+    if not isinstance(prompt, str if "prompt" in row else list):
+        raise Misuse(f"{where}'prompt' must be a text and 'prompt_ids' a list of token ids")
+    limit = row.get("max_new_tokens", max_new_tokens)
+    if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_TOKENS:
+        raise Misuse(f"{where}max_new_tokens is {limit!r}; expected a whole number from 1 to {MOST_TOKENS}")
+    return Request(prompt, limit, where)
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuse an output file that could not be written, before any work is done."""
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise Misuse(f"{path} is a directory; give the name of a file")
+    if not folder.is_dir():
+        raise Misuse(f"{path} cannot be written: there is no directory {folder}")
+    if not os.access(folder, os.W_OK):
+        raise Misuse(f"{path} cannot be written: no permission in {folder}")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file that appears under its name only when complete."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(json.dumps(value) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise

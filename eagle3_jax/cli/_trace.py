@@ -1,0 +1,79 @@
+"""Every round of a generation, written down."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from eagle3_jax import FinishReason, Generation, GenerationResult, Round, SamplingParams, SpeculationStats
+from eagle3_jax.decode import Prompt, SpeculativeDecoder
+
+
+class Trace(NamedTuple):
+    """A generation and how it came about.
+
+    Attributes:
+        result: As ``SpeculativeDecoder.generate`` gives it.
+        prompts: One object per prompt, ready for JSON.
+    """
+
+    result: GenerationResult
+    prompts: list[dict[str, Any]]
+
+
+def record(
+    decoder: SpeculativeDecoder,
+    prompts: list[Prompt],
+    *,
+    max_new_tokens: list[int],
+    sampling: SamplingParams,
+    seed: int,
+) -> Trace:
+    """Generate round by round with the step that ``generate`` compiles into its loop, keeping each round."""
+    encoded = [decoder.encode(prompt) for prompt in prompts]
+    start = time.perf_counter()
+    state = decoder.prefill(encoded, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
+    rounds: list[list[dict[str, Any]]] = [[] for _ in encoded]
+    running = np.asarray(state.running)
+    while running.any():
+        latest = decoder.step(state)
+        for row in np.flatnonzero(running):
+            rounds[row].append(describe(latest, int(row)))
+        state = latest.state
+        running = np.asarray(state.running)
+    seconds = time.perf_counter() - start
+    tokens, length, finish, stats = jax.device_get((state.tokens, state.length, state.finish, state.stats))
+    rows = []
+    for index, prompt in enumerate(encoded):
+        new = tokens[index, len(prompt) : length[index]].tolist()
+        reason = FinishReason(int(finish[index]))
+        counters: SpeculationStats = jax.tree.map(lambda leaf, index=index: leaf[index], stats)
+        rows.append(Generation(prompt, new, _text(decoder, new, reason), reason, counters))
+    described = [{"prompt_ids": prompt, "rounds": kept} for prompt, kept in zip(encoded, rounds, strict=True)]
+    return Trace(GenerationResult(rows, seconds), described)
+
+
+def describe(latest: Round, row: int) -> dict[str, Any]:
+    """One row of one round; padding nodes are left out and the others keep their order."""
+    draft, verdict, positions = jax.device_get((latest.draft, latest.verdict, latest.positions))
+    nodes = np.flatnonzero(draft.valid[row])
+    number = {int(node): index for index, node in enumerate(nodes)} | {-1: -1}
+    path = [int(node) for node in verdict.path[row] if node >= 0]
+    return {
+        "tokens": draft.tokens[row][nodes].tolist(),
+        "parents": [number[int(parent)] for parent in draft.parents[row][nodes]],
+        "positions": positions[row][nodes].tolist(),
+        "path": [number[node] for node in path],
+        "num_accepted": int(verdict.num_accepted[row]),
+        "next_token": int(verdict.next_token[row]),
+    }
+
+
+def _text(decoder: SpeculativeDecoder, tokens: list[int], reason: FinishReason) -> str | None:
+    tokenizer = decoder.target.tokenizer
+    if tokenizer is None:
+        return None
+    return tokenizer.decode(tokens[:-1] if reason is FinishReason.STOP else tokens)

@@ -1,0 +1,102 @@
+"""Training text for draft heads, written by the target itself.
+
+A head learns to predict what its target says; text by others teaches it what the target would not have said
+(EAGLE-3, section 4; the largest single gain that published trainers report).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from eagle3_jax.decode import LoadedTarget, SpeculativeDecoder
+from eagle3_jax.types import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RegenerationConfig:
+    """How much text, and how it is drawn.
+
+    Attributes:
+        num_rows: Rows in all.
+        prompt_length: Tokens of corpus text that open each row.
+        length: Tokens per row, prompt included.
+        batch: Rows generated at once.
+        greedy_share: Part of the rows decoded greedily; the rest is sampled.
+        temperature: Of the sampled rows.
+        seed: Of prompts and samples.
+    """
+
+    num_rows: int = 6144
+    prompt_length: int = 64
+    length: int = 256
+    batch: int = 64
+    greedy_share: float = 0.6
+    temperature: float = 0.8
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Text with the part that the target wrote.
+
+    Attributes:
+        tokens: ``[R T]``, padded with 0.
+        prompt_length: ``[R]``.
+        length: ``[R]``, prompt included.
+    """
+
+    tokens: np.ndarray
+    prompt_length: np.ndarray
+    length: np.ndarray
+
+    def save(self, path: Path) -> None:
+        """Write an ``.npz`` file; it appears under its name only when complete."""
+        partial = path.with_suffix(".partial.npz")
+        np.savez(partial, tokens=self.tokens, prompt_length=self.prompt_length, length=self.length)
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> Rows:
+        """Read what :meth:`save` wrote."""
+        with np.load(path) as data:
+            return cls(data["tokens"], data["prompt_length"], data["length"])
+
+    @property
+    def masks(self) -> tuple[np.ndarray, np.ndarray]:
+        """``[R T]`` each: which tokens are real, and which of them the target wrote."""
+        index = np.arange(self.tokens.shape[1])[None, :]
+        real = index < self.length[:, None]
+        return real, real & (index >= self.prompt_length[:, None])
+
+
+def regenerate(target: LoadedTarget, corpus: np.ndarray, config: RegenerationConfig) -> Iterator[Rows]:
+    """Let the target continue windows of the corpus, batch by batch.
+
+    Args:
+        target: Who writes.
+        corpus: One long row of training tokens; prompts start at random places.
+        config: How much.
+    """
+    rng = np.random.default_rng(config.seed)
+    decoder = SpeculativeDecoder(target)
+    num_greedy = round(config.batch * config.greedy_share)
+    temperature = np.where(np.arange(config.batch) < num_greedy, 0.0, config.temperature).astype(np.float32)
+    for batch in range(-(-config.num_rows // config.batch)):
+        starts = rng.integers(0, len(corpus) - config.prompt_length, config.batch)
+        prompts = [corpus[start : start + config.prompt_length].astype(int).tolist() for start in starts]
+        result = decoder.generate(
+            prompts,
+            max_new_tokens=config.length - config.prompt_length,
+            sampling=SamplingParams(temperature=temperature),
+            seed=config.seed + batch,
+        )
+        tokens = np.zeros((config.batch, config.length), np.uint16)
+        lengths = np.zeros(config.batch, np.int32)
+        for row, (prompt, new) in enumerate(zip(prompts, result.tokens, strict=True)):
+            text = [*prompt, *new]
+            tokens[row, : len(text)], lengths[row] = text, len(text)
+        yield Rows(tokens, np.full(config.batch, config.prompt_length, np.int32), lengths)

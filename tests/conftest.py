@@ -1,0 +1,18 @@
+"""How every test runs: shapes and types are checked at each call, and dtypes never promote by accident."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from jaxtyping import install_import_hook
+
+# Before the first import of the library. It makes every annotated shape an assertion, here and in no other program.
+install_import_hook("eagle3_jax", "beartype.beartype")
+
+import jax  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Compilation is most of what the suite costs; a second run on the same machine finds its programs here.
+jax.config.update("jax_compilation_cache_dir", str(Path(tempfile.gettempdir()) / "eagle3-jax-tests-compiled"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

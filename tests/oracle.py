@@ -1,0 +1,164 @@
+"""What is true, written as slowly and plainly as possible: pure Python, loops, no cache, nothing of the library."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+Law = dict[tuple[int, ...], Fraction | float]
+Interval = tuple[Fraction, Fraction]
+
+
+class Tree(NamedTuple):
+    """A draft: node 0 is the root, ``q[node]`` the distribution that the node was drawn from."""
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    q: Sequence[Sequence[Fraction]]
+    valid: Sequence[bool]
+
+
+class Cell(NamedTuple):
+    """A box of uniforms within which the rule decides alike, and its volume."""
+
+    mass: Fraction
+    accept: dict[int, Interval]
+    choose: Interval
+
+
+def one_hot(token: int, size: int) -> list[Fraction]:
+    return [Fraction(x == token) for x in range(size)]
+
+
+def residual(p: Sequence[Fraction], q: Sequence[Fraction]) -> list[Fraction]:
+    """Leviathan et al. (2023): ``norm(max(p - q, 0))``."""
+    rest = [max(a - b, Fraction(0)) for a, b in zip(p, q, strict=True)]
+    return [x / sum(rest) for x in rest]
+
+
+def cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
+    """Every decision that the published rule can come to on a draft, with the exact uniforms that lead there."""
+
+    def visit(node: int, current: int, want: Sequence[Fraction], mass: Fraction, box: dict) -> Iterator[Cell]:
+        if node == len(tree.tokens):
+            low = Fraction(0)
+            for weight in want:
+                if weight:
+                    yield Cell(mass * weight, box, (low, low + weight))
+                low += weight
+        elif not tree.valid[node] or tree.parents[node] != current:
+            yield from visit(node + 1, current, want, mass, box)
+        else:
+            token, q = tree.tokens[node], tree.q[node]
+            bound = min(Fraction(1), want[token] / q[token])
+            if bound > 0:
+                yield from visit(node + 1, node, p[node], mass * bound, {**box, node: (Fraction(0), bound)})
+            if bound < 1:
+                rest, refused = residual(want, q), {**box, node: (bound, Fraction(1))}
+                yield from visit(node + 1, current, rest, mass * (1 - bound), refused)
+
+    yield from visit(1, 0, p[0], Fraction(1), {})
+
+
+def autoregressive_law(p: Callable[[tuple[int, ...]], Sequence], horizon: int, stops: Sequence[int] = ()) -> Law:
+    """The law of what the target alone writes: ``p(x1) p(x2 | x1) ...`` up to a stop token or the horizon."""
+    law: Law = {(): 1}
+    for _ in range(horizon):
+        longer: Law = {}
+        for prefix, mass in law.items():
+            if prefix and prefix[-1] in stops:
+                longer[prefix] = mass
+                continue
+            for token, weight in enumerate(p(prefix)):
+                if weight:
+                    longer[*prefix, token] = mass * weight
+        law = longer
+    return law
+
+
+def law_of_rounds(rounds: Callable[[tuple[int, ...]], Law], horizon: int, stops: Sequence[int] = ()) -> Law:
+    """The law of a sequence written round by round, cut exactly at a stop token or the horizon."""
+    law: Counter = Counter()
+
+    def finished(prefix: tuple[int, ...]) -> bool:
+        return len(prefix) == horizon or bool(prefix and prefix[-1] in stops)
+
+    def extend(prefix: tuple[int, ...], mass: Fraction) -> None:
+        if finished(prefix):
+            law[prefix] += mass
+            return
+        for emitted, weight in rounds(prefix).items():
+            longer = prefix
+            for token in emitted:
+                longer = longer if finished(longer) else (*longer, token)
+            extend(longer, mass * weight)
+
+    extend((), Fraction(1))
+    return dict(law)
+
+
+def total_variation(a: Law, b: Law) -> Fraction | float:
+    return sum(abs(a.get(x, 0) - b.get(x, 0)) for x in {*a, *b}) / 2
+
+
+def path_to(parents: Sequence[int], node: int) -> list[int]:
+    """Nodes from below the root to ``node``."""
+    return [] if node == 0 else [*path_to(parents, parents[node]), node]
+
+
+def children(parents: Sequence[int], node: int) -> list[int]:
+    return [child for child, parent in enumerate(parents) if parent == node]
+
+
+def posterior_greedy(tokens: Sequence[int], parents: Sequence[int], wanted: Sequence[int]) -> tuple[list[int], int]:
+    """EAGLE's greedy ``evaluate_posterior``: one row per leaf, the first row with the longest matching prefix."""
+    best: list[int] = []
+    for leaf in range(len(tokens)):
+        if children(parents, leaf):
+            continue
+        row = path_to(parents, leaf)
+        matches = 0
+        while matches < len(row) and tokens[row[matches]] == wanted[parents[row[matches]]]:
+            matches += 1
+        best = row[:matches] if matches > len(best) else best
+    return best, wanted[best[-1] if best else 0]
+
+
+def posterior_sampled(
+    tokens: Sequence[int], parents: Sequence[int], p: Sequence[Sequence[float]], accept: Sequence[float], choose: float
+) -> tuple[list[int], int]:
+    """EAGLE's sampling ``evaluate_posterior``: zero each refused sibling and renormalise."""
+    node, path, want = 0, [], list(p[0])
+    while True:
+        for child in children(parents, node):
+            if accept[child] < want[tokens[child]]:
+                node, want = child, list(p[child])
+                path.append(child)
+                break
+            want[tokens[child]] = 0.0
+            want = [x / sum(want) for x in want]
+        else:
+            return path, next(x for x in range(len(want)) if math.fsum(want[: x + 1]) > choose)
+
+
+def warped(logits: Sequence[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+    """Temperature, then top-k, then top-p: Hugging Face's order."""
+    best = max(logits)
+    if temperature == 0:
+        return [float(x == list(logits).index(best)) for x in range(len(logits))]
+    weights = [math.exp((logit - best) / temperature) for logit in logits]
+    if 0 < top_k < len(weights):
+        least = sorted(weights)[-top_k]
+        weights = [w if w >= least else 0.0 for w in weights]
+    weights = [w / math.fsum(weights) for w in weights]
+    if top_p < 1:
+        mass, kept = 0.0, set()
+        for token in sorted(range(len(weights)), key=lambda x: -weights[x]):
+            if mass < top_p:
+                kept.add(token)
+            mass += weights[token]
+        weights = [w if token in kept else 0.0 for token, w in enumerate(weights)]
+    return [w / math.fsum(weights) for w in weights]

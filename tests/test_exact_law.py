@@ -1,0 +1,160 @@
+"""Level 0: the exact law of ``verify``, by enumeration in rational numbers.
+
+The unit cube of uniforms falls into boxes in which the rule must decide alike. The library's own ``verify`` is driven
+into every box of every draft of every prefix; the volumes then are the exact law of that code, without statistics.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from oracle import Tree
+
+from eagle3_jax.types import Draft
+from eagle3_jax.verify import verify
+
+VOCABULARY = 3
+Distribution = Callable[[tuple[int, ...]], list[Fraction]]
+Drafts = Callable[[tuple[int, ...]], Iterator[tuple[Fraction, Tree]]]
+
+
+def distribution(name: str, zeros: int = 0) -> Distribution:
+    """A different distribution after every prefix, ``zeros`` of its entries without mass."""
+
+    @functools.cache
+    def after(prefix: tuple[int, ...]) -> list[Fraction]:
+        rng = random.Random(f"{name} {prefix}")
+        weights = [rng.randint(1, 9) for _ in range(VOCABULARY)]
+        for token in rng.sample(range(VOCABULARY), zeros):
+            weights[token] = 0
+        return [Fraction(weight, sum(weights)) for weight in weights]
+
+    return after
+
+
+def sampled(q: Distribution, parents: tuple[int, ...]) -> Drafts:
+    """Every node is drawn from ``q`` after its parent, siblings independently: SpecInfer's proposal."""
+
+    def drafts(prefix: tuple[int, ...]) -> Iterator[tuple[Fraction, Tree]]:
+        for below in itertools.product(range(VOCABULARY), repeat=len(parents) - 1):
+            tokens = (0, *below)
+            laws = [[Fraction(0)] * VOCABULARY]
+            mass = Fraction(1)
+            for node in range(1, len(parents)):
+                context = tuple(tokens[n] for n in oracle.path_to(parents, parents[node]))
+                laws.append(q((*prefix, *context)))
+                mass *= laws[node][tokens[node]]
+            if mass:
+                yield mass, Tree(tokens, parents, laws, [True] * len(parents))
+
+    return drafts
+
+
+def deterministic(q: Distribution, parents: tuple[int, ...], valid: tuple[bool, ...] | None = None) -> Drafts:
+    """The likeliest tokens after each parent, siblings by rank: what EAGLE, Medusa and prompt lookup propose."""
+
+    def drafts(prefix: tuple[int, ...]) -> Iterator[tuple[Fraction, Tree]]:
+        tokens = [0]
+        for node in range(1, len(parents)):
+            context = tuple(tokens[n] for n in oracle.path_to(parents, parents[node]))
+            weights = q((*prefix, *context))
+            ranked = sorted(range(VOCABULARY), key=lambda token: (-weights[token], token))
+            tokens.append(ranked[oracle.children(parents, parents[node]).index(node)])
+        law = [oracle.one_hot(token, VOCABULARY) for token in tokens]
+        yield Fraction(1), Tree(tokens, parents, law, valid or [True] * len(parents))
+
+    return drafts
+
+
+P, Q = distribution("target"), distribution("draft")
+CHAIN, TREE, SIBLINGS = (-1, 0, 1), (-1, 0, 0, 1, 1), (-1, 0, 0, 1)
+CASES: dict[str, tuple[Distribution, Drafts]] = {
+    "a sampled chain": (P, sampled(Q, CHAIN)),
+    "a deterministic chain": (P, deterministic(Q, CHAIN)),
+    "a tree of deterministic siblings": (P, deterministic(Q, TREE)),
+    "a tree of all siblings": (P, deterministic(Q, (-1, 0, 0, 0))),
+    "a tree of sampled siblings": (P, sampled(Q, SIBLINGS)),
+    "a target that cannot emit some drafts": (distribution("sparse target", 1), sampled(Q, CHAIN)),
+    "a draft that cannot propose some tokens": (P, sampled(distribution("sparse draft", 1), SIBLINGS)),
+    "a certain target and a certain draft": (distribution("sure target", 2), deterministic(Q, TREE)),
+    "a draft equal to the target": (P, sampled(P, SIBLINGS)),
+    "nothing drafted": (P, deterministic(Q, CHAIN, (True, False, False))),
+    "a draft cut short": (P, deterministic(Q, TREE, (True, True, False, False, True))),
+}
+
+
+def law_of_the_code(p: Distribution, drafts: Drafts, horizon: int) -> Callable[[tuple[int, ...]], oracle.Law]:
+    """What one round emits after each prefix, as decided by ``eagle3_jax.verify.verify`` in every box."""
+    rows, prefixes = [], [x for size in range(horizon) for x in itertools.product(range(VOCABULARY), repeat=size)]
+    for prefix in prefixes:
+        for proposed, tree in drafts(prefix):
+            context = [tuple(tree.tokens[n] for n in oracle.path_to(tree.parents, node)) for node in range(len(tree.tokens))]
+            target = [p((*prefix, *after)) for after in context]
+            rows += [(prefix, proposed, tree, target, cell) for cell in oracle.cells(tree, target)]
+
+    one_hot = all(max(q) == 1 for _, _, tree, _, _ in rows for q in tree.q[1:])
+    draft = Draft(
+        tokens=jnp.array([tree.tokens for _, _, tree, _, _ in rows], jnp.int32),
+        parents=jnp.array([tree.parents for _, _, tree, _, _ in rows], jnp.int32),
+        valid=jnp.array([tree.valid for _, _, tree, _, _ in rows]),
+        probs=None if one_hot else jnp.array(np.array([tree.q for _, _, tree, _, _ in rows], np.float32)),
+    )
+    probs = jnp.array(np.array([target for _, _, _, target, _ in rows], np.float32))
+
+    def emitted(where: float) -> list[tuple[int, ...]]:
+        """The code's decision at one point of every box."""
+        inside = lambda interval: float(interval[0] + (interval[1] - interval[0]) * Fraction(where))
+        nodes = range(draft.tokens.shape[1])
+        accept = [[inside(cell.accept.get(node, (0, 1))) for node in nodes] for _, _, _, _, cell in rows]
+        choose = [inside(cell.choose) for _, _, _, _, cell in rows]
+        verdict = verify(
+            draft,
+            probs,
+            accept=jnp.array(np.array(accept, np.float32)),
+            choose=jnp.array(np.array(choose, np.float32)),
+            max_depth=2,
+        )
+        path, count, following = (np.asarray(x) for x in (verdict.path, verdict.num_accepted, verdict.next_token))
+        assert ((path >= 0).sum(1) == count).all()
+        tokens = [[tree.tokens[n] for n in path[i] if n >= 0] for i, (_, _, tree, _, _) in enumerate(rows)]
+        return [(*accepted, int(last)) for accepted, last in zip(tokens, following, strict=True)]
+
+    middle = emitted(0.5)
+    for edge in (0.001, 0.999):
+        assert emitted(edge) == middle, "the code decides differently within one box of the rule"
+    laws: dict[tuple[int, ...], Counter] = {prefix: Counter() for prefix in prefixes}
+    for (prefix, proposed, _, _, cell), tokens in zip(rows, middle, strict=True):
+        laws[prefix][tokens] += proposed * cell.mass
+    return laws.__getitem__
+
+
+def check_exact_law(name: str) -> None:
+    p, drafts = CASES[name]
+    horizon = 4  # two drafted, the bonus, and one token of the round after
+    rounds = law_of_the_code(p, drafts, horizon)
+    for stops in ((), (1,)):
+        law = oracle.law_of_rounds(rounds, horizon, stops)
+        expected = oracle.autoregressive_law(p, horizon, stops)
+        distance = oracle.total_variation(law, expected)
+        assert distance == 0, f"{name}, stops {stops}: total variation {float(distance):.3g}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_speculation_has_exactly_the_autoregressive_law_with(name: str) -> None:
+    check_exact_law(name)
+
+
+def test_the_boxes_of_the_rule_fill_the_cube() -> None:
+    for p, drafts in CASES.values():
+        for _, tree in drafts((0,)):
+            target = [p((0, node)) for node in range(len(tree.tokens))]
+            assert sum(cell.mass for cell in oracle.cells(tree, target)) == 1

@@ -1,0 +1,203 @@
+"""Tiny targets, heads and test-only drafters. Built, not mocked: they run the library's own code."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Int
+
+from eagle3_jax import loop as loops
+from eagle3_jax.decode import LoadedDrafter, LoadedTarget
+from eagle3_jax.drafters import Eagle3Config, Eagle3Drafter
+from eagle3_jax.loop import LoopParams, Prompts, SpeculativeLoop
+from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.layers import FLOAT32, Precision
+from eagle3_jax.sampling import row_keys
+from eagle3_jax.tree import Chain, StaticTree, Topology
+from eagle3_jax.types import Draft, FinishReason, Observation, SamplingParams, per_row
+
+GOLDEN = Path(__file__).parent / "golden"
+STATIC_TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+AUX_LAYERS = (0, 1, 2)
+
+
+def config(vocab_size: int, num_layers: int = 2, **options: Any) -> DecoderConfig:
+    """A decoder of a few hundred parameters, with grouped queries."""
+    return DecoderConfig(
+        vocab_size=vocab_size, width=16, mlp_width=24, num_layers=num_layers, num_heads=4, num_kv_heads=2, head_dim=8,
+        **{"max_positions": 512, **options},
+    )  # fmt: skip
+
+
+def target(vocab_size: int = 13, *, seed: int = 0, precision: Precision = FLOAT32, **options: Any) -> LoadedTarget:
+    """A random target whose next token depends strongly on its context."""
+    model = DecoderTarget(config(vocab_size, **options), precision)
+    params = model.init(jax.random.key(seed))
+    params["embedding"] = params["embedding"] * 50.0  # 0.02 as initialised: too faint to matter without training
+    return LoadedTarget(model, params, vocab_size, model.config.max_positions)
+
+
+def eagle3(
+    of: LoadedTarget, topology: Topology = Chain(3), *, seed: int = 1, draft_vocab_size: int | None = None, **variant: Any
+) -> LoadedDrafter:
+    """A random EAGLE-3 head for a target. Its draft ids are a random subset of the target's, in ascending order."""
+    size = draft_vocab_size or of.vocab_size
+    layer = config(of.vocab_size, num_layers=variant.pop("num_layers", 1))
+    shape = Eagle3Config(
+        layer=layer, draft_vocab_size=size, target_width=of.model.config.width, aux_layers=AUX_LAYERS, **variant
+    )
+    drafter = Eagle3Drafter(shape, topology, of.model.precision)
+    ids = np.sort(np.random.default_rng(seed).permutation(of.vocab_size)[:size]).astype(np.int32)
+    params = {
+        "head": drafter.init_params(jax.random.key(seed)),
+        "embedding": of.params["embedding"],
+        "draft_to_target": jnp.asarray(ids),
+    }
+    return LoadedDrafter(drafter, params)
+
+
+def prompts(
+    rows: list[list[int]],
+    *,
+    limit: int | list[int],
+    sampling: SamplingParams | None = None,
+    seed: int = 0,
+    width: int | None = None,
+) -> Prompts:
+    """A ragged batch; ``limit`` counts new tokens."""
+    length = np.array([len(row) for row in rows], np.int32)
+    tokens = np.zeros((len(rows), width or length.max()), np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+    return Prompts(
+        tokens=jnp.asarray(tokens),
+        length=jnp.asarray(length),
+        limit=jnp.asarray(length + np.asarray(limit, np.int32)),
+        limit_reason=jnp.full((len(rows),), int(FinishReason.LENGTH), jnp.int32),
+        sampling=per_row(sampling or SamplingParams(), len(rows)),
+        keys=row_keys(seed, len(rows)),
+    )
+
+
+def bind(of: LoadedTarget, drafter: LoadedDrafter, **options: Any) -> tuple[SpeculativeLoop, LoopParams]:
+    """The loop of a pair and its parameters."""
+    return SpeculativeLoop(of.model, drafter.drafter, **options), LoopParams(of.params, drafter.params)
+
+
+def outputs(outcome: loops.Outcome, batch: Prompts) -> list[list[int]]:
+    """New tokens of each row."""
+    tokens, start, end = np.asarray(outcome.tokens), np.asarray(batch.length), np.asarray(outcome.length)
+    return [tokens[row, start[row] : end[row]].tolist() for row in range(len(start))]
+
+
+def random_prompts(count: int, vocab_size: int, *, seed: int = 0, low: int = 1, high: int = 12) -> list[list[int]]:
+    """Ragged random token ids."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab_size, size=rng.integers(low, high)).tolist() for _ in range(count)]
+
+
+def golden_trace(name: str) -> dict[str, Any]:
+    """A recorded run of somebody else's implementation; see ``tests/golden``."""
+    return json.loads((GOLDEN / name).read_text())
+
+
+@struct.dataclass(kw_only=True)
+class RootState:
+    """The last token and how many are known.
+
+    Attributes:
+        root: ``[B]``.
+        length: ``[B]``, the root not counted.
+    """
+
+    root: Int[Array, " B"]
+    length: Int[Array, " B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rooted:
+    """What the test-only drafters share: they know the root and their place, and read no features."""
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return ()
+
+    def init(self, params: Any, batch: int, capacity: int) -> RootState:
+        zero = jnp.zeros((batch,), jnp.int32)
+        return RootState(root=zero, length=zero)
+
+    def observe(self, params: Any, state: RootState, seen: Observation) -> RootState:
+        root = jnp.where(seen.length > 0, seen.next_token, state.root)
+        return RootState(root=root, length=state.length + seen.length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled(_Rooted):
+    """Draws every node from a table ``q(. | parent's token)`` (its parameters, ``[V V]``) and says so in ``probs``.
+
+    The released drafters propose deterministically, so this one alone takes the rule's ``p/q`` through the loop.
+    """
+
+    parents: tuple[int, ...] = (-1, 0, 1, 2)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.parents)
+
+    @property
+    def max_depth(self) -> int:
+        depth = [0]
+        for parent in self.parents[1:]:
+            depth.append(depth[parent] + 1)
+        return max(depth)
+
+    def propose(self, params: Any, state: RootState, keys: Array, sampling: SamplingParams) -> Draft:
+        tokens, probs = [state.root], [jnp.zeros((state.root.shape[0], params.shape[1]))]
+        for node, parent in enumerate(self.parents[1:], 1):
+            q = params[tokens[parent]]
+            key = jax.vmap(jax.random.fold_in, (0, None))(keys, node)
+            tokens.append(jax.vmap(jax.random.categorical)(key, jnp.log(q)).astype(jnp.int32))
+            probs.append(q)
+        shape = (state.root.shape[0], self.num_nodes)
+        return Draft(
+            tokens=jnp.stack(tokens, axis=1),
+            parents=jnp.broadcast_to(jnp.array(self.parents, jnp.int32), shape),
+            valid=jnp.ones(shape, jnp.bool_),
+            probs=jnp.stack(probs, axis=1),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Scripted(_Rooted):
+    """Proposes what its parameters ``[B S]`` say comes next, ``shift`` ids off: perfect at 0, never right at 1."""
+
+    num_speculative_tokens: int = 4
+    shift: int = 0
+    vocab_size: int = 13
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_speculative_tokens + 1
+
+    @property
+    def max_depth(self) -> int:
+        return self.num_speculative_tokens
+
+    def propose(self, params: Any, state: RootState, keys: Array, sampling: SamplingParams) -> Draft:
+        node = jnp.arange(self.num_nodes, dtype=jnp.int32)
+        place = jnp.minimum(state.length[:, None] + node, params.shape[1] - 1)
+        tokens = jnp.take_along_axis(params, place, axis=1)
+        tokens = jnp.where(node == 0, state.root[:, None], (tokens + self.shift) % self.vocab_size)
+        return Draft(
+            tokens=tokens,
+            parents=jnp.broadcast_to(node - 1, tokens.shape),
+            valid=jnp.ones(tokens.shape, jnp.bool_),
+        )
