@@ -19,26 +19,23 @@ app = typer.Typer(
     help="Exact EAGLE-3 speculative decoding in JAX.",
     epilog="Example: eagle3 generate 'def fibonacci(n):' --max-new-tokens 64",
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     no_args_is_help=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 
 
 @app.callback(invoke_without_command=True)
 def _root(
-    context: typer.Context,
     traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from, for developers."),
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
 ) -> None:
-    context.obj = {"traceback": traceback}
+    del traceback  # `run` looks for it
     if version:
         from importlib.metadata import version as installed
 
         typer.echo(installed("eagle3-jax"))
-        raise typer.Exit
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
@@ -59,6 +56,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given in ([], ["train"]):
+        given.append("--help")
     try:
         code = app(given, prog_name="eagle3", standalone_mode=False)
         sys.stdout.flush()

@@ -103,13 +103,20 @@ def _tree_form() -> str:
 
 
 def parse_ids(text: str) -> list[int]:
-    """``--prompt-ids '[1, 2]'``; the decoder checks the ids themselves."""
+    """``--prompt-ids '[1, 2]'``; the decoder checks whether the target has them."""
     try:
         ids = json.loads(text)
     except ValueError:
         ids = None
     if not isinstance(ids, list):
         raise Misuse(f"--prompt-ids {text[:80]!r} is not a JSON list of token ids; expected for example '[1, 2, 3]'")
+    return _whole_numbers(ids, "--prompt-ids: ")
+
+
+def _whole_numbers(ids: list[Any], where: str) -> list[int]:
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise Misuse(f"{where}prompt token {str(token)[:40]!r} is not a token id; expected a whole number")
     return ids
 
 
@@ -120,7 +127,9 @@ def read_requests(path: Path, max_new_tokens: int) -> list[Request]:
     except UnicodeDecodeError as error:
         raise Misuse(f"{path} is not a text file in UTF-8 (byte {error.start})") from None
     requests = [
-        _request(line, f"{path} line {number}: ", max_new_tokens) for number, line in enumerate(lines, 1) if line.strip()
+        _request(line, f"{path} line {number}: ", max_new_tokens)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
     ]
     if not requests:
         raise Misuse(f"{path} holds no prompts; expected one JSON object a line with 'prompt' or 'prompt_ids'")
@@ -138,6 +147,8 @@ def _request(line: str, where: str, max_new_tokens: int) -> Request:
     prompt = row["prompt"] if "prompt" in row else row["prompt_ids"]
     if not isinstance(prompt, str if "prompt" in row else list):
         raise Misuse(f"{where}'prompt' must be a text and 'prompt_ids' a list of token ids")
+    if isinstance(prompt, list):
+        prompt = _whole_numbers(prompt, where)
     limit = row.get("max_new_tokens", max_new_tokens)
     if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_TOKENS:
         raise Misuse(f"{where}max_new_tokens is {limit!r}; expected a whole number from 1 to {MOST_TOKENS}")

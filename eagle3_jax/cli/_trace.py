@@ -58,15 +58,17 @@ def record(
 
 def describe(latest: Round, row: int) -> dict[str, Any]:
     """One row of one round; padding nodes are left out and the others keep their order."""
-    draft, verdict, positions = jax.device_get((latest.draft, latest.verdict, latest.positions))
-    nodes = np.flatnonzero(draft.valid[row])
+    draft, verdict = latest.draft, latest.verdict
+    tokens, parents, positions, valid, path = (
+        np.asarray(array[row]) for array in (draft.tokens, draft.parents, latest.positions, draft.valid, verdict.path)
+    )
+    nodes = np.flatnonzero(valid)
     number = {int(node): index for index, node in enumerate(nodes)} | {-1: -1}
-    path = [int(node) for node in verdict.path[row] if node >= 0]
     return {
-        "tokens": draft.tokens[row][nodes].tolist(),
-        "parents": [number[int(parent)] for parent in draft.parents[row][nodes]],
-        "positions": positions[row][nodes].tolist(),
-        "path": [number[node] for node in path],
+        "tokens": tokens[nodes].tolist(),
+        "parents": [number[int(parent)] for parent in parents[nodes]],
+        "positions": positions[nodes].tolist(),
+        "path": [number[int(node)] for node in path if node >= 0],
         "num_accepted": int(verdict.num_accepted[row]),
         "next_token": int(verdict.next_token[row]),
     }

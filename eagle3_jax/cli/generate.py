@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,8 +35,11 @@ if TYPE_CHECKING:
 
     from eagle3_jax import Generation, GenerationResult, SamplingParams, SpeculativeDecoder
 
-EXAMPLE = """Examples: eagle3 generate 'def fibonacci(n):' --max-new-tokens 64 --dtype mixed
-· eagle3 generate --target ./llama --drafter ./head --prompts prompts.jsonl --tree num_nodes=60,max_depth=8,top_k=10 --json"""
+EXAMPLE = """\b
+Examples:
+  eagle3 generate 'def fibonacci(n):' --max-new-tokens 64 --dtype mixed
+  eagle3 generate --target ./llama --drafter ./head --prompts prompts.jsonl --json
+  eagle3 generate --prompt-ids '[1, 2]' --tree num_nodes=60,max_depth=8,top_k=10 --trace rounds.json"""
 
 _ACCEPTED = "bold green"
 _MEASURED_PROMPTS = 8
@@ -88,8 +92,8 @@ def generate(
 ) -> None:
     """Continue prompts, exactly as the target would, in fewer steps.
 
-    With --json each prompt gives one line: prompt_ids, token_ids (new tokens only), text, finish_reason, lossless,
-    seconds (wall time without compilation; of the whole batch with --batch-size above 1) and stats.
+    With --json each prompt gives one line: prompt_ids, token_ids (new tokens only), text, finish_reason,
+    lossless, seconds (without compilation; of the whole batch with --batch-size above 1) and stats.
     """
     from eagle3_jax import SamplingParams, SpeculativeDecoder
     from eagle3_jax.decode import check_sampling
@@ -115,9 +119,7 @@ def generate(
         _print_text(job, compare=compare)
 
 
-def _requests(
-    prompt: str | None, prompt_ids: str | None, prompts: Path | None, max_new_tokens: int
-) -> list[Request]:
+def _requests(prompt: str | None, prompt_ids: str | None, prompts: Path | None, max_new_tokens: int) -> list[Request]:
     if sum(given is not None for given in (prompt, prompt_ids, prompts)) != 1:
         raise Misuse("give one of a PROMPT, --prompt-ids '[1, 2]' or --prompts FILE.jsonl")
     if prompts is not None:
@@ -137,8 +139,10 @@ def _encoded(decoder: SpeculativeDecoder, requests: list[Request]) -> list[Reque
 
 
 def _chunks(job: _Job) -> Iterator[tuple[int, list[Request]]]:
-    """Batches with their seeds. The first has the seed itself; the others one of their own, or equal prompts would
-    give equal samples."""
+    """Batches with their seeds.
+
+    The first has the seed itself and the others one of their own, or equal prompts would give equal samples.
+    """
     import numpy as np
 
     for index, start in enumerate(range(0, len(job.requests), job.batch_size)):
@@ -152,6 +156,7 @@ def _run(job: _Job, requests: list[Request], seed: int, rounds: list[dict[str, A
     from eagle3_jax.cli._trace import record
 
     prompts, limits = [request.prompt for request in requests], [request.max_new_tokens for request in requests]
+    start = time.perf_counter()
     with CompileClock() as clock:
         if rounds is None:
             result = job.decoder.generate(prompts, max_new_tokens=limits, sampling=job.sampling, seed=seed)
@@ -159,7 +164,7 @@ def _run(job: _Job, requests: list[Request], seed: int, rounds: list[dict[str, A
             traced = record(job.decoder, prompts, max_new_tokens=limits, sampling=job.sampling, seed=seed)
             rounds += traced.prompts
             result = traced.result
-    return dataclasses.replace(result, seconds=max(result.seconds - clock.seconds, 0.0))
+    return dataclasses.replace(result, seconds=time.perf_counter() - start - clock.seconds)
 
 
 def _print_json(job: _Job) -> None:
@@ -247,6 +252,7 @@ def _summary(console: Console, job: _Job, stats: Any) -> None:
 def _comparison(console: Console, job: _Job) -> None:
     """Tokens per second, and the ratio to plain decoding measured here and now."""
     from eagle3_jax.analysis.bench import compare_with_plain
+    from eagle3_jax.cli._hardware import hardware
 
     requests = job.requests[:_MEASURED_PROMPTS]
     with _status("measuring against plain decoding"):
@@ -266,10 +272,9 @@ def _comparison(console: Console, job: _Job) -> None:
             f"{speed.median:.1f} tokens/s = {ratio.median:.2f}x plain decoding ({plain.median:.1f} tokens/s); "
             f"quartiles of the ratio {ratio.low:.2f} to {ratio.high:.2f}"
         )
-    where = found.device
     console.print(
         f"batch 1, prefill included, compilation excluded, median of {_REPEATS} interleaved runs over {len(requests)} "
-        f"prompt{'s' if len(requests) > 1 else ''}; plain = the same target in the same precision; {where}"
+        f"prompt{'s' if len(requests) > 1 else ''}; plain = the same target in the same precision; {hardware()}"
     )
     if found.same_output is not None and not found.is_plain:
         console.print(f"output equal to plain decoding, token for token: {'yes' if found.same_output else 'no'}")

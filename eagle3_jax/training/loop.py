@@ -30,7 +30,7 @@ class TrainState:
         opt_state: The optimiser's own state.
     """
 
-    step: jax.Array
+    step: Any  # an array, or its shape and type while a checkpoint is restored
     params: Params
     opt_state: Any
 
@@ -111,7 +111,7 @@ class Trainer:
             updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             new = TrainState(step=state.step + 1, params=params, opt_state=opt_state)
-            return new, {"loss": loss, "grad_norm": optax.global_norm(grads), **metrics}
+            return new, {"loss": loss, "grad_norm": optax.tree.norm(grads), **metrics}
 
         self._step = step
 

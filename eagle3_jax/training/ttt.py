@@ -155,24 +155,24 @@ def ttt_loss(
 
         log_norm = jax.nn.logsumexp(scores, axis=-1)
         cross_entropy = log_norm - jnp.sum(label.probs * scores, axis=-1)
-        rows = counted.size if config.denominator == "all" else jnp.maximum(jnp.sum(counted), 1)
-        term = jnp.sum(jnp.where(trained, cross_entropy, 0.0)) / rows
+        rows = _count(jnp.ones_like(counted) if config.denominator == "all" else counted)
+        term = jnp.sum(jnp.where(trained, cross_entropy, 0.0)) / jnp.maximum(rows, 1.0)
         loss = loss + config.decay**step * term
 
         scores, log_norm = lax.stop_gradient((scores, log_norm))
         hit = jnp.argmax(scores, axis=-1) == label.best
         overlap = jnp.minimum(label.probs * label.mass[..., None], jnp.exp(scores - log_norm[..., None])).sum(-1)
         chain, alive = chain & labelled, alive & hit
-        tau = tau + _share(alive, chain)
+        tau = tau + _share(alive.astype(jnp.float32), chain)
         metrics[f"loss_{step}"] = term
-        metrics[f"accuracy_{step}"] = jnp.sum(hit & counted) / (jnp.sum(counted) + 1e-6)
+        metrics[f"accuracy_{step}"] = _count(hit & counted) / (_count(counted) + 1e-6)
         metrics[f"acceptance_{step}"] = _share(overlap, labelled)
     return loss, {**metrics, "simulated_tau": 1.0 + tau}
 
 
 def consult(
     drafter: Eagle3Drafter, target: DecoderTarget, frozen: Frozen, batch: TTTBatch, num_steps: int
-) -> tuple[Teacher, Float[Array, "B T A D"]]:
+) -> tuple[Teacher, Float[Array, "B T A Dt"]]:
     """One target forward: its distributions in compact form, and the features that the head fuses."""
     output = target(
         frozen["target_params"],
@@ -199,7 +199,7 @@ def unroll(
     drafter: Eagle3Drafter,
     head_params: Params,
     embedding: Float[Array, "V D"],
-    features: Float[Array, "B T A D"],
+    features: Float[Array, "B T A Dt"],
     batch: TTTBatch,
     num_steps: int,
 ) -> list[Float[Array, "B T W"]]:
@@ -245,6 +245,10 @@ def _from(x: Array, start: int, size: int) -> Array:
     return x[:, start : start + size]
 
 
-def _share(values: Array, mask: Bool[Array, "B T"]) -> Float[Array, ""]:
+def _count(mask: Bool[Array, "B T"]) -> Float[Array, ""]:
+    return jnp.sum(mask, dtype=jnp.float32)
+
+
+def _share(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
     """Mean over the masked rows; 0 when there are none."""
-    return jnp.sum(jnp.where(mask, values, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
+    return jnp.sum(jnp.where(mask, values, 0.0)) / jnp.maximum(_count(mask), 1.0)

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 
 
 def token_counts(
-    rows: Iterable[Int[np.ndarray, " T"]], masks: Iterable[Bool[np.ndarray, " T"]] | None, vocab_size: int
+    rows: Iterable[Int[np.ndarray, " _T"]], masks: Iterable[Bool[np.ndarray, " _T"]] | None, vocab_size: int
 ) -> Int[np.ndarray, " V"]:
     """How often each token occurs where its mask is True; everywhere without masks.
 

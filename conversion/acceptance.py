@@ -1,0 +1,112 @@
+"""How often a head's first drafts agree with its target, measured without the decoding loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from conversion.eagle3 import HeadCheckpoint
+from conversion.llama import TargetCheckpoint
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+from eagle3_jax.models.decoder import DecoderTarget, causal_mask
+from eagle3_jax.models.layers import BFLOAT16, FLOAT32, Precision
+from eagle3_jax.tree import Chain
+from eagle3_jax.types import Observation, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """Conditional acceptance of the draft positions.
+
+    Attributes:
+        rates: Per position ``n``, the share of drafts whose token ``n`` is right among those right before it.
+        counts: Per position, how many drafts were right before it.
+    """
+
+    rates: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+def forced_agreement(
+    target: TargetCheckpoint,
+    head: HeadCheckpoint,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_tokens: int = 24,
+    depth: int = 3,
+) -> Agreement:
+    """Draft from every true prefix of the target's own greedy continuations (EAGLE's n-alpha on chains).
+
+    Args:
+        target: The target.
+        head: The head.
+        prompts: Token ids; each at least two.
+        num_tokens: Greedy tokens per prompt.
+        depth: Draft positions measured.
+    """
+    precision = FLOAT32 if target.dtype == "float32" else BFLOAT16
+    model = DecoderTarget(target.config, precision)
+    params = _place(target.params, precision)
+    drafter = Eagle3Drafter(head.config, Chain(depth), precision)
+    draft_params = {
+        "head": _place(head.head, precision),
+        "embedding": params["embedding"] if head.embedding is None else _place(head.embedding, precision),
+        "draft_to_target": jnp.asarray(head.draft_to_target),
+    }
+
+    @jax.jit
+    def extend(params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
+        """Greedy tokens after the prompt, one whole forward each: slow, and free of any cache to be wrong about."""
+        positions = jnp.arange(tokens.shape[1])[None]
+
+        def step(count: jax.Array, tokens: jax.Array) -> jax.Array:
+            out = model(params, tokens, positions, causal_mask(tokens.shape[1]))
+            last = jax.lax.dynamic_index_in_dim(out.final, length + count - 1, axis=1, keepdims=False)
+            chosen = jnp.argmax(model.unembed(params, last), axis=-1).astype(tokens.dtype)
+            return tokens.at[:, length + count].set(chosen)
+
+        return jax.lax.fori_loop(0, num_tokens, step, tokens)
+
+    @jax.jit
+    def draft(params: Any, draft_params: Any, state: Any, tokens: jax.Array, cuts: jax.Array) -> jax.Array:
+        """Drafted tokens ``[rows depth]`` after the first ``cut + 1`` tokens, one row per cut."""
+        positions = jnp.arange(tokens.shape[1])[None]
+        out = model(params, tokens, positions, causal_mask(tokens.shape[1]), aux_layers=drafter.aux_layers)
+        rows = cuts.shape[0]
+        seen = Observation(
+            tokens=jnp.broadcast_to(tokens, (rows, tokens.shape[1])),
+            features=jnp.broadcast_to(out.features, (rows, *out.features.shape[1:])),
+            length=cuts,
+            next_token=tokens[0, cuts],
+        )
+        state = drafter.observe(draft_params, state, seen)
+        keys = jax.random.split(jax.random.key(0), rows)
+        return drafter.propose(draft_params, state, keys, SamplingParams()).tokens[:, 1:]
+
+    right = np.zeros((depth + 1,), np.int64)
+    # One length for all prompts, so that both functions compile once.
+    longest = max(len(prompt) for prompt in prompts)
+    # The root of a draft is the target's own choice, and what it drafts must lie inside the continuation.
+    offsets = np.arange(num_tokens - depth)
+    empty = drafter.init(draft_params, offsets.size, longest + num_tokens + depth)
+    for prompt in prompts:
+        padded = np.zeros((1, longest + num_tokens), np.int32)
+        padded[0, : len(prompt)] = prompt
+        tokens = extend(params, jnp.asarray(padded), jnp.asarray(len(prompt)))
+        cuts = len(prompt) + offsets
+        drafted = np.asarray(draft(params, draft_params, empty, tokens, jnp.asarray(cuts, jnp.int32)))
+        truth = np.asarray(tokens)[0][cuts[:, None] + 1 + np.arange(depth)]
+        accepted = np.cumprod(drafted == truth, axis=1).sum(axis=0)
+        right += np.concatenate([[cuts.size], accepted])
+    rates = tuple(float(after / before) if before else 0.0 for before, after in itertools.pairwise(right))
+    return Agreement(rates=rates, counts=tuple(int(count) for count in right[:-1]))
+
+
+def _place(params: Any, precision: Precision) -> Any:
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(precision.operands), params)

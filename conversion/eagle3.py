@@ -1,0 +1,317 @@
+"""EAGLE-3 heads in the dialects that published heads are stored in: reading.
+
+* ``eagle``: the official layout, ``midlayer.*`` (Li et al.); the configuration is silent about most things.
+* ``sglang``: SpecForge's, the same names; also what vLLM calls its SafeAILab format.
+* ``speculators``: ``layers.N.*``, with the geometry nested in ``transformer_layer_config``.
+* ``modelopt``: ``layers.N.*``, with an ``eagle_config``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from conversion import draft_vocab, kinds, rules
+from conversion.errors import CheckpointError, TargetNeededError
+from conversion.files import read_json
+from conversion.hf_config import Fields, read_decoder, refuse_unsupported
+from conversion.rules import Params, Rule
+from conversion.tensors import read_tensors
+from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter, default_aux_layers
+from eagle3_jax.models.config import DecoderConfig
+
+_AUX = "eagle_aux_hidden_state_layer_ids"
+
+# Switches of NVIDIA's exporter and the one setting of each that is EAGLE-3 as everyone else computes it.
+_MODELOPT = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadCheckpoint:
+    """A draft head as it lies on disk.
+
+    Attributes:
+        config: Its description.
+        head: Nested dictionary of numpy arrays in the stored dtype, as :class:`Eagle3Drafter` expects it.
+        draft_to_target: ``[W]`` int32, absolute target ids.
+        embedding: ``[V D]``, the head's own embedding; ``None`` when it shares the target's.
+        dialect: ``eagle``, ``sglang``, ``speculators``, ``modelopt``, or ``jax`` for a native checkpoint.
+        source: Where it was read from.
+        dtype: The dtype that holds most of the parameters.
+        num_target_layers: Layers of the target that it was read for, when known.
+    """
+
+    config: Eagle3Config
+    head: Params
+    draft_to_target: np.ndarray
+    embedding: np.ndarray | None
+    dialect: str
+    source: Path
+    dtype: str
+    num_target_layers: int | None = None
+
+
+def head_rules(config: Eagle3Config) -> list[Rule]:
+    """The rule table, in canonical names: layers are ``layers.N`` whatever the dialect calls them."""
+    layer = config.layer
+    table = [
+        *rules.linear("fc", "fc"),
+        rules.norm("layers.0.input_layernorm", "first.embedding_norm"),
+        rules.norm("layers.0.hidden_norm", "first.feature_norm"),
+        *rules.attention_and_mlp(layer, "layers.0", "first"),
+        rules.norm("norm", "norm"),
+        *rules.linear("lm_head", "head"),
+    ]
+    for index in range(1, layer.num_layers):
+        table += rules.block(layer, f"layers.{index}", f"rest.{index - 1}")
+    if config.norm_before_fc:
+        table.append(rules.norm("input_norm", "input_norm"))
+    if config.fc_norm:
+        table += [rules.norm(f"fc_norm.{chunk}", f"fc_norm.{chunk}") for chunk in range(len(config.aux_layers))]
+    return table
+
+
+def read_head(directory: Path, target: DecoderConfig | None) -> HeadCheckpoint:
+    """Read an EAGLE-3 head in any dialect.
+
+    Args:
+        directory: The head's directory.
+        target: What it drafts for; checked against the head, and needed when the head does not name its auxiliary
+            layers.
+
+    Raises:
+        CheckpointError: It is no EAGLE-3 head, is incomplete, or does not fit the target; the message says why.
+    """
+    values = read_json(directory / "config.json")
+    stored = read_tensors(directory)
+    where = str(directory / "config.json")
+    kind = kinds.recognise(values, stored.keys(), where=str(directory))
+    if kind in kinds.DIFFERENCES:
+        raise CheckpointError(f"{directory} is {kinds.DIFFERENCES[kind]}; this loads EAGLE-3 heads only")
+    if kind != kinds.EAGLE3:
+        raise CheckpointError(f"{directory} is a language model, not a draft head; give it as the target")
+    tensors = _canonical(stored, directory)
+    top = Fields(values, where)
+    nested = values.get("transformer_layer_config") is not None
+    geometry = top.section("transformer_layer_config") if nested else top
+    config, aux_layers = _read_config(top, geometry, tensors, nested=nested)
+    if target is not None:
+        check_fit(config, aux_layers, target, str(directory))
+    if "lm_head.weight" not in tensors:
+        raise CheckpointError(
+            f"{directory} has no lm_head.weight; an EAGLE-3 head has its own output projection "
+            "(some engines would silently use the first rows of the target's)"
+        )
+    shapes = Eagle3Drafter(config).param_shapes()
+    known = (r"embed_tokens\.weight", "d2t", "t2d")
+    head = rules.read_params(head_rules(config), tensors, shapes, where=str(directory), known=known)
+    draft_to_target = draft_vocab.read(
+        tensors, vocab_size=config.layer.vocab_size, draft_vocab_size=config.draft_vocab_size, where=str(directory)
+    )
+    embedding = _read_embedding(config, tensors, directory)
+    if aux_layers is None:
+        if target is None:
+            raise TargetNeededError(
+                f"{where} names no {_AUX}; the default depends on the target, so give the target as well"
+            )
+        config = dataclasses.replace(config, aux_layers=_default_aux(target, where))
+    return HeadCheckpoint(
+        config=config,
+        head=head,
+        draft_to_target=draft_to_target,
+        embedding=embedding,
+        dialect=dialect_of(values, stored),
+        source=directory,
+        dtype=rules.main_dtype(head),
+        num_target_layers=None if target is None else target.num_layers,
+    )
+
+
+def dialect_of(values: Mapping[str, Any], names: Mapping[str, Any]) -> str:
+    """Which project's conventions a head follows."""
+    if "speculators_model_type" in values or "transformer_layer_config" in values:
+        return "speculators"
+    if any("layers.0." in name for name in names) and isinstance(values.get("eagle_config"), dict):
+        return "modelopt"
+    return "sglang" if "Eagle3" in " ".join(map(str, values.get("architectures") or ())) else "eagle"
+
+
+def named_aux_layers(top: Fields) -> tuple[int, ...] | None:
+    """The auxiliary layers that a configuration names, ascending, or ``None``.
+
+    An id ``i`` is the residual stream entering block ``i``, as vLLM reads it. Some NVIDIA and SGLang heads count the
+    layer whose *output* is meant; nothing in the file says so, and the doctor points at the suspicion.
+
+    Raises:
+        CheckpointError: The places that may name them disagree, or it is no list of distinct layers.
+    """
+    section = top.section("eagle_config")
+    found = {}
+    for fields, name in ((top, _AUX), (section, _AUX), (section, "layer_ids")):
+        value = fields.get(name)
+        if value is None or value == []:
+            continue
+        if not isinstance(value, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
+            raise CheckpointError(f"{fields.where}: {name} is {value!r}; expected a list of layer numbers")
+        if len(set(value)) != len(value) or min(value) < 0:
+            raise CheckpointError(f"{fields.where}: {name} is {value!r}; expected distinct layers from 0 up")
+        # Engines keep them as a sorted set, so the order in the file has no meaning.
+        found[f"{fields.where}: {name}"] = tuple(sorted(value))
+    if len(set(found.values())) > 1:
+        raise CheckpointError("; ".join(f"{k} is {list(v)}" for k, v in found.items()) + "; they must agree")
+    return next(iter(found.values()), None)
+
+
+def _canonical(tensors: Mapping[str, np.ndarray], directory: Path) -> dict[str, np.ndarray]:
+    """The tensors with layers named ``layers.N``.
+
+    Raises:
+        CheckpointError: Two names mean the same tensor.
+    """
+    renamed: dict[str, np.ndarray] = {}
+    origin: dict[str, str] = {}
+    for name, value in tensors.items():
+        new = re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
+        if match := re.match(r"additional_layers\.(\d+)\.(.*)", new):
+            # SGLang's further layers call their only input norm hidden_norm.
+            rest = match[2].replace("hidden_norm.", "input_layernorm.")
+            new = f"layers.{int(match[1]) + 1}.{rest}"
+        if new in renamed:
+            raise CheckpointError(f"{directory} holds {origin[new]} and {name}, which mean the same tensor; remove one")
+        renamed[new], origin[new] = value, name
+    return renamed
+
+
+def _num_layers(tensors: Mapping[str, np.ndarray], where: str) -> int:
+    """Layers of the head, from its tensors.
+
+    The field ``num_hidden_layers`` is no witness: the official Vicuna-13B head says 40 and has one.
+    """
+    found = sorted({int(match[1]) for name in tensors if (match := re.match(r"layers\.(\d+)\.", name))})
+    if not found or found != list(range(len(found))):
+        raise CheckpointError(
+            f"{where}: the head's layers are numbered {found}; expected 0 up to the last without gaps"
+        )
+    return len(found)
+
+
+def _switch(top: Fields, name: str, default: bool) -> bool:
+    """A flag that stands at the top level or in ``eagle_config``."""
+    section = top.section("eagle_config")
+    if top.get(name) is not None and section.get(name) is not None and top.flag(name) != section.flag(name):
+        raise CheckpointError(
+            f"{top.where}: {name} is {top.flag(name)} but {section.flag(name)} in eagle_config; remove one"
+        )
+    return top.flag(name, section.flag(name, default))
+
+
+def _read_config(
+    top: Fields, geometry: Fields, tensors: Mapping[str, np.ndarray], *, nested: bool
+) -> tuple[Eagle3Config, tuple[int, ...] | None]:
+    """The head's description, and its auxiliary layers if it names them (a stand-in of three is in the description)."""
+    where = geometry.where
+    model_type = geometry.get("model_type")
+    if model_type not in ("llama", "qwen3"):
+        raise CheckpointError(f"{where}: model_type is {model_type!r}; expected 'llama' or 'qwen3' for an EAGLE-3 head")
+    if model_type == "qwen3" and geometry.get("head_dim") is None:
+        raise CheckpointError(f"{where} has no head_dim, which Qwen3 does not derive from the width; add it")
+    if not _switch(top, "use_aux_hidden_state", True):
+        raise CheckpointError(
+            f"{top.where}: use_aux_hidden_state is false; heads that read the target's final state are not supported"
+        )
+    section = top.section("eagle_config")
+    for name, expected in _MODELOPT.items():
+        if section.get(name) is not None and section.get(name) != expected:
+            raise CheckpointError(f"{section.where}: {name} is {section.get(name)!r}; only {expected!r} is supported")
+    refuse_unsupported(top)
+    aux_layers = named_aux_layers(top)
+    chunks = len(aux_layers) if aux_layers else 3
+    for fields in (top, geometry):
+        count = fields.integer("num_aux_hidden_states", chunks)
+        if count != chunks:
+            named = f"names {chunks} layers" if aux_layers else "names none (the default is three)"
+            raise CheckpointError(
+                f"{fields.where}: num_aux_hidden_states is {count} but {_AUX} {named}; they must agree"
+            )
+    vocab_size = geometry.integer("vocab_size")
+    layer = read_decoder(
+        geometry,
+        num_layers=_num_layers(tensors, where),
+        vocab_size=vocab_size,
+        qk_norm=model_type == "qwen3",
+    )
+    try:
+        config = Eagle3Config(
+            layer=layer,
+            draft_vocab_size=top.integer("draft_vocab_size", vocab_size),
+            target_width=top.integer("target_hidden_size", layer.width),
+            aux_layers=aux_layers or (0, 1, 2),
+            # speculators' own default is True, everyone else's False; vLLM does the same.
+            norm_before_residual=_switch(top, "norm_before_residual", nested),
+            # In vLLM the EAGLE-3.1 feedback. Old SpecForge files meant the norm before lm_head by it, which every head
+            # has; the file does not tell the two apart, so vLLM is followed and the doctor mentions it.
+            norm_output=_switch(top, "norm_output", False),
+            fc_norm=_switch(top, "fc_norm", False),
+            norm_before_fc=_switch(top, "norm_before_fc", False),
+        )
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{top.where}: {error}") from None
+    return config, aux_layers
+
+
+def check_fit(config: Eagle3Config, aux_layers: tuple[int, ...] | None, target: DecoderConfig, where: str) -> None:
+    """Refuse a head that was trained for another target."""
+    if config.layer.vocab_size != target.vocab_size:
+        raise CheckpointError(
+            f"{where} drafts for a vocabulary of {config.layer.vocab_size} but the target has {target.vocab_size}; "
+            "give the target that the head was trained for"
+        )
+    if config.target_width != target.width:
+        raise CheckpointError(
+            f"{where} reads features of width {config.target_width} but the target has {target.width}; "
+            "give the target that the head was trained for, or add target_hidden_size to the head's config.json"
+        )
+    if aux_layers and aux_layers[-1] > target.num_layers:
+        raise CheckpointError(
+            f"{where} reads auxiliary layer {aux_layers[-1]} but the target has {target.num_layers} layers; "
+            "give the target that the head was trained for"
+        )
+
+
+def _default_aux(target: DecoderConfig, where: str) -> tuple[int, ...]:
+    try:
+        return default_aux_layers(target.num_layers)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+
+
+def _read_embedding(config: Eagle3Config, tensors: Mapping[str, np.ndarray], directory: Path) -> np.ndarray | None:
+    """The head's own embedding. One of the target's width is used as it is too, trained or not: vLLM does so."""
+    layer, embedding = config.layer, tensors.get("embed_tokens.weight")
+    if embedding is None:
+        if layer.width != config.target_width:
+            raise CheckpointError(
+                f"{directory} has no embed_tokens.weight, but its width {layer.width} differs from the target's "
+                f"{config.target_width}, so it cannot share the target's embedding; fetch the complete head"
+            )
+        return None
+    if embedding.shape != (layer.vocab_size, layer.width):
+        raise CheckpointError(
+            f"{directory}: embed_tokens.weight has shape {list(embedding.shape)}; "
+            f"config.json asks for {[layer.vocab_size, layer.width]}"
+        )
+    rules.check_float(embedding, f"{directory}: embed_tokens.weight")
+    return embedding

@@ -1,0 +1,191 @@
+"""EAGLE-3 heads out again, in the layouts that other engines load.
+
+A layout that cannot express a head refuses it and names the flag: an engine that silently ignores one would still run,
+with an acceptance that nobody can explain.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from conversion import draft_vocab, rules
+from conversion.eagle3 import HeadCheckpoint, head_rules
+from conversion.errors import CheckpointError
+from conversion.files import copy_tokenizer, new_directory, write_json
+from conversion.hf_config import decoder_fields
+from conversion.tensors import SAFETENSORS, write_tensors
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter, default_aux_layers
+
+Dialect = Literal["eagle", "sglang", "vllm"]
+DIALECTS: tuple[str, ...] = get_args(Dialect)
+
+
+def write_head(checkpoint: HeadCheckpoint, directory: str | Path, dialect: Dialect) -> None:
+    """Write a new head directory.
+
+    Args:
+        checkpoint: The head.
+        directory: Must not exist.
+        dialect: ``eagle`` for the official code, ``sglang`` for SGLang and SpecForge, ``vllm`` for vLLM.
+
+    Raises:
+        CheckpointError: The dialect cannot express the head, or the directory exists.
+    """
+    if dialect not in DIALECTS:
+        raise CheckpointError(f"{dialect!r} is no head layout; use one of {', '.join(DIALECTS)}")
+    refusals = {"eagle": _eagle_refusals, "sglang": _sglang_refusals, "vllm": _vllm_refusals}[dialect](checkpoint)
+    if refusals:
+        raise CheckpointError(f"the {dialect!r} layout cannot express {'; '.join(refusals)}; use --to vllm or --to jax")
+    values = {"eagle": _eagle_fields, "sglang": _sglang_fields, "vllm": _vllm_fields}[dialect](checkpoint)
+    with new_directory(directory) as temporary:
+        write_tensors(temporary / SAFETENSORS, _tensors(checkpoint))
+        write_json(temporary / "config.json", values)
+        copy_tokenizer(checkpoint.source, temporary)
+
+
+def is_default_aux(checkpoint: HeadCheckpoint) -> bool:
+    """Whether an engine that hears nothing of auxiliary layers would choose these.
+
+    Without knowledge of the target its depth is inferred from the last layer, ``L - 3``.
+    """
+    layers = checkpoint.config.aux_layers
+    depth = checkpoint.num_target_layers or layers[-1] + 3
+    try:
+        return layers == default_aux_layers(depth)
+    except ValueError:
+        return False
+
+
+def _tensors(checkpoint: HeadCheckpoint) -> dict[str, np.ndarray]:
+    config = checkpoint.config
+    shapes = Eagle3Drafter(config).param_shapes()
+    canonical = rules.write_params(head_rules(config), checkpoint.head, shapes, where=str(checkpoint.source))
+    tensors = {name.replace("layers.0.", "midlayer.", 1): value for name, value in canonical.items()}
+    tensors |= draft_vocab.write(checkpoint.draft_to_target, config.layer.vocab_size, config.draft_vocab_size)
+    if checkpoint.embedding is not None:
+        embedding = np.asarray(checkpoint.embedding)
+        if embedding.shape != (config.layer.vocab_size, config.layer.width):
+            raise CheckpointError(
+                f"the head's embedding has shape {embedding.shape}; "
+                f"expected {(config.layer.vocab_size, config.layer.width)}"
+            )
+        rules.check_float(embedding, "the head's embedding")
+        tensors["embed_tokens.weight"] = embedding
+    elif config.layer.width != config.target_width:
+        raise CheckpointError(
+            f"the head's width {config.layer.width} differs from the target's {config.target_width}, "
+            "so it needs an embedding of its own"
+        )
+    return tensors
+
+
+def _eagle_refusals(checkpoint: HeadCheckpoint) -> list[str]:
+    """What the official code does not read, or reads only in one setting."""
+    config, layer, rope = checkpoint.config, checkpoint.config.layer, checkpoint.config.layer.rope
+    flags = {
+        "norm_before_residual": config.norm_before_residual,
+        "norm_output": config.norm_output,
+        "fc_norm": config.fc_norm,
+        "norm_before_fc": config.norm_before_fc,
+        "qk_norm": layer.qk_norm,
+        "attention_bias": layer.attention_bias,
+        "mlp_bias": layer.mlp_bias,
+    }
+    refusals = [name for name, is_set in flags.items() if is_set]
+    if layer.num_layers > 1:
+        refusals.append(f"num_layers {layer.num_layers} (it has one)")
+    if layer.head_dim * layer.num_heads != layer.width:
+        refusals.append(f"head_dim {layer.head_dim} (it takes width {layer.width} over {layer.num_heads} heads)")
+    if not is_default_aux(checkpoint):
+        refusals.append(f"aux_layers {config.aux_layers} (it always takes 2, L//2, L-3)")
+    if rope.type not in ("default", "linear"):
+        refusals.append(f"rope type {rope.type!r}")
+    if rope.type == "linear" and (rope.theta != 10_000.0 or rope.factor <= 1.0):
+        refusals.append(
+            f"linear rope with rope_theta {rope.theta:g} and factor {rope.factor:g} (it takes 10000, above 1)"
+        )
+    return refusals
+
+
+def _sglang_refusals(checkpoint: HeadCheckpoint) -> list[str]:
+    """What SGLang's ``llama_eagle3`` drops without a word."""
+    config, layer = checkpoint.config, checkpoint.config.layer
+    flags = {
+        "norm_before_residual": config.norm_before_residual,
+        "qk_norm": layer.qk_norm,
+        "attention_bias": layer.attention_bias,
+        "mlp_bias": layer.mlp_bias,
+    }
+    refusals = [name for name, is_set in flags.items() if is_set]
+    if layer.num_layers > 1:
+        # Its additional_layers start from the previous layer's MLP output without the residual stream.
+        refusals.append(f"num_layers {layer.num_layers} (its further layers drop the residual stream)")
+    if config.aux_layers[0] == 1:
+        refusals.append(f"aux_layers {config.aux_layers} (it takes a list that starts with 1 for layer outputs)")
+    return refusals
+
+
+def _vllm_refusals(checkpoint: HeadCheckpoint) -> list[str]:
+    """What vLLM's Llama and Qwen3 heads do not read."""
+    layer = checkpoint.config.layer
+    biases = {"attention_bias": layer.attention_bias, "mlp_bias": layer.mlp_bias}
+    return [f"{name} together with qk_norm" for name, is_set in biases.items() if is_set and layer.qk_norm]
+
+
+def _common_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
+    config = checkpoint.config
+    values = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **decoder_fields(config.layer, checkpoint.dtype),
+        "draft_vocab_size": config.draft_vocab_size,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    # The official code takes the field itself as the sign that the head brings its embedding.
+    if config.target_width != config.layer.width or checkpoint.embedding is not None:
+        values["target_hidden_size"] = config.target_width
+    return values
+
+
+def _eagle_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
+    values = _common_fields(checkpoint) | {"architectures": ["LlamaForCausalLM"]}
+    del values["rope_parameters"], values["head_dim"]  # its configuration class knows neither
+    if values["rope_scaling"]:  # it wants exactly these two keys
+        values["rope_scaling"] = {"type": "linear", "factor": checkpoint.config.layer.rope.factor}
+    return values
+
+
+def _sglang_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
+    config, values = checkpoint.config, _common_fields(checkpoint)
+    for name in ("norm_output", "fc_norm", "norm_before_fc"):
+        if getattr(config, name):
+            values[name] = True
+    # Versions differ in whether they count entering or leaving layers; left out, all of them take the same default.
+    return values if is_default_aux(checkpoint) else values | _aux_fields(config.aux_layers)
+
+
+def _vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
+    config = checkpoint.config
+    values = _common_fields(checkpoint) | _aux_fields(config.aux_layers)
+    for name in ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc"):
+        values[name] = getattr(config, name)
+    values["target_hidden_size"] = config.target_width
+    if config.layer.qk_norm:
+        values |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False}
+    return values
+
+
+def _aux_fields(aux_layers: tuple[int, ...]) -> dict[str, Any]:
+    """Auxiliary layers in all three places: which of them is read depends on the engine, its version and the head."""
+    ids = {"eagle_aux_hidden_state_layer_ids": list(aux_layers)}
+    return {
+        **ids,
+        "num_aux_hidden_states": len(aux_layers),
+        "eagle_config": {**ids, "use_aux_hidden_state": True},
+    }

@@ -1,0 +1,276 @@
+"""Fields of Hugging Face ``config.json`` files that targets and heads share, both ways.
+
+A field whose absence would change the mathematics is required. The exceptions are those that the published format
+itself defines as optional, because checkpoints in use omit them: the number of key heads (as many as query heads), the
+head dimension (width over heads), biases (none), the rotary base (10000) and the activation (SiLU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from conversion.errors import CheckpointError
+from eagle3_jax.models.config import DecoderConfig, RopeConfig
+
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_KEYS = {
+    "type",
+    "rope_type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "partial_rotary_factor",
+}
+
+
+class Fields(NamedTuple):
+    """A JSON object that says where it came from when a field is not as it should be.
+
+    Attributes:
+        values: The object.
+        where: The file, for messages.
+    """
+
+    values: Mapping[str, Any]
+    where: str
+
+    def get(self, name: str) -> Any:
+        """The raw value; ``None`` when absent or null."""
+        return self.values.get(name)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A whole number; required when there is no default."""
+        value = self._present(name, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise CheckpointError(f"{self.where}: {name} is {value!r}; expected a whole number")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A number; required when there is no default."""
+        value = self._present(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CheckpointError(f"{self.where}: {name} is {value!r}; expected a number")
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        """A number, or ``None`` when absent."""
+        return None if self.get(name) is None else self.number(name)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self._present(name, default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self.where}: {name} is {value!r}; expected true or false")
+        return value
+
+    def section(self, name: str) -> Fields:
+        """A nested object, empty when absent."""
+        value = self._present(name, {})
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{self.where}: {name} is {value!r}; expected an object")
+        return Fields(value, f"{self.where}, {name}")
+
+    def _present(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise CheckpointError(f"{self.where} has no {name}; it changes the mathematics, so add it to the file")
+        return value
+
+
+def refuse_unsupported(fields: Fields) -> None:
+    """Refuse what our decoder does not compute.
+
+    Raises:
+        CheckpointError: Another activation, a sliding window, scaled logits or quantised weights.
+    """
+    activation = fields.get("hidden_act")
+    if activation not in (None, "silu", "swish"):
+        raise CheckpointError(f"{fields.where}: hidden_act is {activation!r}; only 'silu' is supported")
+    layer_types = fields.get("layer_types") or []
+    windowed = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+    if windowed:
+        raise CheckpointError(f"{fields.where}: layer_types has {windowed[0]!r}; only full attention is supported")
+    window = fields.get("sliding_window")
+    if fields.flag("use_sliding_window", default=window is not None and not layer_types):
+        raise CheckpointError(f"{fields.where}: sliding_window is {window}; only full attention is supported")
+    scale = fields.number("logit_scale", 1.0)
+    if scale != 1.0:
+        raise CheckpointError(f"{fields.where}: logit_scale is {scale}; only unscaled logits are supported")
+    if fields.get("quantization_config") is not None:
+        raise CheckpointError(f"{fields.where}: quantization_config is set; give the checkpoint before quantisation")
+
+
+def read_decoder(
+    fields: Fields, *, num_layers: int, vocab_size: int, tie_embeddings: bool = False, qk_norm: bool = False
+) -> DecoderConfig:
+    """The geometry of a stack of Llama blocks.
+
+    Raises:
+        CheckpointError: A field is missing, malformed or unsupported.
+    """
+    refuse_unsupported(fields)
+    width, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if heads < 1:
+        raise CheckpointError(f"{fields.where}: num_attention_heads is {heads}; expected a positive whole number")
+    if fields.get("head_dim") is None and width % heads:
+        raise CheckpointError(
+            f"{fields.where}: hidden_size {width} is not a multiple of num_attention_heads {heads}; add head_dim"
+        )
+    # The bound on the context does not enter the mathematics; 2048 is what LlamaConfig says.
+    max_positions = fields.integer("max_position_embeddings", 2048)
+    try:
+        return DecoderConfig(
+            vocab_size=vocab_size,
+            width=width,
+            mlp_width=fields.integer("intermediate_size"),
+            num_layers=num_layers,
+            num_heads=heads,
+            num_kv_heads=fields.integer("num_key_value_heads", heads),
+            head_dim=fields.integer("head_dim", width // heads),
+            rope=read_rope(fields),
+            max_positions=max_positions,
+            norm_eps=fields.number("rms_norm_eps"),
+            tie_embeddings=tie_embeddings,
+            attention_bias=fields.flag("attention_bias"),
+            mlp_bias=fields.flag("mlp_bias"),
+            qk_norm=qk_norm,
+        )
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{fields.where}: {error}") from None
+
+
+def read_rope(fields: Fields) -> RopeConfig:
+    """The rotary embedding, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``.
+
+    Raises:
+        CheckpointError: The type is unknown, a parameter is missing, or the two notations disagree.
+    """
+    new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
+    if new.values and old.values:
+        first, second = _rope_from(fields, new), _rope_from(fields, old)
+        if first != second:
+            raise CheckpointError(
+                f"{fields.where}: rope_parameters and rope_scaling disagree ({first} and {second}); remove one"
+            )
+        return first
+    return _rope_from(fields, new if new.values else old)
+
+
+def _rope_from(fields: Fields, rope: Fields) -> RopeConfig:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in _ROPE_TYPES:
+        raise CheckpointError(
+            f"{rope.where}: rope type {kind!r} is not supported; expected one of {', '.join(_ROPE_TYPES)}"
+        )
+    unknown = sorted(key for key, value in rope.values.items() if key not in _ROPE_KEYS and value is not None)
+    if unknown:
+        raise CheckpointError(f"{rope.where}: {unknown[0]!r} is not supported for rope type {kind!r}")
+    for source in (fields, rope):
+        if source.number("partial_rotary_factor", 1.0) != 1.0:
+            raise CheckpointError(f"{source.where}: partial_rotary_factor is not supported; all channels must rotate")
+    inner, outer = rope.optional_number("rope_theta"), fields.optional_number("rope_theta")
+    if inner is not None and outer is not None and inner != outer:
+        raise CheckpointError(f"{fields.where}: rope_theta is {outer} but {inner} in the rope parameters; remove one")
+    theta = inner if inner is not None else outer
+    if theta is None:
+        theta = 10_000.0  # the base of the original Llama, whose files do not name it; nor do official heads
+    if theta <= 0:
+        raise CheckpointError(f"{fields.where}: rope_theta is {theta}; expected a positive number")
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    factor = rope.number("factor")
+    if kind == "linear":
+        return RopeConfig(theta=theta, type="linear", factor=factor)
+    # Phi-style files keep the original context at the top level, where transformers gives it priority.
+    owner = fields if fields.get("original_max_position_embeddings") is not None else rope
+    original = owner.integer("original_max_position_embeddings")
+    if kind == "llama3":
+        return RopeConfig(
+            theta=theta,
+            type="llama3",
+            factor=factor,
+            original_max_positions=original,
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
+        )
+    return RopeConfig(
+        theta=theta,
+        type="yarn",
+        factor=factor,
+        original_max_positions=original,
+        # Optional in the format: 32 and 1 are the constants of the paper, the rest is derived from the factor.
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        attention_factor=rope.optional_number("attention_factor"),
+        mscale=rope.optional_number("mscale"),
+        mscale_all_dim=rope.optional_number("mscale_all_dim"),
+        truncate=rope.flag("truncate", True),
+    )
+
+
+def rope_fields(rope: RopeConfig) -> dict[str, Any]:
+    """The rotary embedding in both notations: transformers 5 reads the one, 4.x, vLLM and SGLang the other."""
+    if rope.type == "default":
+        scaling = None
+    elif rope.type == "linear":
+        scaling = {"rope_type": "linear", "factor": rope.factor}
+    else:
+        scaling = {
+            "rope_type": rope.type,
+            "factor": rope.factor,
+            "original_max_position_embeddings": rope.original_max_positions,
+        }
+        if rope.type == "llama3":
+            scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+        else:
+            scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
+            if not rope.truncate:  # transformers 4 warns about the key
+                scaling["truncate"] = False
+            for name in ("attention_factor", "mscale", "mscale_all_dim"):
+                if getattr(rope, name) is not None:
+                    scaling[name] = getattr(rope, name)
+    parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": rope.theta}
+    return {"rope_theta": rope.theta, "rope_scaling": scaling, "rope_parameters": parameters}
+
+
+def decoder_fields(config: DecoderConfig, dtype: str) -> dict[str, Any]:
+    """The geometry as a Hugging Face configuration.
+
+    Raises:
+        CheckpointError: transformers would not read it.
+    """
+    if config.width % config.num_heads:
+        raise CheckpointError(
+            f"width {config.width} is not a multiple of num_heads {config.num_heads}; the Hugging Face layout "
+            "cannot express that (transformers refuses such a config.json), use --to jax"
+        )
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        **rope_fields(config.rope),
+        "dtype": dtype,
+        "torch_dtype": dtype,
+    }

@@ -1,0 +1,104 @@
+"""A description of whatever lies in a checkpoint directory, without needing to run it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from conversion import kinds
+from conversion.eagle3 import dialect_of, read_head
+from conversion.errors import CheckpointError, TargetNeededError
+from conversion.files import checked_directory, read_json
+from conversion.kinds import NATIVE_FILE
+from conversion.llama import read_target
+from conversion.native import is_native, read_leaves, read_native_head, read_native_target
+from conversion.tensors import read_tensors
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Description:
+    """What a directory holds.
+
+    Attributes:
+        kind: In words, such as ``draft head: EAGLE-3``.
+        dialect: Whose layout it is in.
+        loadable: Whether this library reads it.
+        problem: Why not; or what it needs, such as its target; empty otherwise.
+        num_parameters: Floating-point numbers stored.
+        num_bytes: Bytes of all tensors.
+        num_tensors: Tensors stored.
+        dtypes: Parameters stored in each dtype.
+        config: The configuration file as it is.
+        has_tokenizer: Whether there is a ``tokenizer.json``.
+        source: The directory.
+    """
+
+    kind: str
+    dialect: str
+    loadable: bool
+    problem: str
+    num_parameters: int
+    num_bytes: int
+    num_tensors: int
+    dtypes: dict[str, int]
+    config: dict[str, Any]
+    has_tokenizer: bool
+    source: Path
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return {**dataclasses.asdict(self), "source": str(self.source)}
+
+
+def describe(directory: str | Path) -> Description:
+    """Describe a checkpoint, loadable or not.
+
+    Raises:
+        CheckpointError: It is no checkpoint.
+    """
+    path = checked_directory(directory)
+    kind = kinds.identify(path)
+    native = is_native(path)
+    tensors = read_leaves(path) if native else read_tensors(path)
+    config = read_json(path / (NATIVE_FILE if native else "config.json"))
+    loadable, problem = _loadable(path, kind, native)
+    dtypes: dict[str, int] = {}
+    for tensor in tensors.values():
+        # Maps such as d2t are no parameters. The floats of ml_dtypes have a kind of their own.
+        if not np.issubdtype(tensor.dtype, np.integer) and tensor.dtype != np.bool_:
+            dtypes[str(tensor.dtype)] = dtypes.get(str(tensor.dtype), 0) + math.prod(tensor.shape)
+    if native:
+        dialect = "jax"
+    else:
+        eagle = kind in (kinds.EAGLE3, kinds.EAGLE1, kinds.PEAGLE)
+        dialect = dialect_of(config, tensors) if eagle else "huggingface"
+    return Description(
+        kind=kinds.LABELS[kind],
+        dialect=dialect,
+        loadable=loadable,
+        problem=problem,
+        num_parameters=sum(dtypes.values()),
+        num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        num_tensors=len(tensors),
+        dtypes=dtypes,
+        config=config,
+        has_tokenizer=(path / "tokenizer.json").is_file(),
+        source=path,
+    )
+
+
+def _loadable(path: Path, kind: str, native: bool) -> tuple[bool, str]:
+    try:
+        if kind in kinds.DIFFERENCES or kind == kinds.EAGLE3:
+            read_native_head(path, None) if native else read_head(path, None)
+        else:
+            read_native_target(path) if native else read_target(path)
+    except TargetNeededError as error:
+        return True, str(error)
+    except CheckpointError as error:
+        return False, str(error)
+    return True, ""

@@ -1,0 +1,152 @@
+"""Llama targets in the Hugging Face layout, both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from conversion import kinds, rules
+from conversion.errors import CheckpointError
+from conversion.files import copy_tokenizer, new_directory, read_json, write_json
+from conversion.hf_config import Fields, decoder_fields, read_decoder
+from conversion.rules import Params, Rule
+from conversion.tensors import SAFETENSORS, read_tensors, write_tensors
+from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.decoder import DecoderTarget
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetCheckpoint:
+    """A target as it lies on disk.
+
+    Attributes:
+        config: Its description.
+        params: Nested dictionary of numpy arrays in the stored dtype, as :class:`DecoderTarget` expects it.
+        stop_tokens: Tokens at which the model ends its answer.
+        source: Where it was read from; tokenizer files are copied from there.
+        dtype: The dtype that holds most of the parameters.
+    """
+
+    config: DecoderConfig
+    params: Params
+    stop_tokens: tuple[int, ...]
+    source: Path
+    dtype: str
+
+
+def target_rules(config: DecoderConfig) -> list[Rule]:
+    """The rule table of a Llama decoder."""
+    table = [Rule("model.embed_tokens.weight", "embedding"), rules.norm("model.norm", "norm")]
+    for layer in range(config.num_layers):
+        table += rules.block(config, f"model.layers.{layer}", f"blocks.{layer}")
+    return table if config.tie_embeddings else table + rules.linear("lm_head", "head")
+
+
+def read_target(directory: Path) -> TargetCheckpoint:
+    """Read a Hugging Face Llama directory.
+
+    Raises:
+        CheckpointError: It is no Llama, or one that this library does not compute; the message says why.
+    """
+    tensors = read_tensors(directory)
+    values = read_json(directory / "config.json")
+    where = str(directory / "config.json")
+    kind = kinds.recognise(values, tensors.keys(), where=str(directory))
+    if kind not in (kinds.TARGET, kinds.LANGUAGE_MODEL):
+        what = kinds.DIFFERENCES.get(kind, "an EAGLE-3 head")
+        raise CheckpointError(f"{directory} is {what}, not a target; give the directory of the language model")
+    if values.get("model_type") != "llama":
+        raise CheckpointError(
+            f"{where}: model_type is {values.get('model_type')!r}; only 'llama' targets are supported"
+        )
+    fields = Fields(values, where)
+    config = read_decoder(
+        fields,
+        num_layers=fields.integer("num_hidden_layers"),
+        vocab_size=fields.integer("vocab_size"),
+        tie_embeddings=fields.flag("tie_word_embeddings"),
+    )
+    known = ()
+    if config.tie_embeddings:
+        # Some writers store the tied projection as well. It may only repeat the embedding.
+        known = (r"lm_head\.weight",)
+        head, embedding = tensors.get("lm_head.weight"), tensors.get("model.embed_tokens.weight")
+        if head is not None and embedding is not None and not _same_bits(head, embedding):
+            raise CheckpointError(
+                f"{directory}: tie_word_embeddings is true but lm_head.weight differs from model.embed_tokens.weight; "
+                "set tie_word_embeddings to false, or remove lm_head.weight"
+            )
+    shapes = DecoderTarget(config).param_shapes()
+    params = rules.read_params(target_rules(config), tensors, shapes, where=str(directory), known=known)
+    return TargetCheckpoint(
+        config=config,
+        params=params,
+        stop_tokens=_stop_tokens(directory, fields),
+        source=directory,
+        dtype=rules.main_dtype(params),
+    )
+
+
+def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
+    """Write a new Hugging Face Llama directory, readable by transformers 4.43 and newer and by vLLM.
+
+    Raises:
+        CheckpointError: The directory exists, or the layout cannot express the target.
+    """
+    config = checkpoint.config
+    if config.qk_norm:
+        raise CheckpointError("qk_norm cannot be expressed in the Hugging Face Llama layout; use --to jax")
+    shapes = DecoderTarget(config).param_shapes()
+    tensors = rules.write_params(target_rules(config), checkpoint.params, shapes, where=str(checkpoint.source))
+    stop = stop_field(checkpoint.stop_tokens)
+    values = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **decoder_fields(config, checkpoint.dtype),
+        "tie_word_embeddings": config.tie_embeddings,
+        **{name: _token_field(checkpoint.source, name) for name in ("bos_token_id", "pad_token_id")},
+        "eos_token_id": stop,
+        "use_cache": True,
+    }
+    with new_directory(directory) as temporary:
+        write_tensors(temporary / SAFETENSORS, tensors)
+        write_json(temporary / "config.json", values)
+        generation = {"bos_token_id": values["bos_token_id"], "eos_token_id": stop}
+        write_json(temporary / "generation_config.json", generation)
+        copy_tokenizer(checkpoint.source, temporary)
+
+
+def stop_field(stop_tokens: tuple[int, ...]) -> int | list[int] | None:
+    """Stop tokens as ``eos_token_id`` writes them: one number, a list, or null."""
+    return stop_tokens[0] if len(stop_tokens) == 1 else (list(stop_tokens) or None)
+
+
+def _same_bits(first: np.ndarray, second: np.ndarray) -> bool:
+    same = first.shape == second.shape and first.dtype == second.dtype
+    return same and bool(np.array_equal(first.view(np.uint8), second.view(np.uint8)))
+
+
+def _token_field(source: Path, name: str) -> Any:
+    """A token id that only tokenizers use: carried over from the source, null when it names none."""
+    path = source / "config.json"
+    return read_json(path).get(name) if path.is_file() else None
+
+
+def _stop_tokens(directory: Path, fields: Fields) -> tuple[int, ...]:
+    """``eos_token_id``; the generation configuration comes first, as in transformers."""
+    sources = [fields]
+    generation = directory / "generation_config.json"
+    if generation.is_file():
+        sources.insert(0, Fields(read_json(generation), str(generation)))
+    for source in sources:
+        value = source.get("eos_token_id")
+        if value is None:
+            continue
+        tokens = value if isinstance(value, list) else [value]
+        if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):
+            raise CheckpointError(f"{source.where}: eos_token_id is {value!r}; expected a token id or a list of them")
+        return tuple(tokens)
+    return ()

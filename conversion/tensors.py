@@ -1,0 +1,170 @@
+"""Named arrays from and to the files that checkpoints are stored in."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from conversion.errors import CheckpointError
+from conversion.files import checked_directory, read_json
+
+SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
+# In the order in which they are looked for: where a directory holds several, the first wins, as in transformers.
+_WEIGHTS = (SAFETENSORS, f"{SAFETENSORS}.index.json", PICKLE, f"{PICKLE}.index.json")
+_MEDUSA = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+
+_DTYPES = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "I16": np.int16,
+    "U16": np.uint16,
+    "I32": np.int32,
+    "U32": np.uint32,
+    "I64": np.int64,
+    "U64": np.uint64,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F32": np.float32,
+    "F64": np.float64,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+}
+
+
+def read_tensors(directory: Path) -> dict[str, np.ndarray]:
+    """All tensors of a checkpoint directory in their stored dtypes.
+
+    Arrays of safetensors files are read-only views of the mapped file: nothing is read before it is used.
+
+    Raises:
+        CheckpointError: There are no weights, a shard is missing or does not hold what the index says, or a file is
+            damaged.
+    """
+    directory = checked_directory(directory)
+    for name in (*_WEIGHTS, *_MEDUSA):
+        path = directory / name
+        if path.is_file():
+            return _read_sharded(path) if name.endswith(".index.json") else read_file(path)
+    strays = sorted(p.name for p in directory.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth"))
+    if strays:
+        raise CheckpointError(
+            f"{directory} holds {strays[0]} but neither {' nor '.join(_WEIGHTS)}; "
+            "rename a single file to model.safetensors, or add the index of the shards"
+        )
+    raise CheckpointError(f"{directory} is not a checkpoint: it holds no weights (expected {' or '.join(_WEIGHTS)})")
+
+
+def read_file(path: Path) -> dict[str, np.ndarray]:
+    """All tensors of one safetensors or PyTorch file."""
+    return _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write a safetensors file that PyTorch programs accept."""
+    # transformers refuses files that do not name the framework they were written for.
+    save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def _read_sharded(index: Path) -> dict[str, np.ndarray]:
+    """All shards of an index, which must list exactly what they hold."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map; it must say which shard holds which tensor")
+    tensors: dict[str, np.ndarray] = {}
+    for shard in sorted(set(map(str, weight_map.values()))):
+        if Path(shard).name != shard:  # an index must not lead out of its directory
+            raise CheckpointError(f"{index} names the shard {shard!r}; expected a file name without directories")
+        path = index.parent / shard
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing; {index.name} lists it. Fetch the remaining shards")
+        for name, value in read_file(path).items():
+            if name in tensors:
+                raise CheckpointError(f"{index.parent} holds the tensor {name} twice; each must be in one shard only")
+            if weight_map.get(name) != shard:
+                place = f"in {weight_map[name]}" if name in weight_map else "nowhere"
+                raise CheckpointError(f"{path} holds {name}, which {index.name} lists {place}; rebuild the index")
+            tensors[name] = value
+    absent = sorted(set(weight_map) - set(tensors))
+    if absent:
+        raise CheckpointError(
+            f"{index.parent / weight_map[absent[0]]} does not hold {absent[0]}, which {index.name} places there; "
+            "fetch the shards again"
+        )
+    return tensors
+
+
+def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with safe_open(path, "np"):  # validates sizes, offsets and names; its numpy reader knows no bfloat16
+            pass
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path} is truncated or damaged ({error}); it is no complete safetensors file, fetch it again"
+        ) from None
+    with path.open("rb") as file:
+        (size,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    data = np.memmap(path, np.uint8, mode="r") if header else np.empty(0, np.uint8)
+    tensors = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in _DTYPES:
+            raise CheckpointError(
+                f"{path}: {name} is stored as {entry['dtype']}, which is not supported; expected floats"
+            )
+        start, stop = entry["data_offsets"]
+        raw = np.asarray(data[8 + size + start : 8 + size + stop])
+        # An odd number of flags before a matrix leaves it unaligned; only then is it copied.
+        tensors[name] = np.require(raw.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"]), requirements="A")
+    return tensors
+
+
+def _torch() -> ModuleType:
+    try:
+        import torch
+    except ImportError:
+        raise CheckpointError(
+            "reading a PyTorch file (.bin, .pt) needs torch: pip install 'eagle3-jax[convert]', "
+            "or convert the file to model.safetensors"
+        ) from None
+    return torch
+
+
+def _read_pickle(path: Path) -> dict[str, np.ndarray]:
+    torch = _torch()
+    try:
+        # weights_only: a pickle from the network must not run code.
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{path} is truncated, damaged or no file of plain tensors ({reason[:120]}); fetch it again"
+        ) from None
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{path} holds a {type(loaded).__name__}; expected a dictionary of tensors")
+    tensors = {}
+    for name, value in loaded.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(f"{path}: {name} is a {type(value).__name__}; expected a tensor")
+        value = value.detach().contiguous()
+        if value.dtype == torch.bfloat16:  # numpy has no bfloat16 of its own
+            tensors[str(name)] = value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        else:
+            try:
+                tensors[str(name)] = value.numpy()
+            except TypeError:
+                raise CheckpointError(
+                    f"{path}: {name} is stored as {value.dtype}, which is not supported; expected floats"
+                ) from None
+    return tensors

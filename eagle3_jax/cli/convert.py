@@ -1,0 +1,106 @@
+"""``eagle3 convert``, ``inspect`` and ``doctor``: checkpoints in, out and under the lamp."""
+
+from __future__ import annotations
+
+import enum
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from eagle3_jax.cli._options import JsonOption
+
+CONVERT_EXAMPLE = "Example: eagle3 convert ./EAGLE3-LLaMA3.1-Instruct-8B ./head --to jax --target ./llama-3.1-8b"
+INSPECT_EXAMPLE = "Example: eagle3 inspect ./EAGLE3-LLaMA3.1-Instruct-8B --json"
+DOCTOR_EXAMPLE = "Example: eagle3 doctor --target ./llama-3.1-8b --drafter ./EAGLE3-LLaMA3.1-Instruct-8B"
+
+_STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red"}
+
+
+class Layout(enum.StrEnum):
+    """A dialect that heads are written in."""
+
+    JAX = "jax"
+    EAGLE = "eagle"
+    SGLANG = "sglang"
+    VLLM = "vllm"
+
+
+def convert(
+    src: Annotated[Path, typer.Argument(help="Directory of a checkpoint in any supported layout.")],
+    dst: Annotated[Path, typer.Argument(help="Directory to create; it must not exist.")],
+    *,
+    to: Annotated[Layout, typer.Option(help="Layout to write.")],
+    target: Annotated[Path | None, typer.Option(help="Directory of the target that a head belongs to.")] = None,
+) -> None:
+    """Rewrite a checkpoint in another layout, refusing whatever does not fit exactly."""
+    import conversion
+
+    config = None if target is None else conversion.read_target(target).config
+    conversion.convert(src, dst, to.value, target=config)
+    typer.echo(f"wrote {dst} ({to.value} layout)")
+
+
+def inspect(
+    directory: Annotated[Path, typer.Argument(help="Directory of a target or a head.")], *, as_json: JsonOption = False
+) -> None:
+    """Say what a checkpoint is: kind and generation, parameters, bytes, configuration."""
+    from conversion.inspect import describe
+
+    description = describe(directory).to_json()
+    if as_json:
+        typer.echo(json.dumps(description))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in _flat(description):
+        table.add_row(Text(name, "bold"), Text(value, overflow="fold"))
+    Console(highlight=False).print(table)
+
+
+def doctor(
+    *,
+    target: Annotated[Path, typer.Option(help="Directory of the target.")],
+    drafter: Annotated[Path, typer.Option(help="Directory of the EAGLE-3 head.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Check that a head fits its target; exits 1 when a check fails."""
+    from conversion.doctor import diagnose
+
+    checks = [{"name": c.name, "status": str(c.status), "detail": c.detail} for c in diagnose(target, drafter)]
+    failed = any(check["status"] == "failure" for check in checks)
+    if as_json:
+        typer.echo(json.dumps({"ok": not failed, "checks": checks}))
+    else:
+        _print_checks(checks)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _print_checks(checks: list[dict[str, str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("check", "result", "detail", box=None, pad_edge=False)
+    for check in checks:
+        status = Text(check["status"], _STYLES.get(check["status"], "dim"))
+        table.add_row(Text(check["name"]), status, Text(check["detail"], overflow="fold"))
+    Console(highlight=False).print(table)
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested fields as dotted names; numbers with thousands separated."""
+    rows: list[tuple[str, str]] = []
+    for name, entry in value.items():
+        if isinstance(entry, dict):
+            rows += _flat(entry, f"{prefix}{name}.")
+        elif isinstance(entry, int) and not isinstance(entry, bool):
+            rows.append((prefix + name, f"{entry:,}"))
+        else:
+            rows.append((prefix + name, str(entry)))
+    return rows

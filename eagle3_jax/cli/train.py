@@ -1,0 +1,432 @@
+"""``eagle3 train``: from an installed CPython to a target and its EAGLE-3 head, in four commands."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from eagle3_jax.cli._errors import Misuse
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+    from tokenizers import Tokenizer
+
+    from eagle3_jax.training.lm import Phase
+    from eagle3_jax.training.loop import Trainer, TrainState
+
+_RECIPE = """\b
+Example, the recipe of the bundled pair:
+  eagle3 train corpus data
+  eagle3 train target data target
+  eagle3 train regenerate target data text.npz
+  eagle3 train head target text.npz head"""
+
+app = typer.Typer(
+    help="Train a small target and an EAGLE-3 head for it.",
+    epilog=_RECIPE,
+    rich_markup_mode=None,
+)
+
+
+class Stored(enum.StrEnum):
+    """A type that weights are stored in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+_SEED = typer.Option(help="Of every random number.", min=0, max=2**32 - 1)
+_SAVE_EVERY = typer.Option(help="Steps between checkpoints; an interrupted run continues from the last one.", min=1)
+
+
+@app.command("corpus", epilog="Example: eagle3 train corpus data --docs cpython/Doc")
+def corpus(
+    out: Annotated[Path, typer.Argument(help="Directory to create.")],
+    *,
+    stdlib: Annotated[Path | None, typer.Option(help="CPython's Lib; that of this interpreter when left out.")] = None,
+    docs: Annotated[Path | None, typer.Option(help="CPython's Doc; the topics of pydoc when left out.")] = None,
+    vocab_size: Annotated[int, typer.Option(help="Tokens of the byte-level BPE.", min=257)] = 4096,
+    seed: Annotated[int, _SEED] = 0,
+) -> None:
+    """Gather CPython's sources and documentation, train a tokenizer and encode them.
+
+    Writes tokenizer.json, train.npy, heldout.npy and corpus.jsonl (every file with its hash and its part).
+    """
+    import sysconfig
+
+    import numpy as np
+
+    from eagle3_jax.training import corpus as texts
+
+    source = stdlib or Path(sysconfig.get_path("stdlib"))
+    _refuse_existing(out)
+    if docs is not None and not docs.is_dir():
+        raise Misuse(f"--docs {docs} is not a directory; give CPython's Doc folder")
+    documents = texts.read_corpus(source, docs)
+    train = [document for document in documents if not document.held_out]
+    held_out = [document for document in documents if document.held_out]
+    with _activity("training the tokenizer"):
+        tokenizer = texts.train_tokenizer((document.text for document in train), vocab_size)
+
+    def fill(folder: Path) -> None:
+        tokenizer.save(str(folder / "tokenizer.json"))
+        np.save(folder / "train.npy", texts.encode(tokenizer, train, seed))
+        np.save(folder / "heldout.npy", texts.encode(tokenizer, held_out, seed))
+        texts.write_manifest(folder / "corpus.jsonl", documents)
+
+    with _activity("encoding"):
+        _write_directory(out, fill)
+    sizes = [len(np.load(out / name, mmap_mode="r")) for name in ("train.npy", "heldout.npy")]
+    typer.echo(
+        f"wrote {out}: {len(train)} files, {sizes[0]:,} tokens; held out {len(held_out)} files, {sizes[1]:,} tokens"
+    )
+
+
+@app.command("target", epilog="Example: eagle3 train target data target --steps 1050")
+def target(
+    data: Annotated[Path, typer.Argument(metavar="CORPUS", help="Directory that `eagle3 train corpus` wrote.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write; its checkpoints/ is where a run continues.")],
+    *,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 1050,
+    phases: Annotated[
+        str, typer.Option(help="Batch shapes as STEPS:ROWSxTOKENS; the last one holds to the end.")
+    ] = "800:16x256,8x512",
+    optimizer: Annotated[str, typer.Option(help="muon or adamw.")] = "muon",
+    learning_rate: Annotated[float, typer.Option(help="Peak.")] = 5e-3,
+    embedding_learning_rate: Annotated[float, typer.Option(help="Peak of what muon leaves to adamw.")] = 3e-3,
+    warmup_steps: Annotated[int, typer.Option(min=0)] = 20,
+    weight_decay: Annotated[float, typer.Option()] = 0.05,
+    clip_norm: Annotated[float, typer.Option()] = 1.0,
+    layers: Annotated[int, typer.Option()] = 12,
+    width: Annotated[int, typer.Option()] = 256,
+    mlp_width: Annotated[int, typer.Option()] = 704,
+    heads: Annotated[int, typer.Option()] = 4,
+    kv_heads: Annotated[int, typer.Option()] = 2,
+    head_dim: Annotated[int, typer.Option()] = 64,
+    max_positions: Annotated[int, typer.Option(help="Longest sequence.")] = 512,
+    norm_eps: Annotated[float, typer.Option()] = 1e-5,
+    dtype: Annotated[str, typer.Option(help="Precision of the products.")] = "mixed",
+    store: Annotated[Stored, typer.Option(help="Type of the weights that are written.")] = Stored.FLOAT32,
+    save_every: Annotated[int, _SAVE_EVERY] = 100,
+    seed: Annotated[int, _SEED] = 0,
+) -> None:
+    """Train a Llama-style target on next tokens and write it in Hugging Face layout."""
+    import jax
+
+    from eagle3_jax.load import precision_named
+    from eagle3_jax.models.config import DecoderConfig
+    from eagle3_jax.models.decoder import DecoderTarget
+    from eagle3_jax.training.lm import next_token_loss, random_windows
+    from eagle3_jax.training.loop import OptimizerConfig, Trainer
+
+    tokens, tokenizer = _read_corpus(data)
+    _refuse_finished(out)
+    config = DecoderConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        width=width,
+        mlp_width=mlp_width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_positions=max_positions,
+        norm_eps=norm_eps,
+    )
+    model = DecoderTarget(config, precision_named(dtype))
+    schedule = OptimizerConfig(
+        method=optimizer,
+        learning_rate=learning_rate,
+        embedding_learning_rate=embedding_learning_rate,
+        num_steps=steps,
+        warmup_steps=warmup_steps,
+        weight_decay=weight_decay,
+        clip_norm=clip_norm,
+    )
+    batches = random_windows(tokens, _phases(phases, steps), seed)
+    loss = functools.partial(next_token_loss, model)
+    trainer = Trainer(loss, schedule, out / "checkpoints")
+    state = _train(trainer, model.init(jax.random.key(seed)), batches, steps=steps, save_every=save_every)
+    _write_target(out, data, config, state.params, dtype=store.value)
+    typer.echo(f"wrote {out}")
+
+
+@app.command("regenerate", epilog="Example: eagle3 train regenerate target data text.npz --rows 6144")
+def regenerate(
+    target: Annotated[Path, typer.Argument(help="Directory of the target.")],
+    data: Annotated[Path, typer.Argument(metavar="CORPUS", help="Directory that `eagle3 train corpus` wrote.")],
+    out: Annotated[Path, typer.Argument(help="The .npz file to write.")],
+    *,
+    rows: Annotated[int, typer.Option(help="Rows of text.", min=1)] = 6144,
+    prompt_length: Annotated[int, typer.Option(help="Tokens of the corpus that open a row.", min=1)] = 64,
+    length: Annotated[int, typer.Option(help="Tokens of a row, prompt included.", min=2)] = 256,
+    batch: Annotated[int, typer.Option(help="Rows written at once.", min=1)] = 64,
+    greedy_share: Annotated[float, typer.Option(help="Part decoded greedily.", min=0, max=1)] = 0.6,
+    temperature: Annotated[float, typer.Option(help="Of the sampled rows.")] = 0.8,
+    dtype: Annotated[str, typer.Option(help="Precision of the target.")] = "mixed",
+    seed: Annotated[int, _SEED] = 0,
+) -> None:
+    """Let the target continue windows of the training text: what a head learns from."""
+    import numpy as np
+
+    from eagle3_jax import load_target
+    from eagle3_jax.cli._options import check_writable
+    from eagle3_jax.training import regenerate as texts
+
+    check_writable(out)
+    if out.exists() or out.suffix != ".npz":
+        raise Misuse(f"{out} exists already or does not end in .npz; name a new .npz file")
+    if length <= prompt_length:
+        raise Misuse(f"--length {length} leaves no room behind a prompt of {prompt_length} tokens")
+    tokens, _ = _read_corpus(data)
+    config = texts.RegenerationConfig(
+        num_rows=rows,
+        prompt_length=prompt_length,
+        length=length,
+        batch=min(batch, rows),
+        greedy_share=greedy_share,
+        temperature=temperature,
+        seed=seed,
+    )
+    written = []
+    with _bar("regenerating", -(-rows // config.batch)) as (progress, task):
+        for part in texts.regenerate(load_target(target, dtype=dtype), tokens, config):
+            written.append(part)
+            progress.advance(task)
+    fields = [field.name for field in dataclasses.fields(texts.Rows)]
+    merged = texts.Rows(*(np.concatenate([getattr(part, name) for part in written])[:rows] for name in fields))
+    merged.save(out)
+    typer.echo(
+        f"wrote {out}: {len(merged.tokens):,} rows, {int(np.sum(merged.length - merged.prompt_length)):,} new tokens"
+    )
+
+
+@app.command("head", epilog="Example: eagle3 train head target text.npz head --draft-vocab-size 2048")
+def head(
+    target: Annotated[Path, typer.Argument(help="Directory of the target.")],
+    text: Annotated[Path, typer.Argument(help="The .npz file that `eagle3 train regenerate` wrote.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write; its checkpoints/ is where a run continues.")],
+    *,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 2000,
+    batch: Annotated[int, typer.Option(help="Rows per step.", min=1)] = 16,
+    draft_vocab_size: Annotated[int, typer.Option(help="Tokens that the head can propose.", min=1)] = 2048,
+    mlp_width: Annotated[int | None, typer.Option(help="Of the head; the target's when left out.")] = None,
+    unroll: Annotated[int, typer.Option(help="Steps of the training-time test.", min=1)] = 7,
+    optimizer: Annotated[str, typer.Option(help="muon or adamw.")] = "adamw",
+    learning_rate: Annotated[float, typer.Option(help="Peak.")] = 1e-3,
+    warmup_steps: Annotated[int, typer.Option(min=0)] = 50,
+    weight_decay: Annotated[float, typer.Option()] = 0.0,
+    clip_norm: Annotated[float, typer.Option()] = 0.5,
+    dtype: Annotated[str, typer.Option(help="Precision of the products.")] = "mixed",
+    store: Annotated[Stored, typer.Option(help="Type of the weights that are written.")] = Stored.FLOAT32,
+    save_every: Annotated[int, _SAVE_EVERY] = 100,
+    seed: Annotated[int, _SEED] = 0,
+) -> None:
+    """Train an EAGLE-3 head with the training-time test and write it in the official layout."""
+    import jax
+    import jax.numpy as jnp
+
+    from eagle3_jax import load_target
+    from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+    from eagle3_jax.training.head import head_config, initial_head, row_batches
+    from eagle3_jax.training.loop import OptimizerConfig, Trainer
+    from eagle3_jax.training.regenerate import Rows
+    from eagle3_jax.training.ttt import TTTConfig, ttt_loss
+    from eagle3_jax.training.vocab import coverage, select_draft_vocabulary, token_counts
+
+    _refuse_finished(out)
+    loaded, rows = load_target(target, dtype=dtype), Rows.load(text)
+    model: Any = loaded.model
+    _, written = rows.masks
+    counts = token_counts(rows.tokens, written, loaded.vocab_size)
+    draft_to_target = select_draft_vocabulary(counts, draft_vocab_size)
+    config = head_config(model.config, draft_vocab_size, mlp_width)
+    drafter = Eagle3Drafter(config, precision=model.precision)
+    frozen: Any = {
+        "target_params": loaded.params,
+        "embedding": loaded.params["embedding"],
+        "draft_to_target": jnp.asarray(draft_to_target),
+    }
+    objective = TTTConfig(num_steps=unroll, denominator="supervised")
+    schedule = OptimizerConfig(
+        method=optimizer,
+        learning_rate=learning_rate,
+        num_steps=steps,
+        warmup_steps=warmup_steps,
+        weight_decay=weight_decay,
+        clip_norm=clip_norm,
+    )
+    typer.echo(f"the draft vocabulary covers {coverage(counts, draft_to_target):.1%} of what the target wrote")
+    trainer = Trainer(
+        lambda params, rows: ttt_loss(drafter, model, params, frozen, rows, objective), schedule, out / "checkpoints"
+    )
+    start = initial_head(drafter, loaded.params, draft_to_target, jax.random.key(seed))
+    state = _train(trainer, start, row_batches(rows, batch, seed), steps=steps, save_every=save_every)
+    _write_head(out, config, state.params, draft_to_target, dtype=store.value)
+    typer.echo(f"wrote {out}")
+
+
+def _train(trainer: Trainer, params: Any, batch_at: Callable[[int], Any], *, steps: int, save_every: int) -> TrainState:
+    """Run to the end from wherever the checkpoints stand; metrics go to a progress bar and to every tenth line."""
+    state = trainer.start(params)
+    done = int(state.step)
+    if done:
+        typer.echo(f"continuing from step {done}")
+    with _bar("training", steps, done) as (progress, task):
+        for latest, metrics in trainer.run(state, batch_at, steps, save_every):
+            state, shown = latest, _metrics(metrics)
+            progress.update(task, advance=1, description=shown)
+            step = int(state.step)
+            if progress.disable and (step % 10 == 0 or step == steps):
+                typer.echo(f"step {step} {shown}")
+    return state
+
+
+def _metrics(metrics: dict[str, float]) -> str:
+    """The headline numbers; the accuracies of an unrolled head as one list."""
+    shown = [f"{name} {metrics[name]:.3f}" for name in ("loss", "accuracy", "simulated_tau") if name in metrics]
+    steps = [metrics[f"accuracy_{k}"] for k in range(len(metrics)) if f"accuracy_{k}" in metrics]
+    if steps:
+        shown.append("accuracy " + " ".join(f"{value:.2f}" for value in steps))
+    return ", ".join(shown)
+
+
+def _phases(text: str, steps: int) -> tuple[Phase, ...]:
+    from eagle3_jax.training.lm import Phase
+
+    phases = []
+    parts = text.split(",")
+    try:
+        for index, part in enumerate(parts):
+            until, _, shape = part.rpartition(":")
+            rows, _, length = shape.partition("x")
+            last = index == len(parts) - 1
+            phases.append(Phase(steps if last else int(until), int(rows), int(length)))
+    except ValueError:
+        raise Misuse(f"--phases {text!r}: expected STEPS:ROWSxTOKENS,..., for example '800:16x256,8x512'") from None
+    if any(phase.batch < 1 or phase.length < 1 for phase in phases):
+        raise Misuse(f"--phases {text!r}: rows and tokens must be positive")
+    return (*(phase for phase in phases[:-1] if phase.until_step < steps), phases[-1])
+
+
+def _read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
+    import numpy as np
+    from tokenizers import Tokenizer
+
+    for name in ("train.npy", "tokenizer.json"):
+        if not (directory / name).is_file():
+            raise Misuse(f"{directory} is not a corpus (no {name}); write one with `eagle3 train corpus {directory}`")
+    return np.load(directory / "train.npy", mmap_mode="r"), Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.exists():
+        raise Misuse(f"{out} exists already; name a new directory")
+
+
+def _refuse_finished(out: Path) -> None:
+    """A directory may hold checkpoints of an interrupted run, and nothing else."""
+    if out.is_file():
+        raise Misuse(f"{out} is a file; name a directory")
+    if out.is_dir() and {entry.name for entry in out.iterdir()} - {"checkpoints"}:
+        raise Misuse(f"{out} exists already and holds more than the checkpoints of a run; name a new directory")
+
+
+def _write_directory(out: Path, fill: Callable[[Path], None]) -> None:
+    """Fill a directory that appears under its name only when complete."""
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    partial.mkdir(parents=True)
+    try:
+        fill(partial)
+        partial.replace(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_target(out: Path, data: Path, config: Any, params: Any, *, dtype: str) -> None:
+    from tokenizers import Tokenizer
+
+    import conversion
+    from eagle3_jax.training.corpus import END_OF_TEXT
+
+    stop = Tokenizer.from_file(str(data / "tokenizer.json")).token_to_id(END_OF_TEXT)
+    checkpoint = conversion.TargetCheckpoint(
+        config=config,
+        params=_stored(params, dtype),
+        stop_tokens=() if stop is None else (stop,),
+        source=data,  # its tokenizer goes with the target
+        dtype=dtype,
+    )
+    with _finished(out) as folder:
+        conversion.write_target(checkpoint, folder)
+
+
+def _write_head(out: Path, config: Any, params: Any, draft_to_target: Any, *, dtype: str) -> None:
+    import conversion
+
+    checkpoint = conversion.HeadCheckpoint(
+        config=config,
+        head=_stored(params, dtype),
+        draft_to_target=draft_to_target,
+        embedding=None,
+        dialect="eagle",
+        source=out / "checkpoints",
+        dtype=dtype,
+    )
+    with _finished(out) as folder:
+        conversion.write_head(checkpoint, folder, "eagle")
+
+
+def _stored(params: Any, dtype: str) -> Any:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    kinds = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+    return jax.tree.map(lambda leaf: np.asarray(leaf).astype(kinds[dtype]), params)
+
+
+@contextlib.contextmanager
+def _finished(out: Path) -> Iterator[Path]:
+    """A new directory whose files then move into ``out``, the configuration last: without it nothing can be loaded."""
+    out.mkdir(parents=True, exist_ok=True)
+    partial = out / ".partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        yield partial
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
+            path.replace(out / path.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _activity(text: str) -> Iterator[None]:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(text):
+        yield
+
+
+@contextlib.contextmanager
+def _bar(text: str, total: int, done: int = 0) -> Iterator[tuple[Progress, TaskID]]:
+    """A progress bar on the standard error, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        yield progress, progress.add_task(text, total=total, completed=done)

@@ -1,0 +1,103 @@
+"""The direction of every import, and what the library never does, read from the source itself."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LIBRARY = ROOT / "eagle3_jax"
+FILES = sorted(path for path in LIBRARY.rglob("*.py") if path != LIBRARY / "__init__.py")
+
+# A module may import what stands on its own line (with exceptions below) or above.
+LAYERS = (
+    ("cache", "models.config"),
+    ("types",),
+    ("tree", "sampling"),
+    ("stats", "verify"),
+    ("models",),
+    ("drafters",),
+    ("loop",),
+    ("decode",),
+    ("load", "training", "analysis"),
+    ("cli",),
+)
+MAY_IMPORT_CONVERSION = {"cli", "load"}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(LIBRARY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer_of(module: str) -> int:
+    matches = [
+        (len(name), rank) for rank, names in enumerate(LAYERS) for name in names if f"{module}.".startswith(f"{name}.")
+    ]
+    assert matches, f"{module} has no layer; give it one in {Path(__file__).name}"
+    return max(matches)[1]
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
+    """Every module imported, a name imported from a package counted as its submodule where there is one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            for alias in node.names:
+                inner = ROOT / f"{node.module}.{alias.name}".replace(".", "/")
+                exists = inner.with_suffix(".py").exists() or (inner / "__init__.py").exists()
+                yield (f"{node.module}.{alias.name}" if exists else str(node.module)), node
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_point_downward_in(path: Path) -> None:
+    module = name_of(path)
+    for imported, _ in imports(ast.parse(path.read_text())):
+        if not imported.startswith("eagle3_jax"):
+            continue
+        other = imported.removeprefix("eagle3_jax").lstrip(".")
+        if not other:  # the public API as a whole: only what stands on top of everything may use it
+            assert module == "cli", f"{module} imports the package's public names; import the module that has them"
+            continue
+        assert layer_of(other) <= layer_of(module), f"{module} imports {other}, which stands above it"
+
+
+@pytest.mark.parametrize("path", sorted((LIBRARY / "drafters").glob("*.py")), ids=lambda path: path.stem)
+def test_no_drafter_imports_another(path: Path) -> None:
+    if path.stem == "__init__":
+        return
+    for imported, _ in imports(ast.parse(path.read_text())):
+        if imported.startswith("eagle3_jax.drafters"):
+            assert imported == "eagle3_jax.drafters._grow", f"{path.stem} imports {imported}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_only_loading_and_the_command_line_import_conversion_and_only_where_they_use_it(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    at_top = {id(node) for node in tree.body}
+    for imported, node in imports(tree):
+        if imported.split(".")[0] == "conversion":
+            assert name_of(path).split(".")[0] in MAY_IMPORT_CONVERSION
+            assert id(node) not in at_top, "conversion is imported inside the function that needs it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_the_library_needs_no_torch_and_prints_nothing(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    for imported, _ in imports(tree):
+        assert imported.split(".")[0] not in ("torch", "transformers", "vllm")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id != "print", f"{name_of(path)}:{node.lineno} prints"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_the_library_reads_no_environment_variable(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            assert node.attr not in ("environ", "getenv"), f"{name_of(path)}:{node.lineno} reads the environment"

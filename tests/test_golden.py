@@ -1,0 +1,98 @@
+"""Every integer of runs recorded from the official EAGLE code and from vLLM; see ``golden/``.
+
+A drafter that is merely plausible still decodes losslessly; only traces of somebody else's show that it is EAGLE-3.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+
+from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget, SpeculativeDecoder, load_drafter, load_target
+
+
+@functools.cache
+def pair(recorder: str, head: str = "eagle3") -> tuple[LoadedTarget, LoadedDrafter]:
+    """The models of a recorded run, through the loaders that users have."""
+    target = load_target(tiny.GOLDEN / recorder / "target")
+    return target, load_drafter(tiny.GOLDEN / recorder / head, target=target)
+
+
+def parents_of(tree_mask: list[str]) -> list[int]:
+    """The deepest proper ancestor of every node; the official code stores only who sees whom."""
+    return [-1] + [max(seen for seen in range(node) if row[seen] == "1") for node, row in enumerate(tree_mask) if node]
+
+
+def check_official_trace(head: str, trace: str, rounds: int | None = None) -> None:
+    target, drafter = pair("official", head)
+    recorded = tiny.golden_trace(f"official/{trace}.json")
+    tree = DynamicTree(
+        num_nodes=recorded["total_token"], max_depth=recorded["depth"] + 1, top_k=recorded["top_k"]
+    )
+    decoder = SpeculativeDecoder(target, drafter, tree=tree, stop_tokens=())
+    new_tokens = len(recorded["output"]) - len(recorded["prompt"])
+    played = 0
+    for ours, theirs in zip(decoder.rounds(recorded["prompt"], max_new_tokens=new_tokens), recorded["rounds"], strict=False):
+        assert ours.draft.tokens[0].tolist() == theirs["draft_tokens"], f"tokens of round {played}"
+        assert ours.draft.parents[0].tolist() == parents_of(theirs["tree_mask"]), f"parents of round {played}"
+        assert (np.asarray(ours.positions[0]) - theirs["input_len"]).tolist() == theirs["tree_position_ids"]
+        assert int(ours.verdict.num_accepted[0]) == theirs["accept"], f"acceptance in round {played}"
+        played += 1
+        if played == rounds:
+            return
+        length = int(ours.state.length[0])
+        assert ours.state.tokens[0, :length].tolist() == recorded["output"][:length]
+    assert played == len(recorded["rounds"])
+
+
+def test_a_drafted_tree_equals_the_official_code_node_by_node() -> None:
+    check_official_trace("eagle3", "trace_eagle3_greedy_fp32")
+
+
+def test_a_deep_drafted_tree_equals_the_official_code_node_by_node() -> None:
+    pytest.importorskip("torch", reason="this head is a pickle of PyTorch")
+    check_official_trace("eagle3_sharp", "trace_sharp_60_7_10")
+
+
+def vllm_decoder() -> tuple[SpeculativeDecoder, dict[str, Any]]:
+    recorded = tiny.golden_trace("vllm/trace_eagle3_k3_float32.json")
+    return SpeculativeDecoder(
+        *pair("vllm"), num_speculative_tokens=recorded["num_speculative_tokens"], stop_tokens=()
+    ), recorded
+
+
+def check_vllm_counters(requests: int = 20) -> None:
+    """All requests as one ragged batch: tokens, and per request how much was drafted and accepted."""
+    decoder, recorded = vllm_decoder()
+    wanted = recorded["requests"][:requests]
+    result = decoder.generate([request["prompt"] for request in wanted], max_new_tokens=recorded["max_new_tokens"])
+    assert result.tokens == [request["output"] for request in wanted]
+    for row, request in zip(result.rows, wanted, strict=True):
+        assert int(row.stats.num_accepted_tokens) == sum(request["per_step_accepted"])
+        assert int(row.stats.num_draft_tokens) == sum(request["per_step_drafted"])
+        assert int(row.stats.num_drafts) == len(request["per_step_drafted"])
+    if requests == len(recorded["requests"]):
+        counters = {f"spec_decode_{name}": value for name, value in result.stats.to_json().items()}
+        assert {name: counters[name] for name in recorded["metrics"]} == recorded["metrics"]
+
+
+def test_a_recorded_vllm_run_is_reproduced_with_all_its_counters() -> None:
+    check_vllm_counters()
+
+
+def test_a_recorded_vllm_run_is_reproduced_step_by_step() -> None:
+    decoder, recorded = vllm_decoder()
+    requests = recorded["requests"]
+    accepted: list[list[int]] = [[] for _ in requests]
+    batch = [request["prompt"] for request in requests]
+    running = [True] * len(requests)
+    for played in decoder.rounds(batch, max_new_tokens=recorded["max_new_tokens"]):
+        for row, count in enumerate(played.verdict.num_accepted.tolist()):
+            if running[row]:
+                accepted[row].append(count)
+        running = played.state.running.tolist()
+    assert accepted == [request["per_step_accepted"] for request in requests]

@@ -1,0 +1,275 @@
+"""The gate: planted bugs, each of which a named check of this suite must catch.
+
+A mutant is one piece of a function's source replaced by another. Bugs that change the output are caught by the law
+and by greedy equality; bugs that only cost acceptance leave the output lossless and are caught by recorded traces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+
+import jax
+import pytest
+import test_exact_law
+import test_golden
+import test_greedy
+import test_sampling_law
+import test_verify
+import tiny
+
+import eagle3_jax  # noqa: F401
+from eagle3_jax.drafters import Eagle3Drafter, _grow
+from eagle3_jax.drafters.eagle3 import Eagle3Head, FirstLayer
+from eagle3_jax.loop import SpeculativeLoop
+from eagle3_jax.models.decoder import Decoder
+from eagle3_jax.sampling import draw, probabilities
+from eagle3_jax.tree import ancestor_mask
+from eagle3_jax.verify import verify
+
+loops = sys.modules["eagle3_jax.loop"]
+
+
+@contextlib.contextmanager
+def planted(function: Callable, old: str, new: str) -> Iterator[None]:
+    """Run with ``old`` replaced by ``new`` in the source of a function, and nothing compiled before reused."""
+    inner = inspect.unwrap(function)
+    source = textwrap.dedent(inspect.getsource(inner))
+    assert source.count(old) == 1, f"{old!r} is not (once) in {inner.__qualname__}; the mutant has gone stale"
+    source = source[source.index("def ") :].replace(old, new)
+    scope = dict(inner.__globals__)
+    exec(compile("from __future__ import annotations\n" + source, inner.__code__.co_filename, "exec"), scope)
+    original, compiled = inner.__code__, {name: getattr(loops, name) for name in ("prefill", "step", "generate")}
+    inner.__code__ = scope[inner.__name__].__code__
+    loops.prefill = _compiled(SpeculativeLoop.prefill, "capacity")
+    loops.step = _compiled(SpeculativeLoop.step)
+    loops.generate = _compiled(SpeculativeLoop.generate, "capacity")
+    try:
+        yield
+    finally:
+        inner.__code__ = original
+        for name, function in compiled.items():
+            setattr(loops, name, function)
+
+
+def _compiled(method: Callable, *static: str) -> Callable:
+    fresh = functools.wraps(method)(lambda *args, **options: method(*args, **options))
+    del fresh.__wrapped__
+    return jax.jit(fresh, static_argnums=0, static_argnames=static)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A bug and the check that must notice it.
+
+    Attributes:
+        function: Where it is planted.
+        old: Source as it is.
+        new: Source with the bug.
+        check: Must fail with the bug and pass without.
+        args: Its arguments.
+        options: Its keyword arguments.
+    """
+
+    function: Callable
+    old: str
+    new: str
+    check: Callable
+    args: tuple = ()
+    options: tuple[tuple[str, object], ...] = ()
+
+
+def exact_law(function: Callable, old: str, new: str, case: str = "a sampled chain") -> Mutant:
+    return Mutant(function, old, new, test_exact_law.check_exact_law, (case,))
+
+
+def sampling_law(function: Callable, old: str, new: str, drafter: str, runs: int = 3) -> Mutant:
+    return Mutant(function, old, new, test_sampling_law.check_sampling_law, (drafter,), (("runs", runs),))
+
+
+def vllm_trace(function: Callable, old: str, new: str) -> Mutant:
+    return Mutant(function, old, new, test_golden.check_vllm_counters, (4,))
+
+
+def official_trace(function: Callable, old: str, new: str) -> Mutant:
+    args = ("eagle3", "trace_eagle3_greedy_fp32", 12)
+    return Mutant(function, old, new, test_golden.check_official_trace, args)
+
+
+def greedy(function: Callable, old: str, new: str, drafter: str = "a random dynamic tree", stops: tuple = ()) -> Mutant:
+    return Mutant(function, old, new, test_greedy.check_greedy_output, (drafter, stops))
+
+
+def zero_mass(uniform: float) -> None:
+    test_verify.test_a_token_without_target_mass_is_never_accepted_nor_drawn(uniform)
+
+
+DRAW = "next_token=draw(walk.p, choose)"
+RESIDUAL = "jnp.where(child, rest, walk.p)"
+FITS = "(accept[node] * q[token] < walk.p[token])"
+DECLARED = "probs.append(q)"
+WARPED = "scaled = _truncate(scaled, jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p))"
+PROPOSED = "positions = jnp.broadcast_to(state.cache.length[:, None] + depth, tokens.shape)"
+SHIFTED = "shifted = jnp.where(last, seen.next_token[:, None], shifted)"
+COMMITTED = "cache=state.cache.commit(output.block, count, None if self.is_chain else nodes)"
+EXPANDED = "jnp.concatenate([_take(mask, slots), jnp.broadcast_to(jnp.eye(width, dtype=jnp.bool_), (batch, width, width))], -1)"
+
+MUTANTS = {
+    # The rule.
+    "the bonus is drawn from the draft": exact_law(
+        verify, DRAW, "next_token=draw(jnp.where(walk.count == max_depth, draft.probs[walk.current], walk.p), choose)"
+    ),
+    "a refusal draws again from the target": exact_law(verify, RESIDUAL, "walk.p"),
+    "the residual is uniform": exact_law(
+        verify, RESIDUAL, "jnp.where(child, (rest > 0) / jnp.sum(rest > 0).astype(jnp.float32), walk.p)"
+    ),
+    "the residual is a softmax": exact_law(verify, RESIDUAL, "jnp.where(child, jax.nn.softmax(rest), walk.p)"),
+    "a sampled draft is refused like a point mass": exact_law(
+        verify, "residual(walk.p, q)", "residual(walk.p, jax.nn.one_hot(token, vocab_size))"
+    ),
+    "a sampled draft is accepted like a point mass": exact_law(verify, FITS, "(accept[node] < walk.p[token])"),
+    "a point mass is accepted like a sampled draft": exact_law(
+        verify, FITS, "(accept[node] * 0.5 < walk.p[token])", "a deterministic chain"
+    ),
+    "the ratio is reversed": exact_law(verify, FITS, "(accept[node] * walk.p[token] < q[token])"),
+    "the second sibling sees the whole target again": exact_law(
+        verify, RESIDUAL, "jnp.where(child, probs[walk.current], walk.p)", "a tree of deterministic siblings"
+    ),
+    "every node counts as a child of the current one": exact_law(
+        verify, "(draft.parents[node] == walk.current)", "(draft.parents[node] <= walk.current)", "a tree of sampled siblings"
+    ),
+    "padding can be accepted": exact_law(
+        verify, "draft.valid[node] & (draft.parents[node] == walk.current)", "draft.parents[node] == walk.current",
+        "nothing drafted",
+    ),
+    "acceptance is not strict": Mutant(verify, FITS, FITS.replace("<", "<="), zero_mass, (0.0,)),
+    "an empty residual refuses": Mutant(
+        verify, "| ((mass <= 0) & (walk.p[token] > 0))", "",
+        test_verify.test_an_empty_residual_accepts_instead_of_dividing_by_zero,
+    ),
+    "a draw can land before the first token with mass": Mutant(
+        draw, "cumulative > uniform", "cumulative >= uniform", zero_mass, (0.0,)
+    ),
+    # Its inputs.
+    "another draft distribution is declared than was drawn from": sampling_law(
+        tiny.Sampled.propose, DECLARED, "probs.append(jax.nn.softmax(q))", "a sampled chain"
+    ),
+    "one uniform both accepts and draws": sampling_law(
+        SpeculativeLoop._verify, "choose=dice[:, 0]", "choose=dice[:, 1]", "an EAGLE-3 chain of 3"
+    ),
+    "top-p comes before temperature": sampling_law(
+        probabilities,
+        WARPED,
+        "scaled = _truncate(logits, jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p))"
+        " / jnp.where(temperature > 0, temperature, 1.0)",
+        "an EAGLE-3 chain of 1",
+    ),
+    "greedy rows of a sampled batch are sampled": sampling_law(
+        probabilities,
+        "jnp.where(temperature > 0, jax.nn.softmax(scaled, axis=-1), greedy)",
+        "jax.nn.softmax(scaled, axis=-1)",
+        "an EAGLE-3 chain of 1",
+    ),
+    "verification ignores the temperature": sampling_law(
+        SpeculativeLoop._verify,
+        "probabilities(logits, state.sampling, self.warping)",
+        "jax.nn.softmax(logits)",
+        "an EAGLE-3 chain of 1",
+    ),
+    "all rounds share their randomness": sampling_law(
+        SpeculativeLoop._verify, "keys_at(state.keys, state.length, _VERIFY)", "state.keys", "an EAGLE-3 chain of 1"
+    ),
+    # The loop.
+    "tree nodes see their siblings": greedy(ancestor_mask, "jnp.eye(num_nodes, dtype=jnp.bool_)", "jnp.tril(jnp.ones((num_nodes, num_nodes), jnp.bool_))"),
+    "tree nodes stand at their index": greedy(
+        SpeculativeLoop.step, "depth = depths(mask)", "depth = jnp.cumsum(jnp.ones_like(draft.parents), axis=1) - 1"
+    ),
+    "an accepted path is committed in block order": greedy(SpeculativeLoop.step, COMMITTED, COMMITTED.replace("None if self.is_chain else nodes", "None")),
+    "an accepted path is committed backwards": greedy(
+        SpeculativeLoop.step, COMMITTED, COMMITTED.replace("else nodes", "else nodes[:, ::-1]")
+    ),
+    "rejected tokens stay in the cache": greedy(
+        SpeculativeLoop.step, COMMITTED, COMMITTED.replace("count,", "jnp.full_like(count, num_nodes),"), "a random chain"
+    ),
+    "a stop token inside a block does not end the row": greedy(
+        SpeculativeLoop._emit, "jnp.minimum(jnp.minimum(count, until_stop), room)", "jnp.minimum(count, room)",
+        "a perfect drafter", (3, 9),
+    ),
+    "a limit is overshot": greedy(
+        SpeculativeLoop._emit, "jnp.minimum(jnp.minimum(count, until_stop), room)", "jnp.minimum(count, until_stop)",
+        "a perfect drafter",
+    ),
+    "a limit counts one token too many": greedy(
+        SpeculativeLoop._emit, "room = state.limit - state.length", "room = state.limit - state.length + 1", "a random chain"
+    ),
+    "finished rows go on": greedy(
+        SpeculativeLoop._emit, "jnp.where(state.running, jnp.maximum(kept, 0), 0)", "jnp.maximum(jnp.minimum(count, 2), 0)"
+    ),
+    "a batch advances by its shortest row": vllm_trace(
+        SpeculativeLoop.step,
+        "self._emit(state, emitted, verdict.num_accepted + 1)",
+        "self._emit(state, emitted, jnp.full_like(verdict.num_accepted, 1) + jnp.min(verdict.num_accepted))",
+    ),
+    # The head: none of these changes the output.
+    "draft positions are off by one": vllm_trace(Eagle3Drafter.propose, PROPOSED, PROPOSED.replace("+ depth", "+ depth + 1")),
+    "auxiliary layers are off by one": vllm_trace(Decoder.__call__, "entering[layer] for", "entering[layer + 1] for"),
+    "auxiliary layers are in reverse order": vllm_trace(
+        Decoder.__call__, "for layer in aux_layers]", "for layer in reversed(aux_layers)]"
+    ),
+    "the head's layer forgets its residual": vllm_trace(
+        FirstLayer.__call__, "return x + self.mlp(self.mlp_norm(x)), kv", "return self.mlp(self.mlp_norm(x)), kv"
+    ),
+    "the residual starts from the normed features": vllm_trace(
+        FirstLayer.__call__, "(normed if self.norm_before_residual else fused)", "normed"
+    ),
+    "the embedding and the features change places": vllm_trace(
+        FirstLayer.__call__, "[self.embedding_norm(embedded), normed]", "[normed, self.embedding_norm(embedded)]"
+    ),
+    "the embedding and the features change norms": vllm_trace(
+        FirstLayer.__call__, "self.embedding_norm(embedded)", "self.feature_norm(embedded)"
+    ),
+    "input tokens are not shifted": vllm_trace(Eagle3Drafter.observe, SHIFTED, "shifted = seen.tokens"),
+    "accepted drafts stay in the draft cache": vllm_trace(
+        Eagle3Drafter.observe,
+        "head.fuse(seen.features)",
+        "head.fuse(seen.features) if fed > 8 else jnp.where(jnp.arange(fed)[None, :, None] > 0, state.output[:, None],"
+        " head.fuse(seen.features))",
+    ),
+    "the normed output is fed back": vllm_trace(
+        Eagle3Head.__call__, "(self.norm(x) if self.config.norm_output else x)", "self.norm(x)"
+    ),
+    "draft logits come from the un-normed output": vllm_trace(
+        Eagle3Head.logits, "output if self.config.norm_output else self.norm(output)", "output"
+    ),
+    "offsets of the draft vocabulary are taken for ids": vllm_trace(
+        _grow.grow,
+        "return _grow_dynamic(topology, root, first, run, draft_to_target)",
+        "return _grow_dynamic(topology, root, first, run, draft_to_target - jnp.arange(draft_to_target.size))",
+    ),
+    "draft nodes see their siblings": official_trace(
+        _grow._grow_dynamic, EXPANDED, "jnp.ones((batch, width, mask.shape[-1] + width), jnp.bool_)"
+    ),
+    "the head observes the wrong nodes of a tree": official_trace(
+        SpeculativeLoop.step,
+        "features = jnp.take_along_axis(output.features, nodes[:, :, None, None], axis=1)",
+        "features = output.features[:, : nodes.shape[1]]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", MUTANTS)
+def test_the_suite_catches_that(bug: str) -> None:
+    mutant = MUTANTS[bug]
+    with planted(mutant.function, mutant.old, mutant.new), pytest.raises(AssertionError):
+        mutant.check(*mutant.args, **dict(mutant.options))
+
+
+@pytest.mark.parametrize("check", sorted({(m.check, m.args, m.options) for m in MUTANTS.values()}, key=repr), ids=repr)
+def test_a_check_of_the_gate_passes_without_a_bug(check: tuple) -> None:
+    function, args, options = check
+    function(*args, **dict(options))
