@@ -323,9 +323,8 @@ def _agreement(
     target: TargetCheckpoint, head: HeadCheckpoint, prompts: Sequence[Sequence[int]] | None, seed: int
 ) -> Check:
     given = prompts is not None
-    if prompts is None:
-        prompts = np.random.default_rng(seed).integers(0, target.config.vocab_size, (5, 8)).tolist()
-    agreement = forced_agreement(target, head, prompts)
+    random = np.random.default_rng(seed).integers(0, target.config.vocab_size, (5, 8))
+    agreement = forced_agreement(target, head, random.tolist() if prompts is None else prompts)
     detail = "conditional acceptance " + " / ".join(f"{rate:.2f}" for rate in agreement.rates)
     detail += f" at draft positions 0 to {len(agreement.rates) - 1}"
     detail += "" if given else " on random prompts, which say little; give prompts of your own"

@@ -38,7 +38,8 @@ def write_head(checkpoint: HeadCheckpoint, directory: str | Path, dialect: Diale
         raise CheckpointError(f"{dialect!r} is no head layout; use one of {', '.join(DIALECTS)}")
     refusals = {"eagle": _eagle_refusals, "sglang": _sglang_refusals, "vllm": _vllm_refusals}[dialect](checkpoint)
     if refusals:
-        raise CheckpointError(f"the {dialect!r} layout cannot express {'; '.join(refusals)}; use --to vllm or --to jax")
+        instead = "--to jax" if dialect == "vllm" else "--to vllm or --to jax"
+        raise CheckpointError(f"the {dialect!r} layout cannot express {'; '.join(refusals)}; use {instead}")
     values = {"eagle": _eagle_fields, "sglang": _sglang_fields, "vllm": _vllm_fields}[dialect](checkpoint)
     with new_directory(directory) as temporary:
         write_tensors(temporary / SAFETENSORS, _tensors(checkpoint))
@@ -147,7 +148,8 @@ def _common_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    # The official code takes the field itself as the sign that the head brings its embedding.
+    # The official code takes the field itself as the sign that the head brings its embedding. SGLang replaces an
+    # embedding of the target's width by the target's all the same.
     if config.target_width != config.layer.width or checkpoint.embedding is not None:
         values["target_hidden_size"] = config.target_width
     return values

@@ -80,7 +80,7 @@ def flatten(params: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, 
 def unflatten(leaves: Mapping[str, Any], shapes: Params) -> Params:
     """Leaves by dotted path, in the nesting of ``shapes`` (whose list indices are integers, not strings)."""
 
-    def build(node: Params, prefix: str) -> Params:
+    def build(node: Mapping[Any, Any], prefix: str) -> Params:
         return {
             key: build(value, f"{prefix}{key}.") if isinstance(value, Mapping) else leaves[f"{prefix}{key}"]
             for key, value in node.items()

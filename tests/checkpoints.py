@@ -294,7 +294,7 @@ def torch_draft(head: Head, embedding: np.ndarray, features: np.ndarray, tokens:
             x = x + mlp(rms(x, f"layers.{layer}.post_attention_layernorm"), f"layers.{layer}.mlp")
         return x
 
-    table = torch.from_numpy(np.asarray(embedding, np.float32))
+    table = torch.from_numpy(np.array(embedding, np.float32))
     chunks = torch.from_numpy(features)
     if head.fc_norm:
         chunks = torch.stack([rms(chunks[:, i], f"fc_norm.{i}") for i in range(len(head.aux))], 1)

@@ -62,7 +62,7 @@ def test_imports_point_downward_in(path: Path) -> None:
             continue
         other = imported.removeprefix("eagle3_jax").lstrip(".")
         if not other:  # the public API as a whole: only what stands on top of everything may use it
-            assert module == "cli", f"{module} imports the package's public names; import the module that has them"
+            assert module.split(".")[0] == "cli", f"{module} imports the package's public names; import the module that has them"
             continue
         assert layer_of(other) <= layer_of(module), f"{module} imports {other}, which stands above it"
 
@@ -89,10 +89,13 @@ def test_only_loading_and_the_command_line_import_conversion_and_only_where_they
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_the_library_needs_no_torch_and_prints_nothing(path: Path) -> None:
     tree = ast.parse(path.read_text())
-    for imported, _ in imports(tree):
-        assert imported.split(".")[0] not in ("torch", "transformers", "vllm")
+    in_cli = name_of(path).split(".")[0] == "cli"  # its commands talk to people, and one of them times transformers
+    at_top = {id(node) for node in tree.body}
+    for imported, node in imports(tree):
+        if imported.split(".")[0] in ("torch", "transformers", "vllm"):
+            assert in_cli and id(node) not in at_top, f"{name_of(path)}:{node.lineno} imports {imported}"
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not in_cli:
             assert node.func.id != "print", f"{name_of(path)}:{node.lineno} prints"
 
 

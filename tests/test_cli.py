@@ -454,7 +454,8 @@ def test_a_pair_is_trained_from_sources_alone(cli, refused, tmp_path):
     assert cli("train", "regenerate", target, data, text, *rows)[0] == 0
     assert np.load(text)["tokens"].shape == (4, 24)
     options = (
-        "--steps", 2, "--batch", 2, "--draft-vocab-size", 64, "--unroll", 2, "--warmup-steps", 1, "--dtype", "float32",
+        "--steps", 2, "--batch", 2, "--draft-vocab-size", 64, "--unroll", "1:1,2", "--warmup-steps", 1,
+        "--dtype", "float32",
     )  # fmt: skip
     assert cli("train", "head", target, text, head, *options)[0] == 0
     code, out, err = cli("generate", "def f", "--target", target, "--drafter", head, "--max-new-tokens", 6, "--json")

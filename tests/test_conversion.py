@@ -631,7 +631,7 @@ def test_a_full_draft_vocabulary_must_not_be_reordered(tmp_path: Path) -> None:
 def test_a_head_of_another_width_needs_its_own_embedding(tmp_path: Path) -> None:
     directory = HEADS["own embedding, other width"].write(tmp_path / "head")
     edit_tensors(directory, embed_tokens__weight=None)
-    with pytest.raises(CheckpointError, match="no embed_tokens.weight, but its width 48 differs from the target's 32"):
+    with pytest.raises(CheckpointError, match=r"no embed_tokens\.weight, but its width 48 differs from"):
         conversion.read_head(directory, TARGET)
 
 

@@ -8,11 +8,22 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import tiny
 
-from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget, SpeculativeDecoder, load_drafter, load_target
+from eagle3_jax import (
+    DynamicTree,
+    LoadedDrafter,
+    LoadedTarget,
+    SpeculationStats,
+    SpeculativeDecoder,
+    load_drafter,
+    load_target,
+)
+
+TREE = DynamicTree(num_nodes=60, max_depth=8, top_k=10)
 
 
 @functools.cache
@@ -30,10 +41,10 @@ def parents_of(tree_mask: list[str]) -> list[int]:
 def check_official_trace(head: str, trace: str, rounds: int | None = None) -> None:
     target, drafter = pair("official", head)
     recorded = tiny.golden_trace(f"official/{trace}.json")
-    tree = DynamicTree(
+    assert TREE == DynamicTree(
         num_nodes=recorded["total_token"], max_depth=recorded["depth"] + 1, top_k=recorded["top_k"]
     )
-    decoder = SpeculativeDecoder(target, drafter, tree=tree, stop_tokens=())
+    decoder = SpeculativeDecoder(target, drafter, tree=TREE, stop_tokens=())
     new_tokens = len(recorded["output"]) - len(recorded["prompt"])
     played = 0
     for ours, theirs in zip(decoder.rounds(recorded["prompt"], max_new_tokens=new_tokens), recorded["rounds"], strict=False):
@@ -58,6 +69,22 @@ def test_a_deep_drafted_tree_equals_the_official_code_node_by_node() -> None:
     check_official_trace("eagle3_sharp", "trace_sharp_60_7_10")
 
 
+def check_first_official_draft() -> None:
+    """The tree behind the prompt alone: nine runs of the head, and no verification."""
+    pytest.importorskip("torch", reason="this head is a pickle of PyTorch")
+    target, head = pair("official", "eagle3_sharp")
+    recorded = tiny.golden_trace("official/trace_sharp_60_7_10.json")
+    decoder = SpeculativeDecoder(target, head, tree=TREE)
+    state = decoder.prefill(recorded["prompt"])
+    draft = jax.jit(decoder.loop.drafter.propose)(head.params, state.drafter, state.keys, state.sampling)
+    assert draft.tokens[0].tolist() == recorded["rounds"][0]["draft_tokens"]
+    assert draft.parents[0].tolist() == parents_of(recorded["rounds"][0]["tree_mask"])
+
+
+def test_the_first_drafted_tree_equals_the_official_code() -> None:
+    check_first_official_draft()
+
+
 def vllm_decoder() -> tuple[SpeculativeDecoder, dict[str, Any]]:
     recorded = tiny.golden_trace("vllm/trace_eagle3_k3_float32.json")
     return SpeculativeDecoder(
@@ -65,23 +92,26 @@ def vllm_decoder() -> tuple[SpeculativeDecoder, dict[str, Any]]:
     ), recorded
 
 
-def check_vllm_counters(requests: int = 20) -> None:
-    """All requests as one ragged batch: tokens, and per request how much was drafted and accepted."""
+def check_vllm_counters(requests: int = 4) -> None:
+    """Requests in ragged batches of four: tokens, and per request how much was drafted and accepted."""
     decoder, recorded = vllm_decoder()
-    wanted = recorded["requests"][:requests]
-    result = decoder.generate([request["prompt"] for request in wanted], max_new_tokens=recorded["max_new_tokens"])
-    assert result.tokens == [request["output"] for request in wanted]
-    for row, request in zip(result.rows, wanted, strict=True):
-        assert int(row.stats.num_accepted_tokens) == sum(request["per_step_accepted"])
-        assert int(row.stats.num_draft_tokens) == sum(request["per_step_drafted"])
-        assert int(row.stats.num_drafts) == len(request["per_step_drafted"])
+    results = []
+    for start in range(0, requests, 4):
+        wanted = recorded["requests"][start : start + 4]
+        result = decoder.generate([request["prompt"] for request in wanted], max_new_tokens=recorded["max_new_tokens"])
+        assert result.tokens == [request["output"] for request in wanted]
+        for row, request in zip(result.rows, wanted, strict=True):
+            assert int(row.stats.num_accepted_tokens) == sum(request["per_step_accepted"])
+            assert int(row.stats.num_draft_tokens) == sum(request["per_step_drafted"])
+            assert int(row.stats.num_drafts) == len(request["per_step_drafted"])
+        results.append(result.stats)
     if requests == len(recorded["requests"]):
-        counters = {f"spec_decode_{name}": value for name, value in result.stats.to_json().items()}
+        counters = {f"spec_decode_{name}": value for name, value in SpeculationStats.merge(results).to_json().items()}
         assert {name: counters[name] for name in recorded["metrics"]} == recorded["metrics"]
 
 
 def test_a_recorded_vllm_run_is_reproduced_with_all_its_counters() -> None:
-    check_vllm_counters()
+    check_vllm_counters(requests=20)
 
 
 def test_a_recorded_vllm_run_is_reproduced_step_by_step() -> None:

@@ -51,7 +51,7 @@ def test_it_proposes_what_followed_the_longest_latest_match(sizes: tuple[int, in
         assert valid == [True] + [node < len(expected) for node in range(4)]
         assert tokens[1 : 1 + len(expected)] == expected
         hits += bool(expected)
-    assert hits > 10
+    assert hits > 3, "a comparison without matches would show nothing"
 
 
 def test_it_proposes_nothing_when_nothing_repeats() -> None:

@@ -39,7 +39,7 @@ def explain(error: BaseException) -> Explained | None:
             return Explained(error.code if isinstance(error.code, int) else 1)
         case KeyboardInterrupt() | typer.Abort():
             return Explained(130, "interrupted")
-        case _UsageError():
+        case _ if isinstance(error, _UsageError):
             return Explained(2, f"error: {_usage(error)}")
         case MemoryError():
             return Explained(1, f"error: out of memory; {_SMALLER}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +27,9 @@ class Trace(NamedTuple):
 
 def record(
     decoder: SpeculativeDecoder,
-    prompts: list[Prompt],
+    prompts: Sequence[Prompt],
     *,
-    max_new_tokens: list[int],
+    max_new_tokens: Sequence[int],
     sampling: SamplingParams,
     seed: int,
 ) -> Trace:

@@ -91,12 +91,12 @@ def corpus(
     )
 
 
-@app.command("target", epilog="Example: eagle3 train target data target --steps 1050")
+@app.command("target", epilog="Example: eagle3 train target data target --steps 900")
 def target(
     data: Annotated[Path, typer.Argument(metavar="CORPUS", help="Directory that `eagle3 train corpus` wrote.")],
     out: Annotated[Path, typer.Argument(help="Directory to write; its checkpoints/ is where a run continues.")],
     *,
-    steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 1050,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 900,
     phases: Annotated[
         str, typer.Option(help="Batch shapes as STEPS:ROWSxTOKENS; the last one holds to the end.")
     ] = "800:16x256,8x512",
@@ -115,7 +115,7 @@ def target(
     max_positions: Annotated[int, typer.Option(help="Longest sequence.")] = 512,
     norm_eps: Annotated[float, typer.Option()] = 1e-5,
     dtype: Annotated[str, typer.Option(help="Precision of the products.")] = "mixed",
-    store: Annotated[Stored, typer.Option(help="Type of the weights that are written.")] = Stored.FLOAT32,
+    store: Annotated[Stored, typer.Option(help="Type of the weights that are written.")] = Stored.BFLOAT16,
     save_every: Annotated[int, _SAVE_EVERY] = 100,
     seed: Annotated[int, _SEED] = 0,
 ) -> None:
@@ -159,13 +159,13 @@ def target(
     typer.echo(f"wrote {out}")
 
 
-@app.command("regenerate", epilog="Example: eagle3 train regenerate target data text.npz --rows 6144")
+@app.command("regenerate", epilog="Example: eagle3 train regenerate target data text.npz --rows 4096")
 def regenerate(
     target: Annotated[Path, typer.Argument(help="Directory of the target.")],
     data: Annotated[Path, typer.Argument(metavar="CORPUS", help="Directory that `eagle3 train corpus` wrote.")],
     out: Annotated[Path, typer.Argument(help="The .npz file to write.")],
     *,
-    rows: Annotated[int, typer.Option(help="Rows of text.", min=1)] = 6144,
+    rows: Annotated[int, typer.Option(help="Rows of text.", min=1)] = 4096,
     prompt_length: Annotated[int, typer.Option(help="Tokens of the corpus that open a row.", min=1)] = 64,
     length: Annotated[int, typer.Option(help="Tokens of a row, prompt included.", min=2)] = 256,
     batch: Annotated[int, typer.Option(help="Rows written at once.", min=1)] = 64,
@@ -215,38 +215,43 @@ def head(
     text: Annotated[Path, typer.Argument(help="The .npz file that `eagle3 train regenerate` wrote.")],
     out: Annotated[Path, typer.Argument(help="Directory to write; its checkpoints/ is where a run continues.")],
     *,
-    steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 2000,
-    batch: Annotated[int, typer.Option(help="Rows per step.", min=1)] = 16,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 1100,
+    batch: Annotated[int, typer.Option(help="Rows per step.", min=1)] = 8,
     draft_vocab_size: Annotated[int, typer.Option(help="Tokens that the head can propose.", min=1)] = 2048,
     mlp_width: Annotated[int | None, typer.Option(help="Of the head; the target's when left out.")] = None,
-    unroll: Annotated[int, typer.Option(help="Steps of the training-time test.", min=1)] = 7,
-    optimizer: Annotated[str, typer.Option(help="muon or adamw.")] = "adamw",
-    learning_rate: Annotated[float, typer.Option(help="Peak.")] = 1e-3,
-    warmup_steps: Annotated[int, typer.Option(min=0)] = 50,
-    weight_decay: Annotated[float, typer.Option()] = 0.0,
-    clip_norm: Annotated[float, typer.Option()] = 0.5,
+    unroll: Annotated[
+        str, typer.Option(help="Steps of the training-time test, as UNTIL:STEPS,...; the last one holds to the end.")
+    ] = "300:2,5",
+    optimizer: Annotated[str, typer.Option(help="muon or adamw.")] = "muon",
+    learning_rate: Annotated[float, typer.Option(help="Peak.")] = 4e-3,
+    embedding_learning_rate: Annotated[float, typer.Option(help="Peak of what muon leaves to adamw.")] = 2e-3,
+    warmup_steps: Annotated[int, typer.Option(min=0)] = 20,
+    weight_decay: Annotated[float, typer.Option()] = 0.01,
+    clip_norm: Annotated[float, typer.Option()] = 1.0,
     dtype: Annotated[str, typer.Option(help="Precision of the products.")] = "mixed",
-    store: Annotated[Stored, typer.Option(help="Type of the weights that are written.")] = Stored.FLOAT32,
+    store: Annotated[Stored, typer.Option(help="Type of the weights that are written.")] = Stored.BFLOAT16,
     save_every: Annotated[int, _SAVE_EVERY] = 100,
     seed: Annotated[int, _SEED] = 0,
 ) -> None:
     """Train an EAGLE-3 head with the training-time test and write it in the official layout."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
 
     from eagle3_jax import load_target
     from eagle3_jax.drafters.eagle3 import Eagle3Drafter
     from eagle3_jax.training.head import head_config, initial_head, row_batches
     from eagle3_jax.training.loop import OptimizerConfig, Trainer
     from eagle3_jax.training.regenerate import Rows
-    from eagle3_jax.training.ttt import TTTConfig, ttt_loss
+    from eagle3_jax.training.ttt import TTTConfig
     from eagle3_jax.training.vocab import coverage, select_draft_vocabulary, token_counts
 
     _refuse_finished(out)
+    depths = _unrolls(unroll, steps)
     loaded, rows = load_target(target, dtype=dtype), Rows.load(text)
     model: Any = loaded.model
     _, written = rows.masks
-    counts = token_counts(rows.tokens, written, loaded.vocab_size)
+    counts = token_counts(rows.tokens.astype(np.int32), written, loaded.vocab_size)
     draft_to_target = select_draft_vocabulary(counts, draft_vocab_size)
     config = head_config(model.config, draft_vocab_size, mlp_width)
     drafter = Eagle3Drafter(config, precision=model.precision)
@@ -255,21 +260,25 @@ def head(
         "embedding": loaded.params["embedding"],
         "draft_to_target": jnp.asarray(draft_to_target),
     }
-    objective = TTTConfig(num_steps=unroll, denominator="supervised")
     schedule = OptimizerConfig(
         method=optimizer,
         learning_rate=learning_rate,
+        embedding_learning_rate=embedding_learning_rate,
         num_steps=steps,
         warmup_steps=warmup_steps,
         weight_decay=weight_decay,
         clip_norm=clip_norm,
     )
     typer.echo(f"the draft vocabulary covers {coverage(counts, draft_to_target):.1%} of what the target wrote")
-    trainer = Trainer(
-        lambda params, rows: ttt_loss(drafter, model, params, frozen, rows, objective), schedule, out / "checkpoints"
-    )
+    state, batches = None, row_batches(rows, batch, seed)
     start = initial_head(drafter, loaded.params, draft_to_target, jax.random.key(seed))
-    state = _train(trainer, start, row_batches(rows, batch, seed), steps=steps, save_every=save_every)
+    for until, depth in depths:  # short unrolls first: they are cheap, and the deeper steps build on them
+        objective = TTTConfig(num_steps=depth, denominator="supervised")
+        loss = functools.partial(_head_loss, drafter, model, frozen, objective)
+        trainer = Trainer(loss, schedule, out / "checkpoints")
+        state = _train(trainer, start, batches, steps=until, save_every=save_every)
+        trainer.save(state)
+    assert state is not None
     _write_head(out, config, state.params, draft_to_target, dtype=store.value)
     typer.echo(f"wrote {out}")
 
