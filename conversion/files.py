@@ -86,7 +86,10 @@ def new_directory(final: str | os.PathLike[str]) -> Iterator[Path]:
         yield temporary
         umask = os.umask(0)
         os.umask(umask)
-        temporary.chmod(0o777 & ~umask)  # mkdtemp makes directories that only their owner can read
+        # mkdtemp, and the writer of safetensors, make what only the owner can read.
+        temporary.chmod(0o777 & ~umask)
+        for path in temporary.rglob("*"):
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
         if final.exists():
             raise CheckpointError(f"{final} appeared while it was being written; nothing was changed there")
         temporary.rename(final)

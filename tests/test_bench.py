@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -159,7 +160,7 @@ def test_nothing_to_measure_is_refused(prompts, tokens, repeats):
         measure([], prompts, max_new_tokens=tokens, repeats=repeats, baselines=[])
 
 
-def test_the_command_measures_every_method(capsys, tmp_path):
+def test_the_command_measures_every_method(capsys, tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_ids": [1, 17, 5, 42]}\n{"prompt_ids": [1, 2]}\n')
     arguments = [
@@ -174,9 +175,10 @@ def test_the_command_measures_every_method(capsys, tmp_path):
     assert ("transformers generate" in names) == (report["not_measured"] is None)
     assert report["num_prompts"] == 1
     assert all(row["same_output"] for row in report["rows"])
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
     assert run(arguments) == 0
     out = capsys.readouterr().out
-    for word in (*names, "baseline", "τ", "batch 1", "jax"):
+    for word in (*names[:4], "baseline", "τ", "batch 1", "jax", "transformers generate: not measured; pip install"):
         assert word in out
 
 

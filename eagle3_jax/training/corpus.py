@@ -141,6 +141,18 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Write ``tokenizer.json``, and the configuration with which transformers and vLLM load it as it is."""
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 def encode(tokenizer: Tokenizer, documents: list[Document], seed: int) -> np.ndarray:
     """One long row of token ids, documents shuffled and each followed by :data:`END_OF_TEXT`."""
     order = np.random.default_rng(seed).permutation(len(documents))
