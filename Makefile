@@ -6,14 +6,8 @@ PYTEST_FLAGS ?=
 
 # What the demo continues; any other text: make demo PROMPT='def fibonacci(n):'
 define PROMPT
-class Stack:
-    """A last-in, first-out container."""
-
-    def __init__(self):
-        self._items = []
-
-    def push(self, item):
-        """Put an item on top."""
+def read_config(filename, encoding=None):
+    """Read and parse a configuration file.
 endef
 export PROMPT
 
