@@ -11,6 +11,7 @@ import enum
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
@@ -92,9 +93,9 @@ class SamplingParams:
         top_p: ``[B]`` in (0, 1], keep the smallest set of most likely tokens with this mass.
     """
 
-    temperature: Float[Array, " B"] | float = 0.0
-    top_k: Int[Array, " B"] | int = 0
-    top_p: Float[Array, " B"] | float = 1.0
+    temperature: Float[Array | np.ndarray, " B"] | float | int = 0.0
+    top_k: Int[Array | np.ndarray, " B"] | int = 0
+    top_p: Float[Array | np.ndarray, " B"] | float | int = 1.0
 
 
 @struct.dataclass(kw_only=True)
