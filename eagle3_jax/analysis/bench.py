@@ -287,7 +287,7 @@ def _total_speed(runs: Sequence[Run]) -> float:
     return sum(len(run.tokens) for run in runs) / sum(run.prefill_seconds + run.decode_seconds for run in runs)
 
 
-def step_costs(decoder: SpeculativeDecoder, prompt: Tokens, *, max_new_tokens: int, rounds: int = 16) -> StepCosts:
+def step_costs(decoder: SpeculativeDecoder, prompt: Tokens, *, max_new_tokens: int, rounds: int = 32) -> StepCosts:
     """Time a decoder's verification and drafting apart from each other.
 
     Args:
@@ -301,7 +301,8 @@ def step_costs(decoder: SpeculativeDecoder, prompt: Tokens, *, max_new_tokens: i
     verifying = SpeculativeDecoder(decoder.target, Plain(drafter.num_nodes), stop_tokens=())
     state = verifying.prefill([prompt], max_new_tokens=max_new_tokens)
     state = state.replace(limit=jnp.minimum(state.limit, state.length + rounds))  # type: ignore[attr-defined]
-    verify = _seconds(lambda: loops.run(verifying.loop, verifying.params, jax.block_until_ready(state)))
+    ready = jax.block_until_ready(state)  # or the prefill, still under way, would be timed too
+    verify = _seconds(lambda: loops.run(verifying.loop, verifying.params, ready))
     if isinstance(drafter, Plain):
         return StepCosts(verify / rounds, 0.0)
     state = decoder.prefill([prompt], max_new_tokens=max_new_tokens)
