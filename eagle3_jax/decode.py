@@ -248,7 +248,10 @@ class SpeculativeDecoder:
         sampling: SamplingParams | None = None,
         seed: int = 0,
     ) -> Iterator[Round]:
-        """Every round of a batch as it happened, until all rows have finished; each round's state is consumed by the next."""
+        """Every round of a batch as it happened, until all rows have finished.
+
+        Each round's state is consumed by the next, so read what you need of it at once.
+        """
         state, rounds, _ = self._start(_as_batch(prompts), max_new_tokens, sampling, seed)
         while bool(np.any(state.running)):
             latest = next(rounds)

@@ -91,7 +91,9 @@ def load_drafter(source: str | Path | None = None, *, target: LoadedTarget) -> L
         "embedding": embedding,
         "draft_to_target": jnp.asarray(checkpoint.draft_to_target, jnp.int32),
     }
-    return LoadedDrafter(Eagle3Drafter(checkpoint.config, precision=precision), params, str(source or "the bundled head"))
+    return LoadedDrafter(
+        Eagle3Drafter(checkpoint.config, precision=precision), params, str(source or "the bundled head")
+    )
 
 
 def cast(params: Any, precision: Precision) -> Any:

@@ -18,7 +18,16 @@ from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.sampling import Warping, draw, keys_at, probabilities, uniforms
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.tree import ancestor_mask, depths
-from eagle3_jax.types import Draft, Drafter, FinishReason, Observation, SamplingParams, TargetModel, TargetOutput, Verdict
+from eagle3_jax.types import (
+    Draft,
+    Drafter,
+    FinishReason,
+    Observation,
+    SamplingParams,
+    TargetModel,
+    TargetOutput,
+    Verdict,
+)
 from eagle3_jax.verify import verify, verify_greedy
 
 # What a row's randomness at one position is used for.
@@ -175,9 +184,7 @@ class SpeculativeLoop:
             first = draw(probs, uniforms(keys_at(prompts.keys, prompts.length, _VERIFY), 1)[:, 0])
 
         cache = self.target.init_cache(batch, capacity).commit(output.block, prompts.length)
-        seen = Observation(
-            tokens=prompts.tokens, features=output.features, length=prompts.length, next_token=first
-        )
+        seen = Observation(tokens=prompts.tokens, features=output.features, length=prompts.length, next_token=first)
         # The barrier keeps XLA from spending seconds on folding attention over an empty cache at compile time.
         drafter = lax.optimization_barrier(self.drafter.init(params.drafter, batch, capacity))
         tokens = jnp.zeros((batch, capacity), jnp.int32).at[:, :fed].set(prompts.tokens)
@@ -259,9 +266,7 @@ class SpeculativeLoop:
         # The root is never up for acceptance, so its uniform draws the next token.
         return verify(draft, probs, accept=dice, choose=dice[:, 0], max_depth=depth)
 
-    def _emit(
-        self, state: GenerationState, emitted: Int[Array, "B T"], count: Int[Array, " B"]
-    ) -> GenerationState:
+    def _emit(self, state: GenerationState, emitted: Int[Array, "B T"], count: Int[Array, " B"]) -> GenerationState:
         """Append up to ``count`` tokens to running rows, ending exactly at a stop token or at the limit."""
         index = jnp.arange(emitted.shape[1])[None, :]
         stops = jnp.zeros(emitted.shape, jnp.bool_)

@@ -66,7 +66,10 @@ class SpeculationStats:
             num_draft_tokens=np.sum([np.sum(s.num_draft_tokens) for s in rows]),
             num_accepted_tokens=np.sum([np.sum(s.num_accepted_tokens) for s in rows]),
             num_accepted_tokens_per_pos=np.sum(
-                [s.num_accepted_tokens_per_pos.reshape(-1, s.num_accepted_tokens_per_pos.shape[-1]).sum(0) for s in rows],
+                [
+                    s.num_accepted_tokens_per_pos.reshape(-1, s.num_accepted_tokens_per_pos.shape[-1]).sum(0)
+                    for s in rows
+                ],
                 axis=0,
             ),
         )
@@ -84,13 +87,17 @@ class SpeculationStats:
     @property
     def acceptance_per_position(self) -> list[float]:
         """Share of rounds in which the draft token at each depth was accepted, with all those before it."""
-        counts = np.asarray(self.num_accepted_tokens_per_pos).reshape(-1, np.shape(self.num_accepted_tokens_per_pos)[-1])
+        counts = np.asarray(self.num_accepted_tokens_per_pos).reshape(
+            -1, np.shape(self.num_accepted_tokens_per_pos)[-1]
+        )
         return [_ratio(count, self.num_drafts) for count in counts.sum(0)]
 
     @property
     def conditional_acceptance_rate(self) -> list[float]:
         """Probability that the token at each depth is accepted given that all before it were."""
-        counts = np.asarray(self.num_accepted_tokens_per_pos).reshape(-1, np.shape(self.num_accepted_tokens_per_pos)[-1])
+        counts = np.asarray(self.num_accepted_tokens_per_pos).reshape(
+            -1, np.shape(self.num_accepted_tokens_per_pos)[-1]
+        )
         reached = [np.sum(self.num_drafts), *counts.sum(0)[:-1]]
         return [_ratio(count, before) for count, before in zip(counts.sum(0), reached, strict=True)]
 

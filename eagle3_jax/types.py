@@ -150,17 +150,22 @@ class Observation:
 
 @runtime_checkable
 class Drafter(Protocol[State]):
-    """A proposal method. Only ``observe`` writes its state, so a guess can never leak into what is known.
+    """A proposal method. Only ``observe`` writes its state, so a guess can never leak into what is known."""
 
-    Attributes:
-        num_nodes: ``N``, root included.
-        max_depth: ``G``.
-        aux_layers: Target layers whose features it reads.
-    """
+    @property
+    def num_nodes(self) -> int:
+        """``N``, nodes of a draft, root included."""
+        ...
 
-    num_nodes: int
-    max_depth: int
-    aux_layers: tuple[int, ...]
+    @property
+    def max_depth(self) -> int:
+        """``G``, longest path below the root."""
+        ...
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Target layers whose features it reads."""
+        ...
 
     def init(self, params: Any, batch: int, capacity: int) -> State:
         """An empty state; every leaf leads with ``B``."""

@@ -62,7 +62,9 @@ def test_imports_point_downward_in(path: Path) -> None:
             continue
         other = imported.removeprefix("eagle3_jax").lstrip(".")
         if not other:  # the public API as a whole: only what stands on top of everything may use it
-            assert module.split(".")[0] == "cli", f"{module} imports the package's public names; import the module that has them"
+            assert module.split(".")[0] == "cli", (
+                f"{module} imports the package's public names; import the module that has them"
+            )
             continue
         assert layer_of(other) <= layer_of(module), f"{module} imports {other}, which stands above it"
 

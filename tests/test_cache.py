@@ -12,7 +12,7 @@ BATCH, CAPACITY, LAYERS, HEADS, SIZE = 4, 10, 2, 1, 2
 
 def block(seed: int, fed: int) -> tuple[KeyValue, ...]:
     rng = np.random.default_rng(seed)
-    draw = lambda: jnp.array(rng.normal(size=(BATCH, fed, HEADS, SIZE)), jnp.float32)  # noqa: E731
+    draw = lambda: jnp.array(rng.normal(size=(BATCH, fed, HEADS, SIZE)), jnp.float32)
     return tuple(KeyValue(draw(), draw()) for _ in range(LAYERS))
 
 

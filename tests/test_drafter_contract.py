@@ -135,7 +135,9 @@ def test_observing_in_pieces_is_observing_at_once(pair: LoadedDrafter) -> None:
     drafter, params = pair.drafter, pair.params
     start = drafter.init(params, BATCH, CAPACITY)
     pieces = drafter.observe(params, drafter.observe(params, start, first), second)
-    drafts = [drafter.propose(params, state, KEYS, SAMPLING) for state in (drafter.observe(params, start, whole), pieces)]
+    drafts = [
+        drafter.propose(params, state, KEYS, SAMPLING) for state in (drafter.observe(params, start, whole), pieces)
+    ]
     assert same(*drafts)
 
 

@@ -97,7 +97,9 @@ def law_of_the_code(p: Distribution, drafts: Drafts, horizon: int) -> Callable[[
     rows, prefixes = [], [x for size in range(horizon) for x in itertools.product(range(VOCABULARY), repeat=size)]
     for prefix in prefixes:
         for proposed, tree in drafts(prefix):
-            context = [tuple(tree.tokens[n] for n in oracle.path_to(tree.parents, node)) for node in range(len(tree.tokens))]
+            context = [
+                tuple(tree.tokens[n] for n in oracle.path_to(tree.parents, node)) for node in range(len(tree.tokens))
+            ]
             target = [p((*prefix, *after)) for after in context]
             rows += [(prefix, proposed, tree, target, cell) for cell in oracle.cells(tree, target)]
 

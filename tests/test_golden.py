@@ -41,13 +41,15 @@ def parents_of(tree_mask: list[str]) -> list[int]:
 def check_official_trace(head: str, trace: str, rounds: int | None = None) -> None:
     target, drafter = pair("official", head)
     recorded = tiny.golden_trace(f"official/{trace}.json")
-    assert TREE == DynamicTree(
-        num_nodes=recorded["total_token"], max_depth=recorded["depth"] + 1, top_k=recorded["top_k"]
+    assert (
+        DynamicTree(num_nodes=recorded["total_token"], max_depth=recorded["depth"] + 1, top_k=recorded["top_k"]) == TREE
     )
     decoder = SpeculativeDecoder(target, drafter, tree=TREE, stop_tokens=())
     new_tokens = len(recorded["output"]) - len(recorded["prompt"])
     played = 0
-    for ours, theirs in zip(decoder.rounds(recorded["prompt"], max_new_tokens=new_tokens), recorded["rounds"], strict=False):
+    for ours, theirs in zip(
+        decoder.rounds(recorded["prompt"], max_new_tokens=new_tokens), recorded["rounds"], strict=False
+    ):
         assert ours.draft.tokens[0].tolist() == theirs["draft_tokens"], f"tokens of round {played}"
         assert ours.draft.parents[0].tolist() == parents_of(theirs["tree_mask"]), f"parents of round {played}"
         assert (np.asarray(ours.positions[0]) - theirs["input_len"]).tolist() == theirs["tree_position_ids"]

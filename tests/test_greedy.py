@@ -149,7 +149,9 @@ def test_shape_matched_plain_decoding_equals_rounds_of_refused_drafts_bit_for_bi
     plain = finished_state(target, LoadedDrafter(Plain(num_nodes=5)), prompt)
     wrong = finished_state(target, LoadedDrafter(tiny.Scripted(4, shift=1), plain.tokens), prompt)
     assert int(wrong.stats.num_accepted_tokens.sum()) == 0 < int(wrong.stats.num_draft_tokens.sum())
-    for ours, theirs in zip(jax.tree.leaves((wrong.tokens, wrong.cache)), jax.tree.leaves((plain.tokens, plain.cache)), strict=True):
+    for ours, theirs in zip(
+        jax.tree.leaves((wrong.tokens, wrong.cache)), jax.tree.leaves((plain.tokens, plain.cache)), strict=True
+    ):
         assert np.array_equal(ours, theirs)
 
 

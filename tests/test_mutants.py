@@ -121,7 +121,7 @@ WARPED = "scaled = _truncate(scaled, jnp.asarray(sampling.top_k), jnp.asarray(sa
 PROPOSED = "positions = jnp.broadcast_to(state.cache.length[:, None] + depth, tokens.shape)"
 SHIFTED = "shifted = jnp.where(last, seen.next_token[:, None], shifted)"
 COMMITTED = "cache=state.cache.commit(output.block, count, None if self.is_chain else nodes)"
-EXPANDED = "jnp.concatenate([_take(mask, slots), jnp.broadcast_to(jnp.eye(width, dtype=jnp.bool_), (batch, width, width))], -1)"
+EXPANDED = "jnp.concatenate([_take(mask, slots), itself], axis=-1)"
 
 MUTANTS = {
     # The rule.

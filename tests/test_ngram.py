@@ -59,7 +59,9 @@ def test_it_proposes_nothing_when_nothing_repeats() -> None:
     assert draft.valid.tolist() == [[True, False, False, False]] * 2
 
 
-@pytest.mark.parametrize(("options", "message"), [((0,), "at least 1"), ((3, 1, 2), "min <= max"), ((3, 2, 0), "min <= max")])
+@pytest.mark.parametrize(
+    ("options", "message"), [((0,), "at least 1"), ((3, 1, 2), "min <= max"), ((3, 2, 0), "min <= max")]
+)
 def test_sizes_that_cannot_be_say_why(options: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NGram(*options)

@@ -100,7 +100,7 @@ def test_a_draw_inverts_the_cumulative_distribution() -> None:
 
 def test_randomness_differs_by_row_position_and_purpose() -> None:
     keys = row_keys(0, 3)
-    at = lambda position, purpose: uniforms(keys_at(keys, jnp.full(3, position, jnp.int32), purpose), 2)  # noqa: E731
+    at = lambda position, purpose: uniforms(keys_at(keys, jnp.full(3, position, jnp.int32), purpose), 2)
     drawn = np.concatenate([np.asarray(at(*use)).ravel() for use in ((4, 0), (4, 1), (5, 0), (5, 1))])
     assert len(set(drawn.tolist())) == drawn.size
     assert ((drawn >= 0) & (drawn < 1)).all()

@@ -75,7 +75,7 @@ class Network:
     @classmethod
     def random(cls, seed: int) -> Network:
         rng = np.random.default_rng(seed)
-        draw = lambda *shape: (rng.integers(-64, 65, shape) / 64).astype(np.float32)  # noqa: E731
+        draw = lambda *shape: (rng.integers(-64, 65, shape) / 64).astype(np.float32)
         return cls(mixing=draw(6, DRAFT_VOCABULARY), embedding=draw(64, 6))
 
     def step(self, carry, tokens):

@@ -18,7 +18,7 @@ MIDPOINTS = jnp.array((np.arange(GRID) + 0.5) / GRID, jnp.float32)
 
 def one_draft(p: np.ndarray, q: np.ndarray, token: int) -> tuple[Draft, jax.Array]:
     """A root and one drafted token, repeated for every point of the grid."""
-    repeat = lambda x: jnp.broadcast_to(jnp.asarray(x), (GRID, *np.shape(x)))  # noqa: E731
+    repeat = lambda x: jnp.broadcast_to(jnp.asarray(x), (GRID, *np.shape(x)))
     draft = Draft(
         tokens=repeat(np.array([0, token], np.int32)),
         parents=repeat(np.array([-1, 0], np.int32)),

@@ -46,7 +46,12 @@ def target(vocab_size: int = 13, *, seed: int = 0, precision: Precision = FLOAT3
 
 
 def eagle3(
-    of: LoadedTarget, topology: Topology = Chain(3), *, seed: int = 1, draft_vocab_size: int | None = None, **variant: Any
+    of: LoadedTarget,
+    topology: Topology = Chain(3),
+    *,
+    seed: int = 1,
+    draft_vocab_size: int | None = None,
+    **variant: Any,
 ) -> LoadedDrafter:
     """A random EAGLE-3 head for a target. Its draft ids are a random subset of the target's, in ascending order."""
     size = draft_vocab_size or of.vocab_size

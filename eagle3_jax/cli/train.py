@@ -78,7 +78,7 @@ def corpus(
         tokenizer = texts.train_tokenizer((document.text for document in train), vocab_size)
 
     def fill(folder: Path) -> None:
-        tokenizer.save(str(folder / "tokenizer.json"))
+        texts.save_tokenizer(tokenizer, folder)
         np.save(folder / "train.npy", texts.encode(tokenizer, train, seed))
         np.save(folder / "heldout.npy", texts.encode(tokenizer, held_out, seed))
         texts.write_manifest(folder / "corpus.jsonl", documents)
@@ -324,6 +324,27 @@ def _phases(text: str, steps: int) -> tuple[Phase, ...]:
     if any(phase.batch < 1 or phase.length < 1 for phase in phases):
         raise Misuse(f"--phases {text!r}: rows and tokens must be positive")
     return (*(phase for phase in phases[:-1] if phase.until_step < steps), phases[-1])
+
+
+def _unrolls(text: str, steps: int) -> tuple[tuple[int, int], ...]:
+    """Phases of the training-time test: until which step, and how deep."""
+    depths = []
+    parts = text.split(",")
+    try:
+        for index, part in enumerate(parts):
+            until, _, depth = part.rpartition(":")
+            depths.append((steps if index == len(parts) - 1 else int(until), int(depth)))
+    except ValueError:
+        raise Misuse(f"--unroll {text!r}: expected UNTIL:STEPS,..., for example '300:2,5'") from None
+    if any(depth < 1 for _, depth in depths):
+        raise Misuse(f"--unroll {text!r}: the head is unrolled at least once")
+    return (*(phase for phase in depths[:-1] if phase[0] < steps), depths[-1])
+
+
+def _head_loss(drafter: Any, model: Any, frozen: Any, objective: Any, params: Any, batch: Any) -> Any:
+    from eagle3_jax.training.ttt import ttt_loss
+
+    return ttt_loss(drafter, model, params, frozen, batch, objective)
 
 
 def _read_corpus(directory: Path) -> tuple[Any, Tokenizer]:

@@ -76,7 +76,8 @@ def _grow_dynamic(
     scores, flat = logprobs, jnp.broadcast_to(jnp.arange(width), (batch, width))
     pool_scores, pool_tokens, pool_parents = [scores], [tokens], [jnp.full((batch, width), -1)]
     carry = jax.tree.map(lambda leaf: jnp.repeat(leaf, width, axis=1), first.carry)
-    mask, memory = jnp.broadcast_to(jnp.eye(width, dtype=jnp.bool_), (batch, width, width)), first.memory
+    itself = jnp.broadcast_to(jnp.eye(width, dtype=jnp.bool_), (batch, width, width))
+    mask, memory = itself, first.memory
 
     for depth in range(topology.max_depth - 1):
         level = run(tokens, carry, depth, mask, memory)
@@ -92,7 +93,7 @@ def _grow_dynamic(
         tokens = jnp.take_along_axis(children, best, axis=1)
         flat = width + depth * width**2 + best
         carry = jax.tree.map(lambda leaf, slots=slots: _take(leaf, slots), level.carry)
-        mask = jnp.concatenate([_take(mask, slots), jnp.broadcast_to(jnp.eye(width, dtype=jnp.bool_), (batch, width, width))], -1)
+        mask = jnp.concatenate([_take(mask, slots), itself], axis=-1)
         memory = level.memory
 
     pool_parents = jnp.concatenate(pool_parents, axis=1)
@@ -122,9 +123,7 @@ def _grow_static(
         expanding = children[np.isin(children, parents)]
         if expanding.size == 0:
             break
-        carry = jax.tree.map(
-            lambda leaf, at=np.searchsorted(running, parents[expanding]): leaf[:, at], level.carry
-        )
+        carry = jax.tree.map(lambda leaf, at=np.searchsorted(running, parents[expanding]): leaf[:, at], level.carry)
         ran = np.concatenate([ran, expanding])
         seen = np.zeros((expanding.size, ran.size), bool)
         for row, node in enumerate(expanding):

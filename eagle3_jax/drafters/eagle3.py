@@ -89,7 +89,11 @@ class FirstLayer(nnx.Module):
         self.norm_before_residual = config.norm_before_residual
 
     def __call__(
-        self, embedded: Float[Array, "B T D"], fused: Float[Array, "B T D"], positions: Int[Array, "B T"], memory: Memory
+        self,
+        embedded: Float[Array, "B T D"],
+        fused: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        memory: Memory,
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         normed = self.feature_norm(fused)
         both = jnp.concatenate([self.embedding_norm(embedded), normed], axis=-1)

@@ -165,7 +165,12 @@ def encode(tokenizer: Tokenizer, documents: list[Document], seed: int) -> np.nda
 def write_manifest(path: Path, documents: list[Document]) -> None:
     """Record every file with its hash, size and part, so that a rebuild can be compared."""
     rows = [
-        {"name": d.name, "sha256": d.sha256, "bytes": len(d.text.encode()), "part": "held-out" if d.held_out else "train"}
+        {
+            "name": d.name,
+            "sha256": d.sha256,
+            "bytes": len(d.text.encode()),
+            "part": "held-out" if d.held_out else "train",
+        }
         for d in documents
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

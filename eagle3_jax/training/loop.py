@@ -123,9 +123,7 @@ class Trainer:
         if self._checkpoints is None or self._checkpoints.latest_step() is None:
             return fresh
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)
-        return self._checkpoints.restore(
-            self._checkpoints.latest_step(), args=ocp.args.StandardRestore(abstract)
-        )
+        return self._checkpoints.restore(self._checkpoints.latest_step(), args=ocp.args.StandardRestore(abstract))
 
     def run(
         self, state: TrainState, batch_at: Callable[[int], Batch], num_steps: int, save_every: int = 100

@@ -30,7 +30,7 @@ class RegenerationConfig:
         seed: Of prompts and samples.
     """
 
-    num_rows: int = 6144
+    num_rows: int = 4096
     prompt_length: int = 64
     length: int = 256
     batch: int = 64
