@@ -42,7 +42,7 @@ def bench(
         Path | None,
         typer.Option(help="JSONL file of prompts; the held-out code prompts of the bundled pair if left out."),
     ] = None,
-    max_prompts: Annotated[int, typer.Option(help="Most prompts decoded in each repeat.", min=1)] = 4,
+    max_prompts: Annotated[int, typer.Option(help="Most prompts decoded in each repeat.", min=1)] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens written for each prompt.", min=2, max=100_000)] = 96,
     repeats: Annotated[int, typer.Option(help="Measured passes.", min=1)] = 5,
     batch_size: Annotated[int, typer.Option(help="Prompts decoded at once; this form measures 1.", min=1, max=1)] = 1,
