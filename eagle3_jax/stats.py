@@ -51,10 +51,10 @@ class SpeculationStats:
         accepted = jnp.where(active, verdict.num_accepted, 0)
         reached = jnp.arange(verdict.path.shape[1])[None, :] < accepted[:, None]
         return SpeculationStats(
-            num_drafts=self.num_drafts + (drafted > 0).astype(jnp.int32),
-            num_draft_tokens=self.num_draft_tokens + drafted,
-            num_accepted_tokens=self.num_accepted_tokens + accepted,
-            num_accepted_tokens_per_pos=self.num_accepted_tokens_per_pos + reached.astype(jnp.int32),
+            num_drafts=self.num_drafts + (drafted > 0).astype(jnp.int32),  # type: ignore[operator]
+            num_draft_tokens=self.num_draft_tokens + drafted,  # type: ignore[operator]
+            num_accepted_tokens=self.num_accepted_tokens + accepted,  # type: ignore[operator]
+            num_accepted_tokens_per_pos=self.num_accepted_tokens_per_pos + reached.astype(jnp.int32),  # type: ignore[operator]
         )
 
     @classmethod

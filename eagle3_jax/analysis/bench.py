@@ -307,7 +307,7 @@ def step_costs(decoder: SpeculativeDecoder, prompt: Tokens, *, max_new_tokens: i
         return StepCosts(verify / rounds, 0.0)
     state = decoder.prefill([prompt], max_new_tokens=max_new_tokens)
     features = _features(
-        decoder.loop, decoder.params, jnp.resize(jnp.asarray(prompt, jnp.int32), drafter.max_depth + 1)
+        decoder.loop, decoder.params, jnp.resize(jnp.asarray(prompt, jnp.int32), (drafter.max_depth + 1,))
     )
     jax.block_until_ready((state, features))
     draft = _seconds(lambda: _draft_rounds(decoder.loop, decoder.params, state, features, rounds=rounds))

@@ -26,13 +26,13 @@ class CompileClock:
         self._spans: list[tuple[float, float]] = []
 
     def __enter__(self) -> CompileClock:
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        jax.monitoring.register_event_duration_secs_listener(self._listen)  # type: ignore[arg-type]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        jax.monitoring.unregister_event_duration_listener(self._listen)
+        jax.monitoring.unregister_event_duration_listener(self._listen)  # type: ignore[arg-type]
 
     def _listen(self, event: str, duration: float, **details: str | int) -> None:
         if event.startswith("/jax/core/compile/"):

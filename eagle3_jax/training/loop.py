@@ -72,7 +72,7 @@ class OptimizerConfig:
                 weight_decay=self.weight_decay,
                 adam_learning_rate=schedule(self.embedding_learning_rate or self.learning_rate),
                 consistent_rms=0.2,  # updates as large as AdamW's, so one learning rate serves both (Liu et al., 2025)
-                muon_weight_dimension_numbers=_hidden_matrices,
+                muon_weight_dimension_numbers=_hidden_matrices,  # type: ignore[arg-type]
             )
         else:
             raise ValueError(f"optimizer {self.method!r} is not known; use 'adamw' or 'muon'")
@@ -109,7 +109,7 @@ class Trainer:
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, batch)
             updates, opt_state = self._optimizer.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
+            params: Any = optax.apply_updates(state.params, updates)
             new = TrainState(step=state.step + 1, params=params, opt_state=opt_state)
             return new, {"loss": loss, "grad_norm": optax.tree.norm(grads), **metrics}
 
@@ -123,7 +123,10 @@ class Trainer:
         if self._checkpoints is None or self._checkpoints.latest_step() is None:
             return fresh
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)
-        return self._checkpoints.restore(self._checkpoints.latest_step(), args=ocp.args.StandardRestore(abstract))
+        restored: Any = self._checkpoints.restore(
+            self._checkpoints.latest_step(), args=ocp.args.StandardRestore(abstract)
+        )
+        return restored
 
     def run(
         self, state: TrainState, batch_at: Callable[[int], Batch], num_steps: int, save_every: int = 100
