@@ -113,6 +113,10 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
     }
     with new_directory(directory) as temporary:
         write_tensors(temporary / SAFETENSORS, tensors)
+        # The official EAGLE code finds the embedding through an index, and through nothing else.
+        total = sum(np.asarray(value).nbytes for value in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(sorted(tensors), SAFETENSORS)}
+        write_json(temporary / f"{SAFETENSORS}.index.json", index)
         write_json(temporary / "config.json", values)
         generation = {"bos_token_id": values["bos_token_id"], "eos_token_id": stop}
         write_json(temporary / "generation_config.json", generation)
