@@ -1,0 +1,37 @@
+"""The pair that ships: it loads by default, drafts usefully, and was not trained on what it is measured with."""
+
+from __future__ import annotations
+
+import json
+
+import eagle3_jax as e3
+from eagle3_jax.load import bundled
+from eagle3_jax.training.corpus import HELD_OUT
+
+
+def prompts(kind: str) -> list[str]:
+    rows = [json.loads(line) for line in bundled("prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [row["prompt"] for row in rows if row["kind"] == kind]
+
+
+def test_it_drafts_and_writes_what_the_target_writes() -> None:
+    target = e3.load_target()
+    plain = e3.SpeculativeDecoder(target).generate(prompts("code")[:4], max_new_tokens=48)
+    drafter = e3.load_drafter(target=target)
+    drafted = e3.SpeculativeDecoder(target, drafter, num_speculative_tokens=5).generate(
+        prompts("code")[:4], max_new_tokens=48
+    )
+    assert drafted.tokens == plain.tokens
+    assert drafted.stats.mean_acceptance_length > 1.5  # far below what is reported, far above a head that does not fit
+
+
+def test_held_out_files_are_marked_in_the_manifest_and_prompts_come_from_them_alone() -> None:
+    manifest = [json.loads(line) for line in bundled("corpus.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {row["name"] for row in manifest if row["part"] == "held-out"} == set(HELD_OUT)
+    rows = [json.loads(line) for line in bundled("prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {row["name"].rpartition(":")[0] for row in rows} <= set(HELD_OUT)
+
+
+def test_together_it_is_small() -> None:
+    size = sum(path.stat().st_size for path in bundled("").rglob("*") if path.is_file())
+    assert size < 60e6
