@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import pytest
 from jaxtyping import install_import_hook
 
 # Before the first import of the library. It makes every annotated shape an assertion, here and in no other program.
@@ -16,3 +17,10 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Compilation is most of what the suite costs; a second run on the same machine finds its programs here.
 jax.config.update("jax_compilation_cache_dir", str(Path(tempfile.gettempdir()) / "eagle3-jax-tests-compiled"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """A compiled program holds memory maps; thousands of them reach Linux's limit (65530), which ends the process."""
+    yield
+    jax.clear_caches()
