@@ -15,7 +15,7 @@ from eagle3_jax.decode import (
 )
 from eagle3_jax.load import load_drafter, load_target
 from eagle3_jax.loop import GenerationState, LoopParams, Prompts, Round, SpeculativeLoop
-from eagle3_jax.sampling import Warping, probabilities
+from eagle3_jax.sampling import DraftSampling, Warping, probabilities
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree
 from eagle3_jax.types import (
@@ -36,6 +36,7 @@ __all__ = [
     "Chain",
     "Chunk",
     "Draft",
+    "DraftSampling",
     "Drafter",
     "DynamicTree",
     "FinishReason",

@@ -16,7 +16,7 @@ from tokenizers.decoders import DecodeStream
 from eagle3_jax import loop as loops
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.loop import GenerationState, LoopParams, Prompts, Round, SpeculativeLoop
-from eagle3_jax.sampling import Warping, row_keys
+from eagle3_jax.sampling import DraftSampling, Warping, row_keys
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
 from eagle3_jax.types import Drafter, FinishReason, SamplingParams, TargetModel, per_row
@@ -149,6 +149,7 @@ class SpeculativeDecoder:
         *,
         num_speculative_tokens: int | None = None,
         tree: DynamicTree | StaticTree | None = None,
+        draft_sampling: DraftSampling | None = None,
         stop_tokens: Sequence[int] | None = None,
         rounds_per_check: int = 1,
     ):
@@ -159,11 +160,12 @@ class SpeculativeDecoder:
             drafter: From ``load_drafter``, or a drafter without parameters, or ``None`` for plain decoding.
             num_speculative_tokens: Draft a chain of ``K`` tokens.
             tree: Draft a tree instead.
+            draft_sampling: Whether a chain's tokens are the likeliest or drawn; the drafter's own choice when left out.
             stop_tokens: Ids that end a row; the target's own when left out, none when empty.
             rounds_per_check: See :class:`eagle3_jax.loop.SpeculativeLoop`.
 
         Raises:
-            ValueError: The drafter cannot draft the shape asked for.
+            ValueError: The drafter cannot draft the shape asked for, or not by sampling.
         """
         if num_speculative_tokens is not None and tree is not None:
             raise ValueError("num_speculative_tokens and tree were both given; a draft is either a chain or a tree")
@@ -177,7 +179,7 @@ class SpeculativeDecoder:
             _check_token(token, target.vocab_size, "stop token")
         self.loop = SpeculativeLoop(
             target=target.model,
-            drafter=_shaped(loaded.drafter, topology),
+            drafter=_configured(loaded.drafter, topology, draft_sampling),
             stop_tokens=stops,
             rounds_per_check=rounds_per_check,
         )
@@ -380,17 +382,29 @@ def _warped(loop: SpeculativeLoop, sampling: SamplingParams) -> SpeculativeLoop:
     return dataclasses.replace(loop, warping=warping)
 
 
-def _shaped(drafter: Drafter[Any], topology: Topology | None) -> Drafter[Any]:
-    """The drafter with another draft shape, where it has one to choose."""
-    if topology is None:
+def _configured(drafter: Drafter[Any], topology: Topology | None, draft_sampling: DraftSampling | None) -> Drafter[Any]:
+    """The drafter with another draft shape or way of drawing, where it has one to choose."""
+    if topology is None and draft_sampling is None:
         return drafter
     fields = {field.name for field in dataclasses.fields(drafter)}  # type: ignore[arg-type]
-    if "topology" in fields:
-        return dataclasses.replace(drafter, topology=topology)  # type: ignore[type-var]
-    if isinstance(topology, Chain) and "num_speculative_tokens" in fields:
-        return dataclasses.replace(drafter, num_speculative_tokens=topology.num_speculative_tokens)  # type: ignore[type-var]
-    shape = "a chain" if isinstance(topology, Chain) else "a tree"
-    raise ValueError(f"{type(drafter).__name__} cannot draft {shape}; leave the option out or choose another drafter")
+    changes: dict[str, Any] = {}
+    if "topology" in fields and topology is not None:
+        changes["topology"] = topology
+    elif "num_speculative_tokens" in fields and isinstance(topology, Chain):
+        changes["num_speculative_tokens"] = topology.num_speculative_tokens
+    elif topology is not None:
+        shape = "a chain" if isinstance(topology, Chain) else "a tree"
+        raise ValueError(
+            f"{type(drafter).__name__} cannot draft {shape}; leave the option out or choose another drafter"
+        )
+    if "draft_sampling" in fields and draft_sampling is not None:
+        changes["draft_sampling"] = draft_sampling
+    elif draft_sampling is DraftSampling.PROBABILISTIC:
+        raise ValueError(
+            f"{type(drafter).__name__} has no distribution to draw from; "
+            "leave draft_sampling out or load an EAGLE-3 head"
+        )
+    return dataclasses.replace(drafter, **changes)  # type: ignore[type-var]
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -205,9 +205,7 @@ class SpeculativeLoop:
 
     def step(self, params: LoopParams, state: GenerationState) -> Round:
         """One round: propose, verify, commit, observe. Rows that have finished stay as they are."""
-        draft = self.drafter.propose(
-            params.drafter, state.drafter, keys_at(state.keys, state.length, _DRAFT), state.sampling
-        )
+        draft = self._propose(params, state)
         batch, num_nodes = draft.tokens.shape
         if self.is_chain:
             mask = causal_mask(num_nodes)
@@ -255,6 +253,15 @@ class SpeculativeLoop:
         """Prefill and every round, as one program."""
         state = self.run(params, self.prefill(params, prompts, capacity))
         return Outcome(tokens=state.tokens, length=state.length, finish=state.finish, stats=state.stats)
+
+    def _propose(self, params: LoopParams, state: GenerationState) -> Draft:
+        keys, sampling = keys_at(state.keys, state.length, _DRAFT), state.sampling
+        if self.warping is not Warping.GREEDY:
+            return self.drafter.propose(params.drafter, state.drafter, keys, sampling)
+        # Greedy verification reads no proposal distribution. With a temperature that is a constant to the compiler,
+        # whatever a drafter computes for sampled rows is dropped from the program.
+        sampling = sampling.replace(temperature=jnp.zeros_like(sampling.temperature))  # type: ignore[attr-defined]
+        return self.drafter.propose(params.drafter, state.drafter, keys, sampling).replace(probs=None)
 
     def _verify(self, params: LoopParams, state: GenerationState, draft: Draft, output: TargetOutput) -> Verdict:
         logits = self.target.unembed(params.target, output.final)

@@ -22,6 +22,17 @@ class Warping(enum.Enum):
     TRUNCATED = "truncated"
 
 
+class DraftSampling(enum.Enum):
+    """How a drafter turns its own logits into draft tokens, in vLLM's words; the output is exact either way.
+
+    ``GREEDY`` proposes the likeliest token, a point mass. ``PROBABILISTIC`` draws from ``q = softmax(logits / T)``,
+    which a flat target accepts more often: with probability ``Σ min(p, q)``, not ``p`` of one token.
+    """
+
+    GREEDY = "greedy"
+    PROBABILISTIC = "probabilistic"
+
+
 def probabilities(
     logits: Float[Array, "B N V"], sampling: SamplingParams, warping: Warping = Warping.TRUNCATED
 ) -> Float[Array, "B N V"]:

@@ -282,6 +282,8 @@ def test_text_mode_streams_and_ends_with_numbers(cli):
         ((*PAIR[:2], *PROMPT), "--drafter"),
         ((*PAIR[:2], "--drafter", "none", *PROMPT, "--num-speculative-tokens", "3"), "Plain"),
         ((*PAIR[:2], "--drafter", "ngram", *PROMPT, *TREE), "NGram"),
+        ((*PAIR, *PROMPT, *TREE, "--draft-sampling", "probabilistic"), "draft a chain"),
+        ((*PAIR, *PROMPT, "--draft-sampling", "sometimes"), "--draft-sampling"),
         (("--target", "/no/such/model", "--drafter", "none", *PROMPT), "/no/such/model"),
         ((*PAIR[:2], "--drafter", "/no/such/head", *PROMPT), "/no/such/head"),
         ((*PAIR[:2], "--drafter", str(VLLM / "eagle3"), *PROMPT), "vocab"),

@@ -21,7 +21,7 @@ from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter, SpeculativeDecoder
 from eagle3_jax.drafters import NGram, Plain
 from eagle3_jax.loop import LoopParams, SpeculativeLoop
-from eagle3_jax.sampling import Warping, row_keys
+from eagle3_jax.sampling import DraftSampling, Warping, row_keys
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.tree import Chain, DynamicTree
 from eagle3_jax.types import FinishReason, SamplingParams
@@ -124,13 +124,17 @@ def test_prompts_at_the_edge_of_a_bucket_are_decoded_alike(length: int) -> None:
         length += 1
 
 
-def memory(function: Any, state: Any, loop: SpeculativeLoop, params: LoopParams) -> tuple[int, int]:
-    # Lowering fills the state's structure with descriptions of arrays, which the shape checks would refuse.
+def lowered(function: Any, *args: Any, **static: Any) -> Any:
+    """Lowering fills structures with descriptions of arrays, which the shape checks would refuse."""
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
-        analysis = function.lower(loop, params, state).compile().memory_analysis()
+        return function.lower(*args, **static)
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def memory(function: Any, state: Any, loop: SpeculativeLoop, params: LoopParams) -> tuple[int, int]:
+    analysis = lowered(function, loop, params, state).compile().memory_analysis()
     return analysis.alias_size_in_bytes, analysis.temp_size_in_bytes
 
 
@@ -204,13 +208,36 @@ def test_caches_hold_exactly_what_has_been_run_after_every_round() -> None:
 SAMPLING = SamplingParams(temperature=0.9, top_k=6, top_p=0.95)
 
 
+SAMPLED_CHAIN = tiny.eagle3(TARGET, Chain(3), draft_sampling=DraftSampling.PROBABILISTIC)
+
+
+@pytest.mark.parametrize("drafter", [tiny.eagle3(TARGET, TREE), SAMPLED_CHAIN], ids=["tree", "sampled chain"])
 @pytest.mark.parametrize("sampling", [SamplingParams(), SAMPLING], ids=["greedy", "sampled"])
-def test_a_row_does_not_depend_on_its_neighbours_or_on_the_batch_size(sampling: SamplingParams) -> None:
-    decoder = SpeculativeDecoder(TARGET, tiny.eagle3(TARGET, TREE))
+def test_a_row_does_not_depend_on_its_neighbours_or_on_the_batch_size(
+    sampling: SamplingParams, drafter: LoadedDrafter
+) -> None:
+    decoder = SpeculativeDecoder(TARGET, drafter)
     together = decoder.generate(PROMPTS, max_new_tokens=12, sampling=sampling, seed=3).tokens
     alone = decoder.generate(PROMPTS[0], max_new_tokens=12, sampling=sampling, seed=3).tokens[0]
     others = decoder.generate([PROMPTS[0], [1], [2] * 9, [3]], max_new_tokens=12, sampling=sampling, seed=3).tokens
     assert together[0] == alone == others[0]
+
+
+def test_a_greedy_batch_pays_nothing_for_a_drafter_that_can_sample() -> None:
+    batch = tiny.prompts(PROMPTS, limit=8)
+
+    def program(draft_sampling: DraftSampling, warping: Warping) -> tuple[bool, float]:
+        """Whether it makes random numbers, and its arithmetic."""
+        drafter = tiny.eagle3(TARGET, Chain(3), draft_sampling=draft_sampling)
+        loop, params = tiny.bind(TARGET, drafter, warping=warping)
+        compiled = lowered(loops.generate, loop, params, batch, capacity=64).compile()
+        costs = compiled.cost_analysis()
+        return "threefry" in compiled.as_text(), costs["flops"] + costs["transcendentals"]
+
+    random, work = program(DraftSampling.PROBABILISTIC, Warping.GREEDY)
+    assert not random and work <= program(DraftSampling.GREEDY, Warping.GREEDY)[1]
+    random, more = program(DraftSampling.PROBABILISTIC, Warping.TEMPERATURE)
+    assert random and more > work, "the test cannot see the cost of sampling"
 
 
 def test_rounds_between_two_checks_change_nothing() -> None:
@@ -290,6 +317,20 @@ def test_seeds_decide_and_decide_alone() -> None:
     keys = jax.random.key_data(row_keys(0, 4))
     assert np.array_equal(keys[:2], jax.random.key_data(row_keys(0, 2)))
     assert len({tuple(key) for key in np.asarray(keys).tolist()}) == 4
+
+
+def test_drafting_by_sampling_is_chosen_where_there_is_something_to_draw_from() -> None:
+    head = tiny.eagle3(TARGET, TREE)
+    sampled = DraftSampling.PROBABILISTIC
+    chosen = SpeculativeDecoder(TARGET, head, num_speculative_tokens=2, draft_sampling=sampled).loop.drafter
+    assert (chosen.topology, chosen.draft_sampling) == (Chain(2), sampled)
+    assert SpeculativeDecoder(TARGET, LoadedDrafter(chosen, head.params)).loop.drafter is chosen
+    back = SpeculativeDecoder(TARGET, LoadedDrafter(chosen), tree=TREE, draft_sampling=DraftSampling.GREEDY)
+    assert (back.loop.drafter.topology, back.loop.drafter.draft_sampling) == (TREE, DraftSampling.GREEDY)
+    with pytest.raises(ValueError, match="draft a chain"):
+        SpeculativeDecoder(TARGET, head, draft_sampling=sampled)
+    with pytest.raises(ValueError, match="NGram has no distribution"):
+        SpeculativeDecoder(TARGET, NGram(3), draft_sampling=sampled)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,7 @@ DRAW = "next_token=draw(walk.p, choose)"
 RESIDUAL = "jnp.where(child, rest, walk.p)"
 FITS = "(accept[node] * q[token] < walk.p[token])"
 DECLARED = "probs.append(q)"
+SCATTERED = ".at[:, draft_to_target].add(q)"
 WARPED = "scaled = _truncate(scaled, jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p))"
 PROPOSED = "positions = jnp.broadcast_to(state.cache.length[:, None] + depth, tokens.shape)"
 SHIFTED = "shifted = jnp.where(last, seen.next_token[:, None], shifted)"
@@ -163,6 +164,22 @@ MUTANTS = {
     # Its inputs.
     "another draft distribution is declared than was drawn from": sampling_law(
         tiny.Sampled.propose, DECLARED, "probs.append(jax.nn.softmax(q))", "a sampled chain"
+    ),
+    "a draft is drawn at the temperature and declared without it": sampling_law(
+        _grow.draw_chain, SCATTERED, ".at[:, draft_to_target].add(jax.nn.softmax(logits))", "a sampled EAGLE-3 chain"
+    ),
+    "a draft is declared at its draft ids": sampling_law(
+        _grow.draw_chain, SCATTERED, ".at[:, : q.shape[1]].add(q)", "a sampled EAGLE-3 chain"
+    ),
+    "an argmax draft is declared as if drawn": sampling_law(
+        _grow.draw_chain, "jnp.where(greedy, ", "jnp.where(True, ", "a sampled EAGLE-3 chain"
+    ),
+    "all depths of a draft share one uniform": sampling_law(
+        _grow.draw_chain, "draw(q, dice[:, index])", "draw(q, dice[:, 0])", "a sampled EAGLE-3 chain"
+    ),
+    "drafting and verifying share their randomness": sampling_law(
+        SpeculativeLoop._propose, "keys_at(state.keys, state.length, _DRAFT)", "keys_at(state.keys, state.length, _VERIFY)",
+        "a sampled EAGLE-3 chain",
     ),
     "one uniform both accepts and draws": sampling_law(
         SpeculativeLoop._verify, "choose=dice[:, 0]", "choose=dice[:, 1]", "an EAGLE-3 chain of 3"

@@ -24,7 +24,7 @@ from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter
 from eagle3_jax.drafters import NGram, Plain
 from eagle3_jax.models.decoder import causal_mask
-from eagle3_jax.sampling import Warping, row_keys
+from eagle3_jax.sampling import DraftSampling, Warping, row_keys
 from eagle3_jax.tree import Chain, DynamicTree
 from eagle3_jax.types import SamplingParams
 
@@ -56,6 +56,9 @@ DRAFTERS = {
     "n-grams": lambda: LoadedDrafter(NGram(3)),
     "an EAGLE-3 chain of 1": lambda: tiny.eagle3(TARGET, Chain(1)),
     "an EAGLE-3 chain of 3": lambda: tiny.eagle3(TARGET, Chain(3)),
+    "a sampled EAGLE-3 chain": lambda: tiny.eagle3(
+        TARGET, Chain(3), seed=2, draft_vocab_size=3, draft_sampling=DraftSampling.PROBABILISTIC
+    ),  # draft ids 0, 2, 3
     "an EAGLE-3 dynamic tree": lambda: tiny.eagle3(TARGET, DynamicTree(num_nodes=7, max_depth=3, top_k=2)),
     "an EAGLE-3 static tree": lambda: tiny.eagle3(TARGET, tiny.STATIC_TREE, draft_vocab_size=3),
     "a sampled chain": lambda: sampled((-1, 0, 1, 2)),

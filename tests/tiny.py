@@ -20,7 +20,7 @@ from eagle3_jax.loop import LoopParams, Prompts, SpeculativeLoop
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import FLOAT32, Precision
-from eagle3_jax.sampling import row_keys
+from eagle3_jax.sampling import DraftSampling, row_keys
 from eagle3_jax.tree import Chain, StaticTree, Topology
 from eagle3_jax.types import Draft, FinishReason, Observation, SamplingParams, per_row
 
@@ -51,6 +51,7 @@ def eagle3(
     *,
     seed: int = 1,
     draft_vocab_size: int | None = None,
+    draft_sampling: DraftSampling = DraftSampling.GREEDY,
     **variant: Any,
 ) -> LoadedDrafter:
     """A random EAGLE-3 head for a target. Its draft ids are a random subset of the target's, in ascending order."""
@@ -59,7 +60,7 @@ def eagle3(
     shape = Eagle3Config(
         layer=layer, draft_vocab_size=size, target_width=of.model.config.width, aux_layers=AUX_LAYERS, **variant
     )
-    drafter = Eagle3Drafter(shape, topology, of.model.precision)
+    drafter = Eagle3Drafter(shape, topology, of.model.precision, draft_sampling)
     ids = np.sort(np.random.default_rng(seed).permutation(of.vocab_size)[:size]).astype(np.int32)
     params = {
         "head": drafter.init_params(jax.random.key(seed)),
@@ -148,7 +149,7 @@ class _Rooted:
 class Sampled(_Rooted):
     """Draws every node from a table ``q(. | parent's token)`` (its parameters, ``[V V]``) and says so in ``probs``.
 
-    The released drafters propose deterministically, so this one alone takes the rule's ``p/q`` through the loop.
+    The released drafters sample chains only, so this one alone takes sampled siblings through the loop.
     """
 
     parents: tuple[int, ...] = (-1, 0, 1, 2)

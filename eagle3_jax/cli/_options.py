@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -120,30 +120,59 @@ def _whole_numbers(ids: list[Any], where: str) -> list[int]:
     return ids
 
 
-def read_requests(path: Path, max_new_tokens: int) -> list[Request]:
-    """Prompts of a JSONL file, one object a line; blank lines are skipped."""
+class JsonRow(NamedTuple):
+    """One line of a JSONL file.
+
+    Attributes:
+        where: File and line, for error messages.
+        values: The object on it.
+    """
+
+    where: str
+    values: dict[str, Any]
+
+
+def read_rows(path: Path, form: str) -> list[JsonRow]:
+    """Objects of a JSONL file, one a line; blank lines are skipped.
+
+    Args:
+        path: The file.
+        form: What a line should look like, for error messages.
+    """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise Misuse(f"{path} is not a text file in UTF-8 (byte {error.start})") from None
-    requests = [
-        _request(line, f"{path} line {number}: ", max_new_tokens)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
-    if not requests:
-        raise Misuse(f"{path} holds no prompts; expected one JSON object a line with 'prompt' or 'prompt_ids'")
-    return requests
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path} line {number}: "
+        try:
+            values = json.loads(line)
+        except ValueError as error:
+            raise Misuse(f"{where}not JSON ({error}); expected {form}") from None
+        if not isinstance(values, dict):
+            raise Misuse(f"{where}not an object; expected {form}")
+        rows.append(JsonRow(where, values))
+    if not rows:
+        raise Misuse(f"{path} holds no prompts; expected {form} on every line")
+    return rows
 
 
-def _request(line: str, where: str, max_new_tokens: int) -> Request:
-    form = """expected an object such as {"prompt": "def f(x):"} or {"prompt_ids": [1, 2], "max_new_tokens": 64}"""
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise Misuse(f"{where}not JSON ({error}); {form}") from None
-    if not isinstance(row, dict) or ("prompt" in row) == ("prompt_ids" in row):
-        raise Misuse(f"{where}{form}, with either 'prompt' or 'prompt_ids'")
+_REQUEST_FORM = """an object such as {"prompt": "def f(x):"} or {"prompt_ids": [1, 2], "max_new_tokens": 64}"""
+
+
+def read_requests(path: Path, max_new_tokens: int) -> list[Request]:
+    """Prompts of a JSONL file, one object a line; blank lines are skipped."""
+    return [read_request(row, max_new_tokens) for row in read_rows(path, _REQUEST_FORM)]
+
+
+def read_request(line: JsonRow, max_new_tokens: int) -> Request:
+    """One line with a text or token ids, and its own limit or the given one."""
+    where, row = line
+    if ("prompt" in row) == ("prompt_ids" in row):
+        raise Misuse(f"{where}expected {_REQUEST_FORM}, with either 'prompt' or 'prompt_ids'")
     prompt = row["prompt"] if "prompt" in row else row["prompt_ids"]
     if not isinstance(prompt, str if "prompt" in row else list):
         raise Misuse(f"{where}'prompt' must be a text and 'prompt_ids' a list of token ids")

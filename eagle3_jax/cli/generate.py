@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -79,6 +79,10 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to add.", min=1, max=MOST_TOKENS)] = 128,
     num_speculative_tokens: Annotated[int | None, typer.Option(help="Draft a chain of K tokens.")] = None,
     tree: Annotated[str | None, typer.Option(help="Draft a tree: num_nodes=60,max_depth=8,top_k=10.")] = None,
+    draft_sampling: Annotated[
+        Literal["greedy", "probabilistic"] | None,
+        typer.Option(help="Draft the likeliest tokens, or draw them at the temperature (chains of a head only)."),
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0 for all.", max=2**31 - 1)] = 0,
     top_p: Annotated[float, typer.Option(help="Sample among the most likely tokens of this mass.")] = 1.0,
@@ -95,7 +99,7 @@ def generate(
     With --json each prompt gives one line: prompt_ids, token_ids (new tokens only), text, finish_reason,
     lossless, seconds (without compilation; of the whole batch with --batch-size above 1) and stats.
     """
-    from eagle3_jax import SamplingParams, SpeculativeDecoder
+    from eagle3_jax import DraftSampling, SamplingParams, SpeculativeDecoder
     from eagle3_jax.decode import check_sampling
 
     check_writable(trace)
@@ -110,6 +114,7 @@ def generate(
             read_drafter(drafter, target=loaded, target_source=target),
             num_speculative_tokens=num_speculative_tokens,
             tree=shape,
+            draft_sampling=None if draft_sampling is None else DraftSampling(draft_sampling),
             stop_tokens=() if ignore_eos else None,
         )
     job = _Job(decoder, _encoded(decoder, requests), sampling, seed, batch_size, trace)

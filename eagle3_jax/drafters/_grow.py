@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
+from eagle3_jax.sampling import Warping, draw, probabilities, uniforms
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
-from eagle3_jax.types import Draft
+from eagle3_jax.types import Draft, SamplingParams
 
 
 class Level(NamedTuple):
@@ -60,6 +61,55 @@ def grow(
         depth = topology.num_speculative_tokens
         topology = DynamicTree(num_nodes=depth + 1, max_depth=depth, top_k=1)
     return _grow_dynamic(topology, root, first, run, draft_to_target)
+
+
+def draw_chain(
+    chain: Chain,
+    *,
+    root: Int[Array, " B"],
+    first: Level,
+    run: RunLevel,
+    draft_to_target: Int[Array, " W"],
+    vocab_size: int,
+    keys: Key[Array, " B"],
+    sampling: SamplingParams,
+) -> Draft:
+    """Draft a chain by drawing each token from ``q = softmax(draft logits / temperature)``.
+
+    Leviathan et al. (2023), algorithm 1. Top-k and top-p shape the target alone, as in vLLM: any ``q`` is exact as long
+    as it is the one that was drawn from. A row of temperature 0 drafts the likeliest token, with ``q`` a point mass.
+
+    Args:
+        chain: How many tokens.
+        root: The last committed token.
+        first: Logits and carry at the root, ``k = 1``.
+        run: Runs the network on one level.
+        draft_to_target: Target id of each draft id.
+        vocab_size: ``V``.
+        keys: Of this round, one per row.
+        sampling: One value per row.
+
+    Returns:
+        A draft with ``probs``: ``q`` over the target's ids, zero where the head has no token, and at the root.
+    """
+    batch, depth = root.shape[0], chain.num_speculative_tokens
+    greedy = jnp.asarray(sampling.temperature) == 0
+    dice = uniforms(keys, depth)
+    tokens, probs = [], [jnp.zeros((batch, vocab_size), jnp.float32)]
+    level = first
+    for index in range(depth):
+        logits = level.logits[:, 0]
+        q = probabilities(level.logits, sampling, Warping.TEMPERATURE)[:, 0]
+        # Where every temperature is a constant 0 the compiler keeps the argmax alone.
+        ids = jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), draw(q, dice[:, index]))
+        tokens.append(draft_to_target[ids])
+        probs.append(jnp.zeros((batch, vocab_size), jnp.float32).at[:, draft_to_target].add(q))
+        if index + 1 < depth:
+            seen = jnp.ones((batch, 1, index + 1), jnp.bool_)
+            level = run(tokens[-1][:, None], level.carry, index, seen, level.memory)
+    parents = jnp.broadcast_to(jnp.arange(depth, dtype=jnp.int32), (batch, depth))
+    draft = _with_root(root, jnp.stack(tokens, axis=1), parents)
+    return draft.replace(probs=jnp.stack(probs, axis=1))  # type: ignore[attr-defined]
 
 
 def _grow_dynamic(

@@ -15,11 +15,12 @@ from flax import nnx, struct
 from jaxtyping import Array, Float, Int, Key
 
 from eagle3_jax.cache import KeyValue, KVCache, Segment
-from eagle3_jax.drafters._grow import Level, grow
+from eagle3_jax.drafters._grow import Level, draw_chain, grow
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.models.decoder import Attention, Block, Memory, causal_mask
 from eagle3_jax.models.functional import Params, bind, init_params, param_shapes
 from eagle3_jax.models.layers import FLOAT32, Linear, Precision, RMSNorm, SwiGLU
+from eagle3_jax.sampling import DraftSampling
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
 from eagle3_jax.types import Draft, Observation, SamplingParams
 
@@ -167,11 +168,18 @@ class Eagle3Drafter:
 
     Parameters are a dictionary: ``head`` (the network), ``embedding [V D]`` (mostly the target's own array) and
     ``draft_to_target [W]`` (absolute ids).
+
+    Attributes:
+        config: The head.
+        topology: The shape of a draft.
+        precision: Of the head's products and activations.
+        draft_sampling: Whether a chain's tokens are the likeliest or drawn; trees take the likeliest.
     """
 
     config: Eagle3Config
     topology: Topology = Chain(5)
     precision: Precision = FLOAT32
+    draft_sampling: DraftSampling = DraftSampling.GREEDY
 
     def __post_init__(self) -> None:
         topology, limit = self.topology, self.config.draft_vocab_size
@@ -180,6 +188,11 @@ class Eagle3Drafter:
             width = 1 + max(rank for path in topology.paths for rank in path)
         if width > limit:
             raise ValueError(f"the tree draws {width} children from a draft vocabulary of {limit}; lower top_k")
+        if self.draft_sampling is DraftSampling.PROBABILISTIC and not isinstance(topology, Chain):
+            raise ValueError(
+                "draft_sampling is probabilistic and the draft a tree, whose tokens are the likeliest ones; "
+                "draft a chain (num_speculative_tokens=K) or leave draft_sampling greedy"
+            )
 
     @property
     def num_nodes(self) -> int:
@@ -242,8 +255,7 @@ class Eagle3Drafter:
         )
 
     def propose(self, params: Params, state: Eagle3State, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
-        """Grow the tree. Drafting is greedy at every temperature; verification makes the output exact."""
-        del keys, sampling
+        """Grow the tree, or draw the chain; verification makes the output exact whatever is proposed."""
         head = self._head(params)
 
         def run(tokens, output, depth, mask, memory):
@@ -261,12 +273,18 @@ class Eagle3Drafter:
             return Level(logits=head.logits(output), carry=output, memory=(*memory, block))
 
         output = state.output[:, None]
-        return grow(
-            self.topology,
+        first, ids = Level(logits=head.logits(output), carry=output, memory=()), params["draft_to_target"]
+        if self.draft_sampling is DraftSampling.GREEDY:
+            return grow(self.topology, root=state.root, first=first, run=run, draft_to_target=ids)
+        return draw_chain(
+            self.topology,  # type: ignore[arg-type]
             root=state.root,
-            first=Level(logits=head.logits(output), carry=output, memory=()),
+            first=first,
             run=run,
-            draft_to_target=params["draft_to_target"],
+            draft_to_target=ids,
+            vocab_size=self.config.layer.vocab_size,
+            keys=keys,
+            sampling=sampling,
         )
 
     def _head(self, params: Params) -> Eagle3Head:
