@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import gc
-import os
+import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 import pytest
 
+from validation.environment import committable, environment
 from validation.levels import BY_NAME
-from validation.report import Check, Report, Verdict
+from validation.report import Check, Report, Verdict, verdict_lines
+from validation.vllm.fixtures import NOTES, vllm, vllm_process  # noqa: F401
 
 _CHECK = pytest.StashKey[Check]()
 _REPORT = pytest.StashKey[Report]()
+_STARTED = pytest.StashKey[float]()
+_WRITTEN = pytest.StashKey[Path]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,7 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--prompts", metavar="FILE", action="append", default=[], help="JSONL of prompts; may be repeated")
     group.addoption("--vllm-python", metavar="PYTHON", help="interpreter of an environment with vLLM; see `make vllm`")
     group.addoption("--vllm-url", metavar="URL", help="running vLLM server with speculation, such as http://host:8000")
-    group.addoption("--vllm-plain-url", metavar="URL", help="running vLLM server of the same target without speculation")
+    group.addoption(
+        "--vllm-plain-url", metavar="URL", help="running vLLM server of the same target without speculation"
+    )
     group.addoption("--price-per-hour", type=float, metavar="USD", help="of the machine; adds cost per million tokens")
     group.addoption("--report-dir", default=str(Path(__file__).parent / "report"), help="where the report is written")
     group.addoption("--complete", action="store_true", help="fail unless every level ran in full, as CI does")
@@ -76,3 +83,170 @@ def setting(pytestconfig: pytest.Config) -> Setting:
 def check(request: pytest.FixtureRequest) -> Check:
     """Where a test keeps the numbers behind its verdict."""
     return request.node.stash[_CHECK]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs() -> Iterator[None]:
+    """A compiled program holds memory maps; thousands of them reach Linux's limit (65530), which ends the process."""
+    yield
+    jax.clear_caches()
+    gc.collect()
+
+
+# ---------------------------------------------------------------- the report, kept up by hooks
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse misuse before anything is loaded, and open the report."""
+    config.addinivalue_line("markers", "level(name): the level of proof that a test belongs to, such as 'L5'")
+    if not hasattr(config.option, "rehearse"):  # found among other directories, which for pytest 8 is too late
+        raise pytest.UsageError("validation has options of its own and must be named: pytest validation")
+    option = config.getoption
+    if option("--rehearse") and not option("--gpu"):
+        raise pytest.UsageError("--rehearse is for a run with --gpu; give both")
+    if option("--gpu") and not option("--rehearse") and not any(d.platform in ("gpu", "cuda") for d in jax.devices()):
+        raise pytest.UsageError(
+            f"--gpu needs a CUDA device, and jax sees only {jax.devices()[0].platform}: install 'eagle3-jax[cuda]', "
+            "or add --rehearse to try the flow without one"
+        )
+    for name in option("--prompts"):
+        if not Path(name).is_file():
+            raise pytest.UsageError(f"--prompts: there is no file {name}")
+    price = option("--price-per-hour")
+    if price is not None and not 0 < price < float("inf"):
+        raise pytest.UsageError(f"--price-per-hour must be above zero, not {price:g}")
+    config.stash[_REPORT] = Report(
+        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=committable(shlex.join(["pytest", *map(str, config.invocation_params.args)])),
+        gpu=option("--gpu"),
+        rehearsal=option("--rehearse"),
+    )
+    config.stash[_STARTED] = time.perf_counter()
+    config.stash[NOTES] = config.stash[_REPORT].environment
+    if option("--collect-only"):
+        return
+    try:
+        config.stash[NOTES] |= environment(
+            target=option("--target"), drafter=option("--drafter"), prompt_files=option("--prompts")
+        )
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    """Keep the modules whose tests nobody will see: a level must not look better for lack of them."""
+    found = yield
+    report = collector.config.stash[_REPORT]
+    if found.failed:
+        report.errors.append(f"{collector.name}: {_last_lines(str(found.longrepr))}")
+    elif found.skipped:
+        report.skipped.append(f"{collector.name}: {_skip_reason(found.longrepr)}")
+    return found
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Every test belongs to a level and has its check in the report, whether it will run or not."""
+    marker = item.get_closest_marker("level")
+    if marker is None:
+        raise pytest.UsageError(f"{item.nodeid} belongs to no level; mark it, such as @pytest.mark.level('L5')")
+    if len(marker.args) != 1 or marker.args[0] not in BY_NAME:
+        named = ", ".join(map(repr, marker.args)) or "nothing"
+        raise pytest.UsageError(f"{item.nodeid}: level({named}) is none of {', '.join(BY_NAME)}")
+    checks = item.config.stash[_REPORT].checks
+    name = item.nodeid.partition("::")[2].replace("::", ": ").replace("test_", "").replace("_", " ")
+    if any(check.level == marker.args[0] and check.name == name for check in checks):
+        name = f"{name} ({item.path.stem})"
+    item.stash[_CHECK] = Check(level=marker.args[0], name=name)
+    checks.append(item.stash[_CHECK])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Levels for GPUs only are not part of a run without one."""
+    if _REPORT not in config.stash or config.getoption("--gpu"):
+        return
+    out = [item for item in items if _CHECK in item.stash and BY_NAME[item.stash[_CHECK].level].gpu_only]
+    for item in out:
+        item.stash[_CHECK].reason = "only with --gpu"
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in out]
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        if _CHECK in item.stash:
+            item.stash[_CHECK].reason = item.stash[_CHECK].reason or "deselected"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
+    """Read the verdict of a check from how its test went."""
+    outcome = yield
+    check = item.stash[_CHECK]
+    check.seconds += outcome.duration
+    if outcome.failed:
+        message = outcome.longrepr if isinstance(outcome.longrepr, str) else call.excinfo.exconly(tryshort=True)
+        if outcome.when != "call":  # the world around the test: which exception it was says more than its last words
+            message = f"{outcome.when}: {call.excinfo.typename}: {call.excinfo.value}".splitlines()[0]
+        check.verdict, check.reason = Verdict.FAILED, _last_lines(message)
+    elif outcome.skipped:
+        expected = getattr(outcome, "wasxfail", None)
+        reason = _skip_reason(outcome.longrepr) if expected is None else f"expected to fail: {expected}"
+        check.verdict, check.reason = Verdict.NOT_RUN, reason
+    elif outcome.when == "call" and check.verdict is Verdict.NOT_RUN:
+        check.verdict = Verdict.PASSED
+    return outcome
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Write the report, however the run ended; misuse is no run."""
+    config, report = session.config, session.config.stash.get(_REPORT, None)
+    if report is None or config.getoption("--collect-only") or exitstatus == pytest.ExitCode.USAGE_ERROR:
+        return
+    for check in report.checks:
+        if check.verdict is Verdict.NOT_RUN and not check.reason:
+            interrupted = exitstatus == pytest.ExitCode.INTERRUPTED and not report.errors
+            check.reason = "not finished: the run " + ("was interrupted" if interrupted else "stopped before")
+    report.seconds = time.perf_counter() - config.stash[_STARTED]
+    try:
+        config.stash[_WRITTEN] = report.write(config.getoption("--report-dir"))
+    except OSError as error:
+        pytest.exit(f"the report could not be written: {error}", returncode=pytest.ExitCode.TESTS_FAILED)
+    if config.getoption("--complete") and report.incomplete() and exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if _WRITTEN not in config.stash:
+        return
+    report, written = config.stash[_REPORT], config.stash[_WRITTEN]
+    colours = {Verdict.PASSED: "green", Verdict.FAILED: "red", Verdict.PARTLY: "yellow", Verdict.NOT_RUN: "light"}
+    terminalreporter.section("validation")
+    for verdict, line in verdict_lines(report):
+        terminalreporter.write_line(line, **{colours[verdict]: True})
+    terminalreporter.write_line("")
+    terminalreporter.write_line(report.summary, bold=True)
+    terminalreporter.write_line(f"Report: {written}")
+    if written.suffix != ".html":
+        terminalreporter.write_line("No page: it needs jinja2 (pip install 'eagle3-jax[validation]').")
+    if config.getoption("--complete") and (missing := report.incomplete()):
+        terminalreporter.write_line("--complete: this run is not complete", red=True)
+        for line in missing:
+            terminalreporter.write_line(f"  {line}", red=True)
+
+
+def _skip_reason(representation: object) -> str:
+    text = representation[2] if isinstance(representation, tuple) else str(representation)
+    return committable(text.removeprefix("Skipped: "))
+
+
+def _last_lines(message: str, limit: int = 500) -> str:
+    """The end of a failure's message, where pytest compares, and its first line, where the test says what it means."""
+    lines = [line.removeprefix("E  ").strip() for line in committable(message).strip().splitlines() if line.strip()]
+    text = "\n".join(lines).removeprefix("AssertionError: ")
+    if len(text) <= limit:
+        return text
+    first = lines[0][: limit // 2]
+    return f"{first}\n…{text[len(first) + 2 - limit :]}"
