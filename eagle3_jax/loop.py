@@ -261,7 +261,8 @@ class SpeculativeLoop:
         # Greedy verification reads no proposal distribution. With a temperature that is a constant to the compiler,
         # whatever a drafter computes for sampled rows is dropped from the program.
         sampling = sampling.replace(temperature=jnp.zeros_like(sampling.temperature))  # type: ignore[attr-defined]
-        return self.drafter.propose(params.drafter, state.drafter, keys, sampling).replace(probs=None)
+        draft = self.drafter.propose(params.drafter, state.drafter, keys, sampling)
+        return draft.replace(probs=None)  # type: ignore[attr-defined]
 
     def _verify(self, params: LoopParams, state: GenerationState, draft: Draft, output: TargetOutput) -> Verdict:
         logits = self.target.unembed(params.target, output.final)

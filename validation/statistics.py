@@ -1,0 +1,188 @@
+"""Statistics of sampled tokens beside the distribution that they should have come from.
+
+A token at index ``j`` of a round is emitted by a decision that depends on earlier events alone. So whenever index ``j``
+is reached, the token follows ``p``, the target's distribution after the warpers, whatever was drafted. Every statistic
+here compares a score of the token with the score's exact mean and variance under ``p``, or the token's place in ``p``
+with a uniform. None of them is conditioned on acceptance, which would bias it.
+
+No single statistic sees every bug: a token resampled from ``p`` in place of the residual keeps its entropy, and a wrong
+residual can keep its direction. Hence several.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Mapping
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+from scipy import stats
+
+MOST_DIRECTED = 10.0  # ln(q/p) is cut at this size, so that a token with next to no mass cannot decide alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """A score of each token with what it should be on average.
+
+    Attributes:
+        observed: ``[n]``, the score of the token.
+        mean: ``[n]``, its mean under ``p``.
+        variance: ``[n]``, its variance under ``p``.
+    """
+
+    observed: Float[np.ndarray, " n"]
+    mean: Float[np.ndarray, " n"]
+    variance: Float[np.ndarray, " n"]
+
+    @property
+    def z(self) -> float:
+        """``Σ (observed - mean) / sqrt(Σ variance)``, standard normal for an exact sampler; 0 without variance."""
+        spread = math.sqrt(self.variance.sum())
+        return float((self.observed - self.mean).sum() / spread) if spread > 0 else 0.0
+
+    def __getitem__(self, chosen: Bool[np.ndarray, " n"]) -> Score:
+        """The chosen tokens only."""
+        return Score(self.observed[chosen], self.mean[chosen], self.variance[chosen])
+
+    @classmethod
+    def of(cls, scores: Float[np.ndarray, "n V"], p: Float[np.ndarray, "n V"], tokens: Int[np.ndarray, " n"]) -> Score:
+        """From a score of every token of the vocabulary; tokens without mass do not enter the moments."""
+        possible = np.where(p > 0, scores, 0.0)
+        mean = (p * possible).sum(axis=1)
+        variance = (p * (possible - mean[:, None]) ** 2).sum(axis=1)
+        return cls(_at(scores, tokens), mean, variance)
+
+
+def surprisal(p: Float[np.ndarray, "n V"], tokens: Int[np.ndarray, " n"]) -> Score:
+    """``-ln p(x)``, whose mean is the entropy: sees what makes the text too sure or not sure enough."""
+    with np.errstate(divide="ignore"):
+        return Score.of(-np.log(p), p, tokens)
+
+
+def directed(p: Float[np.ndarray, "n V"], q: Float[np.ndarray, "n V"], tokens: Int[np.ndarray, " n"]) -> Score:
+    """``ln(q(x) / p(x))``, cut at :data:`MOST_DIRECTED`: sees a pull towards the draft, or away from it."""
+    return Score.of(towards(p, q), p, tokens)
+
+
+def towards(p: Float[np.ndarray, "n V"], q: Float[np.ndarray, "n V"]) -> Float[np.ndarray, "n V"]:
+    """``ln(q / p)`` of every token, cut; 0 where neither has mass."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.log(q) - np.log(p)
+    return np.clip(
+        np.nan_to_num(ratio, nan=0.0, posinf=MOST_DIRECTED, neginf=-MOST_DIRECTED), -MOST_DIRECTED, MOST_DIRECTED
+    )
+
+
+def drafted(p: Float[np.ndarray, "n V"], proposals: Int[np.ndarray, "n k"], tokens: Int[np.ndarray, " n"]) -> Score:
+    """Whether the token is one of those proposed: the directed score of deterministic proposals.
+
+    Args:
+        p: The target's distribution at each token.
+        proposals: Distinct draft tokens at this place, padded with -1: one in a chain, the siblings in a tree.
+        tokens: What was emitted.
+    """
+    mass = np.take_along_axis(p, np.maximum(proposals, 0), axis=1)
+    mean = np.minimum((mass * (proposals >= 0)).sum(axis=1), 1.0)
+    return Score((proposals == tokens[:, None]).any(axis=1).astype(float), mean, mean * (1 - mean))
+
+
+def randomised_pit(
+    p: Float[np.ndarray, "n V"],
+    tokens: Int[np.ndarray, " n"],
+    uniforms: Float[np.ndarray, " n"],
+    *,
+    order: Float[np.ndarray, "n V"],
+) -> Float[np.ndarray, " n"]:
+    """The probability integral transform ``P(before x) + u p(x)``, uniform on [0, 1] exactly when ``x ~ p``.
+
+    Args:
+        p: The target's distribution at each token.
+        tokens: What was emitted.
+        uniforms: Fresh, in [0, 1).
+        order: Tokens with a lower value come before; of equal ones, the lower id. ``-p`` orders by rank.
+    """
+    own = _at(order, tokens)[:, None]
+    ids = np.arange(p.shape[1])[None, :]
+    before = (order < own) | ((order == own) & (ids < tokens[:, None]))
+    return (p * before).sum(axis=1) + uniforms * _at(p, tokens)
+
+
+def kolmogorov_smirnov(values: Float[np.ndarray, " n"]) -> float:
+    """The p-value of the hypothesis that values are uniform on [0, 1]; 1 without values."""
+    if values.size == 0:
+        return 1.0
+    return float(stats.kstest(np.clip(values, 0.0, 1.0), "uniform").pvalue)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Counted outcomes beside their exact law.
+
+    Attributes:
+        draws: ``N``.
+        cells: ``C``, outcomes that the law allows.
+        chi_square: The p-value of Pearson's statistic; 0 when something impossible was seen.
+        g_test: The p-value of the likelihood ratio; likewise.
+        distance: Empirical total variation distance.
+        impossible: Outcomes seen that the law does not allow.
+    """
+
+    draws: int
+    cells: int
+    chi_square: float
+    g_test: float
+    distance: float
+    impossible: dict[Hashable, int]
+
+    def certificate(self, delta: float) -> float:
+        """With probability ``1 - delta`` the true total variation distance is at most this."""
+        return total_variation_bound(self.distance, cells=self.cells, draws=self.draws, delta=delta)
+
+
+def goodness_of_fit(counts: Mapping[Hashable, int], law: Mapping[Hashable, float], *, least: float = 10.0) -> Fit:
+    """Pearson's chi-square and the G-test; the rarest outcomes are counted as one, until it expects ``least`` of them.
+
+    Args:
+        counts: How often each outcome was seen.
+        law: Its exact probability.
+        least: Smallest expected count of a cell.
+    """
+    draws = sum(counts.values())
+    possible = {outcome: float(mass) for outcome, mass in law.items() if mass > 0}
+    impossible = {outcome: count for outcome, count in counts.items() if count and outcome not in possible}
+    distance = (
+        sum(abs(counts.get(x, 0) / draws - m) for x, m in possible.items()) + sum(impossible.values()) / draws
+    ) / 2
+    found = Fit(draws, len(possible), 0.0, 0.0, distance, impossible)
+    if impossible:
+        return found
+    ranked = sorted(possible, key=lambda outcome: -possible[outcome])
+    expected = draws * np.array([possible[outcome] for outcome in ranked])
+    observed = np.array([counts.get(outcome, 0) for outcome in ranked], float)
+    own = int(np.count_nonzero(expected >= least))
+    if own < len(ranked):
+        if expected[own:].sum() < least and own > 0:  # too small a tail for a cell: it joins the rarest one
+            own -= 1
+        observed = np.append(observed[:own], observed[own:].sum())
+        expected = np.append(expected[:own], expected[own:].sum())
+    if len(expected) == 1:
+        return dataclasses.replace(found, chi_square=1.0, g_test=1.0)
+    expected *= observed.sum() / expected.sum()
+    pearson, likelihood = (
+        float(stats.power_divergence(observed, expected, lambda_=name).pvalue) for name in ("pearson", "log-likelihood")
+    )
+    return dataclasses.replace(found, chi_square=pearson, g_test=likelihood)
+
+
+def total_variation_bound(distance: float, *, cells: int, draws: int, delta: float) -> float:
+    """``TV <= TV_N + sqrt((C ln 2 + ln(1/delta)) / (2 N))`` with probability ``1 - delta``.
+
+    Total variation is the largest difference over ``2^C`` events; Hoeffding's inequality bounds each, a union all.
+    """
+    return distance + math.sqrt((cells * math.log(2) + math.log(1 / delta)) / (2 * draws))
+
+
+def _at(values: Float[np.ndarray, "n V"], tokens: Int[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+    return np.take_along_axis(values, tokens[:, None], axis=1)[:, 0]
