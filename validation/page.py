@@ -53,7 +53,7 @@ def draw(plot: Plot) -> Markup | None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         return None
-    style = {
+    style: dict[Any, Any] = {
         "svg.fonttype": "none",  # text stays text: small, searchable, in the page's font
         "svg.hashsalt": repr(plot),  # the same report gives the same page, and two plots share no id
         "text.parse_math": False,  # a dollar sign in a label is a dollar sign
@@ -97,7 +97,7 @@ def _draw_points(axes: Any, plot: Plot) -> None:
             axes.scatter(xs, ys, s=14, alpha=0.7, linewidths=0, **look)
         else:
             # Later series are drawn smaller and dashed, so that equal curves show as both.
-            size = max(3, 8 - 2 * index) if len(xs) <= 60 else 0
+            size = max(3, 9 - 3 * index) if len(xs) <= 60 else 0
             axes.plot(xs, ys, markersize=size, linestyle=("-", "--", "-.", ":")[index % 4], **look)
     if all(isinstance(x, int) for xs, _ in plot.series.values() for x in xs):
         axes.xaxis.get_major_locator().set_params(integer=True)
