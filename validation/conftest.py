@@ -14,6 +14,7 @@ import jax
 import pytest
 
 from validation.environment import committable, environment
+from validation.fixtures import maybe_vllm, subject  # noqa: F401
 from validation.levels import BY_NAME
 from validation.report import Check, Report, Verdict, verdict_lines
 from validation.vllm.fixtures import NOTES, vllm, vllm_process  # noqa: F401

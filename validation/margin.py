@@ -1,0 +1,119 @@
+"""When two argmaxes may differ: ties within two units in the last place, and how many of them noise explains.
+
+A bfloat16 model that runs in blocks of another size sums in another order, so an argmax may flip where two logits
+nearly tie. The rule: at every position the token written is the reference's argmax, or it is one of the reference's
+two likeliest and its logit is at most two bfloat16 units below. Anything else is a disagreement; there must be none.
+How many ties are allowed is not a matter of taste either: it follows from a control in which nothing is drafted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+TIE_ULPS = 2.0
+FLOAT32_TOLERANCE = 1e-3  # of logits: float32 sums in another order differ by about 1e-5
+
+
+class Agreement(enum.IntEnum):
+    """What the reference thinks of a token."""
+
+    AGREE = 0
+    TIE = 1
+    DISAGREE = 2
+
+
+def bfloat16_ulp(values: ArrayLike) -> np.ndarray:
+    """Unit in the last place: the step of the bfloat16 grid at each value, ``2^(e-7)`` in ``[2^e, 2^(e+1))``.
+
+    Read from the exponent bits of the float32 value, so that no logarithm rounds at a power of two. Below the smallest
+    normal number the grid is even, with steps of ``2^-133``.
+
+    Raises:
+        ValueError: A value is not finite; it has no unit.
+    """
+    values = np.asarray(values, np.float32)
+    if not np.isfinite(values).all():
+        raise ValueError("a logit is not finite, so it has no unit in the last place")
+    exponent = (values.view(np.uint32) >> 23 & 0xFF).astype(np.int32)
+    return np.ldexp(1.0, np.maximum(exponent, 1) - 127 - 7)
+
+
+def tie_tolerance(best_value: ArrayLike, dtype: str) -> np.ndarray:
+    """Largest gap of a tie: two units of the highest logit where products are of bfloat16, 1e-3 in float32."""
+    if dtype == "float32":
+        return np.full(np.shape(best_value), FLOAT32_TOLERANCE)
+    return TIE_ULPS * bfloat16_ulp(best_value)
+
+
+def classify(gap: ArrayLike, rank: ArrayLike, tolerance: ArrayLike) -> np.ndarray:
+    """:class:`Agreement` at every position.
+
+    Args:
+        gap: Highest logit minus that of the token, at least 0.
+        rank: One more than the number of tokens with a higher logit.
+        tolerance: Largest gap of a tie; see :func:`tie_tolerance`.
+
+    Raises:
+        ValueError: A gap is negative or not a number: it was not measured against the highest logit.
+    """
+    gap, rank = np.asarray(gap, float), np.asarray(rank)
+    if not (gap >= 0).all():
+        raise ValueError(
+            f"the smallest gap is {gap.min()}; a gap is measured from the highest logit, so it is never below 0"
+        )
+    tie = (rank <= 2) & (gap <= np.asarray(tolerance, float))
+    return np.where(gap == 0, Agreement.AGREE, np.where(tie, Agreement.TIE, Agreement.DISAGREE))
+
+
+def clopper_pearson(successes: int, trials: int, *, confidence: float = 0.99) -> tuple[float, float]:
+    """Exact two-sided interval of a binomial probability (Clopper & Pearson, 1934).
+
+    Raises:
+        ValueError: The counts are no counts of a binomial experiment.
+    """
+    from scipy import stats
+
+    if not 0 <= successes <= trials or trials == 0:
+        raise ValueError(f"{successes} successes in {trials} trials; expected 0 <= successes <= trials and a trial")
+    tail = (1 - confidence) / 2
+    low = 0.0 if successes == 0 else float(stats.beta.ppf(tail, successes, trials - successes + 1))
+    high = 1.0 if successes == trials else float(stats.beta.isf(tail, successes + 1, trials - successes))
+    return low, high
+
+
+def rate_bound(successes: int, trials: int, *, confidence: float = 0.99) -> float:
+    """One-sided upper bound of a binomial probability; ``3 / trials`` at 95 % when nothing was seen."""
+    return clopper_pearson(successes, trials, confidence=2 * confidence - 1)[1]
+
+
+def poisson_quantile(mean: float, *, tail: float = 1e-6) -> int:
+    """Smallest count that a Poisson variable of this mean exceeds with probability at most ``tail``."""
+    from scipy import stats
+
+    return int(stats.poisson.isf(tail, mean))
+
+
+@dataclasses.dataclass(frozen=True)
+class Control:
+    """How often the argmax flips between two block sizes although nothing is drafted (an A/A study).
+
+    Attributes:
+        flips: Positions at which it did.
+        tokens: Positions looked at.
+    """
+
+    flips: int
+    tokens: int
+
+    @property
+    def bound(self) -> float:
+        """Upper bound of the flip rate, at 99 %."""
+        return rate_bound(self.flips, self.tokens)
+
+    def allowed(self, tokens: int) -> int:
+        """As many flips in ``tokens`` positions as noise explains; more happen once in a million runs."""
+        return poisson_quantile(tokens * self.bound)

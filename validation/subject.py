@@ -1,0 +1,122 @@
+"""What is validated: a target, its EAGLE-3 head, and prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+
+from eagle3_jax import LoadedDrafter, LoadedTarget, load_drafter, load_target
+from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.load import bundled, locate
+from validation.prompts import Prompt, Renderer, read_prompts
+
+Pair = tuple[LoadedTarget, LoadedDrafter]
+
+DEFAULT_TARGET = "meta-llama/Llama-3.1-8B-Instruct"
+DEFAULT_DRAFTER = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
+CPU_TOKENS, GPU_TOKENS = 96, 256
+
+
+@dataclasses.dataclass(eq=False)
+class Subject:
+    """The thing validated. Models are loaded when they are asked for and kept until they are dropped.
+
+    Attributes:
+        name: In the report.
+        target_directory: In the Hugging Face layout or ours.
+        drafter_directory: In any dialect that the library reads.
+        prompt_files: JSONL.
+        max_new_tokens: For prompts that name no limit of their own.
+        dtypes: In which precisions it is validated, its main one first.
+        reason: Why it is not the subject that a run would have by default; empty if it is.
+    """
+
+    name: str
+    target_directory: Path
+    drafter_directory: Path
+    prompt_files: Sequence[Path]
+    max_new_tokens: int
+    dtypes: tuple[str, ...]
+    reason: str = ""
+    _pairs: dict[str, Pair] = dataclasses.field(default_factory=dict, repr=False)
+
+    def pair(self, dtype: str) -> Pair:
+        """Target and head in a precision."""
+        if dtype not in self._pairs:
+            target = load_target(self.target_directory, dtype=dtype)
+            self._pairs[dtype] = target, load_drafter(self.drafter_directory, target=target)
+        return self._pairs[dtype]
+
+    def drop(self, dtype: str) -> None:
+        """Free the memory of a precision; it is loaded again when it is asked for."""
+        self._pairs.pop(dtype, None)
+        gc.collect()
+
+    @functools.cached_property
+    def renderer(self) -> Renderer:
+        """How questions become token ids."""
+        return Renderer.of(self.target_directory)
+
+    @functools.cached_property
+    def prompts(self) -> list[Prompt]:
+        """All prompts of all files."""
+        target = self.pair(self.dtypes[0])[0]
+        return [
+            prompt
+            for file in self.prompt_files
+            for prompt in read_prompts(file, target, self.renderer, max_new_tokens=self.max_new_tokens)
+        ]
+
+    @property
+    def prompt_tokens(self) -> list[list[int]]:
+        """Token ids of every prompt."""
+        return [prompt.tokens for prompt in self.prompts]
+
+    @property
+    def description(self) -> dict[str, str | int]:
+        """For the report."""
+        return {
+            "name": self.name,
+            "prompts": len(self.prompts),
+            "max_new_tokens": self.max_new_tokens,
+            "questions": self.renderer.note,
+            "dtypes": ", ".join(self.dtypes),
+            **({"not the default": self.reason} if self.reason else {}),
+        }
+
+
+def choose(
+    *, gpu: bool, rehearsal: bool, target: str | None, drafter: str | None, prompt_files: Sequence[Path]
+) -> Subject:
+    """The subject of a run: what was named, or the default of the hardware, or the shipped pair with the reason.
+
+    Raises:
+        ValueError: Only one of target and drafter was named, or one of them is not there.
+    """
+    if (target is None) != (drafter is None):
+        given, missing = ("--target", "--drafter") if drafter is None else ("--drafter", "--target")
+        raise Misuse(f"{given} was given without {missing}, and a head fits one target only; add {missing}")
+    files = prompt_files or [bundled("prompts.jsonl")]
+    on_gpu = gpu and not rehearsal
+    dtypes = ("bfloat16", "float32") if gpu else ("mixed", "float32", "bfloat16")
+    reason = ""
+    wanted = (target, drafter) if target or not on_gpu else (DEFAULT_TARGET, DEFAULT_DRAFTER)
+    try:
+        directories = locate(wanted[0], "target"), locate(wanted[1], "eagle3")
+    except ValueError as error:
+        if target is not None:
+            raise
+        reason, wanted = str(error), (None, None)
+        directories = bundled("target"), bundled("eagle3")
+    return Subject(
+        name="the shipped pair" if wanted[0] is None else f"{wanted[0]} with {wanted[1]}",
+        target_directory=directories[0],
+        drafter_directory=directories[1],
+        prompt_files=files,
+        max_new_tokens=GPU_TOKENS if on_gpu else CPU_TOKENS,
+        dtypes=dtypes,
+        reason=reason,
+    )
