@@ -105,7 +105,11 @@ def compare_with_recorded(
     state = decoder.prefill([prompt] * batch_size, max_new_tokens=max_new_tokens)
     worst_features = worst_logits = 0.0
     differ = 0
+    rounds = 0
     for theirs in recorded:
+        if not bool(state.running[0]):  # the last draft of a request is never verified, and we do not make it
+            break
+        rounds += 1
         seen = state.drafter.seen
         count = int(seen.length[0])
         fed = np.asarray(seen.features[0, :count]).reshape(count, -1)
@@ -118,7 +122,7 @@ def compare_with_recorded(
             worst_logits = max(worst_logits, _relative(np.asarray(ours), wanted))
         differ += np.asarray(draft.tokens[0, 1:]).tolist() != theirs["drafts"]
         state = decoder.step(state).state
-    return Closeness(len(recorded), worst_features, worst_logits, differ)
+    return Closeness(rounds, worst_features, worst_logits, differ)
 
 
 def _relative(ours: np.ndarray, theirs: np.ndarray) -> float:

@@ -16,6 +16,7 @@ from eagle3_jax.load import bundled
 from validation.heads import VARIATIONS, write_variation
 from validation.internals import compare_with_recorded, recording
 from validation.parity import first_difference, play, stats_of
+from validation.prompts import shipped
 from validation.report import Check
 from validation.subject import Subject
 from validation.vllm.bridge import VLLM, Engine, EngineOptions, Tokens, eagle3
@@ -138,17 +139,10 @@ def test_a_head_of_every_variation_drafts_as_in_vllm(
         target,
         head,
         (loaded, load_drafter(head, target=loaded)),
-        shipped_prompts(loaded)[:16],
+        [SpeculativeDecoder(loaded).encode(prompt) for prompt in shipped()[:16]],
         num_speculative_tokens=4,
         max_new_tokens=32,
     )
     comparison.acceptance(check)
     comparison.internals(check, 2)
 
-
-def shipped_prompts(target: LoadedTarget) -> list[Tokens]:
-    """The held-out prompts of the shipped pair."""
-    from validation.prompts import shipped
-
-    assert target.tokenizer is not None
-    return [target.tokenizer.encode(prompt).ids for prompt in shipped()]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import json
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,11 @@ class ProcessEngine:
         """What the head was fed and what it answered, per draft; one greedy request."""
         return self.process.call("record", prompt=prompt, max_new_tokens=max_new_tokens)
 
-    def repair_sampling(self) -> None:
-        """See ``worker.py``; lasts as long as the process."""
-        self.process.call("repair_sampling")
+    @contextlib.contextmanager
+    def sampling_repaired(self) -> Iterator[None]:
+        """Meanwhile the CPU build of vLLM samples rightly under speculation; see ``worker.py``."""
+        self.process.call("repair_sampling", repaired=True)
+        try:
+            yield
+        finally:
+            self.process.call("repair_sampling", repaired=False)

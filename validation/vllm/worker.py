@@ -14,6 +14,7 @@ import math
 import os
 import sys
 import time
+import traceback
 from typing import Any
 
 # Whatever vLLM and its libraries print goes to stderr; the channel keeps the real standard output to itself.
@@ -61,7 +62,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.llm: Any = None
-        self.recorded: list[dict[str, Any]] | None = None
+        self.shipped: tuple[Any, Any] | None = None
 
     def versions(self) -> dict[str, str]:
         """What runs here."""
@@ -95,6 +96,11 @@ class Worker:
             per_request_spec_decode_metrics="detailed" if options["speculative_config"] else "none",
             **options,
         )
+        if not torch.cuda.is_available():
+            # Done once for the process. A second time it looks through all modules and stumbles over those of numba.
+            from vllm.platforms import current_platform
+
+            current_platform.register_triton_kernel_overrides = lambda: None
         return {"model": options["model"]}
 
     def drop(self) -> None:
@@ -204,8 +210,8 @@ class Worker:
             SpecDecodeBaseProposer.propose = original
         return recorded
 
-    def repair_sampling(self) -> bool:
-        """Mend two faults of the CPU build of vLLM 0.32 under speculation with a temperature.
+    def repair_sampling(self, repaired: bool) -> bool:
+        """Mend two faults of the CPU build of vLLM 0.32 under speculation with a temperature, or put them back.
 
         Its substitute for the kernel that repeats a request's value for each of its tokens writes into a copy, so that
         temperature, top-k and top-p are uninitialised memory; and without any draft it takes the maximum of nothing.
@@ -213,18 +219,20 @@ class Worker:
         import torch
         from vllm.v1.sample import rejection_sampler
 
-        constrain = rejection_sampler.apply_sampling_constraints
+        if self.shipped is None:
+            self.shipped = rejection_sampler.expand_batch_to_tokens, rejection_sampler.apply_sampling_constraints
+        expand, constrain = self.shipped
 
-        def expand(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+        def repeat(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
             counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
             return torch.where(x == replace_from, torch.full_like(x, replace_to), x).repeat_interleave(counts)
 
-        def apply_sampling_constraints(logits: Any, *rest: Any) -> Any:
+        def constrain_some(logits: Any, *rest: Any) -> Any:
             return logits if logits.shape[0] == 0 else constrain(logits, *rest)
 
-        rejection_sampler.expand_batch_to_tokens = expand
-        rejection_sampler.apply_sampling_constraints = apply_sampling_constraints
-        return True
+        rejection_sampler.expand_batch_to_tokens = repeat if repaired else expand
+        rejection_sampler.apply_sampling_constraints = constrain_some if repaired else constrain
+        return repaired
 
     def _completion(self, output: Any) -> dict[str, Any]:
         one, times = output.outputs[0], output.metrics
@@ -268,6 +276,7 @@ def main() -> None:
             result = getattr(worker, message["call"])(**message["arguments"])
             _send({"id": message["id"], "result": result})
         except Exception as error:
+            traceback.print_exc()
             told = " ".join(str(error).split())
             _send({"id": message["id"], "error": f"{type(error).__name__}: {told[:400]}"})
 

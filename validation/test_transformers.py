@@ -1,0 +1,108 @@
+"""HF: transformers as a second witness of the target's mathematics and of the decoder's text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from eagle3_jax import LoadedTarget, SpeculativeDecoder, load_target
+from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.decoder import causal_mask
+from validation.margin import Agreement, classify, tie_tolerance
+from validation.odd_models import SHAPES, write_odd_model
+from validation.report import Check
+from validation.scoring import score
+from validation.subject import Subject
+from validation.vllm.bridge import Tokens
+
+torch = pytest.importorskip("torch", reason="transformers needs PyTorch")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.level("HF")
+
+TOLERANCE = 1e-4  # relative to the largest logit; float32 sums in another order differ by about 1e-6
+
+
+def load_witness(directory: Path) -> Any:
+    """The same checkpoint in float32, in eager PyTorch."""
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def check_forward(check: Check, witness: Any, target: LoadedTarget, prompts: list[Tokens]) -> None:
+    """Logits of every position, and the stream entering every layer."""
+    config = target.model.config  # type: ignore[attr-defined]
+    assert isinstance(config, DecoderConfig)
+    layers = tuple(range(config.num_layers))  # the last entry of theirs is behind the final norm
+    worst_logits = worst_features = 0.0
+    for prompt in prompts:
+        with torch.inference_mode():
+            theirs = witness(torch.tensor([prompt]), output_hidden_states=True)
+        positions = jnp.arange(len(prompt), dtype=jnp.int32)[None]
+        output = target.model(
+            target.params, jnp.asarray([prompt], jnp.int32), positions, causal_mask(len(prompt)), aux_layers=layers
+        )
+        logits, wanted = np.asarray(target.model.unembed(target.params, output.final)), theirs.logits.numpy()
+        worst_logits = max(worst_logits, float(np.abs(logits - wanted).max() / np.abs(wanted).max()))
+        for layer in layers:
+            stream, wanted = np.asarray(output.features[:, :, layer]), theirs.hidden_states[layer].numpy()
+            worst_features = max(worst_features, float(np.abs(stream - wanted).max() / np.abs(wanted).max()))
+    check.number(
+        positions=sum(map(len, prompts)), layers=len(layers), logits_apart=worst_logits, features_apart=worst_features
+    )
+    assert worst_logits < TOLERANCE
+    assert worst_features < TOLERANCE
+
+
+def test_logits_and_features_of_the_target_equal_transformers(check: Check, subject: Subject) -> None:
+    target, _ = subject.pair("float32")
+    prompts = [prompt[:100] for prompt in subject.prompt_tokens[:6]]
+    check_forward(check, load_witness(subject.target_directory), target, prompts)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_and_features_of_an_odd_shape_equal_transformers(check: Check, tmp_path: Path, shape: str) -> None:
+    directory = write_odd_model(shape, tmp_path / "target")
+    target = load_target(directory)
+    # Beyond the 64 positions that scaled rotary embeddings count as their own, where they differ.
+    prompts = tiny.random_prompts(4, target.vocab_size, seed=1, low=80, high=120)
+    check_forward(check, load_witness(directory), target, prompts)
+
+
+def test_greedy_text_equals_transformers(check: Check, subject: Subject) -> None:
+    target, drafter = subject.pair("float32")
+    witness = load_witness(subject.target_directory)
+    prompts = [prompt[-100:] for prompt in subject.prompt_tokens[:20]]
+    theirs = [generate(witness, prompt, 64) for prompt in prompts]
+    scored = score(target, prompts, theirs)
+    gap = np.concatenate([one.gap for one in scored])
+    rank = np.concatenate([one.rank for one in scored])
+    best = np.concatenate([one.best_value for one in scored])
+    found = classify(gap, rank, tie_tolerance(best, "float32"))
+    decoder = SpeculativeDecoder(target, drafter, num_speculative_tokens=5, stop_tokens=())
+    ours = decoder.generate(prompts, max_new_tokens=64).tokens
+    same = sum(mine == other for mine, other in zip(ours, theirs, strict=True))
+    ties = int((found == Agreement.TIE).sum())
+    check.number(prompts=len(prompts), tokens=len(gap), texts_equal=same, ties=ties, largest_gap=float(gap.max()))
+    assert (found != Agreement.DISAGREE).all(), "transformers wrote a token that is neither our choice nor a tie"
+    assert len(prompts) - same <= ties, "texts differ that no tie explains"
+
+
+def generate(witness: Any, prompt: Tokens, max_new_tokens: int) -> Tokens:
+    """Greedy, to the limit whatever the tokens are."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        output = witness.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=max_new_tokens,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return output[0, len(prompt) :].tolist()
