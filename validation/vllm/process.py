@@ -17,6 +17,20 @@ from validation.vllm.bridge import Completion, EngineOptions, Generated, Scored,
 
 Propose = Callable[[list[Tokens]], list[Tokens]]
 
+# One process, so that drafts and internals can be reached.
+ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+def environment_of(threads: int) -> dict[str, str]:
+    """Variables that vLLM needs on a CPU: little memory, given threads, no network, no chatter."""
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": str(threads),
+    }
+
 
 class Process:
     """Starts the worker and speaks with it; see ``worker.py`` for the protocol.
@@ -40,15 +54,6 @@ class Process:
             VLLMError: It does not start, or has no vLLM.
         """
         python = Path(python).expanduser()
-        settings = {
-            # One process, so that drafts and internals can be reached; and nothing that needs a network.
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "OMP_NUM_THREADS": str(threads),
-        }
         self._last_words: collections.deque[str] = collections.deque(maxlen=20)
         self._count = 0
         try:
@@ -58,7 +63,7 @@ class Process:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
-                env={**os.environ, **settings, **(environment or {})},
+                env={**os.environ, **environment_of(threads), **ALONE, **(environment or {})},
             )
         except OSError as error:
             raise VLLMError(f"{python} could not be started ({error.strerror}); give the Python of a vLLM environment") from None
