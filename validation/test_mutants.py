@@ -1,0 +1,128 @@
+"""MU: every planted bug turns at least one level red.
+
+The bugs are those of the test suite's own gate and a few that only somebody else's numbers can show. Each is switched on
+by a patch of one function's code, and the check of a level must then fail. Bugs of the draft head are shown to live
+vLLM where there is one, and to a recorded run of it where there is none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import test_exact_law
+import test_golden
+import test_greedy
+import test_sampling_law
+from test_mutants import MUTANTS, Mutant, planted
+
+from eagle3_jax import SpeculativeDecoder
+from eagle3_jax.models import rope
+from eagle3_jax.models.decoder import Block, Decoder
+from eagle3_jax.models.layers import RMSNorm
+from validation.fixtures import MaybeVLLM
+from validation.parity import first_difference, play
+from validation.report import Check
+from validation.subject import Subject
+from validation.vllm.bridge import EngineOptions, Generated, Tokens, eagle3
+
+pytestmark = pytest.mark.level("MU")
+
+K, BATCH, CONTEXT, MAX_NEW_TOKENS = 4, 4, 100, 24
+RECORDED, LIVE, WITNESS = "L8, recorded vLLM", "L8, live vLLM", "HF"
+LEVEL_OF: dict[Callable, str] = {
+    test_exact_law.check_exact_law: "L0",
+    test_sampling_law.check_sampling_law: "L2",
+    test_greedy.check_greedy_output: "L3",
+    test_golden.check_vllm_counters: RECORDED,
+    test_golden.check_first_official_draft: "official EAGLE trace",
+    test_golden.check_official_trace: "official EAGLE trace",
+}
+
+# Bugs of the target that its own text cannot show: it is the only model that has them.
+TARGET_BUGS = {
+    "rotary frequencies are those of another base": (
+        rope.inverse_frequencies, "np.float32(config.theta)", "np.float32(config.theta * 1.5)",
+    ),
+    "the MLP reads the stream before attention": (
+        Block.__call__, "x = x + attended\n    return x + self.mlp(self.mlp_norm(x)), kv",
+        "return x + attended + self.mlp(self.mlp_norm(x)), kv",
+    ),
+    "the norm subtracts the mean": (RMSNorm.__call__, "y = x.astype(jnp.float32)", "y = x.astype(jnp.float32) - jnp.mean(x, axis=-1, keepdims=True)"),
+    "features are taken behind the final norm": (
+        Decoder.__call__, "jnp.stack([entering[layer] for layer in aux_layers], axis=2)",
+        "jnp.stack([self.norm(entering[layer]) for layer in aux_layers], axis=2)",
+    ),
+}  # fmt: skip
+
+_caught: dict[str, str] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Live:
+    """What vLLM did with the pair, once, for all bugs."""
+
+    decoder: SpeculativeDecoder
+    prompts: list[Tokens]
+    theirs: Generated
+
+    def check(self) -> None:
+        """Our rounds must be vLLM's."""
+        ours = play(self.decoder, self.prompts, max_new_tokens=MAX_NEW_TOKENS, batch_size=BATCH)
+        difference = first_difference(ours, self.theirs)
+        assert difference is None, difference
+
+
+@pytest.fixture(scope="module")
+def live(maybe_vllm: MaybeVLLM, subject: Subject) -> Live | None:
+    if maybe_vllm.vllm is None:
+        return None
+    options = EngineOptions(
+        model=str(subject.target_directory), speculative=eagle3(subject.drafter_directory, K), max_num_seqs=BATCH
+    )
+    prompts = [prompt[-CONTEXT:] for prompt in subject.prompt_tokens[:BATCH]]
+    theirs = maybe_vllm.vllm.engine(options).generate(prompts, max_new_tokens=MAX_NEW_TOKENS)
+    decoder = SpeculativeDecoder(*subject.pair("float32"), num_speculative_tokens=K, stop_tokens=())
+    found = Live(decoder, prompts, theirs)
+    found.check()  # without a bug it must be green, or red would prove nothing
+    return found
+
+
+def is_of_the_chain(mutant: Mutant) -> bool:
+    """Whether a bug of the head shows in a greedy chain, which is all that vLLM drafts."""
+    return mutant.check is test_golden.check_vllm_counters
+
+
+@pytest.mark.parametrize("bug", MUTANTS)
+def test_a_planted_bug_turns_a_level_red(check: Check, live: Live | None, bug: str) -> None:
+    mutant = MUTANTS[bug]
+    if live is not None and is_of_the_chain(mutant):
+        level, run = LIVE, live.check
+    else:
+        level = LEVEL_OF.get(mutant.check, "L1")
+        run = lambda: mutant.check(*mutant.args, **dict(mutant.options))
+    check.number(level=level)
+    with planted(mutant.function, mutant.old, mutant.new), pytest.raises(AssertionError):
+        run()
+    _caught[bug] = level
+
+
+@pytest.mark.parametrize("bug", TARGET_BUGS)
+def test_a_bug_of_the_target_turns_a_level_red(check: Check, subject: Subject, bug: str) -> None:
+    witness = pytest.importorskip("validation.test_transformers", reason="transformers is not installed")
+    check.number(level=WITNESS)
+    model = witness.load_witness(subject.target_directory)
+    target, prompts = subject.pair("float32")[0], [subject.prompt_tokens[0][:24]]
+    with planted(*TARGET_BUGS[bug]), pytest.raises(AssertionError):
+        witness.check_forward(Check(level="HF", name=bug), model, target, prompts)
+    _caught[bug] = WITNESS
+
+
+def test_no_bug_survives(check: Check) -> None:
+    planted_bugs = [*MUTANTS, *TARGET_BUGS]
+    check.number(planted=len(planted_bugs), caught=len(_caught))
+    check.table(
+        "Which level caught which bug", ["planted bug", "red"], [[bug, _caught.get(bug, "none")] for bug in planted_bugs]
+    )
+    assert set(_caught) == set(planted_bugs)
