@@ -50,9 +50,9 @@ class Score:
     def of(cls, scores: Float[np.ndarray, "n V"], p: Float[np.ndarray, "n V"], tokens: Int[np.ndarray, " n"]) -> Score:
         """From a score of every token of the vocabulary; tokens without mass do not enter the moments."""
         possible = np.where(p > 0, scores, 0.0)
-        mean = (p * possible).sum(axis=1)
-        variance = (p * (possible - mean[:, None]) ** 2).sum(axis=1)
-        return cls(_at(scores, tokens), mean, variance)
+        mean = np.einsum("nv,nv->n", p, possible)
+        centred = possible - mean[:, None]
+        return cls(_at(scores, tokens), mean, np.einsum("nv,nv,nv->n", p, centred, centred))
 
 
 def surprisal(p: Float[np.ndarray, "n V"], tokens: Int[np.ndarray, " n"]) -> Score:

@@ -1,0 +1,171 @@
+"""Sampled tokens with all that the statistics need: their index in the round, what was drafted, and ``p``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from eagle3_jax import Chain, GenerationState, SamplingParams, SpeculativeDecoder, Warping
+from eagle3_jax.load import bundled
+from eagle3_jax.types import Draft
+
+FIRST = -1  # index of the token from the prefill, which belongs to no round
+
+
+@dataclasses.dataclass(frozen=True)
+class Warpers:
+    """Sampling parameters of one row; 0 and 1 switch top-k and top-p off."""
+
+    temperature: float
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __str__(self) -> str:
+        truncation = f", top-k {self.top_k}" * (self.top_k > 0) + f", top-p {self.top_p:g}" * (self.top_p < 1)
+        return f"T={self.temperature:g}{truncation}"
+
+
+def sampling_of(rows: Sequence[Warpers]) -> SamplingParams:
+    """One value per row."""
+    return SamplingParams(
+        temperature=np.array([row.temperature for row in rows], np.float32),
+        top_k=np.array([row.top_k for row in rows], np.int32),
+        top_p=np.array([row.top_p for row in rows], np.float32),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Emitted:
+    """The ``n`` tokens of one row.
+
+    Attributes:
+        prompt: Its prompt.
+        tokens: ``[n]``.
+        index: ``[n]``, place in the round from 0 on; :data:`FIRST` for the first token.
+        bonus: ``[n]``, whether everything drafted on its path had been accepted.
+        proposals: ``[n k]``, what was drafted for its place, -1 padded; at a bonus of a chain, what would have been.
+        q: ``[n V]``, the distribution that the proposal was drawn from; ``None`` for deterministic proposals.
+    """
+
+    prompt: list[int]
+    tokens: Int[np.ndarray, " n"]
+    index: Int[np.ndarray, " n"]
+    bonus: Bool[np.ndarray, " n"]
+    proposals: Int[np.ndarray, "n k"]
+    q: Float[np.ndarray, "n V"] | None
+
+
+def play(
+    decoder: SpeculativeDecoder,
+    prompts: Sequence[list[int]],
+    *,
+    rows: Sequence[Warpers],
+    max_new_tokens: int,
+    seed: int,
+) -> list[Emitted]:
+    """Generate round by round through the compiled step, and keep what each token was decided on.
+
+    A chain is drafted once more, one token longer, from the state before the round: the extra token is what the drafter
+    would have put in the place of the bonus.
+    """
+    state = decoder.prefill(prompts, max_new_tokens=max_new_tokens, sampling=sampling_of(rows), seed=seed)
+    longer = _one_longer(decoder)
+    found: list[list[tuple]] = [[(FIRST, False, [], None)] for _ in prompts]
+    while bool(np.any(state.running)):
+        before = np.asarray(state.length)
+        extended = None if longer is None else longer(decoder.params, state)
+        played = decoder.step(state)
+        state = played.state
+        draft = jax.device_get(played.draft if extended is None else extended)
+        drafted = np.asarray(played.draft.tokens)
+        assert np.array_equal(draft.tokens[:, : drafted.shape[1]], drafted), "the longer chain is another one"
+        count, path = np.asarray(state.length) - before, np.asarray(played.verdict.path)
+        for row in range(len(prompts)):
+            for index in range(count[row]):
+                node = 0 if index == 0 else path[row, index - 1]
+                children = np.flatnonzero((draft.parents[row] == node) & draft.valid[row])
+                below = children[children < drafted.shape[1]]
+                q = None if draft.probs is None else draft.probs[row, children[0]].copy()
+                found[row].append((index, below.size == 0, draft.tokens[row, children], q))
+    tokens = np.asarray(state.tokens)
+    return [_emitted(prompt, tokens[row], found[row]) for row, prompt in enumerate(prompts)]
+
+
+def _one_longer(decoder: SpeculativeDecoder) -> Callable[[Any, GenerationState], Draft] | None:
+    topology = getattr(decoder.loop.drafter, "topology", None)
+    if not isinstance(topology, Chain):
+        return None
+    drafter = dataclasses.replace(decoder.loop.drafter, topology=Chain(topology.num_speculative_tokens + 1))
+    loop = dataclasses.replace(decoder.loop, drafter=drafter, warping=Warping.TRUNCATED)  # anything but greedy
+    return jax.jit(loop._propose)
+
+
+def _emitted(prompt: list[int], sequence: np.ndarray, found: list[tuple]) -> Emitted:
+    index, bonus, proposals, laws = zip(*found, strict=True)
+    width = max(1, *map(len, proposals))
+    padded = np.full((len(found), width), -1, np.int32)
+    for place, tokens in enumerate(proposals):
+        padded[place, : len(tokens)] = tokens
+    q = None
+    if any(law is not None for law in laws):
+        size = next(law.size for law in laws if law is not None)
+        q = np.stack([np.zeros(size, np.float32) if law is None else law for law in laws])
+    tokens = sequence[len(prompt) : len(prompt) + len(found)]
+    return Emitted(prompt, tokens, np.array(index), np.array(bonus), padded, q)
+
+
+class Reference:
+    """``p`` by nothing of ours: the shipped target in transformers, float32, teacher-forced, and its own warpers."""
+
+    def __init__(self) -> None:
+        """Needs torch and transformers."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self._torch = torch
+        self._model = AutoModelForCausalLM.from_pretrained(bundled("target"), dtype=torch.float32).eval()
+
+    def logits(self, rows: Sequence[Emitted]) -> list[np.ndarray]:
+        """Logits that each token of each row was drawn with, ``[n V]``; rows share one forward."""
+        sequences = [[*row.prompt, *row.tokens.tolist()] for row in rows]
+        width = max(map(len, sequences))
+        padded = [sequence + [0] * (width - len(sequence)) for sequence in sequences]  # behind: causal, so never seen
+        with self._torch.inference_mode():
+            logits = self._model(input_ids=self._torch.tensor(padded)).logits
+        return [
+            logits[place, len(row.prompt) - 1 : len(row.prompt) - 1 + len(row.tokens)].numpy()
+            for place, row in enumerate(rows)
+        ]
+
+    def probabilities(self, logits: Float[np.ndarray, "n V"], warpers: Warpers) -> Float[np.ndarray, "n V"]:
+        """Temperature, top-k and top-p by transformers, then a softmax in float64."""
+        from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+        scores = TemperatureLogitsWarper(warpers.temperature)(None, self._torch.tensor(logits))
+        if warpers.top_k:
+            scores = TopKLogitsWarper(warpers.top_k)(None, scores)
+        if warpers.top_p < 1:
+            scores = TopPLogitsWarper(warpers.top_p)(None, scores)
+        return self._torch.softmax(scores.double(), dim=-1).numpy()
+
+
+def at_an_edge(logits: Float[np.ndarray, "n V"], warpers: Warpers, *, slack: float = 3e-6) -> Bool[np.ndarray, " n"]:
+    """Where float32 rounding alone decides which tokens top-k or top-p keeps.
+
+    Such places are left out whatever was drawn there, so leaving them out biases nothing.
+    """
+    ranked = np.sort(logits.astype(np.float64), axis=1)[:, ::-1] / warpers.temperature
+    close = np.zeros(len(ranked), bool)
+    if warpers.top_k:
+        close |= ranked[:, warpers.top_k - 1] - ranked[:, warpers.top_k] < 1e-4
+        ranked = ranked[:, : warpers.top_k]
+    if warpers.top_p < 1:
+        mass = np.exp(ranked - ranked[:, :1])
+        cumulative = np.cumsum(mass / mass.sum(axis=1, keepdims=True), axis=1)
+        close |= np.abs(cumulative - warpers.top_p).min(axis=1) < slack
+    return close
