@@ -1,4 +1,4 @@
-"""What stands between us and vLLM, without vLLM: servers and processes that answer as it does, or as they should not."""
+"""What stands between us and vLLM, without vLLM: servers and processes that answer as it does, or as none should."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ class Head:
     def rename(self, old: str, new: str) -> None:
         """Rename all tensors that start with ``old``."""
         self.tensors = {
-            new + name.removeprefix(old) if name.startswith(old) else name: value for name, value in self.tensors.items()
+            new + name.removeprefix(old) if name.startswith(old) else name: value
+            for name, value in self.tensors.items()
         }
 
     def scales(self, size: int, around: float) -> np.ndarray:

@@ -24,18 +24,51 @@ class Level:
 
 LEVELS = (
     Level("L0", "Exact law", "The acceptance rule emits the target's law exactly, by enumeration over all outcomes."),
-    Level("L1", "Injected randomness", "On a grid of given uniforms, acceptance and residual have the frequencies they must."),
-    Level("L2", "Sampling law of the compiled loop", "Whole sequences from the jitted loop follow the exact law of a tiny target."),
-    Level("L3", "Greedy, bit for bit", "Speculative output equals plain decoding of the same executable shape, whatever is drafted."),
-    Level("L4", "Greedy, margin-aware", "Every token is the reference's argmax, or a tie within two units in the last place."),
-    Level("L5", "Greedy against vLLM, both directions", "vLLM finds every token of ours to be its own choice, and we every token of vLLM's."),
-    Level("L6", "Sampling on a real pair", "Sampled tokens of a trained pair follow the target's distribution at every index of a round."),
-    Level("L7", "Task sanity", "Task accuracy with speculation equals that without, within its confidence interval.", gpu_only=True),
+    Level(
+        "L1",
+        "Injected randomness",
+        "On a grid of given uniforms, acceptance and residual have the frequencies they must.",
+    ),
+    Level(
+        "L2",
+        "Sampling law of the compiled loop",
+        "Whole sequences from the jitted loop follow the exact law of a tiny target.",
+    ),
+    Level(
+        "L3",
+        "Greedy, bit for bit",
+        "Speculative output equals plain decoding of the same executable shape, whatever is drafted.",
+    ),
+    Level(
+        "L4",
+        "Greedy, margin-aware",
+        "Every token is the reference's argmax, or a tie within two units in the last place.",
+    ),
+    Level(
+        "L5",
+        "Greedy against vLLM, both directions",
+        "vLLM finds every token of ours to be its own choice, and we every token of vLLM's.",
+    ),
+    Level(
+        "L6",
+        "Sampling on a real pair",
+        "Sampled tokens of a trained pair follow the target's distribution at every index of a round.",
+    ),
+    Level(
+        "L7",
+        "Task sanity",
+        "Task accuracy with speculation equals that without, within its confidence interval.",
+        gpu_only=True,
+    ),
     Level("L8", "Acceptance parity with vLLM", "The same head accepts the same tokens in the same rounds as in vLLM."),
     Level("L9", "Speed", "Speed beside every rival in the same run, and below what the hardware can do."),
     Level("HF", "transformers as a second witness", "Logits, features and greedy tokens equal those of transformers."),
-    Level("JV", "Our drafter inside vLLM", "vLLM, verifying what our drafter proposes, writes its own text and accepts what we accept."),
+    Level(
+        "JV",
+        "Our drafter inside vLLM",
+        "vLLM, verifying what our drafter proposes, writes its own text and accepts what we accept.",
+    ),
     Level("MU", "Mutant gate", "Every planted bug turns at least one level red."),
-)  # fmt: skip
+)
 
 BY_NAME = {level.name: level for level in LEVELS}

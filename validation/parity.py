@@ -70,7 +70,7 @@ def first_difference(ours: Sequence[Played], theirs: Generated) -> str | None:
             )
             return (
                 f"request {request}, round {place}: we accepted {mine.accepted[place : place + 1]} of "
-                f"{mine.drafts[place : place + 1]}, vLLM {other.accepted[place : place + 1]}; text and rounds before are equal"
+                f"{mine.drafts[place : place + 1]}, vLLM {other.accepted[place : place + 1]}; all before is equal"
             )
     return None
 

@@ -1,7 +1,7 @@
 """MU: every planted bug turns at least one level red.
 
-The bugs are those of the test suite's own gate and a few that only somebody else's numbers can show. Each is switched on
-by a patch of one function's code, and the check of a level must then fail. Bugs of the draft head are shown to live
+The bugs are those of the test suite's own gate and a few that only somebody else's numbers can show. Each is switched
+on by a patch of one function's code, and the check of a level must then fail. Bugs of the draft head are shown to live
 vLLM where there is one, and to a recorded run of it where there is none.
 """
 
@@ -43,18 +43,26 @@ LEVEL_OF: dict[Callable, str] = {
 # Bugs of the target that its own text cannot show: it is the only model that has them.
 TARGET_BUGS = {
     "rotary frequencies are those of another base": (
-        rope.inverse_frequencies, "np.float32(config.theta)", "np.float32(config.theta * 1.5)",
+        rope.inverse_frequencies,
+        "np.float32(config.theta)",
+        "np.float32(config.theta * 1.5)",
     ),
     "the MLP reads the stream before attention": (
-        Block.__call__, "x = x + attended\n    return x + self.mlp(self.mlp_norm(x)), kv",
+        Block.__call__,
+        "x = x + attended\n    return x + self.mlp(self.mlp_norm(x)), kv",
         "return x + attended + self.mlp(self.mlp_norm(x)), kv",
     ),
-    "the norm subtracts the mean": (RMSNorm.__call__, "y = x.astype(jnp.float32)", "y = x.astype(jnp.float32) - jnp.mean(x, axis=-1, keepdims=True)"),
+    "the norm subtracts the mean": (
+        RMSNorm.__call__,
+        "y = x.astype(jnp.float32)",
+        "y = x.astype(jnp.float32) - jnp.mean(x, axis=-1, keepdims=True)",
+    ),
     "features are taken behind the final norm": (
-        Decoder.__call__, "jnp.stack([entering[layer] for layer in aux_layers], axis=2)",
+        Decoder.__call__,
+        "jnp.stack([entering[layer] for layer in aux_layers], axis=2)",
         "jnp.stack([self.norm(entering[layer]) for layer in aux_layers], axis=2)",
     ),
-}  # fmt: skip
+}
 
 _caught: dict[str, str] = {}
 
@@ -123,6 +131,8 @@ def test_no_bug_survives(check: Check) -> None:
     planted_bugs = [*MUTANTS, *TARGET_BUGS]
     check.number(planted=len(planted_bugs), caught=len(_caught))
     check.table(
-        "Which level caught which bug", ["planted bug", "red"], [[bug, _caught.get(bug, "none")] for bug in planted_bugs]
+        "Which level caught which bug",
+        ["planted bug", "red"],
+        [[bug, _caught.get(bug, "none")] for bug in planted_bugs],
     )
     assert set(_caught) == set(planted_bugs)

@@ -61,15 +61,15 @@ def proposer(decoder: SpeculativeDecoder) -> Any:
     return propose
 
 
-def test_vllm_accepts_what_we_accept_from_our_own_drafter(check: Check, vllm_process: Process, subject: Subject) -> None:
+def test_vllm_accepts_what_we_accept_from_our_own_drafter(
+    check: Check, vllm_process: Process, subject: Subject
+) -> None:
     target, drafter = subject.pair("float32")
     decoder = SpeculativeDecoder(target, drafter, num_speculative_tokens=K, stop_tokens=())
     prompts = [prompt[-CONTEXT:] for prompt in subject.prompt_tokens[:8]]
     options = EngineOptions(model=str(subject.target_directory), max_num_seqs=ROWS)
     plain = vllm_process.engine(options).generate(prompts, max_new_tokens=MAX_NEW_TOKENS)
-    speculating = EngineOptions(
-        model=options.model, max_num_seqs=ROWS, speculative={"num_speculative_tokens": K}
-    )
+    speculating = EngineOptions(model=options.model, max_num_seqs=ROWS, speculative={"num_speculative_tokens": K})
     engine = vllm_process.engine(speculating, propose=proposer(decoder))
     theirs = engine.generate(prompts, max_new_tokens=MAX_NEW_TOKENS)
     ours = play(decoder, prompts, max_new_tokens=MAX_NEW_TOKENS, batch_size=ROWS)

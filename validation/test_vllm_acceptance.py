@@ -60,9 +60,7 @@ class Comparison:
         max_new_tokens: int,
     ) -> Comparison:
         """Load vLLM's half."""
-        options = EngineOptions(
-            model=str(target), speculative=eagle3(head, num_speculative_tokens), max_num_seqs=BATCH
-        )
+        options = EngineOptions(model=str(target), speculative=eagle3(head, num_speculative_tokens), max_num_seqs=BATCH)
         decoder = SpeculativeDecoder(*pair, num_speculative_tokens=num_speculative_tokens, stop_tokens=())
         return cls(recording(decoder), vllm.engine(options), [prompt[-CONTEXT:] for prompt in prompts], max_new_tokens)
 
@@ -120,9 +118,9 @@ def test_every_round_accepts_what_vllm_accepts(
         subject.target_directory,
         subject.drafter_directory,
         subject.pair("float32"),
-        subject.prompt_tokens[:32],
+        subject.prompt_tokens[:24],
         num_speculative_tokens=num_speculative_tokens,
-        max_new_tokens=48,
+        max_new_tokens=32,
     )
     comparison.acceptance(check)
 
@@ -139,10 +137,9 @@ def test_a_head_of_every_variation_drafts_as_in_vllm(
         target,
         head,
         (loaded, load_drafter(head, target=loaded)),
-        [SpeculativeDecoder(loaded).encode(prompt) for prompt in shipped()[:16]],
+        [SpeculativeDecoder(loaded).encode(prompt) for prompt in shipped()[:BATCH]],
         num_speculative_tokens=4,
         max_new_tokens=32,
     )
     comparison.acceptance(check)
     comparison.internals(check, 2)
-

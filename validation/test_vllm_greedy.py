@@ -134,7 +134,17 @@ def check_both_directions(
             assert len(fed) - same <= found.ties, f"{texts.by}: texts differ that no tie explains"
     check.table(
         f"{dtype}, {len(prompts)} prompts of up to {max_new_tokens} tokens",
-        ["written by", "scored by", "tokens", "its choice", "ties", "disagreements", "largest gap", "text as vLLM's", "A/A"],
+        [
+            "written by",
+            "scored by",
+            "tokens",
+            "its choice",
+            "ties",
+            "disagreements",
+            "largest gap",
+            "text as vLLM's",
+            "A/A",
+        ],
         rows,
     )
     check.number(
@@ -177,9 +187,7 @@ def test_the_pair_agrees_with_vllm_in_bfloat16_but_for_ties(check: Check, vllm: 
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_random_model_of_an_odd_shape_agrees_with_vllm(
-    check: Check, vllm: VLLM, tmp_path: Path, shape: str
-) -> None:
+def test_a_random_model_of_an_odd_shape_agrees_with_vllm(check: Check, vllm: VLLM, tmp_path: Path, shape: str) -> None:
     directory = write_odd_model(shape, tmp_path / "target")
     target = load_target(directory)
     decoders = {

@@ -64,9 +64,7 @@ def test_a_verified_token_follows_the_targets_law_here_and_in_vllm(
     options = {"model": str(directory / "target"), "max_model_len": 64, "max_num_seqs": BATCH}
 
     def vllm_draws(engine: ProcessEngine) -> collections.Counter[int]:
-        found = engine.generate(
-            [PROMPT] * DRAWS, max_new_tokens=2, temperature=temperature, top_p=top_p, seed=0
-        )
+        found = engine.generate([PROMPT] * DRAWS, max_new_tokens=2, temperature=temperature, top_p=top_p, seed=0)
         return second_tokens([one.tokens for one in found.completions])
 
     draws = {"vLLM, plain": vllm_draws(vllm_process.engine(EngineOptions(**options)))}
@@ -97,9 +95,7 @@ def test_a_verified_token_follows_the_targets_law_here_and_in_vllm(
     )
     shipped = fits.pop("vLLM, EAGLE-3 as shipped")
     wrong = min(shipped.chi_square, shipped.g_test) < ALPHA
-    check.number(
-        draws=DRAWS, vllm_as_shipped="samples wrongly under speculation" if wrong else "samples rightly"
-    )
+    check.number(draws=DRAWS, vllm_as_shipped="samples wrongly under speculation" if wrong else "samples rightly")
     for name, fit in fits.items():
         assert min(fit.chi_square, fit.g_test) > ALPHA, f"{name} does not follow the target's law"
     if not on_cpu:

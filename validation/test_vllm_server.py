@@ -41,7 +41,9 @@ class Started:
 
 
 @pytest.fixture(scope="module")
-def started(pytestconfig: pytest.Config, subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+def started(
+    pytestconfig: pytest.Config, subject: Subject, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Started]:
     """A real server of the pair, as people start it."""
     if pytestconfig.getoption("--vllm-url"):
         pytest.skip("a server was named; all of L8 goes through it")
@@ -112,7 +114,7 @@ def test_a_server_accepts_what_we_accept(check: Check, started: Started, subject
 
 def test_a_server_is_told_apart_from_what_was_asked_for(check: Check, started: Started, subject: Subject) -> None:
     servers, model = Servers([started.url]), str(subject.target_directory)
-    with pytest.raises(VLLMError, match="serves .*, not /some/other-model"):
+    with pytest.raises(VLLMError, match=r"serves .*, not /some/other-model"):
         servers.engine(EngineOptions(model="/some/other-model", speculative=eagle3("head", K)))
     with pytest.raises(VLLMUnavailable, match="--vllm-plain-url"):
         servers.engine(EngineOptions(model=model))

@@ -1,4 +1,4 @@
-"""Which vLLM a run has: a server that was named, a process under an interpreter that was named, or what `make vllm` built."""
+"""Which vLLM a run has: a server or an interpreter that was named, or what ``make vllm`` built."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def vllm_interpreter(config: pytest.Config) -> Path:
 def vllm_process(pytestconfig: pytest.Config) -> Iterator[Process]:
     """vLLM in a process of its own, whose insides can be reached."""
     if pytestconfig.getoption("--vllm-url") and not pytestconfig.getoption("--vllm-python"):
-        pytest.skip("this needs the inside of vLLM; a server shows only its outside (name an interpreter: --vllm-python)")
+        pytest.skip(
+            "this needs the inside of vLLM; a server shows only its outside (name an interpreter: --vllm-python)"
+        )
     process = Process(vllm_interpreter(pytestconfig))
     try:
         _note(pytestconfig, process)

@@ -66,7 +66,9 @@ class Process:
                 env={**os.environ, **environment_of(threads), **ALONE, **(environment or {})},
             )
         except OSError as error:
-            raise VLLMError(f"{python} could not be started ({error.strerror}); give the Python of a vLLM environment") from None
+            raise VLLMError(
+                f"{python} could not be started ({error.strerror}); give the Python of a vLLM environment"
+            ) from None
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
         self.versions: dict[str, str] = self.call("versions")

@@ -1,4 +1,4 @@
-"""vLLM as a running OpenAI-compatible server: prompt ids in, ids and log-probabilities out, counters from ``/metrics``."""
+"""vLLM as a running OpenAI-compatible server: ids in, ids and log-probabilities out, counters from ``/metrics``."""
 
 from __future__ import annotations
 
@@ -110,7 +110,9 @@ class Server:
             raise VLLMError(f"the server at {self.url} answered {error.code} to {path}: {said}") from None
         except OSError as error:
             reason = getattr(error, "reason", None) or error
-            raise VLLMError(f"no vLLM server answers at {self.url} ({reason}); is it up, and is the address right?") from None
+            raise VLLMError(
+                f"no vLLM server answers at {self.url} ({reason}); is it up, and is the address right?"
+            ) from None
 
 
 class Servers:
@@ -245,4 +247,3 @@ def parse_counters(text: str) -> dict[str, Any]:
     if per_position:
         found["num_accepted_tokens_per_pos"] = [per_position[index] for index in sorted(per_position)]
     return found
-
