@@ -15,7 +15,7 @@ import tiny
 
 from eagle3_jax import SamplingParams, SpeculationStats, SpeculativeDecoder
 from eagle3_jax.analysis.bench import DecoderContender, Run, compare_with_plain, measure, step_costs
-from eagle3_jax.analysis.timing import CompileClock, Spread
+from eagle3_jax.analysis.timing import CompileClock, Latency, Spread
 from eagle3_jax.cli import run
 from eagle3_jax.drafters import NGram
 
@@ -33,9 +33,9 @@ class Scripted:
     calls: list[str]
     stats: SpeculationStats | None = None
 
-    def run(self, prompt: list[int], max_new_tokens: int) -> Run:
+    def run(self, prompts: list[list[int]], max_new_tokens: int) -> Run:
         self.calls.append(self.name)
-        return Run(1.0, self.decode_seconds.pop(0), self.tokens, self.stats)
+        return Run(1.0, self.decode_seconds.pop(0), [self.tokens] * len(prompts), self.stats)
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +80,8 @@ def test_acceptance_is_summed_over_prompts_before_it_is_divided():
     class Uneven:
         name, dtype = "ours", "a"
 
-        def run(self, prompt, max_new_tokens):
-            return Run(1.0, 1.0, [1, 2], stats(1, 1) if prompt == [1] else stats(9, 0))
+        def run(self, prompts, max_new_tokens):
+            return Run(1.0, 1.0, [[1, 2]], stats(1, 1) if prompts == [[1]] else stats(9, 0))
 
     plain = Scripted("plain", "a", [1.0] * 4, [1, 2], [])
     report = measure([plain, Uneven()], [[1], [2]], max_new_tokens=2, repeats=1, baselines=["plain"])
@@ -91,11 +91,11 @@ def test_acceptance_is_summed_over_prompts_before_it_is_divided():
 def test_costs_are_measured_for_every_shape(target, decoder):
     tree = SpeculativeDecoder(target, decoder.drafter, tree=tiny.STATIC_TREE, stop_tokens=())
     for one in (decoder, tree):
-        costs = step_costs(one, [1, 2, 3], max_new_tokens=8, rounds=2)
+        costs = step_costs(one, [[1, 2, 3]], max_new_tokens=8, rounds=2)
         assert costs.verify_seconds > 0
         assert costs.draft_seconds > 0
-    assert step_costs(SpeculativeDecoder(target), [1, 2, 3], max_new_tokens=8).draft_seconds == 0
-    assert step_costs(SpeculativeDecoder(target, NGram()), [1, 2, 3], max_new_tokens=8).draft_seconds > 0
+    assert step_costs(SpeculativeDecoder(target), [[1, 2, 3]], max_new_tokens=8).draft_seconds == 0
+    assert step_costs(SpeculativeDecoder(target, NGram()), [[1, 2, 3], [4]], max_new_tokens=8).draft_seconds > 0
 
 
 def test_a_decoder_is_measured_on_what_it_would_generate(target, decoder):
@@ -114,6 +114,45 @@ def test_a_decoder_is_measured_on_what_it_would_generate(target, decoder):
     assert row.predicted_ratio == row.mean_acceptance_length / (row.verify_cost + 3 * row.draft_cost)
     assert report.rows[0].num_draft_steps == 0
     json.dumps(report.to_json())
+
+
+def test_a_batch_counts_the_tokens_of_all_its_rows():
+    calls: list[str] = []
+    five = list(range(5))
+    plain = Scripted("plain", "a", [9.0, 9.0, 2.0, 4.0], five, calls)  # two batches to warm up, then two
+    report = measure([plain], [[1], [2], [3], [4]], max_new_tokens=5, repeats=1, baselines=["plain"], batch_size=2)
+    (row,) = report.rows
+    assert len(calls) == 4
+    assert row.decode_tokens_per_second.median == 16 / 6  # 4 rows of 4 tokens after the first, in 2 + 4 seconds
+    assert row.total_tokens_per_second.median == 20 / 8
+    assert (row.per_token.p50, row.per_token.p99) == (0.75, pytest.approx(0.995))  # 2 / 4 and 4 / 4 seconds
+    assert row.first_token == Latency(1.0, 1.0)
+    assert row.repeatable
+    assert report.programs_after_warm_up == 0
+    with pytest.raises(ValueError, match="multiple"):
+        measure([plain], [[1]], max_new_tokens=5, repeats=1, baselines=["plain"], batch_size=2)
+
+
+def test_output_that_changes_and_programs_that_are_compiled_late_are_seen():
+    class Restless:
+        name, dtype, calls = "plain", "a", 0
+
+        def run(self, prompts, max_new_tokens):
+            self.calls += 1
+            jax.jit(lambda x: x + self.calls)(jnp.ones(self.calls))
+            return Run(1.0, 1.0, [[1, self.calls]])
+
+    report = measure([Restless()], [[1]], max_new_tokens=2, repeats=2, baselines=["plain"])
+    assert not report.rows[0].repeatable
+    assert report.programs_after_warm_up >= 2
+
+
+def test_batches_of_a_decoder_write_what_single_prompts_do(target, decoder):
+    prompts = [[1, 2, 3], [4, 5]]
+    both = DecoderContender("chain", "float32", decoder).run(prompts, 8)
+    assert both.tokens == decoder.generate(prompts, max_new_tokens=8).tokens
+    costs = step_costs(decoder, prompts, max_new_tokens=8, rounds=2)
+    assert costs.verify_seconds > 0 < costs.draft_seconds
 
 
 def test_a_comparison_says_whether_the_output_is_the_same(target, decoder):
@@ -184,7 +223,12 @@ def test_the_command_measures_every_method(capsys, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [(("--chains", "0-3"), "--chains"), (("--chains", "x"), "--chains"), (("--tree", "x"), "--tree")],
+    [
+        (("--batch-size", "9"), "--batch-size"),
+        (("--chains", "0-3"), "--chains"),
+        (("--chains", "x"), "--chains"),
+        (("--tree", "x"), "--tree"),
+    ],
 )
 def test_the_command_refuses(capsys, options, named):
     assert run(["bench", *options]) == 2

@@ -16,10 +16,10 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from eagle3_jax import loop as loops
-from eagle3_jax.analysis.timing import CompileClock, Spread
+from eagle3_jax.analysis.timing import CompileClock, Latency, Spread
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
@@ -32,18 +32,18 @@ Tokens = list[int]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One prompt decoded once.
+    """One batch of prompts decoded once.
 
     Attributes:
-        prefill_seconds: From the prompt to the first token.
-        decode_seconds: All further tokens.
-        tokens: New tokens, the first included.
+        prefill_seconds: From the prompts to the first token of every row.
+        decode_seconds: All further tokens of all rows.
+        tokens: New tokens of each row, the first included.
         stats: Counters, where something was drafted.
     """
 
     prefill_seconds: float
     decode_seconds: float
-    tokens: Tokens
+    tokens: list[Tokens]
     stats: SpeculationStats | None = None
 
 
@@ -59,8 +59,8 @@ class Contender(Protocol):
     name: str
     dtype: str
 
-    def run(self, prompt: Tokens, max_new_tokens: int) -> Run:
-        """Decode greedily, to the limit whatever the tokens are."""
+    def run(self, prompts: Sequence[Tokens], max_new_tokens: int) -> Run:
+        """Decode a batch greedily, to the limit whatever the tokens are."""
         ...
 
 
@@ -78,15 +78,15 @@ class DecoderContender:
     dtype: str
     decoder: SpeculativeDecoder
 
-    def run(self, prompt: Tokens, max_new_tokens: int) -> Run:
+    def run(self, prompts: Sequence[Tokens], max_new_tokens: int) -> Run:
         """Prefill, then the whole loop on the device, each waited for."""
         start = time.perf_counter()
-        state = jax.block_until_ready(self.decoder.prefill([prompt], max_new_tokens=max_new_tokens))
+        state = jax.block_until_ready(self.decoder.prefill(prompts, max_new_tokens=max_new_tokens))
         prefilled = time.perf_counter()
         state = jax.block_until_ready(loops.run(self.decoder.loop, self.decoder.params, state))
         decoded = time.perf_counter()
         tokens, length, stats = jax.device_get((state.tokens, state.length, state.stats))
-        new = tokens[0, len(prompt) : length[0]].tolist()
+        new = [tokens[row, len(prompt) : length[row]].tolist() for row, prompt in enumerate(prompts)]
         return Run(prefilled - start, decoded - prefilled, new, SpeculationStats.merge([stats]))
 
 
@@ -121,8 +121,11 @@ class Row:
         verify_cost: ``v``, verification over the baseline's step.
         draft_cost: ``c``, draft step over the baseline's step.
         predicted_ratio: ``τ / (v + G·c)``.
+        first_token: Time to first token of a prompt in its batch.
+        per_token: Time per output token after the first, of each batch in each repeat.
         compile_seconds: Of all programs, apart from every other number.
         same_output: Whether its tokens equal those of plain decoding in the same precision; ``None`` if there is none.
+        repeatable: Whether every repeat wrote the same tokens.
     """
 
     name: str
@@ -138,8 +141,11 @@ class Row:
     verify_cost: float | None
     draft_cost: float | None
     predicted_ratio: float | None
+    first_token: Latency
+    per_token: Latency
     compile_seconds: float
     same_output: bool | None
+    repeatable: bool
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers."""
@@ -156,6 +162,8 @@ class Report:
         num_prompts: Prompts decoded in each repeat.
         max_new_tokens: Tokens per prompt.
         repeats: Interleaved repeats, warm-up not counted.
+        batch_size: Prompts decoded at once.
+        programs_after_warm_up: Programs that had to be compiled while times were taken; 0, or the times are not fair.
     """
 
     rows: list[Row]
@@ -163,6 +171,8 @@ class Report:
     num_prompts: int
     max_new_tokens: int
     repeats: int
+    batch_size: int
+    programs_after_warm_up: int
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers."""
@@ -176,6 +186,8 @@ def measure(
     max_new_tokens: int,
     repeats: int,
     baselines: Sequence[str],
+    batch_size: int = 1,
+    cost_rounds: int = 32,
     on_progress: Callable[[str], None] = lambda what: None,
 ) -> Report:
     """Run all contenders in turn on all prompts, ``repeats`` times after a warm-up.
@@ -188,25 +200,32 @@ def measure(
         max_new_tokens: Per prompt; at least 2, since the first token is the prefill's.
         repeats: Measured passes.
         baselines: Names of the plain contenders; the fastest of them is what the others are compared with.
+        batch_size: Prompts decoded at once; their number is a multiple of it.
+        cost_rounds: Rounds over which :func:`step_costs` are averaged; 0 leaves them, and the prediction, out.
         on_progress: Called before each contender's pass with what is being done.
 
     Raises:
-        ValueError: There is nothing to measure.
+        ValueError: There is nothing to measure, or a batch would not be full.
     """
+    if batch_size < 1 or len(prompts) % batch_size:
+        raise ValueError(f"{len(prompts)} prompts do not fill batches of {batch_size}; give a multiple of it")
     if not prompts or repeats < 1 or max_new_tokens < 2:
         raise ValueError("a benchmark needs at least one prompt, one repeat and two new tokens")
+    batches = [list(prompts[start : start + batch_size]) for start in range(0, len(prompts), batch_size)]
     compiling = {}
     for contender in contenders:
         on_progress(f"compiling {contender.name}")
-        compiling[contender.name] = _warm_up(contender, prompts, max_new_tokens)
+        compiling[contender.name] = _warm_up(contender, batches, max_new_tokens, cost_rounds)
     runs: dict[str, list[list[Run]]] = {contender.name: [] for contender in contenders}
     costs: dict[str, list[StepCosts]] = {contender.name: [] for contender in contenders}
-    for repeat in range(repeats):
-        for contender in contenders:
-            on_progress(f"{contender.name}, repeat {repeat + 1} of {repeats}")
-            runs[contender.name].append([contender.run(prompt, max_new_tokens) for prompt in prompts])
-            if isinstance(contender, DecoderContender):
-                costs[contender.name].append(step_costs(contender.decoder, prompts[0], max_new_tokens=max_new_tokens))
+    with CompileClock() as clock:
+        for repeat in range(repeats):
+            for contender in contenders:
+                on_progress(f"{contender.name}, repeat {repeat + 1} of {repeats}")
+                runs[contender.name].append([contender.run(batch, max_new_tokens) for batch in batches])
+                if isinstance(contender, DecoderContender) and cost_rounds:
+                    cost = step_costs(contender.decoder, batches[0], max_new_tokens=max_new_tokens, rounds=cost_rounds)
+                    costs[contender.name].append(cost)
     speeds = {name: [_decode_speed(passed) for passed in passes] for name, passes in runs.items()}
     baseline = max(baselines, key=lambda name: Spread.of(speeds[name]).median)
     plain_output = {c.dtype: [run.tokens for run in runs[c.name][0]] for c in contenders if c.name in baselines}
@@ -221,15 +240,15 @@ def measure(
         )
         for contender in contenders
     ]
-    return Report(rows, baseline, len(prompts), max_new_tokens, repeats)
+    return Report(rows, baseline, len(prompts), max_new_tokens, repeats, batch_size, clock.programs)
 
 
-def _warm_up(contender: Contender, prompts: Sequence[Tokens], max_new_tokens: int) -> float:
+def _warm_up(contender: Contender, batches: Sequence[list[Tokens]], max_new_tokens: int, cost_rounds: int) -> float:
     with CompileClock() as clock:
-        for prompt in prompts:  # prompts of other lengths may need other programs
-            contender.run(prompt, max_new_tokens)
-        if isinstance(contender, DecoderContender):
-            step_costs(contender.decoder, prompts[0], max_new_tokens=max_new_tokens)
+        for batch in batches:  # prompts of other lengths may need other programs
+            contender.run(batch, max_new_tokens)
+        if isinstance(contender, DecoderContender) and cost_rounds:
+            step_costs(contender.decoder, batches[0], max_new_tokens=max_new_tokens, rounds=cost_rounds)
     return clock.seconds
 
 
@@ -240,11 +259,12 @@ def _row(
     plain: list[list[Run]],
     costs: list[StepCosts],
     compile_seconds: float,
-    plain_output: list[Tokens] | None,
+    plain_output: list[list[Tokens]] | None,
 ) -> Row:
     decode, total = [_decode_speed(r) for r in runs], [_total_speed(r) for r in runs]
     plain_decode = [_decode_speed(r) for r in plain]
-    step = 1.0 / Spread.of(plain_decode).median
+    step = len(plain[0][0].tokens) / Spread.of(plain_decode).median
+    written = [[run.tokens for run in passed] for passed in runs]
     depth = _num_draft_steps(contender)
     stats = SpeculationStats.merge([run.stats for run in runs[0] if run.stats is not None] or [_no_stats()])
     tau = stats.mean_acceptance_length
@@ -264,8 +284,11 @@ def _row(
         verify_cost=verify,
         draft_cost=draft,
         predicted_ratio=None if verify is None or draft is None else tau / (verify + depth * draft),
+        first_token=Latency.of(run.prefill_seconds for passed in runs for run in passed),
+        per_token=Latency.of(run.decode_seconds / (len(run.tokens[0]) - 1) for passed in runs for run in passed),
         compile_seconds=compile_seconds,
-        same_output=None if plain_output is None else [run.tokens for run in runs[0]] == plain_output,
+        same_output=None if plain_output is None else written[0] == plain_output,
+        repeatable=all(passed == written[0] for passed in written),
     )
 
 
@@ -280,35 +303,39 @@ def _no_stats() -> SpeculationStats:
 
 
 def _decode_speed(runs: Sequence[Run]) -> float:
-    return sum(len(run.tokens) - 1 for run in runs) / sum(run.decode_seconds for run in runs)
+    return sum(len(row) - 1 for run in runs for row in run.tokens) / sum(run.decode_seconds for run in runs)
 
 
 def _total_speed(runs: Sequence[Run]) -> float:
-    return sum(len(run.tokens) for run in runs) / sum(run.prefill_seconds + run.decode_seconds for run in runs)
+    return sum(len(row) for run in runs for row in run.tokens) / sum(
+        run.prefill_seconds + run.decode_seconds for run in runs
+    )
 
 
-def step_costs(decoder: SpeculativeDecoder, prompt: Tokens, *, max_new_tokens: int, rounds: int = 32) -> StepCosts:
+def step_costs(
+    decoder: SpeculativeDecoder, prompts: Sequence[Tokens], *, max_new_tokens: int, rounds: int = 32
+) -> StepCosts:
     """Time a decoder's verification and drafting apart from each other.
 
     Args:
         decoder: What to take apart.
-        prompt: Where to start.
+        prompts: Where to start, a row each.
         max_new_tokens: Fixes the capacity, which the cost of attention depends on.
         rounds: Rounds averaged over.
     """
     drafter = decoder.loop.drafter
     rounds = min(rounds, max_new_tokens - 1)
     verifying = SpeculativeDecoder(decoder.target, Plain(drafter.num_nodes), stop_tokens=())
-    state = verifying.prefill([prompt], max_new_tokens=max_new_tokens)
+    state = verifying.prefill(prompts, max_new_tokens=max_new_tokens)
     state = state.replace(limit=jnp.minimum(state.limit, state.length + rounds))  # type: ignore[attr-defined]
     ready = jax.block_until_ready(state)  # or the prefill, still under way, would be timed too
     verify = _seconds(lambda: loops.run(verifying.loop, verifying.params, ready))
     if isinstance(drafter, Plain):
         return StepCosts(verify / rounds, 0.0)
-    state = decoder.prefill([prompt], max_new_tokens=max_new_tokens)
-    features = _features(
-        decoder.loop, decoder.params, jnp.resize(jnp.asarray(prompt, jnp.int32), (drafter.max_depth + 1,))
-    )
+    state = decoder.prefill(prompts, max_new_tokens=max_new_tokens)
+    depth = drafter.max_depth + 1
+    known = jnp.stack([jnp.resize(jnp.asarray(prompt, jnp.int32), (depth,)) for prompt in prompts])
+    features = _features(decoder.loop, decoder.params, known)
     jax.block_until_ready((state, features))
     draft = _seconds(lambda: _draft_rounds(decoder.loop, decoder.params, state, features, rounds=rounds))
     return StepCosts(verify / rounds, draft / rounds / drafter.max_depth)
@@ -321,16 +348,16 @@ def _seconds(launch: Callable[[], Any]) -> float:
 
 
 @functools.partial(jax.jit, static_argnames=("loop",))
-def _features(loop: SpeculativeLoop, params: LoopParams, tokens: Array) -> Float[Array, "1 T A D"]:
+def _features(loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array, "B T"]) -> Float[Array, "B T A D"]:
     """Real features for the drafter to take in."""
-    positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-    mask = causal_mask(len(tokens))
-    return loop.target(params.target, tokens[None], positions, mask, aux_layers=loop.drafter.aux_layers).features
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    mask = causal_mask(tokens.shape[1])
+    return loop.target(params.target, tokens, positions, mask, aux_layers=loop.drafter.aux_layers).features
 
 
 @functools.partial(jax.jit, static_argnames=("loop", "rounds"))
 def _draft_rounds(
-    loop: SpeculativeLoop, params: LoopParams, state: GenerationState, features: Float[Array, "1 T A D"], *, rounds: int
+    loop: SpeculativeLoop, params: LoopParams, state: GenerationState, features: Float[Array, "B T A D"], *, rounds: int
 ) -> Any:
     """Drafting without a target: the tokens proposed are taken in as if they were true."""
     drafter = loop.drafter

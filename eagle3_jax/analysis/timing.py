@@ -14,6 +14,9 @@ import numpy as np
 class CompileClock:
     """Wall time that JAX spends on tracing, lowering and compiling while the context is open.
 
+    Attributes:
+        programs: How many it compiled, or took from its persistent cache.
+
     Example::
 
         with CompileClock() as clock:
@@ -24,6 +27,7 @@ class CompileClock:
 
     def __init__(self) -> None:
         self._spans: list[tuple[float, float]] = []
+        self.programs = 0
 
     def __enter__(self) -> CompileClock:
         jax.monitoring.register_event_duration_secs_listener(self._listen)  # type: ignore[arg-type]
@@ -38,6 +42,7 @@ class CompileClock:
         if event.startswith("/jax/core/compile/"):
             now = time.perf_counter()
             self._spans.append((now - duration, now))
+        self.programs += event == "/jax/core/compile/backend_compile_duration"
 
     @property
     def seconds(self) -> float:
@@ -47,6 +52,25 @@ class CompileClock:
             total += max(0.0, end - max(start, reached))
             reached = max(reached, end)
         return float(total)
+
+
+@dataclasses.dataclass(frozen=True)
+class Latency:
+    """How long users wait.
+
+    Attributes:
+        p50: Half of them no longer than this, in seconds.
+        p99: All but one in a hundred.
+    """
+
+    p50: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> Latency:
+        """Quantiles of at least one value; of fewer than a hundred, ``p99`` lies by the largest."""
+        p50, p99 = np.quantile(np.asarray(list(seconds), float), [0.5, 0.99])
+        return cls(float(p50), float(p99))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,7 @@ def bench(
     max_prompts: Annotated[int, typer.Option(help="Most prompts decoded in each repeat.", min=1)] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens written for each prompt.", min=2, max=100_000)] = 96,
     repeats: Annotated[int, typer.Option(help="Measured passes.", min=1)] = 5,
-    batch_size: Annotated[int, typer.Option(help="Prompts decoded at once; this form measures 1.", min=1, max=1)] = 1,
+    batch_size: Annotated[int, typer.Option(help="Prompts decoded at once.", min=1)] = 1,
     chains: Annotated[str, typer.Option(help="Chain lengths K to measure: 'FIRST-LAST' or '1,3,5'.")] = "1-7",
     tree: Annotated[str, typer.Option(help="The tree to measure.")] = "num_nodes=60,max_depth=8,top_k=10",
     as_json: JsonOption = False,
@@ -53,9 +53,13 @@ def bench(
     """Measure plain decoding, chains, a tree, prompt lookup and transformers, interleaved on the same prompts."""
     from eagle3_jax.analysis.bench import measure
 
-    del batch_size
     lengths, shape = _chain_lengths(chains), parse_tree(tree)
     requests = _read_prompts(prompts, max_new_tokens)[:max_prompts]
+    if len(requests) < batch_size:
+        raise Misuse(
+            f"--batch-size {batch_size} needs as many prompts, and there are {len(requests)}; see --max-prompts"
+        )
+    requests = requests[: len(requests) // batch_size * batch_size]  # no batch is left half full
     with _activity() as say:
         say("loading")
         loaded = read_target(target, dtype)
@@ -69,6 +73,7 @@ def bench(
             max_new_tokens=max_new_tokens,
             repeats=repeats,
             baselines=[contender.name for contender in plain],
+            batch_size=batch_size,
             on_progress=say,
         )
     _print(report, missing, as_json=as_json)
@@ -181,14 +186,13 @@ def _print(report: Report, missing: str, *, as_json: bool) -> None:
     from eagle3_jax.cli._hardware import hardware
 
     if as_json:
-        typer.echo(
-            json.dumps({"hardware": hardware(), "batch_size": 1, "not_measured": missing or None, **report.to_json()})
-        )
+        typer.echo(json.dumps({"hardware": hardware(), "not_measured": missing or None, **report.to_json()}))
         return
     from rich.console import Console
 
     console = Console(highlight=False, width=max(Console().width, _WIDTH))  # a narrow terminal wraps, nothing is cut
-    console.print(f"{hardware()}; batch 1, greedy, {report.num_prompts} prompts x {report.max_new_tokens} new tokens\n")
+    what = f"{report.num_prompts} prompts x {report.max_new_tokens} new tokens"
+    console.print(f"{hardware()}; batch {report.batch_size}, greedy, {what}\n")
     console.print(_table(report))
     if missing:
         console.print(missing)

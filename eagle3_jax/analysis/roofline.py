@@ -1,0 +1,86 @@
+"""What the hardware allows: a decoding step cannot be faster than its weights and caches can be read."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from eagle3_jax.decode import LoadedTarget
+
+_RUNS = 8
+
+
+def step_bytes(target: LoadedTarget, *, rows: int, context: int) -> int:
+    """Bytes that a step of plain decoding has to read at least: every weight once, and each row's keys and values.
+
+    Of the embedding table a step reads a row per token, which is left out unless the table is the output projection
+    too.
+
+    Args:
+        target: A Llama-style target.
+        rows: Sequences decoded at once.
+        context: Tokens that each of them has behind it.
+    """
+    config = target.model.config  # type: ignore[attr-defined]
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
+    if not config.tie_embeddings:
+        weights -= target.params["embedding"].nbytes
+    width = jnp.dtype(target.model.precision.activations).itemsize  # type: ignore[attr-defined]
+    return weights + rows * context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * width
+
+
+def bandwidth(size: int) -> float:
+    """Bytes per second at which the device streams an array of ``size`` bytes: the fastest of three ways of reading it.
+
+    A sum, a copy (which writes as much as it reads) and a product with few rows, as decoding has. The fastest run
+    counts, since the figure serves as a ceiling.
+    """
+    columns = 1024
+    matrix = jnp.ones((max(size // (4 * columns), 1), columns), jnp.float32)
+    few = jnp.ones((1, matrix.shape[0]), jnp.float32)
+    read = matrix.nbytes
+    ways = ((_sum, (matrix,), read), (_copy, (matrix,), 2 * read), (_product, (few, matrix), read))
+    return max(bytes_moved / _fastest(function, arguments) for function, arguments, bytes_moved in ways)
+
+
+def ceiling(target: LoadedTarget, *, rows: int, context: int, large: int = 2**30) -> float:
+    """Bytes per second that a step of this target can read at most, measured now.
+
+    Small models live in a cache that is faster than memory, so the ceiling is taken at the size of a step as well as
+    at ``large`` bytes, far beyond all caches.
+    """
+    return max(bandwidth(large), bandwidth(step_bytes(target, rows=rows, context=context)))
+
+
+def cost_per_million_tokens(tokens_per_second: float, price_per_hour: float) -> float:
+    """What a million tokens cost on a machine of this price, in its currency."""
+    return price_per_hour / 3600 / tokens_per_second * 1e6
+
+
+def _fastest(function: Any, arguments: tuple[Array, ...]) -> float:
+    jax.block_until_ready(function(*arguments))
+    best = float("inf")
+    for _ in range(_RUNS):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+@jax.jit
+def _sum(matrix: Float[Array, "rows columns"]) -> Float[Array, " columns"]:
+    return jnp.sum(matrix, axis=0)
+
+
+@jax.jit
+def _copy(matrix: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
+    return -matrix  # a plain copy of an argument would be no work at all
+
+
+@jax.jit
+def _product(few: Float[Array, "few rows"], matrix: Float[Array, "rows columns"]) -> Float[Array, "few columns"]:
+    return few @ matrix
