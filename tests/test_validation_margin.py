@@ -19,6 +19,7 @@ from validation.margin import (
     poisson_quantile,
     rate_bound,
     tie_tolerance,
+    wrong_tolerance,
 )
 
 
@@ -58,6 +59,7 @@ def test_what_is_not_finite_has_no_unit(value: float) -> None:
 
 def test_the_tolerance_follows_the_highest_logit_and_the_type() -> None:
     assert tie_tolerance([10.0, 20.0, 40.0], "bfloat16").tolist() == [0.125, 0.25, 0.5]
+    assert wrong_tolerance([10.0, 20.0], "bfloat16").tolist() == [0.5, 1.0]
     assert tie_tolerance([10.0, 20.0], "mixed").tolist() == [0.125, 0.25]
     assert tie_tolerance([10.0, 20.0], "float32").tolist() == [1e-3, 1e-3]
 

@@ -1,0 +1,139 @@
+"""Given tokens judged by the target, in one pass or block by block, with no drafter at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax import LoadedTarget
+from eagle3_jax.cache import KVCache
+from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.models.layers import BFLOAT16, MIXED
+from eagle3_jax.types import TargetModel
+from validation.vllm.bridge import Scored, Tokens
+
+_ROWS, _BUCKET = 16, 64
+
+
+class _Judged(NamedTuple):
+    """The target's opinion of the token that follows each position: what stays of its logits.
+
+    Attributes:
+        best: Its own choice, the lowest id of equals.
+        rank: One more than the number of tokens above the given one.
+        gap: Highest logit minus that of the given token.
+        highest: The highest logit.
+    """
+
+    best: Array
+    rank: Array
+    gap: Array
+    highest: Array
+
+
+def reference(
+    target: LoadedTarget,
+    prompts: Sequence[Tokens],
+    outputs: Sequence[Tokens],
+    judged: Sequence[Tokens] | None = None,
+) -> list[Scored]:
+    """Judge tokens along given outputs in one pass, with the same weights but every sum in float32.
+
+    Args:
+        target: Whose weights.
+        prompts: What stands before the outputs.
+        outputs: What is fed.
+        judged: A token for each position of each output; the outputs themselves when left out.
+    """
+    if target.model.precision is BFLOAT16:  # type: ignore[attr-defined]
+        target = dataclasses.replace(target, model=dataclasses.replace(target.model, precision=MIXED))  # type: ignore[type-var]
+    return _judge(_one_pass, target, prompts, outputs, judged or outputs)
+
+
+def by_blocks(
+    target: LoadedTarget, prompts: Sequence[Tokens], outputs: Sequence[Tokens], *, block: int
+) -> list[Scored]:
+    """Judge outputs as decoding would meet them: ``block`` tokens at a time behind a cache, in the target's precision.
+
+    ``block=1`` is plain decoding and ``block=K+1`` verification of a chain, both along tokens that are given.
+    """
+    return _judge(functools.partial(_blocks, block=block), target, prompts, outputs, outputs, multiple=block)
+
+
+def _judge(
+    function: Any,
+    target: LoadedTarget,
+    prompts: Sequence[Tokens],
+    outputs: Sequence[Tokens],
+    judged: Sequence[Tokens],
+    *,
+    multiple: int = 1,
+) -> list[Scored]:
+    fed = [[*prompt, *output] for prompt, output in zip(prompts, outputs, strict=True)]
+    asked = [[*prompt[1:], *tokens] for prompt, tokens in zip(prompts, judged, strict=True)]
+    width = -(-max(map(len, fed)) // _BUCKET) * _BUCKET  # one for all, so that there is one program
+    width = -(-width // multiple) * multiple
+    scored = []
+    for start in range(0, len(fed), _ROWS):
+        rows = slice(start, start + _ROWS)
+        found = jax.device_get(
+            function(target.model, target.params, _padded(fed[rows], width), _padded(asked[rows], width))
+        )
+        for index, (prompt, output) in enumerate(zip(prompts[rows], outputs[rows], strict=True)):
+            given = slice(len(prompt) - 1, len(prompt) - 1 + len(output))
+            best, rank, gap, highest = (leaf[index, given].tolist() for leaf in found)
+            scored.append(Scored(best=best, rank=rank, gap=gap, best_value=highest))
+    return scored
+
+
+def _padded(rows: Sequence[Tokens], width: int) -> Int[Array, "B T"]:
+    tokens = np.zeros((_ROWS, width), np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+    return jnp.asarray(tokens)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _one_pass(model: TargetModel, params: Any, fed: Int[Array, "B T"], asked: Int[Array, "B T"]) -> _Judged:
+    positions = jnp.broadcast_to(jnp.arange(fed.shape[1], dtype=jnp.int32), fed.shape)
+    final = model(params, fed, positions, causal_mask(fed.shape[1])).final
+    # A row at a time: with a vocabulary of 128,256 the logits of one row are a quarter of a gigabyte already.
+    return lax.map(lambda row: _opinion(model.unembed(params, row[0]), row[1]), (final, asked))
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="block")
+def _blocks(
+    model: TargetModel, params: Any, fed: Int[Array, "B T"], asked: Int[Array, "B T"], *, block: int
+) -> _Judged:
+    batch, width = fed.shape
+
+    def split(row: Int[Array, "B T"]) -> Int[Array, "blocks B block"]:
+        return row.reshape(batch, width // block, block).swapaxes(0, 1)
+
+    def feed(cache: KVCache, tokens: tuple[Array, Array]) -> tuple[KVCache, _Judged]:
+        positions = cache.length[:, None] + jnp.arange(block, dtype=jnp.int32)
+        output = model(params, tokens[0], positions, causal_mask(block), cache)
+        judged = _opinion(model.unembed(params, output.final), tokens[1])
+        return cache.commit(output.block, jnp.full((batch,), block, jnp.int32)), judged
+
+    judged = lax.scan(feed, model.init_cache(batch, width), (split(fed), split(asked)))[1]
+    return jax.tree.map(lambda leaf: leaf.swapaxes(0, 1).reshape(batch, width), judged)
+
+
+def _opinion(logits: Float[Array, "*rows V"], given: Int[Array, "*rows"]) -> _Judged:
+    logit = jnp.take_along_axis(logits, given[..., None], axis=-1)
+    highest = jnp.max(logits, axis=-1)
+    return _Judged(
+        best=jnp.argmax(logits, axis=-1).astype(jnp.int32),
+        rank=1 + jnp.sum(logits > logit, axis=-1, dtype=jnp.int32),
+        gap=highest - logit[..., 0],
+        highest=highest,
+    )

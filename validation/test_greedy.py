@@ -1,0 +1,443 @@
+"""L3 and L4: greedy output is the target's own, bit for bit where shapes and sums match, and else but for rounding.
+
+What is bitwise, in every precision: a refused draft leaves no trace, and a round depends on nothing but the tokens that
+were accepted. What is not: a token accepted inside a block found the tokens before it among the block's keys, plain
+decoding finds them in the cache, and the two are summed apart. In float32 and mixed precision that has not been seen to
+change a token; in bfloat16 it does, where two logits nearly tie.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jaxtyping import Array, Int
+
+from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget
+from eagle3_jax import loop as loops
+from eagle3_jax.drafters import Plain
+from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
+from eagle3_jax.tree import Chain
+from eagle3_jax.types import Draft, SamplingParams
+from validation.forcing import by_blocks, reference
+from validation.margin import TIE_ULPS, Agreement, Control, classify, tie_tolerance, wrong_tolerance
+from validation.report import Check
+from validation.subject import Subject
+from validation.vllm.bridge import Scored
+
+CHAIN, TREE = Chain(3), DynamicTree(num_nodes=16, max_depth=4, top_k=4)
+SHAPES = {"chain": CHAIN, "tree": TREE}
+CONTEXT = 100  # prompts are cut to their last tokens, so that all share one program
+# Nothing may depend on which kernels the autotuner happens to like, nor add in an order of its own.
+DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
+
+
+def full_precision(dtype: str) -> contextlib.AbstractContextManager:
+    """Float32 that is float32: GPUs would multiply in TensorFloat-32."""
+    return jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext()
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """A pair compiled for one batch size, with every kernel deterministic.
+
+    Attributes:
+        target: Of the pair.
+        drafter: Of the pair.
+        dtype: Precision of both.
+        batch: Rows.
+        limit: New tokens of every row.
+    """
+
+    target: LoadedTarget
+    drafter: LoadedDrafter
+    dtype: str
+    batch: int
+    limit: int
+
+    def states(self, prompts: Sequence[list[int]]) -> list[GenerationState]:
+        """Final states, a batch each; the number of prompts is a multiple of the batch."""
+        params = LoopParams(self.target.params, self.drafter.params)
+        prefill, run = programs(SpeculativeLoop(self.target.model, self.drafter.drafter), params, self)
+        batches = [prompts[start : start + self.batch] for start in range(0, len(prompts), self.batch)]
+        return [run(params, prefill(params, batch_of(batch, self.limit))) for batch in batches]
+
+
+_programs: dict[Any, tuple[Any, Any]] = {}
+
+
+def programs(loop: SpeculativeLoop, params: LoopParams, decoding: Decoding) -> tuple[Any, Any]:
+    """Prefill and loop, compiled once: several checks share them."""
+    key = (loop, decoding.batch, decoding.limit)
+    if key not in _programs:
+        shapes = jax.eval_shape(lambda: batch_of([[0]] * decoding.batch, decoding.limit))
+        capacity = -(-(CONTEXT + decoding.limit + loop.drafter.num_nodes) // 64) * 64
+        with full_precision(decoding.dtype):
+            prefill = loops.prefill.lower(loop, params, shapes, capacity=capacity)
+            run = loops.run.lower(loop, params, prefill.out_info)
+            _programs[key] = prefill.compile(DETERMINISTIC), run.compile(DETERMINISTIC)
+    return _programs[key]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _drop_programs() -> Iterator[None]:
+    yield
+    _programs.clear()
+
+
+def batch_of(prompts: Sequence[list[int]], limit: int) -> loops.Prompts:
+    return tiny.prompts([list(prompt) for prompt in prompts], limit=limit, width=CONTEXT)
+
+
+def new_tokens_of(states: Sequence[GenerationState], limit: int) -> list[list[int]]:
+    rows = []
+    for state in states:
+        tokens, length = jax.device_get((state.tokens, state.length))
+        rows += [tokens[row, end - limit : end].tolist() for row, end in enumerate(length)]
+    return rows
+
+
+def accepted_and_drafted(states: Sequence[GenerationState]) -> tuple[int, int]:
+    counts = [(state.stats.num_accepted_tokens, state.stats.num_draft_tokens) for state in states]
+    return tuple(int(sum(np.sum(one[index]) for one in counts)) for index in (0, 1))  # type: ignore[return-value]
+
+
+@dataclasses.dataclass(frozen=True)
+class Script(tiny._Rooted):
+    """Knows for every root how many tokens to get right; the next ones it gets wrong.
+
+    Parameters are ``tokens [B S]`` and, for the root at each place, ``right [B S]``.
+    """
+
+    num_speculative_tokens: int
+    vocab_size: int
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_speculative_tokens + 1
+
+    @property
+    def max_depth(self) -> int:
+        return self.num_speculative_tokens
+
+    def propose(self, params: Any, state: tiny.RootState, keys: Array, sampling: SamplingParams) -> Draft:
+        node = jnp.arange(self.num_nodes, dtype=jnp.int32)
+        right = jnp.take_along_axis(params["right"], state.length[:, None], axis=1)
+        place = jnp.minimum(state.length[:, None] + node, params["tokens"].shape[1] - 1)
+        tokens = jnp.take_along_axis(params["tokens"], place, axis=1)
+        tokens = jnp.where(node <= right, tokens, (tokens + 1) % self.vocab_size)
+        tokens = jnp.where(node == 0, state.root[:, None], tokens)
+        return Draft(
+            tokens=tokens, parents=jnp.broadcast_to(node - 1, tokens.shape), valid=jnp.ones(tokens.shape, jnp.bool_)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class NeverRight:
+    """The topology of another drafter with tokens that the target will not choose.
+
+    Parameters are ``inner`` (the other drafter's) and ``tokens [B S]``, what the target does choose.
+    """
+
+    inner: Any
+    vocab_size: int
+
+    num_nodes = property(lambda self: self.inner.num_nodes)
+    max_depth = property(lambda self: self.inner.max_depth)
+    aux_layers = property(lambda self: self.inner.aux_layers)
+
+    def init(self, params: Any, batch: int, capacity: int) -> Any:
+        return self.inner.init(params["inner"], batch, capacity), jnp.zeros((batch,), jnp.int32)
+
+    def observe(self, params: Any, state: Any, seen: Any) -> Any:
+        return self.inner.observe(params["inner"], state[0], seen), state[1] + seen.length
+
+    def propose(self, params: Any, state: Any, keys: Array, sampling: SamplingParams) -> Draft:
+        draft = self.inner.propose(params["inner"], state[0], keys, sampling)
+        place = jnp.minimum(state[1] + 1, params["tokens"].shape[1] - 1)
+        right = jnp.take_along_axis(params["tokens"], place[:, None], axis=1)
+        wrong = jnp.where(draft.tokens == right, (right + 1) % self.vocab_size, draft.tokens)
+        is_root = jnp.arange(draft.tokens.shape[1]) == 0
+        return draft.replace(tokens=jnp.where(is_root, draft.tokens, wrong))  # type: ignore[attr-defined]
+
+
+def drafting(drafter: LoadedDrafter, topology: Any) -> LoadedDrafter:
+    return dataclasses.replace(drafter, drafter=dataclasses.replace(drafter.drafter, topology=topology))
+
+
+def some_prompts(subject: Subject, count: int) -> list[list[int]]:
+    """As many prompts as asked for, from all files in turn, each cut to its end."""
+    tokens = subject.prompt_tokens
+    return [tokens[index * len(tokens) // count % len(tokens)][-CONTEXT:] for index in range(count)]
+
+
+def padded(rows: Sequence[Sequence[int]], width: int) -> Int[Array, "B S"]:
+    out = np.zeros((len(rows), width), np.int32)
+    for index, row in enumerate(rows):
+        out[index, : len(row)] = row
+    return jnp.asarray(out)
+
+
+def first_differences(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[int | None]:
+    """Place of the first token that differs in each row; ``None`` where none does."""
+    return [
+        next((place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+        for one, other in zip(ours, theirs, strict=True)
+    ]
+
+
+def assert_partings_are_rounding(
+    target: LoadedTarget, dtype: str, prompts: Sequence[list[int]], ours: Sequence[list[int]],
+    places: Sequence[int | None],
+) -> None:  # fmt: skip
+    """Where an output parts from the other run, its token is within rounding of the reference's choice."""
+    for prompt, output, place in zip(prompts, ours, places, strict=True):
+        if place is not None:
+            with full_precision(dtype):
+                (scored,) = reference(target, [prompt], [output])
+            gap, value = scored.gap[place], scored.best_value[place]
+            assert gap <= wrong_tolerance(value, dtype), (
+                f"new token {place} is {gap:.3f} below the highest logit {value:.3f}"
+            )
+
+
+def same_bits(one: GenerationState, other: GenerationState) -> list[str]:
+    """Which of tokens, keys and values differ anywhere among what is committed."""
+    known = [np.asarray(state.cache.length) for state in (one, other)]
+    differing = [] if np.array_equal(one.tokens, other.tokens) and np.array_equal(*known) else ["tokens"]
+    for name in ("keys", "values"):
+        for layer, (a, b) in enumerate(zip(getattr(one.cache, name), getattr(other.cache, name), strict=True)):
+            for row, length in enumerate(known[0]):
+                if not bool(jnp.array_equal(a[row, :length], b[row, :length])):
+                    differing.append(f"{name} of layer {layer}, row {row}")
+    return differing
+
+
+# ---------------------------------------------------------------- L3
+
+# A CPU takes every precision, shape and batch size, a GPU each with each.
+CELLS = [("float32", "tree", 8), ("bfloat16", "chain", 8), ("bfloat16", "tree", 1), ("mixed", "chain", 1)]
+GPU_CELLS = [(dtype, shape, batch) for dtype in ("bfloat16", "float32") for shape in SHAPES for batch in (1, 8)]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    on_gpu = metafunc.config.getoption("--gpu") and not metafunc.config.getoption("--rehearse")
+    if "cell" in metafunc.fixturenames:
+        cells = GPU_CELLS if on_gpu else CELLS
+        metafunc.parametrize("cell", cells, ids=["-".join(map(str, cell)) for cell in cells])
+    if "margin_dtype" in metafunc.fixturenames:
+        metafunc.parametrize("margin_dtype", ("bfloat16", "float32") if on_gpu else ("mixed", "bfloat16"))
+
+
+@pytest.fixture
+def new_tokens(setting: Any) -> int:
+    """Per prompt, for L3."""
+    return 128 if setting.gpu and not setting.rehearsal else 32
+
+
+@pytest.mark.level("L3")
+def test_speculation_equals_plain_decoding_of_the_same_shape(
+    check: Check, subject: Subject, cell: tuple[str, str, int], new_tokens: int
+) -> None:
+    """The same tokens; where rounding decided otherwise, a near tie. Float32 has no such place."""
+    dtype, shape, batch = cell
+    target, head = subject.pair(dtype)
+    prompts = some_prompts(subject, 8)
+    drafter = drafting(head, SHAPES[shape])
+    plain = LoadedDrafter(Plain(drafter.drafter.num_nodes))
+    states = Decoding(target, drafter, dtype, batch, new_tokens).states(prompts)
+    ours = new_tokens_of(states, new_tokens)
+    theirs = new_tokens_of(Decoding(target, plain, dtype, batch, new_tokens).states(prompts), new_tokens)
+    accepted = accepted_and_drafted(states)[0]
+    places = first_differences(ours, theirs)
+    parted = [place for place in places if place is not None]
+    check.number(prompts=len(prompts), tokens=len(prompts) * new_tokens, accepted=accepted, parted=len(parted))
+    assert accepted > len(prompts), "a comparison in which hardly anything was accepted would show little"
+    assert_partings_are_rounding(target, dtype, prompts, ours, places)
+    if dtype == "float32":
+        assert not parted, f"float32 output differs first at new tokens {parted}"
+
+
+@pytest.mark.level("L3")
+def test_refused_drafts_leave_every_bit_as_it_was(
+    check: Check, subject: Subject, cell: tuple[str, str, int], new_tokens: int
+) -> None:
+    """With drafts that are never right, every key and value that the target ever computed is that of plain decoding."""
+    dtype, shape, batch = cell
+    target, head = subject.pair(dtype)
+    prompts = some_prompts(subject, batch)
+    drafter = drafting(head, SHAPES[shape])
+    padding = LoadedDrafter(Plain(drafter.drafter.num_nodes))
+    (plain,) = Decoding(target, padding, dtype, batch, new_tokens).states(prompts)
+    params = {"inner": drafter.params, "tokens": plain.tokens}
+    wrong = LoadedDrafter(NeverRight(drafter.drafter, target.vocab_size), params)
+    (refused,) = Decoding(target, wrong, dtype, batch, new_tokens).states(prompts)
+    accepted, drafted = accepted_and_drafted([refused])
+    check.number(drafted=drafted, bytes_compared=sum(leaf.nbytes for leaf in jax.tree.leaves(plain.cache)))
+    assert drafted > 0 == accepted
+    assert same_bits(refused, plain) == []
+
+
+@pytest.mark.level("L3")
+def test_a_round_depends_on_what_was_accepted_and_on_nothing_else(
+    check: Check, subject: Subject, new_tokens: int
+) -> None:
+    """A script that knows no head, but gets as much right in every round as the head did, leaves the same bits."""
+    target, head = subject.pair("bfloat16")
+    prompts = some_prompts(subject, 8)
+    drafter = drafting(head, CHAIN)
+    loop, params = SpeculativeLoop(target.model, drafter.drafter), LoopParams(target.params, drafter.params)
+    (ours,) = Decoding(target, drafter, "bfloat16", 8, new_tokens).states(prompts)
+    right = np.zeros(ours.tokens.shape, np.int32)
+    prefill, _ = programs(loop, params, Decoding(target, drafter, "bfloat16", 8, new_tokens))
+    state = prefill(params, batch_of(prompts, new_tokens))
+    step = loops.step.lower(loop, params, state).compile(DETERMINISTIC)
+    while (running := np.asarray(state.running)).any():
+        roots = np.asarray(state.length) - 1
+        latest = step(params, state)
+        state = latest.state
+        right[np.flatnonzero(running), roots[running]] = np.asarray(latest.verdict.num_accepted)[running]
+    script = {"tokens": ours.tokens, "right": jnp.asarray(right)}
+    scripted = LoadedDrafter(Script(CHAIN.num_speculative_tokens, target.vocab_size), script)
+    (theirs,) = Decoding(target, scripted, "bfloat16", 8, new_tokens).states(prompts)
+    accepted = accepted_and_drafted([ours])[0]
+    check.number(accepted=accepted)
+    assert accepted > 0
+    assert same_bits(ours, theirs) == []
+
+
+@pytest.mark.level("L3")
+def test_the_text_does_not_depend_on_the_drafter(check: Check, subject: Subject, new_tokens: int) -> None:
+    """In float32, whether the drafter knows everything, nothing, or has random weights."""
+    target, head = subject.pair("float32")
+    prompts = some_prompts(subject, 8)
+    drafter = drafting(head, CHAIN)
+    num_nodes = CHAIN.num_speculative_tokens + 1
+
+    def written(drafter: LoadedDrafter) -> tuple[list[list[int]], int, int]:
+        states = Decoding(target, drafter, "float32", 8, new_tokens).states(prompts)
+        return new_tokens_of(states, new_tokens), *accepted_and_drafted(states)
+
+    expected, _, _ = written(LoadedDrafter(Plain(num_nodes)))
+    tokens = padded([[*prompt, *row] for prompt, row in zip(prompts, expected, strict=True)], CONTEXT + new_tokens)
+    script = Script(num_nodes - 1, target.vocab_size)
+    random = drafter.params | {"head": drafter.drafter.init_params(jax.random.key(0))}
+    drafters = {
+        "random head": dataclasses.replace(drafter, params=random),
+        "all right": LoadedDrafter(script, {"tokens": tokens, "right": jnp.full(tokens.shape, num_nodes, jnp.int32)}),
+        "all wrong": LoadedDrafter(script, {"tokens": tokens, "right": jnp.zeros(tokens.shape, jnp.int32)}),
+    }
+    for name, one in drafters.items():
+        rows, accepted, drafted = written(one)
+        check.number(**{f"accepted of drafted, {name}": f"{accepted} of {drafted}"})
+        assert rows == expected, name
+        if name == "all right":  # but for the last round of each row, which drafts past the end of the script
+            assert accepted >= drafted - len(prompts) * num_nodes > 0
+        if name == "all wrong":
+            assert drafted > 0 == accepted
+
+
+# ---------------------------------------------------------------- L4
+
+
+@pytest.mark.level("L4")
+def test_every_token_is_the_reference_choice_or_a_tie(
+    check: Check, subject: Subject, setting: Any, margin_dtype: str
+) -> None:
+    """Tokens of a speculative run, judged one by one along the same text; ties no more often than without a drafter."""
+    dtype = margin_dtype
+    target, head = subject.pair(dtype)
+    count, limit = _volume(setting, dtype)
+    prompts = some_prompts(subject, count)
+    outputs = new_tokens_of(Decoding(target, drafting(head, CHAIN), dtype, 8, limit).states(prompts), limit)
+    with full_precision(dtype):
+        plain = [one.best for one in by_blocks(target, prompts, outputs, block=1)]
+        blocks = [one.best for one in by_blocks(target, prompts, outputs, block=CHAIN.num_speculative_tokens + 1)]
+        ours = Judged.of(reference(target, prompts, outputs), dtype)
+        control = Judged.of(reference(target, prompts, outputs, plain), dtype)
+    tokens = len(ours.gap)
+    flips = int(np.sum(np.concatenate(outputs) != np.concatenate(plain)))
+    noise = Control(flips=int(np.sum(np.concatenate(blocks) != np.concatenate(plain))), tokens=tokens)
+    disagreements_allowed = Control(control.disagreements, tokens).allowed(tokens)
+    check.number(
+        tokens=tokens,
+        ties=ours.ties,
+        disagreements=ours.disagreements,
+        ties_of_plain_decoding=control.ties,
+        disagreements_of_plain_decoding=control.disagreements,
+        disagreements_allowed=disagreements_allowed,
+        flips=flips,
+        flips_without_a_drafter=noise.flips,
+        flips_allowed=noise.allowed(tokens),
+        **_largest_gap(ours, dtype),
+    )
+    _plots(check, ours, control, first_differences(outputs, plain), limit)
+    assert not ours.wrong, f"gaps and highest logits of tokens that no rounding explains: {ours.wrong}"
+    assert ours.disagreements <= disagreements_allowed, "more disagreements than plain decoding has with the reference"
+    assert flips <= noise.allowed(tokens), "speculation departs from plain decoding more often than rounding does"
+
+
+def _largest_gap(judged: Judged, dtype: str) -> dict[str, float]:
+    if dtype == "float32":
+        return {"largest_gap": float(judged.gap.max())}
+    return {"largest_gap_in_bfloat16_units": float(np.max(TIE_ULPS * judged.gap / judged.tolerance))}
+
+
+def _volume(setting: Any, dtype: str) -> tuple[int, int]:
+    """Prompts and new tokens of each: 10,240 tokens, fewer where nothing is rounded to bfloat16."""
+    if setting.rehearsal:
+        return 8, 32
+    return (16 if dtype == "mixed" else 64), 160
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """All tokens of a run as the reference sees them, prompt after prompt."""
+
+    gap: np.ndarray
+    value: np.ndarray
+    tolerance: np.ndarray
+    agreement: np.ndarray
+    wrong: list[tuple[float, float]]
+
+    @classmethod
+    def of(cls, scored: Sequence[Scored], dtype: str) -> Judged:
+        gap, rank, value = (np.concatenate([getattr(one, name) for one in scored]) for name in _SCORES)
+        tolerance = tie_tolerance(value, dtype)
+        wrong = np.flatnonzero(gap > wrong_tolerance(value, dtype))
+        pairs = [(float(gap[index]), float(value[index])) for index in wrong]
+        return cls(gap, value, tolerance, classify(gap, rank, tolerance), pairs)
+
+    @property
+    def ties(self) -> int:
+        return int(np.sum(self.agreement == Agreement.TIE))
+
+    @property
+    def disagreements(self) -> int:
+        return int(np.sum(self.agreement == Agreement.DISAGREE))
+
+
+_SCORES = ("gap", "rank", "best_value")
+
+
+def _plots(check: Check, ours: Judged, control: Judged, places: Sequence[int | None], limit: int) -> None:
+    series = {}
+    for name, one in (("speculation", ours), ("plain decoding", control)):
+        apart = np.flatnonzero(one.gap > 0)
+        series[name] = (one.value[apart].tolist(), one.gap[apart].tolist())
+    check.plot("Tokens that are not the reference's choice", "scatter", "highest logit", "gap to it", series)
+    parted = [place for place in places if place is not None]
+    edges = np.linspace(0, limit, 9).astype(int)
+    names = [f"{low} to {high - 1}" for low, high in itertools.pairwise(edges)]
+    counts = np.histogram(parted, edges)[0].astype(float).tolist()
+    title = "Where texts first part from plain decoding along the same tokens"
+    check.plot(title, "bar", "new token", "prompts", {"prompts": (names, counts)})
+    check.number(texts_that_part=len(parted))
