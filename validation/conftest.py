@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import gc
+import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -103,6 +104,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config.option, "rehearse"):  # found among other directories, which for pytest 8 is too late
         raise pytest.UsageError("validation has options of its own and must be named: pytest validation")
     option = config.getoption
+    if option("--gpu"):  # before the device is first touched: vLLM needs its share of the memory
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     if option("--rehearse") and not option("--gpu"):
         raise pytest.UsageError("--rehearse is for a run with --gpu; give both")
     if option("--gpu") and not option("--rehearse") and not any(d.platform in ("gpu", "cuda") for d in jax.devices()):

@@ -1,0 +1,320 @@
+"""What `pytest validation` validates, read, chosen, fitted and reported: everything but the GPU itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+
+pytest.importorskip("scipy")
+
+from eagle3_jax import LoadedTarget, load_target
+from eagle3_jax.analysis.roofline import bandwidth, ceiling, cost_per_million_tokens, step_bytes
+from eagle3_jax.drafters import Eagle3Drafter
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.layers import BFLOAT16
+from validation.prompts import Prompt, Renderer, read_prompts, shipped
+from validation.random_models import REHEARSAL_SHAPES, SHAPES, bytes_needed, head_config, random_pair, why_not
+from validation.subject import DEFAULT_TARGET, choose
+from validation.tasks import answered_number, discordant_interval, is_right, questions, reference_number
+
+ROOT = Path(__file__).parent.parent
+PLAIN = Renderer("plain text")
+QUESTION = {"question_id": 7, "category": "math", "turns": ["What is 1 + 1?", "And 2 + 2?"]}
+
+
+@pytest.fixture(scope="module")
+def target() -> LoadedTarget:
+    return load_target()
+
+
+def written(tmp_path: Path, *rows: object) -> Path:
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+# ---------------------------------------------------------------- prompts
+
+
+def test_the_three_formats_are_read(tmp_path: Path, target: LoadedTarget) -> None:
+    path = written(
+        tmp_path,
+        QUESTION | {"reference": ["2\n#### 2", "4"]},
+        {"prompt": "def f(x):", "max_new_tokens": 5},
+        "",
+        {"prompt_ids": [1, 2, 3], "name": "three", "reference": "abc"},
+    )
+    question, text, ids = read_prompts(path, target, PLAIN, max_new_tokens=9)
+    tokens = target.tokenizer.encode("What is 1 + 1?").ids  # type: ignore[union-attr]
+    assert question == Prompt("7", "math", tokens, "What is 1 + 1?", "2\n#### 2", 9)
+    assert (text.name, text.category, text.text, text.max_new_tokens) == (
+        "questions.jsonl line 2",
+        "questions",
+        "def f(x):",
+        5,
+    )
+    assert ids == Prompt("three", "questions", [1, 2, 3], None, "abc", 9)
+
+
+def test_questions_go_through_the_chat_template_and_texts_do_not(tmp_path: Path, target: LoadedTarget) -> None:
+    path = written(tmp_path, QUESTION, {"prompt": "def f(x):"})
+    asked: list[str] = []
+
+    def chat(question: str) -> list[int]:
+        asked.append(question)
+        return [5, 6]
+
+    question, text = read_prompts(path, target, Renderer("template", chat), max_new_tokens=4)
+    assert asked == ["What is 1 + 1?"]
+    assert question.tokens == [5, 6] != text.tokens
+
+
+def test_a_chat_template_is_found_and_applied(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "eagle3_jax/assets/target")
+    assert Renderer.of(ROOT / "eagle3_jax/assets/target").chat is None
+    tokenizer.chat_template = "Q: {{ messages[0]['content'] }} A:{% if add_generation_prompt %} yes{% endif %}"
+    tokenizer.save_pretrained(tmp_path)
+    renderer = Renderer.of(tmp_path)
+    assert renderer.chat is not None
+    assert renderer.chat("why?") == tokenizer.encode("Q: why? A: yes")
+
+
+def test_without_transformers_the_report_says_that_questions_are_plain_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    renderer = Renderer.of(tmp_path)
+    assert renderer.chat is None
+    assert "transformers, which is not installed" in renderer.note
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1]", "line 2: not an object"),
+        ({"text": "x"}, "line 2: expected an object with 'turns'"),
+        ({"turns": "x", "question_id": 1, "category": "c"}, "line 2: 'turns' must be a list"),
+        ({"turns": [], "question_id": 1, "category": "c"}, "line 2: 'turns' must be a list"),
+        ({"turns": ["x"], "category": "c"}, "line 2: a question with 'turns' needs 'question_id'"),
+        ({"turns": ["x"], "question_id": 1}, "line 2: a question with 'turns' needs 'category'"),
+        (QUESTION | {"reference": 3}, "line 2: 'reference' must be"),
+        ({"prompt": "x", "prompt_ids": [1]}, "line 2: .*either 'prompt' or 'prompt_ids'"),
+        ({"prompt_ids": [4096]}, "line 2: prompt token 4096"),
+        ({"prompt_ids": []}, "line 2: the prompt is empty"),
+        ({"prompt": ""}, "line 2: the prompt is empty"),
+        ({"prompt_ids": [1] * 510}, "line 2: the prompt has 510 tokens and is given 9 more"),
+        ({"prompt_ids": [1] * 600}, "line 2: the prompt has 600 tokens"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, target: LoadedTarget, row: object, message: str) -> None:
+    path = written(tmp_path, {"prompt": "x"}, row)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_prompts(path, target, PLAIN, max_new_tokens=9)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_file_is_refused(tmp_path: Path, target: LoadedTarget) -> None:
+    with pytest.raises(ValueError, match="holds no prompts"):
+        read_prompts(written(tmp_path), target, PLAIN, max_new_tokens=9)
+
+
+# ---------------------------------------------------------------- the subject
+
+
+def choice(**changes: object) -> dict[str, object]:
+    return {"gpu": False, "rehearsal": False, "target": None, "drafter": None, "prompt_files": []} | changes
+
+
+@pytest.mark.parametrize("changes", [{}, {"gpu": True, "rehearsal": True}])
+def test_the_default_is_the_shipped_pair_with_its_prompts(changes: dict[str, bool]) -> None:
+    subject = choose(**choice(**changes))
+    assert (subject.name, subject.reason) == ("the shipped pair", "")
+    assert [prompt.text for prompt in subject.prompts] == shipped()
+    assert all(len(tokens) > 8 for tokens in subject.prompt_tokens)
+    dtype = subject.dtypes[0]
+    assert subject.pair(dtype)[0] is subject.pair(dtype)[0]
+    loaded = subject.pair(dtype)[0]
+    subject.drop(dtype)
+    assert subject.pair(dtype)[0] is not loaded
+    assert subject.description["questions"] == "plain text: the target has no chat template"
+
+
+def test_a_gpu_run_without_the_hub_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(source: object, part: str) -> Path:
+        raise ValueError(f"{source} could not be downloaded: no network")
+
+    monkeypatch.setattr("validation.subject.locate", unreachable)
+    subject = choose(**choice(gpu=True))
+    assert subject.name == "the shipped pair"
+    assert subject.dtypes[0] == "bfloat16"
+    assert subject.description["not the default"] == f"{DEFAULT_TARGET} could not be downloaded: no network"
+    with pytest.raises(ValueError, match="mine could not be downloaded"):
+        choose(**choice(gpu=True, target="mine", drafter="my-head"))
+
+
+@pytest.mark.parametrize("given", ["target", "drafter"])
+def test_half_a_pair_is_refused(given: str) -> None:
+    with pytest.raises(ValueError, match=f"--{given} was given without"):
+        choose(**choice(**{given: "somewhere"}))
+
+
+# ---------------------------------------------------------------- random models
+
+
+def test_models_of_real_shapes_have_their_published_sizes() -> None:
+    """Parameters as the model cards count them."""
+    sizes = {
+        name: sum(leaf.size for leaf in tiny.jax.tree.leaves(DecoderTarget(config, BFLOAT16).param_shapes()))
+        for name, config in SHAPES.items()
+    }
+    assert {name: round(size / 1e9, 2) for name, size in sizes.items()} == {
+        "Llama-3.1-8B": 8.03,
+        "Llama-3.2-1B": 1.24,
+        "Qwen3-8B": 8.19,
+    }
+
+
+def test_the_head_of_llama_has_the_published_shape() -> None:
+    config = head_config(SHAPES["Llama-3.1-8B"])
+    assert (config.draft_vocab_size, config.aux_layers, config.layer.num_layers) == (32_000, (2, 16, 29), 1)
+    shapes = Eagle3Drafter(config, precision=BFLOAT16).param_shapes()
+    assert shapes["fc"]["kernel"].shape == (3 * 4096, 4096)
+    assert shapes["head"]["kernel"].shape == (4096, 32_000)
+
+
+@pytest.mark.parametrize("name", REHEARSAL_SHAPES)
+def test_a_random_pair_decodes(name: str) -> None:
+    import eagle3_jax as e3
+
+    target, drafter = random_pair(name, REHEARSAL_SHAPES[name])
+    leaves = tiny.jax.tree.leaves((target.params, drafter.params["head"]))
+    assert {str(leaf.dtype) for leaf in leaves} == {"bfloat16"}
+    result = e3.SpeculativeDecoder(target, drafter, num_speculative_tokens=2).generate([[1, 2, 3]], max_new_tokens=5)
+    assert len(result.tokens[0]) == 5
+
+
+def test_whether_a_model_fits_is_read_from_the_device() -> None:
+    assert why_not(5 * 2**30, {"bytes_limit": 8 * 2**30, "bytes_in_use": 3 * 2**30}) is None
+    reason = why_not(6 * 2**30, {"bytes_limit": 8 * 2**30, "bytes_in_use": 3 * 2**30})
+    assert reason == "it needs 6.0 GiB and the device has 5.0 GiB left"
+    assert why_not(1, None) == "the device does not tell how much memory it has"
+
+
+def test_the_memory_of_a_model_is_that_of_its_weights_and_caches() -> None:
+    config = SHAPES["Llama-3.1-8B"]
+    weights = 2 * (8.03e9 + 3 * 4096**2 + 4096 * 32_000)  # and the head's layer, a few hundred million
+    assert weights < bytes_needed(config, batch=1, capacity=1024) < 1.2 * weights
+    more = bytes_needed(config, batch=1, capacity=2048) - bytes_needed(config, batch=1, capacity=1024)
+    assert more == pytest.approx(1.1 * 1024 * 33 * 2 * 8 * 128 * 2, rel=1e-6)  # 32 layers and the head's
+
+
+# ---------------------------------------------------------------- roofline and cost
+
+
+def test_the_bytes_of_a_step_are_weights_and_caches(target: LoadedTarget) -> None:
+    # 12 layers of attention (256 x (256 + 128 + 128) + 256 x 256) and SwiGLU (3 x 256 x 704) with two norms each, a
+    # norm, and the output projection; the embedding is looked up, not read.
+    weights = 4 * (12 * (256 * 512 + 256 * 256 + 3 * 256 * 704 + 2 * 256) + 256 + 256 * 4096)
+    assert step_bytes(target, rows=1, context=0) == weights
+    assert step_bytes(target, rows=3, context=10) == weights + 3 * 10 * 12 * 2 * 2 * 64 * 4
+    tied = tiny.target(13, tie_embeddings=True)
+    assert step_bytes(tied, rows=1, context=0) == sum(leaf.nbytes for leaf in tiny.jax.tree.leaves(tied.params))
+
+
+def test_bandwidth_is_that_of_some_memory(target: LoadedTarget) -> None:
+    assert 1e8 < bandwidth(2**22) < 1e14
+    assert ceiling(target, rows=1, context=0, large=2**22) > 1e8
+
+
+def test_cost_by_hand() -> None:
+    # 3.60 an hour is 0.001 a second; 500 tokens in it, so a million take 2,000 seconds.
+    assert cost_per_million_tokens(500.0, 3.6) == pytest.approx(2.0)
+
+
+# ---------------------------------------------------------------- task answers
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("He has 3 + 4 = <<3+4=7>>7 apples\n#### 7", "7"),
+        ("#### $1,200.50 in all", "1200.5"),
+        ("so 12 apples\n#### -3.00", "-3"),
+        ("#### none", None),
+        ("no mark: 5", None),
+    ],
+)
+def test_the_number_of_a_reference(text: str, number: str | None) -> None:
+    assert reference_number(text) == number
+
+
+def test_an_answer_is_its_last_number() -> None:
+    assert answered_number("First 3, then 4, so the answer is 12.") == "12"
+    assert answered_number("#### 9 because of 4") == "9"
+    assert answered_number("no idea") is None
+    assert is_right("The total is $1,080.", "...\n#### 1080")
+    assert not is_right("The total is 108.", "...\n#### 1080")
+
+
+def test_code_is_right_when_it_begins_as_the_reference() -> None:
+    reference = "    for e in l:\n        if e >= t:\n            return False\n    return True\n"
+    assert is_right(
+        "    for e in l:  # each\n\n        if e >= t:\n            return False\n    return True\n\nprint()", reference
+    )
+    assert not is_right("    return all(e < t for e in l)\n", reference)
+
+
+def test_only_questions_that_one_side_missed_speak_about_a_difference() -> None:
+    low, high = discordant_interval(4, 4)
+    assert low < 0.5 < high
+    assert discordant_interval(0, 12)[1] < 0.5  # 2 · 2^-12 < 0.01
+    assert discordant_interval(0, 3)[1] > 0.5
+
+
+def test_task_sanity_needs_a_target_that_answers_and_answers_to_compare(tmp_path: Path) -> None:
+    subject = choose(**choice())
+    with pytest.raises(ValueError, match="no chat template"):
+        questions(subject, rehearsal=False)
+    assert len(questions(subject, rehearsal=True)) == 8
+
+
+# ---------------------------------------------------------------- the flow
+
+
+def validate(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess, dict]:
+    command = [sys.executable, "-m", "pytest", "--report-dir", str(tmp_path), *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    report = tmp_path / "report.json"
+    return done, json.loads(report.read_text()) if report.is_file() else {}
+
+
+def test_a_rehearsal_runs_the_flow_and_says_that_it_is_one(tmp_path: Path) -> None:
+    done, report = validate(
+        tmp_path, "validation/test_task_sanity.py", "validation/test_speed.py", "--gpu", "--rehearse",
+        "--price-per-hour", "3.6", "-k", "accuracy_does_not or tiny-Qwen3-batch-1]",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert report["rehearsal"] is True
+    assert report["verdict"] != "passed"
+    ran = {check["level"]: check for check in report["checks"] if check["verdict"] == "passed"}
+    assert ran["L7"]["numbers"]["questions"] == 8
+    rows = ran["L9"]["tables"][0]["rows"]
+    assert [row[0] for row in rows] == ["plain bfloat16", "chain K=3"]
+    assert all(isinstance(row[13], float) for row in rows)  # the cost
+    assert report["environment"]["subject"]["name"] == "the shipped pair"
+
+
+def test_without_a_gpu_task_sanity_is_no_part_of_the_run(tmp_path: Path) -> None:
+    done, report = validate(tmp_path, "validation/test_task_sanity.py")
+    assert done.returncode == 5, done.stdout[-3000:]  # nothing left to run
+    (check,) = [check for check in report["checks"] if check["level"] == "L7"]
+    assert (check["verdict"], check["reason"]) == ("not run", "only with --gpu")

@@ -1,0 +1,71 @@
+"""Benchmark questions, and right and wrong answers to them."""
+
+from __future__ import annotations
+
+import re
+
+from validation.margin import clopper_pearson
+from validation.prompts import Prompt, has_chat_template
+from validation.subject import Subject
+
+_MOST, _REHEARSED, _CONFIDENCE = 200, 8, 0.99
+_NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?")
+
+
+def reference_number(reference: str) -> str | None:
+    """GSM8K's answer: the number after ``####``; ``None`` where a reference has none."""
+    _, mark, rest = reference.rpartition("####")
+    numbers = _NUMBER.findall(rest)
+    return _plain(numbers[0]) if mark and numbers else None
+
+
+def answered_number(text: str) -> str | None:
+    """The number a text ends on: after ``####`` if it says so, else its last one."""
+    return reference_number(text) or next((_plain(number) for number in reversed(_NUMBER.findall(text))), None)
+
+
+def is_right(text: str, reference: str) -> bool:
+    """Exact match with a reference: of numbers where it ends on one (GSM8K), else of code (HumanEval).
+
+    Code is compared without blank lines, comments and trailing space, at the beginning of what was written; it counts
+    only programs that equal the reference, far fewer than would pass its tests, with and without speculation alike.
+    """
+    number = reference_number(reference)
+    if number is not None:
+        return answered_number(text) == number
+    return _code(text).startswith(_code(reference))
+
+
+def _plain(number: str) -> str:
+    """``$1,200.00`` as ``1200``."""
+    digits = number.replace("$", "").replace(",", "")
+    return digits.rstrip("0").rstrip(".") if "." in digits else digits
+
+
+def _code(text: str) -> str:
+    lines = (line.split("#")[0].rstrip() for line in text.splitlines())
+    return "\n".join(line for line in lines if line)
+
+
+def questions(subject: Subject, *, rehearsal: bool) -> list[Prompt]:
+    """Prompts that have a right answer.
+
+    Raises:
+        ValueError: There are none, or nobody taught the target to answer.
+    """
+    if rehearsal:  # any prompt will do: the flow is tried, and nobody expects a right answer
+        return subject.prompts[:_REHEARSED]
+    if not has_chat_template(subject.target_directory):
+        raise ValueError(f"{subject.name} is not tuned to answer questions: its target has no chat template")
+    found = [prompt for prompt in subject.prompts if prompt.reference]
+    if not found:
+        raise ValueError("no prompt has a reference: give --prompts FILE, such as EAGLE's gsm8k/question.jsonl")
+    return found[:_MOST]
+
+
+def discordant_interval(only_with: int, only_without: int) -> tuple[float, float]:
+    """Share of speculation among the questions that only one of both got right: 1/2 if speculation makes no difference.
+
+    The test is paired, as McNemar's: questions that both got right, or both wrong, say nothing about a difference.
+    """
+    return clopper_pearson(only_with, only_with + only_without, confidence=_CONFIDENCE)

@@ -1,0 +1,53 @@
+"""L7: a benchmark's accuracy with speculation equals that without. A sanity check: the proof is in the other levels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from eagle3_jax import SpeculativeDecoder
+from validation.report import Check
+from validation.subject import Subject
+from validation.tasks import discordant_interval, is_right, questions
+
+pytestmark = pytest.mark.level("L7")
+
+BATCH, NEW_TOKENS = 8, 256
+
+
+@pytest.mark.parametrize("num_speculative_tokens", [3])
+def test_accuracy_does_not_depend_on_speculation(
+    check: Check, subject: Subject, setting: Any, num_speculative_tokens: int
+) -> None:
+    try:
+        asked = questions(subject, rehearsal=setting.rehearsal)
+    except ValueError as reason:
+        pytest.skip(str(reason))
+    target, head = subject.pair(subject.dtypes[0])
+    new_tokens = 16 if setting.rehearsal else NEW_TOKENS
+    right = []
+    for decoder in (
+        SpeculativeDecoder(target),
+        SpeculativeDecoder(target, head, num_speculative_tokens=num_speculative_tokens),
+    ):
+        texts: list[str | None] = []
+        for start in range(0, len(asked), BATCH):
+            batch = [prompt.tokens for prompt in asked[start : start + BATCH]]
+            texts += decoder.generate(batch, max_new_tokens=new_tokens).texts
+        pairs = zip(texts, asked, strict=True)
+        right.append([is_right(text or "", prompt.reference or "none") for text, prompt in pairs])
+    without, with_ = right
+    both = list(zip(with_, without, strict=True))
+    only_with, only_without = both.count((True, False)), both.count((False, True))
+    check.number(
+        questions=len(asked),
+        accuracy_with_speculation=sum(with_) / len(asked),
+        accuracy_without=sum(without) / len(asked),
+        only_right_with=only_with,
+        only_right_without=only_without,
+    )
+    if only_with + only_without:
+        low, high = discordant_interval(only_with, only_without)
+        check.number(interval_of_the_difference=f"{low:.2f} to {high:.2f} around 0.5")
+        assert low <= 0.5 <= high
