@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -67,18 +69,25 @@ def started(
     log = tmp_path_factory.mktemp("server") / "log.txt"
     with log.open("w") as written:
         process = subprocess.Popen(
-            command, env={**os.environ, **environment_of(threads=1)}, stdout=written, stderr=subprocess.STDOUT
+            command,
+            env={**os.environ, **environment_of(threads=1)},
+            stdout=written,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_for(url, process, log)
         yield Started(url, process)
     finally:
-        process.terminate()
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        end(process)
+
+
+def end(process: subprocess.Popen) -> None:
+    """End a server and the processes that it started, which would outlive it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
@@ -127,8 +136,7 @@ def test_a_server_that_dies_is_one_line(check: Check, started: Started, subject:
     engine = Servers([started.url]).engine(
         EngineOptions(model=str(subject.target_directory), speculative=eagle3("head", K))
     )
-    started.process.kill()
-    started.process.wait()
+    end(started.process)
     with pytest.raises(VLLMError, match="no vLLM server answers") as caught:
         engine.generate([[1, 2, 3]], max_new_tokens=4)
     assert "\n" not in str(caught.value)
