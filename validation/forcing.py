@@ -58,6 +58,17 @@ def reference(
     return _judge(_one_pass, target, prompts, outputs, judged or outputs)
 
 
+def forced_logits(target: LoadedTarget, sequences: Sequence[Tokens]) -> list[np.ndarray]:
+    """Logits after every token of each sequence, ``[T V]`` in float32; for vocabularies that are small."""
+    width = -(-max(map(len, sequences)) // _BUCKET) * _BUCKET
+    found = []
+    for start in range(0, len(sequences), _ROWS):
+        rows = sequences[start : start + _ROWS]
+        logits = np.asarray(_all_logits(target.model, target.params, _padded(rows, width)))
+        found += [logits[index, : len(row)] for index, row in enumerate(rows)]
+    return found
+
+
 def by_blocks(
     target: LoadedTarget, prompts: Sequence[Tokens], outputs: Sequence[Tokens], *, block: int
 ) -> list[Scored]:
@@ -99,6 +110,12 @@ def _padded(rows: Sequence[Tokens], width: int) -> Int[Array, "B T"]:
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
     return jnp.asarray(tokens)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _all_logits(model: TargetModel, params: Any, fed: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    positions = jnp.broadcast_to(jnp.arange(fed.shape[1], dtype=jnp.int32), fed.shape)
+    return model.unembed(params, model(params, fed, positions, causal_mask(fed.shape[1])).final)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -16,7 +16,7 @@ from eagle3_jax.models.decoder import causal_mask
 from validation.margin import Agreement, classify, tie_tolerance
 from validation.odd_models import SHAPES, write_odd_model
 from validation.report import Check
-from validation.scoring import score
+from validation.forcing import reference
 from validation.subject import Subject
 from validation.vllm.bridge import Tokens
 
@@ -78,7 +78,7 @@ def test_greedy_text_equals_transformers(check: Check, subject: Subject) -> None
     witness = load_witness(subject.target_directory)
     prompts = [prompt[-100:] for prompt in subject.prompt_tokens[:20]]
     theirs = [generate(witness, prompt, 64) for prompt in prompts]
-    scored = score(target, prompts, theirs)
+    scored = reference(target, prompts, theirs)
     gap = np.concatenate([one.gap for one in scored])
     rank = np.concatenate([one.rank for one in scored])
     best = np.concatenate([one.best_value for one in scored])

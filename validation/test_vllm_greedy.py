@@ -15,7 +15,7 @@ from eagle3_jax.drafters import NGram
 from validation.margin import Agreement, classify, tie_tolerance
 from validation.odd_models import SHAPES, write_odd_model
 from validation.report import Check
-from validation.scoring import score
+from validation.forcing import reference
 from validation.subject import Subject
 from validation.vllm.bridge import VLLM, EngineOptions, Scored, Tokens, eagle3
 
@@ -108,11 +108,10 @@ def check_both_directions(
     for texts in [*mine, *theirs]:
         fed = prompts[: len(texts.outputs)]
         by_us = texts.by.startswith("ours")
-        scored = engine.score(fed, texts.outputs) if by_us else score(target, fed, texts.outputs)
+        scored = engine.score(fed, texts.outputs) if by_us else reference(target, fed, texts.outputs)
         control = engine.score(fed, texts.outputs) if not by_us else None
         found = agreement(scored, dtype)
-        reference = theirs[0].outputs[: len(fed)]
-        same = sum(output == wanted for output, wanted in zip(texts.outputs, reference, strict=True))
+        same = sum(output == other for output, other in zip(texts.outputs, theirs[0].outputs, strict=False))
         itself = agreement(control, dtype) if control is not None else None
         rows.append(
             [
