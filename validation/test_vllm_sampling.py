@@ -14,8 +14,8 @@ import pytest
 import tiny
 
 from eagle3_jax import LoadedTarget, SamplingParams, SpeculativeDecoder, load_drafter, load_target
-from validation.report import Check
 from validation.forcing import forced_logits
+from validation.report import Check
 from validation.statistics import goodness_of_fit
 from validation.vllm.bridge import EngineOptions, Tokens, eagle3
 from validation.vllm.process import Process, ProcessEngine
