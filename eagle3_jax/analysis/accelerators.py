@@ -1,0 +1,117 @@
+"""Accelerators as their datasheets describe them: memory, bandwidth, dense peaks."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """What a step cannot outrun.
+
+    Attributes:
+        name: For tables and messages.
+        memory_bytes: Capacity. Vendors' gigabytes are taken as ``10**9``, which is on the safe side.
+        bandwidth_bytes_per_second: Of its memory.
+        peak_flops: Dense bfloat16 operations per second, summed in float32; without the doubling for sparse matrices.
+        peak_flops_fp8: Dense FP8 operations per second; ``None`` where products are not computed in FP8.
+        source: Where the figures are published.
+    """
+
+    name: str
+    memory_bytes: float
+    bandwidth_bytes_per_second: float
+    peak_flops: float
+    peak_flops_fp8: float | None
+    source: str
+
+    def __post_init__(self) -> None:
+        for field in ("memory_bytes", "bandwidth_bytes_per_second", "peak_flops", "peak_flops_fp8"):
+            value = getattr(self, field)
+            if value is not None and not value > 0:
+                raise ValueError(f"{field} of {self.name} is {value:g}; expected a positive number")
+
+
+def _of(name: str, memory_gb: float, tb_per_s: float, tflops: float, fp8: float | None, source: str) -> Accelerator:
+    return Accelerator(
+        name=name,
+        memory_bytes=memory_gb * 1e9,
+        bandwidth_bytes_per_second=tb_per_s * 1e12,
+        peak_flops=tflops * 1e12,
+        peak_flops_fp8=None if fp8 is None else fp8 * 1e12,
+        source=source,
+    )
+
+
+def _by_name(accelerators: Iterable[Accelerator]) -> dict[str, Accelerator]:
+    return {accelerator.name.lower(): accelerator for accelerator in accelerators}
+
+
+# Datasheets print peaks for 2:4 sparse matrices beside or instead of the dense ones; these are dense.
+KNOWN_ACCELERATORS = _by_name(
+    [
+        _of("B200", 180.0, 8.0, 2250.0, 4500.0, "NVIDIA DGX B200 datasheet, an eighth of the system"),
+        _of("H200", 141.0, 4.8, 989.0, 1979.0, "NVIDIA H200 datasheet, SXM"),
+        _of("H100", 80.0, 3.35, 989.0, 1979.0, "NVIDIA H100 datasheet, SXM5"),
+        _of("H100-NVL", 94.0, 3.9, 835.0, 1671.0, "NVIDIA H100 datasheet, NVL"),
+        _of("H100-PCIe", 80.0, 2.0, 756.0, 1513.0, "NVIDIA H100 datasheet (first edition), PCIe"),
+        _of("A100-80GB", 80.0, 2.039, 312.0, None, "NVIDIA A100 datasheet, 80 GB SXM4"),
+        _of("A100-40GB", 40.0, 1.555, 312.0, None, "NVIDIA A100 datasheet, 40 GB SXM4"),
+        _of("L40S", 48.0, 0.864, 362.0, 733.0, "NVIDIA L40S datasheet"),
+        _of("L4", 24.0, 0.3, 121.0, 242.0, "NVIDIA L4 datasheet, half of the sparse peaks"),
+        _of("RTX-5090", 32.0, 1.792, 209.5, 419.0, "NVIDIA RTX Blackwell whitepaper, sums in float32"),
+        _of("RTX-4090", 24.0, 1.008, 165.2, 330.3, "NVIDIA Ada whitepaper, sums in float32"),
+        _of("RTX-3090", 24.0, 0.936, 71.0, None, "NVIDIA GA102 whitepaper, sums in float32"),
+        _of("MI300X", 192.0, 5.3, 1307.4, 2614.9, "AMD Instinct MI300X datasheet"),
+        _of("MI325X", 256.0, 6.0, 1307.4, 2614.9, "AMD Instinct MI325X datasheet"),
+        _of("TPU-v5e", 16.0, 0.819, 197.0, None, "Google Cloud documentation, TPU v5e"),
+        _of("TPU-v5p", 95.0, 2.765, 459.0, None, "Google Cloud documentation, TPU v5p"),
+        _of("TPU-v6e", 32.0, 1.64, 918.0, None, "Google Cloud documentation, TPU v6e"),
+    ]
+)
+
+
+def accelerator_named(name: str) -> Accelerator:
+    """The accelerator of that name, whatever the case; ``H100-SXM`` is the ``H100``.
+
+    Raises:
+        ValueError: None is known by it.
+    """
+    key = name.strip().lower().replace("_", "-").replace(" ", "-")
+    for candidate in (key, key.removesuffix("-sxm"), key.removeprefix("nvidia-")):
+        if candidate in KNOWN_ACCELERATORS:
+            return KNOWN_ACCELERATORS[candidate]
+    near = difflib.get_close_matches(key, KNOWN_ACCELERATORS, n=1)
+    known = ", ".join(accelerator.name for accelerator in KNOWN_ACCELERATORS.values())
+    hint = f"; did you mean {KNOWN_ACCELERATORS[near[0]].name}?" if near else ";"
+    raise ValueError(
+        f"accelerator {name!r} is not known{hint} known are {known}; describe any other with --bandwidth-gb-per-s"
+    )
+
+
+def custom_accelerator(
+    *, gb_per_s: float, tflops: float | None = None, memory_gb: float | None = None, base: Accelerator | None = None
+) -> Accelerator:
+    """An accelerator from its bandwidth, or a known one with measured figures in place of its datasheet's.
+
+    Args:
+        gb_per_s: Bandwidth.
+        tflops: Dense bfloat16 peak; without it nothing is limited by arithmetic.
+        memory_gb: Capacity; without it everything fits.
+        base: Where the other figures come from.
+
+    Raises:
+        ValueError: A figure is not positive.
+    """
+    name = f"{base.name} at {gb_per_s:g} GB/s" if base else f"{gb_per_s:g} GB/s"
+    return Accelerator(
+        name=name,
+        memory_bytes=memory_gb * 1e9 if memory_gb is not None else base.memory_bytes if base else math.inf,
+        bandwidth_bytes_per_second=gb_per_s * 1e9,
+        peak_flops=tflops * 1e12 if tflops is not None else base.peak_flops if base else math.inf,
+        peak_flops_fp8=base.peak_flops_fp8 if base and tflops is None else None,
+        source="given on the command line",
+    )

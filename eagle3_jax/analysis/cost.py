@@ -1,0 +1,74 @@
+"""What tokens cost."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+def cost_per_million_tokens(tokens_per_second: float, price_per_hour: float) -> float:
+    """``price/3600 / tokens_per_second · 10^6``: the price of a second over the tokens of a second.
+
+    Args:
+        tokens_per_second: Of the whole machine.
+        price_per_hour: Of the whole machine, in any currency.
+
+    Raises:
+        ValueError: The speed is not positive, or the price negative.
+    """
+    _check(tokens_per_second, price_per_hour)
+    return price_per_hour / 3600 / tokens_per_second * 1e6
+
+
+def tokens_per_currency_unit(tokens_per_second: float, price_per_hour: float) -> float:
+    """``tokens_per_second / (price/3600)``: tokens that one dollar buys, where prices are in dollars.
+
+    Raises:
+        ValueError: The speed or the price is not positive.
+    """
+    _check(tokens_per_second, price_per_hour)
+    if price_per_hour == 0:
+        raise ValueError("price_per_hour is 0; tokens that cost nothing have no number per dollar")
+    return tokens_per_second * 3600 / price_per_hour
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of decoding at one speed.
+
+    Attributes:
+        tokens_per_second: Of the whole machine while it works.
+        per_million_tokens: Idle time included.
+        tokens_per_unit: Tokens for one unit of the currency, idle time included.
+    """
+
+    tokens_per_second: float
+    per_million_tokens: float
+    tokens_per_unit: float
+
+
+def cost_of(tokens_per_second: float, *, price_per_hour: float, busy: float = 1.0) -> Cost:
+    """Both figures; a machine that is busy for a share of its hours pays for the others with the same tokens.
+
+    Args:
+        tokens_per_second: Of the whole machine while it works.
+        price_per_hour: Of the whole machine.
+        busy: Share of the paid hours in which it works.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+    if not 0 < busy <= 1:
+        raise ValueError(f"busy is {busy:g}; expected more than 0 and at most 1")
+    effective = tokens_per_second * busy
+    return Cost(
+        tokens_per_second=tokens_per_second,
+        per_million_tokens=cost_per_million_tokens(effective, price_per_hour),
+        tokens_per_unit=tokens_per_currency_unit(effective, price_per_hour),
+    )
+
+
+def _check(tokens_per_second: float, price_per_hour: float) -> None:
+    if not tokens_per_second > 0:
+        raise ValueError(f"tokens_per_second is {tokens_per_second:g}; expected a positive number")
+    if not price_per_hour >= 0:
+        raise ValueError(f"price_per_hour is {price_per_hour:g}; expected 0 or more")

@@ -1,0 +1,212 @@
+"""What a target and its draft head occupy on each accelerator: weights, both caches, activations."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from eagle3_jax.analysis.accelerators import Accelerator
+from eagle3_jax.analysis.shapes import HeadShape, ModelShape
+
+# Bits per weight of the matrices inside the layers. int4 carries a 16-bit scale for every 128 weights; the scales of
+# fp8 and int8, one a row, are left out (a thousandth).
+WEIGHT_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.0 + 16 / 128}
+CACHE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """A target and a head on accelerators of one kind.
+
+    Tensor parallelism divides the layers' matrices, both embeddings and output projections, and the key/value heads of
+    both caches. Every accelerator holds norms, biases and the head's fusion in full, and a key/value head of its own
+    when there are fewer of those than accelerators. Quantised weights are those inside the target's layers; embedding,
+    output projection, vectors and the head keep 16 bits (32 in float32), as published checkpoints do.
+
+    Attributes:
+        target: The target.
+        head: Its draft head; ``None`` for plain decoding.
+        accelerator: What each of them is.
+        num_accelerators: Tensor-parallel size ``n``.
+        weights: A key of ``WEIGHT_BITS``.
+        cache: A key of ``CACHE_BYTES``, for both caches.
+    """
+
+    target: ModelShape
+    head: HeadShape | None
+    accelerator: Accelerator
+    num_accelerators: int = 1
+    weights: str = "bfloat16"
+    cache: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.weights not in WEIGHT_BITS:
+            raise ValueError(f"weights {self.weights!r} are not known; use one of {', '.join(WEIGHT_BITS)}")
+        if self.cache not in CACHE_BYTES:
+            raise ValueError(f"cache type {self.cache!r} is not known; use one of {', '.join(CACHE_BYTES)}")
+        if self.num_accelerators < 1:
+            raise ValueError(f"{self.num_accelerators} accelerators; expected at least 1")
+        for model in (self.target, *([self.head] if self.head else [])):
+            if model.num_heads % self.num_accelerators:
+                raise ValueError(
+                    f"{model.num_heads} attention heads of the {model.name} cannot be divided by "
+                    f"{self.num_accelerators} accelerators; use a number that divides them"
+                )
+        if self.head and self.head.target_width != self.target.width:
+            raise ValueError(
+                f"the head reads features of width {self.head.target_width} but {self.target.name} has "
+                f"{self.target.width}; give the head that was trained for this target"
+            )
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of a number that is never quantised: embedding, output projection, vectors, head, activations."""
+        return 4 if self.weights == "float32" else 2
+
+    def weight_bytes(self, model: ModelShape | HeadShape) -> float:
+        """Weights on each accelerator: ``bits/8·(qo + mlp + r·kv)/n + wide·((embed + output)/n + fusion + vectors)``.
+
+        ``r`` is how many accelerators share a key/value head, 1 when there are enough heads.
+        """
+        parameters = model.parameters
+        return (
+            self._layer_bytes(model)
+            + self.plain_bytes * (parameters.embedding + parameters.output) / self.num_accelerators
+            + self.plain_bytes * (parameters.fusion + parameters.vectors)
+        )
+
+    def streamed_bytes(self, model: ModelShape | HeadShape) -> float:
+        """Weights that each accelerator reads in a forward: all but the embedding, of which a token reads one row."""
+        return self.weight_bytes(model) - self.plain_bytes * model.parameters.embedding / self.num_accelerators
+
+    def cache_bytes_per_token(self, model: ModelShape | HeadShape) -> float:
+        """Keys and values of one token on each accelerator: ``2·L·C·H`` numbers, ``·r/n``."""
+        numbers = model.cache_values_per_token * self._shared_by(model) / self.num_accelerators
+        return numbers * CACHE_BYTES[self.cache]
+
+    def _layer_bytes(self, model: ModelShape | HeadShape) -> float:
+        parameters, bits = model.parameters, 8.0 * self.plain_bytes
+        if isinstance(model, ModelShape):
+            bits = WEIGHT_BITS[self.weights]
+        divided = parameters.query_output + parameters.mlp + parameters.key_value * self._shared_by(model)
+        return bits / 8 * divided / self.num_accelerators
+
+    def _shared_by(self, model: ModelShape | HeadShape) -> float:
+        return max(1.0, self.num_accelerators / model.num_kv_heads)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes on each accelerator.
+
+    Attributes:
+        target_weights: Of the target.
+        head_weights: Of the head; its embedding is the target's.
+        target_cache: Keys and values of all sequences.
+        head_cache: The head's own keys and values of the same tokens.
+        activations: Estimate of the largest forward.
+        reserve: For the engine: context, graphs, workspaces, fragments.
+        budget: What may be used.
+        cache_bytes_per_token: Of both caches.
+    """
+
+    target_weights: float
+    head_weights: float
+    target_cache: float
+    head_cache: float
+    activations: float
+    reserve: float
+    budget: float
+    cache_bytes_per_token: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.without_caches + self.target_cache + self.head_cache
+
+    @property
+    def without_caches(self) -> float:
+        """What is occupied before the first token."""
+        return self.target_weights + self.head_weights + self.activations + self.reserve
+
+    @property
+    def fits(self) -> bool:
+        """Whether the budget is kept."""
+        return self.total <= self.budget
+
+    @property
+    def cache_capacity_tokens(self) -> float:
+        """Tokens of all sequences together that the rest of the budget can hold; infinite without a budget."""
+        left = max(self.budget - self.without_caches, 0.0)
+        return left if math.isinf(left) else left // self.cache_bytes_per_token
+
+
+def activation_bytes(deployment: Deployment, *, batch: int, num_draft_tokens: int, prefill_tokens: int) -> float:
+    """An estimate of the working memory of the largest forward on each accelerator.
+
+    ``T·wide·(4·D + (2·mlp + (heads + 2·C)·H)/n + A·D) + 2·4·B·(K+1)·V/n``: for the ``T`` tokens of the forward the
+    residual stream and three vectors like it, the inner vectors of one layer, and the features kept for the head; for
+    the verified tokens logits and probabilities in float32. Engines differ; measure before you rely on a gigabyte.
+
+    Args:
+        deployment: What runs.
+        batch: ``B`` sequences.
+        num_draft_tokens: ``K``.
+        prefill_tokens: Most prompt tokens in a forward (``max_num_batched_tokens``).
+    """
+    target, n = deployment.target, deployment.num_accelerators
+    verified = batch * (num_draft_tokens + 1)
+    features = deployment.head.num_aux_layers * target.width if deployment.head else 0
+    inner = 2 * target.mlp_width + (target.num_heads + 2 * target.num_kv_heads) * target.head_dim
+    per_token = deployment.plain_bytes * (4 * target.width + inner / n + features)
+    return max(verified, prefill_tokens) * per_token + 2 * 4 * verified * target.vocab_size / n
+
+
+def memory_plan(
+    deployment: Deployment,
+    *,
+    batch: int,
+    context: int,
+    num_draft_tokens: int,
+    prefill_tokens: int = 8192,
+    utilization: float = 0.9,
+    reserve_bytes: float = 2e9,
+) -> MemoryPlan:
+    """Bytes on each accelerator while ``batch`` sequences are ``context`` tokens long.
+
+    The caches also hold the ``K + 1`` tokens under verification: ``B·(context + K + 1)`` tokens each.
+
+    Args:
+        deployment: What runs.
+        batch: Sequences at once.
+        context: Tokens of each, prompt and answer.
+        num_draft_tokens: ``K``; 0 without a head.
+        prefill_tokens: Most prompt tokens in a forward.
+        utilization: Share of the accelerator that the engine may take (vLLM's ``gpu_memory_utilization``).
+        reserve_bytes: For everything that is not counted here.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+    if batch < 1 or context < 1:
+        raise ValueError(f"batch {batch} and context {context} must both be at least 1")
+    if not 0 < utilization <= 1:
+        raise ValueError(f"memory utilization is {utilization:g}; expected more than 0 and at most 1")
+    if reserve_bytes < 0:
+        raise ValueError(f"the reserve is {reserve_bytes:g} bytes; expected 0 or more")
+    target, head = deployment.target, deployment.head
+    tokens = batch * (context + num_draft_tokens + 1)
+    target_token = deployment.cache_bytes_per_token(target)
+    head_token = deployment.cache_bytes_per_token(head) if head else 0.0
+    return MemoryPlan(
+        target_weights=deployment.weight_bytes(target),
+        head_weights=deployment.weight_bytes(head) if head else 0.0,
+        target_cache=tokens * target_token,
+        head_cache=tokens * head_token,
+        activations=activation_bytes(
+            deployment, batch=batch, num_draft_tokens=num_draft_tokens, prefill_tokens=prefill_tokens
+        ),
+        reserve=reserve_bytes,
+        budget=deployment.accelerator.memory_bytes * utilization,
+        cache_bytes_per_token=target_token + head_token,
+    )

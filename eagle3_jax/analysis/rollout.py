@@ -1,0 +1,497 @@
+"""A staged plan for switching speculation on in production, with gates that follow from the model and its traffic."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shlex
+from typing import NamedTuple
+
+from eagle3_jax.analysis.bounds import break_even_batch, round_bound
+from eagle3_jax.analysis.memory import Deployment, MemoryPlan, memory_plan
+from eagle3_jax.analysis.speedup import Rates, best_chain_length, rates, round_cost, tau_from_conditional_rate
+
+_P99_SHARE, _P99_HALF_WIDTH = 0.01, 0.0025
+_NORMAL_95 = 1.96
+_STAGES = ((0.01, 1.0), (0.1, 24.0), (0.5, 24.0), (1.0, 168.0))  # share of traffic, least hours
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What the deployment is asked to do.
+
+    Attributes:
+        requests_per_second: On average over a day.
+        prompt_tokens: Mean length of a prompt.
+        output_tokens: Mean length of an answer.
+        concurrency: Sequences decoded at once at the daily peak, on one replica.
+    """
+
+    requests_per_second: float
+    prompt_tokens: int
+    output_tokens: int
+    concurrency: int
+
+    def __post_init__(self) -> None:
+        if not self.requests_per_second > 0:
+            raise ValueError(f"requests_per_second is {self.requests_per_second:g}; expected a positive number")
+        for name in ("prompt_tokens", "output_tokens", "concurrency"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+
+
+class MeasuredCosts(NamedTuple):
+    """What a round costs at the daily peak, in plain steps.
+
+    Attributes:
+        verify_cost: ``v``.
+        draft_cost: ``c``.
+    """
+
+    verify_cost: float
+    draft_cost: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One step of the rollout.
+
+    Attributes:
+        share: Of the requests that the speculative pool serves.
+        hours: How long at least.
+        requests: What it serves in that time.
+    """
+
+    share: float
+    hours: float
+    requests: float
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchRange:
+    """Chain length for batches from one size to another, both included.
+
+    Attributes:
+        first: Smallest batch.
+        last: Largest.
+        num_draft_tokens: ``K``; 0 is plain decoding.
+    """
+
+    first: int
+    last: int
+    num_draft_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutPlan:
+    """Every number of the plan.
+
+    Attributes:
+        deployment: What is rolled out.
+        traffic: For whom.
+        num_draft_tokens: ``K``.
+        expected: Rates that offline measurement must confirm.
+        verify_cost: ``v`` at the daily peak.
+        draft_cost: ``c`` at the daily peak.
+        measured: Whether both were measured; otherwise they are the roofline's, the best case.
+        memory: On each accelerator at the peak.
+        break_even_batch: Where the roofline stops paying; ``None`` if nowhere.
+        schedule: Chain length by batch.
+        stages: Shares of traffic and their least duration.
+        requests_for_p99: Requests after which a 99th percentile can be judged.
+        tau_standard_error: Of τ after the first stage.
+    """
+
+    deployment: Deployment
+    traffic: Traffic
+    num_draft_tokens: int
+    expected: Rates
+    verify_cost: float
+    draft_cost: float
+    measured: bool
+    memory: MemoryPlan
+    break_even_batch: int | None
+    schedule: list[BatchRange]
+    stages: list[Stage]
+    requests_for_p99: int
+    tau_standard_error: float
+
+    @property
+    def predicted_speedup(self) -> float:
+        """``S = τ / (v + K·c)`` at the peak; at most that, where costs are the roofline's."""
+        return self.expected.mean_acceptance_length / self.break_even_tau
+
+    @property
+    def break_even_tau(self) -> float:
+        """``v + K·c`` at the peak: below it speculation slows the service down."""
+        return round_cost(self.num_draft_tokens, verify_cost=self.verify_cost, draft_cost=self.draft_cost)
+
+    @property
+    def least_tau(self) -> float:
+        """The gate on τ: halfway from break-even to what is expected."""
+        return (self.break_even_tau + self.expected.mean_acceptance_length) / 2
+
+    @property
+    def largest_time_ratio(self) -> float:
+        """The gate on the median time per output token over that of the plain pool: half of the predicted saving."""
+        return 1.0 - (1.0 - 1.0 / self.predicted_speedup) / 2
+
+    @property
+    def obstacles(self) -> list[str]:
+        """Why the rollout should not start; empty when it may."""
+        found = []
+        if not self.memory.fits:
+            found.append(
+                f"memory: {self.memory.total / 1e9:.1f} GB needed, {self.memory.budget / 1e9:.1f} GB may be used"
+            )
+        if self.predicted_speedup <= 1.0:
+            found.append(
+                f"speed: τ {self.expected.mean_acceptance_length:.2f} is below the {self.break_even_tau:.2f} that a "
+                f"round costs at {self.traffic.concurrency} sequences"
+            )
+        return found
+
+
+def accepted_variance(conditional_acceptance_rate: float, num_draft_tokens: int) -> float:
+    """Variance of the accepted tokens of a round, ``P(j) = α^j (1-α)`` for ``j < K`` and ``P(K) = α^K``.
+
+    With ``P(A >= j) = α^j``: ``E[A] = Σ α^j`` and ``E[A²] = Σ (2j - 1) α^j`` over ``j = 1…K``.
+    """
+    tails = [conditional_acceptance_rate**j for j in range(1, num_draft_tokens + 1)]
+    mean = math.fsum(tails)
+    return math.fsum((2 * j - 1) * tail for j, tail in enumerate(tails, 1)) - mean * mean
+
+
+def requests_to_judge_p99() -> int:
+    """``n = z² p(1-p) / h²`` with ``p`` = 1 % and ``h`` = 0.25 %.
+
+    The share of requests slower than the plain pool's 99th percentile is then known to a quarter of a percent, with
+    95 % confidence: 0.75 to 1.25 % is no change.
+    """
+    return math.ceil(_NORMAL_95**2 * _P99_SHARE * (1 - _P99_SHARE) / _P99_HALF_WIDTH**2)
+
+
+def draft_schedule(
+    deployment: Deployment,
+    *,
+    conditional_acceptance_rate: float,
+    most_draft_tokens: int,
+    context: int,
+    largest: int,
+) -> list[BatchRange]:
+    """The best ``K`` up to a limit for every batch, by the roofline; neighbours with the same ``K`` are one range.
+
+    Batches are looked at in powers of two, and the range of a power reaches to the next.
+    """
+    ranges: list[BatchRange] = []
+    first = 1
+    while first <= largest:
+        last = min(2 * first - 1, largest)
+        bounds = [
+            round_bound(deployment, batch=last, context=context, num_draft_tokens=k)
+            for k in range(1, most_draft_tokens + 1)
+        ]
+        best = best_chain_length(
+            conditional_acceptance_rate,
+            verify_costs=[bound.verify_cost for bound in bounds],
+            draft_costs=[bound.draft_cost for bound in bounds],
+        )
+        if ranges and ranges[-1].num_draft_tokens == best:
+            ranges[-1] = BatchRange(ranges[-1].first, last, best)
+        else:
+            ranges.append(BatchRange(first, last, best))
+        first = last + 1
+    return ranges
+
+
+def plan_rollout(
+    deployment: Deployment,
+    traffic: Traffic,
+    *,
+    num_draft_tokens: int,
+    conditional_acceptance_rate: float,
+    measured: MeasuredCosts | None = None,
+) -> RolloutPlan:
+    """Derive gates, schedule and durations.
+
+    A stage lasts until the speculative pool has served enough requests to judge a 99th percentile, and at least an
+    hour, a day, a day and a week: the mix of requests changes over them.
+
+    Args:
+        deployment: Target, head and accelerators of one replica.
+        traffic: What it is asked to do.
+        num_draft_tokens: ``K``, at most.
+        conditional_acceptance_rate: ``α`` that was measured offline, or that is hoped for.
+        measured: Costs at the peak, in place of the roofline's.
+
+    Raises:
+        ValueError: There is no head to roll out.
+    """
+    if deployment.head is None:
+        raise ValueError("a rollout needs a head; leave --drafter out for the usual one")
+    tau = tau_from_conditional_rate(conditional_acceptance_rate, num_draft_tokens)
+    context = traffic.prompt_tokens + traffic.output_tokens // 2  # what a sequence has behind it on average
+    longest = traffic.prompt_tokens + traffic.output_tokens
+    needed = requests_to_judge_p99()
+    stages = []
+    for share, least_hours in _STAGES:
+        per_hour = share * traffic.requests_per_second * 3600
+        hours = max(least_hours, math.ceil(needed / per_hour))
+        stages.append(Stage(share, hours, hours * per_hour))
+    rounds = stages[0].requests * max(traffic.output_tokens - 1, 1) / tau
+    peak = round_bound(deployment, batch=traffic.concurrency, context=context, num_draft_tokens=num_draft_tokens)
+    costs = measured or MeasuredCosts(peak.verify_cost, peak.draft_cost)
+    return RolloutPlan(
+        deployment=deployment,
+        traffic=traffic,
+        num_draft_tokens=num_draft_tokens,
+        expected=rates(tau, num_draft_tokens),
+        verify_cost=costs.verify_cost,
+        draft_cost=costs.draft_cost,
+        measured=measured is not None,
+        memory=memory_plan(deployment, batch=traffic.concurrency, context=longest, num_draft_tokens=num_draft_tokens),
+        break_even_batch=break_even_batch(
+            deployment, context=context, num_draft_tokens=num_draft_tokens, mean_acceptance_length=tau
+        ),
+        schedule=draft_schedule(
+            deployment,
+            conditional_acceptance_rate=conditional_acceptance_rate,
+            most_draft_tokens=num_draft_tokens,
+            context=context,
+            largest=2 * traffic.concurrency,
+        ),
+        stages=stages,
+        requests_for_p99=needed,
+        tau_standard_error=math.sqrt(accepted_variance(conditional_acceptance_rate, num_draft_tokens) / rounds),
+    )
+
+
+def to_markdown(plan: RolloutPlan, *, target: str, head: str) -> str:
+    """The plan as a page.
+
+    Args:
+        plan: Its numbers.
+        target: Directory or hub id of the target, for the commands.
+        head: The same of the head.
+    """
+    traffic, deployment, k = plan.traffic, plan.deployment, plan.num_draft_tokens
+    obstacles = "".join(f"- **Do not start.** {text}\n" for text in plan.obstacles)
+    facts = [
+        ("target, head", f"{deployment.target.name}, {deployment.head.name if deployment.head else 'none'}"),
+        (
+            "replica",
+            f"{deployment.num_accelerators} x {deployment.accelerator.name}, weights {deployment.weights}, "
+            f"cache {deployment.cache}",
+        ),
+        (
+            "traffic",
+            f"{traffic.requests_per_second:g} requests/s, {traffic.prompt_tokens} + {traffic.output_tokens} tokens, "
+            f"{traffic.concurrency} sequences at the peak",
+        ),
+        ("draft", f"chain of K = {k}"),
+        (
+            "expected",
+            f"τ {plan.expected.mean_acceptance_length:.2f}: draft acceptance rate "
+            f"{plan.expected.draft_acceptance_rate:.2f}, conditional acceptance rate "
+            f"{plan.expected.conditional_acceptance_rate:.2f}",
+        ),
+        (
+            "costs at the peak",
+            f"v {plan.verify_cost:.2f}, c {plan.draft_cost:.3f}, {'measured' if plan.measured else 'from datasheets'}: "
+            f"break-even τ {plan.break_even_tau:.2f}, S {plan.predicted_speedup:.2f}",
+        ),
+        (
+            "roofline stops paying at",
+            "no batch" if plan.break_even_batch is None else f"{plan.break_even_batch} sequences",
+        ),
+        (
+            "memory at the peak",
+            f"{plan.memory.total / 1e9:.1f} of {plan.memory.budget / 1e9:.1f} GB on each; the caches hold "
+            f"{plan.memory.cache_capacity_tokens:,.0f} tokens",
+        ),
+    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in facts)
+    return _PAGE.format(
+        title=deployment.target.name,
+        obstacles=f"{obstacles}\n" if obstacles else "",
+        facts=table,
+        validate=f"pytest validation --gpu --target {shlex.quote(target)} --drafter {shlex.quote(head)}",
+        doctor=f"eagle3 doctor --target {shlex.quote(target)} --drafter {shlex.quote(head)}",
+        serve=_serve(plan, target=target, head=head),
+        plain=_serve(plan, target=target, head=None),
+        tau=plan.expected.mean_acceptance_length,
+        least_tau=plan.least_tau,
+        break_even=plan.break_even_tau,
+        least_rate=(plan.least_tau - 1) / k,
+        error=plan.tau_standard_error,
+        ratio=plan.largest_time_ratio,
+        needed=plan.requests_for_p99,
+        stages="\n".join(f"| {stage.share:.0%} | {stage.hours:g} h | {stage.requests:,.0f} |" for stage in plan.stages),
+        **_queries(plan),
+    )
+
+
+def _serve(plan: RolloutPlan, *, target: str, head: str | None) -> str:
+    words = ["vllm", "serve", target]
+    if plan.deployment.cache in ("fp8",):
+        words += ["--kv-cache-dtype", plan.deployment.cache]
+    if plan.deployment.num_accelerators > 1:
+        words += ["--tensor-parallel-size", str(plan.deployment.num_accelerators)]
+    if head is not None:
+        settings = {
+            "method": "eagle3",
+            "model": head,
+            "num_speculative_tokens": plan.num_draft_tokens,
+            "num_speculative_tokens_per_batch_size": [
+                [part.first, part.last, part.num_draft_tokens] for part in plan.schedule
+            ],
+        }
+        words += ["--speculative-config", json.dumps(settings)]
+    return shlex.join(words)
+
+
+def _queries(plan: RolloutPlan) -> dict[str, str]:
+    def rate(name: str) -> str:
+        return f'sum(rate(vllm:spec_decode_{name}_total{{job="vllm-spec"}}[15m]))'
+
+    def quantile(q: float, name: str, job: str) -> str:
+        return f'histogram_quantile({q:g}, sum by (le) (rate(vllm:{name}_seconds_bucket{{job="{job}"}}[15m])))'
+
+    accepted, drafts, drafted = rate("num_accepted_tokens"), rate("num_drafts"), rate("num_draft_tokens")
+    time, first = "request_time_per_output_token", "time_to_first_token"
+    per_position = 'sum by (position) (rate(vllm:spec_decode_num_accepted_tokens_per_pos_total{job="vllm-spec"}[15m]))'
+    return {
+        "tau_query": f"1 + {accepted}\n  / {drafts}",
+        "rate_query": f"{accepted}\n  / {drafted}",
+        "position_query": f"{per_position}\n  / scalar({drafts})",
+        "median_query": f"{quantile(0.5, time, 'vllm-spec')}\n  / {quantile(0.5, time, 'vllm-plain')}",
+        "tail_query": f"{quantile(0.99, time, 'vllm-spec')}\n  / {quantile(0.99, time, 'vllm-plain')}",
+        "first_query": f"{quantile(0.99, first, 'vllm-spec')}\n  / {quantile(0.99, first, 'vllm-plain')}",
+        "tau_alert": f"1 + {accepted} / {drafts} < {plan.break_even_tau:.2f}",
+        "silent_alert": f'{drafts} == 0\n  and sum(rate(vllm:generation_tokens_total{{job="vllm-spec"}}[15m])) > 0',
+    }
+
+
+_PAGE = """\
+# Rollout of speculative decoding: {title}
+
+{obstacles}| | |
+|---|---|
+{facts}
+
+`v` and `c` are the costs of a verification and of a draft pass in plain steps, `S = τ / (v + K·c)`. From datasheets
+they are the best case, and gates that follow from them are loose: measure both at the peak and write this plan again
+with `--verify-cost` and `--draft-cost`.
+
+Two pools serve the same target: `vllm-plain` and `vllm-spec`, scraped as Prometheus jobs of these names. A router
+divides the requests at random, by request. While `vllm-spec` has less than half of them, `vllm-plain` is a control with
+as many replicas and the same share, and the rest goes where it went before: times are comparable at equal concurrency
+only.
+
+```bash
+{plain}    # vllm-plain
+{serve}    # vllm-spec
+```
+
+## Stages
+
+Each begins when the one before has passed all its gates.
+
+### 1. Offline proof
+
+```bash
+{doctor}
+{validate}
+```
+
+- Every level that ran is green, and none that you rely on was skipped: greedy output equal, sampled output of the same
+  distribution, acceptance equal to vLLM's.
+- On your own prompts, with your chat template: τ at least {least_tau:.2f} (expected {tau:.2f}).
+- `vllm bench serve` at one sequence and at the peak, both pools, repeated in turn: the ratio of times per output token.
+
+### 2. Shadow
+
+Copy 1 % of the requests to `vllm-spec`, drop its answers. Lasts until {needed:,} requests are served.
+
+- τ at least {least_tau:.2f} on real traffic; no errors, no preemption that `vllm-plain` does not have.
+
+### 3. Shares of the traffic
+
+| share of `vllm-spec` | at least | requests in that time |
+|---|---|---|
+{stages}
+
+{needed:,} requests are what it takes to know the share of requests beyond the plain pool's 99th percentile to 0.25 %.
+The standard error of τ would be {error:.4f} after the first stage if rounds were independent; those of one request are
+not, so expect several times that.
+
+## Gates
+
+| quantity | pass | else |
+|---|---|---|
+| mean acceptance length τ | at least {least_tau:.2f} | hold; look at the rates by position |
+| draft acceptance rate | at least {least_rate:.2f} (the same gate) | hold |
+| median time per output token, over plain | at most {ratio:.2f} | hold; measure v and c, draft fewer tokens |
+| P99 time per output token, over plain | at most 1.05 | roll back |
+| P99 time to first token, over plain | at most 1.05 | roll back |
+| errors, over plain | no more | roll back |
+
+τ must exceed {break_even:.2f} at the peak merely to break even. τ does not depend on the batch, times do: check with
+the last query that both pools are equally busy. At 100 % compare with what the plain pool took at 50 %. Gaps between
+chunks are no measure: with speculation several tokens share a chunk.
+
+## Queries
+
+```promql
+# mean acceptance length
+{tau_query}
+
+# draft acceptance rate
+{rate_query}
+
+# accepted at each position, with all before it: position 0 well and position 1 badly means wrong feedback in the head
+{position_query}
+
+# median time per output token, over plain
+{median_query}
+
+# P99 time per output token, over plain
+{tail_query}
+
+# P99 time to first token, over plain
+{first_query}
+
+# sequences at once on a replica, by pool
+avg by (job) (vllm:num_requests_running)
+```
+
+## Alerts
+
+```promql
+# for 15m: speculation costs more than it saves
+{tau_alert}
+
+# for 15m: nothing is drafted although tokens are written (in batches for which K is not 0)
+{silent_alert}
+
+# for 15m: the caches are full, preemption is next
+max(vllm:kv_cache_usage_perc{{job="vllm-spec"}}) > 0.9
+
+# for 5m: preemption
+sum(rate(vllm:num_preemptions_total{{job="vllm-spec"}}[5m])) > 0
+```
+
+## Rolling back
+
+Both pools run until a week at 100 % has passed, so rolling back is a change of weights, not a deployment:
+
+```bash
+kubectl patch httproute vllm --type=json -p '[
+  {{"op": "replace", "path": "/spec/rules/0/backendRefs/0/weight", "value": 100}},
+  {{"op": "replace", "path": "/spec/rules/0/backendRefs/1/weight", "value": 0}}]'    # 0: vllm-plain, 1: vllm-spec
+```
+
+Without a router, restart `vllm-spec` with the command of `vllm-plain`: vLLM has no switch for speculation at run time.
+The output does not change with the rollback, only its speed.
+"""

@@ -1,0 +1,264 @@
+"""The theory of the speed-up: how many tokens a round emits, what the round costs, when it pays.
+
+Publications mean two quantities by "acceptance rate", and each has its own formula. For a chain of ``K`` drafted tokens
+
+* the *draft acceptance rate* ``r`` is accepted over drafted tokens, and ``τ = 1 + K·r`` is an identity;
+* the *conditional acceptance rate* ``α`` is the probability that a token is accepted given that all before it were, and
+  ``τ = (1 - α^(K+1)) / (1 - α)`` if it is the same at every position (Leviathan et al., 2023, arXiv 2211.17192, eq. 1).
+
+``τ`` is the mean acceptance length: tokens emitted per round, the bonus or correction included. A round costs
+``v + K·c`` plain steps, ``v`` for verification and ``c`` for each draft pass, so the speed-up is ``S = τ / (v + K·c)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def tau_from_draft_rate(draft_acceptance_rate: float, num_draft_tokens: int) -> float:
+    """``τ = 1 + K·r``: a round emits its accepted tokens and one more from the same verification."""
+    _check_rate("draft_acceptance_rate", draft_acceptance_rate)
+    _check_length(num_draft_tokens)
+    return 1.0 + num_draft_tokens * draft_acceptance_rate
+
+
+def tau_from_conditional_rate(conditional_acceptance_rate: float, num_draft_tokens: int) -> float:
+    """``τ = 1 + α + α² + … + α^K = (1 - α^(K+1)) / (1 - α)`` (Leviathan et al., 2023, eq. 1).
+
+    The token at position ``j`` is accepted with all before it with probability ``α^j``; summed over positions that is
+    the mean number of accepted tokens, and the leading 1 is the token that every round emits.
+    """
+    _check_rate("conditional_acceptance_rate", conditional_acceptance_rate)
+    _check_length(num_draft_tokens)
+    return math.fsum(conditional_acceptance_rate**j for j in range(num_draft_tokens + 1))
+
+
+def draft_rate_from_tau(mean_acceptance_length: float, num_draft_tokens: int) -> float:
+    """``r = (τ - 1) / K``, the inverse of :func:`tau_from_draft_rate`."""
+    _check_tau(mean_acceptance_length, num_draft_tokens)
+    return (mean_acceptance_length - 1.0) / num_draft_tokens
+
+
+def conditional_rate_from_tau(mean_acceptance_length: float, num_draft_tokens: int) -> float:
+    """The ``α`` in [0, 1] whose geometric sum is ``τ``, by bisection: the sum increases with ``α``."""
+    _check_tau(mean_acceptance_length, num_draft_tokens)
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if tau_from_conditional_rate(middle, num_draft_tokens) < mean_acceptance_length:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def round_cost(num_draft_tokens: int, *, verify_cost: float, draft_cost: float) -> float:
+    """``v + K·c``: what a round costs in plain steps, and so also the τ at which it breaks even."""
+    _check_length(num_draft_tokens, least=0)
+    if not verify_cost > 0 or not draft_cost >= 0:
+        raise ValueError(
+            f"verify_cost is {verify_cost:g} and draft_cost {draft_cost:g}; expected more than 0 and at least 0"
+        )
+    return verify_cost + num_draft_tokens * draft_cost
+
+
+def speedup(mean_acceptance_length: float, *, num_draft_tokens: int, verify_cost: float, draft_cost: float) -> float:
+    """``S = τ / (v + K·c)``: tokens per round over its cost (Leviathan et al., 2023, theorem 3.8, where ``v = 1``)."""
+    _check_tau(mean_acceptance_length, num_draft_tokens)
+    return mean_acceptance_length / round_cost(num_draft_tokens, verify_cost=verify_cost, draft_cost=draft_cost)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """The same mean acceptance length under its three names.
+
+    Attributes:
+        mean_acceptance_length: ``τ``.
+        draft_acceptance_rate: ``r = (τ - 1) / K``.
+        conditional_acceptance_rate: The constant ``α`` that gives this ``τ``.
+    """
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    conditional_acceptance_rate: float
+
+
+def rates(mean_acceptance_length: float, num_draft_tokens: int) -> Rates:
+    """Both rates of a mean acceptance length."""
+    return Rates(
+        mean_acceptance_length,
+        draft_rate_from_tau(mean_acceptance_length, num_draft_tokens),
+        conditional_rate_from_tau(mean_acceptance_length, num_draft_tokens),
+    )
+
+
+def rates_for_speedup(wanted: float, *, num_draft_tokens: int, verify_cost: float, draft_cost: float) -> Rates | None:
+    """The rates at which ``S`` is what is wanted: ``τ = S·(v + K·c)``; those of ``S = 1`` are the break-even.
+
+    Returns:
+        ``None`` when even ``τ = K + 1``, everything accepted, is not enough. A ``τ`` below 1, which is always reached,
+        is given as 1.
+    """
+    if not wanted > 0:
+        raise ValueError(f"the wanted speed-up is {wanted:g}; expected a positive number")
+    tau = wanted * round_cost(num_draft_tokens, verify_cost=verify_cost, draft_cost=draft_cost)
+    return None if tau > num_draft_tokens + 1 else rates(max(tau, 1.0), num_draft_tokens)
+
+
+def best_chain_length(
+    conditional_acceptance_rate: float, *, verify_costs: Sequence[float], draft_costs: Sequence[float]
+) -> int:
+    """The ``K`` of the largest ``S``, the smaller one of equals; 0, which is plain decoding, when none exceeds 1.
+
+    Args:
+        conditional_acceptance_rate: ``α``.
+        verify_costs: ``v`` for ``K`` = 1, 2, ….
+        draft_costs: ``c`` for the same.
+    """
+    best, best_speedup = 0, 1.0
+    for k, (verify_cost, draft_cost) in enumerate(zip(verify_costs, draft_costs, strict=True), 1):
+        tau = tau_from_conditional_rate(conditional_acceptance_rate, k)
+        found = speedup(tau, num_draft_tokens=k, verify_cost=verify_cost, draft_cost=draft_cost)
+        if found > best_speedup:
+            best, best_speedup = k, found
+    return best
+
+
+def blended_tau(token_shares: Sequence[float], mean_acceptance_lengths: Sequence[float]) -> float:
+    """``τ`` of mixed traffic, ``1 / Σ w_i/τ_i`` with shares ``w_i`` of the output tokens.
+
+    A class that writes ``w_i`` of the tokens needs ``w_i/τ_i`` rounds for each token. Tokens over rounds is the
+    harmonic mean: classes weigh by their rounds, and an arithmetic mean of rates promises too much.
+
+    Raises:
+        ValueError: The shares do not add up to 1, or there is no length for each.
+    """
+    if len(token_shares) != len(mean_acceptance_lengths) or not token_shares:
+        raise ValueError("every class of traffic needs a share and a mean acceptance length")
+    if min(token_shares) <= 0 or abs(math.fsum(token_shares) - 1.0) > 1e-6:
+        raise ValueError(f"shares {', '.join(f'{w:g}' for w in token_shares)}; expected positive ones that sum to 1")
+    return 1.0 / math.fsum(w / tau for w, tau in zip(token_shares, mean_acceptance_lengths, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrafficClass:
+    """One kind of requests.
+
+    Attributes:
+        share: Of all requests.
+        conditional_acceptance_rate: Its ``α``.
+    """
+
+    share: float
+    conditional_acceptance_rate: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Percentiles:
+    """Of a latency, in plain steps.
+
+    Attributes:
+        p50: Median.
+        p90: Exceeded by a tenth.
+        p99: Exceeded by a hundredth.
+    """
+
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """Simulated requests, timed in plain steps, so that plain decoding takes 1 per token.
+
+    Attributes:
+        num_requests: Simulated.
+        mean_acceptance_length: τ of all rounds, counted before the limit cuts the last.
+        speedup: Tokens over time, of all requests together.
+        time_per_output_token: Of each request: its decode time over its tokens after the first.
+        slower_than_plain: Share of requests that speculation makes slower.
+    """
+
+    num_requests: int
+    mean_acceptance_length: float
+    speedup: float
+    time_per_output_token: Percentiles
+    slower_than_plain: float
+
+
+def simulate(
+    traffic: Sequence[TrafficClass],
+    *,
+    num_draft_tokens: int,
+    verify_cost: float,
+    draft_cost: float,
+    num_requests: int,
+    output_tokens: int,
+    seed: int,
+) -> Simulation:
+    """Decode requests round by round with accepted counts drawn from the geometric law.
+
+    ``P(accepted = j) = α^j (1 - α)`` for ``j < K`` and ``α^K`` for ``j = K``, every round ``v + K·c`` long. A request
+    that accepts little is slow however good the mean is: that is the tail which a mean acceptance length hides.
+    Queueing and batches that change are not simulated.
+
+    Args:
+        traffic: Kinds of requests.
+        num_draft_tokens: ``K``.
+        verify_cost: ``v``.
+        draft_cost: ``c``.
+        num_requests: How many.
+        output_tokens: Of each; the first is the prefill's.
+        seed: Of the generator.
+    """
+    if num_requests < 1 or output_tokens < 2:
+        raise ValueError(f"{num_requests} requests of {output_tokens} tokens; expected at least 1 of at least 2")
+    cost = round_cost(num_draft_tokens, verify_cost=verify_cost, draft_cost=draft_cost)
+    alphas = np.array([kind.conditional_acceptance_rate for kind in traffic])
+    for alpha in alphas:
+        _check_rate("conditional_acceptance_rate", float(alpha))
+    _check_length(num_draft_tokens)
+    blended_tau([kind.share for kind in traffic], [1.0] * len(traffic))  # checks the shares
+    generator = np.random.default_rng(seed)
+    alpha = generator.choice(alphas, size=num_requests, p=[kind.share for kind in traffic])
+    written, rounds = np.ones(num_requests, np.int64), np.zeros(num_requests, np.int64)
+    accepted = 0
+    while (active := np.flatnonzero(written < output_tokens)).size:
+        kept = generator.random((active.size, num_draft_tokens)) < alpha[active, None]
+        count = np.cumprod(kept, axis=1).sum(axis=1)
+        accepted += int(count.sum())
+        written[active] += count + 1
+        rounds[active] += 1
+    per_token = rounds * cost / (output_tokens - 1)
+    p50, p90, p99 = np.percentile(per_token, [50, 90, 99]).tolist()
+    return Simulation(
+        num_requests=num_requests,
+        mean_acceptance_length=1.0 + accepted / int(rounds.sum()),
+        speedup=1.0 / float(per_token.mean()),
+        time_per_output_token=Percentiles(p50=p50, p90=p90, p99=p99),
+        slower_than_plain=float(np.mean(per_token > 1.0)),
+    )
+
+
+def _check_rate(name: str, value: float) -> None:
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} is {value:g}; expected 0 to 1")
+
+
+def _check_length(num_draft_tokens: int, least: int = 1) -> None:
+    if num_draft_tokens < least:
+        raise ValueError(f"num_draft_tokens is {num_draft_tokens}; expected at least {least}")
+
+
+def _check_tau(mean_acceptance_length: float, num_draft_tokens: int) -> None:
+    _check_length(num_draft_tokens)
+    if not 1.0 <= mean_acceptance_length <= num_draft_tokens + 1:
+        raise ValueError(
+            f"mean_acceptance_length is {mean_acceptance_length:g}; with {num_draft_tokens} draft tokens a round emits "
+            f"1 to {num_draft_tokens + 1}"
+        )
