@@ -40,7 +40,7 @@ class TransformersContender:
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval().to(device)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(device).eval()  # type: ignore[arg-type]
         return cls("transformers generate", dtype, model)
 
     def run(self, prompts: Sequence[list[int]], max_new_tokens: int) -> Run:
