@@ -25,6 +25,7 @@ TREE = ("--tree", "num_nodes=60,max_depth=8,top_k=10")
 COMMANDS = [
     "generate", "convert", "inspect", "doctor", "bench",
     "train", "train corpus", "train target", "train regenerate", "train head",
+    "plan speedup", "plan memory", "plan roofline", "plan cost", "plan rollout",
 ]  # fmt: skip
 
 
@@ -113,7 +114,7 @@ def test_the_help_of_the_program_lists_the_commands(cli):
     for arguments in ((), ("--help",)):
         code, out, _ = cli(*arguments)
         assert code == 0
-        for command in ("generate", "convert", "inspect", "doctor", "train", "bench"):
+        for command in ("generate", "convert", "inspect", "doctor", "train", "bench", "plan"):
             assert re.search(rf"^  {command} ", out, re.MULTILINE)
 
 

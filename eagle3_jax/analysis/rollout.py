@@ -237,7 +237,7 @@ def plan_rollout(
     stages = []
     for share, least_hours in _STAGES:
         per_hour = share * traffic.requests_per_second * 3600
-        hours = max(least_hours, math.ceil(needed / per_hour))
+        hours = max(least_hours, float(math.ceil(needed / per_hour)))
         stages.append(Stage(share, hours, hours * per_hour))
     rounds = stages[0].requests * max(traffic.output_tokens - 1, 1) / tau
     peak = round_bound(deployment, batch=traffic.concurrency, context=context, num_draft_tokens=num_draft_tokens)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import typer
 
-from eagle3_jax.cli import bench, convert, generate, train
+from eagle3_jax.cli import bench, convert, generate, plan, train
 from eagle3_jax.cli._errors import Explained, explain
 
 app = typer.Typer(
@@ -44,6 +44,7 @@ app.command("inspect", epilog=convert.INSPECT_EXAMPLE)(convert.inspect)
 app.command("doctor", epilog=convert.DOCTOR_EXAMPLE)(convert.doctor)
 app.command("bench", epilog=bench.EXAMPLE)(bench.bench)
 app.add_typer(train.app, name="train")
+app.add_typer(plan.app, name="plan")
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +57,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given in ([], ["train"]):
+    if given in ([], ["train"], ["plan"]):
         given.append("--help")
     try:
         code = app(given, prog_name="eagle3", standalone_mode=False)

@@ -10,7 +10,7 @@ import typer
 # The parser behind typer has moved between packages; its exceptions are reached through the public ones.
 _UsageError = typer.BadParameter.__mro__[1]
 
-_EXTRAS = {"torch": "convert", "transformers": "bench", "huggingface_hub": "hub"}
+_EXTRAS = {"torch": "convert", "transformers": "bench", "huggingface_hub": "hub", "matplotlib": "plot"}
 _LONGEST = 600  # characters of an error line
 
 
@@ -71,10 +71,11 @@ def _usage(error: BaseException) -> str:
 
 
 def _missing_module(error: ModuleNotFoundError) -> Explained | None:
-    extra = _EXTRAS.get((error.name or "").split(".")[0])
+    package = (error.name or "").split(".")[0]
+    extra = _EXTRAS.get(package)
     if extra is None:
         return None
-    return Explained(2, f"error: this needs {error.name}: pip install 'eagle3-jax[{extra}]'")
+    return Explained(2, f"error: this needs {package}: pip install 'eagle3-jax[{extra}]'")
 
 
 def _file_problem(error: OSError) -> str:

@@ -1,0 +1,281 @@
+"""What `eagle3 plan` prints: tables and sentences for people, plain values for ``--json``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from eagle3_jax.analysis.bounds import Claim, RoundBound
+    from eagle3_jax.analysis.memory import Deployment, MemoryPlan
+    from eagle3_jax.analysis.speedup import Rates, Simulation
+
+_CHAINS = range(1, 9)
+
+MEMORY_NOTE = """\
+Divided between GPUs: the layers' matrices, embedding, output projection, key/value heads. On each in full: norms,
+biases, the head's fusion, and a key/value head where there are fewer of them than GPUs. Activations are an estimate."""
+
+
+def rates_json(found: Rates | None) -> dict[str, float] | None:
+    """Plain values; ``None`` stays."""
+    return None if found is None else dataclasses.asdict(found)
+
+
+def speedup_row(alpha: float, *, verify_cost: float, draft_cost: float) -> dict[str, Any]:
+    """τ and S of every chain length at one conditional acceptance rate."""
+    from eagle3_jax.analysis import speedup as theory
+
+    taus = [theory.tau_from_conditional_rate(alpha, k) for k in _CHAINS]
+    return {
+        "conditional_acceptance_rate": alpha,
+        "mean_acceptance_length": taus,
+        "speedup": [
+            theory.speedup(tau, num_draft_tokens=k, verify_cost=verify_cost, draft_cost=draft_cost)
+            for k, tau in zip(_CHAINS, taus, strict=True)
+        ],
+        "best_num_speculative_tokens": theory.best_chain_length(
+            alpha, verify_costs=[verify_cost] * len(_CHAINS), draft_costs=[draft_cost] * len(_CHAINS)
+        ),
+    }
+
+
+def break_even_row(verify_cost: float, *, draft_cost: float) -> dict[str, Any]:
+    """What it takes to break even at one verification cost, for every chain length."""
+    from eagle3_jax.analysis import speedup as theory
+
+    found = [
+        theory.rates_for_speedup(1.0, num_draft_tokens=k, verify_cost=verify_cost, draft_cost=draft_cost)
+        for k in _CHAINS
+    ]
+    return {"verify_cost": verify_cost, "break_even": [rates_json(one) for one in found]}
+
+
+def print_speedup(result: dict[str, Any], simulation: Simulation | None) -> None:
+    """The answer, the table by α and K, the break-even map, and the tail where it was simulated."""
+    say(
+        f"K = {result['num_speculative_tokens']}, v = {result['verify_cost']:g}, c = {result['draft_cost']:g}\n"
+        f"here         {rates_text(result)}: S = {result['speedup']:.2f}\n"
+        f"break-even   {rates_text(result['break_even'])}"
+    )
+    if result["wanted"] is not None:
+        say(f"for S = {result['wanted']['speedup']:<5g} {rates_text(result['wanted']['rates'])}")
+    say("\nτ and S by conditional acceptance rate α (rows) and K (columns); * is the best K")
+    rows = [
+        (
+            f"{row['conditional_acceptance_rate']:.1f}",
+            *(
+                f"{tau:.2f} {gain:.2f}{'*' if row['best_num_speculative_tokens'] == k else ' '}"
+                for k, tau, gain in zip(_CHAINS, row["mean_acceptance_length"], row["speedup"], strict=True)
+            ),
+        )
+        for row in result["table"]
+    ]
+    print_table(("α", *(f"K={k}  " for k in _CHAINS)), rows)
+    say(
+        "\nbreak-even by verification cost v (rows) and K (columns): draft acceptance rate, conditional acceptance rate"
+    )
+    rows = [
+        (f"{row['verify_cost']:g}", *(_break_even_cell(found) for found in row["break_even"]))
+        for row in result["break_even_map"]
+    ]
+    print_table(("v", *(f"K={k}" for k in _CHAINS)), rows)
+    if simulation is not None:
+        tail = simulation.time_per_output_token
+        say(
+            f"\n{simulation.num_requests:,} requests simulated: τ {simulation.mean_acceptance_length:.3f}, "
+            f"S {simulation.speedup:.3f}\ntime per output token in plain steps: P50 {tail.p50:.2f}, "
+            f"P90 {tail.p90:.2f}, P99 {tail.p99:.2f}; "
+            f"{simulation.slower_than_plain:.1%} of the requests are slower than plain decoding"
+        )
+
+
+def _break_even_cell(found: dict[str, float] | None) -> str:
+    if found is None:
+        return "never"
+    return f"{found['draft_acceptance_rate']:.2f} {found['conditional_acceptance_rate']:.2f}"
+
+
+def rates_text(found: dict[str, Any] | None) -> str:
+    """One acceptance under its three names."""
+    if found is None:
+        return "out of reach, even if every draft token were accepted"
+    return (
+        f"τ {found['mean_acceptance_length']:.2f}, draft acceptance rate {found['draft_acceptance_rate']:.3f}, "
+        f"conditional acceptance rate {found['conditional_acceptance_rate']:.3f}"
+    )
+
+
+def print_exercises(*, as_json: bool) -> None:
+    """Questions with their answers."""
+    from eagle3_jax.analysis.exercises import exercises
+
+    found = exercises()
+    if as_json:
+        typer.echo(json.dumps([one._asdict() for one in found]))
+        return
+    say("\n\n".join(f"{number}. {one.question}\n\n   {one.answer}" for number, one in enumerate(found, 1)))
+
+
+# Memory and roofline
+
+
+def title(deployment: Deployment, *, accelerator: bool = True) -> str:
+    """What is planned, in a line."""
+    head = deployment.head.name if deployment.head else "no head"
+    where = f" on {deployment.num_accelerators} x {deployment.accelerator.name}" if accelerator else ""
+    return f"{deployment.target.name} ({deployment.weights}) with {head}{where}"
+
+
+def deployment_json(deployment: Deployment) -> dict[str, Any]:
+    """What is planned, as plain values."""
+    return {
+        "target": deployment.target.name,
+        "target_parameters": deployment.target.parameters.total,
+        "drafter": None if deployment.head is None else deployment.head.name,
+        "drafter_parameters": None if deployment.head is None else deployment.head.parameters.total,
+        "accelerator": dataclasses.asdict(deployment.accelerator),
+        "num_gpus": deployment.num_accelerators,
+        "weights": deployment.weights,
+        "cache": deployment.cache,
+    }
+
+
+def memory_rows(deployment: Deployment, plan: MemoryPlan, *, tokens: int) -> list[tuple[str, str, str]]:
+    """The table's rows, the total last."""
+    target, head = deployment.target, deployment.head
+
+    def per_token(model: Any) -> str:
+        return f"{deployment.cache_bytes_per_token(model):,.0f} bytes a token, {tokens:,} tokens"
+
+    rows = [("target", plan.target_weights, f"{target.parameters.total / 1e9:.3f} billion, {deployment.weights}")]
+    if head is not None:
+        rows.append(("head", plan.head_weights, f"{head.parameters.total / 1e9:.3f} billion; embedding shared"))
+    rows.append(("target's cache", plan.target_cache, per_token(target)))
+    if head is not None:
+        rows.append(("head's cache", plan.head_cache, per_token(head)))
+    rows += [("activations", plan.activations, "estimate"), ("reserve", plan.reserve, "given")]
+    digits = 2 if plan.target_weights > 1e9 else 4
+    return [(name, f"{size / 1e9:.{digits}f}", note) for name, size, note in [*rows, ("total", plan.total, "")]]
+
+
+def bound_json(bound: RoundBound, tau: float) -> dict[str, Any]:
+    """A roofline with what follows from it at this τ."""
+    return {
+        **dataclasses.asdict(bound),
+        "verify_cost": bound.verify_cost,
+        "draft_cost": bound.draft_cost,
+        "plain_tokens_per_second": bound.plain_tokens_per_second,
+        "tokens_per_second": bound.tokens_per_second(tau),
+        "speedup": bound.speedup(tau),
+    }
+
+
+def print_accelerators(results: Sequence[dict[str, Any]]) -> None:
+    """One row for every accelerator."""
+    columns = (1, 8, 64)
+    rows = []
+    for result in results:
+        hardware, bounds = result["accelerator"], {bound["batch"]: bound for bound in result["bounds"]}
+        shown = [bounds[batch] for batch in columns if batch in bounds] or result["bounds"]
+        rows.append(
+            (
+                hardware["name"],
+                f"{hardware['bandwidth_bytes_per_second'] / 1e9:,.0f}",
+                f"{hardware['peak_flops'] / 1e12:,.0f}",
+                f"{hardware['memory_bytes'] / 1e9:g}",
+                batch_text(result["largest_batch"]),
+                f"{shown[0]['plain_seconds'] * 1e3:.2f}",
+                *(f"{bound['plain_tokens_per_second']:,.0f} {bound['tokens_per_second']:,.0f}" for bound in shown),
+                break_even_text(result["break_even_batch"]),
+            )
+        )
+    batches = [bound["batch"] for bound in results[0]["bounds"]]
+    shown = [batch for batch in columns if batch in batches] or batches
+    titles = ("GPU", "GB/s", "TFLOPS", "GB", "fits", "ms/step", *(f"batch {batch}" for batch in shown), "pays below")
+    print_table(titles, rows)
+    say(
+        "\ntokens/s of a batch: plain, speculative. fits: the largest batch that memory holds. ms/step: plain, batch "
+        f"{shown[0]}.\nPeaks are dense bfloat16; datasheets are named in --json."
+    )
+
+
+def print_bounds(result: dict[str, Any], deployment: Deployment) -> None:
+    """One row for every batch on one accelerator."""
+    rows = [
+        (
+            str(bound["batch"]),
+            f"{bound['plain_bytes'] / 1e9:.2f}",
+            f"{bound['plain_flops'] / 1e9:,.0f}",
+            f"{bound['plain_seconds'] * 1e3:.2f} {bound['plain_limit']}",
+            f"{bound['plain_tokens_per_second']:,.0f}",
+            f"{bound['verify_seconds'] * 1e3:.2f} {bound['verify_limit']}",
+            f"{bound['verify_cost']:.2f}",
+            f"{bound['draft_cost']:.3f}",
+            f"{bound['tokens_per_second']:,.0f}" if deployment.head else "",
+            f"{bound['speedup']:.2f}" if deployment.head else "",
+            "" if bound["batch"] <= result["largest_batch"] else "not in memory",
+        )
+        for bound in result["bounds"]
+    ]
+    titles = ("batch", "GB", "GFLOP", "plain ms", "tokens/s", "verify ms", "v", "c", "speculative", "S", "")
+    print_table(titles, rows)
+    say(f"\n{deployment.accelerator.source}. Memory holds {batch_text(result['largest_batch'])} such sequences.")
+    if deployment.head is not None:
+        least = result["break_even_batch"]
+        where = "at every batch" if least is None else f"below batch {least:,}; a real engine stops earlier"
+        say(f"Speculation pays {where}.")
+
+
+def say_if_long(context: int, deployment: Deployment) -> None:
+    """What a context beyond the head's positions means."""
+    head = deployment.head
+    if head is not None and context > head.max_positions:
+        say(f"\nBeyond the {head.max_positions:,} positions that the head was built for, expect it to draft worse.")
+
+
+def claim_text(claim: Claim, *, batch_size: int | None, k: int) -> str:
+    """The verdict on a published figure."""
+    needed = "no batch" if claim.batch_needed is None else f"batch {claim.batch_needed}"
+    verdict = "possible" if claim.possible else "IMPOSSIBLE"
+    return (
+        f"{verdict}: {claim.tokens_per_second:,.0f} tokens/s are {claim.share_of_bound:.0%} of the most at batch "
+        f"{batch_size}, {claim.bound:,.0f}, if all {k} draft tokens were always accepted and drafting took no time. "
+        f"Plain decoding could reach them from {needed} on."
+    )
+
+
+def batch_text(batch: int) -> str:
+    """The largest batch, or that there is none."""
+    return "any" if batch >= 65_536 else f"{batch:,}"
+
+
+def break_even_text(batch: int | None) -> str:
+    """The smallest batch that does not pay, or that there is none."""
+    return "any" if batch is None else f"{batch:,}"
+
+
+# Printing
+
+
+def say(*lines: str) -> None:
+    """Lines for people."""
+    typer.echo("\n".join(lines))
+
+
+def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> None:
+    """A table without borders; all but the columns named are numbers."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for index, title in enumerate(titles):
+        table.add_column(Text(title), justify="left" if index in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console(highlight=False, width=max(Console().width, 120)).print(table)

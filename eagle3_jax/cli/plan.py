@@ -1,0 +1,538 @@
+"""``eagle3 plan``: what speculation can bring, needs and costs, before anything is bought or served."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eagle3_jax.cli import _plan_pages as pages
+from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.cli._options import JsonOption, check_writable
+from eagle3_jax.cli._planning import (
+    BandwidthOption,
+    CacheOption,
+    ConditionalRateOption,
+    ContextOption,
+    DrafterOption,
+    DraftRateOption,
+    GpuOption,
+    LengthOption,
+    MemoryOption,
+    NumGpusOption,
+    PlotOption,
+    TargetOption,
+    TauOption,
+    TflopsOption,
+    WeightsOption,
+    check_draft_length,
+    check_plot,
+    finite,
+    read_acceptance,
+    read_context,
+    read_deployment,
+)
+
+if TYPE_CHECKING:
+    from eagle3_jax.analysis.speedup import TrafficClass
+
+app = typer.Typer(
+    help="Plan speculation: speed-up, memory, roofline, cost, rollout.",
+    epilog="Example: eagle3 plan roofline --target Llama-3.3-70B --weights fp8 --gpu H200",
+    rich_markup_mode=None,
+)
+
+_ALPHAS = tuple(tenths / 10 for tenths in range(3, 10))
+_VERIFY_COSTS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0)
+_BATCHES = tuple(2**power for power in range(10))
+
+
+@app.command("speedup", epilog="Example: eagle3 plan speedup -K 5 --alpha 0.7 --verify-cost 1.18 --draft-cost 0.144")
+def speedup(
+    *,
+    num_speculative_tokens: LengthOption = 5,
+    mean_acceptance_length: TauOption = None,
+    draft_acceptance_rate: DraftRateOption = None,
+    conditional_acceptance_rate: ConditionalRateOption = None,
+    verify_cost: Annotated[
+        float,
+        typer.Option(
+            help="v, a verification in plain steps; `eagle3 bench` measures it. The defaults of v and c are fitted to "
+            "vLLM, Llama-3.1-8B on one H100, batch 1 (vllm-project/vllm 20780)."
+        ),
+    ] = 1.18,
+    draft_cost: Annotated[float, typer.Option(help="c, a draft pass in plain steps.")] = 0.144,
+    wanted: Annotated[float | None, typer.Option(help="A speed-up; tells the rates that it takes.")] = None,
+    traffic: Annotated[
+        str | None,
+        typer.Option(help="SHARE:ALPHA,...: shares of the output tokens and their conditional acceptance rates."),
+    ] = None,
+    simulate: Annotated[int, typer.Option(help="Requests to simulate, for the tail; 0 for none.", min=0)] = 0,
+    output_tokens: Annotated[int, typer.Option(help="Of every simulated request.", min=2, max=100_000)] = 256,
+    seed: Annotated[int, typer.Option(help="Of the simulation.", min=0)] = 0,
+    exercises: Annotated[bool, typer.Option("--exercises", help="Print exercises with their answers instead.")] = False,
+    plot: PlotOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Turn acceptance into speed-up and back: S = τ / (v + K·c).
+
+    τ = 1 + K·r for the draft acceptance rate r, and (1 - α^(K+1)) / (1 - α) for the conditional acceptance rate α.
+    """
+    from eagle3_jax.analysis import speedup as theory
+
+    if exercises:
+        pages.print_exercises(as_json=as_json)
+        return
+    check_plot(plot)
+    k, cost = num_speculative_tokens, {"verify_cost": verify_cost, "draft_cost": draft_cost}
+    classes = _parse_traffic(traffic)
+    if classes is not None:
+        if any(v is not None for v in (mean_acceptance_length, draft_acceptance_rate, conditional_acceptance_rate)):
+            raise Misuse("--traffic has the acceptance of every class; leave the other options of acceptance out")
+        taus = [theory.tau_from_conditional_rate(kind.conditional_acceptance_rate, k) for kind in classes]
+        found = theory.rates(theory.blended_tau([kind.share for kind in classes], taus), k)
+    else:
+        found = read_acceptance(
+            k,
+            tau=mean_acceptance_length,
+            draft_rate=draft_acceptance_rate,
+            conditional_rate=conditional_acceptance_rate,
+        )
+        classes = [theory.TrafficClass(share=1.0, conditional_acceptance_rate=found.conditional_acceptance_rate)]
+
+    def rates_at(gain: float) -> dict[str, float] | None:
+        return pages.rates_json(theory.rates_for_speedup(gain, num_draft_tokens=k, **cost))
+
+    result = {
+        "num_speculative_tokens": k,
+        **cost,
+        **dataclasses.asdict(found),
+        "speedup": theory.speedup(found.mean_acceptance_length, num_draft_tokens=k, **cost),
+        "break_even": rates_at(1.0),
+        "wanted": None if wanted is None else {"speedup": wanted, "rates": rates_at(wanted)},
+        "table": [pages.speedup_row(alpha, **cost) for alpha in _ALPHAS],
+        "break_even_map": [pages.break_even_row(v, draft_cost=draft_cost) for v in _VERIFY_COSTS],
+        "simulation": None,
+    }
+    simulation = None
+    if simulate:
+        simulation = theory.simulate(
+            classes, num_draft_tokens=k, **cost, num_requests=simulate, output_tokens=output_tokens, seed=seed
+        )
+        result["simulation"] = dataclasses.asdict(simulation)
+    if plot is not None:
+        from eagle3_jax.cli._plots import plot_speedup
+
+        plot_speedup(plot, found, num_draft_tokens=k, **cost)
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    pages.print_speedup(result, simulation)
+
+
+@app.command(
+    "memory",
+    epilog="Example: eagle3 plan memory --target Llama-3.3-70B --weights fp8 --gpu H200 --batch-size 16 --context 8192",
+)
+def memory(
+    *,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    gpu: GpuOption = None,
+    bandwidth_gb_per_s: BandwidthOption = None,
+    peak_tflops: TflopsOption = None,
+    memory_gb: MemoryOption = None,
+    num_gpus: NumGpusOption = 1,
+    weights: WeightsOption = "bfloat16",
+    cache: CacheOption = "bfloat16",
+    num_speculative_tokens: LengthOption = 5,
+    batch_size: Annotated[int, typer.Option(help="Sequences at once.", min=1)] = 8,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of each, prompt and answer; 4096 if the target has them.", min=1)
+    ] = None,
+    prefill_tokens: Annotated[int, typer.Option(help="Most prompt tokens in one forward.", min=1)] = 8192,
+    utilization: Annotated[float, typer.Option(help="Share of the memory that may be used.")] = 0.9,
+    reserve_gb: Annotated[float, typer.Option(help="Kept for context, graphs and workspaces.")] = 2.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Weights, both caches and activations on each GPU.
+
+    From config.json alone: nothing else is read, and nothing else is downloaded.
+    """
+    from eagle3_jax.analysis.memory import memory_plan
+
+    deployment = read_deployment(
+        target=target,
+        drafter=drafter,
+        gpu=gpu,
+        bandwidth=bandwidth_gb_per_s,
+        tflops=peak_tflops,
+        memory=memory_gb,
+        num_gpus=num_gpus,
+        weights=weights,
+        cache=cache,
+    )
+    check_draft_length(num_speculative_tokens, deployment)
+    context = read_context(context, 4096, deployment)
+    k = num_speculative_tokens if deployment.head else 0
+    plan = memory_plan(
+        deployment,
+        batch=batch_size,
+        context=context,
+        num_draft_tokens=k,
+        prefill_tokens=prefill_tokens,
+        utilization=utilization,
+        reserve_bytes=reserve_gb * 1e9,
+    )
+    result = pages.deployment_json(deployment) | {
+        "batch_size": batch_size,
+        "context": context,
+        "bytes": dataclasses.asdict(plan) | {"total": plan.total},
+        "fits": plan.fits,
+        "cache_capacity_tokens": plan.cache_capacity_tokens,
+    }
+    if as_json:
+        typer.echo(json.dumps(finite(result)))
+        return
+    rows = pages.memory_rows(deployment, plan, tokens=batch_size * (context + k + 1))
+    pages.say(
+        pages.title(deployment), f"{batch_size} sequences of {context} tokens, K = {k}; GB (10^9 bytes) on each GPU\n"
+    )
+    pages.print_table(("", "GB", ""), rows, left=(0, 2))
+    pages.say_if_long(context, deployment)
+    left = plan.budget - plan.total
+    pages.say(
+        f"\n{'fits' if plan.fits else 'DOES NOT FIT'}: {plan.total / 1e9:.2f} of {plan.budget / 1e9:.2f} GB "
+        f"({utilization:.0%} of {deployment.accelerator.memory_bytes / 1e9:g}), "
+        f"{abs(left) / 1e9:.2f} {'left' if left >= 0 else 'too much'}. The caches can hold "
+        f"{plan.cache_capacity_tokens:,.0f} tokens of all sequences together.",
+        pages.MEMORY_NOTE,
+    )
+
+
+@app.command("roofline", epilog="Example: eagle3 plan roofline --target Llama-3.3-70B --weights fp8 --gpu H200")
+def roofline(
+    *,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    gpu: GpuOption = None,
+    bandwidth_gb_per_s: BandwidthOption = None,
+    peak_tflops: TflopsOption = None,
+    memory_gb: MemoryOption = None,
+    num_gpus: NumGpusOption = 1,
+    weights: WeightsOption = "bfloat16",
+    cache: CacheOption = "bfloat16",
+    num_speculative_tokens: LengthOption = 5,
+    mean_acceptance_length: TauOption = None,
+    draft_acceptance_rate: DraftRateOption = None,
+    conditional_acceptance_rate: ConditionalRateOption = None,
+    context: ContextOption = None,
+    batch_size: Annotated[int | None, typer.Option(help="One batch instead of 1 to 512.", min=1)] = None,
+    claim: Annotated[
+        float | None, typer.Option(help="Published tokens/s at --batch-size; told whether they are possible.")
+    ] = None,
+    plot: PlotOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The most tokens/s that hardware allows.
+
+    Bytes and operations of every step by batch; without --gpu a table of all known accelerators.
+    """
+    from eagle3_jax.analysis.accelerators import KNOWN_ACCELERATORS
+    from eagle3_jax.analysis.bounds import break_even_batch, check_claim, largest_batch, round_bound
+
+    check_plot(plot)
+    if claim is not None and batch_size is None:
+        raise Misuse("--claim is about one batch; add --batch-size")
+    deployment = read_deployment(
+        target=target,
+        drafter=drafter,
+        gpu=gpu,
+        bandwidth=bandwidth_gb_per_s,
+        tflops=peak_tflops,
+        memory=memory_gb,
+        num_gpus=num_gpus,
+        weights=weights,
+        cache=cache,
+    )
+    k = num_speculative_tokens
+    check_draft_length(k, deployment)
+    context = read_context(context, 1024, deployment)
+    found = read_acceptance(
+        k, tau=mean_acceptance_length, draft_rate=draft_acceptance_rate, conditional_rate=conditional_acceptance_rate
+    )
+    tau, every = found.mean_acceptance_length, gpu is None and bandwidth_gb_per_s is None
+    if every and (plot is not None or claim is not None):
+        raise Misuse("--plot and --claim are about one accelerator; add --gpu or --bandwidth-gb-per-s")
+    accelerators = list(KNOWN_ACCELERATORS.values()) if every else [deployment.accelerator]
+    results = []
+    for accelerator in accelerators:
+        one = dataclasses.replace(deployment, accelerator=accelerator)
+        results.append(
+            {
+                **pages.deployment_json(one),
+                "context": context,
+                "num_speculative_tokens": k,
+                **dataclasses.asdict(found),
+                "largest_batch": largest_batch(one, context=max(context, 1), num_draft_tokens=k),
+                "break_even_batch": break_even_batch(
+                    one, context=context, num_draft_tokens=k, mean_acceptance_length=tau
+                ),
+                "bounds": [
+                    pages.bound_json(round_bound(one, batch=batch, context=context, num_draft_tokens=k), tau)
+                    for batch in ([batch_size] if batch_size else _BATCHES)
+                ],
+            }
+        )
+    verdict = None
+    if claim is not None and batch_size is not None:
+        verdict = check_claim(
+            deployment, tokens_per_second=claim, batch=batch_size, context=context, num_draft_tokens=k
+        )
+        results[0]["claim"] = dataclasses.asdict(verdict) | {"possible": verdict.possible}
+    if plot is not None:
+        from eagle3_jax.cli._plots import plot_roofline
+
+        plot_roofline(
+            plot,
+            [round_bound(deployment, batch=batch, context=context, num_draft_tokens=k) for batch in _BATCHES],
+            tau=tau,
+            title=pages.title(deployment),
+            largest_batch=results[0]["largest_batch"],
+        )
+    if as_json:
+        typer.echo(json.dumps(finite({"accelerators": results})))
+        return
+    pages.say(
+        f"{pages.title(deployment, accelerator=not every)}; context {context}, K = {k}, τ = {tau:.2f}",
+        "No hardware is faster: the longer of bytes/bandwidth and operations/peak, communication left out.\n",
+    )
+    if every:
+        pages.print_accelerators(results)
+    else:
+        pages.print_bounds(results[0], deployment)
+    pages.say_if_long(context, deployment)
+    if verdict is not None:
+        pages.say("\n" + pages.claim_text(verdict, batch_size=batch_size, k=k))
+    if deployment.streamed_bytes(deployment.target) < _ON_CHIP:
+        pages.say(
+            "\nThis target fits into on-chip caches, which are faster than the memory assumed here: no bound for it."
+        )
+
+
+_ON_CHIP = 256e6  # the largest last-level caches of accelerators
+
+
+@app.command(
+    "cost",
+    epilog="Example: eagle3 plan cost --price-per-hour 1.40 --tokens-per-second 1700 --tokens-per-second 6200",
+)
+def cost(
+    *,
+    price_per_hour: Annotated[float, typer.Option(help="Of the whole machine, in any currency.")],
+    tokens_per_second: Annotated[
+        list[float] | None, typer.Option(help="Measured; may be repeated to compare. Left out: the roofline's bounds.")
+    ] = None,
+    busy: Annotated[float, typer.Option(help="Share of the paid hours in which the machine works.")] = 1.0,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    gpu: GpuOption = None,
+    bandwidth_gb_per_s: BandwidthOption = None,
+    peak_tflops: TflopsOption = None,
+    memory_gb: MemoryOption = None,
+    num_gpus: NumGpusOption = 1,
+    weights: WeightsOption = "bfloat16",
+    cache: CacheOption = "bfloat16",
+    num_speculative_tokens: LengthOption = 5,
+    mean_acceptance_length: TauOption = None,
+    draft_acceptance_rate: DraftRateOption = None,
+    conditional_acceptance_rate: ConditionalRateOption = None,
+    context: ContextOption = None,
+    batch_size: Annotated[int, typer.Option(help="Sequences at once.", min=1)] = 8,
+    as_json: JsonOption = False,
+) -> None:
+    """Cost per million tokens, tokens per dollar.
+
+    Of measured speeds, or of the best that hardware allows. Only output tokens are counted.
+    """
+    from eagle3_jax.analysis.bounds import round_bound
+    from eagle3_jax.analysis.cost import cost_of
+
+    if tokens_per_second:
+        about = f"measured, {price_per_hour:g} an hour"
+        speeds = [(f"{speed:g} tokens/s", speed) for speed in tokens_per_second]
+    else:
+        deployment = read_deployment(
+            target=target,
+            drafter=drafter,
+            gpu=gpu,
+            bandwidth=bandwidth_gb_per_s,
+            tflops=peak_tflops,
+            memory=memory_gb,
+            num_gpus=num_gpus,
+            weights=weights,
+            cache=cache,
+        )
+        k = num_speculative_tokens
+        check_draft_length(k, deployment)
+        context = read_context(context, 1024, deployment)
+        tau = read_acceptance(
+            k,
+            tau=mean_acceptance_length,
+            draft_rate=draft_acceptance_rate,
+            conditional_rate=conditional_acceptance_rate,
+        ).mean_acceptance_length
+        bound = round_bound(deployment, batch=batch_size, context=context, num_draft_tokens=k)
+        about = (
+            f"{pages.title(deployment)}; batch {batch_size}, context {context}; {price_per_hour:g} an hour.\n"
+            "From the roofline, so real costs are higher; prefill is not counted"
+        )
+        speeds = [("plain", bound.plain_tokens_per_second)]
+        if deployment.head is not None:
+            speeds.append((f"K = {k}, τ = {tau:.2f}", bound.tokens_per_second(tau)))
+    costs = [cost_of(speed, price_per_hour=price_per_hour, busy=busy) for _, speed in speeds]
+    if as_json:
+        rows = [{"name": name, **dataclasses.asdict(found)} for (name, _), found in zip(speeds, costs, strict=True)]
+        typer.echo(
+            json.dumps(
+                {
+                    "price_per_hour": price_per_hour,
+                    "busy": busy,
+                    "from_roofline": not tokens_per_second,
+                    "costs": rows,
+                }
+            )
+        )
+        return
+    pages.say(about + (f"; busy {busy:.0%} of the hours\n" if busy < 1 else "\n"))
+    cells = [
+        (
+            name,
+            f"{found.tokens_per_second:,.0f}",
+            f"{found.per_million_tokens:.3f}",
+            f"{found.tokens_per_unit:,.0f}",
+            f"{costs[0].per_million_tokens / found.per_million_tokens:.2f}x",
+        )
+        for (name, _), found in zip(speeds, costs, strict=True)
+    ]
+    pages.print_table(("", "tokens/s", "per million tokens", "tokens for 1", "for the same money"), cells)
+
+
+@app.command(
+    "rollout",
+    epilog="Example: eagle3 plan rollout --target Llama-3.3-70B --weights fp8 --gpu H200 --concurrency 16 "
+    "--requests-per-second 5 --alpha 0.75 -K 4 --out rollout.md",
+)
+def rollout(
+    *,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    gpu: GpuOption = None,
+    bandwidth_gb_per_s: BandwidthOption = None,
+    peak_tflops: TflopsOption = None,
+    memory_gb: MemoryOption = None,
+    num_gpus: NumGpusOption = 1,
+    weights: WeightsOption = "bfloat16",
+    cache: CacheOption = "bfloat16",
+    num_speculative_tokens: LengthOption = 5,
+    mean_acceptance_length: TauOption = None,
+    draft_acceptance_rate: DraftRateOption = None,
+    conditional_acceptance_rate: ConditionalRateOption = None,
+    requests_per_second: Annotated[float, typer.Option(help="On average over a day.")] = 5.0,
+    prompt_tokens: Annotated[int, typer.Option(help="Mean length of a prompt.", min=1)] = 1024,
+    output_tokens: Annotated[int, typer.Option(help="Mean length of an answer.", min=1)] = 256,
+    concurrency: Annotated[int, typer.Option(help="Sequences at once on a replica at the daily peak.", min=1)] = 16,
+    verify_cost: Annotated[
+        float | None, typer.Option(help="v at the peak, measured; with --draft-cost in place of the roofline's.")
+    ] = None,
+    draft_cost: Annotated[float | None, typer.Option(help="c at the peak, measured.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; the standard output when left out.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """A staged plan in Markdown, with gates.
+
+    Offline proof, shadow, 1, 10, 50 and 100 % of the traffic; gates, PromQL, alerts and the way back.
+    """
+    from eagle3_jax.analysis.rollout import MeasuredCosts, Traffic, plan_rollout, to_markdown
+    from eagle3_jax.analysis.shapes import KNOWN_MODELS
+
+    check_writable(out)
+    if (verify_cost is None) != (draft_cost is None):
+        raise Misuse("--verify-cost and --draft-cost are measured together; give both or neither")
+    measured = None if verify_cost is None or draft_cost is None else MeasuredCosts(verify_cost, draft_cost)
+    deployment = read_deployment(
+        target=target,
+        drafter=drafter,
+        gpu=gpu,
+        bandwidth=bandwidth_gb_per_s,
+        tflops=peak_tflops,
+        memory=memory_gb,
+        num_gpus=num_gpus,
+        weights=weights,
+        cache=cache,
+    )
+    check_draft_length(num_speculative_tokens, deployment)
+    found = read_acceptance(
+        num_speculative_tokens,
+        tau=mean_acceptance_length,
+        draft_rate=draft_acceptance_rate,
+        conditional_rate=conditional_acceptance_rate,
+    )
+    plan = plan_rollout(
+        deployment,
+        Traffic(
+            requests_per_second=requests_per_second,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            concurrency=concurrency,
+        ),
+        num_draft_tokens=num_speculative_tokens,
+        conditional_acceptance_rate=found.conditional_acceptance_rate,
+        measured=measured,
+    )
+    if as_json:
+        text = json.dumps(
+            finite(
+                pages.deployment_json(deployment)
+                | {
+                    "expected": dataclasses.asdict(plan.expected),
+                    "verify_cost": plan.verify_cost,
+                    "draft_cost": plan.draft_cost,
+                    "measured": plan.measured,
+                    "break_even_tau": plan.break_even_tau,
+                    "least_tau": plan.least_tau,
+                    "largest_time_ratio": plan.largest_time_ratio,
+                    "predicted_speedup": plan.predicted_speedup,
+                    "break_even_batch": plan.break_even_batch,
+                    "schedule": [dataclasses.astuple(part) for part in plan.schedule],
+                    "stages": [dataclasses.asdict(stage) for stage in plan.stages],
+                    "obstacles": plan.obstacles,
+                }
+            )
+        )
+    else:
+        name = "TARGET" if target is None or target.lower() in KNOWN_MODELS else target
+        text = to_markdown(plan, target=name, head=drafter or "HEAD").rstrip("\n")
+    if out is None:
+        typer.echo(text)
+    else:
+        out.write_text(text + "\n", encoding="utf-8")
+        typer.echo(f"wrote {out}", err=True)
+
+
+def _parse_traffic(text: str | None) -> list[TrafficClass] | None:
+    from eagle3_jax.analysis.speedup import TrafficClass
+
+    if text is None:
+        return None
+    classes = []
+    for part in text.split(","):
+        share, _, rate = part.partition(":")
+        try:
+            classes.append(TrafficClass(share=float(share), conditional_acceptance_rate=float(rate)))
+        except ValueError:
+            raise Misuse(f"--traffic {text!r}: {part!r} is not SHARE:ALPHA, as in '0.7:0.7,0.3:0.4'") from None
+    return classes
