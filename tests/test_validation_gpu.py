@@ -13,7 +13,8 @@ import tiny
 pytest.importorskip("scipy")
 
 from eagle3_jax import LoadedTarget, load_target
-from eagle3_jax.analysis.roofline import bandwidth, ceiling, cost_per_million_tokens, step_bytes
+from eagle3_jax.analysis.cost import cost_per_million_tokens
+from eagle3_jax.analysis.roofline import bandwidth, ceiling, step_bytes
 from eagle3_jax.drafters import Eagle3Drafter
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16

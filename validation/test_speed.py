@@ -16,7 +16,8 @@ import pytest
 
 from eagle3_jax import DynamicTree, LoadedTarget, SpeculationStats, SpeculativeDecoder
 from eagle3_jax.analysis.bench import Contender, DecoderContender, Report, Row, Run, measure
-from eagle3_jax.analysis.roofline import ceiling, cost_per_million_tokens, step_bytes
+from eagle3_jax.analysis.cost import cost_per_million_tokens
+from eagle3_jax.analysis.roofline import ceiling, step_bytes
 from eagle3_jax.cli._transformers import TransformersContender
 from eagle3_jax.drafters import NGram
 from validation.random_models import REHEARSAL_SHAPES, SHAPES, bytes_needed, random_pair, why_not

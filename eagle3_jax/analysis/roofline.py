@@ -56,11 +56,6 @@ def ceiling(target: LoadedTarget, *, rows: int, context: int, large: int = 2**30
     return max(bandwidth(large), bandwidth(step_bytes(target, rows=rows, context=context)))
 
 
-def cost_per_million_tokens(tokens_per_second: float, price_per_hour: float) -> float:
-    """What a million tokens cost on a machine of this price, in its currency."""
-    return price_per_hour / 3600 / tokens_per_second * 1e6
-
-
 def _fastest(function: Any, arguments: tuple[Array, ...]) -> float:
     jax.block_until_ready(function(*arguments))
     best = float("inf")
