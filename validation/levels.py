@@ -37,12 +37,12 @@ LEVELS = (
     Level(
         "L3",
         "Greedy, bit for bit",
-        "Speculative output equals plain decoding of the same executable shape, whatever is drafted.",
+        "A refused draft leaves no bit behind; text is that of plain decoding of the same shape, but for bfloat16 ties.",
     ),
     Level(
         "L4",
         "Greedy, margin-aware",
-        "Every token is the reference's argmax, or a tie within two units in the last place.",
+        "Every token is the reference's choice or nearly tied with it, no more often than in plain decoding.",
     ),
     Level(
         "L5",

@@ -147,10 +147,10 @@ def check_both_directions(
         rows,
     )
     check.number(
-        prompts=len(prompts),
         tokens_scored=sum(row[2] for row in rows),
-        ties=sum(ties.values()),
         disagreements=worst,
+        ties=sum(ties.values()),
+        prompts=len(prompts),
     )
     assert worst == 0, f"{worst} tokens are neither the other side's choice nor a tie"
 
