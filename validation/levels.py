@@ -37,7 +37,7 @@ LEVELS = (
     Level(
         "L3",
         "Greedy, bit for bit",
-        "A refused draft leaves no bit behind; text is that of plain decoding of the same shape, but for bfloat16 ties.",
+        "A refused draft leaves no bit behind; text is that of plain decoding, but for bfloat16 ties.",
     ),
     Level(
         "L4",
