@@ -33,6 +33,8 @@ class Accelerator:
             value = getattr(self, field)
             if value is not None and not value > 0:
                 raise ValueError(f"{field} of {self.name} is {value:g}; expected a positive number")
+        if math.isinf(self.bandwidth_bytes_per_second):
+            raise ValueError(f"the bandwidth of {self.name} is infinite; expected the datasheet's or a measured one")
 
 
 def _of(name: str, memory_gb: float, tb_per_s: float, tflops: float, fp8: float | None, source: str) -> Accelerator:

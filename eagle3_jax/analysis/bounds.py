@@ -11,6 +11,7 @@ can profit from it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from eagle3_jax.analysis.memory import Deployment, memory_plan
@@ -267,7 +268,7 @@ def check_claim(
 
     The time of drafting is left out, so that the verdict holds for every drafter.
     """
-    if not tokens_per_second > 0:
+    if not 0 < tokens_per_second < math.inf:
         raise ValueError(f"a claim of {tokens_per_second:g} tokens/s; expected a positive number")
     bound = round_bound(deployment, batch=batch, context=context, num_draft_tokens=num_draft_tokens)
     return Claim(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 
 def cost_per_million_tokens(tokens_per_second: float, price_per_hour: float) -> float:
@@ -68,7 +69,7 @@ def cost_of(tokens_per_second: float, *, price_per_hour: float, busy: float = 1.
 
 
 def _check(tokens_per_second: float, price_per_hour: float) -> None:
-    if not tokens_per_second > 0:
+    if not 0 < tokens_per_second < math.inf:
         raise ValueError(f"tokens_per_second is {tokens_per_second:g}; expected a positive number")
-    if not price_per_hour >= 0:
+    if not 0 <= price_per_hour < math.inf:
         raise ValueError(f"price_per_hour is {price_per_hour:g}; expected 0 or more")

@@ -192,7 +192,7 @@ def memory_plan(
         raise ValueError(f"batch {batch} and context {context} must both be at least 1")
     if not 0 < utilization <= 1:
         raise ValueError(f"memory utilization is {utilization:g}; expected more than 0 and at most 1")
-    if reserve_bytes < 0:
+    if not 0 <= reserve_bytes < math.inf:
         raise ValueError(f"the reserve is {reserve_bytes:g} bytes; expected 0 or more")
     target, head = deployment.target, deployment.head
     tokens = batch * (context + num_draft_tokens + 1)

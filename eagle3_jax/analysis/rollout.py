@@ -34,7 +34,7 @@ class Traffic:
     concurrency: int
 
     def __post_init__(self) -> None:
-        if not self.requests_per_second > 0:
+        if not 0 < self.requests_per_second < math.inf:
             raise ValueError(f"requests_per_second is {self.requests_per_second:g}; expected a positive number")
         for name in ("prompt_tokens", "output_tokens", "concurrency"):
             if getattr(self, name) < 1:

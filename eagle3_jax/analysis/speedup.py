@@ -59,7 +59,7 @@ def conditional_rate_from_tau(mean_acceptance_length: float, num_draft_tokens: i
 def round_cost(num_draft_tokens: int, *, verify_cost: float, draft_cost: float) -> float:
     """``v + K·c``: what a round costs in plain steps, and so also the τ at which it breaks even."""
     _check_length(num_draft_tokens, least=0)
-    if not verify_cost > 0 or not draft_cost >= 0:
+    if not 0 < verify_cost < math.inf or not 0 <= draft_cost < math.inf:
         raise ValueError(
             f"verify_cost is {verify_cost:g} and draft_cost {draft_cost:g}; expected more than 0 and at least 0"
         )
@@ -103,7 +103,7 @@ def rates_for_speedup(wanted: float, *, num_draft_tokens: int, verify_cost: floa
         ``None`` when even ``τ = K + 1``, everything accepted, is not enough. A ``τ`` below 1, which is always reached,
         is given as 1.
     """
-    if not wanted > 0:
+    if not 0 < wanted < math.inf:
         raise ValueError(f"the wanted speed-up is {wanted:g}; expected a positive number")
     tau = wanted * round_cost(num_draft_tokens, verify_cost=verify_cost, draft_cost=draft_cost)
     return None if tau > num_draft_tokens + 1 else rates(max(tau, 1.0), num_draft_tokens)

@@ -175,6 +175,29 @@ def bound_json(bound: RoundBound, tau: float) -> dict[str, Any]:
     }
 
 
+def roofline_json(
+    deployment: Deployment, *, context: int, k: int, tau: float, batches: Sequence[int]
+) -> dict[str, Any]:
+    """The rooflines of one accelerator, with the batches at which memory and gain end."""
+    from eagle3_jax.analysis.bounds import break_even_batch, largest_batch, round_bound
+
+    end = None
+    if deployment.head is not None:
+        end = break_even_batch(deployment, context=context, num_draft_tokens=k, mean_acceptance_length=tau)
+    return {
+        **deployment_json(deployment),
+        "context": context,
+        "num_speculative_tokens": k,
+        "mean_acceptance_length": tau,
+        "largest_batch": largest_batch(deployment, context=max(context, 1), num_draft_tokens=k),
+        "break_even_batch": end,
+        "bounds": [
+            bound_json(round_bound(deployment, batch=batch, context=context, num_draft_tokens=k), tau)
+            for batch in batches
+        ],
+    }
+
+
 def print_accelerators(results: Sequence[dict[str, Any]]) -> None:
     """One row for every accelerator."""
     columns = (1, 8, 64)
@@ -190,8 +213,8 @@ def print_accelerators(results: Sequence[dict[str, Any]]) -> None:
                 f"{hardware['memory_bytes'] / 1e9:g}",
                 batch_text(result["largest_batch"]),
                 f"{shown[0]['plain_seconds'] * 1e3:.2f}",
-                *(f"{bound['plain_tokens_per_second']:,.0f} {bound['tokens_per_second']:,.0f}" for bound in shown),
-                break_even_text(result["break_even_batch"]),
+                *(_both_speeds(bound) for bound in shown),
+                break_even_text(result["break_even_batch"]) if result["drafter"] else "",
             )
         )
     batches = [bound["batch"] for bound in results[0]["bounds"]]
@@ -202,6 +225,11 @@ def print_accelerators(results: Sequence[dict[str, Any]]) -> None:
         "\ntokens/s of a batch: plain, speculative. fits: the largest batch that memory holds. ms/step: plain, batch "
         f"{shown[0]}.\nPeaks are dense bfloat16; datasheets are named in --json."
     )
+
+
+def _both_speeds(bound: dict[str, Any]) -> str:
+    plain = f"{bound['plain_tokens_per_second']:,.0f}"
+    return f"{plain} {bound['tokens_per_second']:,.0f}" if bound["num_draft_tokens"] else plain
 
 
 def print_bounds(result: dict[str, Any], deployment: Deployment) -> None:
@@ -241,11 +269,11 @@ def say_if_long(context: int, deployment: Deployment) -> None:
 def claim_text(claim: Claim, *, batch_size: int | None, k: int) -> str:
     """The verdict on a published figure."""
     needed = "no batch" if claim.batch_needed is None else f"batch {claim.batch_needed}"
+    drafted = f" if all {k} draft tokens were always accepted and drafting took no time" if k else ""
     verdict = "possible" if claim.possible else "IMPOSSIBLE"
     return (
         f"{verdict}: {claim.tokens_per_second:,.0f} tokens/s are {claim.share_of_bound:.0%} of the most at batch "
-        f"{batch_size}, {claim.bound:,.0f}, if all {k} draft tokens were always accepted and drafting took no time. "
-        f"Plain decoding could reach them from {needed} on."
+        f"{batch_size}, {claim.bound:,.0f}{drafted}. Plain decoding could reach them from {needed} on."
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -48,7 +48,9 @@ WeightsOption = Annotated[
     str, typer.Option("--weights", help=f"Of the target's layers: {', '.join(WEIGHT_BITS)}, or bf16, fp16, fp32.")
 ]
 CacheOption = Annotated[str, typer.Option("--cache", help=f"Of both caches: {', '.join(CACHE_BYTES)}.")]
-LengthOption = Annotated[int, typer.Option("--num-speculative-tokens", "-K", help="Tokens of the draft chain.", min=1)]
+LengthOption = Annotated[
+    int, typer.Option("--num-speculative-tokens", "-K", help="Tokens of the draft chain.", min=1, max=4096)
+]
 TauOption = Annotated[
     float | None, typer.Option("--mean-acceptance-length", help="τ, tokens per round, the target's own included.")
 ]
@@ -124,6 +126,33 @@ def read_acceptance(
     elif tau is None:
         tau = tau_from_conditional_rate(0.7 if conditional_rate is None else conditional_rate, num_draft_tokens)
     return rates(tau, num_draft_tokens)
+
+
+class DraftPlan(NamedTuple):
+    """What is drafted in a round.
+
+    Attributes:
+        num_draft_tokens: ``K``; 0 without a head.
+        mean_acceptance_length: ``τ``; 1 without a head.
+    """
+
+    num_draft_tokens: int
+    mean_acceptance_length: float
+
+
+def read_draft(
+    deployment: Deployment,
+    num_draft_tokens: int,
+    *,
+    tau: float | None,
+    draft_rate: float | None,
+    conditional_rate: float | None,
+) -> DraftPlan:
+    """The draft of a deployment, plain decoding where it has no head."""
+    found = read_acceptance(num_draft_tokens, tau=tau, draft_rate=draft_rate, conditional_rate=conditional_rate)
+    if deployment.head is None:
+        return DraftPlan(0, 1.0)
+    return DraftPlan(num_draft_tokens, found.mean_acceptance_length)
 
 
 def check_draft_length(num_draft_tokens: int, deployment: Deployment) -> None:

@@ -34,6 +34,7 @@ from eagle3_jax.cli._planning import (
     read_acceptance,
     read_context,
     read_deployment,
+    read_draft,
 )
 
 if TYPE_CHECKING:
@@ -70,7 +71,9 @@ def speedup(
         str | None,
         typer.Option(help="SHARE:ALPHA,...: shares of the output tokens and their conditional acceptance rates."),
     ] = None,
-    simulate: Annotated[int, typer.Option(help="Requests to simulate, for the tail; 0 for none.", min=0)] = 0,
+    simulate: Annotated[
+        int, typer.Option(help="Requests to simulate, for the tail; 0 for none.", min=0, max=100_000)
+    ] = 0,
     output_tokens: Annotated[int, typer.Option(help="Of every simulated request.", min=2, max=100_000)] = 256,
     seed: Annotated[int, typer.Option(help="Of the simulation.", min=0)] = 0,
     exercises: Annotated[bool, typer.Option("--exercises", help="Print exercises with their answers instead.")] = False,
@@ -242,7 +245,7 @@ def roofline(
     Bytes and operations of every step by batch; without --gpu a table of all known accelerators.
     """
     from eagle3_jax.analysis.accelerators import KNOWN_ACCELERATORS
-    from eagle3_jax.analysis.bounds import break_even_batch, check_claim, largest_batch, round_bound
+    from eagle3_jax.analysis.bounds import check_claim, round_bound
 
     check_plot(plot)
     if claim is not None and batch_size is None:
@@ -258,35 +261,26 @@ def roofline(
         weights=weights,
         cache=cache,
     )
-    k = num_speculative_tokens
-    check_draft_length(k, deployment)
+    check_draft_length(num_speculative_tokens, deployment)
     context = read_context(context, 1024, deployment)
-    found = read_acceptance(
-        k, tau=mean_acceptance_length, draft_rate=draft_acceptance_rate, conditional_rate=conditional_acceptance_rate
+    k, tau = read_draft(
+        deployment,
+        num_speculative_tokens,
+        tau=mean_acceptance_length,
+        draft_rate=draft_acceptance_rate,
+        conditional_rate=conditional_acceptance_rate,
     )
-    tau, every = found.mean_acceptance_length, gpu is None and bandwidth_gb_per_s is None
+    every = gpu is None and bandwidth_gb_per_s is None
     if every and (plot is not None or claim is not None):
         raise Misuse("--plot and --claim are about one accelerator; add --gpu or --bandwidth-gb-per-s")
     accelerators = list(KNOWN_ACCELERATORS.values()) if every else [deployment.accelerator]
-    results = []
-    for accelerator in accelerators:
-        one = dataclasses.replace(deployment, accelerator=accelerator)
-        results.append(
-            {
-                **pages.deployment_json(one),
-                "context": context,
-                "num_speculative_tokens": k,
-                **dataclasses.asdict(found),
-                "largest_batch": largest_batch(one, context=max(context, 1), num_draft_tokens=k),
-                "break_even_batch": break_even_batch(
-                    one, context=context, num_draft_tokens=k, mean_acceptance_length=tau
-                ),
-                "bounds": [
-                    pages.bound_json(round_bound(one, batch=batch, context=context, num_draft_tokens=k), tau)
-                    for batch in ([batch_size] if batch_size else _BATCHES)
-                ],
-            }
+    batches = [batch_size] if batch_size else _BATCHES
+    results = [
+        pages.roofline_json(
+            dataclasses.replace(deployment, accelerator=one), context=context, k=k, tau=tau, batches=batches
         )
+        for one in accelerators
+    ]
     verdict = None
     if claim is not None and batch_size is not None:
         verdict = check_claim(
@@ -376,15 +370,15 @@ def cost(
             weights=weights,
             cache=cache,
         )
-        k = num_speculative_tokens
-        check_draft_length(k, deployment)
+        check_draft_length(num_speculative_tokens, deployment)
         context = read_context(context, 1024, deployment)
-        tau = read_acceptance(
-            k,
+        k, tau = read_draft(
+            deployment,
+            num_speculative_tokens,
             tau=mean_acceptance_length,
             draft_rate=draft_acceptance_rate,
             conditional_rate=conditional_acceptance_rate,
-        ).mean_acceptance_length
+        )
         bound = round_bound(deployment, batch=batch_size, context=context, num_draft_tokens=k)
         about = (
             f"{pages.title(deployment)}; batch {batch_size}, context {context}; {price_per_hour:g} an hour.\n"
