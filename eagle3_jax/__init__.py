@@ -16,6 +16,7 @@ from eagle3_jax.decode import (
 from eagle3_jax.load import load_drafter, load_target
 from eagle3_jax.loop import GenerationState, LoopParams, Prompts, Round, SpeculativeLoop
 from eagle3_jax.sampling import DraftSampling, Warping, probabilities
+from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree
 from eagle3_jax.types import (
@@ -28,7 +29,7 @@ from eagle3_jax.types import (
     TargetOutput,
     Verdict,
 )
-from eagle3_jax.verify import verify, verify_greedy
+from eagle3_jax.verify import SimulatedAcceptance, verify, verify_greedy
 
 __version__ = "0.1.0"
 
@@ -51,6 +52,8 @@ __all__ = [
     "Prompts",
     "Round",
     "SamplingParams",
+    "SimulatedAcceptance",
+    "SpeculationSchedule",
     "SpeculationStats",
     "SpeculativeDecoder",
     "SpeculativeLoop",
