@@ -14,12 +14,20 @@ pytest.importorskip("scipy")
 
 from eagle3_jax import LoadedTarget, load_target
 from eagle3_jax.analysis.cost import cost_per_million_tokens
+from eagle3_jax.analysis.random_models import (
+    SHAPES,
+    bytes_needed,
+    config_of,
+    head_config,
+    random_pair,
+    shape_named,
+    why_not,
+)
 from eagle3_jax.analysis.roofline import bandwidth, ceiling, step_bytes
+from eagle3_jax.cli._prompts import Prompt, Renderer, read_prompts, shipped
 from eagle3_jax.drafters import Eagle3Drafter
 from eagle3_jax.models.decoder import DecoderTarget
-from eagle3_jax.models.layers import BFLOAT16
-from validation.prompts import Prompt, Renderer, read_prompts, shipped
-from validation.random_models import REHEARSAL_SHAPES, SHAPES, bytes_needed, head_config, random_pair, why_not
+from eagle3_jax.models.layers import BFLOAT16, MIXED, Precision
 from validation.subject import DEFAULT_TARGET, choose
 from validation.tasks import answered_number, discordant_interval, is_right, questions, reference_number
 
@@ -171,34 +179,48 @@ def test_half_a_pair_is_refused(given: str) -> None:
 # ---------------------------------------------------------------- random models
 
 
-def test_models_of_real_shapes_have_their_published_sizes() -> None:
+def test_models_of_every_named_shape_have_the_sizes_that_planning_counts() -> None:
+    for shape in SHAPES.values():
+        leaves = tiny.jax.tree.leaves(DecoderTarget(config_of(shape), BFLOAT16).param_shapes())
+        assert sum(leaf.size for leaf in leaves) == shape.parameters.total - shape.biases_per_layer * shape.num_layers
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("Llama-3.1-8B", 8.03), ("llama-3.2-1b", 1.24), ("Qwen3-8B", 8.19), ("Llama-100M", 0.10)]
+)
+def test_models_of_real_shapes_have_their_published_sizes(name: str, billions: float) -> None:
     """Parameters as the model cards count them."""
-    sizes = {
-        name: sum(leaf.size for leaf in tiny.jax.tree.leaves(DecoderTarget(config, BFLOAT16).param_shapes()))
-        for name, config in SHAPES.items()
-    }
-    assert {name: round(size / 1e9, 2) for name, size in sizes.items()} == {
-        "Llama-3.1-8B": 8.03,
-        "Llama-3.2-1B": 1.24,
-        "Qwen3-8B": 8.19,
-    }
+    leaves = tiny.jax.tree.leaves(DecoderTarget(config_of(shape_named(name)), BFLOAT16).param_shapes())
+    assert round(sum(leaf.size for leaf in leaves) / 1e9, 2) == billions
+
+
+def test_an_unknown_shape_is_refused_with_the_names() -> None:
+    with pytest.raises(ValueError, match=r"no shape 'GPT-9'; use one of Llama-3.2-1B, .*Llama-100M"):
+        shape_named("GPT-9")
 
 
 def test_the_head_of_llama_has_the_published_shape() -> None:
-    config = head_config(SHAPES["Llama-3.1-8B"])
+    config = head_config(config_of(shape_named("Llama-3.1-8B")))
     assert (config.draft_vocab_size, config.aux_layers, config.layer.num_layers) == (32_000, (2, 16, 29), 1)
     shapes = Eagle3Drafter(config, precision=BFLOAT16).param_shapes()
     assert shapes["fc"]["kernel"].shape == (3 * 4096, 4096)
     assert shapes["head"]["kernel"].shape == (4096, 32_000)
 
 
-@pytest.mark.parametrize("name", REHEARSAL_SHAPES)
-def test_a_random_pair_decodes(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "precision", "dtypes"),
+    [
+        ("Llama-tiny", BFLOAT16, {"bfloat16"}),
+        ("Qwen3-tiny", BFLOAT16, {"bfloat16"}),
+        ("Llama-tiny", MIXED, {"bfloat16", "float32"}),
+    ],
+)
+def test_a_random_pair_decodes(name: str, precision: Precision, dtypes: set[str]) -> None:
     import eagle3_jax as e3
 
-    target, drafter = random_pair(name, REHEARSAL_SHAPES[name])
+    target, drafter = random_pair(shape_named(name), precision=precision)
     leaves = tiny.jax.tree.leaves((target.params, drafter.params["head"]))
-    assert {str(leaf.dtype) for leaf in leaves} == {"bfloat16"}
+    assert {str(leaf.dtype) for leaf in leaves} == dtypes
     result = e3.SpeculativeDecoder(target, drafter, num_speculative_tokens=2).generate([[1, 2, 3]], max_new_tokens=5)
     assert len(result.tokens[0]) == 5
 
@@ -211,7 +233,7 @@ def test_whether_a_model_fits_is_read_from_the_device() -> None:
 
 
 def test_the_memory_of_a_model_is_that_of_its_weights_and_caches() -> None:
-    config = SHAPES["Llama-3.1-8B"]
+    config = shape_named("Llama-3.1-8B")
     weights = 2 * (8.03e9 + 3 * 4096**2 + 4096 * 32_000)  # and the head's layer, a few hundred million
     assert weights < bytes_needed(config, batch=1, capacity=1024) < 1.2 * weights
     more = bytes_needed(config, batch=1, capacity=2048) - bytes_needed(config, batch=1, capacity=1024)
@@ -301,7 +323,7 @@ def validate(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProce
 def test_a_rehearsal_runs_the_flow_and_says_that_it_is_one(tmp_path: Path) -> None:
     done, report = validate(
         tmp_path, "validation/test_task_sanity.py", "validation/test_speed.py", "--gpu", "--rehearse",
-        "--price-per-hour", "3.6", "-k", "accuracy_does_not or tiny-Qwen3-batch-1]",
+        "--price-per-hour", "3.6", "-k", "accuracy_does_not or Qwen3-tiny-batch-1]",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     assert report["rehearsal"] is True

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eagle3_jax.reporting.environment import committable, environment, sha256_of, sha256_of_prompts
 from validation import report as module
-from validation.environment import committable, environment, sha256_of, sha256_of_prompts
 from validation.levels import LEVELS
 from validation.report import Check, Plot, Report, Table, Verdict, compare, load, main
 
@@ -164,7 +164,8 @@ def test_without_jinja2_there_is_no_page_rather_than_an_old_one(
 ) -> None:
     (tmp_path / "report.html").write_text("of an earlier run")
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    monkeypatch.delitem(sys.modules, "validation.page", raising=False)
+    for name in ("validation.page", "eagle3_jax.reporting.drawing"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     assert run_of(PASSED).write(tmp_path) == tmp_path / "report.json"
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 

@@ -13,10 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eagle3_jax.rivals.vllm.bridge import (
+    Completion,
+    EngineOptions,
+    Generated,
+    VLLMError,
+    VLLMUnavailable,
+    difference,
+    eagle3,
+)
+from eagle3_jax.rivals.vllm.process import Process
+from eagle3_jax.rivals.vllm.server import Server, Servers, parse_counters
 from validation.parity import Played, first_difference, stats_of
-from validation.vllm.bridge import Completion, EngineOptions, Generated, VLLMError, VLLMUnavailable, difference, eagle3
-from validation.vllm.process import Process
-from validation.vllm.server import Server, Servers, parse_counters
 
 METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
 # TYPE vllm:spec_decode_num_drafts_total counter

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from validation.environment import committable, environment
+from eagle3_jax.reporting.environment import committable, environment
 from validation.fixtures import maybe_vllm, subject  # noqa: F401
 from validation.levels import BY_NAME
 from validation.report import Check, Report, Verdict, verdict_lines

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from eagle3_jax.rivals.vllm.bridge import VLLM
 from validation.subject import Subject, choose
-from validation.vllm.bridge import VLLM
 from validation.vllm.fixtures import NOTES
 
 if TYPE_CHECKING:

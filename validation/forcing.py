@@ -17,8 +17,8 @@ from eagle3_jax import LoadedTarget
 from eagle3_jax.cache import KVCache
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.models.layers import BFLOAT16, MIXED
+from eagle3_jax.rivals.vllm.bridge import Scored, Tokens
 from eagle3_jax.types import TargetModel
-from validation.vllm.bridge import Scored, Tokens
 
 _ROWS, _BUCKET = 16, 64
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eagle3_jax import SpeculationStats, SpeculativeDecoder
-from validation.vllm.bridge import Generated, Tokens
+from eagle3_jax.rivals.vllm.bridge import Generated, Tokens
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,12 +15,12 @@ import dataclasses
 import enum
 import json
 import math
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from eagle3_jax.reporting.tables import Plot, Table, flat, show, to_markdown, write_text
 from validation.levels import BY_NAME, LEVELS, Level
 
 SCHEMA_VERSION = 1
@@ -33,51 +33,6 @@ class Verdict(enum.StrEnum):
     FAILED = "failed"
     PARTLY = "partly run"
     NOT_RUN = "not run"
-
-
-@dataclasses.dataclass
-class Table:
-    """A table of the report."""
-
-    title: str
-    columns: list[str]
-    rows: list[list[Any]]
-
-    def __post_init__(self) -> None:
-        for row in self.rows:
-            if len(row) != len(self.columns):
-                raise ValueError(f"table {self.title!r} has {len(self.columns)} columns, but a row of {len(row)}")
-
-    def column(self, name: str) -> list[Any]:
-        """The values under a heading."""
-        index = self.columns.index(name)
-        return [row[index] for row in self.rows]
-
-
-@dataclasses.dataclass
-class Plot:
-    """A plot of the report, as data; drawn when the page is written.
-
-    Attributes:
-        title: Above it.
-        kind: ``line``, ``bar`` or ``scatter``.
-        x_label: With its unit.
-        y_label: With its unit.
-        series: Name to ``(xs, ys)``; ``xs`` may be names.
-    """
-
-    title: str
-    kind: str
-    x_label: str
-    y_label: str
-    series: dict[str, tuple[list[Any], list[float]]]
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("line", "bar", "scatter"):
-            raise ValueError(f"plot {self.title!r} is of kind {self.kind!r}; use line, bar or scatter")
-        for name, (xs, ys) in self.series.items():
-            if len(xs) != len(ys):
-                raise ValueError(f"plot {self.title!r}: series {name!r} has {len(xs)} xs and {len(ys)} ys")
 
 
 @dataclasses.dataclass
@@ -162,7 +117,7 @@ class Report:
     """A run.
 
     Attributes:
-        environment: Where it ran and what it ran on; see :func:`validation.environment.environment`.
+        environment: Where it ran and what it ran on; see :func:`eagle3_jax.reporting.environment.environment`.
         checks: Every test that was collected.
         started: ISO 8601, UTC.
         seconds: Wall time of the run.
@@ -301,13 +256,13 @@ class Report:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         data, page = directory / "report.json", directory / "report.html"
-        _replace(data, self.to_json())
+        write_text(data, self.to_json())
         # Numbers are read as a notebook would read them, so that page and JSON never differ.
         text = _page(Report.from_json(data.read_text("utf-8")))
         if text is None:
             page.unlink(missing_ok=True)
             return data
-        _replace(page, text)
+        write_text(page, text)
         return page
 
 
@@ -373,12 +328,12 @@ class Comparison:
         """Three tables, for an issue or a pull request."""
         verdicts = [[c.level, c.old, c.new, "" if c.old == c.new else "changed"] for c in self.verdicts]
         numbers = [[c.level, c.check, c.name, *map(show, (c.old, c.new, c.ratio))] for c in self.rows]
-        parts = [_markdown(["level", "old", "new", ""], verdicts)]
+        parts = [to_markdown(["level", "old", "new", ""], verdicts)]
         if self.rows:
-            parts.append(_markdown(["level", "check", "number", "old", "new", "ratio"], numbers))
+            parts.append(to_markdown(["level", "check", "number", "old", "new", "ratio"], numbers))
         if self.facts:
             parts.append(
-                _markdown(["environment", "old", "new"], [[c.name, show(c.old), show(c.new)] for c in self.facts])
+                to_markdown(["environment", "old", "new"], [[c.name, show(c.old), show(c.new)] for c in self.facts])
             )
         return "\n\n".join(parts) + "\n"
 
@@ -406,30 +361,6 @@ def compare(old: Report, new: Report) -> Comparison:
         if key != "date" and here.get(key) != there.get(key)
     ]
     return Comparison(verdicts, rows, facts)
-
-
-def flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested facts as ``(dotted name, value)``."""
-    for name, value in facts.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def show(value: Any) -> str:
-    """A value for people: four digits, thousands apart, a dash for nothing."""
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if 1e3 <= abs(value) < 1e15 else f"{value:.4g}"
-    if isinstance(value, list | tuple):
-        return ", ".join(map(show, value))
-    return str(value)
 
 
 def _span(values: list[Any]) -> str:
@@ -481,22 +412,6 @@ def _check(verdict: str, tables: list[dict], plots: list[dict], **fields: Any) -
         series = {name: (xs, ys) for name, (xs, ys) in plot.pop("series").items()}
         check.plots.append(Plot(**plot, series=series))
     return check
-
-
-def _markdown(columns: list[str], rows: list[list[Any]]) -> str:
-    def line(cells: list[Any]) -> str:
-        return "| " + " | ".join(" ".join(str(cell).split()).replace("|", "\\|") for cell in cells) + " |"
-
-    return "\n".join([line(columns), line(["---"] * len(columns)), *map(line, rows)])
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, "utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _page(report: Report) -> str | None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from eagle3_jax import LoadedDrafter, LoadedTarget, load_drafter, load_target
 from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.cli._prompts import Prompt, Renderer, read_prompts
 from eagle3_jax.load import bundled, locate
-from validation.prompts import Prompt, Renderer, read_prompts
 
 Pair = tuple[LoadedTarget, LoadedDrafter]
 

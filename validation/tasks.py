@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from eagle3_jax.cli._prompts import Prompt, has_chat_template
 from validation.margin import clopper_pearson
-from validation.prompts import Prompt, has_chat_template
 from validation.subject import Subject
 
 _MOST, _REHEARSED, _CONFIDENCE = 200, 8, 0.99

@@ -25,13 +25,13 @@ from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget
 from eagle3_jax import loop as loops
 from eagle3_jax.drafters import Plain
 from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
+from eagle3_jax.rivals.vllm.bridge import Scored
 from eagle3_jax.tree import Chain
 from eagle3_jax.types import Draft, SamplingParams
 from validation.forcing import by_blocks, reference
 from validation.margin import TIE_ULPS, Agreement, Control, classify, tie_tolerance, wrong_tolerance
 from validation.report import Check
 from validation.subject import Subject
-from validation.vllm.bridge import Scored
 
 CHAIN, TREE = Chain(3), DynamicTree(num_nodes=16, max_depth=4, top_k=4)
 SHAPES = {"chain": CHAIN, "tree": TREE}

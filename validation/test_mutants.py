@@ -21,11 +21,11 @@ from eagle3_jax import SpeculativeDecoder
 from eagle3_jax.models import rope
 from eagle3_jax.models.decoder import Block, Decoder
 from eagle3_jax.models.layers import RMSNorm
+from eagle3_jax.rivals.vllm.bridge import EngineOptions, Generated, Tokens, eagle3
 from validation.fixtures import MaybeVLLM
 from validation.parity import first_difference, play
 from validation.report import Check
 from validation.subject import Subject
-from validation.vllm.bridge import EngineOptions, Generated, Tokens, eagle3
 
 pytestmark = pytest.mark.level("MU")
 

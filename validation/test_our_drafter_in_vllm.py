@@ -20,13 +20,13 @@ from jaxtyping import Array, Int
 from eagle3_jax import SpeculativeDecoder, SpeculativeLoop
 from eagle3_jax.loop import LoopParams
 from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.rivals.vllm.bridge import EngineOptions, Tokens
+from eagle3_jax.rivals.vllm.process import Process
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.types import Observation, SamplingParams, per_row
 from validation.parity import first_difference, play
 from validation.report import Check
 from validation.subject import Subject
-from validation.vllm.bridge import EngineOptions, Tokens
-from validation.vllm.process import Process
 
 pytestmark = pytest.mark.level("JV")
 

@@ -13,17 +13,17 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from eagle3_jax.cli._transformers import TransformersContender
 
 from eagle3_jax import DynamicTree, LoadedTarget, SpeculationStats, SpeculativeDecoder
 from eagle3_jax.analysis.bench import Contender, DecoderContender, Report, Row, Run, measure
 from eagle3_jax.analysis.cost import cost_per_million_tokens
+from eagle3_jax.analysis.random_models import REHEARSAL_SHAPES, SHAPES, bytes_needed, random_pair, why_not
 from eagle3_jax.analysis.roofline import ceiling, step_bytes
-from eagle3_jax.cli._transformers import TransformersContender
 from eagle3_jax.drafters import NGram
-from validation.random_models import REHEARSAL_SHAPES, SHAPES, bytes_needed, random_pair, why_not
+from eagle3_jax.rivals.vllm.bridge import VLLM, Engine, EngineOptions, VLLMUnavailable, eagle3
 from validation.report import Check
 from validation.subject import Pair, Subject
-from validation.vllm.bridge import VLLM, Engine, EngineOptions, VLLMUnavailable, eagle3
 
 pytestmark = pytest.mark.level("L9")
 

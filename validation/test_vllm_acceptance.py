@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from eagle3_jax import LoadedDrafter, LoadedTarget, SpeculativeDecoder, load_drafter, load_target
+from eagle3_jax.cli._prompts import shipped
 from eagle3_jax.load import bundled
+from eagle3_jax.rivals.vllm.bridge import VLLM, Engine, EngineOptions, Tokens, eagle3
+from eagle3_jax.rivals.vllm.process import Process, ProcessEngine
 from validation.heads import VARIATIONS, write_variation
 from validation.internals import compare_with_recorded, recording
 from validation.parity import first_difference, play, stats_of
-from validation.prompts import shipped
 from validation.report import Check
 from validation.subject import Subject
-from validation.vllm.bridge import VLLM, Engine, EngineOptions, Tokens, eagle3
-from validation.vllm.process import Process, ProcessEngine
 
 pytestmark = pytest.mark.level("L8")
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from eagle3_jax.rivals.vllm.bridge import EngineOptions, VLLMError, VLLMUnavailable, eagle3
+from eagle3_jax.rivals.vllm.process import environment_of
+from eagle3_jax.rivals.vllm.server import Servers
 from validation.report import Check
 from validation.subject import Subject
 from validation.test_vllm_acceptance import BATCH, Comparison
-from validation.vllm.bridge import EngineOptions, VLLMError, VLLMUnavailable, eagle3
 from validation.vllm.fixtures import vllm_interpreter
-from validation.vllm.process import environment_of
-from validation.vllm.server import Servers
 
 pytestmark = pytest.mark.level("L8")
 

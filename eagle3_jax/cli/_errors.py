@@ -10,7 +10,13 @@ import typer
 # The parser behind typer has moved between packages; its exceptions are reached through the public ones.
 _UsageError = typer.BadParameter.__mro__[1]
 
-_EXTRAS = {"torch": "convert", "transformers": "bench", "huggingface_hub": "hub", "matplotlib": "plot"}
+_EXTRAS = {
+    "torch": "convert",
+    "transformers": "bench",
+    "huggingface_hub": "hub",
+    "matplotlib": "plot",
+    "jinja2": "plot",
+}
 _LONGEST = 600  # characters of an error line
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.reporting.tables import write_text
 
 if TYPE_CHECKING:
     from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget
@@ -199,11 +199,4 @@ def check_writable(path: Path | None) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file that appears under its name only when complete."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(value) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
+    write_text(path, json.dumps(value) + "\n")

@@ -1,1 +1,1 @@
-"""Real vLLM, in its own environment or on its own machine, behind one interface."""
+"""Which vLLM a validation compares with, and the pins of the one that `make vllm` builds."""

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import pytest
 
-from validation.vllm.bridge import VLLM, VLLMError
-from validation.vllm.process import Process
-from validation.vllm.server import Servers
+from eagle3_jax.rivals.vllm.bridge import VLLM, VLLMError
+from eagle3_jax.rivals.vllm.process import Process
+from eagle3_jax.rivals.vllm.server import Servers
 
 TESTED_VERSION = "0.32.0"
 

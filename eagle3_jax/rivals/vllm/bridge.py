@@ -1,11 +1,11 @@
-"""The interface to vLLM, whether it is a worker process (``worker_process.py``) or a running server (``server.py``)."""
+"""The interface to vLLM, whether it is a worker process (``process.py``) or a running server (``server.py``)."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Tokens = list[int]
 
@@ -92,10 +92,14 @@ class Scored:
     best_value: list[float]
 
 
+@runtime_checkable
 class Engine(Protocol):
     """One loaded model."""
 
-    options: EngineOptions
+    @property
+    def options(self) -> EngineOptions:
+        """What it was loaded with."""
+        ...
 
     def generate(
         self,
@@ -115,6 +119,7 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
 class VLLM(Protocol):
     """A vLLM that can load, or has loaded, engines.
 
@@ -139,7 +144,7 @@ class VLLM(Protocol):
 
 
 def eagle3(head: str | Path, num_speculative_tokens: int, **more: Any) -> dict[str, Any]:
-    """vLLM's ``speculative_config`` of an EAGLE-3 head."""
+    """VLLM's ``speculative_config`` of an EAGLE-3 head."""
     return {"method": "eagle3", "model": str(head), "num_speculative_tokens": num_speculative_tokens, **more}
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("eagle3-jax", "jax", "jaxlib", "flax", "numpy", "scipy", "torch", "transformers")
 
 

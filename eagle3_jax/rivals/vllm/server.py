@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from validation.vllm.bridge import (
+from eagle3_jax.rivals.vllm.bridge import (
     Completion,
     Engine,
     EngineOptions,
@@ -31,12 +31,12 @@ _POSITION = re.compile(r'position="(\d+)"')
 
 
 class Server:
-    """One server.
+    r"""One server.
 
     Example::
 
-        python -m vllm.entrypoints.openai.api_server --model TARGET --logprobs-mode raw_logits \\
-            --no-enable-prefix-caching --per-request-spec-decode-metrics detailed \\
+        python -m vllm.entrypoints.openai.api_server --model TARGET --logprobs-mode raw_logits \
+            --no-enable-prefix-caching --per-request-spec-decode-metrics detailed \
             --speculative-config '{"method": "eagle3", "model": HEAD, "num_speculative_tokens": 3}'
     """
 
@@ -116,7 +116,7 @@ class Server:
 
 
 class Servers:
-    """The servers that were named, each a fixed engine; see :class:`validation.vllm.bridge.VLLM`."""
+    """The servers that were named, each a fixed engine; see :class:`eagle3_jax.rivals.vllm.bridge.VLLM`."""
 
     def __init__(self, urls: Sequence[str]):
         self.servers = [Server(url) for url in urls]
@@ -152,7 +152,7 @@ class Servers:
 
 @dataclasses.dataclass(frozen=True)
 class ServerEngine:
-    """See :class:`validation.vllm.bridge.Engine`."""
+    """See :class:`eagle3_jax.rivals.vllm.bridge.Engine`."""
 
     server: Server
     options: EngineOptions

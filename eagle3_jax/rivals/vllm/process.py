@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from validation.vllm.bridge import Completion, EngineOptions, Generated, Scored, Tokens, VLLMError, difference
+from eagle3_jax.rivals.vllm.bridge import Completion, EngineOptions, Generated, Scored, Tokens, VLLMError, difference
 
 Propose = Callable[[list[Tokens]], list[Tokens]]
 
@@ -162,7 +162,7 @@ class Process:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessEngine:
-    """The engine that the worker holds; see :class:`validation.vllm.bridge.Engine`."""
+    """The engine that the worker holds; see :class:`eagle3_jax.rivals.vllm.bridge.Engine`."""
 
     process: Process
     options: EngineOptions

@@ -5,6 +5,9 @@ A request is ``{"id": 1, "call": NAME, "arguments": {...}}``; its answer is ``{"
 ``{"propose": {"sequences": [[...]]}}``, answered by ``{"drafts": [[...]]}``.
 """
 
+# What it imports lies in the other environment.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import gc

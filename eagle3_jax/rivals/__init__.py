@@ -1,0 +1,1 @@
+"""Others' software that decodes the same prompts: Hugging Face transformers and vLLM, each of them optional."""

@@ -1,0 +1,1 @@
+"""Real vLLM, in its own environment or on its own machine, behind one interface."""
