@@ -56,6 +56,23 @@ def ceiling(target: LoadedTarget, *, rows: int, context: int, large: int = 2**30
     return max(bandwidth(large), bandwidth(step_bytes(target, rows=rows, context=context)))
 
 
+def least_bytes_per_second(
+    target: LoadedTarget, *, tokens_per_second: float, tokens_per_round: float, rows: int
+) -> float:
+    """Bytes per second that decoding at some speed reads at least: target steps per second times bytes of a step.
+
+    ``τ`` counts rounds in which something was drafted; the others write one token and read no less, so a method that
+    does not always draft is credited with less than it reads, never with more. Neither caches nor drafting are counted.
+
+    Args:
+        target: Whose weights every step reads.
+        tokens_per_second: Of all rows together.
+        tokens_per_round: ``τ``; 1 for plain decoding.
+        rows: Sequences decoded at once.
+    """
+    return tokens_per_second / rows / tokens_per_round * step_bytes(target, rows=rows, context=0)
+
+
 def _fastest(function: Any, arguments: tuple[Array, ...]) -> float:
     jax.block_until_ready(function(*arguments))
     best = float("inf")

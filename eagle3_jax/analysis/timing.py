@@ -60,17 +60,19 @@ class Latency:
 
     Attributes:
         p50: Half of them no longer than this, in seconds.
+        p90: Nine in ten of them.
         p99: All but one in a hundred.
     """
 
     p50: float
+    p90: float
     p99: float
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Latency:
         """Quantiles of at least one value; of fewer than a hundred, ``p99`` lies by the largest."""
-        p50, p99 = np.quantile(np.asarray(list(seconds), float), [0.5, 0.99])
-        return cls(float(p50), float(p99))
+        p50, p90, p99 = np.quantile(np.asarray(list(seconds), float), [0.5, 0.9, 0.99])
+        return cls(float(p50), float(p90), float(p99))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,23 +1,26 @@
-"""Prompts from the files that people have, as token ids of the target being validated.
+"""Prompts from the files that people have, as token ids of a target.
 
-Three formats, told apart line by line: benchmark questions (``question_id``, ``category``, ``turns``, optional
-``reference``: EAGLE's ``eagle/data``, Spec-Bench, MT-bench), texts to continue (``prompt``), and token ids
-(``prompt_ids``). A question is put to the model through its chat template; a text is continued as it stands.
+Formats, told apart line by line: benchmark questions (``question_id``, ``category``, ``turns``, optional
+``reference``: EAGLE's ``eagle/data``, Spec-Bench, MT-bench), GSM8K as published (``question``, ``answer``), texts to
+continue (``prompt``, as in HumanEval as published), and token ids (``prompt_ids``). A question is put to the model
+through its chat template; a text is continued as it stands.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from eagle3_jax import LoadedTarget, SpeculativeDecoder
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import JsonRow, read_request, read_rows
-from eagle3_jax.load import bundled
+from eagle3_jax.load import bundled, locate
 
-_FORM = """an object with 'turns' (a list of texts), 'prompt' (a text) or 'prompt_ids' (a list of token ids)"""
+_FORM = "an object with 'turns' (a list of texts), 'question' or 'prompt' (a text) or 'prompt_ids' (token ids)"
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
@@ -82,7 +85,9 @@ def has_chat_template(directory: Path) -> bool:
     return config.is_file() and bool(read_json(config).get("chat_template"))
 
 
-def read_prompts(path: Path, target: LoadedTarget, renderer: Renderer, *, max_new_tokens: int) -> list[Prompt]:
+def read_prompts(
+    path: Path, target: LoadedTarget, renderer: Renderer, *, max_new_tokens: int, length: int | None = None
+) -> list[Prompt]:
     """Prompts of a JSONL file.
 
     Args:
@@ -90,6 +95,7 @@ def read_prompts(path: Path, target: LoadedTarget, renderer: Renderer, *, max_ne
         target: Whose token ids they become.
         renderer: How questions become token ids.
         max_new_tokens: Limit of prompts that name none of their own.
+        length: Make every prompt this long; as they are when left out.
 
     Raises:
         ValueError: A line is malformed, or its prompt leaves no room in the target's context; one line says which.
@@ -97,10 +103,16 @@ def read_prompts(path: Path, target: LoadedTarget, renderer: Renderer, *, max_ne
     encode = SpeculativeDecoder(target).encode
     found = []
     for row in read_rows(path, _FORM):
-        read = _question if "turns" in row.values else _continuation
+        asks = "turns" in row.values or "question" in row.values
+        read = _question if asks else _continuation
         prompt = read(row, path.stem, renderer, max_new_tokens)
         try:
-            tokens = encode(prompt.tokens if prompt.tokens or prompt.text is None else prompt.text)
+            tokens: str | list[int] = prompt.tokens if prompt.tokens or prompt.text is None else prompt.text
+            if length is not None:
+                if isinstance(tokens, str) and target.tokenizer is not None:
+                    tokens = target.tokenizer.encode(tokens).ids
+                tokens = of_length(tokens, length) if isinstance(tokens, list) else tokens
+            tokens = encode(tokens)
         except ValueError as error:
             raise Misuse(f"{row.where}{error}") from None
         if len(tokens) + prompt.max_new_tokens > target.max_positions:
@@ -113,6 +125,9 @@ def read_prompts(path: Path, target: LoadedTarget, renderer: Renderer, *, max_ne
 
 
 def _question(row: JsonRow, file: str, renderer: Renderer, max_new_tokens: int) -> Prompt:
+    if "turns" not in row.values:
+        published = {"question_id": _place(row), "category": file, "turns": [row.values["question"]]}
+        row = JsonRow(row.where, published | {"reference": row.values.get("answer")})
     turns = row.values["turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise Misuse(f"{row.where}'turns' must be a list of texts, at least one")
@@ -136,13 +151,18 @@ def _continuation(row: JsonRow, file: str, renderer: Renderer, max_new_tokens: i
     request = read_request(row, max_new_tokens)
     is_text = isinstance(request.prompt, str)
     return Prompt(
-        name=str(row.values.get("name", row.where.rpartition("/")[2].removesuffix(": "))),
+        name=str(row.values.get("name", row.values.get("task_id", _place(row)))),
         category=str(row.values.get("kind", file)),
-        tokens=[] if is_text else list(request.prompt),
+        tokens=[] if is_text else list(request.prompt),  # type: ignore[arg-type]
         text=request.prompt if is_text else None,  # type: ignore[arg-type]
         reference=_reference(row),
         max_new_tokens=request.max_new_tokens,
     )
+
+
+def _place(row: JsonRow) -> str:
+    """File and line, without the folder."""
+    return row.where.rpartition("/")[2].removesuffix(": ")
 
 
 def _reference(row: JsonRow) -> str | None:
@@ -152,6 +172,86 @@ def _reference(row: JsonRow) -> str | None:
     if first is not None and not isinstance(first, str):
         raise Misuse(f"{row.where}'reference' must be a text or a list of texts")
     return first or None
+
+
+def of_length(tokens: list[int], length: int) -> list[int]:
+    """Exactly so many tokens: the last ones of a longer prompt, a shorter one repeated."""
+    return (tokens * -(-length // len(tokens)))[-length:] if tokens else tokens
+
+
+def random_prompts(count: int, vocab_size: int, length: int, *, seed: int = 0) -> list[Prompt]:
+    """Random token ids, equally likely. Drafts for them are accepted less, and more, than drafts for text."""
+    ids = np.random.default_rng(seed).integers(0, vocab_size, (count, length)).tolist()
+    return [Prompt(f"random {index}", "random", tokens, None, None, 0) for index, tokens in enumerate(ids)]
+
+
+def in_turn(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """So many prompts of all categories, and within each of all sources, put together by category.
+
+    The source is the part of a name before its last colon, as in ``code/bisect.py:19``: a few prompts should not all be
+    of one file, and a batch should be of one category where there are enough.
+    """
+    turns: dict[str, int] = {}
+    order = []
+    for prompt in prompts:
+        source = f"{prompt.category}/{prompt.name.rpartition(':')[0]}"
+        turns[source] = turns.get(source, 0) + 1
+        order.append(turns[source])
+    by_source = [prompt for _, prompt in sorted(zip(order, prompts, strict=True), key=lambda pair: pair[0])]
+    seen: dict[str, int] = {}
+    ranked = []
+    for prompt in by_source:
+        seen[prompt.category] = seen.get(prompt.category, 0) + 1
+        ranked.append((seen[prompt.category], prompt))
+    chosen = [prompt for _, prompt in sorted(ranked, key=lambda pair: pair[0])][:count]
+    categories = list(dict.fromkeys(prompt.category for prompt in prompts))
+    return sorted(chosen, key=lambda prompt: categories.index(prompt.category))
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptSource:
+    """Which prompts a command decodes.
+
+    Attributes:
+        files: JSONL, or ``random``; empty for the bundled ones.
+        length: Of every prompt; ``None`` leaves them as they are.
+        tasks: Categories, by comma; ``None`` for all.
+        most: Prompts.
+        max_new_tokens: For each.
+    """
+
+    files: Sequence[str]
+    length: int | None
+    tasks: str | None
+    most: int
+    max_new_tokens: int
+
+    def read(self, target: LoadedTarget, directory: str | None) -> list[Prompt]:
+        """Prompts of all categories in turn, put together by category."""
+        found = self._all(target, directory)
+        names = list(dict.fromkeys(prompt.category for prompt in found))
+        wanted = names if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
+        for name in wanted:
+            if name not in names:
+                raise Misuse(f"--tasks {self.tasks!r}: there are no prompts of {name!r}; there are {', '.join(names)}")
+        return in_turn([prompt for prompt in found if prompt.category in wanted], self.most)
+
+    def _all(self, target: LoadedTarget, directory: str | None) -> list[Prompt]:
+        renderer: Renderer | None = None
+        found = []
+        for name in self.files or [str(bundled("prompts.jsonl"))]:
+            if name == "random":
+                length = self.length or min(128, target.max_positions // 2)
+                if length + self.max_new_tokens > target.max_positions:
+                    raise Misuse(
+                        f"prompts of {length} tokens and --max-new-tokens {self.max_new_tokens} exceed the target's "
+                        f"{target.max_positions} positions; lower --prompt-tokens or --max-new-tokens"
+                    )
+                found += random_prompts(self.most, target.vocab_size, length)
+                continue
+            renderer = renderer or Renderer.of(locate(directory, "target"))
+            found += read_prompts(Path(name), target, renderer, max_new_tokens=self.max_new_tokens, length=self.length)
+        return found
 
 
 def shipped() -> list[str]:

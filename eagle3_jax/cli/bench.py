@@ -4,260 +4,289 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eagle3_jax.cli import _bench_contenders as who
+from eagle3_jax.cli import _bench_output as output_of
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._options import (
-    DrafterOption,
-    DtypeOption,
-    JsonOption,
-    Request,
-    TargetOption,
-    parse_tree,
-    read_drafter,
-    read_requests,
-    read_target,
-)
+from eagle3_jax.cli._options import DtypeOption, JsonOption, TargetOption, parse_tree
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from eagle3_jax.analysis.results import Report
+    from eagle3_jax.cli._prompts import Prompt
 
-    from eagle3_jax import DynamicTree, LoadedTarget
-    from eagle3_jax.analysis.bench import Contender, Report, Row
-    from eagle3_jax.analysis.timing import Spread
-
-EXAMPLE = "Example: eagle3 bench --max-prompts 4 --max-new-tokens 64 --repeats 5"
+EXAMPLE = "Example: eagle3 bench --tasks code --max-prompts 4 --batch-size 1,4 --chains 1-5 --output results"
 
 
 def bench(
     *,
     target: TargetOption = None,
-    drafter: DrafterOption = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(help="Random weights of a named shape instead of --target, such as Llama-100M or Llama-3.1-8B."),
+    ] = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Directory or hub id of an EAGLE-3 head, 'ngram' or 'none'; may be repeated. Bundled if left out."
+        ),
+    ] = None,
     dtype: DtypeOption = "mixed",
     prompts: Annotated[
-        Path | None,
-        typer.Option(help="JSONL file of prompts; the held-out code prompts of the bundled pair if left out."),
+        list[str] | None,
+        typer.Option(
+            help="JSONL file (texts, token ids, MT-bench, Spec-Bench, HumanEval, GSM8K); may be repeated; or 'random'. "
+            "The held-out prompts of the bundled pair if left out."
+        ),
     ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(help="Make every prompt exactly this long: cut to its end, or repeated.", min=1)
+    ] = None,
+    tasks: Annotated[str | None, typer.Option(help="Only prompts of these categories: 'code,prose'.")] = None,
     max_prompts: Annotated[int, typer.Option(help="Most prompts decoded in each repeat.", min=1)] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens written for each prompt.", min=2, max=100_000)] = 96,
     repeats: Annotated[int, typer.Option(help="Measured passes.", min=1)] = 5,
-    batch_size: Annotated[int, typer.Option(help="Prompts decoded at once.", min=1)] = 1,
-    chains: Annotated[str, typer.Option(help="Chain lengths K to measure: 'FIRST-LAST' or '1,3,5'.")] = "1-7",
-    tree: Annotated[str, typer.Option(help="The tree to measure.")] = "num_nodes=60,max_depth=8,top_k=10",
+    batch_size: Annotated[str, typer.Option(help="Prompts decoded at once: '1', or several to sweep: '1,4,8'.")] = "1",
+    chains: Annotated[str, typer.Option(help="Chain lengths K: 'FIRST-LAST', '1,3,5' or 'none'.")] = "1-7",
+    tree: Annotated[
+        list[str] | None,
+        typer.Option(help="A tree, or 'none'; may be repeated.  [default: num_nodes=60,max_depth=8,top_k=10]"),
+    ] = None,
+    ngram: Annotated[str, typer.Option(help="Lengths K of prompt lookup, or 'none'.")] = "5",
+    simulated_acceptance_length: Annotated[
+        float | None, typer.Option(help="NOT LOSSLESS: make the heads' drafts have this τ, to see what speed it gives.")
+    ] = None,
+    simulated_acceptance_rate: Annotated[
+        float | None, typer.Option(help="NOT LOSSLESS: the same by the conditional acceptance rate of every token.")
+    ] = None,
+    rivals: Annotated[
+        str | None,
+        typer.Option(help="'transformers', 'vllm', both or 'none'. Left out: transformers, and vLLM if it is named."),
+    ] = None,
+    vllm_python: Annotated[
+        Path | None, typer.Option(help="Interpreter of an environment with vLLM, which is started for the run.")
+    ] = None,
+    vllm_url: Annotated[
+        list[str] | None, typer.Option(help="Running vLLM server, such as http://localhost:8000; may be repeated.")
+    ] = None,
+    vllm_chains: Annotated[str, typer.Option(help="Chain lengths K of vLLM with the head; 0 is plain.")] = "0,3",
+    vllm_memory: Annotated[float, typer.Option(help="Share of a GPU's memory for each vLLM engine.", max=1.0)] = 0.2,
+    price_per_hour: Annotated[
+        float | None, typer.Option(help="Of this machine; adds the cost of a million tokens.", min=0)
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="New directory for bench.json, bench.csv, bench.md and bench.html.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure plain decoding, chains, a tree, prompt lookup and transformers, interleaved on the same prompts."""
-    from eagle3_jax.analysis.bench import measure
+    """Measure plain decoding, chains, trees, prompt lookup, transformers and vLLM, interleaved on the same prompts.
 
-    lengths, shape = _chain_lengths(chains), parse_tree(tree)
-    requests = _read_prompts(prompts, max_new_tokens)[:max_prompts]
-    if len(requests) < batch_size:
-        raise Misuse(
-            f"--batch-size {batch_size} needs as many prompts, and there are {len(requests)}; see --max-prompts"
-        )
-    requests = requests[: len(requests) // batch_size * batch_size]  # no batch is left half full
-    with _activity() as say:
+    Ends with exit code 1, after everything is written, where a measurement is faster than the memory can be read.
+    """
+    from eagle3_jax.cli._prompts import PromptSource
+
+    methods = who.Methods(
+        chains=_numbers(chains, "--chains"),
+        trees=_trees(tree),
+        ngrams=_numbers(ngram, "--ngram"),
+        simulated_length=simulated_acceptance_length,
+        simulated_rate=simulated_acceptance_rate,
+    )
+    sizes = _numbers(batch_size, "--batch-size")
+    named = _rivals(rivals, has_vllm=vllm_python is not None or bool(vllm_url))
+    lengths = [] if vllm_chains == "none" else _numbers(vllm_chains, "--vllm-chains", least=0)
+    _check(methods, sizes, shape=shape, target=target, drafters=drafter or [], prompts=prompts or [])
+    source = PromptSource(prompts or (["random"] if shape else []), prompt_tokens, tasks, max_prompts, max_new_tokens)
+    output_of.check_directory(output)
+    with _activity() as say, contextlib.ExitStack() as closing:
         say("loading")
-        loaded = read_target(target, dtype)
-        ids = [_encode(loaded, request, max_new_tokens) for request in requests]
-        plain = _plain(loaded, target, dtype)
-        drafting = _drafting(loaded, target, drafter, dtype=dtype, lengths=lengths, tree=shape)
-        reference, missing = _transformers(target)
-        report = measure(
-            [*plain, *drafting, *reference],
-            ids,
-            max_new_tokens=max_new_tokens,
-            repeats=repeats,
-            baselines=[contender.name for contender in plain],
-            batch_size=batch_size,
-            on_progress=say,
+        models = who.random_models(shape, dtype) if shape else who.read_models(target, drafter or [], dtype)
+        chosen = source.read(models.target, target)
+        if len(chosen) < max(sizes):
+            raise Misuse(
+                f"--batch-size {max(sizes)} needs as many prompts, and there are {len(chosen)}; see --max-prompts"
+            )
+        field = who.Field()
+        who.add_ours(field, models, methods)
+        longest = max(len(prompt.tokens) for prompt in chosen) + max_new_tokens
+        options = who.RivalOptions(
+            names=named,
+            vllm_python=vllm_python,
+            vllm_urls=vllm_url or [],
+            vllm_chains=lengths,
+            vllm_memory=vllm_memory,
+            longest=min(longest + 16, models.target.max_positions),
+            largest_batch=max(sizes),
         )
-    _print(report, missing, as_json=as_json)
+        say("loading rivals")
+        _add_rivals(field, options, dtype=dtype, shape=shape, target=target, drafters=drafter or [], closing=closing)
+        who.drop_broken(field, chosen[0].tokens)
+        reports = [
+            _measure(field, chosen, size, max_new_tokens=max_new_tokens, repeats=repeats, say=say) for size in sizes
+        ]
+    about = _about(shape, target, drafter or [], prompts or [], chosen)
+    findings = _findings(about, reports, field, price_per_hour)
+    _tell(findings, output, as_json=as_json)
 
 
-def _read_prompts(path: Path | None, max_new_tokens: int) -> list[Request]:
-    from eagle3_jax.load import bundled
-
-    if path is not None:
-        return read_requests(path, max_new_tokens)
-    path = bundled("prompts.jsonl")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-    return [Request(row["prompt"], max_new_tokens) for row in _spread_out(rows) if row["kind"] == "code"]
-
-
-def _spread_out(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    """One prompt of every file first, then the second ones: few prompts should not all be of one file."""
-    seen: dict[str, int] = {}
-    turns = []
-    for row in rows:
-        file = row["name"].rpartition(":")[0]
-        seen[file] = seen.get(file, 0) + 1
-        turns.append(seen[file])
-    return [row for _, row in sorted(zip(turns, rows, strict=True), key=lambda pair: pair[0])]
-
-
-def _encode(target: LoadedTarget, request: Request, max_new_tokens: int) -> list[int]:
-    from eagle3_jax import SpeculativeDecoder
-
-    try:
-        ids = SpeculativeDecoder(target).encode(request.prompt)
-    except ValueError as error:
-        raise Misuse(f"{request.where}{error}") from None
-    if len(ids) + max_new_tokens > target.max_positions:
-        raise Misuse(
-            f"{request.where}the prompt has {len(ids)} tokens and with --max-new-tokens {max_new_tokens} exceeds the "
-            f"target's {target.max_positions} positions; lower --max-new-tokens"
-        )
-    return ids
+def _check(
+    methods: who.Methods,
+    sizes: Sequence[int],
+    *,
+    shape: str | None,
+    target: str | None,
+    drafters: Sequence[str],
+    prompts: Sequence[str],
+) -> None:
+    """Refuse options that exclude each other, before anything is loaded."""
+    if not sizes:
+        raise Misuse("--batch-size 'none': expected numbers such as '1' or '1,4,8'")
+    if methods.simulated_length is not None and methods.simulated_rate is not None:
+        raise Misuse("--simulated-acceptance-length and --simulated-acceptance-rate were both given; give one")
+    if methods.simulated_length is not None and not methods.simulated_length >= 1:
+        raise Misuse(f"--simulated-acceptance-length {methods.simulated_length:g}: expected 1 or more")
+    if methods.simulated_rate is not None and not 0 <= methods.simulated_rate <= 1:
+        raise Misuse(f"--simulated-acceptance-rate {methods.simulated_rate:g}: expected 0 to 1")
+    if shape is not None and (target is not None or drafters):
+        raise Misuse("--shape has random weights of its own; leave out --target and --drafter")
+    if shape is not None and [name for name in prompts if name != "random"]:
+        raise Misuse("--shape has no tokenizer; leave --prompts out, and choose a length with --prompt-tokens")
+    if "none" in drafters and len(drafters) > 1:
+        raise Misuse("--drafter none is plain decoding alone; give it once, or other drafters")
 
 
-def _chain_lengths(text: str) -> list[int]:
+def _numbers(text: str, option: str, *, least: int = 1) -> list[int]:
+    """``1-7``, ``1,3,5`` or ``none``, in ascending order."""
+    if text == "none":
+        return []
     try:
         first, dash, last = text.partition("-")
-        lengths = list(range(int(first), int(last) + 1)) if dash else [int(part) for part in text.split(",")]
+        numbers = list(range(int(first), int(last) + 1)) if dash else [int(part) for part in text.split(",")]
     except ValueError:
-        lengths = []
-    if not lengths or min(lengths) < 1:
-        raise Misuse(f"--chains {text!r}: expected chain lengths such as '1-7' or '1,3,5'")
-    return lengths
+        numbers = []
+    if not numbers or min(numbers) < least:
+        raise Misuse(f"{option} {text!r}: expected numbers from {least} on, such as '1-7', '1,3,5' or 'none'")
+    return sorted(set(numbers))
 
 
-def _plain(loaded: LoadedTarget, source: str | None, dtype: str) -> list[Contender]:
-    """Plain decoding in the asked precision and in float32; whichever is faster is the baseline."""
-    from eagle3_jax import SpeculativeDecoder
-    from eagle3_jax.analysis.bench import DecoderContender
-
-    targets = {dtype: loaded}
-    if dtype != "float32":
-        targets["float32"] = read_target(source, "float32")
-    return [
-        DecoderContender(f"plain {name}", name, SpeculativeDecoder(one, stop_tokens=()))
-        for name, one in targets.items()
-    ]
+def _trees(given: Sequence[str] | None) -> list[Any]:
+    if given is None:
+        given = ["num_nodes=60,max_depth=8,top_k=10"]
+    if "none" in given and len(given) > 1:
+        raise Misuse("--tree none leaves trees out; give it once, or trees")
+    return [parse_tree(text) for text in given if text != "none"]
 
 
-def _drafting(
-    loaded: LoadedTarget,
-    target_source: str | None,
-    drafter_source: str | None,
+def _rivals(text: str | None, *, has_vllm: bool) -> list[str]:
+    if text is None:
+        return ["transformers", "vllm"] if has_vllm else ["transformers"]
+    names = [] if text == "none" else [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in who.RIVALS]
+    if unknown:
+        raise Misuse(f"--rivals {text!r}: {unknown[0]!r} is none of {', '.join(who.RIVALS)}")
+    if "vllm" in names and not has_vllm:
+        raise Misuse("--rivals vllm needs to know where vLLM is; add --vllm-python PYTHON or --vllm-url URL")
+    return names
+
+
+def _add_rivals(
+    field: who.Field,
+    options: who.RivalOptions,
     *,
     dtype: str,
-    lengths: list[int],
-    tree: DynamicTree | None,
-) -> list[Contender]:
-    from eagle3_jax import LoadedDrafter, SpeculativeDecoder
-    from eagle3_jax.analysis.bench import DecoderContender
-    from eagle3_jax.drafters import NGram
-
-    drafter = read_drafter(drafter_source, target=loaded, target_source=target_source)
-    found: list[Contender] = []
-    if isinstance(drafter, LoadedDrafter):
-        for length in lengths:
-            decoder = SpeculativeDecoder(loaded, drafter, num_speculative_tokens=length, stop_tokens=())
-            found.append(DecoderContender(f"chain K={length}", dtype, decoder))
-        if tree is not None:
-            decoder = SpeculativeDecoder(loaded, drafter, tree=tree, stop_tokens=())
-            found.append(DecoderContender(f"tree N={tree.num_nodes} G={tree.max_depth}", dtype, decoder))
-    if drafter is not None:
-        decoder = SpeculativeDecoder(loaded, NGram(), stop_tokens=())
-        found.append(DecoderContender("n-gram K=5", dtype, decoder))
-    return found
-
-
-def _transformers(source: str | None) -> tuple[list[Contender], str]:
-    """The transformers row, or why there is none."""
+    shape: str | None,
+    target: str | None,
+    drafters: Sequence[str],
+    closing: contextlib.ExitStack,
+) -> None:
     from eagle3_jax.load import locate
 
-    try:
-        from eagle3_jax.cli._transformers import TransformersContender
+    if shape is not None:
+        for name in options.names:
+            field.lacks(name, "--shape has random weights, which no other software can load")
+        return
+    directory = locate(target, "target")
+    if "transformers" in options.names:
+        who.add_transformers(field, directory, dtype=dtype)
+    if "vllm" in options.names:
+        heads = [name for name in drafters if name not in ("none", "ngram")]
+        head = locate(heads[0] if heads else None, "eagle3") if heads or not drafters else None
+        who.add_vllm(field, directory, head, options, dtype=dtype, closing=closing)
 
-        return [TransformersContender.load(locate(source, "target"))], ""
-    except ImportError:
-        return [], "transformers generate: not measured; pip install 'eagle3-jax[bench]'"
-    except (OSError, ValueError) as error:
-        return [], f"transformers generate: not measured; it cannot load the target ({str(error).split(chr(10))[0]})"
+
+def _measure(
+    field: who.Field,
+    prompts: Sequence[Prompt],
+    batch_size: int,
+    *,
+    max_new_tokens: int,
+    repeats: int,
+    say: Callable[[str], Any],
+) -> Report:
+    import jax
+
+    from eagle3_jax.analysis.bench import measure
+
+    full = prompts[: len(prompts) // batch_size * batch_size]  # no batch is left half full
+    return measure(
+        field.contenders,
+        [prompt.tokens for prompt in full],
+        tasks=[prompt.category for prompt in full],
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        baselines=field.baselines,
+        batch_size=batch_size,
+        large=2**28 if jax.default_backend() == "cpu" else 2**31,
+        on_progress=lambda what: say(f"batch {batch_size}: {what}"),
+    )
 
 
-def _print(report: Report, missing: str, *, as_json: bool) -> None:
+def _about(
+    shape: str | None, target: str | None, drafters: Sequence[str], files: Sequence[str], prompts: Sequence[Prompt]
+) -> dict[str, Any]:
+    """Everything that a stranger needs to judge a number."""
+    from eagle3_jax.reporting.environment import environment, sha256_of_prompts, source
+
+    about = environment(target=target, drafter=None, prompt_files=[name for name in files if name != "random"])
+    heads = [source(name, "eagle3") for name in drafters if name not in ("none", "ngram")]
+    about["drafters"] = heads or [about.pop("drafter")]
+    about.pop("drafter", None)
+    if shape is not None:
+        about |= {"target": {"name": f"{shape}, random weights"}, "drafters": [{"name": "random weights"}]}
+    tokens = [prompt.tokens for prompt in prompts]
+    about["prompts_measured"] = {
+        "names": [prompt.name for prompt in prompts],
+        "tasks": [prompt.category for prompt in prompts],
+        "tokens": [len(ids) for ids in tokens],
+        "sha256": sha256_of_prompts(tokens),
+    }
+    return about
+
+
+def _findings(
+    about: dict[str, Any], reports: Sequence[Report], field: who.Field, price_per_hour: float | None
+) -> output_of.Findings:
     from eagle3_jax.cli._hardware import hardware
 
+    return output_of.Findings(
+        device=hardware(), about=about, reports=reports, missing=field.missing, price_per_hour=price_per_hour
+    )
+
+
+def _tell(findings: output_of.Findings, output: Path | None, *, as_json: bool) -> None:
+    """Write, print, and only then say what is wrong."""
+    left_out = output_of.write(findings, output) if output is not None else ""
     if as_json:
-        typer.echo(json.dumps({"hardware": hardware(), "not_measured": missing or None, **report.to_json()}))
-        return
-    from rich.console import Console
-
-    console = Console(highlight=False, width=max(Console().width, _WIDTH))  # a narrow terminal wraps, nothing is cut
-    what = f"{report.num_prompts} prompts x {report.max_new_tokens} new tokens"
-    console.print(f"{hardware()}; batch {report.batch_size}, greedy, {what}\n")
-    console.print(_table(report))
-    if missing:
-        console.print(missing)
-    console.print(_NOTES.format(baseline=report.baseline, repeats=report.repeats))
-
-
-_WIDTH = 124
-_NOTES = """
-tok/s: new tokens after the first over the time of the decode loop; total: all new tokens over all time, prefill too.
-ratio: tok/s over that of the baseline, {baseline}, in the same repeat: median (quartiles) of {repeats} repeats in turn.
-τ: tokens per round, 1 + accepted / drafts. v: verification over the baseline's step. c: one draft step over it.
-S: the ratio predicted by τ / (v + G·c), G draft steps a round; v and c are measured apart from the runs.
-Warm-up and compilation are excluded; compile is their time for all programs of a row. Stop tokens are ignored.
-same: the same tokens as plain decoding in that row's precision (bfloat16 sums may differ between block shapes).
-n-gram and plain rows need no head. transformers: float32, eager PyTorch, its own cache."""
-
-
-def _table(report: Report) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for title in (
-        "method",
-        "dtype",
-        "tok/s",
-        "ratio",
-        "τ",
-        "v",
-        "c",
-        "S",
-        "total tok/s",
-        "ratio",
-        "same",
-        "compile",
-    ):
-        table.add_column(title, justify="left" if title in ("method", "dtype") else "right", no_wrap=True)
-    for row in report.rows:
-        table.add_row(*_cells(row, is_baseline=row.name == report.baseline))
-    return table
-
-
-def _cells(row: Row, *, is_baseline: bool) -> list[str]:
-    drafted = row.num_draft_steps > 0
-    return [
-        row.name,
-        row.dtype,
-        f"{row.decode_tokens_per_second.median:.1f}",
-        "baseline" if is_baseline else _spread(row.ratio),
-        f"{row.mean_acceptance_length:.2f}" if drafted else "",
-        _number(row.verify_cost) if drafted else "",
-        _number(row.draft_cost, 3) if drafted else "",
-        _number(row.predicted_ratio) if drafted else "",
-        f"{row.total_tokens_per_second.median:.1f}",
-        "" if is_baseline else f"{row.total_ratio.median:.2f}",
-        {None: "", True: "yes", False: "no"}[row.same_output],
-        f"{row.compile_seconds:.1f} s" if row.compile_seconds else "",
-    ]
-
-
-def _spread(value: Spread) -> str:
-    return f"{value.median:.2f} ({value.low:.2f}-{value.high:.2f})"
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
+        typer.echo(json.dumps(findings.to_json()))
+    else:
+        output_of.show(findings)
+    if output is not None:
+        typer.echo(f"wrote {output}" + (f" ({left_out})" if left_out else ""), err=True)
+    output_of.say_failures(findings)
 
 
 @contextlib.contextmanager

@@ -256,7 +256,7 @@ def _summary(console: Console, job: _Job, stats: Any) -> None:
 
 def _comparison(console: Console, job: _Job) -> None:
     """Tokens per second, and the ratio to plain decoding measured here and now."""
-    from eagle3_jax.analysis.bench import compare_with_plain
+    from eagle3_jax.analysis.comparison import compare_with_plain
     from eagle3_jax.cli._hardware import hardware
 
     requests = job.requests[:_MEASURED_PROMPTS]

@@ -1,4 +1,4 @@
-"""Hugging Face transformers as a contender of the benchmark; optional."""
+"""Hugging Face transformers as a contender of the benchmark: ``generate``, and its assisted generation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.analysis.bench import Run
+from eagle3_jax.analysis.contenders import Contender, Run
+
+_PROMPT_LOOKUP = {"prompt_lookup_num_tokens": 5}
 
 
 @dataclasses.dataclass
-class TransformersContender:
+class TransformersContender(Contender):
     """``AutoModelForCausalLM.generate`` with its cache, greedy, in eager PyTorch.
 
     Attributes:
@@ -27,21 +29,43 @@ class TransformersContender:
     model: Any
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def drafts(self) -> bool:
+        """With assisted generation; it does not tell in how many rounds."""
+        return bool(self.options)
+
+    @property
+    def largest_batch(self) -> int | None:
+        """Assisted generation takes one prompt at a time."""
+        return 1 if self.options else None
+
     @classmethod
-    def load(cls, directory: Path, *, dtype: str = "float32", device: str = "cpu") -> TransformersContender:
-        """Load a target's directory.
+    def load(cls, directory: Path, *, dtype: str = "float32", on_gpu: bool = False) -> list[TransformersContender]:
+        """``generate`` with the model of a target's directory, and the same with prompt lookup.
+
+        Args:
+            directory: In the Hugging Face layout.
+            dtype: ``float32`` or ``bfloat16``.
+            on_gpu: Whether it is to run there.
 
         Raises:
-            ImportError: transformers or torch is not installed.
+            ImportError: transformers or torch is not installed, or torch does not see the GPU.
+            OSError: transformers cannot read the directory.
+            ValueError: It knows no such model.
         """
         import torch
+
+        if on_gpu and not torch.cuda.is_available():
+            raise ImportError("this build of PyTorch does not see the GPU")
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(device).eval()  # type: ignore[arg-type]
-        return cls("transformers generate", dtype, model)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
+        model = model.to("cuda" if on_gpu else "cpu")  # type: ignore[arg-type]
+        plain = cls("transformers generate", dtype, model)
+        return [plain, dataclasses.replace(plain, name="transformers prompt lookup", options=_PROMPT_LOOKUP)]
 
     def run(self, prompts: Sequence[list[int]], max_new_tokens: int) -> Run:
         """One token for the prefill, then all of them; the difference is decoding."""

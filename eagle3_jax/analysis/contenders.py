@@ -1,0 +1,135 @@
+"""What a benchmark compares: anything that decodes a batch of prompts and says how long it took."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from eagle3_jax import loop as loops
+from eagle3_jax.decode import SpeculativeDecoder
+from eagle3_jax.drafters.plain import Plain
+from eagle3_jax.stats import SpeculationStats
+
+Tokens = list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One batch of prompts decoded once.
+
+    Attributes:
+        prefill_seconds: From the prompts to the first token of every row.
+        decode_seconds: All further tokens of all rows.
+        tokens: New tokens of each row, the first included.
+        stats: Counters, where something was drafted; a row each, or of the whole batch where no more is known.
+    """
+
+    prefill_seconds: float
+    decode_seconds: float
+    tokens: list[Tokens]
+    stats: SpeculationStats | None = None
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Of a row, after its first token (TPOT)."""
+        return self.decode_seconds / (len(self.tokens[0]) - 1)
+
+    @property
+    def total_seconds_per_token(self) -> float:
+        """Of a row, the prefill included."""
+        return (self.prefill_seconds + self.decode_seconds) / len(self.tokens[0])
+
+    def stats_of(self, rows: Sequence[int]) -> SpeculationStats | None:
+        """Counters of some rows; ``None`` where only those of the batch are known."""
+        if self.stats is None:
+            return None
+        if np.ndim(self.stats.num_drafts) == 1:
+            return SpeculationStats.merge([jax.tree.map(lambda leaf: np.asarray(leaf)[list(rows)], self.stats)])
+        return SpeculationStats.merge([self.stats]) if len(rows) == len(self.tokens) else None
+
+
+@runtime_checkable
+class Contender(Protocol):
+    """Something that decodes, under a name.
+
+    Attributes:
+        name: In reports.
+        dtype: Precision, in reports.
+        drafts: Whether it speculates; one that does and tells no counters wrote its tokens in unknown rounds.
+        lossless: Whether its output is the target's own.
+        largest_batch: Most prompts that it takes at once; ``None`` for any number.
+    """
+
+    name: str
+    dtype: str
+
+    @property
+    def drafts(self) -> bool:
+        """See the class."""
+        return False
+
+    @property
+    def lossless(self) -> bool:
+        """See the class."""
+        return True
+
+    @property
+    def largest_batch(self) -> int | None:
+        """See the class."""
+        return None
+
+    def run(self, prompts: Sequence[Tokens], max_new_tokens: int) -> Run:
+        """Decode a batch greedily, to the limit whatever the tokens are."""
+        ...
+
+
+@dataclasses.dataclass
+class DecoderContender(Contender):
+    """A decoder of this library.
+
+    Attributes:
+        name: In reports.
+        dtype: Precision, in reports.
+        decoder: Without stop tokens, so that every contender writes as many tokens.
+    """
+
+    name: str
+    dtype: str
+    decoder: SpeculativeDecoder
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it has a drafter."""
+        return not isinstance(self.decoder.loop.drafter, Plain)
+
+    @property
+    def lossless(self) -> bool:
+        """Not where acceptance is simulated."""
+        return self.decoder.loop.simulated is None
+
+    def run(self, prompts: Sequence[Tokens], max_new_tokens: int) -> Run:
+        """Prefill, then the whole loop on the device, each waited for."""
+        start = time.perf_counter()
+        state = jax.block_until_ready(self.decoder.prefill(prompts, max_new_tokens=max_new_tokens))
+        prefilled = time.perf_counter()
+        state = jax.block_until_ready(loops.run(self.decoder.loop, self.decoder.params, state))
+        decoded = time.perf_counter()
+        tokens, length, stats = jax.device_get((state.tokens, state.length, state.stats))
+        new = [tokens[row, len(prompt) : length[row]].tolist() for row, prompt in enumerate(prompts)]
+        return Run(prefilled - start, decoded - prefilled, new, stats)
+
+    def chunk_seconds(self, prompts: Sequence[Tokens], max_new_tokens: int) -> list[float]:
+        """Waits between the chunks of a stream: one round each, driven and waited for by the host.
+
+        A stream is slower than :meth:`run`, which launches all rounds at once; the first chunk is no wait between two.
+        """
+        times = []
+        for one in self.decoder.rounds(prompts, max_new_tokens=max_new_tokens):
+            jax.block_until_ready(one.verdict)
+            times.append(time.perf_counter())
+        return np.diff(times).tolist()

@@ -1,0 +1,142 @@
+"""What a round of speculation consists of: drafting, verifying, committing, each timed apart from the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax import loop as loops
+from eagle3_jax.analysis.contenders import Tokens
+from eagle3_jax.cache import KeyValue, KVCache
+from eagle3_jax.decode import SpeculativeDecoder
+from eagle3_jax.drafters.plain import Plain
+from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
+from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.types import Observation
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCosts:
+    """What a round consists of: ``verify + G · draft``.
+
+    Attributes:
+        verify_seconds: One target forward over a draft, with acceptance and commit.
+        draft_seconds: One draft step: taking in the truth and proposing, over the depth of the draft.
+        commit_seconds: The part of ``verify_seconds`` in which accepted keys and values are written to the cache.
+    """
+
+    verify_seconds: float
+    draft_seconds: float
+    commit_seconds: float
+
+
+def step_costs(
+    decoder: SpeculativeDecoder, prompts: Sequence[Tokens], *, max_new_tokens: int, rounds: int = 32
+) -> StepCosts:
+    """Time a decoder's verification, drafting and commits apart from each other.
+
+    Each is a loop of nothing else, compiled into one program and launched once: verification of drafts that are all
+    refused, drafting that takes its own drafts for the truth, and commits of a whole path of real keys and values. The
+    compiler can join neighbours in the round as a whole, so the parts may add up to a little more than a round.
+
+    Args:
+        decoder: What to take apart.
+        prompts: Where to start, a row each.
+        max_new_tokens: Fixes the capacity, which the cost of attention depends on.
+        rounds: Rounds averaged over.
+    """
+    drafter = decoder.loop.drafter
+    rounds = min(rounds, max_new_tokens - 1)
+    verifying = SpeculativeDecoder(decoder.target, Plain(drafter.num_nodes), stop_tokens=())
+    state = verifying.prefill(prompts, max_new_tokens=max_new_tokens)
+    state = state.replace(limit=jnp.minimum(state.limit, state.length + rounds))  # type: ignore[attr-defined]
+    ready = jax.block_until_ready(state)  # or the prefill, still under way, would be timed too
+    verify = _seconds(lambda: loops.run(verifying.loop, verifying.params, ready)) / rounds
+    commit = _commit_seconds(decoder, prompts, max_new_tokens=max_new_tokens, rounds=rounds)
+    if isinstance(drafter, Plain):
+        return StepCosts(verify, 0.0, commit)
+    state = decoder.prefill(prompts, max_new_tokens=max_new_tokens)
+    features = _features(decoder.loop, decoder.params, _some_tokens(prompts, drafter.max_depth + 1))
+    jax.block_until_ready((state, features))
+    draft = _seconds(lambda: _draft_rounds(decoder.loop, decoder.params, state, features, rounds=rounds))
+    return StepCosts(verify, draft / rounds / drafter.max_depth, commit)
+
+
+def _seconds(launch: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(launch())
+    return time.perf_counter() - start
+
+
+def _some_tokens(prompts: Sequence[Tokens], count: int) -> Int[Array, "B T"]:
+    return jnp.stack([jnp.resize(jnp.asarray(prompt, jnp.int32), (count,)) for prompt in prompts])
+
+
+def _commit_seconds(
+    decoder: SpeculativeDecoder, prompts: Sequence[Tokens], *, max_new_tokens: int, rounds: int
+) -> float:
+    loop = decoder.loop
+    block = _block(loop, decoder.params, _some_tokens(prompts, loop.drafter.num_nodes))
+    cache = decoder.prefill(prompts, max_new_tokens=max_new_tokens).cache
+    jax.block_until_ready((block, cache))
+    return _seconds(lambda: _commit_rounds(cache, block, loop=loop, rounds=rounds)) / rounds
+
+
+@functools.partial(jax.jit, static_argnames=("loop",))
+def _block(loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array, "B N"]) -> tuple[KeyValue, ...]:
+    """Keys and values of a draft."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return loop.target(params.target, tokens, positions, causal_mask(tokens.shape[1])).block
+
+
+@functools.partial(jax.jit, static_argnames=("loop", "rounds"), donate_argnames=("cache",))
+def _commit_rounds(cache: KVCache, block: tuple[KeyValue, ...], *, loop: SpeculativeLoop, rounds: int) -> KVCache:
+    """Commit a path of full depth again and again, always behind the same slots."""
+    length = cache.length
+    depth = min(loop.drafter.max_depth, block[0].keys.shape[1] - 1)
+    path = jnp.broadcast_to(jnp.arange(depth + 1, dtype=jnp.int32), (length.shape[0], depth + 1))
+    count = jnp.full_like(length, depth + 1)
+
+    def one(index: Array, cache: KVCache) -> KVCache:
+        # Other nodes every time, or XLA would gather them once for all.
+        nodes = None if loop.is_chain else jnp.roll(path, index, axis=1)
+        return cache.commit(block, count, nodes).replace(length=length)  # type: ignore[attr-defined]
+
+    return lax.fori_loop(0, rounds, one, cache)
+
+
+@functools.partial(jax.jit, static_argnames=("loop",))
+def _features(loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array, "B T"]) -> Float[Array, "B T A D"]:
+    """Real features for the drafter to take in."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    mask = causal_mask(tokens.shape[1])
+    return loop.target(params.target, tokens, positions, mask, aux_layers=loop.drafter.aux_layers).features
+
+
+@functools.partial(jax.jit, static_argnames=("loop", "rounds"))
+def _draft_rounds(
+    loop: SpeculativeLoop, params: LoopParams, state: GenerationState, features: Float[Array, "B T A D"], *, rounds: int
+) -> Any:
+    """Drafting without a target: the tokens proposed are taken in as if they were true."""
+    drafter = loop.drafter
+
+    def one(index: Array, known: Any) -> Any:
+        draft = drafter.propose(params.drafter, known, state.keys, state.sampling)
+        fed = draft.tokens[:, : features.shape[1]]
+        seen = Observation(
+            tokens=fed,
+            features=jnp.roll(features, index, axis=1),  # different every time, or XLA would fuse them once for all
+            length=jnp.ones_like(state.length),
+            next_token=fed[:, -1],
+        )
+        return drafter.observe(params.drafter, known, seen)
+
+    return lax.fori_loop(0, rounds, one, state.drafter)

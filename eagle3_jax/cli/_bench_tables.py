@@ -1,0 +1,278 @@
+"""What ``eagle3 bench`` shows: the same tables and plots in the terminal, in Markdown and on the page."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from eagle3_jax.analysis.cost import cost_per_million_tokens
+from eagle3_jax.analysis.intervals import Interval
+from eagle3_jax.analysis.results import NotMeasured, Report, Row
+from eagle3_jax.analysis.timing import Latency, Spread
+from eagle3_jax.reporting.tables import Plot, Table
+
+NOTES = """\
+tokens/s: new tokens after the first over the time of the decode loop; total: all new tokens over all time, prefill too.
+ratio: tokens/s over that of the baseline in the same repeat: median (quartiles) of the repeats, which take turns.
+95 %: bootstrap interval over pairs of the same prompts in the same repeat. prompts: geometric mean over prompts of
+their ratios of time per token, and its interval over prompts.
+τ: tokens per round, 1 + accepted / drafts. v: verification over the baseline's step. c: one draft step over it.
+S: the ratio predicted by τ / (v + G·c), G draft steps a round; v and c are measured apart from the runs.
+of bandwidth: what it reads at least over what this device was measured to read at most; above 100 % the run fails.
+same: the same tokens as plain decoding in that row's precision (bfloat16 sums may differ between block shapes).
+Warm-up and compilation are excluded; compile is their time for all programs of a row. Stop tokens are ignored.
+TTFT: time to first token. TPOT: time per token after it. chunk: waits between chunks of a stream, a round each, driven
+by the host in runs of their own. commit: the part of verification that writes the cache.
+Rivals decode greedily: transformers in eager PyTorch with its own cache, vLLM in a process or server of its own."""
+
+_TIMES = ("p50", "p90", "p99")
+
+
+def headline(report: Report, *, device: str) -> str:
+    """What was measured, on what."""
+    what = f"{report.num_prompts} prompts x {report.max_new_tokens} new tokens, {report.repeats} repeats"
+    return f"{device}; batch {report.batch_size}, greedy, {what}; baseline: {report.baseline}"
+
+
+def speed_table(report: Report, price_per_hour: float | None) -> Table:
+    """A row for each contender, and for each that does not take this batch."""
+    columns = [
+        "method", "dtype", "tokens/s", "ratio", "95 %", "prompts", "τ", "v", "c", "S", "total", "total ratio",
+        "of bandwidth", "same", "compile",
+    ]  # fmt: skip
+    if price_per_hour is not None:
+        columns.append("cost of 1M")
+    rows = []
+    for row in report.rows:
+        cells = _speed_cells(row, is_baseline=row.name == report.baseline)
+        if price_per_hour is not None:
+            cells.append(f"{cost_per_million_tokens(row.total_tokens_per_second.median, price_per_hour):.3g}")
+        rows.append(cells)
+    return Table(f"Speed at batch {report.batch_size}", columns, rows)
+
+
+def _speed_cells(row: Row, *, is_baseline: bool) -> list[Any]:
+    ours = row.num_draft_steps > 0
+    return [
+        row.name,
+        row.dtype,
+        f"{row.decode_tokens_per_second.median:.1f}",
+        "baseline" if is_baseline else _spread(row.ratio),
+        "" if is_baseline else _interval(row.ratio_interval),
+        "" if is_baseline else f"{row.prompt_ratio.value:.2f} {_interval(row.prompt_ratio)}".rstrip(),
+        "" if row.acceptance is None else f"{row.acceptance.mean_acceptance_length:.2f}",
+        _number(row.verify_cost, 2) if ours else "",
+        _number(row.draft_cost, 3) if ours else "",
+        _number(row.predicted_ratio, 2) if ours else "",
+        f"{row.total_tokens_per_second.median:.1f}",
+        "" if is_baseline else f"{row.total_ratio.median:.2f}",
+        "" if row.bandwidth_share is None else f"{row.bandwidth_share:.0%}",
+        "not lossless" if not row.lossless else {None: "", True: "yes", False: "no"}[row.same_output],
+        f"{row.compile_seconds:.1f} s" if row.compile_seconds else "",
+    ]
+
+
+def latency_table(report: Report) -> Table:
+    """Waits in milliseconds."""
+    columns = ["method", *(f"{what} {quantile}" for what in ("TTFT", "TPOT", "chunk") for quantile in _TIMES)]
+    rows = [
+        [row.name, *(cell for one in (row.first_token, row.per_token, row.chunk) for cell in _milliseconds(one))]
+        for row in report.rows
+    ]
+    return Table(f"Latency at batch {report.batch_size}, ms", columns, rows)
+
+
+def acceptance_table(report: Report) -> Table:
+    """Of everything that drafts, by position: share of drafts, and share of those that got so far."""
+    drafting = [(row, row.acceptance) for row in report.rows if row.acceptance is not None]
+    rows = [
+        [
+            row.name,
+            f"{found.mean_acceptance_length:.2f}",
+            f"{found.draft_acceptance_rate:.3f}",
+            _rates(found.per_position),
+            _rates(found.conditional),
+        ]
+        for row, found in drafting
+    ]
+    return Table(
+        f"Acceptance at batch {report.batch_size}",
+        ["method", "τ", "draft rate", "per position", "conditional"],
+        rows,
+    )
+
+
+def round_table(report: Report) -> Table:
+    """What a round consists of, in milliseconds."""
+    rows = [[row.name, *(f"{value:.3f}" for value in parts)] for row, parts in _rounds(report)]
+    return Table(f"A round at batch {report.batch_size}, ms", ["method", "draft", "verify", "commit"], rows)
+
+
+def task_table(report: Report) -> Table:
+    """Every contender on every task; of the baseline there is nothing to say."""
+    rows = []
+    for row in report.rows:
+        for task in row.tasks if row.name != report.baseline else ():
+            found = task.acceptance
+            rows.append(
+                [
+                    task.task,
+                    row.name,
+                    task.num_prompts,
+                    "" if task.ratio is None else f"{task.ratio.value:.2f} {_interval(task.ratio)}".rstrip(),
+                    "" if found is None else f"{found.mean_acceptance_length:.2f}",
+                    "" if found is None else f"{found.draft_acceptance_rate:.3f}",
+                    "" if found is None else _rates(found.per_position),
+                    "" if found is None else _rates(found.conditional),
+                ]
+            )
+    rows.sort(key=lambda cells: cells[0])
+    columns = ["task", "method", "prompts", "ratio", "τ", "draft rate", "per position", "conditional"]
+    return Table(f"By task at batch {report.batch_size}", columns, rows)
+
+
+def missing_table(missing: Sequence[NotMeasured]) -> Table:
+    """Who was not measured."""
+    return Table("Not measured", ["method", "reason"], [[one.name, one.reason] for one in missing])
+
+
+def all_tables(reports: Sequence[Report], missing: Sequence[NotMeasured], price: float | None) -> list[Table]:
+    """Every table that has something to say."""
+    found = []
+    for report in reports:
+        found += [speed_table(report, price), latency_table(report), round_table(report), acceptance_table(report)]
+        found.append(task_table(report))
+    everyone = [*missing, *(one for report in reports for one in report.not_measured)]
+    return [table for table in [*found, missing_table(everyone)] if table.rows]
+
+
+def flat_rows(reports: Sequence[Report], missing: Sequence[NotMeasured], price: float | None) -> list[dict[str, Any]]:
+    """One flat mapping for each contender at each batch size: what the CSV file holds."""
+    found: list[dict[str, Any]] = []
+    for report in reports:
+        for row in report.rows:
+            values = {"batch_size": report.batch_size, "not_measured_because": ""} | dict(
+                _flat(dataclasses.asdict(row))
+            )
+            if price is not None:
+                speed = row.total_tokens_per_second.median
+                values["cost_per_million_tokens"] = cost_per_million_tokens(speed, price)
+            found.append(values)
+        absent = [*missing, *report.not_measured]
+        found += [
+            {"batch_size": report.batch_size, "name": one.name, "not_measured_because": one.reason} for one in absent
+        ]
+    columns = dict.fromkeys(name for values in found for name in values)
+    return [{name: values.get(name, "") for name in columns} for values in found]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if name == "tasks":
+            continue
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            yield f"{prefix}{name}", " ".join(f"{one:.4f}" for one in value)
+        elif value is not None:
+            yield f"{prefix}{name}", value
+
+
+def all_plots(reports: Sequence[Report]) -> list[Plot]:
+    """Every plot that has something to show."""
+    first = reports[0]
+    plots = [
+        Plot("Speed-up by K", "line", "K", "ratio", {f"batch {one.batch_size}": _by_length(one) for one in reports}),
+        Plot("Speed-up by batch", "line", "batch", "ratio", _by_batch(reports)),
+        Plot(f"Speed-up by task at batch {first.batch_size}", "bar", "task", "ratio", _by_task(first)),
+        Plot("Acceptance by position", "line", "position", "share of drafts", _by_position(first)),
+    ]
+    for report in reports:
+        names = [row.name for row, _ in _rounds(report)]
+        parts = zip(*(values for _, values in _rounds(report)), strict=True)
+        series = {part: (names, list(ys)) for part, ys in zip(("draft", "verify", "commit"), parts, strict=False)}
+        plots.append(Plot(f"A round at batch {report.batch_size}", "bar", "method", "ms", series))
+    kept = [{name: line for name, line in plot.series.items() if line[0]} for plot in plots]
+    return [dataclasses.replace(plot, series=series) for plot, series in zip(plots, kept, strict=True) if series]
+
+
+def _by_length(report: Report) -> tuple[list[Any], list[float]]:
+    chains = sorted((row.num_draft_steps, row.ratio.median) for row in report.rows if "chain K=" in row.name)
+    return [length for length, _ in chains], [ratio for _, ratio in chains]
+
+
+def _by_batch(reports: Sequence[Report]) -> dict[str, tuple[list[Any], list[float]]]:
+    shown = {name for report in reports for name in _shown(report)}
+    series: dict[str, tuple[list[Any], list[float]]] = {}
+    for report in reports:
+        for row in report.rows:
+            if row.name in shown:
+                xs, ys = series.setdefault(row.name, ([], []))
+                xs.append(report.batch_size)
+                ys.append(row.ratio.median)
+    return series
+
+
+def _by_task(report: Report) -> dict[str, tuple[list[Any], list[float]]]:
+    shown = _shown(report)
+    return {
+        row.name: (
+            [task.task for task in row.tasks if task.ratio is not None],
+            [task.ratio.value for task in row.tasks if task.ratio is not None],
+        )
+        for row in report.rows
+        if row.name in shown
+    }
+
+
+def _by_position(report: Report) -> dict[str, tuple[list[Any], list[float]]]:
+    deepest: dict[str, Row] = {}
+    for row in report.rows:
+        if row.acceptance is not None:
+            deepest[row.name.partition(" K=")[0]] = row  # chains come in ascending order
+    series: dict[str, tuple[list[Any], list[float]]] = {}
+    for row in deepest.values():
+        assert row.acceptance is not None
+        for kind, rates in (("", row.acceptance.per_position), (", conditional", row.acceptance.conditional)):
+            series[f"{row.name}{kind}"] = list(range(1, len(rates) + 1)), list(rates)
+    return series
+
+
+def _shown(report: Report) -> list[str]:
+    """As many methods as a plot has colours: the best chain, and the others that are not plain decoding of ours."""
+    chains = sorted((row for row in report.rows if "chain K=" in row.name), key=lambda row: -row.ratio.median)
+    others = [row for row in report.rows if "chain K=" not in row.name and row.name != report.baseline]
+    return [row.name for row in [*chains[:1], *others][:6]]
+
+
+def _rounds(report: Report) -> list[tuple[Row, tuple[float, float, float]]]:
+    """Milliseconds of drafting, of verification without commit, and of commit, for each decoder of ours."""
+    found = []
+    for row in report.rows:
+        costs = row.step_seconds
+        if costs is not None:
+            verify = max(costs.verify_seconds - costs.commit_seconds, 0.0)
+            parts = (row.num_draft_steps * costs.draft_seconds, verify, costs.commit_seconds)
+            found.append((row, tuple(1e3 * part for part in parts)))
+    return found
+
+
+def _spread(value: Spread) -> str:
+    return f"{value.median:.2f} ({value.low:.2f}-{value.high:.2f})"
+
+
+def _interval(value: Interval) -> str:
+    return "" if value.low is None else f"[{value.low:.2f}-{value.high:.2f}]"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _rates(rates: Sequence[float]) -> str:
+    return " ".join(f"{rate:.2f}" for rate in rates)
+
+
+def _milliseconds(value: Latency | None) -> list[str]:
+    return [""] * 3 if value is None else [f"{1e3 * one:.2f}" for one in (value.p50, value.p90, value.p99)]
