@@ -7,21 +7,22 @@ times were taken, every repeat wrote the same tokens, and nobody read memory fas
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from eagle3_jax.cli._transformers import TransformersContender
 
-from eagle3_jax import DynamicTree, LoadedTarget, SpeculationStats, SpeculativeDecoder
-from eagle3_jax.analysis.bench import Contender, DecoderContender, Report, Row, Run, measure
+from eagle3_jax import DynamicTree, SpeculativeDecoder
+from eagle3_jax.analysis.bench import measure
+from eagle3_jax.analysis.contenders import Contender, DecoderContender
 from eagle3_jax.analysis.cost import cost_per_million_tokens
-from eagle3_jax.analysis.random_models import REHEARSAL_SHAPES, SHAPES, bytes_needed, random_pair, why_not
-from eagle3_jax.analysis.roofline import ceiling, step_bytes
+from eagle3_jax.analysis.random_models import bytes_needed, random_pair, shape_named, why_not
+from eagle3_jax.analysis.results import Report, Row
 from eagle3_jax.drafters import NGram
+from eagle3_jax.rivals.transformers import TransformersContender
 from eagle3_jax.rivals.vllm.bridge import VLLM, Engine, EngineOptions, VLLMUnavailable, eagle3
+from eagle3_jax.rivals.vllm.contender import VLLMContender
 from validation.report import Check
 from validation.subject import Pair, Subject
 
@@ -47,7 +48,7 @@ class Plan:
         tree: One tree.
         new_tokens: Per prompt.
         repeats: Interleaved.
-        random_shapes: Of models with random weights.
+        random_shapes: Names of shapes of models with random weights.
         large: Bytes far beyond all caches.
     """
 
@@ -56,13 +57,13 @@ class Plan:
     tree: DynamicTree | None
     new_tokens: int
     repeats: int
-    random_shapes: dict[str, Any]
+    random_shapes: tuple[str, ...]
     large: int
 
 
-CPU = Plan((1, 8), (3,), None, 48, 3, {}, 2**27)
-REHEARSAL = Plan((1, 4), (1, 2), SMALL_TREE, 8, 2, REHEARSAL_SHAPES, 2**24)
-GPU = Plan((1, 4, 16, 64), (1, 2, 3, 4, 5, 6, 7), TREE, 128, 3, SHAPES, 2**32)
+CPU = Plan((1, 8), (3,), None, 48, 3, (), 2**27)
+REHEARSAL = Plan((1, 4), (1, 2), SMALL_TREE, 8, 2, ("Llama-tiny", "Qwen3-tiny"), 2**24)
+GPU = Plan((1, 4, 16, 64), (1, 2, 3, 4, 5, 6, 7), TREE, 128, 3, ("Llama-3.1-8B", "Llama-3.2-1B", "Qwen3-8B"), 2**32)
 
 
 def plan_of(config: pytest.Config) -> Plan:
@@ -86,32 +87,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
     if "vllm_chain" in metafunc.fixturenames:
         metafunc.parametrize("vllm_chain", (0, *plan.chains))
-
-
-@dataclasses.dataclass
-class VLLMContender:
-    """A loaded engine of vLLM."""
-
-    name: str
-    dtype: str
-    engine: Engine
-
-    def run(self, prompts: Sequence[list[int]], max_new_tokens: int) -> Run:
-        """Time to first token as vLLM tells it, or of a run for one token where it does not."""
-        done = self.engine.generate(prompts, max_new_tokens=max_new_tokens)
-        told = [one.first_token_seconds for one in done.completions if one.first_token_seconds is not None]
-        first = max(told) if told else self.engine.generate(prompts, max_new_tokens=1).seconds
-        return Run(
-            min(first, done.seconds), max(done.seconds - first, 1e-9), [one.tokens for one in done.completions],
-            _stats(done.counters),
-        )  # fmt: skip
-
-
-def _stats(counters: dict[str, Any]) -> SpeculationStats | None:
-    if not counters:
-        return None
-    names = [field.name for field in dataclasses.fields(SpeculationStats)]
-    return SpeculationStats(**{name: np.asarray(counters[name]) for name in names})
 
 
 def chain(pair: Pair, dtype: str, length: int) -> DecoderContender:
@@ -145,23 +120,23 @@ def test_speed(check: Check, subject: Subject, setting: Any, plan: Plan, model: 
     missing: list[list[Any]] = []
     contenders += _transformers(subject, batch, setting, missing)
     prompts = some_prompts(subject, max(batch, 4))
-    _measure(check, contenders, prompts, pair[0], plan, setting, batch=batch, missing=missing)
+    _measure(check, contenders, prompts, plan, setting, batch=batch, missing=missing)
 
 
 def _random_model(check: Check, setting: Any, plan: Plan, name: str, batch: int) -> None:
     """A shape whose weights mean nothing: what a step costs, not what is accepted."""
-    config = plan.random_shapes[name]
+    shape = shape_named(name)
     if not setting.rehearsal:
-        needed = bytes_needed(config, batch=batch, capacity=2 * (CONTEXT + plan.new_tokens))
+        needed = bytes_needed(shape, batch=batch, capacity=2 * (CONTEXT + plan.new_tokens))
         reason = why_not(needed, jax.devices()[0].memory_stats())
         if reason is not None:
             check.table("Speed", COLUMNS, [_not_run(name, "bfloat16", batch, reason)])
             pytest.skip(f"{name} at batch {batch}: {reason}")
-    pair = random_pair(name, config)
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (batch, CONTEXT)).tolist()
+    pair = random_pair(shape)
+    tokens = np.random.default_rng(0).integers(0, shape.vocab_size, (batch, CONTEXT)).tolist()
     contenders = [chain(pair, "bfloat16", length) for length in (0, 3)]
     check.number(note="random weights: drafts are accepted by chance only")
-    _measure(check, contenders, tokens, pair[0], plan, setting, batch=batch, missing=[], cost_rounds=16)
+    _measure(check, contenders, tokens, plan, setting, batch=batch, missing=[], cost_rounds=16)
 
 
 @pytest.fixture
@@ -196,29 +171,18 @@ def test_speed_beside_vllm(
         contenders: list[Contender] = [chain(pair, dtype, length) for length in sorted({0, vllm_chain})]
         contenders.append(VLLMContender(name, dtype, engine))
         prompts = some_prompts(subject, max(batch, 4))
-        _measure(check, contenders, prompts, pair[0], plan, setting, batch=batch, missing=[])
+        _measure(check, contenders, prompts, plan, setting, batch=batch, missing=[])
 
 
 def _transformers(subject: Subject, batch: int, setting: Any, missing: list[list[Any]]) -> list[TransformersContender]:
-    """``generate``, and its assisted generation by prompt lookup, which takes one prompt at a time."""
+    """``generate``, and its assisted generation by prompt lookup, or why they are not there."""
     dtype = _shared_dtype(subject)
-    on_gpu = setting.gpu and not setting.rehearsal
     try:
-        import torch
-
-        if on_gpu and not torch.cuda.is_available():
-            raise ImportError("this build of PyTorch does not see the GPU")
-        plain = TransformersContender.load(subject.target_directory, dtype=dtype, device="cuda" if on_gpu else "cpu")
+        on_gpu = setting.gpu and not setting.rehearsal
+        return TransformersContender.load(subject.target_directory, dtype=dtype, on_gpu=on_gpu)
     except (ImportError, OSError, ValueError) as error:
         missing.append(_not_run("transformers generate", dtype, batch, str(error).splitlines()[0]))
         return []
-    if batch > 1:
-        missing.append(
-            _not_run("transformers prompt lookup", dtype, batch, "assisted generation takes one prompt at a time")
-        )
-        return [plain]
-    options = {"prompt_lookup_num_tokens": 5}
-    return [plain, dataclasses.replace(plain, name="transformers prompt lookup", options=options)]
 
 
 def _not_run(name: str, dtype: str, batch: int, reason: str) -> list[Any]:
@@ -227,9 +191,8 @@ def _not_run(name: str, dtype: str, batch: int, reason: str) -> list[Any]:
 
 def _measure(
     check: Check,
-    contenders: Sequence[Contender],
+    contenders: list[Contender],
     prompts: list[list[int]],
-    target: LoadedTarget,
     plan: Plan,
     setting: Any,
     *,
@@ -238,7 +201,6 @@ def _measure(
     cost_rounds: int = 0,
 ) -> None:
     """Measure, keep everything, then judge."""
-    limits = [_ceiling(contenders, batch, plan)]
     report = measure(
         contenders,
         prompts[: len(prompts) // batch * batch],
@@ -247,52 +209,23 @@ def _measure(
         baselines=[contenders[0].name],
         batch_size=batch,
         cost_rounds=cost_rounds,
+        streams=0,
+        large=plan.large,
     )
-    limits.append(_ceiling(contenders, batch, plan))  # a shared machine is not equally fast all the time
-    most = max(limits)
-    unknown = {one.name for one in contenders if isinstance(one, TransformersContender) and one.options}
-    shares = {
-        row.name: achieved(row, _target_of(row, contenders, target), batch) / most
-        for row in report.rows
-        if row.name not in unknown  # transformers does not say in how many rounds it wrote its tokens
-    }
-    _keep(check, report, shares, most, setting.price_per_hour, missing)
-    too_fast = {name: share for name, share in shares.items() if share > 1}
+    dtypes = {one.name: one.dtype for one in contenders}
+    absent = [_not_run(one.name, dtypes[one.name], batch, one.reason) for one in report.not_measured]
+    _keep(check, report, setting.price_per_hour, [*missing, *absent])
+    too_fast = {row.name: row.bandwidth_share for row in report.too_fast}
+    most = report.bytes_per_second or 0.0
     assert not too_fast, f"faster than {most / 1e9:.0f} GB/s can feed: {too_fast}; the clock or the tokens are wrong"
     assert report.programs_after_warm_up == 0
+    ours = {one.name for one in contenders if isinstance(one, DecoderContender)}
     for row in report.rows:
-        assert row.repeatable or not _is_ours(row, contenders), f"{row.name} wrote other tokens in another repeat"
+        assert row.repeatable or row.name not in ours, f"{row.name} wrote other tokens in another repeat"
 
 
-def _ceiling(contenders: Sequence[Contender], batch: int, plan: Plan) -> float:
-    targets = {one.dtype: one.decoder.target for one in contenders if isinstance(one, DecoderContender)}
-    return max(ceiling(target, rows=batch, context=CONTEXT, large=plan.large) for target in targets.values())
-
-
-def _is_ours(row: Row, contenders: Sequence[Contender]) -> bool:
-    return any(isinstance(one, DecoderContender) and one.name == row.name for one in contenders)
-
-
-def _target_of(row: Row, contenders: Sequence[Contender], default: LoadedTarget) -> LoadedTarget:
-    """The target in the row's precision, which says how many bytes a step reads."""
-    own = (one.decoder.target for one in contenders if isinstance(one, DecoderContender) and one.dtype == row.dtype)
-    return next(own, default)
-
-
-def achieved(row: Row, target: LoadedTarget, batch: int) -> float:
-    """Bytes per second that a method reads at least: target steps per second times what each of them reads.
-
-    ``τ`` counts rounds in which something was drafted; the others write one token and read no less, so prompt lookup
-    is credited with less than it reads, never with more.
-    """
-    steps = row.decode_tokens_per_second.median / batch / row.mean_acceptance_length
-    return steps * step_bytes(target, rows=batch, context=0)
-
-
-def _keep(
-    check: Check, report: Report, shares: dict[str, float], most: float, price: float | None, missing: list[list[Any]]
-) -> None:
-    rows = [_cells(row, report, shares.get(row.name), price) for row in report.rows]
+def _keep(check: Check, report: Report, price: float | None, missing: list[list[Any]]) -> None:
+    rows = [_cells(row, report, price) for row in report.rows]
     batch = report.batch_size
     check.table(
         f"Speed at batch {batch}, {report.num_prompts} prompts of {CONTEXT} tokens, {report.max_new_tokens} new",
@@ -301,7 +234,7 @@ def _keep(
     )
     named = [row.name for row in report.rows]
     speeds = [row.decode_tokens_per_second.median for row in report.rows]
-    check.number(**{f"bandwidth GB/s, batch {batch}": most / 1e9})
+    check.number(**{f"bandwidth GB/s, batch {batch}": (report.bytes_per_second or 0.0) / 1e9})
     check.number(**{f"tokens/s {name}, batch {batch}": speed for name, speed in zip(named, speeds, strict=True)})
     check.plot(f"Speed at batch {batch}", "bar", "method", "tokens/s", {"decoding": (named, speeds)})
     lengths = [row.num_draft_steps for row in report.rows if row.name.startswith("chain")]
@@ -311,12 +244,14 @@ def _keep(
         check.plot(f"Speed-up over plain decoding at batch {batch}", "line", "K", "ratio", series)
 
 
-def _cells(row: Row, report: Report, share: float | None, price: float | None) -> list[Any]:
+def _cells(row: Row, report: Report, price: float | None) -> list[Any]:
     speed, ratio = row.decode_tokens_per_second, row.ratio
+    share, found = row.bandwidth_share, row.acceptance
+    tau = 1.0 if found is None else found.mean_acceptance_length
     cost = "" if price is None else cost_per_million_tokens(row.total_tokens_per_second.median, price)
     latencies = [1e3 * value for one in (row.first_token, row.per_token) for value in (one.p50, one.p99)]
     return [
         row.name, row.dtype, report.batch_size, speed.median, f"{speed.low:.4g} to {speed.high:.4g}",
-        ratio.median, f"{ratio.low:.2f} to {ratio.high:.2f}", row.mean_acceptance_length, *latencies,
+        ratio.median, f"{ratio.low:.2f} to {ratio.high:.2f}", tau, *latencies,
         "" if share is None else 100 * share, cost, "",
     ]  # fmt: skip

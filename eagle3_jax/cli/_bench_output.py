@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from eagle3_jax.analysis.results import NotMeasured, Report
     from eagle3_jax.reporting.tables import Plot, Table
 
-_WIDTH = 132
+_WIDTH = 124
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,23 +82,22 @@ class Findings:
 
 
 def check_directory(path: Path | None) -> None:
-    """Make the output directory before any work is done; one that holds something is refused."""
+    """Refuse an output directory that holds something or could not be written, before any work is done."""
     if path is None:
         return
-    if path.exists() and not path.is_dir():
-        raise Misuse(f"--output {path} is a file; give a directory")
     if path.is_dir() and any(path.iterdir()):
         raise Misuse(f"--output {path} is not empty; give a new directory, so that nothing is overwritten")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Misuse(f"--output {path} cannot be made: {error.strerror}") from None
-    if not os.access(path, os.W_OK):
-        raise Misuse(f"--output {path} cannot be written: no permission")
+    there = path.absolute()
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        raise Misuse(f"--output {path}: {there} is a file; give a directory")
+    if not os.access(there, os.W_OK):
+        raise Misuse(f"--output {path} cannot be written: no permission in {there}")
 
 
 def write(findings: Findings, directory: Path) -> str:
-    """Write all files; what is left out, or nothing.
+    """Write all files.
 
     Returns:
         Why there is no page; empty where there is one.
@@ -106,6 +105,7 @@ def write(findings: Findings, directory: Path) -> str:
     from eagle3_jax.cli._bench_tables import flat_rows
     from eagle3_jax.reporting.tables import to_csv, write_text
 
+    directory.mkdir(parents=True, exist_ok=True)
     rows = flat_rows(findings.reports, findings.missing, findings.price_per_hour)
     write_text(directory / "bench.json", json.dumps(findings.to_json(), indent=1) + "\n")
     write_text(directory / "bench.csv", to_csv(list(rows[0]), [list(row.values()) for row in rows]))
@@ -170,9 +170,7 @@ def _drawn(table: Table) -> Any:
     drawing = Drawing(box=None, pad_edge=False, padding=(0, 1))
     words = {"method", "dtype", "task", "reason", "per position", "conditional"}
     for name in table.columns:
-        drawing.add_column(
-            name, justify="left" if name in words else "right", no_wrap=name not in ("reason", "method"),
-        )  # fmt: skip
+        drawing.add_column(name, justify="left" if name in words else "right", overflow="fold")
     for row in table.rows:
         drawing.add_row(*(escape(str(cell)) for cell in row))
     return drawing

@@ -8,18 +8,18 @@ from typing import Any
 
 from eagle3_jax.analysis.cost import cost_per_million_tokens
 from eagle3_jax.analysis.intervals import Interval
-from eagle3_jax.analysis.results import NotMeasured, Report, Row
+from eagle3_jax.analysis.results import NotMeasured, Report, Row, TaskRow
 from eagle3_jax.analysis.timing import Latency, Spread
 from eagle3_jax.reporting.tables import Plot, Table
 
 NOTES = """\
 tokens/s: new tokens after the first over the time of the decode loop; total: all new tokens over all time, prefill too.
 ratio: tokens/s over that of the baseline in the same repeat: median (quartiles) of the repeats, which take turns.
-95 %: bootstrap interval over pairs of the same prompts in the same repeat. prompts: geometric mean over prompts of
-their ratios of time per token, and its interval over prompts.
+95 %: bootstrap interval of the ratio of all times, over pairs of the same prompts in the same repeat. Ratios by task:
+geometric mean over prompts of their ratios of time per token, with its interval over prompts.
 τ: tokens per round, 1 + accepted / drafts. v: verification over the baseline's step. c: one draft step over it.
 S: the ratio predicted by τ / (v + G·c), G draft steps a round; v and c are measured apart from the runs.
-of bandwidth: what it reads at least over what this device was measured to read at most; above 100 % the run fails.
+roofline: what it reads at least over what this device was measured to read at most; above 100 % the run fails.
 same: the same tokens as plain decoding in that row's precision (bfloat16 sums may differ between block shapes).
 Warm-up and compilation are excluded; compile is their time for all programs of a row. Stop tokens are ignored.
 TTFT: time to first token. TPOT: time per token after it. chunk: waits between chunks of a stream, a round each, driven
@@ -38,8 +38,7 @@ def headline(report: Report, *, device: str) -> str:
 def speed_table(report: Report, price_per_hour: float | None) -> Table:
     """A row for each contender, and for each that does not take this batch."""
     columns = [
-        "method", "dtype", "tokens/s", "ratio", "95 %", "prompts", "τ", "v", "c", "S", "total", "total ratio",
-        "of bandwidth", "same", "compile",
+        "method", "dtype", "tokens/s", "ratio", "95 %", "τ", "total", "total ratio", "roofline", "same", "compile",
     ]  # fmt: skip
     if price_per_hour is not None:
         columns.append("cost of 1M")
@@ -53,18 +52,13 @@ def speed_table(report: Report, price_per_hour: float | None) -> Table:
 
 
 def _speed_cells(row: Row, *, is_baseline: bool) -> list[Any]:
-    ours = row.num_draft_steps > 0
     return [
         row.name,
         row.dtype,
         f"{row.decode_tokens_per_second.median:.1f}",
         "baseline" if is_baseline else _spread(row.ratio),
         "" if is_baseline else _interval(row.ratio_interval),
-        "" if is_baseline else f"{row.prompt_ratio.value:.2f} {_interval(row.prompt_ratio)}".rstrip(),
         "" if row.acceptance is None else f"{row.acceptance.mean_acceptance_length:.2f}",
-        _number(row.verify_cost, 2) if ours else "",
-        _number(row.draft_cost, 3) if ours else "",
-        _number(row.predicted_ratio, 2) if ours else "",
         f"{row.total_tokens_per_second.median:.1f}",
         "" if is_baseline else f"{row.total_ratio.median:.2f}",
         "" if row.bandwidth_share is None else f"{row.bandwidth_share:.0%}",
@@ -83,37 +77,23 @@ def latency_table(report: Report) -> Table:
     return Table(f"Latency at batch {report.batch_size}, ms", columns, rows)
 
 
-def acceptance_table(report: Report) -> Table:
-    """Of everything that drafts, by position: share of drafts, and share of those that got so far."""
-    drafting = [(row, row.acceptance) for row in report.rows if row.acceptance is not None]
-    rows = [
-        [
-            row.name,
-            f"{found.mean_acceptance_length:.2f}",
-            f"{found.draft_acceptance_rate:.3f}",
-            _rates(found.per_position),
-            _rates(found.conditional),
-        ]
-        for row, found in drafting
-    ]
-    return Table(
-        f"Acceptance at batch {report.batch_size}",
-        ["method", "τ", "draft rate", "per position", "conditional"],
-        rows,
-    )
-
-
 def round_table(report: Report) -> Table:
-    """What a round consists of, in milliseconds."""
-    rows = [[row.name, *(f"{value:.3f}" for value in parts)] for row, parts in _rounds(report)]
-    return Table(f"A round at batch {report.batch_size}, ms", ["method", "draft", "verify", "commit"], rows)
+    """What a round consists of, in milliseconds and in plain steps, and the speed-up that follows from it."""
+    columns = ["method", "draft ms", "verify ms", "commit ms", "G", "v", "c", "S", "ratio"]
+    rows = []
+    for row, parts in _rounds(report):
+        model = [row.num_draft_steps, _number(row.verify_cost, 2), _number(row.draft_cost, 3)]
+        speed = [_number(row.predicted_ratio, 2), f"{row.ratio.median:.2f}"]
+        rows.append([row.name, *(f"{value:.3f}" for value in parts), *model, *speed])
+    return Table(f"A round at batch {report.batch_size}", columns, rows)
 
 
 def task_table(report: Report) -> Table:
-    """Every contender on every task; of the baseline there is nothing to say."""
+    """Every contender on all prompts and on those of each task; of the baseline there is nothing to say."""
     rows = []
     for row in report.rows:
-        for task in row.tasks if row.name != report.baseline else ():
+        whole = TaskRow(task="all", num_prompts=report.num_prompts, ratio=row.prompt_ratio, acceptance=row.acceptance)
+        for task in (whole, *row.tasks) if row.name != report.baseline else ():
             found = task.acceptance
             rows.append(
                 [
@@ -127,9 +107,10 @@ def task_table(report: Report) -> Table:
                     "" if found is None else _rates(found.conditional),
                 ]
             )
-    rows.sort(key=lambda cells: cells[0])
+    order = ["all", *(task.task for task in report.rows[0].tasks)]
+    rows.sort(key=lambda cells: order.index(cells[0]))
     columns = ["task", "method", "prompts", "ratio", "τ", "draft rate", "per position", "conditional"]
-    return Table(f"By task at batch {report.batch_size}", columns, rows)
+    return Table(f"Ratio and acceptance by task at batch {report.batch_size}", columns, rows)
 
 
 def missing_table(missing: Sequence[NotMeasured]) -> Table:
@@ -141,7 +122,7 @@ def all_tables(reports: Sequence[Report], missing: Sequence[NotMeasured], price:
     """Every table that has something to say."""
     found = []
     for report in reports:
-        found += [speed_table(report, price), latency_table(report), round_table(report), acceptance_table(report)]
+        found += [speed_table(report, price), latency_table(report), round_table(report)]
         found.append(task_table(report))
     everyone = [*missing, *(one for report in reports for one in report.not_measured)]
     return [table for table in [*found, missing_table(everyone)] if table.rows]

@@ -105,13 +105,13 @@ def bench(
     with _activity() as say, contextlib.ExitStack() as closing:
         say("loading")
         models = who.random_models(shape, dtype) if shape else who.read_models(target, drafter or [], dtype)
+        field = who.Field()
+        who.add_ours(field, models, methods)
         chosen = source.read(models.target, target)
         if len(chosen) < max(sizes):
             raise Misuse(
                 f"--batch-size {max(sizes)} needs as many prompts, and there are {len(chosen)}; see --max-prompts"
             )
-        field = who.Field()
-        who.add_ours(field, models, methods)
         longest = max(len(prompt.tokens) for prompt in chosen) + max_new_tokens
         options = who.RivalOptions(
             names=named,

@@ -16,6 +16,7 @@ from eagle3_jax.reporting.tables import Plot, data_of, flat, show
 COLOURS = ("#3b82c4", "#d97634", "#2a9d74", "#c05a8e", "#8378d0", "#a8862a")
 MARKERS = "osD^vP"
 HATCHES = ("", "//", "..", "xx", "\\\\", "++")
+_CHARACTERS = 75  # of a legend
 INK = "#010203"  # stands for the colour of the page's text until the drawing is part of the page
 
 
@@ -68,7 +69,8 @@ def draw(plot: Plot) -> Markup | None:
         axes.set_axisbelow(True)
         _draw_bars(axes, plot) if plot.kind == "bar" else _draw_points(axes, plot)
         if len(plot.series) > 1:
-            figure.legend(loc="outside upper center", ncols=min(4, len(plot.series)))
+            across = _CHARACTERS // max(map(len, plot.series))  # as many names as fit beside each other
+            figure.legend(loc="outside upper center", ncols=max(1, min(4, across, len(plot.series))))
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = file.getvalue()
