@@ -208,7 +208,9 @@ class SpeculativeLoop:
             probs = probabilities(logits, prompts.sampling, self.warping)[:, 0]
             first = draw(probs, uniforms(keys_at(prompts.keys, prompts.length, _VERIFY), 1)[:, 0])
 
-        cache = self.target.init_cache(batch, capacity).commit(output.block, prompts.length)
+        cache = self.target.init_cache(batch, capacity)
+        written = tuple(cache.write(layer, block) for layer, block in enumerate(output.written))
+        cache = cache.commit(written, prompts.length)
         seen = Observation(tokens=prompts.tokens, features=output.features, length=prompts.length, next_token=first)
         # The barrier keeps XLA from spending seconds on folding attention over an empty cache at compile time.
         drafter = lax.optimization_barrier(self.drafter.init(params.drafter, batch, capacity))
@@ -256,14 +258,12 @@ class SpeculativeLoop:
 
         active = state.running
         after = self._emit(state, emitted, verdict.num_accepted + 1)
-        # A token is never negative, but the compiler cannot know. It has to write to the caches after everything has
-        # read them; where the count did not depend on the logits it could write first, and would copy them to do so.
-        count = jnp.where(verdict.next_token >= 0, after.length - state.length, 0)
+        count = after.length - state.length
         newest = jnp.take_along_axis(emitted, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
         features = jnp.take_along_axis(output.features, nodes[:, :, None, None], axis=1)
         seen = Observation(tokens=committed, features=features, length=count, next_token=newest)
         with jax.named_scope("commit"):
-            cache = state.cache.commit(output.block, count, None if self.is_chain else nodes)
+            cache = state.cache.commit(output.written, count, None if self.is_chain else nodes)
         with jax.named_scope("observe"):
             drafter = self.drafter.observe(params.drafter, state.drafter, seen)
         stats = state.stats.count(draft, verdict, active)

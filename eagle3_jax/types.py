@@ -36,12 +36,13 @@ class TargetOutput:
     Attributes:
         final: ``[B T D]``, the residual stream after the final norm; ``unembed`` turns it into logits.
         features: ``[B T A D]``, the residual stream entering each auxiliary layer.
-        block: Per layer, keys and values of the tokens fed, for ``KVCache.commit``.
+        written: Per layer, the cache's buffers with the tokens fed behind the committed ones, for ``KVCache.commit``;
+            without a cache, keys and values of these tokens alone.
     """
 
     final: Float[Array, "B T D"]
     features: Float[Array, "B T A D"]
-    block: tuple[KeyValue, ...]
+    written: tuple[KeyValue, ...]
 
 
 @runtime_checkable
@@ -65,7 +66,7 @@ class TargetModel(Protocol):
         cache: KVCache | None = None,
         aux_layers: tuple[int, ...] = (),
     ) -> TargetOutput:
-        """Run a block behind the committed slots. The cache is read, not written.
+        """Run a block behind the committed slots. What is committed does not change; ``KVCache.commit`` decides later.
 
         Args:
             params: The model's parameters.
