@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from eagle3_jax.load import load_drafter, load_target
     from eagle3_jax.loop import GenerationState, LoopParams, Prompts, Round, SpeculativeLoop
     from eagle3_jax.sampling import DraftSampling, Warping, probabilities
+    from eagle3_jax.schedule import SpeculationSchedule
     from eagle3_jax.stats import SpeculationStats
     from eagle3_jax.tree import Chain, DynamicTree, StaticTree
     from eagle3_jax.types import (
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
         TargetOutput,
         Verdict,
     )
-    from eagle3_jax.verify import verify, verify_greedy
+    from eagle3_jax.verify import SimulatedAcceptance, verify, verify_greedy
 
 __version__ = "0.1.0"
 
@@ -60,6 +61,8 @@ __all__ = [
     "Prompts",
     "Round",
     "SamplingParams",
+    "SimulatedAcceptance",
+    "SpeculationSchedule",
     "SpeculationStats",
     "SpeculativeDecoder",
     "SpeculativeLoop",
@@ -83,10 +86,11 @@ _NAMES = {
     "load": "load_drafter load_target",
     "loop": "GenerationState LoopParams Prompts Round SpeculativeLoop",
     "sampling": "DraftSampling Warping probabilities",
+    "schedule": "SpeculationSchedule",
     "stats": "SpeculationStats",
     "tree": "Chain DynamicTree StaticTree",
     "types": "Draft Drafter FinishReason Observation SamplingParams TargetModel TargetOutput Verdict",
-    "verify": "verify verify_greedy",
+    "verify": "SimulatedAcceptance verify verify_greedy",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -15,11 +15,14 @@ from tokenizers.decoders import DecodeStream
 
 from eagle3_jax import loop as loops
 from eagle3_jax.drafters.plain import Plain
-from eagle3_jax.loop import GenerationState, LoopParams, Prompts, Round, SpeculativeLoop
+from eagle3_jax.drafters.silent import Silent
+from eagle3_jax.loop import GenerationState, LoopParams, Prompts, Round, SpeculativeLoop, Stage
 from eagle3_jax.sampling import DraftSampling, Warping, row_keys
+from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
 from eagle3_jax.types import Drafter, FinishReason, SamplingParams, TargetModel, per_row
+from eagle3_jax.verify import SimulatedAcceptance
 
 Prompt = str | Sequence[int]
 
@@ -149,9 +152,11 @@ class SpeculativeDecoder:
         *,
         num_speculative_tokens: int | None = None,
         tree: DynamicTree | StaticTree | None = None,
+        schedule: SpeculationSchedule | None = None,
         draft_sampling: DraftSampling | None = None,
         stop_tokens: Sequence[int] | None = None,
         rounds_per_check: int = 1,
+        simulated_acceptance: SimulatedAcceptance | None = None,
     ):
         """See the class.
 
@@ -160,17 +165,24 @@ class SpeculativeDecoder:
             drafter: From ``load_drafter``, or a drafter without parameters, or ``None`` for plain decoding.
             num_speculative_tokens: Draft a chain of ``K`` tokens.
             tree: Draft a tree instead.
+            schedule: Draft a chain whose length depends on how many rows are running, none where that is best.
             draft_sampling: Whether a chain's tokens are the likeliest or drawn; the drafter's own choice when left out.
             stop_tokens: Ids that end a row; the target's own when left out, none when empty.
             rounds_per_check: See :class:`eagle3_jax.loop.SpeculativeLoop`.
+            simulated_acceptance: **Not lossless**: accept by dice, to measure what speed an acceptance would give.
 
         Raises:
             ValueError: The drafter cannot draft the shape asked for, or not by sampling.
         """
-        if num_speculative_tokens is not None and tree is not None:
-            raise ValueError("num_speculative_tokens and tree were both given; a draft is either a chain or a tree")
+        if sum(shape is not None for shape in (num_speculative_tokens, tree, schedule)) > 1:
+            raise ValueError(
+                "more than one of num_speculative_tokens, tree and schedule was given; a draft is a chain, a tree, or "
+                "a chain by schedule"
+            )
         loaded = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter or Plain())
-        topology = Chain(num_speculative_tokens) if num_speculative_tokens is not None else tree
+        length = num_speculative_tokens if schedule is None else schedule.max_length
+        topology = Chain(length) if length is not None else tree
+        configured = _configured(loaded.drafter, topology, draft_sampling)
         self.target = target
         self.drafter = loaded
         self.params = LoopParams(target=target.params, drafter=loaded.params)
@@ -179,9 +191,11 @@ class SpeculativeDecoder:
             _check_token(token, target.vocab_size, "stop token")
         self.loop = SpeculativeLoop(
             target=target.model,
-            drafter=_configured(loaded.drafter, topology, draft_sampling),
+            drafter=configured,
             stop_tokens=stops,
             rounds_per_check=rounds_per_check,
+            stages=() if schedule is None else _stages(configured, schedule),
+            simulated=simulated_acceptance,
         )
 
     def generate(
@@ -214,7 +228,7 @@ class SpeculativeDecoder:
             reason = FinishReason(int(outcome.finish[index]))
             stats = jax.tree.map(lambda leaf, index=index: leaf[index], outcome.stats)
             results.append(Generation(row, tokens, self._text(tokens, reason), reason, stats))
-        return GenerationResult(results, seconds)
+        return GenerationResult(results, seconds, lossless=loop.simulated is None)
 
     def stream(
         self,
@@ -405,6 +419,16 @@ def _configured(drafter: Drafter[Any], topology: Topology | None, draft_sampling
             "leave draft_sampling out or load an EAGLE-3 head"
         )
     return dataclasses.replace(drafter, **changes)  # type: ignore[type-var]
+
+
+def _stages(drafter: Drafter[Any], schedule: SpeculationSchedule) -> tuple[Stage, ...]:
+    """The schedule as drafters of one state; above its last entry nothing is drafted."""
+    above = schedule.entries[-1][1] + 1
+    stages = []
+    for batch, length in schedule.steps(above):
+        one = _configured(drafter, Chain(length), None) if length else Silent(drafter)
+        stages.append(Stage(batch if batch < above else np.iinfo(np.int32).max, one))
+    return tuple(stages)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -28,10 +28,10 @@ from eagle3_jax.types import (
     TargetOutput,
     Verdict,
 )
-from eagle3_jax.verify import verify, verify_greedy
+from eagle3_jax.verify import SimulatedAcceptance, verify, verify_greedy
 
 # What a row's randomness at one position is used for.
-_DRAFT, _VERIFY = 0, 1
+_DRAFT, _VERIFY, _SIMULATE = 0, 1, 2
 
 
 class LoopParams(NamedTuple):
@@ -139,6 +139,19 @@ class Round:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stage:
+    """Who drafts while few enough rows are running.
+
+    Attributes:
+        max_running: Most rows at which this stage begins.
+        drafter: The loop's own drafter with another draft; the state of both is the same.
+    """
+
+    max_running: int
+    drafter: Drafter[Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class SpeculativeLoop:
     """A target, a drafter and when to stop: hashable, the static argument of everything compiled here.
 
@@ -149,6 +162,9 @@ class SpeculativeLoop:
         warping: How much the rows' sampling parameters ask for.
         rounds_per_check: Rounds between two looks at whether every row has finished. On GPUs each look is a
             read by the host, so a few wasted rounds at the end can be cheaper.
+        stages: Drafts by number of running rows, most rows first; empty when ``drafter`` always drafts. With stages
+            ``drafter`` is the one of the deepest draft.
+        simulated: Accept by dice instead of by the target's wish: **not lossless**, for measuring speed.
     """
 
     target: TargetModel
@@ -156,11 +172,20 @@ class SpeculativeLoop:
     stop_tokens: tuple[int, ...] = ()
     warping: Warping = Warping.GREEDY
     rounds_per_check: int = 1
+    stages: tuple[Stage, ...] = ()
+    simulated: SimulatedAcceptance | None = None
+
+    def __post_init__(self) -> None:
+        if self.simulated is not None and len(self.simulated.rates) < self.drafter.max_depth:
+            raise ValueError(
+                f"{len(self.simulated.rates)} simulated acceptance rates for drafts of depth {self.drafter.max_depth}; "
+                "give one for each depth"
+            )
 
     @property
     def is_chain(self) -> bool:
         """Whether no draft of this size and depth can branch, so that masks, depths and commits are in order."""
-        return self.drafter.num_nodes == self.drafter.max_depth + 1
+        return self.drafter.num_nodes <= self.drafter.max_depth + 1
 
     def prefill(self, params: LoopParams, prompts: Prompts, capacity: int) -> GenerationState:
         """Run the prompts, choose the first token of each row and show both to the drafter.
@@ -239,15 +264,80 @@ class SpeculativeLoop:
         )
         return Round(state=after, draft=draft, verdict=verdict, positions=positions)
 
+    def staged_step(self, params: LoopParams, state: GenerationState) -> Round:
+        """:meth:`step` by the stage that the number of running rows asks for, padded to the largest draft.
+
+        One program for all stages, so nothing is compiled when rows come and go.
+        """
+        stages = self._stages(state.finish.shape[0])
+        running = jnp.sum(state.running)
+        # Most rows first, so the stage is the last one that has begun.
+        index = jnp.sum(jnp.stack([running <= stage.max_running for stage in stages[1:]]).astype(jnp.int32))
+        branches = [lambda state, loop=self._at(stage): self._padded(loop.step(params, state)) for stage in stages]
+        return lax.switch(index, branches, state)
+
     def run(self, params: LoopParams, state: GenerationState) -> GenerationState:
-        """Rounds until every row has finished."""
+        """Rounds until every row has finished.
+
+        With stages, each works on as many rows as it begins with: those that have finished leave the batch.
+        """
+        if not self.stages:
+            return self._run_while(params, state, more_than=0)
+        stages = self._stages(state.finish.shape[0])
+        ends = [stage.max_running for stage in stages[1:]] + [0]
+        for stage, end in zip(stages, ends, strict=True):
+            rows = stage.max_running
+            loop = self._at(stage)
+            if rows == state.finish.shape[0]:
+                state = loop._run_while(params, state, more_than=end)
+                continue
+            chosen = jnp.argsort(~state.running, stable=True)[:rows]  # at most so many are running by now
+            few = loop._run_while(params, jax.tree.map(lambda leaf: leaf[chosen], state), more_than=end)  # noqa: B023
+            state = jax.tree.map(lambda leaf, new: leaf.at[chosen].set(new), state, few)  # noqa: B023
+        return state
+
+    def _run_while(self, params: LoopParams, state: GenerationState, *, more_than: int) -> GenerationState:
+        """Rounds while more rows than these are running."""
 
         def rounds(state: GenerationState) -> GenerationState:
             if self.rounds_per_check == 1:
                 return self.step(params, state).state
             return lax.fori_loop(0, self.rounds_per_check, lambda _, s: self.step(params, s).state, state)
 
-        return lax.while_loop(lambda state: jnp.any(state.running), rounds, state)
+        def goes_on(state: GenerationState) -> Bool[Array, ""]:
+            return jnp.any(state.running) if more_than == 0 else jnp.sum(state.running) > more_than
+
+        return lax.while_loop(goes_on, rounds, state)
+
+    def _stages(self, batch: int) -> list[Stage]:
+        """The stages that a batch of this size can reach; the first one begins with all rows."""
+        reached = [stage for stage in self.stages if stage.max_running < batch]
+        first = [stage for stage in self.stages if stage.max_running >= batch][-1]
+        return [dataclasses.replace(first, max_running=batch), *reached]
+
+    def _at(self, stage: Stage) -> SpeculativeLoop:
+        return dataclasses.replace(self, drafter=stage.drafter, stages=())
+
+    def _padded(self, one: Round) -> Round:
+        """A round with as many nodes and levels as the largest draft has."""
+        nodes = self.drafter.num_nodes - one.draft.tokens.shape[1]
+        levels = self.drafter.max_depth - one.verdict.path.shape[1]
+
+        def pad(values: Array, width: int, value: Any) -> Array:
+            return jnp.pad(values, ((0, 0), (0, width)), constant_values=value)
+
+        draft, verdict = one.draft, one.verdict
+        return Round(
+            state=one.state,
+            draft=Draft(
+                tokens=pad(draft.tokens, nodes, 0),
+                parents=pad(draft.parents, nodes, -1),
+                valid=pad(draft.valid, nodes, False),
+                probs=None if draft.probs is None else jnp.pad(draft.probs, ((0, 0), (0, nodes), (0, 0))),
+            ),
+            verdict=verdict.replace(path=pad(verdict.path, levels, -1)),  # type: ignore[attr-defined]
+            positions=pad(one.positions, nodes, 0),
+        )
 
     def generate(self, params: LoopParams, prompts: Prompts, capacity: int) -> Outcome:
         """Prefill and every round, as one program."""
@@ -267,10 +357,18 @@ class SpeculativeLoop:
     def _verify(self, params: LoopParams, state: GenerationState, draft: Draft, output: TargetOutput) -> Verdict:
         logits = self.target.unembed(params.target, output.final)
         depth = self.drafter.max_depth
+        simulated = None if self.simulated is None else SimulatedAcceptance(self.simulated.rates[:depth])
+        if simulated is not None:
+            chance = uniforms(keys_at(state.keys, state.length, _SIMULATE), 1)[:, 0]
         if self.warping is Warping.GREEDY:
-            return verify_greedy(draft, jnp.argmax(logits, axis=-1).astype(jnp.int32), max_depth=depth)
+            wanted = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            if simulated is not None:
+                draft, wanted = simulated.steer_greedy(draft, wanted, chance)
+            return verify_greedy(draft, wanted, max_depth=depth)
         probs = probabilities(logits, state.sampling, self.warping)
         dice = uniforms(keys_at(state.keys, state.length, _VERIFY), draft.tokens.shape[1])
+        if simulated is not None:
+            draft, probs = simulated.steer(draft, probs, chance)
         # The root is never up for acceptance, so its uniform draws the next token.
         return verify(draft, probs, accept=dice, choose=dice[:, 0], max_depth=depth)
 
@@ -308,7 +406,7 @@ def prefill(loop: SpeculativeLoop, params: LoopParams, prompts: Prompts, *, capa
 @functools.partial(jax.jit, static_argnames=("loop",), donate_argnames=("state",))
 def step(loop: SpeculativeLoop, params: LoopParams, state: GenerationState) -> Round:
     """Compiled :meth:`SpeculativeLoop.step`; the state given is consumed, its caches are updated in place."""
-    return loop.step(params, state)
+    return loop.staged_step(params, state) if loop.stages else loop.step(params, state)
 
 
 @functools.partial(jax.jit, static_argnames=("loop",), donate_argnames=("state",))
@@ -330,6 +428,7 @@ __all__ = [
     "Prompts",
     "Round",
     "SpeculativeLoop",
+    "Stage",
     "generate",
     "prefill",
     "run",

@@ -49,7 +49,8 @@ class SpeculationStats:
         """Add one round of the active rows."""
         drafted = jnp.where(active, jnp.sum(draft.valid[:, 1:], axis=1), 0)
         accepted = jnp.where(active, verdict.num_accepted, 0)
-        reached = jnp.arange(verdict.path.shape[1])[None, :] < accepted[:, None]
+        # As many depths as are counted: a draft may be shallower than the deepest that a schedule asks for.
+        reached = jnp.arange(self.num_accepted_tokens_per_pos.shape[-1])[None, :] < accepted[:, None]
         return SpeculationStats(
             num_drafts=self.num_drafts + (drafted > 0).astype(jnp.int32),  # type: ignore[operator]
             num_draft_tokens=self.num_draft_tokens + drafted,  # type: ignore[operator]

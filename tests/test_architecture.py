@@ -16,7 +16,7 @@ FILES = sorted(path for path in LIBRARY.rglob("*.py") if path != LIBRARY / "__in
 LAYERS = (
     ("cache", "models.config", "sources"),
     ("types",),
-    ("tree", "sampling"),
+    ("tree", "sampling", "schedule"),
     ("stats", "verify"),
     ("models",),
     ("drafters",),

@@ -3,5 +3,6 @@
 from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3State
 from eagle3_jax.drafters.ngram import NGram, NGramState
 from eagle3_jax.drafters.plain import Plain, PlainState
+from eagle3_jax.drafters.silent import Silent
 
-__all__ = ["Eagle3Config", "Eagle3Drafter", "Eagle3State", "NGram", "NGramState", "Plain", "PlainState"]
+__all__ = ["Eagle3Config", "Eagle3Drafter", "Eagle3State", "NGram", "NGramState", "Plain", "PlainState", "Silent"]

@@ -1,0 +1,74 @@
+"""How many tokens to draft at which batch size, in vLLM's form."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculationSchedule:
+    """Draft lengths by the number of running rows: vLLM's ``num_speculative_tokens_per_batch_size``.
+
+    ``((1, 4, 5), (5, 16, 3))`` drafts 5 tokens while 1 to 4 rows run, 3 while 5 to 16 do, and none above. As in vLLM a
+    gap between two entries carries the length of the one before it. Above the last entry decoding is plain, where
+    vLLM carries the last length on; a last entry such as ``(17, 512, 0)`` means the same in both.
+
+    Attributes:
+        entries: ``(first, last, K)``, both sizes included; the first one starts at 1, sizes ascend, ``K`` may be 0.
+    """
+
+    entries: tuple[tuple[int, int, int], ...]
+
+    def __post_init__(self) -> None:
+        reached = 0
+        for entry in self.entries:
+            first, last, length = entry
+            if first <= reached or last < first or (reached == 0 and first != 1):
+                raise ValueError(
+                    f"schedule entry {list(entry)} is out of place; expected [first, last, K] with ascending batch "
+                    "sizes that start at 1 and do not overlap, as in [[1, 4, 5], [5, 16, 3], [17, 512, 0]]"
+                )
+            if length < 0:
+                raise ValueError(f"schedule entry {list(entry)} drafts {length} tokens; expected 0 (none) or more")
+            reached = last
+        if self.max_length == 0:
+            raise ValueError(f"the schedule {self.to_lists()} never drafts; leave it and the drafter out")
+
+    @classmethod
+    def from_lists(cls, entries: Sequence[Any]) -> SpeculationSchedule:
+        """From what vLLM is configured with.
+
+        Raises:
+            ValueError: An entry is not three whole numbers, or out of place.
+        """
+        for entry in entries:
+            whole = isinstance(entry, list | tuple) and all(type(number) is int for number in entry)
+            if not whole or len(entry) != 3:
+                raise ValueError(f"schedule entry {entry!r} is not [first, last, K], three whole numbers")
+        return cls(tuple((entry[0], entry[1], entry[2]) for entry in entries))
+
+    def to_lists(self) -> list[list[int]]:
+        """As vLLM takes it."""
+        return [list(entry) for entry in self.entries]
+
+    @property
+    def max_length(self) -> int:
+        """The longest draft, vLLM's ``num_speculative_tokens``."""
+        return max((length for _, _, length in self.entries), default=0)
+
+    def length_at(self, batch: int) -> int:
+        """``K`` for this many running rows."""
+        if batch > self.entries[-1][1]:
+            return 0
+        return next(length for first, _, length in reversed(self.entries) if first <= batch)
+
+    def steps(self, largest: int) -> list[tuple[int, int]]:
+        """``(most rows, K)`` where ``K`` changes, from ``largest`` rows down to 1."""
+        found: list[tuple[int, int]] = []
+        for batch in range(largest, 0, -1):
+            length = self.length_at(batch)
+            if not found or found[-1][1] != length:
+                found.append((batch, length))
+        return found

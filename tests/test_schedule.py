@@ -1,0 +1,130 @@
+"""Draft lengths by batch size: vLLM's form, exactness through every change of length, one program."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from eagle3_jax import SamplingParams, SpeculationSchedule, SpeculativeDecoder
+from eagle3_jax import loop as loops
+from eagle3_jax.analysis.timing import CompileClock
+from eagle3_jax.drafters import NGram
+
+SCHEDULE = SpeculationSchedule(((1, 2, 4), (3, 4, 2), (5, 6, 0)))
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11], [1, 3, 5], [2, 2, 2, 2], [9, 8]]
+LIMITS = [5, 9, 13, 20, 28, 37, 40]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.target()
+
+
+@pytest.fixture(scope="module", params=["eagle3", "ngram"])
+def drafter(request, target):
+    return NGram() if request.param == "ngram" else tiny.eagle3(target)
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 5), (4, 5), (5, 3), (8, 3), (9, 3), (12, 1), (17, 0), (99, 0)])
+def test_a_gap_carries_the_length_before_it_and_nothing_is_drafted_above_the_last_entry(batch, length):
+    schedule = SpeculationSchedule.from_lists([[1, 4, 5], [5, 8, 3], [12, 16, 1]])
+    assert schedule.length_at(batch) == length
+
+
+def test_steps_are_where_the_length_changes():
+    schedule = SpeculationSchedule.from_lists([[1, 4, 5], [5, 8, 3], [9, 12, 3], [13, 16, 0]])
+    assert schedule.steps(20) == [(20, 0), (12, 3), (4, 5)]
+    assert schedule.steps(6) == [(6, 3), (4, 5)]
+    assert schedule.to_lists() == [[1, 4, 5], [5, 8, 3], [9, 12, 3], [13, 16, 0]]
+
+
+@pytest.mark.parametrize(
+    ("entries", "complaint"),
+    [
+        ([[2, 4, 5]], "out of place"),
+        ([[1, 4, 5], [4, 8, 3]], "out of place"),
+        ([[1, 4, 5], [9, 8, 3]], "out of place"),
+        ([[1, 4, -1]], "drafts -1 tokens"),
+        ([[1, 4, 0]], "never drafts"),
+        ([], "never drafts"),
+        ([[1, 4]], "three whole numbers"),
+        ([[1, 4, 2.5]], "three whole numbers"),
+        (["145"], "three whole numbers"),
+    ],
+)
+def test_schedules_that_say_nothing_sensible_are_refused(entries, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        SpeculationSchedule.from_lists(entries)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_what_is_written_does_not_depend_on_the_schedule(target, drafter, sampled):
+    plain = SpeculativeDecoder(target)
+    scheduled = SpeculativeDecoder(target, drafter, schedule=SCHEDULE)
+    # A drafter of point masses accepts by the target's law, so the greedy rows must agree to the token in any mixture.
+    heat = np.where(np.arange(len(PROMPTS)) % 2, 0.8, 0.0) if sampled else np.zeros(len(PROMPTS))
+    sampling = SamplingParams(temperature=heat.astype(np.float32))
+    ours = scheduled.generate(PROMPTS, max_new_tokens=LIMITS, sampling=sampling)
+    theirs = plain.generate(PROMPTS, max_new_tokens=LIMITS, sampling=sampling)
+    for row, (one, other) in enumerate(zip(ours.rows, theirs.rows, strict=True)):
+        assert len(one.tokens) == LIMITS[row]
+        assert one.finish_reason == other.finish_reason
+        if heat[row] == 0:
+            assert one.tokens == other.tokens
+
+
+def test_the_length_of_every_round_is_what_the_schedule_says(target):
+    decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
+    running, lengths = [len(PROMPTS)], []
+    for one in decoder.rounds(PROMPTS, max_new_tokens=LIMITS):
+        lengths.append(np.asarray(one.draft.valid)[:, 1:].sum(1).max())
+        running.append(int(np.sum(one.state.running)))
+    assert lengths == [SCHEDULE.length_at(rows) for rows in running[:-1]]
+    assert {0, 2, 4} == set(lengths)
+
+
+def test_counters_of_the_compiled_loop_equal_those_of_its_steps(target):
+    decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
+    *_, last = decoder.rounds(PROMPTS, max_new_tokens=LIMITS)
+    rows = decoder.generate(PROMPTS, max_new_tokens=LIMITS).rows
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"):
+        steps = np.asarray(getattr(last.state.stats, name))
+        assert np.array_equal(steps, np.stack([getattr(row.stats, name) for row in rows])), name
+    assert np.asarray(last.state.stats.num_drafts).sum() > 0
+
+
+def test_the_head_takes_in_every_token_while_it_is_silent(target):
+    """After plain rounds it drafts as if it had drafted all along: the same state, so the same draft."""
+    always = SpeculativeDecoder(target, tiny.eagle3(target), num_speculative_tokens=4)
+    late = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SpeculationSchedule(((1, 1, 4), (2, 9, 0))))
+    prompts, limits = [[1, 2, 3], [7, 8]], [30, 6]
+    drafts = {}
+    for name, decoder in (("always", always), ("late", late)):
+        for one in decoder.rounds(prompts, max_new_tokens=limits):
+            root = int(one.positions[0, 0])
+            if bool(one.draft.valid[0, -1]):
+                drafts.setdefault(root, {})[name] = np.asarray(one.draft.tokens[0]).tolist()
+    both = [found for found in drafts.values() if len(found) == 2]
+    assert len(both) >= 5
+    assert all(found["always"] == found["late"] for found in both)
+
+
+def test_nothing_is_compiled_when_rows_come_and_go(target):
+    decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
+    state = decoder.prefill(PROMPTS, max_new_tokens=LIMITS)
+    state = decoder.step(state).state
+    before = loops.step._cache_size()
+    with CompileClock() as clock:
+        while bool(np.any(jax.device_get(state.running))):
+            state = decoder.step(state).state
+    assert clock.programs == 0
+    assert loops.step._cache_size() == before
+
+
+def test_a_schedule_is_one_of_three_ways_to_say_how_much_is_drafted(target):
+    with pytest.raises(ValueError, match="more than one"):
+        SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE, num_speculative_tokens=3)
+    with pytest.raises(ValueError, match="cannot draft a chain"):
+        SpeculativeDecoder(target, None, schedule=SCHEDULE)

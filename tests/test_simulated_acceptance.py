@@ -1,0 +1,104 @@
+"""Acceptance by dice: the counts are what was asked for, and nothing so measured calls itself lossless."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny
+
+from eagle3_jax import DynamicTree, SamplingParams, SimulatedAcceptance, SpeculativeDecoder
+from eagle3_jax.drafters import NGram
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8]]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.target()
+
+
+def test_rates_of_a_length_have_the_least_variance_and_sum_to_it():
+    assert SimulatedAcceptance.of_length(3.25, 5).rates == (1.0, 1.0, 0.25, 0.0, 0.0)
+    assert SimulatedAcceptance.of_length(1, 2).rates == (0.0, 0.0)
+    assert SimulatedAcceptance.of_length(3, 2).rates == (1.0, 1.0)
+
+
+def test_a_conditional_rate_multiplies_over_the_depths():
+    assert np.allclose(SimulatedAcceptance.of_conditional_rate(0.8, 3).rates, [0.8, 0.64, 0.512])
+
+
+@pytest.mark.parametrize(
+    ("build", "complaint"),
+    [
+        (lambda: SimulatedAcceptance.of_length(0.5, 3), "allow 1 to 4"),
+        (lambda: SimulatedAcceptance.of_length(4.1, 3), "allow 1 to 4"),
+        (lambda: SimulatedAcceptance.of_conditional_rate(1.2, 3), "expected 0 to 1"),
+        (lambda: SimulatedAcceptance((0.5, 0.6)), "none above"),
+        (lambda: SimulatedAcceptance((1.1,)), "none above"),
+        (lambda: SimulatedAcceptance((-0.1,)), "none above"),
+        (lambda: SimulatedAcceptance(()), "one for each depth"),
+    ],
+)
+def test_impossible_acceptance_is_refused(build, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        build()
+
+
+def test_every_depth_of_a_draft_needs_a_rate(target):
+    with pytest.raises(ValueError, match="depth 3"):
+        SpeculativeDecoder(
+            target, tiny.eagle3(target), num_speculative_tokens=3, simulated_acceptance=SimulatedAcceptance((0.5,))
+        )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_exactly_the_length_asked_for_is_accepted_in_every_round(target, shape, temperature):
+    tree = DynamicTree(num_nodes=9, max_depth=4, top_k=2)
+    options = {"num_speculative_tokens": 4} if shape == "chain" else {"tree": tree}
+    decoder = SpeculativeDecoder(
+        target, tiny.eagle3(target), simulated_acceptance=SimulatedAcceptance.of_length(4, 4), **options
+    )
+    sampling = SamplingParams(temperature=temperature)
+    for one in decoder.rounds(PROMPTS, max_new_tokens=40, sampling=sampling):
+        parents, path = np.asarray(one.draft.parents), np.asarray(one.verdict.path)
+        assert np.asarray(one.verdict.num_accepted).tolist() == [3, 3, 3]
+        for row in range(len(PROMPTS)):  # a real path of the draft, whose tokens are what is written
+            steps = [0, *path[row, :3]]
+            assert [parents[row, node] for node in steps[1:]] == steps[:-1]
+            assert path[row, 3] == -1
+    result = decoder.generate(PROMPTS, max_new_tokens=40, sampling=sampling)
+    assert result.stats.mean_acceptance_length == 4
+    assert result.lossless is False
+
+
+def test_conditional_rates_come_out_at_every_depth(target):
+    decoder = SpeculativeDecoder(
+        target,
+        tiny.eagle3(target),
+        num_speculative_tokens=3,
+        simulated_acceptance=SimulatedAcceptance.of_conditional_rate(0.7, 3),
+    )
+    stats = decoder.generate([[token] for token in range(12)], max_new_tokens=240).stats
+    drafts = int(stats.num_drafts)
+    for depth, rate in enumerate(stats.acceptance_per_position):
+        share = 0.7 ** (depth + 1)
+        assert abs(rate - share) < 4 * np.sqrt(share * (1 - share) / drafts)
+
+
+def test_the_last_token_of_a_round_is_still_the_targets(target):
+    """Only drafts are forced: with nothing accepted, what is written is the target's own text."""
+    none = SpeculativeDecoder(
+        target, tiny.eagle3(target), num_speculative_tokens=2, simulated_acceptance=SimulatedAcceptance.of_length(1, 2)
+    )
+    result = none.generate(PROMPTS, max_new_tokens=20)
+    assert result.tokens == SpeculativeDecoder(target).generate(PROMPTS, max_new_tokens=20).tokens
+    assert result.lossless is False
+
+
+def test_a_draft_that_was_not_made_is_not_accepted(target):
+    """Prompt lookup finds nothing in a text without repetition, whatever the dice say."""
+    decoder = SpeculativeDecoder(target, NGram(), simulated_acceptance=SimulatedAcceptance.of_length(6, 5))
+    for one in decoder.rounds([[1, 2, 3, 4]], max_new_tokens=12):
+        drafted = int(np.asarray(one.draft.valid)[0, 1:].sum())
+        assert int(one.verdict.num_accepted[0]) == drafted
