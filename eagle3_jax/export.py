@@ -239,7 +239,7 @@ def export_generation(
         platforms: Such as ``("cpu", "cuda")``; the present one when left out. The hardware need not be present.
 
     Raises:
-        ValueError: The target has no room for this.
+        ValueError: The target has no room for this, or the decoder is not lossless.
     """
     from eagle3_jax.loop import LoopParams, Prompts
     from eagle3_jax.sampling import Warping
@@ -250,6 +250,8 @@ def export_generation(
             f"batch {batch}, prompt_tokens {prompt_tokens} and max_new_tokens {max_new_tokens}; expected at least 1, "
             f"and a prompt shorter than the {decoder.target.max_positions} positions of {decoder.target.name}"
         )
+    if decoder.loop.simulated is not None:
+        raise ValueError("the decoder simulates acceptance, so its output is not the target's; export one without")
     warping = Warping.GREEDY if warping is None else warping
     loop = dataclasses.replace(decoder.loop, warping=warping)
     capacity = min(prompt_tokens + max_new_tokens, decoder.target.max_positions) + loop.drafter.num_nodes
