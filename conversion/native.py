@@ -21,7 +21,7 @@ from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from eagle3_jax.models.config import DecoderConfig, RopeConfig
 from eagle3_jax.models.decoder import DecoderTarget
 
-FORMAT = 1
+FORMAT = 2
 _PARAMS = "params"
 
 

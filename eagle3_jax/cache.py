@@ -13,12 +13,12 @@ class KeyValue(NamedTuple):
     """Keys (rotated) and values of one layer for a run of tokens.
 
     Attributes:
-        keys: ``[B S C H]``.
-        values: ``[B S C H]``.
+        keys: ``[B C S H]``.
+        values: ``[B C S H]``.
     """
 
-    keys: Float[Array, "B S C H"]
-    values: Float[Array, "B S C H"]
+    keys: Float[Array, "B C S H"]
+    values: Float[Array, "B C S H"]
 
 
 class Segment(NamedTuple):
@@ -42,13 +42,14 @@ class KVCache:
     draft never enter it and there is nothing to roll back.
 
     Attributes:
-        keys: Per layer ``[B S C H]``, rotated.
-        values: Per layer ``[B S C H]``.
+        keys: Per layer ``[B C S H]``, rotated. The tokens of a head lie side by side, as the products of attention
+            read them; any other order would be transposed anew in every round.
+        values: Per layer ``[B C S H]``.
         length: ``[B]``, committed slots of each row.
     """
 
-    keys: tuple[Float[Array, "B S C H"], ...]
-    values: tuple[Float[Array, "B S C H"], ...]
+    keys: tuple[Float[Array, "B C S H"], ...]
+    values: tuple[Float[Array, "B C S H"], ...]
     length: Int[Array, " B"]
 
     @classmethod
@@ -56,7 +57,7 @@ class KVCache:
         cls, *, batch: int, capacity: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike
     ) -> KVCache:
         """An empty cache. Zeros, not uninitialised memory: NaN times a masked weight of 0 would still be NaN."""
-        shape = (batch, capacity, num_kv_heads, head_dim)
+        shape = (batch, num_kv_heads, capacity, head_dim)
         return cls(
             keys=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
             values=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
@@ -66,7 +67,7 @@ class KVCache:
     @property
     def capacity(self) -> int:
         """``S``, slots per row."""
-        return self.keys[0].shape[1]
+        return self.keys[0].shape[2]
 
     def segment(self, layer: int) -> Segment:
         """The committed slots of one layer, as attention sees them."""
@@ -86,14 +87,14 @@ class KVCache:
         Slots past the capacity are dropped (a clamped write would overwrite committed slots instead).
         """
         batch = self.length.shape[0]
-        order = jnp.arange(block[0].keys.shape[1])[None, :] if nodes is None else nodes
+        order = jnp.arange(block[0].keys.shape[2])[None, :] if nodes is None else nodes
         step = jnp.arange(order.shape[1])[None, :]
         slots = jnp.where(step < count[:, None], self.length[:, None] + step, self.capacity)
         rows = jnp.arange(batch)[:, None]
 
-        def append(buffer: Float[Array, "B S C H"], new: Float[Array, "B T C H"]) -> Float[Array, "B S C H"]:
-            chosen = new if nodes is None else new[rows, nodes]
-            return buffer.at[rows, slots].set(chosen.astype(buffer.dtype), mode="drop")
+        def append(buffer: Float[Array, "B C S H"], new: Float[Array, "B C N H"]) -> Float[Array, "B C S H"]:
+            chosen = jnp.moveaxis(new, 2, 1) if nodes is None else new[rows, :, nodes]  # [B T C H]
+            return buffer.at[rows, :, slots].set(chosen.astype(buffer.dtype), mode="drop")
 
         return self.replace(  # type: ignore[attr-defined]
             keys=tuple(append(k, kv.keys) for k, kv in zip(self.keys, block, strict=True)),

@@ -12,7 +12,7 @@ BATCH, CAPACITY, LAYERS, HEADS, SIZE = 4, 10, 2, 1, 2
 
 def block(seed: int, fed: int) -> tuple[KeyValue, ...]:
     rng = np.random.default_rng(seed)
-    draw = lambda: jnp.array(rng.normal(size=(BATCH, fed, HEADS, SIZE)), jnp.float32)
+    draw = lambda: jnp.array(rng.normal(size=(BATCH, HEADS, fed, SIZE)), jnp.float32)
     return tuple(KeyValue(draw(), draw()) for _ in range(LAYERS))
 
 
@@ -34,11 +34,11 @@ def test_commits_append_the_chosen_tokens_of_each_row_in_order() -> None:
         cache = cache.commit(new, jnp.array(count, jnp.int32), None if in_order else jnp.array(nodes, jnp.int32))
         for row in range(BATCH):
             for step in range(count[row]):
-                rows[row].append(np.asarray(new[1].keys)[row, step if in_order else nodes[row, step]])
+                rows[row].append(np.asarray(new[1].keys)[row, :, step if in_order else nodes[row, step]])
     assert cache.length.tolist() == [len(row) for row in rows]
     for row, known in enumerate(rows):
         if known:
-            assert np.array_equal(cache.keys[1][row, : len(known)], np.stack(known))
+            assert np.array_equal(cache.keys[1][row, :, : len(known)], np.stack(known, axis=1))
 
 
 def test_a_count_of_zero_leaves_a_row_untouched() -> None:
@@ -52,8 +52,8 @@ def test_a_count_of_zero_leaves_a_row_untouched() -> None:
 def test_tokens_past_the_capacity_are_dropped_and_overwrite_nothing() -> None:
     full = empty().commit(block(0, CAPACITY - 1), jnp.full((BATCH,), CAPACITY - 1, jnp.int32))
     over = full.commit(block(1, 3), jnp.full((BATCH,), 3, jnp.int32))
-    assert np.array_equal(full.keys[0][:, : CAPACITY - 1], over.keys[0][:, : CAPACITY - 1])
-    assert np.array_equal(over.keys[0][:, -1], block(1, 3)[0].keys[:, 0])
+    assert np.array_equal(full.keys[0][:, :, : CAPACITY - 1], over.keys[0][:, :, : CAPACITY - 1])
+    assert np.array_equal(over.keys[0][:, :, -1], block(1, 3)[0].keys[:, :, 0])
 
 
 def test_only_committed_slots_are_seen() -> None:

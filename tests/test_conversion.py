@@ -794,7 +794,7 @@ def test_a_description_counts_what_is_stored(tmp_path: Path, layout: str) -> Non
     assert description.num_parameters == floats
     assert description.dtypes == {"bfloat16": floats}
     assert not description.has_tokenizer
-    assert json.loads(json.dumps(description.to_json()))["num_tensors"] == (14 if layout == "native" else 15)
+    assert json.loads(json.dumps(description.to_json()))["num_tensors"] == (11 if layout == "native" else 15)
 
 
 # ---------------------------------------------------------------------------------------------------- doctor

@@ -298,6 +298,6 @@ def _tree_segment(memory: tuple[tuple[KeyValue, ...], ...], layer: int, mask: Ar
     """The nodes of earlier levels as one segment."""
     if not memory:
         return ()
-    keys = jnp.concatenate([level[layer].keys for level in memory], axis=1)
-    values = jnp.concatenate([level[layer].values for level in memory], axis=1)
+    keys = jnp.concatenate([level[layer].keys for level in memory], axis=2)
+    values = jnp.concatenate([level[layer].values for level in memory], axis=2)
     return (Segment(KeyValue(keys, values), mask),)

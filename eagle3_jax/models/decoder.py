@@ -28,14 +28,15 @@ from eagle3_jax.types import TargetOutput
 
 
 class Attention(nnx.Module):
-    """Grouped-query self-attention with rotary positions."""
+    """Grouped-query self-attention with rotary positions.
+
+    Queries, keys and values are one product, in this order: few large products read weights faster than many small.
+    """
 
     def __init__(self, config: DecoderConfig, *, d_in: int, precision: Precision, rngs: nnx.Rngs):
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         bias = config.attention_bias
-        self.q = Linear(d_in, heads * head_dim, bias=bias, precision=precision, rngs=rngs)
-        self.k = Linear(d_in, kv_heads * head_dim, bias=bias, precision=precision, rngs=rngs)
-        self.v = Linear(d_in, kv_heads * head_dim, bias=bias, precision=precision, rngs=rngs)
+        self.qkv = Linear(d_in, (heads + 2 * kv_heads) * head_dim, bias=bias, precision=precision, rngs=rngs)
         self.o = Linear(heads * head_dim, config.width, bias=bias, precision=precision, rngs=rngs)
         if config.qk_norm:
             self.q_norm = RMSNorm(head_dim, config.norm_eps)
@@ -46,12 +47,13 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"], memory: Memory
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         config = self.config
-        split = (*x.shape[:2], -1, config.head_dim)
-        queries, keys, values = self.q(x).reshape(split), self.k(x).reshape(split), self.v(x).reshape(split)
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        fused = self.qkv(x).reshape(*x.shape[:2], -1, config.head_dim)
+        queries, keys, values = jnp.split(fused, [heads, heads + kv_heads], axis=2)
         if config.qk_norm:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries = rotate(queries, positions, config.rope)
-        kv = KeyValue(rotate(keys, positions, config.rope), values)
+        kv = KeyValue(jnp.moveaxis(rotate(keys, positions, config.rope), 1, 2), jnp.moveaxis(values, 1, 2))
         return self.o(memory.attend(queries, kv)), kv
 
 
