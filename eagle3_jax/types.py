@@ -183,8 +183,13 @@ class Drafter(Protocol[State]):
 
 def per_row(sampling: SamplingParams, batch: int) -> SamplingParams:
     """Broadcast scalars to one value for each of ``batch`` rows."""
+
+    def rows(value: Any, dtype: type) -> Array:
+        # Broadcast on the host: on the device each would be a program to compile.
+        return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (batch,)))
+
     return SamplingParams(
-        temperature=jnp.broadcast_to(jnp.asarray(sampling.temperature, jnp.float32), (batch,)),
-        top_k=jnp.broadcast_to(jnp.asarray(sampling.top_k, jnp.int32), (batch,)),
-        top_p=jnp.broadcast_to(jnp.asarray(sampling.top_p, jnp.float32), (batch,)),
+        temperature=rows(sampling.temperature, np.float32),
+        top_k=rows(sampling.top_k, np.int32),
+        top_p=rows(sampling.top_p, np.float32),
     )
