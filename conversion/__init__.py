@@ -1,14 +1,23 @@
-"""Checkpoints in and out: Hugging Face targets, EAGLE-3 heads in every dialect, native directories."""
+"""Checkpoints in and out: Hugging Face targets, EAGLE-3 heads in every dialect, native directories.
 
-from conversion.doctor import Check, diagnose
-from conversion.eagle3 import HeadCheckpoint
-from conversion.errors import CheckpointError, TargetNeededError
-from conversion.export import write_head
-from conversion.inspect import Description, describe
-from conversion.kinds import identify
-from conversion.llama import TargetCheckpoint, write_target
-from conversion.native import write_native
-from conversion.reading import convert, read_head, read_target
+Each name is imported when it is first used: reading a configuration needs no JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from conversion.doctor import Check, diagnose
+    from conversion.eagle3 import HeadCheckpoint
+    from conversion.errors import CheckpointError, TargetNeededError
+    from conversion.export import write_head
+    from conversion.inspect import Description, describe
+    from conversion.kinds import identify
+    from conversion.llama import TargetCheckpoint, write_target
+    from conversion.native import write_native
+    from conversion.reading import convert, read_head, read_target
 
 __all__ = [
     "Check",
@@ -27,3 +36,27 @@ __all__ = [
     "write_native",
     "write_target",
 ]
+
+# The imports above once more, for a running program; a test holds the two equal.
+_NAMES = {
+    "doctor": "Check diagnose",
+    "eagle3": "HeadCheckpoint",
+    "errors": "CheckpointError TargetNeededError",
+    "export": "write_head",
+    "inspect": "Description describe",
+    "kinds": "identify",
+    "llama": "TargetCheckpoint write_target",
+    "native": "write_native",
+    "reading": "convert read_head read_target",
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'conversion' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"conversion.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

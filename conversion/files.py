@@ -13,6 +13,8 @@ from typing import Any
 
 from conversion.errors import CheckpointError
 
+# Describes a native checkpoint.
+NATIVE_FILE = "eagle3_jax.json"
 # What travels with a checkpoint unchanged, when it is there.
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -12,8 +12,7 @@ import numpy as np
 from conversion import kinds
 from conversion.eagle3 import dialect_of, read_head
 from conversion.errors import CheckpointError, TargetNeededError
-from conversion.files import checked_directory, read_json
-from conversion.kinds import NATIVE_FILE
+from conversion.files import NATIVE_FILE, checked_directory, read_json
 from conversion.llama import read_target
 from conversion.native import is_native, read_leaves, read_native_head, read_native_target
 from conversion.tensors import read_tensors

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from conversion.errors import CheckpointError
-from conversion.files import checked_directory, read_json
+from conversion.files import NATIVE_FILE, checked_directory, read_json
 from conversion.tensors import read_tensors
-
-NATIVE_FILE = "eagle3_jax.json"
 
 TARGET, EAGLE3, EAGLE1, PEAGLE = "target", "eagle3", "eagle1", "p-eagle"
 MEDUSA, DFLASH, LANGUAGE_MODEL = "medusa", "dflash", "language-model"

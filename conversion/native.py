@@ -8,21 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orbax.checkpoint as ocp
 
 from conversion import rules
 from conversion.eagle3 import HeadCheckpoint, check_fit
 from conversion.errors import CheckpointError
-from conversion.files import copy_tokenizer, new_directory, read_json, write_json
+from conversion.files import NATIVE_FILE, copy_tokenizer, new_directory, read_json, write_json
 from conversion.hf_config import Fields
-from conversion.kinds import EAGLE3, NATIVE_FILE, TARGET
+from conversion.kinds import EAGLE3, TARGET
 from conversion.llama import TargetCheckpoint
 from conversion.rules import Params
 from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from eagle3_jax.models.config import DecoderConfig, RopeConfig
 from eagle3_jax.models.decoder import DecoderTarget
 
-FORMAT = 1
+FORMAT = 2
 _PARAMS = "params"
 
 
@@ -58,6 +57,8 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
             "has_embedding": checkpoint.embedding is not None,
             "num_target_layers": checkpoint.num_target_layers,
         }
+    import orbax.checkpoint as ocp  # takes longer to import than most checkpoints to read
+
     with new_directory(directory) as temporary:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             # Flat, because Orbax would turn the integer keys of layer lists into strings.
@@ -132,6 +133,8 @@ def read_leaves(directory: Path) -> dict[str, np.ndarray]:
     path = (directory / _PARAMS).absolute()
     if not path.is_dir():
         raise CheckpointError(f"{directory} has no {_PARAMS}/ beside {NATIVE_FILE}; it is incomplete, convert it again")
+    import orbax.checkpoint as ocp
+
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         try:
             tree = checkpointer.metadata(path).item_metadata.tree

@@ -32,17 +32,27 @@ class Rule(NamedTuple):
         source: Name in the foreign checkpoint.
         path: Where it lies in our parameters, joined by dots, as in ``blocks.0.attention.q.kernel``.
         transpose: Whether the two are transposes of each other.
+        columns: Which part of our array's last axis it is, where we store several tensors side by side.
     """
 
     source: str
     path: str
     transpose: bool = False
+    columns: tuple[int, int] | None = None
 
 
-def linear(source: str, path: str, *, bias: bool = False) -> list[Rule]:
-    """A linear layer."""
-    kernel = Rule(f"{source}.weight", f"{path}.kernel", transpose=True)
-    return [kernel, Rule(f"{source}.bias", f"{path}.bias")] if bias else [kernel]
+def linear(source: str, path: str, *, bias: bool = False, columns: tuple[int, int] | None = None) -> list[Rule]:
+    """A linear layer, or some outputs of one."""
+    kernel = Rule(f"{source}.weight", f"{path}.kernel", transpose=True, columns=columns)
+    return [kernel, Rule(f"{source}.bias", f"{path}.bias", columns=columns)] if bias else [kernel]
+
+
+def side_by_side(sizes: Mapping[str, int]) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Where each of several linear layers lies in the one that we store for all of them."""
+    start = 0
+    for name, size in sizes.items():
+        yield name, (start, start + size)
+        start += size
 
 
 def norm(source: str, path: str) -> Rule:
@@ -53,14 +63,19 @@ def norm(source: str, path: str) -> Rule:
 def attention_and_mlp(config: DecoderConfig, source: str, path: str) -> list[Rule]:
     """What every block has: attention, the norm between, the SwiGLU."""
     rules = [norm(f"{source}.post_attention_layernorm", f"{path}.mlp_norm")]
-    for name in "qkvo":
-        bias = config.attention_bias
-        rules += linear(f"{source}.self_attn.{name}_proj", f"{path}.attention.{name}", bias=bias)
+    bias, queries, keys = (
+        config.attention_bias,
+        config.num_heads * config.head_dim,
+        config.num_kv_heads * config.head_dim,
+    )
+    for name, columns in side_by_side({"q": queries, "k": keys, "v": keys}):
+        rules += linear(f"{source}.self_attn.{name}_proj", f"{path}.attention.qkv", bias=bias, columns=columns)
+    rules += linear(f"{source}.self_attn.o_proj", f"{path}.attention.o", bias=bias)
     if config.qk_norm:
         rules += [norm(f"{source}.self_attn.{name}_norm", f"{path}.attention.{name}_norm") for name in "qk"]
-    for name in ("gate", "up", "down"):
-        rules += linear(f"{source}.mlp.{name}_proj", f"{path}.mlp.{name}", bias=config.mlp_bias)
-    return rules
+    for name, columns in side_by_side({"gate": config.mlp_width, "up": config.mlp_width}):
+        rules += linear(f"{source}.mlp.{name}_proj", f"{path}.mlp.gate_up", bias=config.mlp_bias, columns=columns)
+    return rules + linear(f"{source}.mlp.down_proj", f"{path}.mlp.down", bias=config.mlp_bias)
 
 
 def block(config: DecoderConfig, source: str, path: str) -> list[Rule]:
@@ -116,13 +131,16 @@ def read_params(
         raise CheckpointError(
             f"{where} {' and '.join(parts)}; its tensors must be exactly those that its config.json describes"
         )
-    leaves: dict[str, np.ndarray] = {}
+    parts: dict[str, dict[int, np.ndarray]] = {}
     for rule in rules:
-        value = tensors[rule.source]
-        if rule.path in leaves:
+        of_path = parts.setdefault(rule.path, {})
+        start = rule.columns[0] if rule.columns else 0
+        if start in of_path:
             raise CheckpointError(f"{where} gives {rule.path} twice, the second time as {rule.source}")
-        leaves[rule.path] = _checked(value, rule, expected[rule.path], f"{where}: {rule.source}")
-    _check_table(leaves, expected)
+        shape = _part_of(expected[rule.path], rule)
+        of_path[start] = _checked(tensors[rule.source], rule, shape, f"{where}: {rule.source}")
+    leaves = {path: _joined([of_path[start] for start in sorted(of_path)]) for path, of_path in parts.items()}
+    _check_table({path: leaf.shape for path, leaf in leaves.items()}, expected)
     return unflatten(leaves, shapes)
 
 
@@ -144,8 +162,8 @@ def write_params(rules: Sequence[Rule], params: Params, shapes: Params, *, where
         if leaf.shape != expected[path]:
             raise CheckpointError(f"{where}: {path} has shape {leaf.shape}; expected {expected[path]}")
         check_float(leaf, f"{where}: {path}")
-    _check_table({rule.path for rule in rules}, expected)
-    return {rule.source: given[rule.path].T if rule.transpose else given[rule.path] for rule in rules}
+    _check_table(dict.fromkeys((rule.path for rule in rules), None), dict.fromkeys(expected, None))
+    return {rule.source: _stored(given[rule.path], rule) for rule in rules}
 
 
 def check_float(value: np.ndarray, what: str) -> None:
@@ -176,9 +194,23 @@ def _checked(value: np.ndarray, rule: Rule, shape: tuple[int, ...], what: str) -
     return value.T if rule.transpose else value
 
 
-def _check_table(paths: Any, expected: Mapping[str, Any]) -> None:
-    if set(paths) != set(expected):  # a mistake of ours, not of the checkpoint
-        raise AssertionError(f"the rule table and the model differ: {sorted(set(paths) ^ set(expected))}")
+def _part_of(shape: tuple[int, ...], rule: Rule) -> tuple[int, ...]:
+    return shape if rule.columns is None else (*shape[:-1], rule.columns[1] - rule.columns[0])
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+
+
+def _stored(value: np.ndarray, rule: Rule) -> np.ndarray:
+    part = value if rule.columns is None else value[..., slice(*rule.columns)]
+    return part.T if rule.transpose else part
+
+
+def _check_table(shapes: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    if shapes != expected:  # a mistake of ours, not of the checkpoint
+        wrong = sorted(path for path in {*shapes, *expected} if shapes.get(path) != expected.get(path))
+        raise AssertionError(f"the rule table and the model differ: {wrong}")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,35 +1,44 @@
 """EAGLE-3 speculative decoding in JAX: exact, compiled, small enough to read.
 
-The names below are the public API; everything else may move.
+The names below are the public API; everything else may move. Each is imported when it is first used, so that
+`eagle3 --help` and `eagle3 plan` start without JAX.
 """
 
-from eagle3_jax import drafters
-from eagle3_jax.cache import KVCache
-from eagle3_jax.decode import (
-    Chunk,
-    Generation,
-    GenerationResult,
-    LoadedDrafter,
-    LoadedTarget,
-    SpeculativeDecoder,
-)
-from eagle3_jax.load import load_drafter, load_target
-from eagle3_jax.loop import GenerationState, LoopParams, Prompts, Round, SpeculativeLoop
-from eagle3_jax.sampling import DraftSampling, Warping, probabilities
-from eagle3_jax.schedule import SpeculationSchedule
-from eagle3_jax.stats import SpeculationStats
-from eagle3_jax.tree import Chain, DynamicTree, StaticTree
-from eagle3_jax.types import (
-    Draft,
-    Drafter,
-    FinishReason,
-    Observation,
-    SamplingParams,
-    TargetModel,
-    TargetOutput,
-    Verdict,
-)
-from eagle3_jax.verify import SimulatedAcceptance, verify, verify_greedy
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eagle3_jax import drafters
+    from eagle3_jax.cache import KVCache
+    from eagle3_jax.decode import (
+        Chunk,
+        Generation,
+        GenerationResult,
+        LoadedDrafter,
+        LoadedTarget,
+        SpeculativeDecoder,
+    )
+    from eagle3_jax.load import load_drafter, load_target
+    from eagle3_jax.loop import GenerationState, LoopParams, Prompts, Round, SpeculativeLoop
+    from eagle3_jax.sampling import DraftSampling, Warping, probabilities
+    from eagle3_jax.schedule import SpeculationSchedule
+    from eagle3_jax.stats import SpeculationStats
+    from eagle3_jax.tree import Chain, DynamicTree, StaticTree
+    from eagle3_jax.types import (
+        Draft,
+        Drafter,
+        FinishReason,
+        Observation,
+        SamplingParams,
+        TargetModel,
+        TargetOutput,
+        Verdict,
+    )
+    from eagle3_jax.verify import SimulatedAcceptance, verify, verify_greedy
 
 __version__ = "0.1.0"
 
@@ -69,3 +78,42 @@ __all__ = [
     "verify",
     "verify_greedy",
 ]
+
+# The imports above once more, for a running program; a test holds the two equal.
+_NAMES = {
+    "cache": "KVCache",
+    "decode": "Chunk Generation GenerationResult LoadedDrafter LoadedTarget SpeculativeDecoder",
+    "load": "load_drafter load_target",
+    "loop": "GenerationState LoopParams Prompts Round SpeculativeLoop",
+    "sampling": "DraftSampling Warping probabilities",
+    "schedule": "SpeculationSchedule",
+    "stats": "SpeculationStats",
+    "tree": "Chain DynamicTree StaticTree",
+    "types": "Draft Drafter FinishReason Observation SamplingParams TargetModel TargetOutput Verdict",
+    "verify": "SimulatedAcceptance verify verify_greedy",
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "drafters":
+        return importlib.import_module("eagle3_jax.drafters")
+    if name not in _HOME:
+        raise AttributeError(f"module 'eagle3_jax' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"eagle3_jax.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """This package. Its function ``verify`` has the name of its module, which Python sets here on importing it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value.verify if name == "verify" and isinstance(value, ModuleType) else value)
+
+
+sys.modules[__name__].__class__ = _Package

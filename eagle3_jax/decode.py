@@ -352,7 +352,9 @@ class SpeculativeDecoder:
             tokens=jnp.asarray(tokens),
             length=jnp.asarray(lengths),
             limit=jnp.asarray(limit),
-            limit_reason=jnp.asarray(np.where(wanted > limit, FinishReason.CAPACITY, FinishReason.LENGTH), jnp.int32),
+            limit_reason=jnp.asarray(
+                np.where(wanted > limit, FinishReason.CAPACITY, FinishReason.LENGTH).astype(np.int32)
+            ),
             sampling=sampling,
             keys=row_keys(seed, len(rows)),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,10 @@ from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import PRECISIONS, Precision
+from eagle3_jax.sources import bundled, locate
 
 # `conversion` stands above the library and is imported where it is used: a program that brings its own parameters
 # needs none of it (docs/decisions/0003).
-
-
-def bundled(part: str) -> Path:
-    """Directory of a part of the pair that ships with the package: ``target`` or ``eagle3``."""
-    return Path(str(resources.files("eagle3_jax") / "assets" / part))
 
 
 def precision_named(name: str) -> Precision:
@@ -100,35 +95,10 @@ def cast(params: Any, precision: Precision) -> Any:
     """Arrays on the device: matrices in the type they are multiplied in, vectors in that of the activations."""
 
     def place(leaf: np.ndarray) -> jax.Array:
-        return jnp.asarray(leaf).astype(precision.operands if leaf.ndim > 1 else precision.activations)
+        # On the host, where it is one pass; on the device every shape would be a program to compile.
+        return jax.device_put(leaf.astype(precision.operands if leaf.ndim > 1 else precision.activations))
 
     return jax.tree.map(place, params)
-
-
-def locate(source: str | Path | None, part: str) -> Path:
-    """The local directory of a source; a hub id is downloaded once.
-
-    Raises:
-        ValueError: There is no such directory.
-    """
-    if source is None:
-        return bundled(part)
-    path = Path(source)
-    if path.exists() or str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
-        if not path.is_dir():
-            raise ValueError(f"{source} is not a directory; give a checkpoint directory or a hub id such as org/name")
-        return path
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise ValueError(
-            f"{source} is no local directory, and hub ids need huggingface_hub: pip install 'eagle3-jax[hub]'"
-        ) from None
-    try:
-        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{source} is no local directory and could not be downloaded: {reason}") from None
 
 
 __all__ = ["bundled", "cast", "load_drafter", "load_target", "locate", "precision_named"]

@@ -208,7 +208,9 @@ class SpeculativeLoop:
             probs = probabilities(logits, prompts.sampling, self.warping)[:, 0]
             first = draw(probs, uniforms(keys_at(prompts.keys, prompts.length, _VERIFY), 1)[:, 0])
 
-        cache = self.target.init_cache(batch, capacity).commit(output.block, prompts.length)
+        cache = self.target.init_cache(batch, capacity)
+        written = tuple(cache.write(layer, block) for layer, block in enumerate(output.written))
+        cache = cache.commit(written, prompts.length)
         seen = Observation(tokens=prompts.tokens, features=output.features, length=prompts.length, next_token=first)
         # The barrier keeps XLA from spending seconds on folding attention over an empty cache at compile time.
         drafter = lax.optimization_barrier(self.drafter.init(params.drafter, batch, capacity))
@@ -230,7 +232,8 @@ class SpeculativeLoop:
 
     def step(self, params: LoopParams, state: GenerationState) -> Round:
         """One round: propose, verify, commit, observe. Rows that have finished stay as they are."""
-        draft = self._propose(params, state)
+        with jax.named_scope("propose"):  # the names by which profilers show where a round goes
+            draft = self._propose(params, state)
         batch, num_nodes = draft.tokens.shape
         if self.is_chain:
             mask = causal_mask(num_nodes)
@@ -239,10 +242,12 @@ class SpeculativeLoop:
             mask = ancestor_mask(draft.parents, self.drafter.max_depth)
             depth = depths(mask)
         positions = state.cache.length[:, None] + depth
-        output = self.target(
-            params.target, draft.tokens, positions, mask, state.cache, aux_layers=self.drafter.aux_layers
-        )
-        verdict = self._verify(params, state, draft, output)
+        with jax.named_scope("target"):
+            output = self.target(
+                params.target, draft.tokens, positions, mask, state.cache, aux_layers=self.drafter.aux_layers
+            )
+        with jax.named_scope("verify"):
+            verdict = self._verify(params, state, draft, output)
 
         # nodes[j] is the j-th token of the committed path, the root first; emitted[j] is the token after it.
         nodes = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), jnp.maximum(verdict.path, 0)], axis=1)
@@ -257,11 +262,12 @@ class SpeculativeLoop:
         newest = jnp.take_along_axis(emitted, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
         features = jnp.take_along_axis(output.features, nodes[:, :, None, None], axis=1)
         seen = Observation(tokens=committed, features=features, length=count, next_token=newest)
-        after = after.replace(  # type: ignore[attr-defined]
-            cache=state.cache.commit(output.block, count, None if self.is_chain else nodes),
-            drafter=self.drafter.observe(params.drafter, state.drafter, seen),
-            stats=state.stats.count(draft, verdict, active),
-        )
+        with jax.named_scope("commit"):
+            cache = state.cache.commit(output.written, count, None if self.is_chain else nodes)
+        with jax.named_scope("observe"):
+            drafter = self.drafter.observe(params.drafter, state.drafter, seen)
+        stats = state.stats.count(draft, verdict, active)
+        after = after.replace(cache=cache, drafter=drafter, stats=stats)  # type: ignore[attr-defined]
         return Round(state=after, draft=draft, verdict=verdict, positions=positions)
 
     def staged_step(self, params: LoopParams, state: GenerationState) -> Round:

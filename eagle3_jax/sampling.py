@@ -6,6 +6,7 @@ One function serves prefill, plain decoding and verification, so that they canno
 from __future__ import annotations
 
 import enum
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,12 @@ def draw(p: Float[Array, "*B V"], uniform: Float[Array, "*B"]) -> Int[Array, "*B
 
 def row_keys(seed: int, batch: int) -> Key[Array, " B"]:
     """One key per row; row ``b`` is the same in a batch of any size."""
-    return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), jnp.arange(batch))
+    return _row_keys(jax.random.key(seed), batch)
+
+
+@functools.partial(jax.jit, static_argnames=("batch",))
+def _row_keys(key: Key[Array, ""], batch: int) -> Key[Array, " B"]:
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(batch))
 
 
 def keys_at(keys: Key[Array, " B"], position: Int[Array, " B"], purpose: int) -> Key[Array, " B"]:

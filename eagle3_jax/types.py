@@ -36,12 +36,13 @@ class TargetOutput:
     Attributes:
         final: ``[B T D]``, the residual stream after the final norm; ``unembed`` turns it into logits.
         features: ``[B T A D]``, the residual stream entering each auxiliary layer.
-        block: Per layer, keys and values of the tokens fed, for ``KVCache.commit``.
+        written: Per layer, the cache's buffers with the tokens fed behind the committed ones, for ``KVCache.commit``;
+            without a cache, keys and values of these tokens alone.
     """
 
     final: Float[Array, "B T D"]
     features: Float[Array, "B T A D"]
-    block: tuple[KeyValue, ...]
+    written: tuple[KeyValue, ...]
 
 
 @runtime_checkable
@@ -65,7 +66,7 @@ class TargetModel(Protocol):
         cache: KVCache | None = None,
         aux_layers: tuple[int, ...] = (),
     ) -> TargetOutput:
-        """Run a block behind the committed slots. The cache is read, not written.
+        """Run a block behind the committed slots. What is committed does not change; ``KVCache.commit`` decides later.
 
         Args:
             params: The model's parameters.
@@ -182,8 +183,13 @@ class Drafter(Protocol[State]):
 
 def per_row(sampling: SamplingParams, batch: int) -> SamplingParams:
     """Broadcast scalars to one value for each of ``batch`` rows."""
+
+    def rows(value: Any, dtype: type) -> Array:
+        # Broadcast on the host: on the device each would be a program to compile.
+        return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (batch,)))
+
     return SamplingParams(
-        temperature=jnp.broadcast_to(jnp.asarray(sampling.temperature, jnp.float32), (batch,)),
-        top_k=jnp.broadcast_to(jnp.asarray(sampling.top_k, jnp.int32), (batch,)),
-        top_p=jnp.broadcast_to(jnp.asarray(sampling.top_p, jnp.float32), (batch,)),
+        temperature=rows(sampling.temperature, np.float32),
+        top_k=rows(sampling.top_k, np.int32),
+        top_p=rows(sampling.top_p, np.float32),
     )

@@ -14,7 +14,7 @@ FILES = sorted(path for path in LIBRARY.rglob("*.py") if path != LIBRARY / "__in
 
 # A module may import what stands on its own line (with exceptions below) or above.
 LAYERS = (
-    ("cache", "models.config"),
+    ("cache", "models.config", "sources"),
     ("types",),
     ("tree", "sampling", "schedule"),
     ("stats", "verify"),
@@ -22,7 +22,7 @@ LAYERS = (
     ("drafters",),
     ("loop",),
     ("decode",),
-    ("load", "training", "analysis", "reporting"),
+    ("load", "training", "analysis", "export", "reporting"),
     ("rivals",),
     ("cli",),
 )
@@ -58,8 +58,8 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_imports_point_downward_in(path: Path) -> None:
     module = name_of(path)
-    for imported, _ in imports(ast.parse(path.read_text())):
-        if not imported.startswith("eagle3_jax"):
+    for imported, node in imports(ast.parse(path.read_text())):
+        if not imported.startswith("eagle3_jax") or ast.unparse(node) == "from eagle3_jax import __version__":
             continue
         other = imported.removeprefix("eagle3_jax").lstrip(".")
         if not other:  # the public API as a whole: only what stands on top of everything may use it
@@ -106,8 +106,9 @@ def test_the_library_needs_no_torch_and_prints_nothing(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_the_library_reads_no_environment_variable(path: Path) -> None:
-    if name_of(path) == "rivals.vllm.process":
-        return  # hands its own environment on to the process that it starts
+    # Where users keep caches is said in one place (docs/decisions/0009); a process that is started inherits its variables.
+    if name_of(path) in ("cli._compiled", "rivals.vllm.process"):
+        return
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
             assert node.attr not in ("environ", "getenv"), f"{name_of(path)}:{node.lineno} reads the environment"

@@ -12,7 +12,7 @@ BATCH, CAPACITY, LAYERS, HEADS, SIZE = 4, 10, 2, 1, 2
 
 def block(seed: int, fed: int) -> tuple[KeyValue, ...]:
     rng = np.random.default_rng(seed)
-    draw = lambda: jnp.array(rng.normal(size=(BATCH, fed, HEADS, SIZE)), jnp.float32)
+    draw = lambda: jnp.array(rng.normal(size=(BATCH, HEADS, fed, SIZE)), jnp.float32)
     return tuple(KeyValue(draw(), draw()) for _ in range(LAYERS))
 
 
@@ -20,6 +20,11 @@ def empty() -> KVCache:
     return KVCache.allocate(
         batch=BATCH, capacity=CAPACITY, num_layers=LAYERS, num_kv_heads=HEADS, head_dim=SIZE, dtype=jnp.float32
     )
+
+
+def commit(cache: KVCache, new: tuple[KeyValue, ...], count: list[int], nodes: np.ndarray | None = None) -> KVCache:
+    written = tuple(cache.write(layer, one) for layer, one in enumerate(new))
+    return cache.commit(written, jnp.array(count, jnp.int32), None if nodes is None else jnp.array(nodes, jnp.int32))
 
 
 def test_commits_append_the_chosen_tokens_of_each_row_in_order() -> None:
@@ -31,35 +36,48 @@ def test_commits_append_the_chosen_tokens_of_each_row_in_order() -> None:
         count = rng.integers(0, fed + 1, BATCH)
         nodes = np.stack([rng.permutation(fed) for _ in range(BATCH)])
         in_order = round_ == 0
-        cache = cache.commit(new, jnp.array(count, jnp.int32), None if in_order else jnp.array(nodes, jnp.int32))
+        cache = commit(cache, new, count.tolist(), None if in_order else nodes)
         for row in range(BATCH):
             for step in range(count[row]):
-                rows[row].append(np.asarray(new[1].keys)[row, step if in_order else nodes[row, step]])
+                rows[row].append(np.asarray(new[1].keys)[row, :, step if in_order else nodes[row, step]])
     assert cache.length.tolist() == [len(row) for row in rows]
     for row, known in enumerate(rows):
         if known:
-            assert np.array_equal(cache.keys[1][row, : len(known)], np.stack(known))
+            assert np.array_equal(cache.keys[1][row, :, : len(known)], np.stack(known, axis=1))
 
 
-def test_a_count_of_zero_leaves_a_row_untouched() -> None:
-    before = empty().commit(block(0, 3), jnp.array([3, 2, 1, 0], jnp.int32))
-    after = before.commit(block(1, 4), jnp.array([0, 4, 0, 0], jnp.int32))
-    for row in (0, 2, 3):
-        assert np.array_equal(before.values[0][row], after.values[0][row])
+def test_a_count_of_zero_leaves_what_is_committed_untouched() -> None:
+    before = commit(empty(), block(0, 3), [3, 2, 1, 0])
+    after = commit(before, block(1, 4), [0, 4, 0, 0], np.tile(np.arange(4)[::-1], (BATCH, 1)))
+    for row, length in enumerate((3, 2, 1, 0)):
+        assert np.array_equal(before.values[0][row, :, :length], after.values[0][row, :, :length])
     assert after.length.tolist() == [3, 6, 1, 0]
 
 
 def test_tokens_past_the_capacity_are_dropped_and_overwrite_nothing() -> None:
-    full = empty().commit(block(0, CAPACITY - 1), jnp.full((BATCH,), CAPACITY - 1, jnp.int32))
-    over = full.commit(block(1, 3), jnp.full((BATCH,), 3, jnp.int32))
-    assert np.array_equal(full.keys[0][:, : CAPACITY - 1], over.keys[0][:, : CAPACITY - 1])
-    assert np.array_equal(over.keys[0][:, -1], block(1, 3)[0].keys[:, 0])
+    full = commit(empty(), block(0, CAPACITY - 1), [CAPACITY - 1] * BATCH)
+    for nodes in (None, np.tile(np.arange(3), (BATCH, 1))):
+        over = commit(full, block(1, 3), [3] * BATCH, nodes)
+        assert np.array_equal(full.keys[0][:, :, : CAPACITY - 1], over.keys[0][:, :, : CAPACITY - 1])
+        assert np.array_equal(over.keys[0][:, :, -1], block(1, 3)[0].keys[:, :, 0])
 
 
 def test_only_committed_slots_are_seen() -> None:
-    cache = empty().commit(block(0, 3), jnp.array([3, 2, 1, 0], jnp.int32))
+    cache = commit(empty(), block(0, 3), [3, 2, 1, 0])
     seen = np.asarray(cache.segment(0).mask)[:, 0]
     assert seen.tolist() == [[slot < length for slot in range(CAPACITY)] for length in (3, 2, 1, 0)]
+
+
+def test_a_block_sees_what_is_committed_and_of_itself_what_its_mask_says() -> None:
+    cache = commit(empty(), block(0, 3), [3, 2, 1, 0])
+    mask = np.random.default_rng(0).random((BATCH, 4, 4)) < 0.5
+    for given in (mask, mask[:1]):
+        seen = np.asarray(cache.visible(jnp.asarray(given)))
+        for row, length in enumerate((3, 2, 1, 0)):
+            own = given[row % len(given)]
+            for token in range(4):
+                expected = [True] * length + own[token].tolist() + [False] * (CAPACITY - length - 4)
+                assert seen[row, token].tolist() == expected
 
 
 def test_an_empty_cache_holds_no_nan() -> None:

@@ -263,7 +263,7 @@ def test_text_mode_streams_and_ends_with_numbers(cli):
         (PAIR, "one of"),
         ((*PAIR, *PROMPT, "--num-speculative-tokens", "0"), "num_speculative_tokens is 0"),
         ((*PAIR, *PROMPT, "--num-speculative-tokens", "-2"), "num_speculative_tokens is -2"),
-        ((*PAIR, *PROMPT, "--num-speculative-tokens", "3", *TREE), "chain or a tree"),
+        ((*PAIR, *PROMPT, "--num-speculative-tokens", "3", *TREE), "a chain, a tree"),
         ((*PAIR, *PROMPT, "--tree", "num_nodes=60,max_depth=2,top_k=4"), "num_nodes=60"),
         ((*PAIR, *PROMPT, "--tree", "num_nodes=3,max_depth=8,top_k=4"), "num_nodes=3"),
         ((*PAIR, *PROMPT, "--tree", "num_nodes=3"), "max_depth, top_k missing"),

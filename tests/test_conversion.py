@@ -32,7 +32,7 @@ from conversion import CheckpointError, rules
 from conversion.acceptance import Agreement, forced_agreement
 from conversion.doctor import suspected_cause
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Head
-from eagle3_jax.models.decoder import DecoderTarget, Memory, causal_mask
+from eagle3_jax.models.decoder import BlockMemory, DecoderTarget, causal_mask
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import FLOAT32
 from eagle3_jax.tree import Chain
@@ -449,7 +449,7 @@ def test_a_head_drafts_as_its_independent_torch_twin(tmp_path: Path, name: str) 
     @jax.jit
     def run(params: Any, state: Any, features: jax.Array, tokens: jax.Array) -> Any:
         network = bind(Eagle3Head, checkpoint.config, FLOAT32, params["head"])
-        memories = [Memory(mask=causal_mask(fed))] * head.layers
+        memories = [BlockMemory(mask=causal_mask(fed))] * head.layers
         fused = network.fuse(features)
         output, _ = network(params["embedding"][tokens[:, 1:]], fused, jnp.arange(fed)[None], memories)
         seen = Observation(
@@ -794,7 +794,7 @@ def test_a_description_counts_what_is_stored(tmp_path: Path, layout: str) -> Non
     assert description.num_parameters == floats
     assert description.dtypes == {"bfloat16": floats}
     assert not description.has_tokenizer
-    assert json.loads(json.dumps(description.to_json()))["num_tensors"] == (14 if layout == "native" else 15)
+    assert json.loads(json.dumps(description.to_json()))["num_tensors"] == (11 if layout == "native" else 15)
 
 
 # ---------------------------------------------------------------------------------------------------- doctor

@@ -153,6 +153,23 @@ def test_caches_are_updated_in_place(function: Any) -> None:
     assert memory(undonated, state, loop, params)[0] < caches, "the check can fail"
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["plain", "chain", "tree"])
+def test_no_cache_is_copied_inside_the_loop(name: str, batch: int) -> None:
+    """What memory analysis cannot show: it looks at what enters and leaves, and a loop may copy in every round."""
+    drafter = {
+        "plain": LoadedDrafter(Plain()),
+        "chain": tiny.eagle3(TARGET, Chain(3)),
+        "tree": tiny.eagle3(TARGET, TREE),
+    }[name]
+    loop, params = tiny.bind(TARGET, drafter)
+    state = loops.prefill(loop, params, tiny.prompts(PROMPTS[:1] * batch, limit=8), capacity=1024)
+    program = lowered(loops.run, loop, params, state).compile().as_text()
+    buffer = ",".join(map(str, state.cache.keys[0].shape))
+    assert re.search(rf"f32\[{buffer}\]\S* parameter\(", program), "the buffers are called something else"
+    assert re.findall(rf"f32\[{buffer}\]\S* copy\(", program) == []
+
+
 def finish_reasons(outcome: loops.Outcome) -> list[FinishReason]:
     return [FinishReason(int(reason)) for reason in outcome.finish]
 

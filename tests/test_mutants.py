@@ -121,7 +121,7 @@ SCATTERED = ".at[:, draft_to_target].add(q)"
 WARPED = "scaled = _truncate(scaled, jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p))"
 PROPOSED = "positions = jnp.broadcast_to(state.cache.length[:, None] + depth, tokens.shape)"
 SHIFTED = "shifted = jnp.where(last, seen.next_token[:, None], shifted)"
-COMMITTED = "cache=state.cache.commit(output.block, count, None if self.is_chain else nodes)"
+COMMITTED = "cache = state.cache.commit(output.written, count, None if self.is_chain else nodes)"
 EXPANDED = "jnp.concatenate([_take(mask, slots), itself], axis=-1)"
 
 MUTANTS = {

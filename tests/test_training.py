@@ -119,8 +119,9 @@ def read_golden_pair():
     return Pair(DecoderTarget(config), drafter, head, frozen)
 
 
-def kernel(weights, name):
-    return {"kernel": weights[f"{name}.weight"].T}
+def kernel(weights, *names):
+    """One linear layer, or several side by side."""
+    return {"kernel": np.concatenate([weights[f"{name}.weight"].T for name in names], axis=1)}
 
 
 def scale(weights, name):
@@ -130,8 +131,14 @@ def scale(weights, name):
 def torch_layer(weights, prefix):
     """Attention, MLP and its norm; the other norms differ between target and head."""
     return {
-        "attention": {name: kernel(weights, f"{prefix}self_attn.{name}_proj") for name in "qkvo"},
-        "mlp": {name: kernel(weights, f"{prefix}mlp.{name}_proj") for name in ("gate", "up", "down")},
+        "attention": {
+            "qkv": kernel(weights, *(f"{prefix}self_attn.{name}_proj" for name in "qkv")),
+            "o": kernel(weights, f"{prefix}self_attn.o_proj"),
+        },
+        "mlp": {
+            "gate_up": kernel(weights, f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"),
+            "down": kernel(weights, f"{prefix}mlp.down_proj"),
+        },
         "mlp_norm": scale(weights, f"{prefix}post_attention_layernorm"),
     }
 
@@ -180,7 +187,8 @@ def oracle_logits(drafter, head, embedding, features, tokens, real):
     for step in range(STEPS):
         embedded = np.asarray(embedding, np.float64)[padded[1 + step : 1 + step + size]]
         both = np.concatenate([norm(embedded, layer["embedding_norm"], eps), norm(x, layer["feature_norm"], eps)], -1)
-        q, k, v = (mat(layer["attention"][name], both).reshape(size, -1, config.head_dim) for name in "qkv")
+        fused = mat(layer["attention"]["qkv"], both).reshape(size, -1, config.head_dim)
+        q, k, v = np.split(fused, [config.num_heads, config.num_heads + config.num_kv_heads], axis=1)
         queries = [rope(row, t + step) for t, row in enumerate(q)]
         keys += [rope(row, t + step) for t, row in enumerate(k)]
         values += list(v)
@@ -198,8 +206,8 @@ def oracle_logits(drafter, head, embedding, features, tokens, real):
                 attended[t, h * config.head_dim : (h + 1) * config.head_dim] = out
         x = x + mat(layer["attention"]["o"], attended)
         inner = norm(x, layer["mlp_norm"], eps)
-        gate = mat(layer["mlp"]["gate"], inner)
-        x = x + mat(layer["mlp"]["down"], gate / (1 + np.exp(-gate)) * mat(layer["mlp"]["up"], inner))
+        gate, up = np.split(mat(layer["mlp"]["gate_up"], inner), 2, axis=1)
+        x = x + mat(layer["mlp"]["down"], gate / (1 + np.exp(-gate)) * up)
         logits.append(mat(head["head"], norm(x, head["norm"], eps)))
     return logits
 

@@ -14,6 +14,7 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from eagle3_jax import loop as loops
+from eagle3_jax.cache import KVCache
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.drafters import Eagle3Config, Eagle3Drafter
 from eagle3_jax.loop import LoopParams, Prompts, SpeculativeLoop
@@ -207,3 +208,21 @@ class Scripted(_Rooted):
             parents=jnp.broadcast_to(node - 1, tokens.shape),
             valid=jnp.ones(tokens.shape, jnp.bool_),
         )
+
+
+def known(tree: Any) -> Any:
+    """A state whose caches hold nothing but what is committed; what lies behind is garbage by definition."""
+
+    def clean(leaf: Any) -> Any:
+        if not isinstance(leaf, KVCache):
+            return leaf
+        committed = (jnp.arange(leaf.capacity)[None, :] < leaf.length[:, None])[:, None, :, None]
+        keep = lambda buffers: tuple(jnp.where(committed, buffer, 0) for buffer in buffers)
+        return leaf.replace(keys=keep(leaf.keys), values=keep(leaf.values))  # type: ignore[attr-defined]
+
+    return jax.tree.map(clean, tree, is_leaf=lambda leaf: isinstance(leaf, KVCache))
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Whether all leaves of two trees are equal."""
+    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))

@@ -139,7 +139,7 @@ def _blocks(
         positions = cache.length[:, None] + jnp.arange(block, dtype=jnp.int32)
         output = model(params, tokens[0], positions, causal_mask(block), cache)
         judged = _opinion(model.unembed(params, output.final), tokens[1])
-        return cache.commit(output.block, jnp.full((batch,), block, jnp.int32)), judged
+        return cache.commit(output.written, jnp.full((batch,), block, jnp.int32)), judged
 
     judged = lax.scan(feed, model.init_cache(batch, width), (split(fed), split(asked)))[1]
     return jax.tree.map(lambda leaf: leaf.swapaxes(0, 1).reshape(batch, width), judged)

@@ -16,8 +16,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 
 def tau_from_draft_rate(draft_acceptance_rate: float, num_draft_tokens: int) -> float:
     """``τ = 1 + K·r``: a round emits its accepted tokens and one more from the same verification."""
@@ -216,6 +214,8 @@ def simulate(
         output_tokens: Of each; the first is the prefill's.
         seed: Of the generator.
     """
+    import numpy as np  # nothing else that `eagle3 plan` computes needs it
+
     if num_requests < 1 or output_tokens < 2:
         raise ValueError(f"{num_requests} requests of {output_tokens} tokens; expected at least 1 of at least 2")
     cost = round_cost(num_draft_tokens, verify_cost=verify_cost, draft_cost=draft_cost)

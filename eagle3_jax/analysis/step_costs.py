@@ -30,7 +30,8 @@ class StepCosts:
     Attributes:
         verify_seconds: One target forward over a draft, with acceptance and commit.
         draft_seconds: One draft step: taking in the truth and proposing, over the depth of the draft.
-        commit_seconds: The part of ``verify_seconds`` in which accepted keys and values are written to the cache.
+        commit_seconds: The part of ``verify_seconds`` in which the draft's keys and values are written to the cache and
+            those of the accepted path moved together.
     """
 
     verify_seconds: float
@@ -94,21 +95,22 @@ def _commit_seconds(
 def _block(loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array, "B N"]) -> tuple[KeyValue, ...]:
     """Keys and values of a draft."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return loop.target(params.target, tokens, positions, causal_mask(tokens.shape[1])).block
+    return loop.target(params.target, tokens, positions, causal_mask(tokens.shape[1])).written
 
 
 @functools.partial(jax.jit, static_argnames=("loop", "rounds"), donate_argnames=("cache",))
 def _commit_rounds(cache: KVCache, block: tuple[KeyValue, ...], *, loop: SpeculativeLoop, rounds: int) -> KVCache:
-    """Commit a path of full depth again and again, always behind the same slots."""
+    """Write a draft and commit a path of full depth, again and again, always behind the same slots."""
     length = cache.length
-    depth = min(loop.drafter.max_depth, block[0].keys.shape[1] - 1)
+    depth = min(loop.drafter.max_depth, loop.drafter.num_nodes - 1)
     path = jnp.broadcast_to(jnp.arange(depth + 1, dtype=jnp.int32), (length.shape[0], depth + 1))
     count = jnp.full_like(length, depth + 1)
 
     def one(index: Array, cache: KVCache) -> KVCache:
         # Other nodes every time, or XLA would gather them once for all.
         nodes = None if loop.is_chain else jnp.roll(path, index, axis=1)
-        return cache.commit(block, count, nodes).replace(length=length)  # type: ignore[attr-defined]
+        written = tuple(cache.write(layer, one) for layer, one in enumerate(block))
+        return cache.commit(written, count, nodes).replace(length=length)  # type: ignore[attr-defined]
 
     return lax.fori_loop(0, rounds, one, cache)
 

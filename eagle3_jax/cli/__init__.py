@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import typer
 
+from eagle3_jax import __version__
 from eagle3_jax.cli import bench, convert, generate, plan, train
 from eagle3_jax.cli._errors import Explained, explain
 
@@ -33,9 +34,7 @@ def _root(
 ) -> None:
     del traceback  # `run` looks for it
     if version:
-        from importlib.metadata import version as installed
-
-        typer.echo(installed("eagle3-jax"))
+        typer.echo(__version__)
 
 
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)

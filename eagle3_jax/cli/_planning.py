@@ -277,10 +277,9 @@ def _head_dim(fields: Fields, width: int, heads: int) -> int:
 
 
 def _fields(source: str | None, part: str) -> Fields:
-    from conversion.files import read_json
+    from conversion.files import NATIVE_FILE, read_json
     from conversion.hf_config import Fields
-    from conversion.kinds import NATIVE_FILE
-    from eagle3_jax.load import bundled
+    from eagle3_jax.sources import bundled
 
     directory = bundled(part) if source is None else Path(source)
     if source is not None and not directory.exists() and source.count("/") == 1 and not source.startswith((".", "~")):

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from eagle3_jax.cli._compiled import CompilationCacheOption, keep_compiled_programs
 from eagle3_jax.cli._options import JsonOption
 
 CONVERT_EXAMPLE = "Example: eagle3 convert ./EAGLE3-LLaMA3.1-Instruct-8B ./head --to jax --target ./llama-3.1-8b"
@@ -66,11 +67,13 @@ def doctor(
     *,
     target: Annotated[Path, typer.Option(help="Directory of the target.")],
     drafter: Annotated[Path, typer.Option(help="Directory of the EAGLE-3 head.")],
+    compilation_cache: CompilationCacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check that a head fits its target; exits 1 when a check fails."""
     from conversion.doctor import diagnose
 
+    keep_compiled_programs(compilation_cache)
     checks = [{"name": c.name, "status": str(c.status), "detail": c.detail} for c in diagnose(target, drafter)]
     failed = any(check["status"] == "failure" for check in checks)
     if as_json:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from eagle3_jax.cli._compiled import CompilationCacheOption, keep_compiled_programs
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import (
     MOST_TOKENS,
@@ -91,6 +92,7 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after stop tokens.")] = False,
     batch_size: Annotated[int, typer.Option(help="Prompts of a file decoded at once.", min=1)] = 1,
     trace: Annotated[Path | None, typer.Option(help="Write every round to this JSON file.")] = None,
+    compilation_cache: CompilationCacheOption = None,
     compare: Annotated[bool, typer.Option(help="Measure the ratio to plain decoding at the end.")] = True,
     as_json: JsonOption = False,
 ) -> None:
@@ -99,11 +101,13 @@ def generate(
     With --json each prompt gives one line: prompt_ids, token_ids (new tokens only), text, finish_reason,
     lossless, seconds (without compilation; of the whole batch with --batch-size above 1) and stats.
     """
+    check_writable(trace)
+    requests = _requests(prompt, prompt_ids, prompts, max_new_tokens)
+    keep_compiled_programs(compilation_cache)
+
     from eagle3_jax import DraftSampling, SamplingParams, SpeculativeDecoder
     from eagle3_jax.decode import check_sampling
 
-    check_writable(trace)
-    requests = _requests(prompt, prompt_ids, prompts, max_new_tokens)
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     check_sampling(sampling, 1)
     shape = parse_tree(tree)

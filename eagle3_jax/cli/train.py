@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eagle3_jax.cli._compiled import CompilationCacheOption, keep_compiled_programs
 from eagle3_jax.cli._errors import Misuse
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ def target(
     store: Annotated[Stored, typer.Option(help="Type of the weights that are written.")] = Stored.BFLOAT16,
     save_every: Annotated[int, _SAVE_EVERY] = 100,
     seed: Annotated[int, _SEED] = 0,
+    compilation_cache: CompilationCacheOption = None,
 ) -> None:
     """Train a Llama-style target on next tokens and write it in Hugging Face layout."""
     import jax
@@ -128,6 +130,7 @@ def target(
     from eagle3_jax.training.lm import next_token_loss, random_windows
     from eagle3_jax.training.loop import OptimizerConfig, Trainer
 
+    keep_compiled_programs(compilation_cache)
     tokens, tokenizer = _read_corpus(data)
     _refuse_finished(out)
     config = DecoderConfig(
@@ -173,6 +176,7 @@ def regenerate(
     temperature: Annotated[float, typer.Option(help="Of the sampled rows.")] = 0.8,
     dtype: Annotated[str, typer.Option(help="Precision of the target.")] = "mixed",
     seed: Annotated[int, _SEED] = 0,
+    compilation_cache: CompilationCacheOption = None,
 ) -> None:
     """Let the target continue windows of the training text: what a head learns from."""
     import numpy as np
@@ -181,6 +185,7 @@ def regenerate(
     from eagle3_jax.cli._options import check_writable
     from eagle3_jax.training import regenerate as texts
 
+    keep_compiled_programs(compilation_cache)
     check_writable(out)
     if out.exists() or out.suffix != ".npz":
         raise Misuse(f"{out} exists already or does not end in .npz; name a new .npz file")
@@ -232,6 +237,7 @@ def head(
     store: Annotated[Stored, typer.Option(help="Type of the weights that are written.")] = Stored.BFLOAT16,
     save_every: Annotated[int, _SAVE_EVERY] = 100,
     seed: Annotated[int, _SEED] = 0,
+    compilation_cache: CompilationCacheOption = None,
 ) -> None:
     """Train an EAGLE-3 head with the training-time test and write it in the official layout."""
     import jax
@@ -246,6 +252,7 @@ def head(
     from eagle3_jax.training.ttt import TTTConfig
     from eagle3_jax.training.vocab import coverage, select_draft_vocabulary, token_counts
 
+    keep_compiled_programs(compilation_cache)
     _refuse_finished(out)
     depths = _unrolls(unroll, steps)
     loaded, rows = load_target(target, dtype=dtype), Rows.load(text)

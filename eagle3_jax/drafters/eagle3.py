@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Key
 from eagle3_jax.cache import KeyValue, KVCache, Segment
 from eagle3_jax.drafters._grow import Level, draw_chain, grow
 from eagle3_jax.models.config import DecoderConfig
-from eagle3_jax.models.decoder import Attention, Block, Memory, causal_mask
+from eagle3_jax.models.decoder import Attention, Block, BlockMemory, Memory, cache_memories, causal_mask
 from eagle3_jax.models.functional import Params, bind, init_params, param_shapes
 from eagle3_jax.models.layers import FLOAT32, Linear, Precision, RMSNorm, SwiGLU
 from eagle3_jax.sampling import DraftSampling
@@ -240,16 +240,13 @@ class Eagle3Drafter:
         last = jnp.arange(fed)[None, :] == seen.length[:, None] - 1
         shifted = jnp.where(last, seen.next_token[:, None], shifted)
         positions = state.cache.length[:, None] + jnp.arange(fed, dtype=jnp.int32)[None, :]
-        memories = [
-            Memory(past=(state.cache.segment(layer),), mask=causal_mask(fed))
-            for layer in range(self.config.layer.num_layers)
-        ]
-        output, block = head(self._embed(params, shifted), head.fuse(seen.features), positions, memories)
+        memories = cache_memories(state.cache, causal_mask(fed))
+        output, written = head(self._embed(params, shifted), head.fuse(seen.features), positions, memories)
         index = jnp.maximum(seen.length - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(output, index, axis=1)[:, 0]
         observed = seen.length > 0
         return Eagle3State(
-            cache=state.cache.commit(block, seen.length),
+            cache=state.cache.commit(written, seen.length),
             output=jnp.where(observed[:, None], newest, state.output),
             root=jnp.where(observed, seen.next_token, state.root),
         )
@@ -263,7 +260,7 @@ class Eagle3Drafter:
             positions = jnp.broadcast_to(state.cache.length[:, None] + depth, tokens.shape)
             earlier = mask.shape[-1] - tokens.shape[-1]
             memories = [
-                Memory(
+                BlockMemory(
                     past=(state.cache.segment(layer), *_tree_segment(memory, layer, mask[:, :, :earlier])),
                     mask=mask[:, :, earlier:],
                 )
@@ -298,6 +295,6 @@ def _tree_segment(memory: tuple[tuple[KeyValue, ...], ...], layer: int, mask: Ar
     """The nodes of earlier levels as one segment."""
     if not memory:
         return ()
-    keys = jnp.concatenate([level[layer].keys for level in memory], axis=1)
-    values = jnp.concatenate([level[layer].values for level in memory], axis=1)
+    keys = jnp.concatenate([level[layer].keys for level in memory], axis=2)
+    values = jnp.concatenate([level[layer].values for level in memory], axis=2)
     return (Segment(KeyValue(keys, values), mask),)

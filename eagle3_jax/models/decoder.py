@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +28,15 @@ from eagle3_jax.types import TargetOutput
 
 
 class Attention(nnx.Module):
-    """Grouped-query self-attention with rotary positions."""
+    """Grouped-query self-attention with rotary positions.
+
+    Queries, keys and values are one product, in this order: few large products read weights faster than many small.
+    """
 
     def __init__(self, config: DecoderConfig, *, d_in: int, precision: Precision, rngs: nnx.Rngs):
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         bias = config.attention_bias
-        self.q = Linear(d_in, heads * head_dim, bias=bias, precision=precision, rngs=rngs)
-        self.k = Linear(d_in, kv_heads * head_dim, bias=bias, precision=precision, rngs=rngs)
-        self.v = Linear(d_in, kv_heads * head_dim, bias=bias, precision=precision, rngs=rngs)
+        self.qkv = Linear(d_in, (heads + 2 * kv_heads) * head_dim, bias=bias, precision=precision, rngs=rngs)
         self.o = Linear(heads * head_dim, config.width, bias=bias, precision=precision, rngs=rngs)
         if config.qk_norm:
             self.q_norm = RMSNorm(head_dim, config.norm_eps)
@@ -45,18 +46,32 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"], memory: Memory
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
+        """The block's attention, and the keys and values that its memory keeps."""
         config = self.config
-        split = (*x.shape[:2], -1, config.head_dim)
-        queries, keys, values = self.q(x).reshape(split), self.k(x).reshape(split), self.v(x).reshape(split)
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        fused = self.qkv(x).reshape(*x.shape[:2], -1, config.head_dim)
+        queries, keys, values = jnp.split(fused, [heads, heads + kv_heads], axis=2)
         if config.qk_norm:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries = rotate(queries, positions, config.rope)
-        kv = KeyValue(rotate(keys, positions, config.rope), values)
-        return self.o(memory.attend(queries, kv)), kv
+        kv = KeyValue(jnp.moveaxis(rotate(keys, positions, config.rope), 1, 2), jnp.moveaxis(values, 1, 2))
+        attended, kept = memory.attend(queries, kv)
+        return self.o(attended), kept
 
 
-class Memory(NamedTuple):
-    """What the tokens of a block see in one layer: what came before, and which of each other.
+@runtime_checkable
+class Memory(Protocol):
+    """What the tokens of a block see in one layer, and what stays of them."""
+
+    def attend(self, queries: Float[Array, "B T heads H"], kv: KeyValue) -> tuple[Float[Array, "B T width"], KeyValue]:
+        """Attention of a block over its past and itself, and the keys and values to keep."""
+        ...
+
+
+class BlockMemory(NamedTuple):
+    """The block and runs of tokens before it, each apart; keeps the block alone.
+
+    For prefill, for training and for levels of a draft tree, which are guesses and enter no cache.
 
     Attributes:
         past: Earlier keys and values with their masks.
@@ -68,11 +83,44 @@ class Memory(NamedTuple):
     mask: Bool[Array, "#B T T"] | None = None
     own: Sequence[KeyValue] = ()
 
-    def attend(self, queries: Float[Array, "B T heads H"], kv: KeyValue) -> Float[Array, "B T width"]:
-        """Attention of a block over its past and itself."""
+    def attend(self, queries: Float[Array, "B T heads H"], kv: KeyValue) -> tuple[Float[Array, "B T width"], KeyValue]:
+        """See :class:`Memory`."""
         if self.mask is None:
-            return attention(queries, self.past, (*self.own, kv))
-        return attention(queries, (*self.past, Segment(kv, self.mask)), self.own)
+            return attention(queries, self.past, (*self.own, kv)), kv
+        return attention(queries, (*self.past, Segment(kv, self.mask)), self.own), kv
+
+
+class CacheMemory(NamedTuple):
+    """A layer of a cache: the block is written behind what is committed, and everything is one run of tokens.
+
+    So a token sees those before it in the same slots, summed in the same order, whether they were committed earlier or
+    stand before it in its block: a chain is verified with the very sums of plain decoding.
+
+    Attributes:
+        cache: The cache.
+        layer: Which layer of it.
+        visible: ``[B T S]``, from :meth:`eagle3_jax.cache.KVCache.visible`.
+    """
+
+    cache: KVCache
+    layer: int
+    visible: Bool[Array, "B T S"]
+
+    def attend(self, queries: Float[Array, "B T heads H"], kv: KeyValue) -> tuple[Float[Array, "B T width"], KeyValue]:
+        """See :class:`Memory`; keeps the whole buffers."""
+        written = self.cache.write(self.layer, kv)
+        return attention(queries, (Segment(written, self.visible),)), written
+
+
+def cache_memories(cache: KVCache, mask: Bool[Array, "#B T T"]) -> list[CacheMemory]:
+    """One memory per layer for a block behind the committed slots of a cache.
+
+    Args:
+        cache: The cache.
+        mask: Which tokens of the block each one sees.
+    """
+    visible = cache.visible(mask)
+    return [CacheMemory(cache, layer, visible) for layer in range(len(cache.keys))]
 
 
 class Block(nnx.Module):
@@ -108,19 +156,18 @@ class Decoder(nnx.Module):
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        mask: Bool[Array, "#B T T"],
-        past: Sequence[Sequence[Segment]],
+        memories: Sequence[Memory],
         aux_layers: tuple[int, ...],
     ) -> TargetOutput:
         x = self.embedding[...][tokens].astype(self.precision.activations)
         entering, written = [x], []
-        for block, seen in zip(self.blocks, past, strict=True):
-            x, kv = block(x, positions, Memory(past=seen, mask=mask))
+        for block, memory in zip(self.blocks, memories, strict=True):
+            x, kept = block(x, positions, memory)
             entering.append(x)
-            written.append(kv)
+            written.append(kept)
         empty = jnp.zeros((*x.shape[:2], 0, x.shape[2]), x.dtype)
         features = jnp.stack([entering[layer] for layer in aux_layers], axis=2) if aux_layers else empty
-        return TargetOutput(final=self.norm(x), features=features, block=tuple(written))
+        return TargetOutput(final=self.norm(x), features=features, written=tuple(written))
 
     def unembed(self, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         if self.config.tie_embeddings:
@@ -171,9 +218,9 @@ class DecoderTarget:
         aux_layers: tuple[int, ...] = (),
     ) -> TargetOutput:
         """See :class:`eagle3_jax.types.TargetModel`."""
-        layers = range(self.config.num_layers)
-        past = [() if cache is None else (cache.segment(layer),) for layer in layers]
-        return bind(Decoder, self.config, self.precision, params)(tokens, positions, mask, past, aux_layers)
+        alone: list[Memory] = [BlockMemory(mask=mask)] * self.config.num_layers
+        memories = alone if cache is None else cache_memories(cache, mask)
+        return bind(Decoder, self.config, self.precision, params)(tokens, positions, memories, aux_layers)
 
     def unembed(self, params: Params, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """Logits in float32 from final-norm outputs."""

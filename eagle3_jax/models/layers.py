@@ -103,15 +103,15 @@ class RMSNorm(nnx.Module):
 
 
 class SwiGLU(nnx.Module):
-    """``down(silu(gate(x)) · up(x))`` (Shazeer, 2020)."""
+    """``down(silu(gate(x)) · up(x))`` (Shazeer, 2020); gate and up are one product, the gate first."""
 
     def __init__(self, width: int, inner: int, *, bias: bool = False, precision: Precision, rngs: nnx.Rngs):
-        self.gate = Linear(width, inner, bias=bias, precision=precision, rngs=rngs)
-        self.up = Linear(width, inner, bias=bias, precision=precision, rngs=rngs)
+        self.gate_up = Linear(width, 2 * inner, bias=bias, precision=precision, rngs=rngs)
         self.down = Linear(inner, width, bias=bias, precision=precision, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
+        return self.down(jax.nn.silu(gate) * up)
 
 
 def attention(
@@ -128,27 +128,32 @@ def attention(
         ``[B T heads·H]``.
     """
     batch, fed, heads, head_dim = queries.shape
-    kv_heads = (segments[0].kv if segments else own[0]).keys.shape[2]
+    kv_heads = (segments[0].kv if segments else own[0]).keys.shape[1]
     groups = heads // kv_heads
     # The query heads of a group and the tokens form one axis: XLA's CPU products want one free axis on each side.
     rows = queries.reshape(batch, fed, kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
     folded = rows.reshape(batch, kv_heads, groups * fed, head_dim)
     scores = []
     for segment in segments:
-        score = jnp.einsum("bcqh,bsch->bcqs", folded, segment.kv.keys, preferred_element_type=jnp.float32)
+        score = jnp.einsum("bcqh,bcsh->bcqs", folded, segment.kv.keys, preferred_element_type=jnp.float32)
         score = score.reshape(batch, kv_heads, groups, fed, -1) * head_dim**-0.5
         # A finite minimum, not -inf: a padded query that sees nothing must not turn into NaN.
         scores.append(jnp.where(segment.mask[:, None, None], score, jnp.finfo(jnp.float32).min))
     for kv in own:
-        keys = kv.keys.transpose(0, 2, 1, 3)[:, :, None]
-        scores.append(jnp.sum((rows * keys).astype(jnp.float32), axis=-1, keepdims=True) * head_dim**-0.5)
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(queries.dtype)
-    out, start = jnp.zeros((), queries.dtype), 0
-    for segment in segments:
-        stop = start + segment.kv.keys.shape[1]
-        part = weights[..., start:stop].reshape(batch, kv_heads, groups * fed, -1)
-        part = jnp.einsum("bcqs,bsch->bcqh", part, segment.kv.values, preferred_element_type=queries.dtype)
-        out, start = out + part.reshape(rows.shape), stop
-    for index, kv in enumerate(own, start):
-        out = out + weights[..., index : index + 1] * kv.values.transpose(0, 2, 1, 3)[:, :, None]
+        scores.append(
+            jnp.sum((rows * kv.keys[:, :, None]).astype(jnp.float32), axis=-1, keepdims=True) * head_dim**-0.5
+        )
+    # One softmax, taken apart: the largest score and the sum of all runs, and the division after the values are summed.
+    # Joining the runs and cutting the weights up again would cost more than the products, on short contexts.
+    largest = functools.reduce(jnp.maximum, [jnp.max(score, axis=-1, keepdims=True) for score in scores])
+    weights = [jnp.exp(score - lax.stop_gradient(largest)) for score in scores]
+    total = functools.reduce(jnp.add, [jnp.sum(weight, axis=-1, keepdims=True) for weight in weights])
+    out = jnp.zeros((), jnp.float32)
+    for segment, weight in zip(segments, weights[: len(segments)], strict=True):
+        folded = weight.reshape(batch, kv_heads, groups * fed, -1).astype(queries.dtype)
+        part = jnp.einsum("bcqs,bcsh->bcqh", folded, segment.kv.values, preferred_element_type=jnp.float32)
+        out = out + part.reshape(rows.shape)
+    for kv, weight in zip(own, weights[len(segments) :], strict=True):
+        out = out + weight * kv.values[:, :, None]
+    out = (out / total).astype(queries.dtype)
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, fed, heads * head_dim)

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.cache import KeyValue, Segment
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Head
-from eagle3_jax.models.decoder import DecoderTarget, Memory, causal_mask
+from eagle3_jax.models.decoder import BlockMemory, DecoderTarget, causal_mask
 from eagle3_jax.models.functional import Params, bind
 
 
@@ -218,12 +218,12 @@ def unroll(
     return logits
 
 
-def _memory(written: list[tuple[KeyValue, ...]], layer: int, seen: Bool[Array, "B T T"]) -> Memory:
+def _memory(written: list[tuple[KeyValue, ...]], layer: int, seen: Bool[Array, "B T T"]) -> BlockMemory:
     """Step 0 is verified text, seen causally; each later step is a row's own guess, seen by that row alone."""
     if not written:
-        return Memory(mask=seen)
+        return BlockMemory(mask=seen)
     first, *later = (step[layer] for step in written)
-    return Memory(past=(Segment(first, seen),), own=later)
+    return BlockMemory(past=(Segment(first, seen),), own=later)
 
 
 def _seen(batch: TTTBatch) -> Bool[Array, "B T T"]:

@@ -1,0 +1,63 @@
+"""Compiled programs that outlive the command which compiled them (docs/decisions/0009)."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eagle3_jax.cli._errors import Misuse
+
+CompilationCacheOption = Annotated[
+    str | None,
+    typer.Option(
+        "--compilation-cache",
+        metavar="DIR",
+        help="Where compiled programs are kept for the next run, or 'none'; ~/.cache/eagle3-jax/compiled if left out.",
+    ),
+]
+
+
+def keep_compiled_programs(directory: str | None) -> None:
+    """Let JAX keep what it compiles from here on, and take from there what an earlier command compiled.
+
+    Args:
+        directory: From ``--compilation-cache``: a directory, ``none``, or ``None`` for the user's cache directory,
+            unless JAX has been given a directory in its own way.
+
+    Raises:
+        Misuse: The directory given cannot be written.
+    """
+    import jax
+
+    if directory == "none":
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    if directory is None and jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
+        return
+    folder = default_directory() if directory is None else Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        if directory is None:
+            return
+        raise Misuse(f"--compilation-cache {directory}: cannot be written; give another directory or 'none'")
+    # A damaged entry is compiled again; whoever runs the command can do nothing about it.
+    warnings.filterwarnings("ignore", message=".*persistent compilation cache")
+    jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))
+    # The small programs around the loop cost more together than they take up.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def default_directory() -> Path:
+    """The user's cache directory, as desktops and servers name it."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    # By that standard a relative path is to be ignored.
+    caches = Path(named) if os.path.isabs(named) else Path(os.path.expanduser("~/.cache"))
+    return caches / "eagle3-jax" / "compiled"
