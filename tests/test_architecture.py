@@ -106,7 +106,7 @@ def test_the_library_needs_no_torch_and_prints_nothing(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_the_library_reads_no_environment_variable(path: Path) -> None:
-    # Where users keep caches is said in one place (docs/decisions/0009); a process that is started inherits its variables.
+    # Where users keep caches is said in one place (docs/decisions/0009); a process that is started gets its variables.
     if name_of(path) in ("cli._compiled", "rivals.vllm.process"):
         return
     for node in ast.walk(ast.parse(path.read_text())):
