@@ -64,9 +64,9 @@ def step_costs(
     commit = _commit_seconds(decoder, prompts, max_new_tokens=max_new_tokens, rounds=rounds)
     if isinstance(drafter, Plain):
         return StepCosts(verify, 0.0, commit)
-    state = decoder.prefill(prompts, max_new_tokens=max_new_tokens)
-    features = _features(decoder.loop, decoder.params, _some_tokens(prompts, drafter.max_depth + 1))
-    jax.block_until_ready((state, features))
+    state = jax.block_until_ready(decoder.prefill(prompts, max_new_tokens=max_new_tokens))
+    tokens = _some_tokens(prompts, drafter.max_depth + 1)
+    features = jax.block_until_ready(_features(decoder.loop, decoder.params, tokens))
     draft = _seconds(lambda: _draft_rounds(decoder.loop, decoder.params, state, features, rounds=rounds))
     return StepCosts(verify, draft / rounds / drafter.max_depth, commit)
 
@@ -85,9 +85,9 @@ def _commit_seconds(
     decoder: SpeculativeDecoder, prompts: Sequence[Tokens], *, max_new_tokens: int, rounds: int
 ) -> float:
     loop = decoder.loop
-    block = _block(loop, decoder.params, _some_tokens(prompts, loop.drafter.num_nodes))
-    cache = decoder.prefill(prompts, max_new_tokens=max_new_tokens).cache
-    jax.block_until_ready((block, cache))
+    # One program at a time: two of them can starve each other of the few threads that a CPU has.
+    block = jax.block_until_ready(_block(loop, decoder.params, _some_tokens(prompts, loop.drafter.num_nodes)))
+    cache = jax.block_until_ready(decoder.prefill(prompts, max_new_tokens=max_new_tokens)).cache
     return _seconds(lambda: _commit_rounds(cache, block, loop=loop, rounds=rounds)) / rounds
 
 
