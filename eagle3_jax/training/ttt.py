@@ -206,7 +206,7 @@ def unroll(
     """Draft logits of every step, all rows at once; see the table above for who sees what."""
     head = bind(Eagle3Head, drafter.config, drafter.precision, head_params)
     tokens, size = _extend(batch.tokens, num_steps), batch.tokens.shape[1]
-    embedded = embedding[tokens].astype(drafter.precision.activations)
+    embedded = embed(embedding, tokens, drafter.precision)
     seen, positions = _seen(batch), _positions(batch)
     output, logits = head.fuse(features), []
     written: list[tuple[KeyValue, ...]] = []
