@@ -28,6 +28,7 @@ from eagle3_jax.cache import KeyValue, Segment
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Head
 from eagle3_jax.models.decoder import BlockMemory, DecoderTarget, causal_mask
 from eagle3_jax.models.functional import Params, bind
+from eagle3_jax.models.layers import embed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
