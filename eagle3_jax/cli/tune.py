@@ -165,7 +165,8 @@ def _print(found: Tuning, setting: str) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, width=max(Console().width, _WIDTH))
-    amount = f"{found.num_prompts} prompt{'s' if found.num_prompts > 1 else ''} x {found.max_new_tokens} new tokens, {found.repeats} interleaved repeats"
+    prompts = f"{found.num_prompts} prompt{'s' if found.num_prompts > 1 else ''}"
+    amount = f"{prompts} x {found.max_new_tokens} new tokens, {found.repeats} interleaved repeats"
     console.print(f"{setting}; {amount}\n")
     console.print(_speedups(found))
     console.print(_NOTES)
@@ -211,9 +212,8 @@ def _gain(where: BatchTuning, one: Candidate) -> str:
 def _break_evens(found: Tuning) -> Table:
     from eagle3_jax.analysis.tune import break_even
 
-    table = _table(
-        "batch", "plain step", "chain", "v", "c", "breaks even at τ", "draft acceptance rate", "conditional acceptance rate"
-    )  # fmt: skip
+    rates = ("draft acceptance rate", "conditional acceptance rate")
+    table = _table("batch", "plain step", "chain", "v", "c", "breaks even at τ", *rates)
     of = "{:.2f}, is {:.2f}".format
     for one in found.batches:
         chains = [candidate for candidate in one.candidates if candidate.shape.is_chain]
