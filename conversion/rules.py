@@ -131,15 +131,15 @@ def read_params(
         raise CheckpointError(
             f"{where} {' and '.join(parts)}; its tensors must be exactly those that its config.json describes"
         )
-    parts: dict[str, dict[int, np.ndarray]] = {}
+    found: dict[str, dict[int, np.ndarray]] = {}
     for rule in rules:
-        of_path = parts.setdefault(rule.path, {})
+        of_path = found.setdefault(rule.path, {})
         start = rule.columns[0] if rule.columns else 0
         if start in of_path:
             raise CheckpointError(f"{where} gives {rule.path} twice, the second time as {rule.source}")
         shape = _part_of(expected[rule.path], rule)
         of_path[start] = _checked(tensors[rule.source], rule, shape, f"{where}: {rule.source}")
-    leaves = {path: _joined([of_path[start] for start in sorted(of_path)]) for path, of_path in parts.items()}
+    leaves = {path: _joined([of_path[start] for start in sorted(of_path)]) for path, of_path in found.items()}
     _check_table({path: leaf.shape for path, leaf in leaves.items()}, expected)
     return unflatten(leaves, shapes)
 

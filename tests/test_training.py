@@ -292,7 +292,7 @@ class TableTarget(DecoderTarget):
 
     def __call__(self, params, tokens, positions, mask, cache=None, aux_layers=()):
         final = jnp.zeros((*tokens.shape, self.config.width))
-        return TargetOutput(final=final, features=final[:, :, None], block=())
+        return TargetOutput(final=final, features=final[:, :, None], written=())
 
     def unembed(self, params, final):
         return params["table"]
@@ -505,7 +505,7 @@ def test_a_target_learns_a_cycle(method):
     batch_at = random_windows(np.arange(200) % 8, (Phase(30, 4, 12),), seed=0)
     state = trainer.start(target.init(jax.random.key(0)))
     losses = [metrics["loss"] for _, metrics in trainer.run(state, batch_at, 30)]
-    assert losses[0] == pytest.approx(np.log(8), abs=0.5)
+    assert 0.5 * np.log(8) < losses[0] < 2 * np.log(8)  # random weights know nothing
     assert losses[-1] < 0.2 * losses[0]
 
 

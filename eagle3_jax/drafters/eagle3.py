@@ -19,7 +19,7 @@ from eagle3_jax.drafters._grow import Level, draw_chain, grow
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.models.decoder import Attention, Block, BlockMemory, Memory, cache_memories, causal_mask
 from eagle3_jax.models.functional import Params, bind, init_params, param_shapes
-from eagle3_jax.models.layers import FLOAT32, Linear, Precision, RMSNorm, SwiGLU
+from eagle3_jax.models.layers import FLOAT32, Linear, Precision, RMSNorm, SwiGLU, embed
 from eagle3_jax.sampling import DraftSampling
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
 from eagle3_jax.types import Draft, Observation, SamplingParams
@@ -288,7 +288,7 @@ class Eagle3Drafter:
         return bind(Eagle3Head, self.config, self.precision, params["head"])
 
     def _embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        return params["embedding"][tokens].astype(self.precision.activations)
+        return embed(params["embedding"], tokens, self.precision)
 
 
 def _tree_segment(memory: tuple[tuple[KeyValue, ...], ...], layer: int, mask: Array) -> tuple[Segment, ...]:

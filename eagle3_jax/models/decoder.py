@@ -21,6 +21,7 @@ from eagle3_jax.models.layers import (
     RMSNorm,
     SwiGLU,
     attention,
+    embed,
     product,
 )
 from eagle3_jax.models.rope import rotate
@@ -159,7 +160,7 @@ class Decoder(nnx.Module):
         memories: Sequence[Memory],
         aux_layers: tuple[int, ...],
     ) -> TargetOutput:
-        x = self.embedding[...][tokens].astype(self.precision.activations)
+        x = embed(self.embedding[...], tokens, self.precision)
         entering, written = [x], []
         for block, memory in zip(self.blocks, memories, strict=True):
             x, kept = block(x, positions, memory)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from eagle3_jax.cache import KeyValue, Segment
 
@@ -72,6 +72,32 @@ def product(
 ) -> Float[Array, "*rows D_out"]:
     """Matrix product under a named precision; the only place where the library multiplies by weights."""
     return _product(x, kernel, precision.operands, precision.activations)
+
+
+@jax.custom_vjp
+def _rows(table: Array, tokens: Array) -> Array:
+    """``table[tokens]``; of a bfloat16 table by its bits, since XLA's CPU backend would widen the whole table first."""
+    if table.dtype != jnp.bfloat16:
+        return table[tokens]
+    bits = lax.bitcast_convert_type(table, jnp.uint16)[tokens]
+    return lax.bitcast_convert_type(bits, table.dtype)
+
+
+def _rows_fwd(table: Array, tokens: Array):
+    return _rows(table, tokens), (table, tokens)
+
+
+def _rows_bwd(saved: tuple[Array, Array], grad: Array):
+    table, tokens = saved  # bits have no gradient of their own
+    return jnp.zeros_like(table).at[tokens].add(grad), None
+
+
+_rows.defvjp(_rows_fwd, _rows_bwd)
+
+
+def embed(table: Float[Array, "V D"], tokens: Int[Array, "B T"], precision: Precision) -> Float[Array, "B T D"]:
+    """Rows of an embedding table in the type of activations."""
+    return _rows(table, tokens).astype(precision.activations)
 
 
 class Linear(nnx.Module):

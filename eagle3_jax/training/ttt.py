@@ -28,6 +28,7 @@ from eagle3_jax.cache import KeyValue, Segment
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Head
 from eagle3_jax.models.decoder import BlockMemory, DecoderTarget, causal_mask
 from eagle3_jax.models.functional import Params, bind
+from eagle3_jax.models.layers import embed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,7 +207,7 @@ def unroll(
     """Draft logits of every step, all rows at once; see the table above for who sees what."""
     head = bind(Eagle3Head, drafter.config, drafter.precision, head_params)
     tokens, size = _extend(batch.tokens, num_steps), batch.tokens.shape[1]
-    embedded = embedding[tokens].astype(drafter.precision.activations)
+    embedded = embed(embedding, tokens, drafter.precision)
     seen, positions = _seen(batch), _positions(batch)
     output, logits = head.fuse(features), []
     written: list[tuple[KeyValue, ...]] = []
