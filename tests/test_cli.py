@@ -23,7 +23,7 @@ PAIR = ("--target", str(OFFICIAL / "target"), "--drafter", str(OFFICIAL / "eagle
 PROMPT = ("--prompt-ids", "[1, 17, 5, 42]", "--max-new-tokens", "8", "--ignore-eos")
 TREE = ("--tree", "num_nodes=60,max_depth=8,top_k=10")
 COMMANDS = [
-    "generate", "convert", "inspect", "doctor", "bench",
+    "generate", "convert", "inspect", "doctor", "bench", "tune",
     "train", "train corpus", "train target", "train regenerate", "train head",
     "plan speedup", "plan memory", "plan roofline", "plan cost", "plan rollout",
 ]  # fmt: skip
@@ -114,7 +114,7 @@ def test_the_help_of_the_program_lists_the_commands(cli):
     for arguments in ((), ("--help",)):
         code, out, _ = cli(*arguments)
         assert code == 0
-        for command in ("generate", "convert", "inspect", "doctor", "train", "bench", "plan"):
+        for command in ("generate", "convert", "inspect", "doctor", "train", "bench", "tune", "plan"):
             assert re.search(rf"^  {command} ", out, re.MULTILINE)
 
 

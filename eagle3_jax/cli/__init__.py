@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import typer
 
 from eagle3_jax import __version__
-from eagle3_jax.cli import bench, convert, generate, plan, train
+from eagle3_jax.cli import bench, convert, generate, plan, train, tune
 from eagle3_jax.cli._errors import Explained, explain
 
 app = typer.Typer(
@@ -42,6 +42,7 @@ app.command("convert", epilog=convert.CONVERT_EXAMPLE)(convert.convert)
 app.command("inspect", epilog=convert.INSPECT_EXAMPLE)(convert.inspect)
 app.command("doctor", epilog=convert.DOCTOR_EXAMPLE)(convert.doctor)
 app.command("bench", epilog=bench.EXAMPLE)(bench.bench)
+app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
 app.add_typer(train.app, name="train")
 app.add_typer(plan.app, name="plan")
 

@@ -14,7 +14,7 @@ from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.reporting.tables import write_text
 
 if TYPE_CHECKING:
-    from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget
+    from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget, SpeculationSchedule
     from eagle3_jax.types import Drafter
 
 MOST_TOKENS = 1_000_000_000  # limits are 32-bit on the device
@@ -100,6 +100,30 @@ def parse_tree(text: str | None) -> DynamicTree | None:
 
 def _tree_form() -> str:
     return "num_nodes=N,max_depth=G,top_k=K, for example num_nodes=60,max_depth=8,top_k=10"
+
+
+def parse_schedule(text: str | None) -> SpeculationSchedule | None:
+    """``--schedule '[[1,4,5],[5,16,3]]'``, or a JSON file with such a list, as ``eagle3 tune --output`` writes it."""
+    from eagle3_jax import SpeculationSchedule
+
+    if text is None:
+        return None
+    is_file = not text.lstrip().startswith("[")
+    try:
+        value = json.loads(Path(text).read_text(encoding="utf-8") if is_file else text)
+    except ValueError:
+        raise Misuse(f"--schedule {text[:80]!r} is not JSON; expected {_SCHEDULE_FORM}") from None
+    if isinstance(value, dict) and _SCHEDULE_KEY in value:
+        value = value[_SCHEDULE_KEY]
+        if value is None:
+            raise Misuse(f"--schedule {text}: drafting paid at no batch size there; use --drafter none")
+    if not isinstance(value, list):
+        raise Misuse(f"--schedule {text[:80]!r} holds no schedule; expected {_SCHEDULE_FORM}")
+    return SpeculationSchedule.from_lists(value)
+
+
+_SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
+_SCHEDULE_FORM = f"[[first, last, K], ...] such as '[[1,4,5],[5,16,3]]', or a file with it under {_SCHEDULE_KEY}"
 
 
 def parse_ids(text: str) -> list[int]:

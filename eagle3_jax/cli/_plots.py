@@ -14,6 +14,8 @@ from eagle3_jax.analysis.speedup import Rates, rates_for_speedup, speedup, tau_f
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from eagle3_jax.analysis.tune_measure import Tuning
+
 
 def plot_speedup(path: Path, found: Rates, *, num_draft_tokens: int, verify_cost: float, draft_cost: float) -> None:
     """Two maps: the speed-up over ``α`` and ``K``, and the break-even ``α`` over ``v`` and ``K``."""
@@ -54,6 +56,27 @@ def plot_roofline(path: Path, bounds: Sequence[RoundBound], *, tau: float, title
             axes.axvline(largest_batch, color="tab:red", linestyle="dotted", label="memory is full")
         axes.grid(alpha=0.3)
     upper.legend()
+    figure.savefig(path, dpi=150)
+
+
+def plot_tuning(path: Path, found: Tuning, *, title: str) -> None:
+    """The speed-up of every draft over the batch size, with quartiles."""
+    from matplotlib.figure import Figure
+
+    batches = [one.batch for one in found.batches]
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for same in zip(*(one.candidates for one in found.batches), strict=True):
+        shape, gains = same[0].shape, [one.speedup for one in same]
+        spread = [[gain.median - gain.low for gain in gains], [gain.high - gain.median for gain in gains]]
+        label = f"{shape.name}, τ = {shape.mean_acceptance_length:.2f}"
+        axes.errorbar(batches, [gain.median for gain in gains], yerr=spread, marker="o", capsize=3, label=label)
+    axes.axhline(1.0, color="grey", linestyle="dashed", label="plain")
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="batch", ylabel="S = τ / (v + G·c)", title=title, ylim=(0, None))
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.grid(alpha=0.3)
+    axes.legend()
     figure.savefig(path, dpi=150)
 
 

@@ -24,6 +24,7 @@ from eagle3_jax.cli._options import (
     TargetOption,
     check_writable,
     parse_ids,
+    parse_schedule,
     parse_tree,
     read_drafter,
     read_requests,
@@ -80,6 +81,10 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to add.", min=1, max=MOST_TOKENS)] = 128,
     num_speculative_tokens: Annotated[int | None, typer.Option(help="Draft a chain of K tokens.")] = None,
     tree: Annotated[str | None, typer.Option(help="Draft a tree: num_nodes=60,max_depth=8,top_k=10.")] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(help="Draft a chain by how many rows run: '[[1,4,5],[5,16,3]]', or a file of `eagle3 tune`."),
+    ] = None,
     draft_sampling: Annotated[
         Literal["greedy", "probabilistic"] | None,
         typer.Option(help="Draft the likeliest tokens, or draw them at the temperature (chains of a head only)."),
@@ -110,7 +115,7 @@ def generate(
 
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     check_sampling(sampling, 1)
-    shape = parse_tree(tree)
+    shape, lengths = parse_tree(tree), parse_schedule(schedule)
     with _status("loading", quiet=as_json):
         loaded = read_target(target, dtype)
         decoder = SpeculativeDecoder(
@@ -118,6 +123,7 @@ def generate(
             read_drafter(drafter, target=loaded, target_source=target),
             num_speculative_tokens=num_speculative_tokens,
             tree=shape,
+            schedule=lengths,
             draft_sampling=None if draft_sampling is None else DraftSampling(draft_sampling),
             stop_tokens=() if ignore_eos else None,
         )

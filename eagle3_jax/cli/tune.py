@@ -1,0 +1,270 @@
+"""``eagle3 tune``: how much to draft at which batch size, on this machine, for these prompts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eagle3_jax.cli._compiled import CompilationCacheOption, keep_compiled_programs
+from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.cli._options import (
+    DrafterOption,
+    DtypeOption,
+    JsonOption,
+    Request,
+    TargetOption,
+    check_writable,
+    parse_tree,
+    read_drafter,
+    read_requests,
+    read_target,
+    write_json,
+)
+from eagle3_jax.cli._planning import PlotOption, check_plot
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from eagle3_jax import LoadedTarget
+    from eagle3_jax.analysis.tune import BatchTuning, Candidate
+    from eagle3_jax.analysis.tune_measure import Check, Tuning
+
+EXAMPLE = "Example: eagle3 tune --batch-sizes 1,4,16 --chains 1-5 --output schedule.json"
+
+_LARGEST_BATCH = 4096
+_WIDTH = 120
+
+
+def tune(
+    *,
+    target: TargetOption = None,
+    drafter: DrafterOption = None,
+    dtype: DtypeOption = "mixed",
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSONL file of prompts like yours; the bundled pair's code prompts if left out.")
+    ] = None,
+    max_prompts: Annotated[int, typer.Option(help="Most prompts that acceptance is measured on.", min=1)] = 8,
+    batch_sizes: Annotated[str, typer.Option(help="Rows decoded at once: '1,4,16' or '1-4'.")] = "1,4,16",
+    chains: Annotated[str, typer.Option(help="Chain lengths K: '1-7' or '1,3,5'.")] = "1-5",
+    tree: Annotated[
+        list[str] | None, typer.Option(help="A tree as well: num_nodes=60,max_depth=8,top_k=10; may be repeated.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens written for each prompt.", min=2, max=100_000)] = 64,
+    repeats: Annotated[int, typer.Option(help="Interleaved measurements of every cost.", min=1)] = 5,
+    check: Annotated[bool, typer.Option(help="Run the fastest draft against plain decoding at the end.")] = True,
+    output: Annotated[Path | None, typer.Option(help="Write schedule and measurements to this JSON file.")] = None,
+    plot: PlotOption = None,
+    compilation_cache: CompilationCacheOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure what drafts cost and how much is accepted, and choose the best K for every batch size.
+
+    Prints a schedule in vLLM's form, num_speculative_tokens_per_batch_size, which `eagle3 generate --schedule` takes
+    too, the acceptance at which each choice breaks even, and whether a run came out as predicted.
+    """
+    sizes, lengths = _numbers(batch_sizes, "--batch-sizes"), _numbers(chains, "--chains")
+    if max(sizes) > _LARGEST_BATCH:
+        raise Misuse(f"--batch-sizes {batch_sizes!r}: expected at most {_LARGEST_BATCH} rows")
+    if max(lengths) >= max_new_tokens:
+        raise Misuse(
+            f"--chains {chains!r}: a chain of {max(lengths)} does not fit --max-new-tokens {max_new_tokens}, the first "
+            f"of which is the prefill's; expected chains of 1 to {max_new_tokens - 1}"
+        )
+    if drafter == "none":
+        raise Misuse("--drafter none drafts nothing, so there is nothing to tune; name a head or 'ngram'")
+    check_writable(output)
+    check_plot(plot)
+    if plot is not None:
+        import matplotlib.figure  # noqa: F401  # where it is missing, that is said before minutes of measuring
+    requests = _requests(prompts, max_prompts)
+    keep_compiled_programs(compilation_cache)
+
+    from eagle3_jax.analysis import tune_measure
+    from eagle3_jax.cli._hardware import hardware
+    from eagle3_jax.cli.bench import _activity
+
+    trees = [shape for shape in map(parse_tree, tree or []) if shape is not None]
+    with _activity() as say:
+        say("loading")
+        loaded = read_target(target, dtype)
+        ids = [_encoded(loaded, request, max_new_tokens) for request in requests]
+        head = read_drafter(drafter, target=loaded, target_source=target)
+        assert head is not None
+        found = tune_measure.tune(
+            loaded,
+            head,
+            ids,
+            batches=sizes,
+            chains=lengths,
+            trees=trees,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            check=check,
+            on_progress=say,
+        )
+    written = {"hardware": hardware(), "dtype": dtype, **found.to_json()}
+    if output is not None:
+        write_json(output, written)
+    if plot is not None:
+        from eagle3_jax.cli._plots import plot_tuning
+
+        plot_tuning(plot, found, title=hardware())
+    if as_json:
+        typer.echo(json.dumps(written))
+    else:
+        _print(found, f"{hardware()}; {dtype}, greedy")
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    """``1-7`` or ``1,3,5``, in ascending order, each once."""
+    try:
+        first, dash, last = text.partition("-")
+        if dash and int(last) > _LARGEST_BATCH:
+            raise Misuse(f"{option} {text!r}: expected numbers up to {_LARGEST_BATCH}")
+        found = range(int(first), int(last) + 1) if dash else [int(part) for part in text.split(",")]
+    except ValueError as error:
+        if isinstance(error, Misuse):
+            raise
+        found = []
+    if not found or min(found) < 1:
+        raise Misuse(f"{option} {text!r}: expected whole numbers from 1 on, such as '1-7' or '1,3,5'")
+    return sorted(set(found))
+
+
+def _requests(path: Path | None, most: int) -> list[Request]:
+    from eagle3_jax.sources import bundled
+
+    if path is not None:
+        return read_requests(path, 1)[:most]
+    rows = [json.loads(line) for line in bundled("prompts.jsonl").read_text(encoding="utf-8").split("\n") if line]
+    texts = [row["prompt"] for row in rows if row["kind"] == "code"]
+    # Spread over all of them: neighbours are of one file, and written alike.
+    return [Request(text, 1) for text in texts[:: max(1, len(texts) // most)][:most]]
+
+
+def _encoded(target: LoadedTarget, request: Request, max_new_tokens: int) -> list[int]:
+    from eagle3_jax import SpeculativeDecoder
+
+    try:
+        ids = SpeculativeDecoder(target).encode(request.prompt)
+    except ValueError as error:
+        raise Misuse(f"{request.where}{error}") from None
+    if len(ids) + max_new_tokens > target.max_positions:
+        raise Misuse(
+            f"{request.where}the prompt has {len(ids)} tokens and with --max-new-tokens {max_new_tokens} exceeds the "
+            f"target's {target.max_positions} positions; lower --max-new-tokens"
+        )
+    return ids
+
+
+def _print(found: Tuning, setting: str) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, width=max(Console().width, _WIDTH))
+    prompts = f"{found.num_prompts} prompt{'s' if found.num_prompts > 1 else ''}"
+    amount = f"{prompts} x {found.max_new_tokens} new tokens, {found.repeats} interleaved repeats"
+    console.print(f"{setting}; {amount}\n")
+    console.print(_speedups(found))
+    console.print(_NOTES)
+    console.print(_break_evens(found))
+    console.print()
+    console.print(_rules(found))
+    console.print()
+    for one in found.checks:
+        console.print(_checked(one), soft_wrap=True)
+    _print_schedule(console, found)
+
+
+_NOTES = """
+S = τ / (v + G·c) with quartiles, * the choice. τ: tokens per round, measured with each draft by itself; it does not
+change with the batch. v, c: a verification and a draft step in plain steps. A shorter draft, or none, is chosen where
+the difference is within the spread.
+"""
+
+
+def _table(*titles: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in titles:
+        table.add_column(title, no_wrap=True)
+    return table
+
+
+def _speedups(found: Tuning) -> Table:
+    table = _table("draft", "τ", *(f"batch {one.batch}" for one in found.batches))
+    for row, first in enumerate(found.batches[0].candidates):
+        cells = [_gain(one, one.candidates[row]) for one in found.batches]
+        table.add_row(first.shape.name, f"{first.shape.mean_acceptance_length:.2f}", *cells)
+    table.add_row("plain", "", *(f"1{'' if one.best else ' *'}" for one in found.batches))
+    return table
+
+
+def _gain(where: BatchTuning, one: Candidate) -> str:
+    gain = one.speedup
+    return f"{gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f}){' *' if one is where.best else ''}"
+
+
+def _break_evens(found: Tuning) -> Table:
+    from eagle3_jax.analysis.tune import break_even
+
+    rates = ("draft acceptance rate", "conditional acceptance rate")
+    table = _table("batch", "plain step", "chain", "v", "c", "breaks even at τ", *rates)
+    of = "{:.2f}, is {:.2f}".format
+    for one in found.batches:
+        chains = [candidate for candidate in one.candidates if candidate.shape.is_chain]
+        chain = one.best_chain or max(chains, key=lambda candidate: candidate.speedup.median)
+        level = break_even(chain)
+        needed, measured = level.needed, level.measured
+        table.add_row(
+            str(one.batch),
+            f"{1e3 * one.plain_step.median:.2f} ms",
+            chain.shape.name,
+            f"{chain.verify_cost:.2f}",
+            f"{chain.draft_cost:.3f}",
+            of(level.mean_acceptance_length, measured.mean_acceptance_length),
+            "never" if needed is None else of(needed.draft_acceptance_rate, measured.draft_acceptance_rate),
+            "" if needed is None else of(needed.conditional_acceptance_rate, measured.conditional_acceptance_rate),
+        )
+    return table
+
+
+def _rules(found: Tuning) -> Table:
+    from eagle3_jax.analysis.tune import rules_of_thumb
+
+    table = _table("rule of thumb", "batch", "it says", "measured", "")
+    rules = [rule for one in found.batches for rule in rules_of_thumb(one)]
+    for rule in sorted(rules, key=lambda rule: rule.rule):
+        verdict = "agrees" if rule.agrees else "disagrees"
+        table.add_row(rule.rule, str(rule.batch), rule.rule_says, rule.measured, verdict)
+    return table
+
+
+def _checked(one: Check) -> str:
+    part = "" if one.rows_running > 0.999 else f" = {one.speedup:.2f} x {one.rows_running:.2f} of the rows running"
+    return (
+        f"checked at batch {one.batch}, {one.shape}: predicted {one.predicted:.2f}{part}; "
+        f"measured {one.measured.median:.2f} ({one.measured.low:.2f}-{one.measured.high:.2f})"
+    )
+
+
+def _print_schedule(console: Console, found: Tuning) -> None:
+    schedule = found.schedule
+    if schedule is None:
+        console.print("\nNo chain pays at any of these batch sizes: decode plainly. There is no schedule.")
+        return
+    lists = schedule.to_lists()
+    console.print("\nschedule of chains (for vLLM's --speculative-config, beside method and model):")
+    keys = {"num_speculative_tokens": schedule.max_length, "num_speculative_tokens_per_batch_size": lists}
+    console.print(json.dumps(keys), soft_wrap=True, markup=False)
+    line = json.dumps(lists, separators=(",", ":"))
+    console.print(f"eagle3 generate --schedule '{line}'", soft_wrap=True, markup=False)
+    for one in found.batches:
+        if one.best is not None and not one.best.shape.is_chain:
+            console.print(
+                f"At batch {one.batch} the {one.best.shape.name} is faster; a schedule, like vLLM, holds chains only."
+            )
