@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from eagle3_jax import loop as loops
-from eagle3_jax.analysis.bench import StepCosts, step_costs
+from eagle3_jax.analysis.step_costs import StepCosts, step_costs
 from eagle3_jax.analysis.timing import Spread
 from eagle3_jax.analysis.tune import BatchTuning, Candidate, Shape, break_even, rules_of_thumb, schedule_of
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
@@ -213,7 +213,9 @@ def _shape(name: str, decoder: SpeculativeDecoder, batches: list[list[list[int]]
         num_draft_steps=decoder.loop.drafter.max_depth,
         is_chain=decoder.loop.is_chain,
         mean_acceptance_length=1.0 + int(stats.num_accepted_tokens) / rounds,
-        acceptance_per_position=tuple(float(count) / rounds for count in stats.num_accepted_tokens_per_pos),
+        acceptance_per_position=tuple(
+            float(count) / rounds for count in np.atleast_1d(stats.num_accepted_tokens_per_pos)
+        ),
     )
 
 
