@@ -193,7 +193,7 @@ def prompts(tmp_path):
 def test_the_command_writes_what_generate_reads(capsys, tmp_path, prompts, monkeypatch):
     output, cache = tmp_path / "tuned.json", ("--compilation-cache", "none")
     # The random head of this pair is never worth its cost, so the costs are not left to the machine.
-    monkeypatch.setattr(tune_measure, "step_costs", lambda *_, **__: tune_measure.StepCosts(1.0, 0.0))
+    monkeypatch.setattr(tune_measure, "step_costs", lambda *_, **__: tune_measure.StepCosts(1.0, 0.0, 0.0))
     monkeypatch.setattr(
         tune_measure.Candidate, "of", lambda shape, **_: gains(0, 2.0 / shape.num_draft_tokens, shape=shape)
     )
