@@ -172,6 +172,8 @@ def test_what_is_simulated_says_so_everywhere(tmp_path: Path):
 def test_without_the_extra_the_page_is_left_out_and_the_rest_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ):
+    for needed in ("jinja2", "matplotlib"):
+        pytest.importorskip(needed)
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, "eagle3_jax.reporting.drawing", raising=False)
     reason = write(findings_of(report_of(*CHAINS)), tmp_path)
