@@ -73,7 +73,7 @@ class Tuning:
         return schedule_of([(batch, chain.shape.num_draft_tokens if chain else 0) for batch, chain in best])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers; ``speculative_config`` has the two keys that vLLM takes."""
+        """Plain numbers; the first two are keys of vLLM's ``--speculative-config``."""
         schedule = self.schedule
         return {
             "num_speculative_tokens_per_batch_size": None if schedule is None else schedule.to_lists(),
