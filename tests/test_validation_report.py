@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import eagle3_jax.cli  # noqa: F401 (what is first imported inside a run of pytest is forgotten after it, its types too)
 from eagle3_jax.reporting.environment import committable, environment, sha256_of, sha256_of_prompts
-from validation import report as module
 from validation.levels import LEVELS
 from validation.report import Check, Plot, Report, Table, Verdict, compare, load, main
 
@@ -152,7 +152,7 @@ def test_reading_gives_what_was_written(rich: Report) -> None:
 
 def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_of(PASSED).write(tmp_path)
-    monkeypatch.setattr(module.os, "replace", lambda *paths: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(Path, "replace", lambda *paths: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         run_of(FAILED).write(tmp_path)
     assert load(tmp_path)["L5"].verdict == PASSED

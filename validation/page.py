@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from eagle3_jax.reporting import drawing
+from eagle3_jax.reporting.drawing import render as fill_in
 from validation.report import Report, Verdict
 
 # A colour is never alone: each verdict has a sign and its word.
@@ -14,4 +14,4 @@ SIGNS = {Verdict.PASSED: "✓", Verdict.FAILED: "✗", Verdict.PARTLY: "◐", Ve
 def render(report: Report) -> str:
     """The whole page."""
     template = Path(__file__).with_name("report.html.jinja")
-    return drawing.render(template, report=report, signs=SIGNS, Verdict=Verdict)
+    return fill_in(template, report=report, signs=SIGNS, Verdict=Verdict)

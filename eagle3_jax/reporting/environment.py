@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("eagle3-jax", "jax", "jaxlib", "flax", "numpy", "scipy", "torch", "transformers")
@@ -126,7 +127,7 @@ def sha256_of(path: str | Path) -> str:
     return whole.hexdigest()
 
 
-def sha256_of_prompts(prompts: Sequence[str | Sequence[int]]) -> str:
+def sha256_of_prompts(prompts: Sequence[str | Sequence[int] | np.ndarray]) -> str:
     """One hash of prompts, in their order, as text or as token ids."""
     whole = hashlib.sha256()
     for prompt in prompts:

@@ -11,6 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+Values = Sequence[Any] | np.ndarray
+
 
 @dataclasses.dataclass
 class Table:
@@ -40,14 +44,14 @@ class Plot:
         kind: ``line``, ``bar`` or ``scatter``.
         x_label: With its unit.
         y_label: With its unit.
-        series: Name to ``(xs, ys)``; ``xs`` may be names.
+        series: Name to ``(xs, ys)``; ``xs`` may be names, and ``ys`` have gaps (``None``).
     """
 
     title: str
     kind: str
     x_label: str
     y_label: str
-    series: dict[str, tuple[list[Any], list[float]]]
+    series: Mapping[str, tuple[Values, Values]]
 
     def __post_init__(self) -> None:
         if self.kind not in ("line", "bar", "scatter"):
