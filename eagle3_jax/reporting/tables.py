@@ -7,13 +7,11 @@ import csv
 import dataclasses
 import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-Values = Sequence[Any] | np.ndarray
+Values = Collection[Any]  # a list or an array
 
 
 @dataclasses.dataclass
