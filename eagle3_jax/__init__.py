@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from eagle3_jax.loop import GenerationState, LoopParams, Prompts, Round, SpeculativeLoop
     from eagle3_jax.sampling import DraftSampling, Warping, probabilities
     from eagle3_jax.schedule import SpeculationSchedule
+    from eagle3_jax.simulated import SimulatedAcceptance
     from eagle3_jax.stats import SpeculationStats
     from eagle3_jax.tree import Chain, DynamicTree, StaticTree
     from eagle3_jax.types import (
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
         TargetOutput,
         Verdict,
     )
-    from eagle3_jax.verify import SimulatedAcceptance, verify, verify_greedy
+    from eagle3_jax.verify import verify, verify_greedy
 
 __version__ = "0.1.0"
 
@@ -87,10 +88,11 @@ _NAMES = {
     "loop": "GenerationState LoopParams Prompts Round SpeculativeLoop",
     "sampling": "DraftSampling Warping probabilities",
     "schedule": "SpeculationSchedule",
+    "simulated": "SimulatedAcceptance",
     "stats": "SpeculationStats",
     "tree": "Chain DynamicTree StaticTree",
     "types": "Draft Drafter FinishReason Observation SamplingParams TargetModel TargetOutput Verdict",
-    "verify": "SimulatedAcceptance verify verify_greedy",
+    "verify": "verify verify_greedy",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -19,10 +19,10 @@ from eagle3_jax.drafters.silent import Silent
 from eagle3_jax.loop import GenerationState, LoopParams, Prompts, Round, SpeculativeLoop, Stage
 from eagle3_jax.sampling import DraftSampling, Warping, row_keys
 from eagle3_jax.schedule import SpeculationSchedule
+from eagle3_jax.simulated import SimulatedAcceptance
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
 from eagle3_jax.types import Drafter, FinishReason, SamplingParams, TargetModel, per_row
-from eagle3_jax.verify import SimulatedAcceptance
 
 Prompt = str | Sequence[int]
 

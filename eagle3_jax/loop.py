@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int, Key
 from eagle3_jax.cache import KVCache
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.sampling import Warping, draw, keys_at, probabilities, uniforms
+from eagle3_jax.simulated import SimulatedAcceptance
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.tree import ancestor_mask, depths
 from eagle3_jax.types import (
@@ -28,7 +29,7 @@ from eagle3_jax.types import (
     TargetOutput,
     Verdict,
 )
-from eagle3_jax.verify import SimulatedAcceptance, verify, verify_greedy
+from eagle3_jax.verify import verify, verify_greedy
 
 # What a row's randomness at one position is used for.
 _DRAFT, _VERIFY, _SIMULATE = 0, 1, 2

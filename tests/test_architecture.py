@@ -17,7 +17,7 @@ LAYERS = (
     ("cache", "models.config", "sources"),
     ("types",),
     ("tree", "sampling", "schedule"),
-    ("stats", "verify"),
+    ("simulated", "stats", "verify"),
     ("models",),
     ("drafters",),
     ("loop",),

@@ -52,26 +52,30 @@ def _by_name(accelerators: Iterable[Accelerator]) -> dict[str, Accelerator]:
     return {accelerator.name.lower(): accelerator for accelerator in accelerators}
 
 
+_NVIDIA = "https://www.nvidia.com/en-us/data-center"
+_AMD = "https://www.amd.com/en/products/accelerators/instinct/mi300"
+_GOOGLE = "https://docs.cloud.google.com/tpu/docs"
+
 # Datasheets print peaks for 2:4 sparse matrices beside or instead of the dense ones; these are dense.
 KNOWN_ACCELERATORS = _by_name(
     [
-        _of("B200", 180.0, 8.0, 2250.0, 4500.0, "NVIDIA DGX B200 datasheet, an eighth of the system"),
-        _of("H200", 141.0, 4.8, 989.0, 1979.0, "NVIDIA H200 datasheet, SXM"),
-        _of("H100", 80.0, 3.35, 989.0, 1979.0, "NVIDIA H100 datasheet, SXM5"),
-        _of("H100-NVL", 94.0, 3.9, 835.0, 1671.0, "NVIDIA H100 datasheet, NVL"),
+        _of("B200", 180.0, 8.0, 2250.0, 4500.0, f"NVIDIA DGX B200, an eighth of the system: {_NVIDIA}/dgx-b200/"),
+        _of("H200", 141.0, 4.8, 989.0, 1979.0, f"NVIDIA H200 datasheet, SXM: {_NVIDIA}/h200/"),
+        _of("H100", 80.0, 3.35, 989.0, 1979.0, f"NVIDIA H100 datasheet, SXM5: {_NVIDIA}/h100/"),
+        _of("H100-NVL", 94.0, 3.9, 835.0, 1671.0, f"NVIDIA H100 datasheet, NVL: {_NVIDIA}/h100/"),
         _of("H100-PCIe", 80.0, 2.0, 756.0, 1513.0, "NVIDIA H100 datasheet (first edition), PCIe"),
-        _of("A100-80GB", 80.0, 2.039, 312.0, None, "NVIDIA A100 datasheet, 80 GB SXM4"),
-        _of("A100-40GB", 40.0, 1.555, 312.0, None, "NVIDIA A100 datasheet, 40 GB SXM4"),
-        _of("L40S", 48.0, 0.864, 362.0, 733.0, "NVIDIA L40S datasheet"),
-        _of("L4", 24.0, 0.3, 121.0, 242.0, "NVIDIA L4 datasheet, half of the sparse peaks"),
+        _of("A100-80GB", 80.0, 2.039, 312.0, None, f"NVIDIA A100 datasheet, 80 GB SXM4: {_NVIDIA}/a100/"),
+        _of("A100-40GB", 40.0, 1.555, 312.0, None, f"NVIDIA A100 datasheet, 40 GB SXM4: {_NVIDIA}/a100/"),
+        _of("L40S", 48.0, 0.864, 362.0, 733.0, f"NVIDIA L40S datasheet: {_NVIDIA}/l40s/"),
+        _of("L4", 24.0, 0.3, 121.0, 242.0, f"NVIDIA L4 datasheet, half of the sparse peaks: {_NVIDIA}/l4/"),
         _of("RTX-5090", 32.0, 1.792, 209.5, 419.0, "NVIDIA RTX Blackwell whitepaper, sums in float32"),
         _of("RTX-4090", 24.0, 1.008, 165.2, 330.3, "NVIDIA Ada whitepaper, sums in float32"),
         _of("RTX-3090", 24.0, 0.936, 71.0, None, "NVIDIA GA102 whitepaper, sums in float32"),
-        _of("MI300X", 192.0, 5.3, 1307.4, 2614.9, "AMD Instinct MI300X datasheet"),
-        _of("MI325X", 256.0, 6.0, 1307.4, 2614.9, "AMD Instinct MI325X datasheet"),
-        _of("TPU-v5e", 16.0, 0.819, 197.0, None, "Google Cloud documentation, TPU v5e"),
-        _of("TPU-v5p", 95.0, 2.765, 459.0, None, "Google Cloud documentation, TPU v5p"),
-        _of("TPU-v6e", 32.0, 1.64, 918.0, None, "Google Cloud documentation, TPU v6e"),
+        _of("MI300X", 192.0, 5.3, 1307.4, 2614.9, f"AMD Instinct MI300X datasheet: {_AMD}/mi300x.html"),
+        _of("MI325X", 256.0, 6.0, 1307.4, 2614.9, f"AMD Instinct MI325X datasheet: {_AMD}/mi325x.html"),
+        _of("TPU-v5e", 16.0, 0.819, 197.0, None, f"Google Cloud documentation: {_GOOGLE}/v5e"),
+        _of("TPU-v5p", 95.0, 2.765, 459.0, None, f"Google Cloud documentation: {_GOOGLE}/v5p"),
+        _of("TPU-v6e", 32.0, 1.6, 918.0, None, f"Google Cloud documentation: {_GOOGLE}/v6e"),
     ]
 )
 

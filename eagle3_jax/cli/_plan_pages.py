@@ -252,7 +252,7 @@ def print_bounds(result: dict[str, Any], deployment: Deployment) -> None:
     ]
     titles = ("batch", "GB", "GFLOP", "plain ms", "tokens/s", "verify ms", "v", "c", "speculative", "S", "")
     print_table(titles, rows)
-    say(f"\n{deployment.accelerator.source}. Memory holds {batch_text(result['largest_batch'])} such sequences.")
+    say(f"\n{deployment.accelerator.source}\nMemory holds {batch_text(result['largest_batch'])} such sequences.")
     if deployment.head is not None:
         least = result["break_even_batch"]
         where = "at every batch" if least is None else f"below batch {least:,}; a real engine stops earlier"

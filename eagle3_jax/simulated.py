@@ -1,0 +1,77 @@
+"""Acceptance by dice, to measure the speed of a shape without trained weights: not lossless."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle3_jax.tree import ancestor_mask, depths
+from eagle3_jax.types import Draft
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulatedAcceptance:
+    """Not lossless: drafts are accepted by dice, whatever the target wants, to measure speed without trained weights.
+
+    What a round costs does not depend on which tokens it accepts, only on how many, so a model of random weights is
+    as fast as the real one would be at the same acceptance. vLLM calls this ``synthetic``; its text means nothing.
+
+    Attributes:
+        rates: Per depth, the share of rounds that accept the draft token there and all before it; not increasing.
+    """
+
+    rates: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        ordered = all(before >= after for before, after in zip((1.0, *self.rates), (*self.rates, 0.0), strict=True))
+        if not self.rates or not ordered:
+            raise ValueError(
+                f"simulated acceptance rates are {self.rates}; expected one for each depth, from 1 down to 0, none "
+                "above the one before it"
+            )
+
+    @classmethod
+    def of_conditional_rate(cls, rate: float | int, max_depth: int) -> SimulatedAcceptance:
+        """Every draft token is accepted with probability ``rate`` once all before it were: ``rate ** depth``."""
+        if not 0 <= rate <= 1:
+            raise ValueError(f"the simulated conditional acceptance rate is {rate:g}; expected 0 to 1")
+        return cls(tuple(rate ** (depth + 1) for depth in range(max_depth)))
+
+    @classmethod
+    def of_length(cls, length: float | int, max_depth: int) -> SimulatedAcceptance:
+        """A mean acceptance length ``τ`` with the least variance: 1, 1, ..., a fraction, 0."""
+        if not 1 <= length <= max_depth + 1:
+            raise ValueError(
+                f"the simulated acceptance length is {length:g}; drafts of depth {max_depth} allow 1 to "
+                f"{max_depth + 1}, the token after them included"
+            )
+        return cls(tuple(float(min(max(length - 1 - depth, 0), 1)) for depth in range(max_depth)))
+
+    def choose(self, draft: Draft, dice: Float[Array, " B"]) -> Bool[Array, "B N"]:
+        """Which nodes are to be accepted: the path to the deepest one, as far as a row's uniform allows."""
+        mask = ancestor_mask(draft.parents, len(self.rates))
+        depth = depths(mask)
+        deepest = jnp.argmax(jnp.where(draft.valid, depth, -1), axis=1)
+        path = jnp.take_along_axis(mask, deepest[:, None, None], axis=1)[:, 0]
+        count = jnp.sum(dice[:, None] < jnp.asarray(self.rates), axis=1)
+        return path & (depth <= count[:, None])
+
+    def steer_greedy(self, draft: Draft, wanted: Int[Array, "B N"], dice: Float[Array, " B"]) -> tuple[Draft, Array]:
+        """Arguments with which :func:`~eagle3_jax.verify_greedy` accepts what :meth:`choose` chose, at its cost."""
+        chosen = self.choose(draft, dice)
+        rows = jnp.arange(wanted.shape[0])[:, None]
+        parents = jnp.where(chosen & (draft.parents >= 0), draft.parents, wanted.shape[1])
+        return (
+            draft.replace(valid=chosen),  # type: ignore[attr-defined]
+            wanted.at[rows, parents].set(draft.tokens, mode="drop"),
+        )
+
+    def steer(self, draft: Draft, probs: Float[Array, "B N V"], dice: Float[Array, " B"]) -> tuple[Draft, Array]:
+        """Arguments with which :func:`~eagle3_jax.verify` accepts what :meth:`choose` chose, at its cost."""
+        none = jnp.full(draft.tokens.shape, -1, jnp.int32)
+        steered, wanted = self.steer_greedy(draft, none, dice)
+        certain = jax.nn.one_hot(wanted, probs.shape[-1], dtype=probs.dtype)
+        return steered, jnp.where(wanted[:, :, None] >= 0, certain, probs)
