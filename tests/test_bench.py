@@ -68,8 +68,8 @@ def test_ratios_are_paired_by_repeat_and_taken_against_the_fastest_plain_run():
     assert rows["plain slow"].ratio.median == 0.25
     assert rows["ours"].total_tokens_per_second.median == 2.5  # 5 tokens in 1 + 1 seconds
     assert rows["ours"].total_ratio.median == 1.5  # (1 + 2) / (1 + 1)
-    assert rows["ours"].same_output is False
-    assert rows["plain slow"].same_output is True
+    assert rows["ours"].same_texts == 0
+    assert rows["plain slow"].same_texts == 1
     assert rows["ours"].verify_cost is None
 
 
@@ -118,7 +118,7 @@ def test_a_decoder_is_measured_on_what_it_would_generate(target, decoder):
     assert row.acceptance.conditional == stats.conditional_acceptance_rate
     assert row.lossless
     assert row.chunk.p50 > 0
-    assert row.same_output is True
+    assert row.same_texts == len(prompts)
     assert row.num_draft_steps == 3
     assert row.predicted_ratio == stats.mean_acceptance_length / (row.verify_cost + 3 * row.draft_cost)
     assert report.rows[0].num_draft_steps == 0
@@ -307,7 +307,7 @@ def test_simulated_acceptance_is_marked_and_not_compared(target):
     contenders = [plain, DecoderContender("chain", "float32", decoder)]
     report = measure(contenders, [[1, 2, 3]], max_new_tokens=16, repeats=1, baselines=["plain"], cost_rounds=0)
     assert [row.lossless for row in report.rows] == [True, False]
-    assert report.rows[1].same_output is None
+    assert report.rows[1].same_texts is None
     assert report.rows[1].acceptance.mean_acceptance_length == 3.0
 
 

@@ -51,7 +51,7 @@ def row(name: str, speed: float, **more: object) -> Row:
         "chunk": None,
         "bandwidth_share": 0.5,
         "compile_seconds": 3.0,
-        "same_output": True,
+        "same_texts": 2,
         "repeatable": True,
         "tasks": [TaskRow(task="code", num_prompts=3, ratio=Interval(2.0, 1.5, 2.5), acceptance=accepted)],
     }
@@ -85,7 +85,7 @@ def test_the_speed_table_by_hand():
     cells = dict(zip(table.columns, table.rows[2], strict=True))
     assert cells == {
         "method": "chain K=2", "dtype": "float32", "tokens/s": "200.0", "ratio": "2.00 (1.75-2.25)",
-        "95 %": "[1.50-2.50]", "τ": "2.25", "total": "100.0", "total ratio": "2.00", "roofline": "50%", "same": "yes",
+        "95 %": "[1.50-2.50]", "τ": "2.25", "total": "100.0", "total ratio": "2.00", "roofline": "50%", "same": "2/3",
         "compile": "3.0 s", "cost of 1M": "10",
     }  # fmt: skip
 
@@ -158,7 +158,7 @@ def test_every_plot_is_drawn_into_the_page(tmp_path: Path):
 def test_what_is_simulated_says_so_everywhere(tmp_path: Path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")
-    lossy = row("chain K=2 (simulated, not lossless)", 2.0, lossless=False, same_output=None)
+    lossy = row("chain K=2 (simulated, not lossless)", 2.0, lossless=False, same_texts=None)
     findings = findings_of(report_of(PLAIN, lossy))
     assert "not lossless" in speed_table(findings.reports[0], None).rows[1]
     write(findings, tmp_path)
@@ -251,7 +251,7 @@ def test_the_command_measures_every_method_and_writes_it_all(capsys, tmp_path: P
     assert names == ["plain float32", "chain K=1", "tree N=4 G=2", "n-gram K=2"]
     assert [row["name"] for row in two["rows"]] == names
     assert (one["batch_size"], two["batch_size"], one["num_prompts"]) == (1, 2, 2)
-    assert all(row["same_output"] and row["lossless"] for row in one["rows"])
+    assert all(row["same_texts"] == 2 and row["lossless"] for row in one["rows"])
     assert all(0 < row["bandwidth_share"] < 1 for row in one["rows"])
     assert one["rows"][1]["chunk"]["p50"] > 0
     assert [task["task"] for task in one["rows"][1]["tasks"]] == ["prompts", "other"]

@@ -89,7 +89,7 @@ class Row:
         bandwidth_share: Bytes per second that it reads at least, over what the device was measured to read at most;
             above 1 the measurement is wrong. ``None`` where its rounds are unknown or no ceiling was measured.
         compile_seconds: Of all programs, apart from every other number.
-        same_output: Whether its tokens equal those of plain decoding in the same precision; ``None`` if there is none.
+        same_texts: How many texts equal those of plain decoding in the same precision; ``None`` if there is none.
         repeatable: Whether every repeat wrote the same tokens.
         tasks: The same by task.
     """
@@ -115,7 +115,7 @@ class Row:
     chunk: Latency | None
     bandwidth_share: float | None
     compile_seconds: float
-    same_output: bool | None
+    same_texts: int | None
     repeatable: bool
     tasks: list[TaskRow]
 
@@ -243,7 +243,6 @@ def row_of(
     verify, draft = (None, None) if costs is None else (costs.verify_seconds / step, costs.draft_seconds / step)
     tau = 1.0 if acceptance is None else acceptance.mean_acceptance_length
     written = [[run.tokens for run in passed] for passed in runs]
-    comparable = plain_output is not None and contender.lossless
     return Row(
         name=contender.name,
         dtype=contender.dtype,
@@ -272,7 +271,7 @@ def row_of(
         chunk=Latency.of(measured.chunks) if measured.chunks else None,
         bandwidth_share=bandwidth_share,
         compile_seconds=measured.compile_seconds,
-        same_output=written[0] == plain_output if comparable else None,
+        same_texts=None if plain_output is None or not contender.lossless else _equal(written[0], plain_output),
         repeatable=all(passed == written[0] for passed in written),
         tasks=_task_rows(measured, plain, tasks),
     )
@@ -282,6 +281,12 @@ def acceptance_of(measured: Measured) -> Acceptance | None:
     """Of the first repeat; greedy decoding accepts the same in every other."""
     stats = [run.stats for run in measured.runs[0] if run.stats is not None]
     return Acceptance.of(SpeculationStats.merge(stats)) if measured.contender.drafts and stats else None
+
+
+def _equal(ours: list[list[Tokens]], theirs: list[list[Tokens]]) -> int:
+    """Texts that are the same in both, batch by batch and row by row."""
+    pairs = [pair for batches in zip(ours, theirs, strict=True) for pair in zip(*batches, strict=True)]
+    return sum(mine == other for mine, other in pairs)
 
 
 def _quotients(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:

@@ -20,7 +20,7 @@ geometric mean over prompts of their ratios of time per token, with its interval
 τ: tokens per round, 1 + accepted / drafts. v: verification over the baseline's step. c: one draft step over it.
 S: the ratio predicted by τ / (v + G·c), G draft steps a round; v and c are measured apart from the runs.
 roofline: what it reads at least over what this device was measured to read at most; above 100 % the run fails.
-same: the same tokens as plain decoding in that row's precision (bfloat16 sums may differ between block shapes).
+same: texts with the tokens of plain decoding in that row's precision (near ties may fall differently in blocks).
 Warm-up and compilation are excluded; compile is their time for all programs of a row. Stop tokens are ignored.
 TTFT: time to first token. TPOT: time per token after it. chunk: waits between chunks of a stream, a round each, driven
 by the host in runs of their own. commit: the part of verification that writes the cache.
@@ -44,14 +44,14 @@ def speed_table(report: Report, price_per_hour: float | None) -> Table:
         columns.append("cost of 1M")
     rows = []
     for row in report.rows:
-        cells = _speed_cells(row, is_baseline=row.name == report.baseline)
+        cells = _speed_cells(row, report.num_prompts, is_baseline=row.name == report.baseline)
         if price_per_hour is not None:
             cells.append(f"{cost_per_million_tokens(row.total_tokens_per_second.median, price_per_hour):.3g}")
         rows.append(cells)
     return Table(f"Speed at batch {report.batch_size}", columns, rows)
 
 
-def _speed_cells(row: Row, *, is_baseline: bool) -> list[Any]:
+def _speed_cells(row: Row, num_prompts: int, *, is_baseline: bool) -> list[Any]:
     return [
         row.name,
         row.dtype,
@@ -62,7 +62,7 @@ def _speed_cells(row: Row, *, is_baseline: bool) -> list[Any]:
         f"{row.total_tokens_per_second.median:.1f}",
         "" if is_baseline else f"{row.total_ratio.median:.2f}",
         "" if row.bandwidth_share is None else f"{row.bandwidth_share:.0%}",
-        "not lossless" if not row.lossless else {None: "", True: "yes", False: "no"}[row.same_output],
+        "not lossless" if not row.lossless else "" if row.same_texts is None else f"{row.same_texts}/{num_prompts}",
         f"{row.compile_seconds:.1f} s" if row.compile_seconds else "",
     ]
 
