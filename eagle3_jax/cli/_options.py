@@ -126,6 +126,23 @@ _SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
 _SCHEDULE_FORM = f"[[first, last, K], ...] such as '[[1,4,5],[5,16,3]]', or a file with it under {_SCHEDULE_KEY}"
 
 
+def parse_numbers(text: str, option: str, *, least: int = 1, most: int = 100_000, or_none: bool = False) -> list[int]:
+    """``1-7``, ``1,3,5`` or ``1-3,8``, in ascending order, each once; nothing for ``none`` where that is allowed."""
+    if or_none and text == "none":
+        return []
+    found: set[int] = set()
+    for part in text.split(","):
+        bounds = part.strip().split("-")
+        numbers = [int(bound) for bound in bounds if bound.isdecimal()]
+        if len(numbers) != len(bounds) or len(bounds) > 2 or not least <= numbers[0] <= numbers[-1] <= most:
+            raise Misuse(
+                f"{option} {text!r}: expected whole numbers from {least} to {most}, such as '1-7' or '1,3,5'"
+                + (", or 'none'" if or_none else "")
+            )
+        found.update(range(numbers[0], numbers[-1] + 1))
+    return sorted(found)
+
+
 def parse_ids(text: str) -> list[int]:
     """``--prompt-ids '[1, 2]'``; the decoder checks whether the target has them."""
     try:

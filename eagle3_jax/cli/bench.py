@@ -13,7 +13,7 @@ import typer
 from eagle3_jax.cli import _bench_contenders as who
 from eagle3_jax.cli import _bench_output as output_of
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._options import DtypeOption, JsonOption, TargetOption, parse_tree
+from eagle3_jax.cli._options import DtypeOption, JsonOption, TargetOption, parse_numbers, parse_tree
 
 if TYPE_CHECKING:
     from eagle3_jax.analysis.results import Report
@@ -51,7 +51,7 @@ def bench(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens written for each prompt.", min=2, max=100_000)] = 96,
     repeats: Annotated[int, typer.Option(help="Measured passes.", min=1)] = 5,
     batch_size: Annotated[str, typer.Option(help="Prompts decoded at once: '1', or several to sweep: '1,4,8'.")] = "1",
-    chains: Annotated[str, typer.Option(help="Chain lengths K: 'FIRST-LAST', '1,3,5' or 'none'.")] = "1-7",
+    chains: Annotated[str, typer.Option(help="Chain lengths K: '1-7', '1,3,5' or 'none'.")] = "1-7",
     tree: Annotated[
         list[str] | None,
         typer.Option(help="A tree, or 'none'; may be repeated.  [default: num_nodes=60,max_depth=8,top_k=10]"),
@@ -90,15 +90,15 @@ def bench(
     from eagle3_jax.cli._prompts import PromptSource
 
     methods = who.Methods(
-        chains=_numbers(chains, "--chains"),
+        chains=parse_numbers(chains, "--chains", or_none=True),
         trees=_trees(tree),
-        ngrams=_numbers(ngram, "--ngram"),
+        ngrams=parse_numbers(ngram, "--ngram", or_none=True),
         simulated_length=simulated_acceptance_length,
         simulated_rate=simulated_acceptance_rate,
     )
-    sizes = _numbers(batch_size, "--batch-size")
+    sizes = parse_numbers(batch_size, "--batch-size")
     named = _rivals(rivals, has_vllm=vllm_python is not None or bool(vllm_url))
-    lengths = [] if vllm_chains == "none" else _numbers(vllm_chains, "--vllm-chains", least=0)
+    lengths = parse_numbers(vllm_chains, "--vllm-chains", least=0, or_none=True)
     _check(methods, sizes, shape=shape, target=target, drafters=drafter or [], prompts=prompts or [])
     source = PromptSource(prompts or (["random"] if shape else []), prompt_tokens, tasks, max_prompts, max_new_tokens)
     output_of.check_directory(output)
@@ -157,20 +157,6 @@ def _check(
         raise Misuse("--shape has no tokenizer; leave --prompts out, and choose a length with --prompt-tokens")
     if "none" in drafters and len(drafters) > 1:
         raise Misuse("--drafter none is plain decoding alone; give it once, or other drafters")
-
-
-def _numbers(text: str, option: str, *, least: int = 1) -> list[int]:
-    """``1-7``, ``1,3,5`` or ``none``, in ascending order."""
-    if text == "none":
-        return []
-    try:
-        first, dash, last = text.partition("-")
-        numbers = list(range(int(first), int(last) + 1)) if dash else [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < least:
-        raise Misuse(f"{option} {text!r}: expected numbers from {least} on, such as '1-7', '1,3,5' or 'none'")
-    return sorted(set(numbers))
 
 
 def _trees(given: Sequence[str] | None) -> list[Any]:

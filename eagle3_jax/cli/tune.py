@@ -17,6 +17,7 @@ from eagle3_jax.cli._options import (
     Request,
     TargetOption,
     check_writable,
+    parse_numbers,
     parse_tree,
     read_drafter,
     read_requests,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: eagle3 tune --batch-sizes 1,4,16 --chains 1-5 --output schedule.json"
 
-_LARGEST_BATCH = 4096
 _WIDTH = 120
 
 
@@ -66,9 +66,7 @@ def tune(
     Prints a schedule in vLLM's form, num_speculative_tokens_per_batch_size, which `eagle3 generate --schedule` takes
     too, the acceptance at which each choice breaks even, and whether a run came out as predicted.
     """
-    sizes, lengths = _numbers(batch_sizes, "--batch-sizes"), _numbers(chains, "--chains")
-    if max(sizes) > _LARGEST_BATCH:
-        raise Misuse(f"--batch-sizes {batch_sizes!r}: expected at most {_LARGEST_BATCH} rows")
+    sizes, lengths = parse_numbers(batch_sizes, "--batch-sizes", most=4096), parse_numbers(chains, "--chains")
     if max(lengths) >= max_new_tokens:
         raise Misuse(
             f"--chains {chains!r}: a chain of {max(lengths)} does not fit --max-new-tokens {max_new_tokens}, the first "
@@ -117,22 +115,6 @@ def tune(
         typer.echo(json.dumps(written))
     else:
         _print(found, f"{hardware()}; {dtype}, greedy")
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    """``1-7`` or ``1,3,5``, in ascending order, each once."""
-    try:
-        first, dash, last = text.partition("-")
-        if dash and int(last) > _LARGEST_BATCH:
-            raise Misuse(f"{option} {text!r}: expected numbers up to {_LARGEST_BATCH}")
-        found = range(int(first), int(last) + 1) if dash else [int(part) for part in text.split(",")]
-    except ValueError as error:
-        if isinstance(error, Misuse):
-            raise
-        found = []
-    if not found or min(found) < 1:
-        raise Misuse(f"{option} {text!r}: expected whole numbers from 1 on, such as '1-7' or '1,3,5'")
-    return sorted(set(found))
 
 
 def _requests(path: Path | None, most: int) -> list[Request]:
