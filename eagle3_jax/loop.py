@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int, Key
 
 from eagle3_jax.cache import KVCache
 from eagle3_jax.models.decoder import causal_mask
-from eagle3_jax.sampling import Warping, draw, keys_at, probabilities, uniforms
+from eagle3_jax.sampling import Warping, draw, keys_at, num_digits, probabilities, uniforms
 from eagle3_jax.simulated import SimulatedAcceptance
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.tree import ancestor_mask, depths
@@ -207,7 +207,8 @@ class SpeculativeLoop:
             first = jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
         else:
             probs = probabilities(logits, prompts.sampling, self.warping)[:, 0]
-            first = draw(probs, uniforms(keys_at(prompts.keys, prompts.length, _VERIFY), 1)[:, 0])
+            keys = keys_at(prompts.keys, prompts.length, _VERIFY)
+            first = draw(probs, uniforms(keys, num_digits(probs.shape[-1])))
 
         cache = self.target.init_cache(batch, capacity)
         written = tuple(cache.write(layer, block) for layer, block in enumerate(output.written))
@@ -373,11 +374,11 @@ class SpeculativeLoop:
                 draft, wanted = simulated.steer_greedy(draft, wanted, chance)
             return verify_greedy(draft, wanted, max_depth=depth)
         probs = probabilities(logits, state.sampling, self.warping)
-        dice = uniforms(keys_at(state.keys, state.length, _VERIFY), draft.tokens.shape[1])
+        num_nodes, vocab_size = probs.shape[1:]
+        dice = uniforms(keys_at(state.keys, state.length, _VERIFY), num_nodes + num_digits(vocab_size))
         if simulated is not None:
             draft, probs = simulated.steer(draft, probs, chance)
-        # The root is never up for acceptance, so its uniform draws the next token.
-        return verify(draft, probs, accept=dice, choose=dice[:, 0], max_depth=depth)
+        return verify(draft, probs, accept=dice[:, :num_nodes], choose=dice[:, num_nodes:], max_depth=depth)
 
     def _emit(self, state: GenerationState, emitted: Int[Array, "B T"], count: Int[Array, " B"]) -> GenerationState:
         """Append up to ``count`` tokens to running rows, ending exactly at a stop token or at the limit."""

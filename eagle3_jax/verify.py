@@ -33,7 +33,7 @@ def verify(
     target_probs: Float[Array, "B N V"],
     *,
     accept: Float[Array, "B N"],
-    choose: Float[Array, " B"],
+    choose: Float[Array, "B U"],
     max_depth: int,
 ) -> Verdict:
     """Accept a path of the draft so that what is emitted follows the target's distribution exactly.
@@ -46,12 +46,14 @@ def verify(
         draft: The proposal; nodes in topological order.
         target_probs: The target's distribution after each node, all warpers applied.
         accept: Uniforms in [0, 1), one per node.
-        choose: Uniforms in [0, 1) that draw the next token.
+        choose: Uniforms in [0, 1) that draw the next token, as many as :func:`~eagle3_jax.sampling.draw` takes.
         max_depth: ``G``, longest path below the root.
     """
     num_nodes, vocab_size = target_probs.shape[1:]
 
-    def row(draft: Draft, probs: Float[Array, "N V"], accept: Float[Array, " N"], choose: Float[Array, ""]) -> Verdict:
+    def row(
+        draft: Draft, probs: Float[Array, "N V"], accept: Float[Array, " N"], choose: Float[Array, " U"]
+    ) -> Verdict:
         def visit(walk: _Walk, node: Int[Array, ""]) -> tuple[_Walk, None]:
             token = draft.tokens[node]
             q = jax.nn.one_hot(token, vocab_size) if draft.probs is None else draft.probs[node]

@@ -122,7 +122,7 @@ def law_of_the_code(p: Distribution, drafts: Drafts, horizon: int) -> Callable[[
             draft,
             probs,
             accept=jnp.array(np.array(accept, np.float32)),
-            choose=jnp.array(np.array(choose, np.float32)),
+            choose=jnp.array(np.array(choose, np.float32))[:, None],
             max_depth=2,
         )
         path, count, following = (np.asarray(x) for x in (verdict.path, verdict.num_accepted, verdict.next_token))

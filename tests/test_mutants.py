@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 import pytest
+import test_draw_law
 import test_exact_law
 import test_golden
 import test_greedy
@@ -28,7 +29,7 @@ from eagle3_jax.drafters import Eagle3Drafter, _grow
 from eagle3_jax.drafters.eagle3 import Eagle3Head, FirstLayer
 from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.models.decoder import Decoder
-from eagle3_jax.sampling import draw, probabilities
+from eagle3_jax.sampling import _invert, draw, probabilities
 from eagle3_jax.tree import ancestor_mask
 from eagle3_jax.verify import verify
 
@@ -158,8 +159,14 @@ MUTANTS = {
         test_verify.test_an_empty_residual_accepts_instead_of_dividing_by_zero,
     ),
     "a draw can land before the first token with mass": Mutant(
-        draw, "cumulative > uniform", "cumulative >= uniform",
+        _invert, "cumulative > uniform", "cumulative >= uniform",
         test_verify.test_a_draw_never_lands_on_a_token_without_mass, ((0.0, 0.3, 0.0, 0.7),),
+    ),
+    "a draw ends below the last part of the mass": Mutant(
+        _invert, "uniform[..., None]", "0.999 * uniform[..., None]", test_draw_law.check_law_of_draw, ("Zipf", 65)
+    ),
+    "a draw takes one uniform for all digits": Mutant(
+        draw, "uniforms[..., digit]", "uniforms[..., 0]", test_draw_law.check_law_of_draw, ("uniform", 65)
     ),
     # Its inputs.
     "another draft distribution is declared than was drawn from": sampling_law(
@@ -182,7 +189,7 @@ MUTANTS = {
         "a sampled EAGLE-3 chain",
     ),
     "one uniform both accepts and draws": sampling_law(
-        SpeculativeLoop._verify, "choose=dice[:, 0]", "choose=dice[:, 1]", "an EAGLE-3 chain of 3"
+        SpeculativeLoop._verify, "choose=dice[:, num_nodes:]", "choose=dice[:, 1:2]", "an EAGLE-3 chain of 3"
     ),
     "top-p comes before temperature": sampling_law(
         probabilities,

@@ -93,8 +93,8 @@ def test_half_precision_logits_become_float32_probabilities() -> None:
 
 def test_a_draw_inverts_the_cumulative_distribution() -> None:
     p = np.array([0.1, 0.0, 0.6, 0.3])
-    grid = (np.arange(1000) + 0.5) / 1000
-    tokens = np.asarray(draw(jnp.broadcast_to(jnp.array(p, jnp.float32), (1000, 4)), jnp.array(grid, jnp.float32)))
+    grid = jnp.array((np.arange(1000) + 0.5) / 1000, jnp.float32)[:, None]
+    tokens = np.asarray(draw(jnp.broadcast_to(jnp.array(p, jnp.float32), (1000, 4)), grid))
     np.testing.assert_allclose(np.bincount(tokens, minlength=4) / 1000, p, atol=1.5e-3)
 
 

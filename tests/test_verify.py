@@ -40,7 +40,7 @@ def check_acceptance_frequency(seed: int) -> None:
     for token in np.flatnonzero(q):
         draft, probs = one_draft(p, q, int(token))
         grid = jnp.broadcast_to(MIDPOINTS[:, None], (GRID, 2))
-        accepted = verify(draft, probs, accept=grid, choose=MIDPOINTS, max_depth=1).num_accepted
+        accepted = verify(draft, probs, accept=grid, choose=MIDPOINTS[:, None], max_depth=1).num_accepted
         assert abs(float(jnp.mean(accepted.astype(jnp.float32))) - min(1.0, p[token] / q[token])) <= 1 / GRID
 
 
@@ -56,7 +56,7 @@ def check_residual_law(seed: int) -> None:
     token = int(np.argmax(q - p))  # refused with certainty at the upper end of the uniforms
     draft, probs = one_draft(p, q, token)
     refuse = jnp.full((GRID, 2), 1.0 - 2.0**-20)
-    verdict = verify(draft, probs, accept=refuse, choose=MIDPOINTS, max_depth=1)
+    verdict = verify(draft, probs, accept=refuse, choose=MIDPOINTS[:, None], max_depth=1)
     assert int(verdict.num_accepted.max()) == 0
     expected = np.maximum(p - q, 0) / np.maximum(p - q, 0).sum()
     counts = np.bincount(np.asarray(verdict.next_token), minlength=8) / GRID
@@ -73,7 +73,7 @@ def test_a_token_without_target_mass_is_never_accepted_nor_drawn(uniform: float)
     p, q = np.array([0.5, 0.0, 0.5, 0.0]), np.array([0.25, 0.25, 0.25, 0.25])
     draft, probs = one_draft(p, q, token=1)
     edge = jnp.full((GRID, 2), uniform)
-    verdict = verify(draft, probs, accept=edge, choose=edge[:, 0], max_depth=1)
+    verdict = verify(draft, probs, accept=edge, choose=edge[:, :1], max_depth=1)
     assert set(np.asarray(verdict.num_accepted)) == {0}
     assert set(np.asarray(verdict.next_token)) <= {0, 2}
 
@@ -81,13 +81,13 @@ def test_a_token_without_target_mass_is_never_accepted_nor_drawn(uniform: float)
 @pytest.mark.parametrize("p", [[0.0, 0.0, 1.0, 0.0], [0.0, 0.3, 0.0, 0.7], [1e-38, 0.0, 1e-38, 0.0], [0.25] * 4])
 def test_a_draw_never_lands_on_a_token_without_mass(p: list[float]) -> None:
     uniforms = jnp.array([0.0, 1e-30, 0.5, 1.0 - 2.0**-24])
-    tokens = draw(jnp.broadcast_to(jnp.array(p), (4, 4)), uniforms)
+    tokens = draw(jnp.broadcast_to(jnp.array(p), (4, 4)), uniforms[:, None])
     assert all(p[token] > 0 for token in np.asarray(tokens))
 
 
 def test_a_draw_from_a_law_that_rounds_short_of_one_stays_inside_it() -> None:
     p = jnp.array([0.1] * 7 + [0.0], jnp.float32)
-    assert int(draw(p, jnp.float32(1.0 - 2.0**-24))) == 6
+    assert int(draw(p, jnp.array([1.0 - 2.0**-24], jnp.float32))) == 6
 
 
 def test_equal_target_and_draft_always_accept() -> None:
@@ -95,14 +95,14 @@ def test_equal_target_and_draft_always_accept() -> None:
     for token in range(4):
         draft, probs = one_draft(p, p, token)
         grid = jnp.broadcast_to(MIDPOINTS[:, None], (GRID, 2))
-        assert int(verify(draft, probs, accept=grid, choose=MIDPOINTS, max_depth=1).num_accepted.min()) == 1
+        assert int(verify(draft, probs, accept=grid, choose=MIDPOINTS[:, None], max_depth=1).num_accepted.min()) == 1
 
 
 def test_an_empty_residual_accepts_instead_of_dividing_by_zero() -> None:
     p = np.array([0.0, 1.0, 0.0])  # q a little above p at the only token p has: nothing is left to correct with
     draft, probs = one_draft(p, np.array([0.0, 1.0 + 1e-6, 0.0]), token=1)
     edge = jnp.full((GRID, 2), 1.0 - 2.0**-24)
-    assert int(verify(draft, probs, accept=edge, choose=edge[:, 0], max_depth=1).num_accepted.min()) == 1
+    assert int(verify(draft, probs, accept=edge, choose=edge[:, :1], max_depth=1).num_accepted.min()) == 1
 
 
 def test_a_residual_without_mass_is_the_target_itself() -> None:
@@ -142,7 +142,7 @@ def check_greedy_verdicts(seed: int) -> None:
     assert decisions(greedy) == expected
     point_masses = jax.nn.one_hot(jnp.array(wanted), 4)
     dice = jnp.array(rng.random((64, 9)), jnp.float32)
-    assert decisions(verify(draft, point_masses, accept=dice, choose=dice[:, 0], max_depth=8)) == expected
+    assert decisions(verify(draft, point_masses, accept=dice, choose=dice[:, :1], max_depth=8)) == expected
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -158,7 +158,7 @@ def check_sampled_verdicts(seed: int) -> None:
         draft,
         jnp.array(probs, jnp.float32),
         accept=jnp.array(dice, jnp.float32),
-        choose=jnp.array(choose, jnp.float32),
+        choose=jnp.array(choose, jnp.float32)[:, None],
         max_depth=8,
     )
     rows = zip(draft.tokens.tolist(), draft.parents.tolist(), probs.tolist(), dice.tolist(), choose, strict=True)
@@ -179,7 +179,7 @@ def test_nodes_marked_invalid_are_never_accepted(greedy: bool) -> None:
         verdict = verify_greedy(draft, wanted, max_depth=8)
     else:
         dice = jnp.zeros((64, 9))
-        verdict = verify(draft, jax.nn.one_hot(wanted, 4), accept=dice, choose=dice[:, 0], max_depth=8)
+        verdict = verify(draft, jax.nn.one_hot(wanted, 4), accept=dice, choose=dice[:, :1], max_depth=8)
     assert int(verdict.num_accepted.max()) > 0
     for row, (path, _) in enumerate(decisions(verdict)):
         assert all(bool(draft.valid[row, node]) for node in path)

@@ -71,7 +71,7 @@ def test_a_drawn_draft_is_drawn_from_the_very_distribution_that_it_declares(chec
     outside = np.setdiff1d(np.arange(13), np.asarray(head.params["draft_to_target"]))
     assert not q[..., outside].any(), "mass on a token that the head does not have"
     # Draft ids ascend with target ids here, so the same uniform inverts both cumulative distributions alike.
-    again = draw(draft.probs[:, 1:], uniforms(keys, depth))
+    again = draw(draft.probs[:, 1:], uniforms(keys, depth)[:, :, None])
     differing = int((again != draft.tokens[:, 1:]).sum())
     check.number(tokens=rows * depth, differing=differing, largest_error_of_the_mass=mass)
     assert differing == 0

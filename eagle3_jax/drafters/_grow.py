@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from eagle3_jax.sampling import Warping, draw, probabilities, uniforms
+from eagle3_jax.sampling import Warping, draw, num_digits, probabilities, uniforms
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
 from eagle3_jax.types import Draft, SamplingParams
 
@@ -94,7 +94,8 @@ def draw_chain(
     """
     batch, depth = root.shape[0], chain.num_speculative_tokens
     greedy = jnp.asarray(sampling.temperature) == 0
-    dice = uniforms(keys, depth)
+    digits = num_digits(first.logits.shape[-1])
+    dice = uniforms(keys, depth * digits).reshape(batch, depth, digits)
     tokens, probs = [], [jnp.zeros((batch, vocab_size), jnp.float32)]
     level = first
     for index in range(depth):
