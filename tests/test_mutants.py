@@ -186,7 +186,7 @@ MUTANTS = {
     ),
     "drafting and verifying share their randomness": sampling_law(
         SpeculativeLoop._propose, "keys_at(state.keys, state.length, _DRAFT)", "keys_at(state.keys, state.length, _VERIFY)",
-        "a sampled EAGLE-3 chain",
+        "a sampled EAGLE-3 chain", runs=12,
     ),
     "one uniform both accepts and draws": sampling_law(
         SpeculativeLoop._verify, "choose=dice[:, num_nodes:]", "choose=dice[:, 1:2]", "an EAGLE-3 chain of 3"
