@@ -66,7 +66,9 @@ def main() -> None:
             print(f"{name}, T={temperature:g}, {kind}: τ {stats.mean_acceptance_length:.2f}; {shares}", flush=True)
     if given.output:
         about = environment()
-        given.output.write_text(json.dumps({"dtype": "mixed", "seed": 0, "about": about, "rows": rows}, indent=1) + "\n")
+        given.output.write_text(
+            json.dumps({"dtype": "mixed", "seed": 0, "about": about, "rows": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":
