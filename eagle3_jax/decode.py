@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from eagle3_jax import loop as loops
+from eagle3_jax.boundary import configured
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.drafters.silent import Silent
 from eagle3_jax.loop import GenerationState, LoopParams, Prompts, Round, SpeculativeLoop, Stage
@@ -179,10 +180,11 @@ class SpeculativeDecoder:
                 "more than one of num_speculative_tokens, tree and schedule was given; a draft is a chain, a tree, or "
                 "a chain by schedule"
             )
-        loaded = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter or Plain())
+        drafter = Plain() if drafter is None else drafter
+        loaded = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter)
         length = num_speculative_tokens if schedule is None else schedule.max_length
         topology = Chain(length) if length is not None else tree
-        configured = _configured(loaded.drafter, topology, draft_sampling)
+        chosen = configured(loaded.drafter, topology, draft_sampling)
         self.target = target
         self.drafter = loaded
         self.params = LoopParams(target=target.params, drafter=loaded.params)
@@ -191,10 +193,10 @@ class SpeculativeDecoder:
             _check_token(token, target.vocab_size, "stop token")
         self.loop = SpeculativeLoop(
             target=target.model,
-            drafter=configured,
+            drafter=chosen,
             stop_tokens=stops,
             rounds_per_check=rounds_per_check,
-            stages=() if schedule is None else _stages(configured, schedule),
+            stages=() if schedule is None else _stages(chosen, schedule),
             simulated=simulated_acceptance,
         )
 
@@ -398,37 +400,12 @@ def _warped(loop: SpeculativeLoop, sampling: SamplingParams) -> SpeculativeLoop:
     return dataclasses.replace(loop, warping=warping)
 
 
-def _configured(drafter: Drafter[Any], topology: Topology | None, draft_sampling: DraftSampling | None) -> Drafter[Any]:
-    """The drafter with another draft shape or way of drawing, where it has one to choose."""
-    if topology is None and draft_sampling is None:
-        return drafter
-    fields = {field.name for field in dataclasses.fields(drafter)}  # type: ignore[arg-type]
-    changes: dict[str, Any] = {}
-    if "topology" in fields and topology is not None:
-        changes["topology"] = topology
-    elif "num_speculative_tokens" in fields and isinstance(topology, Chain):
-        changes["num_speculative_tokens"] = topology.num_speculative_tokens
-    elif topology is not None:
-        shape = "a chain" if isinstance(topology, Chain) else "a tree"
-        raise ValueError(
-            f"{type(drafter).__name__} cannot draft {shape}; leave the option out or choose another drafter"
-        )
-    if "draft_sampling" in fields and draft_sampling is not None:
-        changes["draft_sampling"] = draft_sampling
-    elif draft_sampling is DraftSampling.PROBABILISTIC:
-        raise ValueError(
-            f"{type(drafter).__name__} has no distribution to draw from; "
-            "leave draft_sampling out or load an EAGLE-3 head"
-        )
-    return dataclasses.replace(drafter, **changes)  # type: ignore[type-var]
-
-
 def _stages(drafter: Drafter[Any], schedule: SpeculationSchedule) -> tuple[Stage, ...]:
     """The schedule as drafters of one state; above its last entry nothing is drafted."""
     above = schedule.entries[-1][1] + 1
     stages = []
     for batch, length in schedule.steps(above):
-        one = _configured(drafter, Chain(length), None) if length else Silent(drafter)
+        one = configured(drafter, Chain(length), None) if length else Silent(drafter)
         stages.append(Stage(batch if batch < above else np.iinfo(np.int32).max, one))
     return tuple(stages)
 

@@ -53,6 +53,11 @@ class TargetModel(Protocol):
     cache; such a target would have to snapshot it in its own ``commit``.
     """
 
+    @property
+    def vocab_size(self) -> int:
+        """``V``."""
+        ...
+
     def init_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache."""
         ...

@@ -17,7 +17,7 @@ LAYERS = (
     ("cache", "models.config", "sources"),
     ("types",),
     ("tree", "sampling", "schedule"),
-    ("simulated", "stats", "verify"),
+    ("boundary", "simulated", "stats", "verify"),
     ("models",),
     ("drafters",),
     ("loop",),

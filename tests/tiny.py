@@ -156,6 +156,10 @@ class Sampled(_Rooted):
     parents: tuple[int, ...] = (-1, 0, 1, 2)
 
     @property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
+
+    @property
     def num_nodes(self) -> int:
         return len(self.parents)
 
@@ -189,6 +193,7 @@ class Scripted(_Rooted):
     num_speculative_tokens: int = 4
     shift: int = 0
     vocab_size: int = 13
+    is_chain: bool = True
 
     @property
     def num_nodes(self) -> int:
