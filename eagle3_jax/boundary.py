@@ -205,4 +205,4 @@ def _is_whole(value: Any) -> bool:
 def _described(value: Any) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{value.dtype.name}{list(value.shape)}"
-    return f"a {type(value).__name__}"
+    return type(value).__name__
