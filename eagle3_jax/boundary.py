@@ -45,7 +45,7 @@ def require_drafter(drafter: Any) -> None:
         ValueError: It is a class, lacks a member, has no hash, or says something impossible about its drafts.
     """
     if isinstance(drafter, type):
-        raise ValueError(f"the drafter is the class {drafter.__name__}; give an instance of it, {drafter.__name__}(...)")
+        raise ValueError(f"the drafter is the class {drafter.__name__}; give an instance, {drafter.__name__}(...)")
     name = type(drafter).__name__
     missing = [member for member in _MEMBERS if not hasattr(drafter, member)]
     if missing:
@@ -74,9 +74,7 @@ def require_drafter(drafter: Any) -> None:
         )
 
 
-def configured(
-    drafter: Drafter[Any], topology: Topology | None, draft_sampling: DraftSampling | None
-) -> Drafter[Any]:
+def configured(drafter: Drafter[Any], topology: Topology | None, draft_sampling: DraftSampling | None) -> Drafter[Any]:
     """The drafter with another draft shape or way of drawing, where it has one to choose.
 
     Raises:

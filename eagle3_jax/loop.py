@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Int
 
 from eagle3_jax.boundary import (
     declares_chain,
@@ -22,10 +20,10 @@ from eagle3_jax.boundary import (
     require_rows,
     within_reach,
 )
-from eagle3_jax.cache import KVCache
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.sampling import Warping, draw, keys_at, probabilities, uniforms
 from eagle3_jax.simulated import SimulatedAcceptance
+from eagle3_jax.state import GenerationState, LoopParams, Outcome, Prompts, Round
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.tree import ancestor_mask, depths
 from eagle3_jax.types import (
@@ -33,7 +31,6 @@ from eagle3_jax.types import (
     Drafter,
     FinishReason,
     Observation,
-    SamplingParams,
     TargetModel,
     TargetOutput,
     Verdict,
@@ -42,110 +39,6 @@ from eagle3_jax.verify import verify, verify_greedy
 
 # What a row's randomness at one position is used for.
 _DRAFT, _VERIFY, _SIMULATE = 0, 1, 2
-
-
-class LoopParams(NamedTuple):
-    """Arrays of both models.
-
-    Attributes:
-        target: Parameters of the target.
-        drafter: Parameters of the drafter.
-    """
-
-    target: Any
-    drafter: Any
-
-
-@struct.dataclass(kw_only=True)
-class Prompts:
-    """A ragged batch of prompts and what is asked of each row.
-
-    Attributes:
-        tokens: ``[B T]``, padded behind ``length``.
-        length: ``[B]``, at least 1.
-        limit: ``[B]``, sequence length (prompt included) at which a row stops.
-        limit_reason: ``[B]``, the :class:`FinishReason` when it does.
-        sampling: One value per row.
-        keys: One key per row.
-    """
-
-    tokens: Int[Array, "B T"]
-    length: Int[Array, " B"]
-    limit: Int[Array, " B"]
-    limit_reason: Int[Array, " B"]
-    sampling: SamplingParams
-    keys: Key[Array, " B"]
-
-
-@struct.dataclass(kw_only=True)
-class GenerationState:
-    """The whole carry of the loop; every leaf leads with ``B``, so rows are inserted and taken by one ``tree.map``.
-
-    The last token of a row is the root: committed, but not yet run through the target, so that
-    ``cache.length == length - 1`` always.
-
-    Attributes:
-        tokens: ``[B S]``, prompt and output.
-        length: ``[B]``, tokens known, root included.
-        limit: ``[B]``, length at which the row stops.
-        limit_reason: ``[B]``, why it then stopped.
-        finish: ``[B]``, a :class:`FinishReason`.
-        cache: The target's keys and values.
-        drafter: The drafter's own state.
-        sampling: One value per row.
-        keys: One key per row.
-        stats: Counters per row.
-    """
-
-    tokens: Int[Array, "B S"]
-    length: Int[Array, " B"]
-    limit: Int[Array, " B"]
-    limit_reason: Int[Array, " B"]
-    finish: Int[Array, " B"]
-    cache: KVCache
-    drafter: Any
-    sampling: SamplingParams
-    keys: Key[Array, " B"]
-    stats: SpeculationStats
-
-    @property
-    def running(self) -> Bool[Array, " B"]:
-        """Rows that have not finished."""
-        return self.finish == FinishReason.RUNNING
-
-
-@struct.dataclass(kw_only=True)
-class Outcome:
-    """What a finished generation leaves: the state without its caches.
-
-    Attributes:
-        tokens: ``[B S]``, prompt and output.
-        length: ``[B]``.
-        finish: ``[B]``.
-        stats: Counters per row.
-    """
-
-    tokens: Int[Array | np.ndarray, "B S"]
-    length: Int[Array | np.ndarray, " B"]
-    finish: Int[Array | np.ndarray, " B"]
-    stats: SpeculationStats
-
-
-@struct.dataclass(kw_only=True)
-class Round:
-    """One round as it happened, for streams and traces.
-
-    Attributes:
-        state: After the round.
-        draft: What was proposed.
-        verdict: What was accepted.
-        positions: ``[B N]``, absolute position of every node.
-    """
-
-    state: GenerationState
-    draft: Draft
-    verdict: Verdict
-    positions: Int[Array, "B N"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,7 +234,7 @@ class SpeculativeLoop:
         return dataclasses.replace(self, drafter=stage.drafter, stages=())
 
     def _padded(self, one: Round) -> Round:
-        """A round with as many nodes and levels as the largest draft has; without ``probs``, which not every stage has."""
+        """A round with as many nodes and levels as the largest draft has; ``probs``, which some stages lack, is left out."""
         nodes = self.drafter.num_nodes - one.draft.tokens.shape[1]
         levels = self.drafter.max_depth - one.verdict.path.shape[1]
 

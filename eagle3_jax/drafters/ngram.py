@@ -76,9 +76,7 @@ class NGram:
             ValueError: A tree was asked for, or tokens that are drawn.
         """
         if draft_sampling is DraftSampling.PROBABILISTIC:
-            raise ValueError(
-                "NGram has no distribution to draw from; leave draft_sampling out or load an EAGLE-3 head"
-            )
+            raise ValueError("NGram has no distribution to draw from; leave draft_sampling out or load an EAGLE-3 head")
         if topology is None:
             return self
         if not isinstance(topology, Chain):
