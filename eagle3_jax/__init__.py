@@ -14,19 +14,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eagle3_jax import drafters
     from eagle3_jax.cache import KVCache
-    from eagle3_jax.decode import (
-        Chunk,
-        Generation,
-        GenerationResult,
-        LoadedDrafter,
-        LoadedTarget,
-        SpeculativeDecoder,
-    )
+    from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
     from eagle3_jax.load import load_drafter, load_target
-    from eagle3_jax.loop import GenerationState, LoopParams, Prompts, Round, SpeculativeLoop
+    from eagle3_jax.loop import SpeculativeLoop
+    from eagle3_jax.results import Chunk, Generation, GenerationResult
     from eagle3_jax.sampling import DraftSampling, Warping, probabilities
     from eagle3_jax.schedule import SpeculationSchedule
     from eagle3_jax.simulated import SimulatedAcceptance
+    from eagle3_jax.state import GenerationState, LoopParams, Prompts, Round
     from eagle3_jax.stats import SpeculationStats
     from eagle3_jax.tree import Chain, DynamicTree, StaticTree
     from eagle3_jax.types import (
@@ -83,12 +78,14 @@ __all__ = [
 # The imports above once more, for a running program; a test holds the two equal.
 _NAMES = {
     "cache": "KVCache",
-    "decode": "Chunk Generation GenerationResult LoadedDrafter LoadedTarget SpeculativeDecoder",
+    "decode": "LoadedDrafter LoadedTarget SpeculativeDecoder",
     "load": "load_drafter load_target",
-    "loop": "GenerationState LoopParams Prompts Round SpeculativeLoop",
+    "loop": "SpeculativeLoop",
+    "results": "Chunk Generation GenerationResult",
     "sampling": "DraftSampling Warping probabilities",
     "schedule": "SpeculationSchedule",
     "simulated": "SimulatedAcceptance",
+    "state": "GenerationState LoopParams Prompts Round",
     "stats": "SpeculationStats",
     "tree": "Chain DynamicTree StaticTree",
     "types": "Draft Drafter FinishReason Observation SamplingParams TargetModel TargetOutput Verdict",

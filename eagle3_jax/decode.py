@@ -14,14 +14,16 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from eagle3_jax import loop as loops
+from eagle3_jax.boundary import configured
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.drafters.silent import Silent
 from eagle3_jax.loop import GenerationState, LoopParams, Prompts, Round, SpeculativeLoop, Stage
+from eagle3_jax.results import Chunk, Generation, GenerationResult
 from eagle3_jax.sampling import DraftSampling, Warping, row_keys
 from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.simulated import SimulatedAcceptance
 from eagle3_jax.stats import SpeculationStats
-from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
+from eagle3_jax.tree import Chain, DynamicTree, StaticTree
 from eagle3_jax.types import Drafter, FinishReason, SamplingParams, TargetModel, per_row
 
 Prompt = str | Sequence[int]
@@ -65,74 +67,6 @@ class LoadedDrafter:
     drafter: Drafter[Any]
     params: Any = None
     name: str = "drafter"
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """One prompt's result.
-
-    Attributes:
-        prompt_tokens: As fed.
-        tokens: New tokens only, a stop token included.
-        text: The new tokens decoded without the stop token; ``None`` without a tokenizer.
-        finish_reason: Why it ended.
-        stats: Its counters.
-    """
-
-    prompt_tokens: list[int]
-    tokens: list[int]
-    text: str | None
-    finish_reason: FinishReason
-    stats: SpeculationStats
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerationResult:
-    """Results in the order of the prompts.
-
-    Attributes:
-        rows: One per prompt.
-        seconds: Wall time of the device program, its compilation included when it was new.
-        lossless: Whether the output follows the target's distribution exactly.
-    """
-
-    rows: list[Generation]
-    seconds: float
-    lossless: bool = True
-
-    @property
-    def texts(self) -> list[str | None]:
-        """Decoded new tokens of each prompt."""
-        return [row.text for row in self.rows]
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        """New tokens of each prompt."""
-        return [row.tokens for row in self.rows]
-
-    @property
-    def stats(self) -> SpeculationStats:
-        """Counters of all rows together."""
-        return SpeculationStats.merge(row.stats for row in self.rows)
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """What one round adds to a stream.
-
-    Attributes:
-        tokens: New tokens.
-        pieces: The text that each of them completes; empty while a character is unfinished or without a tokenizer.
-        num_accepted: How many of them, counted from the first, were accepted draft tokens.
-        finish_reason: ``RUNNING`` until the last chunk.
-        stats: Counters so far.
-    """
-
-    tokens: list[int]
-    pieces: list[str]
-    num_accepted: int
-    finish_reason: FinishReason
-    stats: SpeculationStats
 
 
 class SpeculativeDecoder:
@@ -179,10 +113,11 @@ class SpeculativeDecoder:
                 "more than one of num_speculative_tokens, tree and schedule was given; a draft is a chain, a tree, or "
                 "a chain by schedule"
             )
-        loaded = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter or Plain())
+        drafter = Plain() if drafter is None else drafter
+        loaded = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter)
         length = num_speculative_tokens if schedule is None else schedule.max_length
         topology = Chain(length) if length is not None else tree
-        configured = _configured(loaded.drafter, topology, draft_sampling)
+        chosen = configured(loaded.drafter, topology, draft_sampling)
         self.target = target
         self.drafter = loaded
         self.params = LoopParams(target=target.params, drafter=loaded.params)
@@ -191,10 +126,10 @@ class SpeculativeDecoder:
             _check_token(token, target.vocab_size, "stop token")
         self.loop = SpeculativeLoop(
             target=target.model,
-            drafter=configured,
+            drafter=chosen,
             stop_tokens=stops,
             rounds_per_check=rounds_per_check,
-            stages=() if schedule is None else _stages(configured, schedule),
+            stages=() if schedule is None else _stages(chosen, schedule),
             simulated=simulated_acceptance,
         )
 
@@ -284,12 +219,27 @@ class SpeculativeDecoder:
     ) -> GenerationState:
         """The state after the prompts and the first token, for callers that drive :meth:`step` themselves.
 
-        Such callers pick the warping on ``decoder.loop``; see ``docs`` on manual stepping.
+        See ``docs/stepping.md``.
         """
         return self._start(_as_batch(prompts), max_new_tokens, sampling, seed)[0]
 
     def step(self, state: GenerationState) -> Round:
-        """One compiled round; consumes ``state``."""
+        """One compiled round; consumes ``state``, whose caches are updated in place.
+
+        Args:
+            state: From :meth:`prefill`, or of the round before. Its ``sampling`` may be replaced, by scalars too.
+
+        Raises:
+            ValueError: The state was consumed before, or a sampling parameter is out of range.
+        """
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)):
+            raise ValueError(
+                "this state was consumed by the step before, which updated its caches in place; "
+                "go on with the state that it returned, as in `state = decoder.step(state).state`"
+            )
+        batch = state.finish.shape[0]
+        if any(np.shape(value) != (batch,) for value in jax.tree.leaves(state.sampling)):
+            state = state.replace(sampling=check_sampling(state.sampling, batch))  # type: ignore[attr-defined]
         return loops.step(_warped(self.loop, state.sampling), self.params, state)
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -335,15 +285,16 @@ class SpeculativeDecoder:
         if not prompts:
             raise ValueError("no prompts were given; give at least one")
         rows = [self.encode(prompt) for prompt in prompts]
-        budgets = [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+        budgets = [max_new_tokens] * len(rows) if np.ndim(max_new_tokens) == 0 else list(max_new_tokens)  # type: ignore[arg-type]
         if len(budgets) != len(rows):
             raise ValueError(f"{len(budgets)} values of max_new_tokens for {len(rows)} prompts; give one each")
         for budget in budgets:
-            if budget < 1:
-                raise ValueError(f"max_new_tokens is {budget}; expected at least 1")
+            if isinstance(budget, bool) or not isinstance(budget, int | np.integer) or budget < 1:
+                raise ValueError(f"max_new_tokens is {budget!r}; expected a whole number of at least 1")
         sampling = check_sampling(sampling or SamplingParams(), len(rows))
         lengths = np.array([len(row) for row in rows], np.int32)
-        wanted = lengths + np.array(budgets, np.int32)
+        # More than every position is as good as any number, and any number may not fit into the integers used here.
+        wanted = lengths + np.array([min(budget, self.target.max_positions) for budget in budgets], np.int32)
         limit = np.minimum(wanted, self.target.max_positions).astype(np.int32)
         tokens = np.zeros((len(rows), min(_round_up(int(lengths.max())), self.target.max_positions)), np.int32)
         for index, row in enumerate(rows):
@@ -378,7 +329,7 @@ def check_sampling(sampling: SamplingParams, batch: int) -> SamplingParams:
     """
     rows = per_row(sampling, batch)
     for name, values, good, expected in (
-        ("temperature", rows.temperature, lambda x: x >= 0, "0 (greedy) or more"),
+        ("temperature", rows.temperature, lambda x: 0 <= x < np.inf, "0 (greedy) or more, and finite"),
         ("top_k", rows.top_k, lambda x: x >= 0, "0 (all tokens) or more"),
         ("top_p", rows.top_p, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1"),
     ):
@@ -398,37 +349,12 @@ def _warped(loop: SpeculativeLoop, sampling: SamplingParams) -> SpeculativeLoop:
     return dataclasses.replace(loop, warping=warping)
 
 
-def _configured(drafter: Drafter[Any], topology: Topology | None, draft_sampling: DraftSampling | None) -> Drafter[Any]:
-    """The drafter with another draft shape or way of drawing, where it has one to choose."""
-    if topology is None and draft_sampling is None:
-        return drafter
-    fields = {field.name for field in dataclasses.fields(drafter)}  # type: ignore[arg-type]
-    changes: dict[str, Any] = {}
-    if "topology" in fields and topology is not None:
-        changes["topology"] = topology
-    elif "num_speculative_tokens" in fields and isinstance(topology, Chain):
-        changes["num_speculative_tokens"] = topology.num_speculative_tokens
-    elif topology is not None:
-        shape = "a chain" if isinstance(topology, Chain) else "a tree"
-        raise ValueError(
-            f"{type(drafter).__name__} cannot draft {shape}; leave the option out or choose another drafter"
-        )
-    if "draft_sampling" in fields and draft_sampling is not None:
-        changes["draft_sampling"] = draft_sampling
-    elif draft_sampling is DraftSampling.PROBABILISTIC:
-        raise ValueError(
-            f"{type(drafter).__name__} has no distribution to draw from; "
-            "leave draft_sampling out or load an EAGLE-3 head"
-        )
-    return dataclasses.replace(drafter, **changes)  # type: ignore[type-var]
-
-
 def _stages(drafter: Drafter[Any], schedule: SpeculationSchedule) -> tuple[Stage, ...]:
     """The schedule as drafters of one state; above its last entry nothing is drafted."""
     above = schedule.entries[-1][1] + 1
     stages = []
     for batch, length in schedule.steps(above):
-        one = _configured(drafter, Chain(length), None) if length else Silent(drafter)
+        one = configured(drafter, Chain(length), None) if length else Silent(drafter)
         stages.append(Stage(batch if batch < above else np.iinfo(np.int32).max, one))
     return tuple(stages)
 

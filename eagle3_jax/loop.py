@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Int
 
-from eagle3_jax.cache import KVCache
+from eagle3_jax.boundary import (
+    declares_chain,
+    like_before,
+    made_safe,
+    require_draft,
+    require_drafter,
+    require_rows,
+    within_reach,
+)
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.sampling import Warping, draw, keys_at, num_digits, probabilities, uniforms
 from eagle3_jax.simulated import SimulatedAcceptance
+from eagle3_jax.state import GenerationState, LoopParams, Outcome, Prompts, Round
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.tree import ancestor_mask, depths
 from eagle3_jax.types import (
@@ -24,7 +31,6 @@ from eagle3_jax.types import (
     Drafter,
     FinishReason,
     Observation,
-    SamplingParams,
     TargetModel,
     TargetOutput,
     Verdict,
@@ -33,110 +39,6 @@ from eagle3_jax.verify import verify, verify_greedy
 
 # What a row's randomness at one position is used for.
 _DRAFT, _VERIFY, _SIMULATE = 0, 1, 2
-
-
-class LoopParams(NamedTuple):
-    """Arrays of both models.
-
-    Attributes:
-        target: Parameters of the target.
-        drafter: Parameters of the drafter.
-    """
-
-    target: Any
-    drafter: Any
-
-
-@struct.dataclass(kw_only=True)
-class Prompts:
-    """A ragged batch of prompts and what is asked of each row.
-
-    Attributes:
-        tokens: ``[B T]``, padded behind ``length``.
-        length: ``[B]``, at least 1.
-        limit: ``[B]``, sequence length (prompt included) at which a row stops.
-        limit_reason: ``[B]``, the :class:`FinishReason` when it does.
-        sampling: One value per row.
-        keys: One key per row.
-    """
-
-    tokens: Int[Array, "B T"]
-    length: Int[Array, " B"]
-    limit: Int[Array, " B"]
-    limit_reason: Int[Array, " B"]
-    sampling: SamplingParams
-    keys: Key[Array, " B"]
-
-
-@struct.dataclass(kw_only=True)
-class GenerationState:
-    """The whole carry of the loop; every leaf leads with ``B``, so rows are inserted and taken by one ``tree.map``.
-
-    The last token of a row is the root: committed, but not yet run through the target, so that
-    ``cache.length == length - 1`` always.
-
-    Attributes:
-        tokens: ``[B S]``, prompt and output.
-        length: ``[B]``, tokens known, root included.
-        limit: ``[B]``, length at which the row stops.
-        limit_reason: ``[B]``, why it then stopped.
-        finish: ``[B]``, a :class:`FinishReason`.
-        cache: The target's keys and values.
-        drafter: The drafter's own state.
-        sampling: One value per row.
-        keys: One key per row.
-        stats: Counters per row.
-    """
-
-    tokens: Int[Array, "B S"]
-    length: Int[Array, " B"]
-    limit: Int[Array, " B"]
-    limit_reason: Int[Array, " B"]
-    finish: Int[Array, " B"]
-    cache: KVCache
-    drafter: Any
-    sampling: SamplingParams
-    keys: Key[Array, " B"]
-    stats: SpeculationStats
-
-    @property
-    def running(self) -> Bool[Array, " B"]:
-        """Rows that have not finished."""
-        return self.finish == FinishReason.RUNNING
-
-
-@struct.dataclass(kw_only=True)
-class Outcome:
-    """What a finished generation leaves: the state without its caches.
-
-    Attributes:
-        tokens: ``[B S]``, prompt and output.
-        length: ``[B]``.
-        finish: ``[B]``.
-        stats: Counters per row.
-    """
-
-    tokens: Int[Array | np.ndarray, "B S"]
-    length: Int[Array | np.ndarray, " B"]
-    finish: Int[Array | np.ndarray, " B"]
-    stats: SpeculationStats
-
-
-@struct.dataclass(kw_only=True)
-class Round:
-    """One round as it happened, for streams and traces.
-
-    Attributes:
-        state: After the round.
-        draft: What was proposed.
-        verdict: What was accepted.
-        positions: ``[B N]``, absolute position of every node.
-    """
-
-    state: GenerationState
-    draft: Draft
-    verdict: Verdict
-    positions: Int[Array, "B N"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +79,9 @@ class SpeculativeLoop:
     simulated: SimulatedAcceptance | None = None
 
     def __post_init__(self) -> None:
+        require_drafter(self.drafter)
+        if self.rounds_per_check < 1:
+            raise ValueError(f"rounds_per_check is {self.rounds_per_check}; expected at least 1")
         if self.simulated is not None and len(self.simulated.rates) < self.drafter.max_depth:
             raise ValueError(
                 f"{len(self.simulated.rates)} simulated acceptance rates for drafts of depth {self.drafter.max_depth}; "
@@ -185,8 +90,8 @@ class SpeculativeLoop:
 
     @property
     def is_chain(self) -> bool:
-        """Whether no draft of this size and depth can branch, so that masks, depths and commits are in order."""
-        return self.drafter.num_nodes <= self.drafter.max_depth + 1
+        """Whether the drafter declares that its drafts never branch, so that masks, depths and commits are in order."""
+        return declares_chain(self.drafter)
 
     def prefill(self, params: LoopParams, prompts: Prompts, capacity: int) -> GenerationState:
         """Run the prompts, choose the first token of each row and show both to the drafter.
@@ -215,7 +120,9 @@ class SpeculativeLoop:
         cache = cache.commit(written, prompts.length)
         seen = Observation(tokens=prompts.tokens, features=output.features, length=prompts.length, next_token=first)
         # The barrier keeps XLA from spending seconds on folding attention over an empty cache at compile time.
-        drafter = lax.optimization_barrier(self.drafter.init(params.drafter, batch, capacity))
+        fresh = self.drafter.init(params.drafter, batch, capacity)
+        require_rows(self.drafter, fresh, batch)
+        drafter = lax.optimization_barrier(fresh)
         tokens = jnp.zeros((batch, capacity), jnp.int32).at[:, :fed].set(prompts.tokens)
         empty = jnp.zeros((batch,), jnp.int32)
         state = GenerationState(
@@ -225,7 +132,7 @@ class SpeculativeLoop:
             limit_reason=prompts.limit_reason,
             finish=empty,
             cache=cache,
-            drafter=self.drafter.observe(params.drafter, drafter, seen),
+            drafter=self._observe(params, drafter, seen),
             sampling=prompts.sampling,
             keys=prompts.keys,
             stats=SpeculationStats.zeros(batch, self.drafter.max_depth),
@@ -242,6 +149,7 @@ class SpeculativeLoop:
             depth = jnp.broadcast_to(jnp.arange(num_nodes, dtype=jnp.int32), (batch, num_nodes))
         else:
             mask = ancestor_mask(draft.parents, self.drafter.max_depth)
+            draft = within_reach(draft, mask)
             depth = depths(mask)
         positions = state.cache.length[:, None] + depth
         with jax.named_scope("target"):
@@ -267,7 +175,7 @@ class SpeculativeLoop:
         with jax.named_scope("commit"):
             cache = state.cache.commit(output.written, count, None if self.is_chain else nodes)
         with jax.named_scope("observe"):
-            drafter = self.drafter.observe(params.drafter, state.drafter, seen)
+            drafter = self._observe(params, state.drafter, seen)
         stats = state.stats.count(draft, verdict, active)
         after = after.replace(cache=cache, drafter=drafter, stats=stats)  # type: ignore[attr-defined]
         return Round(state=after, draft=draft, verdict=verdict, positions=positions)
@@ -327,7 +235,7 @@ class SpeculativeLoop:
         return dataclasses.replace(self, drafter=stage.drafter, stages=())
 
     def _padded(self, one: Round) -> Round:
-        """A round with as many nodes and levels as the largest draft has."""
+        """A round with as many nodes and levels as the largest draft has; ``probs``, which some stages lack, is left out."""
         nodes = self.drafter.num_nodes - one.draft.tokens.shape[1]
         levels = self.drafter.max_depth - one.verdict.path.shape[1]
 
@@ -341,7 +249,6 @@ class SpeculativeLoop:
                 tokens=pad(draft.tokens, nodes, 0),
                 parents=pad(draft.parents, nodes, -1),
                 valid=pad(draft.valid, nodes, False),
-                probs=None if draft.probs is None else jnp.pad(draft.probs, ((0, 0), (0, nodes), (0, 0))),
             ),
             verdict=verdict.replace(path=pad(verdict.path, levels, -1)),  # type: ignore[attr-defined]
             positions=pad(one.positions, nodes, 0),
@@ -354,13 +261,20 @@ class SpeculativeLoop:
 
     def _propose(self, params: LoopParams, state: GenerationState) -> Draft:
         keys, sampling = keys_at(state.keys, state.length, _DRAFT), state.sampling
-        if self.warping is not Warping.GREEDY:
-            return self.drafter.propose(params.drafter, state.drafter, keys, sampling)
-        # Greedy verification reads no proposal distribution. With a temperature that is a constant to the compiler,
-        # whatever a drafter computes for sampled rows is dropped from the program.
-        sampling = sampling.replace(temperature=jnp.zeros_like(sampling.temperature))  # type: ignore[attr-defined]
+        vocab_size = self.target.vocab_size
+        if self.warping is Warping.GREEDY:
+            # With a temperature that is a constant to the compiler, whatever a drafter computes for sampled rows is
+            # dropped from the program.
+            sampling = sampling.replace(temperature=jnp.zeros_like(sampling.temperature))  # type: ignore[attr-defined]
         draft = self.drafter.propose(params.drafter, state.drafter, keys, sampling)
-        return draft.replace(probs=None)  # type: ignore[attr-defined]
+        require_draft(self.drafter, draft, batch=state.length.shape[0], vocab_size=vocab_size)
+        if self.warping is Warping.GREEDY:  # verification then reads no proposal distribution
+            draft = draft.replace(probs=None)  # type: ignore[attr-defined]
+        root = jnp.take_along_axis(state.tokens, (state.length - 1)[:, None], axis=1)[:, 0]
+        return made_safe(draft, root, vocab_size=vocab_size, is_chain=self.is_chain)
+
+    def _observe(self, params: LoopParams, state: Any, seen: Observation) -> Any:
+        return like_before(self.drafter, state, self.drafter.observe(params.drafter, state, seen))
 
     def _verify(self, params: LoopParams, state: GenerationState, draft: Draft, output: TargetOutput) -> Verdict:
         logits = self.target.unembed(params.target, output.final)

@@ -53,6 +53,11 @@ class TargetModel(Protocol):
     cache; such a target would have to snapshot it in its own ``commit``.
     """
 
+    @property
+    def vocab_size(self) -> int:
+        """``V``."""
+        ...
+
     def init_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache."""
         ...
@@ -182,14 +187,23 @@ class Drafter(Protocol[State]):
 
 
 def per_row(sampling: SamplingParams, batch: int) -> SamplingParams:
-    """Broadcast scalars to one value for each of ``batch`` rows."""
+    """Broadcast scalars to one value for each of ``batch`` rows.
 
-    def rows(value: Any, dtype: type) -> Array:
+    Raises:
+        ValueError: A parameter is neither one number nor one for each row.
+    """
+
+    def rows(name: str, dtype: type) -> Array:
+        value = np.asarray(getattr(sampling, name))
+        if value.shape not in ((), (batch,)):
+            raise ValueError(f"{name} has shape {value.shape} for {batch} rows; give one number, or one for each row")
+        if dtype is np.int32:  # beyond any vocabulary, and within 32 bits
+            value = np.clip(value, -1, np.iinfo(np.int32).max)
         # Broadcast on the host: on the device each would be a program to compile.
-        return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (batch,)))
+        return jnp.asarray(np.broadcast_to(value.astype(dtype), (batch,)))
 
     return SamplingParams(
-        temperature=rows(sampling.temperature, np.float32),
-        top_k=rows(sampling.top_k, np.int32),
-        top_p=rows(sampling.top_p, np.float32),
+        temperature=rows("temperature", np.float32),
+        top_k=rows("top_k", np.int32),
+        top_p=rows("top_p", np.float32),
     )

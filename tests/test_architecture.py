@@ -17,7 +17,7 @@ LAYERS = (
     ("cache", "models.config", "sources"),
     ("types",),
     ("tree", "sampling", "schedule"),
-    ("simulated", "stats", "verify"),
+    ("boundary", "results", "simulated", "state", "stats", "verify"),
     ("models",),
     ("drafters",),
     ("loop",),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Int
@@ -156,6 +159,10 @@ class Sampled(_Rooted):
     parents: tuple[int, ...] = (-1, 0, 1, 2)
 
     @property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
+
+    @property
     def num_nodes(self) -> int:
         return len(self.parents)
 
@@ -189,6 +196,7 @@ class Scripted(_Rooted):
     num_speculative_tokens: int = 4
     shift: int = 0
     vocab_size: int = 13
+    is_chain: bool = True
 
     @property
     def num_nodes(self) -> int:
@@ -208,6 +216,16 @@ class Scripted(_Rooted):
             parents=jnp.broadcast_to(node - 1, tokens.shape),
             valid=jnp.ones(tokens.shape, jnp.bool_),
         )
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Without the shape checks that this suite alone installs, which would speak before the library's own."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def known(tree: Any) -> Any:

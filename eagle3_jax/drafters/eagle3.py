@@ -209,6 +209,21 @@ class Eagle3Drafter:
         """Target layers that are fused."""
         return self.config.aux_layers
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether the topology is one."""
+        return isinstance(self.topology, Chain)
+
+    def drafting(self, topology: Topology | None, draft_sampling: DraftSampling | None) -> Eagle3Drafter:
+        """With another topology or another way of drawing; ``None`` leaves that as it is.
+
+        Raises:
+            ValueError: A tree was asked for whose tokens are drawn, or which is wider than the draft vocabulary.
+        """
+        return dataclasses.replace(
+            self, topology=topology or self.topology, draft_sampling=draft_sampling or self.draft_sampling
+        )
+
     def param_shapes(self) -> Params:
         """Shapes of the network's parameters."""
         return param_shapes(Eagle3Head, self.config, self.precision)

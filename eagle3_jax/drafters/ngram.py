@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int, Key
 
+from eagle3_jax.sampling import DraftSampling
+from eagle3_jax.tree import Chain, Topology
 from eagle3_jax.types import Draft, Observation, SamplingParams
 
 
@@ -61,6 +63,25 @@ class NGram:
     def aux_layers(self) -> tuple[int, ...]:
         """It reads no features."""
         return ()
+
+    @property
+    def is_chain(self) -> bool:
+        """Always: one occurrence is continued."""
+        return True
+
+    def drafting(self, topology: Topology | None, draft_sampling: DraftSampling | None) -> NGram:
+        """With another number of tokens.
+
+        Raises:
+            ValueError: A tree was asked for, or tokens that are drawn.
+        """
+        if draft_sampling is DraftSampling.PROBABILISTIC:
+            raise ValueError("NGram has no distribution to draw from; leave draft_sampling out or load an EAGLE-3 head")
+        if topology is None:
+            return self
+        if not isinstance(topology, Chain):
+            raise ValueError("NGram cannot draft a tree; leave the option out or choose another drafter")
+        return dataclasses.replace(self, num_speculative_tokens=topology.num_speculative_tokens)
 
     def init(self, params: Any, batch: int, capacity: int) -> NGramState:
         """See :class:`eagle3_jax.types.Drafter`."""

@@ -51,6 +51,11 @@ class Plain:
         """It reads no features."""
         return ()
 
+    @property
+    def is_chain(self) -> bool:
+        """Nothing branches."""
+        return True
+
     def init(self, params: Any, batch: int, capacity: int) -> PlainState:
         """See :class:`eagle3_jax.types.Drafter`."""
         del params, capacity

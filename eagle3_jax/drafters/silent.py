@@ -39,6 +39,11 @@ class Silent:
         """Those of the other drafter."""
         return self.drafter.aux_layers
 
+    @property
+    def is_chain(self) -> bool:
+        """Nothing branches."""
+        return True
+
     def init(self, params: Any, batch: int, capacity: int) -> Any:
         """See :class:`eagle3_jax.types.Drafter`."""
         return self.drafter.init(params, batch, capacity)

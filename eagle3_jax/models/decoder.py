@@ -197,6 +197,11 @@ class DecoderTarget:
         """Shapes of every parameter, as a nested dictionary."""
         return param_shapes(Decoder, self.config, self.precision)
 
+    @property
+    def vocab_size(self) -> int:
+        """``V``."""
+        return self.config.vocab_size
+
     def init_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache of ``capacity`` slots per row."""
         config = self.config
@@ -219,6 +224,11 @@ class DecoderTarget:
         aux_layers: tuple[int, ...] = (),
     ) -> TargetOutput:
         """See :class:`eagle3_jax.types.TargetModel`."""
+        if not all(0 <= layer <= self.config.num_layers for layer in aux_layers):
+            raise ValueError(
+                f"features of the layers {aux_layers} were asked for; this target of {self.config.num_layers} layers "
+                f"has 0 to {self.config.num_layers} (what leaves the last one)"
+            )
         alone: list[Memory] = [BlockMemory(mask=mask)] * self.config.num_layers
         memories = alone if cache is None else cache_memories(cache, mask)
         return bind(Decoder, self.config, self.precision, params)(tokens, positions, memories, aux_layers)
