@@ -99,16 +99,20 @@ def test_the_targets_own_branch_is_accepted_to_its_end_and_the_text_is_plain_wit
 
 
 def check_the_edge_of_a_capacity(tree: str = "a bushy one", limit: int = 128) -> None:
-    """A text that ends with its bucket: the deepest nodes of the last rounds stand in the slots behind it."""
-    prompt = [(7 * i + 3) % VOCABULARY for i in range(limit - 16)]
-    plain = SpeculativeDecoder(test_greedy.TARGET).generate(prompt, max_new_tokens=16).tokens[0]
-    longer = SpeculativeDecoder(test_greedy.TARGET).generate(prompt, max_new_tokens=24).tokens[0]
-    script = jnp.array([[*prompt, *longer]], jnp.int32)
+    """Texts that end with their bucket: the deepest nodes of the last rounds stand in the slots behind it."""
+    sizes = range(limit - 18, limit - 12)
+    prompts = [[(7 * i + 3 * size) % VOCABULARY for i in range(size)] for size in sizes]
+    longer = SpeculativeDecoder(test_greedy.TARGET).generate(prompts, max_new_tokens=24).tokens
+    texts = [[*prompt, *text] for prompt, text in zip(prompts, longer, strict=True)]
+    script = jnp.array([[*text, *[0] * (limit + 24 - len(text))] for text in texts], jnp.int32)
     drafter = LoadedDrafter(ScriptedTree(TREES[tree]), script)
-    row = SpeculativeDecoder(test_greedy.TARGET, drafter).generate(prompt, max_new_tokens=16).rows[0]
-    assert row.tokens == plain
+    result = SpeculativeDecoder(test_greedy.TARGET, drafter).generate(
+        prompts, max_new_tokens=[limit - size for size in sizes]
+    )
+    assert result.tokens == [text[size:limit] for text, size in zip(texts, sizes, strict=True)]
     depth = drafter.drafter.max_depth
-    assert int(row.stats.num_accepted_tokens) == int(row.stats.num_drafts) * depth == -(-15 // (depth + 1)) * depth
+    for size, row in zip(sizes, result.rows, strict=True):
+        assert int(row.stats.num_accepted_tokens) == -(-(limit - size - 1) // (depth + 1)) * depth
 
 
 def test_a_tree_loses_no_node_where_the_text_ends_with_its_bucket() -> None:

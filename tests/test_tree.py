@@ -85,10 +85,9 @@ class Network:
         return carry @ self.mixing
 
     def grow(self, tree: DynamicTree | StaticTree, ids: np.ndarray) -> Draft:
-        return _grown(tree, self.mixing, self.embedding, jnp.array(ids))
+        return _compiled(tree, self.mixing, self.embedding, jnp.array(ids))
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _grown(tree, mixing, embedding, ids) -> Draft:
     network = Network(mixing, embedding)
 
@@ -99,6 +98,9 @@ def _grown(tree, mixing, embedding, ids) -> Draft:
     start = embedding[:BATCH, None]
     root = jnp.arange(3, 3 + BATCH, dtype=jnp.int32)
     return grow(tree, root=root, first=Level(network.logits(start), start, ()), run=run, draft_to_target=ids)
+
+
+_compiled = jax.jit(_grown, static_argnums=0)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -165,7 +167,8 @@ def check_ties(name: str) -> None:
     network, ids = tied_networks()[name], np.arange(DRAFT_VOCABULARY, dtype=np.int32) * 3 + 1
     for num_nodes, max_depth, top_k in TREES:
         tree = DynamicTree(num_nodes=num_nodes, max_depth=max_depth, top_k=top_k)
-        draft = network.grow(tree, ids)
+        # Compiled here and now: a program of an earlier call would not know what has changed since.
+        draft = jax.jit(functools.partial(_grown, tree))(network.mixing, network.embedding, jnp.array(ids))
         for row in range(BATCH):
             tokens, parents = grown_by_the_paper(network, row, tree, ids)
             assert draft.tokens[row, 1:].tolist() == tokens
