@@ -97,7 +97,7 @@ def vllm_decoder() -> tuple[SpeculativeDecoder, dict[str, Any]]:
 def check_vllm_counters(requests: int = 4) -> None:
     """Requests in ragged batches of four: tokens, and per request how much was drafted and accepted."""
     decoder, recorded = vllm_decoder()
-    results = []
+    results, drafted = [], recorded["num_speculative_tokens"]
     for start in range(0, requests, 4):
         wanted = recorded["requests"][start : start + 4]
         result = decoder.generate([request["prompt"] for request in wanted], max_new_tokens=recorded["max_new_tokens"])
@@ -106,6 +106,8 @@ def check_vllm_counters(requests: int = 4) -> None:
             assert int(row.stats.num_accepted_tokens) == sum(request["per_step_accepted"])
             assert int(row.stats.num_draft_tokens) == sum(request["per_step_drafted"])
             assert int(row.stats.num_drafts) == len(request["per_step_drafted"])
+            reached = [sum(count > place for count in request["per_step_accepted"]) for place in range(drafted)]
+            assert row.stats.num_accepted_tokens_per_pos.tolist() == reached
         results.append(result.stats)
     if requests == len(recorded["requests"]):
         counters = {f"spec_decode_{name}": value for name, value in SpeculationStats.merge(results).to_json().items()}

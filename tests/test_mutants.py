@@ -1,88 +1,43 @@
 """The gate: planted bugs, each of which a named check of this suite must catch.
 
 A mutant is one piece of a function's source replaced by another. Bugs that change the output are caught by the law
-and by greedy equality; bugs that only cost acceptance leave the output lossless and are caught by recorded traces.
+and by greedy equality; bugs that only cost acceptance leave the output lossless and are caught by recorded traces and
+by numpy. Every check is first seen to pass without a bug. ``python tests/test_mutants.py`` prints the table.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
-import inspect
 import sys
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import jax
 import pytest
 import test_draw_law
+import test_drawn_chain
 import test_exact_law
 import test_golden
 import test_greedy
+import test_long_law
 import test_sampling_law
+import test_schedule
+import test_scripted_trees
+import test_training
+import test_tree
 import test_verify
 import tiny
+from mutants import ENTRY, Mutant
 
 import eagle3_jax  # noqa: F401
+from eagle3_jax.decode import SpeculativeDecoder, _warped
 from eagle3_jax.drafters import Eagle3Drafter, _grow
 from eagle3_jax.drafters.eagle3 import Eagle3Head, FirstLayer
 from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.models.decoder import Decoder
-from eagle3_jax.sampling import _invert, draw, probabilities
+from eagle3_jax.sampling import _invert, _row_keys, _truncate, draw, keys_at, probabilities
+from eagle3_jax.schedule import SpeculationSchedule
+from eagle3_jax.stats import SpeculationStats
+from eagle3_jax.training import ttt
 from eagle3_jax.tree import ancestor_mask
 from eagle3_jax.verify import verify
-
-loops = sys.modules["eagle3_jax.loop"]
-
-
-@contextlib.contextmanager
-def planted(function: Callable, old: str, new: str) -> Iterator[None]:
-    """Run with ``old`` replaced by ``new`` in the source of a function, and nothing compiled before reused."""
-    inner = inspect.unwrap(function)
-    source = textwrap.dedent(inspect.getsource(inner))
-    assert source.count(old) == 1, f"{old!r} is not (once) in {inner.__qualname__}; the mutant has gone stale"
-    source = source[source.index("def ") :].replace(old, new)
-    scope = dict(inner.__globals__)
-    exec(compile("from __future__ import annotations\n" + source, inner.__code__.co_filename, "exec"), scope)
-    original, compiled = inner.__code__, {name: getattr(loops, name) for name in ("prefill", "step", "generate")}
-    inner.__code__ = scope[inner.__name__].__code__
-    loops.prefill = _compiled(SpeculativeLoop.prefill, "capacity")
-    loops.step = _compiled(SpeculativeLoop.step)
-    loops.generate = _compiled(SpeculativeLoop.generate, "capacity")
-    try:
-        yield
-    finally:
-        inner.__code__ = original
-        for name, function in compiled.items():
-            setattr(loops, name, function)
-
-
-def _compiled(method: Callable, *static: str) -> Callable:
-    fresh = functools.wraps(method)(lambda *args, **options: method(*args, **options))
-    del fresh.__wrapped__
-    return jax.jit(fresh, static_argnums=0, static_argnames=static)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """A bug and the check that must notice it.
-
-    Attributes:
-        function: Where it is planted.
-        old: Source as it is.
-        new: Source with the bug.
-        check: Must fail with the bug and pass without.
-        args: Its arguments.
-        options: Its keyword arguments.
-    """
-
-    function: Callable
-    old: str
-    new: str
-    check: Callable
-    args: tuple = ()
-    options: tuple[tuple[str, object], ...] = ()
 
 
 def exact_law(function: Callable, old: str, new: str, case: str = "a sampled chain") -> Mutant:
@@ -108,6 +63,23 @@ def official_draft(function: Callable, old: str, new: str) -> Mutant:
 
 def greedy(function: Callable, old: str, new: str, drafter: str = "a random dynamic tree", stops: tuple = ()) -> Mutant:
     return Mutant(function, old, new, test_greedy.check_greedy_output, (drafter, stops))
+
+
+def long_law(function: Callable, old: str, new: str, drafter: str, rows: int = 2048, runs: int = 1) -> Mutant:
+    return Mutant(function, old, new, test_long_law.check_long_law, (drafter,), (("rows", rows), ("runs", runs)))
+
+
+def subtle(function: Callable, old: str, new: str) -> Mutant:
+    """Half a percent and less: three million tokens, which plain decoding writes in seconds."""
+    return long_law(function, old, new, "plain decoding", rows=8192, runs=16)
+
+
+def drawn_chain(function: Callable, old: str, new: str) -> Mutant:
+    return Mutant(function, old, new, test_drawn_chain.check_drawn_chain)
+
+
+def official_losses(function: Callable, old: str, new: str) -> Mutant:
+    return Mutant(function, old, new, test_training.check_official_losses)
 
 
 def zero_mass(uniform: float) -> None:
@@ -213,6 +185,45 @@ MUTANTS = {
     "all rounds share their randomness": sampling_law(
         SpeculativeLoop._verify, "keys_at(state.keys, state.length, _VERIFY)", "state.keys", "an EAGLE-3 chain of 1"
     ),
+    # Many rounds.
+    "keys repeat every eight positions": long_law(
+        keys_at, ENTRY, "position = position % 8", "a chain of the likeliest tokens"
+    ),
+    "keys change with every fourth position only": long_law(
+        SpeculativeLoop._verify, "keys_at(state.keys, state.length, _VERIFY)", "keys_at(state.keys, state.length // 4, _VERIFY)",
+        "a chain of the likeliest tokens",
+    ),
+    "two rows share a key": long_law(
+        _row_keys, "jnp.arange(batch)", "jnp.arange(batch) // 2", "a chain of the likeliest tokens"
+    ),
+    "a draw never reaches the last thousandth": subtle(
+        draw, ENTRY,
+        "p = jnp.diff(jnp.minimum(jnp.cumsum(p, axis=-1), 0.999 * jnp.sum(p, axis=-1, keepdims=True)), axis=-1, prepend=0.0)",
+    ),
+    "a draw is tilted by half a percent": subtle(
+        draw, ENTRY, "p = p * jnp.where(jnp.arange(p.shape[-1]) % 2 == 0, 1.005, 0.995)"
+    ),
+    # Which rows need which work.
+    "a batch with top-p alone is not truncated": Mutant(
+        _warped, " | (np.asarray(sampling.top_p) < 1)", "",
+        test_sampling_law.check_truncation_through_the_decoder, ("top-p alone", "plain decoding"),
+    ),
+    "a batch with top-k alone is not truncated": Mutant(
+        _warped, "(np.asarray(sampling.top_k) > 0) | ", "",
+        test_sampling_law.check_truncation_through_the_decoder, ("top-k alone", "plain decoding"),
+    ),
+    "top-p keeps a token behind a set of that very mass": Mutant(
+        _truncate, "(before < top_p[:, None, None])", "(before <= top_p[:, None, None])",
+        test_sampling_law.check_the_edge_of_top_p,
+    ),
+    "a schedule ends one row early": Mutant(
+        SpeculationSchedule.length_at, "batch > self.entries", "batch >= self.entries",
+        test_schedule.test_a_gap_carries_the_length_before_it_and_nothing_is_drafted_above_the_last_entry, (16, 1),
+    ),
+    "a stage begins one row late": Mutant(
+        SpeculativeLoop.staged_step, "running <= stage.max_running", "running < stage.max_running",
+        test_schedule.check_the_last_size,
+    ),
     # The loop.
     "tree nodes see their siblings": greedy(ancestor_mask, "jnp.eye(num_nodes, dtype=jnp.bool_)", "jnp.tril(jnp.ones((num_nodes, num_nodes), jnp.bool_))"),
     "tree nodes stand at their index": greedy(
@@ -243,6 +254,21 @@ MUTANTS = {
         SpeculativeLoop.step,
         "self._emit(state, emitted, verdict.num_accepted + 1)",
         "self._emit(state, emitted, jnp.full_like(verdict.num_accepted, 1) + jnp.min(verdict.num_accepted))",
+    ),
+    "a branching draft of one node more is taken for a chain": Mutant(
+        SpeculativeLoop.is_chain.fget, ENTRY, "return self.drafter.num_nodes <= self.drafter.max_depth + 2",
+        test_scripted_trees.check_deep_accepts, ("one wrong sibling in front, N = G + 2",),
+    ),
+    "tree nodes do not see their oldest ancestor": Mutant(
+        ancestor_mask, "range(max_depth)", "range(max_depth - 1)",
+        test_scripted_trees.check_deep_accepts, ("one wrong sibling in front, N = G + 2",),
+    ),
+    "a cache has no room for a draft": Mutant(
+        SpeculativeDecoder._capacity, " + self.loop.drafter.num_nodes", "",
+        test_scripted_trees.check_the_edge_of_a_capacity,
+    ),
+    "counters count one place too many": vllm_trace(
+        SpeculationStats.count, "< accepted[:, None]", "<= accepted[:, None]"
     ),
     # The head: none of these changes the output.
     "draft positions are off by one": official_draft(Eagle3Drafter.propose, PROPOSED, PROPOSED.replace("+ depth", "+ depth + 1")),
@@ -288,17 +314,75 @@ MUTANTS = {
         "features = jnp.take_along_axis(output.features, nodes[:, :, None, None], axis=1)",
         "features = output.features[:, : nodes.shape[1]]",
     ),
+    "ties in a tree go to the higher index": Mutant(
+        _grow._grow_dynamic,
+        "_, chosen = lax.top_k(jnp.concatenate(pool_scores, axis=1), topology.num_nodes - 1)",
+        "chosen = topology.num_candidates - 1 - lax.top_k(jnp.concatenate(pool_scores, axis=1)[:, ::-1], topology.num_nodes - 1)[1]",
+        test_tree.check_ties, ("all tokens tie",),
+    ),
+    "the norm of the first chunk serves all chunks": Mutant(
+        Eagle3Head.fuse, "norm(features[:, :, i])", "self.fc_norm[0](features[:, :, i])",
+        test_drawn_chain.check_fused_features, ("one of each chunk",),
+    ),
+    "positions of a drawn chain are off by one": drawn_chain(Eagle3Drafter.propose, PROPOSED, PROPOSED.replace("+ depth", "+ depth + 1")),
+    "a drawn chain is fed its draft ids": drawn_chain(
+        _grow.draw_chain, "run(tokens[-1][:, None]", "run(ids[:, None]"
+    ),
+    "a drawn chain declares its q in bfloat16": drawn_chain(
+        _grow.draw_chain, SCATTERED, ".at[:, draft_to_target].add(q.astype(jnp.bfloat16).astype(jnp.float32))"
+    ),
+    "a drawn chain stands still": drawn_chain(_grow.draw_chain, "level = run(", "run("),
+    # Training: what the official code recorded.
+    "the steps of a loss are weighed one too late": official_losses(
+        ttt.ttt_loss, "config.decay**step", "config.decay ** (step + 1)"
+    ),
+    "labels are not shifted with the step": official_losses(
+        ttt.ttt_loss, "_from(leaf, step + 1, size)", "_from(leaf, 1, size)"
+    ),
+    "the loss mask is not shifted with the step": official_losses(
+        ttt.ttt_loss, "_from(learn, step, size)", "_from(learn, 0, size)"
+    ),
+    "rows outside the draft vocabulary are learnt": official_losses(
+        ttt.ttt_loss, "counted & (label.best >= 0)", "counted"
+    ),
+    "a row sees what other rows guessed": official_losses(
+        ttt._memory, "BlockMemory(past=(Segment(first, seen),), own=later)",
+        "BlockMemory(past=(Segment(first, seen), *(Segment(guess, seen) for guess in later)))",
+    ),
+    "a row does not see its own earlier guesses": official_losses(
+        ttt._memory, "own=later)", "own=())"
+    ),
+    "positions do not move with the step": official_losses(ttt.unroll, "positions + step", "positions"),
+    "tokens do not move with the step": official_losses(ttt.unroll, "_from(embedded, step + 1, size)", "_from(embedded, 1, size)"),
+    "every step reads the target's features": official_losses(
+        ttt.unroll, "_from(embedded, step + 1, size), output, ", "_from(embedded, step + 1, size), head.fuse(features), "
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("bug", MUTANTS)
 def test_the_suite_catches_that(bug: str) -> None:
     mutant = MUTANTS[bug]
-    with planted(mutant.function, mutant.old, mutant.new), pytest.raises(AssertionError):
-        mutant.check(*mutant.args, **dict(mutant.options))
+    mutant.seen_green()
+    with mutant.bug(), pytest.raises(AssertionError):
+        mutant.run()
 
 
-@pytest.mark.parametrize("args", sorted({m.args for m in MUTANTS.values() if m.options}))
-def test_so_few_samples_suffice_without_a_bug(args: tuple) -> None:
-    """The other checks of the gate are tests of this suite as they stand; these use fewer samples than those do."""
-    test_sampling_law.check_sampling_law(*args, runs=3)
+def test_a_check_that_always_fails_catches_nothing() -> None:
+    def broken() -> None:
+        raise AssertionError("always")
+
+    with pytest.raises(AssertionError, match="always"):
+        Mutant(draw, ENTRY, "pass", broken).seen_green()
+
+
+def test_a_mutant_of_source_that_has_changed_is_stale() -> None:
+    with pytest.raises(AssertionError, match="gone stale"), Mutant(draw, "no such line", "", zero_mass).bug():
+        pass
+
+
+if __name__ == "__main__":
+    print(f"{len(MUTANTS)} planted bugs")
+    for name, mutant in MUTANTS.items():
+        print(f"{name}\n    in {mutant.place}, caught by {mutant.catcher}")
+    sys.exit()

@@ -21,10 +21,10 @@ import tiny
 from scipy.stats import chi2
 
 from eagle3_jax import loop as loops
-from eagle3_jax.decode import LoadedDrafter
+from eagle3_jax.decode import LoadedDrafter, SpeculativeDecoder
 from eagle3_jax.drafters import NGram, Plain
 from eagle3_jax.models.decoder import causal_mask
-from eagle3_jax.sampling import DraftSampling, Warping, row_keys
+from eagle3_jax.sampling import DraftSampling, Warping, probabilities, row_keys
 from eagle3_jax.tree import Chain, DynamicTree
 from eagle3_jax.types import SamplingParams
 
@@ -159,3 +159,41 @@ def test_rows_do_not_repeat_each_others_randomness() -> None:
     repeated = sum(count for (a, b), count in pairs.items() if a == b)
     chance = sum(weight**2 for weight in law.values()) * len(outputs) / 2
     assert repeated < chance + 6 * math.sqrt(chance) + 1
+
+
+ALONE = {"top-k alone": (1.0, 2, 1.0), "top-p alone": (1.0, 0, 0.8), "top-k and top-p": (1.3, 3, 0.75)}
+
+
+def check_truncation_through_the_decoder(name: str, drafter: str) -> None:
+    """The decoder looks at a batch to see how much work its rows need; here no other row gives it a hint."""
+    temperature, top_k, top_p = ALONE[name]
+    decoder = SpeculativeDecoder(TARGET, DRAFTERS[drafter](), stop_tokens=())
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    rows = decoder.generate([PROMPTS[1]] * 3000, max_new_tokens=HORIZON, sampling=sampling, seed=5).tokens
+    p_value, report = chi_square(Counter(map(tuple, rows)), exact_law(ALONE[name], PROMPTS[1], ()))
+    assert p_value > ALPHA, f"{drafter}, {name}: {report}"
+
+
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [("top-k alone", "plain decoding"), ("top-p alone", "plain decoding"), ("top-k and top-p", "a sampled chain")],
+)
+def test_a_batch_that_truncates_in_one_way_only_follows_the_target_law(name: str, drafter: str) -> None:
+    check_truncation_through_the_decoder(name, drafter)
+
+
+def check_the_edge_of_top_p(size: int = 8) -> None:
+    """A set that has just enough mass is enough: equal masses of a power of two, so that every sum is exact."""
+    kept = np.arange(1, size)
+    rows = SamplingParams(
+        temperature=jnp.ones(size - 1),
+        top_k=jnp.zeros(size - 1, jnp.int32),
+        top_p=jnp.array(kept / size, jnp.float32),
+    )
+    mass = np.asarray(probabilities(jnp.zeros((size - 1, 1, size)), rows))[:, 0]
+    found = [np.flatnonzero(row).tolist() for row in mass]
+    assert found == [list(range(count)) for count in kept]
+
+
+def test_top_p_keeps_no_token_behind_a_set_of_exactly_that_mass() -> None:
+    check_the_edge_of_top_p()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
-from eagle3_jax import SamplingParams, SpeculationSchedule, SpeculativeDecoder
+from eagle3_jax import LoadedDrafter, SamplingParams, SpeculationSchedule, SpeculativeDecoder
 from eagle3_jax import loop as loops
 from eagle3_jax.analysis.timing import CompileClock
 from eagle3_jax.drafters import NGram
@@ -27,7 +28,9 @@ def drafter(request, target):
     return NGram() if request.param == "ngram" else tiny.eagle3(target)
 
 
-@pytest.mark.parametrize(("batch", "length"), [(1, 5), (4, 5), (5, 3), (8, 3), (9, 3), (12, 1), (17, 0), (99, 0)])
+@pytest.mark.parametrize(
+    ("batch", "length"), [(1, 5), (4, 5), (5, 3), (8, 3), (9, 3), (12, 1), (16, 1), (17, 0), (99, 0)]
+)
 def test_a_gap_carries_the_length_before_it_and_nothing_is_drafted_above_the_last_entry(batch, length):
     schedule = SpeculationSchedule.from_lists([[1, 4, 5], [5, 8, 3], [12, 16, 1]])
     assert schedule.length_at(batch) == length
@@ -83,6 +86,25 @@ def test_the_length_of_every_round_is_what_the_schedule_says(target):
         running.append(int(np.sum(one.state.running)))
     assert lengths == [SCHEDULE.length_at(rows) for rows in running[:-1]]
     assert {0, 2, 4} == set(lengths)
+
+
+def check_the_last_size():
+    """As many rows as the last entry allows are drafted for; with one more the first rounds are plain."""
+    target, last = tiny.target(), 3
+    schedule = SpeculationSchedule(((1, 1, 4), (2, last, 2)))
+    for rows in (last, last + 1):
+        drafter = LoadedDrafter(tiny.Scripted(shift=1), jnp.zeros((rows, 32), jnp.int32))
+        decoder = SpeculativeDecoder(target, drafter, schedule=schedule)
+        lengths, running = [], [rows]
+        for one in decoder.rounds(PROMPTS[:rows], max_new_tokens=[3, 5, 7, 9][:rows]):
+            lengths.append(int(np.asarray(one.draft.valid)[:, 1:].sum(1).max()))
+            running.append(int(np.sum(one.state.running)))
+        assert lengths == [0 if count > last else 2 if count > 1 else 4 for count in running[:-1]]
+        assert 2 in lengths
+
+
+def test_a_schedule_drafts_at_its_last_size_and_not_above():
+    check_the_last_size()
 
 
 def test_counters_of_the_compiled_loop_equal_those_of_its_steps(target):

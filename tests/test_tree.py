@@ -85,10 +85,9 @@ class Network:
         return carry @ self.mixing
 
     def grow(self, tree: DynamicTree | StaticTree, ids: np.ndarray) -> Draft:
-        return _grown(tree, self.mixing, self.embedding, jnp.array(ids))
+        return _compiled(tree, self.mixing, self.embedding, jnp.array(ids))
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _grown(tree, mixing, embedding, ids) -> Draft:
     network = Network(mixing, embedding)
 
@@ -99,6 +98,9 @@ def _grown(tree, mixing, embedding, ids) -> Draft:
     start = embedding[:BATCH, None]
     root = jnp.arange(3, 3 + BATCH, dtype=jnp.int32)
     return grow(tree, root=root, first=Level(network.logits(start), start, ()), run=run, draft_to_target=ids)
+
+
+_compiled = jax.jit(_grown, static_argnums=0)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -148,6 +150,34 @@ def test_a_dynamic_tree_grows_as_eagle_2_describes(num_nodes: int, max_depth: in
             tokens, parents = grown_by_the_paper(network, row, tree, ids)
             assert draft.tokens[row, 1:].tolist() == tokens
             assert draft.parents[row].tolist() == [-1, *parents]
+
+
+def tied_networks() -> dict[str, Network]:
+    """Networks whose scores tie exactly, in float32 as in float64."""
+    flat = np.zeros((6, DRAFT_VOCABULARY), np.float32)
+    sure, pairs = flat.copy(), flat.copy()
+    sure[:, 4] = 200.0  # log-probability 0 whatever the carry, which is 1: a child scores what its parent does
+    pairs[:, [2, 5]] = 200.0
+    ones = np.full((64, 6), 1 / 6, np.float32)
+    return {"all tokens tie": Network(flat, ones), "a child ties with its parent": Network(sure, ones),
+            "two tokens tie": Network(pairs, ones)}  # fmt: skip
+
+
+def check_ties(name: str) -> None:
+    network, ids = tied_networks()[name], np.arange(DRAFT_VOCABULARY, dtype=np.int32) * 3 + 1
+    for num_nodes, max_depth, top_k in TREES:
+        tree = DynamicTree(num_nodes=num_nodes, max_depth=max_depth, top_k=top_k)
+        # Compiled here and now: a program of an earlier call would not know what has changed since.
+        draft = jax.jit(functools.partial(_grown, tree))(network.mixing, network.embedding, jnp.array(ids))
+        for row in range(BATCH):
+            tokens, parents = grown_by_the_paper(network, row, tree, ids)
+            assert draft.tokens[row, 1:].tolist() == tokens
+            assert draft.parents[row].tolist() == [-1, *parents]
+
+
+@pytest.mark.parametrize("name", tied_networks())
+def test_of_equal_scores_the_candidate_with_the_lower_index_is_taken_where(name: str) -> None:
+    check_ties(name)
 
 
 def test_a_static_tree_takes_the_token_of_each_rank_under_its_parent() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Mapping
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
-from scipy import stats
+from scipy import optimize, stats
 
 MOST_DIRECTED = 10.0  # ln(q/p) is cut at this size, so that a token with next to no mass cannot decide alone
 
@@ -174,6 +174,126 @@ def goodness_of_fit(counts: Mapping[Hashable, int], law: Mapping[Hashable, float
         float(stats.power_divergence(observed, expected, lambda_=name).pvalue) for name in ("pearson", "log-likelihood")
     )
     return dataclasses.replace(found, chi_square=pearson, g_test=likelihood)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fluctuation:
+    """How far tokens stray from their expected counts, all strata together.
+
+    Attributes:
+        statistic: ``Σ d' C⁻¹ d`` over the strata; chi-square for an exact sampler.
+        degrees: Its degrees of freedom.
+        p_value: Of the statistic; 0 when a token was drawn that its law does not allow.
+        tokens: Tokens that had a choice.
+        impossible: Tokens drawn that have no mass.
+    """
+
+    statistic: float
+    degrees: int
+    p_value: float
+    tokens: int
+    impossible: int
+
+    def sees(self, alpha: float, power: float = 0.9) -> float:
+        """See :func:`smallest_deviation`."""
+        return smallest_deviation(self.tokens, self.degrees, alpha=alpha, power=power)
+
+
+@dataclasses.dataclass(frozen=True)
+class Excess:
+    """Counts of tokens beyond what their laws expect, in strata that were known before each token was drawn.
+
+    Given its past, ``1[x = v] - p(v)`` has mean 0 and covariance ``diag(p) - p p'``, whatever the past was. Its sum
+    over tokens is a martingale, so one quadratic form tests any stratum: a context, a place in the text, what stood
+    eight tokens earlier, what the row beside it drew.
+
+    Attributes:
+        observed: ``[S V]``, how often each token was drawn.
+        expected: ``[S V]``, ``Σ p``.
+        covariance: ``[S V V]``, ``Σ diag(p) - p p'``.
+        tokens: Tokens that had a choice.
+        impossible: Tokens drawn that have no mass.
+    """
+
+    observed: Float[np.ndarray, "S V"]
+    expected: Float[np.ndarray, "S V"]
+    covariance: Float[np.ndarray, "S V V"]
+    tokens: int
+    impossible: int
+
+    @classmethod
+    def of(
+        cls,
+        p: Float[np.ndarray, "C V"],
+        laws: Int[np.ndarray, " n"],
+        tokens: Int[np.ndarray, " n"],
+        strata: Int[np.ndarray, " n"],
+        size: int,
+    ) -> Excess:
+        """Count tokens.
+
+        Args:
+            p: All laws.
+            laws: Which of them each token was drawn from.
+            tokens: What was drawn.
+            strata: The stratum of each, from 0.
+            size: ``S``, how many strata there are.
+        """
+        count, vocabulary = p.shape
+        pairs = np.bincount(strata * count + laws, minlength=size * count)
+        used = np.flatnonzero(pairs)
+        stratum, law = np.divmod(used, count)
+        mass, often = p[law], pairs[used]
+        summed = lambda values: np.bincount(stratum, weights=values, minlength=size)
+        expected = np.stack([summed(often * mass[:, v]) for v in range(vocabulary)], axis=1)
+        products = [[summed(often * mass[:, v] * mass[:, w]) for w in range(vocabulary)] for v in range(vocabulary)]
+        covariance = expected[:, :, None] * np.eye(vocabulary) - np.moveaxis(np.array(products), 2, 0)
+        observed = np.bincount(strata * vocabulary + tokens, minlength=size * vocabulary).reshape(size, vocabulary)
+        free = (mass > 0).sum(axis=1) > 1
+        impossible = int(np.count_nonzero(p[laws, tokens] == 0))
+        return cls(observed.astype(float), expected, covariance, int(often[free].sum()), impossible)
+
+    def __add__(self, other: Excess) -> Excess:
+        """More tokens in the same strata."""
+        return Excess(*(getattr(self, field.name) + getattr(other, field.name) for field in dataclasses.fields(self)))
+
+    def fluctuation(self, *, least: float = 10.0) -> Fluctuation:
+        """The quadratic form over all strata.
+
+        Args:
+            least: Strata that expect fewer of some possible token are put together, so that the form is a chi-square.
+        """
+        if self.impossible:
+            return Fluctuation(math.inf, 1, 0.0, self.tokens, self.impossible)
+        few = ((self.expected > 0) & (self.expected < least)).any(axis=1)
+        together = lambda values: np.concatenate([values[~few], values[few].sum(axis=0, keepdims=True)])
+        difference, covariance = together(self.observed - self.expected), together(self.covariance)
+        spread, axes = np.linalg.eigh(covariance)
+        along = np.einsum("sv,svk->sk", difference, axes)
+        real = spread > 1e-6 * np.maximum(spread[:, -1:], 1.0)
+        statistic = float((along[real] ** 2 / spread[real]).sum())
+        degrees = int(np.count_nonzero(real))
+        return Fluctuation(statistic, degrees, float(stats.chi2.sf(statistic, degrees)), self.tokens, 0)
+
+
+def smallest_deviation(tokens: int, degrees: int, *, alpha: float, power: float = 0.9) -> float:
+    """The root mean square by which cell probabilities must be off, relatively, to be seen with this power.
+
+    With ``p'(x | s) = p(x | s) (1 + ε(x, s))`` Pearson's statistic over the cells ``(s, x)`` is a noncentral chi-square
+    of noncentrality ``tokens · Σ p ε²``. Where a stratum mixes several laws, a deviation that they share is seen at
+    least as well.
+
+    Args:
+        tokens: Draws.
+        degrees: Degrees of freedom.
+        alpha: Significance at which the test fails.
+        power: Probability of a failure that is asked for.
+    """
+    if tokens == 0 or degrees == 0:
+        return math.inf
+    threshold = stats.chi2.isf(alpha, degrees)
+    beyond = lambda noncentrality: stats.ncx2.sf(threshold, degrees, noncentrality) - power
+    return math.sqrt(optimize.brentq(beyond, 1e-3, 100.0 * threshold) / tokens)
 
 
 def total_variation_bound(distance: float, *, cells: int, draws: int, delta: float) -> float:

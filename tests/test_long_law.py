@@ -1,0 +1,230 @@
+"""Level 2, over many rounds: every token of long texts from the compiled loop follows its law, whatever came before.
+
+Short sequences can be counted whole (``test_sampling_law``), which sees large bugs of one round and none of many: keys
+that repeat after eight tokens, say. Here texts are long, tables make tokens cheap, and the law of each token is known
+in closed form given those before it. Counts beyond the expected ones are summed within strata of the past: the context,
+the place, the token that stood ``lag`` places earlier, the row beside. Seeds are fixed; an exact loop fails an
+assertion once in a million. Each group of strata knows the smallest deviation that it would have seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import tables
+import tiny
+
+from eagle3_jax import loop as loops
+from eagle3_jax.decode import LoadedDrafter, SpeculativeDecoder
+from eagle3_jax.drafters import NGram, Plain
+from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.sampling import DraftSampling, Warping
+from eagle3_jax.schedule import SpeculationSchedule
+from eagle3_jax.tree import Chain, DynamicTree
+from eagle3_jax.types import SamplingParams
+from validation.statistics import Excess, Fluctuation
+
+VOCABULARY, ORDER, HORIZON = 4, 3, 24
+CONTEXTS = VOCABULARY**ORDER
+ALPHA, POWER = 1e-6, 0.9
+LAGS = range(ORDER + 1, 18)  # nearer tokens are the context; a round of these drafts is at most 4 tokens long
+Setting = tuple[float, int, float]  # temperature, top-k, top-p
+TEMPERATURES: tuple[Setting, ...] = ((0.8, 0, 1.0), (1.2, 0, 1.0))
+TRUNCATIONS: tuple[Setting, ...] = ((1.0, 2, 1.0), (1.0, 0, 0.8), (1.3, 3, 0.75), (0.0, 0, 1.0))
+
+_rng = np.random.default_rng(0)
+# The last token is rare: whatever cuts off a tail cuts off a good part of it.
+WANTED = _rng.normal(size=(CONTEXTS, VOCABULARY)) * 0.8 - np.array([0.0, 0.0, 0.0, 2.0])
+DRAFTED = WANTED + _rng.normal(size=WANTED.shape)
+WANTED, DRAFTED = WANTED.astype(np.float32), DRAFTED.astype(np.float32)
+TARGET = tables.target(WANTED, ORDER)
+PROBABILISTIC = DraftSampling.PROBABILISTIC
+TREE = DynamicTree(num_nodes=7, max_depth=3, top_k=2)
+
+DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
+    "plain decoding": lambda: LoadedDrafter(Plain()),
+    "n-grams": lambda: LoadedDrafter(NGram(3)),
+    "a chain of the likeliest tokens": lambda: tables.drafter(DRAFTED, ORDER, Chain(3)),
+    "a chain of drawn tokens": lambda: tables.drafter(
+        DRAFTED, ORDER, Chain(3), ids=(0, 2, 3), draft_sampling=PROBABILISTIC
+    ),
+    "a dynamic tree": lambda: tables.drafter(DRAFTED, ORDER, TREE),
+    "a static tree": lambda: tables.drafter(DRAFTED, ORDER, tiny.STATIC_TREE, ids=(0, 1, 3)),
+    "a schedule": lambda: tables.drafter(DRAFTED, ORDER, Chain(3), draft_sampling=PROBABILISTIC),
+}
+FLAX = tiny.target(VOCABULARY)
+HEADS: dict[str, Callable[[], LoadedDrafter]] = {  # no tables: the Flax decoder and EAGLE-3 heads on it
+    "an EAGLE-3 chain of drawn tokens": lambda: tiny.eagle3(
+        FLAX, Chain(3), seed=2, draft_vocab_size=3, draft_sampling=PROBABILISTIC
+    ),
+    "an EAGLE-3 dynamic tree": lambda: tiny.eagle3(FLAX, TREE),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """What a batch of rows wrote, with the law of every token.
+
+    Attributes:
+        before: ``[B ORDER]``, the end of the prompts.
+        tokens: ``[B H]``, padded with -1.
+        p: ``[C V]``, all laws, in float64.
+        laws: ``[B H]``, which of them each token should have.
+    """
+
+    before: np.ndarray
+    tokens: np.ndarray
+    p: np.ndarray
+    laws: np.ndarray
+
+    def strata(self) -> Iterator[tuple[str, np.ndarray, int]]:
+        """Name, stratum of every token (-1: none) and how many there are; all known before the token is drawn."""
+        batch, horizon = self.tokens.shape
+        everything = np.concatenate([self.before, self.tokens], axis=1)
+        earlier = lambda lag: everything[:, ORDER - lag :][:, :horizon]
+        context = sum(earlier(back + 1) * VOCABULARY**back for back in range(ORDER))
+        yield "all together", np.zeros((batch, horizon), int), 1
+        yield "context", context, CONTEXTS
+        yield "place", np.broadcast_to(np.arange(horizon), (batch, horizon)), horizon
+        beside = np.concatenate([np.full((1, horizon), -1), self.tokens[:-1]])
+        yield "row beside", beside, VOCABULARY
+        for lag in LAGS:
+            gap = np.full((batch, lag), -1)
+            yield f"{lag} tokens earlier", np.concatenate([gap, self.tokens[:, : horizon - lag]], axis=1), VOCABULARY
+
+    def excess(self) -> dict[str, Excess]:
+        """By name of the strata."""
+        found = {}
+        for name, stratum, size in (*self.strata(), *self._cells()):
+            chosen = (self.tokens >= 0) & (stratum >= 0)
+            found[name] = Excess.of(self.p, self.laws[chosen], self.tokens[chosen], stratum[chosen], size)
+        return found
+
+    def _cells(self) -> Iterator[tuple[str, np.ndarray, int]]:
+        """Every law on its own, where many tokens share one."""
+        if len(self.p) < self.tokens.size:
+            yield "setting and context", self.laws, len(self.p)
+
+
+@functools.cache
+def laws_of(settings: tuple[Setting, ...]) -> np.ndarray:
+    """``[settings x contexts, V]``."""
+    return np.array([oracle.warped(row.tolist(), *setting) for setting in settings for row in WANTED])
+
+
+def written(name: str, settings: tuple[Setting, ...], *, rows: int, run: int) -> Texts:
+    """One batch through the compiled loop, all settings side by side."""
+    rng = np.random.default_rng(run)
+    prompts = rng.integers(0, VOCABULARY, (rows, ORDER + 1))  # longer than the context by one, so one is not seen
+    which = np.arange(rows) % len(settings)
+    limit, schedule = np.full(rows, HORIZON), None
+    if name == "a schedule":  # rows end one after the other, so that every length has its rounds
+        schedule = SpeculationSchedule(((1, rows // 4, 3), (rows // 4 + 1, rows // 2, 2), (rows // 2 + 1, rows - 9, 0)))
+        limit = rng.integers(HORIZON // 3, HORIZON + 1, rows)
+    target = FLAX if name in HEADS else TARGET
+    decoder = SpeculativeDecoder(target, {**DRAFTERS, **HEADS}[name](), schedule=schedule, stop_tokens=())
+    warping = Warping.TRUNCATED if any(k or p < 1 for _, k, p in settings) else Warping.TEMPERATURE
+    batch = batch_of(prompts, [settings[index] for index in which], limit, run)
+    tokens = generated(dataclasses.replace(decoder.loop, warping=warping), decoder, batch)
+    tokens = np.where(np.arange(HORIZON) < limit[:, None], tokens, -1)
+    everything = np.concatenate([prompts, tokens], axis=1)
+    if name in HEADS:
+        heat = np.array([settings[index][0] for index in which])
+        p, laws = laws_of_the_decoder(everything, heat), np.arange(tokens.size).reshape(tokens.shape)
+    else:
+        context = sum(everything[:, ORDER - back :][:, :HORIZON] * VOCABULARY**back for back in range(ORDER))
+        p, laws = laws_of(settings), np.where(tokens >= 0, which[:, None] * CONTEXTS + context, 0)
+    return Texts(prompts[:, -ORDER:], tokens, p, laws)
+
+
+def laws_of_the_decoder(texts: np.ndarray, temperature: np.ndarray) -> np.ndarray:
+    """``[B H V]`` flat, from one plain causal forward of the whole texts: no cache, no block, no drafter."""
+    fed = jnp.array(texts[:, :-1], jnp.int32)
+    logits = np.asarray(_forward(fed)[:, -HORIZON:], np.float64) / temperature[:, None, None]
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return (weights / weights.sum(axis=-1, keepdims=True)).reshape(-1, VOCABULARY)
+
+
+@jax.jit
+def _forward(tokens: jax.Array) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    output = FLAX.model(FLAX.params, tokens, positions, causal_mask(tokens.shape[1]))
+    return FLAX.model.unembed(FLAX.params, output.final)
+
+
+def batch_of(prompts: np.ndarray, settings: list[Setting], limit: np.ndarray, seed: int) -> loops.Prompts:
+    temperature, top_k, top_p = (np.array(column) for column in zip(*settings, strict=True))
+    sampling = SamplingParams(
+        temperature=jnp.array(temperature, jnp.float32),
+        top_k=jnp.array(top_k, jnp.int32),
+        top_p=jnp.array(top_p, jnp.float32),
+    )
+    return tiny.prompts(prompts.tolist(), limit=limit.tolist(), sampling=sampling, seed=seed)
+
+
+def generated(loop: loops.SpeculativeLoop, decoder: SpeculativeDecoder, batch: loops.Prompts) -> np.ndarray:
+    """``[B H]``, garbage behind a row's limit."""
+    start = batch.tokens.shape[1]
+    capacity = start + HORIZON + loop.drafter.num_nodes
+    outcome = loops.generate(loop, decoder.params, batch, capacity=capacity)
+    assert np.array_equal(outcome.length, batch.limit)
+    return np.asarray(outcome.tokens)[:, start : start + HORIZON].astype(int)
+
+
+def check_long_law(
+    name: str, *, settings: tuple[Setting, ...] = TEMPERATURES, rows: int = 4096, runs: int = 2, first: int = 0
+) -> dict[str, Fluctuation]:
+    """Every stratum of every text of some runs; what each saw, by its name."""
+    return judged(name, (written(name, settings, rows=rows, run=first + run) for run in range(runs)))
+
+
+def judged(name: str, texts: Iterator[Texts]) -> dict[str, Fluctuation]:
+    total: dict[str, Excess] = {}
+    for text in texts:
+        for group, excess in text.excess().items():
+            total[group] = total[group] + excess if group in total else excess
+    found = {group: excess.fluctuation() for group, excess in total.items()}
+    wrong = [
+        f"by {group}: chi-square {one.statistic:.1f} on {one.degrees} degrees, p {one.p_value:.2g}"
+        + f", {one.impossible} tokens without mass" * (one.impossible > 0)
+        for group, one in found.items()
+        if not one.p_value > ALPHA
+    ]
+    assert not wrong, f"{name}: {len(wrong)} of {len(found)} groups of strata, {'; '.join(wrong[:3])}"
+    return found
+
+
+# ---------------------------------------------------------------- on every commit; ``validation`` runs more of the same
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_long_texts_follow_the_law_token_by_token_with(name: str) -> None:
+    found = check_long_law(name, rows=8192, runs=5)
+    assert found["setting and context"].sees(ALPHA) < 0.018
+    assert found["all together"].sees(ALPHA) < 0.0095
+
+
+@pytest.mark.parametrize("name", ["a chain of drawn tokens", "a dynamic tree"])
+def test_long_truncated_texts_follow_the_law_token_by_token_with(name: str) -> None:
+    check_long_law(name, settings=TRUNCATIONS, rows=8192, runs=1)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_long_texts_of_a_decoder_follow_the_law_token_by_token_with(name: str) -> None:
+    check_long_law(name, rows=4096, runs=1)
+
+
+def test_no_law_here_hangs_on_the_rounding_of_a_truncation() -> None:
+    for temperature, top_k, top_p in TRUNCATIONS:
+        for shift in (-1e-4, 1e-4) if top_p < 1 else ():
+            moved = laws_of(((temperature, top_k, top_p + shift),)) > 0
+            assert np.array_equal(moved, laws_of(((temperature, top_k, top_p),)) > 0)
+    ranked = np.sort(WANTED, axis=1)
+    assert np.diff(ranked, axis=1).min() > 1e-4

@@ -1,0 +1,119 @@
+"""Trees end to end with deep accepts: one branch of every draft is the target's own text, the others are wrong.
+
+Random heads rarely have a deep node accepted. Here each round accepts as deep as the tree is, on another branch each
+time, so masks, depths, commits and the last slots of a cache all matter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import test_greedy
+import tiny
+from jaxtyping import Array
+
+from eagle3_jax import loop as loops
+from eagle3_jax.decode import LoadedDrafter, SpeculativeDecoder
+from eagle3_jax.types import Draft, SamplingParams
+
+VOCABULARY = 13
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptedTree(tiny._Rooted):
+    """Proposes a fixed tree; the path to one of its deepest nodes, another in every round, is the script's.
+
+    Its parameters ``[B S]`` say what comes at each place. Every other node is off by its own number, never right.
+
+    Attributes:
+        parents: Of every node, -1 at the root.
+    """
+
+    parents: tuple[int, ...]
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.parents)
+
+    @property
+    def max_depth(self) -> int:
+        return max(len(oracle.path_to(self.parents, node)) for node in range(len(self.parents)))
+
+    @property
+    def deepest(self) -> list[list[int]]:
+        """Paths of full depth, the last one first."""
+        paths = [oracle.path_to(self.parents, node) for node in range(len(self.parents))]
+        return [path for path in reversed(paths) if len(path) == self.max_depth]
+
+    def propose(self, params: Any, state: tiny.RootState, keys: Array, sampling: SamplingParams) -> Draft:
+        depth = np.array([len(oracle.path_to(self.parents, node)) for node in range(len(self.parents))])
+        place = jnp.minimum(state.length[:, None] + depth, params.shape[1] - 1)
+        script = jnp.take_along_axis(params, place, axis=1)
+        right = np.zeros((len(self.deepest), self.num_nodes), bool)
+        for index, path in enumerate(self.deepest):
+            right[index, path] = True
+        # Off by the number of the node, which is below V: never right, and siblings differ.
+        off = jnp.asarray(np.arange(self.num_nodes), jnp.int32)
+        chosen = jnp.asarray(right)[state.length % len(self.deepest)]
+        tokens = jnp.where(chosen, script, (script + off) % VOCABULARY)
+        tokens = tokens.at[:, 0].set(state.root)
+        return Draft(
+            tokens=tokens,
+            parents=jnp.broadcast_to(jnp.array(self.parents, jnp.int32), tokens.shape),
+            valid=jnp.ones(tokens.shape, jnp.bool_),
+        )
+
+
+TREES = {
+    "one wrong sibling in front, N = G + 2": (-1, 0, 0, 2, 3),
+    "one wrong sibling behind, N = G + 2": (-1, 0, 0, 1, 3),
+    "a wrong sibling of the last node, N = G + 2": (-1, 0, 1, 2, 2),
+    "two whole branches": (-1, 0, 0, 1, 2, 3, 4),
+    "a bushy one": (-1, 0, 0, 0, 1, 2, 2, 3, 5, 6, 7, 7),
+}
+
+
+def scripted(tree: str) -> LoadedDrafter:
+    return LoadedDrafter(ScriptedTree(TREES[tree]), test_greedy.scripted(0).params)
+
+
+def check_deep_accepts(tree: str) -> None:
+    """Plain greedy text, and every round accepts the tree's full depth, at the smallest capacity that loses nothing."""
+    loop, params = tiny.bind(test_greedy.TARGET, scripted(tree))
+    batch = tiny.prompts(test_greedy.PROMPTS, limit=test_greedy.LIMITS)
+    outcome = loops.generate(loop, params, batch, capacity=int(batch.limit.max()) + loop.drafter.num_nodes)
+    assert tiny.outputs(outcome, batch) == test_greedy.expected()
+    accepted, rounds = np.asarray(outcome.stats.num_accepted_tokens), np.asarray(outcome.stats.num_drafts)
+    assert np.array_equal(accepted, rounds * loop.drafter.max_depth)
+    assert accepted.sum() > 20
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_the_targets_own_branch_is_accepted_to_its_end_and_the_text_is_plain_with(tree: str) -> None:
+    check_deep_accepts(tree)
+
+
+def check_the_edge_of_a_capacity(tree: str = "a bushy one", limit: int = 128) -> None:
+    """Texts that end with their bucket: the deepest nodes of the last rounds stand in the slots behind it."""
+    sizes = range(limit - 18, limit - 12)
+    prompts = [[(7 * i + 3 * size) % VOCABULARY for i in range(size)] for size in sizes]
+    longer = SpeculativeDecoder(test_greedy.TARGET).generate(prompts, max_new_tokens=24).tokens
+    texts = [[*prompt, *text] for prompt, text in zip(prompts, longer, strict=True)]
+    script = jnp.array([[*text, *[0] * (limit + 24 - len(text))] for text in texts], jnp.int32)
+    drafter = LoadedDrafter(ScriptedTree(TREES[tree]), script)
+    result = SpeculativeDecoder(test_greedy.TARGET, drafter).generate(
+        prompts, max_new_tokens=[limit - size for size in sizes]
+    )
+    assert result.tokens == [text[size:limit] for text, size in zip(texts, sizes, strict=True)]
+    depth = drafter.drafter.max_depth
+    for size, row in zip(sizes, result.rows, strict=True):
+        assert int(row.stats.num_accepted_tokens) == -(-(limit - size - 1) // (depth + 1)) * depth
+
+
+def test_a_tree_loses_no_node_where_the_text_ends_with_its_bucket() -> None:
+    check_the_edge_of_a_capacity()
