@@ -113,6 +113,31 @@ def test_numbers_of_a_level_are_found_by_name(rich: Report) -> None:
     assert two["L0"].headline == "n 10 to 2,000, once 1"
 
 
+def test_the_smallest_deviation_that_a_check_would_have_seen_stands_beside_its_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = run_of(PASSED, PASSED)
+    report.checks[0].sees = "0.5 % rms of the cells' masses, in <L5>"
+    again = Report.from_json(report.to_json())
+    assert [check.sees for check in again.checks] == [report.checks[0].sees, ""]
+    assert again["L5"].sees == [report.checks[0].sees]
+    assert f"| L5 | check 0 | {report.checks[0].sees} |" in compare(report, again).to_markdown()
+    report.write(tmp_path)
+    assert main(["show", str(tmp_path)]) == 0
+    assert f"would have seen: {report.checks[0].sees}" in capsys.readouterr().out
+    pytest.importorskip("jinja2")
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("would have seen") == 2, "among the levels and beside the check, and for no check without one"
+    assert "in &lt;L5&gt;" in page
+
+
+def test_a_report_from_before_deviations_were_kept_is_still_read() -> None:
+    old = json.loads(run_of(PASSED).to_json())
+    for check in old["checks"]:
+        del check["sees"]
+    assert Report.from_json(json.dumps(old))["L5"].sees == []
+
+
 def test_data_that_cannot_be_shown_is_refused_where_it_is_given() -> None:
     check = Check("L0", "x")
     with pytest.raises(ValueError, match="2 columns"):

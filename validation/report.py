@@ -48,6 +48,8 @@ class Check:
         numbers: Name to number or short text.
         tables: In order.
         plots: In order.
+        sees: The smallest deviation that the check would have seen with 90 % power, in words; empty where chance has
+            no part in it.
     """
 
     level: str
@@ -58,6 +60,7 @@ class Check:
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
     tables: list[Table] = dataclasses.field(default_factory=list)
     plots: list[Plot] = dataclasses.field(default_factory=list)
+    sees: str = ""
 
     def number(self, **numbers: Any) -> None:
         """Keep numbers under their names."""
@@ -101,6 +104,11 @@ class LevelResult:
             for check in self.checks
             for name, value in check.numbers.items()
         }
+
+    @property
+    def sees(self) -> list[str]:
+        """The smallest deviations that its checks would have seen, each once."""
+        return list(dict.fromkeys(check.sees for check in self.checks if check.sees))
 
     @property
     def headline(self) -> str:
@@ -318,11 +326,13 @@ class Comparison:
         verdicts: Every level, changed or not.
         rows: Every number that either run has.
         facts: What differs in the environment: numbers of different machines say little about the code.
+        sees: Level, check and the smallest deviation that it would have seen, in the second run.
     """
 
     verdicts: list[Change]
     rows: list[Change]
     facts: list[Change]
+    sees: list[tuple[str, str, str]]
 
     def to_markdown(self) -> str:
         """Three tables, for an issue or a pull request."""
@@ -331,6 +341,8 @@ class Comparison:
         parts = [to_markdown(["level", "old", "new", ""], verdicts)]
         if self.rows:
             parts.append(to_markdown(["level", "check", "number", "old", "new", "ratio"], numbers))
+        if self.sees:
+            parts.append(to_markdown(["level", "check", "would have seen, with 90 % power"], self.sees))
         if self.facts:
             parts.append(
                 to_markdown(["environment", "old", "new"], [[c.name, show(c.old), show(c.new)] for c in self.facts])
@@ -360,7 +372,8 @@ def compare(old: Report, new: Report) -> Comparison:
         for key in {**here, **there}
         if key != "date" and here.get(key) != there.get(key)
     ]
-    return Comparison(verdicts, rows, facts)
+    sees = [(check.level, check.name, check.sees) for check in new.checks if check.sees]
+    return Comparison(verdicts, rows, facts, sees)
 
 
 def _span(values: list[Any]) -> str:
@@ -463,6 +476,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(report.summary)
     for _, line in verdict_lines(report):
         print(line)
+    for result in report.levels.values():
+        for deviation in result.sees:
+            print(f"{result.level.name} would have seen: {deviation}")
     return 0
 
 
