@@ -131,6 +131,4 @@ def _scatter(
         new = jnp.concatenate([new, new], axis=2)
     rows = jnp.arange(buffer.shape[0])[:, None]
     # Unless it is told that no two writes meet, a GPU under deterministic operations makes them one after the other.
-    return buffer.at[rows, :, slots].set(
-        jnp.moveaxis(new, 2, 1).astype(buffer.dtype), mode="drop", unique_indices=True
-    )
+    return buffer.at[rows, :, slots].set(jnp.moveaxis(new, 2, 1).astype(buffer.dtype), mode="drop", unique_indices=True)

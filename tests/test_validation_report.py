@@ -14,8 +14,9 @@ import pytest
 
 import eagle3_jax.cli  # noqa: F401 (what is first imported inside a run of pytest is forgotten after it, its types too)
 from eagle3_jax.reporting.environment import committable, environment, sha256_of, sha256_of_prompts
+from validation.comparison import compare
 from validation.levels import LEVELS
-from validation.report import Check, Plot, Report, Table, Verdict, compare, load, main
+from validation.report import Check, Plot, Report, Table, Verdict, load, main
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parent.parent

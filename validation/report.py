@@ -10,114 +10,18 @@ In a notebook, with ``report = load(DIR)``: ``report["L8"].numbers``, ``report.t
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
-import enum
 import json
-import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.reporting.tables import Plot, Table, flat, show, to_markdown, write_text
-from validation.levels import BY_NAME, LEVELS, Level
+from eagle3_jax.reporting.tables import Plot, Table, write_text
+from validation.checks import Check, LevelResult, Verdict, plain, reasons_of
+from validation.levels import BY_NAME, LEVELS
 
 SCHEMA_VERSION = 1
-
-
-class Verdict(enum.StrEnum):
-    """How a check or a level ended. A level that ran in part is never green."""
-
-    PASSED = "passed"
-    FAILED = "failed"
-    PARTLY = "partly run"
-    NOT_RUN = "not run"
-
-
-@dataclasses.dataclass
-class Check:
-    """One test of a level, and the numbers behind its verdict.
-
-    Attributes:
-        level: Name of its level.
-        name: What was checked.
-        verdict: ``NOT_RUN`` until it has ended. A check that passes on less than it should have seen sets ``PARTLY``.
-        reason: Why it failed or did not run.
-        seconds: Wall time.
-        numbers: Name to number or short text.
-        tables: In order.
-        plots: In order.
-        sees: The smallest deviation that the check would have seen with 90 % power, in words; empty where chance has
-            no part in it.
-    """
-
-    level: str
-    name: str
-    verdict: Verdict = Verdict.NOT_RUN
-    reason: str = ""
-    seconds: float = 0.0
-    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
-    tables: list[Table] = dataclasses.field(default_factory=list)
-    plots: list[Plot] = dataclasses.field(default_factory=list)
-    sees: str = ""
-
-    def number(self, **numbers: Any) -> None:
-        """Keep numbers under their names."""
-        self.numbers |= numbers
-
-    def table(self, title: str, columns: list[str], rows: list[list[Any]]) -> None:
-        """Keep a table."""
-        self.tables.append(Table(title, columns, rows))
-
-    def plot(self, title: str, kind: str, x_label: str, y_label: str, series: dict[str, tuple[list, list]]) -> None:
-        """Keep a plot; see :class:`Plot`."""
-        self.plots.append(Plot(title, kind, x_label, y_label, series))
-
-
-@dataclasses.dataclass(frozen=True)
-class LevelResult:
-    """What the checks of one level amount to.
-
-    Attributes:
-        level: The claim.
-        checks: All that were collected, whether they ran or not.
-        verdict: ``FAILED`` if one failed, ``PASSED`` only if all of at least one passed.
-        reason: Why it is not ``PASSED``.
-    """
-
-    level: Level
-    checks: list[Check]
-    verdict: Verdict
-    reason: str
-
-    @property
-    def seconds(self) -> float:
-        return sum(check.seconds for check in self.checks)
-
-    @property
-    def numbers(self) -> dict[str, Any]:
-        """All numbers; a name that several checks use stands behind the name of the check."""
-        uses = collections.Counter(name for check in self.checks for name in check.numbers)
-        return {
-            name if uses[name] == 1 else f"{check.name}: {name}": value
-            for check in self.checks
-            for name, value in check.numbers.items()
-        }
-
-    @property
-    def sees(self) -> list[str]:
-        """The smallest deviations that its checks would have seen, each once."""
-        return list(dict.fromkeys(check.sees for check in self.checks if check.sees))
-
-    @property
-    def headline(self) -> str:
-        """The first three numbers, over all checks: a value, or from the least to the greatest."""
-        values: dict[str, list[Any]] = {}
-        for check in self.checks:
-            for name, value in check.numbers.items():
-                values.setdefault(name, []).append(value)
-        return ", ".join(f"{name} {_span(found)}" for name, found in list(values.items())[:3])
 
 
 @dataclasses.dataclass
@@ -160,12 +64,12 @@ class Report:
             only_gpu = level.gpu_only and not self.gpu
             reason = "only with --gpu" if only_gpu else "deselected: no check of it was part of this run"
         elif Verdict.FAILED in verdicts:
-            verdict, reason = Verdict.FAILED, _reasons(checks, Verdict.FAILED)
+            verdict, reason = Verdict.FAILED, reasons_of(checks, Verdict.FAILED)
         elif len(verdicts) == 1:
             (verdict,) = verdicts
-            reason = "" if verdict is Verdict.PASSED else _reasons(checks, verdict)
+            reason = "" if verdict is Verdict.PASSED else reasons_of(checks, verdict)
         else:
-            verdict, reason = Verdict.PARTLY, _reasons(checks, Verdict.PARTLY, Verdict.NOT_RUN)
+            verdict, reason = Verdict.PARTLY, reasons_of(checks, Verdict.PARTLY, Verdict.NOT_RUN)
         return LevelResult(level, checks, verdict, reason)
 
     def table(self, level: str, title: str) -> Table:
@@ -233,7 +137,7 @@ class Report:
             for name, result in self.levels.items()
         }
         head = {"schema_version": SCHEMA_VERSION, "verdict": self.verdict, "summary": self.summary, "levels": verdicts}
-        return json.dumps(_plain(head | dataclasses.asdict(self)), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+        return json.dumps(plain(head | dataclasses.asdict(self)), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -294,128 +198,6 @@ def load(path: str | Path) -> Report:
         raise ValueError(f"{file} {error}") from None
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """One thing in two runs.
-
-    Attributes:
-        level: Where; empty for a fact of the environment.
-        check: Where; empty for a level's verdict.
-        name: Of the number, fact or level.
-        old: ``None`` where the first run lacks it.
-        new: ``None`` where the second run lacks it.
-    """
-
-    level: str
-    check: str
-    name: str
-    old: Any
-    new: Any
-
-    @property
-    def ratio(self) -> float | None:
-        """New over old; ``None`` where there is none."""
-        return self.new / self.old if self.old and self.new is not None else None
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """Two runs side by side.
-
-    Attributes:
-        verdicts: Every level, changed or not.
-        rows: Every number that either run has.
-        facts: What differs in the environment: numbers of different machines say little about the code.
-        sees: Level, check and the smallest deviation that it would have seen, in the second run.
-    """
-
-    verdicts: list[Change]
-    rows: list[Change]
-    facts: list[Change]
-    sees: list[tuple[str, str, str]]
-
-    def to_markdown(self) -> str:
-        """Three tables, for an issue or a pull request."""
-        verdicts = [[c.level, c.old, c.new, "" if c.old == c.new else "changed"] for c in self.verdicts]
-        numbers = [[c.level, c.check, c.name, *map(show, (c.old, c.new, c.ratio))] for c in self.rows]
-        parts = [to_markdown(["level", "old", "new", ""], verdicts)]
-        if self.rows:
-            parts.append(to_markdown(["level", "check", "number", "old", "new", "ratio"], numbers))
-        if self.sees:
-            parts.append(to_markdown(["level", "check", "would have seen, with 90 % power"], self.sees))
-        if self.facts:
-            parts.append(
-                to_markdown(["environment", "old", "new"], [[c.name, show(c.old), show(c.new)] for c in self.facts])
-            )
-        return "\n\n".join(parts) + "\n"
-
-
-def compare(old: Report, new: Report) -> Comparison:
-    """What changed from one run to another: verdicts, numbers, environment."""
-    before, after = old.levels, new.levels
-    verdicts = [Change(name, "", name, before[name].verdict, after[name].verdict) for name in before]
-
-    def numbers(report: Report) -> dict[tuple[str, str, str], float]:
-        return {
-            (check.level, check.name, name): value
-            for check in report.checks
-            for name, value in _plain(check.numbers).items()
-            if isinstance(value, int | float) and not isinstance(value, bool)
-        }
-
-    first, second = numbers(old), numbers(new)
-    rows = [Change(*key, first.get(key), second.get(key)) for key in {**first, **second}]
-    rows.sort(key=lambda change: list(BY_NAME).index(change.level))  # stable: within a level as they came
-    here, there = dict(flat(old.environment)), dict(flat(new.environment))
-    facts = [
-        Change("", "", key, here.get(key), there.get(key))
-        for key in {**here, **there}
-        if key != "date" and here.get(key) != there.get(key)
-    ]
-    sees = [(check.level, check.name, check.sees) for check in new.checks if check.sees]
-    return Comparison(verdicts, rows, facts, sees)
-
-
-def _span(values: list[Any]) -> str:
-    try:
-        low, high = min(values), max(values)
-    except (TypeError, ValueError):  # texts among numbers, or arrays
-        low, high = values[0], values[-1]
-    low, high = _plain([low, high])
-    return show(low) if low == high else f"{show(low)} to {show(high)}"
-
-
-def _reasons(checks: list[Check], *verdicts: Verdict) -> str:
-    """Why checks ended so, each reason once."""
-    found: dict[str, list[str]] = {}
-    for check in checks:
-        if check.verdict in verdicts:
-            found.setdefault(check.reason or str(check.verdict), []).append(check.name)
-    if len(found) == 1 and len(next(iter(found.values()))) == len(checks):
-        return next(iter(found))
-    return "\n".join(
-        f"{names[0]}: {reason}" if len(names) == 1 else f"{len(names)} of {len(checks)} checks: {reason}"
-        for reason, names in found.items()
-    )
-
-
-def _plain(value: Any) -> Any:
-    """What JSON can say. A report is written at the end of hours, so what is not known becomes text, not an error."""
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):  # arrays and scalars of numpy and jax
-        return _plain(value.tolist())
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, Path):
-        return value.name
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
-
-
 def _check(verdict: str, tables: list[dict], plots: list[dict], **fields: Any) -> Check:
     check = Check(verdict=Verdict(verdict), **fields)
     if check.level not in BY_NAME:
@@ -460,6 +242,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.command == "compare":
+            from validation.comparison import compare
+
             print(compare(load(options.old), load(options.new)).to_markdown(), end="")
             return 0
         report = load(options.run)
