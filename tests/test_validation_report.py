@@ -366,11 +366,18 @@ def validate(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     """Run tests as ``pytest validation`` would."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(pytester.path))
+    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, "")  # which a run with --gpu sets, and which are put back
+        monkeypatch.delenv(name)
 
-    def run(source: str, *options: str, subprocess: bool = False) -> tuple[pytest.RunResult, Report | None]:
+    def run(
+        source: str, *options: str, subprocess: bool = False, manifest: str = "none"
+    ) -> tuple[pytest.RunResult, Report | None]:
         pytester.makepyfile(test_levels="import pytest\nlevel = pytest.mark.level\n" + source)
         launch = pytester.runpytest_subprocess if subprocess else pytester.runpytest_inprocess
-        result = launch("-p", "validation.conftest", "--report-dir", "out", "-p", "no:cacheprovider", *options)
+        given = ["-p", "validation.conftest", "-p", "no:cacheprovider", "-o", f"validation_manifest={manifest}"]
+        result = launch(*given, "--report-dir", "out", *options)
         return result, load("out") if Path("out").exists() else None
 
     return run

@@ -50,6 +50,11 @@ class Check:
     plots: list[Plot] = dataclasses.field(default_factory=list)
     sees: str = ""
 
+    @property
+    def deselected(self) -> bool:
+        """Whether the run was told to leave it out."""
+        return self.verdict is Verdict.NOT_RUN and self.reason.startswith("deselected")
+
     def number(self, **numbers: Any) -> None:
         """Keep numbers under their names."""
         self.numbers |= numbers
@@ -70,7 +75,7 @@ class LevelResult:
     Attributes:
         level: The claim.
         checks: All that were collected, whether they ran or not.
-        verdict: ``FAILED`` if one failed, ``PASSED`` only if all of at least one passed.
+        verdict: ``FAILED`` if one failed, ``PASSED`` only if all passed and the manifest names no other.
         reason: Why it is not ``PASSED``.
     """
 

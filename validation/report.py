@@ -3,6 +3,7 @@
     python -m validation.report show DIR          # the verdicts of an earlier run
     python -m validation.report compare OLD NEW   # what changed between two of them, as Markdown
     python -m validation.report page DIR          # write the page again, such as where matplotlib is installed
+    python -m validation.report merge DIR... -o DIR   # one report of runs that each did a part
 
 In a notebook, with ``report = load(DIR)``: ``report["L8"].numbers``, ``report.table("L8", TITLE).column("K")``.
 """
@@ -20,8 +21,10 @@ from typing import Any
 from eagle3_jax.reporting.tables import Plot, Table, write_text
 from validation.checks import Check, LevelResult, Verdict, plain, reasons_of
 from validation.levels import BY_NAME, LEVELS
+from validation.manifest import missing_from
 
 SCHEMA_VERSION = 1
+_ADDED_LATER = ("manifest", "parts")
 
 
 @dataclasses.dataclass
@@ -38,6 +41,9 @@ class Report:
         rehearsal: A run with ``--rehearse``: the flow was tried; nothing it measured counts.
         errors: Modules that could not be collected. Nobody knows what their checks would have said.
         skipped: Modules that skipped themselves as a whole, and why.
+        manifest: Level to check to the number of its cases: what the run should have contained. A report from before
+            manifests has none, and its levels are judged by what was collected.
+        parts: Command lines of the runs that it was merged from.
     """
 
     environment: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -49,6 +55,15 @@ class Report:
     rehearsal: bool = False
     errors: list[str] = dataclasses.field(default_factory=list)
     skipped: list[str] = dataclasses.field(default_factory=list)
+    manifest: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    parts: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def compared(self) -> str:
+        """Which models these are verdicts about."""
+        subject = self.environment.get("subject", {})
+        name, reason = subject.get("name", "no models of their own"), subject.get("not the default")
+        return f"{name} ({reason})" if reason else name
 
     @property
     def levels(self) -> dict[str, LevelResult]:
@@ -70,6 +85,10 @@ class Report:
             reason = "" if verdict is Verdict.PASSED else reasons_of(checks, verdict)
         else:
             verdict, reason = Verdict.PARTLY, reasons_of(checks, Verdict.PARTLY, Verdict.NOT_RUN)
+        missing = missing_from(checks, self.manifest.get(name, {}))
+        if missing and verdict in (Verdict.PASSED, Verdict.PARTLY):
+            verdict = Verdict.PARTLY
+            reason = "\n".join(filter(None, [reason, f"not collected: {', '.join(missing)}"]))
         return LevelResult(level, checks, verdict, reason)
 
     def table(self, level: str, title: str) -> Table:
@@ -154,7 +173,8 @@ class Report:
         if version != SCHEMA_VERSION:
             raise ValueError(f"has schema version {version}, and this program reads version {SCHEMA_VERSION}")
         try:
-            report = cls(**{field.name: data[field.name] for field in dataclasses.fields(cls)})
+            names = [field.name for field in dataclasses.fields(cls)]
+            report = cls(**{name: data[name] for name in names if name in data or name not in _ADDED_LATER})
             report.checks = [_check(**check) for check in data["checks"]]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"is not a validation report: {type(error).__name__}: {error}") from None
@@ -233,18 +253,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m validation.report", description="Earlier runs of pytest validation."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,compare,page}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,compare,page,merge}")
     for name, text in (("show", "print the verdicts of a run"), ("page", "write the page of a run again")):
         commands.add_parser(name, help=text).add_argument("run", help="directory or report.json")
     comparing = commands.add_parser("compare", help="print what changed between two runs, as Markdown")
     comparing.add_argument("old", help="directory or report.json")
     comparing.add_argument("new", help="directory or report.json")
+    merging = commands.add_parser("merge", help="write one report of runs that each did a part")
+    merging.add_argument("part", nargs="+", help="directory or report.json")
+    merging.add_argument("-o", "--output", required=True, metavar="DIR", help="where the merged report is written")
     options = parser.parse_args(arguments)
     try:
         if options.command == "compare":
             from validation.comparison import compare
 
             print(compare(load(options.old), load(options.new)).to_markdown(), end="")
+            return 0
+        if options.command == "merge":
+            from validation.merging import merge
+
+            report = merge({part: load(part) for part in options.part})
+            written = report.write(options.output)
+            _print(report)
+            print(f"Report: {written}")
             return 0
         report = load(options.run)
         if options.command == "page":
@@ -257,13 +288,18 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
+    _print(report)
+    return 0
+
+
+def _print(report: Report) -> None:
     print(report.summary)
+    print(f"Compared: {report.compared}")
     for _, line in verdict_lines(report):
         print(line)
     for result in report.levels.values():
         for deviation in result.sees:
             print(f"{result.level.name} would have seen: {deviation}")
-    return 0
 
 
 if __name__ == "__main__":
