@@ -25,10 +25,8 @@ def merge(parts: Mapping[str, Report]) -> Report:
     Raises:
         ValueError: Two of them are not of one machine, of the same versions, of the same models.
     """
-    names = list(parts)
     reports = sorted(parts.values(), key=lambda report: report.started)
-    for name in names[1:]:
-        _refuse_strangers(names[0], parts[names[0]], name, parts[name])
+    _refuse_strangers(parts)
     found: dict[tuple[str, str], list[tuple[str, str, Check]]] = {}
     for name, report in parts.items():
         for check in report.checks:
@@ -51,16 +49,21 @@ def merge(parts: Mapping[str, Report]) -> Report:
     )
 
 
-def _refuse_strangers(name: str, report: Report, other: str, stranger: Report) -> None:
-    mine, theirs = _identity(report), _identity(stranger)
-    for key in {**mine, **theirs}:
-        needed = key.partition(".")[0] not in _WHERE_NEEDED
-        here, there = mine.get(key), theirs.get(key)
-        if here != there and (needed or (key in mine and key in theirs)):
-            raise ValueError(
-                f"{name} and {other} differ in {key} ({show(here)}, {show(there)}); "
-                "only runs of one machine with the same versions and models can be merged"
-            )
+def _refuse_strangers(parts: Mapping[str, Report]) -> None:
+    first = next(iter(parts))
+    known: dict[str, tuple[str, Any]] = {}
+    for name, report in parts.items():
+        facts = _identity(report)
+        for key in {**{key: None for key in known}, **facts}:
+            if key.partition(".")[0] in _WHERE_NEEDED and not (key in known and key in facts):
+                continue
+            other, there = known.get(key, (first, None))
+            if facts.get(key) != there and name != first:
+                raise ValueError(
+                    f"{other} and {name} differ in {key} ({show(there)}, {show(facts.get(key))}); "
+                    "only runs of one machine with the same versions and models can be merged"
+                )
+        known |= {key: (name, value) for key, value in facts.items() if key not in known}
 
 
 def _identity(report: Report) -> dict[str, Any]:
