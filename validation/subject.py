@@ -17,6 +17,7 @@ Pair = tuple[LoadedTarget, LoadedDrafter]
 
 DEFAULT_TARGET = "meta-llama/Llama-3.1-8B-Instruct"
 DEFAULT_DRAFTER = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
+SHIPPED = "the shipped pair"
 CPU_TOKENS, GPU_TOKENS = 96, 256
 
 
@@ -119,7 +120,7 @@ def choose(
         reason, wanted = str(error), (None, None)
         directories = bundled("target"), bundled("eagle3")
     return Subject(
-        name="the shipped pair" if wanted[0] is None else f"{wanted[0]} with {wanted[1]}",
+        name=SHIPPED if wanted[0] is None else f"{wanted[0]} with {wanted[1]}",
         target_directory=directories[0],
         drafter_directory=directories[1],
         prompt_files=files,
