@@ -114,7 +114,8 @@ class KVCache:
     def _moved(self, written: KeyValue, count: Int[Array, " B"], nodes: Int[Array, "B T"]) -> KeyValue:
         """The chosen tokens side by side: read first, all of them, and then written."""
         rows, step = jnp.arange(self.length.shape[0])[:, None], jnp.arange(nodes.shape[1])[None, :]
-        slots = jnp.where(step < count[:, None], self.length[:, None] + step, self.capacity)
+        # What is not kept goes beyond the capacity, each to a place of its own: scattered indices must be unique.
+        slots = jnp.where(step < count[:, None], self.length[:, None] + step, self.capacity + step)
         source = jnp.minimum(self.length[:, None] + nodes, self.capacity - 1)
         return KeyValue(*(_scatter(buffer, slots, jnp.moveaxis(buffer[rows, :, source], 1, 2)) for buffer in written))
 
@@ -122,10 +123,12 @@ class KVCache:
 def _scatter(
     buffer: Float[Array, "B C S H"], slots: Int[Array, "B T"], new: Float[Array, "B C T H"]
 ) -> Float[Array, "B C S H"]:
+    """Write each token to its slot; the slots of a row differ, those beyond the capacity too, which are dropped."""
     if slots.size == 1:
         # XLA would turn a single write into a slice update, fuse it into everything that reads the buffer, and copy the
         # buffer for each. So a second one goes along, which is dropped.
-        slots = jnp.concatenate([slots, jnp.full_like(slots, buffer.shape[2])], axis=1)
+        slots = jnp.concatenate([slots, slots + buffer.shape[2]], axis=1)
         new = jnp.concatenate([new, new], axis=2)
     rows = jnp.arange(buffer.shape[0])[:, None]
-    return buffer.at[rows, :, slots].set(jnp.moveaxis(new, 2, 1).astype(buffer.dtype), mode="drop")
+    # Unless it is told that no two writes meet, a GPU under deterministic operations makes them one after the other.
+    return buffer.at[rows, :, slots].set(jnp.moveaxis(new, 2, 1).astype(buffer.dtype), mode="drop", unique_indices=True)

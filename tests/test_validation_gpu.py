@@ -152,7 +152,7 @@ def test_the_default_is_the_shipped_pair_with_its_prompts(changes: dict[str, boo
     dtype = subject.dtypes[0]
     assert subject.pair(dtype)[0] is subject.pair(dtype)[0]
     loaded = subject.pair(dtype)[0]
-    subject.drop(dtype)
+    subject.release()
     assert subject.pair(dtype)[0] is not loaded
     assert subject.description["questions"] == "plain text: the target has no chat template"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -14,8 +15,12 @@ import pytest
 
 import eagle3_jax.cli  # noqa: F401 (what is first imported inside a run of pytest is forgotten after it, its types too)
 from eagle3_jax.reporting.environment import committable, environment, sha256_of, sha256_of_prompts
+from validation.comparison import compare
 from validation.levels import LEVELS
-from validation.report import Check, Plot, Report, Table, Verdict, compare, load, main
+from validation.report import Check, Plot, Report, Table, Verdict, load, main
+
+with contextlib.suppress(ModuleNotFoundError):  # for the same reason: the page, and what draws it
+    import validation.page  # noqa: F401
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parent.parent
@@ -111,6 +116,31 @@ def test_numbers_of_a_level_are_found_by_name(rich: Report) -> None:
     two.checks[1].numbers.pop("once")
     assert two["L0"].numbers == {"a: n": 10, "once": 1, "b: n": 2000}
     assert two["L0"].headline == "n 10 to 2,000, once 1"
+
+
+def test_the_smallest_deviation_that_a_check_would_have_seen_stands_beside_its_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = run_of(PASSED, PASSED)
+    report.checks[0].sees = "0.5 % rms of the cells' masses, in <L5>"
+    again = Report.from_json(report.to_json())
+    assert [check.sees for check in again.checks] == [report.checks[0].sees, ""]
+    assert again["L5"].sees == [report.checks[0].sees]
+    assert f"| L5 | check 0 | {report.checks[0].sees} |" in compare(report, again).to_markdown()
+    report.write(tmp_path)
+    assert main(["show", str(tmp_path)]) == 0
+    assert f"would have seen: {report.checks[0].sees}" in capsys.readouterr().out
+    pytest.importorskip("jinja2")
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("would have seen") == 2, "among the levels and beside the check, and for no check without one"
+    assert "in &lt;L5&gt;" in page
+
+
+def test_a_report_from_before_deviations_were_kept_is_still_read() -> None:
+    old = json.loads(run_of(PASSED).to_json())
+    for check in old["checks"]:
+        del check["sees"]
+    assert Report.from_json(json.dumps(old))["L5"].sees == []
 
 
 def test_data_that_cannot_be_shown_is_refused_where_it_is_given() -> None:
@@ -225,7 +255,7 @@ def test_the_command_line_compares_and_shows(tmp_path: Path, capsys: pytest.Capt
     assert "| L5 | passed | not run | changed |" in capsys.readouterr().out
     assert main(["show", str(tmp_path / "b")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + len(LEVELS) and any(line.startswith("NOT RUN     L5") for line in lines)
+    assert len(lines) == 2 + len(LEVELS) and any(line.startswith("NOT RUN     L5") for line in lines)
 
 
 # ---------------------------------------------------------------- the page
@@ -340,11 +370,18 @@ def validate(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     """Run tests as ``pytest validation`` would."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(pytester.path))
+    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, "")  # which a run with --gpu sets, and which are put back
+        monkeypatch.delenv(name)
 
-    def run(source: str, *options: str, subprocess: bool = False) -> tuple[pytest.RunResult, Report | None]:
+    def run(
+        source: str, *options: str, subprocess: bool = False, manifest: str = "none"
+    ) -> tuple[pytest.RunResult, Report | None]:
         pytester.makepyfile(test_levels="import pytest\nlevel = pytest.mark.level\n" + source)
         launch = pytester.runpytest_subprocess if subprocess else pytester.runpytest_inprocess
-        result = launch("-p", "validation.conftest", "--report-dir", "out", "-p", "no:cacheprovider", *options)
+        given = ["-p", "validation.conftest", "--report-dir", "out", "-o", f"validation_manifest={manifest}"]
+        result = launch(*given, "-p", "no:cacheprovider", *options)
         return result, load("out") if Path("out").exists() else None
 
     return run

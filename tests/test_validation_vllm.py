@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eagle3_jax.rivals.memory import is_out_of_memory
 from eagle3_jax.rivals.vllm.bridge import (
     Completion,
     EngineOptions,
@@ -205,6 +206,98 @@ def test_a_process_that_dies_midway_leaves_its_last_words(tmp_path: Path) -> Non
         engine.generate([[1]], max_new_tokens=1)
     with pytest.raises(VLLMError, match="exit code 3"):  # and every level after it
         engine.generate([[1]], max_new_tokens=1)
+
+
+ON_A_GPU = """
+import json, os, sys
+log = open("LOG", "a", buffering=1)
+log.write("started, runner " + os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "as it likes") + "\\n")
+loaded = 0
+for line in sys.stdin:
+    call = json.loads(line)
+    answer = {"id": call["id"], "result": {}}
+    if call["call"] == "versions":
+        answer["result"] = {"vllm": "0.32.0", "device": "NVIDIA H200"}
+    if call["call"] == "load":
+        loaded += 1
+        log.write(f"load, share {call['arguments']['gpu_memory_utilization']}\\n")
+        if loaded > 1 and call["arguments"]["model"] == "big":
+            answer = {"id": call["id"], "error": "ValueError: Free memory on device cuda:0 on startup is less"}
+        if call["arguments"]["model"] == "broken":
+            answer = {"id": call["id"], "error": "ValueError: unknown architecture"}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+def on_a_gpu(tmp_path: Path) -> tuple[Process, Any]:
+    """A process whose vLLM pretends to have a GPU, and what it has noted since it was last asked."""
+    log = tmp_path / "log"
+    process = Process(interpreter(tmp_path, ON_A_GPU.replace("LOG", str(log))), memory_share=0.3)
+
+    def noted() -> list[str]:
+        lines = log.read_text().splitlines()
+        log.write_text("")
+        return lines
+
+    return process, noted
+
+
+def test_a_resting_process_is_gone_and_comes_back_when_it_is_called(tmp_path: Path) -> None:
+    process, noted = on_a_gpu(tmp_path)
+    process.engine(EngineOptions(model="m", gpu_memory_utilization=0.5))
+    assert noted() == ["started, runner as it likes", "load, share 0.5"]
+    process.rest()
+    assert process._process.poll() is not None
+    assert noted() == []
+    process.engine(EngineOptions(model="m"))
+    assert noted() == ["started, runner as it likes", "load, share 0.3"]
+    process.close()
+
+
+def test_memory_that_a_dropped_engine_has_kept_is_got_back_by_a_fresh_process(tmp_path: Path) -> None:
+    process, noted = on_a_gpu(tmp_path)
+    process.engine(EngineOptions(model="m"))
+    process.engine(EngineOptions(model="big"))
+    assert noted().count("started, runner as it likes") == 2
+    with pytest.raises(VLLMError, match="unknown architecture"):
+        process.engine(EngineOptions(model="broken"))
+    assert noted().count("started, runner as it likes") == 0, "that is no matter of memory"
+    process.close()
+
+
+def test_the_inside_of_vllm_is_reached_in_its_first_runner(tmp_path: Path) -> None:
+    process, noted = on_a_gpu(tmp_path)
+    process.engine(EngineOptions(model="m", first_runner=True))
+    process.engine(EngineOptions(model="m"), propose=lambda sequences: sequences)
+    assert noted() == ["started, runner as it likes", "started, runner 0", "load, share 0.3", "load, share 0.3"]
+    process.engine(EngineOptions(model="m"))
+    assert noted() == ["started, runner as it likes", "load, share 0.3"]
+    process.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (VLLMError("OutOfMemoryError: CUDA"), True),
+        (VLLMError("ValueError: No available memory for the cache blocks."), True),
+        (MemoryError(), True),
+        (RuntimeError("size mismatch"), False),
+        (AssertionError("the text says: out of memory"), False),
+    ],
+)
+def test_errors_of_memory_are_told_from_others(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+    wrapped = ValueError("while loading")
+    wrapped.__cause__ = error
+    assert is_out_of_memory(wrapped) is expected
+
+
+def test_pytorch_that_runs_out_of_memory_is_recognised() -> None:
+    torch = pytest.importorskip("torch")
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB"))
 
 
 def test_an_interpreter_that_is_none_is_one_line(tmp_path: Path) -> None:

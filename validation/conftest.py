@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import gc
-import os
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -14,14 +13,17 @@ from pathlib import Path
 import jax
 import pytest
 
+from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.reporting.environment import committable, environment
+from validation import manifest
+from validation.device import SHARE_OF_VLLM, Releases, give_back, products, reason_of_exhaustion, share_memory
 from validation.fixtures import maybe_vllm, subject  # noqa: F401
 from validation.levels import BY_NAME
 from validation.report import Check, Report, Verdict, verdict_lines
-from validation.vllm.fixtures import NOTES, vllm, vllm_process  # noqa: F401
+from validation.vllm.fixtures import NOTES, RELEASES, vllm, vllm_process  # noqa: F401
 
+REPORT = pytest.StashKey[Report]()
 _CHECK = pytest.StashKey[Check]()
-_REPORT = pytest.StashKey[Report]()
 _STARTED = pytest.StashKey[float]()
 _WRITTEN = pytest.StashKey[Path]()
 
@@ -43,6 +45,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--vllm-plain-url", metavar="URL", help="running vLLM server of the same target without speculation"
     )
     group.addoption("--price-per-hour", type=float, metavar="USD", help="of the machine; adds cost per million tokens")
+    group.addoption("--level", metavar="LEVEL", action="append", default=[], help="only this level; may be repeated")
+    group.addoption(
+        "--quick", action="store_true", help="one case of every check and few speeds; its levels are never green"
+    )
+    group.addoption(
+        "--compilation-cache",
+        metavar="DIR",
+        help="where compiled programs are kept for the next run, or 'none'; with --gpu ~/.cache/eagle3-jax/compiled",
+    )
+    group.addoption(
+        "--vllm-memory",
+        type=float,
+        default=SHARE_OF_VLLM,
+        metavar="SHARE",
+        help=f"of the GPU's memory, for vLLM; {SHARE_OF_VLLM} if left out, beside JAX's XLA_CLIENT_MEM_FRACTION",
+    )
+    parser.addini(
+        "validation_manifest",
+        "table of the checks that each level must contain, or 'none' where other checks are tried out",
+        default=str(manifest.PATH),
+    )
     group.addoption("--report-dir", default=str(Path(__file__).parent / "report"), help="where the report is written")
     group.addoption("--complete", action="store_true", help="fail unless every level ran in full, as CI does")
 
@@ -54,6 +77,7 @@ class Setting:
     Attributes:
         gpu: A run with ``--gpu``.
         rehearsal: ``--gpu`` without a GPU: the flow, not the figures.
+        quick: One case of every check, and few speeds.
         target: Directory or hub id; ``None`` for the default.
         drafter: Directory or hub id; ``None`` for the default.
         prompt_files: JSONL files; empty for the default.
@@ -62,6 +86,7 @@ class Setting:
 
     gpu: bool
     rehearsal: bool
+    quick: bool
     target: str | None
     drafter: str | None
     prompt_files: tuple[Path, ...]
@@ -74,6 +99,7 @@ def setting(pytestconfig: pytest.Config) -> Setting:
     return Setting(
         gpu=option("--gpu"),
         rehearsal=option("--rehearse"),
+        quick=option("--quick"),
         target=option("--target"),
         drafter=option("--drafter"),
         prompt_files=tuple(Path(name) for name in option("--prompts")),
@@ -88,11 +114,28 @@ def check(request: pytest.FixtureRequest) -> Check:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forget_programs() -> Iterator[None]:
-    """A compiled program holds memory maps; thousands of them reach Linux's limit (65530), which ends the process."""
+def _forget_programs(pytestconfig: pytest.Config) -> Iterator[None]:
+    """A compiled program holds memory maps; thousands of them reach Linux's limit (65530), which ends the process.
+
+    On a GPU, models and vLLM let go of their memory too: the next module needs it for others.
+    """
     yield
     jax.clear_caches()
     gc.collect()
+    if pytestconfig.getoption("--gpu"):
+        pytestconfig.stash[RELEASES]()
+
+
+@pytest.fixture(autouse=True)
+def _as_exact_as_claimed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With ``--gpu``, products have all bits of float32, and what a check has left in memory is given back."""
+    if not request.config.getoption("--gpu"):
+        yield
+        return
+    with products(request.node.stash[_CHECK].level):
+        yield
+    if not request.config.getoption("--rehearse"):
+        give_back()
 
 
 # ---------------------------------------------------------------- the report, kept up by hooks
@@ -104,11 +147,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config.option, "rehearse"):  # found among other directories, which for pytest 8 is too late
         raise pytest.UsageError("validation has options of its own and must be named: pytest validation")
     option = config.getoption
-    if option("--gpu"):  # before the device is first touched: vLLM needs its share of the memory
-        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    for name in option("--level"):
+        if name not in BY_NAME:
+            raise pytest.UsageError(f"--level {name} is none of {', '.join(BY_NAME)}")
+    if not 0 < option("--vllm-memory") < 1:
+        raise pytest.UsageError(f"--vllm-memory must be a share between 0 and 1, not {option('--vllm-memory'):g}")
+    if option("--gpu"):
+        share_memory()
     if option("--rehearse") and not option("--gpu"):
         raise pytest.UsageError("--rehearse is for a run with --gpu; give both")
-    if option("--gpu") and not option("--rehearse") and not any(d.platform in ("gpu", "cuda") for d in jax.devices()):
+    on_gpu = option("--gpu") and not option("--rehearse")
+    if on_gpu and not option("--collect-only") and not any(d.platform in ("gpu", "cuda") for d in jax.devices()):
         raise pytest.UsageError(
             f"--gpu needs a CUDA device, and jax sees only {jax.devices()[0].platform}: install 'eagle3-jax[cuda]', "
             "or add --rehearse to try the flow without one"
@@ -119,17 +168,21 @@ def pytest_configure(config: pytest.Config) -> None:
     price = option("--price-per-hour")
     if price is not None and not 0 < price < float("inf"):
         raise pytest.UsageError(f"--price-per-hour must be above zero, not {price:g}")
-    config.stash[_REPORT] = Report(
+    config.stash[REPORT] = Report(
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=committable(shlex.join(["pytest", *map(str, config.invocation_params.args)])),
         gpu=option("--gpu"),
         rehearsal=option("--rehearse"),
+        manifest=_manifest_of(config),
     )
+    config.stash[RELEASES] = Releases()
     config.stash[_STARTED] = time.perf_counter()
-    config.stash[NOTES] = config.stash[_REPORT].environment
+    config.stash[NOTES] = config.stash[REPORT].environment
     if option("--collect-only"):
         return
     try:
+        if option("--gpu") or option("--compilation-cache"):
+            keep_compiled_programs(option("--compilation-cache"))
         config.stash[NOTES] |= environment(
             target=option("--target"), drafter=option("--drafter"), prompt_files=option("--prompts")
         )
@@ -141,7 +194,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
     """Keep the modules whose tests nobody will see: a level must not look better for lack of them."""
     found = yield
-    report = collector.config.stash[_REPORT]
+    report = collector.config.stash[REPORT]
     if found.failed:
         report.errors.append(f"{collector.name}: {_last_lines(str(found.longrepr))}")
     elif found.skipped:
@@ -157,7 +210,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if len(marker.args) != 1 or marker.args[0] not in BY_NAME:
         named = ", ".join(map(repr, marker.args)) or "nothing"
         raise pytest.UsageError(f"{item.nodeid}: level({named}) is none of {', '.join(BY_NAME)}")
-    checks = item.config.stash[_REPORT].checks
+    checks = item.config.stash[REPORT].checks
     name = item.nodeid.partition("::")[2].replace("::", ": ").replace("test_", "").replace("_", " ")
     if any(check.level == marker.args[0] and check.name == name for check in checks):
         name = f"{name} ({item.path.stem})"
@@ -167,15 +220,32 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Levels for GPUs only are not part of a run without one."""
-    if _REPORT not in config.stash or config.getoption("--gpu"):
+    """Levels for GPUs only are not part of a run without one, nor is what ``--level`` and ``--quick`` leave out."""
+    if REPORT not in config.stash:
         return
-    out = [item for item in items if _CHECK in item.stash and BY_NAME[item.stash[_CHECK].level].gpu_only]
-    for item in out:
-        item.stash[_CHECK].reason = "only with --gpu"
+    option = config.getoption
+    seen: set[tuple[str, str]] = set()
+    out = []
+    for item in items:
+        if _CHECK not in item.stash:
+            continue
+        check = item.stash[_CHECK]
+        kind = check.level, manifest.without_case(check.name)
+        if BY_NAME[check.level].gpu_only and not option("--gpu"):
+            check.reason = "only with --gpu"
+        elif option("--level") and check.level not in option("--level"):
+            check.reason = "deselected by --level"
+        # Speeds have a plan for it; planted bugs try the checks, not the device.
+        elif option("--quick") and (check.level == "MU" or (kind in seen and check.level != "L9")):
+            check.reason = "deselected by --quick"
+        else:
+            seen.add(kind)
+            continue
+        out.append(item)
     if out:
         config.hook.pytest_deselected(items=out)
-        items[:] = [item for item in items if item not in out]
+        gone = set(out)
+        items[:] = [item for item in items if item not in gone]
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
@@ -190,6 +260,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     outcome = yield
     check = item.stash[_CHECK]
     check.seconds += outcome.duration
+    if outcome.failed and (reason := reason_of_exhaustion(call.excinfo.value)) is not None:
+        outcome.outcome, outcome.longrepr = "skipped", (str(item.path), item.location[1] or 0, f"Skipped: {reason}")
+        item.config.stash[RELEASES]()
     if outcome.failed:
         message = outcome.longrepr if isinstance(outcome.longrepr, str) else call.excinfo.exconly(tryshort=True)
         if outcome.when != "call":  # the world around the test: which exception it was says more than its last words
@@ -206,7 +279,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Write the report, however the run ended; misuse is no run."""
-    config, report = session.config, session.config.stash.get(_REPORT, None)
+    config, report = session.config, session.config.stash.get(REPORT, None)
     if report is None or config.getoption("--collect-only") or exitstatus == pytest.ExitCode.USAGE_ERROR:
         return
     for check in report.checks:
@@ -225,13 +298,14 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if _WRITTEN not in config.stash:
         return
-    report, written = config.stash[_REPORT], config.stash[_WRITTEN]
+    report, written = config.stash[REPORT], config.stash[_WRITTEN]
     colours = {Verdict.PASSED: "green", Verdict.FAILED: "red", Verdict.PARTLY: "yellow", Verdict.NOT_RUN: "light"}
     terminalreporter.section("validation")
     for verdict, line in verdict_lines(report):
         terminalreporter.write_line(line, **{colours[verdict]: True})
     terminalreporter.write_line("")
     terminalreporter.write_line(report.summary, bold=True)
+    terminalreporter.write_line(f"Compared: {report.compared}")
     terminalreporter.write_line(f"Report: {written}")
     if written.suffix != ".html":
         terminalreporter.write_line("No page: it needs jinja2 (pip install 'eagle3-jax[validation]').")
@@ -239,6 +313,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line("--complete: this run is not complete", red=True)
         for line in missing:
             terminalreporter.write_line(f"  {line}", red=True)
+
+
+def _manifest_of(config: pytest.Config) -> manifest.Counts:
+    path = config.getini("validation_manifest")
+    if path == "none":
+        return {}
+    mode = "rehearsal" if config.getoption("--rehearse") else "gpu" if config.getoption("--gpu") else "cpu"
+    return manifest.expected(mode, Path(path))
 
 
 def _skip_reason(representation: object) -> str:

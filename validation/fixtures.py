@@ -9,7 +9,7 @@ import pytest
 
 from eagle3_jax.rivals.vllm.bridge import VLLM
 from validation.subject import Subject, choose
-from validation.vllm.fixtures import NOTES
+from validation.vllm.fixtures import NOTES, RELEASES
 
 if TYPE_CHECKING:
     from validation.conftest import Setting
@@ -28,6 +28,7 @@ def subject(pytestconfig: pytest.Config, setting: Setting) -> Subject:
             prompt_files=setting.prompt_files,
         )
         pytestconfig.stash[NOTES]["subject"] = found.description
+        pytestconfig.stash[RELEASES].add(found.release)
     except ValueError as error:
         reason = str(error)
     if reason:  # what was given does not fit; a traceback would bury the line that says why

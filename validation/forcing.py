@@ -19,6 +19,7 @@ from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.models.layers import BFLOAT16, MIXED
 from eagle3_jax.rivals.vllm.bridge import Scored, Tokens
 from eagle3_jax.types import TargetModel
+from validation.device import exact_options
 
 _ROWS, _BUCKET = 16, 64
 
@@ -55,7 +56,7 @@ def reference(
     """
     if target.model.precision is BFLOAT16:  # type: ignore[attr-defined]
         target = dataclasses.replace(target, model=dataclasses.replace(target.model, precision=MIXED))  # type: ignore[type-var]
-    return _judge(_one_pass, target, prompts, outputs, judged or outputs)
+    return _judge(_compiled(_one_pass), target, prompts, outputs, judged or outputs)
 
 
 def forced_logits(target: LoadedTarget, sequences: Sequence[Tokens]) -> list[np.ndarray]:
@@ -76,7 +77,7 @@ def by_blocks(
 
     ``block=1`` is plain decoding and ``block=K+1`` verification of a chain, both along tokens that are given.
     """
-    return _judge(functools.partial(_blocks, block=block), target, prompts, outputs, outputs, multiple=block)
+    return _judge(functools.partial(_compiled(_blocks), block=block), target, prompts, outputs, outputs, multiple=block)
 
 
 def _judge(
@@ -118,7 +119,12 @@ def _all_logits(model: TargetModel, params: Any, fed: Int[Array, "B T"]) -> Floa
     return model.unembed(params, model(params, fed, positions, causal_mask(fed.shape[1])).final)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.cache
+def _compiled(function: Any) -> Any:
+    """Jitted with the compiler's options of the decoding that is judged, which depend on the device."""
+    return jax.jit(function, static_argnums=0, static_argnames="block", compiler_options=exact_options())
+
+
 def _one_pass(model: TargetModel, params: Any, fed: Int[Array, "B T"], asked: Int[Array, "B T"]) -> _Judged:
     positions = jnp.broadcast_to(jnp.arange(fed.shape[1], dtype=jnp.int32), fed.shape)
     final = model(params, fed, positions, causal_mask(fed.shape[1])).final
@@ -126,7 +132,6 @@ def _one_pass(model: TargetModel, params: Any, fed: Int[Array, "B T"], asked: In
     return lax.map(lambda row: _opinion(model.unembed(params, row[0]), row[1]), (final, asked))
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="block")
 def _blocks(
     model: TargetModel, params: Any, fed: Int[Array, "B T"], asked: Int[Array, "B T"], *, block: int
 ) -> _Judged:

@@ -3,6 +3,7 @@
     python -m validation.report show DIR          # the verdicts of an earlier run
     python -m validation.report compare OLD NEW   # what changed between two of them, as Markdown
     python -m validation.report page DIR          # write the page again, such as where matplotlib is installed
+    python -m validation.report merge DIR... -o DIR   # one report of runs that each did a part
 
 In a notebook, with ``report = load(DIR)``: ``report["L8"].numbers``, ``report.table("L8", TITLE).column("K")``.
 """
@@ -10,106 +11,20 @@ In a notebook, with ``report = load(DIR)``: ``report["L8"].numbers``, ``report.t
 from __future__ import annotations
 
 import argparse
-import collections
 import dataclasses
-import enum
 import json
-import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.reporting.tables import Plot, Table, flat, show, to_markdown, write_text
-from validation.levels import BY_NAME, LEVELS, Level
+from eagle3_jax.reporting.tables import Plot, Table, write_text
+from validation.checks import Check, LevelResult, Verdict, plain, reasons_of
+from validation.levels import BY_NAME, LEVELS
+from validation.manifest import missing_from
 
 SCHEMA_VERSION = 1
-
-
-class Verdict(enum.StrEnum):
-    """How a check or a level ended. A level that ran in part is never green."""
-
-    PASSED = "passed"
-    FAILED = "failed"
-    PARTLY = "partly run"
-    NOT_RUN = "not run"
-
-
-@dataclasses.dataclass
-class Check:
-    """One test of a level, and the numbers behind its verdict.
-
-    Attributes:
-        level: Name of its level.
-        name: What was checked.
-        verdict: ``NOT_RUN`` until it has ended. A check that passes on less than it should have seen sets ``PARTLY``.
-        reason: Why it failed or did not run.
-        seconds: Wall time.
-        numbers: Name to number or short text.
-        tables: In order.
-        plots: In order.
-    """
-
-    level: str
-    name: str
-    verdict: Verdict = Verdict.NOT_RUN
-    reason: str = ""
-    seconds: float = 0.0
-    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
-    tables: list[Table] = dataclasses.field(default_factory=list)
-    plots: list[Plot] = dataclasses.field(default_factory=list)
-
-    def number(self, **numbers: Any) -> None:
-        """Keep numbers under their names."""
-        self.numbers |= numbers
-
-    def table(self, title: str, columns: list[str], rows: list[list[Any]]) -> None:
-        """Keep a table."""
-        self.tables.append(Table(title, columns, rows))
-
-    def plot(self, title: str, kind: str, x_label: str, y_label: str, series: dict[str, tuple[list, list]]) -> None:
-        """Keep a plot; see :class:`Plot`."""
-        self.plots.append(Plot(title, kind, x_label, y_label, series))
-
-
-@dataclasses.dataclass(frozen=True)
-class LevelResult:
-    """What the checks of one level amount to.
-
-    Attributes:
-        level: The claim.
-        checks: All that were collected, whether they ran or not.
-        verdict: ``FAILED`` if one failed, ``PASSED`` only if all of at least one passed.
-        reason: Why it is not ``PASSED``.
-    """
-
-    level: Level
-    checks: list[Check]
-    verdict: Verdict
-    reason: str
-
-    @property
-    def seconds(self) -> float:
-        return sum(check.seconds for check in self.checks)
-
-    @property
-    def numbers(self) -> dict[str, Any]:
-        """All numbers; a name that several checks use stands behind the name of the check."""
-        uses = collections.Counter(name for check in self.checks for name in check.numbers)
-        return {
-            name if uses[name] == 1 else f"{check.name}: {name}": value
-            for check in self.checks
-            for name, value in check.numbers.items()
-        }
-
-    @property
-    def headline(self) -> str:
-        """The first three numbers, over all checks: a value, or from the least to the greatest."""
-        values: dict[str, list[Any]] = {}
-        for check in self.checks:
-            for name, value in check.numbers.items():
-                values.setdefault(name, []).append(value)
-        return ", ".join(f"{name} {_span(found)}" for name, found in list(values.items())[:3])
+_ADDED_LATER = ("manifest", "parts")
 
 
 @dataclasses.dataclass
@@ -126,6 +41,9 @@ class Report:
         rehearsal: A run with ``--rehearse``: the flow was tried; nothing it measured counts.
         errors: Modules that could not be collected. Nobody knows what their checks would have said.
         skipped: Modules that skipped themselves as a whole, and why.
+        manifest: Level to check to the number of its cases: what the run should have contained. A report from before
+            manifests has none, and its levels are judged by what was collected.
+        parts: Command lines of the runs that it was merged from.
     """
 
     environment: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -137,6 +55,15 @@ class Report:
     rehearsal: bool = False
     errors: list[str] = dataclasses.field(default_factory=list)
     skipped: list[str] = dataclasses.field(default_factory=list)
+    manifest: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    parts: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def compared(self) -> str:
+        """Which models these are verdicts about."""
+        subject = self.environment.get("subject", {})
+        name, reason = subject.get("name", "no models of their own"), subject.get("not the default")
+        return f"{name} ({reason})" if reason else name
 
     @property
     def levels(self) -> dict[str, LevelResult]:
@@ -152,12 +79,16 @@ class Report:
             only_gpu = level.gpu_only and not self.gpu
             reason = "only with --gpu" if only_gpu else "deselected: no check of it was part of this run"
         elif Verdict.FAILED in verdicts:
-            verdict, reason = Verdict.FAILED, _reasons(checks, Verdict.FAILED)
+            verdict, reason = Verdict.FAILED, reasons_of(checks, Verdict.FAILED)
         elif len(verdicts) == 1:
             (verdict,) = verdicts
-            reason = "" if verdict is Verdict.PASSED else _reasons(checks, verdict)
+            reason = "" if verdict is Verdict.PASSED else reasons_of(checks, verdict)
         else:
-            verdict, reason = Verdict.PARTLY, _reasons(checks, Verdict.PARTLY, Verdict.NOT_RUN)
+            verdict, reason = Verdict.PARTLY, reasons_of(checks, Verdict.PARTLY, Verdict.NOT_RUN)
+        missing = missing_from(checks, self.manifest.get(name, {}))
+        if missing and verdict in (Verdict.PASSED, Verdict.PARTLY):
+            verdict = Verdict.PARTLY
+            reason = "\n".join(filter(None, [reason, f"not collected: {', '.join(missing)}"]))
         return LevelResult(level, checks, verdict, reason)
 
     def table(self, level: str, title: str) -> Table:
@@ -225,7 +156,7 @@ class Report:
             for name, result in self.levels.items()
         }
         head = {"schema_version": SCHEMA_VERSION, "verdict": self.verdict, "summary": self.summary, "levels": verdicts}
-        return json.dumps(_plain(head | dataclasses.asdict(self)), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+        return json.dumps(plain(head | dataclasses.asdict(self)), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -242,7 +173,8 @@ class Report:
         if version != SCHEMA_VERSION:
             raise ValueError(f"has schema version {version}, and this program reads version {SCHEMA_VERSION}")
         try:
-            report = cls(**{field.name: data[field.name] for field in dataclasses.fields(cls)})
+            names = [field.name for field in dataclasses.fields(cls)]
+            report = cls(**{name: data[name] for name in names if name in data or name not in _ADDED_LATER})
             report.checks = [_check(**check) for check in data["checks"]]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"is not a validation report: {type(error).__name__}: {error}") from None
@@ -286,123 +218,6 @@ def load(path: str | Path) -> Report:
         raise ValueError(f"{file} {error}") from None
 
 
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """One thing in two runs.
-
-    Attributes:
-        level: Where; empty for a fact of the environment.
-        check: Where; empty for a level's verdict.
-        name: Of the number, fact or level.
-        old: ``None`` where the first run lacks it.
-        new: ``None`` where the second run lacks it.
-    """
-
-    level: str
-    check: str
-    name: str
-    old: Any
-    new: Any
-
-    @property
-    def ratio(self) -> float | None:
-        """New over old; ``None`` where there is none."""
-        return self.new / self.old if self.old and self.new is not None else None
-
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """Two runs side by side.
-
-    Attributes:
-        verdicts: Every level, changed or not.
-        rows: Every number that either run has.
-        facts: What differs in the environment: numbers of different machines say little about the code.
-    """
-
-    verdicts: list[Change]
-    rows: list[Change]
-    facts: list[Change]
-
-    def to_markdown(self) -> str:
-        """Three tables, for an issue or a pull request."""
-        verdicts = [[c.level, c.old, c.new, "" if c.old == c.new else "changed"] for c in self.verdicts]
-        numbers = [[c.level, c.check, c.name, *map(show, (c.old, c.new, c.ratio))] for c in self.rows]
-        parts = [to_markdown(["level", "old", "new", ""], verdicts)]
-        if self.rows:
-            parts.append(to_markdown(["level", "check", "number", "old", "new", "ratio"], numbers))
-        if self.facts:
-            parts.append(
-                to_markdown(["environment", "old", "new"], [[c.name, show(c.old), show(c.new)] for c in self.facts])
-            )
-        return "\n\n".join(parts) + "\n"
-
-
-def compare(old: Report, new: Report) -> Comparison:
-    """What changed from one run to another: verdicts, numbers, environment."""
-    before, after = old.levels, new.levels
-    verdicts = [Change(name, "", name, before[name].verdict, after[name].verdict) for name in before]
-
-    def numbers(report: Report) -> dict[tuple[str, str, str], float]:
-        return {
-            (check.level, check.name, name): value
-            for check in report.checks
-            for name, value in _plain(check.numbers).items()
-            if isinstance(value, int | float) and not isinstance(value, bool)
-        }
-
-    first, second = numbers(old), numbers(new)
-    rows = [Change(*key, first.get(key), second.get(key)) for key in {**first, **second}]
-    rows.sort(key=lambda change: list(BY_NAME).index(change.level))  # stable: within a level as they came
-    here, there = dict(flat(old.environment)), dict(flat(new.environment))
-    facts = [
-        Change("", "", key, here.get(key), there.get(key))
-        for key in {**here, **there}
-        if key != "date" and here.get(key) != there.get(key)
-    ]
-    return Comparison(verdicts, rows, facts)
-
-
-def _span(values: list[Any]) -> str:
-    try:
-        low, high = min(values), max(values)
-    except (TypeError, ValueError):  # texts among numbers, or arrays
-        low, high = values[0], values[-1]
-    low, high = _plain([low, high])
-    return show(low) if low == high else f"{show(low)} to {show(high)}"
-
-
-def _reasons(checks: list[Check], *verdicts: Verdict) -> str:
-    """Why checks ended so, each reason once."""
-    found: dict[str, list[str]] = {}
-    for check in checks:
-        if check.verdict in verdicts:
-            found.setdefault(check.reason or str(check.verdict), []).append(check.name)
-    if len(found) == 1 and len(next(iter(found.values()))) == len(checks):
-        return next(iter(found))
-    return "\n".join(
-        f"{names[0]}: {reason}" if len(names) == 1 else f"{len(names)} of {len(checks)} checks: {reason}"
-        for reason, names in found.items()
-    )
-
-
-def _plain(value: Any) -> Any:
-    """What JSON can say. A report is written at the end of hours, so what is not known becomes text, not an error."""
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):  # arrays and scalars of numpy and jax
-        return _plain(value.tolist())
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, Path):
-        return value.name
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
-
-
 def _check(verdict: str, tables: list[dict], plots: list[dict], **fields: Any) -> Check:
     check = Check(verdict=Verdict(verdict), **fields)
     if check.level not in BY_NAME:
@@ -438,16 +253,29 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m validation.report", description="Earlier runs of pytest validation."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,compare,page}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,compare,page,merge}")
     for name, text in (("show", "print the verdicts of a run"), ("page", "write the page of a run again")):
         commands.add_parser(name, help=text).add_argument("run", help="directory or report.json")
     comparing = commands.add_parser("compare", help="print what changed between two runs, as Markdown")
     comparing.add_argument("old", help="directory or report.json")
     comparing.add_argument("new", help="directory or report.json")
+    merging = commands.add_parser("merge", help="write one report of runs that each did a part")
+    merging.add_argument("part", nargs="+", help="directory or report.json")
+    merging.add_argument("-o", "--output", required=True, metavar="DIR", help="where the merged report is written")
     options = parser.parse_args(arguments)
     try:
         if options.command == "compare":
+            from validation.comparison import compare
+
             print(compare(load(options.old), load(options.new)).to_markdown(), end="")
+            return 0
+        if options.command == "merge":
+            from validation.merging import merge
+
+            report = merge({part: load(part) for part in options.part})
+            written = report.write(options.output)
+            _print(report)
+            print(f"Report: {written}")
             return 0
         report = load(options.run)
         if options.command == "page":
@@ -460,10 +288,18 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
+    _print(report)
+    return 0
+
+
+def _print(report: Report) -> None:
     print(report.summary)
+    print(f"Compared: {report.compared}")
     for _, line in verdict_lines(report):
         print(line)
-    return 0
+    for result in report.levels.values():
+        for deviation in result.sees:
+            print(f"{result.level.name} would have seen: {deviation}")
 
 
 if __name__ == "__main__":

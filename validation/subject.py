@@ -17,6 +17,7 @@ Pair = tuple[LoadedTarget, LoadedDrafter]
 
 DEFAULT_TARGET = "meta-llama/Llama-3.1-8B-Instruct"
 DEFAULT_DRAFTER = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
+SHIPPED = "the shipped pair"
 CPU_TOKENS, GPU_TOKENS = 96, 256
 
 
@@ -32,6 +33,7 @@ class Subject:
         max_new_tokens: For prompts that name no limit of their own.
         dtypes: In which precisions it is validated, its main one first.
         reason: Why it is not the subject that a run would have by default; empty if it is.
+        one_at_a_time: Whether a precision is dropped as soon as another is asked for.
     """
 
     name: str
@@ -41,18 +43,21 @@ class Subject:
     max_new_tokens: int
     dtypes: tuple[str, ...]
     reason: str = ""
+    one_at_a_time: bool = False
     _pairs: dict[str, Pair] = dataclasses.field(default_factory=dict, repr=False)
 
     def pair(self, dtype: str) -> Pair:
         """Target and head in a precision."""
         if dtype not in self._pairs:
+            if self.one_at_a_time:
+                self.release()
             target = load_target(self.target_directory, dtype=dtype)
             self._pairs[dtype] = target, load_drafter(self.drafter_directory, target=target)
         return self._pairs[dtype]
 
-    def drop(self, dtype: str) -> None:
-        """Free the memory of a precision; it is loaded again when it is asked for."""
-        self._pairs.pop(dtype, None)
+    def release(self) -> None:
+        """Free the memory of every precision; what is asked for again is loaded again."""
+        self._pairs.clear()
         gc.collect()
 
     @functools.cached_property
@@ -80,6 +85,9 @@ class Subject:
         """For the report."""
         return {
             "name": self.name,
+            # Of a model from the hub, its commit.
+            "target": self.target_directory.name,
+            "drafter": self.drafter_directory.name,
             "prompts": len(self.prompts),
             "max_new_tokens": self.max_new_tokens,
             "questions": self.renderer.note,
@@ -112,11 +120,12 @@ def choose(
         reason, wanted = str(error), (None, None)
         directories = bundled("target"), bundled("eagle3")
     return Subject(
-        name="the shipped pair" if wanted[0] is None else f"{wanted[0]} with {wanted[1]}",
+        name=SHIPPED if wanted[0] is None else f"{wanted[0]} with {wanted[1]}",
         target_directory=directories[0],
         drafter_directory=directories[1],
         prompt_files=files,
         max_new_tokens=GPU_TOKENS if on_gpu else CPU_TOKENS,
         dtypes=dtypes,
         reason=reason,
+        one_at_a_time=on_gpu,
     )

@@ -8,7 +8,6 @@ precision that has not been seen to change a token; in bfloat16 it does, where t
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
 from eagle3_jax.rivals.vllm.bridge import Scored
 from eagle3_jax.tree import Chain
 from eagle3_jax.types import Draft, SamplingParams
+from validation.device import exact_options
 from validation.forcing import by_blocks, reference
 from validation.margin import TIE_ULPS, Agreement, Control, classify, tie_tolerance, wrong_tolerance
 from validation.report import Check
@@ -36,13 +36,6 @@ from validation.subject import Subject
 CHAIN, TREE = Chain(3), DynamicTree(num_nodes=16, max_depth=4, top_k=4)
 SHAPES = {"chain": CHAIN, "tree": TREE}
 CONTEXT = 100  # prompts are cut to their last tokens, so that all share one program
-# Nothing may depend on which kernels the autotuner happens to like, nor add in an order of its own.
-DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
-
-
-def full_precision(dtype: str) -> contextlib.AbstractContextManager:
-    """Float32 that is float32: GPUs would multiply in TensorFloat-32."""
-    return jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +73,9 @@ def programs(loop: SpeculativeLoop, params: LoopParams, decoding: Decoding) -> t
     if key not in _programs:
         shapes = jax.eval_shape(lambda: batch_of([[0]] * decoding.batch, decoding.limit))
         capacity = -(-(CONTEXT + decoding.limit + loop.drafter.num_nodes) // 64) * 64
-        with full_precision(decoding.dtype):
-            prefill = loops.prefill.lower(loop, params, shapes, capacity=capacity)
-            run = loops.run.lower(loop, params, prefill.out_info)
-            _programs[key] = prefill.compile(DETERMINISTIC), run.compile(DETERMINISTIC)
+        prefill = loops.prefill.lower(loop, params, shapes, capacity=capacity)
+        run = loops.run.lower(loop, params, prefill.out_info)
+        _programs[key] = prefill.compile(exact_options()), run.compile(exact_options())
     return _programs[key]
 
 
@@ -201,8 +193,7 @@ def assert_partings_are_rounding(
     """Where an output parts from the other run, its token is within rounding of the reference's choice."""
     for prompt, output, place in zip(prompts, ours, places, strict=True):
         if place is not None:
-            with full_precision(dtype):
-                (scored,) = reference(target, [prompt], [output])
+            (scored,) = reference(target, [prompt], [output])
             gap, value = scored.gap[place], scored.best_value[place]
             assert gap <= wrong_tolerance(value, dtype), (
                 f"new token {place} is {gap:.3f} below the highest logit {value:.3f}"
@@ -302,7 +293,7 @@ def test_a_round_depends_on_what_was_accepted_and_on_nothing_else(
     right = np.zeros(ours.tokens.shape, np.int32)
     prefill, _ = programs(loop, params, Decoding(target, drafter, "bfloat16", 8, new_tokens))
     state = prefill(params, batch_of(prompts, new_tokens))
-    step = loops.step.lower(loop, params, state).compile(DETERMINISTIC)
+    step = loops.step.lower(loop, params, state).compile(exact_options())
     while (running := np.asarray(state.running)).any():
         roots = np.asarray(state.length) - 1
         latest = step(params, state)
@@ -361,11 +352,10 @@ def test_every_token_is_the_reference_choice_or_a_tie(
     count, limit = _volume(setting, dtype)
     prompts = some_prompts(subject, count)
     outputs = new_tokens_of(Decoding(target, drafting(head, CHAIN), dtype, 8, limit).states(prompts), limit)
-    with full_precision(dtype):
-        plain = [one.best for one in by_blocks(target, prompts, outputs, block=1)]
-        blocks = [one.best for one in by_blocks(target, prompts, outputs, block=CHAIN.num_speculative_tokens + 1)]
-        ours = Judged.of(reference(target, prompts, outputs), dtype)
-        control = Judged.of(reference(target, prompts, outputs, plain), dtype)
+    plain = [one.best for one in by_blocks(target, prompts, outputs, block=1)]
+    blocks = [one.best for one in by_blocks(target, prompts, outputs, block=CHAIN.num_speculative_tokens + 1)]
+    ours = Judged.of(reference(target, prompts, outputs), dtype)
+    control = Judged.of(reference(target, prompts, outputs, plain), dtype)
     tokens = len(ours.gap)
     flips = int(np.sum(np.concatenate(outputs) != np.concatenate(plain)))
     noise = Control(flips=int(np.sum(np.concatenate(blocks) != np.concatenate(plain))), tokens=tokens)

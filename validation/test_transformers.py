@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,8 +30,11 @@ TOLERANCE = 1e-4  # relative to the largest logit; float32 sums in another order
 
 
 def load_witness(directory: Path) -> Any:
-    """The same checkpoint in float32, in eager PyTorch."""
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    """The same checkpoint in float32, in eager PyTorch, on the GPU where JAX has one too and this PyTorch sees it."""
+    on_gpu = jax.default_backend() != "cpu" and torch.cuda.is_available()
+    torch.set_float32_matmul_precision("highest")  # its default, which something imported may have changed
+    witness = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return witness.to("cuda") if on_gpu else witness
 
 
 def check_forward(check: Check, witness: Any, target: LoadedTarget, prompts: list[Tokens]) -> None:
@@ -41,15 +45,15 @@ def check_forward(check: Check, witness: Any, target: LoadedTarget, prompts: lis
     worst_logits = worst_features = 0.0
     for prompt in prompts:
         with torch.inference_mode():
-            theirs = witness(torch.tensor([prompt]), output_hidden_states=True)
+            theirs = witness(torch.tensor([prompt], device=witness.device), output_hidden_states=True)
         positions = jnp.arange(len(prompt), dtype=jnp.int32)[None]
         output = target.model(
             target.params, jnp.asarray([prompt], jnp.int32), positions, causal_mask(len(prompt)), aux_layers=layers
         )
-        logits, wanted = np.asarray(target.model.unembed(target.params, output.final)), theirs.logits.numpy()
+        logits, wanted = np.asarray(target.model.unembed(target.params, output.final)), theirs.logits.cpu().numpy()
         worst_logits = max(worst_logits, float(np.abs(logits - wanted).max() / np.abs(wanted).max()))
         for layer in layers:
-            stream, wanted = np.asarray(output.features[:, :, layer]), theirs.hidden_states[layer].numpy()
+            stream, wanted = np.asarray(output.features[:, :, layer]), theirs.hidden_states[layer].cpu().numpy()
             worst_features = max(worst_features, float(np.abs(stream - wanted).max() / np.abs(wanted).max()))
     check.number(
         positions=sum(map(len, prompts)), layers=len(layers), logits_apart=worst_logits, features_apart=worst_features
@@ -94,7 +98,7 @@ def test_greedy_text_equals_transformers(check: Check, subject: Subject) -> None
 
 def generate(witness: Any, prompt: Tokens, max_new_tokens: int) -> Tokens:
     """Greedy, to the limit whatever the tokens are."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=witness.device)
     with torch.inference_mode():
         output = witness.generate(
             ids,

@@ -58,9 +58,15 @@ class Comparison:
         *,
         num_speculative_tokens: int,
         max_new_tokens: int,
+        inside: bool = False,
     ) -> Comparison:
-        """Load vLLM's half."""
-        options = EngineOptions(model=str(target), speculative=eagle3(head, num_speculative_tokens), max_num_seqs=BATCH)
+        """Load vLLM's half, whose inside can be reached if that is asked for."""
+        options = EngineOptions(
+            model=str(target),
+            speculative=eagle3(head, num_speculative_tokens),
+            max_num_seqs=BATCH,
+            first_runner=inside,
+        )
         decoder = SpeculativeDecoder(*pair, num_speculative_tokens=num_speculative_tokens, stop_tokens=())
         return cls(recording(decoder), vllm.engine(options), [prompt[-CONTEXT:] for prompt in prompts], max_new_tokens)
 
@@ -104,6 +110,7 @@ class Comparison:
             features_apart=max(one.features for one in found),
             draft_logits_apart=max(one.logits for one in found),
         )
+        assert all(one.rounds for one in found), "nothing was recorded inside vLLM, so nothing was compared"
         assert sum(one.drafts_differ for one in found) == 0
         assert max(one.features for one in found) < TOLERANCE
         assert max(one.logits for one in found) < TOLERANCE
@@ -140,6 +147,7 @@ def test_a_head_of_every_variation_drafts_as_in_vllm(
         [SpeculativeDecoder(loaded).encode(prompt) for prompt in shipped()[:BATCH]],
         num_speculative_tokens=4,
         max_new_tokens=32,
+        inside=True,
     )
     comparison.acceptance(check)
     comparison.internals(check, 2)

@@ -12,12 +12,14 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from eagle3_jax.rivals.vllm.bridge import EngineOptions, VLLMError, VLLMUnavailable, eagle3
 from eagle3_jax.rivals.vllm.process import environment_of
 from eagle3_jax.rivals.vllm.server import Servers
+from validation.device import environment_of_vllm
 from validation.report import Check
 from validation.subject import Subject
 from validation.test_vllm_acceptance import BATCH, Comparison
@@ -44,7 +46,7 @@ class Started:
 
 @pytest.fixture(scope="module")
 def started(
-    pytestconfig: pytest.Config, subject: Subject, tmp_path_factory: pytest.TempPathFactory
+    pytestconfig: pytest.Config, subject: Subject, setting: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Started]:
     """A real server of the pair, as people start it."""
     if pytestconfig.getoption("--vllm-url"):
@@ -53,7 +55,7 @@ def started(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = {
+    options: dict[str, Any] = {
         "model": subject.target_directory,
         "dtype": "float32",
         "max-model-len": 512,
@@ -64,13 +66,17 @@ def started(
         "per-request-spec-decode-metrics": "detailed",
         "speculative-config": json.dumps(eagle3(subject.drafter_directory, K)),
     }
+    environment = {**os.environ, **environment_of(threads=1)}
+    if setting.gpu and not setting.rehearsal:
+        options["gpu-memory-utilization"] = pytestconfig.getoption("--vllm-memory")
+        environment |= environment_of_vllm()
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--no-enable-prefix-caching"]
     command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
     log = tmp_path_factory.mktemp("server") / "log.txt"
     with log.open("w") as written:
         process = subprocess.Popen(
             command,
-            env={**os.environ, **environment_of(threads=1)},
+            env=environment,
             stdout=written,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -38,6 +38,16 @@ MIXED = Precision("mixed", jnp.bfloat16, jnp.float32)
 PRECISIONS = {p.name: p for p in (FLOAT32, BFLOAT16, MIXED)}
 
 
+def _exact(dtype: DTypeLike) -> lax.Precision | None:
+    """How products of operands of this type are asked for: float32 with all of its bits (docs/decisions/0012).
+
+    Left to themselves, NVIDIA's tensor cores round it to TensorFloat-32 and TPUs to bfloat16. Who has told JAX a
+    precision (``jax_default_matmul_precision``) gets that one.
+    """
+    told = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return lax.Precision.HIGHEST if told is None and jnp.dtype(dtype) == jnp.float32 else None
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _product(x: Array, kernel: Array, operands: DTypeLike, activations: DTypeLike) -> Array:
     """``x @ kernel`` over the last axis of ``x`` in the given types."""
@@ -47,7 +57,8 @@ def _product(x: Array, kernel: Array, operands: DTypeLike, activations: DTypeLik
         rows = jnp.concatenate([x.reshape(1, -1)] * 2)
         out = lax.dot_general(rows, kernel, (((1,), (0,)), ((), ())), preferred_element_type=activations)
         return out[:1].reshape(*x.shape[:-1], -1)
-    return lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=activations)
+    contract = functools.partial(lax.dot_general, preferred_element_type=activations, precision=_exact(operands))
+    return contract(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
 
 
 def _product_fwd(x: Array, kernel: Array, operands: DTypeLike, activations: DTypeLike):
@@ -58,7 +69,7 @@ def _product_bwd(operands: DTypeLike, activations: DTypeLike, saved: tuple[Array
     # JAX's own rule would multiply a float32 cotangent with a bfloat16 operand, which falls back to slow products.
     x, kernel = saved
     rows, grads = x.reshape(-1, x.shape[-1]).astype(operands), grad.reshape(-1, grad.shape[-1]).astype(operands)
-    contract = functools.partial(lax.dot_general, preferred_element_type=activations)
+    contract = functools.partial(lax.dot_general, preferred_element_type=activations, precision=_exact(operands))
     grad_x = contract(grads, kernel.astype(operands), (((1,), (1,)), ((), ())))
     grad_kernel = contract(rows, grads, (((0,), (0,)), ((), ())))
     return grad_x.reshape(x.shape).astype(x.dtype), grad_kernel.astype(kernel.dtype)
@@ -159,9 +170,10 @@ def attention(
     # The query heads of a group and the tokens form one axis: XLA's CPU products want one free axis on each side.
     rows = queries.reshape(batch, fed, kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
     folded = rows.reshape(batch, kv_heads, groups * fed, head_dim)
+    contract = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision=_exact(queries.dtype))
     scores = []
     for segment in segments:
-        score = jnp.einsum("bcqh,bcsh->bcqs", folded, segment.kv.keys, preferred_element_type=jnp.float32)
+        score = contract("bcqh,bcsh->bcqs", folded, segment.kv.keys)
         score = score.reshape(batch, kv_heads, groups, fed, -1) * head_dim**-0.5
         # A finite minimum, not -inf: a padded query that sees nothing must not turn into NaN.
         scores.append(jnp.where(segment.mask[:, None, None], score, jnp.finfo(jnp.float32).min))
@@ -177,7 +189,7 @@ def attention(
     out = jnp.zeros((), jnp.float32)
     for segment, weight in zip(segments, weights[: len(segments)], strict=True):
         folded = weight.reshape(batch, kv_heads, groups * fed, -1).astype(queries.dtype)
-        part = jnp.einsum("bcqs,bcsh->bcqh", folded, segment.kv.values, preferred_element_type=jnp.float32)
+        part = contract("bcqs,bcsh->bcqh", folded, segment.kv.values)
         out = out + part.reshape(rows.shape)
     for kv, weight in zip(own, weights[len(segments) :], strict=True):
         out = out + weight * kv.values[:, :, None]

@@ -35,6 +35,7 @@ def environment(
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {name.replace("-", "_"): version(name) for name in PACKAGES},
         "git": git(),
+        "code": sha256_of_code(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "memory_gib": memory_gib()},
@@ -124,6 +125,15 @@ def sha256_of(path: str | Path) -> str:
     whole = hashlib.sha256()
     for file in files:
         whole.update(f"{file.name}\0{_digest(file)}\n".encode())
+    return whole.hexdigest()
+
+
+def sha256_of_code() -> str:
+    """One hash of this library and, where they lie beside it, its tests and validation: what a commit may not tell."""
+    whole = hashlib.sha256()
+    for directory in ("eagle3_jax", "tests", "validation"):
+        for file in sorted((ROOT / directory).rglob("*.py")):
+            whole.update(f"{file.relative_to(ROOT).as_posix()}\0{_digest(file)}\n".encode())
     return whole.hexdigest()
 
 

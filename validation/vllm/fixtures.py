@@ -13,6 +13,7 @@ import pytest
 from eagle3_jax.rivals.vllm.bridge import VLLM, VLLMError
 from eagle3_jax.rivals.vllm.process import Process
 from eagle3_jax.rivals.vllm.server import Servers
+from validation.device import Releases, environment_of_vllm
 
 TESTED_VERSION = "0.32.0"
 
@@ -40,7 +41,12 @@ def vllm_process(pytestconfig: pytest.Config) -> Iterator[Process]:
         pytest.skip(
             "this needs the inside of vLLM; a server shows only its outside (name an interpreter: --vllm-python)"
         )
-    process = _reached(lambda: Process(vllm_interpreter(pytestconfig)))
+    option = pytestconfig.getoption
+    environment = environment_of_vllm() if option("--gpu") else {}
+    process = _reached(
+        lambda: Process(vllm_interpreter(pytestconfig), environment=environment, memory_share=option("--vllm-memory"))
+    )
+    pytestconfig.stash[RELEASES].add(process.rest)
     try:
         _note(pytestconfig, process)
         yield process
@@ -80,3 +86,5 @@ def _note(config: pytest.Config, vllm: VLLM) -> None:
 
 # What fixtures have to say in the report's description of the run.
 NOTES = pytest.StashKey[dict]()
+# What lets go of the device between modules.
+RELEASES = pytest.StashKey[Releases]()

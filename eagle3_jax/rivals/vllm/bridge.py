@@ -29,7 +29,9 @@ class EngineOptions:
             "num_speculative_tokens": 3}``; ``None`` for plain decoding.
         max_model_len: Longest sequence, in tokens.
         max_num_seqs: Largest batch.
-        gpu_memory_utilization: Share of a GPU's memory that vLLM may take; no meaning on a CPU.
+        gpu_memory_utilization: Share of a GPU's memory that vLLM may take; ``None`` for that of the process, and no
+            meaning on a CPU.
+        first_runner: On a GPU, with the first of vLLM's two model runners: the one whose inside can be reached.
     """
 
     model: str
@@ -37,7 +39,8 @@ class EngineOptions:
     speculative: dict[str, Any] | None = None
     max_model_len: int = 512
     max_num_seqs: int = 8
-    gpu_memory_utilization: float = 0.4
+    gpu_memory_utilization: float | None = None
+    first_runner: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle3_jax.rivals.memory import is_out_of_memory
 from eagle3_jax.rivals.vllm.bridge import Completion, EngineOptions, Generated, Scored, Tokens, VLLMError, difference
 
 Propose = Callable[[list[Tokens]], list[Tokens]]
 
 # One process, so that drafts and internals can be reached.
 ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# Drafters of one's own exist for the first of vLLM's model runners only, which GPUs do not take by themselves.
+FIRST_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 def environment_of(threads: int) -> dict[str, str]:
@@ -42,35 +45,31 @@ class Process:
         engine.generate([[1, 2, 3]], max_new_tokens=32).completions[0].tokens
     """
 
-    def __init__(self, python: str | Path, *, threads: int = 1, environment: dict[str, str] | None = None):
+    def __init__(
+        self,
+        python: str | Path,
+        *,
+        threads: int = 1,
+        environment: dict[str, str] | None = None,
+        memory_share: float = 0.4,
+    ):
         """Start it.
 
         Args:
             python: Interpreter of an environment with vLLM.
             threads: For torch on a CPU; one is fastest for small models beside other work.
             environment: Further variables, such as ``{"VLLM_BATCH_INVARIANT": "1"}``.
+            memory_share: Of a GPU's memory, for engines that name none.
 
         Raises:
             VLLMError: It does not start, or has no vLLM.
         """
-        python = Path(python).expanduser()
-        self._last_words: collections.deque[str] = collections.deque(maxlen=20)
+        self._python = Path(python).expanduser()
+        self._environment = environment_of(threads) | ALONE | (environment or {})
+        self._memory_share = memory_share
+        self._first_runner = self._loaded = self._resting = False
         self._count = 0
-        try:
-            self._process = subprocess.Popen(
-                [str(python), str(Path(__file__).with_name("worker.py"))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**os.environ, **environment_of(threads), **ALONE, **(environment or {})},
-            )
-        except OSError as error:
-            raise VLLMError(
-                f"{python} could not be started ({error.strerror}); give the Python of a vLLM environment"
-            ) from None
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
+        self._start()
         self.versions: dict[str, str] = self.call("versions")
         if self.versions["vllm"] == "unknown":
             self.close()
@@ -90,17 +89,36 @@ class Process:
         speculative = options.speculative
         if propose is not None:
             speculative = {**(speculative or {}), "method": "custom_class", "model": "worker.RemoteProposer"}
-        self.call(
-            "load",
-            model=options.model,
-            dtype=options.dtype,
-            speculative_config=speculative,
-            max_model_len=options.max_model_len,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=max(2048, options.max_model_len),
-            gpu_memory_utilization=options.gpu_memory_utilization,
-        )
+        on_gpu = self.versions["device"] != "cpu"
+        first_runner = on_gpu and (options.first_runner or propose is not None)
+        if first_runner != self._first_runner:  # vLLM reads this once
+            self.rest()
+            self._first_runner = first_runner
+        share = options.gpu_memory_utilization
+        arguments = {
+            "model": options.model,
+            "dtype": options.dtype,
+            "speculative_config": speculative,
+            "max_model_len": options.max_model_len,
+            "max_num_seqs": options.max_num_seqs,
+            "max_num_batched_tokens": max(2048, options.max_model_len),
+            "gpu_memory_utilization": self._memory_share if share is None else share,
+        }
+        try:
+            self.call("load", **arguments)
+        except VLLMError as error:
+            # An engine that was dropped may leave memory behind; a process that has ended does not.
+            if not self._loaded or not is_out_of_memory(error):
+                raise
+            self.rest()
+            self.call("load", **arguments)
+        self._loaded = True
         return ProcessEngine(self, options, propose)
+
+    def rest(self) -> None:
+        """End the process until it is called again, so that all of its memory is free; engines are lost."""
+        self.close()
+        self._resting = True
 
     def call(self, name: str, *, propose: Propose | None = None, **arguments: Any) -> Any:
         """One request and its answer.
@@ -108,6 +126,8 @@ class Process:
         Raises:
             VLLMError: It failed, or the process died.
         """
+        if self._resting:
+            self._start()
         self._count += 1
         self._send({"id": self._count, "call": name, "arguments": arguments})
         while True:
@@ -131,6 +151,26 @@ class Process:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+
+    def _start(self) -> None:
+        environment = {**os.environ, **self._environment, **(FIRST_RUNNER if self._first_runner else {})}
+        self._last_words: collections.deque[str] = collections.deque(maxlen=20)
+        try:
+            self._process = subprocess.Popen(
+                [str(self._python), str(Path(__file__).with_name("worker.py"))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+        except OSError as error:
+            raise VLLMError(
+                f"{self._python} could not be started ({error.strerror}); give the Python of a vLLM environment"
+            ) from None
+        self._resting = self._loaded = False
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None

@@ -1,0 +1,93 @@
+"""What a run with ``--gpu`` asks of the device, so that three programs share it and float32 is float32."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from eagle3_jax.cli._compiled import default_directory
+from eagle3_jax.rivals.memory import is_out_of_memory
+
+# Of the device's memory. PyTorch, which cannot be told beforehand, takes from what is left.
+SHARE_OF_JAX, SHARE_OF_VLLM = 0.4, 0.3
+WHAT_TO_DO = (
+    "run its level alone (--level), with a smaller --target, or with other shares of the device "
+    "(XLA_CLIENT_MEM_FRACTION, --vllm-memory)"
+)
+
+# Nothing may depend on which kernels the autotuner happens to like, nor add in an order of its own.
+DETERMINISTIC: dict[str, Any] = {"xla_gpu_deterministic_ops": True}
+# Nor may one program keep bits of a bfloat16 between two operations that another program rounds away.
+ROUNDED_AS_WRITTEN: dict[str, Any] = {"xla_allow_excess_precision": False}
+
+
+def share_memory() -> None:
+    """Let JAX take what it needs up to its share. To be called before the device is first touched."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its older name; JAX refuses both
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(SHARE_OF_JAX))
+
+
+def exact_options() -> dict[str, Any]:
+    """Options of the compiler for programs whose bits are compared.
+
+    On CPUs the same programs are compiled as users have them: there, one backend has one way to round.
+    """
+    return DETERMINISTIC if jax.default_backend() == "cpu" else DETERMINISTIC | ROUNDED_AS_WRITTEN
+
+
+def environment_of_vllm() -> dict[str, str]:
+    """Variables that make vLLM's float32 float32 on NVIDIA.
+
+    Its attention is written in Triton, whose products of float32 are TensorFloat-32 unless told; kernels compiled
+    otherwise must not be taken from a cache. cuBLAS is told beside PyTorch, which asks for float32 by itself.
+    """
+    return {
+        "TRITON_F32_DEFAULT": "ieee",
+        "TRITON_CACHE_DIR": str(default_directory().with_name("triton-ieee")),
+        "NVIDIA_TF32_OVERRIDE": "0",
+    }
+
+
+def products(level: str) -> contextlib.AbstractContextManager:
+    """The precision of products in a check: all bits of float32, but for speeds, which are those that users have."""
+    return contextlib.nullcontext() if level == "L9" else jax.default_matmul_precision("highest")
+
+
+def give_back() -> None:
+    """Give back what nobody holds any more; PyTorch keeps freed memory until it is told."""
+    gc.collect()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def reason_of_exhaustion(error: BaseException) -> str | None:
+    """Why a check did not run, where memory did not suffice, and what can be done; ``None`` for any other error."""
+    if not is_out_of_memory(error):
+        return None
+    said = " ".join(str(error).split())
+    return f"out of memory ({type(error).__name__}: {said[:160]}); {WHAT_TO_DO}"
+
+
+class Releases:
+    """What holds memory of the device and can let go of it between two modules."""
+
+    def __init__(self) -> None:
+        self._all: list[Callable[[], None]] = []
+
+    def add(self, release: Callable[[], None]) -> None:
+        """Call it when a module has ended."""
+        self._all.append(release)
+
+    def __call__(self) -> None:
+        """Let go of everything."""
+        for release in self._all:
+            release()
+        give_back()
