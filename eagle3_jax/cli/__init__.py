@@ -40,6 +40,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
             return _signals.exit_code()
         if isinstance(error, KeyboardInterrupt):
             return 130
+        if isinstance(error.__context__, BrokenPipeError):  # rich ends the program with 1
+            return 141
         return _explained(error, given)
 
 

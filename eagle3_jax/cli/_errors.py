@@ -56,7 +56,7 @@ def explain(error: BaseException) -> Explained | None:
         case ValueError() | OverflowError():
             return Explained(2, f"error: {one_line(str(error))}")
         case OSError() if error.errno in _FULL:
-            return Explained(1, f"error: disk full: {error.filename or 'the output'} ({error.strerror})")
+            return Explained(2, f"error: disk full: {error.filename or 'the output'} ({error.strerror})")
         case OSError():
             return Explained(2, f"error: {_file_problem(error)}")
     if type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError"):

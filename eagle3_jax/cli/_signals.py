@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from types import FrameType
 from typing import Any, NoReturn
 
 _GRACE = 0.5  # seconds that Python gets to react before the process is ended from beside it
@@ -29,13 +30,21 @@ def end_on_signals() -> None:
     threading.Thread(target=_watch, args=(reader, frozenset(numbers)), daemon=True).start()
 
 
-def _unwind(number: int, frame: Any) -> NoReturn:
+def _unwind(number: int, frame: FrameType | None) -> NoReturn:
     if received:
         leave()  # asked twice
     received.append(number)
+    if _is_importing(frame):
+        leave()  # some modules written in C would print what is raised, and go on
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _unraisable(unraisable: Any) -> None:
@@ -63,12 +72,14 @@ def exit_code() -> int:
 
 def leave() -> NoReturn:
     """End the process now: what runs on the device is not waited for."""
-    with contextlib.suppress(OSError, ValueError, RuntimeError):
-        sys.stdout.flush()
-    with contextlib.suppress(OSError, ValueError, RuntimeError):
-        if sys.stderr.isatty():
+    # The streams themselves: a spinner puts itself between.
+    out, error = sys.__stdout__, sys.__stderr__
+    with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
+        out.flush()  # type: ignore[union-attr]
+    with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
+        if error.isatty():  # type: ignore[union-attr]
             if "rich.console" in sys.modules:
-                sys.modules["rich.console"].Console(stderr=True).show_cursor()  # a spinner hides it
-            sys.stderr.write("\n")  # behind the ^C of the terminal
-        sys.stderr.flush()
+                sys.modules["rich.console"].Console(file=error).show_cursor()  # which the spinner hides
+            error.write("\n")  # type: ignore[union-attr]  # behind the ^C of the terminal
+        error.flush()  # type: ignore[union-attr]
     os._exit(exit_code())

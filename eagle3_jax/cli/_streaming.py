@@ -65,8 +65,11 @@ def _stream(console: Console, job: Job, task: Task, seed: int) -> SpeculationSta
 
 def _put(console: Console, text: str, style: str) -> None:
     """Exactly this text; in a terminal, with its control characters made visible."""
-    if text:
-        console.out(text.translate(_VISIBLE) if console.is_terminal else text, style=style, end="", highlight=False)
+    from rich.segment import Segment, Segments
+
+    # A segment is written as it is; anything higher would turn tabs into spaces and drop control characters.
+    shown = text.translate(_VISIBLE) if console.is_terminal else text
+    console.print(Segments([Segment(shown, console.get_style(style))]), end="")
 
 
 def _summary(console: Console, stats: SpeculationStats) -> None:
