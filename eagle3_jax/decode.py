@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from eagle3_jax import loop as loops
 from eagle3_jax.boundary import configured
@@ -23,6 +22,7 @@ from eagle3_jax.sampling import DraftSampling, Warping, row_keys
 from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.simulated import SimulatedAcceptance
 from eagle3_jax.stats import SpeculationStats
+from eagle3_jax.text import Pieces, tokenized
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree
 from eagle3_jax.types import Drafter, FinishReason, SamplingParams, TargetModel, per_row
 
@@ -118,6 +118,7 @@ class SpeculativeDecoder:
         length = num_speculative_tokens if schedule is None else schedule.max_length
         topology = Chain(length) if length is not None else tree
         chosen = configured(loaded.drafter, topology, draft_sampling)
+        _check_size(chosen, target)
         self.target = target
         self.drafter = loaded
         self.params = LoopParams(target=target.params, drafter=loaded.params)
@@ -173,20 +174,24 @@ class SpeculativeDecoder:
         sampling: SamplingParams | None = None,
         seed: int = 0,
     ) -> Iterator[Chunk]:
-        """Complete one prompt round by round, with the same step that :meth:`generate` compiles into its loop."""
-        decoding = DecodeStream(skip_special_tokens=True)
+        """Complete one prompt round by round, with the same step that :meth:`generate` compiles into its loop.
+
+        The pieces of all chunks together are the text that :meth:`generate` gives.
+        """
+        text = Pieces(self.target.tokenizer)
         state, rounds, rows = self._start([prompt], max_new_tokens, sampling, seed)
-        seen = len(rows[0])
+        seen = start = len(rows[0])
         accepted = 0
         while True:
             length, finish, stats, tokens = jax.device_get((state.length, state.finish, state.stats, state.tokens))
             new = tokens[0, seen : length[0]].tolist()
-            seen = int(length[0])
-            tokenizer = self.target.tokenizer
-            pieces = ["" if tokenizer is None else decoding.step(tokenizer, token) or "" for token in new]
-            stats = SpeculationStats.merge([stats])
-            yield Chunk(new, pieces, min(accepted, len(new)), FinishReason(int(finish[0])), stats)
-            if finish[0] != FinishReason.RUNNING:
+            seen, reason = int(length[0]), FinishReason(int(finish[0]))
+            pieces = text.of(new[:-1] if reason is FinishReason.STOP else new)
+            pieces += [""] * (len(new) - len(pieces))
+            if reason is not FinishReason.RUNNING:
+                pieces[-1] += text.rest(self._text(tokens[0, start:seen].tolist(), reason))
+            yield Chunk(new, pieces, min(accepted, len(new)), reason, SpeculationStats.merge([stats]))
+            if reason is not FinishReason.RUNNING:
                 return
             latest = next(rounds)
             state, accepted = latest.state, int(latest.verdict.num_accepted[0])
@@ -248,21 +253,21 @@ class SpeculativeDecoder:
         Raises:
             ValueError: It is empty, too long, or names an id outside the vocabulary.
         """
-        if isinstance(prompt, str):
-            if self.target.tokenizer is None:
-                raise ValueError(f"{self.target.name} has no tokenizer; give the prompt as token ids")
-            tokens = self.target.tokenizer.encode(prompt).ids
-        else:
+        if not isinstance(prompt, str):
             tokens = list(prompt)
+        elif self.target.tokenizer is None:
+            raise ValueError(f"{self.target.name} has no tokenizer; give the prompt as token ids")
+        else:
+            tokens = tokenized(prompt, self.target.tokenizer, positions=self.target.max_positions)
         if not tokens:
             raise ValueError("the prompt is empty; give at least one token")
-        for token in tokens:
-            _check_token(token, self.target.vocab_size, "prompt token")
         if len(tokens) >= self.target.max_positions:
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens; {self.target.name} holds {self.target.max_positions} positions, "
                 f"so give at most {self.target.max_positions - 1}"
             )
+        for token in tokens:
+            _check_token(token, self.target.vocab_size, "prompt token")
         return tokens
 
     def _start(
@@ -327,7 +332,8 @@ def check_sampling(sampling: SamplingParams, batch: int) -> SamplingParams:
     Raises:
         ValueError: A value is out of range; the message says which.
     """
-    rows = per_row(sampling, batch)
+    with np.errstate(over="ignore"):  # what is infinite in float32 is refused below
+        rows = per_row(sampling, batch)
     for name, values, good, expected in (
         ("temperature", rows.temperature, lambda x: 0 <= x < np.inf, "0 (greedy) or more, and finite"),
         ("top_k", rows.top_k, lambda x: x >= 0, "0 (all tokens) or more"),
@@ -347,6 +353,21 @@ def _warped(loop: SpeculativeLoop, sampling: SamplingParams) -> SpeculativeLoop:
     else:
         warping = Warping.TEMPERATURE if sampled.any() else Warping.GREEDY
     return dataclasses.replace(loop, warping=warping)
+
+
+def _check_size(drafter: Drafter[Any], target: LoadedTarget) -> None:
+    """Refuse a draft that no sequence of the target has room for, before hours are spent on compiling it."""
+    most = target.max_positions
+    if drafter.max_depth >= most:
+        raise ValueError(
+            f"a draft of {drafter.max_depth} tokens in a row does not fit {target.name}, which has {most} positions; "
+            f"lower num_speculative_tokens or max_depth to at most {most - 1}"
+        )
+    if drafter.num_nodes > most:
+        raise ValueError(
+            f"a tree of num_nodes={drafter.num_nodes} does not fit {target.name}, which has {most} positions; "
+            f"lower num_nodes to at most {most}"
+        )
 
 
 def _stages(drafter: Drafter[Any], schedule: SpeculationSchedule) -> tuple[Stage, ...]:

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tokenizers import Tokenizer
 
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import PRECISIONS, Precision
 from eagle3_jax.sources import bundled, locate
+from eagle3_jax.text import read_tokenizer
 
 # `conversion` stands above the library and is imported where it is used: a program that brings its own parameters
 # needs none of it (docs/decisions/0003).
@@ -46,14 +46,13 @@ def load_target(source: str | Path | None = None, *, dtype: str = "float32") -> 
     precision = precision_named(dtype)
     directory = locate(source, "target")
     checkpoint = read_target(directory)
-    tokenizer = directory / "tokenizer.json"
     return LoadedTarget(
         model=DecoderTarget(checkpoint.config, precision),
         params=cast(checkpoint.params, precision),
         vocab_size=checkpoint.config.vocab_size,
         max_positions=checkpoint.config.max_positions,
         stop_tokens=checkpoint.stop_tokens,
-        tokenizer=Tokenizer.from_file(str(tokenizer)) if tokenizer.exists() else None,
+        tokenizer=read_tokenizer(directory),
         name=str(source or "the bundled target"),
     )
 

@@ -63,7 +63,8 @@ class Chunk:
 
     Attributes:
         tokens: New tokens.
-        pieces: The text that each of them completes; empty while a character is unfinished or without a tokenizer.
+        pieces: The text that each of them completes; empty while a character is unfinished, for a stop token, and
+            without a tokenizer.
         num_accepted: How many of them, counted from the first, were accepted draft tokens.
         finish_reason: ``RUNNING`` until the last chunk.
         stats: Counters so far.

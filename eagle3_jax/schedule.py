@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+_MOST_ROWS = 2**31 - 2  # rows are counted in 32 bits on the device
+
 
 @dataclasses.dataclass(frozen=True)
 class SpeculationSchedule:
@@ -30,6 +32,8 @@ class SpeculationSchedule:
                     f"schedule entry {list(entry)} is out of place; expected [first, last, K] with ascending batch "
                     "sizes that start at 1 and do not overlap, as in [[1, 4, 5], [5, 16, 3], [17, 512, 0]]"
                 )
+            if last > _MOST_ROWS:
+                raise ValueError(f"schedule entry {list(entry)} reaches {last} rows; expected at most {_MOST_ROWS}")
             if length < 0:
                 raise ValueError(f"schedule entry {list(entry)} drafts {length} tokens; expected 0 (none) or more")
             reached = last
@@ -66,8 +70,9 @@ class SpeculationSchedule:
 
     def steps(self, largest: int) -> list[tuple[int, int]]:
         """``(most rows, K)`` where ``K`` changes, from ``largest`` rows down to 1."""
+        ends = {end for first, last, _ in self.entries for end in (first - 1, last)}
         found: list[tuple[int, int]] = []
-        for batch in range(largest, 0, -1):
+        for batch in sorted({largest, *(end for end in ends if 0 < end < largest)}, reverse=True):
             length = self.length_at(batch)
             if not found or found[-1][1] != length:
                 found.append((batch, length))

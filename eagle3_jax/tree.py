@@ -36,6 +36,9 @@ class Chain:
         return self.num_speculative_tokens
 
 
+_MOST_CANDIDATES = 2**20  # each is scored in every round, and what scores it lies in memory at once
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicTree:
     """EAGLE-2's context-dependent tree: expand the likeliest nodes of each level, keep the likeliest overall.
@@ -54,6 +57,11 @@ class DynamicTree:
         for name, least in (("num_nodes", 2), ("max_depth", 1), ("top_k", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"tree {name} is {getattr(self, name)}; expected at least {least}")
+        if self.num_candidates > _MOST_CANDIDATES:
+            raise ValueError(
+                f"a tree of max_depth={self.max_depth} and top_k={self.top_k} scores {self.num_candidates} nodes in "
+                f"every round; expected at most {_MOST_CANDIDATES}, so lower top_k or max_depth"
+            )
         if self.num_nodes > self.num_candidates + 1:
             raise ValueError(
                 f"a tree of num_nodes={self.num_nodes} does not fit: max_depth={self.max_depth} and top_k={self.top_k} "

@@ -16,7 +16,7 @@ FILES = sorted(path for path in LIBRARY.rglob("*.py") if path != LIBRARY / "__in
 LAYERS = (
     ("cache", "models.config", "sources"),
     ("types",),
-    ("tree", "sampling", "schedule"),
+    ("tree", "sampling", "schedule", "text"),
     ("boundary", "results", "simulated", "state", "stats", "verify"),
     ("models",),
     ("drafters",),
@@ -24,7 +24,7 @@ LAYERS = (
     ("decode",),
     ("load", "training", "analysis", "export", "reporting"),
     ("rivals",),
-    ("cli",),
+    ("cli", "__main__"),
 )
 MAY_IMPORT_CONVERSION = {"cli", "load"}
 

@@ -270,7 +270,7 @@ def test_text_mode_streams_and_ends_with_numbers(cli):
         ((*PAIR, *PROMPT, "--tree", "num_nodes=x,max_depth=8,top_k=4"), "'x'"),
         ((*PAIR, *PROMPT, "--top-p", "0"), "top_p is 0"),
         ((*PAIR, *PROMPT, "--top-p", "1.5"), "top_p is 1.5"),
-        ((*PAIR, *PROMPT, "--top-p", "nan"), "top_p is nan"),
+        ((*PAIR, *PROMPT, "--top-p", "nan"), "--top-p is nan; expected a finite number"),
         ((*PAIR, *PROMPT, "--temperature", "-1"), "temperature is -1"),
         ((*PAIR, *PROMPT, "--top-k", "-1"), "top_k is -1"),
         ((*PAIR, *PROMPT, "--max-new-tokens", "0"), "--max-new-tokens"),

@@ -21,14 +21,15 @@ class Comparison:
     Attributes:
         tokens_per_second: Of the decoder.
         plain_tokens_per_second: Of plain decoding.
-        ratio: Paired by repeat.
+        ratios: One for each repeat, whose two runs were neighbours in time. The ratio of the two medians lies between
+            the smallest and the largest of them.
         is_plain: Whether the decoder is plain decoding itself; nothing was compared then.
         same_output: Whether both wrote the same tokens; ``None`` when they were sampled.
     """
 
     tokens_per_second: Spread
     plain_tokens_per_second: Spread
-    ratio: Spread
+    ratios: tuple[float, ...]
     is_plain: bool
     same_output: bool | None
 
@@ -62,7 +63,7 @@ def compare_with_plain(
     return Comparison(
         tokens_per_second=Spread.of(speeds[-1]),
         plain_tokens_per_second=Spread.of(speeds[0]),
-        ratio=Spread.of(ours / theirs for ours, theirs in zip(speeds[-1], speeds[0], strict=True)),
+        ratios=tuple(ours / theirs for ours, theirs in zip(speeds[-1], speeds[0], strict=True)),
         is_plain=is_plain,
         same_output=outputs[-1] == outputs[0] if greedy else None,
     )

@@ -1,50 +1,17 @@
 """The command `eagle3`; it sits on top of everything and is imported by nothing.
 
-Misuse ends with exit code 2 and one line on the standard error; nothing has been written then.
+Misuse ends with exit code 2 and one line on the standard error; nothing has been written then. This module loads next
+to nothing, so that an interruption while the rest is imported is met by :func:`main` already.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 
-import typer
-
-from eagle3_jax import __version__
-from eagle3_jax.cli import bench, convert, generate, plan, train, tune
-from eagle3_jax.cli._errors import Explained, explain
-
-app = typer.Typer(
-    name="eagle3",
-    help="Exact EAGLE-3 speculative decoding in JAX.",
-    epilog="Example: eagle3 generate 'def fibonacci(n):' --max-new-tokens 64",
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    no_args_is_help=False,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-)
-
-
-@app.callback(invoke_without_command=True)
-def _root(
-    traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from, for developers."),
-    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
-) -> None:
-    del traceback  # `run` looks for it
-    if version:
-        typer.echo(__version__)
-
-
-app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
-app.command("convert", epilog=convert.CONVERT_EXAMPLE)(convert.convert)
-app.command("inspect", epilog=convert.INSPECT_EXAMPLE)(convert.inspect)
-app.command("doctor", epilog=convert.DOCTOR_EXAMPLE)(convert.doctor)
-app.command("bench", epilog=bench.EXAMPLE)(bench.bench)
-app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
-app.add_typer(train.app, name="train")
-app.add_typer(plan.app, name="plan")
+from eagle3_jax.cli import _signals
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -60,26 +27,58 @@ def run(arguments: Sequence[str] | None = None) -> int:
     if given in ([], ["train"], ["plan"]):
         given.append("--help")
     try:
+        from eagle3_jax.cli._commands import app
+
         code = app(given, prog_name="eagle3", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except BrokenPipeError:
-        # The reader has gone. Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
     except BaseException as error:  # every ending of the program is decided in this one place
-        explained = explain(error)
-        if explained is None or (explained.message and "--traceback" in given):
-            raise
-        return _tell(explained)
+        if _signals.received:
+            return _signals.exit_code()
+        if isinstance(error, KeyboardInterrupt):
+            return 130
+        if isinstance(error.__context__, BrokenPipeError):  # rich ends the program with 1
+            return 141
+        return _explained(error, given)
 
 
-def _tell(explained: Explained) -> int:
+def _explained(error: BaseException, given: Sequence[str]) -> int:
+    from eagle3_jax.cli._errors import explain
+
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
+    explained = explain(error)
+    if explained is None or (explained.message and "--traceback" in given):
+        raise error
     if explained.message:
-        print(explained.message, file=sys.stderr)
+        with contextlib.suppress(OSError):
+            print(explained.message, file=sys.stderr)
     return explained.code
+
+
+def _drop_output() -> None:
+    """Nobody can read what is still to be written; Python would complain again when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main() -> None:
     """Entry point of the command."""
-    sys.exit(run())
+    _signals.end_on_signals()
+    _prepare_streams()
+    code = run()
+    if _signals.received:
+        _signals.leave()
+    sys.exit(code)
+
+
+def _prepare_streams() -> None:
+    """Streams that take whatever is written: a closed one is dropped, and what its encoding lacks is escaped."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # for the whole process
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ _EXTRAS = {
     "jinja2": "plot",
 }
 _LONGEST = 600  # characters of an error line
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Misuse(ValueError):
@@ -44,7 +46,7 @@ def explain(error: BaseException) -> Explained | None:
         case SystemExit():
             return Explained(error.code if isinstance(error.code, int) else 1)
         case KeyboardInterrupt() | typer.Abort():
-            return Explained(130, "interrupted")
+            return Explained(130)
         case _ if isinstance(error, _UsageError):
             return Explained(2, f"error: {_usage(error)}")
         case MemoryError():
@@ -53,6 +55,8 @@ def explain(error: BaseException) -> Explained | None:
             return _missing_module(error)
         case ValueError() | OverflowError():
             return Explained(2, f"error: {one_line(str(error))}")
+        case OSError() if error.errno in _FULL:
+            return Explained(2, f"error: disk full: {error.filename or 'the output'} ({error.strerror})")
         case OSError():
             return Explained(2, f"error: {_file_problem(error)}")
     if type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError"):
@@ -60,7 +64,10 @@ def explain(error: BaseException) -> Explained | None:
     return None
 
 
-_SMALLER = "lower --max-new-tokens or --batch-size, shorten the prompt, or use --dtype bfloat16"
+_SMALLER = (
+    "lower --max-new-tokens, --batch-size or the draft (--num-speculative-tokens, --tree), shorten the prompt, or use "
+    "--dtype bfloat16"
+)
 
 
 def one_line(text: str) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from eagle3_jax import LoadedTarget, SpeculativeDecoder
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._options import JsonRow, read_request, read_rows
+from eagle3_jax.cli._rows import JsonRow, check_keys, read_request, read_rows
 from eagle3_jax.load import bundled, locate
 
 _FORM = "an object with 'turns' (a list of texts), 'question' or 'prompt' (a text) or 'prompt_ids' (token ids)"
@@ -125,6 +125,7 @@ def read_prompts(
 
 
 def _question(row: JsonRow, file: str, renderer: Renderer, max_new_tokens: int) -> Prompt:
+    check_keys(row, also=("turns", "question", "answer"))
     if "turns" not in row.values:
         published = {"question_id": _place(row), "category": file, "turns": [row.values["question"]]}
         row = JsonRow(row.where, published | {"reference": row.values.get("answer")})

@@ -14,17 +14,16 @@ from eagle3_jax.cli._options import (
     DrafterOption,
     DtypeOption,
     JsonOption,
-    Request,
     TargetOption,
     check_writable,
     parse_numbers,
     parse_tree,
     read_drafter,
-    read_requests,
     read_target,
     write_json,
 )
 from eagle3_jax.cli._planning import PlotOption, check_plot
+from eagle3_jax.cli._rows import Request, read_requests
 
 if TYPE_CHECKING:
     from rich.console import Console

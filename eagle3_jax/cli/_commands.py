@@ -1,0 +1,65 @@
+"""All commands in one parser."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from eagle3_jax import __version__
+from eagle3_jax.cli import bench, convert, generate, plan, train, tune
+from eagle3_jax.cli._errors import Misuse
+
+app = typer.Typer(
+    name="eagle3",
+    help="Exact EAGLE-3 speculative decoding in JAX.",
+    epilog="Example: eagle3 generate 'def fibonacci(n):' --max-new-tokens 64",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from, for developers."),
+    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
+) -> None:
+    del traceback  # `run` looks for it
+    if version:
+        typer.echo(__version__)
+
+
+app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
+app.command("convert", epilog=convert.CONVERT_EXAMPLE)(convert.convert)
+app.command("inspect", epilog=convert.INSPECT_EXAMPLE)(convert.inspect)
+app.command("doctor", epilog=convert.DOCTOR_EXAMPLE)(convert.doctor)
+app.command("bench", epilog=bench.EXAMPLE)(bench.bench)
+app.command("tune", epilog=tune.EXAMPLE)(tune.tune)
+app.add_typer(train.app, name="train")
+app.add_typer(plan.app, name="plan")
+
+
+def _finite(command: Callable[..., None]) -> Callable[..., None]:
+    """The command without infinite numbers and NaN, which pass every check of a range that is open on one side."""
+
+    @functools.wraps(command)
+    def checked(**options: Any) -> None:
+        for name, value in options.items():
+            for number in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(number, float) and not math.isfinite(number):
+                    raise Misuse(f"--{name.replace('_', '-')} is {number}; expected a finite number")
+        command(**options)
+
+    return checked
+
+
+for _group in (app, train.app, plan.app):
+    for _one in _group.registered_commands:
+        assert _one.callback is not None
+        _one.callback = _finite(_one.callback)
