@@ -46,14 +46,13 @@ def load_target(source: str | Path | None = None, *, dtype: str = "float32") -> 
     precision = precision_named(dtype)
     directory = locate(source, "target")
     checkpoint = read_target(directory)
-    tokenizer = directory / "tokenizer.json"
     return LoadedTarget(
         model=DecoderTarget(checkpoint.config, precision),
         params=cast(checkpoint.params, precision),
         vocab_size=checkpoint.config.vocab_size,
         max_positions=checkpoint.config.max_positions,
         stop_tokens=checkpoint.stop_tokens,
-        tokenizer=Tokenizer.from_file(str(tokenizer)) if tokenizer.exists() else None,
+        tokenizer=read_tokenizer(directory / "tokenizer.json"),
         name=str(source or "the bundled target"),
     )
 
@@ -91,6 +90,21 @@ def load_drafter(source: str | Path | None = None, *, target: LoadedTarget) -> L
     )
 
 
+def read_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer in a file; ``None`` when there is no such file.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    if not path.is_file():
+        return None
+    try:
+        return Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
+    except Exception as error:  # tokenizers raises nothing more special
+        reason = " ".join(str(error).split())[:120]
+        raise ValueError(f"{path} is not a tokenizer ({reason}); fetch the file again, or remove it") from None
+
+
 def cast(params: Any, precision: Precision) -> Any:
     """Arrays on the device: matrices in the type they are multiplied in, vectors in that of the activations."""
 
@@ -101,4 +115,4 @@ def cast(params: Any, precision: Precision) -> Any:
     return jax.tree.map(place, params)
 
 
-__all__ = ["bundled", "cast", "load_drafter", "load_target", "locate", "precision_named"]
+__all__ = ["bundled", "cast", "load_drafter", "load_target", "locate", "precision_named", "read_tokenizer"]
