@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from conversion.errors import CheckpointError
-from eagle3_jax.writing import WriteError, whole_directory
+from eagle3_jax.writing import WriteError, check_free, whole_directory
 
 # Describes a native checkpoint.
 NATIVE_FILE = "eagle3_jax.json"
@@ -83,15 +83,20 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def new_directory(final: str | os.PathLike[str]) -> Iterator[Path]:
+def new_directory(final: str | os.PathLike[str], num_bytes: int = 0) -> Iterator[Path]:
     """A temporary sibling that takes the final name when the block ends without an error.
 
     An interrupted write leaves nothing under the final name, and what a killed one left is removed by the next.
+
+    Args:
+        final: A name that nothing has yet.
+        num_bytes: What will be written, at least; checked before anything is.
 
     Raises:
         CheckpointError: Something has that name already, it cannot be written, or the disk is full.
     """
     try:
+        check_free(Path(final).absolute(), num_bytes)
         with whole_directory(final) as temporary:
             yield temporary
     except WriteError as error:

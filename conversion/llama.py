@@ -112,10 +112,10 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
         "eos_token_id": stop,
         "use_cache": True,
     }
-    with new_directory(directory) as temporary:
+    total = sum(np.asarray(value).nbytes for value in tensors.values())
+    with new_directory(directory, total) as temporary:
         write_tensors(temporary / SAFETENSORS, tensors)
         # The official EAGLE code finds the embedding through an index, and through nothing else.
-        total = sum(np.asarray(value).nbytes for value in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(sorted(tensors), SAFETENSORS)}
         write_json(temporary / f"{SAFETENSORS}.index.json", index)
         write_json(temporary / "config.json", values)

@@ -61,7 +61,7 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
         }
     import orbax.checkpoint as ocp  # takes longer to import than most checkpoints to read
 
-    with new_directory(directory) as temporary:
+    with new_directory(directory, sum(leaf.nbytes for leaf in leaves.values())) as temporary:
         with orbax_quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             # Flat, because Orbax would turn the integer keys of layer lists into strings.
             checkpointer.save(temporary / _PARAMS, {k: np.ascontiguousarray(v) for k, v in leaves.items()})

@@ -13,10 +13,12 @@ import logging
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # How safetensors (Rust), TensorStore (C++) and numpy say the same without an error number.
@@ -88,13 +90,35 @@ def disk_full_named(final: str | os.PathLike[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def orbax_quiet() -> Iterator[None]:
     """Orbax logs, with tracebacks of its threads, what it raises as well; the exception is enough."""
-    logger = logging.getLogger("absl")
+    logger, hook = logging.getLogger("absl"), sys.unraisablehook
     level = logger.level
+
+    def without_late_writes(unraisable: Any) -> None:
+        if "Event loop is closed" not in str(unraisable.exc_value):
+            hook(unraisable)
+
     logger.setLevel(logging.CRITICAL + 1)
+    sys.unraisablehook = without_late_writes
     try:
         yield
+    except BaseException:
+        time.sleep(0.3)  # TensorStore's threads report their own failures to a loop that is gone
+        raise
     finally:
         logger.setLevel(level)
+        sys.unraisablehook = hook
+
+
+def check_free(final: Path, num_bytes: int) -> None:
+    """Refuse to begin what cannot be finished.
+
+    Raises:
+        WriteError: The file system of ``final`` has fewer bytes free.
+    """
+    place = next(parent for parent in (final, *final.parents) if parent.exists())
+    free = shutil.disk_usage(place).free
+    if free < num_bytes:
+        raise WriteError(f"disk full: {final} needs {num_bytes:,} bytes and {free:,} are free. Free some, or write elsewhere")
 
 
 def remove_tree(directory: Path) -> None:
@@ -154,4 +178,4 @@ def _remove_if_abandoned(directory: Path) -> None:
             remove_tree(directory)
 
 
-__all__ = ["WriteError", "disk_full_named", "orbax_quiet", "remove_tree", "whole_directory", "whole_file"]
+__all__ = ["WriteError", "check_free", "disk_full_named", "orbax_quiet", "remove_tree", "whole_directory", "whole_file"]

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from flax import struct
 
 from eagle3_jax.models.functional import Params
-from eagle3_jax.writing import disk_full_named, orbax_quiet, remove_tree
+from eagle3_jax.writing import check_free, disk_full_named, orbax_quiet, remove_tree
 
 Batch = Any
 Metrics = dict[str, jax.Array]
@@ -175,6 +175,7 @@ class Trainer:
             return
         try:
             with disk_full_named(self._directory), orbax_quiet():
+                check_free(self._directory, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
                 self._checkpoints.save(int(state.step), args=ocp.args.StandardSave(state))
                 self._checkpoints.wait_until_finished()
         except BaseException:
