@@ -23,7 +23,8 @@ def locate(source: str | Path | None, part: str) -> Path:
     try:
         is_directory, exists = path.is_dir(), path.exists()
     except (OSError, ValueError) as error:  # too long, not permitted, a NUL
-        raise ValueError(f"{given[:80]!r} is no directory that can be read ({error})") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{given[:80]!r} is no directory that can be read ({reason})") from None
     if not given or exists or given.count("/") != 1 or given.startswith((".", "/", "~")):
         if not given or not is_directory:
             name = given[:200] or "an empty name"
