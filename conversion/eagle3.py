@@ -2,6 +2,7 @@
 
 * ``eagle``: the official layout, ``midlayer.*`` (Li et al.); the configuration is silent about most things.
 * ``sglang``: SpecForge's, the same names; also what vLLM calls its SafeAILab format.
+* ``vllm``: the same, with every flag that vLLM reads spelt out.
 * ``speculators``: ``layers.N.*``, with the geometry nested in ``transformer_layer_config``.
 * ``modelopt``: ``layers.N.*``, with an ``eagle_config``.
 """
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from conversion import draft_vocab, kinds, rules
-from conversion.errors import CheckpointError, TargetNeededError
+from conversion.errors import CheckpointError, TargetNeededError, short
 from conversion.files import read_json
 from conversion.hf_config import Fields, read_decoder, refuse_unsupported
 from conversion.rules import Params, Rule
@@ -46,7 +47,7 @@ class HeadCheckpoint:
         head: Nested dictionary of numpy arrays in the stored dtype, as :class:`Eagle3Drafter` expects it.
         draft_to_target: ``[W]`` int32, absolute target ids.
         embedding: ``[V D]``, the head's own embedding; ``None`` when it shares the target's.
-        dialect: ``eagle``, ``sglang``, ``speculators``, ``modelopt``, or ``jax`` for a native checkpoint.
+        dialect: ``eagle``, ``sglang``, ``vllm``, ``speculators``, ``modelopt``, or ``jax`` for a native checkpoint.
         source: Where it was read from.
         dtype: The dtype that holds most of the parameters.
         num_target_layers: Layers of the target that it was read for, when known.
@@ -144,7 +145,11 @@ def dialect_of(values: Mapping[str, Any], names: Mapping[str, Any]) -> str:
         return "speculators"
     if any("layers.0." in name for name in names) and isinstance(values.get("eagle_config"), dict):
         return "modelopt"
-    return "sglang" if "Eagle3" in " ".join(map(str, values.get("architectures") or ())) else "eagle"
+    architecture = " ".join(map(str, values.get("architectures") or ()))
+    if "Eagle3" not in architecture:
+        return "eagle"
+    # SGLang's code knows neither this field nor such heads.
+    return "vllm" if "norm_before_residual" in values or "Qwen3" in architecture else "sglang"
 
 
 def named_aux_layers(top: Fields) -> tuple[int, ...] | None:
@@ -163,9 +168,9 @@ def named_aux_layers(top: Fields) -> tuple[int, ...] | None:
         if value is None or value == []:
             continue
         if not isinstance(value, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
-            raise CheckpointError(f"{fields.where}: {name} is {value!r}; expected a list of layer numbers")
+            raise CheckpointError(f"{fields.where}: {name} is {short(value)}; expected a list of layer numbers")
         if len(set(value)) != len(value) or min(value) < 0:
-            raise CheckpointError(f"{fields.where}: {name} is {value!r}; expected distinct layers from 0 up")
+            raise CheckpointError(f"{fields.where}: {name} is {short(value)}; expected distinct layers from 0 up")
         # Engines keep them as a sorted set, so the order in the file has no meaning.
         found[f"{fields.where}: {name}"] = tuple(sorted(value))
     if len(set(found.values())) > 1:
@@ -183,7 +188,7 @@ def _canonical(tensors: Mapping[str, np.ndarray], directory: Path) -> dict[str, 
     origin: dict[str, str] = {}
     for name, value in tensors.items():
         new = re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
-        if match := re.match(r"additional_layers\.(\d+)\.(.*)", new):
+        if match := re.match(r"additional_layers\.(\d{1,9})\.(.*)", new):
             # SGLang's further layers call their only input norm hidden_norm.
             rest = match[2].replace("hidden_norm.", "input_layernorm.")
             new = f"layers.{int(match[1]) + 1}.{rest}"
@@ -198,7 +203,7 @@ def _num_layers(tensors: Mapping[str, np.ndarray], where: str) -> int:
 
     The field ``num_hidden_layers`` is no witness: the official Vicuna-13B head says 40 and has one.
     """
-    found = sorted({int(match[1]) for name in tensors if (match := re.match(r"layers\.(\d+)\.", name))})
+    found = sorted({int(match[1]) for name in tensors if (match := re.match(r"layers\.(\d{1,9})\.", name))})
     if not found or found != list(range(len(found))):
         raise CheckpointError(
             f"{where}: the head's layers are numbered {found}; expected 0 up to the last without gaps"
@@ -223,7 +228,7 @@ def _read_config(
     where = geometry.where
     model_type = geometry.get("model_type")
     if model_type not in ("llama", "qwen3"):
-        raise CheckpointError(f"{where}: model_type is {model_type!r}; expected 'llama' or 'qwen3' for an EAGLE-3 head")
+        raise CheckpointError(f"{where}: model_type is {short(model_type)}; expected 'llama' or 'qwen3' for an EAGLE-3 head")
     if model_type == "qwen3" and geometry.get("head_dim") is None:
         raise CheckpointError(f"{where} has no head_dim, which Qwen3 does not derive from the width; add it")
     if not _switch(top, "use_aux_hidden_state", True):
@@ -233,7 +238,7 @@ def _read_config(
     section = top.section("eagle_config")
     for name, expected in _MODELOPT.items():
         if section.get(name) is not None and section.get(name) != expected:
-            raise CheckpointError(f"{section.where}: {name} is {section.get(name)!r}; only {expected!r} is supported")
+            raise CheckpointError(f"{section.where}: {name} is {short(section.get(name))}; only {expected!r} is supported")
     refuse_unsupported(top)
     aux_layers = named_aux_layers(top)
     chunks = len(aux_layers) if aux_layers else 3

@@ -6,15 +6,16 @@ import contextlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from conversion.errors import CheckpointError
+from eagle3_jax.writing import WriteError, check_free, whole_directory
 
 # Describes a native checkpoint.
 NATIVE_FILE = "eagle3_jax.json"
+_LONGEST_JSON = 100_000_000  # bytes; the index of a model of a thousand shards has a few millions
 # What travels with a checkpoint unchanged, when it is there.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -36,11 +37,19 @@ def checked_directory(directory: str | os.PathLike[str]) -> Path:
         CheckpointError: It does not exist or is a file.
     """
     path = Path(directory)
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist; give the directory of a checkpoint")
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is a file; give the directory that holds config.json and the weights")
+    try:
+        if not path.exists():
+            raise CheckpointError(f"{path} does not exist; give the directory of a checkpoint")
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is a file; give the directory that holds config.json and the weights")
+    except OSError as error:
+        raise unreadable(path, error) from None
     return path
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """What the system says about a file, as a refusal."""
+    return CheckpointError(f"{path} cannot be read ({error.strerror or error}); give a checkpoint that can be")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -49,12 +58,20 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: The file is missing, or holds no JSON object.
     """
-    if not path.is_file():
-        raise CheckpointError(f"{path.parent} has no {path.name}; a checkpoint directory holds one beside its weights")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); fetch the file again") from None
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path.parent} has no {path.name}; a checkpoint directory holds one beside its weights"
+            )
+        if path.stat().st_size > _LONGEST_JSON:
+            raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes; expected at most {_LONGEST_JSON:,}")
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise unreadable(path, error) from None
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number of thousands of digits, deep nesting
+        raise CheckpointError(f"{path} is not valid JSON ({str(error)[:120]}); fetch the file again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}; expected an object with named fields")
     return value
@@ -66,38 +83,24 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def new_directory(final: str | os.PathLike[str]) -> Iterator[Path]:
+def new_directory(final: str | os.PathLike[str], num_bytes: int = 0) -> Iterator[Path]:
     """A temporary sibling that takes the final name when the block ends without an error.
 
-    An interrupted write leaves nothing under the final name.
+    An interrupted write leaves nothing under the final name, and what a killed one left is removed by the next.
+
+    Args:
+        final: A name that nothing has yet.
+        num_bytes: What will be written, at least; checked before anything is.
 
     Raises:
-        CheckpointError: Something has that name already.
+        CheckpointError: Something has that name already, it cannot be written, or the disk is full.
     """
-    final = Path(final).absolute()
-    if final.exists() or final.is_symlink():
-        raise CheckpointError(f"{final} exists already; give a new directory, or remove that one first")
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".partial", dir=final.parent))
-    except OSError as error:
-        raise CheckpointError(
-            f"{final} cannot be created ({error.strerror}); give a place that can be written"
-        ) from None
-    try:
-        yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        # mkdtemp, and the writer of safetensors, make what only the owner can read.
-        temporary.chmod(0o777 & ~umask)
-        for path in temporary.rglob("*"):
-            path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
-        if final.exists():
-            raise CheckpointError(f"{final} appeared while it was being written; nothing was changed there")
-        temporary.rename(final)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        check_free(Path(final).absolute(), num_bytes)
+        with whole_directory(final) as temporary:
+            yield temporary
+    except WriteError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from conversion.errors import CheckpointError
+from conversion.errors import CheckpointError, short
 from eagle3_jax.models.config import DecoderConfig, RopeConfig
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -51,15 +51,33 @@ class Fields(NamedTuple):
         """A whole number; required when there is no default."""
         value = self._present(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise CheckpointError(f"{self.where}: {name} is {value!r}; expected a whole number")
+            raise CheckpointError(f"{self.where}: {name} is {short(value)}; expected a whole number")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A number; required when there is no default."""
+        """A finite number; required when there is no default."""
         value = self._present(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise CheckpointError(f"{self.where}: {name} is {value!r}; expected a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -1e300 < value < 1e300:
+            raise CheckpointError(f"{self.where}: {name} is {short(value)}; expected a finite number")
         return float(value)
+
+    def words(self, name: str) -> list[str]:
+        """A list of texts, empty when absent."""
+        value = self._present(name, [])
+        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+            raise CheckpointError(f"{self.where}: {name} is {short(value)}; expected a list of texts")
+        return value
+
+    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """One token id or several; none when absent."""
+        value = self.values.get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise CheckpointError(
+                    f"{self.where}: {name} is {short(value)}; expected token ids from 0 to {vocab_size - 1}"
+                )
+        return tuple(ids)
 
     def optional_number(self, name: str) -> float | None:
         """A number, or ``None`` when absent."""
@@ -69,14 +87,14 @@ class Fields(NamedTuple):
         """True or false."""
         value = self._present(name, default)
         if not isinstance(value, bool):
-            raise CheckpointError(f"{self.where}: {name} is {value!r}; expected true or false")
+            raise CheckpointError(f"{self.where}: {name} is {short(value)}; expected true or false")
         return value
 
     def section(self, name: str) -> Fields:
         """A nested object, empty when absent."""
         value = self._present(name, {})
         if not isinstance(value, dict):
-            raise CheckpointError(f"{self.where}: {name} is {value!r}; expected an object")
+            raise CheckpointError(f"{self.where}: {name} is {short(value)}; expected an object")
         return Fields(value, f"{self.where}, {name}")
 
     def _present(self, name: str, default: Any) -> Any:
@@ -96,14 +114,14 @@ def refuse_unsupported(fields: Fields) -> None:
     """
     activation = fields.get("hidden_act")
     if activation not in (None, "silu", "swish"):
-        raise CheckpointError(f"{fields.where}: hidden_act is {activation!r}; only 'silu' is supported")
-    layer_types = fields.get("layer_types") or []
-    windowed = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+        raise CheckpointError(f"{fields.where}: hidden_act is {short(activation)}; only 'silu' is supported")
+    layer_types = fields.words("layer_types")
+    windowed = sorted(set(layer_types) - {"full_attention"})
     if windowed:
         raise CheckpointError(f"{fields.where}: layer_types has {windowed[0]!r}; only full attention is supported")
     window = fields.get("sliding_window")
     if fields.flag("use_sliding_window", default=window is not None and not layer_types):
-        raise CheckpointError(f"{fields.where}: sliding_window is {window}; only full attention is supported")
+        raise CheckpointError(f"{fields.where}: sliding_window is {short(window)}; only full attention is supported")
     scale = fields.number("logit_scale", 1.0)
     if scale != 1.0:
         raise CheckpointError(f"{fields.where}: logit_scale is {scale}; only unscaled logits are supported")
@@ -173,7 +191,7 @@ def _rope_from(fields: Fields, rope: Fields) -> RopeConfig:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in _ROPE_TYPES:
         raise CheckpointError(
-            f"{rope.where}: rope type {kind!r} is not supported; expected one of {', '.join(_ROPE_TYPES)}"
+            f"{rope.where}: rope type {short(kind)} is not supported; expected one of {', '.join(_ROPE_TYPES)}"
         )
     unknown = sorted(key for key, value in rope.values.items() if key not in _ROPE_KEYS and value is not None)
     if unknown:
@@ -189,6 +207,15 @@ def _rope_from(fields: Fields, rope: Fields) -> RopeConfig:
         theta = 10_000.0  # the base of the original Llama, whose files do not name it; nor do official heads
     if theta <= 0:
         raise CheckpointError(f"{fields.where}: rope_theta is {theta}; expected a positive number")
+    try:
+        return _rope_of(kind, theta, fields, rope)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{rope.where}: {error}") from None
+
+
+def _rope_of(kind: str, theta: float, fields: Fields, rope: Fields) -> RopeConfig:
     if kind == "default":
         return RopeConfig(theta=theta)
     factor = rope.number("factor")

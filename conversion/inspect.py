@@ -26,7 +26,8 @@ class Description:
         kind: In words, such as ``draft head: EAGLE-3``.
         dialect: Whose layout it is in.
         loadable: Whether this library reads it.
-        problem: Why not; or what it needs, such as its target; empty otherwise.
+        problem: Why not; empty when it is loadable.
+        note: What else it needs, such as its target; empty otherwise.
         num_parameters: Floating-point numbers stored.
         num_bytes: Bytes of all tensors.
         num_tensors: Tensors stored.
@@ -40,6 +41,7 @@ class Description:
     dialect: str
     loadable: bool
     problem: str
+    note: str
     num_parameters: int
     num_bytes: int
     num_tensors: int
@@ -64,7 +66,7 @@ def describe(directory: str | Path) -> Description:
     native = is_native(path)
     tensors = read_leaves(path) if native else read_tensors(path)
     config = read_json(path / (NATIVE_FILE if native else "config.json"))
-    loadable, problem = _loadable(path, kind, native)
+    problem, note = _obstacles(path, kind, native)
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
         # Maps such as d2t are no parameters. The floats of ml_dtypes have a kind of their own.
@@ -78,8 +80,9 @@ def describe(directory: str | Path) -> Description:
     return Description(
         kind=kinds.LABELS[kind],
         dialect=dialect,
-        loadable=loadable,
+        loadable=not problem,
         problem=problem,
+        note=note,
         num_parameters=sum(dtypes.values()),
         num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         num_tensors=len(tensors),
@@ -90,14 +93,15 @@ def describe(directory: str | Path) -> Description:
     )
 
 
-def _loadable(path: Path, kind: str, native: bool) -> tuple[bool, str]:
+def _obstacles(path: Path, kind: str, native: bool) -> tuple[str, str]:
+    """Why it cannot be loaded, and what has to be given with it."""
     try:
         if kind in kinds.DIFFERENCES or kind == kinds.EAGLE3:
             read_native_head(path, None) if native else read_head(path, None)
         else:
             read_native_target(path) if native else read_target(path)
     except TargetNeededError as error:
-        return True, str(error)
+        return "", str(error)
     except CheckpointError as error:
-        return False, str(error)
-    return True, ""
+        return str(error), ""
+    return "", ""

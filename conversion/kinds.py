@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from conversion.errors import CheckpointError
+from conversion.errors import CheckpointError, short
 from conversion.files import NATIVE_FILE, checked_directory, read_json
+from conversion.hf_config import Fields
 from conversion.tensors import read_tensors
 
 TARGET, EAGLE3, EAGLE1, PEAGLE = "target", "eagle3", "eagle1", "p-eagle"
@@ -43,7 +44,7 @@ def identify(directory: str | Path) -> str:
     if (path / NATIVE_FILE).is_file():
         kind = read_json(path / NATIVE_FILE).get("kind")
         if kind not in (TARGET, EAGLE3):
-            raise CheckpointError(f"{path / NATIVE_FILE}: kind is {kind!r}; expected {TARGET!r} or {EAGLE3!r}")
+            raise CheckpointError(f"{path / NATIVE_FILE}: kind is {short(kind)}; expected {TARGET!r} or {EAGLE3!r}")
         return kind
     # Weights first: "not a checkpoint" says more about a stray directory than "no config.json".
     names = read_tensors(path).keys()
@@ -61,7 +62,7 @@ def recognise(config: Mapping[str, Any], names: Collection[str], *, where: str) 
     Raises:
         CheckpointError: It is none that is known.
     """
-    architecture = " ".join(map(str, config.get("architectures") or ()))
+    architecture = " ".join(Fields(config, where).words("architectures"))
     method = str(config.get("speculators_model_type") or "")
     bare = {name.removeprefix("model.") for name in names}
 

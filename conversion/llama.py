@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from conversion import kinds, rules
-from conversion.errors import CheckpointError
+from conversion.errors import CheckpointError, short
 from conversion.files import copy_tokenizer, new_directory, read_json, write_json
 from conversion.hf_config import Fields, decoder_fields, read_decoder
 from conversion.rules import Params, Rule
@@ -60,7 +60,7 @@ def read_target(directory: Path) -> TargetCheckpoint:
         raise CheckpointError(f"{directory} is {what}, not a target; give the directory of the language model")
     if values.get("model_type") != "llama":
         raise CheckpointError(
-            f"{where}: model_type is {values.get('model_type')!r}; only 'llama' targets are supported"
+            f"{where}: model_type is {short(values.get('model_type'))}; only 'llama' targets are supported"
         )
     fields = Fields(values, where)
     config = read_decoder(
@@ -79,12 +79,13 @@ def read_target(directory: Path) -> TargetCheckpoint:
                 f"{directory}: tie_word_embeddings is true but lm_head.weight differs from model.embed_tokens.weight; "
                 "set tie_word_embeddings to false, or remove lm_head.weight"
             )
+    rules.check_layers(config.num_layers, tensors, r"model\.layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
     shapes = DecoderTarget(config).param_shapes()
     params = rules.read_params(target_rules(config), tensors, shapes, where=str(directory), known=known)
     return TargetCheckpoint(
         config=config,
         params=params,
-        stop_tokens=_stop_tokens(directory, fields),
+        stop_tokens=_stop_tokens(directory, fields, config.vocab_size),
         source=directory,
         dtype=rules.main_dtype(params),
     )
@@ -111,10 +112,10 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
         "eos_token_id": stop,
         "use_cache": True,
     }
-    with new_directory(directory) as temporary:
+    total = sum(np.asarray(value).nbytes for value in tensors.values())
+    with new_directory(directory, total) as temporary:
         write_tensors(temporary / SAFETENSORS, tensors)
         # The official EAGLE code finds the embedding through an index, and through nothing else.
-        total = sum(np.asarray(value).nbytes for value in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(sorted(tensors), SAFETENSORS)}
         write_json(temporary / f"{SAFETENSORS}.index.json", index)
         write_json(temporary / "config.json", values)
@@ -136,21 +137,17 @@ def _same_bits(first: np.ndarray, second: np.ndarray) -> bool:
 def _token_field(source: Path, name: str) -> Any:
     """A token id that only tokenizers use: carried over from the source, null when it names none."""
     path = source / "config.json"
-    return read_json(path).get(name) if path.is_file() else None
+    value = read_json(path).get(name) if path.is_file() else None
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise CheckpointError(f"{path}: {name} is {short(value)}; expected a token id")
+    return value
 
 
-def _stop_tokens(directory: Path, fields: Fields) -> tuple[int, ...]:
+def _stop_tokens(directory: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
     """``eos_token_id``; the generation configuration comes first, as in transformers."""
     sources = [fields]
     generation = directory / "generation_config.json"
     if generation.is_file():
         sources.insert(0, Fields(read_json(generation), str(generation)))
-    for source in sources:
-        value = source.get("eos_token_id")
-        if value is None:
-            continue
-        tokens = value if isinstance(value, list) else [value]
-        if any(isinstance(token, bool) or not isinstance(token, int) for token in tokens):
-            raise CheckpointError(f"{source.where}: eos_token_id is {value!r}; expected a token id or a list of them")
-        return tuple(tokens)
-    return ()
+    named = (source for source in sources if source.get("eos_token_id") is not None)
+    return next((source.token_ids("eos_token_id", vocab_size) for source in named), ())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from conversion import rules
 from conversion.eagle3 import HeadCheckpoint, check_fit
-from conversion.errors import CheckpointError
+from conversion.errors import CheckpointError, short
 from conversion.files import NATIVE_FILE, copy_tokenizer, new_directory, read_json, write_json
 from conversion.hf_config import Fields
 from conversion.kinds import EAGLE3, TARGET
@@ -20,6 +21,7 @@ from conversion.rules import Params
 from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from eagle3_jax.models.config import DecoderConfig, RopeConfig
 from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.writing import orbax_quiet
 
 FORMAT = 2
 _PARAMS = "params"
@@ -59,8 +61,8 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
         }
     import orbax.checkpoint as ocp  # takes longer to import than most checkpoints to read
 
-    with new_directory(directory) as temporary:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    with new_directory(directory, sum(leaf.nbytes for leaf in leaves.values())) as temporary:
+        with orbax_quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             # Flat, because Orbax would turn the integer keys of layer lists into strings.
             checkpointer.save(temporary / _PARAMS, {k: np.ascontiguousarray(v) for k, v in leaves.items()})
         write_json(temporary / NATIVE_FILE, values)
@@ -76,14 +78,17 @@ def read_native_target(directory: Path) -> TargetCheckpoint:
     fields = _description(directory, TARGET)
     config = _decoder(fields.section("config"))
     leaves = read_leaves(directory)
-    stop_tokens = fields.values.get("stop_tokens")
-    if not isinstance(stop_tokens, list):
-        raise CheckpointError(f"{fields.where}: stop_tokens is {stop_tokens!r}; expected a list of token ids")
+    if not isinstance(fields.get("stop_tokens"), list):
+        raise CheckpointError(
+            f"{fields.where}: stop_tokens is {short(fields.get('stop_tokens'))}; expected a list of token ids"
+        )
+    stop_tokens = fields.token_ids("stop_tokens", config.vocab_size)
+    rules.check_layers(config.num_layers, leaves, r"blocks\.(\d{1,9})\.", f"{fields.where}: num_layers")
     params = _nested(leaves, DecoderTarget(config).param_shapes(), str(directory))
     return TargetCheckpoint(
         config=config,
         params=params,
-        stop_tokens=tuple(stop_tokens),
+        stop_tokens=stop_tokens,
         source=directory,
         dtype=rules.main_dtype(params),
     )
@@ -98,7 +103,8 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
     fields = _description(directory, EAGLE3)
     section = fields.section("config")
     values = {**section.values, "layer": _decoder(section.section("layer"))}
-    values["aux_layers"] = tuple(values.get("aux_layers") or ())
+    if isinstance(values.get("aux_layers"), list):
+        values["aux_layers"] = tuple(values["aux_layers"])
     config = _build(Eagle3Config, values, section.where)
     if target is not None:
         check_fit(config, config.aux_layers, target, str(directory))
@@ -107,6 +113,9 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
     if fields.flag("has_embedding") != (embedding is not None) or "draft_to_target" not in leaves:
         raise CheckpointError(f"{directory} is incomplete: its parameters are not those that {NATIVE_FILE} describes")
     draft_to_target = leaves.pop("draft_to_target")
+    _check_table(draft_to_target, embedding, config, str(directory))
+    rest = [path for path in leaves if not path.startswith("head.first.")]
+    rules.check_layers(config.layer.num_layers - 1, rest, r"head\.rest\.(\d{1,9})\.", f"{section.where}: num_layers - 1")
     head = _nested(
         {path.removeprefix("head."): leaf for path, leaf in leaves.items()},
         Eagle3Drafter(config).param_shapes(),
@@ -120,7 +129,7 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
         dialect="jax",
         source=directory,
         dtype=rules.main_dtype(head),
-        num_target_layers=fields.get("num_target_layers") if target is None else target.num_layers,
+        num_target_layers=_num_target_layers(fields) if target is None else target.num_layers,
     )
 
 
@@ -135,24 +144,45 @@ def read_leaves(directory: Path) -> dict[str, np.ndarray]:
         raise CheckpointError(f"{directory} has no {_PARAMS}/ beside {NATIVE_FILE}; it is incomplete, convert it again")
     import orbax.checkpoint as ocp
 
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    with orbax_quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         try:
             tree = checkpointer.metadata(path).item_metadata.tree
             as_numpy = dict.fromkeys(tree, ocp.RestoreArgs(restore_type=np.ndarray))
-            return checkpointer.restore(path, restore_args=as_numpy)
-        # Orbax and TensorStore report damage as any of these.
-        except (ValueError, OSError, KeyError, AttributeError, TypeError) as error:
+            leaves = checkpointer.restore(path, restore_args=as_numpy)
+        except Exception as error:  # Orbax and TensorStore report damage as almost any type
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise CheckpointError(f"{path} is damaged ({reason[:160]}); convert the checkpoint again") from None
+    if not isinstance(leaves, dict) or not all(isinstance(leaf, np.ndarray) for leaf in leaves.values()):
+        raise CheckpointError(f"{path} is no flat tree of arrays; convert the checkpoint again")
+    return leaves
+
+
+def _num_target_layers(fields: Fields) -> int | None:
+    return None if fields.get("num_target_layers") is None else fields.integer("num_target_layers")
+
+
+def _check_table(table: np.ndarray, embedding: np.ndarray | None, config: Eagle3Config, where: str) -> None:
+    """What no parameter's shape checks: the draft vocabulary and the head's own embedding."""
+    size, layer = config.draft_vocab_size, config.layer
+    if table.shape != (size,) or table.dtype != np.int32 or len(np.unique(table)) != size:
+        raise CheckpointError(f"{where}: draft_to_target is no list of {size} different token ids; convert it again")
+    if table.min() < 0 or table.max() >= layer.vocab_size:
+        raise CheckpointError(f"{where}: draft_to_target leads outside the vocabulary of {layer.vocab_size}")
+    if embedding is not None:
+        rules.check_float(embedding, f"{where}: embedding")
+        if embedding.shape != (layer.vocab_size, layer.width):
+            raise CheckpointError(
+                f"{where}: embedding has shape {list(embedding.shape)}; expected {[layer.vocab_size, layer.width]}"
+            )
 
 
 def _description(directory: Path, kind: str) -> Fields:
     fields = Fields(read_json(directory / NATIVE_FILE), str(directory / NATIVE_FILE))
     if fields.get("format") != FORMAT:
-        raise CheckpointError(f"{fields.where}: format is {fields.get('format')!r}; this version reads format {FORMAT}")
+        raise CheckpointError(f"{fields.where}: format is {short(fields.get('format'))}; this version reads format {FORMAT}")
     if fields.get("kind") != kind:
         hint = "give it as the drafter" if kind == TARGET else "give it as the target"
-        raise CheckpointError(f"{directory} holds a {fields.get('kind')}, not a {kind}; {hint}")
+        raise CheckpointError(f"{directory} holds a {short(fields.get('kind'))}, not a {kind}; {hint}")
     return fields
 
 
@@ -168,10 +198,34 @@ def _build(kind: Any, values: Mapping[str, Any], where: str) -> Any:
         raise CheckpointError(
             f"{where}: the fields {sorted(set(values) ^ names)} are missing or unknown; convert it again"
         )
+    typed = dict(values)
+    for name, hint in typing.get_type_hints(kind).items():
+        if float in (hint, *typing.get_args(hint)) and type(values[name]) is int and abs(values[name]) < 1e300:
+            typed[name] = float(values[name])
+        if not _is_a(typed[name], hint):
+            raise CheckpointError(f"{where}: {name} is {short(values[name])}; expected {_words(hint)}")
     try:
-        return kind(**values)
+        return kind(**typed)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{where}: {error}") from None
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    """Whether a value of a JSON file has the type of a field."""
+    options = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return value in options
+    if typing.get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_is_a(entry, options[0]) for entry in value)
+    if options:  # a union
+        return any(_is_a(value, option) for option in options)
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, hint)
+
+
+def _words(hint: Any) -> str:
+    return getattr(hint, "__name__", str(hint).replace("typing.", ""))
 
 
 def _checked(params: Params, shapes: Params, where: str) -> dict[str, np.ndarray]:

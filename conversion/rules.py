@@ -7,13 +7,13 @@ that is missing, unknown, given twice or of another shape is an error and never 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from conversion.errors import CheckpointError
+from conversion.errors import CheckpointError, short
 from eagle3_jax.models.config import DecoderConfig
 
 Params = dict[Any, Any]
@@ -164,6 +164,17 @@ def write_params(rules: Sequence[Rule], params: Params, shapes: Params, *, where
         check_float(leaf, f"{where}: {path}")
     _check_table(dict.fromkeys((rule.path for rule in rules), None), dict.fromkeys(expected, None))
     return {rule.source: _stored(given[rule.path], rule) for rule in rules}
+
+
+def check_layers(num_layers: int, names: Iterable[str], pattern: str, what: str) -> None:
+    """Refuse a number of layers that the names of the tensors contradict, before anything of that size is built.
+
+    Raises:
+        CheckpointError: They are not layers 0 up to the last.
+    """
+    found = {int(match[1]) for name in names if (match := re.match(pattern, name))}
+    if len(found) != num_layers:
+        raise CheckpointError(f"{what} is {short(num_layers)}; the file holds {len(found)} layers")
 
 
 def check_float(value: np.ndarray, what: str) -> None:

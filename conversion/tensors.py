@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import pickle
 import struct
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from conversion.errors import CheckpointError
-from conversion.files import checked_directory, read_json
+from conversion.errors import CheckpointError, short
+from conversion.files import checked_directory, read_json, unreadable
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 # In the order in which they are looked for: where a directory holds several, the first wins, as in transformers.
@@ -52,6 +51,13 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
             damaged.
     """
     directory = checked_directory(directory)
+    try:
+        return _read_directory(directory)
+    except OSError as error:
+        raise unreadable(directory, error) from None
+
+
+def _read_directory(directory: Path) -> dict[str, np.ndarray]:
     for name in (*_WEIGHTS, *_MEDUSA):
         path = directory / name
         if path.is_file():
@@ -83,8 +89,9 @@ def _read_sharded(index: Path) -> dict[str, np.ndarray]:
         raise CheckpointError(f"{index} has no weight_map; it must say which shard holds which tensor")
     tensors: dict[str, np.ndarray] = {}
     for shard in sorted(set(map(str, weight_map.values()))):
-        if Path(shard).name != shard:  # an index must not lead out of its directory
-            raise CheckpointError(f"{index} names the shard {shard!r}; expected a file name without directories")
+        # An index must not lead out of its directory.
+        if len(shard) > 255 or Path(shard).name != shard or "\0" in shard:
+            raise CheckpointError(f"{index} names the shard {short(shard)}; expected a file name without directories")
         path = index.parent / shard
         if not path.is_file():
             raise CheckpointError(f"{path} is missing; {index.name} lists it. Fetch the remaining shards")
@@ -110,7 +117,7 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
             pass
     except SafetensorError as error:
         raise CheckpointError(
-            f"{path} is truncated or damaged ({error}); it is no complete safetensors file, fetch it again"
+            f"{path} is truncated or damaged ({str(error)[:200]}); it is no complete safetensors file, fetch it again"
         ) from None
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
@@ -146,7 +153,7 @@ def _read_pickle(path: Path) -> dict[str, np.ndarray]:
     try:
         # weights_only: a pickle from the network must not run code.
         loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, zipfile.BadZipFile, RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+    except Exception as error:  # torch and pickle report damage as almost any type
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"{path} is truncated, damaged or no file of plain tensors ({reason[:120]}); fetch it again"
@@ -156,15 +163,21 @@ def _read_pickle(path: Path) -> dict[str, np.ndarray]:
     tensors = {}
     for name, value in loaded.items():
         if not isinstance(value, torch.Tensor):
-            raise CheckpointError(f"{path}: {name} is a {type(value).__name__}; expected a tensor")
-        value = value.detach().contiguous()
-        if value.dtype == torch.bfloat16:  # numpy has no bfloat16 of its own
-            tensors[str(name)] = value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        else:
-            try:
-                tensors[str(name)] = value.numpy()
-            except TypeError:
-                raise CheckpointError(
-                    f"{path}: {name} is stored as {value.dtype}, which is not supported; expected floats"
-                ) from None
+            raise CheckpointError(f"{path}: {str(name)[:80]} is a {type(value).__name__}; expected a tensor")
+        tensors[str(name)] = _as_numpy(torch, value, f"{path}: {name}")
     return tensors
+
+
+def _as_numpy(torch: ModuleType, value: Any, what: str) -> np.ndarray:
+    if value.layout != torch.strided or value.device.type != "cpu" or value.is_quantized:
+        raise CheckpointError(f"{what} is a {value.layout} tensor on {value.device}; expected a plain one")
+    # Strides of zero let a file of a few bytes ask for terabytes.
+    if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+        raise CheckpointError(f"{what} repeats its numbers to shape {list(value.shape)}; expected them in full")
+    value = value.detach().contiguous()
+    if value.dtype == torch.bfloat16:  # numpy has no bfloat16 of its own
+        return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    try:
+        return value.numpy()
+    except (TypeError, RuntimeError):
+        raise CheckpointError(f"{what} is stored as {value.dtype}, which is not supported; expected floats") from None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from jax import export as jax_export
 
 from eagle3_jax import __version__
+from eagle3_jax.writing import whole_file
 
 if TYPE_CHECKING:
     from eagle3_jax.decode import SpeculativeDecoder
@@ -151,15 +151,9 @@ class ExportedGeneration:
 
     def save(self, path: str | Path) -> None:
         """Write it as one file, which appears under its name only when complete."""
-        path = Path(path)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
-            with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
-                archive.writestr(_ABOUT, json.dumps({"format": FORMAT, **dataclasses.asdict(self.about)}, indent=1))
-                archive.writestr(_PROGRAM, bytes(self.program.serialize()))
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with whole_file(path) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(_ABOUT, json.dumps({"format": FORMAT, **dataclasses.asdict(self.about)}, indent=1))
+            archive.writestr(_PROGRAM, bytes(self.program.serialize()))
 
     @classmethod
     def load(cls, path: str | Path) -> ExportedGeneration:

@@ -52,7 +52,7 @@ def load_target(source: str | Path | None = None, *, dtype: str = "float32") -> 
         vocab_size=checkpoint.config.vocab_size,
         max_positions=checkpoint.config.max_positions,
         stop_tokens=checkpoint.stop_tokens,
-        tokenizer=read_tokenizer(directory),
+        tokenizer=read_tokenizer(directory / "tokenizer.json"),
         name=str(source or "the bundled target"),
     )
 

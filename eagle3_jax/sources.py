@@ -19,10 +19,16 @@ def locate(source: str | Path | None, part: str) -> Path:
     """
     if source is None:
         return bundled(part)
-    path = Path(source)
-    if path.exists() or str(source).count("/") != 1 or str(source).startswith((".", "/", "~")):
-        if not path.is_dir():
-            raise ValueError(f"{source} is not a directory; give a checkpoint directory or a hub id such as org/name")
+    given, path = str(source), Path(source)
+    try:
+        is_directory, exists = path.is_dir(), path.exists()
+    except (OSError, ValueError) as error:  # too long, not permitted, a NUL
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{given[:80]!r} is no directory that can be read ({reason})") from None
+    if not given or exists or given.count("/") != 1 or given.startswith((".", "/", "~")):
+        if not given or not is_directory:
+            name = given[:200] or "an empty name"
+            raise ValueError(f"{name} is not a directory; give a checkpoint directory or a hub id such as org/name")
         return path
     try:
         from huggingface_hub import snapshot_download
@@ -31,7 +37,7 @@ def locate(source: str | Path | None, part: str) -> Path:
             f"{source} is no local directory, and hub ids need huggingface_hub: pip install 'eagle3-jax[hub]'"
         ) from None
     try:
-        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
-    except Exception as error:
-        reason = str(error).strip().splitlines()[0]
+        return Path(snapshot_download(given, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+    except Exception as error:  # the hub's errors have no common type that is public
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{source} is no local directory and could not be downloaded: {reason}") from None

@@ -10,17 +10,16 @@ from tokenizers.decoders import DecodeStream
 _TYPICAL_CHARACTERS = 6  # of a token; a guess that costs little when it is wrong
 
 
-def read_tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer of a checkpoint; ``None`` where it has none.
+def read_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer in a file; ``None`` where there is no such file.
 
     Raises:
-        ValueError: ``tokenizer.json`` is not one.
+        ValueError: It is not one.
     """
-    path = directory / "tokenizer.json"
-    if not path.exists():
+    if not path.is_file():
         return None
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
     except Exception as error:  # the library raises no narrower type
         reason = " ".join(str(error).split())[:200]
         raise ValueError(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.models.config import DecoderConfig
+
+if TYPE_CHECKING:
+    import torch
 
 TARGET = DecoderConfig(
     vocab_size=61, width=32, mlp_width=24, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=8, norm_eps=1e-5
@@ -41,6 +43,7 @@ def edit_tensors(directory: Path, **changes: np.ndarray | None) -> None:
 
 def llama_model(**changes: Any) -> Any:
     """A random transformers Llama with norms that are not all ones."""
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     fields = {
@@ -249,6 +252,8 @@ def torch_draft(head: Head, embedding: np.ndarray, features: np.ndarray, tokens:
 
     ``features [T A Dt]`` at positions 0..T-1 and ``tokens [T]``, those *after* them.
     """
+    import torch
+
     raw = {
         name: torch.from_numpy(np.asarray(value, np.float32)) for name, value in head.tensors().items() if name != "t2d"
     }

@@ -14,7 +14,7 @@ FILES = sorted(path for path in LIBRARY.rglob("*.py") if path != LIBRARY / "__in
 
 # A module may import what stands on its own line (with exceptions below) or above.
 LAYERS = (
-    ("cache", "models.config", "sources"),
+    ("cache", "models.config", "sources", "writing"),
     ("types",),
     ("tree", "sampling", "schedule", "text"),
     ("boundary", "results", "simulated", "state", "stats", "verify"),

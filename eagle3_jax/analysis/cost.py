@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+_LEAST = 1e-12  # below, quotients are no longer finite
+
 
 def cost_per_million_tokens(tokens_per_second: float, price_per_hour: float) -> float:
     """``price/3600 / tokens_per_second · 10^6``: the price of a second over the tokens of a second.
@@ -27,8 +29,8 @@ def tokens_per_currency_unit(tokens_per_second: float, price_per_hour: float) ->
         ValueError: The speed or the price is not positive.
     """
     _check(tokens_per_second, price_per_hour)
-    if price_per_hour == 0:
-        raise ValueError("price_per_hour is 0; tokens that cost nothing have no number per dollar")
+    if 0 <= price_per_hour < _LEAST:
+        raise ValueError(f"price_per_hour is {price_per_hour:g}; tokens that cost nothing have no number per dollar")
     return tokens_per_second * 3600 / price_per_hour
 
 
@@ -58,7 +60,7 @@ def cost_of(tokens_per_second: float, *, price_per_hour: float, busy: float = 1.
     Raises:
         ValueError: A number is out of its range.
     """
-    if not 0 < busy <= 1:
+    if not 1e-9 <= busy <= 1:
         raise ValueError(f"busy is {busy:g}; expected more than 0 and at most 1")
     effective = tokens_per_second * busy
     return Cost(
@@ -69,7 +71,7 @@ def cost_of(tokens_per_second: float, *, price_per_hour: float, busy: float = 1.
 
 
 def _check(tokens_per_second: float, price_per_hour: float) -> None:
-    if not 0 < tokens_per_second < math.inf:
+    if not _LEAST <= tokens_per_second < math.inf:
         raise ValueError(f"tokens_per_second is {tokens_per_second:g}; expected a positive number")
     if not 0 <= price_per_hour < math.inf:
         raise ValueError(f"price_per_hour is {price_per_hour:g}; expected 0 or more")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from eagle3_jax.analysis.accelerators import Accelerator
 from eagle3_jax.analysis.shapes import HeadShape, ModelShape
@@ -11,6 +12,7 @@ from eagle3_jax.analysis.shapes import HeadShape, ModelShape
 # Bits per weight of the matrices inside the layers. int4 carries a 16-bit scale for every 128 weights; the scales of
 # fp8 and int8, one a row, are left out (a thousandth).
 WEIGHT_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.0 + 16 / 128}
+_MOST_ACCELERATORS = 1024  # nobody divides a layer further
 CACHE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 
 
@@ -209,4 +211,39 @@ def memory_plan(
         reserve=reserve_bytes,
         budget=deployment.accelerator.memory_bytes * utilization,
         cache_bytes_per_token=target_token + head_token,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """What would make a plan fit that does not.
+
+    Attributes:
+        num_accelerators: The fewest that would do with the same weights; ``None`` when no number does.
+        weights: The widest type that would do on as many as now; ``None`` when no type does.
+    """
+
+    num_accelerators: int | None
+    weights: str | None
+
+
+def remedy_of(deployment: Deployment, **asked: Any) -> Remedy:
+    """The smallest changes with which :func:`memory_plan` fits.
+
+    Args:
+        deployment: What does not fit.
+        asked: The other arguments of :func:`memory_plan`.
+    """
+
+    def fits(**changes: Any) -> bool:
+        return memory_plan(dataclasses.replace(deployment, **changes), **asked).fits
+
+    heads = math.gcd(deployment.target.num_heads, deployment.head.num_heads if deployment.head else 0)
+    numbers = range(deployment.num_accelerators + 1, min(heads, _MOST_ACCELERATORS) + 1)
+    bits = WEIGHT_BITS[deployment.weights]
+    # Half precisions are the same size; the name that engines default to comes first.
+    narrower = [name for name, size in WEIGHT_BITS.items() if size < bits]
+    return Remedy(
+        num_accelerators=next((n for n in numbers if heads % n == 0 and fits(num_accelerators=n)), None),
+        weights=next((name for name in narrower if fits(weights=name)), None),
     )

@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from eagle3_jax.analysis.bounds import Claim, RoundBound
-    from eagle3_jax.analysis.memory import Deployment, MemoryPlan
+    from eagle3_jax.analysis.memory import Deployment, MemoryPlan, Remedy
     from eagle3_jax.analysis.speedup import Rates, Simulation
 
 _CHAINS = range(1, 9)
@@ -257,6 +257,18 @@ def print_bounds(result: dict[str, Any], deployment: Deployment) -> None:
         least = result["break_even_batch"]
         where = "at every batch" if least is None else f"below batch {least:,}; a real engine stops earlier"
         say(f"Speculation pays {where}.")
+
+
+def remedy_text(remedy: Remedy, deployment: Deployment) -> str:
+    """What would make a plan fit."""
+    ways = []
+    if remedy.num_accelerators is not None:
+        ways.append(f"{remedy.num_accelerators} x {deployment.accelerator.name}")
+    if remedy.weights is not None:
+        ways.append(f"--weights {remedy.weights}")
+    if not ways:
+        return "No number of GPUs and no type of weights would do; lower --batch-size or --context."
+    return f"What would do: {', or '.join(ways)}."
 
 
 def say_if_long(context: int, deployment: Deployment) -> None:

@@ -14,6 +14,7 @@ from eagle3_jax.analysis.shapes import KNOWN_MODELS, HeadShape, ModelShape, usua
 from eagle3_jax.analysis.speedup import Rates, rates, tau_from_conditional_rate, tau_from_draft_rate
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import check_writable
+from eagle3_jax.models.config import MOST
 
 if TYPE_CHECKING:
     from conversion.hf_config import Fields
@@ -197,12 +198,14 @@ def target_shape(fields: Fields, name: str) -> ModelShape:
     Raises:
         ValueError: A field is missing, or it is not a dense decoder of the Llama family.
     """
+    from conversion.errors import short
+
     kind = fields.get("model_type")
     if kind not in _DENSE:
-        raise Misuse(f"{fields.where}: model_type is {kind!r}; plans are made for dense decoders: {', '.join(_DENSE)}")
+        raise Misuse(f"{fields.where}: model_type is {short(kind)}; plans are made for dense decoders: {', '.join(_DENSE)}")
     if fields.get("sliding_window") is not None and fields.flag("use_sliding_window", True):
         raise Misuse(
-            f"{fields.where}: sliding_window is {fields.get('sliding_window')}; only full attention is planned"
+            f"{fields.where}: sliding_window is {short(fields.get('sliding_window'))}; only full attention is planned"
         )
     width, mlp, heads = (_positive(fields, n) for n in ("hidden_size", "intermediate_size", "num_attention_heads"))
     kv_heads, size = _kv_heads(fields, heads), _head_dim(fields, width, heads)
@@ -223,7 +226,7 @@ def target_shape(fields: Fields, name: str) -> ModelShape:
         tie_embeddings=fields.flag("tie_word_embeddings"),
         qk_norm=kind == "qwen3",
         biases_per_layer=biases,
-        max_positions=fields.integer("max_position_embeddings", 2048),
+        max_positions=_or(fields, "max_position_embeddings", 2048),
     )
 
 
@@ -245,27 +248,40 @@ def head_shape(fields: Fields, target: ModelShape, name: str) -> HeadShape:
         name=name,
         width=width,
         mlp_width=_positive(geometry, "intermediate_size"),
-        num_layers=geometry.integer("num_hidden_layers", 1),
+        num_layers=_head_layers(fields, geometry, target),
         num_heads=heads,
         num_kv_heads=_kv_heads(geometry, heads),
         head_dim=_head_dim(geometry, width, heads),
-        draft_vocab_size=fields.integer("draft_vocab_size", target.vocab_size),
-        target_width=fields.integer("target_hidden_size", width),
+        draft_vocab_size=_or(fields, "draft_vocab_size", target.vocab_size),
+        target_width=_or(fields, "target_hidden_size", width),
         num_aux_layers=len(layers) if isinstance(layers, list) and layers else 3,
-        max_positions=geometry.integer("max_position_embeddings", 2048),
+        max_positions=_or(geometry, "max_position_embeddings", 2048),
     )
+
+
+def _head_layers(fields: Fields, geometry: Fields, target: ModelShape) -> int:
+    """How many layers the head has: the official layout and a copy of the target's count are no witnesses.
+
+    The official Vicuna-13B head says 40, which its target has, and has one.
+    """
+    from conversion.eagle3 import dialect_of
+
+    said = 1 if geometry.get("num_hidden_layers") is None else _positive(geometry, "num_hidden_layers")
+    if dialect_of(fields.values, {}) == "eagle" or said >= target.num_layers:
+        return 1
+    return said
 
 
 def _positive(fields: Fields, name: str) -> int:
     value = fields.integer(name)
-    if value < 1:
-        raise Misuse(f"{fields.where}: {name} is {value}; expected a positive whole number")
+    if not 1 <= value <= MOST:
+        raise Misuse(f"{fields.where}: {name} is {str(value)[:40]}; expected a whole number from 1 to {MOST}")
     return value
 
 
 def _kv_heads(fields: Fields, heads: int) -> int:
-    value = fields.integer("num_key_value_heads", heads)
-    if value < 1 or heads % value:
+    value = _or(fields, "num_key_value_heads", heads)
+    if heads % value:
         raise Misuse(f"{fields.where}: num_key_value_heads is {value}; expected a divisor of the {heads} query heads")
     return value
 
@@ -273,7 +289,14 @@ def _kv_heads(fields: Fields, heads: int) -> int:
 def _head_dim(fields: Fields, width: int, heads: int) -> int:
     if fields.get("head_dim") is None and width % heads:
         raise Misuse(f"{fields.where}: hidden_size {width} is not a multiple of {heads} heads; add head_dim")
-    return fields.integer("head_dim", width // heads)
+    size = _or(fields, "head_dim", width // heads)
+    if size % 2:
+        raise Misuse(f"{fields.where}: head_dim is {size}; rotary embedding needs an even number")
+    return size
+
+
+def _or(fields: Fields, name: str, default: int) -> int:
+    return default if fields.get(name) is None else _positive(fields, name)
 
 
 def _fields(source: str | None, part: str) -> Fields:

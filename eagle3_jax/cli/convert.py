@@ -10,8 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from eagle3_jax.cli._compiled import CompilationCacheOption, keep_compiled_programs
+from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import JsonOption
+from eagle3_jax.cli._planning import finite
 
+_HELP = "Directory or hub id"
 CONVERT_EXAMPLE = "Example: eagle3 convert ./EAGLE3-LLaMA3.1-Instruct-8B ./head --to jax --target ./llama-3.1-8b"
 INSPECT_EXAMPLE = "Example: eagle3 inspect ./EAGLE3-LLaMA3.1-Instruct-8B --json"
 DOCTOR_EXAMPLE = "Example: eagle3 doctor --target ./llama-3.1-8b --drafter ./EAGLE3-LLaMA3.1-Instruct-8B"
@@ -29,52 +32,74 @@ class Layout(enum.StrEnum):
 
 
 def convert(
-    src: Annotated[Path, typer.Argument(help="Directory of a checkpoint in any supported layout.")],
+    src: Annotated[str, typer.Argument(help=f"{_HELP} of a checkpoint in any supported layout.")],
     dst: Annotated[Path, typer.Argument(help="Directory to create; it must not exist.")],
     *,
     to: Annotated[Layout, typer.Option(help="Layout to write.")],
-    target: Annotated[Path | None, typer.Option(help="Directory of the target that a head belongs to.")] = None,
+    target: Annotated[str | None, typer.Option(help=f"{_HELP} of the target that a head belongs to.")] = None,
 ) -> None:
     """Rewrite a checkpoint in another layout, refusing whatever does not fit exactly."""
     import conversion
+    from eagle3_jax.sources import locate
 
-    config = None if target is None else conversion.read_target(target).config
-    conversion.convert(src, dst, to.value, target=config)
+    config = None if target is None else conversion.read_target(locate(target, "target")).config
+    conversion.convert(locate(src, "target"), dst, to.value, target=config)
     typer.echo(f"wrote {dst} ({to.value} layout)")
 
 
 def inspect(
-    directory: Annotated[Path, typer.Argument(help="Directory of a target or a head.")], *, as_json: JsonOption = False
+    directory: Annotated[
+        str | None, typer.Argument(help=f"{_HELP} of a target or a head; the bundled pair when left out.")
+    ] = None,
+    *,
+    as_json: JsonOption = False,
 ) -> None:
     """Say what a checkpoint is: kind and generation, parameters, bytes, configuration."""
     from conversion.inspect import describe
+    from eagle3_jax.sources import locate
 
-    description = describe(directory).to_json()
+    places = [locate(directory, part) for part in (("target", "eagle3") if directory is None else ("target",))]
+    descriptions = [describe(place).to_json() for place in places]
     if as_json:
-        typer.echo(json.dumps(description))
+        for description in descriptions:
+            typer.echo(json.dumps(finite(description), allow_nan=False))
         return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in _flat(description):
-        table.add_row(Text(name, "bold"), Text(value, overflow="fold"))
-    Console(highlight=False).print(table)
+    from conversion.errors import printable
+
+    for number, description in enumerate(descriptions):
+        if number:
+            typer.echo()
+        table = Table(show_header=False, box=None, pad_edge=False)
+        for name, value in _flat(description):
+            table.add_row(Text(printable(name), "bold"), Text(printable(value), overflow="fold"))
+        Console(highlight=False).print(table)
 
 
 def doctor(
     *,
-    target: Annotated[Path, typer.Option(help="Directory of the target.")],
-    drafter: Annotated[Path, typer.Option(help="Directory of the EAGLE-3 head.")],
+    target: Annotated[str | None, typer.Option(help=f"{_HELP} of the target; the bundled one when left out.")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help=f"{_HELP} of the EAGLE-3 head; the bundled one when left out.")
+    ] = None,
     compilation_cache: CompilationCacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check that a head fits its target; exits 1 when a check fails."""
     from conversion.doctor import diagnose
+    from eagle3_jax.sources import locate
 
+    if drafter is None and target is not None:
+        raise Misuse(
+            "--target was given without --drafter, and the bundled head fits the bundled target only; "
+            "add --drafter DIRECTORY"
+        )
     keep_compiled_programs(compilation_cache)
-    checks = [{"name": c.name, "status": str(c.status), "detail": c.detail} for c in diagnose(target, drafter)]
+    found = diagnose(locate(target, "target"), locate(drafter, "eagle3"))
+    checks = [{"name": c.name, "status": str(c.status), "detail": c.detail} for c in found]
     failed = any(check["status"] == "failure" for check in checks)
     if as_json:
         typer.echo(json.dumps({"ok": not failed, "checks": checks}))

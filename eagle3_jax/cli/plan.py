@@ -163,9 +163,10 @@ def memory(
 ) -> None:
     """Weights, both caches and activations on each GPU.
 
-    From config.json alone: nothing else is read, and nothing else is downloaded.
+    From config.json alone: nothing else is read, and nothing else is downloaded. Ends with exit code 1 when it does
+    not fit, and says how many GPUs or which type of weights would do.
     """
-    from eagle3_jax.analysis.memory import memory_plan
+    from eagle3_jax.analysis.memory import memory_plan, remedy_of
 
     deployment = read_deployment(
         target=target,
@@ -181,25 +182,27 @@ def memory(
     check_draft_length(num_speculative_tokens, deployment)
     context = read_context(context, 4096, deployment)
     k = num_speculative_tokens if deployment.head else 0
-    plan = memory_plan(
-        deployment,
-        batch=batch_size,
-        context=context,
-        num_draft_tokens=k,
-        prefill_tokens=prefill_tokens,
-        utilization=utilization,
-        reserve_bytes=reserve_gb * 1e9,
-    )
+    asked = {
+        "batch": batch_size,
+        "context": context,
+        "num_draft_tokens": k,
+        "prefill_tokens": prefill_tokens,
+        "utilization": utilization,
+        "reserve_bytes": reserve_gb * 1e9,
+    }
+    plan = memory_plan(deployment, **asked)
+    remedy = None if plan.fits else remedy_of(deployment, **asked)
     result = pages.deployment_json(deployment) | {
         "batch_size": batch_size,
         "context": context,
         "bytes": dataclasses.asdict(plan) | {"total": plan.total},
         "fits": plan.fits,
+        "remedy": None if remedy is None else dataclasses.asdict(remedy),
         "cache_capacity_tokens": plan.cache_capacity_tokens,
     }
     if as_json:
         typer.echo(json.dumps(finite(result)))
-        return
+        raise typer.Exit(0 if plan.fits else 1)
     rows = pages.memory_rows(deployment, plan, tokens=batch_size * (context + k + 1))
     pages.say(
         pages.title(deployment), f"{batch_size} sequences of {context} tokens, K = {k}; GB (10^9 bytes) on each GPU\n"
@@ -212,8 +215,11 @@ def memory(
         f"({utilization:.0%} of {deployment.accelerator.memory_bytes / 1e9:g}), "
         f"{abs(left) / 1e9:.2f} {'left' if left >= 0 else 'too much'}. The caches can hold "
         f"{plan.cache_capacity_tokens:,.0f} tokens of all sequences together.",
+        *([] if remedy is None else [pages.remedy_text(remedy, deployment)]),
         pages.MEMORY_NOTE,
     )
+    if not plan.fits:
+        raise typer.Exit(1)
 
 
 @app.command("roofline", epilog="Example: eagle3 plan roofline --target Llama-3.3-70B --weights fp8 --gpu H200")
@@ -452,6 +458,7 @@ def rollout(
     """
     from eagle3_jax.analysis.rollout import MeasuredCosts, Traffic, plan_rollout, to_markdown
     from eagle3_jax.analysis.shapes import KNOWN_MODELS
+    from eagle3_jax.reporting.tables import write_text
 
     check_writable(out)
     if (verify_cost is None) != (draft_cost is None):
@@ -513,7 +520,7 @@ def rollout(
     if out is None:
         typer.echo(text)
     else:
-        out.write_text(text + "\n", encoding="utf-8")
+        write_text(out, text + "\n")
         typer.echo(f"wrote {out}", err=True)
 
 

@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import enum
 import functools
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,10 +14,17 @@ import typer
 
 from eagle3_jax.cli._compiled import CompilationCacheOption, keep_compiled_programs
 from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.cli._training_files import (
+    check_trainable,
+    read_corpus,
+    refuse_finished,
+    write_head,
+    write_target,
+)
+from eagle3_jax.writing import whole_directory
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
-    from tokenizers import Tokenizer
 
     from eagle3_jax.training.lm import Phase
     from eagle3_jax.training.loop import Trainer, TrainState
@@ -46,7 +51,13 @@ class Stored(enum.StrEnum):
 
 
 _SEED = typer.Option(help="Of every random number.", min=0, max=2**32 - 1)
-_SAVE_EVERY = typer.Option(help="Steps between checkpoints; an interrupted run continues from the last one.", min=1)
+_MOST_STEPS = 1_000_000_000
+_MOST_ROWS = 65_536  # of a batch
+_MOST_DEPTH = 64  # of an unroll, every step of which is compiled
+_STEPS = typer.Option(help="Optimiser steps.", min=1, max=_MOST_STEPS)
+_SAVE_EVERY = typer.Option(
+    help="Steps between checkpoints; an interrupted run continues from the last one.", min=1, max=_MOST_STEPS
+)
 
 
 @app.command("corpus", epilog="Example: eagle3 train corpus data --docs cpython/Doc")
@@ -55,7 +66,7 @@ def corpus(
     *,
     stdlib: Annotated[Path | None, typer.Option(help="CPython's Lib; that of this interpreter when left out.")] = None,
     docs: Annotated[Path | None, typer.Option(help="CPython's Doc; the topics of pydoc when left out.")] = None,
-    vocab_size: Annotated[int, typer.Option(help="Tokens of the byte-level BPE.", min=257)] = 4096,
+    vocab_size: Annotated[int, typer.Option(help="Tokens of the byte-level BPE.", min=257, max=65_536)] = 4096,
     seed: Annotated[int, _SEED] = 0,
 ) -> None:
     """Gather CPython's sources and documentation, train a tokenizer and encode them.
@@ -69,23 +80,23 @@ def corpus(
     from eagle3_jax.training import corpus as texts
 
     source = stdlib or Path(sysconfig.get_path("stdlib"))
-    _refuse_existing(out)
+    if out.exists():
+        raise Misuse(f"{out} exists already; name a new directory")
     if docs is not None and not docs.is_dir():
         raise Misuse(f"--docs {docs} is not a directory; give CPython's Doc folder")
     documents = texts.read_corpus(source, docs)
     train = [document for document in documents if not document.held_out]
     held_out = [document for document in documents if document.held_out]
+    if not train or not held_out:
+        raise Misuse(f"--stdlib {source} is no CPython Lib: it holds {len(train)} files to train on, {len(held_out)} held out")
     with _activity("training the tokenizer"):
         tokenizer = texts.train_tokenizer((document.text for document in train), vocab_size)
 
-    def fill(folder: Path) -> None:
+    with _activity("encoding"), whole_directory(out) as folder:
         texts.save_tokenizer(tokenizer, folder)
         np.save(folder / "train.npy", texts.encode(tokenizer, train, seed))
         np.save(folder / "heldout.npy", texts.encode(tokenizer, held_out, seed))
         texts.write_manifest(folder / "corpus.jsonl", documents)
-
-    with _activity("encoding"):
-        _write_directory(out, fill)
     sizes = [len(np.load(out / name, mmap_mode="r")) for name in ("train.npy", "heldout.npy")]
     typer.echo(
         f"wrote {out}: {len(train)} files, {sizes[0]:,} tokens; held out {len(held_out)} files, {sizes[1]:,} tokens"
@@ -97,14 +108,14 @@ def target(
     data: Annotated[Path, typer.Argument(metavar="CORPUS", help="Directory that `eagle3 train corpus` wrote.")],
     out: Annotated[Path, typer.Argument(help="Directory to write; its checkpoints/ is where a run continues.")],
     *,
-    steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 900,
+    steps: Annotated[int, _STEPS] = 900,
     phases: Annotated[
         str, typer.Option(help="Batch shapes as STEPS:ROWSxTOKENS; the last one holds to the end.")
     ] = "800:16x256,8x512",
     optimizer: Annotated[str, typer.Option(help="muon or adamw.")] = "muon",
     learning_rate: Annotated[float, typer.Option(help="Peak.")] = 5e-3,
     embedding_learning_rate: Annotated[float, typer.Option(help="Peak of what muon leaves to adamw.")] = 3e-3,
-    warmup_steps: Annotated[int, typer.Option(min=0)] = 20,
+    warmup_steps: Annotated[int, typer.Option(help="Of --steps, in which the rate rises.", min=0)] = 20,
     weight_decay: Annotated[float, typer.Option()] = 0.05,
     clip_norm: Annotated[float, typer.Option()] = 1.0,
     layers: Annotated[int, typer.Option()] = 12,
@@ -131,8 +142,8 @@ def target(
     from eagle3_jax.training.loop import OptimizerConfig, Trainer
 
     keep_compiled_programs(compilation_cache)
-    tokens, tokenizer = _read_corpus(data)
-    _refuse_finished(out)
+    tokens, tokenizer = read_corpus(data)
+    refuse_finished(out)
     config = DecoderConfig(
         vocab_size=tokenizer.get_vocab_size(),
         width=width,
@@ -144,6 +155,7 @@ def target(
         max_positions=max_positions,
         norm_eps=norm_eps,
     )
+    check_trainable(config)
     model = DecoderTarget(config, precision_named(dtype))
     schedule = OptimizerConfig(
         method=optimizer,
@@ -158,7 +170,7 @@ def target(
     loss = functools.partial(next_token_loss, model)
     trainer = Trainer(loss, schedule, out / "checkpoints")
     state = _train(trainer, model.init(jax.random.key(seed)), batches, steps=steps, save_every=save_every)
-    _write_target(out, data, config, state.params, dtype=store.value)
+    write_target(out, data, config, state.params, dtype=store.value)
     typer.echo(f"wrote {out}")
 
 
@@ -168,12 +180,12 @@ def regenerate(
     data: Annotated[Path, typer.Argument(metavar="CORPUS", help="Directory that `eagle3 train corpus` wrote.")],
     out: Annotated[Path, typer.Argument(help="The .npz file to write.")],
     *,
-    rows: Annotated[int, typer.Option(help="Rows of text.", min=1)] = 4096,
+    rows: Annotated[int, typer.Option(help="Rows of text.", min=1, max=100_000_000)] = 4096,
     prompt_length: Annotated[int, typer.Option(help="Tokens of the corpus that open a row.", min=1)] = 64,
     length: Annotated[int, typer.Option(help="Tokens of a row, prompt included.", min=2)] = 256,
-    batch: Annotated[int, typer.Option(help="Rows written at once.", min=1)] = 64,
+    batch: Annotated[int, typer.Option(help="Rows written at once.", min=1, max=_MOST_ROWS)] = 64,
     greedy_share: Annotated[float, typer.Option(help="Part decoded greedily.", min=0, max=1)] = 0.6,
-    temperature: Annotated[float, typer.Option(help="Of the sampled rows.")] = 0.8,
+    temperature: Annotated[float, typer.Option(help="Of the sampled rows.", min=0, max=1000)] = 0.8,
     dtype: Annotated[str, typer.Option(help="Precision of the target.")] = "mixed",
     seed: Annotated[int, _SEED] = 0,
     compilation_cache: CompilationCacheOption = None,
@@ -191,7 +203,12 @@ def regenerate(
         raise Misuse(f"{out} exists already or does not end in .npz; name a new .npz file")
     if length <= prompt_length:
         raise Misuse(f"--length {length} leaves no room behind a prompt of {prompt_length} tokens")
-    tokens, _ = _read_corpus(data)
+    tokens, _ = read_corpus(data)
+    if prompt_length >= len(tokens):
+        raise Misuse(f"--prompt-length {prompt_length} is more than the {len(tokens)} tokens of {data}")
+    writer = load_target(target, dtype=dtype)
+    if length > writer.max_positions:
+        raise Misuse(f"--length {length} is beyond the {writer.max_positions} positions of {target}")
     config = texts.RegenerationConfig(
         num_rows=rows,
         prompt_length=prompt_length,
@@ -203,7 +220,7 @@ def regenerate(
     )
     written = []
     with _bar("regenerating", -(-rows // config.batch)) as (progress, task):
-        for part in texts.regenerate(load_target(target, dtype=dtype), tokens, config):
+        for part in texts.regenerate(writer, tokens, config):
             written.append(part)
             progress.advance(task)
     fields = [field.name for field in dataclasses.fields(texts.Rows)]
@@ -220,17 +237,17 @@ def head(
     text: Annotated[Path, typer.Argument(help="The .npz file that `eagle3 train regenerate` wrote.")],
     out: Annotated[Path, typer.Argument(help="Directory to write; its checkpoints/ is where a run continues.")],
     *,
-    steps: Annotated[int, typer.Option(help="Optimiser steps.", min=1)] = 1100,
-    batch: Annotated[int, typer.Option(help="Rows per step.", min=1)] = 8,
+    steps: Annotated[int, _STEPS] = 1100,
+    batch: Annotated[int, typer.Option(help="Rows per step.", min=1, max=_MOST_ROWS)] = 8,
     draft_vocab_size: Annotated[int, typer.Option(help="Tokens that the head can propose.", min=1)] = 2048,
-    mlp_width: Annotated[int | None, typer.Option(help="Of the head; the target's when left out.")] = None,
+    mlp_width: Annotated[int | None, typer.Option(help="Of the head; the target's when left out.", min=1)] = None,
     unroll: Annotated[
         str, typer.Option(help="Steps of the training-time test, as UNTIL:STEPS,...; the last one holds to the end.")
     ] = "300:2,5",
     optimizer: Annotated[str, typer.Option(help="muon or adamw.")] = "muon",
     learning_rate: Annotated[float, typer.Option(help="Peak.")] = 4e-3,
     embedding_learning_rate: Annotated[float, typer.Option(help="Peak of what muon leaves to adamw.")] = 2e-3,
-    warmup_steps: Annotated[int, typer.Option(min=0)] = 20,
+    warmup_steps: Annotated[int, typer.Option(help="Of --steps, in which the rate rises.", min=0)] = 20,
     weight_decay: Annotated[float, typer.Option()] = 0.01,
     clip_norm: Annotated[float, typer.Option()] = 1.0,
     dtype: Annotated[str, typer.Option(help="Precision of the products.")] = "mixed",
@@ -253,7 +270,7 @@ def head(
     from eagle3_jax.training.vocab import coverage, select_draft_vocabulary, token_counts
 
     keep_compiled_programs(compilation_cache)
-    _refuse_finished(out)
+    refuse_finished(out)
     depths = _unrolls(unroll, steps)
     loaded, rows = load_target(target, dtype=dtype), Rows.load(text)
     model: Any = loaded.model
@@ -286,7 +303,7 @@ def head(
         state = _train(trainer, start, batches, steps=until, save_every=save_every)
         trainer.save(state)
     assert state is not None
-    _write_head(out, config, state.params, draft_to_target, dtype=store.value)
+    write_head(out, config, state.params, draft_to_target, dtype=store.value)
     typer.echo(f"wrote {out}")
 
 
@@ -328,8 +345,8 @@ def _phases(text: str, steps: int) -> tuple[Phase, ...]:
             phases.append(Phase(steps if last else int(until), int(rows), int(length)))
     except ValueError:
         raise Misuse(f"--phases {text!r}: expected STEPS:ROWSxTOKENS,..., for example '800:16x256,8x512'") from None
-    if any(phase.batch < 1 or phase.length < 1 for phase in phases):
-        raise Misuse(f"--phases {text!r}: rows and tokens must be positive")
+    if not all(1 <= phase.batch <= _MOST_ROWS and phase.length >= 1 for phase in phases):
+        raise Misuse(f"--phases {text!r}: expected 1 to {_MOST_ROWS} rows, and at least one token")
     return (*(phase for phase in phases[:-1] if phase.until_step < steps), phases[-1])
 
 
@@ -343,8 +360,8 @@ def _unrolls(text: str, steps: int) -> tuple[tuple[int, int], ...]:
             depths.append((steps if index == len(parts) - 1 else int(until), int(depth)))
     except ValueError:
         raise Misuse(f"--unroll {text!r}: expected UNTIL:STEPS,..., for example '300:2,5'") from None
-    if any(depth < 1 for _, depth in depths):
-        raise Misuse(f"--unroll {text!r}: the head is unrolled at least once")
+    if not all(1 <= depth <= _MOST_DEPTH for _, depth in depths):
+        raise Misuse(f"--unroll {text!r}: expected 1 to {_MOST_DEPTH} steps")
     return (*(phase for phase in depths[:-1] if phase[0] < steps), depths[-1])
 
 
@@ -352,97 +369,6 @@ def _head_loss(drafter: Any, model: Any, frozen: Any, objective: Any, params: An
     from eagle3_jax.training.ttt import ttt_loss
 
     return ttt_loss(drafter, model, params, frozen, batch, objective)
-
-
-def _read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
-    import numpy as np
-    from tokenizers import Tokenizer
-
-    for name in ("train.npy", "tokenizer.json"):
-        if not (directory / name).is_file():
-            raise Misuse(f"{directory} is not a corpus (no {name}); write one with `eagle3 train corpus {directory}`")
-    return np.load(directory / "train.npy", mmap_mode="r"), Tokenizer.from_file(str(directory / "tokenizer.json"))
-
-
-def _refuse_existing(out: Path) -> None:
-    if out.exists():
-        raise Misuse(f"{out} exists already; name a new directory")
-
-
-def _refuse_finished(out: Path) -> None:
-    """A directory may hold checkpoints of an interrupted run, and nothing else."""
-    if out.is_file():
-        raise Misuse(f"{out} is a file; name a directory")
-    if out.is_dir() and {entry.name for entry in out.iterdir()} - {"checkpoints"}:
-        raise Misuse(f"{out} exists already and holds more than the checkpoints of a run; name a new directory")
-
-
-def _write_directory(out: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a directory that appears under its name only when complete."""
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
-    try:
-        fill(partial)
-        partial.replace(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _write_target(out: Path, data: Path, config: Any, params: Any, *, dtype: str) -> None:
-    from tokenizers import Tokenizer
-
-    import conversion
-    from eagle3_jax.training.corpus import END_OF_TEXT
-
-    stop = Tokenizer.from_file(str(data / "tokenizer.json")).token_to_id(END_OF_TEXT)
-    checkpoint = conversion.TargetCheckpoint(
-        config=config,
-        params=_stored(params, dtype),
-        stop_tokens=() if stop is None else (stop,),
-        source=data,  # its tokenizer goes with the target
-        dtype=dtype,
-    )
-    with _finished(out) as folder:
-        conversion.write_target(checkpoint, folder)
-
-
-def _write_head(out: Path, config: Any, params: Any, draft_to_target: Any, *, dtype: str) -> None:
-    import conversion
-
-    checkpoint = conversion.HeadCheckpoint(
-        config=config,
-        head=_stored(params, dtype),
-        draft_to_target=draft_to_target,
-        embedding=None,
-        dialect="eagle",
-        source=out / "checkpoints",
-        dtype=dtype,
-    )
-    with _finished(out) as folder:
-        conversion.write_head(checkpoint, folder, "eagle")
-
-
-def _stored(params: Any, dtype: str) -> Any:
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    kinds = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-    return jax.tree.map(lambda leaf: np.asarray(leaf).astype(kinds[dtype]), params)
-
-
-@contextlib.contextmanager
-def _finished(out: Path) -> Iterator[Path]:
-    """A new directory whose files then move into ``out``, the configuration last: without it nothing can be loaded."""
-    out.mkdir(parents=True, exist_ok=True)
-    partial = out / ".partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        yield partial
-        for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
-            path.replace(out / path.name)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextlib.contextmanager

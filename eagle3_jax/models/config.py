@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
+
+# Sizes and positions are 32-bit on the device, and sums of a few of them must stay so.
+MOST = 1_000_000_000
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
+
+
+def _within(config: Any, name: str, least: int | float, most: int | float) -> None:
+    """Refuse a number outside its range, NaN included; ``None`` is none."""
+    value = getattr(config, name)
+    if value is not None and not least <= value <= most:
+        raise ValueError(f"{name} is {str(value)[:40]}; expected a number from {least:g} to {most:g}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +56,21 @@ class RopeConfig:
                 f"rope type {self.type!r} needs original_max_positions; add "
                 "original_max_position_embeddings to the rope parameters of config.json"
             )
+        # Beyond these bounds an angle in float32 is infinite or NaN.
+        _within(self, "theta", 1.0, 1e30)
+        _within(self, "factor", 1e-6, 1e6)
+        _within(self, "original_max_positions", 1, MOST)
+        for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
+            _within(self, name, 1e-6, 1e6)
+        _within(self, "mscale", 0.0, 1e6)
+        _within(self, "mscale_all_dim", 0.0, 1e6)
+        if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor is {self.low_freq_factor} and high_freq_factor {self.high_freq_factor}; "
+                "expected the first to be smaller"
+            )
+        if self.type == "yarn" and self.theta == 1.0:
+            raise ValueError("rope type 'yarn' needs a theta above 1; its logarithm divides")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +113,9 @@ class DecoderConfig:
         for name in ("vocab_size", "width", "mlp_width", "num_layers", "num_heads", "num_kv_heads", "max_positions"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a positive whole number")
+            _within(self, name, 1, MOST)
+        # Below, it is zero in float32, and a row of zeros becomes NaN.
+        _within(self, "norm_eps", 1e-37, 1.0)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
@@ -95,3 +123,4 @@ class DecoderConfig:
             )
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary embedding needs a positive even number")
+        _within(self, "head_dim", 2, MOST)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import dataclasses
 import io
-import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from eagle3_jax.writing import whole_file
 
 Values = Collection[Any]  # a list or an array
 
@@ -115,11 +115,5 @@ def to_csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file that appears under its name only when complete."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with whole_file(path) as partial:
         partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise

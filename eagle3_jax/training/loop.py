@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 from flax import struct
 
 from eagle3_jax.models.functional import Params
+from eagle3_jax.writing import check_free, disk_full_named, orbax_quiet, remove_tree
 
 Batch = Any
 Metrics = dict[str, jax.Array]
@@ -57,6 +58,18 @@ class OptimizerConfig:
     warmup_steps: int = 50
     weight_decay: float = 0.05
     clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup_steps < self.num_steps:
+            raise ValueError(
+                f"{self.warmup_steps} warm-up steps of {self.num_steps} steps; expected fewer, so that some are left"
+            )
+        for name in ("learning_rate", "embedding_learning_rate", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and not 1e-30 < value < 1e6:  # NaN is neither
+                raise ValueError(f"{name} is {value}; expected a positive number below 1e6")
+        if not 0 <= self.weight_decay < 1e6:
+            raise ValueError(f"weight_decay is {self.weight_decay}; expected a number from 0 to 1e6")
 
     def build(self) -> optax.GradientTransformation:
         """The optimiser."""
@@ -102,8 +115,12 @@ class Trainer:
         self._optimizer = optimizer.build()
         self._checkpoints = None
         if directory is not None:
+            self._directory = Path(directory).absolute()
+            with disk_full_named(self._directory):
+                self._directory.mkdir(parents=True, exist_ok=True)
+            self._remove_halves()
             options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
-            self._checkpoints = ocp.CheckpointManager(Path(directory).absolute(), options=options)
+            self._checkpoints = ocp.CheckpointManager(self._directory, options=options)
 
         @jax.jit
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -122,10 +139,17 @@ class Trainer:
         fresh = TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=opt_state)
         if self._checkpoints is None or self._checkpoints.latest_step() is None:
             return fresh
+        step = self._checkpoints.latest_step()
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, fresh)
-        restored: Any = self._checkpoints.restore(
-            self._checkpoints.latest_step(), args=ocp.args.StandardRestore(abstract)
-        )
+        try:
+            with orbax_quiet():
+                restored: Any = self._checkpoints.restore(step, args=ocp.args.StandardRestore(abstract))
+        except Exception as error:  # Orbax and TensorStore report damage, and another shape, as almost any type
+            reason = " ".join(str(error).split())[:160]
+            raise ValueError(
+                f"{self._directory / str(step)} is damaged, or of a model of another shape ({reason}); "
+                "remove it to continue from the one before, or train elsewhere"
+            ) from None
         return restored
 
     def run(
@@ -142,7 +166,23 @@ class Trainer:
             yield state, {name: float(value) for name, value in metrics.items()}
 
     def save(self, state: TrainState) -> None:
-        """Write a checkpoint; it appears under its name only when complete."""
-        if self._checkpoints is not None and self._checkpoints.latest_step() != int(state.step):
-            self._checkpoints.save(int(state.step), args=ocp.args.StandardSave(state))
-            self._checkpoints.wait_until_finished()
+        """Write a checkpoint; it appears under its name only when complete.
+
+        Raises:
+            WriteError: The disk is full. The checkpoints before it are whole.
+        """
+        if self._checkpoints is None or self._checkpoints.latest_step() == int(state.step):
+            return
+        try:
+            with disk_full_named(self._directory), orbax_quiet():
+                check_free(self._directory, sum(leaf.nbytes for leaf in jax.tree.leaves(state)))
+                self._checkpoints.save(int(state.step), args=ocp.args.StandardSave(state))
+                self._checkpoints.wait_until_finished()
+        except BaseException:
+            self._remove_halves()
+            raise
+
+    def _remove_halves(self) -> None:
+        """What a killed or failed save left."""
+        for path in self._directory.glob("*.orbax-checkpoint-tmp*"):
+            remove_tree(path)

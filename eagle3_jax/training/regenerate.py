@@ -14,6 +14,7 @@ import numpy as np
 
 from eagle3_jax.decode import LoadedTarget, SpeculativeDecoder
 from eagle3_jax.types import SamplingParams
+from eagle3_jax.writing import whole_file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,15 +56,32 @@ class Rows:
 
     def save(self, path: Path) -> None:
         """Write an ``.npz`` file; it appears under its name only when complete."""
-        partial = path.with_suffix(".partial.npz")
-        np.savez(partial, tokens=self.tokens, prompt_length=self.prompt_length, length=self.length)
-        partial.replace(path)
+        with whole_file(path) as partial:
+            np.savez(partial, tokens=self.tokens, prompt_length=self.prompt_length, length=self.length)
 
     @classmethod
     def load(cls, path: Path) -> Rows:
-        """Read what :meth:`save` wrote."""
-        with np.load(path) as data:
-            return cls(data["tokens"], data["prompt_length"], data["length"])
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ValueError: It is no such file, or its numbers contradict each other.
+        """
+        try:
+            with np.load(path) as data:
+                rows = cls(data["tokens"], data["prompt_length"], data["length"])
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # of zipfile, zlib, numpy and its parser of headers
+            reason = " ".join(str(error).split())[:120] or type(error).__name__
+            raise ValueError(f"{path} is not regenerated text ({reason}); write it with `train regenerate`") from None
+        shapes = (rows.tokens.shape[:1], rows.tokens.shape[:1])
+        whole = all(array.dtype.kind in "iu" for array in (rows.tokens, rows.prompt_length, rows.length))
+        if rows.tokens.ndim != 2 or not whole or (rows.prompt_length.shape, rows.length.shape) != shapes:
+            raise ValueError(f"{path} holds no rows of token ids with their lengths; write it with `train regenerate`")
+        ordered = (rows.prompt_length >= 1) & (rows.prompt_length <= rows.length) & (rows.length <= rows.tokens.shape[1])
+        if not rows.tokens.size or not ordered.all():
+            raise ValueError(f"{path} holds lengths that its rows do not have; write it with `train regenerate`")
+        return rows
 
     @property
     def masks(self) -> tuple[np.ndarray, np.ndarray]:
@@ -85,6 +103,7 @@ def regenerate(target: LoadedTarget, corpus: np.ndarray, config: RegenerationCon
     decoder = SpeculativeDecoder(target)
     num_greedy = round(config.batch * config.greedy_share)
     temperature = np.where(np.arange(config.batch) < num_greedy, 0.0, config.temperature).astype(np.float32)
+    kind = np.uint16 if target.vocab_size <= 2**16 else np.uint32
     for batch in range(-(-config.num_rows // config.batch)):
         starts = rng.integers(0, len(corpus) - config.prompt_length, config.batch)
         prompts = [corpus[start : start + config.prompt_length].astype(int).tolist() for start in starts]
@@ -94,7 +113,7 @@ def regenerate(target: LoadedTarget, corpus: np.ndarray, config: RegenerationCon
             sampling=SamplingParams(temperature=temperature),
             seed=config.seed + batch,
         )
-        tokens = np.zeros((config.batch, config.length), np.uint16)
+        tokens = np.zeros((config.batch, config.length), kind)
         lengths = np.zeros(config.batch, np.int32)
         for row, (prompt, new) in enumerate(zip(prompts, result.tokens, strict=True)):
             text = [*prompt, *new]

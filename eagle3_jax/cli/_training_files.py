@@ -1,0 +1,127 @@
+"""What `eagle3 train` reads and writes: a corpus, and a target or a head that continues where it was interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.writing import disk_full_named
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from eagle3_jax.models.config import DecoderConfig
+
+CHECKPOINTS, _PARTIAL = "checkpoints", ".partial"
+
+
+def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
+    """The tokens to train on, and their tokenizer."""
+    import numpy as np
+
+    from eagle3_jax.text import read_tokenizer
+
+    for name in ("train.npy", "tokenizer.json"):
+        if not (directory / name).is_file():
+            raise Misuse(f"{directory} is not a corpus (no {name}); write one with `eagle3 train corpus {directory}`")
+    tokenizer = read_tokenizer(directory / "tokenizer.json")
+    assert tokenizer is not None
+    try:
+        tokens = np.load(directory / "train.npy", mmap_mode="r")
+        fits = tokens.ndim == 1 and tokens.dtype.kind in "iu" and 0 <= tokens.min() <= tokens.max()
+        fits = fits and tokens.max() < tokenizer.get_vocab_size()
+    except (ValueError, EOFError, AttributeError) as error:  # no array, a part of one, none, an archive of several
+        raise Misuse(f"{directory / 'train.npy'} is damaged ({error}); write the corpus again") from None
+    if not fits:
+        raise Misuse(f"{directory / 'train.npy'} holds no token ids of its tokenizer; write the corpus again")
+    return tokens, tokenizer
+
+
+def check_trainable(config: DecoderConfig) -> None:
+    """Refuse a model whose training state alone is larger than the memory of this machine."""
+    from eagle3_jax.analysis.shapes import ModelShape
+
+    names = ("vocab_size", "width", "mlp_width", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+    shape = ModelShape(name="target", **{name: getattr(config, name) for name in names})
+    needed = 16 * shape.parameters.total  # weights, gradients and two moments in float32
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise Misuse(
+            f"{shape.parameters.total:,} parameters need {needed / 1e9:,.0f} GB to train and this machine has "
+            f"{memory / 1e9:,.0f}; lower --layers, --width, --mlp-width or --heads"
+        )
+
+
+def refuse_finished(out: Path) -> None:
+    """A directory may hold what an interrupted run left, and nothing else.
+
+    The configuration is written last, so without one it is not finished.
+    """
+    if out.exists() and not out.is_dir():
+        raise Misuse(f"{out} is a file; name a directory")
+    names = {entry.name for entry in out.iterdir()} if out.is_dir() else set()
+    if names and (CHECKPOINTS not in names or "config.json" in names):
+        raise Misuse(f"{out} exists already and holds more than the checkpoints of a run; name a new directory")
+
+
+def write_target(out: Path, data: Path, config: DecoderConfig, params: Any, *, dtype: str) -> None:
+    """Finish a target: Hugging Face files beside its checkpoints."""
+    import conversion
+    from eagle3_jax.training.corpus import END_OF_TEXT
+
+    stop = read_corpus(data)[1].token_to_id(END_OF_TEXT)
+    checkpoint = conversion.TargetCheckpoint(
+        config=config,
+        params=_stored(params, dtype),
+        stop_tokens=() if stop is None else (stop,),
+        source=data,  # its tokenizer goes with the target
+        dtype=dtype,
+    )
+    with _finished(out) as folder:
+        conversion.write_target(checkpoint, folder)
+
+
+def write_head(out: Path, config: Any, params: Any, draft_to_target: Any, *, dtype: str) -> None:
+    """Finish a head: the official layout beside its checkpoints."""
+    import conversion
+
+    checkpoint = conversion.HeadCheckpoint(
+        config=config,
+        head=_stored(params, dtype),
+        draft_to_target=draft_to_target,
+        embedding=None,
+        dialect="eagle",
+        source=out / CHECKPOINTS,
+        dtype=dtype,
+    )
+    with _finished(out) as folder:
+        conversion.write_head(checkpoint, folder, "eagle")
+
+
+def _stored(params: Any, dtype: str) -> Any:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    kinds = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+    return jax.tree.map(lambda leaf: np.asarray(leaf).astype(kinds[dtype]), params)
+
+
+@contextlib.contextmanager
+def _finished(out: Path) -> Iterator[Path]:
+    """A new directory whose files then move into ``out``, the configuration last: without it nothing can be loaded."""
+    partial = out / _PARTIAL
+    with disk_full_named(out):
+        out.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            yield partial
+            for path in sorted(partial.iterdir(), key=lambda path: path.name == "config.json"):
+                path.replace(out / path.name)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,104 @@
+"""What a plan believes of a configuration, and what it says when the memory is not enough."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from eagle3_jax.analysis.accelerators import accelerator_named
+from eagle3_jax.analysis.memory import Deployment, memory_plan, remedy_of
+from eagle3_jax.analysis.shapes import KNOWN_MODELS, usual_head
+from eagle3_jax.cli import run
+from eagle3_jax.cli._planning import read_head_shape
+
+VICUNA = KNOWN_MODELS["vicuna-13b"]
+# The fields of yuhuili/EAGLE3-Vicuna1.3-13B, whose weights hold one layer.
+VICUNA_HEAD = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "draft_vocab_size": 32000,
+    "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40,
+    "num_key_value_heads": 40, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def head_of(folder: Any, **changes: Any) -> Any:
+    (folder / "config.json").write_text(json.dumps(VICUNA_HEAD | changes))
+    return read_head_shape(str(folder), target=VICUNA, bundled=False)
+
+
+def test_a_head_with_its_targets_number_of_layers_has_one(tmp_path: Any) -> None:
+    head = head_of(tmp_path)
+    assert head.num_layers == 1
+    usual = dataclasses.replace(usual_head(VICUNA), mlp_width=13824)
+    assert head.parameters == usual.parameters
+    assert head.parameters.total < 1e9
+
+
+@pytest.mark.parametrize(
+    ("architecture", "said", "layers"),
+    [("LlamaForCausalLM", 7, 1), ("LlamaForCausalLMEagle3", 40, 1), ("LlamaForCausalLMEagle3", 2, 2)],
+)
+def test_the_number_of_layers_is_believed_where_engines_build_that_many(
+    tmp_path: Any, architecture: str, said: int, layers: int
+) -> None:
+    assert head_of(tmp_path, architectures=[architecture], num_hidden_layers=said).num_layers == layers
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_attention_heads": 10**12}, "num_attention_heads is 1000000000000; expected a whole number from 1"),
+        ({"head_dim": -8}, "head_dim is -8"),
+        ({"head_dim": 7}, "head_dim is 7"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000"),
+        ({"model_type": "x" * 1000}, "plans are made for dense decoders"),
+        ({"vocab_size": float("nan")}, "expected a whole number"),
+        ({"tie_word_embeddings": "no"}, "expected true or false"),
+    ],
+    ids=str,
+)
+def test_a_configuration_of_impossible_numbers_is_not_planned_with(
+    tmp_path: Any, capsys: Any, changes: dict[str, Any], says: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**VICUNA_HEAD, **changes}))
+    assert run(["plan", "memory", "--target", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert says in err
+
+
+def test_what_does_not_fit_ends_with_one_and_says_what_would_do(capsys: Any) -> None:
+    arguments = ["plan", "memory", "--target", "Llama-3.3-70B", "--gpu", "H100"]
+    assert run(arguments) == 1
+    out = capsys.readouterr().out
+    assert "DOES NOT FIT" in out
+    assert "What would do: 4 x H100, or --weights int4." in out
+    assert run([*arguments, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["remedy"] == {"num_accelerators": 4, "weights": "int4"}
+    for remedy in (("--num-gpus", "4"), ("--weights", "int4")):
+        assert run([*arguments, *remedy]) == 0
+        assert "What would do" not in capsys.readouterr().out
+    assert run([*arguments, "--batch-size", "100000"]) == 1
+    assert "lower --batch-size or --context" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["llama-3.3-70b", "llama-3.1-405b", "vicuna-13b", "qwen3-32b"])
+@pytest.mark.parametrize("gpu", ["L4", "A100-40GB", "H200"])
+def test_a_remedy_is_the_smallest_change_that_fits(name: str, gpu: str) -> None:
+    target = KNOWN_MODELS[name]
+    deployment = Deployment(target=target, head=usual_head(target), accelerator=accelerator_named(gpu))
+    asked = {"batch": 8, "context": 4096, "num_draft_tokens": 5}
+    remedy = remedy_of(deployment, **asked)
+
+    def fits(**changes: Any) -> bool:
+        return memory_plan(dataclasses.replace(deployment, **changes), **asked).fits
+
+    fewer = [n for n in range(2, remedy.num_accelerators or target.num_heads + 1) if target.num_heads % n == 0]
+    assert not any(fits(num_accelerators=n) for n in fewer if n != remedy.num_accelerators)
+    assert remedy.num_accelerators is None or fits(num_accelerators=remedy.num_accelerators)
+    wider = {None: ("fp8", "int8", "int4"), "fp8": (), "int8": ("fp8",), "int4": ("fp8", "int8")}[remedy.weights]
+    assert not any(fits(weights=weights) for weights in wider)
+    assert remedy.weights is None or fits(weights=remedy.weights)
