@@ -113,6 +113,15 @@ class TableDrafter:
     def aux_layers(self) -> tuple[int, ...]:
         return ()
 
+    @property
+    def is_chain(self) -> bool:
+        return isinstance(self.topology, Chain)
+
+    def drafting(self, topology: Topology | None, draft_sampling: DraftSampling | None) -> TableDrafter:
+        return dataclasses.replace(
+            self, topology=topology or self.topology, draft_sampling=draft_sampling or self.draft_sampling
+        )
+
     def init(self, params: Any, batch: int, capacity: int) -> Window:
         return Window(tokens=jnp.zeros((batch, self.order), jnp.int32))
 

@@ -206,6 +206,9 @@ class Scripted(_Rooted):
     def max_depth(self) -> int:
         return self.num_speculative_tokens
 
+    def drafting(self, topology: Chain, draft_sampling: DraftSampling | None) -> Scripted:
+        return dataclasses.replace(self, num_speculative_tokens=topology.num_speculative_tokens)
+
     def propose(self, params: Any, state: RootState, keys: Array, sampling: SamplingParams) -> Draft:
         node = jnp.arange(self.num_nodes, dtype=jnp.int32)
         place = jnp.minimum(state.length[:, None] + node, params.shape[1] - 1)

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Key
@@ -20,10 +21,10 @@ from eagle3_jax.types import Draft, Observation, SamplingParams
 
 @struct.dataclass(kw_only=True)
 class RecordingState:
-    """A drafter's state and what it was last shown."""
+    """A drafter's state and what it was last shown, padded to the capacity: a state keeps its shapes."""
 
     inner: Any
-    seen: Observation | None
+    seen: Observation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +45,27 @@ class Recording:
     def aux_layers(self) -> tuple[int, ...]:
         return self.drafter.aux_layers
 
+    @property
+    def is_chain(self) -> bool:
+        return self.drafter.is_chain
+
     def init(self, params: Any, batch: int, capacity: int) -> RecordingState:
-        return RecordingState(inner=self.drafter.init(params, batch, capacity), seen=None)
+        features = (batch, capacity, len(self.aux_layers), self.drafter.config.target_width)
+        nothing = Observation(
+            tokens=jnp.zeros((batch, capacity), jnp.int32),
+            features=jnp.zeros(features, self.drafter.precision.activations),
+            length=jnp.zeros((batch,), jnp.int32),
+            next_token=jnp.zeros((batch,), jnp.int32),
+        )
+        return RecordingState(inner=self.drafter.init(params, batch, capacity), seen=nothing)
 
     def observe(self, params: Any, state: RecordingState, seen: Observation) -> RecordingState:
-        return RecordingState(inner=self.drafter.observe(params, state.inner, seen), seen=seen)
+        fed = seen.tokens.shape[1]
+        padded = seen.replace(  # type: ignore[attr-defined]
+            tokens=state.seen.tokens.at[:, :fed].set(seen.tokens),
+            features=state.seen.features.at[:, :fed].set(seen.features),
+        )
+        return RecordingState(inner=self.drafter.observe(params, state.inner, seen), seen=padded)
 
     def propose(self, params: Any, state: RecordingState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
         return self.drafter.propose(params, state.inner, keys, sampling)
