@@ -18,7 +18,7 @@ from eagle3_jax.types import Drafter
 CHECKS: dict[str, Callable[[Subject], str]] = {
     "keeps the protocol": drafts.keeps_the_protocol,
     "keeps shapes and types": drafts.keeps_shapes,
-    "proposes the same again and leaves its state alone": drafts.proposes_the_same_again,
+    "proposes from its state alone": drafts.proposes_from_its_state_alone,
     "starts at the root": drafts.starts_at_the_root,
     "puts parents before children": drafts.is_topological,
     "is as deep as it says": drafts.is_as_deep_as_it_says,

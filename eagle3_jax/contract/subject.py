@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.boundary import like_before, require_draft, require_rows
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
@@ -33,6 +33,27 @@ class Broken(Exception):
 
 class NotRun(Exception):
     """A check could not see anything; says why."""
+
+
+class HostDraft(NamedTuple):
+    """A :class:`~eagle3_jax.Draft` on the host.
+
+    Attributes:
+        tokens: ``[B N]``.
+        parents: ``[B N]``.
+        valid: ``[B N]``.
+        probs: ``[B N V]`` or ``None``.
+    """
+
+    tokens: Int[np.ndarray, "B N"]
+    parents: Int[np.ndarray, "B N"]
+    valid: Bool[np.ndarray, "B N"]
+    probs: Float[np.ndarray, "B N V"] | None
+
+    @classmethod
+    def of(cls, draft: Draft) -> HostDraft:
+        """Of a draft on the device."""
+        return cls(*jax.device_get((draft.tokens, draft.parents, draft.valid, draft.probs)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,6 +105,10 @@ class Subject:
 
     @functools.cached_property
     def _observe(self) -> Any:
+        return self.observing()
+
+    def observing(self) -> Any:
+        """``observe`` traced anew, checked; takes parameters, a state and an observation."""
         drafter = self.loaded.drafter
         return jax.jit(lambda params, state, seen: like_before(drafter, state, drafter.observe(params, state, seen)))
 
@@ -111,12 +136,12 @@ class Subject:
     def _propose(self) -> Any:
         return self.proposing()
 
-    def propose(self, state: Any, *, seed: int = 0) -> Draft:
-        """A draft, on the host."""
-        return jax.device_get(self._propose(self.loaded.params, state, row_keys(self.seed + seed, ROWS), SAMPLING))
+    def propose(self, state: Any, *, seed: int = 0) -> HostDraft:
+        """A draft."""
+        return HostDraft.of(self._propose(self.loaded.params, state, row_keys(self.seed + seed, ROWS), SAMPLING))
 
     @functools.cached_property
-    def draft(self) -> Draft:
+    def draft(self) -> HostDraft:
         """What it proposes after the prompt."""
         return self.propose(self.after_prompt)
 
@@ -127,7 +152,7 @@ class Subject:
         return any(jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4 for leaf in leaves)
 
 
-def differing_rows(one: Draft, other: Draft, *, tolerance: float = 1e-6) -> list[int]:
+def differing_rows(one: HostDraft, other: HostDraft, *, tolerance: float = 1e-6) -> list[int]:
     """Rows in which two drafts differ, padding left out; declared probabilities may by as much as rounding does."""
     same = np.asarray(one.valid == other.valid)
     for field in ("tokens", "parents"):
@@ -138,6 +163,6 @@ def differing_rows(one: Draft, other: Draft, *, tolerance: float = 1e-6) -> list
     return np.flatnonzero(~same.all(axis=1)).tolist()
 
 
-def first_row(rows: Int[np.ndarray, " B"] | list[int]) -> str:
+def named_rows(rows: list[int]) -> str:
     """Rows for a message."""
     return f"row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows))}"
