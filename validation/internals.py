@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Key
@@ -23,7 +24,7 @@ class RecordingState:
     """A drafter's state and what it was last shown."""
 
     inner: Any
-    seen: Observation | None
+    seen: Observation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +45,30 @@ class Recording:
     def aux_layers(self) -> tuple[int, ...]:
         return self.drafter.aux_layers
 
+    @property
+    def is_chain(self) -> bool:
+        return self.drafter.is_chain
+
     def init(self, params: Any, batch: int, capacity: int) -> RecordingState:
-        return RecordingState(inner=self.drafter.init(params, batch, capacity), seen=None)
+        config = self.drafter.config
+        none = jnp.zeros((batch,), jnp.int32)
+        seen = Observation(
+            tokens=jnp.zeros((batch, capacity), jnp.int32),
+            features=jnp.zeros((batch, capacity, len(config.aux_layers), config.target_width), jnp.float32),
+            length=none,
+            next_token=none,
+        )
+        return RecordingState(inner=self.drafter.init(params, batch, capacity), seen=seen)
 
     def observe(self, params: Any, state: RecordingState, seen: Observation) -> RecordingState:
-        return RecordingState(inner=self.drafter.observe(params, state.inner, seen), seen=seen)
+        fed = seen.tokens.shape[1]
+        kept = Observation(  # as long as any observation, because a state keeps its shapes
+            tokens=state.seen.tokens.at[:, :fed].set(seen.tokens),
+            features=state.seen.features.at[:, :fed].set(seen.features.astype(jnp.float32)),
+            length=seen.length,
+            next_token=seen.next_token,
+        )
+        return RecordingState(inner=self.drafter.observe(params, state.inner, seen), seen=kept)
 
     def propose(self, params: Any, state: RecordingState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
         return self.drafter.propose(params, state.inner, keys, sampling)

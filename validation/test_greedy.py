@@ -119,6 +119,7 @@ class Script(tiny._Rooted):
 
     num_speculative_tokens: int
     vocab_size: int
+    is_chain: bool = True
 
     @property
     def num_nodes(self) -> int:
@@ -153,6 +154,7 @@ class NeverRight:
     num_nodes = property(lambda self: self.inner.num_nodes)
     max_depth = property(lambda self: self.inner.max_depth)
     aux_layers = property(lambda self: self.inner.aux_layers)
+    is_chain = property(lambda self: self.inner.is_chain)
 
     def init(self, params: Any, batch: int, capacity: int) -> Any:
         return self.inner.init(params["inner"], batch, capacity), jnp.zeros((batch,), jnp.int32)
