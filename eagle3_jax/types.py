@@ -159,11 +159,11 @@ class Observation:
 class Drafter(Protocol[State]):
     """A proposal method. Only ``observe`` writes its state, so a guess can never leak into what is known.
 
-    It is a static argument of the compiled loop: hashable, its arrays in ``params``. Two more members are looked for and
-    may be left out. ``is_chain: bool`` declares that every draft is a chain, each node's parent the one before; the loop
-    never infers that, and without it verifies trees. ``drafting(topology, draft_sampling)`` returns the same drafter with
-    another draft, or raises ``ValueError`` (:class:`eagle3_jax.boundary.Drafting`). ``docs/drafters.md`` says what an
-    author must know; ``check_drafter`` runs the contract.
+    It is a static argument of the compiled loop: hashable, its arrays in ``params``. Two more members are looked
+    for and may be left out. ``is_chain: bool`` declares that every draft is a chain, each node's parent the one
+    before; the loop never infers that, and without it verifies trees. ``drafting(topology, draft_sampling)``
+    returns the same drafter with another draft, or raises ``ValueError`` (:class:`eagle3_jax.boundary.Drafting`).
+    ``docs/drafters.md`` says what an author must know; ``check_drafter`` runs the contract.
     """
 
     @property
