@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eagle3_jax import drafters
     from eagle3_jax.cache import KVCache
+    from eagle3_jax.contract import DrafterReport, check_drafter
     from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
     from eagle3_jax.load import load_drafter, load_target
     from eagle3_jax.loop import SpeculativeLoop
@@ -44,6 +45,7 @@ __all__ = [
     "Draft",
     "DraftSampling",
     "Drafter",
+    "DrafterReport",
     "DynamicTree",
     "FinishReason",
     "Generation",
@@ -67,6 +69,7 @@ __all__ = [
     "TargetOutput",
     "Verdict",
     "Warping",
+    "check_drafter",
     "drafters",
     "load_drafter",
     "load_target",
@@ -78,6 +81,7 @@ __all__ = [
 # The imports above once more, for a running program; a test holds the two equal.
 _NAMES = {
     "cache": "KVCache",
+    "contract": "DrafterReport check_drafter",
     "decode": "LoadedDrafter LoadedTarget SpeculativeDecoder",
     "load": "load_drafter load_target",
     "loop": "SpeculativeLoop",

@@ -235,7 +235,7 @@ class SpeculativeLoop:
         return dataclasses.replace(self, drafter=stage.drafter, stages=())
 
     def _padded(self, one: Round) -> Round:
-        """A round with as many nodes and levels as the largest draft has; ``probs``, which some stages lack, is left out."""
+        """A round with as many nodes and levels as the largest draft has, and without ``probs``, which some lack."""
         nodes = self.drafter.num_nodes - one.draft.tokens.shape[1]
         levels = self.drafter.max_depth - one.verdict.path.shape[1]
 

@@ -113,7 +113,8 @@ class Draft:
         parents: ``[B N]``; -1 at the root, and every parent stands before its children.
         valid: ``[B N]``; False marks padding that must not be accepted.
         probs: ``[B N V]``, the distribution that each node was actually drawn from, or ``None`` for a
-            deterministic proposal (a point mass on the token).
+            deterministic proposal (a point mass on the token). The root's is ignored. It must be what the token was
+            drawn from, given all that was drawn before it: the one thing that the loop cannot check.
     """
 
     tokens: Int[Array, "*B N"]
@@ -156,7 +157,14 @@ class Observation:
 
 @runtime_checkable
 class Drafter(Protocol[State]):
-    """A proposal method. Only ``observe`` writes its state, so a guess can never leak into what is known."""
+    """A proposal method. Only ``observe`` writes its state, so a guess can never leak into what is known.
+
+    It is a static argument of the compiled loop: hashable, its arrays in ``params``. Two more members are looked
+    for and may be left out. ``is_chain: bool`` declares that every draft is a chain, each node's parent the one
+    before; the loop never infers that, and without it verifies trees. ``drafting(topology, draft_sampling)``
+    returns the same drafter with another draft, or raises ``ValueError`` (:class:`eagle3_jax.boundary.Drafting`).
+    ``docs/drafters.md`` says what an author must know; ``check_drafter`` runs the contract.
+    """
 
     @property
     def num_nodes(self) -> int:
@@ -174,11 +182,11 @@ class Drafter(Protocol[State]):
         ...
 
     def init(self, params: Any, batch: int, capacity: int) -> State:
-        """An empty state; every leaf leads with ``B``."""
+        """An empty state; every leaf leads with ``B``. ``capacity`` is the most tokens of a row."""
         ...
 
     def observe(self, params: Any, state: State, seen: Observation) -> State:
-        """Take in committed tokens with the target's features."""
+        """Take in committed tokens with the target's features; shapes and types of the state stay."""
         ...
 
     def propose(self, params: Any, state: State, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:

@@ -6,8 +6,10 @@ A bad draft that is never accepted shows nothing, so these propose the target's 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import tiny
@@ -124,3 +126,145 @@ class Ordinary:
 def replaced(**members: Any) -> Any:
     """An :class:`Ordinary` drafter with some members replaced; functions become methods."""
     return type("Replaced", (Ordinary,), members)()
+
+
+def proposing(change: Callable[[Draft], Any], **members: Any) -> Any:
+    """An :class:`Ordinary` drafter whose drafts are changed."""
+    return replaced(propose=lambda self, *arguments: change(Ordinary.propose(self, *arguments)), **members)
+
+
+def observing(change: Callable[[dict, dict, Observation], dict], **members: Any) -> Any:
+    """An :class:`Ordinary` drafter whose states are changed: by the one before, the one after and what was seen."""
+    return replaced(
+        observe=lambda self, params, state, seen: change(state, Ordinary.observe(self, params, state, seen), seen),
+        **members,
+    )
+
+
+def with_field(**fields: Callable[[Draft], Any]) -> Callable[[Draft], Draft]:
+    return lambda draft: dataclasses.replace(draft, **{name: new(draft) for name, new in fields.items()})
+
+
+class Remembering(Ordinary):
+    """Keeps on itself how often it was asked, and drafts by it."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def propose(self, *arguments: Any) -> Draft:
+        self.asked += 1
+        draft = Ordinary.propose(self, *arguments)
+        return dataclasses.replace(draft, tokens=draft.tokens.at[:, 1:].add(self.asked) % VOCABULARY)
+
+
+class Hasty(Ordinary):
+    """Another hash every few times that it is asked for one."""
+
+    def __init__(self, every: int):
+        self.every, self.calls = every, 0
+
+    def __hash__(self) -> int:
+        self.calls += 1
+        return self.calls // self.every
+
+
+class Drawing(Ordinary):
+    """Draws two siblings below the root from one law and declares another, or the same."""
+
+    def __init__(self, law: Any, declared: Any):
+        self.law, self.declared = law, declared
+
+    def propose(self, params: Any, state: Any, keys: Any, sampling: SamplingParams) -> Draft:
+        drawn = jax.vmap(lambda key: jax.random.categorical(key, jnp.log(self.law), shape=(2,)))(keys)
+        tokens = jnp.concatenate([state["root"][:, None], drawn.astype(jnp.int32)], axis=1)
+        return Draft(
+            tokens=tokens,
+            parents=jnp.broadcast_to(jnp.array([-1, 0, 0], jnp.int32), tokens.shape),
+            valid=jnp.ones(tokens.shape, jnp.bool_),
+            probs=jnp.broadcast_to(self.declared, (*tokens.shape, VOCABULARY)),
+        )
+
+
+UNIFORM = jnp.full((VOCABULARY,), 1 / VOCABULARY, jnp.float32)
+SKEWED = jnp.array(np.r_[np.full(6, 1.4), np.full(7, 0.6)] / (6 * 1.4 + 7 * 0.6), jnp.float32)
+
+
+def fail(self: Any, *arguments: Any) -> Any:
+    raise RuntimeError("out of ideas\nand more lines")
+
+
+def mean_of_rows(draft: Draft) -> Any:
+    shared = jnp.sum(draft.tokens[:, 0]) % VOCABULARY
+    return draft.tokens.at[:, 1].set(shared)
+
+
+# The check that must fail, and what it must say.
+BROKEN: dict[str, tuple[Any, str, str]] = {
+    "an unstable hash": (Hasty(1), "keeps the protocol", "its hash changes"),
+    "a forgotten instance": (Ordinary, "keeps the protocol", "is the class Ordinary; give an instance"),
+    "a program for every round": (Hasty(6), "compiles once", "compiled again in a later round"),
+    "a draft of another size": (
+        proposing(with_field(), num_nodes=4), "keeps shapes and types", r"tokens as int32\[4, 3\].*int32\[4, 4\]"
+    ),
+    "a state that grows": (
+        observing(lambda old, new, seen: {**new, "root": jnp.stack([new["root"]] * 2, 1)}), "keeps shapes and types",
+        r"returned int32\[4, 2\]; expected the same",
+    ),
+    "an exception": (replaced(propose=fail), "keeps shapes and types", "^RuntimeError: out of ideas$"),
+    "a guess that it remembers": (
+        Remembering(), "proposes from its state alone", "tracing `propose` anew gave another draft"
+    ),
+    "another root": (
+        proposing(with_field(tokens=lambda d: d.tokens.at[:, 0].add(1) % VOCABULARY)), "starts at the root",
+        "node 0 of rows 0, 1, 2, 3 is",
+    ),
+    "a child before its parent": (
+        proposing(with_field(parents=lambda d: d.parents.at[:, 1].set(2))), "puts parents before children",
+        "node 1 of row 0 has parent 2; expected 0 to 0",
+    ),
+    "a tree that says it is a chain": (
+        proposing(with_field(parents=lambda d: d.parents.at[:, 2].set(0)), is_chain=True),
+        "puts parents before children", r"declares a chain and has parents \[-1, 0, 0\]",
+    ),
+    "a tree deeper than it says": (
+        replaced(max_depth=1), "is as deep as it says", "drafts 2 levels and says 1"
+    ),
+    "an id outside the vocabulary": (
+        proposing(with_field(tokens=lambda d: d.tokens.at[:, 2].set(VOCABULARY))), "drafts ids of the vocabulary",
+        "node 2 of row 0 is id 13; expected 0 to 12",
+    ),
+    "siblings that are the same": (
+        proposing(lambda d: dataclasses.replace(
+            d, parents=d.parents.at[:, 2].set(0), tokens=d.tokens.at[:, 2].set(d.tokens[:, 1])
+        )), "drafts ids of the vocabulary", "siblings of row 0 repeat a token",
+    ),
+    "a draft that depends on the other rows": (
+        proposing(with_field(tokens=mean_of_rows)), "rows are independent of their neighbours", "when its neighbours"
+    ),
+    "a root that an empty observation moves": (
+        observing(lambda old, new, seen: {**new, "root": seen.next_token}), "an empty observation changes nothing",
+        "after an observation of length 0",
+    ),
+    "a state that reads padding": (
+        observing(lambda old, new, seen: {**new, "root": (new["root"] + jnp.sum(seen.tokens, axis=1)) % VOCABULARY}),
+        "padding behind an observation does not matter", "past the observed length",
+    ),
+    "a state that counts observations": (
+        observing(lambda old, new, seen: {**new, "root": (old["root"] + new["root"]) % VOCABULARY}),
+        "observing in pieces is observing at once", "6 tokens are shown as 4 and 2",
+    ),
+    "negative probabilities": (
+        Drawing(UNIFORM, UNIFORM.at[0].add(-1).at[1].add(1)), "declares distributions", "negative or not finite"
+    ),
+    "probabilities of NaN": (Drawing(UNIFORM, UNIFORM * jnp.nan), "declares distributions", "negative or not finite"),
+    "probabilities that do not add up to 1": (Drawing(UNIFORM, UNIFORM / 2), "declares distributions", "add up to 0.5"),
+    "a token that it says it cannot draft": (
+        Drawing(jnp.eye(VOCABULARY)[3], jnp.eye(VOCABULARY)[4]), "declares distributions", "declares probability 0"
+    ),
+    "probabilities four tenths off": (
+        Drawing(SKEWED, UNIFORM), "draws from what it declares", r"declared were .* \(p = "
+    ),
+    "probabilities for one token and others drafted": (
+        Drawing(jnp.eye(VOCABULARY)[3] + 1e-9, UNIFORM), "sampled output has the target's law", "is not the target's"
+    ),
+}  # fmt: skip

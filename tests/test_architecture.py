@@ -22,7 +22,7 @@ LAYERS = (
     ("drafters",),
     ("loop",),
     ("decode",),
-    ("load", "training", "analysis", "export", "reporting"),
+    ("contract", "load", "training", "analysis", "export", "reporting"),
     ("rivals",),
     ("cli", "__main__"),
 )

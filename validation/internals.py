@@ -21,7 +21,7 @@ from eagle3_jax.types import Draft, Observation, SamplingParams
 
 @struct.dataclass(kw_only=True)
 class RecordingState:
-    """A drafter's state and what it was last shown, padded to the capacity: a state keeps its shapes."""
+    """A drafter's state and what it was last shown."""
 
     inner: Any
     seen: Observation
@@ -50,22 +50,25 @@ class Recording:
         return self.drafter.is_chain
 
     def init(self, params: Any, batch: int, capacity: int) -> RecordingState:
-        features = (batch, capacity, len(self.aux_layers), self.drafter.config.target_width)
-        nothing = Observation(
+        config = self.drafter.config
+        none = jnp.zeros((batch,), jnp.int32)
+        seen = Observation(
             tokens=jnp.zeros((batch, capacity), jnp.int32),
-            features=jnp.zeros(features, self.drafter.precision.activations),
-            length=jnp.zeros((batch,), jnp.int32),
-            next_token=jnp.zeros((batch,), jnp.int32),
+            features=jnp.zeros((batch, capacity, len(config.aux_layers), config.target_width), jnp.float32),
+            length=none,
+            next_token=none,
         )
-        return RecordingState(inner=self.drafter.init(params, batch, capacity), seen=nothing)
+        return RecordingState(inner=self.drafter.init(params, batch, capacity), seen=seen)
 
     def observe(self, params: Any, state: RecordingState, seen: Observation) -> RecordingState:
         fed = seen.tokens.shape[1]
-        padded = seen.replace(  # type: ignore[attr-defined]
+        kept = Observation(  # as long as any observation, because a state keeps its shapes
             tokens=state.seen.tokens.at[:, :fed].set(seen.tokens),
-            features=state.seen.features.at[:, :fed].set(seen.features),
+            features=state.seen.features.at[:, :fed].set(seen.features.astype(jnp.float32)),
+            length=seen.length,
+            next_token=seen.next_token,
         )
-        return RecordingState(inner=self.drafter.observe(params, state.inner, seen), seen=padded)
+        return RecordingState(inner=self.drafter.observe(params, state.inner, seen), seen=kept)
 
     def propose(self, params: Any, state: RecordingState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
         return self.drafter.propose(params, state.inner, keys, sampling)

@@ -1,0 +1,241 @@
+"""What a drafter must not change: the output of the compiled loop, its law, and the number of programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+from scipy.optimize import brentq
+from scipy.stats import chi2, ncx2
+
+from eagle3_jax import loop as loops
+from eagle3_jax.boundary import declares_chain
+from eagle3_jax.contract.drafts import ALPHA
+from eagle3_jax.contract.subject import Broken, NotRun, Subject
+from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
+from eagle3_jax.drafters.plain import Plain
+from eagle3_jax.loop import SpeculativeLoop
+from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.sampling import Warping, row_keys
+from eagle3_jax.state import LoopParams, Prompts
+from eagle3_jax.types import Draft, FinishReason, Observation, SamplingParams, per_row
+
+TOP, HORIZON = 3, 4  # the law of four tokens, each among the three likeliest: a vocabulary of three
+_NEAR = 1e-3  # logits closer than this may change places with the order of sums
+
+
+def leaves_greedy_output_alone(subject: Subject) -> str:
+    """Greedy output on a ragged batch is that of plain decoding in blocks of the same shape."""
+    prompts, limits = _prompts(subject, (5, 2, 9, 1)), [24, 7, 16, 1]
+    nodes = subject.loaded.drafter.num_nodes
+    ours, theirs = (
+        SpeculativeDecoder(subject.target, drafter, stop_tokens=()).generate(prompts, max_new_tokens=limits)
+        for drafter in (subject.loaded, Plain(nodes))
+    )
+    near = []
+    for row, (one, other) in enumerate(zip(ours.tokens, theirs.tokens, strict=True)):
+        if one == other:
+            continue
+        at = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+        gap = math.inf if at is None else _gap(subject.target, [*prompts[row], *other[:at]])
+        if gap > (3e-2 if subject.rounds_off else 1e-4):
+            raise Broken(
+                f"row {row} writes {one[:8]}... from token {at} on, where plain decoding writes {other[:8]}...; "
+                "please report this: the loop should not let a drafter do that"
+            )
+        near.append(row)
+    accepted, drafted = int(ours.stats.num_accepted_tokens), int(ours.stats.num_draft_tokens)
+    if drafted and not accepted:
+        raise NotRun("the output is equal, but no draft token was accepted, so refusals alone were compared")
+    parted = f"; {len(near)} of {len(prompts)} rows parted at a tie within rounding" if near else ""
+    return f"{accepted} of {drafted} draft tokens accepted{parted}"
+
+
+def leaves_the_law_alone(subject: Subject) -> str:
+    """Sampled sequences of a vocabulary cut to three tokens have the target's law, enumerated."""
+    if subject.rounds_off:
+        raise NotRun("it or its target computes in less than 32 bits, where rounding alone would show")
+    candidates = _prompts(subject, (1, 3) * 4)
+    prompts = list(itertools.islice((prompt for prompt in candidates if _law(subject.target, prompt)), 2))
+    if not prompts:
+        raise NotRun("the target's third and fourth likeliest tokens lie too close together")
+    accepted, counts = 0, [Counter() for _ in prompts]
+    for index, tokens, of_draft in _sampled(subject, prompts):
+        counts[index][tokens] += 1
+        accepted += of_draft
+    verdicts = [chi_square(seen, _law(subject.target, p)) for seen, p in zip(counts, prompts, strict=True)]
+    for verdict in verdicts:
+        if verdict.p_value < ALPHA:
+            raise Broken(f"the law of {HORIZON} tokens is not the target's: {verdict.why} (p = {verdict.p_value:.1g})")
+    if accepted == 0:
+        raise NotRun("the law is right, but no draft token was accepted, so refusals alone were compared")
+    smallest = max(verdict.visible for verdict in verdicts)
+    return (
+        f"{sum(map(Counter.total, counts))} sequences, {accepted} draft tokens accepted; a deviation of {smallest:.1%} "
+        "(rms over sequences) would have shown nine times in ten"
+    )
+
+
+def _sampled(subject: Subject, prompts: list[list[int]]) -> Iterator[tuple[int, tuple[int, ...], int]]:
+    """Sequences of the compiled loop: which prompt, what was written, how many draft tokens were accepted for it."""
+    drafter, rows = subject.loaded.drafter, 512 * len(prompts)
+    loop = SpeculativeLoop(subject.target.model, drafter, warping=Warping.TRUNCATED)
+    params = LoopParams(subject.target.params, subject.loaded.params)
+    width = max(map(len, prompts))
+    tokens = np.zeros((rows, width), np.int32)
+    length = np.array([len(prompts[row % len(prompts)]) for row in range(rows)], np.int32)
+    for row in range(rows):
+        tokens[row, : length[row]] = prompts[row % len(prompts)]
+    batch = Prompts(
+        tokens=jnp.asarray(tokens),
+        length=jnp.asarray(length),
+        limit=jnp.asarray(length + HORIZON),
+        limit_reason=jnp.full((rows,), int(FinishReason.LENGTH), jnp.int32),
+        sampling=per_row(SamplingParams(temperature=1.0, top_k=TOP), rows),
+        keys=row_keys(subject.seed, rows),
+    )
+    for run in range(max(1, subject.samples // rows)):
+        fresh = batch.replace(keys=row_keys(subject.seed + run, rows))  # type: ignore[attr-defined]
+        outcome = jax.device_get(loops.generate(loop, params, fresh, capacity=width + HORIZON + drafter.num_nodes))
+        for row in range(rows):
+            written = outcome.tokens[row, length[row] : outcome.length[row]].tolist()
+            yield row % len(prompts), tuple(written), int(outcome.stats.num_accepted_tokens[row])
+
+
+def compiles_once(subject: Subject) -> str:
+    """Rounds and prompts that follow find the program of the first."""
+    traces: list[str] = []
+    counted = LoadedDrafter(_Counted(subject.loaded.drafter, traces), subject.loaded.params)
+    decoder = SpeculativeDecoder(subject.target, counted, stop_tokens=())
+    after_first = 0
+    for length in (3, 5):
+        state = decoder.prefill(_prompts(subject, (length, 1)), max_new_tokens=64, seed=length)
+        for _ in range(3):
+            state = decoder.step(state).state
+            after_first = after_first or len(traces)
+    if len(traces) > after_first:
+        raise Broken(f"it was compiled again in a later round ({len(traces) - after_first} times); is its hash stable?")
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Counted:
+    """A drafter that notes whenever it is traced."""
+
+    drafter: Any
+    traces: list[str] = dataclasses.field(compare=False)
+
+    num_nodes = property(lambda self: self.drafter.num_nodes)
+    max_depth = property(lambda self: self.drafter.max_depth)
+    aux_layers = property(lambda self: self.drafter.aux_layers)
+    is_chain = property(lambda self: declares_chain(self.drafter))
+
+    def init(self, params: Any, batch: int, capacity: int) -> Any:
+        return self.drafter.init(params, batch, capacity)
+
+    def observe(self, params: Any, state: Any, seen: Observation) -> Any:
+        return self.drafter.observe(params, state, seen)
+
+    def propose(self, params: Any, state: Any, keys: Any, sampling: SamplingParams) -> Draft:
+        self.traces.append("propose")
+        return self.drafter.propose(params, state, keys, sampling)
+
+
+Law = dict[tuple[int, ...], float]
+
+
+def _law(target: LoadedTarget, prompt: list[int]) -> Law:
+    """Probability of every sequence, by plain forwards of the target; empty where the cut is too near a tie."""
+    law: Law = {(): 1.0}
+    for _ in range(HORIZON):
+        logits = _last_logits(target, [[*prompt, *tokens] for tokens in law])
+        longer: Law = {}
+        for tokens, values in zip(law, logits, strict=True):
+            order = np.argsort(-values)
+            kept = order[:TOP]
+            if len(order) > TOP and values[kept[-1]] - values[order[TOP]] < _NEAR:
+                return {}
+            weights = np.exp(values[kept] - values[kept[0]])
+            for token, weight in zip(kept.tolist(), weights / weights.sum(), strict=True):
+                longer[*tokens, token] = law[tokens] * float(weight)
+        law = longer
+    return law
+
+
+def _last_logits(target: LoadedTarget, rows: list[list[int]]) -> Float[np.ndarray, "B V"]:
+    """After the last token of every row: one plain causal forward, without a cache."""
+    length = len(rows[0])
+    tokens = np.zeros((TOP ** (HORIZON - 1), 32), np.int32)  # one program for everything asked here
+    tokens[: len(rows), :length] = rows
+    logits = _forward(target.model, target.params, jnp.asarray(tokens), jnp.int32(length - 1))
+    return np.asarray(logits, np.float64)[: len(rows)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(model: Any, params: Any, tokens: jax.Array, last: jax.Array) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    output = model(params, tokens, positions, causal_mask(tokens.shape[1]))
+    return model.unembed(params, jnp.take(output.final, last, axis=1))
+
+
+def _gap(target: LoadedTarget, text: list[int]) -> float:
+    """Between the two likeliest tokens after a text, as a share of the largest logit."""
+    values = _last_logits(target, [text])[0]
+    second, first = np.sort(values)[-2:]
+    return float((first - second) / max(np.abs(values).max(), 1e-9))
+
+
+def _prompts(subject: Subject, lengths: tuple[int, ...]) -> list[list[int]]:
+    rng = np.random.default_rng([subject.seed, *lengths])
+    return [rng.integers(0, subject.target.vocab_size, size).tolist() for size in lengths]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChiSquare:
+    """A comparison of frequencies with a law.
+
+    Attributes:
+        p_value: How often a right drafter would look as wrong.
+        why: What was seen.
+        visible: The root mean square deviation, relative to the law, that would have shown nine times in ten.
+    """
+
+    p_value: float
+    why: str
+    visible: float
+
+
+def chi_square(counts: Counter, law: Law) -> ChiSquare:
+    """Pearson's test; cells that expect fewer than ten are counted as one."""
+    total = counts.total()
+    impossible = [cell for cell in counts if cell not in law]
+    if impossible:
+        return ChiSquare(0.0, f"{len(impossible)} sequences that the target cannot write, as {impossible[0]}", 0.0)
+    cells = [[counts[cell], total * mass] for cell, mass in sorted(law.items(), key=lambda item: -item[1])]
+    large = [cell for cell in cells if cell[1] >= 10]
+    small = [cell for cell in cells if cell[1] < 10]
+    if small:
+        rest = [sum(column) for column in zip(*small, strict=True)]
+        if rest[1] >= 10 or not large:
+            large.append(rest)
+        else:
+            large[-1] = [a + b for a, b in zip(large[-1], rest, strict=True)]
+    observed, expected = np.array(large, float).T
+    degrees = max(len(large) - 1, 1)
+    statistic = float(np.sum((observed - expected) ** 2 / expected))
+    critical = chi2.isf(ALPHA, degrees)
+    shift = brentq(lambda shift: ncx2.sf(critical, degrees, shift) - 0.9, 1e-3, 1e4)
+    return ChiSquare(
+        float(chi2.sf(statistic, degrees)),
+        f"chi-square {statistic:.1f} on {degrees} degrees of freedom, {total} sequences",
+        math.sqrt(shift / total),
+    )
