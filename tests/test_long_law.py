@@ -216,9 +216,8 @@ def test_long_truncated_texts_follow_the_law_token_by_token_with(name: str) -> N
     check_long_law(name, settings=TRUNCATIONS, rows=8192, runs=1)
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_long_texts_of_a_decoder_follow_the_law_token_by_token_with(name: str) -> None:
-    check_long_law(name, rows=4096, runs=1)
+def test_long_texts_of_a_decoder_follow_the_law_token_by_token() -> None:
+    check_long_law("an EAGLE-3 chain of drawn tokens", rows=2048, runs=1)
 
 
 def test_no_law_here_hangs_on_the_rounding_of_a_truncation() -> None:

@@ -78,7 +78,7 @@ def drawn_chain(function: Callable, old: str, new: str) -> Mutant:
 
 
 def official_losses(function: Callable, old: str, new: str) -> Mutant:
-    return Mutant(function, old, new, test_training.check_official_losses)
+    return Mutant(function, old, new, test_training.check_official_losses, (3,))
 
 
 def zero_mass(uniform: float) -> None:

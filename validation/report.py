@@ -58,6 +58,7 @@ class Check:
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
     tables: list[Table] = dataclasses.field(default_factory=list)
     plots: list[Plot] = dataclasses.field(default_factory=list)
+    sees: str = ""
 
     def number(self, **numbers: Any) -> None:
         """Keep numbers under their names."""
