@@ -175,6 +175,8 @@ def generated(loop: loops.SpeculativeLoop, decoder: SpeculativeDecoder, batch: l
     capacity = start + HORIZON + loop.drafter.num_nodes
     outcome = loops.generate(loop, decoder.params, batch, capacity=capacity)
     assert np.array_equal(outcome.length, batch.limit)
+    if not isinstance(loop.drafter, Plain):  # a law of rounds in which nothing deep was accepted would show little
+        assert np.asarray(outcome.stats.num_accepted_tokens_per_pos).sum(axis=0).min() > 0
     return np.asarray(outcome.tokens)[:, start : start + HORIZON].astype(int)
 
 
