@@ -196,7 +196,7 @@ def test_sampled_tokens_follow_the_targets_distribution_with(check: Check, metho
     judged = [row[1] for row in table if row[2] != ""]
     check.sees = (
         f"probabilities off along a score by {100 * smallest_shift(max(judged), MOST_Z):.1f} % rms over all tokens, by "
-        f"{100 * smallest_shift(min(judged), MOST_Z):.0f} % in the smallest stratum; across all scores nothing is seen"
+        f"{100 * smallest_shift(min(judged), MOST_Z):.0f} % in the smallest stratum; not what leaves every score alone"
     )
     assert not wrong, f"{method}: {'; '.join(wrong)}"
 
