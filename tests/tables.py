@@ -26,8 +26,8 @@ from eagle3_jax.types import Draft, Observation, SamplingParams, TargetOutput
 class TableTarget:
     """The next token depends on the last ``order`` tokens; its parameters are the logits, ``[V^order V]``.
 
-    Row ``(x_t V + x_{t-1}) V + ...`` would be the newest first; here the newest token is the last digit, and what stood
-    before the text counts as token 0.
+    A context is the number whose digits in base ``V`` are its tokens, the newest one last; what stood before the text
+    counts as token 0.
 
     Attributes:
         vocab_size: ``V``.
@@ -102,6 +102,10 @@ class TableDrafter:
     draft_sampling: DraftSampling = DraftSampling.GREEDY
 
     @property
+    def is_chain(self) -> bool:
+        return isinstance(self.topology, Chain)
+
+    @property
     def num_nodes(self) -> int:
         return self.topology.num_nodes
 
@@ -112,10 +116,6 @@ class TableDrafter:
     @property
     def aux_layers(self) -> tuple[int, ...]:
         return ()
-
-    @property
-    def is_chain(self) -> bool:
-        return isinstance(self.topology, Chain)
 
     def drafting(self, topology: Topology | None, draft_sampling: DraftSampling | None) -> TableDrafter:
         return dataclasses.replace(

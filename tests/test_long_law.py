@@ -175,6 +175,8 @@ def generated(loop: loops.SpeculativeLoop, decoder: SpeculativeDecoder, batch: l
     capacity = start + HORIZON + loop.drafter.num_nodes
     outcome = loops.generate(loop, decoder.params, batch, capacity=capacity)
     assert np.array_equal(outcome.length, batch.limit)
+    if not isinstance(loop.drafter, Plain):  # a law of rounds in which nothing deep was accepted would show little
+        assert np.asarray(outcome.stats.num_accepted_tokens_per_pos).sum(axis=0).min() > 0
     return np.asarray(outcome.tokens)[:, start : start + HORIZON].astype(int)
 
 
@@ -216,9 +218,8 @@ def test_long_truncated_texts_follow_the_law_token_by_token_with(name: str) -> N
     check_long_law(name, settings=TRUNCATIONS, rows=8192, runs=1)
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_long_texts_of_a_decoder_follow_the_law_token_by_token_with(name: str) -> None:
-    check_long_law(name, rows=4096, runs=1)
+def test_long_texts_of_a_decoder_follow_the_law_token_by_token() -> None:
+    check_long_law("an EAGLE-3 chain of drawn tokens", rows=2048, runs=1)
 
 
 def test_no_law_here_hangs_on_the_rounding_of_a_truncation() -> None:

@@ -79,7 +79,7 @@ def drawn_chain(function: Callable, old: str, new: str) -> Mutant:
 
 
 def official_losses(function: Callable, old: str, new: str) -> Mutant:
-    return Mutant(function, old, new, test_training.check_official_losses)
+    return Mutant(function, old, new, test_training.check_official_losses, (3,))
 
 
 def zero_mass(uniform: float) -> None:
@@ -144,24 +144,24 @@ MUTANTS = {
     "another draft distribution is declared than was drawn from": sampling_law(
         tiny.Sampled.propose, DECLARED, "probs.append(jax.nn.softmax(q))", "a sampled chain"
     ),
-    "a draft is drawn at the temperature and declared without it": sampling_law(
-        _grow.draw_chain, SCATTERED, ".at[:, draft_to_target].add(jax.nn.softmax(logits))", "a sampled EAGLE-3 chain"
+    "a draft is drawn at the temperature and declared without it": long_law(
+        _grow.draw_chain, SCATTERED, ".at[:, draft_to_target].add(jax.nn.softmax(logits))", "a chain of drawn tokens"
     ),
-    "a draft is declared at its draft ids": sampling_law(
-        _grow.draw_chain, SCATTERED, ".at[:, : q.shape[1]].add(q)", "a sampled EAGLE-3 chain"
+    "a draft is declared at its draft ids": long_law(
+        _grow.draw_chain, SCATTERED, ".at[:, : q.shape[1]].add(q)", "a chain of drawn tokens"
     ),
-    "an argmax draft is declared as if drawn": sampling_law(
-        _grow.draw_chain, "jnp.where(greedy, ", "jnp.where(True, ", "a sampled EAGLE-3 chain"
+    "an argmax draft is declared as if drawn": long_law(
+        _grow.draw_chain, "jnp.where(greedy, ", "jnp.where(True, ", "a chain of drawn tokens"
     ),
-    "all depths of a draft share one uniform": sampling_law(
-        _grow.draw_chain, "draw(q, dice[:, index])", "draw(q, dice[:, 0])", "a sampled EAGLE-3 chain"
+    "all depths of a draft share one uniform": long_law(
+        _grow.draw_chain, "draw(q, dice[:, index])", "draw(q, dice[:, 0])", "a chain of drawn tokens"
     ),
-    "drafting and verifying share their randomness": sampling_law(
+    "drafting and verifying share their randomness": long_law(
         SpeculativeLoop._propose, "keys_at(state.keys, state.length, _DRAFT)", "keys_at(state.keys, state.length, _VERIFY)",
-        "a sampled EAGLE-3 chain", runs=12,
+        "a chain of drawn tokens",
     ),
-    "one uniform both accepts and draws": sampling_law(
-        SpeculativeLoop._verify, "choose=dice[:, num_nodes:]", "choose=dice[:, 1:2]", "an EAGLE-3 chain of 3"
+    "one uniform both accepts and draws": long_law(
+        SpeculativeLoop._verify, "choose=dice[:, num_nodes:]", "choose=dice[:, 1:2]", "a chain of the likeliest tokens"
     ),
     "top-p comes before temperature": sampling_law(
         probabilities,
@@ -176,14 +176,14 @@ MUTANTS = {
         "jax.nn.softmax(scaled, axis=-1)",
         "an EAGLE-3 chain of 1",
     ),
-    "verification ignores the temperature": sampling_law(
+    "verification ignores the temperature": long_law(
         SpeculativeLoop._verify,
         "probabilities(logits, state.sampling, self.warping)",
         "jax.nn.softmax(logits)",
-        "an EAGLE-3 chain of 1",
+        "a chain of the likeliest tokens",
     ),
-    "all rounds share their randomness": sampling_law(
-        SpeculativeLoop._verify, "keys_at(state.keys, state.length, _VERIFY)", "state.keys", "an EAGLE-3 chain of 1"
+    "all rounds share their randomness": long_law(
+        SpeculativeLoop._verify, "keys_at(state.keys, state.length, _VERIFY)", "state.keys", "a chain of the likeliest tokens"
     ),
     # Many rounds.
     "keys repeat every eight positions": long_law(

@@ -143,7 +143,8 @@ def torch_layer(weights, prefix):
     }
 
 
-def check_official_losses():
+def check_official_losses(steps=7):
+    """Of the first steps; each is the same however many follow."""
     golden = json.loads((GOLDEN / "ttt_losses.json").read_text())
     target, drafter, head, frozen = read_golden_pair()
     batch = TTTBatch(
@@ -152,12 +153,13 @@ def check_official_losses():
         loss_mask=jnp.asarray(golden["loss_mask"], bool),
     )
     # Compiled here and now: a program of an earlier call would not know what has changed since.
-    run = jax.jit(lambda head, batch: ttt_loss(drafter, target, head, frozen, batch, TTTConfig()))
+    run = jax.jit(lambda head, batch: ttt_loss(drafter, target, head, frozen, batch, TTTConfig(num_steps=steps)))
     loss, metrics = run(head, batch)
-    for step, (expected, accuracy) in enumerate(zip(golden["plosses"], golden["acces"], strict=True)):
+    losses = golden["plosses"][:steps]
+    for step, (expected, accuracy) in enumerate(zip(losses, golden["acces"], strict=False)):
         assert metrics[f"loss_{step}"] == pytest.approx(expected, abs=1e-4)
         assert metrics[f"accuracy_{step}"] == pytest.approx(accuracy, abs=1e-6)
-    assert loss == pytest.approx(sum(0.8**k * value for k, value in enumerate(golden["plosses"])), abs=1e-4)
+    assert loss == pytest.approx(sum(0.8**k * value for k, value in enumerate(losses)), abs=1e-4)
 
 
 def test_losses_are_those_of_the_official_code():

@@ -12,12 +12,15 @@ import pytest
 from scipy.stats import chi2, norm
 
 from validation.statistics import (
+    Excess,
     Score,
     directed,
     drafted,
     goodness_of_fit,
     kolmogorov_smirnov,
     randomised_pit,
+    smallest_deviation,
+    smallest_shift,
     surprisal,
     total_variation_bound,
     towards,
@@ -242,3 +245,97 @@ def test_counted_outcomes_of_a_wrong_law_are_seen() -> None:
     law, other = {0: 0.5, 1: 0.3, 2: 0.2}, [0.45, 0.33, 0.22]
     found = goodness_of_fit(Counter(rng.choice(3, size=4000, p=other).tolist()), law)
     assert found.chi_square < 1e-6 and found.g_test < 1e-6
+
+
+# ---------------------------------------------------------------- power
+
+
+def test_the_smallest_deviation_is_that_of_the_noncentral_chi_square() -> None:
+    """Published: at 5 % and one degree, power 0.9 takes a noncentrality of 10.51, with ten degrees 20.53."""
+    assert smallest_deviation(10_000, 1, alpha=0.05) == pytest.approx(math.sqrt(10.507 / 10_000), rel=1e-3)
+    assert smallest_deviation(10_000, 10, alpha=0.05) == pytest.approx(math.sqrt(20.53 / 10_000), rel=1e-3)
+    assert smallest_deviation(0, 3, alpha=1e-6) == smallest_deviation(10, 0, alpha=1e-6) == math.inf
+
+
+@functools.cache
+def transitions(seed: int, contexts: int = 12, size: int = 4) -> np.ndarray:
+    return np.random.default_rng(seed).dirichlet(4 * np.ones(size), contexts)
+
+
+def counted(p: np.ndarray, drawn_from: np.ndarray, tokens: int, rng: np.random.Generator) -> Excess:
+    """Tokens in strata that are their contexts."""
+    laws = rng.integers(0, len(p), tokens)
+    drawn = (rng.random((tokens, 1)) > np.cumsum(drawn_from, axis=1)[laws]).sum(axis=1).clip(max=p.shape[1] - 1)
+    return Excess.of(p, laws, drawn, laws, len(p))
+
+
+def test_excess_by_law_is_pearsons_statistic() -> None:
+    p, rng = transitions(0), np.random.default_rng(1)
+    excess = counted(p, p, 20_000, rng)
+    found = excess.fluctuation()
+    pearson = ((excess.observed - excess.expected) ** 2 / excess.expected).sum()
+    assert found.statistic == pytest.approx(pearson)
+    assert (found.degrees, found.tokens) == (12 * 3, 20_000)
+    assert found.p_value == pytest.approx(chi2.sf(pearson, 36))
+
+
+def test_p_values_of_excess_are_uniform_in_strata_that_mix_laws_and_follow_the_past() -> None:
+    """The stratum is the token two places earlier of a chain of order one: known before, and far from independent."""
+    p, found = transitions(2, contexts=4), []
+    for seed in range(400):
+        rng = np.random.default_rng(seed)
+        texts = np.zeros((300, 12), int)
+        for place in range(1, 12):
+            texts[:, place] = (rng.random((300, 1)) > np.cumsum(p, axis=1)[texts[:, place - 1]]).sum(axis=1).clip(max=3)
+        laws, tokens, strata = texts[:, 1:-1].ravel(), texts[:, 2:].ravel(), texts[:, :-2].ravel()
+        found.append(Excess.of(p, laws, tokens, strata, 4).fluctuation().p_value)
+    assert kolmogorov_smirnov(np.array(found)) > 1e-3
+
+
+def test_a_deviation_of_the_smallest_size_is_seen_nine_times_in_ten() -> None:
+    p, tokens, alpha = transitions(3), 20_000, 1e-3
+    size, rng = smallest_deviation(tokens, 36, alpha=alpha), np.random.default_rng(4)
+    tilt = rng.normal(size=p.shape)
+    tilt -= (p * tilt).sum(axis=1, keepdims=True)
+    tilt /= math.sqrt((p * tilt**2).sum() / len(p))
+    seen = [counted(p, p * (1 + size * tilt), tokens, rng).fluctuation().p_value < alpha for _ in range(400)]
+    assert np.mean(seen) == pytest.approx(0.9, abs=0.05)
+    unseen = [counted(p, p, tokens, rng).fluctuation().p_value < alpha for _ in range(400)]
+    assert np.mean(unseen) < 0.01
+
+
+def test_a_shift_along_a_score_of_the_smallest_size_is_seen_nine_times_in_ten() -> None:
+    p, tokens, rng = np.array([[0.5, 0.3, 0.2]]), 5000, np.random.default_rng(5)
+    laws = np.broadcast_to(p, (tokens, 3))
+    standard = -np.log(p[0]) - (p[0] * -np.log(p[0])).sum()
+    standard /= math.sqrt((p[0] * standard**2).sum())
+    moved = p[0] * (1 + smallest_shift(tokens, 3.0) * standard)
+    seen = [surprisal(laws, rng.choice(3, size=tokens, p=moved)).z > 3 for _ in range(400)]
+    assert np.mean(seen) == pytest.approx(0.9, abs=0.05)
+
+
+def test_excess_adds_up_and_knows_the_impossible() -> None:
+    p, rng = np.array([[0.5, 0.5, 0.0], [0.0, 1.0, 0.0]]), np.random.default_rng(6)
+    laws = rng.integers(0, 2, 1000)
+    tokens = np.where(laws == 1, 1, rng.integers(0, 2, 1000))
+    nowhere = np.zeros(1000, int)
+    whole = Excess.of(p, laws, tokens, nowhere, 1)
+    halves = Excess.of(p, laws[:500], tokens[:500], nowhere[:500], 1) + Excess.of(
+        p, laws[500:], tokens[500:], nowhere[500:], 1
+    )
+    assert np.array_equal(whole.observed, halves.observed) and np.allclose(whole.covariance, halves.covariance)
+    found = whole.fluctuation()
+    assert (found.degrees, found.tokens) == (1, int((laws == 0).sum()))  # certain tokens say nothing
+    assert found.p_value > 1e-3
+    tokens[np.flatnonzero(laws == 1)[0]] = 2
+    wrong = Excess.of(p, laws, tokens, nowhere, 1).fluctuation()
+    assert (wrong.p_value, wrong.impossible) == (0.0, 1)
+
+
+def test_strata_that_expect_too_few_are_put_together() -> None:
+    p, rng = transitions(7), np.random.default_rng(8)
+    laws, strata = rng.integers(0, 12, 3000), np.append(np.zeros(2900, int), np.arange(1, 101))
+    tokens = (rng.random((3000, 1)) > np.cumsum(p, axis=1)[laws]).sum(axis=1).clip(max=3)
+    found = Excess.of(p, laws, tokens, strata, 101).fluctuation()
+    assert found.degrees <= 2 * 3
+    assert found.p_value > 1e-3

@@ -127,6 +127,7 @@ class Fit:
         g_test: The p-value of the likelihood ratio; likewise.
         distance: Empirical total variation distance.
         impossible: Outcomes seen that the law does not allow.
+        degrees: Of freedom, rare outcomes counted as one.
     """
 
     draws: int
@@ -135,6 +136,7 @@ class Fit:
     g_test: float
     distance: float
     impossible: dict[Hashable, int]
+    degrees: int = 0
 
     def certificate(self, delta: float) -> float:
         """With probability ``1 - delta`` the true total variation distance is at most this."""
@@ -173,7 +175,7 @@ def goodness_of_fit(counts: Mapping[Hashable, int], law: Mapping[Hashable, float
     pearson, likelihood = (
         float(stats.power_divergence(observed, expected, lambda_=name).pvalue) for name in ("pearson", "log-likelihood")
     )
-    return dataclasses.replace(found, chi_square=pearson, g_test=likelihood)
+    return dataclasses.replace(found, chi_square=pearson, g_test=likelihood, degrees=len(expected) - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,6 +296,15 @@ def smallest_deviation(tokens: int, degrees: int, *, alpha: float, power: float 
     threshold = stats.chi2.isf(alpha, degrees)
     beyond = lambda noncentrality: stats.ncx2.sf(threshold, degrees, noncentrality) - power
     return math.sqrt(optimize.brentq(beyond, 1e-3, 100.0 * threshold) / tokens)
+
+
+def smallest_shift(tokens: int, most_z: float, *, power: float = 0.9) -> float:
+    """The same for a sum of scores that fails beyond ``most_z``, where probabilities are off along that score.
+
+    With ``p' = p (1 + ε s)`` and ``s`` the score made standard, ``z`` is normal with mean ``ε √tokens``. A deviation
+    that is orthogonal to the score leaves it as it is, whatever its size.
+    """
+    return (most_z + float(stats.norm.ppf(power))) / math.sqrt(tokens)
 
 
 def total_variation_bound(distance: float, *, cells: int, draws: int, delta: float) -> float:

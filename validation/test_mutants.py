@@ -11,11 +11,18 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+import test_drawn_chain
 import test_exact_law
 import test_golden
 import test_greedy
+import test_long_law
 import test_sampling_law
-from test_mutants import MUTANTS, Mutant, planted
+import test_schedule
+import test_scripted_trees
+import test_training
+import test_tree
+from mutants import Mutant, planted
+from test_mutants import MUTANTS
 
 from eagle3_jax import SpeculativeDecoder
 from eagle3_jax.models import rope
@@ -34,7 +41,17 @@ RECORDED, LIVE, WITNESS = "L8, recorded vLLM", "L8, live vLLM", "HF"
 LEVEL_OF: dict[Callable, str] = {
     test_exact_law.check_exact_law: "L0",
     test_sampling_law.check_sampling_law: "L2",
+    test_sampling_law.check_truncation_through_the_decoder: "L2",
+    test_long_law.check_long_law: "L2",
     test_greedy.check_greedy_output: "L3",
+    test_scripted_trees.check_deep_accepts: "L3",
+    test_scripted_trees.check_the_edge_of_a_capacity: "L3",
+    test_schedule.check_the_last_size: "tests alone",
+    test_schedule.test_a_gap_carries_the_length_before_it_and_nothing_is_drafted_above_the_last_entry: "tests alone",
+    test_tree.check_ties: "tests alone",
+    test_drawn_chain.check_drawn_chain: "tests alone",
+    test_drawn_chain.check_fused_features: "tests alone",
+    test_training.check_official_losses: "official EAGLE trace",
     test_golden.check_vllm_counters: RECORDED,
     test_golden.check_first_official_draft: "official EAGLE trace",
     test_golden.check_official_trace: "official EAGLE trace",
@@ -64,7 +81,7 @@ TARGET_BUGS = {
     ),
 }
 
-_caught: dict[str, str] = {}
+_caught: dict[str, tuple[str, str]] = {}  # bug to level and check
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,13 +123,13 @@ def is_of_the_chain(mutant: Mutant) -> bool:
 def test_a_planted_bug_turns_a_level_red(live: Live | None, bug: str) -> None:
     mutant = MUTANTS[bug]
     if live is not None and is_of_the_chain(mutant):
-        level, run = LIVE, live.check
+        level, run, by = LIVE, live.check, "the rounds of live vLLM"
     else:
-        level = LEVEL_OF.get(mutant.check, "L1")
-        run = lambda: mutant.check(*mutant.args, **dict(mutant.options))
-    with planted(mutant.function, mutant.old, mutant.new), pytest.raises(AssertionError):
+        level, run, by = LEVEL_OF.get(mutant.check, "L1"), mutant.run, mutant.catcher
+        mutant.seen_green()
+    with mutant.bug(), pytest.raises(AssertionError):
         run()
-    _caught[bug] = level
+    _caught[bug] = level, by
 
 
 @pytest.mark.parametrize("bug", TARGET_BUGS)
@@ -120,9 +137,10 @@ def test_a_bug_of_the_target_turns_a_level_red(subject: Subject, bug: str) -> No
     witness = pytest.importorskip("validation.test_transformers", reason="transformers is not installed")
     model = witness.load_witness(subject.target_directory)
     target, prompts = subject.pair("float32")[0], [subject.prompt_tokens[0][:24]]
+    witness.check_forward(Check(level="HF", name=bug), model, target, prompts)
     with planted(*TARGET_BUGS[bug]), pytest.raises(AssertionError):
         witness.check_forward(Check(level="HF", name=bug), model, target, prompts)
-    _caught[bug] = WITNESS
+    _caught[bug] = WITNESS, "validation.test_transformers.check_forward"
 
 
 def test_no_bug_survives(check: Check) -> None:
@@ -130,7 +148,7 @@ def test_no_bug_survives(check: Check) -> None:
     check.number(planted=len(planted_bugs), caught=len(_caught))
     check.table(
         "Which level caught which bug",
-        ["planted bug", "red"],
-        [[bug, _caught.get(bug, "none")] for bug in planted_bugs],
+        ["planted bug", "red", "caught by"],
+        [[bug, *_caught.get(bug, ("none", ""))] for bug in planted_bugs],
     )
     assert set(_caught) == set(planted_bugs)

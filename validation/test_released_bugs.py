@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import test_sampling_law
 import tiny
-from test_mutants import WARPED, planted
+from mutants import planted
+from test_mutants import WARPED
 
 from eagle3_jax import DraftSampling, SamplingParams, SpeculativeDecoder, probabilities
 from eagle3_jax.decode import LoadedDrafter

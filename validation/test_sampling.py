@@ -19,7 +19,16 @@ from eagle3_jax import DraftSampling, DynamicTree, SpeculativeDecoder, load_draf
 from eagle3_jax.load import bundled
 from validation.emissions import FIRST, Emitted, Reference, Warpers, at_an_edge, play
 from validation.report import Check
-from validation.statistics import Score, directed, drafted, kolmogorov_smirnov, randomised_pit, surprisal, towards
+from validation.statistics import (
+    Score,
+    directed,
+    drafted,
+    kolmogorov_smirnov,
+    randomised_pit,
+    smallest_shift,
+    surprisal,
+    towards,
+)
 
 pytestmark = pytest.mark.level("L6")
 
@@ -183,6 +192,11 @@ def test_sampled_tokens_follow_the_targets_distribution_with(check: Check, metho
         largest_z=max(abs(value) for row in table for value in row[2:4] if value != ""),
         smallest_p=min(value for row in table for value in row[4:] if value != ""),
         **{f"τ at {name}": round(value, 3) for name, value in found.acceptance_length.items()},
+    )
+    judged = [row[1] for row in table if row[2] != ""]
+    check.sees = (
+        f"probabilities off along a score by {100 * smallest_shift(max(judged), MOST_Z):.1f} % rms over all tokens, by "
+        f"{100 * smallest_shift(min(judged), MOST_Z):.0f} % in the smallest stratum; not what leaves every score alone"
     )
     assert not wrong, f"{method}: {'; '.join(wrong)}"
 
