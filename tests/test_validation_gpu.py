@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -23,11 +25,15 @@ from eagle3_jax.analysis.random_models import (
     shape_named,
     why_not,
 )
+from eagle3_jax.analysis.results import Report
 from eagle3_jax.analysis.roofline import bandwidth, ceiling, step_bytes
 from eagle3_jax.cli._prompts import Prompt, Renderer, read_prompts, shipped
 from eagle3_jax.drafters import Eagle3Drafter
+from eagle3_jax.load import bundled
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, MIXED, Precision
+from validation import speeds
+from validation.report import Check
 from validation.subject import DEFAULT_TARGET, choose
 from validation.tasks import answered_number, discordant_interval, is_right, questions, reference_number
 
@@ -170,6 +176,24 @@ def test_a_gpu_run_without_the_hub_falls_back_and_says_why(monkeypatch: pytest.M
         choose(**choice(gpu=True, target="mine", drafter="my-head"))
 
 
+def test_prompts_of_the_shipped_pair_leave_room_for_what_a_gpu_run_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(source: object, part: str) -> Path:
+        raise ValueError("no network")
+
+    monkeypatch.setattr("validation.subject.locate", nothing)
+    subject = choose(**choice(gpu=True))
+    assert {prompt.max_new_tokens for prompt in subject.prompts} == {256}
+
+
+def test_on_a_gpu_one_precision_is_loaded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of an 8B model do not fit beside vLLM."""
+    for gpu, left in ((True, ["bfloat16"]), (False, ["float32", "bfloat16"])):
+        subject = choose(**choice(gpu=gpu, target=str(bundled("target")), drafter=str(bundled("eagle3"))))
+        subject.pair("float32")
+        subject.pair("bfloat16")
+        assert list(subject._pairs) == left
+
+
 @pytest.mark.parametrize("given", ["target", "drafter"])
 def test_half_a_pair_is_refused(given: str) -> None:
     with pytest.raises(ValueError, match=f"--{given} was given without"):
@@ -263,6 +287,38 @@ def test_cost_by_hand() -> None:
     assert cost_per_million_tokens(500.0, 3.6) == pytest.approx(2.0)
 
 
+# ---------------------------------------------------------------- speeds
+
+
+def test_the_shipped_pairs_speed_on_a_gpu_is_no_claim() -> None:
+    check, subject = Check("L9", "speed"), choose(**choice())
+    assert speeds.is_quoted(subject, types.SimpleNamespace(gpu=False))
+    assert not speeds.is_quoted(subject, types.SimpleNamespace(gpu=True))
+    assert speeds.is_quoted(dataclasses.replace(subject, name="8B"), types.SimpleNamespace(gpu=True))
+    report = Report(
+        rows=[], baseline="plain", num_prompts=4, max_new_tokens=100, repeats=3, batch_size=1,
+        programs_after_warm_up=0, bytes_per_second=None, not_measured=[],
+    )  # fmt: skip
+    speeds.keep(check, report, None, [], title="No claim: ", quoted=False)
+    assert check.tables[0].title.startswith("No claim: ") and not check.plots
+    assert list(check.numbers) == ["note"]
+
+
+def test_a_rival_that_does_not_fit_is_missing_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(directory: Path, **options: object) -> list:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(speeds.TransformersContender, "load", load)
+    missing: list[list] = []
+    said = "CUDA out of memory. Tried to allocate 16 GiB"
+    setting = types.SimpleNamespace(gpu=True, rehearsal=False)
+    assert speeds.transformers_or_why_not(choose(**choice()), 4, setting, missing) == []
+    assert missing[0][0] == "transformers generate" and missing[0][-1] == said
+    said = "CUDA error: device-side assert triggered"
+    with pytest.raises(RuntimeError, match="device-side"):
+        speeds.transformers_or_why_not(choose(**choice()), 4, setting, missing)
+
+
 # ---------------------------------------------------------------- task answers
 
 
@@ -331,7 +387,8 @@ def test_a_rehearsal_runs_the_flow_and_says_that_it_is_one(tmp_path: Path) -> No
     ran = {check["level"]: check for check in report["checks"] if check["verdict"] == "passed"}
     assert ran["L7"]["numbers"]["questions"] == 8
     rows = ran["L9"]["tables"][0]["rows"]
-    assert [row[0] for row in rows] == ["plain bfloat16", "chain K=3"]
+    assert [row[0] for row in rows] == ["plain bfloat16", "chain K=3", "tree N=16 G=4"]
+    assert "accepted with probability 0.7" in ran["L9"]["tables"][0]["title"]
     assert all(isinstance(row[13], float) for row in rows)  # the cost
     assert report["environment"]["subject"]["name"] == "the shipped pair"
 

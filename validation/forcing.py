@@ -77,7 +77,9 @@ def by_blocks(
 
     ``block=1`` is plain decoding and ``block=K+1`` verification of a chain, both along tokens that are given.
     """
-    return _judge(functools.partial(_compiled(_blocks), block=block), target, prompts, outputs, outputs, multiple=block)
+    return _judge(
+        functools.partial(_compiled(_blocks, "block"), block=block), target, prompts, outputs, outputs, multiple=block
+    )
 
 
 def _judge(
@@ -120,9 +122,9 @@ def _all_logits(model: TargetModel, params: Any, fed: Int[Array, "B T"]) -> Floa
 
 
 @functools.cache
-def _compiled(function: Any) -> Any:
+def _compiled(function: Any, *static: str) -> Any:
     """Jitted with the compiler's options of the decoding that is judged, which depend on the device."""
-    return jax.jit(function, static_argnums=0, static_argnames="block", compiler_options=exact_options())
+    return jax.jit(function, static_argnums=0, static_argnames=static, compiler_options=exact_options())
 
 
 def _one_pass(model: TargetModel, params: Any, fed: Int[Array, "B T"], asked: Int[Array, "B T"]) -> _Judged:

@@ -10,8 +10,9 @@ from eagle3_jax.reporting.tables import flat, show
 from validation.checks import Check, Verdict
 from validation.report import Report
 
-# What parts may differ in: when they ran, files beside the code (whose hash is another fact), what only some needed.
-_NEVER_THE_SAME = ("date", "git.dirty")
+# What parts may differ in: when they ran, files beside the code (whose hash is another fact), the words of the hub,
+# and what only some of them needed.
+_NEVER_THE_SAME = ("date", "git.dirty", "subject.not the default")
 _WHERE_NEEDED = ("subject", "vllm", "vllm warning")
 _WORST_FIRST = (Verdict.FAILED, Verdict.PARTLY, Verdict.PASSED)
 

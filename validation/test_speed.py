@@ -20,30 +20,22 @@ import pytest
 from eagle3_jax import DynamicTree, SpeculativeDecoder
 from eagle3_jax.analysis.bench import measure
 from eagle3_jax.analysis.contenders import Contender, DecoderContender
-from eagle3_jax.analysis.cost import cost_per_million_tokens
 from eagle3_jax.analysis.random_models import bytes_needed, random_pair, shape_named, why_not
-from eagle3_jax.analysis.results import Report, Row
 from eagle3_jax.analysis.timing import CompileClock
 from eagle3_jax.drafters import NGram
-from eagle3_jax.rivals.memory import is_out_of_memory
-from eagle3_jax.rivals.transformers import TransformersContender
 from eagle3_jax.rivals.vllm.bridge import VLLM, Engine, EngineOptions, VLLMUnavailable, eagle3
 from eagle3_jax.rivals.vllm.contender import VLLMContender
 from eagle3_jax.simulated import SimulatedAcceptance
 from validation.report import Check
-from validation.subject import SHIPPED, Pair, Subject
+from validation.speeds import COLUMNS, CONTEXT, is_quoted, keep, not_run, shared_dtype, transformers_or_why_not
+from validation.subject import Pair, Subject
 
 pytestmark = pytest.mark.level("L9")
 
 ACCEPTED = 0.7  # of each draft token, given those before it, where weights are random; τ = 2.5 for a chain of 3
-CONTEXT = 100  # prompts are cut to their last tokens
 TREE = DynamicTree(num_nodes=60, max_depth=8, top_k=10)
 SMALL_TREE = DynamicTree(num_nodes=16, max_depth=4, top_k=4)
 RIVALS_SEEN = 512  # positions that rivals reserve
-COLUMNS = [
-    "method", "precision", "batch", "tokens/s", "quartiles", "over plain", "quartiles", "τ", "TTFT p50 ms",
-    "TTFT p99 ms", "TPOT p50 ms", "TPOT p99 ms", "% of bandwidth", "cost of 1M tokens", "not run because",
-]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,15 +144,10 @@ def test_speed(check: Check, subject: Subject, setting: Any, plan: Plan, model: 
     if not setting.gpu and batch == 1:
         contenders.append(chain(subject.pair("float32"), "float32", 0))
     missing: list[list[Any]] = []
-    contenders += _transformers(subject, batch, setting, missing)
+    contenders += transformers_or_why_not(subject, batch, setting, missing)
     prompts = some_prompts(subject, max(batch, 4))
-    quoted = _is_quoted(subject, setting)
+    quoted = is_quoted(subject, setting)
     _measure(check, contenders, prompts, plan, setting, batch=batch, missing=missing, quoted=quoted)
-
-
-def _is_quoted(subject: Subject, setting: Any) -> bool:
-    """Whether the pair's speed is worth a number: that of the shipped one is not, on a GPU."""
-    return not (setting.gpu and subject.name == SHIPPED)
 
 
 def _random_model(check: Check, setting: Any, plan: Plan, name: str, batch: int) -> None:
@@ -170,7 +157,7 @@ def _random_model(check: Check, setting: Any, plan: Plan, name: str, batch: int)
         needed = bytes_needed(shape, batch=batch, capacity=2 * (CONTEXT + plan.new_tokens))
         reason = why_not(needed, jax.devices()[0].memory_stats())
         if reason is not None:
-            check.table("Speed", COLUMNS, [_not_run(name, "bfloat16", batch, reason)])
+            check.table("Speed", COLUMNS, [not_run(name, "bfloat16", batch, reason)])
             pytest.skip(f"{name} at batch {batch}: {reason}")
     pair = random_pair(shape)
     tokens = np.random.default_rng(0).integers(0, shape.vocab_size, (batch, CONTEXT)).tolist()
@@ -191,7 +178,7 @@ def engine(vllm: VLLM, subject: Subject, vllm_chain: int, plan: Plan) -> Engine:
     speculative = eagle3(subject.drafter_directory, vllm_chain) if vllm_chain else None
     options = EngineOptions(
         model=str(subject.target_directory),
-        dtype=_shared_dtype(subject),
+        dtype=shared_dtype(subject),
         speculative=speculative,
         max_model_len=RIVALS_SEEN,
         max_num_seqs=max(plan.batches),
@@ -202,40 +189,19 @@ def engine(vllm: VLLM, subject: Subject, vllm_chain: int, plan: Plan) -> Engine:
         pytest.skip(str(reason))
 
 
-def _shared_dtype(subject: Subject) -> str:
-    return "float32" if subject.dtypes[0] == "mixed" else "bfloat16"
-
-
 def test_speed_beside_vllm(
     check: Check, subject: Subject, setting: Any, plan: Plan, vllm_chain: int, engine: Engine
 ) -> None:
     """vLLM holds one engine at a time, so each meets our plain decoding and our chain of its length in turn."""
-    dtype = _shared_dtype(subject)
+    dtype = shared_dtype(subject)
     pair = subject.pair(dtype)
     name = f"vLLM eagle3 K={vllm_chain}" if vllm_chain else "vLLM plain"
     for batch in plan.batches:
         contenders: list[Contender] = [chain(pair, dtype, length) for length in sorted({0, vllm_chain})]
         contenders.append(VLLMContender(name, dtype, engine))
         prompts = some_prompts(subject, max(batch, 4))
-        quoted = _is_quoted(subject, setting)
+        quoted = is_quoted(subject, setting)
         _measure(check, contenders, prompts, plan, setting, batch=batch, missing=[], quoted=quoted)
-
-
-def _transformers(subject: Subject, batch: int, setting: Any, missing: list[list[Any]]) -> list[TransformersContender]:
-    """``generate``, and its assisted generation by prompt lookup, or why they are not there."""
-    dtype = _shared_dtype(subject)
-    try:
-        on_gpu = setting.gpu and not setting.rehearsal
-        return TransformersContender.load(subject.target_directory, dtype=dtype, on_gpu=on_gpu)
-    except (ImportError, OSError, ValueError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
-            raise
-        missing.append(_not_run("transformers generate", dtype, batch, str(error).splitlines()[0]))
-        return []
-
-
-def _not_run(name: str, dtype: str, batch: int, reason: str) -> list[Any]:
-    return [name, dtype, batch, *[""] * (len(COLUMNS) - 4), reason]
 
 
 def _measure(
@@ -264,9 +230,9 @@ def _measure(
         large=plan.large,
     )
     dtypes = {one.name: one.dtype for one in contenders}
-    absent = [_not_run(one.name, dtypes[one.name], batch, one.reason) for one in report.not_measured]
+    absent = [not_run(one.name, dtypes[one.name], batch, one.reason) for one in report.not_measured]
     title = title if quoted else "No claim, for on a GPU the shipped pair waits for launches: "
-    _keep(check, report, setting.price_per_hour, [*missing, *absent], title=title, quoted=quoted)
+    keep(check, report, setting.price_per_hour, [*missing, *absent], title=title, quoted=quoted)
     too_fast = {row.name: row.bandwidth_share for row in report.too_fast}
     most = report.bytes_per_second or 0.0
     assert not too_fast, f"faster than {most / 1e9:.0f} GB/s can feed: {too_fast}; the clock or the tokens are wrong"
@@ -274,41 +240,3 @@ def _measure(
     ours = {one.name for one in contenders if isinstance(one, DecoderContender)}
     for row in report.rows:
         assert row.repeatable or row.name not in ours, f"{row.name} wrote other tokens in another repeat"
-
-
-def _keep(
-    check: Check, report: Report, price: float | None, missing: list[list[Any]], *, title: str, quoted: bool
-) -> None:
-    rows = [_cells(row, report, price) for row in report.rows]
-    batch = report.batch_size
-    check.table(
-        f"{title}Speed at batch {batch}, {report.num_prompts} prompts of {CONTEXT} tokens, {report.max_new_tokens} new",
-        COLUMNS,
-        [*rows, *missing],
-    )
-    if not quoted:
-        check.number(note="the shipped pair's speed on a GPU is no claim")
-        return
-    named = [row.name for row in report.rows]
-    speeds = [row.decode_tokens_per_second.median for row in report.rows]
-    check.number(**{f"bandwidth GB/s, batch {batch}": (report.bytes_per_second or 0.0) / 1e9})
-    check.number(**{f"tokens/s {name}, batch {batch}": speed for name, speed in zip(named, speeds, strict=True)})
-    check.plot(f"{title}Speed at batch {batch}", "bar", "method", "tokens/s", {"decoding": (named, speeds)})
-    lengths = [row.num_draft_steps for row in report.rows if row.name.startswith("chain")]
-    if len(lengths) > 1:
-        ratios = [row.ratio.median for row in report.rows if row.name.startswith("chain")]
-        series = {f"batch {batch}": ([0, *lengths], [1.0, *ratios])}
-        check.plot(f"{title}Speed-up over plain decoding at batch {batch}", "line", "K", "ratio", series)
-
-
-def _cells(row: Row, report: Report, price: float | None) -> list[Any]:
-    speed, ratio = row.decode_tokens_per_second, row.ratio
-    share, found = row.bandwidth_share, row.acceptance
-    tau = 1.0 if found is None else found.mean_acceptance_length
-    cost = "" if price is None else cost_per_million_tokens(row.total_tokens_per_second.median, price)
-    latencies = [1e3 * value for one in (row.first_token, row.per_token) for value in (one.p50, one.p99)]
-    return [
-        row.name, row.dtype, report.batch_size, speed.median, f"{speed.low:.4g} to {speed.high:.4g}",
-        ratio.median, f"{ratio.low:.2f} to {ratio.high:.2f}", tau, *latencies,
-        "" if share is None else 100 * share, cost, "",
-    ]  # fmt: skip

@@ -1,0 +1,84 @@
+"""How speeds are kept in the report, and what is said where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eagle3_jax.analysis.cost import cost_per_million_tokens
+from eagle3_jax.analysis.results import Report, Row
+from eagle3_jax.rivals.memory import is_out_of_memory
+from eagle3_jax.rivals.transformers import TransformersContender
+from validation.checks import Check
+from validation.subject import SHIPPED, Subject
+
+CONTEXT = 100  # prompts are cut to their last tokens
+COLUMNS = [
+    "method", "precision", "batch", "tokens/s", "quartiles", "over plain", "quartiles", "τ", "TTFT p50 ms",
+    "TTFT p99 ms", "TPOT p50 ms", "TPOT p99 ms", "% of bandwidth", "cost of 1M tokens", "not run because",
+]  # fmt: skip
+
+
+def is_quoted(subject: Subject, setting: Any) -> bool:
+    """Whether the pair's speed is worth a number: that of the shipped one is not, on a GPU."""
+    return not (setting.gpu and subject.name == SHIPPED)
+
+
+def shared_dtype(subject: Subject) -> str:
+    return "float32" if subject.dtypes[0] == "mixed" else "bfloat16"
+
+
+def transformers_or_why_not(
+    subject: Subject, batch: int, setting: Any, missing: list[list[Any]]
+) -> list[TransformersContender]:
+    """``generate``, and its assisted generation by prompt lookup, or why they are not there."""
+    dtype = shared_dtype(subject)
+    try:
+        on_gpu = setting.gpu and not setting.rehearsal
+        return TransformersContender.load(subject.target_directory, dtype=dtype, on_gpu=on_gpu)
+    except (ImportError, OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+            raise
+        missing.append(not_run("transformers generate", dtype, batch, str(error).splitlines()[0]))
+        return []
+
+
+def not_run(name: str, dtype: str, batch: int, reason: str) -> list[Any]:
+    return [name, dtype, batch, *[""] * (len(COLUMNS) - 4), reason]
+
+
+def keep(
+    check: Check, report: Report, price: float | None, missing: list[list[Any]], *, title: str, quoted: bool
+) -> None:
+    rows = [_cells(row, report, price) for row in report.rows]
+    batch = report.batch_size
+    check.table(
+        f"{title}Speed at batch {batch}, {report.num_prompts} prompts of {CONTEXT} tokens, {report.max_new_tokens} new",
+        COLUMNS,
+        [*rows, *missing],
+    )
+    if not quoted:
+        check.number(note="the shipped pair's speed on a GPU is no claim")
+        return
+    named = [row.name for row in report.rows]
+    speeds = [row.decode_tokens_per_second.median for row in report.rows]
+    check.number(**{f"bandwidth GB/s, batch {batch}": (report.bytes_per_second or 0.0) / 1e9})
+    check.number(**{f"tokens/s {name}, batch {batch}": speed for name, speed in zip(named, speeds, strict=True)})
+    check.plot(f"{title}Speed at batch {batch}", "bar", "method", "tokens/s", {"decoding": (named, speeds)})
+    lengths = [row.num_draft_steps for row in report.rows if row.name.startswith("chain")]
+    if len(lengths) > 1:
+        ratios = [row.ratio.median for row in report.rows if row.name.startswith("chain")]
+        series = {f"batch {batch}": ([0, *lengths], [1.0, *ratios])}
+        check.plot(f"{title}Speed-up over plain decoding at batch {batch}", "line", "K", "ratio", series)
+
+
+def _cells(row: Row, report: Report, price: float | None) -> list[Any]:
+    speed, ratio = row.decode_tokens_per_second, row.ratio
+    share, found = row.bandwidth_share, row.acceptance
+    tau = 1.0 if found is None else found.mean_acceptance_length
+    cost = "" if price is None else cost_per_million_tokens(row.total_tokens_per_second.median, price)
+    latencies = [1e3 * value for one in (row.first_token, row.per_token) for value in (one.p50, one.p99)]
+    return [
+        row.name, row.dtype, report.batch_size, speed.median, f"{speed.low:.4g} to {speed.high:.4g}",
+        ratio.median, f"{ratio.low:.2f} to {ratio.high:.2f}", tau, *latencies,
+        "" if share is None else 100 * share, cost, "",
+    ]  # fmt: skip
