@@ -100,7 +100,10 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
         return None
     try:
         return Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
-    except Exception as error:  # tokenizers raises nothing more special
+    except BaseException as error:
+        # tokenizers raises nothing more special, and a panic of its Rust code is not even an Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         reason = " ".join(str(error).split())[:120]
         raise ValueError(f"{path} is not a tokenizer ({reason}); fetch the file again, or remove it") from None
 

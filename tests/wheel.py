@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import tomllib
 import zipfile
 from pathlib import Path
@@ -137,18 +138,26 @@ def main() -> None:
     extras = [extra for extra in parser.parse_args().extras.split(",") if extra not in ("", "none")]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
+        begun = time.monotonic()
+
+        def report(what: str) -> None:
+            print(f"{time.monotonic() - begun:5.0f} s  {what}", flush=True)
+
         builder = Environment(folder, "build")
         builder.pip("install", *PROJECT["build-system"]["requires"])
         subprocess.run([builder.bin / "python", "-m", "hatchling", "build", "-d", folder / "dist"], cwd=ROOT, check=True)
         (wheel,), (sdist,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
         check_contents(wheel, sdist)
+        report("built, and holds what it should")
         fresh = Environment(folder, "fresh")
         fresh.pip("install", wheel)
+        report("installed alone")
         fresh.works("python", "-m", "pip", "check")
         check_alone(fresh)
+        report("generates, inspects, plans and converts")
         if extras:
             check_extras(fresh, wheel, extras)
-    print(f"the wheel works alone, and with {', '.join(extras) or 'no extras'}")
+            report(f"does what {', '.join(extras)} promise")
 
 
 if __name__ == "__main__":
