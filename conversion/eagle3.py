@@ -228,7 +228,9 @@ def _read_config(
     where = geometry.where
     model_type = geometry.get("model_type")
     if model_type not in ("llama", "qwen3"):
-        raise CheckpointError(f"{where}: model_type is {short(model_type)}; expected 'llama' or 'qwen3' for an EAGLE-3 head")
+        raise CheckpointError(
+            f"{where}: model_type is {short(model_type)}; expected 'llama' or 'qwen3' for an EAGLE-3 head"
+        )
     if model_type == "qwen3" and geometry.get("head_dim") is None:
         raise CheckpointError(f"{where} has no head_dim, which Qwen3 does not derive from the width; add it")
     if not _switch(top, "use_aux_hidden_state", True):
@@ -238,7 +240,9 @@ def _read_config(
     section = top.section("eagle_config")
     for name, expected in _MODELOPT.items():
         if section.get(name) is not None and section.get(name) != expected:
-            raise CheckpointError(f"{section.where}: {name} is {short(section.get(name))}; only {expected!r} is supported")
+            raise CheckpointError(
+                f"{section.where}: {name} is {short(section.get(name))}; only {expected!r} is supported"
+            )
     refuse_unsupported(top)
     aux_layers = named_aux_layers(top)
     chunks = len(aux_layers) if aux_layers else 3

@@ -41,9 +41,26 @@ fuzz = settings(
 )
 
 EXTREMES = [0, -1, 1, 2, 10**9, 10**12, 10**400, -(2**63), 1e-300, 1e300, 0.5, -0.0, float("nan"), float("inf")]
-WORDS = ["", "llama", "qwen3", "yarn", "llama3", "linear", "full_attention", "\x1b[2J", "\ud800", "\0", "../x", "x" * 300]
-LEAVES = st.none() | st.booleans() | st.integers() | st.sampled_from(EXTREMES) | st.sampled_from(WORDS) | st.text(max_size=5)
-VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3))
+WORDS = [
+    "",
+    "llama",
+    "qwen3",
+    "yarn",
+    "llama3",
+    "linear",
+    "full_attention",
+    "\x1b[2J",
+    "\ud800",
+    "\0",
+    "../x",
+    "x" * 300,
+]
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.sampled_from(EXTREMES) | st.sampled_from(WORDS) | st.text(max_size=5)
+)
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+)
 
 
 def containers(value: Any) -> Iterator[Any]:
@@ -142,7 +159,14 @@ def test_configurations_of_targets(folder: Path, data: st.DataObject) -> None:
     path = folder / "target" / "config.json"
     sound = path.read_bytes()
     values = json.loads(sound) | {"rope_scaling": data.draw(st.sampled_from(ROPES)), "rope_theta": 10000.0}
-    hints = ("head_dim", "tie_word_embeddings", "attention_bias", "layer_types", "rope_parameters", "quantization_config")
+    hints = (
+        "head_dim",
+        "tie_word_embeddings",
+        "attention_bias",
+        "layer_types",
+        "rope_parameters",
+        "quantization_config",
+    )
     try:
         path.write_bytes(data.draw(damaged_json(values, hints)))
         found = judge(lambda: conversion.read_target(path.parent))
@@ -164,7 +188,13 @@ def test_configurations_of_heads(folder: Path, data: st.DataObject) -> None:
     if data.draw(st.booleans()):
         values = {"speculators_model_type": "eagle3", "draft_vocab_size": 40, "transformer_layer_config": values}
     values["eagle_config"] = {"use_aux_hidden_state": True, "layer_ids": [2, 4, 5]}
-    hints = ("eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "target_hidden_size", "norm_output", "fc_norm")
+    hints = (
+        "eagle_aux_hidden_state_layer_ids",
+        "num_aux_hidden_states",
+        "target_hidden_size",
+        "norm_output",
+        "fc_norm",
+    )
     shape = read_target_shape("llama-3.1-8b")
     try:
         path.write_bytes(data.draw(damaged_json(values, hints)))

@@ -44,7 +44,9 @@ def named(requirements: list[str]) -> set[str]:
 
 def imports_of(path: Path) -> Iterator[Import]:
     tree = ast.parse(path.read_text())
-    lazy = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.If) for inner in ast.walk(node)}
+    lazy = {
+        id(inner) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.If) for inner in ast.walk(node)
+    }
     for node in ast.walk(tree):
         names = []
         if isinstance(node, ast.Import):
