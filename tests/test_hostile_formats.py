@@ -95,7 +95,17 @@ PANICS = """{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merge
 
 @pytest.mark.parametrize(
     "content",
-    ["{}", "", "[]", '{"model": {"type": "BPE"}}', "\x00", '{"a":' * 2000, b"\xff\xfe", PANICS],
+    [
+        "{}",
+        "",
+        "[]",
+        '{"model": {"type": "BPE"}}',
+        "\x00",
+        '{"version": "\\u001b[2J"}',
+        '{"a":' * 2000,
+        b"\xff\xfe",
+        PANICS,
+    ],
     ids=lambda content: str(content[:12]),
 )
 def test_a_tokenizer_that_is_none_is_refused_when_it_is_loaded(content: str | bytes, tmp_path: Path) -> None:
