@@ -148,8 +148,9 @@ def dialect_of(values: Mapping[str, Any], names: Mapping[str, Any]) -> str:
     architecture = " ".join(map(str, values.get("architectures") or ()))
     if "Eagle3" not in architecture:
         return "eagle"
-    # SGLang's code knows neither this field nor such heads.
-    return "vllm" if "norm_before_residual" in values or "Qwen3" in architecture else "sglang"
+    # Only vLLM reads all of them; files for SGLang name those that are set.
+    flags = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
+    return "vllm" if all(flag in values for flag in flags) else "sglang"
 
 
 def named_aux_layers(top: Fields) -> tuple[int, ...] | None:
