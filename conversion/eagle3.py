@@ -148,8 +148,9 @@ def dialect_of(values: Mapping[str, Any], names: Mapping[str, Any]) -> str:
     architecture = " ".join(map(str, values.get("architectures") or ()))
     if "Eagle3" not in architecture:
         return "eagle"
-    # SGLang's code knows neither this field nor such heads.
-    return "vllm" if "norm_before_residual" in values or "Qwen3" in architecture else "sglang"
+    # Only vLLM reads all of them; files for SGLang name those that are set.
+    flags = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
+    return "vllm" if all(flag in values for flag in flags) else "sglang"
 
 
 def named_aux_layers(top: Fields) -> tuple[int, ...] | None:
@@ -228,7 +229,9 @@ def _read_config(
     where = geometry.where
     model_type = geometry.get("model_type")
     if model_type not in ("llama", "qwen3"):
-        raise CheckpointError(f"{where}: model_type is {short(model_type)}; expected 'llama' or 'qwen3' for an EAGLE-3 head")
+        raise CheckpointError(
+            f"{where}: model_type is {short(model_type)}; expected 'llama' or 'qwen3' for an EAGLE-3 head"
+        )
     if model_type == "qwen3" and geometry.get("head_dim") is None:
         raise CheckpointError(f"{where} has no head_dim, which Qwen3 does not derive from the width; add it")
     if not _switch(top, "use_aux_hidden_state", True):
@@ -238,7 +241,9 @@ def _read_config(
     section = top.section("eagle_config")
     for name, expected in _MODELOPT.items():
         if section.get(name) is not None and section.get(name) != expected:
-            raise CheckpointError(f"{section.where}: {name} is {short(section.get(name))}; only {expected!r} is supported")
+            raise CheckpointError(
+                f"{section.where}: {name} is {short(section.get(name))}; only {expected!r} is supported"
+            )
     refuse_unsupported(top)
     aux_layers = named_aux_layers(top)
     chunks = len(aux_layers) if aux_layers else 3

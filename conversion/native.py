@@ -115,7 +115,9 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
     draft_to_target = leaves.pop("draft_to_target")
     _check_table(draft_to_target, embedding, config, str(directory))
     rest = [path for path in leaves if not path.startswith("head.first.")]
-    rules.check_layers(config.layer.num_layers - 1, rest, r"head\.rest\.(\d{1,9})\.", f"{section.where}: num_layers - 1")
+    rules.check_layers(
+        config.layer.num_layers - 1, rest, r"head\.rest\.(\d{1,9})\.", f"{section.where}: num_layers - 1"
+    )
     head = _nested(
         {path.removeprefix("head."): leaf for path, leaf in leaves.items()},
         Eagle3Drafter(config).param_shapes(),
@@ -179,7 +181,9 @@ def _check_table(table: np.ndarray, embedding: np.ndarray | None, config: Eagle3
 def _description(directory: Path, kind: str) -> Fields:
     fields = Fields(read_json(directory / NATIVE_FILE), str(directory / NATIVE_FILE))
     if fields.get("format") != FORMAT:
-        raise CheckpointError(f"{fields.where}: format is {short(fields.get('format'))}; this version reads format {FORMAT}")
+        raise CheckpointError(
+            f"{fields.where}: format is {short(fields.get('format'))}; this version reads format {FORMAT}"
+        )
     if fields.get("kind") != kind:
         hint = "give it as the drafter" if kind == TARGET else "give it as the target"
         raise CheckpointError(f"{directory} holds a {short(fields.get('kind'))}, not a {kind}; {hint}")

@@ -18,7 +18,6 @@ import numpy as np
 from jax import export as jax_export
 
 from eagle3_jax import __version__
-from eagle3_jax.writing import whole_file
 
 if TYPE_CHECKING:
     from eagle3_jax.decode import SpeculativeDecoder
@@ -151,6 +150,8 @@ class ExportedGeneration:
 
     def save(self, path: str | Path) -> None:
         """Write it as one file, which appears under its name only when complete."""
+        from eagle3_jax.writing import whole_file  # who only loads needs none of it
+
         with whole_file(path) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr(_ABOUT, json.dumps({"format": FORMAT, **dataclasses.asdict(self.about)}, indent=1))
             archive.writestr(_PROGRAM, bytes(self.program.serialize()))

@@ -20,10 +20,13 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
         return None
     try:
         tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
-    except Exception as error:  # the library raises no narrower type
-        reason = " ".join(str(error).split())[:200]
+    except BaseException as error:
+        # The library raises nothing narrower, and a panic of its Rust code is not even an Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = "".join(letter if letter.isprintable() else " " for letter in str(error))
         raise ValueError(
-            f"{path} is not a tokenizer ({reason}); copy it again from where the model came from"
+            f"{path} is not a tokenizer ({' '.join(reason.split())[:200]}); copy it again from where the model came from"
         ) from None
     # Some are saved with the length that they were trained at; a prompt is fed whole or refused.
     tokenizer.no_truncation()

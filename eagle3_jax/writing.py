@@ -118,7 +118,9 @@ def check_free(final: Path, num_bytes: int) -> None:
     place = next(parent for parent in (final, *final.parents) if parent.exists())
     free = shutil.disk_usage(place).free
     if free < num_bytes:
-        raise WriteError(f"disk full: {final} needs {num_bytes:,} bytes and {free:,} are free. Free some, or write elsewhere")
+        raise WriteError(
+            f"disk full: {final} needs {num_bytes:,} bytes and {free:,} are free. Free some, or write elsewhere"
+        )
 
 
 def remove_tree(directory: Path) -> None:

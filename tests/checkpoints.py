@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file, save_file
 
+from conversion import CheckpointError
 from eagle3_jax.models.config import DecoderConfig
 
 if TYPE_CHECKING:
@@ -25,6 +29,18 @@ def write_checkpoint(directory: Path, config: dict[str, Any], tensors: dict[str,
     (directory / "config.json").write_text(json.dumps(config))
     save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, directory / "model.safetensors")
     return directory
+
+
+def refused(read: Callable[[Path], Any], path: Path, says: str) -> None:
+    """Within two seconds of work, in one printable line, of the one class, leaving everything as it is."""
+    before = sorted(path.rglob("*")) if path.is_dir() else []
+    begun = time.process_time()
+    with pytest.raises(CheckpointError, match=says) as refusal:
+        read(path)
+    assert time.process_time() - begun < 2
+    assert str(refusal.value).isprintable()
+    assert len(str(refusal.value)) < 600
+    assert before == (sorted(path.rglob("*")) if path.is_dir() else [])
 
 
 def edit_config(directory: Path, **changes: Any) -> None:

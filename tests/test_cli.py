@@ -359,9 +359,7 @@ def test_a_trace_that_cannot_be_written_is_refused_before_any_work(refused, tmp_
     assert "is a directory" in refused("generate", "--target", "/none", *PROMPT, "--trace", tmp_path)
 
 
-@pytest.mark.parametrize(
-    "command", ["generat", "train targets", "convert", "convert a", "doctor", "inspect", "bench x"]
-)
+@pytest.mark.parametrize("command", ["generat", "train targets", "convert", "convert a", "bench x"])
 def test_a_wrong_command_line_is_refused(refused, command):
     assert "--help" in refused(*command.split())
 

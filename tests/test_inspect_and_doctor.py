@@ -43,7 +43,7 @@ def test_inspect_alone_describes_the_bundled_pair(capsys: Any) -> None:
 
 def test_doctor_alone_examines_the_bundled_pair(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # Measuring it takes seconds and is tested elsewhere.
-    agreement = Agreement((0.7, 0.7, 0.6), (20, 14, 10))
+    agreement = Agreement(rates=(0.7, 0.7, 0.6), counts=(20, 14, 10))
     monkeypatch.setattr("conversion.doctor.forced_agreement", lambda *_: agreement)
     assert run(["doctor", "--json", "--compilation-cache", "none"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True

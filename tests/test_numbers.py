@@ -43,7 +43,9 @@ def options(group: str) -> Iterator[Option]:
             if typing.get_origin(hint) is not typing.Annotated:
                 continue
             plain, option = typing.get_args(hint)
-            kinds = {plain, *typing.get_args(plain)} | {inner for part in typing.get_args(plain) for inner in typing.get_args(part)}
+            kinds = {plain, *typing.get_args(plain)} | {
+                inner for part in typing.get_args(plain) for inner in typing.get_args(part)
+            }
             if isinstance(option, OptionInfo) and kinds & {int, float}:
                 flag = (option.param_decls or (f"--{name.replace('_', '-')}",))[0]
                 yield Option(f"{group} {command.name}", flag, float in kinds)
@@ -77,7 +79,7 @@ def test_a_plan_of_an_extreme_number_is_finite_or_refused_in_one_line(option: Op
         assert value != "nan" or code == 2, "NaN is never a number that was meant"
 
 
-class Reached(Exception):  # noqa: N818
+class Reached(Exception):
     """The work would begin now."""
 
 

@@ -84,15 +84,18 @@ def test_another_fault_is_not_called_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_a_real_full_file_system_is_one(tmp_path: Path) -> None:
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], check=False).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], check=False).returncode
+    ):
         pytest.skip("mounting a small file system needs rights")
     try:
         for to in ("jax", "eagle"):
-            with pytest.raises(CheckpointError, match="^disk full: .* needs [0-9,]+ bytes and"):
+            with pytest.raises(CheckpointError, match=r"^disk full: .* needs [0-9,]+ bytes and"):
                 conversion.convert(OFFICIAL / "target", tmp_path / "out", to)
             assert names(tmp_path) == []
         (tmp_path / "text.npz").write_bytes(b"before")
-        with pytest.raises(WriteError, match="^disk full: "):
+        with pytest.raises(WriteError, match=r"^disk full: "):
             Rows(np.zeros((100, 1000), np.uint16), np.ones(100), np.ones(100)).save(tmp_path / "text.npz")
         assert (tmp_path / "text.npz").read_bytes() == b"before"
         assert names(tmp_path) == ["text.npz"]
@@ -143,7 +146,9 @@ def test_an_interrupted_conversion_leaves_nothing_that_the_next_one_minds(
     out = tmp_path / "out"
     process = started(CONVERT, moment, OFFICIAL / "target", out, "--to", to)
     weights = "eagle3_jax.json" if to == "jax" else "generation_config.json"
-    wait_until(lambda: any(tmp_path.glob(f".out.*.partial/{weights}" if moment == "late" else ".out.*.partial")), process)
+    wait_until(
+        lambda: any(tmp_path.glob(f".out.*.partial/{weights}" if moment == "late" else ".out.*.partial")), process
+    )
     process.send_signal(how)
     _, err = process.communicate()
     assert not out.exists()
@@ -160,10 +165,11 @@ def test_an_interrupted_conversion_leaves_nothing_that_the_next_one_minds(
 def test_what_somebody_is_writing_is_not_taken_for_abandoned(tmp_path: Path) -> None:
     with whole_directory(tmp_path / "out") as first:
         (first / "file").write_text("first")
-        with pytest.raises(WriteError, match="appeared while"), whole_directory(tmp_path / "out") as second:
-            assert first.exists()
-            assert second != first
-            (tmp_path / "out").mkdir()
+        with pytest.raises(WriteError, match="appeared while"):  # noqa: PT012, SIM117
+            with whole_directory(tmp_path / "out") as second:
+                assert first.exists()
+                assert second != first
+                (tmp_path / "out").mkdir()
         (tmp_path / "out").rmdir()
     assert (tmp_path / "out" / "file").read_text() == "first"
     assert names(tmp_path) == ["out"]
@@ -219,7 +225,9 @@ def test_a_run_killed_while_it_saves_continues_from_the_last_whole_checkpoint(tm
         before = {int(name) for name in names(tmp_path) if name.isdecimal()}
         process = started(SAVE_FOR_EVER, tmp_path)
         wait_until(
-            lambda: any(int(name.split(".")[0]) > max(before, default=0) + 2 for name in names(tmp_path) if "tmp" in name),
+            lambda before=before: any(
+                int(name.split(".")[0]) > max(before, default=0) + 2 for name in names(tmp_path) if "tmp" in name
+            ),
             process,
         )
         process.kill()
@@ -239,7 +247,7 @@ def test_a_checkpoint_on_a_full_disk_says_so_and_the_one_before_is_whole(tmp_pat
     state = state.replace(step=state.step + 1)
     # Compressed, a table of one number is small.
     noise = jax.random.normal(jax.random.key(0), (300, 300))
-    with pytest.raises(WriteError, match="^disk full: "), files_of_at_most(20_000):
+    with pytest.raises(WriteError, match=r"^disk full: "), files_of_at_most(20_000):
         trainer.save(state.replace(params={"w": noise}))
     assert names(directory) == ["0"]
     trainer.save(state)

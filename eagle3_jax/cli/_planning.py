@@ -202,7 +202,9 @@ def target_shape(fields: Fields, name: str) -> ModelShape:
 
     kind = fields.get("model_type")
     if kind not in _DENSE:
-        raise Misuse(f"{fields.where}: model_type is {short(kind)}; plans are made for dense decoders: {', '.join(_DENSE)}")
+        raise Misuse(
+            f"{fields.where}: model_type is {short(kind)}; plans are made for dense decoders: {', '.join(_DENSE)}"
+        )
     if fields.get("sliding_window") is not None and fields.flag("use_sliding_window", True):
         raise Misuse(
             f"{fields.where}: sliding_window is {short(fields.get('sliding_window'))}; only full attention is planned"

@@ -88,7 +88,9 @@ def corpus(
     train = [document for document in documents if not document.held_out]
     held_out = [document for document in documents if document.held_out]
     if not train or not held_out:
-        raise Misuse(f"--stdlib {source} is no CPython Lib: it holds {len(train)} files to train on, {len(held_out)} held out")
+        raise Misuse(
+            f"--stdlib {source} is no CPython Lib: it holds {len(train)} files to train on, {len(held_out)} held out"
+        )
     with _activity("training the tokenizer"):
         tokenizer = texts.train_tokenizer((document.text for document in train), vocab_size)
 

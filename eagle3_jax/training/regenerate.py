@@ -78,7 +78,9 @@ class Rows:
         whole = all(array.dtype.kind in "iu" for array in (rows.tokens, rows.prompt_length, rows.length))
         if rows.tokens.ndim != 2 or not whole or (rows.prompt_length.shape, rows.length.shape) != shapes:
             raise ValueError(f"{path} holds no rows of token ids with their lengths; write it with `train regenerate`")
-        ordered = (rows.prompt_length >= 1) & (rows.prompt_length <= rows.length) & (rows.length <= rows.tokens.shape[1])
+        ordered = (
+            (rows.prompt_length >= 1) & (rows.prompt_length <= rows.length) & (rows.length <= rows.tokens.shape[1])
+        )
         if not rows.tokens.size or not ordered.all():
             raise ValueError(f"{path} holds lengths that its rows do not have; write it with `train regenerate`")
         return rows
