@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -32,12 +33,12 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
     return tokenizer
 
 
-def tokenized(text: str, tokenizer: Tokenizer, *, positions: int) -> list[int]:
+def tokenized(text: str, encode: Callable[[str], list[int]], *, positions: int) -> list[int]:
     """Token ids of a text, unless it is far too long.
 
     Args:
         text: Of any length.
-        tokenizer: The target's.
+        encode: From text to token ids.
         positions: How many tokens there is room for.
 
     Raises:
@@ -54,13 +55,13 @@ def tokenized(text: str, tokenizer: Tokenizer, *, positions: int) -> list[int]:
     # cut and nothing before that, so twice as many tokens as there is room for leave no doubt.
     size = 2 * positions * _TYPICAL_CHARACTERS
     while size < len(text):
-        if len(tokenizer.encode(text[:size]).ids) >= 2 * positions:
+        if len(encode(text[:size])) >= 2 * positions:
             raise ValueError(
                 f"the prompt has {len(text)} characters, far more tokens than the {positions} positions of the target; "
                 f"give at most {positions - 1} tokens"
             )
         size *= 4
-    return tokenizer.encode(text).ids
+    return encode(text)
 
 
 class Pieces:

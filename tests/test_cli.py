@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from models_on_disk import write_llama
 from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.cli import run
@@ -65,35 +66,6 @@ def head_with(folder: Path, change, config=None) -> Path:
     tensors = load_file(OFFICIAL / "eagle3" / "model.safetensors")
     save_file(change(tensors) or tensors, head / "model.safetensors")
     return head
-
-
-def llama(folder: Path, *, width: int, vocab_size: int = 96) -> Path:
-    """A random target of eight layers in Hugging Face layout."""
-    rng, mlp, heads, size = np.random.default_rng(0), 32, 2, width // 2
-    shapes = {"model.embed_tokens": (vocab_size, width), "model.norm": (width,), "lm_head": (vocab_size, width)}
-    for layer in range(8):
-        for name, shape in {
-            "self_attn.q_proj": (heads * size, width),
-            "self_attn.k_proj": (heads * size, width),
-            "self_attn.v_proj": (heads * size, width),
-            "self_attn.o_proj": (width, heads * size),
-            "mlp.gate_proj": (mlp, width),
-            "mlp.up_proj": (mlp, width),
-            "mlp.down_proj": (width, mlp),
-            "input_layernorm": (width,),
-            "post_attention_layernorm": (width,),
-        }.items():
-            shapes[f"model.layers.{layer}.{name}"] = shape
-    folder.mkdir()
-    tensors = {f"{name}.weight": rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads((OFFICIAL / "target" / "config.json").read_text())
-    changed = {
-        "hidden_size": width, "intermediate_size": mlp, "vocab_size": vocab_size, "head_dim": size,
-        "num_attention_heads": heads, "num_key_value_heads": heads,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config | changed))
-    return folder
 
 
 # What it prints
@@ -343,7 +315,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(refused, tmp_path):
 
 
 def test_a_head_of_another_width_is_refused(refused, tmp_path):
-    target = llama(tmp_path / "narrow", width=64)
+    target = write_llama(tmp_path / "narrow", width=64)
     line = refused("generate", "--target", target, "--drafter", OFFICIAL / "eagle3", *PROMPT)
     assert "128" in line
     assert "64" in line

@@ -57,7 +57,8 @@ def _explained(error: BaseException, given: Sequence[str]) -> int:
         raise error
     if explained.message:
         with contextlib.suppress(OSError):
-            print(explained.message, file=sys.stderr)
+            # A file name may hold bytes that are no text.
+            print(explained.message.encode(errors="backslashreplace").decode(), file=sys.stderr)
     return explained.code
 
 
