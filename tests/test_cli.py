@@ -235,6 +235,19 @@ def test_text_mode_streams_and_ends_with_numbers(cli):
         (PAIR, "one of"),
         ((*PAIR, *PROMPT, "--num-speculative-tokens", "0"), "num_speculative_tokens is 0"),
         ((*PAIR, *PROMPT, "--num-speculative-tokens", "-2"), "num_speculative_tokens is -2"),
+        (
+            (*PAIR, *PROMPT, "--num-speculative-tokens", "1000000"),
+            "--num-speculative-tokens 1000000: a draft of 1000000",
+        ),
+        (
+            (*PAIR, *PROMPT, "--num-speculative-tokens", "512"),
+            "lower num_speculative_tokens or max_depth to at most 511",
+        ),
+        ((*PAIR, *PROMPT, "--schedule", "[[1, 4, 1000000]]"), "--schedule [[1, 4, 1000000]]: a draft of 1000000"),
+        ((*PAIR, *PROMPT, "--schedule", "[[1, 1000000000000, 3]]"), "reaches 1000000000000 rows"),
+        ((*PAIR, *PROMPT, "--tree", "num_nodes=10000000,max_depth=9,top_k=2000"), "--tree 'num_nodes=10000000,"),
+        ((*PAIR, *PROMPT, "--tree", "num_nodes=10000000,max_depth=10000000,top_k=1"), "scores 10000000 nodes"),
+        ((*PAIR, *PROMPT, "--tree", "num_nodes=513,max_depth=9,top_k=30"), "lower num_nodes to at most 512"),
         ((*PAIR, *PROMPT, "--num-speculative-tokens", "3", *TREE), "a chain, a tree"),
         ((*PAIR, *PROMPT, "--tree", "num_nodes=60,max_depth=2,top_k=4"), "num_nodes=60"),
         ((*PAIR, *PROMPT, "--tree", "num_nodes=3,max_depth=8,top_k=4"), "num_nodes=3"),
@@ -244,6 +257,9 @@ def test_text_mode_streams_and_ends_with_numbers(cli):
         ((*PAIR, *PROMPT, "--top-p", "1.5"), "top_p is 1.5"),
         ((*PAIR, *PROMPT, "--top-p", "nan"), "--top-p is nan; expected a finite number"),
         ((*PAIR, *PROMPT, "--temperature", "-1"), "temperature is -1"),
+        ((*PAIR, *PROMPT, "--temperature", "inf"), "--temperature is inf; expected a finite number"),
+        ((*PAIR, *PROMPT, "--temperature", "1e39"), "temperature is inf"),  # in the 32 bits of the device
+        ((*PAIR, *PROMPT, "--compilation-cache", ""), "--compilation-cache"),
         ((*PAIR, *PROMPT, "--top-k", "-1"), "top_k is -1"),
         ((*PAIR, *PROMPT, "--max-new-tokens", "0"), "--max-new-tokens"),
         ((*PAIR, *PROMPT, "--max-new-tokens", "many"), "--max-new-tokens"),
@@ -354,6 +370,7 @@ def test_an_exhausted_device_is_explained(cli, monkeypatch):
     code, _, err = cli("generate", *PAIR, *PROMPT)
     assert (code, err.count("\n")) == (1, 1)
     assert "out of memory" in err
+    assert "--tree" in err
 
 
 def test_a_fault_of_the_program_is_not_hidden(monkeypatch):
