@@ -269,6 +269,8 @@ def test_text_mode_streams_and_ends_with_numbers(cli):
         ((*PAIR, "--prompt-ids"), "--prompt-ids"),
         ((*PAIR, "--prompts", "/no/such/file.jsonl"), "/no/such/file.jsonl"),
         ((*PAIR[:2], *PROMPT), "--drafter"),
+        (("--target", "", "--drafter", "none", *PROMPT), "--target is empty"),
+        ((*PAIR[:2], "--drafter", "", *PROMPT), "--drafter is empty"),
         ((*PAIR[:2], "--drafter", "none", *PROMPT, "--num-speculative-tokens", "3"), "Plain"),
         ((*PAIR[:2], "--drafter", "ngram", *PROMPT, *TREE), "NGram"),
         ((*PAIR, *PROMPT, *TREE, "--draft-sampling", "probabilistic"), "draft a chain"),
@@ -345,6 +347,8 @@ def test_an_eagle1_head_is_refused_as_eagle3(refused):
 def test_a_trace_that_cannot_be_written_is_refused_before_any_work(refused, tmp_path):
     assert "no directory" in refused("generate", "--target", "/none", *PROMPT, "--trace", tmp_path / "no" / "t.json")
     assert "is a directory" in refused("generate", "--target", "/none", *PROMPT, "--trace", tmp_path)
+    assert "name too long" in refused("generate", "--target", "/none", *PROMPT, "--trace", tmp_path / ("x" * 250))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
