@@ -3,34 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 _TYPICAL_CHARACTERS = 6  # of a token; a guess that costs little when it is wrong
-
-
-def read_tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer of a checkpoint; ``None`` where it has none.
-
-    Raises:
-        ValueError: ``tokenizer.json`` is not one.
-    """
-    path = directory / "tokenizer.json"
-    if not path.exists():
-        return None
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no narrower type
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"{path} is not a tokenizer ({reason}); copy it again from where the model came from"
-        ) from None
-    # Some are saved with the length that they were trained at; a prompt is fed whole or refused.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def tokenized(text: str, encode: Callable[[str], list[int]], *, positions: int) -> list[int]:
@@ -85,4 +62,4 @@ class Pieces:
         return text[len(self._given) :] if text is not None and text.startswith(self._given) else ""
 
 
-__all__ = ["Pieces", "read_tokenizer", "tokenized"]
+__all__ = ["Pieces", "tokenized"]

@@ -152,10 +152,10 @@ def drafter_of(source: str, target: Any) -> Any:
 
 @functools.cache
 def target_tokenizer() -> Any:
+    from eagle3_jax.load import read_tokenizer
     from eagle3_jax.sources import bundled
-    from eagle3_jax.text import read_tokenizer
 
-    return read_tokenizer(bundled("target"))
+    return read_tokenizer(bundled("target") / "tokenizer.json")
 
 
 def outcome(option: Option, value: str | None, folder: Path) -> str:

@@ -20,8 +20,9 @@ from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import parse_ids, parse_numbers, parse_schedule, parse_tree
 from eagle3_jax.cli._prompts import Renderer, read_prompts
 from eagle3_jax.cli._rows import Request, read_requests
+from eagle3_jax.load import read_tokenizer
 from eagle3_jax.sources import bundled
-from eagle3_jax.text import read_tokenizer, tokenized
+from eagle3_jax.text import tokenized
 
 OFFICIAL = Path(__file__).parent / "golden" / "official"
 TOKENIZER = Tokenizer.from_file(str(bundled("target") / "tokenizer.json"))
@@ -263,4 +264,4 @@ def test_a_tokenizer_that_was_saved_with_a_length_cuts_and_pads_nothing(tmp_path
     tokenizer.enable_padding(length=64)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     text = "def fibonacci(number):"
-    assert read_tokenizer(tmp_path).encode(text).ids == TOKENIZER.encode(text).ids
+    assert read_tokenizer(tmp_path / "tokenizer.json").encode(text).ids == TOKENIZER.encode(text).ids
