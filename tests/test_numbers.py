@@ -7,6 +7,7 @@ import functools
 import inspect
 import io
 import itertools
+import shutil
 import signal
 import typing
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import eagle3_jax
 from eagle3_jax.cli import plan, run, train
 from eagle3_jax.cli._commands import app
 from eagle3_jax.cli._rows import Request
+from eagle3_jax.sources import bundled
 
 OFFICIAL = Path(__file__).parent / "golden" / "official"
 PAIR = ("--target", str(OFFICIAL / "target"), "--drafter", str(OFFICIAL / "eagle3"))
@@ -40,10 +42,12 @@ CALLS = {
     "plan roofline": ("--batch-size", "4"),
     "plan rollout": ("--verify-cost", "1.2", "--draft-cost", "0.1"),
     "train corpus": ("{new}",),
-    "train target": ("corpus", "{new}", *SMALL),
-    "train regenerate": (PAIR[1], "corpus", "{new}.npz"),
+    "train target": ("{corpus}", "{new}", *SMALL),
+    "train regenerate": (PAIR[1], "{corpus}", "{new}.npz"),
     "train head": (PAIR[1], "text.npz", "{new}", "--draft-vocab-size", "8", "--warmup-steps", "1"),
 }
+
+PLACES: dict[str, str] = {}  # where what the tests write is
 
 # Where a value means something. Whatever is not here is refused: nothing else, no negative number, no NaN.
 HUGE = "1000000000000"
@@ -111,7 +115,7 @@ OPTIONS = sorted(set(numeric_options()))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_work():
+def no_work(tmp_path_factory):
     """Models are read once, and whatever takes its time is not begun."""
     from eagle3_jax.analysis import tune_measure
     from eagle3_jax.cli import bench, generate, tune
@@ -120,6 +124,9 @@ def no_work():
     def reached(*arguments: Any, **options: Any) -> None:
         raise Reached
 
+    PLACES["{corpus}"] = str(folder := tmp_path_factory.mktemp("corpus"))
+    np.save(folder / "train.npy", np.zeros(64, np.int32))
+    shutil.copy(bundled("target") / "tokenizer.json", folder)
     rows = regenerate.Rows(np.ones((8, 16), np.int32), np.full(8, 2, np.int32), np.full(8, 16, np.int32))
     with pytest.MonkeyPatch.context() as patch:
         for module, name in (
@@ -131,7 +138,6 @@ def no_work():
         patch.setattr(eagle3_jax, "load_drafter", drafter_of)
         patch.setattr(tune, "_requests", lambda path, most: [Request([1, 2], 1)])
         patch.setattr(corpus, "read_corpus", lambda source, docs: [])
-        patch.setattr(train, "_read_corpus", lambda directory: (np.zeros(64, np.int32), target_tokenizer()))
         patch.setattr(regenerate.Rows, "load", lambda path: rows)
         yield
 
@@ -150,17 +156,11 @@ def drafter_of(source: str, target: Any) -> Any:
     return load_drafter(source, target=target)
 
 
-@functools.cache
-def target_tokenizer() -> Any:
-    from eagle3_jax.load import read_tokenizer
-    from eagle3_jax.sources import bundled
-
-    return read_tokenizer(bundled("target") / "tokenizer.json")
-
-
 def outcome(option: Option, value: str | None, folder: Path) -> str:
     """``refused``, ``accepted``, or what is wrong with how it ended."""
-    given = [word.replace("{new}", str(folder / "new")) for word in CALLS.get(option.command, ())]
+    given = list(CALLS.get(option.command, ()))
+    for name, place in (PLACES | {"{new}": str(folder / "new")}).items():
+        given = [word.replace(name, place) for word in given]
     if option.name in given:
         at = given.index(option.name)
         del given[at : at + 2]
