@@ -253,12 +253,13 @@ class SpeculativeDecoder:
         Raises:
             ValueError: It is empty, too long, or names an id outside the vocabulary.
         """
+        tokenizer = self.target.tokenizer
         if not isinstance(prompt, str):
             tokens = list(prompt)
-        elif self.target.tokenizer is None:
+        elif tokenizer is None:
             raise ValueError(f"{self.target.name} has no tokenizer; give the prompt as token ids")
         else:
-            tokens = tokenized(prompt, self.target.tokenizer, positions=self.target.max_positions)
+            tokens = tokenized(prompt, lambda text: tokenizer.encode(text).ids, positions=self.target.max_positions)
         if not tokens:
             raise ValueError("the prompt is empty; give at least one token")
         if len(tokens) >= self.target.max_positions:

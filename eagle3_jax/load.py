@@ -8,13 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tokenizers import Tokenizer
 
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import PRECISIONS, Precision
 from eagle3_jax.sources import bundled, locate
-from eagle3_jax.text import read_tokenizer
 
 # `conversion` stands above the library and is imported where it is used: a program that brings its own parameters
 # needs none of it (docs/decisions/0003).
@@ -90,6 +90,28 @@ def load_drafter(source: str | Path | None = None, *, target: LoadedTarget) -> L
     )
 
 
+def read_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer in a file; ``None`` when there is no such file.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    if not path.is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
+    except BaseException as error:
+        # tokenizers raises nothing more special, and a panic of its Rust code is not even an Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())[:120]
+        raise ValueError(f"{path} is not a tokenizer ({reason}); fetch the file again, or remove it") from None
+    # Some are saved with the length that they were trained at; a prompt is fed whole or refused.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 def cast(params: Any, precision: Precision) -> Any:
     """Arrays on the device: matrices in the type they are multiplied in, vectors in that of the activations."""
 
@@ -100,4 +122,4 @@ def cast(params: Any, precision: Precision) -> Any:
     return jax.tree.map(place, params)
 
 
-__all__ = ["bundled", "cast", "load_drafter", "load_target", "locate", "precision_named"]
+__all__ = ["bundled", "cast", "load_drafter", "load_target", "locate", "precision_named", "read_tokenizer"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -10,36 +10,12 @@ from tokenizers.decoders import DecodeStream
 _TYPICAL_CHARACTERS = 6  # of a token; a guess that costs little when it is wrong
 
 
-def read_tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer in a file; ``None`` where there is no such file.
-
-    Raises:
-        ValueError: It is not one.
-    """
-    if not path.is_file():
-        return None
-    try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
-    except BaseException as error:
-        # The library raises nothing narrower, and a panic of its Rust code is not even an Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        reason = "".join(letter if letter.isprintable() else " " for letter in str(error))
-        raise ValueError(
-            f"{path} is not a tokenizer ({' '.join(reason.split())[:200]}); copy it again from where the model came from"
-        ) from None
-    # Some are saved with the length that they were trained at; a prompt is fed whole or refused.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def tokenized(text: str, tokenizer: Tokenizer, *, positions: int) -> list[int]:
+def tokenized(text: str, encode: Callable[[str], list[int]], *, positions: int) -> list[int]:
     """Token ids of a text, unless it is far too long.
 
     Args:
         text: Of any length.
-        tokenizer: The target's.
+        encode: From text to token ids.
         positions: How many tokens there is room for.
 
     Raises:
@@ -56,13 +32,13 @@ def tokenized(text: str, tokenizer: Tokenizer, *, positions: int) -> list[int]:
     # cut and nothing before that, so twice as many tokens as there is room for leave no doubt.
     size = 2 * positions * _TYPICAL_CHARACTERS
     while size < len(text):
-        if len(tokenizer.encode(text[:size]).ids) >= 2 * positions:
+        if len(encode(text[:size])) >= 2 * positions:
             raise ValueError(
                 f"the prompt has {len(text)} characters, far more tokens than the {positions} positions of the target; "
                 f"give at most {positions - 1} tokens"
             )
         size *= 4
-    return tokenizer.encode(text).ids
+    return encode(text)
 
 
 class Pieces:
@@ -86,4 +62,4 @@ class Pieces:
         return text[len(self._given) :] if text is not None and text.startswith(self._given) else ""
 
 
-__all__ = ["Pieces", "read_tokenizer", "tokenized"]
+__all__ = ["Pieces", "tokenized"]

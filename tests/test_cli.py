@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from models_on_disk import write_llama
 from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.cli import run
@@ -65,35 +66,6 @@ def head_with(folder: Path, change, config=None) -> Path:
     tensors = load_file(OFFICIAL / "eagle3" / "model.safetensors")
     save_file(change(tensors) or tensors, head / "model.safetensors")
     return head
-
-
-def llama(folder: Path, *, width: int, vocab_size: int = 96) -> Path:
-    """A random target of eight layers in Hugging Face layout."""
-    rng, mlp, heads, size = np.random.default_rng(0), 32, 2, width // 2
-    shapes = {"model.embed_tokens": (vocab_size, width), "model.norm": (width,), "lm_head": (vocab_size, width)}
-    for layer in range(8):
-        for name, shape in {
-            "self_attn.q_proj": (heads * size, width),
-            "self_attn.k_proj": (heads * size, width),
-            "self_attn.v_proj": (heads * size, width),
-            "self_attn.o_proj": (width, heads * size),
-            "mlp.gate_proj": (mlp, width),
-            "mlp.up_proj": (mlp, width),
-            "mlp.down_proj": (width, mlp),
-            "input_layernorm": (width,),
-            "post_attention_layernorm": (width,),
-        }.items():
-            shapes[f"model.layers.{layer}.{name}"] = shape
-    folder.mkdir()
-    tensors = {f"{name}.weight": rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads((OFFICIAL / "target" / "config.json").read_text())
-    changed = {
-        "hidden_size": width, "intermediate_size": mlp, "vocab_size": vocab_size, "head_dim": size,
-        "num_attention_heads": heads, "num_key_value_heads": heads,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config | changed))
-    return folder
 
 
 # What it prints
@@ -263,6 +235,19 @@ def test_text_mode_streams_and_ends_with_numbers(cli):
         (PAIR, "one of"),
         ((*PAIR, *PROMPT, "--num-speculative-tokens", "0"), "num_speculative_tokens is 0"),
         ((*PAIR, *PROMPT, "--num-speculative-tokens", "-2"), "num_speculative_tokens is -2"),
+        (
+            (*PAIR, *PROMPT, "--num-speculative-tokens", "1000000"),
+            "--num-speculative-tokens 1000000: a draft of 1000000",
+        ),
+        (
+            (*PAIR, *PROMPT, "--num-speculative-tokens", "512"),
+            "lower num_speculative_tokens or max_depth to at most 511",
+        ),
+        ((*PAIR, *PROMPT, "--schedule", "[[1, 4, 1000000]]"), "--schedule [[1, 4, 1000000]]: a draft of 1000000"),
+        ((*PAIR, *PROMPT, "--schedule", "[[1, 1000000000000, 3]]"), "reaches 1000000000000 rows"),
+        ((*PAIR, *PROMPT, "--tree", "num_nodes=10000000,max_depth=9,top_k=2000"), "--tree 'num_nodes=10000000,"),
+        ((*PAIR, *PROMPT, "--tree", "num_nodes=10000000,max_depth=10000000,top_k=1"), "scores 10000000 nodes"),
+        ((*PAIR, *PROMPT, "--tree", "num_nodes=513,max_depth=9,top_k=30"), "lower num_nodes to at most 512"),
         ((*PAIR, *PROMPT, "--num-speculative-tokens", "3", *TREE), "a chain, a tree"),
         ((*PAIR, *PROMPT, "--tree", "num_nodes=60,max_depth=2,top_k=4"), "num_nodes=60"),
         ((*PAIR, *PROMPT, "--tree", "num_nodes=3,max_depth=8,top_k=4"), "num_nodes=3"),
@@ -272,6 +257,9 @@ def test_text_mode_streams_and_ends_with_numbers(cli):
         ((*PAIR, *PROMPT, "--top-p", "1.5"), "top_p is 1.5"),
         ((*PAIR, *PROMPT, "--top-p", "nan"), "--top-p is nan; expected a finite number"),
         ((*PAIR, *PROMPT, "--temperature", "-1"), "temperature is -1"),
+        ((*PAIR, *PROMPT, "--temperature", "inf"), "--temperature is inf; expected a finite number"),
+        ((*PAIR, *PROMPT, "--temperature", "1e39"), "temperature is inf"),  # in the 32 bits of the device
+        ((*PAIR, *PROMPT, "--compilation-cache", ""), "--compilation-cache"),
         ((*PAIR, *PROMPT, "--top-k", "-1"), "top_k is -1"),
         ((*PAIR, *PROMPT, "--max-new-tokens", "0"), "--max-new-tokens"),
         ((*PAIR, *PROMPT, "--max-new-tokens", "many"), "--max-new-tokens"),
@@ -281,6 +269,8 @@ def test_text_mode_streams_and_ends_with_numbers(cli):
         ((*PAIR, "--prompt-ids"), "--prompt-ids"),
         ((*PAIR, "--prompts", "/no/such/file.jsonl"), "/no/such/file.jsonl"),
         ((*PAIR[:2], *PROMPT), "--drafter"),
+        (("--target", "", "--drafter", "none", *PROMPT), "--target is empty"),
+        ((*PAIR[:2], "--drafter", "", *PROMPT), "--drafter is empty"),
         ((*PAIR[:2], "--drafter", "none", *PROMPT, "--num-speculative-tokens", "3"), "Plain"),
         ((*PAIR[:2], "--drafter", "ngram", *PROMPT, *TREE), "NGram"),
         ((*PAIR, *PROMPT, *TREE, "--draft-sampling", "probabilistic"), "draft a chain"),
@@ -343,7 +333,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(refused, tmp_path):
 
 
 def test_a_head_of_another_width_is_refused(refused, tmp_path):
-    target = llama(tmp_path / "narrow", width=64)
+    target = write_llama(tmp_path / "narrow", width=64)
     line = refused("generate", "--target", target, "--drafter", OFFICIAL / "eagle3", *PROMPT)
     assert "128" in line
     assert "64" in line
@@ -357,6 +347,8 @@ def test_an_eagle1_head_is_refused_as_eagle3(refused):
 def test_a_trace_that_cannot_be_written_is_refused_before_any_work(refused, tmp_path):
     assert "no directory" in refused("generate", "--target", "/none", *PROMPT, "--trace", tmp_path / "no" / "t.json")
     assert "is a directory" in refused("generate", "--target", "/none", *PROMPT, "--trace", tmp_path)
+    assert "name too long" in refused("generate", "--target", "/none", *PROMPT, "--trace", tmp_path / ("x" * 250))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("command", ["generat", "train targets", "convert", "convert a", "bench x"])
@@ -380,6 +372,7 @@ def test_an_exhausted_device_is_explained(cli, monkeypatch):
     code, _, err = cli("generate", *PAIR, *PROMPT)
     assert (code, err.count("\n")) == (1, 1)
     assert "out of memory" in err
+    assert "--tree" in err
 
 
 def test_a_fault_of_the_program_is_not_hidden(monkeypatch):

@@ -67,6 +67,11 @@ def test_nothing_heavy_is_loaded_by(code):
     assert loaded_by(code) == set()
 
 
+def test_the_entry_point_stands_before_the_parser_is_loaded():
+    # An interruption in the first tenth of a second is met by it.
+    assert fresh("import eagle3_jax.cli, sys\nprint('typer' in sys.modules)") == ["False"]
+
+
 def test_decoding_loads_no_training():
     code = "import eagle3_jax as e3\nfrom conversion import read_target\ne3.load_drafter(target=e3.load_target())"
     assert loaded_by(code) >= {"jax", "flax", "numpy", "tokenizers"}
@@ -160,6 +165,25 @@ def test_the_default_directory_follows_the_standard(monkeypatch, tmp_path):
     ):
         monkeypatch.setenv("XDG_CACHE_HOME", given)
         assert default_directory() == expected / "eagle3-jax" / "compiled"
+
+
+def test_without_a_home_nothing_is_written_where_nobody_looks(monkeypatch, tmp_path):
+    import jax
+
+    from eagle3_jax.cli._compiled import keep_compiled_programs
+
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    for home in ("", "relative"):
+        monkeypatch.setenv("HOME", home)
+        jax.config.update("jax_compilation_cache_dir", None)
+        try:
+            keep_compiled_programs(None)
+            assert jax.config.jax_compilation_cache_dir is None
+        finally:
+            jax.config.update("jax_compilation_cache_dir", before)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_cannot_be_written_is_refused_and_a_default_one_is_done_without(monkeypatch, tmp_path, capsys):

@@ -18,10 +18,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import checkpoints
 import pyte
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from models_on_disk import write_bytes_target
 
 from eagle3_jax.cli import run
 
@@ -40,17 +39,7 @@ def environment(**more: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory) -> str:
-    """A random target whose tokens are single bytes, so that most of what it writes is no text."""
-    folder = tmp_path_factory.mktemp("bytes")
-    config = checkpoints.dataclasses.replace(checkpoints.TARGET, vocab_size=256)
-    checkpoints.write_llama(folder, config)
-    checkpoints.edit_config(folder, eos_token_id=None)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return str(folder)
+    return str(write_bytes_target(tmp_path_factory.mktemp("model") / "bytes"))
 
 
 # ---------------------------------------------------------------- in a terminal

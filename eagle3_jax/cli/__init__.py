@@ -27,9 +27,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     if given in ([], ["train"], ["plan"]):
         given.append("--help")
     try:
-        from eagle3_jax.cli._commands import app
+        from eagle3_jax.cli._commands import parser
 
-        code = app(given, prog_name="eagle3", standalone_mode=False)
+        code = parser()(given, prog_name="eagle3", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except BrokenPipeError:
@@ -57,7 +57,8 @@ def _explained(error: BaseException, given: Sequence[str]) -> int:
         raise error
     if explained.message:
         with contextlib.suppress(OSError):
-            print(explained.message, file=sys.stderr)
+            # A file name may hold bytes that are no text.
+            print(explained.message.encode(errors="backslashreplace").decode(), file=sys.stderr)
     return explained.code
 
 

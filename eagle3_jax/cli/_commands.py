@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import typer
+import typer.main
 
 from eagle3_jax import __version__
 from eagle3_jax.cli import bench, convert, generate, plan, train, tune
@@ -63,3 +64,9 @@ for _group in (app, train.app, plan.app):
     for _one in _group.registered_commands:
         assert _one.callback is not None
         _one.callback = _finite(_one.callback)
+
+
+@functools.cache
+def parser() -> Any:
+    """What parses a command line; built once."""
+    return typer.main.get_command(app)

@@ -39,6 +39,10 @@ def keep_compiled_programs(directory: str | None) -> None:
     if directory is None and jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
         return
     folder = default_directory() if directory is None else Path(directory)
+    if folder is None:
+        return
+    if directory == "":
+        raise Misuse("--compilation-cache is empty; give a directory or 'none'")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(folder, os.W_OK)
@@ -55,9 +59,11 @@ def keep_compiled_programs(directory: str | None) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
-def default_directory() -> Path:
-    """The user's cache directory, as desktops and servers name it."""
+def default_directory() -> Path | None:
+    """The user's cache directory, as desktops and servers name it; ``None`` for a user without a home."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     # By that standard a relative path is to be ignored.
-    caches = Path(named) if os.path.isabs(named) else Path(os.path.expanduser("~/.cache"))
-    return caches / "eagle3-jax" / "compiled"
+    if os.path.isabs(named):
+        return Path(named) / "eagle3-jax" / "compiled"
+    home = os.path.expanduser("~")  # "~" itself where nobody knows, and whatever the variable HOME says
+    return Path(home) / ".cache" / "eagle3-jax" / "compiled" if os.path.isabs(home) and home != "/" else None

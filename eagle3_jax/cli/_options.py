@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,6 +40,8 @@ def read_target(source: str | None, dtype: str) -> LoadedTarget:
     """The target that ``--target`` names."""
     from eagle3_jax import load_target
 
+    if source == "":
+        raise Misuse("--target is empty; name a directory or a hub id, or leave it out for the bundled target")
     return load_target(source, dtype=dtype)
 
 
@@ -49,6 +52,8 @@ def read_drafter(
     from eagle3_jax import load_drafter
     from eagle3_jax.drafters import NGram
 
+    if source == "":
+        raise Misuse("--drafter is empty; name a directory or a hub id, or leave it out for the bundled head")
     if source == "none":
         return None
     if source == "ngram":
@@ -158,8 +163,11 @@ def check_writable(path: Path | None) -> None:
             return
     if not folder.is_dir():
         raise Misuse(f"{path} cannot be written: there is no directory {folder}")
-    if not os.access(folder, os.W_OK):
-        raise Misuse(f"{path} cannot be written: no permission in {folder}")
+    try:
+        # As it will be written; a name can be too long as well.
+        tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".partial", dir=folder).cleanup()
+    except OSError as error:
+        raise Misuse(f"{path} cannot be written: {error.strerror}") from None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -240,14 +240,15 @@ class PromptSource:
     def _all(self, target: LoadedTarget, directory: str | None) -> list[Prompt]:
         renderer: Renderer | None = None
         found = []
+        length = self.length or min(128, target.max_positions // 2)
         for name in self.files or [str(bundled("prompts.jsonl"))]:
+            is_sized = name == "random" or self.length is not None
+            if is_sized and length + self.max_new_tokens > target.max_positions:
+                raise Misuse(
+                    f"prompts of {length} tokens and --max-new-tokens {self.max_new_tokens} exceed the target's "
+                    f"{target.max_positions} positions; lower --prompt-tokens or --max-new-tokens"
+                )
             if name == "random":
-                length = self.length or min(128, target.max_positions // 2)
-                if length + self.max_new_tokens > target.max_positions:
-                    raise Misuse(
-                        f"prompts of {length} tokens and --max-new-tokens {self.max_new_tokens} exceed the target's "
-                        f"{target.max_positions} positions; lower --prompt-tokens or --max-new-tokens"
-                    )
                 found += random_prompts(self.most, target.vocab_size, length)
                 continue
             renderer = renderer or Renderer.of(locate(directory, "target"))

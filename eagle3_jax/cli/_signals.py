@@ -49,7 +49,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 def _unraisable(unraisable: Any) -> None:
     """Python drops what is raised in a callback of its own; an interruption must not be lost there."""
-    if received:
+    if received and isinstance(unraisable.exc_value, KeyboardInterrupt | SystemExit):
         leave()
     sys.__unraisablehook__(unraisable)
 

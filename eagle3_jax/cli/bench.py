@@ -47,9 +47,9 @@ def bench(
         int | None, typer.Option(help="Make every prompt exactly this long: cut to its end, or repeated.", min=1)
     ] = None,
     tasks: Annotated[str | None, typer.Option(help="Only prompts of these categories: 'code,prose'.")] = None,
-    max_prompts: Annotated[int, typer.Option(help="Most prompts decoded in each repeat.", min=1)] = 8,
+    max_prompts: Annotated[int, typer.Option(help="Most prompts decoded in each repeat.", min=1, max=100_000)] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens written for each prompt.", min=2, max=100_000)] = 96,
-    repeats: Annotated[int, typer.Option(help="Measured passes.", min=1)] = 5,
+    repeats: Annotated[int, typer.Option(help="Measured passes.", min=1, max=10_000)] = 5,
     batch_size: Annotated[str, typer.Option(help="Prompts decoded at once: '1', or several to sweep: '1,4,8'.")] = "1",
     chains: Annotated[str, typer.Option(help="Chain lengths K: '1-7', '1,3,5' or 'none'.")] = "1-7",
     tree: Annotated[
@@ -74,7 +74,7 @@ def bench(
         list[str] | None, typer.Option(help="Running vLLM server, such as http://localhost:8000; may be repeated.")
     ] = None,
     vllm_chains: Annotated[str, typer.Option(help="Chain lengths K of vLLM with the head; 0 is plain.")] = "0,3",
-    vllm_memory: Annotated[float, typer.Option(help="Share of a GPU's memory for each vLLM engine.", max=1.0)] = 0.2,
+    vllm_memory: Annotated[float, typer.Option(help="Share of a GPU's memory for each vLLM engine.")] = 0.2,
     price_per_hour: Annotated[
         float | None, typer.Option(help="Of this machine; adds the cost of a million tokens.", min=0)
     ] = None,
@@ -96,6 +96,8 @@ def bench(
         simulated_length=simulated_acceptance_length,
         simulated_rate=simulated_acceptance_rate,
     )
+    if not 0 < vllm_memory <= 1:
+        raise Misuse(f"--vllm-memory is {vllm_memory:g}; expected a share above 0 and at most 1")
     sizes = parse_numbers(batch_size, "--batch-size")
     named = _rivals(rivals, has_vllm=vllm_python is not None or bool(vllm_url))
     lengths = parse_numbers(vllm_chains, "--vllm-chains", least=0, or_none=True)

@@ -68,7 +68,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Of the random numbers.", min=0, max=2**32 - 1)] = 0,
     dtype: DtypeOption = "float32",
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after stop tokens.")] = False,
-    batch_size: Annotated[int, typer.Option(help="Prompts of a file decoded at once.", min=1)] = 1,
+    batch_size: Annotated[int, typer.Option(help="Prompts of a file decoded at once with --json.", min=1)] = 1,
     trace: Annotated[Path | None, typer.Option(help="Write every round to this JSON file.")] = None,
     compilation_cache: CompilationCacheOption = None,
     compare: Annotated[bool, typer.Option(help="Measure the ratio to plain decoding at the end.")] = True,

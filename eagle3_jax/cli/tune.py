@@ -46,14 +46,16 @@ def tune(
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL file of prompts like yours; the bundled pair's code prompts if left out.")
     ] = None,
-    max_prompts: Annotated[int, typer.Option(help="Most prompts that acceptance is measured on.", min=1)] = 8,
+    max_prompts: Annotated[
+        int, typer.Option(help="Most prompts that acceptance is measured on.", min=1, max=100_000)
+    ] = 8,
     batch_sizes: Annotated[str, typer.Option(help="Rows decoded at once: '1,4,16' or '1-4'.")] = "1,4,16",
     chains: Annotated[str, typer.Option(help="Chain lengths K: '1-7' or '1,3,5'.")] = "1-5",
     tree: Annotated[
         list[str] | None, typer.Option(help="A tree as well: num_nodes=60,max_depth=8,top_k=10; may be repeated.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens written for each prompt.", min=2, max=100_000)] = 64,
-    repeats: Annotated[int, typer.Option(help="Interleaved measurements of every cost.", min=1)] = 5,
+    repeats: Annotated[int, typer.Option(help="Interleaved measurements of every cost.", min=1, max=10_000)] = 5,
     check: Annotated[bool, typer.Option(help="Run the fastest draft against plain decoding at the end.")] = True,
     output: Annotated[Path | None, typer.Option(help="Write schedule and measurements to this JSON file.")] = None,
     plot: PlotOption = None,
