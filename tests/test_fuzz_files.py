@@ -27,8 +27,7 @@ from conversion import CheckpointError, draft_vocab
 from eagle3_jax.cli import run
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._planning import read_head_shape, read_target_shape
-from eagle3_jax.load import bundled
-from eagle3_jax.load import read_tokenizer
+from eagle3_jax.load import bundled, read_tokenizer
 from eagle3_jax.models.rope import inverse_frequencies
 from eagle3_jax.training.regenerate import Rows
 
