@@ -18,7 +18,7 @@ from eagle3_jax.rivals.vllm.bridge import EngineOptions, Tokens, eagle3
 from eagle3_jax.rivals.vllm.process import Process, ProcessEngine
 from validation.forcing import forced_logits
 from validation.report import Check
-from validation.statistics import goodness_of_fit
+from validation.statistics import goodness_of_fit, smallest_deviation
 
 pytestmark = pytest.mark.level("L6")
 
@@ -95,6 +95,7 @@ def test_a_verified_token_follows_the_targets_law_here_and_in_vllm(
     )
     shipped = fits.pop("vLLM, EAGLE-3 as shipped")
     wrong = min(shipped.chi_square, shipped.g_test) < ALPHA
+    check.sees = f"{max(smallest_deviation(f.draws, f.degrees, alpha=ALPHA) for f in fits.values()):.0%} rms of the cells' masses"
     check.number(draws=DRAWS, vllm_as_shipped="samples wrongly under speculation" if wrong else "samples rightly")
     for name, fit in fits.items():
         assert min(fit.chi_square, fit.g_test) > ALPHA, f"{name} does not follow the target's law"
