@@ -95,7 +95,8 @@ def test_a_verified_token_follows_the_targets_law_here_and_in_vllm(
     )
     shipped = fits.pop("vLLM, EAGLE-3 as shipped")
     wrong = min(shipped.chi_square, shipped.g_test) < ALPHA
-    check.sees = f"{max(smallest_deviation(f.draws, f.degrees, alpha=ALPHA) for f in fits.values()):.0%} rms of the cells' masses"
+    sees = max(smallest_deviation(fit.draws, fit.degrees, alpha=ALPHA) for fit in fits.values())
+    check.sees = f"{sees:.0%} rms of the probabilities of the second token"
     check.number(draws=DRAWS, vllm_as_shipped="samples wrongly under speculation" if wrong else "samples rightly")
     for name, fit in fits.items():
         assert min(fit.chi_square, fit.g_test) > ALPHA, f"{name} does not follow the target's law"
