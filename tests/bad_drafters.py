@@ -202,7 +202,6 @@ def mean_of_rows(draft: Draft) -> Any:
 BROKEN: dict[str, tuple[Any, str, str]] = {
     "an unstable hash": (Hasty(1), "keeps the protocol", "its hash changes"),
     "a forgotten instance": (Ordinary, "keeps the protocol", "is the class Ordinary; give an instance"),
-    "a program for every round": (Hasty(6), "compiles once", "compiled again in a later round"),
     "a draft of another size": (
         proposing(with_field(), num_nodes=4), "keeps shapes and types", r"tokens as int32\[4, 3\].*int32\[4, 4\]"
     ),
