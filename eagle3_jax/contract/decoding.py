@@ -1,4 +1,4 @@
-"""What a drafter must not change: the output of the compiled loop, its law, and the number of programs."""
+"""What a drafter must not change: the output of the compiled loop, and its law."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from scipy.optimize import brentq
 from scipy.stats import chi2, ncx2
 
 from eagle3_jax import loop as loops
-from eagle3_jax.boundary import declares_chain
 from eagle3_jax.contract.drafts import ALPHA
 from eagle3_jax.contract.subject import Broken, NotRun, Subject
-from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
+from eagle3_jax.decode import LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.sampling import Warping, row_keys
 from eagle3_jax.state import LoopParams, Prompts
-from eagle3_jax.types import Draft, FinishReason, Observation, SamplingParams, per_row
+from eagle3_jax.types import FinishReason, SamplingParams, per_row
 
 TOP, HORIZON = 3, 4  # the law of four tokens, each among the three likeliest: a vocabulary of three
 _NEAR = 1e-3  # logits closer than this may change places with the order of sums
@@ -109,45 +108,6 @@ def _sampled(subject: Subject, prompts: list[list[int]]) -> Iterator[tuple[int, 
         for row in range(rows):
             written = outcome.tokens[row, length[row] : outcome.length[row]].tolist()
             yield row % len(prompts), tuple(written), int(outcome.stats.num_accepted_tokens[row])
-
-
-def compiles_once(subject: Subject) -> str:
-    """Rounds and prompts that follow find the program of the first."""
-    traces: list[str] = []
-    counted = LoadedDrafter(_Counted(subject.loaded.drafter, traces), subject.loaded.params)
-    decoder = SpeculativeDecoder(subject.target, counted, stop_tokens=())
-    after_first = 0
-    for length in (3, 5):
-        state = decoder.prefill(_prompts(subject, (length, 1)), max_new_tokens=64, seed=length)
-        for _ in range(3):
-            state = decoder.step(state).state
-            after_first = after_first or len(traces)
-    if len(traces) > after_first:
-        raise Broken(f"it was compiled again in a later round ({len(traces) - after_first} times); is its hash stable?")
-    return ""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Counted:
-    """A drafter that notes whenever it is traced."""
-
-    drafter: Any
-    traces: list[str] = dataclasses.field(compare=False)
-
-    num_nodes = property(lambda self: self.drafter.num_nodes)
-    max_depth = property(lambda self: self.drafter.max_depth)
-    aux_layers = property(lambda self: self.drafter.aux_layers)
-    is_chain = property(lambda self: declares_chain(self.drafter))
-
-    def init(self, params: Any, batch: int, capacity: int) -> Any:
-        return self.drafter.init(params, batch, capacity)
-
-    def observe(self, params: Any, state: Any, seen: Observation) -> Any:
-        return self.drafter.observe(params, state, seen)
-
-    def propose(self, params: Any, state: Any, keys: Any, sampling: SamplingParams) -> Draft:
-        self.traces.append("propose")
-        return self.drafter.propose(params, state, keys, sampling)
 
 
 Law = dict[tuple[int, ...], float]
