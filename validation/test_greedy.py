@@ -217,7 +217,13 @@ def same_bits(one: GenerationState, other: GenerationState) -> list[str]:
 # ---------------------------------------------------------------- L3
 
 # A CPU takes every precision, shape and batch size, a GPU each with each.
-CELLS = [("float32", "tree", 8), ("bfloat16", "chain", 8), ("bfloat16", "tree", 1), ("mixed", "chain", 1)]
+CELLS = [
+    ("float32", "chain", 1),
+    ("float32", "tree", 8),
+    ("bfloat16", "chain", 8),
+    ("bfloat16", "tree", 1),
+    ("mixed", "chain", 1),
+]
 GPU_CELLS = [(dtype, shape, batch) for dtype in ("bfloat16", "float32") for shape in SHAPES for batch in (1, 8)]
 
 

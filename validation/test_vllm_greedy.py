@@ -146,7 +146,15 @@ def check_both_directions(
         ],
         rows,
     )
+    # Texts that agree are scored many times over; what is new in one is a token after a text that no other has.
+    distinct = {
+        (row, tuple(output[: end + 1]))
+        for texts in (*mine, *theirs)
+        for row, output in enumerate(texts.outputs)
+        for end in range(len(output))
+    }
     check.number(
+        distinct_positions=len(distinct),
         tokens_scored=sum(row[2] for row in rows),
         disagreements=worst,
         ties=sum(ties.values()),
