@@ -13,14 +13,13 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from conversion import draft_vocab, kinds, rules
 from conversion.errors import CheckpointError, TargetNeededError, short
 from conversion.files import read_json
-from conversion.hf_config import Fields, read_decoder, refuse_unsupported
+from conversion.hf_config import Fields, dialect_of, read_decoder, refuse_unsupported
 from conversion.rules import Params, Rule
 from conversion.tensors import read_tensors
 from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter, default_aux_layers
@@ -137,20 +136,6 @@ def read_head(directory: Path, target: DecoderConfig | None) -> HeadCheckpoint:
         dtype=rules.main_dtype(head),
         num_target_layers=None if target is None else target.num_layers,
     )
-
-
-def dialect_of(values: Mapping[str, Any], names: Mapping[str, Any]) -> str:
-    """Which project's conventions a head follows."""
-    if "speculators_model_type" in values or "transformer_layer_config" in values:
-        return "speculators"
-    if any("layers.0." in name for name in names) and isinstance(values.get("eagle_config"), dict):
-        return "modelopt"
-    architecture = " ".join(map(str, values.get("architectures") or ()))
-    if "Eagle3" not in architecture:
-        return "eagle"
-    # Only vLLM reads all of them; files for SGLang name those that are set.
-    flags = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
-    return "vllm" if all(flag in values for flag in flags) else "sglang"
 
 
 def named_aux_layers(top: Fields) -> tuple[int, ...] | None:

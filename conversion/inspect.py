@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from conversion import kinds
-from conversion.eagle3 import dialect_of, read_head
+from conversion.eagle3 import read_head
 from conversion.errors import CheckpointError, TargetNeededError
 from conversion.files import NATIVE_FILE, checked_directory, read_json
+from conversion.hf_config import dialect_of
 from conversion.llama import read_target
 from conversion.native import is_native, read_leaves, read_native_head, read_native_target
 from conversion.tensors import read_tensors

@@ -104,7 +104,9 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
         # tokenizers raises nothing more special, and a panic of its Rust code is not even an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        reason = " ".join(str(error).split())[:120]
+        from conversion.errors import printable
+
+        reason = printable(" ".join(str(error).split()))[:120]
         raise ValueError(f"{path} is not a tokenizer ({reason}); fetch the file again, or remove it") from None
     # Some are saved with the length that they were trained at; a prompt is fed whole or refused.
     tokenizer.no_truncation()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from pathlib import Path
 
@@ -14,6 +15,8 @@ install_import_hook("eagle3_jax", "beartype.beartype")
 import jax  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Whatever a shell starts in the background ignores Ctrl-C, and hands that on to the commands that are interrupted here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Compilation is most of what the suite costs; a second run on the same machine finds its programs here.
 jax.config.update("jax_compilation_cache_dir", str(Path(tempfile.gettempdir()) / "eagle3-jax-tests-compiled"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -18,18 +18,13 @@ from eagle3_jax.types import SamplingParams, per_row
 
 VALUES = 2**24  # of a uniform
 TOLERANCE = 1e-5
-_draws = jax.jit(jax.vmap(draw, in_axes=(None, 0)))
-
-
-def draws(p: np.ndarray, numerators: np.ndarray) -> np.ndarray:
-    """One token for each row of numerators of uniforms."""
-    blocks = np.array_split(numerators, max(1, len(numerators) // 2**18))
-    return np.concatenate([np.asarray(_draws(p, jnp.asarray(b / VALUES, jnp.float32))) for b in blocks])
 
 
 def law_of_draw(p: np.ndarray) -> np.ndarray:
     """``[V]`` in float64: how likely each token is when every uniform takes each of its values equally often."""
     digits = num_digits(p.size)
+    # Compiled here and now: a program of an earlier call would not know what has changed since.
+    draws = jax.jit(lambda p, uniforms: jax.vmap(draw, in_axes=(None, 0))(p, uniforms))
     law = np.array([1.0])
     reached = np.zeros((1, 0), int)  # for every prefix of digits the numerators that lead there
     for digit in range(digits):
@@ -43,7 +38,8 @@ def law_of_draw(p: np.ndarray) -> np.ndarray:
             tried = np.full((*first.shape, digits), VALUES // 2)
             tried[:, :, :digit] = reached[prefixes][:, None]
             tried[:, :, digit] = np.minimum(middle, VALUES - 1)
-            inside = (draws(p, tried.reshape(-1, digits)) // below).reshape(first.shape) <= first
+            tokens = draws(p, jnp.asarray(tried.reshape(-1, digits) / VALUES, jnp.float32))
+            inside = (np.asarray(tokens) // below).reshape(first.shape) <= first
             inside &= middle < VALUES
             low = np.where(inside & (low < high), middle + 1, low)
             high = np.where(inside, high, np.minimum(high, middle))

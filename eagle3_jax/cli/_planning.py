@@ -266,7 +266,7 @@ def _head_layers(fields: Fields, geometry: Fields, target: ModelShape) -> int:
 
     The official Vicuna-13B head says 40, which its target has, and has one.
     """
-    from conversion.eagle3 import dialect_of
+    from conversion.hf_config import dialect_of
 
     said = 1 if geometry.get("num_hidden_layers") is None else _positive(geometry, "num_hidden_layers")
     if dialect_of(fields.values, {}) == "eagle" or said >= target.num_layers:
