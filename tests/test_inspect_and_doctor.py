@@ -27,6 +27,7 @@ def test_what_needs_its_target_has_a_note_and_no_problem() -> None:
     description = conversion.describe(OFFICIAL / "eagle3")
     assert (description.loadable, description.problem) == (True, "")
     assert "give the target as well" in description.note
+    pytest.importorskip("torch")  # what follows is a pickle
     description = conversion.describe(OFFICIAL / "eagle1")
     assert (description.loadable, description.note) == (False, "")
     assert description.problem
