@@ -56,7 +56,7 @@ lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 
 types: $(VENV)/.installed-dev
-	$(VENV)/bin/pyright
+	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 check: lint types test
 	$(VENV)/bin/ruff format --check .

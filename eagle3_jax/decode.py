@@ -291,7 +291,8 @@ class SpeculativeDecoder:
         if not prompts:
             raise ValueError("no prompts were given; give at least one")
         rows = [self.encode(prompt) for prompt in prompts]
-        budgets = [max_new_tokens] * len(rows) if np.ndim(max_new_tokens) == 0 else list(max_new_tokens)  # type: ignore[arg-type]
+        each: Any = max_new_tokens
+        budgets = [each] * len(rows) if np.ndim(each) == 0 else list(each)
         if len(budgets) != len(rows):
             raise ValueError(f"{len(budgets)} values of max_new_tokens for {len(rows)} prompts; give one each")
         for budget in budgets:

@@ -197,5 +197,5 @@ def chi_square(counts: Counter, law: Law) -> ChiSquare:
     return ChiSquare(
         float(chi2.sf(statistic, degrees)),
         f"chi-square {statistic:.1f} on {degrees} degrees of freedom, {total} sequences",
-        math.sqrt(shift / total),
+        math.sqrt(float(shift) / total),  # type: ignore[arg-type]
     )

@@ -87,9 +87,10 @@ def is_topological(subject: Subject) -> str:
 
 def is_as_deep_as_it_says(subject: Subject) -> str:
     """No node lies deeper than ``max_depth``."""
-    depth = np.zeros(subject.draft.parents.shape, int)
-    for node in range(1, depth.shape[1]):
-        above = np.clip(subject.draft.parents[:, node], 0, depth.shape[1] - 1)
+    num_nodes = subject.loaded.drafter.num_nodes
+    depth = np.zeros((ROWS, num_nodes), int)
+    for node in range(1, num_nodes):
+        above = np.clip(subject.draft.parents[:, node], 0, num_nodes - 1)
         depth[:, node] = 1 + depth[np.arange(ROWS), above]
     deepest = int(np.where(subject.draft.valid, depth, 0).max())
     if deepest > subject.loaded.drafter.max_depth:
@@ -213,6 +214,7 @@ class _Tally:
 
     def add(self, draft: HostDraft) -> None:
         first, rows = not self.groups, np.arange(draft.tokens.shape[0])
+        assert draft.probs is not None
         for node in range(1, draft.tokens.shape[1]):
             parent = np.clip(draft.parents[:, node], 0, draft.tokens.shape[1] - 1)
             above = np.where(parent == 0, -1, draft.tokens[rows, parent])  # every row has the same root
