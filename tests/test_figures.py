@@ -69,3 +69,50 @@ def test_acceptance_of_the_shipped_pair_is_its_record(row: dict[str, Any]) -> No
     shares = [f"{share:.2f}".removeprefix("0") for share in row["acceptance_per_position"]]
     cells = [row["draft"], row["kind"], f"{row['mean_acceptance_length']:.2f}", *shares, *[""] * (8 - len(shares))]
     assert " ".join(f"| {' | '.join(cells)} |".split()) in page("docs/shipped_pair.md")
+
+
+CHECKS = record("cpu-amd-epyc-2-cores")["checks"]
+
+
+def numbers(level: str, words: str) -> list[dict[str, Any]]:
+    """The numbers of the checks of a level whose name holds these words."""
+    found = [check["numbers"] for check in CHECKS if check["level"] == level and words in check["name"]]
+    assert found, f"{level} has no check of {words!r}"
+    return found
+
+
+def total(level: str, words: str, name: str) -> int:
+    return sum(one[name] for one in numbers(level, words))
+
+
+def quotations() -> dict[str, str]:
+    """What README says, from the record of the validation."""
+    sampled = [one for one in numbers("L6", "follow the targets distribution") if one["τ at T=1"] > 1]
+    (eight,) = numbers("L9", "pair-batch-8")
+    float32 = ("agrees with vllm token for token", "odd shape")
+    (scored,) = numbers("L5", "in bfloat16 but for ties")
+    apart = max(one["draft_logits_apart"] for one in numbers("L8", "every variation"))
+    return {
+        "positions scored both ways": (
+            f"{sum(total('L5', words, 'distinct_positions') for words in float32):,} distinct positions in float32 "
+            f"({sum(total('L5', words, 'tokens_scored') for words in float32):,} scorings)"
+        ),
+        "disagreements in bfloat16": (
+            f"{scored['distinct_positions']:,} ({scored['tokens_scored']:,}): {scored['ties']} ties"
+        ),
+        "rounds as in vLLM": f"each of {total('L8', 'every round', 'rounds'):,} rounds",
+        "rounds of twelve heads": f"twelve kinds of head ({total('L8', 'every variation', 'rounds'):,} rounds)",
+        "logits inside vLLM": f"agree to {apart * 1e5:.1f}·10⁻⁵",
+        "sampled tokens": f"{sum(one['tokens'] for one in sampled):,} tokens of chains, drawn chains and trees",
+        "largest z": f"largest |z| {max(one['largest_z'] for one in sampled):.1f}",
+        "planted bugs": f"**Planted bugs.** {numbers('MU', 'no bug survives')[0]['planted']},",
+        "batch 8": (
+            f"{eight['tokens/s plain mixed, batch 8']:,.0f} tokens/s, the chain of three "
+            f"{eight['tokens/s chain K=3, batch 8']:,.0f}"
+        ),
+    }
+
+
+@pytest.mark.parametrize("claim", quotations())
+def test_the_readme_quotes_its_record_on(claim: str) -> None:
+    assert quotations()[claim] in page("README.md")
