@@ -7,12 +7,11 @@ The names below are the public API; everything else may move. Each is imported w
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eagle3_jax import drafters
+    from eagle3_jax.acceptance import verify, verify_greedy
     from eagle3_jax.cache import KVCache
     from eagle3_jax.contract import DrafterReport, check_drafter
     from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
         TargetOutput,
         Verdict,
     )
-    from eagle3_jax.verify import verify, verify_greedy
 
 __version__ = "0.1.0"
 
@@ -80,6 +78,7 @@ __all__ = [
 
 # The imports above once more, for a running program; a test holds the two equal.
 _NAMES = {
+    "acceptance": "verify verify_greedy",
     "cache": "KVCache",
     "contract": "DrafterReport check_drafter",
     "decode": "LoadedDrafter LoadedTarget SpeculativeDecoder",
@@ -93,7 +92,6 @@ _NAMES = {
     "stats": "SpeculationStats",
     "tree": "Chain DynamicTree StaticTree",
     "types": "Draft Drafter FinishReason Observation SamplingParams TargetModel TargetOutput Verdict",
-    "verify": "verify verify_greedy",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -110,13 +108,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """This package. Its function ``verify`` has the name of its module, which Python sets here on importing it."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value.verify if name == "verify" and isinstance(value, ModuleType) else value)
-
-
-sys.modules[__name__].__class__ = _Package

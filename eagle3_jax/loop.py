@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from eagle3_jax.acceptance import verify, verify_greedy
 from eagle3_jax.boundary import (
     declares_chain,
     like_before,
@@ -35,7 +36,6 @@ from eagle3_jax.types import (
     TargetOutput,
     Verdict,
 )
-from eagle3_jax.verify import verify, verify_greedy
 
 # What a row's randomness at one position is used for.
 _DRAFT, _VERIFY, _SIMULATE = 0, 1, 2

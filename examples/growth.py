@@ -15,9 +15,9 @@ import numpy as np
 
 from eagle3_jax import SpeculativeDecoder
 from eagle3_jax import loop as loops
-from eagle3_jax.analysis.random_models import random_pair, shape_named
 from eagle3_jax.drafters import Plain
 from eagle3_jax.load import precision_named
+from eagle3_jax.measure.random_models import random_pair, shape_named
 
 NODES = 6
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,19 +15,19 @@ FILES = sorted(path for path in LIBRARY.rglob("*.py") if path != LIBRARY / "__in
 
 # A module may import what stands on its own line (with exceptions below) or above.
 LAYERS = (
-    ("cache", "models.config", "sources", "writing"),
+    ("cache", "jsonl", "models.config", "sources", "theory", "writing"),
     ("types",),
     ("tree", "sampling", "schedule", "text"),
-    ("boundary", "results", "simulated", "state", "stats", "verify"),
+    ("acceptance", "boundary", "results", "simulated", "state", "stats"),
     ("models",),
     ("drafters",),
     ("loop",),
     ("decode",),
-    ("contract", "load", "training", "analysis", "export", "reporting"),
+    ("contract", "load", "training", "measure", "export", "prompts", "reporting"),
     ("rivals",),
     ("cli", "__main__"),
 )
-MAY_IMPORT_CONVERSION = {"cli", "load"}
+MAY_IMPORT_CONVERSION = {"cli", "load", "prompts"}
 
 
 def name_of(path: Path) -> str:
@@ -79,8 +80,22 @@ def test_no_drafter_imports_another(path: Path) -> None:
             assert imported == "eagle3_jax.drafters._grow", f"{path.stem} imports {imported}"
 
 
+@pytest.mark.parametrize("path", sorted((LIBRARY / "theory").glob("*.py")), ids=lambda path: path.stem)
+def test_theory_is_computed_from_numbers_alone(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    at_top = {id(node) for node in tree.body}
+    for imported, node in imports(tree):
+        root = imported.split(".")[0]
+        if root == "numpy":
+            assert id(node) not in at_top, f"{path.stem} imports numpy before it needs it"
+        else:
+            assert root in sys.stdlib_module_names or imported.startswith("eagle3_jax.theory"), (
+                f"{path.stem} imports {imported}"
+            )
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_only_loading_and_the_command_line_import_conversion_and_only_where_they_use_it(path: Path) -> None:
+def test_only_reading_and_the_command_line_import_conversion_and_only_where_they_use_it(path: Path) -> None:
     tree = ast.parse(path.read_text())
     at_top = {id(node) for node in tree.body}
     for imported, node in imports(tree):

@@ -13,14 +13,14 @@ import pytest
 import tiny
 
 from eagle3_jax import SamplingParams, SimulatedAcceptance, SpeculationStats, SpeculativeDecoder
-from eagle3_jax.analysis.bench import measure
-from eagle3_jax.analysis.comparison import compare_with_plain
-from eagle3_jax.analysis.contenders import Contender, DecoderContender, Run
-from eagle3_jax.analysis.intervals import Interval, geometric_mean, ratio_of_sums
-from eagle3_jax.analysis.roofline import least_bytes_per_second, step_bytes
-from eagle3_jax.analysis.step_costs import step_costs
-from eagle3_jax.analysis.timing import CompileClock, Latency, Spread
 from eagle3_jax.drafters import NGram
+from eagle3_jax.measure.bench import measure
+from eagle3_jax.measure.comparison import compare_with_plain
+from eagle3_jax.measure.contenders import Contender, DecoderContender, Run
+from eagle3_jax.measure.intervals import Interval, geometric_mean, ratio_of_sums
+from eagle3_jax.measure.roofline import least_bytes_per_second, step_bytes
+from eagle3_jax.measure.step_costs import step_costs
+from eagle3_jax.measure.timing import CompileClock, Latency, Spread
 
 
 @dataclasses.dataclass
@@ -326,7 +326,7 @@ def test_who_does_not_take_a_batch_is_named_and_the_rest_is_measured():
 
 
 def test_a_method_above_the_roofline_is_found(target, monkeypatch):
-    monkeypatch.setattr("eagle3_jax.analysis.bench.ceiling", lambda target, *, rows, context, large: 1e9)
+    monkeypatch.setattr("eagle3_jax.measure.bench.ceiling", lambda target, *, rows, context, large: 1e9)
     decoder = DecoderContender("plain", "float32", SpeculativeDecoder(target, stop_tokens=()))
     magic = Scripted("magic", "float32", [1.0, 1e-9], [1, 2], [])
     report = measure(

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import tiny
 
-from eagle3_jax.analysis.intervals import Interval
-from eagle3_jax.analysis.results import Acceptance, NotMeasured, Report, Row, TaskRow
-from eagle3_jax.analysis.step_costs import StepCosts
-from eagle3_jax.analysis.timing import Latency, Spread
 from eagle3_jax.cli import run
 from eagle3_jax.cli._bench_output import Findings, to_text, write
 from eagle3_jax.cli._bench_tables import all_plots, flat_rows, latency_table, round_table, speed_table, task_table
-from eagle3_jax.cli._prompts import Prompt, Renderer, in_turn, of_length, random_prompts, read_prompts
+from eagle3_jax.measure.intervals import Interval
+from eagle3_jax.measure.results import Acceptance, NotMeasured, Report, Row, TaskRow
+from eagle3_jax.measure.step_costs import StepCosts
+from eagle3_jax.measure.timing import Latency, Spread
+from eagle3_jax.prompts import Prompt, Renderer, in_turn, of_length, random_prompts, read_prompts
 
 GOLDEN = tiny.GOLDEN / "official"
 QUICK = ("--dtype", "float32", "--max-new-tokens", "4", "--repeats", "1")
@@ -266,7 +266,7 @@ def test_the_command_measures_every_method_and_writes_it_all(capsys, tmp_path: P
 def test_random_weights_with_simulated_acceptance_above_the_roofline_end_with_one_and_a_report(
     capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("eagle3_jax.analysis.bench.ceiling", lambda target, *, rows, context, large: 1.0)
+    monkeypatch.setattr("eagle3_jax.measure.bench.ceiling", lambda target, *, rows, context, large: 1.0)
     out = tmp_path / "out"
     arguments = [
         "bench", "--shape", "llama-tiny", *QUICK, "--chains", "1,2", "--tree", "none", "--ngram", "none",

@@ -19,8 +19,8 @@ import oracle
 import pytest
 from oracle import Tree
 
+from eagle3_jax.acceptance import verify
 from eagle3_jax.types import Draft
-from eagle3_jax.verify import verify
 
 VOCABULARY = 3
 Distribution = Callable[[tuple[int, ...]], list[Fraction]]
@@ -93,7 +93,7 @@ CASES: dict[str, tuple[Distribution, Drafts]] = {
 
 
 def law_of_the_code(p: Distribution, drafts: Drafts, horizon: int) -> Callable[[tuple[int, ...]], oracle.Law]:
-    """What one round emits after each prefix, as decided by ``eagle3_jax.verify.verify`` in every box."""
+    """What one round emits after each prefix, as decided by ``eagle3_jax.acceptance.verify`` in every box."""
     rows, prefixes = [], [x for size in range(horizon) for x in itertools.product(range(VOCABULARY), repeat=size)]
     for prefix in prefixes:
         for proposed, tree in drafts(prefix):

@@ -27,6 +27,7 @@ import tiny
 from mutants import ENTRY, Mutant
 
 import eagle3_jax  # noqa: F401
+from eagle3_jax.acceptance import verify
 from eagle3_jax.decode import SpeculativeDecoder, _warped
 from eagle3_jax.drafters import Eagle3Drafter, _grow
 from eagle3_jax.drafters.eagle3 import Eagle3Head, FirstLayer
@@ -37,7 +38,6 @@ from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.training import ttt
 from eagle3_jax.tree import ancestor_mask
-from eagle3_jax.verify import verify
 
 
 def exact_law(function: Callable, old: str, new: str, case: str = "a sampled chain") -> Mutant:

@@ -20,7 +20,7 @@ import pytest
 import eagle3_jax
 from eagle3_jax.cli import plan, run, train
 from eagle3_jax.cli._commands import app
-from eagle3_jax.cli._rows import Request
+from eagle3_jax.prompts import Request
 from eagle3_jax.sources import bundled
 
 OFFICIAL = Path(__file__).parent / "golden" / "official"
@@ -102,8 +102,8 @@ OPTIONS = sorted(set(numeric_options()))
 @pytest.fixture(scope="module", autouse=True)
 def no_work(tmp_path_factory):
     """Models are read once, and whatever takes its time is not begun."""
-    from eagle3_jax.analysis import tune_measure
     from eagle3_jax.cli import bench, generate, tune
+    from eagle3_jax.measure import tune_measure
     from eagle3_jax.training import corpus, head, regenerate
 
     def reached(*arguments: Any, **options: Any) -> None:

@@ -14,12 +14,15 @@ import pytest
 import tiny
 from safetensors.numpy import load_file
 
-from eagle3_jax.analysis.accelerators import KNOWN_ACCELERATORS, accelerator_named, custom_accelerator
-from eagle3_jax.analysis.bounds import batch_needed, break_even_batch, check_claim, largest_batch, round_bound
-from eagle3_jax.analysis.cost import cost_of, cost_per_million_tokens, tokens_per_currency_unit
-from eagle3_jax.analysis.exercises import exercises
-from eagle3_jax.analysis.memory import Deployment, memory_plan
-from eagle3_jax.analysis.rollout import (
+from eagle3_jax.cli import run
+from eagle3_jax.cli._planning import read_head_shape, read_target_shape
+from eagle3_jax.load import bundled
+from eagle3_jax.theory.accelerators import KNOWN_ACCELERATORS, accelerator_named, custom_accelerator
+from eagle3_jax.theory.bounds import batch_needed, break_even_batch, check_claim, largest_batch, round_bound
+from eagle3_jax.theory.cost import cost_of, cost_per_million_tokens, tokens_per_currency_unit
+from eagle3_jax.theory.exercises import exercises
+from eagle3_jax.theory.memory import Deployment, memory_plan
+from eagle3_jax.theory.rollout import (
     MeasuredCosts,
     Traffic,
     accepted_variance,
@@ -27,8 +30,8 @@ from eagle3_jax.analysis.rollout import (
     requests_to_judge_p99,
     to_markdown,
 )
-from eagle3_jax.analysis.shapes import KNOWN_MODELS, HeadShape, ModelShape, usual_head
-from eagle3_jax.analysis.speedup import (
+from eagle3_jax.theory.shapes import KNOWN_MODELS, HeadShape, ModelShape, usual_head
+from eagle3_jax.theory.speedup import (
     TrafficClass,
     best_chain_length,
     blended_tau,
@@ -40,9 +43,6 @@ from eagle3_jax.analysis.speedup import (
     tau_from_conditional_rate,
     tau_from_draft_rate,
 )
-from eagle3_jax.cli import run
-from eagle3_jax.cli._planning import read_head_shape, read_target_shape
-from eagle3_jax.load import bundled
 
 ROOT = Path(__file__).parent.parent
 OFFICIAL = tiny.GOLDEN / "official"
@@ -710,7 +710,7 @@ def test_known_accelerators_are_found_however_they_are_spelt():
     assert measured.peak_flops == accelerator_named("H200").peak_flops
 
 
-PLANNING = sorted([*(ROOT / "eagle3_jax" / "analysis").glob("*.py"), *(ROOT / "eagle3_jax" / "cli").glob("*plan*.py")])
+PLANNING = sorted([*(ROOT / "eagle3_jax" / "theory").glob("*.py"), *(ROOT / "eagle3_jax" / "cli").glob("*plan*.py")])
 
 
 @pytest.mark.parametrize("path", PLANNING, ids=lambda path: path.stem)

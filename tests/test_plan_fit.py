@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from eagle3_jax.analysis.accelerators import accelerator_named
-from eagle3_jax.analysis.memory import Deployment, memory_plan, remedy_of
-from eagle3_jax.analysis.shapes import KNOWN_MODELS, usual_head
 from eagle3_jax.cli import run
 from eagle3_jax.cli._planning import read_head_shape
+from eagle3_jax.theory.accelerators import accelerator_named
+from eagle3_jax.theory.memory import Deployment, memory_plan, remedy_of
+from eagle3_jax.theory.shapes import KNOWN_MODELS, usual_head
 
 VICUNA = KNOWN_MODELS["vicuna-13b"]
 # The fields of yuhuili/EAGLE3-Vicuna1.3-13B, whose weights hold one layer.

@@ -18,9 +18,8 @@ from eagle3_jax import load_target
 from eagle3_jax.cli import run
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import parse_ids, parse_numbers, parse_schedule, parse_tree
-from eagle3_jax.cli._prompts import Renderer, read_prompts
-from eagle3_jax.cli._rows import Request, read_requests
 from eagle3_jax.load import read_tokenizer
+from eagle3_jax.prompts import Renderer, Request, read_prompts, read_requests
 from eagle3_jax.sources import bundled
 from eagle3_jax.text import tokenized
 

@@ -10,8 +10,8 @@ import tiny
 
 from eagle3_jax import LoadedDrafter, SamplingParams, SpeculationSchedule, SpeculativeDecoder
 from eagle3_jax import loop as loops
-from eagle3_jax.analysis.timing import CompileClock
 from eagle3_jax.drafters import NGram
+from eagle3_jax.measure.timing import CompileClock
 
 SCHEDULE = SpeculationSchedule(((1, 2, 4), (3, 4, 2), (5, 6, 0)))
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11], [1, 3, 5], [2, 2, 2, 2], [9, 8]]

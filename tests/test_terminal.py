@@ -310,9 +310,9 @@ def test_every_figure_follows_from_the_json(printed, target, tmp_path):
 
 
 def comparison(ours: Sequence[float], plain: Sequence[float]) -> str:
-    from eagle3_jax.analysis.comparison import Comparison
-    from eagle3_jax.analysis.timing import Spread
     from eagle3_jax.cli._streaming import speed_line
+    from eagle3_jax.measure.comparison import Comparison
+    from eagle3_jax.measure.timing import Spread
 
     ratios = tuple(mine / theirs for mine, theirs in zip(ours, plain, strict=True))
     return speed_line(Comparison(Spread.of(ours), Spread.of(plain), ratios, is_plain=False, same_output=True))

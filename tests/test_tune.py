@@ -8,10 +8,11 @@ import pytest
 import tiny
 
 from eagle3_jax import DynamicTree, SpeculationSchedule, SpeculativeDecoder
-from eagle3_jax.analysis import tune_measure
-from eagle3_jax.analysis.speedup import conditional_rate_from_tau, draft_rate_from_tau
-from eagle3_jax.analysis.timing import Spread
-from eagle3_jax.analysis.tune import (
+from eagle3_jax.cli import run
+from eagle3_jax.drafters import NGram
+from eagle3_jax.measure import tune_measure
+from eagle3_jax.measure.timing import Spread
+from eagle3_jax.measure.tune import (
     BatchTuning,
     Candidate,
     Shape,
@@ -21,8 +22,7 @@ from eagle3_jax.analysis.tune import (
     rules_of_thumb,
     schedule_of,
 )
-from eagle3_jax.cli import run
-from eagle3_jax.drafters import NGram
+from eagle3_jax.theory.speedup import conditional_rate_from_tau, draft_rate_from_tau
 
 GOLDEN = tiny.GOLDEN / "official"
 PAIR = ("--target", str(GOLDEN / "target"), "--drafter", str(GOLDEN / "eagle3"))

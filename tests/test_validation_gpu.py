@@ -15,8 +15,9 @@ import tiny
 pytest.importorskip("scipy")
 
 from eagle3_jax import LoadedTarget, load_target
-from eagle3_jax.analysis.cost import cost_per_million_tokens
-from eagle3_jax.analysis.random_models import (
+from eagle3_jax.drafters import Eagle3Drafter
+from eagle3_jax.load import bundled
+from eagle3_jax.measure.random_models import (
     SHAPES,
     bytes_needed,
     config_of,
@@ -25,13 +26,12 @@ from eagle3_jax.analysis.random_models import (
     shape_named,
     why_not,
 )
-from eagle3_jax.analysis.results import Report
-from eagle3_jax.analysis.roofline import bandwidth, ceiling, step_bytes
-from eagle3_jax.cli._prompts import Prompt, Renderer, read_prompts, shipped
-from eagle3_jax.drafters import Eagle3Drafter
-from eagle3_jax.load import bundled
+from eagle3_jax.measure.results import Report
+from eagle3_jax.measure.roofline import bandwidth, ceiling, step_bytes
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, MIXED, Precision
+from eagle3_jax.prompts import Prompt, Renderer, read_prompts, shipped
+from eagle3_jax.theory.cost import cost_per_million_tokens
 from validation import speeds
 from validation.report import Check
 from validation.subject import DEFAULT_TARGET, choose

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from test_validation_report import FAILED, NOT_RUN, PARTLY, PASSED, validate  # noqa: F401
 
-from eagle3_jax.analysis.timing import CompileClock
+from eagle3_jax.measure.timing import CompileClock
 from validation import manifest
 from validation.device import Releases, environment_of_vllm, exact_options, products, share_memory
 from validation.merging import merge

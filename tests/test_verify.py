@@ -8,9 +8,9 @@ import numpy as np
 import oracle
 import pytest
 
+from eagle3_jax.acceptance import verify, verify_greedy
 from eagle3_jax.sampling import draw, residual
 from eagle3_jax.types import Draft, Verdict
-from eagle3_jax.verify import verify, verify_greedy
 
 GRID = 4096
 MIDPOINTS = jnp.array((np.arange(GRID) + 0.5) / GRID, jnp.float32)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from eagle3_jax.analysis.cost import cost_per_million_tokens
-from eagle3_jax.analysis.results import Report, Row
+from eagle3_jax.measure.results import Report, Row
 from eagle3_jax.rivals.memory import is_out_of_memory
 from eagle3_jax.rivals.transformers import TransformersContender
+from eagle3_jax.theory.cost import cost_per_million_tokens
 from validation.checks import Check
 from validation.subject import SHIPPED, Subject
 

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eagle3_jax import LoadedDrafter, LoadedTarget, load_drafter, load_target
-from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._prompts import Prompt, Renderer, read_prompts
 from eagle3_jax.load import bundled, locate
+from eagle3_jax.prompts import Prompt, Renderer, read_prompts
 
 Pair = tuple[LoadedTarget, LoadedDrafter]
 
@@ -106,7 +105,7 @@ def choose(
     """
     if (target is None) != (drafter is None):
         given, missing = ("--target", "--drafter") if drafter is None else ("--drafter", "--target")
-        raise Misuse(f"{given} was given without {missing}, and a head fits one target only; add {missing}")
+        raise ValueError(f"{given} was given without {missing}, and a head fits one target only; add {missing}")
     files = prompt_files or [bundled("prompts.jsonl")]
     on_gpu = gpu and not rehearsal
     dtypes = ("bfloat16", "float32") if gpu else ("mixed", "float32", "bfloat16")

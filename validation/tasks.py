@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from eagle3_jax.cli._prompts import Prompt, has_chat_template
+from eagle3_jax.prompts import Prompt, has_chat_template
 from validation.margin import clopper_pearson
 from validation.subject import Subject
 

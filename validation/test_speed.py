@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from eagle3_jax import DynamicTree, SpeculativeDecoder
-from eagle3_jax.analysis.bench import measure
-from eagle3_jax.analysis.contenders import Contender, DecoderContender
-from eagle3_jax.analysis.random_models import bytes_needed, random_pair, shape_named, why_not
-from eagle3_jax.analysis.timing import CompileClock
 from eagle3_jax.drafters import NGram
+from eagle3_jax.measure.bench import measure
+from eagle3_jax.measure.contenders import Contender, DecoderContender
+from eagle3_jax.measure.random_models import bytes_needed, random_pair, shape_named, why_not
+from eagle3_jax.measure.timing import CompileClock
 from eagle3_jax.rivals.vllm.bridge import VLLM, Engine, EngineOptions, VLLMUnavailable, eagle3
 from eagle3_jax.rivals.vllm.contender import VLLMContender
 from eagle3_jax.simulated import SimulatedAcceptance

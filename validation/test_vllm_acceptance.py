@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from eagle3_jax import LoadedDrafter, LoadedTarget, SpeculativeDecoder, load_drafter, load_target
-from eagle3_jax.cli._prompts import shipped
 from eagle3_jax.load import bundled
+from eagle3_jax.prompts import shipped
 from eagle3_jax.rivals.vllm.bridge import VLLM, Engine, EngineOptions, Tokens, eagle3
 from eagle3_jax.rivals.vllm.process import Process, ProcessEngine
 from validation.heads import VARIATIONS, write_variation

@@ -14,8 +14,8 @@ from eagle3_jax.cli._options import read_drafter, read_target
 
 if TYPE_CHECKING:
     from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget, SimulatedAcceptance
-    from eagle3_jax.analysis.contenders import Contender
-    from eagle3_jax.analysis.results import NotMeasured
+    from eagle3_jax.measure.contenders import Contender
+    from eagle3_jax.measure.results import NotMeasured
     from eagle3_jax.rivals.vllm.bridge import VLLM
     from eagle3_jax.types import Drafter
 
@@ -76,7 +76,7 @@ class Field:
 
     def lacks(self, name: str, reason: str) -> None:
         """Say who is not there."""
-        from eagle3_jax.analysis.results import NotMeasured
+        from eagle3_jax.measure.results import NotMeasured
 
         self.missing.append(NotMeasured(name, one_line(reason)))
 
@@ -113,8 +113,8 @@ def read_models(target: str | None, drafters: Sequence[str], dtype: str) -> Mode
 
 def random_models(shape: str, dtype: str) -> Models:
     """Random weights of a named shape: what a step costs, not what is accepted."""
-    from eagle3_jax.analysis.random_models import random_pair, shape_named
     from eagle3_jax.load import precision_named
+    from eagle3_jax.measure.random_models import random_pair, shape_named
 
     target, drafter = random_pair(shape_named(shape), precision=precision_named(dtype))
     return Models(target, dtype, None, {"eagle3": drafter})
@@ -123,8 +123,8 @@ def random_models(shape: str, dtype: str) -> Models:
 def add_ours(field: Field, models: Models, methods: Methods) -> None:
     """Plain decoding in the asked precision and in float32, and every draft of every head."""
     from eagle3_jax import SpeculativeDecoder
-    from eagle3_jax.analysis.contenders import DecoderContender
     from eagle3_jax.drafters import NGram
+    from eagle3_jax.measure.contenders import DecoderContender
 
     plain = {models.dtype: models.target} | ({} if models.float32 is None else {"float32": models.float32})
     for dtype, target in plain.items():
@@ -141,7 +141,7 @@ def add_ours(field: Field, models: Models, methods: Methods) -> None:
 
 def _add_head(field: Field, models: Models, methods: Methods, drafter: LoadedDrafter, prefix: str) -> None:
     from eagle3_jax import SpeculativeDecoder
-    from eagle3_jax.analysis.contenders import DecoderContender
+    from eagle3_jax.measure.contenders import DecoderContender
 
     shapes: list[tuple[str, int, dict[str, Any]]] = [
         (f"chain K={length}", length, {"num_speculative_tokens": length}) for length in methods.chains
@@ -274,7 +274,7 @@ def _vllm(options: RivalOptions, closing: contextlib.ExitStack) -> Callable[[], 
 
 def drop_broken(field: Field, prompt: list[int]) -> None:
     """Let every rival write two tokens; one that cannot is named with its reason, and the rest is measured."""
-    from eagle3_jax.analysis.contenders import DecoderContender
+    from eagle3_jax.measure.contenders import DecoderContender
 
     for one in list(field.contenders):
         if isinstance(one, DecoderContender):

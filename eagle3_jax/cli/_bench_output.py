@@ -14,7 +14,7 @@ import typer
 from eagle3_jax.cli._errors import Misuse
 
 if TYPE_CHECKING:
-    from eagle3_jax.analysis.results import NotMeasured, Report
+    from eagle3_jax.measure.results import NotMeasured, Report
     from eagle3_jax.reporting.tables import Plot, Table
 
 _WIDTH = 124

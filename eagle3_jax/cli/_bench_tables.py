@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from eagle3_jax.analysis.cost import cost_per_million_tokens
-from eagle3_jax.analysis.intervals import Interval
-from eagle3_jax.analysis.results import NotMeasured, Report, Row, TaskRow
-from eagle3_jax.analysis.timing import Latency, Spread
+from eagle3_jax.measure.intervals import Interval
+from eagle3_jax.measure.results import NotMeasured, Report, Row, TaskRow
+from eagle3_jax.measure.timing import Latency, Spread
 from eagle3_jax.reporting.tables import Plot, Table
+from eagle3_jax.theory.cost import cost_per_million_tokens
 
 NOTES = """\
 tokens/s: new tokens after the first over the time of the decode loop; total: all new tokens over all time, prefill too.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._rows import parse_json, read_text, shown, whole_numbers
+from eagle3_jax.jsonl import STDIN, parse_json, read_text, shown
+from eagle3_jax.prompts import whole_numbers
 from eagle3_jax.reporting.tables import write_text
 
 if TYPE_CHECKING:
@@ -101,6 +103,8 @@ def parse_schedule(text: str | None) -> SpeculationSchedule | None:
     if text is None:
         return None
     is_file = not text.lstrip().startswith("[")
+    if is_file:
+        say_what_is_awaited(text)
     try:
         value = parse_json(read_text(Path(text)) if is_file else text)
     except ValueError as error:
@@ -147,6 +151,12 @@ def parse_ids(text: str) -> list[int]:
     if not isinstance(ids, list):
         raise Misuse(f"--prompt-ids {shown(text)} is not a JSON list of token ids; expected for example '[1, 2, 3]'")
     return whole_numbers(ids, "--prompt-ids: ")
+
+
+def say_what_is_awaited(file: str | Path) -> None:
+    """Tell who sits at a terminal that a command is about to read from it."""
+    if str(file) == STDIN and sys.stdin is not None and sys.stdin.isatty():
+        print("reading from the terminal; end with Ctrl-D", file=sys.stderr)
 
 
 def check_writable(path: Path | None) -> None:

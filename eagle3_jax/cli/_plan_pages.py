@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from eagle3_jax.analysis.bounds import Claim, RoundBound
-    from eagle3_jax.analysis.memory import Deployment, MemoryPlan, Remedy
-    from eagle3_jax.analysis.speedup import Rates, Simulation
+    from eagle3_jax.theory.bounds import Claim, RoundBound
+    from eagle3_jax.theory.memory import Deployment, MemoryPlan, Remedy
+    from eagle3_jax.theory.speedup import Rates, Simulation
 
 _CHAINS = range(1, 9)
 
@@ -28,7 +28,7 @@ def rates_json(found: Rates | None) -> dict[str, float] | None:
 
 def speedup_row(alpha: float, *, verify_cost: float, draft_cost: float) -> dict[str, Any]:
     """τ and S of every chain length at one conditional acceptance rate."""
-    from eagle3_jax.analysis import speedup as theory
+    from eagle3_jax.theory import speedup as theory
 
     taus = [theory.tau_from_conditional_rate(alpha, k) for k in _CHAINS]
     return {
@@ -46,7 +46,7 @@ def speedup_row(alpha: float, *, verify_cost: float, draft_cost: float) -> dict[
 
 def break_even_row(verify_cost: float, *, draft_cost: float) -> dict[str, Any]:
     """What it takes to break even at one verification cost, for every chain length."""
-    from eagle3_jax.analysis import speedup as theory
+    from eagle3_jax.theory import speedup as theory
 
     found = [
         theory.rates_for_speedup(1.0, num_draft_tokens=k, verify_cost=verify_cost, draft_cost=draft_cost)
@@ -112,7 +112,7 @@ def rates_text(found: dict[str, Any] | None) -> str:
 
 def print_exercises(*, as_json: bool) -> None:
     """Questions with their answers."""
-    from eagle3_jax.analysis.exercises import exercises
+    from eagle3_jax.theory.exercises import exercises
 
     found = exercises()
     if as_json:
@@ -179,7 +179,7 @@ def roofline_json(
     deployment: Deployment, *, context: int, k: int, tau: float, batches: Sequence[int]
 ) -> dict[str, Any]:
     """The rooflines of one accelerator, with the batches at which memory and gain end."""
-    from eagle3_jax.analysis.bounds import break_even_batch, largest_batch, round_bound
+    from eagle3_jax.theory.bounds import break_even_batch, largest_batch, round_bound
 
     end = None
     if deployment.head is not None:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from eagle3_jax.analysis.accelerators import Accelerator, accelerator_named, custom_accelerator
-from eagle3_jax.analysis.memory import CACHE_BYTES, WEIGHT_BITS, Deployment
-from eagle3_jax.analysis.shapes import KNOWN_MODELS, HeadShape, ModelShape, usual_head
-from eagle3_jax.analysis.speedup import Rates, rates, tau_from_conditional_rate, tau_from_draft_rate
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import check_writable
 from eagle3_jax.models.config import MOST
+from eagle3_jax.theory.accelerators import Accelerator, accelerator_named, custom_accelerator
+from eagle3_jax.theory.memory import CACHE_BYTES, WEIGHT_BITS, Deployment
+from eagle3_jax.theory.shapes import KNOWN_MODELS, HeadShape, ModelShape, usual_head
+from eagle3_jax.theory.speedup import Rates, rates, tau_from_conditional_rate, tau_from_draft_rate
 
 if TYPE_CHECKING:
     from conversion.hf_config import Fields

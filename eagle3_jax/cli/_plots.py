@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from eagle3_jax.analysis.bounds import RoundBound
-from eagle3_jax.analysis.speedup import Rates, rates_for_speedup, speedup, tau_from_conditional_rate
+from eagle3_jax.theory.bounds import RoundBound
+from eagle3_jax.theory.speedup import Rates, rates_for_speedup, speedup, tau_from_conditional_rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from eagle3_jax.analysis.tune_measure import Tuning
+    from eagle3_jax.measure.tune_measure import Tuning
 
 
 def plot_speedup(path: Path, found: Rates, *, num_draft_tokens: int, verify_cost: float, draft_cost: float) -> None:

@@ -1,212 +1,19 @@
-"""Prompts from the files that people have, as token ids of a target.
-
-Formats, told apart line by line: benchmark questions (``question_id``, ``category``, ``turns``, optional
-``reference``: EAGLE's ``eagle/data``, Spec-Bench, MT-bench), GSM8K as published (``question``, ``answer``), texts to
-continue (``prompt``, as in HumanEval as published), and token ids (``prompt_ids``). A question is put to the model
-through its chat template; a text is continued as it stands.
-"""
+"""Which prompts a command decodes, from its options."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from eagle3_jax import LoadedTarget, SpeculativeDecoder
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._rows import JsonRow, check_keys, read_request, read_rows
-from eagle3_jax.load import bundled, locate
+from eagle3_jax.cli._options import say_what_is_awaited
+from eagle3_jax.prompts import Prompt, Renderer, in_turn, random_prompts, read_prompts
+from eagle3_jax.sources import bundled, locate
 
-_FORM = "an object with 'turns' (a list of texts), 'question' or 'prompt' (a text) or 'prompt_ids' (token ids)"
-_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """One prompt.
-
-    Attributes:
-        name: Of the question, or file and line.
-        category: Of the question; the name of the file for other lines.
-        tokens: As the target is fed; of a conversation the first turn, because later ones depend on its answer.
-        text: As it was read, without a chat template; ``None`` for token ids.
-        reference: A right answer, where the file has one.
-        max_new_tokens: Its limit.
-    """
-
-    name: str
-    category: str
-    tokens: list[int]
-    text: str | None
-    reference: str | None
-    max_new_tokens: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Renderer:
-    """How a question becomes token ids.
-
-    Attributes:
-        note: In words, for the report.
-        chat: From a question to token ids; ``None`` where questions are continued as plain text.
-    """
-
-    note: str
-    chat: Callable[[str], list[int]] | None = None
-
-    @classmethod
-    def of(cls, directory: Path) -> Renderer:
-        """The chat template of a target's directory, if it has one and transformers can apply it."""
-        if not has_chat_template(directory):
-            return cls("plain text: the target has no chat template")
-        try:
-            from transformers import AutoTokenizer
-        except ImportError:
-            return cls("plain text: the target's chat template needs transformers, which is not installed")
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-
-        def chat(question: str) -> list[int]:
-            messages = [{"role": "user", "content": question}]
-            return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-
-        return cls("the target's chat template", chat)
-
-
-def has_chat_template(directory: Path) -> bool:
-    """Whether a directory says how its model is talked to."""
-    from conversion.files import read_json
-
-    if any((directory / name).is_file() for name in _TEMPLATE_FILES):
-        return True
-    config = directory / "tokenizer_config.json"
-    return config.is_file() and bool(read_json(config).get("chat_template"))
-
-
-def read_prompts(
-    path: Path, target: LoadedTarget, renderer: Renderer, *, max_new_tokens: int, length: int | None = None
-) -> list[Prompt]:
-    """Prompts of a JSONL file.
-
-    Args:
-        path: The file.
-        target: Whose token ids they become.
-        renderer: How questions become token ids.
-        max_new_tokens: Limit of prompts that name none of their own.
-        length: Make every prompt this long; as they are when left out.
-
-    Raises:
-        ValueError: A line is malformed, or its prompt leaves no room in the target's context; one line says which.
-    """
-    encode = SpeculativeDecoder(target).encode
-    found = []
-    for row in read_rows(path, _FORM):
-        asks = "turns" in row.values or "question" in row.values
-        read = _question if asks else _continuation
-        prompt = read(row, path.stem, renderer, max_new_tokens)
-        try:
-            tokens: str | list[int] = prompt.tokens if prompt.tokens or prompt.text is None else prompt.text
-            if length is not None:
-                if isinstance(tokens, str) and target.tokenizer is not None:
-                    tokens = target.tokenizer.encode(tokens).ids
-                tokens = of_length(tokens, length) if isinstance(tokens, list) else tokens
-            tokens = encode(tokens)
-        except ValueError as error:
-            raise Misuse(f"{row.where}{error}") from None
-        if len(tokens) + prompt.max_new_tokens > target.max_positions:
-            raise Misuse(
-                f"{row.where}the prompt has {len(tokens)} tokens and is given {prompt.max_new_tokens} more, but the "
-                f"target holds {target.max_positions} positions; leave the line out or shorten it"
-            )
-        found.append(dataclasses.replace(prompt, tokens=tokens))
-    return found
-
-
-def _question(row: JsonRow, file: str, renderer: Renderer, max_new_tokens: int) -> Prompt:
-    check_keys(row, also=("turns", "question", "answer"))
-    if "turns" not in row.values:
-        published = {"question_id": _place(row), "category": file, "turns": [row.values["question"]]}
-        row = JsonRow(row.where, published | {"reference": row.values.get("answer")})
-    turns = row.values["turns"]
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise Misuse(f"{row.where}'turns' must be a list of texts, at least one")
-    for key in ("question_id", "category"):
-        if key not in row.values:
-            raise Misuse(f"{row.where}a question with 'turns' needs '{key}' too")
-    return Prompt(
-        name=str(row.values["question_id"]),
-        category=str(row.values["category"]) or file,
-        tokens=renderer.chat(turns[0]) if renderer.chat is not None else [],
-        text=turns[0],
-        reference=_reference(row),
-        max_new_tokens=max_new_tokens,
-    )
-
-
-def _continuation(row: JsonRow, file: str, renderer: Renderer, max_new_tokens: int) -> Prompt:
-    del renderer  # a text to continue is not a question
-    if "prompt" not in row.values and "prompt_ids" not in row.values:
-        raise Misuse(f"{row.where}expected {_FORM}")
-    request = read_request(row, max_new_tokens)
-    is_text = isinstance(request.prompt, str)
-    return Prompt(
-        name=str(row.values.get("name", row.values.get("task_id", _place(row)))),
-        category=str(row.values.get("kind", file)),
-        tokens=[] if is_text else list(request.prompt),  # type: ignore[arg-type]
-        text=request.prompt if is_text else None,  # type: ignore[arg-type]
-        reference=_reference(row),
-        max_new_tokens=request.max_new_tokens,
-    )
-
-
-def _place(row: JsonRow) -> str:
-    """File and line, without the folder."""
-    return row.where.rpartition("/")[2].removesuffix(": ")
-
-
-def _reference(row: JsonRow) -> str | None:
-    """The right answer: a text, or a list of texts, one for each turn."""
-    reference: Any = row.values.get("reference")
-    first = reference[0] if isinstance(reference, list) and reference else reference
-    if first is not None and not isinstance(first, str):
-        raise Misuse(f"{row.where}'reference' must be a text or a list of texts")
-    return first or None
-
-
-def of_length(tokens: list[int], length: int) -> list[int]:
-    """Exactly so many tokens: the last ones of a longer prompt, a shorter one repeated."""
-    return (tokens * -(-length // len(tokens)))[-length:] if tokens else tokens
-
-
-def random_prompts(count: int, vocab_size: int, length: int, *, seed: int = 0) -> list[Prompt]:
-    """Random token ids, equally likely. Drafts for them are accepted less, and more, than drafts for text."""
-    ids = np.random.default_rng(seed).integers(0, vocab_size, (count, length)).tolist()
-    return [Prompt(f"random {index}", "random", tokens, None, None, 0) for index, tokens in enumerate(ids)]
-
-
-def in_turn(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """So many prompts of all categories, and within each of all sources, put together by category.
-
-    The source is the part of a name before its last colon, as in ``code/bisect.py:19``: a few prompts should not all be
-    of one file, and a batch should be of one category where there are enough.
-    """
-    turns: dict[str, int] = {}
-    order = []
-    for prompt in prompts:
-        source = f"{prompt.category}/{prompt.name.rpartition(':')[0]}"
-        turns[source] = turns.get(source, 0) + 1
-        order.append(turns[source])
-    by_source = [prompt for _, prompt in sorted(zip(order, prompts, strict=True), key=lambda pair: pair[0])]
-    seen: dict[str, int] = {}
-    ranked = []
-    for prompt in by_source:
-        seen[prompt.category] = seen.get(prompt.category, 0) + 1
-        ranked.append((seen[prompt.category], prompt))
-    chosen = [prompt for _, prompt in sorted(ranked, key=lambda pair: pair[0])][:count]
-    categories = list(dict.fromkeys(prompt.category for prompt in prompts))
-    return sorted(chosen, key=lambda prompt: categories.index(prompt.category))
+if TYPE_CHECKING:
+    from eagle3_jax.decode import LoadedTarget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,10 +59,6 @@ class PromptSource:
                 found += random_prompts(self.most, target.vocab_size, length)
                 continue
             renderer = renderer or Renderer.of(locate(directory, "target"))
+            say_what_is_awaited(name)
             found += read_prompts(Path(name), target, renderer, max_new_tokens=self.max_new_tokens, length=self.length)
         return found
-
-
-def shipped() -> list[str]:
-    """The held-out prompts of the shipped pair, as text."""
-    return [row.values["prompt"] for row in read_rows(bundled("prompts.jsonl"), _FORM)]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from eagle3_jax import SpeculationStats
-    from eagle3_jax.analysis.comparison import Comparison
+    from eagle3_jax.measure.comparison import Comparison
 
 _ACCEPTED = "bold green"
 _MEASURED_PROMPTS = 8
@@ -89,8 +89,8 @@ def _summary(console: Console, stats: SpeculationStats) -> None:
 
 def _comparison(console: Console, job: Job) -> None:
     """Tokens per second, and the ratio to plain decoding measured here and now."""
-    from eagle3_jax.analysis.comparison import compare_with_plain
     from eagle3_jax.cli._hardware import hardware
+    from eagle3_jax.measure.comparison import compare_with_plain
 
     tasks = job.tasks[:_MEASURED_PROMPTS]
     with status("measuring against plain decoding (--no-compare skips it)"):

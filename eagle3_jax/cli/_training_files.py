@@ -44,7 +44,7 @@ def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
 
 def check_trainable(config: DecoderConfig) -> None:
     """Refuse a model whose training state alone is larger than the memory of this machine."""
-    from eagle3_jax.analysis.shapes import ModelShape
+    from eagle3_jax.theory.shapes import ModelShape
 
     names = ("vocab_size", "width", "mlp_width", "num_layers", "num_heads", "num_kv_heads", "head_dim")
     shape = ModelShape(name="target", **{name: getattr(config, name) for name in names})

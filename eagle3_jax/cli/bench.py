@@ -16,8 +16,8 @@ from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import DtypeOption, JsonOption, TargetOption, parse_numbers, parse_tree
 
 if TYPE_CHECKING:
-    from eagle3_jax.analysis.results import Report
-    from eagle3_jax.cli._prompts import Prompt
+    from eagle3_jax.measure.results import Report
+    from eagle3_jax.prompts import Prompt
 
 EXAMPLE = "Example: eagle3 bench --tasks code --max-prompts 4 --batch-size 1,4 --chains 1-5 --output results"
 
@@ -217,7 +217,7 @@ def _measure(
 ) -> Report:
     import jax
 
-    from eagle3_jax.analysis.bench import measure
+    from eagle3_jax.measure.bench import measure
 
     full = prompts[: len(prompts) // batch_size * batch_size]  # no batch is left half full
     return measure(

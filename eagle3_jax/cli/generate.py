@@ -25,9 +25,11 @@ from eagle3_jax.cli._options import (
     parse_tree,
     read_drafter,
     read_target,
+    say_what_is_awaited,
     write_json,
 )
-from eagle3_jax.cli._rows import MOST_TOKENS, STDIN, Request, read_requests, read_text
+from eagle3_jax.jsonl import STDIN, read_text
+from eagle3_jax.prompts import MOST_TOKENS, Request, read_requests
 
 if TYPE_CHECKING:
     from eagle3_jax import Generation, GenerationResult, SpeculativeDecoder
@@ -124,6 +126,7 @@ def _naming(options: dict[str, object]) -> Iterator[None]:
 def _requests(prompt: str | None, prompt_ids: str | None, prompts: Path | None, max_new_tokens: int) -> list[Request]:
     if sum(given is not None for given in (prompt, prompt_ids, prompts)) != 1:
         raise Misuse("give one of a PROMPT, --prompt-ids '[1, 2]' or --prompts FILE.jsonl")
+    say_what_is_awaited(prompts or prompt or "")
     if prompts is not None:
         return read_requests(prompts, max_new_tokens)
     if prompt_ids is not None:

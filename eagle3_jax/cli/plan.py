@@ -38,7 +38,7 @@ from eagle3_jax.cli._planning import (
 )
 
 if TYPE_CHECKING:
-    from eagle3_jax.analysis.speedup import TrafficClass
+    from eagle3_jax.theory.speedup import TrafficClass
 
 app = typer.Typer(
     help="Plan speculation: speed-up, memory, roofline, cost, rollout.",
@@ -84,7 +84,7 @@ def speedup(
 
     τ = 1 + K·r for the draft acceptance rate r, and (1 - α^(K+1)) / (1 - α) for the conditional acceptance rate α.
     """
-    from eagle3_jax.analysis import speedup as theory
+    from eagle3_jax.theory import speedup as theory
 
     if exercises:
         pages.print_exercises(as_json=as_json)
@@ -166,7 +166,7 @@ def memory(
     From config.json alone: nothing else is read, and nothing else is downloaded. Ends with exit code 1 when it does
     not fit, and says how many GPUs or which type of weights would do.
     """
-    from eagle3_jax.analysis.memory import memory_plan, remedy_of
+    from eagle3_jax.theory.memory import memory_plan, remedy_of
 
     deployment = read_deployment(
         target=target,
@@ -250,8 +250,8 @@ def roofline(
 
     Bytes and operations of every step by batch; without --gpu a table of all known accelerators.
     """
-    from eagle3_jax.analysis.accelerators import KNOWN_ACCELERATORS
-    from eagle3_jax.analysis.bounds import check_claim, round_bound
+    from eagle3_jax.theory.accelerators import KNOWN_ACCELERATORS
+    from eagle3_jax.theory.bounds import check_claim, round_bound
 
     check_plot(plot)
     if claim is not None and batch_size is None:
@@ -358,8 +358,8 @@ def cost(
 
     Of measured speeds, or of the best that hardware allows. Only output tokens are counted.
     """
-    from eagle3_jax.analysis.bounds import round_bound
-    from eagle3_jax.analysis.cost import cost_of
+    from eagle3_jax.theory.bounds import round_bound
+    from eagle3_jax.theory.cost import cost_of
 
     if tokens_per_second:
         about = f"measured, {price_per_hour:g} an hour"
@@ -456,9 +456,9 @@ def rollout(
 
     Offline proof, shadow, 1, 10, 50 and 100 % of the traffic; gates, PromQL, alerts and the way back.
     """
-    from eagle3_jax.analysis.rollout import MeasuredCosts, Traffic, plan_rollout, to_markdown
-    from eagle3_jax.analysis.shapes import KNOWN_MODELS
     from eagle3_jax.reporting.tables import write_text
+    from eagle3_jax.theory.rollout import MeasuredCosts, Traffic, plan_rollout, to_markdown
+    from eagle3_jax.theory.shapes import KNOWN_MODELS
 
     check_writable(out)
     if (verify_cost is None) != (draft_cost is None):
@@ -525,7 +525,7 @@ def rollout(
 
 
 def _parse_traffic(text: str | None) -> list[TrafficClass] | None:
-    from eagle3_jax.analysis.speedup import TrafficClass
+    from eagle3_jax.theory.speedup import TrafficClass
 
     if text is None:
         return None

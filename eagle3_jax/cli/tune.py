@@ -20,18 +20,19 @@ from eagle3_jax.cli._options import (
     parse_tree,
     read_drafter,
     read_target,
+    say_what_is_awaited,
     write_json,
 )
 from eagle3_jax.cli._planning import PlotOption, check_plot
-from eagle3_jax.cli._rows import Request, read_requests
+from eagle3_jax.prompts import Request, read_requests
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
     from eagle3_jax import LoadedTarget
-    from eagle3_jax.analysis.tune import BatchTuning, Candidate
-    from eagle3_jax.analysis.tune_measure import Check, Tuning
+    from eagle3_jax.measure.tune import BatchTuning, Candidate
+    from eagle3_jax.measure.tune_measure import Check, Tuning
 
 EXAMPLE = "Example: eagle3 tune --batch-sizes 1,4,16 --chains 1-5 --output schedule.json"
 
@@ -82,9 +83,9 @@ def tune(
     requests = _requests(prompts, max_prompts)
     keep_compiled_programs(compilation_cache)
 
-    from eagle3_jax.analysis import tune_measure
     from eagle3_jax.cli._hardware import hardware
     from eagle3_jax.cli.bench import _activity
+    from eagle3_jax.measure import tune_measure
 
     trees = [shape for shape in map(parse_tree, tree or []) if shape is not None]
     with _activity() as say:
@@ -122,6 +123,7 @@ def _requests(path: Path | None, most: int) -> list[Request]:
     from eagle3_jax.sources import bundled
 
     if path is not None:
+        say_what_is_awaited(path)
         return read_requests(path, 1)[:most]
     rows = [json.loads(line) for line in bundled("prompts.jsonl").read_text(encoding="utf-8").split("\n") if line]
     texts = [row["prompt"] for row in rows if row["kind"] == "code"]
@@ -193,7 +195,7 @@ def _gain(where: BatchTuning, one: Candidate) -> str:
 
 
 def _break_evens(found: Tuning) -> Table:
-    from eagle3_jax.analysis.tune import break_even
+    from eagle3_jax.measure.tune import break_even
 
     rates = ("draft acceptance rate", "conditional acceptance rate")
     table = _table("batch", "plain step", "chain", "v", "c", "breaks even at τ", *rates)
@@ -217,7 +219,7 @@ def _break_evens(found: Tuning) -> Table:
 
 
 def _rules(found: Tuning) -> Table:
-    from eagle3_jax.analysis.tune import rules_of_thumb
+    from eagle3_jax.measure.tune import rules_of_thumb
 
     table = _table("rule of thumb", "batch", "it says", "measured", "")
     rules = [rule for one in found.batches for rule in rules_of_thumb(one)]

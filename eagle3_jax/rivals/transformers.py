@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.analysis.contenders import Contender, Run
+from eagle3_jax.measure.contenders import Contender, Run
 
 _PROMPT_LOOKUP = {"prompt_lookup_num_tokens": 5}
 

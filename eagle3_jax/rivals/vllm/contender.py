@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_jax.analysis.contenders import Contender, Run, Tokens
+from eagle3_jax.measure.contenders import Contender, Run, Tokens
 from eagle3_jax.rivals.vllm.bridge import Completion, Engine
 from eagle3_jax.stats import SpeculationStats
 

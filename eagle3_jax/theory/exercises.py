@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from eagle3_jax.analysis.accelerators import KNOWN_ACCELERATORS
-from eagle3_jax.analysis.memory import Deployment
-from eagle3_jax.analysis.shapes import KNOWN_MODELS, usual_head
-from eagle3_jax.analysis.speedup import (
+from eagle3_jax.theory.accelerators import KNOWN_ACCELERATORS
+from eagle3_jax.theory.memory import Deployment
+from eagle3_jax.theory.shapes import KNOWN_MODELS, usual_head
+from eagle3_jax.theory.speedup import (
     blended_tau,
     draft_rate_from_tau,
     rates_for_speedup,

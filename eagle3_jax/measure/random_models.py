@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.analysis.shapes import KNOWN_MODELS, ModelShape
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter, default_aux_layers
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, Precision
+from eagle3_jax.theory.shapes import KNOWN_MODELS, ModelShape
 
 _MADE_UP = (
     # Of the proportions of Llama, small enough for a few CPU cores; the last two for trying things out.

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from eagle3_jax import loop as loops
-from eagle3_jax.analysis.step_costs import StepCosts, step_costs
-from eagle3_jax.analysis.timing import Spread
-from eagle3_jax.analysis.tune import BatchTuning, Candidate, Shape, break_even, rules_of_thumb, schedule_of
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
+from eagle3_jax.measure.step_costs import StepCosts, step_costs
+from eagle3_jax.measure.timing import Spread
+from eagle3_jax.measure.tune import BatchTuning, Candidate, Shape, break_even, rules_of_thumb, schedule_of
 from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.tree import DynamicTree

@@ -14,11 +14,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax import loop as loops
-from eagle3_jax.analysis.contenders import Tokens
 from eagle3_jax.cache import KeyValue, KVCache
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
+from eagle3_jax.measure.contenders import Tokens
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.types import Observation
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_jax.analysis.contenders import Contender, DecoderContender, Run, Tokens
-from eagle3_jax.analysis.intervals import Interval, geometric_mean, ratio_of_sums
-from eagle3_jax.analysis.step_costs import StepCosts
-from eagle3_jax.analysis.timing import Latency, Spread
+from eagle3_jax.measure.contenders import Contender, DecoderContender, Run, Tokens
+from eagle3_jax.measure.intervals import Interval, geometric_mean, ratio_of_sums
+from eagle3_jax.measure.step_costs import StepCosts
+from eagle3_jax.measure.timing import Latency, Spread
 from eagle3_jax.stats import SpeculationStats
 
 

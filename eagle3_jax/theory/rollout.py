@@ -8,9 +8,9 @@ import math
 import shlex
 from typing import NamedTuple
 
-from eagle3_jax.analysis.bounds import break_even_batch, round_bound
-from eagle3_jax.analysis.memory import Deployment, MemoryPlan, memory_plan
-from eagle3_jax.analysis.speedup import Rates, best_chain_length, rates, round_cost, tau_from_conditional_rate
+from eagle3_jax.theory.bounds import break_even_batch, round_bound
+from eagle3_jax.theory.memory import Deployment, MemoryPlan, memory_plan
+from eagle3_jax.theory.speedup import Rates, best_chain_length, rates, round_cost, tau_from_conditional_rate
 
 _P99_SHARE, _P99_HALF_WIDTH = 0.01, 0.0025
 _NORMAL_95 = 1.96

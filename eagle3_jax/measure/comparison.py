@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from eagle3_jax.analysis.contenders import Tokens
-from eagle3_jax.analysis.timing import Spread
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
+from eagle3_jax.measure.contenders import Tokens
+from eagle3_jax.measure.timing import Spread
 from eagle3_jax.types import SamplingParams
 
 

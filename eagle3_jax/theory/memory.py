@@ -6,8 +6,8 @@ import dataclasses
 import math
 from typing import Any
 
-from eagle3_jax.analysis.accelerators import Accelerator
-from eagle3_jax.analysis.shapes import HeadShape, ModelShape
+from eagle3_jax.theory.accelerators import Accelerator
+from eagle3_jax.theory.shapes import HeadShape, ModelShape
 
 # Bits per weight of the matrices inside the layers. int4 carries a 16-bit scale for every 128 weights; the scales of
 # fp8 and int8, one a row, are left out (a thousandth).

@@ -14,8 +14,8 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from eagle3_jax.analysis.memory import Deployment, memory_plan
-from eagle3_jax.analysis.shapes import HeadShape, ModelShape
+from eagle3_jax.theory.memory import Deployment, memory_plan
+from eagle3_jax.theory.shapes import HeadShape, ModelShape
 
 _MOST_ROWS = 65_536  # batches beyond this are not searched
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from eagle3_jax.analysis.contenders import Contender, DecoderContender, Tokens
-from eagle3_jax.analysis.results import Measured, NotMeasured, Report, acceptance_of, row_of
-from eagle3_jax.analysis.roofline import ceiling, least_bytes_per_second
-from eagle3_jax.analysis.step_costs import step_costs
-from eagle3_jax.analysis.timing import CompileClock, Spread
 from eagle3_jax.decode import LoadedTarget
+from eagle3_jax.measure.contenders import Contender, DecoderContender, Tokens
+from eagle3_jax.measure.results import Measured, NotMeasured, Report, acceptance_of, row_of
+from eagle3_jax.measure.roofline import ceiling, least_bytes_per_second
+from eagle3_jax.measure.step_costs import step_costs
+from eagle3_jax.measure.timing import CompileClock, Spread
 
 
 def measure(

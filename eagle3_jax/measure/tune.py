@@ -3,7 +3,7 @@
 A draft that is accepted for a mean acceptance length ``τ`` and takes ``v + G·c`` plain steps (``v`` to verify it, ``c``
 for each of its ``G`` draft steps) is faster than plain decoding by ``S = τ / (v + G·c)``. ``τ`` is a property of the
 text and the head and does not change with the batch; ``v`` and ``c`` grow with it, so the best draft gets shorter and
-from some batch on there is none. Nothing here measures anything: see :mod:`eagle3_jax.analysis.tune_measure`.
+from some batch on there is none. Nothing here measures anything: see :mod:`eagle3_jax.measure.tune_measure`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from eagle3_jax.analysis.speedup import Rates, rates, rates_for_speedup
-from eagle3_jax.analysis.timing import Spread
+from eagle3_jax.measure.timing import Spread
 from eagle3_jax.schedule import SpeculationSchedule
+from eagle3_jax.theory.speedup import Rates, rates, rates_for_speedup
 
 _LARGEST = 512  # the last, plain entry of a schedule names at least this many rows, as people expect to read it
 

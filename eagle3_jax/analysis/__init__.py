@@ -1,1 +1,0 @@
-"""What speculation costs and gains: measured, predicted, bounded."""

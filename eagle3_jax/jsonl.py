@@ -1,0 +1,110 @@
+"""JSON and text from people: a file, the standard input or an option, read whole or refused in one line."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+STDIN = "-"
+
+
+class JsonRow(NamedTuple):
+    """One line of a JSONL file.
+
+    Attributes:
+        where: File and line, for error messages.
+        values: The object on it.
+    """
+
+    where: str
+    values: dict[str, Any]
+
+
+def read_text(path: Path) -> str:
+    """A text file in UTF-8 with or without a byte order mark; ``-`` is the standard input.
+
+    Raises:
+        ValueError: It is in another encoding; the message says where.
+    """
+    name = name_of(path)
+    if str(path) != STDIN:
+        content = path.read_bytes()
+    elif sys.stdin is None:
+        raise ValueError(f"{name} is closed; name a file instead of '-'")
+    else:
+        content = sys.stdin.buffer.read()
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError(f"{name} is in UTF-16; save it in UTF-8")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not a text file in UTF-8 (byte {error.start})") from None
+
+
+def name_of(path: Path) -> str:
+    """What messages call it."""
+    return "the standard input" if str(path) == STDIN else str(path)
+
+
+def parse_json(text: str) -> Any:
+    """JSON in the strict sense: no name twice, no ``NaN``, not nested without end.
+
+    Raises:
+        ValueError: It is none; the message says why.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_each_once, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} stands there twice")
+    return values
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def shown(value: Any) -> str:
+    """A value in a message, short whatever it is."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested deeply, or a number of thousands of digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def read_rows(path: Path, form: str) -> list[JsonRow]:
+    """Objects of a JSONL file, one a line; blank lines are skipped.
+
+    Args:
+        path: The file; ``-`` for the standard input.
+        form: What a line should look like, for error messages.
+
+    Raises:
+        ValueError: A line is no such object, or there is none; the message says which line.
+    """
+    rows = []
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{name_of(path)} line {number}: "
+        try:
+            values = parse_json(line)
+        except ValueError as error:
+            raise ValueError(f"{where}not JSON ({error}); expected {form}") from None
+        if not isinstance(values, dict):
+            raise ValueError(f"{where}not an object; expected {form}")
+        rows.append(JsonRow(where, values))
+    if not rows:
+        raise ValueError(f"{name_of(path)} holds no prompts; expected {form} on every line")
+    return rows

@@ -1,0 +1,1 @@
+"""What speculation costs and gains, measured on the machine at hand."""

@@ -1,0 +1,1 @@
+"""What speculation costs and gains, computed from numbers: nothing here needs JAX."""
