@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from conversion.errors import CheckpointError, short
-from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.config import LayerConfig
 
 Params = dict[Any, Any]
 
@@ -60,25 +60,24 @@ def norm(source: str, path: str) -> Rule:
     return Rule(f"{source}.weight", f"{path}.scale")
 
 
-def attention_and_mlp(config: DecoderConfig, source: str, path: str) -> list[Rule]:
+def attention_and_mlp(config: LayerConfig, source: str, path: str) -> list[Rule]:
     """What every block has: attention, the norm between, the SwiGLU."""
+    mixer, mlp = config.mixer, config.mlp
     rules = [norm(f"{source}.post_attention_layernorm", f"{path}.mlp_norm")]
-    bias, queries, keys = (
-        config.attention_bias,
-        config.num_heads * config.head_dim,
-        config.num_kv_heads * config.head_dim,
-    )
+    queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
     for name, columns in side_by_side({"q": queries, "k": keys, "v": keys}):
-        rules += linear(f"{source}.self_attn.{name}_proj", f"{path}.attention.qkv", bias=bias, columns=columns)
-    rules += linear(f"{source}.self_attn.o_proj", f"{path}.attention.o", bias=bias)
-    if config.qk_norm:
+        rules += linear(
+            f"{source}.self_attn.{name}_proj", f"{path}.attention.qkv", bias=mixer.qkv_bias, columns=columns
+        )
+    rules += linear(f"{source}.self_attn.o_proj", f"{path}.attention.o", bias=mixer.o_bias)
+    if mixer.qk_norm:
         rules += [norm(f"{source}.self_attn.{name}_norm", f"{path}.attention.{name}_norm") for name in "qk"]
-    for name, columns in side_by_side({"gate": config.mlp_width, "up": config.mlp_width}):
-        rules += linear(f"{source}.mlp.{name}_proj", f"{path}.mlp.gate_up", bias=config.mlp_bias, columns=columns)
-    return rules + linear(f"{source}.mlp.down_proj", f"{path}.mlp.down", bias=config.mlp_bias)
+    for name, columns in side_by_side({"gate": mlp.width, "up": mlp.width}):
+        rules += linear(f"{source}.mlp.{name}_proj", f"{path}.mlp.gate_up", bias=mlp.bias, columns=columns)
+    return rules + linear(f"{source}.mlp.down_proj", f"{path}.mlp.down", bias=mlp.bias)
 
 
-def block(config: DecoderConfig, source: str, path: str) -> list[Rule]:
+def block(config: LayerConfig, source: str, path: str) -> list[Rule]:
     """A plain pre-norm block."""
     return [norm(f"{source}.input_layernorm", f"{path}.attention_norm"), *attention_and_mlp(config, source, path)]
 

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from eagle3_jax.drafters import eagle3
 from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform, usual_head
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.training import ttt
 from eagle3_jax.training.lm import Phase, next_token_loss, random_windows
@@ -42,11 +42,17 @@ class Pair(NamedTuple):
 @pytest.fixture(scope="module")
 def pair():
     """A random target and head: grouped queries, and widths that differ wherever they may."""
-    config = DecoderConfig(
-        vocab_size=VOCAB, width=16, mlp_width=24, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6
+    mixer = GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=6)
+    config = DecoderConfig(vocab_size=VOCAB, width=16, layers=uniform(2, mixer, GatedMLP(width=24)))
+    head = Eagle3Config(
+        vocab_size=VOCAB,
+        width=12,
+        layers=uniform(1, mixer, GatedMLP(width=20)),
+        norm_eps=1e-5,
+        draft_vocab_size=DRAFT_VOCAB,
+        target_width=16,
+        aux_layers=(0, 1, 2),
     )
-    layer = dataclasses.replace(config, width=12, mlp_width=20, num_layers=1, norm_eps=1e-5)
-    head = Eagle3Config(layer=layer, draft_vocab_size=DRAFT_VOCAB, target_width=16, aux_layers=(0, 1, 2))
     target, drafter = DecoderTarget(config), Eagle3Drafter(head, Chain(STEPS))
     keys = jax.random.split(jax.random.key(0), 3)
     embedding = jax.random.normal(keys[2], (VOCAB, 12))
@@ -77,14 +83,15 @@ def read_golden_pair():
     for shard in sorted((GOLDEN / "target").glob("*.safetensors")):
         weights |= {name: array.astype(np.float16) for name, array in load_file(shard).items()}
     source = json.loads((GOLDEN / "target" / "config.json").read_text())
-    config = DecoderConfig(
-        vocab_size=source["vocab_size"],
-        width=source["hidden_size"],
-        mlp_width=source["intermediate_size"],
-        num_layers=source["num_hidden_layers"],
+    mixer = GroupedQuery(
         num_heads=source["num_attention_heads"],
         num_kv_heads=source["num_key_value_heads"],
         head_dim=source["head_dim"],
+    )
+    config = DecoderConfig(
+        vocab_size=source["vocab_size"],
+        width=source["hidden_size"],
+        layers=uniform(source["num_hidden_layers"], mixer, GatedMLP(width=source["intermediate_size"])),
         norm_eps=source["rms_norm_eps"],
     )
     blocks = {}
@@ -105,14 +112,7 @@ def read_golden_pair():
     head = {"fc": kernel(weights, "fc"), "first": first, "norm": scale(weights, "norm")}
     head["head"] = kernel(weights, "lm_head")
     draft_size = len(weights["d2t"])
-    drafter = Eagle3Drafter(
-        Eagle3Config(
-            layer=dataclasses.replace(config, num_layers=1),
-            draft_vocab_size=draft_size,
-            target_width=config.width,
-            aux_layers=eagle3.default_aux_layers(config.num_layers),
-        )
-    )
+    drafter = Eagle3Drafter(usual_head(config, draft_vocab_size=draft_size))
     target_params, head = jax.tree.map(lambda array: jnp.asarray(array, jnp.float32), (target_params, head))
     ids = jnp.asarray(np.arange(draft_size) + weights["d2t"], jnp.int32)
     frozen = {"target_params": target_params, "embedding": target_params["embedding"], "draft_to_target": ids}
@@ -183,20 +183,21 @@ def rope(x, position):
 def oracle_logits(drafter, head, embedding, features, tokens, real):
     """The training-time test of one sequence in float64, one row and one key at a time, in the official layout:
     ``(k+1)·T`` keys of which row ``t`` sees ``j <= t`` in block 0 and ``t`` in each later one."""
-    config, layer = drafter.config.layer, head["first"]
+    config, layer = drafter.config, head["first"]
+    mixer = config.layers[0].mixer
 
     def mat(params, x):
         return x @ np.asarray(params["kernel"], np.float64)
 
-    size, eps, groups = len(tokens), config.norm_eps, config.num_heads // config.num_kv_heads
+    size, eps, groups = len(tokens), config.norm_eps, mixer.group
     x = mat(head["fc"], np.asarray(features, np.float64).reshape(size, -1))
     padded = np.concatenate([tokens, np.zeros(STEPS, int)])
     keys, values, logits = [], [], []
     for step in range(STEPS):
         embedded = np.asarray(embedding, np.float64)[padded[1 + step : 1 + step + size]]
         both = np.concatenate([norm(embedded, layer["embedding_norm"], eps), norm(x, layer["feature_norm"], eps)], -1)
-        fused = mat(layer["attention"]["qkv"], both).reshape(size, -1, config.head_dim)
-        q, k, v = np.split(fused, [config.num_heads, config.num_heads + config.num_kv_heads], axis=1)
+        fused = mat(layer["attention"]["qkv"], both).reshape(size, -1, mixer.head_dim)
+        q, k, v = np.split(fused, [mixer.num_heads, mixer.num_heads + mixer.num_kv_heads], axis=1)
         queries = [rope(row, t + step) for t, row in enumerate(q)]
         keys += [rope(row, t + step) for t, row in enumerate(k)]
         values += list(v)
@@ -204,14 +205,14 @@ def oracle_logits(drafter, head, embedding, features, tokens, real):
         mask[:, :size] = np.tril(np.ones((size, size), bool)) & real
         for later in range(1, step + 1):
             mask[:, later * size : (later + 1) * size] = np.eye(size, dtype=bool)
-        attended = np.zeros((size, config.num_heads * config.head_dim))
+        attended = np.zeros((size, mixer.num_heads * mixer.head_dim))
         for t in range(size):
-            for h in range(config.num_heads):
+            for h in range(mixer.num_heads):
                 seen = np.flatnonzero(mask[t])
-                scores = np.array([queries[t][h] @ keys[s][h // groups] for s in seen]) / np.sqrt(config.head_dim)
+                scores = np.array([queries[t][h] @ keys[s][h // groups] for s in seen]) / np.sqrt(mixer.head_dim)
                 weights = np.exp(scores) / np.exp(scores).sum()
                 out = sum(w * values[s][h // groups] for w, s in zip(weights, seen, strict=True))
-                attended[t, h * config.head_dim : (h + 1) * config.head_dim] = out
+                attended[t, h * mixer.head_dim : (h + 1) * mixer.head_dim] = out
         x = x + mat(layer["attention"]["o"], attended)
         inner = norm(x, layer["mlp_norm"], eps)
         gate, up = np.split(mat(layer["mlp"]["gate_up"], inner), 2, axis=1)
@@ -312,8 +313,11 @@ A, B = (0.75, 0.25), (0.25, 0.75)  # what the head gives to draft ids 0 and 1
 
 def table_loss(monkeypatch, *, steps, ids, loss_mask, config):
     """The objective on given distributions: the target's are ``P``, the head's are ``steps [K][T W]``."""
-    model = DecoderConfig(vocab_size=3, width=4, mlp_width=4, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2)
-    head = Eagle3Config(layer=model, draft_vocab_size=len(ids), target_width=4, aux_layers=(0,))
+    layers = uniform(1, GroupedQuery(num_heads=1, num_kv_heads=1, head_dim=2), GatedMLP(width=4))
+    model = DecoderConfig(vocab_size=3, width=4, layers=layers)
+    head = Eagle3Config(
+        vocab_size=3, width=4, layers=layers, draft_vocab_size=len(ids), target_width=4, aux_layers=(0,)
+    )
     frozen = {
         "target_params": {"table": jnp.log(jnp.asarray(P, jnp.float32))[None] + 3.0},  # known up to a constant
         "embedding": jnp.zeros((3, 4)),
@@ -506,7 +510,8 @@ def optax_promotion():
 @pytest.mark.usefixtures("optax_promotion")
 @pytest.mark.parametrize("method", ["adamw", "muon"])
 def test_a_target_learns_a_cycle(method):
-    config = DecoderConfig(vocab_size=8, width=16, mlp_width=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8)
+    layers = uniform(1, GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=8), GatedMLP(width=32))
+    config = DecoderConfig(vocab_size=8, width=16, layers=layers)
     target = DecoderTarget(config)
     optimizer = OptimizerConfig(method=method, learning_rate=2e-2, num_steps=30, warmup_steps=3)
     trainer = Trainer(lambda params, tokens: next_token_loss(target, params, tokens), optimizer)

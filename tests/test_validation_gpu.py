@@ -21,13 +21,13 @@ from eagle3_jax.measure.random_models import (
     SHAPES,
     bytes_needed,
     config_of,
-    head_config,
     random_pair,
     shape_named,
     why_not,
 )
 from eagle3_jax.measure.results import Report
 from eagle3_jax.measure.roofline import bandwidth, ceiling, step_bytes
+from eagle3_jax.models.config import usual_head
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, MIXED, Precision
 from eagle3_jax.prompts import Prompt, Renderer, read_prompts, shipped
@@ -225,8 +225,8 @@ def test_an_unknown_shape_is_refused_with_the_names() -> None:
 
 
 def test_the_head_of_llama_has_the_published_shape() -> None:
-    config = head_config(config_of(shape_named("Llama-3.1-8B")))
-    assert (config.draft_vocab_size, config.aux_layers, config.layer.num_layers) == (32_000, (2, 16, 29), 1)
+    config = usual_head(config_of(shape_named("Llama-3.1-8B")))
+    assert (config.draft_vocab_size, config.aux_layers, config.num_layers) == (32_000, (2, 16, 29), 1)
     shapes = Eagle3Drafter(config, precision=BFLOAT16).param_shapes()
     assert shapes["fc"]["kernel"].shape == (3 * 4096, 4096)
     assert shapes["head"]["kernel"].shape == (4096, 32_000)

@@ -163,7 +163,7 @@ def _add_head(field: Field, models: Models, methods: Methods, drafter: LoadedDra
 
 def _check_depth(depth: int, drafter: LoadedDrafter) -> None:
     """Refuse drafts that the head has no positions for."""
-    most = drafter.drafter.config.layer.max_positions - 1  # type: ignore[attr-defined]
+    most = drafter.drafter.config.max_positions - 1  # type: ignore[attr-defined]
     if depth > most:
         raise Misuse(
             f"a draft of {depth} levels is above the limit of the head: {drafter.name} has {most + 1} positions, so K "

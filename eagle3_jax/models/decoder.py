@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.cache import KeyValue, KVCache, Segment
-from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.config import DecoderConfig, GroupedQuery, LayerConfig
 from eagle3_jax.models.functional import Params, bind, init_params, param_shapes
 from eagle3_jax.models.layers import (
     FLOAT32,
@@ -24,7 +24,7 @@ from eagle3_jax.models.layers import (
     embed,
     product,
 )
-from eagle3_jax.models.rope import rotate
+from eagle3_jax.models.rope import rotate, scale_queries
 from eagle3_jax.types import TargetOutput
 
 
@@ -34,14 +34,16 @@ class Attention(nnx.Module):
     Queries, keys and values are one product, in this order: few large products read weights faster than many small.
     """
 
-    def __init__(self, config: DecoderConfig, *, d_in: int, precision: Precision, rngs: nnx.Rngs):
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        bias = config.attention_bias
-        self.qkv = Linear(d_in, (heads + 2 * kv_heads) * head_dim, bias=bias, precision=precision, rngs=rngs)
-        self.o = Linear(heads * head_dim, config.width, bias=bias, precision=precision, rngs=rngs)
+    def __init__(
+        self, config: GroupedQuery, *, d_in: int, width: int, norm_eps: float, precision: Precision, rngs: nnx.Rngs
+    ):
+        heads, size = config.num_heads, config.head_dim
+        columns = (heads + 2 * config.num_kv_heads) * size
+        self.qkv = Linear(d_in, columns, bias=config.qkv_bias, precision=precision, rngs=rngs)
+        self.o = Linear(heads * size, width, bias=config.o_bias, precision=precision, rngs=rngs)
         if config.qk_norm:
-            self.q_norm = RMSNorm(head_dim, config.norm_eps)
-            self.k_norm = RMSNorm(head_dim, config.norm_eps)
+            self.q_norm = RMSNorm(size, norm_eps)
+            self.k_norm = RMSNorm(size, norm_eps)
         self.config = config
 
     def __call__(
@@ -54,8 +56,11 @@ class Attention(nnx.Module):
         queries, keys, values = jnp.split(fused, [heads, heads + kv_heads], axis=2)
         if config.qk_norm:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries = rotate(queries, positions, config.rope)
-        kv = KeyValue(jnp.moveaxis(rotate(keys, positions, config.rope), 1, 2), jnp.moveaxis(values, 1, 2))
+        if config.rope is not None:
+            queries, keys = rotate(queries, positions, config.rope), rotate(keys, positions, config.rope)
+        if config.query_scaling is not None:
+            queries = scale_queries(queries, positions, config.query_scaling)
+        kv = KeyValue(jnp.moveaxis(keys, 1, 2), jnp.moveaxis(values, 1, 2))
         attended, kept = memory.attend(queries, kv)
         return self.o(attended), kept
 
@@ -127,11 +132,13 @@ def cache_memories(cache: KVCache, mask: Bool[Array, "#B T T"]) -> list[CacheMem
 class Block(nnx.Module):
     """Pre-norm residual block: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
 
-    def __init__(self, config: DecoderConfig, *, precision: Precision, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.width, config.norm_eps)
-        self.attention = Attention(config, d_in=config.width, precision=precision, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.width, config.norm_eps)
-        self.mlp = SwiGLU(config.width, config.mlp_width, bias=config.mlp_bias, precision=precision, rngs=rngs)
+    def __init__(self, config: LayerConfig, *, width: int, norm_eps: float, precision: Precision, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(width, norm_eps)
+        self.attention = Attention(
+            config.mixer, d_in=width, width=width, norm_eps=norm_eps, precision=precision, rngs=rngs
+        )
+        self.mlp_norm = RMSNorm(width, norm_eps)
+        self.mlp = SwiGLU(width, config.mlp, precision=precision, rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], memory: Memory
@@ -148,7 +155,10 @@ class Decoder(nnx.Module):
         self.config, self.precision = config, precision
         shape = (config.vocab_size, config.width)
         self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) * 0.02)
-        self.blocks = nnx.List([Block(config, precision=precision, rngs=rngs) for _ in range(config.num_layers)])
+        width, eps = config.width, config.norm_eps
+        self.blocks = nnx.List(
+            [Block(layer, width=width, norm_eps=eps, precision=precision, rngs=rngs) for layer in config.layers]
+        )
         self.norm = RMSNorm(config.width, config.norm_eps)
         if not config.tie_embeddings:
             self.head = Linear(config.width, config.vocab_size, precision=precision, rngs=rngs)
@@ -204,13 +214,13 @@ class DecoderTarget:
 
     def init_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache of ``capacity`` slots per row."""
-        config = self.config
+        mixer = self.config.layers[0].mixer
         return KVCache.allocate(
             batch=batch,
             capacity=capacity,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_layers=self.config.num_layers,
+            num_kv_heads=mixer.num_kv_heads,
+            head_dim=mixer.head_dim,
             dtype=self.precision.activations,
         )
 
