@@ -22,6 +22,7 @@ LAYERS = (
     ("models",),
     ("drafters",),
     ("loop",),
+    ("stages",),
     ("decode",),
     ("contract", "load", "training", "measure", "export", "prompts", "reporting"),
     ("rivals",),
