@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eagle3_jax import drafters
-    from eagle3_jax.acceptance import verify, verify_greedy
-    from eagle3_jax.cache import KVCache
+    from eagle3_jax.acceptance import Exact, verify, verify_greedy
+    from eagle3_jax.cache import Cache, KeyValue, KeyValues, LayerCache
     from eagle3_jax.contract import DrafterReport, check_drafter
     from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
     from eagle3_jax.load import load_drafter, load_target
     from eagle3_jax.loop import SpeculativeLoop
     from eagle3_jax.results import Chunk, Generation, GenerationResult
-    from eagle3_jax.sampling import DraftSampling, Warping, probabilities
+    from eagle3_jax.sampling import draw, num_digits, probabilities, uniforms
     from eagle3_jax.schedule import SpeculationSchedule
     from eagle3_jax.simulated import SimulatedAcceptance
     from eagle3_jax.state import GenerationState, LoopParams, Prompts, Round
@@ -27,17 +27,22 @@ if TYPE_CHECKING:
     from eagle3_jax.types import (
         Draft,
         Drafter,
+        DraftSampling,
         FinishReason,
         Observation,
         SamplingParams,
+        Tables,
         TargetModel,
         TargetOutput,
         Verdict,
+        Verifier,
+        Warping,
     )
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Cache",
     "Chain",
     "Chunk",
     "Draft",
@@ -45,11 +50,14 @@ __all__ = [
     "Drafter",
     "DrafterReport",
     "DynamicTree",
+    "Exact",
     "FinishReason",
     "Generation",
     "GenerationResult",
     "GenerationState",
-    "KVCache",
+    "KeyValue",
+    "KeyValues",
+    "LayerCache",
     "LoadedDrafter",
     "LoadedTarget",
     "LoopParams",
@@ -63,35 +71,41 @@ __all__ = [
     "SpeculativeDecoder",
     "SpeculativeLoop",
     "StaticTree",
+    "Tables",
     "TargetModel",
     "TargetOutput",
     "Verdict",
+    "Verifier",
     "Warping",
     "check_drafter",
     "drafters",
+    "draw",
     "load_drafter",
     "load_target",
+    "num_digits",
     "probabilities",
+    "uniforms",
     "verify",
     "verify_greedy",
 ]
 
 # The imports above once more, for a running program; a test holds the two equal.
 _NAMES = {
-    "acceptance": "verify verify_greedy",
-    "cache": "KVCache",
+    "acceptance": "Exact verify verify_greedy",
+    "cache": "Cache KeyValue KeyValues LayerCache",
     "contract": "DrafterReport check_drafter",
     "decode": "LoadedDrafter LoadedTarget SpeculativeDecoder",
     "load": "load_drafter load_target",
     "loop": "SpeculativeLoop",
     "results": "Chunk Generation GenerationResult",
-    "sampling": "DraftSampling Warping probabilities",
+    "sampling": "draw num_digits probabilities uniforms",
     "schedule": "SpeculationSchedule",
     "simulated": "SimulatedAcceptance",
     "state": "GenerationState LoopParams Prompts Round",
     "stats": "SpeculationStats",
     "tree": "Chain DynamicTree StaticTree",
-    "types": "Draft Drafter FinishReason Observation SamplingParams TargetModel TargetOutput Verdict",
+    "types": "Draft Drafter DraftSampling FinishReason Observation SamplingParams Tables TargetModel TargetOutput "
+    "Verdict Verifier Warping",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -8,15 +8,51 @@ deterministic trees (Li et al., 2024).
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.sampling import draw, residual
-from eagle3_jax.types import Draft, Verdict
+from eagle3_jax.sampling import draw, num_digits, probabilities, residual, uniforms
+from eagle3_jax.types import Draft, SamplingParams, Verdict, Warping
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact:
+    """The rule that preserves the target's distribution, as a :class:`~eagle3_jax.types.Verifier`."""
+
+    @property
+    def lossless(self) -> bool:
+        """Yes."""
+        return True
+
+    def __call__(
+        self,
+        draft: Draft,
+        logits: Float[Array, "B N V"],
+        sampling: SamplingParams,
+        keys: Key[Array, " B"],
+        *,
+        warping: Warping,
+        max_depth: int,
+    ) -> Verdict:
+        """See :class:`~eagle3_jax.types.Verifier`."""
+        if warping is Warping.GREEDY:
+            return verify_greedy(draft, jnp.argmax(logits, axis=-1).astype(jnp.int32), max_depth=max_depth)
+        accept, choose = verification_dice(keys, logits.shape[1], logits.shape[2])
+        probs = probabilities(logits, sampling, warping)
+        return verify(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
+
+
+def verification_dice(
+    keys: Key[Array, " B"], num_nodes: int, vocab_size: int
+) -> tuple[Float[Array, "B N"], Float[Array, "B U"]]:
+    """The uniforms ``accept`` and ``choose`` that :func:`verify` takes, from one key per row."""
+    dice = uniforms(keys, num_nodes + num_digits(vocab_size))
+    return dice[:, :num_nodes], dice[:, num_nodes:]
 
 
 class _Walk(NamedTuple):

@@ -13,11 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from eagle3_jax.sampling import DraftSampling
 from eagle3_jax.tree import Chain, Topology
-from eagle3_jax.types import Draft, Drafter
+from eagle3_jax.types import Draft, Drafter, DraftSampling, Verdict, Verifier
 
-_MEMBERS = ("num_nodes", "max_depth", "aux_layers", "init", "observe", "propose")
+# What each part must have, and where it is explained.
+_DRAFTER = ("num_nodes", "max_depth", "aux_layers", "init", "observe", "propose")
+_TARGET = ("vocab_size", "init_cache", "__call__", "unembed")
+_VERIFIER = ("lossless", "__call__")
+_PAGE = "docs/extending.md"
 
 
 @runtime_checkable
@@ -44,19 +47,7 @@ def require_drafter(drafter: Any) -> None:
     Raises:
         ValueError: It is a class, lacks a member, has no hash, or says something impossible about its drafts.
     """
-    if isinstance(drafter, type):
-        raise ValueError(f"the drafter is the class {drafter.__name__}; give an instance, {drafter.__name__}(...)")
-    name = type(drafter).__name__
-    missing = [member for member in _MEMBERS if not hasattr(drafter, member)]
-    if missing:
-        raise ValueError(f"{name} is no drafter: it has no {', '.join(missing)}; see eagle3_jax.Drafter")
-    try:
-        hash(drafter)
-    except TypeError:
-        raise ValueError(
-            f"{name} has no hash, which a static argument of the compiled loop needs; make it a frozen dataclass of "
-            "plain values and keep its arrays in LoadedDrafter(drafter, params)"
-        ) from None
+    name = _require_part(drafter, "drafter", _DRAFTER)
     for member in ("num_nodes", "max_depth"):
         value = getattr(drafter, member)
         if not _is_whole(value) or value < 1:
@@ -72,6 +63,44 @@ def require_drafter(drafter: Any) -> None:
             f"{name} is a chain of {drafter.num_nodes} nodes and says that its max_depth is {drafter.max_depth}; "
             f"expected {drafter.num_nodes - 1}"
         )
+
+
+def require_target(target: Any) -> None:
+    """Refuse what is no target.
+
+    Raises:
+        ValueError: It is a class, lacks a member, or has no hash.
+    """
+    _require_part(target, "target", _TARGET)
+
+
+def require_verifier(verifier: Any) -> None:
+    """Refuse what is no acceptance rule.
+
+    Raises:
+        ValueError: It is a class, lacks a member, has no hash, or does not say whether it is lossless.
+    """
+    name = _require_part(verifier, "verifier", _VERIFIER)
+    if not isinstance(verifier.lossless, bool):
+        raise ValueError(f"{name}.lossless is {verifier.lossless!r}; expected True or False, see {_PAGE}")
+
+
+def _require_part(part: Any, role: str, members: tuple[str, ...]) -> str:
+    """The name of a part's type, once it is found to be an instance with these members and a hash."""
+    if isinstance(part, type):
+        raise ValueError(f"the {role} is the class {part.__name__}; give an instance, {part.__name__}(...)")
+    name = type(part).__name__
+    missing = [member for member in members if not hasattr(part, member)]
+    if missing:
+        raise ValueError(f"{name} is no {role}: it has no {', '.join(missing)}; see {_PAGE}")
+    try:
+        hash(part)
+    except TypeError:
+        raise ValueError(
+            f"{name} has no hash, which a static argument of the compiled loop needs; make it a frozen dataclass of "
+            f"plain values and keep its arrays in params, see {_PAGE}"
+        ) from None
+    return name
 
 
 def configured(drafter: Drafter[Any], topology: Topology | None, draft_sampling: DraftSampling | None) -> Drafter[Any]:
@@ -152,6 +181,21 @@ def require_draft(drafter: Drafter[Any], draft: Any, *, batch: int, vocab_size: 
                 f"{name}.propose gave {field} as {_described(value)}; expected {np.dtype(dtype).name}"
                 f"{list(size)}: rows, nodes{', target ids' if field == 'probs' else ''}"
             )
+
+
+def require_verdict(verifier: Verifier, verdict: Any, *, batch: int, max_depth: int) -> None:
+    """Refuse what is no verdict on a draft of that depth.
+
+    Raises:
+        ValueError: It is something else, or an array of it has another shape or type.
+    """
+    name = type(verifier).__name__
+    if not isinstance(verdict, Verdict):
+        raise ValueError(f"{name} returned {_described(verdict)}; expected an eagle3_jax.Verdict, see {_PAGE}")
+    for field, shape in (("path", (batch, max_depth)), ("num_accepted", (batch,)), ("next_token", (batch,))):
+        value = getattr(verdict, field)
+        if getattr(value, "shape", None) != shape or value.dtype != np.int32:
+            raise ValueError(f"{name} gave {field} as {_described(value)}; expected int32{list(shape)}, see {_PAGE}")
 
 
 def made_safe(draft: Draft, root: Int[Array, " B"], *, vocab_size: int, is_chain: bool) -> Draft:

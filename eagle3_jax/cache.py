@@ -1,24 +1,89 @@
-"""Keys and values of committed tokens, with a length for every row."""
+"""What a target keeps of committed tokens: one cache per layer, and a length for every row."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 
+@runtime_checkable
+class LayerCache(Protocol):
+    """What one layer keeps: a pytree whose leaves lead with ``B``, so that rows can be taken and put.
+
+    A forward hands over what it ``written``: whatever the layer's own kind of state needs to be brought forward
+    later, when it is known which tokens stay. Keys and values are put behind what is committed and need no rolling
+    back; a recurrent state comes as one state for each token of the block, of which one is chosen.
+    """
+
+    def fill(self, written: Any, count: Int[Array, " B"]) -> LayerCache:
+        """An empty cache after a forward without one (a prefill), of which the first ``count`` tokens are real."""
+        ...
+
+    def commit(
+        self, written: Any, length: Int[Array, " B"], count: Int[Array, " B"], nodes: Int[Array, "B T"] | None
+    ) -> LayerCache:
+        """The cache after a block behind its ``length`` committed tokens.
+
+        Args:
+            written: What the layer's forward handed over.
+            length: ``[B]``, tokens committed before.
+            count: ``[B]``, tokens of the block that stay; 0 must leave the row as it is.
+            nodes: ``[B T]``, which token of the block comes first, second, ...; in order when ``None``.
+        """
+        ...
+
+
+@struct.dataclass(kw_only=True)
+class Cache:
+    """The caches of all layers. Row ``b`` has ``length[b]`` committed tokens.
+
+    Attributes:
+        layers: One for each layer, of whatever kind the layer needs.
+        length: ``[B]``, committed tokens of each row.
+    """
+
+    layers: tuple[LayerCache, ...]
+    length: Int[Array, " B"]
+
+    @classmethod
+    def of(cls, layers: tuple[LayerCache, ...], *, batch: int) -> Cache:
+        """An empty cache of empty layers."""
+        return cls(layers=layers, length=jnp.zeros((batch,), jnp.int32))
+
+    def fill(self, written: tuple[Any, ...], count: Int[Array, " B"]) -> Cache:
+        """An empty cache after a prefill of ``count`` real tokens per row."""
+        layers = tuple(layer.fill(one, count) for layer, one in zip(self.layers, written, strict=True))
+        return Cache(layers=layers, length=self.length + count)
+
+    def commit(
+        self, written: tuple[Any, ...], count: Int[Array, " B"], nodes: Int[Array, "B T"] | None = None
+    ) -> Cache:
+        """Keep ``count`` tokens of the block that was run behind the committed ones.
+
+        Args:
+            written: Per layer, what the forward handed over.
+            count: ``[B]`` tokens to keep; 0 leaves a row as it is.
+            nodes: ``[B T]``, which token of the block comes first, second, ...; in order when left out.
+        """
+        layers = tuple(
+            layer.commit(one, self.length, count, nodes) for layer, one in zip(self.layers, written, strict=True)
+        )
+        return Cache(layers=layers, length=self.length + count)
+
+
 class KeyValue(NamedTuple):
-    """Keys (rotated) and values of one layer for a run of tokens.
+    """Keys (rotated) and values of one layer for a run of tokens. A value may be narrower than a key.
 
     Attributes:
         keys: ``[B C S H]``.
-        values: ``[B C S H]``.
+        values: ``[B C S Hv]``.
     """
 
     keys: Float[Array, "B C S H"]
-    values: Float[Array, "B C S H"]
+    values: Float[Array, "B C S Hv"]
 
 
 class Segment(NamedTuple):
@@ -34,90 +99,117 @@ class Segment(NamedTuple):
 
 
 @struct.dataclass(kw_only=True)
-class KVCache:
-    """One contiguous buffer per layer; row ``b`` owns slots ``0 .. length[b] - 1``.
+class KeyValues:
+    """A :class:`LayerCache` of attention: one contiguous buffer; row ``b`` owns slots ``0 .. length[b] - 1``.
 
     Whatever lies at or beyond ``length`` is garbage by definition: it is never seen and is overwritten by the next
-    block. A forward writes its block there, layer by layer, and attends over everything at once; which of it stays is
-    decided afterwards by moving ``length``, so there is nothing to roll back.
+    block. A forward writes its block there and attends over everything at once; which of it stays is decided afterwards
+    by moving ``length``, so there is nothing to roll back.
 
     Attributes:
-        keys: Per layer ``[B C S H]``, rotated. The tokens of a head lie side by side, as the products of attention
-            read them; any other order would be transposed anew in every round.
-        values: Per layer ``[B C S H]``.
-        length: ``[B]``, committed slots of each row.
+        keys: ``[B C S H]``, rotated. The tokens of a head lie side by side, as the products of attention read them;
+            any other order would be transposed anew in every round.
+        values: ``[B C S Hv]``.
     """
 
-    keys: tuple[Float[Array, "B C S H"], ...]
-    values: tuple[Float[Array, "B C S H"], ...]
-    length: Int[Array, " B"]
+    keys: Float[Array, "B C S H"]
+    values: Float[Array, "B C S Hv"]
 
     @classmethod
     def allocate(
-        cls, *, batch: int, capacity: int, num_layers: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike
-    ) -> KVCache:
+        cls,
+        *,
+        batch: int,
+        capacity: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
+        value_dim: int | None = None,
+    ) -> KeyValues:
         """An empty cache. Zeros, not uninitialised memory: NaN times a masked weight of 0 would still be NaN."""
-        shape = (batch, num_kv_heads, capacity, head_dim)
-        return cls(
-            keys=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
-            values=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
-            length=jnp.zeros((batch,), jnp.int32),
-        )
+        shape = (batch, num_kv_heads, capacity)
+        return cls(keys=jnp.zeros((*shape, head_dim), dtype), values=jnp.zeros((*shape, value_dim or head_dim), dtype))
 
     @property
     def capacity(self) -> int:
         """``S``, slots per row."""
-        return self.keys[0].shape[2]
+        return self.keys.shape[2]
 
-    def segment(self, layer: int) -> Segment:
-        """The committed slots of one layer, as attention sees them."""
-        committed = jnp.arange(self.capacity)[None, :] < self.length[:, None]
-        return Segment(KeyValue(self.keys[layer], self.values[layer]), committed[:, None, :])
+    def segment(self, length: Int[Array, " B"]) -> Segment:
+        """The committed slots, as attention sees them."""
+        committed = jnp.arange(self.capacity)[None, :] < length[:, None]
+        return Segment(KeyValue(self.keys, self.values), committed[:, None, :])
 
-    def visible(self, mask: Bool[Array, "#B T T"]) -> Bool[Array, "B T S"]:
-        """Who sees which slot once a block lies behind the committed ones: all of those, and what ``mask`` says."""
-        batch, size = self.length.shape[0], mask.shape[-1]
-        offset = jnp.arange(self.capacity)[None, :] - self.length[:, None]
-        inside = jnp.broadcast_to(mask, (batch, size, size))
-        index = jnp.broadcast_to(jnp.clip(offset, 0, size - 1)[:, None, :], (batch, size, self.capacity))
-        of_block = jnp.take_along_axis(inside, index, axis=2) & (offset < size)[:, None, :]
-        return jnp.where((offset < 0)[:, None, :], True, of_block)
-
-    def write(self, layer: int, block: KeyValue) -> KeyValue:
-        """The buffers of one layer with a block behind the committed slots, which stay as they are.
+    def write(self, block: KeyValue, length: Int[Array, " B"]) -> KeyValue:
+        """The buffers with a block behind the committed slots, which stay as they are.
 
         What would lie past the capacity is dropped (a clamped write would overwrite committed slots instead).
         """
-        slots = self.length[:, None] + jnp.arange(block.keys.shape[2])[None, :]
-        return KeyValue(
-            _scatter(self.keys[layer], slots, block.keys), _scatter(self.values[layer], slots, block.values)
-        )
+        slots = length[:, None] + jnp.arange(block.keys.shape[2])[None, :]
+        return KeyValue(_scatter(self.keys, slots, block.keys), _scatter(self.values, slots, block.values))
+
+    def fill(self, written: KeyValue, count: Int[Array, " B"]) -> KeyValues:
+        """See :class:`LayerCache`; ``written`` is the block alone."""
+        return KeyValues(**self.write(written, jnp.zeros_like(count))._asdict())
 
     def commit(
-        self, written: tuple[KeyValue, ...], count: Int[Array, " B"], nodes: Int[Array, "B T"] | None = None
-    ) -> KVCache:
-        """Keep the first ``count`` tokens of the block that was written in each row.
-
-        Args:
-            written: Per layer, what :meth:`write` gave.
-            count: ``[B]`` tokens to keep; 0 leaves a row as it is.
-            nodes: ``[B T]``, which token of the block comes first, second, ...; in order when left out.
-        """
+        self,
+        written: KeyValue,
+        length: Int[Array, " B"],
+        count: Int[Array, " B"],
+        nodes: Int[Array, "B T"] | None = None,
+    ) -> KeyValues:
+        """See :class:`LayerCache`; ``written`` is what :meth:`write` gave."""
         if nodes is not None:
-            written = tuple(self._moved(one, count, nodes) for one in written)
-        return KVCache(
-            keys=tuple(one.keys for one in written),
-            values=tuple(one.values for one in written),
-            length=self.length + count,
-        )
+            written = self._moved(written, length, count, nodes)
+        return KeyValues(keys=written.keys, values=written.values)
 
-    def _moved(self, written: KeyValue, count: Int[Array, " B"], nodes: Int[Array, "B T"]) -> KeyValue:
+    def _moved(
+        self, written: KeyValue, length: Int[Array, " B"], count: Int[Array, " B"], nodes: Int[Array, "B T"]
+    ) -> KeyValue:
         """The chosen tokens side by side: read first, all of them, and then written."""
-        rows, step = jnp.arange(self.length.shape[0])[:, None], jnp.arange(nodes.shape[1])[None, :]
+        rows, step = jnp.arange(length.shape[0])[:, None], jnp.arange(nodes.shape[1])[None, :]
         # What is not kept goes beyond the capacity, each to a place of its own: scattered indices must be unique.
-        slots = jnp.where(step < count[:, None], self.length[:, None] + step, self.capacity + step)
-        source = jnp.minimum(self.length[:, None] + nodes, self.capacity - 1)
+        slots = jnp.where(step < count[:, None], length[:, None] + step, self.capacity + step)
+        source = jnp.minimum(length[:, None] + nodes, self.capacity - 1)
         return KeyValue(*(_scatter(buffer, slots, jnp.moveaxis(buffer[rows, :, source], 1, 2)) for buffer in written))
+
+
+def visible(
+    mask: Bool[Array, "#B T T"],
+    length: Int[Array, " B"],
+    capacity: int,
+    *,
+    positions: Int[Array, "B T"] | None = None,
+    window: int | None = None,
+) -> Bool[Array, "B T S"]:
+    """Who sees which slot once a block lies behind the committed ones: all of those, and what ``mask`` says.
+
+    Args:
+        mask: Which tokens of the block each one sees.
+        length: Committed slots of each row.
+        capacity: ``S``.
+        positions: Of the block, absolute; needed for a window, which goes by positions: the siblings of a tree lie in
+            different slots at one position. A committed slot holds the token at the position of its number.
+        window: How many positions a token sees, its own included; ``None`` for all.
+    """
+    batch, size = length.shape[0], mask.shape[-1]
+    slot = jnp.arange(capacity)[None, :]
+    offset = slot - length[:, None]
+    inside = jnp.broadcast_to(mask, (batch, size, size))
+    index = jnp.broadcast_to(jnp.clip(offset, 0, size - 1)[:, None, :], (batch, size, capacity))
+    of_block = jnp.take_along_axis(inside, index, axis=2) & (offset < size)[:, None, :]
+    seen = jnp.where((offset < 0)[:, None, :], True, of_block)
+    if window is None:
+        return seen
+    assert positions is not None
+    of_slot = jnp.take_along_axis(positions, jnp.clip(offset, 0, size - 1), axis=1)
+    return seen & near(jnp.where(offset < 0, slot, of_slot), positions, window)
+
+
+def near(of_keys: Int[Array, "B S"], of_queries: Int[Array, "B T"], window: int) -> Bool[Array, "B T S"]:
+    """Keys within the last ``window`` positions of each query, its own included."""
+    return of_keys[:, None, :] > of_queries[:, :, None] - window
 
 
 def _scatter(

@@ -13,18 +13,27 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from eagle3_jax import loop as loops
-from eagle3_jax.boundary import configured
+from eagle3_jax.acceptance import Exact
+from eagle3_jax.boundary import configured, require_target
 from eagle3_jax.drafters.plain import Plain
-from eagle3_jax.drafters.silent import Silent
-from eagle3_jax.loop import GenerationState, LoopParams, Prompts, Round, SpeculativeLoop, Stage
+from eagle3_jax.loop import GenerationState, LoopParams, Prompts, Round, SpeculativeLoop
 from eagle3_jax.results import Chunk, Generation, GenerationResult
-from eagle3_jax.sampling import DraftSampling, Warping, row_keys
+from eagle3_jax.sampling import row_keys
 from eagle3_jax.schedule import SpeculationSchedule
-from eagle3_jax.simulated import SimulatedAcceptance
+from eagle3_jax.stages import StagedLoop, stages_of
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.text import Pieces, tokenized
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree
-from eagle3_jax.types import Drafter, FinishReason, SamplingParams, TargetModel, per_row
+from eagle3_jax.types import (
+    Drafter,
+    DraftSampling,
+    FinishReason,
+    SamplingParams,
+    TargetModel,
+    Verifier,
+    Warping,
+    per_row,
+)
 
 Prompt = str | Sequence[int]
 
@@ -89,8 +98,8 @@ class SpeculativeDecoder:
         schedule: SpeculationSchedule | None = None,
         draft_sampling: DraftSampling | None = None,
         stop_tokens: Sequence[int] | None = None,
+        verifier: Verifier | None = None,
         rounds_per_check: int = 1,
-        simulated_acceptance: SimulatedAcceptance | None = None,
     ):
         """See the class.
 
@@ -102,11 +111,13 @@ class SpeculativeDecoder:
             schedule: Draft a chain whose length depends on how many rows are running, none where that is best.
             draft_sampling: Whether a chain's tokens are the likeliest or drawn; the drafter's own choice when left out.
             stop_tokens: Ids that end a row; the target's own when left out, none when empty.
+            verifier: The acceptance rule; the exact one when left out. With another one the output may not be the
+                target's own: results then say ``lossless=False``, as the rule itself does.
             rounds_per_check: See :class:`eagle3_jax.loop.SpeculativeLoop`.
-            simulated_acceptance: **Not lossless**: accept by dice, to measure what speed an acceptance would give.
 
         Raises:
-            ValueError: The drafter cannot draft the shape asked for, or not by sampling.
+            ValueError: The drafter cannot draft the shape asked for, or not by sampling; or one of the parts misses a
+                member.
         """
         if sum(shape is not None for shape in (num_speculative_tokens, tree, schedule)) > 1:
             raise ValueError(
@@ -115,6 +126,7 @@ class SpeculativeDecoder:
             )
         drafter = Plain() if drafter is None else drafter
         loaded = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter)
+        require_target(target.model)
         length = num_speculative_tokens if schedule is None else schedule.max_length
         topology = Chain(length) if length is not None else tree
         chosen = configured(loaded.drafter, topology, draft_sampling)
@@ -122,17 +134,25 @@ class SpeculativeDecoder:
         self.target = target
         self.drafter = loaded
         self.params = LoopParams(target=target.params, drafter=loaded.params)
-        stops = target.stop_tokens if stop_tokens is None else tuple(stop_tokens)
-        for token in stops:
+        self.stop_tokens = target.stop_tokens if stop_tokens is None else tuple(stop_tokens)
+        for token in self.stop_tokens:
             _check_token(token, target.vocab_size, "stop token")
-        self.loop = SpeculativeLoop(
-            target=target.model,
-            drafter=chosen,
-            stop_tokens=stops,
-            rounds_per_check=rounds_per_check,
-            stages=() if schedule is None else _stages(chosen, schedule),
-            simulated=simulated_acceptance,
-        )
+        parts = {
+            "target": target.model,
+            "drafter": chosen,
+            "verifier": Exact() if verifier is None else verifier,
+            "rounds_per_check": rounds_per_check,
+        }
+        if schedule is None:
+            self.loop = SpeculativeLoop(**parts)
+        else:
+            self.loop = StagedLoop(**parts, stages=stages_of(chosen, schedule))
+        self._last = (None, Warping.GREEDY)  # the sampling of the latest step, and how much it asks for
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output follows the target's distribution exactly: what the acceptance rule says of itself."""
+        return self.loop.verifier.lossless
 
     def generate(
         self,
@@ -164,7 +184,7 @@ class SpeculativeDecoder:
             reason = FinishReason(int(outcome.finish[index]))
             stats = jax.tree.map(lambda leaf, index=index: leaf[index], outcome.stats)
             results.append(Generation(row, tokens, self._text(tokens, reason), reason, stats))
-        return GenerationResult(results, seconds, lossless=loop.simulated is None)
+        return GenerationResult(results, seconds, lossless=self.lossless)
 
     def stream(
         self,
@@ -245,7 +265,12 @@ class SpeculativeDecoder:
         batch = state.finish.shape[0]
         if any(np.shape(value) != (batch,) for value in jax.tree.leaves(state.sampling)):
             state = state.replace(sampling=check_sampling(state.sampling, batch))  # type: ignore[attr-defined]
-        return loops.step(_warped(self.loop, state.sampling), self.params, state)
+        sampling, warping = self._last
+        if state.sampling is not sampling:  # what the latest step returned needs no reading back
+            warping = warping_of(state.sampling)
+        latest = loops.step(dataclasses.replace(self.loop, warping=warping), self.params, state)
+        self._last = latest.state.sampling, warping
+        return latest
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked.
@@ -313,10 +338,11 @@ class SpeculativeDecoder:
             limit_reason=jnp.asarray(
                 np.where(wanted > limit, FinishReason.CAPACITY, FinishReason.LENGTH).astype(np.int32)
             ),
+            stop_tokens=jnp.asarray(np.tile(np.array(self.stop_tokens, np.int32), (len(rows), 1))),
             sampling=sampling,
             keys=row_keys(seed, len(rows)),
         )
-        return _warped(self.loop, sampling), batch, rows
+        return dataclasses.replace(self.loop, warping=warping_of(sampling)), batch, rows
 
     def _capacity(self, batch: Prompts) -> int:
         # Room for a whole draft behind the last root, so that no node is ever lost at the end of the buffer.
@@ -347,14 +373,13 @@ def check_sampling(sampling: SamplingParams, batch: int) -> SamplingParams:
     return rows
 
 
-def _warped(loop: SpeculativeLoop, sampling: SamplingParams) -> SpeculativeLoop:
+def warping_of(sampling: SamplingParams) -> Warping:
+    """How much the rows' parameters ask for; reads them back from the device."""
     sampled = np.asarray(sampling.temperature) > 0
     truncated = sampled & ((np.asarray(sampling.top_k) > 0) | (np.asarray(sampling.top_p) < 1))
     if truncated.any():
-        warping = Warping.TRUNCATED
-    else:
-        warping = Warping.TEMPERATURE if sampled.any() else Warping.GREEDY
-    return dataclasses.replace(loop, warping=warping)
+        return Warping.TRUNCATED
+    return Warping.TEMPERATURE if sampled.any() else Warping.GREEDY
 
 
 def _check_size(drafter: Drafter[Any], target: LoadedTarget) -> None:
@@ -370,16 +395,6 @@ def _check_size(drafter: Drafter[Any], target: LoadedTarget) -> None:
             f"a tree of num_nodes={drafter.num_nodes} does not fit {target.name}, which has {most} positions; "
             f"lower num_nodes to at most {most}"
         )
-
-
-def _stages(drafter: Drafter[Any], schedule: SpeculationSchedule) -> tuple[Stage, ...]:
-    """The schedule as drafters of one state; above its last entry nothing is drafted."""
-    above = schedule.entries[-1][1] + 1
-    stages = []
-    for batch, length in schedule.steps(above):
-        one = configured(drafter, Chain(length), None) if length else Silent(drafter)
-        stages.append(Stage(batch if batch < above else np.iinfo(np.int32).max, one))
-    return tuple(stages)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -21,7 +21,7 @@ from eagle3_jax import __version__
 
 if TYPE_CHECKING:
     from eagle3_jax.decode import SpeculativeDecoder
-    from eagle3_jax.sampling import Warping
+    from eagle3_jax.types import Warping
 
 FORMAT = 1
 _ABOUT, _PROGRAM = "about.json", "program.jax"
@@ -237,19 +237,20 @@ def export_generation(
         ValueError: The target has no room for this, or the decoder is not lossless.
     """
     from eagle3_jax.loop import LoopParams, Prompts
-    from eagle3_jax.sampling import Warping
-    from eagle3_jax.types import FinishReason, SamplingParams
+    from eagle3_jax.types import FinishReason, SamplingParams, Warping
 
     if min(batch, prompt_tokens, max_new_tokens) < 1 or prompt_tokens >= decoder.target.max_positions:
         raise ValueError(
             f"batch {batch}, prompt_tokens {prompt_tokens} and max_new_tokens {max_new_tokens}; expected at least 1, "
             f"and a prompt shorter than the {decoder.target.max_positions} positions of {decoder.target.name}"
         )
-    if decoder.loop.simulated is not None:
-        raise ValueError("the decoder simulates acceptance, so its output is not the target's; export one without")
+    if not decoder.lossless:
+        name = type(decoder.loop.verifier).__name__
+        raise ValueError(f"the decoder accepts by {name}, so its output is not the target's; export one without")
     warping = Warping.GREEDY if warping is None else warping
     loop = dataclasses.replace(decoder.loop, warping=warping)
     capacity = min(prompt_tokens + max_new_tokens, decoder.target.max_positions) + loop.drafter.num_nodes
+    stop_tokens = np.tile(np.array(decoder.stop_tokens, np.int32), (batch, 1))
     named = parameters_of(decoder)
     treedef, order = _layout(decoder)
 
@@ -262,6 +263,7 @@ def export_generation(
             length=asked["length"],
             limit=asked["limit"],
             limit_reason=jax.numpy.where(full, int(FinishReason.CAPACITY), int(FinishReason.LENGTH)),
+            stop_tokens=jax.numpy.asarray(stop_tokens),
             sampling=SamplingParams(temperature=asked["temperature"], top_k=asked["top_k"], top_p=asked["top_p"]),
             keys=jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(asked["seed"]), jax.numpy.arange(batch)),
         )
@@ -290,7 +292,7 @@ def export_generation(
         warping=warping.name.lower(),
         num_nodes=loop.drafter.num_nodes,
         max_depth=loop.drafter.max_depth,
-        stop_tokens=loop.stop_tokens,
+        stop_tokens=decoder.stop_tokens,
         platforms=program.platforms,
         parameters={name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in named.items()},
         versions={"eagle3_jax": __version__, "jax": jax.__version__},

@@ -5,38 +5,18 @@ One function serves prefill, plain decoding and verification, so that they canno
 
 from __future__ import annotations
 
-import enum
 import functools
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.types import SamplingParams
+from eagle3_jax.types import DraftSampling, SamplingParams, Warping
 
 # A token is drawn digit by digit: its id is written in this base, which gives 3 digits up to 262,144 tokens.
 _BASE = 64
 # Uniforms are multiples of 2^-24, as many as a float32 below one has.
 _BITS = 24
-
-
-class Warping(enum.Enum):
-    """How much work the rows of a batch need; static, so that a greedy batch never builds a distribution."""
-
-    GREEDY = "greedy"
-    TEMPERATURE = "temperature"
-    TRUNCATED = "truncated"
-
-
-class DraftSampling(enum.Enum):
-    """How a drafter turns its own logits into draft tokens, in vLLM's words; the output is exact either way.
-
-    ``GREEDY`` proposes the likeliest token, a point mass. ``PROBABILISTIC`` draws from ``q = softmax(logits / T)``,
-    which a flat target accepts more often: with probability ``Σ min(p, q)``, not ``p`` of one token.
-    """
-
-    GREEDY = "greedy"
-    PROBABILISTIC = "probabilistic"
 
 
 def probabilities(
@@ -168,3 +148,16 @@ def uniforms(keys: Key[Array, " B"], count: int) -> Float[Array, "B count"]:
     """``count`` uniforms in [0, 1) for each row, multiples of 2^-24 (``jax.random.uniform`` has one bit less)."""
     bits = jax.vmap(lambda key: jax.random.bits(key, (count,), jnp.uint32))(keys)
     return (bits >> (32 - _BITS)).astype(jnp.float32) * 2.0**-_BITS
+
+
+__all__ = [
+    "DraftSampling",
+    "Warping",
+    "draw",
+    "keys_at",
+    "num_digits",
+    "probabilities",
+    "residual",
+    "row_keys",
+    "uniforms",
+]

@@ -6,10 +6,12 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
+from eagle3_jax.acceptance import verification_dice, verify, verify_greedy
+from eagle3_jax.sampling import probabilities, uniforms
 from eagle3_jax.tree import ancestor_mask, depths
-from eagle3_jax.types import Draft
+from eagle3_jax.types import Draft, SamplingParams, Verdict, Warping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,28 +52,54 @@ class SimulatedAcceptance:
             )
         return cls(tuple(float(min(max(length - 1 - depth, 0), 1)) for depth in range(max_depth)))
 
-    def choose(self, draft: Draft, dice: Float[Array, " B"]) -> Bool[Array, "B N"]:
+    @property
+    def lossless(self) -> bool:
+        """No."""
+        return False
+
+    def __call__(
+        self,
+        draft: Draft,
+        logits: Float[Array, "B N V"],
+        sampling: SamplingParams,
+        keys: Key[Array, " B"],
+        *,
+        warping: Warping,
+        max_depth: int,
+    ) -> Verdict:
+        """See :class:`~eagle3_jax.types.Verifier`; the exact rule, at its cost, over what the dice want.
+
+        Raises:
+            ValueError: There are fewer rates than depths.
+        """
+        if len(self.rates) < max_depth:
+            raise ValueError(
+                f"{len(self.rates)} simulated acceptance rates for drafts of depth {max_depth}; give one for each depth"
+            )
+        dice = uniforms(jax.vmap(jax.random.fold_in, (0, None))(keys, 0), 1)[:, 0]
+        chosen = self._chosen(draft, dice, max_depth)
+        draft = draft.replace(valid=chosen)  # type: ignore[attr-defined]
+        if warping is Warping.GREEDY:
+            return verify_greedy(draft, _wanted(draft, jnp.argmax(logits, -1).astype(jnp.int32)), max_depth=max_depth)
+        probs = probabilities(logits, sampling, warping)
+        wanted = _wanted(draft, jnp.full(chosen.shape, -1, jnp.int32))
+        certain = jax.nn.one_hot(wanted, probs.shape[-1], dtype=probs.dtype)
+        probs = jnp.where(wanted[:, :, None] >= 0, certain, probs)
+        accept, choose = verification_dice(keys, *probs.shape[1:])
+        return verify(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
+
+    def _chosen(self, draft: Draft, dice: Float[Array, " B"], max_depth: int) -> Bool[Array, "B N"]:
         """Which nodes are to be accepted: the path to the deepest one, as far as a row's uniform allows."""
-        mask = ancestor_mask(draft.parents, len(self.rates))
+        mask = ancestor_mask(draft.parents, max_depth)
         depth = depths(mask)
         deepest = jnp.argmax(jnp.where(draft.valid, depth, -1), axis=1)
         path = jnp.take_along_axis(mask, deepest[:, None, None], axis=1)[:, 0]
-        count = jnp.sum(dice[:, None] < jnp.asarray(self.rates), axis=1)
+        count = jnp.sum(dice[:, None] < jnp.asarray(self.rates[:max_depth]), axis=1)
         return path & (depth <= count[:, None])
 
-    def steer_greedy(self, draft: Draft, wanted: Int[Array, "B N"], dice: Float[Array, " B"]) -> tuple[Draft, Array]:
-        """Arguments with which :func:`~eagle3_jax.verify_greedy` accepts what :meth:`choose` chose, at its cost."""
-        chosen = self.choose(draft, dice)
-        rows = jnp.arange(wanted.shape[0])[:, None]
-        parents = jnp.where(chosen & (draft.parents >= 0), draft.parents, wanted.shape[1])
-        return (
-            draft.replace(valid=chosen),  # type: ignore[attr-defined]
-            wanted.at[rows, parents].set(draft.tokens, mode="drop"),
-        )
 
-    def steer(self, draft: Draft, probs: Float[Array, "B N V"], dice: Float[Array, " B"]) -> tuple[Draft, Array]:
-        """Arguments with which :func:`~eagle3_jax.verify` accepts what :meth:`choose` chose, at its cost."""
-        none = jnp.full(draft.tokens.shape, -1, jnp.int32)
-        steered, wanted = self.steer_greedy(draft, none, dice)
-        certain = jax.nn.one_hot(wanted, probs.shape[-1], dtype=probs.dtype)
-        return steered, jnp.where(wanted[:, :, None] >= 0, certain, probs)
+def _wanted(draft: Draft, otherwise: Int[Array, "B N"]) -> Int[Array, "B N"]:
+    """What the target is said to want after each node: the valid child where there is one."""
+    rows = jnp.arange(otherwise.shape[0])[:, None]
+    parents = jnp.where(draft.valid & (draft.parents >= 0), draft.parents, otherwise.shape[1])
+    return otherwise.at[rows, parents].set(draft.tokens, mode="drop")

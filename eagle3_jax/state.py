@@ -8,7 +8,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int, Key
 
-from eagle3_jax.cache import KVCache
+from eagle3_jax.cache import Cache
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.types import Draft, FinishReason, SamplingParams, Verdict
 
@@ -34,6 +34,7 @@ class Prompts:
         length: ``[B]``, at least 1.
         limit: ``[B]``, sequence length (prompt included) at which a row stops.
         limit_reason: ``[B]``, the :class:`FinishReason` when it does.
+        stop_tokens: ``[B M]``, ids that end a row, -1 padded; the stop token itself is kept.
         sampling: One value per row.
         keys: One key per row.
     """
@@ -42,6 +43,7 @@ class Prompts:
     length: Int[Array, " B"]
     limit: Int[Array, " B"]
     limit_reason: Int[Array, " B"]
+    stop_tokens: Int[Array, "B M"]
     sampling: SamplingParams
     keys: Key[Array, " B"]
 
@@ -58,8 +60,9 @@ class GenerationState:
         length: ``[B]``, tokens known, root included.
         limit: ``[B]``, length at which the row stops.
         limit_reason: ``[B]``, why it then stopped.
+        stop_tokens: ``[B M]``, ids that end a row, -1 padded.
         finish: ``[B]``, a :class:`FinishReason`.
-        cache: The target's keys and values.
+        cache: What the target keeps of the committed tokens.
         drafter: The drafter's own state.
         sampling: One value per row.
         keys: One key per row.
@@ -70,8 +73,9 @@ class GenerationState:
     length: Int[Array, " B"]
     limit: Int[Array, " B"]
     limit_reason: Int[Array, " B"]
+    stop_tokens: Int[Array, "B M"]
     finish: Int[Array, " B"]
-    cache: KVCache
+    cache: Cache
     drafter: Any
     sampling: SamplingParams
     keys: Key[Array, " B"]

@@ -8,14 +8,14 @@ Letters in shapes: ``B`` rows, ``S`` cache slots, ``T`` tokens fed, ``N`` draft 
 from __future__ import annotations
 
 import enum
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from eagle3_jax.cache import KeyValue, KVCache
+from eagle3_jax.cache import Cache
 
 State = TypeVar("State")
 
@@ -36,21 +36,33 @@ class TargetOutput:
     Attributes:
         final: ``[B T D]``, the residual stream after the final norm; ``unembed`` turns it into logits.
         features: ``[B T A D]``, the residual stream entering each auxiliary layer.
-        written: Per layer, the cache's buffers with the tokens fed behind the committed ones, for ``KVCache.commit``;
-            without a cache, keys and values of these tokens alone.
+        written: Per layer, what its cache takes: for ``Cache.commit``, or for ``Cache.fill`` where there was no cache.
     """
 
     final: Float[Array, "B T D"]
     features: Float[Array, "B T A D"]
-    written: tuple[KeyValue, ...]
+    written: tuple[Any, ...]
+
+
+class Tables(NamedTuple):
+    """The two matrices of a target that drafters borrow.
+
+    Attributes:
+        embedding: ``[V D]``, a row for each token.
+        unembedding: ``[D V]``, from a final state to logits.
+    """
+
+    embedding: Float[Array, "V D"]
+    unembedding: Float[Array, "D V"]
 
 
 @runtime_checkable
 class TargetModel(Protocol):
     """The model whose distribution is preserved. It never hears of a drafter.
 
-    State that is not addressed by position (a recurrent layer, say) cannot be rolled back by shortening the
-    cache; such a target would have to snapshot it in its own ``commit``.
+    It is a static argument of the compiled loop: hashable, its arrays in ``params``. A target with
+    ``tables(params) -> Tables`` can lend its embedding to draft heads without one of their own.
+    ``docs/extending.md`` writes one; ``check_target`` runs the contract.
     """
 
     @property
@@ -58,8 +70,8 @@ class TargetModel(Protocol):
         """``V``."""
         ...
 
-    def init_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache."""
+    def init_cache(self, batch: int, capacity: int) -> Cache:
+        """An empty cache with room for ``capacity`` tokens of each row."""
         ...
 
     def __call__(
@@ -68,25 +80,49 @@ class TargetModel(Protocol):
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         mask: Bool[Array, "#B T T"],
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         aux_layers: tuple[int, ...] = (),
+        length: Int[Array, " B"] | None = None,
     ) -> TargetOutput:
-        """Run a block behind the committed slots. What is committed does not change; ``KVCache.commit`` decides later.
+        """Run a block behind the committed tokens. What is committed does not change; ``Cache.commit`` decides later.
 
         Args:
             params: The model's parameters.
             tokens: ``[B T]``.
             positions: ``[B T]``, absolute; nodes of one tree level share a position.
-            mask: ``[B T T]``, which tokens of the block each token sees; committed slots are always seen.
+            mask: ``[B T T]``, which tokens of the block each token sees, itself among them; committed ones are always
+                seen. The last other token that a node sees is its parent.
             cache: What is committed so far; ``None`` when nothing is (a prefill, or training).
             aux_layers: Layers ``i`` whose entering residual stream is returned as features; ``L`` is what leaves the
-                last layer, before the final norm.
+                last layer, before the final norm, and ``L + 1`` what leaves the norm.
+            length: ``[B]``, how many tokens of each row are real, where that is known before: those of a prompt. A
+                state that is not addressed by position needs to keep only the one after them then, where of a draft it
+                keeps one for every node.
         """
         ...
 
     def unembed(self, params: Any, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """Logits in float32. Apart from the forward, so that a prefill pays for one row and not for the prompt."""
         ...
+
+
+class Warping(enum.Enum):
+    """How much work the rows of a batch need; static, so that a greedy batch never builds a distribution."""
+
+    GREEDY = "greedy"
+    TEMPERATURE = "temperature"
+    TRUNCATED = "truncated"
+
+
+class DraftSampling(enum.Enum):
+    """How a drafter turns its own logits into draft tokens, in vLLM's words; the output is exact either way.
+
+    ``GREEDY`` proposes the likeliest token, a point mass. ``PROBABILISTIC`` draws from ``q = softmax(logits / T)``,
+    which a flat target accepts more often: with probability ``Σ min(p, q)``, not ``p`` of one token.
+    """
+
+    GREEDY = "greedy"
+    PROBABILISTIC = "probabilistic"
 
 
 @struct.dataclass(kw_only=True)
@@ -153,6 +189,42 @@ class Observation:
     features: Float[Array, "B T A D"]
     length: Int[Array, " B"]
     next_token: Int[Array, " B"]
+
+
+@runtime_checkable
+class Verifier(Protocol):
+    """The acceptance rule: which of a draft's tokens stay, and which token follows them.
+
+    :class:`eagle3_jax.Exact` is the rule that preserves the target's distribution. Another one is a static argument of
+    the compiled loop like a drafter: hashable. ``docs/extending.md`` writes one.
+    """
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the output follows the target's distribution exactly. Results, reports and ``bench`` repeat it."""
+        ...
+
+    def __call__(
+        self,
+        draft: Draft,
+        logits: Float[Array, "B N V"],
+        sampling: SamplingParams,
+        keys: Key[Array, " B"],
+        *,
+        warping: Warping,
+        max_depth: int,
+    ) -> Verdict:
+        """Decide.
+
+        Args:
+            draft: The proposal; nodes in topological order, the root's token the last one committed.
+            logits: The target's, after each node.
+            sampling: One value per row.
+            keys: One per row, for this round alone: functions of the row and its length.
+            warping: How much of ``sampling`` is asked for; static. ``GREEDY`` is a batch without randomness.
+            max_depth: ``G``, longest path below the root: the size of the verdict's path.
+        """
+        ...
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from eagle3_jax.cache import KeyValue, KVCache
+from eagle3_jax.cache import Cache, KeyValue, KeyValues, visible
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.drafters._grow import Level, draw_chain, grow
 from eagle3_jax.sampling import DraftSampling
@@ -37,11 +37,10 @@ class TableTarget:
     vocab_size: int
     order: int
 
-    def init_cache(self, batch: int, capacity: int) -> KVCache:
+    def init_cache(self, batch: int, capacity: int) -> Cache:
         """One layer whose keys are a token and its position."""
-        return KVCache.allocate(
-            batch=batch, capacity=capacity, num_layers=1, num_kv_heads=1, head_dim=2, dtype=jnp.float32
-        )
+        layer = KeyValues.allocate(batch=batch, capacity=capacity, num_kv_heads=1, head_dim=2, dtype=jnp.float32)
+        return Cache.of((layer,), batch=batch)
 
     def __call__(
         self,
@@ -49,18 +48,21 @@ class TableTarget:
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         mask: Bool[Array, "#B T T"],
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         aux_layers: tuple[int, ...] = (),
+        length: Int[Array, " B"] | None = None,
     ) -> TargetOutput:
         """See :class:`eagle3_jax.types.TargetModel`."""
         block = jnp.stack([tokens, positions], axis=-1).astype(jnp.float32)[:, None]
-        kept = KeyValue(block, block) if cache is None else cache.write(0, KeyValue(block, block))
-        visible = mask if cache is None else cache.visible(mask)
+        kept, seen_by = KeyValue(block, block), mask
+        if cache is not None:
+            (layer,) = cache.layers
+            kept, seen_by = layer.write(kept, cache.length), visible(mask, cache.length, layer.capacity)
         token, place = kept.keys[:, 0, :, 0], kept.keys[:, 0, :, 1]
         row = jnp.zeros(tokens.shape, jnp.int32)
         for back in range(self.order):
             wanted = (positions - back).astype(jnp.float32)
-            there = visible & (place[:, None, :] == wanted[:, :, None])
+            there = seen_by & (place[:, None, :] == wanted[:, :, None])
             seen = jnp.sum(jnp.where(there, token[:, None, :], 0.0), axis=-1).astype(jnp.int32)
             row = row + seen * self.vocab_size**back
         final = params[jnp.clip(row, 0, params.shape[0] - 1)]

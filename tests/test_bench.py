@@ -301,9 +301,7 @@ def test_rates_by_task_are_unknown_where_a_mixed_batch_tells_only_its_sum():
 def test_simulated_acceptance_is_marked_and_not_compared(target):
     drafter = tiny.eagle3(target)
     simulated = SimulatedAcceptance.of_length(3.0, 3)
-    decoder = SpeculativeDecoder(
-        target, drafter, num_speculative_tokens=3, stop_tokens=(), simulated_acceptance=simulated
-    )
+    decoder = SpeculativeDecoder(target, drafter, num_speculative_tokens=3, stop_tokens=(), verifier=simulated)
     plain = DecoderContender("plain", "float32", SpeculativeDecoder(target, stop_tokens=()))
     contenders = [plain, DecoderContender("chain", "float32", decoder)]
     report = measure(contenders, [[1, 2, 3]], max_new_tokens=16, repeats=1, baselines=["plain"], cost_rounds=0)

@@ -50,7 +50,7 @@ NOT_DRAFTERS = {
     "an instance that was forgotten twice": (LoadedDrafter(Plain), "the class Plain; give an instance"),
     "something else": (Bare(), "Bare is no drafter: it has no max_depth, aux_layers, init, observe, propose"),
     "no hash": (Unhashable(), "Unhashable has no hash.*frozen dataclass"),
-    "an array among its fields": (HoldsAnArray(jnp.zeros(3)), "HoldsAnArray has no hash.*LoadedDrafter"),
+    "an array among its fields": (HoldsAnArray(jnp.zeros(3)), "HoldsAnArray has no hash.*arrays in params"),
     "no nodes": (replaced(num_nodes=0), r"num_nodes is 0; expected a whole number"),
     "a method that should be a property": (replaced(max_depth=lambda self: 2), "max_depth is <bound method"),
     "half a level": (replaced(max_depth=1.5), "max_depth is 1.5"),

@@ -130,7 +130,7 @@ def test_what_it_was_not_made_for_is_refused(chain):
     with pytest.raises(ValueError, match="a prompt shorter than the 512 positions"):
         export_generation(decoder, prompt_tokens=512)
     with pytest.raises(ValueError, match="simulates acceptance, so its output is not the target's"):
-        export_generation(decoder_of("chain", simulated_acceptance=e3.SimulatedAcceptance((0.5, 0.5, 0.5))))
+        export_generation(decoder_of("chain", verifier=e3.SimulatedAcceptance((0.5, 0.5, 0.5))))
 
 
 def test_a_file_that_cannot_be_read_is_refused_in_one_line(chain, tmp_path):

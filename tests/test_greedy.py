@@ -73,8 +73,8 @@ DRAFTERS = {
 
 
 def check_greedy_output(name: str, stops: tuple[int, ...] = ()) -> loops.Outcome:
-    loop, params = tiny.bind(TARGET, DRAFTERS[name](), stop_tokens=stops)
-    batch = tiny.prompts(PROMPTS, limit=LIMITS)
+    loop, params = tiny.bind(TARGET, DRAFTERS[name]())
+    batch = tiny.prompts(PROMPTS, limit=LIMITS, stop_tokens=stops)
     outcome = loops.generate(loop, params, batch, capacity=48 + loop.drafter.num_nodes)
     assert tiny.outputs(outcome, batch) == expected(stops)
     return outcome

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax.cache import KeyValue, KVCache, Segment
-from eagle3_jax.models.decoder import CacheMemory, cache_memories, causal_mask
+from eagle3_jax.cache import Cache, KeyValue, KeyValues, Segment
+from eagle3_jax.models.decoder import CacheMemory, causal_mask, memories
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, attention, embed
 
 BATCH, FED, HEADS, KV_HEADS, SIZE = 2, 3, 4, 2, 8
@@ -71,14 +71,13 @@ def test_a_query_that_sees_nothing_is_finite() -> None:
 def test_a_block_behind_a_cache_sees_what_a_longer_block_would() -> None:
     """The cache's attention is that of the whole sequence, whatever lies behind the committed slots."""
     queries, keys, values = (draw(seed, BATCH, n, 7, SIZE) for seed, n in ((0, HEADS), (1, KV_HEADS), (2, KV_HEADS)))
-    cache = KVCache.allocate(
-        batch=BATCH, capacity=12, num_layers=1, num_kv_heads=KV_HEADS, head_dim=SIZE, dtype=jnp.float32
-    )
-    garbage = cache.replace(keys=(cache.keys[0] + 7.0,), values=(cache.values[0] - 7.0,))  # type: ignore[attr-defined]
+    layer = KeyValues.allocate(batch=BATCH, capacity=12, num_kv_heads=KV_HEADS, head_dim=SIZE, dtype=jnp.float32)
+    garbage = Cache.of((KeyValues(keys=layer.keys + 7.0, values=layer.values - 7.0),), batch=BATCH)
     lengths = np.array([4, 2])
-    first = garbage.write(0, KeyValue(jnp.asarray(keys[:, :, :4]), jnp.asarray(values[:, :, :4])))
-    cache = garbage.commit((first,), jnp.asarray(lengths, jnp.int32))
-    (memory,) = cache_memories(cache, causal_mask(FED))
+    first = KeyValue(jnp.asarray(keys[:, :, :4]), jnp.asarray(values[:, :, :4]))
+    cache = garbage.fill((first,), jnp.asarray(lengths, jnp.int32))
+    positions = jnp.asarray(lengths)[:, None] + jnp.arange(FED)
+    (memory,) = memories([None], causal_mask(FED), positions, cache)
     assert isinstance(memory, CacheMemory)
     take = lambda x: np.stack([x[row, :, length : length + FED] for row, length in enumerate(lengths)])
     ours, _ = memory.attend(

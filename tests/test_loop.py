@@ -165,7 +165,7 @@ def test_no_cache_is_copied_inside_the_loop(name: str, batch: int) -> None:
     loop, params = tiny.bind(TARGET, drafter)
     state = loops.prefill(loop, params, tiny.prompts(PROMPTS[:1] * batch, limit=8), capacity=1024)
     program = lowered(loops.run, loop, params, state).compile().as_text()
-    buffer = ",".join(map(str, state.cache.keys[0].shape))
+    buffer = ",".join(map(str, state.cache.layers[0].keys.shape))
     assert re.search(rf"f32\[{buffer}\]\S* parameter\(", program), "the buffers are called something else"
     assert re.findall(rf"f32\[{buffer}\]\S* copy\(", program) == []
 

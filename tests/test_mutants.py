@@ -27,14 +27,15 @@ import tiny
 from mutants import ENTRY, Mutant
 
 import eagle3_jax  # noqa: F401
-from eagle3_jax.acceptance import verify
-from eagle3_jax.decode import SpeculativeDecoder, _warped
+from eagle3_jax.acceptance import Exact, verification_dice, verify
+from eagle3_jax.decode import SpeculativeDecoder, warping_of
 from eagle3_jax.drafters import Eagle3Drafter, _grow
 from eagle3_jax.drafters.eagle3 import Eagle3Head, FirstLayer
 from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.sampling import _invert, _row_keys, _truncate, draw, keys_at, probabilities
 from eagle3_jax.schedule import SpeculationSchedule
+from eagle3_jax.stages import StagedLoop
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.training import ttt
 from eagle3_jax.tree import ancestor_mask
@@ -161,7 +162,7 @@ MUTANTS = {
         "a chain of drawn tokens",
     ),
     "one uniform both accepts and draws": long_law(
-        SpeculativeLoop._verify, "choose=dice[:, num_nodes:]", "choose=dice[:, 1:2]", "a chain of the likeliest tokens"
+        verification_dice, "dice[:, num_nodes:]", "dice[:, 1:2]", "a chain of the likeliest tokens"
     ),
     "top-p comes before temperature": sampling_law(
         probabilities,
@@ -177,8 +178,8 @@ MUTANTS = {
         "an EAGLE-3 chain of 1",
     ),
     "verification ignores the temperature": long_law(
-        SpeculativeLoop._verify,
-        "probabilities(logits, state.sampling, self.warping)",
+        Exact.__call__,
+        "probabilities(logits, sampling, warping)",
         "jax.nn.softmax(logits)",
         "a chain of the likeliest tokens",
     ),
@@ -205,11 +206,11 @@ MUTANTS = {
     ),
     # Which rows need which work.
     "a batch with top-p alone is not truncated": Mutant(
-        _warped, " | (np.asarray(sampling.top_p) < 1)", "",
+        warping_of, " | (np.asarray(sampling.top_p) < 1)", "",
         test_sampling_law.check_truncation_through_the_decoder, ("top-p alone", "plain decoding"),
     ),
     "a batch with top-k alone is not truncated": Mutant(
-        _warped, "(np.asarray(sampling.top_k) > 0) | ", "",
+        warping_of, "(np.asarray(sampling.top_k) > 0) | ", "",
         test_sampling_law.check_truncation_through_the_decoder, ("top-k alone", "plain decoding"),
     ),
     "top-p keeps a token behind a set of that very mass": Mutant(
@@ -221,7 +222,7 @@ MUTANTS = {
         test_schedule.test_a_gap_carries_the_length_before_it_and_nothing_is_drafted_above_the_last_entry, (16, 1),
     ),
     "a stage begins one row late": Mutant(
-        SpeculativeLoop.staged_step, "running <= stage.max_running", "running < stage.max_running",
+        StagedLoop.step, "running <= stage.max_running", "running < stage.max_running",
         test_schedule.check_the_last_size,
     ),
     # The loop.
@@ -272,7 +273,7 @@ MUTANTS = {
     ),
     # The head: none of these changes the output.
     "draft positions are off by one": official_draft(Eagle3Drafter.propose, PROPOSED, PROPOSED.replace("+ depth", "+ depth + 1")),
-    "auxiliary layers are off by one": vllm_trace(Decoder.__call__, "entering[layer] for", "entering[layer + 1] for"),
+    "auxiliary layers are off by one": vllm_trace(Decoder.__call__, "streams[layer] for", "streams[layer + 1] for"),
     "auxiliary layers are in reverse order": vllm_trace(
         Decoder.__call__, "for layer in aux_layers]", "for layer in reversed(aux_layers)]"
     ),

@@ -12,7 +12,7 @@ import tiny
 
 from eagle3_jax import cache as caches
 from eagle3_jax import loop as loops
-from eagle3_jax.cache import KeyValue, KVCache
+from eagle3_jax.cache import KeyValue, KeyValues
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision
 from eagle3_jax.tree import Chain, DynamicTree
@@ -91,12 +91,12 @@ def test_no_two_writes_of_a_row_go_to_the_same_slot_not_even_beyond_the_capacity
 
     monkeypatch.setattr(caches, "_scatter", scatter)
     for lengths in ([0, 4], [2, 3], [4, 4]):  # inside, at the edge, beyond
-        cache = KVCache.allocate(batch=2, capacity=4, num_layers=1, num_kv_heads=1, head_dim=1, dtype=jnp.float32)
-        cache = cache.replace(length=jnp.asarray(lengths, jnp.int32))
-        written = (cache.write(0, block(2, tokens, 1.0)),)
+        layer = KeyValues.allocate(batch=2, capacity=4, num_kv_heads=1, head_dim=1, dtype=jnp.float32)
+        length = jnp.asarray(lengths, jnp.int32)
+        written = layer.write(block(2, tokens, 1.0), length)
         nodes = jnp.asarray([list(range(tokens))[::-1]] * 2, jnp.int32)
         for count in (0, 1, tokens):
-            cache.commit(written, jnp.full((2,), count, jnp.int32), nodes)
+            layer.commit(written, length, jnp.full((2,), count, jnp.int32), nodes)
     assert len(seen) == 3 * (2 + 3 * 2)
     for slots in seen:
         assert all(len(set(row)) == len(row) for row in slots.tolist())
@@ -104,8 +104,8 @@ def test_no_two_writes_of_a_row_go_to_the_same_slot_not_even_beyond_the_capacity
 
 def test_the_compiler_is_told_that_writes_never_meet() -> None:
     def write(new: KeyValue) -> KeyValue:
-        cache = KVCache.allocate(batch=2, capacity=4, num_layers=1, num_kv_heads=1, head_dim=1, dtype=jnp.float32)
-        return cache.write(0, new)
+        layer = KeyValues.allocate(batch=2, capacity=4, num_kv_heads=1, head_dim=1, dtype=jnp.float32)
+        return layer.write(new, jnp.zeros((2,), jnp.int32))
 
     for tokens in (1, 3):
         leaves = tuple(block(2, tokens, 0.0))
@@ -116,7 +116,7 @@ def test_the_compiler_is_told_that_writes_never_meet() -> None:
 def test_a_single_write_at_and_beyond_the_edge_leaves_the_rest() -> None:
     """It is sent along with a second one, which is dropped wherever the first lies."""
     for length, kept in ((3, [0, 0, 0, 5]), (4, [0, 0, 0, 0]), (7, [0, 0, 0, 0])):
-        cache = KVCache.allocate(batch=1, capacity=4, num_layers=1, num_kv_heads=1, head_dim=1, dtype=jnp.float32)
-        cache = cache.replace(length=jnp.asarray([length], jnp.int32))
-        keys = cache.write(0, KeyValue(jnp.full((1, 1, 1, 1), 5.0), jnp.full((1, 1, 1, 1), 5.0))).keys
+        layer = KeyValues.allocate(batch=1, capacity=4, num_kv_heads=1, head_dim=1, dtype=jnp.float32)
+        five = jnp.full((1, 1, 1, 1), 5.0)
+        keys = layer.write(KeyValue(five, five), jnp.asarray([length], jnp.int32)).keys
         assert keys[0, 0, :, 0].tolist() == kept

@@ -124,8 +124,9 @@ def check_sampling_law(name: str, *, runs: int, stops: tuple[int, ...] = ()) -> 
             top_k=jnp.array(top_k, jnp.int32),
             top_p=jnp.array(top_p, jnp.float32),
         ),
+        stop_tokens=stops,
     )
-    loop, params = tiny.bind(TARGET, DRAFTERS[name](), warping=Warping.TRUNCATED, stop_tokens=stops)
+    loop, params = tiny.bind(TARGET, DRAFTERS[name](), warping=Warping.TRUNCATED)
     capacity = max(map(len, PROMPTS)) + HORIZON + loop.drafter.num_nodes
     counts = {setting: Counter() for setting in SETTINGS}
     for run in range(runs):

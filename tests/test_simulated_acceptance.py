@@ -47,8 +47,8 @@ def test_impossible_acceptance_is_refused(build, complaint):
 def test_every_depth_of_a_draft_needs_a_rate(target):
     with pytest.raises(ValueError, match="depth 3"):
         SpeculativeDecoder(
-            target, tiny.eagle3(target), num_speculative_tokens=3, simulated_acceptance=SimulatedAcceptance((0.5,))
-        )
+            target, tiny.eagle3(target), num_speculative_tokens=3, verifier=SimulatedAcceptance((0.5,))
+        ).generate(PROMPTS)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -56,9 +56,7 @@ def test_every_depth_of_a_draft_needs_a_rate(target):
 def test_exactly_the_length_asked_for_is_accepted_in_every_round(target, shape, temperature):
     tree = DynamicTree(num_nodes=9, max_depth=4, top_k=2)
     options = {"num_speculative_tokens": 4} if shape == "chain" else {"tree": tree}
-    decoder = SpeculativeDecoder(
-        target, tiny.eagle3(target), simulated_acceptance=SimulatedAcceptance.of_length(4, 4), **options
-    )
+    decoder = SpeculativeDecoder(target, tiny.eagle3(target), verifier=SimulatedAcceptance.of_length(4, 4), **options)
     sampling = SamplingParams(temperature=temperature)
     for one in decoder.rounds(PROMPTS, max_new_tokens=40, sampling=sampling):
         parents, path = np.asarray(one.draft.parents), np.asarray(one.verdict.path)
@@ -77,7 +75,7 @@ def test_conditional_rates_come_out_at_every_depth(target):
         target,
         tiny.eagle3(target),
         num_speculative_tokens=3,
-        simulated_acceptance=SimulatedAcceptance.of_conditional_rate(0.7, 3),
+        verifier=SimulatedAcceptance.of_conditional_rate(0.7, 3),
     )
     stats = decoder.generate([[token] for token in range(12)], max_new_tokens=240).stats
     drafts = int(stats.num_drafts)
@@ -89,7 +87,7 @@ def test_conditional_rates_come_out_at_every_depth(target):
 def test_the_last_token_of_a_round_is_still_the_targets(target):
     """Only drafts are forced: with nothing accepted, what is written is the target's own text."""
     none = SpeculativeDecoder(
-        target, tiny.eagle3(target), num_speculative_tokens=2, simulated_acceptance=SimulatedAcceptance.of_length(1, 2)
+        target, tiny.eagle3(target), num_speculative_tokens=2, verifier=SimulatedAcceptance.of_length(1, 2)
     )
     result = none.generate(PROMPTS, max_new_tokens=20)
     assert result.tokens == SpeculativeDecoder(target).generate(PROMPTS, max_new_tokens=20).tokens
@@ -98,7 +96,7 @@ def test_the_last_token_of_a_round_is_still_the_targets(target):
 
 def test_a_draft_that_was_not_made_is_not_accepted(target):
     """Prompt lookup finds nothing in a text without repetition, whatever the dice say."""
-    decoder = SpeculativeDecoder(target, NGram(), simulated_acceptance=SimulatedAcceptance.of_length(6, 5))
+    decoder = SpeculativeDecoder(target, NGram(), verifier=SimulatedAcceptance.of_length(6, 5))
     for one in decoder.rounds([[1, 2, 3, 4]], max_new_tokens=12):
         drafted = int(np.asarray(one.draft.valid)[0, 1:].sum())
         assert int(one.verdict.num_accepted[0]) == drafted

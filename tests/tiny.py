@@ -17,7 +17,7 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from eagle3_jax import loop as loops
-from eagle3_jax.cache import KVCache
+from eagle3_jax.cache import Cache, KeyValues
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.drafters import Eagle3Config, Eagle3Drafter
 from eagle3_jax.loop import LoopParams, Prompts, SpeculativeLoop
@@ -92,6 +92,7 @@ def prompts(
     sampling: SamplingParams | None = None,
     seed: int = 0,
     width: int | None = None,
+    stop_tokens: tuple[int, ...] = (),
 ) -> Prompts:
     """A ragged batch; ``limit`` counts new tokens."""
     length = np.array([len(row) for row in rows], np.int32)
@@ -103,6 +104,7 @@ def prompts(
         length=jnp.asarray(length),
         limit=jnp.asarray(length + np.asarray(limit, np.int32)),
         limit_reason=jnp.full((len(rows),), int(FinishReason.LENGTH), jnp.int32),
+        stop_tokens=jnp.asarray(np.tile(np.array(stop_tokens, np.int32), (len(rows), 1))),
         sampling=per_row(sampling or SamplingParams(), len(rows)),
         keys=row_keys(seed, len(rows)),
     )
@@ -246,13 +248,16 @@ def known(tree: Any) -> Any:
     """A state whose caches hold nothing but what is committed; what lies behind is garbage by definition."""
 
     def clean(leaf: Any) -> Any:
-        if not isinstance(leaf, KVCache):
+        if not isinstance(leaf, Cache):
             return leaf
-        committed = (jnp.arange(leaf.capacity)[None, :] < leaf.length[:, None])[:, None, :, None]
-        keep = lambda buffers: tuple(jnp.where(committed, buffer, 0) for buffer in buffers)
-        return leaf.replace(keys=keep(leaf.keys), values=keep(leaf.values))  # type: ignore[attr-defined]
 
-    return jax.tree.map(clean, tree, is_leaf=lambda leaf: isinstance(leaf, KVCache))
+        def keep(layer: KeyValues) -> KeyValues:
+            committed = layer.segment(leaf.length).mask[:, :, :, None]
+            return jax.tree.map(lambda buffer: jnp.where(committed, buffer, 0), layer)
+
+        return leaf.replace(layers=tuple(map(keep, leaf.layers)))  # type: ignore[attr-defined]
+
+    return jax.tree.map(clean, tree, is_leaf=lambda leaf: isinstance(leaf, Cache))
 
 
 def same_bits(one: Any, other: Any) -> bool:

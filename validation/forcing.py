@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax import LoadedTarget
-from eagle3_jax.cache import KVCache
+from eagle3_jax.cache import Cache
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.models.layers import BFLOAT16, MIXED
 from eagle3_jax.rivals.vllm.bridge import Scored, Tokens
@@ -142,7 +142,7 @@ def _blocks(
     def split(row: Int[Array, "B T"]) -> Int[Array, "blocks B block"]:
         return row.reshape(batch, width // block, block).swapaxes(0, 1)
 
-    def feed(cache: KVCache, tokens: tuple[Array, Array]) -> tuple[KVCache, _Judged]:
+    def feed(cache: Cache, tokens: tuple[Array, Array]) -> tuple[Cache, _Judged]:
         positions = cache.length[:, None] + jnp.arange(block, dtype=jnp.int32)
         output = model(params, tokens[0], positions, causal_mask(block), cache)
         judged = _opinion(model.unembed(params, output.final), tokens[1])

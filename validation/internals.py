@@ -98,7 +98,7 @@ def recording(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
     return SpeculativeDecoder(
         decoder.target,
         LoadedDrafter(Recording(drafter), decoder.drafter.params),
-        stop_tokens=decoder.loop.stop_tokens,
+        stop_tokens=decoder.stop_tokens,
     )
 
 

@@ -102,13 +102,13 @@ def chain(pair: Pair, dtype: str, length: int, simulated: SimulatedAcceptance | 
     """Our decoder; length 0 is plain decoding."""
     if length == 0:
         return DecoderContender(f"plain {dtype}", dtype, SpeculativeDecoder(pair[0], stop_tokens=()))
-    decoder = SpeculativeDecoder(*pair, num_speculative_tokens=length, stop_tokens=(), simulated_acceptance=simulated)
+    decoder = SpeculativeDecoder(*pair, num_speculative_tokens=length, stop_tokens=(), verifier=simulated)
     return DecoderContender(f"chain K={length}", dtype, decoder)
 
 
 def tree(pair: Pair, dtype: str, shape: DynamicTree, simulated: SimulatedAcceptance | None = None) -> DecoderContender:
     """Our decoder with a tree."""
-    decoder = SpeculativeDecoder(*pair, tree=shape, stop_tokens=(), simulated_acceptance=simulated)
+    decoder = SpeculativeDecoder(*pair, tree=shape, stop_tokens=(), verifier=simulated)
     return DecoderContender(f"tree N={shape.num_nodes} G={shape.max_depth}", dtype, decoder)
 
 

@@ -157,7 +157,7 @@ def _add_head(field: Field, models: Models, methods: Methods, drafter: LoadedDra
         except ValueError as error:
             field.lacks(name, str(error))
             continue
-        decoder = SpeculativeDecoder(models.target, drafter, **shape, stop_tokens=(), simulated_acceptance=simulated)
+        decoder = SpeculativeDecoder(models.target, drafter, **shape, stop_tokens=(), verifier=simulated)
         field.contenders.append(DecoderContender(name, models.dtype, decoder))
 
 

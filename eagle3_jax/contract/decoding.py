@@ -24,7 +24,7 @@ from eagle3_jax.decode import LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.models.decoder import causal_mask
-from eagle3_jax.sampling import Warping, row_keys
+from eagle3_jax.sampling import row_keys
 from eagle3_jax.state import LoopParams, Prompts
 from eagle3_jax.types import FinishReason, SamplingParams, per_row
 
@@ -99,6 +99,7 @@ def _sampled(subject: Subject, prompts: list[list[int]]) -> Iterator[tuple[int, 
         length=jnp.asarray(length),
         limit=jnp.asarray(length + HORIZON),
         limit_reason=jnp.full((rows,), int(FinishReason.LENGTH), jnp.int32),
+        stop_tokens=jnp.zeros((rows, 0), jnp.int32),
         sampling=per_row(SamplingParams(temperature=1.0, top_k=TOP), rows),
         keys=row_keys(subject.seed, rows),
     )

@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from eagle3_jax.sampling import Warping, draw, num_digits, probabilities, uniforms
+from eagle3_jax.sampling import draw, num_digits, probabilities, uniforms
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
-from eagle3_jax.types import Draft, SamplingParams
+from eagle3_jax.types import Draft, SamplingParams, Warping
 
 
 class Level(NamedTuple):

@@ -14,15 +14,14 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.cache import KeyValue, KVCache, Segment
+from eagle3_jax.cache import Cache, KeyValue, KeyValues, Segment
 from eagle3_jax.drafters._grow import Level, draw_chain, grow
 from eagle3_jax.models.config import Eagle3Config
-from eagle3_jax.models.decoder import Attention, Block, BlockMemory, Memory, cache_memories, causal_mask
+from eagle3_jax.models.decoder import Attention, Block, BlockMemory, Memory, causal_mask, empty_cache, memories
 from eagle3_jax.models.functional import Params, bind, init_params, param_shapes
 from eagle3_jax.models.layers import FLOAT32, Linear, Precision, RMSNorm, SwiGLU, embed
-from eagle3_jax.sampling import DraftSampling
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
-from eagle3_jax.types import Draft, Observation, SamplingParams
+from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams
 
 
 class FirstLayer(nnx.Module):
@@ -109,7 +108,7 @@ class Eagle3State:
         root: ``[B]``, the last token chosen by the target.
     """
 
-    cache: KVCache
+    cache: Cache
     output: Float[Array, "B D"]
     root: Int[Array, " B"]
 
@@ -188,16 +187,10 @@ class Eagle3Drafter:
         """See :class:`eagle3_jax.types.Drafter`."""
         del params
         config, dtype = self.config, self.precision.activations
-        cache = KVCache.allocate(
-            batch=batch,
-            capacity=capacity,
-            num_layers=config.num_layers,
-            num_kv_heads=config.layers[0].mixer.num_kv_heads,
-            head_dim=config.layers[0].mixer.head_dim,
-            dtype=dtype,
-        )
         return Eagle3State(
-            cache=cache, output=jnp.zeros((batch, config.width), dtype), root=jnp.zeros((batch,), jnp.int32)
+            cache=empty_cache(config.layers, batch=batch, capacity=capacity, dtype=dtype),
+            output=jnp.zeros((batch, config.width), dtype),
+            root=jnp.zeros((batch,), jnp.int32),
         )
 
     def observe(self, params: Params, state: Eagle3State, seen: Observation) -> Eagle3State:
@@ -207,8 +200,8 @@ class Eagle3Drafter:
         last = jnp.arange(fed)[None, :] == seen.length[:, None] - 1
         shifted = jnp.where(last, seen.next_token[:, None], shifted)
         positions = state.cache.length[:, None] + jnp.arange(fed, dtype=jnp.int32)[None, :]
-        memories = cache_memories(state.cache, causal_mask(fed))
-        output, written = head(self._embed(params, shifted), head.fuse(seen.features), positions, memories)
+        past = memories([None] * len(state.cache.layers), causal_mask(fed), positions, state.cache)
+        output, written = head(self._embed(params, shifted), head.fuse(seen.features), positions, past)
         index = jnp.maximum(seen.length - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(output, index, axis=1)[:, 0]
         observed = seen.length > 0
@@ -226,14 +219,15 @@ class Eagle3Drafter:
             # All nodes of a level share one rotary position, one behind their place in the sequence.
             positions = jnp.broadcast_to(state.cache.length[:, None] + depth, tokens.shape)
             earlier = mask.shape[-1] - tokens.shape[-1]
-            memories = [
+            layers: tuple[KeyValues, ...] = state.cache.layers  # type: ignore[assignment]
+            past = [
                 BlockMemory(
-                    past=(state.cache.segment(layer), *_tree_segment(memory, layer, mask[:, :, :earlier])),
+                    past=(kept.segment(state.cache.length), *_tree_segment(memory, layer, mask[:, :, :earlier])),
                     mask=mask[:, :, earlier:],
                 )
-                for layer in range(self.config.num_layers)
+                for layer, kept in enumerate(layers)
             ]
-            output, block = head(self._embed(params, tokens), output, positions, memories)
+            output, block = head(self._embed(params, tokens), output, positions, past)
             return Level(logits=head.logits(output), carry=output, memory=(*memory, block))
 
         output = state.output[:, None]

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int, Key
 
-from eagle3_jax.sampling import DraftSampling
 from eagle3_jax.tree import Chain, Topology
-from eagle3_jax.types import Draft, Observation, SamplingParams
+from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams
 
 
 @struct.dataclass(kw_only=True)

@@ -44,7 +44,7 @@ def compare_with_plain(
     repeats: int,
 ) -> Comparison:
     """Decode the prompts one by one with and without speculation, interleaved, after a warm-up of both."""
-    plain = SpeculativeDecoder(decoder.target, stop_tokens=decoder.loop.stop_tokens)
+    plain = SpeculativeDecoder(decoder.target, stop_tokens=decoder.stop_tokens)
     is_plain = isinstance(decoder.loop.drafter, Plain)
     decoders = [plain] if is_plain else [plain, decoder]
     speeds: list[list[float]] = [[] for _ in decoders]

@@ -109,8 +109,8 @@ class DecoderContender(Contender):
 
     @property
     def lossless(self) -> bool:
-        """Not where acceptance is simulated."""
-        return self.decoder.loop.simulated is None
+        """What the acceptance rule says of itself."""
+        return self.decoder.lossless
 
     def run(self, prompts: Sequence[Tokens], max_new_tokens: int) -> Run:
         """Prefill, then the whole loop on the device, each waited for."""

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax import loop as loops
-from eagle3_jax.cache import KeyValue, KVCache
+from eagle3_jax.cache import Cache, KeyValue
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
@@ -99,17 +99,18 @@ def _block(loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array, "B N"])
 
 
 @functools.partial(jax.jit, static_argnames=("loop", "rounds"), donate_argnames=("cache",))
-def _commit_rounds(cache: KVCache, block: tuple[KeyValue, ...], *, loop: SpeculativeLoop, rounds: int) -> KVCache:
+def _commit_rounds(cache: Cache, block: tuple[KeyValue, ...], *, loop: SpeculativeLoop, rounds: int) -> Cache:
     """Write a draft and commit a path of full depth, again and again, always behind the same slots."""
     length = cache.length
     depth = min(loop.drafter.max_depth, loop.drafter.num_nodes - 1)
     path = jnp.broadcast_to(jnp.arange(depth + 1, dtype=jnp.int32), (length.shape[0], depth + 1))
     count = jnp.full_like(length, depth + 1)
 
-    def one(index: Array, cache: KVCache) -> KVCache:
+    def one(index: Array, cache: Cache) -> Cache:
         # Other nodes every time, or XLA would gather them once for all.
         nodes = None if loop.is_chain else jnp.roll(path, index, axis=1)
-        written = tuple(cache.write(layer, one) for layer, one in enumerate(block))
+        layers: Any = cache.layers
+        written = tuple(layer.write(new, length) for layer, new in zip(layers, block, strict=True))
         return cache.commit(written, count, nodes).replace(length=length)  # type: ignore[attr-defined]
 
     return lax.fori_loop(0, rounds, one, cache)

@@ -9,9 +9,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
-from eagle3_jax.cache import KeyValue, KVCache, Segment
+from eagle3_jax.cache import Cache, KeyValue, KeyValues, Segment, near, visible
 from eagle3_jax.models.config import DecoderConfig, GroupedQuery, LayerConfig
 from eagle3_jax.models.functional import Params, bind, init_params, param_shapes
 from eagle3_jax.models.layers import (
@@ -25,7 +25,7 @@ from eagle3_jax.models.layers import (
     product,
 )
 from eagle3_jax.models.rope import rotate, scale_queries
-from eagle3_jax.types import TargetOutput
+from eagle3_jax.types import Tables, TargetOutput
 
 
 class Attention(nnx.Module):
@@ -103,30 +103,66 @@ class CacheMemory(NamedTuple):
     stand before it in its block: a chain is verified with the very sums of plain decoding.
 
     Attributes:
-        cache: The cache.
-        layer: Which layer of it.
-        visible: ``[B T S]``, from :meth:`eagle3_jax.cache.KVCache.visible`.
+        layer: The layer's cache.
+        length: ``[B]``, committed slots.
+        visible: ``[B T S]``, from :func:`eagle3_jax.cache.visible`.
     """
 
-    cache: KVCache
-    layer: int
+    layer: KeyValues
+    length: Int[Array, " B"]
     visible: Bool[Array, "B T S"]
 
     def attend(self, queries: Float[Array, "B T heads H"], kv: KeyValue) -> tuple[Float[Array, "B T width"], KeyValue]:
         """See :class:`Memory`; keeps the whole buffers."""
-        written = self.cache.write(self.layer, kv)
+        written = self.layer.write(kv, self.length)
         return attention(queries, (Segment(written, self.visible),)), written
 
 
-def cache_memories(cache: KVCache, mask: Bool[Array, "#B T T"]) -> list[CacheMemory]:
-    """One memory per layer for a block behind the committed slots of a cache.
+def empty_cache(layers: Sequence[LayerConfig], *, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
+    """What each layer keeps of its past, for ``batch`` rows of ``capacity`` slots."""
+    return Cache.of(
+        tuple(
+            KeyValues.allocate(
+                batch=batch,
+                capacity=capacity,
+                num_kv_heads=layer.mixer.num_kv_heads,
+                head_dim=layer.mixer.head_dim,
+                dtype=dtype,
+            )
+            for layer in layers
+        ),
+        batch=batch,
+    )
+
+
+def memories(
+    windows: Sequence[int | None],
+    mask: Bool[Array, "#B T T"],
+    positions: Int[Array, "B T"],
+    cache: Cache | None = None,
+) -> list[Memory]:
+    """One memory per layer for a block, behind the committed slots of a cache where there is one.
 
     Args:
-        cache: The cache.
+        windows: Per layer, how many positions a token sees, its own included; ``None`` for all.
         mask: Which tokens of the block each one sees.
+        positions: Of the block, absolute.
+        cache: Of :class:`~eagle3_jax.cache.KeyValues` layers.
     """
-    visible = cache.visible(mask)
-    return [CacheMemory(cache, layer, visible) for layer in range(len(cache.keys))]
+    if cache is None:
+        alone = {
+            window: BlockMemory(mask=mask if window is None else mask & near(positions, positions, window))
+            for window in set(windows)
+        }
+        return [alone[window] for window in windows]
+    capacity = cache.layers[0].capacity  # type: ignore[attr-defined]
+    seen = {
+        window: visible(mask, cache.length, capacity, positions=positions, window=window) for window in set(windows)
+    }
+    return [
+        CacheMemory(layer, cache.length, seen[window])  # type: ignore[arg-type]
+        for layer, window in zip(cache.layers, windows, strict=True)
+    ]
 
 
 class Block(nnx.Module):
@@ -176,9 +212,11 @@ class Decoder(nnx.Module):
             x, kept = block(x, positions, memory)
             entering.append(x)
             written.append(kept)
+        final = self.norm(x)
+        streams = [*entering, final]
         empty = jnp.zeros((*x.shape[:2], 0, x.shape[2]), x.dtype)
-        features = jnp.stack([entering[layer] for layer in aux_layers], axis=2) if aux_layers else empty
-        return TargetOutput(final=self.norm(x), features=features, written=tuple(written))
+        features = jnp.stack([streams[layer] for layer in aux_layers], axis=2) if aux_layers else empty
+        return TargetOutput(final=final, features=features, written=tuple(written))
 
     def unembed(self, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         if self.config.tie_embeddings:
@@ -194,6 +232,7 @@ class DecoderTarget:
     precision: Precision = FLOAT32
 
     def __post_init__(self) -> None:
+        # A description of many layers is hashed once here and not at every call of a compiled function.
         object.__setattr__(self, "_hash", hash((self.config, self.precision)))
 
     def __hash__(self) -> int:
@@ -212,17 +251,10 @@ class DecoderTarget:
         """``V``."""
         return self.config.vocab_size
 
-    def init_cache(self, batch: int, capacity: int) -> KVCache:
+    def init_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache of ``capacity`` slots per row."""
-        mixer = self.config.layers[0].mixer
-        return KVCache.allocate(
-            batch=batch,
-            capacity=capacity,
-            num_layers=self.config.num_layers,
-            num_kv_heads=mixer.num_kv_heads,
-            head_dim=mixer.head_dim,
-            dtype=self.precision.activations,
-        )
+        dtype = self.precision.activations
+        return empty_cache(self.config.layers, batch=batch, capacity=capacity, dtype=dtype)
 
     def __call__(
         self,
@@ -230,22 +262,30 @@ class DecoderTarget:
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         mask: Bool[Array, "#B T T"],
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
         aux_layers: tuple[int, ...] = (),
+        length: Int[Array, " B"] | None = None,
     ) -> TargetOutput:
         """See :class:`eagle3_jax.types.TargetModel`."""
-        if not all(0 <= layer <= self.config.num_layers for layer in aux_layers):
+        del length  # keys and values are addressed by position: those of padding are never seen
+        layers = self.config.num_layers
+        if not all(0 <= layer <= layers + 1 for layer in aux_layers):
             raise ValueError(
-                f"features of the layers {aux_layers} were asked for; this target of {self.config.num_layers} layers "
-                f"has 0 to {self.config.num_layers} (what leaves the last one)"
+                f"features of the layers {aux_layers} were asked for; this target of {layers} layers has 0 to "
+                f"{layers} (what leaves the last one) and {layers + 1} (after the final norm)"
             )
-        alone: list[Memory] = [BlockMemory(mask=mask)] * self.config.num_layers
-        memories = alone if cache is None else cache_memories(cache, mask)
-        return bind(Decoder, self.config, self.precision, params)(tokens, positions, memories, aux_layers)
+        windows = [layer.mixer.window for layer in self.config.layers]
+        per_layer = memories(windows, mask, positions, cache)
+        return bind(Decoder, self.config, self.precision, params)(tokens, positions, per_layer, aux_layers)
 
     def unembed(self, params: Params, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """Logits in float32 from final-norm outputs."""
         return bind(Decoder, self.config, self.precision, params).unembed(final)
+
+    def tables(self, params: Params) -> Tables:
+        """What draft heads without an embedding, or without an output matrix, of their own borrow."""
+        embedding = params["embedding"]
+        return Tables(embedding, embedding.T if self.config.tie_embeddings else params["head"]["kernel"])
 
 
 def causal_mask(size: int) -> Bool[Array, "1 T T"]:
