@@ -97,7 +97,8 @@ def read_golden_pair():
     blocks = {}
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}."
-        blocks[index] = torch_layer(weights, prefix) | {"attention_norm": scale(weights, f"{prefix}input_layernorm")}
+        layer = torch_layer(weights, prefix, source["head_dim"])
+        blocks[index] = layer | {"attention_norm": scale(weights, f"{prefix}input_layernorm")}
     target_params = {
         "embedding": weights["model.embed_tokens.weight"],
         "blocks": blocks,
@@ -105,7 +106,7 @@ def read_golden_pair():
         "head": kernel(weights, "lm_head"),
     }
     weights = load_file(GOLDEN / "eagle3" / "model.safetensors")
-    first = torch_layer(weights, "midlayer.") | {
+    first = torch_layer(weights, "midlayer.", source["head_dim"]) | {
         "embedding_norm": scale(weights, "midlayer.input_layernorm"),
         "feature_norm": scale(weights, "midlayer.hidden_norm"),
     }
@@ -119,24 +120,41 @@ def read_golden_pair():
     return Pair(DecoderTarget(config), drafter, head, frozen)
 
 
-def kernel(weights, *names):
-    """One linear layer, or several side by side."""
-    return {"kernel": np.concatenate([weights[f"{name}.weight"].T for name in names], axis=1)}
+def kernel(weights, name):
+    return {"kernel": weights[f"{name}.weight"].T}
+
+
+def grouped(weights, prefix, size):
+    """Columns of one key head at a time: its query heads, the key, the value."""
+    q, k, v = (weights[f"{prefix}self_attn.{name}_proj.weight"].T for name in "qkv")
+    heads, group = k.shape[1] // size, q.shape[1] // k.shape[1] * size
+    columns = []
+    for head in range(heads):
+        own = slice(head * size, (head + 1) * size)
+        columns += [q[:, head * group : (head + 1) * group], k[:, own], v[:, own]]
+    return {"kernel": np.concatenate(columns, axis=1)}
+
+
+def interleaved(weights, prefix):
+    gate, up = (weights[f"{prefix}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    both = np.empty((gate.shape[0], 2 * gate.shape[1]), gate.dtype)
+    both[:, 0::2], both[:, 1::2] = gate, up
+    return {"kernel": both}
 
 
 def scale(weights, name):
     return {"scale": weights[f"{name}.weight"]}
 
 
-def torch_layer(weights, prefix):
+def torch_layer(weights, prefix, size):
     """Attention, MLP and its norm; the other norms differ between target and head."""
     return {
         "attention": {
-            "qkv": kernel(weights, *(f"{prefix}self_attn.{name}_proj" for name in "qkv")),
+            "qkv": grouped(weights, prefix, size),
             "o": kernel(weights, f"{prefix}self_attn.o_proj"),
         },
         "mlp": {
-            "gate_up": kernel(weights, f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj"),
+            "gate_up": interleaved(weights, prefix),
             "down": kernel(weights, f"{prefix}mlp.down_proj"),
         },
         "mlp_norm": scale(weights, f"{prefix}post_attention_layernorm"),
@@ -196,8 +214,8 @@ def oracle_logits(drafter, head, embedding, features, tokens, real):
     for step in range(STEPS):
         embedded = np.asarray(embedding, np.float64)[padded[1 + step : 1 + step + size]]
         both = np.concatenate([norm(embedded, layer["embedding_norm"], eps), norm(x, layer["feature_norm"], eps)], -1)
-        fused = mat(layer["attention"]["qkv"], both).reshape(size, -1, mixer.head_dim)
-        q, k, v = np.split(fused, [mixer.num_heads, mixer.num_heads + mixer.num_kv_heads], axis=1)
+        fused = mat(layer["attention"]["qkv"], both).reshape(size, mixer.num_kv_heads, groups + 2, mixer.head_dim)
+        q, k, v = fused[:, :, :groups].reshape(size, mixer.num_heads, -1), fused[:, :, -2], fused[:, :, -1]
         queries = [rope(row, t + step) for t, row in enumerate(q)]
         keys += [rope(row, t + step) for t, row in enumerate(k)]
         values += list(v)
@@ -215,7 +233,7 @@ def oracle_logits(drafter, head, embedding, features, tokens, real):
                 attended[t, h * mixer.head_dim : (h + 1) * mixer.head_dim] = out
         x = x + mat(layer["attention"]["o"], attended)
         inner = norm(x, layer["mlp_norm"], eps)
-        gate, up = np.split(mat(layer["mlp"]["gate_up"], inner), 2, axis=1)
+        gate, up = np.moveaxis(mat(layer["mlp"]["gate_up"], inner).reshape(size, -1, 2), 2, 0)
         x = x + mat(layer["mlp"]["down"], gate / (1 + np.exp(-gate)) * up)
         logits.append(mat(head["head"], norm(x, head["norm"], eps)))
     return logits
@@ -548,3 +566,17 @@ def test_a_resumed_run_has_bit_identical_losses(pair, tmp_path):
     assert len({metrics["loss"] for metrics in (*unbroken, resumed[-1])}) == 6
     third, run = start()
     assert (third, list(run)) == (6, [])
+
+
+def test_a_run_whose_weights_lie_in_another_order_is_not_continued(pair, tmp_path):
+    def trainer():
+        return Trainer(lambda params, batch: (0.0, {}), OptimizerConfig(num_steps=100), tmp_path)
+
+    first = trainer()
+    first.save(first.start(pair.head))
+    assert trainer().start(pair.head).step == 0
+    for spoil in (lambda path: path.write_text("1"), lambda path: path.unlink()):  # as version 0.1 left it
+        spoil(tmp_path / "layout")
+        with pytest.raises(ValueError, match="weights lie in the order of another version; finish the run") as refusal:
+            trainer()
+        assert "\n" not in str(refusal.value)

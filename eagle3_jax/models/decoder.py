@@ -31,7 +31,9 @@ from eagle3_jax.types import Tables, TargetOutput
 class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions.
 
-    Queries, keys and values are one product, in this order: few large products read weights faster than many small.
+    Queries, keys and values are one product: few large products read weights faster than many small. Its columns are
+    ``[C, g + 2, H]``: the ``g`` query heads of a key head, the key head, its values. So whatever divides the key heads
+    over devices divides the product, and nothing has to move between them.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """The block's attention, and the keys and values that its memory keeps."""
         config = self.config
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        fused = self.qkv(x).reshape(*x.shape[:2], -1, config.head_dim)
-        queries, keys, values = jnp.split(fused, [heads, heads + kv_heads], axis=2)
+        rows, group = x.shape[:2], config.group
+        fused = self.qkv(x).reshape(*rows, config.num_kv_heads, group + 2, config.head_dim)
+        queries = fused[:, :, :, :group].reshape(*rows, config.num_heads, config.head_dim)
+        keys, values = fused[:, :, :, group], fused[:, :, :, group + 1]
         if config.qk_norm:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         if config.rope is not None:
