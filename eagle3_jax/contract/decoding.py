@@ -26,7 +26,7 @@ from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.state import LoopParams, Prompts
-from eagle3_jax.types import FinishReason, SamplingParams, per_row
+from eagle3_jax.types import FinishReason, SamplingParams, Warping, per_row
 
 TOP, HORIZON = 3, 4  # the law of four tokens, each among the three likeliest: a vocabulary of three
 _NEAR = 1e-3  # logits closer than this may change places with the order of sums
