@@ -710,7 +710,8 @@ def test_known_accelerators_are_found_however_they_are_spelt():
     assert measured.peak_flops == accelerator_named("H200").peak_flops
 
 
-PLANNING = sorted([*(ROOT / "eagle3_jax" / "theory").glob("*.py"), *(ROOT / "eagle3_jax" / "cli").glob("*plan*.py")])
+LIBRARY = ROOT / "eagle3_jax"
+PLANNING = sorted(path for found in ("theory/*.py", "measure/*.py", "cli/*plan*.py") for path in LIBRARY.glob(found))
 
 
 @pytest.mark.parametrize("path", PLANNING, ids=lambda path: path.stem)
