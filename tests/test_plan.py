@@ -28,8 +28,8 @@ from eagle3_jax.theory.rollout import (
     accepted_variance,
     plan_rollout,
     requests_to_judge_p99,
-    to_markdown,
 )
+from eagle3_jax.theory.rollout_page import to_markdown
 from eagle3_jax.theory.shapes import KNOWN_MODELS, HeadShape, ModelShape, usual_head
 from eagle3_jax.theory.speedup import (
     TrafficClass,
@@ -711,7 +711,9 @@ def test_known_accelerators_are_found_however_they_are_spelt():
 
 
 LIBRARY = ROOT / "eagle3_jax"
-PLANNING = sorted(path for found in ("theory/*.py", "measure/*.py", "cli/*plan*.py") for path in LIBRARY.glob(found))
+PLANNING = sorted(
+    path for found in ("theory/*.py", "theory/*.md", "measure/*.py", "cli/*plan*.py") for path in LIBRARY.glob(found)
+)
 
 
 @pytest.mark.parametrize("path", PLANNING, ids=lambda path: path.stem)

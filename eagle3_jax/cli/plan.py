@@ -340,7 +340,8 @@ def rollout(
     Offline proof, shadow, 1, 10, 50 and 100 % of the traffic; gates, PromQL, alerts and the way back.
     """
     from eagle3_jax.reporting.tables import write_text
-    from eagle3_jax.theory.rollout import MeasuredCosts, Traffic, plan_rollout, to_markdown
+    from eagle3_jax.theory.rollout import MeasuredCosts, Traffic, plan_rollout
+    from eagle3_jax.theory.rollout_page import to_markdown
     from eagle3_jax.theory.shapes import KNOWN_MODELS
 
     check_writable(out)
