@@ -716,7 +716,7 @@ PLANNING = sorted(
 )
 
 
-@pytest.mark.parametrize("path", PLANNING, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PLANNING, ids=lambda path: path.name)
 def test_no_rate_is_called_acceptance_rate_alone(path):
     for match in re.finditer(r"(\S+)\s+acceptance rates?\b", path.read_text()):
         assert match[1].endswith(("draft", "conditional")) or '"acceptance rate"' in match[0], match[0]

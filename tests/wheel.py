@@ -94,8 +94,7 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     )
     expected = {name for name in tracked if name.startswith(("eagle3_jax/", "conversion/"))}
     assert inside == expected, inside ^ expected
-    assets = {f"eagle3_jax/assets/{name}" for name in ("target/model.safetensors", "eagle3/config.json")}
-    assert assets | {"eagle3_jax/theory/rollout.md", "eagle3_jax/cli/bench.html.jinja"} <= inside
+    assert {"eagle3_jax/assets/target/model.safetensors", "eagle3_jax/assets/eagle3/config.json"} <= inside
     with tarfile.open(sdist) as archive:
         top = {Path(name).parts[1] for name in archive.getnames()}
     promised = set(PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]) | {"pyproject.toml", "PKG-INFO"}
