@@ -179,18 +179,6 @@ def test_any_value_of_an_option_is_what_it_says_or_one_clear_line(tree, schedule
 # ---------------------------------------------------------------- the standard input
 
 
-@pytest.fixture
-def refused(capsys):
-    def call(*arguments: object) -> str:
-        code = run([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        assert (code, out) == (2, "")
-        assert err.startswith("error: ") and err.count("\n") == 1
-        return err
-
-    return call
-
-
 def pipe(monkeypatch, content: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
 
