@@ -9,16 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_validation_report import FAILED, NOT_RUN, PARTLY, PASSED, validate  # noqa: F401
 
 from eagle3_jax.measure.timing import CompileClock
 from validation import manifest
 from validation.device import Releases, environment_of_vllm, exact_options, products, share_memory
 from validation.merging import merge
-from validation.report import Check, Report, load, main
+from validation.report import Check, Report, Verdict, load, main
 
-pytest_plugins = ["pytester"]
+pytest_plugins = ["pytester", "validation_runs"]
 ROOT = Path(__file__).parent.parent
+PASSED, FAILED, PARTLY, NOT_RUN = Verdict.PASSED, Verdict.FAILED, Verdict.PARTLY, Verdict.NOT_RUN
 
 TWO_LEVELS = """
 import jax
@@ -101,13 +101,13 @@ def test_a_level_without_one_of_its_checks_is_not_green() -> None:
     assert report["L5"].verdict == FAILED
 
 
-def test_a_run_of_one_module_leaves_its_levels_in_part(validate, table: str) -> None:  # noqa: F811
+def test_a_run_of_one_module_leaves_its_levels_in_part(validate, table: str) -> None:
     _, report = validate(TWO_LEVELS, manifest=table)
     assert {name: report[name].verdict for name in ("L0", "L1", "L9")} == {"L0": PASSED, "L1": PARTLY, "L9": PASSED}
     assert report["L1"].reason == "not collected: verdicts"
 
 
-def test_a_single_level_runs_alone(validate, table: str) -> None:  # noqa: F811
+def test_a_single_level_runs_alone(validate, table: str) -> None:
     result, report = validate(TWO_LEVELS, "--level", "L0", manifest=table)
     assert result.ret == 0
     assert report["L0"].verdict == PASSED and len(report["L0"].checks) == 3
@@ -117,7 +117,7 @@ def test_a_single_level_runs_alone(validate, table: str) -> None:  # noqa: F811
     result.stderr.fnmatch_lines(["ERROR: --level L5X is none of L0, *"])
 
 
-def test_a_quick_run_has_one_case_of_every_check_and_is_not_green(validate, table: str) -> None:  # noqa: F811
+def test_a_quick_run_has_one_case_of_every_check_and_is_not_green(validate, table: str) -> None:
     _, report = validate(TWO_LEVELS, "--quick", manifest=table)
     assert [check.verdict for check in report["L0"].checks] == [PASSED, NOT_RUN, NOT_RUN]
     assert report["L0"].verdict == PARTLY and "--quick" in report["L0"].reason
@@ -211,7 +211,7 @@ def test_what_only_some_parts_needed_is_taken_over_and_must_agree_where_it_is() 
         merge(copy.deepcopy(parts))
 
 
-def test_runs_are_merged_from_the_command_line(validate, table: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_runs_are_merged_from_the_command_line(validate, table: str, capsys: pytest.CaptureFixture[str]) -> None:
     for level in ("L0", "L9"):
         validate(TWO_LEVELS, "--gpu", "--rehearse", "--level", level, "--report-dir", f"parts/{level}", manifest=table)
     assert load("parts/L0")["L9"].verdict == NOT_RUN
@@ -244,7 +244,7 @@ def test_with_a_gpu_jax_takes_its_share_as_it_needs_it(given: bool, monkeypatch:
     assert os.environ.get("XLA_CLIENT_MEM_FRACTION") == (None if given else "0.4")
 
 
-def test_shares_and_caches_that_cannot_be_are_misuse(validate) -> None:  # noqa: F811
+def test_shares_and_caches_that_cannot_be_are_misuse(validate) -> None:
     for options, said in (
         (["--vllm-memory", "1.5"], "--vllm-memory must be a share between 0 and 1, not 1.5"),
         (["--compilation-cache", "/dev/null/x"], "--compilation-cache *cannot be written*"),
@@ -278,7 +278,7 @@ def test_is_wrong(): assert False, "RESOURCE_EXHAUSTED is what the text says"
 """
 
 
-def test_a_check_that_runs_out_of_memory_did_not_run_and_the_run_goes_on(validate) -> None:  # noqa: F811
+def test_a_check_that_runs_out_of_memory_did_not_run_and_the_run_goes_on(validate) -> None:
     result, report = validate(FULL, "--gpu", "--rehearse")
     assert [report[name].verdict for name in ("L0", "L1", "L3", "L4")] == [NOT_RUN, NOT_RUN, PASSED, FAILED]
     assert report["L0"].reason.startswith("out of memory (OutOfMemoryError: CUDA out of memory. Tried to allocate")
