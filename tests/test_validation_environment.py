@@ -11,7 +11,7 @@ import pytest
 
 import eagle3_jax.cli  # noqa: F401 (what is first imported inside a run of pytest is forgotten after it, its types too)
 from eagle3_jax.reporting.environment import committable, environment, sha256_of, sha256_of_prompts
-from validation.report import Report
+from validation.runs import Report
 
 with contextlib.suppress(ModuleNotFoundError):  # for the same reason: the page, and what draws it
     import validation.page  # noqa: F401

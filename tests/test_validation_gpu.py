@@ -31,7 +31,7 @@ from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, MIXED, Precision
 from eagle3_jax.theory.cost import cost_per_million_tokens
 from validation import speeds
-from validation.report import Check
+from validation.checks import Check
 from validation.subject import Subject, choose
 from validation.tasks import answered_number, discordant_interval, is_right, questions, reference_number
 

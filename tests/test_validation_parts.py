@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from eagle3_jax.measure.timing import CompileClock
-from validation import manifest
+from validation.checks import Check, Verdict
 from validation.device import Releases, environment_of_vllm, exact_options, products, share_memory
+from validation.manifest import to_toml
 from validation.merging import merge
-from validation.report import Check, Report, Verdict, load, main
+from validation.report import main
+from validation.required import PATH, count, expected
+from validation.runs import Report, load
 
 pytest_plugins = ["pytester", "validation_runs"]
 ROOT = Path(__file__).parent.parent
@@ -65,12 +68,12 @@ def test_the_manifest_names_what_pytest_collects() -> None:
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout == manifest.PATH.read_text(), "write it again: python -m validation.manifest"
+    assert done.stdout == PATH.read_text(), "write it again: python -m validation.manifest"
 
 
 def test_every_level_is_in_the_manifest_and_a_gpu_run_contains_no_less() -> None:
-    on_cpus, on_gpus = manifest.expected("cpu"), manifest.expected("gpu")
-    assert list(on_gpus) == list(manifest.expected("rehearsal")) == [*Report().levels]
+    on_cpus, on_gpus = expected("cpu"), expected("gpu")
+    assert list(on_gpus) == list(expected("rehearsal")) == [*Report().levels]
     for level, checks in on_cpus.items():
         for name, cases in checks.items():
             assert on_gpus[level][name] >= cases, (level, name)
@@ -78,14 +81,14 @@ def test_every_level_is_in_the_manifest_and_a_gpu_run_contains_no_less() -> None
 
 def test_a_table_that_is_written_is_read_back(tmp_path: Path) -> None:
     counts = {"L0": {'a "quoted" name': 2}, "L5": {"b": 1}}
-    (tmp_path / "x.toml").write_text(manifest.to_toml({"cpu": {}, "gpu": counts, "rehearsal": {}}))
-    assert manifest.expected("gpu", tmp_path / "x.toml") == {**{n: {} for n in Report().levels}, **counts}
-    assert manifest.expected("cpu", tmp_path / "x.toml")["L0"] == {}
+    (tmp_path / "x.toml").write_text(to_toml({"cpu": {}, "gpu": counts, "rehearsal": {}}))
+    assert expected("gpu", tmp_path / "x.toml") == {**{n: {} for n in Report().levels}, **counts}
+    assert expected("cpu", tmp_path / "x.toml")["L0"] == {}
 
 
 def test_cases_of_a_check_are_counted_whatever_module_they_are_in() -> None:
     checks = [Check("L0", name) for name in ("law[a]", "law[b[c]]", "law", "law[a] (test_other)")]
-    assert manifest.count(checks) == {"L0": {"law": 3, "law (test_other)": 1}}
+    assert count(checks) == {"L0": {"law": 3, "law (test_other)": 1}}
 
 
 def test_a_level_without_one_of_its_checks_is_not_green() -> None:
@@ -320,9 +323,9 @@ def test_vllm_is_told_not_to_round_float32() -> None:
 def test_speeds_are_measured_in_the_precision_that_users_have() -> None:
     import jax
 
-    for level, expected in (("L9", None), ("L5", "highest")):
+    for level, precision in (("L9", None), ("L5", "highest")):
         with products(level):
-            assert jax.config.jax_default_matmul_precision == expected
+            assert jax.config.jax_default_matmul_precision == precision
 
 
 def test_the_counter_behind_nothing_was_compiled_hears_of_a_compilation() -> None:

@@ -11,9 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eagle3_jax.reporting.tables import Plot, Table
+from validation.checks import Check, Verdict
 from validation.comparison import compare
 from validation.levels import LEVELS
-from validation.report import Check, Plot, Report, Table, Verdict, load, main
+from validation.report import main, write
+from validation.runs import Report, load
 
 ROOT = Path(__file__).parent.parent
 PASSED, FAILED, PARTLY, NOT_RUN = Verdict.PASSED, Verdict.FAILED, Verdict.PARTLY, Verdict.NOT_RUN
@@ -119,7 +122,7 @@ def test_the_smallest_deviation_that_a_check_would_have_seen_stands_beside_its_n
     assert [check.sees for check in again.checks] == [report.checks[0].sees, ""]
     assert again["L5"].sees == [report.checks[0].sees]
     assert f"| L5 | check 0 | {report.checks[0].sees} |" in compare(report, again).to_markdown()
-    report.write(tmp_path)
+    write(report, tmp_path)
     assert main(["show", str(tmp_path)]) == 0
     assert f"would have seen: {report.checks[0].sees}" in capsys.readouterr().out
     pytest.importorskip("jinja2")
@@ -173,10 +176,10 @@ def test_reading_gives_what_was_written(rich: Report) -> None:
 
 
 def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_of(PASSED).write(tmp_path)
+    write(run_of(PASSED), tmp_path)
     monkeypatch.setattr(Path, "replace", lambda *paths: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        run_of(FAILED).write(tmp_path)
+        write(run_of(FAILED), tmp_path)
     assert load(tmp_path)["L5"].verdict == PASSED
     assert {path.name for path in tmp_path.iterdir()} <= {"report.json", "report.html"}
 
@@ -188,7 +191,7 @@ def test_without_jinja2_there_is_no_page_rather_than_an_old_one(
     monkeypatch.setitem(sys.modules, "jinja2", None)
     for name in ("validation.page", "eagle3_jax.reporting.drawing"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    assert run_of(PASSED).write(tmp_path) == tmp_path / "report.json"
+    assert write(run_of(PASSED), tmp_path) == tmp_path / "report.json"
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
@@ -241,8 +244,8 @@ def test_comparing_two_runs_shows_verdicts_numbers_and_what_differed_around_them
 
 
 def test_the_command_line_compares_and_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_of(PASSED).write(tmp_path / "a")
-    run_of(NOT_RUN).write(tmp_path / "b")
+    write(run_of(PASSED), tmp_path / "a")
+    write(run_of(NOT_RUN), tmp_path / "b")
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b" / "report.json")]) == 0
     assert "| L5 | passed | not run | changed |" in capsys.readouterr().out
     assert main(["show", str(tmp_path / "b")]) == 0
@@ -255,7 +258,7 @@ def test_the_command_line_compares_and_shows(tmp_path: Path, capsys: pytest.Capt
 
 def test_the_page_escapes_everything_and_loads_nothing(tmp_path: Path, rich: Report) -> None:
     pytest.importorskip("jinja2")
-    page = rich.write(tmp_path).read_text()
+    page = write(rich, tmp_path).read_text()
     for hostile in ("<script", "<vLLM>", "<z>", "<x>", "<K>", "<tokens>", "<b>"):
         assert hostile not in page, hostile
     assert "&lt;script&gt;alert(1)" in page
@@ -265,11 +268,11 @@ def test_the_page_escapes_everything_and_loads_nothing(tmp_path: Path, rich: Rep
 
 def test_the_page_says_each_verdict_in_words(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
-    page = run_of(PASSED, NOT_RUN).write(tmp_path).read_text()
+    page = write(run_of(PASSED, NOT_RUN), tmp_path).read_text()
     section = re.search(r'<section id="L5">.*?</section>', page, re.DOTALL)[0]
     assert "partly run" in section and "reason 1" in section
     assert "Not run, so not proven" in page and "Every level passed" not in page
-    rehearsal = full_run(gpu=True, rehearsal=True).write(tmp_path).read_text()
+    rehearsal = write(full_run(gpu=True, rehearsal=True), tmp_path).read_text()
     assert "nothing measured here counts" in rehearsal
 
 
@@ -278,13 +281,13 @@ def test_long_tables_are_folded(tmp_path: Path) -> None:
     report = run_of(PASSED)
     report.checks[0].table("long", ["i"], [[i] for i in range(31)])
     report.checks[0].table("short", ["i"], [[i] for i in range(30)])
-    assert re.findall(r"<summary>(\d+) rows</summary>", report.write(tmp_path).read_text()) == ["31"]
+    assert re.findall(r"<summary>(\d+) rows</summary>", write(report, tmp_path).read_text()) == ["31"]
 
 
 def test_plots_are_drawn_into_the_page(tmp_path: Path, rich: Report) -> None:
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")
-    page = rich.write(tmp_path).read_text()
+    page = write(rich, tmp_path).read_text()
     assert page.count("<svg ") == 3 and 'aria-label="Bars: speed (tokens/s) over set"' in page
     drawing = re.search(r"<svg .*?</svg>", page, re.DOTALL)[0]
     assert "K &lt;tokens&gt;" in drawing and "currentColor" in drawing and "#010203" not in page
@@ -295,6 +298,6 @@ def test_without_matplotlib_the_page_has_the_numbers(
 ) -> None:
     pytest.importorskip("jinja2")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    page = rich.write(tmp_path).read_text()
+    page = write(rich, tmp_path).read_text()
     assert "<svg" not in page and page.count("matplotlib is not installed") == 3
     assert "K &lt;tokens&gt;" in page

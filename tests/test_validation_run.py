@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from validation.checks import Verdict
 from validation.levels import LEVELS
-from validation.report import Verdict
 
 pytest_plugins = ["pytester", "validation_runs"]
 ROOT = Path(__file__).parent.parent

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import eagle3_jax.cli  # noqa: F401 (what is first imported inside a run of pytest is forgotten after it, its types too)
-from validation.report import Report, load
+from validation.runs import Report, load
 
 with contextlib.suppress(ModuleNotFoundError):  # for the same reason: the page, and what draws it
     import validation.page  # noqa: F401

@@ -27,10 +27,10 @@ from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
 from eagle3_jax.rivals.vllm.bridge import Scored
 from eagle3_jax.tree import Chain
 from eagle3_jax.types import Draft, SamplingParams
+from validation.checks import Check
 from validation.device import exact_options
 from validation.forcing import by_blocks, reference
 from validation.margin import TIE_ULPS, Agreement, Control, classify, tie_tolerance, wrong_tolerance
-from validation.report import Check
 from validation.subject import Subject
 
 CHAIN, TREE = Chain(3), DynamicTree(num_nodes=16, max_depth=4, top_k=4)

@@ -19,8 +19,8 @@ from eagle3_jax.decode import LoadedDrafter
 from eagle3_jax.drafters import Plain
 from eagle3_jax.sampling import DraftSampling, Warping, row_keys
 from eagle3_jax.tree import Chain, DynamicTree
+from validation.checks import Check
 from validation.emissions import Warpers, sampling_of
-from validation.report import Check
 from validation.statistics import goodness_of_fit, smallest_deviation
 
 pytestmark = pytest.mark.level("L2")

@@ -16,8 +16,8 @@ import tiny
 from eagle3_jax import LoadedTarget, SamplingParams, SpeculativeDecoder, load_drafter, load_target
 from eagle3_jax.rivals.vllm.bridge import EngineOptions, Tokens, eagle3
 from eagle3_jax.rivals.vllm.process import Process, ProcessEngine
+from validation.checks import Check
 from validation.forcing import forced_logits
-from validation.report import Check
 from validation.statistics import goodness_of_fit, smallest_deviation
 
 pytestmark = pytest.mark.level("L6")
