@@ -281,7 +281,7 @@ class Excess:
 
 
 def smallest_shift(tokens: int, most_z: float, *, power: float = 0.9) -> float:
-    """The smallest deviation for a sum of scores that fails beyond ``most_z``, probabilities being off along that score.
+    """The smallest deviation for a sum of scores that fails beyond ``most_z``, probabilities off along that score.
 
     With ``p' = p (1 + ε s)`` and ``s`` the score made standard, ``z`` is normal with mean ``ε √tokens``. A deviation
     that is orthogonal to the score leaves it as it is, whatever its size.
