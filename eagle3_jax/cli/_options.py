@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -44,6 +45,7 @@ DtypeOption = Annotated[
     str, typer.Option("--dtype", help="float32, bfloat16, or mixed (bfloat16 products summed in float32).")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it: a .png or .svg file.")]
 
 _LONGEST_NUMBER = 18  # digits; Python refuses to read thousands of them
 _TREE_KEYS = ("num_nodes", "max_depth", "top_k")
@@ -213,6 +215,22 @@ def check_writable(path: Path | None) -> None:
         raise Misuse(f"{path} cannot be written: {error.strerror}") from None
 
 
+def check_plot(path: Path | None) -> None:
+    """Refuse a plot that could not be written, before any work is done."""
+    if path is not None and path.suffix not in (".png", ".svg"):
+        raise Misuse(f"--plot {path}: give the name of a .png or .svg file")
+    check_writable(path)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file that appears under its name only when complete."""
     write_text(path, json.dumps(value) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """The same with ``null`` for infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: finite(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
