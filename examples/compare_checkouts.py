@@ -2,9 +2,9 @@
 
     python examples/compare_checkouts.py OLD NEW [--repeats 12] [--dtype mixed] [--output FILE]
 
-OLD and NEW are directories of checkouts. Each gets a process of its own, OLD gets two: how far the second one is from the
-first says what a difference means on this machine (an A/A control). All have compiled and run everything once before the
-clock starts, and only one works at a time. Prints the median ratio of tokens/s to OLD, with quartiles.
+OLD and NEW are directories of checkouts. Each gets a process of its own, OLD gets two: how far the second one is from
+the first says what a difference means on this machine (an A/A control). All have compiled and run everything once
+before the clock starts, and only one works at a time. Prints the median ratio of tokens/s to OLD, with quartiles.
 """
 
 from __future__ import annotations
