@@ -45,6 +45,26 @@ RECIPES = {
         },
         1,
     ),
+    "mistral": Recipe("mistral", {"head_dim": 12, "sliding_window": 5}, 0),
+    "ministral": Recipe(
+        "ministral",
+        {"head_dim": 12, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"] * 2},
+        1,
+    ),
+    "ministral3": Recipe(
+        "ministral3",
+        {
+            "head_dim": 12,
+            "rope_parameters": _YARN
+            | {
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+                "original_max_position_embeddings": 6,
+            },
+        },
+        0,
+    ),
 }
 
 

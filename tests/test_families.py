@@ -25,7 +25,7 @@ import conversion
 import eagle3_jax as e3
 from conversion import CheckpointError
 from conversion.families import FAMILIES
-from eagle3_jax.models.config import GatedMLP, GroupedQuery, uniform
+from eagle3_jax.models.config import GatedMLP, GroupedQuery, QueryScaling, RopeConfig, uniform
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.tree import Chain, DynamicTree
 
@@ -145,6 +145,13 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "no head size": ("qwen3", {"head_dim": None}, "has no head_dim"),
     "no key heads": ("qwen2", {"num_key_value_heads": None}, "has no num_key_value_heads"),
+    "mistral that is silent": ("mistral", {"sliding_window": None}, "has no sliding_window"),
+    "no scaling of queries": ("ministral3", {"rope_parameters": None}, "has no original_max_position_embeddings"),
+    "no growth": (
+        "ministral3",
+        {"rope_parameters": {"rope_type": "default", "original_max_position_embeddings": 6}},
+        "has no llama_4_scaling_beta",
+    ),
     "quantised": ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is set"),
 }
 
@@ -163,6 +170,7 @@ def test_a_configuration_that_means_something_else_is_refused(folder: Any, tmp_p
     assert "\n" not in str(refusal.value)
 
 
+YARN = RopeConfig(type="yarn", factor=8.0, original_max_positions=32)
 LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 NOT_EXPRESSIBLE = {
     "llama, q and k norms": ("llama", {"qk_norm": True}, r"Llama cannot express layers\[0\]\.mixer\.qk_norm True"),
@@ -170,6 +178,12 @@ NOT_EXPRESSIBLE = {
     "llama, three biases": ("llama", {"qkv_bias": True}, r"Llama cannot express layers\[0\]\.mixer\.o_bias False"),
     "qwen2, no bias": ("qwen2", {}, r"Qwen2 cannot express layers\[0\]\.mixer\.qkv_bias False"),
     "qwen3, no norms": ("qwen3", {}, r"Qwen3 cannot express layers\[0\]\.mixer\.qk_norm False"),
+    "ministral3, no growth": ("ministral3", {}, "rope_parameters has no original_max_position_embeddings"),
+    "ministral3, two bases": (
+        "ministral3",
+        {"rope": YARN, "query_scaling": QueryScaling(floor=8, beta=0.1)},
+        r"Ministral 3 cannot express layers\[0\]\.mixer\.rope\.original_max_positions 32",
+    ),
     "no rope": ("llama", {"rope": None}, "without rotary embedding"),
 }
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from conversion.errors import CheckpointError, short
-from conversion.families import llama, qwen2, qwen3
+from conversion.families import llama, mistral, qwen2, qwen3
 from conversion.families.family import Family
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         llama.FAMILY,
+        *mistral.FAMILIES,
         qwen2.FAMILY,
         qwen3.FAMILY,
     )
