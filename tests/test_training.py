@@ -1,77 +1,34 @@
-"""Training: the training-time test against the official code and an independent oracle, data order, exact resume."""
+"""The training-time test against the official code, and who sees what against an independent oracle."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from training_pair import STEPS, Pair, make_batch, random_pair
 
 from eagle3_jax.drafters import eagle3
-from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform, usual_head
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.training import ttt
-from eagle3_jax.training.lm import Phase, next_token_loss, random_windows
-from eagle3_jax.training.loop import OptimizerConfig, Trainer
 from eagle3_jax.training.ttt import TTTBatch, TTTConfig, ttt_loss
-from eagle3_jax.training.vocab import coverage, select_draft_vocabulary, token_counts
-from eagle3_jax.tree import Chain
-from eagle3_jax.types import Draft, Observation, SamplingParams, TargetOutput
+from eagle3_jax.types import Draft, Observation, SamplingParams
 
 GOLDEN = Path(__file__).parent / "golden" / "official"
-VOCAB, DRAFT_VOCAB, STEPS = 13, 7, 3
-DRAFT_TO_TARGET = jnp.array([0, 2, 3, 5, 8, 9, 12], jnp.int32)
-
-
-class Pair(NamedTuple):
-    """What the objective takes."""
-
-    target: DecoderTarget
-    drafter: Eagle3Drafter
-    head: Any
-    frozen: Any
-
-
-@pytest.fixture(scope="module")
-def pair():
-    """A random target and head: grouped queries, and widths that differ wherever they may."""
-    mixer = GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=6)
-    config = DecoderConfig(vocab_size=VOCAB, width=16, layers=uniform(2, mixer, GatedMLP(width=24)))
-    head = Eagle3Config(
-        vocab_size=VOCAB,
-        width=12,
-        layers=uniform(1, mixer, GatedMLP(width=20)),
-        norm_eps=1e-5,
-        draft_vocab_size=DRAFT_VOCAB,
-        target_width=16,
-        aux_layers=(0, 1, 2),
-    )
-    target, drafter = DecoderTarget(config), Eagle3Drafter(head, Chain(STEPS))
-    keys = jax.random.split(jax.random.key(0), 3)
-    embedding = jax.random.normal(keys[2], (VOCAB, 12))
-    frozen = {"target_params": target.init(keys[0]), "embedding": embedding, "draft_to_target": DRAFT_TO_TARGET}
-    # Large weights, so that attention and argmaxes depend on what is seen.
-    return Pair(target, drafter, jax.tree.map(lambda leaf: 1.5 * leaf, drafter.init_params(keys[1])), frozen)
-
-
-def make_batch(rows: int = 2, length: int = 6, *, seed: int = 0, padding: tuple[int, int] = (0, 0)) -> TTTBatch:
-    """Random tokens; the last row is padded by ``padding`` tokens on the left and right."""
-    tokens = jax.random.randint(jax.random.key(seed), (rows, length), 0, VOCAB)
-    real = np.ones((rows, length), bool)
-    real[-1, : padding[0]], real[-1, length - padding[1] :] = False, False
-    return TTTBatch(tokens=tokens, attention_mask=jnp.asarray(real), loss_mask=jnp.asarray(real))
-
 
 # Compiled once per shape: op by op, these tests would spend a minute on compilation.
 unroll = jax.jit(ttt.unroll, static_argnums=(0, 5))
-objective = jax.jit(ttt_loss, static_argnums=(0, 1, 5))
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return random_pair()
 
 
 # --- the official code -----------------------------------------------------------------------------------------------
@@ -309,274 +266,3 @@ def test_a_row_does_not_see_later_features(pair):
     for step in range(STEPS):
         np.testing.assert_array_equal(before[step][:, :3], after[step][:, :3])
         assert not np.allclose(before[step][:, 3], after[step][:, 3])
-
-
-# --- loss and metrics ------------------------------------------------------------------------------------------------
-
-
-class TableTarget(DecoderTarget):
-    """A target whose logits are the table that it gets as parameters."""
-
-    def __call__(self, params, tokens, positions, mask, cache=None, aux_layers=()):
-        final = jnp.zeros((*tokens.shape, self.config.width))
-        return TargetOutput(final=final, features=final[:, :, None], written=())
-
-    def unembed(self, params, final):
-        return params["table"]
-
-
-P = np.array([[0.4, 0.3, 0.3], [0.6, 0.3, 0.1], [0.2, 0.7, 0.1], [0.1, 0.1, 0.8], [0.5, 0.3, 0.2]])
-A, B = (0.75, 0.25), (0.25, 0.75)  # what the head gives to draft ids 0 and 1
-
-
-def table_loss(monkeypatch, *, steps, ids, loss_mask, config):
-    """The objective on given distributions: the target's are ``P``, the head's are ``steps [K][T W]``."""
-    layers = uniform(1, GroupedQuery(num_heads=1, num_kv_heads=1, head_dim=2), GatedMLP(width=4))
-    model = DecoderConfig(vocab_size=3, width=4, layers=layers)
-    head = Eagle3Config(
-        vocab_size=3, width=4, layers=layers, draft_vocab_size=len(ids), target_width=4, aux_layers=(0,)
-    )
-    frozen = {
-        "target_params": {"table": jnp.log(jnp.asarray(P, jnp.float32))[None] + 3.0},  # known up to a constant
-        "embedding": jnp.zeros((3, 4)),
-        "draft_to_target": jnp.asarray(ids, jnp.int32),
-    }
-    monkeypatch.setattr(ttt, "unroll", lambda *_: [jnp.log(jnp.asarray(s, jnp.float32))[None] for s in steps])
-    batch = TTTBatch(
-        tokens=jnp.zeros((1, len(P)), jnp.int32),
-        attention_mask=jnp.ones((1, len(P)), bool),
-        loss_mask=jnp.asarray(loss_mask, bool)[None],
-    )
-    loss, metrics = ttt_loss(Eagle3Drafter(head, Chain(1)), TableTarget(model), {}, frozen, batch, config)
-    return float(loss), {name: float(value) for name, value in metrics.items()}
-
-
-def cross_entropy(p, q):
-    return -sum(a * np.log(b) for a, b in zip(p, q, strict=True))
-
-
-# Draft vocabulary {0, 2}. Labels of step 0 are P[1:] and then nothing; those of step 1 are P[2:] and then nothing.
-CASE = {"steps": ([A, A, B, A, A], [A, B, A, A, A]), "ids": [0, 2]}
-CE_0 = [cross_entropy((6 / 7, 1 / 7), A), cross_entropy((2 / 3, 1 / 3), A), cross_entropy((1 / 9, 8 / 9), B)]
-CE_0 += [cross_entropy((5 / 7, 2 / 7), A), cross_entropy((1 / 2, 1 / 2), A)]
-
-
-@pytest.mark.parametrize(
-    ("denominator", "out_of_vocab", "loss", "accuracy"),
-    [
-        # Row 1's likeliest token, 1, is outside; row 4 has no label, which the official code takes for uniform.
-        ("all", "mask", (CE_0[0] + CE_0[2] + CE_0[3] + CE_0[4]) / 5, 4 / 5),
-        ("all", "keep", sum(CE_0) / 5, 4 / 5),
-        ("supervised", "mask", (CE_0[0] + CE_0[2] + CE_0[3]) / 4, 3 / 4),
-        ("supervised", "keep", sum(CE_0[:4]) / 4, 3 / 4),
-    ],
-)
-def test_denominators_by_hand(monkeypatch, denominator, out_of_vocab, loss, accuracy):
-    config = TTTConfig(num_steps=2, decay=0.5, denominator=denominator, out_of_vocab=out_of_vocab)
-    total, metrics = table_loss(monkeypatch, **CASE, loss_mask=[1] * 5, config=config)
-    assert metrics["loss_0"] == pytest.approx(loss, abs=1e-5)
-    assert metrics["accuracy_0"] == pytest.approx(accuracy, abs=1e-5)
-    assert total == pytest.approx(metrics["loss_0"] + 0.5 * metrics["loss_1"], abs=1e-5)
-
-
-def test_masked_rows_count_in_the_official_denominator_only(monkeypatch):
-    mask = [0, 0, 1, 0, 0]
-    config = TTTConfig(num_steps=2)
-    metrics = table_loss(monkeypatch, **CASE, loss_mask=mask, config=config)[1]
-    assert metrics["loss_0"] == pytest.approx(CE_0[2] / 5, abs=1e-5)
-    # At step 1 the mask has moved with the label: row 1 predicts what row 2 predicted.
-    assert metrics["loss_1"] == pytest.approx(cross_entropy((1 / 9, 8 / 9), B) / 5, abs=1e-5)
-    config = dataclasses.replace(config, denominator="supervised")
-    metrics = table_loss(monkeypatch, **CASE, loss_mask=mask, config=config)[1]
-    assert metrics["loss_0"] == pytest.approx(CE_0[2], abs=1e-5)
-
-
-def test_acceptance_and_tau_by_hand(monkeypatch):
-    metrics = table_loss(monkeypatch, **CASE, loss_mask=[1] * 5, config=TTTConfig(num_steps=2))[1]
-    # Σ min(p, q) with what the target really gives to tokens 0 and 2; rows without a label do not count.
-    assert metrics["acceptance_0"] == pytest.approx((0.7 + 0.3 + 0.85 + 0.7) / 4, abs=1e-5)
-    assert metrics["acceptance_1"] == pytest.approx((0.3 + 0.85 + 0.7) / 3, abs=1e-5)
-    # Step 0 hits in rows 0, 2, 3 of 0-3. At step 1 rows 1 and 2 of 0-2 hit, but row 1 was lost at step 0.
-    assert metrics["simulated_tau"] == pytest.approx(1 + 3 / 4 + 1 / 3, abs=1e-5)
-
-
-def test_tau_counts_only_chains_that_are_supervised_throughout(monkeypatch):
-    metrics = table_loss(monkeypatch, **CASE, loss_mask=[1, 0, 1, 1, 1], config=TTTConfig(num_steps=2))[1]
-    assert metrics["simulated_tau"] == pytest.approx(1 + 3 / 3 + 1 / 1, abs=1e-5)
-
-
-def test_a_perfect_draft_is_always_accepted(monkeypatch):
-    steps = [np.concatenate([P[1 + k :], np.full((1 + k, 3), 1 / 3)]) for k in range(3)]
-    config = TTTConfig(num_steps=3, denominator="supervised")
-    metrics = table_loss(monkeypatch, steps=steps, ids=[0, 1, 2], loss_mask=[1] * 5, config=config)[1]
-    for k in range(3):
-        entropy = np.mean([cross_entropy(p, p) for p in P[1 + k :]])
-        assert metrics[f"loss_{k}"] == pytest.approx(entropy, abs=1e-5)
-        assert metrics[f"accuracy_{k}"] == pytest.approx(1, abs=1e-5)
-        assert metrics[f"acceptance_{k}"] == pytest.approx(1, abs=1e-5)
-    assert metrics["simulated_tau"] == pytest.approx(4, abs=1e-5)
-
-
-def test_padding_changes_nothing_under_the_supervised_denominator(pair):
-    target, drafter, head, frozen = pair
-    config = TTTConfig(num_steps=2, denominator="supervised")
-    padded = make_batch(1, 8, padding=(0, 3))
-    cut = jax.tree.map(lambda leaf: leaf[:, :5], padded)
-    long, short = (objective(drafter, target, head, frozen, batch, config) for batch in (padded, cut))
-    assert long[0] == pytest.approx(float(short[0]), abs=1e-5)
-    for name, value in short[1].items():
-        assert long[1][name] == pytest.approx(float(value), abs=1e-5), name
-
-
-def test_only_the_head_is_differentiated_and_only_through_supervised_rows(pair):
-    target, drafter, head, frozen = pair
-    floats = {name: frozen[name] for name in ("target_params", "embedding")}
-    config = TTTConfig(num_steps=2, denominator="supervised", out_of_vocab="keep")
-
-    @jax.jit
-    def gradients(head, floats, batch):
-        def loss(head, floats):
-            return ttt_loss(drafter, target, head, frozen | floats, batch, config)[0]
-
-        return jax.value_and_grad(loss, argnums=(0, 1))(head, floats)
-
-    _, (trained, untouched) = gradients(head, floats, make_batch())
-    assert all(np.all(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(untouched))
-    assert all(np.any(np.asarray(leaf) != 0) for leaf in jax.tree.leaves(trained))
-
-    nothing = make_batch().replace(loss_mask=jnp.zeros((2, 6), bool))
-    loss, (trained, _) = gradients(head, floats, nothing)
-    assert loss == 0
-    assert all(np.all(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(trained))
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"num_steps": 0}, {"decay": 0.0}, {"decay": 1.5}, {"denominator": "mean"}, {"out_of_vocab": "drop"}]
-)
-def test_a_wrong_option_is_refused_by_name(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        TTTConfig(**wrong)
-
-
-# --- the draft vocabulary --------------------------------------------------------------------------------------------
-
-
-def test_draft_vocabulary_takes_the_most_frequent_and_breaks_ties_to_the_lower_id():
-    counts = np.array([2, 9, 5, 5, 0, 5, 7])
-    np.testing.assert_array_equal(select_draft_vocabulary(counts, 4), [1, 2, 3, 6])
-    assert select_draft_vocabulary(counts, 4).dtype == np.int32
-
-
-def test_draft_vocabulary_is_filled_up_with_the_lowest_unused_ids():
-    np.testing.assert_array_equal(select_draft_vocabulary(np.array([0, 0, 3, 0, 0, 1]), 4), [0, 1, 2, 5])
-    np.testing.assert_array_equal(select_draft_vocabulary(np.zeros(5, int), 5), np.arange(5))
-
-
-@pytest.mark.parametrize("size", [0, 6])
-def test_draft_vocabulary_of_impossible_size_is_refused(size):
-    with pytest.raises(ValueError, match="expected 1 to the target's 5"):
-        select_draft_vocabulary(np.ones(5, int), size)
-
-
-def test_token_counts_and_coverage():
-    rows = [np.array([0, 1, 1, 3]), np.array([3, 3])]
-    np.testing.assert_array_equal(token_counts(rows, None, 5), [1, 2, 0, 3, 0])
-    masks = [np.array([False, True, True, True]), np.array([False, True])]
-    counts = token_counts(rows, masks, 5)
-    np.testing.assert_array_equal(counts, [0, 2, 0, 2, 0])
-    assert coverage(counts, select_draft_vocabulary(counts, 1)) == 0.5
-    with pytest.raises(ValueError, match="another tokenizer"):
-        token_counts([np.array([5])], None, 5)
-    with pytest.raises(ValueError, match="must agree"):
-        token_counts(rows, masks[::-1], 5)
-    with pytest.raises(ValueError, match="no token was counted"):
-        coverage(np.zeros(5, int), np.array([0]))
-
-
-# --- data order, optimisers, resume ----------------------------------------------------------------------------------
-
-
-def test_windows_visit_every_tile_once_in_each_pass():
-    length, tiles = 5, 8
-    batch_at = random_windows(np.arange(length * (tiles + 1) + 1), (Phase(100, 2, length),), seed=3)
-    passes = [np.concatenate([batch_at(4 * p + i)[:, 0] for i in range(4)]) for p in range(2)]
-    for starts in passes:
-        assert len(set(starts % length)) == 1  # one offset for the whole pass
-        assert sorted(starts // length) == list(range(tiles))
-    assert not np.array_equal(passes[0] // length, passes[1] // length)
-    np.testing.assert_array_equal(np.diff(batch_at(0), axis=1), 1)
-    np.testing.assert_array_equal(batch_at(3), batch_at(3))
-
-
-def test_windows_follow_the_phases_and_refuse_what_does_not_fit():
-    batch_at = random_windows(np.arange(50), (Phase(2, 4, 3), Phase(5, 2, 6)), seed=0)
-    assert [batch_at(step).shape for step in (1, 2)] == [(4, 4), (2, 7)]
-    with pytest.raises(ValueError, match="beyond the last phase"):
-        batch_at(5)
-    with pytest.raises(ValueError, match="need at least 51"):
-        random_windows(np.arange(50), (Phase(1, 1, 25),), seed=0)
-    assert random_windows(np.arange(51), (Phase(1, 3, 25),), seed=0)(0).shape == (3, 26)
-
-
-@pytest.fixture
-def optax_promotion():
-    """Optax raises floats to integer step counts, which the suite's strict promotion refuses."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-@pytest.mark.usefixtures("optax_promotion")
-@pytest.mark.parametrize("method", ["adamw", "muon"])
-def test_a_target_learns_a_cycle(method):
-    layers = uniform(1, GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=8), GatedMLP(width=32))
-    config = DecoderConfig(vocab_size=8, width=16, layers=layers)
-    target = DecoderTarget(config)
-    optimizer = OptimizerConfig(method=method, learning_rate=2e-2, num_steps=30, warmup_steps=3)
-    trainer = Trainer(lambda params, tokens: next_token_loss(target, params, tokens), optimizer)
-    batch_at = random_windows(np.arange(200) % 8, (Phase(30, 4, 12),), seed=0)
-    state = trainer.start(target.init(jax.random.key(0)))
-    losses = [metrics["loss"] for _, metrics in trainer.run(state, batch_at, 30)]
-    assert 0.5 * np.log(8) < losses[0] < 2 * np.log(8)  # random weights know nothing
-    assert losses[-1] < 0.2 * losses[0]
-
-
-def test_an_unknown_optimizer_is_refused():
-    with pytest.raises(ValueError, match="use 'adamw' or 'muon'"):
-        OptimizerConfig(method="sgd").build()
-
-
-@pytest.mark.usefixtures("optax_promotion")
-def test_a_resumed_run_has_bit_identical_losses(pair, tmp_path):
-    target, drafter, head, frozen = pair
-
-    def start():
-        def loss(params, batch):
-            return ttt_loss(drafter, target, params, frozen, batch, TTTConfig(num_steps=2))
-
-        trainer = Trainer(loss, OptimizerConfig(learning_rate=1e-2, num_steps=6, warmup_steps=2), tmp_path)
-        state = trainer.start(head)
-        return int(state.step), trainer.run(state, lambda step: make_batch(seed=step), 6, save_every=3)
-
-    first, run = start()
-    unbroken = [next(run)[1] for _ in range(5)]  # dies after step 5; its last checkpoint is that of step 3
-    second, run = start()
-    resumed = [metrics for _, metrics in run]
-    assert (first, second) == (0, 3)
-    assert resumed[:2] == unbroken[3:]
-    assert len({metrics["loss"] for metrics in (*unbroken, resumed[-1])}) == 6
-    third, run = start()
-    assert (third, list(run)) == (6, [])
-
-
-def test_a_run_whose_weights_lie_in_another_order_is_not_continued(pair, tmp_path):
-    def trainer():
-        return Trainer(lambda params, batch: (0.0, {}), OptimizerConfig(num_steps=100), tmp_path)
-
-    first = trainer()
-    first.save(first.start(pair.head))
-    assert trainer().start(pair.head).step == 0
-    for spoil in (lambda path: path.write_text("1"), lambda path: path.unlink()):  # as version 0.1 left it
-        spoil(tmp_path / "layout")
-        with pytest.raises(ValueError, match="weights lie in the order of another version; finish the run") as refusal:
-            trainer()
-        assert "\n" not in str(refusal.value)

@@ -139,6 +139,12 @@ class Eagle3Drafter:
             width = 1 + max(rank for path in topology.paths for rank in path)
         if width > limit:
             raise ValueError(f"the tree draws {width} children from a draft vocabulary of {limit}; lower top_k")
+        positions = self.config.max_positions
+        if topology.max_depth >= positions:
+            raise ValueError(
+                f"a draft of {topology.max_depth} levels is above the limit of the head, which has {positions} "
+                f"positions; give at most {positions - 1}"
+            )
         if self.draft_sampling is DraftSampling.PROBABILISTIC and not isinstance(topology, Chain):
             raise ValueError(
                 "draft_sampling is probabilistic and the draft a tree, whose tokens are the likeliest ones; "
