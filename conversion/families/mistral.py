@@ -40,7 +40,7 @@ def _window_of_all(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _windows(config: DecoderConfig) -> dict[str, Any]:
-    sizes = {layer.mixer.window for layer in config.layers} - {None}
+    sizes = [layer.mixer.window for layer in config.layers if layer.mixer.window is not None]
     return {"sliding_window": max(sizes, default=None), "layer_types": hf_config.layer_types(config)}
 
 
