@@ -12,11 +12,12 @@ from conversion import rules
 from conversion.description import from_json, to_json
 from conversion.eagle3 import HeadCheckpoint, check_fit
 from conversion.errors import CheckpointError, short
+from conversion.families import family_of
 from conversion.files import NATIVE_FILE, copy_tokenizer, new_directory, read_json, write_json
 from conversion.hf_config import Fields
 from conversion.kinds import EAGLE3, TARGET
-from conversion.llama import TargetCheckpoint
 from conversion.rules import Params
+from conversion.targets import TargetCheckpoint
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config
 from eagle3_jax.models.decoder import DecoderTarget
@@ -45,7 +46,7 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
     }
     if isinstance(checkpoint, TargetCheckpoint):
         leaves = _checked(checkpoint.params, DecoderTarget(checkpoint.config).param_shapes(), where)
-        values |= {"kind": TARGET, "stop_tokens": list(checkpoint.stop_tokens)}
+        values |= {"kind": TARGET, "family": checkpoint.family, "stop_tokens": list(checkpoint.stop_tokens)}
     else:
         config = checkpoint.config
         leaves = _checked(checkpoint.head, Eagle3Drafter(config).param_shapes(), where)
@@ -75,6 +76,7 @@ def read_native_target(directory: Path) -> TargetCheckpoint:
         CheckpointError: It is not one, or is damaged.
     """
     fields = _description(directory, TARGET)
+    family = family_of(fields.get("family"), fields.where)
     config = from_json(DecoderConfig, fields.get("config"), f"{fields.where}, config")
     leaves = read_leaves(directory)
     if not isinstance(fields.get("stop_tokens"), list):
@@ -86,6 +88,7 @@ def read_native_target(directory: Path) -> TargetCheckpoint:
     params = _nested(leaves, DecoderTarget(config).param_shapes(), str(directory))
     return TargetCheckpoint(
         config=config,
+        family=family.model_type,
         params=params,
         stop_tokens=stop_tokens,
         source=directory,

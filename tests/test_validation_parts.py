@@ -15,7 +15,7 @@ from validation.checks import Check, Verdict
 from validation.device import Releases, environment_of_vllm, exact_options, products, share_memory
 from validation.manifest import to_toml
 from validation.merging import merge
-from validation.report import main
+from validation.report import main, write
 from validation.required import PATH, count, expected
 from validation.runs import Report, load
 
@@ -189,8 +189,8 @@ def test_a_check_that_ended_differently_is_a_contradiction_and_never_green(order
 def test_strangers_are_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict, said: str
 ) -> None:
-    part(law("a")).write(tmp_path / "one")
-    part(law("b"), started="2", **changes).write(tmp_path / "two")
+    write(part(law("a")), tmp_path / "one")
+    write(part(law("b"), started="2", **changes), tmp_path / "two")
     assert main(["merge", str(tmp_path / "one"), str(tmp_path / "two"), "-o", str(tmp_path / "out")]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1 and said in printed.err
