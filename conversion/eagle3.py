@@ -32,7 +32,6 @@ from conversion.hf_config import (
 )
 from conversion.rules import Params, Rule
 from conversion.tensors import read_tensors
-from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, default_aux_layers, uniform
 
 _AUX = "eagle_aux_hidden_state_layer_ids"
@@ -103,6 +102,8 @@ def read_head(directory: Path, target: DecoderConfig | None) -> HeadCheckpoint:
     Raises:
         CheckpointError: It is no EAGLE-3 head, is incomplete, or does not fit the target; the message says why.
     """
+    from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+
     values = read_json(directory / "config.json")
     stored = read_tensors(directory)
     where = str(directory / "config.json")
@@ -113,9 +114,10 @@ def read_head(directory: Path, target: DecoderConfig | None) -> HeadCheckpoint:
         raise CheckpointError(f"{directory} is a language model, not a draft head; give it as the target")
     tensors = _canonical(stored, directory)
     top = Fields(values, where)
-    nested = values.get("transformer_layer_config") is not None
-    geometry = top.section("transformer_layer_config") if nested else top
-    config, aux_layers = _read_config(top, geometry, tensors, nested=nested)
+    geometry = _geometry(top)
+    for fields in (top, geometry):
+        refuse_quantised(fields)
+    config, aux_layers = read_config(top, _num_layers(tensors, geometry.where))
     if target is not None:
         check_fit(config, aux_layers, target, str(directory))
     if "lm_head.weight" not in tensors:
@@ -217,11 +219,41 @@ def _switch(top: Fields, name: str, default: bool) -> bool:
     return top.flag(name, section.flag(name, default))
 
 
-def _read_config(
-    top: Fields, geometry: Fields, tensors: Mapping[str, np.ndarray], *, nested: bool
-) -> tuple[Eagle3Config, tuple[int, ...] | None]:
-    """The head's description, and its auxiliary layers if it names them (a stand-in of three is in the description)."""
-    where = geometry.where
+def _geometry(top: Fields) -> Fields:
+    """Where the layer is described: speculators nests it."""
+    name = "transformer_layer_config"
+    return top if top.get(name) is None else top.section(name)
+
+
+def stated_layers(top: Fields, target_layers: int) -> int:
+    """Layers of a head as far as its configuration is a witness, where there are no tensors to count.
+
+    The official layout has one whatever it says, and a copy of the target's number means nothing: the official
+    Vicuna-13B head says 40, as its target has, and has one.
+
+    Raises:
+        CheckpointError: It is no number of layers.
+    """
+    said = _geometry(top).size("num_hidden_layers", 1)
+    return 1 if dialect_of(top.values, {}) == "eagle" or said >= target_layers else said
+
+
+def read_config(top: Fields, num_layers: int) -> tuple[Eagle3Config, tuple[int, ...] | None]:
+    """What an EAGLE-3 head is, from its ``config.json`` alone; needs no JAX.
+
+    Args:
+        top: The file.
+        num_layers: The head's own layers, of which the file is no witness.
+
+    Returns:
+        The description, and the auxiliary layers if the file names them; if not, the description has a stand-in of
+        three.
+
+    Raises:
+        CheckpointError: It describes a head that is not computed here; the message says why.
+    """
+    geometry = _geometry(top)
+    where, nested = geometry.where, geometry is not top
     model_type = geometry.get("model_type")
     if model_type not in ("llama", "qwen3"):
         raise CheckpointError(
@@ -242,7 +274,6 @@ def _read_config(
     for fields in (top, geometry):
         refuse_unsupported(fields)
         refuse_windows(fields)
-        refuse_quantised(fields)
     aux_layers = named_aux_layers(top)
     chunks = len(aux_layers) if aux_layers else 3
     for fields in (top, geometry):
@@ -258,7 +289,7 @@ def _read_config(
     with read_from(top.where):
         config = Eagle3Config(
             **stack,
-            layers=uniform(_num_layers(tensors, where), mixer, mlp),
+            layers=uniform(num_layers, mixer, mlp),
             draft_vocab_size=top.integer("draft_vocab_size", stack["vocab_size"]),
             target_width=top.integer("target_hidden_size", stack["width"]),
             aux_layers=aux_layers or (0, 1, 2),
