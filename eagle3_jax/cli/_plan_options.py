@@ -97,19 +97,19 @@ class DeploymentOptions:
         Raises:
             ValueError: They describe nothing that can be planned; the message says which option.
         """
-        target_name, target = read_target(self.target)
-        head_name, head = read_head(self.drafter, target=target, target_name=target_name, bundled=self.target is None)
+        target = read_target(self.target)
+        head = read_head(self.drafter, target, bundled=self.target is None)
         return Deployment(
-            target=target,
-            head=head,
+            target=target.config,
+            head=head.config,
             accelerator=read_accelerator(
                 self.gpu, bandwidth=self.bandwidth_gb_per_s, tflops=self.peak_tflops, memory=self.memory_gb
             ),
             num_accelerators=self.num_gpus,
             weights=_SHORT.get(self.weights, self.weights),
             cache=_SHORT.get(self.cache, self.cache),
-            target_name=target_name,
-            head_name=head_name,
+            target_name=target.name,
+            head_name=head.name,
         )
 
 

@@ -93,8 +93,10 @@ def bytes_needed(config: DecoderConfig, *, batch: int, capacity: int, precision:
     model, drafter = DecoderTarget(config, precision), Eagle3Drafter(usual_head(config), precision=precision)
     shapes = model.param_shapes(), drafter.param_shapes()
     weights = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(shapes))
-    kept = jax.eval_shape(lambda: (model.init_cache(batch, capacity), drafter.init({}, batch, capacity)))
-    caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
+    kept = jax.eval_shape(
+        lambda: jax.tree.leaves((model.init_cache(batch, capacity), drafter.init({}, batch, capacity)))
+    )
+    caches = sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
     logits = 4 * batch * 64 * config.vocab_size  # of the largest draft, in float32
     return int((weights * jnp.dtype(precision.operands).itemsize + caches + logits) * (1 + _HEADROOM))
 

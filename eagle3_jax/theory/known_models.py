@@ -80,9 +80,7 @@ KNOWN_MODELS = {
         width=3584,
         layers=uniform(
             28,
-            GroupedQuery(
-                num_heads=28, num_kv_heads=4, head_dim=128, rope=RopeConfig(theta=1_000_000.0), qkv_bias=True
-            ),
+            GroupedQuery(num_heads=28, num_kv_heads=4, head_dim=128, rope=RopeConfig(theta=1_000_000.0), qkv_bias=True),
             GatedMLP(width=18_944),
         ),
         max_positions=32_768,

@@ -163,8 +163,9 @@ def activation_bytes(deployment: Deployment, *, batch: int, num_draft_tokens: in
     """An estimate of the working memory of the largest forward on each accelerator.
 
     ``T·wide·(4·D + (2·mlp + (heads + 2·C)·H)/n + A·D) + 2·4·B·(K+1)·V/n``: for the ``T`` tokens of the forward the
-    residual stream and three vectors like it, the inner vectors of the widest layer, and the features kept for the head; for
-    the verified tokens logits and probabilities in float32. Engines differ; measure before you rely on a gigabyte.
+    residual stream and three vectors like it, the inner vectors of the widest layer, and the features kept for the
+    head; for the verified tokens logits and probabilities in float32. Engines differ; measure before you rely on a
+    gigabyte.
 
     Args:
         deployment: What runs.
