@@ -10,7 +10,7 @@ from eagle3_jax.models.config import MOST
 from eagle3_jax.theory.shapes import KNOWN_MODELS, HeadShape, ModelShape, usual_head
 
 if TYPE_CHECKING:
-    from conversion.hf_config import Fields
+    from conversion.fields import Fields
 
 _DENSE = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -105,7 +105,7 @@ def _head_layers(fields: Fields, geometry: Fields, target: ModelShape) -> int:
 
     The official Vicuna-13B head says 40, which its target has, and has one.
     """
-    from conversion.hf_config import dialect_of
+    from conversion.heads.dialects import dialect_of
 
     said = 1 if geometry.get("num_hidden_layers") is None else _positive(geometry, "num_hidden_layers")
     if dialect_of(fields.values, {}) == "eagle" or said >= target.num_layers:
@@ -141,8 +141,8 @@ def _or(fields: Fields, name: str, default: int) -> int:
 
 
 def _fields(source: str | None, part: str) -> Fields:
+    from conversion.fields import Fields
     from conversion.files import NATIVE_FILE, read_json
-    from conversion.hf_config import Fields
     from eagle3_jax.sources import bundled
 
     directory = bundled(part) if source is None else Path(source)
