@@ -11,7 +11,7 @@ from eagle3_jax.models.config import DecoderConfig, Eagle3Config, usual_head
 from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name
 
 if TYPE_CHECKING:
-    from conversion.hf_config import Fields
+    from conversion.fields import Fields
 
 # A head that is not named is one like those published, whose files say so whatever their targets reach.
 _USUAL_POSITIONS = 2048
@@ -68,7 +68,8 @@ def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
     Raises:
         ValueError: There is none, or it is no EAGLE-3 head that is computed here; the message says why.
     """
-    from conversion.eagle3 import read_config, stated_layers
+    from conversion.heads import HEADS, LOADABLE, Signs
+    from conversion.heads.eagle3 import read_config, stated_layers
 
     if source == "none":
         return Head("none", None)
@@ -77,17 +78,20 @@ def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
         usual = usual_head(target.config, aux_layers=(0, 1, 2))
         return Head(f"usual head for {target.name}", dataclasses.replace(usual, max_positions=_USUAL_POSITIONS))
     fields = _fields(source, "eagle3")
-    if fields.get("medusa_num_heads") is not None:
-        raise Misuse(f"{fields.where} describes a Medusa head; give an EAGLE-3 head")
-    if fields.get("draft_vocab_size") is None and fields.get("transformer_layer_config") is None:
+    signs = Signs.of(fields.values, (), fields.where)
+    kind = next((kind for kind in HEADS.values() if kind.recognise(signs)), None)
+    if kind is not None and kind.read is None:
+        raise Misuse(f"{fields.where} is that of {kind.difference}; plans are made for {LOADABLE} heads")
+    # Official files do not say what they are.
+    if kind is None and fields.get("draft_vocab_size") is None:
         raise Misuse(f"{fields.where} has no draft_vocab_size, so it is not the config.json of an EAGLE-3 head")
-    config, _ = read_config(fields, stated_layers(fields, target.config.num_layers))
+    config, _ = read_config(fields, lambda geometry: stated_layers(fields, geometry, target.config))
     return Head("the bundled head" if source is None else source, config)
 
 
 def _fields(source: str | None, part: str) -> Fields:
+    from conversion.fields import Fields
     from conversion.files import NATIVE_FILE, read_json
-    from conversion.hf_config import Fields
     from eagle3_jax.sources import bundled
 
     directory = bundled(part) if source is None else Path(source)
