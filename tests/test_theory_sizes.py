@@ -67,7 +67,7 @@ def network_of(config: DecoderConfig | Eagle3Config) -> Any:
 @pytest.mark.parametrize("config", ALL)
 def test_every_parameter_is_counted_where_it_belongs(config: DecoderConfig | Eagle3Config) -> None:
     kinds = {"qkv": "attention", "o": "attention", "gate_up": "mlp", "down": "mlp", "fc": "fusion", "head": "output"}
-    held = dict.fromkeys(("attention", "mlp", "fusion", "output", "vectors", "embedding"), 0)
+    held: dict[str, int] = dict.fromkeys(("attention", "mlp", "fusion", "output", "vectors", "embedding"), 0)
     for path, leaf in jax.tree_util.tree_leaves_with_path(network_of(config).param_shapes()):
         names = [str(getattr(entry, "key", entry)) for entry in path]
         kind = "embedding" if names == ["embedding"] else kinds.get(names[-2], "")
