@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from conversion.doctor import Check, diagnose
-    from conversion.eagle3 import HeadCheckpoint
     from conversion.errors import CheckpointError, TargetNeededError
-    from conversion.export import write_head
     from conversion.families import FAMILIES, Family
+    from conversion.heads.eagle3 import HeadCheckpoint
+    from conversion.heads.eagle3_export import write_head
     from conversion.inspect import Description, describe
     from conversion.kinds import identify
     from conversion.native import write_native
@@ -43,10 +43,10 @@ __all__ = [
 # The imports above once more, for a running program; a test holds the two equal.
 _NAMES = {
     "doctor": "Check diagnose",
-    "eagle3": "HeadCheckpoint",
+    "heads.eagle3": "HeadCheckpoint",
     "errors": "CheckpointError TargetNeededError",
-    "export": "write_head",
     "families": "FAMILIES Family",
+    "heads.eagle3_export": "write_head",
     "inspect": "Description describe",
     "kinds": "identify",
     "native": "write_native",

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from conversion.eagle3 import HeadCheckpoint
+from conversion.heads.eagle3 import HeadCheckpoint
 from conversion.targets import TargetCheckpoint
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.decoder import DecoderTarget, causal_mask

@@ -13,15 +13,16 @@ import numpy as np
 
 from conversion import kinds, rules
 from conversion.acceptance import Agreement, forced_agreement
-from conversion.eagle3 import HeadCheckpoint, named_aux_layers
 from conversion.errors import CheckpointError
-from conversion.export import is_default_aux
+from conversion.fields import Fields
 from conversion.files import read_json
-from conversion.hf_config import Fields
+from conversion.heads import HEADS
+from conversion.heads.eagle3 import HeadCheckpoint, named_aux_layers
+from conversion.heads.eagle3_export import is_default_aux
 from conversion.native import is_native
 from conversion.reading import read_head, read_target
 from conversion.targets import TargetCheckpoint
-from eagle3_jax.models.config import RopeConfig
+from eagle3_jax.models.config import RopeConfig, default_aux_layers
 
 Status = Literal["ok", "warning", "failure", "skipped"]
 
@@ -120,11 +121,8 @@ def _attempt(checks: list[Check], name: str, read: Callable[[], Any], describe: 
 
 def _generation(directory: str | Path) -> str:
     kind = kinds.identify(directory)
-    if kind in kinds.DIFFERENCES:
-        raise CheckpointError(f"{directory} is {kinds.DIFFERENCES[kind]}; give an EAGLE-3 head")
-    if kind != kinds.EAGLE3:
-        raise CheckpointError(f"{directory} is a language model, not a draft head; give an EAGLE-3 head")
-    return "EAGLE-3"
+    kinds.refuse_all_but_heads(kind, directory, "give a draft head")
+    return HEADS[kind].label
 
 
 def _describe_target(target: TargetCheckpoint) -> str:
@@ -190,13 +188,24 @@ def _aux_layers(head: HeadCheckpoint) -> Check:
             "add eagle_aux_hidden_state_layer_ids",
         )
     if layers[0] == 1:
-        return Check(
-            name,
-            "warning",
-            f"{layers} starts with 1, as lists of layer outputs do; an id here means the input of that layer. "
-            f"If agreement is poor, try {[layer + 1 for layer in layers]}",
-        )
+        one_more = tuple(layer + 1 for layer in layers)
+        outputs = f"{layers} starts with 1, as lists of layer outputs do; an id here means the input of that layer"
+        if one_more == _default_of(head):
+            return Check(
+                name,
+                "warning",
+                f"{outputs}, and {one_more} is the default of this target: the head was most likely trained on those, "
+                "so write them into its config.json",
+            )
+        return Check(name, "warning", f"{outputs}. If agreement is poor, try {list(one_more)}")
     return Check(name, "ok", f"{layers}, {'the default' if is_default_aux(head) else 'named in config.json'}")
+
+
+def _default_of(head: HeadCheckpoint) -> tuple[int, ...] | None:
+    try:
+        return default_aux_layers(head.num_target_layers or 0)
+    except ValueError:
+        return None
 
 
 def _norm_flags(head: HeadCheckpoint) -> Check:

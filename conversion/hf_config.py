@@ -7,14 +7,14 @@ head dimension (width over heads), biases (none), the rotary base (10000) and th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from conversion.errors import CheckpointError, short
+from conversion.fields import Fields, read_from
+from conversion.hf_rope import read_rope, rope_fields
 from eagle3_jax.models.config import (
-    MOST,
     MOST_LAYERS,
     DecoderConfig,
     Eagle3Config,
@@ -27,124 +27,6 @@ from eagle3_jax.models.config import (
 )
 
 _LAYER_TYPES = _FULL, _SLIDING = ("full_attention", "sliding_attention")
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_ROPE_KEYS = {
-    "type",
-    "rope_type",
-    "rope_theta",
-    "factor",
-    "original_max_position_embeddings",
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-    "partial_rotary_factor",
-}
-
-
-class Fields(NamedTuple):
-    """A JSON object that says where it came from when a field is not as it should be.
-
-    Attributes:
-        values: The object.
-        where: The file, for messages.
-    """
-
-    values: Mapping[str, Any]
-    where: str
-
-    def get(self, name: str) -> Any:
-        """The raw value; ``None`` when absent or null."""
-        return self.values.get(name)
-
-    def require(self, *names: str) -> None:
-        """Refuse a file in which a field is absent whose default changes the mathematics and differs by family."""
-        for name in names:
-            if name not in self.values:
-                raise self._missing(name)
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number; required when there is no default."""
-        value = self._present(name, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise CheckpointError(f"{self.where}: {name} is {short(value)}; expected a whole number")
-        return value
-
-    def size(self, name: str, default: int | None = None) -> int:
-        """A whole number of things, at least one and no more than the device can count; required without a default."""
-        value = self.integer(name, default)
-        if not 1 <= value <= MOST:
-            raise CheckpointError(f"{self.where}: {name} is {short(value)}; expected a whole number from 1 to {MOST:,}")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A finite number; required when there is no default."""
-        value = self._present(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not -1e300 < value < 1e300:
-            raise CheckpointError(f"{self.where}: {name} is {short(value)}; expected a finite number")
-        return float(value)
-
-    def words(self, name: str) -> list[str]:
-        """A list of texts, empty when absent."""
-        value = self._present(name, [])
-        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-            raise CheckpointError(f"{self.where}: {name} is {short(value)}; expected a list of texts")
-        return value
-
-    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """One token id or several; none when absent."""
-        value = self.values.get(name)
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise CheckpointError(
-                    f"{self.where}: {name} is {short(value)}; expected token ids from 0 to {vocab_size - 1}"
-                )
-        return tuple(ids)
-
-    def optional_number(self, name: str) -> float | None:
-        """A number, or ``None`` when absent."""
-        return None if self.get(name) is None else self.number(name)
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        """True or false."""
-        value = self._present(name, default)
-        if not isinstance(value, bool):
-            raise CheckpointError(f"{self.where}: {name} is {short(value)}; expected true or false")
-        return value
-
-    def section(self, name: str) -> Fields:
-        """A nested object, empty when absent."""
-        value = self._present(name, {})
-        if not isinstance(value, dict):
-            raise CheckpointError(f"{self.where}: {name} is {short(value)}; expected an object")
-        return Fields(value, f"{self.where}, {name}")
-
-    def _present(self, name: str, default: Any) -> Any:
-        value = self.values.get(name)
-        if value is None:
-            value = default
-        if value is None:
-            raise self._missing(name)
-        return value
-
-    def _missing(self, name: str) -> CheckpointError:
-        return CheckpointError(f"{self.where} has no {name}; it changes the mathematics, so add it to the file")
-
-
-@contextlib.contextmanager
-def read_from(where: str) -> Iterator[None]:
-    """A configuration that is built of what a file says; what it refuses is refused with the name of the file."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from None
 
 
 def refuse_unsupported(fields: Fields) -> None:
@@ -315,117 +197,6 @@ def read_stack(fields: Fields) -> dict[str, Any]:
     }
 
 
-def read_rope(fields: Fields, *, known: tuple[str, ...] = ()) -> RopeConfig:
-    """The rotary embedding, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``.
-
-    Args:
-        fields: The geometry.
-        known: Names among the parameters that the family reads itself.
-
-    Raises:
-        CheckpointError: The type is unknown, a parameter is missing, or the two notations disagree.
-    """
-    new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
-    if new.values and old.values:
-        first, second = _rope_from(fields, new, known), _rope_from(fields, old, known)
-        if first != second:
-            raise CheckpointError(
-                f"{fields.where}: rope_parameters and rope_scaling disagree ({first} and {second}); remove one"
-            )
-        return first
-    return _rope_from(fields, new if new.values else old, known)
-
-
-def _rope_from(fields: Fields, rope: Fields, known: tuple[str, ...]) -> RopeConfig:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in _ROPE_TYPES:
-        raise CheckpointError(
-            f"{rope.where}: rope type {short(kind)} is not supported; expected one of {', '.join(_ROPE_TYPES)}"
-        )
-    unknown = sorted(
-        key for key, value in rope.values.items() if key not in _ROPE_KEYS and key not in known and value is not None
-    )
-    if unknown:
-        raise CheckpointError(f"{rope.where}: {unknown[0]!r} is not supported for rope type {kind!r}")
-    for source in (fields, rope):
-        if source.number("partial_rotary_factor", 1.0) != 1.0:
-            raise CheckpointError(f"{source.where}: partial_rotary_factor is not supported; all channels must rotate")
-    inner, outer = rope.optional_number("rope_theta"), fields.optional_number("rope_theta")
-    if inner is not None and outer is not None and inner != outer:
-        raise CheckpointError(f"{fields.where}: rope_theta is {outer} but {inner} in the rope parameters; remove one")
-    theta = inner if inner is not None else outer
-    if theta is None:
-        theta = 10_000.0  # the base of the original Llama, whose files do not name it; nor do official heads
-    if theta <= 0:
-        raise CheckpointError(f"{fields.where}: rope_theta is {theta}; expected a positive number")
-    with read_from(rope.where):
-        return _rope_of(kind, theta, fields, rope)
-
-
-def _rope_of(kind: str, theta: float, fields: Fields, rope: Fields) -> RopeConfig:
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    factor = rope.number("factor")
-    if kind == "linear":
-        return RopeConfig(theta=theta, type="linear", factor=factor)
-    # Phi-style files keep the original context at the top level, where transformers gives it priority.
-    owner = fields if fields.get("original_max_position_embeddings") is not None else rope
-    original = owner.integer("original_max_position_embeddings")
-    if kind == "llama3":
-        return RopeConfig(
-            theta=theta,
-            type="llama3",
-            factor=factor,
-            original_max_positions=original,
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
-        )
-    return RopeConfig(
-        theta=theta,
-        type="yarn",
-        factor=factor,
-        original_max_positions=original,
-        # Optional in the format: 32 and 1 are the constants of the paper, the rest is derived from the factor.
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
-        attention_factor=rope.optional_number("attention_factor"),
-        mscale=rope.optional_number("mscale"),
-        mscale_all_dim=rope.optional_number("mscale_all_dim"),
-        truncate=rope.flag("truncate", True),
-    )
-
-
-def rope_fields(rope: RopeConfig | None) -> dict[str, Any]:
-    """The rotary embedding in both notations: transformers 5 reads the one, 4.x, vLLM and SGLang the other.
-
-    Raises:
-        CheckpointError: There is none, which no configuration of this layout says.
-    """
-    if rope is None:
-        raise CheckpointError("a layer without rotary embedding cannot be expressed in this layout; use --to jax")
-    if rope.type == "default":
-        scaling = None
-    elif rope.type == "linear":
-        scaling = {"rope_type": "linear", "factor": rope.factor}
-    else:
-        scaling = {
-            "rope_type": rope.type,
-            "factor": rope.factor,
-            "original_max_position_embeddings": rope.original_max_positions,
-        }
-        if rope.type == "llama3":
-            scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-        else:
-            scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
-            if not rope.truncate:  # transformers 4 warns about the key
-                scaling["truncate"] = False
-            for name in ("attention_factor", "mscale", "mscale_all_dim"):
-                if getattr(rope, name) is not None:
-                    scaling[name] = getattr(rope, name)
-    parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": rope.theta}
-    return {"rope_theta": rope.theta, "rope_scaling": scaling, "rope_parameters": parameters}
-
-
 def stack_fields(config: DecoderConfig | Eagle3Config, dtype: str) -> dict[str, Any]:
     """The geometry as a Hugging Face configuration, which describes one layer for all of them.
 
@@ -464,17 +235,3 @@ def layer_types(config: DecoderConfig) -> list[str]:
 def bias_fields(layer: LayerConfig) -> dict[str, bool]:
     """Biases as Llama's configuration says them: one flag for all four projections of attention."""
     return {"attention_bias": layer.mixer.qkv_bias, "mlp_bias": layer.mlp.bias}
-
-
-def dialect_of(values: Mapping[str, Any], names: Mapping[str, Any]) -> str:
-    """Which project's conventions a head follows."""
-    if "speculators_model_type" in values or "transformer_layer_config" in values:
-        return "speculators"
-    if any("layers.0." in name for name in names) and isinstance(values.get("eagle_config"), dict):
-        return "modelopt"
-    architecture = " ".join(map(str, values.get("architectures") or ()))
-    if "Eagle3" not in architecture:
-        return "eagle"
-    # Only vLLM reads all of them; files for SGLang name those that are set.
-    flags = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
-    return "vllm" if all(flag in values for flag in flags) else "sglang"

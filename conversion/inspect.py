@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from conversion import kinds
-from conversion.eagle3 import read_head
 from conversion.errors import CheckpointError, TargetNeededError
 from conversion.files import NATIVE_FILE, checked_directory, read_json
-from conversion.hf_config import dialect_of
-from conversion.native import is_native, read_description, read_leaves, read_native_head, read_native_target
-from conversion.targets import read_target
+from conversion.heads import HEADS
+from conversion.native import is_native, read_description, read_leaves
+from conversion.reading import read_head, read_target
 from conversion.tensors import read_tensors
 
 
@@ -68,7 +67,7 @@ def describe(directory: str | Path) -> Description:
     tensors = read_leaves(path) if native else read_tensors(path)
     config = read_json(path / (NATIVE_FILE if native else "config.json"))
     described = read_description(path).values if native else config
-    problem, note = _obstacles(path, kind, native)
+    problem, note = _obstacles(path, kind)
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
         # Maps such as d2t are no parameters. The floats of ml_dtypes have a kind of their own.
@@ -77,8 +76,7 @@ def describe(directory: str | Path) -> Description:
     if native:
         dialect = "jax"
     else:
-        eagle = kind in (kinds.EAGLE3, kinds.EAGLE1, kinds.PEAGLE)
-        dialect = dialect_of(config, tensors) if eagle else "huggingface"
+        dialect = HEADS[kind].dialect(config, tensors) if kind in HEADS else "huggingface"
     return Description(
         kind=kinds.label(kind, described),
         dialect=dialect,
@@ -95,13 +93,10 @@ def describe(directory: str | Path) -> Description:
     )
 
 
-def _obstacles(path: Path, kind: str, native: bool) -> tuple[str, str]:
+def _obstacles(path: Path, kind: str) -> tuple[str, str]:
     """Why it cannot be loaded, and what has to be given with it."""
     try:
-        if kind in kinds.DIFFERENCES or kind == kinds.EAGLE3:
-            read_native_head(path, None) if native else read_head(path, None)
-        else:
-            read_native_target(path) if native else read_target(path)
+        read_head(path) if kind in HEADS else read_target(path)
     except TargetNeededError as error:
         return "", str(error)
     except CheckpointError as error:

@@ -1,8 +1,7 @@
-"""What a checkpoint directory holds, told from its configuration and its tensors' names."""
+"""What a checkpoint directory holds, told by the tables of heads and of families."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,45 +9,14 @@ from typing import Any
 from conversion.errors import CheckpointError, short
 from conversion.families import FAMILIES
 from conversion.files import NATIVE_FILE, checked_directory, read_json
-from conversion.hf_config import Fields
+from conversion.heads import HEADS, LOADABLE, Signs
 from conversion.tensors import read_tensors
 
-TARGET, EAGLE3, EAGLE1, PEAGLE = "target", "eagle3", "eagle1", "p-eagle"
-MEDUSA, DFLASH, LANGUAGE_MODEL = "medusa", "dflash", "language-model"
-
-LABELS = {
-    EAGLE3: "draft head: EAGLE-3",
-    EAGLE1: "draft head: EAGLE-1/2 (not loadable here)",
-    PEAGLE: "draft head: P-EAGLE (not loadable here)",
-    MEDUSA: "draft head: Medusa (not loadable here)",
-    DFLASH: "draft head: DFlash (not loadable here)",
-    LANGUAGE_MODEL: "language model of another architecture (not loadable here)",
-}
-
-# Why a head of another method cannot stand in for an EAGLE-3 head.
-DIFFERENCES = {
-    EAGLE1: "an EAGLE-1/2 head: its fc reads one embedding and one feature, and it has neither hidden_norm nor lm_head",
-    PEAGLE: "a P-EAGLE head, which drafts all tokens in parallel from a mask token",
-    MEDUSA: "a Medusa head",
-    DFLASH: "a DFlash drafter, which denoises a block",
-}
-
-
-def label(kind: str, config: Mapping[str, Any]) -> str:
-    """A kind in words.
-
-    Args:
-        kind: As :func:`identify` gives it.
-        config: The ``config.json`` of the checkpoint, or the description of a native one.
-    """
-    if kind != TARGET:
-        return LABELS[kind]
-    family = FAMILIES.get(str(config.get("family", config.get("model_type"))))
-    return f"target: {family.label}" if family else LABELS[LANGUAGE_MODEL]
+TARGET, EAGLE3, LANGUAGE_MODEL = "target", "eagle3", "language-model"
 
 
 def identify(directory: str | Path) -> str:
-    """The kind of checkpoint: one of the keys of ``LABELS``.
+    """The kind of checkpoint: ``target``, ``language-model`` (a target of no family), or the name of a kind of head.
 
     Raises:
         CheckpointError: It is no checkpoint, or none that is known.
@@ -75,29 +43,51 @@ def recognise(config: Mapping[str, Any], names: Collection[str], *, where: str) 
     Raises:
         CheckpointError: It is none that is known.
     """
-    architecture = " ".join(Fields(config, where).words("architectures"))
-    method = str(config.get("speculators_model_type") or "")
-    bare = {name.removeprefix("model.") for name in names}
-
-    def has(pattern: str) -> bool:
-        return any(re.match(pattern, name) for name in bare)
-
+    signs = Signs.of(config, names, where)
+    for kind in HEADS.values():
+        if kind.recognise(signs):
+            return kind.name
     if (
-        "medusa_num_heads" in config
-        or config.get("model_type") == "medusa"
-        or has(r"\d+\.\d+\.linear\.|blocks\.\d+\.layers\.")
+        signs.has(r"(language_model\.)?layers\.\d+\.|h\.\d+\.|transformer\.h\.\d+\.")
+        or "embed_tokens.weight" in signs.names
     ):
-        return MEDUSA
-    if "dflash_config" in config or "DFlash" in architecture or method.startswith(("dflash", "dspark")):
-        return DFLASH
-    if "mask_hidden" in bare or "PEagle" in architecture or method == "peagle":
-        return PEAGLE
-    # "fc" mixes embeddings or features into a head; no language model has it.
-    if has(r"midlayer\.|layers\.\d+\.hidden_norm\.") or "Eagle3" in architecture or method == "eagle3":
-        return EAGLE3
-    if "fc.weight" in bare:
-        return EAGLE3 if bare & {"d2t", "t2d", "norm.weight"} else EAGLE1
-    if has(r"(language_model\.)?layers\.\d+\.|h\.\d+\.|transformer\.h\.\d+\.") or "embed_tokens.weight" in bare:
         return TARGET if str(config.get("model_type")) in FAMILIES else LANGUAGE_MODEL
     sample = ", ".join(sorted(names)[:3])
     raise CheckpointError(f"{where} is neither a target nor a draft head that is known (it holds {sample})")
+
+
+def refuse_all_but_heads(kind: str, where: object, instead: str) -> None:
+    """Refuse what is not a head that is loaded.
+
+    Raises:
+        CheckpointError: It is a head of another method, or a language model.
+    """
+    if kind in (TARGET, LANGUAGE_MODEL):
+        raise CheckpointError(f"{where} is a language model, not a draft head; {instead}")
+    if HEADS[kind].read is None:
+        raise CheckpointError(f"{where} is {HEADS[kind].difference}; this loads {LOADABLE} heads only")
+
+
+def refuse_all_but_targets(kind: str, where: object) -> None:
+    """Refuse a head where a target is asked for.
+
+    Raises:
+        CheckpointError: It is one.
+    """
+    if kind in HEADS:
+        what = HEADS[kind].difference or f"an {HEADS[kind].label} head"
+        raise CheckpointError(f"{where} is {what}, not a target; give the directory of the language model")
+
+
+def label(kind: str, config: Mapping[str, Any]) -> str:
+    """A kind in words.
+
+    Args:
+        kind: As :func:`identify` gives it.
+        config: The ``config.json`` of the checkpoint, or the description of a native one.
+    """
+    if kind in HEADS:
+        head = HEADS[kind]
+        return f"draft head: {head.label}" + ("" if head.read else " (not loadable here)")
+    family = FAMILIES.get(str(config.get("family", config.get("model_type"))))
+    return f"target: {family.label}" if family else "language model of another architecture (not loadable here)"

@@ -10,11 +10,11 @@ import numpy as np
 
 from conversion import format2, rules
 from conversion.description import from_json, to_json
-from conversion.eagle3 import HeadCheckpoint, check_fit
 from conversion.errors import CheckpointError, short
 from conversion.families import Family, family_of
+from conversion.fields import Fields
 from conversion.files import NATIVE_FILE, copy_tokenizer, new_directory, read_json, write_json
-from conversion.hf_config import Fields
+from conversion.heads.eagle3 import HeadCheckpoint, check_fit
 from conversion.kinds import EAGLE3, TARGET
 from conversion.rules import Params
 from conversion.targets import TargetCheckpoint
@@ -55,7 +55,7 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
         if checkpoint.embedding is not None:
             leaves["embedding"] = np.asarray(checkpoint.embedding)
         values |= {
-            "kind": EAGLE3,
+            "kind": checkpoint.method,
             "has_embedding": checkpoint.embedding is not None,
             "num_target_layers": checkpoint.num_target_layers,
         }

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conversion import eagle3, native, targets
-from conversion.eagle3 import HeadCheckpoint
+from conversion import kinds, native, targets
 from conversion.errors import CheckpointError
-from conversion.export import DIALECTS, write_head
 from conversion.families import Family
-from conversion.files import checked_directory
-from conversion.kinds import DIFFERENCES, EAGLE3, identify
+from conversion.files import checked_directory, read_json
+from conversion.heads import HEADS, Stored
+from conversion.heads.eagle3 import HeadCheckpoint
+from conversion.heads.eagle3_export import DIALECTS, write_head
 from conversion.native import write_native
 from conversion.targets import TargetCheckpoint, write_target
+from conversion.tensors import read_tensors
 from eagle3_jax.models.config import DecoderConfig
 
 
@@ -43,7 +44,14 @@ def read_head(directory: str | Path, target: DecoderConfig | None = None) -> Hea
         CheckpointError: It is no EAGLE-3 head, is incomplete, or does not fit the target; the message says why.
     """
     path = checked_directory(directory)
-    return native.read_native_head(path, target) if native.is_native(path) else eagle3.read_head(path, target)
+    if native.is_native(path):
+        return native.read_native_head(path, target)
+    stored = Stored(path, read_json(path / "config.json"), read_tensors(path))
+    kind = kinds.recognise(stored.config, stored.tensors.keys(), where=str(path))
+    kinds.refuse_all_but_heads(kind, path, "give it as the target")
+    read = HEADS[kind].read
+    assert read is not None
+    return read(stored, target)
 
 
 def convert(source: str | Path, destination: str | Path, to: str, target: DecoderConfig | None = None) -> None:
@@ -61,10 +69,8 @@ def convert(source: str | Path, destination: str | Path, to: str, target: Decode
     """
     if to not in ("jax", *DIALECTS):
         raise CheckpointError(f"--to {to!r} is not known; use one of jax, {', '.join(DIALECTS)}")
-    kind = identify(source)
-    if kind in DIFFERENCES:
-        raise CheckpointError(f"{source} is {DIFFERENCES[kind]}; only EAGLE-3 heads and targets are converted")
-    checkpoint = read_head(source, target) if kind == EAGLE3 else read_target(source)
+    is_head = kinds.identify(source) in HEADS
+    checkpoint = read_head(source, target) if is_head else read_target(source)
     if to == "jax":
         write_native(checkpoint, destination)
     elif isinstance(checkpoint, TargetCheckpoint):

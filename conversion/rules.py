@@ -9,18 +9,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import ml_dtypes
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conversion.errors import CheckpointError, short
 from eagle3_jax.models.config import DecoderConfig, LayerConfig
 
+if TYPE_CHECKING:
+    import numpy as np
+
 Params = dict[Any, Any]
 
 # PyTorch keeps linear weights [out, in]; our kernels are [in, out].
-FLOATS = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+FLOATS = ("float32", "float16", "bfloat16")
 
 # Buffers that old versions of transformers saved. They follow from the configuration.
 DERIVED_BUFFERS = (r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
@@ -185,6 +185,8 @@ def write_params(rules: Sequence[Rule], params: Params, shapes: Params, *, where
     Raises:
         CheckpointError: The parameters are not those that the configuration describes.
     """
+    import numpy as np
+
     given = {path: np.asarray(leaf) for path, leaf in flatten(params)}
     expected = {path: tuple(leaf.shape) for path, leaf in flatten(shapes)}
     missing, unexpected = sorted(set(expected) - set(given)), sorted(set(given) - set(expected))
@@ -221,7 +223,7 @@ def check_float(value: np.ndarray, what: str) -> None:
     Raises:
         CheckpointError: It is another type, such as that of a quantised checkpoint.
     """
-    if value.dtype not in FLOATS:
+    if str(value.dtype) not in FLOATS:
         raise CheckpointError(
             f"{what} is stored as {value.dtype}; expected float32, float16 or bfloat16 (quantised weights are not read)"
         )
@@ -246,6 +248,8 @@ def _checked(value: np.ndarray, rule: Rule, shape: tuple[int, ...], what: str) -
 def _joined(parts: list[tuple[Rule, np.ndarray]], shape: tuple[int, ...]) -> np.ndarray:
     if parts[0][0].part is None:
         return parts[0][1]
+    import numpy as np  # tables alone, for a configuration, do without
+
     whole = np.empty(shape, np.result_type(*(value for _, value in parts)))
     for rule, value in parts:
         assert rule.part is not None

@@ -11,8 +11,9 @@ import numpy as np
 from conversion import kinds, rules
 from conversion.errors import CheckpointError, short
 from conversion.families import Family, family_of
+from conversion.fields import Fields
 from conversion.files import copy_tokenizer, new_directory, read_json, write_json
-from conversion.hf_config import Fields, refuse_quantised, stack_fields
+from conversion.hf_config import refuse_quantised, stack_fields
 from conversion.rules import Params
 from conversion.tensors import SAFETENSORS, read_tensors, write_tensors
 from eagle3_jax.models.config import DecoderConfig
@@ -55,9 +56,7 @@ def read_target(directory: Path, own: Family | None = None) -> TargetCheckpoint:
     values = read_json(directory / "config.json")
     where = str(directory / "config.json")
     kind = kinds.recognise(values, tensors.keys(), where=str(directory))
-    if kind not in (kinds.TARGET, kinds.LANGUAGE_MODEL):
-        what = kinds.DIFFERENCES.get(kind, "an EAGLE-3 head")
-        raise CheckpointError(f"{directory} is {what}, not a target; give the directory of the language model")
+    kinds.refuse_all_but_targets(kind, directory)
     family, fields = family_of(values.get("model_type"), where, own), Fields(values, where)
     refuse_quantised(fields)
     num_layers = fields.size("num_hidden_layers")

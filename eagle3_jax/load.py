@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from tokenizers import Tokenizer
 
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
-from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.decoder import DecoderTarget
-from eagle3_jax.models.layers import PRECISIONS, Precision
+from eagle3_jax.models.layers import PRECISIONS, Precision, cast
 from eagle3_jax.sources import bundled, locate
 
 if TYPE_CHECKING:
@@ -76,24 +72,16 @@ def load_drafter(source: str | Path | None = None, *, target: LoadedTarget) -> L
         ValueError: It is not an EAGLE-3 head, or it does not fit the target; the message says why.
     """
     from conversion import read_head
+    from conversion.heads import HEADS
 
     if not isinstance(target.model, DecoderTarget):
         raise ValueError(f"{type(target.model).__name__} is not a target that EAGLE-3 heads are loaded for")
     precision = target.model.precision
     checkpoint = read_head(locate(source, "eagle3"), target.model.config)
-    embedding = target.model.tables(target.params).embedding
-    if checkpoint.embedding is not None:
-        own = cast(checkpoint.embedding, precision)
-        same = own.shape == embedding.shape and bool(jnp.array_equal(own, embedding))
-        embedding = embedding if same else own
-    params = {
-        "head": cast(checkpoint.head, precision),
-        "embedding": embedding,
-        "draft_to_target": jnp.asarray(checkpoint.draft_to_target, jnp.int32),
-    }
-    return LoadedDrafter(
-        Eagle3Drafter(checkpoint.config, precision=precision), params, str(source or "the bundled head")
-    )
+    make = HEADS[checkpoint.method].make
+    assert make is not None  # or it would not have been read
+    drafter, params = make(checkpoint, target.model.tables(target.params), precision)
+    return LoadedDrafter(drafter, params, str(source or "the bundled head"))
 
 
 def read_tokenizer(path: Path) -> Tokenizer | None:
@@ -118,16 +106,6 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def cast(params: Any, precision: Precision) -> Any:
-    """Arrays on the device: matrices in the type they are multiplied in, vectors in that of the activations."""
-
-    def place(leaf: np.ndarray) -> jax.Array:
-        # On the host, where it is one pass; on the device every shape would be a program to compile.
-        return jax.device_put(leaf.astype(precision.operands if leaf.ndim > 1 else precision.activations))
-
-    return jax.tree.map(place, params)
 
 
 __all__ = ["bundled", "cast", "load_drafter", "load_target", "locate", "precision_named", "read_tokenizer"]

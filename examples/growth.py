@@ -17,7 +17,7 @@ from eagle3_jax import SpeculativeDecoder
 from eagle3_jax import loop as loops
 from eagle3_jax.drafters import Plain
 from eagle3_jax.load import precision_named
-from eagle3_jax.measure.random_models import random_pair, shape_named
+from eagle3_jax.measure.random_models import random_pair
 
 NODES = 6
 
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
-    target, _ = random_pair(shape_named(given.shape), precision=precision_named(given.dtype))
+    target, _ = random_pair(given.shape, precision=precision_named(given.dtype))
     plain = SpeculativeDecoder(target, Plain(), stop_tokens=())
     verify = SpeculativeDecoder(target, Plain(NODES), stop_tokens=())
     points = [(1, int(context)) for context in given.contexts.split(",")]

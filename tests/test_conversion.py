@@ -592,6 +592,11 @@ HEAD_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "logit scale": ({"logit_scale": 2.0}, {}, "logit_scale is 2.0"),
     "activation": ({"hidden_act": "relu"}, {}, "hidden_act is 'relu'"),
     "architecture": ({"model_type": "deepseek_v3"}, {}, "model_type is 'deepseek_v3'"),
+    "latent attention": (
+        {"model_type": "kimi_k2", "architectures": ["Eagle3DeepseekV2ForCausalLM"]},
+        {},
+        "model_type is 'kimi_k2'; expected 'llama' or 'qwen3' for an EAGLE-3 head",
+    ),
     "qwen3 without head_dim": ({"model_type": "qwen3"}, {}, "has no head_dim"),
     "no eps": ({"rms_norm_eps": None}, {}, "has no rms_norm_eps"),
     "draft vocabulary too large": ({"draft_vocab_size": 62}, {}, "draft_vocab_size is 62"),
@@ -716,7 +721,7 @@ def test_another_kind_of_checkpoint_is_no_head_but_is_described(tmp_path: Path, 
         assert description.problem
         with pytest.raises(CheckpointError, match="not a target"):
             conversion.read_target(directory)
-        with pytest.raises(CheckpointError, match="only EAGLE-3 heads and targets"):
+        with pytest.raises(CheckpointError, match="this loads EAGLE-3 heads only"):
             conversion.convert(directory, tmp_path / "out", "jax")
 
 
@@ -789,13 +794,13 @@ def test_the_doctor_names_each_suspicion(tmp_path: Path) -> None:
         fc__weight=np.full((32, 96), np.nan, np.float16),
         embed_tokens__weight=np.ones((61, 32), np.float16),
     )
-    edit_config(head, eagle_aux_hidden_state_layer_ids=[1, 4, 5])
+    edit_config(head, eagle_aux_hidden_state_layer_ids=[1, 4, 6])
     checks = conversion.diagnose(target, head)
     found = statuses(checks)
     expected = {
         "widths": "differs from the target's",
         "vocabulary": "d2t is all zero",
-        "auxiliary layers": r"try \[2, 5, 6\]",
+        "auxiliary layers": r"try \[2, 5, 7\]",
         "norm flags": "old SpecForge files",
         "rope": "theta 500",
         "positions": "head 64, target 128",
@@ -809,6 +814,13 @@ def test_the_doctor_names_each_suspicion(tmp_path: Path) -> None:
     assert found["weights of the head"] == "failure"
     assert "fc.kernel holds NaN" in detail(checks, "weights of the head")
     assert found["agreement"] == "skipped"
+
+
+def test_the_doctor_knows_a_list_of_outputs_by_the_default_of_the_target(tmp_path: Path) -> None:
+    target, head = write_llama(tmp_path / "target"), Head().write(tmp_path / "head")
+    edit_config(head, eagle_aux_hidden_state_layer_ids=[1, 3, 4])
+    found = detail(conversion.diagnose(target, head), "auxiliary layers")
+    assert "(1, 3, 4) starts with 1" in found and "(2, 4, 5) is the default of this target" in found
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def test_a_configuration_is_read_without_jax(folder: Any) -> None:
     code = (
         "import json, pathlib, sys\n"
         "from conversion.families import family_of\n"
-        "from conversion.hf_config import Fields\n"
+        "from conversion.fields import Fields\n"
         f"values = json.loads(pathlib.Path({str(folder('qwen3') / 'config.json')!r}).read_text())\n"
         "assert family_of(values['model_type'], 'here').read_config(Fields(values, 'here')).num_layers == 4\n"
         "assert 'jax' not in sys.modules and 'flax' not in sys.modules"

@@ -26,7 +26,7 @@ import conversion
 from conversion import CheckpointError, draft_vocab
 from eagle3_jax.cli import run
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._planning import read_head_shape, read_target_shape
+from eagle3_jax.cli._planning import read_head, read_target
 from eagle3_jax.load import bundled, read_tokenizer
 from eagle3_jax.models.rope import inverse_frequencies
 from eagle3_jax.training.regenerate import Rows
@@ -174,7 +174,7 @@ def test_configurations_of_targets(folder: Path, data: st.DataObject) -> None:
             assert_finite(found.config)
             assert all(0 <= token < found.config.vocab_size for token in found.stop_tokens)
         judge(lambda: conversion.describe(path.parent))
-        judge(lambda: read_target_shape(str(path.parent)), ValueError)
+        judge(lambda: read_target(str(path.parent)), ValueError)
     finally:
         path.write_bytes(sound)
 
@@ -195,7 +195,7 @@ def test_configurations_of_heads(folder: Path, data: st.DataObject) -> None:
         "norm_output",
         "fc_norm",
     )
-    shape = read_target_shape("llama-3.1-8b")
+    target_of_plan = read_target("llama-3.1-8b")
     try:
         path.write_bytes(data.draw(damaged_json(values, hints)))
         for target in (TARGET, None):
@@ -203,7 +203,7 @@ def test_configurations_of_heads(folder: Path, data: st.DataObject) -> None:
             if found is not None:
                 assert_finite(found.config)
         judge(lambda: conversion.describe(path.parent))
-        judge(lambda: read_head_shape(str(path.parent), target=shape, bundled=False), (Misuse, ValueError))
+        judge(lambda: read_head(str(path.parent), target_of_plan, bundled=False), (Misuse, ValueError))
     finally:
         path.write_bytes(sound)
 

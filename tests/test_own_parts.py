@@ -112,7 +112,11 @@ def test_what_is_no_part_is_refused_in_one_line(refused, options: tuple[str, ...
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("import a_module_of_theirs", "No module named 'a_module_of_theirs'"), ("x = (", "SyntaxError"), ("1 / 0", "Zero")],
+    [
+        ("import a_module_of_theirs", "No module named 'a_module_of_theirs'"),
+        ("x = (", "SyntaxError"),
+        ("1 / 0", "Zero"),
+    ],
 )
 def test_a_module_that_cannot_be_imported_is_refused_with_its_own_words(refused, text: str, says: str) -> None:
     Path("own_parts.py").write_text(text + "\n")

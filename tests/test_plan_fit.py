@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from eagle3_jax.cli import run
-from eagle3_jax.cli._planning import read_head_shape
+from eagle3_jax.cli._planning import Target, read_head
+from eagle3_jax.models.config import usual_head
 from eagle3_jax.theory.accelerators import accelerator_named
-from eagle3_jax.theory.memory import Deployment, memory_plan, remedy_of
-from eagle3_jax.theory.shapes import KNOWN_MODELS, usual_head
+from eagle3_jax.theory.known_models import KNOWN_MODELS
+from eagle3_jax.theory.memory import Deployment, attention_heads, memory_plan, remedy_of
+from eagle3_jax.theory.sizes import parameters
 
-VICUNA = KNOWN_MODELS["vicuna-13b"]
+VICUNA = KNOWN_MODELS["Vicuna-13B"]
 # The fields of yuhuili/EAGLE3-Vicuna1.3-13B, whose weights hold one layer.
 VICUNA_HEAD = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "draft_vocab_size": 32000,
@@ -25,15 +27,14 @@ VICUNA_HEAD = {
 
 def head_of(folder: Any, **changes: Any) -> Any:
     (folder / "config.json").write_text(json.dumps(VICUNA_HEAD | changes))
-    return read_head_shape(str(folder), target=VICUNA, bundled=False)
+    return read_head(str(folder), Target("Vicuna", VICUNA), bundled=False).config
 
 
 def test_a_head_with_its_targets_number_of_layers_has_one(tmp_path: Any) -> None:
     head = head_of(tmp_path)
     assert head.num_layers == 1
-    usual = dataclasses.replace(usual_head(VICUNA), mlp_width=13824)
-    assert head.parameters == usual.parameters
-    assert head.parameters.total < 1e9
+    assert parameters(head) == parameters(usual_head(VICUNA))
+    assert parameters(head).total < 1e9
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,28 @@ def test_the_number_of_layers_is_believed_where_engines_build_that_many(
     assert head_of(tmp_path, architectures=[architecture], num_hidden_layers=said).num_layers == layers
 
 
+def planned(folder: Any, capsys: Any, **changes: Any) -> Any:
+    (folder / "config.json").write_text(json.dumps(VICUNA_HEAD | changes))
+    assert run(["plan", "memory", "--target", str(folder), "--gpu", "B200", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_targets_of_every_family_are_planned_with_windows_and_quantised_ones_too(tmp_path: Any, capsys: Any) -> None:
+    plain = planned(tmp_path, capsys)
+    assert plain["target_parameters"] == 13_015_864_320
+    assert planned(tmp_path, capsys, quantization_config={"quant_method": "fp8"}) == plain
+    assert planned(tmp_path, capsys, model_type="mistral", sliding_window=512) == plain
+    biased = planned(tmp_path, capsys, model_type="qwen2")
+    assert biased["target_parameters"] == plain["target_parameters"] + 40 * 3 * 5120
+    normed = planned(tmp_path, capsys, model_type="qwen3", head_dim=128, attention_bias=True)
+    assert normed["target_parameters"] == plain["target_parameters"] + 40 * (4 * 5120 + 2 * 128)
+
+
+def test_the_usual_head_of_a_target_without_default_features_is_planned(tmp_path: Any, capsys: Any) -> None:
+    deep, shallow = (planned(tmp_path, capsys, num_hidden_layers=layers) for layers in (40, 2))
+    assert shallow["drafter_parameters"] == deep["drafter_parameters"]
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -54,7 +77,7 @@ def test_the_number_of_layers_is_believed_where_engines_build_that_many(
         ({"head_dim": 7}, "head_dim is 7"),
         ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
         ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000"),
-        ({"model_type": "x" * 1000}, "plans are made for dense decoders"),
+        ({"model_type": "x" * 1000}, "the families of targets are llama, mistral"),
         ({"vocab_size": float("nan")}, "expected a whole number"),
         ({"tie_word_embeddings": "no"}, "expected true or false"),
     ],
@@ -85,7 +108,7 @@ def test_what_does_not_fit_ends_with_one_and_says_what_would_do(capsys: Any) -> 
     assert "lower --batch-size or --context" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["llama-3.3-70b", "llama-3.1-405b", "vicuna-13b", "qwen3-32b"])
+@pytest.mark.parametrize("name", ["Llama-3.3-70B", "Llama-3.1-405B", "Vicuna-13B", "Qwen3-32B"])
 @pytest.mark.parametrize("gpu", ["L4", "A100-40GB", "H200"])
 def test_a_remedy_is_the_smallest_change_that_fits(name: str, gpu: str) -> None:
     target = KNOWN_MODELS[name]
@@ -96,7 +119,8 @@ def test_a_remedy_is_the_smallest_change_that_fits(name: str, gpu: str) -> None:
     def fits(**changes: Any) -> bool:
         return memory_plan(dataclasses.replace(deployment, **changes), **asked).fits
 
-    fewer = [n for n in range(2, remedy.num_accelerators or target.num_heads + 1) if target.num_heads % n == 0]
+    (heads,) = attention_heads(target)
+    fewer = [n for n in range(2, remedy.num_accelerators or heads + 1) if heads % n == 0]
     assert not any(fits(num_accelerators=n) for n in fewer if n != remedy.num_accelerators)
     assert remedy.num_accelerators is None or fits(num_accelerators=remedy.num_accelerators)
     wider = {None: ("fp8", "int8", "int4"), "fp8": (), "int8": ("fp8",), "int4": ("fp8", "int8")}[remedy.weights]

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from deployments import SMALL, SMALL_HEAD, served
 
+from eagle3_jax.models.config import LayerConfig
 from eagle3_jax.theory.accelerators import KNOWN_ACCELERATORS, accelerator_named, custom_accelerator
-from eagle3_jax.theory.bounds import batch_needed, break_even_batch, check_claim, largest_batch, round_bound
+from eagle3_jax.theory.bounds import (
+    Work,
+    batch_needed,
+    break_even_batch,
+    check_claim,
+    forward_work,
+    largest_batch,
+    round_bound,
+)
 from eagle3_jax.theory.cost import cost_of, cost_per_million_tokens, tokens_per_currency_unit
 from eagle3_jax.theory.memory import Deployment, memory_plan
 
@@ -32,6 +43,29 @@ def test_bytes_operations_and_times_of_a_round_by_hand():
     assert bound.draft_seconds == pytest.approx(first_flops / plain_flops + later)
     assert bound.speedup(2.0) == pytest.approx(2.0 / (bound.verify_cost + 2 * bound.draft_cost))
     assert bound.tokens_per_second(2.0) == pytest.approx(3 * 2.0 / (bound.verify_seconds + bound.draft_seconds))
+
+
+def test_a_window_bounds_what_its_layers_read_and_multiply():
+    (layer,) = SMALL.layers
+    windowed = dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, window=4))
+    hardware = custom_accelerator(gb_per_s=1.0, tflops=1.0)
+
+    def work(context: int, tokens: int, *layers: LayerConfig) -> Work:
+        target = dataclasses.replace(SMALL, layers=layers)
+        deployment = Deployment(target=target, head=None, accelerator=hardware)
+        return forward_work(deployment, target, batch=3, context=context, tokens=tokens, logits=1)
+
+    # Keys that each token meets, and those that any of them does, all counted one by one.
+    for context in range(8):
+        for tokens in range(1, 8):
+            seen = [range(max(0, last - 3), last + 1) for last in range(context, context + tokens)]
+            pairs, keys = sum(map(len, seen)), len(set().union(*seen))
+            both, whole = work(context, tokens, layer, windowed), work(context, tokens, layer, layer)
+            spared = tokens * context + tokens * (tokens + 1) // 2 - pairs
+            assert whole.other_flops - both.other_flops == 4 * 3 * spared * 2 * 2  # two heads of size 2
+            assert whole.num_bytes - both.num_bytes == 3 * (context + tokens - keys) * 8  # 2·1·2 numbers of 2 bytes
+    kept = memory_plan(served("Mistral-7B-v0.1", weights="bfloat16"), batch=1, context=8192, num_draft_tokens=0)
+    assert kept.target_cache == 8193 * 2 * 32 * 8 * 128 * 2  # buffers hold the whole sequence
 
 
 @pytest.mark.parametrize(
@@ -60,7 +94,7 @@ def test_latencies_of_the_articles_are_below_one_pass_over_the_weights():
     bound = round_bound(served(), batch=1, context=0, num_draft_tokens=5)
     assert bound.plain_seconds == pytest.approx(14.7e-3, rel=0.01)  # "time to first token 8 ms"
     assert bound.verify_seconds / 6 == pytest.approx(2.45e-3, rel=0.01)  # "0.3 ms between tokens", all accepted
-    small = round_bound(served("llama-3.1-8b", "L40S", "bfloat16"), batch=1, context=0, num_draft_tokens=5)
+    small = round_bound(served("Llama-3.1-8B", "L40S", "bfloat16"), batch=1, context=0, num_draft_tokens=5)
     assert small.plain_tokens_per_second == pytest.approx(57.6, abs=0.1)  # "3,800"
     # NVIDIA's own measurement on one H200 is below the bound, as it has to be.
     assert bound.plain_tokens_per_second > 51.14
@@ -77,7 +111,7 @@ def test_small_batches_verify_for_free_and_large_ones_pay_for_every_token():
 def test_a_draft_pass_costs_its_share_of_the_bandwidth():
     big = round_bound(served(), batch=1, context=0, num_draft_tokens=100)
     assert big.draft_cost == pytest.approx(0.034, abs=0.0005)  # 2.40 of 70.55 GB; the fusion is read once a round
-    small = round_bound(served("llama-3.1-8b", "H100", "bfloat16"), batch=1, context=0, num_draft_tokens=100)
+    small = round_bound(served("Llama-3.1-8B", "H100", "bfloat16"), batch=1, context=0, num_draft_tokens=100)
     assert small.draft_cost == pytest.approx(0.050, abs=0.0005)
 
 

@@ -10,11 +10,13 @@ import tiny
 from deployments import SMALL, SMALL_HEAD, served
 from safetensors.numpy import load_file
 
-from eagle3_jax.cli._planning import read_head_shape, read_target_shape
+from eagle3_jax.cli._planning import Target, read_head, read_target
 from eagle3_jax.load import bundled
+from eagle3_jax.models.config import usual_head
 from eagle3_jax.theory.accelerators import custom_accelerator
+from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import Deployment, memory_plan
-from eagle3_jax.theory.shapes import KNOWN_MODELS, usual_head
+from eagle3_jax.theory.sizes import parameters
 
 OFFICIAL = tiny.GOLDEN / "official"
 
@@ -27,6 +29,9 @@ PUBLISHED = {
     "Llama-3.3-70B": 70_553_706_496,
     "Llama-3.1-405B": 405_853_388_800,
     "Vicuna-13B": 13_015_864_320,
+    "Mistral-7B-v0.1": 7_241_732_096,
+    "Mistral-7B-v0.3": 7_248_023_552,
+    "Qwen2.5-7B-Instruct": 7_615_616_512,
     "Qwen3-0.6B": 596_049_920,
     "Qwen3-1.7B": 1_720_574_976,
     "Qwen3-4B": 4_022_468_096,
@@ -37,13 +42,13 @@ PUBLISHED = {
 
 
 def test_named_models_have_the_parameters_of_their_checkpoints():
-    assert {shape.name: shape.parameters.total for shape in KNOWN_MODELS.values()} == PUBLISHED
+    assert {name: parameters(config).total for name, config in KNOWN_MODELS.items()} == PUBLISHED
 
 
 def test_the_usual_head_is_the_official_one():
     # fc 3·4096², q 8192·4096, k and v 2·8192·1024, o 4096², mlp 3·4096·14336, norms 4·4096, lm_head 32000·4096.
-    assert usual_head(KNOWN_MODELS["llama-3.1-8b"]).parameters.total == 424_689_664  # the file is 850 MB in float16
-    assert usual_head(KNOWN_MODELS["llama-3.3-70b"]).parameters.total == 1_403_027_456
+    assert parameters(usual_head(KNOWN_MODELS["Llama-3.1-8B"])).total == 424_689_664  # the file is 850 MB in float16
+    assert parameters(usual_head(KNOWN_MODELS["Llama-3.3-70B"])).total == 1_403_027_456
 
 
 @pytest.mark.parametrize(
@@ -52,16 +57,16 @@ def test_the_usual_head_is_the_official_one():
     ids=["bundled", "official"],
 )
 def test_config_json_alone_gives_the_parameters_that_the_files_hold(target, head):
-    shape = read_target_shape(target)
-    drafter = read_head_shape(head, target=shape, bundled=target is None)
+    found = read_target(target)
+    drafter = read_head(head, found, bundled=target is None).config
     assert drafter is not None
-    for model, source, part in ((shape, target, "target"), (drafter, head, "eagle3")):
+    for model, source, part in ((found.config, target, "target"), (drafter, head, "eagle3")):
         folder = bundled(part) if source is None else Path(source)
         tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
         held = {n: t for n, t in tensors.items() if t.dtype.kind not in "ib"}  # d2t and t2d are maps
         if part == "eagle3":
             held = {name: tensor for name, tensor in held.items() if "embed_tokens" not in name}  # the target's
-        assert model.parameters.total == sum(tensor.size for tensor in held.values())
+        assert parameters(model).total == sum(tensor.size for tensor in held.values())
 
 
 def test_bytes_of_a_70b_target_in_fp8_and_of_its_head():
@@ -102,20 +107,21 @@ def test_tensor_parallelism_divides_all_but_vectors_fusion_and_scarce_key_heads(
     one, eight, sixteen = (served(num_accelerators=n) for n in (1, 8, 16))
     target, head = one.target, one.head
     assert head is not None
-    vectors = 2 * target.parameters.vectors
+    vectors = 2 * parameters(target).vectors
     assert eight.weight_bytes(target) - vectors == pytest.approx((one.weight_bytes(target) - vectors) / 8)
-    whole = 2 * (head.parameters.fusion + head.parameters.vectors)
+    whole = 2 * (parameters(head).fusion + parameters(head).vectors)
     assert eight.weight_bytes(head) - whole == pytest.approx((one.weight_bytes(head) - whole) / 8)
     assert eight.cache_bytes_per_token(target) == one.cache_bytes_per_token(target) / 8
     assert sixteen.cache_bytes_per_token(target) == eight.cache_bytes_per_token(target)  # 8 key heads, each twice
-    assert 16 * sixteen.weight_bytes(target) > 8 * eight.weight_bytes(target) + target.parameters.key_value / 2
+    assert 16 * sixteen.weight_bytes(target) > 8 * eight.weight_bytes(target) + parameters(target).key_value / 2
 
 
 def test_quantised_weights_leave_the_tables_alone():
-    tables = 2 * 128_256 * 8192 * 2 + 2 * KNOWN_MODELS["llama-3.3-70b"].parameters.vectors
-    layers = 70_553_706_496 - 2 * 128_256 * 8192 - KNOWN_MODELS["llama-3.3-70b"].parameters.vectors
+    target = KNOWN_MODELS["Llama-3.3-70B"]
+    tables = 2 * 128_256 * 8192 * 2 + 2 * parameters(target).vectors
+    layers = 70_553_706_496 - 2 * 128_256 * 8192 - parameters(target).vectors
     for weights, size in (("bfloat16", 2.0), ("int8", 1.0), ("fp8", 1.0), ("int4", 0.515625)):
-        assert served(weights=weights).weight_bytes(KNOWN_MODELS["llama-3.3-70b"]) == layers * size + tables
+        assert served(weights=weights).weight_bytes(target) == layers * size + tables
 
 
 def test_a_config_of_the_hub_counts_like_the_named_model(tmp_path):
@@ -123,16 +129,18 @@ def test_a_config_of_the_hub_counts_like_the_named_model(tmp_path):
     qwen3 = {
         "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "head_dim": 128,
         "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True,
-        "sliding_window": None, "use_sliding_window": False, "attention_bias": False,
+        "sliding_window": None, "use_sliding_window": False, "attention_bias": False, "rms_norm_eps": 1e-6,
     }  # fmt: skip
     qwen2 = {
         "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
         "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
         "sliding_window": 131072, "use_sliding_window": False, "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
     }  # fmt: skip
-    for config, parameters in ((qwen3, PUBLISHED["Qwen3-4B"]), (qwen2, 7_615_616_512)):
+    for config, name in ((qwen3, "Qwen3-4B"), (qwen2, "Qwen2.5-7B-Instruct")):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert read_target_shape(str(tmp_path)).parameters.total == parameters
+        assert parameters(read_target(str(tmp_path)).config).total == PUBLISHED[name]
+    assert read_target(str(tmp_path)).config == KNOWN_MODELS["Qwen2.5-7B-Instruct"]
 
 
 def test_a_speculators_head_is_read_from_its_nested_config(tmp_path):
@@ -142,10 +150,11 @@ def test_a_speculators_head_is_read_from_its_nested_config(tmp_path):
         "transformer_layer_config": {
             "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
             "num_hidden_layers": 1, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 4096,
+            "model_type": "llama", "rms_norm_eps": 1e-5,
         },
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    head = read_head_shape(str(tmp_path), target=KNOWN_MODELS["llama-3.1-8b"], bundled=False)
+    head = read_head(str(tmp_path), Target("target", KNOWN_MODELS["Llama-3.1-8B"]), bundled=False).config
     assert head is not None
-    assert head.parameters.total == 424_689_664
-    assert head.max_draft_tokens == 4095
+    assert parameters(head).total == 424_689_664
+    assert head.max_positions == 4096

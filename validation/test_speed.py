@@ -159,7 +159,7 @@ def _random_model(check: Check, setting: Any, plan: Plan, name: str, batch: int)
         if reason is not None:
             check.table("Speed", COLUMNS, [not_run(name, "bfloat16", batch, reason)])
             pytest.skip(f"{name} at batch {batch}: {reason}")
-    pair = random_pair(shape)
+    pair = random_pair(name)
     tokens = np.random.default_rng(0).integers(0, shape.vocab_size, (batch, CONTEXT)).tolist()
     contenders: list[Contender] = [
         chain(pair, "bfloat16", length, SimulatedAcceptance.of_conditional_rate(ACCEPTED, max(length, 1)))

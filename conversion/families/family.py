@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from conversion import rules
-from conversion.hf_config import Fields
+from conversion.fields import Fields
 from conversion.rules import Rule
 from eagle3_jax.models.config import DecoderConfig
 

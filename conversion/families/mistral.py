@@ -6,7 +6,8 @@ from typing import Any
 
 from conversion import hf_config
 from conversion.families.family import Family
-from conversion.hf_config import Fields
+from conversion.fields import Fields, read_from
+from conversion.hf_rope import read_rope, rope_fields
 from eagle3_jax.models.config import DecoderConfig, QueryScaling
 
 _BETA, _FLOOR = "llama_4_scaling_beta", "original_max_position_embeddings"
@@ -27,9 +28,9 @@ def read_ministral3(fields: Fields) -> DecoderConfig:
     parameters = fields.section("rope_parameters")
     if not parameters.values:
         parameters = fields.section("rope_scaling")
-    with hf_config.read_from(parameters.where):
+    with read_from(parameters.where):
         scaling = QueryScaling(floor=parameters.size(_FLOOR), beta=parameters.number(_BETA))
-    rope = hf_config.read_rope(fields, known=(_BETA, "max_position_embeddings"))
+    rope = read_rope(fields, known=(_BETA, "max_position_embeddings"))
     mixer = hf_config.read_mixer(fields, rope=rope, query_scaling=scaling)
     windows = hf_config.read_windows(fields, window, lambda _: True)
     return hf_config.read_decoder(fields, mixer, hf_config.read_mlp(fields), windows=windows)
@@ -46,7 +47,7 @@ def _windows(config: DecoderConfig) -> dict[str, Any]:
 
 def _scaled(config: DecoderConfig) -> dict[str, Any]:
     mixer = config.layers[0].mixer
-    fields, scaling = hf_config.rope_fields(mixer.rope), mixer.query_scaling
+    fields, scaling = rope_fields(mixer.rope), mixer.query_scaling
     if scaling is not None:
         more = {_BETA: scaling.beta, _FLOOR: scaling.floor}
         fields = {name: {**value, **more} if isinstance(value, dict) else value for name, value in fields.items()}

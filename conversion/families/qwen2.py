@@ -6,7 +6,7 @@ from typing import Any
 
 from conversion import hf_config
 from conversion.families.family import Family
-from conversion.hf_config import Fields
+from conversion.fields import Fields
 from eagle3_jax.models.config import DecoderConfig
 
 

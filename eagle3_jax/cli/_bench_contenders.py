@@ -122,9 +122,9 @@ def read_models(target: str | None, drafters: Sequence[str], dtype: str) -> Mode
 def random_models(shape: str, dtype: str) -> Models:
     """Random weights of a named shape: what a step costs, not what is accepted."""
     from eagle3_jax.load import precision_named
-    from eagle3_jax.measure.random_models import random_pair, shape_named
+    from eagle3_jax.measure.random_models import random_pair
 
-    target, drafter = random_pair(shape_named(shape), precision=precision_named(dtype))
+    target, drafter = random_pair(shape, precision=precision_named(dtype))
     return Models(target, dtype, None, {"eagle3": drafter})
 
 

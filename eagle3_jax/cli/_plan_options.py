@@ -11,10 +11,10 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import typer
 
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._planning import read_head_shape, read_target_shape
+from eagle3_jax.cli._planning import read_head, read_target
 from eagle3_jax.theory.accelerators import Accelerator, accelerator_named, custom_accelerator
+from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import CACHE_BYTES, WEIGHT_BITS, Deployment
-from eagle3_jax.theory.shapes import KNOWN_MODELS
 from eagle3_jax.theory.speedup import Rates, rates, tau_from_conditional_rate, tau_from_draft_rate
 
 TargetOption = Annotated[
@@ -22,7 +22,7 @@ TargetOption = Annotated[
     typer.Option(
         "--target",
         help="Directory with a config.json, hub id, or one of "
-        f"{', '.join(shape.name for shape in KNOWN_MODELS.values())}; the bundled one when left out.",
+        f"{', '.join(KNOWN_MODELS)}; the bundled one when left out.",
     ),
 ]
 DrafterOption = Annotated[
@@ -97,16 +97,19 @@ class DeploymentOptions:
         Raises:
             ValueError: They describe nothing that can be planned; the message says which option.
         """
-        shape = read_target_shape(self.target)
+        target = read_target(self.target)
+        head = read_head(self.drafter, target, bundled=self.target is None)
         return Deployment(
-            target=shape,
-            head=read_head_shape(self.drafter, target=shape, bundled=self.target is None),
+            target=target.config,
+            head=head.config,
             accelerator=read_accelerator(
                 self.gpu, bandwidth=self.bandwidth_gb_per_s, tflops=self.peak_tflops, memory=self.memory_gb
             ),
             num_accelerators=self.num_gpus,
             weights=_SHORT.get(self.weights, self.weights),
             cache=_SHORT.get(self.cache, self.cache),
+            target_name=target.name,
+            head_name=head.name,
         )
 
 
@@ -209,10 +212,10 @@ def read_accelerator(
 def check_draft_length(num_draft_tokens: int, deployment: Deployment) -> None:
     """Refuse a chain that the head has no positions for."""
     head = deployment.head
-    if head is not None and num_draft_tokens > head.max_draft_tokens:
+    if head is not None and num_draft_tokens >= head.max_positions:  # the root needs one too
         raise Misuse(
-            f"--num-speculative-tokens {num_draft_tokens} is above the limit of the head: {head.name} has "
-            f"{head.max_positions} positions, so K is at most {head.max_draft_tokens}"
+            f"--num-speculative-tokens {num_draft_tokens} is above the limit of the head: {deployment.head_name} has "
+            f"{head.max_positions} positions, so K is at most {head.max_positions - 1}"
         )
 
 
@@ -222,5 +225,5 @@ def read_context(context: int | None, usual: int, deployment: Deployment) -> int
     if context is None:
         return min(usual, target.max_positions)
     if context > target.max_positions:
-        raise Misuse(f"--context {context} is beyond the {target.max_positions} positions of {target.name}")
+        raise Misuse(f"--context {context} is beyond the {target.max_positions} positions of {deployment.target_name}")
     return context

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from eagle3_jax.theory.sizes import parameters
+
 if TYPE_CHECKING:
     from eagle3_jax.theory.bounds import Claim, RoundBound
     from eagle3_jax.theory.cost import Cost
@@ -128,18 +130,19 @@ def print_exercises(*, as_json: bool) -> None:
 
 def title(deployment: Deployment, *, accelerator: bool = True) -> str:
     """What is planned, in a line."""
-    head = deployment.head.name if deployment.head else "no head"
+    head = deployment.head_name if deployment.head else "no head"
     where = f" on {deployment.num_accelerators} x {deployment.accelerator.name}" if accelerator else ""
-    return f"{deployment.target.name} ({deployment.weights}) with {head}{where}"
+    return f"{deployment.target_name} ({deployment.weights}) with {head}{where}"
 
 
 def deployment_json(deployment: Deployment) -> dict[str, Any]:
     """What is planned, as plain values."""
+    head = deployment.head
     return {
-        "target": deployment.target.name,
-        "target_parameters": deployment.target.parameters.total,
-        "drafter": None if deployment.head is None else deployment.head.name,
-        "drafter_parameters": None if deployment.head is None else deployment.head.parameters.total,
+        "target": deployment.target_name,
+        "target_parameters": parameters(deployment.target).total,
+        "drafter": None if head is None else deployment.head_name,
+        "drafter_parameters": None if head is None else parameters(head).total,
         "accelerator": dataclasses.asdict(deployment.accelerator),
         "num_gpus": deployment.num_accelerators,
         "weights": deployment.weights,
@@ -154,9 +157,9 @@ def _memory_rows(deployment: Deployment, plan: MemoryPlan, *, tokens: int) -> li
     def per_token(model: Any) -> str:
         return f"{deployment.cache_bytes_per_token(model):,.0f} bytes a token, {tokens:,} tokens"
 
-    rows = [("target", plan.target_weights, f"{target.parameters.total / 1e9:.3f} billion, {deployment.weights}")]
+    rows = [("target", plan.target_weights, f"{parameters(target).total / 1e9:.3f} billion, {deployment.weights}")]
     if head is not None:
-        rows.append(("head", plan.head_weights, f"{head.parameters.total / 1e9:.3f} billion; embedding shared"))
+        rows.append(("head", plan.head_weights, f"{parameters(head).total / 1e9:.3f} billion; embedding shared"))
     rows.append(("target's cache", plan.target_cache, per_token(target)))
     if head is not None:
         rows.append(("head's cache", plan.head_cache, per_token(head)))

@@ -44,24 +44,14 @@ def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
 
 def check_trainable(config: DecoderConfig) -> None:
     """Refuse a model whose training state alone is larger than the memory of this machine."""
-    from eagle3_jax.theory.shapes import ModelShape
+    from eagle3_jax.theory.sizes import parameters
 
-    layer = config.layers[0]
-    shape = ModelShape(
-        name="target",
-        vocab_size=config.vocab_size,
-        width=config.width,
-        mlp_width=layer.mlp.width,
-        num_layers=config.num_layers,
-        num_heads=layer.mixer.num_heads,
-        num_kv_heads=layer.mixer.num_kv_heads,
-        head_dim=layer.mixer.head_dim,
-    )
-    needed = 16 * shape.parameters.total  # weights, gradients and two moments in float32
+    total = parameters(config).total
+    needed = 16 * total  # weights, gradients and two moments in float32
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
         raise Misuse(
-            f"{shape.parameters.total:,} parameters need {needed / 1e9:,.0f} GB to train and this machine has "
+            f"{total:,} parameters need {needed / 1e9:,.0f} GB to train and this machine has "
             f"{memory / 1e9:,.0f}; lower --layers, --width, --mlp-width or --heads"
         )
 

@@ -340,9 +340,9 @@ def rollout(
     Offline proof, shadow, 1, 10, 50 and 100 % of the traffic; gates, PromQL, alerts and the way back.
     """
     from eagle3_jax.reporting.tables import write_text
+    from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name
     from eagle3_jax.theory.rollout import MeasuredCosts, Traffic, plan_rollout
     from eagle3_jax.theory.rollout_page import to_markdown
-    from eagle3_jax.theory.shapes import KNOWN_MODELS
 
     check_writable(out)
     if (verify_cost is None) != (draft_cost is None):
@@ -366,7 +366,7 @@ def rollout(
     if as_json:
         text = json.dumps(finite(pages.rollout_json(deployment, plan)))
     else:
-        name = "TARGET" if given.target is None or given.target.lower() in KNOWN_MODELS else given.target
+        name = "TARGET" if given.target is None or known_name(given.target, KNOWN_MODELS) else given.target
         text = to_markdown(plan, target=name, head=given.drafter or "HEAD").rstrip("\n")
     if out is None:
         typer.echo(text)

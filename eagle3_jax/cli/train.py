@@ -281,9 +281,10 @@ def head(
     draft_to_target = select_draft_vocabulary(counts, draft_vocab_size)
     config = official_head(model.config, draft_vocab_size, mlp_width)
     drafter = Eagle3Drafter(config, precision=model.precision)
+    tables = model.tables(loaded.params)
     frozen: Any = {
         "target_params": loaded.params,
-        "embedding": loaded.params["embedding"],
+        "embedding": tables.embedding,
         "draft_to_target": jnp.asarray(draft_to_target),
     }
     schedule = OptimizerConfig(
@@ -297,7 +298,8 @@ def head(
     )
     typer.echo(f"the draft vocabulary covers {coverage(counts, draft_to_target):.1%} of what the target wrote")
     state, batches = None, row_batches(rows, batch, seed)
-    start = initial_head(drafter, loaded.params, draft_to_target, jax.random.key(seed))
+    final_norm = loaded.params["norm"]["scale"]
+    start = initial_head(drafter, tables.unembedding, final_norm, draft_to_target, jax.random.key(seed))
     for until, depth in depths:  # short unrolls first: they are cheap, and the deeper steps build on them
         objective = TTTConfig(num_steps=depth, denominator="supervised")
         loss = functools.partial(_head_loss, drafter, model, frozen, objective)

@@ -6,6 +6,7 @@ model costs.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -19,86 +20,85 @@ from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform, usual_head
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, Precision
-from eagle3_jax.theory.shapes import KNOWN_MODELS, ModelShape
+from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name
 
-_MADE_UP = (
+_TINY = GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=8)
+_MADE_UP = {
     # Of the proportions of Llama, small enough for a few CPU cores; the last two for trying things out.
-    ModelShape(
-        name="Llama-100M", vocab_size=32_000, width=768, mlp_width=2048, num_layers=12, num_heads=12, num_kv_heads=4,
-        head_dim=64, tie_embeddings=True, max_positions=8192,
+    "Llama-100M": DecoderConfig(
+        vocab_size=32_000,
+        width=768,
+        layers=uniform(12, GroupedQuery(num_heads=12, num_kv_heads=4, head_dim=64), GatedMLP(width=2048)),
+        max_positions=8192,
+        tie_embeddings=True,
     ),
-    ModelShape(
-        name="Llama-tiny", vocab_size=512, width=32, mlp_width=48, num_layers=8, num_heads=4, num_kv_heads=2,
-        head_dim=8, tie_embeddings=True, max_positions=512,
+    "Llama-tiny": DecoderConfig(
+        vocab_size=512, width=32, layers=uniform(8, _TINY, GatedMLP(width=48)), max_positions=512, tie_embeddings=True
     ),
-    ModelShape(
-        name="Qwen3-tiny", vocab_size=512, width=32, mlp_width=48, num_layers=8, num_heads=4, num_kv_heads=2,
-        head_dim=8, qk_norm=True, max_positions=512,
+    "Qwen3-tiny": DecoderConfig(
+        vocab_size=512,
+        width=32,
+        layers=uniform(8, dataclasses.replace(_TINY, qk_norm=True), GatedMLP(width=48)),
+        max_positions=512,
     ),
-)  # fmt: skip
-SHAPES = KNOWN_MODELS | {shape.name.lower(): shape for shape in _MADE_UP}
+}
+SHAPES = KNOWN_MODELS | _MADE_UP
 _MOST_POSITIONS = 8192  # longer ones change nothing that is measured here
 _HEADROOM = 0.1  # of what a model needs: activations, and programs
 
 
-def shape_named(name: str) -> ModelShape:
+def shape_name(name: str) -> str:
+    """The shape of that name as it is written, whatever its case here.
+
+    Raises:
+        ValueError: There is none.
+    """
+    found = known_name(name, SHAPES)
+    if found is None:
+        raise ValueError(f"there is no shape {name!r}; use one of {', '.join(SHAPES)}")
+    return found
+
+
+def shape_named(name: str) -> DecoderConfig:
     """The shape of that name, whatever its case.
 
     Raises:
         ValueError: There is none.
     """
-    if name.lower() not in SHAPES:
-        raise ValueError(f"there is no shape {name!r}; use one of {', '.join(shape.name for shape in SHAPES.values())}")
-    return SHAPES[name.lower()]
+    return SHAPES[shape_name(name)]
 
 
-def config_of(shape: ModelShape) -> DecoderConfig:
-    """A decoder of a shape. Rotary frequencies and epsilons are the defaults: no step costs more for others."""
-    return DecoderConfig(
-        vocab_size=shape.vocab_size,
-        width=shape.width,
-        layers=uniform(
-            shape.num_layers,
-            GroupedQuery(
-                num_heads=shape.num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                qk_norm=shape.qk_norm,
-            ),
-            GatedMLP(width=shape.mlp_width),
-        ),
-        max_positions=min(shape.max_positions, _MOST_POSITIONS),
-        tie_embeddings=shape.tie_embeddings,
-    )
+def random_pair(name: str, *, precision: Precision = BFLOAT16, seed: int = 0) -> tuple[LoadedTarget, LoadedDrafter]:
+    """A target of a named shape and its usual EAGLE-3 head; nothing of it ever lies on the host.
 
-
-def random_pair(
-    shape: ModelShape, *, precision: Precision = BFLOAT16, seed: int = 0
-) -> tuple[LoadedTarget, LoadedDrafter]:
-    """A target and an EAGLE-3 head of a shape; nothing of it ever lies on the host."""
-    config = config_of(shape)
+    Raises:
+        ValueError: There is no such shape.
+    """
+    name, config = shape_name(name), shape_named(name)
+    config = dataclasses.replace(config, max_positions=min(config.max_positions, _MOST_POSITIONS))
     model, drafter = DecoderTarget(config, precision), Eagle3Drafter(usual_head(config), precision=precision)
     target_key, head_key = jax.random.split(jax.random.key(seed))
     params = _draw(model.param_shapes(), target_key, precision)
-    target = LoadedTarget(model, params, config.vocab_size, config.max_positions, name=f"{shape.name}, random weights")
+    target = LoadedTarget(model, params, config.vocab_size, config.max_positions, name=f"{name}, random weights")
     head = {
         "head": _draw(drafter.param_shapes(), head_key, precision),
         "embedding": params["embedding"],
         "draft_to_target": jnp.arange(drafter.config.draft_vocab_size, dtype=jnp.int32),
     }
-    return target, LoadedDrafter(drafter, head, f"EAGLE-3 head of {shape.name}, random weights")
+    return target, LoadedDrafter(drafter, head, f"EAGLE-3 head of {name}, random weights")
 
 
-def bytes_needed(shape: ModelShape, *, batch: int, capacity: int, precision: Precision = BFLOAT16) -> int:
+def bytes_needed(config: DecoderConfig, *, batch: int, capacity: int, precision: Precision = BFLOAT16) -> int:
     """Device memory of a random pair and its caches for ``batch`` rows of ``capacity`` slots, with headroom."""
-    config = config_of(shape)
-    head = Eagle3Drafter(usual_head(config), precision=precision)
-    shapes = DecoderTarget(config, precision).param_shapes(), head.param_shapes()
+    model, drafter = DecoderTarget(config, precision), Eagle3Drafter(usual_head(config), precision=precision)
+    shapes = model.param_shapes(), drafter.param_shapes()
     weights = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(shapes))
-    cache = batch * capacity * (shape.num_layers + 1) * 2 * shape.num_kv_heads * shape.head_dim
+    kept = jax.eval_shape(
+        lambda: jax.tree.leaves((model.init_cache(batch, capacity), drafter.init({}, batch, capacity)))
+    )
+    caches = sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
     logits = 4 * batch * 64 * config.vocab_size  # of the largest draft, in float32
-    operand, activation = jnp.dtype(precision.operands).itemsize, jnp.dtype(precision.activations).itemsize
-    return int((weights * operand + cache * activation + logits) * (1 + _HEADROOM))
+    return int((weights * jnp.dtype(precision.operands).itemsize + caches + logits) * (1 + _HEADROOM))
 
 
 def why_not(needed: int, stats: Mapping[str, int] | None) -> str | None:

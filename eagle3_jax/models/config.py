@@ -278,7 +278,11 @@ def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 def usual_head(
-    target: DecoderConfig, *, draft_vocab_size: int | None = None, mlp_width: int | None = None
+    target: DecoderConfig,
+    *,
+    draft_vocab_size: int | None = None,
+    mlp_width: int | None = None,
+    aux_layers: tuple[int, ...] | None = None,
 ) -> Eagle3Config:
     """The head that most published ones are: one plain layer of the target's geometry and its default features.
 
@@ -286,9 +290,10 @@ def usual_head(
         target: What it drafts for.
         draft_vocab_size: ``W``; 32,000, or all that the target has, when left out.
         mlp_width: Inner width of its MLP; the target's when left out.
+        aux_layers: Which features it reads; the default ones when left out.
 
     Raises:
-        ValueError: The target has fewer than 8 layers.
+        ValueError: ``aux_layers`` is left out and the target has fewer than 8 layers.
     """
     layer = target.layers[0]
     mixer = GroupedQuery(
@@ -300,7 +305,7 @@ def usual_head(
         layers=uniform(1, mixer, GatedMLP(width=mlp_width or layer.mlp.width)),
         draft_vocab_size=draft_vocab_size or min(32_000, target.vocab_size),
         target_width=target.width,
-        aux_layers=default_aux_layers(target.num_layers),
+        aux_layers=aux_layers or default_aux_layers(target.num_layers),
         max_positions=target.max_positions,
         norm_eps=target.norm_eps,
     )

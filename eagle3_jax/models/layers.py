@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
@@ -37,6 +39,16 @@ BFLOAT16 = Precision("bfloat16", jnp.bfloat16, jnp.bfloat16)
 # costs about the same as one, which is what makes verification nearly free there.
 MIXED = Precision("mixed", jnp.bfloat16, jnp.float32)
 PRECISIONS = {p.name: p for p in (FLOAT32, BFLOAT16, MIXED)}
+
+
+def cast(params: Any, precision: Precision) -> Any:
+    """Arrays on the device: matrices in the type they are multiplied in, vectors in that of the activations."""
+
+    def place(leaf: np.ndarray) -> jax.Array:
+        # On the host, where it is one pass; on the device every shape would be a program to compile.
+        return jax.device_put(leaf.astype(precision.operands if leaf.ndim > 1 else precision.activations))
+
+    return jax.tree.map(place, params)
 
 
 def _exact(dtype: DTypeLike) -> lax.Precision | None:

@@ -14,8 +14,9 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+from eagle3_jax.models.config import DecoderConfig, Eagle3Config
 from eagle3_jax.theory.memory import Deployment, memory_plan
-from eagle3_jax.theory.shapes import HeadShape, ModelShape
+from eagle3_jax.theory.sizes import LayerRun, layer_runs, parameters
 
 _MOST_ROWS = 65_536  # batches beyond this are not searched
 
@@ -47,7 +48,7 @@ class Work:
 
 def forward_work(
     deployment: Deployment,
-    model: ModelShape | HeadShape,
+    model: DecoderConfig | Eagle3Config,
     *,
     batch: int,
     context: int,
@@ -59,7 +60,7 @@ def forward_work(
 
     ``bytes = weights + B·(context + tokens)·kv``. ``operations = 2·B·(tokens·layers + logits·V·D)`` in matrices and
     ``4·B·tokens·(context + (tokens + 1)/2)·L·heads·H`` in attention: a token's query meets every earlier key and its
-    own, and as many values, two operations each.
+    own, and as many values, two operations each. A layer with a window reads no more than what its tokens see.
 
     Args:
         deployment: Where it runs.
@@ -70,17 +71,33 @@ def forward_work(
         logits: How many of those need logits.
         fuse: Whether target features are fused, which only the first pass of a draft does.
     """
-    n, parameters = deployment.num_accelerators, model.parameters
-    fusion = 0 if fuse else deployment.plain_bytes * parameters.fusion
-    cache = batch * (context + tokens) * deployment.cache_bytes_per_token(model)
-    layers = parameters.query_output + parameters.key_value + parameters.mlp + (n * parameters.fusion if fuse else 0)
-    pairs = batch * tokens * (context + (tokens + 1) / 2)
-    attention = 4 * pairs * model.num_layers * model.num_heads * model.head_dim
+    n, of, runs = deployment.num_accelerators, parameters(model), layer_runs(model)
+    fusion = 0 if fuse else deployment.plain_bytes * of.fusion
+    cache = sum(batch * _keys_read(run, context, tokens) * deployment.run_cache_bytes(run) for run in runs)
+    layers = of.query_output + of.key_value + of.mlp + (n * of.fusion if fuse else 0)
+    attention = sum(_attention_flops(run, batch * _pairs(run, context, tokens)) for run in runs)
     return Work(
         num_bytes=deployment.streamed_bytes(model) - fusion + cache,
         layer_flops=2 * batch * tokens * layers / n,
-        other_flops=(attention + 2 * batch * logits * parameters.output) / n,
+        other_flops=(attention + 2 * batch * logits * of.output) / n,
     )
+
+
+def _keys_read(run: LayerRun, context: int, tokens: int) -> int:
+    """Keys of a sequence that any of its new tokens sees, the new ones included."""
+    window = run.layer.mixer.window
+    return context + tokens if window is None else min(context, window - 1) + tokens
+
+
+def _pairs(run: LayerRun, context: int, tokens: int) -> float:
+    """Queries times the keys that each of them meets."""
+    window = run.layer.mixer.window
+    whole = tokens if window is None else min(max(window - context, 0), tokens)  # the first ones, which see it all
+    return whole * (context + (whole + 1) / 2) + (tokens - whole) * (window or 0)
+
+
+def _attention_flops(run: LayerRun, pairs: float) -> float:
+    return 4 * pairs * run.count * run.layer.mixer.num_heads * run.layer.mixer.head_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from eagle3_jax.models.config import usual_head
 from eagle3_jax.theory.accelerators import KNOWN_ACCELERATORS
+from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import Deployment
-from eagle3_jax.theory.shapes import KNOWN_MODELS, usual_head
+from eagle3_jax.theory.sizes import parameters
 from eagle3_jax.theory.speedup import (
     blended_tau,
     draft_rate_from_tau,
@@ -89,11 +91,11 @@ def _tail() -> Exercise:
 
 
 def _head_or_draft_model() -> Exercise:
-    target, small = KNOWN_MODELS["llama-3.3-70b"], KNOWN_MODELS["llama-3.2-1b"]
+    target, small = KNOWN_MODELS["Llama-3.3-70B"], KNOWN_MODELS["Llama-3.2-1B"]
     head = usual_head(target)
     deployment = Deployment(target=target, head=head, accelerator=KNOWN_ACCELERATORS["h200"], weights="fp8")
     in_bfloat16 = Deployment(target=small, head=None, accelerator=KNOWN_ACCELERATORS["h200"])
-    per_pass = deployment.streamed_bytes(head) - 2 * head.parameters.fusion
+    per_pass = deployment.streamed_bytes(head) - 2 * parameters(head).fusion
     kib = [
         deployment.cache_bytes_per_token(head) / 1024,
         in_bfloat16.cache_bytes_per_token(small) / 1024,
@@ -101,7 +103,7 @@ def _head_or_draft_model() -> Exercise:
     ]
     return Exercise(
         "What does an EAGLE-3 head for Llama-3.3-70B need, and what a 1B draft model?",
-        f"Weights {deployment.weight_bytes(head) / 1e9:.2f} GB ({head.parameters.total / 1e9:.3f} billion) against "
+        f"Weights {deployment.weight_bytes(head) / 1e9:.2f} GB ({parameters(head).total / 1e9:.3f} billion) against "
         f"{in_bfloat16.weight_bytes(small) / 1e9:.2f} GB; cache per token {kib[0]:.0f} KiB against {kib[1]:.0f} KiB "
         f"(target {kib[2]:.0f} KiB). A draft pass reads {per_pass / 1e9:.2f} GB, so its c is at least "
         f"{per_pass / deployment.streamed_bytes(target):.3f} of an FP8 target's step; and it is "

@@ -6,8 +6,9 @@ import dataclasses
 import math
 from typing import Any
 
+from eagle3_jax.models.config import DecoderConfig, Eagle3Config, LayerConfig
 from eagle3_jax.theory.accelerators import Accelerator
-from eagle3_jax.theory.shapes import HeadShape, ModelShape
+from eagle3_jax.theory.sizes import LayerRun, layer_runs, parameters
 
 # Bits per weight of the matrices inside the layers. int4 carries a 16-bit scale for every 128 weights; the scales of
 # fp8 and int8, one a row, are left out (a thousandth).
@@ -32,14 +33,18 @@ class Deployment:
         num_accelerators: Tensor-parallel size ``n``.
         weights: A key of ``WEIGHT_BITS``.
         cache: A key of ``CACHE_BYTES``, for both caches.
+        target_name: For tables and messages.
+        head_name: The same of the head.
     """
 
-    target: ModelShape
-    head: HeadShape | None
+    target: DecoderConfig
+    head: Eagle3Config | None
     accelerator: Accelerator
     num_accelerators: int = 1
     weights: str = "bfloat16"
     cache: str = "bfloat16"
+    target_name: str = "target"
+    head_name: str = "head"
 
     def __post_init__(self) -> None:
         if self.weights not in WEIGHT_BITS:
@@ -48,15 +53,16 @@ class Deployment:
             raise ValueError(f"cache type {self.cache!r} is not known; use one of {', '.join(CACHE_BYTES)}")
         if self.num_accelerators < 1:
             raise ValueError(f"{self.num_accelerators} accelerators; expected at least 1")
-        for model in (self.target, *([self.head] if self.head else [])):
-            if model.num_heads % self.num_accelerators:
-                raise ValueError(
-                    f"{model.num_heads} attention heads of the {model.name} cannot be divided by "
-                    f"{self.num_accelerators} accelerators; use a number that divides them"
-                )
+        for name, model in ((self.target_name, self.target), (self.head_name, self.head)):
+            for num_heads in attention_heads(model) if model else ():
+                if num_heads % self.num_accelerators:
+                    raise ValueError(
+                        f"{num_heads} attention heads of the {name} cannot be divided by "
+                        f"{self.num_accelerators} accelerators; use a number that divides them"
+                    )
         if self.head and self.head.target_width != self.target.width:
             raise ValueError(
-                f"the head reads features of width {self.head.target_width} but {self.target.name} has "
+                f"the head reads features of width {self.head.target_width} but {self.target_name} has "
                 f"{self.target.width}; give the head that was trained for this target"
             )
 
@@ -65,36 +71,46 @@ class Deployment:
         """Bytes of a number that is never quantised: embedding, output projection, vectors, head, activations."""
         return 4 if self.weights == "float32" else 2
 
-    def weight_bytes(self, model: ModelShape | HeadShape) -> float:
+    def weight_bytes(self, model: DecoderConfig | Eagle3Config) -> float:
         """Weights on each accelerator: ``bits/8·(qo + mlp + r·kv)/n + wide·((embed + output)/n + fusion + vectors)``.
 
         ``r`` is how many accelerators share a key/value head, 1 when there are enough heads.
         """
-        parameters = model.parameters
+        of = parameters(model)
         return (
             self._layer_bytes(model)
-            + self.plain_bytes * (parameters.embedding + parameters.output) / self.num_accelerators
-            + self.plain_bytes * (parameters.fusion + parameters.vectors)
+            + self.plain_bytes * (of.embedding + of.output) / self.num_accelerators
+            + self.plain_bytes * (of.fusion + of.vectors)
         )
 
-    def streamed_bytes(self, model: ModelShape | HeadShape) -> float:
+    def streamed_bytes(self, model: DecoderConfig | Eagle3Config) -> float:
         """Weights that each accelerator reads in a forward: all but the embedding, of which a token reads one row."""
-        return self.weight_bytes(model) - self.plain_bytes * model.parameters.embedding / self.num_accelerators
+        return self.weight_bytes(model) - self.plain_bytes * parameters(model).embedding / self.num_accelerators
 
-    def cache_bytes_per_token(self, model: ModelShape | HeadShape) -> float:
-        """Keys and values of one token on each accelerator: ``2·L·C·H`` numbers, ``·r/n``."""
-        numbers = model.cache_values_per_token * self._shared_by(model) / self.num_accelerators
-        return numbers * CACHE_BYTES[self.cache]
+    def cache_bytes_per_token(self, model: DecoderConfig | Eagle3Config) -> float:
+        """Keys and values of one token on each accelerator: ``Σ 2·C·H`` numbers, ``·r/n``, over the layers.
 
-    def _layer_bytes(self, model: ModelShape | HeadShape) -> float:
-        parameters, bits = model.parameters, 8.0 * self.plain_bytes
-        if isinstance(model, ModelShape):
-            bits = WEIGHT_BITS[self.weights]
-        divided = parameters.query_output + parameters.mlp + parameters.key_value * self._shared_by(model)
+        Layers with a window hold the whole sequence like the others; an engine that frees what has left the window
+        needs less.
+        """
+        return sum(self.run_cache_bytes(run) for run in layer_runs(model))
+
+    def run_cache_bytes(self, run: LayerRun) -> float:
+        """The same of some layers."""
+        return run.cache_values_per_token * self._shared_by(run) / self.num_accelerators * CACHE_BYTES[self.cache]
+
+    def _layer_bytes(self, model: DecoderConfig | Eagle3Config) -> float:
+        bits = WEIGHT_BITS[self.weights] if isinstance(model, DecoderConfig) else 8.0 * self.plain_bytes
+        divided = sum(run.query_output + run.mlp + run.key_value * self._shared_by(run) for run in layer_runs(model))
         return bits / 8 * divided / self.num_accelerators
 
-    def _shared_by(self, model: ModelShape | HeadShape) -> float:
-        return max(1.0, self.num_accelerators / model.num_kv_heads)
+    def _shared_by(self, run: LayerRun) -> float:
+        return max(1.0, self.num_accelerators / run.layer.mixer.num_kv_heads)
+
+
+def attention_heads(model: DecoderConfig | Eagle3Config) -> set[int]:
+    """The numbers of query heads that its layers have, mostly one."""
+    return {run.layer.mixer.num_heads for run in layer_runs(model)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,8 +163,9 @@ def activation_bytes(deployment: Deployment, *, batch: int, num_draft_tokens: in
     """An estimate of the working memory of the largest forward on each accelerator.
 
     ``T·wide·(4·D + (2·mlp + (heads + 2·C)·H)/n + A·D) + 2·4·B·(K+1)·V/n``: for the ``T`` tokens of the forward the
-    residual stream and three vectors like it, the inner vectors of one layer, and the features kept for the head; for
-    the verified tokens logits and probabilities in float32. Engines differ; measure before you rely on a gigabyte.
+    residual stream and three vectors like it, the inner vectors of the widest layer, and the features kept for the
+    head; for the verified tokens logits and probabilities in float32. Engines differ; measure before you rely on a
+    gigabyte.
 
     Args:
         deployment: What runs.
@@ -158,10 +175,15 @@ def activation_bytes(deployment: Deployment, *, batch: int, num_draft_tokens: in
     """
     target, n = deployment.target, deployment.num_accelerators
     verified = batch * (num_draft_tokens + 1)
-    features = deployment.head.num_aux_layers * target.width if deployment.head else 0
-    inner = 2 * target.mlp_width + (target.num_heads + 2 * target.num_kv_heads) * target.head_dim
+    features = len(deployment.head.aux_layers) * target.width if deployment.head else 0
+    inner = max(_inner_width(run.layer) for run in layer_runs(target))
     per_token = deployment.plain_bytes * (4 * target.width + inner / n + features)
     return max(verified, prefill_tokens) * per_token + 2 * 4 * verified * target.vocab_size / n
+
+
+def _inner_width(layer: LayerConfig) -> int:
+    mixer = layer.mixer
+    return 2 * layer.mlp.width + (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
 
 
 def memory_plan(
@@ -238,7 +260,8 @@ def remedy_of(deployment: Deployment, **asked: Any) -> Remedy:
     def fits(**changes: Any) -> bool:
         return memory_plan(dataclasses.replace(deployment, **changes), **asked).fits
 
-    heads = math.gcd(deployment.target.num_heads, deployment.head.num_heads if deployment.head else 0)
+    models = [deployment.target, *([deployment.head] if deployment.head else [])]
+    heads = math.gcd(*(number for model in models for number in attention_heads(model)))
     numbers = range(deployment.num_accelerators + 1, min(heads, _MOST_ACCELERATORS) + 1)
     bits = WEIGHT_BITS[deployment.weights]
     # Half precisions are the same size; the name that engines default to comes first.

@@ -20,7 +20,7 @@ def to_markdown(plan: RolloutPlan, *, target: str, head: str) -> str:
     traffic, deployment, k = plan.traffic, plan.deployment, plan.num_draft_tokens
     obstacles = "".join(f"- **Do not start.** {text}\n" for text in plan.obstacles)
     facts = [
-        ("target, head", f"{deployment.target.name}, {deployment.head.name if deployment.head else 'none'}"),
+        ("target, head", f"{deployment.target_name}, {deployment.head_name if deployment.head else 'none'}"),
         (
             "replica",
             f"{deployment.num_accelerators} x {deployment.accelerator.name}, weights {deployment.weights}, "
@@ -56,7 +56,7 @@ def to_markdown(plan: RolloutPlan, *, target: str, head: str) -> str:
     table = "\n".join(f"| {name} | {value} |" for name, value in facts)
     template = Path(__file__).with_name("rollout.md").read_text(encoding="utf-8")
     return template.format(
-        title=deployment.target.name,
+        title=deployment.target_name,
         obstacles=f"{obstacles}\n" if obstacles else "",
         facts=table,
         validate=f"pytest validation --gpu --target {shlex.quote(target)} --drafter {shlex.quote(head)}",

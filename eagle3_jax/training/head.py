@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, usual_head
@@ -38,16 +38,16 @@ def official_head(target: DecoderConfig, draft_vocab_size: int, mlp_width: int |
 
 
 def initial_head(
-    drafter: Eagle3Drafter, target_params: Params, draft_to_target: Int[np.ndarray, " W"], key: jax.Array
+    drafter: Eagle3Drafter,
+    unembedding: Float[Array, "D V"],
+    final_norm: Float[Array, " D"],
+    draft_to_target: Int[np.ndarray, " W"],
+    key: jax.Array,
 ) -> Params:
-    """Random parameters, but for the final norm and the output projection, which start as the target's own rows."""
+    """Random parameters, but for the final norm and the output projection, which start as the target's own."""
     params = drafter.init_params(key)
-    if "head" in target_params:
-        rows = target_params["head"]["kernel"][:, draft_to_target]
-    else:
-        rows = target_params["embedding"][draft_to_target].T
-    params["head"]["kernel"] = jnp.asarray(rows, jnp.float32)
-    params["norm"]["scale"] = jnp.asarray(target_params["norm"]["scale"], jnp.float32)
+    params["head"]["kernel"] = jnp.asarray(unembedding[:, draft_to_target], jnp.float32)
+    params["norm"]["scale"] = jnp.asarray(final_norm, jnp.float32)
     return params
 
 

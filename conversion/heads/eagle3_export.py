@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from conversion import draft_vocab, rules
-from conversion.eagle3 import HeadCheckpoint, head_rules
 from conversion.errors import CheckpointError
 from conversion.files import copy_tokenizer, new_directory, write_json
+from conversion.heads.eagle3 import HeadCheckpoint, head_rules
 from conversion.hf_config import bias_fields, stack_fields
 from conversion.tensors import SAFETENSORS, write_tensors
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
-from conversion import draft_vocab, kinds, rules
+from conversion import rules
 from conversion.errors import CheckpointError, TargetNeededError, short
-from conversion.files import read_json
+from conversion.fields import Fields, read_from
+from conversion.heads.dialects import dialect_of
+from conversion.heads.head import HeadKind, Signs, Stored
 from conversion.hf_config import (
-    Fields,
-    dialect_of,
-    read_from,
     read_mixer,
     read_mlp,
     read_stack,
@@ -31,9 +29,14 @@ from conversion.hf_config import (
     refuse_windows,
 )
 from conversion.rules import Params, Rule
-from conversion.tensors import read_tensors
-from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, default_aux_layers, uniform
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+    from eagle3_jax.models.layers import Precision
+    from eagle3_jax.types import Tables
 
 _AUX = "eagle_aux_hidden_state_layer_ids"
 
@@ -52,8 +55,9 @@ class HeadCheckpoint:
     """A draft head as it lies on disk.
 
     Attributes:
+        method: Which row of the table of heads makes a drafter of it.
         config: Its description.
-        head: Nested dictionary of numpy arrays in the stored dtype, as :class:`Eagle3Drafter` expects it.
+        head: Nested dictionary of numpy arrays in the stored dtype, as ``Eagle3Drafter`` expects it.
         draft_to_target: ``[W]`` int32, absolute target ids.
         embedding: ``[V D]``, the head's own embedding; ``None`` when it shares the target's.
         dialect: ``eagle``, ``sglang``, ``vllm``, ``speculators``, ``modelopt``, or ``jax`` for a native checkpoint.
@@ -61,6 +65,8 @@ class HeadCheckpoint:
         dtype: The dtype that holds most of the parameters.
         num_target_layers: Layers of the target that it was read for, when known.
     """
+
+    method: ClassVar[str] = "eagle3"
 
     config: Eagle3Config
     head: Params
@@ -92,30 +98,32 @@ def head_rules(config: Eagle3Config) -> list[Rule]:
     return table
 
 
-def read_head(directory: Path, target: DecoderConfig | None) -> HeadCheckpoint:
+def recognise(signs: Signs) -> bool:
+    """By a norm that no other head has, by what the file says, or by an output projection beside the fusion."""
+    if signs.has(r"midlayer\.|layers\.\d+\.hidden_norm\.") or "Eagle3" in signs.architecture:
+        return True
+    own = {"d2t", "t2d", "norm.weight"} & signs.names
+    return signs.method == "eagle3" or ("fc.weight" in signs.names and bool(own))
+
+
+def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     """Read an EAGLE-3 head in any dialect.
 
     Args:
-        directory: The head's directory.
+        stored: What lies on disk.
         target: What it drafts for; checked against the head, and needed when the head does not name its auxiliary
             layers.
 
     Raises:
-        CheckpointError: It is no EAGLE-3 head, is incomplete, or does not fit the target; the message says why.
+        CheckpointError: It is incomplete, or does not fit the target; the message says why.
     """
-    values = read_json(directory / "config.json")
-    stored = read_tensors(directory)
-    where = str(directory / "config.json")
-    kind = kinds.recognise(values, stored.keys(), where=str(directory))
-    if kind in kinds.DIFFERENCES:
-        raise CheckpointError(f"{directory} is {kinds.DIFFERENCES[kind]}; this loads EAGLE-3 heads only")
-    if kind != kinds.EAGLE3:
-        raise CheckpointError(f"{directory} is a language model, not a draft head; give it as the target")
-    tensors = _canonical(stored, directory)
-    top = Fields(values, where)
-    nested = values.get("transformer_layer_config") is not None
-    geometry = top.section("transformer_layer_config") if nested else top
-    config, aux_layers = _read_config(top, geometry, tensors, nested=nested)
+    from conversion import draft_vocab
+    from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+
+    directory, where = stored.directory, str(stored.directory / "config.json")
+    tensors, top = _canonical(stored.tensors, directory), Fields(stored.config, where)
+    config, aux_layers = read_config(top, lambda _: _num_layers(tensors, where))
+    refuse_quantised(top)
     if target is not None:
         check_fit(config, aux_layers, target, str(directory))
     if "lm_head.weight" not in tensors:
@@ -141,11 +149,31 @@ def read_head(directory: Path, target: DecoderConfig | None) -> HeadCheckpoint:
         head=head,
         draft_to_target=draft_to_target,
         embedding=embedding,
-        dialect=dialect_of(values, stored),
+        dialect=dialect_of(stored.config, stored.tensors),
         source=directory,
         dtype=rules.main_dtype(head),
         num_target_layers=None if target is None else target.num_layers,
     )
+
+
+def make(checkpoint: HeadCheckpoint, tables: Tables, precision: Precision) -> tuple[Eagle3Drafter, dict[str, Any]]:
+    """A drafter and its parameters; without an embedding of its own, or with an equal one, it shares the target's."""
+    import jax.numpy as jnp
+
+    from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+    from eagle3_jax.models.layers import cast
+
+    embedding = tables.embedding
+    if checkpoint.embedding is not None:
+        own = cast(checkpoint.embedding, precision)
+        same = own.shape == embedding.shape and bool(jnp.array_equal(own, embedding))
+        embedding = embedding if same else own
+    params = {
+        "head": cast(checkpoint.head, precision),
+        "embedding": embedding,
+        "draft_to_target": jnp.asarray(checkpoint.draft_to_target, jnp.int32),
+    }
+    return Eagle3Drafter(checkpoint.config, precision=precision), params
 
 
 def named_aux_layers(top: Fields) -> tuple[int, ...] | None:
@@ -217,10 +245,18 @@ def _switch(top: Fields, name: str, default: bool) -> bool:
     return top.flag(name, section.flag(name, default))
 
 
-def _read_config(
-    top: Fields, geometry: Fields, tensors: Mapping[str, np.ndarray], *, nested: bool
-) -> tuple[Eagle3Config, tuple[int, ...] | None]:
-    """The head's description, and its auxiliary layers if it names them (a stand-in of three is in the description)."""
+def read_config(top: Fields, num_layers: Callable[[Fields], int]) -> tuple[Eagle3Config, tuple[int, ...] | None]:
+    """The head's description, and its auxiliary layers if it names them (a stand-in of three is in the description).
+
+    Args:
+        top: The ``config.json``.
+        num_layers: The head's layers, from whatever knows them, given the part of the file that has the geometry.
+
+    Raises:
+        CheckpointError: A field is missing, malformed or unsupported.
+    """
+    nested = top.get("transformer_layer_config") is not None
+    geometry = top.section("transformer_layer_config") if nested else top
     where = geometry.where
     model_type = geometry.get("model_type")
     if model_type not in ("llama", "qwen3"):
@@ -242,7 +278,6 @@ def _read_config(
     for fields in (top, geometry):
         refuse_unsupported(fields)
         refuse_windows(fields)
-        refuse_quantised(fields)
     aux_layers = named_aux_layers(top)
     chunks = len(aux_layers) if aux_layers else 3
     for fields in (top, geometry):
@@ -258,7 +293,7 @@ def _read_config(
     with read_from(top.where):
         config = Eagle3Config(
             **stack,
-            layers=uniform(_num_layers(tensors, where), mixer, mlp),
+            layers=uniform(num_layers(geometry), mixer, mlp),
             draft_vocab_size=top.integer("draft_vocab_size", stack["vocab_size"]),
             target_width=top.integer("target_hidden_size", stack["width"]),
             aux_layers=aux_layers or (0, 1, 2),
@@ -271,6 +306,19 @@ def _read_config(
             norm_before_fc=_switch(top, "norm_before_fc", False),
         )
     return config, aux_layers
+
+
+def stated_layers(top: Fields, geometry: Fields, target: DecoderConfig) -> int:
+    """A head's layers as far as its ``config.json`` is a witness, where there are no tensors to count.
+
+    The official layout has one whatever it says, and a copy of the target's number means nothing: the official
+    Vicuna-13B head says 40, which its target has, and has one.
+
+    Raises:
+        CheckpointError: It is no number of layers.
+    """
+    said = geometry.size("num_hidden_layers", 1)
+    return 1 if dialect_of(top.values, ()) == "eagle" or said >= target.num_layers else said
 
 
 def check_fit(config: Eagle3Config, aux_layers: tuple[int, ...] | None, target: DecoderConfig, where: str) -> None:
@@ -314,3 +362,6 @@ def _read_embedding(config: Eagle3Config, tensors: Mapping[str, np.ndarray], dir
         )
     rules.check_float(embedding, f"{directory}: embed_tokens.weight")
     return embedding
+
+
+KIND = HeadKind(name="eagle3", label="EAGLE-3", recognise=recognise, read=read, make=make, dialect=dialect_of)

@@ -1,0 +1,20 @@
+"""The kinds of draft heads, in the order in which a checkpoint is asked. Recognising one needs no JAX."""
+
+from __future__ import annotations
+
+from conversion.heads import eagle3, others
+from conversion.heads.head import HeadKind, Signs, Stored
+
+HEADS: dict[str, HeadKind] = {
+    kind.name: kind
+    for kind in (
+        others.MEDUSA,
+        others.DFLASH,
+        others.PEAGLE,
+        eagle3.KIND,
+        others.EAGLE1,
+    )
+}
+LOADABLE = ", ".join(kind.label for kind in HEADS.values() if kind.read is not None)
+
+__all__ = ["HEADS", "LOADABLE", "HeadKind", "Signs", "Stored"]

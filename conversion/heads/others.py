@@ -1,0 +1,44 @@
+"""Draft heads that are recognised and not loaded."""
+
+from __future__ import annotations
+
+from conversion.heads.dialects import dialect_of
+from conversion.heads.head import HeadKind
+
+MEDUSA = HeadKind(
+    name="medusa",
+    label="Medusa",
+    recognise=lambda signs: (
+        "medusa_num_heads" in signs.config
+        or signs.config.get("model_type") == "medusa"
+        or signs.has(r"\d+\.\d+\.linear\.|blocks\.\d+\.layers\.")
+    ),
+    difference="a Medusa head",
+)
+DFLASH = HeadKind(
+    name="dflash",
+    label="DFlash",
+    recognise=lambda signs: (
+        "dflash_config" in signs.config
+        or "DFlash" in signs.architecture
+        or signs.method.startswith(("dflash", "dspark"))
+    ),
+    difference="a DFlash drafter, which denoises a block",
+)
+PEAGLE = HeadKind(
+    name="p-eagle",
+    label="P-EAGLE",
+    recognise=lambda signs: "mask_hidden" in signs.names or "PEagle" in signs.architecture or signs.method == "peagle",
+    difference="a P-EAGLE head, which drafts all tokens in parallel from a mask token",
+    dialect=dialect_of,
+)
+# "fc" mixes embeddings or features into a head; no language model has it.
+EAGLE1 = HeadKind(
+    name="eagle1",
+    label="EAGLE-1/2",
+    recognise=lambda signs: "fc.weight" in signs.names,
+    difference=(
+        "an EAGLE-1/2 head: its fc reads one embedding and one feature, and it has neither hidden_norm nor lm_head"
+    ),
+    dialect=dialect_of,
+)

@@ -1,0 +1,130 @@
+"""How large models are, from their descriptions alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import NamedTuple
+
+from eagle3_jax.models.config import DecoderConfig, Eagle3Config, LayerConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """Parameters by what happens to them: which are quantised, divided between GPUs, or read in every step.
+
+    Attributes:
+        query_output: Query and output projections of attention.
+        key_value: Key and value projections.
+        mlp: Gate, up and down projections.
+        fusion: The projection that fuses target features, in a draft head.
+        vectors: Norms and biases.
+        embedding: The table that tokens are looked up in; 0 where it is the output projection, or another model's.
+        output: The projection to logits.
+    """
+
+    query_output: int
+    key_value: int
+    mlp: int
+    fusion: int
+    vectors: int
+    embedding: int
+    output: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(dataclasses.astuple(self))
+
+
+class LayerRun(NamedTuple):
+    """Equal layers that follow each other.
+
+    Attributes:
+        layer: Each of them.
+        count: How many there are.
+        query_output: Parameters of all of them together, as in :class:`Parameters`.
+        key_value: The same.
+        mlp: The same.
+        vectors: The same.
+        cache_values_per_token: Numbers that a token adds to their caches: a key and a value, ``2·C·H`` each. A layer
+            with a window counts like any other, since its buffers are as long.
+    """
+
+    layer: LayerConfig
+    count: int
+    query_output: int
+    key_value: int
+    mlp: int
+    vectors: int
+    cache_values_per_token: int
+
+
+def layer_runs(model: DecoderConfig | Eagle3Config) -> list[LayerRun]:
+    """The layers of a target or a head, equal neighbours together.
+
+    The first layer of a head reads the token embedding beside the fused features, so that its query, key and value
+    projections are ``2·D`` wide and two norms stand before them (Li et al., 2025, arXiv 2503.01840, section 3).
+    """
+    runs, layers = [], model.layers
+    if isinstance(model, Eagle3Config):
+        runs.append(_run(layers[0], 1, inputs=2 * model.width, width=model.width))
+        layers = layers[1:]
+    for layer, equal in itertools.groupby(layers):
+        runs.append(_run(layer, len(list(equal)), inputs=model.width, width=model.width))
+    return runs
+
+
+def _run(layer: LayerConfig, count: int, *, inputs: int, width: int) -> LayerRun:
+    mixer, mlp = layer.mixer, layer.mlp
+    queries, kv = mixer.num_heads * mixer.head_dim, 2 * mixer.num_kv_heads * mixer.head_dim
+    vectors = inputs + width  # the norms before attention and before the MLP
+    if mixer.qk_norm:
+        vectors += 2 * mixer.head_dim
+    if mixer.qkv_bias:
+        vectors += queries + kv
+    if mixer.o_bias:
+        vectors += width
+    if mlp.bias:
+        vectors += 2 * mlp.width + width
+    return LayerRun(
+        layer=layer,
+        count=count,
+        query_output=count * (inputs + width) * queries,
+        key_value=count * inputs * kv,
+        mlp=count * 3 * width * mlp.width,
+        vectors=count * vectors,
+        cache_values_per_token=count * kv,
+    )
+
+
+def parameters(model: DecoderConfig | Eagle3Config) -> Parameters:
+    """Parameters of a target, or of a head without the embedding that it shares with its target.
+
+    Of ``L`` equal layers without biases: ``L·(2·D·heads·H + 2·D·C·H + 3·D·mlp)`` in the layers' matrices, ``2·V·D`` in
+    the tables (``V·D`` if tied), and the norms; a head has ``A·D_target·D`` for the fusion and ``W·D`` for the output.
+    """
+    runs, width = layer_runs(model), model.width
+    vectors = sum(run.vectors for run in runs) + width
+    if isinstance(model, Eagle3Config):
+        features = len(model.aux_layers) * model.target_width
+        if model.fc_norm or model.norm_before_fc:
+            vectors += features
+        fusion, embedding, output = features * width, 0, model.draft_vocab_size * width
+    else:
+        output = model.vocab_size * width
+        fusion, embedding = 0, 0 if model.tie_embeddings else output
+    return Parameters(
+        query_output=sum(run.query_output for run in runs),
+        key_value=sum(run.key_value for run in runs),
+        mlp=sum(run.mlp for run in runs),
+        fusion=fusion,
+        vectors=vectors,
+        embedding=embedding,
+        output=output,
+    )
+
+
+def cache_values_per_token(model: DecoderConfig | Eagle3Config) -> int:
+    """Numbers that one token adds to the caches of all layers, ``Σ 2·C·H``."""
+    return sum(run.cache_values_per_token for run in layer_runs(model))
