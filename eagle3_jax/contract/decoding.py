@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -14,19 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
-from scipy.optimize import brentq
-from scipy.stats import chi2, ncx2
 
 from eagle3_jax import loop as loops
-from eagle3_jax.contract.drafts import ALPHA
-from eagle3_jax.contract.subject import Broken, NotRun, Subject
+from eagle3_jax.contract.frequencies import ALPHA, Law, chi_square
+from eagle3_jax.contract.report import Broken, NotRun
+from eagle3_jax.contract.subject import Subject
 from eagle3_jax.decode import LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.state import LoopParams, Prompts
-from eagle3_jax.types import FinishReason, SamplingParams, per_row
+from eagle3_jax.types import FinishReason, SamplingParams, Warping, per_row
 
 TOP, HORIZON = 3, 4  # the law of four tokens, each among the three likeliest: a vocabulary of three
 _NEAR = 1e-3  # logits closer than this may change places with the order of sums
@@ -111,9 +109,6 @@ def _sampled(subject: Subject, prompts: list[list[int]]) -> Iterator[tuple[int, 
             yield row % len(prompts), tuple(written), int(outcome.stats.num_accepted_tokens[row])
 
 
-Law = dict[tuple[int, ...], float]
-
-
 def _law(target: LoadedTarget, prompt: list[int]) -> Law:
     """Probability of every sequence, by plain forwards of the target; empty where the cut is too near a tie."""
     law: Law = {(): 1.0}
@@ -158,45 +153,3 @@ def _gap(target: LoadedTarget, text: list[int]) -> float:
 def _prompts(subject: Subject, lengths: tuple[int, ...]) -> list[list[int]]:
     rng = np.random.default_rng([subject.seed, *lengths])
     return [rng.integers(0, subject.target.vocab_size, size).tolist() for size in lengths]
-
-
-@dataclasses.dataclass(frozen=True)
-class ChiSquare:
-    """A comparison of frequencies with a law.
-
-    Attributes:
-        p_value: How often a right drafter would look as wrong.
-        why: What was seen.
-        visible: The root mean square deviation, relative to the law, that would have shown nine times in ten.
-    """
-
-    p_value: float
-    why: str
-    visible: float
-
-
-def chi_square(counts: Counter, law: Law) -> ChiSquare:
-    """Pearson's test; cells that expect fewer than ten are counted as one."""
-    total = counts.total()
-    impossible = [cell for cell in counts if cell not in law]
-    if impossible:
-        return ChiSquare(0.0, f"{len(impossible)} sequences that the target cannot write, as {impossible[0]}", 0.0)
-    cells = [[counts[cell], total * mass] for cell, mass in sorted(law.items(), key=lambda item: -item[1])]
-    large = [cell for cell in cells if cell[1] >= 10]
-    small = [cell for cell in cells if cell[1] < 10]
-    if small:
-        rest = [sum(column) for column in zip(*small, strict=True)]
-        if rest[1] >= 10 or not large:
-            large.append(rest)
-        else:
-            large[-1] = [a + b for a, b in zip(large[-1], rest, strict=True)]
-    observed, expected = np.array(large, float).T
-    degrees = max(len(large) - 1, 1)
-    statistic = float(np.sum((observed - expected) ** 2 / expected))
-    critical = chi2.isf(ALPHA, degrees)
-    shift = brentq(lambda shift: ncx2.sf(critical, degrees, shift) - 0.9, 1e-3, 1e4)
-    return ChiSquare(
-        float(chi2.sf(statistic, degrees)),
-        f"chi-square {statistic:.1f} on {degrees} degrees of freedom, {total} sequences",
-        math.sqrt(float(shift) / total),  # type: ignore[arg-type]
-    )
