@@ -21,6 +21,7 @@ from conversion.hf_config import Fields
 from conversion.llama import TargetCheckpoint
 from conversion.native import is_native
 from conversion.reading import read_head, read_target
+from eagle3_jax.models.config import RopeConfig
 
 Status = Literal["ok", "warning", "failure", "skipped"]
 
@@ -132,15 +133,15 @@ def _describe_target(target: TargetCheckpoint) -> str:
 
 
 def _describe_head(head: HeadCheckpoint) -> str:
-    return f"{head.dialect} layout, {head.config.layer.num_layers} layer(s), complete"
+    return f"{head.dialect} layout, {head.config.num_layers} layer(s), complete"
 
 
 def _widths(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
     # Reading refuses a head that does not fit, so what is left is to say what was found.
     config = head.config
     own = "shares the target's embedding" if head.embedding is None else "brings its own embedding"
-    detail = f"head width {config.layer.width}, reads features of width {config.target_width}, {own}"
-    if head.embedding is not None and config.layer.width == target.config.width:
+    detail = f"head width {config.width}, reads features of width {config.target_width}, {own}"
+    if head.embedding is not None and config.width == target.config.width:
         used = np.asarray(target.params["embedding"], np.float32)
         if not np.array_equal(used, np.asarray(head.embedding, np.float32)):
             return Check(
@@ -154,8 +155,8 @@ def _widths(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
 
 def _vocabulary(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
     ids, config = head.draft_to_target, head.config
-    detail = f"{ids.size} of {config.layer.vocab_size} tokens can be drafted; d2t is one to one and in range"
-    if ids.size < config.layer.vocab_size and np.array_equal(ids, np.arange(ids.size)):
+    detail = f"{ids.size} of {config.vocab_size} tokens can be drafted; d2t is one to one and in range"
+    if ids.size < config.vocab_size and np.array_equal(ids, np.arange(ids.size)):
         return Check(
             "vocabulary",
             "warning",
@@ -219,7 +220,7 @@ def _norm_flags(head: HeadCheckpoint) -> Check:
 
 
 def _rope(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
-    ours, theirs = head.config.layer.rope, target.config.rope
+    ours, theirs = (config.layers[0].mixer.rope or RopeConfig() for config in (head.config, target.config))
     detail = f"head: {ours.type}, theta {ours.theta:g}; target: {theirs.type}, theta {theirs.theta:g}"
     if ours == theirs:
         return Check("rope", "ok", detail)
@@ -236,7 +237,7 @@ def _rope(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
 
 
 def _positions(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
-    ours, theirs = head.config.layer.max_positions, target.config.max_positions
+    ours, theirs = head.config.max_positions, target.config.max_positions
     detail = f"head {ours}, target {theirs}"
     if ours < theirs:
         return Check("positions", "warning", f"{detail}; drafts beyond {ours} are extrapolation (outputs stay exact)")

@@ -19,11 +19,21 @@ import numpy as np
 from conversion import draft_vocab, kinds, rules
 from conversion.errors import CheckpointError, TargetNeededError, short
 from conversion.files import read_json
-from conversion.hf_config import Fields, dialect_of, read_decoder, refuse_unsupported
+from conversion.hf_config import (
+    Fields,
+    dialect_of,
+    read_from,
+    read_mixer,
+    read_mlp,
+    read_stack,
+    refuse_quantised,
+    refuse_unsupported,
+    refuse_windows,
+)
 from conversion.rules import Params, Rule
 from conversion.tensors import read_tensors
-from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter, default_aux_layers
-from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+from eagle3_jax.models.config import DecoderConfig, Eagle3Config, default_aux_layers, uniform
 
 _AUX = "eagle_aux_hidden_state_layer_ids"
 
@@ -64,17 +74,17 @@ class HeadCheckpoint:
 
 def head_rules(config: Eagle3Config) -> list[Rule]:
     """The rule table, in canonical names: layers are ``layers.N`` whatever the dialect calls them."""
-    layer = config.layer
+    first, *rest = config.layers
     table = [
         *rules.linear("fc", "fc"),
         rules.norm("layers.0.input_layernorm", "first.embedding_norm"),
         rules.norm("layers.0.hidden_norm", "first.feature_norm"),
-        *rules.attention_and_mlp(layer, "layers.0", "first"),
+        *rules.attention_and_mlp(first, "layers.0", "first"),
         rules.norm("norm", "norm"),
         *rules.linear("lm_head", "head"),
     ]
-    for index in range(1, layer.num_layers):
-        table += rules.block(layer, f"layers.{index}", f"rest.{index - 1}")
+    for index, layer in enumerate(rest):
+        table += rules.block(layer, f"layers.{index + 1}", f"rest.{index}")
     if config.norm_before_fc:
         table.append(rules.norm("input_norm", "input_norm"))
     if config.fc_norm:
@@ -117,7 +127,7 @@ def read_head(directory: Path, target: DecoderConfig | None) -> HeadCheckpoint:
     known = (r"embed_tokens\.weight", "d2t", "t2d")
     head = rules.read_params(head_rules(config), tensors, shapes, where=str(directory), known=known)
     draft_to_target = draft_vocab.read(
-        tensors, vocab_size=config.layer.vocab_size, draft_vocab_size=config.draft_vocab_size, where=str(directory)
+        tensors, vocab_size=config.vocab_size, draft_vocab_size=config.draft_vocab_size, where=str(directory)
     )
     embedding = _read_embedding(config, tensors, directory)
     if aux_layers is None:
@@ -229,7 +239,10 @@ def _read_config(
             raise CheckpointError(
                 f"{section.where}: {name} is {short(section.get(name))}; only {expected!r} is supported"
             )
-    refuse_unsupported(top)
+    for fields in (top, geometry):
+        refuse_unsupported(fields)
+        refuse_windows(fields)
+        refuse_quantised(fields)
     aux_layers = named_aux_layers(top)
     chunks = len(aux_layers) if aux_layers else 3
     for fields in (top, geometry):
@@ -239,18 +252,15 @@ def _read_config(
             raise CheckpointError(
                 f"{fields.where}: num_aux_hidden_states is {count} but {_AUX} {named}; they must agree"
             )
-    vocab_size = geometry.integer("vocab_size")
-    layer = read_decoder(
-        geometry,
-        num_layers=_num_layers(tensors, where),
-        vocab_size=vocab_size,
-        qk_norm=model_type == "qwen3",
-    )
-    try:
+    bias, stack = geometry.flag("attention_bias"), read_stack(geometry)
+    mixer = read_mixer(geometry, qkv_bias=bias, o_bias=bias, qk_norm=model_type == "qwen3")
+    mlp = read_mlp(geometry, bias=geometry.flag("mlp_bias"))
+    with read_from(top.where):
         config = Eagle3Config(
-            layer=layer,
-            draft_vocab_size=top.integer("draft_vocab_size", vocab_size),
-            target_width=top.integer("target_hidden_size", layer.width),
+            **stack,
+            layers=uniform(_num_layers(tensors, where), mixer, mlp),
+            draft_vocab_size=top.integer("draft_vocab_size", stack["vocab_size"]),
+            target_width=top.integer("target_hidden_size", stack["width"]),
             aux_layers=aux_layers or (0, 1, 2),
             # speculators' own default is True, everyone else's False; vLLM does the same.
             norm_before_residual=_switch(top, "norm_before_residual", nested),
@@ -260,18 +270,14 @@ def _read_config(
             fc_norm=_switch(top, "fc_norm", False),
             norm_before_fc=_switch(top, "norm_before_fc", False),
         )
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{top.where}: {error}") from None
     return config, aux_layers
 
 
 def check_fit(config: Eagle3Config, aux_layers: tuple[int, ...] | None, target: DecoderConfig, where: str) -> None:
     """Refuse a head that was trained for another target."""
-    if config.layer.vocab_size != target.vocab_size:
+    if config.vocab_size != target.vocab_size:
         raise CheckpointError(
-            f"{where} drafts for a vocabulary of {config.layer.vocab_size} but the target has {target.vocab_size}; "
+            f"{where} drafts for a vocabulary of {config.vocab_size} but the target has {target.vocab_size}; "
             "give the target that the head was trained for"
         )
     if config.target_width != target.width:
@@ -287,26 +293,24 @@ def check_fit(config: Eagle3Config, aux_layers: tuple[int, ...] | None, target: 
 
 
 def _default_aux(target: DecoderConfig, where: str) -> tuple[int, ...]:
-    try:
+    with read_from(where):
         return default_aux_layers(target.num_layers)
-    except ValueError as error:
-        raise CheckpointError(f"{where}: {error}") from None
 
 
 def _read_embedding(config: Eagle3Config, tensors: Mapping[str, np.ndarray], directory: Path) -> np.ndarray | None:
     """The head's own embedding. One of the target's width is used as it is too, trained or not: vLLM does so."""
-    layer, embedding = config.layer, tensors.get("embed_tokens.weight")
+    embedding = tensors.get("embed_tokens.weight")
     if embedding is None:
-        if layer.width != config.target_width:
+        if config.width != config.target_width:
             raise CheckpointError(
-                f"{directory} has no embed_tokens.weight, but its width {layer.width} differs from the target's "
+                f"{directory} has no embed_tokens.weight, but its width {config.width} differs from the target's "
                 f"{config.target_width}, so it cannot share the target's embedding; fetch the complete head"
             )
         return None
-    if embedding.shape != (layer.vocab_size, layer.width):
+    if embedding.shape != (config.vocab_size, config.width):
         raise CheckpointError(
             f"{directory}: embed_tokens.weight has shape {list(embedding.shape)}; "
-            f"config.json asks for {[layer.vocab_size, layer.width]}"
+            f"config.json asks for {[config.vocab_size, config.width]}"
         )
     rules.check_float(embedding, f"{directory}: embed_tokens.weight")
     return embedding

@@ -15,9 +15,10 @@ from conversion import draft_vocab, rules
 from conversion.eagle3 import HeadCheckpoint, head_rules
 from conversion.errors import CheckpointError
 from conversion.files import copy_tokenizer, new_directory, write_json
-from conversion.hf_config import decoder_fields
+from conversion.hf_config import bias_fields, stack_fields
 from conversion.tensors import SAFETENSORS, write_tensors
-from eagle3_jax.drafters.eagle3 import Eagle3Drafter, default_aux_layers
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+from eagle3_jax.models.config import default_aux_layers
 
 Dialect = Literal["eagle", "sglang", "vllm"]
 DIALECTS: tuple[str, ...] = get_args(Dialect)
@@ -65,19 +66,18 @@ def _tensors(checkpoint: HeadCheckpoint) -> dict[str, np.ndarray]:
     shapes = Eagle3Drafter(config).param_shapes()
     canonical = rules.write_params(head_rules(config), checkpoint.head, shapes, where=str(checkpoint.source))
     tensors = {name.replace("layers.0.", "midlayer.", 1): value for name, value in canonical.items()}
-    tensors |= draft_vocab.write(checkpoint.draft_to_target, config.layer.vocab_size, config.draft_vocab_size)
+    tensors |= draft_vocab.write(checkpoint.draft_to_target, config.vocab_size, config.draft_vocab_size)
     if checkpoint.embedding is not None:
         embedding = np.asarray(checkpoint.embedding)
-        if embedding.shape != (config.layer.vocab_size, config.layer.width):
+        if embedding.shape != (config.vocab_size, config.width):
             raise CheckpointError(
-                f"the head's embedding has shape {embedding.shape}; "
-                f"expected {(config.layer.vocab_size, config.layer.width)}"
+                f"the head's embedding has shape {embedding.shape}; expected {(config.vocab_size, config.width)}"
             )
         rules.check_float(embedding, "the head's embedding")
         tensors["embed_tokens.weight"] = embedding
-    elif config.layer.width != config.target_width:
+    elif config.width != config.target_width:
         raise CheckpointError(
-            f"the head's width {config.layer.width} differs from the target's {config.target_width}, "
+            f"the head's width {config.width} differs from the target's {config.target_width}, "
             "so it needs an embedding of its own"
         )
     return tensors
@@ -85,26 +85,26 @@ def _tensors(checkpoint: HeadCheckpoint) -> dict[str, np.ndarray]:
 
 def _eagle_refusals(checkpoint: HeadCheckpoint) -> list[str]:
     """What the official code does not read, or reads only in one setting."""
-    config, layer, rope = checkpoint.config, checkpoint.config.layer, checkpoint.config.layer.rope
+    config, layer = checkpoint.config, checkpoint.config.layers[0]
+    mixer, rope = layer.mixer, layer.mixer.rope
     flags = {
         "norm_before_residual": config.norm_before_residual,
         "norm_output": config.norm_output,
         "fc_norm": config.fc_norm,
         "norm_before_fc": config.norm_before_fc,
-        "qk_norm": layer.qk_norm,
-        "attention_bias": layer.attention_bias,
-        "mlp_bias": layer.mlp_bias,
+        "qk_norm": mixer.qk_norm,
+        **bias_fields(layer),
     }
     refusals = [name for name, is_set in flags.items() if is_set]
-    if layer.num_layers > 1:
-        refusals.append(f"num_layers {layer.num_layers} (it has one)")
-    if layer.head_dim * layer.num_heads != layer.width:
-        refusals.append(f"head_dim {layer.head_dim} (it takes width {layer.width} over {layer.num_heads} heads)")
+    if config.num_layers > 1:
+        refusals.append(f"num_layers {config.num_layers} (it has one)")
+    if mixer.head_dim * mixer.num_heads != config.width:
+        refusals.append(f"head_dim {mixer.head_dim} (it takes width {config.width} over {mixer.num_heads} heads)")
     if not is_default_aux(checkpoint):
         refusals.append(f"aux_layers {config.aux_layers} (it always takes 2, L//2, L-3)")
-    if rope.type not in ("default", "linear"):
-        refusals.append(f"rope type {rope.type!r}")
-    if rope.type == "linear" and (rope.theta != 10_000.0 or rope.factor <= 1.0):
+    if rope is None or rope.type not in ("default", "linear"):
+        refusals.append(f"rope type {rope and rope.type!r}")
+    elif rope.type == "linear" and (rope.theta != 10_000.0 or rope.factor <= 1.0):
         refusals.append(
             f"linear rope with rope_theta {rope.theta:g} and factor {rope.factor:g} (it takes 10000, above 1)"
         )
@@ -113,17 +113,16 @@ def _eagle_refusals(checkpoint: HeadCheckpoint) -> list[str]:
 
 def _sglang_refusals(checkpoint: HeadCheckpoint) -> list[str]:
     """What SGLang's ``llama_eagle3`` drops without a word."""
-    config, layer = checkpoint.config, checkpoint.config.layer
+    config, layer = checkpoint.config, checkpoint.config.layers[0]
     flags = {
         "norm_before_residual": config.norm_before_residual,
-        "qk_norm": layer.qk_norm,
-        "attention_bias": layer.attention_bias,
-        "mlp_bias": layer.mlp_bias,
+        "qk_norm": layer.mixer.qk_norm,
+        **bias_fields(layer),
     }
     refusals = [name for name, is_set in flags.items() if is_set]
-    if layer.num_layers > 1:
+    if config.num_layers > 1:
         # Its additional_layers start from the previous layer's MLP output without the residual stream.
-        refusals.append(f"num_layers {layer.num_layers} (its further layers drop the residual stream)")
+        refusals.append(f"num_layers {config.num_layers} (its further layers drop the residual stream)")
     if config.aux_layers[0] == 1:
         refusals.append(f"aux_layers {config.aux_layers} (it takes a list that starts with 1 for layer outputs)")
     return refusals
@@ -131,9 +130,9 @@ def _sglang_refusals(checkpoint: HeadCheckpoint) -> list[str]:
 
 def _vllm_refusals(checkpoint: HeadCheckpoint) -> list[str]:
     """What vLLM's Llama and Qwen3 heads do not read."""
-    layer = checkpoint.config.layer
-    biases = {"attention_bias": layer.attention_bias, "mlp_bias": layer.mlp_bias}
-    return [f"{name} together with qk_norm" for name, is_set in biases.items() if is_set and layer.qk_norm]
+    layer = checkpoint.config.layers[0]
+    biases = bias_fields(layer) if layer.mixer.qk_norm else {}
+    return [f"{name} together with qk_norm" for name, is_set in biases.items() if is_set]
 
 
 def _common_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
@@ -141,7 +140,8 @@ def _common_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     values = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        **decoder_fields(config.layer, checkpoint.dtype),
+        **stack_fields(config, checkpoint.dtype),
+        **bias_fields(config.layers[0]),
         "draft_vocab_size": config.draft_vocab_size,
         "tie_word_embeddings": False,
         "bos_token_id": None,
@@ -150,16 +150,16 @@ def _common_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     }
     # The official code takes the field itself as the sign that the head brings its embedding. SGLang replaces an
     # embedding of the target's width by the target's all the same.
-    if config.target_width != config.layer.width or checkpoint.embedding is not None:
+    if config.target_width != config.width or checkpoint.embedding is not None:
         values["target_hidden_size"] = config.target_width
     return values
 
 
 def _eagle_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
-    values = _common_fields(checkpoint) | {"architectures": ["LlamaForCausalLM"]}
+    values: dict[str, Any] = _common_fields(checkpoint) | {"architectures": ["LlamaForCausalLM"]}
     del values["rope_parameters"], values["head_dim"]  # its configuration class knows neither
     if values["rope_scaling"]:  # it wants exactly these two keys
-        values["rope_scaling"] = {"type": "linear", "factor": checkpoint.config.layer.rope.factor}
+        values["rope_scaling"] = {"type": "linear", "factor": values["rope_scaling"]["factor"]}
     return values
 
 
@@ -178,7 +178,7 @@ def _vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     for name in ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc"):
         values[name] = getattr(config, name)
     values["target_hidden_size"] = config.target_width
-    if config.layer.qk_norm:
+    if config.layers[0].mixer.qk_norm:
         values |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False}
     return values
 

@@ -7,11 +7,21 @@ head dimension (width over heads), biases (none), the rotary base (10000) and th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from conversion.errors import CheckpointError, short
-from eagle3_jax.models.config import DecoderConfig, RopeConfig
+from eagle3_jax.models.config import (
+    MOST,
+    DecoderConfig,
+    Eagle3Config,
+    GatedMLP,
+    GroupedQuery,
+    LayerConfig,
+    QueryScaling,
+    RopeConfig,
+)
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ROPE_KEYS = {
@@ -52,6 +62,13 @@ class Fields(NamedTuple):
         value = self._present(name, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise CheckpointError(f"{self.where}: {name} is {short(value)}; expected a whole number")
+        return value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A whole number of things, at least one and no more than the device can count; required without a default."""
+        value = self.integer(name, default)
+        if not 1 <= value <= MOST:
+            raise CheckpointError(f"{self.where}: {name} is {short(value)}; expected a whole number from 1 to {MOST:,}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -106,15 +123,37 @@ class Fields(NamedTuple):
         return value
 
 
+@contextlib.contextmanager
+def read_from(where: str) -> Iterator[None]:
+    """A configuration that is built of what a file says; what it refuses is refused with the name of the file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+
+
 def refuse_unsupported(fields: Fields) -> None:
-    """Refuse what our decoder does not compute.
+    """Refuse what no family of ours computes.
 
     Raises:
-        CheckpointError: Another activation, a sliding window, scaled logits or quantised weights.
+        CheckpointError: Another activation, or scaled logits.
     """
     activation = fields.get("hidden_act")
     if activation not in (None, "silu", "swish"):
         raise CheckpointError(f"{fields.where}: hidden_act is {short(activation)}; only 'silu' is supported")
+    scale = fields.number("logit_scale", 1.0)
+    if scale != 1.0:
+        raise CheckpointError(f"{fields.where}: logit_scale is {scale}; only unscaled logits are supported")
+
+
+def refuse_windows(fields: Fields) -> None:
+    """Refuse sliding windows, where the architecture has none.
+
+    Raises:
+        CheckpointError: There is one.
+    """
     layer_types = fields.words("layer_types")
     windowed = sorted(set(layer_types) - {"full_attention"})
     if windowed:
@@ -122,52 +161,81 @@ def refuse_unsupported(fields: Fields) -> None:
     window = fields.get("sliding_window")
     if fields.flag("use_sliding_window", default=window is not None and not layer_types):
         raise CheckpointError(f"{fields.where}: sliding_window is {short(window)}; only full attention is supported")
-    scale = fields.number("logit_scale", 1.0)
-    if scale != 1.0:
-        raise CheckpointError(f"{fields.where}: logit_scale is {scale}; only unscaled logits are supported")
+
+
+def refuse_quantised(fields: Fields) -> None:
+    """Refuse weights that are not read.
+
+    Raises:
+        CheckpointError: They are quantised.
+    """
     if fields.get("quantization_config") is not None:
         raise CheckpointError(f"{fields.where}: quantization_config is set; give the checkpoint before quantisation")
 
 
-def read_decoder(
-    fields: Fields, *, num_layers: int, vocab_size: int, tie_embeddings: bool = False, qk_norm: bool = False
-) -> DecoderConfig:
-    """The geometry of a stack of Llama blocks.
+def read_mixer(
+    fields: Fields,
+    *,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    qk_norm: bool = False,
+    rope: RopeConfig | None = None,
+    query_scaling: QueryScaling | None = None,
+) -> GroupedQuery:
+    """Attention that sees everything before it.
+
+    Args:
+        fields: The geometry.
+        qkv_bias: Of the family.
+        o_bias: Of the family.
+        qk_norm: Of the family.
+        rope: Rotary embedding, if it has been read already.
+        query_scaling: Of the family.
 
     Raises:
-        CheckpointError: A field is missing, malformed or unsupported.
+        CheckpointError: A field is missing or malformed.
     """
-    refuse_unsupported(fields)
-    width, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    if heads < 1:
-        raise CheckpointError(f"{fields.where}: num_attention_heads is {heads}; expected a positive whole number")
+    width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     if fields.get("head_dim") is None and width % heads:
         raise CheckpointError(
             f"{fields.where}: hidden_size {width} is not a multiple of num_attention_heads {heads}; add head_dim"
         )
-    # The bound on the context does not enter the mathematics; 2048 is what LlamaConfig says.
-    max_positions = fields.integer("max_position_embeddings", 2048)
-    try:
-        return DecoderConfig(
-            vocab_size=vocab_size,
-            width=width,
-            mlp_width=fields.integer("intermediate_size"),
-            num_layers=num_layers,
+    with read_from(fields.where):
+        return GroupedQuery(
             num_heads=heads,
-            num_kv_heads=fields.integer("num_key_value_heads", heads),
-            head_dim=fields.integer("head_dim", width // heads),
-            rope=read_rope(fields),
-            max_positions=max_positions,
-            norm_eps=fields.number("rms_norm_eps"),
-            tie_embeddings=tie_embeddings,
-            attention_bias=fields.flag("attention_bias"),
-            mlp_bias=fields.flag("mlp_bias"),
+            num_kv_heads=fields.size("num_key_value_heads", heads),
+            head_dim=fields.size("head_dim", width // heads),
+            rope=rope or read_rope(fields),
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
             qk_norm=qk_norm,
+            query_scaling=query_scaling,
         )
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{fields.where}: {error}") from None
+
+
+def read_mlp(fields: Fields, *, bias: bool = False) -> GatedMLP:
+    """The SwiGLU.
+
+    Raises:
+        CheckpointError: Its width is missing or malformed.
+    """
+    with read_from(fields.where):
+        return GatedMLP(width=fields.size("intermediate_size"), bias=bias)
+
+
+def read_stack(fields: Fields) -> dict[str, Any]:
+    """What a target and a head have beside their layers, as arguments of their configurations.
+
+    Raises:
+        CheckpointError: A field is missing or malformed.
+    """
+    return {
+        "vocab_size": fields.size("vocab_size"),
+        "width": fields.size("hidden_size"),
+        # The bound on the context does not enter the mathematics; 2048 is what LlamaConfig says.
+        "max_positions": fields.size("max_position_embeddings", 2048),
+        "norm_eps": fields.number("rms_norm_eps"),
+    }
 
 
 def read_rope(fields: Fields) -> RopeConfig:
@@ -207,12 +275,8 @@ def _rope_from(fields: Fields, rope: Fields) -> RopeConfig:
         theta = 10_000.0  # the base of the original Llama, whose files do not name it; nor do official heads
     if theta <= 0:
         raise CheckpointError(f"{fields.where}: rope_theta is {theta}; expected a positive number")
-    try:
+    with read_from(rope.where):
         return _rope_of(kind, theta, fields, rope)
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{rope.where}: {error}") from None
 
 
 def _rope_of(kind: str, theta: float, fields: Fields, rope: Fields) -> RopeConfig:
@@ -248,8 +312,14 @@ def _rope_of(kind: str, theta: float, fields: Fields, rope: Fields) -> RopeConfi
     )
 
 
-def rope_fields(rope: RopeConfig) -> dict[str, Any]:
-    """The rotary embedding in both notations: transformers 5 reads the one, 4.x, vLLM and SGLang the other."""
+def rope_fields(rope: RopeConfig | None) -> dict[str, Any]:
+    """The rotary embedding in both notations: transformers 5 reads the one, 4.x, vLLM and SGLang the other.
+
+    Raises:
+        CheckpointError: There is none, which no configuration of this layout says.
+    """
+    if rope is None:
+        raise CheckpointError("a layer without rotary embedding cannot be expressed in this layout; use --to jax")
     if rope.type == "default":
         scaling = None
     elif rope.type == "linear":
@@ -273,34 +343,39 @@ def rope_fields(rope: RopeConfig) -> dict[str, Any]:
     return {"rope_theta": rope.theta, "rope_scaling": scaling, "rope_parameters": parameters}
 
 
-def decoder_fields(config: DecoderConfig, dtype: str) -> dict[str, Any]:
-    """The geometry as a Hugging Face configuration.
+def stack_fields(config: DecoderConfig | Eagle3Config, dtype: str) -> dict[str, Any]:
+    """The geometry as a Hugging Face configuration, which describes one layer for all of them.
 
     Raises:
         CheckpointError: transformers would not read it.
     """
-    if config.width % config.num_heads:
+    layer = config.layers[0]
+    mixer = layer.mixer
+    if config.width % mixer.num_heads:
         raise CheckpointError(
-            f"width {config.width} is not a multiple of num_heads {config.num_heads}; the Hugging Face layout "
+            f"width {config.width} is not a multiple of num_heads {mixer.num_heads}; the Hugging Face layout "
             "cannot express that (transformers refuses such a config.json), use --to jax"
         )
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.width,
-        "intermediate_size": config.mlp_width,
+        "intermediate_size": layer.mlp.width,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_attention_heads": mixer.num_heads,
+        "num_key_value_heads": mixer.num_kv_heads,
+        "head_dim": mixer.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_eps,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-        **rope_fields(config.rope),
+        **rope_fields(mixer.rope),
         "dtype": dtype,
         "torch_dtype": dtype,
     }
+
+
+def bias_fields(layer: LayerConfig) -> dict[str, bool]:
+    """Biases as Llama's configuration says them: one flag for all four projections of attention."""
+    return {"attention_bias": layer.mixer.qkv_bias, "mlp_bias": layer.mlp.bias}
 
 
 def dialect_of(values: Mapping[str, Any], names: Mapping[str, Any]) -> str:

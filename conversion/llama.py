@@ -11,10 +11,21 @@ import numpy as np
 from conversion import kinds, rules
 from conversion.errors import CheckpointError, short
 from conversion.files import copy_tokenizer, new_directory, read_json, write_json
-from conversion.hf_config import Fields, decoder_fields, read_decoder
+from conversion.hf_config import (
+    Fields,
+    bias_fields,
+    read_from,
+    read_mixer,
+    read_mlp,
+    read_stack,
+    refuse_quantised,
+    refuse_unsupported,
+    refuse_windows,
+    stack_fields,
+)
 from conversion.rules import Params, Rule
 from conversion.tensors import SAFETENSORS, read_tensors, write_tensors
-from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.config import DecoderConfig, uniform
 from eagle3_jax.models.decoder import DecoderTarget
 
 
@@ -40,9 +51,25 @@ class TargetCheckpoint:
 def target_rules(config: DecoderConfig) -> list[Rule]:
     """The rule table of a Llama decoder."""
     table = [Rule("model.embed_tokens.weight", "embedding"), rules.norm("model.norm", "norm")]
-    for layer in range(config.num_layers):
-        table += rules.block(config, f"model.layers.{layer}", f"blocks.{layer}")
+    for index, layer in enumerate(config.layers):
+        table += rules.block(layer, f"model.layers.{index}", f"blocks.{index}")
     return table if config.tie_embeddings else table + rules.linear("lm_head", "head")
+
+
+def read_config(fields: Fields) -> DecoderConfig:
+    """The description of a Llama.
+
+    Raises:
+        CheckpointError: A field is missing, malformed or unsupported.
+    """
+    refuse_unsupported(fields)
+    refuse_windows(fields)
+    bias = fields.flag("attention_bias")
+    mixer = read_mixer(fields, qkv_bias=bias, o_bias=bias)
+    mlp = read_mlp(fields, bias=fields.flag("mlp_bias"))
+    with read_from(fields.where):
+        layers = uniform(fields.size("num_hidden_layers"), mixer, mlp)
+        return DecoderConfig(layers=layers, tie_embeddings=fields.flag("tie_word_embeddings"), **read_stack(fields))
 
 
 def read_target(directory: Path) -> TargetCheckpoint:
@@ -63,12 +90,10 @@ def read_target(directory: Path) -> TargetCheckpoint:
             f"{where}: model_type is {short(values.get('model_type'))}; only 'llama' targets are supported"
         )
     fields = Fields(values, where)
-    config = read_decoder(
-        fields,
-        num_layers=fields.integer("num_hidden_layers"),
-        vocab_size=fields.integer("vocab_size"),
-        tie_embeddings=fields.flag("tie_word_embeddings"),
-    )
+    refuse_quantised(fields)
+    num_layers = fields.size("num_hidden_layers")
+    rules.check_layers(num_layers, tensors, r"model\.layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
+    config = read_config(fields)
     known = ()
     if config.tie_embeddings:
         # Some writers store the tied projection as well. It may only repeat the embedding.
@@ -79,7 +104,6 @@ def read_target(directory: Path) -> TargetCheckpoint:
                 f"{directory}: tie_word_embeddings is true but lm_head.weight differs from model.embed_tokens.weight; "
                 "set tie_word_embeddings to false, or remove lm_head.weight"
             )
-    rules.check_layers(config.num_layers, tensors, r"model\.layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
     shapes = DecoderTarget(config).param_shapes()
     params = rules.read_params(target_rules(config), tensors, shapes, where=str(directory), known=known)
     return TargetCheckpoint(
@@ -98,7 +122,7 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
         CheckpointError: The directory exists, or the layout cannot express the target.
     """
     config = checkpoint.config
-    if config.qk_norm:
+    if config.layers[0].mixer.qk_norm:
         raise CheckpointError("qk_norm cannot be expressed in the Hugging Face Llama layout; use --to jax")
     shapes = DecoderTarget(config).param_shapes()
     tensors = rules.write_params(target_rules(config), checkpoint.params, shapes, where=str(checkpoint.source))
@@ -106,7 +130,8 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
     values = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        **decoder_fields(config, checkpoint.dtype),
+        **stack_fields(config, checkpoint.dtype),
+        **bias_fields(config.layers[0]),
         "tie_word_embeddings": config.tie_embeddings,
         **{name: _token_field(checkpoint.source, name) for name in ("bos_token_id", "pad_token_id")},
         "eos_token_id": stop,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from conversion import rules
+from conversion.description import from_json, to_json
 from conversion.eagle3 import HeadCheckpoint, check_fit
 from conversion.errors import CheckpointError, short
 from conversion.files import NATIVE_FILE, copy_tokenizer, new_directory, read_json, write_json
@@ -18,12 +17,12 @@ from conversion.hf_config import Fields
 from conversion.kinds import EAGLE3, TARGET
 from conversion.llama import TargetCheckpoint
 from conversion.rules import Params
-from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from eagle3_jax.models.config import DecoderConfig, RopeConfig
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+from eagle3_jax.models.config import DecoderConfig, Eagle3Config
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.writing import orbax_quiet
 
-FORMAT = 2
+FORMAT = 3
 _PARAMS = "params"
 
 
@@ -41,7 +40,7 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
     where = str(checkpoint.source)
     values: dict[str, Any] = {
         "format": FORMAT,
-        "config": dataclasses.asdict(checkpoint.config),
+        "config": to_json(checkpoint.config),
         "dtype": checkpoint.dtype,
     }
     if isinstance(checkpoint, TargetCheckpoint):
@@ -76,7 +75,7 @@ def read_native_target(directory: Path) -> TargetCheckpoint:
         CheckpointError: It is not one, or is damaged.
     """
     fields = _description(directory, TARGET)
-    config = _decoder(fields.section("config"))
+    config = from_json(DecoderConfig, fields.get("config"), f"{fields.where}, config")
     leaves = read_leaves(directory)
     if not isinstance(fields.get("stop_tokens"), list):
         raise CheckpointError(
@@ -101,11 +100,7 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
         CheckpointError: It is not one, is damaged, or does not fit the target.
     """
     fields = _description(directory, EAGLE3)
-    section = fields.section("config")
-    values = {**section.values, "layer": _decoder(section.section("layer"))}
-    if isinstance(values.get("aux_layers"), list):
-        values["aux_layers"] = tuple(values["aux_layers"])
-    config = _build(Eagle3Config, values, section.where)
+    config = from_json(Eagle3Config, fields.get("config"), f"{fields.where}, config")
     if target is not None:
         check_fit(config, config.aux_layers, target, str(directory))
     leaves = read_leaves(directory)
@@ -115,9 +110,7 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
     draft_to_target = leaves.pop("draft_to_target")
     _check_table(draft_to_target, embedding, config, str(directory))
     rest = [path for path in leaves if not path.startswith("head.first.")]
-    rules.check_layers(
-        config.layer.num_layers - 1, rest, r"head\.rest\.(\d{1,9})\.", f"{section.where}: num_layers - 1"
-    )
+    rules.check_layers(config.num_layers - 1, rest, r"head\.rest\.(\d{1,9})\.", f"{fields.where}: num_layers - 1")
     head = _nested(
         {path.removeprefix("head."): leaf for path, leaf in leaves.items()},
         Eagle3Drafter(config).param_shapes(),
@@ -165,16 +158,16 @@ def _num_target_layers(fields: Fields) -> int | None:
 
 def _check_table(table: np.ndarray, embedding: np.ndarray | None, config: Eagle3Config, where: str) -> None:
     """What no parameter's shape checks: the draft vocabulary and the head's own embedding."""
-    size, layer = config.draft_vocab_size, config.layer
+    size = config.draft_vocab_size
     if table.shape != (size,) or table.dtype != np.int32 or len(np.unique(table)) != size:
         raise CheckpointError(f"{where}: draft_to_target is no list of {size} different token ids; convert it again")
-    if table.min() < 0 or table.max() >= layer.vocab_size:
-        raise CheckpointError(f"{where}: draft_to_target leads outside the vocabulary of {layer.vocab_size}")
+    if table.min() < 0 or table.max() >= config.vocab_size:
+        raise CheckpointError(f"{where}: draft_to_target leads outside the vocabulary of {config.vocab_size}")
     if embedding is not None:
         rules.check_float(embedding, f"{where}: embedding")
-        if embedding.shape != (layer.vocab_size, layer.width):
+        if embedding.shape != (config.vocab_size, config.width):
             raise CheckpointError(
-                f"{where}: embedding has shape {list(embedding.shape)}; expected {[layer.vocab_size, layer.width]}"
+                f"{where}: embedding has shape {list(embedding.shape)}; expected {[config.vocab_size, config.width]}"
             )
 
 
@@ -188,48 +181,6 @@ def _description(directory: Path, kind: str) -> Fields:
         hint = "give it as the drafter" if kind == TARGET else "give it as the target"
         raise CheckpointError(f"{directory} holds a {short(fields.get('kind'))}, not a {kind}; {hint}")
     return fields
-
-
-def _decoder(section: Fields) -> DecoderConfig:
-    rope = _build(RopeConfig, dict(section.section("rope").values), section.where)
-    return _build(DecoderConfig, {**section.values, "rope": rope}, section.where)
-
-
-def _build(kind: Any, values: Mapping[str, Any], where: str) -> Any:
-    """A configuration from exactly its fields: a default of today must not stand in for a value of then."""
-    names = {field.name for field in dataclasses.fields(kind)}
-    if set(values) != names:
-        raise CheckpointError(
-            f"{where}: the fields {sorted(set(values) ^ names)} are missing or unknown; convert it again"
-        )
-    typed = dict(values)
-    for name, hint in typing.get_type_hints(kind).items():
-        if float in (hint, *typing.get_args(hint)) and type(values[name]) is int and abs(values[name]) < 1e300:
-            typed[name] = float(values[name])
-        if not _is_a(typed[name], hint):
-            raise CheckpointError(f"{where}: {name} is {short(values[name])}; expected {_words(hint)}")
-    try:
-        return kind(**typed)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: {error}") from None
-
-
-def _is_a(value: Any, hint: Any) -> bool:
-    """Whether a value of a JSON file has the type of a field."""
-    options = typing.get_args(hint)
-    if typing.get_origin(hint) is typing.Literal:
-        return value in options
-    if typing.get_origin(hint) is tuple:
-        return isinstance(value, tuple) and all(_is_a(entry, options[0]) for entry in value)
-    if options:  # a union
-        return any(_is_a(value, option) for option in options)
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, hint)
-
-
-def _words(hint: Any) -> str:
-    return getattr(hint, "__name__", str(hint).replace("typing.", ""))
 
 
 def _checked(params: Params, shapes: Params, where: str) -> dict[str, np.ndarray]:

@@ -6,6 +6,7 @@ that is missing, unknown, given twice or of another shape is an error and never 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from conversion.errors import CheckpointError, short
-from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.config import LayerConfig
 
 Params = dict[Any, Any]
 
@@ -25,33 +26,64 @@ FLOATS = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat1
 DERIVED_BUFFERS = (r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
 
 
+class Part(NamedTuple):
+    """Which part of an array a tensor is, where several of them fill it.
+
+    The last axis is read as ``[outer, slots, inner]``, and the tensor is some of the slots of every outer index.
+
+    Attributes:
+        outer: How often the tensors take turns.
+        slots: Places in a turn, of all tensors together.
+        inner: Columns of a place.
+        start: The tensor's first place.
+        stop: The place after its last.
+        leading: Where it lies on the leading axes, as an expert among experts.
+    """
+
+    outer: int
+    slots: int
+    inner: int
+    start: int
+    stop: int
+    leading: tuple[int, ...] = ()
+
+    def of(self, whole: np.ndarray) -> np.ndarray:
+        """The tensor as a view into the array, ``[..., outer, places, inner]``."""
+        one = whole[self.leading]
+        return one.reshape(*one.shape[:-1], self.outer, self.slots, self.inner)[..., self.start : self.stop, :]
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """The tensor's own shape."""
+        return (*whole[len(self.leading) : -1], self.outer * (self.stop - self.start) * self.inner)
+
+
 class Rule(NamedTuple):
     """One tensor under both names.
 
     Attributes:
         source: Name in the foreign checkpoint.
-        path: Where it lies in our parameters, joined by dots, as in ``blocks.0.attention.q.kernel``.
+        path: Where it lies in our parameters, joined by dots, as in ``blocks.0.attention.o.kernel``.
         transpose: Whether the two are transposes of each other.
-        columns: Which part of our array's last axis it is, where we store several tensors side by side.
+        part: Which part of our array it is, where we store several tensors in one; ``None`` for all of it.
     """
 
     source: str
     path: str
     transpose: bool = False
-    columns: tuple[int, int] | None = None
+    part: Part | None = None
 
 
-def linear(source: str, path: str, *, bias: bool = False, columns: tuple[int, int] | None = None) -> list[Rule]:
+def linear(source: str, path: str, *, bias: bool = False, part: Part | None = None) -> list[Rule]:
     """A linear layer, or some outputs of one."""
-    kernel = Rule(f"{source}.weight", f"{path}.kernel", transpose=True, columns=columns)
-    return [kernel, Rule(f"{source}.bias", f"{path}.bias", columns=columns)] if bias else [kernel]
+    kernel = Rule(f"{source}.weight", f"{path}.kernel", transpose=True, part=part)
+    return [kernel, Rule(f"{source}.bias", f"{path}.bias", part=part)] if bias else [kernel]
 
 
-def side_by_side(sizes: Mapping[str, int]) -> Iterator[tuple[str, tuple[int, int]]]:
+def in_turns(outer: int, inner: int, places: Mapping[str, int]) -> Iterator[tuple[str, Part]]:
     """Where each of several linear layers lies in the one that we store for all of them."""
-    start = 0
-    for name, size in sizes.items():
-        yield name, (start, start + size)
+    slots, start = sum(places.values()), 0
+    for name, size in places.items():
+        yield name, Part(outer, slots, inner, start, start + size)
         start += size
 
 
@@ -60,25 +92,21 @@ def norm(source: str, path: str) -> Rule:
     return Rule(f"{source}.weight", f"{path}.scale")
 
 
-def attention_and_mlp(config: DecoderConfig, source: str, path: str) -> list[Rule]:
+def attention_and_mlp(config: LayerConfig, source: str, path: str) -> list[Rule]:
     """What every block has: attention, the norm between, the SwiGLU."""
+    mixer, mlp = config.mixer, config.mlp
     rules = [norm(f"{source}.post_attention_layernorm", f"{path}.mlp_norm")]
-    bias, queries, keys = (
-        config.attention_bias,
-        config.num_heads * config.head_dim,
-        config.num_kv_heads * config.head_dim,
-    )
-    for name, columns in side_by_side({"q": queries, "k": keys, "v": keys}):
-        rules += linear(f"{source}.self_attn.{name}_proj", f"{path}.attention.qkv", bias=bias, columns=columns)
-    rules += linear(f"{source}.self_attn.o_proj", f"{path}.attention.o", bias=bias)
-    if config.qk_norm:
+    for name, part in in_turns(mixer.num_kv_heads, mixer.head_dim, {"q": mixer.group, "k": 1, "v": 1}):
+        rules += linear(f"{source}.self_attn.{name}_proj", f"{path}.attention.qkv", bias=mixer.qkv_bias, part=part)
+    rules += linear(f"{source}.self_attn.o_proj", f"{path}.attention.o", bias=mixer.o_bias)
+    if mixer.qk_norm:
         rules += [norm(f"{source}.self_attn.{name}_norm", f"{path}.attention.{name}_norm") for name in "qk"]
-    for name, columns in side_by_side({"gate": config.mlp_width, "up": config.mlp_width}):
-        rules += linear(f"{source}.mlp.{name}_proj", f"{path}.mlp.gate_up", bias=config.mlp_bias, columns=columns)
-    return rules + linear(f"{source}.mlp.down_proj", f"{path}.mlp.down", bias=config.mlp_bias)
+    for name, part in in_turns(mlp.width, 1, {"gate": 1, "up": 1}):
+        rules += linear(f"{source}.mlp.{name}_proj", f"{path}.mlp.gate_up", bias=mlp.bias, part=part)
+    return rules + linear(f"{source}.mlp.down_proj", f"{path}.mlp.down", bias=mlp.bias)
 
 
-def block(config: DecoderConfig, source: str, path: str) -> list[Rule]:
+def block(config: LayerConfig, source: str, path: str) -> list[Rule]:
     """A plain pre-norm block."""
     return [norm(f"{source}.input_layernorm", f"{path}.attention_norm"), *attention_and_mlp(config, source, path)]
 
@@ -131,16 +159,15 @@ def read_params(
         raise CheckpointError(
             f"{where} {' and '.join(parts)}; its tensors must be exactly those that its config.json describes"
         )
-    found: dict[str, dict[int, np.ndarray]] = {}
+    found: dict[str, list[tuple[Rule, np.ndarray]]] = {}
     for rule in rules:
-        of_path = found.setdefault(rule.path, {})
-        start = rule.columns[0] if rule.columns else 0
-        if start in of_path:
+        of_path = found.setdefault(rule.path, [])
+        if any(rule.part == other.part for other, _ in of_path):
             raise CheckpointError(f"{where} gives {rule.path} twice, the second time as {rule.source}")
-        shape = _part_of(expected[rule.path], rule)
-        of_path[start] = _checked(tensors[rule.source], rule, shape, f"{where}: {rule.source}")
-    leaves = {path: _joined([of_path[start] for start in sorted(of_path)]) for path, of_path in found.items()}
-    _check_table({path: leaf.shape for path, leaf in leaves.items()}, expected)
+        shape = rule.part.shape(expected[rule.path]) if rule.part else expected[rule.path]
+        of_path.append((rule, _checked(tensors[rule.source], rule, shape, f"{where}: {rule.source}")))
+    _check_table({path: sum(value.size for _, value in parts) for path, parts in found.items()}, _sizes(expected))
+    leaves = {path: _joined(parts, expected[path]) for path, parts in found.items()}
     return unflatten(leaves, shapes)
 
 
@@ -162,7 +189,10 @@ def write_params(rules: Sequence[Rule], params: Params, shapes: Params, *, where
         if leaf.shape != expected[path]:
             raise CheckpointError(f"{where}: {path} has shape {leaf.shape}; expected {expected[path]}")
         check_float(leaf, f"{where}: {path}")
-    _check_table(dict.fromkeys((rule.path for rule in rules), None), dict.fromkeys(expected, None))
+    sizes = dict.fromkeys((rule.path for rule in rules), 0)
+    for rule in rules:
+        sizes[rule.path] += math.prod(rule.part.shape(expected[rule.path]) if rule.part else expected[rule.path])
+    _check_table(sizes, _sizes(expected))
     return {rule.source: _stored(given[rule.path], rule) for rule in rules}
 
 
@@ -205,17 +235,24 @@ def _checked(value: np.ndarray, rule: Rule, shape: tuple[int, ...], what: str) -
     return value.T if rule.transpose else value
 
 
-def _part_of(shape: tuple[int, ...], rule: Rule) -> tuple[int, ...]:
-    return shape if rule.columns is None else (*shape[:-1], rule.columns[1] - rule.columns[0])
-
-
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+def _joined(parts: list[tuple[Rule, np.ndarray]], shape: tuple[int, ...]) -> np.ndarray:
+    if parts[0][0].part is None:
+        return parts[0][1]
+    whole = np.empty(shape, np.result_type(*(value for _, value in parts)))
+    for rule, value in parts:
+        assert rule.part is not None
+        view = rule.part.of(whole)
+        view[...] = value.reshape(view.shape)
+    return whole
 
 
 def _stored(value: np.ndarray, rule: Rule) -> np.ndarray:
-    part = value if rule.columns is None else value[..., slice(*rule.columns)]
+    part = value if rule.part is None else rule.part.of(value).reshape(rule.part.shape(value.shape))
     return part.T if rule.transpose else part
+
+
+def _sizes(expected: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    return {path: math.prod(shape) for path, shape in expected.items()}
 
 
 def _check_table(shapes: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -14,13 +14,17 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from conversion import CheckpointError
-from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 
 if TYPE_CHECKING:
     import torch
 
 TARGET = DecoderConfig(
-    vocab_size=61, width=32, mlp_width=24, num_layers=8, num_heads=4, num_kv_heads=2, head_dim=8, norm_eps=1e-5
+    vocab_size=61,
+    width=32,
+    layers=uniform(8, GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=8), GatedMLP(width=24)),
+    max_positions=64,
+    norm_eps=1e-5,
 )
 
 
@@ -85,16 +89,17 @@ def llama_model(**changes: Any) -> Any:
 
 
 def target_config_json(config: DecoderConfig = TARGET) -> dict[str, Any]:
+    layer = config.layers[0]
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": config.vocab_size,
         "hidden_size": config.width,
-        "intermediate_size": config.mlp_width,
+        "intermediate_size": layer.mlp.width,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "max_position_embeddings": 64,
+        "num_attention_heads": layer.mixer.num_heads,
+        "num_key_value_heads": layer.mixer.num_kv_heads,
+        "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_eps,
         "hidden_act": "silu",
         "eos_token_id": 2,
@@ -104,7 +109,8 @@ def target_config_json(config: DecoderConfig = TARGET) -> dict[str, Any]:
 def write_llama(directory: Path, config: DecoderConfig = TARGET, seed: int = 0) -> Path:
     """A random target in the Hugging Face layout, without transformers."""
     random = np.random.default_rng(seed)
-    width, heads, kv, inner = config.width, config.num_heads, config.num_kv_heads, config.mlp_width
+    width, mixer, inner = config.width, config.layers[0].mixer, config.layers[0].mlp.width
+    queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
 
     def draw(*shape: int) -> np.ndarray:
         return random.normal(0, 0.3, shape).astype(np.float32)
@@ -112,10 +118,10 @@ def write_llama(directory: Path, config: DecoderConfig = TARGET, seed: int = 0) 
     def block() -> dict[str, np.ndarray]:
         return {
             "input_layernorm.weight": 1 + draw(width),
-            "self_attn.q_proj.weight": draw(heads * config.head_dim, width),
-            "self_attn.k_proj.weight": draw(kv * config.head_dim, width),
-            "self_attn.v_proj.weight": draw(kv * config.head_dim, width),
-            "self_attn.o_proj.weight": draw(width, heads * config.head_dim),
+            "self_attn.q_proj.weight": draw(queries, width),
+            "self_attn.k_proj.weight": draw(keys, width),
+            "self_attn.v_proj.weight": draw(keys, width),
+            "self_attn.o_proj.weight": draw(width, queries),
             "post_attention_layernorm.weight": 1 + draw(width),
             "mlp.gate_proj.weight": draw(inner, width),
             "mlp.up_proj.weight": draw(inner, width),

@@ -27,3 +27,33 @@ def _forget_programs():
     """A compiled program holds memory maps; thousands of them reach Linux's limit (65530), which ends the process."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def cli(capsys):
+    """Exit code, standard output and standard error of a command line."""
+    from eagle3_jax.cli import run
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        code = run([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def refused(cli):
+    """The one line that a command line is refused with."""
+
+    def call(*arguments: object) -> str:
+        code, out, err = cli(*arguments)
+        assert code == 2, (code, out, err)
+        assert out == ""
+        assert err.startswith("error: ")
+        assert err.endswith("\n")
+        assert err.count("\n") == 1, err
+        assert "Traceback" not in err
+        return err
+
+    return call

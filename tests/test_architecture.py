@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,3 +129,18 @@ def test_the_library_reads_no_environment_variable(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
             assert node.attr not in ("environ", "getenv"), f"{name_of(path)}:{node.lineno} reads the environment"
+
+
+def test_no_module_imports_what_imports_it() -> None:
+    """Directly or through others, at the top, in a function or for type checkers."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for package in ("eagle3_jax", "conversion", "validation")
+        for path in (ROOT / package).rglob("*.py")
+    }
+    imported = {
+        name: {other for other, _ in imports(ast.parse(path.read_text())) if other in modules} - {name}
+        for name, path in modules.items()
+    }
+    graph = graphlib.TopologicalSorter(imported)
+    graph.prepare()  # a CycleError names the modules

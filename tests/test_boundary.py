@@ -113,7 +113,7 @@ NOT_DRAFTS = {
     ),
     "a state of another type": (observing(lambda s: {**s, "root": s["root"].astype(jnp.float32)}), "returned float32"),
     "a state of another structure": (observing(lambda s: (s["root"], s["length"])), "expected the same structure"),
-    "a layer too high": (replaced(aux_layers=(1, 3)), r"features of the layers \(1, 3\).*2 layers has 0 to 2"),
+    "a layer too high": (replaced(aux_layers=(1, 4)), r"features of the layers \(1, 4\).*2 layers has 0 to 2"),
 }  # fmt: skip
 
 

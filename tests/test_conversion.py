@@ -160,7 +160,10 @@ def test_both_notations_of_rope_mean_the_same(tmp_path: Path) -> None:
     scaling = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
     edit_config(old, rope_theta=500.0, rope_scaling={"type": scaling.pop("rope_type"), **scaling})
     edit_config(new, rope_parameters=LLAMA3)
-    assert conversion.read_target(old).config.rope == conversion.read_target(new).config.rope
+    assert (
+        conversion.read_target(old).config.layers[0].mixer.rope
+        == conversion.read_target(new).config.layers[0].mixer.rope
+    )
     edit_config(new, rope_scaling={"rope_type": "linear", "factor": 2.0})
     with pytest.raises(CheckpointError, match="rope_parameters and rope_scaling disagree"):
         conversion.read_target(new)
@@ -168,7 +171,8 @@ def test_both_notations_of_rope_mean_the_same(tmp_path: Path) -> None:
 
 def test_a_target_that_says_nothing_of_rope_has_the_original_base(tmp_path: Path) -> None:
     config = conversion.read_target(write_llama(tmp_path / "target")).config
-    assert (config.rope.theta, config.rope.type) == (10_000.0, "default")
+    rope = config.layers[0].mixer.rope
+    assert rope is not None and (rope.theta, rope.type) == (10_000.0, "default")
 
 
 @pytest.mark.parametrize(
@@ -527,7 +531,7 @@ def test_speculators_heads_normalise_the_residual_unless_they_say_otherwise(tmp_
 def test_the_number_of_layers_comes_from_the_tensors(tmp_path: Path) -> None:
     directory = Head().write(tmp_path / "head")
     edit_config(directory, num_hidden_layers=40)
-    assert conversion.read_head(directory, TARGET).config.layer.num_layers == 1
+    assert conversion.read_head(directory, TARGET).config.num_layers == 1
 
 
 def test_sglang_names_of_further_layers_are_understood(tmp_path: Path) -> None:
@@ -640,13 +644,13 @@ def test_defaulted_auxiliary_layers_need_a_target_deep_enough(tmp_path: Path) ->
     with pytest.raises(conversion.TargetNeededError, match="give the target as well"):
         conversion.read_head(directory)
     with pytest.raises(CheckpointError, match="a target of 6 layers is too shallow"):
-        conversion.read_head(directory, dataclasses.replace(TARGET, num_layers=6))
+        conversion.read_head(directory, dataclasses.replace(TARGET, layers=TARGET.layers[:6]))
 
 
 def test_official_layout_refuses_layers_that_are_the_default_of_another_depth(tmp_path: Path) -> None:
     directory = Head().write(tmp_path / "head")
     edit_config(directory, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
-    deeper = dataclasses.replace(TARGET, num_layers=10)
+    deeper = dataclasses.replace(TARGET, layers=TARGET.layers[:1] * 10)
     with pytest.raises(CheckpointError, match=r"aux_layers \(2, 4, 5\)"):
         conversion.convert(directory, tmp_path / "out", "eagle", deeper)
 

@@ -1,8 +1,9 @@
-"""Every block of Python on the pages that teach by code runs as it stands."""
+"""Every block of Python on the pages that teach by code runs as it stands, and so do their commands."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import types
 from pathlib import Path
@@ -10,23 +11,49 @@ from pathlib import Path
 import pytest
 import tiny
 
+from eagle3_jax.cli import run
+
 DOCS = Path(__file__).parent.parent / "docs"
+SHOWN = {
+    "stepping.md": "consumed by the step before",
+    "drafters.md": "15 passed, 0 failed, 0 not run",
+    "extending.md": "0 failed",
+}
 
 
-@pytest.mark.parametrize("page", ["stepping.md", "drafters.md"])
+def blocks_of(page: str, language: str) -> list[re.Match[str]]:
+    found = list(re.finditer(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL))
+    assert found, "the fences of this page are written otherwise"
+    return found
+
+
+@pytest.mark.parametrize("page", SHOWN)
 def test_the_blocks_of_a_page_run_in_order(
-    page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (DOCS / page).read_text()
-    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    assert len(blocks) >= 3, "the fences of this page are written otherwise"
+    text, blocks = (DOCS / page).read_text(), blocks_of(page, "python")
     module = types.ModuleType("page")  # dataclasses look their module up
     monkeypatch.setitem(sys.modules, "page", module)
+    monkeypatch.chdir(tmp_path)  # where a page writes files
     with tiny.unchecked():  # as users run them
         for block in blocks:
             above = text[: block.start(1)].count("\n")  # a failure names the line of the page
             exec(compile("\n" * above + block[1], str(DOCS / page), "exec"), vars(module))
-    shown = capsys.readouterr().out
-    assert {"stepping.md": "consumed by the step before", "drafters.md": "15 passed, 0 failed, 0 not run"}[
-        page
-    ] in shown
+    assert SHOWN[page] in capsys.readouterr().out
+
+
+def test_the_commands_of_the_page_on_extending_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a file `mine.py` of the blocks that say so, beside which the commands are typed."""
+    page = "extending.md"
+    own = [block[1] for block in blocks_of(page, "python") if block[1].startswith("# mine.py")]
+    (tmp_path / "mine.py").write_text("\n".join(own))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    commands = [line for block in blocks_of(page, "bash") for line in block[1].splitlines() if line.strip()]
+    assert len(commands) >= 3
+    for command in commands:
+        program, *arguments = shlex.split(command, comments=True)
+        assert program == "eagle3"
+        with tiny.unchecked():
+            assert run(arguments) == 0, command

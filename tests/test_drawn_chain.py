@@ -106,7 +106,7 @@ def check_fused_features(norms: str) -> None:
 
     def norm(x: np.ndarray, scale: jax.Array) -> np.ndarray:
         mean = np.mean(x * x, axis=-1, keepdims=True)
-        return x / np.sqrt(mean + config.layer.norm_eps) * np.asarray(scale, np.float64)
+        return x / np.sqrt(mean + config.norm_eps) * np.asarray(scale, np.float64)
 
     chunks = [features[:, :, chunk] for chunk in range(3)]
     if norms == "one of each chunk":

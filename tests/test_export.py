@@ -129,7 +129,7 @@ def test_what_it_was_not_made_for_is_refused(chain):
             exported(given, prompts, **options)
     with pytest.raises(ValueError, match="a prompt shorter than the 512 positions"):
         export_generation(decoder, prompt_tokens=512)
-    with pytest.raises(ValueError, match="simulates acceptance, so its output is not the target's"):
+    with pytest.raises(ValueError, match="accepts by SimulatedAcceptance, so its output is not the target's"):
         export_generation(decoder_of("chain", verifier=e3.SimulatedAcceptance((0.5, 0.5, 0.5))))
 
 

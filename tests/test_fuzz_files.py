@@ -125,7 +125,7 @@ def judge(read: Callable[[], Any], kinds: type[Exception] | tuple[type[Exception
 
 def assert_finite(config: Any) -> None:
     """No number of a decoder's configuration can make its arithmetic NaN."""
-    frequencies, scale = inverse_frequencies(config.rope, config.head_dim)
+    frequencies, scale = inverse_frequencies(config.layers[0].mixer.rope, config.layers[0].mixer.head_dim)
     assert np.isfinite(frequencies).all() and (frequencies >= 0).all() and np.isfinite(scale) and scale > 0
     assert np.float32(config.norm_eps) > 0 and np.isfinite(config.norm_eps)
     assert 0 < config.max_positions <= 10**9
@@ -201,7 +201,7 @@ def test_configurations_of_heads(folder: Path, data: st.DataObject) -> None:
         for target in (TARGET, None):
             found = judge(lambda target=target: conversion.read_head(path.parent, target))
             if found is not None:
-                assert_finite(found.config.layer)
+                assert_finite(found.config)
         judge(lambda: conversion.describe(path.parent))
         judge(lambda: read_head_shape(str(path.parent), target=shape, bundled=False), (Misuse, ValueError))
     finally:
@@ -257,7 +257,7 @@ def test_native_descriptions(folder: Path, data: st.DataObject) -> None:
         read = conversion.read_target if what == "target" else lambda d: conversion.read_head(d, TARGET)
         found = judge(lambda: read(path.parent))
         if found is not None:
-            assert_finite(found.config if what == "target" else found.config.layer)
+            assert_finite(found.config)
     finally:
         path.write_bytes(sound)
 

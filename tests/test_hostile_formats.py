@@ -29,23 +29,33 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 NATIVE = {
-    "layers": ({"num_layers": 10**9}, "the file holds 8 layers"),
-    "text": ({"width": "32"}, "width is '32'; expected int"),
-    "flag": ({"num_heads": True}, "num_heads is True; expected int"),
-    "fraction": ({"width": 32.0}, r"width is 32.0; expected int"),
-    "NaN": ({"norm_eps": float("nan")}, "norm_eps is nan"),
-    "number for a flag": ({"qk_norm": 1}, "qk_norm is 1; expected bool"),
-    "rope of texts": ({"rope": {"theta": "1"}}, "missing or unknown"),
-    "rope type": ({"rope": None}, "missing or unknown|expected an object"),
+    "layers": (lambda c: c.update(layers=c["layers"][:7]), "num_layers is 7; the file holds 8 layers"),
+    "no layers": (lambda c: c.update(layers=[]), "num_layers is 0"),
+    "layers of text": (lambda c: c.update(layers="eight"), "layers is 'eight'"),
+    "a layer of text": (lambda c: c.update(layers=["one"]), r"layers\[0\] is 'one'; expected an object"),
+    "text": (lambda c: c.update(width="32"), "width is '32'; expected int"),
+    "flag": (lambda c: mixer(c).update(num_heads=True), "num_heads is True; expected int"),
+    "fraction": (lambda c: c.update(width=32.0), r"width is 32.0; expected int"),
+    "NaN": (lambda c: c.update(norm_eps=float("nan")), "norm_eps is nan"),
+    "number for a flag": (lambda c: mixer(c).update(qk_norm=1), "qk_norm is 1; expected bool"),
+    "another kind": (lambda c: mixer(c).update(kind="latent"), "mixer is of kind 'latent'"),
+    "a list for a kind": (lambda c: mixer(c).update(kind=[]), r"mixer is of kind \[\]"),
+    "no kind": (lambda c: mixer(c).pop("kind"), "mixer is of kind None"),
+    "rope of texts": (lambda c: mixer(c).update(rope={"theta": "1"}), "missing or unknown"),
+    "rope type": (lambda c: mixer(c).update(rope="default"), "rope is 'default'; expected an object"),
 }
+
+
+def mixer(config: dict[str, Any]) -> dict[str, Any]:
+    return config["layers"][0]["mixer"]
 
 
 @pytest.mark.parametrize("name", NATIVE)
 def test_a_damaged_native_target_is_refused_in_one_line(native: Path, tmp_path: Path, name: str) -> None:
-    changes, says = NATIVE[name]
+    change, says = NATIVE[name]
     directory = Path(shutil.copytree(native / "target", tmp_path / "target"))
     values = json.loads((directory / "eagle3_jax.json").read_text())
-    values["config"] |= changes
+    change(values["config"])
     (directory / "eagle3_jax.json").write_text(json.dumps(values))
     refused(conversion.read_target, directory, says)
 

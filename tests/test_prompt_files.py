@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 
 from eagle3_jax import load_target
 from eagle3_jax.cli import run
-from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import parse_ids, parse_numbers, parse_schedule, parse_tree
 from eagle3_jax.load import read_tokenizer
 from eagle3_jax.prompts import Renderer, Request, read_prompts, read_requests
@@ -70,7 +69,7 @@ def requests_of(tmp_path: Path, content: str | bytes) -> list[Request]:
     ],
 )
 def test_a_line_that_would_not_do_what_it_says_is_refused(tmp_path, line, named):
-    with pytest.raises(Misuse, match=r"prompts\.jsonl line 2: ") as refusal:
+    with pytest.raises(ValueError, match=r"prompts\.jsonl line 2: ") as refusal:
         requests_of(tmp_path, '{"prompt": "fine"}\n' + line)
     assert named in str(refusal.value)
     assert len(str(refusal.value)) < 600
@@ -88,7 +87,7 @@ def test_a_line_that_would_not_do_what_it_says_is_refused(tmp_path, line, named)
     ],
 )
 def test_a_file_that_holds_no_prompts_is_refused(tmp_path, content, named):
-    with pytest.raises(Misuse, match=named):
+    with pytest.raises(ValueError, match=named):
         requests_of(tmp_path, content)
 
 
@@ -106,7 +105,7 @@ def test_what_editors_and_published_files_add_is_no_mistake(tmp_path):
 def test_a_limit_in_a_benchmark_question_is_not_ignored(tmp_path):
     path = tmp_path / "mixed.jsonl"
     path.write_text('{"question": "1 + 1?", "answer": "2", "max_tokens": 5}\n')
-    with pytest.raises(Misuse, match="line 1: 'max_tokens' is not known; did you mean 'max_new_tokens'"):
+    with pytest.raises(ValueError, match="line 1: 'max_tokens' is not known; did you mean 'max_new_tokens'"):
         read_prompts(path, load_target(), Renderer("plain"), max_new_tokens=4)
 
 
@@ -131,7 +130,7 @@ def taken(parse, given, named: str):
     """What is made of it; ``None`` when it was refused as everything is."""
     try:
         return parse(given)
-    except Misuse as error:
+    except ValueError as error:
         refusal = str(error)
     assert named in refusal
     return None
@@ -178,18 +177,6 @@ def test_any_value_of_an_option_is_what_it_says_or_one_clear_line(tree, schedule
 
 
 # ---------------------------------------------------------------- the standard input
-
-
-@pytest.fixture
-def refused(capsys):
-    def call(*arguments: object) -> str:
-        code = run([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        assert (code, out) == (2, "")
-        assert err.startswith("error: ") and err.count("\n") == 1
-        return err
-
-    return call
 
 
 def pipe(monkeypatch, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What `pytest validation` validates, read, chosen, fitted and reported: everything but the GPU itself."""
+"""What `pytest validation` fits, measures and reports on a GPU: everything but the GPU itself."""
 
 from __future__ import annotations
 
@@ -16,30 +16,26 @@ pytest.importorskip("scipy")
 
 from eagle3_jax import LoadedTarget, load_target
 from eagle3_jax.drafters import Eagle3Drafter
-from eagle3_jax.load import bundled
 from eagle3_jax.measure.random_models import (
     SHAPES,
     bytes_needed,
     config_of,
-    head_config,
     random_pair,
     shape_named,
     why_not,
 )
 from eagle3_jax.measure.results import Report
 from eagle3_jax.measure.roofline import bandwidth, ceiling, step_bytes
+from eagle3_jax.models.config import usual_head
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, MIXED, Precision
-from eagle3_jax.prompts import Prompt, Renderer, read_prompts, shipped
 from eagle3_jax.theory.cost import cost_per_million_tokens
 from validation import speeds
-from validation.report import Check
-from validation.subject import DEFAULT_TARGET, choose
+from validation.checks import Check
+from validation.subject import Subject, choose
 from validation.tasks import answered_number, discordant_interval, is_right, questions, reference_number
 
 ROOT = Path(__file__).parent.parent
-PLAIN = Renderer("plain text")
-QUESTION = {"question_id": 7, "category": "math", "turns": ["What is 1 + 1?", "And 2 + 2?"]}
 
 
 @pytest.fixture(scope="module")
@@ -47,157 +43,8 @@ def target() -> LoadedTarget:
     return load_target()
 
 
-def written(tmp_path: Path, *rows: object) -> Path:
-    path = tmp_path / "questions.jsonl"
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
-
-# ---------------------------------------------------------------- prompts
-
-
-def test_the_three_formats_are_read(tmp_path: Path, target: LoadedTarget) -> None:
-    path = written(
-        tmp_path,
-        QUESTION | {"reference": ["2\n#### 2", "4"]},
-        {"prompt": "def f(x):", "max_new_tokens": 5},
-        "",
-        {"prompt_ids": [1, 2, 3], "name": "three", "reference": "abc"},
-    )
-    question, text, ids = read_prompts(path, target, PLAIN, max_new_tokens=9)
-    tokens = target.tokenizer.encode("What is 1 + 1?").ids  # type: ignore[union-attr]
-    assert question == Prompt("7", "math", tokens, "What is 1 + 1?", "2\n#### 2", 9)
-    assert (text.name, text.category, text.text, text.max_new_tokens) == (
-        "questions.jsonl line 2",
-        "questions",
-        "def f(x):",
-        5,
-    )
-    assert ids == Prompt("three", "questions", [1, 2, 3], None, "abc", 9)
-
-
-def test_questions_go_through_the_chat_template_and_texts_do_not(tmp_path: Path, target: LoadedTarget) -> None:
-    path = written(tmp_path, QUESTION, {"prompt": "def f(x):"})
-    asked: list[str] = []
-
-    def chat(question: str) -> list[int]:
-        asked.append(question)
-        return [5, 6]
-
-    question, text = read_prompts(path, target, Renderer("template", chat), max_new_tokens=4)
-    assert asked == ["What is 1 + 1?"]
-    assert question.tokens == [5, 6] != text.tokens
-
-
-def test_a_chat_template_is_found_and_applied(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "eagle3_jax/assets/target")
-    assert Renderer.of(ROOT / "eagle3_jax/assets/target").chat is None
-    tokenizer.chat_template = "Q: {{ messages[0]['content'] }} A:{% if add_generation_prompt %} yes{% endif %}"
-    tokenizer.save_pretrained(tmp_path)
-    renderer = Renderer.of(tmp_path)
-    assert renderer.chat is not None
-    assert renderer.chat("why?") == tokenizer.encode("Q: why? A: yes")
-
-
-def test_without_transformers_the_report_says_that_questions_are_plain_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    renderer = Renderer.of(tmp_path)
-    assert renderer.chat is None
-    assert "transformers, which is not installed" in renderer.note
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ("{", "line 2: not JSON"),
-        ("[1]", "line 2: not an object"),
-        ({"text": "x"}, "line 2: expected an object with 'turns'"),
-        ({"turns": "x", "question_id": 1, "category": "c"}, "line 2: 'turns' must be a list"),
-        ({"turns": [], "question_id": 1, "category": "c"}, "line 2: 'turns' must be a list"),
-        ({"turns": ["x"], "category": "c"}, "line 2: a question with 'turns' needs 'question_id'"),
-        ({"turns": ["x"], "question_id": 1}, "line 2: a question with 'turns' needs 'category'"),
-        (QUESTION | {"reference": 3}, "line 2: 'reference' must be"),
-        ({"prompt": "x", "prompt_ids": [1]}, "line 2: .*either 'prompt' or 'prompt_ids'"),
-        ({"prompt_ids": [4096]}, "line 2: prompt token 4096"),
-        ({"prompt_ids": []}, "line 2: the prompt is empty"),
-        ({"prompt": ""}, "line 2: the prompt is empty"),
-        ({"prompt_ids": [1] * 510}, "line 2: the prompt has 510 tokens and is given 9 more"),
-        ({"prompt_ids": [1] * 600}, "line 2: the prompt has 600 tokens"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, target: LoadedTarget, row: object, message: str) -> None:
-    path = written(tmp_path, {"prompt": "x"}, row)
-    with pytest.raises(ValueError, match=message) as caught:
-        read_prompts(path, target, PLAIN, max_new_tokens=9)
-    assert str(caught.value).startswith(str(path))
-    assert "\n" not in str(caught.value)
-
-
-def test_an_empty_file_is_refused(tmp_path: Path, target: LoadedTarget) -> None:
-    with pytest.raises(ValueError, match="holds no prompts"):
-        read_prompts(written(tmp_path), target, PLAIN, max_new_tokens=9)
-
-
-# ---------------------------------------------------------------- the subject
-
-
-def choice(**changes: object) -> dict[str, object]:
-    return {"gpu": False, "rehearsal": False, "target": None, "drafter": None, "prompt_files": []} | changes
-
-
-@pytest.mark.parametrize("changes", [{}, {"gpu": True, "rehearsal": True}])
-def test_the_default_is_the_shipped_pair_with_its_prompts(changes: dict[str, bool]) -> None:
-    subject = choose(**choice(**changes))
-    assert (subject.name, subject.reason) == ("the shipped pair", "")
-    assert [prompt.text for prompt in subject.prompts] == shipped()
-    assert all(len(tokens) > 8 for tokens in subject.prompt_tokens)
-    dtype = subject.dtypes[0]
-    assert subject.pair(dtype)[0] is subject.pair(dtype)[0]
-    loaded = subject.pair(dtype)[0]
-    subject.release()
-    assert subject.pair(dtype)[0] is not loaded
-    assert subject.description["questions"] == "plain text: the target has no chat template"
-
-
-def test_a_gpu_run_without_the_hub_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(source: object, part: str) -> Path:
-        raise ValueError(f"{source} could not be downloaded: no network")
-
-    monkeypatch.setattr("validation.subject.locate", unreachable)
-    subject = choose(**choice(gpu=True))
-    assert subject.name == "the shipped pair"
-    assert subject.dtypes[0] == "bfloat16"
-    assert subject.description["not the default"] == f"{DEFAULT_TARGET} could not be downloaded: no network"
-    with pytest.raises(ValueError, match="mine could not be downloaded"):
-        choose(**choice(gpu=True, target="mine", drafter="my-head"))
-
-
-def test_prompts_of_the_shipped_pair_leave_room_for_what_a_gpu_run_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(source: object, part: str) -> Path:
-        raise ValueError("no network")
-
-    monkeypatch.setattr("validation.subject.locate", nothing)
-    subject = choose(**choice(gpu=True))
-    assert {prompt.max_new_tokens for prompt in subject.prompts} == {256}
-
-
-def test_on_a_gpu_one_precision_is_loaded_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of an 8B model do not fit beside vLLM."""
-    for gpu, left in ((True, ["bfloat16"]), (False, ["float32", "bfloat16"])):
-        subject = choose(**choice(gpu=gpu, target=str(bundled("target")), drafter=str(bundled("eagle3"))))
-        subject.pair("float32")
-        subject.pair("bfloat16")
-        assert list(subject._pairs) == left
-
-
-@pytest.mark.parametrize("given", ["target", "drafter"])
-def test_half_a_pair_is_refused(given: str) -> None:
-    with pytest.raises(ValueError, match=f"--{given} was given without"):
-        choose(**choice(**{given: "somewhere"}))
+def shipped_pair() -> Subject:
+    return choose(gpu=False, rehearsal=False, target=None, drafter=None, prompt_files=[])
 
 
 # ---------------------------------------------------------------- random models
@@ -225,8 +72,8 @@ def test_an_unknown_shape_is_refused_with_the_names() -> None:
 
 
 def test_the_head_of_llama_has_the_published_shape() -> None:
-    config = head_config(config_of(shape_named("Llama-3.1-8B")))
-    assert (config.draft_vocab_size, config.aux_layers, config.layer.num_layers) == (32_000, (2, 16, 29), 1)
+    config = usual_head(config_of(shape_named("Llama-3.1-8B")))
+    assert (config.draft_vocab_size, config.aux_layers, config.num_layers) == (32_000, (2, 16, 29), 1)
     shapes = Eagle3Drafter(config, precision=BFLOAT16).param_shapes()
     assert shapes["fc"]["kernel"].shape == (3 * 4096, 4096)
     assert shapes["head"]["kernel"].shape == (4096, 32_000)
@@ -292,7 +139,7 @@ def test_cost_by_hand() -> None:
 
 
 def test_the_shipped_pairs_speed_on_a_gpu_is_no_claim() -> None:
-    check, subject = Check("L9", "speed"), choose(**choice())
+    check, subject = Check("L9", "speed"), shipped_pair()
     assert speeds.is_quoted(subject, types.SimpleNamespace(gpu=False))
     assert not speeds.is_quoted(subject, types.SimpleNamespace(gpu=True))
     assert speeds.is_quoted(dataclasses.replace(subject, name="8B"), types.SimpleNamespace(gpu=True))
@@ -313,11 +160,11 @@ def test_a_rival_that_does_not_fit_is_missing_and_the_others_are_measured(monkey
     missing: list[list] = []
     said = "CUDA out of memory. Tried to allocate 16 GiB"
     setting = types.SimpleNamespace(gpu=True, rehearsal=False)
-    assert speeds.transformers_or_why_not(choose(**choice()), 4, setting, missing) == []
+    assert speeds.transformers_or_why_not(shipped_pair(), 4, setting, missing) == []
     assert missing[0][0] == "transformers generate" and missing[0][-1] == said
     said = "CUDA error: device-side assert triggered"
     with pytest.raises(RuntimeError, match="device-side"):
-        speeds.transformers_or_why_not(choose(**choice()), 4, setting, missing)
+        speeds.transformers_or_why_not(shipped_pair(), 4, setting, missing)
 
 
 # ---------------------------------------------------------------- task answers
@@ -361,7 +208,7 @@ def test_only_questions_that_one_side_missed_speak_about_a_difference() -> None:
 
 
 def test_task_sanity_needs_a_target_that_answers_and_answers_to_compare(tmp_path: Path) -> None:
-    subject = choose(**choice())
+    subject = shipped_pair()
     with pytest.raises(ValueError, match="no chat template"):
         questions(subject, rehearsal=False)
     assert len(questions(subject, rehearsal=True)) == 8

@@ -9,16 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_validation_report import FAILED, NOT_RUN, PARTLY, PASSED, validate  # noqa: F401
 
 from eagle3_jax.measure.timing import CompileClock
-from validation import manifest
+from validation.checks import Check, Verdict
 from validation.device import Releases, environment_of_vllm, exact_options, products, share_memory
+from validation.manifest import to_toml
 from validation.merging import merge
-from validation.report import Check, Report, load, main
+from validation.report import main, write
+from validation.required import PATH, count, expected
+from validation.runs import Report, load
 
-pytest_plugins = ["pytester"]
+pytest_plugins = ["pytester", "validation_runs"]
 ROOT = Path(__file__).parent.parent
+PASSED, FAILED, PARTLY, NOT_RUN = Verdict.PASSED, Verdict.FAILED, Verdict.PARTLY, Verdict.NOT_RUN
 
 TWO_LEVELS = """
 import jax
@@ -65,12 +68,12 @@ def test_the_manifest_names_what_pytest_collects() -> None:
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout == manifest.PATH.read_text(), "write it again: python -m validation.manifest"
+    assert done.stdout == PATH.read_text(), "write it again: python -m validation.manifest"
 
 
 def test_every_level_is_in_the_manifest_and_a_gpu_run_contains_no_less() -> None:
-    on_cpus, on_gpus = manifest.expected("cpu"), manifest.expected("gpu")
-    assert list(on_gpus) == list(manifest.expected("rehearsal")) == [*Report().levels]
+    on_cpus, on_gpus = expected("cpu"), expected("gpu")
+    assert list(on_gpus) == list(expected("rehearsal")) == [*Report().levels]
     for level, checks in on_cpus.items():
         for name, cases in checks.items():
             assert on_gpus[level][name] >= cases, (level, name)
@@ -78,14 +81,14 @@ def test_every_level_is_in_the_manifest_and_a_gpu_run_contains_no_less() -> None
 
 def test_a_table_that_is_written_is_read_back(tmp_path: Path) -> None:
     counts = {"L0": {'a "quoted" name': 2}, "L5": {"b": 1}}
-    (tmp_path / "x.toml").write_text(manifest.to_toml({"cpu": {}, "gpu": counts, "rehearsal": {}}))
-    assert manifest.expected("gpu", tmp_path / "x.toml") == {**{n: {} for n in Report().levels}, **counts}
-    assert manifest.expected("cpu", tmp_path / "x.toml")["L0"] == {}
+    (tmp_path / "x.toml").write_text(to_toml({"cpu": {}, "gpu": counts, "rehearsal": {}}))
+    assert expected("gpu", tmp_path / "x.toml") == {**{n: {} for n in Report().levels}, **counts}
+    assert expected("cpu", tmp_path / "x.toml")["L0"] == {}
 
 
 def test_cases_of_a_check_are_counted_whatever_module_they_are_in() -> None:
     checks = [Check("L0", name) for name in ("law[a]", "law[b[c]]", "law", "law[a] (test_other)")]
-    assert manifest.count(checks) == {"L0": {"law": 3, "law (test_other)": 1}}
+    assert count(checks) == {"L0": {"law": 3, "law (test_other)": 1}}
 
 
 def test_a_level_without_one_of_its_checks_is_not_green() -> None:
@@ -101,13 +104,13 @@ def test_a_level_without_one_of_its_checks_is_not_green() -> None:
     assert report["L5"].verdict == FAILED
 
 
-def test_a_run_of_one_module_leaves_its_levels_in_part(validate, table: str) -> None:  # noqa: F811
+def test_a_run_of_one_module_leaves_its_levels_in_part(validate, table: str) -> None:
     _, report = validate(TWO_LEVELS, manifest=table)
     assert {name: report[name].verdict for name in ("L0", "L1", "L9")} == {"L0": PASSED, "L1": PARTLY, "L9": PASSED}
     assert report["L1"].reason == "not collected: verdicts"
 
 
-def test_a_single_level_runs_alone(validate, table: str) -> None:  # noqa: F811
+def test_a_single_level_runs_alone(validate, table: str) -> None:
     result, report = validate(TWO_LEVELS, "--level", "L0", manifest=table)
     assert result.ret == 0
     assert report["L0"].verdict == PASSED and len(report["L0"].checks) == 3
@@ -117,7 +120,7 @@ def test_a_single_level_runs_alone(validate, table: str) -> None:  # noqa: F811
     result.stderr.fnmatch_lines(["ERROR: --level L5X is none of L0, *"])
 
 
-def test_a_quick_run_has_one_case_of_every_check_and_is_not_green(validate, table: str) -> None:  # noqa: F811
+def test_a_quick_run_has_one_case_of_every_check_and_is_not_green(validate, table: str) -> None:
     _, report = validate(TWO_LEVELS, "--quick", manifest=table)
     assert [check.verdict for check in report["L0"].checks] == [PASSED, NOT_RUN, NOT_RUN]
     assert report["L0"].verdict == PARTLY and "--quick" in report["L0"].reason
@@ -186,8 +189,8 @@ def test_a_check_that_ended_differently_is_a_contradiction_and_never_green(order
 def test_strangers_are_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict, said: str
 ) -> None:
-    part(law("a")).write(tmp_path / "one")
-    part(law("b"), started="2", **changes).write(tmp_path / "two")
+    write(part(law("a")), tmp_path / "one")
+    write(part(law("b"), started="2", **changes), tmp_path / "two")
     assert main(["merge", str(tmp_path / "one"), str(tmp_path / "two"), "-o", str(tmp_path / "out")]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1 and said in printed.err
@@ -211,7 +214,7 @@ def test_what_only_some_parts_needed_is_taken_over_and_must_agree_where_it_is() 
         merge(copy.deepcopy(parts))
 
 
-def test_runs_are_merged_from_the_command_line(validate, table: str, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+def test_runs_are_merged_from_the_command_line(validate, table: str, capsys: pytest.CaptureFixture[str]) -> None:
     for level in ("L0", "L9"):
         validate(TWO_LEVELS, "--gpu", "--rehearse", "--level", level, "--report-dir", f"parts/{level}", manifest=table)
     assert load("parts/L0")["L9"].verdict == NOT_RUN
@@ -244,7 +247,7 @@ def test_with_a_gpu_jax_takes_its_share_as_it_needs_it(given: bool, monkeypatch:
     assert os.environ.get("XLA_CLIENT_MEM_FRACTION") == (None if given else "0.4")
 
 
-def test_shares_and_caches_that_cannot_be_are_misuse(validate) -> None:  # noqa: F811
+def test_shares_and_caches_that_cannot_be_are_misuse(validate) -> None:
     for options, said in (
         (["--vllm-memory", "1.5"], "--vllm-memory must be a share between 0 and 1, not 1.5"),
         (["--compilation-cache", "/dev/null/x"], "--compilation-cache *cannot be written*"),
@@ -278,7 +281,7 @@ def test_is_wrong(): assert False, "RESOURCE_EXHAUSTED is what the text says"
 """
 
 
-def test_a_check_that_runs_out_of_memory_did_not_run_and_the_run_goes_on(validate) -> None:  # noqa: F811
+def test_a_check_that_runs_out_of_memory_did_not_run_and_the_run_goes_on(validate) -> None:
     result, report = validate(FULL, "--gpu", "--rehearse")
     assert [report[name].verdict for name in ("L0", "L1", "L3", "L4")] == [NOT_RUN, NOT_RUN, PASSED, FAILED]
     assert report["L0"].reason.startswith("out of memory (OutOfMemoryError: CUDA out of memory. Tried to allocate")
@@ -320,9 +323,9 @@ def test_vllm_is_told_not_to_round_float32() -> None:
 def test_speeds_are_measured_in_the_precision_that_users_have() -> None:
     import jax
 
-    for level, expected in (("L9", None), ("L5", "highest")):
+    for level, precision in (("L9", None), ("L5", "highest")):
         with products(level):
-            assert jax.config.jax_default_matmul_precision == expected
+            assert jax.config.jax_default_matmul_precision == precision
 
 
 def test_the_counter_behind_nothing_was_compiled_hears_of_a_compilation() -> None:

@@ -1,28 +1,23 @@
-"""The report of ``pytest validation``: what its verdicts may say, what it writes, and what a run leaves behind."""
+"""The report of ``pytest validation``: what its verdicts may say, what it writes, what it shows."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
 import sys
-import tomllib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-import eagle3_jax.cli  # noqa: F401 (what is first imported inside a run of pytest is forgotten after it, its types too)
-from eagle3_jax.reporting.environment import committable, environment, sha256_of, sha256_of_prompts
+from eagle3_jax.reporting.tables import Plot, Table
+from validation.checks import Check, Verdict
 from validation.comparison import compare
 from validation.levels import LEVELS
-from validation.report import Check, Plot, Report, Table, Verdict, load, main
+from validation.report import main, write
+from validation.runs import Report, load
 
-with contextlib.suppress(ModuleNotFoundError):  # for the same reason: the page, and what draws it
-    import validation.page  # noqa: F401
-
-pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parent.parent
 PASSED, FAILED, PARTLY, NOT_RUN = Verdict.PASSED, Verdict.FAILED, Verdict.PARTLY, Verdict.NOT_RUN
 
@@ -127,7 +122,7 @@ def test_the_smallest_deviation_that_a_check_would_have_seen_stands_beside_its_n
     assert [check.sees for check in again.checks] == [report.checks[0].sees, ""]
     assert again["L5"].sees == [report.checks[0].sees]
     assert f"| L5 | check 0 | {report.checks[0].sees} |" in compare(report, again).to_markdown()
-    report.write(tmp_path)
+    write(report, tmp_path)
     assert main(["show", str(tmp_path)]) == 0
     assert f"would have seen: {report.checks[0].sees}" in capsys.readouterr().out
     pytest.importorskip("jinja2")
@@ -181,10 +176,10 @@ def test_reading_gives_what_was_written(rich: Report) -> None:
 
 
 def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_of(PASSED).write(tmp_path)
+    write(run_of(PASSED), tmp_path)
     monkeypatch.setattr(Path, "replace", lambda *paths: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        run_of(FAILED).write(tmp_path)
+        write(run_of(FAILED), tmp_path)
     assert load(tmp_path)["L5"].verdict == PASSED
     assert {path.name for path in tmp_path.iterdir()} <= {"report.json", "report.html"}
 
@@ -196,7 +191,7 @@ def test_without_jinja2_there_is_no_page_rather_than_an_old_one(
     monkeypatch.setitem(sys.modules, "jinja2", None)
     for name in ("validation.page", "eagle3_jax.reporting.drawing"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    assert run_of(PASSED).write(tmp_path) == tmp_path / "report.json"
+    assert write(run_of(PASSED), tmp_path) == tmp_path / "report.json"
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
@@ -249,8 +244,8 @@ def test_comparing_two_runs_shows_verdicts_numbers_and_what_differed_around_them
 
 
 def test_the_command_line_compares_and_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_of(PASSED).write(tmp_path / "a")
-    run_of(NOT_RUN).write(tmp_path / "b")
+    write(run_of(PASSED), tmp_path / "a")
+    write(run_of(NOT_RUN), tmp_path / "b")
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b" / "report.json")]) == 0
     assert "| L5 | passed | not run | changed |" in capsys.readouterr().out
     assert main(["show", str(tmp_path / "b")]) == 0
@@ -263,7 +258,7 @@ def test_the_command_line_compares_and_shows(tmp_path: Path, capsys: pytest.Capt
 
 def test_the_page_escapes_everything_and_loads_nothing(tmp_path: Path, rich: Report) -> None:
     pytest.importorskip("jinja2")
-    page = rich.write(tmp_path).read_text()
+    page = write(rich, tmp_path).read_text()
     for hostile in ("<script", "<vLLM>", "<z>", "<x>", "<K>", "<tokens>", "<b>"):
         assert hostile not in page, hostile
     assert "&lt;script&gt;alert(1)" in page
@@ -273,11 +268,11 @@ def test_the_page_escapes_everything_and_loads_nothing(tmp_path: Path, rich: Rep
 
 def test_the_page_says_each_verdict_in_words(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
-    page = run_of(PASSED, NOT_RUN).write(tmp_path).read_text()
+    page = write(run_of(PASSED, NOT_RUN), tmp_path).read_text()
     section = re.search(r'<section id="L5">.*?</section>', page, re.DOTALL)[0]
     assert "partly run" in section and "reason 1" in section
     assert "Not run, so not proven" in page and "Every level passed" not in page
-    rehearsal = full_run(gpu=True, rehearsal=True).write(tmp_path).read_text()
+    rehearsal = write(full_run(gpu=True, rehearsal=True), tmp_path).read_text()
     assert "nothing measured here counts" in rehearsal
 
 
@@ -286,13 +281,13 @@ def test_long_tables_are_folded(tmp_path: Path) -> None:
     report = run_of(PASSED)
     report.checks[0].table("long", ["i"], [[i] for i in range(31)])
     report.checks[0].table("short", ["i"], [[i] for i in range(30)])
-    assert re.findall(r"<summary>(\d+) rows</summary>", report.write(tmp_path).read_text()) == ["31"]
+    assert re.findall(r"<summary>(\d+) rows</summary>", write(report, tmp_path).read_text()) == ["31"]
 
 
 def test_plots_are_drawn_into_the_page(tmp_path: Path, rich: Report) -> None:
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")
-    page = rich.write(tmp_path).read_text()
+    page = write(rich, tmp_path).read_text()
     assert page.count("<svg ") == 3 and 'aria-label="Bars: speed (tokens/s) over set"' in page
     drawing = re.search(r"<svg .*?</svg>", page, re.DOTALL)[0]
     assert "K &lt;tokens&gt;" in drawing and "currentColor" in drawing and "#010203" not in page
@@ -303,240 +298,6 @@ def test_without_matplotlib_the_page_has_the_numbers(
 ) -> None:
     pytest.importorskip("jinja2")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    page = rich.write(tmp_path).read_text()
+    page = write(rich, tmp_path).read_text()
     assert "<svg" not in page and page.count("matplotlib is not installed") == 3
     assert "K &lt;tokens&gt;" in page
-
-
-# ---------------------------------------------------------------- the environment
-
-
-def test_the_environment_has_versions_and_hashes_and_nothing_private(tmp_path: Path) -> None:
-    secret = tmp_path / "weights"
-    secret.mkdir()
-    (secret / "config.json").write_text("{}")
-    facts = environment(target=str(secret), drafter="org/head")
-    assert facts["versions"]["numpy"] == np.__version__
-    assert facts["target"] == {"name": "weights", "sha256": sha256_of(secret)}
-    assert facts["drafter"] == {"name": "org/head", "sha256": None}
-    assert len(facts["prompts"]["sha256"]) == 64
-    text = Report(environment=facts).to_json()
-    for private in (str(tmp_path), str(Path.home()) + "/", str(ROOT), sys.prefix):
-        assert private not in text
-
-
-def test_a_hash_changes_with_any_content_and_any_name(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    (tmp_path / "README.md").write_text("does not count")
-    first = sha256_of(tmp_path)
-    (tmp_path / "README.md").write_text("still does not")
-    assert sha256_of(tmp_path) == first
-    (tmp_path / "model.safetensors").write_bytes(b"weightz")
-    second = sha256_of(tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
-    assert len({first, second, sha256_of(tmp_path)}) == 3
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no"):
-        sha256_of(tmp_path / "empty")
-
-
-def test_prompts_with_different_borders_have_different_hashes() -> None:
-    lists = ([[1, 2], [3]], [[1], [2, 3]], [[12], [3]], ["1,2", "3"], [[3], [1, 2]])
-    assert len({sha256_of_prompts(prompts) for prompts in lists}) == len(lists)
-    assert sha256_of_prompts([np.array([1, 2])]) == sha256_of_prompts([[1, 2]])
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("pytest validation --target /home/me/models/head-3", "pytest validation --target head-3"),
-        ("--target=~/models/x -k 'a or b'", "--target=x -k 'a or b'"),
-        ("No such file: '/root/x/y.json'", "No such file: 'y.json'"),
-        ("http://secret.example:8000/v1 refused", "http://HOST/v1 refused"),
-        ("http://localhost:8000/v1 refused", "http://localhost:8000/v1 refused"),
-        ("373 tokens/s, org/name, 3/4 of 5 /s", "373 tokens/s, org/name, 3/4 of 5 /s"),
-    ],
-)
-def test_text_of_a_report_names_no_directory_and_no_host(text: str, expected: str) -> None:
-    assert committable(text) == expected
-
-
-# ---------------------------------------------------------------- a run
-
-
-@pytest.fixture
-def validate(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
-    """Run tests as ``pytest validation`` would."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(pytester.path))
-    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION"):
-        monkeypatch.setenv(name, "")  # which a run with --gpu sets, and which are put back
-        monkeypatch.delenv(name)
-
-    def run(
-        source: str, *options: str, subprocess: bool = False, manifest: str = "none"
-    ) -> tuple[pytest.RunResult, Report | None]:
-        pytester.makepyfile(test_levels="import pytest\nlevel = pytest.mark.level\n" + source)
-        launch = pytester.runpytest_subprocess if subprocess else pytester.runpytest_inprocess
-        given = ["-p", "validation.conftest", "--report-dir", "out", "-o", f"validation_manifest={manifest}"]
-        result = launch(*given, "-p", "no:cacheprovider", *options)
-        return result, load("out") if Path("out").exists() else None
-
-    return run
-
-
-TESTS = """
-@level("L0")
-@pytest.mark.parametrize("k", [1, 2])
-def test_law_of(check, k):
-    check.number(outcomes=k * 10)
-
-@level("L1")
-def test_fails():
-    assert 1 == 2, "one is not two"
-
-@level("L2")
-def test_skips():
-    pytest.skip("there is no vLLM")
-
-@level("L3")
-def test_half_passes():
-    pass
-
-@level("L3")
-def test_half_skips():
-    pytest.skip("no time")
-
-@level("L7")
-def test_on_a_gpu():
-    raise AssertionError("must not run")
-
-@pytest.fixture
-def broken():
-    raise OSError("no such port\\nand more")
-
-@level("L8")
-def test_cannot_start(broken):
-    pass
-
-@pytest.fixture
-def untidy():
-    yield
-    raise OSError("left over")
-
-@level("L9")
-def test_cannot_stop(untidy):
-    pass
-"""
-
-
-def test_a_failing_run_writes_what_each_test_had_to_say(validate) -> None:
-    result, report = validate(TESTS)
-    assert result.ret == 1
-    found = {name: (level.verdict, level.reason) for name, level in report.levels.items() if level.checks}
-    assert found == {
-        "L0": (PASSED, ""),
-        "L1": (FAILED, "one is not two\nassert 1 == 2"),
-        "L2": (NOT_RUN, "there is no vLLM"),
-        "L3": (PARTLY, "half skips: no time"),
-        "L7": (NOT_RUN, "only with --gpu"),
-        "L8": (FAILED, "setup: OSError: no such port"),
-        "L9": (FAILED, "teardown: OSError: left over"),
-    }
-    assert [check.name for check in report["L0"].checks] == ["law of[1]", "law of[2]"]
-    assert report["L0"].numbers == {"law of[1]: outcomes": 10, "law of[2]: outcomes": 20}
-    assert report.command.endswith("no:cacheprovider") and report.environment["versions"]["jax"]
-    lines = ["PASSED *L0*outcomes 10 to 20", "FAILED *L1*one is not two", "NOT RUN *L2*no vLLM", "Report: out*"]
-    result.stdout.fnmatch_lines(lines)
-
-
-def test_what_was_deselected_leaves_its_level_in_part(validate) -> None:
-    _, report = validate(TESTS, "-k", "law_of and 1")
-    assert report["L0"].verdict == PARTLY and report["L1"].reason == "deselected"
-
-
-def test_an_interrupted_run_writes_what_it_has(validate) -> None:
-    source = """
-@level("L0")
-def test_done(): pass
-@level("L1")
-def test_interrupted(): raise KeyboardInterrupt
-@level("L2")
-def test_never(): pass
-"""
-    result, report = validate(source, subprocess=True)
-    assert result.ret == pytest.ExitCode.INTERRUPTED
-    assert report["L0"].verdict == PASSED
-    for name in ("L1", "L2"):
-        assert report[name].verdict == NOT_RUN and "interrupted" in report[name].reason
-    result.stdout.fnmatch_lines(["NOT RUN *L2*interrupted*"])
-
-
-def test_modules_that_nobody_could_read_are_part_of_the_verdict(validate, pytester: pytest.Pytester) -> None:
-    pytester.makepyfile(test_broken="import nothing_of_that_name")
-    pytester.makepyfile(test_absent="import pytest; pytest.skip('no /opt/torch/lib here', allow_module_level=True)")
-    _, report = validate("@level('L0')\ndef test_it(): pass", "--continue-on-collection-errors")
-    assert report["L0"].verdict == PASSED and report.verdict == FAILED
-    assert (
-        len(report.errors) == 1 and "test_broken.py" in report.errors[0] and "nothing_of_that_name" in report.errors[0]
-    )
-    assert report.skipped == ["test_absent.py: no lib here"]
-
-
-EVERY_LEVEL = "\n".join(f"@level({level.name!r})\ndef test_{level.name}(): pass" for level in LEVELS)
-
-
-def test_complete_is_content_with_all_levels(validate) -> None:
-    result, report = validate(EVERY_LEVEL, "--complete")
-    assert result.ret == 0 and [level.verdict for level in report.levels.values()].count(PASSED) == len(LEVELS) - 1
-
-
-def test_complete_fails_on_a_skip_and_names_it(validate) -> None:
-    source = EVERY_LEVEL + "\n@level('L5')\ndef test_more(): pytest.skip('no vLLM')"
-    assert validate(source)[0].ret == 0
-    result, _ = validate(source, "--complete")
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["--complete: *not complete", "  L5 partly run: more: no vLLM"])
-
-
-def test_gpu_without_cuda_is_one_line(validate) -> None:
-    result, report = validate("@level('L0')\ndef test_it(): pass", "--gpu", subprocess=True)
-    assert result.ret == 4 and report is None
-    assert [line for line in result.outlines + result.errlines if line] == [
-        "ERROR: --gpu needs a CUDA device, and jax sees only cpu: install 'eagle3-jax[cuda]', "
-        "or add --rehearse to try the flow without one"
-    ]
-
-
-def test_a_rehearsal_runs_gpu_levels_and_never_passes(validate) -> None:
-    result, report = validate(EVERY_LEVEL, "--gpu", "--rehearse", "--complete")
-    assert result.ret == 0 and report["L7"].verdict == PASSED
-    assert report.rehearsal and report.verdict == PARTLY and report.summary.startswith("Rehearsal")
-
-
-@pytest.mark.parametrize(
-    ("options", "source", "message"),
-    [
-        (["--rehearse"], "", "--rehearse is for a run with --gpu*"),
-        (["--target", "."], "", "* holds no [*].json, [*].safetensors or [*].bin"),
-        (["--prompts", "nowhere.jsonl"], "", "--prompts: there is no file nowhere.jsonl"),
-        (["--price-per-hour", "0"], "", "--price-per-hour must be above zero, not 0"),
-        (["--price-per-hour=-1.5"], "", "--price-per-hour must be above zero, not -1.5"),
-        ([], "def test_it(): pass", "test_levels.py::test_it belongs to no level*"),
-        ([], "@level('L99')\ndef test_it(): pass", "test_levels.py::test_it: level('L99') is none of L0, *"),
-        ([], "@level()\ndef test_it(): pass", "test_levels.py::test_it: level(nothing) is none of L0, *"),
-    ],
-)
-def test_misuse_is_one_line_and_no_run(validate, options: list[str], source: str, message: str) -> None:
-    result, report = validate(source, *options)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR and report is None
-    result.stderr.fnmatch_lines([f"ERROR: {message}"])
-    assert len([line for line in result.errlines if line]) == 1
-
-
-def test_the_marker_of_the_levels_is_known_to_strict_pytest(validate) -> None:
-    strictness = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["addopts"]
-    result, report = validate("@level('L0')\ndef test_it(): pass", *strictness.split())
-    assert result.ret == 0 and report["L0"].verdict == PASSED

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scipy.stats import chi2, norm
 
+from eagle3_jax.contract.frequencies import smallest_deviation
 from validation.statistics import (
     Excess,
     Score,
@@ -19,7 +20,6 @@ from validation.statistics import (
     goodness_of_fit,
     kolmogorov_smirnov,
     randomised_pit,
-    smallest_deviation,
     smallest_shift,
     surprisal,
     total_variation_bound,

@@ -21,7 +21,7 @@ from eagle3_jax.cache import Cache, KeyValues
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.drafters import Eagle3Config, Eagle3Drafter
 from eagle3_jax.loop import LoopParams, Prompts, SpeculativeLoop
-from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, LayerConfig, uniform
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import FLOAT32, Precision
 from eagle3_jax.sampling import DraftSampling, row_keys
@@ -33,12 +33,17 @@ STATIC_TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 AUX_LAYERS = (0, 1, 2)
 
 
+def layers(count: int = 2, **mixer: Any) -> tuple[LayerConfig, ...]:
+    """Layers of a few hundred parameters, with grouped queries."""
+    return uniform(
+        count, GroupedQuery(**{"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, **mixer}), GatedMLP(width=24)
+    )
+
+
 def config(vocab_size: int, num_layers: int = 2, **options: Any) -> DecoderConfig:
     """A decoder of a few hundred parameters, with grouped queries."""
-    return DecoderConfig(
-        vocab_size=vocab_size, width=16, mlp_width=24, num_layers=num_layers, num_heads=4, num_kv_heads=2, head_dim=8,
-        **{"max_positions": 512, **options},
-    )  # fmt: skip
+    stack = {"width": 16, "layers": layers(num_layers), "max_positions": 512}
+    return DecoderConfig(vocab_size=vocab_size, **{**stack, **options})
 
 
 def target(vocab_size: int = 13, *, seed: int = 0, precision: Precision = FLOAT32, **options: Any) -> LoadedTarget:
@@ -60,9 +65,15 @@ def eagle3(
 ) -> LoadedDrafter:
     """A random EAGLE-3 head for a target. Its draft ids are a random subset of the target's, in ascending order."""
     size = draft_vocab_size or of.vocab_size
-    layer = config(of.vocab_size, num_layers=variant.pop("num_layers", 1))
     shape = Eagle3Config(
-        layer=layer, draft_vocab_size=size, target_width=of.model.config.width, aux_layers=AUX_LAYERS, **variant
+        vocab_size=of.vocab_size,
+        width=16,
+        layers=layers(variant.pop("num_layers", 1)),
+        max_positions=512,
+        draft_vocab_size=size,
+        target_width=of.model.config.width,
+        aux_layers=AUX_LAYERS,
+        **variant,
     )
     drafter = Eagle3Drafter(shape, topology, of.model.precision, draft_sampling)
     ids = np.sort(np.random.default_rng(seed).permutation(of.vocab_size)[:size]).astype(np.int32)

@@ -8,7 +8,7 @@ from typing import Any
 from eagle3_jax.reporting.tables import flat, show, to_markdown
 from validation.checks import plain
 from validation.levels import BY_NAME
-from validation.report import Report
+from validation.runs import Report
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import gc
 import shlex
@@ -15,11 +14,14 @@ import pytest
 
 from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.reporting.environment import committable, environment
-from validation import manifest
+from validation.checks import Check, Verdict
 from validation.device import SHARE_OF_VLLM, Releases, give_back, products, reason_of_exhaustion, share_memory
 from validation.fixtures import maybe_vllm, subject  # noqa: F401
 from validation.levels import BY_NAME
-from validation.report import Check, Report, Verdict, verdict_lines
+from validation.report import write
+from validation.required import PATH, Counts, expected, without_case
+from validation.runs import Report, verdict_lines
+from validation.setting import Setting
 from validation.vllm.fixtures import NOTES, RELEASES, vllm, vllm_process  # noqa: F401
 
 REPORT = pytest.StashKey[Report]()
@@ -64,33 +66,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(
         "validation_manifest",
         "table of the checks that each level must contain, or 'none' where other checks are tried out",
-        default=str(manifest.PATH),
+        default=str(PATH),
     )
     group.addoption("--report-dir", default=str(Path(__file__).parent / "report"), help="where the report is written")
     group.addoption("--complete", action="store_true", help="fail unless every level ran in full, as CI does")
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """What is validated, and where.
-
-    Attributes:
-        gpu: A run with ``--gpu``.
-        rehearsal: ``--gpu`` without a GPU: the flow, not the figures.
-        quick: One case of every check, and few speeds.
-        target: Directory or hub id; ``None`` for the default.
-        drafter: Directory or hub id; ``None`` for the default.
-        prompt_files: JSONL files; empty for the default.
-        price_per_hour: Of the machine.
-    """
-
-    gpu: bool
-    rehearsal: bool
-    quick: bool
-    target: str | None
-    drafter: str | None
-    prompt_files: tuple[Path, ...]
-    price_per_hour: float | None
 
 
 @pytest.fixture(scope="session")
@@ -230,7 +209,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if _CHECK not in item.stash:
             continue
         check = item.stash[_CHECK]
-        kind = check.level, manifest.without_case(check.name)
+        kind = check.level, without_case(check.name)
         if BY_NAME[check.level].gpu_only and not option("--gpu"):
             check.reason = "only with --gpu"
         elif option("--level") and check.level not in option("--level"):
@@ -288,7 +267,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
             check.reason = "not finished: the run " + ("was interrupted" if interrupted else "stopped before")
     report.seconds = time.perf_counter() - config.stash[_STARTED]
     try:
-        config.stash[_WRITTEN] = report.write(config.getoption("--report-dir"))
+        config.stash[_WRITTEN] = write(report, config.getoption("--report-dir"))
     except OSError as error:
         pytest.exit(f"the report could not be written: {error}", returncode=pytest.ExitCode.TESTS_FAILED)
     if config.getoption("--complete") and report.incomplete() and exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
@@ -315,12 +294,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(f"  {line}", red=True)
 
 
-def _manifest_of(config: pytest.Config) -> manifest.Counts:
+def _manifest_of(config: pytest.Config) -> Counts:
     path = config.getini("validation_manifest")
     if path == "none":
         return {}
     mode = "rehearsal" if config.getoption("--rehearse") else "gpu" if config.getoption("--gpu") else "cpu"
-    return manifest.expected(mode, Path(path))
+    return expected(mode, Path(path))
 
 
 def _skip_reason(representation: object) -> str:

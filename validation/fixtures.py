@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import pytest
 
 from eagle3_jax.rivals.vllm.bridge import VLLM
+from validation.setting import Setting
 from validation.subject import Subject, choose
 from validation.vllm.fixtures import NOTES, RELEASES
-
-if TYPE_CHECKING:
-    from validation.conftest import Setting
 
 
 @pytest.fixture(scope="session")

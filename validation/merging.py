@@ -8,7 +8,7 @@ from typing import Any
 
 from eagle3_jax.reporting.tables import flat, show
 from validation.checks import Check, Verdict
-from validation.report import Report
+from validation.runs import Report
 
 # What parts may differ in: when they ran, files beside the code (whose hash is another fact), the words of the hub,
 # and what only some of them needed.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from eagle3_jax.reporting.drawing import render as fill_in
-from validation.report import Report, Verdict
+from validation.checks import Verdict
+from validation.runs import Report
 
 # A colour is never alone: each verdict has a sign and its word.
 SIGNS = {Verdict.PASSED: "✓", Verdict.FAILED: "✗", Verdict.PARTLY: "◐", Verdict.NOT_RUN: "○"}

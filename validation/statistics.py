@@ -17,7 +17,9 @@ from collections.abc import Hashable, Mapping
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
-from scipy import optimize, stats
+from scipy import stats
+
+from eagle3_jax.contract.frequencies import smallest_deviation
 
 MOST_DIRECTED = 10.0  # ln(q/p) is cut at this size, so that a token with next to no mass cannot decide alone
 
@@ -278,28 +280,8 @@ class Excess:
         return Fluctuation(statistic, degrees, float(stats.chi2.sf(statistic, degrees)), self.tokens, 0)
 
 
-def smallest_deviation(tokens: int, degrees: int, *, alpha: float, power: float = 0.9) -> float:
-    """The root mean square by which cell probabilities must be off, relatively, to be seen with this power.
-
-    With ``p'(x | s) = p(x | s) (1 + ε(x, s))`` Pearson's statistic over the cells ``(s, x)`` is a noncentral chi-square
-    of noncentrality ``tokens · Σ p ε²``. Where a stratum mixes several laws, a deviation that they share is seen at
-    least as well.
-
-    Args:
-        tokens: Draws.
-        degrees: Degrees of freedom.
-        alpha: Significance at which the test fails.
-        power: Probability of a failure that is asked for.
-    """
-    if tokens == 0 or degrees == 0:
-        return math.inf
-    threshold = stats.chi2.isf(alpha, degrees)
-    beyond = lambda noncentrality: stats.ncx2.sf(threshold, degrees, noncentrality) - power
-    return math.sqrt(optimize.brentq(beyond, 1e-3, 100.0 * threshold) / tokens)
-
-
 def smallest_shift(tokens: int, most_z: float, *, power: float = 0.9) -> float:
-    """The same for a sum of scores that fails beyond ``most_z``, where probabilities are off along that score.
+    """The smallest deviation for a sum of scores that fails beyond ``most_z``, probabilities off along that score.
 
     With ``p' = p (1 + ε s)`` and ``s`` the score made standard, ``z`` is normal with mean ``ε √tokens``. A deviation
     that is orthogonal to the score leaves it as it is, whatever its size.

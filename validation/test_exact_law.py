@@ -15,7 +15,7 @@ import tiny
 from eagle3_jax import Chain, DraftSampling, SamplingParams
 from eagle3_jax.sampling import draw, row_keys, uniforms
 from eagle3_jax.types import Observation
-from validation.report import Check
+from validation.checks import Check
 
 
 @pytest.mark.level("L0")

@@ -1,4 +1,4 @@
-"""L3 and L4: greedy output is the target's own, bit for bit where shapes and sums match, and else but for rounding.
+"""L3: greedy output is the target's own, bit for bit where shapes and sums match, and else but for rounding.
 
 What is bitwise, in every precision: a chain and plain decoding in blocks of its size, every key and value included; a
 refused draft leaves no trace; a round depends on nothing but the tokens that were accepted. What is not: the path of a
@@ -9,7 +9,6 @@ precision that has not been seen to change a token; in bfloat16 it does, where t
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,86 +19,36 @@ import pytest
 import tiny
 from jaxtyping import Array, Int
 
-from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget
+from eagle3_jax import LoadedDrafter, LoadedTarget
 from eagle3_jax import loop as loops
 from eagle3_jax.drafters import Plain
 from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
-from eagle3_jax.rivals.vllm.bridge import Scored
-from eagle3_jax.tree import Chain
 from eagle3_jax.types import Draft, SamplingParams
+from validation.checks import Check
+from validation.decodings import (
+    CHAIN,
+    CONTEXT,
+    SHAPES,
+    Decoding,
+    accepted_and_drafted,
+    batch_of,
+    drafting,
+    first_differences,
+    forget_programs,
+    new_tokens_of,
+    programs,
+    some_prompts,
+)
 from validation.device import exact_options
-from validation.forcing import by_blocks, reference
-from validation.margin import TIE_ULPS, Agreement, Control, classify, tie_tolerance, wrong_tolerance
-from validation.report import Check
+from validation.forcing import reference
+from validation.margin import wrong_tolerance
 from validation.subject import Subject
-
-CHAIN, TREE = Chain(3), DynamicTree(num_nodes=16, max_depth=4, top_k=4)
-SHAPES = {"chain": CHAIN, "tree": TREE}
-CONTEXT = 100  # prompts are cut to their last tokens, so that all share one program
-
-
-@dataclasses.dataclass(frozen=True)
-class Decoding:
-    """A pair compiled for one batch size, with every kernel deterministic.
-
-    Attributes:
-        target: Of the pair.
-        drafter: Of the pair.
-        dtype: Precision of both.
-        batch: Rows.
-        limit: New tokens of every row.
-    """
-
-    target: LoadedTarget
-    drafter: LoadedDrafter
-    dtype: str
-    batch: int
-    limit: int
-
-    def states(self, prompts: Sequence[list[int]]) -> list[GenerationState]:
-        """Final states, a batch each; the number of prompts is a multiple of the batch."""
-        params = LoopParams(self.target.params, self.drafter.params)
-        prefill, run = programs(SpeculativeLoop(self.target.model, self.drafter.drafter), params, self)
-        batches = [prompts[start : start + self.batch] for start in range(0, len(prompts), self.batch)]
-        return [run(params, prefill(params, batch_of(batch, self.limit))) for batch in batches]
-
-
-_programs: dict[Any, tuple[Any, Any]] = {}
-
-
-def programs(loop: SpeculativeLoop, params: LoopParams, decoding: Decoding) -> tuple[Any, Any]:
-    """Prefill and loop, compiled once: several checks share them."""
-    key = (loop, decoding.batch, decoding.limit)
-    if key not in _programs:
-        shapes = jax.eval_shape(lambda: batch_of([[0]] * decoding.batch, decoding.limit))
-        capacity = -(-(CONTEXT + decoding.limit + loop.drafter.num_nodes) // 64) * 64
-        prefill = loops.prefill.lower(loop, params, shapes, capacity=capacity)
-        run = loops.run.lower(loop, params, prefill.out_info)
-        _programs[key] = prefill.compile(exact_options()), run.compile(exact_options())
-    return _programs[key]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _drop_programs() -> Iterator[None]:
     yield
-    _programs.clear()
-
-
-def batch_of(prompts: Sequence[list[int]], limit: int) -> loops.Prompts:
-    return tiny.prompts([list(prompt) for prompt in prompts], limit=limit, width=CONTEXT)
-
-
-def new_tokens_of(states: Sequence[GenerationState], limit: int) -> list[list[int]]:
-    rows = []
-    for state in states:
-        tokens, length = jax.device_get((state.tokens, state.length))
-        rows += [tokens[row, end - limit : end].tolist() for row, end in enumerate(length)]
-    return rows
-
-
-def accepted_and_drafted(states: Sequence[GenerationState]) -> tuple[int, int]:
-    counts = [(state.stats.num_accepted_tokens, state.stats.num_draft_tokens) for state in states]
-    return tuple(int(sum(np.sum(one[index]) for one in counts)) for index in (0, 1))  # type: ignore[return-value]
+    forget_programs()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,29 +112,11 @@ class NeverRight:
         return draft.replace(tokens=jnp.where(is_root, draft.tokens, wrong))  # type: ignore[attr-defined]
 
 
-def drafting(drafter: LoadedDrafter, topology: Any) -> LoadedDrafter:
-    return dataclasses.replace(drafter, drafter=dataclasses.replace(drafter.drafter, topology=topology))
-
-
-def some_prompts(subject: Subject, count: int) -> list[list[int]]:
-    """As many prompts as asked for, from all files in turn, each cut to its end."""
-    tokens = subject.prompt_tokens
-    return [tokens[index * len(tokens) // count % len(tokens)][-CONTEXT:] for index in range(count)]
-
-
 def padded(rows: Sequence[Sequence[int]], width: int) -> Int[Array, "B S"]:
     out = np.zeros((len(rows), width), np.int32)
     for index, row in enumerate(rows):
         out[index, : len(row)] = row
     return jnp.asarray(out)
-
-
-def first_differences(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[int | None]:
-    """Place of the first token that differs in each row; ``None`` where none does."""
-    return [
-        next((place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
-        for one, other in zip(ours, theirs, strict=True)
-    ]
 
 
 def assert_partings_are_rounding(
@@ -214,8 +145,6 @@ def same_bits(one: GenerationState, other: GenerationState) -> list[str]:
     return differing
 
 
-# ---------------------------------------------------------------- L3
-
 # A CPU takes every precision, shape and batch size, a GPU each with each.
 CELLS = [
     ("float32", "chain", 1),
@@ -228,12 +157,10 @@ GPU_CELLS = [(dtype, shape, batch) for dtype in ("bfloat16", "float32") for shap
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    on_gpu = metafunc.config.getoption("--gpu") and not metafunc.config.getoption("--rehearse")
     if "cell" in metafunc.fixturenames:
+        on_gpu = metafunc.config.getoption("--gpu") and not metafunc.config.getoption("--rehearse")
         cells = GPU_CELLS if on_gpu else CELLS
         metafunc.parametrize("cell", cells, ids=["-".join(map(str, cell)) for cell in cells])
-    if "margin_dtype" in metafunc.fixturenames:
-        metafunc.parametrize("margin_dtype", ("bfloat16", "float32") if on_gpu else ("mixed", "bfloat16"))
 
 
 @pytest.fixture
@@ -345,100 +272,3 @@ def test_the_text_does_not_depend_on_the_drafter(check: Check, subject: Subject,
             assert accepted >= drafted - len(prompts) * num_nodes > 0
         if name == "all wrong":
             assert drafted > 0 == accepted
-
-
-# ---------------------------------------------------------------- L4
-
-
-@pytest.mark.level("L4")
-def test_every_token_is_the_reference_choice_or_a_tie(
-    check: Check, subject: Subject, setting: Any, margin_dtype: str
-) -> None:
-    """Tokens of a speculative run, judged one by one along the same text; ties no more often than without a drafter."""
-    dtype = margin_dtype
-    target, head = subject.pair(dtype)
-    count, limit = _volume(setting, dtype)
-    prompts = some_prompts(subject, count)
-    outputs = new_tokens_of(Decoding(target, drafting(head, CHAIN), dtype, 8, limit).states(prompts), limit)
-    plain = [one.best for one in by_blocks(target, prompts, outputs, block=1)]
-    blocks = [one.best for one in by_blocks(target, prompts, outputs, block=CHAIN.num_speculative_tokens + 1)]
-    ours = Judged.of(reference(target, prompts, outputs), dtype)
-    control = Judged.of(reference(target, prompts, outputs, plain), dtype)
-    tokens = len(ours.gap)
-    flips = int(np.sum(np.concatenate(outputs) != np.concatenate(plain)))
-    noise = Control(flips=int(np.sum(np.concatenate(blocks) != np.concatenate(plain))), tokens=tokens)
-    disagreements_allowed = Control(control.disagreements, tokens).allowed(tokens)
-    check.number(
-        tokens=tokens,
-        ties=ours.ties,
-        disagreements=ours.disagreements,
-        ties_of_plain_decoding=control.ties,
-        disagreements_of_plain_decoding=control.disagreements,
-        disagreements_allowed=disagreements_allowed,
-        flips=flips,
-        flips_without_a_drafter=noise.flips,
-        flips_allowed=noise.allowed(tokens),
-        **_largest_gap(ours, dtype),
-    )
-    _plots(check, ours, control, first_differences(outputs, plain), limit)
-    assert not ours.wrong, f"gaps and highest logits of tokens that no rounding explains: {ours.wrong}"
-    assert ours.disagreements <= disagreements_allowed, "more disagreements than plain decoding has with the reference"
-    assert flips <= noise.allowed(tokens), "speculation departs from plain decoding more often than rounding does"
-
-
-def _largest_gap(judged: Judged, dtype: str) -> dict[str, float]:
-    if dtype == "float32":
-        return {"largest_gap": float(judged.gap.max())}
-    return {"largest_gap_in_bfloat16_units": float(np.max(TIE_ULPS * judged.gap / judged.tolerance))}
-
-
-def _volume(setting: Any, dtype: str) -> tuple[int, int]:
-    """Prompts and new tokens of each: 10,240 tokens, fewer where nothing is rounded to bfloat16."""
-    if setting.rehearsal:
-        return 8, 32
-    return (16 if dtype == "mixed" else 64), 160
-
-
-@dataclasses.dataclass(frozen=True)
-class Judged:
-    """All tokens of a run as the reference sees them, prompt after prompt."""
-
-    gap: np.ndarray
-    value: np.ndarray
-    tolerance: np.ndarray
-    agreement: np.ndarray
-    wrong: list[tuple[float, float]]
-
-    @classmethod
-    def of(cls, scored: Sequence[Scored], dtype: str) -> Judged:
-        gap, rank, value = (np.concatenate([getattr(one, name) for one in scored]) for name in _SCORES)
-        tolerance = tie_tolerance(value, dtype)
-        wrong = np.flatnonzero(gap > wrong_tolerance(value, dtype))
-        pairs = [(float(gap[index]), float(value[index])) for index in wrong]
-        return cls(gap, value, tolerance, classify(gap, rank, tolerance), pairs)
-
-    @property
-    def ties(self) -> int:
-        return int(np.sum(self.agreement == Agreement.TIE))
-
-    @property
-    def disagreements(self) -> int:
-        return int(np.sum(self.agreement == Agreement.DISAGREE))
-
-
-_SCORES = ("gap", "rank", "best_value")
-
-
-def _plots(check: Check, ours: Judged, control: Judged, places: Sequence[int | None], limit: int) -> None:
-    series = {}
-    for name, one in (("speculation", ours), ("plain decoding", control)):
-        apart = np.flatnonzero(one.gap > 0)
-        series[name] = (one.value[apart].tolist(), one.gap[apart].tolist())
-    check.plot("Tokens that are not the reference's choice", "scatter", "highest logit", "gap to it", series)
-    parted = [place for place in places if place is not None]
-    edges = np.linspace(0, limit, 9).astype(int)
-    names = [f"{low} to {high - 1}" for low, high in itertools.pairwise(edges)]
-    counts = np.histogram(parted, edges)[0].astype(float).tolist()
-    title = "Where texts first part from plain decoding along the same tokens"
-    check.plot(title, "bar", "new token", "prompts", {"prompts": (names, counts)})
-    check.number(texts_that_part=len(parted))

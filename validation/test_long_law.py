@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import test_long_law as law
 
-from validation.report import Check
+from validation.checks import Check
 from validation.statistics import Fluctuation
 
 pytestmark = pytest.mark.level("L2")

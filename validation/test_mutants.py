@@ -30,9 +30,9 @@ from eagle3_jax.models.decoder import Block, Decoder
 from eagle3_jax.models.layers import RMSNorm
 from eagle3_jax.rivals.vllm.bridge import EngineOptions, Generated, Tokens, eagle3
 from eagle3_jax.stats import SpeculationStats
+from validation.checks import Check
 from validation.fixtures import MaybeVLLM
 from validation.parity import first_difference, play
-from validation.report import Check
 from validation.subject import Subject
 
 pytestmark = pytest.mark.level("MU")

@@ -24,8 +24,8 @@ from eagle3_jax.rivals.vllm.bridge import EngineOptions, Tokens
 from eagle3_jax.rivals.vllm.process import Process
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.types import Observation, SamplingParams, per_row
+from validation.checks import Check
 from validation.parity import first_difference, play
-from validation.report import Check
 from validation.subject import Subject
 
 pytestmark = pytest.mark.level("JV")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import test_golden
 
-from validation.report import Check
+from validation.checks import Check
 
 pytestmark = pytest.mark.level("L8")
 

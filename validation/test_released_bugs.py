@@ -17,7 +17,7 @@ from eagle3_jax import DraftSampling, SamplingParams, SpeculativeDecoder, probab
 from eagle3_jax.decode import LoadedDrafter
 from eagle3_jax.drafters import _grow
 from eagle3_jax.tree import Chain, DynamicTree
-from validation.report import Check
+from validation.checks import Check
 
 pytestmark = pytest.mark.level("L6")
 

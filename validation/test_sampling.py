@@ -17,8 +17,8 @@ import pytest
 
 from eagle3_jax import DraftSampling, DynamicTree, SpeculativeDecoder, load_drafter, load_target
 from eagle3_jax.load import bundled
+from validation.checks import Check
 from validation.emissions import FIRST, Emitted, Reference, Warpers, at_an_edge, play
-from validation.report import Check
 from validation.statistics import (
     Score,
     directed,

@@ -15,13 +15,14 @@ import test_sampling_law as law
 import tiny
 
 from eagle3_jax import loop as loops
+from eagle3_jax.contract.frequencies import smallest_deviation
 from eagle3_jax.decode import LoadedDrafter
 from eagle3_jax.drafters import Plain
 from eagle3_jax.sampling import DraftSampling, Warping, row_keys
 from eagle3_jax.tree import Chain, DynamicTree
+from validation.checks import Check
 from validation.emissions import Warpers, sampling_of
-from validation.report import Check
-from validation.statistics import goodness_of_fit, smallest_deviation
+from validation.statistics import goodness_of_fit
 
 pytestmark = pytest.mark.level("L2")
 

@@ -26,7 +26,7 @@ from eagle3_jax.measure.timing import CompileClock
 from eagle3_jax.rivals.vllm.bridge import VLLM, Engine, EngineOptions, VLLMUnavailable, eagle3
 from eagle3_jax.rivals.vllm.contender import VLLMContender
 from eagle3_jax.simulated import SimulatedAcceptance
-from validation.report import Check
+from validation.checks import Check
 from validation.speeds import COLUMNS, CONTEXT, is_quoted, keep, not_run, shared_dtype, transformers_or_why_not
 from validation.subject import Pair, Subject
 

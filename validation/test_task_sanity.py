@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eagle3_jax import SpeculativeDecoder
-from validation.report import Check
+from validation.checks import Check
 from validation.subject import Subject
 from validation.tasks import discordant_interval, is_right, questions
 

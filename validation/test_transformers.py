@@ -15,10 +15,10 @@ from eagle3_jax import LoadedTarget, SpeculativeDecoder, load_target
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.rivals.vllm.bridge import Tokens
+from validation.checks import Check
 from validation.forcing import reference
 from validation.margin import Agreement, classify, tie_tolerance
 from validation.odd_models import SHAPES, write_odd_model
-from validation.report import Check
 from validation.subject import Subject
 
 torch = pytest.importorskip("torch", reason="transformers needs PyTorch")

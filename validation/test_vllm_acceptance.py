@@ -16,10 +16,10 @@ from eagle3_jax.load import bundled
 from eagle3_jax.prompts import shipped
 from eagle3_jax.rivals.vllm.bridge import VLLM, Engine, EngineOptions, Tokens, eagle3
 from eagle3_jax.rivals.vllm.process import Process, ProcessEngine
+from validation.checks import Check
 from validation.heads import VARIATIONS, write_variation
 from validation.internals import compare_with_recorded, recording
 from validation.parity import first_difference, play, stats_of
-from validation.report import Check
 from validation.subject import Subject
 
 pytestmark = pytest.mark.level("L8")

@@ -13,10 +13,10 @@ import tiny
 from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget, SpeculativeDecoder, load_target
 from eagle3_jax.drafters import NGram
 from eagle3_jax.rivals.vllm.bridge import VLLM, EngineOptions, Scored, Tokens, eagle3
+from validation.checks import Check
 from validation.forcing import reference
 from validation.margin import Agreement, classify, tie_tolerance
 from validation.odd_models import SHAPES, write_odd_model
-from validation.report import Check
 from validation.subject import Subject
 
 pytestmark = pytest.mark.level("L5")

@@ -14,11 +14,12 @@ import pytest
 import tiny
 
 from eagle3_jax import LoadedTarget, SamplingParams, SpeculativeDecoder, load_drafter, load_target
+from eagle3_jax.contract.frequencies import smallest_deviation
 from eagle3_jax.rivals.vllm.bridge import EngineOptions, Tokens, eagle3
 from eagle3_jax.rivals.vllm.process import Process, ProcessEngine
+from validation.checks import Check
 from validation.forcing import forced_logits
-from validation.report import Check
-from validation.statistics import goodness_of_fit, smallest_deviation
+from validation.statistics import goodness_of_fit
 
 pytestmark = pytest.mark.level("L6")
 

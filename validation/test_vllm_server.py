@@ -19,8 +19,8 @@ import pytest
 from eagle3_jax.rivals.vllm.bridge import EngineOptions, VLLMError, VLLMUnavailable, eagle3
 from eagle3_jax.rivals.vllm.process import environment_of
 from eagle3_jax.rivals.vllm.server import Servers
+from validation.checks import Check
 from validation.device import environment_of_vllm
-from validation.report import Check
 from validation.subject import Subject
 from validation.test_vllm_acceptance import BATCH, Comparison
 from validation.vllm.fixtures import vllm_interpreter

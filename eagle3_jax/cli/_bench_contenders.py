@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3_jax.cli._errors import Misuse, one_line
-from eagle3_jax.cli._options import read_drafter, read_target
+from eagle3_jax.cli._options import read_drafter, read_target, read_verifier
+from eagle3_jax.cli._own import own
 
 if TYPE_CHECKING:
-    from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget, SimulatedAcceptance
+    from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget
     from eagle3_jax.measure.contenders import Contender
     from eagle3_jax.measure.results import NotMeasured
     from eagle3_jax.rivals.vllm.bridge import VLLM
-    from eagle3_jax.types import Drafter
+    from eagle3_jax.types import Drafter, Verifier
 
 RIVALS = ("transformers", "vllm")
 
@@ -32,6 +33,7 @@ class Methods:
         ngrams: Lengths ``K`` of prompt lookup.
         simulated_length: τ that the heads' drafts are made to have; their output is not the target's then.
         simulated_rate: The conditional acceptance rate that they are made to have.
+        verifier: ``module:name`` of an acceptance rule of the user's own.
     """
 
     chains: Sequence[int]
@@ -39,14 +41,15 @@ class Methods:
     ngrams: Sequence[int]
     simulated_length: float | None = None
     simulated_rate: float | None = None
+    verifier: str | None = None
 
     @property
     def simulates(self) -> bool:
         """Whether the heads' acceptance is simulated."""
         return self.simulated_length is not None or self.simulated_rate is not None
 
-    def simulated(self, depth: int) -> SimulatedAcceptance | None:
-        """For drafts of a depth.
+    def rule(self, depth: int) -> Verifier | None:
+        """The acceptance rule for drafts of a depth; ``None`` for the exact one.
 
         Raises:
             ValueError: They cannot have it.
@@ -57,7 +60,7 @@ class Methods:
             return SimulatedAcceptance.of_length(self.simulated_length, depth)
         if self.simulated_rate is not None:
             return SimulatedAcceptance.of_conditional_rate(self.simulated_rate, depth)
-        return None
+        return read_verifier(self.verifier)
 
 
 @dataclasses.dataclass
@@ -101,13 +104,18 @@ class Models:
 def read_models(target: str | None, drafters: Sequence[str], dtype: str) -> Models:
     """From checkpoints."""
     from eagle3_jax import LoadedDrafter
+    from eagle3_jax.drafters import NGram
 
     loaded = read_target(target, dtype)
     found: dict[str, LoadedDrafter | None] = {}
     for source in drafters or [None]:
         one: LoadedDrafter | Drafter[Any] | None = read_drafter(source, target=loaded, target_source=target)
         if one is not None:
-            found[Path(source or "eagle3").name] = one if isinstance(one, LoadedDrafter) else None
+            name = (source or "eagle3").partition("=")[0] if own("--drafter", source) else Path(source or "eagle3").name
+            if isinstance(one, NGram):
+                found[name] = None
+            else:
+                found[name] = one if isinstance(one, LoadedDrafter) else LoadedDrafter(one)
     return Models(loaded, dtype, None if dtype == "float32" else read_target(target, "float32"), found)
 
 
@@ -141,6 +149,7 @@ def add_ours(field: Field, models: Models, methods: Methods) -> None:
 
 def _add_head(field: Field, models: Models, methods: Methods, drafter: LoadedDrafter, prefix: str) -> None:
     from eagle3_jax import SpeculativeDecoder
+    from eagle3_jax.boundary import Drafting
     from eagle3_jax.measure.contenders import DecoderContender
 
     shapes: list[tuple[str, int, dict[str, Any]]] = [
@@ -149,26 +158,22 @@ def _add_head(field: Field, models: Models, methods: Methods, drafter: LoadedDra
     shapes += [
         (f"tree N={tree.num_nodes} G={tree.max_depth}", tree.max_depth, {"tree": tree}) for tree in methods.trees
     ]
+    if not isinstance(drafter.drafter, Drafting):  # it has the one shape that it was built with
+        shapes = [(drafter.name, drafter.drafter.max_depth, {})]
     for name, depth, shape in shapes:
-        _check_depth(depth, drafter)
-        name = f"{prefix}{name}" + (" (simulated, not lossless)" if methods.simulates else "")
+        name = f"{prefix}{name}"
         try:
-            simulated = methods.simulated(depth)
+            rule = methods.rule(depth)
+            if rule is not None:
+                called = "simulated" if methods.simulates else type(rule).__name__
+                name += f" ({called})" if getattr(rule, "lossless", False) else f" ({called}, not lossless)"
+            decoder = SpeculativeDecoder(models.target, drafter, **shape, stop_tokens=(), verifier=rule)
+        except Misuse:
+            raise
         except ValueError as error:
             field.lacks(name, str(error))
             continue
-        decoder = SpeculativeDecoder(models.target, drafter, **shape, stop_tokens=(), verifier=simulated)
         field.contenders.append(DecoderContender(name, models.dtype, decoder))
-
-
-def _check_depth(depth: int, drafter: LoadedDrafter) -> None:
-    """Refuse drafts that the head has no positions for."""
-    most = drafter.drafter.config.layer.max_positions - 1  # type: ignore[attr-defined]
-    if depth > most:
-        raise Misuse(
-            f"a draft of {depth} levels is above the limit of the head: {drafter.name} has {most + 1} positions, so K "
-            f"is at most {most}; lower --chains or --tree"
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
@@ -12,27 +13,39 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.cli._own import PAGE, called, own
 from eagle3_jax.jsonl import STDIN, parse_json, read_text, shown
 from eagle3_jax.prompts import whole_numbers
 from eagle3_jax.reporting.tables import write_text
 
 if TYPE_CHECKING:
     from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget, SpeculationSchedule
-    from eagle3_jax.types import Drafter
+    from eagle3_jax.types import Drafter, Verifier
 
 TargetOption = Annotated[
-    str | None, typer.Option("--target", help="Directory or hub id of the target; the bundled one when left out.")
+    str | None,
+    typer.Option(
+        "--target",
+        help="Directory or hub id of the target, or module:function of your own; the bundled one when left out.",
+    ),
 ]
 DrafterOption = Annotated[
     str | None,
     typer.Option(
-        "--drafter", help="Directory or hub id of an EAGLE-3 head, 'ngram' or 'none'; the bundled head when left out."
+        "--drafter",
+        help="Directory or hub id of an EAGLE-3 head, 'ngram', 'none', or module:name of your own; the bundled head "
+        "when left out.",
     ),
+]
+VerifierOption = Annotated[
+    str | None,
+    typer.Option("--verifier", help="Acceptance rule of your own, module:name; the exact one when left out."),
 ]
 DtypeOption = Annotated[
     str, typer.Option("--dtype", help="float32, bfloat16, or mixed (bfloat16 products summed in float32).")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it: a .png or .svg file.")]
 
 _LONGEST_NUMBER = 18  # digits; Python refuses to read thousands of them
 _TREE_KEYS = ("num_nodes", "max_depth", "top_k")
@@ -40,18 +53,24 @@ _TREE_KEYS = ("num_nodes", "max_depth", "top_k")
 
 def read_target(source: str | None, dtype: str) -> LoadedTarget:
     """The target that ``--target`` names."""
-    from eagle3_jax import load_target
+    from eagle3_jax import LoadedTarget, load_target
 
     if source == "":
         raise Misuse("--target is empty; name a directory or a hub id, or leave it out for the bundled target")
-    return load_target(source, dtype=dtype)
+    part = own("--target", source)
+    if part is None:
+        return load_target(source, dtype=dtype)
+    loaded = called("--target", part, "an eagle3_jax.LoadedTarget", dtype=dtype)
+    if not isinstance(loaded, LoadedTarget):
+        raise Misuse(f"--target {source} gave {type(loaded).__name__}; expected an eagle3_jax.LoadedTarget, see {PAGE}")
+    return loaded
 
 
 def read_drafter(
     source: str | None, *, target: LoadedTarget, target_source: str | None
 ) -> LoadedDrafter | Drafter[Any] | None:
     """The drafter that ``--drafter`` names; ``None`` for plain decoding."""
-    from eagle3_jax import load_drafter
+    from eagle3_jax import LoadedDrafter, load_drafter
     from eagle3_jax.drafters import NGram
 
     if source == "":
@@ -60,12 +79,28 @@ def read_drafter(
         return None
     if source == "ngram":
         return NGram()
+    part = own("--drafter", source)
+    if part is not None:
+        value: Any = part.value
+        if isinstance(value, LoadedDrafter) or (hasattr(value, "propose") and not isinstance(value, type)):
+            return value
+        return called("--drafter", part, "an eagle3_jax.LoadedDrafter or a drafter", target=target)
     if source is None and target_source is not None:
         raise Misuse(
             "--target was given without --drafter, and the bundled head fits the bundled target only; "
             "add --drafter DIRECTORY, --drafter ngram or --drafter none"
         )
     return load_drafter(source, target=target)
+
+
+def read_verifier(source: str | None) -> Verifier | None:
+    """The acceptance rule that ``--verifier`` names; ``None`` for the exact one."""
+    if source is None:
+        return None
+    part = own("--verifier", source)
+    if part is None:
+        raise Misuse(f"--verifier {source}: expected module:name, an acceptance rule of your own; see {PAGE}")
+    return part.value
 
 
 def parse_tree(text: str | None) -> DynamicTree | None:
@@ -180,6 +215,22 @@ def check_writable(path: Path | None) -> None:
         raise Misuse(f"{path} cannot be written: {error.strerror}") from None
 
 
+def check_plot(path: Path | None) -> None:
+    """Refuse a plot that could not be written, before any work is done."""
+    if path is not None and path.suffix not in (".png", ".svg"):
+        raise Misuse(f"--plot {path}: give the name of a .png or .svg file")
+    check_writable(path)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file that appears under its name only when complete."""
     write_text(path, json.dumps(value) + "\n")
+
+
+def finite(value: Any) -> Any:
+    """The same with ``null`` for infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: finite(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,12 +11,14 @@ import typer
 
 if TYPE_CHECKING:
     from eagle3_jax.theory.bounds import Claim, RoundBound
+    from eagle3_jax.theory.cost import Cost
     from eagle3_jax.theory.memory import Deployment, MemoryPlan, Remedy
+    from eagle3_jax.theory.rollout import RolloutPlan
     from eagle3_jax.theory.speedup import Rates, Simulation
 
 _CHAINS = range(1, 9)
 
-MEMORY_NOTE = """\
+_MEMORY_NOTE = """\
 Divided between GPUs: the layers' matrices, embedding, output projection, key/value heads. On each in full: norms,
 biases, the head's fusion, and a key/value head where there are fewer of them than GPUs. Activations are an estimate."""
 
@@ -145,7 +147,7 @@ def deployment_json(deployment: Deployment) -> dict[str, Any]:
     }
 
 
-def memory_rows(deployment: Deployment, plan: MemoryPlan, *, tokens: int) -> list[tuple[str, str, str]]:
+def _memory_rows(deployment: Deployment, plan: MemoryPlan, *, tokens: int) -> list[tuple[str, str, str]]:
     """The table's rows, the total last."""
     target, head = deployment.target, deployment.head
 
@@ -161,6 +163,44 @@ def memory_rows(deployment: Deployment, plan: MemoryPlan, *, tokens: int) -> lis
     rows += [("activations", plan.activations, "estimate"), ("reserve", plan.reserve, "given")]
     digits = 2 if plan.target_weights > 1e9 else 4
     return [(name, f"{size / 1e9:.{digits}f}", note) for name, size, note in [*rows, ("total", plan.total, "")]]
+
+
+def print_memory(
+    deployment: Deployment,
+    plan: MemoryPlan,
+    remedy: Remedy | None,
+    *,
+    context: int,
+    k: int,
+    batch_size: int,
+    utilization: float,
+) -> None:
+    """The table, whether it fits, and what would make it fit."""
+    rows = _memory_rows(deployment, plan, tokens=batch_size * (context + k + 1))
+    say(title(deployment), f"{batch_size} sequences of {context} tokens, K = {k}; GB (10^9 bytes) on each GPU\n")
+    print_table(("", "GB", ""), rows, left=(0, 2))
+    say_if_long(context, deployment)
+    left = plan.budget - plan.total
+    say(
+        f"\n{'fits' if plan.fits else 'DOES NOT FIT'}: {plan.total / 1e9:.2f} of {plan.budget / 1e9:.2f} GB "
+        f"({utilization:.0%} of {deployment.accelerator.memory_bytes / 1e9:g}), "
+        f"{abs(left) / 1e9:.2f} {'left' if left >= 0 else 'too much'}. The caches can hold "
+        f"{plan.cache_capacity_tokens:,.0f} tokens of all sequences together.",
+        *([] if remedy is None else [_remedy_text(remedy, deployment)]),
+        _MEMORY_NOTE,
+    )
+
+
+def _remedy_text(remedy: Remedy, deployment: Deployment) -> str:
+    """What would make a plan fit."""
+    ways = []
+    if remedy.num_accelerators is not None:
+        ways.append(f"{remedy.num_accelerators} x {deployment.accelerator.name}")
+    if remedy.weights is not None:
+        ways.append(f"--weights {remedy.weights}")
+    if not ways:
+        return "No number of GPUs and no type of weights would do; lower --batch-size or --context."
+    return f"What would do: {', or '.join(ways)}."
 
 
 def bound_json(bound: RoundBound, tau: float) -> dict[str, Any]:
@@ -259,18 +299,6 @@ def print_bounds(result: dict[str, Any], deployment: Deployment) -> None:
         say(f"Speculation pays {where}.")
 
 
-def remedy_text(remedy: Remedy, deployment: Deployment) -> str:
-    """What would make a plan fit."""
-    ways = []
-    if remedy.num_accelerators is not None:
-        ways.append(f"{remedy.num_accelerators} x {deployment.accelerator.name}")
-    if remedy.weights is not None:
-        ways.append(f"--weights {remedy.weights}")
-    if not ways:
-        return "No number of GPUs and no type of weights would do; lower --batch-size or --context."
-    return f"What would do: {', or '.join(ways)}."
-
-
 def say_if_long(context: int, deployment: Deployment) -> None:
     """What a context beyond the head's positions means."""
     head = deployment.head
@@ -297,6 +325,42 @@ def batch_text(batch: int) -> str:
 def break_even_text(batch: int | None) -> str:
     """The smallest batch that does not pay, or that there is none."""
     return "any" if batch is None else f"{batch:,}"
+
+
+# Cost and rollout
+
+
+def print_costs(names: Sequence[str], costs: Sequence[Cost]) -> None:
+    """One row for every speed, in the money of the first."""
+    cells = [
+        (
+            name,
+            f"{found.tokens_per_second:,.0f}",
+            f"{found.per_million_tokens:.3f}",
+            f"{found.tokens_per_unit:,.0f}",
+            f"{costs[0].per_million_tokens / found.per_million_tokens:.2f}x",
+        )
+        for name, found in zip(names, costs, strict=True)
+    ]
+    print_table(("", "tokens/s", "per million tokens", "tokens for 1", "for the same money"), cells)
+
+
+def rollout_json(deployment: Deployment, plan: RolloutPlan) -> dict[str, Any]:
+    """A plan of stages, as plain values."""
+    return deployment_json(deployment) | {
+        "expected": dataclasses.asdict(plan.expected),
+        "verify_cost": plan.verify_cost,
+        "draft_cost": plan.draft_cost,
+        "measured": plan.measured,
+        "break_even_tau": plan.break_even_tau,
+        "least_tau": plan.least_tau,
+        "largest_time_ratio": plan.largest_time_ratio,
+        "predicted_speedup": plan.predicted_speedup,
+        "break_even_batch": plan.break_even_batch,
+        "schedule": [dataclasses.astuple(part) for part in plan.schedule],
+        "stages": [dataclasses.asdict(stage) for stage in plan.stages],
+        "obstacles": plan.obstacles,
+    }
 
 
 # Printing

@@ -1,179 +1,18 @@
-"""What `eagle3 plan` reads: shapes from a ``config.json``, all that it ever downloads; accelerators; acceptance."""
+"""The shapes that `eagle3 plan` reads, from a ``config.json``, all that it ever downloads."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
-
-import typer
+from typing import TYPE_CHECKING
 
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._options import check_writable
 from eagle3_jax.models.config import MOST
-from eagle3_jax.theory.accelerators import Accelerator, accelerator_named, custom_accelerator
-from eagle3_jax.theory.memory import CACHE_BYTES, WEIGHT_BITS, Deployment
 from eagle3_jax.theory.shapes import KNOWN_MODELS, HeadShape, ModelShape, usual_head
-from eagle3_jax.theory.speedup import Rates, rates, tau_from_conditional_rate, tau_from_draft_rate
 
 if TYPE_CHECKING:
     from conversion.hf_config import Fields
 
-TargetOption = Annotated[
-    str | None,
-    typer.Option(
-        "--target",
-        help="Directory with a config.json, hub id, or one of "
-        f"{', '.join(shape.name for shape in KNOWN_MODELS.values())}; the bundled one when left out.",
-    ),
-]
-DrafterOption = Annotated[
-    str | None,
-    typer.Option(
-        "--drafter",
-        help="Directory with the config.json of an EAGLE-3 head, hub id, or 'none'. Left out: the bundled head for the "
-        "bundled target, for others the usual one (one layer like the target's, draft vocabulary 32000).",
-    ),
-]
-GpuOption = Annotated[
-    str | None, typer.Option("--gpu", help="Accelerator, such as H100, H200, L40S, MI300X or TPU-v6e.")
-]
-BandwidthOption = Annotated[
-    float | None,
-    typer.Option("--bandwidth-gb-per-s", help="Any other accelerator, or the measured bandwidth of the one named."),
-]
-TflopsOption = Annotated[float | None, typer.Option("--peak-tflops", help="Its dense bfloat16 peak.")]
-MemoryOption = Annotated[float | None, typer.Option("--memory-gb", help="Its memory.")]
-NumGpusOption = Annotated[int, typer.Option("--num-gpus", help="Tensor-parallel size.", min=1)]
-WeightsOption = Annotated[
-    str, typer.Option("--weights", help=f"Of the target's layers: {', '.join(WEIGHT_BITS)}, or bf16, fp16, fp32.")
-]
-CacheOption = Annotated[str, typer.Option("--cache", help=f"Of both caches: {', '.join(CACHE_BYTES)}.")]
-LengthOption = Annotated[
-    int, typer.Option("--num-speculative-tokens", "-K", help="Tokens of the draft chain.", min=1, max=4096)
-]
-TauOption = Annotated[
-    float | None, typer.Option("--mean-acceptance-length", help="τ, tokens per round, the target's own included.")
-]
-DraftRateOption = Annotated[
-    float | None, typer.Option("--draft-acceptance-rate", help="Accepted over drafted tokens, as vLLM logs it.")
-]
-ConditionalRateOption = Annotated[
-    float | None,
-    typer.Option(
-        "--conditional-acceptance-rate",
-        "--alpha",
-        help="Probability of a token given that all before it were accepted; 0.7 when nothing is given.",
-    ),
-]
-ContextOption = Annotated[
-    int | None,
-    typer.Option("--context", help="Tokens that each sequence has behind it; 1024 if the target has them.", min=0),
-]
-PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it: a .png or .svg file.")]
-
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _DENSE = ("llama", "mistral", "qwen2", "qwen3")
-
-
-def read_deployment(
-    *,
-    target: str | None,
-    drafter: str | None,
-    gpu: str | None,
-    bandwidth: float | None,
-    tflops: float | None,
-    memory: float | None,
-    num_gpus: int,
-    weights: str,
-    cache: str,
-) -> Deployment:
-    """What the options of a command describe."""
-    shape = read_target_shape(target)
-    return Deployment(
-        target=shape,
-        head=read_head_shape(drafter, target=shape, bundled=target is None),
-        accelerator=read_accelerator(gpu, bandwidth=bandwidth, tflops=tflops, memory=memory),
-        num_accelerators=num_gpus,
-        weights=_SHORT.get(weights, weights),
-        cache=_SHORT.get(cache, cache),
-    )
-
-
-def read_accelerator(
-    gpu: str | None, *, bandwidth: float | None, tflops: float | None, memory: float | None
-) -> Accelerator:
-    """The one named, the one described, or an H100."""
-    if bandwidth is None:
-        if tflops is not None or memory is not None:
-            raise Misuse("--peak-tflops and --memory-gb describe an accelerator by hand; add --bandwidth-gb-per-s")
-        return accelerator_named("H100" if gpu is None else gpu)
-    base = None if gpu is None else accelerator_named(gpu)
-    return custom_accelerator(gb_per_s=bandwidth, tflops=tflops, memory_gb=memory, base=base)
-
-
-def read_acceptance(
-    num_draft_tokens: int, *, tau: float | None, draft_rate: float | None, conditional_rate: float | None
-) -> Rates:
-    """The acceptance that one of three options gives; conditional 0.7 when none does."""
-    given = [value for value in (tau, draft_rate, conditional_rate) if value is not None]
-    if len(given) > 1:
-        raise Misuse(
-            "--mean-acceptance-length, --draft-acceptance-rate and --conditional-acceptance-rate say the same in three "
-            "ways; give one"
-        )
-    if draft_rate is not None:
-        tau = tau_from_draft_rate(draft_rate, num_draft_tokens)
-    elif tau is None:
-        tau = tau_from_conditional_rate(0.7 if conditional_rate is None else conditional_rate, num_draft_tokens)
-    return rates(tau, num_draft_tokens)
-
-
-class DraftPlan(NamedTuple):
-    """What is drafted in a round.
-
-    Attributes:
-        num_draft_tokens: ``K``; 0 without a head.
-        mean_acceptance_length: ``τ``; 1 without a head.
-    """
-
-    num_draft_tokens: int
-    mean_acceptance_length: float
-
-
-def read_draft(
-    deployment: Deployment,
-    num_draft_tokens: int,
-    *,
-    tau: float | None,
-    draft_rate: float | None,
-    conditional_rate: float | None,
-) -> DraftPlan:
-    """The draft of a deployment, plain decoding where it has no head."""
-    found = read_acceptance(num_draft_tokens, tau=tau, draft_rate=draft_rate, conditional_rate=conditional_rate)
-    if deployment.head is None:
-        return DraftPlan(0, 1.0)
-    return DraftPlan(num_draft_tokens, found.mean_acceptance_length)
-
-
-def check_draft_length(num_draft_tokens: int, deployment: Deployment) -> None:
-    """Refuse a chain that the head has no positions for."""
-    head = deployment.head
-    if head is not None and num_draft_tokens > head.max_draft_tokens:
-        raise Misuse(
-            f"--num-speculative-tokens {num_draft_tokens} is above the limit of the head: {head.name} has "
-            f"{head.max_positions} positions, so K is at most {head.max_draft_tokens}"
-        )
-
-
-def read_context(context: int | None, usual: int, deployment: Deployment) -> int:
-    """The length that was asked for, or the usual one as far as the target reaches."""
-    target = deployment.target
-    if context is None:
-        return min(usual, target.max_positions)
-    if context > target.max_positions:
-        raise Misuse(f"--context {context} is beyond the {target.max_positions} positions of {target.name}")
-    return context
 
 
 def read_target_shape(source: str | None) -> ModelShape:
@@ -330,19 +169,3 @@ def _download_config(source: str) -> Path:
     except Exception as error:  # the hub's errors have no common type that is public
         reason = str(error).strip().splitlines()[0]
         raise Misuse(f"{source} is no local directory and its config.json cannot be fetched: {reason}") from None
-
-
-def check_plot(path: Path | None) -> None:
-    """Refuse a plot that could not be written, before any work is done."""
-    if path is not None and path.suffix not in (".png", ".svg"):
-        raise Misuse(f"--plot {path}: give the name of a .png or .svg file")
-    check_writable(path)
-
-
-def finite(value: Any) -> Any:
-    """The same with ``null`` for infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: finite(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -34,6 +34,9 @@ def print_text(job: Job, *, compare: bool) -> None:
     one_by_one = dataclasses.replace(job, batch_size=1)
     counters = [_stream(console, job, tasks[0], seed) for seed, tasks in one_by_one.chunks()]
     _summary(console, SpeculationStats.merge(counters))
+    if not job.decoder.lossless:
+        rule = type(job.decoder.loop.verifier).__name__
+        console.print(f"not lossless: drafts were accepted by {rule}, so this need not be the target's own text")
     if compare:
         _comparison(console, job)
     if job.trace is not None:

@@ -46,8 +46,17 @@ def check_trainable(config: DecoderConfig) -> None:
     """Refuse a model whose training state alone is larger than the memory of this machine."""
     from eagle3_jax.theory.shapes import ModelShape
 
-    names = ("vocab_size", "width", "mlp_width", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-    shape = ModelShape(name="target", **{name: getattr(config, name) for name in names})
+    layer = config.layers[0]
+    shape = ModelShape(
+        name="target",
+        vocab_size=config.vocab_size,
+        width=config.width,
+        mlp_width=layer.mlp.width,
+        num_layers=config.num_layers,
+        num_heads=layer.mixer.num_heads,
+        num_kv_heads=layer.mixer.num_kv_heads,
+        head_dim=layer.mixer.head_dim,
+    )
     needed = 16 * shape.parameters.total  # weights, gradients and two moments in float32
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:

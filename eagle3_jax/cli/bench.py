@@ -13,7 +13,14 @@ import typer
 from eagle3_jax.cli import _bench_contenders as who
 from eagle3_jax.cli import _bench_output as output_of
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._options import DtypeOption, JsonOption, TargetOption, parse_numbers, parse_tree
+from eagle3_jax.cli._options import (
+    DtypeOption,
+    JsonOption,
+    TargetOption,
+    VerifierOption,
+    parse_numbers,
+    parse_tree,
+)
 
 if TYPE_CHECKING:
     from eagle3_jax.measure.results import Report
@@ -63,6 +70,7 @@ def bench(
     simulated_acceptance_rate: Annotated[
         float | None, typer.Option(help="NOT LOSSLESS: the same by the conditional acceptance rate of every token.")
     ] = None,
+    verifier: VerifierOption = None,
     rivals: Annotated[
         str | None,
         typer.Option(help="'transformers', 'vllm', both or 'none'. Left out: transformers, and vLLM if it is named."),
@@ -95,6 +103,7 @@ def bench(
         ngrams=parse_numbers(ngram, "--ngram", or_none=True),
         simulated_length=simulated_acceptance_length,
         simulated_rate=simulated_acceptance_rate,
+        verifier=verifier,
     )
     if not 0 < vllm_memory <= 1:
         raise Misuse(f"--vllm-memory is {vllm_memory:g}; expected a share above 0 and at most 1")
@@ -149,6 +158,8 @@ def _check(
         raise Misuse("--batch-size 'none': expected numbers such as '1' or '1,4,8'")
     if methods.simulated_length is not None and methods.simulated_rate is not None:
         raise Misuse("--simulated-acceptance-length and --simulated-acceptance-rate were both given; give one")
+    if methods.simulates and methods.verifier is not None:
+        raise Misuse("--verifier and a simulated acceptance were both given; a draft is accepted by one rule")
     if methods.simulated_length is not None and not methods.simulated_length >= 1:
         raise Misuse(f"--simulated-acceptance-length {methods.simulated_length:g}: expected 1 or more")
     if methods.simulated_rate is not None and not 0 <= methods.simulated_rate <= 1:

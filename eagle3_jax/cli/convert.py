@@ -11,8 +11,7 @@ import typer
 
 from eagle3_jax.cli._compiled import CompilationCacheOption, keep_compiled_programs
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._options import JsonOption
-from eagle3_jax.cli._planning import finite
+from eagle3_jax.cli._options import JsonOption, finite
 
 _HELP = "Directory or hub id"
 CONVERT_EXAMPLE = "Example: eagle3 convert ./EAGLE3-LLaMA3.1-Instruct-8B ./head --to jax --target ./llama-3.1-8b"

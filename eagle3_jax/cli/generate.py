@@ -19,12 +19,14 @@ from eagle3_jax.cli._options import (
     DtypeOption,
     JsonOption,
     TargetOption,
+    VerifierOption,
     check_writable,
     parse_ids,
     parse_schedule,
     parse_tree,
     read_drafter,
     read_target,
+    read_verifier,
     say_what_is_awaited,
     write_json,
 )
@@ -67,6 +69,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0 for all.", max=2**31 - 1)] = 0,
     top_p: Annotated[float, typer.Option(help="Sample among the most likely tokens of this mass.")] = 1.0,
+    verifier: VerifierOption = None,
     seed: Annotated[int, typer.Option(help="Of the random numbers.", min=0, max=2**32 - 1)] = 0,
     dtype: DtypeOption = "float32",
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after stop tokens.")] = False,
@@ -103,6 +106,7 @@ def generate(
                 schedule=lengths,
                 draft_sampling=None if draft_sampling is None else DraftSampling(draft_sampling),
                 stop_tokens=() if ignore_eos else None,
+                verifier=read_verifier(verifier),
             )
     job = Job(decoder, _encoded(decoder, requests), sampling, seed, batch_size, trace)
     if as_json:

@@ -11,30 +11,15 @@ import typer
 
 from eagle3_jax.cli import _plan_pages as pages
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._options import JsonOption, check_writable
-from eagle3_jax.cli._planning import (
-    BandwidthOption,
-    CacheOption,
-    ConditionalRateOption,
+from eagle3_jax.cli._options import JsonOption, PlotOption, check_plot, check_writable, finite
+from eagle3_jax.cli._plan_options import (
     ContextOption,
-    DrafterOption,
-    DraftRateOption,
-    GpuOption,
+    DeploymentOptions,
+    DraftOptions,
     LengthOption,
-    MemoryOption,
-    NumGpusOption,
-    PlotOption,
-    TargetOption,
-    TauOption,
-    TflopsOption,
-    WeightsOption,
     check_draft_length,
-    check_plot,
-    finite,
-    read_acceptance,
+    grouped,
     read_context,
-    read_deployment,
-    read_draft,
 )
 
 if TYPE_CHECKING:
@@ -52,12 +37,10 @@ _BATCHES = tuple(2**power for power in range(10))
 
 
 @app.command("speedup", epilog="Example: eagle3 plan speedup -K 5 --alpha 0.7 --verify-cost 1.18 --draft-cost 0.144")
+@grouped
 def speedup(
     *,
-    num_speculative_tokens: LengthOption = 5,
-    mean_acceptance_length: TauOption = None,
-    draft_acceptance_rate: DraftRateOption = None,
-    conditional_acceptance_rate: ConditionalRateOption = None,
+    draft: DraftOptions,
     verify_cost: Annotated[
         float,
         typer.Option(
@@ -90,20 +73,15 @@ def speedup(
         pages.print_exercises(as_json=as_json)
         return
     check_plot(plot)
-    k, cost = num_speculative_tokens, {"verify_cost": verify_cost, "draft_cost": draft_cost}
+    k, cost = draft.num_speculative_tokens, {"verify_cost": verify_cost, "draft_cost": draft_cost}
     classes = _parse_traffic(traffic)
     if classes is not None:
-        if any(v is not None for v in (mean_acceptance_length, draft_acceptance_rate, conditional_acceptance_rate)):
+        if draft.says_acceptance:
             raise Misuse("--traffic has the acceptance of every class; leave the other options of acceptance out")
         taus = [theory.tau_from_conditional_rate(kind.conditional_acceptance_rate, k) for kind in classes]
         found = theory.rates(theory.blended_tau([kind.share for kind in classes], taus), k)
     else:
-        found = read_acceptance(
-            k,
-            tau=mean_acceptance_length,
-            draft_rate=draft_acceptance_rate,
-            conditional_rate=conditional_acceptance_rate,
-        )
+        found = draft.acceptance()
         classes = [theory.TrafficClass(share=1.0, conditional_acceptance_rate=found.conditional_acceptance_rate)]
 
     def rates_at(gain: float) -> dict[str, float] | None:
@@ -140,17 +118,10 @@ def speedup(
     "memory",
     epilog="Example: eagle3 plan memory --target Llama-3.3-70B --weights fp8 --gpu H200 --batch-size 16 --context 8192",
 )
+@grouped
 def memory(
     *,
-    target: TargetOption = None,
-    drafter: DrafterOption = None,
-    gpu: GpuOption = None,
-    bandwidth_gb_per_s: BandwidthOption = None,
-    peak_tflops: TflopsOption = None,
-    memory_gb: MemoryOption = None,
-    num_gpus: NumGpusOption = 1,
-    weights: WeightsOption = "bfloat16",
-    cache: CacheOption = "bfloat16",
+    given: DeploymentOptions,
     num_speculative_tokens: LengthOption = 5,
     batch_size: Annotated[int, typer.Option(help="Sequences at once.", min=1)] = 8,
     context: Annotated[
@@ -168,17 +139,7 @@ def memory(
     """
     from eagle3_jax.theory.memory import memory_plan, remedy_of
 
-    deployment = read_deployment(
-        target=target,
-        drafter=drafter,
-        gpu=gpu,
-        bandwidth=bandwidth_gb_per_s,
-        tflops=peak_tflops,
-        memory=memory_gb,
-        num_gpus=num_gpus,
-        weights=weights,
-        cache=cache,
-    )
+    deployment = given.read()
     check_draft_length(num_speculative_tokens, deployment)
     context = read_context(context, 4096, deployment)
     k = num_speculative_tokens if deployment.head else 0
@@ -203,41 +164,25 @@ def memory(
     if as_json:
         typer.echo(json.dumps(finite(result)))
         raise typer.Exit(0 if plan.fits else 1)
-    rows = pages.memory_rows(deployment, plan, tokens=batch_size * (context + k + 1))
-    pages.say(
-        pages.title(deployment), f"{batch_size} sequences of {context} tokens, K = {k}; GB (10^9 bytes) on each GPU\n"
-    )
-    pages.print_table(("", "GB", ""), rows, left=(0, 2))
-    pages.say_if_long(context, deployment)
-    left = plan.budget - plan.total
-    pages.say(
-        f"\n{'fits' if plan.fits else 'DOES NOT FIT'}: {plan.total / 1e9:.2f} of {plan.budget / 1e9:.2f} GB "
-        f"({utilization:.0%} of {deployment.accelerator.memory_bytes / 1e9:g}), "
-        f"{abs(left) / 1e9:.2f} {'left' if left >= 0 else 'too much'}. The caches can hold "
-        f"{plan.cache_capacity_tokens:,.0f} tokens of all sequences together.",
-        *([] if remedy is None else [pages.remedy_text(remedy, deployment)]),
-        pages.MEMORY_NOTE,
+    pages.print_memory(
+        deployment,
+        plan,
+        remedy,
+        context=context,
+        k=k,
+        batch_size=batch_size,
+        utilization=utilization,
     )
     if not plan.fits:
         raise typer.Exit(1)
 
 
 @app.command("roofline", epilog="Example: eagle3 plan roofline --target Llama-3.3-70B --weights fp8 --gpu H200")
+@grouped
 def roofline(
     *,
-    target: TargetOption = None,
-    drafter: DrafterOption = None,
-    gpu: GpuOption = None,
-    bandwidth_gb_per_s: BandwidthOption = None,
-    peak_tflops: TflopsOption = None,
-    memory_gb: MemoryOption = None,
-    num_gpus: NumGpusOption = 1,
-    weights: WeightsOption = "bfloat16",
-    cache: CacheOption = "bfloat16",
-    num_speculative_tokens: LengthOption = 5,
-    mean_acceptance_length: TauOption = None,
-    draft_acceptance_rate: DraftRateOption = None,
-    conditional_acceptance_rate: ConditionalRateOption = None,
+    given: DeploymentOptions,
+    draft: DraftOptions,
     context: ContextOption = None,
     batch_size: Annotated[int | None, typer.Option(help="One batch instead of 1 to 512.", min=1)] = None,
     claim: Annotated[
@@ -256,27 +201,11 @@ def roofline(
     check_plot(plot)
     if claim is not None and batch_size is None:
         raise Misuse("--claim is about one batch; add --batch-size")
-    deployment = read_deployment(
-        target=target,
-        drafter=drafter,
-        gpu=gpu,
-        bandwidth=bandwidth_gb_per_s,
-        tflops=peak_tflops,
-        memory=memory_gb,
-        num_gpus=num_gpus,
-        weights=weights,
-        cache=cache,
-    )
-    check_draft_length(num_speculative_tokens, deployment)
+    deployment = given.read()
+    check_draft_length(draft.num_speculative_tokens, deployment)
     context = read_context(context, 1024, deployment)
-    k, tau = read_draft(
-        deployment,
-        num_speculative_tokens,
-        tau=mean_acceptance_length,
-        draft_rate=draft_acceptance_rate,
-        conditional_rate=conditional_acceptance_rate,
-    )
-    every = gpu is None and bandwidth_gb_per_s is None
+    k, tau = draft.of(deployment)
+    every = not given.names_accelerator
     if every and (plot is not None or claim is not None):
         raise Misuse("--plot and --claim are about one accelerator; add --gpu or --bandwidth-gb-per-s")
     accelerators = list(KNOWN_ACCELERATORS.values()) if every else [deployment.accelerator]
@@ -330,6 +259,7 @@ _ON_CHIP = 256e6  # the largest last-level caches of accelerators
     "cost",
     epilog="Example: eagle3 plan cost --price-per-hour 1.40 --tokens-per-second 1700 --tokens-per-second 6200",
 )
+@grouped
 def cost(
     *,
     price_per_hour: Annotated[float, typer.Option(help="Of the whole machine, in any currency.")],
@@ -337,19 +267,8 @@ def cost(
         list[float] | None, typer.Option(help="Measured; may be repeated to compare. Left out: the roofline's bounds.")
     ] = None,
     busy: Annotated[float, typer.Option(help="Share of the paid hours in which the machine works.")] = 1.0,
-    target: TargetOption = None,
-    drafter: DrafterOption = None,
-    gpu: GpuOption = None,
-    bandwidth_gb_per_s: BandwidthOption = None,
-    peak_tflops: TflopsOption = None,
-    memory_gb: MemoryOption = None,
-    num_gpus: NumGpusOption = 1,
-    weights: WeightsOption = "bfloat16",
-    cache: CacheOption = "bfloat16",
-    num_speculative_tokens: LengthOption = 5,
-    mean_acceptance_length: TauOption = None,
-    draft_acceptance_rate: DraftRateOption = None,
-    conditional_acceptance_rate: ConditionalRateOption = None,
+    given: DeploymentOptions,
+    draft: DraftOptions,
     context: ContextOption = None,
     batch_size: Annotated[int, typer.Option(help="Sequences at once.", min=1)] = 8,
     as_json: JsonOption = False,
@@ -365,26 +284,10 @@ def cost(
         about = f"measured, {price_per_hour:g} an hour"
         speeds = [(f"{speed:g} tokens/s", speed) for speed in tokens_per_second]
     else:
-        deployment = read_deployment(
-            target=target,
-            drafter=drafter,
-            gpu=gpu,
-            bandwidth=bandwidth_gb_per_s,
-            tflops=peak_tflops,
-            memory=memory_gb,
-            num_gpus=num_gpus,
-            weights=weights,
-            cache=cache,
-        )
-        check_draft_length(num_speculative_tokens, deployment)
+        deployment = given.read()
+        check_draft_length(draft.num_speculative_tokens, deployment)
         context = read_context(context, 1024, deployment)
-        k, tau = read_draft(
-            deployment,
-            num_speculative_tokens,
-            tau=mean_acceptance_length,
-            draft_rate=draft_acceptance_rate,
-            conditional_rate=conditional_acceptance_rate,
-        )
+        k, tau = draft.of(deployment)
         bound = round_bound(deployment, batch=batch_size, context=context, num_draft_tokens=k)
         about = (
             f"{pages.title(deployment)}; batch {batch_size}, context {context}; {price_per_hour:g} an hour.\n"
@@ -408,17 +311,7 @@ def cost(
         )
         return
     pages.say(about + (f"; busy {busy:.0%} of the hours\n" if busy < 1 else "\n"))
-    cells = [
-        (
-            name,
-            f"{found.tokens_per_second:,.0f}",
-            f"{found.per_million_tokens:.3f}",
-            f"{found.tokens_per_unit:,.0f}",
-            f"{costs[0].per_million_tokens / found.per_million_tokens:.2f}x",
-        )
-        for (name, _), found in zip(speeds, costs, strict=True)
-    ]
-    pages.print_table(("", "tokens/s", "per million tokens", "tokens for 1", "for the same money"), cells)
+    pages.print_costs([name for name, _ in speeds], costs)
 
 
 @app.command(
@@ -426,21 +319,11 @@ def cost(
     epilog="Example: eagle3 plan rollout --target Llama-3.3-70B --weights fp8 --gpu H200 --concurrency 16 "
     "--requests-per-second 5 --alpha 0.75 -K 4 --out rollout.md",
 )
+@grouped
 def rollout(
     *,
-    target: TargetOption = None,
-    drafter: DrafterOption = None,
-    gpu: GpuOption = None,
-    bandwidth_gb_per_s: BandwidthOption = None,
-    peak_tflops: TflopsOption = None,
-    memory_gb: MemoryOption = None,
-    num_gpus: NumGpusOption = 1,
-    weights: WeightsOption = "bfloat16",
-    cache: CacheOption = "bfloat16",
-    num_speculative_tokens: LengthOption = 5,
-    mean_acceptance_length: TauOption = None,
-    draft_acceptance_rate: DraftRateOption = None,
-    conditional_acceptance_rate: ConditionalRateOption = None,
+    given: DeploymentOptions,
+    draft: DraftOptions,
     requests_per_second: Annotated[float, typer.Option(help="On average over a day.")] = 5.0,
     prompt_tokens: Annotated[int, typer.Option(help="Mean length of a prompt.", min=1)] = 1024,
     output_tokens: Annotated[int, typer.Option(help="Mean length of an answer.", min=1)] = 256,
@@ -457,31 +340,17 @@ def rollout(
     Offline proof, shadow, 1, 10, 50 and 100 % of the traffic; gates, PromQL, alerts and the way back.
     """
     from eagle3_jax.reporting.tables import write_text
-    from eagle3_jax.theory.rollout import MeasuredCosts, Traffic, plan_rollout, to_markdown
+    from eagle3_jax.theory.rollout import MeasuredCosts, Traffic, plan_rollout
+    from eagle3_jax.theory.rollout_page import to_markdown
     from eagle3_jax.theory.shapes import KNOWN_MODELS
 
     check_writable(out)
     if (verify_cost is None) != (draft_cost is None):
         raise Misuse("--verify-cost and --draft-cost are measured together; give both or neither")
     measured = None if verify_cost is None or draft_cost is None else MeasuredCosts(verify_cost, draft_cost)
-    deployment = read_deployment(
-        target=target,
-        drafter=drafter,
-        gpu=gpu,
-        bandwidth=bandwidth_gb_per_s,
-        tflops=peak_tflops,
-        memory=memory_gb,
-        num_gpus=num_gpus,
-        weights=weights,
-        cache=cache,
-    )
-    check_draft_length(num_speculative_tokens, deployment)
-    found = read_acceptance(
-        num_speculative_tokens,
-        tau=mean_acceptance_length,
-        draft_rate=draft_acceptance_rate,
-        conditional_rate=conditional_acceptance_rate,
-    )
+    deployment = given.read()
+    check_draft_length(draft.num_speculative_tokens, deployment)
+    found = draft.acceptance()
     plan = plan_rollout(
         deployment,
         Traffic(
@@ -490,33 +359,15 @@ def rollout(
             output_tokens=output_tokens,
             concurrency=concurrency,
         ),
-        num_draft_tokens=num_speculative_tokens,
+        num_draft_tokens=draft.num_speculative_tokens,
         conditional_acceptance_rate=found.conditional_acceptance_rate,
         measured=measured,
     )
     if as_json:
-        text = json.dumps(
-            finite(
-                pages.deployment_json(deployment)
-                | {
-                    "expected": dataclasses.asdict(plan.expected),
-                    "verify_cost": plan.verify_cost,
-                    "draft_cost": plan.draft_cost,
-                    "measured": plan.measured,
-                    "break_even_tau": plan.break_even_tau,
-                    "least_tau": plan.least_tau,
-                    "largest_time_ratio": plan.largest_time_ratio,
-                    "predicted_speedup": plan.predicted_speedup,
-                    "break_even_batch": plan.break_even_batch,
-                    "schedule": [dataclasses.astuple(part) for part in plan.schedule],
-                    "stages": [dataclasses.asdict(stage) for stage in plan.stages],
-                    "obstacles": plan.obstacles,
-                }
-            )
-        )
+        text = json.dumps(finite(pages.rollout_json(deployment, plan)))
     else:
-        name = "TARGET" if target is None or target.lower() in KNOWN_MODELS else target
-        text = to_markdown(plan, target=name, head=drafter or "HEAD").rstrip("\n")
+        name = "TARGET" if given.target is None or given.target.lower() in KNOWN_MODELS else given.target
+        text = to_markdown(plan, target=name, head=given.drafter or "HEAD").rstrip("\n")
     if out is None:
         typer.echo(text)
     else:

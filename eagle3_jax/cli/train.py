@@ -138,7 +138,7 @@ def target(
     import jax
 
     from eagle3_jax.load import precision_named
-    from eagle3_jax.models.config import DecoderConfig
+    from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
     from eagle3_jax.models.decoder import DecoderTarget
     from eagle3_jax.training.lm import next_token_loss, random_windows
     from eagle3_jax.training.loop import OptimizerConfig, Trainer
@@ -149,11 +149,11 @@ def target(
     config = DecoderConfig(
         vocab_size=tokenizer.get_vocab_size(),
         width=width,
-        mlp_width=mlp_width,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        layers=uniform(
+            layers,
+            GroupedQuery(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim),
+            GatedMLP(width=mlp_width),
+        ),
         max_positions=max_positions,
         norm_eps=norm_eps,
     )
@@ -265,7 +265,7 @@ def head(
 
     from eagle3_jax import load_target
     from eagle3_jax.drafters.eagle3 import Eagle3Drafter
-    from eagle3_jax.training.head import head_config, initial_head, row_batches
+    from eagle3_jax.training.head import initial_head, official_head, row_batches
     from eagle3_jax.training.loop import OptimizerConfig, Trainer
     from eagle3_jax.training.regenerate import Rows
     from eagle3_jax.training.ttt import TTTConfig
@@ -279,7 +279,7 @@ def head(
     _, written = rows.masks
     counts = token_counts(rows.tokens.astype(np.int32), written, loaded.vocab_size)
     draft_to_target = select_draft_vocabulary(counts, draft_vocab_size)
-    config = head_config(model.config, draft_vocab_size, mlp_width)
+    config = official_head(model.config, draft_vocab_size, mlp_width)
     drafter = Eagle3Drafter(config, precision=model.precision)
     frozen: Any = {
         "target_params": loaded.params,

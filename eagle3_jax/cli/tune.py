@@ -14,7 +14,9 @@ from eagle3_jax.cli._options import (
     DrafterOption,
     DtypeOption,
     JsonOption,
+    PlotOption,
     TargetOption,
+    check_plot,
     check_writable,
     parse_numbers,
     parse_tree,
@@ -23,7 +25,6 @@ from eagle3_jax.cli._options import (
     say_what_is_awaited,
     write_json,
 )
-from eagle3_jax.cli._planning import PlotOption, check_plot
 from eagle3_jax.prompts import Request, read_requests
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -15,8 +14,8 @@ import numpy as np
 from jaxtyping import Float
 
 from eagle3_jax import loop as loops
-from eagle3_jax.contract.frequencies import ALPHA, Law, chi_square
-from eagle3_jax.contract.report import Broken, NotRun
+from eagle3_jax.contract.frequencies import Law, chi_square
+from eagle3_jax.contract.report import ALPHA, Broken, NotRun
 from eagle3_jax.contract.subject import Subject
 from eagle3_jax.decode import LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
@@ -69,7 +68,7 @@ def leaves_the_law_alone(subject: Subject) -> str:
     for index, tokens, of_draft in _sampled(subject, prompts):
         counts[index][tokens] += 1
         accepted += of_draft
-    verdicts = [chi_square(seen, _law(subject.target, p)) for seen, p in zip(counts, prompts, strict=True)]
+    verdicts = [chi_square(seen, _law(subject.target, p), alpha=ALPHA) for seen, p in zip(counts, prompts, strict=True)]
     for verdict in verdicts:
         if verdict.p_value < ALPHA:
             raise Broken(f"the law of {HORIZON} tokens is not the target's: {verdict.why} (p = {verdict.p_value:.1g})")

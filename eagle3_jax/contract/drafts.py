@@ -8,8 +8,7 @@ import numpy as np
 from scipy.stats import poisson
 
 from eagle3_jax.boundary import declares_chain, require_drafter
-from eagle3_jax.contract.frequencies import ALPHA
-from eagle3_jax.contract.report import Broken, NotRun
+from eagle3_jax.contract.report import ALPHA, Broken, NotRun
 from eagle3_jax.contract.subject import (
     FED,
     LENGTHS,

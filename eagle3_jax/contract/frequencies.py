@@ -1,4 +1,4 @@
-"""Frequencies against a law, as the statistical checks of every contract judge them."""
+"""Frequencies beside the law that they should follow, and what deviation from it would have been seen."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import math
 from collections import Counter
 
 import numpy as np
-from scipy.optimize import brentq
-from scipy.stats import chi2, ncx2
-
-ALPHA = 1e-6  # how often a statistical check fails what is right
+from scipy import optimize, stats
 
 Law = dict[tuple[int, ...], float]
 
@@ -30,8 +27,14 @@ class ChiSquare:
     visible: float
 
 
-def chi_square(counts: Counter, law: Law) -> ChiSquare:
-    """Pearson's test; cells that expect fewer than ten are counted as one."""
+def chi_square(counts: Counter, law: Law, *, alpha: float) -> ChiSquare:
+    """Pearson's test; cells that expect fewer than ten are counted as one.
+
+    Args:
+        counts: How often each outcome was seen.
+        law: Probability of each outcome.
+        alpha: Significance at which the caller fails, for what would have been visible.
+    """
     total = counts.total()
     impossible = [cell for cell in counts if cell not in law]
     if impossible:
@@ -48,10 +51,29 @@ def chi_square(counts: Counter, law: Law) -> ChiSquare:
     observed, expected = np.array(large, float).T
     degrees = max(len(large) - 1, 1)
     statistic = float(np.sum((observed - expected) ** 2 / expected))
-    critical = chi2.isf(ALPHA, degrees)
-    shift = brentq(lambda shift: ncx2.sf(critical, degrees, shift) - 0.9, 1e-3, 1e4)
     return ChiSquare(
-        float(chi2.sf(statistic, degrees)),
+        float(stats.chi2.sf(statistic, degrees)),
         f"chi-square {statistic:.1f} on {degrees} degrees of freedom, {total} sequences",
-        math.sqrt(float(shift) / total),  # type: ignore[arg-type]
+        smallest_deviation(total, degrees, alpha=alpha),
     )
+
+
+def smallest_deviation(tokens: int, degrees: int, *, alpha: float, power: float = 0.9) -> float:
+    """The root mean square by which cell probabilities must be off, relatively, to be seen with this power.
+
+    With ``p'(x | s) = p(x | s) (1 + ε(x, s))`` Pearson's statistic over the cells ``(s, x)`` is a noncentral chi-square
+    of noncentrality ``tokens · Σ p ε²``. Where a stratum mixes several laws, a deviation that they share is seen at
+    least as well.
+
+    Args:
+        tokens: Draws.
+        degrees: Degrees of freedom.
+        alpha: Significance at which the test fails.
+        power: Probability of a failure that is asked for.
+    """
+    if tokens == 0 or degrees == 0:
+        return math.inf
+    threshold = stats.chi2.isf(alpha, degrees)
+    beyond = lambda noncentrality: stats.ncx2.sf(threshold, degrees, noncentrality) - power
+    noncentrality = optimize.brentq(beyond, 1e-3, 100.0 * threshold)
+    return math.sqrt(noncentrality / tokens)  # type: ignore[operator]

@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 
 Examined = TypeVar("Examined")
 
+ALPHA = 1e-6  # how often a statistical check fails what is right
 PROTOCOL = "keeps the protocol"  # nothing else can be asked of what fails this check
 
 

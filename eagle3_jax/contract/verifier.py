@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.boundary import require_verifier
-from eagle3_jax.contract.frequencies import ALPHA, Law, chi_square
+from eagle3_jax.contract.frequencies import Law, chi_square
 from eagle3_jax.contract.proposals import ROOT, ROWS, SETTINGS, SHAPES, VOCABULARY, Decided, Shape, VerifierSubject
-from eagle3_jax.contract.report import PROTOCOL, Broken, ContractReport, NotRun, Skipped, class_name, examine
+from eagle3_jax.contract.report import ALPHA, PROTOCOL, Broken, ContractReport, NotRun, Skipped, class_name, examine
 from eagle3_jax.types import Verifier, Warping
 
 
@@ -148,7 +148,7 @@ def leaves_the_law_alone(subject: VerifierSubject) -> str:
                 (starts, {(token,): mass for token, mass in _possible(wanted[ROOT])}, "the first token"),
                 (pairs, _law_of_pairs(pairs, wanted), "a token after an accepted one"),
             ):
-                found = chi_square(counts, law) if counts else None
+                found = chi_square(counts, law, alpha=ALPHA) if counts else None
                 if found is not None and found.p_value < ALPHA:
                     raise Broken(
                         f"with {name} at temperature {setting[0]}, top-k {setting[1]}, top-p {setting[2]} {what} does "

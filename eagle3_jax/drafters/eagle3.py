@@ -16,76 +16,26 @@ from jaxtyping import Array, Float, Int, Key
 
 from eagle3_jax.cache import Cache, KeyValue, KeyValues, Segment
 from eagle3_jax.drafters._grow import Level, draw_chain, grow
-from eagle3_jax.models.config import DecoderConfig
-from eagle3_jax.models.decoder import Attention, Block, BlockMemory, Memory, causal_mask, memories
+from eagle3_jax.models.config import Eagle3Config
+from eagle3_jax.models.decoder import Attention, Block, BlockMemory, Memory, causal_mask, empty_cache, memories
 from eagle3_jax.models.functional import Params, bind, init_params, param_shapes
 from eagle3_jax.models.layers import FLOAT32, Linear, Precision, RMSNorm, SwiGLU, embed
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
 from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Eagle3Config:
-    """An EAGLE-3 head with the variations that published heads have.
-
-    Attributes:
-        layer: Geometry of the head's own layers; ``vocab_size`` is the target's ``V``, ``num_layers`` mostly 1.
-        draft_vocab_size: ``W``, how many target tokens the head can propose.
-        target_width: Width of the target's features.
-        aux_layers: ``A`` target layers whose entering residual stream is fused, ascending.
-        norm_before_residual: The residual stream starts from the normalised fused features (speculators heads).
-        norm_output: The output is fed back after the final norm (EAGLE-3.1) instead of before it.
-        fc_norm: Each feature chunk is normalised before fusion (EAGLE-3.1).
-        norm_before_fc: The concatenated features are normalised before fusion.
-    """
-
-    layer: DecoderConfig
-    draft_vocab_size: int
-    target_width: int
-    aux_layers: tuple[int, ...]
-    norm_before_residual: bool = False
-    norm_output: bool = False
-    fc_norm: bool = False
-    norm_before_fc: bool = False
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.draft_vocab_size <= self.layer.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to the target's {self.layer.vocab_size}"
-            )
-        if not self.aux_layers or list(self.aux_layers) != sorted(set(self.aux_layers)) or self.aux_layers[0] < 0:
-            raise ValueError(
-                f"aux_layers are {self.aux_layers}; expected distinct layers in ascending order, as in (2, 16, 29)"
-            )
-        if self.fc_norm and self.norm_before_fc:
-            raise ValueError("fc_norm and norm_before_fc exclude each other; a head normalises its features once")
-
-
-def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """The official choice ``2, L//2, L-3``.
-
-    Raises:
-        ValueError: The target is too shallow for three distinct layers.
-    """
-    layers = (2, num_layers // 2, num_layers - 3)
-    if not 2 < num_layers // 2 < num_layers - 3:
-        raise ValueError(
-            f"a target of {num_layers} layers is too shallow for the default auxiliary layers {layers}; "
-            "write eagle_aux_hidden_state_layer_ids into the head's config.json"
-        )
-    return layers
-
-
 class FirstLayer(nnx.Module):
     """The layer that sees the token embedding beside the features; its attention reads both, twice as wide."""
 
     def __init__(self, config: Eagle3Config, *, precision: Precision, rngs: nnx.Rngs):
-        layer = config.layer
-        self.embedding_norm = RMSNorm(layer.width, layer.norm_eps)
-        self.feature_norm = RMSNorm(layer.width, layer.norm_eps)
-        self.attention = Attention(layer, d_in=2 * layer.width, precision=precision, rngs=rngs)
-        self.mlp_norm = RMSNorm(layer.width, layer.norm_eps)
-        self.mlp = SwiGLU(layer.width, layer.mlp_width, bias=layer.mlp_bias, precision=precision, rngs=rngs)
+        layer, width, eps = config.layers[0], config.width, config.norm_eps
+        self.embedding_norm = RMSNorm(width, eps)
+        self.feature_norm = RMSNorm(width, eps)
+        self.attention = Attention(
+            layer.mixer, d_in=2 * width, width=width, norm_eps=eps, precision=precision, rngs=rngs
+        )
+        self.mlp_norm = RMSNorm(width, eps)
+        self.mlp = SwiGLU(width, layer.mlp, precision=precision, rngs=rngs)
         self.norm_before_residual = config.norm_before_residual
 
     def __call__(
@@ -106,17 +56,19 @@ class Eagle3Head(nnx.Module):
     """The network; the embedding is an input, because most heads share the target's."""
 
     def __init__(self, config: Eagle3Config, *, precision: Precision, rngs: nnx.Rngs):
-        layer, chunks = config.layer, len(config.aux_layers)
+        width, eps, chunks = config.width, config.norm_eps, len(config.aux_layers)
         self.config = config
         if config.norm_before_fc:
-            self.input_norm = RMSNorm(chunks * config.target_width, layer.norm_eps)
+            self.input_norm = RMSNorm(chunks * config.target_width, eps)
         if config.fc_norm:
-            self.fc_norm = nnx.List([RMSNorm(config.target_width, layer.norm_eps) for _ in range(chunks)])
-        self.fc = Linear(chunks * config.target_width, layer.width, precision=precision, rngs=rngs)
+            self.fc_norm = nnx.List([RMSNorm(config.target_width, eps) for _ in range(chunks)])
+        self.fc = Linear(chunks * config.target_width, width, precision=precision, rngs=rngs)
         self.first = FirstLayer(config, precision=precision, rngs=rngs)
-        self.rest = nnx.List([Block(layer, precision=precision, rngs=rngs) for _ in range(layer.num_layers - 1)])
-        self.norm = RMSNorm(layer.width, layer.norm_eps)
-        self.head = Linear(layer.width, config.draft_vocab_size, precision=precision, rngs=rngs)
+        self.rest = nnx.List(
+            [Block(layer, width=width, norm_eps=eps, precision=precision, rngs=rngs) for layer in config.layers[1:]]
+        )
+        self.norm = RMSNorm(width, eps)
+        self.head = Linear(width, config.draft_vocab_size, precision=precision, rngs=rngs)
 
     def fuse(self, features: Float[Array, "B T A Dt"]) -> Float[Array, "B T D"]:
         """``fc`` over the concatenated features, low layer first."""
@@ -187,6 +139,12 @@ class Eagle3Drafter:
             width = 1 + max(rank for path in topology.paths for rank in path)
         if width > limit:
             raise ValueError(f"the tree draws {width} children from a draft vocabulary of {limit}; lower top_k")
+        positions = self.config.max_positions
+        if topology.max_depth >= positions:
+            raise ValueError(
+                f"a draft of {topology.max_depth} levels is above the limit of the head, which has {positions} "
+                f"positions; give at most {positions - 1}"
+            )
         if self.draft_sampling is DraftSampling.PROBABILISTIC and not isinstance(topology, Chain):
             raise ValueError(
                 "draft_sampling is probabilistic and the draft a tree, whose tokens are the likeliest ones; "
@@ -234,16 +192,10 @@ class Eagle3Drafter:
     def init(self, params: Params, batch: int, capacity: int) -> Eagle3State:
         """See :class:`eagle3_jax.types.Drafter`."""
         del params
-        layer, dtype = self.config.layer, self.precision.activations
-        layers = tuple(
-            KeyValues.allocate(
-                batch=batch, capacity=capacity, num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim, dtype=dtype
-            )
-            for _ in range(layer.num_layers)
-        )
+        config, dtype = self.config, self.precision.activations
         return Eagle3State(
-            cache=Cache.of(layers, batch=batch),
-            output=jnp.zeros((batch, layer.width), dtype),
+            cache=empty_cache(config.layers, batch=batch, capacity=capacity, dtype=dtype),
+            output=jnp.zeros((batch, config.width), dtype),
             root=jnp.zeros((batch,), jnp.int32),
         )
 
@@ -294,7 +246,7 @@ class Eagle3Drafter:
             first=first,
             run=run,
             draft_to_target=ids,
-            vocab_size=self.config.layer.vocab_size,
+            vocab_size=self.config.vocab_size,
             keys=keys,
             sampling=sampling,
         )

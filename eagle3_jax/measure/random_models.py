@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
-from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter, default_aux_layers
-from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform, usual_head
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, Precision
 from eagle3_jax.theory.shapes import KNOWN_MODELS, ModelShape
@@ -37,7 +37,6 @@ _MADE_UP = (
     ),
 )  # fmt: skip
 SHAPES = KNOWN_MODELS | {shape.name.lower(): shape for shape in _MADE_UP}
-DRAFT_VOCAB = 32_000
 _MOST_POSITIONS = 8192  # longer ones change nothing that is measured here
 _HEADROOM = 0.1  # of what a model needs: activations, and programs
 
@@ -58,13 +57,17 @@ def config_of(shape: ModelShape) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=shape.vocab_size,
         width=shape.width,
-        mlp_width=shape.mlp_width,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        layers=uniform(
+            shape.num_layers,
+            GroupedQuery(
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                qk_norm=shape.qk_norm,
+            ),
+            GatedMLP(width=shape.mlp_width),
+        ),
         max_positions=min(shape.max_positions, _MOST_POSITIONS),
-        qk_norm=shape.qk_norm,
         tie_embeddings=shape.tie_embeddings,
     )
 
@@ -74,7 +77,7 @@ def random_pair(
 ) -> tuple[LoadedTarget, LoadedDrafter]:
     """A target and an EAGLE-3 head of a shape; nothing of it ever lies on the host."""
     config = config_of(shape)
-    model, drafter = DecoderTarget(config, precision), Eagle3Drafter(head_config(config), precision=precision)
+    model, drafter = DecoderTarget(config, precision), Eagle3Drafter(usual_head(config), precision=precision)
     target_key, head_key = jax.random.split(jax.random.key(seed))
     params = _draw(model.param_shapes(), target_key, precision)
     target = LoadedTarget(model, params, config.vocab_size, config.max_positions, name=f"{shape.name}, random weights")
@@ -86,34 +89,13 @@ def random_pair(
     return target, LoadedDrafter(drafter, head, f"EAGLE-3 head of {shape.name}, random weights")
 
 
-def head_config(target: DecoderConfig) -> Eagle3Config:
-    """The head that is published for a target of this shape: one layer of its geometry, 32,000 draft tokens."""
-    layer = DecoderConfig(
-        vocab_size=target.vocab_size,
-        width=target.width,
-        mlp_width=target.mlp_width,
-        num_layers=1,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        max_positions=target.max_positions,
-        norm_eps=target.norm_eps,
-    )
-    return Eagle3Config(
-        layer=layer,
-        draft_vocab_size=min(DRAFT_VOCAB, target.vocab_size),
-        target_width=target.width,
-        aux_layers=default_aux_layers(target.num_layers),
-    )
-
-
 def bytes_needed(shape: ModelShape, *, batch: int, capacity: int, precision: Precision = BFLOAT16) -> int:
     """Device memory of a random pair and its caches for ``batch`` rows of ``capacity`` slots, with headroom."""
     config = config_of(shape)
-    head = Eagle3Drafter(head_config(config), precision=precision)
+    head = Eagle3Drafter(usual_head(config), precision=precision)
     shapes = DecoderTarget(config, precision).param_shapes(), head.param_shapes()
     weights = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(shapes))
-    cache = batch * capacity * (config.num_layers + 1) * 2 * config.num_kv_heads * config.head_dim
+    cache = batch * capacity * (shape.num_layers + 1) * 2 * shape.num_kv_heads * shape.head_dim
     logits = 4 * batch * 64 * config.vocab_size  # of the largest draft, in float32
     operand, activation = jnp.dtype(precision.operands).itemsize, jnp.dtype(precision.activations).itemsize
     return int((weights * operand + cache * activation + logits) * (1 + _HEADROOM))

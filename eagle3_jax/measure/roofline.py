@@ -25,12 +25,11 @@ def step_bytes(target: LoadedTarget, *, rows: int, context: int) -> int:
         rows: Sequences decoded at once.
         context: Tokens that each of them has behind it.
     """
-    config = target.model.config  # type: ignore[attr-defined]
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
-    if not config.tie_embeddings:
+    if not target.model.config.tie_embeddings:  # type: ignore[attr-defined]
         weights -= target.params["embedding"].nbytes
-    width = jnp.dtype(target.model.precision.activations).itemsize  # type: ignore[attr-defined]
-    return weights + rows * context * 2 * config.num_layers * config.num_kv_heads * config.head_dim * width
+    cache = jax.eval_shape(lambda: target.model.init_cache(rows, context))
+    return weights + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache) if leaf.ndim > 1)
 
 
 def bandwidth(size: int) -> float:

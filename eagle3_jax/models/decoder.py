@@ -9,10 +9,10 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from eagle3_jax.cache import Cache, KeyValue, KeyValues, Segment, near, visible
-from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.config import DecoderConfig, GroupedQuery, LayerConfig
 from eagle3_jax.models.functional import Params, bind, init_params, param_shapes
 from eagle3_jax.models.layers import (
     FLOAT32,
@@ -24,24 +24,28 @@ from eagle3_jax.models.layers import (
     embed,
     product,
 )
-from eagle3_jax.models.rope import rotate
+from eagle3_jax.models.rope import rotate, scale_queries
 from eagle3_jax.types import Tables, TargetOutput
 
 
 class Attention(nnx.Module):
     """Grouped-query self-attention with rotary positions.
 
-    Queries, keys and values are one product, in this order: few large products read weights faster than many small.
+    Queries, keys and values are one product: few large products read weights faster than many small. Its columns are
+    ``[C, g + 2, H]``: the ``g`` query heads of a key head, the key head, its values. So whatever divides the key heads
+    over devices divides the product, and nothing has to move between them.
     """
 
-    def __init__(self, config: DecoderConfig, *, d_in: int, precision: Precision, rngs: nnx.Rngs):
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        bias = config.attention_bias
-        self.qkv = Linear(d_in, (heads + 2 * kv_heads) * head_dim, bias=bias, precision=precision, rngs=rngs)
-        self.o = Linear(heads * head_dim, config.width, bias=bias, precision=precision, rngs=rngs)
+    def __init__(
+        self, config: GroupedQuery, *, d_in: int, width: int, norm_eps: float, precision: Precision, rngs: nnx.Rngs
+    ):
+        heads, size = config.num_heads, config.head_dim
+        columns = (heads + 2 * config.num_kv_heads) * size
+        self.qkv = Linear(d_in, columns, bias=config.qkv_bias, precision=precision, rngs=rngs)
+        self.o = Linear(heads * size, width, bias=config.o_bias, precision=precision, rngs=rngs)
         if config.qk_norm:
-            self.q_norm = RMSNorm(head_dim, config.norm_eps)
-            self.k_norm = RMSNorm(head_dim, config.norm_eps)
+            self.q_norm = RMSNorm(size, norm_eps)
+            self.k_norm = RMSNorm(size, norm_eps)
         self.config = config
 
     def __call__(
@@ -49,13 +53,17 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """The block's attention, and the keys and values that its memory keeps."""
         config = self.config
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        fused = self.qkv(x).reshape(*x.shape[:2], -1, config.head_dim)
-        queries, keys, values = jnp.split(fused, [heads, heads + kv_heads], axis=2)
+        rows, group = x.shape[:2], config.group
+        fused = self.qkv(x).reshape(*rows, config.num_kv_heads, group + 2, config.head_dim)
+        queries = fused[:, :, :, :group].reshape(*rows, config.num_heads, config.head_dim)
+        keys, values = fused[:, :, :, group], fused[:, :, :, group + 1]
         if config.qk_norm:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries = rotate(queries, positions, config.rope)
-        kv = KeyValue(jnp.moveaxis(rotate(keys, positions, config.rope), 1, 2), jnp.moveaxis(values, 1, 2))
+        if config.rope is not None:
+            queries, keys = rotate(queries, positions, config.rope), rotate(keys, positions, config.rope)
+        if config.query_scaling is not None:
+            queries = scale_queries(queries, positions, config.query_scaling)
+        kv = KeyValue(jnp.moveaxis(keys, 1, 2), jnp.moveaxis(values, 1, 2))
         attended, kept = memory.attend(queries, kv)
         return self.o(attended), kept
 
@@ -113,6 +121,23 @@ class CacheMemory(NamedTuple):
         return attention(queries, (Segment(written, self.visible),)), written
 
 
+def empty_cache(layers: Sequence[LayerConfig], *, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
+    """What each layer keeps of its past, for ``batch`` rows of ``capacity`` slots."""
+    return Cache.of(
+        tuple(
+            KeyValues.allocate(
+                batch=batch,
+                capacity=capacity,
+                num_kv_heads=layer.mixer.num_kv_heads,
+                head_dim=layer.mixer.head_dim,
+                dtype=dtype,
+            )
+            for layer in layers
+        ),
+        batch=batch,
+    )
+
+
 def memories(
     windows: Sequence[int | None],
     mask: Bool[Array, "#B T T"],
@@ -146,11 +171,13 @@ def memories(
 class Block(nnx.Module):
     """Pre-norm residual block: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
 
-    def __init__(self, config: DecoderConfig, *, precision: Precision, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.width, config.norm_eps)
-        self.attention = Attention(config, d_in=config.width, precision=precision, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.width, config.norm_eps)
-        self.mlp = SwiGLU(config.width, config.mlp_width, bias=config.mlp_bias, precision=precision, rngs=rngs)
+    def __init__(self, config: LayerConfig, *, width: int, norm_eps: float, precision: Precision, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(width, norm_eps)
+        self.attention = Attention(
+            config.mixer, d_in=width, width=width, norm_eps=norm_eps, precision=precision, rngs=rngs
+        )
+        self.mlp_norm = RMSNorm(width, norm_eps)
+        self.mlp = SwiGLU(width, config.mlp, precision=precision, rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], memory: Memory
@@ -167,7 +194,10 @@ class Decoder(nnx.Module):
         self.config, self.precision = config, precision
         shape = (config.vocab_size, config.width)
         self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) * 0.02)
-        self.blocks = nnx.List([Block(config, precision=precision, rngs=rngs) for _ in range(config.num_layers)])
+        width, eps = config.width, config.norm_eps
+        self.blocks = nnx.List(
+            [Block(layer, width=width, norm_eps=eps, precision=precision, rngs=rngs) for layer in config.layers]
+        )
         self.norm = RMSNorm(config.width, config.norm_eps)
         if not config.tie_embeddings:
             self.head = Linear(config.width, config.vocab_size, precision=precision, rngs=rngs)
@@ -226,18 +256,8 @@ class DecoderTarget:
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """An empty cache of ``capacity`` slots per row."""
-        config = self.config
-        layers = tuple(
-            KeyValues.allocate(
-                batch=batch,
-                capacity=capacity,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
-                dtype=self.precision.activations,
-            )
-            for _ in range(config.num_layers)
-        )
-        return Cache.of(layers, batch=batch)
+        dtype = self.precision.activations
+        return empty_cache(self.config.layers, batch=batch, capacity=capacity, dtype=dtype)
 
     def __call__(
         self,
@@ -257,7 +277,8 @@ class DecoderTarget:
                 f"features of the layers {aux_layers} were asked for; this target of {layers} layers has 0 to "
                 f"{layers} (what leaves the last one) and {layers + 1} (after the final norm)"
             )
-        per_layer = memories([None] * layers, mask, positions, cache)
+        windows = [layer.mixer.window for layer in self.config.layers]
+        per_layer = memories(windows, mask, positions, cache)
         return bind(Decoder, self.config, self.precision, params)(tokens, positions, per_layer, aux_layers)
 
     def unembed(self, params: Params, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from eagle3_jax.cache import KeyValue, Segment
+from eagle3_jax.models.config import GatedMLP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,15 +141,15 @@ class RMSNorm(nnx.Module):
 
 
 class SwiGLU(nnx.Module):
-    """``down(silu(gate(x)) · up(x))`` (Shazeer, 2020); gate and up are one product, the gate first."""
+    """``down(silu(gate(x)) · up(x))`` (Shazeer, 2020); gate and up are one product, its columns ``[width, 2]``."""
 
-    def __init__(self, width: int, inner: int, *, bias: bool = False, precision: Precision, rngs: nnx.Rngs):
-        self.gate_up = Linear(width, 2 * inner, bias=bias, precision=precision, rngs=rngs)
-        self.down = Linear(inner, width, bias=bias, precision=precision, rngs=rngs)
+    def __init__(self, width: int, config: GatedMLP, *, precision: Precision, rngs: nnx.Rngs):
+        self.gate_up = Linear(width, 2 * config.width, bias=config.bias, precision=precision, rngs=rngs)
+        self.down = Linear(config.width, width, bias=config.bias, precision=precision, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+        both = self.gate_up(x).reshape(*x.shape[:-1], -1, 2)
+        return self.down(jax.nn.silu(both[..., 0]) * both[..., 1])
 
 
 def attention(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from eagle3_jax.models.config import RopeConfig
+from eagle3_jax.models.config import QueryScaling, RopeConfig
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
@@ -84,3 +84,11 @@ def rotate(
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)
+
+
+def scale_queries(
+    queries: Float[Array, "B T heads H"], positions: Int[Array, "B T"], config: QueryScaling
+) -> Float[Array, "B T heads H"]:
+    """Queries times the factor of their position, which is rounded to their dtype first."""
+    factor = 1 + config.beta * jnp.log1p((positions // config.floor).astype(jnp.float32))
+    return queries * factor.astype(queries.dtype)[:, :, None, None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -10,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter, default_aux_layers
-from eagle3_jax.models.config import DecoderConfig, RopeConfig
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+from eagle3_jax.models.config import DecoderConfig, Eagle3Config, usual_head
 from eagle3_jax.models.functional import Params
 from eagle3_jax.training.regenerate import Rows
 from eagle3_jax.training.ttt import TTTBatch
 
 
-def head_config(target: DecoderConfig, draft_vocab_size: int, mlp_width: int | None = None) -> Eagle3Config:
-    """A head in the official layout: one layer of the target's geometry, rotary base 10000, the default features.
+def official_head(target: DecoderConfig, draft_vocab_size: int, mlp_width: int | None = None) -> Eagle3Config:
+    """The usual head, where the official layout can hold it.
 
     Args:
         target: What it drafts for.
@@ -26,28 +25,16 @@ def head_config(target: DecoderConfig, draft_vocab_size: int, mlp_width: int | N
         mlp_width: Inner width of its SwiGLU; the target's when left out.
 
     Raises:
-        ValueError: The official layout cannot hold it (explicit head size, or a target of fewer than 8 layers).
+        ValueError: It cannot (explicit head size), or the target has fewer than 8 layers.
     """
-    if target.head_dim * target.num_heads != target.width:
+    head = usual_head(target, draft_vocab_size=draft_vocab_size, mlp_width=mlp_width)
+    mixer = head.layers[0].mixer
+    if mixer.head_dim * mixer.num_heads != head.width:
         raise ValueError(
-            f"a head of {target.num_heads} heads of {target.head_dim} is not {target.width} wide; the official layout "
+            f"a head of {mixer.num_heads} heads of {mixer.head_dim} is not {head.width} wide; the official layout "
             "derives the head size from the width"
         )
-    layer = dataclasses.replace(
-        target,
-        num_layers=1,
-        mlp_width=mlp_width or target.mlp_width,
-        rope=RopeConfig(),
-        tie_embeddings=False,
-        attention_bias=False,
-        mlp_bias=False,
-    )
-    return Eagle3Config(
-        layer=layer,
-        draft_vocab_size=draft_vocab_size,
-        target_width=target.width,
-        aux_layers=default_aux_layers(target.num_layers),
-    )
+    return head
 
 
 def initial_head(

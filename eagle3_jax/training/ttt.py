@@ -212,7 +212,7 @@ def unroll(
     output, logits = head.fuse(features), []
     written: list[tuple[KeyValue, ...]] = []
     for step in range(num_steps):
-        memories = [_memory(written, layer, seen) for layer in range(drafter.config.layer.num_layers)]
+        memories = [_memory(written, layer, seen) for layer in range(drafter.config.num_layers)]
         output, kv = head(_from(embedded, step + 1, size), output, positions + step, memories)
         written.append(kv)
         logits.append(head.logits(output))

@@ -1,0 +1,151 @@
+"""Parameters and bytes of models, heads and caches: against published checkpoints, and by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+from deployments import SMALL, SMALL_HEAD, served
+from safetensors.numpy import load_file
+
+from eagle3_jax.cli._planning import read_head_shape, read_target_shape
+from eagle3_jax.load import bundled
+from eagle3_jax.theory.accelerators import custom_accelerator
+from eagle3_jax.theory.memory import Deployment, memory_plan
+from eagle3_jax.theory.shapes import KNOWN_MODELS, usual_head
+
+OFFICIAL = tiny.GOLDEN / "official"
+
+
+# Parameters that the published checkpoints hold (the safetensors index on the hub; a tied table counted once).
+PUBLISHED = {
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.2-3B": 3_212_749_824,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.3-70B": 70_553_706_496,
+    "Llama-3.1-405B": 405_853_388_800,
+    "Vicuna-13B": 13_015_864_320,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-32B": 32_762_123_264,
+}
+
+
+def test_named_models_have_the_parameters_of_their_checkpoints():
+    assert {shape.name: shape.parameters.total for shape in KNOWN_MODELS.values()} == PUBLISHED
+
+
+def test_the_usual_head_is_the_official_one():
+    # fc 3·4096², q 8192·4096, k and v 2·8192·1024, o 4096², mlp 3·4096·14336, norms 4·4096, lm_head 32000·4096.
+    assert usual_head(KNOWN_MODELS["llama-3.1-8b"]).parameters.total == 424_689_664  # the file is 850 MB in float16
+    assert usual_head(KNOWN_MODELS["llama-3.3-70b"]).parameters.total == 1_403_027_456
+
+
+@pytest.mark.parametrize(
+    ("target", "head"),
+    [(None, None), (str(OFFICIAL / "target"), str(OFFICIAL / "eagle3"))],
+    ids=["bundled", "official"],
+)
+def test_config_json_alone_gives_the_parameters_that_the_files_hold(target, head):
+    shape = read_target_shape(target)
+    drafter = read_head_shape(head, target=shape, bundled=target is None)
+    assert drafter is not None
+    for model, source, part in ((shape, target, "target"), (drafter, head, "eagle3")):
+        folder = bundled(part) if source is None else Path(source)
+        tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        held = {n: t for n, t in tensors.items() if t.dtype.kind not in "ib"}  # d2t and t2d are maps
+        if part == "eagle3":
+            held = {name: tensor for name, tensor in held.items() if "embed_tokens" not in name}  # the target's
+        assert model.parameters.total == sum(tensor.size for tensor in held.values())
+
+
+def test_bytes_of_a_70b_target_in_fp8_and_of_its_head():
+    deployment = served()
+    target, head = deployment.target, deployment.head
+    assert head is not None
+    assert deployment.weight_bytes(target) / 1e9 == pytest.approx(72.66, abs=0.01)  # layers FP8, tables bfloat16
+    assert deployment.streamed_bytes(target) / 1e9 == pytest.approx(70.555, abs=0.001)
+    assert deployment.weight_bytes(head) / 1e9 == pytest.approx(2.806, abs=0.001)
+    assert deployment.cache_bytes_per_token(target) == 327_680  # 2·80·8·128 numbers of 2 bytes
+    assert deployment.cache_bytes_per_token(head) == 4096  # 1.25 %: not nothing, as an article says
+
+
+def test_an_h200_keeps_about_56_gb_for_the_caches_of_a_70b_target():
+    plan = memory_plan(
+        served(), batch=8, context=4096, num_draft_tokens=5, prefill_tokens=1, utilization=0.94, reserve_bytes=0.0
+    )
+    assert 165_000 < plan.cache_capacity_tokens < 173_000
+
+
+def test_every_part_of_the_plan_by_hand():
+    deployment = Deployment(target=SMALL, head=SMALL_HEAD, accelerator=custom_accelerator(gb_per_s=1.0, memory_gb=1.0))
+    plan = memory_plan(
+        deployment, batch=2, context=10, num_draft_tokens=1, prefill_tokens=1, utilization=0.5, reserve_bytes=7.0
+    )
+    assert plan.target_weights == 2 * (144 + 12 + 40 + 40)
+    # fusion 3·4·4, q 8·4, k and v 2·8·2, o 4·4, mlp 96, norms 4·4, lm_head 5·4
+    assert plan.head_weights == 2 * (48 + 32 + 32 + 16 + 96 + 16 + 20)
+    assert (plan.target_cache, plan.head_cache) == (2 * 12 * 8, 2 * 12 * 8)  # 2·1·1·2 numbers of 2 bytes a token
+    # four tokens: 2·(4·4 + 2·8 + (2 + 2)·2 + 3·4) each, and 2·4·10 for logits and probabilities
+    assert plan.activations == 4 * 2 * (16 + 16 + 8 + 12) + 4 * 80
+    assert (plan.reserve, plan.budget) == (7.0, 0.5e9)
+    assert plan.fits
+    assert plan.cache_capacity_tokens == (0.5e9 - plan.without_caches) // 16
+
+
+def test_tensor_parallelism_divides_all_but_vectors_fusion_and_scarce_key_heads():
+    one, eight, sixteen = (served(num_accelerators=n) for n in (1, 8, 16))
+    target, head = one.target, one.head
+    assert head is not None
+    vectors = 2 * target.parameters.vectors
+    assert eight.weight_bytes(target) - vectors == pytest.approx((one.weight_bytes(target) - vectors) / 8)
+    whole = 2 * (head.parameters.fusion + head.parameters.vectors)
+    assert eight.weight_bytes(head) - whole == pytest.approx((one.weight_bytes(head) - whole) / 8)
+    assert eight.cache_bytes_per_token(target) == one.cache_bytes_per_token(target) / 8
+    assert sixteen.cache_bytes_per_token(target) == eight.cache_bytes_per_token(target)  # 8 key heads, each twice
+    assert 16 * sixteen.weight_bytes(target) > 8 * eight.weight_bytes(target) + target.parameters.key_value / 2
+
+
+def test_quantised_weights_leave_the_tables_alone():
+    tables = 2 * 128_256 * 8192 * 2 + 2 * KNOWN_MODELS["llama-3.3-70b"].parameters.vectors
+    layers = 70_553_706_496 - 2 * 128_256 * 8192 - KNOWN_MODELS["llama-3.3-70b"].parameters.vectors
+    for weights, size in (("bfloat16", 2.0), ("int8", 1.0), ("fp8", 1.0), ("int4", 0.515625)):
+        assert served(weights=weights).weight_bytes(KNOWN_MODELS["llama-3.3-70b"]) == layers * size + tables
+
+
+def test_a_config_of_the_hub_counts_like_the_named_model(tmp_path):
+    """The fields of Qwen3-4B and of a Qwen2 with its biases, as their config.json has them."""
+    qwen3 = {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "head_dim": 128,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True,
+        "sliding_window": None, "use_sliding_window": False, "attention_bias": False,
+    }  # fmt: skip
+    qwen2 = {
+        "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
+        "sliding_window": 131072, "use_sliding_window": False, "max_position_embeddings": 32768,
+    }  # fmt: skip
+    for config, parameters in ((qwen3, PUBLISHED["Qwen3-4B"]), (qwen2, 7_615_616_512)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert read_target_shape(str(tmp_path)).parameters.total == parameters
+
+
+def test_a_speculators_head_is_read_from_its_nested_config(tmp_path):
+    config = {
+        "draft_vocab_size": 32000,
+        "target_hidden_size": 4096,
+        "transformer_layer_config": {
+            "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "num_hidden_layers": 1, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 4096,
+        },
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    head = read_head_shape(str(tmp_path), target=KNOWN_MODELS["llama-3.1-8b"], bundled=False)
+    assert head is not None
+    assert head.parameters.total == 424_689_664
+    assert head.max_draft_tokens == 4095

@@ -1,0 +1,103 @@
+"""Greedy decoding with every kernel deterministic, whole batches of it, as the checks of L3 and L4 compare it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import tiny
+
+from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget
+from eagle3_jax import loop as loops
+from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
+from eagle3_jax.tree import Chain
+from validation.device import exact_options
+from validation.subject import Subject
+
+CHAIN, TREE = Chain(3), DynamicTree(num_nodes=16, max_depth=4, top_k=4)
+SHAPES = {"chain": CHAIN, "tree": TREE}
+CONTEXT = 100  # prompts are cut to their last tokens, so that all share one program
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """A pair compiled for one batch size, with every kernel deterministic.
+
+    Attributes:
+        target: Of the pair.
+        drafter: Of the pair.
+        dtype: Precision of both.
+        batch: Rows.
+        limit: New tokens of every row.
+    """
+
+    target: LoadedTarget
+    drafter: LoadedDrafter
+    dtype: str
+    batch: int
+    limit: int
+
+    def states(self, prompts: Sequence[list[int]]) -> list[GenerationState]:
+        """Final states, a batch each; the number of prompts is a multiple of the batch."""
+        params = LoopParams(self.target.params, self.drafter.params)
+        prefill, run = programs(SpeculativeLoop(self.target.model, self.drafter.drafter), params, self)
+        batches = [prompts[start : start + self.batch] for start in range(0, len(prompts), self.batch)]
+        return [run(params, prefill(params, batch_of(batch, self.limit))) for batch in batches]
+
+
+_programs: dict[Any, tuple[Any, Any]] = {}
+
+
+def programs(loop: SpeculativeLoop, params: LoopParams, decoding: Decoding) -> tuple[Any, Any]:
+    """Prefill and loop, compiled once: several checks share them."""
+    key = (loop, decoding.batch, decoding.limit)
+    if key not in _programs:
+        shapes = jax.eval_shape(lambda: batch_of([[0]] * decoding.batch, decoding.limit))
+        capacity = -(-(CONTEXT + decoding.limit + loop.drafter.num_nodes) // 64) * 64
+        prefill = loops.prefill.lower(loop, params, shapes, capacity=capacity)
+        run = loops.run.lower(loop, params, prefill.out_info)
+        _programs[key] = prefill.compile(exact_options()), run.compile(exact_options())
+    return _programs[key]
+
+
+def forget_programs() -> None:
+    """What is compiled holds memory that the next module needs."""
+    _programs.clear()
+
+
+def batch_of(prompts: Sequence[list[int]], limit: int) -> loops.Prompts:
+    return tiny.prompts([list(prompt) for prompt in prompts], limit=limit, width=CONTEXT)
+
+
+def new_tokens_of(states: Sequence[GenerationState], limit: int) -> list[list[int]]:
+    rows = []
+    for state in states:
+        tokens, length = jax.device_get((state.tokens, state.length))
+        rows += [tokens[row, end - limit : end].tolist() for row, end in enumerate(length)]
+    return rows
+
+
+def accepted_and_drafted(states: Sequence[GenerationState]) -> tuple[int, int]:
+    counts = [(state.stats.num_accepted_tokens, state.stats.num_draft_tokens) for state in states]
+    return tuple(int(sum(np.sum(one[index]) for one in counts)) for index in (0, 1))  # type: ignore[return-value]
+
+
+def drafting(drafter: LoadedDrafter, topology: Any) -> LoadedDrafter:
+    return dataclasses.replace(drafter, drafter=dataclasses.replace(drafter.drafter, topology=topology))
+
+
+def some_prompts(subject: Subject, count: int) -> list[list[int]]:
+    """As many prompts as asked for, from all files in turn, each cut to its end."""
+    tokens = subject.prompt_tokens
+    return [tokens[index * len(tokens) // count % len(tokens)][-CONTEXT:] for index in range(count)]
+
+
+def first_differences(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[int | None]:
+    """Place of the first token that differs in each row; ``None`` where none does."""
+    return [
+        next((place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+        for one, other in zip(ours, theirs, strict=True)
+    ]
