@@ -133,9 +133,10 @@ def gives_features(subject: TargetSubject) -> str:
 def lends_tables(subject: TargetSubject) -> str:
     """Its tables have the sizes of the vocabulary, and do what it does with them, up to a factor."""
     model, params = subject.target.model, subject.target.params
-    if not hasattr(model, "tables"):
+    lend = getattr(model, "tables", None)
+    if lend is None:
         raise Skipped("it has no `tables`; draft heads must bring their own")
-    tables, text = model.tables(params), subject.text()[:, :SIZE]
+    tables, text = lend(params), subject.text()[:, :SIZE]
     answer, _ = subject.prefill(text, (SIZE,) * ROWS)
     width = answer.final.shape[-1]
     if not isinstance(tables, Tables):
