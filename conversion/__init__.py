@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from conversion.export import write_head
     from conversion.inspect import Description, describe
     from conversion.kinds import identify
-    from conversion.llama import TargetCheckpoint, write_target
     from conversion.native import write_native
     from conversion.reading import convert, read_head, read_target
+    from conversion.targets import TargetCheckpoint, write_target
 
 __all__ = [
     "Check",
@@ -45,9 +45,9 @@ _NAMES = {
     "export": "write_head",
     "inspect": "Description describe",
     "kinds": "identify",
-    "llama": "TargetCheckpoint write_target",
     "native": "write_native",
     "reading": "convert read_head read_target",
+    "targets": "TargetCheckpoint write_target",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from conversion.eagle3 import HeadCheckpoint
-from conversion.llama import TargetCheckpoint
+from conversion.targets import TargetCheckpoint
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.decoder import DecoderTarget, causal_mask
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, Precision

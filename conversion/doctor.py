@@ -16,11 +16,12 @@ from conversion.acceptance import Agreement, forced_agreement
 from conversion.eagle3 import HeadCheckpoint, named_aux_layers
 from conversion.errors import CheckpointError
 from conversion.export import is_default_aux
+from conversion.families import FAMILIES
 from conversion.files import read_json
 from conversion.hf_config import Fields
-from conversion.llama import TargetCheckpoint
 from conversion.native import is_native
 from conversion.reading import read_head, read_target
+from conversion.targets import TargetCheckpoint
 from eagle3_jax.models.config import RopeConfig
 
 Status = Literal["ok", "warning", "failure", "skipped"]
@@ -128,8 +129,8 @@ def _generation(directory: str | Path) -> str:
 
 
 def _describe_target(target: TargetCheckpoint) -> str:
-    config = target.config
-    return f"Llama decoder, {config.num_layers} layers, width {config.width}, vocabulary {config.vocab_size}"
+    config, label = target.config, FAMILIES[target.family].label
+    return f"{label} decoder, {config.num_layers} layers, width {config.width}, vocabulary {config.vocab_size}"
 
 
 def _describe_head(head: HeadCheckpoint) -> str:

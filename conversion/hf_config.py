@@ -8,12 +8,14 @@ head dimension (width over heads), biases (none), the rotary base (10000) and th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from conversion.errors import CheckpointError, short
 from eagle3_jax.models.config import (
     MOST,
+    MOST_LAYERS,
     DecoderConfig,
     Eagle3Config,
     GatedMLP,
@@ -21,8 +23,10 @@ from eagle3_jax.models.config import (
     LayerConfig,
     QueryScaling,
     RopeConfig,
+    uniform,
 )
 
+_LAYER_TYPES = _FULL, _SLIDING = ("full_attention", "sliding_attention")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ROPE_KEYS = {
     "type",
@@ -56,6 +60,12 @@ class Fields(NamedTuple):
     def get(self, name: str) -> Any:
         """The raw value; ``None`` when absent or null."""
         return self.values.get(name)
+
+    def require(self, *names: str) -> None:
+        """Refuse a file in which a field is absent whose default changes the mathematics and differs by family."""
+        for name in names:
+            if name not in self.values:
+                raise self._missing(name)
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A whole number; required when there is no default."""
@@ -119,8 +129,11 @@ class Fields(NamedTuple):
         if value is None:
             value = default
         if value is None:
-            raise CheckpointError(f"{self.where} has no {name}; it changes the mathematics, so add it to the file")
+            raise self._missing(name)
         return value
+
+    def _missing(self, name: str) -> CheckpointError:
+        return CheckpointError(f"{self.where} has no {name}; it changes the mathematics, so add it to the file")
 
 
 @contextlib.contextmanager
@@ -223,6 +236,70 @@ def read_mlp(fields: Fields, *, bias: bool = False) -> GatedMLP:
         return GatedMLP(width=fields.size("intermediate_size"), bias=bias)
 
 
+def read_window(fields: Fields) -> int | None:
+    """``sliding_window``, which the file must name: null is none, and absent means a default of the family."""
+    fields.require("sliding_window")
+    return None if fields.get("sliding_window") is None else fields.size("sliding_window")
+
+
+def read_windows(fields: Fields, window: int | None, slides: Callable[[int], bool]) -> list[int | None]:
+    """The window of every layer.
+
+    Args:
+        fields: The geometry; ``layer_types`` decides where it is there.
+        window: Of the layers that slide.
+        slides: Which do, where there are no ``layer_types``.
+
+    Raises:
+        CheckpointError: The types are not one for each layer, name a kind that is none, or slide without a window.
+    """
+    count, types = _num_layers(fields), fields.words("layer_types")
+    if not types:
+        return [window if slides(layer) else None for layer in range(count)]
+    if len(types) != count:
+        raise CheckpointError(
+            f"{fields.where}: layer_types names {len(types)} layers but num_hidden_layers is {count}; they must agree"
+        )
+    unknown = [kind for kind in types if kind not in _LAYER_TYPES]
+    if unknown:
+        raise CheckpointError(
+            f"{fields.where}: layer_types has {short(unknown[0])}; expected {' or '.join(_LAYER_TYPES)}"
+        )
+    if window is None and _SLIDING in types:
+        raise CheckpointError(f"{fields.where}: layer_types has {_SLIDING!r}, but no sliding_window is switched on")
+    return [window if kind == _SLIDING else None for kind in types]
+
+
+def read_decoder(
+    fields: Fields, mixer: GroupedQuery, mlp: GatedMLP, *, windows: Sequence[int | None] | None = None
+) -> DecoderConfig:
+    """A target of layers that differ at most in their windows.
+
+    Args:
+        fields: The geometry.
+        mixer: Of every layer.
+        mlp: Of every layer.
+        windows: Of each layer; none when left out.
+
+    Raises:
+        CheckpointError: A field is missing, malformed or unsupported.
+    """
+    refuse_unsupported(fields)
+    with read_from(fields.where):
+        if windows is None:
+            layers = uniform(_num_layers(fields), mixer, mlp)
+        else:
+            layers = tuple(LayerConfig(mixer=dataclasses.replace(mixer, window=one), mlp=mlp) for one in windows)
+        return DecoderConfig(layers=layers, tie_embeddings=fields.flag("tie_word_embeddings"), **read_stack(fields))
+
+
+def _num_layers(fields: Fields) -> int:
+    count = fields.size("num_hidden_layers")
+    if count > MOST_LAYERS:
+        raise CheckpointError(f"{fields.where}: num_hidden_layers is {count}; expected at most {MOST_LAYERS:,}")
+    return count
+
+
 def read_stack(fields: Fields) -> dict[str, Any]:
     """What a target and a head have beside their layers, as arguments of their configurations.
 
@@ -238,30 +315,36 @@ def read_stack(fields: Fields) -> dict[str, Any]:
     }
 
 
-def read_rope(fields: Fields) -> RopeConfig:
+def read_rope(fields: Fields, *, known: tuple[str, ...] = ()) -> RopeConfig:
     """The rotary embedding, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``.
+
+    Args:
+        fields: The geometry.
+        known: Names among the parameters that the family reads itself.
 
     Raises:
         CheckpointError: The type is unknown, a parameter is missing, or the two notations disagree.
     """
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     if new.values and old.values:
-        first, second = _rope_from(fields, new), _rope_from(fields, old)
+        first, second = _rope_from(fields, new, known), _rope_from(fields, old, known)
         if first != second:
             raise CheckpointError(
                 f"{fields.where}: rope_parameters and rope_scaling disagree ({first} and {second}); remove one"
             )
         return first
-    return _rope_from(fields, new if new.values else old)
+    return _rope_from(fields, new if new.values else old, known)
 
 
-def _rope_from(fields: Fields, rope: Fields) -> RopeConfig:
+def _rope_from(fields: Fields, rope: Fields, known: tuple[str, ...]) -> RopeConfig:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in _ROPE_TYPES:
         raise CheckpointError(
             f"{rope.where}: rope type {short(kind)} is not supported; expected one of {', '.join(_ROPE_TYPES)}"
         )
-    unknown = sorted(key for key, value in rope.values.items() if key not in _ROPE_KEYS and value is not None)
+    unknown = sorted(
+        key for key, value in rope.values.items() if key not in _ROPE_KEYS and key not in known and value is not None
+    )
     if unknown:
         raise CheckpointError(f"{rope.where}: {unknown[0]!r} is not supported for rope type {kind!r}")
     for source in (fields, rope):
@@ -371,6 +454,11 @@ def stack_fields(config: DecoderConfig | Eagle3Config, dtype: str) -> dict[str, 
         "dtype": dtype,
         "torch_dtype": dtype,
     }
+
+
+def layer_types(config: DecoderConfig) -> list[str]:
+    """``layer_types`` of a target."""
+    return [_FULL if layer.mixer.window is None else _SLIDING for layer in config.layers]
 
 
 def bias_fields(layer: LayerConfig) -> dict[str, bool]:

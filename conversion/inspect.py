@@ -14,8 +14,8 @@ from conversion.eagle3 import read_head
 from conversion.errors import CheckpointError, TargetNeededError
 from conversion.files import NATIVE_FILE, checked_directory, read_json
 from conversion.hf_config import dialect_of
-from conversion.llama import read_target
-from conversion.native import is_native, read_leaves, read_native_head, read_native_target
+from conversion.native import is_native, read_description, read_leaves, read_native_head, read_native_target
+from conversion.targets import read_target
 from conversion.tensors import read_tensors
 
 
@@ -67,6 +67,7 @@ def describe(directory: str | Path) -> Description:
     native = is_native(path)
     tensors = read_leaves(path) if native else read_tensors(path)
     config = read_json(path / (NATIVE_FILE if native else "config.json"))
+    described = read_description(path).values if native else config
     problem, note = _obstacles(path, kind, native)
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
@@ -79,7 +80,7 @@ def describe(directory: str | Path) -> Description:
         eagle = kind in (kinds.EAGLE3, kinds.EAGLE1, kinds.PEAGLE)
         dialect = dialect_of(config, tensors) if eagle else "huggingface"
     return Description(
-        kind=kinds.LABELS[kind],
+        kind=kinds.label(kind, described),
         dialect=dialect,
         loadable=not problem,
         problem=problem,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from conversion.errors import CheckpointError, short
+from conversion.families import FAMILIES
 from conversion.files import NATIVE_FILE, checked_directory, read_json
 from conversion.hf_config import Fields
 from conversion.tensors import read_tensors
@@ -16,7 +17,6 @@ TARGET, EAGLE3, EAGLE1, PEAGLE = "target", "eagle3", "eagle1", "p-eagle"
 MEDUSA, DFLASH, LANGUAGE_MODEL = "medusa", "dflash", "language-model"
 
 LABELS = {
-    TARGET: "target: Llama decoder",
     EAGLE3: "draft head: EAGLE-3",
     EAGLE1: "draft head: EAGLE-1/2 (not loadable here)",
     PEAGLE: "draft head: P-EAGLE (not loadable here)",
@@ -32,6 +32,19 @@ DIFFERENCES = {
     MEDUSA: "a Medusa head",
     DFLASH: "a DFlash drafter, which denoises a block",
 }
+
+
+def label(kind: str, config: Mapping[str, Any]) -> str:
+    """A kind in words.
+
+    Args:
+        kind: As :func:`identify` gives it.
+        config: The ``config.json`` of the checkpoint, or the description of a native one.
+    """
+    if kind != TARGET:
+        return LABELS[kind]
+    family = FAMILIES.get(str(config.get("family", config.get("model_type"))))
+    return f"target: {family.label}" if family else LABELS[LANGUAGE_MODEL]
 
 
 def identify(directory: str | Path) -> str:
@@ -85,6 +98,6 @@ def recognise(config: Mapping[str, Any], names: Collection[str], *, where: str) 
     if "fc.weight" in bare:
         return EAGLE3 if bare & {"d2t", "t2d", "norm.weight"} else EAGLE1
     if has(r"(language_model\.)?layers\.\d+\.|h\.\d+\.|transformer\.h\.\d+\.") or "embed_tokens.weight" in bare:
-        return TARGET if config.get("model_type") == "llama" else LANGUAGE_MODEL
+        return TARGET if str(config.get("model_type")) in FAMILIES else LANGUAGE_MODEL
     sample = ", ".join(sorted(names)[:3])
     raise CheckpointError(f"{where} is neither a target nor a draft head that is known (it holds {sample})")

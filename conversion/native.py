@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from conversion import rules
+from conversion import format2, rules
 from conversion.description import from_json, to_json
 from conversion.eagle3 import HeadCheckpoint, check_fit
 from conversion.errors import CheckpointError, short
+from conversion.families import family_of
 from conversion.files import NATIVE_FILE, copy_tokenizer, new_directory, read_json, write_json
 from conversion.hf_config import Fields
 from conversion.kinds import EAGLE3, TARGET
-from conversion.llama import TargetCheckpoint
 from conversion.rules import Params
+from conversion.targets import TargetCheckpoint
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config
 from eagle3_jax.models.decoder import DecoderTarget
@@ -45,7 +46,7 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
     }
     if isinstance(checkpoint, TargetCheckpoint):
         leaves = _checked(checkpoint.params, DecoderTarget(checkpoint.config).param_shapes(), where)
-        values |= {"kind": TARGET, "stop_tokens": list(checkpoint.stop_tokens)}
+        values |= {"kind": TARGET, "family": checkpoint.family, "stop_tokens": list(checkpoint.stop_tokens)}
     else:
         config = checkpoint.config
         leaves = _checked(checkpoint.head, Eagle3Drafter(config).param_shapes(), where)
@@ -75,8 +76,9 @@ def read_native_target(directory: Path) -> TargetCheckpoint:
         CheckpointError: It is not one, or is damaged.
     """
     fields = _description(directory, TARGET)
+    family = family_of(fields.get("family"), fields.where)
     config = from_json(DecoderConfig, fields.get("config"), f"{fields.where}, config")
-    leaves = read_leaves(directory)
+    leaves = _leaves(directory, config)
     if not isinstance(fields.get("stop_tokens"), list):
         raise CheckpointError(
             f"{fields.where}: stop_tokens is {short(fields.get('stop_tokens'))}; expected a list of token ids"
@@ -86,6 +88,7 @@ def read_native_target(directory: Path) -> TargetCheckpoint:
     params = _nested(leaves, DecoderTarget(config).param_shapes(), str(directory))
     return TargetCheckpoint(
         config=config,
+        family=family.model_type,
         params=params,
         stop_tokens=stop_tokens,
         source=directory,
@@ -103,7 +106,7 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
     config = from_json(Eagle3Config, fields.get("config"), f"{fields.where}, config")
     if target is not None:
         check_fit(config, config.aux_layers, target, str(directory))
-    leaves = read_leaves(directory)
+    leaves = _leaves(directory, config)
     embedding = leaves.pop("embedding", None)
     if fields.flag("has_embedding") != (embedding is not None) or "draft_to_target" not in leaves:
         raise CheckpointError(f"{directory} is incomplete: its parameters are not those that {NATIVE_FILE} describes")
@@ -171,12 +174,30 @@ def _check_table(table: np.ndarray, embedding: np.ndarray | None, config: Eagle3
             )
 
 
-def _description(directory: Path, kind: str) -> Fields:
-    fields = Fields(read_json(directory / NATIVE_FILE), str(directory / NATIVE_FILE))
-    if fields.get("format") != FORMAT:
+def read_description(directory: Path) -> Fields:
+    """What a native checkpoint says of itself, as the present format says it.
+
+    Raises:
+        CheckpointError: There is none, or its format is not known.
+    """
+    path = directory / NATIVE_FILE
+    fields = Fields(read_json(path), str(path))
+    written = fields.get("format")
+    if written not in (FORMAT, format2.FORMAT):
         raise CheckpointError(
-            f"{fields.where}: format is {short(fields.get('format'))}; this version reads format {FORMAT}"
+            f"{fields.where}: format is {short(written)}; this version reads the formats {format2.FORMAT} and {FORMAT}"
         )
+    return fields if written == FORMAT else Fields(format2.description(fields.values, fields.where), fields.where)
+
+
+def _leaves(directory: Path, config: DecoderConfig | Eagle3Config) -> dict[str, np.ndarray]:
+    leaves = read_leaves(directory)
+    written = read_json(directory / NATIVE_FILE).get("format")
+    return leaves if written == FORMAT else format2.leaves(leaves, config)
+
+
+def _description(directory: Path, kind: str) -> Fields:
+    fields = read_description(directory)
     if fields.get("kind") != kind:
         hint = "give it as the drafter" if kind == TARGET else "give it as the target"
         raise CheckpointError(f"{directory} holds a {short(fields.get('kind'))}, not a {kind}; {hint}")

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conversion import eagle3, llama, native
+from conversion import eagle3, native, targets
 from conversion.eagle3 import HeadCheckpoint
 from conversion.errors import CheckpointError
 from conversion.export import DIALECTS, write_head
 from conversion.files import checked_directory
 from conversion.kinds import DIFFERENCES, EAGLE3, identify
-from conversion.llama import TargetCheckpoint, write_target
 from conversion.native import write_native
+from conversion.targets import TargetCheckpoint, write_target
 from eagle3_jax.models.config import DecoderConfig
 
 
 def read_target(directory: str | Path) -> TargetCheckpoint:
-    """Read a target: a Hugging Face Llama directory or a native one.
+    """Read a target: a Hugging Face directory or a native one.
 
     Raises:
         CheckpointError: It is neither, or not one that this library computes; the message says why.
     """
     path = checked_directory(directory)
-    return native.read_native_target(path) if native.is_native(path) else llama.read_target(path)
+    return native.read_native_target(path) if native.is_native(path) else targets.read_target(path)
 
 
 def read_head(directory: str | Path, target: DecoderConfig | None = None) -> HeadCheckpoint:
@@ -57,7 +57,7 @@ def convert(source: str | Path, destination: str | Path, to: str, target: Decode
         raise CheckpointError(f"--to {to!r} is not known; use one of jax, {', '.join(DIALECTS)}")
     kind = identify(source)
     if kind in DIFFERENCES:
-        raise CheckpointError(f"{source} is {DIFFERENCES[kind]}; only EAGLE-3 heads and Llama targets are converted")
+        raise CheckpointError(f"{source} is {DIFFERENCES[kind]}; only EAGLE-3 heads and targets are converted")
     checkpoint = read_head(source, target) if kind == EAGLE3 else read_target(source)
     if to == "jax":
         write_native(checkpoint, destination)

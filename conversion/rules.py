@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from conversion.errors import CheckpointError, short
-from eagle3_jax.models.config import LayerConfig
+from eagle3_jax.models.config import DecoderConfig, LayerConfig
 
 Params = dict[Any, Any]
 
@@ -109,6 +109,14 @@ def attention_and_mlp(config: LayerConfig, source: str, path: str) -> list[Rule]
 def block(config: LayerConfig, source: str, path: str) -> list[Rule]:
     """A plain pre-norm block."""
     return [norm(f"{source}.input_layernorm", f"{path}.attention_norm"), *attention_and_mlp(config, source, path)]
+
+
+def decoder(config: DecoderConfig) -> list[Rule]:
+    """A whole target in the names that the families share."""
+    table = [Rule("model.embed_tokens.weight", "embedding"), norm("model.norm", "norm")]
+    for index, layer in enumerate(config.layers):
+        table += block(layer, f"model.layers.{index}", f"blocks.{index}")
+    return table if config.tie_embeddings else table + linear("lm_head", "head")
 
 
 def flatten(params: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -75,7 +75,7 @@ def load_drafter(source: str | Path | None = None, *, target: LoadedTarget) -> L
         raise ValueError(f"{type(target.model).__name__} is not a target that EAGLE-3 heads are loaded for")
     precision = target.model.precision
     checkpoint = read_head(locate(source, "eagle3"), target.model.config)
-    embedding = target.params["embedding"]
+    embedding = target.model.tables(target.params).embedding
     if checkpoint.embedding is not None:
         own = cast(checkpoint.embedding, precision)
         same = own.shape == embedding.shape and bool(jnp.array_equal(own, embedding))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from conversion import CheckpointError
+from conversion import CheckpointError, rules
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 
 if TYPE_CHECKING:
@@ -59,6 +59,13 @@ def edit_tensors(directory: Path, **changes: np.ndarray | None) -> None:
     path = directory / "model.safetensors"
     tensors = {**load_file(path), **{k.replace("__", "."): v for k, v in changes.items()}}
     save_file({k: np.ascontiguousarray(v) for k, v in tensors.items() if v is not None}, path)
+
+
+def same_params(first: Any, second: Any) -> bool:
+    """Whether nested parameters are bit-equal, dtypes included."""
+    one, other = dict(rules.flatten(first)), dict(rules.flatten(second))
+    bits = lambda leaf: (leaf.dtype, leaf.shape, np.ascontiguousarray(leaf).tobytes())
+    return one.keys() == other.keys() and all(bits(one[path]) == bits(other[path]) for path in one)
 
 
 def llama_model(**changes: Any) -> Any:

@@ -22,13 +22,14 @@ from checkpoints import (
     edit_config,
     edit_tensors,
     llama_model,
+    same_params,
     torch_draft,
     write_checkpoint,
     write_llama,
 )
 
 import conversion
-from conversion import CheckpointError, rules
+from conversion import CheckpointError
 from conversion.acceptance import Agreement, forced_agreement
 from conversion.doctor import suspected_cause
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Head
@@ -39,15 +40,6 @@ from eagle3_jax.tree import Chain
 from eagle3_jax.types import Observation, SamplingParams
 
 GOLDEN = Path(__file__).parent / "golden"
-
-
-def assert_same(first: Any, second: Any) -> None:
-    """Bit-equal, dtype included."""
-    first, second = dict(rules.flatten(first)), dict(rules.flatten(second))
-    assert first.keys() == second.keys()
-    for path, value in first.items():
-        assert value.dtype == second[path].dtype, path
-        assert np.ascontiguousarray(value).tobytes() == np.ascontiguousarray(second[path]).tobytes(), path
 
 
 def assert_close(ours: Any, truth: np.ndarray) -> None:
@@ -120,7 +112,7 @@ def test_written_target_reads_back_bit_equal_and_transformers_reads_it(tmp_path:
     for directory in ("native", "back"):
         again = conversion.read_target(tmp_path / directory)
         assert (again.config, again.stop_tokens, again.dtype) == (source.config, (2,), "float32")
-        assert_same(source.params, again.params)
+        assert same_params(source.params, again.params)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "back")
     tokens = torch.arange(40)[None]
     with torch.no_grad():
@@ -152,7 +144,7 @@ def test_every_file_layout_reads_the_same_bits(tmp_path: Path, dtype: str, layou
             index.write_text(json.dumps({"weight_map": weight_map}))
     plain, other = (conversion.read_target(tmp_path / name) for name in ("plain", "other"))
     assert plain.dtype == other.dtype == dtype
-    assert_same(plain.params, other.params)
+    assert same_params(plain.params, other.params)
 
 
 def test_both_notations_of_rope_mean_the_same(tmp_path: Path) -> None:
@@ -214,8 +206,6 @@ def test_a_tied_projection_may_only_repeat_the_embedding(tmp_path: Path) -> None
 
 ROPE = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 TARGET_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "qwen2": ({"model_type": "qwen2"}, {}, "model_type is 'qwen2'"),
-    "mistral": ({"model_type": "mistral"}, {}, "model_type is 'mistral'"),
     "activation": ({"hidden_act": "gelu"}, {}, "hidden_act is 'gelu'"),
     "dynamic rope": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, "'dynamic' is not supported"),
     "longrope": ({"rope_scaling": {"rope_type": "longrope"}}, {}, "'longrope' is not supported"),
@@ -359,7 +349,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    for module in ("llama", "native"):
+    for module in ("targets", "native"):
         monkeypatch.setattr(f"conversion.{module}.copy_tokenizer", interrupt)
     with pytest.raises(KeyboardInterrupt):
         conversion.convert(source, tmp_path / "out", to)
@@ -485,12 +475,12 @@ def test_a_head_round_trips_bit_equal_or_is_refused_by_flag(tmp_path: Path, name
     again = conversion.read_head(tmp_path / "out", TARGET)
     assert again.config == source.config
     assert again.dialect == to
-    assert_same(source.head, again.head)
+    assert same_params(source.head, again.head)
     np.testing.assert_array_equal(source.draft_to_target, again.draft_to_target)
     assert again.draft_to_target.dtype == np.int32
     assert (again.embedding is None) == (source.embedding is None)
     if source.embedding is not None:
-        assert_same({"embedding": source.embedding}, {"embedding": again.embedding})
+        assert same_params({"embedding": source.embedding}, {"embedding": again.embedding})
 
 
 @pytest.mark.parametrize("dialect", ["eagle", "sglang", "speculators", "modelopt"])
@@ -501,7 +491,7 @@ def test_every_dialect_gives_the_same_head(tmp_path: Path, name: str, dialect: s
     second = conversion.read_head(head.write(tmp_path / "second", dialect), TARGET)
     assert second.dialect == dialect
     assert first.config == second.config
-    assert_same(first.head, second.head)
+    assert same_params(first.head, second.head)
     np.testing.assert_array_equal(first.draft_to_target, second.draft_to_target)
 
 
@@ -544,7 +534,7 @@ def test_sglang_names_of_further_layers_are_understood(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors.pop("model.lm_head.weight")
     tensors |= {name: tensors.pop(f"model.{name}") for name in ("d2t", "t2d")}
     second = conversion.read_head(write_checkpoint(tmp_path / "second", head.config(), tensors), TARGET)
-    assert_same(first.head, second.head)
+    assert same_params(first.head, second.head)
 
 
 def other(value: np.ndarray, **changes: Any) -> np.ndarray:
@@ -717,7 +707,7 @@ def test_another_kind_of_checkpoint_is_no_head_but_is_described(tmp_path: Path, 
         conversion.read_head(directory, TARGET)
     description = conversion.describe(directory)
     if kind == "language model":
-        assert description.kind == "target: Llama decoder"
+        assert description.kind == "target: Llama"
         assert description.loadable
     else:
         assert kind in description.kind
@@ -726,7 +716,7 @@ def test_another_kind_of_checkpoint_is_no_head_but_is_described(tmp_path: Path, 
         assert description.problem
         with pytest.raises(CheckpointError, match="not a target"):
             conversion.read_target(directory)
-        with pytest.raises(CheckpointError, match="only EAGLE-3 heads and Llama targets"):
+        with pytest.raises(CheckpointError, match="only EAGLE-3 heads and targets"):
             conversion.convert(directory, tmp_path / "out", "jax")
 
 
@@ -742,43 +732,6 @@ def test_something_else_is_no_checkpoint(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "vision", {"model_type": "vit"}, {"patches.weight": np.ones(3, np.float32)})
     with pytest.raises(CheckpointError, match="neither a target nor a draft head"):
         conversion.describe(directory)
-
-
-# ---------------------------------------------------------------------------------------------------- native
-
-
-def test_a_native_checkpoint_is_read_strictly(tmp_path: Path) -> None:
-    native = tmp_path / "native"
-    conversion.convert(Head().write(tmp_path / "head"), native, "jax", TARGET)
-    with pytest.raises(CheckpointError, match="vocabulary of 61 but the target has 99"):
-        conversion.read_head(native, dataclasses.replace(TARGET, vocab_size=99))
-    description = native / "eagle3_jax.json"
-    values = json.loads(description.read_text())
-
-    def rewrite(**changes: Any) -> None:
-        description.write_text(json.dumps(values | changes))
-
-    rewrite(format=99)
-    with pytest.raises(CheckpointError, match="format is 99"):
-        conversion.read_head(native)
-    rewrite(kind="cake")
-    with pytest.raises(CheckpointError, match="kind is 'cake'"):
-        conversion.identify(native)
-    rewrite(config={key: value for key, value in values["config"].items() if key != "norm_output"})
-    with pytest.raises(CheckpointError, match="norm_output"):
-        conversion.read_head(native)
-    rewrite(has_embedding=True)
-    with pytest.raises(CheckpointError, match="incomplete"):
-        conversion.read_head(native)
-    rewrite()
-    for part in (native / "params").iterdir():
-        if part.is_file():
-            part.write_bytes(b"")
-    with pytest.raises(CheckpointError, match="damaged"):
-        conversion.read_head(native)
-    (native / "params").rename(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="incomplete"):
-        conversion.read_head(native)
 
 
 # ---------------------------------------------------------------------------------------------------- describe

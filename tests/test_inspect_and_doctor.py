@@ -36,7 +36,7 @@ def test_what_needs_its_target_has_a_note_and_no_problem() -> None:
 def test_inspect_alone_describes_the_bundled_pair(capsys: Any) -> None:
     assert run(["inspect", "--json"]) == 0
     kinds = [json.loads(line)["kind"] for line in capsys.readouterr().out.splitlines()]
-    assert kinds == ["target: Llama decoder", "draft head: EAGLE-3"]
+    assert kinds == ["target: Llama", "draft head: EAGLE-3"]
     assert run(["inspect"]) == 0
     out = capsys.readouterr().out
     assert all(kind in out for kind in kinds)

@@ -126,10 +126,10 @@ def wait_until(seen: Callable[[], bool], process: subprocess.Popen[str]) -> None
 
 CONVERT = """
 import sys, time
-import conversion.native, conversion.llama
+import conversion.native, conversion.targets
 from eagle3_jax.cli import main
 if sys.argv[1] == "late":  # all is written, and nothing has its name yet
-    conversion.native.copy_tokenizer = conversion.llama.copy_tokenizer = lambda *_: time.sleep(60)
+    conversion.native.copy_tokenizer = conversion.targets.copy_tokenizer = lambda *_: time.sleep(60)
 sys.argv[1:2] = ["convert"]
 main()
 """

@@ -67,7 +67,7 @@ def eagle3(
     size = draft_vocab_size or of.vocab_size
     shape = Eagle3Config(
         vocab_size=of.vocab_size,
-        width=16,
+        width=of.model.config.width,
         layers=layers(variant.pop("num_layers", 1)),
         max_positions=512,
         draft_vocab_size=size,

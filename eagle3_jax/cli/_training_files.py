@@ -86,6 +86,7 @@ def write_target(out: Path, data: Path, config: DecoderConfig, params: Any, *, d
     stop = read_corpus(data)[1].token_to_id(END_OF_TEXT)
     checkpoint = conversion.TargetCheckpoint(
         config=config,
+        family="llama",
         params=_stored(params, dtype),
         stop_tokens=() if stop is None else (stop,),
         source=data,  # its tokenizer goes with the target

@@ -1,4 +1,4 @@
-"""Llama targets in the Hugging Face layout, both ways."""
+"""Targets in the Hugging Face layout, both ways; what differs by family stands in ``conversion.families``."""
 
 from __future__ import annotations
 
@@ -10,23 +10,12 @@ import numpy as np
 
 from conversion import kinds, rules
 from conversion.errors import CheckpointError, short
+from conversion.families import Family, family_of
 from conversion.files import copy_tokenizer, new_directory, read_json, write_json
-from conversion.hf_config import (
-    Fields,
-    bias_fields,
-    read_from,
-    read_mixer,
-    read_mlp,
-    read_stack,
-    refuse_quantised,
-    refuse_unsupported,
-    refuse_windows,
-    stack_fields,
-)
-from conversion.rules import Params, Rule
+from conversion.hf_config import Fields, refuse_quantised, stack_fields
+from conversion.rules import Params
 from conversion.tensors import SAFETENSORS, read_tensors, write_tensors
-from eagle3_jax.models.config import DecoderConfig, uniform
-from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.config import DecoderConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,49 +24,29 @@ class TargetCheckpoint:
 
     Attributes:
         config: Its description.
-        params: Nested dictionary of numpy arrays in the stored dtype, as :class:`DecoderTarget` expects it.
+        family: Its ``model_type``, a key of ``conversion.families.FAMILIES``; what it is written as again.
+        params: Nested dictionary of numpy arrays in the stored dtype, as ``DecoderTarget`` expects it.
         stop_tokens: Tokens at which the model ends its answer.
         source: Where it was read from; tokenizer files are copied from there.
         dtype: The dtype that holds most of the parameters.
     """
 
     config: DecoderConfig
+    family: str
     params: Params
     stop_tokens: tuple[int, ...]
     source: Path
     dtype: str
 
 
-def target_rules(config: DecoderConfig) -> list[Rule]:
-    """The rule table of a Llama decoder."""
-    table = [Rule("model.embed_tokens.weight", "embedding"), rules.norm("model.norm", "norm")]
-    for index, layer in enumerate(config.layers):
-        table += rules.block(layer, f"model.layers.{index}", f"blocks.{index}")
-    return table if config.tie_embeddings else table + rules.linear("lm_head", "head")
-
-
-def read_config(fields: Fields) -> DecoderConfig:
-    """The description of a Llama.
-
-    Raises:
-        CheckpointError: A field is missing, malformed or unsupported.
-    """
-    refuse_unsupported(fields)
-    refuse_windows(fields)
-    bias = fields.flag("attention_bias")
-    mixer = read_mixer(fields, qkv_bias=bias, o_bias=bias)
-    mlp = read_mlp(fields, bias=fields.flag("mlp_bias"))
-    with read_from(fields.where):
-        layers = uniform(fields.size("num_hidden_layers"), mixer, mlp)
-        return DecoderConfig(layers=layers, tie_embeddings=fields.flag("tie_word_embeddings"), **read_stack(fields))
-
-
 def read_target(directory: Path) -> TargetCheckpoint:
-    """Read a Hugging Face Llama directory.
+    """Read a Hugging Face directory.
 
     Raises:
-        CheckpointError: It is no Llama, or one that this library does not compute; the message says why.
+        CheckpointError: It is of no family, or one that this library does not compute; the message says why.
     """
+    from eagle3_jax.models.decoder import DecoderTarget
+
     tensors = read_tensors(directory)
     values = read_json(directory / "config.json")
     where = str(directory / "config.json")
@@ -85,15 +54,11 @@ def read_target(directory: Path) -> TargetCheckpoint:
     if kind not in (kinds.TARGET, kinds.LANGUAGE_MODEL):
         what = kinds.DIFFERENCES.get(kind, "an EAGLE-3 head")
         raise CheckpointError(f"{directory} is {what}, not a target; give the directory of the language model")
-    if values.get("model_type") != "llama":
-        raise CheckpointError(
-            f"{where}: model_type is {short(values.get('model_type'))}; only 'llama' targets are supported"
-        )
-    fields = Fields(values, where)
+    family, fields = family_of(values.get("model_type"), where), Fields(values, where)
     refuse_quantised(fields)
     num_layers = fields.size("num_hidden_layers")
     rules.check_layers(num_layers, tensors, r"model\.layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
-    config = read_config(fields)
+    config = family.read_config(fields)
     known = ()
     if config.tie_embeddings:
         # Some writers store the tied projection as well. It may only repeat the embedding.
@@ -105,9 +70,10 @@ def read_target(directory: Path) -> TargetCheckpoint:
                 "set tie_word_embeddings to false, or remove lm_head.weight"
             )
     shapes = DecoderTarget(config).param_shapes()
-    params = rules.read_params(target_rules(config), tensors, shapes, where=str(directory), known=known)
+    params = rules.read_params(family.rules(config), tensors, shapes, where=str(directory), known=known)
     return TargetCheckpoint(
         config=config,
+        family=family.model_type,
         params=params,
         stop_tokens=_stop_tokens(directory, fields, config.vocab_size),
         source=directory,
@@ -116,27 +82,28 @@ def read_target(directory: Path) -> TargetCheckpoint:
 
 
 def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
-    """Write a new Hugging Face Llama directory, readable by transformers 4.43 and newer and by vLLM.
+    """Write a new Hugging Face directory of the target's family, readable by transformers and vLLM.
 
     Raises:
-        CheckpointError: The directory exists, or the layout cannot express the target.
+        CheckpointError: The directory exists, or the family's layout cannot express the target.
     """
-    config = checkpoint.config
-    if config.layers[0].mixer.qk_norm:
-        raise CheckpointError("qk_norm cannot be expressed in the Hugging Face Llama layout; use --to jax")
+    from eagle3_jax.models.decoder import DecoderTarget
+
+    config, family = checkpoint.config, family_of(checkpoint.family, str(checkpoint.source))
     shapes = DecoderTarget(config).param_shapes()
-    tensors = rules.write_params(target_rules(config), checkpoint.params, shapes, where=str(checkpoint.source))
     stop = stop_field(checkpoint.stop_tokens)
     values = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
         **stack_fields(config, checkpoint.dtype),
-        **bias_fields(config.layers[0]),
+        **family.write_fields(config),
         "tie_word_embeddings": config.tie_embeddings,
         **{name: _token_field(checkpoint.source, name) for name in ("bos_token_id", "pad_token_id")},
         "eos_token_id": stop,
         "use_cache": True,
     }
+    _check_expressed(config, family, values)
+    tensors = rules.write_params(family.rules(config), checkpoint.params, shapes, where=str(checkpoint.source))
     total = sum(np.asarray(value).nbytes for value in tensors.values())
     with new_directory(directory, total) as temporary:
         write_tensors(temporary / SAFETENSORS, tensors)
@@ -147,6 +114,25 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
         generation = {"bos_token_id": values["bos_token_id"], "eos_token_id": stop}
         write_json(temporary / "generation_config.json", generation)
         copy_tokenizer(checkpoint.source, temporary)
+
+
+def _check_expressed(config: DecoderConfig, family: Family, values: dict[str, Any]) -> None:
+    """Refuse a target that would not come back from what is to be written."""
+    layout = f"the Hugging Face layout of {family.label}"
+    read = family.read_config(Fields(values, layout))
+    if read != config:
+        lost = next(path for path, value in _leaves(config) if (path, value) not in _leaves(read))
+        raise CheckpointError(f"{layout} cannot express {lost}; use --to jax")
+
+
+def _leaves(config: Any, path: str = "") -> list[tuple[str, Any]]:
+    """Every value of a configuration, layers by their index."""
+    if isinstance(config, tuple):
+        return [leaf for index, entry in enumerate(config) for leaf in _leaves(entry, f"{path}[{index}]")]
+    if not dataclasses.is_dataclass(config):
+        return [(f"{path} {config}", config)]
+    fields = [(field.name, getattr(config, field.name)) for field in dataclasses.fields(config)]
+    return [leaf for name, entry in fields for leaf in _leaves(entry, f"{path}.{name}" if path else name)]
 
 
 def stop_field(stop_tokens: tuple[int, ...]) -> int | list[int] | None:

@@ -1,0 +1,25 @@
+"""Llama, and what publishes itself as one."""
+
+from __future__ import annotations
+
+from conversion import hf_config
+from conversion.families.family import Family
+from conversion.hf_config import Fields
+from eagle3_jax.models.config import DecoderConfig
+
+
+def read_config(fields: Fields) -> DecoderConfig:
+    """One flag for the biases of attention, one for those of the MLP, and no windows."""
+    hf_config.refuse_windows(fields)
+    bias = fields.flag("attention_bias")
+    mixer = hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias)
+    return hf_config.read_decoder(fields, mixer, hf_config.read_mlp(fields, bias=fields.flag("mlp_bias")))
+
+
+FAMILY = Family(
+    model_type="llama",
+    label="Llama",
+    architecture="LlamaForCausalLM",
+    read_config=read_config,
+    write_fields=lambda config: hf_config.bias_fields(config.layers[0]),
+)

@@ -1,0 +1,60 @@
+"""Mistral, Ministral and Ministral 3: windows of all layers or of some, and queries that grow with their position."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conversion import hf_config
+from conversion.families.family import Family
+from conversion.hf_config import Fields
+from eagle3_jax.models.config import DecoderConfig, QueryScaling
+
+_BETA, _FLOOR = "llama_4_scaling_beta", "original_max_position_embeddings"
+
+
+def read_config(fields: Fields) -> DecoderConfig:
+    """All layers have the window, if there is one, where the file does not say which do."""
+    fields.require("num_key_value_heads")
+    window = hf_config.read_window(fields)
+    windows = hf_config.read_windows(fields, window, lambda _: True)
+    return hf_config.read_decoder(fields, hf_config.read_mixer(fields), hf_config.read_mlp(fields), windows=windows)
+
+
+def read_ministral3(fields: Fields) -> DecoderConfig:
+    """The scaling of queries stands among the parameters of the rotary embedding; a window that is absent is none."""
+    fields.require("num_key_value_heads", "head_dim")
+    window = None if fields.get("sliding_window") is None else fields.size("sliding_window")
+    parameters = fields.section("rope_parameters")
+    if not parameters.values:
+        parameters = fields.section("rope_scaling")
+    with hf_config.read_from(parameters.where):
+        scaling = QueryScaling(floor=parameters.size(_FLOOR), beta=parameters.number(_BETA))
+    rope = hf_config.read_rope(fields, known=(_BETA, "max_position_embeddings"))
+    mixer = hf_config.read_mixer(fields, rope=rope, query_scaling=scaling)
+    windows = hf_config.read_windows(fields, window, lambda _: True)
+    return hf_config.read_decoder(fields, mixer, hf_config.read_mlp(fields), windows=windows)
+
+
+def _window_of_all(config: DecoderConfig) -> dict[str, Any]:
+    return {"sliding_window": config.layers[0].mixer.window}
+
+
+def _windows(config: DecoderConfig) -> dict[str, Any]:
+    sizes = [layer.mixer.window for layer in config.layers if layer.mixer.window is not None]
+    return {"sliding_window": max(sizes, default=None), "layer_types": hf_config.layer_types(config)}
+
+
+def _scaled(config: DecoderConfig) -> dict[str, Any]:
+    mixer = config.layers[0].mixer
+    fields, scaling = hf_config.rope_fields(mixer.rope), mixer.query_scaling
+    if scaling is not None:
+        more = {_BETA: scaling.beta, _FLOOR: scaling.floor}
+        fields = {name: {**value, **more} if isinstance(value, dict) else value for name, value in fields.items()}
+    return {**fields, **_window_of_all(config)}
+
+
+FAMILIES = (
+    Family("mistral", "Mistral", "MistralForCausalLM", read_config, _window_of_all),
+    Family("ministral", "Ministral", "MinistralForCausalLM", read_config, _windows),
+    Family("ministral3", "Ministral 3", "Ministral3ForCausalLM", read_ministral3, _scaled),
+)

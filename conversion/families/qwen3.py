@@ -1,0 +1,33 @@
+"""Qwen3: queries and keys are normalised per head, and heads have a size of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from conversion import hf_config
+from conversion.families import qwen2
+from conversion.families.family import Family
+from conversion.hf_config import Fields
+from eagle3_jax.models.config import DecoderConfig
+
+
+def read_config(fields: Fields) -> DecoderConfig:
+    """Windows as in Qwen2; one flag for all four biases of attention."""
+    fields.require("num_key_value_heads", "head_dim")
+    bias = fields.flag("attention_bias")
+    mixer = hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    return hf_config.read_decoder(fields, mixer, hf_config.read_mlp(fields), windows=qwen2.read_windows(fields))
+
+
+def write_fields(config: DecoderConfig) -> dict[str, Any]:
+    """See :class:`Family`."""
+    return {"attention_bias": config.layers[0].mixer.qkv_bias, **qwen2.window_fields(config)}
+
+
+FAMILY = Family(
+    model_type="qwen3",
+    label="Qwen3",
+    architecture="Qwen3ForCausalLM",
+    read_config=read_config,
+    write_fields=write_fields,
+)
