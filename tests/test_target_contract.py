@@ -36,6 +36,9 @@ from eagle3_jax.models.layers import BFLOAT16
 ALL_TARGETS: dict[str, LoadedTarget] = {
     "Llama": tiny.target(13),
     "Llama in bfloat16": tiny.target(13, precision=BFLOAT16, layers=tiny.layers(1)),
+    "a window, and no rotation": tiny.target(
+        13, layers=tiny.layers(1, window=3) + tiny.layers(1, rope=None, qk_norm=True)
+    ),
     "a table": tables.target(np.random.default_rng(0).normal(0, 1.5, (13**2, 13)), 2),
     "attention and a recurrence": recurrent.target(),
 }

@@ -154,7 +154,7 @@ def lends_tables(subject: TargetSubject) -> str:
             raise Broken(f"logits are off by {off:.1g} of the largest from the final state times its unembedding")
     factors = [f"logits are {said:.4g} times the product"] if abs(said - 1) > 1e-2 else []
     try:
-        entering = _with_features(subject, text, (0,))[0].features[:, :, 0]
+        entering = _with_features(subject, text, (0, subject.layers, subject.layers + 1))[0].features[:, :, 0]
     except Skipped:
         return "; ".join([f"off by {off:.0e}, the embedding not compared", *factors])
     scaled, apart = _fitted(wide(tables.embedding)[text], entering)

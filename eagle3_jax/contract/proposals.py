@@ -18,7 +18,7 @@ from eagle3_jax.types import Draft, SamplingParams, Verdict, Verifier, Warping
 VOCABULARY, ROWS = 5, 768
 MAX_DEPTH = 4  # one more than any draft is deep
 ROOT = 0
-SETTINGS = ((1.0, 0, 1.0), (0.7, 3, 1.0), (1.3, 0, 0.8))  # temperature, top-k, top-p; row b has the one of b modulo 3
+_SETTINGS = ((1.0, 0, 1.0), (0.7, 3, 1.0), (1.3, 0, 0.8))
 
 
 class Shape(NamedTuple):
@@ -27,18 +27,27 @@ class Shape(NamedTuple):
     Attributes:
         parents: Of its nodes.
         drawn: Whether tokens are drawn and say from what, or are the likeliest ones by rank.
+        warping: Of the sampled batches that verify it; some truncate.
     """
 
     parents: tuple[int, ...]
     drawn: bool
+    warping: Warping
+
+    @property
+    def settings(self) -> tuple[tuple[float, int, float], ...]:
+        """Temperature, top-k and top-p; row ``b`` has those of ``b`` modulo how many there are."""
+        if self.warping is Warping.TRUNCATED:
+            return _SETTINGS
+        return tuple((temperature, 0, 1.0) for temperature, _, _ in _SETTINGS)
 
 
 _CHAIN, _TREE = (-1, 0, 1, 2), (-1, 0, 0, 1, 1, 2, 3)
 SHAPES = {
-    "a chain": Shape(_CHAIN, False),
-    "a drawn chain": Shape(_CHAIN, True),
-    "a tree": Shape(_TREE, False),
-    "a tree of drawn siblings": Shape(_TREE, True),
+    "a chain": Shape(_CHAIN, False, Warping.TEMPERATURE),
+    "a drawn chain": Shape(_CHAIN, True, Warping.TEMPERATURE),
+    "a tree": Shape(_TREE, False, Warping.TRUNCATED),
+    "a tree of drawn siblings": Shape(_TREE, True, Warping.TRUNCATED),
 }
 
 
@@ -127,9 +136,9 @@ class VerifierSubject:
     def decide(
         self,
         shape: Shape,
-        warping: Warping,
         *,
         run: int = 0,
+        greedy: bool = False,
         draft: Draft | None = None,
         temperature: float | None = None,
         anew: bool = False,
@@ -138,15 +147,15 @@ class VerifierSubject:
 
         Args:
             shape: Of the drafts.
-            warping: How the target's distribution is made; under ``GREEDY`` drafts say nothing of what they are from.
             run: Chooses drafts and keys.
+            greedy: Whether it is a batch without randomness, in which drafts say nothing of what they are from.
             draft: Other drafts.
-            temperature: Of every row, without truncation; those of :data:`SETTINGS` when ``None``.
+            temperature: Of every row, without truncation; those of its settings when ``None``.
             anew: Whether the rule is traced once more.
         """
         draft = self.drafts(shape, run) if draft is None else draft
-        given = draft.replace(probs=None) if warping is Warping.GREEDY else draft  # type: ignore[attr-defined]
-        rows = np.array([SETTINGS[row % len(SETTINGS)] for row in range(ROWS)])
+        given = draft.replace(probs=None) if greedy else draft  # type: ignore[attr-defined]
+        rows = np.array([shape.settings[row % len(shape.settings)] for row in range(ROWS)])
         if temperature is not None:
             rows[:] = (temperature, 0, 1.0)
         sampling = SamplingParams(
@@ -157,7 +166,9 @@ class VerifierSubject:
         program = self.deciding() if anew else self._decide
         tokens, keys = np.asarray(draft.tokens), row_keys(self.seed + run, ROWS)
         logits = jnp.asarray(self.logits[tokens])
-        verdict = program(given, logits, jax.tree.map(jnp.asarray, sampling), keys, warping)
+        verdict = program(
+            given, logits, jax.tree.map(jnp.asarray, sampling), keys, Warping.GREEDY if greedy else shape.warping
+        )
         found = jax.device_get((verdict.path, verdict.num_accepted, verdict.next_token))
         return Decided(tokens, np.asarray(draft.valid), *found)
 

@@ -23,9 +23,10 @@ LENGTHS = (5, 1, 3)  # ragged prefixes, fed as SIZE tokens
 WIDTH = 20  # of the longest text: a prefix, a block and one behind it, or a prompt and what is generated
 CAPACITY = 32
 
-# A tree for each row: two paths that cross in the block's order, one node that is padding, and a chain.
-PARENTS = np.array([[-1, 0, 0, 2, 1, 3], [-1, 0, 1, 0, -1, 3], [-1, 0, 1, 2, 3, 4]], np.int32)
-PATHS = np.array([[0, 2, 3, 5, 0, 0], [0, 3, 5, 0, 0, 0], [0, 1, 2, 3, 4, 5]], np.int32)  # the nodes that stay
+# A tree for each row: paths that cross in the block's order, one node that is padding, and a path so deep and so late
+# in the block that a window of up to three positions shows whether it goes by positions or by slots.
+PARENTS = np.array([[-1, 0, 0, 2, 1, 3], [-1, 0, 1, 0, -1, 3], [-1, 0, 0, 2, 3, 4]], np.int32)
+PATHS = np.array([[0, 2, 3, 5, 0, 0], [0, 3, 5, 0, 0, 0], [0, 2, 3, 4, 5, 0]], np.int32)  # the nodes that stay
 COUNTS = (4, 2, 5)  # how many of them
 PADDING = (1, 4)  # row and node
 
@@ -87,7 +88,7 @@ class TargetSubject:
     @functools.cached_property
     def scale(self) -> float:
         """The largest logit."""
-        return max(float(np.abs(self.plain(self.text())).max()), 1e-9)
+        return max(float(np.abs(self.prefill(self.text()[:, :SIZE])[0].logits).max()), 1e-9)
 
     def prefill(
         self,

@@ -11,9 +11,9 @@ import numpy as np
 
 from eagle3_jax.boundary import require_verifier
 from eagle3_jax.contract.frequencies import Law, chi_square
-from eagle3_jax.contract.proposals import ROOT, ROWS, SETTINGS, SHAPES, VOCABULARY, Decided, Shape, VerifierSubject
+from eagle3_jax.contract.proposals import ROOT, ROWS, SHAPES, VOCABULARY, Decided, Shape, VerifierSubject
 from eagle3_jax.contract.report import ALPHA, PROTOCOL, Broken, ContractReport, NotRun, Skipped, class_name, examine
-from eagle3_jax.types import Verifier, Warping
+from eagle3_jax.types import Verifier
 
 
 def check_verifier(
@@ -51,14 +51,14 @@ def keeps_the_protocol(subject: VerifierSubject) -> str:
 
 def gives_verdicts(subject: VerifierSubject) -> str:
     """Verdicts have the sizes and types of the protocol."""
-    return f"{len([subject.decide(shape, warping) for shape, warping in _everything()])} programs"
+    return f"{len([subject.decide(shape, greedy=greedy) for shape, greedy in _everything()])} programs"
 
 
 def accepts_a_path(subject: VerifierSubject) -> str:
     """What is accepted is a path of valid nodes, each the child of the one before, and -1 behind it."""
     accepted = 0
-    for shape, warping in _everything():
-        decided = subject.decide(shape, warping)
+    for shape, greedy in _everything():
+        decided = subject.decide(shape, greedy=greedy)
         for row in range(ROWS):
             path, count = decided.path[row].tolist(), int(decided.num_accepted[row])
             if not 0 <= count <= len(path) or path[count:] != [-1] * (len(path) - count):
@@ -78,8 +78,8 @@ def accepts_a_path(subject: VerifierSubject) -> str:
 
 def stays_in_the_vocabulary(subject: VerifierSubject) -> str:
     """The token after the path is one."""
-    for shape, warping in _everything():
-        token = subject.decide(shape, warping).next_token
+    for shape, greedy in _everything():
+        token = subject.decide(shape, greedy=greedy).next_token
         if (token < 0).any() or (token >= VOCABULARY).any():
             raise Broken(f"its next token is id {token[(token < 0) | (token >= VOCABULARY)][0]} of {VOCABULARY} tokens")
     return ""
@@ -87,12 +87,12 @@ def stays_in_the_vocabulary(subject: VerifierSubject) -> str:
 
 def decides_from_its_arguments(subject: VerifierSubject) -> str:
     """Asked again, or traced anew, it decides the same."""
-    for shape in SHAPES.values():
-        first = subject.decide(shape, Warping.TEMPERATURE)
-        subject.decide(shape, Warping.TEMPERATURE, run=1)
-        for again, how in ((False, "a second call"), (True, "tracing it anew")):
-            if rows := _differing(first, subject.decide(shape, Warping.TEMPERATURE, anew=again)):
-                raise Broken(f"{how} decided otherwise in {len(rows)} of {ROWS} rows; keys are all its randomness")
+    shape = SHAPES["a tree of drawn siblings"]
+    first = subject.decide(shape)
+    subject.decide(shape, run=1)
+    for again, how in ((False, "a second call"), (True, "tracing it anew")):
+        if rows := _differing(first, subject.decide(shape, anew=again)):
+            raise Broken(f"{how} decided otherwise in {len(rows)} of {ROWS} rows; keys are all its randomness")
     return ""
 
 
@@ -105,8 +105,8 @@ def is_alone_in_its_row(subject: VerifierSubject) -> str:
         fields = {name: mix(getattr(one, name), getattr(other, name)) for name in ("tokens", "parents", "valid")}
         if one.probs is not None and other.probs is not None:
             fields["probs"] = mix(one.probs, other.probs)
-        mixed = subject.decide(shape, Warping.TEMPERATURE, draft=one.replace(**fields))  # type: ignore[attr-defined]
-        rows = [row for row in _differing(subject.decide(shape, Warping.TEMPERATURE), mixed) if own[row]]
+        mixed = subject.decide(shape, draft=one.replace(**fields))  # type: ignore[attr-defined]
+        rows = [row for row in _differing(subject.decide(shape), mixed) if own[row]]
         if rows:
             raise Broken(f"row {rows[0]} is decided otherwise when its neighbours hold other drafts")
     return ""
@@ -115,8 +115,8 @@ def is_alone_in_its_row(subject: VerifierSubject) -> str:
 def is_greedy_at_temperature_zero(subject: VerifierSubject) -> str:
     """Rows of temperature 0 write the likeliest token after every token, in greedy batches and in mixed ones."""
     best, wrong, total, where = subject.logits.argmax(-1), 0, 0, ""
-    for shape, warping in _everything():
-        decided = subject.decide(shape, warping, temperature=0.0)
+    for shape, greedy in _everything():
+        decided = subject.decide(shape, greedy=greedy, temperature=0.0)
         for row in range(ROWS):
             before = ROOT
             for token in decided.emitted(row):
@@ -138,7 +138,7 @@ def leaves_the_law_alone(subject: VerifierSubject) -> str:
     for name, shape in SHAPES.items():
         first, later, of_draft = _written(subject, shape)
         accepted += of_draft
-        for setting, starts, pairs in zip(SETTINGS, first, later, strict=True):
+        for setting, starts, pairs in zip(shape.settings, first, later, strict=True):
             wanted = subject.wanted(setting)
             seen = np.array([starts[token,] for token in range(VOCABULARY)]) / starts.total()
             worst = max(worst, float(np.abs(seen - wanted[ROOT]).sum() / 2))
@@ -173,12 +173,12 @@ def _runs(subject: VerifierSubject) -> int:
 
 def _written(subject: VerifierSubject, shape: Shape) -> tuple[list[Counter], list[Counter], int]:
     """For each setting first tokens, and pairs of an accepted token and the one after it; how many were accepted."""
-    first, later, accepted = [Counter() for _ in SETTINGS], [Counter() for _ in SETTINGS], 0
+    first, later, accepted = [Counter() for _ in shape.settings], [Counter() for _ in shape.settings], 0
     for run in range(_runs(subject)):
-        decided = subject.decide(shape, Warping.TRUNCATED, run=run)
+        decided = subject.decide(shape, run=run)
         accepted += int(decided.num_accepted.sum())
         for row in range(ROWS):
-            tokens, setting = decided.emitted(row), row % len(SETTINGS)
+            tokens, setting = decided.emitted(row), row % len(shape.settings)
             first[setting][tokens[0],] += 1
             later[setting].update(itertools.pairwise(tokens))
     return first, later, accepted
@@ -212,10 +212,9 @@ VERIFIER_CHECKS: dict[str, Callable[[VerifierSubject], str]] = {
 }
 
 
-def _everything() -> list[tuple[Shape, Warping]]:
+def _everything() -> list[tuple[Shape, bool]]:
     """Every shape in a sampled batch, and in a greedy one those that differ there, where distributions are left out."""
-    greedy = [(shape, Warping.GREEDY) for shape in SHAPES.values() if not shape.drawn]
-    return greedy + [(shape, Warping.TEMPERATURE) for shape in SHAPES.values()]
+    return [(shape, greedy) for greedy in (False, True) for shape in SHAPES.values() if not (greedy and shape.drawn)]
 
 
 def _differing(one: Decided, other: Decided) -> list[int]:
