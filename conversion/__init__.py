@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from conversion.eagle3 import HeadCheckpoint
     from conversion.errors import CheckpointError, TargetNeededError
     from conversion.export import write_head
+    from conversion.families import FAMILIES, Family
     from conversion.inspect import Description, describe
     from conversion.kinds import identify
     from conversion.native import write_native
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
     from conversion.targets import TargetCheckpoint, write_target
 
 __all__ = [
+    "FAMILIES",
     "Check",
     "CheckpointError",
     "Description",
+    "Family",
     "HeadCheckpoint",
     "TargetCheckpoint",
     "TargetNeededError",
@@ -43,6 +46,7 @@ _NAMES = {
     "eagle3": "HeadCheckpoint",
     "errors": "CheckpointError TargetNeededError",
     "export": "write_head",
+    "families": "FAMILIES Family",
     "inspect": "Description describe",
     "kinds": "identify",
     "native": "write_native",

@@ -16,7 +16,6 @@ from conversion.acceptance import Agreement, forced_agreement
 from conversion.eagle3 import HeadCheckpoint, named_aux_layers
 from conversion.errors import CheckpointError
 from conversion.export import is_default_aux
-from conversion.families import FAMILIES
 from conversion.files import read_json
 from conversion.hf_config import Fields
 from conversion.native import is_native
@@ -129,7 +128,7 @@ def _generation(directory: str | Path) -> str:
 
 
 def _describe_target(target: TargetCheckpoint) -> str:
-    config, label = target.config, FAMILIES[target.family].label
+    config, label = target.config, target.family.label
     return f"{label} decoder, {config.num_layers} layers, width {config.width}, vocabulary {config.vocab_size}"
 
 

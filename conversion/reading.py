@@ -8,6 +8,7 @@ from conversion import eagle3, native, targets
 from conversion.eagle3 import HeadCheckpoint
 from conversion.errors import CheckpointError
 from conversion.export import DIALECTS, write_head
+from conversion.families import Family
 from conversion.files import checked_directory
 from conversion.kinds import DIFFERENCES, EAGLE3, identify
 from conversion.native import write_native
@@ -15,14 +16,19 @@ from conversion.targets import TargetCheckpoint, write_target
 from eagle3_jax.models.config import DecoderConfig
 
 
-def read_target(directory: str | Path) -> TargetCheckpoint:
+def read_target(directory: str | Path, family: Family | None = None) -> TargetCheckpoint:
     """Read a target: a Hugging Face directory or a native one.
+
+    Args:
+        directory: Of the checkpoint.
+        family: A family of the caller's own, beside those of ``conversion.families``.
 
     Raises:
         CheckpointError: It is neither, or not one that this library computes; the message says why.
     """
     path = checked_directory(directory)
-    return native.read_native_target(path) if native.is_native(path) else targets.read_target(path)
+    read = native.read_native_target if native.is_native(path) else targets.read_target
+    return read(path, family)
 
 
 def read_head(directory: str | Path, target: DecoderConfig | None = None) -> HeadCheckpoint:

@@ -28,8 +28,8 @@ def step_bytes(target: LoadedTarget, *, rows: int, context: int) -> int:
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
     if not target.model.config.tie_embeddings:  # type: ignore[attr-defined]
         weights -= target.params["embedding"].nbytes
-    cache = jax.eval_shape(lambda: target.model.init_cache(rows, context))
-    return weights + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache) if leaf.ndim > 1)
+    caches = jax.eval_shape(lambda: jax.tree.leaves(target.model.init_cache(rows, context).layers))
+    return weights + sum(leaf.size * leaf.dtype.itemsize for leaf in caches)
 
 
 def bandwidth(size: int) -> float:
