@@ -47,6 +47,28 @@ def test_the_number_of_layers_is_believed_where_engines_build_that_many(
     assert head_of(tmp_path, architectures=[architecture], num_hidden_layers=said).num_layers == layers
 
 
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"medusa_num_heads": 4}, "is that of a Medusa head; plans are made for EAGLE-3 heads"),
+        ({"architectures": ["DFlashDraftModel"]}, "a DFlash drafter"),
+        ({"speculators_model_type": "peagle"}, "a P-EAGLE head"),
+        ({"draft_vocab_size": None}, "has no draft_vocab_size"),
+    ],
+    ids=str,
+)
+def test_a_head_of_another_method_is_told_by_its_configuration_alone(
+    tmp_path: Any, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        head_of(tmp_path, **changes)
+
+
+def test_a_head_that_says_what_it_is_may_propose_every_token(tmp_path: Any) -> None:
+    head = head_of(tmp_path, architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=None)
+    assert head.draft_vocab_size == 32_000
+
+
 def planned(folder: Any, capsys: Any, **changes: Any) -> Any:
     (folder / "config.json").write_text(json.dumps(VICUNA_HEAD | changes))
     assert run(["plan", "memory", "--target", str(folder), "--gpu", "B200", "--json"]) == 0
