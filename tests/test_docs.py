@@ -22,38 +22,27 @@ SHOWN = {
 
 
 def blocks_of(page: str, language: str) -> list[re.Match[str]]:
-    found = list(re.finditer(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL))
-    assert found, "the fences of this page are written otherwise"
-    return found
+    return list(re.finditer(rf"^```{language}\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL))
 
 
 @pytest.mark.parametrize("page", SHOWN)
 def test_the_blocks_of_a_page_run_in_order(
     page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And then its commands, beside a file ``mine.py`` of the blocks that say so."""
     text, blocks = (DOCS / page).read_text(), blocks_of(page, "python")
+    assert len(blocks) >= 3, "the fences of this page are written otherwise"
     module = types.ModuleType("page")  # dataclasses look their module up
     monkeypatch.setitem(sys.modules, "page", module)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)  # where a page writes files
+    Path("mine.py").write_text("\n".join(block[1] for block in blocks if block[1].startswith("# mine.py")))
     with tiny.unchecked():  # as users run them
         for block in blocks:
             above = text[: block.start(1)].count("\n")  # a failure names the line of the page
             exec(compile("\n" * above + block[1], str(DOCS / page), "exec"), vars(module))
-    assert SHOWN[page] in capsys.readouterr().out
-
-
-def test_the_commands_of_the_page_on_extending_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a file `mine.py` of the blocks that say so, beside which the commands are typed."""
-    page = "extending.md"
-    own = [block[1] for block in blocks_of(page, "python") if block[1].startswith("# mine.py")]
-    (tmp_path / "mine.py").write_text("\n".join(own))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "mine", raising=False)
-    commands = [line for block in blocks_of(page, "bash") for line in block[1].splitlines() if line.strip()]
-    assert len(commands) >= 3
-    for command in commands:
-        program, *arguments = shlex.split(command, comments=True)
-        assert program == "eagle3"
-        with tiny.unchecked():
-            assert run(arguments) == 0, command
+        assert SHOWN[page] in capsys.readouterr().out
+        for command in "".join(block[1] for block in blocks_of(page, "bash")).splitlines():
+            program, *arguments = shlex.split(command, comments=True)
+            assert program == "eagle3" and run(arguments) == 0, command
