@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from conversion.doctor import Check, diagnose
     from conversion.errors import CheckpointError, TargetNeededError
+    from conversion.families import FAMILIES, Family
     from conversion.heads.eagle3 import HeadCheckpoint
     from conversion.heads.eagle3_export import write_head
     from conversion.inspect import Description, describe
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
     from conversion.targets import TargetCheckpoint, write_target
 
 __all__ = [
+    "FAMILIES",
     "Check",
     "CheckpointError",
     "Description",
+    "Family",
     "HeadCheckpoint",
     "TargetCheckpoint",
     "TargetNeededError",
@@ -42,6 +45,7 @@ _NAMES = {
     "doctor": "Check diagnose",
     "heads.eagle3": "HeadCheckpoint",
     "errors": "CheckpointError TargetNeededError",
+    "families": "FAMILIES Family",
     "heads.eagle3_export": "write_head",
     "inspect": "Description describe",
     "kinds": "identify",

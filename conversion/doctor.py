@@ -14,7 +14,6 @@ import numpy as np
 from conversion import kinds, rules
 from conversion.acceptance import Agreement, forced_agreement
 from conversion.errors import CheckpointError
-from conversion.families import FAMILIES
 from conversion.fields import Fields
 from conversion.files import read_json
 from conversion.heads import HEADS
@@ -127,7 +126,7 @@ def _generation(directory: str | Path) -> str:
 
 
 def _describe_target(target: TargetCheckpoint) -> str:
-    config, label = target.config, FAMILIES[target.family].label
+    config, label = target.config, target.family.label
     return f"{label} decoder, {config.num_layers} layers, width {config.width}, vocabulary {config.vocab_size}"
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from conversion import format2, rules
 from conversion.description import from_json, to_json
 from conversion.errors import CheckpointError, short
-from conversion.families import family_of
+from conversion.families import Family, family_of
 from conversion.fields import Fields
 from conversion.files import NATIVE_FILE, copy_tokenizer, new_directory, read_json, write_json
 from conversion.heads.eagle3 import HeadCheckpoint, check_fit
@@ -46,7 +46,7 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
     }
     if isinstance(checkpoint, TargetCheckpoint):
         leaves = _checked(checkpoint.params, DecoderTarget(checkpoint.config).param_shapes(), where)
-        values |= {"kind": TARGET, "family": checkpoint.family, "stop_tokens": list(checkpoint.stop_tokens)}
+        values |= {"kind": TARGET, "family": checkpoint.family.model_type, "stop_tokens": list(checkpoint.stop_tokens)}
     else:
         config = checkpoint.config
         leaves = _checked(checkpoint.head, Eagle3Drafter(config).param_shapes(), where)
@@ -69,14 +69,18 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
         copy_tokenizer(checkpoint.source, temporary)
 
 
-def read_native_target(directory: Path) -> TargetCheckpoint:
+def read_native_target(directory: Path, own: Family | None = None) -> TargetCheckpoint:
     """Read a native target.
+
+    Args:
+        directory: Of the checkpoint.
+        own: A family beside those of the table.
 
     Raises:
         CheckpointError: It is not one, or is damaged.
     """
     fields = _description(directory, TARGET)
-    family = family_of(fields.get("family"), fields.where)
+    family = family_of(fields.get("family"), fields.where, own)
     config = from_json(DecoderConfig, fields.get("config"), f"{fields.where}, config")
     leaves = _leaves(directory, config)
     if not isinstance(fields.get("stop_tokens"), list):
@@ -88,7 +92,7 @@ def read_native_target(directory: Path) -> TargetCheckpoint:
     params = _nested(leaves, DecoderTarget(config).param_shapes(), str(directory))
     return TargetCheckpoint(
         config=config,
-        family=family.model_type,
+        family=family,
         params=params,
         stop_tokens=stop_tokens,
         source=directory,

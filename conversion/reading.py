@@ -6,6 +6,7 @@ from pathlib import Path
 
 from conversion import kinds, native, targets
 from conversion.errors import CheckpointError
+from conversion.families import Family
 from conversion.files import checked_directory, read_json
 from conversion.heads import HEADS, Stored
 from conversion.heads.eagle3 import HeadCheckpoint
@@ -16,14 +17,19 @@ from conversion.tensors import read_tensors
 from eagle3_jax.models.config import DecoderConfig
 
 
-def read_target(directory: str | Path) -> TargetCheckpoint:
+def read_target(directory: str | Path, family: Family | None = None) -> TargetCheckpoint:
     """Read a target: a Hugging Face directory or a native one.
+
+    Args:
+        directory: Of the checkpoint.
+        family: A family of the caller's own, beside those of ``conversion.families``.
 
     Raises:
         CheckpointError: It is neither, or not one that this library computes; the message says why.
     """
     path = checked_directory(directory)
-    return native.read_native_target(path) if native.is_native(path) else targets.read_target(path)
+    read = native.read_native_target if native.is_native(path) else targets.read_target
+    return read(path, family)
 
 
 def read_head(directory: str | Path, target: DecoderConfig | None = None) -> HeadCheckpoint:

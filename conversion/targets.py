@@ -25,7 +25,7 @@ class TargetCheckpoint:
 
     Attributes:
         config: Its description.
-        family: Its ``model_type``, a key of ``conversion.families.FAMILIES``; what it is written as again.
+        family: What it is written as again.
         params: Nested dictionary of numpy arrays in the stored dtype, as ``DecoderTarget`` expects it.
         stop_tokens: Tokens at which the model ends its answer.
         source: Where it was read from; tokenizer files are copied from there.
@@ -33,15 +33,19 @@ class TargetCheckpoint:
     """
 
     config: DecoderConfig
-    family: str
+    family: Family
     params: Params
     stop_tokens: tuple[int, ...]
     source: Path
     dtype: str
 
 
-def read_target(directory: Path) -> TargetCheckpoint:
+def read_target(directory: Path, own: Family | None = None) -> TargetCheckpoint:
     """Read a Hugging Face directory.
+
+    Args:
+        directory: Of the checkpoint.
+        own: A family beside those of the table.
 
     Raises:
         CheckpointError: It is of no family, or one that this library does not compute; the message says why.
@@ -53,7 +57,7 @@ def read_target(directory: Path) -> TargetCheckpoint:
     where = str(directory / "config.json")
     kind = kinds.recognise(values, tensors.keys(), where=str(directory))
     kinds.refuse_all_but_targets(kind, directory)
-    family, fields = family_of(values.get("model_type"), where), Fields(values, where)
+    family, fields = family_of(values.get("model_type"), where, own), Fields(values, where)
     refuse_quantised(fields)
     num_layers = fields.size("num_hidden_layers")
     rules.check_layers(num_layers, tensors, r"model\.layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
@@ -72,7 +76,7 @@ def read_target(directory: Path) -> TargetCheckpoint:
     params = rules.read_params(family.rules(config), tensors, shapes, where=str(directory), known=known)
     return TargetCheckpoint(
         config=config,
-        family=family.model_type,
+        family=family,
         params=params,
         stop_tokens=_stop_tokens(directory, fields, config.vocab_size),
         source=directory,
@@ -88,7 +92,7 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
     """
     from eagle3_jax.models.decoder import DecoderTarget
 
-    config, family = checkpoint.config, family_of(checkpoint.family, str(checkpoint.source))
+    config, family = checkpoint.config, checkpoint.family
     shapes = DecoderTarget(config).param_shapes()
     stop = stop_field(checkpoint.stop_tokens)
     values = {

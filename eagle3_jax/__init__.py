@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from eagle3_jax import drafters
     from eagle3_jax.acceptance import Exact, verify, verify_greedy
     from eagle3_jax.cache import Cache, KeyValue, KeyValues, LayerCache
-    from eagle3_jax.contract import DrafterReport, check_drafter
+    from eagle3_jax.contract import ContractReport, check_drafter, check_target, check_verifier
     from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
     from eagle3_jax.load import load_drafter, load_target
     from eagle3_jax.loop import SpeculativeLoop
@@ -45,10 +45,10 @@ __all__ = [
     "Cache",
     "Chain",
     "Chunk",
+    "ContractReport",
     "Draft",
     "DraftSampling",
     "Drafter",
-    "DrafterReport",
     "DynamicTree",
     "Exact",
     "FinishReason",
@@ -78,6 +78,8 @@ __all__ = [
     "Verifier",
     "Warping",
     "check_drafter",
+    "check_target",
+    "check_verifier",
     "drafters",
     "draw",
     "load_drafter",
@@ -93,7 +95,7 @@ __all__ = [
 _NAMES = {
     "acceptance": "Exact verify verify_greedy",
     "cache": "Cache KeyValue KeyValues LayerCache",
-    "contract": "DrafterReport check_drafter",
+    "contract": "ContractReport check_drafter check_target check_verifier",
     "decode": "LoadedDrafter LoadedTarget SpeculativeDecoder",
     "load": "load_drafter load_target",
     "loop": "SpeculativeLoop",

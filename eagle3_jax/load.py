@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers import Tokenizer
 
@@ -10,6 +11,9 @@ from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import PRECISIONS, Precision, cast
 from eagle3_jax.sources import bundled, locate
+
+if TYPE_CHECKING:
+    from conversion.families import Family
 
 # `conversion` stands above the library and is imported where it is used: a program that brings its own parameters
 # needs none of it (docs/decisions/0003).
@@ -26,12 +30,15 @@ def precision_named(name: str) -> Precision:
     return PRECISIONS[name]
 
 
-def load_target(source: str | Path | None = None, *, dtype: str = "float32") -> LoadedTarget:
+def load_target(
+    source: str | Path | None = None, *, dtype: str = "float32", family: Family | None = None
+) -> LoadedTarget:
     """Load a target.
 
     Args:
         source: A Hugging Face directory, a native one, a hub id, or ``None`` for the bundled target.
         dtype: ``float32``, ``bfloat16``, or ``mixed`` (bfloat16 products summed in float32; fastest on CPUs).
+        family: A ``conversion.Family`` of one's own, beside those that are known (``docs/extending.md``).
 
     Raises:
         ValueError: It is not a target that this library can run; the message says why.
@@ -40,7 +47,7 @@ def load_target(source: str | Path | None = None, *, dtype: str = "float32") -> 
 
     precision = precision_named(dtype)
     directory = locate(source, "target")
-    checkpoint = read_target(directory)
+    checkpoint = read_target(directory, family)
     return LoadedTarget(
         model=DecoderTarget(checkpoint.config, precision),
         params=cast(checkpoint.params, precision),

@@ -92,7 +92,8 @@ class SimulatedAcceptance:
         """Which nodes are to be accepted: the path to the deepest one, as far as a row's uniform allows."""
         mask = ancestor_mask(draft.parents, max_depth)
         depth = depths(mask)
-        deepest = jnp.argmax(jnp.where(draft.valid, depth, -1), axis=1)
+        reached = jnp.all(draft.valid[:, None, :] | ~mask, axis=-1)  # no padding on the way
+        deepest = jnp.argmax(jnp.where(reached, depth, -1), axis=1)
         path = jnp.take_along_axis(mask, deepest[:, None, None], axis=1)[:, 0]
         count = jnp.sum(dice[:, None] < jnp.asarray(self.rates[:max_depth]), axis=1)
         return path & (depth <= count[:, None])

@@ -28,6 +28,20 @@ TARGET = DecoderConfig(
 )
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def assert_close(ours: Any, truth: np.ndarray) -> None:
+    assert np.abs(np.asarray(ours) - truth).max() <= 1e-4 * np.abs(truth).max()
+
+
 def write_checkpoint(directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
@@ -343,3 +357,18 @@ def torch_draft(head: Head, embedding: np.ndarray, features: np.ndarray, tokens:
         fed_back = rms(out[-1:], "norm") if head.norm_output else out[-1:]
         ids, stream = torch.cat([ids, torch.tensor(drafts[-1:])]), torch.cat([stream, fed_back])
     return Drafted(first.numpy(), drafts)
+
+
+def foreign(directory: Path, kind: str) -> Path:
+    config: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    one = np.ones((4, 4), np.float32)
+    layer = {f"layers.0.self_attn.{name}_proj.weight": one for name in "qkvo"}
+    if kind == "EAGLE-1/2":
+        return write_checkpoint(directory, config, {"fc.weight": one, "fc.bias": one[0], **layer})
+    if kind == "Medusa":
+        return write_checkpoint(directory, {"medusa_num_heads": 1}, {"0.0.linear.weight": one, "0.1.weight": one})
+    if kind == "P-EAGLE":
+        return write_checkpoint(directory, config, Head().tensors() | {"mask_hidden": one})
+    if kind == "DFlash":
+        return write_checkpoint(directory, {"dflash_config": {}, **config}, {"fc.weight": one, **layer})
+    return write_llama(directory)

@@ -14,6 +14,7 @@ from checkpoints import TARGET, Head, edit_config, same_params, write_llama
 
 import conversion
 from conversion import CheckpointError
+from conversion.families import FAMILIES
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, uniform
 
 OLD = Path(__file__).parent / "golden" / "native-2"
@@ -33,7 +34,7 @@ def test_a_target_of_version_0_1_is_what_it_was(tmp_path: Path) -> None:
     source = write_llama(tmp_path / "source", OLD_TARGET)
     edit_config(source, head_dim=6)
     truth, old = conversion.read_target(source), conversion.read_target(OLD / "target")
-    assert (old.config, old.family, old.stop_tokens) == (truth.config, "llama", truth.stop_tokens)
+    assert (old.config, old.family, old.stop_tokens) == (truth.config, FAMILIES["llama"], truth.stop_tokens)
     assert same_params(old.params, truth.params)
     conversion.convert(OLD / "target", tmp_path / "new", "jax")
     assert json.loads((tmp_path / "new" / "eagle3_jax.json").read_text())["format"] == 3

@@ -19,17 +19,24 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(model_type: Any, where: str) -> Family:
+def family_of(model_type: Any, where: str, own: Family | None = None) -> Family:
     """The family of a ``model_type``.
+
+    Args:
+        model_type: As a file has it.
+        where: The file, for messages.
+        own: A family that the caller brings, before those of the table.
 
     Raises:
         CheckpointError: There is none; the message names those that there are.
     """
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    known = FAMILIES if own is None else {own.model_type: own, **FAMILIES}
+    if not isinstance(model_type, str) or model_type not in known:
         raise CheckpointError(
-            f"{where}: model_type is {short(model_type)}; the families of targets are {', '.join(FAMILIES)}"
+            f"{where}: model_type is {short(model_type)}; the families of targets are {', '.join(known)} "
+            "(docs/extending.md adds one)"
         )
-    return FAMILIES[model_type]
+    return known[model_type]
 
 
 __all__ = ["FAMILIES", "Family", "family_of"]

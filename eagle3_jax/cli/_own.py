@@ -34,7 +34,7 @@ def own(option: str, source: str | None) -> Own | None:
     Modules are looked for in the current directory first, then among what is installed.
 
     Raises:
-        Misuse: There is no such module, or nothing of that name in it.
+        Misuse: There is no such module, it cannot be imported, or it has nothing of that name.
     """
     match = _FORM.fullmatch(source or "")
     if match is None or Path(str(source)).exists():
@@ -45,13 +45,16 @@ def own(option: str, source: str | None) -> Own | None:
         sys.path.insert(0, here)
     try:
         found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # a module that theirs needs
+    except Exception as error:  # theirs may fail in any way
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+            raise Misuse(
+                f"{option} {source}: there is no module {error.name!r} in the current directory or among the installed "
+                f"packages; see {PAGE}"
+            ) from None
         raise Misuse(
-            f"{option} {source}: there is no module {error.name!r} in the current directory or among the installed "
-            f"packages; see {PAGE}"
-        ) from None
+            f"{option} {source}: {module} cannot be imported ({type(error).__name__}: {error}); "
+            f"`python -c 'import {module}'` shows where"
+        ) from error
     if not hasattr(found, name):
         raise Misuse(f"{option} {source}: {module} has no {name!r}; see {PAGE}")
     return Own(getattr(found, name), match["argument"], str(source))

@@ -71,12 +71,13 @@ def refuse_finished(out: Path) -> None:
 def write_target(out: Path, data: Path, config: DecoderConfig, params: Any, *, dtype: str) -> None:
     """Finish a target: Hugging Face files beside its checkpoints."""
     import conversion
+    from conversion.families import FAMILIES
     from eagle3_jax.training.corpus import END_OF_TEXT
 
     stop = read_corpus(data)[1].token_to_id(END_OF_TEXT)
     checkpoint = conversion.TargetCheckpoint(
         config=config,
-        family="llama",
+        family=FAMILIES["llama"],
         params=_stored(params, dtype),
         stop_tokens=() if stop is None else (stop,),
         source=data,  # its tokenizer goes with the target

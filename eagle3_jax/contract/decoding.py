@@ -14,9 +14,9 @@ import numpy as np
 from jaxtyping import Float
 
 from eagle3_jax import loop as loops
-from eagle3_jax.contract.drafts import ALPHA
 from eagle3_jax.contract.frequencies import Law, chi_square
-from eagle3_jax.contract.subject import Broken, NotRun, Subject
+from eagle3_jax.contract.report import ALPHA, Broken, NotRun
+from eagle3_jax.contract.subject import Subject
 from eagle3_jax.decode import LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.loop import SpeculativeLoop

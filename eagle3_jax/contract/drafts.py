@@ -8,21 +8,18 @@ import numpy as np
 from scipy.stats import poisson
 
 from eagle3_jax.boundary import declares_chain, require_drafter
+from eagle3_jax.contract.report import ALPHA, Broken, NotRun
 from eagle3_jax.contract.subject import (
     FED,
     LENGTHS,
     ROWS,
     SAMPLING,
-    Broken,
     HostDraft,
-    NotRun,
     Subject,
     differing_rows,
     named_rows,
 )
 from eagle3_jax.sampling import row_keys
-
-ALPHA = 1e-6  # how often a statistical check fails a drafter that is right
 
 
 def keeps_the_protocol(subject: Subject) -> str:

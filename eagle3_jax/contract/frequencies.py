@@ -17,7 +17,7 @@ class ChiSquare:
     """A comparison of frequencies with a law.
 
     Attributes:
-        p_value: How often a right drafter would look as wrong.
+        p_value: How often what is right would look as wrong.
         why: What was seen.
         visible: The root mean square deviation, relative to the law, that would have shown nine times in ten.
     """

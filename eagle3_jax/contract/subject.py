@@ -27,14 +27,6 @@ SAMPLING = SamplingParams(
 )
 
 
-class Broken(Exception):
-    """The drafter does not keep the contract; says how that showed."""
-
-
-class NotRun(Exception):
-    """A check could not see anything; says why."""
-
-
 class HostDraft(NamedTuple):
     """A :class:`~eagle3_jax.Draft` on the host.
 
