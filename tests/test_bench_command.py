@@ -318,7 +318,14 @@ def test_the_command_refuses(capsys, options, named):
 
 
 def test_a_draft_longer_than_the_head_has_positions_is_refused(capsys):
-    refused(capsys, "K is at most", *PAIR, *QUICK, "--chains", "100000")
+    refused(
+        capsys,
+        "chain K=100000: a draft of 100000 levels is above the limit of the head",
+        *PAIR,
+        *QUICK,
+        "--chains",
+        "100000",
+    )
 
 
 def test_a_batch_without_enough_prompts_is_refused(capsys):

@@ -48,6 +48,23 @@ class Methods:
         """Whether the heads' acceptance is simulated."""
         return self.simulated_length is not None or self.simulated_rate is not None
 
+    @property
+    def mark(self) -> str:
+        """What the name of a row says of the acceptance rule: nothing of the exact one.
+
+        Raises:
+            ValueError: It is none.
+        """
+        from eagle3_jax.boundary import require_verifier
+
+        if self.simulates:
+            return " (simulated, not lossless)"
+        rule = read_verifier(self.verifier)
+        if rule is None:
+            return ""
+        require_verifier(rule)
+        return f" ({type(rule).__name__}{'' if rule.lossless else ', not lossless'})"
+
     def rule(self, depth: int) -> Verifier | None:
         """The acceptance rule for drafts of a depth; ``None`` for the exact one.
 
@@ -161,17 +178,14 @@ def _add_head(field: Field, models: Models, methods: Methods, drafter: LoadedDra
     if not isinstance(drafter.drafter, Drafting):  # it has the one shape that it was built with
         shapes = [(drafter.name, drafter.drafter.max_depth, {})]
     for name, depth, shape in shapes:
-        name = f"{prefix}{name}"
+        name = f"{prefix}{name}{methods.mark}"
         try:
             rule = methods.rule(depth)
-            if rule is not None:
-                called = "simulated" if methods.simulates else type(rule).__name__
-                name += f" ({called})" if getattr(rule, "lossless", False) else f" ({called}, not lossless)"
             decoder = SpeculativeDecoder(models.target, drafter, **shape, stop_tokens=(), verifier=rule)
-        except Misuse:
-            raise
         except ValueError as error:
-            field.lacks(name, str(error))
+            if "num_speculative_tokens" in shape and not methods.simulates:
+                raise Misuse(f"{name}: {error}") from None
+            field.lacks(name, str(error))  # a tree is among the defaults, and not every drafter has one
             continue
         field.contenders.append(DecoderContender(name, models.dtype, decoder))
 

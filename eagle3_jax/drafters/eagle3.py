@@ -143,7 +143,7 @@ class Eagle3Drafter:
         if topology.max_depth >= positions:
             raise ValueError(
                 f"a draft of {topology.max_depth} levels is above the limit of the head, which has {positions} "
-                f"positions; give at most {positions - 1}"
+                f"positions; lower num_speculative_tokens or max_depth to at most {positions - 1}"
             )
         if self.draft_sampling is DraftSampling.PROBABILISTIC and not isinstance(topology, Chain):
             raise ValueError(
