@@ -49,11 +49,16 @@ class Tables(NamedTuple):
 
     Attributes:
         embedding: ``[V D]``, a row for each token.
-        unembedding: ``[D V]``, from a final state to logits.
+        output: ``[D V]``; ``None`` where it is the transposed embedding, which nobody has to hold twice.
     """
 
     embedding: Float[Array, "V D"]
-    unembedding: Float[Array, "D V"]
+    output: Float[Array, "D V"] | None = None
+
+    @property
+    def unembedding(self) -> Float[Array, "D V"]:
+        """``[D V]``, from a final state to logits."""
+        return self.embedding.T if self.output is None else self.output
 
 
 @runtime_checkable

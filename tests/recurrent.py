@@ -140,7 +140,7 @@ class RecurrentTarget:
         return final @ params["embedding"].T
 
     def tables(self, params: dict[str, Array]) -> Tables:
-        return Tables(params["embedding"], params["embedding"].T)
+        return Tables(params["embedding"])
 
 
 def target(vocab_size: int = 13, *, seed: int = 0) -> LoadedTarget:

@@ -287,8 +287,7 @@ class DecoderTarget:
 
     def tables(self, params: Params) -> Tables:
         """What draft heads without an embedding, or without an output matrix, of their own borrow."""
-        embedding = params["embedding"]
-        return Tables(embedding, embedding.T if self.config.tie_embeddings else params["head"]["kernel"])
+        return Tables(params["embedding"], None if self.config.tie_embeddings else params["head"]["kernel"])
 
 
 def causal_mask(size: int) -> Bool[Array, "1 T T"]:
