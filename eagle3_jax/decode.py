@@ -18,7 +18,7 @@ from eagle3_jax.boundary import configured, require_target
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.loop import GenerationState, LoopParams, Prompts, Round, SpeculativeLoop
 from eagle3_jax.results import Chunk, Generation, GenerationResult
-from eagle3_jax.sampling import row_keys
+from eagle3_jax.sampling import check_sampling, row_keys, warping_of
 from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.stages import StagedLoop, stages_of
 from eagle3_jax.stats import SpeculationStats
@@ -32,7 +32,6 @@ from eagle3_jax.types import (
     TargetModel,
     Verifier,
     Warping,
-    per_row,
 )
 
 Prompt = str | Sequence[int]
@@ -352,34 +351,6 @@ class SpeculativeDecoder:
         if self.target.tokenizer is None:
             return None
         return self.target.tokenizer.decode(tokens[:-1] if reason is FinishReason.STOP else tokens)
-
-
-def check_sampling(sampling: SamplingParams, batch: int) -> SamplingParams:
-    """One checked value per row.
-
-    Raises:
-        ValueError: A value is out of range; the message says which.
-    """
-    with np.errstate(over="ignore"):  # what is infinite in float32 is refused below
-        rows = per_row(sampling, batch)
-    for name, values, good, expected in (
-        ("temperature", rows.temperature, lambda x: 0 <= x < np.inf, "0 (greedy) or more, and finite"),
-        ("top_k", rows.top_k, lambda x: x >= 0, "0 (all tokens) or more"),
-        ("top_p", rows.top_p, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1"),
-    ):
-        for value in np.asarray(values):
-            if not good(value):
-                raise ValueError(f"{name} is {value:g}; expected {expected}")
-    return rows
-
-
-def warping_of(sampling: SamplingParams) -> Warping:
-    """How much the rows' parameters ask for; reads them back from the device."""
-    sampled = np.asarray(sampling.temperature) > 0
-    truncated = sampled & ((np.asarray(sampling.top_k) > 0) | (np.asarray(sampling.top_p) < 1))
-    if truncated.any():
-        return Warping.TRUNCATED
-    return Warping.TEMPERATURE if sampled.any() else Warping.GREEDY
 
 
 def _check_size(drafter: Drafter[Any], target: LoadedTarget) -> None:

@@ -9,14 +9,43 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.types import DraftSampling, SamplingParams, Warping
+from eagle3_jax.types import DraftSampling, SamplingParams, Warping, per_row
 
 # A token is drawn digit by digit: its id is written in this base, which gives 3 digits up to 262,144 tokens.
 _BASE = 64
 # Uniforms are multiples of 2^-24, as many as a float32 below one has.
 _BITS = 24
+
+
+def check_sampling(sampling: SamplingParams, batch: int) -> SamplingParams:
+    """One checked value per row.
+
+    Raises:
+        ValueError: A value is out of range; the message says which.
+    """
+    with np.errstate(over="ignore"):  # what is infinite in float32 is refused below
+        rows = per_row(sampling, batch)
+    for name, values, good, expected in (
+        ("temperature", rows.temperature, lambda x: 0 <= x < np.inf, "0 (greedy) or more, and finite"),
+        ("top_k", rows.top_k, lambda x: x >= 0, "0 (all tokens) or more"),
+        ("top_p", rows.top_p, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1"),
+    ):
+        for value in np.asarray(values):
+            if not good(value):
+                raise ValueError(f"{name} is {value:g}; expected {expected}")
+    return rows
+
+
+def warping_of(sampling: SamplingParams) -> Warping:
+    """How much the rows' parameters ask for; reads them back from the device."""
+    sampled = np.asarray(sampling.temperature) > 0
+    truncated = sampled & ((np.asarray(sampling.top_k) > 0) | (np.asarray(sampling.top_p) < 1))
+    if truncated.any():
+        return Warping.TRUNCATED
+    return Warping.TEMPERATURE if sampled.any() else Warping.GREEDY
 
 
 def probabilities(
@@ -153,6 +182,7 @@ def uniforms(keys: Key[Array, " B"], count: int) -> Float[Array, "B count"]:
 __all__ = [
     "DraftSampling",
     "Warping",
+    "check_sampling",
     "draw",
     "keys_at",
     "num_digits",
@@ -160,4 +190,5 @@ __all__ = [
     "residual",
     "row_keys",
     "uniforms",
+    "warping_of",
 ]

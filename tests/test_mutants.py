@@ -28,12 +28,12 @@ from mutants import ENTRY, Mutant
 
 import eagle3_jax  # noqa: F401
 from eagle3_jax.acceptance import Exact, verification_dice, verify
-from eagle3_jax.decode import SpeculativeDecoder, warping_of
+from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters import Eagle3Drafter, _grow
 from eagle3_jax.drafters.eagle3 import Eagle3Head, FirstLayer
 from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.models.decoder import Decoder
-from eagle3_jax.sampling import _invert, _row_keys, _truncate, draw, keys_at, probabilities
+from eagle3_jax.sampling import _invert, _row_keys, _truncate, draw, keys_at, probabilities, warping_of
 from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.stages import StagedLoop
 from eagle3_jax.stats import SpeculationStats

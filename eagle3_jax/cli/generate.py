@@ -89,7 +89,7 @@ def generate(
     keep_compiled_programs(compilation_cache)
 
     from eagle3_jax import DraftSampling, SamplingParams, SpeculativeDecoder
-    from eagle3_jax.decode import check_sampling
+    from eagle3_jax.sampling import check_sampling
 
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     check_sampling(sampling, 1)
