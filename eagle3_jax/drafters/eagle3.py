@@ -81,12 +81,12 @@ class Eagle3Head(nnx.Module):
     def __call__(
         self,
         embedded: Float[Array, "B T D"],
-        hidden: Float[Array, "B T D"],
+        stream: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
         memories: Sequence[Memory],
     ) -> tuple[Float[Array, "B T D"], tuple[KeyValue, ...]]:
         """One step of the head: fused features or its own last output in, next output and its keys and values out."""
-        x, kv = self.first(embedded, hidden, positions, memories[0])
+        x, kv = self.first(embedded, stream, positions, memories[0])
         written = [kv]
         for block, memory in zip(self.rest, memories[1:], strict=True):
             x, kv = block(x, positions, memory)
