@@ -137,8 +137,9 @@ def same_bits(one: GenerationState, other: GenerationState) -> list[str]:
     """Which of tokens, keys and values differ anywhere among what is committed."""
     known = [np.asarray(state.cache.length) for state in (one, other)]
     differing = [] if np.array_equal(one.tokens, other.tokens) and np.array_equal(*known) else ["tokens"]
-    for name in ("keys", "values"):
-        for layer, (a, b) in enumerate(zip(getattr(one.cache, name), getattr(other.cache, name), strict=True)):
+    for layer, caches in enumerate(zip(one.cache.layers, other.cache.layers, strict=True)):
+        for name in ("keys", "values"):
+            a, b = (getattr(cache, name) for cache in caches)
             for row, length in enumerate(known[0]):
                 if not bool(jnp.array_equal(a[row, :, :length], b[row, :, :length])):
                     differing.append(f"{name} of layer {layer}, row {row}")
