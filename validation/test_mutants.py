@@ -77,8 +77,8 @@ TARGET_BUGS = {
     ),
     "features are taken behind the final norm": (
         Decoder.__call__,
-        "jnp.stack([entering[layer] for layer in aux_layers], axis=2)",
-        "jnp.stack([self.norm(entering[layer]) for layer in aux_layers], axis=2)",
+        "jnp.stack([streams[layer] for layer in aux_layers], axis=2)",
+        "jnp.stack([self.norm(streams[layer]) for layer in aux_layers], axis=2)",
     ),
 }
 
