@@ -150,8 +150,8 @@ def require_rows(drafter: Drafter[Any], state: Any, batch: int) -> None:
             )
 
 
-def like_before(drafter: Drafter[Any], before: Any, after: Any) -> Any:
-    """The observed state, its types no weaker than before.
+def like_before(drafter: Drafter[Any], before: Any, after: Any, method: str = "observe") -> Any:
+    """The state that a method left, its types no weaker than before.
 
     Raises:
         ValueError: It has another structure, shape or type than the state that was given.
@@ -159,11 +159,11 @@ def like_before(drafter: Drafter[Any], before: Any, after: Any) -> Any:
     name = type(drafter).__name__
     one, other = jax.tree.structure(before), jax.tree.structure(after)
     if one != other:
-        raise ValueError(f"{name}.observe was given a state of {one} and returned {other}; expected the same structure")
+        raise ValueError(f"{name}.{method} was given a state of {one} and returned {other}; expected the same structure")
     for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
         if (np.shape(old), old.dtype) != (np.shape(new), getattr(new, "dtype", None)):
             raise ValueError(
-                f"{name}.observe was given state{jax.tree_util.keystr(path)} as {_described(old)} and returned "
+                f"{name}.{method} was given state{jax.tree_util.keystr(path)} as {_described(old)} and returned "
                 f"{_described(new)}; expected the same shape and type"
             )
     # A weak type would become a strong one on the way, and the next call another program.
@@ -179,7 +179,7 @@ def require_draft(drafter: Drafter[Any], draft: Any, *, batch: int, vocab_size: 
     """
     name, shape = type(drafter).__name__, (batch, drafter.num_nodes)
     if not isinstance(draft, Draft):
-        raise ValueError(f"{name}.propose returned {_described(draft)}; expected an eagle3_jax.Draft and no state")
+        raise ValueError(f"{name}.propose returned {_described(draft)}; expected an eagle3_jax.Draft")
     wanted = {"tokens": (shape, np.int32), "parents": (shape, np.int32), "valid": (shape, np.bool_)}
     if draft.probs is not None:
         wanted["probs"] = ((*shape, vocab_size), np.float32)
