@@ -159,7 +159,9 @@ def like_before(drafter: Drafter[Any], before: Any, after: Any, method: str = "o
     name = type(drafter).__name__
     one, other = jax.tree.structure(before), jax.tree.structure(after)
     if one != other:
-        raise ValueError(f"{name}.{method} was given a state of {one} and returned {other}; expected the same structure")
+        raise ValueError(
+            f"{name}.{method} was given a state of {one} and returned {other}; expected the same structure"
+        )
     for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
         if (np.shape(old), old.dtype) != (np.shape(new), getattr(new, "dtype", None)):
             raise ValueError(

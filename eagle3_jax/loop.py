@@ -195,7 +195,9 @@ class SpeculativeLoop:
             sampling = sampling.replace(temperature=jnp.zeros_like(sampling.temperature))  # type: ignore[attr-defined]
         draft = self.drafter.propose(params.drafter, state.drafter, keys, sampling)
         require_draft(self.drafter, draft, batch=state.length.shape[0], vocab_size=vocab_size)
-        after = state.drafter if draft.state is None else like_before(self.drafter, state.drafter, draft.state, "propose")
+        after = (
+            state.drafter if draft.state is None else like_before(self.drafter, state.drafter, draft.state, "propose")
+        )
         draft = draft.replace(state=None)  # type: ignore[attr-defined]
         if self.warping is Warping.GREEDY:  # verification then reads no proposal distribution
             draft = draft.replace(probs=None)  # type: ignore[attr-defined]

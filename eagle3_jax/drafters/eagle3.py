@@ -18,7 +18,7 @@ from eagle3_jax.cache import Cache, KeyValue, KeyValues, visible
 from eagle3_jax.drafters._grow import Level, draw_chain, grow
 from eagle3_jax.models.config import Eagle3Config
 from eagle3_jax.models.decoder import Attention, Block, CacheMemory, Memory, causal_mask, empty_cache, memories
-from eagle3_jax.models.functional import Params, bind, init_params, param_shapes
+from eagle3_jax.models.functional import Params, bind, init_params, param_shapes, traced_once
 from eagle3_jax.models.layers import FLOAT32, Linear, Precision, RMSNorm, SwiGLU, embed
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
 from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams
@@ -86,10 +86,10 @@ class Eagle3Head(nnx.Module):
         memories: Sequence[Memory],
     ) -> tuple[Float[Array, "B T D"], tuple[KeyValue, ...]]:
         """One step of the head: fused features or its own last output in, next output and its keys and values out."""
-        x, kv = self.first(embedded, stream, positions, memories[0])
+        x, kv = traced_once(self.first, embedded, stream, positions, memories[0])
         written = [kv]
         for block, memory in zip(self.rest, memories[1:], strict=True):
-            x, kv = block(x, positions, memory)
+            x, kv = traced_once(block, x, positions, memory)
             written.append(kv)
         return (self.norm(x) if self.config.norm_output else x), tuple(written)
 
