@@ -242,7 +242,9 @@ MUTANTS = {
         test_schedule.check_the_last_size,
     ),
     # The loop.
-    "tree nodes see their siblings": greedy(ancestor_mask, "jnp.eye(num_nodes, dtype=jnp.bool_)", "jnp.tril(jnp.ones((num_nodes, num_nodes), jnp.bool_))"),
+    "tree nodes see their siblings": greedy(
+        SpeculativeLoop.step, "positions, mask, state.cache", "positions, causal_mask(num_nodes), state.cache"
+    ),
     "tree nodes stand at their index": greedy(
         SpeculativeLoop.step, "depth = depths(mask)", "depth = jnp.cumsum(jnp.ones_like(draft.parents), axis=1) - 1"
     ),
