@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
@@ -168,11 +169,11 @@ class KeyValues:
         self, written: KeyValue, length: Int[Array, " B"], count: Int[Array, " B"], nodes: Int[Array, "B T"]
     ) -> KeyValue:
         """The chosen tokens side by side: read first, all of them, and then written."""
-        rows, step = jnp.arange(length.shape[0])[:, None], jnp.arange(nodes.shape[1])[None, :]
+        step = jnp.arange(nodes.shape[1])[None, :]
         # What is not kept goes beyond the capacity, each to a place of its own: scattered indices must be unique.
         slots = jnp.where(step < count[:, None], length[:, None] + step, self.capacity + step)
-        source = jnp.minimum(length[:, None] + nodes, self.capacity - 1)
-        return KeyValue(*(_scatter(buffer, slots, jnp.moveaxis(buffer[rows, :, source], 1, 2)) for buffer in written))
+        source = jnp.minimum(length[:, None] + nodes, self.capacity - 1)[:, None, :, None]
+        return KeyValue(*(_scatter(buffer, slots, jnp.take_along_axis(buffer, source, axis=2)) for buffer in written))
 
 
 def visible(
@@ -221,6 +222,7 @@ def _scatter(
         # buffer for each. So a second one goes along, which is dropped.
         slots = jnp.concatenate([slots, slots + buffer.shape[2]], axis=1)
         new = jnp.concatenate([new, new], axis=2)
-    rows = jnp.arange(buffer.shape[0])[:, None]
-    # Unless it is told that no two writes meet, a GPU under deterministic operations makes them one after the other.
-    return buffer.at[rows, :, slots].set(jnp.moveaxis(new, 2, 1).astype(buffer.dtype), mode="drop", unique_indices=True)
+    # Row by row and head by head, so that a device which has some of them writes those alone. Unless it is told that no
+    # two writes meet, a GPU under deterministic operations makes them one after the other.
+    write = lambda buffer, slots, new: buffer.at[slots].set(new, mode="drop", unique_indices=True)
+    return jax.vmap(jax.vmap(write, (0, None, 0)))(buffer, slots, new.astype(buffer.dtype))

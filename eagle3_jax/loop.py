@@ -220,12 +220,13 @@ class SpeculativeLoop:
 
         capacity = state.tokens.shape[1]
         slots = jnp.where(index < kept[:, None], state.length[:, None] + index, capacity)
-        rows = jnp.arange(emitted.shape[0])[:, None]
+        # By vmap, so that whoever has some of the rows writes them alone.
+        append = jax.vmap(lambda tokens, slots, new: tokens.at[slots].set(new, mode="drop"))
         reason = jnp.where(
             until_stop <= kept, int(FinishReason.STOP), jnp.where(kept >= room, state.limit_reason, state.finish)
         )
         return state.replace(  # type: ignore[attr-defined]
-            tokens=state.tokens.at[rows, slots].set(emitted, mode="drop"),
+            tokens=append(state.tokens, slots, emitted),
             length=state.length + kept,
             finish=jnp.where(state.running, reason, state.finish).astype(jnp.int32),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int, Key
@@ -97,9 +98,9 @@ class NGram:
         new = jnp.where(step == seen.length[:, None], seen.next_token[:, None], new)
         kept = (step <= seen.length[:, None]) & (seen.length[:, None] > 0)
         slots = jnp.where(kept, start[:, None] + step, capacity)
-        rows = jnp.arange(state.tokens.shape[0])[:, None]
+        append = jax.vmap(lambda tokens, slots, new: tokens.at[slots].set(new, mode="drop"))
         return NGramState(
-            tokens=state.tokens.at[rows, slots].set(new, mode="drop"),
+            tokens=append(state.tokens, slots, new),
             length=jnp.where(seen.length > 0, start + seen.length + 1, state.length),
         )
 
