@@ -143,7 +143,7 @@ def unflatten(leaves: Mapping[str, Any], shapes: Params) -> Params:
 def read_params(
     rules: Sequence[Rule], tensors: Mapping[str, np.ndarray], shapes: Params, *, where: str, known: Sequence[str] = ()
 ) -> Params:
-    """Our parameters from foreign tensors.
+    """Our parameters from foreign tensors: views of those, and :class:`Joined` where we store several in one.
 
     Args:
         rules: The table.
@@ -245,17 +245,38 @@ def _checked(value: np.ndarray, rule: Rule, shape: tuple[int, ...], what: str) -
     return value.T if rule.transpose else value
 
 
-def _joined(parts: list[tuple[Rule, np.ndarray]], shape: tuple[int, ...]) -> np.ndarray:
-    if parts[0][0].part is None:
-        return parts[0][1]
-    import numpy as np  # tables alone, for a configuration, do without
+class Joined:
+    """An array that several tensors fill. It is put together whenever it is read, so that nobody holds all of them.
 
-    whole = np.empty(shape, np.result_type(*(value for _, value in parts)))
-    for rule, value in parts:
-        assert rule.part is not None
-        view = rule.part.of(whole)
-        view[...] = value.reshape(view.shape)
-    return whole
+    Attributes:
+        shape: Of the whole.
+        dtype: That holds every tensor.
+        ndim: Number of axes.
+        size: Number of entries.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Rule, np.ndarray]], shape: tuple[int, ...]):
+        """See the class."""
+        import numpy as np  # tables alone, for a configuration, do without
+
+        self._parts, self.shape = parts, shape
+        self.dtype = np.result_type(*(value for _, value in parts))
+        self.ndim, self.size = len(shape), math.prod(shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The whole; always a copy."""
+        import numpy as np
+
+        whole = np.empty(self.shape, dtype or self.dtype)
+        for rule, value in self._parts:
+            assert rule.part is not None
+            view = rule.part.of(whole)
+            view[...] = value.reshape(view.shape)
+        return whole
+
+
+def _joined(parts: list[tuple[Rule, np.ndarray]], shape: tuple[int, ...]) -> np.ndarray | Joined:
+    return parts[0][1] if parts[0][0].part is None else Joined(parts, shape)
 
 
 def _stored(value: np.ndarray, rule: Rule) -> np.ndarray:

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from eagle3_jax.acceptance import Exact, verify, verify_greedy
     from eagle3_jax.cache import Cache, KeyValue, KeyValues, LayerCache
     from eagle3_jax.contract import ContractReport, check_drafter, check_target, check_verifier
-    from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
+    from eagle3_jax.decode import SpeculativeDecoder
     from eagle3_jax.load import load_drafter, load_target
+    from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
     from eagle3_jax.loop import SpeculativeLoop
     from eagle3_jax.results import Chunk, Generation, GenerationResult
     from eagle3_jax.sampling import draw, num_digits, probabilities, uniforms
     from eagle3_jax.schedule import SpeculationSchedule
+    from eagle3_jax.sharding import make_mesh
     from eagle3_jax.simulated import SimulatedAcceptance
     from eagle3_jax.state import GenerationState, LoopParams, Prompts, Round
     from eagle3_jax.stats import SpeculationStats
@@ -84,6 +86,7 @@ __all__ = [
     "draw",
     "load_drafter",
     "load_target",
+    "make_mesh",
     "num_digits",
     "probabilities",
     "uniforms",
@@ -96,12 +99,14 @@ _NAMES = {
     "acceptance": "Exact verify verify_greedy",
     "cache": "Cache KeyValue KeyValues LayerCache",
     "contract": "ContractReport check_drafter check_target check_verifier",
-    "decode": "LoadedDrafter LoadedTarget SpeculativeDecoder",
+    "decode": "SpeculativeDecoder",
     "load": "load_drafter load_target",
+    "loaded": "LoadedDrafter LoadedTarget",
     "loop": "SpeculativeLoop",
     "results": "Chunk Generation GenerationResult",
     "sampling": "draw num_digits probabilities uniforms",
     "schedule": "SpeculationSchedule",
+    "sharding": "make_mesh",
     "simulated": "SimulatedAcceptance",
     "state": "GenerationState LoopParams Prompts Round",
     "stats": "SpeculationStats",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
+
+from eagle3_jax.sharding import HEADS, ROWS
 
 
 @runtime_checkable
@@ -112,6 +114,8 @@ class KeyValues:
             any other order would be transposed anew in every round.
         values: ``[B C S Hv]``.
     """
+
+    axes: ClassVar[tuple[str, ...]] = (ROWS, HEADS)  # what a mesh divides (eagle3_jax.sharding)
 
     keys: Float[Array, "B C S H"]
     values: Float[Array, "B C S Hv"]

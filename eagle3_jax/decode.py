@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tokenizers import Tokenizer
+from jax.sharding import Mesh
 
 from eagle3_jax import loop as loops
 from eagle3_jax.acceptance import Exact
 from eagle3_jax.boundary import configured, require_target
 from eagle3_jax.drafters.plain import Plain
+from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
 from eagle3_jax.loop import GenerationState, LoopParams, Prompts, Round, SpeculativeLoop
 from eagle3_jax.results import Chunk, Generation, GenerationResult
 from eagle3_jax.sampling import check_sampling, row_keys, warping_of
 from eagle3_jax.schedule import SpeculationSchedule
+from eagle3_jax.sharding import as_mesh, param_shardings, place, row_shardings, to_host
 from eagle3_jax.stages import StagedLoop, stages_of
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.text import Pieces, tokenized
@@ -29,7 +32,6 @@ from eagle3_jax.types import (
     DraftSampling,
     FinishReason,
     SamplingParams,
-    TargetModel,
     Verifier,
     Warping,
 )
@@ -37,44 +39,6 @@ from eagle3_jax.types import (
 Prompt = str | Sequence[int]
 
 _BUCKET = 128  # prompts and caches grow in these steps, so that most prompts share one compilation
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LoadedTarget:
-    """A target with its arrays.
-
-    Attributes:
-        model: The architecture.
-        params: Its parameters.
-        vocab_size: ``V``.
-        max_positions: Longest sequence it can hold.
-        stop_tokens: Ids that end a text.
-        tokenizer: ``None`` when only token ids can be given.
-        name: For reports.
-    """
-
-    model: TargetModel
-    params: Any
-    vocab_size: int
-    max_positions: int
-    stop_tokens: tuple[int, ...] = ()
-    tokenizer: Tokenizer | None = None
-    name: str = "target"
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LoadedDrafter:
-    """A drafter with its arrays.
-
-    Attributes:
-        drafter: The method.
-        params: Its parameters; ``None`` where it has none.
-        name: For reports.
-    """
-
-    drafter: Drafter[Any]
-    params: Any = None
-    name: str = "drafter"
 
 
 class SpeculativeDecoder:
@@ -99,6 +63,7 @@ class SpeculativeDecoder:
         stop_tokens: Sequence[int] | None = None,
         verifier: Verifier | None = None,
         rounds_per_check: int = 1,
+        mesh: Mesh | None = None,
     ):
         """See the class.
 
@@ -113,10 +78,12 @@ class SpeculativeDecoder:
             verifier: The acceptance rule; the exact one when left out. With another one the output may not be the
                 target's own: results then say ``lossless=False``, as the rule itself does.
             rounds_per_check: See :class:`eagle3_jax.loop.SpeculativeLoop`.
+            mesh: From ``make_mesh``: rows are divided over its ``data``, both models over its ``model``. That of the
+                target when left out.
 
         Raises:
-            ValueError: The drafter cannot draft the shape asked for, or not by sampling; or one of the parts misses a
-                member.
+            ValueError: The drafter cannot draft the shape asked for, or not by sampling; one of the parts misses a
+                member; or the mesh does not divide them.
         """
         if sum(shape is not None for shape in (num_speculative_tokens, tree, schedule)) > 1:
             raise ValueError(
@@ -130,9 +97,15 @@ class SpeculativeDecoder:
         topology = Chain(length) if length is not None else tree
         chosen = configured(loaded.drafter, topology, draft_sampling)
         _check_size(chosen, target)
-        self.target = target
-        self.drafter = loaded
-        self.params = LoopParams(target=target.params, drafter=loaded.params)
+        params = LoopParams(target=target.params, drafter=loaded.params)
+        mesh = target.mesh if mesh is None else as_mesh(mesh)
+        if mesh is not None:
+            parts = (target.model, chosen)
+            shardings = (param_shardings(mesh, part, one) for part, one in zip(parts, params, strict=True))
+            params = place(params, LoopParams(*shardings))
+        self.mesh, self.params = mesh, params
+        self.target = dataclasses.replace(target, params=params.target, mesh=mesh)
+        self.drafter = dataclasses.replace(loaded, params=params.drafter)
         self.stop_tokens = target.stop_tokens if stop_tokens is None else tuple(stop_tokens)
         for token in self.stop_tokens:
             _check_token(token, target.vocab_size, "stop token")
@@ -174,8 +147,9 @@ class SpeculativeDecoder:
         """
         loop, batch, rows = self._batch(_as_batch(prompts), max_new_tokens, sampling, seed)
         start = time.perf_counter()
-        outcome = loops.generate(loop, self.params, batch, capacity=self._capacity(batch))
-        outcome = jax.device_get(jax.block_until_ready(outcome))
+        capacity = self._capacity(batch)
+        outcome = self._on_mesh(loops.generate, loop, self.params, self._on_rows(batch), capacity=capacity)
+        outcome = to_host(jax.block_until_ready(outcome))
         seconds = time.perf_counter() - start
         results = []
         for index, row in enumerate(rows):
@@ -202,7 +176,7 @@ class SpeculativeDecoder:
         seen = start = len(rows[0])
         accepted = 0
         while True:
-            length, finish, stats, tokens = jax.device_get((state.length, state.finish, state.stats, state.tokens))
+            length, finish, stats, tokens = to_host((state.length, state.finish, state.stats, state.tokens))
             new = tokens[0, seen : length[0]].tolist()
             seen, reason = int(length[0]), FinishReason(int(finish[0]))
             pieces = text.of(new[:-1] if reason is FinishReason.STOP else new)
@@ -213,7 +187,7 @@ class SpeculativeDecoder:
             if reason is not FinishReason.RUNNING:
                 return
             latest = next(rounds)
-            state, accepted = latest.state, int(latest.verdict.num_accepted[0])
+            state, accepted = latest.state, int(to_host(latest.verdict.num_accepted)[0])
 
     def rounds(
         self,
@@ -228,7 +202,7 @@ class SpeculativeDecoder:
         Each round's state is consumed by the next, so read what you need of it at once.
         """
         state, rounds, _ = self._start(_as_batch(prompts), max_new_tokens, sampling, seed)
-        while bool(np.any(state.running)):
+        while np.any(to_host(state.running)):
             latest = next(rounds)
             state = latest.state
             yield latest
@@ -263,11 +237,12 @@ class SpeculativeDecoder:
             )
         batch = state.finish.shape[0]
         if any(np.shape(value) != (batch,) for value in jax.tree.leaves(state.sampling)):
-            state = state.replace(sampling=check_sampling(state.sampling, batch))  # type: ignore[attr-defined]
+            sampling = self._on_rows(check_sampling(state.sampling, batch))
+            state = state.replace(sampling=sampling)  # type: ignore[attr-defined]
         sampling, warping = self._last
         if state.sampling is not sampling:  # what the latest step returned needs no reading back
-            warping = warping_of(state.sampling)
-        latest = loops.step(dataclasses.replace(self.loop, warping=warping), self.params, state)
+            warping = warping_of(to_host(state.sampling))
+        latest = self._on_mesh(loops.step, dataclasses.replace(self.loop, warping=warping), self.params, state)
         self._last = latest.state.sampling, warping
         return latest
 
@@ -299,11 +274,12 @@ class SpeculativeDecoder:
         self, prompts: Sequence[Prompt], max_new_tokens: int | Sequence[int], sampling: SamplingParams | None, seed: int
     ) -> tuple[GenerationState, Iterator[Round], list[list[int]]]:
         loop, batch, rows = self._batch(prompts, max_new_tokens, sampling, seed)
-        state = loops.prefill(loop, self.params, batch, capacity=self._capacity(batch))
+        capacity = self._capacity(batch)
+        state = self._on_mesh(loops.prefill, loop, self.params, self._on_rows(batch), capacity=capacity)
 
         def rounds(state: GenerationState) -> Iterator[Round]:
             while True:
-                latest = loops.step(loop, self.params, state)
+                latest = self._on_mesh(loops.step, loop, self.params, state)
                 state = latest.state
                 yield latest
 
@@ -346,6 +322,15 @@ class SpeculativeDecoder:
     def _capacity(self, batch: Prompts) -> int:
         # Room for a whole draft behind the last root, so that no node is ever lost at the end of the buffer.
         return _round_up(max(int(np.max(batch.limit)), batch.tokens.shape[1]) + self.loop.drafter.num_nodes)
+
+    def _on_rows(self, tree: Any) -> Any:
+        """Where the rows of the mesh are."""
+        return tree if self.mesh is None else place(tree, row_shardings(self.mesh, tree))
+
+    def _on_mesh(self, program: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """A compiled program, traced for the mesh."""
+        with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+            return program(*arguments, **options)
 
     def _text(self, tokens: list[int], reason: FinishReason) -> str | None:
         if self.target.tokenizer is None:

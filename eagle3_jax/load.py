@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import PRECISIONS, Precision, cast
+from eagle3_jax.sharding import as_mesh, param_shardings
 from eagle3_jax.sources import bundled, locate
 
 if TYPE_CHECKING:
@@ -31,7 +33,11 @@ def precision_named(name: str) -> Precision:
 
 
 def load_target(
-    source: str | Path | None = None, *, dtype: str = "float32", family: Family | None = None
+    source: str | Path | None = None,
+    *,
+    dtype: str = "float32",
+    family: Family | None = None,
+    mesh: Mesh | None = None,
 ) -> LoadedTarget:
     """Load a target.
 
@@ -39,28 +45,33 @@ def load_target(
         source: A Hugging Face directory, a native one, a hub id, or ``None`` for the bundled target.
         dtype: ``float32``, ``bfloat16``, or ``mixed`` (bfloat16 products summed in float32; fastest on CPUs).
         family: A ``conversion.Family`` of one's own, beside those that are known (``docs/extending.md``).
+        mesh: From ``make_mesh``, to divide it over devices, each of which gets its part alone (``docs/mesh.md``).
 
     Raises:
-        ValueError: It is not a target that this library can run; the message says why.
+        ValueError: It is not a target that this library can run, or the mesh does not divide it; the message says why.
     """
     from conversion import read_target
 
     precision = precision_named(dtype)
     directory = locate(source, "target")
     checkpoint = read_target(directory, family)
+    model = DecoderTarget(checkpoint.config, precision)
+    mesh = None if mesh is None else as_mesh(mesh)
+    shardings = None if mesh is None else param_shardings(mesh, model, model.param_shapes())
     return LoadedTarget(
-        model=DecoderTarget(checkpoint.config, precision),
-        params=cast(checkpoint.params, precision),
+        model=model,
+        params=cast(checkpoint.params, precision, shardings),
         vocab_size=checkpoint.config.vocab_size,
         max_positions=checkpoint.config.max_positions,
         stop_tokens=checkpoint.stop_tokens,
         tokenizer=read_tokenizer(directory / "tokenizer.json"),
         name=str(source or "the bundled target"),
+        mesh=mesh,
     )
 
 
 def load_drafter(source: str | Path | None = None, *, target: LoadedTarget) -> LoadedDrafter:
-    """Load an EAGLE-3 head for a target, in the target's precision.
+    """Load an EAGLE-3 head for a target, in the target's precision and over its mesh.
 
     A head without an embedding of its own shares the target's array.
 
@@ -80,7 +91,7 @@ def load_drafter(source: str | Path | None = None, *, target: LoadedTarget) -> L
     checkpoint = read_head(locate(source, "eagle3"), target.model.config)
     make = HEADS[checkpoint.method].make
     assert make is not None  # or it would not have been read
-    drafter, params = make(checkpoint, target.model.tables(target.params), precision)
+    drafter, params = make(checkpoint, target.model.tables(target.params), precision, target.mesh)
     return LoadedDrafter(drafter, params, str(source or "the bundled head"))
 
 

@@ -26,6 +26,7 @@ from eagle3_jax.boundary import (
 )
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.sampling import draw, keys_at, num_digits, probabilities, uniforms
+from eagle3_jax.sharding import on_rows
 from eagle3_jax.state import GenerationState, LoopParams, Outcome, Prompts, Round
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.tree import ancestor_mask, depths
@@ -124,7 +125,7 @@ class SpeculativeLoop:
             keys=prompts.keys,
             stats=SpeculationStats.zeros(batch, self.drafter.max_depth),
         )
-        return self._emit(state, first[:, None], jnp.ones_like(empty))
+        return on_rows(self._emit(state, first[:, None], jnp.ones_like(empty)))
 
     def step(self, params: LoopParams, state: GenerationState) -> Round:
         """One round: propose, verify, commit, observe. Rows that have finished stay as they are."""
@@ -165,7 +166,7 @@ class SpeculativeLoop:
             drafter = self._observe(params, drafter, seen)
         stats = state.stats.count(draft, verdict, active)
         after = after.replace(cache=cache, drafter=drafter, stats=stats)  # type: ignore[attr-defined]
-        return Round(state=after, draft=draft, verdict=verdict, positions=positions)
+        return Round(state=on_rows(after), draft=draft, verdict=verdict, positions=positions)
 
     def run(self, params: LoopParams, state: GenerationState, *, more_than: int = 0) -> GenerationState:
         """Rounds while more rows than these are running; until every row has finished, that is, if nothing is said."""

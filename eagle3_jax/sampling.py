@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
+from eagle3_jax.sharding import on_rows
 from eagle3_jax.types import DraftSampling, SamplingParams, Warping, per_row
 
 # A token is drawn digit by digit: its id is written in this base, which gives 3 digits up to 262,144 tokens.
@@ -58,7 +59,8 @@ def probabilities(
         sampling: One value per row; a row of temperature 0 becomes a point mass on its argmax (lowest id in a tie).
         warping: ``TRUNCATED`` honours ``top_k`` and ``top_p``; ``TEMPERATURE`` skips their sort when no row uses them.
     """
-    logits = logits.astype(jnp.float32)
+    # Whole rows on a mesh: sorts, sums and draws over a divided vocabulary would each be put together on their own.
+    logits = on_rows(logits.astype(jnp.float32))
     temperature = jnp.asarray(sampling.temperature)[:, None, None]
     # The difference first: a quotient could overflow, and infinity minus infinity is no number.
     best = jnp.max(logits, axis=-1, keepdims=True)
@@ -86,7 +88,8 @@ def _truncate(
     keep = (before < top_p[:, None, None]) | (top_p[:, None, None] >= 1.0)
     ranked = jnp.where(keep.at[..., 0].set(True), ranked, -jnp.inf)
     # Scattered back: on a CPU a second sort for the inverse order would double the cost of the whole function.
-    return jnp.put_along_axis(jnp.empty_like(ranked), order, ranked, axis=-1, inplace=False)
+    back = lambda order, ranked: jnp.zeros_like(ranked).at[order].set(ranked, unique_indices=True)
+    return jax.vmap(jax.vmap(back))(order, ranked)
 
 
 def residual(p: Float[Array, "*B V"], q: Float[Array, "*B V"]) -> tuple[Float[Array, "*B V"], Float[Array, "*B"]]:

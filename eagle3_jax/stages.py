@@ -15,6 +15,7 @@ from eagle3_jax.boundary import configured
 from eagle3_jax.drafters.silent import Silent
 from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.schedule import SpeculationSchedule
+from eagle3_jax.sharding import divides_rows
 from eagle3_jax.state import GenerationState, LoopParams, Round
 from eagle3_jax.tree import Chain
 from eagle3_jax.types import Draft, Drafter
@@ -58,14 +59,15 @@ class StagedLoop(SpeculativeLoop):
     def run(self, params: LoopParams, state: GenerationState, *, more_than: int = 0) -> GenerationState:
         """Rounds until every row has finished, or as many as ``more_than`` are left.
 
-        Each stage works on as many rows as it begins with: those that have finished leave the batch.
+        Each stage works on as many rows as it begins with: those that have finished leave the batch. On a mesh that
+        divides rows they stay where they are, and no cache moves between devices.
         """
         stages = self._reached(state.finish.shape[0])
         ends = [max(stage.max_running, more_than) for stage in stages[1:]] + [more_than]
         for stage, end in zip(stages, ends, strict=True):
             rows = stage.max_running
             loop = self._at(stage)
-            if rows == state.finish.shape[0]:
+            if rows == state.finish.shape[0] or divides_rows():
                 state = loop.run(params, state, more_than=end)
                 continue
             chosen = jnp.argsort(~state.running, stable=True)[:rows]  # at most so many are running by now

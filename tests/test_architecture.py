@@ -16,10 +16,11 @@ FILES = sorted(path for path in LIBRARY.rglob("*.py") if path != LIBRARY / "__in
 
 # A module may import what stands on its own line (with exceptions below) or above.
 LAYERS = (
+    ("sharding",),
     ("cache", "jsonl", "models.config", "sources", "theory", "writing"),
     ("types",),
     ("tree", "sampling", "schedule", "text"),
-    ("acceptance", "boundary", "results", "simulated", "state", "stats"),
+    ("acceptance", "boundary", "loaded", "results", "simulated", "state", "stats"),
     ("models",),
     ("drafters",),
     ("loop",),

@@ -68,7 +68,7 @@ def eagle3(
     shape = Eagle3Config(
         vocab_size=of.vocab_size,
         width=of.model.config.width,
-        layers=layers(variant.pop("num_layers", 1)),
+        layers=variant.pop("layers", None) or layers(variant.pop("num_layers", 1)),
         max_positions=512,
         draft_vocab_size=size,
         target_width=of.model.config.width,

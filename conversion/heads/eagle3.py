@@ -33,6 +33,7 @@ from eagle3_jax.models.config import DecoderConfig, Eagle3Config, default_aux_la
 
 if TYPE_CHECKING:
     import numpy as np
+    from jax.sharding import Mesh
 
     from eagle3_jax.drafters.eagle3 import Eagle3Drafter
     from eagle3_jax.models.layers import Precision
@@ -156,24 +157,29 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     )
 
 
-def make(checkpoint: HeadCheckpoint, tables: Tables, precision: Precision) -> tuple[Eagle3Drafter, dict[str, Any]]:
+def make(
+    checkpoint: HeadCheckpoint, tables: Tables, precision: Precision, mesh: Mesh | None = None
+) -> tuple[Eagle3Drafter, dict[str, Any]]:
     """A drafter and its parameters; without an embedding of its own, or with an equal one, it shares the target's."""
+    import jax
     import jax.numpy as jnp
+    import numpy as np
 
     from eagle3_jax.drafters.eagle3 import Eagle3Drafter
     from eagle3_jax.models.layers import cast
+    from eagle3_jax.sharding import param_shardings
 
-    embedding = tables.embedding
+    drafter, embedding = Eagle3Drafter(checkpoint.config, precision=precision), tables.embedding
     if checkpoint.embedding is not None:
-        own = cast(checkpoint.embedding, precision)
+        own = cast(checkpoint.embedding, precision, None if mesh is None else embedding.sharding)
         same = own.shape == embedding.shape and bool(jnp.array_equal(own, embedding))
         embedding = embedding if same else own
-    params = {
-        "head": cast(checkpoint.head, precision),
-        "embedding": embedding,
-        "draft_to_target": jnp.asarray(checkpoint.draft_to_target, jnp.int32),
-    }
-    return Eagle3Drafter(checkpoint.config, precision=precision), params
+    table = np.asarray(checkpoint.draft_to_target, np.int32)
+    params = {"head": checkpoint.head, "embedding": embedding, "draft_to_target": table}
+    places = {} if mesh is None else param_shardings(mesh, drafter, params)
+    params["head"] = cast(checkpoint.head, precision, places.get("head"))
+    params["draft_to_target"] = jax.device_put(table, places.get("draft_to_target"))
+    return drafter, params
 
 
 def named_aux_layers(top: Fields) -> tuple[int, ...] | None:

@@ -67,8 +67,8 @@ class HeadKind(NamedTuple):
         recognise: Whether a checkpoint is one. The table is asked in its order, and the first that says yes has it.
         difference: What it is and why it cannot stand in for a head that is loaded; empty where it is.
         read: The head from what is stored and its target, where that is known.
-        make: A drafter and its parameters from a head, the target's tables (what it has not it borrows from there)
-            and a precision.
+        make: A drafter and its parameters from a head, the target's tables (what it has not it borrows from there),
+            a precision, and the target's mesh, where it has one.
         dialect: Whose layout a checkpoint is in, from its ``config.json`` and its tensors' names.
     """
 
@@ -77,5 +77,5 @@ class HeadKind(NamedTuple):
     recognise: Callable[[Signs], bool]
     difference: str = ""
     read: Callable[[Stored, DecoderConfig | None], Any] | None = None
-    make: Callable[[Any, Any, Any], tuple[Any, dict[str, Any]]] | None = None
+    make: Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]] | None = None
     dialect: Callable[[Mapping[str, Any], Iterable[str]], str] = lambda config, names: "huggingface"

@@ -18,8 +18,9 @@ from eagle3_jax.cache import Cache, KeyValue, KeyValues, visible
 from eagle3_jax.drafters._grow import Level, draw_chain, grow
 from eagle3_jax.models.config import Eagle3Config
 from eagle3_jax.models.decoder import Attention, Block, CacheMemory, Memory, causal_mask, empty_cache, memories
-from eagle3_jax.models.functional import Params, bind, init_params, param_shapes, traced_once
+from eagle3_jax.models.functional import Params, bind, init_params, param_axes, param_shapes, traced_once
 from eagle3_jax.models.layers import FLOAT32, Linear, Precision, RMSNorm, SwiGLU, embed
+from eagle3_jax.sharding import VOCAB, Axis
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
 from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams
 
@@ -68,7 +69,8 @@ class Eagle3Head(nnx.Module):
             [Block(layer, width=width, norm_eps=eps, precision=precision, rngs=rngs) for layer in config.layers[1:]]
         )
         self.norm = RMSNorm(width, eps)
-        self.head = Linear(width, config.draft_vocab_size, precision=precision, rngs=rngs)
+        vocab = Axis(VOCAB, config.draft_vocab_size)
+        self.head = Linear(width, config.draft_vocab_size, axes=(None, vocab), precision=precision, rngs=rngs)
 
     def fuse(self, features: Float[Array, "B T A Dt"]) -> Float[Array, "B T D"]:
         """``fc`` over the concatenated features, low layer first."""
@@ -184,6 +186,10 @@ class Eagle3Drafter:
     def param_shapes(self) -> Params:
         """Shapes of the network's parameters."""
         return param_shapes(Eagle3Head, self.config, self.precision)
+
+    def param_axes(self) -> Params:
+        """The :data:`~eagle3_jax.sharding.Axes` of all parameters; tables that are looked up are on every device."""
+        return {"head": param_axes(Eagle3Head, self.config, self.precision), "embedding": (), "draft_to_target": ()}
 
     def init_params(self, key: jax.Array) -> Params:
         """Random parameters of the network, for tests and training."""

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from eagle3_jax.cache import Cache, KeyValue, KeyValues, Segment, near, visible
 from eagle3_jax.models.config import DecoderConfig, GroupedQuery, LayerConfig
-from eagle3_jax.models.functional import Params, bind, init_params, param_shapes, traced_once
+from eagle3_jax.models.functional import Params, bind, init_params, param_axes, param_shapes, traced_once
 from eagle3_jax.models.layers import (
     FLOAT32,
     Linear,
@@ -25,6 +25,7 @@ from eagle3_jax.models.layers import (
     product,
 )
 from eagle3_jax.models.rope import rotate, scale_queries
+from eagle3_jax.sharding import HEADS, VOCAB, Axis
 from eagle3_jax.types import Tables, TargetOutput
 
 
@@ -39,10 +40,10 @@ class Attention(nnx.Module):
     def __init__(
         self, config: GroupedQuery, *, d_in: int, width: int, norm_eps: float, precision: Precision, rngs: nnx.Rngs
     ):
-        heads, size = config.num_heads, config.head_dim
+        heads, size, axis = config.num_heads, config.head_dim, Axis(HEADS, config.num_kv_heads)
         columns = (heads + 2 * config.num_kv_heads) * size
-        self.qkv = Linear(d_in, columns, bias=config.qkv_bias, precision=precision, rngs=rngs)
-        self.o = Linear(heads * size, width, bias=config.o_bias, precision=precision, rngs=rngs)
+        self.qkv = Linear(d_in, columns, axes=(None, axis), bias=config.qkv_bias, precision=precision, rngs=rngs)
+        self.o = Linear(heads * size, width, axes=(axis, None), bias=config.o_bias, precision=precision, rngs=rngs)
         if config.qk_norm:
             self.q_norm = RMSNorm(size, norm_eps)
             self.k_norm = RMSNorm(size, norm_eps)
@@ -192,15 +193,17 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, precision: Precision, rngs: nnx.Rngs):
         self.config, self.precision = config, precision
-        shape = (config.vocab_size, config.width)
-        self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) * 0.02)
+        shape, vocab = (config.vocab_size, config.width), Axis(VOCAB, config.vocab_size)
+        # Divided, a table takes an all-reduce for every lookup: it is where it is the output matrix as well.
+        axes = (vocab, None) if config.tie_embeddings else ()
+        self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) * 0.02, axes=axes)
         width, eps = config.width, config.norm_eps
         self.blocks = nnx.List(
             [Block(layer, width=width, norm_eps=eps, precision=precision, rngs=rngs) for layer in config.layers]
         )
         self.norm = RMSNorm(config.width, config.norm_eps)
         if not config.tie_embeddings:
-            self.head = Linear(config.width, config.vocab_size, precision=precision, rngs=rngs)
+            self.head = Linear(config.width, config.vocab_size, axes=(None, vocab), precision=precision, rngs=rngs)
 
     def __call__(
         self,
@@ -248,6 +251,10 @@ class DecoderTarget:
     def param_shapes(self) -> Params:
         """Shapes of every parameter, as a nested dictionary."""
         return param_shapes(Decoder, self.config, self.precision)
+
+    def param_axes(self) -> Params:
+        """The :data:`~eagle3_jax.sharding.Axes` of every parameter, in the same nesting."""
+        return param_axes(Decoder, self.config, self.precision)
 
     @property
     def vocab_size(self) -> int:

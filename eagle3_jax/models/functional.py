@@ -23,6 +23,20 @@ def param_shapes(build: Callable[..., nnx.Module], config: Any, precision: Any) 
     return nnx.to_pure_dict(_abstract(build, config, precision)[1])
 
 
+def param_axes(build: Callable[..., nnx.Module], config: Any, precision: Any) -> Params:
+    """What of each parameter may be divided over devices, as it says itself where it is created; in the same nesting.
+
+    A parameter that says nothing is held by every device.
+    """
+    variables = _abstract(build, config, precision)[1]
+    axes = jax.tree.map(
+        lambda one: one.replace(one.get_metadata().get("axes", ())),
+        variables,
+        is_leaf=lambda one: isinstance(one, nnx.Variable),
+    )
+    return nnx.to_pure_dict(axes)
+
+
 def init_params(build: Callable[..., nnx.Module], config: Any, precision: Any, key: jax.Array) -> Params:
     """Random float32 parameters as a nested dictionary."""
 

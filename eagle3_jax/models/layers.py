@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import NamedSharding
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from eagle3_jax.cache import KeyValue, Segment
 from eagle3_jax.models.config import GatedMLP
+from eagle3_jax.sharding import MLP, Axes, Axis, put_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +43,25 @@ MIXED = Precision("mixed", jnp.bfloat16, jnp.float32)
 PRECISIONS = {p.name: p for p in (FLOAT32, BFLOAT16, MIXED)}
 
 
-def cast(params: Any, precision: Precision) -> Any:
-    """Arrays on the device: matrices in the type they are multiplied in, vectors in that of the activations."""
+def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
+    """Arrays on the device: matrices in the type they are multiplied in, vectors in that of the activations.
 
-    def place(leaf: np.ndarray) -> jax.Array:
+    One after the other, so that the host never holds more than one of them beside what it maps from files.
+
+    Args:
+        params: Arrays of numpy, or what becomes one when it is asked for.
+        precision: Names the types.
+        shardings: Where each of them goes; to the default device when left out.
+    """
+
+    def put(leaf: Any, sharding: NamedSharding | None = None) -> jax.Array:
+        dtype = precision.operands if leaf.ndim > 1 else precision.activations
         # On the host, where it is one pass; on the device every shape would be a program to compile.
-        return jax.device_put(leaf.astype(precision.operands if leaf.ndim > 1 else precision.activations))
+        host = np.asarray(leaf)
+        one = jax.device_put(host.astype(dtype)) if sharding is None else put_shards(host, dtype, sharding)
+        return jax.block_until_ready(one)
 
-    return jax.tree.map(place, params)
+    return jax.tree.map(put, params) if shardings is None else jax.tree.map(put, params, shardings)
 
 
 def _exact(dtype: DTypeLike) -> lax.Precision | None:
@@ -137,12 +150,14 @@ def embed(table: Float[Array, "V D"], tokens: Int[Array, "B T"], precision: Prec
 
 
 class Linear(nnx.Module):
-    """``y = x W + b``; the kernel is stored ``[in, out]``."""
+    """``y = x W + b``; the kernel is stored ``[in, out]``, and ``axes`` are those two (:mod:`eagle3_jax.sharding`)."""
 
-    def __init__(self, d_in: int, d_out: int, *, bias: bool = False, precision: Precision, rngs: nnx.Rngs):
+    def __init__(
+        self, d_in: int, d_out: int, *, axes: Axes = (), bias: bool = False, precision: Precision, rngs: nnx.Rngs
+    ):
         scale = d_in**-0.5
-        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (d_in, d_out), jnp.float32) * scale)
-        self.bias = nnx.Param(jnp.zeros((d_out,), jnp.float32)) if bias else None
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (d_in, d_out), jnp.float32) * scale, axes=axes)
+        self.bias = nnx.Param(jnp.zeros((d_out,), jnp.float32), axes=axes[1:]) if bias else None
         self.precision = precision
 
     def __call__(self, x: Float[Array, "*rows D_in"]) -> Float[Array, "*rows D_out"]:
@@ -168,8 +183,9 @@ class SwiGLU(nnx.Module):
     """``down(silu(gate(x)) · up(x))`` (Shazeer, 2020); gate and up are one product, its columns ``[width, 2]``."""
 
     def __init__(self, width: int, config: GatedMLP, *, precision: Precision, rngs: nnx.Rngs):
-        self.gate_up = Linear(width, 2 * config.width, bias=config.bias, precision=precision, rngs=rngs)
-        self.down = Linear(config.width, width, bias=config.bias, precision=precision, rngs=rngs)
+        inner, options = Axis(MLP, config.width), {"bias": config.bias, "precision": precision, "rngs": rngs}
+        self.gate_up = Linear(width, 2 * config.width, axes=(None, inner), **options)
+        self.down = Linear(config.width, width, axes=(inner, None), **options)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         both = self.gate_up(x).reshape(*x.shape[:-1], -1, 2)

@@ -1,0 +1,51 @@
+"""Models with their arrays, as they come from disk or from a program of one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax.sharding import Mesh
+from tokenizers import Tokenizer
+
+from eagle3_jax.types import Drafter, TargetModel
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedTarget:
+    """A target with its arrays.
+
+    Attributes:
+        model: The architecture.
+        params: Its parameters.
+        vocab_size: ``V``.
+        max_positions: Longest sequence it can hold.
+        stop_tokens: Ids that end a text.
+        tokenizer: ``None`` when only token ids can be given.
+        name: For reports.
+        mesh: Over which its arrays are divided; ``None`` for one device.
+    """
+
+    model: TargetModel
+    params: Any
+    vocab_size: int
+    max_positions: int
+    stop_tokens: tuple[int, ...] = ()
+    tokenizer: Tokenizer | None = None
+    name: str = "target"
+    mesh: Mesh | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoadedDrafter:
+    """A drafter with its arrays.
+
+    Attributes:
+        drafter: The method.
+        params: Its parameters; ``None`` where it has none.
+        name: For reports.
+    """
+
+    drafter: Drafter[Any]
+    params: Any = None
+    name: str = "drafter"

@@ -1,0 +1,108 @@
+"""On a mesh of devices: the same tokens, few things that move, one line where it does not fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import tiny
+from jax.sharding import AbstractMesh
+
+from eagle3_jax.sharding import MESH_AXES, check_rows, make_mesh, param_shardings, parse_mesh
+
+HERE = Path(__file__).parent
+SAME = (
+    "chain",
+    "chain, data=8",
+    "chain, model=8",
+    "tree",
+    "plain",
+    "n-gram",
+    "schedule",
+    "schedule, model=8",
+    "a tied table",
+    "a vocabulary that is not divided",
+    "stream, model=8",
+    "round by round",
+    "chain, sampled",
+    "tree, sampled",
+    "drawn chain",
+)
+
+
+def environment(devices: int) -> dict[str, str]:
+    """Of a process with so many virtual devices, whose programs cost little to compile."""
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    path = os.pathsep.join([str(HERE.parent), str(HERE)])
+    return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, HERE / "on_a_mesh.py"], env=environment(8), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("what", SAME)
+def test_eight_devices_write_what_one_writes(what: str, found: dict[str, Any]) -> None:
+    assert found["same"].keys() == set(SAME)
+    assert found["same"][what]
+
+
+def test_a_step_adds_twice_a_layer_and_moves_nothing_large(found: dict[str, Any]) -> None:
+    """Two target layers; the head's layer runs for two levels and once more for what was accepted."""
+    steps = found["steps"]
+    layers = 2 * (2 + 2 + 1)
+    for name, step in steps.items():
+        assert not step["moves"].keys() & {"collective-permute", "all-to-all", "reduce-scatter"}, name
+        assert step["largest"] < step["keys"], name
+    # Beside them the maximum and the sum behind each of the three levels of draft probabilities.
+    for name in ("chain", "tree", "tree, sampled"):
+        assert steps[name]["moves"]["all-reduce"] == layers + 3 * 2, name
+    # Every lookup in a table that is divided is one more: two levels, what was accepted, the target's own.
+    assert steps["chain, tied"]["moves"]["all-reduce"] == layers + 3 * 2 + 4
+    # Rows do not need each other; but on CPUs lax.top_k puts its operand together.
+    assert steps["n-gram, data=8"]["moves"] == {}
+    assert steps["chain, data=8"]["moves"].keys() == {"all-gather"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model=4,pipe=2", "'pipe' is no axis; the axes are data and model"),
+        ("model", "the size of model is ''"),
+        ("model=four", "the size of model is 'four'; expected a number from 1, as in model=4,data=2"),
+        ("model=0", "the size of model is '0'"),
+        ("model=2,model=2", "names model twice"),
+        ("", "'' is no axis"),
+    ],
+)
+def test_what_is_no_mesh_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse_mesh(text)
+
+
+def test_a_mesh_of_other_sizes_than_the_devices_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model=4,data=2 needs 8 devices and there is 1 \(CPU\)"):
+        make_mesh("model=4,data=2", devices=jax.devices()[:1])
+
+
+def test_a_mesh_that_does_not_divide_is_refused() -> None:
+    target = tiny.target()
+    head = tiny.eagle3(target)
+    shapes = target.model.param_shapes()
+    with pytest.raises(ValueError, match=r"model=4,data=1 does not divide 2 key/value heads: model can be 1, 2$"):
+        param_shardings(AbstractMesh((1, 4), MESH_AXES), target.model, shapes)
+    with pytest.raises(ValueError, match=r"model=3,data=1 does not divide 2 key/value heads: model can be 1, 2$"):
+        param_shardings(AbstractMesh((1, 3), MESH_AXES), head.drafter, head.params)
+    with pytest.raises(ValueError, match=r"divides rows over 4 and the batch has 6; give a multiple of 4 prompts"):
+        check_rows(AbstractMesh((4, 1), MESH_AXES), 6)
