@@ -136,17 +136,18 @@ def verify_points(
         max_depth: ``G``, longest path below the root.
     """
     vocab_size = target_probs.shape[-1]
-    rows, parents = jnp.arange(draft.tokens.shape[0])[:, None], jnp.maximum(draft.parents, 0)
+    pick = jax.vmap(lambda probs, parents, tokens: probs[jnp.maximum(parents, 0), tokens])
+    without = jax.vmap(lambda p, tokens: p.at[tokens].set(0.0, mode="drop"))
     # A token that an elder sibling has proposed has no mass left.
     elder = _elder_siblings(draft) & draft.valid[:, None, :]
     again = jnp.any(elder & (draft.tokens[:, :, None] == draft.tokens[:, None, :]), axis=-1)
-    p = jnp.where(again, 0.0, target_probs[rows, parents, draft.tokens])
+    p = jnp.where(again, 0.0, pick(target_probs, draft.parents, draft.tokens))
     left = 1.0 - jnp.sum(jnp.where(elder, p[:, None, :], 0.0), axis=-1)
     path, count, last = _follow(draft, accept * left < p, max_depth)
 
     refused = draft.valid & (draft.parents == last[:, None])
     whole = jnp.take_along_axis(target_probs, last[:, None, None], axis=1)[:, 0]
-    rest = whole.at[rows, jnp.where(refused, draft.tokens, vocab_size)].set(0.0, mode="drop")
+    rest = without(whole, jnp.where(refused, draft.tokens, vocab_size))
     # Nothing left is what rounding alone can bring about; what is drawn then has mass, too.
     rest = jnp.where(jnp.sum(rest, axis=-1, keepdims=True) > 0, rest, whole)
     return Verdict(path=path, num_accepted=count, next_token=draw(rest, choose))

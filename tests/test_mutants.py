@@ -128,7 +128,7 @@ MUTANTS = {
         verify, RESIDUAL, "jnp.where(child, probs[walk.current], walk.p)", "a tree of sampled siblings"
     ),
     "a refused point mass can be drawn all the same": exact_law(
-        verify_points, "jnp.where(refused, draft.tokens, vocab_size)", "vocab_size", "a deterministic chain"
+        verify_points, "jnp.where(refused, draft.tokens, vocab_size)", "jnp.full_like(draft.tokens, vocab_size)", "a deterministic chain"
     ),
     "a token that is proposed twice has mass twice": at_once(verify_points, "jnp.where(again, 0.0, ", "jnp.where(False, 0.0, "),
     "padding takes its token from its siblings": at_once(verify_points, "& draft.valid[:, None, :]", ""),
