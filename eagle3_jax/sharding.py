@@ -258,9 +258,14 @@ def put_shards(leaf: Any, dtype: Any, sharding: NamedSharding) -> jax.Array:
         dtype: On the devices.
         sharding: Where.
     """
-    return jax.make_array_from_callback(
-        leaf.shape, sharding, lambda index: np.ascontiguousarray(leaf[index]).astype(dtype, copy=False)
-    )
+    shards: dict[str, np.ndarray] = {}  # one for all devices that get the same
+
+    def shard(index: tuple[slice, ...]) -> np.ndarray:
+        if str(index) not in shards:
+            shards[str(index)] = np.ascontiguousarray(leaf[index]).astype(dtype, copy=False)
+        return shards[str(index)]
+
+    return jax.make_array_from_callback(leaf.shape, sharding, shard)
 
 
 def to_host(tree: Any) -> Any:

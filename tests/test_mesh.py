@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,39 @@ def test_a_step_adds_twice_a_layer_and_moves_nothing_large(found: dict[str, Any]
         assert steps[name]["moves"] == {}, name
 
 
+def test_two_processes_print_what_one_prints(tmp_path: Path, cli: Any) -> None:
+    """The shipped pair, whose two key heads go to two devices each of two processes."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("def f(x):\n", "class Stack:\n")))
+    command = ["generate", "--prompts", prompts, "--json", "--batch-size", "2", "--max-new-tokens", "8"]
+    code, alone, _ = cli(*command, "--trace", tmp_path / "alone.json", "--compilation-cache", "none")
+    assert code == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for index in range(2):
+        options = ["--mesh", "model=2,data=2", "--trace", tmp_path / f"{index}.json", "--compilation-cache", "none"]
+        options += ["--distributed", f"coordinator=127.0.0.1:{port},processes=2,process={index}"]
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "eagle3_jax", *map(str, [*command, *options])],
+                env=environment(2),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    (first, said), (second, _) = (process.communicate(timeout=300) for process in processes)
+    assert [process.returncode for process in processes] == [0, 0], said[-2000:]
+    assert second == ""
+    assert [json.loads(line)["token_ids"] for line in first.splitlines()] == [
+        json.loads(line)["token_ids"] for line in alone.splitlines()
+    ]
+    assert (tmp_path / "0.json").read_text() == (tmp_path / "alone.json").read_text()
+    assert not (tmp_path / "1.json").exists()
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -95,6 +129,21 @@ def test_what_is_no_mesh_is_refused(text: str, said: str) -> None:
 def test_a_mesh_of_other_sizes_than_the_devices_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model=4,data=2 needs 8 devices and there is 1 \(CPU\)"):
         make_mesh("model=4,data=2", devices=jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--mesh", "model=2"], "--mesh model=2: a mesh of model=2,data=1 needs 2 devices and there is 1 (CPU)"),
+        (["--mesh", "experts=2"], "'experts' is no axis; the axes are data and model"),
+        (["--distributed", "auto"], "--distributed was given without --mesh"),
+        (["--distributed", "auto", "--mesh", "model=1"], "expected 'auto', or 'coordinator=HOST:PORT,processes=2"),
+        (["--distributed", "process=1", "--mesh", "model=1"], "--distributed 'process=1': expected 'auto', or"),
+        (["--distributed", "coordinator=a:1,processes=2,process=2", "--mesh", "model=1"], "expected 0 to 1"),
+    ],
+)
+def test_the_command_line_says_in_one_line_what_is_wrong(options: list[str], said: str, refused: Any) -> None:
+    assert said in refused("generate", "x", *options)
 
 
 def test_a_mesh_that_does_not_divide_is_refused() -> None:

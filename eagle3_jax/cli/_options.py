@@ -19,6 +19,8 @@ from eagle3_jax.prompts import whole_numbers
 from eagle3_jax.reporting.tables import write_text
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget, SpeculationSchedule
     from eagle3_jax.types import Drafter, Verifier
 
@@ -51,7 +53,7 @@ _LONGEST_NUMBER = 18  # digits; Python refuses to read thousands of them
 _TREE_KEYS = ("num_nodes", "max_depth", "top_k")
 
 
-def read_target(source: str | None, dtype: str) -> LoadedTarget:
+def read_target(source: str | None, dtype: str, mesh: Mesh | None = None) -> LoadedTarget:
     """The target that ``--target`` names."""
     from eagle3_jax import LoadedTarget, load_target
 
@@ -59,7 +61,7 @@ def read_target(source: str | None, dtype: str) -> LoadedTarget:
         raise Misuse("--target is empty; name a directory or a hub id, or leave it out for the bundled target")
     part = own("--target", source)
     if part is None:
-        return load_target(source, dtype=dtype)
+        return load_target(source, dtype=dtype, mesh=mesh)
     loaded = called("--target", part, "an eagle3_jax.LoadedTarget", dtype=dtype)
     if not isinstance(loaded, LoadedTarget):
         raise Misuse(f"--target {source} gave {type(loaded).__name__}; expected an eagle3_jax.LoadedTarget, see {PAGE}")

@@ -11,6 +11,7 @@ import numpy as np
 
 from eagle3_jax import FinishReason, Generation, GenerationResult, Round, SamplingParams, SpeculationStats
 from eagle3_jax.decode import Prompt, SpeculativeDecoder
+from eagle3_jax.sharding import to_host
 
 
 class Trace(NamedTuple):
@@ -38,15 +39,16 @@ def record(
     start = time.perf_counter()
     state = decoder.prefill(encoded, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
     rounds: list[list[dict[str, Any]]] = [[] for _ in encoded]
-    running = np.asarray(state.running)
+    running = to_host(state.running)
     while running.any():
         latest = decoder.step(state)
-        for row in np.flatnonzero(running):
-            rounds[row].append(describe(latest, int(row)))
+        for row, one in enumerate(describe(latest)):
+            if running[row]:
+                rounds[row].append(one)
         state = latest.state
-        running = np.asarray(state.running)
+        running = to_host(state.running)
     seconds = time.perf_counter() - start
-    tokens, length, finish, stats = jax.device_get((state.tokens, state.length, state.finish, state.stats))
+    tokens, length, finish, stats = to_host((state.tokens, state.length, state.finish, state.stats))
     rows = []
     for index, prompt in enumerate(encoded):
         new = tokens[index, len(prompt) : length[index]].tolist()
@@ -57,22 +59,28 @@ def record(
     return Trace(GenerationResult(rows, seconds), described)
 
 
-def describe(latest: Round, row: int) -> dict[str, Any]:
-    """One row of one round; padding nodes are left out and the others keep their order."""
+def describe(latest: Round) -> list[dict[str, Any]]:
+    """The rows of one round; padding nodes are left out and the others keep their order."""
     draft, verdict = latest.draft, latest.verdict
-    tokens, parents, positions, valid, path = (
-        np.asarray(array[row]) for array in (draft.tokens, draft.parents, latest.positions, draft.valid, verdict.path)
-    )
-    nodes = np.flatnonzero(valid)
-    number = {int(node): index for index, node in enumerate(nodes)} | {-1: -1}
-    return {
-        "tokens": tokens[nodes].tolist(),
-        "parents": [number[int(parent)] for parent in parents[nodes]],
-        "positions": positions[nodes].tolist(),
-        "path": [number[int(node)] for node in path if node >= 0],
-        "num_accepted": int(verdict.num_accepted[row]),
-        "next_token": int(verdict.next_token[row]),
-    }
+    columns = (draft.tokens, draft.parents, latest.positions, draft.valid)
+    outcome = (verdict.path, verdict.num_accepted, verdict.next_token)
+    rows = []
+    for tokens, parents, positions, valid, path, accepted, following in zip(
+        *to_host((*columns, *outcome)), strict=True
+    ):
+        nodes = np.flatnonzero(valid)
+        number = {int(node): index for index, node in enumerate(nodes)} | {-1: -1}
+        rows.append(
+            {
+                "tokens": tokens[nodes].tolist(),
+                "parents": [number[int(parent)] for parent in parents[nodes]],
+                "positions": positions[nodes].tolist(),
+                "path": [number[int(node)] for node in path if node >= 0],
+                "num_accepted": int(accepted),
+                "next_token": int(following),
+            }
+        )
+    return rows
 
 
 def _text(decoder: SpeculativeDecoder, tokens: list[int], reason: FinishReason) -> str | None:

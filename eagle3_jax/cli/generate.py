@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import typer
 from eagle3_jax.cli._compiled import CompilationCacheOption, keep_compiled_programs
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._job import Job, Task, status
+from eagle3_jax.cli._mesh import DistributedOption, MeshOption, join, read_mesh
 from eagle3_jax.cli._options import (
     DrafterOption,
     DtypeOption,
@@ -75,6 +77,8 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after stop tokens.")] = False,
     batch_size: Annotated[int, typer.Option(help="Prompts of a file decoded at once with --json.", min=1)] = 1,
     trace: Annotated[Path | None, typer.Option(help="Write every round to this JSON file.")] = None,
+    mesh: MeshOption = None,
+    distributed: DistributedOption = None,
     compilation_cache: CompilationCacheOption = None,
     compare: Annotated[bool, typer.Option(help="Measure the ratio to plain decoding at the end.")] = True,
     as_json: JsonOption = False,
@@ -87,6 +91,8 @@ def generate(
     check_writable(trace)
     requests = _requests(prompt, prompt_ids, prompts, max_new_tokens)
     keep_compiled_programs(compilation_cache)
+    if not join(distributed, mesh) and trace is not None:
+        trace = Path(os.devnull)  # all of them read every round; one writes
 
     from eagle3_jax import DraftSampling, SamplingParams, SpeculativeDecoder
     from eagle3_jax.sampling import check_sampling
@@ -94,8 +100,9 @@ def generate(
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     check_sampling(sampling, 1)
     shape, lengths = parse_tree(tree), parse_schedule(schedule)
+    devices = read_mesh(mesh, _batches(len(requests), batch_size if as_json else 1))
     with status("loading", quiet=as_json):
-        loaded = read_target(target, dtype)
+        loaded = read_target(target, dtype, devices)
         head = read_drafter(drafter, target=loaded, target_source=target)
         with _naming({"--num-speculative-tokens": num_speculative_tokens, "--tree": tree, "--schedule": schedule}):
             decoder = SpeculativeDecoder(
@@ -107,6 +114,7 @@ def generate(
                 draft_sampling=None if draft_sampling is None else DraftSampling(draft_sampling),
                 stop_tokens=() if ignore_eos else None,
                 verifier=read_verifier(verifier),
+                mesh=devices,
             )
     job = Job(decoder, _encoded(decoder, requests), sampling, seed, batch_size, trace)
     if as_json:
@@ -136,6 +144,11 @@ def _requests(prompt: str | None, prompt_ids: str | None, prompts: Path | None, 
     if prompt_ids is not None:
         return [Request(parse_ids(prompt_ids), max_new_tokens)]
     return [Request(read_text(Path(STDIN)) if prompt == STDIN else prompt or "", max_new_tokens)]
+
+
+def _batches(prompts: int, batch_size: int) -> list[int]:
+    """How many are decoded at once."""
+    return [min(batch_size, prompts - start) for start in range(0, prompts, batch_size)]
 
 
 def _encoded(decoder: SpeculativeDecoder, requests: list[Request]) -> list[Task]:

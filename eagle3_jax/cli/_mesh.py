@@ -1,0 +1,98 @@
+"""Several devices and several processes: ``--mesh`` and ``--distributed``."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eagle3_jax.cli._errors import Misuse, one_line
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+PAGE = "docs/mesh.md"
+MeshOption = Annotated[
+    str | None,
+    typer.Option("--mesh", help="Divide both models and the rows of a batch over all devices: 'model=4,data=2'."),
+]
+DistributedOption = Annotated[
+    str | None,
+    typer.Option(
+        "--distributed",
+        help="Be one of several processes: 'auto' where a launcher started them (Slurm, Open MPI, Cloud TPU), or "
+        "'coordinator=HOST:PORT,processes=2,process=0'. The first process prints.",
+    ),
+]
+_PROCESSES = re.compile(
+    r"coordinator=(?P<coordinator>[^,\s]+:\d+),processes=(?P<processes>\d{1,6}),process=(?P<process>\d{1,6})"
+)
+_FORM = "'auto', or 'coordinator=HOST:PORT,processes=2,process=0' with another process for each"
+
+
+def join(distributed: str | None, mesh: str | None) -> bool:
+    """Become one of the processes that ``--distributed`` names, before anything runs on a device.
+
+    Returns:
+        Whether this process is the one that prints; the standard output of the others leads nowhere.
+
+    Raises:
+        Misuse: The option is malformed, or nobody answers.
+    """
+    if distributed is None:
+        return True
+    if mesh is None:
+        raise Misuse("--distributed was given without --mesh, which says what the processes share; see docs/mesh.md")
+    import jax
+
+    found = _PROCESSES.fullmatch(distributed)
+    if found is None and distributed != "auto":
+        raise Misuse(f"--distributed {distributed!r}: expected {_FORM}")
+    try:
+        if found is None:
+            jax.distributed.initialize()
+        else:
+            processes, process = int(found["processes"]), int(found["process"])
+            if process >= processes:
+                raise Misuse(f"--distributed {distributed}: process is {process}; expected 0 to {processes - 1}")
+            jax.distributed.initialize(found["coordinator"], processes, process)
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, Misuse):
+            raise
+        hint = f"; expected {_FORM}" if found is None else ""
+        raise Misuse(f"--distributed {distributed}: {one_line(str(error)).rstrip('.')}{hint}") from None
+    first = jax.process_index() == 0
+    # What carries collectives between processes may print as well (Gloo does): it goes to the standard error.
+    output = os.dup(1) if first else os.open(os.devnull, os.O_WRONLY)
+    sys.stdout.flush()
+    os.dup2(2, 1)
+    sys.stdout = open(output, "w", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115  # to the end
+    return first
+
+
+def read_mesh(text: str | None, batches: list[int]) -> Mesh | None:
+    """The mesh that ``--mesh`` names.
+
+    Args:
+        text: The option.
+        batches: How many prompts will be decoded at once, each time.
+
+    Raises:
+        Misuse: It is malformed, or divides neither the devices at hand nor these batches.
+    """
+    if text is None:
+        return None
+    from eagle3_jax.sharding import check_rows, make_mesh
+
+    how_many = ""
+    try:
+        mesh = make_mesh(text)
+        how_many = " (with --json, --batch-size says how many are decoded at once; text is streamed one by one)"
+        for batch in batches:
+            check_rows(mesh, batch)
+    except ValueError as error:
+        raise Misuse(f"--mesh {text}: {error}{how_many}") from None
+    return mesh
