@@ -59,13 +59,22 @@ def step_costs(
     verifying = SpeculativeDecoder(decoder.target, Plain(drafter.num_nodes), stop_tokens=())
     verify = timed_rounds(verifying, prompts, max_new_tokens=max_new_tokens, tokens=rounds).seconds_per_round
     commit = _commit_seconds(decoder, prompts, max_new_tokens=max_new_tokens, rounds=rounds)
+    draft = draft_seconds(decoder, prompts, max_new_tokens=max_new_tokens, rounds=rounds)
+    return StepCosts(verify, draft, commit)
+
+
+def draft_seconds(
+    decoder: SpeculativeDecoder, prompts: Sequence[Tokens], *, max_new_tokens: int, rounds: int = 32
+) -> float:
+    """Seconds of a draft step, 0 where nothing is drafted; arguments as of :func:`step_costs`."""
+    drafter = decoder.loop.drafter
     if isinstance(drafter, Plain):
-        return StepCosts(verify, 0.0, commit)
+        return 0.0
     state = jax.block_until_ready(decoder.prefill(prompts, max_new_tokens=max_new_tokens))
     tokens = _some_tokens(prompts, drafter.max_depth + 1)
     features = jax.block_until_ready(_features(decoder.loop, decoder.params, tokens))
     draft = _seconds(lambda: _draft_rounds(decoder.loop, decoder.params, state, features, rounds=rounds))
-    return StepCosts(verify, draft / rounds / drafter.max_depth, commit)
+    return draft / rounds / drafter.max_depth
 
 
 def target_seconds(
