@@ -1,6 +1,6 @@
 """Attention of a verify block with a library's kernel for the committed prefix, as a target of one's own.
 
-    python examples/verify_block_attention.py [--rehearse] [--output FILE]      # times it
+    python examples/verify_block_attention.py [--rehearse]      # times it
 
 The core attends over prefix and block at once, under a mask of the whole capacity. Here the two are apart: the prefix
 needs no mask but a length for each row, which kernels of libraries take, and the block (a chain or a tree) sees itself
@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import json
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -189,18 +189,13 @@ def layers_seconds(
     return seconds[2:]
 
 
-def main() -> None:
-    """Time every kernel over contexts and blocks."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rehearse", action="store_true", help="Tiny shapes, on any device.")
-    parser.add_argument("--output", type=Path)
-    given = parser.parse_args()
-    if given.rehearse:
+def rows(*, rehearse: bool) -> Iterator[dict[str, Any]]:
+    """Seconds of every kernel, and of the core, over batches, blocks and contexts."""
+    if rehearse:
         points, layers, heads, dtype, repeats = [(1, 4, 64)], 2, (4, 2, 16), jnp.float32, 2
     else:
-        points = [(batch, fed, context) for batch in (1, 8) for fed in (6, 60) for context in (1024, 4096, 8192)]
+        points = [(batch, fed, context) for context in (1024, 8192) for batch in (1, 8) for fed in (6, 60)]
         layers, heads, dtype, repeats = 32, (32, 8, 128), jnp.bfloat16, 10
-    found = []
     for batch, fed, context in points:
         row: dict[str, Any] = {"batch": batch, "block": fed, "context": context}
         for kernel in ("core", *KERNELS):
@@ -210,10 +205,16 @@ def main() -> None:
                 row[kernel] = Spread.of(seconds).to_json()
             except Exception as error:
                 row[kernel] = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"}
-        found.append(row)
+        yield row
+
+
+def main() -> None:
+    """Print them, a row each line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rehearse", action="store_true", help="Tiny shapes, on any device.")
+    given = parser.parse_args()
+    for row in rows(rehearse=given.rehearse):
         print(json.dumps(row), flush=True)
-        if given.output:
-            given.output.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

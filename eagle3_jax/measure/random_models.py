@@ -68,14 +68,23 @@ def shape_named(name: str) -> DecoderConfig:
     return SHAPES[shape_name(name)]
 
 
-def random_pair(name: str, *, precision: Precision = BFLOAT16, seed: int = 0) -> tuple[LoadedTarget, LoadedDrafter]:
+def random_pair(
+    name: str, *, precision: Precision = BFLOAT16, seed: int = 0, num_layers: int | None = None
+) -> tuple[LoadedTarget, LoadedDrafter]:
     """A target of a named shape and its usual EAGLE-3 head; nothing of it ever lies on the host.
+
+    Args:
+        name: Of :data:`SHAPES`.
+        precision: Of weights and activations.
+        seed: Of the weights.
+        num_layers: Fewer layers than the shape has, for trying things out: at least 3.
 
     Raises:
         ValueError: There is no such shape.
     """
     name, config = shape_name(name), shape_named(name)
-    config = dataclasses.replace(config, max_positions=min(config.max_positions, _MOST_POSITIONS))
+    layers, positions = config.layers[:num_layers], min(config.max_positions, _MOST_POSITIONS)
+    config = dataclasses.replace(config, layers=layers, max_positions=positions)
     model, drafter = DecoderTarget(config, precision), Eagle3Drafter(usual_head(config), precision=precision)
     target_key, head_key = jax.random.split(jax.random.key(seed))
     params = _draw(model.param_shapes(), target_key, precision)
