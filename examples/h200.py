@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("h200.json"))
     parser.add_argument("--budget-seconds", type=float, default=570, help="For all parts together; 570 if left out.")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help=f"Of: {', '.join(PARTS)}.")
+    parser.add_argument("--again", action="store_true", help="Measure parts that are done already, too.")
     parser.add_argument("--rehearse", action="store_true", help="Tiny shapes, on any device.")
     parser.add_argument("--compilation-cache", type=Path, default=default_directory(), metavar="DIR")
     given = parser.parse_args()
@@ -51,7 +52,7 @@ def main() -> None:
     result = started(given.output, rehearse=given.rehearse)
     with own_cache() as own:
         for name in given.only or PARTS:
-            if result["parts"].get(name, {}).get("status") == "done" and not given.only:
+            if result["parts"].get(name, {}).get("status") == "done" and not given.again:
                 continue
             cache = own if name.startswith(KEPT) else given.compilation_cache
             result["parts"][name] = measured(name, end, cache=cache, rehearse=given.rehearse)
