@@ -287,7 +287,7 @@ def clocks() -> str | None:
 
 def main() -> None:
     """Measure one part."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("output", type=Path)
     parser.add_argument("--rehearse", action="store_true")

@@ -210,7 +210,7 @@ def rows(*, rehearse: bool) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Print them, a row each line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rehearse", action="store_true", help="Tiny shapes, on any device.")
     given = parser.parse_args()
     for row in rows(rehearse=given.rehearse):
