@@ -84,7 +84,7 @@ class Setting:
 
 FULL = Setting()
 REHEARSAL = Setting(
-    shape="Llama-tiny", num_layers=3, repeats=2, tokens=6, context=256, contexts=(384,), nodes=(1, NODES), batches=(2,),
+    shape="Llama-tiny", num_layers=2, repeats=2, tokens=6, context=256, contexts=(384,), nodes=(1, NODES), batches=(2,),
     trees=(f"tree of {NODES}",), stream=2**20, variants=("as it is", "as it is, again", "no excess precision"),
     rehearse=True,
 )  # fmt: skip

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 COMPILED = Path(tempfile.gettempdir()) / "eagle3-jax-tests-compiled"
-PARTS = ["device", "round", "verify", "variants", "contexts", "attention", "compilation, nothing kept"]
+PARTS = ["device", "round", "verify", "variants", "contexts", "attention"]
 PLANTED = {
     "def verify(setting: Setting, record: Record) -> None:": "raise RuntimeError('planted')",
     "def contexts(setting: Setting, record: Record) -> None:": "record.add('kept', 1); __import__('time').sleep(600)",
@@ -50,7 +50,7 @@ def rehearsed(tmp_path_factory) -> tuple[dict[str, Any], str]:
     script, parts, output = directory / "h200.py", directory / "h200_parts.py", directory / "h200.json"
     good, whole = script.read_text(), parts.read_text()
     assert '"contexts": 120' in good
-    script.write_text(good.replace('"contexts": 120', '"contexts": 15'))
+    script.write_text(good.replace('"contexts": 120', '"contexts": 20'))
     parts.write_text(plant(whole))
     done = run(script, "--output", str(output), "--only", *PARTS)
     assert done.returncode == 0, done.stderr
@@ -67,7 +67,7 @@ def test_a_part_that_fails_or_hangs_does_not_take_the_others_with_it(rehearsed):
     states = {name: part["status"] for name, part in parts.items()}
     assert states == dict.fromkeys(PARTS, "done") | {"verify": "failed", "contexts": "out of time"}
     assert parts["verify"]["reason"] == "RuntimeError: planted"
-    assert parts["contexts"]["reason"] == "cut off after 15 s; run the command again"
+    assert parts["contexts"]["reason"] == "cut off after 20 s; run the command again"
     assert parts["contexts"]["figures"] == {"kept": 1}
 
 
@@ -103,7 +103,7 @@ def test_the_result_says_what_was_measured_and_where(rehearsed):
     assert figures["variants"]["as it is"]["speed_in_bases"]["median"] == 1
     assert figures["verify"]["verify 6"]["rounds"] == 6  # of a token each
     assert figures["variants"]["as it is"]["rounds"] < 6  # drafts are accepted by dice
-    assert figures["compilation, nothing kept"]["compile_seconds"] > 0
+    assert figures["verify"]["verify 1"]["compile_seconds"] > 0
 
 
 def test_the_reading_follows_from_the_figures(rehearsed):
