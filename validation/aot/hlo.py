@@ -1,0 +1,207 @@
+"""Optimised HLO, read from its text: what is launched, how often, and which arrays it makes.
+
+The text is the only public form of a compiled program. Nothing here knows about decoding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_ARRAY = re.compile(r"\b(pred|bf16|[fsuc]\d+\w*)\[([\d,]*)\](\{[^}]*\})?")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*")
+# A tuple's type ends where an opcode follows; layouts of TPUs have parentheses of their own, but no blank after them.
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
+_SPACE = re.compile(r"S\((\d+)\)")
+
+# What costs nothing: names for arrays that are there already.
+FREE = frozenset(
+    ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "opt-barrier", "add-dependency",
+     "replica-id", "partition-id", "domain")
+)  # fmt: skip
+# What runs other computations and is not launched itself, with the attribute that names them.
+_CALLS = {"call": "to_apply", "async-start": "calls", "while": "condition|body"}
+_BRANCHES = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)")
+
+
+class Array(NamedTuple):
+    """An array that an instruction gives.
+
+    Attributes:
+        dtype: As HLO writes it: ``bf16``, ``s32``.
+        dims: Its shape.
+        space: Memory space; 0 is the device's main memory, 1 a TPU's VMEM, 5 the host's.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    space: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes; those below a byte count as one."""
+        width = 8 if self.dtype == "pred" else int(re.findall(r"\d+", self.dtype)[0])
+        return math.prod(self.dims) * max(width // 8, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+        name: Without the percent sign.
+        type: Of its result, as written.
+        op: Its opcode.
+        rest: Operands and attributes, as written.
+    """
+
+    name: str
+    type: str
+    op: str
+    rest: str
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        """What it gives; a ``*-start`` gives its destination first, or second where the operand is repeated."""
+        return tuple(
+            Array(dtype, tuple(int(dim) for dim in dims.split(",") if dim), _space(layout))
+            for dtype, dims, layout in _ARRAY.findall(self.type)
+        )
+
+    def attribute(self, pattern: str) -> str | None:
+        """The first group of a pattern in what stands behind its opcode."""
+        found = re.search(pattern, self.rest)
+        return found[1] if found else None
+
+    @property
+    def trip_count(self) -> int | None:
+        """Of a ``while``, where the compiler knows it."""
+        found = self.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')
+        return None if found is None else int(found)
+
+    @property
+    def fused(self) -> str | None:
+        """The computation of a fusion."""
+        return self.attribute(r"calls=%?([\w.\-]+)") if self.op == "fusion" else None
+
+    @property
+    def target(self) -> str:
+        """Of a custom call; empty for others."""
+        return self.attribute(r'custom_call_target="([^"]*)"') or "" if self.op == "custom-call" else ""
+
+    @property
+    def estimated_cycles(self) -> int:
+        """The TPU compiler's own estimate; 0 where it gives none."""
+        return int(self.attribute(r'"estimated_cycles":"(\d+)"') or 0)
+
+    @property
+    def traced_from(self) -> str:
+        """Where in the traced program it comes from, as ``jit(step)/target/dot_general``; empty if unknown."""
+        return self.attribute(r'op_name="([^"]*)"') or ""
+
+
+class Launch(NamedTuple):
+    """An instruction that the device is given on its own.
+
+    Attributes:
+        instruction: Which.
+        times: How often in one run of the computation it was found from.
+    """
+
+    instruction: Instruction
+    times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A program.
+
+    Attributes:
+        computations: By name.
+        entry: Name of the one that is run.
+    """
+
+    computations: dict[str, list[Instruction]]
+    entry: str
+
+    @classmethod
+    def parse(cls, text: str) -> Module:
+        """Read the text of a module.
+
+        Raises:
+            ValueError: It has no entry computation.
+        """
+        computations: dict[str, list[Instruction]] = {}
+        entry, current = None, None
+        for line in text.splitlines():
+            if line.startswith("}"):
+                current = None
+            elif found := _COMPUTATION.fullmatch(line):
+                current = computations.setdefault(found[2], [])
+                entry = found[2] if found[1] else entry
+            elif current is not None and (found := _INSTRUCTION.match(line)):
+                current.append(Instruction(*found.groups()))
+        if entry is None:
+            raise ValueError("the text is no HLO module: it has no ENTRY")
+        return cls(computations, entry)
+
+    def launches(self, computation: str, *, loops: bool = True, times: int = 1) -> Iterator[Launch]:
+        """What one run of a computation launches.
+
+        A loop with a known trip count is unrolled; one without counts once, with its condition, or not at all. Of a
+        conditional, every branch counts.
+
+        Args:
+            computation: Its name.
+            loops: Whether loops without a known trip count count.
+            times: How often the computation runs.
+        """
+        for one in self.computations.get(computation, ()):
+            if one.op == "while":
+                known = one.trip_count
+                if known is None and not loops:
+                    continue
+                condition, body = self.loop(one)
+                if known is None:
+                    yield from self.launches(condition, loops=loops, times=times)
+                yield from self.launches(body, loops=loops, times=times * (1 if known is None else known))
+            elif one.op == "conditional":
+                for branch in _branches(one):
+                    yield from self.launches(branch, loops=loops, times=times)
+            elif one.op in _CALLS:
+                called = one.attribute(rf"{_CALLS[one.op]}=%?([\w.\-]+)") or ""
+                yield from self.launches(called, loops=loops, times=times)
+            elif one.op not in FREE and not one.op.endswith(("-done", "-update")):
+                yield Launch(one, times)
+
+    def loop(self, instruction: Instruction) -> tuple[str, str]:
+        """Condition and body of a ``while``."""
+        return (
+            instruction.attribute(r"condition=%?([\w.\-]+)") or "",
+            instruction.attribute(r"body=%?([\w.\-]+)") or "",
+        )
+
+    def open_loops(self) -> list[Instruction]:
+        """The loops of the entry whose trip count nobody knows, largest body first."""
+        found = [one for one in self.computations[self.entry] if one.op == "while" and one.trip_count is None]
+        return sorted(found, key=lambda one: -sum(1 for _ in self.launches(self.loop(one)[1])))
+
+    def inside(self, instruction: Instruction) -> list[Instruction]:
+        """What a fusion fuses; nothing for other instructions."""
+        return self.computations.get(instruction.fused or "", [])
+
+
+def _space(layout: str) -> int:
+    found = _SPACE.search(layout)
+    return int(found[1]) if found else 0
+
+
+def _branches(instruction: Instruction) -> list[str]:
+    listed = instruction.attribute(r"branch_computations=\{([^}]*)\}")
+    if listed is not None:
+        return [name.strip().lstrip("%") for name in listed.split(",")]
+    return _BRANCHES.findall(instruction.rest)
