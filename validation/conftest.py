@@ -14,6 +14,7 @@ import pytest
 
 from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.reporting.environment import committable, environment
+from validation.aot.platforms import Platform
 from validation.checks import Check, Verdict
 from validation.device import SHARE_OF_VLLM, Releases, give_back, products, reason_of_exhaustion, share_memory
 from validation.fixtures import maybe_vllm, subject  # noqa: F401
@@ -62,6 +63,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=SHARE_OF_VLLM,
         metavar="SHARE",
         help=f"of the GPU's memory, for vLLM; {SHARE_OF_VLLM} if left out, beside JAX's XLA_CLIENT_MEM_FRACTION",
+    )
+    group.addoption(
+        "--aot",
+        metavar="PLATFORM",
+        action="append",
+        default=[],
+        help="compile ahead of time for cuda:h200, tpu:v6e:2x2, ..., of which none has to be here; may be repeated",
+    )
+    group.addoption(
+        "--aot-all", action="store_true", help="with --aot: every model, draft and batch, which takes hours"
     )
     parser.addini(
         "validation_manifest",
@@ -141,6 +152,11 @@ def pytest_configure(config: pytest.Config) -> None:
             f"--gpu needs a CUDA device, and jax sees only {jax.devices()[0].platform}: install 'eagle3-jax[cuda]', "
             "or add --rehearse to try the flow without one"
         )
+    try:
+        for name in option("--aot"):
+            Platform.named(name)
+    except ValueError as error:
+        raise pytest.UsageError(f"--aot: {error}") from None
     for name in option("--prompts"):
         if not Path(name).is_file():
             raise pytest.UsageError(f"--prompts: there is no file {name}")
@@ -152,6 +168,7 @@ def pytest_configure(config: pytest.Config) -> None:
         command=committable(shlex.join(["pytest", *map(str, config.invocation_params.args)])),
         gpu=option("--gpu"),
         rehearsal=option("--rehearse"),
+        aot=option("--aot"),
         manifest=_manifest_of(config),
     )
     config.stash[RELEASES] = Releases()
@@ -210,8 +227,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         check = item.stash[_CHECK]
         kind = check.level, without_case(check.name)
-        if BY_NAME[check.level].gpu_only and not option("--gpu"):
-            check.reason = "only with --gpu"
+        if not config.stash[REPORT].asks_for(BY_NAME[check.level]):
+            check.reason = f"only with --{BY_NAME[check.level].only_with}"
         elif option("--level") and check.level not in option("--level"):
             check.reason = "deselected by --level"
         # Speeds have a plan for it; planted bugs try the checks, not the device.

@@ -9,12 +9,13 @@ python -m validation.aot --table BEFORE.json AFTER.json                         
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from eagle3_jax.reporting.environment import environment
+from eagle3_jax.reporting.environment import git
 from validation.aot import table
 from validation.aot.apart import measured_apart
 from validation.aot.grid import ALL, cases_of
@@ -107,7 +108,7 @@ def _lines(row: Measured) -> Iterator[str]:
         yield (
             f"    host {part.host}, cache copies {part.cache_copies}, cache rewrites {part.cache_rewrites}, "
             f"table copies {part.table_copies}, copied {part.copied / _MIB:,.1f} MiB, "
-            f"collectives {_words(part.collectives) or 'none'}, open loops {part.open_loops}"
+            f"collectives {_words(part.collectives) or 'none'}, decisions {part.decisions}"
         )
         if part.cycles:
             yield f"    the compiler's estimate: {part.cycles / 1e6:.2f} million cycles"
@@ -118,9 +119,9 @@ def _words(counts: dict[str, int]) -> str:
 
 
 def _note() -> dict[str, str]:
-    facts = environment()
-    git = facts["git"]
-    return {"date": str(facts["date"])[:10], "commit": git["commit"][:7] if isinstance(git, dict) else "unknown"}
+    found = git()
+    commit = found["commit"][:7] if isinstance(found, dict) else found
+    return {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "commit": commit}
 
 
 if __name__ == "__main__":

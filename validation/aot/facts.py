@@ -7,7 +7,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 
-from validation.aot.hlo import Array, Instruction, Launch, Module
+from validation.aot.hlo import Array, Instruction, Module, Step
 
 COLLECTIVES = (
     "all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast",
@@ -34,26 +34,29 @@ class Part:
         launches: Instructions that a device is given on their own, loops unrolled by known trip counts.
         kinds: Of these, how many of each opcode.
         scopes: Of these, how many belong to each named scope of a round; ``other`` for what has none.
-        open_loops: Loops whose trip count the compiler does not know; each is counted once.
+        decisions: Conditionals, and loops without a known trip count: a GPU asks the host which way to go. Such a loop
+            is counted as if it ran once.
         host: Transfers from and to the host, and calls into it.
         cache_copies: Copies of a whole cache of a layer, or of anything of its shape.
         cache_rewrites: Instructions that write a whole cache where an update in place would do.
         table_copies: Copies of the embedding, whole.
         copied: Bytes in all copies of a MiB and more.
         collectives: How many of each kind.
+        collected: Bytes that they give.
         cycles: The TPU compiler's own estimate; 0 elsewhere.
     """
 
     launches: int = 0
     kinds: dict[str, int] = dataclasses.field(default_factory=dict)
     scopes: dict[str, int] = dataclasses.field(default_factory=dict)
-    open_loops: int = 0
+    decisions: int = 0
     host: int = 0
     cache_copies: int = 0
     cache_rewrites: int = 0
     table_copies: int = 0
     copied: int = 0
     collectives: dict[str, int] = dataclasses.field(default_factory=dict)
+    collected: int = 0
     cycles: int = 0
 
 
@@ -72,33 +75,35 @@ def parts_of(text: str, *, rounds: bool, caches: Sequence[tuple[int, ...]], tabl
     """
     module = Module.parse(text)
     if not rounds:
-        return {"whole": _part(module, module.launches(module.entry), caches, table)}
+        return {"whole": _part(module, module.steps(module.entry), caches, table)}
     loops = module.open_loops()
     if not loops:
         raise ValueError("the program has no loop without a known trip count, so none of rounds")
     condition, body = module.loop(loops[0])
-    each = [*module.launches(condition), *module.launches(body)]
+    each = [*module.steps(condition), *module.steps(body)]
     return {
         "round": _part(module, each, caches, table),
-        "before": _part(module, module.launches(module.entry, loops=False), caches, table),
+        "before": _part(module, module.steps(module.entry, loops=False), caches, table),
     }
 
 
-def _part(
-    module: Module, launches: Iterable[Launch], caches: Sequence[tuple[int, ...]], table: tuple[int, ...]
-) -> Part:
+def _part(module: Module, steps: Iterable[Step], caches: Sequence[tuple[int, ...]], table: tuple[int, ...]) -> Part:
     part = Part()
     kinds: collections.Counter[str] = collections.Counter()
     scopes: collections.Counter[str] = collections.Counter()
     collectives: collections.Counter[str] = collections.Counter()
     cached, tables = {_sorted(dims) for dims in caches}, {_sorted(table)}
-    for one, times in launches:
+    for one, times in steps:
+        part.decisions += times * (module.is_open_loop(one) or one.op == "conditional")
+        if not one.is_launched:
+            continue
         kinds[one.op] += times
         scopes[_scope(one)] += times
         part.host += times * is_of_the_host(one)
         part.cycles += times * one.estimated_cycles
         if (kind := one.op.removesuffix("-start")) in COLLECTIVES:
             collectives[kind] += times
+            part.collected += times * one.arrays[-1].size
         if (copied := copied_by(module, one)) is not None:
             part.copied += times * copied.size * (copied.size >= _LARGE)
             part.cache_copies += times * (_sorted(copied.dims) in cached)

@@ -23,8 +23,8 @@ FREE = frozenset(
     ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "opt-barrier", "add-dependency",
      "replica-id", "partition-id", "domain")
 )  # fmt: skip
-# What runs other computations and is not launched itself, with the attribute that names them.
-_CALLS = {"call": "to_apply", "async-start": "calls", "while": "condition|body"}
+# What only says which computation is next. A fusion is one kernel, whatever it calls.
+_CONTROL = frozenset(("while", "conditional", "call", "async-start"))
 _BRANCHES = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)")
 
 
@@ -66,7 +66,7 @@ class Instruction:
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
-        """What it gives; a ``*-start`` gives its destination first, or second where the operand is repeated."""
+        """What it gives; of a ``copy-start`` the first is its destination, of a collective's the last."""
         return tuple(
             Array(dtype, tuple(int(dim) for dim in dims.split(",") if dim), _space(layout))
             for dtype, dims, layout in _ARRAY.findall(self.type)
@@ -78,10 +78,9 @@ class Instruction:
         return found[1] if found else None
 
     @property
-    def trip_count(self) -> int | None:
-        """Of a ``while``, where the compiler knows it."""
-        found = self.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')
-        return None if found is None else int(found)
+    def is_launched(self) -> bool:
+        """Whether a device is given it on its own."""
+        return self.op not in FREE and self.op not in _CONTROL and not self.op.endswith(("-done", "-update"))
 
     @property
     def fused(self) -> str | None:
@@ -104,8 +103,8 @@ class Instruction:
         return self.attribute(r'op_name="([^"]*)"') or ""
 
 
-class Launch(NamedTuple):
-    """An instruction that the device is given on its own.
+class Step(NamedTuple):
+    """An instruction that is come to.
 
     Attributes:
         instruction: Which.
@@ -149,8 +148,8 @@ class Module:
             raise ValueError("the text is no HLO module: it has no ENTRY")
         return cls(computations, entry)
 
-    def launches(self, computation: str, *, loops: bool = True, times: int = 1) -> Iterator[Launch]:
-        """What one run of a computation launches.
+    def steps(self, computation: str, *, loops: bool = True, times: int = 1) -> Iterator[Step]:
+        """Every instruction that one run of a computation comes to, those of the computations it calls among them.
 
         A loop with a known trip count is unrolled; one without counts once, with its condition, or not at all. Of a
         conditional, every branch counts.
@@ -161,22 +160,46 @@ class Module:
             times: How often the computation runs.
         """
         for one in self.computations.get(computation, ()):
-            if one.op == "while":
-                known = one.trip_count
-                if known is None and not loops:
-                    continue
-                condition, body = self.loop(one)
-                if known is None:
-                    yield from self.launches(condition, loops=loops, times=times)
-                yield from self.launches(body, loops=loops, times=times * (1 if known is None else known))
-            elif one.op == "conditional":
-                for branch in _branches(one):
-                    yield from self.launches(branch, loops=loops, times=times)
-            elif one.op in _CALLS:
-                called = one.attribute(rf"{_CALLS[one.op]}=%?([\w.\-]+)") or ""
-                yield from self.launches(called, loops=loops, times=times)
-            elif one.op not in FREE and not one.op.endswith(("-done", "-update")):
-                yield Launch(one, times)
+            if self.is_open_loop(one) and not loops:
+                continue
+            yield Step(one, times)
+            for called in self._called(one):
+                yield from self.steps(called, loops=loops, times=times * (self.trip_count(one) or 1))
+
+    def launches(self, computation: str, *, loops: bool = True) -> Iterator[Step]:
+        """Those of :meth:`steps` that a device is given on their own."""
+        return (step for step in self.steps(computation, loops=loops) if step.instruction.is_launched)
+
+    def _called(self, one: Instruction) -> list[str]:
+        if one.op == "while":
+            condition, body = self.loop(one)
+            return [condition, body] if self.is_open_loop(one) else [body]
+        if one.op == "conditional":
+            return _branches(one)
+        if one.op in ("call", "async-start"):
+            return [one.attribute(r"(?:to_apply|calls)=%?([\w.\-]+)") or ""]
+        return []
+
+    def trip_count(self, instruction: Instruction) -> int | None:
+        """Of a ``while``; ``None`` for other instructions, and where nobody knows it.
+
+        GPU programs say it. In those of TPUs it is the constant that a counter, from zero by one, is compared with.
+        """
+        if instruction.op != "while":
+            return None
+        told = instruction.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')
+        if told is not None:
+            return int(told)
+        condition = self.computations.get(self.loop(instruction)[0], [])
+        if sorted(one.op for one in condition) != ["compare", "constant", "get-tuple-element", "parameter"]:
+            return None
+        least = next(one for one in condition if one.op == "constant").rest.partition(")")[0]
+        counts = any(one.attribute(r"direction=(LT)") for one in condition)
+        return int(least) if counts and least.isdecimal() else None
+
+    def is_open_loop(self, instruction: Instruction) -> bool:
+        """Whether it is a loop whose trip count nobody knows."""
+        return instruction.op == "while" and self.trip_count(instruction) is None
 
     def loop(self, instruction: Instruction) -> tuple[str, str]:
         """Condition and body of a ``while``."""
@@ -187,7 +210,7 @@ class Module:
 
     def open_loops(self) -> list[Instruction]:
         """The loops of the entry whose trip count nobody knows, largest body first."""
-        found = [one for one in self.computations[self.entry] if one.op == "while" and one.trip_count is None]
+        found = [one for one in self.computations[self.entry] if self.is_open_loop(one)]
         return sorted(found, key=lambda one: -sum(1 for _ in self.launches(self.loop(one)[1])))
 
     def inside(self, instruction: Instruction) -> list[Instruction]:
