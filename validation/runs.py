@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +139,13 @@ class Report:
             parts.append(f"Modules that skipped themselves: {len(self.skipped)}.")
         return " ".join(parts)
 
-    def incomplete(self) -> list[str]:
-        """What ``--complete`` asks for and this run lacks, a line each."""
-        wanted = [result for result in self.levels.values() if self.asks_for(result.level)]
+    def incomplete(self, levels: Collection[str] = ()) -> list[str]:
+        """What ``--complete`` asks for and this run lacks, a line each; of these levels, where some are named."""
+        wanted = [
+            result
+            for name, result in self.levels.items()
+            if (name in levels if levels else self.asks_for(result.level))
+        ]
         return [
             f"{result.level.name} {result.verdict}: {' '.join(result.reason.split())}"
             for result in wanted
@@ -217,4 +221,7 @@ def verdict_lines(report: Report) -> Iterator[tuple[Verdict, str]]:
     for name, result in report.levels.items():
         reason = result.reason.splitlines()[0] if result.reason else ""
         detail = result.headline if result.verdict is Verdict.PASSED else reason or result.headline
-        yield result.verdict, f"{result.verdict.upper():<10}  {name}  {result.level.title:<{width}}  {detail}".rstrip()
+        yield (
+            result.verdict,
+            f"{result.verdict.upper():<10}  {name:<3}  {result.level.title:<{width}}  {detail}".rstrip(),
+        )

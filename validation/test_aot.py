@@ -21,6 +21,7 @@ pytestmark = pytest.mark.level("AOT")
 
 ALIASED = 0.99  # of the state's bytes
 _MIB = 2**20
+_not_here: dict[str, str] = {}
 _NAMED = "python -m validation.aot {} --record validation/results/aot.json"
 
 
@@ -31,17 +32,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("case", cases, ids=[case.name.replace(" ", "-") for case in cases])
 
 
-_measured = functools.lru_cache(measured_apart)
+@functools.cache
+def _measured(case: Case) -> Measured | str:
+    """What it became, or why it cannot be compiled here."""
+    if case.platform in _not_here:
+        return _not_here[case.platform]
+    try:
+        return measured_apart(case)
+    except NotHere as error:
+        _not_here[case.platform] = str(error)
+        return str(error)
 
 
 @pytest.fixture
-def measured(case: Case, check: Check) -> Measured:
+def measured(case: Case) -> Measured:
     """Compiled once for all checks of a case, in a process of its own."""
-    try:
-        found = _measured(case)
-    except NotHere as reason:
-        pytest.skip(str(reason))
-    check.number(compiled=found.case.name)
+    found = _measured(case)
+    if isinstance(found, str):
+        pytest.skip(found)
     return found
 
 

@@ -30,8 +30,8 @@ def cases_of(
     Raises:
         ValueError: A name is unknown.
     """
-    for names in itertools.product(platform, target, program, draft, batch, sampled):
-        yield Case(**dict(zip(("platform", "target", "program", "draft", "batch", "sampled"), names, strict=True)))
+    for where, shape, name, shot, rows, warm in itertools.product(platform, target, program, draft, batch, sampled):
+        yield Case(platform=where, target=shape, program=name, draft=shot, batch=rows, sampled=warm)
 
 
 def few(platform: str) -> list[Case]:

@@ -27,6 +27,11 @@ def load(path: Path = PATH) -> dict[str, Measured]:
     return {key(row): row for row in rows}
 
 
+def note_of(path: Path = PATH) -> dict[str, str]:
+    """When a record was last written, and from which commit."""
+    return json.loads(path.read_text("utf-8"))["note"]
+
+
 def key(row: Measured) -> str:
     """What tells a row from others."""
     return row.case.name if len(row.facts) > 1 else f"{row.case.name} L{row.deep.layers}"
