@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from validation.aot import platforms
+from validation.aot import platforms, table
 from validation.aot.__main__ import main
 from validation.aot.facts import Part, copied_by, is_of_the_host, parts_of
+from validation.aot.grid import few
 from validation.aot.hlo import Array, Instruction, Module
 from validation.aot.measured import Facts, Measured
 from validation.aot.platforms import Platform
 from validation.aot.programs import Case
-from validation.aot.record import budget, load, save
+from validation.aot.record import PATH, budget, load, save
 
 pytest_plugins = ["pytester", "validation_runs"]
 
@@ -310,3 +311,25 @@ def test_complete_with_a_level_asks_for_that_level_alone(validate) -> None:
     assert result.ret == 0
     result, _ = validate(source.replace("pass", "pytest.skip('no compiler')"), "--level", "AOT", "--complete")
     assert result.ret == pytest.ExitCode.TESTS_FAILED, "nothing ran"
+
+
+# ---------------------------------------------------------------- what is recorded
+
+
+def test_the_tables_of_the_page_are_their_records() -> None:
+    """To write them again: ``python -m validation.aot --table BEFORE AFTER``."""
+    page = (HLO.parent.parent / "docs" / "accelerators.md").read_text()
+    assert table.page(PATH.with_name("aot-0.2.0.json"), PATH) in page
+
+
+def test_what_every_commit_compiles_is_recorded() -> None:
+    rows = load()
+    assert not [case.name for case in few("cuda:h200") if case.name not in rows]
+
+
+def test_no_round_that_is_recorded_copies_a_cache_or_a_table_or_waits_for_the_host() -> None:
+    for name, row in load().items():
+        part = row.deep.parts[row.main]
+        if row.case.program != "prefill":
+            assert (part.host, part.cache_copies, part.cache_rewrites, part.table_copies) == (0, 0, 0, 0), name
+            assert row.aliased is None or row.aliased >= 0.99, name

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.level("AOT")
 
 ALIASED = 0.99  # of the state's bytes
 _MIB = 2**20
-_not_here: dict[str, str] = {}
+_not_here: dict[str, NotHere] = {}
 _NAMED = "python -m validation.aot {} --record validation/results/aot.json"
 
 
@@ -33,23 +33,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @functools.cache
-def _measured(case: Case) -> Measured | str:
-    """What it became, or why it cannot be compiled here."""
+def _measured(case: Case) -> Measured | Exception:
+    """What it became, or why it did not; neither is found out twice."""
     if case.platform in _not_here:
         return _not_here[case.platform]
     try:
         return measured_apart(case)
-    except NotHere as error:
-        _not_here[case.platform] = str(error)
-        return str(error)
+    except NotHere as reason:
+        _not_here[case.platform] = reason
+        return reason
+    except (ValueError, RuntimeError) as error:
+        return error
 
 
 @pytest.fixture
 def measured(case: Case) -> Measured:
     """Compiled once for all checks of a case, in a process of its own."""
     found = _measured(case)
-    if isinstance(found, str):
-        pytest.skip(found)
+    if isinstance(found, NotHere):
+        pytest.skip(str(found))
+    if isinstance(found, Exception):
+        pytest.fail(str(found), pytrace=False)
     return found
 
 

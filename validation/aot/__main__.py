@@ -22,7 +22,7 @@ from validation.aot.grid import ALL, cases_of
 from validation.aot.measured import DEPTHS, Measured
 from validation.aot.platforms import NotHere
 from validation.aot.programs import Case
-from validation.aot.record import load, save
+from validation.aot.record import save
 
 _MIB = 2**20
 
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     try:
         if options.table:
-            print(table.page(*map(load, options.table)))
+            print(table.page(*options.table), end="")
             return 0
         rows = []
         for row in _measure(options):
@@ -96,7 +96,8 @@ def _measure(options: argparse.Namespace) -> Iterator[Measured]:
 def _lines(row: Measured) -> Iterator[str]:
     deep = row.deep
     yield f"{row.case.name}, {deep.layers} layers"
-    yield "  seconds: " + ", ".join(f"{name} {value:.1f}" for name, value in deep.seconds.items())
+    for words, seconds in (("seconds", deep.seconds), ("CPU seconds", deep.cpu_seconds)):
+        yield f"  {words}: " + ", ".join(f"{name} {value:.1f}" for name, value in seconds.items())
     yield "  MiB: " + ", ".join(f"{name} {value / _MIB:,.1f}" for name, value in deep.memory.items())
     if row.aliased is not None:
         yield f"  state updated in place: {row.aliased:.1%}"

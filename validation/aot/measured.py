@@ -20,9 +20,10 @@ class Facts:
     Attributes:
         layers: Of the target.
         parts: See :func:`validation.aot.facts.parts_of`.
-        seconds: To ``trace``, ``lower`` and ``compile``.
+        seconds: To ``trace``, ``lower`` and ``compile``, by the clock.
         memory: Bytes; see :class:`validation.aot.programs.Compiled`.
         state: Bytes of the state that is given to be consumed; 0 where there is none.
+        cpu_seconds: As ``seconds``, of all cores.
     """
 
     layers: int
@@ -30,11 +31,12 @@ class Facts:
     seconds: dict[str, float]
     memory: dict[str, int]
     state: int
+    cpu_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, compiled: Compiled, parts: dict[str, Part]) -> Facts:
         """Without the text."""
-        return cls(compiled.layers, parts, compiled.seconds, compiled.memory, compiled.state)
+        return cls(compiled.layers, parts, compiled.seconds, compiled.memory, compiled.state, compiled.cpu_seconds)
 
 
 @dataclasses.dataclass(frozen=True)
