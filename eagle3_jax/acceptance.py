@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from eagle3_jax.sampling import draw, num_digits, probabilities, residual, uniforms
+from eagle3_jax.sampling import argmax, draw, num_digits, probabilities, residual, uniforms
 from eagle3_jax.tree import ancestor_mask, depths
 from eagle3_jax.types import Draft, SamplingParams, Verdict, Warping
 
@@ -43,7 +43,7 @@ class Exact:
     ) -> Verdict:
         """See :class:`~eagle3_jax.types.Verifier`."""
         if warping is Warping.GREEDY:
-            return verify_greedy(draft, jnp.argmax(logits, axis=-1).astype(jnp.int32), max_depth=max_depth)
+            return verify_greedy(draft, argmax(logits), max_depth=max_depth)
         accept, choose = verification_dice(keys, logits.shape[1], logits.shape[2])
         probs = probabilities(logits, sampling, warping)
         return verify(draft, probs, accept=accept, choose=choose, max_depth=max_depth)

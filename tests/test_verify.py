@@ -9,7 +9,7 @@ import oracle
 import pytest
 
 from eagle3_jax.acceptance import verify, verify_greedy, verify_points
-from eagle3_jax.sampling import draw, residual
+from eagle3_jax.sampling import argmax, draw, residual
 from eagle3_jax.types import Draft, Verdict
 
 GRID = 4096
@@ -214,3 +214,12 @@ def check_point_masses(seed: int, rows: int = 2048, nodes: int = 8, vocabulary: 
 @pytest.mark.parametrize("seed", range(2))
 def test_point_masses_are_decided_at_once_as_one_by_one(seed: int) -> None:
     check_point_masses(seed)
+
+
+@pytest.mark.parametrize("size", [1, 2, 37, 4096])
+def test_argmax_is_the_lowest_index_of_the_largest(size: int) -> None:
+    rng = np.random.default_rng(size)
+    few = rng.integers(0, 4, (3, 5, size)).astype(np.float32)  # so many ties
+    for x in (few, -few, np.full_like(few, -np.inf), np.where(few == 1, np.inf, few)):
+        for find in (argmax, jax.jit(argmax)):
+            assert np.array_equal(find(jnp.asarray(x)), np.argmax(x, axis=-1))

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from eagle3_jax.sampling import draw, num_digits, probabilities, uniforms
+from eagle3_jax.sampling import argmax, draw, num_digits, probabilities, uniforms
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
 from eagle3_jax.types import Draft, SamplingParams, Warping
 
@@ -102,7 +102,7 @@ def draw_chain(
         logits = level.logits[:, 0]
         q = probabilities(level.logits, sampling, Warping.TEMPERATURE)[:, 0]
         # Where every temperature is a constant 0 the compiler keeps the argmax alone.
-        ids = jnp.where(greedy, jnp.argmax(logits, axis=-1).astype(jnp.int32), draw(q, dice[:, index]))
+        ids = jnp.where(greedy, argmax(logits), draw(q, dice[:, index]))
         tokens.append(draft_to_target[ids])
         probs.append(jnp.zeros((batch, vocab_size), jnp.float32).at[:, draft_to_target].add(q))
         if index + 1 < depth:
@@ -120,7 +120,7 @@ def _grow_chain(
     batch, depth = root.shape[0], chain.num_speculative_tokens
     level, tokens = first, []
     for index in range(depth):
-        tokens.append(draft_to_target[jnp.argmax(level.logits[:, 0], axis=-1)])
+        tokens.append(draft_to_target[argmax(level.logits[:, 0])])
         if index + 1 < depth:
             seen = jnp.ones((batch, 1, index + 1), jnp.bool_)
             level = run(tokens[-1][:, None], level.carry, index, seen, level.memory)
