@@ -55,7 +55,7 @@ def cells_of_a_model(row: Measured) -> list[str]:
         number(deep.parts[row.main].launches),
         number(deep.memory["peak"] / _GIB, 1),
         number(deep.memory["temp"] / _GIB, 2),
-        *(number(deep.cpu_seconds[verb], 1) for verb in ("trace", "lower", "compile")),
+        *(number(deep.cpu_seconds.get(verb), 1) for verb in ("trace", "lower", "compile")),
     ]
 
 
