@@ -7,10 +7,10 @@ import math
 from typing import Any
 
 import jax
-from eagle3_jax.sharding import make_mesh, param_shardings, parse_mesh, row_shardings
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from eagle3_jax.loop import LoopParams, SpeculativeLoop
+from eagle3_jax.sharding import make_mesh, param_shardings, parse_mesh, row_shardings
 from validation.aot.platforms import Platform
 
 
