@@ -91,8 +91,8 @@ def of_meshes(rows: Mapping[str, Measured]) -> list[str]:
     """What travels between devices, a sentence for each program on a mesh."""
     return [
         f"On `{row.case.mesh}` of `{row.case.platform}`, a {row.case.program} of {row.case.draft} at batch "
-        f"{row.case.batch}: a layer adds {_counts(row.collectives_per_layer(row.main))}; {row.deep.layers} layers and the "
-        f"rest have {_counts(row.deep.parts[row.main].collectives)}."
+        f"{row.case.batch}: a layer adds {_counts(row.collectives_per_layer(row.main))}; {row.deep.layers} layers and "
+        f"the rest have {_counts(row.deep.parts[row.main].collectives)}."
         for row in rows.values()
         if row.case.mesh
     ]
