@@ -15,7 +15,7 @@ import pytest
 from validation.aot import platforms, table
 from validation.aot.__main__ import main
 from validation.aot.facts import Part, copied_by, is_of_the_host, parts_of
-from validation.aot.grid import few
+from validation.aot.grid import few, on_meshes
 from validation.aot.hlo import Array, Instruction, Module
 from validation.aot.measured import Facts, Measured
 from validation.aot.platforms import Platform
@@ -85,7 +85,7 @@ def test_every_branch_of_a_conditional_counts_and_the_decision_is_the_hosts() ->
 def test_what_ends_an_asynchronous_operation_is_no_launch_of_its_own() -> None:
     part = whole("all_reduce.cuda")
     assert part.kinds == {"fusion": 4, "all-reduce-start": 1}
-    assert part.collectives == {"all-reduce": 1} and part.collected == 4 * 8 * 512
+    assert part.collectives == {"all-reduce": 1} and part.cache_collectives == 0
 
 
 def test_an_asynchronous_computation_is_launched_once() -> None:
@@ -144,7 +144,7 @@ def test_a_cache_written_whole_where_an_update_would_do_is_seen() -> None:
 
 def test_a_gather_of_a_cache_is_seen() -> None:
     part = whole("gathered.cuda")
-    assert part.collectives == {"all-gather": 1} and part.collected == CACHE_BYTES
+    assert part.collectives == {"all-gather": 1} and part.cache_collectives == 1
 
 
 def test_a_table_looked_up_by_its_bits_is_copied_but_not_when_it_fits_into_fast_memory() -> None:
@@ -201,6 +201,19 @@ def test_a_layer_and_the_rest_follow_from_two_depths() -> None:
     assert row.per_layer("whole") == 16 and row.outside("whole") == 233
     assert row.aliased == 0.99
     assert measured((281,)).per_layer("whole") is None and measured((281,)).outside("whole") is None
+
+
+def test_collectives_of_a_layer_follow_too() -> None:
+    parts = [
+        Part(collectives={"all-reduce": 26, "all-gather": 6}),
+        Part(collectives={"all-reduce": 30, "all-gather": 6}),
+    ]
+    facts = (Facts(layers, {"whole": one}, {}, {}, 0) for layers, one in zip((3, 5), parts, strict=True))
+    assert Measured(Case(), tuple(facts), {}).collectives_per_layer("whole") == {"all-reduce": 2}
+
+
+def test_a_mesh_is_compiled_where_the_topology_has_as_many_devices() -> None:
+    assert len(on_meshes("cuda:h200")) == 4 and len(on_meshes("tpu:v6e:2x2")) == 1 and not on_meshes("tpu:v6e:1x1")
 
 
 def test_a_budget_is_what_was_reached_and_five_per_cent() -> None:

@@ -29,6 +29,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     option = metafunc.config.getoption
     chosen = grid.every if option("--aot-all") else grid.few
     cases = [case for platform in option("--aot") or ["cuda:h200"] for case in chosen(platform)]
+    if metafunc.function is test_a_mesh_sums_twice_a_layer:
+        cases = [case for case in cases if case.mesh]
     metafunc.parametrize("case", cases, ids=[case.name.replace(" ", "-") for case in cases])
 
 
@@ -114,10 +116,21 @@ def test_launches_keep_within_their_budget(measured: Measured, reached: Measured
             assert count <= collectives.get(kind, 0), f"{count} {kind} in {name}, {collectives.get(kind, 0)} before"
 
 
+def test_a_mesh_sums_twice_a_layer(measured: Measured, check: Check) -> None:
+    """Behind attention and behind the MLP; no cache travels, and nothing is handed from neighbour to neighbour."""
+    for name, part in measured.deep.parts.items():
+        each = measured.collectives_per_layer(name)
+        check.number(**{f"{kind} a layer": count for kind, count in each.items()}, **part.collectives)
+        assert each == {"all-reduce": 2}, f"a layer adds {each} in {name}"
+        assert not part.cache_collectives, f"{part.cache_collectives} collectives of caches in {name}"
+        assert not part.collectives.get("collective-permute"), f"{part.collectives} in {name}"
+
+
 def _is_a_round(case: Case, part: str) -> bool:
     return part == "round" or case.program == "step"
 
 
 def _command(case: Case) -> str:
     words = f"--platform {case.platform} --target {case.target} --program {case.program} --draft {case.draft} "
-    return _NAMED.format(words + f"--batch {case.batch}" + " --sampled" * case.sampled)
+    words += f"--batch {case.batch}" + " --sampled" * case.sampled + f" --mesh {case.mesh}" * bool(case.mesh)
+    return _NAMED.format(words)

@@ -42,7 +42,7 @@ class Part:
         table_copies: Copies of the embedding, whole.
         copied: Bytes in all copies of a MiB and more.
         collectives: How many of each kind.
-        collected: Bytes that they give.
+        cache_collectives: Of these, how many give or take something of a cache's shape.
         cycles: The TPU compiler's own estimate; 0 elsewhere.
     """
 
@@ -56,7 +56,7 @@ class Part:
     table_copies: int = 0
     copied: int = 0
     collectives: dict[str, int] = dataclasses.field(default_factory=dict)
-    collected: int = 0
+    cache_collectives: int = 0
     cycles: int = 0
 
 
@@ -67,7 +67,7 @@ def parts_of(text: str, *, rounds: bool, caches: Sequence[tuple[int, ...]], tabl
         text: Of the module.
         rounds: Whether the program holds the loop of rounds. Its body is then the part ``round``, and everything else
             ``before``; otherwise all of the program is the part ``whole``.
-        caches: Shapes of the caches on one device.
+        caches: Shapes of the caches, on one device and, where that is another, of the whole.
         table: Shape of the embedding on one device.
 
     Raises:
@@ -103,8 +103,8 @@ def _part(module: Module, steps: Iterable[Step], caches: Sequence[tuple[int, ...
         part.cycles += times * one.estimated_cycles
         if (kind := one.op.removesuffix("-start")) in COLLECTIVES:
             collectives[kind] += times
-            part.collected += times * one.arrays[-1].size
-        if (copied := copied_by(module, one)) is not None:
+            part.cache_collectives += times * any(_sorted(array.dims) in cached for array in one.arrays)
+        elif (copied := copied_by(module, one)) is not None:
             part.copied += times * copied.size * (copied.size >= _LARGE)
             part.cache_copies += times * (_sorted(copied.dims) in cached)
             part.table_copies += times * (_sorted(copied.dims) in tables)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from validation.aot.platforms import Platform
 from validation.aot.programs import PROGRAMS, Case
 
 ALL = {
@@ -41,9 +42,22 @@ def few(platform: str) -> list[Case]:
         Case(platform=platform, program="step", draft="chain5", sampled=True),
         Case(platform=platform, program="step", draft="tree60", batch=8),
         Case(platform=platform, program="generate", draft="chain5"),
+        *on_meshes(platform)[:1],
     ]
+
+
+def on_meshes(platform: str) -> list[Case]:
+    """Rounds on four and on eight devices; on four alone where the topology has no more."""
+    cases = [Case(platform=platform, program="step", draft="chain5", mesh="model=4")]
+    if platform.startswith("cuda"):
+        cases += [
+            Case(platform=platform, program="step", draft="tree60", batch=8, mesh="model=4,data=2"),
+            Case(platform=platform, program="step", draft="chain5", batch=8, sampled=True, mesh="model=4,data=2"),
+            Case(platform=platform, program="step", draft="chain5", mesh="model=8"),
+        ]
+    return cases if Platform.named(platform).holds(4) else []
 
 
 def every(platform: str) -> list[Case]:
     """All of it: an hour or so for a GPU, more for a TPU."""
-    return list(cases_of(platform=[platform], **ALL))
+    return [*cases_of(platform=[platform], **ALL), *on_meshes(platform)]

@@ -71,6 +71,13 @@ class Measured:
         more = getattr(deep.parts[part], name) - getattr(shallow.parts[part], name)
         return more / (deep.layers - shallow.layers)
 
+    def collectives_per_layer(self, part: str) -> dict[str, float]:
+        """What one layer more adds to each kind; empty where only one depth is known, or nothing is added."""
+        shallow, deep = self.facts[0], self.facts[-1]
+        kinds = deep.parts[part].collectives
+        more = {kind: count - shallow.parts[part].collectives.get(kind, 0) for kind, count in kinds.items()}
+        return {kind: count / (deep.layers - shallow.layers) for kind, count in more.items() if count}
+
     def outside(self, part: str, name: str = "launches") -> float | None:
         """What remains without layers; ``None`` where only one depth is known."""
         each = self.per_layer(part, name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import math
 import os
 import re
 import sys
@@ -64,6 +65,10 @@ class Platform:
     def name(self) -> str:
         """``cuda:h200``."""
         return f"{self.kind}:{self.detail}"
+
+    def holds(self, count: int) -> bool:
+        """Whether it has as many devices: of GPUs any number, of a TPU those of its topology."""
+        return self.kind == "cuda" or math.prod(map(int, self.detail.partition(":")[2].split("x"))) >= count
 
     @property
     def wheels(self) -> dict[str, str]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 
 from eagle3_jax import loop as loops
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
@@ -26,6 +25,7 @@ from eagle3_jax.models.layers import Precision
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.tree import Chain, DynamicTree
 from eagle3_jax.types import SamplingParams, Warping
+from validation.aot.placing import Placing
 from validation.aot.platforms import Platform
 
 PROGRAMS = ("prefill", "step", "generate")
@@ -104,8 +104,8 @@ class Compiled:
         memory: Bytes on a device: ``argument``, ``output``, ``alias`` (of the output, updated in place), ``temp``,
             ``peak``.
         state: Bytes of the state that ``step`` is given to consume; 0 for other programs.
-        caches: Shapes of the target's caches on a device, each once.
-        table: ``(V, D)`` of the target's embedding.
+        caches: Shapes of the target's caches, whole and on a device, each once.
+        table: Shape of the target's embedding on a device.
     """
 
     layers: int
@@ -115,7 +115,7 @@ class Compiled:
     memory: dict[str, int]
     state: int
     caches: tuple[tuple[int, ...], ...]
-    table: tuple[int, int]
+    table: tuple[int, ...]
 
 
 def compiled(case: Case) -> Compiled:
@@ -128,14 +128,17 @@ def compiled(case: Case) -> Compiled:
     config, precision = _config(case), precision_named(case.dtype)
     loop = _loop(case, config, precision)
     params, prompts = _params(loop, precision), _prompts(case)
-    one = SingleDeviceSharding(Platform.named(case.platform).devices()[0])
+    placing = Placing(Platform.named(case.platform), case.mesh)
+    with placing.traced():
+        return _compiled(case, config, loop, placing, placing.params(loop, params), placing.rows(prompts))
 
-    def placed(tree: Any) -> Any:
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), tree)
 
-    params, prompts, state = placed(params), placed(prompts), None
+def _compiled(
+    case: Case, config: DecoderConfig, loop: SpeculativeLoop, placing: Placing, params: LoopParams, prompts: Prompts
+) -> Compiled:
+    state = None
     if case.program == "step":  # traced for it alone: what was traced before is not timed
-        state = placed(jax.eval_shape(lambda p, q: loop.prefill(p, q, case.capacity), params, prompts))
+        state = placing.rows(jax.eval_shape(lambda p, q: loop.prefill(p, q, case.capacity), params, prompts))
     seconds: dict[str, float] = {}
     cpu_seconds: dict[str, float] = {}
 
@@ -156,7 +159,8 @@ def compiled(case: Case) -> Compiled:
         lowered = _lowered(traced, case)
     with timed("compile"):
         program = lowered.compile()
-    caches = jax.eval_shape(lambda: loop.target.init_cache(case.batch, case.capacity))
+    cache = placing.rows(jax.eval_shape(lambda: loop.target.init_cache(case.batch, case.capacity)))
+    leaves = jax.tree.leaves(cache.layers)
     analysis: Any = program.memory_analysis()
     memory = {name: getattr(analysis, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
     return Compiled(
@@ -166,8 +170,8 @@ def compiled(case: Case) -> Compiled:
         cpu_seconds=cpu_seconds,
         memory=memory | {"peak": analysis.peak_memory_in_bytes},
         state=_bytes(state),
-        caches=tuple({leaf.shape: None for leaf in jax.tree.leaves(caches.layers)}),
-        table=(config.vocab_size, config.width),
+        caches=tuple(dict.fromkeys(shape for leaf in leaves for shape in (leaf.shape, _on_a_device(leaf)))),
+        table=_on_a_device(params.target["embedding"]),
     )
 
 
@@ -244,4 +248,9 @@ def _prompts(case: Case) -> Prompts:
 
 
 def _bytes(tree: Any) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """On a device."""
+    return sum(math.prod(_on_a_device(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _on_a_device(leaf: Any) -> tuple[int, ...]:
+    return leaf.sharding.shard_shape(leaf.shape)

@@ -55,7 +55,7 @@ def cells_of_a_model(row: Measured) -> list[str]:
         number(deep.parts[row.main].launches),
         number(deep.memory["peak"] / _GIB, 1),
         number(deep.memory["temp"] / _GIB, 2),
-        *(number(deep.cpu_seconds[verb], 1) for verb in ("trace", "lower", "compile")),
+        *(number(deep.cpu_seconds.get(verb), 1) for verb in ("trace", "lower", "compile")),
     ]
 
 
@@ -67,7 +67,7 @@ def of_layers(before: Mapping[str, Measured], after: Mapping[str, Measured], pla
         if (case.platform, case.target) != (platform, target) or len(row.facts) < 2:
             continue
         cells = [cells_of_a_layer(found[name]) if name in found else [""] * 4 for found in (before, after)]
-        kind = "sampled" if case.sampled else "greedy"
+        kind = ("sampled" if case.sampled else "greedy") + f", `{case.mesh}`" * bool(case.mesh)
         rows.append([case.program, case.draft, case.batch, kind, *map(both, *cells)])
     columns = LAYERS if platform.startswith("tpu") else LAYERS[:-1]
     rows.sort(key=lambda row: (PROGRAMS.index(row[0]), *map(str, row[1:4])))
@@ -85,6 +85,21 @@ def of_models(before: Mapping[str, Measured], after: Mapping[str, Measured], pla
         cells = [cells_of_a_model(found[name]) if name in found else [""] * 6 for found in (before, after)]
         rows.append([row.case.target, row.case.program, row.case.draft, *map(both, *cells)])
     return to_markdown(columns, rows) if rows else ""
+
+
+def of_meshes(rows: Mapping[str, Measured]) -> list[str]:
+    """What travels between devices, a sentence for each program on a mesh."""
+    return [
+        f"On `{row.case.mesh}` of `{row.case.platform}`, a {row.case.program} of {row.case.draft} at batch "
+        f"{row.case.batch}: a layer adds {_counts(row.collectives_per_layer(row.main))}; {row.deep.layers} layers and "
+        f"the rest have {_counts(row.deep.parts[row.main].collectives)}."
+        for row in rows.values()
+        if row.case.mesh
+    ]
+
+
+def _counts(kinds: Mapping[str, float]) -> str:
+    return " and ".join(f"{count:g} {kind}" for kind, count in kinds.items()) or "nothing"
 
 
 def page(before: Path, after: Path) -> str:
@@ -107,4 +122,5 @@ def page(before: Path, after: Path) -> str:
     for platform in dict.fromkeys(row.case.platform for row in new.values()):
         if rows := of_models(old, new, platform):
             parts.append(f"### All layers on `{platform}`\n\n{rows}")
+    parts += of_meshes(new)
     return "\n\n".join(part.strip() for part in parts) + "\n"
