@@ -14,7 +14,7 @@ def read_config(filename, encoding=None):
 endef
 export PROMPT
 
-.PHONY: demo test test-newest wheel-check vllm validation lint types check format docs clean
+.PHONY: demo test test-newest wheel-check vllm validation aot lint types check format docs clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/eagle3 generate "$$PROMPT" --dtype mixed --max-new-tokens 160
@@ -51,6 +51,17 @@ FORCE:
 # Everything that is claimed, checked against vLLM, transformers and statistics; on a GPU: make validation VALIDATION_FLAGS=--gpu
 validation: $(VENV)/.installed-validation
 	$(VENV)/bin/python -m pytest validation $(VALIDATION_FLAGS)
+
+# What a round becomes on an accelerator that is not here: level AOT of the validation, minutes of two cores. The compiler
+# for GPUs lies outside every environment, so that no other program finds it.
+AOT_FLAGS ?= --aot cuda:h200
+
+aot: $(VENV)/.installed-validation
+	set -- $$($(VENV)/bin/python -m validation.aot.platforms cuda:h200) && directory=$$1 && shift && \
+	{ [ -f $$directory/.installed ] || { rm -rf $$directory && \
+		$(VENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps --target $$directory "$$@" && \
+		touch $$directory/.installed; }; }
+	$(VENV)/bin/python -m pytest validation/test_aot.py --level AOT --complete $(AOT_FLAGS)
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

@@ -1,9 +1,10 @@
 """The acceptance rule, once.
 
-One walk over the nodes of a draft covers every published exact rule. A chain is a tree, greedy decoding is a point
-mass, and a deterministic draft is a one-hot proposal, so this is Leviathan's rule on a chain (Leviathan et al., 2023,
-algorithm 1), SpecInfer's multi-round rule on sampled siblings (Miao et al., 2023) and EAGLE's posterior evaluation on
-deterministic trees (Li et al., 2024).
+One walk over the nodes of a draft, :func:`verify`, covers every published exact rule. A chain is a tree, greedy
+decoding is a point mass, and a deterministic draft is a one-hot proposal, so this is Leviathan's rule on a chain
+(Leviathan et al., 2023, algorithm 1), SpecInfer's multi-round rule on sampled siblings (Miao et al., 2023) and EAGLE's
+posterior evaluation on deterministic trees (Li et al., 2024). The other two functions decide the same where proposals,
+or the target too, are point masses; there no node has to wait for another.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.sampling import draw, num_digits, probabilities, residual, uniforms
+from eagle3_jax.tree import ancestor_mask, depths
 from eagle3_jax.types import Draft, SamplingParams, Verdict, Warping
 
 
@@ -76,7 +78,7 @@ def verify(
 
     At node ``current`` with distribution ``p``, each valid child ``x`` drawn from ``q`` is accepted when
     ``u · q(x) < p(x)``; a refusal replaces ``p`` by the normalised ``max(p - q, 0)``. When no child is left the next
-    token is drawn from what ``p`` has become.
+    token is drawn from what ``p`` has become. Without ``probs`` every ``q`` is a point mass: :func:`verify_points`.
 
     Args:
         draft: The proposal; nodes in topological order.
@@ -85,14 +87,14 @@ def verify(
         choose: Uniforms in [0, 1) that draw the next token, as many as :func:`~eagle3_jax.sampling.draw` takes.
         max_depth: ``G``, longest path below the root.
     """
-    num_nodes, vocab_size = target_probs.shape[1:]
+    if draft.probs is None:
+        return verify_points(draft, target_probs, accept=accept, choose=choose, max_depth=max_depth)
 
     def row(
         draft: Draft, probs: Float[Array, "N V"], accept: Float[Array, " N"], choose: Float[Array, " U"]
     ) -> Verdict:
         def visit(walk: _Walk, node: Int[Array, ""]) -> tuple[_Walk, None]:
-            token = draft.tokens[node]
-            q = jax.nn.one_hot(token, vocab_size) if draft.probs is None else draft.probs[node]
+            token, q = draft.tokens[node], draft.probs[node]  # type: ignore[index]
             rest, mass = residual(walk.p, q)
             child = draft.valid[node] & (draft.parents[node] == walk.current)
             # Strict, so that a token without target mass is never taken; without residual mass there is
@@ -107,32 +109,84 @@ def verify(
             ), None
 
         start = _Walk(jnp.int32(0), probs[0], jnp.full((max_depth,), -1, jnp.int32), jnp.int32(0))
-        walk, _ = lax.scan(visit, start, jnp.arange(1, num_nodes, dtype=jnp.int32))
+        walk, _ = lax.scan(visit, start, jnp.arange(1, probs.shape[0], dtype=jnp.int32))
         return Verdict(path=walk.path, num_accepted=walk.count, next_token=draw(walk.p, choose))
 
     return jax.vmap(row)(draft, target_probs, accept, choose)
 
 
-def verify_greedy(draft: Draft, target_tokens: Int[Array, "B N"], *, max_depth: int) -> Verdict:
-    """:func:`verify` for point masses, without building them: follow the nodes that equal the target's argmax.
+def verify_points(
+    draft: Draft,
+    target_probs: Float[Array, "B N V"],
+    *,
+    accept: Float[Array, "B N"],
+    choose: Float[Array, "B U"],
+    max_depth: int,
+) -> Verdict:
+    """:func:`verify` where every proposal is a point mass, for all nodes at once instead of one after the other.
+
+    A refused point mass takes its own token out of ``p`` and nothing else. So whether a node is accepted once the walk
+    stands at its parent depends on its elder siblings alone: ``u · (1 - Σ p(x_elder)) < p(x)``.
 
     Args:
-        draft: The proposal; nodes in topological order.
+        draft: The proposal; nodes in topological order. Its ``probs`` are not read.
+        target_probs: The target's distribution after each node, all warpers applied.
+        accept: Uniforms in [0, 1), one per node.
+        choose: Uniforms in [0, 1) that draw the next token, as many as :func:`~eagle3_jax.sampling.draw` takes.
+        max_depth: ``G``, longest path below the root.
+    """
+    vocab_size = target_probs.shape[-1]
+    pick = jax.vmap(lambda probs, parents, tokens: probs[jnp.maximum(parents, 0), tokens])
+    without = jax.vmap(lambda p, tokens: p.at[tokens].set(0.0, mode="drop"))
+    # A token that an elder sibling has proposed has no mass left.
+    elder = _elder_siblings(draft) & draft.valid[:, None, :]
+    again = jnp.any(elder & (draft.tokens[:, :, None] == draft.tokens[:, None, :]), axis=-1)
+    p = jnp.where(again, 0.0, pick(target_probs, draft.parents, draft.tokens))
+    left = 1.0 - jnp.sum(jnp.where(elder, p[:, None, :], 0.0), axis=-1)
+    path, count, last = _follow(draft, accept * left < p, max_depth)
+
+    refused = draft.valid & (draft.parents == last[:, None])
+    whole = jnp.take_along_axis(target_probs, last[:, None, None], axis=1)[:, 0]
+    rest = without(whole, jnp.where(refused, draft.tokens, vocab_size))
+    # Nothing left is what rounding alone can bring about; what is drawn then has mass, too.
+    rest = jnp.where(jnp.sum(rest, axis=-1, keepdims=True) > 0, rest, whole)
+    return Verdict(path=path, num_accepted=count, next_token=draw(rest, choose))
+
+
+def verify_greedy(draft: Draft, target_tokens: Int[Array, "B N"], *, max_depth: int) -> Verdict:
+    """:func:`verify` for a target of point masses, without building them: follow the nodes that equal its argmax.
+
+    Args:
+        draft: The proposal; nodes in topological order. Its ``probs`` are not read: a target of point masses accepts a
+            node when, and only when, it is the argmax.
         target_tokens: The target's argmax after each node.
         max_depth: ``G``, longest path below the root.
     """
+    wanted = jnp.take_along_axis(target_tokens, jnp.maximum(draft.parents, 0), axis=1)
+    path, count, last = _follow(draft, draft.tokens == wanted, max_depth)
+    return Verdict(path=path, num_accepted=count, next_token=jnp.take_along_axis(target_tokens, last[:, None], 1)[:, 0])
 
-    def row(draft: Draft, wanted: Int[Array, " N"]) -> Verdict:
-        def visit(node: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            current, path, count = carry
-            child = draft.valid[node] & (draft.parents[node] == current)
-            taken = child & (draft.tokens[node] == wanted[current])
-            path = jnp.where(taken, path.at[count].set(node, mode="drop"), path)
-            return jnp.where(taken, node, current), path, count + taken.astype(jnp.int32)
 
-        start = (jnp.int32(0), jnp.full((max_depth,), -1, jnp.int32), jnp.int32(0))
-        current, path, count = lax.fori_loop(1, draft.tokens.shape[0], visit, start)
-        return Verdict(path=path, num_accepted=count, next_token=wanted[current])
+def _elder_siblings(draft: Draft) -> Bool[Array, "B N N"]:
+    """Which nodes have the parent of each node and stand before it."""
+    node = jnp.arange(draft.parents.shape[1])
+    return (draft.parents[:, :, None] == draft.parents[:, None, :]) & (node[None, :] < node[:, None])
 
-    # The walk never reads probabilities: a point-mass target accepts a node when, and only when, it is the argmax.
-    return jax.vmap(row)(draft.replace(probs=None), target_tokens)  # type: ignore[attr-defined]
+
+def _follow(
+    draft: Draft, taken: Bool[Array, "B N"], max_depth: int
+) -> tuple[Int[Array, "B G"], Int[Array, " B"], Int[Array, " B"]]:
+    """The path from the root through the first child that is taken, its length, and the node where it ends.
+
+    No walk: every step of one would be a handful of kernels. A node lies on the path when it and all its ancestors were
+    each the first that their parent takes.
+    """
+    node = jnp.arange(draft.parents.shape[1], dtype=jnp.int32)
+    taken = taken & draft.valid & (draft.parents >= 0)
+    first = taken & ~jnp.any(_elder_siblings(draft) & taken[:, None, :], axis=-1)
+    above = ancestor_mask(draft.parents, max_depth)
+    on_path = above[:, :, 0] & jnp.all(first[:, None, :] | (node == 0) | ~above, axis=-1)
+    level = jnp.where(on_path, depths(above), 0)
+    reached = level[:, None, :] == jnp.arange(1, max_depth + 1)[:, None]
+    path = jnp.max(jnp.where(reached, node, -1), axis=-1)
+    return path, jnp.sum(path >= 0, axis=-1, dtype=jnp.int32), jnp.max(jnp.where(on_path, node, 0), axis=-1)

@@ -6,6 +6,7 @@ What only numbers show (ids, parents, depths) is put right in every round, at th
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -20,6 +21,8 @@ from eagle3_jax.types import Draft, Drafter, DraftSampling, Verdict, Verifier
 _DRAFTER = ("num_nodes", "max_depth", "aux_layers", "init", "observe", "propose")
 _TARGET = ("vocab_size", "init_cache", "__call__", "unembed")
 _VERIFIER = ("lossless", "__call__")
+# What the loop hands over by name.
+_ASKED_OF_TARGETS, _ASKED_OF_VERIFIERS = ("aux_layers", "length"), ("warping", "max_depth")
 _PAGE = "docs/extending.md"
 
 
@@ -69,30 +72,36 @@ def require_target(target: Any) -> None:
     """Refuse what is no target.
 
     Raises:
-        ValueError: It is a class, lacks a member, or has no hash.
+        ValueError: It is a class, lacks a member, has no hash, or is not called as targets are.
     """
-    _require_part(target, "target", _TARGET)
+    _require_part(target, "target", _TARGET, _ASKED_OF_TARGETS)
 
 
 def require_verifier(verifier: Any) -> None:
     """Refuse what is no acceptance rule.
 
     Raises:
-        ValueError: It is a class, lacks a member, has no hash, or does not say whether it is lossless.
+        ValueError: It is a class, lacks a member, has no hash, is not called as rules are, or does not say whether it
+            is lossless.
     """
-    name = _require_part(verifier, "verifier", _VERIFIER)
+    name = _require_part(verifier, "verifier", _VERIFIER, _ASKED_OF_VERIFIERS)
     if not isinstance(verifier.lossless, bool):
         raise ValueError(f"{name}.lossless is {verifier.lossless!r}; expected True or False, see {_PAGE}")
 
 
-def _require_part(part: Any, role: str, members: tuple[str, ...]) -> str:
-    """The name of a part's type, once it is found to be an instance with these members and a hash."""
+def _require_part(part: Any, role: str, members: tuple[str, ...], asked: tuple[str, ...] = ()) -> str:
+    """The name of a part's type, once it is found to be an instance with these members, arguments and a hash."""
     if isinstance(part, type):
         raise ValueError(f"the {role} is the class {part.__name__}; give an instance, {part.__name__}(...)")
     name = type(part).__name__
     missing = [member for member in members if not hasattr(part, member)]
     if missing:
         raise ValueError(f"{name} is no {role}: it has no {', '.join(missing)}; see {_PAGE}")
+    takes = inspect.signature(part).parameters if asked else {}
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values()):
+        unknown = [argument for argument in asked if argument not in takes]
+        if unknown:
+            raise ValueError(f"{name} is called without {', '.join(unknown)}, which every {role} is given; see {_PAGE}")
     try:
         hash(part)
     except TypeError:
@@ -141,8 +150,8 @@ def require_rows(drafter: Drafter[Any], state: Any, batch: int) -> None:
             )
 
 
-def like_before(drafter: Drafter[Any], before: Any, after: Any) -> Any:
-    """The observed state, its types no weaker than before.
+def like_before(drafter: Drafter[Any], before: Any, after: Any, method: str = "observe") -> Any:
+    """The state that a method left, its types no weaker than before.
 
     Raises:
         ValueError: It has another structure, shape or type than the state that was given.
@@ -150,11 +159,13 @@ def like_before(drafter: Drafter[Any], before: Any, after: Any) -> Any:
     name = type(drafter).__name__
     one, other = jax.tree.structure(before), jax.tree.structure(after)
     if one != other:
-        raise ValueError(f"{name}.observe was given a state of {one} and returned {other}; expected the same structure")
+        raise ValueError(
+            f"{name}.{method} was given a state of {one} and returned {other}; expected the same structure"
+        )
     for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
         if (np.shape(old), old.dtype) != (np.shape(new), getattr(new, "dtype", None)):
             raise ValueError(
-                f"{name}.observe was given state{jax.tree_util.keystr(path)} as {_described(old)} and returned "
+                f"{name}.{method} was given state{jax.tree_util.keystr(path)} as {_described(old)} and returned "
                 f"{_described(new)}; expected the same shape and type"
             )
     # A weak type would become a strong one on the way, and the next call another program.
@@ -170,7 +181,7 @@ def require_draft(drafter: Drafter[Any], draft: Any, *, batch: int, vocab_size: 
     """
     name, shape = type(drafter).__name__, (batch, drafter.num_nodes)
     if not isinstance(draft, Draft):
-        raise ValueError(f"{name}.propose returned {_described(draft)}; expected an eagle3_jax.Draft and no state")
+        raise ValueError(f"{name}.propose returned {_described(draft)}; expected an eagle3_jax.Draft")
     wanted = {"tokens": (shape, np.int32), "parents": (shape, np.int32), "valid": (shape, np.bool_)}
     if draft.probs is not None:
         wanted["probs"] = ((*shape, vocab_size), np.float32)

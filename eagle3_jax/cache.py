@@ -140,11 +140,6 @@ class KeyValues:
         """``S``, slots per row."""
         return self.keys.shape[2]
 
-    def segment(self, length: Int[Array, " B"]) -> Segment:
-        """The committed slots, as attention sees them."""
-        committed = jnp.arange(self.capacity)[None, :] < length[:, None]
-        return Segment(KeyValue(self.keys, self.values), committed[:, None, :])
-
     def write(self, block: KeyValue, length: Int[Array, " B"]) -> KeyValue:
         """The buffers with a block behind the committed slots, which stay as they are.
 
@@ -181,7 +176,7 @@ class KeyValues:
 
 
 def visible(
-    mask: Bool[Array, "#B T T"],
+    mask: Bool[Array, "#B T M"],
     length: Int[Array, " B"],
     capacity: int,
     *,
@@ -191,18 +186,18 @@ def visible(
     """Who sees which slot once a block lies behind the committed ones: all of those, and what ``mask`` says.
 
     Args:
-        mask: Which tokens of the block each one sees.
+        mask: Which tokens of the block each one sees; those asked about may be its last ``T`` of ``M``.
         length: Committed slots of each row.
         capacity: ``S``.
         positions: Of the block, absolute; needed for a window, which goes by positions: the siblings of a tree lie in
             different slots at one position. A committed slot holds the token at the position of its number.
         window: How many positions a token sees, its own included; ``None`` for all.
     """
-    batch, size = length.shape[0], mask.shape[-1]
+    batch, (fed, size) = length.shape[0], mask.shape[-2:]
     slot = jnp.arange(capacity)[None, :]
     offset = slot - length[:, None]
-    inside = jnp.broadcast_to(mask, (batch, size, size))
-    index = jnp.broadcast_to(jnp.clip(offset, 0, size - 1)[:, None, :], (batch, size, capacity))
+    inside = jnp.broadcast_to(mask, (batch, fed, size))
+    index = jnp.broadcast_to(jnp.clip(offset, 0, size - 1)[:, None, :], (batch, fed, capacity))
     of_block = jnp.take_along_axis(inside, index, axis=2) & (offset < size)[:, None, :]
     seen = jnp.where((offset < 0)[:, None, :], True, of_block)
     if window is None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from eagle3_jax.types import Warping
 
 FORMAT = 1
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")  # what JAX lowers for; any other name it would write into the file unread
 _ABOUT, _PROGRAM = "about.json", "program.jax"
 
 
@@ -231,10 +232,11 @@ def export_generation(
         prompt_tokens: Longest prompt; shorter ones are padded.
         max_new_tokens: Most tokens to add.
         warping: What sampling it must be able to do; greedy when left out.
-        platforms: Such as ``("cpu", "cuda")``; the present one when left out. The hardware need not be present.
+        platforms: Of :data:`PLATFORMS`, such as ``("cpu", "cuda")``; the present one when left out. The hardware need
+            not be present.
 
     Raises:
-        ValueError: The target has no room for this, or the decoder is not lossless.
+        ValueError: The target has no room for this, the decoder is not lossless, or a platform is unknown.
     """
     from eagle3_jax.loop import LoopParams, Prompts
     from eagle3_jax.types import FinishReason, SamplingParams, Warping
@@ -247,6 +249,8 @@ def export_generation(
     if not decoder.lossless:
         name = type(decoder.loop.verifier).__name__
         raise ValueError(f"the decoder accepts by {name}, so its output is not the target's; export one without")
+    if platforms is not None:
+        _check_platforms(platforms)
     warping = Warping.GREEDY if warping is None else warping
     loop = dataclasses.replace(decoder.loop, warping=warping)
     capacity = min(prompt_tokens + max_new_tokens, decoder.target.max_positions) + loop.drafter.num_nodes
@@ -304,6 +308,16 @@ def parameters_of(decoder: SpeculativeDecoder) -> dict[str, jax.Array]:
     """The arrays that a program exported from this decoder takes, by name; one that two models share comes once."""
     leaves = jax.tree.leaves(decoder.params)
     return dict(zip(_layout(decoder)[1], leaves, strict=True))
+
+
+def _check_platforms(platforms: Sequence[str]) -> None:
+    given = (platforms,) if isinstance(platforms, str) else tuple(platforms)
+    unknown = [repr(name) for name in given if name not in PLATFORMS]
+    if isinstance(platforms, str) or unknown or not given:
+        said = f"unknown platform {', '.join(unknown)}" if unknown else f"platforms is {platforms!r}"
+        raise ValueError(
+            f"{said}; expected one or several of {', '.join(PLATFORMS)}, such as platforms=('cpu', 'cuda')"
+        )
 
 
 def _layout(decoder: SpeculativeDecoder) -> tuple[Any, list[str]]:

@@ -130,7 +130,7 @@ class SpeculativeLoop:
     def step(self, params: LoopParams, state: GenerationState) -> Round:
         """One round: propose, verify, commit, observe. Rows that have finished stay as they are."""
         with jax.named_scope("propose"):  # the names by which profilers show where a round goes
-            draft = self._propose(params, state)
+            draft, drafter = self._propose(params, state)
         batch, num_nodes = draft.tokens.shape
         if self.is_chain:
             mask = causal_mask(num_nodes)
@@ -163,7 +163,7 @@ class SpeculativeLoop:
         with jax.named_scope("commit"):
             cache = state.cache.commit(output.written, count, None if self.is_chain else nodes)
         with jax.named_scope("observe"):
-            drafter = self._observe(params, state.drafter, seen)
+            drafter = self._observe(params, drafter, seen)
         stats = state.stats.count(draft, verdict, active)
         after = after.replace(cache=cache, drafter=drafter, stats=stats)  # type: ignore[attr-defined]
         return Round(state=on_rows(after), draft=draft, verdict=verdict, positions=positions)
@@ -186,7 +186,8 @@ class SpeculativeLoop:
         state = self.run(params, self.prefill(params, prompts, capacity))
         return Outcome(tokens=state.tokens, length=state.length, finish=state.finish, stats=state.stats)
 
-    def _propose(self, params: LoopParams, state: GenerationState) -> Draft:
+    def _propose(self, params: LoopParams, state: GenerationState) -> tuple[Draft, Any]:
+        """The draft, made safe, and the drafter's state to go on with."""
         keys, sampling = keys_at(state.keys, state.length, _DRAFT), state.sampling
         vocab_size = self.target.vocab_size
         if self.warping is Warping.GREEDY:
@@ -195,10 +196,14 @@ class SpeculativeLoop:
             sampling = sampling.replace(temperature=jnp.zeros_like(sampling.temperature))  # type: ignore[attr-defined]
         draft = self.drafter.propose(params.drafter, state.drafter, keys, sampling)
         require_draft(self.drafter, draft, batch=state.length.shape[0], vocab_size=vocab_size)
+        after = (
+            state.drafter if draft.state is None else like_before(self.drafter, state.drafter, draft.state, "propose")
+        )
+        draft = draft.replace(state=None)  # type: ignore[attr-defined]
         if self.warping is Warping.GREEDY:  # verification then reads no proposal distribution
             draft = draft.replace(probs=None)  # type: ignore[attr-defined]
         root = jnp.take_along_axis(state.tokens, (state.length - 1)[:, None], axis=1)[:, 0]
-        return made_safe(draft, root, vocab_size=vocab_size, is_chain=self.is_chain)
+        return made_safe(draft, root, vocab_size=vocab_size, is_chain=self.is_chain), after
 
     def _observe(self, params: LoopParams, state: Any, seen: Observation) -> Any:
         return like_before(self.drafter, state, self.drafter.observe(params.drafter, state, seen))

@@ -35,6 +35,11 @@ class Chain:
         """``G``."""
         return self.num_speculative_tokens
 
+    @property
+    def num_run(self) -> int:
+        """Nodes below the root that the draft network is run on: those that may get children."""
+        return self.num_speculative_tokens - 1
+
 
 _MOST_CANDIDATES = 2**20  # each is scored in every round, and what scores it lies in memory at once
 
@@ -78,6 +83,11 @@ class DynamicTree:
         """Nodes that are scored: ``k`` on the first level, ``k`` squared on each further one."""
         return self.top_k + (self.max_depth - 1) * self.top_k**2
 
+    @property
+    def num_run(self) -> int:
+        """Nodes below the root that the draft network is run on: those that may get children."""
+        return self.top_k * (self.max_depth - 1)
+
 
 @dataclasses.dataclass(frozen=True)
 class StaticTree:
@@ -112,6 +122,11 @@ class StaticTree:
     def max_depth(self) -> int:
         """``G``."""
         return max(len(path) for path in self.paths)
+
+    @property
+    def num_run(self) -> int:
+        """Nodes below the root that the draft network is run on: those that have children."""
+        return len({path[:-1] for path in self.paths} - {()})
 
     @property
     def parents(self) -> tuple[int, ...]:

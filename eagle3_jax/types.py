@@ -156,12 +156,16 @@ class Draft:
         probs: ``[B N V]``, the distribution that each node was actually drawn from, or ``None`` for a
             deterministic proposal (a point mass on the token). The root's is ignored. It must be what the token was
             drawn from, given all that was drawn before it: the one thing that the loop cannot check.
+        state: The drafter's state as proposing left it, for a drafter that writes its guesses behind what it knows for
+            certain (as a cache does, whose length has not moved); the next ``observe`` is given it in place of the
+            state that was proposed from. ``None`` where proposing wrote nothing.
     """
 
     tokens: Int[Array, "*B N"]
     parents: Int[Array, "*B N"]
     valid: Bool[Array, "*B N"]
     probs: Float[Array, "*B N V"] | None = None
+    state: Any = None
 
 
 @struct.dataclass(kw_only=True)
@@ -267,7 +271,7 @@ class Drafter(Protocol[State]):
         ...
 
     def propose(self, params: Any, state: State, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
-        """Draft a tree below the last ``next_token`` observed."""
+        """Draft a tree below the last ``next_token`` observed, which commits nothing: see :class:`Draft`."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""How long commands take from the shell's point of view, and where `eagle3 generate` spends it.
+"""How long commands take from the shell's point of view, where `eagle3 generate` spends it, and what compiling takes.
 
-    python examples/cold_start.py [--repeats 5] [--against ../another-checkout]
+    python examples/cold_start.py [--repeats 5] [--against ../another-checkout] [--only programs] [--output FILE]
 
 Every number is the median of runs in fresh processes, with the extremes behind it; the two checkouts take turns.
 """
@@ -8,6 +8,7 @@ Every number is the median of runs in fresh processes, with the extremes behind 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pty
 import re
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 HERE = Path(__file__).parent.parent
+MEASURED: dict[str, dict[str, list[float]]] = {}
 GENERATE = ["-m", "eagle3_jax.cli", "generate", "def fibonacci(n):", "--max-new-tokens", "64"]
 COMMANDS = {
     "import eagle3_jax": ["-c", "import eagle3_jax"],
@@ -48,6 +50,32 @@ while bool(state.running.any()): state = step(decoder.params, state).state
 mark("all rounds: run")
 for (_, before), (name, after) in zip(marks, marks[1:]): print(f"{{name}}\\t{{after - before}}")
 """
+
+DRAFTS = {
+    "chain of 5": "num_speculative_tokens=5",
+    "tree of 60": "tree=e3.DynamicTree(num_nodes=60, max_depth=7, top_k=10)",
+}
+PROGRAMS = """
+import re, time
+import jax
+import eagle3_jax as e3
+from eagle3_jax import loop as loops
+target = e3.load_target(); drafter = e3.load_drafter(target=target)
+decoder = e3.SpeculativeDecoder(target, drafter, {draft})
+loop, batch, _ = decoder._batch(["def fibonacci(n):"], 64, None, 0)
+capacity = decoder._capacity(batch)
+state = jax.eval_shape(lambda params, batch: loop.prefill(params, batch, capacity), decoder.params, batch)
+start = time.perf_counter(); traced = loops.{program}.trace(loop, decoder.params, {arguments})
+after = time.perf_counter(); print(f"trace\t{{after - start}}")
+start = time.perf_counter(); lowered = traced.lower()
+after = time.perf_counter(); print(f"lower\t{{after - start}}")
+start = time.perf_counter(); compiled = lowered.compile()
+after = time.perf_counter(); print(f"compile\t{{after - start}}")
+written = re.compile(r"^ +(?:ROOT )?%?[^ ]+ = ", re.MULTILINE)
+print("instructions before XLA\t", len(written.findall(lowered.as_text("hlo"))))
+print("instructions after XLA\t", len(written.findall(compiled.as_text())))
+"""
+ARGUMENTS = {"step": "state", "generate": "batch, capacity=capacity"}
 
 
 def environment(root: Path, cache: str | None) -> dict[str, str]:
@@ -94,12 +122,15 @@ def until_tokens(root: Path, cache: str | None, extra: list[str]) -> tuple[float
     return first, last
 
 
-def parts(root: Path) -> dict[str, float]:
-    code = PARTS.format(prompt="def fibonacci(n):")
+def printed_by(code: str, root: Path) -> dict[str, float]:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=root, env=environment(root, None), check=True, capture_output=True, text=True
     )
     return {name: float(value) for name, value in (line.split("\t") for line in done.stdout.splitlines())}
+
+
+def parts(root: Path) -> dict[str, float]:
+    return printed_by(PARTS.format(prompt="def fibonacci(n):"), root)
 
 
 def spread(values: list[float]) -> str:
@@ -107,6 +138,7 @@ def spread(values: list[float]) -> str:
 
 
 def report(title: str, roots: list[Path], repeats: int, measure: Callable[[Path], dict[str, float]]) -> None:
+    """Measure in turns, print a row for each figure, and keep what was measured."""
     found: dict[Path, list[dict[str, float]]] = {root: [] for root in roots}
     for _ in range(repeats):
         for root in roots:
@@ -114,13 +146,15 @@ def report(title: str, roots: list[Path], repeats: int, measure: Callable[[Path]
     for name in found[roots[0]][0]:
         row = [spread([run[name] for run in found[root] if name in run]) for root in roots]
         print(f"| {title}{name} | {' | '.join(row)} |", flush=True)
+        MEASURED[f"{title}{name}"] = {root.name: [run[name] for run in found[root] if name in run] for root in roots}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--against", type=Path, help="Another checkout; its column comes first.")
-    parser.add_argument("--only", default="", help="commands, generate, cached or parts.")
+    parser.add_argument("--only", default="", help="commands, generate, cached, parts or programs.")
+    parser.add_argument("--output", type=Path, help="Write every measured figure as JSON.")
     options = parser.parse_args()
     roots = [*([options.against.resolve()] if options.against else []), HERE]
     print(f"| seconds, median of {options.repeats} (extremes) | {' | '.join(root.name for root in roots)} |")
@@ -151,6 +185,15 @@ def main() -> None:
             report("eagle3 generate, compiled before: ", [HERE], options.repeats, warm)
     if options.only in ("", "parts"):
         report("", roots, options.repeats, parts)
+    if options.only in ("", "programs"):
+        for draft, asked in DRAFTS.items():
+            for program, arguments in ARGUMENTS.items():
+                code = PROGRAMS.format(draft=asked, program=program, arguments=arguments)
+                report(
+                    f"`{program}`, {draft}: ", roots, options.repeats, lambda root, code=code: printed_by(code, root)
+                )
+    if options.output:
+        options.output.write_text(json.dumps({"load": os.getloadavg(), "seconds": MEASURED}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

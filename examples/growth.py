@@ -8,16 +8,14 @@ Random weights of a named shape; attention reads a cache's whole capacity, so th
 from __future__ import annotations
 
 import argparse
-import time
 
-import jax
 import numpy as np
 
 from eagle3_jax import SpeculativeDecoder
-from eagle3_jax import loop as loops
 from eagle3_jax.drafters import Plain
 from eagle3_jax.load import precision_named
 from eagle3_jax.measure.random_models import random_pair
+from eagle3_jax.measure.rounds import timed_rounds
 
 NODES = 6
 
@@ -25,16 +23,10 @@ NODES = 6
 def step_seconds(decoder: SpeculativeDecoder, *, batch: int, context: int, steps: int, repeats: int) -> list[float]:
     """Seconds of one round, in each repeat, with caches of this many slots."""
     prompts = [[1 + row] * 8 for row in range(batch)]
-    found = []
-    for _ in range(repeats + 1):  # the first one compiles
-        # A limit that fills the context sizes the caches; then it is lowered, for only a few steps are run.
-        state = decoder.prefill(prompts, max_new_tokens=context - len(prompts[0]) - NODES)
-        state = state.replace(limit=state.length + steps)  # type: ignore[attr-defined]
-        state = jax.block_until_ready(state)
-        start = time.perf_counter()
-        jax.block_until_ready(loops.run(decoder.loop, decoder.params, state))
-        found.append((time.perf_counter() - start) / steps)
-    return found[1:]
+    # A limit that fills the context sizes the caches; only a few steps are run.
+    longest = context - len(prompts[0]) - NODES
+    paces = [timed_rounds(decoder, prompts, max_new_tokens=longest, tokens=steps) for _ in range(repeats + 1)]
+    return [pace.seconds_per_round for pace in paces[1:]]  # the first one compiles
 
 
 def main() -> None:

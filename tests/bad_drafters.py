@@ -213,6 +213,14 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
     "a guess that it remembers": (
         Remembering(), "proposes from its state alone", "tracing `propose` anew gave another draft"
     ),
+    "a guess that it commits": (
+        proposing(lambda d: dataclasses.replace(d, state={"root": d.tokens[:, 2], "length": d.tokens[:, 0]})),
+        "commits nothing by proposing", "after the state that the draft before handed on",
+    ),
+    "a state of another shape handed on": (
+        proposing(lambda d: dataclasses.replace(d, state={"root": d.tokens, "length": d.tokens[:, 0]})),
+        "keeps shapes and types", r"propose was given state\['root'\] as int32\[4\] and returned int32\[4, 3\]",
+    ),
     "another root": (
         proposing(with_field(tokens=lambda d: d.tokens.at[:, 0].add(1) % VOCABULARY)), "starts at the root",
         "node 0 of rows 0, 1, 2, 3 is",

@@ -10,7 +10,7 @@ import numpy as np
 
 VOCAB, PROMPTS = 96, ((7, 3, 90, 14, 33, 8, 61, 25, 40, 11, 5), (50, 12, 81))
 NEW_TOKENS = 60
-_BASE = {
+BASE = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
@@ -91,7 +91,7 @@ def build(recipe: Recipe) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(recipe.model_type, **_BASE | recipe.fields)
+    config = AutoConfig.for_model(recipe.model_type, **BASE | recipe.fields)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     generator = torch.Generator().manual_seed(recipe.seed)
     for name, value in model.named_parameters():

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 import eagle3_jax  # noqa: F401
+from eagle3_jax.models import functional
 
 loops = sys.modules["eagle3_jax.loop"]
 
@@ -64,7 +65,8 @@ def _names(function: Callable) -> tuple[str, ...]:
 
 
 def _forget(function: Callable) -> None:
-    """What was compiled of a function that is itself a compiled one."""
+    """What was traced of the layers, and compiled of a function that is itself a compiled one."""
+    functional._apply.clear_cache()
     if hasattr(function, "clear_cache"):
         function.clear_cache()
 

@@ -148,11 +148,11 @@ class TableDrafter:
 
         first = Level(logits=table[context], carry=context, memory=())
         if self.draft_sampling is DraftSampling.GREEDY:
-            return grow(self.topology, root=root, first=first, run=run, draft_to_target=ids)
+            return grow(self.topology, root=root, first=first, run=run, draft_to_target=ids)[0]
         return draw_chain(
             self.topology, root=root, first=first, run=run, draft_to_target=ids, vocab_size=self.vocab_size, keys=keys,
             sampling=sampling,
-        )  # fmt: skip
+        )[0]  # fmt: skip
 
 
 def target(logits: np.ndarray, order: int) -> LoadedTarget:

@@ -19,7 +19,8 @@ from eagle3_jax.measure.comparison import compare_with_plain
 from eagle3_jax.measure.contenders import Contender, DecoderContender, Run
 from eagle3_jax.measure.intervals import Interval, geometric_mean, ratio_of_sums
 from eagle3_jax.measure.roofline import least_bytes_per_second, step_bytes
-from eagle3_jax.measure.step_costs import step_costs
+from eagle3_jax.measure.rounds import timed_rounds
+from eagle3_jax.measure.step_costs import _target_rounds, step_costs, target_seconds
 from eagle3_jax.measure.timing import CompileClock, Latency, Spread
 
 
@@ -102,6 +103,33 @@ def test_costs_are_measured_for_every_shape(target, decoder):
         assert 0 < costs.commit_seconds < 1
     assert step_costs(SpeculativeDecoder(target), [[1, 2, 3]], max_new_tokens=8).draft_seconds == 0
     assert step_costs(SpeculativeDecoder(target, NGram()), [[1, 2, 3], [4]], max_new_tokens=8).draft_seconds > 0
+
+
+def test_rounds_are_counted_as_the_decoder_counts_them(target, decoder):
+    prompts, plain = [[1, 2, 3], [4, 5]], SpeculativeDecoder(target, stop_tokens=())
+    given = {"max_new_tokens": 12, "tokens": 8, "compiler_options": {"xla_allow_excess_precision": False}}
+    pace = timed_rounds(plain, prompts, **given)
+    assert (pace.rounds, pace.tokens) == (8, 16)
+    assert pace.seconds_per_round == pace.seconds / 8
+    assert pace.tokens_per_second == 16 / pace.seconds
+    stats = decoder.generate(prompts, max_new_tokens=9).stats  # the first token is the prefill's
+    pace = timed_rounds(decoder, prompts, max_new_tokens=12, tokens=8)
+    assert pace.tokens == 16
+    assert pace.rounds <= stats.num_drafts <= 2 * pace.rounds  # of both rows together, and of the slower one
+    with pytest.raises(Exception, match="xla_no_such_option"):
+        timed_rounds(plain, prompts, max_new_tokens=12, tokens=8, compiler_options={"xla_no_such_option": 1})
+
+
+def test_the_target_alone_is_fed_other_tokens_in_every_round(target, decoder):
+    for one in (decoder, SpeculativeDecoder(target, stop_tokens=())):
+        assert target_seconds(one, [[1, 2, 3]], max_new_tokens=8, rounds=2) > 0
+        cache = one.prefill([[1, 2, 3]], max_new_tokens=8).cache
+        tokens = jnp.ones((1, one.loop.drafter.num_nodes), jnp.int32)
+        once, twice = (
+            _target_rounds(one.params, jax.tree.map(jnp.copy, cache), tokens, loop=one.loop, rounds=rounds)[1]
+            for rounds in (1, 2)
+        )
+        assert float(jnp.abs(once - twice).max()) > 1e-3  # other tokens in the second round
 
 
 def test_a_decoder_is_measured_on_what_it_would_generate(target, decoder):

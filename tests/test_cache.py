@@ -64,10 +64,11 @@ def test_tokens_past_the_capacity_are_dropped_and_overwrite_nothing() -> None:
         assert np.array_equal(over.layers[0].keys[:, :, -1], block(1, 3)[0].keys[:, :, 0])
 
 
-def test_only_committed_slots_are_seen() -> None:
-    cache = commit(empty(), block(0, 3), [3, 2, 1, 0])
-    seen = np.asarray(cache.layers[0].segment(cache.length).mask)[:, 0]
-    assert seen.tolist() == [[slot < length for slot in range(CAPACITY)] for length in (3, 2, 1, 0)]
+def test_the_last_tokens_of_a_block_are_asked_about_alone() -> None:
+    """A level of a tree sees what the levels before it have written."""
+    mask, length = np.random.default_rng(0).random((BATCH, 5, 5)) < 0.5, jnp.asarray([3, 2, 1, 0])
+    whole = visible(jnp.asarray(mask), length, CAPACITY)
+    assert np.array_equal(visible(jnp.asarray(mask[:, 3:]), length, CAPACITY), whole[:, 3:])
 
 
 def test_a_block_sees_what_is_committed_and_of_itself_what_its_mask_says() -> None:

@@ -147,6 +147,57 @@ def test_a_second_run_compiles_nothing(tmp_path):
     assert not named.exists()
 
 
+def sizes(directory: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in directory.glob("*-cache")}
+
+
+def test_the_cache_keeps_to_its_size_and_drops_what_was_not_used_for_longest(tmp_path):
+    kept, other = tmp_path / "kept", "another-program-cache"
+    misses, _, _ = compiled_by("--compilation-cache", str(kept))
+    programs = sizes(kept)
+    most = sum(programs.values()) + 15_000  # a program compiled again is not of the same size
+    for path in kept.glob("*-atime"):  # as an earlier release left it: nothing says what was used when
+        path.unlink()
+    (kept / other).write_bytes(bytes(50_000))
+    first = next(name for name in programs if name.startswith("jit_generate"))
+    (kept / first).unlink()
+    limited = {"JAX_COMPILATION_CACHE_MAX_SIZE": str(most)}
+    # One program has to be compiled again; to make room for it goes what no run has asked for, and nothing else.
+    assert compiled_by("--compilation-cache", str(kept), **limited) == (1, misses - 1, str(kept))
+    assert sizes(kept).keys() == programs.keys()
+    assert compiled_by("--compilation-cache", str(kept), **limited) == (0, misses, str(kept))
+
+
+def test_the_size_is_ours_unless_jax_was_told_one(tmp_path):
+    code = f"""
+import jax
+from eagle3_jax.cli._compiled import keep_compiled_programs
+keep_compiled_programs({str(tmp_path)!r})
+print(jax.config.jax_compilation_cache_max_size)
+"""
+    assert fresh(code) == [str(2 * 2**30)]
+    assert fresh(code, JAX_COMPILATION_CACHE_MAX_SIZE="5000") == ["5000"]
+
+
+def test_two_processes_prune_one_directory(tmp_path):
+    code = f"""
+import warnings, jax, jax.numpy as jnp
+from eagle3_jax.cli._compiled import keep_compiled_programs
+keep_compiled_programs({str(tmp_path)!r})
+warnings.simplefilter("error")
+for size in range(1, 25):
+    jax.block_until_ready(jax.jit(lambda x: x * 2)(jnp.ones(size)))
+"""
+    given = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XDG_"))}
+    given |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_MAX_SIZE": "20000"}
+    command = [sys.executable, "-W", "always", "-c", code]
+    both = [subprocess.Popen(command, env=given, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in both:
+        _, complaints = process.communicate(timeout=120)
+        assert (process.returncode, complaints) == (0, "")
+    assert 0 < sum(sizes(tmp_path).values()) <= 20000
+
+
 def test_a_directory_that_jax_was_given_is_left_alone(tmp_path):
     own = str(tmp_path / "own")
     _, _, where = compiled_by(JAX_COMPILATION_CACHE_DIR=own, XDG_CACHE_HOME=str(tmp_path / "caches"))

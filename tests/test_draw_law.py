@@ -121,7 +121,7 @@ def test_a_drawn_chain_draws_from_the_distribution_that_it_declares() -> None:
     batch, size, temperature = 256, 5000, 0.7
     logits = np.random.default_rng(0).normal(size=size).astype(np.float32) * 2
     level = Level(logits=jnp.broadcast_to(logits, (batch, 1, size)), carry=None, memory=None)
-    draft = draw_chain(
+    draft, _ = draw_chain(
         Chain(1),
         root=jnp.zeros(batch, jnp.int32),
         first=level,

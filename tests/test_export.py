@@ -18,7 +18,7 @@ import eagle3_jax as e3
 
 pytest.importorskip("flatbuffers")
 
-from eagle3_jax.export import ExportedGeneration, export_generation, parameters_of
+from eagle3_jax.export import PLATFORMS, ExportedGeneration, export_generation, parameters_of
 
 ROOT = Path(__file__).parent.parent
 OFFICIAL = Path(__file__).parent / "golden" / "official"
@@ -99,6 +99,28 @@ def test_one_file_runs_on_several_platforms(chain, tmp_path):
     assert loaded.about.platforms == loaded.program.platforms == ("cpu", "cuda")
     parameters = parameters_of(decoder)
     assert loaded(parameters, [[1, 17]])[0].tokens == decoder.generate([[1, 17]], max_new_tokens=2).tokens[0]
+
+
+@pytest.mark.parametrize(
+    ("platforms", "said"),
+    [
+        (("nonsense",), "unknown platform 'nonsense'"),
+        (("cpu", "gpu", "CUDA"), "unknown platform 'gpu', 'CUDA'"),
+        ("quantum", "unknown platform 'quantum'"),
+        ("cpu", "platforms is 'cpu'"),  # not the platforms c, p and u
+        ((), r"platforms is \(\)"),
+    ],
+)
+def test_an_unknown_platform_is_refused_before_anything_is_traced(chain, platforms, said):
+    expected = "expected one or several of cpu, cuda, rocm, tpu, such as platforms="
+    with pytest.raises(ValueError, match=f"^{said}; {expected}.*$") as refused:
+        export_generation(chain[0], platforms=platforms)
+    assert "\n" not in str(refused.value)
+
+
+def test_it_is_exported_for_every_platform_that_is_named(chain):
+    exported = export_generation(chain[0], prompt_tokens=4, max_new_tokens=2, platforms=PLATFORMS)
+    assert exported.about.platforms == PLATFORMS
 
 
 def test_a_shared_array_is_one_parameter(chain):

@@ -27,7 +27,7 @@ import tiny
 from mutants import ENTRY, Mutant
 
 import eagle3_jax  # noqa: F401
-from eagle3_jax.acceptance import Exact, verification_dice, verify
+from eagle3_jax.acceptance import Exact, _follow, verification_dice, verify, verify_points
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters import Eagle3Drafter, _grow
 from eagle3_jax.drafters.eagle3 import Eagle3Head, FirstLayer
@@ -43,6 +43,10 @@ from eagle3_jax.tree import ancestor_mask
 
 def exact_law(function: Callable, old: str, new: str, case: str = "a sampled chain") -> Mutant:
     return Mutant(function, old, new, test_exact_law.check_exact_law, (case,))
+
+
+def at_once(function: Callable, old: str, new: str) -> Mutant:
+    return Mutant(function, old, new, test_verify.check_point_masses, (0,))
 
 
 def sampling_law(function: Callable, old: str, new: str, drafter: str, runs: int = 3) -> Mutant:
@@ -88,6 +92,7 @@ def zero_mass(uniform: float) -> None:
 
 
 DRAW = "next_token=draw(walk.p, choose)"
+LEFT = "1.0 - jnp.sum(jnp.where(elder, p[:, None, :], 0.0), axis=-1)"
 RESIDUAL = "jnp.where(child, rest, walk.p)"
 FITS = "(accept[node] * q[token] < walk.p[token])"
 DECLARED = "probs.append(q)"
@@ -109,22 +114,33 @@ MUTANTS = {
     ),
     "the residual is a softmax": exact_law(verify, RESIDUAL, "jnp.where(child, jax.nn.softmax(rest), walk.p)"),
     "a sampled draft is refused like a point mass": exact_law(
-        verify, "residual(walk.p, q)", "residual(walk.p, jax.nn.one_hot(token, vocab_size))"
+        verify, "residual(walk.p, q)", "residual(walk.p, jax.nn.one_hot(token, probs.shape[1]))"
     ),
     "a sampled draft is accepted like a point mass": exact_law(verify, FITS, "(accept[node] < walk.p[token])"),
     "a point mass is accepted like a sampled draft": exact_law(
-        verify, FITS, "(accept[node] * 0.5 < walk.p[token])", "a deterministic chain"
+        verify_points, "accept * left < p", "accept * 0.5 * left < p", "a deterministic chain"
     ),
     "the ratio is reversed": exact_law(verify, FITS, "(accept[node] * walk.p[token] < q[token])"),
     "the second sibling sees the whole target again": exact_law(
-        verify, RESIDUAL, "jnp.where(child, probs[walk.current], walk.p)", "a tree of deterministic siblings"
+        verify_points, LEFT, "jnp.ones_like(p)", "a tree of deterministic siblings"
     ),
+    "the second sibling that is drawn sees the whole target again": exact_law(
+        verify, RESIDUAL, "jnp.where(child, probs[walk.current], walk.p)", "a tree of sampled siblings"
+    ),
+    "a refused point mass can be drawn all the same": exact_law(
+        verify_points, "jnp.where(refused, draft.tokens, vocab_size)", "jnp.full_like(draft.tokens, vocab_size)", "a deterministic chain"
+    ),
+    "a token that is proposed twice has mass twice": at_once(verify_points, "jnp.where(again, 0.0, ", "jnp.where(False, 0.0, "),
+    "padding takes its token from its siblings": at_once(verify_points, "& draft.valid[:, None, :]", ""),
+    "the path goes through every sibling that is taken": at_once(_follow, "first = taken & ~", "first = taken & True | ~"),
+    "the path goes on below a refusal": at_once(_follow, "jnp.all(first[:, None, :] | (node == 0) | ~above, axis=-1)", "(first | (node == 0))"),
+    "the path ends one node early": at_once(_follow, "jnp.max(jnp.where(on_path, node, 0), axis=-1)", "jnp.take_along_axis(jnp.maximum(draft.parents, 0), jnp.max(jnp.where(on_path, node, 0), axis=-1)[:, None], 1)[:, 0]"),
     "every node counts as a child of the current one": exact_law(
         verify, "(draft.parents[node] == walk.current)", "(draft.parents[node] <= walk.current)", "a tree of sampled siblings"
     ),
-    "padding can be accepted": exact_law(
-        verify, "draft.valid[node] & (draft.parents[node] == walk.current)", "draft.parents[node] == walk.current",
-        "nothing drafted",
+    "padding can be accepted": exact_law(_follow, "taken & draft.valid & ", "taken & ", "nothing drafted"),
+    "padding that is drawn can be accepted": at_once(
+        verify, "draft.valid[node] & (draft.parents[node] == walk.current)", "draft.parents[node] == walk.current"
     ),
     "acceptance is not strict": Mutant(verify, FITS, FITS.replace("<", "<="), zero_mass, (0.0,)),
     "an empty residual refuses": Mutant(
@@ -226,7 +242,9 @@ MUTANTS = {
         test_schedule.check_the_last_size,
     ),
     # The loop.
-    "tree nodes see their siblings": greedy(ancestor_mask, "jnp.eye(num_nodes, dtype=jnp.bool_)", "jnp.tril(jnp.ones((num_nodes, num_nodes), jnp.bool_))"),
+    "tree nodes see their siblings": greedy(
+        SpeculativeLoop.step, "positions, mask, state.cache", "positions, causal_mask(num_nodes), state.cache"
+    ),
     "tree nodes stand at their index": greedy(
         SpeculativeLoop.step, "depth = depths(mask)", "depth = jnp.cumsum(jnp.ones_like(draft.parents), axis=1) - 1"
     ),

@@ -19,7 +19,7 @@ PROMPT = ("--prompt-ids", "[1, 17, 5, 42]", "--max-new-tokens", "4", "--ignore-e
 MODULE = '''
 import dataclasses
 import eagle3_jax as e3
-from eagle3_jax.drafters import NGram
+from eagle3_jax.drafters import NGram, Plain
 
 guesses = NGram(2)
 guessing = e3.LoadedDrafter(NGram(3), name="guessing")
@@ -56,6 +56,14 @@ class Silent:
 
 
 @dataclasses.dataclass(frozen=True)
+class Narrow:
+    lossless: bool = True
+
+    def __call__(self, draft, logits, sampling, keys):
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
 class Shapeless(Loose):
     def __call__(self, draft, *args, **options):
         verdict = self.exact(draft, *args, **options)
@@ -63,6 +71,7 @@ class Shapeless(Loose):
 
 
 loose, silent, shapeless, unsure = Loose(), Silent(), Shapeless(), Loose(lossless="perhaps")
+narrow, plain = Narrow(), Plain(3)
 '''
 
 
@@ -101,6 +110,10 @@ def test_a_drafter_comes_from_a_module(cli, source: str, length: int) -> None:
         (("--verifier", "own_parts:Loose"), "the verifier is the class Loose; give an instance"),
         (("--verifier", "own_parts:number"), "int is no verifier: it has no lossless, __call__; see docs/extending.md"),
         (("--verifier", "own_parts:silent"), "Silent is no verifier: it has no lossless"),
+        (
+            ("--verifier", "own_parts:narrow"),
+            "Narrow is called without warping, max_depth, which",
+        ),
         (("--verifier", "own_parts:unsure"), "Loose.lossless is 'perhaps'; expected True or False"),
         (("--verifier", "own_parts:shapeless"), "Shapeless gave path as int32[1, 4]; expected int32[1, 5]"),
     ],
@@ -142,9 +155,30 @@ def test_bench_marks_the_rows_of_a_rule_that_is_not_lossless(cli) -> None:
     assert rows == {"plain float32": True, "chain K=2 (Loose, not lossless)": False}
 
 
+def test_a_drafter_of_ones_own_is_benched_as_it_was_built(cli) -> None:
+    options = ("--prompts", "random", "--prompt-tokens", "4", "--max-prompts", "1", "--max-new-tokens", "4")
+    options += ("--dtype", "float32", "--repeats", "1", "--chains", "none", "--tree", "none", "--rivals", "none")
+    only = ("--target", str(GOLDEN / "target"), "--drafter", "own_parts:plain", "--ngram", "none")
+    code, out, err = cli("bench", *only, *options, "--json")
+    assert code in (0, 1), err
+    (report,) = json.loads(out)["reports"]
+    assert [row["name"] for row in report["rows"]] == ["plain float32", "own_parts:plain"]
+
+
 def test_a_rule_and_a_simulated_acceptance_exclude_each_other(refused) -> None:
     rule = ("--verifier", "own_parts:loose", "--simulated-acceptance-rate", "0.5")
     assert "one rule" in refused("bench", *PAIR, *rule)
+
+
+def test_a_target_that_is_called_as_in_version_0_1_is_refused_by_the_argument() -> None:
+    class Old:
+        vocab_size, init_cache, unembed = 13, None, None
+
+        def __call__(self, params, tokens, positions, mask, cache=None, aux_layers=()):
+            raise NotImplementedError
+
+    with tiny.unchecked(), pytest.raises(ValueError, match="Old is called without length, which every target is given"):
+        SpeculativeDecoder(tiny.dataclasses.replace(tiny.target(), model=Old()), NGram(2))
 
 
 @pytest.mark.parametrize("missing", ["vocab_size", "init_cache", "unembed"])

@@ -99,7 +99,8 @@ def test_every_extra_installs_nothing_twice_and_is_used(name: str) -> None:
 
 
 def test_every_dependency_is_imported() -> None:
-    assert {distribution(one.module) for one in ALL} >= REQUIRED
+    by_jax = {"filelock"}  # when it prunes its compilation cache
+    assert {distribution(one.module) for one in ALL} | by_jax >= REQUIRED
 
 
 def test_the_package_says_that_it_is_typed() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
+from eagle3_jax import decode
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters import NGram
 from eagle3_jax.sampling import DraftSampling
@@ -40,6 +41,20 @@ def test_a_state_that_was_consumed_says_so(decoder: SpeculativeDecoder) -> None:
     with pytest.raises(ValueError, match="consumed"):
         decoder.step(latest.state.replace(tokens=state.tokens))
     decoder.step(latest.state)
+
+
+def test_what_a_step_returned_is_not_read_back(decoder: SpeculativeDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much sampling asks for is read from the device where it is new, and in no round after that."""
+    read, original = [], decode.warping_of
+    monkeypatch.setattr(decode, "warping_of", lambda sampling: read.append(sampling) or original(sampling))
+    state = decoder.prefill(PROMPTS, max_new_tokens=9)
+    read.clear()
+    for _ in range(3):
+        state = decoder.step(state).state
+    assert len(read) == 1
+    warm = state.replace(sampling=SamplingParams(temperature=jnp.full((3,), 5.0, jnp.float32), top_k=0, top_p=1.0))
+    latest = decoder.step(warm).state
+    assert len(read) == 2 and float(latest.sampling.temperature[0]) == 5.0
 
 
 def test_scalars_replace_the_sampling_of_every_row(decoder: SpeculativeDecoder) -> None:

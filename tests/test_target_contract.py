@@ -1,14 +1,17 @@
-"""What the loop relies on, asked of every target: a new family is one more row of ``ALL_TARGETS``.
+"""What the loop relies on, asked of every target: a new family is one more recipe in ``families.py``.
 
 The checks are the library's own, which authors run on theirs; here they are also shown to catch what they are for.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
+from collections.abc import Callable
 
 import bad_targets
+import families
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +20,8 @@ import recurrent
 import tables
 import tiny
 
+from conversion.families import FAMILIES
+from conversion.fields import Fields
 from eagle3_jax import (
     Chain,
     LoadedDrafter,
@@ -33,14 +38,28 @@ from eagle3_jax.drafters import NGram, Plain
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.models.layers import BFLOAT16
 
-ALL_TARGETS: dict[str, LoadedTarget] = {
-    "Llama": tiny.target(13),
-    "Llama in bfloat16": tiny.target(13, precision=BFLOAT16, layers=tiny.layers(1)),
-    "a window, and no rotation": tiny.target(
+
+def of_family(recipe: families.Recipe) -> LoadedTarget:
+    """A random target of a family, as its ``config.json`` describes it: its last two layers, and no bias zero."""
+    fields = Fields(families.BASE | recipe.fields | {"vocab_size": 13, "rms_norm_eps": 1e-6}, recipe.model_type)
+    config = FAMILIES[recipe.model_type].read_config(fields)
+    target = tiny.target(**vars(config) | {"layers": config.layers[-2:]})
+    keys = iter(jax.random.split(jax.random.key(1), 64))
+
+    def grown(path: tuple, leaf: jax.Array) -> jax.Array:
+        return leaf + 0.3 * jax.random.normal(next(keys), leaf.shape) if path[-1].key == "bias" else leaf
+
+    return dataclasses.replace(target, params=jax.tree_util.tree_map_with_path(grown, target.params))
+
+
+ALL_TARGETS: dict[str, Callable[[], LoadedTarget]] = {
+    **{name: functools.partial(of_family, recipe) for name, recipe in families.RECIPES.items()},
+    "llama, bfloat16": lambda: tiny.target(13, precision=BFLOAT16, layers=tiny.layers(1)),
+    "a window, and no rotation": lambda: tiny.target(
         13, layers=tiny.layers(1, window=3) + tiny.layers(1, rope=None, qk_norm=True)
     ),
-    "a table": tables.target(np.random.default_rng(0).normal(0, 1.5, (13**2, 13)), 2),
-    "attention and a recurrence": recurrent.target(),
+    "a table": lambda: tables.target(np.random.default_rng(0).normal(0, 1.5, (13**2, 13)), 2),
+    "attention and a recurrence": recurrent.target,
 }
 # What a target need not offer.
 OPTIONAL = {("a table", "lends its tables")}
@@ -48,7 +67,7 @@ OPTIONAL = {("a table", "lends its tables")}
 
 @functools.cache
 def subject(name: str) -> TargetSubject:
-    return TargetSubject(ALL_TARGETS[name])
+    return TargetSubject(ALL_TARGETS[name]())
 
 
 @pytest.mark.parametrize("check", TARGET_CHECKS)
@@ -62,7 +81,7 @@ def test_every_target_keeps_the_contract(name: str, check: str) -> None:
 
 
 def test_a_report_says_what_was_compared_and_what_it_was_off() -> None:
-    report = check_target(ALL_TARGETS["a table"])
+    report = check_target(ALL_TARGETS["a table"]())
     assert report.ok
     assert str(report).startswith("TableTarget, target\n  passed   keeps the protocol: a vocabulary of 13\n")
     assert "skipped  lends its tables: it has no `tables`" in str(report)
@@ -88,7 +107,7 @@ def test_every_check_has_been_seen_to_fail() -> None:
 
 def test_a_target_that_reads_one_token_alone_shows_nothing() -> None:
     """Whatever slots, masks and states such a target mixes up, its output is the same; that is no pass."""
-    model = ALL_TARGETS["attention and a recurrence"].model
+    model = recurrent.target().model
     params = {**model.init(0), "o": jnp.zeros((8, 8)), "ro": jnp.zeros((8, 8))}
     report = check_target(LoadedTarget(model, params, 13, 512), checks=["a token depends on those before it"])
     assert report.findings[0].verdict == "not run" and not report.ok

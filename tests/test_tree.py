@@ -97,7 +97,7 @@ def _grown(tree, mixing, embedding, ids) -> Draft:
 
     start = embedding[:BATCH, None]
     root = jnp.arange(3, 3 + BATCH, dtype=jnp.int32)
-    return grow(tree, root=root, first=Level(network.logits(start), start, ()), run=run, draft_to_target=ids)
+    return grow(tree, root=root, first=Level(network.logits(start), start, ()), run=run, draft_to_target=ids)[0]
 
 
 _compiled = jax.jit(_grown, static_argnums=0)

@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 
-from eagle3_jax.acceptance import verify, verify_greedy
+from eagle3_jax.acceptance import verify, verify_greedy, verify_points
 from eagle3_jax.sampling import draw, residual
 from eagle3_jax.types import Draft, Verdict
 
@@ -183,3 +183,34 @@ def test_nodes_marked_invalid_are_never_accepted(greedy: bool) -> None:
     assert int(verdict.num_accepted.max()) > 0
     for row, (path, _) in enumerate(decisions(verdict)):
         assert all(bool(draft.valid[row, node]) for node in path)
+
+
+def check_point_masses(seed: int, rows: int = 2048, nodes: int = 8, vocabulary: int = 5) -> None:
+    """All nodes at once, and one after the other, with the same uniforms: random trees, padding, tokens named twice."""
+    rng = np.random.default_rng(seed)
+    parents = np.array([[-1, *(rng.integers(0, node) for node in range(1, nodes))] for _ in range(rows)], np.int32)
+    tokens = rng.integers(0, vocabulary, (rows, nodes)).astype(np.int32)
+    valid = (rng.random((rows, nodes)) < 0.8) | (np.arange(nodes) == 0)
+    weights = rng.gamma(0.7, size=(rows, nodes, vocabulary)) * (rng.random((rows, nodes, vocabulary)) < 0.8)
+    weights[..., 0] += 1e-3
+    probs = jnp.asarray(weights / weights.sum(axis=-1, keepdims=True), jnp.float32)
+    accept = jnp.asarray(rng.random((rows, nodes)), jnp.float32)
+    choose = jnp.asarray(rng.random((rows, 1)), jnp.float32)
+    draft = Draft(tokens=jnp.asarray(tokens), parents=jnp.asarray(parents), valid=jnp.asarray(valid))
+    named = draft.replace(probs=jax.nn.one_hot(tokens, vocabulary))
+    both = [
+        (verify_points, verify, draft, probs, accept),
+        (lambda draft, probs, **_: verify_greedy(draft, jnp.argmax(probs, -1).astype(jnp.int32), max_depth=nodes - 1),
+         verify, draft, jax.nn.one_hot(jnp.argmax(probs, -1), vocabulary), jnp.full_like(accept, 0.5)),
+    ]  # fmt: skip
+    for at_once, one_by_one, draft, law, dice in both:
+        options = {"accept": dice, "choose": choose, "max_depth": nodes - 1}
+        quick, slow = at_once(draft, law, **options), one_by_one(named, law, **options)
+        assert len(np.unique(slow.num_accepted)) > 3
+        for field in ("num_accepted", "path", "next_token"):
+            assert np.array_equal(getattr(quick, field), getattr(slow, field)), field
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_point_masses_are_decided_at_once_as_one_by_one(seed: int) -> None:
+    check_point_masses(seed)

@@ -14,6 +14,7 @@ import pytest
 
 from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.reporting.environment import committable, environment
+from validation.aot.platforms import Platform
 from validation.checks import Check, Verdict
 from validation.device import SHARE_OF_VLLM, Releases, give_back, products, reason_of_exhaustion, share_memory
 from validation.fixtures import maybe_vllm, subject  # noqa: F401
@@ -63,13 +64,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SHARE",
         help=f"of the GPU's memory, for vLLM; {SHARE_OF_VLLM} if left out, beside JAX's XLA_CLIENT_MEM_FRACTION",
     )
+    group.addoption(
+        "--aot",
+        metavar="PLATFORM",
+        action="append",
+        default=[],
+        help="compile ahead of time for cuda:h200, tpu:v6e:2x2, ..., of which none has to be here; may be repeated",
+    )
+    group.addoption(
+        "--aot-all", action="store_true", help="with --aot: every model, draft and batch, which takes hours"
+    )
     parser.addini(
         "validation_manifest",
         "table of the checks that each level must contain, or 'none' where other checks are tried out",
         default=str(PATH),
     )
     group.addoption("--report-dir", default=str(Path(__file__).parent / "report"), help="where the report is written")
-    group.addoption("--complete", action="store_true", help="fail unless every level ran in full, as CI does")
+    group.addoption("--complete", action="store_true", help="fail unless every level asked for ran in full")
 
 
 @pytest.fixture(scope="session")
@@ -141,6 +152,11 @@ def pytest_configure(config: pytest.Config) -> None:
             f"--gpu needs a CUDA device, and jax sees only {jax.devices()[0].platform}: install 'eagle3-jax[cuda]', "
             "or add --rehearse to try the flow without one"
         )
+    try:
+        for name in option("--aot"):
+            Platform.named(name)
+    except ValueError as error:
+        raise pytest.UsageError(f"--aot: {error}") from None
     for name in option("--prompts"):
         if not Path(name).is_file():
             raise pytest.UsageError(f"--prompts: there is no file {name}")
@@ -152,6 +168,7 @@ def pytest_configure(config: pytest.Config) -> None:
         command=committable(shlex.join(["pytest", *map(str, config.invocation_params.args)])),
         gpu=option("--gpu"),
         rehearsal=option("--rehearse"),
+        aot=option("--aot"),
         manifest=_manifest_of(config),
     )
     config.stash[RELEASES] = Releases()
@@ -210,8 +227,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         check = item.stash[_CHECK]
         kind = check.level, without_case(check.name)
-        if BY_NAME[check.level].gpu_only and not option("--gpu"):
-            check.reason = "only with --gpu"
+        if not config.stash[REPORT].asks_for(BY_NAME[check.level]):
+            check.reason = f"only with --{BY_NAME[check.level].only_with}"
         elif option("--level") and check.level not in option("--level"):
             check.reason = "deselected by --level"
         # Speeds have a plan for it; planted bugs try the checks, not the device.
@@ -270,7 +287,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         config.stash[_WRITTEN] = write(report, config.getoption("--report-dir"))
     except OSError as error:
         pytest.exit(f"the report could not be written: {error}", returncode=pytest.ExitCode.TESTS_FAILED)
-    if config.getoption("--complete") and report.incomplete() and exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+    unfinished = config.getoption("--complete") and report.incomplete(config.getoption("--level"))
+    if unfinished and exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -288,7 +306,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(f"Report: {written}")
     if written.suffix != ".html":
         terminalreporter.write_line("No page: it needs jinja2 (pip install 'eagle3-jax[validation]').")
-    if config.getoption("--complete") and (missing := report.incomplete()):
+    if config.getoption("--complete") and (missing := report.incomplete(config.getoption("--level"))):
         terminalreporter.write_line("--complete: this run is not complete", red=True)
         for line in missing:
             terminalreporter.write_line(f"  {line}", red=True)

@@ -13,13 +13,14 @@ class Level:
         name: As tests name it: ``@pytest.mark.level("L5")``.
         title: In the report.
         claim: What a green verdict says, in a sentence.
-        gpu_only: Not part of a run without ``--gpu``.
+        only_with: The option without which it is no part of a run, as :class:`validation.runs.Report` calls it:
+            ``gpu`` or ``aot``; empty for most.
     """
 
     name: str
     title: str
     claim: str
-    gpu_only: bool = False
+    only_with: str = ""
 
 
 LEVELS = (
@@ -58,7 +59,7 @@ LEVELS = (
         "L7",
         "Task sanity",
         "Task accuracy with speculation equals that without, within its confidence interval.",
-        gpu_only=True,
+        only_with="gpu",
     ),
     Level("L8", "Acceptance parity with vLLM", "The same head accepts the same tokens in the same rounds as in vLLM."),
     Level("L9", "Speed", "Speed beside every rival in the same run, and below what the hardware can do."),
@@ -67,6 +68,12 @@ LEVELS = (
         "JV",
         "Our drafter inside vLLM",
         "vLLM, verifying what our drafter proposes, writes its own text and accepts what we accept.",
+    ),
+    Level(
+        "AOT",
+        "Compiled for accelerators",
+        "On an H200 or a TPU a round has no work of the host, no copy of a cache or table, and no launch too many.",
+        only_with="aot",
     ),
     Level("MU", "Mutant gate", "Every planted bug turns at least one level red."),
 )

@@ -43,6 +43,7 @@ def merge(parts: Mapping[str, Report]) -> Report:
         command="python -m validation.report merge",
         gpu=reports[0].gpu,
         rehearsal=reports[0].rehearsal,
+        aot=list(dict.fromkeys(platform for report in reports for platform in report.aot)),
         errors=list(dict.fromkeys(line for report in reports for line in report.errors)),
         skipped=list(dict.fromkeys(line for report in reports for line in report.skipped)),
         manifest=reports[0].manifest,

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from eagle3_jax.reporting.tables import Plot, Table
 from validation.checks import Check, LevelResult, Verdict, plain, reasons_of
-from validation.levels import BY_NAME, LEVELS
+from validation.levels import BY_NAME, LEVELS, Level
 from validation.required import missing_from
 
 SCHEMA_VERSION = 1
-_ADDED_LATER = ("manifest", "parts")
+_NO_PART = "deselected: no check of it was part of this run"
+_ADDED_LATER = ("aot", "manifest", "parts")
 
 
 @dataclasses.dataclass
@@ -31,6 +32,7 @@ class Report:
         seconds: Wall time of the run.
         command: The command line.
         gpu: A run with ``--gpu``.
+        aot: Platforms that ``--aot`` named.
         rehearsal: A run with ``--rehearse``: the flow was tried; nothing it measured counts.
         errors: Modules that could not be collected. Nobody knows what their checks would have said.
         skipped: Modules that skipped themselves as a whole, and why.
@@ -50,6 +52,7 @@ class Report:
     skipped: list[str] = dataclasses.field(default_factory=list)
     manifest: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
     parts: list[str] = dataclasses.field(default_factory=list)
+    aot: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def compared(self) -> str:
@@ -63,14 +66,17 @@ class Report:
         """A verdict for every level there is, in their order."""
         return {level.name: self[level.name] for level in LEVELS}
 
+    def asks_for(self, level: Level) -> bool:
+        """Whether it is part of such a run: some are with an option only."""
+        return not level.only_with or bool(getattr(self, level.only_with))
+
     def __getitem__(self, name: str) -> LevelResult:
         level = BY_NAME[name]
         checks = [check for check in self.checks if check.level == name]
         verdicts = {check.verdict for check in checks}
         if not checks:
             verdict = Verdict.NOT_RUN
-            only_gpu = level.gpu_only and not self.gpu
-            reason = "only with --gpu" if only_gpu else "deselected: no check of it was part of this run"
+            reason = f"only with --{level.only_with}" if not self.asks_for(level) else _NO_PART
         elif Verdict.FAILED in verdicts:
             verdict, reason = Verdict.FAILED, reasons_of(checks, Verdict.FAILED)
         elif len(verdicts) == 1:
@@ -133,9 +139,13 @@ class Report:
             parts.append(f"Modules that skipped themselves: {len(self.skipped)}.")
         return " ".join(parts)
 
-    def incomplete(self) -> list[str]:
-        """What ``--complete`` asks for and this run lacks, a line each; GPU levels count in a run with ``--gpu``."""
-        wanted = [result for result in self.levels.values() if self.gpu or not result.level.gpu_only]
+    def incomplete(self, levels: Collection[str] = ()) -> list[str]:
+        """What ``--complete`` asks for and this run lacks, a line each; of these levels, where some are named."""
+        wanted = [
+            result
+            for name, result in self.levels.items()
+            if (name in levels if levels else self.asks_for(result.level))
+        ]
         return [
             f"{result.level.name} {result.verdict}: {' '.join(result.reason.split())}"
             for result in wanted
@@ -211,4 +221,7 @@ def verdict_lines(report: Report) -> Iterator[tuple[Verdict, str]]:
     for name, result in report.levels.items():
         reason = result.reason.splitlines()[0] if result.reason else ""
         detail = result.headline if result.verdict is Verdict.PASSED else reason or result.headline
-        yield result.verdict, f"{result.verdict.upper():<10}  {name}  {result.level.title:<{width}}  {detail}".rstrip()
+        yield (
+            result.verdict,
+            f"{result.verdict.upper():<10}  {name:<3}  {result.level.title:<{width}}  {detail}".rstrip(),
+        )

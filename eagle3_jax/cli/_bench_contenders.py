@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from eagle3_jax.cli._errors import Misuse, one_line
 from eagle3_jax.cli._options import read_drafter, read_target, read_verifier
-from eagle3_jax.cli._own import own
 
 if TYPE_CHECKING:
     from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget
@@ -121,18 +120,16 @@ class Models:
 def read_models(target: str | None, drafters: Sequence[str], dtype: str) -> Models:
     """From checkpoints."""
     from eagle3_jax import LoadedDrafter
-    from eagle3_jax.drafters import NGram
 
     loaded = read_target(target, dtype)
     found: dict[str, LoadedDrafter | None] = {}
     for source in drafters or [None]:
         one: LoadedDrafter | Drafter[Any] | None = read_drafter(source, target=loaded, target_source=target)
         if one is not None:
-            name = (source or "eagle3").partition("=")[0] if own("--drafter", source) else Path(source or "eagle3").name
-            if isinstance(one, NGram):
-                found[name] = None
-            else:
-                found[name] = one if isinstance(one, LoadedDrafter) else LoadedDrafter(one)
+            # `ngram` stands for the lengths of --ngram, which are rows of their own.
+            name = Path(source or "eagle3").name
+            head = one if isinstance(one, LoadedDrafter) else LoadedDrafter(one, name=name)
+            found[name] = None if source == "ngram" else head
     return Models(loaded, dtype, None if dtype == "float32" else read_target(target, "float32"), found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Annotated
 import typer
 
 from eagle3_jax.cli._errors import Misuse
+
+# Some thousand programs of the size of the shipped pair's, some hundred of large models with their GPU kernels.
+MOST_BYTES = 2 * 2**30
 
 CompilationCacheOption = Annotated[
     str | None,
@@ -54,9 +58,25 @@ def keep_compiled_programs(directory: str | None) -> None:
         raise Misuse(f"--compilation-cache {directory}: cannot be written; give another directory or 'none'")
     # A damaged entry is compiled again; whoever runs the command can do nothing about it.
     warnings.filterwarnings("ignore", message=".*persistent compilation cache")
+    if jax.config.jax_compilation_cache_max_size == -1:  # type: ignore[attr-defined]
+        jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
+    _make_prunable(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder.absolute()))
     # The small programs around the loop cost more together than they take up.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def _make_prunable(folder: Path) -> None:
+    """Give every program a file for the time of its last use, where JAX kept none because it pruned nothing then.
+
+    JAX before 0.12 writes nothing into a directory in which such a file is missing. An empty one counts as the oldest
+    possible; the next use of the program fills it.
+    """
+    with contextlib.suppress(OSError):  # somebody else's file, in a directory that several users share
+        for program in folder.glob("*-cache"):
+            used = program.with_name(program.name.removesuffix("-cache") + "-atime")
+            if not used.exists():
+                used.touch()
 
 
 def default_directory() -> Path | None:

@@ -19,6 +19,7 @@ DRAFTER_CHECKS: dict[str, Callable[[Subject], str]] = {
     PROTOCOL: drafts.keeps_the_protocol,
     "keeps shapes and types": drafts.keeps_shapes,
     "proposes from its state alone": drafts.proposes_from_its_state_alone,
+    "commits nothing by proposing": drafts.commits_nothing_by_proposing,
     "starts at the root": drafts.starts_at_the_root,
     "puts parents before children": drafts.is_topological,
     "is as deep as it says": drafts.is_as_deep_as_it_says,

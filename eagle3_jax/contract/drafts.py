@@ -56,6 +56,19 @@ def proposes_from_its_state_alone(subject: Subject) -> str:
     return ""
 
 
+def commits_nothing_by_proposing(subject: Subject) -> str:
+    """What proposing left in the state, where it is handed on, goes on as the state that was proposed from."""
+    left = subject.left(subject.after_prompt)
+    if left is None:
+        return "its drafts hand no state on"
+    for length in ((0,) * ROWS, (2, 1, 2, 1)):
+        seen = subject.shown(length, seed=3)
+        kept, went_on = (subject.propose(subject.observe(state, seen)) for state in (subject.after_prompt, left))
+        if rows := differing_rows(kept, went_on):
+            raise Broken(f"{named_rows(rows)} drafts something else after the state that the draft before handed on")
+    return ""
+
+
 def starts_at_the_root(subject: Subject) -> str:
     """Node 0 is the token observed last, parent -1, and valid."""
     draft, root = subject.draft, np.asarray(subject.shown().next_token)

@@ -120,6 +120,8 @@ class Subject:
         def propose(params: Any, state: Any, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
             draft = drafter.propose(params, state, keys, sampling)
             require_draft(drafter, draft, batch=keys.shape[0], vocab_size=vocab_size)
+            if draft.state is not None:
+                like_before(drafter, state, draft.state, "propose")
             return draft
 
         return jax.jit(propose)
@@ -131,6 +133,10 @@ class Subject:
     def propose(self, state: Any, *, seed: int = 0) -> HostDraft:
         """A draft."""
         return HostDraft.of(self._propose(self.loaded.params, state, row_keys(self.seed + seed, ROWS), SAMPLING))
+
+    def left(self, state: Any) -> Any:
+        """The state that proposing hands on, if it does."""
+        return self._propose(self.loaded.params, state, row_keys(self.seed, ROWS), SAMPLING).state
 
     @functools.cached_property
     def draft(self) -> HostDraft:

@@ -22,7 +22,7 @@ class Level(NamedTuple):
     Attributes:
         logits: ``[B k W]``, over the draft vocabulary, for the children of each node.
         carry: Pytree of ``[B k ...]``, what a node hands to its children.
-        memory: Whatever the network remembers of the levels run so far (keys and values).
+        memory: Whatever the network remembers of the levels run so far (keys and values), and before them.
     """
 
     logits: Float[Array, "B k W"]
@@ -42,7 +42,7 @@ def grow(
     first: Level,
     run: RunLevel,
     draft_to_target: Int[Array, " W"],
-) -> Draft:
+) -> tuple[Draft, Any]:
     """Draft a tree of the given topology, deterministically: the likeliest tokens under the draft network.
 
     Args:
@@ -53,13 +53,12 @@ def grow(
         draft_to_target: Target id of each draft id.
 
     Returns:
-        A draft without ``probs``: each proposal is a point mass.
+        A draft without ``probs`` (each proposal is a point mass), and the memory after the last level that was run.
     """
     if isinstance(topology, StaticTree):
         return _grow_static(topology, root, first, run, draft_to_target)
-    if isinstance(topology, Chain):  # the dynamic tree that is one node wide
-        depth = topology.num_speculative_tokens
-        topology = DynamicTree(num_nodes=depth + 1, max_depth=depth, top_k=1)
+    if isinstance(topology, Chain):
+        return _grow_chain(topology, root, first, run, draft_to_target)
     return _grow_dynamic(topology, root, first, run, draft_to_target)
 
 
@@ -73,7 +72,7 @@ def draw_chain(
     vocab_size: int,
     keys: Key[Array, " B"],
     sampling: SamplingParams,
-) -> Draft:
+) -> tuple[Draft, Any]:
     """Draft a chain by drawing each token from ``q = softmax(draft logits / temperature)``.
 
     Leviathan et al. (2023), algorithm 1. Top-k and top-p shape the target alone, as in vLLM: any ``q`` is exact as long
@@ -90,7 +89,8 @@ def draw_chain(
         sampling: One value per row.
 
     Returns:
-        A draft with ``probs``: ``q`` over the target's ids, zero where the head has no token, and at the root.
+        A draft with ``probs`` (``q`` over the target's ids, zero where the head has no token, and at the root), and the
+        memory after the last token that was run.
     """
     batch, depth = root.shape[0], chain.num_speculative_tokens
     greedy = jnp.asarray(sampling.temperature) == 0
@@ -110,19 +110,34 @@ def draw_chain(
             level = run(tokens[-1][:, None], level.carry, index, seen, level.memory)
     parents = jnp.broadcast_to(jnp.arange(depth, dtype=jnp.int32), (batch, depth))
     draft = _with_root(root, jnp.stack(tokens, axis=1), parents)
-    return draft.replace(probs=jnp.stack(probs, axis=1))  # type: ignore[attr-defined]
+    return draft.replace(probs=jnp.stack(probs, axis=1)), level.memory  # type: ignore[attr-defined]
+
+
+def _grow_chain(
+    chain: Chain, root: Int[Array, " B"], first: Level, run: RunLevel, draft_to_target: Int[Array, " W"]
+) -> tuple[Draft, Any]:
+    """The likeliest token after the likeliest token: the dynamic tree that is one node wide, without its scores."""
+    batch, depth = root.shape[0], chain.num_speculative_tokens
+    level, tokens = first, []
+    for index in range(depth):
+        tokens.append(draft_to_target[jnp.argmax(level.logits[:, 0], axis=-1)])
+        if index + 1 < depth:
+            seen = jnp.ones((batch, 1, index + 1), jnp.bool_)
+            level = run(tokens[-1][:, None], level.carry, index, seen, level.memory)
+    parents = jnp.broadcast_to(jnp.arange(depth, dtype=jnp.int32), (batch, depth))
+    return _with_root(root, jnp.stack(tokens, axis=1), parents), level.memory
 
 
 def _grow_dynamic(
     topology: DynamicTree, root: Int[Array, " B"], first: Level, run: RunLevel, draft_to_target: Int[Array, " W"]
-) -> Draft:
+) -> tuple[Draft, Any]:
     """EAGLE-2, section 4: expand by cumulative draft log-probability, then keep the best of all candidates.
 
     Candidates are numbered as the official code numbers them: the ``k`` children of the root, then level by level
     the ``k x k`` children of the expanded nodes, row by row.
     """
     width, batch = topology.top_k, root.shape[0]
-    logprobs, ids = lax.top_k(jax.nn.log_softmax(first.logits[:, 0]), width)
+    logprobs, ids = _likeliest(first.logits[:, 0], width)
     tokens = draft_to_target[ids]
     scores, flat = logprobs, jnp.broadcast_to(jnp.arange(width), (batch, width))
     pool_scores, pool_tokens, pool_parents = [scores], [tokens], [jnp.full((batch, width), -1)]
@@ -132,7 +147,7 @@ def _grow_dynamic(
 
     for depth in range(topology.max_depth - 1):
         level = run(tokens, carry, depth, mask, memory)
-        logprobs, ids = lax.top_k(jax.nn.log_softmax(level.logits), width)
+        logprobs, ids = _likeliest(level.logits, width)
         cumulative = (scores[:, :, None] + logprobs).reshape(batch, -1)
         children = draft_to_target[ids].reshape(batch, -1)
         pool_scores.append(cumulative)
@@ -154,12 +169,20 @@ def _grow_dynamic(
     wanted = jnp.take_along_axis(pool_parents, chosen, axis=1)
     rank = jnp.sum(chosen[:, None, :] < wanted[:, :, None], axis=-1, dtype=jnp.int32)
     parents = jnp.where(wanted < 0, 0, 1 + rank)
-    return _with_root(root, jnp.take_along_axis(jnp.concatenate(pool_tokens, axis=1), chosen, axis=1), parents)
+    tokens = jnp.take_along_axis(jnp.concatenate(pool_tokens, axis=1), chosen, axis=1)
+    return _with_root(root, tokens, parents), memory
+
+
+def _likeliest(logits: Float[Array, "*B W"], count: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
+    """Log-probabilities and ids of the likeliest tokens; all others are only summed."""
+    best, ids = lax.top_k(logits, count)
+    total = jnp.sum(jnp.exp(logits - best[..., :1]), axis=-1, keepdims=True)
+    return best - best[..., :1] - jnp.log(total), ids
 
 
 def _grow_static(
     topology: StaticTree, root: Int[Array, " B"], first: Level, run: RunLevel, draft_to_target: Int[Array, " W"]
-) -> Draft:
+) -> tuple[Draft, Any]:
     """Only nodes with children are run; each child is the token of its rank under its parent."""
     batch, parents = root.shape[0], np.array(topology.parents)
     level_of = np.array([0, *(len(path) for path in topology.paths)])
@@ -184,7 +207,7 @@ def _grow_static(
         mask = jnp.broadcast_to(jnp.asarray(seen), (batch, *seen.shape))
         level, running = run(tokens[:, expanding], carry, depth, mask, level.memory), expanding
     below = jnp.broadcast_to(jnp.asarray(parents[1:], jnp.int32), (batch, topology.num_nodes - 1))
-    return _with_root(root, tokens[:, 1:], below)
+    return _with_root(root, tokens[:, 1:], below), level.memory
 
 
 def _take(leaf: Array, slots: Int[Array, "B k"]) -> Array:

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.cache import Cache, KeyValue, KeyValues, Segment
+from eagle3_jax.cache import Cache, KeyValue, KeyValues, visible
 from eagle3_jax.drafters._grow import Level, draw_chain, grow
 from eagle3_jax.models.config import Eagle3Config
-from eagle3_jax.models.decoder import Attention, Block, BlockMemory, Memory, causal_mask, empty_cache, memories
-from eagle3_jax.models.functional import Params, bind, init_params, param_axes, param_shapes
+from eagle3_jax.models.decoder import Attention, Block, CacheMemory, Memory, causal_mask, empty_cache, memories
+from eagle3_jax.models.functional import Params, bind, init_params, param_axes, param_shapes, traced_once
 from eagle3_jax.models.layers import FLOAT32, Linear, Precision, RMSNorm, SwiGLU, embed
 from eagle3_jax.sharding import VOCAB, Axis
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
@@ -88,10 +88,10 @@ class Eagle3Head(nnx.Module):
         memories: Sequence[Memory],
     ) -> tuple[Float[Array, "B T D"], tuple[KeyValue, ...]]:
         """One step of the head: fused features or its own last output in, next output and its keys and values out."""
-        x, kv = self.first(embedded, stream, positions, memories[0])
+        x, kv = traced_once(self.first, embedded, stream, positions, memories[0])
         written = [kv]
         for block, memory in zip(self.rest, memories[1:], strict=True):
-            x, kv = block(x, positions, memory)
+            x, kv = traced_once(block, x, positions, memory)
             written.append(kv)
         return (self.norm(x) if self.config.norm_output else x), tuple(written)
 
@@ -199,6 +199,8 @@ class Eagle3Drafter:
         """See :class:`eagle3_jax.types.Drafter`."""
         del params
         config, dtype = self.config, self.precision.activations
+        # There is room for as many nodes as are verified; a tree may run more of them than that.
+        capacity += max(0, self.topology.num_run - self.num_nodes)
         return Eagle3State(
             cache=empty_cache(config.layers, batch=batch, capacity=capacity, dtype=dtype),
             output=jnp.zeros((batch, config.width), dtype),
@@ -230,44 +232,32 @@ class Eagle3Drafter:
         def run(tokens, output, depth, mask, memory):
             # All nodes of a level share one rotary position, one behind their place in the sequence.
             positions = jnp.broadcast_to(state.cache.length[:, None] + depth, tokens.shape)
-            earlier = mask.shape[-1] - tokens.shape[-1]
-            layers: tuple[KeyValues, ...] = state.cache.layers  # type: ignore[assignment]
-            past = [
-                BlockMemory(
-                    past=(kept.segment(state.cache.length), *_tree_segment(memory, layer, mask[:, :, :earlier])),
-                    mask=mask[:, :, earlier:],
-                )
-                for layer, kept in enumerate(layers)
-            ]
-            output, block = head(self._embed(params, tokens), output, positions, past)
-            return Level(logits=head.logits(output), carry=output, memory=(*memory, block))
+            start = state.cache.length + mask.shape[-1] - tokens.shape[-1]
+            seen = visible(mask, state.cache.length, memory[0].capacity)
+            past = [CacheMemory(layer, start, seen) for layer in memory]
+            output, written = head(self._embed(params, tokens), output, positions, past)
+            return Level(head.logits(output), output, tuple(KeyValues(**one._asdict()) for one in written))
 
         output = state.output[:, None]
-        first, ids = Level(logits=head.logits(output), carry=output, memory=()), params["draft_to_target"]
+        first, ids = Level(head.logits(output), carry=output, memory=state.cache.layers), params["draft_to_target"]
         if self.draft_sampling is DraftSampling.GREEDY:
-            return grow(self.topology, root=state.root, first=first, run=run, draft_to_target=ids)
-        return draw_chain(
-            self.topology,  # type: ignore[arg-type]
-            root=state.root,
-            first=first,
-            run=run,
-            draft_to_target=ids,
-            vocab_size=self.config.vocab_size,
-            keys=keys,
-            sampling=sampling,
-        )
+            draft, layers = grow(self.topology, root=state.root, first=first, run=run, draft_to_target=ids)
+        else:
+            draft, layers = draw_chain(
+                self.topology,  # type: ignore[arg-type]
+                root=state.root,
+                first=first,
+                run=run,
+                draft_to_target=ids,
+                vocab_size=self.config.vocab_size,
+                keys=keys,
+                sampling=sampling,
+            )
+        # The guesses lie behind the committed slots, whose number is as before: to hand them on spares a copy.
+        return draft.replace(state=state.replace(cache=Cache(layers=layers, length=state.cache.length)))
 
     def _head(self, params: Params) -> Eagle3Head:
         return bind(Eagle3Head, self.config, self.precision, params["head"])
 
     def _embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         return embed(params["embedding"], tokens, self.precision)
-
-
-def _tree_segment(memory: tuple[tuple[KeyValue, ...], ...], layer: int, mask: Array) -> tuple[Segment, ...]:
-    """The nodes of earlier levels as one segment."""
-    if not memory:
-        return ()
-    keys = jnp.concatenate([level[layer].keys for level in memory], axis=2)
-    values = jnp.concatenate([level[layer].values for level in memory], axis=2)
-    return (Segment(KeyValue(keys, values), mask),)

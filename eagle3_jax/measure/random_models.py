@@ -68,24 +68,34 @@ def shape_named(name: str) -> DecoderConfig:
     return SHAPES[shape_name(name)]
 
 
-def random_pair(name: str, *, precision: Precision = BFLOAT16, seed: int = 0) -> tuple[LoadedTarget, LoadedDrafter]:
+def random_pair(
+    name: str, *, precision: Precision = BFLOAT16, seed: int = 0, num_layers: int | None = None
+) -> tuple[LoadedTarget, LoadedDrafter]:
     """A target of a named shape and its usual EAGLE-3 head; nothing of it ever lies on the host.
+
+    Args:
+        name: Of :data:`SHAPES`.
+        precision: Of weights and activations.
+        seed: Of the weights.
+        num_layers: Fewer layers than the shape has, for trying things out: at least 2.
 
     Raises:
         ValueError: There is no such shape.
     """
     name, config = shape_name(name), shape_named(name)
-    config = dataclasses.replace(config, max_positions=min(config.max_positions, _MOST_POSITIONS))
-    model, drafter = DecoderTarget(config, precision), Eagle3Drafter(usual_head(config), precision=precision)
+    layers, positions = config.layers[:num_layers], min(config.max_positions, _MOST_POSITIONS)
+    config = dataclasses.replace(config, layers=layers, max_positions=positions)
+    head = usual_head(config, aux_layers=None if num_layers is None else (0, 1, 2))
+    model, drafter = DecoderTarget(config, precision), Eagle3Drafter(head, precision=precision)
     target_key, head_key = jax.random.split(jax.random.key(seed))
     params = _draw(model.param_shapes(), target_key, precision)
     target = LoadedTarget(model, params, config.vocab_size, config.max_positions, name=f"{name}, random weights")
-    head = {
+    weights = {
         "head": _draw(drafter.param_shapes(), head_key, precision),
         "embedding": params["embedding"],
         "draft_to_target": jnp.arange(drafter.config.draft_vocab_size, dtype=jnp.int32),
     }
-    return target, LoadedDrafter(drafter, head, f"EAGLE-3 head of {name}, random weights")
+    return target, LoadedDrafter(drafter, weights, f"EAGLE-3 head of {name}, random weights")
 
 
 def bytes_needed(config: DecoderConfig, *, batch: int, capacity: int, precision: Precision = BFLOAT16) -> int:

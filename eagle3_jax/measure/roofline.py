@@ -33,17 +33,26 @@ def step_bytes(target: LoadedTarget, *, rows: int, context: int) -> int:
 
 
 def bandwidth(size: int) -> float:
-    """Bytes per second at which the device streams an array of ``size`` bytes: the fastest of three ways of reading it.
+    """Bytes per second at which the device streams an array of ``size`` bytes: the fastest of :func:`bandwidths`."""
+    return max(bandwidths(size).values())
 
-    A sum, a copy (which writes as much as it reads) and a product with few rows, as decoding has. The fastest run
-    counts, since the figure serves as a ceiling.
+
+def bandwidths(size: int) -> dict[str, float]:
+    """Bytes per second at which the device streams an array of ``size`` bytes, in three ways.
+
+    A sum, a copy (which writes as much as it reads) and a product with few rows, as decoding has. The fastest run of
+    each counts, since the figures serve as ceilings.
     """
     columns = 1024
     matrix = jnp.ones((max(size // (4 * columns), 1), columns), jnp.float32)
     few = jnp.ones((1, matrix.shape[0]), jnp.float32)
     read = matrix.nbytes
-    ways = ((_sum, (matrix,), read), (_copy, (matrix,), 2 * read), (_product, (few, matrix), read))
-    return max(bytes_moved / _fastest(function, arguments) for function, arguments, bytes_moved in ways)
+    ways = {
+        "sum": (_sum, (matrix,), read),
+        "copy": (_copy, (matrix,), 2 * read),
+        "product": (_product, (few, matrix), read),
+    }
+    return {name: moved / _fastest(function, given) for name, (function, given, moved) in ways.items()}
 
 
 def ceiling(target: LoadedTarget, *, rows: int, context: int, large: int = 2**30) -> float:

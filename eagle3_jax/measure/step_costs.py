@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from eagle3_jax import loop as loops
 from eagle3_jax.cache import Cache, KeyValue
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
 from eagle3_jax.measure.contenders import Tokens
+from eagle3_jax.measure.rounds import timed_rounds
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.types import Observation
 
@@ -57,18 +57,43 @@ def step_costs(
     drafter = decoder.loop.drafter
     rounds = min(rounds, max_new_tokens - 1)
     verifying = SpeculativeDecoder(decoder.target, Plain(drafter.num_nodes), stop_tokens=())
-    state = verifying.prefill(prompts, max_new_tokens=max_new_tokens)
-    state = state.replace(limit=jnp.minimum(state.limit, state.length + rounds))  # type: ignore[attr-defined]
-    ready = jax.block_until_ready(state)  # or the prefill, still under way, would be timed too
-    verify = _seconds(lambda: loops.run(verifying.loop, verifying.params, ready)) / rounds
+    verify = timed_rounds(verifying, prompts, max_new_tokens=max_new_tokens, tokens=rounds).seconds_per_round
     commit = _commit_seconds(decoder, prompts, max_new_tokens=max_new_tokens, rounds=rounds)
+    draft = draft_seconds(decoder, prompts, max_new_tokens=max_new_tokens, rounds=rounds)
+    return StepCosts(verify, draft, commit)
+
+
+def draft_seconds(
+    decoder: SpeculativeDecoder, prompts: Sequence[Tokens], *, max_new_tokens: int, rounds: int = 32
+) -> float:
+    """Seconds of a draft step, 0 where nothing is drafted; arguments as of :func:`step_costs`."""
+    drafter = decoder.loop.drafter
     if isinstance(drafter, Plain):
-        return StepCosts(verify, 0.0, commit)
+        return 0.0
     state = jax.block_until_ready(decoder.prefill(prompts, max_new_tokens=max_new_tokens))
     tokens = _some_tokens(prompts, drafter.max_depth + 1)
     features = jax.block_until_ready(_features(decoder.loop, decoder.params, tokens))
     draft = _seconds(lambda: _draft_rounds(decoder.loop, decoder.params, state, features, rounds=rounds))
-    return StepCosts(verify, draft / rounds / drafter.max_depth, commit)
+    return draft / rounds / drafter.max_depth
+
+
+def target_seconds(
+    decoder: SpeculativeDecoder, prompts: Sequence[Tokens], *, max_new_tokens: int, rounds: int = 32
+) -> float:
+    """Seconds of the target alone over a draft, its logits included: no acceptance, no commit, no bookkeeping.
+
+    What a round takes beyond this and its draft steps is what the loop itself costs.
+
+    Args:
+        decoder: Whose target, and whose number of nodes.
+        prompts: Where to start, a row each.
+        max_new_tokens: Fixes the capacity, which the cost of attention depends on.
+        rounds: Forwards averaged over.
+    """
+    tokens = _some_tokens(prompts, decoder.loop.drafter.num_nodes)
+    cache = jax.block_until_ready(decoder.prefill(prompts, max_new_tokens=max_new_tokens)).cache
+    launch = lambda: _target_rounds(decoder.params, cache, tokens, loop=decoder.loop, rounds=rounds)
+    return _seconds(launch) / rounds
 
 
 def _seconds(launch: Callable[[], Any]) -> float:
@@ -89,6 +114,25 @@ def _commit_seconds(
     block = jax.block_until_ready(_block(loop, decoder.params, _some_tokens(prompts, loop.drafter.num_nodes)))
     cache = jax.block_until_ready(decoder.prefill(prompts, max_new_tokens=max_new_tokens)).cache
     return _seconds(lambda: _commit_rounds(cache, block, loop=loop, rounds=rounds)) / rounds
+
+
+@functools.partial(jax.jit, static_argnames=("loop", "rounds"), donate_argnames=("cache",))
+def _target_rounds(
+    params: LoopParams, cache: Cache, tokens: Int[Array, "B N"], *, loop: SpeculativeLoop, rounds: int
+) -> tuple[Cache, Float[Array, "B N V"]]:
+    """Forward after forward behind the same slots, which keep what was committed."""
+    target, length, aux_layers = loop.target, cache.length, loop.drafter.aux_layers
+    batch, num_nodes = tokens.shape
+    positions = length[:, None] + jnp.arange(num_nodes, dtype=jnp.int32)
+
+    def one(index: Array, carried: tuple[Cache, Array]) -> tuple[Cache, Array]:
+        cache, _ = carried
+        fed = (tokens + index) % target.vocab_size  # others every time, or XLA would run the target once for all
+        output = target(params.target, fed, positions, causal_mask(num_nodes), cache, aux_layers=aux_layers)
+        return cache.commit(output.written, jnp.zeros_like(length)), target.unembed(params.target, output.final)
+
+    logits = jnp.zeros((batch, num_nodes, target.vocab_size), jnp.float32)
+    return lax.fori_loop(0, rounds, one, (cache, logits))
 
 
 @functools.partial(jax.jit, static_argnames=("loop",))

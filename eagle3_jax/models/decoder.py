@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from eagle3_jax.cache import Cache, KeyValue, KeyValues, Segment, near, visible
 from eagle3_jax.models.config import DecoderConfig, GroupedQuery, LayerConfig
-from eagle3_jax.models.functional import Params, bind, init_params, param_axes, param_shapes
+from eagle3_jax.models.functional import Params, bind, init_params, param_axes, param_shapes, traced_once
 from eagle3_jax.models.layers import (
     FLOAT32,
     Linear,
@@ -215,7 +215,7 @@ class Decoder(nnx.Module):
         x = embed(self.embedding[...], tokens, self.precision)
         entering, written = [x], []
         for block, memory in zip(self.blocks, memories, strict=True):
-            x, kept = block(x, positions, memory)
+            x, kept = traced_once(block, x, positions, memory)
             entering.append(x)
             written.append(kept)
         final = self.norm(x)

@@ -54,3 +54,17 @@ def bind(build: Callable[..., nnx.Module], config: Any, precision: Any, params: 
     state = jax.tree.map(lambda leaf: leaf, abstract)  # a copy: the cached one stays abstract
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graphdef, state)
+
+
+def traced_once(module: nnx.Module, *args: Any) -> Any:
+    """``module(*args)``, traced and lowered once for all modules of one description and arguments of the same shapes.
+
+    The layers of a model, the steps of a draft: the compiler inlines each again, but Python sees one.
+    """
+    graphdef, state = nnx.split(module)
+    return _apply(graphdef, state, args)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _apply(graphdef: Any, state: Any, args: tuple[Any, ...]) -> Any:
+    return nnx.merge(graphdef, state)(*args)

@@ -78,13 +78,21 @@ def _exact(dtype: DTypeLike) -> lax.Precision | None:
 def _product(x: Array, kernel: Array, operands: DTypeLike, activations: DTypeLike) -> Array:
     """``x @ kernel`` over the last axis of ``x`` in the given types."""
     x, kernel = x.astype(operands), kernel.astype(operands)
-    if operands != activations and x.size == x.shape[-1]:
-        # XLA's CPU backend has no fast path for a single bfloat16 row (measured seven times slower than two rows).
-        rows = jnp.concatenate([x.reshape(1, -1)] * 2)
-        out = lax.dot_general(rows, kernel, (((1,), (0,)), ((), ())), preferred_element_type=activations)
-        return out[:1].reshape(*x.shape[:-1], -1)
     contract = functools.partial(lax.dot_general, preferred_element_type=activations, precision=_exact(operands))
-    return contract(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
+
+    def as_it_is(x: Array, kernel: Array) -> Array:
+        return contract(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
+
+    def in_a_pair(x: Array, kernel: Array) -> Array:
+        out = contract(jnp.concatenate([x.reshape(1, -1)] * 2), kernel, (((1,), (0,)), ((), ())))
+        return out[:1].reshape(*x.shape[:-1], -1)
+
+    if x.size > x.shape[-1]:
+        return as_it_is(x, kernel)
+    # A single row has no fast path in XLA's CPU backend where the operands are narrower than the sums (measured seven
+    # times slower than two rows), and on TPUs goes to the vector unit.
+    cpu = in_a_pair if operands != activations else as_it_is
+    return lax.platform_dependent(x, kernel, cpu=cpu, tpu=in_a_pair, default=as_it_is)
 
 
 def _product_fwd(x: Array, kernel: Array, operands: DTypeLike, activations: DTypeLike):
@@ -113,11 +121,15 @@ def product(
 
 @jax.custom_vjp
 def _rows(table: Array, tokens: Array) -> Array:
-    """``table[tokens]``; of a bfloat16 table by its bits, since XLA's CPU backend would widen the whole table first."""
+    """``table[tokens]``; of a bfloat16 table by its bits on CPUs, where XLA would widen the whole table first."""
     if table.dtype != jnp.bfloat16:
         return table[tokens]
-    bits = lax.bitcast_convert_type(table, jnp.uint16)[tokens]
-    return lax.bitcast_convert_type(bits, table.dtype)
+
+    def by_bits(table: Array, tokens: Array) -> Array:
+        bits = lax.bitcast_convert_type(table, jnp.uint16)[tokens]
+        return lax.bitcast_convert_type(bits, table.dtype)
+
+    return lax.platform_dependent(table, tokens, cpu=by_bits, default=lambda table, tokens: table[tokens])
 
 
 def _rows_fwd(table: Array, tokens: Array):

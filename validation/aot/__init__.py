@@ -1,0 +1,1 @@
+"""What the programs of the loop become on accelerators that are not here: compiled ahead of time, from shapes alone."""

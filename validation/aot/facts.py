@@ -1,0 +1,148 @@
+"""What a compiled program of the loop does: launches, copies, collectives, work of the host."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+
+from validation.aot.hlo import Array, Instruction, Module, Step
+
+COLLECTIVES = (
+    "all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast",
+    "ragged-all-to-all",
+)  # fmt: skip
+SCOPES = ("propose", "target", "verify", "commit", "observe")
+_HOST_MEMORY, _FAST_MEMORY = 5, 1
+_TRANSFERS = ("infeed", "outfeed", "send", "recv")
+_HOST_CALLS = re.compile(r"callback|MoveToHost|MoveToDevice|host", re.IGNORECASE)
+# A fusion of nothing else moves or relabels what is there already.
+_MOVES = frozenset(
+    ("parameter", "constant", "copy", "transpose", "bitcast", "bitcast-convert", "convert", "reshape", "tuple",
+     "get-tuple-element")
+)  # fmt: skip
+_IN_PLACE = frozenset(("dynamic-update-slice", "scatter"))
+_LARGE = 2**20  # bytes; what is smaller is no copy that anybody would notice
+
+
+@dataclasses.dataclass
+class Part:
+    """A part of a program: one round, a prefill, or what a generation does before its rounds.
+
+    Attributes:
+        launches: Instructions that a device is given on their own, loops unrolled by known trip counts.
+        kinds: Of these, how many of each opcode.
+        scopes: Of these, how many belong to each named scope of a round; ``other`` for what has none.
+        decisions: Conditionals, and loops without a known trip count: a GPU asks the host which way to go. Such a loop
+            is counted as if it ran once.
+        host: Transfers from and to the host, and calls into it.
+        cache_copies: Copies of a whole cache of a layer, or of anything of its shape.
+        cache_rewrites: Instructions that write a whole cache where an update in place would do.
+        table_copies: Copies of the embedding, whole.
+        copied: Bytes in all copies of a MiB and more.
+        collectives: How many of each kind.
+        collected: Bytes that they give.
+        cycles: The TPU compiler's own estimate; 0 elsewhere.
+    """
+
+    launches: int = 0
+    kinds: dict[str, int] = dataclasses.field(default_factory=dict)
+    scopes: dict[str, int] = dataclasses.field(default_factory=dict)
+    decisions: int = 0
+    host: int = 0
+    cache_copies: int = 0
+    cache_rewrites: int = 0
+    table_copies: int = 0
+    copied: int = 0
+    collectives: dict[str, int] = dataclasses.field(default_factory=dict)
+    collected: int = 0
+    cycles: int = 0
+
+
+def parts_of(text: str, *, rounds: bool, caches: Sequence[tuple[int, ...]], table: tuple[int, ...]) -> dict[str, Part]:
+    """Facts of an optimised HLO module.
+
+    Args:
+        text: Of the module.
+        rounds: Whether the program holds the loop of rounds. Its body is then the part ``round``, and everything else
+            ``before``; otherwise all of the program is the part ``whole``.
+        caches: Shapes of the caches on one device.
+        table: Shape of the embedding on one device.
+
+    Raises:
+        ValueError: There is no loop of rounds.
+    """
+    module = Module.parse(text)
+    if not rounds:
+        return {"whole": _part(module, module.steps(module.entry), caches, table)}
+    loops = module.open_loops()
+    if not loops:
+        raise ValueError("the program has no loop without a known trip count, so none of rounds")
+    condition, body = module.loop(loops[0])
+    each = [*module.steps(condition), *module.steps(body)]
+    return {
+        "round": _part(module, each, caches, table),
+        "before": _part(module, module.steps(module.entry, loops=False), caches, table),
+    }
+
+
+def _part(module: Module, steps: Iterable[Step], caches: Sequence[tuple[int, ...]], table: tuple[int, ...]) -> Part:
+    part = Part()
+    kinds: collections.Counter[str] = collections.Counter()
+    scopes: collections.Counter[str] = collections.Counter()
+    collectives: collections.Counter[str] = collections.Counter()
+    cached, tables = {_sorted(dims) for dims in caches}, {_sorted(table)}
+    for one, times in steps:
+        part.decisions += times * (module.is_open_loop(one) or one.op == "conditional")
+        if not one.is_launched:
+            continue
+        kinds[one.op] += times
+        scopes[_scope(one)] += times
+        part.host += times * is_of_the_host(one)
+        part.cycles += times * one.estimated_cycles
+        if (kind := one.op.removesuffix("-start")) in COLLECTIVES:
+            collectives[kind] += times
+            part.collected += times * one.arrays[-1].size
+        if (copied := copied_by(module, one)) is not None:
+            part.copied += times * copied.size * (copied.size >= _LARGE)
+            part.cache_copies += times * (_sorted(copied.dims) in cached)
+            part.table_copies += times * (_sorted(copied.dims) in tables)
+        elif any(_sorted(array.dims) in cached for array in one.arrays) and not _updates_in_place(module, one):
+            part.cache_rewrites += times
+    part.launches = sum(kinds.values())
+    part.kinds, part.scopes, part.collectives = dict(kinds), dict(scopes), dict(collectives)
+    return part
+
+
+def is_of_the_host(one: Instruction) -> bool:
+    """Whether it waits for the host, or moves something there or back."""
+    if one.op.removesuffix("-start") in _TRANSFERS or _HOST_CALLS.search(one.target):
+        return True
+    return any(array.space == _HOST_MEMORY for array in one.arrays)
+
+
+def copied_by(module: Module, one: Instruction) -> Array | None:
+    """The array that a copy writes to main memory; ``None`` for what is no copy, or a prefetch into a TPU's VMEM."""
+    if one.op in ("copy", "copy-start", "transpose", "bitcast-convert"):
+        written = one.arrays[0]
+    elif one.op == "fusion" and all(part.op in _MOVES for part in module.inside(one)):
+        written = max(one.arrays, key=lambda array: array.size)
+    else:
+        return None
+    return None if written.space == _FAST_MEMORY else written
+
+
+def _updates_in_place(module: Module, one: Instruction) -> bool:
+    if "output_to_operand_aliasing" in one.rest or one.op in _IN_PLACE:
+        return True
+    return any(part.op in _IN_PLACE for part in module.inside(one))
+
+
+def _scope(one: Instruction) -> str:
+    return next((scope for scope in one.traced_from.split("/") if scope in SCOPES), "other")
+
+
+def _sorted(dims: Sequence[int]) -> tuple[int, ...]:
+    """A shape whatever the order of its axes and however many of one element it has."""
+    return tuple(sorted(dim for dim in dims if dim > 1))

@@ -1,0 +1,230 @@
+"""Optimised HLO, read from its text: what is launched, how often, and which arrays it makes.
+
+The text is the only public form of a compiled program. Nothing here knows about decoding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_ARRAY = re.compile(r"\b(pred|bf16|[fsuc]\d+\w*)\[([\d,]*)\](\{[^}]*\})?")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*")
+# A tuple's type ends where an opcode follows; layouts of TPUs have parentheses of their own, but no blank after them.
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
+_SPACE = re.compile(r"S\((\d+)\)")
+
+# What costs nothing: names for arrays that are there already.
+FREE = frozenset(
+    ("parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all", "opt-barrier", "add-dependency",
+     "replica-id", "partition-id", "domain")
+)  # fmt: skip
+# What only says which computation is next. A fusion is one kernel, whatever it calls.
+_CONTROL = frozenset(("while", "conditional", "call", "async-start"))
+_BRANCHES = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)")
+
+
+class Array(NamedTuple):
+    """An array that an instruction gives.
+
+    Attributes:
+        dtype: As HLO writes it: ``bf16``, ``s32``.
+        dims: Its shape.
+        space: Memory space; 0 is the device's main memory, 1 a TPU's VMEM, 5 the host's.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    space: int = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes; those below a byte count as one."""
+        width = 8 if self.dtype == "pred" else int(re.findall(r"\d+", self.dtype)[0])
+        return math.prod(self.dims) * max(width // 8, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+        name: Without the percent sign.
+        type: Of its result, as written.
+        op: Its opcode.
+        rest: Operands and attributes, as written.
+    """
+
+    name: str
+    type: str
+    op: str
+    rest: str
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        """What it gives; of a ``copy-start`` the first is its destination, of a collective's the last."""
+        return tuple(
+            Array(dtype, tuple(int(dim) for dim in dims.split(",") if dim), _space(layout))
+            for dtype, dims, layout in _ARRAY.findall(self.type)
+        )
+
+    def attribute(self, pattern: str) -> str | None:
+        """The first group of a pattern in what stands behind its opcode."""
+        found = re.search(pattern, self.rest)
+        return found[1] if found else None
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether a device is given it on its own."""
+        return self.op not in FREE and self.op not in _CONTROL and not self.op.endswith(("-done", "-update"))
+
+    @property
+    def fused(self) -> str | None:
+        """The computation of a fusion."""
+        return self.attribute(r"calls=%?([\w.\-]+)") if self.op == "fusion" else None
+
+    @property
+    def target(self) -> str:
+        """Of a custom call; empty for others."""
+        return self.attribute(r'custom_call_target="([^"]*)"') or "" if self.op == "custom-call" else ""
+
+    @property
+    def estimated_cycles(self) -> int:
+        """The TPU compiler's own estimate; 0 where it gives none."""
+        return int(self.attribute(r'"estimated_cycles":"(\d+)"') or 0)
+
+    @property
+    def traced_from(self) -> str:
+        """Where in the traced program it comes from, as ``jit(step)/target/dot_general``; empty if unknown."""
+        return self.attribute(r'op_name="([^"]*)"') or ""
+
+
+class Step(NamedTuple):
+    """An instruction that is come to.
+
+    Attributes:
+        instruction: Which.
+        times: How often in one run of the computation it was found from.
+    """
+
+    instruction: Instruction
+    times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A program.
+
+    Attributes:
+        computations: By name.
+        entry: Name of the one that is run.
+    """
+
+    computations: dict[str, list[Instruction]]
+    entry: str
+
+    @classmethod
+    def parse(cls, text: str) -> Module:
+        """Read the text of a module.
+
+        Raises:
+            ValueError: It has no entry computation.
+        """
+        computations: dict[str, list[Instruction]] = {}
+        entry, current = None, None
+        for line in text.splitlines():
+            if line.startswith("}"):
+                current = None
+            elif found := _COMPUTATION.fullmatch(line):
+                current = computations.setdefault(found[2], [])
+                entry = found[2] if found[1] else entry
+            elif current is not None and (found := _INSTRUCTION.match(line)):
+                current.append(Instruction(*found.groups()))
+        if entry is None:
+            raise ValueError("the text is no HLO module: it has no ENTRY")
+        return cls(computations, entry)
+
+    def steps(self, computation: str, *, loops: bool = True, times: int = 1) -> Iterator[Step]:
+        """Every instruction that one run of a computation comes to, those of the computations it calls among them.
+
+        A loop with a known trip count is unrolled; one without counts once, with its condition, or not at all. Of a
+        conditional, every branch counts.
+
+        Args:
+            computation: Its name.
+            loops: Whether loops without a known trip count count.
+            times: How often the computation runs.
+        """
+        for one in self.computations.get(computation, ()):
+            if self.is_open_loop(one) and not loops:
+                continue
+            yield Step(one, times)
+            for called in self._called(one):
+                yield from self.steps(called, loops=loops, times=times * (self.trip_count(one) or 1))
+
+    def launches(self, computation: str, *, loops: bool = True) -> Iterator[Step]:
+        """Those of :meth:`steps` that a device is given on their own."""
+        return (step for step in self.steps(computation, loops=loops) if step.instruction.is_launched)
+
+    def _called(self, one: Instruction) -> list[str]:
+        if one.op == "while":
+            condition, body = self.loop(one)
+            return [condition, body] if self.is_open_loop(one) else [body]
+        if one.op == "conditional":
+            return _branches(one)
+        if one.op in ("call", "async-start"):
+            return [one.attribute(r"(?:to_apply|calls)=%?([\w.\-]+)") or ""]
+        return []
+
+    def trip_count(self, instruction: Instruction) -> int | None:
+        """Of a ``while``; ``None`` for other instructions, and where nobody knows it.
+
+        GPU programs say it. In those of TPUs it is the constant that a counter, from zero by one, is compared with.
+        """
+        if instruction.op != "while":
+            return None
+        told = instruction.attribute(r'"known_trip_count":\{"n":"(\d+)"\}')
+        if told is not None:
+            return int(told)
+        condition = self.computations.get(self.loop(instruction)[0], [])
+        if sorted(one.op for one in condition) != ["compare", "constant", "get-tuple-element", "parameter"]:
+            return None
+        least = next(one for one in condition if one.op == "constant").rest.partition(")")[0]
+        counts = any(one.attribute(r"direction=(LT)") for one in condition)
+        return int(least) if counts and least.isdecimal() else None
+
+    def is_open_loop(self, instruction: Instruction) -> bool:
+        """Whether it is a loop whose trip count nobody knows."""
+        return instruction.op == "while" and self.trip_count(instruction) is None
+
+    def loop(self, instruction: Instruction) -> tuple[str, str]:
+        """Condition and body of a ``while``."""
+        return (
+            instruction.attribute(r"condition=%?([\w.\-]+)") or "",
+            instruction.attribute(r"body=%?([\w.\-]+)") or "",
+        )
+
+    def open_loops(self) -> list[Instruction]:
+        """The loops of the entry whose trip count nobody knows, largest body first."""
+        found = [one for one in self.computations[self.entry] if self.is_open_loop(one)]
+        return sorted(found, key=lambda one: -sum(1 for _ in self.launches(self.loop(one)[1])))
+
+    def inside(self, instruction: Instruction) -> list[Instruction]:
+        """What a fusion fuses; nothing for other instructions."""
+        return self.computations.get(instruction.fused or "", [])
+
+
+def _space(layout: str) -> int:
+    found = _SPACE.search(layout)
+    return int(found[1]) if found else 0
+
+
+def _branches(instruction: Instruction) -> list[str]:
+    listed = instruction.attribute(r"branch_computations=\{([^}]*)\}")
+    if listed is not None:
+        return [name.strip().lstrip("%") for name in listed.split(",")]
+    return _BRANCHES.findall(instruction.rest)

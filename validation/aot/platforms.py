@@ -1,0 +1,146 @@
+"""Accelerators by name, as devices that can be compiled for and not run on.
+
+``cuda:h200`` is one NVIDIA H200, ``tpu:v6e:2x2`` a host of four TPU v6e. JAX compiles for either without one: the
+plugin brings the compiler, and a GPU is described by the text in ``specs/``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SPECS = Path(__file__).with_name("specs")
+GPUS = tuple(sorted(path.stem for path in SPECS.glob("*.txtpb")))
+_TPU = re.compile(r"v\d\w*:\d+x\d+(x\d+)?")
+
+# What a process needs that compiles and runs nothing: no chip is asked for, and several may load the TPU's library.
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+
+
+class NotHere(Exception):
+    """The compiler for a platform is not installed, or is not of JAX's version; one line says what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Platform:
+    """A kind of accelerator.
+
+    Attributes:
+        kind: ``cuda`` or ``tpu``.
+        detail: ``h200`` of ``cuda:h200``, ``v6e:2x2`` of ``tpu:v6e:2x2``.
+    """
+
+    kind: str
+    detail: str
+
+    @classmethod
+    def named(cls, name: str) -> Platform:
+        """The platform of that name.
+
+        Raises:
+            ValueError: There is none.
+        """
+        kind, _, detail = name.partition(":")
+        if (kind == "cuda" and detail in GPUS) or (kind == "tpu" and _TPU.fullmatch(detail)):
+            return cls(kind, detail)
+        known = ", ".join(f"cuda:{gpu}" for gpu in GPUS)
+        raise ValueError(
+            f"there is no platform {name!r} to compile for; use one of {known}, or a TPU with its topology such as "
+            "tpu:v6e:2x2 or tpu:v6e:1x1"
+        )
+
+    @property
+    def name(self) -> str:
+        """``cuda:h200``."""
+        return f"{self.kind}:{self.detail}"
+
+    @property
+    def wheels(self) -> dict[str, str]:
+        """Distribution to the version that the installed JAX asks for, as ``0.10.2`` or ``0.0.42.*``."""
+        version = importlib.metadata.version("jax")
+        if self.kind == "cuda":
+            return {"jax-cuda13-plugin": version, "jax-cuda13-pjrt": version}
+        asked = (re.match(r"libtpu\s*==\s*([\d.*]+)", line) for line in importlib.metadata.requires("jax") or [])
+        return {"libtpu": next((found[1] for found in asked if found), "*")}
+
+    def missing(self) -> str | None:
+        """Why this process cannot compile for it, and what to install; ``None`` where it can."""
+        wrong = []
+        for wheel, wanted in self.wheels.items():
+            try:
+                found = importlib.metadata.version(wheel)
+            except importlib.metadata.PackageNotFoundError:
+                wrong.append(f"{wheel} is not installed")
+                continue
+            if not re.fullmatch(re.escape(wanted).replace(r"\*", ".*"), found):
+                wrong.append(f"{wheel} is {found}")
+        if not wrong:
+            return None
+        version, needed = importlib.metadata.version("jax"), self.wheels.items()
+        return (
+            f"{self.name} cannot be compiled for: {', '.join(wrong)}, and jax {version} needs "
+            f"{' and '.join(f'{wheel} {wanted}' for wheel, wanted in needed)}. Install beside the environment: "
+            f"pip install --no-deps --target {_shown(plugins())} "
+            f"{' '.join(repr(f'{wheel}=={wanted}') for wheel, wanted in needed)}"
+        )
+
+    def devices(self, count: int = 1) -> list[Any]:
+        """Devices to place shapes on: one, or as many as a mesh has; of a TPU always all of its topology.
+
+        Raises:
+            NotHere: The compiler is missing.
+            ValueError: The topology has fewer devices than that, or does not exist.
+        """
+        if reason := self.missing():
+            raise NotHere(reason)
+        from jax.experimental import topologies
+
+        try:
+            if self.kind == "cuda":
+                spec = (SPECS / f"{self.detail}.txtpb").read_text("utf-8")
+                found = topologies.get_topology_desc(
+                    platform="cuda", target_config=spec, topology=f"1x1x{count}"
+                ).devices
+            else:
+                shape = self.detail.partition(":")[2]
+                single = {"chips_per_host_bounds": (1, 1, 1)} if set(shape.split("x")) == {"1"} else {}
+                found = topologies.get_topology_desc(platform="tpu", topology_name=self.detail, **single).devices
+        except Exception as error:  # the plugin's own, of whatever type
+            raise ValueError(f"{self.name} with {count} devices: {str(error).splitlines()[0]}") from None
+        if len(found) < count:
+            raise ValueError(f"{self.name} has {len(found)} devices, and {count} are needed")
+        return list(found)
+
+
+def plugins(version: str | None = None) -> Path:
+    """Where ``make aot`` puts the compilers for this version of JAX: outside every environment, kept between runs."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "eagle3-jax" / f"plugins-jax-{version or importlib.metadata.version('jax')}"
+
+
+def environment_with_plugins(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that compiles: the compilers behind whatever else is on its path."""
+    path = [str(Path(__file__).resolve().parent.parent.parent), variables.get("PYTHONPATH", ""), str(plugins())]
+    return {**variables, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def _shown(path: Path) -> str:
+    """A path under the home directory as ``~``."""
+    home = str(Path.home())
+    return str(path).replace(home, "~", 1) if str(path).startswith(home) else str(path)
+
+
+if __name__ == "__main__":  # for the Makefile: where the compilers belong, and which
+    platform = Platform.named(sys.argv[1])
+    print(plugins(), *(f"{wheel}=={version}" for wheel, version in platform.wheels.items()))

@@ -1,0 +1,247 @@
+"""The programs of the loop, compiled for an accelerator from shapes alone: no weight is ever made."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from eagle3_jax import loop as loops
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+from eagle3_jax.drafters.plain import Plain
+from eagle3_jax.load import precision_named
+from eagle3_jax.loop import LoopParams, Prompts, SpeculativeLoop
+from eagle3_jax.measure.random_models import shape_name, shape_named
+from eagle3_jax.models.config import DecoderConfig, usual_head
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.layers import Precision
+from eagle3_jax.sampling import row_keys
+from eagle3_jax.tree import Chain, DynamicTree
+from eagle3_jax.types import SamplingParams, Warping
+from validation.aot.platforms import Platform
+
+PROGRAMS = ("prefill", "step", "generate")
+_FEWEST = 8  # layers that the default auxiliary layers need
+_STOP_TOKENS = 2  # as many ids as end a text of Llama's
+_DRAFT = re.compile(r"plain|(chain|tree)([1-9]\d*)")
+# The official tree: 60 nodes, 8 levels below the root, 10 candidates.
+_TREE_DEPTH, _TREE_TOP_K = 8, 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A program to compile.
+
+    Attributes:
+        platform: As :meth:`Platform.named` takes it.
+        target: Name of a shape that is known.
+        draft: ``plain``, ``chain5`` (K) or ``tree60`` (nodes).
+        batch: Rows.
+        program: One of :data:`PROGRAMS`.
+        sampled: Whether rows have temperatures; greedy otherwise.
+        layers: The target's first ones; all of them when ``None``.
+        dtype: A precision's name.
+        capacity: Slots of a row.
+        prompt: Tokens of a prompt.
+        mesh: Axes and their sizes, as ``model=4``; one device when empty.
+    """
+
+    platform: str = "cuda:h200"
+    target: str = "Llama-3.1-8B"
+    draft: str = "chain5"
+    batch: int = 1
+    program: str = "step"
+    sampled: bool = False
+    layers: int | None = None
+    dtype: str = "bfloat16"
+    capacity: int = 4096
+    prompt: int = 128
+    mesh: str = ""
+
+    def __post_init__(self) -> None:
+        Platform.named(self.platform)
+        shape_name(self.target)
+        precision_named(self.dtype)
+        if not _DRAFT.fullmatch(self.draft):
+            raise ValueError(f"there is no draft {self.draft!r}; use plain, chain5 (K tokens) or tree60 (nodes)")
+        if self.program not in PROGRAMS:
+            raise ValueError(f"there is no program {self.program!r}; use one of {', '.join(PROGRAMS)}")
+        most = shape_named(self.target).num_layers
+        if self.layers is not None and not 3 <= self.layers <= most:
+            raise ValueError(f"--layers is {self.layers}; {self.target} can be cut to 3 to {most} of its layers")
+        for name in ("batch", "prompt", "capacity"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} is {getattr(self, name)}; expected at least 1")
+        if self.capacity < self.prompt:
+            raise ValueError(f"--capacity {self.capacity} has no room for --prompt {self.prompt}")
+
+    @property
+    def name(self) -> str:
+        """What tells it from other cases, whatever its depth."""
+        words = [self.platform, self.target, self.program, self.draft, f"b{self.batch}"]
+        words += ["sampled" if self.sampled else "greedy"]
+        words += [self.dtype] * (self.dtype != "bfloat16") + [self.mesh] * bool(self.mesh)
+        return " ".join(words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A program that was compiled.
+
+    Attributes:
+        layers: Of the target.
+        text: The optimised HLO.
+        seconds: To ``trace``, ``lower`` and ``compile``, by the clock.
+        cpu_seconds: The same, of all cores: what does not depend on who else is busy.
+        memory: Bytes on a device: ``argument``, ``output``, ``alias`` (of the output, updated in place), ``temp``,
+            ``peak``.
+        state: Bytes of the state that ``step`` is given to consume; 0 for other programs.
+        caches: Shapes of the target's caches on a device, each once.
+        table: ``(V, D)`` of the target's embedding.
+    """
+
+    layers: int
+    text: str
+    seconds: dict[str, float]
+    cpu_seconds: dict[str, float]
+    memory: dict[str, int]
+    state: int
+    caches: tuple[tuple[int, ...], ...]
+    table: tuple[int, int]
+
+
+def compiled(case: Case) -> Compiled:
+    """Trace, lower and compile it.
+
+    Raises:
+        NotHere: The platform's compiler is not installed.
+        ValueError: The mesh does not fit.
+    """
+    config, precision = _config(case), precision_named(case.dtype)
+    loop = _loop(case, config, precision)
+    params, prompts = _params(loop, precision), _prompts(case)
+    one = SingleDeviceSharding(Platform.named(case.platform).devices()[0])
+
+    def placed(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one), tree)
+
+    params, prompts, state = placed(params), placed(prompts), None
+    if case.program == "step":  # traced for it alone: what was traced before is not timed
+        state = placed(jax.eval_shape(lambda p, q: loop.prefill(p, q, case.capacity), params, prompts))
+    seconds: dict[str, float] = {}
+    cpu_seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def timed(name: str) -> Iterator[None]:
+        clock, cores = time.perf_counter(), time.process_time()
+        yield
+        seconds[name], cpu_seconds[name] = time.perf_counter() - clock, time.process_time() - cores
+
+    with timed("trace"):
+        if case.program == "step":
+            traced = loops.step.trace(loop, params, state)
+        elif case.program == "prefill":
+            traced = loops.prefill.trace(loop, params, prompts, capacity=case.capacity)
+        else:
+            traced = loops.generate.trace(loop, params, prompts, capacity=case.capacity)
+    with timed("lower"):
+        lowered = _lowered(traced, case)
+    with timed("compile"):
+        program = lowered.compile()
+    caches = jax.eval_shape(lambda: loop.target.init_cache(case.batch, case.capacity))
+    analysis: Any = program.memory_analysis()
+    memory = {name: getattr(analysis, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
+    return Compiled(
+        layers=config.num_layers,
+        text=str(program.as_text()),
+        seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        memory=memory | {"peak": analysis.peak_memory_in_bytes},
+        state=_bytes(state),
+        caches=tuple({leaf.shape: None for leaf in jax.tree.leaves(caches.layers)}),
+        table=(config.vocab_size, config.width),
+    )
+
+
+def _lowered(traced: Any, case: Case) -> Any:
+    try:
+        return traced.lower()
+    except RuntimeError as error:
+        if "Unknown backend" not in str(error):
+            raise
+        raise ValueError(f"{case.name} calls Python on the host, which needs the device itself: {error}") from None
+
+
+def _config(case: Case) -> DecoderConfig:
+    config = shape_named(case.target)
+    return dataclasses.replace(config, layers=config.layers[: case.layers])
+
+
+def _loop(case: Case, config: DecoderConfig, precision: Precision) -> SpeculativeLoop:
+    return SpeculativeLoop(
+        target=DecoderTarget(config, precision),
+        drafter=_drafter(case.draft, config, precision),
+        warping=Warping.TRUNCATED if case.sampled else Warping.GREEDY,
+    )
+
+
+def _drafter(draft: str, config: DecoderConfig, precision: Precision) -> Any:
+    if draft == "plain":
+        return Plain()
+    # Fewer layers than the default features ask for are enough to see what a layer becomes.
+    head = usual_head(config, aux_layers=(0, 1, 2) if config.num_layers < _FEWEST else None)
+    kind, size = _DRAFT.fullmatch(draft).groups()  # type: ignore[union-attr]
+    topology = (
+        Chain(int(size))
+        if kind == "chain"
+        else DynamicTree(num_nodes=int(size), max_depth=_TREE_DEPTH, top_k=_TREE_TOP_K)
+    )
+    return Eagle3Drafter(head, topology, precision)
+
+
+def _params(loop: SpeculativeLoop, precision: Precision) -> LoopParams:
+    def cast(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape, precision.operands if leaf.ndim > 1 else precision.activations
+            ),
+            tree,
+        )
+
+    target: Any = cast(loop.target.param_shapes())  # type: ignore[attr-defined]
+    if isinstance(loop.drafter, Plain):
+        return LoopParams(target, None)
+    width = loop.drafter.config.draft_vocab_size  # type: ignore[attr-defined]
+    head = {
+        "head": cast(loop.drafter.param_shapes()),  # type: ignore[attr-defined]
+        "embedding": target["embedding"],
+        "draft_to_target": jax.ShapeDtypeStruct((width,), jnp.int32),
+    }
+    return LoopParams(target, head)
+
+
+def _prompts(case: Case) -> Prompts:
+    def rows(*shape: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct((case.batch, *shape), dtype)
+
+    return Prompts(
+        tokens=rows(case.prompt),
+        length=rows(),
+        limit=rows(),
+        limit_reason=rows(),
+        stop_tokens=rows(_STOP_TOKENS),
+        sampling=SamplingParams(temperature=rows(dtype=jnp.float32), top_k=rows(), top_p=rows(dtype=jnp.float32)),
+        keys=jax.eval_shape(lambda: row_keys(0, case.batch)),
+    )
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,110 @@
+"""Records as the tables of ``docs/accelerators.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eagle3_jax.reporting.tables import to_markdown
+from validation.aot.measured import Measured
+from validation.aot.programs import PROGRAMS
+from validation.aot.record import load, note_of
+
+_GIB, _MIB = 2**30, 2**20
+LAYERS = [
+    "program",
+    "draft",
+    "batch",
+    "",
+    "launches a layer",
+    "outside the layers",
+    "temporary MiB",
+    "Mcycles of 32 layers",
+]
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    """A number in a cell; empty where there is none."""
+    if value is None:
+        return ""
+    return f"{value:,.{digits}f}" if value % 1 or digits else f"{int(value):,}"
+
+
+def both(before: Any, after: Any) -> str:
+    """Two cells as one, with an arrow where they differ."""
+    return str(after) if before in ("", after) else f"{before} → **{after}**" if after != "" else str(before)
+
+
+def cells_of_a_layer(row: Measured) -> list[str]:
+    """Launches a layer and outside the layers, temporary memory, estimated cycles of a whole model."""
+    main = row.main
+    each, rest = row.per_layer(main, "cycles"), row.outside(main, "cycles")
+    return [
+        number(row.per_layer(main), 1 if (row.per_layer(main) or 0) % 1 else 0),
+        number(row.outside(main)),
+        number(round(row.deep.memory["temp"] / _MIB)),
+        number((each * 32 + rest) / 1e6, 1) if each and rest is not None else "",
+    ]
+
+
+def cells_of_a_model(row: Measured) -> list[str]:
+    """Launches of a round, memory and CPU seconds of a program of all layers."""
+    deep = row.deep
+    return [
+        number(deep.parts[row.main].launches),
+        number(deep.memory["peak"] / _GIB, 1),
+        number(deep.memory["temp"] / _GIB, 2),
+        *(number(deep.cpu_seconds[verb], 1) for verb in ("trace", "lower", "compile")),
+    ]
+
+
+def of_layers(before: Mapping[str, Measured], after: Mapping[str, Measured], platform: str, target: str) -> str:
+    """Programs at two depths, as Markdown; empty if there are none."""
+    rows = []
+    for name, row in after.items():
+        case = row.case
+        if (case.platform, case.target) != (platform, target) or len(row.facts) < 2:
+            continue
+        cells = [cells_of_a_layer(found[name]) if name in found else [""] * 4 for found in (before, after)]
+        kind = "sampled" if case.sampled else "greedy"
+        rows.append([case.program, case.draft, case.batch, kind, *map(both, *cells)])
+    columns = LAYERS if platform.startswith("tpu") else LAYERS[:-1]
+    rows.sort(key=lambda row: (PROGRAMS.index(row[0]), *map(str, row[1:4])))
+    return to_markdown(columns, [row[: len(columns)] for row in rows]) if rows else ""
+
+
+def of_models(before: Mapping[str, Measured], after: Mapping[str, Measured], platform: str) -> str:
+    """Programs of all layers, as Markdown; empty if there are none."""
+    columns = ["target", "program", "draft", "launches of a round", "peak GiB", "temporary GiB"]
+    columns += [f"{verb}, CPU s" for verb in ("trace", "lower", "compile")]
+    rows = []
+    for name, row in after.items():
+        if row.case.platform != platform or len(row.facts) > 1:
+            continue
+        cells = [cells_of_a_model(found[name]) if name in found else [""] * 6 for found in (before, after)]
+        rows.append([row.case.target, row.case.program, row.case.draft, *map(both, *cells)])
+    return to_markdown(columns, rows) if rows else ""
+
+
+def page(before: Path, after: Path) -> str:
+    """Every table that two records give, each under its title.
+
+    Raises:
+        ValueError: One of them cannot be read.
+    """
+    old, new = load(before), load(after)
+    versions = dict(sorted({pair for row in new.values() for pair in row.versions.items()}))
+    said = ", ".join(f"{name} {version}" for name, version in versions.items())
+    then, now = note_of(before), note_of(after)
+    parts = [
+        f"Compiled with {said}. Before the arrow: {then['date']}, commit {then['commit']}; behind it: {now['date']}, "
+        f"commit {now['commit']}."
+    ]
+    for platform, target in dict.fromkeys((row.case.platform, row.case.target) for row in new.values()):
+        if rows := of_layers(old, new, platform, target):
+            parts.append(f"### {target} on `{platform}`\n\n{rows}")
+    for platform in dict.fromkeys(row.case.platform for row in new.values()):
+        if rows := of_models(old, new, platform):
+            parts.append(f"### All layers on `{platform}`\n\n{rows}")
+    return "\n\n".join(part.strip() for part in parts) + "\n"
