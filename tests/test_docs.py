@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -46,3 +48,20 @@ def test_the_blocks_of_a_page_run_in_order(
         for command in "".join(block[1] for block in blocks_of(page, "bash")).splitlines():
             program, *arguments = shlex.split(command, comments=True)
             assert program == "eagle3" and run(arguments) == 0, command
+
+
+def test_the_page_about_meshes_runs_on_virtual_devices(tmp_path: Path) -> None:
+    """In a process of its own: how many devices there are is settled when JAX starts."""
+    text, above = (DOCS / "mesh.md").read_text(), 0
+    page = tmp_path / "page.py"
+    lines = [""] * text.count("\n")
+    for block in blocks_of("mesh.md", "python"):
+        above = text[: block.start(1)].count("\n")
+        written = block[1].splitlines()
+        lines[above : above + len(written)] = written  # a failure names the line of the page
+    assert above, "the fences of this page are written otherwise"
+    page.write_text("\n".join(lines))
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(DOCS.parent)}
+    done = subprocess.run([sys.executable, page], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == "a mesh of model=8,data=1 does not divide 2 key/value heads: model can be 1, 2\n"

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+import recurrent
 import tiny
-from jax.sharding import AbstractMesh
+from checkpoints import TARGET, write_llama
+from jax.sharding import AbstractMesh, PartitionSpec
 
-from eagle3_jax.sharding import MESH_AXES, check_rows, make_mesh, param_shardings, parse_mesh
+import eagle3_jax as e3
+from eagle3_jax.models.config import GatedMLP, GroupedQuery, uniform
+from eagle3_jax.sharding import MESH_AXES, check_rows, make_mesh, param_shardings, parse_mesh, row_shardings
 
 HERE = Path(__file__).parent
 SAME = (
@@ -28,7 +34,6 @@ SAME = (
     "schedule",
     "schedule, model=8",
     "a tied table",
-    "a vocabulary that is not divided",
     "stream, model=8",
     "round by round",
     "chain, sampled",
@@ -156,3 +161,35 @@ def test_a_mesh_that_does_not_divide_is_refused() -> None:
         param_shardings(AbstractMesh((1, 3), MESH_AXES), head.drafter, head.params)
     with pytest.raises(ValueError, match=r"divides rows over 4 and the batch has 6; give a multiple of 4 prompts"):
         check_rows(AbstractMesh((4, 1), MESH_AXES), 6)
+
+
+def test_a_target_that_names_no_axes_is_held_whole_and_its_rows_are_divided() -> None:
+    mesh = AbstractMesh((2, 4), MESH_AXES)
+    target = recurrent.target()
+    places = jax.tree.leaves(param_shardings(mesh, target.model, target.params))
+    assert all(place.spec == PartitionSpec() for place in places)
+    cache = target.model.init_cache(8, 16)
+    with tiny.unchecked():  # a tree of shardings where arrays are announced
+        assert {place.spec[0] for place in jax.tree.leaves(row_shardings(mesh, cache))} == {"data"}
+
+
+def test_what_is_shared_stays_one_array() -> None:
+    target = tiny.target()
+    decoder = e3.SpeculativeDecoder(target, tiny.eagle3(target), mesh=make_mesh(devices=jax.devices()[:1]))
+    assert decoder.params.target["embedding"] is decoder.params.drafter["embedding"]
+
+
+def test_the_host_holds_one_array_at_a_time(tmp_path: Path) -> None:
+    """Numpy reports what it allocates to tracemalloc; what JAX keeps is counted only where it keeps numpy's own."""
+    layers = uniform(12, GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=64), GatedMLP(width=512))
+    config = dataclasses.replace(TARGET, width=256, layers=layers)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    directory = write_llama(tmp_path / "target", config)
+    e3.load_target(directory)
+    for on in (None, mesh):
+        tracemalloc.start()
+        target = e3.load_target(directory, mesh=on)
+        after, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        sizes = [leaf.nbytes for leaf in jax.tree.leaves(target.params)]
+        assert peak - after < 3 * max(sizes) < sum(sizes) / 5
