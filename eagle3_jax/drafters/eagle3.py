@@ -254,7 +254,8 @@ class Eagle3Drafter:
                 sampling=sampling,
             )
         # The guesses lie behind the committed slots, whose number is as before: to hand them on spares a copy.
-        return draft.replace(state=state.replace(cache=Cache(layers=layers, length=state.cache.length)))
+        cache = Cache(layers=layers, length=state.cache.length)
+        return dataclasses.replace(draft, state=dataclasses.replace(state, cache=cache))
 
     def _head(self, params: Params) -> Eagle3Head:
         return bind(Eagle3Head, self.config, self.precision, params["head"])
