@@ -340,9 +340,9 @@ def test_what_every_commit_compiles_is_recorded() -> None:
     assert not [case.name for case in few("cuda:h200") if case.name not in rows]
 
 
-def test_no_round_that_is_recorded_copies_a_cache_or_a_table_or_waits_for_the_host() -> None:
+def test_no_round_that_is_recorded_on_a_gpu_copies_a_cache_or_a_table_or_waits_for_the_host() -> None:
     for name, row in load().items():
         part = row.deep.parts[row.main]
-        if row.case.program != "prefill":
+        if row.case.program != "prefill" and row.case.platform.startswith("cuda"):
             assert (part.host, part.cache_copies, part.cache_rewrites, part.table_copies) == (0, 0, 0, 0), name
             assert row.aliased is None or row.aliased >= 0.99, name

@@ -12,16 +12,9 @@ from validation.aot.programs import PROGRAMS
 from validation.aot.record import load, note_of
 
 _GIB, _MIB = 2**30, 2**20
-LAYERS = [
-    "program",
-    "draft",
-    "batch",
-    "",
-    "launches a layer",
-    "outside the layers",
-    "temporary MiB",
-    "Mcycles of 32 layers",
-]
+LAYERS = ["program", "draft", "batch", "", "launches a layer", "outside the layers", "temporary MiB"]
+# Of TPUs alone: the compiler's estimate, and the copies that are left.
+ON_TPUS = ["estimated million cycles of 32 layers", "copies of caches in 5 layers", "copies of tables"]
 
 
 def number(value: float | None, digits: int = 0) -> str:
@@ -45,6 +38,8 @@ def cells_of_a_layer(row: Measured) -> list[str]:
         number(row.outside(main)),
         number(round(row.deep.memory["temp"] / _MIB)),
         number((each * 32 + rest) / 1e6, 1) if each and rest is not None else "",
+        number(row.deep.parts[main].cache_copies),
+        number(row.deep.parts[main].table_copies),
     ]
 
 
@@ -66,10 +61,10 @@ def of_layers(before: Mapping[str, Measured], after: Mapping[str, Measured], pla
         case = row.case
         if (case.platform, case.target) != (platform, target) or len(row.facts) < 2:
             continue
-        cells = [cells_of_a_layer(found[name]) if name in found else [""] * 4 for found in (before, after)]
+        cells = [cells_of_a_layer(found[name]) if name in found else [""] * 6 for found in (before, after)]
         kind = ("sampled" if case.sampled else "greedy") + f", `{case.mesh}`" * bool(case.mesh)
         rows.append([case.program, case.draft, case.batch, kind, *map(both, *cells)])
-    columns = LAYERS if platform.startswith("tpu") else LAYERS[:-1]
+    columns = LAYERS + ON_TPUS * platform.startswith("tpu")
     rows.sort(key=lambda row: (PROGRAMS.index(row[0]), *map(str, row[1:4])))
     return to_markdown(columns, [row[: len(columns)] for row in rows]) if rows else ""
 
