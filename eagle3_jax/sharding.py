@@ -260,7 +260,7 @@ def put_shards(leaf: Any, dtype: Any, sharding: NamedSharding) -> jax.Array:
     """
     shards: dict[str, np.ndarray] = {}  # one for all devices that get the same
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
+    def shard(index: Any) -> np.ndarray:
         if str(index) not in shards:
             shards[str(index)] = np.ascontiguousarray(leaf[index]).astype(dtype, copy=False)
         return shards[str(index)]
