@@ -175,7 +175,8 @@ def _grow_dynamic(
 
 def _likeliest(logits: Float[Array, "*B W"], count: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
     """Log-probabilities and ids of the likeliest tokens; all others are only summed."""
-    best, ids = lax.top_k(logits, count)
+    # Without the barrier XLA would cut the largest one out of a sort of everything.
+    best, ids = lax.optimization_barrier(lax.top_k(logits, count))
     total = jnp.sum(jnp.exp(logits - best[..., :1]), axis=-1, keepdims=True)
     return best - best[..., :1] - jnp.log(total), ids
 
