@@ -74,13 +74,13 @@ def test_a_step_adds_twice_a_layer_and_moves_nothing_large(found: dict[str, Any]
     for name, step in steps.items():
         assert not step["moves"].keys() & {"collective-permute", "all-to-all", "reduce-scatter"}, name
         assert step["largest"] < step["keys"], name
-    # A chain's: the best token of each device and its logit, of three drafted ones and of the verification.
-    assert steps["chain"]["moves"] == {"all-reduce": layers, "all-gather": 2 * 4}
-    # Beside them the sums of two levels of draft probabilities.
-    for name in ("tree", "tree, sampled"):
-        assert steps[name]["moves"]["all-reduce"] == layers + 2, name
+    # The largest logit and the lowest id that has it, of three drafted tokens and of the verification.
+    assert steps["chain"]["moves"] == {"all-reduce": layers + 2 * 4}
+    # Beside them the sums of two levels of draft probabilities; a greedy verification looks for its largest logits.
+    assert steps["tree"]["moves"]["all-reduce"] == layers + 2 + 2
+    assert steps["tree, sampled"]["moves"]["all-reduce"] == layers + 2
     # Every lookup in a table that is divided is one more: two levels, what was accepted, the target's own.
-    assert steps["chain, tied"]["moves"]["all-reduce"] == layers + 4
+    assert steps["chain, tied"]["moves"]["all-reduce"] == layers + 2 * 4 + 4
     # Rows do not need each other.
     for name in ("n-gram, data=8", "chain, data=8"):
         assert steps[name]["moves"] == {}, name

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +16,9 @@ from eagle3_jax import LoadedDrafter, SamplingParams, SpeculationSchedule, Specu
 from eagle3_jax import loop as loops
 from eagle3_jax.drafters import NGram
 from eagle3_jax.measure.timing import CompileClock
+from eagle3_jax.schedule import usual_length
+
+GOLDEN = tiny.GOLDEN / "official"
 
 SCHEDULE = SpeculationSchedule(((1, 2, 4), (3, 4, 2), (5, 6, 0)))
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11], [1, 3, 5], [2, 2, 2, 2], [9, 8]]
@@ -152,3 +159,27 @@ def test_a_schedule_is_one_of_three_ways_to_say_how_much_is_drafted(target):
         SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE, num_speculative_tokens=3)
     with pytest.raises(ValueError, match="cannot draft a chain"):
         SpeculativeDecoder(target, None, schedule=SCHEDULE)
+
+
+def test_the_usual_length_is_that_of_a_measured_platform() -> None:
+    assert [usual_length("cpu", batch) for batch in (1, 2, 3, 4, 5, 32, 33)] == [3, 3, 2, 2, 1, 1, 0]
+    assert usual_length("gpu", 1) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "length"),
+    [(1, (), 3), (2, (), 3), (4, (), 2), (5, (), 1), (5, ("--num-speculative-tokens", 5), 5), (33, (), 0)],
+)
+def test_unasked_a_chain_is_as_long_as_pays_at_its_batch_size(
+    rows: int, options: tuple, length: int, cli: Any, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_ids": [1, 17, 5]}\n' * rows)
+    code, out, err = cli(
+        "generate", "--target", GOLDEN / "target", "--drafter", GOLDEN / "eagle3", "--prompts", prompts, "--json",
+        "--batch-size", rows, "--max-new-tokens", 4, "--ignore-eos", *options,
+    )  # fmt: skip
+    assert code == 0, err
+    for line in out.splitlines():
+        stats = json.loads(line)["stats"]
+        assert stats["num_draft_tokens"] == length * stats["num_drafts"]

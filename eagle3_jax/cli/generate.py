@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -32,11 +33,12 @@ from eagle3_jax.cli._options import (
     say_what_is_awaited,
     write_json,
 )
+from eagle3_jax.cli._own import own
 from eagle3_jax.jsonl import STDIN, read_text
 from eagle3_jax.prompts import MOST_TOKENS, Request, read_requests
 
 if TYPE_CHECKING:
-    from eagle3_jax import Generation, GenerationResult, SpeculativeDecoder
+    from eagle3_jax import Drafter, Generation, GenerationResult, LoadedDrafter, SpeculativeDecoder
 
 EXAMPLE = """\b
 Examples:
@@ -58,7 +60,10 @@ def generate(
         typer.Option(help="JSONL file, or '-': 'prompt' or 'prompt_ids', and optional 'max_new_tokens', a line."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to add.", min=1, max=MOST_TOKENS)] = 128,
-    num_speculative_tokens: Annotated[int | None, typer.Option(help="Draft a chain of K tokens.")] = None,
+    num_speculative_tokens: Annotated[
+        int | None,
+        typer.Option(help="Draft a chain of K tokens; on CPUs 3 down to none by batch size when nothing is said."),
+    ] = None,
     tree: Annotated[str | None, typer.Option(help="Draft a tree: num_nodes=60,max_depth=8,top_k=10.")] = None,
     schedule: Annotated[
         str | None,
@@ -100,10 +105,13 @@ def generate(
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     check_sampling(sampling, 1)
     shape, lengths = parse_tree(tree), parse_schedule(schedule)
-    devices = read_mesh(mesh, _batches(len(requests), batch_size if as_json else 1))
+    batches = _batches(len(requests), batch_size if as_json else 1)
+    devices = read_mesh(mesh, batches)
     with status("loading", quiet=as_json):
         loaded = read_target(target, dtype, devices)
         head = read_drafter(drafter, target=loaded, target_source=target)
+        if all(said is None for said in (num_speculative_tokens, shape, lengths, draft_sampling)):
+            head = head if own("--drafter", drafter) else _as_usual(head, batches[0])
         with _naming({"--num-speculative-tokens": num_speculative_tokens, "--tree": tree, "--schedule": schedule}):
             decoder = SpeculativeDecoder(
                 loaded,
@@ -144,6 +152,19 @@ def _requests(prompt: str | None, prompt_ids: str | None, prompts: Path | None, 
     if prompt_ids is not None:
         return [Request(parse_ids(prompt_ids), max_new_tokens)]
     return [Request(read_text(Path(STDIN)) if prompt == STDIN else prompt or "", max_new_tokens)]
+
+
+def _as_usual(head: LoadedDrafter | Drafter[Any] | None, batch: int) -> LoadedDrafter | Drafter[Any] | None:
+    """A head that drafts as much as pays at this batch size, where that was measured; none where nothing pays."""
+    import jax
+
+    from eagle3_jax import Chain, LoadedDrafter
+    from eagle3_jax.schedule import usual_length
+
+    length = usual_length(jax.default_backend(), batch)
+    if length is None or not isinstance(head, LoadedDrafter) or not hasattr(head.drafter, "drafting"):
+        return head
+    return dataclasses.replace(head, drafter=head.drafter.drafting(Chain(length), None)) if length else None
 
 
 def _batches(prompts: int, batch_size: int) -> list[int]:
