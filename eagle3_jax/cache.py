@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from eagle3_jax.sharding import HEADS, ROWS
@@ -221,7 +222,19 @@ def _scatter(
         # buffer for each. So a second one goes along, which is dropped.
         slots = jnp.concatenate([slots, slots + buffer.shape[2]], axis=1)
         new = jnp.concatenate([new, new], axis=2)
-    # Row by row and head by head, so that a device which has some of them writes those alone. Unless it is told that no
-    # two writes meet, a GPU under deterministic operations makes them one after the other.
-    write = lambda buffer, slots, new: buffer.at[slots].set(new, mode="drop", unique_indices=True)
-    return jax.vmap(jax.vmap(write, (0, None, 0)))(buffer, slots, new.astype(buffer.dtype))
+    # Unless it is told that no two writes meet, a GPU under deterministic operations makes them one after the other.
+    new = new.astype(buffer.dtype)
+
+    def row_by_row(buffer: Array, slots: Array, new: Array) -> Array:
+        # And head by head, so that a device which has some of them writes those alone.
+        write = lambda buffer, slots, new: buffer.at[slots].set(new, mode="drop", unique_indices=True)
+        return jax.vmap(jax.vmap(write, (0, None, 0)))(buffer, slots, new)
+
+    def all_at_once(buffer: Array, slots: Array, new: Array) -> Array:
+        rows, heads = jnp.arange(buffer.shape[0])[:, None, None], jnp.arange(buffer.shape[1])[:, None]
+        return buffer.at[rows, heads, slots[:, None]].set(new, mode="drop", unique_indices=True)
+
+    # TPUs turn the buffers round and back for the former; over a mesh the latter would gather them.
+    if not jax.sharding.get_abstract_mesh().empty:
+        return row_by_row(buffer, slots, new)
+    return lax.platform_dependent(buffer, slots, new, tpu=all_at_once, default=row_by_row)

@@ -20,6 +20,7 @@ from eagle3_jax.models.layers import (
     Precision,
     RMSNorm,
     SwiGLU,
+    apart,
     attention,
     embed,
     product,
@@ -55,7 +56,7 @@ class Attention(nnx.Module):
         """The block's attention, and the keys and values that its memory keeps."""
         config = self.config
         rows, group = x.shape[:2], config.group
-        fused = self.qkv(x).reshape(*rows, config.num_kv_heads, group + 2, config.head_dim)
+        fused = apart(self.qkv(x)).reshape(*rows, config.num_kv_heads, group + 2, config.head_dim)
         queries = fused[:, :, :, :group].reshape(*rows, config.num_heads, config.head_dim)
         keys, values = fused[:, :, :, group], fused[:, :, :, group + 1]
         if config.qk_norm:

@@ -108,7 +108,7 @@ def _part(module: Module, steps: Iterable[Step], caches: Sequence[tuple[int, ...
             part.copied += times * copied.size * (copied.size >= _LARGE)
             part.cache_copies += times * (_sorted(copied.dims) in cached)
             part.table_copies += times * (_sorted(copied.dims) in tables)
-        elif any(_sorted(array.dims) in cached for array in one.arrays) and not _updates_in_place(module, one):
+        elif _sorted_of_main(one) & cached and not _updates_in_place(module, one):
             part.cache_rewrites += times
     part.launches = sum(kinds.values())
     part.kinds, part.scopes, part.collectives = dict(kinds), dict(scopes), dict(collectives)
@@ -123,14 +123,18 @@ def is_of_the_host(one: Instruction) -> bool:
 
 
 def copied_by(module: Module, one: Instruction) -> Array | None:
-    """The array that a copy writes to main memory; ``None`` for what is no copy, or a prefetch into a TPU's VMEM."""
+    """The array that a copy writes to main memory; ``None`` for what is no copy.
+
+    Nor is what goes to a TPU's VMEM, or comes back from there, unless it went there as a copy and nothing more.
+    """
     if one.op in ("copy", "copy-start", "transpose", "bitcast-convert"):
         written = one.arrays[0]
     elif one.op == "fusion" and all(part.op in _MOVES for part in module.inside(one)):
         written = max(one.arrays, key=lambda array: array.size)
     else:
         return None
-    return None if written.space == _FAST_MEMORY else written
+    changed = one.op == "copy-start" and one.arrays[1].space == _FAST_MEMORY and not one.rest.startswith("%copy")
+    return None if written.space == _FAST_MEMORY or changed else written
 
 
 def _updates_in_place(module: Module, one: Instruction) -> bool:
@@ -141,6 +145,11 @@ def _updates_in_place(module: Module, one: Instruction) -> bool:
 
 def _scope(one: Instruction) -> str:
     return next((scope for scope in one.traced_from.split("/") if scope in SCOPES), "other")
+
+
+def _sorted_of_main(one: Instruction) -> set[tuple[int, ...]]:
+    """Shapes of what it writes to main memory; what was in a TPU's VMEM for a while comes back by ``copy-start``."""
+    return {_sorted(array.dims) for array in one.arrays if array.space != _FAST_MEMORY and one.op != "copy-start"}
 
 
 def _sorted(dims: Sequence[int]) -> tuple[int, ...]:
