@@ -79,8 +79,8 @@ def test_an_array_that_many_tensors_fill_is_filled_and_taken_apart_exactly() -> 
     shapes = {"gate_up": np.empty((3, 4, 10), np.float32)}
     params = read_params(table, tensors, shapes, where="here")
     for expert in range(3):
-        np.testing.assert_array_equal(params["gate_up"][expert, :, 0::2], tensors[f"{expert}.gate"].T)
-        np.testing.assert_array_equal(params["gate_up"][expert, :, 1::2], tensors[f"{expert}.up"].T)
+        np.testing.assert_array_equal(np.asarray(params["gate_up"])[expert, :, 0::2], tensors[f"{expert}.gate"].T)
+        np.testing.assert_array_equal(np.asarray(params["gate_up"])[expert, :, 1::2], tensors[f"{expert}.up"].T)
     again = write_params(table, params, shapes, where="here")
     assert again.keys() == tensors.keys()
     assert all(np.array_equal(again[name], value) for name, value in tensors.items())
