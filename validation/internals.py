@@ -71,7 +71,9 @@ class Recording:
         return RecordingState(inner=self.drafter.observe(params, state.inner, seen), seen=kept)
 
     def propose(self, params: Any, state: RecordingState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
-        return self.drafter.propose(params, state.inner, keys, sampling)
+        draft = self.drafter.propose(params, state.inner, keys, sampling)
+        left = None if draft.state is None else RecordingState(inner=draft.state, seen=state.seen)
+        return dataclasses.replace(draft, state=left)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,7 +109,8 @@ class NeverRight:
         right = jnp.take_along_axis(params["tokens"], place[:, None], axis=1)
         wrong = jnp.where(draft.tokens == right, (right + 1) % self.vocab_size, draft.tokens)
         is_root = jnp.arange(draft.tokens.shape[1]) == 0
-        return draft.replace(tokens=jnp.where(is_root, draft.tokens, wrong))  # type: ignore[attr-defined]
+        left = None if draft.state is None else (draft.state, state[1])
+        return dataclasses.replace(draft, tokens=jnp.where(is_root, draft.tokens, wrong), state=left)
 
 
 def padded(rows: Sequence[Sequence[int]], width: int) -> Int[Array, "B S"]:

@@ -184,6 +184,6 @@ def _draft_rounds(
             length=jnp.ones_like(state.length),
             next_token=fed[:, -1],
         )
-        return drafter.observe(params.drafter, known, seen)
+        return drafter.observe(params.drafter, known if draft.state is None else draft.state, seen)
 
     return lax.fori_loop(0, rounds, one, state.drafter)
