@@ -305,7 +305,8 @@ def _template(directory: Path) -> bytes | None:
 def _weights(name: str, params: rules.Params) -> Check:
     """NaN, infinity, and tensors that training never touched."""
     constant = []
-    for path, leaf in rules.flatten(params):
+    for path, read in rules.flatten(params):
+        leaf = np.asarray(read)  # joined here, one at a time
         if not _all_finite(leaf):
             return Check(name, "failure", f"{path} holds NaN or infinity; fetch or export the checkpoint again")
         if leaf.size > 1 and not path.endswith(".bias") and bool((leaf == leaf.flat[0]).all()):
