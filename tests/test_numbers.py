@@ -135,10 +135,10 @@ def no_work(tmp_path_factory):
 
 
 @functools.cache
-def target_of(source: str, dtype: str = "float32") -> Any:
+def target_of(source: str, dtype: str = "float32", mesh: Any = None) -> Any:
     from eagle3_jax.load import load_target
 
-    return load_target(source, dtype=dtype)
+    return load_target(source, dtype=dtype, mesh=mesh)
 
 
 @functools.cache
