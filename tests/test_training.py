@@ -236,7 +236,7 @@ def test_unroll_is_chain_drafting_with_the_true_tokens(pair, monkeypatch):
             level = run(tokens[prefix + 2 + depth][:, None], level.carry, depth, mask, level.memory)
             recorded.append(level.logits[:, 0])
         nodes = jnp.zeros((rows, STEPS + 1), jnp.int32)
-        return Draft(tokens=nodes, parents=nodes, valid=nodes == 0)
+        return Draft(tokens=nodes, parents=nodes, valid=nodes == 0), level.memory
 
     @jax.jit
     def infer(head):
