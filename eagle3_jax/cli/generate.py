@@ -159,12 +159,13 @@ def _as_usual(head: LoadedDrafter | Drafter[Any] | None, batch: int) -> LoadedDr
     import jax
 
     from eagle3_jax import Chain, LoadedDrafter
+    from eagle3_jax.boundary import configured
     from eagle3_jax.schedule import usual_length
 
     length = usual_length(jax.default_backend(), batch)
     if length is None or not isinstance(head, LoadedDrafter) or not hasattr(head.drafter, "drafting"):
         return head
-    return dataclasses.replace(head, drafter=head.drafter.drafting(Chain(length), None)) if length else None
+    return dataclasses.replace(head, drafter=configured(head.drafter, Chain(length), None)) if length else None
 
 
 def _batches(prompts: int, batch_size: int) -> list[int]:
