@@ -62,9 +62,13 @@ def traced_once(module: nnx.Module, *args: Any) -> Any:
     The layers of a model, the steps of a draft: the compiler inlines each again, but Python sees one.
     """
     graphdef, state = nnx.split(module)
-    return _apply(graphdef, state, args)
+    leaves, treedef = jax.tree.flatten(args)
+    plain = tuple(None if hasattr(leaf, "dtype") else leaf for leaf in leaves)  # a name in somebody's own memory
+    return _apply(graphdef, treedef, plain, state, [leaf for leaf in leaves if hasattr(leaf, "dtype")])
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _apply(graphdef: Any, state: Any, args: tuple[Any, ...]) -> Any:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _apply(graphdef: Any, treedef: Any, plain: tuple[Any, ...], state: Any, arrays: list[Any]) -> Any:
+    given = iter(arrays)
+    args = jax.tree.unflatten(treedef, [next(given) if leaf is None else leaf for leaf in plain])
     return nnx.merge(graphdef, state)(*args)
