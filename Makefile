@@ -4,6 +4,7 @@ VENV ?= .venv
 PIP_FLAGS ?= -q
 PYTEST_FLAGS ?=
 VALIDATION_FLAGS ?=
+NOTEBOOKS ?= notebooks
 # The build of vLLM for CPUs is for this Python.
 VLLM_PYTHON ?= python3.11
 
@@ -14,7 +15,7 @@ def read_config(filename, encoding=None):
 endef
 export PROMPT
 
-.PHONY: demo test test-newest wheel-check vllm validation aot lint types check format docs clean
+.PHONY: demo test test-newest wheel-check vllm validation aot notebooks gpu-notebooks lint types check format docs clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/eagle3 generate "$$PROMPT" --dtype mixed --max-new-tokens 160
@@ -63,6 +64,10 @@ aot: $(VENV)/.installed-validation
 		touch $$directory/.installed; }; }
 	$(VENV)/bin/python -m pytest validation/test_aot.py --level AOT --complete $(AOT_FLAGS)
 
+# Every notebook from top to bottom, on the shipped pair; executed copies in build/notebooks.
+notebooks: $(VENV)/.installed-notebooks
+	$(VENV)/bin/python notebooks/run.py $(NOTEBOOKS)
+
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
 
@@ -103,6 +108,11 @@ $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.installed-validation: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[validation]'
+	touch $@ $(VENV)/.installed $(VENV)/.installed-test
+
+# Some notebooks read PyTorch files and compare with transformers, as the tests do.
+$(VENV)/.installed-notebooks: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[test,notebooks]'
 	touch $@ $(VENV)/.installed $(VENV)/.installed-test
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python

@@ -321,9 +321,9 @@ MUTANTS = {
         Eagle3Head.logits, "output if self.config.norm_output else self.norm(output)", "output"
     ),
     "offsets of the draft vocabulary are taken for ids": vllm_trace(
-        _grow.grow,
-        "return _grow_dynamic(topology, root, first, run, draft_to_target)",
-        "return _grow_dynamic(topology, root, first, run, draft_to_target - jnp.arange(draft_to_target.size))",
+        _grow._grow_chain,
+        "draft_to_target[argmax(level.logits[:, 0])]",
+        "(draft_to_target - jnp.arange(draft_to_target.size))[argmax(level.logits[:, 0])]",
     ),
     "draft nodes see their siblings": official_draft(
         _grow._grow_dynamic, EXPANDED, "jnp.ones((batch, width, mask.shape[-1] + width), jnp.bool_)"

@@ -102,7 +102,7 @@ def _one_longer(decoder: SpeculativeDecoder) -> Callable[[Any, GenerationState],
         return None
     drafter = dataclasses.replace(decoder.loop.drafter, topology=Chain(topology.num_speculative_tokens + 1))
     loop = dataclasses.replace(decoder.loop, drafter=drafter, warping=Warping.TRUNCATED)  # anything but greedy
-    return jax.jit(loop._propose)
+    return jax.jit(lambda params, state: loop._propose(params, state)[0])
 
 
 def _emitted(prompt: list[int], sequence: np.ndarray, found: list[tuple]) -> Emitted:

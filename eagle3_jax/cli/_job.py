@@ -67,7 +67,7 @@ class Job:
             seed: Its own.
             rounds: Where the rounds of each prompt are put; ``None`` when nobody asks for them.
         """
-        from eagle3_jax.cli._trace import record
+        from eagle3_jax.trace import record
         from eagle3_jax.measure.timing import CompileClock
 
         prompts, limits = [task.tokens for task in tasks], [task.max_new_tokens for task in tasks]
