@@ -58,7 +58,7 @@ def _sources(where: Path) -> list[Path]:
 
 
 def as_ipynb(source: Path) -> str:
-    """A source as the ``.ipynb`` beside it: no outputs, and cells that are numbered, so that a change is a small one."""
+    """A source as the ``.ipynb`` beside it: no outputs, and numbered cells, so that a change stays small."""
     import jupytext
 
     notebook = jupytext.read(source)

@@ -67,8 +67,8 @@ class Job:
             seed: Its own.
             rounds: Where the rounds of each prompt are put; ``None`` when nobody asks for them.
         """
-        from eagle3_jax.trace import record
         from eagle3_jax.measure.timing import CompileClock
+        from eagle3_jax.trace import record
 
         prompts, limits = [task.tokens for task in tasks], [task.max_new_tokens for task in tasks]
         start = time.perf_counter()
