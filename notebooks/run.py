@@ -46,9 +46,10 @@ def main() -> int:
     failed = False
     for source in sources:
         start = time.perf_counter()
-        problem = execute(source, options.output / source.parent.relative_to(HERE))
+        name = source.relative_to(HERE) if source.is_relative_to(HERE) else Path(source.name)
+        problem = execute(source, options.output / name.parent)
         failed |= problem is not None
-        print(f"{source.relative_to(HERE)!s:48} {time.perf_counter() - start:6.1f} s  {problem or 'ok'}", flush=True)
+        print(f"{name!s:48} {time.perf_counter() - start:6.1f} s  {problem or 'ok'}", flush=True)
     return int(failed)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -115,12 +116,7 @@ def _span(token: Token, number: int) -> str:
 
 def _lines(piece: str) -> list[str]:
     """A piece, cut so that line ends stand alone."""
-    parts = [
-        part
-        for line in piece.expandtabs(4).splitlines(keepends=True)
-        for part in (line.rstrip("\n"), "\n")[: 1 + line.endswith("\n")]
-    ]
-    return [part for part in parts if part]
+    return re.findall(r"\n|[^\n]+", piece.expandtabs(4))
 
 
 def _box(text: str, kind: str, x: float, y: float, advance: float, size: float) -> str:
