@@ -19,10 +19,8 @@ PROMPT = "def read_config(filename, encoding=None):\n"
 @pytest.fixture(scope="module", params=["a chain", "a tree"])
 def run(request: pytest.FixtureRequest) -> tuple[e3.SpeculativeDecoder, Trace]:
     target = e3.load_target()
-    how = {
-        "a chain": {"num_speculative_tokens": 3},
-        "a tree": {"tree": e3.DynamicTree(num_nodes=8, max_depth=4, top_k=2)},
-    }[request.param]
+    tree = e3.DynamicTree(num_nodes=8, max_depth=4, top_k=2)
+    how = {"a chain": {"num_speculative_tokens": 3}, "a tree": {"tree": tree}}[request.param]
     decoder = e3.SpeculativeDecoder(target, e3.load_drafter(target=target), stop_tokens=(), **how)
     return decoder, record(decoder, [PROMPT], max_new_tokens=[40], sampling=e3.SamplingParams(), seed=0)
 
