@@ -161,8 +161,10 @@ class _Pen:
                 now, part = part[: self.columns - self.x], part[self.columns - self.x :]
                 boxes.append(self._box(now, token.kind))
                 self.x += len(now)
-        moving = clock is not None and token.round > 0
-        self.shapes.append(f"<g>{clock.appear(token.round)}{''.join(boxes)}</g>" if moving else "".join(boxes))
+        drawn = "".join(boxes)
+        if clock is not None and token.round > 0:
+            drawn = f"<g>{clock.appear(token.round)}{drawn}</g>"
+        self.shapes.append(drawn)
 
     def words(self, text: str) -> None:
         self.shapes.append(
