@@ -24,7 +24,7 @@ SERIES = ("#3b82c4", "#d97634", "#2a9d74", "#c05a8e", "#8378d0", "#a8862a")
 def use() -> None:
     """Make matplotlib draw like the pictures of this package, here and in the cells that follow."""
     from cycler import cycler
-    from matplotlib import rcParams
+    from matplotlib import get_backend, pyplot, rcParams
 
     settings: dict[Any, Any] = {
         "figure.figsize": (7.2, 3.6),
@@ -45,3 +45,5 @@ def use() -> None:
     }
     for name, value in settings.items():
         rcParams[name] = value
+    # A notebook shows figures, those made without pyplot too, once its backend is loaded.
+    pyplot.switch_backend(get_backend())
