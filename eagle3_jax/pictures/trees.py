@@ -157,7 +157,7 @@ def interactive_rounds(rounds: Sequence[Mapping[str, Any]]) -> Interactive:
     for index, one in enumerate(trees):
         visible = [index == number // per_tree for number in range(per_tree * len(trees))]
         steps.append(
-            {"label": str(index + 1), "method": "update", "args": [{"visible": visible}, {"title": one.title}]}
+            {"label": str(index + 1), "method": "update", "args": [{"visible": visible}, {"title.text": one.title}]}
         )
         x, y = one.places()
         leaves, levels = max(leaves, float(y.max())), max(levels, int(x.max()))
