@@ -114,77 +114,38 @@ assert ridge > 200, "an H200 could do two hundred times more arithmetic in the t
 
 # %% [markdown]
 # The picture of this is the **roofline**: attainable arithmetic over intensity, a slope (memory) that ends in a flat
-# roof (arithmetic). Choose an accelerator in the list. The points are steps of Llama-3.1-8B; they keep their
-# intensity, and the roof moves above them. Point at one for its least time.
+# roof (arithmetic). Choose an accelerator in the list. The points are steps of Llama-3.1-8B in batches; they keep
+# their intensity, and the roof moves above them. Point at one for its least time.
 #
-# Look at where the two leftmost points lie. Between them is a factor of six in arithmetic, and on the slope arithmetic
-# is free: both take the same time.
+# Look at batch 1, the leftmost circle and the leftmost diamond. Between them is a factor of six in arithmetic, and on
+# the slope arithmetic is free: both take the same time.
 
 # %%
-import plotly.graph_objects as go
-
-from eagle3_jax.pictures.interactive import Interactive
-from eagle3_jax.pictures.style import DRAFTER, TARGET
+from eagle3_jax.pictures.rooflines import Step, roofline
 
 STEPS = [(batch, tokens) for batch in (1, 8, 64, 256) for tokens in (1, 6)]
 OFFERED = ("h200", "h100", "b200", "a100-80gb", "l40s", "l4", "rtx-4090", "mi300x", "tpu-v5e", "tpu-v6e")
 
 
-def roofline(accelerator):
-    """The roof, and the points under it with their times."""
-    peak, slope = accelerator.peak_flops / 1e12, accelerator.bandwidth_bytes_per_second / 1e12
-    line = [0.5, peak / slope, 2000]
-    here = dataclasses.replace(small, accelerator=accelerator)
-    points, words = [], []
-    for batch, tokens in STEPS:
-        bound = round_bound(here, batch=batch, context=CONTEXT, num_draft_tokens=tokens - 1)
-        points.append((intensity(here, batch, tokens), min(peak, slope * intensity(here, batch, tokens))))
-        words.append(
-            f"{batch} × {tokens} tokens: at least {1e3 * bound.verify_seconds:.2f} ms, bound by {bound.verify_limit}"
-        )
-    return line, [min(peak, slope * x) for x in line], *zip(*points, strict=True), words
-
-
-def title(accelerator):
-    at = accelerator.peak_flops / accelerator.bandwidth_bytes_per_second
-    return f"{accelerator.name}: the ridge lies at {at:.0f} operations per byte"
-
-
-line, roof, xs, ys, words = roofline(H200)
-colours = [TARGET if tokens == 1 else DRAFTER for _, tokens in STEPS]
-labels = [f"{batch} row{'s' * (batch > 1)}" if tokens == 1 else "" for batch, tokens in STEPS]
-figure = go.Figure(
-    [
-        go.Scatter(x=line, y=roof, mode="lines", line={"color": "#444", "width": 3}, name="roof", hoverinfo="skip"),
-        go.Scatter(
-            x=xs, y=ys, mode="markers+text", text=labels, textposition="top left", hovertext=words, hoverinfo="text",
-            marker={"size": 12, "color": colours, "symbol": ["circle", "diamond"] * 4, "line": {"width": 1}},
-            name="steps",
-        ),
+def said(chip):
+    """The least time of each step on a chip, in words."""
+    here = dataclasses.replace(small, accelerator=chip)
+    bounds = [round_bound(here, batch=batch, context=CONTEXT, num_draft_tokens=tokens - 1) for batch, tokens in STEPS]
+    return [
+        f"{batch} × {tokens} tokens: at least {1e3 * bound.verify_seconds:.2f} ms, bound by {bound.verify_limit}"
+        for (batch, tokens), bound in zip(STEPS, bounds, strict=True)
     ]
-)  # fmt: skip
-buttons = []
-for key in OFFERED:
-    chip = KNOWN_ACCELERATORS[key]
-    line, roof, xs, ys, words = roofline(chip)
-    change = {"x": [line, xs], "y": [roof, ys], "hovertext": [None, words]}
-    buttons.append({"label": chip.name, "method": "update", "args": [change, {"title.text": title(chip)}]})
-figure.update_layout(
-    title={"text": title(H200), "x": 0.02, "font": {"size": 15}},
-    xaxis={"title": "arithmetic intensity, operations per byte", "type": "log", "range": [-0.35, 3.3]},
-    yaxis={"title": "attainable, 10<sup>12</sup> operations per second", "type": "log", "range": [-0.9, 3.7]},
-    annotations=[
-        {"text": "● plain step   ◆ checking 6 tokens", "xref": "paper", "yref": "paper", "x": 0.98, "y": 0.04,
-         "showarrow": False, "font": {"size": 12}}
-    ],
-    updatemenus=[{"buttons": buttons, "x": 1.0, "y": 1.16, "xanchor": "right"}],
-    template="plotly_white", height=460, showlegend=False, margin={"t": 70, "r": 20},
-)  # fmt: skip
-Interactive(figure)
+
+
+chips = [KNOWN_ACCELERATORS[name] for name in OFFERED]
+points = [
+    Step("plain step" if tokens == 1 else "checking 6 tokens", intensity(small, batch, tokens), f"batch {batch}")
+    for batch, tokens in STEPS
+]
+roofline(points, chips, [said(chip) for chip in chips])
 
 # %%
-for key in OFFERED:
-    chip = KNOWN_ACCELERATORS[key]
+for chip in chips:
     bound = round_bound(dataclasses.replace(small, accelerator=chip), batch=1, context=CONTEXT, num_draft_tokens=5)
     assert bound.verify_limit == "memory", "on every chip offered, six tokens of one sequence are on the slope"
     assert bound.verify_cost < 1.001, "so checking them costs what a plain step costs"
@@ -279,7 +240,7 @@ caches = step_bytes(target, rows=1, context=slots) - weight_bytes
 print(f"a step reads {weight_bytes / 1e6:.1f} MB of weights and at most {caches / 1e6:.1f} MB of caches")
 
 # %%
-SIZES = (1, 2, 4, 6, 8, 16, 32)
+SIZES = (1, 2, 4, 6, 16, 32)
 decoders = {size: e3.SpeculativeDecoder(target, Plain(size), stop_tokens=()) for size in SIZES}
 taken = {size: [] for size in SIZES}
 for repeat in range(6):  # the first one compiles
@@ -429,7 +390,7 @@ assert not claim.possible and 3.5 < claim.share_of_bound < 4.2, "off by a factor
 # <details><summary>Answer</summary>
 #
 # A pass of the head reads the head, about 2.4 GB without the fusion that only the first pass uses, a plain step reads
-# 70.6 GB. Both are on the slope, so the bandwidth cancels: `c` is a ratio of bytes, about 0.034 (computed below).
+# 70.6 GB. Both are on the slope, so the bandwidth cancels: `c` is a ratio of bytes, about 0.035 (computed below).
 #
 # </details>
 #

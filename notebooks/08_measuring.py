@@ -63,7 +63,8 @@ def chain(length):
     return e3.SpeculativeDecoder(target, head, num_speculative_tokens=length, stop_tokens=())
 
 
-stats = chain(5).generate(prompts, max_new_tokens=NEW).stats
+result = chain(5).generate(prompts, max_new_tokens=NEW)
+stats = result.stats
 stats.to_json()
 
 # %% [markdown]
@@ -149,14 +150,12 @@ assert line[-1] - measured[-1] > 2 * abs(curve[-1] - measured[-1]), "at K = 7 th
 # %%
 from eagle3_jax.pictures.ribbons import acceptance_ribbons
 
-tasks = {
-    "code": run.stats_of(range(6)),
-    "prose": run.stats_of(range(6, 12)),
-}
+by_task = {"code": result.rows[:6], "prose": result.rows[6:]}
+tasks = {name: e3.SpeculationStats.merge(one.stats for one in rows) for name, rows in by_task.items()}
 ribbons = acceptance_ribbons(
     {name: one.acceptance_per_position for name, one in tasks.items()},
     rounds={name: int(one.num_drafts) for name, one in tasks.items()},
-    title="The same head on two kinds of text, K = 3",
+    title="The same head on two kinds of text, K = 5",
 )
 for name, one in tasks.items():
     print(f"{name:6} τ = {one.mean_acceptance_length:.3f} over {int(one.num_drafts)} rounds")
