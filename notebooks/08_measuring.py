@@ -22,8 +22,9 @@
 # - show why `τ` does not know the batch while the time of a step does, and read a break-even map;
 # - report latency so that speculation looks neither better nor worse than it is.
 #
-# It takes about a minute on a laptop CPU, offline, with the shipped pair. Read 01, 02 and 04 before. Times are printed
-# with their spread and never asserted: yours will differ.
+# It takes about a minute on a laptop CPU, offline, with the shipped pair; most of that is compilation, which is kept
+# for the next time. Read 01, 02 and 04 before. Times are printed with their spread and never asserted: yours will
+# differ.
 
 # %%
 try:
