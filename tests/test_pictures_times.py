@@ -130,3 +130,33 @@ def test_a_map_above_its_level_everywhere_has_no_contour_and_names_its_marks() -
 def test_a_map_needs_a_value_for_every_pair() -> None:
     with pytest.raises(ValueError, match=r"shape \(1, 2\) for 2 y and 2 x"):
         heat_map([[1.0, 2.0]], [0, 1], [0, 1], labels=("x", "y", "z"))
+
+
+def test_a_roofline_moves_its_roof_and_keeps_the_intensities() -> None:
+    pytest.importorskip("plotly")
+    from eagle3_jax.pictures.rooflines import Step, roofline
+    from eagle3_jax.theory.accelerators import KNOWN_ACCELERATORS
+
+    chips = [KNOWN_ACCELERATORS["h200"], KNOWN_ACCELERATORS["l4"]]
+    steps = [Step("plain step", 1.0, "1 row"), Step("checking", 6.0), Step("checking", 900.0)]
+    words = [["3 ms", "3 ms", "9 ms"], ["50 ms", "50 ms", "90 ms"]]
+    figure = roofline(steps, chips, words).figure
+    roof, plain, checking = figure.data
+    assert list(roof.x)[1] == pytest.approx(989 / 4.8)  # the ridge
+    assert list(checking.y) == pytest.approx([6 * 4.8, 989])  # on the slope, and on the roof
+    assert figure.layout.title.text == "H200: the ridge lies at 206 operations per byte"
+    changes, texts = figure.layout.updatemenus[0].buttons[1].args
+    assert list(changes["x"][2]) == list(checking.x) == [6.0, 900.0]
+    assert list(changes["y"][1]) == pytest.approx([0.3])
+    assert changes["hovertext"][1] == ["50 ms"] and list(plain.hovertext) == ["3 ms"]
+    assert texts["title.text"].startswith("L4: ")
+    with pytest.raises(ValueError, match="words for 2 accelerators and 3 steps"):
+        roofline(steps, chips, words[:1])
+
+
+def test_marks_near_each_other_are_named_at_different_heights() -> None:
+    figure = drawn(
+        heat_map([[0.5, 2.0], [1.0, 3.0]], [0, 1], [0, 1], labels=("x", "y", "z"), marks={"a": (0, 0), "b": (0, 0.01)})
+    )
+    heights = {text.get_text(): text.get_position()[1] for text in figure.axes[0].texts if text.get_text() in "ab"}
+    assert heights["a"] != heights["b"]

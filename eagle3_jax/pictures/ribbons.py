@@ -86,13 +86,13 @@ def heat_map(
     if float(field.min()) < level < float(field.max()):
         contour = axes.contour(x, y, field, levels=[level], colors="black", linewidths=1.4)
         axes.clabel(contour, fmt={level: f"{level:g}"}, fontsize="small")
-    for name, (across, up) in (marks or {}).items():
+    for index, (name, (across, up)) in enumerate((marks or {}).items()):
         axes.plot(across, up, marker="o", markersize=6, color="black", markerfacecolor="white", clip_on=False, zorder=5)
         right = across > (x[0] + x[-1]) / 2
         axes.annotate(
             name,
             (across, up),
-            (-7 if right else 7, 4),
+            (-7 if right else 7, (5, -14, 20, -29)[index % 4]),  # near each other, their names still apart
             textcoords="offset points",
             ha="right" if right else "left",
             fontsize="small",
