@@ -72,6 +72,18 @@ def test_axes_of_somebodys_own_are_drawn_on() -> None:
     assert not left.containers and right.containers
 
 
+def test_darts_are_accepted_below_p() -> None:
+    tokens = np.array([0, 0, 1, 3, 2])
+    heights = np.array([0.05, 0.45, 0.09, 0.3, 0.0])  # the last two lie on p and are refused: the rule is strict
+    (axes,) = bars.darts(P, Q, tokens, heights, top=4).axes
+    accepted, refused = axes.collections
+    assert (accepted.get_label(), refused.get_label()) == ("accepted", "rejected")
+    order = [1, 3, 4, 0]  # token 2 is not shown
+    drawn = lambda points: [(order[round(x)], y) for x, y in points.get_offsets()]
+    assert drawn(accepted) == [(0, 0.05), (1, 0.09)]
+    assert drawn(refused) == [(0, 0.45), (3, 0.3)]
+
+
 def test_long_labels_are_cut() -> None:
     assert bars.visible("def a_long_function(") == "def␣a_long_fu…"
 

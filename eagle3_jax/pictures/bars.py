@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from eagle3_jax.pictures.style import DRAFTER, RESIDUAL, TARGET
+from eagle3_jax.pictures.style import ACCEPTED, COLOURS, DRAFTER, REJECTED, RESIDUAL, TARGET
 
 _LONGEST = 14  # characters of a token's text below its bar
 _WIDTH = 0.4
+_GOLDEN = 0.6180339887498949  # its multiples modulo 1 are spread evenly, whatever their number
 
 
 class Columns(NamedTuple):
@@ -83,8 +84,53 @@ def laws(
             )
         ax.bar(left, shown.p, _WIDTH, fill=False, edgecolor=TARGET, linewidth=1.2, label="$p$, the target")
         ax.bar(right, shown.q, _WIDTH, color=DRAFTER + "80", edgecolor=DRAFTER, label="$q$, the drafter")
-    long = max(map(len, shown.labels)) > 4
-    ax.set_xticks(place, shown.labels, rotation=40 if long else 0, ha="right" if long else "center", family="monospace")
+    return _finished(ax, shown.labels, title)
+
+
+def darts(
+    p: Float[np.ndarray, " V"],
+    q: Float[np.ndarray, " V"],
+    tokens: Int[np.ndarray, " n"],
+    heights: Float[np.ndarray, " n"],
+    *,
+    labels: Sequence[str] | None = None,
+    top: int = 8,
+    ax: Axes | None = None,
+    title: str = "",
+) -> Figure:
+    """Draw the coin of the acceptance rule: points spread evenly below ``q``, accepted where they are below ``p`` too.
+
+    Args:
+        p: The target's distribution.
+        q: The drafter's.
+        tokens: Drawn from ``q``.
+        heights: ``u · q(token)`` of each, with ``u`` uniform.
+        labels: Text of every token; its id where left out.
+        top: How many tokens are shown; darts at others are left out.
+        ax: Where to draw; a new figure when left out.
+        title: Above the picture.
+    """
+    likely = _likely(np.asarray(p, float), np.asarray(q, float), top)
+    if ax is None:
+        _, ax = plt.subplots(figsize=(max(5.0, 1.6 + 0.75 * likely.size), 3.4))
+    place = np.arange(likely.size, dtype=float)
+    ax.bar(place, q[likely], 2 * _WIDTH, color=DRAFTER + "30", edgecolor=DRAFTER, label="$q$, the drafter")
+    ax.bar(place, p[likely], 2 * _WIDTH, fill=False, edgecolor=TARGET, linewidth=2, label="$p$, the target")
+    across = 2 * _WIDTH * (np.arange(tokens.size) * _GOLDEN % 1.0 - 0.5)
+    for kind, marker, below in ((ACCEPTED, "o", heights < p[tokens]), (REJECTED, "x", heights >= p[tokens])):
+        chosen = below & np.isin(tokens, likely)
+        column = np.argmax(tokens[chosen][:, None] == likely, axis=1)
+        ax.scatter(
+            column + across[chosen], heights[chosen], 12, COLOURS[kind], marker=marker, linewidth=0.8, label=kind
+        )
+    return _finished(ax, _named(likely, labels), title)
+
+
+def _finished(ax: Axes, names: list[str], title: str) -> Figure:
+    long = max(map(len, names)) > 4
+    ax.set_xticks(
+        range(len(names)), names, rotation=40 if long else 0, ha="right" if long else "center", family="monospace"
+    )
     ax.tick_params(axis="x", length=0)
     ax.grid(False, axis="x")
     ax.set_ylabel("probability")
@@ -93,6 +139,16 @@ def laws(
     figure = ax.get_figure()
     assert isinstance(figure, Figure)
     return figure
+
+
+def _likely(p: Float[np.ndarray, " V"], q: Float[np.ndarray, " V"], top: int) -> Int[np.ndarray, " n"]:
+    """The tokens with the most mass under either law, by ``p``, then by ``q``."""
+    likely = np.argsort(-np.maximum(p, q), kind="stable")[:top]
+    return likely[np.lexsort((likely, -q[likely], -p[likely]))]
+
+
+def _named(tokens: Int[np.ndarray, " n"], labels: Sequence[str] | None) -> list[str]:
+    return [str(token) if labels is None else visible(labels[token]) for token in tokens]
 
 
 def columns(
@@ -112,11 +168,10 @@ def columns(
     if p.ndim != 1 or other.shape != p.shape or (labels is not None and len(labels) != p.size):
         named = "" if labels is None else f" and {len(labels)} labels"
         raise ValueError(f"p has shape {p.shape}, q {other.shape}{named}; expected one entry per token in each")
-    likely = np.argsort(-np.maximum(p, other), kind="stable")[:top]
-    likely = likely[np.lexsort((likely, -other[likely], -p[likely]))]
+    likely = _likely(p, other, top)
     others = np.setdiff1d(np.arange(p.size), likely)
     groups = [[token] for token in likely] + ([others] if others.size else [])
-    names = [str(token) if labels is None else visible(labels[token]) for token in likely]
+    names = _named(likely, labels)
     together = lambda values: np.array([values[group].sum() for group in groups])
     return Columns(
         labels=names + ([f"{others.size} others"] if others.size else []),
@@ -134,4 +189,4 @@ def visible(piece: str) -> str:
     return text.replace("$", r"\$")
 
 
-__all__ = ["Columns", "columns", "laws", "visible"]
+__all__ = ["Columns", "columns", "darts", "laws", "visible"]
