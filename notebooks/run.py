@@ -88,7 +88,7 @@ def execute(source: Path, output: Path) -> str | None:
     """Run one notebook in its own folder and write it there with its outputs; what was wrong, or ``None``."""
     import jupytext
     from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError, CellTimeoutError
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
     pair = source.with_suffix(".ipynb")
     if not pair.is_file() or pair.read_text(encoding="utf-8") != as_ipynb(source):
@@ -97,7 +97,11 @@ def execute(source: Path, output: Path) -> str | None:
     client = NotebookClient(
         notebook,
         timeout=SECONDS_ALLOWED,
+        startup_timeout=300,  # of a kernel, on a machine that has other things to do
         kernel_name="python3",
+        extra_arguments=[
+            "--IPKernelApp.log_level=ERROR"
+        ],  # its advice on encryption is for networks
         resources={"metadata": {"path": str(source.parent)}},
     )
     try:
@@ -105,7 +109,7 @@ def execute(source: Path, output: Path) -> str | None:
         problem = _spoken(notebook)
     except CellTimeoutError:
         problem = f"a cell ran for more than {SECONDS_ALLOWED} seconds"
-    except CellExecutionError as error:
+    except (CellExecutionError, DeadKernelError) as error:
         problem = str(error)
     output.mkdir(parents=True, exist_ok=True)
     jupytext.write(notebook, output / pair.name)
