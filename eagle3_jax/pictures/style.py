@@ -24,6 +24,7 @@ SERIES = ("#3b82c4", "#d97634", "#2a9d74", "#c05a8e", "#8378d0", "#a8862a")
 def use() -> None:
     """Make matplotlib draw like the pictures of this package, here and in the cells that follow."""
     import matplotlib
+    from matplotlib import pyplot
 
     settings: dict[str, Any] = {
         "figure.figsize": (7.2, 3.6),
@@ -43,3 +44,5 @@ def use() -> None:
         "text.parse_math": True,
     }
     matplotlib.rcParams.update(settings)
+    # A notebook shows figures, those made without pyplot too, once its backend is loaded.
+    pyplot.switch_backend(matplotlib.get_backend())
