@@ -292,7 +292,7 @@ for ax, index, title in zip(axes, (SHOWN, 12), ("a prompt of code", "a prompt th
     ax.set(xlim=(0, NEW), ylabel="tokens", title=f"{title}: {len(rounds)} rounds, {drafted.count(0)} without a draft")
     idle[title] = drafted.count(0) / len(rounds)
 axes[1].set_xlabel("round")
-axes[0].legend(ncols=3, loc="upper right", fontsize=8)
+axes[0].legend(ncols=3, loc="lower right", bbox_to_anchor=(1, 1.0), fontsize=8, borderaxespad=0.1)
 plt.show()
 assert idle["a prompt of code"] > idle["a prompt that repeats itself"]
 display(strip("n-gram, K=5", 12), strip("EAGLE-3, K=5", 12))
@@ -397,11 +397,12 @@ assert drawn.mean_acceptance_length > likeliest.mean_acceptance_length + 0.3
 assert np.allclose(q.sum(-1), 1, atol=1e-4) and overlap.mean() > mass.mean() + 0.1
 
 # %% [markdown]
-# One context of that run in which the target is undecided. The likeliest token has a small share of `p`; filled is all
-# that `p` and `q` have in common.
+# One context of that run in which the target is undecided between a few tokens. Filled is what `p` and `q` have in
+# common: the probability that a drawn token is accepted. A likeliest token would be accepted with its own share of `p`
+# alone.
 
 # %%
-undecided = int(np.argmax(overlap - mass))
+undecided = int(np.argmax(np.where(p.max(-1) > 0.2, overlap - mass, 0)))
 pieces = [target.tokenizer.decode([token]) for token in range(target.vocab_size)]
 laws(p[undecided], q[undecided], labels=pieces, title="An undecided target: what can be accepted of q")
 plt.show()
@@ -481,9 +482,8 @@ strict = record(NGram(K, min_ngram=3))
 stricter = strict.result.stats
 tokens_a_round = len(prompts) * (NEW - 1) / sum(len(one["rounds"]) for one in strict.prompts)
 print(f"exercise 2: min_ngram 1 -> 3: rounds that draft {ngram.num_drafts} -> {stricter.num_drafts}, rate", end=" ")
-print(
-    f"{ngram.draft_acceptance_rate:.2f} -> {stricter.draft_acceptance_rate:.2f}, per round {real:.2f} -> {tokens_a_round:.2f}"
-)
+print(f"{ngram.draft_acceptance_rate:.2f} -> {stricter.draft_acceptance_rate:.2f},", end=" ")
+print(f"tokens a round {real:.2f} -> {tokens_a_round:.2f}")
 assert stricter.num_drafts < ngram.num_drafts and stricter.draft_acceptance_rate > ngram.draft_acceptance_rate
 assert tokens_a_round < real
 

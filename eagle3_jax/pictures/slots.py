@@ -88,7 +88,7 @@ def moved(path: Sequence[int], num_nodes: int, *, first: int, title: str = "") -
     return fig
 
 
-def _token(ax: Axes, x: float, y: float, text: str, color: str, ink: str = "white") -> None:
+def _token(ax: Axes, x: int, y: int, text: str, color: str, ink: str = "white") -> None:
     box = {"fc": color, "ec": "#d5dae0", "boxstyle": "round,pad=0.4"}
     ax.text(x, y, text, ha="center", va="center", color=ink, fontsize=9, bbox=box)
 
