@@ -304,10 +304,17 @@ print("path", path, "written in slots", [n + node for node in path], "committed 
 moved(path, TREE.num_nodes, first=n, title="The accepted path (green) is moved side by side; × is garbage")
 
 # %% [markdown]
-# The path of a tree was verified among its siblings' slots and moved afterwards, so its sums ran in another order:
-# against plain decoding a tree is equal to rounding and not bit for bit. Its texts are the same wherever no two
-# tokens are closer than that.
-#
+# The path of a tree was verified among its siblings' slots and moved afterwards, so its sums ran in another order.
+# Against the chain above the caches of a whole generation with this tree are equal to rounding, and not bit for bit.
+
+# %%
+grown_in_trees = finished(trees, prompts, max_new_tokens=40)
+print(f"tree against chain: {apart(grown_in_trees.cache, clean.cache):.1e} of the largest entry")
+assert np.array_equal(grown_in_trees.tokens[:, :60], clean.tokens[:, :60]), "the same texts"
+assert apart(grown_in_trees.cache, clean.cache) < 1e-4
+assert not same_bits(grown_in_trees.cache, clean.cache)
+
+# %% [markdown]
 # ## Positions are not slots
 #
 # The rotary position of a node is `length + depth`, wherever it lies: siblings share one. When the path has moved,
@@ -319,7 +326,7 @@ moved(path, TREE.num_nodes, first=n, title="The accepted path (green) is moved s
 level = np.asarray(depths(mask))[row]
 slots, places = n + np.arange(TREE.num_nodes), np.asarray(played.positions)[row]
 fig, ax = plt.subplots(figsize=(7.2, 3.0))
-ax.plot(slots, slots, color="#c3cad3", linewidth=1, label="slot = position (a chain)")
+ax.plot(slots, slots, "--", color="#57606a", linewidth=1, label="slot = position (a chain)")
 for node, parent in enumerate(np.asarray(played.draft.parents)[row]):
     if parent >= 0:
         ax.plot([slots[parent], slots[node]], [places[parent], places[node]], color="#c3cad3", linewidth=0.8, zorder=1)
