@@ -93,7 +93,7 @@ contenders = {
     "dynamic tree": (head, {"tree": DYNAMIC}),
 }
 print(f"{len(prompts)} prompts; both trees have {STATIC.num_nodes} nodes, {STATIC.max_depth} levels")
-assert len(prompts) == len(kinds) and not {"code", "prose"} - set(kinds)
+assert len(prompts) == len(kinds) == 16 and STATIC.num_nodes == DYNAMIC.num_nodes == 21
 
 # %% [markdown]
 # `trace.record` plays the rounds of a decoder one by one and writes each down: what was drafted, what was accepted,
@@ -227,14 +227,8 @@ names = [name for name in runs if name != "plain"]
 for offset, (kind, color) in enumerate(zip(TASKS, SERIES, strict=False)):
     place = np.arange(len(names)) + 0.27 * (offset - 1)
     ax.bar(place, [pace[name][kind] for name in names], width=0.25, color=color, label=kind)
-    ax.plot(
-        place,
-        [tau[name][kind] for name in names],
-        "_",
-        color="#1f2328",
-        markersize=11,
-        label="τ" if offset == 2 else None,
-    )
+    ticks = [tau[name][kind] for name in names]
+    ax.plot(place, ticks, "_", color="#1f2328", markersize=11, label="τ" if offset == 2 else None)
 ax.axhline(1, color="#57606a", linestyle="--", linewidth=1)
 ax.set(xticks=range(len(names)), ylabel="tokens per round, all rounds")
 ax.set_xticklabels(names, fontsize=9)
@@ -283,13 +277,8 @@ for ax, index, title in zip(axes, (SHOWN, 12), ("a prompt of code", "a prompt th
     place = np.arange(1, len(rounds) + 1)
     ax.bar(place, drafted, color="none", edgecolor="#9aa0a6", linewidth=0.8, label="drafted")
     ax.bar(place, accepted, color=COLOURS["accepted"], label="accepted")
-    ax.plot(
-        place[np.array(drafted) == 0],
-        [0.12] * drafted.count(0),
-        "x",
-        color=COLOURS["rejected"],
-        label="nothing drafted",
-    )
+    empty = place[np.array(drafted) == 0]
+    ax.plot(empty, 0.12 + 0 * empty, "x", color=COLOURS["rejected"], label="nothing drafted")
     ax.set(xlim=(0, NEW), ylabel="tokens", title=f"{title}: {len(rounds)} rounds, {drafted.count(0)} without a draft")
     idle[title] = drafted.count(0) / len(rounds)
 axes[1].set_xlabel("round")
@@ -436,9 +425,9 @@ print(
 assert max(of_prompts) > 1.5 * min(of_prompts)
 
 # %% [markdown]
-# One rate counts what was drafted and the other what was reached; papers use the same words for both, so this library
-# uses neither word alone. A longer chain drafts tokens that are less likely to be reached, so its rate falls while its
-# τ rises. τ leaves out rounds without a draft. And all of them belong to a text.
+# The first two: one rate counts what was drafted, the other what was reached. Papers call both "acceptance rate"; this
+# library says which. A longer chain drafts tokens that are less likely to be reached, so its rate falls while its τ
+# rises. The third: τ leaves out rounds without a draft. The fourth: all of them belong to a text.
 #
 # ## Exercises
 #
@@ -499,7 +488,8 @@ for _ in range(50):
     middle = (low + high) / 2
     low, high = (middle, high) if geometric(middle, K) < all_of[K] else (low, middle)
 promised = {k: geometric(low, k) for k in all_of}
-print(f"exercise 3: α = {low:.3f};", *(f"K={k}: promised {promised[k]:.2f}, measured {all_of[k]:.2f};" for k in all_of))
+print(f"exercise 3: α = {low:.3f}; promised", {k: round(one, 2) for k, one in promised.items()}, end=" ")
+print("measured", {k: round(one, 2) for k, one in all_of.items()})
 assert all(abs(promised[k] - all_of[k]) < 0.3 for k in all_of)
 
 # %% [markdown]
