@@ -53,7 +53,9 @@ from mutants import planted  # tests/mutants.py: bugs on demand
 
 import eagle3_jax as e3
 from eagle3_jax.acceptance import verification_dice
-from eagle3_jax.loop import _VERIFY as VERIFY  # the purpose that a round's verification dice are rolled for
+from eagle3_jax.loop import (
+    _VERIFY as VERIFY,  # the purpose that a round's verification dice are rolled for
+)
 from eagle3_jax.pictures import bars, style
 from eagle3_jax.prompts import shipped
 from eagle3_jax.sampling import keys_at
