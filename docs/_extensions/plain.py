@@ -1,0 +1,132 @@
+"""The site for readers that are programs: llms.txt at its root, and every page as Markdown beside its HTML."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+
+_OBJECT = re.compile(r"^\.\. auto(?:class|function|module|data|method):: (\S+)\n(?:[ \t]+:.*\n?)*", re.MULTILINE)
+_HEADING = re.compile(r"^#\s+(.+)$", re.MULTILINE)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Write when the HTML stands."""
+    app.connect("build-finished", _write)
+    return {"version": "1", "parallel_read_safe": True}
+
+
+def _write(app: Sphinx, error: Exception | None) -> None:
+    if error is not None or app.builder.format != "html":
+        return
+    out, sections = Path(app.outdir), _sections(app)
+    for docname in app.env.all_docs:
+        place = out / f"{docname}.md"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(_markdown(app, docname), encoding="utf-8")
+    lines = [
+        "# eagle3-jax",
+        "",
+        "> EAGLE-3 speculative decoding in JAX and Flax: exact, compiled into one program, small enough to read.",
+        "",
+        "Every page of this site is Markdown, too: addresses below.",
+    ]
+    for caption, docnames in sections:
+        lines += ["", f"## {caption}", ""]
+        lines += [f"- [{_title(app, docname)}]({docname}.md){_about(app, docname)}" for docname in docnames]
+    (out / "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _sections(app: Sphinx) -> list[tuple[str, list[str]]]:
+    """The pages by the captions of the table of contents; what stands in none comes last."""
+    from sphinx import addnodes
+
+    sections, seen = [], {app.config.root_doc}
+    for tree in app.env.get_doctree(app.config.root_doc).findall(addnodes.toctree):
+        pages: list[str] = []
+        pending = list(reversed(tree["includefiles"]))
+        while pending:
+            docname = pending.pop()
+            if docname in seen:
+                continue
+            seen.add(docname)
+            pages.append(docname)
+            pending += reversed(app.env.toctree_includes.get(docname, []))
+        sections.append((tree.get("caption") or "Pages", pages))
+    rest = sorted(set(app.env.all_docs) - seen)
+    return [*sections, ("Optional", rest)] if rest else sections
+
+
+def _title(app: Sphinx, docname: str) -> str:
+    return app.env.titles[docname].astext()
+
+
+def _about(app: Sphinx, docname: str) -> str:
+    """The first sentence of a page's prose."""
+    text = _markdown(app, docname)
+    for part in text.split("\n\n"):
+        words = " ".join(part.split())
+        if words and not words.startswith(("#", "`", "|", "-", ":", "!", "<", "(", "*")):
+            first = re.split(r"(?<=[.:])\s", words)[0]
+            return ": " + re.sub(r"\]\([^)]*\)", "", first).replace("[", "")
+    return ""
+
+
+def _markdown(app: Sphinx, docname: str) -> str:
+    source = Path(app.env.doc2path(docname)).read_text(encoding="utf-8")
+    if docname.startswith("notebooks/"):
+        return _of_notebook(json.loads(source))
+    text = re.sub(r"```\{eval-rst\}\n(.*?)```\n", lambda block: _OBJECT.sub(_documented, block[1]), source, flags=re.DOTALL)
+    text = re.sub(r"```\{toctree\}\n.*?```\n", "", text, flags=re.DOTALL)
+    return re.sub(r"```\{literalinclude\} (\S+)\n(.*?)```", _included(Path(app.env.doc2path(docname))), text, flags=re.DOTALL)
+
+
+def _included(page: Path) -> Any:
+    def shown(match: re.Match[str]) -> str:
+        lines = (page.parent / match[1]).resolve().read_text(encoding="utf-8").splitlines()
+        options = dict(re.findall(r"^:([\w-]+):[ \t]*(.*)$", match[2], re.MULTILINE))
+        start = next((i for i, line in enumerate(lines) if options.get("start-at", "") in line), 0)
+        end = len(lines)
+        if "end-before" in options:
+            end = next(i for i in range(start + 1, len(lines)) if options["end-before"] in lines[i])
+        if "end-at" in options:
+            end = 1 + next(i for i in range(start, len(lines)) if options["end-at"] in lines[i])
+        return "\n".join(["```python", *lines[start:end], "```"])
+
+    return shown
+
+
+def _documented(match: re.Match[str]) -> str:
+    parts, found = match[1].split("."), None
+    for cut in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[cut:]:
+            found = getattr(found, name)
+        break
+    try:
+        signature = str(inspect.signature(found)) if callable(found) else ""
+    except ValueError:
+        signature = ""
+    return f"\n### {match[1]}\n\n```python\n{parts[-1]}{signature}\n```\n\n{inspect.getdoc(found) or ''}\n"
+
+
+def _of_notebook(notebook: dict[str, Any]) -> str:
+    parts = []
+    for cell in notebook["cells"]:
+        text = "".join(cell["source"]).strip()
+        if cell["cell_type"] == "markdown":
+            parts.append(text)
+        elif text:
+            parts.append(f"```python\n{text}\n```")
+            printed = "".join("".join(one.get("text", "")) for one in cell.get("outputs", []) if one["output_type"] == "stream")
+            if printed.strip():
+                parts.append(f"```text\n{printed.rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
