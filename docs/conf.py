@@ -68,15 +68,40 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
+napoleon_attr_annotations = False
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 nitpicky = True
-# Roles in prose are checked; annotations name types of other packages, whose pages are not fetched.
-nitpick_ignore_regex = [
-    (r"py:.*", r"(jax|jaxtyping|flax|nnx|numpy|np|optax|orbax|tokenizers|collections|typing|pathlib|matplotlib)\b.*"),
-    (r"py:class", r".*[\s\[\],'|()*].*"),
-    (r"py:class", r"[A-Z]|optional|callable|jnp\..*|lax\..*|dataclasses\..*|struct\..*|np\..*"),
-]
+nitpick_ignore_regex = [(r"py:.*", r"(enum|flax)\..*|eagle3_jax\.types\.State|eagle3_jax\.sharding\.Axis")]
+# PromQL of metrics with a colon in their names is more than Pygments knows.
+suppress_warnings += ["misc.highlighting_failure"]
+
+
+def setup(app):  # noqa: D103
+    # Roles in prose are checked. Annotations name types of other packages too, whose pages are not fetched.
+    app.connect("warn-missing-reference", lambda app, domain, node: "refwarn" not in node or None)
+    app.connect("missing-reference", _by_last_name)
+
+
+def _by_last_name(app, env, node, content):
+    """What is documented under its public name is meant by the name of its home as well."""
+    if node.get("refdomain") != "py":
+        return None
+    ending = "." + node["reftarget"].rpartition(".")[2]
+    objects = {found.node_id: (name, found) for name, found in env.domains["py"].objects.items()}
+    named = [(name, found) for name, found in objects.values() if name.endswith(ending) and name.count(".") <= 4]
+    if len(named) != 1 or named[0][1].objtype in ("method", "property", "attribute"):
+        return None
+    (_, found), here = named[0], node.get("refdoc", env.docname)
+    from sphinx.util.nodes import make_refnode
+
+    return make_refnode(app.builder, here, found.docname, found.node_id, content)
+
+
+# In the docstring of a property, what stands before a colon is no type.
+from sphinx.ext.napoleon.docstring import GoogleDocstring  # noqa: E402
+
+GoogleDocstring._parse_attribute_docstring = lambda self: self._consume_to_end()
 
 # The look.
 html_theme = "sphinx_book_theme"
@@ -100,6 +125,6 @@ html_theme_options = {
     "logo": {"text": "eagle3-jax"},
     "article_footer_items": [],
     "extra_footer": "<p>Apache-2.0. Every page is also there as Markdown: the same address with "
-    "<code>.md</code> for <code>.html</code>; <a href='/llms.txt' class='plain-index'>llms.txt</a> lists them.</p>",
+    "<code>.md</code> for <code>.html</code>; <code>llms.txt</code> at the root lists them.</p>",
 }
 copybutton_exclude = ".linenos, .gp, .go"

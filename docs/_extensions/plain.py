@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from repository import rewritten
 from sphinx.application import Sphinx
 
 _OBJECT = re.compile(r"^\.\. auto(?:class|function|module|data|method):: (\S+)\n(?:[ \t]+:.*\n?)*", re.MULTILINE)
@@ -28,7 +29,7 @@ def _write(app: Sphinx, error: Exception | None) -> None:
     for docname in app.env.all_docs:
         place = out / f"{docname}.md"
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(_markdown(app, docname), encoding="utf-8")
+        place.write_text(_within(docname, _markdown(app, docname)), encoding="utf-8")
     lines = [
         "# eagle3-jax",
         "",
@@ -72,7 +73,7 @@ def _about(app: Sphinx, docname: str) -> str:
     for part in text.split("\n\n"):
         words = " ".join(part.split())
         if words and not words.startswith(("#", "`", "|", "-", ":", "!", "<", "(", "*")):
-            first = re.split(r"(?<=[.:])\s", words)[0]
+            first = re.split(r"(?<=\.)\s", words)[0]
             return ": " + re.sub(r"\]\([^)]*\)", "", first).replace("[", "")
     return ""
 
@@ -86,12 +87,25 @@ def _markdown(app: Sphinx, docname: str) -> str:
     return re.sub(r"```\{literalinclude\} (\S+)\n(.*?)```", _included(Path(app.env.doc2path(docname))), text, flags=re.DOTALL)
 
 
+def _within(docname: str, text: str) -> str:
+    """Links to pages as Markdown, those to sources as they are on the site."""
+    shown = rewritten(text, docname, warn=lambda what: None)
+    up = "../" * docname.count("/")
+    shown = re.sub(r"((?:\]\(|\]: ))repository:([^)\s#]+)", rf"\1{up}source/\2.html", shown)
+    return re.sub(r"(\]\(notebooks/[^)\s]+)\.ipynb", r"\1.md", shown)
+
+
 def _included(page: Path) -> Any:
     def shown(match: re.Match[str]) -> str:
         lines = (page.parent / match[1]).resolve().read_text(encoding="utf-8").splitlines()
         options = dict(re.findall(r"^:([\w-]+):[ \t]*(.*)$", match[2], re.MULTILINE))
         start = next((i for i, line in enumerate(lines) if options.get("start-at", "") in line), 0)
         end = len(lines)
+        if "pyobject" in options:
+            from sphinx.pycode import ModuleAnalyzer
+
+            (_, first, last) = ModuleAnalyzer.for_file(str((page.parent / match[1]).resolve()), "").find_tags()[options["pyobject"]]
+            return "\n".join(["```python", *lines[first - 1 : last], "```"])
         if "end-before" in options:
             end = next(i for i in range(start + 1, len(lines)) if options["end-before"] in lines[i])
         if "end-at" in options:

@@ -25,6 +25,7 @@ from sphinx.util import logging
 ROOT = Path(__file__).resolve().parents[2]
 _LOG = logging.getLogger(__name__)
 _LINK = re.compile(r"\]\((?!\w+:|#)([^)\s]+)\)")
+_NAMED = re.compile(r"^(\[[^\]^]+\]: )(?!\w+:|#)(\S+)$", re.MULTILINE)
 _IMAGE = re.compile(r"!\[[^\]]*\]\([^)\s]+\)")
 _FENCE = re.compile(r"^(`{3,})[^\n]*\n.*?^\1`*\s*$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]*`")
@@ -60,8 +61,9 @@ def home_of(docname: str) -> str:
 
 def links_in(text: str) -> Iterator[str]:
     """The relative links of a Markdown text, outside code."""
-    for match in _LINK.finditer(_CODE.sub("", _FENCE.sub("", text))):
-        yield match[1]
+    prose = _CODE.sub("", _FENCE.sub("", text))
+    yield from (match[1] for match in _LINK.finditer(prose))
+    yield from (match[2] for match in _NAMED.finditer(prose))
 
 
 def rewritten(text: str, docname: str, *, warn: Callable[[str], None]) -> str:
@@ -73,23 +75,23 @@ def rewritten(text: str, docname: str, *, warn: Callable[[str], None]) -> str:
         kept.append(match[0])
         return f"\0{len(kept) - 1}\0"
 
-    def link(match: re.Match[str]) -> str:
-        target, _, anchor = match[1].partition("#")
+    def within(address: str) -> str:
+        target, _, anchor = address.partition("#")
+        anchor = anchor and f"#{anchor}"
         path = posixpath.normpath(posixpath.join(folder, target))
         if not (ROOT / path).exists():
-            if (ROOT / "docs" / posixpath.dirname(docname) / target).exists():
-                return match[0]
             warn(f"a link to {path}, which does not exist")
-            return match[0]
+            return address
         page = page_of(path)
         if page is None:
-            return f"](repository:{path}{'#' + anchor if anchor else ''})"
+            return f"repository:{path}{anchor}"
         suffix = ".ipynb" if page.startswith("notebooks/") else ".md"
-        relative = posixpath.relpath(page + suffix, posixpath.dirname(docname) or ".")
-        return f"]({relative}{'#' + anchor if anchor else ''})"
+        return posixpath.relpath(page + suffix, posixpath.dirname(docname) or ".") + anchor
 
     # What is code or an image stays as it is; a link's text may hold either.
-    shown = _LINK.sub(link, _IMAGE.sub(keep, _CODE.sub(keep, _FENCE.sub(keep, text))))
+    shown = _IMAGE.sub(keep, _CODE.sub(keep, _FENCE.sub(keep, text)))
+    shown = _LINK.sub(lambda match: f"]({within(match[1])})", shown)
+    shown = _NAMED.sub(lambda match: match[1] + within(match[2]), shown)
     while "\0" in shown:
         shown = re.sub("\0(\\d+)\0", lambda match: kept[int(match[1])], shown)
     return shown
