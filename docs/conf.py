@@ -24,7 +24,7 @@ import eagle3_jax  # noqa: E402
 
 project = "eagle3-jax"
 author = "The eagle3-jax authors"
-copyright = author  # noqa: A001
+copyright = author
 version = release = eagle3_jax.__version__
 language = "en"
 
@@ -59,7 +59,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_class_signature = "mixed"
-autodoc_default_options = {"members": True, "show-inheritance": False}
+autodoc_default_options = {"members": True}
 autodoc_preserve_defaults = True
 autodoc_mock_imports: list[str] = []
 python_use_unqualified_type_names = True
@@ -114,6 +114,7 @@ html_show_sourcelink = False
 html_show_copyright = False
 html_last_updated_fmt = None
 html_permalinks_icon = "#"
+html_context = {"default_mode": "auto"}
 html_theme_options = {
     "show_navbar_depth": 1,
     "show_toc_level": 2,
@@ -124,6 +125,8 @@ html_theme_options = {
     "pygments_dark_style": "a11y-high-contrast-dark",
     "logo": {"text": "eagle3-jax"},
     "article_footer_items": [],
+    "footer_content_items": ["extra-footer"],
+    "navbar_persistent": [],
     "extra_footer": "<p>Apache-2.0. Every page is also there as Markdown: the same address with "
     "<code>.md</code> for <code>.html</code>; <code>llms.txt</code> at the root lists them.</p>",
 }

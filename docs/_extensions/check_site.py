@@ -2,8 +2,8 @@
 
     python docs/_extensions/check_site.py docs/_build/html
 
-Internal links must lead to a page and an anchor that exist, and nothing may be loaded from elsewhere. Links to other sites
-are listed in ``external_links.txt`` and not fetched.
+Internal links must lead to a page and an anchor that exist, and nothing may be loaded from elsewhere. Links to other
+sites are listed in ``external_links.txt`` and not fetched.
 """
 
 from __future__ import annotations

@@ -11,10 +11,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from links import PAGES, ROOT
 from sphinx.application import Sphinx
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("validation/README.md", "CHANGELOG.md", "eagle3_jax/assets/README.md")
 _LISTED = "<!-- the notebooks -->"
 _NOT_EXECUTED = (
     "```{note}\n"

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from repository import rewritten
+from links import rewritten
 from sphinx.application import Sphinx
 
 _OBJECT = re.compile(r"^\.\. auto(?:class|function|module|data|method):: (\S+)\n(?:[ \t]+:.*\n?)*", re.MULTILINE)
@@ -82,9 +82,13 @@ def _markdown(app: Sphinx, docname: str) -> str:
     source = Path(app.env.doc2path(docname)).read_text(encoding="utf-8")
     if docname.startswith("notebooks/"):
         return _of_notebook(json.loads(source))
-    text = re.sub(r"```\{eval-rst\}\n(.*?)```\n", lambda block: _OBJECT.sub(_documented, block[1]), source, flags=re.DOTALL)
+    text = re.sub(
+        r"```\{eval-rst\}\n(.*?)```\n", lambda block: _OBJECT.sub(_documented, block[1]), source, flags=re.DOTALL
+    )
     text = re.sub(r"```\{toctree\}\n.*?```\n", "", text, flags=re.DOTALL)
-    return re.sub(r"```\{literalinclude\} (\S+)\n(.*?)```", _included(Path(app.env.doc2path(docname))), text, flags=re.DOTALL)
+    return re.sub(
+        r"```\{literalinclude\} (\S+)\n(.*?)```", _included(Path(app.env.doc2path(docname))), text, flags=re.DOTALL
+    )
 
 
 def _within(docname: str, text: str) -> str:
@@ -104,7 +108,9 @@ def _included(page: Path) -> Any:
         if "pyobject" in options:
             from sphinx.pycode import ModuleAnalyzer
 
-            (_, first, last) = ModuleAnalyzer.for_file(str((page.parent / match[1]).resolve()), "").find_tags()[options["pyobject"]]
+            (_, first, last) = ModuleAnalyzer.for_file(str((page.parent / match[1]).resolve()), "").find_tags()[
+                options["pyobject"]
+            ]
             return "\n".join(["```python", *lines[first - 1 : last], "```"])
         if "end-before" in options:
             end = next(i for i in range(start + 1, len(lines)) if options["end-before"] in lines[i])
@@ -140,7 +146,9 @@ def _of_notebook(notebook: dict[str, Any]) -> str:
             parts.append(text)
         elif text:
             parts.append(f"```python\n{text}\n```")
-            printed = "".join("".join(one.get("text", "")) for one in cell.get("outputs", []) if one["output_type"] == "stream")
+            printed = "".join(
+                "".join(one.get("text", "")) for one in cell.get("outputs", []) if one["output_type"] == "stream"
+            )
             if printed.strip():
                 parts.append(f"```text\n{printed.rstrip()}\n```")
     return "\n\n".join(parts) + "\n"

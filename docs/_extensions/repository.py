@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import html
 import json
-import posixpath
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from links import ROOT, page_of, rewritten
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import TextLexer, get_lexer_for_filename
@@ -22,13 +22,7 @@ from pygments.util import ClassNotFound
 from sphinx.application import Sphinx
 from sphinx.util import logging
 
-ROOT = Path(__file__).resolve().parents[2]
 _LOG = logging.getLogger(__name__)
-_LINK = re.compile(r"\]\((?!\w+:|#)([^)\s]+)\)")
-_NAMED = re.compile(r"^(\[[^\]^]+\]: )(?!\w+:|#)(\S+)$", re.MULTILINE)
-_IMAGE = re.compile(r"!\[[^\]]*\]\([^)\s]+\)")
-_FENCE = re.compile(r"^(`{3,})[^\n]*\n.*?^\1`*\s*$", re.MULTILINE | re.DOTALL)
-_CODE = re.compile(r"`[^`\n]*`")
 _LARGEST = 400_000  # bytes that are shown
 
 
@@ -38,63 +32,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("doctree-resolved", _resolve)
     app.connect("html-collect-pages", _sources)
     return {"version": "1", "parallel_read_safe": False, "parallel_write_safe": False}
-
-
-def page_of(path: str) -> str | None:
-    """The page of the site that shows a file of the repository, without suffix, if one does."""
-    stem, suffix = posixpath.splitext(path)
-    if suffix == ".md" and path.startswith("docs/"):
-        return stem.removeprefix("docs/")
-    if path.startswith("notebooks/") and suffix in (".ipynb", ".py") and path != "notebooks/run.py":
-        return stem
-    from gathered import PAGES
-
-    return f"repository/{stem}" if path in PAGES else None
-
-
-def home_of(docname: str) -> str:
-    """Where the file of a page lies in the repository."""
-    if docname.startswith("repository/"):
-        return docname.removeprefix("repository/") + ".md"
-    return f"{docname}.ipynb" if docname.startswith("notebooks/") else f"docs/{docname}.md"
-
-
-def links_in(text: str) -> Iterator[str]:
-    """The relative links of a Markdown text, outside code."""
-    prose = _CODE.sub("", _FENCE.sub("", text))
-    yield from (match[1] for match in _LINK.finditer(prose))
-    yield from (match[2] for match in _NAMED.finditer(prose))
-
-
-def rewritten(text: str, docname: str, *, warn: Callable[[str], None]) -> str:
-    """A page's text with its links to the repository as links within the site."""
-    folder = posixpath.dirname(home_of(docname))
-    kept: list[str] = []
-
-    def keep(match: re.Match[str]) -> str:
-        kept.append(match[0])
-        return f"\0{len(kept) - 1}\0"
-
-    def within(address: str) -> str:
-        target, _, anchor = address.partition("#")
-        anchor = anchor and f"#{anchor}"
-        path = posixpath.normpath(posixpath.join(folder, target))
-        if not (ROOT / path).exists():
-            warn(f"a link to {path}, which does not exist")
-            return address
-        page = page_of(path)
-        if page is None:
-            return f"repository:{path}{anchor}"
-        suffix = ".ipynb" if page.startswith("notebooks/") else ".md"
-        return posixpath.relpath(page + suffix, posixpath.dirname(docname) or ".") + anchor
-
-    # What is code or an image stays as it is; a link's text may hold either.
-    shown = _IMAGE.sub(keep, _CODE.sub(keep, _FENCE.sub(keep, text)))
-    shown = _LINK.sub(lambda match: f"]({within(match[1])})", shown)
-    shown = _NAMED.sub(lambda match: match[1] + within(match[2]), shown)
-    while "\0" in shown:
-        shown = re.sub("\0(\\d+)\0", lambda match: kept[int(match[1])], shown)
-    return shown
 
 
 def _read(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -119,7 +56,9 @@ def _resolve(app: Sphinx, doctree: nodes.document, docname: str) -> None:
         path, _, anchor = address.removeprefix("repository:").partition("#")
         wanted = app.env.__dict__.setdefault("repository_sources", {})
         wanted.setdefault(docname, set()).add(path)
-        node["refuri"] = app.builder.get_relative_uri(docname, f"source/{path}") if app.builder.format == "html" else path
+        node["refuri"] = (
+            app.builder.get_relative_uri(docname, f"source/{path}") if app.builder.format == "html" else path
+        )
         if anchor:
             node["refuri"] += f"#{anchor}"
 

@@ -1,6 +1,6 @@
 """Draw the pictures of docs/idea.md from a real run of the shipped pair, with the figures that the page quotes.
 
-    python docs/pictures/make.py        # half a minute on a CPU; writes *.svg and real_run.json beside itself
+python docs/pictures/make.py        # half a minute on a CPU; writes *.svg and real_run.json beside itself
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def _laws(target: e3.LoadedTarget) -> dict[str, Any]:
     p /= p.sum()
     q = np.asarray(played.draft.probs[0, 1], np.float64)
     labels = [target.tokenizer.decode([token]) for token in range(p.size)]
-    figure = bars.laws(p, q, labels=labels, residual=True, top=8, title="What the target wants, what the head would draw")
+    figure = bars.laws(
+        p, q, labels=labels, residual=True, top=8, title="What the target wants, what the head would draw"
+    )
     _write(figure, "laws")
     common = float(np.minimum(p, q).sum())
     return {"accepted_with_probability": common, "residual_mass": float(np.maximum(p - q, 0).sum())}
