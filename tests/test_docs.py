@@ -33,7 +33,7 @@ PAGES = sorted(
     if path.relative_to(DOCS).parts[0] not in ("_build", "notebooks", "repository")
 )
 # Pages whose commands are run, too: they take little and leave nothing behind.
-RUN = ("stepping.md", "drafters.md", "extending.md", "getting_started.md", "choosing.md", "rollout.md")
+RUN = ("stepping.md", "drafters.md", "extending.md", "getting_started.md", "choosing.md")
 # How many devices there are, and where programs are kept, is settled once in a process.
 IN_A_PROCESS = {
     "mesh.md": "a mesh of model=8,data=1 does not divide 2 key/value heads: model can be 1, 2\n",
