@@ -81,6 +81,15 @@ def setup(app):  # noqa: D103
     # Roles in prose are checked. Annotations name types of other packages too, whose pages are not fetched.
     app.connect("warn-missing-reference", lambda app, domain, node: "refwarn" not in node or None)
     app.connect("missing-reference", _by_last_name)
+    app.connect("autodoc-process-signature", _signature)
+
+
+def _signature(app, what, name, obj, options, arguments, returned):
+    """No arguments for protocols, which nobody calls, and arrays by the name under which they are known."""
+    if getattr(obj, "_is_protocol", False):
+        return "", None
+    short = lambda text: text and text.replace("jaxlib._jax.Array", "Array")
+    return short(arguments), short(returned)
 
 
 def _by_last_name(app, env, node, content):
