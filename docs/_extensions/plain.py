@@ -122,7 +122,22 @@ def _included(page: Path) -> Any:
 
 
 def _documented(match: re.Match[str]) -> str:
-    parts, found = match[1].split("."), None
+    found, name = _named(match[1]), match[1]
+    if not inspect.ismodule(found):
+        return _one(found, name)
+    parts = [f"\n## {name}\n\n{inspect.getdoc(found) or ''}\n"]
+    if ":no-members:" not in match[0]:
+        own = {key: value for key, value in vars(found).items() if getattr(value, "__module__", None) == name}
+        parts += [
+            _one(value, f"{name}.{key}")
+            for key, value in own.items()
+            if not key.startswith("_") and (inspect.isclass(value) or inspect.isfunction(value))
+        ]
+    return "".join(parts)
+
+
+def _named(path: str) -> Any:
+    parts = path.split(".")
     for cut in range(len(parts), 0, -1):
         try:
             found = importlib.import_module(".".join(parts[:cut]))
@@ -130,12 +145,29 @@ def _documented(match: re.Match[str]) -> str:
             continue
         for name in parts[cut:]:
             found = getattr(found, name)
-        break
+        return found
+    raise ImportError(path)
+
+
+def _one(found: Any, name: str) -> str:
+    text = [f"\n### {name}\n\n```python\n{_signature(found, name)}\n```\n\n{inspect.getdoc(found) or ''}\n"]
+    if inspect.isclass(found):
+        for key, value in vars(found).items():
+            value = getattr(value, "__func__", value)
+            if key.startswith("_") or not (inspect.isfunction(value) or isinstance(value, property)):
+                continue
+            if said := inspect.getdoc(value):
+                shown = _signature(value, key) if inspect.isfunction(value) else key
+                text.append(f"\n#### {key}\n\n```python\n{shown}\n```\n\n{said}\n")
+    return "".join(text)
+
+
+def _signature(found: Any, name: str) -> str:
     try:
-        signature = str(inspect.signature(found)) if callable(found) else ""
-    except ValueError:
-        signature = ""
-    return f"\n### {match[1]}\n\n```python\n{parts[-1]}{signature}\n```\n\n{inspect.getdoc(found) or ''}\n"
+        arguments = str(inspect.signature(found)) if callable(found) else ""
+    except (TypeError, ValueError):
+        arguments = ""
+    return name.rpartition(".")[2] + arguments.replace("'", "")
 
 
 def _of_notebook(notebook: dict[str, Any]) -> str:
