@@ -27,6 +27,8 @@ def setup(app: Sphinx) -> dict[str, Any]:
     """Copy before anything is read."""
     app.connect("builder-inited", _gather)
     app.connect("source-read", _list, priority=100)  # before links are rewritten
+    # Whatever notebooks there were in an earlier build.
+    app.connect("env-get-outdated", lambda app, env, added, changed, removed: ["notebooks"])
     return {"version": "1", "parallel_read_safe": True}
 
 

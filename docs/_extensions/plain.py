@@ -53,7 +53,7 @@ def _sections(app: Sphinx) -> list[tuple[str, list[str]]]:
         pending = list(reversed(tree["includefiles"]))
         while pending:
             docname = pending.pop()
-            if docname in seen:
+            if docname in seen or docname not in app.env.titles:
                 continue
             seen.add(docname)
             pages.append(docname)
