@@ -309,3 +309,10 @@ def test_the_site_says_in_one_line_what_it_needs() -> None:
     assert done.stderr.strip().count("\n") == 0
     assert "pip install -e '.[docs]'" in done.stderr
     assert not io.StringIO(done.stdout).read()
+
+
+def test_every_decision_is_listed_under_its_title() -> None:
+    listed = text_of("decisions/index.md")
+    for path in sorted((DOCS / "decisions").glob("0*.md")):
+        title = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        assert f"- [{title}]({path.name})" in listed
