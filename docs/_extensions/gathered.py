@@ -11,10 +11,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from links import PAGES, ROOT
+from links import NOTEBOOKS, PAGES, ROOT
 from sphinx.application import Sphinx
 
-_LISTED = "<!-- the notebooks -->"
+_LIST = "repository/" + NOTEBOOKS.removesuffix(".md")
 _NOT_EXECUTED = (
     "```{note}\n"
     "This page shows the notebook as it is written: it was not executed before the site was built. "
@@ -28,7 +28,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("builder-inited", _gather)
     app.connect("source-read", _list, priority=100)  # before links are rewritten
     # Whatever notebooks there were in an earlier build.
-    app.connect("env-get-outdated", lambda app, env, added, changed, removed: ["notebooks"])
+    app.connect("env-get-outdated", lambda app, env, added, changed, removed: [_LIST])
     return {"version": "1", "parallel_read_safe": True}
 
 
@@ -38,19 +38,13 @@ def notebooks() -> list[Path]:
     return [path.relative_to(ROOT) for path in found if ".ipynb_checkpoints" not in path.parts]
 
 
-def title_of(notebook: Path) -> str:
-    """The heading of a notebook's first cell."""
-    cells = json.loads((ROOT / notebook).read_text(encoding="utf-8"))["cells"]
-    lines = "".join(cells[0]["source"]).splitlines()
-    return next((line.lstrip("# ") for line in lines if line.startswith("# ")), notebook.stem)
-
-
 def _gather(app: Sphinx) -> None:
     docs = Path(app.srcdir)
     for folder in ("notebooks", "repository"):
         shutil.rmtree(docs / folder, ignore_errors=True)
     for path in PAGES:
-        _write(docs / "repository" / path, (ROOT / path).read_text(encoding="utf-8"))
+        if (ROOT / path).exists():
+            _write(docs / "repository" / path, (ROOT / path).read_text(encoding="utf-8"))
     for path in notebooks():
         executed = ROOT / "build" / path
         written = (executed if executed.exists() else ROOT / path).read_text(encoding="utf-8")
@@ -71,10 +65,12 @@ def _write(place: Path, text: str) -> None:
 
 
 def _list(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Where a page says so, the list of notebooks, and their place in the table of contents."""
-    if _LISTED not in source[0]:
+    """The notebooks' place in the table of contents, below the page that lists them."""
+    if docname != _LIST:
         return
-    found = notebooks()
-    lines = [f"- [{title_of(path)}](../{path})" for path in found]
-    tree = ["```{toctree}", ":hidden:", ":maxdepth: 1", "", *(path.with_suffix("").as_posix() for path in found), "```"]
-    source[0] = source[0].replace(_LISTED, "\n".join([*lines, "", *tree]) if found else "There are none in this build.")
+    pages = [path.with_suffix("").as_posix() for path in notebooks()]
+    if (ROOT / "notebooks/gpu/README.md").exists():
+        pages.append("repository/notebooks/gpu/README")
+    source[0] += "\n".join(
+        ["", "```{toctree}", ":hidden:", ":maxdepth: 1", "", *(f"/{page}" for page in pages), "```", ""]
+    )

@@ -9,7 +9,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # Markdown files outside docs/ that are pages of the site.
-PAGES = ("validation/README.md", "CHANGELOG.md", "eagle3_jax/assets/README.md")
+NOTEBOOKS = "notebooks/README.md"
+PAGES = ("validation/README.md", "CHANGELOG.md", "eagle3_jax/assets/README.md", NOTEBOOKS, "notebooks/gpu/README.md")
 
 _LINK = re.compile(r"\]\((?!\w+:|#)([^)\s]+)\)")
 _NAMED = re.compile(r"^(\[[^\]^]+\]: )(?!\w+:|#)(\S+)$", re.MULTILINE)

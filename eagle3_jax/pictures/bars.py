@@ -117,8 +117,8 @@ def darts(
     ax.bar(place, q[likely], 2 * _WIDTH, color=DRAFTER + "30", edgecolor=DRAFTER, label="$q$, the drafter")
     ax.bar(place, p[likely], 2 * _WIDTH, fill=False, edgecolor=TARGET, linewidth=2, label="$p$, the target")
     across = 2 * _WIDTH * (np.arange(tokens.size) * _GOLDEN % 1.0 - 0.5)
-    for kind, marker, below in ((ACCEPTED, "o", heights < p[tokens]), (REJECTED, "x", heights >= p[tokens])):
-        chosen = below & np.isin(tokens, likely)
+    for kind, marker, side in ((ACCEPTED, "o", heights < p[tokens]), (REJECTED, "x", heights >= p[tokens])):
+        chosen = side & np.isin(tokens, likely)
         column = np.argmax(tokens[chosen][:, None] == likely, axis=1)
         ax.scatter(
             column + across[chosen], heights[chosen], 12, COLOURS[kind], marker=marker, linewidth=0.8, label=kind
@@ -148,7 +148,7 @@ def _likely(p: Float[np.ndarray, " V"], q: Float[np.ndarray, " V"], top: int) ->
 
 
 def _named(tokens: Int[np.ndarray, " n"], labels: Sequence[str] | None) -> list[str]:
-    return [str(token) if labels is None else visible(labels[token]) for token in tokens]
+    return [str(token) if labels is None else visible(labels[int(token)]) for token in tokens]
 
 
 def columns(
