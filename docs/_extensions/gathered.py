@@ -35,7 +35,9 @@ def setup(app: Sphinx) -> dict[str, Any]:
 def notebooks() -> list[Path]:
     """The notebooks, paths from the root of the repository, in the order of their numbers."""
     found = sorted((ROOT / "notebooks").rglob("*.ipynb"), key=lambda path: (len(path.parts), path))
-    return [path.relative_to(ROOT) for path in found if ".ipynb_checkpoints" not in path.parts]
+    return [
+        path.relative_to(ROOT) for path in found if path.stem[0].isdigit() and ".ipynb_checkpoints" not in path.parts
+    ]
 
 
 def _gather(app: Sphinx) -> None:
