@@ -81,11 +81,16 @@ format: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-docs:
-	@echo "There is no documentation site yet; README.md is the documentation."
+# The site, warnings fatal, every link within it followed. Notebooks that `make notebooks` executed are shown with their
+# outputs, the others as they are written; nothing runs here.
+SITE ?= docs/_build/html
+
+docs: $(VENV)/.installed-docs
+	$(VENV)/bin/python -m sphinx -W --keep-going -q -d docs/_build/doctrees docs $(SITE)
+	$(VENV)/bin/python docs/_extensions/check_site.py $(SITE)
 
 clean:
-	rm -rf $(VENV) .venv-newest build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-newest build dist docs/_build docs/notebooks docs/repository .pytest_cache .ruff_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -109,6 +114,10 @@ $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.installed-validation: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[validation]'
 	touch $@ $(VENV)/.installed $(VENV)/.installed-test
+
+$(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[docs]'
+	touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[dev]'

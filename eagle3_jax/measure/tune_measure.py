@@ -44,7 +44,7 @@ class Check:
 
     @property
     def predicted(self) -> float:
-        """What :attr:`measured` should be."""
+        """What ``measured`` should be."""
         return self.speedup * self.rows_running
 
 

@@ -1,0 +1,142 @@
+"""The site: docs/*.md, the docstrings and the executed notebooks, by Sphinx. `make docs` installs what it needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+_NEEDED = ("sphinx", "myst_nb", "sphinx_book_theme", "sphinx_design", "sphinx_copybutton", "matplotlib", "jupytext")
+_missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+if _missing:
+    _told = f"{', '.join(_missing)}: not installed; install the site's extra with: pip install -e '.[docs]'"
+    if "sphinx" in _missing:
+        raise SystemExit(_told)
+    from sphinx.errors import ConfigError
+
+    raise ConfigError(_told)
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+sys.path[:0] = [str(DOCS / "_extensions"), str(ROOT)]
+
+import eagle3_jax  # noqa: E402
+
+project = "eagle3-jax"
+author = "The eagle3-jax authors"
+copyright = author
+version = release = eagle3_jax.__version__
+language = "en"
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_design",
+    "sphinx_copybutton",
+    "gathered",  # notebooks and files of the repository that are pages
+    "repository",  # links to files of the repository
+    "mathml",
+    "plain",  # llms.txt, and every page as Markdown
+]
+# `notebooks/` and `repository/` are written by `gathered`, and not under version control.
+exclude_patterns = ["_build", "_extensions", "pictures/*.py", "**/.ipynb_checkpoints"]
+suppress_warnings = ["mystnb.unknown_mime_type"]
+
+# Pages and notebooks. Notebooks were executed by notebooks/run.py; nothing runs here.
+source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
+nb_execution_mode = "off"
+nb_ipywidgets_js = {}  # from a server elsewhere
+nb_merge_streams = True
+myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
+myst_heading_anchors = 4
+myst_url_schemes = ["http", "https", "mailto", "repository"]
+myst_update_mathjax = False
+html_math_renderer = "mathml"
+
+# The reference.
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_class_signature = "mixed"
+autodoc_default_options = {"members": True}
+autodoc_preserve_defaults = True
+autodoc_mock_imports: list[str] = []
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+napoleon_attr_annotations = False
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+nitpicky = True
+nitpick_ignore_regex = [(r"py:.*", r"(enum|flax)\..*|eagle3_jax\.types\.State|eagle3_jax\.sharding\.Axis")]
+# PromQL of metrics with a colon in their names is more than Pygments knows.
+suppress_warnings += ["misc.highlighting_failure"]
+
+
+def setup(app):  # noqa: D103
+    # Roles in prose are checked. Annotations name types of other packages too, whose pages are not fetched.
+    app.connect("warn-missing-reference", lambda app, domain, node: "refwarn" not in node or None)
+    app.connect("missing-reference", _by_last_name)
+    app.connect("autodoc-process-signature", _signature)
+
+
+def _signature(app, what, name, obj, options, arguments, returned):
+    """No arguments for protocols, which nobody calls, and arrays by the name under which they are known."""
+    if getattr(obj, "_is_protocol", False):
+        return "", None
+    short = lambda text: text and text.replace("jaxlib._jax.Array", "Array")
+    return short(arguments), short(returned)
+
+
+def _by_last_name(app, env, node, content):
+    """What is documented under its public name is meant by the name of its home as well."""
+    if node.get("refdomain") != "py":
+        return None
+    ending = "." + node["reftarget"].rpartition(".")[2]
+    objects = {found.node_id: (name, found) for name, found in env.domains["py"].objects.items()}
+    named = [(name, found) for name, found in objects.values() if name.endswith(ending) and name.count(".") <= 4]
+    if len(named) != 1 or named[0][1].objtype in ("method", "property", "attribute"):
+        return None
+    (_, found), here = named[0], node.get("refdoc", env.docname)
+    from sphinx.util.nodes import make_refnode
+
+    return make_refnode(app.builder, here, found.docname, found.node_id, content)
+
+
+# In the docstring of a property, what stands before a colon is no type.
+from sphinx.ext.napoleon.docstring import GoogleDocstring  # noqa: E402
+
+GoogleDocstring._parse_attribute_docstring = lambda self: self._consume_to_end()
+
+# The look.
+html_theme = "sphinx_book_theme"
+html_title = "eagle3-jax"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_extra_path: list[str] = []
+html_copy_source = False
+html_show_sourcelink = False
+html_show_copyright = False
+html_last_updated_fmt = None
+html_permalinks_icon = "#"
+html_context = {"default_mode": "auto"}
+html_theme_options = {
+    "show_navbar_depth": 1,
+    "show_toc_level": 2,
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+    "home_page_in_toc": False,
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
+    "logo": {"text": "eagle3-jax"},
+    "article_footer_items": [],
+    "footer_content_items": ["extra-footer"],
+    "navbar_persistent": [],
+    "extra_footer": "<p>Apache-2.0. Every page is also there as Markdown: the same address with "
+    "<code>.md</code> for <code>.html</code>; <code>llms.txt</code> at the root lists them.</p>",
+}
+copybutton_exclude = ".linenos, .gp, .go"
