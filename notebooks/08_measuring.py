@@ -246,22 +246,22 @@ texts = {name: [one.tokens[0] for one in pair] for name, pair in runs.items()}
 assert texts["A/A"] == texts["plain"], "the control writes the same text, too"
 
 # %% [markdown]
-# A difference smaller than the A/A's spread is no difference. Predictions tend to be too good: timed apart,
-# verification and drafting each keep their weights in the CPU's caches, which they share in a round.
+# A difference smaller than the A/A's spread is no difference. A prediction can be too good: timed apart, verification
+# and drafting each keep their weights in the CPU's caches, which they share in a round.
 #
 # Where the time of a round goes, for `K = 3`: drafting, verification, commit, and the host, which only a *stream*
 # waits for (it looks at every round; `generate` runs them all in one program).
 
 # %%
+import time
+
+import jax
+
 from eagle3_jax.pictures.times import stacked_steps
 
 
 def streamed(contender, prompt):
     """Time to the first token, and for each later chunk its wait and its tokens."""
-    import time
-
-    import jax
-
     begin = time.perf_counter()
     state = jax.block_until_ready(contender.decoder.prefill([prompt], max_new_tokens=NEW))
     last, length = time.perf_counter(), int(state.length[0])
@@ -296,7 +296,7 @@ stacked_steps(
         "commit": [0, commit],
         "host": list(host.values()),
     },
-    title="A round is mostly its verification (medians)",
+    title="What a step is made of (medians)",
 )
 
 # %% [markdown]
@@ -322,6 +322,7 @@ for repeat in range(4):  # the first one compiles
         rounds = sum(int(np.max(one.stats.num_drafts)) for one in ours)  # of the slowest row of each batch
         own, other = sum(one.decode_seconds for one in ours), sum(one.decode_seconds for one in theirs)
         kept["tau"] = e3.SpeculationStats.merge([one.stats for one in ours]).mean_acceptance_length
+        kept["of the slowest"] = (NEW - 1) * len(ours) / rounds  # tokens that a row writes per round of its batch
         if repeat:
             kept["round"].append(1e3 * own / rounds)
             kept["cost"].append(own / rounds / (other / (NEW - 1) / len(theirs)))
@@ -335,6 +336,8 @@ for size, kept in by_batch.items():
     )
 taus = [kept["tau"] for kept in by_batch.values()]
 assert max(taus) - min(taus) < 0.03 * taus[0], "τ is the same in every batch, up to near ties"
+slowest = [kept["of the slowest"] for kept in by_batch.values()]
+assert sorted(slowest, reverse=True) == slowest and slowest[-1] < 0.8 * taus[-1], "the last row keeps a batch waiting"
 
 middles = [Spread.of(kept["round"]) for kept in by_batch.values()]
 twin(
@@ -432,9 +435,6 @@ assert 0.15 < tail.slower_than_plain < 0.21, "the unlucky fifth"
 # *handed over*.
 
 # %%
-import time
-
-import jax
 import jax.numpy as jnp
 
 square = jnp.eye(768)
@@ -554,7 +554,7 @@ assert abs(binomtest(5, 7).pvalue - 0.45) < 0.01
 # - `τ = 1 + K·r` and `τ = 1 + Σ` shares by position are identities; conditional rates multiply to those shares.
 # - Fitted at `K = 3`, the geometric formula extrapolates to `K = 7` far better than the line.
 # - Merged `τ` is the mean by rounds and the harmonic mean by tokens; averages by tokens promise too much.
-# - `τ` is the same at batch 1, 4 and 12; the control writes the same text.
+# - `τ` is the same at batch 1, 4 and 12, while the last row keeps a batch waiting; the control writes the same text.
 # - Mean chunk wait = TPOT × tokens per chunk; a mean can win while a fifth of the requests lose.
 # - A second run compiles nothing; prompts alone move `τ`; rates of a long draft understate a short one.
 #
