@@ -80,6 +80,7 @@ stats.to_json()
 # %%
 from eagle3_jax.theory.speedup import (
     conditional_rate_from_tau,
+    rates_for_speedup,
     speedup,
     tau_from_conditional_rate,
     tau_from_draft_rate,
@@ -366,12 +367,14 @@ from eagle3_jax.pictures.ribbons import heat_map
 
 alpha3 = conditional_rate_from_tau(at3.mean_acceptance_length, 3)
 marks = {f"batch {size}": (Spread.of(kept["cost"]).median, alpha3) for size, kept in by_batch.items()}
-costs_shown = np.linspace(0.8, max(4.0, 1.15 * max(cost for cost, _ in marks.values())), 121)
+shown_costs = [cost for cost, _ in marks.values()]
+costs_shown = np.linspace(min(0.8, 0.9 * min(shown_costs)), max(4.0, 1.15 * max(shown_costs)), 121)
 alphas = np.linspace(0.05, 0.98, 94)
 gains = np.array([[tau_from_conditional_rate(a, 3) / cost for cost in costs_shown] for a in alphas])
 
-at_two = alphas[np.argmax(gains[:, np.argmin(abs(costs_shown - 2))] >= 1)]
-assert abs(tau_from_conditional_rate(at_two, 3) - 2) < 0.06, "where a round costs two steps, τ must be two"
+needed = rates_for_speedup(1.0, num_draft_tokens=3, verify_cost=1.7, draft_cost=0.1)
+assert abs(needed.mean_acceptance_length - 2) < 1e-9, "where a round costs two steps, τ must be two"
+assert abs(tau_from_conditional_rate(needed.conditional_acceptance_rate, 3) - 2) < 1e-9, "the line at a cost of two"
 heat_map(
     gains,
     costs_shown,
