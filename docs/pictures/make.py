@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/idea.md from a real run of the shipped pair, with the figures that the page quotes.
+"""Draw the pictures of README and docs/idea.md from a real run of the shipped pair, with the figures that they quote.
 
 python docs/pictures/make.py        # half a minute on a CPU; writes *.svg and real_run.json beside itself
 """
@@ -38,15 +38,27 @@ def _chain(target: e3.LoadedTarget) -> dict[str, Any]:
     run = record(decoder, [PROMPT], max_new_tokens=[NEW_TOKENS], sampling=e3.SamplingParams(), seed=0)
     strip = strips.TokenStrip(strips.tokens_of(run.prompts[0], target.tokenizer), "a chain of five, greedy")
     (HERE / "strip.svg").write_text(strip.svg(), encoding="utf-8")
-    plain = e3.SpeculativeDecoder(target).generate([PROMPT], max_new_tokens=NEW_TOKENS)
+    plain = record(
+        e3.SpeculativeDecoder(target), [PROMPT], max_new_tokens=[NEW_TOKENS], sampling=e3.SamplingParams(), seed=0
+    )
     rounds = run.prompts[0]["rounds"]
+    lanes = [
+        (f"{name}: {len(one.prompts[0]['rounds'])} passes through the target", one)
+        for name, one in (("Plain decoding", plain), ("EAGLE-3", run))
+    ]
+    race = [
+        (words, strips.TokenStrip(strips.tokens_of(one.prompts[0], target.tokenizer), "the same text, pass by pass"))
+        for words, one in lanes
+    ]
+    (HERE / "race.svg").write_text(strips.svg(race, seconds_per_round=0.2), encoding="utf-8")
     return {
         "new_tokens": len(run.result.tokens[0]),
         "rounds": len(rounds),
         "drafted": 5 * len(rounds),
         "accepted": sum(one["num_accepted"] for one in rounds),
         "mean_acceptance_length": float(run.result.stats.mean_acceptance_length),
-        "same_as_plain": plain.tokens[0] == run.result.tokens[0],
+        "plain_rounds": len(plain.prompts[0]["rounds"]),
+        "same_as_plain": plain.result.tokens[0] == run.result.tokens[0],
     }
 
 
