@@ -385,7 +385,17 @@ assert all(distance(x, truth[name]) == 0 for name, x in stages(converted.params)
 )
 
 # %%
-names = list(truth)
+names = [  # in the order in which they are computed
+    "fused features",
+    "normed embedding",
+    "normed feature*",
+    "attention, position 0",
+    "attention, behind it",
+    "mlp",
+    "logits",
+    "target ids",
+]
+assert set(names) == set(truth)
 grid = np.array([[table[letter][name] for letter in heads] for name in names])
 figure, axes = plt.subplots(figsize=(6.0, 3.8))
 image = axes.imshow(np.minimum(grid, 1.5), cmap="Oranges", vmin=0, vmax=1.5, aspect="auto")
@@ -395,7 +405,7 @@ axes.set_xticks(range(len(heads)), heads)
 axes.set_yticks(range(len(names)), names)
 axes.set(title="Where each suspect differs from the good head (relative)", xlabel="suspect")
 axes.grid(visible=False)
-figure.colorbar(image, label="relative difference")
+colorbar = figure.colorbar(image, label="relative difference")
 
 # %% [markdown]
 # Read a column from top to bottom, and stop at the first number that is not zero. (* the normed feature comes after the
@@ -473,7 +483,8 @@ print(
 #
 # ## Exercises
 #
-# **1.** Which of the five bugs would `conversion` have caught if the head were 320 wide, with four heads of 64?
+# **1.** Which of the five bugs would `conversion` have caught if the head were 320 wide, with four
+# heads of 64 (in a layout that can say so)?
 #
 # <details><summary>Answer</summary>
 #

@@ -37,6 +37,7 @@ except ModuleNotFoundError:
 notebook.start()
 
 # %%
+import collections
 import shutil
 import sysconfig
 import tempfile
@@ -211,15 +212,15 @@ for state, metrics in first_run.run(first_run.start(start), batches, STEPS, save
         break  # the power is gone
 
 second_run = Trainer(objective(DEPTH), optimizer, folder)
-state = second_run.start(start)
-resumed_at = int(state.step)
+found = second_run.start(start)
+resumed_at = int(found.step)
 resumed = []
-for state, metrics in second_run.run(state, batches, STEPS, save_every=40):
+for latest, metrics in second_run.run(found, batches, STEPS, save_every=40):
+    trained = latest.params
     resumed.append(metrics)
 assert resumed_at == 40, "it goes on from the last checkpoint"
 assert resumed[:5] == history[40:], "steps 41 to 45, done twice: the same numbers, bit for bit"
 history = history[:40] + resumed
-trained = state.params
 print(f"{STEPS} steps of {BATCH} rows, 5 of them twice: {time.perf_counter() - begun:.0f} s, compilation included")
 print(f"loss {history[0]['loss']:.2f} -> {np.mean([m['loss'] for m in history[-10:]]):.2f}")
 shutil.rmtree(folder)
@@ -287,11 +288,16 @@ assert taus["shipped"] > last + 0.3, "and the shipped head is far ahead"
 # order, same number of steps. Its *first* token is about as good, or better, since all of its training went there.
 # What comes after it is another matter.
 
+
 # %%
+def last_of(run):
+    """What a run yields at its end; what came before is not kept."""
+    return collections.deque(run, maxlen=1).pop()
+
+
 single_run = Trainer(objective(1), optimizer)
-for state, _ in single_run.run(single_run.start(start), batches, STEPS):
-    pass
-single = decoded(state.params)
+final, _ = last_of(single_run.run(single_run.start(start), batches, STEPS))
+single = decoded(final.params)
 several = results[f"after {STEPS} steps"]
 figure, axes = plt.subplots(figsize=(6, 3.2))
 for label, stats, colour in (("one step", single, style.SERIES[1]), (f"{DEPTH} steps", several, style.SERIES[0])):
@@ -340,9 +346,8 @@ def unshifted(params, batch):
 
 
 wrong_run = Trainer(unshifted, optimizer)
-for state, metrics in wrong_run.run(wrong_run.start(start), batches, 50):
-    wrong = metrics["accuracy"]
-fooled = decoded(state.params)
+final, metrics = last_of(wrong_run.run(wrong_run.start(start), batches, 50))
+wrong, fooled = metrics["accuracy"], decoded(final.params)
 print(f"accuracy while training: {wrong:.2f} (the right way: {history[-1]['accuracy_0']:.2f})")
 print(f"τ on held-out prompts:   {fooled.mean_acceptance_length:.2f} (the right way: {last:.2f})")
 assert wrong > np.mean([m["accuracy_0"] for m in history[-10:]]) + 0.1, "in training it looks better than the right one"
@@ -430,9 +435,8 @@ assert measured["seen"] > measured["fresh"] + 0.03, "measured on its training te
 #
 # ```python
 # deeper = Trainer(objective(5), optimizer)
-# for state, _ in deeper.run(deeper.start(start), batches, STEPS):
-#     pass
-# print(decoded(state.params).conditional_acceptance_rate)
+# final, _ = last_of(deeper.run(deeper.start(start), batches, STEPS))
+# print(decoded(final.params).conditional_acceptance_rate)
 # ```
 #
 # Deeper steps cost more time each, and so early in training hardly any draft gets that deep. The recipe of the shipped
