@@ -155,11 +155,12 @@ frozen = {
     "draft_to_target": jnp.asarray(draft_to_target),
 }
 start = initial_head(drafter, tables.unembedding, target.params["norm"]["scale"], draft_to_target, jax.random.key(SEED))
-STEPS, BATCH, DEPTH, CHAIN = 80, 8, 3, 4
+STEPS, BATCH, DEPTH, CHAIN = 120, 4, 3, 4
+HALF = STEPS // 2
 optimizer = OptimizerConfig(
     method="muon",
-    learning_rate=4e-3,
-    embedding_learning_rate=2e-3,
+    learning_rate=8e-3,
+    embedding_learning_rate=4e-3,
     num_steps=STEPS,
     warmup_steps=10,
     weight_decay=0.01,
@@ -204,23 +205,23 @@ folder = Path(tempfile.mkdtemp(prefix="eagle3-training-"))
 begun = time.perf_counter()
 history, halfway = [], None
 first_run = Trainer(objective(DEPTH), optimizer, folder)
-for state, metrics in first_run.run(first_run.start(start), batches, STEPS, save_every=40):
+for state, metrics in first_run.run(first_run.start(start), batches, STEPS, save_every=HALF):
     history.append(metrics)
-    if int(state.step) == 40:
+    if int(state.step) == HALF:
         halfway = jax.tree.map(np.array, state.params)
-    if int(state.step) == 45:
+    if int(state.step) == HALF + 5:
         break  # the power is gone
 
 second_run = Trainer(objective(DEPTH), optimizer, folder)
 found = second_run.start(start)
 resumed_at = int(found.step)
 resumed = []
-for latest, metrics in second_run.run(found, batches, STEPS, save_every=40):
+for latest, metrics in second_run.run(found, batches, STEPS, save_every=HALF):
     trained = latest.params
     resumed.append(metrics)
-assert resumed_at == 40, "it goes on from the last checkpoint"
-assert resumed[:5] == history[40:], "steps 41 to 45, done twice: the same numbers, bit for bit"
-history = history[:40] + resumed
+assert resumed_at == HALF, "it goes on from the last checkpoint"
+assert resumed[:5] == history[HALF:], "five steps done twice: the same numbers, bit for bit"
+history = history[:HALF] + resumed
 print(f"{STEPS} steps of {BATCH} rows, 5 of them twice: {time.perf_counter() - begun:.0f} s, compilation included")
 print(f"loss {history[0]['loss']:.2f} -> {np.mean([m['loss'] for m in history[-10:]]):.2f}")
 shutil.rmtree(folder)
@@ -254,8 +255,7 @@ assert np.mean([m["loss"] for m in history[-10:]]) < 0.75 * history[0]["loss"], 
 # ## What it is worth
 #
 # Accuracies on training text are promises. τ on held-out prompts, decoded for real, is what counts. Beside ours stands
-# the shipped head: the same objective, with more than ten times as many steps on twenty times as much text
-# (`docs/shipped_pair.md`).
+# the shipped head: the same objective, with many times the steps on far more text (`docs/shipped_pair.md`).
 
 # %%
 shipped = e3.SpeculativeDecoder(
@@ -264,7 +264,7 @@ shipped = e3.SpeculativeDecoder(
 assert shipped.tokens == plain
 results = {
     "before": before,
-    "after 40 steps": decoded(halfway),
+    f"after {HALF} steps": decoded(halfway),
     f"after {STEPS} steps": decoded(trained),
     "shipped": shipped.stats,
 }
@@ -312,9 +312,24 @@ axes.set(
     ylim=(0, None),
 )
 axes.legend(title="unrolled in training")
-second = [stats.conditional_acceptance_rate[1] for stats in (single, several)]
-assert second[0] < 0.6 * second[1], "without it the second token collapses: the head never saw its own output"
-assert single.conditional_acceptance_rate[0] > 0.75 * several.conditional_acceptance_rate[0], "the first one does not"
+
+# Few drafts get as far as the second token here, so decide it on fresh text of the target's, at every position of it.
+measure = jax.jit(lambda params, batch: objective(DEPTH)(params, batch)[1])
+fresh_batches = row_batches(fresh, 32, SEED)
+
+
+def right_by_depth(params, batch_at):
+    """Share of positions where the head's first choice is the target's, by depth, over two batches."""
+    found = [measure(params, batch_at(step)) for step in range(2)]
+    return [float(np.mean([metrics[f"accuracy_{depth}"] for metrics in found])) for depth in range(DEPTH)]
+
+
+once, thrice = (right_by_depth(params, fresh_batches) for params in (final.params, trained))
+print(
+    "right on fresh text, by depth: once", *(f"{x:.2f}" for x in once), "- three times", *(f"{x:.2f}" for x in thrice)
+)
+assert once[1] < 0.5 * thrice[1], "without it the second token collapses: the head never saw its own output"
+assert once[0] > 0.75 * thrice[0], "the first one does not"
 
 # %% [markdown]
 # ## How far this is from a published head
@@ -346,7 +361,7 @@ def unshifted(params, batch):
 
 
 wrong_run = Trainer(unshifted, optimizer)
-final, metrics = last_of(wrong_run.run(wrong_run.start(start), batches, 50))
+final, metrics = last_of(wrong_run.run(wrong_run.start(start), batches, 60))
 wrong, fooled = metrics["accuracy"], decoded(final.params)
 print(f"accuracy while training: {wrong:.2f} (the right way: {history[-1]['accuracy_0']:.2f})")
 print(f"τ on held-out prompts:   {fooled.mean_acceptance_length:.2f} (the right way: {last:.2f})")
@@ -361,7 +376,7 @@ assert fooled.mean_acceptance_length < 1.1, "and drafts nothing of use"
 # there? In its own text, often; in the standard library, much less: those contexts lead where the target never goes,
 # and a head that learns from them learns to draft somewhere else.
 #
-# **Measuring on the training text.** The trained head, on rows that it has seen several times and on fresh ones.
+# **Measuring on the training text.** The trained head, on rows that it has seen two or three times and on fresh ones.
 
 
 # %%
@@ -384,16 +399,9 @@ print(
 )
 assert own > foreign + 0.2, "the library says what the target would not"
 
-measure = jax.jit(lambda params, batch: objective(DEPTH)(params, batch)[1])
-seen_batches, fresh_batches = row_batches(rows, 32, SEED), row_batches(fresh, 32, SEED)
-measured = {
-    name: np.mean([float(measure(trained, batch_at(step))["accuracy_0"]) for step in range(2)])
-    for name, batch_at in (("seen", seen_batches), ("fresh", fresh_batches))
-}
-print(
-    f"first draft token right: {measured['seen']:.2f} on rows it was trained on, {measured['fresh']:.2f} on fresh ones"
-)
-assert measured["seen"] > measured["fresh"] + 0.03, "measured on its training text a head looks better than it is"
+seen_rows, fresh_rows = right_by_depth(trained, row_batches(rows, 32, SEED))[0], thrice[0]
+print(f"first draft token right: {seen_rows:.2f} on rows it was trained on, {fresh_rows:.2f} on fresh ones")
+assert seen_rows > fresh_rows + 0.03, "measured on its training text a head looks better than it is"
 
 # %% [markdown]
 # ## Exercises
