@@ -132,7 +132,7 @@ axes.set(
 axes.legend(loc="lower right")
 DRAFT_VOCAB = 1024
 at = widths.index(DRAFT_VOCAB)
-assert shares["fresh text"][at] > 0.85, "a quarter of the vocabulary covers most of what is said"
+assert shares["fresh text"][at] > 0.8, "a quarter of the vocabulary covers most of what is said"
 assert shares["fresh text"][at] < shares["text it was counted on"][at], "counting flatters the text that was counted"
 draft_to_target = chosen[at]
 
@@ -228,7 +228,7 @@ shutil.rmtree(folder)
 
 # %% [markdown]
 # On the left the loss; on the right how often each depth names the target's own first choice, measured while training.
-# Deeper steps come later and stay lower: they have less to go by.
+# The first token is ahead of the deeper ones, which have less to go by.
 
 
 # %%
@@ -249,6 +249,8 @@ right.set(
     title="Right first choice, by depth", xlabel="optimiser step", ylabel="share of supervised rows", ylim=(0, None)
 )
 right.legend()
+ending = [np.mean([m[f"accuracy_{depth}"] for m in history[-20:]]) for depth in range(DEPTH)]
+assert ending[0] > max(ending[1:]), "the first draft token is the easiest"
 assert np.mean([m["loss"] for m in history[-10:]]) < 0.75 * history[0]["loss"], "the loss falls"
 
 # %% [markdown]
@@ -467,7 +469,7 @@ assert last < ceiling < CHAIN + 1
 # - A quarter of the vocabulary covers most of the target's text, a little less of fresh text than of the counted one.
 # - A run that was interrupted and resumed repeats its losses bit for bit.
 # - The loss falls; τ on held-out prompts rises from the random head to the trained one, and the shipped head is far
-#   ahead (margins that held for three seeds).
+#   ahead (margins that held with `SEED` 0 and 1).
 # - Untrained, trained or fooled: every head leaves the text as the target writes it.
 # - Unrolled once instead of three times, the head loses its second token and keeps its first.
 # - With labels that were not shifted, training accuracy is higher and τ stays at 1.
