@@ -390,10 +390,14 @@ assert tau["dynamic tree", 60] > tau["chain", 8], "the large tree accepts more t
 same_size = tau["dynamic tree", STATIC.num_nodes] / tau["static tree", STATIC.num_nodes]
 assert same_size > 0.97, "a dynamic tree is no worse than a static one of its size, and nobody had to choose its shape"
 assert tau["chain", 2] < tau["chain", 4] < tau["chain", 8], "a longer chain accepts more"
+for name in ("chain", "dynamic tree"):
+    per_node = np.diff([tau[name, nodes] for nodes, _ in drafts[name]]) / np.diff([nodes for nodes, _ in drafts[name]])
+    assert per_node[1] < per_node[0] / 2, "the later nodes bring less than half of what the earlier ones did"
 
 # %% [markdown]
-# Both curves flatten: a chain because a deep node needs every token before it to be right, a tree because it has to
-# cover ever less likely branches. The tree climbs higher: its nodes hold second and third choices at the *first*
+# Mind the axis: every step to the right doubles the nodes, so what a single node brings falls fast. In a chain because
+# a deep node needs every token before it to be right, in a tree because it has to cover ever less likely branches. The
+# tree climbs higher all the same: its nodes hold second and third choices at the *first*
 # levels, where a chain has nothing to fall back on. The acceptance per level shows it.
 
 # %%
@@ -434,7 +438,7 @@ sizes = (1, 4, 16, 60)
 def seconds(nodes):
     """Of one forward of the shipped target over a block, with its logits."""
     one = e3.SpeculativeDecoder(target, e3.drafters.Plain(nodes), stop_tokens=())
-    return min(target_seconds(one, [prompt], max_new_tokens=64, rounds=8) for _ in range(2))
+    return min(target_seconds(one, [prompt], max_new_tokens=64, rounds=8) for _ in range(3))
 
 
 here = [seconds(nodes) for nodes in sizes]
