@@ -469,7 +469,7 @@ assert last < ceiling < CHAIN + 1
 # - A quarter of the vocabulary covers most of the target's text, a little less of fresh text than of the counted one.
 # - A run that was interrupted and resumed repeats its losses bit for bit.
 # - The loss falls; τ on held-out prompts rises from the random head to the trained one, and the shipped head is far
-#   ahead (margins that held with `SEED` 0 and 1).
+#   ahead (margins that held with `SEED` 0, 1 and 2).
 # - Untrained, trained or fooled: every head leaves the text as the target writes it.
 # - Unrolled once instead of three times, the head loses its second token and keeps its first.
 # - With labels that were not shifted, training accuracy is higher and τ stays at 1.
