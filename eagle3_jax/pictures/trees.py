@@ -44,14 +44,15 @@ def statuses(parents: Sequence[int], path: Sequence[int]) -> list[str]:
     Returns:
         ``[N]``: ``"root"``, ``"accepted"``, ``"rejected"`` or ``"never visited"``.
     """
-    taken = dict(zip([0, *path], [*path, None], strict=True))  # from a node on the path to its accepted child
+    # From a node on the path to its accepted child; behind the last one all children were tried.
+    taken = dict(zip([0, *path], [*path, len(parents)], strict=True))
     found = []
     for node, parent in enumerate(parents):
         if parent < 0:
             found.append(ROOT)
         elif taken.get(parent, -1) == node:
             found.append(ACCEPTED)
-        elif parent in taken and (taken[parent] is None or node < taken[parent]):
+        elif node < taken.get(parent, -1):
             found.append(REJECTED)
         else:
             found.append(UNVISITED)
