@@ -310,16 +310,16 @@ def law_of_first(rule, guess):
         parents=jnp.broadcast_to(jnp.array([-1, 0], jnp.int32), (ROWS, 2)),
         valid=jnp.ones((ROWS, 2), bool),
     )
-    same = jnp.broadcast_to(logits, (ROWS, 2, logits.size))
     every = e3.SamplingParams(temperature=jnp.ones(ROWS), top_k=jnp.zeros(ROWS, jnp.int32), top_p=jnp.ones(ROWS))
 
     @jax.jit
-    def first(keys):
+    def first(keys, logits):
+        same = jnp.broadcast_to(logits, (ROWS, 2, logits.size))
         verdict = rule(draft, same, every, keys, warping=e3.Warping.TEMPERATURE, max_depth=1)
         return jnp.where(verdict.num_accepted > 0, guess, verdict.next_token)
 
     keys = jax.random.split(jax.random.key(0), (CHUNKS, ROWS))
-    return np.bincount(np.concatenate([first(key) for key in keys]), minlength=p.size) / (ROWS * CHUNKS)
+    return np.bincount(np.concatenate([first(key, logits) for key in keys]), minlength=p.size) / (ROWS * CHUNKS)
 
 
 guess = int(p.argmax())
