@@ -61,7 +61,9 @@ CONTEXT = 1024
 
 def deployed(name, weights, accelerator=H200):
     target = KNOWN_MODELS[name]
-    return Deployment(target=target, head=usual_head(target), accelerator=accelerator, weights=weights)
+    return Deployment(
+        target=target, head=usual_head(target), accelerator=accelerator, weights=weights
+    )
 
 
 small, large = deployed("Llama-3.1-8B", "bfloat16"), deployed("Llama-3.3-70B", "fp8")
@@ -76,8 +78,12 @@ for name, one in (("Llama-3.1-8B, bfloat16", small), ("Llama-3.3-70B, FP8", larg
         f"{bound.plain_tokens_per_second:7.0f} tokens/s"
     )
     assert bound.plain_limit == "memory", "one sequence is bound by reading"
-    read = (weights + cache + one.cache_bytes_per_token(one.target)) / H200.bandwidth_bytes_per_second
-    assert abs(bound.plain_seconds / read - 1) < 1e-9, "the bound is bytes over bandwidth, the new token's own included"
+    read = (
+        weights + cache + one.cache_bytes_per_token(one.target)
+    ) / H200.bandwidth_bytes_per_second
+    assert abs(bound.plain_seconds / read - 1) < 1e-9, (
+        "the bound is bytes over bandwidth, the new token's own included"
+    )
 
 # %% [markdown]
 # Those are upper bounds. Nobody's kernels reach them, but nobody can exceed them either: whoever reports more tokens
@@ -97,7 +103,13 @@ ridge = H200.peak_flops / H200.bandwidth_bytes_per_second
 
 def intensity(deployment, batch, tokens):
     work = forward_work(
-        deployment, deployment.target, batch=batch, context=CONTEXT, tokens=tokens, logits=tokens, fuse=False
+        deployment,
+        deployment.target,
+        batch=batch,
+        context=CONTEXT,
+        tokens=tokens,
+        logits=tokens,
+        fuse=False,
     )
     return (work.layer_flops + work.other_flops) / work.num_bytes
 
@@ -124,13 +136,27 @@ assert ridge > 200, "an H200 could do two hundred times more arithmetic in the t
 from eagle3_jax.pictures.rooflines import Step, roofline
 
 STEPS = [(batch, tokens) for batch in (1, 8, 64, 256) for tokens in (1, 6)]
-OFFERED = ("h200", "h100", "b200", "a100-80gb", "l40s", "l4", "rtx-4090", "mi300x", "tpu-v5e", "tpu-v6e")
+OFFERED = (
+    "h200",
+    "h100",
+    "b200",
+    "a100-80gb",
+    "l40s",
+    "l4",
+    "rtx-4090",
+    "mi300x",
+    "tpu-v5e",
+    "tpu-v6e",
+)
 
 
 def said(chip):
     """The least time of each step on a chip, in words."""
     here = dataclasses.replace(small, accelerator=chip)
-    bounds = [round_bound(here, batch=batch, context=CONTEXT, num_draft_tokens=tokens - 1) for batch, tokens in STEPS]
+    bounds = [
+        round_bound(here, batch=batch, context=CONTEXT, num_draft_tokens=tokens - 1)
+        for batch, tokens in STEPS
+    ]
     return [
         f"{batch} × {tokens} tokens: at least {1e3 * bound.verify_seconds:.2f} ms, bound by {bound.verify_limit}"
         for (batch, tokens), bound in zip(STEPS, bounds, strict=True)
@@ -139,15 +165,23 @@ def said(chip):
 
 chips = [KNOWN_ACCELERATORS[name] for name in OFFERED]
 points = [
-    Step("plain step" if tokens == 1 else "checking 6 tokens", intensity(small, batch, tokens), f"batch {batch}")
+    Step(
+        "plain step" if tokens == 1 else "checking 6 tokens",
+        intensity(small, batch, tokens),
+        f"batch {batch}",
+    )
     for batch, tokens in STEPS
 ]
 roofline(points, chips, [said(chip) for chip in chips])
 
 # %%
 for chip in chips:
-    bound = round_bound(dataclasses.replace(small, accelerator=chip), batch=1, context=CONTEXT, num_draft_tokens=5)
-    assert bound.verify_limit == "memory", "on every chip offered, six tokens of one sequence are on the slope"
+    bound = round_bound(
+        dataclasses.replace(small, accelerator=chip), batch=1, context=CONTEXT, num_draft_tokens=5
+    )
+    assert bound.verify_limit == "memory", (
+        "on every chip offered, six tokens of one sequence are on the slope"
+    )
     assert bound.verify_cost < 1.001, "so checking them costs what a plain step costs"
 
 # %% [markdown]
@@ -168,17 +202,27 @@ TAU, K = 3.0, 5
 batches = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
 for name, one in (("Llama-3.1-8B, bfloat16", small), ("Llama-3.3-70B, FP8", large)):
-    bounds = [round_bound(one, batch=batch, context=CONTEXT, num_draft_tokens=K) for batch in batches]
+    bounds = [
+        round_bound(one, batch=batch, context=CONTEXT, num_draft_tokens=K) for batch in batches
+    ]
     costs = [bound.verify_cost for bound in bounds]
     left.plot(batches, costs, marker="o", label=name)
     right.plot(batches, [bound.speedup(TAU) for bound in bounds], marker="o", label=name)
-    assert costs[0] < 1.001 and all(a <= b + 1e-12 for a, b in itertools.pairwise(costs)), "v only rises"
+    assert costs[0] < 1.001 and all(a <= b + 1e-12 for a, b in itertools.pairwise(costs)), (
+        "v only rises"
+    )
     assert costs[-1] > 3, "and in a large batch six tokens cost several steps"
 left.set(
-    xscale="log", xlabel="sequences", ylabel="v, plain steps", title=f"Checking {K + 1} tokens is free until it is not"
+    xscale="log",
+    xlabel="sequences",
+    ylabel="v, plain steps",
+    title=f"Checking {K + 1} tokens is free until it is not",
 )
 right.set(
-    xscale="log", xlabel="sequences", ylabel="bound of the speed-up S", title=f"What {TAU:g} tokens per round are worth"
+    xscale="log",
+    xlabel="sequences",
+    ylabel="bound of the speed-up S",
+    title=f"What {TAU:g} tokens per round are worth",
 )
 right.axhline(1, color="black", linewidth=1)
 left.legend()
@@ -233,11 +277,16 @@ def multiply_speed(size=1024, repeats=5):
 weight_bytes = step_bytes(target, rows=1, context=0)
 streamed = bandwidths(2**28)
 arithmetic = multiply_speed()
-print("streaming 268 MB: " + ", ".join(f"{way} {speed / 1e9:.0f} GB/s" for way, speed in streamed.items()))
+print(
+    "streaming 268 MB: "
+    + ", ".join(f"{way} {speed / 1e9:.0f} GB/s" for way, speed in streamed.items())
+)
 print(f"multiplying matrices: {arithmetic / 1e9:.0f} billion operations per second")
 print(f"ridge of this machine: about {arithmetic / max(streamed.values()):.0f} operations per byte")
 caches = step_bytes(target, rows=1, context=slots) - weight_bytes
-print(f"a step reads {weight_bytes / 1e6:.1f} MB of weights and at most {caches / 1e6:.1f} MB of caches")
+print(
+    f"a step reads {weight_bytes / 1e6:.1f} MB of weights and at most {caches / 1e6:.1f} MB of caches"
+)
 
 # %%
 SIZES = (1, 2, 4, 6, 16, 32)
@@ -267,16 +316,29 @@ for size, one in spread.items():
 # weights fit into a large cache, so a step may even read faster than memory streams.
 
 # %%
-here = Deployment(target=target.model.config, head=None, accelerator=H200, cache="float32")  # mixed: caches in float32
-works = [forward_work(here, here.target, batch=1, context=slots, tokens=size, logits=size) for size in SIZES]
+here = Deployment(
+    target=target.model.config, head=None, accelerator=H200, cache="float32"
+)  # mixed: caches in float32
+works = [
+    forward_work(here, here.target, batch=1, context=slots, tokens=size, logits=size)
+    for size in SIZES
+]
 reading = [1e3 * work.num_bytes / max(streamed.values()) for work in works]
 computing = [1e3 * (work.layer_flops + work.other_flops) / arithmetic for work in works]
 
 figure, axes = plt.subplots()
 middle = [spread[size].median for size in SIZES]
-axes.fill_between(SIZES, [spread[s].low for s in SIZES], [spread[s].high for s in SIZES], alpha=0.2, linewidth=0)
+axes.fill_between(
+    SIZES, [spread[s].low for s in SIZES], [spread[s].high for s in SIZES], alpha=0.2, linewidth=0
+)
 axes.plot(SIZES, middle, marker="o", label="measured (median, quartiles)")
-axes.plot(SIZES, [middle[0] * size for size in SIZES], color="#9aa0a6", linestyle=":", label="one at a time")
+axes.plot(
+    SIZES,
+    [middle[0] * size for size in SIZES],
+    color="#9aa0a6",
+    linestyle=":",
+    label="one at a time",
+)
 axes.plot(SIZES, reading, color="#444", linestyle="--", label="reading alone")
 axes.plot(SIZES, computing, color="#444", linestyle="-.", label="arithmetic alone")
 axes.set(xscale="log", yscale="log", title="Several tokens share one reading of the weights")
@@ -286,7 +348,9 @@ axes.minorticks_off()
 axes.legend()
 plt.show()
 
-assert abs(reading[-1] / reading[0] - 1) < 0.1, "thirty-two tokens read what one reads, and their own keys and values"
+assert abs(reading[-1] / reading[0] - 1) < 0.1, (
+    "thirty-two tokens read what one reads, and their own keys and values"
+)
 assert 25 < computing[-1] / computing[0] < 40, "but they compute thirty-two times as much"
 
 # %% [markdown]
@@ -310,13 +374,20 @@ one_by_one, speculated = record(plain, [prompt], **asked), record(chain, [prompt
 rounds = len(speculated.prompts[0]["rounds"])
 
 assert speculated.result.tokens == one_by_one.result.tokens, "speculation does not change the text"
-assert len(one_by_one.prompts[0]["rounds"]) == 63, "plainly, every token but the prefill's takes a forward"
+assert len(one_by_one.prompts[0]["rounds"]) == 63, (
+    "plainly, every token but the prefill's takes a forward"
+)
 assert rounds < 40, "with the head, many forwards write more than one"
 
-TokenStrip(tokens_of(one_by_one.prompts[0], target.tokenizer), "Plain: 63 forwards after the prompt's")
+TokenStrip(
+    tokens_of(one_by_one.prompts[0], target.tokenizer), "Plain: 63 forwards after the prompt's"
+)
 
 # %%
-TokenStrip(tokens_of(speculated.prompts[0], target.tokenizer), f"With the head: {rounds} forwards after the prompt's")
+TokenStrip(
+    tokens_of(speculated.prompts[0], target.tokenizer),
+    f"With the head: {rounds} forwards after the prompt's",
+)
 
 # %% [markdown]
 # ## `S = τ / (v + K·c)`
@@ -334,7 +405,9 @@ from eagle3_jax.theory.speedup import speedup
 
 stats = speculated.result.stats
 tau = stats.mean_acceptance_length
-assert tau == 1 + int(stats.num_accepted_tokens) / rounds, "one token a round besides those accepted"
+assert tau == 1 + int(stats.num_accepted_tokens) / rounds, (
+    "one token a round besides those accepted"
+)
 
 verify = [ours / step for ours, step in zip(taken[4], taken[1], strict=True)]
 draft = []
@@ -343,12 +416,18 @@ for repeat in range(6):  # the first one compiles
     if repeat:
         draft.append(1e3 * seconds / spread[1].median)
 v, c = Spread.of(verify), Spread.of(draft)
-compared = compare_with_plain(chain, [prompt], max_new_tokens=[64], sampling=e3.SamplingParams(), seed=0, repeats=7)
+compared = compare_with_plain(
+    chain, [prompt], max_new_tokens=[64], sampling=e3.SamplingParams(), seed=0, repeats=7
+)
 measured = Spread.of(compared.ratios)
 expected = speedup(tau, num_draft_tokens=3, verify_cost=v.median, draft_cost=c.median)
 
-print(f"τ = {tau:.2f}, v = {v.median:.2f} ({v.low:.2f}-{v.high:.2f}), c = {c.median:.3f} ({c.low:.3f}-{c.high:.3f})")
-print(f"predicted S = {expected:.2f}; measured {measured.median:.2f} ({measured.low:.2f}-{measured.high:.2f})")
+print(
+    f"τ = {tau:.2f}, v = {v.median:.2f} ({v.low:.2f}-{v.high:.2f}), c = {c.median:.3f} ({c.low:.3f}-{c.high:.3f})"
+)
+print(
+    f"predicted S = {expected:.2f}; measured {measured.median:.2f} ({measured.low:.2f}-{measured.high:.2f})"
+)
 assert compared.same_output, "and again the same tokens"
 
 # %% [markdown]
@@ -366,10 +445,14 @@ assert compared.same_output, "and again the same tokens"
 in_bfloat16 = dataclasses.replace(large, weights="bfloat16")
 work = forward_work(in_bfloat16, large.target, batch=1, context=CONTEXT, tokens=1, logits=1)
 wished = H200.peak_flops / (work.layer_flops + work.other_flops)
-allowed = round_bound(in_bfloat16, batch=1, context=CONTEXT, num_draft_tokens=0).plain_tokens_per_second
+allowed = round_bound(
+    in_bfloat16, batch=1, context=CONTEXT, num_draft_tokens=0
+).plain_tokens_per_second
 print(f"peak over operations: {wished:,.0f} tokens/s; bytes over bandwidth: {allowed:.0f}")
 print(f"wrong by a factor of {wished / allowed:.0f}")
-assert abs(wished / allowed * intensity(in_bfloat16, 1, 1) / ridge - 1) < 1e-6, "the factor is ridge over intensity"
+assert abs(wished / allowed * intensity(in_bfloat16, 1, 1) / ridge - 1) < 1e-6, (
+    "the factor is ridge over intensity"
+)
 
 claim = check_claim(large, tokens_per_second=6200, batch=4, context=CONTEXT, num_draft_tokens=5)
 print(
@@ -437,10 +520,13 @@ for weights, batch in itertools.product(("bfloat16", "int4"), (1, 64)):
     lighter = dataclasses.replace(small, weights=weights)
     found = round_bound(lighter, batch=batch, context=CONTEXT, num_draft_tokens=K)
     gains[weights, batch] = gain = found.speedup(TAU)
-    print(f"2. {weights:8} batch {batch:2}: v {found.verify_cost:.2f}, c {found.draft_cost:.3f}, S {gain:.2f}")
+    print(
+        f"2. {weights:8} batch {batch:2}: v {found.verify_cost:.2f}, c {found.draft_cost:.3f}, S {gain:.2f}"
+    )
 
 short, long = (
-    break_even_batch(small, context=context, num_draft_tokens=K, mean_acceptance_length=TAU) for context in (128, 8192)
+    break_even_batch(small, context=context, num_draft_tokens=K, mean_acceptance_length=TAU)
+    for context in (128, 8192)
 )
 print(f"3. {short} sequences at 128 tokens, {long} at 8,192")
 enough = speedup(2.5, num_draft_tokens=5, verify_cost=1.0, draft_cost=0.05)

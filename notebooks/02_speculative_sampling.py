@@ -94,26 +94,38 @@ class Place(NamedTuple):
 def round_of(state):
     """Play a round through the compiled loop and look at everything that it was decided on."""
     known = [
-        row[: end - 1].tolist() for row, end in zip(np.asarray(state.tokens), np.asarray(state.length), strict=True)
+        row[: end - 1].tolist()
+        for row, end in zip(np.asarray(state.tokens), np.asarray(state.length), strict=True)
     ]
     accept, choose = verification_dice(keys_at(state.keys, state.length, VERIFY), K + 1, V)
     played = decoder.step(state)
     draft, verdict = jax.device_get((played.draft, played.verdict))
     sequences = [before + chain.tolist() for before, chain in zip(known, draft.tokens, strict=True)]
-    logits = np.stack([one[-(K + 1) :] for one in forced_logits(target, sequences)])  # one plain forward, no cache
+    logits = np.stack(
+        [one[-(K + 1) :] for one in forced_logits(target, sequences)]
+    )  # one plain forward, no cache
     ends = zip(draft.tokens, verdict.num_accepted, verdict.next_token, strict=True)
     emitted = [[*chain[1 : count + 1].tolist(), int(last)] for chain, count, last in ends]
     p = np.asarray(jax.nn.softmax(logits, axis=-1))
-    return played.state, Place(draft.tokens, p, draft.probs[:, 1:], *map(np.asarray, (accept[:, 1:], choose)), emitted)
+    return played.state, Place(
+        draft.tokens, p, draft.probs[:, 1:], *map(np.asarray, (accept[:, 1:], choose)), emitted
+    )
 
 
 prompts = ["def main(argv=None):\n    parser = argparse.", *shipped()[:45:3]]
-state = decoder.prefill(prompts, max_new_tokens=64, seed=4)  # greedy, so that the first token is the likeliest
+state = decoder.prefill(
+    prompts, max_new_tokens=64, seed=4
+)  # greedy, so that the first token is the likeliest
 state = state.replace(sampling=e3.SamplingParams(temperature=1.0))  # from here on tokens are drawn
 state, place = round_of(state)
 p, q = place.p[0], place.q[0]
 
-print("after", repr(pieces[place.tokens[0, 0]]), "the head drew", [pieces[token] for token in place.tokens[0, 1:]])
+print(
+    "after",
+    repr(pieces[place.tokens[0, 0]]),
+    "the head drew",
+    [pieces[token] for token in place.tokens[0, 1:]],
+)
 assert pieces[place.tokens[0, 0]] == "ArgumentParser"
 assert np.allclose(p.sum(-1), 1, atol=1e-5) and np.allclose(q.sum(-1), 1, atol=1e-5)
 
@@ -122,7 +134,9 @@ assert np.allclose(p.sum(-1), 1, atol=1e-5) and np.allclose(q.sum(-1), 1, atol=1
 # bracket comes, and is less sure of it than the target.
 
 # %%
-figure = bars.laws(p[0], q[0], labels=pieces, top=10, title="What comes after `argparse.ArgumentParser`")
+figure = bars.laws(
+    p[0], q[0], labels=pieces, top=10, title="What comes after `argparse.ArgumentParser`"
+)
 # %% [markdown]
 # ## The coin
 #
@@ -136,7 +150,12 @@ rng = np.random.default_rng(0)
 tokens = rng.choice(V, size=200_000, p=np.float64(q[0]) / q[0].sum(dtype=np.float64))
 heights = rng.random(tokens.size) * q[0][tokens]
 figure = bars.darts(
-    p[0], q[0], tokens[:700], heights[:700], labels=pieces, title="700 darts below q; those below p are kept"
+    p[0],
+    q[0],
+    tokens[:700],
+    heights[:700],
+    labels=pieces,
+    title="700 darts below q; those below p are kept",
 )
 # %% [markdown]
 # Evenly spread below `q`, whose area is 1: so the share that is kept is the area below both, `Σ min(p, q)`. Call it α.
@@ -151,7 +170,9 @@ distance = np.abs(p[0] - q[0]).sum() / 2
 kept = heights < p[0][tokens]
 noise = sqrt(alpha * (1 - alpha) / tokens.size)
 
-print(f"Σ min(p, q) = {alpha:.4f}, 1 - TV = {1 - distance:.4f}, of 200,000 darts kept {kept.mean():.4f} ± {noise:.4f}")
+print(
+    f"Σ min(p, q) = {alpha:.4f}, 1 - TV = {1 - distance:.4f}, of 200,000 darts kept {kept.mean():.4f} ± {noise:.4f}"
+)
 assert abs(alpha - (1 - distance)) < 1e-5, "acceptance is 1 - TV"
 assert abs(kept.mean() - alpha) < 5 * noise, "the coin accepts with probability Σ min(p, q)"
 
@@ -169,11 +190,18 @@ assert abs(kept.mean() - alpha) < 5 * noise, "the coin accepts with probability 
 
 # %%
 figure = bars.laws(
-    p[0], q[0], labels=pieces, residual=True, top=10, title="Kept (filled) and residual (hatched) make p"
+    p[0],
+    q[0],
+    labels=pieces,
+    residual=True,
+    top=10,
+    title="Kept (filled) and residual (hatched) make p",
 )
 
 residual = np.maximum(p[0] - q[0], 0)
-assert np.allclose(np.minimum(p[0], q[0]) + residual, p[0], atol=1e-7), "kept and residual make p, token by token"
+assert np.allclose(np.minimum(p[0], q[0]) + residual, p[0], atol=1e-7), (
+    "kept and residual make p, token by token"
+)
 assert abs(residual.sum() - (1 - alpha)) < 1e-5, "the residual has the mass of a refusal"
 assert residual[tokens[~kept]].max() == 0, "no refused token has residual mass"
 
@@ -237,7 +265,10 @@ ours = [
     for a, c in zip(np.asarray(accept), np.asarray(choose), strict=True)
 ]
 lengths = Counter(len(row) - 1 for row in ours)
-print(f"{sum(a == b for a, b in zip(ours, by_library, strict=True))} of {ROWS} decisions are the same;", end=" ")
+print(
+    f"{sum(a == b for a, b in zip(ours, by_library, strict=True))} of {ROWS} decisions are the same;",
+    end=" ",
+)
 print("accepted tokens:", dict(sorted(lengths.items())))
 assert ours == by_library, "ten lines of numpy decide as e3.verify"
 
@@ -284,7 +315,10 @@ for k, ax in enumerate(axes):
 
 reach = np.cumprod(chance)  # all of the first k kept
 for k in range(K):
-    seen, noise = np.mean([len(row) > k + 1 for row in by_library]), sqrt(reach[k] * (1 - reach[k]) / ROWS)
+    seen, noise = (
+        np.mean([len(row) > k + 1 for row in by_library]),
+        sqrt(reach[k] * (1 - reach[k]) / ROWS),
+    )
     print(f"first {k + 1} kept: expected {reach[k]:.3f}, of 512 rows {seen:.3f}")
     assert abs(seen - reach[k]) <= 5 * noise + 1e-9, "acceptance multiplies along the chain"
 
@@ -307,17 +341,29 @@ if_certain = np.array([a[b.argmax()] for a, b in firsts])
 figure, ax = plt.subplots(figsize=(4.6, 4.2))
 ax.scatter(if_certain, if_drawn, 18, style.SERIES[0])
 ax.plot([0, 1], [0, 1], color="0.6", linewidth=1)
-ax.set(xlabel="kept if likeliest: p(x)", ylabel="kept if drawn: Σ min(p, q)", xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
+ax.set(
+    xlabel="kept if likeliest: p(x)",
+    ylabel="kept if drawn: Σ min(p, q)",
+    xlim=(-0.02, 1.02),
+    ylim=(-0.02, 1.02),
+)
 ax.set_title("At temperature 1: points above the line gain by drawing")
-print(f"mean chance of keeping the first token: drawn {if_drawn.mean():.3f}, likeliest {if_certain.mean():.3f}")
+print(
+    f"mean chance of keeping the first token: drawn {if_drawn.mean():.3f}, likeliest {if_certain.mean():.3f}"
+)
 print(f"drawing is better at {np.mean(if_drawn > if_certain):.0%} of the places")
-assert if_drawn.mean() > 1.5 * if_certain.mean(), "at temperature 1 drawn tokens are kept more often"
+assert if_drawn.mean() > 1.5 * if_certain.mean(), (
+    "at temperature 1 drawn tokens are kept more often"
+)
 assert 0.5 < np.mean(if_drawn > if_certain) < 1, "mostly, not everywhere"
 
 # A point mass needs no distribution: leaving `probs` out, and writing the one-hot rows, come to the same decisions.
 one_hot = np.eye(V, dtype=np.float32)[place.tokens[0]]
 points = [
-    emitted_by(verify(chain.replace(probs=probs), many(p), accept=accept, choose=choose, max_depth=K), chain)
+    emitted_by(
+        verify(chain.replace(probs=probs), many(p), accept=accept, choose=choose, max_depth=K),
+        chain,
+    )
     for probs in (None, many(one_hot))
 ]
 by_hand = [
@@ -397,7 +443,8 @@ assert total_variation(Rule()) == 0, "exactly, in rational numbers"
 
 # %%
 uniform = lambda p, q: [
-    Fraction(weight > 0, sum(r > 0 for r in oracle.residual(p, q))) for weight in oracle.residual(p, q)
+    Fraction(weight > 0, sum(r > 0 for r in oracle.residual(p, q)))
+    for weight in oracle.residual(p, q)
 ]
 
 
@@ -414,20 +461,31 @@ mistakes = {
     "the residual is uniform": Rule(refused=uniform),
     "the bonus comes from q": Rule(bonus=lambda p, q: q),
 }
-distances = {name: [total_variation(rule, n) for n in (1, 2, 3, 4)] for name, rule in mistakes.items()}
+distances = {
+    name: [total_variation(rule, n) for n in (1, 2, 3, 4)] for name, rule in mistakes.items()
+}
 
 figure, ax = plt.subplots()
 for (name, values), marker in zip(distances.items(), "os^Dv", strict=True):
     ax.plot((1, 2, 3, 4), [float(value) for value in values], marker=marker, label=name)
 ax.plot((1, 2, 3, 4), [0] * 4, color="0.3", marker=".", label="the rule")
-ax.set(xlabel="tokens of the text", ylabel="total variation distance", xticks=(1, 2, 3, 4), ylim=(-0.03, 0.7))
+ax.set(
+    xlabel="tokens of the text",
+    ylabel="total variation distance",
+    xticks=(1, 2, 3, 4),
+    ylim=(-0.03, 0.7),
+)
 ax.set_title("How far the text's law is from the target's, exactly")
 ax.legend(fontsize="small", ncols=2)
 for name, values in distances.items():
     print(f"{name:26} " + "  ".join(f"{float(value):.4f}" for value in values))
 
-assert all(values[3] > Fraction(1, 100) for values in distances.values()), "every mistake moves the law"
-assert all(values == sorted(values) for values in distances.values()), "a longer text never shows less"
+assert all(values[3] > Fraction(1, 100) for values in distances.values()), (
+    "every mistake moves the law"
+)
+assert all(values == sorted(values) for values in distances.values()), (
+    "a longer text never shows less"
+)
 bonus = distances["the bonus comes from q"]
 assert bonus[0] == bonus[1] == 0 < bonus[2], "a wrong bonus cannot be seen before token K + 1"
 
@@ -480,7 +538,12 @@ by_rank = np.cumsum(p0[np.argsort(-q0)])[:8]
 figure, ax = plt.subplots(figsize=(6.4, 3.4))
 ax.plot(range(1, 9), by_draws, marker="o", label="drawn from q")
 ax.plot(range(1, 9), by_rank, marker="s", label="the likeliest of q, in order")
-ax.set(xlabel="siblings", ylabel="chance that one is kept", ylim=(0, 1.02), title="More guesses for one place")
+ax.set(
+    xlabel="siblings",
+    ylabel="chance that one is kept",
+    ylim=(0, 1.02),
+    title="More guesses for one place",
+)
 ax.legend()
 assert all(a <= b + 1e-12 for a, b in itertools.pairwise(by_draws)), "another sibling never hurts"
 assert abs(by_draws[0] - alpha) < 1e-5 and by_rank[0] < by_draws[0] < by_rank[-1], (
@@ -524,9 +587,14 @@ right = frequencies()
 with planted(e3.verify, "jnp.where(child, rest, walk.p)", "walk.p"):
     again_from_p = frequencies()
 
-fits = {"the rule": goodness_of_fit(right, law), "drawn again from p": goodness_of_fit(again_from_p, law)}
+fits = {
+    "the rule": goodness_of_fit(right, law),
+    "drawn again from p": goodness_of_fit(again_from_p, law),
+}
 for name, fit in fits.items():
-    print(f"{name:20} {fit.draws} draws, {fit.degrees} degrees of freedom, chi-square p = {fit.chi_square:.2g}")
+    print(
+        f"{name:20} {fit.draws} draws, {fit.degrees} degrees of freedom, chi-square p = {fit.chi_square:.2g}"
+    )
 visible = smallest_deviation(fits["the rule"].draws, fits["the rule"].degrees, alpha=1e-6)
 print(f"seen nine times in ten: probabilities that are off by {visible:.1%} (root mean square)")
 assert fits["the rule"].chi_square > 1e-6, "the compiled rule has the target's law"
@@ -546,7 +614,9 @@ for shift, values, colour, name in (
 ax.set_xticks(range(8), [bars.visible(pieces[token]) for token in top], family="monospace")
 ax.set(ylabel="probability", title="What is emitted first, counted")
 ax.legend()
-assert abs(share(right)[0] - p[0][top[0]]) < 0.015 < abs(share(again_from_p)[0] - p[0][top[0]]), "seen by eye, too"
+assert abs(share(right)[0] - p[0][top[0]]) < 0.015 < abs(share(again_from_p)[0] - p[0][top[0]]), (
+    "seen by eye, too"
+)
 
 # %% [markdown]
 # ## Exercises
@@ -594,7 +664,10 @@ assert abs(share(right)[0] - p[0][top[0]]) < 0.015 < abs(share(again_from_p)[0] 
 
 # %%
 # Exercises 1 and 2.
-nothing, everything = [Fraction(0), Fraction(1), Fraction(0)], [Fraction(1, 2), Fraction(0), Fraction(1, 2)]
+nothing, everything = (
+    [Fraction(0), Fraction(1), Fraction(0)],
+    [Fraction(1, 2), Fraction(0), Fraction(1, 2)],
+)
 law, chance = one_level(everything, nothing, 1)
 assert chance == 0 and law == everything
 same = chain.replace(probs=many(np.concatenate([np.zeros((1, V), np.float32), p[:K]])))  # q = p
@@ -603,8 +676,12 @@ assert np.asarray(verdict.num_accepted).min() == K, "q = p: all is kept in every
 
 # Exercise 3.
 cooler = q0**2 / (q0**2).sum()  # temperature 0.5
-print(f"kept: {np.minimum(p0, q0).sum():.3f} at temperature 1, {np.minimum(p0, cooler).sum():.3f} at 0.5")
-keep = np.minimum(1, np.divide(p0, q0, out=np.ones_like(p0), where=q0 > 0))  # decided with q of temperature 1
+print(
+    f"kept: {np.minimum(p0, q0).sum():.3f} at temperature 1, {np.minimum(p0, cooler).sum():.3f} at 0.5"
+)
+keep = np.minimum(
+    1, np.divide(p0, q0, out=np.ones_like(p0), where=q0 > 0)
+)  # decided with q of temperature 1
 rest = np.maximum(p0 - q0, 0)
 dishonest = cooler * keep + (1 - (cooler * keep).sum()) * rest / rest.sum()
 print(f"drawn at 0.5 and declared at 1: total variation {np.abs(dishonest - p0).sum() / 2:.3f}")

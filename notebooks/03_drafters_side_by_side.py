@@ -92,7 +92,9 @@ contenders = {
     "static tree": (head, {"tree": STATIC}),
     "dynamic tree": (head, {"tree": DYNAMIC}),
 }
-print(f"{len(prompts)} prompts; both trees have {STATIC.num_nodes} nodes, {STATIC.max_depth} levels")
+print(
+    f"{len(prompts)} prompts; both trees have {STATIC.num_nodes} nodes, {STATIC.max_depth} levels"
+)
 assert len(prompts) == len(kinds) == 16 and STATIC.num_nodes == DYNAMIC.num_nodes == 21
 
 # %% [markdown]
@@ -104,7 +106,9 @@ assert len(prompts) == len(kinds) == 16 and STATIC.num_nodes == DYNAMIC.num_node
 def record(drafter, **options):
     decoder = e3.SpeculativeDecoder(target, drafter, stop_tokens=(), **options)
     budget = [NEW] * len(prompts)
-    return trace.record(decoder, prompts, max_new_tokens=budget, sampling=e3.SamplingParams(), seed=0)
+    return trace.record(
+        decoder, prompts, max_new_tokens=budget, sampling=e3.SamplingParams(), seed=0
+    )
 
 
 runs = {name: record(drafter, **options) for name, (drafter, options) in contenders.items()}
@@ -131,7 +135,8 @@ def all_logits(tokens):
     """The target's logits after every token of a batch of texts."""
     place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     return target.model.unembed(
-        target.params, target.model(target.params, tokens, place, causal_mask(tokens.shape[1])).final
+        target.params,
+        target.model(target.params, tokens, place, causal_mask(tokens.shape[1])).final,
     )
 
 
@@ -142,7 +147,14 @@ def partings(tokens):
     """For every text that parts from plain decoding: how far the two tokens' logits are apart at that place."""
     gaps = []
     for index, (ours, theirs) in enumerate(zip(tokens, plain, strict=True)):
-        place = next((place for place, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), None)
+        place = next(
+            (
+                place
+                for place, pair in enumerate(zip(ours, theirs, strict=True))
+                if pair[0] != pair[1]
+            ),
+            None,
+        )
         if place is not None:
             after = logits[index, starts[index] + place - 1]
             gaps.append(float(abs(after[ours[place]] - after[theirs[place]])))
@@ -170,14 +182,18 @@ for name, run in runs.items():
 def strip(name, index):
     one = runs[name].prompts[index]
     tokens = [token for token in tokens_of(one, target.tokenizer) if token.kind != PROMPT]
-    return TokenStrip(tokens[:NEW], f"{name}: {len(one['rounds'])} rounds")  # the last round may go past the limit
+    return TokenStrip(
+        tokens[:NEW], f"{name}: {len(one['rounds'])} rounds"
+    )  # the last round may go past the limit
 
 
 SHOWN = 3
 strips = [strip(name, SHOWN) for name in ("plain", "n-gram, K=5", "EAGLE-3, K=5", "dynamic tree")]
 display(*strips)
 assert len({"".join(token.piece for token in one.tokens) for one in strips}) == 1, "the same text"
-assert len(runs["plain"].prompts[SHOWN]["rounds"]) == NEW - 1, "plain decoding: a round for every token but the first"
+assert len(runs["plain"].prompts[SHOWN]["rounds"]) == NEW - 1, (
+    "plain decoding: a round for every token but the first"
+)
 
 # %% [markdown]
 # ## τ by task
@@ -196,24 +212,40 @@ def merged(run, kind):
 
 
 def per_round(run, kind):
-    rounds = sum(len(one["rounds"]) for one, which in zip(run.prompts, kinds, strict=True) if which == kind)
+    rounds = sum(
+        len(one["rounds"]) for one, which in zip(run.prompts, kinds, strict=True) if which == kind
+    )
     return (NEW - 1) * int((kinds == kind).sum()) / rounds
 
 
 TASKS = ("code", "prose", "repetition")
-tau = {name: {kind: merged(run, kind).mean_acceptance_length for kind in TASKS} for name, run in runs.items()}
+tau = {
+    name: {kind: merged(run, kind).mean_acceptance_length for kind in TASKS}
+    for name, run in runs.items()
+}
 pace = {name: {kind: per_round(run, kind) for kind in TASKS} for name, run in runs.items()}
 print(f"{'':14}" + "".join(f"{kind + ': τ':>14}{'per round':>11}" for kind in TASKS))
 for name in runs:
-    print(f"{name:14}" + "".join(f"{tau[name][kind]:>14.2f}{pace[name][kind]:>11.2f}" for kind in TASKS))
+    print(
+        f"{name:14}"
+        + "".join(f"{tau[name][kind]:>14.2f}{pace[name][kind]:>11.2f}" for kind in TASKS)
+    )
 
 for kind in ("code", "prose"):
     ours = {name: one[kind] for name, one in tau.items()}
-    assert ours["EAGLE-3, K=2"] < ours["EAGLE-3, K=5"] < ours["EAGLE-3, K=8"], "longer chains, more tokens a round"
-    assert min(ours["static tree"], ours["dynamic tree"]) > ours["EAGLE-3, K=8"], "branches beat length"
+    assert ours["EAGLE-3, K=2"] < ours["EAGLE-3, K=5"] < ours["EAGLE-3, K=8"], (
+        "longer chains, more tokens a round"
+    )
+    assert min(ours["static tree"], ours["dynamic tree"]) > ours["EAGLE-3, K=8"], (
+        "branches beat length"
+    )
     assert ours["n-gram, K=5"] < ours["EAGLE-3, K=5"], "a trained head knows more than the prompt"
-assert tau["EAGLE-3, K=8"]["code"] - tau["EAGLE-3, K=5"]["code"] < 0.5, "of the last three tokens few are accepted"
-assert pace["n-gram, K=5"]["repetition"] > pace["EAGLE-3, K=5"]["repetition"], "but not where the text repeats itself"
+assert tau["EAGLE-3, K=8"]["code"] - tau["EAGLE-3, K=5"]["code"] < 0.5, (
+    "of the last three tokens few are accepted"
+)
+assert pace["n-gram, K=5"]["repetition"] > pace["EAGLE-3, K=5"]["repetition"], (
+    "but not where the text repeats itself"
+)
 
 # %% [markdown]
 # Longer chains bring more, and less with every token. Trees of 21 nodes bring more than chains of 8: when the likeliest
@@ -232,7 +264,9 @@ for offset, (kind, color) in enumerate(zip(TASKS, SERIES, strict=False)):
 ax.axhline(1, color="#57606a", linestyle="--", linewidth=1)
 ax.set(xticks=range(len(names)), ylabel="tokens per round, all rounds")
 ax.set_xticklabels(names, fontsize=9)
-ax.set_title("What a round brings; τ above a bar leaves rounds without a draft, and cut ends, out", pad=22)
+ax.set_title(
+    "What a round brings; τ above a bar leaves rounds without a draft, and cut ends, out", pad=22
+)
 ax.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1.0), borderaxespad=0.1)
 ax.grid(axis="x", visible=False)
 plt.show()
@@ -244,7 +278,8 @@ plt.show()
 # %%
 chosen = ("n-gram, K=5", "EAGLE-3, K=8", "static tree", "dynamic tree")
 ordinary = {
-    name: e3.SpeculationStats.merge([merged(runs[name], "code"), merged(runs[name], "prose")]) for name in chosen
+    name: e3.SpeculationStats.merge([merged(runs[name], "code"), merged(runs[name], "prose")])
+    for name in chosen
 }
 display(
     acceptance_ribbons(
@@ -256,7 +291,9 @@ display(
 shares = {name: one.acceptance_per_position for name, one in ordinary.items()}
 assert all(np.all(np.diff(one) <= 0) for one in shares.values())
 for name, one in ordinary.items():
-    assert abs(1 + sum(shares[name]) - one.mean_acceptance_length) < 1e-9, "the area below a ribbon is τ − 1"
+    assert abs(1 + sum(shares[name]) - one.mean_acceptance_length) < 1e-9, (
+        "the area below a ribbon is τ − 1"
+    )
 assert shares["dynamic tree"][0] > shares["EAGLE-3, K=8"][0] + 0.1, "four tries for the first token"
 
 # %% [markdown]
@@ -271,15 +308,24 @@ assert shares["dynamic tree"][0] > shares["EAGLE-3, K=8"][0] + 0.1, "four tries 
 # %%
 fig, axes = plt.subplots(2, 1, figsize=(8.2, 3.6), sharey=True)
 idle = {}
-for ax, index, title in zip(axes, (SHOWN, 12), ("a prompt of code", "a prompt that repeats itself"), strict=True):
+for ax, index, title in zip(
+    axes, (SHOWN, 12), ("a prompt of code", "a prompt that repeats itself"), strict=True
+):
     rounds = runs["n-gram, K=5"].prompts[index]["rounds"]
-    drafted, accepted = [len(one["tokens"]) - 1 for one in rounds], [one["num_accepted"] for one in rounds]
+    drafted, accepted = (
+        [len(one["tokens"]) - 1 for one in rounds],
+        [one["num_accepted"] for one in rounds],
+    )
     place = np.arange(1, len(rounds) + 1)
     ax.bar(place, drafted, color="none", edgecolor="#9aa0a6", linewidth=0.8, label="drafted")
     ax.bar(place, accepted, color=COLOURS["accepted"], label="accepted")
     empty = place[np.array(drafted) == 0]
     ax.plot(empty, 0.12 + 0 * empty, "x", color=COLOURS["rejected"], label="nothing drafted")
-    ax.set(xlim=(0, NEW), ylabel="tokens", title=f"{title}: {len(rounds)} rounds, {drafted.count(0)} without a draft")
+    ax.set(
+        xlim=(0, NEW),
+        ylabel="tokens",
+        title=f"{title}: {len(rounds)} rounds, {drafted.count(0)} without a draft",
+    )
     idle[title] = drafted.count(0) / len(rounds)
 axes[1].set_xlabel("round")
 axes[0].legend(ncols=3, loc="lower right", bbox_to_anchor=(1, 1.0), fontsize=8, borderaxespad=0.1)
@@ -314,7 +360,9 @@ class KnowsTheText:
         return self.num_speculative_tokens
 
     def init(self, params, batch, capacity):
-        return jnp.zeros((batch,), jnp.int32)  # how many tokens the target has read; the root is the next one
+        return jnp.zeros(
+            (batch,), jnp.int32
+        )  # how many tokens the target has read; the root is the next one
 
     def observe(self, params, state, seen):
         return state + seen.length
@@ -333,13 +381,19 @@ bounds = {
     "EAGLE-3": runs["EAGLE-3, K=5"],
     "knows the text": record(e3.LoadedDrafter(KnowsTheText(), jnp.array(whole))),
 }
-assert all(run.result.tokens == plain for run in bounds.values()), "one text, from the worst to the best drafter"
+assert all(run.result.tokens == plain for run in bounds.values()), (
+    "one text, from the worst to the best drafter"
+)
 worth = {name: run.result.stats.mean_acceptance_length for name, run in bounds.items()}
 fig, ax = plt.subplots(figsize=(7.2, 2.0))
 ax.barh(list(worth), list(worth.values()), color=[SERIES[5], SERIES[0], SERIES[0], SERIES[2]])
 for row, one in enumerate(worth.values()):
     ax.text(one + 0.05, row, f"{one:.2f}", va="center", fontsize=9)
-ax.set(xlim=(0, K + 1.6), xlabel=f"τ over all {len(prompts)} prompts", title=f"Chains of K = {K} between their bounds")
+ax.set(
+    xlim=(0, K + 1.6),
+    xlabel=f"τ over all {len(prompts)} prompts",
+    title=f"Chains of K = {K} between their bounds",
+)
 ax.grid(axis="y", visible=False)
 plt.show()
 assert worth["knows the text"] == K + 1 and worth["knows nothing"] < 1.05
@@ -365,7 +419,9 @@ def warm(draft_sampling):
     for played in decoder.rounds(prompts, max_new_tokens=NEW, sampling=WARM, seed=1):
         for row in np.flatnonzero(running):
             roots.append((row, int(played.positions[row, 0])))
-            laws_of_q.append(None if played.draft.probs is None else np.asarray(played.draft.probs[row, 1]))
+            laws_of_q.append(
+                None if played.draft.probs is None else np.asarray(played.draft.probs[row, 1])
+            )
         running = np.asarray(played.state.running)
     stats, tokens = jax.tree.map(np.asarray, (played.state.stats, played.state.tokens))
     return e3.SpeculationStats.merge([stats]), roots, laws_of_q, tokens
@@ -382,7 +438,9 @@ print(f"{'temperature 1, K=4':22}{'τ':>6}{'depth 1, measured':>20}{'predicted':
 for name, stats, predicted in (("likeliest", likeliest, mass), ("drawn", drawn, overlap)):
     share = stats.acceptance_per_position[0]
     print(f"{name:22}{stats.mean_acceptance_length:>6.2f}{share:>20.3f}{predicted.mean():>12.3f}")
-    assert abs(share - predicted.mean()) < 4 * 0.5 / int(stats.num_drafts) ** 0.5, "within four standard errors"
+    assert abs(share - predicted.mean()) < 4 * 0.5 / int(stats.num_drafts) ** 0.5, (
+        "within four standard errors"
+    )
 assert drawn.mean_acceptance_length > likeliest.mean_acceptance_length + 0.3
 assert np.allclose(q.sum(-1), 1, atol=1e-4) and overlap.mean() > mass.mean() + 0.1
 
@@ -394,9 +452,16 @@ assert np.allclose(q.sum(-1), 1, atol=1e-4) and overlap.mean() > mass.mean() + 0
 # %%
 undecided = int(np.argmax(np.where(p.max(-1) > 0.2, overlap - mass, 0)))
 pieces = [target.tokenizer.decode([token]) for token in range(target.vocab_size)]
-laws(p[undecided], q[undecided], labels=pieces, title="An undecided target: what can be accepted of q")
+laws(
+    p[undecided],
+    q[undecided],
+    labels=pieces,
+    title="An undecided target: what can be accepted of q",
+)
 plt.show()
-print(f"accepted if drawn: {overlap[undecided]:.2f}, if the likeliest is proposed: {mass[undecided]:.2f}")
+print(
+    f"accepted if drawn: {overlap[undecided]:.2f}, if the likeliest is proposed: {mass[undecided]:.2f}"
+)
 
 # %% [markdown]
 # ## What would go wrong
@@ -404,13 +469,23 @@ print(f"accepted if drawn: {overlap[undecided]:.2f}, if the likeliest is propose
 # Nothing in a decoder; everything in a comparison. Four numbers of the runs above, each right and each misleading.
 
 # %%
-ngram, eagle = (e3.SpeculationStats.merge([run.result.stats]) for run in (runs["n-gram, K=5"], runs["EAGLE-3, K=5"]))
+ngram, eagle = (
+    e3.SpeculationStats.merge([run.result.stats])
+    for run in (runs["n-gram, K=5"], runs["EAGLE-3, K=5"])
+)
 long = e3.SpeculationStats.merge([runs["EAGLE-3, K=8"].result.stats])
 print("1. One run, two 'acceptance rates': draft acceptance rate", end=" ")
-print(f"{eagle.draft_acceptance_rate:.2f}, conditional at depth 1 {eagle.conditional_acceptance_rate[0]:.2f}")
+print(
+    f"{eagle.draft_acceptance_rate:.2f}, conditional at depth 1 {eagle.conditional_acceptance_rate[0]:.2f}"
+)
 assert eagle.conditional_acceptance_rate[0] > eagle.draft_acceptance_rate + 0.1
-print(f"2. K=8 has the higher τ ({long.mean_acceptance_length:.2f} and {eagle.mean_acceptance_length:.2f})", end=" ")
-print(f"and the lower draft acceptance rate ({long.draft_acceptance_rate:.2f} and {eagle.draft_acceptance_rate:.2f})")
+print(
+    f"2. K=8 has the higher τ ({long.mean_acceptance_length:.2f} and {eagle.mean_acceptance_length:.2f})",
+    end=" ",
+)
+print(
+    f"and the lower draft acceptance rate ({long.draft_acceptance_rate:.2f} and {eagle.draft_acceptance_rate:.2f})"
+)
 assert long.mean_acceptance_length > eagle.mean_acceptance_length
 assert long.draft_acceptance_rate < eagle.draft_acceptance_rate
 rounds = sum(len(one["rounds"]) for one in runs["n-gram, K=5"].prompts)
@@ -471,10 +546,16 @@ assert ahead > 0
 strict = record(NGram(K, min_ngram=3))
 stricter = strict.result.stats
 tokens_a_round = len(prompts) * (NEW - 1) / sum(len(one["rounds"]) for one in strict.prompts)
-print(f"exercise 2: min_ngram 1 -> 3: rounds that draft {ngram.num_drafts} -> {stricter.num_drafts}, rate", end=" ")
+print(
+    f"exercise 2: min_ngram 1 -> 3: rounds that draft {ngram.num_drafts} -> {stricter.num_drafts}, rate",
+    end=" ",
+)
 print(f"{ngram.draft_acceptance_rate:.2f} -> {stricter.draft_acceptance_rate:.2f},", end=" ")
 print(f"tokens a round {real:.2f} -> {tokens_a_round:.2f}")
-assert stricter.num_drafts < ngram.num_drafts and stricter.draft_acceptance_rate > ngram.draft_acceptance_rate
+assert (
+    stricter.num_drafts < ngram.num_drafts
+    and stricter.draft_acceptance_rate > ngram.draft_acceptance_rate
+)
 assert tokens_a_round < real
 
 
@@ -488,7 +569,11 @@ for _ in range(50):
     middle = (low + high) / 2
     low, high = (middle, high) if geometric(middle, K) < all_of[K] else (low, middle)
 promised = {k: geometric(low, k) for k in all_of}
-print(f"exercise 3: α = {low:.3f}; promised", {k: round(one, 2) for k, one in promised.items()}, end=" ")
+print(
+    f"exercise 3: α = {low:.3f}; promised",
+    {k: round(one, 2) for k, one in promised.items()},
+    end=" ",
+)
 print("measured", {k: round(one, 2) for k, one in all_of.items()})
 assert all(abs(promised[k] - all_of[k]) < 0.3 for k in all_of)
 

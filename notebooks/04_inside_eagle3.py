@@ -111,9 +111,22 @@ for row, one in enumerate(heads.values()):
     for (part, pick), color in zip(PARTS.items(), SERIES, strict=False):
         share = pick(sizes) / sizes.total
         ax.barh(row, share, left=left, color=color, label=part if row == 0 else None)
-        ax.text(left + share / 2, row, f"{share:.0%}", ha="center", va="center", color="white", fontsize=8)
+        ax.text(
+            left + share / 2,
+            row,
+            f"{share:.0%}",
+            ha="center",
+            va="center",
+            color="white",
+            fontsize=8,
+        )
         left += share
-ax.set(yticks=range(len(heads)), yticklabels=list(heads), xlim=(0, 1), xlabel="share of the head's parameters")
+ax.set(
+    yticks=range(len(heads)),
+    yticklabels=list(heads),
+    xlim=(0, 1),
+    xlabel="share of the head's parameters",
+)
 ax.xaxis.set_major_formatter("{x:.0%}")
 ax.set_title("Where the parameters of a head sit", pad=22)
 ax.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1.0), borderaxespad=0.2)
@@ -121,9 +134,13 @@ ax.grid(axis="y", visible=False)
 plt.show()
 
 large, base = parameters(heads["head of Llama-3.1-8B"]), parameters(KNOWN_MODELS["Llama-3.1-8B"])
-print(f"Llama-3.1-8B: head {large.total / 1e6:.1f} M, target {base.total / 1e9:.2f} B: {large.total / base.total:.1%}")
+print(
+    f"Llama-3.1-8B: head {large.total / 1e6:.1f} M, target {base.total / 1e9:.2f} B: {large.total / base.total:.1%}"
+)
 assert large.mlp + large.output > 0.7 * large.total, "most of a large head"
-assert abs(2 * large.total - 849.4e6) < 0.1e6, "two bytes each: the 850 MB file that is published for Llama-3.1-8B"
+assert abs(2 * large.total - 849.4e6) < 0.1e6, (
+    "two bytes each: the 850 MB file that is published for Llama-3.1-8B"
+)
 
 # %% [markdown]
 # ## The tools: a Llama block in plain `jax.numpy`
@@ -150,7 +167,9 @@ def rotate(x, positions):  # x: [T heads H]
 
 def attend(z, w, prefix, positions, past=None):  # z: [T D_in]; past: keys and values before it
     rows = len(z)
-    q, k, v = (times(z, w[f"{prefix}.{one}_proj.weight"].T).reshape(rows, -1, SIZE) for one in "qkv")
+    q, k, v = (
+        times(z, w[f"{prefix}.{one}_proj.weight"].T).reshape(rows, -1, SIZE) for one in "qkv"
+    )
     q, k = rotate(q, positions), rotate(k, positions)
     if past is not None:
         k, v = jnp.concatenate([past[0], k]), jnp.concatenate([past[1], v])
@@ -188,15 +207,21 @@ x, entering = tw["model.embed_tokens.weight"][tokens], []
 for i in range(layers):
     entering.append(x)
     block = f"model.layers.{i}"
-    added, _ = attend(norm(x, tw[f"{block}.input_layernorm.weight"]), tw, f"{block}.self_attn", positions)
+    added, _ = attend(
+        norm(x, tw[f"{block}.input_layernorm.weight"]), tw, f"{block}.self_attn", positions
+    )
     x = x + added
     x = x + mlp(norm(x, tw[f"{block}.post_attention_layernorm.weight"]), tw, f"{block}.mlp")
 final = norm(x, tw["model.norm.weight"])
 
 taps = config.aux_layers
-out = target.model(target.params, tokens[None], positions[None], causal_mask(len(ids)), aux_layers=taps)
+out = target.model(
+    target.params, tokens[None], positions[None], causal_mask(len(ids)), aux_layers=taps
+)
 features = jnp.stack([entering[i] for i in taps], axis=1)  # [T 3 D]
-print(f"taps {taps}; by hand and by the library: features differ by {difference(features, out.features[0]):.1e},")
+print(
+    f"taps {taps}; by hand and by the library: features differ by {difference(features, out.features[0]):.1e},"
+)
 print(f"final states by {difference(final, out.final[0]):.1e} of their largest entry")
 assert taps == (2, layers // 2, layers - 3)
 assert difference(features, out.features[0]) < 1e-5 and difference(final, out.final[0]) < 1e-5
@@ -212,18 +237,30 @@ size = jnp.sqrt(jnp.mean(streams**2, axis=(1, 2)))
 units = streams / jnp.linalg.norm(streams, axis=-1, keepdims=True)
 alike = jnp.einsum("itd,jtd->ijt", units, units).mean(-1)
 fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.4), width_ratios=(1.25, 1))
-left.bar(range(layers + 1), size, color=["#d97634" if i in taps else "#c3cad3" for i in range(layers + 1)])
-left.set(xlabel="stream entering layer (12: leaving the last)", ylabel="root mean square", xticks=range(layers + 1))
+left.bar(
+    range(layers + 1),
+    size,
+    color=["#d97634" if i in taps else "#c3cad3" for i in range(layers + 1)],
+)
+left.set(
+    xlabel="stream entering layer (12: leaving the last)",
+    ylabel="root mean square",
+    xticks=range(layers + 1),
+)
 left.set_title("Features grow with depth; the taps in orange")
 image = right.imshow(alike, cmap="viridis", vmin=0, vmax=1, origin="lower")
-right.set(xlabel="stream entering layer", ylabel="stream entering layer", xticks=range(0, layers + 1, 2))
+right.set(
+    xlabel="stream entering layer", ylabel="stream entering layer", xticks=range(0, layers + 1, 2)
+)
 right.set_title("Neighbours are alike")
 right.grid(visible=False)
 fig.colorbar(image, ax=right, label="mean cosine", shrink=0.85)
 plt.show()
 
 assert size[taps[0]] < size[taps[1]] < size[taps[2]], "the high tap is the loudest"
-assert all(alike[i, i + 1] > 0.7 for i in range(1, layers)), "one layer further is nearly the same vector"
+assert all(alike[i, i + 1] > 0.7 for i in range(1, layers)), (
+    "one layer further is nearly the same vector"
+)
 
 # %% [markdown]
 # ## fc: three features become one
@@ -232,12 +269,18 @@ assert all(alike[i, i + 1] > 0.7 for i in range(1, layers)), "one layer further 
 # width. No gate, no attention over layers: a matrix.
 
 # %%
-w = {name: tensor.astype(jnp.float32) for name, tensor in checkpoint.items() if tensor.dtype == jnp.bfloat16}
+w = {
+    name: tensor.astype(jnp.float32)
+    for name, tensor in checkpoint.items()
+    if tensor.dtype == jnp.bfloat16
+}
 fused = times(features.reshape(len(ids), -1), w["fc.weight"].T)
 
 head = bind(Eagle3Head, config, drafter.drafter.precision, drafter.params["head"])
 theirs = head.fuse(out.features)[0]
-print(f"{features.shape} -> {fused.shape}, differs from the library by {difference(fused, theirs):.1e}")
+print(
+    f"{features.shape} -> {fused.shape}, differs from the library by {difference(fused, theirs):.1e}"
+)
 assert difference(fused, theirs) < 1e-5
 
 # %% [markdown]
@@ -270,7 +313,10 @@ for t in range(len(ids) - 5, len(ids)):
 # %%
 def head_step(token_ids, stream, positions, past=None):
     embedded = tw["model.embed_tokens.weight"][token_ids]
-    both = [norm(embedded, w["midlayer.input_layernorm.weight"]), norm(stream, w["midlayer.hidden_norm.weight"])]
+    both = [
+        norm(embedded, w["midlayer.input_layernorm.weight"]),
+        norm(stream, w["midlayer.hidden_norm.weight"]),
+    ]
     added, kept = attend(jnp.concatenate(both, axis=-1), w, "midlayer.self_attn", positions, past)
     x = stream + added
     return x + mlp(norm(x, w["midlayer.post_attention_layernorm.weight"]), w, "midlayer.mlp"), kept
@@ -282,11 +328,17 @@ def draft_logits(output):
 
 output, known = head_step(shifted, fused, positions)
 seen = e3.Observation(
-    tokens=tokens[None], features=out.features, length=jnp.array([len(ids)]), next_token=jnp.array([root])
+    tokens=tokens[None],
+    features=out.features,
+    length=jnp.array([len(ids)]),
+    next_token=jnp.array([root]),
 )
 empty = drafter.drafter.init(drafter.params, 1, 128)
 state = drafter.drafter.observe(drafter.params, empty, seen)
-kept = [getattr(state.cache.layers[0], name)[0, :, : len(ids)].transpose(1, 0, 2) for name in ("keys", "values")]
+kept = [
+    getattr(state.cache.layers[0], name)[0, :, : len(ids)].transpose(1, 0, 2)
+    for name in ("keys", "values")
+]
 for name, ours, theirs in (
     ("output at the last pair", output[-1], state.output[0]),
     ("keys of the head's cache", known[0], kept[0]),
@@ -306,7 +358,9 @@ for name, ours, theirs in (
 # %%
 d2t, t2d = np.array(checkpoint["d2t"]), np.array(checkpoint["t2d"])
 absolute = np.arange(len(d2t)) + d2t
-assert np.array_equal(absolute, drafter.params["draft_to_target"]) and np.array_equal(absolute, np.flatnonzero(t2d))
+assert np.array_equal(absolute, drafter.params["draft_to_target"]) and np.array_equal(
+    absolute, np.flatnonzero(t2d)
+)
 assert np.all(np.diff(absolute) > 0), "sorted, without repetition"
 best = jax.lax.top_k(draft_logits(output[-1]), 5)[1]
 for one in best.tolist():
@@ -328,7 +382,9 @@ for depth in range(5):
     stream, step = head_step(jnp.array(drafted[-1:]), stream, jnp.array([len(ids) + depth]), past)
     past = step
 
-proposed = drafter.drafter.propose(drafter.params, state, jax.random.split(jax.random.key(0), 1), e3.SamplingParams())
+proposed = drafter.drafter.propose(
+    drafter.params, state, jax.random.split(jax.random.key(0), 1), e3.SamplingParams()
+)
 print("by hand:     ", drafted, repr(target.tokenizer.decode(drafted)))
 print("the library: ", proposed.tokens[0, 1:].tolist(), " after the root", text[-1])
 assert drafted == proposed.tokens[0, 1:].tolist()
@@ -364,8 +420,12 @@ class Meddled:
 
     def observe(self, params, state, seen):
         features = seen.features[:, :, params["taps"]] * params["keep"][:, None] + params["instead"]
-        last = jnp.take_along_axis(seen.tokens, jnp.maximum(seen.length - 1, 0)[:, None], axis=1)[:, 0]
-        late = seen.replace(tokens=jnp.roll(seen.tokens, 1, axis=1), next_token=last)  # every token one pair too late
+        last = jnp.take_along_axis(seen.tokens, jnp.maximum(seen.length - 1, 0)[:, None], axis=1)[
+            :, 0
+        ]
+        late = seen.replace(
+            tokens=jnp.roll(seen.tokens, 1, axis=1), next_token=last
+        )  # every token one pair too late
         seen = jax.tree.map(lambda a, b: jnp.where(params["unshifted"], a, b), late, seen)
         return self.inner.observe(params["drafter"], state, seen.replace(features=features))
 
@@ -388,14 +448,20 @@ intact = {
 
 def run(**changes):
     loaded = e3.LoadedDrafter(Meddled(chain), intact | changes)
-    return e3.SpeculativeDecoder(target, loaded, stop_tokens=()).generate(prompts, max_new_tokens=NEW)
+    return e3.SpeculativeDecoder(target, loaded, stop_tokens=()).generate(
+        prompts, max_new_tokens=NEW
+    )
 
 
-plain = e3.SpeculativeDecoder(target, Plain(num_nodes=K + 1), stop_tokens=()).generate(prompts, max_new_tokens=NEW)
+plain = e3.SpeculativeDecoder(target, Plain(num_nodes=K + 1), stop_tokens=()).generate(
+    prompts, max_new_tokens=NEW
+)
 whole = run()
 direct = e3.SpeculativeDecoder(target, drafter, num_speculative_tokens=K, stop_tokens=())
 assert whole.tokens == plain.tokens, "the text of plain decoding"
-print(f"{len(prompts)} prompts, {NEW} new tokens each: τ = {whole.stats.mean_acceptance_length:.2f}")
+print(
+    f"{len(prompts)} prompts, {NEW} new tokens each: τ = {whole.stats.mean_acceptance_length:.2f}"
+)
 
 # %% [markdown]
 # `mean` puts the tap's mean over other text in its place, `zero` nothing. A tap replaced by its mean says nothing
@@ -430,13 +496,19 @@ variants = {
 }
 results = {name: run(**changes) for name, changes in variants.items()}
 tau = {name: one.stats.mean_acceptance_length for name, one in results.items()}
-assert all(one.tokens == plain.tokens for one in results.values()), "whatever is broken, the text is the target's"
+assert all(one.tokens == plain.tokens for one in results.values()), (
+    "whatever is broken, the text is the target's"
+)
 
 
 # %%
 names = list(tau)[::-1]
 fig, ax = plt.subplots(figsize=(7.2, 4.2))
-ax.barh(names, [tau[name] for name in names], color=[SERIES[2] if name == "as it is" else SERIES[0] for name in names])
+ax.barh(
+    names,
+    [tau[name] for name in names],
+    color=[SERIES[2] if name == "as it is" else SERIES[0] for name in names],
+)
 for row, name in enumerate(names):
     ax.text(tau[name] + 0.03, row, f"{tau[name]:.2f}", va="center", fontsize=8)
 ax.axvline(1, color="#57606a", linewidth=1, linestyle="--")
@@ -448,8 +520,12 @@ plt.show()
 # %%
 floor, ceiling = tau["random head"], tau["as it is"]
 assert all(one < ceiling for name, one in tau.items() if name != "as it is"), "every part is used"
-assert tau["high tap: mean"] < min(tau["low tap: mean"], tau["middle tap: mean"]), "the high tap carries most"
-assert tau["high tap alone"] < min(tau["low tap: mean"], tau["middle tap: mean"]), "one tap does not do for three"
+assert tau["high tap: mean"] < min(tau["low tap: mean"], tau["middle tap: mean"]), (
+    "the high tap carries most"
+)
+assert tau["high tap alone"] < min(tau["low tap: mean"], tau["middle tap: mean"]), (
+    "one tap does not do for three"
+)
 assert tau["no feature"] - 1 < 0.2 * (ceiling - 1), "without features hardly anything is left"
 assert tau["no embedding"] - 1 < 0.3 * (ceiling - 1), "nor without knowing which token was chosen"
 assert floor < 1.05, "a head that knows nothing"
@@ -469,7 +545,9 @@ assert floor < 1.05, "a head that knows nothing"
 # of the real run, where only drafts whose ancestors were all right come so far.
 
 # %%
-traced = trace.record(direct, prompts, max_new_tokens=[NEW] * len(prompts), sampling=e3.SamplingParams(), seed=0)
+traced = trace.record(
+    direct, prompts, max_new_tokens=[NEW] * len(prompts), sampling=e3.SamplingParams(), seed=0
+)
 assert traced.result.tokens == plain.tokens
 stats = traced.result.stats
 
@@ -478,16 +556,22 @@ longest = max(starts) + NEW
 texts, learn = np.zeros((len(prompts), longest), np.int32), np.zeros((len(prompts), longest), bool)
 for index, one in enumerate(plain.rows):
     texts[index, : starts[index] + NEW] = one.prompt_tokens + one.tokens
-    learn[index, starts[index] - 1 : starts[index] + NEW - 2] = True  # entry t is about x_{t+2}: written by the target
+    learn[index, starts[index] - 1 : starts[index] + NEW - 2] = (
+        True  # entry t is about x_{t+2}: written by the target
+    )
 real = np.arange(longest) < np.array(starts)[:, None] + NEW
-batch = TTTBatch(tokens=jnp.array(texts), attention_mask=jnp.array(real), loss_mask=jnp.array(learn))
+batch = TTTBatch(
+    tokens=jnp.array(texts), attention_mask=jnp.array(real), loss_mask=jnp.array(learn)
+)
 frozen = {
     "target_params": target.params,
     "embedding": drafter.params["embedding"],
     "draft_to_target": drafter.params["draft_to_target"],
 }
 ttt = TTTConfig(num_steps=K, denominator="supervised")
-objective = jax.jit(lambda head_params: ttt_loss(chain, target.model, head_params, frozen, batch, ttt)[1])
+objective = jax.jit(
+    lambda head_params: ttt_loss(chain, target.model, head_params, frozen, batch, ttt)[1]
+)
 metrics = {name: float(value) for name, value in objective(drafter.params["head"]).items()}
 hits = [metrics[f"accuracy_{depth}"] for depth in range(K)]
 conditional = stats.conditional_acceptance_rate
@@ -495,16 +579,36 @@ conditional = stats.conditional_acceptance_rate
 depths = range(1, K + 1)
 fig, ax = plt.subplots(figsize=(7.2, 3.2))
 ax.plot(depths, [hits[0]] * K, "--", color=SERIES[2], label="true features at every depth")
-ax.plot(depths, hits, "o-", color=SERIES[0], label="own output, tokens of the text: the training-time test")
-ax.plot(depths, conditional, "s-", color=SERIES[1], label="own output, in real rounds: conditional acceptance")
+ax.plot(
+    depths,
+    hits,
+    "o-",
+    color=SERIES[0],
+    label="own output, tokens of the text: the training-time test",
+)
+ax.plot(
+    depths,
+    conditional,
+    "s-",
+    color=SERIES[1],
+    label="own output, in real rounds: conditional acceptance",
+)
 ax.set(ylim=(0, 1), xticks=depths, xlabel="depth of the draft token", ylabel="share of hits")
 ax.set_title("What it costs the head to eat its own output")
 ax.legend(loc="lower left")
 plt.show()
 
 simulated, measured = metrics["simulated_tau"], stats.mean_acceptance_length
-print("training-time test:    ", *(f"{one:.2f}" for one in hits), f"  τ of a chain on this text {simulated:.2f}")
-print("conditional acceptance:", *(f"{one:.2f}" for one in conditional), f"  τ of the real rounds      {measured:.2f}")
+print(
+    "training-time test:    ",
+    *(f"{one:.2f}" for one in hits),
+    f"  τ of a chain on this text {simulated:.2f}",
+)
+print(
+    "conditional acceptance:",
+    *(f"{one:.2f}" for one in conditional),
+    f"  τ of the real rounds      {measured:.2f}",
+)
 assert hits[0] > hits[1] > hits[4], "each step without a true feature costs hits"
 assert min(conditional[3:]) > max(hits[3:]), "what comes as far as depth 4 is easy text"
 
@@ -522,10 +626,17 @@ assert min(conditional[3:]) > max(hits[3:]), "what comes as far as depth 4 is ea
 # %%
 written = np.concatenate([one.tokens for one in plain.rows])
 covered = t2d[written].mean()
-refused = [one["next_token"] for prompt in traced.prompts for one in prompt["rounds"] if one["num_accepted"] < K]
+refused = [
+    one["next_token"]
+    for prompt in traced.prompts
+    for one in prompt["rounds"]
+    if one["num_accepted"] < K
+]
 outside = [token for token in refused if not t2d[token]]
 print(f"{t2d.mean():.0%} of the vocabulary covers {covered:.1%} of what the target wrote")
-print(f"{len(refused)} rounds ended in a refusal; in {len(outside)} the right token could not have been drafted:")
+print(
+    f"{len(refused)} rounds ended in a refusal; in {len(outside)} the right token could not have been drafted:"
+)
 print("  ", *sorted({repr(target.tokenizer.decode([token])) for token in outside}))
 assert len(d2t) == 2048 == target.vocab_size // 2
 assert covered > 0.95, "frequent tokens make up nearly all of a text"
@@ -533,7 +644,9 @@ assert len(outside) < 0.15 * len(refused), "few refusals are the vocabulary's fa
 
 full = dataclasses.replace(heads["head of Llama-3.1-8B"], draft_vocab_size=128_256)
 saved = parameters(full).total / large.total
-print(f"for Llama-3.1-8B the whole vocabulary would make a head {saved:.2f} times as large; it is read K times a round")
+print(
+    f"for Llama-3.1-8B the whole vocabulary would make a head {saved:.2f} times as large; it is read K times a round"
+)
 assert saved > 1.9
 
 # %% [markdown]
@@ -547,14 +660,19 @@ assert saved > 1.9
 
 # %%
 first = drafter.params["head"]["first"]
-exchanged = first | {"embedding_norm": first["feature_norm"], "feature_norm": first["embedding_norm"]}
+exchanged = first | {
+    "embedding_norm": first["feature_norm"],
+    "feature_norm": first["embedding_norm"],
+}
 mistakes = {
     "as it is": {},
     "d2t taken for ids": {"drafter": drafter.params | {"draft_to_target": jnp.array(d2t)}},
     "taps one layer early": {"taps": jnp.array(taps) - 1},
     "taps one layer late": {"taps": jnp.array(taps) + 1},
     "taps in reverse order": {"taps": jnp.array(taps[::-1])},
-    "norms exchanged": {"drafter": drafter.params | {"head": drafter.params["head"] | {"first": exchanged}}},
+    "norms exchanged": {
+        "drafter": drafter.params | {"head": drafter.params["head"] | {"first": exchanged}}
+    },
     "tokens not shifted": {"unshifted": jnp.array(True)},
 }
 broken = {name: run(**changes) for name, changes in mistakes.items()}
@@ -569,9 +687,17 @@ fig, ax = plt.subplots(figsize=(7.2, 3.6))
 image = ax.imshow(table, cmap="Blues", vmin=0, vmax=1, aspect="auto")
 for (row, column), value in np.ndenumerate(table):
     ax.text(
-        column, row, f"{value:.2f}", ha="center", va="center", color="white" if value > 0.6 else "black", fontsize=8
+        column,
+        row,
+        f"{value:.2f}",
+        ha="center",
+        va="center",
+        color="white" if value > 0.6 else "black",
+        fontsize=8,
     )
-ax.set(xticks=range(K), xticklabels=depths, xlabel="depth of the draft token", yticks=range(len(worth)))
+ax.set(
+    xticks=range(K), xticklabels=depths, xlabel="depth of the draft token", yticks=range(len(worth))
+)
 ax.set_yticklabels([f"{name}   τ {one:.2f}" for name, one in worth.items()])
 ax.set_title("Conditional acceptance by depth")
 ax.grid(visible=False)
@@ -579,26 +705,38 @@ fig.colorbar(image, ax=ax)
 plt.show()
 
 # %%
-right, early, late = (worth[name] for name in ("as it is", "taps one layer early", "taps one layer late"))
-assert worth["d2t taken for ids"] < 1.1 and worth["tokens not shifted"] < 1.5, "these two leave next to nothing"
+right, early, late = (
+    worth[name] for name in ("as it is", "taps one layer early", "taps one layer late")
+)
+assert worth["d2t taken for ids"] < 1.1 and worth["tokens not shifted"] < 1.5, (
+    "these two leave next to nothing"
+)
 assert worth["taps in reverse order"] < right - 0.5 and worth["norms exchanged"] < right - 0.1
 fed = table[list(worth).index("normed output fed back")]
 assert fed[0] > table[0][0] - 0.1, "the first token needs no feedback"
 assert fed[1] < table[0][1] - 0.2 and fed[2] < table[0][2] - 0.2, "all others do"
-assert abs(early - right) < 0.4 and abs(late - right) < 0.6, "off by one hides in the noise of a few prompts"
+assert abs(early - right) < 0.4 and abs(late - right) < 0.6, (
+    "off by one hides in the noise of a few prompts"
+)
 
 unshifted = table[list(worth).index("tokens not shifted")]
 assert unshifted[0] < 0.3 < unshifted[2], "the first token is hard, the others are easier"
 pairs = zip(broken["taps one layer early"].rows, broken["as it is"].rows, strict=True)
-wins = sum(one.stats.mean_acceptance_length > other.stats.mean_acceptance_length for one, other in pairs)
+wins = sum(
+    one.stats.mean_acceptance_length > other.stats.mean_acceptance_length for one, other in pairs
+)
 assert wins > 0, "and wins on some prompts"
 
-wrong = target.model(target.params, tokens[None], positions[None], causal_mask(len(ids)), aux_layers=(1, 5, 8)).features
+wrong = target.model(
+    target.params, tokens[None], positions[None], causal_mask(len(ids)), aux_layers=(1, 5, 8)
+).features
 far, near = difference(features, wrong[0]), difference(features, out.features[0])
 print(
     f"taps one layer early: τ {early:.2f}, with the right ones {right:.2f}; ahead on {wins} of {len(prompts)} prompts."
 )
-print(f"But the features are {far:.2f} of their largest entry away from those by hand, the right ones {near:.0e}")
+print(
+    f"But the features are {far:.2f} of their largest entry away from those by hand, the right ones {near:.0e}"
+)
 assert far > 0.05 > 1e4 * near
 
 # %% [markdown]
@@ -662,8 +800,16 @@ assert far > 0.05 > 1e4 * near
 
 # %%
 assert known[0].shape == (len(ids), KV_HEADS, SIZE)  # exercise 1
-instead = {layer: run(taps=jnp.array([2, 6, layer])).stats.mean_acceptance_length for layer in (7, 8, 10, 11)}
-print("exercise 2:", {layer: round(one, 2) for layer, one in instead.items()}, "with 9:", round(right, 2))
+instead = {
+    layer: run(taps=jnp.array([2, 6, layer])).stats.mean_acceptance_length
+    for layer in (7, 8, 10, 11)
+}
+print(
+    "exercise 2:",
+    {layer: round(one, 2) for layer, one in instead.items()},
+    "with 9:",
+    round(right, 2),
+)
 assert instead[11] < right - 0.1 and max(instead[8], instead[10]) > instead[11]
 most = 1 + (stats.num_accepted_tokens + K * len(outside)) / stats.num_drafts
 print(f"exercise 3: at most {most:.2f}, measured {stats.mean_acceptance_length:.2f}")

@@ -63,7 +63,10 @@ K = 4
 decoder = e3.SpeculativeDecoder(target, drafter, num_speculative_tokens=K, stop_tokens=())
 rows = [json.loads(line) for line in bundled("prompts.jsonl").read_text().splitlines()]
 sizes = (14, 18, 16, 22)
-prompts = [target.tokenizer.encode(one["prompt"]).ids[:size] for one, size in zip(rows[::9], sizes, strict=False)]
+prompts = [
+    target.tokenizer.encode(one["prompt"]).ids[:size]
+    for one, size in zip(rows[::9], sizes, strict=False)
+]
 state = decoder.prefill(prompts, max_new_tokens=40)
 
 # %% [markdown]
@@ -130,12 +133,16 @@ state = wiped_both(state)
 loop, params, n = decoder.loop, decoder.params, state.cache.length
 draft = loop.drafter.propose(params.drafter, state.drafter, state.keys, state.sampling)
 mask, positions = causal_mask(K + 1), n[:, None] + jnp.arange(K + 1)
-out = loop.target(params.target, draft.tokens, positions, mask, state.cache, aux_layers=loop.drafter.aux_layers)
+out = loop.target(
+    params.target, draft.tokens, positions, mask, state.cache, aux_layers=loop.drafter.aux_layers
+)
 best = jnp.argmax(target.model.unembed(target.params, out.final), axis=-1)
 verdict = e3.verify_greedy(draft, best, max_depth=K)
 count = verdict.num_accepted + 1  # what was accepted, and the root in front of it
 after = state.cache.commit(out.written, count)
-seen = e3.Observation(tokens=draft.tokens, features=out.features, length=count, next_token=verdict.next_token)
+seen = e3.Observation(
+    tokens=draft.tokens, features=out.features, length=count, next_token=verdict.next_token
+)
 observed = loop.drafter.observe(params.drafter, draft.state, seen)
 
 
@@ -148,12 +155,18 @@ head_layers = [first(state.drafter.cache), guessed, guessed, first(observed.cach
 target_layers = [first(state.cache), first(state.cache), written, first(after)]
 ends = [n, n, n, after.length]
 names = ["before", "propose", "verify", "commit, observe"]
-row = int(np.argmax((verdict.num_accepted > 0) & (verdict.num_accepted < K)))  # a row of which a part was refused
+row = int(
+    np.argmax((verdict.num_accepted > 0) & (verdict.num_accepted < K))
+)  # a row of which a part was refused
 low = int(n[row]) - 4
 fig, axes = plt.subplots(2, 1, figsize=(7.6, 4.2), sharex=True)
-for ax, layers, title in zip(axes, (head_layers, target_layers), ("Head's cache", "Target's cache"), strict=True):
+for ax, layers, title in zip(
+    axes, (head_layers, target_layers), ("Head's cache", "Target's cache"), strict=True
+):
     shown = np.stack([status(layer, n, end, row) for layer, end in zip(layers, ends, strict=True)])
-    slot_map(shown[:, low : low + 14], ax=ax, first=low, rows=names, title=title, legend=ax is axes[0])
+    slot_map(
+        shown[:, low : low + 14], ax=ax, first=low, rows=names, title=title, legend=ax is axes[0]
+    )
 axes[0].set_xlabel("")
 plt.show()
 print("accepted of", K, "draft tokens:", verdict.num_accepted, "  lengths", n, "->", after.length)
@@ -188,10 +201,18 @@ while np.any(state.running) and len(lengths) < 12:
 low, high = int(start[row]) - 3, int(lengths[-1][row]) + K + 1
 fig, ax = plt.subplots(figsize=(8.2, 3.6))
 rounds = [str(number) for number in range(1, len(lengths) + 1)]
-slot_map(np.stack(histories[1])[:, low:high], ax=ax, first=low, rows=rounds, title="Either cache after each round")
+slot_map(
+    np.stack(histories[1])[:, low:high],
+    ax=ax,
+    first=low,
+    rows=rounds,
+    title="Either cache after each round",
+)
 ax.set_ylabel("round")
 plt.show()
-assert np.array_equal(histories[0], histories[1]), "after a round both caches have the same slots in the same states"
+assert np.array_equal(histories[0], histories[1]), (
+    "after a round both caches have the same slots in the same states"
+)
 
 fig, ax = plt.subplots(figsize=(7.2, 2.6))
 for index, line in enumerate(np.stack([start + 1, *lengths]).T):
@@ -245,9 +266,15 @@ print(f"spoilt slots changed none of {compared:,} numbers of the target's cache,
 # last bit. Had a refused token left anything, it would show here.
 
 # %%
-matched = finished(e3.SpeculativeDecoder(target, Plain(num_nodes=K + 1), stop_tokens=()), prompts, max_new_tokens=40)
+matched = finished(
+    e3.SpeculativeDecoder(target, Plain(num_nodes=K + 1), stop_tokens=()),
+    prompts,
+    max_new_tokens=40,
+)
 stats = e3.SpeculationStats.merge([clean.stats])
-print(f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens were accepted, the others refused")
+print(
+    f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens were accepted, the others refused"
+)
 assert np.array_equal(clean.tokens, matched.tokens) and same_bits(clean.cache, matched.cache)
 assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
@@ -256,17 +283,28 @@ assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 # the order of sums, since a block of another shape is another program. For the target and for the head:
 
 # %%
-text = [np.asarray(clean.tokens[row, : int(end)]).tolist() for row, end in enumerate(np.asarray(clean.cache.length))]
+text = [
+    np.asarray(clean.tokens[row, : int(end)]).tolist()
+    for row, end in enumerate(np.asarray(clean.cache.length))
+]
 fresh = decoder.prefill(text, max_new_tokens=1)
 
 
 def apart(one, other):
-    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(known(one), known(other), strict=True))
+    return max(
+        float(np.abs(a - b).max() / np.abs(b).max())
+        for a, b in zip(known(one), known(other), strict=True)
+    )
 
 
-for name, ours, theirs in (("target", clean.cache, fresh.cache), ("head", clean.drafter.cache, fresh.drafter.cache)):
+for name, ours, theirs in (
+    ("target", clean.cache, fresh.cache),
+    ("head", clean.drafter.cache, fresh.drafter.cache),
+):
     equal = "" if same_bits(ours, theirs) else "not "
-    print(f"{name:7} largest difference {apart(ours, theirs):.1e} of the largest entry; {equal}bit for bit")
+    print(
+        f"{name:7} largest difference {apart(ours, theirs):.1e} of the largest entry; {equal}bit for bit"
+    )
     assert apart(ours, theirs) < 1e-4
 
 # %% [markdown]
@@ -295,13 +333,29 @@ while not found:
 mask = ancestor_mask(played.draft.parents, TREE.max_depth)
 out = trees.loop.target(target.params, played.draft.tokens, played.positions, mask, saved.cache)
 count = played.verdict.num_accepted + 1
-committed = saved.cache.commit(out.written, count, jnp.maximum(jnp.pad(played.verdict.path, ((0, 0), (1, 0))), 0))
+committed = saved.cache.commit(
+    out.written, count, jnp.maximum(jnp.pad(played.verdict.path, ((0, 0), (1, 0))), 0)
+)
 n = int(saved.cache.length[row])
 for written, layer in zip(out.written, committed.layers, strict=True):
     for place, node in enumerate(path):
-        assert np.array_equal(layer.keys[row, :, n + place], written.keys[row, :, n + node]), "moved as it was"
-print("path", path, "written in slots", [n + node for node in path], "committed in", list(range(n, n + len(path))))
-moved(path, TREE.num_nodes, first=n, title="The accepted path (green) is moved side by side; × is garbage")
+        assert np.array_equal(layer.keys[row, :, n + place], written.keys[row, :, n + node]), (
+            "moved as it was"
+        )
+print(
+    "path",
+    path,
+    "written in slots",
+    [n + node for node in path],
+    "committed in",
+    list(range(n, n + len(path))),
+)
+moved(
+    path,
+    TREE.num_nodes,
+    first=n,
+    title="The accepted path (green) is moved side by side; × is garbage",
+)
 
 # %% [markdown]
 # The path of a tree was verified among its siblings' slots and moved afterwards, so its sums ran in another order.
@@ -329,9 +383,21 @@ fig, ax = plt.subplots(figsize=(7.2, 3.0))
 ax.plot(slots, slots, "--", color="#57606a", linewidth=1, label="slot = position (a chain)")
 for node, parent in enumerate(np.asarray(played.draft.parents)[row]):
     if parent >= 0:
-        ax.plot([slots[parent], slots[node]], [places[parent], places[node]], color="#c3cad3", linewidth=0.8, zorder=1)
+        ax.plot(
+            [slots[parent], slots[node]],
+            [places[parent], places[node]],
+            color="#c3cad3",
+            linewidth=0.8,
+            zorder=1,
+        )
 inside = np.isin(np.arange(TREE.num_nodes), path)
-ax.scatter(slots[~inside], places[~inside], color=COLOURS[REJECTED], marker="x", label="refused or never visited")
+ax.scatter(
+    slots[~inside],
+    places[~inside],
+    color=COLOURS[REJECTED],
+    marker="x",
+    label="refused or never visited",
+)
 ax.scatter(slots[inside], places[inside], color=COLOURS[ACCEPTED], label="accepted")
 ax.set(xlabel="slot in the target's cache", ylabel="rotary position", yticks=sorted(set(places)))
 ax.set_title("Nodes of one level share a position")
@@ -350,19 +416,27 @@ assert np.array_equal(places, n + level) and len(set(places)) <= TREE.max_depth 
 # %%
 state = decoder.prefill(prompts, max_new_tokens=40)
 state = decoder.step(state).state
-old = [leaf for cache in (state.cache, state.drafter.cache) for leaf in jax.tree.leaves(cache.layers)]
+old = [
+    leaf for cache in (state.cache, state.drafter.cache) for leaf in jax.tree.leaves(cache.layers)
+]
 where = [leaf.unsafe_buffer_pointer() for leaf in old]
 state = decoder.step(state).state
-new = [leaf for cache in (state.cache, state.drafter.cache) for leaf in jax.tree.leaves(cache.layers)]
+new = [
+    leaf for cache in (state.cache, state.drafter.cache) for leaf in jax.tree.leaves(cache.layers)
+]
 assert [leaf.unsafe_buffer_pointer() for leaf in new] == where, "the same memory"
 assert all(leaf.is_deleted() for leaf in old), "what went in is gone"
 
-jaxtyping.config.update("jaxtyping_disable", True)  # lowering hands descriptions of arrays to typed structures
+jaxtyping.config.update(
+    "jaxtyping_disable", True
+)  # lowering hands descriptions of arrays to typed structures
 compiled = loops.step.lower(decoder.loop, decoder.params, state).compile().memory_analysis()
 jaxtyping.config.update("jaxtyping_disable", False)
 size = sum(leaf.nbytes for leaf in new)
 alias, scratch = compiled.alias_size_in_bytes, compiled.temp_size_in_bytes
-print(f"caches {size / 1e6:.2f} MB, updated in place {alias / 1e6:.2f} MB, scratch {scratch / 1e6:.2f} MB")
+print(
+    f"caches {size / 1e6:.2f} MB, updated in place {alias / 1e6:.2f} MB, scratch {scratch / 1e6:.2f} MB"
+)
 assert compiled.alias_size_in_bytes >= size
 
 # %% [markdown]
@@ -378,7 +452,13 @@ for prompt, limit, seed in ((prompts[1], 30, 1), (prompts[2][:3], 50, 2), (promp
     decoder.generate(prompt, max_new_tokens=limit, seed=seed)
 same = loops.generate._cache_size()
 decoder.generate(prompts[0] * 10, max_new_tokens=5)
-print("programs: after the first prompt", first - before, ", after three others", same - before, end=" ")
+print(
+    "programs: after the first prompt",
+    first - before,
+    ", after three others",
+    same - before,
+    end=" ",
+)
 print(", after one of", len(prompts[0] * 10), "tokens", loops.generate._cache_size() - before)
 assert same == first == before + 1 and loops.generate._cache_size() == before + 2
 
@@ -388,11 +468,18 @@ def attention(query, keys, seen):
 
 
 growing, fixed = (jax.jit(lambda *arrays: attention(*arrays)) for _ in range(2))
-keys, buffer, drawn = jnp.zeros((0, 64)), jnp.zeros((32, 64)), jax.random.normal(jax.random.key(0), (20, 64))
+keys, buffer, drawn = (
+    jnp.zeros((0, 64)),
+    jnp.zeros((32, 64)),
+    jax.random.normal(jax.random.key(0), (20, 64)),
+)
 for length, key in enumerate(drawn, start=1):
     keys = jnp.concatenate([keys, key[None]])
     buffer = buffer.at[length - 1].set(key)
-    wide, narrow = fixed(key, buffer, jnp.arange(32) < length), growing(key, keys, jnp.ones(length, bool))
+    wide, narrow = (
+        fixed(key, buffer, jnp.arange(32) < length),
+        growing(key, keys, jnp.ones(length, bool)),
+    )
     assert np.allclose(wide, narrow, atol=1e-5)
 print("programs for 20 tokens: growing", growing._cache_size(), ", fixed", fixed._cache_size())
 assert (growing._cache_size(), fixed._cache_size()) == (20, 1)
@@ -408,17 +495,23 @@ assert (growing._cache_size(), fixed._cache_size()) == (20, 1)
 shipped = (target.model.config, drafter.drafter.config, "float32")
 models = {name: KNOWN_MODELS[name] for name in ("Llama-3.1-8B", "Llama-3.3-70B")}
 named = {name: (model, usual_head(model), "bfloat16") for name, model in models.items()}
-print(f"{'':16}{'cache':>10}{'target, bytes':>16}{'head, bytes':>14}{'head/target':>13}{'head, 8 x 8192 tokens':>24}")
+print(
+    f"{'':16}{'cache':>10}{'target, bytes':>16}{'head, bytes':>14}{'head/target':>13}{'head, 8 x 8192 tokens':>24}"
+)
 for name, (big, small, kind) in ({"shipped pair": shipped} | named).items():
     plan = Deployment(target=big, head=small, accelerator=accelerator_named("H200"), cache=kind)
     ours, extra = plan.cache_bytes_per_token(big), plan.cache_bytes_per_token(small)
-    print(f"{name:16}{kind:>10}{ours:>16,.0f}{extra:>14,.0f}{extra / ours:>13.1%}{extra * 8 * 8192 / 1e6:>21,.0f} MB")
+    print(
+        f"{name:16}{kind:>10}{ours:>16,.0f}{extra:>14,.0f}{extra / ours:>13.1%}{extra * 8 * 8192 / 1e6:>21,.0f} MB"
+    )
     assert extra * big.num_layers == ours, "one layer of the target's shape"
     assert extra > 0
     if name == "shipped pair":
         caches = (state.cache, state.drafter.cache)
         real = [sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers)) for cache in caches]
-        assert [ours * len(prompts) * S, extra * len(prompts) * S] == real, "the formula counts the real buffers"
+        assert [ours * len(prompts) * S, extra * len(prompts) * S] == real, (
+            "the formula counts the real buffers"
+        )
 
 # %% [markdown]
 # ## What would go wrong
@@ -441,14 +534,21 @@ with planted(KeyValues.commit, "if nodes is not None:", "if False:"):
 
 def parted(tokens):
     """For every text, the first token that is not the target's."""
-    pairs = [list(zip(ours, theirs, strict=True)) for ours, theirs in zip(tokens, plain.tokens, strict=True)]
+    pairs = [
+        list(zip(ours, theirs, strict=True))
+        for ours, theirs in zip(tokens, plain.tokens, strict=True)
+    ]
     return [next((place for place, (a, b) in enumerate(text) if a != b), None) for text in pairs]
 
 
 print("first token that is not the target's, tree moved:    ", parted(tree_text.tokens))
 print("first token that is not the target's, by length only:", parted(by_length.tokens))
-print(f"τ {tree_text.stats.mean_acceptance_length:.2f} and {by_length.stats.mean_acceptance_length:.2f}")
-assert parted(by_length.tokens).count(None) <= len(long) // 2 < parted(tree_text.tokens).count(None), "another text"
+print(
+    f"τ {tree_text.stats.mean_acceptance_length:.2f} and {by_length.stats.mean_acceptance_length:.2f}"
+)
+assert (
+    parted(by_length.tokens).count(None) <= len(long) // 2 < parted(tree_text.tokens).count(None)
+), "another text"
 
 # %% [markdown]
 # The second is to spare the head its second look at what was accepted. The planted bug feeds it its own last output
@@ -461,7 +561,9 @@ STALE = f"{TRUE} if fed > {K + 1} else jnp.where(jnp.arange(fed)[None, :, None] 
 right = decoder.generate(long, max_new_tokens=61)
 with planted(Eagle3Drafter.observe, TRUE, STALE):
     stale = decoder.generate(long, max_new_tokens=61)
-print(f"τ {right.stats.mean_acceptance_length:.2f}, without the second look {stale.stats.mean_acceptance_length:.2f}")
+print(
+    f"τ {right.stats.mean_acceptance_length:.2f}, without the second look {stale.stats.mean_acceptance_length:.2f}"
+)
 assert stale.tokens == right.tokens, "the same text"
 assert stale.stats.mean_acceptance_length < right.stats.mean_acceptance_length - 0.2
 
@@ -476,13 +578,19 @@ class KeepsGuesses(Eagle3Drafter):
     def observe(self, params, state, seen):
         after = super().observe(params, state, seen)
         slot, n = jnp.arange(state.cache.layers[0].capacity)[None, :], state.cache.length[:, None]
-        guesses = jnp.minimum(seen.length - 1, self.max_depth - 1)[:, None]  # accepted, and run while drafting
+        guesses = jnp.minimum(seen.length - 1, self.max_depth - 1)[
+            :, None
+        ]  # accepted, and run while drafting
         own = ((slot >= n) & (slot < n + guesses) & (n > 0))[:, None, :, None]
-        layers = jax.tree.map(lambda old, new: jnp.where(own, old, new), state.cache.layers, after.cache.layers)
+        layers = jax.tree.map(
+            lambda old, new: jnp.where(own, old, new), state.cache.layers, after.cache.layers
+        )
         return after.replace(cache=after.cache.replace(layers=layers))
 
 
-fields = {field.name: getattr(drafter.drafter, field.name) for field in dataclasses.fields(Eagle3Drafter)}
+fields = {
+    field.name: getattr(drafter.drafter, field.name) for field in dataclasses.fields(Eagle3Drafter)
+}
 keeps = e3.LoadedDrafter(KeepsGuesses(**fields), drafter.params)
 keeping = e3.SpeculativeDecoder(target, keeps, num_speculative_tokens=K, stop_tokens=())
 kept_state = finished(keeping, prompts, max_new_tokens=40)
@@ -490,9 +598,13 @@ taus, gaps = [], []
 for name, one in (("observed again", clean), ("guesses kept", kept_state)):
     taus.append(e3.SpeculationStats.merge([one.stats]).mean_acceptance_length)
     gaps.append(apart(one.drafter.cache, fresh.drafter.cache))
-    print(f"{name:15} τ {taus[-1]:.2f}; the head's cache is {gaps[-1]:.1e} of its largest entry from a fresh one")
+    print(
+        f"{name:15} τ {taus[-1]:.2f}; the head's cache is {gaps[-1]:.1e} of its largest entry from a fresh one"
+    )
 assert np.array_equal(kept_state.tokens, clean.tokens)
-assert abs(taus[1] - taus[0]) < 0.5 and gaps[1] > 0.01 > 100 * gaps[0], "τ does not show it, the cache does"
+assert abs(taus[1] - taus[0]) < 0.5 and gaps[1] > 0.01 > 100 * gaps[0], (
+    "τ does not show it, the cache does"
+)
 
 # %% [markdown]
 # The third is to use a state twice. It was donated: its buffers are someone else's now. JAX would say so of an array;
@@ -557,7 +669,9 @@ shapes = [
     jax.eval_shape(lambda: target.model.init_cache(8, 512)),
     jax.eval_shape(lambda: loop.drafter.init(None, 8, 512).cache),
 ]
-taken = sum(leaf.size * leaf.dtype.itemsize for one in shapes for leaf in jax.tree.leaves(one.layers))
+taken = sum(
+    leaf.size * leaf.dtype.itemsize for one in shapes for leaf in jax.tree.leaves(one.layers)
+)
 assert taken == 13 * 2 * 2 * 64 * 4 * 512 * 8 and round(taken / 1e6, 1) == 54.5
 assert TREE.num_run == 16 == TREE.num_nodes and e3.Chain(K).num_run == K - 1
 
@@ -566,16 +680,23 @@ for name, forgets in (("as it is", False), ("head's cache wiped", True)):
     state = decoder.prefill(long, max_new_tokens=24)
     if forgets:
         zero = jax.tree.map(jnp.zeros_like, state.drafter.cache.layers)
-        state = state.replace(drafter=state.drafter.replace(cache=state.drafter.cache.replace(layers=zero)))
+        state = state.replace(
+            drafter=state.drafter.replace(cache=state.drafter.cache.replace(layers=zero))
+        )
     while np.any(state.running):
         state = decoder.step(state).state
-    taus[name] = e3.SpeculationStats.merge([state.stats]).mean_acceptance_length, np.asarray(state.tokens)
+    taus[name] = (
+        e3.SpeculationStats.merge([state.stats]).mean_acceptance_length,
+        np.asarray(state.tokens),
+    )
 print("exercise 3:", {name: round(one, 2) for name, (one, _) in taus.items()})
 assert np.array_equal(taus["as it is"][1], taus["head's cache wiped"][1])
 assert taus["head's cache wiped"][0] < taus["as it is"][0] - 0.1
 big, small, kind = named["Llama-3.3-70B"]
 plan = Deployment(target=big, head=small, accelerator=accelerator_named("H200"), cache=kind)
-share = plan.cache_bytes_per_token(small) / (plan.cache_bytes_per_token(big) + plan.cache_bytes_per_token(small))
+share = plan.cache_bytes_per_token(small) / (
+    plan.cache_bytes_per_token(big) + plan.cache_bytes_per_token(small)
+)
 print(f"exercise 4: {share:.1%}")
 assert abs(share - 1 / 81) < 1e-9
 

@@ -58,7 +58,9 @@ tokenizer, config = target.tokenizer, head.drafter.config
 texts = prompts.shipped()
 prompt = tokenizer.encode(texts[34]).ids[-64:]
 print(tokenizer.decode(prompt))
-print(f"{len(prompt)} tokens; target vocabulary {target.vocab_size}, draft vocabulary {config.draft_vocab_size}")
+print(
+    f"{len(prompt)} tokens; target vocabulary {target.vocab_size}, draft vocabulary {config.draft_vocab_size}"
+)
 
 # %% [markdown]
 # ## The draft that the library makes
@@ -114,14 +116,18 @@ print(f"{len(rounds)} rounds for {NEW} tokens; tokens per round: {lengths}")
 # that touches the network; the rest is numpy.
 
 # %%
-SIZE = len(prompt) + NEW + TREE.max_depth + 8  # room for text and guesses: one shape, one compilation
+SIZE = (
+    len(prompt) + NEW + TREE.max_depth + 8
+)  # room for text and guesses: one shape, one compilation
 POSITIONS = jnp.arange(SIZE, dtype=jnp.int32)[None]
 
 
 @jax.jit
 def fused_features(tokens):
     """What the head reads of the target at every position, [1 S D]."""
-    out = target.model(target.params, tokens, POSITIONS, causal_mask(SIZE), aux_layers=config.aux_layers)
+    out = target.model(
+        target.params, tokens, POSITIONS, causal_mask(SIZE), aux_layers=config.aux_layers
+    )
     return bind(Eagle3Head, config, head.drafter.precision, head.params["head"]).fuse(out.features)
 
 
@@ -161,7 +167,9 @@ def dynamic_tree(known, topology):
     n, tokens, stream = after_root(known)
     logq, outputs = (np.array(x) for x in run_head(tokens, stream, n - 1))
     first = best(logq[0], topology.top_k)
-    pool = [(logq[0, i], to_target[i], -1, logq[0, i]) for i in first]  # score, token, parent in the pool, its own ln q
+    pool = [
+        (logq[0, i], to_target[i], -1, logq[0, i]) for i in first
+    ]  # score, token, parent in the pool, its own ln q
     frontier = np.arange(topology.top_k)  # places in the pool of the nodes that are expanded next
     rows = np.zeros(topology.top_k, int)  # the row of run_head that each of them continues
     for level in range(1, topology.max_depth):
@@ -194,10 +202,14 @@ by_hand = [dynamic_tree(one["known"], TREE) for one in rounds]
 for mine, theirs in zip(by_hand, rounds, strict=True):
     assert (mine["tokens"] == theirs["tokens"]).all(), "tokens differ"
     assert (mine["parents"] == theirs["parents"]).all(), "parents differ"
-closest = min(mine["pool"][TREE.num_nodes - 2] - mine["pool"][TREE.num_nodes - 1] for mine in by_hand)
+closest = min(
+    mine["pool"][TREE.num_nodes - 2] - mine["pool"][TREE.num_nodes - 1] for mine in by_hand
+)
 assert closest > 1e-4, "the last node that got in led by rounding alone: equality would be luck"
 print(f"{len(rounds)} trees of {TREE.num_nodes} nodes: equal, integer for integer")
-print(f"pool of {TREE.num_candidates} scored nodes; the closest last place was decided by {closest:.5f} in ln q")
+print(
+    f"pool of {TREE.num_candidates} scored nodes; the closest last place was decided by {closest:.5f} in ln q"
+)
 
 # %% [markdown]
 # Step 4 can never keep a node without its parent: a log-probability is at most 0, so scores never rise along a path,
@@ -207,7 +219,9 @@ print(f"pool of {TREE.num_candidates} scored nodes; the closest last place was d
 # %%
 for mine in by_hand:
     below = np.arange(1, TREE.num_nodes)
-    assert (mine["score"][below] <= mine["score"][mine["parents"][below]]).all(), "a child outscores its parent"
+    assert (mine["score"][below] <= mine["score"][mine["parents"][below]]).all(), (
+        "a child outscores its parent"
+    )
     assert (mine["parents"][below] < below).all(), "a parent stands behind its child"
 print("every node's score is at most its parent's, and every parent stands before its children")
 
@@ -223,9 +237,13 @@ one = max(rounds, key=lambda found: len(found["path"]))
 mask = np.asarray(ancestor_mask(jnp.asarray(one["parents"])[None], TREE.max_depth))[0]
 level = np.asarray(depths(jnp.asarray(mask)[None]))[0]
 pieces = [tokenizer.decode([int(token)]) for token in one["tokens"]]
-assert (one["positions"] == len(one["known"]) - 1 + level).all(), "a node's position is that of the root plus its depth"
+assert (one["positions"] == len(one["known"]) - 1 + level).all(), (
+    "a node's position is that of the root plus its depth"
+)
 assert (mask.sum(axis=1) == level + 1).all(), "a node sees one node of each level down to its own"
-assert (mask & (level[:, None] == level[None, :])).sum() == TREE.num_nodes, "of its own level it sees itself alone"
+assert (mask & (level[:, None] == level[None, :])).sum() == TREE.num_nodes, (
+    "of its own level it sees itself alone"
+)
 count = 24
 trees.mask_map(
     mask[:count, :count],
@@ -270,7 +288,9 @@ for one in rounds:
     one["argmax"] = laws.argmax(axis=1)
     one["status"] = trees.statuses(one["parents"], one["path"])
     end = one["path"][-1] if one["path"] else 0
-    assert one["argmax"][end] == one["next"], "the token after the path is the target's own choice there"
+    assert one["argmax"][end] == one["next"], (
+        "the token after the path is the target's own choice there"
+    )
     for node, status in enumerate(one["status"]):
         liked = one["tokens"][node] == one["argmax"][max(one["parents"][node], 0)]
         if status == style.ACCEPTED:
@@ -304,7 +324,10 @@ def shown(one, mine, number):
     }
 
 
-pictures = [shown(one, mine, number) for number, (one, mine) in enumerate(zip(rounds, by_hand, strict=True), start=1)]
+pictures = [
+    shown(one, mine, number)
+    for number, (one, mine) in enumerate(zip(rounds, by_hand, strict=True), start=1)
+]
 trees.interactive_rounds(pictures)
 
 # %% [markdown]
@@ -344,12 +367,16 @@ LIMIT = 40
 
 def run(**draft):
     """Greedy texts and τ of a kind of draft."""
-    result = e3.SpeculativeDecoder(target, head, stop_tokens=(), **draft).generate(few, max_new_tokens=LIMIT)
+    result = e3.SpeculativeDecoder(target, head, stop_tokens=(), **draft).generate(
+        few, max_new_tokens=LIMIT
+    )
     return result.tokens, result.stats
 
 
 wide_then_thin = [(rank,) for rank in range(4)]
-wide_then_thin += [(rank, child) for rank, children in enumerate((3, 2, 1, 1)) for child in range(children)]
+wide_then_thin += [
+    (rank, child) for rank, children in enumerate((3, 2, 1, 1)) for child in range(children)
+]
 wide_then_thin += [(0, 0, 0), (0, 0, 1), (1, 0, 0), (0, 0, 0, 0)]
 STATIC = e3.StaticTree(tuple(wide_then_thin))
 drafts = {
@@ -388,11 +415,17 @@ axes.legend()
 tau = {key: stats.mean_acceptance_length for key, stats in found.items()}
 assert tau["dynamic tree", 60] > tau["chain", 8], "the large tree accepts more than the long chain"
 same_size = tau["dynamic tree", STATIC.num_nodes] / tau["static tree", STATIC.num_nodes]
-assert same_size > 0.97, "a dynamic tree is no worse than a static one of its size, and nobody had to choose its shape"
+assert same_size > 0.97, (
+    "a dynamic tree is no worse than a static one of its size, and nobody had to choose its shape"
+)
 assert tau["chain", 2] < tau["chain", 4] < tau["chain", 8], "a longer chain accepts more"
 for name in ("chain", "dynamic tree"):
-    per_node = np.diff([tau[name, nodes] for nodes, _ in drafts[name]]) / np.diff([nodes for nodes, _ in drafts[name]])
-    assert per_node[1] < per_node[0] / 2, "the later nodes bring less than half of what the earlier ones did"
+    per_node = np.diff([tau[name, nodes] for nodes, _ in drafts[name]]) / np.diff(
+        [nodes for nodes, _ in drafts[name]]
+    )
+    assert per_node[1] < per_node[0] / 2, (
+        "the later nodes bring less than half of what the earlier ones did"
+    )
 
 # %% [markdown]
 # Mind the axis: every step to the right doubles the nodes, so what a single node brings falls fast. In a chain because
@@ -404,7 +437,13 @@ for name in ("chain", "dynamic tree"):
 figure, axes = plt.subplots()
 for name, nodes in (("chain", 8), ("dynamic tree", 60)):
     shares = found[name, nodes].acceptance_per_position
-    axes.plot(range(1, len(shares) + 1), shares, marker="o", color=colours[name], label=f"{name}, {nodes} nodes")
+    axes.plot(
+        range(1, len(shares) + 1),
+        shares,
+        marker="o",
+        color=colours[name],
+        label=f"{name}, {nodes} nodes",
+    )
 axes.set(
     title="Share of rounds in which each level was reached",
     xlabel="level below the root",
@@ -431,7 +470,9 @@ from eagle3_jax.theory.bounds import round_bound
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import Deployment
 
-h200 = Deployment(target=KNOWN_MODELS["Llama-3.1-8B"], head=None, accelerator=accelerator_named("H200"))
+h200 = Deployment(
+    target=KNOWN_MODELS["Llama-3.1-8B"], head=None, accelerator=accelerator_named("H200")
+)
 sizes = (1, 4, 16, 60)
 
 
@@ -443,7 +484,10 @@ def seconds(nodes):
 
 here = [seconds(nodes) for nodes in sizes]
 bound = {
-    batch: [round_bound(h200, batch=batch, context=1024, num_draft_tokens=nodes - 1).verify_cost for nodes in sizes]
+    batch: [
+        round_bound(h200, batch=batch, context=1024, num_draft_tokens=nodes - 1).verify_cost
+        for nodes in sizes
+    ]
     for batch in (1, 8, 64)
 }
 print("nodes   v here   v on an H200 at batch 1 / 8 / 64 (bound)")
@@ -451,7 +495,9 @@ for index, nodes in enumerate(sizes):
     by_batch = " / ".join(f"{bound[batch][index]:.2f}" for batch in bound)
     print(f"{nodes:5} {here[index] / here[0]:8.2f}   {by_batch}")
 assert bound[1][-1] < 1.05, "one sequence: 60 nodes cost less than 5 % more than one token"
-assert bound[64][-1] > 5, "64 sequences: arithmetic is short, and a tree of 60 costs more than any τ brings in"
+assert bound[64][-1] > 5, (
+    "64 sequences: arithmetic is short, and a tree of 60 costs more than any τ brings in"
+)
 assert max(tau.values()) < bound[64][-1]
 
 # %% [markdown]
@@ -485,7 +531,10 @@ def laws_of(tokens):
     return jax.nn.softmax(target.model.unembed(target.params, out.final))
 
 
-ranks, expected = [], []  # of the accepted child of the root; of all children, the target's probability
+ranks, expected = (
+    [],
+    [],
+)  # of the accepted child of the root; of all children, the target's probability
 for ids, row, one in zip(few, hot.result.tokens, hot.prompts, strict=True):
     text = [*ids, *row]
     padded = np.zeros((1, width), np.int32)
@@ -493,7 +542,12 @@ for ids, row, one in zip(few, hot.result.tokens, hot.prompts, strict=True):
     laws = np.asarray(laws_of(padded))[0]
     for found_round in one["rounds"]:
         children = [node for node, parent in enumerate(found_round["parents"]) if parent == 0]
-        expected.append([float(laws[found_round["positions"][0], found_round["tokens"][node]]) for node in children])
+        expected.append(
+            [
+                float(laws[found_round["positions"][0], found_round["tokens"][node]])
+                for node in children
+            ]
+        )
         taken = found_round["path"][:1]
         ranks.append(children.index(taken[0]) if taken else None)
 
@@ -506,7 +560,12 @@ for rank, mass in zip(ranks, expected, strict=True):
         shares[rank] += 1
 figure, axes = plt.subplots()
 bars = np.arange(TREE.top_k)
-axes.bar(bars + 1, shares / len(ranks), color=style.COLOURS[style.ACCEPTED], label="accepted in these rounds")
+axes.bar(
+    bars + 1,
+    shares / len(ranks),
+    color=style.COLOURS[style.ACCEPTED],
+    label="accepted in these rounds",
+)
 axes.plot(bars + 1, hopes / len(ranks), "o", color=style.TARGET, label="mean p of that sibling")
 axes.set(
     title=f"Which child of the root is taken at temperature 1 ({len(ranks)} rounds)",
@@ -519,10 +578,16 @@ axes.legend()
 sums = np.array([sum(mass) for mass in expected])
 taken = sum(rank is not None for rank in ranks)
 deviation = (taken - sums.sum()) / np.sqrt((sums * (1 - sums)).sum())
-print(f"{taken} of {len(ranks)} rounds took a child of the root; Σp says {sums.sum():.1f} ({deviation:+.2f} σ)")
-print(f"the first sibling alone, which is all that a chain has: Σp says {sum(mass[0] for mass in expected):.1f}")
+print(
+    f"{taken} of {len(ranks)} rounds took a child of the root; Σp says {sums.sum():.1f} ({deviation:+.2f} σ)"
+)
+print(
+    f"the first sibling alone, which is all that a chain has: Σp says {sum(mass[0] for mass in expected):.1f}"
+)
 assert abs(deviation) < 4, "a child is taken as often as the target's own probabilities say"
-assert sums.sum() > 1.5 * sum(mass[0] for mass in expected), "siblings add much to what a chain could get"
+assert sums.sum() > 1.5 * sum(mass[0] for mass in expected), (
+    "siblings add much to what a chain could get"
+)
 
 # %% [markdown]
 # At temperature 0 the first sibling was right most of the time; at temperature 1 the mass is spread, and the further
@@ -572,13 +637,17 @@ cases = (
 print(f"{'bug':20} {'draft':8} {'τ':>5}   texts that stayed the target's own")
 for name, bug, kind, shape in cases:
     broken = dataclasses.replace(target, model=Mistaken(target.model, **bug))
-    result = e3.SpeculativeDecoder(broken, head, stop_tokens=(), **shape).generate(few, max_new_tokens=LIMIT)
+    result = e3.SpeculativeDecoder(broken, head, stop_tokens=(), **shape).generate(
+        few, max_new_tokens=LIMIT
+    )
     same = sum(ours == truth for ours, truth in zip(result.tokens, written, strict=True))
     print(f"{name:20} {kind:8} {result.stats.mean_acceptance_length:5.2f}   {same} of {len(few)}")
     if kind == "tree":
         assert same < len(few), "a wrong mask or wrong positions in the target change the text"
     else:
-        assert same == len(few), "a chain has no siblings: its mask is causal and its depth the index anyhow"
+        assert same == len(few), (
+            "a chain has no siblings: its mask is causal and its depth the index anyhow"
+        )
 
 # %% [markdown]
 # Three things to take home. The bugs change the *text*: verification compares with the distribution after a context
@@ -651,8 +720,13 @@ for name, bug, kind, shape in cases:
 
 # %%
 # Exercise 2: nodes that would outscore their parent.
-above = [int((mine["q"][1:] > mine["q"][mine["parents"][1:]])[mine["parents"][1:] > 0].sum()) for mine in by_hand]
-print(f"kept nodes whose last log-probability is above their parent's: {sum(above)} in {len(by_hand)} trees")
+above = [
+    int((mine["q"][1:] > mine["q"][mine["parents"][1:]])[mine["parents"][1:] > 0].sum())
+    for mine in by_hand
+]
+print(
+    f"kept nodes whose last log-probability is above their parent's: {sum(above)} in {len(by_hand)} trees"
+)
 assert sum(above) > 0
 
 # Exercise 4.
@@ -662,7 +736,9 @@ assert tokens == written
 assert stats.acceptance_per_position == found["chain", 4].acceptance_per_position
 
 # Exercise 5.
-costs = [round_bound(h200, batch=b, context=1024, num_draft_tokens=59).verify_cost for b in range(1, 65)]
+costs = [
+    round_bound(h200, batch=b, context=1024, num_draft_tokens=59).verify_cost for b in range(1, 65)
+]
 stop = next(b for b, cost in enumerate(costs, start=1) if cost > tau["dynamic tree", 60])
 print(f"a tree of 60 cannot pay from batch {stop} on")
 assert 8 < stop < 64

@@ -42,7 +42,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib import pyplot as plt
-from mutants import planted  # tests/mutants.py: a piece of a function's source replaced, for as long as a block runs
+from mutants import (
+    planted,
+)  # tests/mutants.py: a piece of a function's source replaced, for as long as a block runs
 
 import eagle3_jax as e3
 from eagle3_jax.drafters import Plain
@@ -74,7 +76,9 @@ head = e3.load_drafter(target=target)
 
 
 def greedy(drafter=None, **options):
-    return e3.SpeculativeDecoder(target, drafter, stop_tokens=(), **options).generate(prompts, max_new_tokens=NEW)
+    return e3.SpeculativeDecoder(target, drafter, stop_tokens=(), **options).generate(
+        prompts, max_new_tokens=NEW
+    )
 
 
 plain = greedy()
@@ -95,7 +99,10 @@ two = {
     "plain": e3.SpeculativeDecoder(target, stop_tokens=()),
     "drafted": e3.SpeculativeDecoder(target, head, stop_tokens=(), **drawn),
 }
-texts = {name: one.generate(prompts, max_new_tokens=24, sampling=sampled, seed=1).tokens for name, one in two.items()}
+texts = {
+    name: one.generate(prompts, max_new_tokens=24, sampling=sampled, seed=1).tokens
+    for name, one in two.items()
+}
 again = two["drafted"].generate(prompts, max_new_tokens=24, sampling=sampled, seed=1).tokens
 others = [prompts[0], *reversed(prompts[1:])]
 beside_others = two["drafted"].generate(others, max_new_tokens=24, sampling=sampled, seed=1).tokens
@@ -128,7 +135,9 @@ def advance(model, block, params, cache, root):
     tokens = jnp.zeros((root.size, block), jnp.int32).at[:, 0].set(root)
     positions = cache.length[:, None] + jnp.arange(block, dtype=jnp.int32)
     output = model(params, tokens, positions, causal_mask(block), cache)
-    return model.unembed(params, output.final)[:, 0], cache.commit(output.written, jnp.ones_like(root))
+    return model.unembed(params, output.final)[:, 0], cache.commit(
+        output.written, jnp.ones_like(root)
+    )
 
 
 def along_one_text(dtype, prompts, steps):
@@ -140,7 +149,9 @@ def along_one_text(dtype, prompts, steps):
     for _ in range(steps):
         logits = {}
         for block in caches:
-            logits[block], caches[block] = advance(model.model, block, model.params, caches[block], root)
+            logits[block], caches[block] = advance(
+                model.model, block, model.params, caches[block], root
+            )
         seen.append([np.asarray(one) for one in logits.values()])
         root = jnp.argmax(logits[1], axis=-1).astype(jnp.int32)
     return np.array(seen).swapaxes(0, 1)
@@ -150,13 +161,24 @@ found = {}
 for dtype, steps in (("float32", 8), ("bfloat16", 28)):
     one, block = along_one_text(dtype, shipped()[14:38], steps)
     ulp, ranked = bfloat16_ulp(one.max(-1)), np.sort(one, axis=-1)
-    chosen = np.take_along_axis(one, block.argmax(-1)[..., None], -1)[..., 0]  # what the block finds likeliest
-    found[dtype] = one, block, (one.max(-1) - chosen) / ulp, (ranked[..., -1] - ranked[..., -2]) / ulp
+    chosen = np.take_along_axis(one, block.argmax(-1)[..., None], -1)[
+        ..., 0
+    ]  # what the block finds likeliest
+    found[dtype] = (
+        one,
+        block,
+        (one.max(-1) - chosen) / ulp,
+        (ranked[..., -1] - ranked[..., -2]) / ulp,
+    )
     flips = one.argmax(-1) != block.argmax(-1)
     apart = np.abs(one - block).max()
-    print(f"{dtype:9} {flips.size} positions: logits up to {apart:.1g} apart, the likeliest flips at {flips.sum()}")
+    print(
+        f"{dtype:9} {flips.size} positions: logits up to {apart:.1g} apart, the likeliest flips at {flips.sum()}"
+    )
     if dtype == "float32":
-        assert apart < 1e-3 and flips.sum() == 0, "in float32 the two programs choose the same tokens here"
+        assert apart < 1e-3 and flips.sum() == 0, (
+            "in float32 the two programs choose the same tokens here"
+        )
 
 one, block, gap, margin = found["bfloat16"]
 near = margin <= TIE_ULPS
@@ -176,7 +198,13 @@ figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 3.8), width_ratios=(1.
 steps = np.minimum(np.round(margin), 12)
 counts = lambda chosen: np.bincount(steps[chosen].astype(int), minlength=13)
 left.bar(range(13), counts(~flips), color=style.TARGET, label="same choice")
-left.bar(range(13), counts(flips), bottom=counts(~flips), color=style.COLOURS[style.REJECTED], label="flips")
+left.bar(
+    range(13),
+    counts(flips),
+    bottom=counts(~flips),
+    color=style.COLOURS[style.REJECTED],
+    label="flips",
+)
 left.axvspan(-0.5, TIE_ULPS + 0.5, color=style.DRAFTER, alpha=0.12, label="a near tie")
 left.set_xticks(range(12))
 title = f"bfloat16: margins below 12 units, of {margin.size}"
@@ -193,7 +221,9 @@ for token, marker in zip(top, "os^D", strict=True):
     right.plot((0, 1), pair[:, token], marker=marker, label=f"{name!r}")
 low, high = pair[:, top].min(), pair[:, top].max()
 right.set_yticks(np.arange(low - unit, high + 2 * unit, unit))
-right.set(xlim=(-0.3, 1.9), ylabel="logit (lines: the numbers there are)", title="One place, two programs")
+right.set(
+    xlim=(-0.3, 1.9), ylabel="logit (lines: the numbers there are)", title="One place, two programs"
+)
 right.set_xticks((0, 1), ("block of 1", f"block of {K + 1}"))
 right.legend(loc="center right", fontsize="small")
 assert (pair[:, top] % bfloat16_ulp(pair[:, top]) == 0).all(), "every logit lies on the grid"
@@ -254,7 +284,10 @@ def real_laws(rounds=6, size=128):
     decoder, found = two["drafted"], []
     state = decoder.prefill(prompts, max_new_tokens=64).replace(sampling=sampled)
     for _ in range(rounds):
-        known = [row[: end - 1].tolist() for row, end in zip(np.asarray(state.tokens), state.length, strict=True)]
+        known = [
+            row[: end - 1].tolist()
+            for row, end in zip(np.asarray(state.tokens), state.length, strict=True)
+        ]
         played = decoder.step(state)
         state, draft = played.state, jax.device_get(played.draft)
         fed = [before + nodes.tolist() for before, nodes in zip(known, draft.tokens, strict=True)]
@@ -263,7 +296,9 @@ def real_laws(rounds=6, size=128):
     p, q = np.array(found, np.float64).swapaxes(0, 1)
     likely = np.argsort(-np.maximum(p, q), axis=1)[:, : size - 1]
     cut = [np.take_along_axis(law, likely, axis=1) for law in (p, q)]
-    whole = [np.concatenate([law, np.maximum(1 - law.sum(1, keepdims=True), 0)], axis=1) for law in cut]
+    whole = [
+        np.concatenate([law, np.maximum(1 - law.sum(1, keepdims=True), 0)], axis=1) for law in cut
+    ]
     return [law / law.sum(1, keepdims=True) for law in whole]
 
 
@@ -284,7 +319,9 @@ def sampling_tests(propose, repeats=48):
     """Play many rounds through e3.verify as it now is, and score what comes out."""
     p, q = jnp.asarray(P, jnp.float32), jnp.asarray(Q, jnp.float32)
     n, digits = len(P), e3.num_digits(P.shape[1])
-    behind = lambda law: jnp.stack([law, jnp.roll(law, -1, axis=0)], axis=1)  # after the root, and after the draft
+    behind = lambda law: jnp.stack(
+        [law, jnp.roll(law, -1, axis=0)], axis=1
+    )  # after the root, and after the draft
 
     @jax.jit
     def play(keys, p, q):
@@ -294,16 +331,28 @@ def sampling_tests(propose, repeats=48):
             tokens=jnp.stack([jnp.zeros_like(x), x], axis=1),
             parents=jnp.broadcast_to(jnp.array([-1, 0], jnp.int32), (n, 2)),
             valid=jnp.ones((n, 2), bool),
-            probs=behind(q)[:, ::-1].at[:, 1].set(declared),  # that of the root is ignored; a bug below reads it
+            probs=behind(q)[:, ::-1]
+            .at[:, 1]
+            .set(declared),  # that of the root is ignored; a bug below reads it
         )
-        verdict = e3.verify(draft, behind(p), accept=dice[:, :2], choose=dice[:, 2 + digits :], max_depth=1)
-        return x, verdict.num_accepted > 0, verdict.next_token, e3.draw(declared, dice[:, 2 : 2 + digits])
+        verdict = e3.verify(
+            draft, behind(p), accept=dice[:, :2], choose=dice[:, 2 + digits :], max_depth=1
+        )
+        return (
+            x,
+            verdict.num_accepted > 0,
+            verdict.next_token,
+            e3.draw(declared, dice[:, 2 : 2 + digits]),
+        )
 
     keys = jax.random.split(jax.random.key(0), (repeats, n))
     x, kept, last, again = (
-        np.concatenate(one) for one in zip(*[jax.device_get(play(key, p, q)) for key in keys], strict=True)
+        np.concatenate(one)
+        for one in zip(*[jax.device_get(play(key, p, q)) for key in keys], strict=True)
     )
-    laws = [np.tile(law, (repeats, 1)) for law in (P, Q, np.roll(P, -1, axis=0), np.roll(Q, -1, axis=0))]
+    laws = [
+        np.tile(law, (repeats, 1)) for law in (P, Q, np.roll(P, -1, axis=0), np.roll(Q, -1, axis=0))
+    ]
     first, bonus = np.where(kept, x, last), last[kept]
     uniforms = np.random.default_rng(0).random(first.size)
     return {
@@ -384,7 +433,10 @@ CAUGHT = {
     "bonus z": lambda value: abs(value) > 5,
     "redrawn": lambda value: value < 1,
 }
-caught = {bug: {test for test, value in row.items() if CAUGHT[test](value)} for bug, row in measured.items()}
+caught = {
+    bug: {test for test, value in row.items() if CAUGHT[test](value)}
+    for bug, row in measured.items()
+}
 
 figure, ax = plt.subplots(figsize=(9.2, 4.2))
 grid = np.array([[test in tests for test in CAUGHT] for tests in caught.values()])
@@ -392,7 +444,15 @@ for (row, column), hit in np.ndenumerate(grid):
     colour = style.COLOURS[style.ACCEPTED] if hit else "#eceff1"
     ax.add_patch(plt.Rectangle((column - 0.47, row - 0.43), 0.94, 0.86, color=colour))
     value = list(measured.values())[row][list(CAUGHT)[column]]
-    ax.text(column, row, f"{value:.3g}", ha="center", va="center", color="white" if hit else "0.4", fontsize=9)
+    ax.text(
+        column,
+        row,
+        f"{value:.3g}",
+        ha="center",
+        va="center",
+        color="white" if hit else "0.4",
+        fontsize=9,
+    )
 ax.set_xticks(range(len(CAUGHT)), CAUGHT)
 ax.set_yticks(range(len(caught)), caught)
 ax.set(xlim=(-0.55, len(CAUGHT) - 0.45), ylim=(len(caught) - 0.45, -0.55))
@@ -402,19 +462,27 @@ ax.spines[:].set_visible(False)
 ax.tick_params(length=0)
 
 assert caught["none"] == set(), "nothing is found where nothing is wrong"
-assert "greedy texts" in caught["refused drafts stay in the cache"], "greedy equality catches what spoils the cache"
+assert "greedy texts" in caught["refused drafts stay in the cache"], (
+    "greedy equality catches what spoils the cache"
+)
 softmax = caught["the residual is a softmax"]
-assert {"surprisal z", "rank p"} <= softmax and "greedy texts" not in softmax, "a law that only sampling shows"
+assert {"surprisal z", "rank p"} <= softmax and "greedy texts" not in softmax, (
+    "a law that only sampling shows"
+)
 again = caught["a refusal draws again from p"]
 assert "directed z" in again and not again & {"greedy texts", "rank p", "surprisal z", "τ"}, (
     "only a directed test sees it"
 )
 bonus = caught["the bonus is drawn from q"]
-assert "bonus z" in bonus and not bonus & {"directed z", "rank p", "surprisal z"}, "only at its own index"
+assert "bonus z" in bonus and not bonus & {"directed z", "rank p", "surprisal z"}, (
+    "only at its own index"
+)
 assert caught["q is drawn in bfloat16, declared in float32"] == {"redrawn"}, (
     "no statistic here, a deterministic test does"
 )
-assert caught["the head reads its layers in reverse"] == {"τ"}, "no test of the output can see a broken head"
+assert caught["the head reads its layers in reverse"] == {"τ"}, (
+    "no test of the output can see a broken head"
+)
 
 # %% [markdown]
 # Read it row by row.
@@ -441,18 +509,25 @@ assert caught["the head reads its layers in reverse"] == {"τ"}, "no test of the
 # from above, this is how far the first wrong token is from being a near tie.
 
 # %%
-with planted(SpeculativeLoop.step, COMMIT, COMMIT.replace("count", "jnp.full_like(count, num_nodes)")):
+with planted(
+    SpeculativeLoop.step, COMMIT, COMMIT.replace("count", "jnp.full_like(count, num_nodes)")
+):
     spoilt = greedy(head, num_speculative_tokens=K).tokens
 parts = [
     next((i for i, pair in enumerate(zip(*rows, strict=True)) if len(set(pair)) > 1), None)
     for rows in zip(spoilt, plain.tokens, strict=True)
 ]
 coder = e3.SpeculativeDecoder(target)
-fed = [coder.encode(prompt) + text[:place] for prompt, text, place in zip(prompts, plain.tokens, parts, strict=True)]
+fed = [
+    coder.encode(prompt) + text[:place]
+    for prompt, text, place in zip(prompts, plain.tokens, parts, strict=True)
+]
 units = []
 for logits, text, place in zip(forced_logits(target, fed), spoilt, parts, strict=True):
     if place is not None:
-        units.append(float((logits[-1].max() - logits[-1][text[place]]) / bfloat16_ulp(logits[-1].max())))
+        units.append(
+            float((logits[-1].max() - logits[-1][text[place]]) / bfloat16_ulp(logits[-1].max()))
+        )
 print("places of the first wrong token:", parts)
 print("its distance from the likeliest, in bfloat16 units:", np.round(units, 1).tolist())
 assert max(units) > 4 * TIE_ULPS, "a bug does not wait for near ties"

@@ -53,7 +53,9 @@ NEW = 48
 target = e3.load_target(dtype="mixed")
 head = e3.load_drafter(target=target)
 file = bundled("prompts.jsonl")
-held_out = read_prompts(file, target, Renderer("continued as they stand"), max_new_tokens=NEW, length=64)
+held_out = read_prompts(
+    file, target, Renderer("continued as they stand"), max_new_tokens=NEW, length=64
+)
 chosen = in_turn(held_out, 12)
 prompts = [prompt.tokens for prompt in chosen]
 assert [prompt.category for prompt in chosen] == ["code"] * 6 + ["prose"] * 6
@@ -88,12 +90,22 @@ from eagle3_jax.theory.speedup import (
 
 tau, rate = stats.mean_acceptance_length, stats.draft_acceptance_rate
 alpha = conditional_rate_from_tau(tau, 5)
-print(f"τ = {tau:.3f}: draft acceptance rate {rate:.3f}, conditional acceptance rate {alpha:.3f} (the constant one)")
-print("conditional, by position: ", "  ".join(f"{share:.3f}" for share in stats.conditional_acceptance_rate))
-print("of all rounds, by position:", "  ".join(f"{share:.3f}" for share in stats.acceptance_per_position))
+print(
+    f"τ = {tau:.3f}: draft acceptance rate {rate:.3f}, conditional acceptance rate {alpha:.3f} (the constant one)"
+)
+print(
+    "conditional, by position: ",
+    "  ".join(f"{share:.3f}" for share in stats.conditional_acceptance_rate),
+)
+print(
+    "of all rounds, by position:",
+    "  ".join(f"{share:.3f}" for share in stats.acceptance_per_position),
+)
 
 assert abs(tau_from_draft_rate(rate, 5) - tau) < 1e-9, "τ = 1 + K·r is an identity"
-assert abs(tau - 1 - sum(stats.acceptance_per_position)) < 1e-9, "and τ is one plus the shares by position"
+assert abs(tau - 1 - sum(stats.acceptance_per_position)) < 1e-9, (
+    "and τ is one plus the shares by position"
+)
 assert np.allclose(np.cumprod(stats.conditional_acceptance_rate), stats.acceptance_per_position)
 assert alpha > rate + 0.1, "the conditional rate is the larger number: say which one you mean"
 
@@ -111,7 +123,9 @@ from eagle3_jax.measure.contenders import DecoderContender
 from eagle3_jax.measure.timing import CompileClock
 from eagle3_jax.pictures.style import SERIES
 
-contenders = {length: DecoderContender(f"K={length}", "mixed", chain(length)) for length in (1, 3, 5)}
+contenders = {
+    length: DecoderContender(f"K={length}", "mixed", chain(length)) for length in (1, 3, 5)
+}
 found = {5: stats}
 for length in (1, 2, 7):
     found[length] = chain(length).generate(prompts, max_new_tokens=NEW).stats
@@ -125,23 +139,36 @@ lengths = sorted(found)
 measured = [found[length].mean_acceptance_length for length in lengths]
 at3 = found[3]
 line = [tau_from_draft_rate(at3.draft_acceptance_rate, k) for k in lengths]
-curve = [tau_from_conditional_rate(conditional_rate_from_tau(at3.mean_acceptance_length, 3), k) for k in lengths]
+curve = [
+    tau_from_conditional_rate(conditional_rate_from_tau(at3.mean_acceptance_length, 3), k)
+    for k in lengths
+]
 
 figure, axes = plt.subplots()
 axes.plot(lengths, line, linestyle=":", color=SERIES[1], label="1 + K·r, r of K = 3")
-axes.plot(lengths, curve, linestyle="--", color=SERIES[2], label="(1 - α$^{K+1}$) / (1 - α), α of K = 3")
+axes.plot(
+    lengths, curve, linestyle="--", color=SERIES[2], label="(1 - α$^{K+1}$) / (1 - α), α of K = 3"
+)
 axes.plot(lengths, measured, marker="o", color=SERIES[0], label="measured, one run each")
-axes.set(xlabel="K, drafted tokens", ylabel="τ, tokens per round", title="One formula extrapolates, the other cannot")
+axes.set(
+    xlabel="K, drafted tokens",
+    ylabel="τ, tokens per round",
+    title="One formula extrapolates, the other cannot",
+)
 axes.set_xticks(lengths)
 axes.legend()
 plt.show()
 for k, tau_k, straight, bent in zip(lengths, measured, line, curve, strict=True):
     print(f"K = {k}: measured {tau_k:.3f}, line {straight:.3f}, curve {bent:.3f}")
 
-assert abs(line[lengths.index(3)] - at3.mean_acceptance_length) < 1e-9, "fitted there, both formulas are exact"
+assert abs(line[lengths.index(3)] - at3.mean_acceptance_length) < 1e-9, (
+    "fitted there, both formulas are exact"
+)
 assert abs(curve[lengths.index(3)] - at3.mean_acceptance_length) < 1e-9
 assert sorted(measured) == measured, "longer drafts write more per round"
-assert line[-1] - measured[-1] > 2 * abs(curve[-1] - measured[-1]), "at K = 7 the line is much further off"
+assert line[-1] - measured[-1] > 2 * abs(curve[-1] - measured[-1]), (
+    "at K = 7 the line is much further off"
+)
 
 # %% [markdown]
 # ## By task
@@ -153,7 +180,9 @@ assert line[-1] - measured[-1] > 2 * abs(curve[-1] - measured[-1]), "at K = 7 th
 from eagle3_jax.pictures.ribbons import acceptance_ribbons
 
 by_task = {"code": result.rows[:6], "prose": result.rows[6:]}
-tasks = {name: e3.SpeculationStats.merge(one.stats for one in rows) for name, rows in by_task.items()}
+tasks = {
+    name: e3.SpeculationStats.merge(one.stats for one in rows) for name, rows in by_task.items()
+}
 ribbons = acceptance_ribbons(
     {name: one.acceptance_per_position for name, one in tasks.items()},
     rounds={name: int(one.num_drafts) for name, one in tasks.items()},
@@ -182,7 +211,9 @@ taus = [one.mean_acceptance_length for one in tasks.values()]
 rounds = np.array([int(one.num_drafts) for one in tasks.values()])
 tokens = rounds * taus
 assert abs(merged - np.dot(rounds / rounds.sum(), taus)) < 1e-9, "weighted by rounds"
-assert abs(merged - blended_tau((tokens / tokens.sum()).tolist(), taus)) < 1e-9, "the harmonic mean by tokens"
+assert abs(merged - blended_tau((tokens / tokens.sum()).tolist(), taus)) < 1e-9, (
+    "the harmonic mean by tokens"
+)
 
 chat, code = tau_from_conditional_rate(0.8, 5), tau_from_conditional_rate(0.4, 5)
 mixed_traffic = blended_tau([0.7, 0.3], [chat, code])
@@ -215,7 +246,9 @@ seconds = {name: [] for name in turns}
 step, verify, parts = [], {k: [] for k in blocks}, []
 for repeat in range(REPEATS + 1):  # the first one compiles
     pace = timed_rounds(plain.decoder, tried[:1], max_new_tokens=NEW, tokens=32)
-    checks = {k: timed_rounds(one, tried[:1], max_new_tokens=NEW, tokens=32) for k, one in blocks.items()}
+    checks = {
+        k: timed_rounds(one, tried[:1], max_new_tokens=NEW, tokens=32) for k, one in blocks.items()
+    }
     costs = step_costs(chain(3), tried[:1], max_new_tokens=NEW, rounds=32)
     runs = {name: [one.run([prompt], NEW) for prompt in tried] for name, one in turns.items()}
     if repeat:
@@ -233,14 +266,19 @@ def ratio(above, below):
 
 
 c = ratio([one.draft_seconds for one in parts], step)
-print(f"plain step {1e3 * Spread.of(step).median:.2f} ms, c = {c.median:.3f} ({c.low:.3f}-{c.high:.3f})\n")
+print(
+    f"plain step {1e3 * Spread.of(step).median:.2f} ms, c = {c.median:.3f} ({c.low:.3f}-{c.high:.3f})\n"
+)
 control = ratio(seconds["plain"], seconds["A/A"])
 print(f"A/A  measured {control.median:.2f} ({control.low:.2f}-{control.high:.2f})")
 for k in blocks:
     v, gain = ratio(verify[k], step), ratio(seconds["plain"], seconds[f"K={k}"])
     tau_k = e3.SpeculationStats.merge([one.stats for one in runs[f"K={k}"]]).mean_acceptance_length
     predicted = speedup(tau_k, num_draft_tokens=k, verify_cost=v.median, draft_cost=c.median)
-    print(f"K={k}  measured {gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f})  predicted {predicted:.2f}", end="")
+    print(
+        f"K={k}  measured {gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f})  predicted {predicted:.2f}",
+        end="",
+    )
     print(f": τ {tau_k:.2f}, v {v.median:.2f} ({v.low:.2f}-{v.high:.2f})")
 
 texts = {name: [one.tokens[0] for one in pair] for name, pair in runs.items()}
@@ -285,9 +323,15 @@ for prompt in prompts[::2]:
         streams[one.name].append(streamed(one, prompt))
 
 middle = lambda values: 1e3 * Spread.of(values).median
-draft, commit = 3 * middle([one.draft_seconds for one in parts]), middle([one.commit_seconds for one in parts])
+draft, commit = (
+    3 * middle([one.draft_seconds for one in parts]),
+    middle([one.commit_seconds for one in parts]),
+)
 checking, plainly = middle(verify[3]) - commit, middle(step)
-waited = {name: middle([wait for _, waits, _ in all_of_it for wait in waits]) for name, all_of_it in streams.items()}
+waited = {
+    name: middle([wait for _, waits, _ in all_of_it for wait in waits])
+    for name, all_of_it in streams.items()
+}
 host = {
     "plain": max(0.0, waited["plain"] - plainly),
     "K=3": max(0.0, waited["K=3"] - draft - checking - commit),
@@ -315,7 +359,9 @@ from eagle3_jax.pictures.times import twin
 
 
 def in_batches(contender, size):
-    return [contender.run(prompts[start : start + size], NEW) for start in range(0, len(prompts), size)]
+    return [
+        contender.run(prompts[start : start + size], NEW) for start in range(0, len(prompts), size)
+    ]
 
 
 SIZES = (1, 4, 12)
@@ -323,10 +369,17 @@ by_batch = {size: {"tau": 0.0, "round": [], "cost": [], "gain": []} for size in 
 for repeat in range(4):  # the first one compiles
     for size, kept in by_batch.items():
         theirs, ours = in_batches(plain, size), in_batches(contenders[3], size)
-        rounds = sum(int(np.max(one.stats.num_drafts)) for one in ours)  # of the slowest row of each batch
-        own, other = sum(one.decode_seconds for one in ours), sum(one.decode_seconds for one in theirs)
+        rounds = sum(
+            int(np.max(one.stats.num_drafts)) for one in ours
+        )  # of the slowest row of each batch
+        own, other = (
+            sum(one.decode_seconds for one in ours),
+            sum(one.decode_seconds for one in theirs),
+        )
         kept["tau"] = e3.SpeculationStats.merge([one.stats for one in ours]).mean_acceptance_length
-        kept["of the slowest"] = (NEW - 1) * len(ours) / rounds  # tokens that a row writes per round of its batch
+        kept["of the slowest"] = (
+            (NEW - 1) * len(ours) / rounds
+        )  # tokens that a row writes per round of its batch
         if repeat:
             kept["round"].append(1e3 * own / rounds)
             kept["cost"].append(own / rounds / (other / (NEW - 1) / len(theirs)))
@@ -341,7 +394,9 @@ for size, kept in by_batch.items():
 taus = [kept["tau"] for kept in by_batch.values()]
 assert max(taus) - min(taus) < 0.03 * taus[0], "τ is the same in every batch, up to near ties"
 slowest = [kept["of the slowest"] for kept in by_batch.values()]
-assert sorted(slowest, reverse=True) == slowest and slowest[-1] < 0.8 * taus[-1], "the last row keeps a batch waiting"
+assert sorted(slowest, reverse=True) == slowest and slowest[-1] < 0.8 * taus[-1], (
+    "the last row keeps a batch waiting"
+)
 
 middles = [Spread.of(kept["round"]) for kept in by_batch.values()]
 twin(
@@ -366,7 +421,9 @@ twin(
 from eagle3_jax.pictures.ribbons import heat_map
 
 alpha3 = conditional_rate_from_tau(at3.mean_acceptance_length, 3)
-marks = {f"batch {size}": (Spread.of(kept["cost"]).median, alpha3) for size, kept in by_batch.items()}
+marks = {
+    f"batch {size}": (Spread.of(kept["cost"]).median, alpha3) for size, kept in by_batch.items()
+}
 shown_costs = [cost for cost, _ in marks.values()]
 costs_shown = np.linspace(min(0.8, 0.9 * min(shown_costs)), max(4.0, 1.15 * max(shown_costs)), 121)
 alphas = np.linspace(0.05, 0.98, 94)
@@ -374,7 +431,9 @@ gains = np.array([[tau_from_conditional_rate(a, 3) / cost for cost in costs_show
 
 needed = rates_for_speedup(1.0, num_draft_tokens=3, verify_cost=1.7, draft_cost=0.1)
 assert abs(needed.mean_acceptance_length - 2) < 1e-9, "where a round costs two steps, τ must be two"
-assert abs(tau_from_conditional_rate(needed.conditional_acceptance_rate, 3) - 2) < 1e-9, "the line at a cost of two"
+assert abs(tau_from_conditional_rate(needed.conditional_acceptance_rate, 3) - 2) < 1e-9, (
+    "the line at a cost of two"
+)
 heat_map(
     gains,
     costs_shown,
@@ -401,16 +460,24 @@ def shown(values):
     return f"{one.p50:6.2f} {one.p90:6.2f} {one.p99:6.2f}"
 
 
-print(f"{'ms':6} {'TTFT p50 p90 p99':>21}   {'TPOT p50 p90 p99':>21}   {'chunk wait p50 p90 p99':>22}")
+print(
+    f"{'ms':6} {'TTFT p50 p90 p99':>21}   {'TPOT p50 p90 p99':>21}   {'chunk wait p50 p90 p99':>22}"
+)
 for name, found_streams in streams.items():
     per_token = [sum(waits) / sum(sizes) for _, waits, sizes in found_streams]
     waits = [wait for _, all_waits, _ in found_streams for wait in all_waits]
     sizes = [size for *_, all_sizes in found_streams for size in all_sizes]
-    print(f"{name:6} {shown([first for first, *_ in found_streams]):>21}   {shown(per_token):>21}   {shown(waits):>22}")
-    assert abs(np.mean(waits) - np.mean(sizes) * sum(waits) / sum(sizes)) < 1e-9, "wait = TPOT × tokens per chunk"
+    print(
+        f"{name:6} {shown([first for first, *_ in found_streams]):>21}   {shown(per_token):>21}   {shown(waits):>22}"
+    )
+    assert abs(np.mean(waits) - np.mean(sizes) * sum(waits) / sum(sizes)) < 1e-9, (
+        "wait = TPOT × tokens per chunk"
+    )
     assert sum(sizes) == len(found_streams) * (NEW - 1)
 assert len(waits) < sum(sizes), "fewer chunks than tokens"
-assert len([wait for _, all_waits, _ in streams["plain"] for wait in all_waits]) == sum(sizes), "plainly as many"
+assert len([wait for _, all_waits, _ in streams["plain"] for wait in all_waits]) == sum(sizes), (
+    "plainly as many"
+)
 
 # %% [markdown]
 # The identity in the cell says it all: *mean chunk wait = TPOT × tokens per chunk*. Report TPOT, label chunk waits as
@@ -430,7 +497,9 @@ per_token = tail.time_per_output_token
 print(
     f"speed-up of all together {tail.speedup:.2f}; {100 * tail.slower_than_plain:.0f} % of the requests became slower"
 )
-print(f"time per token in plain steps: p50 {per_token.p50:.2f}, p90 {per_token.p90:.2f}, p99 {per_token.p99:.2f}")
+print(
+    f"time per token in plain steps: p50 {per_token.p50:.2f}, p90 {per_token.p90:.2f}, p99 {per_token.p99:.2f}"
+)
 assert tail.speedup > 1.3 and per_token.p99 > 1 > per_token.p50, "the mean wins, the tail loses"
 assert 0.15 < tail.slower_than_plain < 0.21, "the unlucky fifth"
 
@@ -453,14 +522,18 @@ for _ in range(5):
     handed.append(1e3 * (time.perf_counter() - start))
     jax.block_until_ready(result)
     done.append(1e3 * (time.perf_counter() - start))
-print(f"handed over after {Spread.of(handed).median:.2f} ms, done after {Spread.of(done).median:.2f} ms")
+print(
+    f"handed over after {Spread.of(handed).median:.2f} ms, done after {Spread.of(done).median:.2f} ms"
+)
 
 # %% [markdown]
 # **Counting compilation.** The first call of every shape compiles. `CompileClock` tells: above, the first run of the
 # chain of three compiled programs (or took them from the store of compiled programs), the second none.
 
 # %%
-print(f"first run: {first.programs} programs, {first.seconds:.2f} s; second run: {again.programs} programs")
+print(
+    f"first run: {first.programs} programs, {first.seconds:.2f} s; second run: {again.programs} programs"
+)
 assert first.programs > 0 and again.programs == 0
 assert run.tokens == repeated.tokens, "the same text, whatever the clock said"
 
@@ -546,9 +619,13 @@ print(f"1. {tau_from_draft_rate(0.8, 5):.2f} or {tau_from_conditional_rate(0.8, 
 truncated = 1 + sum(found[7].acceptance_per_position[:2])
 print(f"2. K = 2 read off K = 7: {truncated:.3f}; measured {found[2].mean_acceptance_length:.3f}")
 needed = Spread.of(by_batch[1]["cost"]).median
-print(f"3. τ = {needed:.2f}, so r = {max(0.0, (needed - 1) / 3):.2f}; measured {at3.draft_acceptance_rate:.2f}")
+print(
+    f"3. τ = {needed:.2f}, so r = {max(0.0, (needed - 1) / 3):.2f}; measured {at3.draft_acceptance_rate:.2f}"
+)
 faster = sum(b < a for a, b in zip(seconds["plain"], seconds["A/A"], strict=True))
-print(f"5. the second was faster in {faster} of {REPEATS}; five of seven: p = {binomtest(5, 7).pvalue:.2f}")
+print(
+    f"5. the second was faster in {faster} of {REPEATS}; five of seven: p = {binomtest(5, 7).pvalue:.2f}"
+)
 
 assert abs(tau_from_draft_rate(0.8, 5) / tau_from_conditional_rate(0.8, 5) - 1.36) < 0.01
 assert truncated < found[2].mean_acceptance_length, "read off the longer draft, τ comes out too low"

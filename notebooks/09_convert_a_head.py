@@ -94,7 +94,9 @@ print(f"{about.num_tensors} tensors, {about.num_parameters:,} parameters, {about
 print(f"note: {about.note.replace(str(HERE), '...')}")
 assert about.kind == "draft head: EAGLE-3"
 assert about.loadable
-assert "target" in about.note, "an official head alone does not say which features it reads: it needs its target"
+assert "target" in about.note, (
+    "an official head alone does not say which features it reads: it needs its target"
+)
 
 # %% [markdown]
 # ## Convert
@@ -122,16 +124,22 @@ def same_bits(first, second):
     """Whether two nested parameters are equal to the bit, types included."""
     one, other = dict(rules.flatten(first)), dict(rules.flatten(second))
     bits = lambda leaf: (leaf.dtype, leaf.shape, np.ascontiguousarray(leaf).tobytes())
-    return one.keys() == other.keys() and all(bits(np.asarray(one[key])) == bits(np.asarray(other[key])) for key in one)
+    return one.keys() == other.keys() and all(
+        bits(np.asarray(one[key])) == bits(np.asarray(other[key])) for key in one
+    )
 
 
 plain = e3.SpeculativeDecoder(target, stop_tokens=()).generate(texts, max_new_tokens=LIMIT).tokens
 good_text, good = run(reference)
 there_and_back, again = run(converted)
-assert same_bits(converted.params["head"], reference.params["head"]), "the conversion changed a parameter"
+assert same_bits(converted.params["head"], reference.params["head"]), (
+    "the conversion changed a parameter"
+)
 assert good_text == there_and_back == plain, "lossless: the text is the target's own"
 assert good.to_json() == again.to_json(), "the converted head drafts the same, round by round"
-print(f"τ {good.mean_acceptance_length:.2f}, by position {[round(x, 2) for x in good.acceptance_per_position]}")
+print(
+    f"τ {good.mean_acceptance_length:.2f}, by position {[round(x, 2) for x in good.acceptance_per_position]}"
+)
 
 # %% [markdown]
 # ## What a strict reader refuses
@@ -148,7 +156,9 @@ def edited(name, change):
     shutil.copytree(official, folder)
     tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
     change(tensors)
-    torch.save({key: value.contiguous() for key, value in tensors.items()}, folder / "pytorch_model.bin")
+    torch.save(
+        {key: value.contiguous() for key, value in tensors.items()}, folder / "pytorch_model.bin"
+    )
     return folder
 
 
@@ -160,7 +170,9 @@ def replace(key, function):
 OUT = "midlayer.self_attn.o_proj.weight"
 attempts = {
     "a tensor is missing": lambda tensors: tensors.pop("midlayer.hidden_norm.weight"),
-    "one too many": lambda tensors: tensors.update({"midlayer.self_attn.q_norm.weight": torch.ones(64)}),
+    "one too many": lambda tensors: tensors.update(
+        {"midlayer.self_attn.q_norm.weight": torch.ones(64)}
+    ),
     "fc transposed": replace("fc.weight", torch.t),
     "d2t holds ids": replace("d2t", lambda offset: offset + torch.arange(len(offset))),
     "o_proj transposed": replace(OUT, torch.t),
@@ -188,7 +200,12 @@ assert all("\n" not in refusal for refusal in refusals), "a refusal is one line"
 # all layouts ends where it began.
 
 # %%
-for before, after in (("native", "sglang"), ("sglang", "vllm"), ("vllm", "eagle"), ("eagle", "jax")):
+for before, after in (
+    ("native", "sglang"),
+    ("sglang", "vllm"),
+    ("vllm", "eagle"),
+    ("eagle", "jax"),
+):
     conversion.convert(HERE / before, HERE / after, after, target=description)
 last = conversion.read_head(HERE / "jax", description)
 assert same_bits(last.head, shipped.head), "a bit was lost on the way"
@@ -273,7 +290,9 @@ figure, axes = plt.subplots()
 colours = [style.COLOURS[style.ACCEPTED], *style.SERIES[:2], *style.SERIES[3:]]
 for (letter, stats), colour in zip(symptoms.items(), colours, strict=True):
     label = f"{letter} (τ {stats.mean_acceptance_length:.2f})"
-    axes.plot(range(1, CHAIN + 1), stats.acceptance_per_position, marker="o", color=colour, label=label)
+    axes.plot(
+        range(1, CHAIN + 1), stats.acceptance_per_position, marker="o", color=colour, label=label
+    )
 axes.set(
     title="Same text, another speed: share of rounds that accepted each position",
     xlabel="position in the draft",
@@ -284,7 +303,11 @@ axes.set(
 axes.legend()
 worst = max(symptoms[letter].mean_acceptance_length for letter in heads)
 assert worst < good.mean_acceptance_length, "every bug costs τ"
-unnoticed = [letter for letter in heads if symptoms[letter].mean_acceptance_length > 0.85 * good.mean_acceptance_length]
+unnoticed = [
+    letter
+    for letter in heads
+    if symptoms[letter].mean_acceptance_length > 0.85 * good.mean_acceptance_length
+]
 assert len(unnoticed) == 2, "two of them cost less than 15 % of τ"
 
 # %% [markdown]
@@ -337,7 +360,9 @@ config, precision = reference.drafter.config, reference.drafter.precision
 text = jnp.asarray([(texts[0] + good_text[0])[:64]], jnp.int32)
 positions = jnp.arange(text.shape[1] - 1, dtype=jnp.int32)[None]
 mask = causal_mask(text.shape[1] - 1)
-features = target.model(target.params, text[:, :-1], positions, mask, aux_layers=config.aux_layers).features
+features = target.model(
+    target.params, text[:, :-1], positions, mask, aux_layers=config.aux_layers
+).features
 
 
 @jax.jit
@@ -378,7 +403,8 @@ def distance(one, other):
 
 truth = stages(reference.params)
 table = {
-    letter: {name: distance(x, truth[name]) for name, x in stages(heads[letter].params).items()} for letter in heads
+    letter: {name: distance(x, truth[name]) for name, x in stages(heads[letter].params).items()}
+    for letter in heads
 }
 assert all(distance(x, truth[name]) == 0 for name, x in stages(converted.params).items()), (
     "the good port differs nowhere"
@@ -441,8 +467,13 @@ def verdict(column, tolerance=1e-6):
 
 
 for letter, column in table.items():
-    assert verdict(column) == SECRET[letter], f"head {letter} is {SECRET[letter]}, not {verdict(column)}"
-cost = {SECRET[letter]: good.mean_acceptance_length - symptoms[letter].mean_acceptance_length for letter in heads}
+    assert verdict(column) == SECRET[letter], (
+        f"head {letter} is {SECRET[letter]}, not {verdict(column)}"
+    )
+cost = {
+    SECRET[letter]: good.mean_acceptance_length - symptoms[letter].mean_acceptance_length
+    for letter in heads
+}
 for name, lost_tau in sorted(cost.items(), key=lambda pair: -pair[1]):
     letter = next(letter for letter in SECRET if SECRET[letter] == name)
     print(f"{letter}: {name:22} costs {lost_tau:.2f} of τ {good.mean_acceptance_length:.2f}")
@@ -463,16 +494,27 @@ class Unshifted(type(reference.drafter)):
     def observe(self, params, state, seen):
         """As the right one does, but for the tokens that it is shown."""
         late = jnp.roll(seen.tokens, 1, axis=1).at[:, 0].set(seen.tokens[:, 0])
-        last = jnp.take_along_axis(seen.tokens, jnp.maximum(seen.length - 1, 0)[:, None], axis=1)[:, 0]
-        after = super().observe(params, state, dataclasses.replace(seen, tokens=late, next_token=last))
-        return dataclasses.replace(after, root=jnp.where(seen.length > 0, seen.next_token, state.root))
+        last = jnp.take_along_axis(seen.tokens, jnp.maximum(seen.length - 1, 0)[:, None], axis=1)[
+            :, 0
+        ]
+        after = super().observe(
+            params, state, dataclasses.replace(seen, tokens=late, next_token=last)
+        )
+        return dataclasses.replace(
+            after, root=jnp.where(seen.length > 0, seen.next_token, state.root)
+        )
 
 
-fields = {field.name: getattr(reference.drafter, field.name) for field in dataclasses.fields(reference.drafter)}
+fields = {
+    field.name: getattr(reference.drafter, field.name)
+    for field in dataclasses.fields(reference.drafter)
+}
 unshifted = dataclasses.replace(reference, drafter=Unshifted(**fields))
 tokens, stats = run(unshifted)
 assert tokens == plain, "even now the text is right"
-assert stats.mean_acceptance_length < 0.75 * good.mean_acceptance_length, "and the head is nearly useless"
+assert stats.mean_acceptance_length < 0.75 * good.mean_acceptance_length, (
+    "and the head is nearly useless"
+)
 print(
     f"without the shift: τ {stats.mean_acceptance_length:.2f} in place of {good.mean_acceptance_length:.2f}; same text"
 )
@@ -538,11 +580,17 @@ torch.save(tensors, ports[letter] / "pytorch_model.bin")
 assert run(e3.load_drafter(ports[letter], target=target))[1].to_json() == good.to_json()
 
 # Exercise 4: the normed output is fed back.
-fed_back = dataclasses.replace(reference.drafter, config=dataclasses.replace(config, norm_output=True))
+fed_back = dataclasses.replace(
+    reference.drafter, config=dataclasses.replace(config, norm_output=True)
+)
 tokens, stats = run(dataclasses.replace(reference, drafter=fed_back))
 first, second = stats.conditional_acceptance_rate[:2]
-print(f"normed feedback: {first:.2f} at the first position, {second:.2f} at the second (given the first)")
-print(f"good head:       {good.conditional_acceptance_rate[0]:.2f} and {good.conditional_acceptance_rate[1]:.2f}")
+print(
+    f"normed feedback: {first:.2f} at the first position, {second:.2f} at the second (given the first)"
+)
+print(
+    f"good head:       {good.conditional_acceptance_rate[0]:.2f} and {good.conditional_acceptance_rate[1]:.2f}"
+)
 assert tokens == plain
 assert second < 0.8 * good.conditional_acceptance_rate[1], "the second position suffers"
 shutil.rmtree(HERE)

@@ -91,11 +91,17 @@ class Newest:
 
     def init(self, params, batch, capacity):
         zero = jnp.zeros((batch,), jnp.int32)
-        return {"root": zero, "place": zero, "after": jnp.full((batch, self.vocab_size), -1, jnp.int32)}
+        return {
+            "root": zero,
+            "place": zero,
+            "after": jnp.full((batch, self.vocab_size), -1, jnp.int32),
+        }
 
     def observe(self, params, state, seen):
         index, end = jnp.arange(seen.tokens.shape[1]), seen.length[:, None]
-        follower = jnp.where(index == end - 1, seen.next_token[:, None], jnp.roll(seen.tokens, -1, axis=1))
+        follower = jnp.where(
+            index == end - 1, seen.next_token[:, None], jnp.roll(seen.tokens, -1, axis=1)
+        )
         code = (state["place"][:, None] + index) * self.vocab_size + follower
         newest = jax.vmap(lambda after, tokens, code: after.at[tokens].max(code))
         return {
@@ -108,7 +114,9 @@ class Newest:
         tokens, valid = [state["root"]], [jnp.ones_like(state["root"], jnp.bool_)]
         for _ in range(self.num_speculative_tokens):
             code = jnp.take_along_axis(state["after"], tokens[-1][:, None], axis=1)[:, 0]
-            valid.append(valid[-1] & (code >= 0))  # a token that nothing has followed yet ends the draft
+            valid.append(
+                valid[-1] & (code >= 0)
+            )  # a token that nothing has followed yet ends the draft
             tokens.append(jnp.where(code >= 0, code % self.vocab_size, 0))
         tokens, valid = jnp.stack(tokens, axis=1), jnp.stack(valid, axis=1)
         parents = jnp.broadcast_to(jnp.arange(self.num_nodes, dtype=jnp.int32) - 1, tokens.shape)
@@ -128,7 +136,9 @@ drafters = {
     "EAGLE-3": {"drafter": head, "num_speculative_tokens": K},
 }
 results = {
-    name: e3.SpeculativeDecoder(target, stop_tokens=(), **options).generate(prompts, max_new_tokens=NEW)
+    name: e3.SpeculativeDecoder(target, stop_tokens=(), **options).generate(
+        prompts, max_new_tokens=NEW
+    )
     for name, options in drafters.items()
 }
 plain = results["none"].tokens
@@ -136,12 +146,19 @@ plain = results["none"].tokens
 for name, result in results.items():
     same = sum(a == b for a, b in zip(result.tokens, plain, strict=True))
     stats = result.stats
-    print(f"{name:8} same texts {same} of {len(prompts)}   rounds that drafted {int(stats.num_drafts):4}   ", end="")
-    print(f"τ {stats.mean_acceptance_length:.2f}   drafted tokens accepted {stats.draft_acceptance_rate:.0%}")
+    print(
+        f"{name:8} same texts {same} of {len(prompts)}   rounds that drafted {int(stats.num_drafts):4}   ",
+        end="",
+    )
+    print(
+        f"τ {stats.mean_acceptance_length:.2f}   drafted tokens accepted {stats.draft_acceptance_rate:.0%}"
+    )
     assert result.tokens == plain, "whatever is guessed, the text is the target's own"
 
 tau = {name: result.stats.mean_acceptance_length for name, result in results.items()}
-assert 1 < tau["Newest"] < tau["EAGLE-3"], "a table of the newest followers drafts; a trained head drafts better"
+assert 1 < tau["Newest"] < tau["EAGLE-3"], (
+    "a table of the newest followers drafts; a trained head drafts better"
+)
 
 # %% [markdown]
 # ## The contract
@@ -202,7 +219,9 @@ report = e3.check_drafter(Careless(small.vocab_size, 3), small, checks=some)
 for finding in report.failures:
     print(finding)
 assert result.tokens == plain and result.stats.mean_acceptance_length < tau["Newest"]
-assert "padding behind an observation does not matter" in [finding.name for finding in report.failures]
+assert "padding behind an observation does not matter" in [
+    finding.name for finding in report.failures
+]
 
 # %% [markdown]
 # **The one thing that is believed**: what a drafter declares to have drawn from. `Boaster` looks up the same tokens and
@@ -214,7 +233,9 @@ assert "padding behind an observation does not matter" in [finding.name for find
 class Boaster(Newest):
     def propose(self, params, state, keys, sampling):
         draft = super().propose(params, state, keys, sampling)
-        return draft.replace(probs=jnp.full((*draft.tokens.shape, self.vocab_size), 1.0 / self.vocab_size))
+        return draft.replace(
+            probs=jnp.full((*draft.tokens.shape, self.vocab_size), 1.0 / self.vocab_size)
+        )
 
 
 some = ("draws from what it declares", "sampled output has the target's law")
@@ -244,8 +265,12 @@ class Looks:
     def __call__(self, draft, logits, sampling, keys, *, warping, max_depth):
         p = e3.probabilities(logits, sampling, warping)
         batch, nodes, vocab = p.shape
-        dice = e3.uniforms(keys, self.looks * nodes * e3.num_digits(vocab)).reshape(batch, self.looks, nodes, -1)
-        child = draft.valid[:, None] & (draft.parents[:, None] == jnp.arange(nodes)[:, None])  # [B node child]
+        dice = e3.uniforms(keys, self.looks * nodes * e3.num_digits(vocab)).reshape(
+            batch, self.looks, nodes, -1
+        )
+        child = draft.valid[:, None] & (
+            draft.parents[:, None] == jnp.arange(nodes)[:, None]
+        )  # [B node child]
         token = e3.draw(p, dice[:, 0])
         for look in range(1, self.looks):
             drafted = jnp.any(child & (draft.tokens[:, None] == token[:, :, None]), axis=-1)
@@ -258,7 +283,9 @@ two_looks = e3.check_verifier(Looks(2), samples=2048)
 print(one_look)
 print("\n" + str(two_looks.findings[-1]))
 assert one_look.ok, "one look is lossless, and the contract holds it to that"
-assert not two_looks.failures and two_looks.findings[-1].verdict == "skipped", "two looks are measured, not judged"
+assert not two_looks.failures and two_looks.findings[-1].verdict == "skipped", (
+    "two looks are measured, not judged"
+)
 
 # %% [markdown]
 # A rule that lies about it is caught:
@@ -289,7 +316,11 @@ sampled = e3.SamplingParams(temperature=1.0)
 taus = {}
 for name, rule in rules.items():
     decoder = e3.SpeculativeDecoder(
-        target, head, num_speculative_tokens=2, draft_sampling=e3.DraftSampling.PROBABILISTIC, verifier=rule
+        target,
+        head,
+        num_speculative_tokens=2,
+        draft_sampling=e3.DraftSampling.PROBABILISTIC,
+        verifier=rule,
     )
     result = decoder.generate(prompts, max_new_tokens=NEW, sampling=sampled)
     taus[name] = result.stats.mean_acceptance_length
@@ -311,7 +342,9 @@ def law_of_first(rule, guess):
         parents=jnp.broadcast_to(jnp.array([-1, 0], jnp.int32), (ROWS, 2)),
         valid=jnp.ones((ROWS, 2), bool),
     )
-    every = e3.SamplingParams(temperature=jnp.ones(ROWS), top_k=jnp.zeros(ROWS, jnp.int32), top_p=jnp.ones(ROWS))
+    every = e3.SamplingParams(
+        temperature=jnp.ones(ROWS), top_k=jnp.zeros(ROWS, jnp.int32), top_p=jnp.ones(ROWS)
+    )
 
     @jax.jit
     def first(keys, logits):
@@ -320,7 +353,9 @@ def law_of_first(rule, guess):
         return jnp.where(verdict.num_accepted > 0, guess, verdict.next_token)
 
     keys = jax.random.split(jax.random.key(0), (CHUNKS, ROWS))
-    return np.bincount(np.concatenate([first(key, logits) for key in keys]), minlength=p.size) / (ROWS * CHUNKS)
+    return np.bincount(np.concatenate([first(key, logits) for key in keys]), minlength=p.size) / (
+        ROWS * CHUNKS
+    )
 
 
 guess = int(p.argmax())
@@ -329,7 +364,9 @@ expected = {"exact": p[guess], "one look": p[guess], "two looks": 1 - (1 - p[gue
 noise = 5 * np.sqrt(p[guess] * (1 - p[guess]) / (ROWS * CHUNKS))
 for name, law in seen.items():
     shift = law[guess] - p[guess]
-    print(f"{name:10} emits the guess with {law[guess]:.3f}, expected {expected[name]:.3f}; p is {p[guess]:.3f}")
+    print(
+        f"{name:10} emits the guess with {law[guess]:.3f}, expected {expected[name]:.3f}; p is {p[guess]:.3f}"
+    )
     assert abs(law[guess] - expected[name]) < noise, "as computed"
 print(f"total variation of two looks: {p[guess] * (1 - p[guess]):.3f}")
 assert seen["two looks"][guess] - p[guess] > 2 * noise, "the shift is real, and the rule says so"
@@ -339,7 +376,9 @@ figure, ax = plt.subplots()
 for shift, (name, law), colour in zip((-0.27, 0, 0.27), seen.items(), style.SERIES, strict=False):
     ax.bar(np.arange(6) + shift, law[top], 0.25, color=colour, label=name)
 ax.plot(np.arange(6), p[top], "_", color="black", markersize=34, label="p, the target")
-ax.set_xticks(range(6), [repr(target.tokenizer.decode([int(token)])) for token in top], family="monospace")
+ax.set_xticks(
+    range(6), [repr(target.tokenizer.decode([int(token)])) for token in top], family="monospace"
+)
 ax.set(ylabel="share of first tokens", title="The guess is the first token: two looks favour it")
 ax.legend()
 
@@ -362,23 +401,29 @@ two_looks = Looks(2)
 def source_of(part, method):
     """The text of a class of this notebook: `inspect` reads classes of files only."""
     lines = linecache.getlines(getattr(part, method).__code__.co_filename)
-    named = [node for node in ast.parse("".join(lines)).body if getattr(node, "name", "") == part.__name__]
+    named = [
+        node
+        for node in ast.parse("".join(lines)).body
+        if getattr(node, "name", "") == part.__name__
+    ]
     return "".join(lines[named[0].decorator_list[0].lineno - 1 : named[0].end_lineno])
 
 
 imports = "import dataclasses\nimport jax\nimport jax.numpy as jnp\nimport eagle3_jax as e3\n"
 with tempfile.TemporaryDirectory() as folder:
-    source = "\n\n".join([imports, source_of(Newest, "propose"), source_of(Looks, "__call__"), FACTORY])
-    Path(folder, "mine.py").write_text(source, encoding="utf-8")
-    options = (
-        "--drafter mine:newest=3 --verifier mine:two_looks --max-new-tokens 24 --temperature 1 --no-compare --json"
+    source = "\n\n".join(
+        [imports, source_of(Newest, "propose"), source_of(Looks, "__call__"), FACTORY]
     )
+    Path(folder, "mine.py").write_text(source, encoding="utf-8")
+    options = "--drafter mine:newest=3 --verifier mine:two_looks --max-new-tokens 24 --temperature 1 --no-compare --json"
     command = [sys.executable, "-m", "eagle3_jax", "generate", "class Stack:", *options.split()]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
 print("eagle3 generate 'class Stack:'", options)
 answer = json.loads(done.stdout)
 print({name: answer[name] for name in ("lossless",) if name in answer})
-assert done.returncode == 0 and answer["lossless"] is False, "the command line says that the rule is not lossless"
+assert done.returncode == 0 and answer["lossless"] is False, (
+    "the command line says that the rule is not lossless"
+)
 
 # %% [markdown]
 # ## Exercises

@@ -87,10 +87,15 @@ OPENING, LENGTH = 32, 96
 
 def written(tokens, num_rows, seed):
     """Rows that open with the corpus and go on with the target's own words."""
-    asked = RegenerationConfig(num_rows=num_rows, prompt_length=OPENING, length=LENGTH, batch=64, seed=seed)
+    asked = RegenerationConfig(
+        num_rows=num_rows, prompt_length=OPENING, length=LENGTH, batch=64, seed=seed
+    )
     parts = list(regenerate(target, tokens, asked))
     return Rows(
-        *(np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "prompt_length", "length"))
+        *(
+            np.concatenate([getattr(part, name) for part in parts])
+            for name in ("tokens", "prompt_length", "length")
+        )
     )
 
 
@@ -98,7 +103,9 @@ rows = written(tokens, 192, SEED)
 fresh = written(fresh_tokens, 64, SEED + 1)  # never trained on, for measuring
 sizes = [int((one.length - one.prompt_length).sum()) for one in (rows, fresh)]
 print(f"{len(train)} files to train on, {len(held_out)} held out")
-print(f"{len(rows.tokens)} rows, {sizes[0]:,} tokens of the target's own; {sizes[1]:,} more that are only measured on")
+print(
+    f"{len(rows.tokens)} rows, {sizes[0]:,} tokens of the target's own; {sizes[1]:,} more that are only measured on"
+)
 print("---", target.tokenizer.decode(rows.tokens[0][: rows.length[0]].tolist()), sep="\n")
 
 # %% [markdown]
@@ -133,7 +140,9 @@ axes.legend(loc="lower right")
 DRAFT_VOCAB = 1024
 at = widths.index(DRAFT_VOCAB)
 assert shares["fresh text"][at] > 0.8, "a quarter of the vocabulary covers most of what is said"
-assert shares["fresh text"][at] < shares["text it was counted on"][at], "counting flatters the text that was counted"
+assert shares["fresh text"][at] < shares["text it was counted on"][at], (
+    "counting flatters the text that was counted"
+)
 draft_to_target = chosen[at]
 
 # %% [markdown]
@@ -154,7 +163,13 @@ frozen = {
     "embedding": tables.embedding,
     "draft_to_target": jnp.asarray(draft_to_target),
 }
-start = initial_head(drafter, tables.unembedding, target.params["norm"]["scale"], draft_to_target, jax.random.key(SEED))
+start = initial_head(
+    drafter,
+    tables.unembedding,
+    target.params["norm"]["scale"],
+    draft_to_target,
+    jax.random.key(SEED),
+)
 STEPS, BATCH, DEPTH, CHAIN = 120, 4, 3, 4
 HALF = STEPS // 2
 optimizer = OptimizerConfig(
@@ -180,7 +195,11 @@ plain = e3.SpeculativeDecoder(target, stop_tokens=()).generate(texts, max_new_to
 
 def decoded(params):
     """Counters of a head on held-out prompts; the text is the target's whatever the head has learnt."""
-    params = {"head": params, "embedding": tables.embedding, "draft_to_target": frozen["draft_to_target"]}
+    params = {
+        "head": params,
+        "embedding": tables.embedding,
+        "draft_to_target": frozen["draft_to_target"],
+    }
     decoder = e3.SpeculativeDecoder(
         target, e3.LoadedDrafter(drafter, params), num_speculative_tokens=CHAIN, stop_tokens=()
     )
@@ -222,7 +241,9 @@ for latest, metrics in second_run.run(found, batches, STEPS, save_every=HALF):
 assert resumed_at == HALF, "it goes on from the last checkpoint"
 assert resumed[:5] == history[HALF:], "five steps done twice: the same numbers, bit for bit"
 history = history[:HALF] + resumed
-print(f"{STEPS} steps of {BATCH} rows, 5 of them twice: {time.perf_counter() - begun:.0f} s, compilation included")
+print(
+    f"{STEPS} steps of {BATCH} rows, 5 of them twice: {time.perf_counter() - begun:.0f} s, compilation included"
+)
 print(f"loss {history[0]['loss']:.2f} -> {np.mean([m['loss'] for m in history[-10:]]):.2f}")
 shutil.rmtree(folder)
 
@@ -240,13 +261,24 @@ def smooth(values, width=8):
 figure, (left, right) = plt.subplots(ncols=2, figsize=(9, 3.4))
 left.plot(smooth([metrics["loss"] for metrics in history]), color=style.SERIES[0])
 left.axvline(resumed_at, color="#6b7280", lw=1, ls=":")
-left.annotate("resumed", (resumed_at, left.get_ylim()[1]), xytext=(3, -10), textcoords="offset points", size=8)
-left.set(title="Loss of the training-time test", xlabel="optimiser step", ylabel="loss (nats, weighted sum)")
+left.annotate(
+    "resumed", (resumed_at, left.get_ylim()[1]), xytext=(3, -10), textcoords="offset points", size=8
+)
+left.set(
+    title="Loss of the training-time test",
+    xlabel="optimiser step",
+    ylabel="loss (nats, weighted sum)",
+)
 for depth in range(DEPTH):
     label = f"draft token {depth + 1}"
-    right.plot(smooth([m[f"accuracy_{depth}"] for m in history]), color=style.SERIES[depth], label=label)
+    right.plot(
+        smooth([m[f"accuracy_{depth}"] for m in history]), color=style.SERIES[depth], label=label
+    )
 right.set(
-    title="Right first choice, by depth", xlabel="optimiser step", ylabel="share of supervised rows", ylim=(0, None)
+    title="Right first choice, by depth",
+    xlabel="optimiser step",
+    ylabel="share of supervised rows",
+    ylim=(0, None),
 )
 right.legend()
 ending = [np.mean([m[f"accuracy_{depth}"] for m in history[-20:]]) for depth in range(DEPTH)]
@@ -275,9 +307,17 @@ for name, stats in results.items():
     by_depth = " ".join(f"{share:.2f}" for share in stats.acceptance_per_position)
     print(f"{name:15} τ {stats.mean_acceptance_length:.2f}   by position {by_depth}")
 figure, axes = plt.subplots(figsize=(6, 3.2))
-axes.bar(list(taus), [value - 1 for value in taus.values()], bottom=1, color=[*style.SERIES[:3], "#6b7280"])
+axes.bar(
+    list(taus),
+    [value - 1 for value in taus.values()],
+    bottom=1,
+    color=[*style.SERIES[:3], "#6b7280"],
+)
 axes.axhline(1, color="#1f2328", lw=1)
-axes.set(title="Tokens per round on held-out prompts (1 is plain decoding)", ylabel="τ (tokens per round)")
+axes.set(
+    title="Tokens per round on held-out prompts (1 is plain decoding)",
+    ylabel="τ (tokens per round)",
+)
 axes.set_ylim(0.9, None)
 last = taus[f"after {STEPS} steps"]
 assert last > taus["before"] + 0.1, "training helped, by more than the seeds differ"
@@ -302,10 +342,17 @@ final, _ = last_of(single_run.run(single_run.start(start), batches, STEPS))
 single = decoded(final.params)
 several = results[f"after {STEPS} steps"]
 figure, axes = plt.subplots(figsize=(6, 3.2))
-for label, stats, colour in (("one step", single, style.SERIES[1]), (f"{DEPTH} steps", several, style.SERIES[0])):
-    axes.plot(range(1, CHAIN + 1), stats.acceptance_per_position, marker="o", color=colour, label=label)
+for label, stats, colour in (
+    ("one step", single, style.SERIES[1]),
+    (f"{DEPTH} steps", several, style.SERIES[0]),
+):
+    axes.plot(
+        range(1, CHAIN + 1), stats.acceptance_per_position, marker="o", color=colour, label=label
+    )
     by_depth = " ".join(f"{share:.2f}" for share in stats.conditional_acceptance_rate)
-    print(f"unrolled {label:9} τ {stats.mean_acceptance_length:.2f}   conditional acceptance by depth {by_depth}")
+    print(
+        f"unrolled {label:9} τ {stats.mean_acceptance_length:.2f}   conditional acceptance by depth {by_depth}"
+    )
 axes.set(
     title="Acceptance by depth, with and without the training-time test",
     xlabel="position in the draft",
@@ -323,14 +370,22 @@ fresh_batches = row_batches(fresh, 32, SEED)
 def right_by_depth(params, batch_at):
     """Share of positions where the head's first choice is the target's, by depth, over two batches."""
     found = [measure(params, batch_at(step)) for step in range(2)]
-    return [float(np.mean([metrics[f"accuracy_{depth}"] for metrics in found])) for depth in range(DEPTH)]
+    return [
+        float(np.mean([metrics[f"accuracy_{depth}"] for metrics in found]))
+        for depth in range(DEPTH)
+    ]
 
 
 once, thrice = (right_by_depth(params, fresh_batches) for params in (final.params, trained))
 print(
-    "right on fresh text, by depth: once", *(f"{x:.2f}" for x in once), "- three times", *(f"{x:.2f}" for x in thrice)
+    "right on fresh text, by depth: once",
+    *(f"{x:.2f}" for x in once),
+    "- three times",
+    *(f"{x:.2f}" for x in thrice),
 )
-assert once[1] < 0.5 * thrice[1], "without it the second token collapses: the head never saw its own output"
+assert once[1] < 0.5 * thrice[1], (
+    "without it the second token collapses: the head never saw its own output"
+)
 assert once[0] > 0.75 * thrice[0], "the first one does not"
 
 # %% [markdown]
@@ -354,7 +409,10 @@ def unshifted(params, batch):
     teacher, features = consult(drafter, model, frozen, batch, 1)
     (scores,) = unroll(drafter, params, frozen["embedding"], features, batch, 1)
     size = batch.tokens.shape[1]
-    probs, best = teacher.probs[:, :size], teacher.best[:, :size]  # right would be [:, 1 : size + 1]
+    probs, best = (
+        teacher.probs[:, :size],
+        teacher.best[:, :size],
+    )  # right would be [:, 1 : size + 1]
     counted = batch.loss_mask & (best >= 0)
     rows = jnp.maximum(counted.sum(), 1)
     entropy = jax.nn.logsumexp(scores, axis=-1) - (probs * scores).sum(-1)
@@ -367,7 +425,9 @@ final, metrics = last_of(wrong_run.run(wrong_run.start(start), batches, 60))
 wrong, fooled = metrics["accuracy"], decoded(final.params)
 print(f"accuracy while training: {wrong:.2f} (the right way: {history[-1]['accuracy_0']:.2f})")
 print(f"τ on held-out prompts:   {fooled.mean_acceptance_length:.2f} (the right way: {last:.2f})")
-assert wrong > np.mean([m["accuracy_0"] for m in history[-10:]]) + 0.1, "in training it looks better than the right one"
+assert wrong > np.mean([m["accuracy_0"] for m in history[-10:]]) + 0.1, (
+    "in training it looks better than the right one"
+)
 assert fooled.mean_acceptance_length < 1.1, "and drafts nothing of use"
 
 # %% [markdown]
@@ -402,7 +462,9 @@ print(
 assert own > foreign + 0.2, "the library says what the target would not"
 
 seen_rows, fresh_rows = right_by_depth(trained, row_batches(rows, 32, SEED))[0], thrice[0]
-print(f"first draft token right: {seen_rows:.2f} on rows it was trained on, {fresh_rows:.2f} on fresh ones")
+print(
+    f"first draft token right: {seen_rows:.2f} on rows it was trained on, {fresh_rows:.2f} on fresh ones"
+)
 assert seen_rows > fresh_rows + 0.03, "measured on its training text a head looks better than it is"
 
 # %% [markdown]

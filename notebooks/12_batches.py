@@ -64,20 +64,30 @@ target = e3.load_target()  # float32
 head = e3.load_drafter(target=target)
 file = bundled("prompts.jsonl")
 held_out = read_prompts(file, target, Renderer("continued as they stand"), max_new_tokens=NEW)
-texts = [prompt.tokens[-20 - 4 * index :] for index, prompt in enumerate(in_turn(held_out, 8))]  # of many lengths
+texts = [
+    prompt.tokens[-20 - 4 * index :] for index, prompt in enumerate(in_turn(held_out, 8))
+]  # of many lengths
 keys = row_keys(2024, len(texts))  # one for each request, whatever row it will be in
 chain = e3.SpeculativeDecoder(target, head, num_speculative_tokens=K, stop_tokens=())
 drawn = e3.SpeculativeDecoder(
-    target, head, num_speculative_tokens=K, stop_tokens=(), draft_sampling=e3.DraftSampling.PROBABILISTIC
+    target,
+    head,
+    num_speculative_tokens=K,
+    stop_tokens=(),
+    draft_sampling=e3.DraftSampling.PROBABILISTIC,
 )
 WARM = e3.SamplingParams(temperature=0.8)
 
 
 def decode(decoder, order, sampling=None, *, keys=keys, limit=NEW):
     """Requests in this order as one batch, run to the end."""
-    batch = tiny.prompts([texts[index] for index in order], limit=limit, sampling=sampling, width=64)
+    batch = tiny.prompts(
+        [texts[index] for index in order], limit=limit, sampling=sampling, width=64
+    )
     batch = batch.replace(keys=jnp.stack([keys[index] for index in order]))
-    loop = dataclasses.replace(decoder.loop, warping=warping_of(per_row(batch.sampling, len(order))))
+    loop = dataclasses.replace(
+        decoder.loop, warping=warping_of(per_row(batch.sampling, len(order)))
+    )
     state = loops.prefill(loop, decoder.params, batch, capacity=CAPACITY)
     return jax.device_get(loops.run(loop, decoder.params, state))
 
@@ -96,7 +106,9 @@ together = {"greedy": decode(chain, range(8)), "sampled": decode(drawn, range(8)
 print("prompts of", [len(text) for text in texts], "tokens;", NEW, "new ones each")
 for how, state in together.items():
     own = e3.SpeculationStats.merge([state.stats]).mean_acceptance_length
-    print(f"{how:8} τ = {own:.2f}: {target.tokenizer.decode(written(state, 0)[len(texts[0]) :])[:70]!r}")
+    print(
+        f"{how:8} τ = {own:.2f}: {target.tokenizer.decode(written(state, 0)[len(texts[0]) :])[:70]!r}"
+    )
 
 # %% [markdown]
 # ## Other neighbours: the same bits
@@ -112,7 +124,9 @@ for how, (decoder, sampling) in {"greedy": (chain, None), "sampled": (drawn, WAR
         other = decode(decoder, order, sampling)
         mine, theirs = (row(tiny.known(state), 0) for state in (together[how], other))
         assert written(other, 0) == written(together[how], 0), "the same text"
-        assert tiny.same_bits((mine.cache, mine.drafter), (theirs.cache, theirs.drafter)), "and the same bits"
+        assert tiny.same_bits((mine.cache, mine.drafter), (theirs.cache, theirs.drafter)), (
+            "and the same bits"
+        )
         print(f"{how:8} beside {order[1:]}: tokens, both caches and counters equal, bit for bit")
         assert tiny.same_bits(mine.stats, theirs.stats)
 
@@ -128,15 +142,26 @@ alone = {"greedy": decode(chain, [0]), "sampled": decode(drawn, [0], WARM)}
 
 def largest_difference(one, other):
     """Between the keys and values of two rows, both caches."""
-    pairs = zip(jax.tree.leaves((one.cache, one.drafter)), jax.tree.leaves((other.cache, other.drafter)), strict=True)
-    return max(float(np.max(np.abs(a - b))) for a, b in pairs if np.issubdtype(a.dtype, np.floating))
+    pairs = zip(
+        jax.tree.leaves((one.cache, one.drafter)),
+        jax.tree.leaves((other.cache, other.drafter)),
+        strict=True,
+    )
+    return max(
+        float(np.max(np.abs(a - b))) for a, b in pairs if np.issubdtype(a.dtype, np.floating)
+    )
 
 
 for how, state in alone.items():
     mine, theirs = row(tiny.known(together[how]), 0), row(tiny.known(state), 0)
-    same, bits = written(state, 0) == written(together[how], 0), tiny.same_bits(mine.cache, theirs.cache)
+    same, bits = (
+        written(state, 0) == written(together[how], 0),
+        tiny.same_bits(mine.cache, theirs.cache),
+    )
     away = largest_difference(mine, theirs) if same else float("nan")
-    print(f"{how:8} tokens equal: {same}; bits of the caches equal: {bits}; largest difference {away:.1e}")
+    print(
+        f"{how:8} tokens equal: {same}; bits of the caches equal: {bits}; largest difference {away:.1e}"
+    )
     assert not away > 1e-3, "a sum in another order differs in its last digits"
 
 # %% [markdown]
@@ -182,7 +207,9 @@ assert noise < FLOAT32_TOLERANCE, "float32 sums in another order differ little"
 if written(alone["greedy"], 0) != written(together["greedy"], 0):  # then only at a near tie
     mine, theirs = (written(state, 0) for state in (together["greedy"], alone["greedy"]))
     parted = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
-    assert gaps[parted - len(texts[0])] < FLOAT32_TOLERANCE, "texts may part at a near tie, and nowhere else"
+    assert gaps[parted - len(texts[0])] < FLOAT32_TOLERANCE, (
+        "texts may part at a near tie, and nowhere else"
+    )
 
 # %% [markdown]
 # So the promise has three steps:
@@ -215,7 +242,9 @@ from eagle3_jax.sampling import keys_at, uniforms
 positions = jnp.arange(30, 38)
 at_once = uniforms(keys_at(keys, positions, 1), 2)
 by_itself = uniforms(keys_at(keys[3:4], positions[3:4], 1), 2)
-assert np.array_equal(at_once[3], by_itself[0]), "integers hashed, nothing summed: exact on any machine"
+assert np.array_equal(at_once[3], by_itself[0]), (
+    "integers hashed, nothing summed: exact on any machine"
+)
 assert len(np.unique(np.asarray(at_once))) == at_once.size, "and different for each request"
 
 # %% [markdown]
@@ -250,27 +279,40 @@ for index in range(8):
     asked = full[: full.index(stop) + 1] if index == STOPPED else None
     mine = np.asarray(state.tokens)[index, len(texts[index]) : int(state.length[index])].tolist()
     whole = written(together["greedy"], index)[len(texts[index]) :]
-    assert mine == (asked if index == STOPPED else whole[: LIMITS[index]]), "each row ends exactly where it should"
+    assert mine == (asked if index == STOPPED else whole[: LIMITS[index]]), (
+        "each row ends exactly where it should"
+    )
 reasons = [e3.FinishReason(int(reason)) for reason in state.finish]
-assert [reason is e3.FinishReason.STOP for reason in reasons] == [index == STOPPED for index in range(8)]
+assert [reason is e3.FinishReason.STOP for reason in reasons] == [
+    index == STOPPED for index in range(8)
+]
 
 # %%
 from matplotlib.colors import BoundaryNorm, ListedColormap
 
 shades = ListedColormap(["#eceff1", "#cfe3f3", "#93c1e6", "#4f93cf", "#1f5f9c"])
 figure, axes = plt.subplots(figsize=(9, 3.4))
-mesh = axes.pcolormesh(advance, cmap=shades, norm=BoundaryNorm(np.arange(-0.5, K + 2), shades.N), edgecolors="white")
+mesh = axes.pcolormesh(
+    advance, cmap=shades, norm=BoundaryNorm(np.arange(-0.5, K + 2), shades.N), edgecolors="white"
+)
 for index in range(8):
     ended = np.flatnonzero(advance[index])[-1] + 1
-    axes.annotate(reasons[index].name.lower(), (ended + 0.15, index + 0.5), va="center", fontsize="small")
+    axes.annotate(
+        reasons[index].name.lower(), (ended + 0.15, index + 0.5), va="center", fontsize="small"
+    )
 axes.set_yticks(np.arange(8) + 0.5, [f"row {index}, limit {LIMITS[index]}" for index in range(8)])
 axes.invert_yaxis()
 axes.grid(visible=False)
-axes.set(xlabel="round", title="Tokens that each row writes in each round: rows advance and end on their own")
+axes.set(
+    xlabel="round",
+    title="Tokens that each row writes in each round: rows advance and end on their own",
+)
 figure.colorbar(mesh, ax=axes, ticks=range(K + 2), label="tokens")
 plt.show()
 assert advance.max() <= K + 1 and (advance[:, 0] > 0).all()
-assert all((np.diff((line > 0).astype(int)) <= 0).all() for line in advance), "a row writes until it ends, then never"
+assert all((np.diff((line > 0).astype(int)) <= 0).all() for line in advance), (
+    "a row writes until it ends, then never"
+)
 assert len({tuple(line[:8]) for line in advance}) > 4, "rows advance differently"
 
 # %% [markdown]
@@ -297,13 +339,22 @@ running, drafted = [8], []
 for played in decoders["schedule"].rounds(texts, max_new_tokens=DRAIN):
     drafted.append(int(np.asarray(played.draft.valid)[:, 1:].sum(axis=1).max()))
     running.append(int(np.sum(played.state.running)))
-assert drafted == [SCHEDULE.length_at(rows) for rows in running[:-1]], "every round drafts what the schedule says"
+assert drafted == [SCHEDULE.length_at(rows) for rows in running[:-1]], (
+    "every round drafts what the schedule says"
+)
 assert set(drafted) == {1, 2, 3}
 
 figure, axes = plt.subplots(figsize=(7.2, 3))
 axes.step(range(len(drafted)), running[:-1], where="post", label="rows running")
-axes.step(range(len(drafted)), drafted, where="post", linestyle="--", label="tokens drafted per row")
-axes.set(xlabel="round", ylabel="rows, tokens", ylim=(0, 8.6), title="The batch drains, and drafts get longer")
+axes.step(
+    range(len(drafted)), drafted, where="post", linestyle="--", label="tokens drafted per row"
+)
+axes.set(
+    xlabel="round",
+    ylabel="rows, tokens",
+    ylim=(0, 8.6),
+    title="The batch drains, and drafts get longer",
+)
 axes.legend()
 plt.show()
 
@@ -353,7 +404,9 @@ def same_up_to_near_ties(mine, theirs, prompt):
 
 for name, result in results.items():
     for mine, theirs, prompt in zip(result.tokens, results["plain"].tokens, texts, strict=True):
-        assert same_up_to_near_ties(mine, theirs, prompt), f"{name} wrote another text than plain decoding"
+        assert same_up_to_near_ties(mine, theirs, prompt), (
+            f"{name} wrote another text than plain decoding"
+        )
     equal = sum(a == b for a, b in zip(result.tokens, results["plain"].tokens, strict=True))
     print(f"{name:9} {equal} of 8 texts equal to plain decoding, the others part at a near tie")
 tau = {name: result.stats.mean_acceptance_length for name, result in results.items()}
@@ -368,11 +421,15 @@ assert 1 == tau["plain"] < tau["schedule"] < tau["K = 3"], "shorter drafts write
 # %%
 MOVED = [5, 1, 2, 3, 4, 0, 6, 7]  # request 0 is now in row 5
 right = decode(drawn, MOVED, WARM)
-assert written(right, 5) == written(together["sampled"], 0), "with its own key it writes what it wrote in row 0"
+assert written(right, 5) == written(together["sampled"], 0), (
+    "with its own key it writes what it wrote in row 0"
+)
 
 by_row = row_keys(7, 8)
 first = decode(drawn, range(8), WARM, keys=by_row)
-moved = decode(drawn, MOVED, WARM, keys=[by_row[MOVED.index(index)] for index in range(8)])  # row 5 draws with key 5
+moved = decode(
+    drawn, MOVED, WARM, keys=[by_row[MOVED.index(index)] for index in range(8)]
+)  # row 5 draws with key 5
 assert written(moved, 5) != written(first, 0), "the bug shows"
 for name, state, place in (("row 0", first, 0), ("row 5", moved, 5)):
     print(f"{name}: {target.tokenizer.decode(written(state, place)[len(texts[0]) :])[:80]!r}")
@@ -396,7 +453,9 @@ class MinimumAdvance:
     def __call__(self, draft, logits, sampling, keys, *, warping, max_depth):
         own = e3.Exact()(draft, logits, sampling, keys, warping=warping, max_depth=max_depth)
         count = jnp.min(own.num_accepted)
-        cut = jnp.take(jnp.concatenate([own.path, own.path[:, -1:]], axis=1), count, axis=1)  # the first node given up
+        cut = jnp.take(
+            jnp.concatenate([own.path, own.path[:, -1:]], axis=1), count, axis=1
+        )  # the first node given up
         instead = jnp.take_along_axis(draft.tokens, jnp.maximum(cut, 0)[:, None], axis=1)[:, 0]
         return e3.Verdict(
             path=jnp.where(jnp.arange(max_depth) < count, own.path, -1),
@@ -405,15 +464,24 @@ class MinimumAdvance:
         )
 
 
-waiting = e3.SpeculativeDecoder(target, head, num_speculative_tokens=K, stop_tokens=(), verifier=MinimumAdvance())
+waiting = e3.SpeculativeDecoder(
+    target, head, num_speculative_tokens=K, stop_tokens=(), verifier=MinimumAdvance()
+)
 slowest = decode(waiting, range(8))
 assert np.array_equal(slowest.tokens, together["greedy"].tokens), "the texts are right"
-taus = [e3.SpeculationStats.merge([state.stats]).mean_acceptance_length for state in (together["greedy"], slowest)]
+taus = [
+    e3.SpeculationStats.merge([state.stats]).mean_acceptance_length
+    for state in (together["greedy"], slowest)
+]
 rounds = [int(np.max(state.stats.num_drafts)) for state in (together["greedy"], slowest)]
-for how, tau, count in zip(("each at its own pace", "all at the slowest"), taus, rounds, strict=True):
+for how, tau, count in zip(
+    ("each at its own pace", "all at the slowest"), taus, rounds, strict=True
+):
     print(f"{how:21} τ = {tau:.2f}, {count} rounds")
 assert taus[1] < 0.75 * taus[0] and rounds[1] > rounds[0], "most of the gain is gone"
-assert len(set(slowest.stats.num_accepted_tokens.tolist())) == 1, "and what a request gains depends on its neighbours"
+assert len(set(slowest.stats.num_accepted_tokens.tolist())) == 1, (
+    "and what a request gains depends on its neighbours"
+)
 
 # %% [markdown]
 # ## Exercises
