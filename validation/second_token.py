@@ -59,8 +59,8 @@ def law(setting: str) -> dict[int, float]:
     return dict(enumerate(law_of_the_second_token(load_target(DIRECTORY / "target"), *SETTINGS[setting])))
 
 
-def ours(setting: str) -> Draws:
-    """Our draws, with and without a head."""
+def ours(setting: str, count: int = DRAWS) -> Draws:
+    """Our draws, with and without a head; ``count`` is a multiple of :data:`BATCH`."""
     target, draws = load_target(DIRECTORY / "target"), {}
     temperature, top_p = SETTINGS[setting]
     sampling = SamplingParams(temperature=temperature, top_p=top_p)
@@ -70,7 +70,7 @@ def ours(setting: str) -> Draws:
         "ours, EAGLE-3": SpeculativeDecoder(target, head, num_speculative_tokens=K, stop_tokens=()),
     }.items():
         outputs: list[Tokens] = []
-        for batch in range(DRAWS // BATCH):
+        for batch in range(count // BATCH):
             outputs += decoder.generate([PROMPT] * BATCH, max_new_tokens=2, sampling=sampling, seed=batch).tokens
         draws[name] = second_tokens(outputs)
     return draws
