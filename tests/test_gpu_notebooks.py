@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import re
 from pathlib import Path
 
 import pytest
+
 from validation import machine
 from validation.machine import VARIABLES, Configuration, Machine
 from validation.runs import Report
@@ -163,3 +165,40 @@ def test_every_variable_is_documented_and_no_other() -> None:
 def test_every_notebook_begins_with_its_banner(source: Path) -> None:
     first = source.read_text("utf-8").split("# %%\n")[1]
     assert "machine.start()" in first and "here.banner(" in first
+
+
+def _report() -> object:
+    pytest.importorskip("nbconvert")
+    spec = importlib.util.spec_from_file_location("report_of_notebooks", NOTEBOOKS.parent / "report.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _executed(folder: Path, name: str, text: str, banner: machine.Banner, *, failed: bool = False) -> None:
+    import nbformat
+
+    shown = nbformat.v4.new_output("display_data", {"text/html": banner._repr_html_()})
+    outputs = [shown, *([nbformat.v4.new_output("error", ename="E", evalue="", traceback=[])] * failed)]
+    cells = [nbformat.v4.new_markdown_cell(text), nbformat.v4.new_code_cell("1", outputs=outputs)]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / f"{name}.ipynb")
+
+
+def test_the_page_joins_notebooks_and_needs_no_network(tmp_path: Path) -> None:
+    report = _report()
+    here = _machine()
+    text = "# 01 · One\n\nNext: [two](02_two.ipynb), [site](https://example.org), [read](../README.md)."
+    _executed(tmp_path, "01_one", text, here.banner())
+    _executed(tmp_path, "02_two", "# 02 · Two", here.banner("price"), failed=True)
+    page = report.page(tmp_path, expected=["01_one", "02_two", "03_three"])  # type: ignore[attr-defined]
+    assert 'href="#01_one"' in page and 'href="#02_two"' in page and "01 · One" in page
+    assert "03_three: not executed" in page and "(stopped at an error)" in page
+    assert "3 of 3 parts are stand-ins" in page, "each part is told once, whoever told it"
+    assert not re.search(r"<(script|link|img)[^>]*(src|href)=\"https?:", page), "the page asks the network"
+    assert "../README.md" not in page and "https://example.org" in page
+
+
+def test_a_page_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no executed notebook"):
+        _report().page(tmp_path)  # type: ignore[attr-defined]

@@ -149,7 +149,11 @@ rows = [
 recorded = here.record.table("L6", second_token.title(SETTING))
 if here.vllm_process is None:
     when = machine.described(here.record)
-    rows += [[row[0], f"{when}, {second_token.DRAWS} draws", row[1], f"{row[2]:.2g}", f"{row[3]:.2g}"] for row in recorded.rows if "vLLM" in row[0]]
+    rows += [
+        [row[0], f"{when}, {second_token.DRAWS} draws", row[1], f"{row[2]:.2g}", f"{row[3]:.2g}"]
+        for row in recorded.rows
+        if "vLLM" in row[0]
+    ]
 columns = ["drawn by", "when and where", "total variation from the law", "p (chi-square)", "p (G)"]
 Markdown(f"Second token at {SETTING}\n\n" + to_markdown(columns, rows))
 
