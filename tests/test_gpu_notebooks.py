@@ -87,7 +87,7 @@ def test_without_anything_every_part_has_a_stand_in_and_says_which() -> None:
     banner = _machine().banner("vLLM", "price")
     assert [part.name for part in banner.missing] == ["device", "pair", "vLLM", "price"]
     text = str(banner)
-    for said in ("no GPU: CPU (", "the shipped pair", "committed record of 20", "EAGLE3_PRICE_PER_HOUR", "STAND-IN"):
+    for said in ("no GPU: CPU: ", "the shipped pair", "committed record of 20", "EAGLE3_PRICE_PER_HOUR", "STAND-IN"):
         assert said in text
     assert "No number of theirs may be quoted" in banner.headline
     for part in banner.parts:
@@ -148,7 +148,7 @@ def test_the_newest_report_is_the_record(tmp_path: Path) -> None:
     for day in ("2026-01-02", "2026-01-01"):
         (tmp_path / f"{day}.json").write_text(Report(environment=facts, started=f"{day}T00:00:00").to_json())
     found = machine.newest_record(tmp_path)
-    assert machine.described(found) == "2026-01-02, CPU (X, 2 cores)"
+    assert machine.described(found) == "2026-01-02, CPU: X, 2 cores"
 
 
 def test_a_stand_in_measures_less() -> None:

@@ -212,7 +212,7 @@ class Machine:
         """For the axes and titles of figures, and the headings of tables."""
         if self.on_gpu:
             return jax.devices()[0].device_kind
-        return f"CPU ({cpu_model()}, {os.cpu_count()} cores)"
+        return f"CPU: {cpu_model()}, {os.cpu_count()} cores"
 
     @property
     def accelerator(self) -> Accelerator | None:
@@ -254,9 +254,10 @@ class Machine:
         return self.configuration.price_per_hour or UNIT_PRICE
 
     @property
-    def price_unit(self) -> str:
-        """What a cost is counted in, for axes and headings."""
-        return "currency" if self.configuration.price_per_hour else "hours of this machine at 1 an hour"
+    def price_named(self) -> str:
+        """For axes and headings of costs."""
+        assumed = "" if self.configuration.price_per_hour else ", which is assumed"
+        return f"at {self.price_per_hour:g} an hour{assumed}"
 
     def amount(self, *, cpu: Any, gpu: Any) -> Any:
         """How much of something: little where a stand-in only shows how it goes."""
@@ -286,6 +287,11 @@ class Machine:
     def record(self) -> Report:
         """The newest committed run of the validation, for what is not here."""
         return newest_record(RESULTS)
+
+    def exactly(self) -> None:
+        """From here on products have all bits of float32, as in the checks; not for times, which users have without."""
+        if self.on_gpu:
+            jax.config.update("jax_default_matmul_precision", "highest")
 
     def close(self) -> None:
         """End vLLM's process, if one of ours runs."""
@@ -387,7 +393,7 @@ def described(record: Report) -> str:
     """When and on what a report was made."""
     facts = record.environment
     cpu, device = facts["cpu"], facts["jax"]["device"]
-    where = f"CPU ({cpu['model']}, {cpu['cores']} cores)" if device == "cpu" else device
+    where = f"CPU: {cpu['model']}, {cpu['cores']} cores" if device == "cpu" else device
     rival = facts.get("vllm", {})
     beside = f", with vLLM {rival['vllm']} on {rival.get('device', 'a server')}" if rival else ""
     return f"{record.started[:10]}, {where}{beside}"

@@ -59,11 +59,13 @@ import numpy as np
 from IPython.display import Markdown
 
 from eagle3_jax.reporting.tables import to_markdown
-from eagle3_jax.rivals.vllm.bridge import eagle3
+from eagle3_jax.rivals.memory import is_out_of_memory
+from eagle3_jax.rivals.vllm.bridge import VLLMError, eagle3
 from validation.agreement import Judged, both_directions, decoders_of, ours
 from validation.forcing import by_blocks, reference
 from validation.margin import TIE_ULPS, WRONG_ULPS, Agreement, Control, classify, tie_tolerance
 
+here.exactly()
 subject, CONTEXT = here.subject, 100
 prompts = [prompt[-CONTEXT:] for prompt in subject.prompt_tokens[: here.amount(cpu=6, gpu=56)]]
 LIMIT = here.amount(cpu=24, gpu=128)
@@ -199,7 +201,13 @@ for one in judged:
 # The same in float32, where rounding is a thousand times finer.
 
 # %%
-exact = run("float32", ("EAGLE-3 chain",) if not here.on_gpu else NAMES)
+try:
+    exact = run("float32", NAMES[-1:] if not here.on_gpu else NAMES)
+except VLLMError as error:
+    if not is_out_of_memory(error):
+        raise
+    exact = []
+    print("not run: two engines with float32 weights do not fit here, as 01 said")
 for one in exact:
     print(f"{one.by:28} {one.agreed.tokens} tokens, {one.agreed.ties} ties, {one.agreed.disagreements} disagreements")
     assert one.agreed.disagreements == 0, f"{one.by} disagrees with {one.scored_by} in float32"

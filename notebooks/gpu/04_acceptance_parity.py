@@ -60,13 +60,15 @@ from IPython.display import Markdown
 from eagle3_jax import SpeculativeDecoder
 from eagle3_jax.pictures.style import SERIES
 from eagle3_jax.reporting.tables import to_markdown
-from eagle3_jax.rivals.vllm.bridge import Completion, EngineOptions, Generated, VLLMUnavailable, eagle3
+from eagle3_jax.rivals.memory import is_out_of_memory
+from eagle3_jax.rivals.vllm.bridge import Completion, EngineOptions, Generated, VLLMError, VLLMUnavailable, eagle3
 from validation.internals import compare_with_recorded, recording
 from validation.parity import COUNTERS, Parity, first_difference, parity, play, stats_of
 
 BATCH, CONTEXT = 8, 100
 LIMIT = here.amount(cpu=24, gpu=128)
 subject = here.subject
+here.exactly()
 
 
 def recorded_run():
@@ -98,13 +100,19 @@ def beside_vllm(length):
 
 found = {}
 if here.vllm is None:
-    found["K=3, recorded"] = recorded_run()
+    found["K=3, the recorded tiny pair"] = recorded_run()
 else:
     for length in here.amount(cpu=(3,), gpu=range(1, 8)):
         try:
             found[f"K={length}"] = beside_vllm(length)
         except VLLMUnavailable as reason:  # a server drafts what it was started with
             print(f"K={length}: {reason}")
+        except VLLMError as error:
+            if not is_out_of_memory(error):
+                raise
+            print("two engines with float32 weights do not fit here, as 01 said; the recorded run stands in")
+            found["K=3, the recorded tiny pair"] = recorded_run()
+            break
 for name, one in found.items():
     rounds = sum(len(row.accepted) for row in one.ours)
     print(f"{name}: {len(one.ours)} requests, {rounds} rounds, τ = {one.stats.mean_acceptance_length:.3f}")
@@ -188,7 +196,7 @@ print(f"record: {machine.described(here.record)}")
 
 # %%
 TOLERANCE = 1e-4  # float32 sums in another order: 1e-6 is seen; a wrong layer, norm or position is seen at 1e-1
-if here.vllm_process is not None:
+if here.vllm_process is not None and "K=3, the recorded tiny pair" not in found:
     options = EngineOptions(
         model=str(subject.target_directory),
         speculative=eagle3(subject.drafter_directory, 3),
@@ -198,7 +206,8 @@ if here.vllm_process is not None:
     engine = here.vllm_process.engine(options)
     ours = recording(SpeculativeDecoder(*subject.pair("float32"), num_speculative_tokens=3, stop_tokens=()))
     prompt = subject.prompt_tokens[0][-CONTEXT:]
-    close = compare_with_recorded(ours, prompt, engine.record(prompt, max_new_tokens=LIMIT), max_new_tokens=LIMIT)
+    told = engine.record(prompt, max_new_tokens=16)  # all logits of every round are told, which are many
+    close = compare_with_recorded(ours, prompt, told, max_new_tokens=16)
     print(f"{close.rounds} rounds: features {close.features:.1e} apart, draft logits {close.logits:.1e}")
     assert close.rounds and close.drafts_differ == 0
     assert max(close.features, close.logits) < TOLERANCE
@@ -221,7 +230,7 @@ Markdown(f"Record of {machine.described(here.record)}\n\n" + to_markdown(columns
 # %%
 target, drafter = subject.pair("float32")
 right_layers = drafter.drafter.config.aux_layers
-wrong_layers = tuple(layer + 1 for layer in right_layers[:-1]) + (right_layers[-1] - 1,)
+wrong_layers = (*(layer + 1 for layer in right_layers[:-1]), right_layers[-1] - 1)
 config = dataclasses.replace(drafter.drafter.config, aux_layers=wrong_layers)
 ported = dataclasses.replace(drafter, drafter=dataclasses.replace(drafter.drafter, config=config))
 prompts = [prompt[-CONTEXT:] for prompt in subject.prompt_tokens[:4]]

@@ -56,7 +56,7 @@ from eagle3_jax.pictures.style import SERIES
 from eagle3_jax.reporting.tables import show, to_markdown
 from validation.speeds import is_quoted, some_prompts
 
-BATCHES = here.amount(cpu=(1, 4, 16), gpu=(1, 4, 16, 64, 128))
+BATCHES = here.amount(cpu=(1, 8), gpu=(1, 4, 16, 64, 128))
 CHAINS = here.amount(cpu=(1, 3), gpu=(1, 2, 3, 4, 5, 6, 7))
 LIMIT, REPEATS, ROUNDS = here.amount(cpu=(20, 2, 6), gpu=(128, 5, 16))
 target, drafter = here.pair

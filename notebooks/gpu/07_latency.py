@@ -40,7 +40,8 @@ here.banner()
 # %% [markdown]
 # ## Three waits
 #
-# - **TTFT**, time to first token: the prefill. Speculation does not shorten it; the drafter's own prefill adds a little.
+# - **TTFT**, time to first token: the prefill. Speculation does not shorten it; the drafter's own prefill adds a
+#   little.
 # - **TPOT**, time per output token after the first: the mean over an answer, where speculation gains.
 # - **the wait between two chunks** of a stream: a round, which is *longer* than a plain step and brings several tokens.
 #
@@ -56,7 +57,8 @@ from eagle3_jax.pictures.style import SERIES
 from eagle3_jax.reporting.tables import to_markdown
 from validation.speeds import chain, faults, is_quoted, some_prompts
 
-LIMIT, REPEATS, K = here.amount(cpu=(24, 2), gpu=(128, 5)) + (3,)
+LIMIT, REPEATS = here.amount(cpu=(24, 2), gpu=(128, 5))
+K = 3
 pair, dtype = here.pair, here.dtype
 prompts = some_prompts(here.subject, here.amount(cpu=6, gpu=32))
 if here.on_gpu and not is_quoted(here.subject, here.setting):
@@ -100,8 +102,8 @@ for row in report.rows:
 
 # %% [markdown]
 # TPOT is the wait between chunks divided by the tokens that a chunk brings. A dashboard that takes one for the other
-# reports a slowdown where there is a speed-up. (A stream is driven by the host a round at a time, so its waits are longer
-# than a round inside the compiled loop.)
+# reports a slowdown where there is a speed-up. (A stream is driven by the host a round at a time, so its waits are
+# longer than a round inside the compiled loop.)
 
 # %%
 for row in report.rows:
@@ -114,7 +116,8 @@ assert report.rows[1].acceptance.mean_acceptance_length > 1.0, "a chunk of the c
 # ## First token, by length of the prompt
 
 # %%
-LENGTHS = here.amount(cpu=(16, 64, 128, 256), gpu=(64, 256, 1024, 2048))
+room = pair[0].max_positions - 64
+LENGTHS = [length for length in here.amount(cpu=(16, 64, 256), gpu=(64, 256, 1024, 2048)) if length < room]
 long = [token for prompt in here.subject.prompt_tokens for token in prompt]
 long = (long * (1 + LENGTHS[-1] // len(long)))[: LENGTHS[-1]]
 first = {one.name: [] for one in contenders}
@@ -147,7 +150,7 @@ from eagle3_jax import SpeculativeDecoder
 from eagle3_jax.drafters import Plain
 from eagle3_jax.measure.step_costs import target_seconds
 
-PIECES = here.amount(cpu=(1, 8, 32, 64), gpu=(1, 16, 64, 256, 512))
+PIECES = [piece for piece in here.amount(cpu=(1, 8, 64), gpu=(1, 16, 64, 256, 512)) if piece < room - 128]
 PROMPT = 512
 sizes = {}
 for piece in PIECES:
@@ -159,9 +162,14 @@ figure, all_axes = plt.subplots(1, 2, figsize=(9.0, 3.3))
 totals = [1e3 * PROMPT / piece * seconds for piece, seconds in sizes.items()]
 stalls = [1e3 * seconds for seconds in sizes.values()]
 for axes, values, title, colour in zip(
-    all_axes, (totals, stalls), (f"TTFT of {PROMPT} tokens in pieces", "What a row beside it waits"), SERIES, strict=False
+    all_axes,
+    (totals, stalls),
+    (f"TTFT of {PROMPT} tokens in pieces", "What a row beside it waits"),
+    SERIES,
+    strict=False,
 ):
-    axes.loglog(PIECES, values, "o-", color=colour)
+    axes.semilogx(PIECES, values, "o-", color=colour)
+    axes.set_ylim(0, 1.1 * max(values))
     axes.set_xticks(PIECES, [str(piece) for piece in PIECES])
     axes.minorticks_off()
     axes.set_xlabel("tokens a piece")
@@ -171,8 +179,8 @@ share = stalls[0] / stalls[-1]
 print(f"a piece of {PIECES[-1]} tokens stalls the others {1 / share:.1f} times as long as a plain step")
 
 # %% [markdown]
-# Small pieces are kind to the rows beside and hard on the prompt: each piece reads all weights again. No piece makes TTFT
-# shorter than one whole pass. That floor follows from the datasheet alone:
+# Small pieces are kind to the rows beside and hard on the prompt: each piece reads all weights again. No piece makes
+# TTFT shorter than one whole pass. That floor follows from the datasheet alone:
 
 # %%
 from eagle3_jax.models.config import usual_head
@@ -203,7 +211,8 @@ assert pieces > whole, "pieces cannot be faster than the whole"
 # %% [markdown]
 # ## The tail
 #
-# τ is a mean. A request whose text the head does not understand gets rounds of one token, each dearer than a plain step.
+# τ is a mean. A request whose text the head does not understand gets rounds of one token, each dearer than a plain
+# step.
 # `theory.speedup.simulate` decodes requests by the geometric law with the rate that was just measured, and with mixed
 # traffic of the same mean rate.
 
@@ -259,8 +268,8 @@ assert np.median(between_tokens) == 0.0 and abs(between_tokens.mean() - per_toke
 #
 # <details><summary>Answer</summary>
 #
-# The first token comes out of the target's prefill, which speculation does not touch; the drafter's prefill comes on top.
-# Something else was changed: chunked prefill, a cached prefix, a shorter queue.
+# The first token comes out of the target's prefill, which speculation does not touch; the drafter's prefill comes on
+# top. Something else was changed: chunked prefill, a cached prefix, a shorter queue.
 #
 # </details>
 #
@@ -268,8 +277,8 @@ assert np.median(between_tokens) == 0.0 and abs(between_tokens.mean() - per_toke
 #
 # <details><summary>Answer</summary>
 #
-# Not by that: a chunk brings τ tokens. Compare TPOT per request. Only a reader who needs every single token at once, with
-# no chunk ahead, could mind.
+# Not by that: a chunk brings τ tokens. Compare TPOT per request. Only a reader who needs every single token at once,
+# with no chunk ahead, could mind.
 #
 # </details>
 #

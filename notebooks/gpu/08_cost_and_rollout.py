@@ -41,9 +41,9 @@ here.banner("price")
 # %% [markdown]
 # ## Measure, then multiply
 #
-# A price is paid by the hour and speeds are measured in tokens a second: `price / 3600 / speed · 10⁶`. Everything hard is
-# in the speed. It is measured here with the prefill included, since that is paid too, at a batch of one and at a fuller
-# one, because machines that serve are full.
+# A price is paid by the hour and speeds are measured in tokens a second: `price / 3600 / speed · 10⁶`. Everything hard
+# is in the speed. It is measured here with the prefill included, since that is paid too, at a batch of one and at a
+# fuller one, because machines that serve are full.
 
 # %%
 import dataclasses
@@ -92,7 +92,7 @@ for batch, report in reports.items():
         told = [show(value) for value in (speed.median, full.per_million_tokens, real.per_million_tokens)]
         rows.append([batch, row.name, *told])
 columns = ["batch", "method", "tokens/s, prefill included", "cost of 1M tokens", f"busy {BUSY:.0%} of the hours"]
-title = f"{here.subject.name}, {dtype}, on **{here.device}** at {price:g} an hour; costs in {here.price_unit}"
+title = f"{here.subject.name}, {dtype}, on **{here.device}**; costs {here.price_named}"
 Markdown(f"{title}\n\n{to_markdown(columns, rows)}")
 
 # %%
@@ -104,7 +104,7 @@ for place, name in enumerate(names):
     errors = np.abs(found[:, 1:].T - found[:, 0])
     axes.bar(where, found[:, 0], 0.36, yerr=errors, capsize=3, color=SERIES[place], label=name)
 axes.set_xticks(range(len(BATCHES)), [f"batch {batch}" for batch in BATCHES])
-axes.set_ylabel(f"cost of a million tokens\n({here.price_unit})", fontsize="small")
+axes.set_ylabel(f"cost of a million tokens\n({here.price_named})", fontsize="small")
 axes.set_title(f"What a million tokens cost on {here.device}, quartiles of the repeats")
 axes.legend(fontsize="small")
 for (batch, name), (cost, _, _) in costs.items():
@@ -112,8 +112,8 @@ for (batch, name), (cost, _, _) in costs.items():
     assert abs(cost * speed * 3600 / 1e6 - price) < 1e-6 * price, "cost times speed is the price"
 
 # %% [markdown]
-# The batch does most of the work: it divides the weights that a step reads over more rows. What speculation adds on top is
-# the ratio of the two bars at *your* batch, and it may be below 1.
+# The batch does most of the work: it divides the weights that a step reads over more rows. What speculation adds on top
+# is the ratio of the two bars at *your* batch, and it may be below 1.
 
 # %%
 for batch in BATCHES:
@@ -127,8 +127,9 @@ for batch in BATCHES:
 # ## The plan
 #
 # `eagle3_jax.theory.rollout` turns traffic, acceptance and costs into stages with gates: what must be measured, for how
-# long, and below which value one goes back. Given here are the costs `v` and `c` that were measured at the largest batch
-# above. The device is described by the bandwidth measured here (a datasheet adds memory and peak where one is known).
+# long, and below which value one goes back. Given here are the costs `v` and `c` that were measured at the largest
+# batch above. The device is described by the bandwidth measured here (a datasheet adds memory and peak where one is
+# known).
 
 # %%
 from eagle3_jax.theory.accelerators import custom_accelerator
@@ -163,7 +164,9 @@ plan = plan_rollout(
 )
 print(f"measured at batch {BATCHES[-1]} on {here.device}:")
 print(f"v = {plan.verify_cost:.2f}, c = {plan.draft_cost:.3f}, τ = {tau:.2f}")
-print(f"break-even τ {plan.break_even_tau:.2f}; predicted S {plan.predicted_speedup:.2f}; gate on τ {plan.least_tau:.2f}")
+print(
+    f"break-even τ {plan.break_even_tau:.2f}; predicted S {plan.predicted_speedup:.2f}; gate on τ {plan.least_tau:.2f}"
+)
 print("obstacles:", "; ".join(plan.obstacles) or "none")
 for stage in plan.stages:
     print(f"  {stage.share:4.0%} of the traffic for {stage.hours:6.1f} hours, {stage.requests:9,.0f} requests")
@@ -203,8 +206,7 @@ for value, name, colour in marks:
 axes.set_xlabel("τ, tokens a round")
 axes.set_ylabel("predicted S")
 axes.set_title(f"Costs measured at batch {BATCHES[-1]} on {here.device}")
-axes.legend(fontsize="small");
-
+axes.legend(fontsize="small")
 # %% [markdown]
 # ## What would go wrong
 #
@@ -215,7 +217,7 @@ one, full = reports[BATCHES[0]].rows[1], reports[BATCHES[-1]].rows[1]
 plain_cost = costs[BATCHES[-1], names[0]][0]
 slide = plain_cost / one.total_ratio_interval.value
 print(f"plain at batch {BATCHES[-1]}: {show(plain_cost)}; divided by the speed-up at batch 1: {show(slide)}; "
-      f"measured: {show(costs[BATCHES[-1], names[1]][0])} ({here.price_unit})")  # fmt: skip
+      f"measured: {show(costs[BATCHES[-1], names[1]][0])} ({here.price_named})")  # fmt: skip
 worse = dataclasses.replace(plan, verify_cost=plan.expected.mean_acceptance_length + 1.0)
 print("with a verification that costs more than τ:", "; ".join(worse.obstacles))
 assert worse.predicted_speedup < 1.0 and worse.obstacles, "a plan that loses money was let through"
@@ -250,8 +252,8 @@ assert abs(cost_per_million_tokens(speed, 3.5) - 0.5) < 1e-12
 #
 # <details><summary>Answer</summary>
 #
-# The ratio is what users and bills feel, and both pools live through the same day. τ can be fine while rounds got dearer
-# (a fuller batch), and can fall while the ratio still pays.
+# The ratio is what users and bills feel, and both pools live through the same day. τ can be fine while rounds got
+# dearer (a fuller batch), and can fall while the ratio still pays.
 #
 # </details>
 #

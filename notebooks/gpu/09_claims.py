@@ -41,10 +41,10 @@ here.banner()
 # %% [markdown]
 # ## Throughputs
 #
-# Articles on EAGLE-3 in production print tables of tokens per second for Llama-3.3-70B in FP8 "at batch 1 to 4". Decoding
-# reads all weights in every step, so memory bandwidth bounds them, whoever measured. `theory.bounds.check_claim` is as
-# kind as it can be: batch 4, no context, drafting for nothing, every one of 5 draft tokens accepted. Beside them, figures
-# that their authors describe well enough to repeat.
+# Articles on EAGLE-3 in production print tables of tokens per second for Llama-3.3-70B in FP8 "at batch 1 to 4".
+# Decoding reads all weights in every step, so memory bandwidth bounds them, whoever measured.
+# `theory.bounds.check_claim` is as kind as it can be: batch 4, no context, drafting for nothing, every one of 5 draft
+# tokens accepted. Beside them, figures that their authors describe well enough to repeat.
 
 # %%
 import matplotlib.pyplot as plt
@@ -154,8 +154,8 @@ assert all(share <= 1.0 for share, _ in mine.values()), "this machine outran its
 # %% [markdown]
 # ## One name, two quantities
 #
-# Three tables, one question: how many tokens does a round emit with K draft tokens? If the rate is accepted over drafted
-# tokens, `τ = 1 + K·r` is an identity. If it is the probability that a token is accepted given those before it,
+# Three tables, one question: how many tokens does a round emit with K draft tokens? If the rate is accepted over
+# drafted tokens, `τ = 1 + K·r` is an identity. If it is the probability that a token is accepted given those before it,
 # `τ = (1 - α^(K+1))/(1 - α)`. An article's table fits neither.
 
 # %%
@@ -183,7 +183,9 @@ lengths = np.arange(1, 13)
 for rate, style in ((0.84, "-"), (0.74, ":")):
     axes.plot(lengths, [tau_from_conditional_rate(rate, int(k)) for k in lengths], style, color="#9aa0a6",
               label=f"geometric, α = {rate}")  # fmt: skip
-axes.plot([k for k, _, _ in ARTICLE], [tau for _, _, tau in ARTICLE], "x", color=SERIES[3], label="article", markersize=9)
+axes.plot(
+    [k for k, _, _ in ARTICLE], [tau for _, _, tau in ARTICLE], "x", color=SERIES[3], label="article", markersize=9
+)
 axes.plot(list(PUBLISHED), list(PUBLISHED.values()), "o-", color=SERIES[0], label="vLLM, Llama-3.1-8B, MT-Bench")
 axes.plot(list(RECORDED), list(RECORDED.values()), "s-", color=SERIES[2], label="record: shipped pair, equal to vLLM's")
 axes.set_ylim(1)
@@ -199,22 +201,27 @@ for told in (PUBLISHED, RECORDED):
 # ## "Acceptance falls with the batch"
 #
 # An article has acceptance fall from 0.82 to 0.52 between batch 1 and 64. Acceptance is a matter of *p* and *q*, which
-# know nothing of the rows beside. Below: accepted and drafted tokens of the same prompts at each batch, here. What falls
-# is the speed-up, in every published table and mostly here too.
+# know nothing of the rows beside. Below: accepted and drafted tokens of the same prompts at each batch, here. What
+# falls is the speed-up, in every published table and mostly here too.
 
 # %%
 found = {batch: report.rows[1].acceptance for batch, report in reports.items()}
 for batch, acceptance in found.items():
-    print(f"batch {batch}: τ {acceptance.mean_acceptance_length:.3f}, draft acceptance rate {acceptance.draft_acceptance_rate:.3f}")
+    tau, rate = acceptance.mean_acceptance_length, acceptance.draft_acceptance_rate
+    print(f"batch {batch}: τ {tau:.3f}, draft acceptance rate {rate:.3f}")
 taus = [acceptance.mean_acceptance_length for acceptance in found.values()]
 assert max(taus) - min(taus) < 0.1 * max(taus), "acceptance depends on the batch"
-SGLANG = dict(zip((2, 4, 8, 16, 24, 32, 48, 56, 64), (1.81, 1.82, 1.62, 1.48, 1.39, 1.32, 1.38, 1.34, 1.38), strict=True))
+SGLANG = dict(
+    zip((2, 4, 8, 16, 24, 32, 48, 56, 64), (1.81, 1.82, 1.62, 1.48, 1.39, 1.32, 1.38, 1.34, 1.38), strict=True)
+)
 VLLM = dict(zip((2, 4, 8, 16, 24, 32, 48, 56), (1.75, 1.68, 1.58, 1.49, 1.42, 1.36, 1.21, 1.01), strict=True))
 figure, axes = plt.subplots()
 axes.semilogx(list(SGLANG), list(SGLANG.values()), "o-", color=SERIES[0], label="SGLang, H100, 8B, K=3 (EAGLE-3 paper)")
 axes.semilogx(list(VLLM), list(VLLM.values()), "s-", color=SERIES[4], label="vLLM, 8B, K=2 (EAGLE-3 paper)")
 intervals = [report.rows[1].ratio_interval for report in reports.values()]
-axes.semilogx(BATCHES, [one.value for one in intervals], "D-", color=SERIES[2], label=f"HERE: {here.subject.name}, K={K}")
+axes.semilogx(
+    BATCHES, [one.value for one in intervals], "D-", color=SERIES[2], label=f"HERE: {here.subject.name}, K={K}"
+)
 for batch, one in zip(BATCHES, intervals, strict=True):
     if one.low is not None:
         axes.plot([batch, batch], [one.low, one.high], color=SERIES[2], linewidth=2)
@@ -254,8 +261,8 @@ for speed, cost in PRINTED.items():
 # %% [markdown]
 # ## What would go wrong
 #
-# To check a claim at the wrong batch, or with the wrong weights, is to acquit it. The articles' 6,200 tokens/s passes at a
-# batch of 32; and in int4 the 70B model reads less, yet 6,200 stays out of reach at batch 4.
+# To check a claim at the wrong batch, or with the wrong weights, is to acquit it. The articles' 6,200 tokens/s passes
+# at a batch of 32; and in int4 the 70B model reads less, yet 6,200 stays out of reach at batch 4.
 
 # %%
 kind = check_claim(served(*BIG[:1], "H200", BIG[1]), tokens_per_second=6200, batch=32, context=0, num_draft_tokens=5)
