@@ -181,7 +181,7 @@ class Banner:
     def _repr_html_(self) -> str:
         edge = "#d97634" if self.missing else "#2a9d74"
         rows = "".join(
-            f"<tr><td>{'&#10003; real' if part.real else '&#9888; stand-in'}</td>"
+            f"<tr><td style='white-space:nowrap'>{'&#10003; real' if part.real else '&#9888; stand-in'}</td>"
             f"<td><b>{html.escape(part.name)}</b></td><td style='text-align:left'>{html.escape(part.text)}</td></tr>"
             for part in self.parts
         )

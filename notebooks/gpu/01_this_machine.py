@@ -221,6 +221,7 @@ axes.invert_yaxis()
 axes.set_xlabel("GB on one device, from datasheets")
 axes.set_title(f"{NAME} and its head in two engines: bfloat16 fits where float32 may not")
 axes.legend(ncols=1, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
+plt.show()
 
 # %%
 for plan in found.values():

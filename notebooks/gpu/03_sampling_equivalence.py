@@ -107,6 +107,7 @@ for axes, (name, one) in zip(all_axes[0], judged.items(), strict=True):
     axes.set_title(name, fontsize="small")
 all_axes[0][0].legend(fontsize="small")
 figure.suptitle(f"No stratum beyond ±{MOST_Z:g}; {subject.name} in float32 on {here.device}", fontsize="medium")
+plt.show()
 
 # %%
 for name, one in judged.items():
@@ -131,6 +132,7 @@ axes.set_xlabel(f"rank transform of each token ({here.device})")
 axes.set_ylabel("share of tokens at or below")
 axes.set_title("Tokens fill their law evenly")
 axes.legend(fontsize="small")
+plt.show()
 
 # %% [markdown]
 # ## Both engines against one exact law
@@ -186,6 +188,7 @@ axes.set_xlabel("token id, the likeliest first")
 axes.set_ylabel("probability, and share of draws")
 axes.set_title(f"The second token at {SETTING}: drawn on {here.device}, beside its law")
 axes.legend(fontsize="small", ncols=2)
+plt.show()
 
 # %% [markdown]
 # ## What would go wrong

@@ -156,6 +156,7 @@ for axes, rows, side in zip(all_axes, told, (f"ours ({here.device})", "vLLM"), s
 all_axes[0].set_ylabel("request")
 figure.colorbar(image, ax=all_axes, ticks=range(depth + 1), label="accepted")
 figure.suptitle(f"{name}: the same rounds accept the same tokens", fontsize="medium")
+plt.show()
 
 # %% [markdown]
 # ## By position

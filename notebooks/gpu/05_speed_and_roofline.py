@@ -149,6 +149,7 @@ axes.set_ylim(len(drafting) - 0.5, -0.5)
 axes.set_xlabel(f"decode speed over plain decoding, batch 1, {here.device}")
 axes.set_title("Right of the line drafting pays")
 axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+plt.show()
 
 # %% [markdown]
 # ## What a round consists of
@@ -169,6 +170,7 @@ axes.invert_yaxis()
 axes.set_xlabel(f"ms a round, each part timed alone, {here.device}")
 axes.set_title("A round: drafting, verification, commit")
 axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+plt.show()
 
 # %% [markdown]
 # ## Under the roofline

@@ -122,6 +122,7 @@ other.set_ylim(0, max(steps) * 1.15)
 other.set_ylabel("ms a plain step", color=SERIES[1])
 other.grid(False)
 axes.set_title("τ is flat, the step gets dearer")
+plt.show()
 
 # %%
 print("τ by batch:", ", ".join(f"{batch}: {tau:.3f}" for batch, tau in zip(BATCHES, lengths, strict=True)))
@@ -151,6 +152,7 @@ axes.set_xlabel(f"batch, {here.device}")
 axes.set_ylabel("S = τ / (v + K·c)")
 axes.set_title("Rings: what is chosen; below the line, plain decoding")
 axes.legend(fontsize="small")
+plt.show()
 
 # %%
 fall_back = next((one.batch for one in tuning.batches if one.best is None), None)

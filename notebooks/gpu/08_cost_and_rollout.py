@@ -207,6 +207,8 @@ axes.set_xlabel("τ, tokens a round")
 axes.set_ylabel("predicted S")
 axes.set_title(f"Costs measured at batch {BATCHES[-1]} on {here.device}")
 axes.legend(fontsize="small")
+plt.show()
+
 # %% [markdown]
 # ## What would go wrong
 #

@@ -232,6 +232,7 @@ axes.set_xlabel("batch")
 axes.set_ylabel("speed over plain decoding")
 axes.set_title(f"Speed-up by batch: published, and on {here.device}")
 axes.legend(fontsize="small")
+plt.show()
 
 # %% [markdown]
 # ## Latencies
