@@ -151,6 +151,10 @@ def test_the_newest_report_is_the_record(tmp_path: Path) -> None:
     assert machine.described(found) == "2026-01-02, CPU: X, 2 cores"
 
 
+def test_without_a_server_as_many_tokens_are_drafted_as_wanted() -> None:
+    assert _machine().draft_tokens(5) == 5
+
+
 def test_a_stand_in_measures_less() -> None:
     assert _machine().amount(cpu=1, gpu=2) == 1
     assert _machine(on_gpu=True).amount(cpu=1, gpu=2) == 2

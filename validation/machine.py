@@ -283,6 +283,14 @@ class Machine:
         """The same, where its inside can be reached."""
         return self.vllm if isinstance(self.vllm, Process) else None
 
+    def draft_tokens(self, wanted: int) -> int:
+        """``K`` for a comparison with vLLM: what is wanted, or what a running server drafts whatever is wanted."""
+        if isinstance(self.vllm, Servers):
+            for server in self.vllm.servers:
+                if server.speculates:
+                    return len(server.counters().get("num_accepted_tokens_per_pos", ())) or wanted
+        return wanted
+
     @functools.cached_property
     def record(self) -> Report:
         """The newest committed run of the validation, for what is not here."""

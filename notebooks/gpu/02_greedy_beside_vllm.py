@@ -60,7 +60,7 @@ from IPython.display import Markdown
 
 from eagle3_jax.reporting.tables import to_markdown
 from eagle3_jax.rivals.memory import is_out_of_memory
-from eagle3_jax.rivals.vllm.bridge import VLLMError, eagle3
+from eagle3_jax.rivals.vllm.bridge import VLLMError, VLLMUnavailable, eagle3
 from validation.agreement import Judged, both_directions, decoders_of, ours
 from validation.forcing import by_blocks, reference
 from validation.margin import TIE_ULPS, WRONG_ULPS, Agreement, Control, classify, tie_tolerance
@@ -98,7 +98,7 @@ def beside_vllm(dtype, names):
         target,
         decoders,
         prompts,
-        speculative=[eagle3(subject.drafter_directory, 5)],
+        speculative=[eagle3(subject.drafter_directory, here.draft_tokens(5))],
         dtype=dtype,
         max_new_tokens=LIMIT,
         singly=0,
@@ -108,7 +108,19 @@ def beside_vllm(dtype, names):
 
 
 NAMES = ("plain", "EAGLE-3 chain") if not here.on_gpu else ("plain", "n-gram", "EAGLE-3 tree", "EAGLE-3 chain")
-run = on_our_own if here.vllm is None else beside_vllm
+
+
+def run(dtype, names):
+    """Beside vLLM where there is one that can."""
+    if here.vllm is None:
+        return on_our_own(dtype, names)
+    try:
+        return beside_vllm(dtype, names)
+    except VLLMUnavailable as reason:  # a server is what it was started as
+        print(f"vLLM: {reason}; our own target is the judge of {dtype}")
+        return on_our_own(dtype, names)
+
+
 judged = run("bfloat16", NAMES)
 
 # %%

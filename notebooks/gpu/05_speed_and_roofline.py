@@ -67,7 +67,7 @@ from eagle3_jax.simulated import SimulatedAcceptance
 from validation import speeds
 from validation.speeds import CONTEXT, chain, faults, some_prompts, tree
 
-K = 3
+K = here.draft_tokens(3)
 TREE = here.amount(
     cpu=DynamicTree(num_nodes=16, max_depth=4, top_k=4), gpu=DynamicTree(num_nodes=60, max_depth=8, top_k=10)
 )
