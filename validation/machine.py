@@ -330,7 +330,7 @@ class Machine:
         try:
             if self.vllm is not None:
                 versions = self.vllm.versions
-                where = versions.get("device", versions.get("server", ""))
+                where = versions.get("device", "a server")
                 # Beside a GPU, vLLM's build for CPUs is the same program with other kernels.
                 return Part("vLLM", not (self.on_gpu and where == "cpu"), f"vLLM {versions['vllm']}, on {where}")
         except VLLMError as error:

@@ -128,8 +128,8 @@ for batch in BATCHES:
 #
 # `eagle3_jax.theory.rollout` turns traffic, acceptance and costs into stages with gates: what must be measured, for how
 # long, and below which value one goes back. Given here are the costs `v` and `c` that were measured at the largest
-# batch above. The device is described by the bandwidth measured here (a datasheet adds memory and peak where one is
-# known).
+# batch above. The device is described by the bandwidth measured here; where no datasheet is known for it, its memory is
+# a number to plan with, not a measurement.
 
 # %%
 from eagle3_jax.theory.accelerators import custom_accelerator
