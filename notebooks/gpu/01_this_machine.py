@@ -22,7 +22,7 @@
 # - plan the memory of two engines, each with target and head, on one device.
 #
 # It takes seconds, on a GPU or a laptop CPU, offline with the shipped pair. To be read before: 01, 02 and 04 of the
-# [main series](../README.md) help, none is needed.
+# main series help, none is needed.
 
 # %%
 try:
