@@ -65,7 +65,7 @@ aot: $(VENV)/.installed-validation
 	$(VENV)/bin/python -m pytest validation/test_aot.py --level AOT --complete $(AOT_FLAGS)
 
 # Every notebook from top to bottom, on the shipped pair; executed copies in build/notebooks.
-notebooks: $(VENV)/.installed-notebooks
+notebooks: $(VENV)/.installed-test
 	$(VENV)/bin/python notebooks/run.py $(NOTEBOOKS)
 
 # Those for an H100 or H200, joined to one page, build/gpu-notebooks.html; what stands in for what is said at its top.
@@ -114,11 +114,6 @@ $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.installed-validation: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[validation]'
-	touch $@ $(VENV)/.installed $(VENV)/.installed-test
-
-# Some notebooks read PyTorch files and compare with transformers, as the tests do.
-$(VENV)/.installed-notebooks: pyproject.toml | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[test,notebooks]'
 	touch $@ $(VENV)/.installed $(VENV)/.installed-test
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/bin/python

@@ -128,12 +128,7 @@ def verify_points(
     A refused point mass takes its own token out of ``p`` and nothing else. So whether a node is accepted once the walk
     stands at its parent depends on its elder siblings alone: ``u · (1 - Σ p(x_elder)) < p(x)``.
 
-    Args:
-        draft: The proposal; nodes in topological order. Its ``probs`` are not read.
-        target_probs: The target's distribution after each node, all warpers applied.
-        accept: Uniforms in [0, 1), one per node.
-        choose: Uniforms in [0, 1) that draw the next token, as many as :func:`~eagle3_jax.sampling.draw` takes.
-        max_depth: ``G``, longest path below the root.
+    The arguments are those of :func:`verify`; the draft's ``probs`` are not read.
     """
     vocab_size = target_probs.shape[-1]
     pick = jax.vmap(lambda probs, parents, tokens: probs[jnp.maximum(parents, 0), tokens])

@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from eagle3_jax import FinishReason, Generation, GenerationResult, Round, SamplingParams, SpeculationStats
 from eagle3_jax.decode import Prompt, SpeculativeDecoder
+from eagle3_jax.results import Generation, GenerationResult
 from eagle3_jax.sharding import to_host
+from eagle3_jax.state import Round
+from eagle3_jax.stats import SpeculationStats
+from eagle3_jax.types import FinishReason, SamplingParams
 
 
 class Trace(NamedTuple):
@@ -34,7 +37,15 @@ def record(
     sampling: SamplingParams,
     seed: int,
 ) -> Trace:
-    """Generate round by round with the step that ``generate`` compiles into its loop, keeping each round."""
+    """Generate round by round with the step that ``generate`` compiles into its loop, keeping each round.
+
+    Args:
+        decoder: To run.
+        prompts: Texts or token ids.
+        max_new_tokens: One limit per prompt.
+        sampling: Scalars for all rows, or ``[B]`` arrays.
+        seed: Of the rows' random keys.
+    """
     encoded = [decoder.encode(prompt) for prompt in prompts]
     start = time.perf_counter()
     state = decoder.prefill(encoded, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)

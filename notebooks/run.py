@@ -22,22 +22,37 @@ SECONDS_ALLOWED = 900  # of one notebook; a hung kernel must end
 
 def main() -> int:
     """Run what the command line names."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("where", nargs="*", type=Path, default=[HERE], help="notebooks (.py), or folders of them")
-    parser.add_argument(
-        "--output", type=Path, default=HERE.parent / "build" / "notebooks", help="where they go, executed"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sync", action="store_true", help="write each .ipynb from its .py, and run nothing")
+    parser.add_argument(
+        "where", nargs="*", type=Path, default=[HERE], help="notebooks (.py), or folders of them"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=HERE.parent / "build" / "notebooks",
+        help="where they go, executed",
+    )
+    parser.add_argument(
+        "--sync", action="store_true", help="write each .ipynb from its .py, and run nothing"
+    )
     options = parser.parse_args()
     try:
         import jupytext  # noqa: F401
         import nbclient  # noqa: F401
     except ModuleNotFoundError as error:
-        print(f"{error.name} is not installed; install it with: pip install -e '.[notebooks]'", file=sys.stderr)
+        print(
+            f"{error.name} is not installed; install it with: pip install -e '.[notebooks]'",
+            file=sys.stderr,
+        )
         return 2
     sources = [source for where in options.where for source in _sources(where)]
     if not sources:
-        print(f"no notebook in {', '.join(map(str, options.where))}: give .py files of notebooks/", file=sys.stderr)
+        print(
+            f"no notebook in {', '.join(map(str, options.where))}: give .py files of notebooks/",
+            file=sys.stderr,
+        )
         return 2
     if options.sync:
         for source in sources:
@@ -46,9 +61,10 @@ def main() -> int:
     failed = False
     for source in sources:
         start = time.perf_counter()
-        problem = execute(source, options.output / source.parent.relative_to(HERE))
+        name = source.relative_to(HERE) if source.is_relative_to(HERE) else Path(source.name)
+        problem = execute(source, options.output / name.parent)
         failed |= problem is not None
-        print(f"{source.relative_to(HERE)!s:48} {time.perf_counter() - start:6.1f} s  {problem or 'ok'}", flush=True)
+        print(f"{name!s:48} {time.perf_counter() - start:6.1f} s  {problem or 'ok'}", flush=True)
     return int(failed)
 
 
@@ -72,23 +88,28 @@ def execute(source: Path, output: Path) -> str | None:
     """Run one notebook in its own folder and write it there with its outputs; what was wrong, or ``None``."""
     import jupytext
     from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError, CellTimeoutError
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
     pair = source.with_suffix(".ipynb")
     if not pair.is_file() or pair.read_text(encoding="utf-8") != as_ipynb(source):
-        return (
-            f"{pair.name} is not what {source.name} says; write it with: python notebooks/run.py --sync {source.name}"
-        )
+        return f"{pair.name} is not what {source.name} says; write it with: python notebooks/run.py --sync {source.name}"
     notebook = jupytext.read(source)
     client = NotebookClient(
-        notebook, timeout=SECONDS_ALLOWED, kernel_name="python3", resources={"metadata": {"path": str(source.parent)}}
+        notebook,
+        timeout=SECONDS_ALLOWED,
+        startup_timeout=300,  # of a kernel, on a machine that has other things to do
+        kernel_name="python3",
+        extra_arguments=[
+            "--IPKernelApp.log_level=ERROR"
+        ],  # its advice on encryption is for networks
+        resources={"metadata": {"path": str(source.parent)}},
     )
     try:
         client.execute()
         problem = _spoken(notebook)
     except CellTimeoutError:
         problem = f"a cell ran for more than {SECONDS_ALLOWED} seconds"
-    except CellExecutionError as error:
+    except (CellExecutionError, DeadKernelError) as error:
         problem = str(error)
     output.mkdir(parents=True, exist_ok=True)
     jupytext.write(notebook, output / pair.name)

@@ -7,16 +7,13 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 
 import jax
 
-import eagle3_jax  # noqa: F401
+from eagle3_jax import loop as loops
 from eagle3_jax.models import functional
-
-loops = sys.modules["eagle3_jax.loop"]
 
 ENTRY = "at the entry"  # in place of a quotation: the bug is a statement in front of all others
 

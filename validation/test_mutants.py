@@ -22,7 +22,7 @@ import test_scripted_trees
 import test_training
 import test_tree
 from mutants import Mutant, planted
-from test_mutants import MUTANTS
+from planted_bugs import MUTANTS
 
 from eagle3_jax import SpeculativeDecoder
 from eagle3_jax.models import rope

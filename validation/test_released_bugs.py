@@ -11,7 +11,7 @@ import pytest
 import test_sampling_law
 import tiny
 from mutants import planted
-from test_mutants import WARPED
+from planted_bugs import WARPED
 
 from eagle3_jax import DraftSampling, SamplingParams, SpeculativeDecoder, probabilities
 from eagle3_jax.decode import LoadedDrafter

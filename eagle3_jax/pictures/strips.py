@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
 from eagle3_jax.pictures.style import ACCEPTED, BONUS, COLOURS, CORRECTED
 from eagle3_jax.text import Pieces
 
-PROMPT, FIRST = "prompt", "from the prefill"
-_MARKS = {ACCEPTED: "solid", CORRECTED: "dashed", BONUS: "double", FIRST: "dotted"}  # the line below, for any eyes
-_INK = {**COLOURS, FIRST: "#6b7280"}
+PROMPT, FIRST, UNDRAFTED = "prompt", "from the prefill", "undrafted"
+# The line below a token, for any eyes.
+_MARKS = {ACCEPTED: "solid", CORRECTED: "dashed", BONUS: "double", UNDRAFTED: "dotted", FIRST: "dotted"}
+_INK = {**COLOURS, FIRST: "#6b7280", UNDRAFTED: "#6b7280"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +26,8 @@ class Token:
     Attributes:
         piece: Its text.
         kind: ``"prompt"``, ``"from the prefill"``, ``"accepted"``, ``"corrected"`` (the target's own choice after a
-            refusal) or ``"bonus"`` (the target's own choice after everything on the path was accepted).
+            refusal), ``"bonus"`` (the target's own choice after everything on the path was accepted) or ``"undrafted"``
+            (nothing had been drafted).
         round: In which round it was emitted, from 1; 0 before the first.
     """
 
@@ -47,7 +50,7 @@ def tokens_of(prompt: dict[str, Any], tokenizer: Tokenizer) -> list[Token]:
             found.append(Token(pieces.of([one["tokens"][0]])[0], FIRST, 0))
         accepted = [one["tokens"][node] for node in one["path"]]
         end = one["path"][-1] if one["path"] else 0
-        last = CORRECTED if end in one["parents"] else BONUS
+        last = UNDRAFTED if len(one["tokens"]) == 1 else CORRECTED if end in one["parents"] else BONUS
         emitted = [*accepted, one["next_token"]]
         kinds = [ACCEPTED] * len(accepted) + [last]
         found += [Token(piece, kind, index) for piece, kind in zip(pieces.of(emitted), kinds, strict=True)]
@@ -75,29 +78,130 @@ class TokenStrip:
 
     def svg(self, *, columns: int = 72, size: float = 14.0) -> str:
         """The strip as an SVG drawing of its own, with an opaque ground, for pages that take no HTML."""
-        advance, height, pad = 0.602 * size, 1.75 * size, 1.2 * size
-        shapes, column, line = [], 0, 0
-        for token in self.tokens:
-            for part in _lines(token.piece):
-                if part == "\n":
-                    column, line = 0, line + 1
-                    continue
-                while part:
-                    if column >= columns:
-                        column, line = 0, line + 1
-                    now, part = part[: columns - column], part[columns - column :]
-                    shapes.append(_box(now, token.kind, pad + column * advance, pad + line * height, advance, size))
-                    column += len(now)
-        legend, x, y = [], pad, pad + (line + 1.6) * height
-        for kind in dict.fromkeys(token.kind for token in self.tokens if token.kind != PROMPT):
-            legend.append(_box(kind, kind, x, y, advance, size))
-            x += (len(kind) + 2) * advance
-        width, below = 2 * pad + columns * advance, y + height + pad / 2
+        return svg([("", self)], columns=columns, size=size)
+
+
+def svg(
+    lanes: Sequence[tuple[str, TokenStrip]],
+    *,
+    columns: int = 72,
+    size: float = 14.0,
+    seconds_per_round: float | None = None,
+) -> str:
+    """Strips below each other as one SVG drawing.
+
+    Args:
+        lanes: Heading and strip of each.
+        columns: Characters of a line.
+        size: Of the letters, in pixels.
+        seconds_per_round: Let the tokens of each round appear that long after those of the round before, over and over;
+            where animations are not shown, everything is. Without it nothing moves.
+    """
+    rounds = max((token.round for _, strip in lanes for token in strip.tokens), default=0)
+    clock = None if seconds_per_round is None else _Clock(seconds_per_round, rounds)
+    pen, kinds = _Pen(columns, size), dict[str, None]()
+    for heading, strip in lanes:
+        if heading:
+            pen.words(heading)
+        for token in strip.tokens:
+            pen.token(token, clock)
+            if token.kind != PROMPT:
+                kinds[token.kind] = None
+        pen.gap()
+    pen.legend(list(kinds))
+    caption = html.escape(next((strip.caption for _, strip in lanes if strip.caption), "tokens by origin"))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {pen.width:.0f} {pen.height:.0f}" '
+        f'width="{pen.width:.0f}" font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" '
+        f'font-size="{size:g}" role="img"><title>{caption}</title>'
+        f'<rect width="100%" height="100%" rx="8" fill="#ffffff"/>{"".join(pen.shapes)}</svg>\n'
+    )
+
+
+class _Clock(NamedTuple):
+    """When the tokens of a round appear, in a film that is shown again and again."""
+
+    seconds_per_round: float
+    rounds: int
+
+    def appear(self, number: int) -> str:
+        length = self.seconds_per_round * (self.rounds + 1) + 3.0  # the whole picture stands for a while
+        moment = self.seconds_per_round * number / length
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {below:.0f}" width="{width:.0f}" '
-            f'font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" font-size="{size:g}" role="img">'
-            f"<title>{html.escape(self.caption or 'tokens by origin')}</title>"
-            f'<rect width="100%" height="100%" rx="8" fill="#ffffff"/>{"".join(shapes + legend)}</svg>\n'
+            f'<animate attributeName="opacity" values="0;1" keyTimes="0;{moment:.4f}" calcMode="discrete" '
+            f'dur="{length:.2f}s" repeatCount="indefinite"/>'
+        )
+
+
+class _Pen:
+    """Writes tokens one after the other, and breaks lines."""
+
+    def __init__(self, columns: int, size: float):
+        self.columns, self.size = columns, size
+        self.advance, self.line, self.pad = 0.602 * size, 1.75 * size, 1.2 * size
+        self.x, self.y, self.shapes = 0, self.pad, list[str]()
+
+    @property
+    def width(self) -> float:
+        return 2 * self.pad + self.columns * self.advance
+
+    @property
+    def height(self) -> float:
+        return self.y + self.pad
+
+    def token(self, token: Token, clock: _Clock | None) -> None:
+        boxes = []
+        for part in re.findall(r"\n|[^\n]+", token.piece.expandtabs(4)):
+            if part == "\n":
+                self._break()
+                continue
+            while part:
+                if self.x >= self.columns:
+                    self._break()
+                now, part = part[: self.columns - self.x], part[self.columns - self.x :]
+                boxes.append(self._box(now, token.kind))
+                self.x += len(now)
+        drawn = "".join(boxes)
+        if clock is not None and token.round > 0:
+            drawn = f"<g>{clock.appear(token.round)}{drawn}</g>"
+        self.shapes.append(drawn)
+
+    def words(self, text: str) -> None:
+        self.shapes.append(
+            f'<text x="{self.pad:.1f}" y="{self.y + self.size:.1f}" font-weight="bold" fill="#1f2328" '
+            f'font-family="system-ui, sans-serif">{html.escape(text)}</text>'
+        )
+        self._break()
+
+    def gap(self) -> None:
+        self._break()
+        self.y += 0.6 * self.line
+
+    def legend(self, kinds: Sequence[str]) -> None:
+        for kind in kinds:
+            if self.x + len(kind) > self.columns:
+                self._break()
+            self.shapes.append(self._box(kind, kind))
+            self.x += len(kind) + 2
+        self._break()
+
+    def _break(self) -> None:
+        self.x, self.y = 0, self.y + self.line
+
+    def _box(self, text: str, kind: str) -> str:
+        x, width, size = self.pad + self.x * self.advance, len(text) * self.advance, self.size
+        words = (
+            f'<text x="{x:.1f}" y="{self.y + size:.1f}" textLength="{width:.1f}" xml:space="preserve" '
+            f'fill="{"#6b7280" if kind == PROMPT else "#1f2328"}">{html.escape(text)}</text>'
+        )
+        if kind == PROMPT:
+            return words if text.strip() else ""
+        ink, under = _INK[kind], self.y + 1.3 * size
+        dash = {"dashed": ' stroke-dasharray="4 2"', "dotted": ' stroke-dasharray="1 2"'}.get(_MARKS[kind], "")
+        return (
+            f'<rect x="{x:.1f}" y="{self.y:.1f}" width="{width:.1f}" height="{1.3 * size:.1f}" fill="{ink}" '
+            f'opacity="0.15"/><line x1="{x:.1f}" x2="{x + width - 1:.1f}" y1="{under:.1f}" y2="{under:.1f}" '
+            f'stroke="{ink}" stroke-width="{3 if kind == BONUS else 2}"{dash}/>{words}'
         )
 
 
@@ -113,34 +217,4 @@ def _span(token: Token, number: int) -> str:
     return f'<span title="{title}" style="{_css(token.kind)}">{html.escape(token.piece)}</span>'
 
 
-def _lines(piece: str) -> list[str]:
-    """A piece, cut so that line ends stand alone."""
-    parts = [
-        part
-        for line in piece.expandtabs(4).splitlines(keepends=True)
-        for part in (line.rstrip("\n"), "\n")[: 1 + line.endswith("\n")]
-    ]
-    return [part for part in parts if part]
-
-
-def _box(text: str, kind: str, x: float, y: float, advance: float, size: float) -> str:
-    width = len(text) * advance
-    words = (
-        f'<text x="{x:.1f}" y="{y + size:.1f}" textLength="{width:.1f}" xml:space="preserve" '
-        f'fill="{"#6b7280" if kind == PROMPT else "#1f2328"}">{html.escape(text)}</text>'
-    )
-    if kind == PROMPT:
-        return words if text.strip() else ""
-    ink, dash = (
-        _INK[kind],
-        {"dashed": ' stroke-dasharray="4 2"', "dotted": ' stroke-dasharray="1 2"'}.get(_MARKS[kind], ""),
-    )
-    under = y + 1.3 * size
-    return (
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{1.3 * size:.1f}" fill="{ink}" opacity="0.15"/>'
-        f'<line x1="{x:.1f}" x2="{x + width - 1:.1f}" y1="{under:.1f}" y2="{under:.1f}" stroke="{ink}" '
-        f'stroke-width="{3 if kind == BONUS else 2}"{dash}/>{words}'
-    )
-
-
-__all__ = ["Token", "TokenStrip", "tokens_of"]
+__all__ = ["Token", "TokenStrip", "svg", "tokens_of"]

@@ -23,14 +23,15 @@ SERIES = ("#3b82c4", "#d97634", "#2a9d74", "#c05a8e", "#8378d0", "#a8862a")
 
 def use() -> None:
     """Make matplotlib draw like the pictures of this package, here and in the cells that follow."""
-    import matplotlib
+    from cycler import cycler
+    from matplotlib import get_backend, pyplot, rcParams
 
-    settings: dict[str, Any] = {
+    settings: dict[Any, Any] = {
         "figure.figsize": (7.2, 3.6),
         "figure.dpi": 110,
         "figure.facecolor": "white",
         "figure.constrained_layout.use": True,
-        "axes.prop_cycle": matplotlib.cycler(color=SERIES),
+        "axes.prop_cycle": cycler(color=SERIES),
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.grid": True,
@@ -42,4 +43,7 @@ def use() -> None:
         "legend.frameon": False,
         "text.parse_math": True,
     }
-    matplotlib.rcParams.update(settings)
+    for name, value in settings.items():
+        rcParams[name] = value
+    # A notebook shows figures, those made without pyplot too, once its backend is loaded.
+    pyplot.switch_backend(get_backend())
