@@ -36,16 +36,27 @@ _STYLE = """<style>
 
 def main() -> int:
     """Write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "executed", nargs="?", type=Path, default=BUILD / "notebooks" / "gpu", help="a folder of .ipynb"
+        "executed",
+        nargs="?",
+        type=Path,
+        default=BUILD / "notebooks" / "gpu",
+        help="a folder of .ipynb",
     )
     parser.add_argument("--output", type=Path, default=BUILD / "gpu-notebooks.html")
     options = parser.parse_args()
     try:
-        text = page(options.executed, expected=[source.stem for source in sorted(SOURCES.glob("[0-9]*.py"))])
+        text = page(
+            options.executed, expected=[source.stem for source in sorted(SOURCES.glob("[0-9]*.py"))]
+        )
     except ModuleNotFoundError as error:
-        print(f"{error.name} is not installed; install it with: pip install -e '.[notebooks]'", file=sys.stderr)
+        print(
+            f"{error.name} is not installed; install it with: pip install -e '.[notebooks]'",
+            file=sys.stderr,
+        )
         return 2
     except ValueError as error:
         print(error, file=sys.stderr)
@@ -71,7 +82,9 @@ def page(folder: Path, *, expected: Sequence[str] = ()) -> str:
 
     files = {file.stem: file for file in sorted(folder.glob("[0-9]*.ipynb"))}
     if not files:
-        raise ValueError(f"no executed notebook in {folder}; run them first: python notebooks/run.py notebooks/gpu")
+        raise ValueError(
+            f"no executed notebook in {folder}; run them first: python notebooks/run.py notebooks/gpu"
+        )
     notebooks = {name: nbformat.read(file, as_version=4) for name, file in files.items()}
     cells = [nbformat.v4.new_markdown_cell(_top(notebooks, [*dict.fromkeys([*expected, *files])]))]
     for name, notebook in notebooks.items():
@@ -83,7 +96,9 @@ def page(folder: Path, *, expected: Sequence[str] = ()) -> str:
     whole = nbformat.v4.new_notebook(cells=cells, metadata={"title": TITLE})
     for number, cell in enumerate(whole.cells):
         cell["id"] = f"cell-{number}"
-    exporter = HTMLExporter(template_name="lab", exclude_input_prompt=True, exclude_output_prompt=True)
+    exporter = HTMLExporter(
+        template_name="lab", exclude_input_prompt=True, exclude_output_prompt=True
+    )
     body, _ = exporter.from_notebook_node(whole)
     body = _MODULES.sub("", _REMOTE.sub("", body))
     return body.replace("</head>", f"{_STYLE}</head>", 1)
@@ -95,7 +110,9 @@ def _top(notebooks: dict[str, Any], names: list[str]) -> str:
     for name in names:
         if name in notebooks:
             mark = " (stopped at an error)" if _failed(notebooks[name]) else ""
-            lines.append(f'<li><a href="#{name}">{html.escape(_title(notebooks[name], name))}</a>{mark}</li>')
+            lines.append(
+                f'<li><a href="#{name}">{html.escape(_title(notebooks[name], name))}</a>{mark}</li>'
+            )
         else:
             lines.append(f"<li>{html.escape(name)}: not executed</li>")
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
@@ -111,7 +128,11 @@ def _title(notebook: Any, name: str) -> str:
 
 
 def _failed(notebook: Any) -> bool:
-    return any(output.output_type == "error" for cell in notebook.cells for output in cell.get("outputs", ()))
+    return any(
+        output.output_type == "error"
+        for cell in notebook.cells
+        for output in cell.get("outputs", ())
+    )
 
 
 def _banner(notebooks: dict[str, Any]) -> str:
@@ -125,7 +146,9 @@ def _banner(notebooks: dict[str, Any]) -> str:
     ]
     rows = list(dict.fromkeys(row for banner in found for row in _ROW.findall(banner)))
     if not rows:
-        return "**No banner was found: nothing says what is real here. Do not quote these numbers.**"
+        return (
+            "**No banner was found: nothing says what is real here. Do not quote these numbers.**"
+        )
     stand_ins = sum("stand-in" in row for row in rows)
     edge = "#d97634" if stand_ins else "#2a9d74"
     told = (

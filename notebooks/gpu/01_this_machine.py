@@ -72,16 +72,24 @@ Markdown(to_markdown(["variable", "names", "here"], rows))
 # %%
 from eagle3_jax.reporting.environment import environment
 
-facts = dict(flat(environment(target=here.configuration.target, drafter=here.configuration.drafter)))
+facts = dict(
+    flat(environment(target=here.configuration.target, drafter=here.configuration.drafter))
+)
 shown = ("versions.", "jax.", "cpu.", "python", "platform", "target.sha256", "drafter.sha256")
-Markdown(to_markdown(["fact", "value"], [[k, str(v)[:60]] for k, v in facts.items() if k.startswith(shown)]))
+Markdown(
+    to_markdown(
+        ["fact", "value"], [[k, str(v)[:60]] for k, v in facts.items() if k.startswith(shown)]
+    )
+)
 
 # %%
 import subprocess
 
 if here.driver:
     asked = "name,driver_version,memory.total,clocks.max.sm,power.limit,ecc.mode.current,mig.mode.current"
-    told = subprocess.run(["nvidia-smi", f"--query-gpu={asked}", "--format=csv"], capture_output=True, text=True)
+    told = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={asked}", "--format=csv"], capture_output=True, text=True
+    )
     print(told.stdout.strip() or "nvidia-smi is here and told nothing")
 else:
     print("no NVIDIA driver: nvidia-smi is not here")
@@ -102,7 +110,10 @@ import numpy as np
 from validation import device
 
 rng = np.random.default_rng(0)
-left, right = rng.standard_normal((256, 1024), np.float32), rng.standard_normal((1024, 256), np.float32)
+left, right = (
+    rng.standard_normal((256, 1024), np.float32),
+    rng.standard_normal((1024, 256), np.float32),
+)
 exact = left.astype(np.float64) @ right.astype(np.float64)
 
 
@@ -120,7 +131,9 @@ def as_tensor_float_32(x):
 with device.products("L5"):
     highest = apart(jnp.asarray(left) @ jnp.asarray(right))
 default = apart(jnp.asarray(left) @ jnp.asarray(right))
-rounded = apart(as_tensor_float_32(left).astype(np.float64) @ as_tensor_float_32(right).astype(np.float64))
+rounded = apart(
+    as_tensor_float_32(left).astype(np.float64) @ as_tensor_float_32(right).astype(np.float64)
+)
 print(f"on {here.device}, largest error over the size of the result")
 print(f"  as the validation multiplies  {highest:.1e}")
 print(f"  as JAX does unasked           {default:.1e}")
@@ -169,7 +182,11 @@ from eagle3_jax.theory.memory import Deployment, memory_plan
 
 NAME = "Llama-3.1-8B"
 share = here.configuration.vllm_memory
-devices = [here.accelerator] if here.accelerator else [accelerator_named("H100"), accelerator_named("H200")]
+devices = (
+    [here.accelerator]
+    if here.accelerator
+    else [accelerator_named("H100"), accelerator_named("H200")]
+)
 
 
 def plans(accelerator, weights):
@@ -198,9 +215,14 @@ found = {
     for engine, plan in plans(accelerator, weights).items()
 }
 rows = [
-    [*key, show(plan.total / 1e9), show(plan.budget / 1e9), "yes" if plan.fits else "NO"] for key, plan in found.items()
+    [*key, show(plan.total / 1e9), show(plan.budget / 1e9), "yes" if plan.fits else "NO"]
+    for key, plan in found.items()
 ]
-Markdown(to_markdown(["device (datasheet)", "weights", "engine", "GB needed", "GB it may take", "fits"], rows))
+Markdown(
+    to_markdown(
+        ["device (datasheet)", "weights", "engine", "GB needed", "GB it may take", "fits"], rows
+    )
+)
 
 # %%
 import matplotlib.pyplot as plt
@@ -229,7 +251,11 @@ for plan in found.values():
     assert abs(counted - plan.total) < 1.0, "the bars are not the whole of the plan"
 for accelerator in devices:
     if accelerator.memory_bytes >= 140e9:
-        wide = [plan for (name, weights, _), plan in found.items() if (name, weights) == (accelerator.name, "bfloat16")]
+        wide = [
+            plan
+            for (name, weights, _), plan in found.items()
+            if (name, weights) == (accelerator.name, "bfloat16")
+        ]
         assert all(plan.fits for plan in wide), "two engines in bfloat16 should fit an H200"
 
 # %% [markdown]
@@ -243,8 +269,14 @@ told = {name: show(stats[name] / 1e9) for name in ("bytes_limit", "bytes_in_use"
 print(f"{here.device}: {told or 'keeps no account of its memory'}")
 for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION", "XLA_FLAGS"):
     print(f"  {name} = {os.environ.get(name, '(not set)')}")
-if here.on_gpu and os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") != "false" and here.configuration.vllm_python:
-    print("  JAX may take most of the device before vLLM starts: set XLA_PYTHON_CLIENT_PREALLOCATE=false")
+if (
+    here.on_gpu
+    and os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") != "false"
+    and here.configuration.vllm_python
+):
+    print(
+        "  JAX may take most of the device before vLLM starts: set XLA_PYTHON_CLIENT_PREALLOCATE=false"
+    )
 
 # %% [markdown]
 # ## Does it decode?
@@ -258,9 +290,13 @@ from eagle3_jax import SpeculativeDecoder
 pair = here.subject.pair("float32")
 prompt = here.subject.prompt_tokens[0][-64:]
 plain = SpeculativeDecoder(pair[0], stop_tokens=()).generate([prompt], max_new_tokens=24)
-fast = SpeculativeDecoder(*pair, num_speculative_tokens=3, stop_tokens=()).generate([prompt], max_new_tokens=24)
+fast = SpeculativeDecoder(*pair, num_speculative_tokens=3, stop_tokens=()).generate(
+    [prompt], max_new_tokens=24
+)
 assert fast.tokens == plain.tokens, "speculation changed the text"
-print(f"{here.subject.name}: {len(fast.tokens[0])} tokens, equal; τ = {fast.stats.mean_acceptance_length:.2f}")
+print(
+    f"{here.subject.name}: {len(fast.tokens[0])} tokens, equal; τ = {fast.stats.mean_acceptance_length:.2f}"
+)
 
 # %% [markdown]
 # ## What will run, and what will not
@@ -281,7 +317,9 @@ rows = []
 for name, needs in NEEDS.items():
     banner = here.banner(*needs)
     missing = ", ".join(part.name for part in banner.missing)
-    rows.append([name, ", ".join(part.name for part in banner.parts if part.real) or "–", missing or "–"])
+    rows.append(
+        [name, ", ".join(part.name for part in banner.parts if part.real) or "–", missing or "–"]
+    )
 assert all(real != "–" or missing != "–" for _, real, missing in rows)
 Markdown(to_markdown(["notebook", "real here", "stand-in"], rows))
 
@@ -323,7 +361,9 @@ from eagle3_jax.theory.bounds import largest_batch
 
 target = KNOWN_MODELS[NAME]
 deployment = Deployment(target=target, head=usual_head(target), accelerator=devices[0])
-rows_that_fit = largest_batch(deployment, context=4096, num_draft_tokens=5, utilization=0.97 - share)
+rows_that_fit = largest_batch(
+    deployment, context=4096, num_draft_tokens=5, utilization=0.97 - share
+)
 print(f"{rows_that_fit} on a {devices[0].name}, by its datasheet")
 assert rows_that_fit >= 1
 

@@ -69,7 +69,9 @@ here.exactly()
 subject, CONTEXT = here.subject, 100
 prompts = [prompt[-CONTEXT:] for prompt in subject.prompt_tokens[: here.amount(cpu=6, gpu=56)]]
 LIMIT = here.amount(cpu=24, gpu=128)
-print(f"{len(prompts)} prompts of up to {CONTEXT} tokens, {LIMIT} new tokens each; {subject.name} on {here.device}")
+print(
+    f"{len(prompts)} prompts of up to {CONTEXT} tokens, {LIMIT} new tokens each; {subject.name} on {here.device}"
+)
 
 # %% [markdown]
 # ## Generate and judge
@@ -85,7 +87,10 @@ def on_our_own(dtype, names):
     decoders = {name: one for name, one in decoders_of(target, drafter).items() if name in names}
     texts = ours(decoders, prompts, max_new_tokens=LIMIT, singly=0)
     judge = "our target, one pass, sums in float32"
-    return [Judged(name, judge, dtype, outputs, reference(target, prompts, outputs)) for name, outputs in texts.items()]
+    return [
+        Judged(name, judge, dtype, outputs, reference(target, prompts, outputs))
+        for name, outputs in texts.items()
+    ]
 
 
 def beside_vllm(dtype, names):
@@ -107,7 +112,11 @@ def beside_vllm(dtype, names):
     return found.all
 
 
-NAMES = ("plain", "EAGLE-3 chain") if not here.on_gpu else ("plain", "n-gram", "EAGLE-3 tree", "EAGLE-3 chain")
+NAMES = (
+    ("plain", "EAGLE-3 chain")
+    if not here.on_gpu
+    else ("plain", "n-gram", "EAGLE-3 tree", "EAGLE-3 chain")
+)
 
 
 def run(dtype, names):
@@ -129,7 +138,9 @@ for one in judged:
     counted = one.agreed
     agreed = counted.tokens - counted.ties - counted.disagreements
     same = f"{one.texts_shared(judged[0].outputs)} of {len(one.outputs)}"
-    rows.append([one.by, one.scored_by, counted.tokens, agreed, counted.ties, counted.disagreements, same])
+    rows.append(
+        [one.by, one.scored_by, counted.tokens, agreed, counted.ties, counted.disagreements, same]
+    )
 columns = [
     "written by",
     "scored by",
@@ -156,11 +167,34 @@ apart = 0
 for one in judged:
     off = one.gaps > 0
     apart += int(off.sum())
-    axes.plot(one.values[off], one.units[off], "o", markersize=5, alpha=0.7, label=f"{one.by}: {int(off.sum())}")
+    axes.plot(
+        one.values[off],
+        one.units[off],
+        "o",
+        markersize=5,
+        alpha=0.7,
+        label=f"{one.by}: {int(off.sum())}",
+    )
 axes.axhline(TIE_ULPS, color="#2a9d74", linewidth=1)
 axes.axhline(WRONG_ULPS, color="#c05a8e", linewidth=1, linestyle="--")
-axes.text(1.0, TIE_ULPS, " ties end ", ha="right", va="bottom", transform=axes.get_yaxis_transform(), fontsize="small")
-axes.text(1.0, WRONG_ULPS, " wrong ", ha="right", va="top", transform=axes.get_yaxis_transform(), fontsize="small")
+axes.text(
+    1.0,
+    TIE_ULPS,
+    " ties end ",
+    ha="right",
+    va="bottom",
+    transform=axes.get_yaxis_transform(),
+    fontsize="small",
+)
+axes.text(
+    1.0,
+    WRONG_ULPS,
+    " wrong ",
+    ha="right",
+    va="top",
+    transform=axes.get_yaxis_transform(),
+    fontsize="small",
+)
 axes.set_ylim(-0.2, WRONG_ULPS + 0.5)
 axes.set_xlabel(f"highest logit of the judge ({here.device})")
 axes.set_ylabel("gap to it, bfloat16 units")
@@ -175,12 +209,34 @@ for one in judged:
     for index in np.flatnonzero(one.gaps > 0):
         prompt, place = divmod(int(index), LIMIT)
         written, best = one.outputs[prompt][place], one.scored[prompt].best[place]
-        text = [repr(subject.pair("bfloat16")[0].tokenizer.decode([token])) for token in (written, best)]
+        text = [
+            repr(subject.pair("bfloat16")[0].tokenizer.decode([token])) for token in (written, best)
+        ]
         verdict = Agreement(int(one.verdicts[index])).name.lower()
-        rows.append([one.by, prompt, place, *text, f"{one.gaps[index]:.4f}", f"{one.units[index]:.2f}", verdict])
-columns = ["written by", "prompt", "new token", "wrote", "the judge prefers", "gap", "units", "verdict"]
+        rows.append(
+            [
+                one.by,
+                prompt,
+                place,
+                *text,
+                f"{one.gaps[index]:.4f}",
+                f"{one.units[index]:.2f}",
+                verdict,
+            ]
+        )
+columns = [
+    "written by",
+    "prompt",
+    "new token",
+    "wrote",
+    "the judge prefers",
+    "gap",
+    "units",
+    "verdict",
+]
 Markdown(
-    f"The first {min(len(rows), 16)} of {len(rows)} (bfloat16, {here.device})\n\n" + to_markdown(columns, rows[:16])
+    f"The first {min(len(rows), 16)} of {len(rows)} (bfloat16, {here.device})\n\n"
+    + to_markdown(columns, rows[:16])
 )
 
 # %% [markdown]
@@ -200,7 +256,9 @@ plain = np.concatenate([one.best for one in single])
 noise = Control(int(np.sum(np.concatenate([one.best for one in blocks]) != plain)), len(plain))
 flips = int(np.sum(np.concatenate(chain.outputs) != plain))
 allowed = noise.allowed(len(plain))
-print(f"{noise.tokens} tokens: {noise.flips} flips without a drafter, {flips} with one; allowed {allowed}")
+print(
+    f"{noise.tokens} tokens: {noise.flips} flips without a drafter, {flips} with one; allowed {allowed}"
+)
 assert flips <= allowed, "speculation departs from plain decoding more often than rounding does"
 for one in judged:
     assert not np.any(one.units > WRONG_ULPS), f"{one.by}: a gap that no rounding explains"
@@ -221,7 +279,9 @@ except VLLMError as error:
     exact = []
     print("not run: two engines with float32 weights do not fit here, as 01 said")
 for one in exact:
-    print(f"{one.by:28} {one.agreed.tokens} tokens, {one.agreed.ties} ties, {one.agreed.disagreements} disagreements")
+    print(
+        f"{one.by:28} {one.agreed.tokens} tokens, {one.agreed.ties} ties, {one.agreed.disagreements} disagreements"
+    )
     assert one.agreed.disagreements == 0, f"{one.by} disagrees with {one.scored_by} in float32"
 
 # %% [markdown]
@@ -253,7 +313,9 @@ verdicts = classify(scored.gap, scored.rank, tolerance)
 print(f"token 9: rank {scored.rank[9]}, gap {scored.gap[9]:.2f}, a tie ends at {tolerance[9]:.3f}")
 print(f"{int((verdicts == Agreement.DISAGREE).sum())} of {len(verdicts)} tokens disagree after it")
 assert verdicts[9] == Agreement.DISAGREE, "a planted error passed as a tie"
-assert not np.any(verdicts[:9] == Agreement.DISAGREE), "what stands before the error is judged as before"
+assert not np.any(verdicts[:9] == Agreement.DISAGREE), (
+    "what stands before the error is judged as before"
+)
 
 # %% [markdown]
 # ## Exercises

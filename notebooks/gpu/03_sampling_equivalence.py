@@ -50,7 +50,9 @@ here.banner("vLLM")
 # %%
 import warnings
 
-warnings.filterwarnings("ignore", message="IProgress not found")  # transformers would draw progress bars
+warnings.filterwarnings(
+    "ignore", message="IProgress not found"
+)  # transformers would draw progress bars
 from transformers.utils import logging
 
 logging.disable_progress_bar()
@@ -76,12 +78,16 @@ many = here.on_gpu and subject.name == SHIPPED
 BATCHES = (((Warpers(0.7), Warpers(1.0)), *((20, 180) if many else (6, 40))),)
 CHOSEN = [name for name in METHODS if many or "drawn" in name or "plain" in name]
 found = {
-    name: sample(decoder_of(name, target, drafter), subject.prompt_tokens, reference, batches=BATCHES)
+    name: sample(
+        decoder_of(name, target, drafter), subject.prompt_tokens, reference, batches=BATCHES
+    )
     for name in CHOSEN
 }
 judged = {name: judge(one) for name, one in found.items()}
 for name, one in found.items():
-    lengths = ", ".join(f"τ {tau:.2f} at {setting}" for setting, tau in one.acceptance_length.items())
+    lengths = ", ".join(
+        f"τ {tau:.2f} at {setting}" for setting, tau in one.acceptance_length.items()
+    )
     print(f"{name}: {len(one.index)} tokens; {lengths}")
 
 # %% [markdown]
@@ -93,7 +99,9 @@ for name, one in found.items():
 # towards the draft.
 
 # %%
-figure, all_axes = plt.subplots(1, len(judged), figsize=(4.2 * len(judged), 3.6), sharex=True, squeeze=False)
+figure, all_axes = plt.subplots(
+    1, len(judged), figsize=(4.2 * len(judged), 3.6), sharex=True, squeeze=False
+)
 for axes, (name, one) in zip(all_axes[0], judged.items(), strict=True):
     rows = [row for row in one.rows if row[2] != ""]
     places = np.arange(len(rows))
@@ -106,14 +114,18 @@ for axes, (name, one) in zip(all_axes[0], judged.items(), strict=True):
     axes.set_xlabel("z")
     axes.set_title(name, fontsize="small")
 all_axes[0][0].legend(fontsize="small")
-figure.suptitle(f"No stratum beyond ±{MOST_Z:g}; {subject.name} in float32 on {here.device}", fontsize="medium")
+figure.suptitle(
+    f"No stratum beyond ±{MOST_Z:g}; {subject.name} in float32 on {here.device}", fontsize="medium"
+)
 plt.show()
 
 # %%
 for name, one in judged.items():
     assert not one.wrong, f"{name}: {'; '.join(one.wrong)}"
     seen = smallest_shift(max(one.judged), MOST_Z)
-    print(f"{name}: largest |z| {max(map(abs, one.scores)):.2f}, smallest p {min(one.p_values):.2g};")
+    print(
+        f"{name}: largest |z| {max(map(abs, one.scores)):.2f}, smallest p {min(one.p_values):.2g};"
+    )
     print(f"    would have seen probabilities off along a score by {seen:.0%} rms")
 
 # %% [markdown]
@@ -126,7 +138,9 @@ for name, one in judged.items():
 figure, axes = plt.subplots(figsize=(5.2, 4.2))
 for (name, one), colour in zip(found.items(), SERIES, strict=False):
     values = np.sort(one.transforms["rank"])
-    axes.step(values, np.arange(1, len(values) + 1) / len(values), color=colour, where="post", label=name)
+    axes.step(
+        values, np.arange(1, len(values) + 1) / len(values), color=colour, where="post", label=name
+    )
 axes.plot([0, 1], [0, 1], color="#9aa0a6", linewidth=1, linestyle="--", label="the law")
 axes.set_xlabel(f"rank transform of each token ({here.device})")
 axes.set_ylabel("share of tokens at or below")
@@ -150,7 +164,8 @@ if here.vllm_process is not None:
     draws |= second_token.vllms(here.vllm_process, SETTING)
 fits = second_token.fits(draws, law)
 rows = [
-    [name, "here", round(fit.distance, 4), f"{fit.chi_square:.2g}", f"{fit.g_test:.2g}"] for name, fit in fits.items()
+    [name, "here", round(fit.distance, 4), f"{fit.chi_square:.2g}", f"{fit.g_test:.2g}"]
+    for name, fit in fits.items()
 ]
 recorded = here.record.table("L6", second_token.title(SETTING))
 if here.vllm_process is None:
@@ -168,7 +183,9 @@ for name, fit in fits.items():
     if name != second_token.SHIPPED:
         assert second_token.follows(fit), f"{name} does not follow the target's law"
 if second_token.SHIPPED in fits and here.vllm_process.versions["device"] != "cpu":
-    assert second_token.follows(fits[second_token.SHIPPED]), "vLLM samples wrongly under speculation"
+    assert second_token.follows(fits[second_token.SHIPPED]), (
+        "vLLM samples wrongly under speculation"
+    )
 
 # %% [markdown]
 # A row *as shipped* with p = 0 is no misprint: the CPU build of vLLM 0.32.0 samples wrongly under speculation. The
@@ -182,7 +199,13 @@ places, width = np.arange(len(likeliest)), 0.8 / (len(draws) + 1)
 axes.bar(places, [law[token] for token in likeliest], width, color="#9aa0a6", label="the exact law")
 for shift, ((name, counts), colour) in enumerate(zip(draws.items(), SERIES, strict=False), 1):
     total = sum(counts.values())
-    axes.bar(places + shift * width, [counts[token] / total for token in likeliest], width, color=colour, label=name)
+    axes.bar(
+        places + shift * width,
+        [counts[token] / total for token in likeliest],
+        width,
+        color=colour,
+        label=name,
+    )
 axes.set_xticks(places + 0.4, [str(token) for token in likeliest])
 axes.set_xlabel("token id, the likeliest first")
 axes.set_ylabel("probability, and share of draws")
@@ -198,9 +221,13 @@ plt.show()
 # unasked.
 
 # %%
-other = second_token.fits({"draws of T=1": draws["ours, EAGLE-3"]}, second_token.law("T=0.7, top-p 0.9"))
+other = second_token.fits(
+    {"draws of T=1": draws["ours, EAGLE-3"]}, second_token.law("T=0.7, top-p 0.9")
+)
 for name, fit in other.items():
-    print(f"{name}, law of T=0.7 top-p 0.9: p = {fit.chi_square:.2g}, {len(fit.impossible)} tokens have no mass at all")
+    print(
+        f"{name}, law of T=0.7 top-p 0.9: p = {fit.chi_square:.2g}, {len(fit.impossible)} tokens have no mass at all"
+    )
     assert not second_token.follows(fit), "a wrong temperature went unseen"
 
 pulled = dict(draws["ours, EAGLE-3"])
@@ -237,7 +264,9 @@ tokens, masses = zip(*law.items(), strict=True)
 counts = np.random.default_rng(0).multinomial(COUNT, np.array(masses) / sum(masses))
 fresh = goodness_of_fit(dict(zip(tokens, counts.tolist(), strict=True)), law)
 plain = fits["ours, plain"].distance
-print(f"numpy {fresh.distance:.3f}, ours plain {plain:.3f}, ours EAGLE-3 {fits['ours, EAGLE-3'].distance:.3f}")
+print(
+    f"numpy {fresh.distance:.3f}, ours plain {plain:.3f}, ours EAGLE-3 {fits['ours, EAGLE-3'].distance:.3f}"
+)
 assert abs(fresh.distance - fits["ours, EAGLE-3"].distance) < 0.08
 
 # %% [markdown]

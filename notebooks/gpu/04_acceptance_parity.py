@@ -61,7 +61,14 @@ from eagle3_jax import SpeculativeDecoder
 from eagle3_jax.pictures.style import SERIES
 from eagle3_jax.reporting.tables import to_markdown
 from eagle3_jax.rivals.memory import is_out_of_memory
-from eagle3_jax.rivals.vllm.bridge import Completion, EngineOptions, Generated, VLLMError, VLLMUnavailable, eagle3
+from eagle3_jax.rivals.vllm.bridge import (
+    Completion,
+    EngineOptions,
+    Generated,
+    VLLMError,
+    VLLMUnavailable,
+    eagle3,
+)
 from validation.internals import compare_with_recorded, recording
 from validation.parity import COUNTERS, Parity, first_difference, parity, play, stats_of
 
@@ -75,9 +82,16 @@ def recorded_run():
     """Our rounds of the recorded prompts, and vLLM's as they were recorded."""
     decoder, told = test_golden.vllm_decoder()
     requests = told["requests"]
-    played = play(decoder, [one["prompt"] for one in requests], max_new_tokens=told["max_new_tokens"], batch_size=4)
+    played = play(
+        decoder,
+        [one["prompt"] for one in requests],
+        max_new_tokens=told["max_new_tokens"],
+        batch_size=4,
+    )
     completions = [
-        Completion(tokens=one["output"], accepted=one["per_step_accepted"], drafted=one["per_step_drafted"])
+        Completion(
+            tokens=one["output"], accepted=one["per_step_accepted"], drafted=one["per_step_drafted"]
+        )
         for one in requests
     ]
     counters = {name: told["metrics"][f"spec_decode_{name}"] for name in COUNTERS}
@@ -93,7 +107,9 @@ def beside_vllm(length):
         max_num_seqs=BATCH,
     )
     engine = here.vllm.engine(options)
-    decoder = SpeculativeDecoder(*subject.pair("float32"), num_speculative_tokens=length, stop_tokens=())
+    decoder = SpeculativeDecoder(
+        *subject.pair("float32"), num_speculative_tokens=length, stop_tokens=()
+    )
     prompts = [prompt[-CONTEXT:] for prompt in subject.prompt_tokens[: here.amount(cpu=8, gpu=24)]]
     return parity(decoder, engine, prompts, max_new_tokens=LIMIT, batch_size=BATCH)
 
@@ -102,7 +118,9 @@ found = {}
 if here.vllm is None:
     found["K=3, the recorded tiny pair"] = recorded_run()
 else:
-    for length in sorted({here.draft_tokens(one) for one in here.amount(cpu=(3,), gpu=range(1, 8))}):
+    for length in sorted(
+        {here.draft_tokens(one) for one in here.amount(cpu=(3,), gpu=range(1, 8))}
+    ):
         try:
             found[f"K={length}"] = beside_vllm(length)
         except VLLMUnavailable as reason:  # a server drafts what it was started with
@@ -110,12 +128,16 @@ else:
         except VLLMError as error:
             if not is_out_of_memory(error):
                 raise
-            print("two engines with float32 weights do not fit here, as 01 said; the recorded run stands in")
+            print(
+                "two engines with float32 weights do not fit here, as 01 said; the recorded run stands in"
+            )
             found["K=3, the recorded tiny pair"] = recorded_run()
             break
 for name, one in found.items():
     rounds = sum(len(row.accepted) for row in one.ours)
-    print(f"{name}: {len(one.ours)} requests, {rounds} rounds, τ = {one.stats.mean_acceptance_length:.3f}")
+    print(
+        f"{name}: {len(one.ours)} requests, {rounds} rounds, τ = {one.stats.mean_acceptance_length:.3f}"
+    )
 
 # %% [markdown]
 # ## Equal to the last integer
@@ -127,7 +149,9 @@ for name, one in found.items():
     assert one.difference is None, f"{name}: {one.difference}"
     rows = [[counter, mine, theirs] for counter, (mine, theirs) in one.counters.items()]
     assert all(mine == theirs for _, mine, theirs in rows)
-    parts.append(f"**{name}**, ours on {here.device}\n\n" + to_markdown(["counter", "ours", "vLLM"], rows))
+    parts.append(
+        f"**{name}**, ours on {here.device}\n\n" + to_markdown(["counter", "ours", "vLLM"], rows)
+    )
 Markdown("\n\n".join(parts))
 
 # %% [markdown]
@@ -141,7 +165,10 @@ name, one = next(iter(found.items()))
 shown = min(len(one.ours), 12)
 width = max(len(row.accepted) for row in one.ours[:shown])
 depth = len(one.stats.num_accepted_tokens_per_pos)
-told = [[row.accepted for row in one.ours[:shown]], [other.accepted for other in one.theirs.completions[:shown]]]
+told = [
+    [row.accepted for row in one.ours[:shown]],
+    [other.accepted for other in one.theirs.completions[:shown]],
+]
 shades = ListedColormap(plt.get_cmap("viridis")(np.linspace(0.1, 0.95, depth + 1)))
 figure, all_axes = plt.subplots(1, 2, figsize=(9.0, 0.22 * shown + 1.3), sharey=True)
 for axes, rows, side in zip(all_axes, told, (f"ours ({here.device})", "vLLM"), strict=True):
@@ -149,7 +176,9 @@ for axes, rows, side in zip(all_axes, told, (f"ours ({here.device})", "vLLM"), s
     for place, row in enumerate(rows):
         if row is not None:  # a server need not tell
             cells[place, : len(row)] = row[:width]
-    image = axes.imshow(cells, aspect="auto", cmap=shades, norm=BoundaryNorm(np.arange(depth + 2) - 0.5, depth + 1))
+    image = axes.imshow(
+        cells, aspect="auto", cmap=shades, norm=BoundaryNorm(np.arange(depth + 2) - 0.5, depth + 1)
+    )
     axes.set_xlabel("round")
     axes.set_title(side, fontsize="small")
     axes.grid(False)
@@ -174,14 +203,25 @@ recorded = {
 for length, table in recorded.items():
     values = dict(zip(table.column("counter"), table.column("ours"), strict=True))
     assert table.column("ours") == table.column("vLLM"), f"the record of K={length} differs"
-    per_position = np.array(json.loads(values["num_accepted_tokens_per_pos"])) / int(values["num_drafts"])
-    axes.plot(range(1, len(per_position) + 1), per_position, "o--", color="#9aa0a6", markersize=3, linewidth=0.9)
+    per_position = np.array(json.loads(values["num_accepted_tokens_per_pos"])) / int(
+        values["num_drafts"]
+    )
+    axes.plot(
+        range(1, len(per_position) + 1),
+        per_position,
+        "o--",
+        color="#9aa0a6",
+        markersize=3,
+        linewidth=0.9,
+    )
 axes.plot([], [], "o--", color="#9aa0a6", markersize=3, label="record, K = 1 to 7, shipped pair")
 for (name, one), colour in zip(found.items(), SERIES * 2, strict=False):
     shares = one.stats.acceptance_per_position
     axes.fill_between(range(1, len(shares) + 1), shares, alpha=0.12, color=colour)
     axes.plot(range(1, len(shares) + 1), shares, "o-", color=colour, label=f"{name}, {here.device}")
-    assert all(late <= early for early, late in itertools.pairwise(shares)), "shares cannot grow with depth"
+    assert all(late <= early for early, late in itertools.pairwise(shares)), (
+        "shares cannot grow with depth"
+    )
 axes.set_ylim(0, 1)
 axes.set_xlabel("position in the draft")
 axes.set_ylabel("share of rounds that accept up to it")
@@ -205,14 +245,24 @@ if here.vllm_process is not None and "K=3, the recorded tiny pair" not in found:
         first_runner=True,
     )
     engine = here.vllm_process.engine(options)
-    ours = recording(SpeculativeDecoder(*subject.pair("float32"), num_speculative_tokens=3, stop_tokens=()))
+    ours = recording(
+        SpeculativeDecoder(*subject.pair("float32"), num_speculative_tokens=3, stop_tokens=())
+    )
     prompt = subject.prompt_tokens[0][-CONTEXT:]
-    told = engine.record(prompt, max_new_tokens=16)  # all logits of every round are told, which are many
+    told = engine.record(
+        prompt, max_new_tokens=16
+    )  # all logits of every round are told, which are many
     close = compare_with_recorded(ours, prompt, told, max_new_tokens=16)
-    print(f"{close.rounds} rounds: features {close.features:.1e} apart, draft logits {close.logits:.1e}")
+    print(
+        f"{close.rounds} rounds: features {close.features:.1e} apart, draft logits {close.logits:.1e}"
+    )
     assert close.rounds and close.drafts_differ == 0
     assert max(close.features, close.logits) < TOLERANCE
-kinds = [check for check in here.record["L8"].checks if check.name.startswith("a head of every variation")]
+kinds = [
+    check
+    for check in here.record["L8"].checks
+    if check.name.startswith("a head of every variation")
+]
 rows = [
     [check.name.partition("[")[2].rstrip("]"), check.numbers["rounds_compared_inside"]]
     + [f"{check.numbers[name]:.1e}" for name in ("features_apart", "draft_logits_apart")]
@@ -240,9 +290,13 @@ for name, head in (("right", drafter), ("wrong", ported)):
     decoder = SpeculativeDecoder(target, head, num_speculative_tokens=3, stop_tokens=())
     runs[name] = play(decoder, prompts, max_new_tokens=24, batch_size=4)
     print(f"{name} layers: τ = {stats_of(runs[name], 3).mean_acceptance_length:.2f}")
-assert [row.tokens for row in runs["right"]] == [row.tokens for row in runs["wrong"]], "even a wrong head is lossless"
+assert [row.tokens for row in runs["right"]] == [row.tokens for row in runs["wrong"]], (
+    "even a wrong head is lossless"
+)
 as_told = [Completion(tokens=row.tokens, accepted=row.accepted) for row in runs["right"]]
-difference = first_difference(runs["wrong"], Generated(completions=as_told, seconds=0.0, counters={}))
+difference = first_difference(
+    runs["wrong"], Generated(completions=as_told, seconds=0.0, counters={})
+)
 print(difference.replace("vLLM", "the right head"))
 assert difference is not None and "round" in difference, "wrong layers went unseen"
 

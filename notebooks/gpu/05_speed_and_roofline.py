@@ -69,7 +69,8 @@ from validation.speeds import CONTEXT, chain, faults, some_prompts, tree
 
 K = here.draft_tokens(3)
 TREE = here.amount(
-    cpu=DynamicTree(num_nodes=16, max_depth=4, top_k=4), gpu=DynamicTree(num_nodes=60, max_depth=8, top_k=10)
+    cpu=DynamicTree(num_nodes=16, max_depth=4, top_k=4),
+    gpu=DynamicTree(num_nodes=60, max_depth=8, top_k=10),
 )
 LIMIT, REPEATS = here.amount(cpu=(24, 3), gpu=(128, 5))
 RANDOM = here.on_gpu and not speeds.is_quoted(here.subject, here.setting)
@@ -82,12 +83,20 @@ if RANDOM:
 else:
     pair, prompts = here.pair, some_prompts(here.subject, 4)
 what = pair[0].name if RANDOM else here.subject.name
-print(f"{what}, {dtype}, batch 1, {len(prompts)} prompts of {CONTEXT} tokens, {LIMIT} new; {here.device}")
+print(
+    f"{what}, {dtype}, batch 1, {len(prompts)} prompts of {CONTEXT} tokens, {LIMIT} new; {here.device}"
+)
 
 # %%
-contenders = [chain(pair, dtype, 0), chain(pair, dtype, K, dice), tree(pair, dtype, TREE, deep_dice)]
+contenders = [
+    chain(pair, dtype, 0),
+    chain(pair, dtype, K, dice),
+    tree(pair, dtype, TREE, deep_dice),
+]
 if not RANDOM:
-    contenders.append(DecoderContender("n-gram K=5", dtype, SpeculativeDecoder(pair[0], NGram(), stop_tokens=())))
+    contenders.append(
+        DecoderContender("n-gram K=5", dtype, SpeculativeDecoder(pair[0], NGram(), stop_tokens=()))
+    )
 if here.vllm is not None and not RANDOM:
     options = EngineOptions(
         model=str(here.subject.target_directory),
@@ -95,7 +104,9 @@ if here.vllm is not None and not RANDOM:
         speculative=eagle3(here.subject.drafter_directory, K),
     )
     try:
-        contenders.append(VLLMContender(f"vLLM eagle3 K={K}", here.shared_dtype, here.vllm.engine(options)))
+        contenders.append(
+            VLLMContender(f"vLLM eagle3 K={K}", here.shared_dtype, here.vllm.engine(options))
+        )
     except VLLMUnavailable as reason:
         print(f"vLLM: {reason}")
 report = measure(
@@ -117,9 +128,27 @@ for row in report.rows:
     predicted = "–" if row.predicted_ratio is None else f"{row.predicted_ratio:.2f}"
     share = "–" if row.bandwidth_share is None else f"{row.bandwidth_share:.0%}"
     rows.append(
-        [row.name, row.dtype, show(speed.median), f"{ratio.value:.2f}", interval, predicted, f"{tau:.2f}", share]
+        [
+            row.name,
+            row.dtype,
+            show(speed.median),
+            f"{ratio.value:.2f}",
+            interval,
+            predicted,
+            f"{tau:.2f}",
+            share,
+        ]
     )
-columns = ["method", "precision", "tokens/s", "over plain", "95 % interval", "τ/(v+G·c)", "τ", "share of bandwidth"]
+columns = [
+    "method",
+    "precision",
+    "tokens/s",
+    "over plain",
+    "95 % interval",
+    "τ/(v+G·c)",
+    "τ",
+    "share of bandwidth",
+]
 Markdown(f"{what}, batch 1, on **{here.device}**\n\n" + to_markdown(columns, rows))
 
 # %% [markdown]
@@ -160,9 +189,14 @@ timed = [row for row in report.rows if row.step_seconds is not None]
 for place, row in enumerate(timed):
     costs = row.step_seconds
     drafts = row.num_draft_steps * costs.draft_seconds
-    edges = [1e3 * part for part in (drafts, costs.verify_seconds - costs.commit_seconds, costs.commit_seconds)]
+    edges = [
+        1e3 * part
+        for part in (drafts, costs.verify_seconds - costs.commit_seconds, costs.commit_seconds)
+    ]
     start = 0.0
-    for part, size, colour in zip(("draft", "verify", "commit"), edges, (SERIES[1], SERIES[0], SERIES[2]), strict=True):
+    for part, size, colour in zip(
+        ("draft", "verify", "commit"), edges, (SERIES[1], SERIES[0], SERIES[2]), strict=True
+    ):
         axes.barh(place, size, left=start, color=colour, label=part if place == 0 else None)
         start += max(size, 0.0)
 axes.set_yticks(range(len(timed)), [row.name for row in timed])
@@ -199,11 +233,19 @@ deployment = Deployment(
 
 def work_of_a_round(row, nodes):
     """Bytes and operations of verification and all draft steps."""
-    verify = forward_work(deployment, deployment.target, batch=1, context=CONTEXT, tokens=nodes, logits=nodes)
+    verify = forward_work(
+        deployment, deployment.target, batch=1, context=CONTEXT, tokens=nodes, logits=nodes
+    )
     total = [verify.num_bytes, verify.layer_flops + verify.other_flops]
     for step in range(row.num_draft_steps if row.step_seconds is not None else 0):
         one = forward_work(
-            deployment, deployment.head, batch=1, context=CONTEXT + step, tokens=1, logits=1, fuse=step == 0
+            deployment,
+            deployment.head,
+            batch=1,
+            context=CONTEXT + step,
+            tokens=1,
+            logits=1,
+            fuse=step == 0,
         )
         total = [total[0] + one.num_bytes, total[1] + one.layer_flops + one.other_flops]
     return total
@@ -218,15 +260,26 @@ for row in report.rows:
         seconds = tau / row.decode_tokens_per_second.median
         points[row.name] = (computed / moved, computed / seconds, moved / seconds / bandwidth)
 figure, axes = plt.subplots(figsize=(7.2, 4.0))
-intensities = np.geomspace(min(p[0] for p in points.values()) / 2, max(p[0] for p in points.values()) * 4, 50)
+intensities = np.geomspace(
+    min(p[0] for p in points.values()) / 2, max(p[0] for p in points.values()) * 4, 50
+)
 roof = intensities * bandwidth
 peak = here.accelerator.peak_flops if here.accelerator else None
 if peak is not None:
     roof = np.minimum(roof, peak)
 axes.loglog(intensities, roof, color="#3c4043", label=f"{bandwidth / 1e9:.0f} GB/s, measured")
 for (name, (intensity, achieved, share)), colour in zip(points.items(), SERIES, strict=False):
-    axes.plot(intensity, achieved, "o", color=colour, markersize=8, label=f"{name}: {share:.0%} of the slope")
-    axes.plot([intensity, intensity], [achieved, intensity * bandwidth], ":", color=colour, linewidth=1)
+    axes.plot(
+        intensity,
+        achieved,
+        "o",
+        color=colour,
+        markersize=8,
+        label=f"{name}: {share:.0%} of the slope",
+    )
+    axes.plot(
+        [intensity, intensity], [achieved, intensity * bandwidth], ":", color=colour, linewidth=1
+    )
 axes.set_xlabel("operations for each byte of weights and caches")
 axes.set_ylabel("operations per second")
 axes.set_title(f"What {what} reached on {here.device}")
@@ -239,9 +292,13 @@ ordered = [points[name][0] for name in NODES if name in points]
 assert ordered == sorted(ordered), "more nodes for the same bytes are more operations a byte"
 plain_share = points[contenders[0].name][2]
 told = report.rows[0].bandwidth_share
-print(f"plain decoding: {plain_share:.0%} with caches, {told:.0%} as the report counts, which leaves them out")
+print(
+    f"plain decoding: {plain_share:.0%} with caches, {told:.0%} as the report counts, which leaves them out"
+)
 assert 0 < told <= 1.0
-assert abs(plain_share / told - 1) < 0.25, "two counts of the bytes of a step differ by more than the caches"
+assert abs(plain_share / told - 1) < 0.25, (
+    "two counts of the bytes of a step differ by more than the caches"
+)
 
 # %% [markdown]
 # ## Beside vLLM, on record
@@ -256,7 +313,9 @@ for check in here.record["L9"].checks:
         for table in check.tables:
             kept = ["method", "precision", "batch", "tokens/s", "over plain", "τ"]
             cells = zip(*(table.column(name) for name in kept[:5]), table.column("τ"), strict=True)
-            parts.append(f"{table.title}\n\n" + to_markdown(kept, [list(map(show, row)) for row in cells]))
+            parts.append(
+                f"{table.title}\n\n" + to_markdown(kept, [list(map(show, row)) for row in cells])
+            )
 assert here.record["L9"].verdict == "passed" and len(parts) > 1
 Markdown("\n\n".join(parts))
 
@@ -281,7 +340,9 @@ jax.block_until_ready(launched)
 waited = (LIMIT - 1) / (time.perf_counter() - start)
 for name, speed in (("not waited for", believed), ("waited for", waited)):
     needs = least_bytes_per_second(pair[0], tokens_per_second=speed, tokens_per_round=1.0, rows=1)
-    print(f"{name:15} {speed:12,.0f} tokens/s would read {needs / 1e9:9,.1f} GB/s of {bandwidth / 1e9:.1f}")
+    print(
+        f"{name:15} {speed:12,.0f} tokens/s would read {needs / 1e9:9,.1f} GB/s of {bandwidth / 1e9:.1f}"
+    )
 fast = dataclasses.replace(report.rows[0], bandwidth_share=1.4)
 planted = dataclasses.replace(report, rows=[fast, *report.rows[1:]], programs_after_warm_up=2)
 print("; ".join(faults(planted)))
@@ -303,7 +364,9 @@ for row in drafting:
     if row.verify_cost is not None:
         needed = row.verify_cost + row.num_draft_steps * row.draft_cost
         tau = row.acceptance.mean_acceptance_length
-        print(f"{row.name}: breaks even at τ {needed:.2f}, has {tau:.2f}: S = {tau / needed:.2f} by the model")
+        print(
+            f"{row.name}: breaks even at τ {needed:.2f}, has {tau:.2f}: S = {tau / needed:.2f} by the model"
+        )
         assert abs(tau / needed - row.predicted_ratio) < 1e-9
 
 # %% [markdown]

@@ -62,7 +62,9 @@ LIMIT, REPEATS, ROUNDS = here.amount(cpu=(20, 2, 6), gpu=(128, 5, 16))
 target, drafter = here.pair
 prompts = some_prompts(here.subject, here.amount(cpu=4, gpu=16))
 if here.on_gpu and not is_quoted(here.subject, here.setting):
-    print("On a GPU the shipped pair waits for launches: no speed below is a claim. Name a pair (EAGLE3_TARGET).")
+    print(
+        "On a GPU the shipped pair waits for launches: no speed below is a claim. Name a pair (EAGLE3_TARGET)."
+    )
 tuning = tune(
     target,
     drafter,
@@ -81,12 +83,15 @@ for one in tuning.batches:
         costs = [f"{candidate.verify_cost:.2f}", f"{candidate.draft_cost:.3f}"]
         tau = f"{candidate.shape.mean_acceptance_length:.2f}"
         told = f"{gain.median:.2f} ({gain.low:.2f} to {gain.high:.2f})"
-        rows.append([one.batch, candidate.shape.name, tau, *costs, told, "the choice" if chosen else ""])
+        rows.append(
+            [one.batch, candidate.shape.name, tau, *costs, told, "the choice" if chosen else ""]
+        )
     if one.best is None:
         rows.append([one.batch, "plain", "1.00", "1.00", "–", "1", "the choice"])
 columns = ["batch", "draft", "τ", "v", "c", "S, with quartiles", ""]
 Markdown(
-    f"{here.subject.name}, {here.dtype}, {len(prompts)} prompts, on **{here.device}**\n\n" + to_markdown(columns, rows)
+    f"{here.subject.name}, {here.dtype}, {len(prompts)} prompts, on **{here.device}**\n\n"
+    + to_markdown(columns, rows)
 )
 
 # %% [markdown]
@@ -104,7 +109,9 @@ for batch in BATCHES:
     counts = []
     for start in range(0, len(rows_of_batch), batch):
         result = decoder.generate(rows_of_batch[start : start + batch], max_new_tokens=LIMIT)
-        counts += [(int(row.stats.num_accepted_tokens), int(row.stats.num_drafts)) for row in result.rows]
+        counts += [
+            (int(row.stats.num_accepted_tokens), int(row.stats.num_drafts)) for row in result.rows
+        ]
     same = counts[: len(prompts)]
     lengths.append(1 + sum(one for one, _ in same) / sum(rounds for _, rounds in same))
     accepted.append(same)
@@ -125,9 +132,14 @@ axes.set_title("τ is flat, the step gets dearer")
 plt.show()
 
 # %%
-print("τ by batch:", ", ".join(f"{batch}: {tau:.3f}" for batch, tau in zip(BATCHES, lengths, strict=True)))
+print(
+    "τ by batch:",
+    ", ".join(f"{batch}: {tau:.3f}" for batch, tau in zip(BATCHES, lengths, strict=True)),
+)
 # In low precision a tie may fall the other way in another batch; a tenth is far beyond what ties do.
-assert max(lengths) - min(lengths) < 0.1 * max(lengths), "τ depends on the batch: the rows of a batch see each other"
+assert max(lengths) - min(lengths) < 0.1 * max(lengths), (
+    "τ depends on the batch: the rows of a batch see each other"
+)
 
 # %% [markdown]
 # ## Where it stops to pay
@@ -139,12 +151,18 @@ assert max(lengths) - min(lengths) < 0.1 * max(lengths), "τ depends on the batc
 figure, axes = plt.subplots()
 for index, name in enumerate(candidate.shape.name for candidate in tuning.batches[0].candidates):
     gains = [one.candidates[index].speedup for one in tuning.batches]
-    middle, low, high = ([getattr(gain, key) for gain in gains] for key in ("median", "low", "high"))
-    axes.semilogx(BATCHES, middle, "o-", color=SERIES[index % len(SERIES)], label=name, markersize=4)
+    middle, low, high = (
+        [getattr(gain, key) for gain in gains] for key in ("median", "low", "high")
+    )
+    axes.semilogx(
+        BATCHES, middle, "o-", color=SERIES[index % len(SERIES)], label=name, markersize=4
+    )
     axes.fill_between(BATCHES, low, high, color=SERIES[index % len(SERIES)], alpha=0.15)
 for one in tuning.batches:
     height = 1.0 if one.best is None else one.best.speedup.median
-    axes.plot(one.batch, height, "o", markersize=13, markerfacecolor="none", markeredgecolor="black")
+    axes.plot(
+        one.batch, height, "o", markersize=13, markerfacecolor="none", markeredgecolor="black"
+    )
 axes.axhline(1.0, color="#3c4043", linewidth=1)
 axes.set_xticks(BATCHES, [str(batch) for batch in BATCHES])
 axes.minorticks_off()
@@ -157,7 +175,10 @@ plt.show()
 # %%
 fall_back = next((one.batch for one in tuning.batches if one.best is None), None)
 print("schedule:", None if tuning.schedule is None else tuning.schedule.to_lists())
-print("falls back to plain decoding", f"from batch {fall_back} on" if fall_back else "beyond every batch measured here")
+print(
+    "falls back to plain decoding",
+    f"from batch {fall_back} on" if fall_back else "beyond every batch measured here",
+)
 for one in tuning.batches:
     for candidate in one.candidates:
         even = break_even(candidate)
@@ -183,17 +204,24 @@ deployment = Deployment(target=model, head=usual_head(model), accelerator=sheet)
 sizes = [2**power for power in range(10)]
 figure, axes = plt.subplots()
 for tau, colour in zip((1.5, 2.0, 2.8), SERIES, strict=False):
-    bounds = [round_bound(deployment, batch=size, context=1024, num_draft_tokens=3) for size in sizes]
-    axes.semilogx(sizes, [bound.speedup(tau) for bound in bounds], color=colour, label=f"τ = {tau}", base=2)
+    bounds = [
+        round_bound(deployment, batch=size, context=1024, num_draft_tokens=3) for size in sizes
+    ]
+    axes.semilogx(
+        sizes, [bound.speedup(tau) for bound in bounds], color=colour, label=f"τ = {tau}", base=2
+    )
     end = break_even_batch(deployment, context=1024, num_draft_tokens=3, mean_acceptance_length=tau)
-    print(f"Llama-3.1-8B, {sheet.name}, K=3, τ = {tau}: {'pays at every batch' if end is None else f'ends at {end}'}")
+    print(
+        f"Llama-3.1-8B, {sheet.name}, K=3, τ = {tau}: {'pays at every batch' if end is None else f'ends at {end}'}"
+    )
 axes.axhline(1.0, color="#3c4043", linewidth=1)
 axes.set_xlabel("batch")
 axes.set_ylabel("S, at most")
 axes.set_title(f"Roofline of Llama-3.1-8B on a {sheet.name}, from its datasheet: nothing measured")
 axes.legend(fontsize="small")
 ends = [
-    break_even_batch(deployment, context=1024, num_draft_tokens=3, mean_acceptance_length=tau) or np.inf
+    break_even_batch(deployment, context=1024, num_draft_tokens=3, mean_acceptance_length=tau)
+    or np.inf
     for tau in (1.2, 1.5, 2.0, 2.8)
 ]
 assert ends == sorted(ends), "who accepts more may draft at larger batches"
@@ -203,7 +231,10 @@ assert ends == sorted(ends), "who accepts more may draft at larger batches"
 
 # %%
 rules = [rule for one in tuning.batches for rule in rules_of_thumb(one)]
-rows = [[one.batch, one.rule, one.rule_says, one.measured, "yes" if one.agrees else "no"] for one in rules]
+rows = [
+    [one.batch, one.rule, one.rule_says, one.measured, "yes" if one.agrees else "no"]
+    for one in rules
+]
 Markdown(to_markdown(["batch", "rule", "it says", f"measured on {here.device}", "agrees"], rows))
 
 # %% [markdown]
@@ -218,13 +249,21 @@ from eagle3_jax.theory.speedup import tau_from_conditional_rate, tau_from_draft_
 
 longest, shortest = tuning.batches[0].candidates[-1].shape, tuning.batches[0].candidates[0].shape
 cut = 1 + sum(longest.acceptance_per_position[: shortest.num_draft_tokens])
-print(f"τ of {shortest.name}: measured {shortest.mean_acceptance_length:.3f}, cut from {longest.name} {cut:.3f}")
+print(
+    f"τ of {shortest.name}: measured {shortest.mean_acceptance_length:.3f}, cut from {longest.name} {cut:.3f}"
+)
 count = longest.num_draft_tokens
 rate = (longest.mean_acceptance_length - 1) / count
 right, wrong = tau_from_draft_rate(rate, count), tau_from_conditional_rate(rate, count)
-print(f"draft acceptance rate {rate:.2f}, {longest.name}: τ {right:.2f}; as a conditional rate {wrong:.2f}")
-assert abs(right - longest.mean_acceptance_length) < 1e-9, "1 + K·r is an identity of the draft acceptance rate"
-assert wrong < right or rate in (0.0, 1.0), "the two formulas differ wherever some drafts are refused"
+print(
+    f"draft acceptance rate {rate:.2f}, {longest.name}: τ {right:.2f}; as a conditional rate {wrong:.2f}"
+)
+assert abs(right - longest.mean_acceptance_length) < 1e-9, (
+    "1 + K·r is an identity of the draft acceptance rate"
+)
+assert wrong < right or rate in (0.0, 1.0), (
+    "the two formulas differ wherever some drafts are refused"
+)
 
 # %% [markdown]
 # ## Exercises

@@ -62,7 +62,9 @@ K = 3
 pair, dtype = here.pair, here.dtype
 prompts = some_prompts(here.subject, here.amount(cpu=6, gpu=32))
 if here.on_gpu and not is_quoted(here.subject, here.setting):
-    print("On a GPU the shipped pair waits for launches: no time below is a claim. Name a pair (EAGLE3_TARGET).")
+    print(
+        "On a GPU the shipped pair waits for launches: no time below is a claim. Name a pair (EAGLE3_TARGET)."
+    )
 contenders = [chain(pair, dtype, 0), chain(pair, dtype, K)]
 report = measure(
     contenders,
@@ -76,7 +78,11 @@ report = measure(
 assert not faults(report), "; ".join(faults(report))
 waits = {"TTFT": "first_token", "TPOT": "per_token", "between chunks": "chunk"}
 rows = [
-    [row.name, wait, *(f"{1e3 * getattr(getattr(row, field), p):.2f}" for p in ("p50", "p90", "p99"))]
+    [
+        row.name,
+        wait,
+        *(f"{1e3 * getattr(getattr(row, field), p):.2f}" for p in ("p50", "p90", "p99")),
+    ]
     for wait, field in waits.items()
     for row in report.rows
 ]
@@ -89,7 +95,9 @@ for axes, (wait, field) in zip(all_axes, waits.items(), strict=True):
     for place, row in enumerate(report.rows):
         found = getattr(row, field)
         heights = [1e3 * found.p50, 1e3 * found.p90, 1e3 * found.p99]
-        axes.bar(np.arange(3) + (place - 0.5) * 0.38, heights, 0.36, color=SERIES[place], label=row.name)
+        axes.bar(
+            np.arange(3) + (place - 0.5) * 0.38, heights, 0.36, color=SERIES[place], label=row.name
+        )
     axes.set_xticks(range(3), ["p50", "p90", "p99"])
     axes.set_title(wait, fontsize="medium")
     axes.set_ylabel("ms")
@@ -110,14 +118,18 @@ for row in report.rows:
     tau = 1.0 if row.acceptance is None else row.acceptance.mean_acceptance_length
     print(f"{row.name:16} p50: {1e3 * row.chunk.p50:7.2f} ms between chunks of {tau:.2f} tokens, "
           f"{1e3 * row.per_token.p50:7.2f} ms a token")  # fmt: skip
-assert report.rows[1].acceptance.mean_acceptance_length > 1.0, "a chunk of the chain brings more than one token"
+assert report.rows[1].acceptance.mean_acceptance_length > 1.0, (
+    "a chunk of the chain brings more than one token"
+)
 
 # %% [markdown]
 # ## First token, by length of the prompt
 
 # %%
 room = pair[0].max_positions - 64
-LENGTHS = [length for length in here.amount(cpu=(16, 64, 256), gpu=(64, 256, 1024, 2048)) if length < room]
+LENGTHS = [
+    length for length in here.amount(cpu=(16, 64, 256), gpu=(64, 256, 1024, 2048)) if length < room
+]
 long = [token for prompt in here.subject.prompt_tokens for token in prompt]
 long = (long * (1 + LENGTHS[-1] // len(long)))[: LENGTHS[-1]]
 first = {one.name: [] for one in contenders}
@@ -135,7 +147,9 @@ axes.set_xlabel("tokens of the prompt")
 axes.set_ylabel(f"TTFT, ms ({here.device})")
 axes.set_title("Speculation does not shorten the first wait")
 axes.legend(fontsize="small")
-print("the drafter adds", ", ".join(f"{b - a:+.2f} ms" for a, b in zip(*first.values(), strict=True)))
+print(
+    "the drafter adds", ", ".join(f"{b - a:+.2f} ms" for a, b in zip(*first.values(), strict=True))
+)
 
 # %% [markdown]
 # ## Prompts in pieces
@@ -150,7 +164,9 @@ from eagle3_jax import SpeculativeDecoder
 from eagle3_jax.drafters import Plain
 from eagle3_jax.measure.step_costs import target_seconds
 
-PIECES = [piece for piece in here.amount(cpu=(1, 8, 64), gpu=(1, 16, 64, 256, 512)) if piece < room - 128]
+PIECES = [
+    piece for piece in here.amount(cpu=(1, 8, 64), gpu=(1, 16, 64, 256, 512)) if piece < room - 128
+]
 PROMPT = 512
 sizes = {}
 for piece in PIECES:
@@ -176,7 +192,9 @@ for axes, values, title, colour in zip(
     axes.set_ylabel(f"ms ({here.device})", fontsize="small")
     axes.set_title(title, fontsize="medium")
 share = stalls[0] / stalls[-1]
-print(f"a piece of {PIECES[-1]} tokens stalls the others {1 / share:.1f} times as long as a plain step")
+print(
+    f"a piece of {PIECES[-1]} tokens stalls the others {1 / share:.1f} times as long as a plain step"
+)
 
 # %% [markdown]
 # Small pieces are kind to the rows beside and hard on the prompt: each piece reads all weights again. No piece makes
@@ -198,7 +216,9 @@ def floor(name, tokens, pieces=1):
     size, total = tokens // pieces, 0.0
     for piece in range(pieces):
         work = forward_work(deployment, model, batch=1, context=piece * size, tokens=size, logits=1)
-        total += max(work.memory_seconds(deployment), work.compute_seconds(deployment, quantised=True))
+        total += max(
+            work.memory_seconds(deployment), work.compute_seconds(deployment, quantised=True)
+        )
     return total
 
 
@@ -231,7 +251,13 @@ mixes = {
 }
 found = {
     name: simulate(
-        mix, num_draft_tokens=K, verify_cost=1.2, draft_cost=0.15, num_requests=4000, output_tokens=128, seed=0
+        mix,
+        num_draft_tokens=K,
+        verify_cost=1.2,
+        draft_cost=0.15,
+        num_requests=4000,
+        output_tokens=128,
+        seed=0,
     )
     for name, mix in mixes.items()
 }
@@ -241,7 +267,9 @@ for name, one in found.items():
     rows.append([name, f"{one.mean_acceptance_length:.2f}", f"{one.speedup:.2f}", *(f"{x:.2f}" for x in (p.p50, p.p99)),
                  f"{one.slower_than_plain:.0%}"])  # fmt: skip
 narrow, wide = found.values()
-assert wide.time_per_output_token.p99 > narrow.time_per_output_token.p99, "mixed traffic has the longer tail"
+assert wide.time_per_output_token.p99 > narrow.time_per_output_token.p99, (
+    "mixed traffic has the longer tail"
+)
 columns = ["requests", "τ", "S", "p50 TPOT in plain steps", "p99", "slower than plain"]
 Markdown("Simulated with v = 1.2 and c = 0.15, not measured\n\n" + to_markdown(columns, rows))
 

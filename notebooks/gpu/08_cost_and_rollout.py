@@ -63,7 +63,9 @@ BATCHES = here.amount(cpu=(1, 8), gpu=(1, 8, 32))
 LIMIT, REPEATS = here.amount(cpu=(24, 2), gpu=(128, 5))
 pair, dtype, price = here.pair, here.dtype, here.price_per_hour
 if here.on_gpu and not is_quoted(here.subject, here.setting):
-    print("On a GPU the shipped pair waits for launches: no cost below is a claim. Name a pair (EAGLE3_TARGET).")
+    print(
+        "On a GPU the shipped pair waits for launches: no cost below is a claim. Name a pair (EAGLE3_TARGET)."
+    )
 reports = {}
 for batch in BATCHES:
     contenders = [chain(pair, dtype, 0), chain(pair, dtype, K)]
@@ -86,12 +88,23 @@ rows, costs = [], {}
 for batch, report in reports.items():
     for row in report.rows:
         speed = row.total_tokens_per_second
-        full, real = (cost_of(speed.median, price_per_hour=price, busy=share) for share in (1.0, BUSY))
+        full, real = (
+            cost_of(speed.median, price_per_hour=price, busy=share) for share in (1.0, BUSY)
+        )
         ends = sorted(cost_per_million_tokens(one, price) for one in (speed.low, speed.high))
         costs[batch, row.name] = (full.per_million_tokens, *ends)
-        told = [show(value) for value in (speed.median, full.per_million_tokens, real.per_million_tokens)]
+        told = [
+            show(value)
+            for value in (speed.median, full.per_million_tokens, real.per_million_tokens)
+        ]
         rows.append([batch, row.name, *told])
-columns = ["batch", "method", "tokens/s, prefill included", "cost of 1M tokens", f"busy {BUSY:.0%} of the hours"]
+columns = [
+    "batch",
+    "method",
+    "tokens/s, prefill included",
+    "cost of 1M tokens",
+    f"busy {BUSY:.0%} of the hours",
+]
 title = f"{here.subject.name}, {dtype}, on **{here.device}**; costs {here.price_named}"
 Markdown(f"{title}\n\n{to_markdown(columns, rows)}")
 
@@ -108,7 +121,9 @@ axes.set_ylabel(f"cost of a million tokens\n({here.price_named})", fontsize="sma
 axes.set_title(f"What a million tokens cost on {here.device}, quartiles of the repeats")
 axes.legend(fontsize="small")
 for (batch, name), (cost, _, _) in costs.items():
-    speed = next(row for row in reports[batch].rows if row.name == name).total_tokens_per_second.median
+    speed = next(
+        row for row in reports[batch].rows if row.name == name
+    ).total_tokens_per_second.median
     assert abs(cost * speed * 3600 / 1e6 - price) < 1e-6 * price, "cost times speed is the price"
 
 # %% [markdown]
@@ -154,7 +169,9 @@ deployment = Deployment(
     target_name=here.subject.name,
     head_name="its EAGLE-3 head",
 )
-traffic = Traffic(requests_per_second=2.0, prompt_tokens=100, output_tokens=128, concurrency=BATCHES[-1])
+traffic = Traffic(
+    requests_per_second=2.0, prompt_tokens=100, output_tokens=128, concurrency=BATCHES[-1]
+)
 plan = plan_rollout(
     deployment,
     traffic,
@@ -169,12 +186,16 @@ print(
 )
 print("obstacles:", "; ".join(plan.obstacles) or "none")
 for stage in plan.stages:
-    print(f"  {stage.share:4.0%} of the traffic for {stage.hours:6.1f} hours, {stage.requests:9,.0f} requests")
+    print(
+        f"  {stage.share:4.0%} of the traffic for {stage.hours:6.1f} hours, {stage.requests:9,.0f} requests"
+    )
 
 # %%
 assert plan.measured, "the plan must rest on measured costs"
 assert abs(plan.break_even_tau - (plan.verify_cost + K * plan.draft_cost)) < 1e-9
-assert (plan.predicted_speedup > 1.0) == (plan.least_tau < tau), "the gate lies between break-even and what is expected"
+assert (plan.predicted_speedup > 1.0) == (plan.least_tau < tau), (
+    "the gate lies between break-even and what is expected"
+)
 assert bool(plan.obstacles) >= (plan.predicted_speedup <= 1.0), "a plan that loses must say so"
 shares = [stage.share for stage in plan.stages]
 assert shares == sorted(shares) and shares[-1] == 1.0
@@ -187,7 +208,11 @@ from eagle3_jax.theory.rollout_page import to_markdown as page
 
 text = page(plan, target="TARGET", head="HEAD")
 lines = text.splitlines()
-Markdown("\n".join(line.replace("# ", "#### ", 1) if line.startswith("#") else line for line in lines[:28]))
+Markdown(
+    "\n".join(
+        line.replace("# ", "#### ", 1) if line.startswith("#") else line for line in lines[:28]
+    )
+)
 
 # %% [markdown]
 # ## How a gate moves
@@ -200,7 +225,11 @@ cost = plan.break_even_tau
 figure, axes = plt.subplots()
 axes.plot(lengths, lengths / cost, color=SERIES[0])
 axes.axhline(1.0, color="#3c4043", linewidth=1)
-marks = ((cost, "break-even", "#c05a8e"), (plan.least_tau, "gate", SERIES[5]), (tau, "measured", SERIES[2]))
+marks = (
+    (cost, "break-even", "#c05a8e"),
+    (plan.least_tau, "gate", SERIES[5]),
+    (tau, "measured", SERIES[2]),
+)
 for value, name, colour in marks:
     axes.axvline(value, color=colour, linestyle="--", label=f"{name}: τ = {value:.2f}")
 axes.set_xlabel("τ, tokens a round")

@@ -65,7 +65,9 @@ from validation.speeds import chain, faults, is_quoted, some_prompts
 def served(name, gpu, weights):
     """A known model with its usual head on a device of a datasheet."""
     model = KNOWN_MODELS[name]
-    return Deployment(target=model, head=usual_head(model), accelerator=accelerator_named(gpu), weights=weights)
+    return Deployment(
+        target=model, head=usual_head(model), accelerator=accelerator_named(gpu), weights=weights
+    )
 
 
 BIG, SMALL = ("Llama-3.3-70B", "fp8"), ("Llama-3.1-8B", "bfloat16")
@@ -87,20 +89,35 @@ CLAIMS = [  # who, model, device, batch, K, tokens/s
 rows, shares = [], {}
 for who, (model, weights), gpu, batch, k, speed in CLAIMS:
     claim = check_claim(
-        served(model, gpu, weights), tokens_per_second=speed, batch=batch, context=0, num_draft_tokens=k
+        served(model, gpu, weights),
+        tokens_per_second=speed,
+        batch=batch,
+        context=0,
+        num_draft_tokens=k,
     )
     shares[f"{who}, {gpu}"] = (claim.share_of_bound, claim.possible)
     told = [show(speed), show(claim.bound), f"{claim.share_of_bound:.2f}"]
     needed = "none" if claim.batch_needed is None else claim.batch_needed
     rows.append([who, model, gpu, *told, needed, "possible" if claim.possible else "IMPOSSIBLE"])
-columns = ["who", "model", "device (datasheet)", "tokens/s", "bound", "of the bound", "batch it would need", "verdict"]
+columns = [
+    "who",
+    "model",
+    "device (datasheet)",
+    "tokens/s",
+    "bound",
+    "of the bound",
+    "batch it would need",
+    "verdict",
+]
 Markdown(to_markdown(columns, rows))
 
 # %%
 for row in rows:
     expected = "IMPOSSIBLE" if row[0].startswith("articles") else "possible"
     assert row[-1] == expected, f"{row[0]} on {row[2]} was found {row[-1]}"
-print("every throughput of the articles is beyond the hardware at its batch; every other one is below its bound")
+print(
+    "every throughput of the articles is beyond the hardware at its batch; every other one is below its bound"
+)
 
 # %% [markdown]
 # The articles' figures become possible at the batches in the last column but one: most likely throughputs of a loaded
@@ -115,7 +132,9 @@ K = 3
 BATCHES = here.amount(cpu=(1, 4), gpu=(1, 4, 16, 32))
 LIMIT, REPEATS = here.amount(cpu=(24, 2), gpu=(128, 5))
 if here.on_gpu and not is_quoted(here.subject, here.setting):
-    print("On a GPU the shipped pair waits for launches: no speed below is a claim. Name a pair (EAGLE3_TARGET).")
+    print(
+        "On a GPU the shipped pair waits for launches: no speed below is a claim. Name a pair (EAGLE3_TARGET)."
+    )
 prompts = some_prompts(here.subject, max(BATCHES[-1], 4))
 reports = {}
 for batch in BATCHES:
@@ -159,9 +178,18 @@ assert all(share <= 1.0 for share, _ in mine.values()), "this machine outran its
 # `τ = (1 - α^(K+1))/(1 - α)`. An article's table fits neither.
 
 # %%
-from eagle3_jax.theory.speedup import conditional_rate_from_tau, tau_from_conditional_rate, tau_from_draft_rate
+from eagle3_jax.theory.speedup import (
+    conditional_rate_from_tau,
+    tau_from_conditional_rate,
+    tau_from_draft_rate,
+)
 
-ARTICLE = [(3, 0.84, 2.4), (5, 0.82, 3.5), (8, 0.79, 5.0), (12, 0.74, 6.1)]  # K, "acceptance rate", tokens a step
+ARTICLE = [
+    (3, 0.84, 2.4),
+    (5, 0.82, 3.5),
+    (8, 0.79, 5.0),
+    (12, 0.74, 6.1),
+]  # K, "acceptance rate", tokens a step
 PUBLISHED = {2: 2.36, 3: 2.79, 4: 3.08, 5: 3.32, 6: 3.46, 7: 3.54}  # vLLM, Llama-3.1-8B, MT-Bench
 RECORDED = {
     int(check.name.partition("[")[2].rstrip("]")): check.numbers["mean_acceptance_length"]
@@ -169,13 +197,25 @@ RECORDED = {
     if check.name.startswith("every round accepts")
 }
 rows = [
-    [k, rate, claimed, f"{tau_from_draft_rate(rate, k):.2f}", f"{tau_from_conditional_rate(rate, k):.2f}"]
+    [
+        k,
+        rate,
+        claimed,
+        f"{tau_from_draft_rate(rate, k):.2f}",
+        f"{tau_from_conditional_rate(rate, k):.2f}",
+    ]
     for k, rate, claimed in ARTICLE
 ]
 for k, rate, claimed in ARTICLE:
-    apart = min(abs(claimed - tau(rate, k)) for tau in (tau_from_draft_rate, tau_from_conditional_rate))
+    apart = min(
+        abs(claimed - tau(rate, k)) for tau in (tau_from_draft_rate, tau_from_conditional_rate)
+    )
     assert apart > 0.3, "one of the two formulas gives the article's figure after all"
-Markdown(to_markdown(["K", "acceptance rate (article)", "tokens a step (article)", "1 + K·r", "geometric"], rows))
+Markdown(
+    to_markdown(
+        ["K", "acceptance rate (article)", "tokens a step (article)", "1 + K·r", "geometric"], rows
+    )
+)
 
 # %%
 figure, axes = plt.subplots()
@@ -184,10 +224,27 @@ for rate, style in ((0.84, "-"), (0.74, ":")):
     axes.plot(lengths, [tau_from_conditional_rate(rate, int(k)) for k in lengths], style, color="#9aa0a6",
               label=f"geometric, α = {rate}")  # fmt: skip
 axes.plot(
-    [k for k, _, _ in ARTICLE], [tau for _, _, tau in ARTICLE], "x", color=SERIES[3], label="article", markersize=9
+    [k for k, _, _ in ARTICLE],
+    [tau for _, _, tau in ARTICLE],
+    "x",
+    color=SERIES[3],
+    label="article",
+    markersize=9,
 )
-axes.plot(list(PUBLISHED), list(PUBLISHED.values()), "o-", color=SERIES[0], label="vLLM, Llama-3.1-8B, MT-Bench")
-axes.plot(list(RECORDED), list(RECORDED.values()), "s-", color=SERIES[2], label="record: shipped pair, equal to vLLM's")
+axes.plot(
+    list(PUBLISHED),
+    list(PUBLISHED.values()),
+    "o-",
+    color=SERIES[0],
+    label="vLLM, Llama-3.1-8B, MT-Bench",
+)
+axes.plot(
+    list(RECORDED),
+    list(RECORDED.values()),
+    "s-",
+    color=SERIES[2],
+    label="record: shipped pair, equal to vLLM's",
+)
 axes.set_ylim(1)
 axes.set_xlabel("K, draft tokens a round")
 axes.set_ylabel("τ, tokens a round")
@@ -212,15 +269,35 @@ for batch, acceptance in found.items():
 taus = [acceptance.mean_acceptance_length for acceptance in found.values()]
 assert max(taus) - min(taus) < 0.1 * max(taus), "acceptance depends on the batch"
 SGLANG = dict(
-    zip((2, 4, 8, 16, 24, 32, 48, 56, 64), (1.81, 1.82, 1.62, 1.48, 1.39, 1.32, 1.38, 1.34, 1.38), strict=True)
+    zip(
+        (2, 4, 8, 16, 24, 32, 48, 56, 64),
+        (1.81, 1.82, 1.62, 1.48, 1.39, 1.32, 1.38, 1.34, 1.38),
+        strict=True,
+    )
 )
-VLLM = dict(zip((2, 4, 8, 16, 24, 32, 48, 56), (1.75, 1.68, 1.58, 1.49, 1.42, 1.36, 1.21, 1.01), strict=True))
+VLLM = dict(
+    zip(
+        (2, 4, 8, 16, 24, 32, 48, 56), (1.75, 1.68, 1.58, 1.49, 1.42, 1.36, 1.21, 1.01), strict=True
+    )
+)
 figure, axes = plt.subplots()
-axes.semilogx(list(SGLANG), list(SGLANG.values()), "o-", color=SERIES[0], label="SGLang, H100, 8B, K=3 (EAGLE-3 paper)")
-axes.semilogx(list(VLLM), list(VLLM.values()), "s-", color=SERIES[4], label="vLLM, 8B, K=2 (EAGLE-3 paper)")
+axes.semilogx(
+    list(SGLANG),
+    list(SGLANG.values()),
+    "o-",
+    color=SERIES[0],
+    label="SGLang, H100, 8B, K=3 (EAGLE-3 paper)",
+)
+axes.semilogx(
+    list(VLLM), list(VLLM.values()), "s-", color=SERIES[4], label="vLLM, 8B, K=2 (EAGLE-3 paper)"
+)
 intervals = [report.rows[1].ratio_interval for report in reports.values()]
 axes.semilogx(
-    BATCHES, [one.value for one in intervals], "D-", color=SERIES[2], label=f"HERE: {here.subject.name}, K={K}"
+    BATCHES,
+    [one.value for one in intervals],
+    "D-",
+    color=SERIES[2],
+    label=f"HERE: {here.subject.name}, K={K}",
 )
 for batch, one in zip(BATCHES, intervals, strict=True):
     if one.low is not None:
@@ -241,9 +318,13 @@ plt.show()
 
 # %%
 bound = round_bound(served(*BIG[:1], "H200", BIG[1]), batch=1, context=0, num_draft_tokens=5)
-print(f"one pass over the weights, and so a first token: {1e3 * bound.plain_seconds:.1f} ms at least")
+print(
+    f"one pass over the weights, and so a first token: {1e3 * bound.plain_seconds:.1f} ms at least"
+)
 print(f"a token of a round that accepts all 5: {1e3 * bound.verify_seconds / 6:.2f} ms at least")
-assert bound.plain_seconds > 8e-3 and bound.verify_seconds / 6 > 0.3e-3, "the latencies would be possible"
+assert bound.plain_seconds > 8e-3 and bound.verify_seconds / 6 > 0.3e-3, (
+    "the latencies would be possible"
+)
 
 # %% [markdown]
 # ## What is right in them
@@ -266,9 +347,19 @@ for speed, cost in PRINTED.items():
 # at a batch of 32; and in int4 the 70B model reads less, yet 6,200 stays out of reach at batch 4.
 
 # %%
-kind = check_claim(served(*BIG[:1], "H200", BIG[1]), tokens_per_second=6200, batch=32, context=0, num_draft_tokens=5)
-small = check_claim(served(BIG[0], "H200", "int4"), tokens_per_second=6200, batch=4, context=0, num_draft_tokens=5)
-print(f"batch 32: {kind.share_of_bound:.2f} of the bound; int4 at batch 4: {small.share_of_bound:.2f}")
+kind = check_claim(
+    served(*BIG[:1], "H200", BIG[1]),
+    tokens_per_second=6200,
+    batch=32,
+    context=0,
+    num_draft_tokens=5,
+)
+small = check_claim(
+    served(BIG[0], "H200", "int4"), tokens_per_second=6200, batch=4, context=0, num_draft_tokens=5
+)
+print(
+    f"batch 32: {kind.share_of_bound:.2f} of the bound; int4 at batch 4: {small.share_of_bound:.2f}"
+)
 assert kind.possible and not small.possible
 
 # %% [markdown]
