@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -120,15 +121,19 @@ def _emitted(prompt: list[int], sequence: np.ndarray, found: list[tuple]) -> Emi
 
 
 class Reference:
-    """``p`` by nothing of ours: the shipped target in transformers, float32, teacher-forced, and its own warpers."""
+    """``p`` by nothing of ours: a target in transformers, float32, teacher-forced, and its own warpers."""
 
-    def __init__(self) -> None:
-        """Needs torch and transformers."""
+    def __init__(self, directory: Path | None = None) -> None:
+        """Needs torch and transformers.
+
+        Args:
+            directory: Of a target in the Hugging Face layout; ``None`` for the shipped one.
+        """
         import torch
         from transformers import AutoModelForCausalLM
 
         self._torch = torch
-        self._model = AutoModelForCausalLM.from_pretrained(bundled("target"), dtype=torch.float32).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(directory or bundled("target"), dtype=torch.float32).eval()
 
     def logits(self, rows: Sequence[Emitted]) -> list[np.ndarray]:
         """Logits that each token of each row was drawn with, ``[n V]``; rows share one forward."""

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from eagle3_jax import SpeculationStats, SpeculativeDecoder
-from eagle3_jax.rivals.vllm.bridge import Generated, Tokens
+from eagle3_jax.rivals.vllm.bridge import Engine, Generated, Tokens
+
+COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,3 +86,46 @@ def stats_of(played: Sequence[Played], num_speculative_tokens: int) -> Speculati
         num_accepted_tokens=np.int64(accepted.sum()),
         num_accepted_tokens_per_pos=(accepted[:, None] > np.arange(num_speculative_tokens)).sum(axis=0),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity:
+    """One head in two engines: tokens, accepted counts of every round of every request, and all counters.
+
+    Attributes:
+        ours: Our rounds.
+        theirs: vLLM's requests.
+        stats: vLLM's counters, from our rounds.
+    """
+
+    ours: list[Played]
+    theirs: Generated
+    stats: SpeculationStats
+
+    @property
+    def counters(self) -> dict[str, tuple[object, object]]:
+        """Name to ours and theirs."""
+        mine = self.stats.to_json()
+        return {name: (mine[name], self.theirs.counters.get(name)) for name in COUNTERS}
+
+    @property
+    def difference(self) -> str | None:
+        """Where the two part first, in words; ``None`` where they never do."""
+        found = first_difference(self.ours, self.theirs)
+        if found is not None:
+            return found
+        other = [name for name, (mine, theirs) in self.counters.items() if mine != theirs]
+        if other or set(self.theirs.counters) != set(COUNTERS):
+            return f"the rounds are equal and the counters are not: {self.stats.to_json()} and {self.theirs.counters}"
+        if not self.stats.num_accepted_tokens > 0:
+            return "nothing was accepted, so that equal counts prove nothing"
+        return None
+
+
+def parity(
+    decoder: SpeculativeDecoder, engine: Engine, prompts: Sequence[Tokens], *, max_new_tokens: int, batch_size: int
+) -> Parity:
+    """The same prompts through both, greedily."""
+    theirs = engine.generate(prompts, max_new_tokens=max_new_tokens)
+    ours = play(decoder, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size)
+    return Parity(ours, theirs, stats_of(ours, decoder.loop.drafter.max_depth))

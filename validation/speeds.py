@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from eagle3_jax import DynamicTree, SpeculativeDecoder
+from eagle3_jax.measure.contenders import DecoderContender
 from eagle3_jax.measure.results import Report, Row
 from eagle3_jax.rivals.memory import is_out_of_memory
 from eagle3_jax.rivals.transformers import TransformersContender
+from eagle3_jax.simulated import SimulatedAcceptance
 from eagle3_jax.theory.cost import cost_per_million_tokens
 from validation.checks import Check
-from validation.subject import SHIPPED, Subject
+from validation.subject import SHIPPED, Pair, Subject
 
 CONTEXT = 100  # prompts are cut to their last tokens
 COLUMNS = [
@@ -82,3 +85,35 @@ def _cells(row: Row, report: Report, price: float | None) -> list[Any]:
         ratio.median, f"{ratio.low:.2f} to {ratio.high:.2f}", tau, *latencies,
         "" if share is None else 100 * share, cost, "",
     ]  # fmt: skip
+
+
+def chain(pair: Pair, dtype: str, length: int, simulated: SimulatedAcceptance | None = None) -> DecoderContender:
+    """Our decoder; length 0 is plain decoding."""
+    if length == 0:
+        return DecoderContender(f"plain {dtype}", dtype, SpeculativeDecoder(pair[0], stop_tokens=()))
+    decoder = SpeculativeDecoder(*pair, num_speculative_tokens=length, stop_tokens=(), verifier=simulated)
+    return DecoderContender(f"chain K={length}", dtype, decoder)
+
+
+def tree(pair: Pair, dtype: str, shape: DynamicTree, simulated: SimulatedAcceptance | None = None) -> DecoderContender:
+    """Our decoder with a tree."""
+    decoder = SpeculativeDecoder(*pair, tree=shape, stop_tokens=(), verifier=simulated)
+    return DecoderContender(f"tree N={shape.num_nodes} G={shape.max_depth}", dtype, decoder)
+
+
+def faults(report: Report) -> list[str]:
+    """Why the figures of a report would not be worth reading; empty where they are. Nothing here asks who is faster."""
+    found = []
+    too_fast = {row.name: row.bandwidth_share for row in report.too_fast}
+    if too_fast:
+        most = report.bytes_per_second or 0.0
+        found.append(f"faster than {most / 1e9:.0f} GB/s can feed: {too_fast}; the clock or the tokens are wrong")
+    if report.programs_after_warm_up:
+        found.append(f"{report.programs_after_warm_up} programs were compiled while times were taken")
+    return found
+
+
+def some_prompts(subject: Subject, count: int) -> list[list[int]]:
+    """From all files in turn, each cut to its end; repeated where there are too few."""
+    tokens = subject.prompt_tokens
+    return [tokens[index * max(len(tokens) // count, 1) % len(tokens)][-CONTEXT:] for index in range(count)]

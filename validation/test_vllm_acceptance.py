@@ -19,14 +19,13 @@ from eagle3_jax.rivals.vllm.process import Process, ProcessEngine
 from validation.checks import Check
 from validation.heads import VARIATIONS, write_variation
 from validation.internals import compare_with_recorded, recording
-from validation.parity import first_difference, play, stats_of
+from validation.parity import parity
 from validation.subject import Subject
 
 pytestmark = pytest.mark.level("L8")
 
 BATCH = 8
 CONTEXT = 100  # prompts are cut to their last tokens, so that all share the compiled programs of one bucket
-COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
 # Float32 sums in another order: 1e-6 is seen; a wrong layer, norm or position is seen at 1e-1.
 TOLERANCE = 1e-4
 
@@ -72,25 +71,19 @@ class Comparison:
 
     def acceptance(self, check: Check) -> None:
         """Tokens, accepted counts of every round of every request, and all counters must be equal."""
-        theirs = self.engine.generate(self.prompts, max_new_tokens=self.max_new_tokens)
-        ours = play(self.decoder, self.prompts, max_new_tokens=self.max_new_tokens, batch_size=BATCH)
-        stats = stats_of(ours, self.decoder.loop.drafter.max_depth)
-        mine = {name: stats.to_json()[name] for name in COUNTERS}
+        found = parity(self.decoder, self.engine, self.prompts, max_new_tokens=self.max_new_tokens, batch_size=BATCH)
         check.number(
-            prompts=len(ours),
-            tokens=sum(len(row.tokens) for row in ours),
-            rounds=mine["num_drafts"],
-            mean_acceptance_length=stats.mean_acceptance_length,
+            prompts=len(found.ours),
+            tokens=sum(len(row.tokens) for row in found.ours),
+            rounds=found.stats.to_json()["num_drafts"],
+            mean_acceptance_length=found.stats.mean_acceptance_length,
         )
         check.table(
             "Counters",
             ["counter", "ours", "vLLM"],
-            [[name, str(mine[name]), str(theirs.counters.get(name))] for name in COUNTERS],
+            [[name, str(mine), str(theirs)] for name, (mine, theirs) in found.counters.items()],
         )
-        difference = first_difference(ours, theirs)
-        assert difference is None, difference
-        assert mine == theirs.counters
-        assert stats.num_accepted_tokens > 0, "nothing was accepted, so that equal counts prove nothing"
+        assert found.difference is None, found.difference
 
     def internals(self, check: Check, count: int) -> None:
         """Features and draft logits of every round must agree to :data:`TOLERANCE`."""

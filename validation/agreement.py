@@ -1,0 +1,211 @@
+"""L5: texts of two engines, each scored token by token by the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget, SpeculativeDecoder
+from eagle3_jax.drafters import NGram
+from eagle3_jax.rivals.vllm.bridge import VLLM, Engine, EngineOptions, Scored, Tokens
+from validation.forcing import reference
+from validation.margin import Agreement, bfloat16_ulp, classify, tie_tolerance
+
+BATCH = 8
+MOST_POSITIONS = 4096  # that vLLM reserves; the texts here are shorter
+TREE = DynamicTree(num_nodes=16, max_depth=5, top_k=4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreed:
+    """How one side's texts look to the other.
+
+    Attributes:
+        tokens: Positions scored.
+        ties: Positions at which the token is the other side's second choice within the tolerance.
+        disagreements: Positions at which it is neither.
+        largest_gap: Of all positions.
+    """
+
+    tokens: int
+    ties: int
+    disagreements: int
+    largest_gap: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """What one way of decoding wrote, as another sees it.
+
+    Attributes:
+        by: Who wrote.
+        scored_by: Who judges.
+        dtype: Whose rounding makes a tie.
+        outputs: New tokens of every prompt.
+        scored: The judge's opinion of each of them.
+    """
+
+    by: str
+    scored_by: str
+    dtype: str
+    outputs: list[Tokens]
+    scored: list[Scored]
+
+    @property
+    def gaps(self) -> np.ndarray:
+        """The judge's highest logit minus that of the token, ``[n]``, prompt after prompt."""
+        return np.concatenate([one.gap for one in self.scored])
+
+    @property
+    def values(self) -> np.ndarray:
+        """The judge's highest logits, ``[n]``."""
+        return np.concatenate([one.best_value for one in self.scored])
+
+    @property
+    def places(self) -> np.ndarray:
+        """Which new token of its prompt each is, from 0, ``[n]``."""
+        return np.concatenate([np.arange(len(one.gap)) for one in self.scored])
+
+    @property
+    def units(self) -> np.ndarray:
+        """Gaps in bfloat16 units in the last place of the highest logit, ``[n]``."""
+        return self.gaps / bfloat16_ulp(self.values)
+
+    @property
+    def verdicts(self) -> np.ndarray:
+        """:class:`Agreement` of each token, ``[n]``."""
+        rank = np.concatenate([one.rank for one in self.scored])
+        return classify(self.gaps, rank, tie_tolerance(self.values, self.dtype))
+
+    @property
+    def agreed(self) -> Agreed:
+        """All positions counted."""
+        return agreement(self.scored, self.dtype)
+
+    def texts_shared(self, others: Sequence[Tokens]) -> int:
+        """How many texts are those, token for token."""
+        return sum(one == other for one, other in zip(self.outputs, others, strict=False))
+
+
+def agreement(scored: Sequence[Scored], dtype: str) -> Agreed:
+    """Classify every position."""
+    gap = np.concatenate([one.gap for one in scored])
+    rank = np.concatenate([one.rank for one in scored])
+    found = classify(gap, rank, tie_tolerance(np.concatenate([one.best_value for one in scored]), dtype))
+    return Agreed(
+        tokens=len(gap),
+        ties=int((found == Agreement.TIE).sum()),
+        disagreements=int((found == Agreement.DISAGREE).sum()),
+        largest_gap=float(gap.max()),
+    )
+
+
+def ours(
+    decoders: Mapping[str, SpeculativeDecoder], prompts: Sequence[Tokens], *, max_new_tokens: int, singly: int
+) -> dict[str, list[Tokens]]:
+    """All decoders' texts, in batches; the first ``singly`` prompts of the last decoder one by one as well."""
+    texts = {}
+    for name, decoder in decoders.items():
+        outputs: list[Tokens] = []
+        for start in range(0, len(prompts), BATCH):
+            outputs += decoder.generate(prompts[start : start + BATCH], max_new_tokens=max_new_tokens).tokens
+        texts[f"ours, {name}"] = outputs
+    name, decoder = list(decoders.items())[-1]
+    if singly:
+        alone = [decoder.generate([prompt], max_new_tokens=max_new_tokens).tokens[0] for prompt in prompts[:singly]]
+        texts[f"ours, {name}, batch 1"] = alone
+    return texts
+
+
+@dataclasses.dataclass(frozen=True)
+class BothDirections:
+    """Two engines on the same prompts.
+
+    Attributes:
+        ours: Our ways of decoding, scored by vLLM.
+        theirs: vLLM's, scored by us, plain decoding first.
+        controls: vLLM's texts scored by vLLM itself, under the names of their writers.
+    """
+
+    ours: list[Judged]
+    theirs: list[Judged]
+    controls: dict[str, Judged]
+
+    @property
+    def all(self) -> list[Judged]:
+        """Ours, then theirs."""
+        return [*self.ours, *self.theirs]
+
+    @property
+    def plain(self) -> list[Tokens]:
+        """vLLM's own plain text."""
+        return self.theirs[0].outputs
+
+    @property
+    def unexplained(self) -> list[str]:
+        """What no tie explains, in words; empty where both agree."""
+        found = []
+        for one in self.all:
+            agreed, apart = one.agreed, len(one.outputs) - one.texts_shared(self.plain)
+            if agreed.disagreements:
+                found.append(f"{one.by}: {agreed.disagreements} tokens are neither {one.scored_by}'s choice nor a tie")
+            # In float32 a text parts from another where two logits tie, and nowhere else.
+            if one.dtype == "float32" and apart > agreed.ties:
+                found.append(f"{one.by}: texts differ that no tie explains")
+        return found
+
+
+def both_directions(
+    vllm: VLLM,
+    directory: Path,
+    target: LoadedTarget,
+    decoders: Mapping[str, SpeculativeDecoder],
+    prompts: Sequence[Tokens],
+    *,
+    speculative: Sequence[dict],
+    dtype: str,
+    max_new_tokens: int,
+    singly: int = 8,
+) -> BothDirections:
+    """Generate on both sides, score each on the other, and vLLM against itself as the control."""
+    mine = ours(decoders, prompts, max_new_tokens=max_new_tokens, singly=singly)
+    options = EngineOptions(
+        model=str(directory),
+        dtype=dtype,
+        max_model_len=min(target.max_positions, MOST_POSITIONS),
+        max_num_seqs=BATCH,
+    )
+
+    def texts_of(engine: Engine) -> list[Tokens]:
+        return [one.tokens for one in engine.generate(prompts, max_new_tokens=max_new_tokens).completions]
+
+    speculating = {}
+    for config in speculative:
+        engine = vllm.engine(dataclasses.replace(options, speculative=config))
+        speculating[f"vLLM, {config['method']}"] = texts_of(engine)
+    engine = vllm.engine(options)
+    theirs = {"vLLM, plain": texts_of(engine)} | speculating
+
+    def judged(by: str, outputs: list[Tokens], judge: str) -> Judged:
+        fed = prompts[: len(outputs)]
+        scored = engine.score(fed, outputs) if judge == "vLLM" else reference(target, fed, outputs)
+        return Judged(by, judge, dtype, outputs, scored)
+
+    return BothDirections(
+        ours=[judged(name, outputs, "vLLM") for name, outputs in mine.items()],
+        theirs=[judged(name, outputs, "us") for name, outputs in theirs.items()],
+        controls={name: judged(name, outputs, "vLLM") for name, outputs in theirs.items()},
+    )
+
+
+def decoders_of(target: LoadedTarget, drafter: LoadedDrafter) -> dict[str, SpeculativeDecoder]:
+    """Plain decoding and every kind of draft."""
+    return {
+        "plain": SpeculativeDecoder(target, stop_tokens=()),
+        "n-gram": SpeculativeDecoder(target, NGram(), num_speculative_tokens=4, stop_tokens=()),
+        "EAGLE-3 tree": SpeculativeDecoder(target, drafter, tree=TREE, stop_tokens=()),
+        "EAGLE-3 chain": SpeculativeDecoder(target, drafter, num_speculative_tokens=5, stop_tokens=()),
+    }

@@ -1,0 +1,203 @@
+"""L6: tokens of a sampling decoder, scored under the target's own law and judged stratum by stratum."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from eagle3_jax import DraftSampling, DynamicTree, LoadedDrafter, LoadedTarget, SpeculativeDecoder
+from validation.emissions import FIRST, Emitted, Reference, Warpers, at_an_edge, play
+from validation.statistics import (
+    Score,
+    directed,
+    drafted,
+    kolmogorov_smirnov,
+    randomised_pit,
+    surprisal,
+    towards,
+)
+
+K = 4
+MOST_Z, LEAST_P = 5.0, 1e-6
+FEWEST = 100  # tokens below which a sum of scores is too far from normal to be judged
+CONTEXT = 64  # prompts are cut to their last tokens, so that all share the compiled programs of one bucket
+METHODS: dict[str, Callable[[], dict]] = {
+    "plain sampling, the control": lambda: {},
+    f"a chain of {K} likeliest tokens": lambda: {"num_speculative_tokens": K},
+    f"a chain of {K} drawn tokens": lambda: {
+        "num_speculative_tokens": K,
+        "draft_sampling": DraftSampling.PROBABILISTIC,
+    },
+    "a dynamic tree": lambda: {"tree": DynamicTree(num_nodes=10, max_depth=K, top_k=3)},
+}
+# Settings that share a batch, rows of each, and new tokens of every row.
+Batches = Sequence[tuple[Sequence[Warpers], int, int]]
+
+
+def decoder_of(method: str, target: LoadedTarget, drafter: LoadedDrafter) -> SpeculativeDecoder:
+    """One of :data:`METHODS`, without stop tokens."""
+    options = METHODS[method]()
+    return SpeculativeDecoder(target, drafter if options else None, stop_tokens=(), **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """All tokens of one method.
+
+    Attributes:
+        index: ``[n]``, place in the round.
+        bonus: ``[n]``, whether nothing was drafted for its place any more.
+        warpers: ``[n]``, as text.
+        scores: Name to the score of each token; not a number where it has none.
+        transforms: Name to ``[n]`` values, uniform under the law; likewise.
+        left_out: Places where rounding decides what truncation keeps.
+        acceptance_length: By warpers, ``τ``.
+    """
+
+    index: np.ndarray
+    bonus: np.ndarray
+    warpers: np.ndarray
+    scores: dict[str, Score]
+    transforms: dict[str, np.ndarray]
+    left_out: int
+    acceptance_length: dict[str, float]
+
+
+def sample(
+    decoder: SpeculativeDecoder, prompts: Sequence[list[int]], reference: Reference, *, batches: Batches
+) -> Sample:
+    """Draw texts, and score every token under the law that the reference gives it.
+
+    Args:
+        decoder: What samples.
+        prompts: Used in turn; each is cut to its end.
+        reference: Of the decoder's target.
+        batches: What is drawn.
+    """
+    prompts, rng = [prompt[-CONTEXT:] for prompt in prompts], np.random.default_rng(1)
+    parts, left_out, lengths = [], 0, {}
+    for seed, (settings, each, max_new_tokens) in enumerate(batches):
+        rows = [warpers for warpers in settings for _ in range(each)]
+        chosen = [prompts[row % len(prompts)] for row in range(len(rows))]
+        found = play(decoder, chosen, rows=rows, max_new_tokens=max_new_tokens, seed=seed)
+        for start in range(0, len(rows), each):
+            group, warpers = found[start : start + each], rows[start]
+            rounds = sum(int(np.count_nonzero(row.index == 0)) for row in group)
+            lengths[str(warpers)] = sum(int(np.count_nonzero(row.index >= 0)) for row in group) / rounds
+            for row, logits in zip(group, reference.logits(group), strict=True):
+                edge = at_an_edge(logits, warpers)
+                left_out += int(edge.sum())
+                parts.append(
+                    _scored(_chosen(row, ~edge), reference.probabilities(logits[~edge], warpers), warpers, rng)
+                )
+    return _joined(parts, left_out, lengths)
+
+
+def _chosen(row: Emitted, kept: np.ndarray) -> Emitted:
+    fields = {field.name: getattr(row, field.name) for field in dataclasses.fields(row) if field.name != "prompt"}
+    return Emitted(row.prompt, **{name: None if value is None else value[kept] for name, value in fields.items()})
+
+
+def _scored(row: Emitted, p: np.ndarray, warpers: Warpers, rng: np.random.Generator) -> tuple:
+    uniforms = rng.random(len(row.tokens))
+    scores = {"entropy": surprisal(p, row.tokens)}
+    transforms = {"rank": randomised_pit(p, row.tokens, uniforms, order=-p)}
+    has_draft = (row.proposals >= 0).any(axis=1)
+    if has_draft.any():
+        if row.q is None:
+            score = drafted(p, row.proposals, row.tokens)
+            order = np.zeros_like(p)
+            places, columns = np.nonzero(row.proposals >= 0)
+            order[places, row.proposals[places, columns]] = -1.0
+        else:
+            q = row.q.astype(np.float64)
+            score, order = directed(p, q, row.tokens), -towards(p, q)
+        scores["directed"] = Score(*(np.where(has_draft, x, np.nan) for x in dataclasses.astuple(score)))
+        pit = randomised_pit(p, row.tokens, uniforms, order=order)
+        transforms["direction"] = np.where(has_draft, pit, np.nan)
+    else:
+        nothing = np.full(len(row.tokens), np.nan)
+        scores["directed"], transforms["direction"] = Score(nothing, nothing, nothing), nothing
+    return row.index, row.bonus, np.full(len(row.tokens), str(warpers)), scores, transforms
+
+
+def _joined(parts: Sequence[tuple], left_out: int, lengths: dict[str, float]) -> Sample:
+    index, bonus, warpers, scores, transforms = zip(*parts, strict=True)
+    fields = ("observed", "mean", "variance")
+    return Sample(
+        index=np.concatenate(index),
+        bonus=np.concatenate(bonus),
+        warpers=np.concatenate(warpers),
+        scores={
+            name: Score(*(np.concatenate([getattr(part[name], field) for part in scores]) for field in fields))
+            for name in scores[0]
+        },
+        transforms={name: np.concatenate([part[name] for part in transforms]) for name in transforms[0]},
+        left_out=left_out,
+        acceptance_length=lengths,
+    )
+
+
+def strata(found: Sample) -> dict[str, np.ndarray]:
+    """What is judged on its own: everything, each index of a round, the bonus, each setting."""
+    groups = {"all tokens": np.ones(len(found.index), bool)}
+    for index in np.unique(found.index).tolist():
+        groups["prefill" if index == FIRST else f"index {index}"] = found.index == index
+    if found.index.max() > 0:
+        groups["bonus"] = found.bonus & (found.index > 0)
+    return groups | {name: found.warpers == name for name in np.unique(found.warpers).tolist()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """Every stratum's statistics.
+
+    Attributes:
+        columns: Of the table.
+        rows: A stratum each: its name, its tokens, ``z`` of every score, ``p`` of every transform; "" where too few.
+        wrong: What no chance explains, in words; empty for a sampler that follows the law.
+    """
+
+    columns: list[str]
+    rows: list[list]
+    wrong: list[str]
+
+    @property
+    def scores(self) -> list[float]:
+        """``z`` of every judged stratum and score."""
+        return [value for row in self.rows for value in row[2:4] if value != ""]
+
+    @property
+    def p_values(self) -> list[float]:
+        """``p`` of every judged stratum and transform."""
+        return [value for row in self.rows for value in row[4:] if value != ""]
+
+    @property
+    def judged(self) -> list[int]:
+        """Tokens of the strata that are large enough."""
+        return [row[1] for row in self.rows if row[2] != ""]
+
+
+def judge(found: Sample) -> Judgement:
+    """Sums of scores as ``z``, transforms by Kolmogorov-Smirnov, in all :func:`strata`."""
+    table, wrong = [], []
+    for stratum, chosen in strata(found).items():
+        judged = int(chosen.sum()) >= FEWEST
+        row = [stratum, int(chosen.sum())]
+        for name, score in found.scores.items():
+            own = score[chosen & ~np.isnan(score.mean)]
+            enough = judged and own.observed.size >= FEWEST
+            row.append(round(own.z, 2) if enough else "")
+            if enough and not abs(own.z) < MOST_Z:
+                wrong.append(f"{stratum}: {name} z = {own.z:.1f}")
+        for name, values in found.transforms.items():
+            own = values[chosen & ~np.isnan(values)]
+            p_value = kolmogorov_smirnov(own)
+            row.append(float(f"{p_value:.2g}") if own.size >= FEWEST else "")
+            if own.size >= FEWEST and not p_value > LEAST_P:
+                wrong.append(f"{stratum}: {name} KS p = {p_value:.1g}")
+        table.append(row)
+    names = [f"{name} z" for name in found.scores] + [f"{name} KS p" for name in found.transforms]
+    return Judgement(["stratum", "tokens", *names], table, wrong)

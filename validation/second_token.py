@@ -1,0 +1,104 @@
+"""L6: the law of the second token, the first that a draft is verified for, by enumeration; and who draws from it."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+import numpy as np
+import tiny
+
+from eagle3_jax import LoadedTarget, SamplingParams, SpeculativeDecoder, load_drafter, load_target
+from eagle3_jax.rivals.vllm.bridge import EngineOptions, Tokens, eagle3
+from eagle3_jax.rivals.vllm.process import Process, ProcessEngine
+from validation.forcing import forced_logits
+from validation.statistics import Fit, goodness_of_fit
+
+DIRECTORY = tiny.GOLDEN / "vllm"
+PROMPT = [17, 200, 33, 90, 5]
+DRAWS, BATCH, K = 2048, 128, 3
+ALPHA = 1e-6
+SETTINGS = {"T=1": (1.0, 1.0), "T=0.7, top-p 0.9": (0.7, 0.9)}
+SHIPPED, REPAIRED = "vLLM, EAGLE-3 as shipped", "vLLM, EAGLE-3 repaired"
+
+Draws = dict[str, collections.Counter[int]]
+
+
+def law_of_the_second_token(target: LoadedTarget, temperature: float, top_p: float) -> np.ndarray:
+    """``sum_a p(a | prompt) p(x | prompt, a)``, ``[V]``, in float64, by enumeration of the first token.
+
+    The second token is the first that a draft is verified for.
+    """
+    logits = forced_logits(target, [[*PROMPT, first] for first in range(target.vocab_size)])
+    first = warp(logits[0][len(PROMPT) - 1], temperature, top_p)
+    return sum(p * warp(row[len(PROMPT)], temperature, top_p) for p, row in zip(first, logits, strict=True) if p > 0)
+
+
+def warp(logits: np.ndarray, temperature: float, top_p: float) -> np.ndarray:
+    """Temperature, then the smallest set of likeliest tokens with mass ``top_p``."""
+    scaled = logits.astype(np.float64) / temperature
+    p = np.exp(scaled - scaled.max())
+    p /= p.sum()
+    order = np.argsort(-p, kind="stable")
+    kept = np.cumsum(p[order]) - p[order] < top_p
+    p[order[~kept]] = 0.0
+    return p / p.sum()
+
+
+def second_tokens(outputs: Sequence[Tokens]) -> collections.Counter[int]:
+    return collections.Counter(output[1] for output in outputs)
+
+
+def title(setting: str) -> str:
+    """Of the table in a report."""
+    return f"Second token, {DRAWS} draws, {setting}"
+
+
+def law(setting: str) -> dict[int, float]:
+    """Of the second token of the tiny target that both engines hold."""
+    return dict(enumerate(law_of_the_second_token(load_target(DIRECTORY / "target"), *SETTINGS[setting])))
+
+
+def ours(setting: str, count: int = DRAWS) -> Draws:
+    """Our draws, with and without a head; ``count`` is a multiple of :data:`BATCH`."""
+    target, draws = load_target(DIRECTORY / "target"), {}
+    temperature, top_p = SETTINGS[setting]
+    sampling = SamplingParams(temperature=temperature, top_p=top_p)
+    head = load_drafter(DIRECTORY / "eagle3", target=target)
+    for name, decoder in {
+        "ours, plain": SpeculativeDecoder(target, stop_tokens=()),
+        "ours, EAGLE-3": SpeculativeDecoder(target, head, num_speculative_tokens=K, stop_tokens=()),
+    }.items():
+        outputs: list[Tokens] = []
+        for batch in range(count // BATCH):
+            outputs += decoder.generate([PROMPT] * BATCH, max_new_tokens=2, sampling=sampling, seed=batch).tokens
+        draws[name] = second_tokens(outputs)
+    return draws
+
+
+def vllms(process: Process, setting: str) -> Draws:
+    """vLLM's draws; on a CPU, whose build samples wrongly under speculation, repaired as well."""
+    temperature, top_p = SETTINGS[setting]
+    options = {"model": str(DIRECTORY / "target"), "max_model_len": 64, "max_num_seqs": BATCH}
+
+    def drawn_by(engine: ProcessEngine) -> collections.Counter[int]:
+        found = engine.generate([PROMPT] * DRAWS, max_new_tokens=2, temperature=temperature, top_p=top_p, seed=0)
+        return second_tokens([one.tokens for one in found.completions])
+
+    draws = {"vLLM, plain": drawn_by(process.engine(EngineOptions(**options)))}
+    speculating = process.engine(EngineOptions(**options, speculative=eagle3(DIRECTORY / "eagle3", K)))
+    draws[SHIPPED] = drawn_by(speculating)
+    if process.versions["device"] == "cpu":
+        with speculating.sampling_repaired():
+            draws[REPAIRED] = drawn_by(speculating)
+    return draws
+
+
+def fits(draws: Draws, exact: dict[int, float]) -> dict[str, Fit]:
+    """Every row of draws against the law."""
+    return {name: goodness_of_fit(counts, exact) for name, counts in draws.items()}
+
+
+def follows(fit: Fit) -> bool:
+    """Whether chance explains what the law does not."""
+    return min(fit.chi_square, fit.g_test) > ALPHA
