@@ -71,7 +71,7 @@ notebooks: $(VENV)/.installed-test
 # Those for an H100 or H200, joined to one page, build/gpu-notebooks.html; what stands in for what is said at its top.
 # Models, vLLM and price by variables: make gpu-notebooks EAGLE3_TARGET=... (notebooks/gpu/README.md names them).
 gpu-notebooks: $(VENV)/.installed-test
-	XLA_PYTHON_CLIENT_PREALLOCATE=$${XLA_PYTHON_CLIENT_PREALLOCATE-false} $(VENV)/bin/python notebooks/run.py notebooks/gpu; \
+	$(VENV)/bin/python notebooks/run.py notebooks/gpu; \
 		status=$$?; $(VENV)/bin/python notebooks/report.py || exit; exit $$status
 
 lint: $(VENV)/.installed-dev

@@ -10,12 +10,14 @@ from pathlib import Path
 _NEEDED = ("matplotlib", "plotly", "ipykernel")
 
 
-def start(*, repository: bool = False, also: tuple[str, ...] = ()) -> None:
+def start(*, repository: bool = False, device: bool = True, also: tuple[str, ...] = ()) -> None:
     """Check the environment, set the look of pictures, keep compiled programs, and say on what this runs.
 
     Args:
         repository: Whether the notebook uses ``validation``, ``tests`` or ``examples``, which are not installed; the
             checkout above the working directory is then put on the path.
+        device: Whether to say on what device this runs. JAX settles how it shares memory when it first touches one; a
+            notebook that has a say in that asks later.
         also: Modules that this notebook imports beyond those of the extra ``notebooks``.
 
     Raises:
@@ -37,9 +39,14 @@ def start(*, repository: bool = False, also: tuple[str, ...] = ()) -> None:
 
     style.use()
     keep_compiled_programs(None)
-    device = jax.devices()[0]
-    kind = f"{device.device_kind} ({len(jax.devices())})" if device.platform != "cpu" else "CPU"
-    print(f"eagle3-jax {eagle3_jax.__version__}, jax {jax.__version__}, {kind}")
+    print(f"eagle3-jax {eagle3_jax.__version__}, jax {jax.__version__}" + (f", {_device()}" if device else ""))
+
+
+def _device() -> str:
+    import jax
+
+    first = jax.devices()[0]
+    return "CPU" if first.platform == "cpu" else f"{first.device_kind} ({len(jax.devices())})"
 
 
 def _extra(missing: list[str]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import html
 import os
 import re
 import shutil
@@ -24,7 +23,8 @@ from eagle3_jax.rivals.vllm.bridge import VLLM, VLLMError
 from eagle3_jax.rivals.vllm.process import Process
 from eagle3_jax.rivals.vllm.server import Servers
 from eagle3_jax.theory.accelerators import KNOWN_ACCELERATORS, Accelerator
-from validation.device import SHARE_OF_VLLM, environment_of_vllm
+from validation.banner import Banner, Part
+from validation.device import SHARE_OF_VLLM, environment_of_vllm, share_memory
 from validation.runs import Report, load
 from validation.setting import Setting
 from validation.subject import SHIPPED, Pair, Subject, choose
@@ -137,58 +137,6 @@ def _number(name: str, given: Mapping[str, str], expected: str, *, most: float) 
     if not 0 < value < most:
         raise ValueError(f"{name} is {given[name]!r}; expected {expected}")
     return value
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A thing that the numbers depend on.
-
-    Attributes:
-        name: Such as ``device``.
-        real: Whether it is what the notebook is about; otherwise something stands in.
-        text: What it is, or what stands in and why.
-    """
-
-    name: str
-    real: bool
-    text: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Banner:
-    """What is real here, and what is a stand-in."""
-
-    parts: tuple[Part, ...]
-
-    @property
-    def missing(self) -> tuple[Part, ...]:
-        """What has a stand-in."""
-        return tuple(part for part in self.parts if not part.real)
-
-    @property
-    def headline(self) -> str:
-        """In a sentence."""
-        if not self.missing:
-            return "Everything here is real: these numbers are this machine's own."
-        names = ", ".join(part.name for part in self.missing)
-        return f"Stand-ins here: {names}. No number of theirs may be quoted as one of the real thing."
-
-    def __str__(self) -> str:
-        """For terminals and logs."""
-        lines = [f"  {'real    ' if part.real else 'STAND-IN'}  {part.name}: {part.text}" for part in self.parts]
-        return "\n".join([self.headline, *lines])
-
-    def _repr_html_(self) -> str:
-        edge = "#d97634" if self.missing else "#2a9d74"
-        rows = "".join(
-            f"<tr><td style='white-space:nowrap'>{'&#10003; real' if part.real else '&#9888; stand-in'}</td>"
-            f"<td><b>{html.escape(part.name)}</b></td><td style='text-align:left'>{html.escape(part.text)}</td></tr>"
-            for part in self.parts
-        )
-        return (
-            f"<div class='eagle3-banner' style='border-left:6px solid {edge};padding:.4em 1em;margin:.5em 0;"
-            f"background:{edge}14'><b>{html.escape(self.headline)}</b><table>{rows}</table></div>"
-        )
 
 
 @dataclasses.dataclass(eq=False)
@@ -346,13 +294,14 @@ class Machine:
 
 
 def start(environ: Mapping[str, str] = os.environ) -> Machine:
-    """Look at the environment and the machine; loads no model.
+    """Look at the environment and the machine, whose memory JAX will share; loads no model.
 
     Raises:
         SystemExit: A variable cannot be meant; one line says which.
     """
     try:
         configuration = Configuration.read(environ)
+        share_memory()
         on_gpu = jax.devices()[0].platform in ("gpu", "cuda")
         subject = choose(
             gpu=on_gpu,

@@ -32,7 +32,7 @@ except ModuleNotFoundError:
         "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
     ) from None
 
-notebook.start(repository=True)
+notebook.start(repository=True, device=False)
 
 from validation import machine
 
@@ -260,8 +260,8 @@ for accelerator in devices:
 
 # %% [markdown]
 # What JAX says of the device now, and the switches that divide it. `XLA_PYTHON_CLIENT_PREALLOCATE=false` lets JAX
-# grow instead of taking three quarters at once; it must be set before JAX first touches the device, so before the
-# kernel starts (`make gpu-notebooks` sets it).
+# grow instead of taking its share at once. Both are settled when JAX first touches the device, so the first cell has
+# set them, unless you had: what is left is vLLM's.
 
 # %%
 stats = jax.devices()[0].memory_stats() or {}
@@ -269,14 +269,9 @@ told = {name: show(stats[name] / 1e9) for name in ("bytes_limit", "bytes_in_use"
 print(f"{here.device}: {told or 'keeps no account of its memory'}")
 for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION", "XLA_FLAGS"):
     print(f"  {name} = {os.environ.get(name, '(not set)')}")
-if (
-    here.on_gpu
-    and os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") != "false"
-    and here.configuration.vllm_python
-):
-    print(
-        "  JAX may take most of the device before vLLM starts: set XLA_PYTHON_CLIENT_PREALLOCATE=false"
-    )
+assert os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"), (
+    "it was settled before the device was touched"
+)
 
 # %% [markdown]
 # ## Does it decode?

@@ -31,7 +31,7 @@ except ModuleNotFoundError:
         "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
     ) from None
 
-notebook.start(repository=True, also=("torch", "transformers"))
+notebook.start(repository=True, device=False, also=("torch", "transformers"))
 
 from validation import machine
 

@@ -31,7 +31,7 @@ except ModuleNotFoundError:
         "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
     ) from None
 
-notebook.start(repository=True)
+notebook.start(repository=True, device=False)
 
 from validation import machine
 
