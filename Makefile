@@ -64,9 +64,12 @@ aot: $(VENV)/.installed-validation
 		touch $$directory/.installed; }; }
 	$(VENV)/bin/python -m pytest validation/test_aot.py --level AOT --complete $(AOT_FLAGS)
 
-# Every notebook from top to bottom, on the shipped pair; executed copies in build/notebooks.
+# Every notebook from top to bottom, on the shipped pair; executed copies in build/notebooks. JOBS=1 where the times that
+# they print matter.
+JOBS ?= 2
+
 notebooks: $(VENV)/.installed-test
-	$(VENV)/bin/python notebooks/run.py $(NOTEBOOKS)
+	$(VENV)/bin/python notebooks/run.py --jobs $(JOBS) $(NOTEBOOKS)
 
 # Those for an H100 or H200, joined to one page, build/gpu-notebooks.html; what stands in for what is said at its top.
 # Models, vLLM and price by variables: make gpu-notebooks EAGLE3_TARGET=... (notebooks/gpu/README.md names them).

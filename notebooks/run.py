@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -33,6 +34,9 @@ def main() -> int:
         type=Path,
         default=HERE.parent / "build" / "notebooks",
         help="where they go, executed",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="how many at a time; the times that they print suffer"
     )
     parser.add_argument(
         "--sync", action="store_true", help="write each .ipynb from its .py, and run nothing"
@@ -58,14 +62,18 @@ def main() -> int:
         for source in sources:
             source.with_suffix(".ipynb").write_text(as_ipynb(source), encoding="utf-8")
         return 0
-    failed = False
-    for source in sources:
-        start = time.perf_counter()
-        name = source.relative_to(HERE) if source.is_relative_to(HERE) else Path(source.name)
-        problem = execute(source, options.output / name.parent)
-        failed |= problem is not None
-        print(f"{name!s:48} {time.perf_counter() - start:6.1f} s  {problem or 'ok'}", flush=True)
-    return int(failed)
+    with ThreadPoolExecutor(max(1, options.jobs)) as pool:
+        problems = list(pool.map(lambda source: judged(source, options.output), sources))
+    return int(any(problems))
+
+
+def judged(source: Path, output: Path) -> str | None:
+    """Run one notebook, and say how that went."""
+    start = time.perf_counter()
+    name = source.relative_to(HERE) if source.is_relative_to(HERE) else Path(source.name)
+    problem = execute(source, output / name.parent)
+    print(f"{name!s:48} {time.perf_counter() - start:6.1f} s  {problem or 'ok'}", flush=True)
+    return problem
 
 
 def _sources(where: Path) -> list[Path]:

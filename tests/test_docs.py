@@ -32,6 +32,7 @@ PAGES = sorted(
     for path in DOCS.rglob("*.md")
     if path.relative_to(DOCS).parts[0] not in ("_build", "notebooks", "repository")
 )
+PAGES += [f"../{name}README.md" for name in ("", "notebooks/", "notebooks/gpu/")]
 # Pages whose commands are run, too: they take little and leave nothing behind.
 RUN = ("stepping.md", "drafters.md", "extending.md", "getting_started.md", "choosing.md")
 # How many devices there are, and where programs are kept, is settled once in a process.
@@ -165,7 +166,7 @@ def wrong_with(words: list[str]) -> str | None:
     if "do" in words:  # a loop of the shell
         words = words[words.index("do") + 1 :]
         words = words[: words.index("&")] if "&" in words else words
-    program, *rest = words
+    program, rest = Path(words[0]).name, words[1:]
     if program == "eagle3":
         return wrong_with_ours(rest)
     if program == "vllm":
@@ -178,7 +179,7 @@ def wrong_with(words: list[str]) -> str | None:
         if "-m" in rest and rest[rest.index("-m") + 1].startswith(("validation", "eagle3_jax")):
             module = ROOT / rest[rest.index("-m") + 1].replace(".", "/")
             files += [] if module.is_dir() else [f"{module}.py"]
-        return next((f"no file {word}" for word in files if not (ROOT / word).exists()), None)
+        return next((f"no file {word}" for word in files if not any(ROOT.glob(word))), None)
     known = {"pip", "export", "jupyter", "srun", "kubectl", "curl", "scontrol", "gcloud", "nvidia-smi", "eagle3"}
     return None if program in known else f"who is {program}?"
 
