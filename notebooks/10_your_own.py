@@ -381,6 +381,7 @@ ax.set_xticks(
 )
 ax.set(ylabel="share of first tokens", title="The guess is the first token: two looks favour it")
 ax.legend()
+plt.show()
 
 # %% [markdown]
 # ## From the command line
