@@ -11,7 +11,6 @@
 #     name: python3
 # ---
 
-
 # %% [markdown]
 # # 07 · Losslessness: ties, bfloat16, and bugs that tests catch or miss
 #

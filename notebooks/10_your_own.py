@@ -11,7 +11,6 @@
 #     name: python3
 # ---
 
-
 # %% [markdown]
 # # 10 · Your own drafter and acceptance rule in thirty lines
 #

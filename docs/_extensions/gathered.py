@@ -7,6 +7,7 @@ as it is written, and says so; `make notebooks` executes them all.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from links import NOTEBOOKS, PAGES, ROOT
 from sphinx.application import Sphinx
 
 _LIST = "repository/" + NOTEBOOKS.removesuffix(".md")
+_CLAIMS = "repository/notebooks/claims"
 _NOT_EXECUTED = (
     "```{note}\n"
     "This page shows the notebook as it is written: it was not executed before the site was built. "
@@ -60,6 +62,27 @@ def _gather(app: Sphinx) -> None:
         notebook |= {"nbformat": 4, "nbformat_minor": 5}
         _write(docs / path, json.dumps(notebook))
 
+    _write(docs / f"{_CLAIMS}.md", claims())
+
+
+def claims() -> str:
+    """A page of what every notebook says at its end that it asserted."""
+    page = [
+        "# What the notebooks assert",
+        "",
+        "Every claim below is an assertion in the notebook that makes it; if one did not hold, `make notebooks` or "
+        "`make gpu-notebooks` would fail.",
+    ]
+    for path in notebooks():
+        cells = json.loads((ROOT / path).read_text(encoding="utf-8"))["cells"]
+        prose = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        title = prose.splitlines()[0].removeprefix("# ")
+        said = re.search(r"^## What was claimed and checked\n\n((?:(?:- |  ).*\n?)+)", prose, re.MULTILINE)
+        if said is None:
+            raise ValueError(f"{path} does not say what was claimed and checked")
+        page += ["", f"## [{title}]({path.relative_to('notebooks').as_posix()})", "", said[1].strip()]
+    return "\n".join(page) + "\n"
+
 
 def _write(place: Path, text: str) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -73,6 +96,7 @@ def _list(app: Sphinx, docname: str, source: list[str]) -> None:
     pages = [path.with_suffix("").as_posix() for path in notebooks()]
     if (ROOT / "notebooks/gpu/README.md").exists():
         pages.append("repository/notebooks/gpu/README")
+    pages.append(_CLAIMS)
     source[0] += "\n".join(
         ["", "```{toctree}", ":hidden:", ":maxdepth: 1", "", *(f"/{page}" for page in pages), "```", ""]
     )

@@ -17,6 +17,7 @@ _EXTRAS = {
     "huggingface_hub": "hub",
     "matplotlib": "plot",
     "jinja2": "plot",
+    "plotly": "notebooks",
 }
 _LONGEST = 600  # characters of an error line
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -23,15 +23,14 @@ SERIES = ("#3b82c4", "#d97634", "#2a9d74", "#c05a8e", "#8378d0", "#a8862a")
 
 def use() -> None:
     """Make matplotlib draw like the pictures of this package, here and in the cells that follow."""
-    from cycler import cycler
-    from matplotlib import get_backend, pyplot, rcParams
+    from matplotlib import get_backend, pyplot, rcParams, rcsetup
 
     settings: dict[Any, Any] = {
         "figure.figsize": (7.2, 3.6),
         "figure.dpi": 110,
         "figure.facecolor": "white",
         "figure.constrained_layout.use": True,
-        "axes.prop_cycle": cycler(color=SERIES),
+        "axes.prop_cycle": rcsetup.cycler(color=SERIES),
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.grid": True,
