@@ -27,6 +27,7 @@ from validation.banner import Banner, Part
 from validation.device import SHARE_OF_VLLM, environment_of_vllm, share_memory
 from validation.runs import Report, load
 from validation.setting import Setting
+from validation.speeds import shared_dtype
 from validation.subject import SHIPPED, Pair, Subject, choose
 from validation.vllm.fixtures import installed_python
 
@@ -174,8 +175,8 @@ class Machine:
 
     @property
     def shared_dtype(self) -> str:
-        """The nearest precision that vLLM has too: it has none that multiplies bfloat16 and keeps float32."""
-        return "float32" if self.dtype == "mixed" else self.dtype
+        """The main precision, or the nearest one that others have too."""
+        return shared_dtype(self.dtype)
 
     @property
     def pair(self) -> Pair:

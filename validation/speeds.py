@@ -26,15 +26,16 @@ def is_quoted(subject: Subject, setting: Any) -> bool:
     return not (setting.gpu and subject.name == SHIPPED)
 
 
-def shared_dtype(subject: Subject) -> str:
-    return "float32" if subject.dtypes[0] == "mixed" else "bfloat16"
+def shared_dtype(dtype: str) -> str:
+    """The nearest precision that transformers and vLLM have too: they have none with bfloat16 products in float32."""
+    return "float32" if dtype == "mixed" else dtype
 
 
 def transformers_or_why_not(
     subject: Subject, batch: int, setting: Any, missing: list[list[Any]]
 ) -> list[TransformersContender]:
     """``generate``, and its assisted generation by prompt lookup, or why they are not there."""
-    dtype = shared_dtype(subject)
+    dtype = shared_dtype(subject.dtypes[0])
     try:
         on_gpu = setting.gpu and not setting.rehearsal
         return TransformersContender.load(subject.target_directory, dtype=dtype, on_gpu=on_gpu)

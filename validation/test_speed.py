@@ -170,7 +170,7 @@ def engine(vllm: VLLM, subject: Subject, vllm_chain: int, plan: Plan) -> Engine:
     speculative = eagle3(subject.drafter_directory, vllm_chain) if vllm_chain else None
     options = EngineOptions(
         model=str(subject.target_directory),
-        dtype=shared_dtype(subject),
+        dtype=shared_dtype(subject.dtypes[0]),
         speculative=speculative,
         max_model_len=RIVALS_SEEN,
         max_num_seqs=max(plan.batches),
@@ -185,7 +185,7 @@ def test_speed_beside_vllm(
     check: Check, subject: Subject, setting: Any, plan: Plan, vllm_chain: int, engine: Engine
 ) -> None:
     """vLLM holds one engine at a time, so each meets our plain decoding and our chain of its length in turn."""
-    dtype = shared_dtype(subject)
+    dtype = shared_dtype(subject.dtypes[0])
     pair = subject.pair(dtype)
     name = f"vLLM eagle3 K={vllm_chain}" if vllm_chain else "vLLM plain"
     for batch in plan.batches:
