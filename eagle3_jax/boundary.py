@@ -59,8 +59,10 @@ def require_drafter(drafter: Any) -> None:
     if not isinstance(layers, tuple) or not all(_is_whole(layer) and layer >= 0 for layer in layers):
         raise ValueError(f"{name}.aux_layers is {layers!r}; expected a tuple of layers, as in (2, 16, 29), or ()")
     chain = getattr(drafter, "is_chain", False)
-    if not isinstance(chain, bool):
-        raise ValueError(f"{name}.is_chain is {chain!r}; expected True or False, as a property")
+    for member in ("is_chain", "is_parallel"):
+        value = getattr(drafter, member, False)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}.{member} is {value!r}; expected True or False, as a property")
     if chain and drafter.num_nodes > drafter.max_depth + 1:
         raise ValueError(
             f"{name} is a chain of {drafter.num_nodes} nodes and says that its max_depth is {drafter.max_depth}; "

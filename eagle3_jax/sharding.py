@@ -154,7 +154,10 @@ def param_shardings(mesh: Mesh | AbstractMesh, part: Any, params: Any) -> Any:
     def of(leaf: Any, axes: Axes) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(*(None if axis is None else _mesh_axis(mesh, axis) for axis in axes)))
 
-    return jax.tree.map(of, params, part.param_axes())
+    axes = part.param_axes()
+    if isinstance(params, dict):  # a drafter names the axes of all that it may borrow
+        axes = {name: axes[name] for name in params}
+    return jax.tree.map(of, params, axes)
 
 
 def _mesh_axis(mesh: Mesh | AbstractMesh, axis: Axis) -> str | None:

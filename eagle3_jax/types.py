@@ -240,10 +240,12 @@ class Verifier(Protocol):
 class Drafter(Protocol[State]):
     """A proposal method. Only ``observe`` writes its state, so a guess can never leak into what is known.
 
-    It is a static argument of the compiled loop: hashable, its arrays in ``params``. Two more members are looked
+    It is a static argument of the compiled loop: hashable, its arrays in ``params``. Three more members are looked
     for and may be left out. ``is_chain: bool`` declares that every draft is a chain, each node's parent the one
-    before; the loop never infers that, and without it verifies trees. ``drafting(topology, draft_sampling)``
-    returns the same drafter with another draft, or raises ``ValueError`` (:class:`eagle3_jax.boundary.Drafting`).
+    before; the loop never infers that, and without it verifies trees. ``is_parallel: bool`` declares that every ``q``
+    follows from the committed text alone and looks at no token drawn in the same draft. ``drafting(topology,
+    draft_sampling)`` returns the same drafter with another draft, or raises ``ValueError``
+    (:class:`eagle3_jax.boundary.Drafting`).
     ``docs/drafters.md`` says what an author must know; ``check_drafter`` runs the contract.
     """
 

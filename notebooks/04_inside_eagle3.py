@@ -49,10 +49,10 @@ from safetensors.flax import load_file
 import eagle3_jax as e3
 from eagle3_jax import trace
 from eagle3_jax.drafters import Eagle3Drafter, Plain
-from eagle3_jax.drafters.eagle3 import Eagle3Head
 from eagle3_jax.load import bundled
 from eagle3_jax.models.config import usual_head
 from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.models.eagle3 import Eagle3Head
 from eagle3_jax.models.functional import bind
 from eagle3_jax.pictures.anatomy import eagle3_head
 from eagle3_jax.pictures.style import SERIES

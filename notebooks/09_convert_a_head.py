@@ -351,8 +351,8 @@ assert len(clean) == 4, "the other four are well-formed: only their drafts are b
 # the *scores* are wrong: `q`, `k`, or the rotary embedding.
 
 # %%
-from eagle3_jax.drafters.eagle3 import Eagle3Head
 from eagle3_jax.models.decoder import BlockMemory, causal_mask
+from eagle3_jax.models.eagle3 import Eagle3Head
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import embed
 

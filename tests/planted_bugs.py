@@ -28,9 +28,9 @@ from mutants import ENTRY, Mutant
 from eagle3_jax.acceptance import Exact, _follow, verification_dice, verify, verify_points
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters import Eagle3Drafter, _grow
-from eagle3_jax.drafters.eagle3 import Eagle3Head, FirstLayer
 from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.models.decoder import Decoder
+from eagle3_jax.models.eagle3 import Eagle3Head, FirstLayer
 from eagle3_jax.sampling import _invert, _row_keys, _truncate, draw, keys_at, probabilities, warping_of
 from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.stages import StagedLoop

@@ -80,7 +80,7 @@ def test_no_drafter_imports_another(path: Path) -> None:
         return
     for imported, _ in imports(ast.parse(path.read_text())):
         if imported.startswith("eagle3_jax.drafters"):
-            assert imported == "eagle3_jax.drafters._grow", f"{path.stem} imports {imported}"
+            assert imported.startswith("eagle3_jax.drafters._"), f"{path.stem} imports {imported}"
 
 
 @pytest.mark.parametrize("path", sorted((LIBRARY / "theory").glob("*.py")), ids=lambda path: path.stem)

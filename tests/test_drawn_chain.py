@@ -14,7 +14,7 @@ import pytest
 import test_training
 import tiny
 
-from eagle3_jax.drafters.eagle3 import Eagle3Head
+from eagle3_jax.models.eagle3 import Eagle3Head
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import FLOAT32
 from eagle3_jax.sampling import DraftSampling, row_keys

@@ -28,8 +28,9 @@ from checkpoints import (
 
 import conversion
 from conversion import CheckpointError
-from eagle3_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Head
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.decoder import BlockMemory, causal_mask
+from eagle3_jax.models.eagle3 import Eagle3Head
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import FLOAT32
 from eagle3_jax.tree import Chain

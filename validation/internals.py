@@ -14,7 +14,8 @@ from flax import struct
 from jaxtyping import Array, Key
 
 from eagle3_jax import LoadedDrafter, SpeculativeDecoder
-from eagle3_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Head
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+from eagle3_jax.models.eagle3 import Eagle3Head
 from eagle3_jax.rivals.vllm.bridge import Tokens
 from eagle3_jax.types import Draft, Observation, SamplingParams
 

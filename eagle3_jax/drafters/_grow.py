@@ -41,7 +41,7 @@ def grow(
     root: Int[Array, " B"],
     first: Level,
     run: RunLevel,
-    draft_to_target: Int[Array, " W"],
+    draft_to_target: Int[Array, " W"] | None,
 ) -> tuple[Draft, Any]:
     """Draft a tree of the given topology, deterministically: the likeliest tokens under the draft network.
 
@@ -50,7 +50,7 @@ def grow(
         root: The last committed token.
         first: Logits and carry at the root, ``k = 1``.
         run: Runs the network on one level.
-        draft_to_target: Target id of each draft id.
+        draft_to_target: Target id of each draft id; ``None`` where these are the same.
 
     Returns:
         A draft without ``probs`` (each proposal is a point mass), and the memory after the last level that was run.
@@ -68,7 +68,7 @@ def draw_chain(
     root: Int[Array, " B"],
     first: Level,
     run: RunLevel,
-    draft_to_target: Int[Array, " W"],
+    draft_to_target: Int[Array, " W"] | None,
     vocab_size: int,
     keys: Key[Array, " B"],
     sampling: SamplingParams,
@@ -83,7 +83,7 @@ def draw_chain(
         root: The last committed token.
         first: Logits and carry at the root, ``k = 1``.
         run: Runs the network on one level.
-        draft_to_target: Target id of each draft id.
+        draft_to_target: Target id of each draft id; ``None`` where these are the same.
         vocab_size: ``V``.
         keys: Of this round, one per row.
         sampling: One value per row.
@@ -103,8 +103,8 @@ def draw_chain(
         q = probabilities(level.logits, sampling, Warping.TEMPERATURE)[:, 0]
         # Where every temperature is a constant 0 the compiler keeps the argmax alone.
         ids = jnp.where(greedy, argmax(logits), draw(q, dice[:, index]))
-        tokens.append(draft_to_target[ids])
-        probs.append(jnp.zeros((batch, vocab_size), jnp.float32).at[:, draft_to_target].add(q))
+        tokens.append(to_target(draft_to_target, ids))
+        probs.append(over_target(draft_to_target, q, vocab_size))
         if index + 1 < depth:
             seen = jnp.ones((batch, 1, index + 1), jnp.bool_)
             level = run(tokens[-1][:, None], level.carry, index, seen, level.memory)
@@ -113,14 +113,28 @@ def draw_chain(
     return draft.replace(probs=jnp.stack(probs, axis=1)), level.memory  # type: ignore[attr-defined]
 
 
+def to_target(draft_to_target: Int[Array, " W"] | None, ids: Int[Array, "*n"]) -> Int[Array, "*n"]:
+    """Target ids of draft ids."""
+    return ids.astype(jnp.int32) if draft_to_target is None else draft_to_target[ids]
+
+
+def over_target(
+    draft_to_target: Int[Array, " W"] | None, q: Float[Array, "*n W"], vocab_size: int
+) -> Float[Array, "*n V"]:
+    """A distribution over draft ids as one over target ids, zero where the head has no token."""
+    if draft_to_target is None:
+        return q
+    return jnp.zeros((*q.shape[:-1], vocab_size), jnp.float32).at[..., draft_to_target].add(q)
+
+
 def _grow_chain(
-    chain: Chain, root: Int[Array, " B"], first: Level, run: RunLevel, draft_to_target: Int[Array, " W"]
+    chain: Chain, root: Int[Array, " B"], first: Level, run: RunLevel, draft_to_target: Int[Array, " W"] | None
 ) -> tuple[Draft, Any]:
     """The likeliest token after the likeliest token: the dynamic tree that is one node wide, without its scores."""
     batch, depth = root.shape[0], chain.num_speculative_tokens
     level, tokens = first, []
     for index in range(depth):
-        tokens.append(draft_to_target[argmax(level.logits[:, 0])])
+        tokens.append(to_target(draft_to_target, argmax(level.logits[:, 0])))
         if index + 1 < depth:
             seen = jnp.ones((batch, 1, index + 1), jnp.bool_)
             level = run(tokens[-1][:, None], level.carry, index, seen, level.memory)
@@ -129,7 +143,7 @@ def _grow_chain(
 
 
 def _grow_dynamic(
-    topology: DynamicTree, root: Int[Array, " B"], first: Level, run: RunLevel, draft_to_target: Int[Array, " W"]
+    topology: DynamicTree, root: Int[Array, " B"], first: Level, run: RunLevel, draft_to_target: Int[Array, " W"] | None
 ) -> tuple[Draft, Any]:
     """EAGLE-2, section 4: expand by cumulative draft log-probability, then keep the best of all candidates.
 
@@ -138,7 +152,7 @@ def _grow_dynamic(
     """
     width, batch = topology.top_k, root.shape[0]
     logprobs, ids = _likeliest(first.logits[:, 0], width)
-    tokens = draft_to_target[ids]
+    tokens = to_target(draft_to_target, ids)
     scores, flat = logprobs, jnp.broadcast_to(jnp.arange(width), (batch, width))
     pool_scores, pool_tokens, pool_parents = [scores], [tokens], [jnp.full((batch, width), -1)]
     carry = jax.tree.map(lambda leaf: jnp.repeat(leaf, width, axis=1), first.carry)
@@ -149,7 +163,7 @@ def _grow_dynamic(
         level = run(tokens, carry, depth, mask, memory)
         logprobs, ids = _likeliest(level.logits, width)
         cumulative = (scores[:, :, None] + logprobs).reshape(batch, -1)
-        children = draft_to_target[ids].reshape(batch, -1)
+        children = to_target(draft_to_target, ids).reshape(batch, -1)
         pool_scores.append(cumulative)
         pool_tokens.append(children)
         pool_parents.append(jnp.repeat(flat, width, axis=1))
@@ -182,7 +196,7 @@ def _likeliest(logits: Float[Array, "*B W"], count: int) -> tuple[Float[Array, "
 
 
 def _grow_static(
-    topology: StaticTree, root: Int[Array, " B"], first: Level, run: RunLevel, draft_to_target: Int[Array, " W"]
+    topology: StaticTree, root: Int[Array, " B"], first: Level, run: RunLevel, draft_to_target: Int[Array, " W"] | None
 ) -> tuple[Draft, Any]:
     """Only nodes with children are run; each child is the token of its rank under its parent."""
     batch, parents = root.shape[0], np.array(topology.parents)
@@ -194,7 +208,7 @@ def _grow_static(
         children = np.flatnonzero(level_of == depth + 1)
         slots = np.searchsorted(running, parents[children])
         _, ids = lax.top_k(level.logits, int(ranks[children].max()) + 1)
-        tokens = tokens.at[:, children].set(draft_to_target[ids[:, slots, ranks[children]]])
+        tokens = tokens.at[:, children].set(to_target(draft_to_target, ids[:, slots, ranks[children]]))
         expanding = children[np.isin(children, parents)]
         if expanding.size == 0:
             break

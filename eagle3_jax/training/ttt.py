@@ -25,8 +25,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.cache import KeyValue, Segment
-from eagle3_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Head
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.decoder import BlockMemory, DecoderTarget, causal_mask
+from eagle3_jax.models.eagle3 import Eagle3Head
 from eagle3_jax.models.functional import Params, bind
 from eagle3_jax.models.layers import embed
 

@@ -1,0 +1,124 @@
+"""Heads that feed their own output back: one step from a feature and the token after it, then from that step's output.
+
+EAGLE-1, EAGLE-3 and MTP differ in the network alone. At each position ``t`` it reads the target's features ``f_t`` and
+the *next* token ``x_{t+1}``, and predicts ``x_{t+2}``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int, Key
+
+from eagle3_jax.cache import Cache, KeyValues, visible
+from eagle3_jax.drafters._grow import Level, draw_chain, grow
+from eagle3_jax.drafters._network import NetworkDrafter
+from eagle3_jax.models.decoder import CacheMemory, causal_mask, empty_cache, memories
+from eagle3_jax.models.functional import Params
+from eagle3_jax.models.layers import embed
+from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams
+
+
+@struct.dataclass(kw_only=True)
+class FeedbackState:
+    """What the head knows for certain.
+
+    Attributes:
+        cache: Keys and values of the pairs ``(f_t, x_{t+1})`` from true features.
+        output: ``[B D]``, the head's output at the last pair, from which the first draft token follows.
+        root: ``[B]``, the last token chosen by the target.
+    """
+
+    cache: Cache
+    output: Float[Array, "B D"]
+    root: Int[Array, " B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedbackDrafter(NetworkDrafter):
+    """Drafts a chain or a tree.
+
+    Its network has
+
+    * ``fuse(features [B T A Dt]) -> [B T D]``;
+    * ``__call__(embedded, stream, positions, memories) -> (output [B T D], written)``, one step: fused features or its
+      own last output in, next output and its keys and values out;
+    * ``logits(output) -> [B T W]``, unless the drafter reads them off the target's output matrix.
+    """
+
+    def init(self, params: Params, batch: int, capacity: int) -> FeedbackState:
+        """See :class:`eagle3_jax.types.Drafter`."""
+        del params
+        config, dtype = self.config, self.precision.activations
+        # There is room for as many nodes as are verified; a tree may run more of them than that.
+        capacity += max(0, self.topology.num_run - self.num_nodes)
+        return FeedbackState(
+            cache=empty_cache(config.layers, batch=batch, capacity=capacity, dtype=dtype),
+            output=jnp.zeros((batch, config.width), dtype),
+            root=jnp.zeros((batch,), jnp.int32),
+        )
+
+    def observe(self, params: Params, state: FeedbackState, seen: Observation) -> FeedbackState:
+        """Run the head on the true pairs ``(f_t, x_{t+1})`` at positions ``t``; only these enter its cache."""
+        head, fed = self.bound(params), seen.tokens.shape[1]
+        shifted = jnp.concatenate([seen.tokens[:, 1:], seen.next_token[:, None]], axis=1)
+        last = jnp.arange(fed)[None, :] == seen.length[:, None] - 1
+        shifted = jnp.where(last, seen.next_token[:, None], shifted)
+        positions = state.cache.length[:, None] + jnp.arange(fed, dtype=jnp.int32)[None, :]
+        past = memories([None] * len(state.cache.layers), causal_mask(fed), positions, state.cache)
+        output, written = head(self._embed(params, shifted, positions), head.fuse(seen.features), positions, past)
+        index = jnp.maximum(seen.length - 1, 0)[:, None, None]
+        newest = jnp.take_along_axis(output, index, axis=1)[:, 0]
+        observed = seen.length > 0
+        return FeedbackState(
+            cache=state.cache.commit(written, seen.length),
+            output=jnp.where(observed[:, None], newest, state.output),
+            root=jnp.where(observed, seen.next_token, state.root),
+        )
+
+    def propose(self, params: Params, state: FeedbackState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+        """Grow the tree, or draw the chain; verification makes the output exact whatever is proposed."""
+        head = self.bound(params)
+
+        def run(tokens, output, depth, mask, memory):
+            # All nodes of a level share one rotary position, one behind their place in the sequence.
+            positions = jnp.broadcast_to(state.cache.length[:, None] + depth, tokens.shape)
+            start = state.cache.length + mask.shape[-1] - tokens.shape[-1]
+            seen = visible(mask, state.cache.length, memory[0].capacity)
+            past = [CacheMemory(layer, start, seen) for layer in memory]
+            output, written = head(self._embed(params, tokens, positions), output, positions, past)
+            return Level(
+                self._logits(params, head, output), output, tuple(KeyValues(**one._asdict()) for one in written)
+            )
+
+        output = state.output[:, None]
+        first, ids = (
+            Level(self._logits(params, head, output), carry=output, memory=state.cache.layers),
+            params.get("draft_to_target"),
+        )
+        if self.draft_sampling is DraftSampling.GREEDY:
+            draft, layers = grow(self.topology, root=state.root, first=first, run=run, draft_to_target=ids)
+        else:
+            draft, layers = draw_chain(
+                self.topology,  # type: ignore[arg-type]
+                root=state.root,
+                first=first,
+                run=run,
+                draft_to_target=ids,
+                vocab_size=self.config.vocab_size,
+                keys=keys,
+                sampling=sampling,
+            )
+        # The guesses lie behind the committed slots, whose number is as before: to hand them on spares a copy.
+        cache = Cache(layers=layers, length=state.cache.length)
+        return dataclasses.replace(draft, state=dataclasses.replace(state, cache=cache))
+
+    def _embed(self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        del positions
+        return embed(params["embedding"], tokens, self.precision)
+
+    def _logits(self, params: Params, head: Any, output: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
+        return self.target_logits(params, output) if self.borrows_output else head.logits(output)
