@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from conversion.doctor import Check, diagnose
     from conversion.errors import CheckpointError, TargetNeededError
     from conversion.families import FAMILIES, Family
-    from conversion.heads.eagle3 import HeadCheckpoint
-    from conversion.heads.eagle3_export import write_head
+    from conversion.heads.head import HeadCheckpoint
+    from conversion.heads.writing import write_head
     from conversion.inspect import Description, describe
     from conversion.kinds import identify
     from conversion.native import write_native
@@ -43,10 +43,10 @@ __all__ = [
 # The imports above once more, for a running program; a test holds the two equal.
 _NAMES = {
     "doctor": "Check diagnose",
-    "heads.eagle3": "HeadCheckpoint",
+    "heads.head": "HeadCheckpoint",
     "errors": "CheckpointError TargetNeededError",
     "families": "FAMILIES Family",
-    "heads.eagle3_export": "write_head",
+    "heads.writing": "write_head",
     "inspect": "Description describe",
     "kinds": "identify",
     "native": "write_native",

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from conversion.heads.eagle3 import HeadCheckpoint
+from conversion.heads import HEADS, HeadCheckpoint
+from conversion.heads.head import make_drafter
 from conversion.targets import TargetCheckpoint
-from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.decoder import DecoderTarget, causal_mask
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, Precision
 from eagle3_jax.tree import Chain
@@ -53,12 +53,10 @@ def forced_agreement(
     precision = FLOAT32 if target.dtype == "float32" else BFLOAT16
     model = DecoderTarget(target.config, precision)
     params = _place(target.params, precision)
-    drafter = Eagle3Drafter(head.config, Chain(depth), precision)
-    draft_params = {
-        "head": _place(head.head, precision),
-        "embedding": params["embedding"] if head.embedding is None else _place(head.embedding, precision),
-        "draft_to_target": jnp.asarray(head.draft_to_target),
-    }
+    classes = HEADS[head.method].classes
+    assert classes is not None  # or it would not have been read
+    drafter, draft_params = make_drafter(head, classes(), model.tables(params), precision, None)
+    drafter = drafter.drafting(Chain(depth), None)
 
     @jax.jit
     def extend(params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:

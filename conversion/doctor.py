@@ -16,8 +16,8 @@ from conversion.acceptance import Agreement, forced_agreement
 from conversion.errors import CheckpointError
 from conversion.fields import Fields
 from conversion.files import read_json
-from conversion.heads import HEADS
-from conversion.heads.eagle3 import HeadCheckpoint, named_aux_layers
+from conversion.heads import HEADS, HeadCheckpoint
+from conversion.heads.eagle3 import named_aux_layers
 from conversion.heads.eagle3_export import is_default_aux
 from conversion.native import is_native
 from conversion.reading import read_head, read_target
@@ -152,7 +152,8 @@ def _widths(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
 
 
 def _vocabulary(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
-    ids, config = head.draft_to_target, head.config
+    config = head.config
+    ids = np.arange(config.draft_vocab_size) if head.draft_to_target is None else head.draft_to_target
     detail = f"{ids.size} of {config.vocab_size} tokens can be drafted; d2t is one to one and in range"
     if ids.size < config.vocab_size and np.array_equal(ids, np.arange(ids.size)):
         return Check(

@@ -12,7 +12,7 @@ from conversion.files import NATIVE_FILE, checked_directory, read_json
 from conversion.heads import HEADS, LOADABLE, Signs
 from conversion.tensors import read_tensors
 
-TARGET, EAGLE3, LANGUAGE_MODEL = "target", "eagle3", "language-model"
+TARGET, LANGUAGE_MODEL = "target", "language-model"
 
 
 def identify(directory: str | Path) -> str:
@@ -24,12 +24,18 @@ def identify(directory: str | Path) -> str:
     path = checked_directory(directory)
     if (path / NATIVE_FILE).is_file():
         kind = read_json(path / NATIVE_FILE).get("kind")
-        if kind not in (TARGET, EAGLE3):
-            raise CheckpointError(f"{path / NATIVE_FILE}: kind is {short(kind)}; expected {TARGET!r} or {EAGLE3!r}")
+        if kind not in (TARGET, *native_heads()):
+            known = ", ".join((TARGET, *native_heads()))
+            raise CheckpointError(f"{path / NATIVE_FILE}: kind is {short(kind)}; expected one of {known}")
         return kind
     # Weights first: "not a checkpoint" says more about a stray directory than "no config.json".
     names = read_tensors(path).keys()
     return recognise(read_json(path / "config.json"), names, where=str(path))
+
+
+def native_heads() -> tuple[str, ...]:
+    """The kinds of heads that a native checkpoint may hold."""
+    return tuple(kind.name for kind in HEADS.values() if kind.classes is not None)
 
 
 def recognise(config: Mapping[str, Any], names: Collection[str], *, where: str) -> str:

@@ -14,12 +14,12 @@ from conversion.errors import CheckpointError, short
 from conversion.families import Family, family_of
 from conversion.fields import Fields
 from conversion.files import NATIVE_FILE, copy_tokenizer, new_directory, read_json, write_json
-from conversion.heads.eagle3 import HeadCheckpoint, check_fit
-from conversion.kinds import EAGLE3, TARGET
+from conversion.heads import HEADS, HeadCheckpoint
+from conversion.heads.head import check_fit
+from conversion.kinds import TARGET, native_heads
 from conversion.rules import Params
 from conversion.targets import TargetCheckpoint
-from eagle3_jax.drafters.eagle3 import Eagle3Drafter
-from eagle3_jax.models.config import DecoderConfig, Eagle3Config
+from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.writing import orbax_quiet
 
@@ -48,10 +48,10 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
         leaves = _checked(checkpoint.params, DecoderTarget(checkpoint.config).param_shapes(), where)
         values |= {"kind": TARGET, "family": checkpoint.family.model_type, "stop_tokens": list(checkpoint.stop_tokens)}
     else:
-        config = checkpoint.config
-        leaves = _checked(checkpoint.head, Eagle3Drafter(config).param_shapes(), where)
+        leaves = _checked(checkpoint.head, _shapes(checkpoint.method, checkpoint.config), where)
         leaves = {f"head.{path}": leaf for path, leaf in leaves.items()}
-        leaves["draft_to_target"] = np.asarray(checkpoint.draft_to_target, np.int32)
+        if checkpoint.draft_to_target is not None:
+            leaves["draft_to_target"] = np.asarray(checkpoint.draft_to_target, np.int32)
         if checkpoint.embedding is not None:
             leaves["embedding"] = np.asarray(checkpoint.embedding)
         values |= {
@@ -106,24 +106,27 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
     Raises:
         CheckpointError: It is not one, is damaged, or does not fit the target.
     """
-    fields = _description(directory, EAGLE3)
-    config = from_json(Eagle3Config, fields.get("config"), f"{fields.where}, config")
+    fields = _description(directory, *native_heads())
+    method = str(fields.get("kind"))
+    config = from_json(_classes(method)[0], fields.get("config"), f"{fields.where}, config")
     if target is not None:
         check_fit(config, config.aux_layers, target, str(directory))
     leaves = _leaves(directory, config)
     embedding = leaves.pop("embedding", None)
-    if fields.flag("has_embedding") != (embedding is not None) or "draft_to_target" not in leaves:
+    # Without a map draft ids are target ids; of a smaller vocabulary it must be there.
+    maps = "draft_to_target" in leaves or config.draft_vocab_size == config.vocab_size
+    if fields.flag("has_embedding") != (embedding is not None) or not maps:
         raise CheckpointError(f"{directory} is incomplete: its parameters are not those that {NATIVE_FILE} describes")
-    draft_to_target = leaves.pop("draft_to_target")
+    draft_to_target = leaves.pop("draft_to_target", None)
     _check_table(draft_to_target, embedding, config, str(directory))
-    rest = [path for path in leaves if not path.startswith("head.first.")]
-    rules.check_layers(config.num_layers - 1, rest, r"head\.rest\.(\d{1,9})\.", f"{fields.where}: num_layers - 1")
+    for stack, count in HEADS[method].stacks.items():
+        of_stack = [path.removeprefix("head.") for path in leaves]
+        rules.check_layers(count(config), of_stack, rf"{stack}\.(\d{{1,9}})\.", f"{fields.where}: layers in {stack!r}")
     head = _nested(
-        {path.removeprefix("head."): leaf for path, leaf in leaves.items()},
-        Eagle3Drafter(config).param_shapes(),
-        str(directory),
+        {path.removeprefix("head."): leaf for path, leaf in leaves.items()}, _shapes(method, config), str(directory)
     )
     return HeadCheckpoint(
+        method=method,
         config=config,
         head=head,
         draft_to_target=draft_to_target,
@@ -163,9 +166,21 @@ def _num_target_layers(fields: Fields) -> int | None:
     return None if fields.get("num_target_layers") is None else fields.integer("num_target_layers")
 
 
-def _check_table(table: np.ndarray, embedding: np.ndarray | None, config: Eagle3Config, where: str) -> None:
+def _classes(method: str) -> tuple[type, type]:
+    classes = HEADS[method].classes
+    assert classes is not None  # or it is no native kind
+    return classes()
+
+
+def _shapes(method: str, config: Any) -> Params:
+    return _classes(method)[1](config).param_shapes()
+
+
+def _check_table(table: np.ndarray | None, embedding: np.ndarray | None, config: Any, where: str) -> None:
     """What no parameter's shape checks: the draft vocabulary and the head's own embedding."""
     size = config.draft_vocab_size
+    if table is None:
+        table = np.arange(size, dtype=np.int32)
     if table.shape != (size,) or table.dtype != np.int32 or len(np.unique(table)) != size:
         raise CheckpointError(f"{where}: draft_to_target is no list of {size} different token ids; convert it again")
     if table.min() < 0 or table.max() >= config.vocab_size:
@@ -194,17 +209,17 @@ def read_description(directory: Path) -> Fields:
     return fields if written == FORMAT else Fields(format2.description(fields.values, fields.where), fields.where)
 
 
-def _leaves(directory: Path, config: DecoderConfig | Eagle3Config) -> dict[str, np.ndarray]:
+def _leaves(directory: Path, config: Any) -> dict[str, np.ndarray]:
     leaves = read_leaves(directory)
     written = read_json(directory / NATIVE_FILE).get("format")
     return leaves if written == FORMAT else format2.leaves(leaves, config)
 
 
-def _description(directory: Path, kind: str) -> Fields:
+def _description(directory: Path, *kinds: str) -> Fields:
     fields = read_description(directory)
-    if fields.get("kind") != kind:
-        hint = "give it as the drafter" if kind == TARGET else "give it as the target"
-        raise CheckpointError(f"{directory} holds a {short(fields.get('kind'))}, not a {kind}; {hint}")
+    if fields.get("kind") not in kinds:
+        wanted, hint = ("target", "drafter") if kinds == (TARGET,) else ("draft head", "target")
+        raise CheckpointError(f"{directory} holds a {short(fields.get('kind'))}, not a {wanted}; give it as the {hint}")
     return fields
 
 

@@ -8,9 +8,8 @@ from conversion import kinds, native, targets
 from conversion.errors import CheckpointError
 from conversion.families import Family
 from conversion.files import checked_directory, read_json
-from conversion.heads import HEADS, Stored
-from conversion.heads.eagle3 import HeadCheckpoint
-from conversion.heads.eagle3_export import DIALECTS, write_head
+from conversion.heads import HEADS, HeadCheckpoint, Stored
+from conversion.heads.writing import LAYOUTS, write_head
 from conversion.native import write_native
 from conversion.targets import TargetCheckpoint, write_target
 from conversion.tensors import read_tensors
@@ -33,7 +32,7 @@ def read_target(directory: str | Path, family: Family | None = None) -> TargetCh
 
 
 def read_head(directory: str | Path, target: DecoderConfig | None = None) -> HeadCheckpoint:
-    """Read an EAGLE-3 head in any dialect, or a native one.
+    """Read a draft head in any dialect, or a native one.
 
     Args:
         directory: The head's directory.
@@ -41,7 +40,7 @@ def read_head(directory: str | Path, target: DecoderConfig | None = None) -> Hea
             layers (official heads do not).
 
     Raises:
-        CheckpointError: It is no EAGLE-3 head, is incomplete, or does not fit the target; the message says why.
+        CheckpointError: It is no head that is loaded, is incomplete, or does not fit the target; the message says why.
     """
     path = checked_directory(directory)
     if native.is_native(path):
@@ -60,15 +59,15 @@ def convert(source: str | Path, destination: str | Path, to: str, target: Decode
     Args:
         source: A checkpoint directory in any layout that is read.
         destination: A directory that does not exist yet.
-        to: ``jax`` (native), or ``eagle``, ``sglang`` or ``vllm``; for a target these three are the one Hugging Face
-            layout.
+        to: ``jax`` (native), or a layout that heads of its method have; for a target these are all the one Hugging
+            Face layout.
         target: A head's target, see :func:`read_head`.
 
     Raises:
         CheckpointError: The source cannot be read, the destination exists, or the layout cannot express it.
     """
-    if to not in ("jax", *DIALECTS):
-        raise CheckpointError(f"--to {to!r} is not known; use one of jax, {', '.join(DIALECTS)}")
+    if to not in ("jax", *LAYOUTS):
+        raise CheckpointError(f"--to {to!r} is not known; use one of jax, {', '.join(LAYOUTS)}")
     is_head = kinds.identify(source) in HEADS
     checkpoint = read_head(source, target) if is_head else read_target(source)
     if to == "jax":
@@ -76,4 +75,4 @@ def convert(source: str | Path, destination: str | Path, to: str, target: Decode
     elif isinstance(checkpoint, TargetCheckpoint):
         write_target(checkpoint, destination)
     else:
-        write_head(checkpoint, destination, to)  # type: ignore[arg-type]
+        write_head(checkpoint, destination, to)

@@ -71,7 +71,7 @@ def load_target(
 
 
 def load_drafter(source: str | Path | None = None, *, target: LoadedTarget) -> LoadedDrafter:
-    """Load an EAGLE-3 head for a target, in the target's precision and over its mesh.
+    """Load a draft head for a target, in the target's precision and over its mesh.
 
     A head without an embedding of its own shares the target's array.
 
@@ -80,18 +80,20 @@ def load_drafter(source: str | Path | None = None, *, target: LoadedTarget) -> L
         target: What it drafts for.
 
     Raises:
-        ValueError: It is not an EAGLE-3 head, or it does not fit the target; the message says why.
+        ValueError: It is no head of a method that is known, or it does not fit the target; the message says why.
     """
     from conversion import read_head
     from conversion.heads import HEADS
+    from conversion.heads.head import make_drafter
 
     if not isinstance(target.model, DecoderTarget):
-        raise ValueError(f"{type(target.model).__name__} is not a target that EAGLE-3 heads are loaded for")
+        raise ValueError(f"{type(target.model).__name__} is not a target that draft heads are loaded for")
     precision = target.model.precision
     checkpoint = read_head(locate(source, "eagle3"), target.model.config)
-    make = HEADS[checkpoint.method].make
-    assert make is not None  # or it would not have been read
-    drafter, params = make(checkpoint, target.model.tables(target.params), precision, target.mesh)
+    classes = HEADS[checkpoint.method].classes
+    assert classes is not None  # or it would not have been read
+    tables = target.model.tables(target.params)
+    drafter, params = make_drafter(checkpoint, classes(), tables, precision, target.mesh)
     return LoadedDrafter(drafter, params, str(source or "the bundled head"))
 
 

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from conversion.heads import eagle3, others
-from conversion.heads.head import HeadKind, Signs, Stored
+from conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored
+
+
+def _write_eagle3(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
+    from conversion.heads.eagle3_export import layout
+
+    return layout(checkpoint, dialect)
+
 
 HEADS: dict[str, HeadKind] = {
     kind.name: kind
@@ -11,10 +18,10 @@ HEADS: dict[str, HeadKind] = {
         others.MEDUSA,
         others.DFLASH,
         others.PEAGLE,
-        eagle3.KIND,
+        eagle3.KIND._replace(write=_write_eagle3),
         others.EAGLE1,
     )
 }
 LOADABLE = ", ".join(kind.label for kind in HEADS.values() if kind.read is not None)
 
-__all__ = ["HEADS", "LOADABLE", "HeadKind", "Signs", "Stored"]
+__all__ = ["HEADS", "LOADABLE", "HeadCheckpoint", "HeadKind", "Layout", "Signs", "Stored"]

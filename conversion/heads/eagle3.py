@@ -13,13 +13,13 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING
 
 from conversion import rules
 from conversion.errors import CheckpointError, TargetNeededError, short
 from conversion.fields import Fields, read_from
 from conversion.heads.dialects import dialect_of
-from conversion.heads.head import HeadKind, Signs, Stored
+from conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, check_fit
 from conversion.hf_config import (
     read_mixer,
     read_mlp,
@@ -28,16 +28,11 @@ from conversion.hf_config import (
     refuse_unsupported,
     refuse_windows,
 )
-from conversion.rules import Params, Rule
+from conversion.rules import Rule
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, default_aux_layers, uniform
 
 if TYPE_CHECKING:
     import numpy as np
-    from jax.sharding import Mesh
-
-    from eagle3_jax.drafters.eagle3 import Eagle3Drafter
-    from eagle3_jax.models.layers import Precision
-    from eagle3_jax.types import Tables
 
 _AUX = "eagle_aux_hidden_state_layer_ids"
 
@@ -49,34 +44,6 @@ _MODELOPT = {
     "next_layer_regular": True,
     "parallel_draft_step": 1,
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadCheckpoint:
-    """A draft head as it lies on disk.
-
-    Attributes:
-        method: Which row of the table of heads makes a drafter of it.
-        config: Its description.
-        head: Nested dictionary of numpy arrays in the stored dtype, as ``Eagle3Drafter`` expects it.
-        draft_to_target: ``[W]`` int32, absolute target ids.
-        embedding: ``[V D]``, the head's own embedding; ``None`` when it shares the target's.
-        dialect: ``eagle``, ``sglang``, ``vllm``, ``speculators``, ``modelopt``, or ``jax`` for a native checkpoint.
-        source: Where it was read from.
-        dtype: The dtype that holds most of the parameters.
-        num_target_layers: Layers of the target that it was read for, when known.
-    """
-
-    method: ClassVar[str] = "eagle3"
-
-    config: Eagle3Config
-    head: Params
-    draft_to_target: np.ndarray
-    embedding: np.ndarray | None
-    dialect: str
-    source: Path
-    dtype: str
-    num_target_layers: int | None = None
 
 
 def head_rules(config: Eagle3Config) -> list[Rule]:
@@ -146,6 +113,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
             )
         config = dataclasses.replace(config, aux_layers=_default_aux(target, where))
     return HeadCheckpoint(
+        method=KIND.name,
         config=config,
         head=head,
         draft_to_target=draft_to_target,
@@ -155,31 +123,6 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
         dtype=rules.main_dtype(head),
         num_target_layers=None if target is None else target.num_layers,
     )
-
-
-def make(
-    checkpoint: HeadCheckpoint, tables: Tables, precision: Precision, mesh: Mesh | None = None
-) -> tuple[Eagle3Drafter, dict[str, Any]]:
-    """A drafter and its parameters; without an embedding of its own, or with an equal one, it shares the target's."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    from eagle3_jax.drafters.eagle3 import Eagle3Drafter
-    from eagle3_jax.models.layers import cast
-    from eagle3_jax.sharding import param_shardings
-
-    drafter, embedding = Eagle3Drafter(checkpoint.config, precision=precision), tables.embedding
-    if checkpoint.embedding is not None:
-        own = cast(checkpoint.embedding, precision, None if mesh is None else embedding.sharding)
-        same = own.shape == embedding.shape and bool(jnp.array_equal(own, embedding))
-        embedding = embedding if same else own
-    table = np.asarray(checkpoint.draft_to_target, np.int32)
-    params = {"head": checkpoint.head, "embedding": embedding, "draft_to_target": table}
-    places = {} if mesh is None else param_shardings(mesh, drafter, params)
-    params["head"] = cast(checkpoint.head, precision, places.get("head"))
-    params["draft_to_target"] = jax.device_put(table, places.get("draft_to_target"))
-    return drafter, params
 
 
 def named_aux_layers(top: Fields) -> tuple[int, ...] | None:
@@ -327,23 +270,16 @@ def stated_layers(top: Fields, geometry: Fields, target: DecoderConfig) -> int:
     return 1 if dialect_of(top.values, ()) == "eagle" or said >= target.num_layers else said
 
 
-def check_fit(config: Eagle3Config, aux_layers: tuple[int, ...] | None, target: DecoderConfig, where: str) -> None:
-    """Refuse a head that was trained for another target."""
-    if config.vocab_size != target.vocab_size:
-        raise CheckpointError(
-            f"{where} drafts for a vocabulary of {config.vocab_size} but the target has {target.vocab_size}; "
-            "give the target that the head was trained for"
-        )
-    if config.target_width != target.width:
-        raise CheckpointError(
-            f"{where} reads features of width {config.target_width} but the target has {target.width}; "
-            "give the target that the head was trained for, or add target_hidden_size to the head's config.json"
-        )
-    if aux_layers and aux_layers[-1] > target.num_layers:
-        raise CheckpointError(
-            f"{where} reads auxiliary layer {aux_layers[-1]} but the target has {target.num_layers} layers; "
-            "give the target that the head was trained for"
-        )
+def classes() -> tuple[type, type]:
+    """Of the configuration and of the drafter."""
+    from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+
+    return Eagle3Config, Eagle3Drafter
+
+
+def planned(top: Fields, target: DecoderConfig) -> Eagle3Config:
+    """The head's description without its tensors."""
+    return read_config(top, lambda geometry: stated_layers(top, geometry, target))[0]
 
 
 def _default_aux(target: DecoderConfig, where: str) -> tuple[int, ...]:
@@ -370,4 +306,14 @@ def _read_embedding(config: Eagle3Config, tensors: Mapping[str, np.ndarray], dir
     return embedding
 
 
-KIND = HeadKind(name="eagle3", label="EAGLE-3", recognise=recognise, read=read, make=make, dialect=dialect_of)
+KIND = HeadKind(
+    name="eagle3",
+    label="EAGLE-3",
+    recognise=recognise,
+    classes=classes,
+    read=read,
+    read_config=planned,
+    layouts=("eagle", "sglang", "vllm"),
+    stacks={"rest": lambda config: config.num_layers - 1},
+    dialect=dialect_of,
+)

@@ -6,46 +6,31 @@ with an acceptance that nobody can explain.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
 from conversion import draft_vocab, rules
 from conversion.errors import CheckpointError
-from conversion.files import copy_tokenizer, new_directory, write_json
-from conversion.heads.eagle3 import HeadCheckpoint, head_rules
+from conversion.heads.eagle3 import head_rules
+from conversion.heads.head import HeadCheckpoint, Layout
 from conversion.hf_config import bias_fields, stack_fields
-from conversion.tensors import SAFETENSORS, write_tensors
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.config import default_aux_layers
 
-Dialect = Literal["eagle", "sglang", "vllm"]
-DIALECTS: tuple[str, ...] = get_args(Dialect)
 
-
-def write_head(checkpoint: HeadCheckpoint, directory: str | Path, dialect: Dialect) -> None:
-    """Write a new head directory.
-
-    Args:
-        checkpoint: The head.
-        directory: Must not exist.
-        dialect: ``eagle`` for the official code, ``sglang`` for SGLang and SpecForge, ``vllm`` for vLLM.
+def layout(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
+    """The head as ``eagle`` (the official code), ``sglang`` (SGLang and SpecForge) or ``vllm`` has it.
 
     Raises:
-        CheckpointError: The dialect cannot express the head, or the directory exists.
+        CheckpointError: The dialect cannot express the head.
     """
-    if dialect not in DIALECTS:
-        raise CheckpointError(f"{dialect!r} is no head layout; use one of {', '.join(DIALECTS)}")
     refusals = {"eagle": _eagle_refusals, "sglang": _sglang_refusals, "vllm": _vllm_refusals}[dialect](checkpoint)
     if refusals:
         instead = "--to jax" if dialect == "vllm" else "--to vllm or --to jax"
         raise CheckpointError(f"the {dialect!r} layout cannot express {'; '.join(refusals)}; use {instead}")
     values = {"eagle": _eagle_fields, "sglang": _sglang_fields, "vllm": _vllm_fields}[dialect](checkpoint)
-    with new_directory(directory) as temporary:
-        write_tensors(temporary / SAFETENSORS, _tensors(checkpoint))
-        write_json(temporary / "config.json", values)
-        copy_tokenizer(checkpoint.source, temporary)
+    return Layout(values, _tensors(checkpoint))
 
 
 def is_default_aux(checkpoint: HeadCheckpoint) -> bool:
@@ -66,6 +51,7 @@ def _tensors(checkpoint: HeadCheckpoint) -> dict[str, np.ndarray]:
     shapes = Eagle3Drafter(config).param_shapes()
     canonical = rules.write_params(head_rules(config), checkpoint.head, shapes, where=str(checkpoint.source))
     tensors = {name.replace("layers.0.", "midlayer.", 1): value for name, value in canonical.items()}
+    assert checkpoint.draft_to_target is not None
     tensors |= draft_vocab.write(checkpoint.draft_to_target, config.vocab_size, config.draft_vocab_size)
     if checkpoint.embedding is not None:
         embedding = np.asarray(checkpoint.embedding)

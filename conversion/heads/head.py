@@ -1,17 +1,25 @@
-"""What a kind of draft head says of itself."""
+"""What a kind of draft head says of itself, and what all of them have in common."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from conversion.errors import CheckpointError
 from conversion.fields import Fields
 from eagle3_jax.models.config import DecoderConfig
 
 if TYPE_CHECKING:
     import numpy as np
+    from jax.sharding import Mesh
+
+    from eagle3_jax.models.layers import Precision
+    from eagle3_jax.types import Tables
+
+Params = dict[Any, Any]
 
 
 class Signs(NamedTuple):
@@ -58,6 +66,49 @@ class Stored(NamedTuple):
     tensors: Mapping[str, np.ndarray]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadCheckpoint:
+    """A draft head as it lies on disk.
+
+    Attributes:
+        method: Which row of the table of heads it is, as in ``eagle3``.
+        config: Its description, as the method's drafter takes it.
+        head: Nested dictionary of numpy arrays in the stored dtype, as the method's drafter expects it.
+        draft_to_target: ``[W]`` int32, absolute target ids; ``None`` where draft ids are target ids.
+        embedding: ``[V D]``, the head's own embedding; ``None`` when it shares the target's.
+        dialect: Whose layout it was read from, as in ``vllm``; ``jax`` for a native checkpoint.
+        source: Where it was read from.
+        dtype: The dtype that holds most of the parameters.
+        num_target_layers: Layers of the target that it was read for, when known.
+        note: What was left out or assumed when it was read; empty when nothing was.
+    """
+
+    method: str
+    config: Any
+    head: Params
+    draft_to_target: np.ndarray | None
+    embedding: np.ndarray | None
+    dialect: str
+    source: Path
+    dtype: str
+    num_target_layers: int | None = None
+    note: str = ""
+
+
+class Layout(NamedTuple):
+    """A checkpoint as it is written.
+
+    Attributes:
+        values: Its ``config.json``.
+        tensors: By name.
+        file: What the tensors' file is called.
+    """
+
+    values: dict[str, Any]
+    tensors: dict[str, np.ndarray]
+    file: str = "model.safetensors"
+
+
 class HeadKind(NamedTuple):
     """Draft heads of one method.
 
@@ -66,9 +117,13 @@ class HeadKind(NamedTuple):
         label: What people call it.
         recognise: Whether a checkpoint is one. The table is asked in its order, and the first that says yes has it.
         difference: What it is and why it cannot stand in for a head that is loaded; empty where it is.
+        classes: Its configuration's class and its drafter's, imported when asked for: recognising needs no JAX. Native
+            checkpoints and loading need nothing else.
         read: The head from what is stored and its target, where that is known.
-        make: A drafter and its parameters from a head, the target's tables (what it has not it borrows from there),
-            a precision, and the target's mesh, where it has one.
+        read_config: Its description from a ``config.json`` and its target alone, for planning.
+        write: The head in one of ``layouts``; a ``CheckpointError`` names what that cannot express.
+        layouts: What it can be written as, beside the native one; the first is the usual one.
+        stacks: Which lists of layers a native checkpoint holds, and how many of them the description asks for.
         dialect: Whose layout a checkpoint is in, from its ``config.json`` and its tensors' names.
     """
 
@@ -76,6 +131,73 @@ class HeadKind(NamedTuple):
     label: str
     recognise: Callable[[Signs], bool]
     difference: str = ""
-    read: Callable[[Stored, DecoderConfig | None], Any] | None = None
-    make: Callable[[Any, Any, Any, Any], tuple[Any, dict[str, Any]]] | None = None
+    classes: Callable[[], tuple[type, type]] | None = None
+    read: Callable[[Stored, DecoderConfig | None], HeadCheckpoint] | None = None
+    read_config: Callable[[Fields, DecoderConfig], Any] | None = None
+    write: Callable[[HeadCheckpoint, str], Layout] | None = None
+    layouts: tuple[str, ...] = ()
+    stacks: Mapping[str, Callable[[Any], int]] = {}
     dialect: Callable[[Mapping[str, Any], Iterable[str]], str] = lambda config, names: "huggingface"
+
+
+def check_fit(config: Any, aux_layers: tuple[int, ...] | None, target: DecoderConfig, where: str) -> None:
+    """Refuse a head that was trained for another target.
+
+    Args:
+        config: Of the head.
+        aux_layers: Which features it reads, where that is known.
+        target: What it is to draft for.
+        where: Names the head in messages.
+
+    Raises:
+        CheckpointError: Vocabulary, width or depth differ.
+    """
+    if config.vocab_size != target.vocab_size:
+        raise CheckpointError(
+            f"{where} drafts for a vocabulary of {config.vocab_size} but the target has {target.vocab_size}; "
+            "give the target that the head was trained for"
+        )
+    if config.target_width != target.width:
+        raise CheckpointError(
+            f"{where} reads features of width {config.target_width} but the target has {target.width}; "
+            "give the target that the head was trained for, or add target_hidden_size to the head's config.json"
+        )
+    if aux_layers and aux_layers[-1] > target.num_layers and aux_layers != (target.num_layers + 1,):
+        raise CheckpointError(
+            f"{where} reads auxiliary layer {aux_layers[-1]} but the target has {target.num_layers} layers; "
+            "give the target that the head was trained for"
+        )
+
+
+def make_drafter(
+    checkpoint: HeadCheckpoint, classes: tuple[type, type], tables: Tables, precision: Precision, mesh: Mesh | None
+) -> tuple[Any, dict[str, Any]]:
+    """A drafter and its parameters; without an embedding of its own, or with an equal one, it shares the target's.
+
+    Args:
+        checkpoint: The head.
+        classes: Of its kind.
+        tables: The target's; what the head has not it borrows from there.
+        precision: Of its products and activations.
+        mesh: The target's, where it has one.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from eagle3_jax.models.layers import cast
+    from eagle3_jax.sharding import param_shardings
+
+    drafter, embedding = classes[1](checkpoint.config, precision=precision), None
+    if checkpoint.embedding is not None:
+        places = None if mesh is None else tables.embedding.sharding  # type: ignore[union-attr]
+        own = cast(checkpoint.embedding, precision, places)
+        same = own.shape == tables.embedding.shape and bool(jnp.array_equal(own, tables.embedding))
+        embedding = None if same else own
+    ids = checkpoint.draft_to_target
+    owned = {"head": checkpoint.head} | ({} if ids is None else {"draft_to_target": np.asarray(ids, np.int32)})
+    places = {} if mesh is None else param_shardings(mesh, drafter, owned)
+    if ids is not None:
+        ids = jax.device_put(owned["draft_to_target"], places.get("draft_to_target"))
+    head = cast(checkpoint.head, precision, places.get("head"))
+    return drafter, drafter.assemble(head, tables, embedding=embedding, draft_to_target=ids)

@@ -92,6 +92,7 @@ def write_head(out: Path, config: Any, params: Any, draft_to_target: Any, *, dty
     import conversion
 
     checkpoint = conversion.HeadCheckpoint(
+        method="eagle3",
         config=config,
         head=_stored(params, dtype),
         draft_to_target=draft_to_target,
