@@ -58,7 +58,8 @@ from eagle3_jax.pictures.anatomy import eagle3_head
 from eagle3_jax.pictures.style import SERIES
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.sizes import parameters
-from eagle3_jax.training.ttt import TTTBatch, TTTConfig, ttt_loss
+from eagle3_jax.training.batches import TTTBatch
+from eagle3_jax.training.ttt import TTTConfig, ttt_loss
 
 target = e3.load_target()
 drafter = e3.load_drafter(target=target)

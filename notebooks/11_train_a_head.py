@@ -54,7 +54,8 @@ from eagle3_jax import prompts
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.pictures import style
 from eagle3_jax.training import corpus, vocab
-from eagle3_jax.training.head import initial_head, official_head, row_batches
+from eagle3_jax.training.batches import row_batches
+from eagle3_jax.training.head import initial_head, official_head
 from eagle3_jax.training.loop import OptimizerConfig, Trainer
 from eagle3_jax.training.regenerate import RegenerationConfig, Rows, regenerate
 from eagle3_jax.training.ttt import TTTConfig, consult, ttt_loss, unroll

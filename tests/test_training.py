@@ -12,12 +12,13 @@ import pytest
 from safetensors.numpy import load_file
 from training_pair import STEPS, Pair, make_batch, random_pair
 
-from eagle3_jax.drafters import eagle3
+from eagle3_jax.drafters import _feedback
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform, usual_head
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.training import ttt
-from eagle3_jax.training.ttt import TTTBatch, TTTConfig, ttt_loss
+from eagle3_jax.training.batches import TTTBatch
+from eagle3_jax.training.ttt import TTTConfig, ttt_loss
 from eagle3_jax.types import Draft, Observation, SamplingParams
 
 GOLDEN = Path(__file__).parent / "golden" / "official"
@@ -245,7 +246,7 @@ def test_unroll_is_chain_drafting_with_the_true_tokens(pair, monkeypatch):
         drafter.propose(params, state, jax.random.split(jax.random.key(0), rows), SamplingParams())
         return recorded
 
-    monkeypatch.setattr(eagle3, "grow", forced)
+    monkeypatch.setattr(_feedback, "grow", forced)
     for step, logits in enumerate(infer(head)):
         np.testing.assert_allclose(unrolled[step][0, :rows], logits, rtol=1e-4, atol=1e-4)
 

@@ -14,7 +14,8 @@ from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.training import ttt
-from eagle3_jax.training.ttt import TTTBatch, TTTConfig, ttt_loss
+from eagle3_jax.training.batches import TTTBatch
+from eagle3_jax.training.ttt import TTTConfig, ttt_loss
 from eagle3_jax.training.vocab import coverage, select_draft_vocabulary, token_counts
 from eagle3_jax.tree import Chain
 from eagle3_jax.types import TargetOutput

@@ -11,7 +11,7 @@ import numpy as np
 from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 from eagle3_jax.models.decoder import DecoderTarget
-from eagle3_jax.training.ttt import TTTBatch
+from eagle3_jax.training.batches import TTTBatch
 from eagle3_jax.tree import Chain
 
 VOCAB, DRAFT_VOCAB, STEPS = 13, 7, 3

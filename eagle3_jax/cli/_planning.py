@@ -69,7 +69,6 @@ def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
         ValueError: There is none, or it is no EAGLE-3 head that is computed here; the message says why.
     """
     from conversion.heads import HEADS, LOADABLE, Signs
-    from conversion.heads.eagle3 import read_config, stated_layers
 
     if source == "none":
         return Head("none", None)
@@ -85,8 +84,10 @@ def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
     # Official files do not say what they are.
     if kind is None and fields.get("draft_vocab_size") is None:
         raise Misuse(f"{fields.where} has no draft_vocab_size, so it is not the config.json of an EAGLE-3 head")
-    config, _ = read_config(fields, lambda geometry: stated_layers(fields, geometry, target.config))
-    return Head("the bundled head" if source is None else source, config)
+    kind = kind or HEADS["eagle3"]
+    if kind.read_config is None:
+        raise Misuse(f"{fields.where} is that of a {kind.label} head, for which no plans are made")
+    return Head("the bundled head" if source is None else source, kind.read_config(fields, target.config))
 
 
 def _fields(source: str | None, part: str) -> Fields:

@@ -87,22 +87,26 @@ def write_target(out: Path, data: Path, config: DecoderConfig, params: Any, *, d
         conversion.write_target(checkpoint, folder)
 
 
-def write_head(out: Path, config: Any, params: Any, draft_to_target: Any, *, dtype: str) -> None:
-    """Finish a head: the official layout beside its checkpoints."""
+def write_head(
+    out: Path, method: str, config: Any, params: Any, draft_to_target: Any, *, dtype: str, num_target_layers: int
+) -> None:
+    """Finish a head: its method's usual layout beside its checkpoints."""
     import conversion
+    from conversion.heads import HEADS
 
     checkpoint = conversion.HeadCheckpoint(
-        method="eagle3",
+        method=method,
         config=config,
         head=_stored(params, dtype),
         draft_to_target=draft_to_target,
         embedding=None,
-        dialect="eagle",
+        dialect="jax",
         source=out / CHECKPOINTS,
         dtype=dtype,
+        num_target_layers=num_target_layers,
     )
     with _finished(out) as folder:
-        conversion.write_head(checkpoint, folder, "eagle")
+        conversion.write_head(checkpoint, folder, HEADS[method].layouts[0])
 
 
 def _stored(params: Any, dtype: str) -> Any:

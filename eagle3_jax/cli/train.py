@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,13 +19,11 @@ from eagle3_jax.cli._training_files import (
     write_head,
     write_target,
 )
+from eagle3_jax.cli._training_run import activity, bar, run
 from eagle3_jax.writing import whole_directory
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
     from eagle3_jax.training.lm import Phase
-    from eagle3_jax.training.loop import Trainer, TrainState
 
 _RECIPE = """\b
 Example, the recipe of the bundled pair:
@@ -91,10 +87,10 @@ def corpus(
         raise Misuse(
             f"--stdlib {source} is no CPython Lib: it holds {len(train)} files to train on, {len(held_out)} held out"
         )
-    with _activity("training the tokenizer"):
+    with activity("training the tokenizer"):
         tokenizer = texts.train_tokenizer((document.text for document in train), vocab_size)
 
-    with _activity("encoding"), whole_directory(out) as folder:
+    with activity("encoding"), whole_directory(out) as folder:
         texts.save_tokenizer(tokenizer, folder)
         np.save(folder / "train.npy", texts.encode(tokenizer, train, seed))
         np.save(folder / "heldout.npy", texts.encode(tokenizer, held_out, seed))
@@ -171,7 +167,7 @@ def target(
     batches = random_windows(tokens, _phases(phases, steps), seed)
     loss = functools.partial(next_token_loss, model)
     trainer = Trainer(loss, schedule, out / "checkpoints")
-    state = _train(trainer, model.init(jax.random.key(seed)), batches, steps=steps, save_every=save_every)
+    state = run(trainer, model.init(jax.random.key(seed)), batches, steps=steps, save_every=save_every)
     write_target(out, data, config, state.params, dtype=store.value)
     typer.echo(f"wrote {out}")
 
@@ -221,7 +217,7 @@ def regenerate(
         seed=seed,
     )
     written = []
-    with _bar("regenerating", -(-rows // config.batch)) as (progress, task):
+    with bar("regenerating", -(-rows // config.batch)) as (progress, task):
         for part in texts.regenerate(writer, tokens, config):
             written.append(part)
             progress.advance(task)
@@ -239,13 +235,19 @@ def head(
     text: Annotated[Path, typer.Argument(help="The .npz file that `eagle3 train regenerate` wrote.")],
     out: Annotated[Path, typer.Argument(help="Directory to write; its checkpoints/ is where a run continues.")],
     *,
+    method: Annotated[str, typer.Option(help="Of drafting, as in eagle3; a wrong name lists them.")] = "eagle3",
     steps: Annotated[int, _STEPS] = 1100,
     batch: Annotated[int, typer.Option(help="Rows per step.", min=1, max=_MOST_ROWS)] = 8,
-    draft_vocab_size: Annotated[int, typer.Option(help="Tokens that the head can propose.", min=1)] = 2048,
+    draft_vocab_size: Annotated[
+        int | None, typer.Option(help="Tokens that the head can propose; 2048 for eagle3, else all.", min=1)
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Of the head; the method's usual number.", min=1)] = None,
+    width: Annotated[int | None, typer.Option(help="Of a draft model; half the target's.", min=1)] = None,
     mlp_width: Annotated[int | None, typer.Option(help="Of the head; the target's when left out.", min=1)] = None,
     unroll: Annotated[
-        str, typer.Option(help="Steps of the training-time test, as UNTIL:STEPS,...; the last one holds to the end.")
-    ] = "300:2,5",
+        str | None,
+        typer.Option(help="Draft positions learned, as UNTIL:POSITIONS,...; the last one holds to the end."),
+    ] = None,
     optimizer: Annotated[str, typer.Option(help="muon or adamw.")] = "muon",
     learning_rate: Annotated[float, typer.Option(help="Peak.")] = 4e-3,
     embedding_learning_rate: Annotated[float, typer.Option(help="Peak of what muon leaves to adamw.")] = 2e-3,
@@ -258,34 +260,43 @@ def head(
     seed: Annotated[int, _SEED] = 0,
     compilation_cache: CompilationCacheOption = None,
 ) -> None:
-    """Train an EAGLE-3 head with the training-time test and write it in the official layout."""
+    """Train a draft head by its method's own objective and write it in its method's own layout."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     from eagle3_jax import load_target
-    from eagle3_jax.drafters.eagle3 import Eagle3Drafter
-    from eagle3_jax.training.head import initial_head, official_head, row_batches
+    from eagle3_jax.training.batches import row_batches
     from eagle3_jax.training.loop import OptimizerConfig, Trainer
+    from eagle3_jax.training.methods import RECIPES
+    from eagle3_jax.training.recipe import HeadOptions
     from eagle3_jax.training.regenerate import Rows
-    from eagle3_jax.training.ttt import TTTConfig
     from eagle3_jax.training.vocab import coverage, select_draft_vocabulary, token_counts
 
     keep_compiled_programs(compilation_cache)
+    if method not in RECIPES:
+        raise Misuse(f"--method {method!r} is not known; use one of {', '.join(RECIPES)}")
+    recipe = RECIPES[method]
     refuse_finished(out)
-    depths = _unrolls(unroll, steps)
+    depths = _unrolls(recipe.depths if unroll is None else unroll, steps)
     loaded, rows = load_target(target, dtype=dtype), Rows.load(text)
     model: Any = loaded.model
-    _, written = rows.masks
-    counts = token_counts(rows.tokens.astype(np.int32), written, loaded.vocab_size)
-    draft_to_target = select_draft_vocabulary(counts, draft_vocab_size)
-    config = official_head(model.config, draft_vocab_size, mlp_width)
-    drafter = Eagle3Drafter(config, precision=model.precision)
-    tables = model.tables(loaded.params)
+    size = draft_vocab_size or recipe.draft_vocab_size
+    draft_to_target = None
+    if size is not None:
+        _, written = rows.masks
+        counts = token_counts(rows.tokens.astype(np.int32), written, loaded.vocab_size)
+        draft_to_target = select_draft_vocabulary(counts, size)
+        typer.echo(f"the draft vocabulary covers {coverage(counts, draft_to_target):.1%} of what the target wrote")
+    options = HeadOptions(
+        depth=depths[-1][1], num_layers=layers, width=width, mlp_width=mlp_width, draft_vocab_size=size
+    )
+    config = recipe.config(model.config, options)
+    drafter = recipe.drafter(config, precision=model.precision)
     frozen: Any = {
         "target_params": loaded.params,
-        "embedding": tables.embedding,
-        "draft_to_target": jnp.asarray(draft_to_target),
+        "embedding": model.tables(loaded.params).embedding,
+        "draft_to_target": None if draft_to_target is None else jnp.asarray(draft_to_target),
     }
     schedule = OptimizerConfig(
         method=optimizer,
@@ -296,44 +307,18 @@ def head(
         weight_decay=weight_decay,
         clip_norm=clip_norm,
     )
-    typer.echo(f"the draft vocabulary covers {coverage(counts, draft_to_target):.1%} of what the target wrote")
     state, batches = None, row_batches(rows, batch, seed)
-    final_norm = loaded.params["norm"]["scale"]
-    start = initial_head(drafter, tables.unembedding, final_norm, draft_to_target, jax.random.key(seed))
-    for until, depth in depths:  # short unrolls first: they are cheap, and the deeper steps build on them
-        objective = TTTConfig(num_steps=depth, denominator="supervised")
-        loss = functools.partial(_head_loss, drafter, model, frozen, objective)
+    start = recipe.start(drafter, loaded, draft_to_target, jax.random.key(seed))
+    for until, depth in depths:  # short drafts first: they are cheap, and the deeper ones build on them
+        chosen = dataclasses.replace(options, depth=depth)
+        loss = functools.partial(_head_loss, recipe.loss, drafter, model, frozen, chosen)
         trainer = Trainer(loss, schedule, out / "checkpoints")
-        state = _train(trainer, start, batches, steps=until, save_every=save_every)
+        state = run(trainer, start, batches, steps=until, save_every=save_every)
         trainer.save(state)
     assert state is not None
-    write_head(out, config, state.params, draft_to_target, dtype=store.value)
+    depth = model.config.num_layers
+    write_head(out, method, config, state.params, draft_to_target, dtype=store.value, num_target_layers=depth)
     typer.echo(f"wrote {out}")
-
-
-def _train(trainer: Trainer, params: Any, batch_at: Callable[[int], Any], *, steps: int, save_every: int) -> TrainState:
-    """Run to the end from wherever the checkpoints stand; metrics go to a progress bar and to every tenth line."""
-    state = trainer.start(params)
-    done = int(state.step)
-    if done:
-        typer.echo(f"continuing from step {done}")
-    with _bar("training", steps, done) as (progress, task):
-        for latest, metrics in trainer.run(state, batch_at, steps, save_every):
-            state, shown = latest, _metrics(metrics)
-            progress.update(task, advance=1, description=shown)
-            step = int(state.step)
-            if progress.disable and (step % 10 == 0 or step == steps):
-                typer.echo(f"step {step} {shown}")
-    return state
-
-
-def _metrics(metrics: dict[str, float]) -> str:
-    """The headline numbers; the accuracies of an unrolled head as one list."""
-    shown = [f"{name} {metrics[name]:.3f}" for name in ("loss", "accuracy", "simulated_tau") if name in metrics]
-    steps = [metrics[f"accuracy_{k}"] for k in range(len(metrics)) if f"accuracy_{k}" in metrics]
-    if steps:
-        shown.append("accuracy " + " ".join(f"{value:.2f}" for value in steps))
-    return ", ".join(shown)
 
 
 def _phases(text: str, steps: int) -> tuple[Phase, ...]:
@@ -369,31 +354,5 @@ def _unrolls(text: str, steps: int) -> tuple[tuple[int, int], ...]:
     return (*(phase for phase in depths[:-1] if phase[0] < steps), depths[-1])
 
 
-def _head_loss(drafter: Any, model: Any, frozen: Any, objective: Any, params: Any, batch: Any) -> Any:
-    from eagle3_jax.training.ttt import ttt_loss
-
-    return ttt_loss(drafter, model, params, frozen, batch, objective)
-
-
-@contextlib.contextmanager
-def _activity(text: str) -> Iterator[None]:
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(text):
-        yield
-
-
-@contextlib.contextmanager
-def _bar(text: str, total: int, done: int = 0) -> Iterator[tuple[Progress, TaskID]]:
-    """A progress bar on the standard error, where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        yield progress, progress.add_task(text, total=total, completed=done)
+def _head_loss(loss: Any, drafter: Any, model: Any, frozen: Any, options: Any, params: Any, batch: Any) -> Any:
+    return loss(drafter, model, params, frozen, batch, options)

@@ -1,8 +1,6 @@
-"""Training an EAGLE-3 head for a target: its shape, its starting point and its batches."""
+"""Training an EAGLE-3 head for a target: its shape and its starting point."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +8,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+from eagle3_jax.loaded import LoadedTarget
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, usual_head
+from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
-from eagle3_jax.training.regenerate import Rows
-from eagle3_jax.training.ttt import TTTBatch
+from eagle3_jax.training.batches import Frozen, TTTBatch
+from eagle3_jax.training.recipe import HeadOptions, Loss, Recipe
+from eagle3_jax.training.ttt import TTTConfig, ttt_loss
 
 
 def official_head(target: DecoderConfig, draft_vocab_size: int, mlp_width: int | None = None) -> Eagle3Config:
@@ -51,26 +52,30 @@ def initial_head(
     return params
 
 
-def row_batches(rows: Rows, batch: int, seed: int) -> Callable[[int], TTTBatch]:
-    """Batches of regenerated rows as a function of the step alone; each pass sees every row once.
+def _config(target: DecoderConfig, options: HeadOptions) -> Eagle3Config:
+    return official_head(target, options.draft_vocab_size or target.vocab_size, options.mlp_width)
 
-    Supervised are the rows whose label the target itself wrote. Its first token never is: it comes from the target.
-    """
-    real, _ = rows.masks
-    index = np.arange(rows.tokens.shape[1])[None, :]
-    learn = (index >= rows.prompt_length[:, None] - 1) & (index < rows.length[:, None] - 1)
-    count = len(rows.tokens) // batch
-    if count == 0:
-        raise ValueError(f"{len(rows.tokens)} rows do not fill a batch of {batch}; regenerate more or lower it")
 
-    def batch_at(step: int) -> TTTBatch:
-        order = np.random.default_rng((seed, step // count)).permutation(len(rows.tokens))
-        chosen = order[(step % count) * batch : (step % count + 1) * batch]
+def _start(
+    drafter: Eagle3Drafter, target: LoadedTarget, draft_to_target: Int[np.ndarray, " W"] | None, key: jax.Array
+) -> Params:
+    ids = np.arange(target.vocab_size) if draft_to_target is None else draft_to_target
+    unembedding = target.model.tables(target.params).unembedding  # type: ignore[attr-defined]
+    return initial_head(drafter, unembedding, target.params["norm"]["scale"], ids, key)
 
-        def take(array: Array | np.ndarray) -> jax.Array:
-            return jax.device_put(np.asarray(array)[chosen])
 
-        tokens = take(rows.tokens.astype(np.int32))
-        return TTTBatch(tokens=tokens, attention_mask=take(real), loss_mask=take(learn))
+def _loss(
+    drafter: Eagle3Drafter,
+    target: DecoderTarget,
+    params: Params,
+    frozen: Frozen,
+    batch: TTTBatch,
+    options: HeadOptions,
+) -> Loss:
+    config = TTTConfig(num_steps=options.depth, denominator="supervised")
+    return ttt_loss(drafter, target, params, frozen, batch, config)
 
-    return batch_at
+
+RECIPE = Recipe(
+    drafter=Eagle3Drafter, config=_config, start=_start, loss=_loss, depths="300:2,5", draft_vocab_size=2048
+)

@@ -16,11 +16,10 @@ label              ``y_{t+1+k}``, the target's distribution after ``x_{t+1+k}``
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -30,6 +29,7 @@ from eagle3_jax.models.decoder import BlockMemory, DecoderTarget, causal_mask
 from eagle3_jax.models.eagle3 import Eagle3Head
 from eagle3_jax.models.functional import Params, bind
 from eagle3_jax.models.layers import embed
+from eagle3_jax.training.batches import Frozen, TTTBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,37 +60,6 @@ class TTTConfig:
             raise ValueError(f"denominator {self.denominator!r} is not known; use 'all' or 'supervised'")
         if self.out_of_vocab not in ("mask", "keep"):
             raise ValueError(f"out_of_vocab {self.out_of_vocab!r} is not known; use 'mask' or 'keep'")
-
-
-@struct.dataclass(kw_only=True)
-class TTTBatch:
-    """Sequences to learn from.
-
-    Attributes:
-        tokens: ``[B T]``.
-        attention_mask: ``[B T]``, False at padding.
-        loss_mask: ``[B T]``, True where the token *after the next* is worth learning: row ``t`` of step ``k`` is
-            supervised by entry ``t + k`` and predicts ``x_{t+k+2}``. For an assistant turn at ``s .. e`` these are
-            entries ``s - 1 .. e - 2``: its first token always comes from the target.
-    """
-
-    tokens: Int[Array, "B T"]
-    attention_mask: Bool[Array, "B T"]
-    loss_mask: Bool[Array, "B T"]
-
-
-class Frozen(TypedDict):
-    """What the objective reads and never trains.
-
-    Attributes:
-        target_params: Parameters of the target.
-        embedding: ``[V D]``, the head's token embedding, mostly the target's own.
-        draft_to_target: ``[W]``, target id of every draft id.
-    """
-
-    target_params: Params
-    embedding: Float[Array, "V D"]
-    draft_to_target: Int[Array, " W"]
 
 
 class Teacher(NamedTuple):
@@ -185,6 +154,8 @@ def consult(
     )
     logits = target.unembed(frozen["target_params"], output.final)
     draft_to_target = frozen["draft_to_target"]
+    if draft_to_target is None:
+        draft_to_target = jnp.arange(logits.shape[-1])
     draft_size = draft_to_target.shape[0]
     to_draft = jnp.full((logits.shape[-1],), -1, jnp.int32).at[draft_to_target].set(jnp.arange(draft_size))
     drafted = logits[..., draft_to_target]

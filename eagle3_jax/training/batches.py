@@ -1,0 +1,73 @@
+"""What every objective of a draft head is given: sequences that the target wrote, and what stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypedDict
+
+import jax
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from eagle3_jax.models.functional import Params
+from eagle3_jax.training.regenerate import Rows
+
+
+@struct.dataclass(kw_only=True)
+class TTTBatch:
+    """Sequences to learn from.
+
+    Attributes:
+        tokens: ``[B T]``.
+        attention_mask: ``[B T]``, False at padding.
+        loss_mask: ``[B T]``, True where the token *after the next* is worth learning: row ``t`` of step ``k`` is
+            supervised by entry ``t + k`` and predicts ``x_{t+k+2}``. For an assistant turn at ``s .. e`` these are
+            entries ``s - 1 .. e - 2``: its first token always comes from the target.
+        key: For objectives that draw what they train on; another one for every batch.
+    """
+
+    tokens: Int[Array, "B T"]
+    attention_mask: Bool[Array, "B T"]
+    loss_mask: Bool[Array, "B T"]
+    key: Key[Array, ""] | None = None
+
+
+class Frozen(TypedDict):
+    """What the objective reads and never trains.
+
+    Attributes:
+        target_params: Parameters of the target.
+        embedding: ``[V D]``, the head's token embedding, mostly the target's own.
+        draft_to_target: ``[W]``, target id of every draft id; ``None`` where these are the same.
+    """
+
+    target_params: Params
+    embedding: Float[Array, "V D"]
+    draft_to_target: Int[Array, " W"] | None
+
+
+def row_batches(rows: Rows, batch: int, seed: int) -> Callable[[int], TTTBatch]:
+    """Batches of regenerated rows as a function of the step alone; each pass sees every row once.
+
+    Supervised are the rows whose label the target itself wrote. Its first token never is: it comes from the target.
+    """
+    real, _ = rows.masks
+    index = np.arange(rows.tokens.shape[1])[None, :]
+    learn = (index >= rows.prompt_length[:, None] - 1) & (index < rows.length[:, None] - 1)
+    count = len(rows.tokens) // batch
+    if count == 0:
+        raise ValueError(f"{len(rows.tokens)} rows do not fill a batch of {batch}; regenerate more or lower it")
+
+    def batch_at(step: int) -> TTTBatch:
+        order = np.random.default_rng((seed, step // count)).permutation(len(rows.tokens))
+        chosen = order[(step % count) * batch : (step % count + 1) * batch]
+
+        def take(array: Array | np.ndarray) -> jax.Array:
+            return jax.device_put(np.asarray(array)[chosen])
+
+        tokens = take(rows.tokens.astype(np.int32))
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        return TTTBatch(tokens=tokens, attention_mask=take(real), loss_mask=take(learn), key=key)
+
+    return batch_at
