@@ -1,0 +1,167 @@
+"""Draft models and layer skip against whole-sequence forwards: no cache, no block, no rollback."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from tokenizers import Tokenizer, models
+
+from eagle3_jax import loop as loops
+from eagle3_jax.cache import Cache
+from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
+from eagle3_jax.drafters import DraftModel, DraftModelState, draft_model, layer_skip
+from eagle3_jax.models.decoder import DecoderTarget, causal_mask
+from eagle3_jax.tree import Chain, StaticTree, Topology
+from eagle3_jax.types import DraftSampling, Observation
+
+TARGET = tiny.target(13, num_layers=3)
+PROMPTS = tiny.random_prompts(4, 13, seed=3)
+DEEP_TREE = StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 1), (0, 0, 0), (0, 0, 1, 0)))
+
+
+def logits_after(model: LoadedTarget, tokens: list[int]) -> np.ndarray:
+    """``[V]``, after the whole text, run at once."""
+    padded = np.zeros((1, 48), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return np.asarray(_forward(model.model, model.params, padded))[0, len(tokens) - 1]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(model: DecoderTarget, params: dict, tokens: jax.Array) -> jax.Array:
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    return model.unembed(params, model(params, tokens, positions, causal_mask(tokens.shape[1])).final)
+
+
+def rounds_of(target: LoadedTarget, drafter: LoadedDrafter) -> list[tuple[list[list[int]], np.ndarray, np.ndarray]]:
+    """Of every round the texts that it drafted behind (none where a row has ended), its draft, how many it accepted."""
+    loop, params = tiny.bind(target, drafter)
+    state = loops.prefill(loop, params, tiny.prompts(PROMPTS, limit=20), capacity=64)
+    seen = []
+    while bool(state.running.any()):
+        texts = [row[:length].tolist() for row, length in zip(np.asarray(state.tokens), state.length, strict=True)]
+        texts = [text if runs else [] for text, runs in zip(texts, state.running, strict=True)]
+        latest = loops.step(loop, params, state)
+        state = latest.state
+        seen.append((texts, np.asarray(latest.draft.tokens), np.asarray(latest.verdict.num_accepted)))
+    return seen
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("topology", [Chain(1), Chain(4), DEEP_TREE], ids=["one token", "chain", "tree"])
+def test_each_node_is_the_token_of_its_rank_after_its_path(topology: Topology, window: int | None) -> None:
+    """Over rounds that accept much and little: the target is the draft model with its last layer's output disturbed."""
+    options = {"layers": tiny.layers(3, window=window)}
+    target = tiny.target(13, **options)
+    small = tiny.target(13, **options)
+    small.params["head"] = {
+        "kernel": target.params["head"]["kernel"] + 0.3 * jax.random.normal(jax.random.key(5), (16, 13))
+    }
+    loaded = draft_model(small, target)
+    drafter = LoadedDrafter(loaded.drafter.drafting(topology, None), loaded.params)
+    parents = topology.parents if isinstance(topology, StaticTree) else range(-1, topology.num_nodes - 1)
+    ranks = [path[-1] for path in topology.paths] if isinstance(topology, StaticTree) else [0] * topology.num_nodes
+    accepted = set()
+    for texts, drafts, counts in rounds_of(target, drafter):
+        for row, text in enumerate(texts):
+            paths = {0: text}
+            for node in range(1, topology.num_nodes if text else 0):
+                best = np.argsort(-logits_after(small, paths[parents[node]]), kind="stable")
+                assert drafts[row, node] == best[ranks[node - 1]], (row, node)
+                paths[node] = [*paths[parents[node]], int(best[ranks[node - 1]])]
+            accepted |= {int(counts[row])} if text else set()
+    assert {0, topology.max_depth} <= accepted, "it is rounds after full and after no acceptance that can go wrong"
+
+
+class WithAHole(DraftModel):
+    """Never reads the last token of a fully accepted draft, which was drawn and not fed."""
+
+    def observe(self, params: dict, state: DraftModelState, seen: Observation) -> DraftModelState:
+        after = super().observe(params, state, seen)
+        cache, fed = after.cache, seen.tokens.shape[1]
+        full = (seen.length == fed) & (state.cache.length > 0)
+        hole = (jnp.arange(64)[None, :] == cache.length[:, None] - 2) & full[:, None]
+        layers = jax.tree.map(lambda leaf: jnp.where(hole[:, None, :, None], 0, leaf), cache.layers)
+        return after.replace(cache=Cache(layers=layers, length=cache.length))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_the_target_itself_is_accepted_whole_in_every_round_and_with_a_hole_it_is_not(num_tokens: int) -> None:
+    def accepted(cls: type[DraftModel]) -> set[int]:
+        rounds = rounds_of(TARGET, LoadedDrafter(cls(TARGET.model, Chain(num_tokens)), TARGET.params))
+        return {int(counts[row]) for texts, _, counts in rounds for row, text in enumerate(texts) if text}
+
+    assert accepted(DraftModel) == {num_tokens}
+    assert min(accepted(WithAHole)) < num_tokens
+
+
+def test_layer_skip_drafts_from_the_stream_that_leaves_a_layer_and_copies_nothing() -> None:
+    loaded = layer_skip(TARGET, 2)
+    assert all(any(leaf is own for own in jax.tree.leaves(TARGET.params)) for leaf in jax.tree.leaves(loaded.params))
+    text = PROMPTS[0]
+    tokens = jnp.array([text])
+    stream = TARGET.model(
+        TARGET.params, tokens, jnp.arange(len(text))[None], causal_mask(len(text)), aux_layers=(2,)
+    ).features[0, -1, 0]
+    normed = (
+        np.asarray(stream) / np.sqrt(np.mean(np.square(stream)) + 1e-6) * np.asarray(TARGET.params["norm"]["scale"])
+    )
+    state = loaded.drafter.observe(
+        loaded.params,
+        loaded.drafter.init(loaded.params, 1, 32),
+        Observation(
+            tokens=tokens[:, :-1], features=jnp.zeros((1, len(text) - 1, 0, 16)),
+            length=jnp.array([len(text) - 1]), next_token=tokens[:, -1],
+        ),
+    )  # fmt: skip
+    assert np.allclose(state.final[0], normed, atol=1e-5)
+
+
+def test_the_law_of_drawn_chains_is_the_draft_models_softmax() -> None:
+    drafter = tiny.draft_model(TARGET, Chain(2), draft_sampling=DraftSampling.PROBABILISTIC)
+    small = tiny.target(13, seed=1, num_layers=1)
+    state = drafter.drafter.init(drafter.params, 1, 32)
+    text = PROMPTS[1][:4]
+    seen = Observation(
+        tokens=jnp.array([text[:-1]]), features=jnp.zeros((1, len(text) - 1, 0, 16)),
+        length=jnp.array([len(text) - 1]), next_token=jnp.array([text[-1]]),
+    )  # fmt: skip
+    state = drafter.drafter.observe(drafter.params, state, seen)
+    sampling = tiny.per_row(tiny.SamplingParams(temperature=0.7), 1)
+    draft = drafter.drafter.propose(drafter.params, state, jax.random.split(jax.random.key(0), 1), sampling)
+    for node in (1, 2):
+        scores = logits_after(small, [*text, *draft.tokens[0, 1:node].tolist()]) / 0.7
+        wanted = np.exp(scores - scores.max())
+        assert np.allclose(draft.probs[0, node], wanted / wanted.sum(), atol=1e-5)
+
+
+def with_words(model: LoadedTarget, words: list[str]) -> LoadedTarget:
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=words[0]))
+    return dataclasses.replace(model, tokenizer=tokenizer, name="some model")
+
+
+def test_what_cannot_draft_is_refused_in_one_line() -> None:
+    words = [f"word{index}" for index in range(13)]
+    target = with_words(TARGET, words)
+    draft_model(with_words(tiny.target(13), words), target)
+    with pytest.raises(ValueError, match="vocabulary of 11 tokens and some model one of 13; a draft"):
+        draft_model(tiny.target(11), target)
+    with pytest.raises(ValueError, match="the token 'word4' is id 5 there and id 4 here"):
+        draft_model(with_words(tiny.target(13), [*words[:4], "other", *words[4:12]]), target)
+    for size in (0, 3, 4):
+        with pytest.raises(ValueError, match=f"layer skip of {size} layers: some model has 3, so give 1 to 2"):
+            layer_skip(target, size)
+
+
+def test_a_sequence_longer_than_the_draft_model_is_refused() -> None:
+    decoder = SpeculativeDecoder(TARGET, tiny.draft_model(TARGET, max_positions=40), stop_tokens=())
+    assert len(decoder.generate([1, 2, 3], max_new_tokens=37).tokens[0]) == 37
+    with pytest.raises(ValueError, match="41 tokens .* 40 positions; lower max_new_tokens"):
+        decoder.generate([1, 2, 3], max_new_tokens=38)
+    with pytest.raises(ValueError, match="41 tokens"):
+        decoder.prefill([[1], [1, 2, 3]], max_new_tokens=38)
