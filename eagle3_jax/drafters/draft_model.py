@@ -23,11 +23,12 @@ from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
 from eagle3_jax.cache import Cache, KeyValues
-from eagle3_jax.drafters._grow import Level, draw_chain, grow
+from eagle3_jax.drafters._grow import Level
+from eagle3_jax.drafters._network import ShapedDrafter
 from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
 from eagle3_jax.models.decoder import DecoderTarget, causal_mask
 from eagle3_jax.models.functional import Params
-from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
+from eagle3_jax.tree import Chain, Topology
 from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams
 
 
@@ -48,7 +49,7 @@ class DraftModelState:
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftModel:
+class DraftModel(ShapedDrafter):
     """Drafts a chain or a tree with a language model of its own. Its parameters are that model's.
 
     Attributes:
@@ -62,27 +63,7 @@ class DraftModel:
     draft_sampling: DraftSampling = DraftSampling.GREEDY
 
     def __post_init__(self) -> None:
-        topology, vocab_size = self.topology, self.model.vocab_size
-        width = topology.top_k if isinstance(topology, DynamicTree) else 1
-        if isinstance(topology, StaticTree):
-            width = 1 + max(rank for path in topology.paths for rank in path)
-        if width > vocab_size:
-            raise ValueError(f"the tree draws {width} children from a vocabulary of {vocab_size}; lower top_k")
-        if self.draft_sampling is DraftSampling.PROBABILISTIC and not self.is_chain:
-            raise ValueError(
-                "draft_sampling is probabilistic and the draft a tree, whose tokens are the likeliest ones; "
-                "draft a chain (num_speculative_tokens=K) or leave draft_sampling greedy"
-            )
-
-    @property
-    def num_nodes(self) -> int:
-        """``N``."""
-        return self.topology.num_nodes
-
-    @property
-    def max_depth(self) -> int:
-        """``G``."""
-        return self.topology.max_depth
+        self.check_shape(vocab_size=self.model.vocab_size, max_positions=self.max_positions)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -90,24 +71,9 @@ class DraftModel:
         return ()
 
     @property
-    def is_chain(self) -> bool:
-        """Whether the topology is one."""
-        return isinstance(self.topology, Chain)
-
-    @property
     def max_positions(self) -> int:
         """Longest sequence that the draft model was built for; longer ones are refused."""
         return self.model.config.max_positions
-
-    def drafting(self, topology: Topology | None, draft_sampling: DraftSampling | None) -> DraftModel:
-        """With another topology or another way of drawing; ``None`` leaves that as it is.
-
-        Raises:
-            ValueError: A tree was asked for whose tokens are drawn, or which is wider than the vocabulary.
-        """
-        return dataclasses.replace(
-            self, topology=topology or self.topology, draft_sampling=draft_sampling or self.draft_sampling
-        )
 
     def param_shapes(self) -> Params:
         """Those of the model."""
@@ -173,20 +139,15 @@ class DraftModel:
 
         nothing = jnp.zeros((*length.shape, 0), jnp.int32)
         first = Level(self.model.unembed(params, state.final[:, None]), (), (state.cache, nothing))
-        ids = jnp.arange(self.model.vocab_size, dtype=jnp.int32)
-        if self.draft_sampling is DraftSampling.GREEDY:
-            draft, (cache, _) = grow(self.topology, root=state.root, first=first, run=run, draft_to_target=ids)
-        else:
-            draft, (cache, _) = draw_chain(
-                self.topology,  # type: ignore[arg-type]
-                root=state.root,
-                first=first,
-                run=run,
-                draft_to_target=ids,
-                vocab_size=self.model.vocab_size,
-                keys=keys,
-                sampling=sampling,
-            )
+        draft, (cache, _) = self.grown(
+            first,
+            run,
+            root=state.root,
+            draft_to_target=None,
+            vocab_size=self.model.vocab_size,
+            keys=keys,
+            sampling=sampling,
+        )
         # To hand the guesses on spares a copy.
         return dataclasses.replace(draft, state=dataclasses.replace(state, cache=cache))
 
@@ -209,8 +170,8 @@ def draft_model(draft: LoadedTarget, target: LoadedTarget) -> LoadedDrafter:
     if draft.tokenizer is not None and target.tokenizer is not None:
         own, wanted = (one.get_vocab(with_added_tokens=True) for one in (draft.tokenizer, target.tokenizer))
         if own != wanted:
-            differs = (token for token in {**wanted, **own} if own.get(token) != wanted.get(token))
-            token = min(differs, key=lambda token: (min(own.get(token, 2**31), wanted.get(token, 2**31)), token))
+            differing = [token for token in {**wanted, **own} if own.get(token) != wanted.get(token)]
+            token = min(differing, key=lambda token: (wanted.get(token, len(wanted)), token))
             told = [f"id {one[token]}" if token in one else "none" for one in (own, wanted)]
             raise ValueError(
                 f"{draft.name} has another tokenizer than {target.name}: the token {token!r} is {told[0]} there and "
