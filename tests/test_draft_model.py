@@ -102,6 +102,15 @@ def test_the_target_itself_is_accepted_whole_in_every_round_and_with_a_hole_it_i
     assert {3} <= seen <= accepted and (seen == {3}) == (drafter is DraftModel)
 
 
+def after(loaded: LoadedDrafter, text: list[int]) -> DraftModelState:
+    """What a drafter knows of a text, whose last token is the root."""
+    known = jnp.array([text[:-1]])
+    features = jnp.zeros((*known.shape, 0, 16))
+    length, root = jnp.array([len(text) - 1]), jnp.array([text[-1]])
+    seen = Observation(tokens=known, features=features, length=length, next_token=root)
+    return jax.jit(loaded.drafter.observe)(loaded.params, loaded.drafter.init(loaded.params, 1, 32), seen)
+
+
 def test_layer_skip_drafts_from_the_stream_that_leaves_a_layer_and_copies_nothing() -> None:
     loaded = layer_skip(TARGET, 2)
     assert all(any(leaf is own for own in jax.tree.leaves(TARGET.params)) for leaf in jax.tree.leaves(loaded.params))
@@ -113,29 +122,17 @@ def test_layer_skip_drafts_from_the_stream_that_leaves_a_layer_and_copies_nothin
     normed = (
         np.asarray(stream) / np.sqrt(np.mean(np.square(stream)) + 1e-6) * np.asarray(TARGET.params["norm"]["scale"])
     )
-    state = loaded.drafter.observe(
-        loaded.params,
-        loaded.drafter.init(loaded.params, 1, 32),
-        Observation(
-            tokens=tokens[:, :-1], features=jnp.zeros((1, len(text) - 1, 0, 16)),
-            length=jnp.array([len(text) - 1]), next_token=tokens[:, -1],
-        ),
-    )  # fmt: skip
+    state = after(loaded, text)
     assert np.allclose(state.final[0], normed, atol=1e-5)
 
 
 def test_the_law_of_drawn_chains_is_the_draft_models_softmax() -> None:
     drafter = tiny.draft_model(TARGET, Chain(2), draft_sampling=DraftSampling.PROBABILISTIC)
     small = tiny.target(13, seed=1, num_layers=1)
-    state = drafter.drafter.init(drafter.params, 1, 32)
     text = PROMPTS[1][:4]
-    seen = Observation(
-        tokens=jnp.array([text[:-1]]), features=jnp.zeros((1, len(text) - 1, 0, 16)),
-        length=jnp.array([len(text) - 1]), next_token=jnp.array([text[-1]]),
-    )  # fmt: skip
-    state = drafter.drafter.observe(drafter.params, state, seen)
+    state = after(drafter, text)
     sampling = tiny.per_row(tiny.SamplingParams(temperature=0.7), 1)
-    draft = drafter.drafter.propose(drafter.params, state, jax.random.split(jax.random.key(0), 1), sampling)
+    draft = jax.jit(drafter.drafter.propose)(drafter.params, state, jax.random.split(jax.random.key(0), 1), sampling)
     for node in (1, 2):
         scores = logits_after(small, [[*text, *draft.tokens[0, 1:node].tolist()]])[0] / 0.7
         wanted = np.exp(scores - scores.max())
