@@ -181,7 +181,7 @@ def visible(
     length: Int[Array, " B"],
     capacity: int,
     *,
-    positions: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B M"] | None = None,
     window: int | None = None,
 ) -> Bool[Array, "B T S"]:
     """Who sees which slot once a block lies behind the committed ones: all of those, and what ``mask`` says.
@@ -190,7 +190,7 @@ def visible(
         mask: Which tokens of the block each one sees; those asked about may be its last ``T`` of ``M``.
         length: Committed slots of each row.
         capacity: ``S``.
-        positions: Of the block, absolute; needed for a window, which goes by positions: the siblings of a tree lie in
+        positions: Of all ``M``, absolute; needed for a window, which goes by positions: the siblings of a tree lie in
             different slots at one position. A committed slot holds the token at the position of its number.
         window: How many positions a token sees, its own included; ``None`` for all.
     """
@@ -205,7 +205,8 @@ def visible(
         return seen
     assert positions is not None
     of_slot = jnp.take_along_axis(positions, jnp.clip(offset, 0, size - 1), axis=1)
-    return seen & near(jnp.where(offset < 0, slot, of_slot), positions, window)
+    asked = positions if fed == size else positions[:, size - fed :]
+    return seen & near(jnp.where(offset < 0, slot, of_slot), asked, window)
 
 
 def near(of_keys: Int[Array, "B S"], of_queries: Int[Array, "B T"], window: int) -> Bool[Array, "B T S"]:

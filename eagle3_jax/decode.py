@@ -303,6 +303,7 @@ class SpeculativeDecoder:
         # More than every position is as good as any number, and any number may not fit into the integers used here.
         wanted = lengths + np.array([min(budget, self.target.max_positions) for budget in budgets], np.int32)
         limit = np.minimum(wanted, self.target.max_positions).astype(np.int32)
+        _check_length(self.loop.drafter, int(limit.max()))
         tokens = np.zeros((len(rows), min(_round_up(int(lengths.max())), self.target.max_positions)), np.int32)
         for index, row in enumerate(rows):
             tokens[index, : len(row)] = row
@@ -350,6 +351,16 @@ def _check_size(drafter: Drafter[Any], target: LoadedTarget) -> None:
         raise ValueError(
             f"a tree of num_nodes={drafter.num_nodes} does not fit {target.name}, which has {most} positions; "
             f"lower num_nodes to at most {most}"
+        )
+
+
+def _check_length(drafter: Drafter[Any], longest: int) -> None:
+    """Refuse sequences that a drafter with a limit of its own was not built for."""
+    most = getattr(drafter, "max_positions", longest)
+    if longest > most:
+        raise ValueError(
+            f"sequences of up to {longest} tokens were asked for, and {type(drafter).__name__} was built for {most} "
+            f"positions; lower max_new_tokens, shorten the prompt or choose another drafter"
         )
 
 

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
+from eagle3_jax.drafters.draft_model import draft_model
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import PRECISIONS, Precision, cast
 from eagle3_jax.sharding import as_mesh, param_shardings
@@ -50,10 +51,13 @@ def load_target(
     Raises:
         ValueError: It is not a target that this library can run, or the mesh does not divide it; the message says why.
     """
+    return _read(locate(source, "target"), precision_named(dtype), family, mesh, str(source or "the bundled target"))
+
+
+def _read(directory: Path, precision: Precision, family: Family | None, mesh: Mesh | None, name: str) -> LoadedTarget:
+    """A language model from its directory."""
     from conversion import read_target
 
-    precision = precision_named(dtype)
-    directory = locate(source, "target")
     checkpoint = read_target(directory, family)
     model = DecoderTarget(checkpoint.config, precision)
     mesh = None if mesh is None else as_mesh(mesh)
@@ -65,31 +69,34 @@ def load_target(
         max_positions=checkpoint.config.max_positions,
         stop_tokens=checkpoint.stop_tokens,
         tokenizer=read_tokenizer(directory / "tokenizer.json"),
-        name=str(source or "the bundled target"),
+        name=name,
         mesh=mesh,
     )
 
 
 def load_drafter(source: str | Path | None = None, *, target: LoadedTarget) -> LoadedDrafter:
-    """Load a draft head for a target, in the target's precision and over its mesh.
+    """Load a draft head or a draft model for a target, in the target's precision and over its mesh.
 
-    A head without an embedding of its own shares the target's array.
+    A head without an embedding of its own shares the target's array. A whole language model drafts as it is.
 
     Args:
-        source: A head's directory in any supported dialect, a hub id, or ``None`` for the bundled head.
+        source: A directory with a head in any supported dialect or with a language model of any supported family, a
+            hub id, or ``None`` for the bundled head.
         target: What it drafts for.
 
     Raises:
-        ValueError: It is no head of a method that is known, or it does not fit the target; the message says why.
+        ValueError: It is no drafter of a method that is known, or it does not fit the target; the message says why.
     """
-    from conversion import read_head
+    from conversion import identify, read_head
     from conversion.heads import HEADS
     from conversion.heads.head import make_drafter
 
     if not isinstance(target.model, DecoderTarget):
         raise ValueError(f"{type(target.model).__name__} is not a target that draft heads are loaded for")
-    precision = target.model.precision
-    checkpoint = read_head(locate(source, "eagle3"), target.model.config)
+    precision, directory = target.model.precision, locate(source, "eagle3")
+    if identify(directory) not in HEADS:
+        return draft_model(_read(directory, precision, None, target.mesh, str(source)), target)
+    checkpoint = read_head(directory, target.model.config)
     classes = HEADS[checkpoint.method].classes
     assert classes is not None  # or it would not have been read
     tables = target.model.tables(target.params)

@@ -26,7 +26,7 @@ LAYERS = (
     ("loop",),
     ("stages",),
     ("decode",),
-    ("contract", "load", "training", "measure", "export", "prompts", "reporting", "trace"),
+    ("contract", "load", "named", "training", "measure", "export", "prompts", "reporting", "trace"),
     ("pictures", "rivals"),
     ("cli", "__main__", "notebook"),
 )

@@ -16,6 +16,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Int
 
+from eagle3_jax import drafters
 from eagle3_jax import loop as loops
 from eagle3_jax.cache import Cache, KeyValues
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
@@ -83,6 +84,20 @@ def eagle3(
         "draft_to_target": jnp.asarray(ids),
     }
     return LoadedDrafter(drafter, params)
+
+
+def draft_model(
+    of: LoadedTarget,
+    topology: Topology = Chain(3),
+    *,
+    seed: int = 1,
+    draft_sampling: DraftSampling = DraftSampling.GREEDY,
+    **options: Any,
+) -> LoadedDrafter:
+    """A random model of one layer, and of the options of :func:`target`, that drafts for a target."""
+    small = target(of.vocab_size, seed=seed, precision=of.model.precision, **{"num_layers": 1, **options})
+    loaded = drafters.draft_model(small, of)
+    return dataclasses.replace(loaded, drafter=loaded.drafter.drafting(topology, draft_sampling))
 
 
 def prompts(

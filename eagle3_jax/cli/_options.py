@@ -15,6 +15,7 @@ import typer
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._own import PAGE, called, own
 from eagle3_jax.jsonl import STDIN, parse_json, read_text, shown
+from eagle3_jax.named import FORMS, is_named, named_drafter
 from eagle3_jax.prompts import whole_numbers
 from eagle3_jax.reporting.tables import write_text
 
@@ -35,8 +36,8 @@ DrafterOption = Annotated[
     str | None,
     typer.Option(
         "--drafter",
-        help="Directory or hub id of an EAGLE-3 head, 'ngram', 'none', or module:name of your own; the bundled head "
-        "when left out.",
+        help=f"Directory or hub id of a draft head or of a smaller language model, {FORMS}, or module:name of your own; "
+        "the bundled head when left out.",
     ),
 ]
 VerifierOption = Annotated[
@@ -73,14 +74,11 @@ def read_drafter(
 ) -> LoadedDrafter | Drafter[Any] | None:
     """The drafter that ``--drafter`` names; ``None`` for plain decoding."""
     from eagle3_jax import LoadedDrafter, load_drafter
-    from eagle3_jax.drafters import NGram
 
     if source == "":
         raise Misuse("--drafter is empty; name a directory or a hub id, or leave it out for the bundled head")
-    if source == "none":
-        return None
-    if source == "ngram":
-        return NGram()
+    if source is not None and is_named(source):
+        return named_drafter(source, target)
     part = own("--drafter", source)
     if part is not None:
         value: Any = part.value

@@ -72,6 +72,8 @@ def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
 
     if source == "none":
         return Head("none", None)
+    if source is not None and is_named(source):
+        raise Misuse(f"--drafter {source} adds no weights to plan for; name a head, or 'none'")
     if source is None and not bundled:
         # Which layers it reads changes no size, and a shallow target has no default for them.
         usual = usual_head(target.config, aux_layers=(0, 1, 2))

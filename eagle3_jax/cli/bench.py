@@ -21,6 +21,7 @@ from eagle3_jax.cli._options import (
     parse_numbers,
     parse_tree,
 )
+from eagle3_jax.named import FORMS, is_named
 
 if TYPE_CHECKING:
     from eagle3_jax.measure.results import Report
@@ -39,7 +40,7 @@ def bench(
     drafter: Annotated[
         list[str] | None,
         typer.Option(
-            help="Directory or hub id of an EAGLE-3 head, 'ngram' or 'none'; may be repeated. Bundled if left out."
+            help=f"Directory or hub id of a draft head or a smaller language model, or {FORMS}; may be repeated."
         ),
     ] = None,
     dtype: DtypeOption = "mixed",
@@ -212,7 +213,7 @@ def _add_rivals(
     if "transformers" in options.names:
         who.add_transformers(field, directory, dtype=dtype)
     if "vllm" in options.names:
-        heads = [name for name in drafters if name not in ("none", "ngram")]
+        heads = [name for name in drafters if not is_named(name)]
         head = locate(heads[0] if heads else None, "eagle3") if heads or not drafters else None
         who.add_vllm(field, directory, head, options, dtype=dtype, closing=closing)
 
@@ -251,7 +252,7 @@ def _about(
     from eagle3_jax.reporting.environment import environment, sha256_of_prompts, source
 
     about = environment(target=target, drafter=None, prompt_files=[name for name in files if name != "random"])
-    heads = [source(name, "eagle3") for name in drafters if name not in ("none", "ngram")]
+    heads = [source(name, "eagle3") for name in drafters if not is_named(name)]
     about["drafters"] = heads or [about.pop("drafter")]
     about.pop("drafter", None)
     if shape is not None:

@@ -76,7 +76,7 @@ def tune(
             f"of which is the prefill's; expected chains of 1 to {max_new_tokens - 1}"
         )
     if drafter == "none":
-        raise Misuse("--drafter none drafts nothing, so there is nothing to tune; name a head or 'ngram'")
+        raise Misuse("--drafter none drafts nothing, so there is nothing to tune; name another drafter")
     check_writable(output)
     check_plot(plot)
     if plot is not None:

@@ -1,8 +1,21 @@
 """Proposal methods: one file each, all behind the protocol ``eagle3_jax.types.Drafter``."""
 
+from eagle3_jax.drafters.draft_model import DraftModel, DraftModelState, draft_model, layer_skip
 from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from eagle3_jax.drafters.ngram import NGram, NGramState
 from eagle3_jax.drafters.plain import Plain, PlainState
 from eagle3_jax.drafters.silent import Silent
 
-__all__ = ["Eagle3Config", "Eagle3Drafter", "NGram", "NGramState", "Plain", "PlainState", "Silent"]
+__all__ = [
+    "DraftModel",
+    "DraftModelState",
+    "Eagle3Config",
+    "Eagle3Drafter",
+    "NGram",
+    "NGramState",
+    "Plain",
+    "PlainState",
+    "Silent",
+    "draft_model",
+    "layer_skip",
+]

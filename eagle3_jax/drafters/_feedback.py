@@ -14,12 +14,12 @@ from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
 from eagle3_jax.cache import Cache, KeyValues, visible
-from eagle3_jax.drafters._grow import Level, draw_chain, grow
+from eagle3_jax.drafters._grow import Level
 from eagle3_jax.drafters._network import NetworkDrafter
 from eagle3_jax.models.decoder import CacheMemory, causal_mask, empty_cache, memories
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import embed
-from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams
+from eagle3_jax.types import Draft, Observation, SamplingParams
 
 
 @struct.dataclass(kw_only=True)
@@ -95,23 +95,16 @@ class FeedbackDrafter(NetworkDrafter):
             )
 
         output = state.output[:, None]
-        first, ids = (
-            Level(self._logits(params, head, output), carry=output, memory=state.cache.layers),
-            params.get("draft_to_target"),
+        first = Level(self._logits(params, head, output), carry=output, memory=state.cache.layers)
+        draft, layers = self.grown(
+            first,
+            run,
+            root=state.root,
+            draft_to_target=params.get("draft_to_target"),
+            vocab_size=self.config.vocab_size,
+            keys=keys,
+            sampling=sampling,
         )
-        if self.draft_sampling is DraftSampling.GREEDY:
-            draft, layers = grow(self.topology, root=state.root, first=first, run=run, draft_to_target=ids)
-        else:
-            draft, layers = draw_chain(
-                self.topology,  # type: ignore[arg-type]
-                root=state.root,
-                first=first,
-                run=run,
-                draft_to_target=ids,
-                vocab_size=self.config.vocab_size,
-                keys=keys,
-                sampling=sampling,
-            )
         # The guesses lie behind the committed slots, whose number is as before: to hand them on spares a copy.
         cache = Cache(layers=layers, length=state.cache.length)
         return dataclasses.replace(draft, state=dataclasses.replace(state, cache=cache))

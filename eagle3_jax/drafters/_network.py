@@ -8,50 +8,47 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
+from eagle3_jax.drafters._grow import Level, RunLevel, draw_chain, grow
 from eagle3_jax.models.functional import Params, bind, init_params, param_axes, param_shapes
 from eagle3_jax.models.layers import FLOAT32, Precision, product
 from eagle3_jax.sharding import VOCAB, Axis
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
-from eagle3_jax.types import DraftSampling, Tables
+from eagle3_jax.types import Draft, DraftSampling, SamplingParams, Tables
 
 
-@dataclasses.dataclass(frozen=True)
-class NetworkDrafter:
-    """A :class:`~eagle3_jax.types.Drafter` but for ``init``, ``observe`` and ``propose``.
+class ShapedDrafter:
+    """What a shape of draft and a way of drawing say: sizes, checks, and how a draft is grown with a network.
 
-    Parameters are a dictionary, see :meth:`assemble`.
-
-    Attributes:
-        config: Of the network. It has at least ``vocab_size`` and ``draft_vocab_size``, ``target_width`` and
-            ``aux_layers``, and ``max_positions``.
-        topology: The shape of a draft.
-        precision: Of the network's products and activations.
-        draft_sampling: Whether a chain's tokens are the likeliest or drawn.
+    A dataclass that derives from it has the fields ``topology`` and ``draft_sampling``.
     """
 
-    network: ClassVar[type[nnx.Module]]
-    borrows_output: ClassVar[bool] = False
     is_parallel: ClassVar[bool] = False
 
-    config: Any
-    topology: Topology = Chain(5)
-    precision: Precision = FLOAT32
-    draft_sampling: DraftSampling = DraftSampling.GREEDY
+    topology: Topology
+    draft_sampling: DraftSampling
 
-    def __post_init__(self) -> None:
-        topology, limit = self.topology, self.config.draft_vocab_size
+    def check_shape(self, *, vocab_size: int, max_positions: int) -> None:
+        """Refuse a draft that the network cannot give.
+
+        Args:
+            vocab_size: How many tokens it chooses from.
+            max_positions: Longest sequence that it was built for.
+
+        Raises:
+            ValueError: The draft is too wide or too deep, or a tree whose tokens are drawn.
+        """
+        topology = self.topology
         width = topology.top_k if isinstance(topology, DynamicTree) else 1
         if isinstance(topology, StaticTree):
             width = 1 + max(rank for path in topology.paths for rank in path)
-        if width > limit:
-            raise ValueError(f"the tree draws {width} children from a draft vocabulary of {limit}; lower top_k")
-        positions = self.config.max_positions
-        if topology.max_depth >= positions:
+        if width > vocab_size:
+            raise ValueError(f"the tree draws {width} children from a draft vocabulary of {vocab_size}; lower top_k")
+        if topology.max_depth >= max_positions:
             raise ValueError(
-                f"a draft of {topology.max_depth} levels is above the limit of the head, which has {positions} "
-                f"positions; lower num_speculative_tokens or max_depth to at most {positions - 1}"
+                f"a draft of {topology.max_depth} levels is above the limit of the head, which has {max_positions} "
+                f"positions; lower num_speculative_tokens or max_depth to at most {max_positions - 1}"
             )
         if self.draft_sampling is DraftSampling.PROBABILISTIC and not isinstance(topology, Chain):
             raise ValueError(
@@ -70,24 +67,74 @@ class NetworkDrafter:
         return self.topology.max_depth
 
     @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Target layers whose features it reads."""
-        return self.config.aux_layers
-
-    @property
     def is_chain(self) -> bool:
         """Whether the topology is one."""
         return isinstance(self.topology, Chain)
 
-    def drafting(self, topology: Topology | None, draft_sampling: DraftSampling | None) -> NetworkDrafter:
+    def drafting(self, topology: Topology | None, draft_sampling: DraftSampling | None) -> ShapedDrafter:
         """With another topology or another way of drawing; ``None`` leaves that as it is.
 
         Raises:
             ValueError: A tree was asked for whose tokens are drawn, or which is wider than the draft vocabulary.
         """
-        return dataclasses.replace(
-            self, topology=topology or self.topology, draft_sampling=draft_sampling or self.draft_sampling
+        options = {"topology": topology or self.topology, "draft_sampling": draft_sampling or self.draft_sampling}
+        return dataclasses.replace(self, **options)  # type: ignore[type-var]
+
+    def grown(
+        self,
+        first: Level,
+        run: RunLevel,
+        *,
+        root: Int[Array, " B"],
+        draft_to_target: Int[Array, " W"] | None,
+        vocab_size: int,
+        keys: Key[Array, " B"],
+        sampling: SamplingParams,
+    ) -> tuple[Draft, Any]:
+        """The draft of this shape, and what the network remembers of it: the likeliest tokens, or a chain drawn."""
+        if self.draft_sampling is DraftSampling.GREEDY:
+            return grow(self.topology, root=root, first=first, run=run, draft_to_target=draft_to_target)
+        return draw_chain(
+            self.topology,  # type: ignore[arg-type]
+            root=root,
+            first=first,
+            run=run,
+            draft_to_target=draft_to_target,
+            vocab_size=vocab_size,
+            keys=keys,
+            sampling=sampling,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkDrafter(ShapedDrafter):
+    """A :class:`~eagle3_jax.types.Drafter` but for ``init``, ``observe`` and ``propose``.
+
+    Parameters are a dictionary, see :meth:`assemble`.
+
+    Attributes:
+        config: Of the network. It has at least ``vocab_size`` and ``draft_vocab_size``, ``target_width`` and
+            ``aux_layers``, and ``max_positions``.
+        topology: The shape of a draft.
+        precision: Of the network's products and activations.
+        draft_sampling: Whether a chain's tokens are the likeliest or drawn.
+    """
+
+    network: ClassVar[type[nnx.Module]]
+    borrows_output: ClassVar[bool] = False
+
+    config: Any
+    topology: Topology = Chain(5)
+    precision: Precision = FLOAT32
+    draft_sampling: DraftSampling = DraftSampling.GREEDY
+
+    def __post_init__(self) -> None:
+        self.check_shape(vocab_size=self.config.draft_vocab_size, max_positions=self.config.max_positions)
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Target layers whose features it reads."""
+        return self.config.aux_layers
 
     def param_shapes(self) -> Params:
         """Shapes of the network's parameters."""

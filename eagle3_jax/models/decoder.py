@@ -109,7 +109,7 @@ class CacheMemory(NamedTuple):
 
     Attributes:
         layer: The layer's cache.
-        length: ``[B]``, committed slots.
+        length: ``[B]``, the slot that the block begins at.
         visible: ``[B T S]``, from :func:`eagle3_jax.cache.visible`.
     """
 
@@ -142,16 +142,17 @@ def empty_cache(layers: Sequence[LayerConfig], *, batch: int, capacity: int, dty
 
 def memories(
     windows: Sequence[int | None],
-    mask: Bool[Array, "#B T T"],
-    positions: Int[Array, "B T"],
+    mask: Bool[Array, "#B T M"],
+    positions: Int[Array, "B M"],
     cache: Cache | None = None,
 ) -> list[Memory]:
     """One memory per layer for a block, behind the committed slots of a cache where there is one.
 
     Args:
         windows: Per layer, how many positions a token sees, its own included; ``None`` for all.
-        mask: Which tokens of the block each one sees.
-        positions: Of the block, absolute.
+        mask: Which tokens of the block each one sees. With a cache the tokens may be its last ``T`` of ``M``: the ones
+            before lie behind the committed slots already, as the earlier levels of a draft tree do.
+        positions: Of the whole block, absolute.
         cache: Of :class:`~eagle3_jax.cache.KeyValues` layers.
     """
     if cache is None:
@@ -164,8 +165,10 @@ def memories(
     seen = {
         window: visible(mask, cache.length, capacity, positions=positions, window=window) for window in set(windows)
     }
+    before = mask.shape[-1] - mask.shape[-2]
+    start = cache.length + before if before else cache.length
     return [
-        CacheMemory(layer, cache.length, seen[window])  # type: ignore[arg-type]
+        CacheMemory(layer, start, seen[window])  # type: ignore[arg-type]
         for layer, window in zip(cache.layers, windows, strict=True)
     ]
 
@@ -271,13 +274,13 @@ class DecoderTarget:
         self,
         params: Params,
         tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        mask: Bool[Array, "#B T T"],
+        positions: Int[Array, "B M"],
+        mask: Bool[Array, "#B T M"],
         cache: Cache | None = None,
         aux_layers: tuple[int, ...] = (),
         length: Int[Array, " B"] | None = None,
     ) -> TargetOutput:
-        """See :class:`eagle3_jax.types.TargetModel`."""
+        """See :class:`eagle3_jax.types.TargetModel`; ``tokens`` may be the last ``T`` of a block (:func:`memories`)."""
         del length  # keys and values are addressed by position: those of padding are never seen
         layers = self.config.num_layers
         if not all(0 <= layer <= layers + 1 for layer in aux_layers):
@@ -287,6 +290,8 @@ class DecoderTarget:
             )
         windows = [layer.mixer.window for layer in self.config.layers]
         per_layer = memories(windows, mask, positions, cache)
+        if positions.shape != tokens.shape:
+            positions = positions[:, positions.shape[1] - tokens.shape[1] :]
         return bind(Decoder, self.config, self.precision, params)(tokens, positions, per_layer, aux_layers)
 
     def unembed(self, params: Params, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
