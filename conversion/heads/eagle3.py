@@ -21,6 +21,7 @@ from conversion.fields import Fields, read_from
 from conversion.heads.dialects import dialect_of
 from conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, check_fit
 from conversion.hf_config import (
+    read_head_windows,
     read_mixer,
     read_mlp,
     read_stack,
@@ -29,7 +30,7 @@ from conversion.hf_config import (
     refuse_windows,
 )
 from conversion.rules import Rule
-from eagle3_jax.models.config import DecoderConfig, Eagle3Config, default_aux_layers, uniform
+from eagle3_jax.models.config import DecoderConfig, Eagle3Config, default_aux_layers, uniform, with_window
 
 if TYPE_CHECKING:
     import numpy as np
@@ -226,7 +227,8 @@ def read_config(top: Fields, num_layers: Callable[[Fields], int]) -> tuple[Eagle
             )
     for fields in (top, geometry):
         refuse_unsupported(fields)
-        refuse_windows(fields)
+    if nested:
+        refuse_windows(top)
     aux_layers = named_aux_layers(top)
     chunks = len(aux_layers) if aux_layers else 3
     for fields in (top, geometry):
@@ -240,9 +242,11 @@ def read_config(top: Fields, num_layers: Callable[[Fields], int]) -> tuple[Eagle
     mixer = read_mixer(geometry, qkv_bias=bias, o_bias=bias, qk_norm=model_type == "qwen3")
     mlp = read_mlp(geometry, bias=geometry.flag("mlp_bias"))
     with read_from(top.where):
+        layers = uniform(num_layers(geometry), mixer, mlp)
+        windows = read_head_windows(geometry, len(layers), switched=model_type == "qwen3")
         config = Eagle3Config(
             **stack,
-            layers=uniform(num_layers(geometry), mixer, mlp),
+            layers=tuple(with_window(layer, window) for layer, window in zip(layers, windows, strict=True)),
             draft_vocab_size=top.integer("draft_vocab_size", stack["vocab_size"]),
             target_width=top.integer("target_hidden_size", stack["width"]),
             aux_layers=aux_layers or (0, 1, 2),

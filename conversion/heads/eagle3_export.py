@@ -14,9 +14,9 @@ from conversion import draft_vocab, rules
 from conversion.errors import CheckpointError
 from conversion.heads.eagle3 import head_rules
 from conversion.heads.head import HeadCheckpoint, Layout
-from conversion.hf_config import bias_fields, stack_fields
+from conversion.hf_config import bias_fields, head_window_fields, stack_fields
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
-from eagle3_jax.models.config import default_aux_layers
+from eagle3_jax.models.config import Eagle3Config, default_aux_layers
 
 
 def layout(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
@@ -79,6 +79,7 @@ def _eagle_refusals(checkpoint: HeadCheckpoint) -> list[str]:
         "fc_norm": config.fc_norm,
         "norm_before_fc": config.norm_before_fc,
         "qk_norm": mixer.qk_norm,
+        "sliding_window": _has_window(config),
         **bias_fields(layer),
     }
     refusals = [name for name, is_set in flags.items() if is_set]
@@ -103,6 +104,7 @@ def _sglang_refusals(checkpoint: HeadCheckpoint) -> list[str]:
     flags = {
         "norm_before_residual": config.norm_before_residual,
         "qk_norm": layer.mixer.qk_norm,
+        "sliding_window": _has_window(config),
         **bias_fields(layer),
     }
     refusals = [name for name, is_set in flags.items() if is_set]
@@ -112,6 +114,10 @@ def _sglang_refusals(checkpoint: HeadCheckpoint) -> list[str]:
     if config.aux_layers[0] == 1:
         refusals.append(f"aux_layers {config.aux_layers} (it takes a list that starts with 1 for layer outputs)")
     return refusals
+
+
+def _has_window(config: Eagle3Config) -> bool:
+    return any(layer.mixer.window is not None for layer in config.layers)
 
 
 def _vllm_refusals(checkpoint: HeadCheckpoint) -> list[str]:
@@ -165,8 +171,9 @@ def _vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
         values[name] = getattr(config, name)
     values["target_hidden_size"] = config.target_width
     if config.layers[0].mixer.qk_norm:
-        values |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False}
-    return values
+        values |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
+        values["use_sliding_window"] = _has_window(config)
+    return values | head_window_fields(config)
 
 
 def _aux_fields(aux_layers: tuple[int, ...]) -> dict[str, Any]:
