@@ -240,7 +240,7 @@ def layer_types(config: DecoderConfig | Eagle3Config) -> list[str]:
 def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> list[int | None]:
     """The window of every layer of a head, whose ``layer_types`` alone name the layers that slide.
 
-    Without them vLLM takes the window of the target's cache, whatever the head's file says, so such a file is refused.
+    Without them vLLM takes the window of the target's cache, whatever the head's file says; such a file is refused.
 
     Args:
         fields: The geometry.
@@ -250,8 +250,13 @@ def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> lis
     Raises:
         CheckpointError: The types do not fit the layers, or there is a window that no type refers to.
     """
-    if _SLIDING not in fields.words("layer_types"):
-        refuse_windows(fields)
+    types = fields.words("layer_types")
+    if not types and fields.flag("use_sliding_window", default=fields.get("sliding_window") is not None):
+        raise CheckpointError(
+            f"{fields.where}: sliding_window is {short(fields.get('sliding_window'))}, but no layer_types say which of "
+            "the head's layers slide, and engines disagree; add them"
+        )
+    if set(types) <= {_FULL}:
         return [None] * num_layers
     is_on = fields.flag("use_sliding_window", default=not switched)
     return read_windows(fields, read_window(fields) if is_on else None, lambda _: False, num_layers)

@@ -181,7 +181,7 @@ def visible(
     length: Int[Array, " B"],
     capacity: int,
     *,
-    positions: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B M"] | None = None,
     window: int | None = None,
 ) -> Bool[Array, "B T S"]:
     """Who sees which slot once a block lies behind the committed ones: all of those, and what ``mask`` says.
@@ -205,7 +205,7 @@ def visible(
         return seen
     assert positions is not None
     of_slot = jnp.take_along_axis(positions, jnp.clip(offset, 0, size - 1), axis=1)
-    return seen & near(jnp.where(offset < 0, slot, of_slot), positions, window)
+    return seen & near(jnp.where(offset < 0, slot, of_slot), positions[:, size - fed :], window)
 
 
 def near(of_keys: Int[Array, "B S"], of_queries: Int[Array, "B T"], window: int) -> Bool[Array, "B T S"]:

@@ -243,7 +243,7 @@ class Head:
             values["rope_theta"] = self.theta
         if self.windows:
             values["layer_types"] = ["sliding_attention" if window else "full_attention" for window in self.windows]
-            values["sliding_window"] = max(window for window in self.windows if window)
+            values |= {"sliding_window": max(window for window in self.windows if window), "use_sliding_window": True}
         if self.bias:
             values["attention_bias"] = True
         if self.own_embedding or self.target_width != self.width:

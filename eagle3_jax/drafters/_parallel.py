@@ -14,7 +14,7 @@ def propose_parallel(
     *,
     root: Int[Array, " B"],
     logits: Float[Array, "B K W"],
-    draft_to_target: Int[Array, " W"],
+    draft_to_target: Int[Array, " W"] | None,
     vocab_size: int,
     keys: Key[Array, " B"],
     sampling: SamplingParams,
@@ -31,7 +31,7 @@ def propose_parallel(
         topology: Chain, dynamic tree or static tree, at most ``K`` deep.
         root: The last committed token.
         logits: Of the tokens 1 to ``K`` after the root.
-        draft_to_target: Target id of each draft id.
+        draft_to_target: Target id of each draft id; ``None`` where these are the same.
         vocab_size: ``V``.
         keys: Of this round, one per row.
         sampling: One value per row.

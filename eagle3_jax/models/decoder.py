@@ -109,7 +109,7 @@ class CacheMemory(NamedTuple):
 
     Attributes:
         layer: The layer's cache.
-        length: ``[B]``, committed slots.
+        length: ``[B]``, slots before the block.
         visible: ``[B T S]``, from :func:`eagle3_jax.cache.visible`.
     """
 
@@ -140,17 +140,23 @@ def empty_cache(layers: Sequence[LayerConfig], *, batch: int, capacity: int, dty
     )
 
 
+def windows_of(layers: Sequence[LayerConfig]) -> list[int | None]:
+    """Per layer, how many positions a token sees, its own included; ``None`` for all."""
+    return [layer.mixer.window for layer in layers]
+
+
 def memories(
     windows: Sequence[int | None],
-    mask: Bool[Array, "#B T T"],
-    positions: Int[Array, "B T"],
+    mask: Bool[Array, "#B T M"],
+    positions: Int[Array, "B M"],
     cache: Cache | None = None,
 ) -> list[Memory]:
     """One memory per layer for a block, behind the committed slots of a cache where there is one.
 
     Args:
         windows: Per layer, how many positions a token sees, its own included; ``None`` for all.
-        mask: Which tokens of the block each one sees.
+        mask: Which tokens of the block each one sees. Those that are run may be its last ``T`` of ``M``; the others lie
+            behind the committed slots already.
         positions: Of the block, absolute.
         cache: Of :class:`~eagle3_jax.cache.KeyValues` layers.
     """
@@ -164,8 +170,9 @@ def memories(
     seen = {
         window: visible(mask, cache.length, capacity, positions=positions, window=window) for window in set(windows)
     }
+    start = cache.length + mask.shape[-1] - mask.shape[-2]
     return [
-        CacheMemory(layer, cache.length, seen[window])  # type: ignore[arg-type]
+        CacheMemory(layer, start, seen[window])  # type: ignore[arg-type]
         for layer, window in zip(cache.layers, windows, strict=True)
     ]
 
@@ -285,8 +292,7 @@ class DecoderTarget:
                 f"features of the layers {aux_layers} were asked for; this target of {layers} layers has 0 to "
                 f"{layers} (what leaves the last one) and {layers + 1} (after the final norm)"
             )
-        windows = [layer.mixer.window for layer in self.config.layers]
-        per_layer = memories(windows, mask, positions, cache)
+        per_layer = memories(windows_of(self.config.layers), mask, positions, cache)
         return bind(Decoder, self.config, self.precision, params)(tokens, positions, per_layer, aux_layers)
 
     def unembed(self, params: Params, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.cache import KeyValue, Segment, near
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
-from eagle3_jax.models.decoder import BlockMemory, DecoderTarget, causal_mask
+from eagle3_jax.models.decoder import BlockMemory, DecoderTarget, causal_mask, windows_of
 from eagle3_jax.models.eagle3 import Eagle3Head
 from eagle3_jax.models.functional import Params, bind
 from eagle3_jax.models.layers import embed
@@ -213,8 +213,8 @@ def unroll(
     output, logits = head.fuse(features), []
     written: list[tuple[KeyValue, ...]] = []
     for step in range(num_steps):
-        windows = [layer.mixer.window for layer in drafter.config.layers]
-        memories = [_memory([kv[i] for kv in written], seen, positions, one) for i, one in enumerate(windows)]
+        windows = enumerate(windows_of(drafter.config.layers))
+        memories = [_memory([kv[layer] for kv in written], seen, positions, one) for layer, one in windows]
         output, kv = head(_from(embedded, step + 1, size), output, positions + step, memories)
         written.append(kv)
         logits.append(head.logits(output))
