@@ -2,7 +2,18 @@
 
 from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from eagle3_jax.drafters.ngram import NGram, NGramState
+from eagle3_jax.drafters.p_eagle import PEagleConfig, PEagleDrafter
 from eagle3_jax.drafters.plain import Plain, PlainState
 from eagle3_jax.drafters.silent import Silent
 
-__all__ = ["Eagle3Config", "Eagle3Drafter", "NGram", "NGramState", "Plain", "PlainState", "Silent"]
+__all__ = [
+    "Eagle3Config",
+    "Eagle3Drafter",
+    "NGram",
+    "NGramState",
+    "PEagleConfig",
+    "PEagleDrafter",
+    "Plain",
+    "PlainState",
+    "Silent",
+]
