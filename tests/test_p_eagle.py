@@ -19,7 +19,6 @@ from checkpoints import TARGET, Head, TorchHead, edit_config, edit_tensors, same
 import conversion
 from conversion import CheckpointError
 from eagle3_jax.drafters import PEagleDrafter
-from eagle3_jax.drafters._feedback import FeedbackState
 from eagle3_jax.sampling import DraftSampling
 from eagle3_jax.tree import Chain
 from eagle3_jax.types import Observation, SamplingParams, per_row
@@ -30,7 +29,7 @@ HEADS = {
     "every option": Head(
         layers=2, norm_before_residual=True, norm_before_fc=True, qk_norm=True, windows=(3, None), aux=(1, 3, 5, 8)
     ),
-    "EAGLE-3.1's norms": Head(layers=2, fc_norm=True, norm_output=True, draft_vocab=61),
+    "EAGLE-3.1's norms": Head(layers=3, fc_norm=True, norm_output=True, draft_vocab=61),
 }
 HALVES = {name: dataclasses.replace(head, dtype=ml_dtypes.bfloat16) for name, head in HEADS.items()}
 
@@ -50,7 +49,7 @@ def write(head: Head, directory: Path, dialect: str = "sglang", mask: str = "ptd
     return directory
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", ["every option", "EAGLE-3.1's norms"])
 def test_drafts_are_those_of_one_forward_over_context_and_masks(tmp_path: Path, name: str) -> None:
     """Three rounds of two ragged rows; each finds the mask rows of the one before behind what it knows."""
     head, depth = HEADS[name], 4
@@ -78,28 +77,27 @@ def test_drafts_are_those_of_one_forward_over_context_and_masks(tmp_path: Path, 
     drafter = PEagleDrafter(checkpoint.config, Chain(depth), draft_sampling=DraftSampling.PROBABILISTIC)
     params = {"head": checkpoint.head, "embedding": embedding, "draft_to_target": checkpoint.draft_to_target}
 
-    def one_round(state: FeedbackState, seen: Observation) -> tuple[FeedbackState, jax.Array]:
+    @jax.jit
+    def one_round(params: Any, state: Any, seen: Observation) -> Any:
         state = drafter.observe(params, state, seen)
         keys = jax.random.split(jax.random.key(0), 2)
         draft = drafter.propose(params, state, keys, per_row(SamplingParams(temperature=1.0), 2))
-        assert draft.probs is not None
-        return draft.state, draft.probs[:, 1:]
+        return draft.state, draft.probs
 
     params = jax.tree.map(jnp.asarray, params)
-    counts = np.array([[7, 4], [1, 3], [3, 0]])
-    before = np.cumsum(counts, 0) - counts
-    places = np.minimum(before[:, :, None] + np.arange(fed), 15)
-    rows = np.arange(2)
-    seen = Observation(
-        tokens=jnp.asarray(tokens[rows[:, None], places], jnp.int32),
-        features=jnp.asarray(features[rows[:, None], places]),
-        length=jnp.asarray(counts, jnp.int32),
-        next_token=jnp.asarray(tokens[rows, before + counts], jnp.int32),
-    )
-    _, laws = jax.jit(lambda seen: jax.lax.scan(one_round, drafter.init(params, 2, 20), seen))(seen)
-    for round, known in enumerate(before + counts):
-        for row in range(2):
-            np.testing.assert_allclose(laws[round, row], one_forward(row, known[row]), atol=1e-5)
+    state, known, rows = drafter.init(params, 2, 20), np.zeros(2, np.int64), np.arange(2)
+    for counts in np.array([[7, 4], [1, 3], [3, 0]]):
+        places: Any = np.minimum(known[:, None] + np.arange(fed), 15)
+        known = known + counts
+        seen = Observation(
+            tokens=jnp.asarray(tokens[rows[:, None], places], jnp.int32),
+            features=jnp.asarray(features[rows[:, None], places]),
+            length=jnp.asarray(counts, jnp.int32),
+            next_token=jnp.asarray(tokens[rows, known], jnp.int32),
+        )
+        state, laws = one_round(params, state, seen)
+        for row in (0, 1):
+            np.testing.assert_allclose(laws[row, 1:], one_forward(row, int(known[row])), atol=1e-5)
 
 
 @pytest.mark.parametrize("to", ["jax", "vllm", "speculators"])
