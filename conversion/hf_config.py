@@ -7,7 +7,6 @@ head dimension (width over heads), biases (none), the rotary base (10000) and th
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from eagle3_jax.models.config import (
     QueryScaling,
     RopeConfig,
     uniform,
+    with_window,
 )
 
 _LAYER_TYPES = _FULL, _SLIDING = ("full_attention", "sliding_attention")
@@ -124,23 +124,28 @@ def read_window(fields: Fields) -> int | None:
     return None if fields.get("sliding_window") is None else fields.size("sliding_window")
 
 
-def read_windows(fields: Fields, window: int | None, slides: Callable[[int], bool]) -> list[int | None]:
+def read_windows(
+    fields: Fields, window: int | None, slides: Callable[[int], bool], num_layers: int | None = None
+) -> list[int | None]:
     """The window of every layer.
 
     Args:
         fields: The geometry; ``layer_types`` decides where it is there.
         window: Of the layers that slide.
         slides: Which do, where there are no ``layer_types``.
+        num_layers: How many there are, where ``num_hidden_layers`` is no witness.
 
     Raises:
         CheckpointError: The types are not one for each layer, name a kind that is none, or slide without a window.
     """
-    count, types = _num_layers(fields), fields.words("layer_types")
+    count, types = num_layers or _num_layers(fields), fields.words("layer_types")
     if not types:
         return [window if slides(layer) else None for layer in range(count)]
     if len(types) != count:
         raise CheckpointError(
             f"{fields.where}: layer_types names {len(types)} layers but num_hidden_layers is {count}; they must agree"
+            if num_layers is None
+            else f"{fields.where}: layer_types names {len(types)} layers but the head has {count}; they must agree"
         )
     unknown = [kind for kind in types if kind not in _LAYER_TYPES]
     if unknown:
@@ -171,7 +176,7 @@ def read_decoder(
         if windows is None:
             layers = uniform(_num_layers(fields), mixer, mlp)
         else:
-            layers = tuple(LayerConfig(mixer=dataclasses.replace(mixer, window=one), mlp=mlp) for one in windows)
+            layers = tuple(with_window(LayerConfig(mixer=mixer, mlp=mlp), one) for one in windows)
         return DecoderConfig(layers=layers, tie_embeddings=fields.flag("tie_word_embeddings"), **read_stack(fields))
 
 
@@ -227,9 +232,51 @@ def stack_fields(config: DecoderConfig | Eagle3Config, dtype: str) -> dict[str, 
     }
 
 
-def layer_types(config: DecoderConfig) -> list[str]:
-    """``layer_types`` of a target."""
+def layer_types(config: DecoderConfig | Eagle3Config) -> list[str]:
+    """``layer_types`` of a target or a head."""
     return [_FULL if layer.mixer.window is None else _SLIDING for layer in config.layers]
+
+
+def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> list[int | None]:
+    """The window of every layer of a head, whose ``layer_types`` alone name the layers that slide.
+
+    Without them vLLM takes the window of the target's cache, whatever the head's file says; such a file is refused.
+
+    Args:
+        fields: The geometry.
+        num_layers: Of the head.
+        switched: Whether a window counts only where ``use_sliding_window`` is set, as in Qwen3's configuration.
+
+    Raises:
+        CheckpointError: The types do not fit the layers, or there is a window that no type refers to.
+    """
+    types = fields.words("layer_types")
+    if not types and fields.flag("use_sliding_window", default=fields.get("sliding_window") is not None):
+        raise CheckpointError(
+            f"{fields.where}: sliding_window is {short(fields.get('sliding_window'))}, but no layer_types say which of "
+            "the head's layers slide, and engines disagree; add them"
+        )
+    if set(types) <= {_FULL}:
+        return [None] * num_layers
+    is_on = fields.flag("use_sliding_window", default=not switched)
+    return read_windows(fields, read_window(fields) if is_on else None, lambda _: False, num_layers)
+
+
+def head_window_fields(config: Eagle3Config) -> dict[str, Any]:
+    """The same on the way out; nothing where all layers see everything.
+
+    Raises:
+        CheckpointError: The windows differ, which the layout has one field for.
+    """
+    windows = {layer.mixer.window for layer in config.layers} - {None}
+    if not windows:
+        return {}
+    if len(windows) > 1:
+        raise CheckpointError(
+            f"the head's layers have windows of {sorted(windows)} tokens; this layout has one size for all, "  # type: ignore[type-var]
+            "use --to jax"
+        )
+    return {"layer_types": layer_types(config), "sliding_window": windows.pop()}
 
 
 def bias_fields(layer: LayerConfig) -> dict[str, bool]:

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +15,6 @@ from safetensors.numpy import load_file, save_file
 
 from conversion import CheckpointError, rules
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
-
-if TYPE_CHECKING:
-    import torch
 
 TARGET = DecoderConfig(
     vocab_size=61,
@@ -178,6 +175,7 @@ class Head:
     qk_norm: bool = False
     bias: bool = False
     own_embedding: bool = False
+    windows: tuple[int | None, ...] = ()
     dtype: Any = np.float32
     seed: int = 1
 
@@ -243,6 +241,9 @@ class Head:
             values["head_dim"] = self.head_dim
         if self.theta != 10_000.0:
             values["rope_theta"] = self.theta
+        if self.windows:
+            values["layer_types"] = ["sliding_attention" if window else "full_attention" for window in self.windows]
+            values |= {"sliding_window": max(window for window in self.windows if window), "use_sliding_window": True}
         if self.bias:
             values["attention_bias"] = True
         if self.own_embedding or self.target_width != self.width:
@@ -290,6 +291,73 @@ class Drafted:
     tokens: list[int]
 
 
+class TorchHead:
+    """The network of a head, written apart from ours; it knows no cache and runs whole sequences."""
+
+    def __init__(self, head: Head, embedding: np.ndarray):
+        import torch
+
+        self.torch, self.head = torch, head
+        raw = {name: torch.from_numpy(np.asarray(v, np.float32)) for name, v in head.tensors().items() if name != "t2d"}
+        self.w = {name.replace("midlayer.", "layers.0.").removesuffix(".weight"): value for name, value in raw.items()}
+        self.chosen = self.w.get("d2t", torch.zeros(head.draft_vocab)).long() + torch.arange(head.draft_vocab)
+        self.table = torch.from_numpy(np.array(embedding, np.float32))
+
+    def rms(self, x: Any, name: str) -> Any:
+        return x / self.torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * self.w[name]
+
+    def linear(self, x: Any, name: str) -> Any:
+        return x @ self.w[name].T + self.w.get(f"{name}.bias", self.torch.zeros(()))
+
+    def turn(self, x: Any) -> Any:
+        torch, half = self.torch, self.head.head_dim // 2
+        angle = torch.arange(x.shape[0])[:, None] * self.head.theta ** (-torch.arange(half) / half)
+        cos, sin = torch.cos(angle)[:, None], torch.sin(angle)[:, None]
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def attend(self, x: Any, name: str, window: int | None) -> Any:
+        torch, head, count = self.torch, self.head, x.shape[0]
+        q, k, v = (self.linear(x, f"{name}.{key}_proj").view(count, -1, head.head_dim) for key in "qkv")
+        if head.qk_norm:
+            q, k = self.rms(q, f"{name}.q_norm"), self.rms(k, f"{name}.k_norm")
+        repeat = head.heads // head.kv_heads
+        q, k, v = self.turn(q), self.turn(k).repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        score = torch.einsum("qhd,khd->hqk", q, k) / head.head_dim**0.5
+        back = torch.arange(count)[:, None] - torch.arange(count)[None, :]
+        score = score.masked_fill((back < 0) | (back >= (window or count)), -torch.inf)
+        out = torch.einsum("hqk,khd->qhd", score.softmax(-1), v).reshape(count, -1)
+        return self.linear(out, f"{name}.o_proj")
+
+    def mlp(self, x: Any, name: str) -> Any:
+        gate = self.torch.nn.functional.silu(self.linear(x, f"{name}.gate_proj"))
+        return self.linear(gate * self.linear(x, f"{name}.up_proj"), f"{name}.down_proj")
+
+    def fuse(self, features: np.ndarray) -> Any:
+        """``features [T A Dt]``."""
+        chunks = self.torch.from_numpy(features)
+        if self.head.fc_norm:
+            chunks = self.torch.stack([self.rms(chunks[:, i], f"fc_norm.{i}") for i in range(len(self.head.aux))], 1)
+        flat = chunks.flatten(1)
+        return self.linear(self.rms(flat, "input_norm") if self.head.norm_before_fc else flat, "fc")
+
+    def run(self, tokens: Any, stream: Any) -> Any:
+        """Rows of a sequence that starts at position 0; each sees itself and those before it."""
+        head, windows = self.head, self.head.windows or (None,) * self.head.layers
+        normed = self.rms(stream, "layers.0.hidden_norm")
+        both = self.torch.cat([self.rms(self.table[tokens], "layers.0.input_layernorm"), normed], -1)
+        x = (normed if head.norm_before_residual else stream) + self.attend(both, "layers.0.self_attn", windows[0])
+        x = x + self.mlp(self.rms(x, "layers.0.post_attention_layernorm"), "layers.0.mlp")
+        for layer in range(1, head.layers):
+            normed = self.rms(x, f"layers.{layer}.input_layernorm")
+            x = x + self.attend(normed, f"layers.{layer}.self_attn", windows[layer])
+            x = x + self.mlp(self.rms(x, f"layers.{layer}.post_attention_layernorm"), f"layers.{layer}.mlp")
+        return x
+
+    def logits(self, output: Any) -> Any:
+        return self.linear(self.rms(output, "norm"), "lm_head")
+
+
 def torch_draft(head: Head, embedding: np.ndarray, features: np.ndarray, tokens: np.ndarray, depth: int) -> Drafted:
     """Logits at every true pair and a greedy chain after the last, in target ids, recomputed whole at each step.
 
@@ -297,65 +365,16 @@ def torch_draft(head: Head, embedding: np.ndarray, features: np.ndarray, tokens:
     """
     import torch
 
-    raw = {
-        name: torch.from_numpy(np.asarray(value, np.float32)) for name, value in head.tensors().items() if name != "t2d"
-    }
-    w = {name.replace("midlayer.", "layers.0.").removesuffix(".weight"): value for name, value in raw.items()}
-    chosen = w.get("d2t", torch.zeros(head.draft_vocab)).long() + torch.arange(head.draft_vocab)
-
-    def rms(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * w[name]
-
-    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x @ w[name].T + w.get(f"{name}.bias", torch.zeros(()))
-
-    def turn(x: torch.Tensor) -> torch.Tensor:
-        count, half = x.shape[0], head.head_dim // 2
-        angle = torch.arange(count)[:, None] * head.theta ** (-torch.arange(half) / half)
-        cos, sin = torch.cos(angle)[:, None], torch.sin(angle)[:, None]
-        a, b = x[..., :half], x[..., half:]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-    def attend(x: torch.Tensor, name: str) -> torch.Tensor:
-        count = x.shape[0]
-        q, k, v = (linear(x, f"{name}.{key}_proj").view(count, -1, head.head_dim) for key in "qkv")
-        if head.qk_norm:
-            q, k = rms(q, f"{name}.q_norm"), rms(k, f"{name}.k_norm")
-        repeat = head.heads // head.kv_heads
-        q, k, v = turn(q), turn(k).repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-        score = torch.einsum("qhd,khd->hqk", q, k) / head.head_dim**0.5
-        score = score.masked_fill(~torch.tril(torch.ones(count, count, dtype=torch.bool)), -torch.inf)
-        out = torch.einsum("hqk,khd->qhd", score.softmax(-1), v).reshape(count, -1)
-        return linear(out, f"{name}.o_proj")
-
-    def mlp(x: torch.Tensor, name: str) -> torch.Tensor:
-        gate = torch.nn.functional.silu(linear(x, f"{name}.gate_proj"))
-        return linear(gate * linear(x, f"{name}.up_proj"), f"{name}.down_proj")
-
-    def run(tokens: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
-        normed = rms(stream, "layers.0.hidden_norm")
-        both = torch.cat([rms(table[tokens], "layers.0.input_layernorm"), normed], -1)
-        x = (normed if head.norm_before_residual else stream) + attend(both, "layers.0.self_attn")
-        x = x + mlp(rms(x, "layers.0.post_attention_layernorm"), "layers.0.mlp")
-        for layer in range(1, head.layers):
-            x = x + attend(rms(x, f"layers.{layer}.input_layernorm"), f"layers.{layer}.self_attn")
-            x = x + mlp(rms(x, f"layers.{layer}.post_attention_layernorm"), f"layers.{layer}.mlp")
-        return x
-
-    table = torch.from_numpy(np.array(embedding, np.float32))
-    chunks = torch.from_numpy(features)
-    if head.fc_norm:
-        chunks = torch.stack([rms(chunks[:, i], f"fc_norm.{i}") for i in range(len(head.aux))], 1)
-    flat = chunks.flatten(1)
-    stream = linear(rms(flat, "input_norm") if head.norm_before_fc else flat, "fc")
-    ids, drafts, first = torch.from_numpy(tokens).long(), [], None
+    network = TorchHead(head, embedding)
+    ids, stream, drafts, first = torch.from_numpy(tokens).long(), network.fuse(features), [], None
     for _ in range(depth):
-        out = run(ids, stream)
-        logits = linear(rms(out, "norm"), "lm_head")
+        out = network.run(ids, stream)
+        logits = network.logits(out)
         first = logits if first is None else first
-        drafts.append(int(chosen[logits[-1].argmax()]))
-        fed_back = rms(out[-1:], "norm") if head.norm_output else out[-1:]
+        drafts.append(int(network.chosen[logits[-1].argmax()]))
+        fed_back = network.rms(out[-1:], "norm") if head.norm_output else out[-1:]
         ids, stream = torch.cat([ids, torch.tensor(drafts[-1:])]), torch.cat([stream, fed_back])
+    assert first is not None
     return Drafted(first.numpy(), drafts)
 
 

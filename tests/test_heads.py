@@ -29,7 +29,8 @@ from checkpoints import (
 import conversion
 from conversion import CheckpointError
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
-from eagle3_jax.models.decoder import BlockMemory, causal_mask
+from eagle3_jax.models.config import with_window
+from eagle3_jax.models.decoder import causal_mask, memories, windows_of
 from eagle3_jax.models.eagle3 import Eagle3Head
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import FLOAT32
@@ -47,6 +48,8 @@ HEADS = {
     "qk_norm": Head(qk_norm=True, head_dim=16),
     "biases": Head(bias=True),
     "two layers": Head(layers=2),
+    "a window": Head(windows=(3,)),
+    "a window in one layer": Head(layers=2, windows=(None, 2), qk_norm=True),
     "four auxiliary layers": Head(aux=(1, 3, 5, 8)),
     "own embedding, other width": Head(width=48, heads=3, kv_heads=1, head_dim=16, own_embedding=True),
     "own embedding": Head(own_embedding=True),
@@ -61,6 +64,8 @@ NOT_EXPRESSIBLE = {
         "qk_norm": "qk_norm",
         "biases": "attention_bias",
         "two layers": "num_layers 2",
+        "a window": "sliding_window",
+        "a window in one layer": "sliding_window",
         "four auxiliary layers": r"aux_layers \(1, 3, 5, 8\)",
     },
     "sglang": {
@@ -68,6 +73,8 @@ NOT_EXPRESSIBLE = {
         "qk_norm": "qk_norm",
         "biases": "attention_bias",
         "two layers": "num_layers 2",
+        "a window": "sliding_window",
+        "a window in one layer": "sliding_window",
         "four auxiliary layers": r"aux_layers \(1, 3, 5, 8\)",
     },
     "vllm": {},
@@ -97,9 +104,9 @@ def test_a_head_drafts_as_its_independent_torch_twin(tmp_path: Path, name: str) 
     @jax.jit
     def run(params: Any, state: Any, features: jax.Array, tokens: jax.Array) -> Any:
         network = bind(Eagle3Head, checkpoint.config, FLOAT32, params["head"])
-        memories = [BlockMemory(mask=causal_mask(fed))] * head.layers
-        fused = network.fuse(features)
-        output, _ = network(params["embedding"][tokens[:, 1:]], fused, jnp.arange(fed)[None], memories)
+        positions, fused = jnp.arange(fed)[None], network.fuse(features)
+        past = memories(windows_of(checkpoint.config.layers), causal_mask(fed), positions)
+        output, _ = network(params["embedding"][tokens[:, 1:]], fused, positions, past)
         seen = Observation(
             tokens=tokens[:, :-1], features=features, length=jnp.full((1,), fed), next_token=tokens[:, -1]
         )
@@ -138,7 +145,9 @@ def test_a_head_round_trips_bit_equal_or_is_refused_by_flag(tmp_path: Path, name
 
 
 @pytest.mark.parametrize("dialect", ["eagle", "sglang", "speculators", "modelopt"])
-@pytest.mark.parametrize("name", ["official", "norm_before_residual", "qk_norm", "own embedding, other width"])
+@pytest.mark.parametrize(
+    "name", ["official", "norm_before_residual", "qk_norm", "own embedding, other width", "a window"]
+)
 def test_every_dialect_gives_the_same_head(tmp_path: Path, name: str, dialect: str) -> None:
     head = HEADS[name]
     first = conversion.read_head(head.write(tmp_path / "first"), TARGET)
@@ -203,6 +212,7 @@ TENSORS = Head().tensors()
 OFFSETS, MASK = TENSORS["d2t"], TENSORS["t2d"]
 LEFT = int(np.flatnonzero(~MASK)[0])
 MATRIX = np.ones((32, 64), np.float32)
+SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention"]}
 HEAD_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no d2t": ({}, {"d2t": None}, "no d2t, but its draft vocabulary of 40 is smaller than the target's 61"),
     "d2t out of range": ({}, {"d2t": other(OFFSETS, _39=40)}, "draft id 39 to target id 79, out of range"),
@@ -242,7 +252,15 @@ HEAD_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "no features": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state is false"),
     "no last norm": ({"eagle_config": {"use_last_layernorm": False}}, {}, "use_last_layernorm is False"),
-    "sliding": ({"layer_types": ["sliding_attention"]}, {}, "'sliding_attention'"),
+    "a window of no size": ({"layer_types": ["sliding_attention"]}, {}, "has no sliding_window"),
+    "a window of no layer": ({"sliding_window": 5}, {}, "sliding_window is 5, but no layer_types say which of"),
+    "windows of another head": (
+        {**SLIDING, "layer_types": ["sliding_attention"] * 2},
+        {},
+        "2 layers but the head has 1",
+    ),
+    "a window that is off": ({**SLIDING, "use_sliding_window": False}, {}, "no sliding_window is switched on"),
+    "linear attention": ({"layer_types": ["linear_attention"]}, {}, "'linear_attention'; expected full_attention or"),
     "logit scale": ({"logit_scale": 2.0}, {}, "logit_scale is 2.0"),
     "activation": ({"hidden_act": "relu"}, {}, "hidden_act is 'relu'"),
     "architecture": ({"model_type": "deepseek_v3"}, {}, "model_type is 'deepseek_v3'"),
@@ -318,6 +336,16 @@ def test_official_layout_refuses_a_free_head_dim(tmp_path: Path) -> None:
     directory = Head(head_dim=16).write(tmp_path / "head")
     with pytest.raises(CheckpointError, match="head_dim 16"):
         conversion.convert(directory, tmp_path / "out", "eagle", TARGET)
+
+
+def test_windows_of_two_sizes_have_no_field(tmp_path: Path) -> None:
+    checkpoint = conversion.read_head(Head(layers=2, windows=(3, 3)).write(tmp_path / "head"), TARGET)
+    first, second = checkpoint.config.layers
+    config = dataclasses.replace(checkpoint.config, layers=(first, with_window(second, 7)))
+    conversion.write_native(dataclasses.replace(checkpoint, config=config), tmp_path / "native")
+    assert conversion.read_head(tmp_path / "native", TARGET).config == config
+    with pytest.raises(CheckpointError, match=r"windows of \[3, 7\] tokens; .* use --to jax"):
+        conversion.convert(tmp_path / "native", tmp_path / "out", "vllm", TARGET)
 
 
 def test_exported_configurations_say_what_engines_read(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from training_pair import STEPS, Pair, make_batch, random_pair
 
 from eagle3_jax.drafters import _feedback
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
-from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform, usual_head
+from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform, usual_head, with_window
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.training import ttt
 from eagle3_jax.training.batches import TTTBatch
@@ -158,9 +159,10 @@ def rope(x, position):
 
 def oracle_logits(drafter, head, embedding, features, tokens, real):
     """The training-time test of one sequence in float64, one row and one key at a time, in the official layout:
-    ``(k+1)·T`` keys of which row ``t`` sees ``j <= t`` in block 0 and ``t`` in each later one."""
+    ``(k+1)·T`` keys of which row ``t`` sees ``j <= t`` in block 0 and ``t`` in each later one, where they are near."""
     config, layer = drafter.config, head["first"]
     mixer = config.layers[0].mixer
+    stands = np.concatenate([np.arange(len(tokens)) + step for step in range(STEPS)])
 
     def mat(params, x):
         return x @ np.asarray(params["kernel"], np.float64)
@@ -184,7 +186,8 @@ def oracle_logits(drafter, head, embedding, features, tokens, real):
         attended = np.zeros((size, mixer.num_heads * mixer.head_dim))
         for t in range(size):
             for h in range(mixer.num_heads):
-                seen = np.flatnonzero(mask[t])
+                far = t + step - stands[: mask.shape[1]] >= (mixer.window or 10**6)
+                seen = np.flatnonzero(mask[t] & ~far)
                 scores = np.array([queries[t][h] @ keys[s][h // groups] for s in seen]) / np.sqrt(mixer.head_dim)
                 weights = np.exp(scores) / np.exp(scores).sum()
                 out = sum(w * values[s][h // groups] for w, s in zip(weights, seen, strict=True))
@@ -197,9 +200,15 @@ def oracle_logits(drafter, head, embedding, features, tokens, real):
     return logits
 
 
-@pytest.mark.parametrize("padding", [(0, 0), (0, 2), (2, 0)])
-def test_unroll_is_the_dense_mask_computation(pair, padding):
+def windowed(drafter, window):
+    layers = tuple(with_window(layer, window) for layer in drafter.config.layers)
+    return dataclasses.replace(drafter, config=dataclasses.replace(drafter.config, layers=layers))
+
+
+@pytest.mark.parametrize(("padding", "window"), [((0, 0), None), ((0, 2), 2), ((2, 0), 4)])
+def test_unroll_is_the_dense_mask_computation(pair, padding, window):
     _, drafter, head, frozen = pair
+    drafter = windowed(drafter, window)
     batch = make_batch(padding=padding)
     features = jax.random.normal(jax.random.key(1), (2, 6, 3, 16))
     logits = unroll(drafter, head, frozen["embedding"], features, batch, STEPS)
@@ -212,8 +221,10 @@ def test_unroll_is_the_dense_mask_computation(pair, padding):
             np.testing.assert_allclose(logits[step][b, first:], rows[step], rtol=1e-4, atol=2e-4)
 
 
-def test_unroll_is_chain_drafting_with_the_true_tokens(pair, monkeypatch):
+@pytest.mark.parametrize("window", [None, 2])
+def test_unroll_is_chain_drafting_with_the_true_tokens(pair, monkeypatch, window):
     target, drafter, head, frozen = pair
+    drafter = windowed(drafter, window)
     batch = make_batch()
     features = ttt.consult(drafter, target, frozen, batch, STEPS)[1]
     unrolled = unroll(drafter, head, frozen["embedding"], features, batch, STEPS)

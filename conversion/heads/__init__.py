@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conversion.heads import eagle3, others
+from conversion.heads import eagle3, others, p_eagle
 from conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored
 
 
@@ -17,7 +17,7 @@ HEADS: dict[str, HeadKind] = {
     for kind in (
         others.MEDUSA,
         others.DFLASH,
-        others.PEAGLE,
+        p_eagle.KIND,
         eagle3.KIND._replace(write=_write_eagle3),
         others.EAGLE1,
     )

@@ -21,6 +21,7 @@ from conversion.fields import Fields, read_from
 from conversion.heads.dialects import dialect_of
 from conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, check_fit
 from conversion.hf_config import (
+    read_head_windows,
     read_mixer,
     read_mlp,
     read_stack,
@@ -29,7 +30,7 @@ from conversion.hf_config import (
     refuse_windows,
 )
 from conversion.rules import Rule
-from eagle3_jax.models.config import DecoderConfig, Eagle3Config, default_aux_layers, uniform
+from eagle3_jax.models.config import DecoderConfig, Eagle3Config, default_aux_layers, uniform, with_window
 
 if TYPE_CHECKING:
     import numpy as np
@@ -85,23 +86,52 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     Raises:
         CheckpointError: It is incomplete, or does not fit the target; the message says why.
     """
+    where = str(stored.directory / "config.json")
+    tensors = canonical(stored.tensors, stored.directory)
+    config, aux_layers = read_config(Fields(stored.config, where), lambda _: num_layers(tensors, where))
+    return read_as(KIND, stored, tensors, config, aux_layers, head_rules(config), target)
+
+
+def read_as(
+    kind: HeadKind,
+    stored: Stored,
+    tensors: Mapping[str, np.ndarray],
+    config: Eagle3Config,
+    aux_layers: tuple[int, ...] | None,
+    table: list[Rule],
+    target: DecoderConfig | None,
+    note: str = "",
+) -> HeadCheckpoint:
+    """A head of EAGLE-3's tensors, and perhaps more, once its description has been read.
+
+    Args:
+        kind: What it is.
+        stored: What lies on disk.
+        tensors: All that is there, in canonical names.
+        config: Its description.
+        aux_layers: Which features it reads, if it names them.
+        table: Its rules.
+        target: What it drafts for, see :func:`read`.
+        note: What was left out so far.
+
+    Raises:
+        CheckpointError: It is incomplete, or does not fit the target; the message says why.
+    """
     from conversion import draft_vocab
-    from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 
     directory, where = stored.directory, str(stored.directory / "config.json")
-    tensors, top = _canonical(stored.tensors, directory), Fields(stored.config, where)
-    config, aux_layers = read_config(top, lambda _: _num_layers(tensors, where))
-    refuse_quantised(top)
+    refuse_quantised(Fields(stored.config, where))
     if target is not None:
         check_fit(config, aux_layers, target, str(directory))
     if "lm_head.weight" not in tensors:
         raise CheckpointError(
-            f"{directory} has no lm_head.weight; an EAGLE-3 head has its own output projection "
+            f"{directory} has no lm_head.weight; {kind.label} heads have their own output projection "
             "(some engines would silently use the first rows of the target's)"
         )
-    shapes = Eagle3Drafter(config).param_shapes()
+    assert kind.classes is not None
+    shapes = kind.classes()[1](config).param_shapes()
     known = (r"embed_tokens\.weight", "d2t", "t2d")
-    head = rules.read_params(head_rules(config), tensors, shapes, where=str(directory), known=known)
+    head = rules.read_params(table, tensors, shapes, where=str(directory), known=known)
     draft_to_target = draft_vocab.read(
         tensors, vocab_size=config.vocab_size, draft_vocab_size=config.draft_vocab_size, where=str(directory)
     )
@@ -113,7 +143,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
             )
         config = dataclasses.replace(config, aux_layers=_default_aux(target, where))
     return HeadCheckpoint(
-        method=KIND.name,
+        method=kind.name,
         config=config,
         head=head,
         draft_to_target=draft_to_target,
@@ -122,6 +152,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
         source=directory,
         dtype=rules.main_dtype(head),
         num_target_layers=None if target is None else target.num_layers,
+        note=note,
     )
 
 
@@ -151,7 +182,7 @@ def named_aux_layers(top: Fields) -> tuple[int, ...] | None:
     return next(iter(found.values()), None)
 
 
-def _canonical(tensors: Mapping[str, np.ndarray], directory: Path) -> dict[str, np.ndarray]:
+def canonical(tensors: Mapping[str, np.ndarray], directory: Path) -> dict[str, np.ndarray]:
     """The tensors with layers named ``layers.N``.
 
     Raises:
@@ -171,7 +202,7 @@ def _canonical(tensors: Mapping[str, np.ndarray], directory: Path) -> dict[str, 
     return renamed
 
 
-def _num_layers(tensors: Mapping[str, np.ndarray], where: str) -> int:
+def num_layers(tensors: Mapping[str, np.ndarray], where: str) -> int:
     """Layers of the head, from its tensors.
 
     The field ``num_hidden_layers`` is no witness: the official Vicuna-13B head says 40 and has one.
@@ -194,17 +225,17 @@ def _switch(top: Fields, name: str, default: bool) -> bool:
     return top.flag(name, section.flag(name, default))
 
 
-def read_config(top: Fields, num_layers: Callable[[Fields], int]) -> tuple[Eagle3Config, tuple[int, ...] | None]:
+def read_config(top: Fields, layers_in: Callable[[Fields], int]) -> tuple[Eagle3Config, tuple[int, ...] | None]:
     """The head's description, and its auxiliary layers if it names them (a stand-in of three is in the description).
 
     Args:
         top: The ``config.json``.
-        num_layers: The head's layers, from whatever knows them, given the part of the file that has the geometry.
+        layers_in: The head's layers, from whatever knows them, given the part of the file that has the geometry.
 
     Raises:
         CheckpointError: A field is missing, malformed or unsupported.
     """
-    nested = top.get("transformer_layer_config") is not None
+    nested, parallel = top.get("transformer_layer_config") is not None, top.get("speculators_model_type") == "peagle"
     geometry = top.section("transformer_layer_config") if nested else top
     where = geometry.where
     model_type = geometry.get("model_type")
@@ -226,7 +257,8 @@ def read_config(top: Fields, num_layers: Callable[[Fields], int]) -> tuple[Eagle
             )
     for fields in (top, geometry):
         refuse_unsupported(fields)
-        refuse_windows(fields)
+    if nested:
+        refuse_windows(top)
     aux_layers = named_aux_layers(top)
     chunks = len(aux_layers) if aux_layers else 3
     for fields in (top, geometry):
@@ -240,14 +272,16 @@ def read_config(top: Fields, num_layers: Callable[[Fields], int]) -> tuple[Eagle
     mixer = read_mixer(geometry, qkv_bias=bias, o_bias=bias, qk_norm=model_type == "qwen3")
     mlp = read_mlp(geometry, bias=geometry.flag("mlp_bias"))
     with read_from(top.where):
+        layers = uniform(layers_in(geometry), mixer, mlp)
+        windows = read_head_windows(geometry, len(layers), switched=model_type == "qwen3")
         config = Eagle3Config(
             **stack,
-            layers=uniform(num_layers(geometry), mixer, mlp),
+            layers=tuple(with_window(layer, window) for layer, window in zip(layers, windows, strict=True)),
             draft_vocab_size=top.integer("draft_vocab_size", stack["vocab_size"]),
             target_width=top.integer("target_hidden_size", stack["width"]),
             aux_layers=aux_layers or (0, 1, 2),
-            # speculators' own default is True, everyone else's False; vLLM does the same.
-            norm_before_residual=_switch(top, "norm_before_residual", nested),
+            # Of speculators' EAGLE-3 heads the default is True, everyone else's is False; vLLM does the same.
+            norm_before_residual=_switch(top, "norm_before_residual", nested and not parallel),
             # In vLLM the EAGLE-3.1 feedback. Old SpecForge files meant the norm before lm_head by it, which every head
             # has; the file does not tell the two apart, so vLLM is followed and the doctor mentions it.
             norm_output=_switch(top, "norm_output", False),

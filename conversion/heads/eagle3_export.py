@@ -14,9 +14,9 @@ from conversion import draft_vocab, rules
 from conversion.errors import CheckpointError
 from conversion.heads.eagle3 import head_rules
 from conversion.heads.head import HeadCheckpoint, Layout
-from conversion.hf_config import bias_fields, stack_fields
+from conversion.hf_config import bias_fields, head_window_fields, stack_fields
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
-from eagle3_jax.models.config import default_aux_layers
+from eagle3_jax.models.config import Eagle3Config, default_aux_layers
 
 
 def layout(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
@@ -25,12 +25,13 @@ def layout(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     Raises:
         CheckpointError: The dialect cannot express the head.
     """
-    refusals = {"eagle": _eagle_refusals, "sglang": _sglang_refusals, "vllm": _vllm_refusals}[dialect](checkpoint)
+    refusals = {"eagle": _eagle_refusals, "sglang": _sglang_refusals, "vllm": vllm_refusals}[dialect](checkpoint)
     if refusals:
         instead = "--to jax" if dialect == "vllm" else "--to vllm or --to jax"
         raise CheckpointError(f"the {dialect!r} layout cannot express {'; '.join(refusals)}; use {instead}")
-    values = {"eagle": _eagle_fields, "sglang": _sglang_fields, "vllm": _vllm_fields}[dialect](checkpoint)
-    return Layout(values, _tensors(checkpoint))
+    values = {"eagle": _eagle_fields, "sglang": _sglang_fields, "vllm": vllm_fields}[dialect](checkpoint)
+    tensors = canonical_tensors(checkpoint, Eagle3Drafter(checkpoint.config), head_rules(checkpoint.config))
+    return Layout(values, as_midlayer(tensors))
 
 
 def is_default_aux(checkpoint: HeadCheckpoint) -> bool:
@@ -46,11 +47,19 @@ def is_default_aux(checkpoint: HeadCheckpoint) -> bool:
         return False
 
 
-def _tensors(checkpoint: HeadCheckpoint) -> dict[str, np.ndarray]:
+def canonical_tensors(checkpoint: HeadCheckpoint, drafter: Any, table: list[rules.Rule]) -> dict[str, np.ndarray]:
+    """The tensors with layers named ``layers.N``.
+
+    Args:
+        checkpoint: The head.
+        drafter: Made of its configuration.
+        table: Its rules.
+
+    Raises:
+        CheckpointError: The parameters do not fit the configuration, or an embedding is missing or misshapen.
+    """
     config = checkpoint.config
-    shapes = Eagle3Drafter(config).param_shapes()
-    canonical = rules.write_params(head_rules(config), checkpoint.head, shapes, where=str(checkpoint.source))
-    tensors = {name.replace("layers.0.", "midlayer.", 1): value for name, value in canonical.items()}
+    tensors = rules.write_params(table, checkpoint.head, drafter.param_shapes(), where=str(checkpoint.source))
     assert checkpoint.draft_to_target is not None
     tensors |= draft_vocab.write(checkpoint.draft_to_target, config.vocab_size, config.draft_vocab_size)
     if checkpoint.embedding is not None:
@@ -69,6 +78,11 @@ def _tensors(checkpoint: HeadCheckpoint) -> dict[str, np.ndarray]:
     return tensors
 
 
+def as_midlayer(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors as all but speculators name them."""
+    return {name.replace("layers.0.", "midlayer.", 1): value for name, value in tensors.items()}
+
+
 def _eagle_refusals(checkpoint: HeadCheckpoint) -> list[str]:
     """What the official code does not read, or reads only in one setting."""
     config, layer = checkpoint.config, checkpoint.config.layers[0]
@@ -79,6 +93,7 @@ def _eagle_refusals(checkpoint: HeadCheckpoint) -> list[str]:
         "fc_norm": config.fc_norm,
         "norm_before_fc": config.norm_before_fc,
         "qk_norm": mixer.qk_norm,
+        "sliding_window": _has_window(config),
         **bias_fields(layer),
     }
     refusals = [name for name, is_set in flags.items() if is_set]
@@ -103,6 +118,7 @@ def _sglang_refusals(checkpoint: HeadCheckpoint) -> list[str]:
     flags = {
         "norm_before_residual": config.norm_before_residual,
         "qk_norm": layer.mixer.qk_norm,
+        "sliding_window": _has_window(config),
         **bias_fields(layer),
     }
     refusals = [name for name, is_set in flags.items() if is_set]
@@ -114,7 +130,11 @@ def _sglang_refusals(checkpoint: HeadCheckpoint) -> list[str]:
     return refusals
 
 
-def _vllm_refusals(checkpoint: HeadCheckpoint) -> list[str]:
+def _has_window(config: Eagle3Config) -> bool:
+    return any(layer.mixer.window is not None for layer in config.layers)
+
+
+def vllm_refusals(checkpoint: HeadCheckpoint) -> list[str]:
     """What vLLM's Llama and Qwen3 heads do not read."""
     layer = checkpoint.config.layers[0]
     biases = bias_fields(layer) if layer.mixer.qk_norm else {}
@@ -158,15 +178,17 @@ def _sglang_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     return values if is_default_aux(checkpoint) else values | _aux_fields(config.aux_layers)
 
 
-def _vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
+def vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
+    """``config.json`` with every flag that vLLM reads."""
     config = checkpoint.config
     values = _common_fields(checkpoint) | _aux_fields(config.aux_layers)
     for name in ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc"):
         values[name] = getattr(config, name)
     values["target_hidden_size"] = config.target_width
     if config.layers[0].mixer.qk_norm:
-        values |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False}
-    return values
+        values |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
+        values["use_sliding_window"] = _has_window(config)
+    return values | head_window_fields(config)
 
 
 def _aux_fields(aux_layers: tuple[int, ...]) -> dict[str, Any]:

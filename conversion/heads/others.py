@@ -25,13 +25,6 @@ DFLASH = HeadKind(
     ),
     difference="a DFlash drafter, which denoises a block",
 )
-PEAGLE = HeadKind(
-    name="p-eagle",
-    label="P-EAGLE",
-    recognise=lambda signs: "mask_hidden" in signs.names or "PEagle" in signs.architecture or signs.method == "peagle",
-    difference="a P-EAGLE head, which drafts all tokens in parallel from a mask token",
-    dialect=dialect_of,
-)
 # "fc" mixes embeddings or features into a head; no language model has it.
 EAGLE1 = HeadKind(
     name="eagle1",

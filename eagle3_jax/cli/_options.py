@@ -36,7 +36,7 @@ DrafterOption = Annotated[
     str | None,
     typer.Option(
         "--drafter",
-        help=f"Directory or hub id of a draft head or of a smaller language model, {FORMS}, or module:name of your own; "
+        help=f"Directory or hub id of a draft head or of a small language model, {FORMS}, or module:name of your own; "
         "the bundled head when left out.",
     ),
 ]

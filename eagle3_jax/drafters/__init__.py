@@ -3,6 +3,7 @@
 from eagle3_jax.drafters.draft_model import DraftModel, DraftModelState, draft_model, layer_skip
 from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from eagle3_jax.drafters.ngram import NGram, NGramState
+from eagle3_jax.drafters.p_eagle import PEagleConfig, PEagleDrafter
 from eagle3_jax.drafters.plain import Plain, PlainState
 from eagle3_jax.drafters.silent import Silent
 
@@ -13,6 +14,8 @@ __all__ = [
     "Eagle3Drafter",
     "NGram",
     "NGramState",
+    "PEagleConfig",
+    "PEagleDrafter",
     "Plain",
     "PlainState",
     "Silent",

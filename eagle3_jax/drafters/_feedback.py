@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.cache import Cache, KeyValues, visible
+from eagle3_jax.cache import Cache, KeyValues
 from eagle3_jax.drafters._grow import Level
 from eagle3_jax.drafters._network import NetworkDrafter
-from eagle3_jax.models.decoder import CacheMemory, causal_mask, empty_cache, memories
+from eagle3_jax.models.decoder import causal_mask, empty_cache, memories, windows_of
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import embed
 from eagle3_jax.types import Draft, Observation, SamplingParams
@@ -68,7 +68,7 @@ class FeedbackDrafter(NetworkDrafter):
         last = jnp.arange(fed)[None, :] == seen.length[:, None] - 1
         shifted = jnp.where(last, seen.next_token[:, None], shifted)
         positions = state.cache.length[:, None] + jnp.arange(fed, dtype=jnp.int32)[None, :]
-        past = memories([None] * len(state.cache.layers), causal_mask(fed), positions, state.cache)
+        past = memories(windows_of(self.config.layers), causal_mask(fed), positions, state.cache)
         output, written = head(self._embed(params, shifted, positions), head.fuse(seen.features), positions, past)
         index = jnp.maximum(seen.length - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(output, index, axis=1)[:, 0]
@@ -81,22 +81,22 @@ class FeedbackDrafter(NetworkDrafter):
 
     def propose(self, params: Params, state: FeedbackState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
         """Grow the tree, or draw the chain; verification makes the output exact whatever is proposed."""
-        head = self.bound(params)
+        head, length = self.bound(params), state.cache.length
 
         def run(tokens, output, depth, mask, memory):
             # All nodes of a level share one rotary position, one behind their place in the sequence.
-            positions = jnp.broadcast_to(state.cache.length[:, None] + depth, tokens.shape)
-            start = state.cache.length + mask.shape[-1] - tokens.shape[-1]
-            seen = visible(mask, state.cache.length, memory[0].capacity)
-            past = [CacheMemory(layer, start, seen) for layer in memory]
+            positions = jnp.broadcast_to(length[:, None] + depth, tokens.shape)
+            layers, before = memory
+            drafted = jnp.concatenate([before, positions], axis=1)
+            past = memories(windows_of(self.config.layers), mask, drafted, Cache(layers=layers, length=length))
             output, written = head(self._embed(params, tokens, positions), output, positions, past)
-            return Level(
-                self._logits(params, head, output), output, tuple(KeyValues(**one._asdict()) for one in written)
-            )
+            layers = tuple(KeyValues(**one._asdict()) for one in written)
+            return Level(self._logits(params, head, output), output, (layers, drafted))
 
         output = state.output[:, None]
-        first = Level(self._logits(params, head, output), carry=output, memory=state.cache.layers)
-        draft, layers = self.grown(
+        nothing = jnp.zeros((length.shape[0], 0), jnp.int32)
+        first = Level(self._logits(params, head, output), carry=output, memory=(state.cache.layers, nothing))
+        draft, (layers, _) = self.grown(
             first,
             run,
             root=state.root,
@@ -106,7 +106,7 @@ class FeedbackDrafter(NetworkDrafter):
             sampling=sampling,
         )
         # The guesses lie behind the committed slots, whose number is as before: to hand them on spares a copy.
-        cache = Cache(layers=layers, length=state.cache.length)
+        cache = Cache(layers=layers, length=length)
         return dataclasses.replace(draft, state=dataclasses.replace(state, cache=cache))
 
     def _embed(self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:

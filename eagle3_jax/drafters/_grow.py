@@ -20,12 +20,13 @@ class Level(NamedTuple):
     """What running the draft network on the nodes of one level gives.
 
     Attributes:
-        logits: ``[B k W]``, over the draft vocabulary, for the children of each node.
+        logits: ``[B k W]``, over the draft vocabulary, for the children of each node; ``[B 1 W]`` where the children of
+            all nodes have one law.
         carry: Pytree of ``[B k ...]``, what a node hands to its children.
         memory: Whatever the network remembers of the levels run so far (keys and values), and before them.
     """
 
-    logits: Float[Array, "B k W"]
+    logits: Float[Array, " B #k W"]
     carry: Any
     memory: Any
 
@@ -163,7 +164,7 @@ def _grow_dynamic(
         level = run(tokens, carry, depth, mask, memory)
         logprobs, ids = _likeliest(level.logits, width)
         cumulative = (scores[:, :, None] + logprobs).reshape(batch, -1)
-        children = to_target(draft_to_target, ids).reshape(batch, -1)
+        children = jnp.broadcast_to(to_target(draft_to_target, ids), (batch, width, width)).reshape(batch, -1)
         pool_scores.append(cumulative)
         pool_tokens.append(children)
         pool_parents.append(jnp.repeat(flat, width, axis=1))
@@ -208,7 +209,8 @@ def _grow_static(
         children = np.flatnonzero(level_of == depth + 1)
         slots = np.searchsorted(running, parents[children])
         _, ids = lax.top_k(level.logits, int(ranks[children].max()) + 1)
-        tokens = tokens.at[:, children].set(to_target(draft_to_target, ids[:, slots, ranks[children]]))
+        law = slots if ids.shape[1] > 1 else np.zeros_like(slots)
+        tokens = tokens.at[:, children].set(to_target(draft_to_target, ids[:, law, ranks[children]]))
         expanding = children[np.isin(children, parents)]
         if expanding.size == 0:
             break

@@ -182,6 +182,11 @@ def uniform(num_layers: int, mixer: Mixer, mlp: MLP) -> tuple[LayerConfig, ...]:
     return (LayerConfig(mixer=mixer, mlp=mlp),) * num_layers
 
 
+def with_window(layer: LayerConfig, window: int | None) -> LayerConfig:
+    """A layer whose tokens see the last ``window`` positions, their own included; all of them when ``None``."""
+    return dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, window=window))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """A decoder of pre-norm blocks, described layer by layer.
@@ -219,6 +224,7 @@ class Eagle3Config:
         vocab_size: ``V``, the target's.
         width: ``D``, the head's own residual stream.
         layers: The head's layers, mostly one; the first reads the token embedding beside the features, ``2D`` wide.
+            Each may have a window: a head that is trained on short texts and sees everything falls off on long ones.
         draft_vocab_size: ``W``, how many target tokens the head can propose.
         target_width: Width of the target's features.
         aux_layers: ``A`` target layers whose entering residual stream is fused, ascending.

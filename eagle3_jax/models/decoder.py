@@ -140,6 +140,11 @@ def empty_cache(layers: Sequence[LayerConfig], *, batch: int, capacity: int, dty
     )
 
 
+def windows_of(layers: Sequence[LayerConfig]) -> list[int | None]:
+    """Per layer, how many positions a token sees, its own included; ``None`` for all."""
+    return [layer.mixer.window for layer in layers]
+
+
 def memories(
     windows: Sequence[int | None],
     mask: Bool[Array, "#B T M"],
@@ -288,8 +293,7 @@ class DecoderTarget:
                 f"features of the layers {aux_layers} were asked for; this target of {layers} layers has 0 to "
                 f"{layers} (what leaves the last one) and {layers + 1} (after the final norm)"
             )
-        windows = [layer.mixer.window for layer in self.config.layers]
-        per_layer = memories(windows, mask, positions, cache)
+        per_layer = memories(windows_of(self.config.layers), mask, positions, cache)
         if positions.shape != tokens.shape:
             positions = positions[:, positions.shape[1] - tokens.shape[1] :]
         return bind(Decoder, self.config, self.precision, params)(tokens, positions, per_layer, aux_layers)

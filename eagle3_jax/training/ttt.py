@@ -8,7 +8,7 @@ stands for the draft that follows the verified prefix ``x_0 .. x_t`` and is ``k`
 token              ``x_{t+1+k}``, from the data and not from the head
 features           ``fc(f_t)`` at step 0, then the head's own output of step ``k - 1``
 rotary position    ``t + k``
-attention          keys of step 0 at ``j <= t``, keys of steps ``1 .. k`` at ``t`` alone
+attention          keys of step 0 at ``j <= t``, keys of steps ``1 .. k`` at ``t`` alone; within the window, if any
 label              ``y_{t+1+k}``, the target's distribution after ``x_{t+1+k}``
 =================  =====================================================================
 """
@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.cache import KeyValue, Segment
+from eagle3_jax.cache import KeyValue, Segment, near
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
-from eagle3_jax.models.decoder import BlockMemory, DecoderTarget, causal_mask
+from eagle3_jax.models.decoder import BlockMemory, DecoderTarget, causal_mask, windows_of
 from eagle3_jax.models.eagle3 import Eagle3Head
 from eagle3_jax.models.functional import Params, bind
 from eagle3_jax.models.layers import embed
@@ -184,19 +184,28 @@ def unroll(
     output, logits = head.fuse(features), []
     written: list[tuple[KeyValue, ...]] = []
     for step in range(num_steps):
-        memories = [_memory(written, layer, seen) for layer in range(drafter.config.num_layers)]
+        windows = enumerate(windows_of(drafter.config.layers))
+        memories = [_memory([kv[layer] for kv in written], seen, positions, one) for layer, one in windows]
         output, kv = head(_from(embedded, step + 1, size), output, positions + step, memories)
         written.append(kv)
         logits.append(head.logits(output))
     return logits
 
 
-def _memory(written: list[tuple[KeyValue, ...]], layer: int, seen: Bool[Array, "B T T"]) -> BlockMemory:
-    """Step 0 is verified text, seen causally; each later step is a row's own guess, seen by that row alone."""
+def _memory(
+    written: list[KeyValue], seen: Bool[Array, "B T T"], positions: Int[Array, "B T"], window: int | None
+) -> BlockMemory:
+    """Step 0 is verified text, seen causally; each later step is a row's own guess, seen by that row alone.
+
+    Row ``t`` of step ``k`` stands at position ``t + k``, and so do its keys: a window moves on with the steps.
+    """
+    step = len(written)
+    if window is not None:
+        seen &= near(positions, positions + step, window)
     if not written:
         return BlockMemory(mask=seen)
-    first, *later = (step[layer] for step in written)
-    return BlockMemory(past=(Segment(first, seen),), own=later)
+    first, *later = written
+    return BlockMemory(past=(Segment(first, seen),), own=later if window is None else later[max(step - window, 0) :])
 
 
 def _seen(batch: TTTBatch) -> Bool[Array, "B T T"]:

@@ -1,0 +1,115 @@
+"""P-EAGLE: an EAGLE-3 head that drafts all its tokens in one forward (AWS, 2026, arXiv 2602.01469).
+
+The head is EAGLE-3's with several layers. It reads the target's features ``f_t`` beside the *next* token ``x_{t+1}``,
+as EAGLE-3 does. Where EAGLE-3 would go on with a token just drafted and with its own output, P-EAGLE puts a mask token
+``m`` and a learned state ``h``. With ``n`` positions known and ``x_n`` just chosen, one forward over the rows
+
+=========  ==============  ==================  =============
+row        token           features            position
+=========  ==============  ==================  =============
+true pair  ``x_n``         ``fc(f_{n-1})``     ``n - 1``
+mask 1     ``m``           ``fc(h)``           ``n``
+...        ...             ...                 ...
+mask K-1   ``m``           ``fc(h)``           ``n + K - 2``
+=========  ==============  ==================  =============
+
+gives the laws of the ``K`` next tokens, row by row; each row sees the committed pairs, the true pair and the mask rows
+before it. The true pair is run when it is observed, together with all others that are new, and its output waits in the
+state: the mask rows, run when a draft is asked for, find it in the cache as they would have found it beside them.
+
+No law hears of a token of the same draft (``is_parallel``): to draw each on its own is to draw from their product, and
+a tree costs no more forwards than a chain. For the same reason a draft can contradict itself. Where the text may go on
+in two ways, the second token does not know which way the first one took: acceptance falls faster with depth and with
+temperature than EAGLE-3's. More tokens than the head was trained for are drafted without a word and rarely accepted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Key
+
+from eagle3_jax.cache import Cache, KeyValues
+from eagle3_jax.drafters._feedback import FeedbackDrafter, FeedbackState
+from eagle3_jax.drafters._parallel import propose_parallel
+from eagle3_jax.models.config import Eagle3Config
+from eagle3_jax.models.decoder import causal_mask, memories, windows_of
+from eagle3_jax.models.eagle3 import Eagle3Head
+from eagle3_jax.models.functional import Params
+from eagle3_jax.models.layers import Precision
+from eagle3_jax.types import Draft, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PEagleConfig(Eagle3Config):
+    """A P-EAGLE head.
+
+    Attributes:
+        mask_token_id: ``m``, a token that no text has; its embedding stands for the unknown one.
+    """
+
+    mask_token_id: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id is {self.mask_token_id}; expected a token of the vocabulary, 0 to {self.vocab_size - 1}"
+            )
+
+
+class PEagleHead(Eagle3Head):
+    """The network: EAGLE-3's, and the learned state of a position whose features are not known."""
+
+    def __init__(self, config: PEagleConfig, *, precision: Precision, rngs: nnx.Rngs):
+        super().__init__(config, precision=precision, rngs=rngs)
+        size = len(config.aux_layers) * config.target_width
+        self.mask_hidden = nnx.Param(jax.random.normal(rngs.params(), (size,), jnp.float32))
+
+    def fused_mask(self) -> Float[Array, "1 1 D"]:
+        """``fc(h)``: the learned state takes the way of features."""
+        return self.fuse(self.mask_hidden[...].reshape(1, 1, len(self.config.aux_layers), -1))
+
+
+@dataclasses.dataclass(frozen=True)
+class PEagleDrafter(FeedbackDrafter):
+    """Drafts a chain or a tree with a P-EAGLE head; it observes as EAGLE-3 does and feeds nothing back.
+
+    Parameters are a dictionary: ``head`` (the network), ``embedding [V D]`` (mostly the head's own) and
+    ``draft_to_target [W]`` (absolute ids).
+    """
+
+    network: ClassVar[type[nnx.Module]] = PEagleHead
+    is_parallel: ClassVar[bool] = True
+
+    config: PEagleConfig
+
+    def propose(self, params: Params, state: FeedbackState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+        """Run the mask rows behind the committed pairs and draft from all laws at once."""
+        head, cache, masks = self.bound(params), state.cache, self.max_depth - 1
+        outputs = state.output[:, None]
+        if masks:
+            shape = (state.root.shape[0], masks)
+            positions = cache.length[:, None] + jnp.arange(masks, dtype=jnp.int32)
+            tokens = jnp.full(shape, self.config.mask_token_id, jnp.int32)
+            stream = jnp.broadcast_to(head.fused_mask(), (*shape, self.config.width))
+            past = memories(windows_of(self.config.layers), causal_mask(masks), positions, cache)
+            output, written = head(self._embed(params, tokens, positions), stream, positions, past)
+            outputs = jnp.concatenate([outputs, output], axis=1)
+            # What the mask rows wrote lies behind the committed slots, whose number is as before.
+            cache = Cache(layers=tuple(KeyValues(**one._asdict()) for one in written), length=cache.length)
+        draft = propose_parallel(
+            self.topology,
+            root=state.root,
+            logits=head.logits(outputs),
+            draft_to_target=params.get("draft_to_target"),
+            vocab_size=self.config.vocab_size,
+            keys=keys,
+            sampling=sampling,
+            draft_sampling=self.draft_sampling,
+        )
+        return dataclasses.replace(draft, state=dataclasses.replace(state, cache=cache))
