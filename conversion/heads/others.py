@@ -32,13 +32,3 @@ PEAGLE = HeadKind(
     difference="a P-EAGLE head, which drafts all tokens in parallel from a mask token",
     dialect=dialect_of,
 )
-# "fc" mixes embeddings or features into a head; no language model has it.
-EAGLE1 = HeadKind(
-    name="eagle1",
-    label="EAGLE-1/2",
-    recognise=lambda signs: "fc.weight" in signs.names,
-    difference=(
-        "an EAGLE-1/2 head: its fc reads one embedding and one feature, and it has neither hidden_norm nor lm_head"
-    ),
-    dialect=dialect_of,
-)
