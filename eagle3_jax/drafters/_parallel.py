@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.drafters._grow import Level, draw_chain, grow
-from eagle3_jax.tree import Topology
+from eagle3_jax.drafters._grow import Level, draw_chain, draw_static, grow
+from eagle3_jax.tree import Chain, Topology
 from eagle3_jax.types import Draft, DraftSampling, SamplingParams
 
 
@@ -23,9 +23,10 @@ def propose_parallel(
     """Draft from ``K`` laws that the committed tokens alone decide.
 
     Level ``k`` of the draft follows ``q_k = softmax(logits[k - 1])`` under every node of the level before, so that the
-    law of a path is the product of its levels'. A chain's tokens are the likeliest ones, or drawn, each independent of
-    the others. A tree takes the likeliest by rank (static) or the likeliest prefixes (dynamic): among prefixes that
-    expand the ``top_k`` best of each level those with the largest product, without a further run of the network.
+    law of a path is the product of its levels'. The tokens of a chain or a static tree are the likeliest ones, or
+    drawn: each independent of the levels before, siblings without replacement. A dynamic tree takes the likeliest
+    prefixes: among those that expand the ``top_k`` best of each level the ones with the largest product, without a
+    further run of the network.
 
     Args:
         topology: Chain, dynamic tree or static tree, at most ``K`` deep.
@@ -35,7 +36,7 @@ def propose_parallel(
         vocab_size: ``V``.
         keys: Of this round, one per row.
         sampling: One value per row.
-        draft_sampling: Whether the tokens of a chain are the likeliest or drawn.
+        draft_sampling: Whether the tokens of a chain or a static tree are the likeliest or drawn.
 
     Returns:
         A draft, with ``probs`` where its tokens were drawn.
@@ -55,7 +56,8 @@ def propose_parallel(
     first = Level(logits[:, :1], carry=(), memory=())
     if draft_sampling is DraftSampling.GREEDY:
         return grow(topology, root=root, first=first, run=run, draft_to_target=draft_to_target)[0]
-    return draw_chain(
+    drawn = draw_chain if isinstance(topology, Chain) else draw_static
+    return drawn(
         topology,  # type: ignore[arg-type]
         root=root,
         first=first,
