@@ -20,7 +20,7 @@ from eagle3_jax import drafters
 from eagle3_jax import loop as loops
 from eagle3_jax.cache import Cache, KeyValues
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
-from eagle3_jax.drafters import Eagle3Config, Eagle3Drafter
+from eagle3_jax.drafters import Eagle3Config, Eagle3Drafter, MedusaConfig, MedusaDrafter
 from eagle3_jax.loop import LoopParams, Prompts, SpeculativeLoop
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, LayerConfig, uniform
 from eagle3_jax.models.decoder import DecoderTarget
@@ -98,6 +98,33 @@ def draft_model(
     small = target(of.vocab_size, seed=seed, precision=of.model.precision, **{"num_layers": 1, **options})
     loaded = drafters.draft_model(small, of)
     return dataclasses.replace(loaded, drafter=loaded.drafter.drafting(topology, draft_sampling))
+
+
+def medusa(
+    of: LoadedTarget,
+    topology: Topology | None = None,
+    *,
+    seed: int = 1,
+    num_heads: int = 4,
+    draft_vocab_size: int | None = None,
+    draft_sampling: DraftSampling = DraftSampling.GREEDY,
+    **variant: Any,
+) -> LoadedDrafter:
+    """Random Medusa heads for a target. Their ids are a random subset of the target's, in no order."""
+    size = draft_vocab_size or of.vocab_size
+    shape = MedusaConfig(
+        vocab_size=of.vocab_size,
+        draft_vocab_size=size,
+        target_width=of.model.config.width,
+        num_target_layers=of.model.config.num_layers,
+        num_heads=num_heads,
+        **variant,
+    )
+    drafter = MedusaDrafter(shape, topology, of.model.precision, draft_sampling)  # type: ignore[arg-type]
+    ids = np.random.default_rng(seed).permutation(of.vocab_size)[:size].astype(np.int32)
+    table = None if size == of.vocab_size else jnp.asarray(ids)
+    head = drafter.init_params(jax.random.key(seed))
+    return LoadedDrafter(drafter, drafter.assemble(head, of.model.tables(of.params), draft_to_target=table))
 
 
 def prompts(

@@ -2,6 +2,7 @@
 
 from eagle3_jax.drafters.draft_model import DraftModel, DraftModelState, draft_model, layer_skip
 from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaState
 from eagle3_jax.drafters.ngram import NGram, NGramState
 from eagle3_jax.drafters.p_eagle import PEagleConfig, PEagleDrafter
 from eagle3_jax.drafters.plain import Plain, PlainState
@@ -12,6 +13,9 @@ __all__ = [
     "DraftModelState",
     "Eagle3Config",
     "Eagle3Drafter",
+    "MedusaConfig",
+    "MedusaDrafter",
+    "MedusaState",
     "NGram",
     "NGramState",
     "PEagleConfig",
