@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conversion.heads import eagle3, others, p_eagle
+from conversion.heads import eagle3, medusa, others, p_eagle
 from conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored
 
 
@@ -15,7 +15,7 @@ def _write_eagle3(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
 HEADS: dict[str, HeadKind] = {
     kind.name: kind
     for kind in (
-        others.MEDUSA,
+        medusa.KIND,
         others.DFLASH,
         p_eagle.KIND,
         eagle3.KIND._replace(write=_write_eagle3),
