@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from conversion import rules
 from conversion.errors import CheckpointError, TargetNeededError
 from conversion.fields import Fields, read_from
-from conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored, check_fit
+from conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, check_fit
+from conversion.heads.medusa_export import head_of_different_blocks, head_rules, layout
 from conversion.hf_config import refuse_quantised
-from conversion.rules import Rule
 from eagle3_jax.models.config import DecoderConfig
 
 if TYPE_CHECKING:
@@ -53,17 +53,6 @@ def classes() -> tuple[type, type]:
     from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter
 
     return MedusaConfig, MedusaDrafter
-
-
-def head_rules(config: MedusaConfig) -> list[Rule]:
-    """The rule table in vLLM's names."""
-    table = []
-    for head in range(config.num_heads):
-        for layer in range(config.num_layers):
-            table += rules.linear(f"blocks.{head}.layers.{layer}", f"blocks.{head}.layers.{layer}", bias=config.bias)
-        if not config.shared_output:
-            table += rules.linear(f"lm_heads.{head}", f"outputs.{head}")
-    return table + rules.linear("lm_head", "outputs.0") if config.shared_output else table
 
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
@@ -143,29 +132,6 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     )
 
 
-def planned(top: Fields, target: DecoderConfig) -> MedusaConfig:
-    """The heads' description without their tensors; the authors' files leave the sizes to the target."""
-    vocab_size = top.size("vocab_size", target.vocab_size)
-    with read_from(top.where):
-        return classes()[0](
-            vocab_size=vocab_size,
-            draft_vocab_size=top.size("truncated_vocab_size", vocab_size),
-            target_width=top.size("hidden_size", target.width),
-            num_target_layers=target.num_layers,
-            num_heads=_stated(top, "heads"),
-            num_layers=_stated(top, "layers"),
-            bias=top.flag("medusa_fc_bias", "medusa_num_heads" in top.values),
-            shared_output=top.flag("original_lm_head"),
-        )
-
-
-def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
-    """The heads in one of the two layouts, see :mod:`conversion.heads.medusa_export`."""
-    from conversion.heads.medusa_export import layout
-
-    return layout(checkpoint, dialect)
-
-
 def _canonical(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
     """The tensors in vLLM's names.
 
@@ -235,18 +201,6 @@ def _biases(top: Fields, tensors: Mapping[str, np.ndarray], dialect: str) -> boo
     return has
 
 
-def head_of_different_blocks(tensors: Mapping[str, np.ndarray], config: MedusaConfig) -> int | None:
-    """The first head whose blocks, in vLLM's names, are not all one; ``None`` where none is."""
-    import numpy as np
-
-    for head in range(config.num_heads):
-        for part in ("weight", "bias") if config.bias else ("weight",):
-            first, *others = (tensors.get(f"blocks.{head}.layers.{n}.{part}") for n in range(config.num_layers))
-            if not all(first is not None and other is not None and np.array_equal(first, other) for other in others):
-                return head
-    return None
-
-
 def _token_map(top: Fields, tensors: dict[str, np.ndarray], vocab_size: int, where: str) -> np.ndarray | None:
     """The target ids of the draft vocabulary, taken out of the tensors; ``None`` where it is the target's."""
     import numpy as np
@@ -277,8 +231,7 @@ KIND = HeadKind(
     recognise=recognise,
     classes=classes,
     read=read,
-    read_config=planned,
-    write=write,
+    write=layout,
     layouts=("medusa", "vllm"),
     stacks={"blocks": lambda config: config.num_heads},
     dialect=dialect_of,

@@ -1,19 +1,32 @@
-"""Medusa heads out again, in the layouts of their authors and of vLLM."""
+"""Medusa heads out again, in the layouts of their authors and of vLLM, and what both directions share."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from conversion import rules
 from conversion.errors import CheckpointError
 from conversion.files import read_json
 from conversion.heads.head import HeadCheckpoint, Layout
-from conversion.heads.medusa import head_of_different_blocks, head_rules
-from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter
+from conversion.rules import Rule
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from eagle3_jax.drafters.medusa import MedusaConfig
+
+
+def head_rules(config: MedusaConfig) -> list[Rule]:
+    """The rule table in vLLM's names."""
+    table = []
+    for head in range(config.num_heads):
+        for layer in range(config.num_layers):
+            table += rules.linear(f"blocks.{head}.layers.{layer}", f"blocks.{head}.layers.{layer}", bias=config.bias)
+        if not config.shared_output:
+            table += rules.linear(f"lm_heads.{head}", f"outputs.{head}")
+    return table + rules.linear("lm_head", "outputs.0") if config.shared_output else table
 
 
 def layout(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
@@ -22,6 +35,10 @@ def layout(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     Raises:
         CheckpointError: It cannot express them.
     """
+    import numpy as np
+
+    from eagle3_jax.drafters.medusa import MedusaDrafter
+
     config, where = checkpoint.config, str(checkpoint.source)
     shapes = MedusaDrafter(config).param_shapes()
     tensors = rules.write_params(head_rules(config), checkpoint.head, shapes, where=where)
@@ -43,6 +60,18 @@ def layout(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
         "base_model_name_or_path": _base_model(checkpoint),
     }
     return Layout(values, _official_names(tensors, config.num_layers), "medusa_lm_head.safetensors")
+
+
+def head_of_different_blocks(tensors: Mapping[str, np.ndarray], config: MedusaConfig) -> int | None:
+    """The first head whose blocks, in vLLM's names, are not all one; ``None`` where none is."""
+    import numpy as np
+
+    for head in range(config.num_heads):
+        for part in ("weight", "bias") if config.bias else ("weight",):
+            first, *others = (tensors.get(f"blocks.{head}.layers.{n}.{part}") for n in range(config.num_layers))
+            if not all(first is not None and other is not None and np.array_equal(first, other) for other in others):
+                return head
+    return None
 
 
 def _official_refusals(config: MedusaConfig, tensors: Mapping[str, np.ndarray]) -> list[str]:

@@ -107,11 +107,14 @@ class MedusaHeads(nnx.Module):
 
     def __call__(self, state: Float[Array, "*rows D"], count: int) -> Float[Array, "*rows count W"]:
         """Logits of the first ``count`` heads in float32."""
-        hidden = [blocks(state) for blocks in list(self.blocks)[:count]]
-        if len(self.outputs) == 1:
-            return self.outputs[0](jnp.stack(hidden, axis=-2)).astype(jnp.float32)
-        outputs = zip(self.outputs, hidden, strict=False)
-        return jnp.stack([output(z) for output, z in outputs], axis=-2).astype(jnp.float32)
+        if len(self.outputs) > 1:
+            return jnp.stack([self.logits(state, head) for head in range(count)], axis=-2)
+        hidden = jnp.stack([self.blocks[head](state) for head in range(count)], axis=-2)
+        return self.outputs[0](hidden).astype(jnp.float32)
+
+    def logits(self, state: Float[Array, "*rows D"], head: int) -> Float[Array, "*rows W"]:
+        """Logits of one head in float32."""
+        return self.outputs[head % len(self.outputs)](self.blocks[head](state)).astype(jnp.float32)
 
 
 @struct.dataclass(kw_only=True)
