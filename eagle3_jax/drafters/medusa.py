@@ -145,16 +145,16 @@ class MedusaDrafter(NetworkDrafter):
     topology: Topology | None = None  # type: ignore[assignment]  # one of them before anybody reads it
 
     def __post_init__(self) -> None:
-        if self.topology is None:
-            object.__setattr__(self, "topology", Chain(self.longest))
-        if isinstance(self.topology, DynamicTree):
+        topology = self.topology or Chain(self.longest)
+        object.__setattr__(self, "topology", topology)
+        if isinstance(topology, DynamicTree):
             raise ValueError(
                 "Medusa drafts a chain or a static tree, whose shape does not depend on the text; choose a published "
                 "tree such as medusa-63, or num_speculative_tokens"
             )
-        if self.topology.max_depth > self.longest:
+        if topology.max_depth > self.longest:
             raise ValueError(
-                f"a draft of {self.topology.max_depth} tokens needs as many Medusa heads and there are {self.longest}; "
+                f"a draft of {topology.max_depth} tokens needs as many Medusa heads and there are {self.longest}; "
                 f"lower num_speculative_tokens to at most {self.longest}, or choose a tree that is no deeper"
             )
         super().__post_init__()

@@ -136,4 +136,5 @@ def _at(scores: Float[Array, "B T W"], index: Int[Array, "B T"]) -> Float[Array,
 
 def _share(values: Array, mask: Bool[Array, "B T"]) -> Float[Array, ""]:
     """Mean over the masked rows; 0 when there are none."""
-    return jnp.sum(jnp.where(mask, values, 0.0)) / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
+    total = jnp.sum(jnp.where(mask, values.astype(jnp.float32), 0.0))
+    return total / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
