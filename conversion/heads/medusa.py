@@ -29,7 +29,6 @@ from eagle3_jax.models.config import DecoderConfig
 if TYPE_CHECKING:
     import numpy as np
 
-    from eagle3_jax.drafters.medusa import MedusaConfig
 
 _OWN_BASE = r"(model|base_model)\.(embed_tokens|layers)\."
 
@@ -232,7 +231,7 @@ KIND = HeadKind(
     classes=classes,
     read=read,
     write=layout,
-    layouts=("medusa", "vllm"),
+    layouts=("vllm", "medusa"),
     stacks={"blocks": lambda config: config.num_heads},
     dialect=dialect_of,
 )

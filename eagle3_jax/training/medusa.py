@@ -11,61 +11,48 @@ residual blocks are zero and their output projections copies of its output matri
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter
+from eagle3_jax.loaded import LoadedTarget
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.models.decoder import DecoderTarget, causal_mask
 from eagle3_jax.models.functional import Params
-from eagle3_jax.training.ttt import Frozen, TTTBatch
+from eagle3_jax.training.batches import Frozen, TTTBatch
+from eagle3_jax.training.recipe import HeadOptions, Loss, Recipe
+
+_DECAY = 0.8
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MedusaOptions:
-    """What heads are trained, and how they are weighted.
+def heads_for(target: DecoderConfig, options: HeadOptions) -> MedusaConfig:
+    """As many heads as positions are learned, with biases as the authors' have.
 
-    Attributes:
-        num_heads: ``K``.
-        num_layers: Residual blocks of each.
-        shared_output: Whether all share one output projection, which makes them small.
-        decay: Head ``k`` weighs ``decay^k``; the authors' code weighs all alike.
+    With a draft vocabulary of their own they share one output projection, which makes them small; so vLLM wants it.
     """
-
-    num_heads: int = 5
-    num_layers: int = 1
-    shared_output: bool = False
-    decay: float = 0.8
-
-    def __post_init__(self) -> None:
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"decay is {self.decay}; expected a weight in (0, 1]")
-
-
-def heads_of(target: DecoderConfig, draft_vocab_size: int, options: MedusaOptions = MedusaOptions()) -> MedusaConfig:
-    """Heads for a target, with biases as the authors' have."""
     return MedusaConfig(
         vocab_size=target.vocab_size,
-        draft_vocab_size=draft_vocab_size,
+        draft_vocab_size=options.draft_vocab_size or target.vocab_size,
         target_width=target.width,
         num_target_layers=target.num_layers,
-        num_heads=options.num_heads,
-        num_layers=options.num_layers,
+        num_heads=options.depth,
+        num_layers=options.num_layers or 1,
         bias=True,
-        shared_output=options.shared_output,
+        shared_output=options.draft_vocab_size is not None,
     )
 
 
 def initial_heads(
-    drafter: MedusaDrafter, unembedding: Float[Array, "D V"], draft_to_target: Int[Array, " W"] | None
+    drafter: MedusaDrafter, target: LoadedTarget, draft_to_target: Int[np.ndarray, " W"] | None, key: jax.Array
 ) -> Params:
     """Heads that all say what the target's output layer says: zero blocks and copies of its output matrix."""
+    del key
+    kernel = jnp.asarray(target.model.tables(target.params).unembedding, jnp.float32)  # type: ignore[attr-defined]
+    kernel = kernel if draft_to_target is None else kernel[:, draft_to_target]
     zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), drafter.param_shapes())
-    kernel = jnp.asarray(unembedding if draft_to_target is None else unembedding[:, draft_to_target], jnp.float32)
     return {"blocks": zero["blocks"], "outputs": {head: {"kernel": kernel} for head in zero["outputs"]}}
 
 
@@ -75,8 +62,8 @@ def medusa_loss(
     head_params: Params,
     frozen: Frozen,
     batch: TTTBatch,
-    options: MedusaOptions = MedusaOptions(),
-) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    options: HeadOptions,
+) -> Loss:
     """The loss, differentiable in ``head_params`` alone.
 
     Args:
@@ -85,7 +72,7 @@ def medusa_loss(
         head_params: What is trained.
         frozen: What is not.
         batch: Sequences; positions are counted from the first column.
-        options: Weights of the heads.
+        options: ``depth`` says how many heads are trained, the first ones.
 
     Returns:
         The loss, and for every head ``k`` ``loss_k``, its unweighted term, and ``accuracy_k``, the share of rows where
@@ -104,13 +91,13 @@ def medusa_loss(
     metrics: dict[str, Float[Array, ""]] = {}
     loss, tau = jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32)
     alive = chain = jnp.ones(batch.tokens.shape, jnp.bool_)
-    for head in range(drafter.config.num_heads):
+    for head in range(options.depth):
         label = to_draft[_later(batch.tokens, head + 2)]
         labelled = _later(batch.loss_mask, head) & _later(batch.attention_mask, head + 2)
         scores = heads.logits(states, head)
         cross_entropy = jax.nn.logsumexp(scores, axis=-1) - _at(scores, jnp.maximum(label, 0))
         term = _share(cross_entropy, labelled & (label >= 0))
-        loss = loss + options.decay**head * term
+        loss = loss + _DECAY**head * term
 
         hit = jnp.argmax(lax.stop_gradient(scores), axis=-1) == label
         chain, alive = chain & labelled, alive & hit
@@ -122,6 +109,8 @@ def medusa_loss(
 def _draft_ids(frozen: Frozen, config: MedusaConfig) -> Int[Array, " V"]:
     """Draft id of every target id, -1 where the heads have none."""
     ids = frozen["draft_to_target"]
+    if ids is None:
+        return jnp.arange(config.vocab_size, dtype=jnp.int32)
     return jnp.full((config.vocab_size,), -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
 
 
@@ -138,3 +127,6 @@ def _share(values: Array, mask: Bool[Array, "B T"]) -> Float[Array, ""]:
     """Mean over the masked rows; 0 when there are none."""
     total = jnp.sum(jnp.where(mask, values.astype(jnp.float32), 0.0))
     return total / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
+
+
+RECIPE = Recipe(drafter=MedusaDrafter, config=heads_for, start=initial_heads, loss=medusa_loss)
