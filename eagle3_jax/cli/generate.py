@@ -168,6 +168,7 @@ def _as_usual(head: LoadedDrafter | Drafter[Any] | None, batch: int) -> LoadedDr
     length = usual_length(jax.default_backend(), batch)
     if length is None or not isinstance(head, LoadedDrafter) or not hasattr(head.drafter, "drafting"):
         return head
+    length = min(length, getattr(head.drafter, "longest", length))
     return dataclasses.replace(head, drafter=configured(head.drafter, Chain(length), None)) if length else None
 
 
