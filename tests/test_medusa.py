@@ -13,7 +13,7 @@ from eagle3_jax import loop as loops
 from eagle3_jax.drafters import MedusaConfig, MedusaDrafter
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.published_trees import PUBLISHED_TREES, tree_name
-from eagle3_jax.tree import Chain, DynamicTree, StaticTree
+from eagle3_jax.tree import Chain, StaticTree
 from eagle3_jax.types import DraftSampling, SamplingParams
 
 TARGET = tiny.target(13)
@@ -119,8 +119,6 @@ def test_k_is_at_most_the_number_of_heads_and_the_first_k_draft() -> None:
         SpeculativeDecoder(TARGET, of, num_speculative_tokens=5)
     with pytest.raises(ValueError, match="a draft of 4 tokens needs as many Medusa heads and there are 3"):
         SpeculativeDecoder(TARGET, tiny.medusa(TARGET, num_heads=3), tree=PUBLISHED_TREES["medusa-63"])
-    with pytest.raises(ValueError, match="Medusa drafts a chain or a static tree"):
-        SpeculativeDecoder(TARGET, of, tree=DynamicTree(num_nodes=4, max_depth=2, top_k=2))
     with pytest.raises(ValueError, match="draws 10 children from a draft vocabulary of 7"):
         tiny.medusa(TARGET, PUBLISHED_TREES["medusa-63"], draft_vocab_size=7)
 

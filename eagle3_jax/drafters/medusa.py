@@ -27,8 +27,8 @@ from eagle3_jax.models.config import MOST
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import Linear, Precision
 from eagle3_jax.sharding import VOCAB, Axis
-from eagle3_jax.tree import Chain, DynamicTree, Topology
-from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams
+from eagle3_jax.tree import Chain, Topology
+from eagle3_jax.types import Draft, Observation, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,11 @@ class MedusaConfig:
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to the target's {self.vocab_size}"
             )
+
+    @property
+    def width(self) -> int:
+        """The heads' own, which is the target's."""
+        return self.target_width
 
     @property
     def aux_layers(self) -> tuple[int]:
@@ -132,7 +137,10 @@ class MedusaState:
 
 @dataclasses.dataclass(frozen=True)
 class MedusaDrafter(NetworkDrafter):
-    """Drafts a chain, of the likeliest tokens or drawn ones, or a static tree; shorter ones leave the last heads out.
+    """Drafts a chain, of the likeliest tokens or drawn ones, or a tree; shorter ones leave the last heads out.
+
+    The trees of the paper are static (:mod:`eagle3_jax.published_trees`); a dynamic one takes the likeliest products of
+    the heads' probabilities.
 
     Parameters are a dictionary: ``head`` (the network) and, where the heads propose a part of the vocabulary,
     ``draft_to_target [W]``. The topology is a chain of all heads when left out.
@@ -147,11 +155,6 @@ class MedusaDrafter(NetworkDrafter):
     def __post_init__(self) -> None:
         topology = self.topology or Chain(self.longest)
         object.__setattr__(self, "topology", topology)
-        if isinstance(topology, DynamicTree):
-            raise ValueError(
-                "Medusa drafts a chain or a static tree, whose shape does not depend on the text; choose a published "
-                "tree such as medusa-63, or num_speculative_tokens"
-            )
         if topology.max_depth > self.longest:
             raise ValueError(
                 f"a draft of {topology.max_depth} tokens needs as many Medusa heads and there are {self.longest}; "
