@@ -14,13 +14,3 @@ MEDUSA = HeadKind(
     ),
     difference="a Medusa head",
 )
-DFLASH = HeadKind(
-    name="dflash",
-    label="DFlash",
-    recognise=lambda signs: (
-        "dflash_config" in signs.config
-        or "DFlash" in signs.architecture
-        or signs.method.startswith(("dflash", "dspark"))
-    ),
-    difference="a DFlash drafter, which denoises a block",
-)
