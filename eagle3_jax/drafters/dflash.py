@@ -33,7 +33,7 @@ from flax import nnx, struct
 from jaxtyping import Array, Float, Int, Key
 
 from eagle3_jax.cache import Cache, KeyValue, Segment
-from eagle3_jax.drafters._grow import Level, draw_chain, grow
+from eagle3_jax.drafters._grow import Level
 from eagle3_jax.drafters._network import NetworkDrafter
 from eagle3_jax.models.config import LayerConfig, check_stack
 from eagle3_jax.models.decoder import Block, BlockMemory, Memory, causal_mask, empty_cache
@@ -41,7 +41,7 @@ from eagle3_jax.models.functional import Params, traced_once
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, embed
 from eagle3_jax.sharding import VOCAB, Axis
 from eagle3_jax.tree import Chain, Topology, ancestor_mask, depths
-from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams
+from eagle3_jax.types import Draft, Observation, SamplingParams
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,7 +235,7 @@ class DFlashDrafter(NetworkDrafter):
         config: Of the network.
         topology: The shape of a draft; a chain of the whole block when left out.
         precision: Of the network's products and activations.
-        draft_sampling: Whether a chain's tokens are the likeliest or drawn.
+        draft_sampling: Whether the tokens of a chain or a static tree are the likeliest or drawn.
     """
 
     network: ClassVar[type[nnx.Module]] = DFlashHead
@@ -295,16 +295,16 @@ class DFlashDrafter(NetworkDrafter):
 
         rank = 0 if self.config.markov is None else self.config.markov.rank
         start = jnp.zeros((state.root.shape[0], 1, rank), self.precision.activations)
-        drafted: dict[str, Any] = {
-            "root": state.root,
-            "first": level(0, state.root[:, None], start),
-            "run": lambda tokens, carry, depth, mask, memory: level(depth + 1, tokens, carry),
-            "draft_to_target": params.get("draft_to_target"),
-        }
-        if self.draft_sampling is DraftSampling.GREEDY:
-            return grow(self.topology, **drafted)[0]
-        vocab_size = self.config.vocab_size
-        return draw_chain(self.topology, vocab_size=vocab_size, keys=keys, sampling=sampling, **drafted)[0]  # type: ignore[arg-type]
+        draft, _ = self.grown(
+            level(0, state.root[:, None], start),
+            lambda tokens, carry, depth, mask, memory: level(depth + 1, tokens, carry),
+            root=state.root,
+            draft_to_target=params.get("draft_to_target"),
+            vocab_size=self.config.vocab_size,
+            keys=keys,
+            sampling=sampling,
+        )
+        return draft
 
     def read_block(self, params: Params, head: DFlashHead, state: DFlashState) -> Float[Array, "B K D"]:
         """The rows that predict the ``K`` tokens after the root, of a block that is run behind the context."""
