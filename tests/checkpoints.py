@@ -388,6 +388,4 @@ def foreign(directory: Path, kind: str) -> Path:
         return write_checkpoint(directory, {"medusa_num_heads": 1}, {"0.0.linear.weight": one, "0.1.weight": one})
     if kind == "P-EAGLE":
         return write_checkpoint(directory, config, Head().tensors() | {"mask_hidden": one})
-    if kind == "DFlash":
-        return write_checkpoint(directory, {"dflash_config": {}, **config}, {"fc.weight": one, **layer})
     return write_llama(directory)

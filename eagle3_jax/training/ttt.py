@@ -24,6 +24,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.cache import KeyValue, Segment, near
+from eagle3_jax.drafters._network import NetworkDrafter
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.decoder import BlockMemory, DecoderTarget, causal_mask, windows_of
 from eagle3_jax.models.eagle3 import Eagle3Head
@@ -142,7 +143,7 @@ def ttt_loss(
 
 
 def consult(
-    drafter: Eagle3Drafter, target: DecoderTarget, frozen: Frozen, batch: TTTBatch, num_steps: int
+    drafter: NetworkDrafter, target: DecoderTarget, frozen: Frozen, batch: TTTBatch, num_steps: int
 ) -> tuple[Teacher, Float[Array, "B T A Dt"]]:
     """One target forward: its distributions in compact form, and the features that the head fuses."""
     output = target(
