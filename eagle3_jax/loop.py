@@ -19,6 +19,7 @@ from eagle3_jax.boundary import (
     require_draft,
     require_drafter,
     require_rows,
+    require_shape,
     require_target,
     require_verdict,
     require_verifier,
@@ -69,6 +70,7 @@ class SpeculativeLoop:
         require_target(self.target)
         require_drafter(self.drafter)
         require_verifier(self.verifier)
+        require_shape(self.verifier, self.drafter)
         if self.rounds_per_check < 1:
             raise ValueError(f"rounds_per_check is {self.rounds_per_check}; expected at least 1")
 

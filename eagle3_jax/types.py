@@ -205,7 +205,8 @@ class Verifier(Protocol):
     """The acceptance rule: which of a draft's tokens stay, and which token follows them.
 
     :class:`eagle3_jax.Exact` is the rule that preserves the target's distribution. Another one is a static argument of
-    the compiled loop like a drafter: hashable. ``docs/extending.md`` writes one.
+    the compiled loop like a drafter: hashable. A rule that is defined along one path only says ``chains_only = True``,
+    a member that is looked for and may be left out. ``docs/extending.md`` writes one.
     """
 
     @property

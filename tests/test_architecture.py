@@ -20,7 +20,7 @@ LAYERS = (
     ("cache", "jsonl", "models.config", "sources", "theory", "writing"),
     ("types",),
     ("tree", "sampling", "schedule", "text"),
-    ("acceptance", "boundary", "loaded", "results", "simulated", "state", "stats"),
+    ("acceptance", "block", "boundary", "loaded", "results", "simulated", "state", "stats"),
     ("models",),
     ("drafters",),
     ("loop",),

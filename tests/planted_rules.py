@@ -1,0 +1,36 @@
+"""Planted bugs of block verification and of adaptive verification; part of the table in ``planted_bugs``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import test_block_law
+from mutants import Mutant
+
+from eagle3_jax.block import _survivals, verify_block
+
+
+def block_law(function: Callable, old: str, new: str, case: str = "a drawn chain") -> Mutant:
+    return Mutant(function, old, new, test_block_law.check_block_law, (case,))
+
+
+MUTANTS = {
+    "a block ends at its first failure": block_law(
+        verify_block,
+        "count = jnp.max(jnp.where(passed, node, 0), axis=1)",
+        "count = jnp.sum(jnp.cumprod((passed | (node == 0)).astype(jnp.int32), axis=1), axis=1) - 1",
+    ),
+    "the residual of a block forgets what has survived": block_law(
+        verify_block, "left = jnp.take_along_axis(wanted, chosen, axis=1)[:, 0]",
+        "left = jnp.take_along_axis(jnp.maximum(target_probs - following, 0.0), chosen, axis=1)[:, 0]",
+    ),
+    "the last token of a block passes like those before it": block_law(
+        verify_block, "jnp.pad(following, ((0, 0), (0, 1), (0, 0)))", "jnp.concatenate([following, draft.probs[:, -1:]], axis=1)",
+    ),
+    "more than everything survives in a block": block_law(
+        _survivals, "jnp.minimum(survivals[-1] * ratio[:, index], 1.0)", "survivals[-1] * ratio[:, index]"
+    ),
+    "a block goes on behind its padding": block_law(
+        verify_block, "jnp.cumprod(draft.valid.astype(jnp.int32), axis=1) > 0", "draft.valid", "a chain with a hole"
+    ),
+}  # fmt: skip
