@@ -30,7 +30,7 @@ MUTANTS = {
     "more than everything survives in a block": block_law(
         _survivals, "jnp.minimum(survivals[-1] * ratio[:, index], 1.0)", "survivals[-1] * ratio[:, index]"
     ),
-    "a block goes on behind its padding": block_law(
-        verify_block, "jnp.cumprod(draft.valid.astype(jnp.int32), axis=1) > 0", "draft.valid", "a chain with a hole"
+    "the padding of a block was drawn, too": block_law(
+        verify_block, "jnp.where(chained[:, 1:, None], draft.probs[:, 1:], 0.0)", "draft.probs[:, 1:]", "a chain cut short"
     ),
 }  # fmt: skip
