@@ -200,6 +200,8 @@ def require_draft(drafter: Drafter[Any], draft: Any, *, batch: int, vocab_size: 
     wanted = {"tokens": (shape, np.int32), "parents": (shape, np.int32), "valid": (shape, np.bool_)}
     if draft.probs is not None:
         wanted["probs"] = ((*shape, vocab_size), np.float32)
+    if draft.confidence is not None:
+        wanted["confidence"] = (shape, np.float32)
     for field, (size, dtype) in wanted.items():
         value = getattr(draft, field)
         if getattr(value, "shape", None) != size or value.dtype != dtype:
