@@ -83,7 +83,7 @@ class Calibration:
         """
         depth = jnp.arange(1, feature.shape[1] + 1, dtype=jnp.int32)
         seen = (verified & (depth <= num_accepted[:, None] + 1)).astype(jnp.float32)
-        off = (depth <= num_accepted[:, None]) - predicted
+        off = (depth <= num_accepted[:, None]).astype(jnp.float32) - predicted
         spread = predicted * (1.0 - predicted)
         one = (jnp.ones_like(off), off, off * feature, spread, spread * feature, spread * feature**2)
         new = seen[:, :, None] * jnp.stack(one, axis=-1)
