@@ -58,7 +58,9 @@ class RoundCosts:
         for batch, costs in self.measured:
             lengths, values = [length for length, _ in costs], [cost for _, cost in costs]
             if not lengths or lengths != sorted(set(lengths)) or lengths[0] < 1:
-                raise ValueError(f"at batch {batch} costs are given for K = {lengths}; expected ascending K of 1 or more")
+                raise ValueError(
+                    f"at batch {batch} costs are given for K = {lengths}; expected ascending K of 1 or more"
+                )
             if not all(np.isfinite(value) and value > 0 for value in values):
                 raise ValueError(f"at batch {batch} costs are {values}; expected numbers above 0, in plain steps")
 
@@ -226,8 +228,8 @@ class AdaptiveLoop(SpeculativeLoop):
         super().__post_init__()
         if not declares_chain(self.drafter):
             raise ValueError(
-                f"{type(self.drafter).__name__} drafts a tree (or does not say `is_chain`), and only chains are cut to a "
-                "width; draft a chain (num_speculative_tokens=K) or leave `adaptive` out"
+                f"{type(self.drafter).__name__} drafts a tree (or does not say `is_chain`), and only chains are cut to "
+                "a width; draft a chain (num_speculative_tokens=K) or leave `adaptive` out"
             )
         for width in self.widths:
             self._at(width)
@@ -270,9 +272,7 @@ class AdaptiveLoop(SpeculativeLoop):
         gain = jnp.sum(jnp.where(running[:, None], emitted, 0.0), axis=0)
         return jnp.argmax(gain / jnp.asarray(self.adaptive.costs.of(running.shape[0], self.widths), jnp.float32))
 
-    def _round(
-        self, width: int, params: LoopParams, state: GenerationState, whole: tuple[Draft, Any] | None
-    ) -> Round:
+    def _round(self, width: int, params: LoopParams, state: GenerationState, whole: tuple[Draft, Any] | None) -> Round:
         """One round of a width, and what is learnt from it."""
         drafter = self._at(width)
         if whole is None:

@@ -1,4 +1,4 @@
-"""Block verification: the tokens of a drawn chain are accepted or refused together (Sun et al., 2024, arXiv 2403.10444).
+"""Block verification: the tokens of a drawn chain are judged together (Sun et al., 2024, arXiv 2403.10444).
 
 The token rule asks each drafted token by itself, and the first refusal ends the round. The block rule lets a token that
 the target wants more often than it was drafted make up for one before it that it wants less often: as exact, and on
@@ -63,8 +63,8 @@ def verify_block(
 ) -> Verdict:
     """Accept a prefix of a drawn chain so that what is emitted follows the target's distribution exactly.
 
-    With ``P_0 = 1``, ``P_i = min(1, P_{i-1} p_i(d_i) / q_i(d_i))`` and the mass ``m_i = Σ max(P_i p_{i+1} - q_{i+1}, 0)``
-    that the target still wants after ``i`` tokens, token ``i`` passes with probability
+    With ``P_0 = 1``, ``P_i = min(1, P_{i-1} p_i(d_i) / q_i(d_i))`` and the mass that the target still wants after ``i``
+    tokens, ``m_i = Σ max(P_i p_{i+1} - q_{i+1}, 0)``, token ``i`` passes with probability
 
         ``h_i = m_i / (m_i + 1 - P_i)`` for ``i < L``, ``h_L = P_L``.
 
@@ -105,9 +105,7 @@ def verify_block(
     return Verdict(path=path, num_accepted=count, next_token=draw(left, choose))
 
 
-def _survivals(
-    draft: Draft, target_probs: Float[Array, "B N V"], chained: Bool[Array, "B N"]
-) -> Float[Array, "B N"]:
+def _survivals(draft: Draft, target_probs: Float[Array, "B N V"], chained: Bool[Array, "B N"]) -> Float[Array, "B N"]:
     """``P_i`` after every node, 1 at the root and 0 behind the end of the chain."""
     tokens: Int[Array, "B K 1"] = draft.tokens[:, 1:, None]
     of_token = lambda probs: jnp.take_along_axis(probs, tokens, axis=2)[:, :, 0]

@@ -75,8 +75,8 @@ class SpeculativeDecoder:
             num_speculative_tokens: Draft a chain of ``K`` tokens.
             tree: Draft a tree instead.
             schedule: Draft a chain whose length depends on how many rows are running, none where that is best.
-            adaptive: Verify as much of each chain as pays, decided in every round; ``num_speculative_tokens`` is then the
-                most.
+            adaptive: Verify as much of each chain as pays, decided in every round; ``num_speculative_tokens`` then says
+                how many at most.
             draft_sampling: Whether a chain's tokens are the likeliest or drawn; the drafter's own choice when left out.
             stop_tokens: Ids that end a row; the target's own when left out, none when empty.
             verifier: The acceptance rule; the exact one when left out. With another one the output may not be the
@@ -96,8 +96,8 @@ class SpeculativeDecoder:
             )
         if adaptive is not None and (tree is not None or schedule is not None):
             raise ValueError(
-                "adaptive chooses the length of a chain in every round; give num_speculative_tokens beside it, the most "
-                "that may be drafted, and neither tree nor schedule"
+                "adaptive chooses the length of a chain in every round; give num_speculative_tokens beside it, the "
+                "longest, and neither tree nor schedule"
             )
         drafter = Plain() if drafter is None else drafter
         loaded = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter)

@@ -53,7 +53,9 @@ class StagedLoop(SpeculativeLoop):
         running = jnp.sum(state.running)
         # Most rows first, so the stage is the last one that has begun.
         index = jnp.sum(jnp.stack([running <= stage.max_running for stage in stages[1:]]).astype(jnp.int32))
-        branches = [lambda state, loop=self._at(stage): padded(loop.step(params, state), self.drafter) for stage in stages]
+        branches = [
+            lambda state, loop=self._at(stage): padded(loop.step(params, state), self.drafter) for stage in stages
+        ]
         return lax.switch(index, branches, state)
 
     def run(self, params: LoopParams, state: GenerationState, *, more_than: int = 0) -> GenerationState:

@@ -128,7 +128,9 @@ def test_one_drafted_token_is_decided_bit_for_bit_as_by_the_token_rule() -> None
         valid=jnp.ones((rows, 2), bool),
         probs=jnp.asarray(q),
     )
-    dice = dict(accept=jnp.asarray(rng.random((rows, 2)), jnp.float32), choose=jnp.asarray(rng.random((rows, 1)), jnp.float32))
+    dice = dict(
+        accept=jnp.asarray(rng.random((rows, 2)), jnp.float32), choose=jnp.asarray(rng.random((rows, 1)), jnp.float32)
+    )
     ours, theirs = (rule(draft, jnp.asarray(p), max_depth=1, **dice) for rule in (verify_block, verify))
     assert np.array_equal(ours.num_accepted, theirs.num_accepted) and 0 < float(ours.num_accepted.mean()) < 1
     assert np.array_equal(ours.next_token, theirs.next_token)
@@ -178,9 +180,12 @@ def test_it_keeps_the_contract_of_an_acceptance_rule() -> None:
 
 def test_a_tree_is_refused_in_one_line() -> None:
     target = tiny.target()
-    with pytest.raises(ValueError, match="BlockVerification is defined for chains.*drafts a tree") as refusal:
+    with pytest.raises(ValueError, match=r"BlockVerification is defined for chains.*drafts a tree") as refusal:
         SpeculativeDecoder(
-            target, tiny.eagle3(target), tree=DynamicTree(num_nodes=5, max_depth=2, top_k=2), verifier=BlockVerification()
+            target,
+            tiny.eagle3(target),
+            tree=DynamicTree(num_nodes=5, max_depth=2, top_k=2),
+            verifier=BlockVerification(),
         )
     assert "\n" not in str(refusal.value)
 
