@@ -56,6 +56,6 @@ MUTANTS = {
         _grow.draw_chain,
         "sure.append(confidence(logits, warmth))",
         "sure.append(jnp.take_along_axis(q, ids[:, None], axis=1)[:, 0])",
-        "widths and a threshold of a drawn chain",
+        "a threshold on a drawn chain",
     ),
 }

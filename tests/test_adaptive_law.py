@@ -22,15 +22,15 @@ import test_long_law
 import tiny
 from oracle import Tree
 from test_exact_law import CHAIN, Distribution, Drafts, sampled
-from test_long_law import DRAFTED, ORDER, PROBABILISTIC, TARGET, TEMPERATURES, VOCABULARY
+from test_long_law import DRAFTED, ORDER, PROBABILISTIC, VOCABULARY, WANTED
 
-from eagle3_jax import AdaptiveVerification, BlockVerification, LoadedDrafter, RoundCosts, SpeculativeDecoder
+from eagle3_jax import AdaptiveVerification, BlockVerification, RoundCosts, SpeculativeDecoder
 from eagle3_jax import loop as loops
 from eagle3_jax.acceptance import verify
 from eagle3_jax.block import verify_block
 from eagle3_jax.sampling import draw, num_digits, probabilities, uniforms
 from eagle3_jax.tree import Chain
-from eagle3_jax.types import Draft, SamplingParams, Warping
+from eagle3_jax.types import Draft, SamplingParams, Verifier, Warping
 
 # ---------------------------------------------------------------- rules, enumerated
 
@@ -151,46 +151,63 @@ class Parallel(tables.TableDrafter):
 
 
 # Costs with a step, so that the best width hangs on the survivals.
-STEPS = RoundCosts(((1, ((1, 1.55), (2, 1.85), (3, 1.9))),))
+STEPS = RoundCosts(((1, ((1, 1.5), (2, 1.95), (3, 2.0))),))
 ADAPTIVE = AdaptiveVerification(costs=STEPS, widths=(1, 2, 3), rounds_per_update=3)
+# The last token alone decides: behind 0 and 1 the next one is nearly certain, behind 2 and 3 it is any of four. A chain
+# that starts behind a certain token pays in full if its second token is followed by a certain one, and else does not.
+CLEAR = np.log(np.array([[0.03, 0.03, 0.91, 0.03], [0.03, 0.03, 0.03, 0.91], [0.25] * 4, [0.25] * 4]))
+CLEAR = np.tile(CLEAR, (test_long_law.CONTEXTS // VOCABULARY, 1)).astype(np.float32)
+BORDERLINE = AdaptiveVerification(costs=RoundCosts(((1, ((1, 1.5), (3, 1.8))),)), widths=(1, 3), rounds_per_update=1000)
+THRESHOLD = AdaptiveVerification(
+    costs=RoundCosts(((1, ((3, 1.001),)),)), widths=(3,), rounds_per_update=3, least_survival=0.2
+)
+SHARP = (2.5 * DRAFTED).astype(np.float32)
 
 
-def drafter(name: str) -> LoadedDrafter:
-    loaded = tables.drafter(DRAFTED, ORDER, Chain(3), draft_sampling=PROBABILISTIC)
-    kinds = {"one shape": OneShape, "parallel": Parallel}
-    method = kinds.get(name, tables.TableDrafter)(VOCABULARY, ORDER, Chain(3), PROBABILISTIC)
-    return dataclasses.replace(loaded, drafter=method)
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Tables of logits ``[C V]``, and how they are used."""
+
+    drafter: type[tables.TableDrafter]
+    wanted: np.ndarray
+    drafted: np.ndarray
+    adaptive: AdaptiveVerification
+    verifier: Verifier | None = None
+    settings: tuple[test_long_law.Setting, ...] = test_long_law.TEMPERATURES
 
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "widths and a threshold of a drawn chain": (
-        "chain",
-        {"adaptive": dataclasses.replace(ADAPTIVE, least_survival=0.25)},
-    ),
-    "widths of a chain that is drawn whole": ("one shape", {"adaptive": ADAPTIVE}),
-    "widths of a parallel draft, in blocks": ("parallel", {"adaptive": ADAPTIVE, "verifier": BlockVerification()}),
+CASES = {
+    "a threshold on a drawn chain": Case(tables.TableDrafter, WANTED, SHARP, THRESHOLD),
+    "widths of a chain that is drawn whole": Case(OneShape, CLEAR, CLEAR, BORDERLINE, settings=((1.0, 0, 1.0),)),
+    "widths of a parallel draft, in blocks": Case(Parallel, WANTED, DRAFTED, ADAPTIVE, BlockVerification()),
 }
 
 
-def written(name: str, *, rows: int, run: int) -> tuple[test_long_law.Texts, np.ndarray]:
-    """What many loops of one row wrote, and how many tokens each verified in a round on average."""
-    kind, options = CASES[name]
+def written(name: str, *, rows: int, run: int) -> tuple[test_long_law.Texts, float]:
+    """What many loops of one row wrote, and how many tokens they verified in a round on average."""
+    case, horizon = CASES[name], test_long_law.HORIZON
     rng = np.random.default_rng(run)
     prompts = rng.integers(0, VOCABULARY, (rows, ORDER + 1))
-    which = np.arange(rows) % len(TEMPERATURES)
-    decoder = SpeculativeDecoder(TARGET, drafter(kind), stop_tokens=(), **options)
-    horizon = test_long_law.HORIZON
-    batch = test_long_law.batch_of(prompts, [TEMPERATURES[index] for index in which], np.full(rows, horizon), run)
+    which = np.arange(rows) % len(case.settings)
+    loaded = tables.drafter(case.drafted, ORDER, Chain(3), draft_sampling=PROBABILISTIC)
+    method = case.drafter(VOCABULARY, ORDER, Chain(3), PROBABILISTIC)
+    decoder = SpeculativeDecoder(
+        tables.target(case.wanted, ORDER),
+        dataclasses.replace(loaded, drafter=method),
+        stop_tokens=(),
+        adaptive=case.adaptive,
+        verifier=case.verifier,
+    )
+    batch = test_long_law.batch_of(prompts, [case.settings[index] for index in which], np.full(rows, horizon), run)
     loop = dataclasses.replace(decoder.loop, warping=Warping.TEMPERATURE)
-    capacity = batch.tokens.shape[1] + horizon + loop.drafter.num_nodes
-    outcome = alone(loop, decoder.params, batch, capacity)
+    outcome = alone(loop, decoder.params, batch, batch.tokens.shape[1] + horizon + loop.drafter.num_nodes)
     tokens = np.asarray(outcome.tokens)[:, 0, ORDER + 1 :][:, :horizon].astype(int)
     everything = np.concatenate([prompts, tokens], axis=1)
     context = sum(everything[:, ORDER - back :][:, :horizon] * VOCABULARY**back for back in range(ORDER))
-    laws = which[:, None] * test_long_law.CONTEXTS + context
-    stats = outcome.stats
-    verified = np.asarray(stats.num_draft_tokens).sum() / np.asarray(stats.num_drafts).sum()
-    return test_long_law.Texts(prompts[:, -ORDER:], tokens, test_long_law.laws_of(TEMPERATURES), laws), verified
+    laws = np.array([oracle.warped(row.tolist(), *setting) for setting in case.settings for row in case.wanted])
+    verified = float(np.sum(outcome.stats.num_draft_tokens) / np.sum(outcome.stats.num_drafts))
+    texts = test_long_law.Texts(prompts[:, -ORDER:], tokens, laws, which[:, None] * len(case.wanted) + context)
+    return texts, verified
 
 
 def alone(loop: loops.SpeculativeLoop, params: Any, batch: loops.Prompts, capacity: int) -> loops.Outcome:
