@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.cache import Cache, KeyValue, Segment
+from eagle3_jax.cache import Cache, KeyValue, KeyValues, Segment
 from eagle3_jax.drafters._grow import Level
 from eagle3_jax.drafters._network import NetworkDrafter
 from eagle3_jax.models.config import LayerConfig, check_stack
@@ -274,7 +274,8 @@ class DFlashDrafter(NetworkDrafter):
         cache, fed = state.cache, seen.tokens.shape[1]
         positions = cache.length[:, None] + jnp.arange(fed, dtype=jnp.int32)[None, :]
         context = self.bound(params).context(seen.features, positions)
-        written = tuple(layer.write(kv, cache.length) for layer, kv in zip(cache.layers, context, strict=True))
+        layers: tuple[KeyValues, ...] = cache.layers  # type: ignore[assignment]
+        written = tuple(layer.write(kv, cache.length) for layer, kv in zip(layers, context, strict=True))
         return DFlashState(
             cache=cache.commit(written, seen.length),
             root=jnp.where(seen.length > 0, seen.next_token, state.root),
