@@ -22,7 +22,7 @@ from conversion.heads.eagle3_export import is_default_aux
 from conversion.native import is_native
 from conversion.reading import read_head, read_target
 from conversion.targets import TargetCheckpoint
-from eagle3_jax.models.config import RopeConfig, default_aux_layers
+from eagle3_jax.models.config import MOST, RopeConfig, default_aux_layers
 
 Status = Literal["ok", "warning", "failure", "skipped"]
 
@@ -78,9 +78,7 @@ def diagnose(
     checks += [
         _widths(target, head),
         _vocabulary(target, head),
-        _aux_layers(head),
-        _norm_flags(head),
-        _rope(target, head),
+        *_of_eagle3(target, head),
         _positions(target, head),
         _dtypes(target, head),
         _tokenizer(target, head),
@@ -202,6 +200,14 @@ def _aux_layers(head: HeadCheckpoint) -> Check:
     return Check(name, "ok", f"{layers}, {'the default' if is_default_aux(head) else 'named in config.json'}")
 
 
+def _of_eagle3(target: TargetCheckpoint, head: HeadCheckpoint) -> list[Check]:
+    """What heads of that line may get wrong and others do not have."""
+    if head.method == "eagle3":
+        return [_aux_layers(head), _norm_flags(head), _rope(target, head)]
+    reason = f"asked of EAGLE-3 heads; this is {HEADS[head.method].label}"
+    return [Check(name, "skipped", reason) for name in ("auxiliary layers", "norm flags", "rope")]
+
+
 def _default_of(head: HeadCheckpoint) -> tuple[int, ...] | None:
     try:
         return default_aux_layers(head.num_target_layers or 0)
@@ -248,6 +254,8 @@ def _rope(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
 
 def _positions(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
     ours, theirs = head.config.max_positions, target.config.max_positions
+    if ours == MOST:
+        return Check("positions", "ok", "the head knows none")
     detail = f"head {ours}, target {theirs}"
     if ours < theirs:
         return Check("positions", "warning", f"{detail}; drafts beyond {ours} are extrapolation (outputs stay exact)")
