@@ -128,7 +128,7 @@ def read_verifier(source: str | None) -> Verifier | None:
     part = own("--verifier", source)
     if part is None:
         raise Misuse(
-            f"--verifier {source}: expected {', '.join(map(repr, RULES))}, or module:name, a rule of your own; see {PAGE}"
+            f"--verifier {source}: expected {', '.join(map(repr, RULES))}, or one of your own, module:name; see {PAGE}"
         )
     return part.value
 
