@@ -211,7 +211,6 @@ def test_by_the_recipe_the_loss_falls_and_drafts_are_accepted() -> None:
     batch, optimizer = make_batch(4, 12), optax.adam(1e-2)
     params = recipe.start(drafter, loaded, ids, jax.random.key(0))
 
-    @jax.jit
     def step(carry: Any, index: jax.Array) -> Any:
         params, state = carry
         chosen = dataclasses.replace(batch, key=jax.random.fold_in(jax.random.key(0), index))
@@ -220,7 +219,8 @@ def test_by_the_recipe_the_loss_falls_and_drafts_are_accepted() -> None:
         updates, state = optimizer.update(grads, state)
         return (optax.apply_updates(params, updates), state), (value, metrics, optax.tree.norm(grads["mask_hidden"]))
 
-    _, (losses, metrics, norms) = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(150))
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to a counter
+        _, (losses, metrics, norms) = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(100))
     assert losses[-10:].mean() < 0.3 * losses[:3].mean()
     assert metrics["simulated_tau"][-10:].mean() > metrics["simulated_tau"][:3].mean() + 0.5
     assert (norms > 0).all()
