@@ -27,7 +27,7 @@ class Description:
         dialect: Whose layout it is in.
         loadable: Whether this library reads it.
         problem: Why not; empty when it is loadable.
-        note: What else it needs, such as its target; empty otherwise.
+        note: What else it needs, such as its target, or what reading leaves out; empty otherwise.
         num_parameters: Floating-point numbers stored.
         num_bytes: Bytes of all tensors.
         num_tensors: Tensors stored.
@@ -94,9 +94,11 @@ def describe(directory: str | Path) -> Description:
 
 
 def _obstacles(path: Path, kind: str) -> tuple[str, str]:
-    """Why it cannot be loaded, and what has to be given with it."""
+    """Why it cannot be loaded, and what has to be given with it or was left out."""
     try:
-        read_head(path) if kind in HEADS else read_target(path)
+        if kind in HEADS:
+            return "", read_head(path).note
+        read_target(path)
     except TargetNeededError as error:
         return "", str(error)
     except CheckpointError as error:

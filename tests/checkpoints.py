@@ -386,6 +386,4 @@ def foreign(directory: Path, kind: str) -> Path:
         return write_checkpoint(directory, config, {"fc.weight": one, "fc.bias": one[0], **layer})
     if kind == "Medusa":
         return write_checkpoint(directory, {"medusa_num_heads": 1}, {"0.0.linear.weight": one, "0.1.weight": one})
-    if kind == "P-EAGLE":
-        return write_checkpoint(directory, config, Head().tensors() | {"mask_hidden": one})
     return write_llama(directory)

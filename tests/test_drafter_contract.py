@@ -50,6 +50,10 @@ ALL_DRAFTERS = {
     "Medusa sampled chain": tiny.medusa(TARGET, Chain(3), draft_sampling=DraftSampling.PROBABILISTIC),
     "Medusa dynamic tree": tiny.medusa(TARGET, DynamicTree(num_nodes=9, max_depth=3, top_k=3)),
     "Medusa static tree": tiny.medusa(TARGET, tiny.STATIC_TREE),
+    "EAGLE-3 under a window": tiny.eagle3(TARGET, tiny.STATIC_TREE, layers=tiny.layers(1, window=3)),
+    "P-EAGLE chain": tiny.p_eagle(TARGET, Chain(3), draft_vocab_size=7),
+    "P-EAGLE sampled chain": tiny.p_eagle(TARGET, Chain(3), draft_sampling=DraftSampling.PROBABILISTIC),
+    "P-EAGLE dynamic tree": tiny.p_eagle(TARGET, DynamicTree(num_nodes=9, max_depth=3, top_k=3)),
 }
 LAW = "sampled output has the target's law"
 COSTLY = {"greedy output is the target's", LAW}  # the suite has tests of these for every drafter

@@ -78,6 +78,7 @@ DRAFTERS = {
     "a random static tree": lambda: tiny.eagle3(TARGET, tiny.STATIC_TREE),
     "the first of four Medusa heads": lambda: tiny.medusa(TARGET, Chain(1)),
     "a tree of Medusa heads": lambda: tiny.medusa(TARGET, tiny.STATIC_TREE),
+    "a random parallel tree": lambda: tiny.p_eagle(TARGET, tiny.STATIC_TREE),
 }
 
 

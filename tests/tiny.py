@@ -31,6 +31,8 @@ from eagle3_jax.drafters import (
     MedusaDrafter,
     MTPConfig,
     MTPDrafter,
+    PEagleConfig,
+    PEagleDrafter,
 )
 from eagle3_jax.loop import LoopParams, Prompts, SpeculativeLoop
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, LayerConfig, uniform
@@ -87,7 +89,19 @@ def eagle3(
         aux_layers=AUX_LAYERS,
         **variant,
     )
-    drafter = Eagle3Drafter(shape, topology, of.model.precision, draft_sampling)
+    return _random_head(Eagle3Drafter(shape, topology, of.model.precision, draft_sampling), of, seed)
+
+
+def p_eagle(of: LoadedTarget, topology: Topology = Chain(3), *, seed: int = 1, **variant: Any) -> LoadedDrafter:
+    """A random P-EAGLE head for a target, of two layers; the variations are those of :func:`eagle3`."""
+    like: Eagle3Drafter = eagle3(of, topology, seed=seed, **{"num_layers": 2, **variant}).drafter
+    fields = {field.name: getattr(like.config, field.name) for field in dataclasses.fields(like.config)}
+    shape = PEagleConfig(**fields, mask_token_id=of.vocab_size - 1)
+    return _random_head(PEagleDrafter(shape, topology, like.precision, like.draft_sampling), of, seed)
+
+
+def _random_head(drafter: Eagle3Drafter | PEagleDrafter, of: LoadedTarget, seed: int) -> LoadedDrafter:
+    size = drafter.config.draft_vocab_size
     ids = np.sort(np.random.default_rng(seed).permutation(of.vocab_size)[:size]).astype(np.int32)
     params = {
         "head": drafter.init_params(jax.random.key(seed)),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from eagle3_jax.drafters._network import NetworkDrafter
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.loaded import LoadedTarget
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, usual_head
@@ -39,13 +40,13 @@ def official_head(target: DecoderConfig, draft_vocab_size: int, mlp_width: int |
 
 
 def initial_head(
-    drafter: Eagle3Drafter,
+    drafter: NetworkDrafter,
     unembedding: Float[Array, "D V"],
     final_norm: Float[Array, " D"],
     draft_to_target: Int[np.ndarray, " W"],
     key: jax.Array,
 ) -> Params:
-    """Random parameters, but for the final norm and the output projection, which start as the target's own."""
+    """Random parameters, but for ``norm`` and ``head``, the final norm and the output projection: the target's own."""
     params = drafter.init_params(key)
     params["head"]["kernel"] = jnp.asarray(unembedding[:, draft_to_target], jnp.float32)
     params["norm"]["scale"] = jnp.asarray(final_norm, jnp.float32)

@@ -1,0 +1,252 @@
+"""P-EAGLE's objective: every draft position of a text in one forward (AWS, 2026, arXiv 2602.01469).
+
+At depth 0 a row is a true pair: token ``x_{a+1}`` and ``fc(f_a)``, at position ``a``, as EAGLE-3 has it. At depth
+``d`` it is what drafting puts there behind the anchor ``a``: the mask token and the learned state, at position
+``a + d``. All depths of all anchors would be ``K`` times the text, so each depth keeps some of the one before:
+
+=================  ==================================================================================================
+depth 0            every position
+depth ``d``        ``⌊max(0, n - d) · max(r^d, r_min)⌋`` of the ``n`` supervised positions, drawn among those whose
+                   neighbour before was kept at depth ``d - 1``: what is kept is chains without gaps
+attention          all true pairs at ``j <= a``, and the mask rows of the same anchor up to its own depth
+label              ``y_{a+d+1}``, the target's distribution after ``x_{a+d+1}``
+loss               mean of ``KL(p ‖ q)`` over all rows that are supervised, whatever their depth
+=================  ==================================================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from eagle3_jax.drafters.p_eagle import PEagleConfig, PEagleDrafter, PEagleHead
+from eagle3_jax.loaded import LoadedTarget
+from eagle3_jax.models.config import DecoderConfig, usual_head
+from eagle3_jax.models.decoder import DecoderTarget, memories, windows_of
+from eagle3_jax.models.functional import Params, bind
+from eagle3_jax.models.layers import embed
+from eagle3_jax.training.batches import Frozen, TTTBatch
+from eagle3_jax.training.head import initial_head
+from eagle3_jax.training.recipe import HeadOptions, Loss, Recipe
+from eagle3_jax.training.ttt import Teacher, consult
+
+# The paper's; AWS's heads of gpt-oss-20b have as many.
+_LAYERS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """What is trained on. Defaults are those of speculators.
+
+    Attributes:
+        num_depths: ``K``, draft positions that are learned.
+        ratio: ``r``, what a depth keeps of the one before.
+        least: ``r_min``, what every depth keeps at least of the text.
+    """
+
+    num_depths: int = 8
+    ratio: float = 0.7
+    least: float = 0.2
+
+    def __post_init__(self) -> None:
+        if self.num_depths < 1:
+            raise ValueError(f"num_depths is {self.num_depths}; at least the first draft position is learned")
+        for name in ("ratio", "least"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a share in (0, 1]")
+
+
+@struct.dataclass(kw_only=True)
+class Chains:
+    """Rows to run, those of depth 0 first and in order: the text itself.
+
+    Attributes:
+        anchors: ``[B S]``, position of the last true pair that a row stands behind; its own at depth 0.
+        present: ``[B S]``, False at padding, where fewer were kept than there is room for.
+        depths: ``S`` depths, ascending.
+    """
+
+    anchors: Int[Array, "B S"]
+    present: Bool[Array, "B S"]
+    depths: tuple[int, ...] = struct.field(pytree_node=False)
+
+    @property
+    def positions(self) -> Int[Array, "B S"]:
+        """Where each row stands."""
+        return self.anchors + jnp.asarray(self.depths, jnp.int32)
+
+    def of_depth(self, depth: int) -> slice:
+        """The rows of one depth."""
+        return slice(self.depths.index(depth), len(self.depths) - self.depths[::-1].index(depth))
+
+
+def kept(num_valid: int, depth: int, config: ParallelConfig) -> int:
+    """How many rows a depth below the first keeps of a text of ``num_valid`` supervised positions."""
+    return int(max(0, num_valid - depth) * max(config.ratio**depth, config.least))
+
+
+def draw_chains(key: Key[Array, ""], valid: Bool[Array, "B T"], config: ParallelConfig) -> Chains:
+    """Choose what each depth keeps.
+
+    Args:
+        key: What is drawn is a function of it.
+        valid: Positions that are supervised.
+        config: How much is kept.
+    """
+    batch, size = valid.shape
+    index = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
+    anchors, present, depths = [index], [jnp.ones_like(valid)], [0] * size
+    num_valid, pool = jnp.sum(valid, axis=1), valid & (index > 0)
+    for depth in range(1, config.num_depths):
+        room = kept(size, depth, config)
+        if room == 0:
+            break
+        sizes = jnp.asarray([kept(count, depth, config) for count in range(size + 1)])[num_valid]
+        dice = jax.random.uniform(jax.random.fold_in(key, depth), (batch, size))
+        best, chosen = lax.top_k(jnp.where(pool, dice, -1.0), room)
+        taken = (best >= 0) & (jnp.arange(room) < sizes[:, None])
+        anchors.append(jnp.where(taken, chosen - depth, 0))
+        present.append(taken)
+        depths += [depth] * room
+        follows = jax.vmap(lambda at: jnp.zeros((size,), jnp.bool_).at[at].set(True, mode="drop"))
+        pool = valid & follows(jnp.where(taken, chosen + 1, size))
+    return Chains(
+        anchors=jnp.concatenate(anchors, axis=1), present=jnp.concatenate(present, axis=1), depths=tuple(depths)
+    )
+
+
+def chain_mask(chains: Chains, real: Bool[Array, "B T"]) -> Bool[Array, "B S S"]:
+    """Who sees whom: the true pairs up to the anchor, and what stands before a row in its own chain."""
+    depth = jnp.asarray(chains.depths)
+    padding = len(chains.depths) - real.shape[1]
+    context = jnp.pad(real, ((0, 0), (0, padding)))[:, None, :] & (
+        chains.anchors[:, None] <= chains.anchors[:, :, None]
+    )
+    own = (chains.anchors[:, None] == chains.anchors[:, :, None]) & (depth <= depth[:, None])
+    return chains.present[:, None, :] & (context | own)
+
+
+def parallel_logits(
+    drafter: PEagleDrafter,
+    head_params: Params,
+    embedding: Float[Array, "V D"],
+    features: Float[Array, "B T A Dt"],
+    batch: TTTBatch,
+    chains: Chains,
+) -> Float[Array, "B S W"]:
+    """Draft logits of all rows, in one forward."""
+    head = bind(PEagleHead, drafter.config, drafter.precision, head_params)
+    masks = (batch.tokens.shape[0], len(chains.depths) - batch.tokens.shape[1])
+    # The last pair has no token; no row that is supervised sees it.
+    tokens = jnp.concatenate(
+        [batch.tokens[:, 1:], batch.tokens[:, :1], jnp.full(masks, drafter.config.mask_token_id, jnp.int32)], axis=1
+    )
+    fused_mask = jnp.broadcast_to(head.fused_mask(), (*masks, drafter.config.width))
+    stream = jnp.concatenate([head.fuse(features), fused_mask], axis=1)
+    mask, positions = chain_mask(chains, batch.attention_mask), chains.positions
+    seen = memories(windows_of(drafter.config.layers), mask, positions)
+    output, _ = head(embed(embedding, tokens, drafter.precision), stream, positions, seen)
+    return head.logits(output)
+
+
+def p_eagle_loss(
+    drafter: PEagleDrafter,
+    target: DecoderTarget,
+    head_params: Params,
+    frozen: Frozen,
+    batch: TTTBatch,
+    config: ParallelConfig = ParallelConfig(),
+) -> Loss:
+    """The mean of ``KL(p ‖ q)`` over supervised rows of all depths, differentiable in ``head_params`` alone.
+
+    Args:
+        drafter: The head's configuration and precision.
+        target: The target that is to be predicted.
+        head_params: What is trained.
+        frozen: What is not.
+        batch: Sequences, and the key that draws which depths of them are learned; the same ones without it.
+        config: How many depths, and how much of each.
+
+    Returns:
+        The loss, and for every depth ``k`` ``accuracy_k`` and ``acceptance_k`` as
+        :func:`eagle3_jax.training.ttt.ttt_loss` has them, of the rows that were drawn. So is ``simulated_tau``, over
+        the chains that were drawn as deep.
+    """
+    frozen = lax.stop_gradient(frozen)
+    rows, size = batch.tokens.shape
+    teacher, features = consult(drafter, target, frozen, batch, 1)
+    real = batch.attention_mask
+    valid = batch.loss_mask & real & jnp.pad(real[:, 1:], ((0, 0), (0, 1)))
+    chains = draw_chains(jax.random.key(0) if batch.key is None else batch.key, valid, config)
+    logits = parallel_logits(drafter, head_params, frozen["embedding"], features, batch, chains)
+
+    place = jnp.where(chains.present, chains.positions, 0)
+    take = jax.vmap(lambda leaf, at: leaf[at])
+    label = Teacher(*(take(leaf, place + 1) for leaf in teacher))
+    counted = chains.present & take(valid, place)
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    divergence = jnp.sum(jax.scipy.special.xlogy(label.probs, label.probs) - label.probs * logprobs, axis=-1)
+    loss = _share(divergence, counted)
+
+    logprobs, metrics = lax.stop_gradient(logprobs), {}
+    hits = jnp.argmax(logprobs, axis=-1) == label.best
+    overlap = jnp.minimum(label.probs * label.mass[..., None], jnp.exp(logprobs)).sum(-1)
+    tau, alive, chain = jnp.ones(()), jnp.ones((rows, size), jnp.bool_), jnp.ones((rows, size), jnp.bool_)
+    for depth in range(chains.depths[-1] + 1):
+        part = chains.of_depth(depth)
+        hit, here, anchor = hits[:, part], counted[:, part], chains.anchors[:, part]
+        metrics[f"accuracy_{depth}"] = _share(hit, here)
+        metrics[f"acceptance_{depth}"] = _share(overlap[:, part], here)
+        at_anchors = jax.vmap(lambda at, one: jnp.zeros((size,), jnp.bool_).at[at].set(one, mode="drop"))
+        anchor = jnp.where(here, anchor, size)
+        chain, alive = chain & at_anchors(anchor, here), alive & at_anchors(anchor, hit)
+        tau += _share(alive, chain)
+    return loss, {**metrics, "simulated_tau": tau}
+
+
+def _share(values: Array, mask: Bool[Array, "B S"]) -> Float[Array, ""]:
+    """Mean over the masked rows; 0 when there are none."""
+    total = jnp.sum(jnp.where(mask, values.astype(jnp.float32), 0.0))
+    return total / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
+
+
+def _config(target: DecoderConfig, options: HeadOptions) -> PEagleConfig:
+    """The usual head, deeper. Its mask token is the last of the vocabulary, which texts hardly ever have."""
+    if options.width not in (None, target.width):
+        raise ValueError(
+            f"a P-EAGLE head of width {options.width} was asked for; expected the target's, {target.width}"
+        )
+    like = usual_head(
+        target, draft_vocab_size=options.draft_vocab_size or target.vocab_size, mlp_width=options.mlp_width
+    )
+    fields = {field.name: getattr(like, field.name) for field in dataclasses.fields(like)}
+    layers = like.layers * (options.num_layers or _LAYERS)
+    return PEagleConfig(**fields | {"layers": layers, "mask_token_id": target.vocab_size - 1})
+
+
+def _start(
+    drafter: PEagleDrafter, target: LoadedTarget, draft_to_target: Int[np.ndarray, " W"] | None, key: jax.Array
+) -> Params:
+    ids = np.arange(target.vocab_size) if draft_to_target is None else draft_to_target
+    unembedding = target.model.tables(target.params).unembedding  # type: ignore[attr-defined]
+    return initial_head(drafter, unembedding, target.params["norm"]["scale"], ids, key)
+
+
+def _loss(
+    drafter: PEagleDrafter,
+    target: DecoderTarget,
+    params: Params,
+    frozen: Frozen,
+    batch: TTTBatch,
+    options: HeadOptions,
+) -> Loss:
+    return p_eagle_loss(drafter, target, params, frozen, batch, ParallelConfig(num_depths=options.depth))
+
+
+RECIPE = Recipe(drafter=PEagleDrafter, config=_config, start=_start, loss=_loss, depths="8", draft_vocab_size=2048)
