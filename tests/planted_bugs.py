@@ -95,6 +95,7 @@ RESIDUAL = "jnp.where(child, rest, walk.p)"
 FITS = "(accept[node] * q[token] < walk.p[token])"
 DECLARED = "probs.append(q)"
 SCATTERED = ".at[:, draft_to_target].add(q)"
+DECLARED_SIBLING = "over_target(draft_to_target, q, vocab_size))"
 WARPED = "scaled = _truncate(scaled, jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p))"
 PROPOSED = "positions = jnp.broadcast_to(state.cache.length[:, None] + depth, tokens.shape)"
 SHIFTED = "shifted = jnp.where(last, seen.next_token[:, None], shifted)"
@@ -170,6 +171,17 @@ MUTANTS = {
     ),
     "all depths of a draft share one uniform": long_law(
         _grow.draw_chain, "draw(q, dice[:, index])", "draw(q, dice[:, 0])", "a chain of drawn tokens"
+    ),
+    "siblings are drawn without replacement and declared with it": long_law(
+        _grow.draw_static, DECLARED_SIBLING,
+        DECLARED_SIBLING.replace(" q,", " probabilities(first.logits, sampling, Warping.TEMPERATURE) if nodes[0] < 3 else q,"),
+        "a static tree of drawn tokens",
+    ),
+    "the likeliest siblings are declared as if drawn": long_law(
+        _grow.draw_static, "jnp.where(greedy, ", "jnp.where(True, ", "a static tree of drawn tokens"
+    ),
+    "siblings share one uniform": long_law(
+        _grow.draw_static, "dice[:, nodes - 1]", "dice[:, nodes * 0]", "a static tree of drawn tokens"
     ),
     "drafting and verifying share their randomness": long_law(
         SpeculativeLoop._propose, "keys_at(state.keys, state.length, _DRAFT)", "keys_at(state.keys, state.length, _VERIFY)",

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.cache import Cache, KeyValue, KeyValues, visible
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
-from eagle3_jax.drafters._grow import Level, draw_chain, grow
+from eagle3_jax.drafters._grow import Level, draw_chain, draw_static, grow
 from eagle3_jax.sampling import DraftSampling
 from eagle3_jax.tree import Chain, Topology
 from eagle3_jax.types import Draft, Observation, SamplingParams, TargetOutput
@@ -95,7 +95,7 @@ class TableDrafter:
         vocab_size: ``V``.
         order: Tokens of context.
         topology: Chain, dynamic tree or static tree.
-        draft_sampling: Whether a chain's tokens are drawn.
+        draft_sampling: Whether the tokens of a chain or a static tree are drawn.
     """
 
     vocab_size: int
@@ -149,7 +149,8 @@ class TableDrafter:
         first = Level(logits=table[context], carry=context, memory=())
         if self.draft_sampling is DraftSampling.GREEDY:
             return grow(self.topology, root=root, first=first, run=run, draft_to_target=ids)[0]
-        return draw_chain(
+        draw = draw_chain if self.is_chain else draw_static
+        return draw(
             self.topology, root=root, first=first, run=run, draft_to_target=ids, vocab_size=self.vocab_size, keys=keys,
             sampling=sampling,
         )[0]  # fmt: skip

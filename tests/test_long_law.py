@@ -57,6 +57,9 @@ DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
     ),
     "a dynamic tree": lambda: tables.drafter(DRAFTED, ORDER, TREE),
     "a static tree": lambda: tables.drafter(DRAFTED, ORDER, tiny.STATIC_TREE, ids=(0, 1, 3)),
+    "a static tree of drawn tokens": lambda: tables.drafter(
+        DRAFTED, ORDER, tiny.STATIC_TREE, ids=(0, 1, 3), draft_sampling=PROBABILISTIC
+    ),
     "a schedule": lambda: tables.drafter(DRAFTED, ORDER, Chain(3), draft_sampling=PROBABILISTIC),
 }
 FLAX = tiny.target(VOCABULARY)

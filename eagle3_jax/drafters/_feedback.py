@@ -80,7 +80,7 @@ class FeedbackDrafter(NetworkDrafter):
         )
 
     def propose(self, params: Params, state: FeedbackState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
-        """Grow the tree, or draw the chain; verification makes the output exact whatever is proposed."""
+        """Grow the draft, or draw it; verification makes the output exact whatever is proposed."""
         head, length = self.bound(params), state.cache.length
 
         def run(tokens, output, depth, mask, memory):

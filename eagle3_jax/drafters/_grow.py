@@ -114,6 +114,54 @@ def draw_chain(
     return draft.replace(probs=jnp.stack(probs, axis=1)), level.memory  # type: ignore[attr-defined]
 
 
+def draw_static(
+    tree: StaticTree,
+    *,
+    root: Int[Array, " B"],
+    first: Level,
+    run: RunLevel,
+    draft_to_target: Int[Array, " W"] | None,
+    vocab_size: int,
+    keys: Key[Array, " B"],
+    sampling: SamplingParams,
+) -> tuple[Draft, Any]:
+    """Draft a static tree by drawing the children of each node one after the other, without replacement.
+
+    EAGLE-1's tree at a temperature (Li et al., 2024, arXiv 2401.15077, appendix A): the eldest child follows
+    ``q = softmax(draft logits / temperature)``, each further one ``q`` without its elder siblings, renormalised. That
+    is what a node declares, so SpecInfer's rule (:func:`~eagle3_jax.acceptance.verify`) is exact: whatever a refused
+    sibling was, the next one is a fresh draw from a distribution that was known before it.
+
+    Ranks say here in which order siblings are drawn, not how likely they are. A row of temperature 0 drafts the
+    likeliest tokens in that order, each a point mass.
+
+    Arguments and result are those of :func:`draw_chain`.
+    """
+    batch, size = root.shape[0], tree.num_nodes
+    greedy = jnp.asarray(sampling.temperature)[:, None] == 0
+    digits = num_digits(first.logits.shape[-1])
+    dice = uniforms(keys, (size - 1) * digits).reshape(batch, size - 1, digits)
+    rows, probs = jnp.arange(batch)[:, None], jnp.zeros((batch, size, vocab_size), jnp.float32)
+
+    def without_replacement(logits: Array, slots: np.ndarray, ranks: np.ndarray, children: np.ndarray) -> Array:
+        nonlocal probs
+        ids = jnp.zeros((batch, children.size), jnp.int32)
+        logits = jnp.broadcast_to(logits, (batch, slots.max() + 1, logits.shape[-1]))
+        elder = np.sum((slots[:, None] == slots) & (ranks[:, None] > ranks), axis=1)
+        for place in range(elder.max() + 1):
+            (these,) = np.nonzero(elder == place)
+            left, nodes = logits[:, slots[these]], children[these]
+            q = probabilities(left, sampling, Warping.TEMPERATURE)
+            drawn = jnp.where(greedy, argmax(left), draw(q, dice[:, nodes - 1]))
+            ids = ids.at[:, these].set(drawn)
+            probs = probs.at[:, nodes].set(over_target(draft_to_target, q, vocab_size))
+            logits = logits.at[rows, slots[these], drawn].set(-jnp.inf)
+        return ids
+
+    draft, memory = _by_levels(tree, root, first, run, draft_to_target, without_replacement)
+    return draft.replace(probs=probs), memory  # type: ignore[attr-defined]
+
+
 def to_target(draft_to_target: Int[Array, " W"] | None, ids: Int[Array, "*n"]) -> Int[Array, "*n"]:
     """Target ids of draft ids."""
     return ids.astype(jnp.int32) if draft_to_target is None else draft_to_target[ids]
@@ -199,7 +247,30 @@ def _likeliest(logits: Float[Array, "*B W"], count: int) -> tuple[Float[Array, "
 def _grow_static(
     topology: StaticTree, root: Int[Array, " B"], first: Level, run: RunLevel, draft_to_target: Int[Array, " W"] | None
 ) -> tuple[Draft, Any]:
-    """Only nodes with children are run; each child is the token of its rank under its parent."""
+    """Each child is the token of its rank under its parent."""
+
+    def by_rank(logits: Array, slots: np.ndarray, ranks: np.ndarray, children: np.ndarray) -> Array:
+        del children
+        _, ids = lax.top_k(logits, int(ranks.max()) + 1)
+        return ids[:, slots if ids.shape[1] > 1 else np.zeros_like(slots), ranks]
+
+    return _by_levels(topology, root, first, run, draft_to_target, by_rank)
+
+
+# (logits [B k W] of the nodes that were run; for each of their children its parent among them, its rank and its node)
+# -> draft ids of the children [B c]
+Choose = Callable[[Float[Array, "B k W"], np.ndarray, np.ndarray, np.ndarray], Int[Array, "B c"]]
+
+
+def _by_levels(
+    topology: StaticTree,
+    root: Int[Array, " B"],
+    first: Level,
+    run: RunLevel,
+    draft_to_target: Int[Array, " W"] | None,
+    choose: Choose,
+) -> tuple[Draft, Any]:
+    """A static tree, level by level; only nodes with children are run."""
     batch, parents = root.shape[0], np.array(topology.parents)
     level_of = np.array([0, *(len(path) for path in topology.paths)])
     ranks = np.array([-1, *(path[-1] for path in topology.paths)])
@@ -208,9 +279,8 @@ def _grow_static(
     for depth in range(topology.max_depth):
         children = np.flatnonzero(level_of == depth + 1)
         slots = np.searchsorted(running, parents[children])
-        _, ids = lax.top_k(level.logits, int(ranks[children].max()) + 1)
-        law = slots if ids.shape[1] > 1 else np.zeros_like(slots)
-        tokens = tokens.at[:, children].set(to_target(draft_to_target, ids[:, law, ranks[children]]))
+        ids = choose(level.logits, slots, ranks[children], children)
+        tokens = tokens.at[:, children].set(to_target(draft_to_target, ids))
         expanding = children[np.isin(children, parents)]
         if expanding.size == 0:
             break

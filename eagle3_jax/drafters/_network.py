@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.drafters._grow import Level, RunLevel, draw_chain, grow
+from eagle3_jax.drafters._grow import Level, RunLevel, draw_chain, draw_static, grow
 from eagle3_jax.models.functional import Params, bind, init_params, param_axes, param_shapes
 from eagle3_jax.models.layers import FLOAT32, Precision, product
 from eagle3_jax.sharding import VOCAB, Axis
@@ -37,7 +37,7 @@ class ShapedDrafter:
             max_positions: Longest sequence that it was built for.
 
         Raises:
-            ValueError: The draft is too wide or too deep, or a tree whose tokens are drawn.
+            ValueError: The draft is too wide or too deep, or a dynamic tree whose tokens are drawn.
         """
         topology = self.topology
         width = topology.top_k if isinstance(topology, DynamicTree) else 1
@@ -50,10 +50,10 @@ class ShapedDrafter:
                 f"a draft of {topology.max_depth} levels is above the limit of the head, which has {max_positions} "
                 f"positions; lower num_speculative_tokens or max_depth to at most {max_positions - 1}"
             )
-        if self.draft_sampling is DraftSampling.PROBABILISTIC and not isinstance(topology, Chain):
+        if self.draft_sampling is DraftSampling.PROBABILISTIC and isinstance(topology, DynamicTree):
             raise ValueError(
-                "draft_sampling is probabilistic and the draft a tree, whose tokens are the likeliest ones; "
-                "draft a chain (num_speculative_tokens=K) or leave draft_sampling greedy"
+                "draft_sampling is probabilistic and the draft a dynamic tree, whose tokens are the likeliest ones; "
+                "draft a chain (num_speculative_tokens=K) or a static tree, or leave draft_sampling greedy"
             )
 
     @property
@@ -75,7 +75,7 @@ class ShapedDrafter:
         """With another topology or another way of drawing; ``None`` leaves that as it is.
 
         Raises:
-            ValueError: A tree was asked for whose tokens are drawn, or which is wider than the draft vocabulary.
+            ValueError: A dynamic tree was asked for whose tokens are drawn, or a tree which is wider than the draft vocabulary.
         """
         options = {"topology": topology or self.topology, "draft_sampling": draft_sampling or self.draft_sampling}
         return dataclasses.replace(self, **options)  # type: ignore[type-var]
@@ -91,10 +91,11 @@ class ShapedDrafter:
         keys: Key[Array, " B"],
         sampling: SamplingParams,
     ) -> tuple[Draft, Any]:
-        """The draft of this shape, and what the network remembers of it: the likeliest tokens, or a chain drawn."""
+        """The draft of this shape, and what the network remembers of it: the likeliest tokens, or drawn ones."""
         if self.draft_sampling is DraftSampling.GREEDY:
             return grow(self.topology, root=root, first=first, run=run, draft_to_target=draft_to_target)
-        return draw_chain(
+        drawn = draw_chain if self.is_chain else draw_static
+        return drawn(
             self.topology,  # type: ignore[arg-type]
             root=root,
             first=first,
@@ -117,7 +118,7 @@ class NetworkDrafter(ShapedDrafter):
             ``aux_layers``, and ``max_positions``.
         topology: The shape of a draft.
         precision: Of the network's products and activations.
-        draft_sampling: Whether a chain's tokens are the likeliest or drawn.
+        draft_sampling: Whether the tokens of a chain or a static tree are the likeliest or drawn.
     """
 
     network: ClassVar[type[nnx.Module]]
