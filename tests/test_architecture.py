@@ -20,6 +20,7 @@ LAYERS = (
     ("cache", "jsonl", "models.config", "sources", "theory", "writing"),
     ("types",),
     ("tree", "sampling", "schedule", "text"),
+    ("published_trees",),
     ("acceptance", "boundary", "loaded", "results", "simulated", "state", "stats"),
     ("models",),
     ("drafters",),

@@ -1,7 +1,9 @@
 """Proposal methods: one file each, all behind the protocol ``eagle3_jax.types.Drafter``."""
 
 from eagle3_jax.drafters.draft_model import DraftModel, DraftModelState, draft_model, layer_skip
+from eagle3_jax.drafters.eagle1 import Eagle1Config, Eagle1Drafter
 from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from eagle3_jax.drafters.mtp import MTPConfig, MTPDrafter
 from eagle3_jax.drafters.ngram import NGram, NGramState
 from eagle3_jax.drafters.p_eagle import PEagleConfig, PEagleDrafter
 from eagle3_jax.drafters.plain import Plain, PlainState
@@ -10,8 +12,12 @@ from eagle3_jax.drafters.silent import Silent
 __all__ = [
     "DraftModel",
     "DraftModelState",
+    "Eagle1Config",
+    "Eagle1Drafter",
     "Eagle3Config",
     "Eagle3Drafter",
+    "MTPConfig",
+    "MTPDrafter",
     "NGram",
     "NGramState",
     "PEagleConfig",

@@ -127,7 +127,7 @@ def draw_static(
 ) -> tuple[Draft, Any]:
     """Draft a static tree by drawing the children of each node one after the other, without replacement.
 
-    EAGLE-1's tree at a temperature (Li et al., 2024, arXiv 2401.15077, appendix A): the eldest child follows
+    EAGLE-1's tree at a temperature (Li et al., 2024, arXiv 2401.15077): the eldest child follows
     ``q = softmax(draft logits / temperature)``, each further one ``q`` without its elder siblings, renormalised. That
     is what a node declares, so SpecInfer's rule (:func:`~eagle3_jax.acceptance.verify`) is exact: whatever a refused
     sibling was, the next one is a fresh draw from a distribution that was known before it.

@@ -75,7 +75,7 @@ class ShapedDrafter:
         """With another topology or another way of drawing; ``None`` leaves that as it is.
 
         Raises:
-            ValueError: A dynamic tree was asked for whose tokens are drawn, or a tree which is wider than the draft vocabulary.
+            ValueError: A dynamic tree was asked for whose tokens are drawn, or a tree wider than the draft vocabulary.
         """
         options = {"topology": topology or self.topology, "draft_sampling": draft_sampling or self.draft_sampling}
         return dataclasses.replace(self, **options)  # type: ignore[type-var]

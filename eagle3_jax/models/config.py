@@ -208,7 +208,7 @@ class DecoderConfig:
     tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        _check_stack(self)
+        check_stack(self)
 
     @property
     def num_layers(self) -> int:
@@ -250,7 +250,7 @@ class Eagle3Config:
     norm_before_fc: bool = False
 
     def __post_init__(self) -> None:
-        _check_stack(self)
+        check_stack(self)
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to the target's {self.vocab_size}"
@@ -283,6 +283,20 @@ def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
     return layers
 
 
+def usual_layer(target: DecoderConfig, mlp_width: int | None = None) -> tuple[LayerConfig]:
+    """What most published heads are made of: one plain layer of the target's geometry, ``rope`` the default.
+
+    Args:
+        target: What it drafts for.
+        mlp_width: Inner width of its MLP; the target's when left out.
+    """
+    layer = target.layers[0]
+    mixer = GroupedQuery(
+        num_heads=layer.mixer.num_heads, num_kv_heads=layer.mixer.num_kv_heads, head_dim=layer.mixer.head_dim
+    )
+    return (LayerConfig(mixer=mixer, mlp=GatedMLP(width=mlp_width or layer.mlp.width)),)
+
+
 def usual_head(
     target: DecoderConfig,
     *,
@@ -301,14 +315,10 @@ def usual_head(
     Raises:
         ValueError: ``aux_layers`` is left out and the target has fewer than 8 layers.
     """
-    layer = target.layers[0]
-    mixer = GroupedQuery(
-        num_heads=layer.mixer.num_heads, num_kv_heads=layer.mixer.num_kv_heads, head_dim=layer.mixer.head_dim
-    )
     return Eagle3Config(
         vocab_size=target.vocab_size,
         width=target.width,
-        layers=uniform(1, mixer, GatedMLP(width=mlp_width or layer.mlp.width)),
+        layers=usual_layer(target, mlp_width),
         draft_vocab_size=draft_vocab_size or min(32_000, target.vocab_size),
         target_width=target.width,
         aux_layers=aux_layers or default_aux_layers(target.num_layers),
@@ -317,7 +327,12 @@ def usual_head(
     )
 
 
-def _check_stack(config: DecoderConfig | Eagle3Config) -> None:
+def check_stack(config: Any) -> None:
+    """Refuse a stack of layers with a size that is none.
+
+    Raises:
+        ValueError: ``vocab_size``, ``width``, ``num_layers``, ``max_positions`` or ``norm_eps`` is out of range.
+    """
     _positive(config, "vocab_size", "width", "num_layers", "max_positions")
     # Below, it is zero in float32, and a row of zeros becomes NaN.
     _within(config, "norm_eps", 1e-37, 1.0)

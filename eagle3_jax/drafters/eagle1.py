@@ -1,0 +1,144 @@
+"""EAGLE-1 and EAGLE-2: a head that predicts the target's next final state (Li et al., 2024, arXiv 2401.15077).
+
+The head reads, at each position ``t``, the target's final state ``f_t`` (after the final norm: what the output matrix
+reads) and the *next* token ``x_{t+1}``::
+
+    f'_{t+1} = layers(fc([embedding(x_{t+1}); f_t]))        q = softmax(f'_{t+1} · target's output matrix)
+
+Its output imitates the state ``f_{t+1}``, so no norm follows, the logits are the target's own of it, and it is fed back
+in place of ``f``. The first layer has no input norm.
+
+EAGLE-2 (Li et al., 2024, arXiv 2406.16858) is the same head with a dynamic tree, EAGLE-1 the static tree
+:data:`eagle3_jax.published_trees.EAGLE1`, at a temperature with siblings drawn without replacement
+(``draft_sampling=PROBABILISTIC``). ``q`` depends on the tokens drawn before it (``is_parallel`` is False).
+
+What weakens it: it must hit a state of the target's whole width, and errors of that add up along the draft; one layer
+of features, the last; and training on true states alone, which it never sees below the first draft token. EAGLE-3
+gives up the first two and trains on its own output.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.cache import KeyValue
+from eagle3_jax.drafters._feedback import FeedbackDrafter
+from eagle3_jax.models.config import LayerConfig, check_stack
+from eagle3_jax.models.decoder import Attention, Block, Memory
+from eagle3_jax.models.functional import traced_once
+from eagle3_jax.models.layers import Linear, Precision, RMSNorm, SwiGLU
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle1Config:
+    """An EAGLE-1 head. It is as wide as its target and proposes all of the target's tokens.
+
+    Attributes:
+        vocab_size: ``V``.
+        width: ``D``.
+        layers: Mostly one; the first has no input norm.
+        num_target_layers: ``L`` of the target, whose state after the final norm is feature ``L + 1``.
+        fc_bias: Whether ``fc`` carries a bias; published heads mostly do.
+        max_positions: Longest sequence that the head was built for.
+        norm_eps: Added to the mean square in RMSNorm.
+    """
+
+    vocab_size: int
+    width: int
+    layers: tuple[LayerConfig, ...]
+    num_target_layers: int
+    fc_bias: bool = True
+    max_positions: int = 2048
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_stack(self)
+
+    @property
+    def num_layers(self) -> int:
+        """The head's own layers."""
+        return len(self.layers)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """``W``, all of ``V``."""
+        return self.vocab_size
+
+    @property
+    def target_width(self) -> int:
+        """Width of the target's features."""
+        return self.width
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """What leaves the target's final norm."""
+        return (self.num_target_layers + 1,)
+
+
+class FirstLayer(nnx.Module):
+    """A block without its input norm."""
+
+    def __init__(self, config: Eagle1Config, *, precision: Precision, rngs: nnx.Rngs):
+        layer, width, eps = config.layers[0], config.width, config.norm_eps
+        self.attention = Attention(layer.mixer, d_in=width, width=width, norm_eps=eps, precision=precision, rngs=rngs)
+        self.mlp_norm = RMSNorm(width, eps)
+        self.mlp = SwiGLU(width, layer.mlp, precision=precision, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], memory: Memory
+    ) -> tuple[Float[Array, "B T D"], KeyValue]:
+        attended, kv = self.attention(x, positions, memory)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), kv
+
+
+class Eagle1Head(nnx.Module):
+    """The network; the embedding is an input and the output matrix the target's."""
+
+    def __init__(self, config: Eagle1Config, *, precision: Precision, rngs: nnx.Rngs):
+        width, eps = config.width, config.norm_eps
+        self.fc = Linear(2 * width, width, bias=config.fc_bias, precision=precision, rngs=rngs)
+        self.first = FirstLayer(config, precision=precision, rngs=rngs)
+        self.rest = nnx.List(
+            [Block(layer, width=width, norm_eps=eps, precision=precision, rngs=rngs) for layer in config.layers[1:]]
+        )
+
+    def fuse(self, features: Float[Array, "B T 1 D"]) -> Float[Array, "B T D"]:
+        """The target's state as it is: ``fc`` reads it beside the embedding, in every step."""
+        return features[:, :, 0]
+
+    def __call__(
+        self,
+        embedded: Float[Array, "B T D"],
+        stream: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        memories: Sequence[Memory],
+    ) -> tuple[Float[Array, "B T D"], tuple[KeyValue, ...]]:
+        """One step: the target's state or the head's own guess of it in; the next guess, keys and values out."""
+        x = self.fc(jnp.concatenate([embedded, stream], axis=-1))
+        written = []
+        for layer, memory in zip([self.first, *self.rest], memories, strict=True):
+            x, kv = traced_once(layer, x, positions, memory)
+            written.append(kv)
+        return x, tuple(written)
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle1Drafter(FeedbackDrafter):
+    """Drafts a chain or a tree with an EAGLE-1 head.
+
+    Parameters: ``head`` (the network), ``embedding [V D]`` (its own or the target's) and the target's output matrix
+    (:meth:`~eagle3_jax.drafters._network.NetworkDrafter.assemble`).
+    """
+
+    network: ClassVar[type[nnx.Module]] = Eagle1Head
+    borrows_output: ClassVar[bool] = True
+
+    config: Eagle1Config
+

@@ -1,0 +1,142 @@
+"""Multi-token prediction as DeepSeek-V3 has it: one more block, trained with the model (arXiv 2412.19437, section 2.2).
+
+At each position ``t`` it reads the target's final state ``g_t`` (after the final norm) and the *next* token
+``x_{t+1}``::
+
+    z_t = W [norm_e(embedding(x_{t+1})); norm_h(g_t)]
+    g'_{t+1} = norm(block(z_t))                              q = softmax(g'_{t+1} · output matrix)
+
+The block is a whole decoder layer with its input norm. Its normed output stands in for ``g`` in the next step, so the
+one module drafts as many tokens as are asked for, although DeepSeek trained it on the first of them alone: what is
+measured as the second and third token grows with training on its own output (``training/mtp.py``). The embedding and
+the output matrix are the target's, unless it brings others. At position 0 the embedding counts as zero
+(``zero_first``), as in DeepSeek's and Xiaomi's modules; speculators trains without that. ``q`` depends on the tokens
+drawn before it (``is_parallel`` is False).
+
+What weakens it: it reads the last state alone, of a target that was not trained for it (DeepSeek trains both together),
+and each further step is a step further from what the module has seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.cache import KeyValue
+from eagle3_jax.drafters._feedback import FeedbackDrafter
+from eagle3_jax.models.config import LayerConfig, check_stack
+from eagle3_jax.models.decoder import Block, Memory
+from eagle3_jax.models.functional import Params, traced_once
+from eagle3_jax.models.layers import Linear, Precision, RMSNorm
+from eagle3_jax.sharding import VOCAB, Axis
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPConfig:
+    """An MTP module with a dense block. It is as wide as its target and proposes all of the target's tokens.
+
+    Attributes:
+        vocab_size: ``V``.
+        width: ``D``.
+        layers: The one block.
+        num_target_layers: ``L`` of the target, whose state after the final norm is feature ``L + 1``.
+        own_output: Whether it has an output matrix of its own.
+        zero_first: Whether the embedding at position 0 counts as zero.
+        max_positions: Longest sequence that it was built for.
+        norm_eps: Added to the mean square in RMSNorm.
+    """
+
+    vocab_size: int
+    width: int
+    layers: tuple[LayerConfig, ...]
+    num_target_layers: int
+    own_output: bool = False
+    zero_first: bool = True
+    max_positions: int = 2048
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_stack(self)
+        if len(self.layers) != 1:
+            raise ValueError(f"the module has {len(self.layers)} layers; expected 1 (it is fed back, not stacked)")
+
+    @property
+    def num_layers(self) -> int:
+        """One."""
+        return len(self.layers)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """``W``, all of ``V``."""
+        return self.vocab_size
+
+    @property
+    def target_width(self) -> int:
+        """Width of the target's features."""
+        return self.width
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """What leaves the target's final norm."""
+        return (self.num_target_layers + 1,)
+
+
+class MTPModule(nnx.Module):
+    """The network; the embedding is an input."""
+
+    def __init__(self, config: MTPConfig, *, precision: Precision, rngs: nnx.Rngs):
+        width, eps = config.width, config.norm_eps
+        self.embedding_norm = RMSNorm(width, eps)
+        self.feature_norm = RMSNorm(width, eps)
+        self.fc = Linear(2 * width, width, precision=precision, rngs=rngs)
+        self.block = Block(config.layers[0], width=width, norm_eps=eps, precision=precision, rngs=rngs)
+        self.norm = RMSNorm(width, eps)
+        if config.own_output:
+            vocab = Axis(VOCAB, config.vocab_size)
+            self.head = Linear(width, config.vocab_size, axes=(None, vocab), precision=precision, rngs=rngs)
+
+    def fuse(self, features: Float[Array, "B T 1 D"]) -> Float[Array, "B T D"]:
+        """The target's state as it is: every step reads it beside the embedding."""
+        return features[:, :, 0]
+
+    def __call__(
+        self,
+        embedded: Float[Array, "B T D"],
+        stream: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        memories: Sequence[Memory],
+    ) -> tuple[Float[Array, "B T D"], tuple[KeyValue, ...]]:
+        """One step: the target's normed state or the module's own in; its next one, keys and values out."""
+        both = jnp.concatenate([self.embedding_norm(embedded), self.feature_norm(stream)], axis=-1)
+        x, kv = traced_once(self.block, self.fc(both), positions, memories[0])
+        return self.norm(x), (kv,)
+
+    def logits(self, output: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """By its own output matrix, in float32."""
+        return self.head(output).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class MTPDrafter(FeedbackDrafter):
+    """Drafts a chain or a tree with an MTP module.
+
+    Parameters: ``head`` (the network), ``embedding [V D]`` (its own or the target's) and the target's output matrix
+    (:meth:`~eagle3_jax.drafters._network.NetworkDrafter.assemble`).
+    """
+
+    network: ClassVar[type[nnx.Module]] = MTPModule
+    borrows_output: ClassVar[bool] = True
+
+    config: MTPConfig
+
+    def _embed(self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        embedded = super()._embed(params, tokens, positions)
+        return jnp.where(positions[..., None] == 0, 0, embedded) if self.config.zero_first else embedded
+
+    def _logits(self, params: Params, head: Any, output: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        return head.logits(output) if self.config.own_output else super()._logits(params, head, output)
