@@ -229,9 +229,7 @@ def check_float(value: np.ndarray, what: str) -> None:
         )
 
 
-def matrix(
-    tensors: Mapping[str, np.ndarray], name: str, shape: tuple[int, int], *, where: str
-) -> np.ndarray | None:
+def matrix(tensors: Mapping[str, np.ndarray], name: str, shape: tuple[int, int], *, where: str) -> np.ndarray | None:
     """A matrix that a checkpoint may bring or leave out, as it is stored.
 
     Raises:
@@ -240,9 +238,7 @@ def matrix(
     value = tensors.get(name)
     if value is not None:
         if value.shape != shape:
-            raise CheckpointError(
-                f"{where}: {name} has shape {list(value.shape)}; config.json asks for {list(shape)}"
-            )
+            raise CheckpointError(f"{where}: {name} has shape {list(value.shape)}; config.json asks for {list(shape)}")
         check_float(value, f"{where}: {name}")
     return value
 

@@ -151,11 +151,6 @@ def test_a_head_of_another_width_is_refused(refused, tmp_path):
     assert "64" in line
 
 
-def test_an_eagle1_head_is_refused_as_eagle3(refused):
-    pytest.importorskip("torch")  # stored as a pickle
-    assert "EAGLE-1" in refused("generate", *PAIR[:2], "--drafter", OFFICIAL / "eagle1", *PROMPT)
-
-
 def test_a_trace_that_cannot_be_written_is_refused_before_any_work(refused, tmp_path):
     assert "no directory" in refused("generate", "--target", "/none", *PROMPT, "--trace", tmp_path / "no" / "t.json")
     assert "is a directory" in refused("generate", "--target", "/none", *PROMPT, "--trace", tmp_path)

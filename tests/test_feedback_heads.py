@@ -188,12 +188,12 @@ def test_exports_say_what_engines_read(tmp_path: Path) -> None:
     assert "fc.bias" not in conversion.tensors.read_tensors(tmp_path / "zero")
 
 
-ONES, BLOCK = np.ones(32, np.float32), np.ones((32, 64), np.float32)
-REFUSALS: dict[str, tuple[Eagle1 | MTP | Head, dict[str, Any], dict[str, Any], str]] = {
+ONES, BLOCK, WIDE = (np.ones(shape, np.float32) for shape in (32, (32, 64), (61, 32)))
+REFUSALS: dict[str, tuple[Eagle1 | MTP, dict[str, Any], dict[str, Any], str]] = {
     "no bias": (Eagle1(), {}, {"fc__bias": None}, 'no fc.bias, .* unless their config.json says "bias": false'),
     "bias denied": (Eagle1(), {"bias": False}, {}, r"unexpected fc\.bias"),
-    "own output": (Eagle1(), {}, {"lm_head__weight": np.ones((61, 32), np.float32)}, "reads its logits off the target's"),
-    "final norm": (Eagle1(), {}, {"norm__weight": ONES}, r"misses layers\.0\.input_layernorm\.weight"),
+    "own output": (Eagle1(), {}, {"lm_head__weight": WIDE}, "reads its logits off the target's"),
+    "final norm": (Eagle1(), {}, {"norm__weight": ONES}, r"has no lm_head\.weight; an EAGLE-3 head"),
     "input norm": (Eagle1(), {}, {"layers__0__input_layernorm__weight": ONES}, "an input norm in its first layer"),
     "three features": (Eagle1(), {}, {"fc__weight": np.ones((32, 96), np.float32)}, "reads three features"),
     "layers": (Eagle1(), {"num_hidden_layers": 2}, {}, "num_hidden_layers is 2; the file holds 1 layers"),
@@ -201,9 +201,8 @@ REFUSALS: dict[str, tuple[Eagle1 | MTP | Head, dict[str, Any], dict[str, Any], s
     "embedding": (Eagle1(), {}, {"embed_tokens__weight": np.ones((60, 32), np.float32)}, r"shape \[60, 32\]"),
     "quantised": (Eagle1(), {"quantization_config": {}}, {}, "give the checkpoint before quantisation"),
     "EAGLE-1 said to be EAGLE-3": (
-        Eagle1(), {"architectures": ["LlamaForCausalLMEagle3"]}, {}, r"EAGLE-1|misses|fc\.weight has shape|lm_head"
+        Eagle1(), {"architectures": ["LlamaForCausalLMEagle3"]}, {}, "tensors are those of an EAGLE-1 head"
     ),
-    "EAGLE-3 said to be EAGLE-1": (Head(), {"architectures": ["EagleLlamaForCausalLM"]}, {}, ""),
     "projection": (MTP(), {}, {"model__layers__8__eh_proj__weight": None}, r"misses model\.layers\.8\.eh_proj"),
     "modules": (MTP(), {"num_nextn_predict_layers": 2}, {}, "num_nextn_predict_layers is 2 and the file holds 1"),
     "two modules": (MTP(), {}, {"model__layers__9__enorm__weight": ONES}, "is 1 and the file holds 2 modules"),
@@ -216,7 +215,7 @@ REFUSALS: dict[str, tuple[Eagle1 | MTP | Head, dict[str, Any], dict[str, Any], s
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in REFUSALS if REFUSALS[name][-1]])
+@pytest.mark.parametrize("name", REFUSALS)
 def test_what_does_not_add_up_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
     head, fields, tensors, message = REFUSALS[name]
     directory = head.write(tmp_path / "head")
@@ -235,6 +234,14 @@ def test_a_head_is_what_it_is_whatever_it_is_called(tmp_path: Path) -> None:
         edit_config(directory, architectures=["EagleLlamaForCausalLM"])
         found[name] = conversion.identify(directory)
     assert found == {"one": "eagle1", "three": "eagle3", "mtp": "mtp"}
+
+
+@pytest.mark.parametrize("name", ["EAGLE-1", "MTP"])
+def test_a_native_head_of_a_shallower_target_is_refused(tmp_path: Path, name: str) -> None:
+    conversion.convert(HEADS[name].write(tmp_path / "head"), tmp_path / "native", "jax", TARGET)
+    deeper = dataclasses.replace(TARGET, layers=TARGET.layers * 2)
+    with pytest.raises(CheckpointError, match="a target of 8 layers but the target has 16"):
+        conversion.read_head(tmp_path / "native", deeper)
 
 
 def test_a_head_needs_its_target_and_only_a_whole_model_is_none(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from conversion import CheckpointError
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("EAGLE-1/2", "is an EAGLE-1/2 head.*this loads EAGLE-3 heads only"),
         ("Medusa", "is a Medusa head"),
         ("P-EAGLE", "is a P-EAGLE head"),
         ("DFlash", "is a DFlash drafter"),
@@ -44,7 +43,7 @@ def test_another_kind_of_checkpoint_is_no_head_but_is_described(tmp_path: Path, 
         assert description.problem
         with pytest.raises(CheckpointError, match="not a target"):
             conversion.read_target(directory)
-        with pytest.raises(CheckpointError, match="this loads EAGLE-3 heads only"):
+        with pytest.raises(CheckpointError, match=r"this loads .* heads only"):
             conversion.convert(directory, tmp_path / "out", "jax")
 
 

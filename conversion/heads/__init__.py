@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conversion.heads import eagle3, others, p_eagle
+from conversion.heads import eagle1, eagle3, mtp, others, p_eagle
 from conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored
 
 
@@ -16,10 +16,11 @@ HEADS: dict[str, HeadKind] = {
     kind.name: kind
     for kind in (
         others.MEDUSA,
+        mtp.KIND,
         others.DFLASH,
         p_eagle.KIND,
+        eagle1.KIND,
         eagle3.KIND._replace(write=_write_eagle3),
-        others.EAGLE1,
     )
 }
 LOADABLE = ", ".join(kind.label for kind in HEADS.values() if kind.read is not None)

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +33,8 @@ if TYPE_CHECKING:
 
 _ARCHITECTURE = "EagleLlamaForCausalLM"  # in vLLM; official files say LlamaForCausalLM
 _NOT_EAGLE1 = {
-    r"norm\.weight": "a final norm, as EAGLE-3 heads and MTP modules have it",
-    r"layers\.0\.input_layernorm\.weight": "an input norm in its first layer",
-    r"lm_head\.weight": "an output matrix; an EAGLE-1 head reads its logits off the target's (and vLLM loads no other)",
+    "layers.0.input_layernorm.weight": "an input norm in its first layer, which an EAGLE-1 head has not",
+    "lm_head.weight": "an output matrix; an EAGLE-1 head reads its logits off the target's, and no engine loads another",
 }
 
 
@@ -50,8 +48,11 @@ def head_rules(config: Eagle1Config) -> list[Rule]:
 
 
 def recognise(signs: Signs) -> bool:
-    """By ``fc``, which mixes embeddings or features into a head; no language model has it. Asked last of all heads."""
-    return "fc.weight" in signs.names or _ARCHITECTURE in signs.architecture
+    """By an ``fc``, which no language model has, without anything that EAGLE-3 puts beside it."""
+    eagle3 = signs.has(r"(midlayer|fc_norm|input_norm)\.|layers\.\d+\.hidden_norm\.")
+    eagle3 = eagle3 or bool({"d2t", "t2d", "norm.weight"} & signs.names)
+    named = "Eagle3" in signs.architecture or signs.method == "eagle3"
+    return not eagle3 and ("fc.weight" in signs.names or (not named and _ARCHITECTURE in signs.architecture))
 
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
@@ -66,10 +67,14 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     """
     directory, where = stored.directory, str(stored.directory / "config.json")
     top, tensors = Fields(stored.config, where), stored.tensors
-    for name in tensors:
-        for pattern, what in _NOT_EAGLE1.items():
-            if re.fullmatch(pattern, name):
-                raise CheckpointError(f"{directory} holds {name}: {what}; it is no EAGLE-1 head as it stands")
+    for name, what in _NOT_EAGLE1.items():
+        if name in tensors:
+            raise CheckpointError(f"{directory} holds {name}: {what}")
+    if "Eagle3" in str(top.get("architectures")):
+        raise CheckpointError(
+            f"{where} names an EAGLE-3 architecture, and the tensors are those of an EAGLE-1 head (no hidden_norm, no "
+            f"lm_head); fetch the files that belong together, or name {_ARCHITECTURE}"
+        )
     refuse_quantised(top)
     count = top.size("num_hidden_layers", 1)
     rules.check_layers(count, tensors, r"layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")

@@ -162,6 +162,12 @@ def check_fit(config: Any, aux_layers: tuple[int, ...] | None, target: DecoderCo
             f"{where} reads features of width {config.target_width} but the target has {target.width}; "
             "give the target that the head was trained for, or add target_hidden_size to the head's config.json"
         )
+    depth = getattr(config, "num_target_layers", target.num_layers)
+    if depth != target.num_layers:
+        raise CheckpointError(
+            f"{where} reads the final state of a target of {depth} layers but the target has {target.num_layers}; "
+            "give the target that the head was trained for"
+        )
     if aux_layers and aux_layers[-1] > target.num_layers and aux_layers != (target.num_layers + 1,):
         raise CheckpointError(
             f"{where} reads auxiliary layer {aux_layers[-1]} but the target has {target.num_layers} layers; "

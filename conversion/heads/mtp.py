@@ -50,10 +50,10 @@ class _Names(NamedTuple):
     output: str
 
 
-_DEEPSEEK = _Names("enorm", "hnorm", "eh_proj", "shared_head.norm", "{module}.embed_tokens", "{module}.shared_head.head")
-_SPECULATORS = _Names(
-    "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", "embed_tokens", "lm_head"
+_DEEPSEEK = _Names(
+    "enorm", "hnorm", "eh_proj", "shared_head.norm", "{module}.embed_tokens", "{module}.shared_head.head"
 )
+_SPECULATORS = _Names("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", "embed_tokens", "lm_head")
 _NAMES = {
     "deepseek": _DEEPSEEK,
     "mimo": _SPECULATORS._replace(embedding="model.embed_tokens"),

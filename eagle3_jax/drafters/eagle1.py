@@ -141,4 +141,3 @@ class Eagle1Drafter(FeedbackDrafter):
     borrows_output: ClassVar[bool] = True
 
     config: Eagle1Config
-
