@@ -24,20 +24,22 @@ from eagle3_jax.sampling import DraftSampling
 from eagle3_jax.tree import Chain, DynamicTree
 
 TARGET = tiny.target(13)
+PROBABILISTIC = DraftSampling.PROBABILISTIC
 ALL_DRAFTERS = {
     "plain": LoadedDrafter(Plain()),
     "plain, padded": LoadedDrafter(Plain(4)),
     "n-grams": LoadedDrafter(NGram(3)),
     "EAGLE-3 chain": tiny.eagle3(TARGET, Chain(3), draft_vocab_size=7),
-    "EAGLE-3 sampled chain": tiny.eagle3(
-        TARGET, Chain(3), draft_vocab_size=7, draft_sampling=DraftSampling.PROBABILISTIC
-    ),
+    "EAGLE-3 sampled chain": tiny.eagle3(TARGET, Chain(3), draft_vocab_size=7, draft_sampling=PROBABILISTIC),
     "EAGLE-3 dynamic tree": tiny.eagle3(TARGET, DynamicTree(num_nodes=9, max_depth=3, top_k=3)),
     "EAGLE-3 static tree": tiny.eagle3(TARGET, tiny.STATIC_TREE),
     "draft model chain": tiny.draft_model(TARGET, Chain(3)),
     "draft model sampled chain": tiny.draft_model(TARGET, Chain(3), draft_sampling=DraftSampling.PROBABILISTIC),
     "draft model dynamic tree": tiny.draft_model(TARGET, DynamicTree(num_nodes=9, max_depth=3, top_k=3)),
     "layer skip": layer_skip(TARGET, 1),
+    "EAGLE-2 dynamic tree": tiny.eagle1(TARGET, DynamicTree(num_nodes=9, max_depth=3, top_k=3)),
+    "EAGLE-1 drawn tree": tiny.eagle1(TARGET, tiny.STATIC_TREE, num_layers=2, draft_sampling=PROBABILISTIC),
+    "MTP chain": tiny.mtp(TARGET, Chain(3), own_output=True),
     "EAGLE-3.1 chain": tiny.eagle3(TARGET, Chain(2), norm_output=True, fc_norm=True, num_layers=2),
 }
 LAW = "sampled output has the target's law"

@@ -135,7 +135,7 @@ def test_a_head_round_trips_bit_equal_or_is_refused_by_what_is_missing(tmp_path:
 
 
 def test_a_mimo_module_keeps_its_biases_and_its_order(tmp_path: Path) -> None:
-    """Written in DeepSeek's order, read back from MiMo's: the same function; and MiMo's own file comes out as it was."""
+    """Written in DeepSeek's order and read back from MiMo's, the same; and MiMo's own file comes out as it was."""
     qwen2 = MTP(qkv_bias=True, own_embedding=True, own_output=True)
     directory = write_checkpoint(tmp_path / "head", qwen2.config() | {"model_type": "qwen2"}, qwen2.tensors())
     conversion.convert(directory, tmp_path / "mimo", "mimo", TARGET)

@@ -16,6 +16,7 @@ from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters import NGram, Plain
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision
+from eagle3_jax.published_trees import EAGLE1
 from eagle3_jax.tree import Chain, DynamicTree
 
 TARGET = tiny.target(13)
@@ -68,6 +69,8 @@ DRAFTERS = {
         TARGET, Chain(3), num_layers=2, norm_output=True, fc_norm=True
     ),
     "a random dynamic tree": lambda: tiny.eagle3(TARGET, DynamicTree(num_nodes=16, max_depth=4, top_k=4)),
+    "EAGLE-1's tree": lambda: tiny.eagle1(TARGET, EAGLE1),
+    "an MTP chain of 1": lambda: tiny.mtp(TARGET, Chain(1)),
     "a random static tree": lambda: tiny.eagle3(TARGET, tiny.STATIC_TREE),
 }
 
@@ -90,7 +93,7 @@ def test_greedy_output_equals_autoregression_with(name: str) -> None:
         assert drafted > accepted == 0
     if name in ("plain decoding", "padding", "n-grams that never match"):
         assert drafted == 0
-    if name in ("n-grams", "a random dynamic tree", "a random static tree"):
+    if name in ("n-grams", "a random dynamic tree", "a random static tree", "EAGLE-1's tree"):
         assert accepted > 0, "a comparison in which nothing was accepted would show nothing"
 
 

@@ -20,7 +20,7 @@ from eagle3_jax import drafters
 from eagle3_jax import loop as loops
 from eagle3_jax.cache import Cache, KeyValues
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
-from eagle3_jax.drafters import Eagle3Config, Eagle3Drafter
+from eagle3_jax.drafters import Eagle1Config, Eagle1Drafter, Eagle3Config, Eagle3Drafter, MTPConfig, MTPDrafter
 from eagle3_jax.loop import LoopParams, Prompts, SpeculativeLoop
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, LayerConfig, uniform
 from eagle3_jax.models.decoder import DecoderTarget
@@ -98,6 +98,41 @@ def draft_model(
     small = target(of.vocab_size, seed=seed, precision=of.model.precision, **{"num_layers": 1, **options})
     loaded = drafters.draft_model(small, of)
     return dataclasses.replace(loaded, drafter=loaded.drafter.drafting(topology, draft_sampling))
+
+
+def eagle1(of: LoadedTarget, topology: Topology = Chain(3), *, num_layers: int = 1, **options: Any) -> LoadedDrafter:
+    """A random EAGLE-1 head for a target."""
+    return _of_final_states(of, Eagle1Drafter, Eagle1Config, topology, num_layers, **options)
+
+
+def mtp(of: LoadedTarget, topology: Topology = Chain(3), **options: Any) -> LoadedDrafter:
+    """A random MTP module for a target."""
+    return _of_final_states(of, MTPDrafter, MTPConfig, topology, 1, **options)
+
+
+def _of_final_states(
+    of: LoadedTarget,
+    drafter: Any,
+    config: Any,
+    topology: Topology,
+    num_layers: int,
+    *,
+    seed: int = 1,
+    draft_sampling: DraftSampling = DraftSampling.GREEDY,
+    **variant: Any,
+) -> LoadedDrafter:
+    target = of.model.config
+    shape = config(
+        vocab_size=of.vocab_size,
+        width=target.width,
+        layers=layers(num_layers),
+        max_positions=512,
+        num_target_layers=target.num_layers,
+        **variant,
+    )
+    method = drafter(shape, topology, of.model.precision, draft_sampling)
+    head = method.init_params(jax.random.key(seed))
+    return LoadedDrafter(method, method.assemble(head, of.model.tables(of.params)))
 
 
 def prompts(

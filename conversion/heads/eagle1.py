@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _ARCHITECTURE = "EagleLlamaForCausalLM"  # in vLLM; official files say LlamaForCausalLM
 _NOT_EAGLE1 = {
     "layers.0.input_layernorm.weight": "an input norm in its first layer, which an EAGLE-1 head has not",
-    "lm_head.weight": "an output matrix; an EAGLE-1 head reads its logits off the target's, and no engine loads another",
+    "lm_head.weight": "an output matrix; an EAGLE-1 head reads its logits off the target's",
 }
 
 
