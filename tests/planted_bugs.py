@@ -363,16 +363,16 @@ MUTANTS = {
     "a drawn chain stands still": drawn_chain(_grow.draw_chain, "level = run(", "run("),
     # Training: what the official code recorded.
     "the steps of a loss are weighed one too late": official_losses(
-        ttt.ttt_loss, "config.decay**step", "config.decay ** (step + 1)"
+        ttt.against, "config.decay**step", "config.decay ** (step + 1)"
     ),
     "labels are not shifted with the step": official_losses(
-        ttt.ttt_loss, "_from(leaf, step + 1, size)", "_from(leaf, 1, size)"
+        ttt.against, "_from(leaf, step + 1, size)", "_from(leaf, 1, size)"
     ),
     "the loss mask is not shifted with the step": official_losses(
-        ttt.ttt_loss, "_from(learn, step, size)", "_from(learn, 0, size)"
+        ttt.against, "_from(learn, step, size)", "_from(learn, 0, size)"
     ),
     "rows outside the draft vocabulary are learnt": official_losses(
-        ttt.ttt_loss, "counted & (label.best >= 0)", "counted"
+        ttt.against, "counted & (label.best >= 0)", "counted"
     ),
     "a row sees what other rows guessed": official_losses(
         ttt._memory, "BlockMemory(past=(Segment(first, seen),), own=later)",
@@ -381,10 +381,10 @@ MUTANTS = {
     "a row does not see its own earlier guesses": Mutant(  # small in a random head until the fourth step
         ttt._memory, "own=later)", "own=())", test_training.check_official_losses, (7,)
     ),
-    "positions do not move with the step": official_losses(ttt.unroll, "positions + step", "positions"),
-    "tokens do not move with the step": official_losses(ttt.unroll, "_from(embedded, step + 1, size)", "_from(embedded, 1, size)"),
+    "positions do not move with the step": official_losses(ttt.outputs, "stream, positions + step", "stream, positions"),
+    "tokens do not move with the step": official_losses(ttt.outputs, "_from(tokens, step + 1, size)", "_from(tokens, 1, size)"),
     "every step reads the target's features": official_losses(
-        ttt.unroll, "_from(embedded, step + 1, size), output, ", "_from(embedded, step + 1, size), head.fuse(features), "
+        ttt.outputs, "head(embedded, stream, ", "head(embedded, head.fuse(features), "
     ),
 }  # fmt: skip
 

@@ -67,9 +67,9 @@ def test_a_head_drafts_as_its_torch_twin_round_after_round(tmp_path: Path, name:
     def first(params: Any, tokens: jax.Array, features: jax.Array) -> jax.Array:
         network, positions = drafter.bound(params), jnp.arange(fed[0])[None]
         memories = [BlockMemory(mask=causal_mask(fed[0]))] * len(checkpoint.config.layers)
-        embedded = drafter._embed(params, tokens, positions)
+        embedded = drafter.embed(params, tokens, positions)
         states, _ = network(embedded, network.fuse(features[:, :, None]), positions, memories)
-        return drafter._logits(params, network, states)
+        return drafter.logits(params, network, states)
 
     @jax.jit
     def round_(params: Any, state: Any, seen: Observation) -> tuple[Any, jax.Array]:
