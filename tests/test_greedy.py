@@ -16,7 +16,7 @@ from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters import NGram, Plain
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision
-from eagle3_jax.published_trees import EAGLE1
+from eagle3_jax.published_trees import PUBLISHED_TREES
 from eagle3_jax.tree import Chain, DynamicTree
 
 TARGET = tiny.target(13)
@@ -69,7 +69,7 @@ DRAFTERS = {
         TARGET, Chain(3), num_layers=2, norm_output=True, fc_norm=True
     ),
     "a random dynamic tree": lambda: tiny.eagle3(TARGET, DynamicTree(num_nodes=16, max_depth=4, top_k=4)),
-    "EAGLE-1's tree": lambda: tiny.eagle1(TARGET, EAGLE1),
+    "EAGLE-1's tree": lambda: tiny.eagle1(TARGET, PUBLISHED_TREES["eagle1"]),
     "an MTP chain of 1": lambda: tiny.mtp(TARGET, Chain(1)),
     "a random static tree": lambda: tiny.eagle3(TARGET, tiny.STATIC_TREE),
 }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from eagle3_jax.training import head
+from eagle3_jax.training import eagle1, head, mtp
 from eagle3_jax.training.recipe import Recipe
 
 # By the name that ``eagle3 train head --method`` takes.
-RECIPES: dict[str, Recipe] = {"eagle3": head.RECIPE}
+RECIPES: dict[str, Recipe] = {"eagle3": head.RECIPE, "eagle1": eagle1.RECIPE, "mtp": mtp.RECIPE}
