@@ -73,7 +73,8 @@ class SpeculativeDecoder:
             num_speculative_tokens: Draft a chain of ``K`` tokens.
             tree: Draft a tree instead.
             schedule: Draft a chain whose length depends on how many rows are running, none where that is best.
-            draft_sampling: Whether a chain's tokens are the likeliest or drawn; the drafter's own choice when left out.
+            draft_sampling: Whether the tokens of a chain or a static tree are the likeliest or drawn; the drafter's own
+                choice when left out.
             stop_tokens: Ids that end a row; the target's own when left out, none when empty.
             verifier: The acceptance rule; the exact one when left out. With another one the output may not be the
                 target's own: results then say ``lossless=False``, as the rule itself does.
