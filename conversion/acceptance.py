@@ -56,6 +56,7 @@ def forced_agreement(
     classes = HEADS[head.method].classes
     assert classes is not None  # or it would not have been read
     drafter, draft_params = make_drafter(head, classes(), model.tables(params), precision, None)
+    depth = min(depth, getattr(drafter, "longest", depth))
     drafter = drafter.drafting(Chain(depth), None)
 
     @jax.jit

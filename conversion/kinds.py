@@ -81,7 +81,8 @@ def refuse_all_but_targets(kind: str, where: object) -> None:
         CheckpointError: It is one.
     """
     if kind in HEADS:
-        what = HEADS[kind].difference or f"an {HEADS[kind].label} head"
+        name = HEADS[kind].label
+        what = HEADS[kind].difference or f"{'an' if name.startswith(('EAGLE', 'MTP')) else 'a'} {name} head"
         raise CheckpointError(f"{where} is {what}, not a target; give the directory of the language model")
 
 

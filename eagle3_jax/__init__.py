@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         Verifier,
         Warping,
     )
+    from eagle3_jax.typical import TypicalAcceptance
 
 __version__ = "0.2.0"
 
@@ -76,6 +77,7 @@ __all__ = [
     "Tables",
     "TargetModel",
     "TargetOutput",
+    "TypicalAcceptance",
     "Verdict",
     "Verifier",
     "Warping",
@@ -113,6 +115,7 @@ _NAMES = {
     "tree": "Chain DynamicTree StaticTree",
     "types": "Draft Drafter DraftSampling FinishReason Observation SamplingParams Tables TargetModel TargetOutput "
     "Verdict Verifier Warping",
+    "typical": "TypicalAcceptance",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -181,7 +181,22 @@ def _follow(
     first = taken & ~jnp.any(_elder_siblings(draft) & taken[:, None, :], axis=-1)
     above = ancestor_mask(draft.parents, max_depth)
     on_path = above[:, :, 0] & jnp.all(first[:, None, :] | (node == 0) | ~above, axis=-1)
+    path, count = path_of(on_path, above, max_depth)
+    return path, count, jnp.max(jnp.where(on_path, node, 0), axis=-1)
+
+
+def path_of(
+    on_path: Bool[Array, "B N"], above: Bool[Array, "B N N"], max_depth: int
+) -> tuple[Int[Array, "B G"], Int[Array, " B"]]:
+    """The nodes of one path in order, -1 padded, and how many stand below the root.
+
+    Args:
+        on_path: Its nodes, the root among them.
+        above: Each node's ancestors, itself among them.
+        max_depth: ``G``, longest path below the root.
+    """
+    node = jnp.arange(on_path.shape[1], dtype=jnp.int32)
     level = jnp.where(on_path, depths(above), 0)
     reached = level[:, None, :] == jnp.arange(1, max_depth + 1)[:, None]
     path = jnp.max(jnp.where(reached, node, -1), axis=-1)
-    return path, jnp.sum(path >= 0, axis=-1, dtype=jnp.int32), jnp.max(jnp.where(on_path, node, 0), axis=-1)
+    return path, jnp.sum(path >= 0, axis=-1, dtype=jnp.int32)

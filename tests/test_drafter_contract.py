@@ -41,6 +41,10 @@ ALL_DRAFTERS = {
     "EAGLE-1 drawn tree": tiny.eagle1(TARGET, tiny.STATIC_TREE, num_layers=2, draft_sampling=PROBABILISTIC),
     "MTP chain": tiny.mtp(TARGET, Chain(3), own_output=True),
     "EAGLE-3.1 chain": tiny.eagle3(TARGET, Chain(2), norm_output=True, fc_norm=True, num_layers=2),
+    "Medusa chain": tiny.medusa(TARGET, Chain(3), shared_output=True, draft_vocab_size=7),
+    "Medusa sampled chain": tiny.medusa(TARGET, Chain(3), draft_sampling=DraftSampling.PROBABILISTIC),
+    "Medusa dynamic tree": tiny.medusa(TARGET, DynamicTree(num_nodes=9, max_depth=3, top_k=3)),
+    "Medusa static tree": tiny.medusa(TARGET, tiny.STATIC_TREE),
 }
 LAW = "sampled output has the target's law"
 COSTLY = {"greedy output is the target's", LAW}  # the suite has tests of these for every drafter

@@ -69,9 +69,11 @@ DRAFTERS = {
         TARGET, Chain(3), num_layers=2, norm_output=True, fc_norm=True
     ),
     "a random dynamic tree": lambda: tiny.eagle3(TARGET, DynamicTree(num_nodes=16, max_depth=4, top_k=4)),
-    "EAGLE-1's tree": lambda: tiny.eagle1(TARGET, PUBLISHED_TREES["eagle1"]),
+    "EAGLE-1's tree": lambda: tiny.eagle1(TARGET, PUBLISHED_TREES["eagle-25"]),
     "an MTP chain of 1": lambda: tiny.mtp(TARGET, Chain(1)),
     "a random static tree": lambda: tiny.eagle3(TARGET, tiny.STATIC_TREE),
+    "the first of four Medusa heads": lambda: tiny.medusa(TARGET, Chain(1)),
+    "a tree of Medusa heads": lambda: tiny.medusa(TARGET, tiny.STATIC_TREE),
 }
 
 
@@ -93,11 +95,11 @@ def test_greedy_output_equals_autoregression_with(name: str) -> None:
         assert drafted > accepted == 0
     if name in ("plain decoding", "padding", "n-grams that never match"):
         assert drafted == 0
-    if name in ("n-grams", "a random dynamic tree", "a random static tree", "EAGLE-1's tree"):
+    if name in ("n-grams", "a random dynamic tree", "a random static tree", "EAGLE-1's tree", "a tree of Medusa heads"):
         assert accepted > 0, "a comparison in which nothing was accepted would show nothing"
 
 
-@pytest.mark.parametrize("name", ["a perfect drafter", "a random dynamic tree", "n-grams"])
+@pytest.mark.parametrize("name", ["a perfect drafter", "a random dynamic tree", "n-grams", "a tree of Medusa heads"])
 def test_greedy_output_ends_at_a_stop_token_inside_a_block_with(name: str) -> None:
     check_greedy_output(name, stops=(3, 9))
 

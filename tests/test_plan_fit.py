@@ -50,7 +50,7 @@ def test_the_number_of_layers_is_believed_where_engines_build_that_many(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"medusa_num_heads": 4}, "is that of a Medusa head; plans are made for EAGLE-3 heads"),
+        ({"medusa_num_heads": 4}, "is that of a Medusa head, for which no plans are made"),
         ({"architectures": ["DFlashDraftModel"]}, "a DFlash drafter"),
         ({"speculators_model_type": "peagle"}, "a P-EAGLE head"),
         ({"draft_vocab_size": None}, "has no draft_vocab_size"),

@@ -20,7 +20,16 @@ from eagle3_jax import drafters
 from eagle3_jax import loop as loops
 from eagle3_jax.cache import Cache, KeyValues
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
-from eagle3_jax.drafters import Eagle1Config, Eagle1Drafter, Eagle3Config, Eagle3Drafter, MTPConfig, MTPDrafter
+from eagle3_jax.drafters import (
+    Eagle1Config,
+    Eagle1Drafter,
+    Eagle3Config,
+    Eagle3Drafter,
+    MedusaConfig,
+    MedusaDrafter,
+    MTPConfig,
+    MTPDrafter,
+)
 from eagle3_jax.loop import LoopParams, Prompts, SpeculativeLoop
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, LayerConfig, uniform
 from eagle3_jax.models.decoder import DecoderTarget
@@ -133,6 +142,33 @@ def _of_final_states(
     method = drafter(shape, topology, of.model.precision, draft_sampling)
     head = method.init_params(jax.random.key(seed))
     return LoadedDrafter(method, method.assemble(head, of.model.tables(of.params)))
+
+
+def medusa(
+    of: LoadedTarget,
+    topology: Topology | None = None,
+    *,
+    seed: int = 1,
+    num_heads: int = 4,
+    draft_vocab_size: int | None = None,
+    draft_sampling: DraftSampling = DraftSampling.GREEDY,
+    **variant: Any,
+) -> LoadedDrafter:
+    """Random Medusa heads for a target. Their ids are a random subset of the target's, in no order."""
+    size = draft_vocab_size or of.vocab_size
+    shape = MedusaConfig(
+        vocab_size=of.vocab_size,
+        draft_vocab_size=size,
+        target_width=of.model.config.width,
+        num_target_layers=of.model.config.num_layers,
+        num_heads=num_heads,
+        **variant,
+    )
+    drafter = MedusaDrafter(shape, topology, of.model.precision, draft_sampling)  # type: ignore[arg-type]
+    ids = np.random.default_rng(seed).permutation(of.vocab_size)[:size].astype(np.int32)
+    table = None if size == of.vocab_size else jnp.asarray(ids)
+    head = drafter.init_params(jax.random.key(seed))
+    return LoadedDrafter(drafter, drafter.assemble(head, of.model.tables(of.params), draft_to_target=table))
 
 
 def prompts(

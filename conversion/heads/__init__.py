@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conversion.heads import eagle1, eagle3, mtp, others, p_eagle
+from conversion.heads import eagle1, eagle3, medusa, mtp, others, p_eagle
 from conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored
 
 
@@ -15,7 +15,7 @@ def _write_eagle3(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
 HEADS: dict[str, HeadKind] = {
     kind.name: kind
     for kind in (
-        others.MEDUSA,
+        medusa.KIND,
         mtp.KIND,
         others.DFLASH,
         p_eagle.KIND,

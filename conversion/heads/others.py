@@ -4,16 +4,6 @@ from __future__ import annotations
 
 from conversion.heads.head import HeadKind
 
-MEDUSA = HeadKind(
-    name="medusa",
-    label="Medusa",
-    recognise=lambda signs: (
-        "medusa_num_heads" in signs.config
-        or signs.config.get("model_type") == "medusa"
-        or signs.has(r"\d+\.\d+\.linear\.|blocks\.\d+\.layers\.")
-    ),
-    difference="a Medusa head",
-)
 DFLASH = HeadKind(
     name="dflash",
     label="DFlash",

@@ -13,7 +13,7 @@ from eagle3_jax.cli._errors import Misuse, one_line
 from eagle3_jax.cli._options import read_drafter, read_target, read_verifier
 
 if TYPE_CHECKING:
-    from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget
+    from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget, StaticTree
     from eagle3_jax.measure.contenders import Contender
     from eagle3_jax.measure.results import NotMeasured
     from eagle3_jax.rivals.vllm.bridge import VLLM
@@ -36,7 +36,7 @@ class Methods:
     """
 
     chains: Sequence[int]
-    trees: Sequence[DynamicTree]
+    trees: Sequence[DynamicTree | StaticTree]
     ngrams: Sequence[int]
     simulated_length: float | None = None
     simulated_rate: float | None = None
@@ -165,13 +165,12 @@ def _add_head(field: Field, models: Models, methods: Methods, drafter: LoadedDra
     from eagle3_jax import SpeculativeDecoder
     from eagle3_jax.boundary import Drafting
     from eagle3_jax.measure.contenders import DecoderContender
+    from eagle3_jax.published_trees import tree_name
 
     shapes: list[tuple[str, int, dict[str, Any]]] = [
         (f"chain K={length}", length, {"num_speculative_tokens": length}) for length in methods.chains
     ]
-    shapes += [
-        (f"tree N={tree.num_nodes} G={tree.max_depth}", tree.max_depth, {"tree": tree}) for tree in methods.trees
-    ]
+    shapes += [(tree_name(tree), tree.max_depth, {"tree": tree}) for tree in methods.trees]
     if not isinstance(drafter.drafter, Drafting):  # it has the one shape that it was built with
         shapes = [(drafter.name, drafter.drafter.max_depth, {})]
     for name, depth, shape in shapes:

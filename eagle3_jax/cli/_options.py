@@ -22,7 +22,7 @@ from eagle3_jax.reporting.tables import write_text
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget, SpeculationSchedule
+    from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget, SpeculationSchedule, StaticTree
     from eagle3_jax.types import Drafter, Verifier
 
 TargetOption = Annotated[
@@ -42,7 +42,10 @@ DrafterOption = Annotated[
 ]
 VerifierOption = Annotated[
     str | None,
-    typer.Option("--verifier", help="Acceptance rule of your own, module:name; the exact one when left out."),
+    typer.Option(
+        "--verifier",
+        help="'typical' (Medusa's, not lossless), or module:name of your own; the exact one when left out.",
+    ),
 ]
 DtypeOption = Annotated[
     str, typer.Option("--dtype", help="float32, bfloat16, or mixed (bfloat16 products summed in float32).")
@@ -97,18 +100,27 @@ def read_verifier(source: str | None) -> Verifier | None:
     """The acceptance rule that ``--verifier`` names; ``None`` for the exact one."""
     if source is None:
         return None
+    if source == "typical":
+        from eagle3_jax import TypicalAcceptance
+
+        return TypicalAcceptance()
     part = own("--verifier", source)
     if part is None:
-        raise Misuse(f"--verifier {source}: expected module:name, an acceptance rule of your own; see {PAGE}")
+        raise Misuse(f"--verifier {source}: expected 'typical', or module:name of a rule of your own; see {PAGE}")
     return part.value
 
 
-def parse_tree(text: str | None) -> DynamicTree | None:
-    """``num_nodes=60,max_depth=8,top_k=10`` as a tree."""
+def parse_tree(text: str | None) -> DynamicTree | StaticTree | None:
+    """``num_nodes=60,max_depth=8,top_k=10``, the name of a published tree, or paths of child ranks as JSON."""
     from eagle3_jax import DynamicTree
+    from eagle3_jax.published_trees import PUBLISHED_TREES
 
     if text is None:
         return None
+    if text in PUBLISHED_TREES:
+        return PUBLISHED_TREES[text]
+    if text.lstrip().startswith("[") or text.endswith(".json"):
+        return _static_tree(text)
     values: dict[str, int] = {}
     for part in text.split(","):
         name, sign, value = (piece.strip() for piece in part.partition("="))
@@ -127,8 +139,35 @@ def parse_tree(text: str | None) -> DynamicTree | None:
         raise Misuse(f"--tree {text!r}: {error}") from None
 
 
+def _static_tree(text: str) -> StaticTree:
+    from eagle3_jax import StaticTree
+
+    try:
+        paths = parse_json(read_text(Path(text)) if text.endswith(".json") else text)
+    except ValueError as error:
+        raise Misuse(f"--tree {shown(text)} is not JSON ({error}); expected {_PATHS_FORM}") from None
+    if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
+        raise Misuse(f"--tree {shown(text)} holds no list of paths; expected {_PATHS_FORM}")
+    if len(paths) > _MOST_PATHS:
+        raise Misuse(f"--tree {shown(text)} has {len(paths)} paths; expected at most {_MOST_PATHS}")
+    for path in paths:
+        if not path or not all(type(rank) is int and 0 <= rank < _MOST_PATHS for rank in path):
+            raise Misuse(f"--tree {shown(text)}: {shown(str(path))} is no path of child ranks; expected {_PATHS_FORM}")
+    try:
+        return StaticTree(tuple(map(tuple, paths)))
+    except ValueError as error:
+        raise Misuse(f"--tree {shown(text)}: {error}") from None
+
+
+_MOST_PATHS = 4096
+_PATHS_FORM = "paths of child ranks such as '[[0],[1],[0,0]]', or a .json file with them"
+
+
 def _tree_form() -> str:
-    return "num_nodes=N,max_depth=G,top_k=K, for example num_nodes=60,max_depth=8,top_k=10"
+    return (
+        "num_nodes=N,max_depth=G,top_k=K, for example num_nodes=60,max_depth=8,top_k=10; a published tree such as "
+        f"medusa-63; or {_PATHS_FORM}"
+    )
 
 
 def parse_schedule(text: str | None) -> SpeculationSchedule | None:

@@ -28,6 +28,7 @@ class Layout(enum.StrEnum):
     EAGLE = "eagle"
     SGLANG = "sglang"
     VLLM = "vllm"
+    MEDUSA = "medusa"
 
 
 def convert(

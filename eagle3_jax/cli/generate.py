@@ -64,7 +64,10 @@ def generate(
         int | None,
         typer.Option(help="Draft a chain of K tokens; on CPUs 3 down to none by batch size when nothing is said."),
     ] = None,
-    tree: Annotated[str | None, typer.Option(help="Draft a tree: num_nodes=60,max_depth=8,top_k=10.")] = None,
+    tree: Annotated[
+        str | None,
+        typer.Option(help="Draft a tree: num_nodes=60,max_depth=8,top_k=10, a name such as medusa-63, or its paths."),
+    ] = None,
     schedule: Annotated[
         str | None,
         typer.Option(help="Draft a chain by how many rows run: '[[1,4,5],[5,16,3]]', or a file of `eagle3 tune`."),
@@ -165,6 +168,7 @@ def _as_usual(head: LoadedDrafter | Drafter[Any] | None, batch: int) -> LoadedDr
     length = usual_length(jax.default_backend(), batch)
     if length is None or not isinstance(head, LoadedDrafter) or not hasattr(head.drafter, "drafting"):
         return head
+    length = min(length, getattr(head.drafter, "longest", length))
     return dataclasses.replace(head, drafter=configured(head.drafter, Chain(length), None)) if length else None
 
 

@@ -3,6 +3,7 @@
 from eagle3_jax.drafters.draft_model import DraftModel, DraftModelState, draft_model, layer_skip
 from eagle3_jax.drafters.eagle1 import Eagle1Config, Eagle1Drafter
 from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaState
 from eagle3_jax.drafters.mtp import MTPConfig, MTPDrafter
 from eagle3_jax.drafters.ngram import NGram, NGramState
 from eagle3_jax.drafters.p_eagle import PEagleConfig, PEagleDrafter
@@ -18,6 +19,9 @@ __all__ = [
     "Eagle3Drafter",
     "MTPConfig",
     "MTPDrafter",
+    "MedusaConfig",
+    "MedusaDrafter",
+    "MedusaState",
     "NGram",
     "NGramState",
     "PEagleConfig",

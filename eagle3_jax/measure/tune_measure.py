@@ -15,9 +15,10 @@ from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.measure.step_costs import StepCosts, step_costs
 from eagle3_jax.measure.timing import Spread
 from eagle3_jax.measure.tune import BatchTuning, Candidate, Shape, break_even, rules_of_thumb, schedule_of
+from eagle3_jax.published_trees import tree_name
 from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.stats import SpeculationStats
-from eagle3_jax.tree import DynamicTree
+from eagle3_jax.tree import DynamicTree, StaticTree
 from eagle3_jax.types import Drafter
 
 _PLAIN = "plain"
@@ -106,7 +107,7 @@ def tune(
     *,
     batches: Sequence[int],
     chains: Sequence[int],
-    trees: Sequence[DynamicTree] = (),
+    trees: Sequence[DynamicTree | StaticTree] = (),
     max_new_tokens: int,
     repeats: int,
     rounds: int = 16,
@@ -147,7 +148,7 @@ def tune(
         f"K={k}": SpeculativeDecoder(target, drafter, num_speculative_tokens=k, stop_tokens=()) for k in lengths
     }
     for tree in trees:
-        name = f"tree N={tree.num_nodes} G={tree.max_depth} top {tree.top_k}"
+        name = tree_name(tree) + (f" top {tree.top_k}" if isinstance(tree, DynamicTree) else "")
         decoders[name] = SpeculativeDecoder(target, drafter, tree=tree, stop_tokens=())
     shapes = {}
     for name, decoder in decoders.items():

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from eagle3_jax.training import eagle1, head, mtp
+from eagle3_jax.training import eagle1, head, medusa, mtp
 from eagle3_jax.training.recipe import Recipe
 
 # By the name that ``eagle3 train head --method`` takes.
-RECIPES: dict[str, Recipe] = {"eagle3": head.RECIPE, "eagle1": eagle1.RECIPE, "mtp": mtp.RECIPE}
+RECIPES: dict[str, Recipe] = {
+    "eagle3": head.RECIPE,
+    "eagle1": eagle1.RECIPE,
+    "medusa": medusa.RECIPE,
+    "mtp": mtp.RECIPE,
+}

@@ -1,0 +1,237 @@
+"""Medusa heads in and out of the two layouts that they are published in.
+
+* ``medusa``: the authors', ``medusa_lm_head.safetensors`` or ``.pt``. A head is a numbered sequence, so tensors are
+  called ``{k}.{l}.linear.weight`` and, for its output, ``{k}.{L}.weight``. ``config.json`` says little more than two
+  numbers. The authors' code repeats one block ``L`` times where vLLM runs ``L`` of them, so a file of several blocks is
+  read only where these are equal.
+* ``vllm``: ``blocks.{k}.layers.{l}.weight`` and ``lm_heads.{k}.weight``, or one ``lm_head.weight`` for all heads
+  (``original_lm_head``), with everything stated in ``config.json``. A ``token_map`` names the target ids of a part of
+  the vocabulary.
+
+vLLM takes whatever is missing as it finds it: defaults for sizes, random weights for heads, no bias. All of that is
+refused here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from conversion import rules
+from conversion.errors import CheckpointError, TargetNeededError
+from conversion.fields import Fields, read_from
+from conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, check_fit
+from conversion.heads.medusa_export import head_of_different_blocks, head_rules, layout
+from conversion.hf_config import refuse_quantised
+from eagle3_jax.models.config import DecoderConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+_OWN_BASE = r"(model|base_model)\.(embed_tokens|layers)\."
+
+
+def recognise(signs: Signs) -> bool:
+    """By what the file says, or by names that no other head has."""
+    return (
+        "medusa_num_heads" in signs.config
+        or signs.config.get("model_type") == "medusa"
+        or signs.has(r"(medusa_heads?\.)?(\d+\.\d+\.linear|blocks\.\d+\.layers)\.")
+    )
+
+
+def dialect_of(config: Mapping[str, Any], names: Iterable[str]) -> str:
+    """Whose names the tensors have."""
+    return "medusa" if any(re.match(r"(medusa_heads?\.)?\d+\.", name) for name in names) else "vllm"
+
+
+def classes() -> tuple[type, type]:
+    """Of the configuration and of the drafter."""
+    from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter
+
+    return MedusaConfig, MedusaDrafter
+
+
+def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
+    """Read Medusa heads in either layout.
+
+    Args:
+        stored: What lies on disk.
+        target: What they draft for: heads stand behind its last norm, which no file of theirs names.
+
+    Raises:
+        CheckpointError: They are incomplete, ambiguous, or do not fit the target; the message says why.
+    """
+    import numpy as np
+
+    from eagle3_jax.drafters.medusa import MedusaDrafter
+
+    where, path = str(stored.directory), str(stored.directory / "config.json")
+    top, dialect = Fields(stored.config, path), dialect_of(stored.config, stored.tensors)
+    refuse_quantised(top)
+    if any(re.match(_OWN_BASE, name) for name in stored.tensors):
+        raise CheckpointError(
+            f"{where} holds a language model beside its Medusa heads, trained together (Medusa-2); convert the two "
+            "apart: medusa_head.* into a directory of their own, the rest as their target"
+        )
+    tensors = _canonical(stored.tensors, where)
+    num_heads, num_layers = (_stated(top, word) for word in ("heads", "layers"))
+    _check_counts(tensors, num_heads, num_layers, path)
+    bias, shared = _biases(top, tensors, dialect), top.flag("original_lm_head")
+    if shared and "lm_head.weight" not in tensors and "lm_heads.0.weight" in tensors:
+        tensors["lm_head.weight"] = tensors.pop("lm_heads.0.weight")
+    output = tensors.get("lm_head.weight" if shared else "lm_heads.0.weight")
+    first = tensors["blocks.0.layers.0.weight"]
+    if output is None or output.ndim != 2 or first.ndim != 2:
+        name = "lm_head.weight" if shared else "lm_heads.0.weight"
+        raise CheckpointError(f"{where} has no matrix {name}; Medusa heads have output projections of their own")
+    stated = dialect == "vllm"  # its defaults are those of a model of 4096 x 32001, which are never meant
+    vocab_size = top.size("vocab_size", None if stated else output.shape[0])
+    draft_to_target = _token_map(top, tensors, vocab_size, where)
+    if draft_to_target is not None:
+        for name in [name for name in tensors if name.startswith("lm_head")]:
+            if tensors[name].shape[:1] == (vocab_size,):
+                tensors[name] = tensors[name][draft_to_target]
+    if target is None:
+        raise TargetNeededError(
+            f"{path} does not say how many layers its target has, and Medusa heads read what leaves the last one; "
+            "give the target as well"
+        )
+    with read_from(path):
+        config = classes()[0](
+            vocab_size=vocab_size,
+            draft_vocab_size=vocab_size if draft_to_target is None else len(draft_to_target),
+            target_width=top.size("hidden_size", None if stated else first.shape[0]),
+            num_target_layers=target.num_layers,
+            num_heads=num_heads,
+            num_layers=num_layers,
+            bias=bias,
+            shared_output=shared,
+        )
+    check_fit(config, config.aux_layers, target, where)
+    if dialect == "medusa" and (different := head_of_different_blocks(tensors, config)) is not None:
+        raise CheckpointError(
+            f"{where}: head {different} has {num_layers} different blocks under the authors' names; their code runs "
+            "one block so many times and vLLM runs each, so nobody can tell which network was trained. Rename them "
+            "to blocks.K.layers.L if it was the second"
+        )
+    head = rules.read_params(head_rules(config), tensors, MedusaDrafter(config).param_shapes(), where=where)
+    return HeadCheckpoint(
+        method=KIND.name,
+        config=config,
+        head=head,
+        draft_to_target=None if draft_to_target is None else draft_to_target.astype(np.int32),
+        embedding=None,
+        dialect=dialect,
+        source=stored.directory,
+        dtype=rules.main_dtype(head),
+        num_target_layers=target.num_layers,
+    )
+
+
+def _canonical(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
+    """The tensors in vLLM's names.
+
+    Raises:
+        CheckpointError: Two names mean the same tensor.
+    """
+    renamed: dict[str, np.ndarray] = {}
+    origin: dict[str, str] = {}
+    for name, value in tensors.items():
+        new = re.sub(r"^medusa_heads?\.", "", name)
+        new = re.sub(r"^(\d{1,9})\.(\d{1,9})\.linear\.", r"blocks.\1.layers.\2.", new)
+        new = re.sub(r"^(\d{1,9})\.\d{1,9}\.weight$", r"lm_heads.\1.weight", new)
+        if new in renamed:
+            raise CheckpointError(f"{where} holds {origin[new]} and {name}, which mean the same tensor; remove one")
+        renamed[new], origin[new] = value, name
+    return renamed
+
+
+def _stated(top: Fields, word: str) -> int:
+    """How many heads, or layers: under any name with ``num`` and the word in it, as vLLM looks for it.
+
+    Raises:
+        CheckpointError: Nothing says it, or two fields say different things, of which vLLM takes the last.
+    """
+    found = {name: top.size(name) for name in top.values if "num" in name and word in name}
+    if not found:
+        raise CheckpointError(f"{top.where} says nowhere how many {word} there are; add medusa_num_{word}")
+    if len(set(found.values())) > 1:
+        listed = ", ".join(f"{name} {value}" for name, value in found.items())
+        raise CheckpointError(
+            f"{top.where}: {listed} disagree on the Medusa {word}, and engines take the last of them; leave one"
+        )
+    return next(iter(found.values()))
+
+
+def _check_counts(tensors: Mapping[str, np.ndarray], num_heads: int, num_layers: int, path: str) -> None:
+    """Refuse numbers that the tensors contradict, before anything of that size is built."""
+    found = {
+        (int(m[1]), int(m[2])) for name in tensors if (m := re.match(r"blocks\.(\d{1,9})\.layers\.(\d{1,9})\.", name))
+    }
+    heads = {head for head, _ in found}
+    if heads != set(range(len(heads))) or len(heads) != num_heads:
+        raise CheckpointError(
+            f"{path} says {num_heads} Medusa heads and the file holds {_numbered(heads)}; correct the number (the "
+            "first published files do not count all of theirs), or fetch the complete file"
+        )
+    for head in heads:
+        layers = {layer for one, layer in found if one == head}
+        if layers != set(range(num_layers)):
+            raise CheckpointError(
+                f"{path} says {num_layers} layers and head {head} has {_numbered(layers)}; correct the number, or "
+                "fetch the complete file"
+            )
+
+
+def _numbered(found: set[int]) -> str:
+    return f"{len(found)}" if found == set(range(len(found))) else f"those numbered {sorted(found)[:8]}"
+
+
+def _biases(top: Fields, tensors: Mapping[str, np.ndarray], dialect: str) -> bool:
+    """Whether the blocks have biases: the authors' always do and say nothing of it, vLLM's say so."""
+    has = any(name.startswith("blocks.") and name.endswith(".bias") for name in tensors)
+    said = top.flag("medusa_fc_bias", has if dialect == "medusa" else False)
+    if said != has:
+        holds = "and the file holds none" if said else "or missing and the file holds biases, which vLLM would drop"
+        raise CheckpointError(f"{top.where}: medusa_fc_bias is {str(said).lower()} {holds}; correct it")
+    return has
+
+
+def _token_map(top: Fields, tensors: dict[str, np.ndarray], vocab_size: int, where: str) -> np.ndarray | None:
+    """The target ids of the draft vocabulary, taken out of the tensors; ``None`` where it is the target's."""
+    import numpy as np
+
+    size, table = top.size("truncated_vocab_size", vocab_size), tensors.pop("token_map", None)
+    scale = top.number("logit_scale", 1.0)
+    if scale != 1.0:
+        raise CheckpointError(f"{top.where}: logit_scale is {scale:g}; only 1 is supported")
+    if size == vocab_size and table is None:
+        return None
+    if table is None or size == vocab_size:
+        what = "and there is no token_map" if table is None else "and there is a token_map, which vLLM would ignore"
+        raise CheckpointError(f"{where}: the draft vocabulary is {size} of {vocab_size} tokens {what}; correct one")
+    if table.shape != (size,) or table.dtype.kind not in "iu":
+        raise CheckpointError(
+            f"{where}: token_map is {table.dtype}{list(table.shape)}; expected whole numbers of shape [{size}]"
+        )
+    if len(np.unique(table)) != size or table.min() < 0 or table.max() >= vocab_size:
+        raise CheckpointError(
+            f"{where}: token_map is no list of different target ids from 0 to {vocab_size - 1}; fetch the file again"
+        )
+    return table.astype(np.int64)
+
+
+KIND = HeadKind(
+    name="medusa",
+    label="Medusa",
+    recognise=recognise,
+    classes=classes,
+    read=read,
+    write=layout,
+    layouts=("vllm", "medusa"),
+    stacks={"blocks": lambda config: config.num_heads},
+    dialect=dialect_of,
+)

@@ -1,0 +1,132 @@
+"""Training of Medusa heads before a frozen target (Cai et al., 2024, section 2.2.1: Medusa-1).
+
+Head ``k`` (from 0) learns the token ``x_{t+2+k}`` of the text from the target's final state ``h_t``::
+
+    loss = Σ_k decay^k · mean_t CE(logits_k(h_t), x_{t+2+k})
+
+with a decay of 0.8. The paper counts heads from 1, which scales the whole loss. Labels are the tokens of the text, so
+the heads learn the target best from text that it wrote itself. The heads start as the target's own output layer: their
+residual blocks are zero and their output projections copies of its output matrix.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter
+from eagle3_jax.loaded import LoadedTarget
+from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.decoder import DecoderTarget, causal_mask
+from eagle3_jax.models.functional import Params
+from eagle3_jax.training.batches import Frozen, TTTBatch
+from eagle3_jax.training.recipe import HeadOptions, Loss, Recipe
+
+_DECAY = 0.8
+
+
+def heads_for(target: DecoderConfig, options: HeadOptions) -> MedusaConfig:
+    """As many heads as positions are learned, with biases as the authors' have.
+
+    With a draft vocabulary of their own they share one output projection, which makes them small; so vLLM wants it.
+    """
+    return MedusaConfig(
+        vocab_size=target.vocab_size,
+        draft_vocab_size=options.draft_vocab_size or target.vocab_size,
+        target_width=target.width,
+        num_target_layers=target.num_layers,
+        num_heads=options.depth,
+        num_layers=options.num_layers or 1,
+        bias=True,
+        shared_output=options.draft_vocab_size is not None,
+    )
+
+
+def initial_heads(
+    drafter: MedusaDrafter, target: LoadedTarget, draft_to_target: Int[np.ndarray, " W"] | None, key: jax.Array
+) -> Params:
+    """Heads that all say what the target's output layer says: zero blocks and copies of its output matrix."""
+    del key
+    kernel = jnp.asarray(target.model.tables(target.params).unembedding, jnp.float32)  # type: ignore[attr-defined]
+    kernel = kernel if draft_to_target is None else kernel[:, draft_to_target]
+    zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), drafter.param_shapes())
+    return {"blocks": zero["blocks"], "outputs": {head: {"kernel": kernel} for head in zero["outputs"]}}
+
+
+def medusa_loss(
+    drafter: MedusaDrafter,
+    target: DecoderTarget,
+    head_params: Params,
+    frozen: Frozen,
+    batch: TTTBatch,
+    options: HeadOptions,
+) -> Loss:
+    """The loss, differentiable in ``head_params`` alone.
+
+    Args:
+        drafter: The heads' configuration and precision.
+        target: The target, whose states are read.
+        head_params: What is trained.
+        frozen: What is not.
+        batch: Sequences; positions are counted from the first column.
+        options: ``depth`` says how many heads are trained, the first ones.
+
+    Returns:
+        The loss, and for every head ``k`` ``loss_k``, its unweighted term, and ``accuracy_k``, the share of rows where
+        its likeliest token is that of the text; and ``simulated_tau``, tokens per target forward of a greedy chain on
+        this text: 1 plus, for every head, the share of rows where it and all before it hit. A token outside the draft
+        vocabulary has no loss and is a miss.
+    """
+    frozen = lax.stop_gradient(frozen)
+    size = batch.tokens.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), batch.tokens.shape)
+    seen = causal_mask(size) & batch.attention_mask[:, None, :]
+    states = lax.stop_gradient(target(frozen["target_params"], batch.tokens, positions, seen).final)
+    to_draft = _draft_ids(frozen, drafter.config)
+    heads = drafter.bound({"head": head_params})
+
+    metrics: dict[str, Float[Array, ""]] = {}
+    loss, tau = jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32)
+    alive = chain = jnp.ones(batch.tokens.shape, jnp.bool_)
+    for head in range(options.depth):
+        label = to_draft[_later(batch.tokens, head + 2)]
+        labelled = _later(batch.loss_mask, head) & _later(batch.attention_mask, head + 2)
+        scores = heads.logits(states, head)
+        cross_entropy = jax.nn.logsumexp(scores, axis=-1) - _at(scores, jnp.maximum(label, 0))
+        term = _share(cross_entropy, labelled & (label >= 0))
+        loss = loss + _DECAY**head * term
+
+        hit = jnp.argmax(lax.stop_gradient(scores), axis=-1) == label
+        chain, alive = chain & labelled, alive & hit
+        tau = tau + _share(alive, chain)
+        metrics |= {f"loss_{head}": term, f"accuracy_{head}": _share(hit, labelled)}
+    return loss, {**metrics, "simulated_tau": tau}
+
+
+def _draft_ids(frozen: Frozen, config: MedusaConfig) -> Int[Array, " V"]:
+    """Draft id of every target id, -1 where the heads have none."""
+    ids = frozen["draft_to_target"]
+    if ids is None:
+        return jnp.arange(config.vocab_size, dtype=jnp.int32)
+    return jnp.full((config.vocab_size,), -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
+
+
+def _later(x: Array, shift: int) -> Array:
+    """``x`` at ``t + shift`` in column ``t``; zero and False behind the end."""
+    return jnp.pad(x, ((0, 0), (0, shift)))[:, shift:]
+
+
+def _at(scores: Float[Array, "B T W"], index: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    return jnp.take_along_axis(scores, index[..., None], axis=-1)[..., 0]
+
+
+def _share(values: Array, mask: Bool[Array, "B T"]) -> Float[Array, ""]:
+    """Mean over the masked rows; 0 when there are none."""
+    total = jnp.sum(jnp.where(mask, values.astype(jnp.float32), 0.0))
+    return total / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
+
+
+RECIPE = Recipe(drafter=MedusaDrafter, config=heads_for, start=initial_heads, loss=medusa_loss)

@@ -1,0 +1,64 @@
+"""Medusa heads written down a second time, in PyTorch, with the names that FasterDecoding's modules give to tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+
+class ResBlock(nn.Module):
+    def __init__(self, width: int, bias: bool):
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.silu(self.linear(x))
+
+
+def random_heads(
+    width: int, vocab: int, *, heads: int = 3, layers: int = 1, bias: bool = True, repeated: bool = False, seed: int = 0
+) -> nn.ModuleList:
+    """Heads of distinct blocks, or of one block run several times (``repeated``), as the authors' code builds them."""
+    torch.manual_seed(seed)
+
+    def blocks() -> list[ResBlock]:
+        return [ResBlock(width, bias)] * layers if repeated else [ResBlock(width, bias) for _ in range(layers)]
+
+    return nn.ModuleList([nn.Sequential(*blocks(), nn.Linear(width, vocab, bias=False)) for _ in range(heads)])
+
+
+def logits_of(heads: nn.ModuleList, state: Any) -> np.ndarray:
+    """``[*rows K V]``."""
+    with torch.no_grad():
+        x = torch.tensor(np.asarray(state, np.float32))
+        return torch.stack([head(x) for head in heads], dim=-2).numpy()
+
+
+def tensors_of(heads: nn.ModuleList) -> dict[str, np.ndarray]:
+    """As ``state_dict`` names them: ``{head}.{layer}.linear.weight`` and ``{head}.{layers}.weight``."""
+    return {name: value.detach().numpy() for name, value in heads.state_dict().items()}
+
+
+def write_official(directory: Path, heads: nn.ModuleList, *, suffix: str = "safetensors", **config: Any) -> Path:
+    """A directory as FasterDecoding's training writes it."""
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    values = {
+        "medusa_num_heads": len(heads),
+        "medusa_num_layers": len(heads[0]) - 1,  # type: ignore[arg-type]
+        "base_model_name_or_path": "lmsys/vicuna-7b-v1.3",
+        "transformers_version": "4.34.1",
+    }
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in {**values, **config}.items() if v is not None}))
+    state = {name: value.clone().contiguous() for name, value in heads.state_dict().items()}
+    if suffix == "safetensors":
+        save_file(state, directory / "medusa_lm_head.safetensors")
+    else:
+        torch.save(state, directory / f"medusa_lm_head.{suffix}")
+    return directory
