@@ -5,8 +5,8 @@ github.com/FasterDecoding/Medusa (Apache-2.0), chosen by its authors from measur
 63 nodes below the root, up to 4 deep. ``medusa-63`` is their ``mc_sim_7b_63`` for any model; those of Vicuna and Zephyr
 are for the heads published with these, trained together with the target, or alone (``stage1``).
 
-``eagle-25`` is the tree of EAGLE-1's code (Li et al., 2024; Apache-2.0), which calls it ``mc_sim_7b_63`` too: 25 nodes on
-five levels.
+``eagle-25`` is the tree of EAGLE-1's code (Li et al., 2024; Apache-2.0), which calls it ``mc_sim_7b_63`` too: 25 nodes
+on five levels.
 """
 
 from __future__ import annotations
