@@ -22,7 +22,6 @@ from conversion import CheckpointError
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("P-EAGLE", "is a P-EAGLE head"),
         ("DFlash", "is a DFlash drafter"),
         ("language model", "is a language model, not a draft head; give it as the target"),
     ],
