@@ -19,7 +19,7 @@ from eagle3_jax import check_drafter
 from eagle3_jax.contract import DRAFTER_CHECKS
 from eagle3_jax.contract.subject import Subject
 from eagle3_jax.decode import LoadedDrafter
-from eagle3_jax.drafters import NGram, Plain, layer_skip
+from eagle3_jax.drafters import Markov, NGram, Plain, layer_skip
 from eagle3_jax.sampling import DraftSampling
 from eagle3_jax.tree import Chain, DynamicTree
 
@@ -40,6 +40,11 @@ ALL_DRAFTERS = {
     "EAGLE-2 dynamic tree": tiny.eagle1(TARGET, DynamicTree(num_nodes=9, max_depth=3, top_k=3)),
     "EAGLE-1 drawn tree": tiny.eagle1(TARGET, tiny.STATIC_TREE, num_layers=2, draft_sampling=PROBABILISTIC),
     "MTP chain": tiny.mtp(TARGET, Chain(3), own_output=True),
+    "DFlash chain": tiny.dflash(TARGET, Chain(3), draft_vocab_size=7),
+    "DSpark sampled chain": tiny.dflash(
+        TARGET, draft_sampling=DraftSampling.PROBABILISTIC, block_size=3, from_anchor=True, markov=Markov(rank=4)
+    ),
+    "DSpark dynamic tree": tiny.dflash(TARGET, DynamicTree(num_nodes=9, max_depth=3, top_k=3), markov=Markov(rank=4)),
     "EAGLE-3.1 chain": tiny.eagle3(TARGET, Chain(2), norm_output=True, fc_norm=True, num_layers=2),
     "Medusa chain": tiny.medusa(TARGET, Chain(3), shared_output=True, draft_vocab_size=7),
     "Medusa sampled chain": tiny.medusa(TARGET, Chain(3), draft_sampling=DraftSampling.PROBABILISTIC),

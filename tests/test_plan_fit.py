@@ -51,7 +51,7 @@ def test_the_number_of_layers_is_believed_where_engines_build_that_many(
     ("changes", "says"),
     [
         ({"medusa_num_heads": 4}, "is that of a Medusa head, for which no plans are made"),
-        ({"architectures": ["DFlashDraftModel"]}, "a DFlash drafter"),
+        ({"architectures": ["DFlashDraftModel"]}, "a DFlash head"),
         ({"speculators_model_type": "peagle"}, "a P-EAGLE head"),
         ({"draft_vocab_size": None}, "has no draft_vocab_size"),
     ],

@@ -21,6 +21,8 @@ from eagle3_jax import loop as loops
 from eagle3_jax.cache import Cache, KeyValues
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.drafters import (
+    DFlashConfig,
+    DFlashDrafter,
     Eagle1Config,
     Eagle1Drafter,
     Eagle3Config,
@@ -142,6 +144,39 @@ def _of_final_states(
     method = drafter(shape, topology, of.model.precision, draft_sampling)
     head = method.init_params(jax.random.key(seed))
     return LoadedDrafter(method, method.assemble(head, of.model.tables(of.params)))
+
+
+def dflash(
+    of: LoadedTarget,
+    topology: Topology | None = None,
+    *,
+    seed: int = 1,
+    draft_vocab_size: int | None = None,
+    draft_sampling: DraftSampling = DraftSampling.GREEDY,
+    **variant: Any,
+) -> LoadedDrafter:
+    """A random block drafter for a target, of one layer and blocks of four tokens and the one before them."""
+    size, shape = draft_vocab_size or of.vocab_size, of.model.config
+    config = DFlashConfig(
+        vocab_size=of.vocab_size,
+        width=shape.width,
+        layers=layers(1, qk_norm=True),
+        max_positions=512,
+        draft_vocab_size=size,
+        target_width=shape.width,
+        aux_layers=AUX_LAYERS,
+        mask_token=of.vocab_size - 1,
+        own_output=size < of.vocab_size,
+        **{"block_size": 5, **variant},
+    )
+    given = {} if topology is None else {"topology": topology}
+    drafter = DFlashDrafter(config, precision=of.model.precision, draft_sampling=draft_sampling, **given)
+    ids = np.sort(np.random.default_rng(seed).permutation(of.vocab_size)[:size]).astype(np.int32)
+    head = drafter.init_params(jax.random.key(seed))
+    if config.markov is not None:
+        head["markov"]["before"] *= 200.0  # 0.01 as initialised: too faint to matter without training
+    table = None if size == of.vocab_size else jnp.asarray(ids)
+    return LoadedDrafter(drafter, drafter.assemble(head, of.model.tables(of.params), draft_to_target=table))
 
 
 def medusa(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conversion.heads import eagle1, eagle3, medusa, mtp, others, p_eagle
+from conversion.heads import dflash, eagle1, eagle3, medusa, mtp, p_eagle
 from conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored
 
 
@@ -17,7 +17,7 @@ HEADS: dict[str, HeadKind] = {
     for kind in (
         medusa.KIND,
         mtp.KIND,
-        others.DFLASH,
+        dflash.KIND,
         p_eagle.KIND,
         eagle1.KIND,
         eagle3.KIND._replace(write=_write_eagle3),

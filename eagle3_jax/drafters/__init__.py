@@ -1,5 +1,6 @@
 """Proposal methods: one file each, all behind the protocol ``eagle3_jax.types.Drafter``."""
 
+from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, Markov
 from eagle3_jax.drafters.draft_model import DraftModel, DraftModelState, draft_model, layer_skip
 from eagle3_jax.drafters.eagle1 import Eagle1Config, Eagle1Drafter
 from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
@@ -11,6 +12,8 @@ from eagle3_jax.drafters.plain import Plain, PlainState
 from eagle3_jax.drafters.silent import Silent
 
 __all__ = [
+    "DFlashConfig",
+    "DFlashDrafter",
     "DraftModel",
     "DraftModelState",
     "Eagle1Config",
@@ -19,6 +22,7 @@ __all__ = [
     "Eagle3Drafter",
     "MTPConfig",
     "MTPDrafter",
+    "Markov",
     "MedusaConfig",
     "MedusaDrafter",
     "MedusaState",

@@ -54,6 +54,13 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"], memory: Memory
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """The block's attention, and the keys and values that its memory keeps."""
+        attended, kept = memory.attend(*self.project(x, positions))
+        return self.o(attended), kept
+
+    def project(
+        self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T heads H"], KeyValue]:
+        """Queries, keys and values of the same tokens, rotated."""
         config = self.config
         rows, group = x.shape[:2], config.group
         fused = apart(self.qkv(x)).reshape(*rows, config.num_kv_heads, group + 2, config.head_dim)
@@ -65,9 +72,7 @@ class Attention(nnx.Module):
             queries, keys = rotate(queries, positions, config.rope), rotate(keys, positions, config.rope)
         if config.query_scaling is not None:
             queries = scale_queries(queries, positions, config.query_scaling)
-        kv = KeyValue(jnp.moveaxis(keys, 1, 2), jnp.moveaxis(values, 1, 2))
-        attended, kept = memory.attend(queries, kv)
-        return self.o(attended), kept
+        return queries, KeyValue(jnp.moveaxis(keys, 1, 2), jnp.moveaxis(values, 1, 2))
 
 
 @runtime_checkable

@@ -98,7 +98,7 @@ class OptimizerConfig:
 def _hidden_matrices(params: Params) -> Any:
     def label(path: tuple[Any, ...], leaf: jax.Array) -> Any:
         names = {str(getattr(entry, "key", entry)) for entry in path}
-        hidden = leaf.ndim == 2 and names.isdisjoint({"embedding", "head"})
+        hidden = leaf.ndim == 2 and names.isdisjoint({"embedding", "head", "markov"})
         return optax.contrib.MuonDimensionNumbers() if hidden else None
 
     return jax.tree_util.tree_map_with_path(label, params)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eagle3_jax.training import eagle1, head, medusa, mtp
+from eagle3_jax.training import dflash, eagle1, head, medusa, mtp
 from eagle3_jax.training.recipe import Recipe
 
 # By the name that ``eagle3 train head --method`` takes.
@@ -11,4 +11,5 @@ RECIPES: dict[str, Recipe] = {
     "eagle1": eagle1.RECIPE,
     "medusa": medusa.RECIPE,
     "mtp": mtp.RECIPE,
+    **dflash.RECIPES,
 }

@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.cache import KeyValue, Segment, near
 from eagle3_jax.drafters._feedback import FeedbackDrafter
+from eagle3_jax.drafters._network import NetworkDrafter
 from eagle3_jax.models.decoder import BlockMemory, DecoderTarget, causal_mask, windows_of
 from eagle3_jax.models.functional import Params
 from eagle3_jax.training.batches import Frozen, TTTBatch
@@ -149,7 +150,7 @@ def against(
 
 
 def consult(
-    drafter: FeedbackDrafter, target: DecoderTarget, frozen: Frozen, batch: TTTBatch, num_steps: int
+    drafter: NetworkDrafter, target: DecoderTarget, frozen: Frozen, batch: TTTBatch, num_steps: int
 ) -> tuple[Teacher, Float[Array, "B T A Dt"]]:
     """One target forward: its distributions in compact form, and the features that the head fuses."""
     output = target(

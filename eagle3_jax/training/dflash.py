@@ -1,0 +1,313 @@
+"""Training block drafters: many blocks of a sequence in one pass, each behind the features before its anchor.
+
+A block starts at an anchor ``x_a`` that is drawn from the text which the target wrote. It is fed as when drafting, with
+masks behind the anchor, and sees the features of ``x_0 .. x_{a-1}`` and itself, but no other block. Its ``k``-th
+prediction, of ``x_{a+k}``, weighs ``exp(-(k - 1) / gamma)``; ``p`` is the target's distribution after ``x_{a+k-1}``:
+
+* DFlash (arXiv 2602.06036): ``CE(x_{a+k}, q)`` on the text itself; ``gamma`` 7, 5 and 4 for blocks of 16, 10 and 8.
+* DSpark (arXiv 2607.05147): ``0.1 CE(x_{a+k}, q) + 0.9 |p - q|_1``, the bias read off the text's own tokens, and the
+  confidence by ``BCE(c, sum_v min(p, q))``.
+* JetSpec (arXiv 2606.18394): ``T^2 KL(p_T, q_T)``, all positions alike, in causal blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle3_jax.cache import Segment
+from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashHead, Markov
+from eagle3_jax.loaded import LoadedTarget
+from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, RopeConfig, uniform
+from eagle3_jax.models.decoder import BlockMemory, DecoderTarget
+from eagle3_jax.models.functional import Params
+from eagle3_jax.models.layers import embed
+from eagle3_jax.training.batches import Frozen, TTTBatch
+from eagle3_jax.training.recipe import HeadOptions, Loss, Recipe
+from eagle3_jax.training.ttt import Teacher, consult
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockObjective:
+    """What a block is trained on.
+
+    Attributes:
+        text: Weight of the cross-entropy on the text's own tokens.
+        distance: Weight of ``|p - q|_1``.
+        divergence: Weight of ``T^2 KL(p_T, q_T)``.
+        confidence: Weight of the confidence's cross-entropy.
+        temperature: ``T`` of the divergence.
+        decays: Whether later positions weigh less.
+        num_anchors: Blocks of a sequence; fewer where the text allows fewer.
+    """
+
+    text: float = 0.0
+    distance: float = 0.0
+    divergence: float = 0.0
+    confidence: float = 0.0
+    temperature: float = 1.0
+    decays: bool = True
+    num_anchors: int = 64
+
+
+class Blocks(NamedTuple):
+    """What a pass over ``A`` blocks of each sequence gives for their ``K`` predictions.
+
+    Attributes:
+        logits: ``[B A K W]``, with the bias where there is one.
+        survival: ``[B A K]``, logit of the confidence; ``None`` without such a head.
+    """
+
+    logits: Float[Array, "B A K W"]
+    survival: Float[Array, "B A K"] | None
+
+
+def block_loss(
+    drafter: DFlashDrafter,
+    target: DecoderTarget,
+    head_params: Params,
+    frozen: Frozen,
+    batch: TTTBatch,
+    objective: BlockObjective,
+) -> Loss:
+    """The weighted sum of each term's mean over the supervised predictions, differentiable in ``head_params`` alone.
+
+    Args:
+        drafter: The network's configuration and precision.
+        target: The target that is to be predicted.
+        head_params: What is trained.
+        frozen: What is not.
+        batch: Sequences; positions are counted from the first column. Without a key the first anchors are taken.
+        objective: The terms.
+
+    Returns:
+        The loss, and the metrics of :func:`eagle3_jax.training.ttt.ttt_loss` (``loss_k`` aside, as there are no steps):
+        ``accuracy_k`` and ``acceptance_k`` of the prediction ``k + 1`` tokens after the anchor, and ``simulated_tau``.
+    """
+    frozen, count = lax.stop_gradient(frozen), drafter.config.num_predicted
+    teacher, features = consult(drafter, target, frozen, batch, count)
+    anchors, is_anchor = choose_anchors(batch, objective.num_anchors)
+    blocks = run_blocks(drafter, target, head_params, frozen, features, batch, anchors)
+
+    at = anchors[:, :, None] + jnp.arange(count)  # the token before each prediction
+    label = Teacher(*(_take(leaf, at) for leaf in teacher))
+    real, learn = (_extend(mask, count + 1) for mask in (batch.attention_mask, batch.loss_mask))
+    supervised = is_anchor[:, :, None] & _take(learn, at - 1) & _take(real, at)
+    gamma = decay_of(drafter.config) if objective.decays else jnp.inf
+    weight = jnp.exp(-jnp.arange(count, dtype=jnp.float32) / gamma)
+
+    def mean(values: Float[Array, "B A K"], mask: Bool[Array, "B A K"] = supervised) -> Float[Array, ""]:
+        return jnp.sum(jnp.where(mask, weight * values, 0.0)) / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
+
+    p, log_q = label.probs * label.mass[..., None], jax.nn.log_softmax(blocks.logits)
+    overlap = jnp.minimum(p, jnp.exp(log_q)).sum(-1)
+    loss = jnp.zeros((), jnp.float32)
+    if objective.text:
+        ids = _to_draft(frozen, batch.tokens, target.vocab_size)
+        word = _take(_extend(ids, count + 1, -1), at + 1)
+        chosen = jnp.take_along_axis(log_q, jnp.maximum(word, 0)[..., None], axis=-1)[..., 0]
+        loss += objective.text * mean(-chosen, supervised & (word >= 0) & _take(real, at + 1))
+    if objective.distance:
+        loss += objective.distance * mean(jnp.abs(p - jnp.exp(log_q)).sum(-1) + 1 - label.mass)
+    if objective.divergence:
+        loss += objective.divergence * mean(_divergence(label.probs, blocks.logits, objective.temperature))
+    if objective.confidence and blocks.survival is not None:
+        aim = lax.stop_gradient(overlap)
+        logit = blocks.survival
+        loss += objective.confidence * mean(jax.nn.softplus(logit) - aim * logit)
+
+    return loss, lax.stop_gradient(_metrics(blocks.logits, overlap, label, supervised))
+
+
+def choose_anchors(batch: TTTBatch, count: int) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
+    """Up to ``count`` places whose next token is worth learning, ascending, and which of them there are."""
+    size = batch.tokens.shape[1]
+    allowed = batch.attention_mask & jnp.pad(batch.loss_mask, ((0, 0), (1, 0)))[:, :size]
+    order = -jnp.arange(size, dtype=jnp.float32)
+    if batch.key is not None:
+        order = jax.random.uniform(batch.key, batch.tokens.shape)
+    _, chosen = lax.top_k(jnp.where(allowed, order, -jnp.inf), min(count, size))
+    chosen = jnp.sort(jnp.where(jnp.take_along_axis(allowed, chosen, axis=1), chosen, size), axis=1)
+    return jnp.minimum(chosen, size - 1), chosen < size
+
+
+def run_blocks(
+    drafter: DFlashDrafter,
+    target: DecoderTarget,
+    head_params: Params,
+    frozen: Frozen,
+    features: Float[Array, "B T A_aux Dt"],
+    batch: TTTBatch,
+    anchors: Int[Array, "B A"],
+) -> Blocks:
+    """All blocks side by side; the bias and the confidence are given the text's own tokens."""
+    config, count = drafter.config, drafter.config.num_predicted
+    rows = config.block_size
+    (rowcount, size), num = batch.tokens.shape, anchors.shape[1]
+    params = drafter.assemble(head_params, target.tables(frozen["target_params"]), embedding=frozen["embedding"])
+    head: DFlashHead = drafter.bound(params)
+    positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (rowcount, size))
+    context = head.context(features, positions)
+
+    place = anchors[:, :, None] + jnp.arange(rows, dtype=jnp.int32)
+    first = jnp.take_along_axis(batch.tokens, anchors, axis=1)
+    tokens = jnp.full((rowcount, num, rows), config.mask_token, jnp.int32).at[:, :, 0].set(first)
+    before = (positions[:, None] < anchors[:, :, None]) & batch.attention_mask[:, None]
+    memories = [BlockMemory((Segment(kv, jnp.repeat(before, rows, axis=1)),), own_block(num, config)) for kv in context]
+    flat = (rowcount, num * rows)
+    embedded = embed(params["embedding"], tokens.reshape(flat), drafter.precision)
+    hidden = head(embedded, place.reshape(flat), memories).reshape(rowcount, num, rows, -1)[:, :, rows - count :]
+
+    logits = drafter.logits(params, head, hidden.reshape(rowcount, num * count, -1)).reshape(rowcount, num, count, -1)
+    given = _take(_extend(batch.tokens, count), anchors[:, :, None] + jnp.arange(count))
+    if config.markov is not None:
+        state, bias = jnp.zeros((rowcount, num, config.markov.rank), hidden.dtype), []
+        for k in range(count):
+            step, state = head.markov(given[:, :, k], hidden[:, :, k], state)
+            bias.append(step)
+        logits = logits + jnp.stack(bias, axis=2)
+    survival = None
+    if config.confidence is not None:
+        survival = jax.vmap(head.survival, (2, 2), 2)(hidden, given)
+    return Blocks(logits, survival)
+
+
+def own_block(num: int, config: DFlashConfig) -> Bool[Array, "1 R R"]:
+    """Which rows of ``num`` blocks side by side see each other: those of one block, causally where it is."""
+    row = jnp.arange(num * config.block_size)
+    block = row // config.block_size
+    same = block[:, None] == block[None, :]
+    return (same & (row[:, None] >= row[None, :]) if config.causal else same)[None]
+
+
+def decay_of(config: DFlashConfig) -> float:
+    """``gamma``: 7, 5 and 4 are published for blocks of 16, 10 and 8."""
+    return 7.0 if config.block_size >= 16 else 5.0 if config.block_size >= 10 else 4.0
+
+
+def _divergence(p: Float[Array, "*n W"], logits: Float[Array, "*n W"], temperature: float) -> Float[Array, "*n"]:
+    log_p = jax.nn.log_softmax(jnp.log(jnp.maximum(p, jnp.finfo(jnp.float32).tiny)) / temperature)
+    log_q = jax.nn.log_softmax(logits / temperature)
+    return temperature**2 * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+
+def _metrics(
+    logits: Float[Array, "B A K W"], overlap: Float[Array, "B A K"], label: Teacher, supervised: Bool[Array, "B A K"]
+) -> dict[str, Float[Array, ""]]:
+    hit = (jnp.argmax(logits, axis=-1) == label.best).astype(jnp.float32)
+    whole = jnp.cumprod(supervised, axis=-1, dtype=jnp.int32) > 0
+
+    def share(values: Float[Array, "B A K"], mask: Bool[Array, "B A K"]) -> Float[Array, " K"]:
+        rows = jnp.sum(mask, axis=(0, 1), dtype=jnp.float32)
+        return jnp.sum(jnp.where(mask, values, 0.0), axis=(0, 1)) / jnp.maximum(rows, 1.0)
+
+    named = {"accuracy": share(hit, supervised), "acceptance": share(overlap, supervised)}
+    metrics = {f"{name}_{k}": value for name, values in named.items() for k, value in enumerate(values)}
+    return {**metrics, "simulated_tau": 1.0 + jnp.sum(share(jnp.cumprod(hit, axis=-1), whole))}
+
+
+def _to_draft(frozen: Frozen, tokens: Int[Array, "B T"], vocab_size: int) -> Int[Array, "B T"]:
+    """Draft ids of target ids; -1 for what cannot be drafted."""
+    ids = frozen["draft_to_target"]
+    if ids is None:
+        return tokens
+    return jnp.full((vocab_size,), -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0]))[tokens]
+
+
+def _extend(x: Array, count: int, fill: int = 0) -> Array:
+    return jnp.pad(x, ((0, 0), (0, count)), constant_values=fill)
+
+
+def _take(x: Array, at: Int[Array, "B A K"]) -> Array:
+    """``x[b, at[b]]`` for every row."""
+    return jax.vmap(lambda row, index: row[index])(x, at)
+
+
+def usual_config(target: DecoderConfig, options: HeadOptions, **kind: Any) -> DFlashConfig:
+    """Five layers of the target's geometry in Qwen3's fashion over five of its layers, as published ones.
+
+    Args:
+        target: What it drafts for.
+        options: ``depth`` is how many tokens a block predicts.
+        kind: Which block drafter, as arguments of :class:`DFlashConfig`.
+    """
+    mixer, size = target.layers[0].mixer, options.draft_vocab_size or target.vocab_size
+    own = GroupedQuery(
+        num_heads=mixer.num_heads,
+        num_kv_heads=mixer.num_kv_heads,
+        head_dim=mixer.head_dim,
+        rope=RopeConfig(theta=1e6),
+        qk_norm=True,
+    )
+    return DFlashConfig(
+        vocab_size=target.vocab_size,
+        width=target.width,
+        layers=uniform(options.num_layers or 5, own, GatedMLP(width=options.mlp_width or target.layers[0].mlp.width)),
+        draft_vocab_size=size,
+        target_width=target.width,
+        aux_layers=spread_layers(target.num_layers),
+        block_size=options.depth + (0 if kind.get("from_anchor") else 1),
+        # The last token of a vocabulary is its rarest, where it is not one that no text has.
+        mask_token=target.vocab_size - 1,
+        own_output=size < target.vocab_size,
+        max_positions=target.max_positions,
+        norm_eps=target.norm_eps,
+        **kind,
+    )
+
+
+def spread_layers(num_layers: int) -> tuple[int, ...]:
+    """Five layers from the second to the fourth last, as published heads read them; fewer of a shallow target.
+
+    These are z-lab's ``round(1 + i (L - 4) / 4)``, one more each: a layer's output enters the next one.
+    """
+    outputs = (round(1 + i * (num_layers - 4) / 4) for i in range(5))
+    return tuple(sorted({min(max(one, 0), num_layers - 1) + 1 for one in outputs}))
+
+
+def _start(
+    drafter: DFlashDrafter, target: LoadedTarget, draft_to_target: Int[np.ndarray, " W"] | None, key: jax.Array
+) -> Params:
+    """Random, but for what stands before and at the output: the target's final norm, and its projection where owned."""
+    params = drafter.init_params(key)
+    params["norm"]["scale"] = jnp.asarray(target.params["norm"]["scale"], jnp.float32)
+    if drafter.config.own_output:
+        ids = slice(None) if draft_to_target is None else draft_to_target
+        unembedding = target.model.tables(target.params).unembedding  # type: ignore[attr-defined]
+        params["head"]["kernel"] = jnp.asarray(unembedding[:, ids], jnp.float32)
+    return params
+
+
+def _spark_config(target: DecoderConfig, options: HeadOptions) -> DFlashConfig:
+    markov = Markov(rank=min(256, target.width))
+    return usual_config(target, options, from_anchor=True, markov=markov, confidence="markov")
+
+
+def _recipe(config: Callable[[DecoderConfig, HeadOptions], DFlashConfig], objective: BlockObjective) -> Recipe:
+    def loss(
+        drafter: DFlashDrafter,
+        target: DecoderTarget,
+        params: Params,
+        frozen: Frozen,
+        batch: TTTBatch,
+        options: HeadOptions,
+    ) -> Loss:
+        del options  # the whole block is learned from the first step on
+        return block_loss(drafter, target, params, frozen, batch, objective)
+
+    return Recipe(drafter=DFlashDrafter, config=config, start=_start, loss=loss, depths="7")
+
+
+RECIPES = {
+    "dflash": _recipe(usual_config, BlockObjective(text=1.0)),
+    "dspark": _recipe(_spark_config, BlockObjective(text=0.1, distance=0.9, confidence=1.0)),
+    "jetspec": _recipe(functools.partial(usual_config, causal=True), BlockObjective(divergence=1.0, decays=False)),
+}

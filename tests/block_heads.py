@@ -1,0 +1,237 @@
+"""Tiny block drafters on disk, and their mathematics written down a second time, in numpy: no cache, nothing kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from checkpoints import write_checkpoint
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockHead:
+    """What a block drafter looks like; the defaults are a DFlash head as z-lab stores it."""
+
+    width: int = 32
+    target_width: int = 32
+    vocab: int = 61
+    draft_vocab: int = 61
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+    inner: int = 24
+    layers: int = 2
+    ids: tuple[int, ...] = (1, 3, 6)  # layers whose outputs are meant
+    block: int = 5
+    mask: int = 60
+    theta: float | None = None
+    causal: bool = False
+    from_anchor: bool = False
+    rank: int = 0
+    markov: str = "vanilla"
+    confidence: str | None = None
+    bias: bool = False
+    own_output: bool = False
+    own_embedding: bool = False
+    dtype: Any = np.float32
+    seed: int = 1
+
+    @property
+    def predicted(self) -> int:
+        return self.block if self.from_anchor else self.block - 1
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        random = np.random.default_rng(self.seed)
+
+        def draw(*shape: int, around: float = 0.0) -> np.ndarray:
+            return (around + random.normal(0, 0.3, shape)).astype(np.float32).astype(self.dtype)
+
+        width, rank = self.width, self.rank
+        out = {
+            "fc.weight": draw(width, len(self.ids) * self.target_width),
+            "hidden_norm.weight": draw(width, around=1),
+            "norm.weight": draw(width, around=1),
+        }
+        sizes = {
+            "q": self.heads * self.head_dim,
+            "k": self.kv_heads * self.head_dim,
+            "v": self.kv_heads * self.head_dim,
+        }
+        for name in (f"layers.{layer}" for layer in range(self.layers)):
+            out |= {
+                f"{name}.{norm}.weight": draw(width, around=1)
+                for norm in ("input_layernorm", "post_attention_layernorm")
+            }
+            out |= {f"{name}.self_attn.{key}_proj.weight": draw(size, width) for key, size in sizes.items()}
+            out[f"{name}.self_attn.o_proj.weight"] = draw(width, sizes["q"])
+            if self.bias:
+                out |= {f"{name}.self_attn.{key}_proj.bias": draw(size) for key, size in (sizes | {"o": width}).items()}
+            out |= {f"{name}.self_attn.{key}_norm.weight": draw(self.head_dim, around=1) for key in "qk"}
+            out |= {f"{name}.mlp.{key}_proj.weight": draw(self.inner, width) for key in ("gate", "up")}
+            out[f"{name}.mlp.down_proj.weight"] = draw(width, self.inner)
+        if rank:
+            out["markov_head.markov_w1.weight"] = 3 * draw(self.vocab, rank)
+            out["markov_head.markov_w2.weight"] = 3 * draw(self.draft_vocab, rank)
+        if self.markov == "gated":
+            out |= {"markov_head.gate_proj.weight": draw(rank, width + rank), "markov_head.gate_proj.bias": draw(rank)}
+        if self.markov == "rnn":
+            out["markov_head.joint_proj.weight"] = draw(3 * rank, 2 * rank + width)
+            out["markov_head.joint_proj.bias"] = draw(3 * rank)
+        if self.confidence:
+            out["confidence_head.proj.weight"] = draw(1, width + (rank if self.confidence == "markov" else 0))
+            out["confidence_head.proj.bias"] = draw(1)
+        if self.own_embedding:
+            out["embed_tokens.weight"] = draw(self.vocab, width)
+        if self.own_output or self.draft_vocab < self.vocab:
+            out["lm_head.weight"] = draw(self.draft_vocab, width)
+        if self.draft_vocab < self.vocab:
+            chosen = np.sort(random.permutation(self.vocab)[: self.draft_vocab])
+            out["d2t"] = chosen.astype(np.int64) - np.arange(self.draft_vocab)
+            out["t2d"] = np.isin(np.arange(self.vocab), chosen)
+        return out
+
+    def config(self, dialect: str = "vllm") -> dict[str, Any]:
+        """As z-lab (DFlash), DeepSeek (DSpark) or speculators write it; no field that one of them leaves out."""
+        geometry: dict[str, Any] = {
+            "model_type": "qwen3",
+            "vocab_size": self.vocab,
+            "hidden_size": self.width,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "rope_theta": self.theta or 1e6,
+            "attention_bias": self.bias,
+            "layer_types": ["full_attention"] * self.layers,
+            "tie_word_embeddings": False,
+        }
+        spark: dict[str, Any] = {}
+        if self.rank:
+            spark = {"markov_rank": self.rank, "markov_head_type": self.markov}
+            spark |= {"enable_confidence_head": bool(self.confidence)}
+            spark |= {"confidence_head_with_markov": self.confidence == "markov"}
+        if dialect == "speculators":
+            return {
+                "architectures": ["DSparkDraftModel" if self.rank else "DFlashDraftModel"],
+                "speculators_model_type": "dspark" if self.rank else "dflash",
+                "transformer_layer_config": geometry,
+                "draft_vocab_size": self.draft_vocab,
+                "aux_hidden_state_layer_ids": [layer + 1 for layer in self.ids],
+                "block_size": self.block,
+                "mask_token_id": self.mask,
+                "sample_from_anchor": self.from_anchor,
+                "sliding_window_non_causal": False,
+                **spark,
+            }
+        ids: dict[str, Any] = {"mask_token_id": self.mask, "target_layer_ids": list(self.ids)}
+        values = {"architectures": ["DFlashDraftModel"], "block_size": self.block, **geometry}
+        if self.draft_vocab < self.vocab:
+            values["draft_vocab_size"] = self.draft_vocab
+        if self.rank:
+            values |= {"architectures": ["Qwen3DSparkModel"], **ids, **spark}
+            return values if self.from_anchor else values | {"sample_from_anchor": False}
+        if self.causal:
+            ids["causal"] = True
+        if self.from_anchor:
+            ids["sample_from_anchor"] = True
+        return values | {"dflash_config": ids}
+
+    def write(self, directory: Path, dialect: str = "vllm") -> Path:
+        return write_checkpoint(directory, self.config(dialect), self.tensors())
+
+
+class Block(NamedTuple):
+    """What a block gives: hidden states ``[K D]`` of the rows that predict, and base logits ``[K W]``."""
+
+    hidden: np.ndarray
+    logits: np.ndarray
+
+
+@functools.cache
+def weights(head: BlockHead) -> dict[str, np.ndarray]:
+    return {name.removesuffix(".weight"): value.astype(np.float64) for name, value in head.tensors().items()}
+
+
+def run_block(
+    head: BlockHead, embedding: np.ndarray, output: np.ndarray, features: np.ndarray, root: int, count: int
+) -> Block:
+    """A block of ``count`` predictions behind ``features [n A Dt]`` of the tokens before the root, position ``n``."""
+    w, eps, known = weights(head), 1e-5, len(features)
+    rows = count + (not head.from_anchor)
+    theta = head.theta or 1e6
+
+    def rms(x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * w[name]
+
+    def linear(x: np.ndarray, name: str) -> np.ndarray:
+        return x @ w[name].T + w.get(f"{name}.bias", 0.0)
+
+    def turned(x: np.ndarray, first: int) -> np.ndarray:
+        half = head.head_dim // 2
+        angle = (first + np.arange(len(x)))[:, None] * theta ** (-np.arange(half) / half)
+        cos, sin, a, b = np.cos(angle)[:, None], np.sin(angle)[:, None], x[..., :half], x[..., half:]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def heads(x: np.ndarray, name: str) -> np.ndarray:
+        return linear(x, name).reshape(len(x), -1, head.head_dim)
+
+    context = rms(features.reshape(known, -1).astype(np.float64) @ w["fc"].T, "hidden_norm")
+    x = embedding.astype(np.float64)[[root, *[head.mask] * (rows - 1)]]
+    for name in (f"layers.{layer}" for layer in range(head.layers)):
+        a, attn = rms(x, f"{name}.input_layernorm"), f"{name}.self_attn"
+        q = turned(rms(heads(a, f"{attn}.q_proj"), f"{attn}.q_norm"), known)
+        keys = [turned(rms(heads(y, f"{attn}.k_proj"), f"{attn}.k_norm"), at) for y, at in ((context, 0), (a, known))]
+        k = np.concatenate(keys).repeat(head.heads // head.kv_heads, 1)
+        v = np.concatenate([heads(y, f"{attn}.v_proj") for y in (context, a)]).repeat(head.heads // head.kv_heads, 1)
+        score = np.einsum("qhd,khd->hqk", q, k) / head.head_dim**0.5
+        if head.causal:
+            score[:, *np.nonzero(np.arange(known + rows) > known + np.arange(rows)[:, None])] = -np.inf
+        p = np.exp(score - score.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        x = x + linear(np.einsum("hqk,khd->qhd", p, v).reshape(rows, -1), f"{attn}.o_proj")
+        y = rms(x, f"{name}.post_attention_layernorm")
+        gate = linear(y, f"{name}.mlp.gate_proj")
+        x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj")
+    hidden = rms(x, "norm")[-count:]
+    return Block(hidden, hidden @ (w["lm_head"] if "lm_head" in w else output.astype(np.float64)).T)
+
+
+def biased(head: BlockHead, block: Block, root: int, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Logits ``[K W]`` and confidences ``[K]`` of a chain of target ids, each given those before it."""
+    w, before = weights(head), [root, *tokens][: len(block.logits)]
+    sigmoid = lambda x: 1 / (1 + np.exp(-x))
+    logits, confidence, state = [], [], np.zeros(head.rank)
+    for h, base, token in zip(block.hidden, block.logits, before, strict=True):
+        read = m = w["markov_head.markov_w1"][token] if head.rank else np.zeros(0)
+        if head.confidence:
+            seen = np.concatenate([h, m]) if head.confidence == "markov" else h
+            confidence.append(float(w["confidence_head.proj"][0] @ seen + w["confidence_head.proj.bias"][0]))
+        if head.markov == "gated":
+            gate = w["markov_head.gate_proj"] @ np.concatenate([h, m]) + w["markov_head.gate_proj.bias"]
+            read = sigmoid(gate) * m
+        elif head.markov == "rnn":
+            joint = w["markov_head.joint_proj"] @ np.concatenate([state, m, h]) + w["markov_head.joint_proj.bias"]
+            gate, candidate, out = np.split(joint, 3)
+            state = sigmoid(gate) * state + (1 - sigmoid(gate)) * np.tanh(candidate)
+            read = np.tanh(out)
+        logits.append(base + (w["markov_head.markov_w2"] @ read if head.rank else 0.0))
+    return np.array(logits), sigmoid(np.array(confidence))
+
+
+def chosen_ids(head: BlockHead) -> np.ndarray:
+    """Target id of each draft id."""
+    return head.tensors().get("d2t", np.zeros(head.draft_vocab, np.int64)) + np.arange(head.draft_vocab)
+
+
+def greedy_chain(head: BlockHead, block: Block, root: int) -> list[int]:
+    tokens = [0] * len(block.logits)
+    for step in range(len(tokens)):
+        tokens[step] = int(chosen_ids(head)[biased(head, block, root, tokens)[0][step].argmax()])
+    return tokens
