@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eagle3_jax import drafters
     from eagle3_jax.acceptance import Exact, verify, verify_greedy
+    from eagle3_jax.adaptive import AdaptiveVerification, RoundCosts
+    from eagle3_jax.block import BlockVerification
     from eagle3_jax.cache import Cache, KeyValue, KeyValues, LayerCache
     from eagle3_jax.contract import ContractReport, check_drafter, check_target, check_verifier
     from eagle3_jax.decode import SpeculativeDecoder
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "AdaptiveVerification",
+    "BlockVerification",
     "Cache",
     "Chain",
     "Chunk",
@@ -67,6 +71,7 @@ __all__ = [
     "Observation",
     "Prompts",
     "Round",
+    "RoundCosts",
     "SamplingParams",
     "SimulatedAcceptance",
     "SpeculationSchedule",
@@ -99,6 +104,8 @@ __all__ = [
 # The imports above once more, for a running program; a test holds the two equal.
 _NAMES = {
     "acceptance": "Exact verify verify_greedy",
+    "adaptive": "AdaptiveVerification RoundCosts",
+    "block": "BlockVerification",
     "cache": "Cache KeyValue KeyValues LayerCache",
     "contract": "ContractReport check_drafter check_target check_verifier",
     "decode": "SpeculativeDecoder",

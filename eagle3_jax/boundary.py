@@ -91,6 +91,19 @@ def require_verifier(verifier: Any) -> None:
         raise ValueError(f"{name}.lossless is {verifier.lossless!r}; expected True or False, see {_PAGE}")
 
 
+def require_shape(verifier: Verifier, drafter: Drafter[Any]) -> None:
+    """Refuse trees for a rule that says ``chains_only``.
+
+    Raises:
+        ValueError: The drafter declares no chain.
+    """
+    if getattr(verifier, "chains_only", False) and not declares_chain(drafter):
+        raise ValueError(
+            f"{type(verifier).__name__} is defined for chains, and {type(drafter).__name__} drafts a tree (or does not "
+            "say `is_chain`); draft a chain (num_speculative_tokens=K) or leave the rule out"
+        )
+
+
 def _require_part(part: Any, role: str, members: tuple[str, ...], asked: tuple[str, ...] = ()) -> str:
     """The name of a part's type, once it is found to be an instance with these members, arguments and a hash."""
     if isinstance(part, type):
@@ -187,6 +200,8 @@ def require_draft(drafter: Drafter[Any], draft: Any, *, batch: int, vocab_size: 
     wanted = {"tokens": (shape, np.int32), "parents": (shape, np.int32), "valid": (shape, np.bool_)}
     if draft.probs is not None:
         wanted["probs"] = ((*shape, vocab_size), np.float32)
+    if draft.confidence is not None:
+        wanted["confidence"] = (shape, np.float32)
     for field, (size, dtype) in wanted.items():
         value = getattr(draft, field)
         if getattr(value, "shape", None) != size or value.dtype != dtype:

@@ -53,7 +53,9 @@ class StagedLoop(SpeculativeLoop):
         running = jnp.sum(state.running)
         # Most rows first, so the stage is the last one that has begun.
         index = jnp.sum(jnp.stack([running <= stage.max_running for stage in stages[1:]]).astype(jnp.int32))
-        branches = [lambda state, loop=self._at(stage): self._padded(loop.step(params, state)) for stage in stages]
+        branches = [
+            lambda state, loop=self._at(stage): padded(loop.step(params, state), self.drafter) for stage in stages
+        ]
         return lax.switch(index, branches, state)
 
     def run(self, params: LoopParams, state: GenerationState, *, more_than: int = 0) -> GenerationState:
@@ -84,25 +86,26 @@ class StagedLoop(SpeculativeLoop):
     def _at(self, stage: Stage) -> SpeculativeLoop:
         return SpeculativeLoop(self.target, stage.drafter, self.verifier, self.warping, self.rounds_per_check)
 
-    def _padded(self, one: Round) -> Round:
-        """A round with as many nodes and levels as the largest draft has, and without ``probs``, which some lack."""
-        nodes = self.drafter.num_nodes - one.draft.tokens.shape[1]
-        levels = self.drafter.max_depth - one.verdict.path.shape[1]
 
-        def pad(values: Array, width: int, value: Any) -> Array:
-            return jnp.pad(values, ((0, 0), (0, width)), constant_values=value)
+def padded(one: Round, largest: Drafter[Any]) -> Round:
+    """A round with as many nodes and levels as the largest draft has, and without what some drafts lack."""
+    nodes = largest.num_nodes - one.draft.tokens.shape[1]
+    levels = largest.max_depth - one.verdict.path.shape[1]
 
-        draft, verdict = one.draft, one.verdict
-        return Round(
-            state=one.state,
-            draft=Draft(
-                tokens=pad(draft.tokens, nodes, 0),
-                parents=pad(draft.parents, nodes, -1),
-                valid=pad(draft.valid, nodes, False),
-            ),
-            verdict=verdict.replace(path=pad(verdict.path, levels, -1)),  # type: ignore[attr-defined]
-            positions=pad(one.positions, nodes, 0),
-        )
+    def pad(values: Array, width: int, value: Any) -> Array:
+        return jnp.pad(values, ((0, 0), (0, width)), constant_values=value)
+
+    draft, verdict = one.draft, one.verdict
+    return Round(
+        state=one.state,
+        draft=Draft(
+            tokens=pad(draft.tokens, nodes, 0),
+            parents=pad(draft.parents, nodes, -1),
+            valid=pad(draft.valid, nodes, False),
+        ),
+        verdict=verdict.replace(path=pad(verdict.path, levels, -1)),  # type: ignore[attr-defined]
+        positions=pad(one.positions, nodes, 0),
+    )
 
 
 def stages_of(drafter: Drafter[Any], schedule: SpeculationSchedule) -> tuple[Stage, ...]:

@@ -156,6 +156,10 @@ class Draft:
         probs: ``[B N V]``, the distribution that each node was actually drawn from, or ``None`` for a
             deterministic proposal (a point mass on the token). The root's is ignored. It must be what the token was
             drawn from, given all that was drawn before it: the one thing that the loop cannot check.
+        confidence: ``[B N]`` in [0, 1], the drafter's own estimate that a node is accepted once its parent was, made
+            without looking at the node's own token: ``max_v q(v)``, or what a trained head says. The root's is ignored.
+            ``None`` for a drafter that has no opinion. Only :mod:`eagle3_jax.adaptive` reads it; elsewhere the compiler
+            drops it.
         state: The drafter's state as proposing left it, for a drafter that writes its guesses behind what it knows for
             certain (as a cache does, whose length has not moved); the next ``observe`` is given it in place of the
             state that was proposed from. ``None`` where proposing wrote nothing.
@@ -165,6 +169,7 @@ class Draft:
     parents: Int[Array, "*B N"]
     valid: Bool[Array, "*B N"]
     probs: Float[Array, "*B N V"] | None = None
+    confidence: Float[Array, "*B N"] | None = None
     state: Any = None
 
 
@@ -205,7 +210,8 @@ class Verifier(Protocol):
     """The acceptance rule: which of a draft's tokens stay, and which token follows them.
 
     :class:`eagle3_jax.Exact` is the rule that preserves the target's distribution. Another one is a static argument of
-    the compiled loop like a drafter: hashable. ``docs/extending.md`` writes one.
+    the compiled loop like a drafter: hashable. A rule that is defined along one path only says ``chains_only = True``,
+    a member that is looked for and may be left out. ``docs/extending.md`` writes one.
     """
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -61,6 +62,42 @@ def cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
                 yield from visit(node + 1, current, rest, mass * (1 - bound), refused)
 
     yield from visit(1, 0, p[0], Fraction(1), {})
+
+
+def block_survivals(tree: Tree, p: Sequence[Sequence[Fraction]]) -> tuple[list[Fraction], list[Fraction]]:
+    """Sun et al. (2024), algorithm 2: of a chain that ends before its first padding, ``P_i`` and ``h_i`` (root: 1)."""
+    length = tree.valid.index(False) - 1 if False in tree.valid else len(tree.tokens) - 1
+    survival, passes = [Fraction(1)], [Fraction(1)]
+    for i in range(1, length + 1):
+        token = tree.tokens[i]
+        survival.append(min(Fraction(1), survival[-1] * p[i - 1][token] / tree.q[i][token]))
+    for i in range(1, length):
+        wanted = sum(max(survival[i] * a - b, Fraction(0)) for a, b in zip(p[i], tree.q[i + 1], strict=True))
+        refused = wanted + 1 - survival[i]
+        passes.append(wanted / refused if refused else Fraction(1))
+    return survival, [*passes, survival[-1]] if length else [Fraction(1)]
+
+
+def block_cells(tree: Tree, p: Sequence[Sequence[Fraction]]) -> Iterator[Cell]:
+    """As :func:`cells`, by block verification: all tests are run, and the last that passes counts."""
+    survival, passes = block_survivals(tree, p)
+    last = len(passes) - 1
+    for outcome in itertools.product((False, True), repeat=last):
+        mass, box = Fraction(1), {}
+        for node, passed in enumerate(outcome, 1):
+            mass *= passes[node] if passed else 1 - passes[node]
+            box[node] = (Fraction(0), passes[node]) if passed else (passes[node], Fraction(1))
+        if not mass:
+            continue
+        count = max((node for node, passed in enumerate(outcome, 1) if passed), default=0)
+        drafted = tree.q[count + 1] if count < last else [Fraction(0)] * len(p[0])
+        left = [max(survival[count] * a - b, Fraction(0)) for a, b in zip(p[count], drafted, strict=True)]
+        low = Fraction(0)
+        for weight in left:
+            if weight:
+                share = weight / sum(left)
+                yield Cell(mass * share, box, (low, low + share))
+                low += share
 
 
 def autoregressive_law(p: Callable[[tuple[int, ...]], Sequence], horizon: int, stops: Sequence[int] = ()) -> Law:

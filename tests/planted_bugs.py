@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+import planted_rules
 import test_draw_law
 import test_drawn_chain
 import test_exact_law
@@ -405,7 +406,7 @@ MUTANTS = {
     "every step reads the target's features": official_losses(
         ttt.outputs, "head(embedded, stream, ", "head(embedded, head.fuse(features), "
     ),
-}  # fmt: skip
+} | planted_rules.MUTANTS  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -119,8 +119,10 @@ CASES: dict[str, tuple[Distribution, Drafts]] = {
 }
 
 
-def law_of_the_code(p: Distribution, drafts: Drafts, horizon: int) -> Callable[[tuple[int, ...]], oracle.Law]:
-    """What one round emits after each prefix, as decided by ``eagle3_jax.acceptance.verify`` in every box."""
+def law_of_the_code(
+    p: Distribution, drafts: Drafts, horizon: int, rule: Callable = verify, cells: Callable = oracle.cells
+) -> Callable[[tuple[int, ...]], oracle.Law]:
+    """What one round emits after each prefix, as decided by the library's rule in every box of the published one."""
     rows, prefixes = [], [x for size in range(horizon) for x in itertools.product(range(VOCABULARY), repeat=size)]
     for prefix in prefixes:
         for proposed, tree in drafts(prefix):
@@ -128,7 +130,7 @@ def law_of_the_code(p: Distribution, drafts: Drafts, horizon: int) -> Callable[[
                 tuple(tree.tokens[n] for n in oracle.path_to(tree.parents, node)) for node in range(len(tree.tokens))
             ]
             target = [p((*prefix, *after)) for after in context]
-            rows += [(prefix, proposed, tree, target, cell) for cell in oracle.cells(tree, target)]
+            rows += [(prefix, proposed, tree, target, cell) for cell in cells(tree, target)]
 
     one_hot = all(max(q) == 1 for _, _, tree, _, _ in rows for q in tree.q[1:])
     draft = Draft(
@@ -145,12 +147,12 @@ def law_of_the_code(p: Distribution, drafts: Drafts, horizon: int) -> Callable[[
         nodes = range(draft.tokens.shape[1])
         accept = [[inside(cell.accept.get(node, (0, 1))) for node in nodes] for _, _, _, _, cell in rows]
         choose = [inside(cell.choose) for _, _, _, _, cell in rows]
-        verdict = verify(
+        verdict = rule(
             draft,
             probs,
             accept=jnp.array(np.array(accept, np.float32)),
             choose=jnp.array(np.array(choose, np.float32))[:, None],
-            max_depth=2,
+            max_depth=3,
         )
         path, count, following = (np.asarray(x) for x in (verdict.path, verdict.num_accepted, verdict.next_token))
         assert ((path >= 0).sum(1) == count).all()

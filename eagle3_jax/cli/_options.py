@@ -22,7 +22,14 @@ from eagle3_jax.reporting.tables import write_text
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget, SpeculationSchedule, StaticTree
+    from eagle3_jax import (
+        AdaptiveVerification,
+        DynamicTree,
+        LoadedDrafter,
+        LoadedTarget,
+        SpeculationSchedule,
+        StaticTree,
+    )
     from eagle3_jax.types import Drafter, Verifier
 
 TargetOption = Annotated[
@@ -44,7 +51,17 @@ VerifierOption = Annotated[
     str | None,
     typer.Option(
         "--verifier",
-        help="'typical' (Medusa's, not lossless), or module:name of your own; the exact one when left out.",
+        help="'block' (exact, for drawn chains), 'typical' (Medusa's, not lossless), or module:name of your own; the "
+        "exact token rule when left out.",
+    ),
+]
+AdaptiveOption = Annotated[
+    str | None,
+    typer.Option(
+        "--adaptive",
+        metavar="FILE|on",
+        help="Verify as much of each chain as pays, decided in every round by the costs in a file of `eagle3 tune`, or "
+        "by a guess of them (on).",
     ),
 ]
 DtypeOption = Annotated[
@@ -96,18 +113,46 @@ def read_drafter(
     return load_drafter(source, target=target)
 
 
+# Acceptance rules that have a name: public names of the library, built without arguments.
+RULES = {"block": "BlockVerification", "typical": "TypicalAcceptance"}
+
+
 def read_verifier(source: str | None) -> Verifier | None:
     """The acceptance rule that ``--verifier`` names; ``None`` for the exact one."""
+    import eagle3_jax
+
     if source is None:
         return None
-    if source == "typical":
-        from eagle3_jax import TypicalAcceptance
-
-        return TypicalAcceptance()
+    if source in RULES:
+        return getattr(eagle3_jax, RULES[source])()
     part = own("--verifier", source)
     if part is None:
-        raise Misuse(f"--verifier {source}: expected 'typical', or module:name of a rule of your own; see {PAGE}")
+        raise Misuse(
+            f"--verifier {source}: expected {' or '.join(map(repr, RULES))}, or module:name, an acceptance rule of your "
+            f"own; see {PAGE}"
+        )
     return part.value
+
+
+def parse_adaptive(text: str | None) -> AdaptiveVerification | None:
+    """``--adaptive on``, or the file that ``eagle3 tune --output`` wrote."""
+    from eagle3_jax import AdaptiveVerification, RoundCosts
+
+    if text is None:
+        return None
+    if text == "on":
+        return AdaptiveVerification()
+    say_what_is_awaited(text)
+    try:
+        value = parse_json(read_text(Path(text)))
+    except ValueError as error:
+        raise Misuse(
+            f"--adaptive {shown(text)} is not JSON ({error}); expected on or a file of `eagle3 tune`"
+        ) from None
+    try:
+        return AdaptiveVerification(costs=RoundCosts.from_tuning(value))
+    except ValueError as error:
+        raise Misuse(f"--adaptive {shown(text)}: {error}") from None
 
 
 def parse_tree(text: str | None) -> DynamicTree | StaticTree | None:

@@ -30,6 +30,7 @@ DRAFTER_CHECKS: dict[str, Callable[[Subject], str]] = {
     "observing in pieces is observing at once": drafts.does_not_care_how_truth_is_cut,
     "declares distributions": drafts.declares_distributions,
     "draws from what it declares": drafts.draws_from_what_it_declares,
+    "knows before it draws": drafts.knows_before_it_draws,
     "greedy output is the target's": decoding.leaves_greedy_output_alone,
     "sampled output has the target's law": decoding.leaves_the_law_alone,
 }

@@ -201,19 +201,42 @@ def draws_from_what_it_declares(subject: Subject) -> str:
     """Over many keys, tokens are as frequent as was declared, apart for each parent's token."""
     if subject.draft.probs is None:
         return "point masses: exact whatever is drafted"
-    size = subject.draft.probs.shape[1] * subject.target.vocab_size
-    rows = int(np.clip(2**25 // size, 1, 256))
-    row = 2  # of temperature 1.5 and no other warper
-    alike = lambda leaf: jnp.repeat(leaf[row : row + 1], rows, axis=0)
-    state = jax.tree.map(alike, subject.after_prompt)
-    sampling = jax.tree.map(alike, jax.tree.map(jnp.asarray, SAMPLING))
-    propose, runs = subject.proposing(), max(1, subject.samples // rows)
     tally = _Tally()
-    for run in range(runs):
-        tally.add(
-            HostDraft.of(propose(subject.loaded.params, state, row_keys(subject.seed + 100 + run, rows), sampling))
-        )
+    for draft in subject.drafts_of_one_row(subject.samples):
+        tally.add(draft)
     return tally.verdict()
+
+
+def knows_before_it_draws(subject: Subject) -> str:
+    """What a chain's token is drawn from, and the confidence in it, follow from the tokens before it in the draft.
+
+    Where the drafter says ``is_parallel`` they follow from none of them. Adaptive verification cuts drafts by both.
+    """
+    drafter, draft = subject.loaded.drafter, subject.draft
+    parallel = bool(getattr(drafter, "is_parallel", False))
+    if draft.probs is None and draft.confidence is None:
+        return "nothing is drawn, and it has no opinion"
+    if not (parallel or declares_chain(drafter)):
+        return "a tree, which nobody cuts"
+    known: dict[tuple, np.ndarray] = {}
+    compared = 0
+    for draft in subject.drafts_of_one_row(min(subject.samples, 1024)):
+        for node in range(1, draft.tokens.shape[1]):
+            law = [] if draft.probs is None else [draft.probs[:, node]]
+            law += [] if draft.confidence is None else [draft.confidence[:, node, None]]
+            said = np.concatenate(law, axis=1)
+            for row in np.flatnonzero(draft.valid[:, node]):
+                above = () if parallel else tuple(draft.tokens[row, 1:node].tolist())
+                first = known.setdefault((node, above), said[row])
+                compared += first is not said[row]
+                if not np.allclose(first, said[row], rtol=1e-3, atol=1e-6):
+                    raise Broken(
+                        f"what node {node} is drawn from, or the confidence in it, differs between drafts of one state"
+                        + (", and it says is_parallel" if parallel else " that share every token before it")
+                    )
+    if not compared:
+        raise NotRun("no two drafts shared their first tokens")
+    return f"{'parallel: ' if parallel else ''}{compared} nodes compared"
 
 
 class _Tally:

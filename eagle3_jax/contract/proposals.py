@@ -91,6 +91,12 @@ class VerifierSubject:
     samples: int = 32768
     seed: int = 0
 
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The drafts that the rule is for."""
+        chains_only = getattr(self.verifier, "chains_only", False)
+        return {name: shape for name, shape in SHAPES.items() if shape.parents == _CHAIN or not chains_only}
+
     @functools.cached_property
     def logits(self) -> Float[np.ndarray, "V V"]:
         """The target's, after each token."""

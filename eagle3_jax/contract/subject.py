@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -35,17 +36,19 @@ class HostDraft(NamedTuple):
         parents: ``[B N]``.
         valid: ``[B N]``.
         probs: ``[B N V]`` or ``None``.
+        confidence: ``[B N]`` or ``None``.
     """
 
     tokens: Int[np.ndarray, "B N"]
     parents: Int[np.ndarray, "B N"]
     valid: Bool[np.ndarray, "B N"]
     probs: Float[np.ndarray, "B N V"] | None
+    confidence: Float[np.ndarray, "B N"] | None = None
 
     @classmethod
     def of(cls, draft: Draft) -> HostDraft:
         """Of a draft on the device."""
-        return cls(*jax.device_get((draft.tokens, draft.parents, draft.valid, draft.probs)))
+        return cls(*jax.device_get((draft.tokens, draft.parents, draft.valid, draft.probs, draft.confidence)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,6 +136,17 @@ class Subject:
     def propose(self, state: Any, *, seed: int = 0) -> HostDraft:
         """A draft."""
         return HostDraft.of(self._propose(self.loaded.params, state, row_keys(self.seed + seed, ROWS), SAMPLING))
+
+    def drafts_of_one_row(self, samples: int) -> Iterator[HostDraft]:
+        """By many keys, all from the state of one row, whose temperature is 1.5 without other warpers."""
+        size = self.loaded.drafter.num_nodes * self.target.vocab_size
+        rows, row = int(np.clip(2**25 // size, 1, 256)), 2
+        alike = lambda leaf: jnp.repeat(leaf[row : row + 1], rows, axis=0)
+        state = jax.tree.map(alike, self.after_prompt)
+        sampling = jax.tree.map(alike, jax.tree.map(jnp.asarray, SAMPLING))
+        for run in range(max(1, samples // rows)):
+            keys = row_keys(self.seed + 100 + run, rows)
+            yield HostDraft.of(self._propose(self.loaded.params, state, keys, sampling))
 
     def left(self, state: Any) -> Any:
         """The state that proposing hands on, if it does."""

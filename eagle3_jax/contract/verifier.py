@@ -11,7 +11,7 @@ import numpy as np
 
 from eagle3_jax.boundary import require_verifier
 from eagle3_jax.contract.frequencies import Law, chi_square
-from eagle3_jax.contract.proposals import ROOT, ROWS, SHAPES, VOCABULARY, Decided, Shape, VerifierSubject
+from eagle3_jax.contract.proposals import ROOT, ROWS, VOCABULARY, Decided, Shape, VerifierSubject
 from eagle3_jax.contract.report import ALPHA, PROTOCOL, Broken, ContractReport, NotRun, Skipped, class_name, examine
 from eagle3_jax.types import Verifier
 
@@ -22,7 +22,8 @@ def check_verifier(
     """Run an acceptance rule of your own through the contract that the loop relies on.
 
     Nothing is printed: ``print(e3.check_verifier(MyRule()))`` shows the report. Drafts are chains and trees over five
-    tokens, three levels deep and verified with a ``max_depth`` of four, of likeliest tokens and of drawn ones. A rule
+    tokens, three levels deep and verified with a ``max_depth`` of four, of likeliest tokens and of drawn ones; chains
+    alone for a rule that says ``chains_only``. A rule
     that says ``lossless=True`` must emit the target's distribution, to which the statistical check holds what the
     published rules must give; it fails a rule that is right once in a million. That of a rule that says
     ``lossless=False`` is measured, not judged.
@@ -51,13 +52,13 @@ def keeps_the_protocol(subject: VerifierSubject) -> str:
 
 def gives_verdicts(subject: VerifierSubject) -> str:
     """Verdicts have the sizes and types of the protocol."""
-    return f"{len([subject.decide(shape, greedy=greedy) for shape, greedy in _everything()])} programs"
+    return f"{len([subject.decide(shape, greedy=greedy) for shape, greedy in _everything(subject)])} programs"
 
 
 def accepts_a_path(subject: VerifierSubject) -> str:
     """What is accepted is a path of valid nodes, each the child of the one before, and -1 behind it."""
     accepted = 0
-    for shape, greedy in _everything():
+    for shape, greedy in _everything(subject):
         decided = subject.decide(shape, greedy=greedy)
         for row in range(ROWS):
             path, count = decided.path[row].tolist(), int(decided.num_accepted[row])
@@ -78,7 +79,7 @@ def accepts_a_path(subject: VerifierSubject) -> str:
 
 def stays_in_the_vocabulary(subject: VerifierSubject) -> str:
     """The token after the path is one."""
-    for shape, greedy in _everything():
+    for shape, greedy in _everything(subject):
         token = subject.decide(shape, greedy=greedy).next_token
         if (token < 0).any() or (token >= VOCABULARY).any():
             raise Broken(f"its next token is id {token[(token < 0) | (token >= VOCABULARY)][0]} of {VOCABULARY} tokens")
@@ -87,7 +88,7 @@ def stays_in_the_vocabulary(subject: VerifierSubject) -> str:
 
 def decides_from_its_arguments(subject: VerifierSubject) -> str:
     """Asked again, or traced anew, it decides the same."""
-    shape = SHAPES["a tree of drawn siblings"]
+    *_, shape = subject.shapes.values()
     first = subject.decide(shape)
     subject.decide(shape, run=1)
     for again, how in ((False, "a second call"), (True, "tracing it anew")):
@@ -99,7 +100,7 @@ def decides_from_its_arguments(subject: VerifierSubject) -> str:
 def is_alone_in_its_row(subject: VerifierSubject) -> str:
     """A row's verdict does not depend on its neighbours' drafts."""
     own = np.arange(ROWS) % 2 == 0
-    for shape in SHAPES.values():
+    for shape in subject.shapes.values():
         one, other = subject.drafts(shape, 0), subject.drafts(shape, 1)
         mix = lambda a, b: jnp.where(own.reshape(-1, *[1] * (a.ndim - 1)), a, b)
         fields = {name: mix(getattr(one, name), getattr(other, name)) for name in ("tokens", "parents", "valid")}
@@ -115,7 +116,7 @@ def is_alone_in_its_row(subject: VerifierSubject) -> str:
 def is_greedy_at_temperature_zero(subject: VerifierSubject) -> str:
     """Rows of temperature 0 write the likeliest token after every token, in greedy batches and in mixed ones."""
     best, wrong, total, where = subject.logits.argmax(-1), 0, 0, ""
-    for shape, greedy in _everything():
+    for shape, greedy in _everything(subject):
         decided = subject.decide(shape, greedy=greedy, temperature=0.0)
         for row in range(ROWS):
             before = ROOT
@@ -133,9 +134,9 @@ def is_greedy_at_temperature_zero(subject: VerifierSubject) -> str:
 
 def leaves_the_law_alone(subject: VerifierSubject) -> str:
     """Over many keys, the first token and those after accepted ones are as frequent as the target has them."""
-    drafts = len(SHAPES) * _runs(subject) * ROWS
+    drafts = len(subject.shapes) * _runs(subject) * ROWS
     worst, visible, accepted = 0.0, 0.0, 0
-    for name, shape in SHAPES.items():
+    for name, shape in subject.shapes.items():
         first, later, of_draft = _written(subject, shape)
         accepted += of_draft
         for setting, starts, pairs in zip(shape.settings, first, later, strict=True):
@@ -212,9 +213,10 @@ VERIFIER_CHECKS: dict[str, Callable[[VerifierSubject], str]] = {
 }
 
 
-def _everything() -> list[tuple[Shape, bool]]:
+def _everything(subject: VerifierSubject) -> list[tuple[Shape, bool]]:
     """Every shape in a sampled batch, and in a greedy one those that differ there, where distributions are left out."""
-    return [(shape, greedy) for greedy in (False, True) for shape in SHAPES.values() if not (greedy and shape.drawn)]
+    shapes = subject.shapes.values()
+    return [(shape, greedy) for greedy in (False, True) for shape in shapes if not (greedy and shape.drawn)]
 
 
 def _differing(one: Decided, other: Decided) -> list[int]:

@@ -69,6 +69,11 @@ class NGram:
         """Always: one occurrence is continued."""
         return True
 
+    @property
+    def is_parallel(self) -> bool:
+        """Always: it is read off the text."""
+        return True
+
     def drafting(self, topology: Topology | None, draft_sampling: DraftSampling | None) -> NGram:
         """With another number of tokens.
 
