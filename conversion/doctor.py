@@ -176,6 +176,8 @@ def _head_fields(head: HeadCheckpoint) -> Fields:
 
 def _aux_layers(head: HeadCheckpoint) -> Check:
     layers, name = head.config.aux_layers, "auxiliary layers"
+    if hasattr(head.config, "num_target_layers"):
+        return Check(name, "ok", "none: this method reads the target's state after its final norm")
     if not is_native(head.source) and named_aux_layers(_head_fields(head)) is None:
         detail = f"{layers}, the default 2, L//2, L-3: config.json names none"
         if head.dialect == "eagle":
@@ -217,6 +219,8 @@ def _default_of(head: HeadCheckpoint) -> tuple[int, ...] | None:
 
 def _norm_flags(head: HeadCheckpoint) -> Check:
     names = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
+    if not hasattr(head.config, names[0]):
+        return Check("norm flags", "ok", "none, of this method")
     detail = ", ".join(f"{name} {getattr(head.config, name)}" for name in names)
     fields = _head_fields(head)
     if head.dialect == "speculators" and fields.get("norm_before_residual") is None:

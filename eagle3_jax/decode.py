@@ -77,7 +77,8 @@ class SpeculativeDecoder:
             schedule: Draft a chain whose length depends on how many rows are running, none where that is best.
             adaptive: Verify as much of each chain as pays, decided in every round; ``num_speculative_tokens`` then says
                 how many at most.
-            draft_sampling: Whether a chain's tokens are the likeliest or drawn; the drafter's own choice when left out.
+            draft_sampling: Whether the tokens of a chain or a static tree are the likeliest or drawn; the drafter's own
+                choice when left out.
             stop_tokens: Ids that end a row; the target's own when left out, none when empty.
             verifier: The acceptance rule; the exact one when left out. With another one the output may not be the
                 target's own: results then say ``lossless=False``, as the rule itself does.

@@ -376,14 +376,3 @@ def torch_draft(head: Head, embedding: np.ndarray, features: np.ndarray, tokens:
         ids, stream = torch.cat([ids, torch.tensor(drafts[-1:])]), torch.cat([stream, fed_back])
     assert first is not None
     return Drafted(first.numpy(), drafts)
-
-
-def foreign(directory: Path, kind: str) -> Path:
-    config: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    one = np.ones((4, 4), np.float32)
-    layer = {f"layers.0.self_attn.{name}_proj.weight": one for name in "qkvo"}
-    if kind == "EAGLE-1/2":
-        return write_checkpoint(directory, config, {"fc.weight": one, "fc.bias": one[0], **layer})
-    if kind == "Medusa":
-        return write_checkpoint(directory, {"medusa_num_heads": 1}, {"0.0.linear.weight": one, "0.1.weight": one})
-    return write_llama(directory)

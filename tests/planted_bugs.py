@@ -28,7 +28,9 @@ from mutants import ENTRY, Mutant
 
 from eagle3_jax.acceptance import Exact, _follow, verification_dice, verify, verify_points
 from eagle3_jax.decode import SpeculativeDecoder
-from eagle3_jax.drafters import Eagle3Drafter, _grow
+from eagle3_jax.drafters import Eagle1Config, Eagle3Drafter, MTPDrafter, _grow
+from eagle3_jax.drafters.eagle1 import Eagle1Head
+from eagle3_jax.drafters.mtp import MTPModule
 from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.eagle3 import Eagle3Head, FirstLayer
@@ -84,6 +86,15 @@ def drawn_chain(function: Callable, old: str, new: str) -> Mutant:
 
 def official_losses(function: Callable, old: str, new: str) -> Mutant:
     return Mutant(function, old, new, test_training.check_official_losses, (3,))
+
+
+def mtp_rounds(function: Callable, old: str, new: str) -> Mutant:
+    def check() -> None:
+        import test_feedback_heads  # needs torch
+
+        test_feedback_heads.check_rounds("MTP")
+
+    return Mutant(function, old, new, check)
 
 
 def zero_mass(uniform: float) -> None:
@@ -301,6 +312,14 @@ MUTANTS = {
         SpeculationStats.count, "< accepted[:, None]", "<= accepted[:, None]"
     ),
     # The head: none of these changes the output.
+    "an EAGLE-1 head reads the state before the final norm": Mutant(
+        Eagle1Config.aux_layers.fget, "num_target_layers + 1", "num_target_layers", test_golden.check_official_eagle2, (3,)
+    ),
+    "an EAGLE-1 head reads the state before the embedding": Mutant(
+        Eagle1Head.__call__, "[embedded, stream]", "[stream, embedded]", test_golden.check_official_eagle2, (3,)
+    ),
+    "an MTP module reads the embedding at position 0": mtp_rounds(MTPDrafter.embed, "if self.config.zero_first", "if False"),
+    "an MTP module is fed the state before its norm": mtp_rounds(MTPModule.__call__, "return self.norm(x), (kv,)", "return x, (kv,)"),
     "draft positions are off by one": official_draft(Eagle3Drafter.propose, PROPOSED, PROPOSED.replace("+ depth", "+ depth + 1")),
     "auxiliary layers are off by one": vllm_trace(Decoder.__call__, "streams[layer] for", "streams[layer + 1] for"),
     "auxiliary layers are in reverse order": vllm_trace(
@@ -364,16 +383,16 @@ MUTANTS = {
     "a drawn chain stands still": drawn_chain(_grow.draw_chain, "level = run(", "run("),
     # Training: what the official code recorded.
     "the steps of a loss are weighed one too late": official_losses(
-        ttt.ttt_loss, "config.decay**step", "config.decay ** (step + 1)"
+        ttt.against, "config.decay**step", "config.decay ** (step + 1)"
     ),
     "labels are not shifted with the step": official_losses(
-        ttt.ttt_loss, "_from(leaf, step + 1, size)", "_from(leaf, 1, size)"
+        ttt.against, "_from(leaf, step + 1, size)", "_from(leaf, 1, size)"
     ),
     "the loss mask is not shifted with the step": official_losses(
-        ttt.ttt_loss, "_from(learn, step, size)", "_from(learn, 0, size)"
+        ttt.against, "_from(learn, step, size)", "_from(learn, 0, size)"
     ),
     "rows outside the draft vocabulary are learnt": official_losses(
-        ttt.ttt_loss, "counted & (label.best >= 0)", "counted"
+        ttt.against, "counted & (label.best >= 0)", "counted"
     ),
     "a row sees what other rows guessed": official_losses(
         ttt._memory, "BlockMemory(past=(Segment(first, seen),), own=later)",
@@ -382,10 +401,10 @@ MUTANTS = {
     "a row does not see its own earlier guesses": Mutant(  # small in a random head until the fourth step
         ttt._memory, "own=later)", "own=())", test_training.check_official_losses, (7,)
     ),
-    "positions do not move with the step": official_losses(ttt.unroll, "positions + step", "positions"),
-    "tokens do not move with the step": official_losses(ttt.unroll, "_from(embedded, step + 1, size)", "_from(embedded, 1, size)"),
+    "positions do not move with the step": official_losses(ttt.outputs, "stream, positions + step", "stream, positions"),
+    "tokens do not move with the step": official_losses(ttt.outputs, "_from(tokens, step + 1, size)", "_from(tokens, 1, size)"),
     "every step reads the target's features": official_losses(
-        ttt.unroll, "_from(embedded, step + 1, size), output, ", "_from(embedded, step + 1, size), head.fuse(features), "
+        ttt.outputs, "head(embedded, stream, ", "head(embedded, head.fuse(features), "
     ),
 } | planted_rules.MUTANTS  # fmt: skip
 

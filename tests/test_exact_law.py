@@ -59,6 +59,31 @@ def sampled(q: Distribution, parents: tuple[int, ...]) -> Drafts:
     return drafts
 
 
+def without_replacement(
+    q: Distribution, parents: tuple[int, ...], declares: Callable[[list[Fraction], list[Fraction]], list[Fraction]]
+) -> Drafts:
+    """Siblings are drawn one after the other from what their elders have left: EAGLE-1's proposal at a temperature.
+
+    ``declares`` is given ``q`` and what is left of it; to be exact it gives the second.
+    """
+
+    def drafts(prefix: tuple[int, ...]) -> Iterator[tuple[Fraction, Tree]]:
+        for below in itertools.product(range(VOCABULARY), repeat=len(parents) - 1):
+            tokens, laws, mass = (0, *below), [[Fraction(0)] * VOCABULARY], Fraction(1)
+            for node in range(1, len(parents)):
+                context = tuple(tokens[n] for n in oracle.path_to(parents, parents[node]))
+                whole = q((*prefix, *context))
+                elders = {tokens[n] for n in oracle.children(parents, parents[node]) if n < node}
+                left = [Fraction(0) if token in elders else weight for token, weight in enumerate(whole)]
+                left = [weight / sum(left) for weight in left] if sum(left) else left
+                mass *= left[tokens[node]]
+                laws.append(declares(whole, left))
+            if mass:
+                yield mass, Tree(tokens, parents, laws, [True] * len(parents))
+
+    return drafts
+
+
 def deterministic(q: Distribution, parents: tuple[int, ...], valid: tuple[bool, ...] | None = None) -> Drafts:
     """The likeliest tokens after each parent, siblings by rank: what EAGLE, Medusa and prompt lookup propose."""
 
@@ -83,6 +108,8 @@ CASES: dict[str, tuple[Distribution, Drafts]] = {
     "a tree of deterministic siblings": (P, deterministic(Q, TREE)),
     "a tree of all siblings": (P, deterministic(Q, (-1, 0, 0, 0))),
     "a tree of sampled siblings": (P, sampled(Q, SIBLINGS)),
+    "siblings drawn without replacement": (P, without_replacement(Q, TREE, lambda whole, left: left)),
+    "all siblings drawn without replacement": (P, without_replacement(Q, (-1, 0, 0, 0), lambda whole, left: left)),
     "a target that cannot emit some drafts": (distribution("sparse target", 1), sampled(Q, CHAIN)),
     "a draft that cannot propose some tokens": (P, sampled(distribution("sparse draft", 1), SIBLINGS)),
     "a certain target and a certain draft": (distribution("sure target", 2), deterministic(Q, TREE)),
@@ -166,3 +193,16 @@ def test_the_boxes_of_the_rule_fill_the_cube() -> None:
         for _, tree in drafts((0,)):
             target = [p((0, node)) for node in range(len(tree.tokens))]
             assert sum(cell.mass for cell in oracle.cells(tree, target)) == 1
+
+
+def test_siblings_that_declare_what_they_were_not_drawn_from_bend_the_law() -> None:
+    """The two mistakes at hand: q with its elders' mass, and the likeliest tokens tested with their real q."""
+
+    def likeliest(prefix: tuple[int, ...]) -> Iterator[tuple[Fraction, Tree]]:
+        for mass, tree in deterministic(Q, TREE)(prefix):
+            context = [tuple(tree.tokens[n] for n in oracle.path_to(TREE, TREE[node])) for node in range(1, len(TREE))]
+            yield mass, tree._replace(q=[tree.q[0], *(Q((*prefix, *before)) for before in context)])
+
+    for wrong in (without_replacement(Q, TREE, lambda whole, left: whole), likeliest):
+        law = oracle.law_of_rounds(law_of_the_code(P, wrong, 3), 3)
+        assert oracle.total_variation(law, oracle.autoregressive_law(P, 3)) > 0.02

@@ -11,8 +11,8 @@ import pytest
 from checkpoints import (
     TARGET,
     Head,
-    foreign,
     write_checkpoint,
+    write_llama,
 )
 
 import conversion
@@ -20,7 +20,7 @@ from conversion import CheckpointError
 
 
 def test_a_language_model_is_no_head_but_is_described(tmp_path: Path) -> None:
-    directory = foreign(tmp_path / "other", "language model")
+    directory = write_llama(tmp_path / "other")
     with pytest.raises(CheckpointError, match="is a language model, not a draft head; give it as the target"):
         conversion.read_head(directory, TARGET)
     description = conversion.describe(directory)

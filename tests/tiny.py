@@ -301,7 +301,7 @@ class _Rooted:
 class Sampled(_Rooted):
     """Draws every node from a table ``q(. | parent's token)`` (its parameters, ``[V V]``) and says so in ``probs``.
 
-    The released drafters sample chains only, so this one alone takes sampled siblings through the loop.
+    The released drafters draw siblings without replacement, so this one alone takes independent ones through the loop.
     """
 
     parents: tuple[int, ...] = (-1, 0, 1, 2)

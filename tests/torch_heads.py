@@ -118,28 +118,9 @@ class MTP(FeedbackHead):
         return write_checkpoint(directory, self.config(), self.tensors())
 
 
-def drafted(
-    head: Eagle1 | MTP,
-    *,
-    embedding: np.ndarray,
-    output: np.ndarray,
-    features: np.ndarray,
-    tokens: np.ndarray,
-    depth: int,
-) -> Drafted:
-    """Logits of every true pair and a greedy chain after the last.
-
-    Args:
-        head: The weights.
-        embedding: ``[V D]``.
-        output: ``[V D]``, the matrix that logits are read off.
-        features: ``[T D]``, the target's final states at positions 0..T-1.
-        tokens: ``[T]``, those *after* them.
-        depth: Tokens to draft.
-    """
+def network(head: Eagle1 | MTP, w: dict[str, Any]) -> Any:
+    """One run over a whole sequence: what the head reads at positions 0.. , embedded tokens and states, and gives."""
     import torch
-
-    w = {name: torch.from_numpy(np.asarray(value, np.float32)) for name, value in head.tensors().items()}
 
     def rms(x: torch.Tensor, name: str) -> torch.Tensor:
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * w[f"{name}.weight"]
@@ -175,7 +156,7 @@ def drafted(
         return x
 
     def mtp(embedded: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
-        name = head.prefix
+        name = f"model.layers.{head.target_layers}"
         embedded = torch.cat([torch.zeros_like(embedded[:1]), embedded[1:]])
         both = torch.cat([rms(embedded, f"{name}.enorm"), rms(stream, f"{name}.hnorm")], -1)
         x = linear(both, f"{name}.eh_proj")
@@ -183,12 +164,37 @@ def drafted(
         x = x + mlp(rms(x, f"{name}.post_attention_layernorm"), name)
         return rms(x, f"{name}.shared_head.norm")
 
+    return eagle1 if isinstance(head, Eagle1) else mtp
+
+
+def drafted(
+    head: Eagle1 | MTP,
+    *,
+    embedding: np.ndarray,
+    output: np.ndarray,
+    features: np.ndarray,
+    tokens: np.ndarray,
+    depth: int,
+) -> Drafted:
+    """Logits of every true pair and a greedy chain after the last.
+
+    Args:
+        head: The weights.
+        embedding: ``[V D]``.
+        output: ``[V D]``, the matrix that logits are read off.
+        features: ``[T D]``, the target's final states at positions 0..T-1.
+        tokens: ``[T]``, those *after* them.
+        depth: Tokens to draft.
+    """
+    import torch
+
+    weights = {name: torch.from_numpy(np.asarray(value, np.float32)) for name, value in head.tensors().items()}
+    run = network(head, weights)
     table, matrix = (torch.from_numpy(np.array(one, np.float32)) for one in (embedding, output))
-    network = eagle1 if isinstance(head, Eagle1) else mtp
     ids, stream = torch.from_numpy(np.array(tokens)).long(), torch.from_numpy(np.array(features, np.float32))
     first, drafts = None, []
     for _ in range(depth):
-        out = network(table[ids], stream)
+        out = run(table[ids], stream)
         logits = out @ matrix.T
         first = logits if first is None else first
         drafts.append(int(logits[-1].argmax()))

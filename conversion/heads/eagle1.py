@@ -208,7 +208,7 @@ KIND = HeadKind(
     read=read,
     read_config=read_config,
     write=write,
-    layouts=("eagle", "vllm"),
+    layouts=("vllm", "eagle"),  # what is trained here shares the target's embedding, which the official code does not
     stacks={"rest": lambda config: config.num_layers - 1},
     dialect=dialect,
 )

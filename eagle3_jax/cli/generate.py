@@ -77,7 +77,7 @@ def generate(
     adaptive: AdaptiveOption = None,
     draft_sampling: Annotated[
         Literal["greedy", "probabilistic"] | None,
-        typer.Option(help="Draft the likeliest tokens, or draw them at the temperature (chains of a head only)."),
+        typer.Option(help="Draft the likeliest tokens, or draw them at the temperature (no dynamic trees)."),
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0 for all.", max=2**31 - 1)] = 0,

@@ -69,7 +69,7 @@ class FeedbackDrafter(NetworkDrafter):
         shifted = jnp.where(last, seen.next_token[:, None], shifted)
         positions = state.cache.length[:, None] + jnp.arange(fed, dtype=jnp.int32)[None, :]
         past = memories(windows_of(self.config.layers), causal_mask(fed), positions, state.cache)
-        output, written = head(self._embed(params, shifted, positions), head.fuse(seen.features), positions, past)
+        output, written = head(self.embed(params, shifted, positions), head.fuse(seen.features), positions, past)
         index = jnp.maximum(seen.length - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(output, index, axis=1)[:, 0]
         observed = seen.length > 0
@@ -89,13 +89,13 @@ class FeedbackDrafter(NetworkDrafter):
             layers, before = memory
             drafted = jnp.concatenate([before, positions], axis=1)
             past = memories(windows_of(self.config.layers), mask, drafted, Cache(layers=layers, length=length))
-            output, written = head(self._embed(params, tokens, positions), output, positions, past)
+            output, written = head(self.embed(params, tokens, positions), output, positions, past)
             layers = tuple(KeyValues(**one._asdict()) for one in written)
-            return Level(self._logits(params, head, output), output, (layers, drafted))
+            return Level(self.logits(params, head, output), output, (layers, drafted))
 
         output = state.output[:, None]
         nothing = jnp.zeros((length.shape[0], 0), jnp.int32)
-        first = Level(self._logits(params, head, output), carry=output, memory=(state.cache.layers, nothing))
+        first = Level(self.logits(params, head, output), carry=output, memory=(state.cache.layers, nothing))
         draft, (layers, _) = self.grown(
             first,
             run,
@@ -109,9 +109,11 @@ class FeedbackDrafter(NetworkDrafter):
         cache = Cache(layers=layers, length=length)
         return dataclasses.replace(draft, state=dataclasses.replace(state, cache=cache))
 
-    def _embed(self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def embed(self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """What the network reads of the tokens after the states at these positions."""
         del positions
         return embed(params["embedding"], tokens, self.precision)
 
-    def _logits(self, params: Params, head: Any, output: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
+    def logits(self, params: Params, head: Any, output: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
+        """Draft logits in float32 from what the network gave."""
         return self.target_logits(params, output) if self.borrows_output else head.logits(output)

@@ -55,7 +55,7 @@ class DraftModel(ShapedDrafter):
     Attributes:
         model: The draft model, of any family and size with the target's vocabulary.
         topology: The shape of a draft.
-        draft_sampling: Whether a chain's tokens are the likeliest or drawn; trees take the likeliest.
+        draft_sampling: Whether the tokens of a chain or a static tree are the likeliest or drawn.
     """
 
     model: DecoderTarget

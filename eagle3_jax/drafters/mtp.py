@@ -32,7 +32,7 @@ from eagle3_jax.drafters._feedback import FeedbackDrafter
 from eagle3_jax.models.config import LayerConfig, check_stack
 from eagle3_jax.models.decoder import Block, Memory
 from eagle3_jax.models.functional import Params, traced_once
-from eagle3_jax.models.layers import Linear, Precision, RMSNorm
+from eagle3_jax.models.layers import Linear, Precision, RMSNorm, embed
 from eagle3_jax.sharding import VOCAB, Axis
 
 
@@ -134,9 +134,11 @@ class MTPDrafter(FeedbackDrafter):
 
     config: MTPConfig
 
-    def _embed(self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        embedded = super()._embed(params, tokens, positions)
+    def embed(self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """See :class:`~eagle3_jax.drafters._feedback.FeedbackDrafter`; zero at position 0."""
+        embedded = embed(params["embedding"], tokens, self.precision)
         return jnp.where(positions[..., None] == 0, 0, embedded) if self.config.zero_first else embedded
 
-    def _logits(self, params: Params, head: Any, output: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        return head.logits(output) if self.config.own_output else super()._logits(params, head, output)
+    def logits(self, params: Params, head: Any, output: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """In float32, by the target's output matrix or the module's own."""
+        return head.logits(output) if self.config.own_output else super().logits(params, head, output)

@@ -98,7 +98,7 @@ class PEagleDrafter(FeedbackDrafter):
             tokens = jnp.full(shape, self.config.mask_token_id, jnp.int32)
             stream = jnp.broadcast_to(head.fused_mask(), (*shape, self.config.width))
             past = memories(windows_of(self.config.layers), causal_mask(masks), positions, cache)
-            output, written = head(self._embed(params, tokens, positions), stream, positions, past)
+            output, written = head(self.embed(params, tokens, positions), stream, positions, past)
             outputs = jnp.concatenate([outputs, output], axis=1)
             # What the mask rows wrote lies behind the committed slots, whose number is as before.
             cache = Cache(layers=tuple(KeyValues(**one._asdict()) for one in written), length=cache.length)

@@ -283,18 +283,19 @@ def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
     return layers
 
 
-def usual_layer(target: DecoderConfig, mlp_width: int | None = None) -> tuple[LayerConfig]:
-    """What most published heads are made of: one plain layer of the target's geometry, ``rope`` the default.
+def usual_layers(target: DecoderConfig, mlp_width: int | None = None, count: int = 1) -> tuple[LayerConfig, ...]:
+    """What most published heads are made of: plain layers of the target's geometry, their rotary base 10,000.
 
     Args:
         target: What it drafts for.
-        mlp_width: Inner width of its MLP; the target's when left out.
+        mlp_width: Inner width of their MLPs; the target's when left out.
+        count: How many.
     """
     layer = target.layers[0]
     mixer = GroupedQuery(
         num_heads=layer.mixer.num_heads, num_kv_heads=layer.mixer.num_kv_heads, head_dim=layer.mixer.head_dim
     )
-    return (LayerConfig(mixer=mixer, mlp=GatedMLP(width=mlp_width or layer.mlp.width)),)
+    return uniform(count, mixer, GatedMLP(width=mlp_width or layer.mlp.width))
 
 
 def usual_head(
@@ -318,7 +319,7 @@ def usual_head(
     return Eagle3Config(
         vocab_size=target.vocab_size,
         width=target.width,
-        layers=usual_layer(target, mlp_width),
+        layers=usual_layers(target, mlp_width),
         draft_vocab_size=draft_vocab_size or min(32_000, target.vocab_size),
         target_width=target.width,
         aux_layers=aux_layers or default_aux_layers(target.num_layers),

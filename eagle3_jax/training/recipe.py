@@ -37,6 +37,16 @@ class HeadOptions:
     mlp_width: int | None = None
     draft_vocab_size: int | None = None
 
+    def refuse(self, method: str, *names: str) -> None:
+        """Refuse what a method leaves no choice of.
+
+        Raises:
+            ValueError: One of the named options was given.
+        """
+        for name in names:
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} is {getattr(self, name)}, and {method} has no choice of it; leave it out")
+
 
 class Recipe(NamedTuple):
     """How heads of one method are trained.

@@ -16,6 +16,7 @@ label              ``y_{t+1+k}``, the target's distribution after ``x_{t+1+k}``
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -24,12 +25,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.cache import KeyValue, Segment, near
+from eagle3_jax.drafters._feedback import FeedbackDrafter
 from eagle3_jax.drafters._network import NetworkDrafter
-from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.decoder import BlockMemory, DecoderTarget, causal_mask, windows_of
-from eagle3_jax.models.eagle3 import Eagle3Head
-from eagle3_jax.models.functional import Params, bind
-from eagle3_jax.models.layers import embed
+from eagle3_jax.models.functional import Params
 from eagle3_jax.training.batches import Frozen, TTTBatch
 
 
@@ -80,7 +79,7 @@ class Teacher(NamedTuple):
 
 
 def ttt_loss(
-    drafter: Eagle3Drafter,
+    drafter: FeedbackDrafter,
     target: DecoderTarget,
     head_params: Params,
     frozen: Frozen,
@@ -110,9 +109,17 @@ def ttt_loss(
         draft vocabulary is a miss.
     """
     frozen, num_steps = lax.stop_gradient(frozen), config.num_steps
-    size = batch.tokens.shape[1]
     teacher, features = consult(drafter, target, frozen, batch, num_steps)
-    logits = unroll(drafter, head_params, frozen["embedding"], features, batch, num_steps)
+    output = borrowed(drafter, target, frozen)
+    logits = unroll(drafter, head_params, frozen["embedding"], features, batch, num_steps, output)
+    return against(teacher, logits, batch, config)
+
+
+def against(
+    teacher: Teacher, logits: Sequence[Float[Array, "B T W"]], batch: TTTBatch, config: TTTConfig
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """The loss and the metrics of :func:`ttt_loss`, from the draft logits of every step."""
+    num_steps, size = config.num_steps, batch.tokens.shape[1]
     learn, real = (_extend(mask, num_steps) for mask in (batch.loss_mask, batch.attention_mask))
 
     metrics: dict[str, Float[Array, ""]] = {}
@@ -135,10 +142,10 @@ def ttt_loss(
         hit = jnp.argmax(scores, axis=-1) == label.best
         overlap = jnp.minimum(label.probs * label.mass[..., None], jnp.exp(scores - log_norm[..., None])).sum(-1)
         chain, alive = chain & labelled, alive & hit
-        tau = tau + _share(alive.astype(jnp.float32), chain)
+        tau = tau + share(alive.astype(jnp.float32), chain)
         metrics[f"loss_{step}"] = term
         metrics[f"accuracy_{step}"] = _count(hit & counted) / (_count(counted) + 1e-6)
-        metrics[f"acceptance_{step}"] = _share(overlap, labelled)
+        metrics[f"acceptance_{step}"] = share(overlap, labelled)
     return loss, {**metrics, "simulated_tau": 1.0 + tau}
 
 
@@ -169,28 +176,50 @@ def consult(
     return teacher, output.features
 
 
+def borrowed(drafter: FeedbackDrafter, target: DecoderTarget, frozen: Frozen) -> Float[Array, "D V"] | None:
+    """The target's output matrix, for heads that read their logits off it."""
+    return target.tables(frozen["target_params"]).unembedding if drafter.borrows_output else None
+
+
 def unroll(
-    drafter: Eagle3Drafter,
+    drafter: FeedbackDrafter,
     head_params: Params,
     embedding: Float[Array, "V D"],
     features: Float[Array, "B T A Dt"],
     batch: TTTBatch,
     num_steps: int,
+    output: Float[Array, "D V"] | None = None,
 ) -> list[Float[Array, "B T W"]]:
     """Draft logits of every step, all rows at once; see the table above for who sees what."""
-    head = bind(Eagle3Head, drafter.config, drafter.precision, head_params)
+    params = {"head": head_params, "embedding": embedding} | ({} if output is None else {"output": output})
+    head = drafter.bound(params)
+    return [drafter.logits(params, head, one) for one in outputs(drafter, params, features, batch, num_steps)]
+
+
+def outputs(
+    drafter: FeedbackDrafter, params: Params, features: Float[Array, "B T A Dt"], batch: TTTBatch, num_steps: int
+) -> list[Float[Array, "B T D"]]:
+    """What the head gives in every step, which it is fed in the next."""
+    head = drafter.bound(params)
     tokens, size = _extend(batch.tokens, num_steps), batch.tokens.shape[1]
-    embedded = embed(embedding, tokens, drafter.precision)
     seen, positions = _seen(batch), _positions(batch)
-    output, logits = head.fuse(features), []
+    stream, given = head.fuse(features), []
     written: list[tuple[KeyValue, ...]] = []
     for step in range(num_steps):
         windows = enumerate(windows_of(drafter.config.layers))
         memories = [_memory([kv[layer] for kv in written], seen, positions, one) for layer, one in windows]
-        output, kv = head(_from(embedded, step + 1, size), output, positions + step, memories)
+        embedded = drafter.embed(params, _from(tokens, step + 1, size), positions + step)
+        stream, kv = head(embedded, stream, positions + step, memories)
         written.append(kv)
-        logits.append(head.logits(output))
-    return logits
+        given.append(stream)
+    return given
+
+
+def labelled_rows(batch: TTTBatch, step: int) -> Bool[Array, "B T"]:
+    """Which rows of a step are worth learning and have a label: the token that they stand before is text."""
+    size = batch.tokens.shape[1]
+    learn, real = (_extend(mask, step + 1) for mask in (batch.loss_mask, batch.attention_mask))
+    return _from(learn, step, size) & _from(real, step + 1, size)
 
 
 def _memory(
@@ -232,6 +261,6 @@ def _count(mask: Bool[Array, "B T"]) -> Float[Array, ""]:
     return jnp.sum(mask, dtype=jnp.float32)
 
 
-def _share(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
+def share(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
     """Mean over the masked rows; 0 when there are none."""
     return jnp.sum(jnp.where(mask, values, 0.0)) / jnp.maximum(_count(mask), 1.0)

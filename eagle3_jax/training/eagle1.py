@@ -1,0 +1,114 @@
+"""Training an EAGLE-1 head (Li et al., 2024, arXiv 2401.15077, section 3.2), and HASS's steps beyond the first.
+
+The head regresses the target's next final state and is pulled towards its distribution as the target reads it::
+
+    L = 1.0 · SmoothL1(f'_{t+1}, f_{t+1}) + 0.1 · CE(softmax(W f_{t+1}), softmax(W f'_{t+1}))
+
+where ``W`` is the target's output matrix, frozen, and the regression the mean over the width (beta 1). The true states
+``f_t`` that it reads carry uniform noise of ±0.1, the paper's; the official code scales that by 512 over the length.
+
+The paper trains one step. With more (``--unroll K``) the head also learns on its own output, every step with the weight
+of the first: the alignment of HASS (Zhang et al., 2024, arXiv 2408.15766), by the rows and masks of
+:mod:`eagle3_jax.training.ttt`, with gradients through all steps and without HASS's loss on the ten likeliest tokens.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.drafters.eagle1 import Eagle1Config, Eagle1Drafter
+from eagle3_jax.loaded import LoadedTarget
+from eagle3_jax.models.config import DecoderConfig, usual_layers
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.functional import Params
+from eagle3_jax.training.batches import Frozen, TTTBatch
+from eagle3_jax.training.recipe import HeadOptions, Loss, Recipe
+from eagle3_jax.training.ttt import TTTConfig, against, borrowed, consult, labelled_rows, outputs, share
+
+REGRESSION, CROSS_ENTROPY, NOISE = 1.0, 0.1, 0.1
+
+
+def eagle1_loss(
+    drafter: Eagle1Drafter,
+    target: DecoderTarget,
+    head_params: Params,
+    frozen: Frozen,
+    batch: TTTBatch,
+    num_steps: int = 1,
+) -> Loss:
+    """The mean over supervised rows, summed over steps; differentiable in ``head_params`` alone.
+
+    Args:
+        drafter: The head's configuration and precision.
+        target: The target whose states are to be predicted.
+        head_params: What is trained.
+        frozen: What is not.
+        batch: Sequences; without a ``key`` there is no noise.
+        num_steps: 1 for the paper's loss.
+
+    Returns:
+        The loss and the metrics of :func:`~eagle3_jax.training.ttt.ttt_loss` (whose ``loss_k`` is the cross-entropy),
+        with ``regression_k`` for every step.
+    """
+    frozen = lax.stop_gradient(frozen)
+    teacher, states = consult(drafter, target, frozen, batch, num_steps)
+    params = {"head": head_params, "embedding": frozen["embedding"], "output": borrowed(drafter, target, frozen)}
+    head, read = drafter.bound(params), states
+    if batch.key is not None:
+        read = states + jax.random.uniform(batch.key, states.shape, states.dtype, -NOISE, NOISE)
+    given = outputs(drafter, params, read, batch, num_steps)
+    logits = [drafter.logits(params, head, one) for one in given]
+    config = TTTConfig(num_steps=num_steps, decay=1.0, denominator="supervised")
+    cross_entropy, metrics = against(teacher, logits, batch, config)
+    regression = jnp.zeros((), jnp.float32)
+    for step, guess in enumerate(given):
+        # The last true state has none after it: rows without a label are left out, here as in the cross-entropy.
+        wanted = jnp.roll(states[:, :, 0], -step - 1, axis=1)
+        apart = _smooth_l1(guess.astype(jnp.float32) - wanted.astype(jnp.float32)).mean(axis=-1)
+        metrics[f"regression_{step}"] = share(apart, labelled_rows(batch, step))
+        regression = regression + metrics[f"regression_{step}"]
+    return REGRESSION * regression + CROSS_ENTROPY * cross_entropy, metrics
+
+
+def _smooth_l1(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """``x²/2`` up to 1, ``|x| - 1/2`` beyond."""
+    size = jnp.abs(x)
+    return jnp.where(size < 1.0, 0.5 * size * size, size - 0.5)
+
+
+def _config(target: DecoderConfig, options: HeadOptions) -> Eagle1Config:
+    options.refuse("eagle1", "width", "draft_vocab_size")
+    return Eagle1Config(
+        vocab_size=target.vocab_size,
+        width=target.width,
+        layers=usual_layers(target, options.mlp_width, options.num_layers or 1),
+        num_target_layers=target.num_layers,
+        fc_bias=False,  # as vLLM loads them, and as the official heads for Llama 3 are
+        max_positions=target.max_positions,
+        norm_eps=target.norm_eps,
+    )
+
+
+def _start(
+    drafter: Eagle1Drafter, target: LoadedTarget, draft_to_target: Int[np.ndarray, " W"] | None, key: jax.Array
+) -> Params:
+    del target, draft_to_target
+    return drafter.init_params(key)
+
+
+def _loss(
+    drafter: Eagle1Drafter,
+    target: DecoderTarget,
+    params: Params,
+    frozen: Frozen,
+    batch: TTTBatch,
+    options: HeadOptions,
+) -> Loss:
+    return eagle1_loss(drafter, target, params, frozen, batch, options.depth)
+
+
+RECIPE = Recipe(drafter=Eagle1Drafter, config=_config, start=_start, loss=_loss, depths="1")
