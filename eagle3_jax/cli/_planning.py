@@ -70,7 +70,6 @@ def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
         ValueError: There is none, or it is no EAGLE-3 head that is computed here; the message says why.
     """
     from conversion.heads import HEADS, LOADABLE, Signs
-    from eagle3_jax.named import is_named
 
     if source == "none":
         return Head("none", None)

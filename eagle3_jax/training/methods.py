@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eagle3_jax.training import dflash, eagle1, head, medusa, mtp, p_eagle
+from eagle3_jax.training import dflash, draft_model, eagle1, head, medusa, mtp, p_eagle
 from eagle3_jax.training.recipe import Recipe
 
 # By the name that ``eagle3 train head --method`` takes.
@@ -13,4 +13,5 @@ RECIPES: dict[str, Recipe] = {
     "mtp": mtp.RECIPE,
     "p-eagle": p_eagle.RECIPE,
     **dflash.RECIPES,
+    "draft-model": draft_model.RECIPE,
 }
