@@ -105,7 +105,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
         source=directory,
         dtype=rules.main_dtype(head),
         num_target_layers=None if target is None else target.num_layers,
-        note=_note(top),
+        note=_note(top, config),
     )
 
 
@@ -275,10 +275,14 @@ def _from_anchor(fields: Fields, nested: bool, spark: bool) -> bool:
     return value
 
 
-def _note(top: Fields) -> str:
+def _note(top: Fields, config: DFlashConfig) -> str:
+    """What an engine may do to this head without a word."""
+    notes = []
+    if not config.causal:
+        notes.append(f"every row sees its whole block: draft {config.num_predicted} tokens, fewer are another network")
     if _is_speculators(top.values) and top.get("sliding_window_non_causal") is False:
-        return "sliding_window_non_causal is false: vLLM would serve causally what was trained on the whole block"
-    return ""
+        notes.append("sliding_window_non_causal is false: vLLM would serve the head causally")
+    return "; ".join(notes)
 
 
 def _canonical(tensors: Mapping[str, np.ndarray], directory: Path) -> dict[str, np.ndarray]:

@@ -274,7 +274,8 @@ class DFlashDrafter(NetworkDrafter):
         cache, fed = state.cache, seen.tokens.shape[1]
         positions = cache.length[:, None] + jnp.arange(fed, dtype=jnp.int32)[None, :]
         context = self.bound(params).context(seen.features, positions)
-        written = tuple(layer.write(kv, cache.length) for layer, kv in zip(cache.layers, context, strict=True))
+        layers: Any = cache.layers
+        written = tuple(layer.write(kv, cache.length) for layer, kv in zip(layers, context, strict=True))
         return DFlashState(
             cache=cache.commit(written, seen.length),
             root=jnp.where(seen.length > 0, seen.next_token, state.root),
@@ -313,9 +314,9 @@ class DFlashDrafter(NetworkDrafter):
         tokens = jnp.full((state.root.shape[0], rows), config.mask_token, jnp.int32).at[:, 0].set(state.root)
         positions = cache.length[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]
         mask = causal_mask(rows) if config.causal else jnp.ones((1, rows, rows), jnp.bool_)
-        capacity = cache.layers[0].keys.shape[2]  # type: ignore[attr-defined]
-        committed = (jnp.arange(capacity)[None, :] < cache.length[:, None])[:, None]
-        past = [(Segment(KeyValue(layer.keys, layer.values), committed),) for layer in cache.layers]  # type: ignore[attr-defined]
+        layers: Any = cache.layers
+        committed = (jnp.arange(layers[0].capacity)[None, :] < cache.length[:, None])[:, None]
+        past = [(Segment(KeyValue(layer.keys, layer.values), committed),) for layer in layers]
         embedded = embed(params["embedding"], tokens, self.precision)
         return head(embedded, positions, [BlockMemory(one, mask) for one in past])[:, -self.max_depth :]
 
