@@ -305,7 +305,10 @@ class DFlashDrafter(NetworkDrafter):
             keys=keys,
             sampling=sampling,
         )
-        return draft
+        if self.config.confidence is None:
+            return draft
+        chance = jax.nn.sigmoid(self.survival(head, hidden, draft))
+        return draft.replace(confidence=chance)  # type: ignore[attr-defined]
 
     def read_block(self, params: Params, head: DFlashHead, state: DFlashState) -> Float[Array, "B K D"]:
         """The rows that predict the ``K`` tokens after the root, of a block that is run behind the context."""
