@@ -72,8 +72,7 @@ def test_a_block_is_that_of_its_independent_twin_after_every_rollback(name: str)
         network = drafter.bound(params)
         hidden = drafter.read_block(params, network, state)
         draft = drafter.propose(params, state, jax.random.split(jax.random.key(0), 2), SamplingParams())
-        chance = drafter.survival(network, hidden, draft) if head.confidence else jnp.zeros(draft.tokens.shape)
-        return state, hidden, drafter.logits(params, network, hidden), draft.tokens, chance
+        return state, hidden, drafter.logits(params, network, hidden), draft.tokens, draft.confidence
 
     state, known = drafter.init(params, 2, 40), np.zeros(2, int)
     for kept in ((9, 4), (1, 5), (3, 0)):
@@ -85,7 +84,7 @@ def test_a_block_is_that_of_its_independent_twin_after_every_rollback(name: str)
             length=jnp.asarray(kept),
             next_token=jnp.asarray([tokens[row, known[row]] for row in range(2)], jnp.int32),
         )
-        state, hidden, logits, drafted, chance = step(state, seen)
+        state, hidden, logits, drafted, sure = step(state, seen)
         for row in range(2):
             root = int(tokens[row, known[row]])
             truth = run_block(head, EMBEDDING, OUTPUT, features[row, : known[row]], root, head.predicted)
@@ -95,7 +94,7 @@ def test_a_block_is_that_of_its_independent_twin_after_every_rollback(name: str)
             assert drafted[row].tolist() == [root, *chain]
             if head.confidence:
                 expected = biased(head, truth, root, chain)[1]
-                np.testing.assert_allclose(jax.nn.sigmoid(chance[row, 1:]), expected, atol=1e-5)
+                np.testing.assert_allclose(sure[row, 1:], expected, atol=1e-5)
 
 
 def drafted(

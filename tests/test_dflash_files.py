@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,13 @@ def test_what_engines_read_differently_is_written_whatever_its_default(tmp_path:
 
 def test_a_speculators_head_of_full_layers_sees_its_whole_block_whatever_the_flag_says(tmp_path: Path) -> None:
     head = conversion.read_head(BlockHead().write(tmp_path / "head", "speculators"), TARGET)
-    assert not head.config.causal and "vLLM would serve causally" in head.note
+    assert not head.config.causal
+    assert re.fullmatch(
+        "every row sees its whole block: draft 4 tokens, .*; .* vLLM would serve .* causally", head.note
+    )
     edit_config(tmp_path / "head", sliding_window_non_causal=True)
-    assert conversion.read_head(tmp_path / "head", TARGET).note == ""
+    assert "vLLM" not in conversion.read_head(tmp_path / "head", TARGET).note
+    assert conversion.read_head(BlockHead(causal=True).write(tmp_path / "causal"), TARGET).note == ""
 
 
 def test_names_of_other_tools_are_understood(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from conversion import rules
 from conversion.errors import CheckpointError, short
 from conversion.fields import Fields, read_from
 from conversion.heads.dflash_export import head_rules, layout
-from conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, check_fit
+from conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, check_fit, read_embedding
 from conversion.hf_config import (
     read_mixer,
     read_mlp,
@@ -100,12 +100,12 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
         config=config,
         head=head,
         draft_to_target=None if config.draft_vocab_size == config.vocab_size else ids,
-        embedding=_read_embedding(config, tensors, directory),
+        embedding=read_embedding(config, tensors, directory),
         dialect=dialect_of(stored.config, stored.tensors),
         source=directory,
         dtype=rules.main_dtype(head),
         num_target_layers=None if target is None else target.num_layers,
-        note=_note(top),
+        note=_note(top, config),
     )
 
 
@@ -275,10 +275,14 @@ def _from_anchor(fields: Fields, nested: bool, spark: bool) -> bool:
     return value
 
 
-def _note(top: Fields) -> str:
+def _note(top: Fields, config: DFlashConfig) -> str:
+    """What an engine may do to this head without a word."""
+    notes = []
+    if not config.causal:
+        notes.append(f"every row sees its whole block: draft {config.num_predicted} tokens, fewer are another network")
     if _is_speculators(top.values) and top.get("sliding_window_non_causal") is False:
-        return "sliding_window_non_causal is false: vLLM would serve causally what was trained on the whole block"
-    return ""
+        notes.append("sliding_window_non_causal is false: vLLM would serve the head causally")
+    return "; ".join(notes)
 
 
 def _canonical(tensors: Mapping[str, np.ndarray], directory: Path) -> dict[str, np.ndarray]:
@@ -291,23 +295,6 @@ def _canonical(tensors: Mapping[str, np.ndarray], directory: Path) -> dict[str, 
             raise CheckpointError(f"{directory} holds {new} under two names, the second of them {name}; remove one")
         renamed[new] = value
     return renamed
-
-
-def _read_embedding(config: DFlashConfig, tensors: Mapping[str, np.ndarray], directory: Path) -> np.ndarray | None:
-    embedding, shape = tensors.get("embed_tokens.weight"), (config.vocab_size, config.width)
-    if embedding is None:
-        if config.width != config.target_width:
-            raise CheckpointError(
-                f"{directory} has no embed_tokens.weight, but its width {config.width} differs from the target's "
-                f"{config.target_width}, so it cannot share the target's embedding; fetch the complete head"
-            )
-        return None
-    if embedding.shape != shape:
-        raise CheckpointError(
-            f"{directory}: embed_tokens.weight has shape {list(embedding.shape)}; config.json asks for {list(shape)}"
-        )
-    rules.check_float(embedding, f"{directory}: embed_tokens.weight")
-    return embedding
 
 
 def _shapes(config: DFlashConfig) -> rules.Params:

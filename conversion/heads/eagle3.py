@@ -19,7 +19,7 @@ from conversion import rules
 from conversion.errors import CheckpointError, TargetNeededError, short
 from conversion.fields import Fields, read_from
 from conversion.heads.dialects import dialect_of
-from conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, check_fit
+from conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, check_fit, read_embedding
 from conversion.hf_config import (
     read_head_windows,
     read_mixer,
@@ -135,7 +135,7 @@ def read_as(
     draft_to_target = draft_vocab.read(
         tensors, vocab_size=config.vocab_size, draft_vocab_size=config.draft_vocab_size, where=str(directory)
     )
-    embedding = _read_embedding(config, tensors, directory)
+    embedding = read_embedding(config, tensors, directory)
     if aux_layers is None:
         if target is None:
             raise TargetNeededError(
@@ -319,25 +319,6 @@ def planned(top: Fields, target: DecoderConfig) -> Eagle3Config:
 def _default_aux(target: DecoderConfig, where: str) -> tuple[int, ...]:
     with read_from(where):
         return default_aux_layers(target.num_layers)
-
-
-def _read_embedding(config: Eagle3Config, tensors: Mapping[str, np.ndarray], directory: Path) -> np.ndarray | None:
-    """The head's own embedding. One of the target's width is used as it is too, trained or not: vLLM does so."""
-    embedding = tensors.get("embed_tokens.weight")
-    if embedding is None:
-        if config.width != config.target_width:
-            raise CheckpointError(
-                f"{directory} has no embed_tokens.weight, but its width {config.width} differs from the target's "
-                f"{config.target_width}, so it cannot share the target's embedding; fetch the complete head"
-            )
-        return None
-    if embedding.shape != (config.vocab_size, config.width):
-        raise CheckpointError(
-            f"{directory}: embed_tokens.weight has shape {list(embedding.shape)}; "
-            f"config.json asks for {[config.vocab_size, config.width]}"
-        )
-    rules.check_float(embedding, f"{directory}: embed_tokens.weight")
-    return embedding
 
 
 KIND = HeadKind(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from conversion import rules
 from conversion.errors import CheckpointError
 from conversion.fields import Fields
 from eagle3_jax.models.config import DecoderConfig
@@ -173,6 +174,25 @@ def check_fit(config: Any, aux_layers: tuple[int, ...] | None, target: DecoderCo
             f"{where} reads auxiliary layer {aux_layers[-1]} but the target has {target.num_layers} layers; "
             "give the target that the head was trained for"
         )
+
+
+def read_embedding(config: Any, tensors: Mapping[str, np.ndarray], directory: Path) -> np.ndarray | None:
+    """The head's own embedding. One of the target's width is used as it is too, trained or not: vLLM does so."""
+    embedding = tensors.get("embed_tokens.weight")
+    if embedding is None:
+        if config.width != config.target_width:
+            raise CheckpointError(
+                f"{directory} has no embed_tokens.weight, but its width {config.width} differs from the target's "
+                f"{config.target_width}, so it cannot share the target's embedding; fetch the complete head"
+            )
+        return None
+    if embedding.shape != (config.vocab_size, config.width):
+        raise CheckpointError(
+            f"{directory}: embed_tokens.weight has shape {list(embedding.shape)}; "
+            f"config.json asks for {[config.vocab_size, config.width]}"
+        )
+    rules.check_float(embedding, f"{directory}: embed_tokens.weight")
+    return embedding
 
 
 def make_drafter(

@@ -305,7 +305,10 @@ class DFlashDrafter(NetworkDrafter):
             keys=keys,
             sampling=sampling,
         )
-        return draft
+        if self.config.confidence is None:
+            return draft
+        chance = jax.nn.sigmoid(self.survival(head, hidden, draft))
+        return draft.replace(confidence=chance)  # type: ignore[attr-defined]
 
     def read_block(self, params: Params, head: DFlashHead, state: DFlashState) -> Float[Array, "B K D"]:
         """The rows that predict the ``K`` tokens after the root, of a block that is run behind the context."""
@@ -314,9 +317,9 @@ class DFlashDrafter(NetworkDrafter):
         tokens = jnp.full((state.root.shape[0], rows), config.mask_token, jnp.int32).at[:, 0].set(state.root)
         positions = cache.length[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]
         mask = causal_mask(rows) if config.causal else jnp.ones((1, rows, rows), jnp.bool_)
-        capacity = cache.layers[0].keys.shape[2]  # type: ignore[attr-defined]
-        committed = (jnp.arange(capacity)[None, :] < cache.length[:, None])[:, None]
-        past = [(Segment(KeyValue(layer.keys, layer.values), committed),) for layer in cache.layers]  # type: ignore[attr-defined]
+        layers: Any = cache.layers
+        committed = (jnp.arange(layers[0].capacity)[None, :] < cache.length[:, None])[:, None]
+        past = [(Segment(KeyValue(layer.keys, layer.values), committed),) for layer in layers]
         embedded = embed(params["embedding"], tokens, self.precision)
         return head(embedded, positions, [BlockMemory(one, mask) for one in past])[:, -self.max_depth :]
 
