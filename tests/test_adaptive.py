@@ -173,7 +173,8 @@ def test_what_is_seen_changes_the_width_and_nothing_is_compiled_for_it(target: A
 
 
 def test_prompt_lookup_is_cut_by_what_it_finds(target: Any) -> None:
-    decoder = SpeculativeDecoder(target, NGram(4), adaptive=AdaptiveVerification(costs=FLAT, widths=(2, 4)), stop_tokens=())
+    adaptive = AdaptiveVerification(costs=FLAT, widths=(2, 4))
+    decoder = SpeculativeDecoder(target, NGram(4), adaptive=adaptive, stop_tokens=())
     assert decoder.loop.drafts_whole
     plain = SpeculativeDecoder(target, stop_tokens=()).generate([[1, 2, 1, 2, 1], [3]], max_new_tokens=16)
     ours = decoder.generate([[1, 2, 1, 2, 1], [3]], max_new_tokens=16)
@@ -248,7 +249,7 @@ def test_the_command_line_takes_a_tuning_and_rules_by_name(cli: Any, tmp_path: P
         (("--adaptive", bad), "expected what `eagle3 tune --output` writes"),
         (("--adaptive", tmp_path / "none.json"), "none.json"),
         (("--adaptive", "on", "--tree", "num_nodes=5,max_depth=2,top_k=2"), ""),
-        (("--verifier", "blocks"), "expected 'block'"),
+        (("--verifier", "blocks"), "expected block, "),
     ):
         code, _, err = cli(*pair, *options)
         assert code == 2 and message in err.replace("\n", " "), err

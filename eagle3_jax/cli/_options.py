@@ -128,8 +128,7 @@ def read_verifier(source: str | None) -> Verifier | None:
     part = own("--verifier", source)
     if part is None:
         raise Misuse(
-            f"--verifier {source}: expected {' or '.join(map(repr, RULES))}, or module:name, an acceptance rule of your "
-            f"own; see {PAGE}"
+            f"--verifier {source}: expected {', '.join(RULES)} or module:name, an acceptance rule of yours; see {PAGE}"
         )
     return part.value
 

@@ -304,7 +304,9 @@ class DFlashDrafter(NetworkDrafter):
             keys=keys,
             sampling=sampling,
         )
-        return draft
+        if self.config.confidence is None:
+            return draft
+        return dataclasses.replace(draft, confidence=jax.nn.sigmoid(self.survival(head, hidden, draft)))
 
     def read_block(self, params: Params, head: DFlashHead, state: DFlashState) -> Float[Array, "B K D"]:
         """The rows that predict the ``K`` tokens after the root, of a block that is run behind the context."""
