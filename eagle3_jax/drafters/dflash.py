@@ -307,8 +307,7 @@ class DFlashDrafter(NetworkDrafter):
         )
         if self.config.confidence is None:
             return draft
-        chance = jax.nn.sigmoid(self.survival(head, hidden, draft))
-        return draft.replace(confidence=chance)  # type: ignore[attr-defined]
+        return dataclasses.replace(draft, confidence=jax.nn.sigmoid(self.survival(head, hidden, draft)))
 
     def read_block(self, params: Params, head: DFlashHead, state: DFlashState) -> Float[Array, "B K D"]:
         """The rows that predict the ``K`` tokens after the root, of a block that is run behind the context."""
