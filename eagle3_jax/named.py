@@ -16,6 +16,12 @@ def _ngram(target: LoadedTarget, number: int) -> Drafter[Any]:
     return NGram()
 
 
+def _suffix(target: LoadedTarget, number: int) -> Drafter[Any]:
+    from eagle3_jax.drafters.suffix import Suffix
+
+    return Suffix()
+
+
 def _layer_skip(target: LoadedTarget, number: int) -> LoadedDrafter:
     from eagle3_jax.drafters.draft_model import layer_skip
 
@@ -36,6 +42,7 @@ class Named(NamedTuple):
 
 NAMED = {
     "ngram": Named("ngram", _ngram),
+    "suffix": Named("suffix", _suffix),
     "layer-skip": Named("layer-skip=E", _layer_skip),
     "none": Named("none", lambda target, number: None),
 }

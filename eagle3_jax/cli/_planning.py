@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, usual_head
+from eagle3_jax.named import is_named
 from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name
 
 if TYPE_CHECKING:

@@ -6,10 +6,11 @@ from eagle3_jax.drafters.eagle1 import Eagle1Config, Eagle1Drafter
 from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaState
 from eagle3_jax.drafters.mtp import MTPConfig, MTPDrafter
-from eagle3_jax.drafters.ngram import NGram, NGramState
+from eagle3_jax.drafters.ngram import NGram
 from eagle3_jax.drafters.p_eagle import PEagleConfig, PEagleDrafter
 from eagle3_jax.drafters.plain import Plain, PlainState
 from eagle3_jax.drafters.silent import Silent
+from eagle3_jax.drafters.suffix import Suffix
 
 __all__ = [
     "DFlashConfig",
@@ -27,12 +28,12 @@ __all__ = [
     "MedusaDrafter",
     "MedusaState",
     "NGram",
-    "NGramState",
     "PEagleConfig",
     "PEagleDrafter",
     "Plain",
     "PlainState",
     "Silent",
+    "Suffix",
     "draft_model",
     "layer_skip",
 ]

@@ -1,0 +1,95 @@
+"""Suffix decoding: propose what most often followed the longest suffixes of the text (Oliaro et al., 2024).
+
+SuffixDecoding (arXiv 2411.04975) keeps a suffix tree with counts. Here every match is found in the text itself, on the
+device: a slot matches the last ``m`` tokens if the ``m`` tokens up to it equal them. Each length ``m`` walks ahead from
+its matches, always to the token that most of them have next, and goes on with those that agree:
+
+    ``P(d_1 .. d_k | m) = matches that agree with d_1 .. d_k / matches of m tokens``
+
+The length with the largest sum of ``P`` over its walk, the expected number of accepted tokens, is proposed. Its draft
+ends where ``P`` falls below ``min_probability``, and is no longer than ``factor`` times the match, as in the paper.
+It is a function of the text alone, so any length of it is exact. Other requests' texts are not looked at: a row would
+then depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int, Key
+
+from eagle3_jax.drafters._text import TextDrafter, TextState
+from eagle3_jax.types import Draft, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Suffix(TextDrafter):
+    """Continues the matches of all suffixes by majority; has no parameters and needs no training.
+
+    Attributes:
+        num_speculative_tokens: ``K``.
+        max_suffix: Longest suffix tried.
+        max_matches: How many matches are counted, the longest and of those the latest.
+        min_probability: A draft ends where fewer of the matches agree with it than this share.
+        factor: A draft of a match of ``m`` tokens has at most ``factor`` times ``m``.
+    """
+
+    max_suffix: int = 24
+    max_matches: int = 64
+    min_probability: float = 0.1
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_suffix", "max_matches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if not 0 <= self.min_probability <= 1:
+            raise ValueError(f"min_probability is {self.min_probability}; expected 0 to 1")
+        if not self.factor >= 1:
+            raise ValueError(f"factor is {self.factor}; expected at least 1")
+
+    def propose(self, params: Any, state: TextState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+        """Walk ahead by majority; where a draft ends early, the rest is marked invalid."""
+        del params, keys, sampling
+        proposed, valid = jax.vmap(self._row)(state.tokens, state.length, state.matches(self.max_suffix))
+        node = jnp.broadcast_to(jnp.arange(self.num_nodes, dtype=jnp.int32), (state.length.shape[0], self.num_nodes))
+        return Draft(
+            tokens=jnp.concatenate([state.root, proposed], axis=1),
+            parents=node - 1,
+            valid=jnp.concatenate([jnp.ones_like(valid[:, :1]), valid], axis=1),
+        )
+
+    def _row(
+        self, tokens: Int[Array, " S"], end: Int[Array, ""], run: Int[Array, " S"]
+    ) -> tuple[Int[Array, " K"], Bool[Array, " K"]]:
+        """What one row proposes, and how much of it."""
+        capacity, depth = tokens.shape[0], self.num_speculative_tokens
+        # M suffixes, the longest first; C matches, the longest first and of those the latest.
+        suffix = jnp.arange(self.max_suffix, 0, -1)
+        best, at = lax.top_k(
+            jnp.where(run > 0, run * capacity + jnp.arange(capacity), -1), min(self.max_matches, capacity)
+        )
+        ahead = at[:, None] + 1 + jnp.arange(depth)
+        known, following = ahead < end, tokens[jnp.minimum(ahead, capacity - 1)]
+        agreeing = (run[at] >= suffix[:, None]) & (best >= 0)
+        total = jnp.sum(agreeing, axis=1)
+        score, going, drafted, ends = jnp.zeros(suffix.shape), total > 0, [], []
+        for index in range(depth):
+            same = (
+                (following[:, None, index] == following[None, :, index]) & known[:, None, index] & known[None, :, index]
+            )
+            count = jnp.where(agreeing, agreeing.astype(jnp.float32) @ same.astype(jnp.float32), 0.0)
+            chosen = jnp.argmax(count, axis=1)  # the first of equals: the longest match, then the latest
+            share = jnp.max(count, axis=1) / jnp.maximum(total, 1)
+            going &= (share > 0) & (share >= self.min_probability) & (index < self.factor * suffix)
+            score += jnp.where(going, share, 0.0)
+            drafted.append(following[chosen, index])
+            ends.append(going)
+            agreeing &= same[chosen]
+        longest = jnp.argmax(score)
+        return jnp.stack(drafted, axis=1)[longest], jnp.stack(ends, axis=1)[longest]
