@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,14 @@ import pytest
 import tiny
 from tokenizers import Tokenizer, models
 
+import conversion
 from eagle3_jax import loop as loops
 from eagle3_jax.cache import Cache
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
-from eagle3_jax.drafters import DraftModel, DraftModelState, draft_model, layer_skip
+from eagle3_jax.drafters import DraftModel, DraftModelState, NGram, Suffix, draft_model, layer_skip
+from eagle3_jax.load import load_drafter, load_target
 from eagle3_jax.models.decoder import DecoderTarget, causal_mask
+from eagle3_jax.named import is_named, named_drafter
 from eagle3_jax.tree import Chain, StaticTree, Topology
 from eagle3_jax.types import DraftSampling, Observation
 
@@ -164,3 +168,43 @@ def test_a_sequence_longer_than_the_draft_model_is_refused() -> None:
         decoder.generate([1, 2, 3], max_new_tokens=38)
     with pytest.raises(ValueError, match="41 tokens"):
         decoder.prefill([[1], [1, 2, 3]], max_new_tokens=38)
+
+
+def test_a_directory_with_a_language_model_is_loaded_as_a_draft_model(tmp_path: Path) -> None:
+    target = load_target(tiny.GOLDEN / "vllm/target")
+    native = tmp_path / "native"
+    conversion.convert(tiny.GOLDEN / "vllm/target", native, "jax")
+    prompt = tiny.random_prompts(1, 512, seed=7)[0]
+    for source in (tiny.GOLDEN / "vllm/target", native):
+        loaded = load_drafter(source, target=target)
+        assert isinstance(loaded.drafter, DraftModel) and loaded.name == str(source)
+        assert tiny.same_bits(loaded.params, target.params)
+    result = SpeculativeDecoder(target, loaded, num_speculative_tokens=3, stop_tokens=()).generate(
+        prompt, max_new_tokens=17
+    )
+    assert result.stats.num_accepted_tokens == result.stats.num_draft_tokens > 0
+    with pytest.raises(ValueError, match="official/target has a vocabulary of .* one of 512; a draft model needs"):
+        load_drafter(tiny.GOLDEN / "official/target", target=target)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("layer-skip", "expected layer-skip=E, such as layer-skip=4"),
+        ("layer-skip=half", "expected layer-skip=E, such as layer-skip=4"),
+        ("layer-skip=3", "target has 3, so give 1 to 2"),
+        ("ngram=3", "drafter 'ngram=3': expected ngram$"),
+    ],
+)
+def test_a_name_that_cannot_be_is_refused(source: str, message: str) -> None:
+    assert is_named(source)
+    with pytest.raises(ValueError, match=message):
+        named_drafter(source, TARGET)
+
+
+def test_names_name_drafters_without_files() -> None:
+    assert isinstance(named_drafter("ngram", TARGET), NGram) and isinstance(named_drafter("suffix", TARGET), Suffix)
+    assert named_drafter("none", TARGET) is None
+    skipping = named_drafter("layer-skip=2", TARGET)
+    assert isinstance(skipping, LoadedDrafter) and skipping.drafter.model.config.num_layers == 2
+    assert not is_named(None) and not is_named("./ngram") and not is_named("some/head")

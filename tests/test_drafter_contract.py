@@ -19,7 +19,7 @@ from eagle3_jax import check_drafter
 from eagle3_jax.contract import DRAFTER_CHECKS
 from eagle3_jax.contract.subject import Subject
 from eagle3_jax.decode import LoadedDrafter
-from eagle3_jax.drafters import Markov, NGram, Plain, layer_skip
+from eagle3_jax.drafters import Markov, NGram, Plain, Suffix, layer_skip
 from eagle3_jax.sampling import DraftSampling
 from eagle3_jax.tree import Chain, DynamicTree
 
@@ -29,6 +29,7 @@ ALL_DRAFTERS = {
     "plain": LoadedDrafter(Plain()),
     "plain, padded": LoadedDrafter(Plain(4)),
     "n-grams": LoadedDrafter(NGram(3)),
+    "suffixes": LoadedDrafter(Suffix(3)),
     "EAGLE-3 chain": tiny.eagle3(TARGET, Chain(3), draft_vocab_size=7),
     "EAGLE-3 sampled chain": tiny.eagle3(TARGET, Chain(3), draft_vocab_size=7, draft_sampling=PROBABILISTIC),
     "EAGLE-3 dynamic tree": tiny.eagle3(TARGET, DynamicTree(num_nodes=9, max_depth=3, top_k=3)),

@@ -13,7 +13,7 @@ import tiny
 
 from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
-from eagle3_jax.drafters import Markov, NGram, Plain
+from eagle3_jax.drafters import Markov, NGram, Plain, Suffix
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision
 from eagle3_jax.published_trees import PUBLISHED_TREES
@@ -60,6 +60,9 @@ DRAFTERS = {
     "plain decoding": lambda: LoadedDrafter(Plain()),
     "padding": lambda: LoadedDrafter(Plain(num_nodes=4)),
     "n-grams": lambda: LoadedDrafter(NGram(4)),
+    "suffixes": lambda: LoadedDrafter(Suffix(4)),
+    "a draft model of one layer": lambda: tiny.draft_model(TARGET, Chain(3)),
+    "a draft model's dynamic tree": lambda: tiny.draft_model(TARGET, DynamicTree(num_nodes=9, max_depth=3, top_k=3)),
     "n-grams that never match": lambda: LoadedDrafter(NGram(4, max_ngram=40, min_ngram=40)),
     "a perfect drafter": lambda: scripted(0),
     "a drafter that is always wrong": lambda: scripted(1),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eagle3_jax.drafters import NGram
+from eagle3_jax.drafters import NGram, Suffix
 from eagle3_jax.types import Draft, Observation, SamplingParams
 
 
@@ -20,7 +20,7 @@ def looked_up(tokens: list[int], drafter: NGram) -> list[int]:
     return []
 
 
-def propose(drafter: NGram, rows: list[list[int]], capacity: int = 24) -> Draft:
+def propose(drafter: NGram | Suffix, rows: list[list[int]], capacity: int = 24) -> Draft:
     """Show each row in two pieces, as a prompt and a round do."""
     state = drafter.init(None, len(rows), capacity)
     for part in (lambda row: row[: len(row) // 2 + 1], lambda row: row[len(row) // 2 :]):
@@ -34,8 +34,8 @@ def propose(drafter: NGram, rows: list[list[int]], capacity: int = 24) -> Draft:
             length=jnp.array([len(piece) - 1 for piece in pieces], jnp.int32),
             next_token=jnp.array([piece[-1] for piece in pieces], jnp.int32),
         )
-        state = drafter.observe(None, state, seen)
-    return drafter.propose(None, state, jax.random.split(jax.random.key(0), len(rows)), SamplingParams())
+        state = jax.jit(drafter.observe)(None, state, seen)
+    return jax.jit(drafter.propose)(None, state, jax.random.split(jax.random.key(0), len(rows)), SamplingParams())
 
 
 @pytest.mark.parametrize("sizes", [(4, 1), (3, 2), (1, 1), (5, 5)])

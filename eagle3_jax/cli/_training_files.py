@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import shutil
 from collections.abc import Iterator
@@ -82,6 +83,17 @@ def write_target(out: Path, data: Path, config: DecoderConfig, params: Any, *, d
         stop_tokens=() if stop is None else (stop,),
         source=data,  # its tokenizer goes with the target
         dtype=dtype,
+    )
+    with _finished(out) as folder:
+        conversion.write_target(checkpoint, folder)
+
+
+def write_draft_model(out: Path, target: Path, config: DecoderConfig, params: Any, *, dtype: str) -> None:
+    """Finish a draft model: a target of its own, of its target's family and with its tokenizer."""
+    import conversion
+
+    checkpoint = dataclasses.replace(
+        conversion.read_target(target), config=config, params=_stored(params, dtype), source=target, dtype=dtype
     )
     with _finished(out) as folder:
         conversion.write_target(checkpoint, folder)

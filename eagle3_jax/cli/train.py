@@ -16,6 +16,7 @@ from eagle3_jax.cli._training_files import (
     check_trainable,
     read_corpus,
     refuse_finished,
+    write_draft_model,
     write_head,
     write_target,
 )
@@ -266,6 +267,7 @@ def head(
     import numpy as np
 
     from eagle3_jax import load_target
+    from eagle3_jax.models.config import DecoderConfig
     from eagle3_jax.training.batches import row_batches
     from eagle3_jax.training.loop import OptimizerConfig, Trainer
     from eagle3_jax.training.methods import RECIPES
@@ -316,8 +318,11 @@ def head(
         state = run(trainer, start, batches, steps=until, save_every=save_every)
         trainer.save(state)
     assert state is not None
-    depth = model.config.num_layers
-    write_head(out, method, config, state.params, draft_to_target, dtype=store.value, num_target_layers=depth)
+    if isinstance(config, DecoderConfig):
+        write_draft_model(out, target, config, state.params, dtype=store.value)
+    else:
+        depth = model.config.num_layers
+        write_head(out, method, config, state.params, draft_to_target, dtype=store.value, num_target_layers=depth)
     typer.echo(f"wrote {out}")
 
 

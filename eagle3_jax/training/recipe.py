@@ -42,7 +42,7 @@ class Recipe(NamedTuple):
     """How heads of one method are trained.
 
     Attributes:
-        drafter: Its drafter's class, made of a configuration.
+        drafter: Its drafter, of a configuration and ``precision``.
         config: The head for a target.
         start: Its first parameters, from the drafter, the target, the draft vocabulary (``None`` for all) and a key.
         loss: Of the drafter, the target's model, the head's parameters, what is frozen, a batch and the options:
@@ -52,7 +52,7 @@ class Recipe(NamedTuple):
         draft_vocab_size: Usual ``W``; ``None`` for all of the target's.
     """
 
-    drafter: type[Any]
+    drafter: Callable[..., Any]
     config: Callable[[DecoderConfig, HeadOptions], Any]
     start: Callable[[Any, LoadedTarget, Int[np.ndarray, " W"] | None, jax.Array], Params]
     loss: Callable[[Any, DecoderTarget, Params, Frozen, TTTBatch, HeadOptions], Loss]

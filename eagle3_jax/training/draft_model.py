@@ -1,0 +1,128 @@
+"""Distilling a draft model from its target (DistillSpec, Zhou et al., 2023, arXiv 2310.08461).
+
+At every position ``t`` of a text that the target wrote, the small model ``q`` learns the target's distribution ``p``:
+
+    ``loss = mean_t KL(p(. | x_0 .. x_t) || q(. | x_0 .. x_t))``
+
+The forward divergence on the target's own text, one of the combinations that the paper compares. The paper gains more
+from texts that the draft model writes itself while it learns, which is not done here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from eagle3_jax.drafters.draft_model import DraftModel
+from eagle3_jax.loaded import LoadedTarget
+from eagle3_jax.models.config import DecoderConfig, LayerConfig
+from eagle3_jax.models.decoder import DecoderTarget, causal_mask
+from eagle3_jax.models.functional import Params
+from eagle3_jax.models.layers import FLOAT32, Precision
+from eagle3_jax.training.batches import Frozen, TTTBatch
+from eagle3_jax.training.recipe import HeadOptions, Loss, Recipe
+
+
+def small_model(target: DecoderConfig, options: HeadOptions) -> DecoderConfig:
+    """A model of the target's family: a quarter of its layers and half its width, if nothing else is said.
+
+    Raises:
+        ValueError: It is larger than the target, or was given a draft vocabulary.
+    """
+    if options.draft_vocab_size is not None:
+        raise ValueError("a draft model drafts all of the target's tokens; leave the size of a draft vocabulary out")
+    count, width = options.num_layers or max(1, target.num_layers // 4), options.width or target.width // 2
+    if count > target.num_layers or width > target.width:
+        raise ValueError(
+            f"a draft model of {count} layers and width {width} is larger than its target of {target.num_layers} and "
+            f"{target.width}; lower them"
+        )
+
+    def smaller(layer: LayerConfig) -> LayerConfig:
+        heads = max(1, layer.mixer.num_heads * width // target.width)
+        mixer = dataclasses.replace(
+            layer.mixer, num_heads=heads, num_kv_heads=math.gcd(heads, layer.mixer.num_kv_heads)
+        )
+        inner = options.mlp_width or max(1, layer.mlp.width * width // target.width)
+        return dataclasses.replace(layer, mixer=mixer, mlp=dataclasses.replace(layer.mlp, width=inner))
+
+    return dataclasses.replace(target, width=width, layers=tuple(map(smaller, target.layers[:count])))
+
+
+def distillation_loss(
+    drafter: DraftModel,
+    target: DecoderTarget,
+    params: Params,
+    frozen: Frozen,
+    batch: TTTBatch,
+    options: HeadOptions,
+) -> Loss:
+    """The mean divergence over supervised positions, in nats, differentiable in ``params`` alone.
+
+    Position ``t`` is supervised where the target wrote ``x_{t+1}`` and it is worth learning: entry ``t - 1`` of the
+    batch's ``loss_mask``.
+
+    Args:
+        drafter: The draft model.
+        target: Whose distribution is learned.
+        params: What is trained.
+        frozen: The target's parameters; the rest is not used.
+        batch: Sequences; positions are counted from the first column.
+        options: ``depth``, how many draft positions the metrics speak of.
+
+    Returns:
+        The loss, and for each draft position ``k`` the share ``accuracy_k`` of positions ``t + k`` whose argmax is the
+        target's; ``acceptance_0``, the mean of ``Σ_v min(p_v, q_v)``; and ``simulated_tau``, tokens per target forward
+        of a greedy chain of ``depth`` drafts on this text.
+    """
+    mask = causal_mask(batch.tokens.shape[1]) & batch.attention_mask[:, None, :]
+    positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1], dtype=jnp.int32), batch.tokens.shape)
+
+    def logprobs(model: DecoderTarget, params: Params) -> Float[Array, "B T V"]:
+        output = model(params, batch.tokens, positions, mask)
+        return jax.nn.log_softmax(model.unembed(params, output.final), axis=-1)
+
+    log_p = lax.stop_gradient(logprobs(target, frozen["target_params"]))
+    log_q, p = logprobs(drafter.model, params), jnp.exp(log_p)
+    supervised = jnp.pad(batch.loss_mask[:, :-1], ((0, 0), (1, 0))) & batch.attention_mask
+    loss = _share(jnp.sum(p * (log_p - log_q), axis=-1), supervised)
+
+    hit = (jnp.argmax(log_q, axis=-1) == jnp.argmax(log_p, axis=-1)).astype(jnp.float32)
+    overlap = jnp.sum(jnp.minimum(p, jnp.exp(lax.stop_gradient(log_q))), axis=-1)
+    metrics = {"acceptance_0": _share(overlap, supervised)}
+    tau, alive, chain = 1.0, jnp.ones_like(hit), jnp.ones_like(supervised)
+    for k in range(options.depth):
+        behind = batch.tokens.shape[1] - k
+        metrics[f"accuracy_{k}"] = _share(hit[:, k:], supervised[:, k:])
+        alive, chain = alive[:, :behind] * hit[:, k:], chain[:, :behind] & supervised[:, k:]
+        tau = tau + _share(alive, chain)
+    return loss, {**metrics, "simulated_tau": jnp.asarray(tau)}
+
+
+def _share(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
+    """Mean over the masked positions; 0 when there are none."""
+    return jnp.sum(jnp.where(mask, values, 0.0)) / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
+
+
+def _drafter(config: DecoderConfig, *, precision: Precision = FLOAT32) -> DraftModel:
+    return DraftModel(DecoderTarget(config, precision))
+
+
+def _start(
+    drafter: DraftModel, target: LoadedTarget, draft_to_target: Int[np.ndarray, " W"] | None, key: jax.Array
+) -> Params:
+    """The target's first layers where the shapes are the same, else random parameters."""
+    fresh, own = drafter.model.init(key), target.params
+    first = {**own, "blocks": {index: own["blocks"].get(index) for index in fresh["blocks"]}}
+    if jax.tree.map(jnp.shape, first) != jax.tree.map(jnp.shape, fresh):
+        return fresh
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), first)
+
+
+RECIPE = Recipe(drafter=_drafter, config=small_model, start=_start, loss=distillation_loss)

@@ -1,0 +1,74 @@
+"""Suffix decoding against counts over all suffixes, written with lists."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import test_ngram
+
+from eagle3_jax.drafters import Suffix
+
+
+def continued(text: list[int], drafter: Suffix) -> list[int]:
+    """The walk of the suffix whose expected number of accepted tokens is largest; of equals the longest one's."""
+    best, drafted = 0.0, []
+    for size in range(min(drafter.max_suffix, len(text) - 1), 0, -1):
+        ends = [end for end in range(size, len(text)) if text[end - size : end] == text[-size:]]
+        # The longest common suffix first, then the latest: where counts are equal, the first has its way.
+        ends.sort(key=lambda end: (-common(text, end, drafter.max_suffix), -end))
+        total, path, score = len(ends), [], 0.0
+        while ends and len(path) < drafter.num_speculative_tokens:
+            following = [text[end + len(path)] for end in ends if end + len(path) < len(text)]
+            if not following:
+                break
+            token, count = max(Counter(following).items(), key=lambda item: item[1])  # the first met, of equals
+            if count / total < drafter.min_probability:
+                break
+            score += count / total
+            ends = [end for end in ends if text[end + len(path) : end + len(path) + 1] == [token]]
+            path.append(token)
+        if round(score, 4) > best:
+            best, drafted = round(score, 4), path
+    return drafted
+
+
+def common(text: list[int], end: int, most: int) -> int:
+    size = 0
+    while size < min(most, end) and text[end - 1 - size] == text[-1 - size]:
+        size += 1
+    return size
+
+
+@pytest.mark.parametrize("options", [{}, {"max_suffix": 2}, {"min_probability": 0.6}], ids=str)
+def test_it_proposes_what_most_often_followed(options: dict) -> None:
+    drafter = Suffix(4, max_matches=24, **options)
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, rng.integers(2, 4), size=rng.integers(2, 24)).tolist() for _ in range(300)]
+    draft = test_ngram.propose(drafter, rows)
+    lengths = set()
+    for row, tokens, valid in zip(rows, draft.tokens.tolist(), draft.valid.tolist(), strict=True):
+        expected = continued(row, drafter)
+        assert tokens[0] == row[-1]
+        assert valid == [True] + [node < len(expected) for node in range(4)], (row, expected)
+        assert tokens[1 : 1 + len(expected)] == expected, row
+        lengths.add(len(expected))
+    assert lengths == {0, 1, 2, 3, 4}, "a comparison of drafts of one length would show little"
+
+
+def test_of_more_matches_than_are_counted_the_longest_and_latest_are() -> None:
+    # After 1 2 comes 3 twice and then 4 once; two matches are counted, and what follows the latest decides a tie.
+    text = [9, 2, 7, 1, 2, 3, 1, 2, 3, 1, 2, 4, 1, 2]
+    (counted,), (all_of_them,) = (
+        test_ngram.propose(Suffix(1, max_matches=most), [text]).tokens.tolist() for most in (2, 24)
+    )
+    assert (counted[1], all_of_them[1]) == (4, 3)
+
+
+@pytest.mark.parametrize("options", [{"num_speculative_tokens": 0}, {"max_suffix": 0}, {"max_matches": 0}])
+def test_sizes_that_cannot_be_say_why(options: dict) -> None:
+    with pytest.raises(ValueError, match="expected at least 1"):
+        Suffix(**options)
+    with pytest.raises(ValueError, match="min_probability is 2.0; expected 0 to 1"):
+        Suffix(min_probability=2.0)
