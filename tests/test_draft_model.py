@@ -183,7 +183,7 @@ def test_a_directory_with_a_language_model_is_loaded_as_a_draft_model(tmp_path: 
         prompt, max_new_tokens=17
     )
     assert result.stats.num_accepted_tokens == result.stats.num_draft_tokens > 0
-    with pytest.raises(ValueError, match="official/target has a vocabulary of .* one of 512; a draft model needs"):
+    with pytest.raises(ValueError, match=r"official/target has a vocabulary of .* one of 512; a draft model needs"):
         load_drafter(tiny.GOLDEN / "official/target", target=target)
 
 

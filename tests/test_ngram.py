@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eagle3_jax.drafters import NGram, Suffix
-from eagle3_jax.types import Draft, Observation, SamplingParams
+from eagle3_jax.types import Draft, Observation, SamplingParams, per_row
 
 
 def looked_up(tokens: list[int], drafter: NGram) -> list[int]:
@@ -35,7 +35,9 @@ def propose(drafter: NGram | Suffix, rows: list[list[int]], capacity: int = 24) 
             next_token=jnp.array([piece[-1] for piece in pieces], jnp.int32),
         )
         state = jax.jit(drafter.observe)(None, state, seen)
-    return jax.jit(drafter.propose)(None, state, jax.random.split(jax.random.key(0), len(rows)), SamplingParams())
+    return jax.jit(drafter.propose)(
+        None, state, jax.random.split(jax.random.key(0), len(rows)), per_row(SamplingParams(), len(rows))
+    )
 
 
 @pytest.mark.parametrize("sizes", [(4, 1), (3, 2), (1, 1), (5, 5)])

@@ -70,5 +70,5 @@ def test_of_more_matches_than_are_counted_the_longest_and_latest_are() -> None:
 def test_sizes_that_cannot_be_say_why(options: dict) -> None:
     with pytest.raises(ValueError, match="expected at least 1"):
         Suffix(**options)
-    with pytest.raises(ValueError, match="min_probability is 2.0; expected 0 to 1"):
+    with pytest.raises(ValueError, match=r"min_probability is 2.0; expected 0 to 1"):
         Suffix(min_probability=2.0)
