@@ -90,6 +90,8 @@ def head_with(folder: Path, change, config=None) -> Path:
         (("--target", "/no/such/model", "--drafter", "none", *PROMPT), "/no/such/model"),
         ((*PAIR[:2], "--drafter", "/no/such/head", *PROMPT), "/no/such/head"),
         ((*PAIR[:2], "--drafter", str(VLLM / "eagle3"), *PROMPT), "vocab"),
+        ((*PAIR[:2], "--drafter", str(VLLM / "target"), *PROMPT), "a draft model needs the target's own"),
+        ((*PAIR[:2], "--drafter", "layer-skip=99", *PROMPT), "layer skip of 99 layers"),
     ],
 )
 def test_generate_refuses(refused, tmp_path, options, named):
