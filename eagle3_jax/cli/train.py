@@ -64,6 +64,9 @@ def corpus(
     stdlib: Annotated[Path | None, typer.Option(help="CPython's Lib; that of this interpreter when left out.")] = None,
     docs: Annotated[Path | None, typer.Option(help="CPython's Doc; the topics of pydoc when left out.")] = None,
     vocab_size: Annotated[int, typer.Option(help="Tokens of the byte-level BPE.", min=257, max=65_536)] = 4096,
+    target: Annotated[
+        Path | None, typer.Option(help="Encode for this target, with its tokenizer, instead of training one.")
+    ] = None,
     seed: Annotated[int, _SEED] = 0,
 ) -> None:
     """Gather CPython's sources and documentation, train a tokenizer and encode them.
@@ -74,6 +77,7 @@ def corpus(
 
     import numpy as np
 
+    from eagle3_jax.load import read_tokenizer
     from eagle3_jax.training import corpus as texts
 
     source = stdlib or Path(sysconfig.get_path("stdlib"))
@@ -88,8 +92,13 @@ def corpus(
         raise Misuse(
             f"--stdlib {source} is no CPython Lib: it holds {len(train)} files to train on, {len(held_out)} held out"
         )
-    with activity("training the tokenizer"):
-        tokenizer = texts.train_tokenizer((document.text for document in train), vocab_size)
+    if target is not None:
+        tokenizer = read_tokenizer(target / "tokenizer.json")
+        if tokenizer is None:
+            raise Misuse(f"--target {target} has no tokenizer.json; give a target's directory that has one")
+    else:
+        with activity("training the tokenizer"):
+            tokenizer = texts.train_tokenizer((document.text for document in train), vocab_size)
 
     with activity("encoding"), whole_directory(out) as folder:
         texts.save_tokenizer(tokenizer, folder)
