@@ -91,6 +91,11 @@ class Worker:
 
         if not torch.cuda.is_available():
             options.pop("gpu_memory_utilization", None)
+            # What a model's class can do vLLM finds out in a new process, which imports everything again, lest CUDA be
+            # touched here: minutes for every class that it has not met before.
+            from vllm.model_executor.models import registry
+
+            registry._run_in_subprocess = lambda inspect: inspect()
         # Log-probabilities of all positions are raw logits, so that the reader knows their unit in the last place.
         self.llm = LLM(
             enforce_eager=True,
