@@ -87,12 +87,21 @@ class TinyHead:
 
 
 def layer(
-    name: str, *, width: int = D, reads: int | None = None, inner: int | None = None, heads: Heads = _FULL
+    name: str,
+    *,
+    width: int = D,
+    reads: int | None = None,
+    inner: int | None = None,
+    biases: bool = False,
+    heads: Heads = _FULL,
 ) -> dict[str, tuple[int, ...]]:
     """Tensors of a layer without the norm before its attention, which some heads lack."""
     reads, inner = reads or width, inner or width
     queries, keys = heads.queries * heads.width, heads.keys * heads.width
-    return {
+    sizes = {
+        f"{name}.self_attn.{one}_proj.bias": (size,) for one, size in zip("qkv", (queries, keys, keys), strict=True)
+    }
+    return (sizes if biases else {}) | {
         f"{name}.self_attn.q_proj.weight": (queries, reads),
         f"{name}.self_attn.k_proj.weight": (keys, reads),
         f"{name}.self_attn.v_proj.weight": (keys, reads),
@@ -193,7 +202,7 @@ HEADS: dict[str, TinyHead] = {
             "num_nextn_predict_layers": 1,
         },
         {"model.mtp_layers.0.input_proj.weight": (D, 2 * D)}
-        | layer("model.mtp_layers.0", inner=2 * D)
+        | layer("model.mtp_layers.0", inner=2 * D, biases=True)
         | norms(
             *(
                 f"model.mtp_layers.0.{name}"
@@ -234,7 +243,10 @@ def train(head: TinyHead, text: Text, anchors: np.ndarray) -> tuple[Tensors, flo
     weights: Weights = {}
     for name, shape in head.shapes.items():
         size = D**-0.5 if name == "mask_hidden" else 0.02 if "embed" in name else shape[-1] ** -0.5
-        weights[name] = np.ones(shape) if name.endswith("norm.weight") else random.normal(0.0, size, shape)
+        if name.endswith("norm.weight"):  # far from one, or one norm would do for another
+            weights[name] = random.uniform(0.5, 1.5, shape)
+        else:
+            weights[name] = random.normal(0.0, size, shape)
     weights = {name: jnp.asarray(value, jnp.float32) for name, value in weights.items()}
     labels = jnp.stack([text.ahead(depth + 1) for depth in range(head.depths)], axis=2)
     counted = jnp.asarray(anchors[:, :, None] > np.arange(head.depths))
@@ -260,8 +272,6 @@ def train(head: TinyHead, text: Text, anchors: np.ndarray) -> tuple[Tensors, flo
         if length > LENGTH * (1 + head.depths):
             break
     stored = {name: np.asarray(value).astype(ml_dtypes.bfloat16) for name, value in weights.items()}
-    if head.config["model_type"] == "qwen2":
-        stored |= no_biases(stored)
     rounded = {name: jnp.asarray(value.astype(np.float32)) for name, value in stored.items()}
     return stored, float(jax.jit(loss_of)(rounded)[1])
 
@@ -295,23 +305,15 @@ def rewritten(source: Path, directory: Path, change: Callable[[Config, Tensors],
     return directory
 
 
-def no_biases(tensors: Tensors) -> Tensors:
-    """Biases of nothing, for a family whose attention has them."""
-    attention = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
-    return {
-        name.replace("weight", "bias"): np.zeros(len(value), value.dtype)
-        for name, value in tensors.items()
-        if name.endswith(attention)
-    }
-
-
 def with_mtp(directory: Path) -> Path:
     """The golden target as a model of MiMo's family, with its MTP module; vLLM knows no other way to give it one."""
 
     def join(config: Config, tensors: Tensors) -> None:
         config.clear()
         config |= HEADS["mtp"].config | {"torch_dtype": "float32"}
-        tensors |= no_biases(tensors)
+        for name, value in list(tensors.items()):
+            if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):  # that family has biases
+                tensors[name.replace("weight", "bias")] = np.zeros(len(value), np.float32)
         tensors |= {name: value.astype(np.float32) for name, value in read_tensors(RECORDED / "mtp").items()}
 
     return rewritten(TARGET, directory, join)

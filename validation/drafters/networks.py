@@ -55,7 +55,7 @@ class Heads:
 
 
 def linear(weights: Weights, name: str, x: Array) -> Array:
-    return x @ weights[f"{name}.weight"].T
+    return x @ weights[f"{name}.weight"].T + weights.get(f"{name}.bias", 0.0)
 
 
 def norm(weights: Weights, name: str, x: Array) -> Array:
