@@ -35,6 +35,6 @@ def decoded(target: LoadedTarget, drafter: Drafter, name: str) -> Parity:
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in ("mtp_1", "p_eagle_speculators")])
 def test_every_round_of_a_recorded_run_accepts_as_much(target: LoadedTarget, tmp_path: Path, name: str) -> None:
     method = METHODS[name]
-    found = decoded(target, method.ours(target, method.files(tmp_path)), name)
+    found = decoded(target, method.drafter(target, tmp_path), name)
     assert found.difference is None, found.difference
     assert mean_acceptance_length(found.theirs) > method.least

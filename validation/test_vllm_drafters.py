@@ -31,7 +31,7 @@ def test_every_method_accepts_what_vllm_accepts(check: Check, vllm_process: Proc
         return play(decoder, PROMPTS, max_new_tokens=NEW_TOKENS, batch_size=len(PROMPTS))
 
     theirs = methods.run(vllm_process, method, tmp_path)
-    ours = played(method.ours(target, method.files(tmp_path / "head")))
+    ours = played(method.drafter(target, tmp_path))
     wrong = played(method.planted(target, tmp_path))
     found, recorded = (
         Parity(ours, run, stats_of(ours, method.num_speculative_tokens)) for run in (theirs, methods.recorded(name))

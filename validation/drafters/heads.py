@@ -305,8 +305,8 @@ def rewritten(source: Path, directory: Path, change: Callable[[Config, Tensors],
     return directory
 
 
-def with_mtp(directory: Path) -> Path:
-    """The golden target as a model of MiMo's family, with its MTP module; vLLM knows no other way to give it one."""
+def with_mtp(directory: Path, module: Path) -> Path:
+    """The golden target as a model of MiMo's family, with an MTP module; vLLM knows no other way to give it one."""
 
     def join(config: Config, tensors: Tensors) -> None:
         config.clear()
@@ -314,7 +314,7 @@ def with_mtp(directory: Path) -> Path:
         for name, value in list(tensors.items()):
             if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):  # that family has biases
                 tensors[name.replace("weight", "bias")] = np.zeros(len(value), np.float32)
-        tensors |= {name: value.astype(np.float32) for name, value in read_tensors(RECORDED / "mtp").items()}
+        tensors |= {name: value.astype(np.float32) for name, value in read_tensors(module).items()}
 
     return rewritten(TARGET, directory, join)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from conversion import convert, read_target
 from eagle3_jax import LoadedDrafter, LoadedTarget, load_drafter
 from eagle3_jax.drafters import NGram, layer_skip
 from eagle3_jax.rivals.vllm.bridge import VLLM, Completion, EngineOptions, Generated
@@ -64,35 +65,41 @@ class Method:
     Attributes:
         speculative: vLLM's options, without the directory of the head.
         num_speculative_tokens: ``K``.
-        head: Gives the directory that vLLM reads; made in the one given if it has to be. ``None`` where there is none.
         error: What is planted.
+        head: Gives the directory that we read, made in the one given if it has to be; ``None`` where there is none.
+        layout: In which our writer hands the head to vLLM; ``None`` where vLLM reads what we read.
         ours: Our drafter for a target, of the head's directory.
         least: Mean acceptance length that no head reaches by chance.
     """
 
     speculative: dict[str, Any]
     num_speculative_tokens: int
-    head: Callable[[Path], Path] | None
     error: Planted
+    head: Callable[[Path], Path] | None = None
+    layout: str | None = None
     ours: Callable[[LoadedTarget, Path], Drafter] = lambda target, head: load_drafter(head, target=target)
     least: float = 1.5
 
-    def files(self, directory: Path) -> Path:
-        """The head's directory; that of the target where there is no head."""
-        return TARGET if self.head is None else self.head(directory)
+    def drafter(self, target: LoadedTarget, directory: Path) -> Drafter:
+        """Our drafter; ``directory`` is for files that have to be made."""
+        return self.ours(target, self._read(directory))
+
+    def written(self, directory: Path) -> Path:
+        """The head as vLLM is given it."""
+        head = self._read(directory)
+        if self.layout is None:
+            return head
+        convert(head, directory / "written", self.layout, read_target(TARGET).config)
+        return directory / "written"
 
     def options(self, directory: Path) -> EngineOptions:
-        """What vLLM is started with.
-
-        Args:
-            directory: For files that have to be made.
-        """
+        """What vLLM is started with; ``directory`` is for files that have to be made."""
         speculative = self.speculative | {"num_speculative_tokens": self.num_speculative_tokens}
         target = TARGET
         if self.speculative["method"] == "mtp":  # the module is part of the target's files
-            target = with_mtp(directory / "target")
+            target = with_mtp(directory / "target", self.written(directory))
         elif self.head is not None:
-            speculative["model"] = str(self.head(directory / "head"))
+            speculative["model"] = str(self.written(directory))
         return EngineOptions(model=str(target), speculative=speculative, max_num_seqs=len(PROMPTS), first_runner=True)
 
     def planted(self, target: LoadedTarget, directory: Path) -> Drafter:
@@ -100,7 +107,10 @@ class Method:
         if self.error.drafter is not None:
             return self.error.drafter(target)
         assert self.error.change is not None
-        return self.ours(target, rewritten(self.files(directory / "right"), directory / "wrong", self.error.change))
+        return self.ours(target, rewritten(self._read(directory), directory / "wrong", self.error.change))
+
+    def _read(self, directory: Path) -> Path:
+        return TARGET if self.head is None else self.head(directory / "head")
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -120,35 +130,6 @@ def first_layers(directory: Path) -> Path:
                 del tensors[name]
 
     return rewritten(TARGET, directory, keep)
-
-
-def in_speculators_format(directory: Path) -> Path:
-    """The P-EAGLE head as vllm-project/speculators writes it."""
-
-    def wrap(config: Config, tensors: Tensors) -> None:
-        del tensors
-        depths = METHODS["p_eagle"].num_speculative_tokens
-        del config["architectures"]
-        mask_id = config.pop("ptd_token_id")
-        own = ("draft_vocab_size", "norm_before_residual", "eagle_aux_hidden_state_layer_ids", "torch_dtype")
-        top = {name: config.pop(name) for name in own}
-        layers = dict(config)
-        config.clear()
-        config |= top | {
-            "architectures": ["PEagleSpeculator"],
-            "speculators_model_type": "peagle",
-            "speculators_config": {
-                "algorithm": "peagle",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": depths}],
-                "verifier": {"name_or_path": str(TARGET), "architectures": ["LlamaForCausalLM"]},
-            },
-            "mask_token_id": mask_id,
-            "target_hidden_size": layers["hidden_size"],
-            "transformer_layer_config": layers,
-        }
-
-    return rewritten(RECORDED / "p_eagle", directory, wrap)
 
 
 # ------------------------------------------------------------------------------------------------ planted errors
@@ -204,55 +185,62 @@ METHODS = {
     "n-gram": Method(
         {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1},
         4,
-        None,
         Planted("the latest occurrence", drafter=lambda target: NGram(max_ngram=3, min_ngram=1)),
-        _ngram,
+        ours=_ngram,
         least=1.3,
     ),
     "draft_model": Method(
-        {"method": "draft_model"},
-        4,
-        _recorded("draft_model"),
-        Planted("another rotary base", _rotating_faster),
+        {"method": "draft_model"}, 4, Planted("another rotary base", _rotating_faster), _recorded("draft_model")
     ),
     # Half of a model that was not trained to stop there: of first tokens one in five is accepted, by chance one in 500.
     "layer_skip": Method(
         {"method": "draft_model"},
         4,
-        first_layers,
         Planted("one layer less", drafter=lambda target: layer_skip(target, LAYERS_KEPT - 1)),
-        _first_layers,
+        first_layers,
+        ours=_first_layers,
         least=1.15,
     ),
     "medusa": Method(
         {"method": "medusa"},
         3,
-        _recorded("medusa"),
         Planted("two heads in each other's place", _swapped("lm_heads.0.weight", "lm_heads.1.weight")),
+        _recorded("medusa"),
+        "vllm",
     ),
     "eagle": Method(
-        {"method": "eagle"}, 4, _recorded("eagle"), Planted("the state before the token", _halves_swapped("fc.weight"))
+        {"method": "eagle"},
+        4,
+        Planted("the state before the token", _halves_swapped("fc.weight")),
+        _recorded("eagle"),
+        "vllm",
     ),
-    "p_eagle": Method(_PARALLEL, 4, _recorded("p_eagle"), _OTHER_FEATURE),
-    "p_eagle_speculators": Method(_PARALLEL, 4, in_speculators_format, _OTHER_FEATURE),
+    "p_eagle": Method(_PARALLEL, 4, _OTHER_FEATURE, _recorded("p_eagle"), "vllm"),
+    "p_eagle_speculators": Method(_PARALLEL, 4, _OTHER_FEATURE, _recorded("p_eagle"), "speculators"),
     "dflash": Method(
-        {"method": "dflash"}, 4, _recorded("dflash"), Planted("features one layer behind", _of_the_layers_behind)
+        {"method": "dflash"},
+        4,
+        Planted("features one layer behind", _of_the_layers_behind),
+        _recorded("dflash"),
+        "vllm",
     ),
     "jetspec": Method(
-        {"method": "dflash"}, 4, _recorded("jetspec"), Planted("a block that sees both ways", _seeing_both_ways)
+        {"method": "dflash"}, 4, Planted("a block that sees both ways", _seeing_both_ways), _recorded("jetspec"), "vllm"
     ),
     "mtp_1": Method(
         {"method": "mtp"},
         1,
-        _recorded("mtp"),
         Planted("the token before the state", _halves_swapped("model.mtp_layers.0.input_proj.weight")),
+        _recorded("mtp"),
+        "mimo",
         least=1.3,
     ),
     "mtp_3": Method(
         {"method": "mtp"},
         3,
-        _recorded("mtp"),
         Planted("norms in each other's place", _swapped(_TOKEN_NORM, _STATE_NORM)),
+        _recorded("mtp"),
+        "mimo",
     ),
 }
 
