@@ -30,7 +30,7 @@ def test_every_method_accepts_what_vllm_accepts(check: Check, vllm_process: Proc
         decoder = SpeculativeDecoder(target, drafter, num_speculative_tokens=count, stop_tokens=())  # type: ignore[arg-type]
         return play(decoder, PROMPTS, max_new_tokens=NEW_TOKENS, batch_size=len(PROMPTS))
 
-    theirs = methods.run(vllm_process, method, tmp_path)
+    theirs, shipped = methods.run(vllm_process, method, tmp_path)
     ours = played(method.drafter(target, tmp_path))
     wrong = played(method.planted(target, tmp_path))
     found, recorded = (
@@ -42,6 +42,7 @@ def test_every_method_accepts_what_vllm_accepts(check: Check, vllm_process: Proc
         rounds=int(found.stats.num_drafts),
         mean_acceptance_length=mean_acceptance_length(theirs),
         **{f"with {method.error.what}": planted},
+        **({} if shipped is None else {"vLLM as shipped": mean_acceptance_length(shipped)}),
     )
     assert found.difference is None, found.difference
     assert recorded.difference is None, f"vLLM's recorded run is another: {recorded.difference}"
