@@ -188,7 +188,9 @@ METHODS = {
     "n-gram": Method(
         {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1},
         4,
-        Planted("the latest occurrence", drafter=lambda target: NGram(max_ngram=3, min_ngram=1)),
+        Planted(
+            "the latest occurrence instead of the earliest", drafter=lambda target: NGram(max_ngram=3, min_ngram=1)
+        ),
         ours=_ngram,
         least=1.3,
     ),
@@ -247,7 +249,7 @@ METHODS = {
     "mtp_3": Method(
         {"method": "mtp"},
         3,
-        Planted("norms in each other's place", _swapped(_TOKEN_NORM, _STATE_NORM)),
+        Planted("two norms in each other's place", _swapped(_TOKEN_NORM, _STATE_NORM)),
         _recorded("mtp"),
         "mimo",
     ),
