@@ -288,7 +288,7 @@ class AdaptiveLoop(SpeculativeLoop):
         one = _Round(self.target, drafter, self.verifier, self.warping, given=given).step(params, state)
         verified = draft.valid[:, 1:] & state.running[:, None]
         calibration = state.calibration.observed(feature, accepted, verified, one.verdict.num_accepted)
-        calibration = calibration.replace(survival=survival)
+        calibration = calibration.remembering(survival, state.running)
         due = jnp.max(calibration.rounds) >= self.adaptive.rounds_per_update
         calibration = lax.cond(due, Calibration.improved, lambda same: same, calibration)
         after_round = one.state.replace(calibration=calibration)  # type: ignore[attr-defined]

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-# vLLM's starting values, ridge and damping: a step counts in full only once many more outcomes than this were seen.
-SLOPE, INTERCEPT, RIDGE, DAMPING = 0.5, -0.2, 1e-3, 50.0
+# At first a drafter is believed: c is its confidence. Texts are short, so vLLM's 0.5 and -0.2 cost more than they save.
+SLOPE, INTERCEPT = 1.0, 0.0
+# As vLLM has them: a step counts in full only once many more outcomes than this were seen.
+RIDGE, DAMPING = 1e-3, 50.0
 _LARGEST = 16.0  # a logit; float32 knows no probability nearer to 1
 _USUAL, _MEMORY = 0.7, 0.25  # of a depth never drafted, and the share of the latest round
 
@@ -31,7 +33,7 @@ class Calibration:
         slope: ``[B]``, ``w``.
         intercept: ``[B K]``, ``b_k``.
         usual: ``[B K]``, a running mean of ``c_k``: what a depth counts for in a round that did not draft it.
-        survival: ``[B K]``, ``S_k = c_1 ... c_k`` in the last round; 1 before the first.
+        survival: ``[B K]``, a running mean of ``S_k = c_1 ... c_k``; 1 before the first round.
         sums: ``[B K 6]``, over outcomes ``y`` predicted as ``c``: their number, and the sums of ``y - c``,
             ``(y - c) f``, ``v``, ``v f`` and ``v f²`` with ``v = c (1 - c)``.
         rounds: ``[B]``, since the last step.
@@ -94,6 +96,11 @@ class Calibration:
             usual=self.usual.at[:, : feature.shape[1]].set(usual),
             rounds=self.rounds + jnp.any(verified, axis=1).astype(jnp.int32),
         )
+
+    def remembering(self, survival: Float[Array, "B K"], running: Bool[Array, " B"]) -> Calibration:
+        """With the survivals of one more round in the running mean; one round alone says little of the next."""
+        new = self.survival + _MEMORY * (survival - self.survival)
+        return self.replace(survival=jnp.where(running[:, None], new, self.survival))  # type: ignore[attr-defined]
 
     def improved(self) -> Calibration:
         """One damped Newton step on the outcomes of all rows, whose sums then start anew.

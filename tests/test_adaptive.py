@@ -16,7 +16,7 @@ import tiny
 from eagle3_jax import AdaptiveVerification, DynamicTree, LoadedDrafter, RoundCosts, SpeculativeDecoder
 from eagle3_jax import loop as loops
 from eagle3_jax.adaptive import AdaptiveLoop
-from eagle3_jax.calibration import DAMPING, RIDGE, Calibration, feature_of
+from eagle3_jax.calibration import DAMPING, INTERCEPT, RIDGE, SLOPE, Calibration, feature_of
 from eagle3_jax.drafters import NGram
 from eagle3_jax.schedule import SpeculationSchedule
 
@@ -90,10 +90,10 @@ def test_a_step_is_newtons_on_every_outcome_that_was_seen() -> None:
         )
     assert calibration.rounds.tolist() == [0, 4, 4, 4, 4, 4]
     assert int(calibration.sums[:, :, 0].sum()) == len(seen)
-    step = newton(0.5, np.full(length, -0.2), seen)
+    step = newton(SLOPE, np.full(length, INTERCEPT), seen)
     better = calibration.improved()
-    assert np.allclose(better.slope, 0.5 + step[0], atol=1e-4)
-    assert np.allclose(better.intercept, -0.2 + step[1:], atol=1e-4)
+    assert np.allclose(better.slope, max(SLOPE + step[0], 0.0), atol=1e-4)
+    assert np.allclose(better.intercept, INTERCEPT + step[1:], atol=1e-4)
     assert not np.asarray(better.sums).any() and not np.asarray(better.rounds).any()
 
 

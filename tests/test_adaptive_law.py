@@ -159,7 +159,7 @@ CLEAR = np.log(np.array([[0.03, 0.03, 0.91, 0.03], [0.03, 0.03, 0.03, 0.91], [0.
 CLEAR = np.tile(CLEAR, (test_long_law.CONTEXTS // VOCABULARY, 1)).astype(np.float32)
 BORDERLINE = AdaptiveVerification(costs=RoundCosts(((1, ((1, 1.5), (3, 1.8))),)), widths=(1, 3), rounds_per_update=1000)
 THRESHOLD = AdaptiveVerification(
-    costs=RoundCosts(((1, ((3, 1.001),)),)), widths=(3,), rounds_per_update=3, least_survival=0.2
+    costs=RoundCosts(((1, ((3, 1.001),)),)), widths=(3,), rounds_per_update=3, least_survival=0.35
 )
 SHARP = (2.5 * DRAFTED).astype(np.float32)
 

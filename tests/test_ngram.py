@@ -12,9 +12,10 @@ from eagle3_jax.types import Draft, Observation, SamplingParams, per_row
 
 
 def looked_up(tokens: list[int], drafter: NGram) -> list[int]:
-    """What followed the latest earlier occurrence of the longest suffix that occurred before."""
+    """What followed one earlier occurrence of the longest suffix that occurred before."""
     for size in range(min(drafter.max_ngram, len(tokens) - 1), drafter.min_ngram - 1, -1):
-        for end in range(len(tokens) - 1, size - 1, -1):
+        ends = range(size, len(tokens))
+        for end in ends if drafter.earliest else reversed(ends):
             if tokens[end - size : end] == tokens[-size:]:
                 return tokens[end : end + drafter.num_speculative_tokens]
     return []
@@ -40,9 +41,10 @@ def propose(drafter: NGram | Suffix, rows: list[list[int]], capacity: int = 24) 
     )
 
 
+@pytest.mark.parametrize("earliest", [False, True])
 @pytest.mark.parametrize("sizes", [(4, 1), (3, 2), (1, 1), (5, 5)])
-def test_it_proposes_what_followed_the_longest_latest_match(sizes: tuple[int, int]) -> None:
-    drafter = NGram(4, max_ngram=sizes[0], min_ngram=sizes[1])
+def test_it_proposes_what_followed_the_longest_match(sizes: tuple[int, int], earliest: bool) -> None:
+    drafter = NGram(4, max_ngram=sizes[0], min_ngram=sizes[1], earliest=earliest)
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, 3, size=rng.integers(2, 20)).tolist() for _ in range(200)]
     draft = propose(drafter, rows)

@@ -15,7 +15,7 @@ COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accept
 
 @dataclasses.dataclass(frozen=True)
 class Played:
-    """One prompt's rounds.
+    """One prompt's rounds, but for those in which nothing was drafted: vLLM does not count them.
 
     Attributes:
         tokens: New tokens.
@@ -42,9 +42,10 @@ def play(
             latest = decoder.step(state)
             state = latest.state
             accepted, drafts = np.asarray(latest.verdict.num_accepted), np.asarray(latest.draft.tokens)
-            for row in np.flatnonzero(running):
+            valid = np.asarray(latest.draft.valid)
+            for row in np.flatnonzero(running & valid[:, 1:].any(axis=1)):
                 rows[row].accepted.append(int(accepted[row]))
-                rows[row].drafts.append(drafts[row, 1:].tolist())
+                rows[row].drafts.append(drafts[row, 1:][valid[row, 1:]].tolist())
             running = np.asarray(state.running)
         tokens, length = np.asarray(state.tokens), np.asarray(state.length)
         for row, prompt in enumerate(batch):
@@ -82,7 +83,7 @@ def stats_of(played: Sequence[Played], num_speculative_tokens: int) -> Speculati
     accepted = np.concatenate([row.accepted for row in played])
     return SpeculationStats(
         num_drafts=np.int64(len(accepted)),
-        num_draft_tokens=np.int64(len(accepted) * num_speculative_tokens),
+        num_draft_tokens=np.int64(sum(len(draft) for row in played for draft in row.drafts)),
         num_accepted_tokens=np.int64(accepted.sum()),
         num_accepted_tokens_per_pos=(accepted[:, None] > np.arange(num_speculative_tokens)).sum(axis=0),
     )

@@ -5,8 +5,11 @@ The checks are those of ``tests``, which run on every commit; here they run on t
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import test_golden
+import test_recorded_drafters
 
 from validation.checks import Check
 
@@ -18,6 +21,13 @@ def test_recorded_rounds_of_vllm(check: Check) -> None:
     recorded = test_golden.vllm_decoder()[1]
     test_golden.check_vllm_counters(requests=len(recorded["requests"]))
     check.number(requests=len(recorded["requests"]), rounds=recorded["metrics"]["spec_decode_num_drafts"])
+
+
+@pytest.mark.parametrize("name", test_recorded_drafters.NAMES)
+def test_recorded_rounds_of_other_methods(check: Check, tmp_path: Path, name: str) -> None:
+    """Tokens, accepted counts of every round, and vLLM's own counters."""
+    found = test_recorded_drafters.check_recorded_rounds(name, tmp_path)
+    check.number(requests=len(found.ours), rounds=int(found.stats.num_drafts))
 
 
 def test_recorded_trees_of_the_official_code(check: Check) -> None:

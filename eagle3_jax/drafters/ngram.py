@@ -14,7 +14,7 @@ from eagle3_jax.types import Draft, SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class NGram(TextDrafter):
-    """Matches the longest suffix of ``max_ngram`` down to ``min_ngram`` tokens; of several matches the latest wins.
+    """Matches the longest suffix of ``max_ngram`` down to ``min_ngram`` tokens; of several matches one wins.
 
     It has no parameters and needs no training; it pays where the output repeats the prompt or itself.
 
@@ -22,10 +22,12 @@ class NGram(TextDrafter):
         num_speculative_tokens: ``K``.
         max_ngram: Longest suffix tried.
         min_ngram: Shortest suffix tried.
+        earliest: Of several matches the earliest wins, as in vLLM, and not the latest.
     """
 
     max_ngram: int = 4
     min_ngram: int = 1
+    earliest: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,8 +40,9 @@ class NGram(TextDrafter):
         batch, capacity = state.tokens.shape
         end, slot = state.length[:, None], jnp.arange(capacity)[None, :]
         run = state.matches(self.max_ngram)
-        # Longest first, then latest.
-        score = jnp.where(run >= self.min_ngram, run * capacity + slot, -1)
+        # Longest first, then by place.
+        place = capacity - 1 - slot if self.earliest else slot
+        score = jnp.where(run >= self.min_ngram, run * capacity + place, -1)
         match = jnp.argmax(score, axis=1)[:, None]
         found = jnp.take_along_axis(score, match, axis=1) >= 0
         ahead = match + 1 + jnp.arange(self.num_speculative_tokens)[None, :]

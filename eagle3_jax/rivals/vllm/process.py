@@ -250,3 +250,12 @@ class ProcessEngine:
             yield
         finally:
             self.process.call("repair_sampling", repaired=False)
+
+    @contextlib.contextmanager
+    def context_keys_repaired(self) -> Iterator[None]:
+        """Meanwhile the CPU build of vLLM norms the keys of DFlash heads layer by layer; see ``worker.py``."""
+        self.process.call("repair_context_keys", repaired=True)
+        try:
+            yield
+        finally:
+            self.process.call("repair_context_keys", repaired=False)

@@ -66,6 +66,7 @@ class Worker:
     def __init__(self) -> None:
         self.llm: Any = None
         self.shipped: tuple[Any, Any] | None = None
+        self.shipped_norm: Any = None
 
     def versions(self) -> dict[str, str]:
         """What runs here."""
@@ -91,6 +92,11 @@ class Worker:
 
         if not torch.cuda.is_available():
             options.pop("gpu_memory_utilization", None)
+            # What a model's class can do vLLM finds out in a new process, which imports everything again, lest CUDA be
+            # touched here: minutes for every class that it has not met before.
+            from vllm.model_executor.models import registry
+
+            registry._run_in_subprocess = lambda inspect: inspect()
         # Log-probabilities of all positions are raw logits, so that the reader knows their unit in the last place.
         self.llm = LLM(
             enforce_eager=True,
@@ -237,6 +243,24 @@ class Worker:
 
         rejection_sampler.expand_batch_to_tokens = repeat if repaired else expand
         rejection_sampler.apply_sampling_constraints = constrain_some if repaired else constrain
+        return repaired
+
+    def repair_context_keys(self, repaired: bool) -> bool:
+        """Mend a fault of the CPU build of vLLM 0.32 in DFlash heads of several layers, or put it back.
+
+        Its RMSNorm takes the first row of the layers' weights for all of them, so that the keys of the context are
+        scaled in every layer as in the first.
+        """
+        from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+        if self.shipped_norm is None:
+            self.shipped_norm = DFlashQwen3Model._normalize_context_k
+
+        def normalize(model: Any, keys: Any) -> Any:
+            size = keys.pow(2).mean(-1, keepdim=True) + model._rms_norm_eps
+            return keys * size.rsqrt() * model._k_norm_weights[:, None, None]
+
+        DFlashQwen3Model._normalize_context_k = normalize if repaired else self.shipped_norm
         return repaired
 
     def _completion(self, output: Any) -> dict[str, Any]:

@@ -1,0 +1,53 @@
+"""Every drafting method beside recorded runs of vLLM: tokens, and what each round of each request accepted.
+
+The heads are trained, so that what is accepted depends on every position, norm and layer; ``validation/drafters`` made
+heads and runs, and ``pytest validation`` compares both with a vLLM that is running.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from eagle3_jax import SpeculativeDecoder
+from eagle3_jax.decode import LoadedTarget
+from eagle3_jax.load import load_target
+from validation.drafters.heads import NEW_TOKENS, PROMPTS, TARGET
+from validation.drafters.methods import METHODS, mean_acceptance_length, recorded
+from validation.parity import Parity, play, stats_of
+
+# Without those that differ from another only in the length of a draft or in the layout of the file.
+NAMES = [name for name in METHODS if name not in ("mtp_1", "p_eagle_speculators")]
+
+
+@functools.cache
+def target() -> LoadedTarget:
+    return load_target(TARGET)
+
+
+def check_recorded_rounds(name: str, directory: Path) -> Parity:
+    """One method beside its recording; ``directory`` is for files that have to be made."""
+    method = METHODS[name]
+    count, drafter = method.num_speculative_tokens, method.drafter(target(), directory)
+    decoder = SpeculativeDecoder(target(), drafter, num_speculative_tokens=count, stop_tokens=())  # type: ignore[arg-type]
+    ours = play(decoder, PROMPTS, max_new_tokens=NEW_TOKENS, batch_size=len(PROMPTS))
+    found = Parity(ours, recorded(name), stats_of(ours, count))
+    assert found.difference is None, found.difference
+    assert mean_acceptance_length(found.theirs) > method.least
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_round_of_a_recorded_run_accepts_as_much(tmp_path: Path, name: str) -> None:
+    check_recorded_rounds(name, tmp_path)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_page_quotes_the_recorded_run(name: str) -> None:
+    found, depth = recorded(name), METHODS[name].num_speculative_tokens
+    row = f"| {depth} | {found.counters['num_drafts']} | {mean_acceptance_length(found):.2f} | "
+    planted = METHODS[name].error.what
+    lines = (Path(__file__).parents[1] / "docs" / "validation.md").read_text("utf-8").splitlines()
+    assert any(row + planted in line for line in lines)

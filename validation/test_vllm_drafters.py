@@ -1,0 +1,51 @@
+"""L8 for every other drafting method that vLLM's CPU build runs: equal counts in every round, heads that are trained.
+
+What it does not run has no counts to be equal: trees, typical acceptance, DSpark, suffix decoding, DeepSeek's MTP,
+block verification. Their laws are enumerated and their networks compared with others' in ``tests``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from eagle3_jax import SpeculativeDecoder, load_target
+from eagle3_jax.rivals.vllm.process import Process
+from validation.checks import Check
+from validation.drafters import methods
+from validation.drafters.heads import NEW_TOKENS, PROMPTS, TARGET
+from validation.drafters.methods import METHODS, Drafter, mean_acceptance_length
+from validation.parity import Parity, Played, play, stats_of
+
+pytestmark = pytest.mark.level("L8")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_accepts_what_vllm_accepts(check: Check, vllm_process: Process, tmp_path: Path, name: str) -> None:
+    method, target = METHODS[name], load_target(TARGET)
+
+    def played(drafter: Drafter) -> list[Played]:
+        count = method.num_speculative_tokens
+        decoder = SpeculativeDecoder(target, drafter, num_speculative_tokens=count, stop_tokens=())  # type: ignore[arg-type]
+        return play(decoder, PROMPTS, max_new_tokens=NEW_TOKENS, batch_size=len(PROMPTS))
+
+    theirs, shipped = methods.run(vllm_process, method, tmp_path)
+    ours = played(method.drafter(target, tmp_path))
+    wrong = played(method.planted(target, tmp_path))
+    found, recorded = (
+        Parity(ours, run, stats_of(ours, method.num_speculative_tokens)) for run in (theirs, methods.recorded(name))
+    )
+    planted = stats_of(wrong, method.num_speculative_tokens).mean_acceptance_length
+    check.number(
+        tokens=sum(len(row.tokens) for row in ours),
+        rounds=int(found.stats.num_drafts),
+        mean_acceptance_length=mean_acceptance_length(theirs),
+        **{f"with {method.error.what}": planted},
+        **({} if shipped is None else {"vLLM as shipped": mean_acceptance_length(shipped)}),
+    )
+    assert found.difference is None, found.difference
+    assert recorded.difference is None, f"vLLM's recorded run is another: {recorded.difference}"
+    assert mean_acceptance_length(theirs) > method.least, "accepted by chance, so equal counts prove little"
+    assert [row.tokens for row in wrong] == [row.tokens for row in ours]
+    assert [row.accepted for row in wrong] != [row.accepted for row in ours], f"{method.error.what}: nobody noticed"
