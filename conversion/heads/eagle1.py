@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 _ARCHITECTURE = "EagleLlamaForCausalLM"  # in vLLM; official files say LlamaForCausalLM
 _UNSAID = (
-    "fc has no bias and config.json does not say so, where the official code expects one: if the file lost it, few drafts "
-    "are accepted"
+    "fc has no bias and config.json does not say so, where the official code expects one; if the file lost it, most "
+    "drafts are refused"
 )
 _NOT_EAGLE1 = {
     "layers.0.input_layernorm.weight": "an input norm in its first layer, which an EAGLE-1 head has not",
