@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from conversion import rules
 from conversion.errors import CheckpointError, TargetNeededError
 from conversion.fields import Fields, read_from
-from conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored, check_fit
+from conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored, Suspects, check_fit
 from conversion.hf_config import (
     bias_fields,
     read_mixer,
@@ -27,6 +27,7 @@ from conversion.rules import Rule
 from eagle3_jax.models.config import DecoderConfig, uniform
 
 if TYPE_CHECKING:
+    from conversion.checks import Check
     import numpy as np
 
     from eagle3_jax.drafters.eagle1 import Eagle1Config
@@ -200,8 +201,25 @@ def _refusals(checkpoint: HeadCheckpoint, tensors: Mapping[str, np.ndarray], dia
     return refusals
 
 
+def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
+    """What the layouts differ in."""
+    from conversion.checks import Check
+
+    del target
+    if head.config.fc_bias:
+        return [
+            Check("fc bias", "ok", "there is one, as in official heads; vLLM's class has none, so it cannot go there")
+        ]
+    return [Check("fc bias", "ok", "none, as vLLM's class needs it")]
+
+
 KIND = HeadKind(
     name="eagle1",
+    examine=examine,
+    suspects=Suspects(
+        first="features before the target's final norm, a lost fc.bias, or a head of another target",
+        later="the state that is fed back: it must be the head's own, without a norm",
+    ),
     label="EAGLE-1/2",
     recognise=recognise,
     classes=classes,
