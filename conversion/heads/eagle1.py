@@ -27,9 +27,9 @@ from conversion.rules import Rule
 from eagle3_jax.models.config import DecoderConfig, uniform
 
 if TYPE_CHECKING:
-    from conversion.checks import Check
     import numpy as np
 
+    from conversion.checks import Check
     from eagle3_jax.drafters.eagle1 import Eagle1Config
 
 _ARCHITECTURE = "EagleLlamaForCausalLM"  # in vLLM; official files say LlamaForCausalLM
@@ -207,19 +207,12 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
 
     del target
     if head.config.fc_bias:
-        return [
-            Check("fc bias", "ok", "there is one, as in official heads; vLLM's class has none, so it cannot go there")
-        ]
+        return [Check("fc bias", "ok", "one, as official heads have and vLLM's class has not: it cannot go there")]
     return [Check("fc bias", "ok", "none, as vLLM's class needs it")]
 
 
 KIND = HeadKind(
     name="eagle1",
-    examine=examine,
-    suspects=Suspects(
-        first="features before the target's final norm, a lost fc.bias, or a head of another target",
-        later="the state that is fed back: it must be the head's own, without a norm",
-    ),
     label="EAGLE-1/2",
     recognise=recognise,
     classes=classes,
@@ -229,4 +222,9 @@ KIND = HeadKind(
     layouts=("vllm", "eagle"),  # what is trained here shares the target's embedding, which the official code does not
     stacks={"rest": lambda config: config.num_layers - 1},
     dialect=dialect,
+    examine=examine,
+    suspects=Suspects(
+        first="features before the target's final norm, a lost fc.bias, or a head of another target",
+        later="the state that is fed back: it must be the head's own, without a norm",
+    ),
 )
