@@ -61,7 +61,7 @@ class LoadedDrafter:
 
 
 def shape_of(drafter: Drafter[Any]) -> str:
-    """What a drafter drafts in a round, in words."""
+    """What a drafter drafts in a round at most, in words."""
     if getattr(drafter, "is_chain", False):
         return f"chain K={drafter.max_depth}"
     return f"tree of {drafter.num_nodes} nodes, {drafter.max_depth} deep"

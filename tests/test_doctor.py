@@ -93,11 +93,20 @@ def test_the_doctor_knows_a_list_of_outputs_by_the_default_of_the_target(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("rates", "cause"),
-    [((0.0, 0.0, 0.0), "d2t"), ((0.6, 0.05, 0.0), "feedback norm"), ((0.6, 0.5, 0.4), None)],
+    ("rates", "method", "cause"),
+    [
+        ((0.0, 0.0, 0.0), "eagle3", "d2t"),
+        ((0.6, 0.05, 0.0), "eagle3", "feedback norm"),
+        ((0.6, 0.5, 0.4), "eagle3", None),
+        ((0.0, 0.0, 0.0), "dflash", "z-lab's ids are one lower"),
+        ((0.6, 0.05, 0.0), "p-eagle", "mask_hidden"),
+        ((0.6, 0.05), "mtp", "trained on the first token alone"),
+        ((0.6, 0.05), "medusa", "order of the heads"),
+        ((0.6,), "medusa", None),
+    ],
 )
-def test_the_signature_of_rates_suggests_the_cause(rates: tuple[float, ...], cause: str | None) -> None:
-    found = suspected_cause(Agreement(rates=rates, counts=(100, 60, 30)), HEADS["eagle3"].suspects)
+def test_the_signature_of_rates_suggests_the_cause(rates: tuple[float, ...], method: str, cause: str | None) -> None:
+    found = suspected_cause(Agreement(rates=rates, counts=(100, 60, 30)[: len(rates)]), HEADS[method].suspects)
     assert found is None if cause is None else cause in (found or "")
 
 
@@ -126,7 +135,7 @@ OF_ITS_METHOD = {
     "P-EAGLE head (sglang layout)": ("mask token", "id 57"),
     "EAGLE-1/2 head (eagle layout)": ("fc bias", "cannot go there"),
     "MTP head (deepseek layout)": ("order of the halves", "the embedding first, as the deepseek layout"),
-    "Medusa head (vllm layout)": ("heads", "at most 3 tokens; every published tree is deeper"),
+    "Medusa head (vllm layout)": ("heads", "at most 3 tokens; published trees that fit: medusa-vicuna-33b-stage1"),
     "DFlash head (vllm layout)": ("block", "block of 5 rows, each sees the whole block: K = 4 alone"),
     "JetSpec head (vllm layout)": ("block", "any K up to 4"),
     "DSpark head (vllm layout)": ("confidence", "a head of its own"),
@@ -140,9 +149,8 @@ def test_the_doctor_examines_every_method(tmp_path: Path, name: str, monkeypatch
     checks = conversion.diagnose(write_llama(tmp_path / "target"), CHECKPOINTS[name](tmp_path / "drafter"))
     found = statuses(checks)
     assert "failure" not in found.values(), checks
-    assert name.split(" head")[0].split("-3.")[0].split("-1/")[0].lower() in detail(checks, "method").lower() or any(
-        name.startswith(kind) for kind in ("DSpark", "JetSpec")
-    )
+    if name != "draft model":
+        assert detail(checks, "head").startswith(name.replace(" head (", ", ").removesuffix(")"))
     check, says = OF_ITS_METHOD[name]
     assert says in detail(checks, check)
     # One in five is no sign of a fault, and no gain either.
@@ -153,8 +161,7 @@ def test_the_doctor_examines_every_method(tmp_path: Path, name: str, monkeypatch
 def test_agreement_is_measured_as_far_as_a_drafter_reaches(tmp_path: Path, name: str) -> None:
     checks = conversion.diagnose(write_llama(tmp_path / "target"), CHECKPOINTS[name](tmp_path / "drafter"))
     assert re.search(r"conditional acceptance [\d./ ]+ at draft positions 0 to 2 ", detail(checks, "agreement"))
-    cause = HEADS[name.split()[0].lower()].suspects.first if name.startswith("Medusa") else "suspect"
-    assert cause in detail(checks, "agreement")
+    assert statuses(checks)["agreement"] == "warning"  # random weights, and random prompts
 
 
 def test_a_block_is_measured_whole_and_a_draft_model_that_is_the_target_is_always_right(tmp_path: Path) -> None:
