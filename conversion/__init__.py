@@ -9,7 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from conversion.doctor import Check, diagnose
+    from conversion.checks import Check
+    from conversion.doctor import diagnose
     from conversion.errors import CheckpointError, TargetNeededError
     from conversion.families import FAMILIES, Family
     from conversion.heads.head import HeadCheckpoint
@@ -42,7 +43,8 @@ __all__ = [
 
 # The imports above once more, for a running program; a test holds the two equal.
 _NAMES = {
-    "doctor": "Check diagnose",
+    "checks": "Check",
+    "doctor": "diagnose",
     "heads.head": "HeadCheckpoint",
     "errors": "CheckpointError TargetNeededError",
     "families": "FAMILIES Family",

@@ -1,4 +1,4 @@
-"""How often a head's first drafts agree with its target, measured without the decoding loop."""
+"""How often a drafter's first drafts agree with its target, measured without the decoding loop."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ import numpy as np
 from conversion.heads import HEADS, HeadCheckpoint
 from conversion.heads.head import make_drafter
 from conversion.targets import TargetCheckpoint
+from eagle3_jax.drafters.draft_model import DraftModel
 from eagle3_jax.models.decoder import DecoderTarget, causal_mask
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, Precision
 from eagle3_jax.tree import Chain
-from eagle3_jax.types import Observation, SamplingParams
+from eagle3_jax.types import Observation, SamplingParams, Tables
+
+_DEPTH = 3  # measured of a drafter that has no end
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,29 +38,28 @@ class Agreement:
 
 def forced_agreement(
     target: TargetCheckpoint,
-    head: HeadCheckpoint,
+    draft: HeadCheckpoint | TargetCheckpoint,
     prompts: Sequence[Sequence[int]],
     *,
-    num_tokens: int = 24,
-    depth: int = 3,
+    num_cuts: int = 21,
+    depth: int | None = None,
 ) -> Agreement:
     """Draft from every true prefix of the target's own greedy continuations (EAGLE's n-alpha on chains).
 
     Args:
         target: The target.
-        head: The head.
+        draft: The head, or the language model that drafts.
         prompts: Token ids; each at least two.
-        num_tokens: Greedy tokens per prompt.
-        depth: Draft positions measured.
+        num_cuts: Prefixes per prompt, each a greedy token longer than the one before.
+        depth: Draft positions measured. Left out: all that the drafter has (heads of Medusa, rows of a block, which
+            with other rows is another network), three of one that has no end.
     """
     precision = FLOAT32 if target.dtype == "float32" else BFLOAT16
     model = DecoderTarget(target.config, precision)
     params = _place(target.params, precision)
-    classes = HEADS[head.method].classes
-    assert classes is not None  # or it would not have been read
-    drafter, draft_params = make_drafter(head, classes(), model.tables(params), precision, None)
-    depth = min(depth, getattr(drafter, "longest", depth))
-    drafter = drafter.drafting(Chain(depth), None)
+    drafter, draft_params = _drafter(draft, model.tables(params), precision, depth)
+    reach = int(drafter.max_depth)
+    num_tokens = num_cuts + reach
 
     @jax.jit
     def extend(params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
@@ -73,8 +75,8 @@ def forced_agreement(
         return jax.lax.fori_loop(0, num_tokens, step, tokens)
 
     @jax.jit
-    def draft(params: Any, draft_params: Any, state: Any, tokens: jax.Array, cuts: jax.Array) -> jax.Array:
-        """Drafted tokens ``[rows depth]`` after the first ``cut + 1`` tokens, one row per cut."""
+    def drafted_after(params: Any, draft_params: Any, state: Any, tokens: jax.Array, cuts: jax.Array) -> jax.Array:
+        """Drafted tokens ``[rows reach]`` after the first ``cut + 1`` tokens, one row per cut."""
         positions = jnp.arange(tokens.shape[1])[None]
         out = model(params, tokens, positions, causal_mask(tokens.shape[1]), aux_layers=drafter.aux_layers)
         rows = cuts.shape[0]
@@ -88,23 +90,39 @@ def forced_agreement(
         keys = jax.random.split(jax.random.key(0), rows)
         return drafter.propose(draft_params, state, keys, SamplingParams()).tokens[:, 1:]
 
-    right = np.zeros((depth + 1,), np.int64)
+    right = np.zeros((reach + 1,), np.int64)
     # One length for all prompts, so that both functions compile once.
     longest = max(len(prompt) for prompt in prompts)
     # The root of a draft is the target's own choice, and what it drafts must lie inside the continuation.
-    offsets = np.arange(num_tokens - depth)
-    empty = drafter.init(draft_params, offsets.size, longest + num_tokens + depth)
+    offsets = np.arange(num_cuts)
+    empty = drafter.init(draft_params, offsets.size, longest + num_tokens + reach)
     for prompt in prompts:
         padded = np.zeros((1, longest + num_tokens), np.int32)
         padded[0, : len(prompt)] = prompt
         tokens = extend(params, jnp.asarray(padded), jnp.asarray(len(prompt)))
         cuts = len(prompt) + offsets
-        drafted = np.asarray(draft(params, draft_params, empty, tokens, jnp.asarray(cuts, jnp.int32)))
-        truth = np.asarray(tokens)[0][cuts[:, None] + 1 + np.arange(depth)]
+        drafted = np.asarray(drafted_after(params, draft_params, empty, tokens, jnp.asarray(cuts, jnp.int32)))
+        truth = np.asarray(tokens)[0][cuts[:, None] + 1 + np.arange(reach)]
         accepted = np.cumprod(drafted == truth, axis=1).sum(axis=0)
         right += np.concatenate([[cuts.size], accepted])
     rates = tuple(float(after / before) if before else 0.0 for before, after in itertools.pairwise(right))
     return Agreement(rates=rates, counts=tuple(int(count) for count in right[:-1]))
+
+
+def _drafter(
+    draft: HeadCheckpoint | TargetCheckpoint, tables: Tables, precision: Precision, depth: int | None
+) -> tuple[Any, Any]:
+    """What drafts chains of as many tokens as are measured, and its parameters."""
+    if isinstance(draft, TargetCheckpoint):
+        drafter: Any = DraftModel(DecoderTarget(draft.config, precision))
+        params = _place(draft.params, precision)
+    else:
+        classes = HEADS[draft.method].classes
+        assert classes is not None  # or it would not have been read
+        drafter, params = make_drafter(draft, classes(), tables, precision, None)
+    longest = getattr(drafter, "longest", None)
+    length = (longest or _DEPTH) if depth is None else min(depth, longest or depth)
+    return drafter.drafting(Chain(length), None), params
 
 
 def _place(params: Any, precision: Precision) -> Any:

@@ -1,48 +1,32 @@
-"""Why is my acceptance low? Checks of a target and a head together, each with a verdict and a reason."""
+"""Why is my acceptance low? Checks of a target and a drafter together, each with a verdict and a reason."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from conversion import kinds, rules
+from conversion import draft_model, kinds, rules
 from conversion.acceptance import Agreement, forced_agreement
+from conversion.checks import Check
 from conversion.errors import CheckpointError
-from conversion.fields import Fields
 from conversion.files import read_json
 from conversion.heads import HEADS, HeadCheckpoint
-from conversion.heads.eagle3 import named_aux_layers
-from conversion.heads.eagle3_export import is_default_aux
-from conversion.native import is_native
+from conversion.heads.head import Suspects
 from conversion.reading import read_head, read_target
 from conversion.targets import TargetCheckpoint
-from eagle3_jax.models.config import MOST, RopeConfig, default_aux_layers
+from eagle3_jax.models.config import MOST
 
-Status = Literal["ok", "warning", "failure", "skipped"]
-
-# Below this share of right first drafts a head is no better than a guess.
+# Below this share of right first drafts a drafter is no better than a guess.
 _NO_BETTER_THAN_GUESSING = 0.02
+# What the first draft token of a round costs in plain steps: v + c - 1 with the defaults of `eagle3 plan speedup`.
+_HARDLY_PAYS = 0.32
 
-
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """One finding.
-
-    Attributes:
-        name: What was looked at.
-        status: ``ok``, ``warning`` (works, but probably not as meant), ``failure``, or ``skipped``.
-        detail: What was found and, if something is wrong, what to do.
-    """
-
-    name: str
-    status: Status
-    detail: str
+Drafter = HeadCheckpoint | TargetCheckpoint
 
 
 def diagnose(
@@ -52,11 +36,11 @@ def diagnose(
     prompts: Sequence[Sequence[int]] | None = None,
     seed: int = 0,
 ) -> list[Check]:
-    """Examine a target and a draft head.
+    """Examine a target and a draft head or a draft model.
 
     Args:
         target_dir: The target's directory.
-        drafter_dir: The head's directory.
+        drafter_dir: The directory of the head or of the smaller language model.
         prompts: Token ids to measure agreement on; random ones when left out, which says less.
         seed: Of the random prompts.
 
@@ -66,44 +50,31 @@ def diagnose(
     """
     checks: list[Check] = []
     target = _attempt(checks, "target", lambda: read_target(target_dir), _describe_target)
-    _attempt(checks, "generation of the head", lambda: _generation(drafter_dir), str)
-    head = None
-    if checks[-1].status == "ok":
+    kind = _attempt(checks, "method", lambda: kinds.identify(drafter_dir), _method)
+    drafter = None
+    if kind in HEADS:
         config = None if target is None else target.config
-        head = _attempt(checks, "head", lambda: read_head(drafter_dir, config), _describe_head)
-    if target is None or head is None:
-        reason = "needs a target and a head that can be read"
+        drafter = _attempt(checks, "head", lambda: read_head(drafter_dir, config), _describe_head)
+    elif kind is not None:
+        drafter = _attempt(checks, "draft model", lambda: read_target(drafter_dir), _describe_target)
+    if target is None or drafter is None:
+        reason = "needs a target and a drafter that can be read"
         return [*checks, *(Check(name, "skipped", reason) for name in _NEED_BOTH)]
-    broken = [_weights("weights of the target", target.params), _weights("weights of the head", head.head)]
-    checks += [
-        _widths(target, head),
-        _vocabulary(target, head),
-        *_of_eagle3(target, head),
-        _positions(target, head),
-        _dtypes(target, head),
-        _tokenizer(target, head),
-        _chat_template(target, head),
-        *broken,
-    ]
-    if any(check.status == "failure" for check in broken):
-        return [*checks, Check("agreement", "skipped", "the weights are broken")]
-    return [*checks, _agreement(target, head, prompts, seed)]
+    is_head = isinstance(drafter, HeadCheckpoint)
+    checks += (_of_head if is_head else draft_model.examine)(target, drafter)  # type: ignore[arg-type]
+    checks += [_positions(target, drafter), _dtypes(target, drafter)]
+    # Draft models are compared token by token.
+    checks += [_tokenizer(target, drafter)] * is_head + [_chat_template(target, drafter)]
+    name, params = ("head", drafter.head) if isinstance(drafter, HeadCheckpoint) else ("draft model", drafter.params)
+    checks += [_weights("weights of the target", target.params), _weights(f"weights of the {name}", params)]
+    broken = [check for check in checks if check.status == "failure"]
+    if broken:
+        return [*checks, Check("agreement", "skipped", f"{broken[0].name}: see above")]
+    return [*checks, _agreement(target, drafter, prompts, seed)]
 
 
-_NEED_BOTH = (
-    "widths",
-    "vocabulary",
-    "auxiliary layers",
-    "norm flags",
-    "rope",
-    "positions",
-    "dtype",
-    "tokenizer",
-    "chat template",
-    "weights of the target",
-    "weights of the head",
-    "agreement",
-)
+# What every drafter is asked.
+_NEED_BOTH = ("vocabulary", "positions", "dtype", "tokenizer", "chat template", "weights of the target", "agreement")
 
 
 def _attempt(checks: list[Check], name: str, read: Callable[[], Any], describe: Callable[[Any], str]) -> Any:
@@ -117,10 +88,12 @@ def _attempt(checks: list[Check], name: str, read: Callable[[], Any], describe: 
     return result
 
 
-def _generation(directory: str | Path) -> str:
-    kind = kinds.identify(directory)
-    kinds.refuse_all_but_heads(kind, directory, "give a draft head")
-    return HEADS[kind].label
+def _method(kind: str) -> str:
+    return f"{HEADS[kind].label} head" if kind in HEADS else "draft model"
+
+
+def _of_head(target: TargetCheckpoint, head: HeadCheckpoint) -> list[Check]:
+    return [_widths(target, head), _vocabulary(target, head), *HEADS[head.method].examine(target, head)]
 
 
 def _describe_target(target: TargetCheckpoint) -> str:
@@ -129,7 +102,9 @@ def _describe_target(target: TargetCheckpoint) -> str:
 
 
 def _describe_head(head: HeadCheckpoint) -> str:
-    return f"{head.dialect} layout, {head.config.num_layers} layer(s), complete"
+    title = HEADS[head.method].title(head.config)
+    described = f"{title}, {head.dialect} layout, {head.config.num_layers} layer(s), complete"
+    return f"{described}; {head.note}" if head.note else described
 
 
 def _widths(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
@@ -166,114 +141,28 @@ def _vocabulary(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
     return Check("vocabulary", "ok", detail)
 
 
-def _head_fields(head: HeadCheckpoint) -> Fields:
-    """The head's configuration file as it is; empty for a native head, whose fields are all explicit."""
-    if is_native(head.source):
-        return Fields({}, str(head.source))
-    path = head.source / "config.json"
-    return Fields(read_json(path), str(path))
-
-
-def _aux_layers(head: HeadCheckpoint) -> Check:
-    layers, name = head.config.aux_layers, "auxiliary layers"
-    if hasattr(head.config, "num_target_layers"):
-        return Check(name, "ok", "none: this method reads the target's state after its final norm")
-    if not is_native(head.source) and named_aux_layers(_head_fields(head)) is None:
-        detail = f"{layers}, the default 2, L//2, L-3: config.json names none"
-        if head.dialect == "eagle":
-            return Check(name, "ok", f"{detail}, as official heads do")
-        return Check(
-            name,
-            "warning",
-            f"{detail}. If the head was trained on other layers its drafts are useless; "
-            "add eagle_aux_hidden_state_layer_ids",
-        )
-    if layers[0] == 1:
-        one_more = tuple(layer + 1 for layer in layers)
-        outputs = f"{layers} starts with 1, as lists of layer outputs do; an id here means the input of that layer"
-        if one_more == _default_of(head):
-            return Check(
-                name,
-                "warning",
-                f"{outputs}, and {one_more} is the default of this target: the head was most likely trained on those, "
-                "so write them into its config.json",
-            )
-        return Check(name, "warning", f"{outputs}. If agreement is poor, try {list(one_more)}")
-    return Check(name, "ok", f"{layers}, {'the default' if is_default_aux(head) else 'named in config.json'}")
-
-
-def _of_eagle3(target: TargetCheckpoint, head: HeadCheckpoint) -> list[Check]:
-    """What heads of that line may get wrong and others do not have."""
-    if head.method == "eagle3":
-        return [_aux_layers(head), _norm_flags(head), _rope(target, head)]
-    reason = f"asked of EAGLE-3 heads; this is {HEADS[head.method].label}"
-    return [Check(name, "skipped", reason) for name in ("auxiliary layers", "norm flags", "rope")]
-
-
-def _default_of(head: HeadCheckpoint) -> tuple[int, ...] | None:
-    try:
-        return default_aux_layers(head.num_target_layers or 0)
-    except ValueError:
-        return None
-
-
-def _norm_flags(head: HeadCheckpoint) -> Check:
-    names = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
-    if not hasattr(head.config, names[0]):
-        return Check("norm flags", "ok", "none, of this method")
-    detail = ", ".join(f"{name} {getattr(head.config, name)}" for name in names)
-    fields = _head_fields(head)
-    if head.dialect == "speculators" and fields.get("norm_before_residual") is None:
-        return Check(
-            "norm flags",
-            "warning",
-            f"{detail}; norm_before_residual is not in config.json, and this layout's default is True",
-        )
-    if head.dialect == "sglang" and head.config.norm_output and not head.config.fc_norm:
-        return Check(
-            "norm flags",
-            "warning",
-            f"{detail}; old SpecForge files meant the norm before lm_head by norm_output, not the EAGLE-3.1 feedback. "
-            "If the second draft token collapses, set it to false",
-        )
-    return Check("norm flags", "ok", detail)
-
-
-def _rope(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
-    ours, theirs = (config.layers[0].mixer.rope or RopeConfig() for config in (head.config, target.config))
-    detail = f"head: {ours.type}, theta {ours.theta:g}; target: {theirs.type}, theta {theirs.theta:g}"
-    if ours == theirs:
-        return Check("rope", "ok", detail)
-    if head.dialect == "eagle" and ours.type == "default" and ours.theta == 10_000.0:
-        return Check(
-            "rope", "ok", f"{detail}. Heads trained by the official code have theta 10000 whatever the target has"
-        )
-    return Check(
-        "rope",
-        "warning",
-        f"{detail}. If acceptance falls with the length of the text, set the head's rope to what it was trained with "
-        "(the target's, or theta 10000)",
-    )
-
-
-def _positions(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
+def _positions(target: TargetCheckpoint, head: Drafter) -> Check:
     ours, theirs = head.config.max_positions, target.config.max_positions
     if ours == MOST:
         return Check("positions", "ok", "the head knows none")
-    detail = f"head {ours}, target {theirs}"
+    is_head = isinstance(head, HeadCheckpoint)
+    detail = f"{'head' if is_head else 'draft model'} {ours}, target {theirs}"
+    if ours < theirs and not is_head:
+        return Check("positions", "warning", f"{detail}; sequences of more than {ours} tokens are refused")
     if ours < theirs:
         return Check("positions", "warning", f"{detail}; drafts beyond {ours} are extrapolation (outputs stay exact)")
     return Check("positions", "ok", detail)
 
 
-def _dtypes(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
-    detail = f"head {head.dtype}, target {target.dtype}"
+def _dtypes(target: TargetCheckpoint, head: Drafter) -> Check:
+    name = "head" if isinstance(head, HeadCheckpoint) else "draft model"
+    detail = f"{name} {head.dtype}, target {target.dtype}"
     if head.dtype != target.dtype:
-        return Check("dtype", "warning", f"{detail}; the head is cast to the target's precision when it is loaded")
+        return Check("dtype", "warning", f"{detail}; the {name} is cast to the target's precision when it is loaded")
     return Check("dtype", "ok", detail)
 
 
-def _tokenizer(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
+def _tokenizer(target: TargetCheckpoint, head: Drafter) -> Check:
     return _same_file(
         "tokenizer",
         *(_read_bytes(directory / "tokenizer.json") for directory in (target.source, head.source)),
@@ -281,7 +170,7 @@ def _tokenizer(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
     )
 
 
-def _chat_template(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
+def _chat_template(target: TargetCheckpoint, head: Drafter) -> Check:
     return _same_file(
         "chat template",
         *(_template(directory) for directory in (target.source, head.source)),
@@ -343,30 +232,33 @@ def _all_finite(leaf: np.ndarray) -> bool:
     return not bool(((leaf.view(np.uint16) & exponent) == exponent).any())
 
 
-def _agreement(
-    target: TargetCheckpoint, head: HeadCheckpoint, prompts: Sequence[Sequence[int]] | None, seed: int
-) -> Check:
+def _agreement(target: TargetCheckpoint, drafter: Drafter, prompts: Sequence[Sequence[int]] | None, seed: int) -> Check:
     given = prompts is not None
     random = np.random.default_rng(seed).integers(0, target.config.vocab_size, (5, 8))
-    agreement = forced_agreement(target, head, random.tolist() if prompts is None else prompts)
+    agreement = forced_agreement(target, drafter, random.tolist() if prompts is None else prompts)
     detail = "conditional acceptance " + " / ".join(f"{rate:.2f}" for rate in agreement.rates)
     detail += f" at draft positions 0 to {len(agreement.rates) - 1}"
     detail += "" if given else " on random prompts, which say little; give prompts of your own"
-    cause = suspected_cause(agreement)
-    if cause is None:
-        return Check("agreement", "ok", detail)
-    return Check("agreement", "failure" if given else "warning", f"{detail}. {cause}")
-
-
-def suspected_cause(agreement: Agreement) -> str | None:
-    """What a signature of rates usually comes from; ``None`` when there is nothing odd about it."""
-    first, second = agreement.rates[:2]
-    if first < _NO_BETTER_THAN_GUESSING:
-        return (
-            "Even the first draft token is wrong: suspect a lost d2t, other auxiliary layers, a shifted token, "
-            "or a head of another target"
+    suspects = HEADS[drafter.method].suspects if isinstance(drafter, HeadCheckpoint) else draft_model.SUSPECTS
+    cause = suspected_cause(agreement, suspects)
+    if cause is not None:
+        return Check("agreement", "failure" if given else "warning", f"{detail}. {cause}")
+    if agreement.rates[0] < _HARDLY_PAYS:
+        return Check(
+            "agreement",
+            "warning",
+            f"{detail}. Nothing looks broken, but a token that is drafted and verified costs about {_HARDLY_PAYS} "
+            "plain steps and gains less than that here: was it trained for this target, and for such texts?",
         )
+    return Check("agreement", "ok", detail)
+
+
+def suspected_cause(agreement: Agreement, suspects: Suspects) -> str | None:
+    """What a signature of rates usually comes from; ``None`` when there is nothing odd about it."""
+    first, second = (*agreement.rates, 0.0)[:2]
+    if first < _NO_BETTER_THAN_GUESSING:
+        return f"Even the first draft token is wrong: suspect {suspects.first}"
     # Needs drafts enough to tell a collapse from bad luck.
-    if agreement.counts[1] >= 10 and second < 0.25 * first:
-        return "The first draft token is fine and the second is not: suspect the feedback norm (norm_output)"
+    if len(agreement.rates) > 1 and agreement.counts[1] >= 10 and second < 0.25 * first:
+        return f"The first draft token is fine and the second is not: suspect {suspects.later}"
     return None

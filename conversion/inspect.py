@@ -99,8 +99,8 @@ def _obstacles(path: Path, kind: str) -> tuple[str, str]:
         if kind in HEADS:
             return "", read_head(path).note
         read_target(path)
+        return "", "it may be given as the drafter of a larger target with the same tokenizer too"
     except TargetNeededError as error:
         return "", str(error)
     except CheckpointError as error:
         return str(error), ""
-    return "", ""

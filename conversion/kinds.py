@@ -62,6 +62,12 @@ def recognise(config: Mapping[str, Any], names: Collection[str], *, where: str) 
     raise CheckpointError(f"{where} is neither a target nor a draft head that is known (it holds {sample})")
 
 
+def named_as(names: Collection[str]) -> str | None:
+    """The kind of head whose tensors are named so, whatever the configuration says; ``None`` where that is open."""
+    signs = Signs.of({}, names, "")
+    return next((kind.name for kind in HEADS.values() if kind.recognise(signs)), None)
+
+
 def refuse_all_but_heads(kind: str, where: object, instead: str) -> None:
     """Refuse what is not a head that is loaded.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from conversion import kinds, native, targets
-from conversion.errors import CheckpointError
+from conversion.errors import CheckpointError, TargetNeededError
 from conversion.families import Family
 from conversion.files import checked_directory, read_json
 from conversion.heads import HEADS, HeadCheckpoint, Stored
@@ -50,7 +50,16 @@ def read_head(directory: str | Path, target: DecoderConfig | None = None) -> Hea
     kinds.refuse_all_but_heads(kind, path, "give it as the target")
     read = HEADS[kind].read
     assert read is not None
-    return read(stored, target)
+    try:
+        return read(stored, target)
+    except TargetNeededError:
+        raise
+    except CheckpointError as error:
+        other = kinds.named_as(stored.tensors.keys())
+        if other is None or other == kind:
+            raise
+        told = f"its tensors are named as those of {HEADS[other].label} heads are"
+        raise CheckpointError(f"{error}; {told}, and config.json describes {HEADS[kind].label}") from None
 
 
 def convert(source: str | Path, destination: str | Path, to: str, target: DecoderConfig | None = None) -> None:

@@ -18,7 +18,7 @@ from eagle3_jax.acceptance import Exact
 from eagle3_jax.adaptive import AdaptiveLoop, AdaptiveVerification
 from eagle3_jax.boundary import configured, require_target
 from eagle3_jax.drafters.plain import Plain
-from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
+from eagle3_jax.loaded import LoadedDrafter, LoadedTarget, shape_of
 from eagle3_jax.loop import GenerationState, LoopParams, Prompts, Round, SpeculativeLoop
 from eagle3_jax.results import Chunk, Generation, GenerationResult
 from eagle3_jax.sampling import check_sampling, row_keys, warping_of
@@ -132,6 +132,12 @@ class SpeculativeDecoder:
         else:
             self.loop = SpeculativeLoop(**parts)
         self._last = (None, Warping.GREEDY)  # the sampling of the latest step, and how much it asks for
+
+    @property
+    def method(self) -> str:
+        """What drafts and what it drafts, in a line."""
+        loaded = self.drafter
+        return "none" if isinstance(loaded.drafter, Plain) else f"{loaded.described}, {shape_of(self.loop.drafter)}"
 
     @property
     def lossless(self) -> bool:

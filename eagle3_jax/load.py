@@ -97,11 +97,12 @@ def load_drafter(source: str | Path | None = None, *, target: LoadedTarget) -> L
     if identify(directory) not in HEADS:
         return draft_model(_read(directory, precision, None, target.mesh, str(source)), target)
     checkpoint = read_head(directory, target.model.config)
-    classes = HEADS[checkpoint.method].classes
-    assert classes is not None  # or it would not have been read
+    kind = HEADS[checkpoint.method]
+    assert kind.classes is not None  # or it would not have been read
     tables = target.model.tables(target.params)
-    drafter, params = make_drafter(checkpoint, classes(), tables, precision, target.mesh)
-    return LoadedDrafter(drafter, params, str(source or "the bundled head"))
+    drafter, params = make_drafter(checkpoint, kind.classes(), tables, precision, target.mesh)
+    method = f"{kind.title(checkpoint.config)} head ({checkpoint.dialect} layout)"
+    return LoadedDrafter(drafter, params, str(source or "the bundled head"), method, checkpoint.note)
 
 
 def read_tokenizer(path: Path) -> Tokenizer | None:
@@ -110,22 +111,9 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
     Raises:
         ValueError: It is damaged.
     """
-    if not path.is_file():
-        return None
-    try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
-    except BaseException as error:
-        # tokenizers raises nothing more special, and a panic of its Rust code is not even an Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        from conversion.errors import printable
+    from conversion import vocabulary
 
-        reason = printable(" ".join(str(error).split()))[:120]
-        raise ValueError(f"{path} is not a tokenizer ({reason}); fetch the file again, or remove it") from None
-    # Some are saved with the length that they were trained at; a prompt is fed whole or refused.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+    return vocabulary.read_tokenizer(path)
 
 
 __all__ = ["bundled", "cast", "load_drafter", "load_target", "locate", "precision_named", "read_tokenizer"]

@@ -44,8 +44,24 @@ class LoadedDrafter:
         drafter: The method.
         params: Its parameters; ``None`` where it has none.
         name: For reports.
+        method: What it was found to be, as in ``P-EAGLE head (vllm layout)``; empty where its class says it.
+        note: What was left out or assumed when it was read; empty when nothing was.
     """
 
     drafter: Drafter[Any]
     params: Any = None
     name: str = "drafter"
+    method: str = ""
+    note: str = ""
+
+    @property
+    def described(self) -> str:
+        """What it was found to be."""
+        return self.method or type(self.drafter).__name__
+
+
+def shape_of(drafter: Drafter[Any]) -> str:
+    """What a drafter drafts in a round at most, in words."""
+    if getattr(drafter, "is_chain", False):
+        return f"chain K={drafter.max_depth}"
+    return f"tree of {drafter.num_nodes} nodes, {drafter.max_depth} deep"

@@ -56,7 +56,16 @@ def test_json_is_one_object_per_prompt_with_the_promised_fields(cli, tmp_path):
     assert [row["prompt_ids"] for row in rows] == [[1, 17, 5, 42], [9, 3]]
     assert [len(row["token_ids"]) for row in rows] == [5, 7]
     for row in rows:
-        assert set(row) == {"prompt_ids", "token_ids", "text", "finish_reason", "lossless", "seconds", "stats"}
+        assert set(row) == {
+            "prompt_ids",
+            "token_ids",
+            "text",
+            "finish_reason",
+            "lossless",
+            "drafter_method",
+            "seconds",
+            "stats",
+        }
         assert row["text"] is None  # these checkpoints have no tokenizer
         assert row["finish_reason"] == "length"
         assert row["lossless"] is True

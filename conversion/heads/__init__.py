@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from conversion.heads import dflash, eagle1, eagle3, medusa, mtp, p_eagle
 from conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored
+
+if TYPE_CHECKING:
+    from conversion.checks import Check
 
 
 def _write_eagle3(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     from conversion.heads.eagle3_export import layout
 
     return layout(checkpoint, dialect)
+
+
+def _examine_eagle3(target: Any, head: HeadCheckpoint) -> list[Check]:
+    from conversion.heads.eagle3_checks import examine
+
+    return examine(target, head)
 
 
 HEADS: dict[str, HeadKind] = {
@@ -20,7 +31,7 @@ HEADS: dict[str, HeadKind] = {
         dflash.KIND,
         p_eagle.KIND,
         eagle1.KIND,
-        eagle3.KIND._replace(write=_write_eagle3),
+        eagle3.KIND._replace(write=_write_eagle3, examine=_examine_eagle3),
     )
 }
 LOADABLE = ", ".join(kind.label for kind in HEADS.values() if kind.read is not None)

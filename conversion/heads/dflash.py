@@ -18,7 +18,7 @@ from conversion import rules
 from conversion.errors import CheckpointError, short
 from conversion.fields import Fields, read_from
 from conversion.heads.dflash_export import head_rules, layout
-from conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, check_fit, read_embedding
+from conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, Suspects, check_fit, read_embedding
 from conversion.hf_config import (
     read_mixer,
     read_mlp,
@@ -32,6 +32,7 @@ from eagle3_jax.models.config import DecoderConfig, uniform
 if TYPE_CHECKING:
     import numpy as np
 
+    from conversion.checks import Check
     from eagle3_jax.drafters.dflash import DFlashConfig
 
 # Names under which other tools have the same tensors.
@@ -310,6 +311,33 @@ def classes() -> tuple[type, type]:
     return DFlashConfig, DFlashDrafter
 
 
+def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
+    """The layers whose numbering differs between projects, the block's size and sight, and its mask token."""
+    from conversion.checks import Check, mask_token
+
+    config = head.config
+    most = config.num_predicted
+    sight = f"any K up to {most} drafts the same tokens" if config.causal else f"K = {most} alone is what was trained"
+    rows = "sees those before it" if config.causal else "sees the whole block"
+    start = "the anchor's row predicts too" if config.from_anchor else "the anchor's row predicts nothing"
+    block = f"block of {config.block_size} rows, each {rows}: {sight}; {start}"
+    counted = "speculators and this library count the layer that is entered, z-lab the one before it"
+    confidence = "a head of its own" if config.confidence else "none: adaptive verification goes by the draft's own law"
+    return [
+        Check("auxiliary layers", "ok", f"{config.aux_layers} as layers entered; {counted}"),
+        Check("block", "ok", block),
+        Check("confidence", "ok", confidence),
+        mask_token(config.mask_token, target.stop_tokens, target.source),
+    ]
+
+
+def variant(config: DFlashConfig) -> str:
+    """The name of the paper whose options a head has."""
+    if config.markov is not None or config.from_anchor:
+        return "DSpark"
+    return "JetSpec" if config.causal else "DFlash"
+
+
 KIND = HeadKind(
     name="dflash",
     label="DFlash",
@@ -320,4 +348,10 @@ KIND = HeadKind(
     layouts=("vllm", "speculators"),
     stacks={"blocks": lambda config: config.num_layers},
     dialect=dialect_of,
+    variant=variant,
+    examine=examine,
+    suspects=Suspects(
+        first="auxiliary layers counted from another end (z-lab's ids are one lower), or a head of another target",
+        later="a causal block that is run as one that sees all of itself, or the other way round; or the mask token",
+    ),
 )

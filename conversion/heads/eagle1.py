@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from conversion import rules
 from conversion.errors import CheckpointError, TargetNeededError
 from conversion.fields import Fields, read_from
-from conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored, check_fit
+from conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored, Suspects, check_fit
 from conversion.hf_config import (
     bias_fields,
     read_mixer,
@@ -29,6 +29,7 @@ from eagle3_jax.models.config import DecoderConfig, uniform
 if TYPE_CHECKING:
     import numpy as np
 
+    from conversion.checks import Check
     from eagle3_jax.drafters.eagle1 import Eagle1Config
 
 _ARCHITECTURE = "EagleLlamaForCausalLM"  # in vLLM; official files say LlamaForCausalLM
@@ -206,6 +207,16 @@ def _refusals(checkpoint: HeadCheckpoint, tensors: Mapping[str, np.ndarray], dia
     return refusals
 
 
+def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
+    """What the layouts differ in."""
+    from conversion.checks import Check
+
+    del target
+    if head.config.fc_bias:
+        return [Check("fc bias", "ok", "one, as official heads have and vLLM's class has not: it cannot go there")]
+    return [Check("fc bias", "ok", "none, as vLLM's class needs it")]
+
+
 KIND = HeadKind(
     name="eagle1",
     label="EAGLE-1/2",
@@ -217,4 +228,9 @@ KIND = HeadKind(
     layouts=("vllm", "eagle"),  # what is trained here shares the target's embedding, which the official code does not
     stacks={"rest": lambda config: config.num_layers - 1},
     dialect=dialect,
+    examine=examine,
+    suspects=Suspects(
+        first="features before the target's final norm, a lost fc.bias, or a head of another target",
+        later="the state that is fed back: it must be the head's own, without a norm",
+    ),
 )

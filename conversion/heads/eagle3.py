@@ -19,7 +19,7 @@ from conversion import rules
 from conversion.errors import CheckpointError, TargetNeededError, short
 from conversion.fields import Fields, read_from
 from conversion.heads.dialects import dialect_of
-from conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, check_fit, read_embedding
+from conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, Suspects, check_fit, read_embedding
 from conversion.hf_config import (
     read_head_windows,
     read_mixer,
@@ -331,4 +331,9 @@ KIND = HeadKind(
     layouts=("eagle", "sglang", "vllm"),
     stacks={"rest": lambda config: config.num_layers - 1},
     dialect=dialect_of,
+    variant=lambda config: "EAGLE-3.1" if config.norm_output and config.fc_norm else "EAGLE-3",
+    suspects=Suspects(
+        first="a lost d2t, other auxiliary layers, a shifted token, or a head of another target",
+        later="the feedback norm (norm_output)",
+    ),
 )

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from jax.sharding import Mesh
 
+    from conversion.checks import Check
     from eagle3_jax.models.layers import Precision
     from eagle3_jax.types import Tables
 
@@ -110,6 +111,18 @@ class Layout(NamedTuple):
     file: str = "model.safetensors"
 
 
+class Suspects(NamedTuple):
+    """What is usually wrong with a head whose drafts are.
+
+    Attributes:
+        first: Where not even the first draft token is right.
+        later: Where that is right and the next one is not.
+    """
+
+    first: str = "other auxiliary layers, a shifted token, or a head of another target"
+    later: str = "the state that is fed back, or its positions"
+
+
 class HeadKind(NamedTuple):
     """Draft heads of one method.
 
@@ -126,6 +139,9 @@ class HeadKind(NamedTuple):
         layouts: What it can be written as, beside the native one; the first is the usual one.
         stacks: Which lists of layers a native checkpoint holds, and how many of them the description asks for.
         dialect: Whose layout a checkpoint is in, from its ``config.json`` and its tensors' names.
+        variant: What people call a head of this description, where the method has several names.
+        examine: What heads of the method may get wrong and others do not have, given a ``TargetCheckpoint`` and a head.
+        suspects: Where to look when drafts are wrong.
     """
 
     name: str
@@ -139,6 +155,13 @@ class HeadKind(NamedTuple):
     layouts: tuple[str, ...] = ()
     stacks: Mapping[str, Callable[[Any], int]] = {}
     dialect: Callable[[Mapping[str, Any], Iterable[str]], str] = lambda config, names: "huggingface"
+    variant: Callable[[Any], str] | None = None
+    examine: Callable[[Any, HeadCheckpoint], list[Check]] = lambda target, head: []
+    suspects: Suspects = Suspects()
+
+    def title(self, config: Any) -> str:
+        """What people call a head of this description."""
+        return self.label if self.variant is None else self.variant(config)
 
 
 def check_fit(config: Any, aux_layers: tuple[int, ...] | None, target: DecoderConfig, where: str) -> None:

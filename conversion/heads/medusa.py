@@ -21,13 +21,15 @@ from typing import TYPE_CHECKING, Any
 from conversion import rules
 from conversion.errors import CheckpointError, TargetNeededError
 from conversion.fields import Fields, read_from
-from conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, check_fit
+from conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, Suspects, check_fit
 from conversion.heads.medusa_export import head_of_different_blocks, head_rules, layout
 from conversion.hf_config import refuse_quantised
 from eagle3_jax.models.config import DecoderConfig
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from conversion.checks import Check
 
 
 _OWN_BASE = r"(model|base_model)\.(embed_tokens|layers)\."
@@ -224,6 +226,24 @@ def _token_map(top: Fields, tensors: dict[str, np.ndarray], vocab_size: int, whe
     return table.astype(np.int64)
 
 
+def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
+    """How far the heads reach, and which model they say they belong to."""
+    from conversion.checks import Check
+    from conversion.files import NATIVE_FILE, read_json
+    from eagle3_jax.published_trees import PUBLISHED_TREES
+
+    count = head.config.num_heads
+    fitting = [name for name, tree in PUBLISHED_TREES.items() if tree.max_depth <= count]
+    trees = f"published trees that fit: {', '.join(fitting)}" if fitting else "every published tree is deeper"
+    checks = [Check("heads", "ok", f"{count}, so that drafts have at most {count} tokens; {trees}")]
+    native = (head.source / NATIVE_FILE).is_file()
+    base = None if native else read_json(head.source / "config.json").get("base_model_name_or_path")
+    if base is None:
+        return [*checks, Check("base model", "ok", "not named")]
+    named = f"trained for {base}, says config.json; heads read the state of exactly that model"
+    return [*checks, Check("base model", "ok", f"{named} (here: {target.source.name})")]
+
+
 KIND = HeadKind(
     name="medusa",
     label="Medusa",
@@ -234,4 +254,9 @@ KIND = HeadKind(
     layouts=("vllm", "medusa"),
     stacks={"blocks": lambda config: config.num_heads},
     dialect=dialect_of,
+    examine=examine,
+    suspects=Suspects(
+        first="a head of another target or of a fine-tuned one, or a state before the final norm",
+        later="the order of the heads; each is trained for one distance",
+    ),
 )

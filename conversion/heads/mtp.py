@@ -21,7 +21,7 @@ import numpy as np
 from conversion import rules
 from conversion.errors import CheckpointError, short
 from conversion.fields import Fields, read_from
-from conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored, check_fit
+from conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored, Suspects, check_fit
 from conversion.hf_config import (
     bias_fields,
     read_mixer,
@@ -36,6 +36,7 @@ from conversion.rules import Rule
 from eagle3_jax.models.config import DecoderConfig, uniform
 
 if TYPE_CHECKING:
+    from conversion.checks import Check
     from eagle3_jax.drafters.mtp import MTPConfig
 
 
@@ -284,6 +285,20 @@ def _exchanged(weight: np.ndarray) -> np.ndarray:
     return np.concatenate([weight[:, half:], weight[:, :half]], axis=1)
 
 
+def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
+    """What the layout decides, because no shape does."""
+    from conversion.checks import Check
+
+    order = {"mimo": "the hidden state first", "jax": "as it was converted"}.get(head.dialect, "the embedding first")
+    start = "counts as zero" if head.config.zero_first else "is the token's own"
+    output = "its own output matrix" if head.config.own_output else "the target's output matrix"
+    return [
+        Check("order of the halves", "ok", f"{order}, as the {head.dialect} layout has it; the shapes do not tell"),
+        Check("embedding at position 0", "ok", start),
+        Check("output", "ok", f"logits by {output}"),
+    ]
+
+
 KIND = HeadKind(
     name="mtp",
     label="MTP",
@@ -294,4 +309,9 @@ KIND = HeadKind(
     write=write,
     layouts=("deepseek", "mimo", "speculators"),
     dialect=dialect,
+    examine=examine,
+    suspects=Suspects(
+        first="the halves of the projection in the other order (the layout decides it), or a module of another target",
+        later="a module that was trained on the first token alone, as DeepSeek's are; draft fewer",
+    ),
 )

@@ -23,6 +23,7 @@ from eagle3_jax.models.config import DecoderConfig, Eagle3Config
 if TYPE_CHECKING:
     import numpy as np
 
+    from conversion.checks import Check
     from eagle3_jax.drafters.p_eagle import PEagleConfig
 
 _MASK = "mask_hidden"
@@ -154,6 +155,15 @@ def _speculators_fields(values: dict[str, Any], config: PEagleConfig) -> dict[st
     }
 
 
+def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
+    """What an EAGLE-3 head may get wrong, and the token that no text should hold."""
+    from conversion.checks import mask_token
+    from conversion.heads import eagle3_checks
+
+    mask = mask_token(head.config.mask_token_id, target.stop_tokens, target.source)
+    return [*eagle3_checks.examine(target, head), mask]
+
+
 def _classes() -> tuple[type, type]:
     from eagle3_jax.drafters.p_eagle import PEagleConfig, PEagleDrafter
 
@@ -171,4 +181,6 @@ KIND = HeadKind(
     layouts=("vllm", "speculators"),
     stacks=eagle3.KIND.stacks,
     dialect=dialect_of,
+    examine=examine,
+    suspects=eagle3.KIND.suspects._replace(later="mask_hidden or the mask token, which no first token needs"),
 )

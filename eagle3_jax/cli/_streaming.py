@@ -34,6 +34,7 @@ def print_text(job: Job, *, compare: bool) -> None:
     one_by_one = dataclasses.replace(job, batch_size=1)
     counters = [_stream(console, job, tasks[0], seed) for seed, tasks in one_by_one.chunks()]
     _summary(console, SpeculationStats.merge(counters))
+    _method(console, job)
     if not job.decoder.lossless:
         rule = type(job.decoder.loop.verifier).__name__
         console.print(f"not lossless: drafts were accepted by {rule}, so this need not be the target's own text")
@@ -88,6 +89,16 @@ def _summary(console: Console, stats: SpeculationStats) -> None:
         )
         shares = " ".join(f"{share:.2f}" for share in stats.acceptance_per_position)
         console.print(f"accepted at depth 1, 2, ...: {shares}")
+
+
+def _method(console: Console, job: Job) -> None:
+    """What drafted, and what reading it left out or assumed."""
+    from rich.text import Text
+
+    loaded = job.decoder.drafter
+    console.print(Text(f"drafter: {job.decoder.method}"))
+    if loaded.note:
+        console.print(Text(f"note: {loaded.note}"))
 
 
 def _comparison(console: Console, job: Job) -> None:

@@ -145,6 +145,8 @@ def bench(
             _measure(field, chosen, size, max_new_tokens=max_new_tokens, repeats=repeats, say=say) for size in sizes
         ]
     about = _about(shape, target, drafter or [], prompts or [], chosen)
+    # None stands for prompt lookup alone.
+    about["drafter_methods"] = ["NGram" if one is None else one.described for one in models.drafters.values()]
     findings = _findings(about, reports, field, price_per_hour)
     _tell(findings, output, as_json=as_json)
 

@@ -64,7 +64,10 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to add.", min=1, max=MOST_TOKENS)] = 128,
     num_speculative_tokens: Annotated[
         int | None,
-        typer.Option(help="Draft a chain of K tokens; on CPUs 3 down to none by batch size when nothing is said."),
+        typer.Option(
+            help="Draft a chain of K tokens. Nothing said: all of Medusa's heads or of a block, otherwise 5; on CPUs 3 "
+            "down to none by batch size."
+        ),
     ] = None,
     tree: Annotated[
         str | None,
@@ -97,7 +100,8 @@ def generate(
     """Continue prompts, exactly as the target would, in fewer steps.
 
     With --json each prompt gives one line: prompt_ids, token_ids (new tokens only), text, finish_reason,
-    lossless, seconds (without compilation; of the whole batch with --batch-size above 1) and stats.
+    lossless, drafter_method (what drafted, found from its files, and how much), seconds (without compilation; of the
+    whole batch with --batch-size above 1) and stats.
     """
     check_writable(trace)
     requests = _requests(prompt, prompt_ids, prompts, max_new_tokens)
@@ -163,7 +167,10 @@ def _requests(prompt: str | None, prompt_ids: str | None, prompts: Path | None, 
 
 
 def _as_usual(head: LoadedDrafter | Drafter[Any] | None, batch: int) -> LoadedDrafter | Drafter[Any] | None:
-    """A head that drafts as much as pays at this batch size, where that was measured; none where nothing pays."""
+    """A head that drafts as much as pays at this batch size, where that was measured; none where nothing pays.
+
+    What drafts a whole block or all of its heads in one pass does so: other lengths are other networks, or no cheaper.
+    """
     import jax
 
     from eagle3_jax import Chain, LoadedDrafter
@@ -173,8 +180,11 @@ def _as_usual(head: LoadedDrafter | Drafter[Any] | None, batch: int) -> LoadedDr
     length = usual_length(jax.default_backend(), batch)
     if length is None or not isinstance(head, LoadedDrafter) or not hasattr(head.drafter, "drafting"):
         return head
-    length = min(length, getattr(head.drafter, "longest", length))
-    return dataclasses.replace(head, drafter=configured(head.drafter, Chain(length), None)) if length else None
+    if not length:
+        return None
+    if hasattr(head.drafter, "longest"):
+        return head
+    return dataclasses.replace(head, drafter=configured(head.drafter, Chain(length), None))
 
 
 def _batches(prompts: int, batch_size: int) -> list[int]:
@@ -201,20 +211,21 @@ def _print_json(job: Job) -> None:
         for seed, tasks in job.chunks():
             result = job.run(tasks, seed, rounds)
             for row in result.rows:
-                sys.stdout.write(json.dumps(_row_json(row, result)) + "\n")
+                sys.stdout.write(json.dumps(_row_json(row, result, job.decoder.method)) + "\n")
                 advance()
             sys.stdout.flush()
     if job.trace is not None:
         write_json(job.trace, {"prompts": rounds})
 
 
-def _row_json(row: Generation, result: GenerationResult) -> dict[str, Any]:
+def _row_json(row: Generation, result: GenerationResult, method: str) -> dict[str, Any]:
     return {
         "prompt_ids": row.prompt_tokens,
         "token_ids": row.tokens,
         "text": row.text,
         "finish_reason": row.finish_reason.name.lower(),
         "lossless": result.lossless,
+        "drafter_method": method,
         "seconds": result.seconds,
         "stats": row.stats.to_json(),
     }

@@ -84,6 +84,7 @@ def tune(
     requests = _requests(prompts, max_prompts)
     keep_compiled_programs(compilation_cache)
 
+    from eagle3_jax import LoadedDrafter
     from eagle3_jax.cli._hardware import hardware
     from eagle3_jax.cli.bench import _activity
     from eagle3_jax.measure import tune_measure
@@ -107,7 +108,8 @@ def tune(
             check=check,
             on_progress=say,
         )
-    written = {"hardware": hardware(), "dtype": dtype, **found.to_json()}
+    method = head.described if isinstance(head, LoadedDrafter) else type(head).__name__
+    written = {"hardware": hardware(), "dtype": dtype, "drafter_method": method, **found.to_json()}
     if output is not None:
         write_json(output, written)
     if plot is not None:
@@ -117,7 +119,7 @@ def tune(
     if as_json:
         typer.echo(json.dumps(written))
     else:
-        _print(found, f"{hardware()}; {dtype}, greedy")
+        _print(found, f"{method}; {hardware()}; {dtype}, greedy")
 
 
 def _requests(path: Path | None, most: int) -> list[Request]:

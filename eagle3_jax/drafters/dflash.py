@@ -245,7 +245,7 @@ class DFlashDrafter(NetworkDrafter):
     topology: Topology = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        most = self.config.num_predicted
+        most = self.longest
         if self.topology is None:
             object.__setattr__(self, "topology", Chain(most))
         super().__post_init__()
@@ -254,6 +254,11 @@ class DFlashDrafter(NetworkDrafter):
                 f"a draft of {self.max_depth} levels was asked for, but a block of {self.config.block_size} predicts "
                 f"{most} tokens; lower num_speculative_tokens or max_depth to at most {most}"
             )
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a draft, which is what a whole block predicts."""
+        return self.config.num_predicted
 
     @property
     def is_parallel(self) -> bool:

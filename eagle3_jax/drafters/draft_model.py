@@ -17,6 +17,7 @@ Draft & Verify (Zhang et al., 2023, arXiv 2309.08168) leaves out a searched set 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 from flax import struct
@@ -169,15 +170,27 @@ def draft_model(draft: LoadedTarget, target: LoadedTarget) -> LoadedDrafter:
         )
     if draft.tokenizer is not None and target.tokenizer is not None:
         own, wanted = (one.get_vocab(with_added_tokens=True) for one in (draft.tokenizer, target.tokenizer))
-        if own != wanted:
-            differing = [token for token in {**wanted, **own} if own.get(token) != wanted.get(token)]
-            token = min(differing, key=lambda token: (wanted.get(token, len(wanted)), token))
-            told = [f"id {one[token]}" if token in one else "none" for one in (own, wanted)]
+        if (difference := told_apart(own, wanted)) is not None:
             raise ValueError(
-                f"{draft.name} has another tokenizer than {target.name}: the token {token!r} is {told[0]} there and "
-                f"{told[1]} here; a draft model needs the target's own"
+                f"{draft.name} has another tokenizer than {target.name}: {difference}; a draft model needs the "
+                "target's own"
             )
-    return LoadedDrafter(DraftModel(draft.model), draft.params, draft.name)  # type: ignore[arg-type]
+    return LoadedDrafter(DraftModel(draft.model), draft.params, draft.name, "draft model")  # type: ignore[arg-type]
+
+
+def told_apart(own: Mapping[str, int], wanted: Mapping[str, int]) -> str | None:
+    """The first token by which two vocabularies differ, in words; ``None`` where they are the same.
+
+    Args:
+        own: Id of each token in the draft model's tokenizer.
+        wanted: The same in the target's.
+    """
+    differing = [token for token in {**wanted, **own} if own.get(token) != wanted.get(token)]
+    if not differing:
+        return None
+    token = min(differing, key=lambda token: (wanted.get(token, len(wanted)), token))
+    told = [f"id {one[token]}" if token in one else "none" for one in (own, wanted)]
+    return f"the token {token!r} is {told[0]} there and {told[1]} here"
 
 
 def layer_skip(target: LoadedTarget, num_layers: int) -> LoadedDrafter:
@@ -207,4 +220,5 @@ def layer_skip(target: LoadedTarget, num_layers: int) -> LoadedDrafter:
         DraftModel(DecoderTarget(config, model.precision)),
         {**target.params, "blocks": blocks},
         f"layer-skip={num_layers}",
+        f"layer skip ({num_layers} of {model.config.num_layers} layers)",
     )

@@ -1,0 +1,60 @@
+"""One tiny checkpoint of every method, for the target of ``checkpoints``, written with numpy alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from block_heads import BlockHead
+from checkpoints import TARGET, Head, edit_config, edit_tensors, write_checkpoint, write_llama
+from torch_heads import MTP, Eagle1
+
+from eagle3_jax.models.config import uniform
+
+
+def write_p_eagle(directory: Path) -> Path:
+    """In vLLM's layout, whose mask token is 57."""
+    Head(own_embedding=True).write(directory, "sglang")
+    state = np.random.default_rng(2).normal(size=(1, 1, 96)).astype(np.float32)
+    edit_tensors(directory, mask_hidden=state)
+    edit_config(directory, ptd_token_id=57)
+    return directory
+
+
+def write_medusa(directory: Path, heads: int = 3) -> Path:
+    """In vLLM's layout."""
+    draw = lambda *shape: np.random.default_rng(3).normal(0, 0.3, shape).astype(np.float32)
+    tensors = {f"blocks.{head}.layers.0.weight": draw(32, 32) for head in range(heads)}
+    tensors |= {f"lm_heads.{head}.weight": draw(61, 32) for head in range(heads)}
+    sizes = {"hidden_size": 32, "vocab_size": 61, "truncated_vocab_size": 61, "num_heads": heads}
+    config = {"architectures": ["MedusaModel"], "model_type": "medusa", **sizes, "num_hidden_layers": 1}
+    return write_checkpoint(directory, config, tensors)
+
+
+def write_draft_model(directory: Path) -> Path:
+    """Two layers of the target's kind."""
+    return write_llama(directory, dataclasses.replace(TARGET, layers=uniform(2, *_PARTS)), seed=5)
+
+
+_PARTS = (TARGET.layers[0].mixer, TARGET.layers[0].mlp)
+
+# By what they are called where they are found.
+CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
+    "EAGLE-3 head (eagle layout)": Head().write,
+    "EAGLE-3.1 head (vllm layout)": lambda path: _as_vllm(Head(fc_norm=True, norm_output=True).write(path, "sglang")),
+    "P-EAGLE head (sglang layout)": write_p_eagle,
+    "EAGLE-1/2 head (eagle layout)": Eagle1().write,
+    "MTP head (deepseek layout)": MTP().write,
+    "Medusa head (vllm layout)": write_medusa,
+    "DFlash head (vllm layout)": BlockHead().write,
+    "JetSpec head (vllm layout)": BlockHead(causal=True).write,
+    "DSpark head (vllm layout)": BlockHead(from_anchor=True, rank=4, confidence="markov").write,
+    "draft model": write_draft_model,
+}
+
+
+def _as_vllm(directory: Path) -> Path:
+    edit_config(directory, norm_before_residual=False, norm_before_fc=False)
+    return directory
