@@ -35,7 +35,9 @@ from eagle3_jax.reporting.tables import write_text
 
 def trained(heads: Path | None) -> dict[str, Path]:
     """Directories of heads by their methods; one whose training goes on has no description yet."""
-    return {place.name: place for place in sorted(heads.iterdir()) if (place / "config.json").is_file()} if heads else {}
+    return (
+        {place.name: place for place in sorted(heads.iterdir()) if (place / "config.json").is_file()} if heads else {}
+    )
 
 
 def drafters(target: e3.LoadedTarget, heads: Path | None, named: str) -> Iterator[tuple[str, e3.LoadedDrafter]]:
