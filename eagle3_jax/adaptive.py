@@ -12,7 +12,7 @@ target's distribution given all that was looked at. So
 * where every ``q`` follows from the committed text alone (``is_parallel``), and where nothing is drawn (no ``probs``),
   the whole draft is made first and its own survivals choose the width;
 * where a drafted token decides about the ``q`` of those behind it, those survivals would drop a token because of what
-  followed from it. There the survivals of the round *before* choose, and only as many tokens are drafted;
+  followed from it. There the survivals of earlier rounds choose, and only as many tokens are drafted;
 * a row's own tokens can be cut off from the first whose ``S_k`` is below a threshold: ``S_k`` looks at ``q_1 ... q_k``,
   which are known before ``d_k`` is drawn.
 """
@@ -119,7 +119,7 @@ class AdaptiveVerification:
     costs: RoundCosts = RoundCosts(((1, ((10, 2.0),)),))
     widths: tuple[int, ...] | None = None
     least_survival: float = 0.0
-    rounds_per_update: int = 16
+    rounds_per_update: int = 4
 
     def __post_init__(self) -> None:
         widths = self.widths

@@ -16,8 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 # At first a drafter is believed: c is its confidence. Texts are short, so vLLM's 0.5 and -0.2 cost more than they save.
 SLOPE, INTERCEPT = 1.0, 0.0
-# As vLLM has them: a step counts in full only once many more outcomes than this were seen.
-RIDGE, DAMPING = 1e-3, 50.0
+# A step counts in full only once many more outcomes than these were seen: the slope holds for any text (50, as in
+# vLLM), intercepts follow the one that is being written.
+RIDGE, DAMPING_SLOPE, DAMPING_INTERCEPT = 1e-3, 50.0, 10.0
 _LARGEST = 16.0  # a logit; float32 knows no probability nearer to 1
 _USUAL, _MEMORY = 0.7, 0.25  # of a depth never drafted, and the share of the latest round
 
@@ -114,8 +115,8 @@ class Calibration:
         slope = (jnp.sum(off_f) - jnp.sum(spread_f * off / spread)) / corner
         intercept = (off - spread_f * slope) / spread
         total = jnp.sum(count)
-        slope = slope * total / (total + DAMPING)
-        intercept = intercept * count / (count + DAMPING)
+        slope = slope * total / (total + DAMPING_SLOPE)
+        intercept = intercept * count / (count + DAMPING_INTERCEPT)
 
         weight = jnp.sum(self.sums[:, :, 0], axis=1) / jnp.maximum(total, 1.0)
         mean = lambda leaf: jnp.tensordot(weight, leaf, axes=1)

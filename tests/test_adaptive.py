@@ -16,7 +16,7 @@ import tiny
 from eagle3_jax import AdaptiveVerification, DynamicTree, LoadedDrafter, RoundCosts, SpeculativeDecoder
 from eagle3_jax import loop as loops
 from eagle3_jax.adaptive import AdaptiveLoop
-from eagle3_jax.calibration import DAMPING, INTERCEPT, RIDGE, SLOPE, Calibration, feature_of
+from eagle3_jax.calibration import DAMPING_INTERCEPT, DAMPING_SLOPE, INTERCEPT, RIDGE, SLOPE, Calibration, feature_of
 from eagle3_jax.drafters import NGram
 from eagle3_jax.schedule import SpeculationSchedule
 
@@ -67,7 +67,8 @@ def newton(slope: float, intercept: np.ndarray, seen: list[tuple[int, float, boo
         gradient += (accepted - c) * x
         hessian += c * (1 - c) * np.outer(x, x)
     count = np.array([len(seen), *(sum(depth == k for depth, _, _ in seen) for k in range(1, size))])
-    return np.linalg.solve(hessian, gradient) * count / (count + DAMPING)
+    damping = np.array([DAMPING_SLOPE, *[DAMPING_INTERCEPT] * len(intercept)])
+    return np.linalg.solve(hessian, gradient) * count / (count + damping)
 
 
 def test_a_step_is_newtons_on_every_outcome_that_was_seen() -> None:
@@ -121,16 +122,16 @@ def test_a_logistic_truth_is_learnt() -> None:
         right = rng.random((rows, length)) < 1 / (1 + np.exp(-(slope * feature + intercept)))
         accepted = np.cumprod(right, axis=1).sum(1).astype(np.int32)
         calibration = learn(calibration, jnp.asarray(feature), jnp.asarray(accepted))
-    assert float(calibration.slope[0]) == pytest.approx(slope, abs=0.15)
-    assert np.allclose(calibration.intercept[0], intercept, atol=0.3)
+    assert float(calibration.slope[0]) == pytest.approx(slope, abs=0.35)
+    assert np.allclose(calibration.intercept[0], intercept, atol=0.6)
 
 
 def test_a_row_that_joins_takes_over_what_the_others_know() -> None:
     old = Calibration.start(3, 2)
     feature = jnp.full((3, 2), 1.0)
-    known = dataclasses.replace(old, slope=jnp.array([2.0, 2.0, 0.5]), intercept=old.intercept + 1)
+    known = dataclasses.replace(old, slope=jnp.array([2.0, 2.0, 0.5]))
     verified = jnp.array([[True, True], [True, True], [False, False]])
-    after = known.observed(feature, known.predicted(feature), verified, jnp.array([1, 1, 0])).improved()
+    after = known.observed(feature, known.predicted(feature), verified, jnp.array([2, 1, 0])).improved()
     assert len(set(np.asarray(after.slope).tolist())) == 1 and float(after.slope[2]) > 1.5
 
 

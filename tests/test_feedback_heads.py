@@ -196,9 +196,17 @@ def test_exports_say_what_engines_read(tmp_path: Path) -> None:
     assert "fc.bias" not in conversion.tensors.read_tensors(tmp_path / "zero")
 
 
+def test_a_head_without_a_bias_that_nobody_mentions_is_read_with_a_note(tmp_path: Path) -> None:
+    head = HEADS["EAGLE-1 without a bias"].write(tmp_path / "head")
+    assert conversion.read_head(head, TARGET).note == ""
+    edit_config(head, bias=None)
+    checkpoint = conversion.read_head(head, TARGET)
+    assert not checkpoint.config.fc_bias and "fc has no bias" in checkpoint.note
+
+
 ONES, BLOCK, WIDE = (np.ones(shape, np.float32) for shape in (32, (32, 64), (61, 32)))
 REFUSALS: dict[str, tuple[Eagle1 | MTP, dict[str, Any], dict[str, Any], str]] = {
-    "no bias": (Eagle1(), {}, {"fc__bias": None}, 'no fc.bias, .* unless their config.json says "bias": false'),
+    "no bias": (Eagle1(), {"bias": True}, {"fc__bias": None}, r"misses fc\.bias"),
     "bias denied": (Eagle1(), {"bias": False}, {}, r"unexpected fc\.bias"),
     "own output": (Eagle1(), {}, {"lm_head__weight": WIDE}, "reads its logits off the target's"),
     "final norm": (Eagle1(), {}, {"norm__weight": ONES}, r"has no lm_head\.weight; EAGLE-3 heads have"),

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from eagle3_jax.drafters.eagle1 import Eagle1Config
 
 _ARCHITECTURE = "EagleLlamaForCausalLM"  # in vLLM; official files say LlamaForCausalLM
+_UNSAID = (
+    "fc has no bias and config.json does not say so, where the official code expects one: if the file lost it, few drafts "
+    "are accepted"
+)
 _NOT_EAGLE1 = {
     "layers.0.input_layernorm.weight": "an input norm in its first layer, which an EAGLE-1 head has not",
     "lm_head.weight": "an output matrix; an EAGLE-1 head reads its logits off the target's",
@@ -80,17 +84,12 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     rules.check_layers(count, tensors, r"layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
     if target is None:
         raise TargetNeededError(f"{where} does not say how deep its target is; give the target as well")
-    config = read_config(top, target)
+    config = read_config(top, target, fc_bias="fc.bias" in tensors)
     check_fit(config, config.aux_layers, target, str(directory))
     fused = tensors.get("fc.weight")
     if fused is not None and fused.shape == (config.width, 3 * config.width):
         raise CheckpointError(
             f"{directory}: fc.weight reads three features, as EAGLE-3 does; an EAGLE-1 head reads an embedding and one"
-        )
-    if config.fc_bias and "fc.bias" not in tensors and top.get("bias") is None:
-        raise CheckpointError(
-            f'{directory} has no fc.bias, which EAGLE-1 heads have unless their config.json says "bias": false; '
-            "add that if the head was trained without"
         )
     embedding = rules.matrix(tensors, "embed_tokens.weight", (config.vocab_size, config.width), where=str(directory))
     shapes = classes()[1](config).param_shapes()
@@ -107,11 +106,18 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
         source=directory,
         dtype=rules.main_dtype(head),
         num_target_layers=target.num_layers,
+        note=_UNSAID if not config.fc_bias and top.get("bias") is None else "",
     )
 
 
-def read_config(top: Fields, target: DecoderConfig) -> Eagle1Config:
+def read_config(top: Fields, target: DecoderConfig, *, fc_bias: bool = True) -> Eagle1Config:
     """The head's description.
+
+    Args:
+        top: The ``config.json``.
+        target: What it drafts for.
+        fc_bias: Whether ``fc`` has a bias, where the file does not say: the official code's default is that it has,
+            and what is trained for vLLM has none and no flag either.
 
     Raises:
         CheckpointError: A field is missing, malformed or unsupported.
@@ -131,8 +137,8 @@ def read_config(top: Fields, target: DecoderConfig) -> Eagle1Config:
             **read_stack(top),
             layers=uniform(top.size("num_hidden_layers", 1), mixer, read_mlp(top, bias=top.flag("mlp_bias"))),
             num_target_layers=target.num_layers,
-            # The official code's default; its flag has nothing to do with attention.
-            fc_bias=top.flag("bias", True),
+            # The official code's flag; it has nothing to do with attention.
+            fc_bias=top.flag("bias", fc_bias),
         )
 
 
