@@ -59,9 +59,8 @@ def measured(method: str, draft: str, code: float, prose: float) -> dict[str, An
         task: {"mean_acceptance_length": 1 + one, "ratio": {"value": one, "low": one - 0.1, "high": one + 0.1}}
         for task, one in ratios.items()
     }
-    return {
-        "method": method, "draft": draft, "parameters": 1_250_000, "verify_cost": 1.234, "draft_cost": 0.0567, "tasks": tasks
-    }  # fmt: skip
+    costs = {"verify_cost": 1.234, "draft_cost": 0.0567}
+    return {"method": method, "draft": draft, "parameters": 1_250_000, "tasks": tasks, **costs}
 
 
 def test_a_row_is_of_its_own_shape_and_the_fastest_one_is_quoted() -> None:
