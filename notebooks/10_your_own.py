@@ -194,10 +194,9 @@ assert 1 < tau["Newest"] < tau["EAGLE-3"], (
 
 # %%
 small = tiny.target(13)
-for drafter in (Newest(small.vocab_size, 3), LastHalf(3)):
-    report = e3.check_drafter(drafter, small, samples=2048)
-    print(f"{type(drafter).__name__}\n{report}\n")
-    assert report.ok, "every check passed, or is of something that this drafter does not offer"
+report = e3.check_drafter(Newest(small.vocab_size, 3), small, samples=2048)
+print(report)
+assert report.ok, "every check passed, or is of something that this drafter does not offer"
 
 # %% [markdown]
 # ## What would go wrong
