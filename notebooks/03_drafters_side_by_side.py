@@ -18,6 +18,7 @@
 #
 # - put drafters on the same text and read who wrote which token;
 # - say where prompt lookup beats a trained head, where it drafts nothing, and what τ hides then;
+# - say what three drafters without weights of their own draft from: n-grams, suffixes, the target's first layers;
 # - bracket every drafter between one that knows everything and one that knows nothing;
 # - say what drawing the draft tokens gains at temperature 1, and predict it from `p` and `q`.
 #
@@ -36,6 +37,7 @@ notebook.start()
 # %%
 import dataclasses
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +47,7 @@ from IPython.display import display
 
 import eagle3_jax as e3
 from eagle3_jax import trace
-from eagle3_jax.drafters import NGram, Plain
+from eagle3_jax.drafters import NGram, Plain, Suffix, layer_skip
 from eagle3_jax.load import bundled
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.pictures.bars import laws
@@ -61,6 +63,10 @@ head = e3.load_drafter(target=target)
 #
 # Six prompts of code and six of prose, from files that neither model was trained on, and four that repeat themselves.
 # Every prompt gets 61 new tokens: one from the prefill and 60 from rounds.
+#
+# Three drafters need no training. **Prompt lookup** (`NGram`) continues the last tokens as they went on before.
+# **Suffix decoding** lets all earlier occurrences vote and takes the length of suffix that promises most. **Layer skip**
+# runs the target's own first layers and reads a token off them: self-speculation. The trained head is EAGLE-3.
 
 # %%
 REPETITION = [
@@ -73,7 +79,7 @@ rows = [json.loads(line) for line in bundled("prompts.jsonl").read_text().splitl
 code, prose = ([one["prompt"] for one in rows if one["kind"] == kind] for kind in ("code", "prose"))
 prompts = code[::7] + prose[::4] + REPETITION
 kinds = np.array(["code"] * 6 + ["prose"] * 6 + ["repetition"] * 4)
-NEW, K = 61, 5
+NEW, K, SKIP = 61, 5, 3
 
 STATIC = e3.StaticTree(
     (
@@ -86,6 +92,8 @@ DYNAMIC = e3.DynamicTree(num_nodes=STATIC.num_nodes, max_depth=STATIC.max_depth,
 contenders = {
     "plain": (Plain(num_nodes=K + 1), {}),
     "n-gram, K=5": (NGram(K), {}),
+    "suffix, K=5": (Suffix(K), {}),
+    "3 layers, K=5": (layer_skip(target, SKIP), {"num_speculative_tokens": K}),
     "EAGLE-3, K=2": (head, {"num_speculative_tokens": 2}),
     "EAGLE-3, K=5": (head, {"num_speculative_tokens": K}),
     "EAGLE-3, K=8": (head, {"num_speculative_tokens": 8}),
@@ -168,7 +176,7 @@ for name, run in runs.items():
         *(f"; parts at a gap of {gap:.1e}" for gap in gaps),
     )
     assert all(gap < 0.02 for gap in gaps), "only where two tokens are nearly tied"
-    if name in ("n-gram, K=5", "EAGLE-3, K=5"):
+    if name.endswith("K=5"):
         assert run.result.tokens == plain, "a chain of the same shape is equal to the last bit"
 
 # %% [markdown]
@@ -239,22 +247,34 @@ for kind in ("code", "prose"):
     assert min(ours["static tree"], ours["dynamic tree"]) > ours["EAGLE-3, K=8"], (
         "branches beat length"
     )
-    assert ours["n-gram, K=5"] < ours["EAGLE-3, K=5"], "a trained head knows more than the prompt"
+    for name in ("n-gram, K=5", "suffix, K=5", "3 layers, K=5"):
+        assert pace[name][kind] < pace["EAGLE-3, K=5"][kind], "a trained head knows more"
+    in_target_steps = 1 + K * SKIP / target.model.config.num_layers
+    assert pace["3 layers, K=5"][kind] < in_target_steps, (
+        "a quarter of the target, five times: a loss"
+    )
 assert tau["EAGLE-3, K=8"]["code"] - tau["EAGLE-3, K=5"]["code"] < 0.5, (
     "of the last three tokens few are accepted"
 )
 assert pace["n-gram, K=5"]["repetition"] > pace["EAGLE-3, K=5"]["repetition"], (
     "but not where the text repeats itself"
 )
+assert all(pace["suffix, K=5"][kind] > pace["n-gram, K=5"][kind] for kind in TASKS), "votes pay"
 
 # %% [markdown]
 # Longer chains bring more, and less with every token. Trees of 21 nodes bring more than chains of 8: when the likeliest
 # token is refused, the second may be right. They also make the target look at 21 tokens a round and not 9, which is
 # free only where decoding is bound by memory (01). On ordinary text the trained head is ahead of prompt lookup; on text
 # that repeats itself prompt lookup is ahead of the head's chain, without a parameter.
+#
+# Suffixes vote where prompt lookup takes the latest occurrence, and are ahead of it on all three kinds of text.
+#
+# Layer skip drafts with the target's first three of twelve layers. It costs a quarter of a target step for each token,
+# so a round of five costs two and a quarter: more than it emits. The layers were not trained to be read so early
+# (LayerSkip and other early-exit models are); what can be read off them is what this target happens to know there.
 
 # %%
-fig, ax = plt.subplots(figsize=(8.2, 3.2))
+fig, ax = plt.subplots(figsize=(9.4, 3.2))
 names = [name for name in runs if name != "plain"]
 for offset, (kind, color) in enumerate(zip(TASKS, SERIES, strict=False)):
     place = np.arange(len(names)) + 0.27 * (offset - 1)
@@ -263,7 +283,7 @@ for offset, (kind, color) in enumerate(zip(TASKS, SERIES, strict=False)):
     ax.plot(place, ticks, "_", color="#1f2328", markersize=11, label="τ" if offset == 2 else None)
 ax.axhline(1, color="#57606a", linestyle="--", linewidth=1)
 ax.set(xticks=range(len(names)), ylabel="tokens per round, all rounds")
-ax.set_xticklabels(names, fontsize=9)
+ax.set_xticklabels(names, fontsize=8)
 ax.set_title(
     "What a round brings; τ above a bar leaves rounds without a draft, and cut ends, out", pad=22
 )
@@ -340,8 +360,8 @@ display(strip("n-gram, K=5", 12), strip("EAGLE-3, K=5", 12))
 # the target would if it were its own drafter. It reaches τ = K + 1, and no drafter of chains can reach more. The other
 # knows nothing: a head with random weights. It costs as much to run as a trained one, and τ is 1.
 #
-# Between them would also stand the classic drafter of Leviathan et al. (2023): a small model of the same family with a
-# cache of its own. It is not in this library yet. Such a drafter is the class below with a model in place of a text.
+# Between them stand the drafters above, and the classic one of Leviathan et al. (2023): a smaller model of the same
+# vocabulary, `e3.load_drafter("DIRECTORY", target=target)`. Layer skip is that class with the target's own first layers.
 
 
 # %%
@@ -377,7 +397,9 @@ class KnowsTheText:
 random = head.params | {"head": head.drafter.init_params(jax.random.key(0))}
 bounds = {
     "knows nothing": record(dataclasses.replace(head, params=random), num_speculative_tokens=K),
+    "layer skip": runs["3 layers, K=5"],
     "n-gram": runs["n-gram, K=5"],
+    "suffix": runs["suffix, K=5"],
     "EAGLE-3": runs["EAGLE-3, K=5"],
     "knows the text": record(e3.LoadedDrafter(KnowsTheText(), jnp.array(whole))),
 }
@@ -385,8 +407,8 @@ assert all(run.result.tokens == plain for run in bounds.values()), (
     "one text, from the worst to the best drafter"
 )
 worth = {name: run.result.stats.mean_acceptance_length for name, run in bounds.items()}
-fig, ax = plt.subplots(figsize=(7.2, 2.0))
-ax.barh(list(worth), list(worth.values()), color=[SERIES[5], SERIES[0], SERIES[0], SERIES[2]])
+fig, ax = plt.subplots(figsize=(7.2, 2.6))
+ax.barh(list(worth), list(worth.values()), color=[SERIES[5], *[SERIES[0]] * 4, SERIES[2]])
 for row, one in enumerate(worth.values()):
     ax.text(one + 0.05, row, f"{one:.2f}", va="center", fontsize=9)
 ax.set(
@@ -397,6 +419,30 @@ ax.set(
 ax.grid(axis="y", visible=False)
 plt.show()
 assert worth["knows the text"] == K + 1 and worth["knows nothing"] < 1.05
+
+# %% [markdown]
+# ## Heads of every method
+#
+# Medusa, EAGLE-1 and EAGLE-2, P-EAGLE, MTP, DFlash, DSpark, JetSpec and draft models have to be trained for a target.
+# `docs/methods/index.md` trains each for this one and measures all of them in turns on the same prompts; below is what
+# that run recorded. A speed-up is that machine's, τ is the pair's.
+
+# %%
+recorded = Path(e3.__file__).parent.parent / "docs" / "recorded" / "methods.json"
+measured = json.loads(recorded.read_text(encoding="utf-8"))["rows"] if recorded.exists() else []
+print(
+    f"{'method':14}{'draft':14}{'parameters':>11}{'τ code, prose':>16}{'speed-up code, prose':>24}"
+)
+for row in measured:
+    if row["draft"]:  # plain decoding has none
+        of_task = [row["tasks"][task] for task in ("code", "prose")]
+        lengths = ", ".join(f"{one['mean_acceptance_length']:.2f}" for one in of_task)
+        ratios = ", ".join(f"{one['ratio']['value']:.2f}" for one in of_task)
+        size = f"{row['parameters'] / 1e6:.1f} M" if row["parameters"] else "none"
+        print(f"{row['method']:14}{row['draft']:14}{size:>11}{lengths:>16}{ratios:>24}")
+    assert row["lossless"], "every method writes the target's text"
+if not measured:
+    print("no record here; in a checkout: python examples/methods.py")
 
 # %% [markdown]
 # ## With a temperature: drawn drafts against likeliest ones
@@ -581,8 +627,9 @@ assert all(abs(promised[k] - all_of[k]) < 0.3 for k in all_of)
 # ## What was claimed and checked
 #
 # - One text, whoever drafts: bit for bit for chains of one shape, and else but for near ties.
-# - Longer chains and wider trees raise τ; a trained head is ahead of prompt lookup on code and prose, and behind it on
-#   text that repeats itself.
+# - Longer chains and wider trees raise τ; a trained head is ahead of what needs no training on code and prose, and behind
+#   prompt lookup on text that repeats itself.
+# - Suffixes are ahead of prompt lookup; layer skip costs more target steps a round here than it emits tokens.
 # - The shares by position add up to τ − 1.
 # - A drafter that knows the text reaches τ = K + 1, one that knows nothing about 1.
 # - At temperature 1 a likeliest token is accepted with probability `p`, a drawn one with `Σ min(p, q)`, as predicted.

@@ -23,7 +23,7 @@
 #
 # It takes under a minute on a laptop CPU, offline, with the pair that ships with the package. Read 01 and 02 before.
 # The whole contract is in `docs/drafters.md`; `docs/extending.md` has another drafter, another rule, a target and a
-# checkpoint format.
+# checkpoint format. `eagle3_jax/drafters` has one file for each published method, in the same protocol.
 
 # %%
 try:
@@ -52,6 +52,7 @@ import tiny  # tests/tiny.py: random models of a few hundred parameters
 from matplotlib import pyplot as plt
 
 import eagle3_jax as e3
+from eagle3_jax.drafters._text import TextDrafter
 from eagle3_jax.pictures import style
 from eagle3_jax.prompts import shipped
 from validation.forcing import forced_logits
@@ -123,13 +124,38 @@ class Newest:
 
 
 # %% [markdown]
-# Plug it in, beside prompt lookup, the EAGLE-3 head and no drafter at all. All four write the same text; they differ in
+# Yours need not begin from nothing. What several published methods have in common stands in files of its own, and is
+# there for yours:
+#
+# | file in `eagle3_jax/drafters` | brings | and leaves to you |
+# |---|---|---|
+# | `_text.py` | `init` and `observe` that keep the text, `matches` | `propose` |
+# | `_network.py` | parameters of an nnx network, the target's tables, shapes of drafts | the network, `observe`, `propose` |
+# | `_feedback.py` | a cache, true pairs, feeding its own output back, chains and trees | the network alone |
+# | `_parallel.py` | a draft of any shape from `K` laws of one pass | the laws |
+#
+# `LastHalf` below guesses that the text goes on as it did half of it ago: no good, but it is whole in ten lines.
+
+
+# %%
+class LastHalf(TextDrafter):
+    def propose(self, params, state, keys, sampling):
+        ahead = (state.length // 2)[:, None] + jnp.arange(self.num_speculative_tokens)
+        guess = jnp.take_along_axis(state.tokens, ahead % state.tokens.shape[1], axis=1)
+        tokens = jnp.concatenate([state.root, guess], axis=1)
+        parents = jnp.broadcast_to(jnp.arange(self.num_nodes, dtype=jnp.int32) - 1, tokens.shape)
+        return e3.Draft(tokens=tokens, parents=parents, valid=jnp.ones(tokens.shape, jnp.bool_))
+
+
+# %% [markdown]
+# Plug `Newest` in, beside prompt lookup, the EAGLE-3 head and no drafter at all. All write the same text; they differ in
 # how many rounds that takes.
 
 # %%
 K, NEW = 4, 64
 drafters = {
     "none": {},
+    "LastHalf": {"drafter": LastHalf(K)},
     "Newest": {"drafter": Newest(target.vocab_size, K)},
     "n-gram": {"drafter": e3.drafters.NGram(K)},
     "EAGLE-3": {"drafter": head, "num_speculative_tokens": K},
@@ -471,7 +497,7 @@ assert done.returncode == 0 and answer["lossless"] is False, (
 #
 # ## What was claimed and checked
 #
-# - A drafter of one's own, n-grams and EAGLE-3 write the text of plain decoding; their τ differ.
+# - Drafters of one's own, n-grams and EAGLE-3 write the text of plain decoding; their τ differ.
 # - `check_drafter` passes the drafter, finds one that reads padding (same text, lower τ) and one that declares what it
 #   did not draw from; a class and an unhashable instance are refused in one line.
 # - One look is lossless by the contract and keeps less than the exact rule; two looks are not, say so in results and on

@@ -1,4 +1,4 @@
-"""``eagle3 train``: from an installed CPython to a target and its EAGLE-3 head, in four commands."""
+"""``eagle3 train``: from an installed CPython to a target and a draft head for it, in four commands."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Example, the recipe of the bundled pair:
   eagle3 train head target text.npz head"""
 
 app = typer.Typer(
-    help="Train a small target and an EAGLE-3 head for it.",
+    help="Train a small target and a draft head for it.",
     epilog=_RECIPE,
     rich_markup_mode=None,
 )

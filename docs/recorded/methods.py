@@ -1,0 +1,202 @@
+"""The tables of drafting methods in README.md and docs/methods/index.md, out of methods.toml and methods.json.
+
+    python docs/recorded/methods.py     # writes both between their marks; the test of them does the same and compares
+
+``methods.json`` is what ``examples/methods.py`` measured; a method that is not in it is said to be not measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from conversion.heads import HEADS
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+RECORD = HERE / "methods.json"
+BEGIN, END = "<!-- {}: written by docs/recorded/methods.py -->", "<!-- end of {} -->"
+TASKS = ("code", "prose")
+Row = dict[str, Any]
+
+
+def facts() -> list[Row]:
+    """What methods.toml says of every method."""
+    return tomllib.loads((HERE / "methods.toml").read_text(encoding="utf-8"))["method"]
+
+
+def record() -> Row:
+    """What was measured; no rows where nothing was."""
+    return json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {"rows": []}
+
+
+def drafts_of(method: Row, found: Row) -> list[Row]:
+    """The measurements of a method, in every shape that is its own."""
+    shape = method.get("shape")
+    return [
+        row
+        for row in found["rows"]
+        if row["method"] == method.get("measured") and shape in (None, "chain" if row["draft"][0] == "K" else "tree")
+    ]
+
+
+def best(rows: Sequence[Row]) -> Row | None:
+    """The fastest shape over all kinds of prompts."""
+    return max(rows, key=lambda row: math.prod(row["tasks"][task]["ratio"]["value"] for task in TASKS), default=None)
+
+
+def link(method: Row, folder: str) -> str:
+    """The name of a method, leading to its page where it has one."""
+    return f"[{method['label']}]({folder}{method['page']})" if "page" in method else method["label"]
+
+
+def papers(method: Row) -> str:
+    """Its papers."""
+    return ", ".join(f"[{name}]({address})" for name, address in method.get("papers", ()))
+
+
+def written(method: Row) -> str:
+    """The layouts that heads of a method go out in."""
+    layouts = [f"`{name}`" for name in (*HEADS[method["heads"]].layouts, "jax")] if "heads" in method else []
+    return method.get("written", ", ".join(layouts))
+
+
+def millions(count: int) -> str:
+    """Parameters."""
+    return f"{count / 1e6:.1f} M" if count else "0"
+
+
+def ratio(row: Row, task: str, *, interval: bool) -> str:
+    """Speed over plain decoding, with its interval over prompts."""
+    found = row["tasks"][task]["ratio"]
+    return f"{found['value']:.2f}" + (f" ({found['low']:.2f}–{found['high']:.2f})" if interval else "")
+
+
+def length(row: Row, task: str) -> str:
+    """τ."""
+    return f"{row['tasks'][task]['mean_acceptance_length']:.2f}"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in lines)
+
+
+def short(found: Row) -> str:
+    """The table of README: every method in the shape in which it was fastest."""
+    columns = ["method", "needs", "drafts", "parameters", "τ, code / prose", "speed-up, code / prose"]
+    rows = []
+    for method in facts():
+        row = best(drafts_of(method, found))
+        shown = ["", "", "1.00"] if method.get("named") == "none" else ["", "", "not measured"]
+        if row is not None:
+            shown = [millions(row["parameters"])]
+            shown.append(f"{' / '.join(length(row, task) for task in TASKS)} ({row['draft']})")
+            shown.append(" / ".join(ratio(row, task, interval=False) for task in TASKS))
+        rows.append([link(method, "docs/methods/"), method["needs"], method["drafts"], *shown])
+    return table(columns, rows).replace("docs/methods/../", "docs/")
+
+
+def what_they_are() -> str:
+    """Papers, needs and shapes."""
+    columns = ["method", "paper", "needs", "drafts", "drawn drafts", "lossless"]
+    return table(
+        columns,
+        [
+            [link(one, ""), papers(one), one["needs"], one["drafts"], one["drawn"], one.get("lossless", "yes")]
+            for one in facts()
+        ],
+    )
+
+
+def files_and_proof() -> str:
+    """Formats, training and what each was compared with."""
+    columns = ["method", "comes in as", "goes out as", "`--method`", "checked against"]
+    rows = []
+    for one in facts():
+        recipe = f"`{one['recipe']}`" if "recipe" in one else ""
+        rows.append([one["label"], one["formats"], written(one), recipe, one["checked"]])
+    return table(columns, rows)
+
+
+def what_was_measured(found: Row) -> str:
+    """Every shape of every method."""
+    columns = ["method", "draft", "parameters", "τ, code", "τ, prose", "v", "c", "speed-up, code", "speed-up, prose"]
+    rows = []
+    for method in facts():
+        if method.get("named") == "none":
+            continue
+        shapes = drafts_of(method, found)
+        rows += [[method["label"], "not measured", *[""] * 7]] if not shapes else []
+        rows += [
+            [
+                method["label"],
+                row["draft"],
+                millions(row["parameters"]),
+                *(length(row, task) for task in TASKS),
+                f"{row['verify_cost']:.2f}",
+                f"{row['draft_cost']:.3f}",
+                *(ratio(row, task, interval=True) for task in TASKS),
+            ]
+            for row in shapes
+        ]
+    return table(columns, rows)
+
+
+def how(found: Row) -> str:
+    """Of what run the figures are."""
+    if not found["rows"]:
+        return "Nothing was measured yet."
+    about, prompts = found["about"], found["prompts"]["names"]
+    jax = f"{about['cpu']['model']}, {about['cpu']['cores']} cores" if about["jax"]["backend"] == "cpu" else ""
+    device = jax or about["jax"]["device"]
+    return (
+        f"{device}, jax {about['versions']['jax']}, `{found['dtype']}`, {about['date'][:10]}: {len(prompts)} prompts, "
+        f"{found['max_new_tokens']} new tokens each, batch 1, greedy, {found['repeats']} repeats in turns.\n\n"
+        f"```text\n{found['command']}\n```"
+    )
+
+
+def parts(found: Row) -> dict[str, dict[str, str]]:
+    """The text between the marks of each page."""
+    return {
+        "README.md": {"methods": short(found)},
+        "docs/methods/index.md": {
+            "what they are": what_they_are(),
+            "files and proof": files_and_proof(),
+            "the run": how(found),
+            "what was measured": what_was_measured(found),
+        },
+    }
+
+
+def filled(text: str, named: dict[str, str]) -> str:
+    """A page with its tables in their places.
+
+    Raises:
+        ValueError: A mark is missing.
+    """
+    for name, part in named.items():
+        begin, end = BEGIN.format(name), END.format(name)
+        before, opened, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not opened or not closed:
+            raise ValueError(f"there is no place for {name!r}: put {begin} and {end} around it")
+        text = f"{before}{begin}\n\n{part}\n\n{end}{after}"
+    return text
+
+
+def main() -> None:
+    """Write both pages."""
+    for page, named in parts(record()).items():
+        place = ROOT / page
+        place.write_text(filled(place.read_text(encoding="utf-8"), named), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Every drafting method on one target and the same prompts: tokens a round, costs and speed, in turns in one run.
+
+Heads are directories as ``eagle3 train head --method NAME`` writes them, each named after its method; what needs no
+training and the shipped EAGLE-3 head take part by themselves::
+
+    python examples/methods.py --heads heads --output docs/recorded/methods.json
+    python docs/recorded/methods.py     # puts the record into the tables of README.md and docs/methods/index.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import eagle3_jax as e3
+from eagle3_jax.cli._options import parse_numbers, parse_tree
+from eagle3_jax.load import bundled
+from eagle3_jax.measure.bench import measure
+from eagle3_jax.measure.contenders import DecoderContender
+from eagle3_jax.measure.results import Row
+from eagle3_jax.named import named_drafter
+from eagle3_jax.prompts import Prompt, Renderer, in_turn, read_prompts
+from eagle3_jax.published_trees import tree_name
+from eagle3_jax.reporting.environment import committable, environment, sha256_of_prompts, source
+from eagle3_jax.reporting.tables import write_text
+
+
+def trained(heads: Path | None) -> dict[str, Path]:
+    """Directories of heads by their methods; one whose training goes on has no description yet."""
+    return (
+        {place.name: place for place in sorted(heads.iterdir()) if (place / "config.json").is_file()} if heads else {}
+    )
+
+
+def drafters(target: e3.LoadedTarget, heads: Path | None, named: str) -> Iterator[tuple[str, e3.LoadedDrafter]]:
+    """Methods by name; those without files first."""
+    for name in named.split(","):
+        drafter = named_drafter(name, target)
+        assert drafter is not None, "plain decoding is there already"
+        yield name, drafter if isinstance(drafter, e3.LoadedDrafter) else e3.LoadedDrafter(drafter, name=name)
+    yield "eagle3", e3.load_drafter(target=target)
+    for name, place in trained(heads).items():
+        yield name, e3.load_drafter(place, target=target)
+
+
+def num_parameters(drafter: e3.LoadedDrafter, target: e3.LoadedTarget) -> int:
+    """Its own: what it shares with the target is not counted, nor are tables of ids."""
+    borrowed = drafter.params.get("output") if isinstance(drafter.params, dict) else None  # a transposed copy, if tied
+    shared = {id(leaf) for leaf in jax.tree.leaves((target.params, borrowed))}
+    own = {id(leaf): leaf for leaf in jax.tree.leaves(drafter.params) if id(leaf) not in shared}
+    return sum(leaf.size for leaf in own.values() if jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
+def found_of(row: Row, method: str, draft: str, parameters: int) -> dict[str, Any]:
+    """What the tables show of a row, and what judges it."""
+    tasks = {
+        task.task: {
+            "num_prompts": task.num_prompts,
+            "mean_acceptance_length": None if task.acceptance is None else task.acceptance.mean_acceptance_length,
+            "ratio": None if task.ratio is None else vars(task.ratio),
+        }
+        for task in row.tasks
+    }
+    return {
+        "method": method,
+        "draft": draft,
+        "parameters": parameters,
+        "lossless": row.lossless,
+        "same_texts": row.same_texts,
+        "num_draft_steps": row.num_draft_steps,
+        "verify_cost": row.verify_cost,
+        "draft_cost": row.draft_cost,
+        "predicted_ratio": row.predicted_ratio,
+        "tokens_per_second": row.decode_tokens_per_second.to_json(),
+        "ratio": row.ratio.to_json(),
+        "tasks": tasks,
+    }
+
+
+def chosen_prompts(target: e3.LoadedTarget, count: int, max_new_tokens: int) -> list[Prompt]:
+    """So many of the shipped prompts of each kind."""
+    renderer = Renderer.of(bundled("target"))
+    every = read_prompts(bundled("prompts.jsonl"), target, renderer, max_new_tokens=max_new_tokens)
+    return in_turn(every, count * len({prompt.category for prompt in every}))
+
+
+def options_of(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--heads", type=Path, help="directory with a trained head per method, under its name")
+    parser.add_argument("--named", default="ngram,suffix,layer-skip=3", help="drafters without files")
+    parser.add_argument("--chains", default="3,5,7", help="lengths K; one that a head does not reach is left out")
+    parser.add_argument("--tree", default="num_nodes=8,max_depth=5,top_k=2", help="for heads that draft trees")
+    parser.add_argument("--dtype", default="mixed")
+    parser.add_argument("--prompts", type=int, default=8, help="of each kind")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path, help="JSON file; standard output when left out")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and write the record."""
+    options = options_of(arguments)
+    target = e3.load_target(dtype=options.dtype)
+    prompts = chosen_prompts(target, options.prompts, options.max_new_tokens)
+    plain = DecoderContender("plain", options.dtype, e3.SpeculativeDecoder(target, stop_tokens=()))
+    contenders, rows, missing = [plain], {"plain": ("none", "", 0)}, []
+    tree = parse_tree(options.tree)
+    assert tree is not None
+    shapes: dict[str, dict[str, Any]] = {
+        f"K={length}": {"num_speculative_tokens": length} for length in parse_numbers(options.chains, "--chains")
+    }
+    shapes[tree_name(tree)] = {"tree": tree}
+    for method, drafter in drafters(target, options.heads, options.named):
+        for draft, shape in shapes.items():
+            try:
+                decoder = e3.SpeculativeDecoder(target, drafter, stop_tokens=(), **shape)
+            except ValueError as error:
+                missing.append({"method": method, "draft": draft, "reason": str(error)})
+                continue
+            contenders.append(DecoderContender(f"{method} {draft}", options.dtype, decoder))
+            rows[contenders[-1].name] = method.partition("=")[0], draft, num_parameters(drafter, target)
+    report = measure(
+        contenders,
+        [prompt.tokens for prompt in prompts],
+        tasks=[prompt.category for prompt in prompts],
+        max_new_tokens=options.max_new_tokens,
+        repeats=options.repeats,
+        baselines=["plain"],
+        streams=0,
+        on_progress=lambda what: print(what, file=sys.stderr, flush=True),
+    )
+    about = environment() | {"heads": {name: source(str(place), "") for name, place in trained(options.heads).items()}}
+    given = shlex.join(sys.argv[1:] if arguments is None else arguments)
+    record = {
+        "command": f"python examples/methods.py {committable(given)}".strip(),
+        "about": about,
+        "prompts": {"names": [prompt.name for prompt in prompts]}
+        | {"sha256": sha256_of_prompts([prompt.tokens for prompt in prompts])},
+        "dtype": options.dtype,
+        "named": options.named,
+        "max_new_tokens": options.max_new_tokens,
+        "repeats": options.repeats,
+        "programs_after_warm_up": report.programs_after_warm_up,
+        "rows": [found_of(row, *rows[row.name]) for row in report.rows],
+        "missing": missing,
+    }
+    text = json.dumps(record, indent=1) + "\n"
+    if options.output is None:
+        print(text, end="")
+    else:
+        write_text(options.output, text)
+
+
+if __name__ == "__main__":
+    main()
