@@ -31,8 +31,8 @@ DrafterOption = Annotated[
     typer.Option(
         "--drafter",
         help=f"Directory with the config.json of a head of any method or of a draft model, hub id, {FORMS}. Left out: "
-        "the bundled head for the bundled target, for others the usual one (EAGLE-3, one layer like the target's, a draft "
-        "vocabulary of 32000).",
+        "the bundled head for the bundled target, for others EAGLE-3's usual one (one layer like the target's, draft "
+        "vocabulary 32000).",
     ),
 ]
 GpuOption = Annotated[

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from eagle3_jax.models.config import MOST, DecoderConfig
-from eagle3_jax.theory.sizes import NOTHING, DrafterSizes, layer_runs, parameters
+from eagle3_jax.theory.sizes import NOTHING, DrafterSizes, parameters, runs_of
 
 
 def sizes_of_head(drafter: Any, method: str, target: DecoderConfig) -> DrafterSizes:
@@ -34,7 +34,7 @@ def sizes_of_head(drafter: Any, method: str, target: DecoderConfig) -> DrafterSi
             counted["output"] += size
         else:
             counted["embedding" if shape[0] == config.vocab_size else "matrices"] += size
-    runs = tuple(layer_runs(config)) if hasattr(config, "layers") else ()
+    runs = tuple(runs_of(config)) if hasattr(config, "layers") else ()
     layers = {name: sum(getattr(run, name) for run in runs) for name in ("query_output", "key_value", "mlp")}
     matrices = counted.pop("matrices")
     owned = dataclasses.replace(NOTHING, **counted, **layers, fusion=matrices - sum(layers.values()))
@@ -65,7 +65,7 @@ def sizes_of_model(draft: DecoderConfig, method: str, target: DecoderConfig, *, 
     read = parameters(draft)
     return DrafterSizes(
         method=method,
-        runs=tuple(layer_runs(draft)),
+        runs=tuple(runs_of(draft)),
         read=read,
         owned=NOTHING if shared else read,
         num_features=0,

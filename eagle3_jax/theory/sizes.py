@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, LayerConfig
 
@@ -92,13 +92,16 @@ NOTHING = Parameters(query_output=0, key_value=0, mlp=0, fusion=0, vectors=0, em
 
 
 def layer_runs(model: Model) -> list[LayerRun]:
-    """The layers of a target or a drafter, equal neighbours together.
+    """The layers of a target or a drafter, equal neighbours together."""
+    return list(model.runs) if isinstance(model, DrafterSizes) else runs_of(model)
 
-    The first layer of a head reads the token embedding beside the fused features, so that its query, key and value
+
+def runs_of(model: Any) -> list[LayerRun]:
+    """The same of any description with ``layers`` and a ``width``.
+
+    The first layer of an EAGLE-3 head reads the token embedding beside the fused features, so that its query, key and value
     projections are ``2·D`` wide and two norms stand before them (Li et al., 2025, arXiv 2503.01840, section 3).
     """
-    if isinstance(model, DrafterSizes):
-        return list(model.runs)
     runs, layers = [], model.layers
     if isinstance(model, Eagle3Config):
         runs.append(_run(layers[0], 1, inputs=2 * model.width, width=model.width))
