@@ -95,7 +95,7 @@ class Deployment:
         Layers with a window hold the whole sequence like the others; an engine that frees what has left the window
         needs less.
         """
-        return sum(self.run_cache_bytes(run) for run in layer_runs(model))
+        return sum((self.run_cache_bytes(run) for run in layer_runs(model)), 0.0)
 
     def run_cache_bytes(self, run: LayerRun) -> float:
         """The same of some layers."""

@@ -99,7 +99,7 @@ def layer_runs(model: Model) -> list[LayerRun]:
 def runs_of(model: Any) -> list[LayerRun]:
     """The same of any description with ``layers`` and a ``width``.
 
-    The first layer of an EAGLE-3 head reads the token embedding beside the fused features, so that its query, key and value
+    The first layer of an EAGLE-3 head reads the embedding beside the fused features, so that its query, key and value
     projections are ``2·D`` wide and two norms stand before them (Li et al., 2025, arXiv 2503.01840, section 3).
     """
     runs, layers = [], model.layers
