@@ -51,6 +51,7 @@ _PATHS = {
     ),
 }
 
+#: Every one of them by its name.
 PUBLISHED_TREES = {
     name: StaticTree(tuple(tuple(map(int, path)) for path in paths.split())) for name, paths in _PATHS.items()
 }

@@ -46,8 +46,7 @@ def drafters(target: e3.LoadedTarget, heads: Path | None, named: str) -> Iterato
         drafter = named_drafter(name, target)
         assert drafter is not None, "plain decoding is there already"
         yield name, drafter if isinstance(drafter, e3.LoadedDrafter) else e3.LoadedDrafter(drafter, name=name)
-    yield "eagle3", e3.load_drafter(target=target)
-    for name, place in trained(heads).items():
+    for name, place in ({"eagle3": None} | trained(heads)).items():  # the shipped one, unless another is given
         yield name, e3.load_drafter(place, target=target)
 
 
