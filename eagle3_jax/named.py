@@ -64,9 +64,19 @@ def named_drafter(source: str, target: LoadedTarget) -> LoadedDrafter | Drafter[
     Raises:
         ValueError: A number is missing, is none, does not suit the target, or is given where none is taken.
     """
+    name, number = parts_of(source)
+    return NAMED[name].make(target, number)
+
+
+def parts_of(source: str) -> tuple[str, int]:
+    """The name and the number of a source, 0 where it takes none.
+
+    Raises:
+        ValueError: A number is missing, is none, or is given where none is taken.
+    """
     name, sign, number = source.partition("=")
-    form, make = NAMED[name]
+    form = NAMED[name].form
     takes = form != name
     if takes != bool(sign) or (takes and not (number.isdecimal() and len(number) < 10)):
         raise ValueError(f"drafter {source!r}: expected {form}{', such as ' + name + '=4' if takes else ''}")
-    return make(target, int(number or 0))
+    return name, int(number or 0)

@@ -124,7 +124,10 @@ def test_the_exercises_are_printed_and_a_rollout_is_written_to_a_file(cli, tmp_p
         (("memory", "--cache", "int4"), "'int4' is not known"),
         (("memory", "--target", "Qwen3-8B", "--num-gpus", "3"), "cannot be divided by 3"),
         (("memory", "--target", "Qwen3-8B", "--drafter", OFFICIAL / "eagle3"), "features of width"),
-        (("memory", "--target", "Qwen3-8B", "--drafter", OFFICIAL / "target"), "no draft_vocab_size"),
+        (
+            ("memory", "--target", "Qwen3-8B", "--drafter", OFFICIAL / "target"),
+            "model of 96 tokens and Qwen3-8B",
+        ),
         (("speedup", "--alpha", "1.2"), "conditional_acceptance_rate is 1.2"),
         (("speedup", "--alpha", "0.5", "--draft-acceptance-rate", "0.5"), "give one"),
         (("speedup", "--mean-acceptance-length", "7"), "a round emits 1 to 6"),

@@ -50,10 +50,13 @@ def test_the_number_of_layers_is_believed_where_engines_build_that_many(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"medusa_num_heads": 4}, "is that of a Medusa head, for which no plans are made"),
-        ({"architectures": ["DFlashDraftModel"]}, "a DFlash head"),
+        (
+            {"medusa_num_heads": 4},
+            "disagree on the Medusa heads",
+        ),
+        ({"architectures": ["DFlashDraftModel"]}, "has no rope_theta; engines fill in 1000000 or 10000"),
         ({"speculators_model_type": "peagle"}, "names no mask token"),
-        ({"draft_vocab_size": None}, "has no draft_vocab_size"),
+        ({"draft_vocab_size": None, "model_type": "gpt"}, "no draft head and no language model that is known"),
     ],
     ids=str,
 )

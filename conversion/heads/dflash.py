@@ -155,6 +155,14 @@ def read_config(top: Fields, *, own_output: bool = False) -> DFlashConfig:
         )
 
 
+def planned(top: Fields, target: DecoderConfig) -> DFlashConfig:
+    """The description without its tensors: with an output projection of its own where it cannot do without."""
+    del target
+    fields = _merged(top)
+    vocab_size = _geometry(top).size("vocab_size")
+    return read_config(top, own_output=fields.size("draft_vocab_size", vocab_size) < vocab_size)
+
+
 def _is_speculators(values: Mapping[str, Any]) -> bool:
     return "speculators_model_type" in values or "transformer_layer_config" in values
 
@@ -344,6 +352,7 @@ KIND = HeadKind(
     recognise=recognise,
     classes=classes,
     read=read,
+    read_config=planned,
     write=layout,
     layouts=("vllm", "speculators"),
     stacks={"blocks": lambda config: config.num_layers},

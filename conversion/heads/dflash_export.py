@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from conversion import draft_vocab, rules
+from conversion import rules
 from conversion.errors import CheckpointError
 from conversion.heads.head import HeadCheckpoint, Layout
 from conversion.hf_config import stack_fields
@@ -48,6 +48,7 @@ def layout(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
 def _tensors(checkpoint: HeadCheckpoint) -> dict[str, np.ndarray]:
     import numpy as np
 
+    from conversion import draft_vocab
     from eagle3_jax.drafters.dflash import DFlashDrafter
 
     config = checkpoint.config

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from conversion.checks import Check
+    from eagle3_jax.drafters.medusa import MedusaConfig
 
 
 _OWN_BASE = r"(model|base_model)\.(embed_tokens|layers)\."
@@ -131,6 +132,22 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
         dtype=rules.main_dtype(head),
         num_target_layers=target.num_layers,
     )
+
+
+def planned(top: Fields, target: DecoderConfig) -> MedusaConfig:
+    """The description without its tensors, of which the authors' layout says little: the rest is as they train it."""
+    vocab_size = top.size("vocab_size", target.vocab_size)
+    with read_from(top.where):
+        return classes()[0](
+            vocab_size=vocab_size,
+            draft_vocab_size=top.size("truncated_vocab_size", vocab_size),
+            target_width=top.size("hidden_size", target.width),
+            num_target_layers=target.num_layers,
+            num_heads=_stated(top, "heads"),
+            num_layers=_stated(top, "layers"),
+            bias=top.flag("medusa_fc_bias", "medusa_num_heads" in top.values),
+            shared_output=top.flag("original_lm_head"),
+        )
 
 
 def _canonical(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
@@ -250,6 +267,7 @@ KIND = HeadKind(
     recognise=recognise,
     classes=classes,
     read=read,
+    read_config=planned,
     write=layout,
     layouts=("vllm", "medusa"),
     stacks={"blocks": lambda config: config.num_heads},

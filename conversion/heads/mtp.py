@@ -16,8 +16,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from conversion import rules
 from conversion.errors import CheckpointError, short
 from conversion.fields import Fields, read_from
@@ -36,6 +34,8 @@ from conversion.rules import Rule
 from eagle3_jax.models.config import DecoderConfig, uniform
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from conversion.checks import Check
     from eagle3_jax.drafters.mtp import MTPConfig
 
@@ -199,6 +199,8 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     Raises:
         CheckpointError: The layout cannot express it.
     """
+    import numpy as np
+
     config, layer = checkpoint.config, checkpoint.config.layers[0]
     refusals = _refusals(config, dialect)
     if refusals:
@@ -281,6 +283,8 @@ def _refuse_other_modules(top: Fields, names: Iterable[str], layout: str) -> Non
 
 def _exchanged(weight: np.ndarray) -> np.ndarray:
     """The two halves of what a projection reads, the other way round."""
+    import numpy as np
+
     half = weight.shape[-1] // 2
     return np.concatenate([weight[:, half:], weight[:, :half]], axis=1)
 

@@ -36,7 +36,8 @@ def recognise(signs: Signs) -> bool:
     """By the learned state, by what the file says, or by a mask token beside the fusion of features."""
     if _MASK in signs.names or "PEagle" in signs.architecture or signs.method == "peagle":
         return True
-    return "fc.weight" in signs.names and any(name in signs.config for name in _MASK_TOKENS[1:])
+    fuses = "fc.weight" in signs.names or "Eagle3" in signs.architecture
+    return fuses and any(name in signs.config for name in _MASK_TOKENS[1:])
 
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:

@@ -12,6 +12,7 @@ import typer
 
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._planning import read_head, read_target
+from eagle3_jax.named import FORMS
 from eagle3_jax.theory.accelerators import Accelerator, accelerator_named, custom_accelerator
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import CACHE_BYTES, WEIGHT_BITS, Deployment
@@ -29,8 +30,9 @@ DrafterOption = Annotated[
     str | None,
     typer.Option(
         "--drafter",
-        help="Directory with the config.json of an EAGLE-3 head, hub id, or 'none'. Left out: the bundled head for the "
-        "bundled target, for others the usual one (one layer like the target's, draft vocabulary 32000).",
+        help=f"Directory with the config.json of a head of any method or of a draft model, hub id, {FORMS}. Left out: "
+        "the bundled head for the bundled target, for others EAGLE-3's usual one (one layer like the target's, draft "
+        "vocabulary 32000).",
     ),
 ]
 GpuOption = Annotated[
@@ -212,6 +214,12 @@ def read_accelerator(
 def check_draft_length(num_draft_tokens: int, deployment: Deployment) -> None:
     """Refuse a chain that the head has no positions for."""
     head = deployment.head
+    longest = getattr(head, "longest", None)
+    if longest is not None and num_draft_tokens > longest:
+        raise Misuse(
+            f"--num-speculative-tokens {num_draft_tokens} is above what {deployment.head_name} drafts at once; give at "
+            f"most -K {longest}"
+        )
     if head is not None and num_draft_tokens >= head.max_positions:  # the root needs one too
         raise Misuse(
             f"--num-speculative-tokens {num_draft_tokens} is above the limit of the head: {deployment.head_name} has "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from eagle3_jax.theory.sizes import parameters
+from eagle3_jax.theory.sizes import added, method_of, parameters
 
 if TYPE_CHECKING:
     from eagle3_jax.theory.bounds import Claim, RoundBound
@@ -142,7 +142,9 @@ def deployment_json(deployment: Deployment) -> dict[str, Any]:
         "target": deployment.target_name,
         "target_parameters": parameters(deployment.target).total,
         "drafter": None if head is None else deployment.head_name,
-        "drafter_parameters": None if head is None else parameters(head).total,
+        "drafter_method": None if head is None else method_of(head),
+        "drafter_parameters": None if head is None else added(head).total,
+        "drafter_cache_bytes_per_token": None if head is None else deployment.cache_bytes_per_token(head),
         "accelerator": dataclasses.asdict(deployment.accelerator),
         "num_gpus": deployment.num_accelerators,
         "weights": deployment.weights,
@@ -159,7 +161,11 @@ def _memory_rows(deployment: Deployment, plan: MemoryPlan, *, tokens: int) -> li
 
     rows = [("target", plan.target_weights, f"{parameters(target).total / 1e9:.3f} billion, {deployment.weights}")]
     if head is not None:
-        rows.append(("head", plan.head_weights, f"{parameters(head).total / 1e9:.3f} billion; embedding shared"))
+        owned = added(head)
+        shared = "embedding shared" if owned.total and not owned.embedding else ""
+        what = f"{owned.total / 1e9:.3f} billion" if owned.total else "no weights of its own"
+        note = "; ".join(part for part in (what, shared, method_of(head)) if part)
+        rows.append(("head", plan.head_weights, note))
     rows.append(("target's cache", plan.target_cache, per_token(target)))
     if head is not None:
         rows.append(("head's cache", plan.head_cache, per_token(head)))
@@ -212,6 +218,7 @@ def bound_json(bound: RoundBound, tau: float) -> dict[str, Any]:
         **dataclasses.asdict(bound),
         "verify_cost": bound.verify_cost,
         "draft_cost": bound.draft_cost,
+        "draft_bytes": bound.draft_bytes,
         "plain_tokens_per_second": bound.plain_tokens_per_second,
         "tokens_per_second": bound.tokens_per_second(tau),
         "speedup": bound.speedup(tau),

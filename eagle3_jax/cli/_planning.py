@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, usual_head
-from eagle3_jax.named import is_named
+from eagle3_jax.named import is_named, parts_of
 from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name
+from eagle3_jax.theory.sizes import DrafterSizes
 
 if TYPE_CHECKING:
     from conversion.fields import Fields
@@ -35,11 +37,11 @@ class Head(NamedTuple):
 
     Attributes:
         name: For tables and messages.
-        config: Its description; ``None`` for plain decoding.
+        config: Its description, or its sizes where no formula is known; ``None`` for plain decoding.
     """
 
     name: str
-    config: Eagle3Config | None
+    config: Eagle3Config | DrafterSizes | None
 
 
 def read_target(source: str | None) -> Target:
@@ -59,7 +61,7 @@ def read_target(source: str | None) -> Target:
 
 
 def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
-    """The head that ``--drafter`` names.
+    """The head, the draft model or the named drafter of ``--drafter``.
 
     Args:
         source: As it was given.
@@ -67,30 +69,81 @@ def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
         bundled: Whether that is the bundled one.
 
     Raises:
-        ValueError: There is none, or it is no EAGLE-3 head that is computed here; the message says why.
+        ValueError: There is none, or it does not say what a plan needs; the message says why.
     """
-    from conversion.heads import HEADS, LOADABLE, Signs
+    from conversion.heads import HEADS
 
     if source == "none":
         return Head("none", None)
     if source is not None and is_named(source):
-        raise Misuse(f"--drafter {source} adds no weights to plan for; name a head, or 'none'")
+        return _named(source, target)
     if source is None and not bundled:
         # Which layers it reads changes no size, and a shallow target has no default for them.
         usual = usual_head(target.config, aux_layers=(0, 1, 2))
         return Head(f"usual head for {target.name}", dataclasses.replace(usual, max_positions=_USUAL_POSITIONS))
     fields = _fields(source, "eagle3")
-    signs = Signs.of(fields.values, (), fields.where)
-    kind = next((kind for kind in HEADS.values() if kind.recognise(signs)), None)
-    if kind is not None and kind.read is None:
-        raise Misuse(f"{fields.where} is that of {kind.difference}; plans are made for {LOADABLE} heads")
-    # Official files do not say what they are.
-    if kind is None and fields.get("draft_vocab_size") is None:
-        raise Misuse(f"{fields.where} has no draft_vocab_size, so it is not the config.json of an EAGLE-3 head")
-    kind = kind or HEADS["eagle3"]
-    if kind.read_config is None:
+    name = "the bundled head" if source is None else source
+    method = "eagle3" if source is None else _method_of(Path(source), fields)
+    if method not in HEADS:
+        return Head(name, _sizes_of_model(fields, target))
+    kind = HEADS[method]
+    if kind.read_config is None or kind.classes is None:
         raise Misuse(f"{fields.where} is that of a {kind.label} head, for which no plans are made")
-    return Head("the bundled head" if source is None else source, kind.read_config(fields, target.config))
+    config = kind.read_config(fields, target.config)
+    if type(config) is Eagle3Config:  # by formula, without JAX
+        return Head(name, config)
+    from eagle3_jax.cli._plan_sizes import sizes_of_head
+
+    return Head(name, sizes_of_head(kind.classes()[1](config), f"{kind.title(config)} head", target.config))
+
+
+def _named(source: str, target: Target) -> Head:
+    """A drafter without files."""
+    from eagle3_jax.cli._plan_sizes import sizes_of_model, sizes_of_text
+
+    name, number = parts_of(source)
+    if not number:
+        return Head(source, sizes_of_text(name, target.config))
+    layers = target.config.layers
+    if number >= len(layers):
+        raise Misuse(f"--drafter {source}: {target.name} has {len(layers)} layers, so give 1 to {len(layers) - 1}")
+    config = dataclasses.replace(target.config, layers=layers[:number])
+    return Head(source, sizes_of_model(config, "layer skip", target.config, shared=True))
+
+
+def _method_of(directory: Path, fields: Fields) -> str:
+    """The kind of a drafter, by its tensors where they are there, or else by its configuration alone."""
+    from conversion import kinds
+    from conversion.errors import CheckpointError
+    from conversion.families import FAMILIES
+    from conversion.heads import HEADS, Signs
+
+    if any(directory.glob("*.safetensors")):
+        with contextlib.suppress(CheckpointError):
+            return kinds.identify(directory)
+    signs = Signs.of(fields.values, (), fields.where)
+    found = next((kind.name for kind in HEADS.values() if kind.recognise(signs)), None)
+    # Official files do not say what they are: EAGLE-3's name a draft vocabulary, EAGLE-1's are of one layer.
+    if found is None and fields.get("draft_vocab_size") is not None:
+        return "eagle3"
+    if found is None and fields.get("num_hidden_layers") == 1:
+        return "eagle1"
+    if found is None and fields.get("model_type") not in FAMILIES:
+        raise Misuse(f"{fields.where} is that of no draft head and no language model that is known")
+    return found or kinds.TARGET
+
+
+def _sizes_of_model(fields: Fields, target: Target) -> DrafterSizes:
+    from conversion.families import family_of
+    from eagle3_jax.cli._plan_sizes import sizes_of_model
+
+    config = family_of(fields.get("model_type"), fields.where).read_config(fields)
+    if config.vocab_size != target.config.vocab_size:
+        raise Misuse(
+            f"{fields.where} describes a language model of {config.vocab_size} tokens and {target.name} has "
+            f"{target.config.vocab_size}; a draft model needs the target's own"
+        )
+    return sizes_of_model(config, "draft model", target.config)
 
 
 def _fields(source: str | None, part: str) -> Fields:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,21 +20,18 @@ DOCTOR_EXAMPLE = "Example: eagle3 doctor --target ./llama-3.1-8b --drafter ./EAG
 _STYLES = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 
 
-class Layout(enum.StrEnum):
-    """A dialect that heads are written in."""
-
-    JAX = "jax"
-    EAGLE = "eagle"
-    SGLANG = "sglang"
-    VLLM = "vllm"
-    MEDUSA = "medusa"
-
-
 def convert(
     src: Annotated[str, typer.Argument(help=f"{_HELP} of a checkpoint in any supported layout.")],
     dst: Annotated[Path, typer.Argument(help="Directory to create; it must not exist.")],
     *,
-    to: Annotated[Layout, typer.Option(help="Layout to write.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="LAYOUT",
+            help="jax (native), or whose files to write: vllm, and what else heads of the method have (eagle, sglang, "
+            "medusa, speculators, deepseek, mimo).",
+        ),
+    ],
     target: Annotated[str | None, typer.Option(help=f"{_HELP} of the target that a head belongs to.")] = None,
 ) -> None:
     """Rewrite a checkpoint in another layout, refusing whatever does not fit exactly."""
@@ -43,8 +39,8 @@ def convert(
     from eagle3_jax.sources import locate
 
     config = None if target is None else conversion.read_target(locate(target, "target")).config
-    conversion.convert(locate(src, "target"), dst, to.value, target=config)
-    typer.echo(f"wrote {dst} ({to.value} layout)")
+    conversion.convert(locate(src, "target"), dst, to, target=config)
+    typer.echo(f"wrote {dst} ({to} layout)")
 
 
 def inspect(
@@ -83,12 +79,13 @@ def doctor(
     *,
     target: Annotated[str | None, typer.Option(help=f"{_HELP} of the target; the bundled one when left out.")] = None,
     drafter: Annotated[
-        str | None, typer.Option(help=f"{_HELP} of the EAGLE-3 head; the bundled one when left out.")
+        str | None,
+        typer.Option(help=f"{_HELP} of a head of any method, or of a draft model; the bundled head when left out."),
     ] = None,
     compilation_cache: CompilationCacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check that a head fits its target; exits 1 when a check fails."""
+    """Check that a head or a draft model fits its target; exits 1 when a check fails."""
     from conversion.doctor import diagnose
     from eagle3_jax.sources import locate
 

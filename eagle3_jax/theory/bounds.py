@@ -14,9 +14,8 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from eagle3_jax.models.config import DecoderConfig, Eagle3Config
 from eagle3_jax.theory.memory import Deployment, memory_plan
-from eagle3_jax.theory.sizes import LayerRun, layer_runs, parameters
+from eagle3_jax.theory.sizes import DrafterSizes, LayerRun, Model, layer_runs, parameters
 
 _MOST_ROWS = 65_536  # batches beyond this are not searched
 
@@ -48,7 +47,7 @@ class Work:
 
 def forward_work(
     deployment: Deployment,
-    model: DecoderConfig | Eagle3Config,
+    model: Model,
     *,
     batch: int,
     context: int,
@@ -69,8 +68,10 @@ def forward_work(
         context: Tokens that each has behind it.
         tokens: New tokens of each.
         logits: How many of those need logits.
-        fuse: Whether target features are fused, which only the first pass of a draft does.
+        fuse: Whether target features are fused, which only the first pass of an EAGLE-3 draft does, and every pass of
+            other drafters.
     """
+    fuse |= isinstance(model, DrafterSizes)
     n, of, runs = deployment.num_accelerators, parameters(model), layer_runs(model)
     fusion = 0 if fuse else deployment.plain_bytes * of.fusion
     cache = sum(batch * _keys_read(run, context, tokens) * deployment.run_cache_bytes(run) for run in runs)
@@ -109,7 +110,8 @@ class RoundBound:
         num_draft_tokens: ``K``.
         plain_seconds: One token for every sequence.
         verify_seconds: One forward of ``K + 1`` tokens for every sequence.
-        draft_seconds: All ``K`` passes of the head; 0 without one.
+        draft_seconds: All passes of the drafter; 0 without one.
+        draft_bytes: Read and written by them on each accelerator.
         plain_bytes: Read by the plain step on each accelerator.
         plain_flops: Computed by it.
         plain_limit: ``memory`` or ``compute``.
@@ -121,6 +123,7 @@ class RoundBound:
     plain_seconds: float
     verify_seconds: float
     draft_seconds: float
+    draft_bytes: float
     plain_bytes: float
     plain_flops: float
     plain_limit: str
@@ -151,10 +154,11 @@ class RoundBound:
 
 
 def round_bound(deployment: Deployment, *, batch: int, context: int, num_draft_tokens: int) -> RoundBound:
-    """The roofline of a round: a forward of the target over ``K + 1`` tokens and ``K`` passes of the head.
+    """The roofline of a round: a forward of the target over ``K + 1`` tokens and ``K`` passes of the drafter.
 
-    The head's first pass takes in the up to ``K + 1`` tokens that the last round committed and fuses their features;
-    the others take one token each.
+    The drafter's first pass takes in the up to ``K + 1`` tokens that the last round committed and fuses their features;
+    the others take one token each. Where one pass gives the whole draft it is the only one: as many rows, or a single
+    one where there are no layers to keep anything (Medusa).
 
     Args:
         deployment: What runs where.
@@ -171,17 +175,24 @@ def round_bound(deployment: Deployment, *, batch: int, context: int, num_draft_t
     verify = forward_work(deployment, target, batch=batch, context=context, tokens=k + 1, logits=k + 1)
     plain_times = plain.memory_seconds(deployment), plain.compute_seconds(deployment, quantised=True)
     verify_times = verify.memory_seconds(deployment), verify.compute_seconds(deployment, quantised=True)
-    draft_seconds = 0.0
+    draft_seconds = draft_bytes = 0.0
     if head is not None and k > 0:
-        first = forward_work(deployment, head, batch=batch, context=context, tokens=k + 1, logits=1, fuse=True)
+        at_once = isinstance(head, DrafterSizes) and head.is_parallel
+        rows, logits = k + 1, k if at_once else 1
+        if at_once and not layer_runs(head):
+            rows = logits = 1  # the outputs of all heads are counted as one
+        first = forward_work(deployment, head, batch=batch, context=context, tokens=rows, logits=logits, fuse=True)
         later = forward_work(deployment, head, batch=batch, context=context + k + 1, tokens=1, logits=1)
-        draft_seconds = _seconds(first, deployment) + (k - 1) * _seconds(later, deployment)
+        more = 0 if at_once else k - 1
+        draft_seconds = _seconds(first, deployment) + more * _seconds(later, deployment)
+        draft_bytes = first.num_bytes + more * later.num_bytes
     return RoundBound(
         batch=batch,
         num_draft_tokens=k,
         plain_seconds=max(plain_times),
         verify_seconds=max(verify_times),
         draft_seconds=draft_seconds,
+        draft_bytes=draft_bytes,
         plain_bytes=plain.num_bytes,
         plain_flops=plain.layer_flops + plain.other_flops,
         plain_limit=_limit(*plain_times),

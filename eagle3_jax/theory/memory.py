@@ -8,7 +8,7 @@ from typing import Any
 
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, LayerConfig
 from eagle3_jax.theory.accelerators import Accelerator
-from eagle3_jax.theory.sizes import LayerRun, layer_runs, parameters
+from eagle3_jax.theory.sizes import DrafterSizes, LayerRun, Model, added, layer_runs, num_features, parameters
 
 # Bits per weight of the matrices inside the layers. int4 carries a 16-bit scale for every 128 weights; the scales of
 # fp8 and int8, one a row, are left out (a thousandth).
@@ -28,7 +28,7 @@ class Deployment:
 
     Attributes:
         target: The target.
-        head: Its draft head; ``None`` for plain decoding.
+        head: What drafts for it; ``None`` for plain decoding.
         accelerator: What each of them is.
         num_accelerators: Tensor-parallel size ``n``.
         weights: A key of ``WEIGHT_BITS``.
@@ -38,7 +38,7 @@ class Deployment:
     """
 
     target: DecoderConfig
-    head: Eagle3Config | None
+    head: Eagle3Config | DrafterSizes | None
     accelerator: Accelerator
     num_accelerators: int = 1
     weights: str = "bfloat16"
@@ -71,35 +71,37 @@ class Deployment:
         """Bytes of a number that is never quantised: embedding, output projection, vectors, head, activations."""
         return 4 if self.weights == "float32" else 2
 
-    def weight_bytes(self, model: DecoderConfig | Eagle3Config) -> float:
+    def weight_bytes(self, model: Model) -> float:
         """Weights on each accelerator: ``bits/8·(qo + mlp + r·kv)/n + wide·((embed + output)/n + fusion + vectors)``.
 
-        ``r`` is how many accelerators share a key/value head, 1 when there are enough heads.
+        ``r`` is how many accelerators share a key/value head, 1 when there are enough heads. What a drafter borrows is
+        not counted.
         """
-        of = parameters(model)
-        return (
-            self._layer_bytes(model)
-            + self.plain_bytes * (of.embedding + of.output) / self.num_accelerators
-            + self.plain_bytes * (of.fusion + of.vectors)
-        )
+        own = added(model)
+        if not own.total:
+            return 0.0
+        tables = own.embedding + own.output - parameters(model).output
+        return self.streamed_bytes(model) + self.plain_bytes * tables / self.num_accelerators
 
-    def streamed_bytes(self, model: DecoderConfig | Eagle3Config) -> float:
+    def streamed_bytes(self, model: Model) -> float:
         """Weights that each accelerator reads in a forward: all but the embedding, of which a token reads one row."""
-        return self.weight_bytes(model) - self.plain_bytes * parameters(model).embedding / self.num_accelerators
+        of = parameters(model)
+        divided = self.plain_bytes * of.output / self.num_accelerators
+        return self._layer_bytes(model) + divided + self.plain_bytes * (of.fusion + of.vectors)
 
-    def cache_bytes_per_token(self, model: DecoderConfig | Eagle3Config) -> float:
+    def cache_bytes_per_token(self, model: Model) -> float:
         """Keys and values of one token on each accelerator: ``Σ 2·C·H`` numbers, ``·r/n``, over the layers.
 
         Layers with a window hold the whole sequence like the others; an engine that frees what has left the window
         needs less.
         """
-        return sum(self.run_cache_bytes(run) for run in layer_runs(model))
+        return sum((self.run_cache_bytes(run) for run in layer_runs(model)), 0.0)
 
     def run_cache_bytes(self, run: LayerRun) -> float:
         """The same of some layers."""
         return run.cache_values_per_token * self._shared_by(run) / self.num_accelerators * CACHE_BYTES[self.cache]
 
-    def _layer_bytes(self, model: DecoderConfig | Eagle3Config) -> float:
+    def _layer_bytes(self, model: Model) -> float:
         bits = WEIGHT_BITS[self.weights] if isinstance(model, DecoderConfig) else 8.0 * self.plain_bytes
         divided = sum(run.query_output + run.mlp + run.key_value * self._shared_by(run) for run in layer_runs(model))
         return bits / 8 * divided / self.num_accelerators
@@ -108,7 +110,7 @@ class Deployment:
         return max(1.0, self.num_accelerators / run.layer.mixer.num_kv_heads)
 
 
-def attention_heads(model: DecoderConfig | Eagle3Config) -> set[int]:
+def attention_heads(model: Model) -> set[int]:
     """The numbers of query heads that its layers have, mostly one."""
     return {run.layer.mixer.num_heads for run in layer_runs(model)}
 
@@ -175,7 +177,7 @@ def activation_bytes(deployment: Deployment, *, batch: int, num_draft_tokens: in
     """
     target, n = deployment.target, deployment.num_accelerators
     verified = batch * (num_draft_tokens + 1)
-    features = len(deployment.head.aux_layers) * target.width if deployment.head else 0
+    features = num_features(deployment.head) * target.width if deployment.head else 0
     inner = max(_inner_width(run.layer) for run in layer_runs(target))
     per_token = deployment.plain_bytes * (4 * target.width + inner / n + features)
     return max(verified, prefill_tokens) * per_token + 2 * 4 * verified * target.vocab_size / n

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, LayerConfig
 
@@ -60,10 +60,46 @@ class LayerRun(NamedTuple):
     cache_values_per_token: int
 
 
-def layer_runs(model: DecoderConfig | Eagle3Config) -> list[LayerRun]:
-    """The layers of a target or a head, equal neighbours together.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterSizes:
+    """A drafter of any other method, as far as plans ask; EAGLE-3's follow from its description alone.
 
-    The first layer of a head reads the token embedding beside the fused features, so that its query, key and value
+    Attributes:
+        method: What people call it.
+        runs: Its layers; those that keep keys and values.
+        read: What a pass reads, borrowed parameters included; ``fusion`` in every pass.
+        owned: What it adds to the target's memory.
+        num_features: ``A``, features that it is fed.
+        target_width: Of the target that it drafts for.
+        max_positions: Longest sequence that it was built for.
+        is_parallel: Whether one pass gives the whole draft.
+        longest: The most tokens of a draft; ``None`` for any number.
+    """
+
+    method: str
+    runs: tuple[LayerRun, ...]
+    read: Parameters
+    owned: Parameters
+    num_features: int
+    target_width: int
+    max_positions: int
+    is_parallel: bool
+    longest: int | None = None
+
+
+Model = DecoderConfig | Eagle3Config | DrafterSizes
+NOTHING = Parameters(query_output=0, key_value=0, mlp=0, fusion=0, vectors=0, embedding=0, output=0)
+
+
+def layer_runs(model: Model) -> list[LayerRun]:
+    """The layers of a target or a drafter, equal neighbours together."""
+    return list(model.runs) if isinstance(model, DrafterSizes) else runs_of(model)
+
+
+def runs_of(model: Any) -> list[LayerRun]:
+    """The same of any description with ``layers`` and a ``width``.
+
+    The first layer of an EAGLE-3 head reads the embedding beside the fused features, so that its query, key and value
     projections are ``2·D`` wide and two norms stand before them (Li et al., 2025, arXiv 2503.01840, section 3).
     """
     runs, layers = [], model.layers
@@ -98,12 +134,31 @@ def _run(layer: LayerConfig, count: int, *, inputs: int, width: int) -> LayerRun
     )
 
 
-def parameters(model: DecoderConfig | Eagle3Config) -> Parameters:
+def added(model: Model) -> Parameters:
+    """What a drafter has beside its target: all but what it borrows."""
+    return model.owned if isinstance(model, DrafterSizes) else parameters(model)
+
+
+def method_of(head: Eagle3Config | DrafterSizes) -> str:
+    """What drafts, in words."""
+    return head.method if isinstance(head, DrafterSizes) else "EAGLE-3 head"
+
+
+def num_features(model: Model) -> int:
+    """Target features that a drafter is fed."""
+    if isinstance(model, DrafterSizes):
+        return model.num_features
+    return len(model.aux_layers) if isinstance(model, Eagle3Config) else 0
+
+
+def parameters(model: Model) -> Parameters:
     """Parameters of a target, or of a head without the embedding that it shares with its target.
 
     Of ``L`` equal layers without biases: ``L·(2·D·heads·H + 2·D·C·H + 3·D·mlp)`` in the layers' matrices, ``2·V·D`` in
     the tables (``V·D`` if tied), and the norms; a head has ``A·D_target·D`` for the fusion and ``W·D`` for the output.
     """
+    if isinstance(model, DrafterSizes):
+        return model.read
     runs, width = layer_runs(model), model.width
     vectors = sum(run.vectors for run in runs) + width
     if isinstance(model, Eagle3Config):
@@ -125,6 +180,6 @@ def parameters(model: DecoderConfig | Eagle3Config) -> Parameters:
     )
 
 
-def cache_values_per_token(model: DecoderConfig | Eagle3Config) -> int:
+def cache_values_per_token(model: Model) -> int:
     """Numbers that one token adds to the caches of all layers, ``Σ 2·C·H``."""
     return sum(run.cache_values_per_token for run in layer_runs(model))
