@@ -250,7 +250,7 @@ def test_the_command_line_takes_a_tuning_and_rules_by_name(cli: Any, tmp_path: P
         (("--adaptive", bad), "expected what `eagle3 tune --output` writes"),
         (("--adaptive", tmp_path / "none.json"), "none.json"),
         (("--adaptive", "on", "--tree", "num_nodes=5,max_depth=2,top_k=2"), ""),
-        (("--verifier", "blocks"), "expected block, "),
+        (("--verifier", "blocks"), "expected 'block', 'typical'"),
     ):
         code, _, err = cli(*pair, *options)
         assert code == 2 and message in err.replace("\n", " "), err
