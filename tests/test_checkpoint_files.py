@@ -144,5 +144,5 @@ def test_tokenizer_files_travel(tmp_path: Path) -> None:
 
 
 def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="'gguf' is not known; use one of jax, .*eagle, sglang"):
+    with pytest.raises(CheckpointError, match=r"'gguf' is not known; use one of jax, .*eagle, sglang"):
         conversion.convert(write_llama(tmp_path / "target"), tmp_path / "out", "gguf")
