@@ -106,10 +106,10 @@ LEFT = "1.0 - jnp.sum(jnp.where(elder, p[:, None, :], 0.0), axis=-1)"
 RESIDUAL = "jnp.where(child, rest, walk.p)"
 FITS = "(accept[node] * q[token] < walk.p[token])"
 DECLARED = "probs.append(q)"
-SCATTERED = ".at[:, draft_to_target].add(q)"
-DECLARED_SIBLING = "over_target(draft_to_target, q, vocab_size))"
+DECLARED = "over_target(draft_to_target, q, vocab_size)"
+DECLARED_SIBLING = DECLARED + ")"
 WARPED = "scaled = _truncate(scaled, jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p))"
-PROPOSED = "positions = jnp.broadcast_to(state.cache.length[:, None] + depth, tokens.shape)"
+PROPOSED = "positions = jnp.broadcast_to(length[:, None] + depth, tokens.shape)"
 SHIFTED = "shifted = jnp.where(last, seen.next_token[:, None], shifted)"
 COMMITTED = "cache = state.cache.commit(output.written, count, None if self.is_chain else nodes)"
 EXPANDED = "jnp.concatenate([_take(mask, slots), itself], axis=-1)"
@@ -173,13 +173,13 @@ MUTANTS = {
         tiny.Sampled.propose, DECLARED, "probs.append(jax.nn.softmax(q))", "a sampled chain"
     ),
     "a draft is drawn at the temperature and declared without it": long_law(
-        _grow.draw_chain, SCATTERED, ".at[:, draft_to_target].add(jax.nn.softmax(logits))", "a chain of drawn tokens"
+        _grow.draw_chain, DECLARED, DECLARED.replace(" q,", " jax.nn.softmax(logits),"), "a chain of drawn tokens"
     ),
     "a draft is declared at its draft ids": long_law(
-        _grow.draw_chain, SCATTERED, ".at[:, : q.shape[1]].add(q)", "a chain of drawn tokens"
+        _grow.draw_chain, DECLARED, "probs[0].at[:, : q.shape[1]].add(q)", "a chain of drawn tokens"
     ),
     "an argmax draft is declared as if drawn": long_law(
-        _grow.draw_chain, "jnp.where(greedy, ", "jnp.where(True, ", "a chain of drawn tokens"
+        _grow.draw_chain, "jnp.where(greedy, argmax", "jnp.where(True, argmax", "a chain of drawn tokens"
     ),
     "all depths of a draft share one uniform": long_law(
         _grow.draw_chain, "draw(q, dice[:, index])", "draw(q, dice[:, 0])", "a chain of drawn tokens"
@@ -352,7 +352,7 @@ MUTANTS = {
     ),
     "offsets of the draft vocabulary are taken for ids": vllm_trace(
         _grow._grow_chain,
-        "draft_to_target[argmax(level.logits[:, 0])]",
+        "to_target(draft_to_target, argmax(level.logits[:, 0]))",
         "(draft_to_target - jnp.arange(draft_to_target.size))[argmax(level.logits[:, 0])]",
     ),
     "draft nodes see their siblings": official_draft(
@@ -378,7 +378,7 @@ MUTANTS = {
         _grow.draw_chain, "run(tokens[-1][:, None]", "run(ids[:, None]"
     ),
     "a drawn chain declares its q in bfloat16": drawn_chain(
-        _grow.draw_chain, SCATTERED, ".at[:, draft_to_target].add(q.astype(jnp.bfloat16).astype(jnp.float32))"
+        _grow.draw_chain, DECLARED, DECLARED.replace(" q,", " q.astype(jnp.bfloat16).astype(jnp.float32),")
     ),
     "a drawn chain stands still": drawn_chain(_grow.draw_chain, "level = run(", "run("),
     # Training: what the official code recorded.
