@@ -106,8 +106,7 @@ LEFT = "1.0 - jnp.sum(jnp.where(elder, p[:, None, :], 0.0), axis=-1)"
 RESIDUAL = "jnp.where(child, rest, walk.p)"
 FITS = "(accept[node] * q[token] < walk.p[token])"
 DECLARED = "probs.append(q)"
-DECLARED = "over_target(draft_to_target, q, vocab_size)"
-DECLARED_SIBLING = DECLARED + ")"
+DRAWN_FROM = "over_target(draft_to_target, q, vocab_size)"
 WARPED = "scaled = _truncate(scaled, jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p))"
 PROPOSED = "positions = jnp.broadcast_to(length[:, None] + depth, tokens.shape)"
 SHIFTED = "shifted = jnp.where(last, seen.next_token[:, None], shifted)"
@@ -173,10 +172,10 @@ MUTANTS = {
         tiny.Sampled.propose, DECLARED, "probs.append(jax.nn.softmax(q))", "a sampled chain"
     ),
     "a draft is drawn at the temperature and declared without it": long_law(
-        _grow.draw_chain, DECLARED, DECLARED.replace(" q,", " jax.nn.softmax(logits),"), "a chain of drawn tokens"
+        _grow.draw_chain, DRAWN_FROM, DRAWN_FROM.replace(" q,", " jax.nn.softmax(logits),"), "a chain of drawn tokens"
     ),
     "a draft is declared at its draft ids": long_law(
-        _grow.draw_chain, DECLARED, "probs[0].at[:, : q.shape[1]].add(q)", "a chain of drawn tokens"
+        _grow.draw_chain, DRAWN_FROM, "probs[0].at[:, : q.shape[1]].add(q)", "a chain of drawn tokens"
     ),
     "an argmax draft is declared as if drawn": long_law(
         _grow.draw_chain, "jnp.where(greedy, argmax", "jnp.where(True, argmax", "a chain of drawn tokens"
@@ -185,8 +184,8 @@ MUTANTS = {
         _grow.draw_chain, "draw(q, dice[:, index])", "draw(q, dice[:, 0])", "a chain of drawn tokens"
     ),
     "siblings are drawn without replacement and declared with it": long_law(
-        _grow.draw_static, DECLARED_SIBLING,
-        DECLARED_SIBLING.replace(" q,", " probabilities(first.logits, sampling, Warping.TEMPERATURE) if nodes[0] < 3 else q,"),
+        _grow.draw_static, DRAWN_FROM,
+        DRAWN_FROM.replace(" q,", " probabilities(first.logits, sampling, Warping.TEMPERATURE) if nodes[0] < 3 else q,"),
         "a static tree of drawn tokens",
     ),
     "the likeliest siblings are declared as if drawn": long_law(
@@ -378,9 +377,11 @@ MUTANTS = {
         _grow.draw_chain, "run(tokens[-1][:, None]", "run(ids[:, None]"
     ),
     "a drawn chain declares its q in bfloat16": drawn_chain(
-        _grow.draw_chain, DECLARED, DECLARED.replace(" q,", " q.astype(jnp.bfloat16).astype(jnp.float32),")
+        _grow.draw_chain, DRAWN_FROM, DRAWN_FROM.replace(" q,", " q.astype(jnp.bfloat16).astype(jnp.float32),")
     ),
-    "a drawn chain stands still": drawn_chain(_grow.draw_chain, "level = run(", "run("),
+    "a drawn chain stands still": drawn_chain(
+        _grow.draw_chain, "probabilities(level.logits", "probabilities(first.logits"
+    ),
     # Training: what the official code recorded.
     "the steps of a loss are weighed one too late": official_losses(
         ttt.against, "config.decay**step", "config.decay ** (step + 1)"

@@ -132,6 +132,9 @@ def law_of_the_code(
             target = [p((*prefix, *after)) for after in context]
             rows += [(prefix, proposed, tree, target, cell) for cell in cells(tree, target)]
 
+    depth = max(
+        len(oracle.path_to(tree.parents, node)) for _, _, tree, _, _ in rows for node in range(len(tree.tokens))
+    )
     one_hot = all(max(q) == 1 for _, _, tree, _, _ in rows for q in tree.q[1:])
     draft = Draft(
         tokens=jnp.array([tree.tokens for _, _, tree, _, _ in rows], jnp.int32),
@@ -152,7 +155,7 @@ def law_of_the_code(
             probs,
             accept=jnp.array(np.array(accept, np.float32)),
             choose=jnp.array(np.array(choose, np.float32))[:, None],
-            max_depth=3,
+            max_depth=depth,
         )
         path, count, following = (np.asarray(x) for x in (verdict.path, verdict.num_accepted, verdict.next_token))
         assert ((path >= 0).sum(1) == count).all()
