@@ -235,7 +235,9 @@ def _memory(
     if not written:
         return BlockMemory(mask=seen)
     first, *later = written
-    return BlockMemory(past=(Segment(first, seen),), own=later if window is None else later[max(step - window, 0) :])
+    if window is not None:
+        later = later[max(step - window, 0) :]
+    return BlockMemory(past=(Segment(first, seen),), own=later)
 
 
 def _seen(batch: TTTBatch) -> Bool[Array, "B T T"]:
