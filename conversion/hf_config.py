@@ -258,7 +258,7 @@ def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> lis
         )
     if set(types) <= {_FULL}:
         return [None] * num_layers
-    is_on = fields.flag("use_sliding_window", default=not switched)
+    is_on = _SLIDING in types and fields.flag("use_sliding_window", default=not switched)
     return read_windows(fields, read_window(fields) if is_on else None, lambda _: False, num_layers)
 
 
