@@ -106,7 +106,7 @@ def test_a_drafter_comes_from_a_module(cli, source: str, length: int) -> None:
         (("--drafter", "own_parts:broken"), "list is no drafter: it has no num_nodes, max_depth"),
         (("--drafter", "none", "--target", "own_parts:number"), "expected a function of (argument, dtype)"),
         (("--drafter", "none", "--target", "own_parts:nothing"), "gave dict; expected an eagle3_jax.LoadedTarget"),
-        (("--verifier", "loose"), "--verifier loose: expected module:name"),
+        (("--verifier", "loose"), "--verifier loose: expected 'block', 'typical', or one of your own"),
         (("--verifier", "own_parts:Loose"), "the verifier is the class Loose; give an instance"),
         (("--verifier", "own_parts:number"), "int is no verifier: it has no lossless, __call__; see docs/extending.md"),
         (("--verifier", "own_parts:silent"), "Silent is no verifier: it has no lossless"),

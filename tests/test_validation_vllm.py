@@ -329,7 +329,8 @@ def test_the_first_difference_is_named_to_the_token() -> None:
 
 
 def test_our_rounds_are_counted_as_vllm_counts() -> None:
-    stats = stats_of([Played([], [2, 0], []), Played([], [1], [])], 3)
+    drafts = [[5, 6, 7], [8, 9, 10]]
+    stats = stats_of([Played([], [2, 0], drafts), Played([], [1], drafts[:1])], 3)
     assert stats.to_json() == {
         "num_drafts": 3,
         "num_draft_tokens": 9,
