@@ -46,7 +46,19 @@ class Exact:
             return verify_greedy(draft, argmax(logits), max_depth=max_depth)
         accept, choose = verification_dice(keys, logits.shape[1], logits.shape[2])
         probs = probabilities(logits, sampling, warping)
-        return verify(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
+        return self.verify(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
+
+    def verify(
+        self,
+        draft: Draft,
+        target_probs: Float[Array, "B N V"],
+        *,
+        accept: Float[Array, "B N"],
+        choose: Float[Array, "B U"],
+        max_depth: int,
+    ) -> Verdict:
+        """What decides rows that are sampled: :func:`verify`; another exact rule has another."""
+        return verify(draft, target_probs, accept=accept, choose=choose, max_depth=max_depth)
 
 
 def verification_dice(

@@ -10,15 +10,15 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.acceptance import verification_dice, verify_greedy, verify_points
-from eagle3_jax.sampling import argmax, draw, probabilities
-from eagle3_jax.types import Draft, SamplingParams, Verdict, Warping
+from eagle3_jax.acceptance import Exact, verify_points
+from eagle3_jax.sampling import draw
+from eagle3_jax.types import Draft, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockVerification:
+class BlockVerification(Exact):
     """The block rule, as a :class:`~eagle3_jax.types.Verifier` of chains.
 
     It gains where tokens are drawn (``draft_sampling`` probabilistic) and there are at least two. A draft of point
@@ -26,31 +26,21 @@ class BlockVerification:
     """
 
     @property
-    def lossless(self) -> bool:
-        """Yes."""
-        return True
-
-    @property
     def chains_only(self) -> bool:
         """The rule is defined along one path."""
         return True
 
-    def __call__(
+    def verify(
         self,
         draft: Draft,
-        logits: Float[Array, "B N V"],
-        sampling: SamplingParams,
-        keys: Key[Array, " B"],
+        target_probs: Float[Array, "B N V"],
         *,
-        warping: Warping,
+        accept: Float[Array, "B N"],
+        choose: Float[Array, "B U"],
         max_depth: int,
     ) -> Verdict:
-        """See :class:`~eagle3_jax.types.Verifier`."""
-        if warping is Warping.GREEDY:
-            return verify_greedy(draft, argmax(logits), max_depth=max_depth)
-        accept, choose = verification_dice(keys, logits.shape[1], logits.shape[2])
-        probs = probabilities(logits, sampling, warping)
-        return verify_block(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
+        """By :func:`verify_block`."""
+        return verify_block(draft, target_probs, accept=accept, choose=choose, max_depth=max_depth)
 
 
 def verify_block(

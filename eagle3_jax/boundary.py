@@ -146,7 +146,7 @@ def configured(drafter: Drafter[Any], topology: Topology | None, draft_sampling:
             "leave the option out or choose another drafter"
         )
     if draft_sampling is DraftSampling.PROBABILISTIC:
-        raise ValueError(f"{name} has no distribution to draw from; leave draft_sampling out or load an EAGLE-3 head")
+        raise ValueError(f"{name} has no distribution to draw from; leave draft_sampling out or load a draft head")
     return drafter
 
 

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 from training_pair import STEPS, Pair, make_batch, random_pair
 
-from eagle3_jax.drafters import _network
+from eagle3_jax.drafters import _grow
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform, usual_head, with_window
 from eagle3_jax.models.decoder import DecoderTarget
@@ -259,7 +259,7 @@ def test_unroll_is_chain_drafting_with_the_true_tokens(pair, monkeypatch, window
         drafter.propose(params, state, jax.random.split(jax.random.key(0), rows), SamplingParams())
         return recorded
 
-    monkeypatch.setattr(_network, "grow", forced)
+    monkeypatch.setattr(_grow, "grow", forced)
     for step, logits in enumerate(infer(head)):
         np.testing.assert_allclose(unrolled[step][0, :rows], logits, rtol=1e-4, atol=1e-4)
 

@@ -16,10 +16,55 @@ from jaxtyping import Array, Float, Int, Key
 from eagle3_jax.cache import Cache, KeyValues
 from eagle3_jax.drafters._grow import Level
 from eagle3_jax.drafters._network import NetworkDrafter
+from eagle3_jax.models.config import LayerConfig, check_stack
 from eagle3_jax.models.decoder import causal_mask, empty_cache, memories, windows_of
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import embed
 from eagle3_jax.types import Draft, Observation, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FinalStateConfig:
+    """A head that reads the target's final state alone. It is as wide as its target and proposes all of its tokens.
+
+    Attributes:
+        vocab_size: ``V``.
+        width: ``D``.
+        layers: The head's own.
+        num_target_layers: ``L`` of the target, whose state after the final norm is feature ``L + 1``.
+        max_positions: Longest sequence that the head was built for.
+        norm_eps: Added to the mean square in RMSNorm.
+    """
+
+    vocab_size: int
+    width: int
+    layers: tuple[LayerConfig, ...]
+    num_target_layers: int
+    max_positions: int = 2048
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        check_stack(self)
+
+    @property
+    def num_layers(self) -> int:
+        """The head's own layers."""
+        return len(self.layers)
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """``W``, all of ``V``."""
+        return self.vocab_size
+
+    @property
+    def target_width(self) -> int:
+        """Width of the target's features."""
+        return self.width
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """What leaves the target's final norm."""
+        return (self.num_target_layers + 1,)
 
 
 @struct.dataclass(kw_only=True)

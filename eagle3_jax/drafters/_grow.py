@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.sampling import argmax, draw, num_digits, probabilities, uniforms
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
-from eagle3_jax.types import Draft, SamplingParams, Warping
+from eagle3_jax.types import Draft, DraftSampling, SamplingParams, Warping
 
 
 class Level(NamedTuple):
@@ -34,6 +34,34 @@ class Level(NamedTuple):
 # (target token ids [B k], carry of their parents, depth below the root minus 1, mask over all nodes run so far
 # including these [B k M], memory) -> Level
 RunLevel = Callable[[Int[Array, "B k"], Any, int, Bool[Array, "B k M"], Any], Level]
+
+
+def draft(
+    topology: Topology,
+    draft_sampling: DraftSampling,
+    *,
+    root: Int[Array, " B"],
+    first: Level,
+    run: RunLevel,
+    draft_to_target: Int[Array, " W"] | None,
+    vocab_size: int,
+    keys: Key[Array, " B"],
+    sampling: SamplingParams,
+) -> tuple[Draft, Any]:
+    """A draft of the likeliest tokens (:func:`grow`), or a drawn one (:func:`draw_chain`, :func:`draw_static`)."""
+    if draft_sampling is DraftSampling.GREEDY:
+        return grow(topology, root=root, first=first, run=run, draft_to_target=draft_to_target)
+    drawn = draw_chain if isinstance(topology, Chain) else draw_static
+    return drawn(
+        topology,  # type: ignore[arg-type]
+        root=root,
+        first=first,
+        run=run,
+        draft_to_target=draft_to_target,
+        vocab_size=vocab_size,
+        keys=keys,
+        sampling=sampling,
+    )
 
 
 def grow(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.drafters._grow import Level, RunLevel, draw_chain, draw_static, grow
+from eagle3_jax.drafters._grow import Level, RunLevel, draft
 from eagle3_jax.models.functional import Params, bind, init_params, param_axes, param_shapes
 from eagle3_jax.models.layers import FLOAT32, Precision, product
 from eagle3_jax.sharding import VOCAB, Axis
@@ -92,11 +92,9 @@ class ShapedDrafter:
         sampling: SamplingParams,
     ) -> tuple[Draft, Any]:
         """The draft of this shape, and what the network remembers of it: the likeliest tokens, or drawn ones."""
-        if self.draft_sampling is DraftSampling.GREEDY:
-            return grow(self.topology, root=root, first=first, run=run, draft_to_target=draft_to_target)
-        drawn = draw_chain if self.is_chain else draw_static
-        return drawn(
-            self.topology,  # type: ignore[arg-type]
+        return draft(
+            self.topology,
+            self.draft_sampling,
             root=root,
             first=first,
             run=run,

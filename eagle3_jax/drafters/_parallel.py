@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.drafters._grow import Level, draw_chain, draw_static, grow
-from eagle3_jax.tree import Chain, Topology
+from eagle3_jax.drafters._grow import Level, draft
+from eagle3_jax.tree import Topology
 from eagle3_jax.types import Draft, DraftSampling, SamplingParams
 
 
@@ -53,14 +53,11 @@ def propose_parallel(
         del tokens, mask
         return Level(logits[:, depth + 1, None], carry, memory)
 
-    first = Level(logits[:, :1], carry=(), memory=())
-    if draft_sampling is DraftSampling.GREEDY:
-        return grow(topology, root=root, first=first, run=run, draft_to_target=draft_to_target)[0]
-    drawn = draw_chain if isinstance(topology, Chain) else draw_static
-    return drawn(
-        topology,  # type: ignore[arg-type]
+    return draft(
+        topology,
+        draft_sampling,
         root=root,
-        first=first,
+        first=Level(logits[:, :1], carry=(), memory=()),
         run=run,
         draft_to_target=draft_to_target,
         vocab_size=vocab_size,

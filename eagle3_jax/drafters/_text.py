@@ -90,9 +90,7 @@ class TextDrafter:
         """
         name = type(self).__name__
         if draft_sampling is DraftSampling.PROBABILISTIC:
-            raise ValueError(
-                f"{name} has no distribution to draw from; leave draft_sampling out or load an EAGLE-3 head"
-            )
+            raise ValueError(f"{name} has no distribution to draw from; leave draft_sampling out or load a draft head")
         if topology is None:
             return self
         if not isinstance(topology, Chain):

@@ -28,57 +28,21 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.cache import KeyValue
-from eagle3_jax.drafters._feedback import FeedbackDrafter
-from eagle3_jax.models.config import LayerConfig, check_stack
+from eagle3_jax.drafters._feedback import FeedbackDrafter, FinalStateConfig
 from eagle3_jax.models.decoder import Attention, Block, Memory
 from eagle3_jax.models.functional import traced_once
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, SwiGLU
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eagle1Config:
-    """An EAGLE-1 head. It is as wide as its target and proposes all of the target's tokens.
+class Eagle1Config(FinalStateConfig):
+    """An EAGLE-1 head, mostly of one layer; the first has no input norm.
 
     Attributes:
-        vocab_size: ``V``.
-        width: ``D``.
-        layers: Mostly one; the first has no input norm.
-        num_target_layers: ``L`` of the target, whose state after the final norm is feature ``L + 1``.
         fc_bias: Whether ``fc`` carries a bias; published heads mostly do.
-        max_positions: Longest sequence that the head was built for.
-        norm_eps: Added to the mean square in RMSNorm.
     """
 
-    vocab_size: int
-    width: int
-    layers: tuple[LayerConfig, ...]
-    num_target_layers: int
     fc_bias: bool = True
-    max_positions: int = 2048
-    norm_eps: float = 1e-6
-
-    def __post_init__(self) -> None:
-        check_stack(self)
-
-    @property
-    def num_layers(self) -> int:
-        """The head's own layers."""
-        return len(self.layers)
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """``W``, all of ``V``."""
-        return self.vocab_size
-
-    @property
-    def target_width(self) -> int:
-        """Width of the target's features."""
-        return self.width
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """What leaves the target's final norm."""
-        return (self.num_target_layers + 1,)
 
 
 class FirstLayer(nnx.Module):

@@ -28,8 +28,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.cache import KeyValue
-from eagle3_jax.drafters._feedback import FeedbackDrafter
-from eagle3_jax.models.config import LayerConfig, check_stack
+from eagle3_jax.drafters._feedback import FeedbackDrafter, FinalStateConfig
 from eagle3_jax.models.decoder import Block, Memory
 from eagle3_jax.models.functional import Params, traced_once
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, embed
@@ -37,53 +36,21 @@ from eagle3_jax.sharding import VOCAB, Axis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MTPConfig:
-    """An MTP module with a dense block. It is as wide as its target and proposes all of the target's tokens.
+class MTPConfig(FinalStateConfig):
+    """An MTP module with a dense block, its one layer.
 
     Attributes:
-        vocab_size: ``V``.
-        width: ``D``.
-        layers: The one block.
-        num_target_layers: ``L`` of the target, whose state after the final norm is feature ``L + 1``.
         own_output: Whether it has an output matrix of its own.
         zero_first: Whether the embedding at position 0 counts as zero.
-        max_positions: Longest sequence that it was built for.
-        norm_eps: Added to the mean square in RMSNorm.
     """
 
-    vocab_size: int
-    width: int
-    layers: tuple[LayerConfig, ...]
-    num_target_layers: int
     own_output: bool = False
     zero_first: bool = True
-    max_positions: int = 2048
-    norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        check_stack(self)
+        super().__post_init__()
         if len(self.layers) != 1:
             raise ValueError(f"the module has {len(self.layers)} layers; expected 1 (it is fed back, not stacked)")
-
-    @property
-    def num_layers(self) -> int:
-        """One."""
-        return len(self.layers)
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """``W``, all of ``V``."""
-        return self.vocab_size
-
-    @property
-    def target_width(self) -> int:
-        """Width of the target's features."""
-        return self.width
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """What leaves the target's final norm."""
-        return (self.num_target_layers + 1,)
 
 
 class MTPModule(nnx.Module):
