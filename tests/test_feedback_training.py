@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
@@ -123,12 +124,27 @@ def test_training_lowers_the_loss_and_raises_the_acceptance(method: str) -> None
     assert seen[-1]["acceptance_1"] > seen[0]["acceptance_1"]
 
 
-@pytest.mark.parametrize(
-    ("method", "option"), [("eagle1", "draft_vocab_size"), ("mtp", "num_layers"), ("mtp", "width")]
-)
-def test_a_choice_that_a_method_does_not_have_is_refused(method: str, option: str) -> None:
-    with pytest.raises(ValueError, match=f"{option} is 4, and {method} has no choice of it"):
-        RECIPES[method].config(TARGET.model.config, HeadOptions(depth=1, **{option: 4}))
+NO_CHOICE = {(method, "width") for method in RECIPES if method != "draft-model"}
+NO_CHOICE |= {("eagle3", "num_layers"), ("mtp", "num_layers"), ("medusa", "mlp_width")}
+NO_CHOICE |= {(method, "draft_vocab_size") for method in ("eagle1", "mtp", "draft-model")}
+
+
+@pytest.mark.parametrize("option", ["num_layers", "width", "mlp_width", "draft_vocab_size"])
+@pytest.mark.parametrize("method", sorted(RECIPES))
+def test_a_choice_changes_the_head_or_is_refused(method: str, option: str) -> None:
+    """A value that nobody reads would be a silent no."""
+    like, make = TARGET.model.config, RECIPES[method].config
+    usual = make(like, HeadOptions(depth=4))
+    refused = pytest.raises(ValueError, match=f"{option} is 2, and .* has no choice of it; leave it out")
+    with refused if (method, option) in NO_CHOICE else contextlib.nullcontext():
+        assert make(like, HeadOptions(depth=4, **{option: 2})) != usual
+
+
+@pytest.mark.parametrize("option", ["num_layers", "width", "mlp_width", "draft_vocab_size"])
+@pytest.mark.parametrize("value", [0, 10**12])
+def test_a_number_beyond_every_head_is_refused(option: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{option} is {value}; expected a whole number from 1 to"):
+        HeadOptions(depth=4, **{option: value})
 
 
 def test_what_is_trained_can_be_written() -> None:

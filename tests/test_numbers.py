@@ -110,7 +110,7 @@ def no_work(tmp_path_factory):
     """Models are read once, and whatever takes its time is not begun."""
     from eagle3_jax.cli import bench, generate, tune
     from eagle3_jax.measure import tune_measure
-    from eagle3_jax.training import corpus, head, regenerate
+    from eagle3_jax.training import corpus, methods, regenerate
 
     def reached(*arguments: Any, **options: Any) -> None:
         raise Reached
@@ -123,9 +123,10 @@ def no_work(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for module, name in (
             (generate, "_print_json"), (bench, "_measure"), (tune_measure, "tune"), (corpus, "train_tokenizer"),
-            (train, "_train"), (regenerate, "regenerate"), (head, "initial_head"),
+            (train, "run"), (regenerate, "regenerate"),
         ):  # fmt: skip
             patch.setattr(module, name, reached)
+        patch.setitem(methods.RECIPES, "eagle3", methods.RECIPES["eagle3"]._replace(start=reached))
         patch.setattr(eagle3_jax, "load_target", target_of)
         patch.setattr(eagle3_jax, "load_drafter", drafter_of)
         patch.setattr(tune, "_requests", lambda path, most: [Request([1, 2], 1)])

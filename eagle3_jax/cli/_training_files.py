@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -43,17 +44,17 @@ def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
     return tokens, tokenizer
 
 
-def check_trainable(config: DecoderConfig) -> None:
-    """Refuse a model whose training state alone is larger than the memory of this machine."""
-    from eagle3_jax.theory.sizes import parameters
+def check_trainable(shapes: Any) -> None:
+    """Refuse a model, given by the shapes of its parameters, whose training state alone is larger than the memory."""
+    import jax
 
-    total = parameters(config).total
+    total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
     needed = 16 * total  # weights, gradients and two moments in float32
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
         raise Misuse(
             f"{total:,} parameters need {needed / 1e9:,.0f} GB to train and this machine has "
-            f"{memory / 1e9:,.0f}; lower --layers, --width, --mlp-width or --heads"
+            f"{memory / 1e9:,.0f}; lower --layers, --width or --mlp-width"
         )
 
 

@@ -163,8 +163,8 @@ def target(
         max_positions=max_positions,
         norm_eps=norm_eps,
     )
-    check_trainable(config)
     model = DecoderTarget(config, precision_named(dtype))
+    check_trainable(model.param_shapes())
     schedule = OptimizerConfig(
         method=optimizer,
         learning_rate=learning_rate,
@@ -304,6 +304,7 @@ def head(
     )
     config = recipe.config(model.config, options)
     drafter = recipe.drafter(config, precision=model.precision)
+    check_trainable(drafter.param_shapes())
     frozen: Any = {
         "target_params": loaded.params,
         "embedding": model.tables(loaded.params).embedding,

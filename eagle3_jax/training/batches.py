@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import TypedDict
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.models.functional import Params
 from eagle3_jax.training.regenerate import Rows
 
@@ -32,6 +34,16 @@ class TTTBatch:
     loss_mask: Bool[Array, "B T"]
     key: Key[Array, ""] | None = None
 
+    @property
+    def positions(self) -> Int[Array, "B T"]:
+        """Counted from the first column, padding or not."""
+        return jnp.broadcast_to(jnp.arange(self.tokens.shape[1], dtype=jnp.int32), self.tokens.shape)
+
+    @property
+    def seen(self) -> Bool[Array, "B T T"]:
+        """What each token sees: the text up to itself."""
+        return causal_mask(self.tokens.shape[1]) & self.attention_mask[:, None, :]
+
 
 class Frozen(TypedDict):
     """What the objective reads and never trains.
@@ -45,6 +57,26 @@ class Frozen(TypedDict):
     target_params: Params
     embedding: Float[Array, "V D"]
     draft_to_target: Int[Array, " W"] | None
+
+
+def draft_ids(frozen: Frozen, vocab_size: int) -> Int[Array, " V"]:
+    """Draft id of every target id; -1 where the head has none."""
+    ids = frozen["draft_to_target"]
+    if ids is None:
+        return jnp.arange(vocab_size, dtype=jnp.int32)
+    return jnp.full((vocab_size,), -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
+
+
+def extend(x: Array, count: int, fill: Array | float = 0) -> Array:
+    """Append ``count`` columns of ``fill``, so that every shift is a slice."""
+    tail = jnp.broadcast_to(jnp.asarray(fill, x.dtype), (x.shape[0], count, *x.shape[2:]))
+    return jnp.concatenate([x, tail], axis=1)
+
+
+def share(values: Array, mask: Bool[Array, "*n"]) -> Float[Array, ""]:
+    """Mean of the values where the mask holds; 0 where it holds nowhere."""
+    total = jnp.sum(jnp.where(mask, values.astype(jnp.float32), 0.0))
+    return total / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
 
 def row_batches(rows: Rows, batch: int, seed: int) -> Callable[[int], TTTBatch]:

@@ -30,7 +30,7 @@ from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, Rope
 from eagle3_jax.models.decoder import BlockMemory, DecoderTarget
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import embed
-from eagle3_jax.training.batches import Frozen, TTTBatch
+from eagle3_jax.training.batches import Frozen, TTTBatch, draft_ids, extend
 from eagle3_jax.training.recipe import HeadOptions, Loss, Recipe
 from eagle3_jax.training.ttt import Teacher, consult
 
@@ -99,7 +99,7 @@ def block_loss(
 
     at = anchors[:, :, None] + jnp.arange(count)  # the token before each prediction
     label = Teacher(*(_take(leaf, at) for leaf in teacher))
-    real, learn = (_extend(mask, count + 1) for mask in (batch.attention_mask, batch.loss_mask))
+    real, learn = (extend(mask, count + 1) for mask in (batch.attention_mask, batch.loss_mask))
     supervised = is_anchor[:, :, None] & _take(learn, at - 1) & _take(real, at)
     gamma = decay_of(drafter.config) if objective.decays else jnp.inf
     weight = jnp.exp(-jnp.arange(count, dtype=jnp.float32) / gamma)
@@ -111,8 +111,8 @@ def block_loss(
     overlap = jnp.minimum(p, jnp.exp(log_q)).sum(-1)
     loss = jnp.zeros((), jnp.float32)
     if objective.text:
-        ids = _to_draft(frozen, batch.tokens, target.vocab_size)
-        word = _take(_extend(ids, count + 1, -1), at + 1)
+        ids = draft_ids(frozen, target.vocab_size)[batch.tokens]
+        word = _take(extend(ids, count + 1, -1), at + 1)
         chosen = jnp.take_along_axis(log_q, jnp.maximum(word, 0)[..., None], axis=-1)[..., 0]
         loss += objective.text * mean(-chosen, supervised & (word >= 0) & _take(real, at + 1))
     if objective.distance:
@@ -151,23 +151,22 @@ def run_blocks(
     """All blocks side by side; the bias and the confidence are given the text's own tokens."""
     config, count = drafter.config, drafter.config.num_predicted
     rows = config.block_size
-    (rowcount, size), num = batch.tokens.shape, anchors.shape[1]
+    rowcount, num = anchors.shape
     params = drafter.assemble(head_params, target.tables(frozen["target_params"]), embedding=frozen["embedding"])
     head: DFlashHead = drafter.bound(params)
-    positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (rowcount, size))
-    context = head.context(features, positions)
+    context = head.context(features, batch.positions)
 
     place = anchors[:, :, None] + jnp.arange(rows, dtype=jnp.int32)
     first = jnp.take_along_axis(batch.tokens, anchors, axis=1)
     tokens = jnp.full((rowcount, num, rows), config.mask_token, jnp.int32).at[:, :, 0].set(first)
-    before = (positions[:, None] < anchors[:, :, None]) & batch.attention_mask[:, None]
+    before = (batch.positions[:, None] < anchors[:, :, None]) & batch.attention_mask[:, None]
     memories = [BlockMemory((Segment(kv, jnp.repeat(before, rows, axis=1)),), own_block(num, config)) for kv in context]
     flat = (rowcount, num * rows)
     embedded = embed(params["embedding"], tokens.reshape(flat), drafter.precision)
     hidden = head(embedded, place.reshape(flat), memories).reshape(rowcount, num, rows, -1)[:, :, rows - count :]
 
     logits = drafter.logits(params, head, hidden.reshape(rowcount, num * count, -1)).reshape(rowcount, num, count, -1)
-    given = _take(_extend(batch.tokens, count), anchors[:, :, None] + jnp.arange(count))
+    given = _take(extend(batch.tokens, count), anchors[:, :, None] + jnp.arange(count))
     if config.markov is not None:
         state, bias = jnp.zeros((rowcount, num, config.markov.rank), hidden.dtype), []
         for k in range(count):
@@ -214,18 +213,6 @@ def _metrics(
     return {**metrics, "simulated_tau": 1.0 + jnp.sum(share(jnp.cumprod(hit, axis=-1), whole))}
 
 
-def _to_draft(frozen: Frozen, tokens: Int[Array, "B T"], vocab_size: int) -> Int[Array, "B T"]:
-    """Draft ids of target ids; -1 for what cannot be drafted."""
-    ids = frozen["draft_to_target"]
-    if ids is None:
-        return tokens
-    return jnp.full((vocab_size,), -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0]))[tokens]
-
-
-def _extend(x: Array, count: int, fill: int = 0) -> Array:
-    return jnp.pad(x, ((0, 0), (0, count)), constant_values=fill)
-
-
 def _take(x: Array, at: Int[Array, "B A K"]) -> Array:
     """``x[b, at[b]]`` for every row."""
     return jax.vmap(lambda row, index: row[index])(x, at)
@@ -239,6 +226,7 @@ def usual_config(target: DecoderConfig, options: HeadOptions, **kind: Any) -> DF
         options: ``depth`` is how many tokens a block predicts.
         kind: Which block drafter, as arguments of :class:`DFlashConfig`.
     """
+    options.refuse("dflash", "width")
     mixer, size = target.layers[0].mixer, options.draft_vocab_size or target.vocab_size
     own = GroupedQuery(
         num_heads=mixer.num_heads,

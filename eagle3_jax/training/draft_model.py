@@ -17,15 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from eagle3_jax.drafters.draft_model import DraftModel
 from eagle3_jax.loaded import LoadedTarget
 from eagle3_jax.models.config import DecoderConfig, LayerConfig
-from eagle3_jax.models.decoder import DecoderTarget, causal_mask
+from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import FLOAT32, Precision
-from eagle3_jax.training.batches import Frozen, TTTBatch
+from eagle3_jax.training.batches import Frozen, TTTBatch, share
 from eagle3_jax.training.recipe import HeadOptions, Loss, Recipe
 
 
@@ -35,8 +35,7 @@ def small_model(target: DecoderConfig, options: HeadOptions) -> DecoderConfig:
     Raises:
         ValueError: It is larger than the target, or was given a draft vocabulary.
     """
-    if options.draft_vocab_size is not None:
-        raise ValueError("a draft model drafts all of the target's tokens; leave the size of a draft vocabulary out")
+    options.refuse("draft-model", "draft_vocab_size")
     count, width = options.num_layers or max(1, target.num_layers // 4), options.width or target.width // 2
     if count > target.num_layers or width > target.width:
         raise ValueError(
@@ -81,33 +80,26 @@ def distillation_loss(
         target's; ``acceptance_0``, the mean of ``Σ_v min(p_v, q_v)``; and ``simulated_tau``, tokens per target forward
         of a greedy chain of ``depth`` drafts on this text.
     """
-    mask = causal_mask(batch.tokens.shape[1]) & batch.attention_mask[:, None, :]
-    positions = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1], dtype=jnp.int32), batch.tokens.shape)
 
     def logprobs(model: DecoderTarget, params: Params) -> Float[Array, "B T V"]:
-        output = model(params, batch.tokens, positions, mask)
+        output = model(params, batch.tokens, batch.positions, batch.seen)
         return jax.nn.log_softmax(model.unembed(params, output.final), axis=-1)
 
     log_p = lax.stop_gradient(logprobs(target, frozen["target_params"]))
     log_q, p = logprobs(drafter.model, params), jnp.exp(log_p)
     supervised = jnp.pad(batch.loss_mask[:, :-1], ((0, 0), (1, 0))) & batch.attention_mask
-    loss = _share(jnp.sum(p * (log_p - log_q), axis=-1), supervised)
+    loss = share(jnp.sum(p * (log_p - log_q), axis=-1), supervised)
 
     hit = (jnp.argmax(log_q, axis=-1) == jnp.argmax(log_p, axis=-1)).astype(jnp.float32)
     overlap = jnp.sum(jnp.minimum(p, jnp.exp(lax.stop_gradient(log_q))), axis=-1)
-    metrics = {"acceptance_0": _share(overlap, supervised)}
+    metrics = {"acceptance_0": share(overlap, supervised)}
     tau, alive, chain = 1.0, jnp.ones_like(hit), jnp.ones_like(supervised)
     for k in range(options.depth):
         behind = batch.tokens.shape[1] - k
-        metrics[f"accuracy_{k}"] = _share(hit[:, k:], supervised[:, k:])
+        metrics[f"accuracy_{k}"] = share(hit[:, k:], supervised[:, k:])
         alive, chain = alive[:, :behind] * hit[:, k:], chain[:, :behind] & supervised[:, k:]
-        tau = tau + _share(alive, chain)
+        tau = tau + share(alive, chain)
     return loss, {**metrics, "simulated_tau": jnp.asarray(tau)}
-
-
-def _share(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """Mean over the masked positions; 0 when there are none."""
-    return jnp.sum(jnp.where(mask, values, 0.0)) / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
 
 def _drafter(config: DecoderConfig, *, precision: Precision = FLOAT32) -> DraftModel:

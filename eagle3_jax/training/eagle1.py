@@ -25,9 +25,9 @@ from eagle3_jax.loaded import LoadedTarget
 from eagle3_jax.models.config import DecoderConfig, usual_layers
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
-from eagle3_jax.training.batches import Frozen, TTTBatch
+from eagle3_jax.training.batches import Frozen, TTTBatch, share
 from eagle3_jax.training.recipe import HeadOptions, Loss, Recipe
-from eagle3_jax.training.ttt import TTTConfig, against, borrowed, consult, labelled_rows, outputs, share
+from eagle3_jax.training.ttt import TTTConfig, against, borrowed, consult, labelled_rows, outputs
 
 REGRESSION, CROSS_ENTROPY, NOISE = 1.0, 0.1, 0.1
 

@@ -54,12 +54,14 @@ def initial_head(
 
 
 def _config(target: DecoderConfig, options: HeadOptions) -> Eagle3Config:
+    options.refuse("eagle3", "width", "num_layers")
     return official_head(target, options.draft_vocab_size or target.vocab_size, options.mlp_width)
 
 
-def _start(
-    drafter: Eagle3Drafter, target: LoadedTarget, draft_to_target: Int[np.ndarray, " W"] | None, key: jax.Array
+def start(
+    drafter: NetworkDrafter, target: LoadedTarget, draft_to_target: Int[np.ndarray, " W"] | None, key: jax.Array
 ) -> Params:
+    """The first parameters of a head with an output projection of its own: :func:`initial_head` of this target."""
     ids = np.arange(target.vocab_size) if draft_to_target is None else draft_to_target
     unembedding = target.model.tables(target.params).unembedding  # type: ignore[attr-defined]
     return initial_head(drafter, unembedding, target.params["norm"]["scale"], ids, key)
@@ -77,6 +79,4 @@ def _loss(
     return ttt_loss(drafter, target, params, frozen, batch, config)
 
 
-RECIPE = Recipe(
-    drafter=Eagle3Drafter, config=_config, start=_start, loss=_loss, depths="300:2,5", draft_vocab_size=2048
-)
+RECIPE = Recipe(drafter=Eagle3Drafter, config=_config, start=start, loss=_loss, depths="300:2,5", draft_vocab_size=2048)

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter
 from eagle3_jax.loaded import LoadedTarget
 from eagle3_jax.models.config import DecoderConfig
-from eagle3_jax.models.decoder import DecoderTarget, causal_mask
+from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
-from eagle3_jax.training.batches import Frozen, TTTBatch
+from eagle3_jax.training.batches import Frozen, TTTBatch, draft_ids, extend, share
 from eagle3_jax.training.recipe import HeadOptions, Loss, Recipe
 
 _DECAY = 0.8
@@ -33,6 +33,7 @@ def heads_for(target: DecoderConfig, options: HeadOptions) -> MedusaConfig:
 
     With a draft vocabulary of their own they share one output projection, which makes them small; so vLLM wants it.
     """
+    options.refuse("medusa", "width", "mlp_width")
     return MedusaConfig(
         vocab_size=target.vocab_size,
         draft_vocab_size=options.draft_vocab_size or target.vocab_size,
@@ -81,11 +82,8 @@ def medusa_loss(
         vocabulary has no loss and is a miss.
     """
     frozen = lax.stop_gradient(frozen)
-    size = batch.tokens.shape[1]
-    positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), batch.tokens.shape)
-    seen = causal_mask(size) & batch.attention_mask[:, None, :]
-    states = lax.stop_gradient(target(frozen["target_params"], batch.tokens, positions, seen).final)
-    to_draft = _draft_ids(frozen, drafter.config)
+    states = lax.stop_gradient(target(frozen["target_params"], batch.tokens, batch.positions, batch.seen).final)
+    to_draft = draft_ids(frozen, drafter.config.vocab_size)
     heads = drafter.bound({"head": head_params})
 
     metrics: dict[str, Float[Array, ""]] = {}
@@ -96,37 +94,23 @@ def medusa_loss(
         labelled = _later(batch.loss_mask, head) & _later(batch.attention_mask, head + 2)
         scores = heads.logits(states, head)
         cross_entropy = jax.nn.logsumexp(scores, axis=-1) - _at(scores, jnp.maximum(label, 0))
-        term = _share(cross_entropy, labelled & (label >= 0))
+        term = share(cross_entropy, labelled & (label >= 0))
         loss = loss + _DECAY**head * term
 
         hit = jnp.argmax(lax.stop_gradient(scores), axis=-1) == label
         chain, alive = chain & labelled, alive & hit
-        tau = tau + _share(alive, chain)
-        metrics |= {f"loss_{head}": term, f"accuracy_{head}": _share(hit, labelled)}
+        tau = tau + share(alive, chain)
+        metrics |= {f"loss_{head}": term, f"accuracy_{head}": share(hit, labelled)}
     return loss, {**metrics, "simulated_tau": tau}
-
-
-def _draft_ids(frozen: Frozen, config: MedusaConfig) -> Int[Array, " V"]:
-    """Draft id of every target id, -1 where the heads have none."""
-    ids = frozen["draft_to_target"]
-    if ids is None:
-        return jnp.arange(config.vocab_size, dtype=jnp.int32)
-    return jnp.full((config.vocab_size,), -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
 
 
 def _later(x: Array, shift: int) -> Array:
     """``x`` at ``t + shift`` in column ``t``; zero and False behind the end."""
-    return jnp.pad(x, ((0, 0), (0, shift)))[:, shift:]
+    return extend(x, shift)[:, shift:]
 
 
 def _at(scores: Float[Array, "B T W"], index: Int[Array, "B T"]) -> Float[Array, "B T"]:
     return jnp.take_along_axis(scores, index[..., None], axis=-1)[..., 0]
-
-
-def _share(values: Array, mask: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """Mean over the masked rows; 0 when there are none."""
-    total = jnp.sum(jnp.where(mask, values.astype(jnp.float32), 0.0))
-    return total / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
 
 RECIPE = Recipe(drafter=MedusaDrafter, config=heads_for, start=initial_heads, loss=medusa_loss)

@@ -20,19 +20,17 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.drafters.p_eagle import PEagleConfig, PEagleDrafter, PEagleHead
-from eagle3_jax.loaded import LoadedTarget
 from eagle3_jax.models.config import DecoderConfig, usual_head
 from eagle3_jax.models.decoder import DecoderTarget, memories, windows_of
 from eagle3_jax.models.functional import Params, bind
 from eagle3_jax.models.layers import embed
-from eagle3_jax.training.batches import Frozen, TTTBatch
-from eagle3_jax.training.head import initial_head
+from eagle3_jax.training.batches import Frozen, TTTBatch, share
+from eagle3_jax.training.head import start
 from eagle3_jax.training.recipe import HeadOptions, Loss, Recipe
 from eagle3_jax.training.ttt import Teacher, consult
 
@@ -192,7 +190,7 @@ def p_eagle_loss(
     counted = chains.present & take(valid, place)
     logprobs = jax.nn.log_softmax(logits, axis=-1)
     divergence = jnp.sum(jax.scipy.special.xlogy(label.probs, label.probs) - label.probs * logprobs, axis=-1)
-    loss = _share(divergence, counted)
+    loss = share(divergence, counted)
 
     logprobs, metrics = lax.stop_gradient(logprobs), {}
     hits = jnp.argmax(logprobs, axis=-1) == label.best
@@ -201,41 +199,24 @@ def p_eagle_loss(
     for depth in range(chains.depths[-1] + 1):
         part = chains.of_depth(depth)
         hit, here, anchor = hits[:, part], counted[:, part], chains.anchors[:, part]
-        metrics[f"accuracy_{depth}"] = _share(hit, here)
-        metrics[f"acceptance_{depth}"] = _share(overlap[:, part], here)
+        metrics[f"accuracy_{depth}"] = share(hit, here)
+        metrics[f"acceptance_{depth}"] = share(overlap[:, part], here)
         at_anchors = jax.vmap(lambda at, one: jnp.zeros((size,), jnp.bool_).at[at].set(one, mode="drop"))
         anchor = jnp.where(here, anchor, size)
         chain, alive = chain & at_anchors(anchor, here), alive & at_anchors(anchor, hit)
-        tau += _share(alive, chain)
+        tau += share(alive, chain)
     return loss, {**metrics, "simulated_tau": tau}
-
-
-def _share(values: Array, mask: Bool[Array, "B S"]) -> Float[Array, ""]:
-    """Mean over the masked rows; 0 when there are none."""
-    total = jnp.sum(jnp.where(mask, values.astype(jnp.float32), 0.0))
-    return total / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
 
 def _config(target: DecoderConfig, options: HeadOptions) -> PEagleConfig:
     """The usual head, deeper. Its mask token is the last of the vocabulary, which texts hardly ever have."""
-    if options.width not in (None, target.width):
-        raise ValueError(
-            f"a P-EAGLE head of width {options.width} was asked for; expected the target's, {target.width}"
-        )
+    options.refuse("p-eagle", "width")
     like = usual_head(
         target, draft_vocab_size=options.draft_vocab_size or target.vocab_size, mlp_width=options.mlp_width
     )
     fields = {field.name: getattr(like, field.name) for field in dataclasses.fields(like)}
     layers = like.layers * (options.num_layers or _LAYERS)
     return PEagleConfig(**fields | {"layers": layers, "mask_token_id": target.vocab_size - 1})
-
-
-def _start(
-    drafter: PEagleDrafter, target: LoadedTarget, draft_to_target: Int[np.ndarray, " W"] | None, key: jax.Array
-) -> Params:
-    ids = np.arange(target.vocab_size) if draft_to_target is None else draft_to_target
-    unembedding = target.model.tables(target.params).unembedding  # type: ignore[attr-defined]
-    return initial_head(drafter, unembedding, target.params["norm"]["scale"], ids, key)
 
 
 def _loss(
@@ -249,4 +230,4 @@ def _loss(
     return p_eagle_loss(drafter, target, params, frozen, batch, ParallelConfig(num_depths=options.depth))
 
 
-RECIPE = Recipe(drafter=PEagleDrafter, config=_config, start=_start, loss=_loss, depths="8", draft_vocab_size=2048)
+RECIPE = Recipe(drafter=PEagleDrafter, config=_config, start=start, loss=_loss, depths="8", draft_vocab_size=2048)

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.loaded import LoadedTarget
-from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.config import MOST, MOST_LAYERS, DecoderConfig
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
 from eagle3_jax.training.batches import Frozen, TTTBatch
@@ -36,6 +36,17 @@ class HeadOptions:
     width: int | None = None
     mlp_width: int | None = None
     draft_vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, most in {
+            "num_layers": MOST_LAYERS,
+            "width": MOST,
+            "mlp_width": MOST,
+            "draft_vocab_size": MOST,
+        }.items():
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= most:
+                raise ValueError(f"{name} is {str(value)[:40]}; expected a whole number from 1 to {most:,}")
 
     def refuse(self, method: str, *names: str) -> None:
         """Refuse what a method leaves no choice of.

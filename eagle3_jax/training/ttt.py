@@ -27,9 +27,9 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3_jax.cache import KeyValue, Segment, near
 from eagle3_jax.drafters._feedback import FeedbackDrafter
 from eagle3_jax.drafters._network import NetworkDrafter
-from eagle3_jax.models.decoder import BlockMemory, DecoderTarget, causal_mask, windows_of
+from eagle3_jax.models.decoder import BlockMemory, DecoderTarget, windows_of
 from eagle3_jax.models.functional import Params
-from eagle3_jax.training.batches import Frozen, TTTBatch
+from eagle3_jax.training.batches import Frozen, TTTBatch, draft_ids, extend, share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def against(
 ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     """The loss and the metrics of :func:`ttt_loss`, from the draft logits of every step."""
     num_steps, size = config.num_steps, batch.tokens.shape[1]
-    learn, real = (_extend(mask, num_steps) for mask in (batch.loss_mask, batch.attention_mask))
+    learn, real = (extend(mask, num_steps) for mask in (batch.loss_mask, batch.attention_mask))
 
     metrics: dict[str, Float[Array, ""]] = {}
     loss = tau = jnp.zeros((), jnp.float32)
@@ -142,7 +142,7 @@ def against(
         hit = jnp.argmax(scores, axis=-1) == label.best
         overlap = jnp.minimum(label.probs * label.mass[..., None], jnp.exp(scores - log_norm[..., None])).sum(-1)
         chain, alive = chain & labelled, alive & hit
-        tau = tau + share(alive.astype(jnp.float32), chain)
+        tau = tau + share(alive, chain)
         metrics[f"loss_{step}"] = term
         metrics[f"accuracy_{step}"] = _count(hit & counted) / (_count(counted) + 1e-6)
         metrics[f"acceptance_{step}"] = share(overlap, labelled)
@@ -156,22 +156,19 @@ def consult(
     output = target(
         frozen["target_params"],
         batch.tokens,
-        _positions(batch),
-        _seen(batch),
+        batch.positions,
+        batch.seen,
         aux_layers=drafter.aux_layers,
     )
     logits = target.unembed(frozen["target_params"], output.final)
-    draft_to_target = frozen["draft_to_target"]
-    if draft_to_target is None:
-        draft_to_target = jnp.arange(logits.shape[-1])
-    draft_size = draft_to_target.shape[0]
-    to_draft = jnp.full((logits.shape[-1],), -1, jnp.int32).at[draft_to_target].set(jnp.arange(draft_size))
-    drafted = logits[..., draft_to_target]
+    draft_to_target, to_draft = frozen["draft_to_target"], draft_ids(frozen, logits.shape[-1])
+    drafted = logits if draft_to_target is None else logits[..., draft_to_target]
+    draft_size = drafted.shape[-1]
     log_norm = jax.nn.logsumexp(drafted, axis=-1)
     teacher = Teacher(
-        probs=_extend(jnp.exp(drafted - log_norm[..., None]), num_steps, 1.0 / draft_size),
-        mass=_extend(jnp.exp(log_norm - jax.nn.logsumexp(logits, axis=-1)), num_steps, draft_size / logits.shape[-1]),
-        best=_extend(to_draft[jnp.argmax(logits, axis=-1)], num_steps, to_draft[0]),
+        probs=extend(jnp.exp(drafted - log_norm[..., None]), num_steps, 1.0 / draft_size),
+        mass=extend(jnp.exp(log_norm - jax.nn.logsumexp(logits, axis=-1)), num_steps, draft_size / logits.shape[-1]),
+        best=extend(to_draft[jnp.argmax(logits, axis=-1)], num_steps, to_draft[0]),
     )
     return teacher, output.features
 
@@ -201,8 +198,8 @@ def outputs(
 ) -> list[Float[Array, "B T D"]]:
     """What the head gives in every step, which it is fed in the next."""
     head = drafter.bound(params)
-    tokens, size = _extend(batch.tokens, num_steps), batch.tokens.shape[1]
-    seen, positions = _seen(batch), _positions(batch)
+    tokens, size = extend(batch.tokens, num_steps), batch.tokens.shape[1]
+    seen, positions = batch.seen, batch.positions
     stream, given = head.fuse(features), []
     written: list[tuple[KeyValue, ...]] = []
     for step in range(num_steps):
@@ -218,7 +215,7 @@ def outputs(
 def labelled_rows(batch: TTTBatch, step: int) -> Bool[Array, "B T"]:
     """Which rows of a step are worth learning and have a label: the token that they stand before is text."""
     size = batch.tokens.shape[1]
-    learn, real = (_extend(mask, step + 1) for mask in (batch.loss_mask, batch.attention_mask))
+    learn, real = (extend(mask, step + 1) for mask in (batch.loss_mask, batch.attention_mask))
     return _from(learn, step, size) & _from(real, step + 1, size)
 
 
@@ -240,20 +237,6 @@ def _memory(
     return BlockMemory(past=(Segment(first, seen),), own=later)
 
 
-def _seen(batch: TTTBatch) -> Bool[Array, "B T T"]:
-    return causal_mask(batch.tokens.shape[1]) & batch.attention_mask[:, None, :]
-
-
-def _positions(batch: TTTBatch) -> Int[Array, "B T"]:
-    return jnp.broadcast_to(jnp.arange(batch.tokens.shape[1], dtype=jnp.int32), batch.tokens.shape)
-
-
-def _extend(x: Array, count: int, fill: Array | float = 0) -> Array:
-    """Append ``count`` columns of ``fill``, so that every shift is a slice."""
-    tail = jnp.broadcast_to(jnp.asarray(fill, x.dtype), (x.shape[0], count, *x.shape[2:]))
-    return jnp.concatenate([x, tail], axis=1)
-
-
 def _from(x: Array, start: int, size: int) -> Array:
     """Columns ``start .. start + size - 1``: row ``t`` holds what stood at ``t + start``."""
     return x[:, start : start + size]
@@ -261,8 +244,3 @@ def _from(x: Array, start: int, size: int) -> Array:
 
 def _count(mask: Bool[Array, "B T"]) -> Float[Array, ""]:
     return jnp.sum(mask, dtype=jnp.float32)
-
-
-def share(values: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, ""]:
-    """Mean over the masked rows; 0 when there are none."""
-    return jnp.sum(jnp.where(mask, values, 0.0)) / jnp.maximum(_count(mask), 1.0)
