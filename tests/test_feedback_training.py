@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import jax
@@ -133,7 +134,8 @@ NO_CHOICE |= {(method, "draft_vocab_size") for method in ("eagle1", "mtp", "draf
 @pytest.mark.parametrize("method", sorted(RECIPES))
 def test_a_choice_changes_the_head_or_is_refused(method: str, option: str) -> None:
     """A value that nobody reads would be a silent no."""
-    like, make = TARGET.model.config, RECIPES[method].config
+    config, make = TARGET.model.config, RECIPES[method].config
+    like = dataclasses.replace(config, layers=config.layers * 4)
     usual = make(like, HeadOptions(depth=4))
     refused = pytest.raises(ValueError, match=f"{option} is 2, and .* has no choice of it; leave it out")
     with refused if (method, option) in NO_CHOICE else contextlib.nullcontext():
