@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from torch_heads import MTP, Eagle1, network
 
 from conversion import rules
 from conversion.heads import HEADS, eagle1, mtp
+from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.training.batches import TTTBatch
 from eagle3_jax.training.loop import OptimizerConfig, Trainer
@@ -134,8 +134,9 @@ NO_CHOICE |= {(method, "draft_vocab_size") for method in ("eagle1", "mtp", "draf
 @pytest.mark.parametrize("method", sorted(RECIPES))
 def test_a_choice_changes_the_head_or_is_refused(method: str, option: str) -> None:
     """A value that nobody reads would be a silent no."""
-    config, make = TARGET.model.config, RECIPES[method].config
-    like = dataclasses.replace(config, layers=config.layers * 4)
+    mixer = GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=8)
+    layers, make = uniform(12, mixer, GatedMLP(width=64)), RECIPES[method].config
+    like = DecoderConfig(vocab_size=96, width=32, layers=layers, max_positions=64)
     usual = make(like, HeadOptions(depth=4))
     refused = pytest.raises(ValueError, match=f"{option} is 2, and .* has no choice of it; leave it out")
     with refused if (method, option) in NO_CHOICE else contextlib.nullcontext():
