@@ -67,7 +67,7 @@ def draft_ids(frozen: Frozen, vocab_size: int) -> Int[Array, " V"]:
     return jnp.full((vocab_size,), -1, jnp.int32).at[ids].set(jnp.arange(ids.shape[0], dtype=jnp.int32))
 
 
-def extend(x: Array, count: int, fill: Array | float = 0) -> Array:
+def extend(x: Array, count: int, fill: Array | int | float = 0) -> Array:
     """Append ``count`` columns of ``fill``, so that every shift is a slice."""
     tail = jnp.broadcast_to(jnp.asarray(fill, x.dtype), (x.shape[0], count, *x.shape[2:]))
     return jnp.concatenate([x, tail], axis=1)
