@@ -95,6 +95,5 @@ def test_a_small_model_is_of_its_targets_kind() -> None:
     assert (small.width, small.num_layers, mixer.num_heads, mixer.num_kv_heads) == (8, 2, 2, 2)
     assert (mixer.head_dim, mixer.window, mixer.qk_norm, small.layers[0].mlp.width) == (8, 6, True, 12)
     assert isinstance(RECIPE.drafter(small), DraftModel)
-    for options, message in (({"num_layers": 9}, "larger than its target"), ({"draft_vocab_size": 5}, "all of the")):
-        with pytest.raises(ValueError, match=message):
-            small_model(config, HeadOptions(depth=1, **options))
+    with pytest.raises(ValueError, match="larger than its target"):
+        small_model(config, HeadOptions(depth=1, num_layers=9))
