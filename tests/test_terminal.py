@@ -135,6 +135,8 @@ def test_an_interruption_in_a_terminal_leaves_a_cursor_and_a_clean_line():
 AT_IMPORT = """
 import os, signal, sys
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and the program leaves it so
+
 class Interrupter:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
