@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import jax
@@ -15,8 +14,7 @@ pytest.importorskip("torch")
 from torch_heads import MTP, Eagle1, network
 
 from conversion import rules
-from conversion.heads import HEADS, eagle1, mtp
-from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
+from conversion.heads import eagle1, mtp
 from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.training.batches import TTTBatch
 from eagle3_jax.training.loop import OptimizerConfig, Trainer
@@ -123,42 +121,3 @@ def test_training_lowers_the_loss_and_raises_the_acceptance(method: str) -> None
     assert seen[-1]["loss"] < 0.8 * seen[0]["loss"]  # the entropy of the target is the floor
     assert seen[-1]["simulated_tau"] > max(seen[0]["simulated_tau"] + 0.5, 2.0)
     assert seen[-1]["acceptance_1"] > seen[0]["acceptance_1"]
-
-
-NO_CHOICE = {(method, "width") for method in RECIPES if method != "draft-model"}
-NO_CHOICE |= {("eagle3", "num_layers"), ("mtp", "num_layers"), ("medusa", "mlp_width")}
-NO_CHOICE |= {(method, "draft_vocab_size") for method in ("eagle1", "mtp", "draft-model")}
-
-
-@pytest.mark.parametrize("option", ["num_layers", "width", "mlp_width", "draft_vocab_size"])
-@pytest.mark.parametrize("method", sorted(RECIPES))
-def test_a_choice_changes_the_head_or_is_refused(method: str, option: str) -> None:
-    """A value that nobody reads would be a silent no."""
-    mixer = GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=8)
-    layers, make = uniform(12, mixer, GatedMLP(width=64)), RECIPES[method].config
-    like = DecoderConfig(vocab_size=96, width=32, layers=layers, max_positions=64)
-    usual = make(like, HeadOptions(depth=4))
-    refused = pytest.raises(ValueError, match=f"{option} is 2, and .* has no choice of it; leave it out")
-    with refused if (method, option) in NO_CHOICE else contextlib.nullcontext():
-        assert make(like, HeadOptions(depth=4, **{option: 2})) != usual
-
-
-@pytest.mark.parametrize("option", ["num_layers", "width", "mlp_width", "draft_vocab_size"])
-@pytest.mark.parametrize("value", [0, 10**12])
-def test_a_number_beyond_every_head_is_refused(option: str, value: int) -> None:
-    with pytest.raises(ValueError, match=f"{option} is {value}; expected a whole number from 1 to"):
-        HeadOptions(depth=4, **{option: value})
-
-
-def test_what_is_trained_can_be_written() -> None:
-    """In the first layout of each method, which is the one that training writes: without an embedding of its own."""
-    import conversion
-
-    for method in ("eagle1", "mtp"):
-        drafter, params, _ = prepared(method, 1)
-        checkpoint = conversion.HeadCheckpoint(
-            method=method, config=drafter.config, head=jax.tree.map(np.asarray, params), draft_to_target=None,
-            embedding=None, dialect="jax", source=tiny.GOLDEN, dtype="float32",
-        )  # fmt: skip
-        kind = HEADS[method]
-        assert kind.write is not None and kind.write(checkpoint, kind.layouts[0]).tensors

@@ -34,6 +34,13 @@ HEADS: dict[str, HeadKind] = {
         eagle3.KIND._replace(write=_write_eagle3, examine=_examine_eagle3),
     )
 }
+
+
+def kind_of(config: Any) -> HeadKind:
+    """The kind of head that a configuration describes: variants of a method, as DSpark of DFlash, have one."""
+    return next(kind for kind in HEADS.values() if kind.classes and type(config) is kind.classes()[0])
+
+
 LOADABLE = ", ".join(kind.label for kind in HEADS.values() if kind.read is not None)
 
-__all__ = ["HEADS", "LOADABLE", "HeadCheckpoint", "HeadKind", "Layout", "Signs", "Stored"]
+__all__ = ["HEADS", "LOADABLE", "HeadCheckpoint", "HeadKind", "Layout", "Signs", "Stored", "kind_of"]

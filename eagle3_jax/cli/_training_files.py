@@ -101,14 +101,15 @@ def write_draft_model(out: Path, target: Path, config: DecoderConfig, params: An
 
 
 def write_head(
-    out: Path, method: str, config: Any, params: Any, draft_to_target: Any, *, dtype: str, num_target_layers: int
+    out: Path, config: Any, params: Any, draft_to_target: Any, *, dtype: str, num_target_layers: int
 ) -> None:
     """Finish a head: its method's usual layout beside its checkpoints."""
     import conversion
-    from conversion.heads import HEADS
+    from conversion.heads import kind_of
 
+    kind = kind_of(config)
     checkpoint = conversion.HeadCheckpoint(
-        method=method,
+        method=kind.name,
         config=config,
         head=_stored(params, dtype),
         draft_to_target=draft_to_target,
@@ -119,7 +120,7 @@ def write_head(
         num_target_layers=num_target_layers,
     )
     with _finished(out) as folder:
-        conversion.write_head(checkpoint, folder, HEADS[method].layouts[0])
+        conversion.write_head(checkpoint, folder, kind.layouts[0])
 
 
 def _stored(params: Any, dtype: str) -> Any:

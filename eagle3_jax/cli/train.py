@@ -332,7 +332,7 @@ def head(
         write_draft_model(out, target, config, state.params, dtype=store.value)
     else:
         depth = model.config.num_layers
-        write_head(out, method, config, state.params, draft_to_target, dtype=store.value, num_target_layers=depth)
+        write_head(out, config, state.params, draft_to_target, dtype=store.value, num_target_layers=depth)
     typer.echo(f"wrote {out}")
 
 
