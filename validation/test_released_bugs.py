@@ -102,8 +102,8 @@ def test_an_argmax_draft_is_a_point_mass(check: Check) -> None:
     caught(
         check,
         _grow.draw_chain,
-        "jnp.where(greedy, ",
-        "jnp.where(True, ",
+        "jnp.where(greedy, argmax",
+        "jnp.where(True, argmax",
         by=lambda: test_sampling_law.check_sampling_law("a sampled EAGLE-3 chain", runs=3),
     )
 
