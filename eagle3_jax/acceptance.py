@@ -135,12 +135,12 @@ def verify_points(
     choose: Float[Array, "B U"],
     max_depth: int,
 ) -> Verdict:
-    """:func:`verify` where every proposal is a point mass, for all nodes at once instead of one after the other.
+    """:func:`eagle3_jax.verify` for proposals that are point masses, all nodes at once instead of one after the other.
 
     A refused point mass takes its own token out of ``p`` and nothing else. So whether a node is accepted once the walk
     stands at its parent depends on its elder siblings alone: ``u · (1 - Σ p(x_elder)) < p(x)``.
 
-    The arguments are those of :func:`verify`; the draft's ``probs`` are not read.
+    The arguments are those of :func:`eagle3_jax.verify`; the draft's ``probs`` are not read.
     """
     vocab_size = target_probs.shape[-1]
     pick = jax.vmap(lambda probs, parents, tokens: probs[jnp.maximum(parents, 0), tokens])

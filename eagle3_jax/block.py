@@ -39,7 +39,7 @@ class BlockVerification(Exact):
         choose: Float[Array, "B U"],
         max_depth: int,
     ) -> Verdict:
-        """By :func:`verify_block`."""
+        """By :func:`~eagle3_jax.block.verify_block`."""
         return verify_block(draft, target_probs, accept=accept, choose=choose, max_depth=max_depth)
 
 

@@ -159,7 +159,7 @@ def draw_static(
 
     EAGLE-1's tree at a temperature (Li et al., 2024, arXiv 2401.15077): the eldest child follows
     ``q = softmax(draft logits / temperature)``, each further one ``q`` without its elder siblings, renormalised. That
-    is what a node declares, so SpecInfer's rule (:func:`~eagle3_jax.acceptance.verify`) is exact: whatever a refused
+    is what a node declares, so SpecInfer's rule (:func:`eagle3_jax.verify`) is exact: whatever a refused
     sibling was, the next one is a fresh draw from a distribution that was known before it.
 
     Ranks say here in which order siblings are drawn, not how likely they are. A row of temperature 0 drafts the
