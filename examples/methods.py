@@ -1,4 +1,6 @@
-"""Every drafting method on one target and the same prompts: tokens a round, costs and speed, in turns in one run.
+"""Every drafting method on one target and the same prompts: tokens a round, costs and speed.
+
+Each method takes turns with plain decoding, in one process after the other methods.
 
 Heads are directories as ``eagle3 train head --method NAME`` writes them, each named after its method; what needs no
 training and the shipped EAGLE-3 head take part by themselves::
@@ -111,15 +113,18 @@ def main(arguments: list[str] | None = None) -> None:
     options = options_of(arguments)
     target = e3.load_target(dtype=options.dtype)
     prompts = chosen_prompts(target, options.prompts, options.max_new_tokens)
-    plain = DecoderContender("plain", options.dtype, e3.SpeculativeDecoder(target, stop_tokens=()))
-    contenders, rows, missing = [plain], {"plain": ("none", "", 0)}, []
     tree = parse_tree(options.tree)
     assert tree is not None
     shapes: dict[str, dict[str, Any]] = {
         f"K={length}": {"num_speculative_tokens": length} for length in parse_numbers(options.chains, "--chains")
     }
     shapes[tree_name(tree)] = {"tree": tree}
+    rows, missing, compiled_late = [], [], 0
     for method, drafter in drafters(target, options.heads, options.named):
+        contenders, drafts = (
+            [DecoderContender("plain", options.dtype, e3.SpeculativeDecoder(target, stop_tokens=()))],
+            {},
+        )
         for draft, shape in shapes.items():
             try:
                 decoder = e3.SpeculativeDecoder(target, drafter, stop_tokens=(), **shape)
@@ -127,17 +132,23 @@ def main(arguments: list[str] | None = None) -> None:
                 missing.append({"method": method, "draft": draft, "reason": str(error)})
                 continue
             contenders.append(DecoderContender(f"{method} {draft}", options.dtype, decoder))
-            rows[contenders[-1].name] = method.partition("=")[0], draft, num_parameters(drafter, target)
-    report = measure(
-        contenders,
-        [prompt.tokens for prompt in prompts],
-        tasks=[prompt.category for prompt in prompts],
-        max_new_tokens=options.max_new_tokens,
-        repeats=options.repeats,
-        baselines=["plain"],
-        streams=0,
-        on_progress=lambda what: print(what, file=sys.stderr, flush=True),
-    )
+            drafts[contenders[-1].name] = draft
+        report = measure(
+            contenders,
+            [prompt.tokens for prompt in prompts],
+            tasks=[prompt.category for prompt in prompts],
+            max_new_tokens=options.max_new_tokens,
+            repeats=options.repeats,
+            baselines=["plain"],
+            streams=0,
+            on_progress=lambda what: print(what, file=sys.stderr, flush=True),
+        )
+        compiled_late += report.programs_after_warm_up
+        parameters, name = num_parameters(drafter, target), method.partition("=")[0]
+        rows += [found_of(row, name, drafts[row.name], parameters) for row in report.rows if row.name in drafts]
+        # The programs of all methods together are more than a process may map.
+        del contenders, report
+        jax.clear_caches()
     about = environment() | {"heads": {name: source(str(place), "") for name, place in trained(options.heads).items()}}
     given = shlex.join(sys.argv[1:] if arguments is None else arguments)
     record = {
@@ -149,8 +160,8 @@ def main(arguments: list[str] | None = None) -> None:
         "named": options.named,
         "max_new_tokens": options.max_new_tokens,
         "repeats": options.repeats,
-        "programs_after_warm_up": report.programs_after_warm_up,
-        "rows": [found_of(row, *rows[row.name]) for row in report.rows],
+        "programs_after_warm_up": compiled_late,
+        "rows": rows,
         "missing": missing,
     }
     text = json.dumps(record, indent=1) + "\n"
