@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -78,3 +80,21 @@ def test_a_row_is_of_its_own_shape_and_the_fastest_one_is_quoted() -> None:
 def test_a_page_without_its_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="there is no place for 'methods'"):
         methods.filled("# A page\n", {"methods": ""})
+
+
+def test_the_example_measures_what_the_tables_show(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("measured_methods", ROOT / "examples" / "methods.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    options = (
+        "--named ngram --chains 2 --tree num_nodes=3,max_depth=2,top_k=2 --prompts 1 --repeats 1 --max-new-tokens 4"
+    )
+    example.main([*options.split(), "--output", str(tmp_path / "methods.json")])
+    found = json.loads((tmp_path / "methods.json").read_text())
+    assert [(row["method"], row["draft"]) for row in found["rows"]] == [
+        ("ngram", "K=2"), ("eagle3", "K=2"), ("eagle3", "tree N=3 G=2"),
+    ]  # fmt: skip
+    assert [(one["method"], "cannot draft a tree" in one["reason"]) for one in found["missing"]] == [("ngram", True)]
+    assert all(row["lossless"] and row["same_texts"] for row in found["rows"])
+    assert "| EAGLE-3, 3.1 | tree N=3 G=2 | " in methods.what_was_measured(found)
