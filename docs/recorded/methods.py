@@ -77,8 +77,9 @@ def ratio(row: Row, task: str, *, interval: bool) -> str:
 
 
 def length(row: Row, task: str) -> str:
-    """τ."""
-    return f"{row['tasks'][task]['mean_acceptance_length']:.2f}"
+    """τ; a dash where nothing was drafted."""
+    found = row["tasks"][task]["mean_acceptance_length"]
+    return "–" if found is None else f"{found:.2f}"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
