@@ -71,9 +71,10 @@ def millions(count: int) -> str:
 
 
 def ratio(row: Row, task: str, *, interval: bool) -> str:
-    """Speed over plain decoding, with its interval over prompts."""
+    """Speed over plain decoding, with its interval over prompts; of one prompt there is none."""
     found = row["tasks"][task]["ratio"]
-    return f"{found['value']:.2f}" + (f" ({found['low']:.2f}–{found['high']:.2f})" if interval else "")
+    with_interval = interval and found["low"] is not None
+    return f"{found['value']:.2f}" + (f" ({found['low']:.2f}–{found['high']:.2f})" if with_interval else "")
 
 
 def length(row: Row, task: str) -> str:
