@@ -10,7 +10,8 @@ or the target too, are point masses; there no node has to wait for another.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,45 +21,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from eagle3_jax.sampling import argmax, draw, num_digits, probabilities, residual, uniforms
 from eagle3_jax.tree import ancestor_mask, depths
 from eagle3_jax.types import Draft, SamplingParams, Verdict, Warping
-
-
-@dataclasses.dataclass(frozen=True)
-class Exact:
-    """The rule that preserves the target's distribution, as a :class:`~eagle3_jax.types.Verifier`."""
-
-    @property
-    def lossless(self) -> bool:
-        """Yes."""
-        return True
-
-    def __call__(
-        self,
-        draft: Draft,
-        logits: Float[Array, "B N V"],
-        sampling: SamplingParams,
-        keys: Key[Array, " B"],
-        *,
-        warping: Warping,
-        max_depth: int,
-    ) -> Verdict:
-        """See :class:`~eagle3_jax.types.Verifier`."""
-        if warping is Warping.GREEDY:
-            return verify_greedy(draft, argmax(logits), max_depth=max_depth)
-        accept, choose = verification_dice(keys, logits.shape[1], logits.shape[2])
-        probs = probabilities(logits, sampling, warping)
-        return self.verify(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
-
-    def verify(
-        self,
-        draft: Draft,
-        target_probs: Float[Array, "B N V"],
-        *,
-        accept: Float[Array, "B N"],
-        choose: Float[Array, "B U"],
-        max_depth: int,
-    ) -> Verdict:
-        """What decides rows that are sampled: :func:`verify`; another exact rule has another."""
-        return verify(draft, target_probs, accept=accept, choose=choose, max_depth=max_depth)
 
 
 def verification_dice(
@@ -212,3 +174,33 @@ def path_of(
     reached = level[:, None, :] == jnp.arange(1, max_depth + 1)[:, None]
     path = jnp.max(jnp.where(reached, node, -1), axis=-1)
     return path, jnp.sum(path >= 0, axis=-1, dtype=jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact:
+    """The rule that preserves the target's distribution, as a :class:`~eagle3_jax.types.Verifier`."""
+
+    #: What decides rows that are sampled, called as :func:`eagle3_jax.verify`; another exact rule has another.
+    rule: ClassVar[Callable[..., Verdict]] = staticmethod(verify)
+
+    @property
+    def lossless(self) -> bool:
+        """Yes."""
+        return True
+
+    def __call__(
+        self,
+        draft: Draft,
+        logits: Float[Array, "B N V"],
+        sampling: SamplingParams,
+        keys: Key[Array, " B"],
+        *,
+        warping: Warping,
+        max_depth: int,
+    ) -> Verdict:
+        """See :class:`~eagle3_jax.types.Verifier`."""
+        if warping is Warping.GREEDY:
+            return verify_greedy(draft, argmax(logits), max_depth=max_depth)
+        accept, choose = verification_dice(keys, logits.shape[1], logits.shape[2])
+        probs = probabilities(logits, sampling, warping)
+        return self.rule(draft, probs, accept=accept, choose=choose, max_depth=max_depth)

@@ -8,6 +8,8 @@ average never fewer tokens are accepted (no rule that knows a draft's distributi
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -15,32 +17,6 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3_jax.acceptance import Exact, verify_points
 from eagle3_jax.sampling import draw
 from eagle3_jax.types import Draft, Verdict
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockVerification(Exact):
-    """The block rule, as a :class:`~eagle3_jax.types.Verifier` of chains.
-
-    It gains where tokens are drawn (``draft_sampling`` probabilistic) and there are at least two. A draft of point
-    masses, or a greedy batch, is accepted just as the token rule accepts it.
-    """
-
-    @property
-    def chains_only(self) -> bool:
-        """The rule is defined along one path."""
-        return True
-
-    def verify(
-        self,
-        draft: Draft,
-        target_probs: Float[Array, "B N V"],
-        *,
-        accept: Float[Array, "B N"],
-        choose: Float[Array, "B U"],
-        max_depth: int,
-    ) -> Verdict:
-        """By :func:`~eagle3_jax.block.verify_block`."""
-        return verify_block(draft, target_probs, accept=accept, choose=choose, max_depth=max_depth)
 
 
 def verify_block(
@@ -106,3 +82,19 @@ def _survivals(draft: Draft, target_probs: Float[Array, "B N V"], chained: Bool[
     for index in range(ratio.shape[1]):
         survivals.append(jnp.minimum(survivals[-1] * ratio[:, index], 1.0))
     return jnp.stack(survivals, axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockVerification(Exact):
+    """The block rule, as a :class:`~eagle3_jax.types.Verifier` of chains.
+
+    It gains where tokens are drawn (``draft_sampling`` probabilistic) and there are at least two. A draft of point
+    masses, or a greedy batch, is accepted just as the token rule accepts it.
+    """
+
+    rule: ClassVar[Callable[..., Verdict]] = staticmethod(verify_block)
+
+    @property
+    def chains_only(self) -> bool:
+        """The rule is defined along one path."""
+        return True

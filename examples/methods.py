@@ -37,9 +37,8 @@ from eagle3_jax.reporting.tables import write_text
 
 def trained(heads: Path | None) -> dict[str, Path]:
     """Directories of heads by their methods; one whose training goes on has no description yet."""
-    return (
-        {place.name: place for place in sorted(heads.iterdir()) if (place / "config.json").is_file()} if heads else {}
-    )
+    places = sorted(heads.iterdir()) if heads else []
+    return {place.name: place for place in places if (place / "config.json").is_file()}
 
 
 def drafters(target: e3.LoadedTarget, heads: Path | None, named: str) -> Iterator[tuple[str, e3.LoadedDrafter]]:
@@ -121,10 +120,8 @@ def main(arguments: list[str] | None = None) -> None:
     shapes[tree_name(tree)] = {"tree": tree}
     rows, missing, compiled_late = [], [], 0
     for method, drafter in drafters(target, options.heads, options.named):
-        contenders, drafts = (
-            [DecoderContender("plain", options.dtype, e3.SpeculativeDecoder(target, stop_tokens=()))],
-            {},
-        )
+        plain = e3.SpeculativeDecoder(target, stop_tokens=())
+        contenders, drafts = [DecoderContender("plain", options.dtype, plain)], {}
         for draft, shape in shapes.items():
             try:
                 decoder = e3.SpeculativeDecoder(target, drafter, stop_tokens=(), **shape)
