@@ -15,8 +15,9 @@ from conversion.heads import HEADS, HeadCheckpoint
 from conversion.heads.head import make_drafter
 from conversion.targets import TargetCheckpoint
 from eagle3_jax.drafters.draft_model import DraftModel
-from eagle3_jax.models.decoder import DecoderTarget, causal_mask
+from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, Precision
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.tree import Chain
 from eagle3_jax.types import Observation, SamplingParams, Tables
 

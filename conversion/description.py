@@ -11,10 +11,33 @@ import typing
 from typing import Any
 
 from conversion.errors import CheckpointError, short
-from eagle3_jax.models.config import GatedMLP, GroupedQuery
+from eagle3_jax.models.config import (
+    DecoderConfig,
+    Experts,
+    GatedDelta,
+    GatedMLP,
+    GroupedQuery,
+    Latent,
+    QueryScaling,
+    RopeConfig,
+)
 
 # What stands in `kind`; never renamed, because files say it.
-_KINDS = {GroupedQuery: "grouped-query", GatedMLP: "gated"}
+_KINDS = {
+    GroupedQuery: "grouped-query",
+    Latent: "latent",
+    GatedDelta: "gated-delta",
+    GatedMLP: "gated",
+    Experts: "experts",
+}
+
+# Fields that came after files of the present format had been written. In those they have their defaults.
+_LATER: dict[type, frozenset[str]] = {
+    DecoderConfig: frozenset({"norm_kind"}),
+    GroupedQuery: frozenset({"chunk", "qk_l2_norm", "sinks", "output_gate", "softcap", "scale"}),
+    QueryScaling: frozenset({"offset"}),
+    RopeConfig: frozenset({"partial", "interleaved"}),
+}
 
 
 def to_json(config: Any) -> Any:
@@ -37,10 +60,10 @@ def from_json(config: type, value: Any, where: str) -> Any:
         raise CheckpointError(f"{where} is {short(value)}; expected an object")
     values = {name: entry for name, entry in value.items() if not (name == "kind" and config in _KINDS)}
     hints = typing.get_type_hints(config)
-    if values.keys() != hints.keys():
-        wrong = sorted(values.keys() ^ hints.keys())
+    wrong = sorted((values.keys() ^ hints.keys()) - (_LATER.get(config, frozenset()) - values.keys()))
+    if wrong:
         raise CheckpointError(f"{where}: the fields {wrong} are missing or unknown; convert it again")
-    typed = {name: _typed(hint, values[name], name, where) for name, hint in hints.items()}
+    typed = {name: _typed(hint, values[name], name, where) for name, hint in hints.items() if name in values}
     try:
         return config(**typed)
     except (TypeError, ValueError) as error:

@@ -35,6 +35,7 @@ def diagnose(
     *,
     prompts: Sequence[Sequence[int]] | None = None,
     seed: int = 0,
+    layer_ids: str | None = None,
 ) -> list[Check]:
     """Examine a target and a draft head or a draft model.
 
@@ -43,6 +44,7 @@ def diagnose(
         drafter_dir: The directory of the head or of the smaller language model.
         prompts: Token ids to measure agreement on; random ones when left out, which says less.
         seed: Of the random prompts.
+        layer_ids: What the numbers of the head's auxiliary layers count, ``entering`` or ``leaving``.
 
     Returns:
         All checks, in the order in which problems should be solved. A checkpoint that cannot be read is a
@@ -54,7 +56,7 @@ def diagnose(
     drafter = None
     if kind in HEADS:
         config = None if target is None else target.config
-        drafter = _attempt(checks, "head", lambda: read_head(drafter_dir, config), _describe_head)
+        drafter = _attempt(checks, "head", lambda: read_head(drafter_dir, config, layer_ids=layer_ids), _describe_head)
     elif kind is not None:
         drafter = _attempt(checks, "draft model", lambda: read_target(drafter_dir), _describe_target)
     if target is None or drafter is None:
@@ -98,7 +100,8 @@ def _of_head(target: TargetCheckpoint, head: HeadCheckpoint) -> list[Check]:
 
 def _describe_target(target: TargetCheckpoint) -> str:
     config, label = target.config, target.family.label
-    return f"{label} decoder, {config.num_layers} layers, width {config.width}, vocabulary {config.vocab_size}"
+    described = f"{label} decoder, {config.num_layers} layers, width {config.width}, vocabulary {config.vocab_size}"
+    return described if target.quantisation is None else f"{described}, quantised: {target.quantisation.words}"
 
 
 def _describe_head(head: HeadCheckpoint) -> str:

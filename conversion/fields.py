@@ -59,6 +59,18 @@ class Fields(NamedTuple):
             raise CheckpointError(f"{self.where}: {name} is {short(value)}; expected a list of texts")
         return value
 
+    def indices(self, name: str, count: int) -> list[int] | None:
+        """Which of ``count`` things a list names; ``None`` when absent."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        whole = isinstance(value, list) and not any(isinstance(one, bool) or not isinstance(one, int) for one in value)
+        if not whole or not all(0 <= one < count for one in value):
+            raise CheckpointError(
+                f"{self.where}: {name} is {short(value)}; expected a list of whole numbers from 0 to {count - 1}"
+            )
+        return value
+
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
         """One token id or several; none when absent."""
         value = self.values.get(name)

@@ -12,7 +12,7 @@ import numpy as np
 
 from conversion.errors import CheckpointError, short
 from conversion.rules import Part, in_turns
-from eagle3_jax.models.config import MOST_LAYERS, DecoderConfig, Eagle3Config
+from eagle3_jax.models.config import MOST_LAYERS, DecoderConfig, Eagle3Config, gated, grouped
 
 FORMAT = 2
 _LAYER = ("mlp_width", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope")
@@ -42,10 +42,10 @@ def description(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 def leaves(arrays: Mapping[str, np.ndarray], config: DecoderConfig | Eagle3Config) -> dict[str, np.ndarray]:
     """The arrays with the columns of fused kernels as they lie today."""
     layer = config.layers[0]
-    mixer = layer.mixer
+    mixer = grouped(layer)
     fused = {
         "qkv": dict(in_turns(mixer.num_kv_heads, mixer.head_dim, {"q": mixer.group, "k": 1, "v": 1})),
-        "gate_up": dict(in_turns(layer.mlp.width, 1, {"gate": 1, "up": 1})),
+        "gate_up": dict(in_turns(gated(layer).width, 1, {"gate": 1, "up": 1})),
     }
 
     def now(path: str, leaf: np.ndarray) -> np.ndarray:

@@ -14,14 +14,19 @@ from conversion.errors import CheckpointError, short
 from conversion.fields import Fields, read_from
 from conversion.hf_rope import read_rope, rope_fields
 from eagle3_jax.models.config import (
+    MLP,
     MOST_LAYERS,
     DecoderConfig,
     Eagle3Config,
     GatedMLP,
     GroupedQuery,
     LayerConfig,
+    Mixer,
+    NormKind,
     QueryScaling,
     RopeConfig,
+    gated,
+    grouped,
     uniform,
     with_window,
 )
@@ -124,6 +129,31 @@ def read_window(fields: Fields) -> int | None:
     return None if fields.get("sliding_window") is None else fields.size("sliding_window")
 
 
+def read_types(
+    fields: Fields, known: Sequence[str], num_layers: int, *, name: str = "layer_types", owner: str = ""
+) -> list[str]:
+    """The kind of every layer, as a list in the file names them; empty where there is no list.
+
+    Args:
+        fields: Where the list is.
+        known: Kinds that there are.
+        num_layers: How many layers it must name.
+        name: Of the list.
+        owner: What says how many layers there are, in words; ``num_hidden_layers`` when left out.
+
+    Raises:
+        CheckpointError: The kinds are not one for each layer, or one of them is unknown.
+    """
+    types = fields.words(name)
+    if types and len(types) != num_layers:
+        owner = owner or f"num_hidden_layers is {num_layers}"
+        raise CheckpointError(f"{fields.where}: {name} names {len(types)} layers but {owner}; they must agree")
+    unknown = [kind for kind in types if kind not in known]
+    if unknown:
+        raise CheckpointError(f"{fields.where}: {name} has {short(unknown[0])}; expected {' or '.join(known)}")
+    return list(types)
+
+
 def read_windows(
     fields: Fields, window: int | None, slides: Callable[[int], bool], num_layers: int | None = None
 ) -> list[int | None]:
@@ -138,27 +168,17 @@ def read_windows(
     Raises:
         CheckpointError: The types are not one for each layer, name a kind that is none, or slide without a window.
     """
-    count, types = num_layers or _num_layers(fields), fields.words("layer_types")
+    count = num_layers or read_num_layers(fields)
+    types = read_types(fields, _LAYER_TYPES, count, owner="" if num_layers is None else f"the head has {count}")
     if not types:
         return [window if slides(layer) else None for layer in range(count)]
-    if len(types) != count:
-        raise CheckpointError(
-            f"{fields.where}: layer_types names {len(types)} layers but num_hidden_layers is {count}; they must agree"
-            if num_layers is None
-            else f"{fields.where}: layer_types names {len(types)} layers but the head has {count}; they must agree"
-        )
-    unknown = [kind for kind in types if kind not in _LAYER_TYPES]
-    if unknown:
-        raise CheckpointError(
-            f"{fields.where}: layer_types has {short(unknown[0])}; expected {' or '.join(_LAYER_TYPES)}"
-        )
     if window is None and _SLIDING in types:
         raise CheckpointError(f"{fields.where}: layer_types has {_SLIDING!r}, but no sliding_window is switched on")
     return [window if kind == _SLIDING else None for kind in types]
 
 
 def read_decoder(
-    fields: Fields, mixer: GroupedQuery, mlp: GatedMLP, *, windows: Sequence[int | None] | None = None
+    fields: Fields, mixer: Mixer, mlp: MLP, *, windows: Sequence[int | None] | None = None
 ) -> DecoderConfig:
     """A target of layers that differ at most in their windows.
 
@@ -171,16 +191,41 @@ def read_decoder(
     Raises:
         CheckpointError: A field is missing, malformed or unsupported.
     """
-    refuse_unsupported(fields)
     with read_from(fields.where):
         if windows is None:
-            layers = uniform(_num_layers(fields), mixer, mlp)
+            layers = uniform(read_num_layers(fields), mixer, mlp)
         else:
             layers = tuple(with_window(LayerConfig(mixer=mixer, mlp=mlp), one) for one in windows)
-        return DecoderConfig(layers=layers, tie_embeddings=fields.flag("tie_word_embeddings"), **read_stack(fields))
+    return decoder_of(fields, layers)
 
 
-def _num_layers(fields: Fields) -> int:
+def decoder_of(fields: Fields, layers: Sequence[LayerConfig], *, norm_kind: NormKind = "plain") -> DecoderConfig:
+    """A target of these layers.
+
+    Args:
+        fields: What it has beside them.
+        layers: One after the other.
+        norm_kind: Of the family.
+
+    Raises:
+        CheckpointError: A field is missing, malformed or unsupported.
+    """
+    refuse_unsupported(fields)
+    with read_from(fields.where):
+        return DecoderConfig(
+            layers=tuple(layers),
+            tie_embeddings=fields.flag("tie_word_embeddings"),
+            norm_kind=norm_kind,
+            **read_stack(fields),
+        )
+
+
+def read_num_layers(fields: Fields) -> int:
+    """``num_hidden_layers``, no more than any model has.
+
+    Raises:
+        CheckpointError: It is missing or malformed.
+    """
     count = fields.size("num_hidden_layers")
     if count > MOST_LAYERS:
         raise CheckpointError(f"{fields.where}: num_hidden_layers is {count}; expected at most {MOST_LAYERS:,}")
@@ -205,36 +250,49 @@ def read_stack(fields: Fields) -> dict[str, Any]:
 def stack_fields(config: DecoderConfig | Eagle3Config, dtype: str) -> dict[str, Any]:
     """The geometry as a Hugging Face configuration, which describes one layer for all of them.
 
+    A family whose layers differ in more, or are of other kinds, adds its own fields to these.
+
     Raises:
         CheckpointError: transformers would not read it.
     """
-    layer = config.layers[0]
-    mixer = layer.mixer
-    if config.width % mixer.num_heads:
-        raise CheckpointError(
-            f"width {config.width} is not a multiple of num_heads {mixer.num_heads}; the Hugging Face layout "
-            "cannot express that (transformers refuses such a config.json), use --to jax"
-        )
-    return {
+    fields = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.width,
-        "intermediate_size": layer.mlp.width,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": mixer.num_heads,
-        "num_key_value_heads": mixer.num_kv_heads,
-        "head_dim": mixer.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_eps,
-        **rope_fields(mixer.rope),
         "dtype": dtype,
         "torch_dtype": dtype,
+    }
+    mlp = next((layer.mlp for layer in config.layers if isinstance(layer.mlp, GatedMLP)), None)
+    mixers = [layer.mixer for layer in config.layers if isinstance(layer.mixer, GroupedQuery)]
+    if mlp is not None:
+        fields["intermediate_size"] = mlp.width
+    if mixers:
+        # Where only some layers rotate, those say how.
+        rotating = next((mixer for mixer in mixers if mixer.rope is not None), mixers[0])
+        fields |= _attention_fields(rotating, config.width)
+    return fields
+
+
+def _attention_fields(mixer: GroupedQuery, width: int) -> dict[str, Any]:
+    if width % mixer.num_heads:
+        raise CheckpointError(
+            f"width {width} is not a multiple of num_heads {mixer.num_heads}; the Hugging Face layout "
+            "cannot express that (transformers refuses such a config.json), use --to jax"
+        )
+    return {
+        "num_attention_heads": mixer.num_heads,
+        "num_key_value_heads": mixer.num_kv_heads,
+        "head_dim": mixer.head_dim,
+        **rope_fields(mixer.rope),
     }
 
 
 def layer_types(config: DecoderConfig | Eagle3Config) -> list[str]:
     """``layer_types`` of a target or a head."""
-    return [_FULL if layer.mixer.window is None else _SLIDING for layer in config.layers]
+    return [_FULL if grouped(layer).window is None else _SLIDING for layer in config.layers]
 
 
 def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> list[int | None]:
@@ -268,7 +326,7 @@ def head_window_fields(config: Eagle3Config) -> dict[str, Any]:
     Raises:
         CheckpointError: The windows differ, which the layout has one field for.
     """
-    windows = {layer.mixer.window for layer in config.layers} - {None}
+    windows = {grouped(layer).window for layer in config.layers} - {None}
     if not windows:
         return {}
     if len(windows) > 1:
@@ -281,4 +339,4 @@ def head_window_fields(config: Eagle3Config) -> dict[str, Any]:
 
 def bias_fields(layer: LayerConfig) -> dict[str, bool]:
     """Biases as Llama's configuration says them: one flag for all four projections of attention."""
-    return {"attention_bias": layer.mixer.qkv_bias, "mlp_bias": layer.mlp.bias}
+    return {"attention_bias": grouped(layer).qkv_bias, "mlp_bias": gated(layer).bias}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from conversion.errors import CheckpointError, short
@@ -27,28 +28,43 @@ _ROPE_KEYS = {
 }
 
 
-def read_rope(fields: Fields, *, known: tuple[str, ...] = ()) -> RopeConfig:
+def read_rope(
+    fields: Fields,
+    *,
+    known: tuple[str, ...] = (),
+    theta: float = 10_000.0,
+    partial: float | None = None,
+    interleaved: bool = False,
+) -> RopeConfig:
     """The rotary embedding, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``.
 
     Args:
         fields: The geometry.
         known: Names among the parameters that the family reads itself.
+        theta: The base where the file names none. 10,000 is that of the original Llama, whose files do not name it;
+            nor do official heads.
+        partial: The share of channels that rotate where the file does not say, of a family in which some need not;
+            ``None`` of one in which all do.
+        interleaved: Which channels are pairs, of the family.
 
     Raises:
         CheckpointError: The type is unknown, a parameter is missing, or the two notations disagree.
     """
+    own: dict[str, Any] = {"theta": theta, "partial": partial, "interleaved": interleaved}
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     if new.values and old.values:
-        first, second = _rope_from(fields, new, known), _rope_from(fields, old, known)
+        first, second = _rope_from(fields, new, known, **own), _rope_from(fields, old, known, **own)
         if first != second:
             raise CheckpointError(
                 f"{fields.where}: rope_parameters and rope_scaling disagree ({first} and {second}); remove one"
             )
         return first
-    return _rope_from(fields, new if new.values else old, known)
+    return _rope_from(fields, new if new.values else old, known, **own)
 
 
-def _rope_from(fields: Fields, rope: Fields, known: tuple[str, ...]) -> RopeConfig:
+def _rope_from(
+    fields: Fields, rope: Fields, known: tuple[str, ...], *, theta: float, partial: float | None, interleaved: bool
+) -> RopeConfig:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in _ROPE_TYPES:
         raise CheckpointError(
@@ -59,19 +75,23 @@ def _rope_from(fields: Fields, rope: Fields, known: tuple[str, ...]) -> RopeConf
     )
     if unknown:
         raise CheckpointError(f"{rope.where}: {unknown[0]!r} is not supported for rope type {kind!r}")
-    for source in (fields, rope):
-        if source.number("partial_rotary_factor", 1.0) != 1.0:
-            raise CheckpointError(f"{source.where}: partial_rotary_factor is not supported; all channels must rotate")
-    inner, outer = rope.optional_number("rope_theta"), fields.optional_number("rope_theta")
-    if inner is not None and outer is not None and inner != outer:
-        raise CheckpointError(f"{fields.where}: rope_theta is {outer} but {inner} in the rope parameters; remove one")
-    theta = inner if inner is not None else outer
-    if theta is None:
-        theta = 10_000.0  # the base of the original Llama, whose files do not name it; nor do official heads
-    if theta <= 0:
-        raise CheckpointError(f"{fields.where}: rope_theta is {theta}; expected a positive number")
+    share = _either(fields, rope, "partial_rotary_factor", 1.0 if partial is None else partial)
+    if partial is None and share != 1.0:
+        raise CheckpointError(f"{fields.where}: partial_rotary_factor is not supported; all channels must rotate")
+    base = _either(fields, rope, "rope_theta", theta)
+    if base <= 0:
+        raise CheckpointError(f"{fields.where}: rope_theta is {base}; expected a positive number")
     with read_from(rope.where):
-        return _rope_of(kind, theta, fields, rope)
+        return dataclasses.replace(_rope_of(kind, base, fields, rope), partial=share, interleaved=interleaved)
+
+
+def _either(fields: Fields, rope: Fields, name: str, default: float) -> float:
+    """A number that stands at the top level, among the parameters, or in both."""
+    inner, outer = rope.optional_number(name), fields.optional_number(name)
+    if inner is not None and outer is not None and inner != outer:
+        raise CheckpointError(f"{fields.where}: {name} is {outer} but {inner} in the rope parameters; remove one")
+    found = inner if inner is not None else outer
+    return default if found is None else found
 
 
 def _rope_of(kind: str, theta: float, fields: Fields, rope: Fields) -> RopeConfig:
@@ -107,8 +127,12 @@ def _rope_of(kind: str, theta: float, fields: Fields, rope: Fields) -> RopeConfi
     )
 
 
-def rope_fields(rope: RopeConfig | None) -> dict[str, Any]:
+def rope_fields(rope: RopeConfig | None, *, partial: bool = False) -> dict[str, Any]:
     """The rotary embedding in both notations: transformers 5 reads the one, 4.x, vLLM and SGLang the other.
+
+    Args:
+        rope: The embedding.
+        partial: Whether to say which share of the channels rotates, for a family in which some need not.
 
     Raises:
         CheckpointError: There is none, which no configuration of this layout says.
@@ -135,4 +159,8 @@ def rope_fields(rope: RopeConfig | None) -> dict[str, Any]:
                 if getattr(rope, name) is not None:
                     scaling[name] = getattr(rope, name)
     parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": rope.theta}
-    return {"rope_theta": rope.theta, "rope_scaling": scaling, "rope_parameters": parameters}
+    fields = {"rope_theta": rope.theta, "rope_scaling": scaling, "rope_parameters": parameters}
+    if not partial:
+        return fields
+    share = {"partial_rotary_factor": rope.partial}
+    return {**fields, **share, "rope_parameters": {**parameters, **share}}

@@ -15,7 +15,10 @@ from conversion.files import NATIVE_FILE, checked_directory, read_json
 from conversion.heads import HEADS
 from conversion.native import is_native, read_description, read_leaves
 from conversion.reading import read_head, read_target
+from conversion.rules import flatten
+from conversion.targets import TargetCheckpoint
 from conversion.tensors import read_tensors
+from eagle3_jax.models.config import GatedDelta
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,8 @@ class Description:
         loadable: Whether this library reads it.
         problem: Why not; empty when it is loadable.
         note: What else it needs, such as its target, or what reading leaves out; empty otherwise.
-        num_parameters: Floating-point numbers stored.
+        quantisation: How its weights are quantised; empty when they are not, or it is not one that is read.
+        num_parameters: Floating-point numbers stored; of a quantised target all of its weights.
         num_bytes: Bytes of all tensors.
         num_tensors: Tensors stored.
         dtypes: Parameters stored in each dtype.
@@ -42,6 +46,7 @@ class Description:
     loadable: bool
     problem: str
     note: str
+    quantisation: str
     num_parameters: int
     num_bytes: int
     num_tensors: int
@@ -67,7 +72,7 @@ def describe(directory: str | Path) -> Description:
     tensors = read_leaves(path) if native else read_tensors(path)
     config = read_json(path / (NATIVE_FILE if native else "config.json"))
     described = read_description(path).values if native else config
-    problem, note = _obstacles(path, kind)
+    problem, note, quantised = _obstacles(path, kind)
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
         # Maps such as d2t are no parameters. The floats of ml_dtypes have a kind of their own.
@@ -83,7 +88,8 @@ def describe(directory: str | Path) -> Description:
         loadable=not problem,
         problem=problem,
         note=note,
-        num_parameters=sum(dtypes.values()),
+        quantisation="" if quantised is None else quantised.quantisation.words,  # type: ignore[union-attr]
+        num_parameters=sum(dtypes.values()) if quantised is None else _weights(quantised),
         num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         num_tensors=len(tensors),
         dtypes=dtypes,
@@ -93,14 +99,23 @@ def describe(directory: str | Path) -> Description:
     )
 
 
-def _obstacles(path: Path, kind: str) -> tuple[str, str]:
-    """Why it cannot be loaded, and what has to be given with it or was left out."""
+def _obstacles(path: Path, kind: str) -> tuple[str, str, TargetCheckpoint | None]:
+    """Why it cannot be loaded, what has to be given with it or was left out, and the target where that is quantised."""
     try:
         if kind in HEADS:
-            return "", read_head(path).note
-        read_target(path)
-        return "", "it may be given as the drafter of a larger target with the same tokenizer too"
+            return "", read_head(path).note, None
+        target = read_target(path)
+        notes = []
+        if target.quantisation is not None:
+            notes.append("its weights are computed exactly from what is stored, or kept in FP8 (--weights fp8)")
+        if not any(isinstance(layer.mixer, GatedDelta) for layer in target.config.layers):
+            notes.append("it may be given as the drafter of a larger target with the same tokenizer too")
+        return "", "; ".join(notes), target if target.quantisation is not None else None
     except TargetNeededError as error:
-        return "", str(error)
+        return "", str(error), None
     except CheckpointError as error:
-        return str(error), ""
+        return str(error), "", None
+
+
+def _weights(target: TargetCheckpoint) -> int:
+    return sum(leaf.size for _, leaf in flatten(target.params))

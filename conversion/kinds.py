@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from conversion.errors import CheckpointError, short
-from conversion.families import FAMILIES
+from conversion.families import FAMILIES, WRAPPERS
 from conversion.files import NATIVE_FILE, checked_directory, read_json
 from conversion.heads import HEADS, LOADABLE, Signs
 from conversion.tensors import read_tensors
@@ -54,10 +54,10 @@ def recognise(config: Mapping[str, Any], names: Collection[str], *, where: str) 
         if kind.recognise(signs):
             return kind.name
     if (
-        signs.has(r"(language_model\.)?layers\.\d+\.|h\.\d+\.|transformer\.h\.\d+\.")
+        signs.has(r"(language_model\.)?(model\.)?layers\.\d+\.|h\.\d+\.|transformer\.h\.\d+\.")
         or "embed_tokens.weight" in signs.names
     ):
-        return TARGET if str(config.get("model_type")) in FAMILIES else LANGUAGE_MODEL
+        return TARGET if str(config.get("model_type")) in {*FAMILIES, *WRAPPERS} else LANGUAGE_MODEL
     sample = ", ".join(sorted(names)[:3])
     raise CheckpointError(f"{where} is neither a target nor a draft head that is known (it holds {sample})")
 
@@ -102,5 +102,6 @@ def label(kind: str, config: Mapping[str, Any]) -> str:
     if kind in HEADS:
         head = HEADS[kind]
         return f"draft head: {head.label}" + ("" if head.read else " (not loadable here)")
-    family = FAMILIES.get(str(config.get("family", config.get("model_type"))))
+    model_type = str(config.get("family", config.get("model_type")))
+    family = FAMILIES.get(WRAPPERS[model_type].text if model_type in WRAPPERS else model_type)
     return f"target: {family.label}" if family else "language model of another architecture (not loadable here)"

@@ -18,7 +18,7 @@ from conversion.heads import HEADS, HeadCheckpoint
 from conversion.heads.head import check_fit
 from conversion.kinds import TARGET, native_heads
 from conversion.rules import Params
-from conversion.targets import TargetCheckpoint
+from conversion.targets import TargetCheckpoint, dense_params
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.writing import orbax_quiet
@@ -45,7 +45,7 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
         "dtype": checkpoint.dtype,
     }
     if isinstance(checkpoint, TargetCheckpoint):
-        leaves = _checked(checkpoint.params, DecoderTarget(checkpoint.config).param_shapes(), where)
+        leaves = _checked(dense_params(checkpoint), DecoderTarget(checkpoint.config).param_shapes(), where)
         values |= {"kind": TARGET, "family": checkpoint.family.model_type, "stop_tokens": list(checkpoint.stop_tokens)}
     else:
         leaves = _checked(checkpoint.head, _shapes(checkpoint.method, checkpoint.config), where)

@@ -15,6 +15,8 @@ from conversion.targets import TargetCheckpoint, write_target
 from conversion.tensors import read_tensors
 from eagle3_jax.models.config import DecoderConfig
 
+_COUNTED = ("eagle3", "p-eagle")  # heads that name auxiliary layers without saying what they count
+
 
 def read_target(directory: str | Path, family: Family | None = None) -> TargetCheckpoint:
     """Read a target: a Hugging Face directory or a native one.
@@ -31,22 +33,29 @@ def read_target(directory: str | Path, family: Family | None = None) -> TargetCh
     return read(path, family)
 
 
-def read_head(directory: str | Path, target: DecoderConfig | None = None) -> HeadCheckpoint:
+def read_head(
+    directory: str | Path, target: DecoderConfig | None = None, *, layer_ids: str | None = None
+) -> HeadCheckpoint:
     """Read a draft head in any dialect, or a native one.
 
     Args:
         directory: The head's directory.
         target: What it drafts for; checked against the head, and needed when the head does not name its auxiliary
             layers (official heads do not).
+        layer_ids: What the numbers of its auxiliary layers count, ``entering`` or ``leaving``, where its file leaves
+            that open (``conversion.heads.layer_ids``).
 
     Raises:
         CheckpointError: It is no head that is loaded, is incomplete, or does not fit the target; the message says why.
     """
     path = checked_directory(directory)
     if native.is_native(path):
+        _refuse_layer_ids(layer_ids, f"{path} is in the native layout, which counts layers entered")
         return native.read_native_head(path, target)
-    stored = Stored(path, read_json(path / "config.json"), read_tensors(path))
+    stored = Stored(path, read_json(path / "config.json"), read_tensors(path), layer_ids)
     kind = kinds.recognise(stored.config, stored.tensors.keys(), where=str(path))
+    if kind not in _COUNTED:
+        _refuse_layer_ids(layer_ids, f"{path} holds no EAGLE-3 or P-EAGLE head")
     kinds.refuse_all_but_heads(kind, path, "give it as the target")
     read = HEADS[kind].read
     assert read is not None
@@ -62,7 +71,19 @@ def read_head(directory: str | Path, target: DecoderConfig | None = None) -> Hea
         raise CheckpointError(f"{error}; {told}, and config.json describes {HEADS[kind].label}") from None
 
 
-def convert(source: str | Path, destination: str | Path, to: str, target: DecoderConfig | None = None) -> None:
+def _refuse_layer_ids(layer_ids: str | None, why: str) -> None:
+    if layer_ids is not None:
+        raise CheckpointError(f"{why}; leave --layer-ids out")
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    to: str,
+    target: DecoderConfig | None = None,
+    *,
+    layer_ids: str | None = None,
+) -> None:
     """Convert a target or a head.
 
     Args:
@@ -71,6 +92,7 @@ def convert(source: str | Path, destination: str | Path, to: str, target: Decode
         to: ``jax`` (native), or a layout that heads of its method have; for a target these are all the one Hugging
             Face layout.
         target: A head's target, see :func:`read_head`.
+        layer_ids: The same.
 
     Raises:
         CheckpointError: The source cannot be read, the destination exists, or the layout cannot express it.
@@ -78,7 +100,9 @@ def convert(source: str | Path, destination: str | Path, to: str, target: Decode
     if to not in ("jax", *LAYOUTS):
         raise CheckpointError(f"--to {to!r} is not known; use one of jax, {', '.join(LAYOUTS)}")
     is_head = kinds.identify(source) in HEADS
-    checkpoint = read_head(source, target) if is_head else read_target(source)
+    if not is_head:
+        _refuse_layer_ids(layer_ids, f"{source} holds no draft head")
+    checkpoint = read_head(source, target, layer_ids=layer_ids) if is_head else read_target(source)
     if to == "jax":
         write_native(checkpoint, destination)
     elif isinstance(checkpoint, TargetCheckpoint):

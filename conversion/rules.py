@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from conversion.errors import CheckpointError, short
-from eagle3_jax.models.config import DecoderConfig, LayerConfig
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from eagle3_jax.models.quantised import Fp8Kernel
 
 Params = dict[Any, Any]
 
@@ -34,10 +35,11 @@ class Part(NamedTuple):
     Attributes:
         outer: How often the tensors take turns.
         slots: Places in a turn, of all tensors together.
-        inner: Columns of a place.
+        inner: Columns of a place; 0 for however many there are, of a single place.
         start: The tensor's first place.
         stop: The place after its last.
         leading: Where it lies on the leading axes, as an expert among experts.
+        turned: Whether the last two axes are exchanged first.
     """
 
     outer: int
@@ -46,37 +48,62 @@ class Part(NamedTuple):
     start: int
     stop: int
     leading: tuple[int, ...] = ()
+    turned: bool = False
 
     def of(self, whole: np.ndarray) -> np.ndarray:
         """The tensor as a view into the array, ``[..., outer, places, inner]``."""
         one = whole[self.leading]
-        return one.reshape(*one.shape[:-1], self.outer, self.slots, self.inner)[..., self.start : self.stop, :]
+        one = one.swapaxes(-1, -2) if self.turned else one
+        inner = self.inner or one.shape[-1]
+        return one.reshape(*one.shape[:-1], self.outer, self.slots, inner)[..., self.start : self.stop, :]
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """The tensor's own shape."""
-        return (*whole[len(self.leading) : -1], self.outer * (self.stop - self.start) * self.inner)
+        one = whole[len(self.leading) :]
+        one = (*one[:-2], one[-1], one[-2]) if self.turned else one
+        return (*one[:-1], self.outer * (self.stop - self.start) * (self.inner or one[-1]))
 
 
 class Rule(NamedTuple):
-    """One tensor under both names.
+    """One tensor under both names, or a piece of one.
 
     Attributes:
         source: Name in the foreign checkpoint.
         path: Where it lies in our parameters, joined by dots, as in ``blocks.0.attention.o.kernel``.
-        transpose: Whether the two are transposes of each other.
+        transpose: Whether the two are transposes of each other, on their last two axes.
         part: Which part of our array it is, where we store several tensors in one; ``None`` for all of it.
+        cut: Which piece of the tensor it is, as that lies after ``transpose``; ``None`` for all of it. The rules of the
+            other pieces name the same source.
+        reverse: Whether all axes are in the opposite order, as those of a convolution's kernel.
     """
 
     source: str
     path: str
     transpose: bool = False
     part: Part | None = None
+    cut: Part | None = None
+    reverse: bool = False
+
+    def ours(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of what it fills in our array, as a tensor of its own."""
+        return self.part.shape(whole) if self.part else whole
+
+    def stored(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the tensor."""
+        shape = self.ours(whole)
+        if self.cut:
+            shape = (*shape[:-1], self.cut.outer * self.cut.slots * self.cut.inner)
+        if self.reverse:
+            return shape[::-1]
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transpose else shape
 
 
-def linear(source: str, path: str, *, bias: bool = False, part: Part | None = None) -> list[Rule]:
+def linear(
+    source: str, path: str, *, bias: bool = False, part: Part | None = None, cut: Part | None = None
+) -> list[Rule]:
     """A linear layer, or some outputs of one."""
-    kernel = Rule(f"{source}.weight", f"{path}.kernel", transpose=True, part=part)
-    return [kernel, Rule(f"{source}.bias", f"{path}.bias", part=part)] if bias else [kernel]
+    kernel = Rule(f"{source}.weight", f"{path}.kernel", transpose=True, part=part, cut=cut)
+    return [kernel, Rule(f"{source}.bias", f"{path}.bias", part=part, cut=cut)] if bias else [kernel]
 
 
 def in_turns(outer: int, inner: int, places: Mapping[str, int]) -> Iterator[tuple[str, Part]]:
@@ -90,33 +117,6 @@ def in_turns(outer: int, inner: int, places: Mapping[str, int]) -> Iterator[tupl
 def norm(source: str, path: str) -> Rule:
     """An RMSNorm."""
     return Rule(f"{source}.weight", f"{path}.scale")
-
-
-def attention_and_mlp(config: LayerConfig, source: str, path: str) -> list[Rule]:
-    """What every block has: attention, the norm between, the SwiGLU."""
-    mixer, mlp = config.mixer, config.mlp
-    rules = [norm(f"{source}.post_attention_layernorm", f"{path}.mlp_norm")]
-    for name, part in in_turns(mixer.num_kv_heads, mixer.head_dim, {"q": mixer.group, "k": 1, "v": 1}):
-        rules += linear(f"{source}.self_attn.{name}_proj", f"{path}.attention.qkv", bias=mixer.qkv_bias, part=part)
-    rules += linear(f"{source}.self_attn.o_proj", f"{path}.attention.o", bias=mixer.o_bias)
-    if mixer.qk_norm:
-        rules += [norm(f"{source}.self_attn.{name}_norm", f"{path}.attention.{name}_norm") for name in "qk"]
-    for name, part in in_turns(mlp.width, 1, {"gate": 1, "up": 1}):
-        rules += linear(f"{source}.mlp.{name}_proj", f"{path}.mlp.gate_up", bias=mlp.bias, part=part)
-    return rules + linear(f"{source}.mlp.down_proj", f"{path}.mlp.down", bias=mlp.bias)
-
-
-def block(config: LayerConfig, source: str, path: str) -> list[Rule]:
-    """A plain pre-norm block."""
-    return [norm(f"{source}.input_layernorm", f"{path}.attention_norm"), *attention_and_mlp(config, source, path)]
-
-
-def decoder(config: DecoderConfig) -> list[Rule]:
-    """A whole target in the names that the families share."""
-    table = [Rule("model.embed_tokens.weight", "embedding"), norm("model.norm", "norm")]
-    for index, layer in enumerate(config.layers):
-        table += block(layer, f"model.layers.{index}", f"blocks.{index}")
-    return table if config.tie_embeddings else table + linear("lm_head", "head")
 
 
 def flatten(params: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -155,11 +155,11 @@ def read_params(
     Raises:
         CheckpointError: Tensors are missing, unexpected, given twice, mis-shaped or not floats.
     """
-    by_source = {rule.source: rule for rule in rules}
+    sources = dict.fromkeys(rule.source for rule in rules)
     expected = {path: tuple(leaf.shape) for path, leaf in flatten(shapes)}
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in (*DERIVED_BUFFERS, *known)))
-    unexpected = [name for name in tensors if name not in by_source and not ignored.fullmatch(name)]
-    missing = [rule.source for rule in rules if rule.source not in tensors]
+    unexpected = [name for name in tensors if name not in sources and not ignored.fullmatch(name)]
+    missing = [source for source in sources if source not in tensors]
     if missing or unexpected:
         parts = [f"misses {_listed(missing)}"] * bool(missing) + [f"holds unexpected {_listed(unexpected)}"] * bool(
             unexpected
@@ -168,13 +168,14 @@ def read_params(
             f"{where} {' and '.join(parts)}; its tensors must be exactly those that its config.json describes"
         )
     found: dict[str, list[tuple[Rule, np.ndarray]]] = {}
+    filled: set[tuple[str, Part | None]] = set()
     for rule in rules:
-        of_path = found.setdefault(rule.path, [])
-        if any(rule.part == other.part for other, _ in of_path):
+        if (rule.path, rule.part) in filled:
             raise CheckpointError(f"{where} gives {rule.path} twice, the second time as {rule.source}")
-        shape = rule.part.shape(expected[rule.path]) if rule.part else expected[rule.path]
-        of_path.append((rule, _checked(tensors[rule.source], rule, shape, f"{where}: {rule.source}")))
-    _check_table({path: sum(value.size for _, value in parts) for path, parts in found.items()}, _sizes(expected))
+        filled.add((rule.path, rule.part))
+        value = _checked(tensors[rule.source], rule, expected[rule.path], f"{where}: {rule.source}")
+        found.setdefault(rule.path, []).append((rule, value))
+    _check_table(rules, expected)
     leaves = {path: _joined(parts, expected[path]) for path, parts in found.items()}
     return unflatten(leaves, shapes)
 
@@ -199,11 +200,18 @@ def write_params(rules: Sequence[Rule], params: Params, shapes: Params, *, where
         if leaf.shape != expected[path]:
             raise CheckpointError(f"{where}: {path} has shape {leaf.shape}; expected {expected[path]}")
         check_float(leaf, f"{where}: {path}")
-    sizes = dict.fromkeys((rule.path for rule in rules), 0)
+    _check_table(rules, expected)
+    tensors: dict[str, np.ndarray] = {}
     for rule in rules:
-        sizes[rule.path] += math.prod(rule.part.shape(expected[rule.path]) if rule.part else expected[rule.path])
-    _check_table(sizes, _sizes(expected))
-    return {rule.source: _stored(given[rule.path], rule) for rule in rules}
+        whole = given[rule.path]
+        ours = whole if rule.part is None else rule.part.of(whole).reshape(rule.ours(whole.shape))
+        if rule.cut is None:
+            tensors[rule.source] = _transposed(ours, rule)
+        else:
+            stored = tensors.setdefault(rule.source, np.empty(rule.stored(whole.shape), whole.dtype))
+            piece = rule.cut.of(_transposed(stored, rule))
+            piece[...] = ours.reshape(piece.shape)
+    return tensors
 
 
 def check_layers(num_layers: int, names: Iterable[str], pattern: str, what: str) -> None:
@@ -225,7 +233,8 @@ def check_float(value: np.ndarray, what: str) -> None:
     """
     if str(value.dtype) not in FLOATS:
         raise CheckpointError(
-            f"{what} is stored as {value.dtype}; expected float32, float16 or bfloat16 (quantised weights are not read)"
+            f"{what} is stored as {value.dtype}; expected float32, float16 or bfloat16 "
+            "(config.json says of no quantisation how to read it)"
         )
 
 
@@ -251,12 +260,18 @@ def main_dtype(params: Mapping[Any, Any]) -> str:
     return max(sizes, key=lambda name: sizes[name])
 
 
-def _checked(value: np.ndarray, rule: Rule, shape: tuple[int, ...], what: str) -> np.ndarray:
-    stored = shape[::-1] if rule.transpose else shape
+def _checked(value: np.ndarray, rule: Rule, whole: tuple[int, ...], what: str) -> np.ndarray:
+    stored = rule.stored(whole)
     if value.shape != stored:
         raise CheckpointError(f"{what} has shape {list(value.shape)}; config.json asks for {list(stored)}")
     check_float(value, what)
-    return value.T if rule.transpose else value
+    return _transposed(value, rule)
+
+
+def _transposed(value: np.ndarray, rule: Rule) -> np.ndarray:
+    if rule.reverse:
+        return value.T
+    return value.swapaxes(-1, -2) if rule.transpose else value
 
 
 class Joined:
@@ -274,7 +289,7 @@ class Joined:
         import numpy as np  # tables alone, for a configuration, do without
 
         self._parts, self.shape = parts, shape
-        self.dtype = np.result_type(*(value for _, value in parts))
+        self.dtype = np.result_type(*(value.dtype for _, value in parts))
         self.ndim, self.size = len(shape), math.prod(shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -283,28 +298,53 @@ class Joined:
 
         whole = np.empty(self.shape, dtype or self.dtype)
         for rule, value in self._parts:
-            assert rule.part is not None
-            view = rule.part.of(whole)
-            view[...] = value.reshape(view.shape)
+            view = whole if rule.part is None else rule.part.of(whole)
+            piece = value if rule.cut is None else rule.cut.of(value)
+            view[...] = piece.reshape(view.shape)
         return whole
+
+    @property
+    def computed(self) -> bool:
+        """Whether some of it is computed from quantised tensors."""
+        return any(getattr(value, "computed", False) for _, value in self._parts)
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether it can be one FP8 kernel as it is stored."""
+        from conversion.quantised.arrays import in_fp8
+
+        return in_fp8([value for _, value in self._parts])
+
+    def fp8(self) -> Fp8Kernel | None:
+        """That kernel, bit for bit; ``None`` where it is none."""
+        from conversion.quantised.arrays import fp8_kernel
+
+        whole = lambda one: one
+        return fp8_kernel(
+            [
+                (whole if rule.part is None else rule.part.of, value if rule.cut is None else rule.cut.of(value))
+                for rule, value in self._parts
+            ],
+            self.shape,
+        )
 
 
 def _joined(parts: list[tuple[Rule, np.ndarray]], shape: tuple[int, ...]) -> np.ndarray | Joined:
-    return parts[0][1] if parts[0][0].part is None else Joined(parts, shape)
+    rule, value = parts[0]
+    return value if rule.part is None and rule.cut is None else Joined(parts, shape)
 
 
-def _stored(value: np.ndarray, rule: Rule) -> np.ndarray:
-    part = value if rule.part is None else rule.part.of(value).reshape(rule.part.shape(value.shape))
-    return part.T if rule.transpose else part
-
-
-def _sizes(expected: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    return {path: math.prod(shape) for path, shape in expected.items()}
-
-
-def _check_table(shapes: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    if shapes != expected:  # a mistake of ours, not of the checkpoint
-        wrong = sorted(path for path in {*shapes, *expected} if shapes.get(path) != expected.get(path))
+def _check_table(rules: Sequence[Rule], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Whether the rules fill every array and every tensor; else the mistake is ours, not the checkpoint's."""
+    given, needed = dict.fromkeys(expected, 0), {path: math.prod(shape) for path, shape in expected.items()}
+    for rule in rules:
+        size = math.prod(rule.ours(expected[rule.path]))
+        given[rule.path] += size
+        if rule.cut is not None:
+            given[rule.source] = given.get(rule.source, 0) + size
+            needed[rule.source] = math.prod(rule.stored(expected[rule.path]))
+    wrong = sorted(name for name in needed if given[name] != needed[name])
+    if wrong:
         raise AssertionError(f"the rule table and the model differ: {wrong}")
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from conversion import kinds, rules
 from conversion.errors import CheckpointError, short
-from conversion.families import Family, family_of
-from conversion.fields import Fields
+from conversion.families import Family, family_of, wrapper_of
+from conversion.fields import Fields, read_from
 from conversion.files import copy_tokenizer, new_directory, read_json, write_json
-from conversion.hf_config import refuse_quantised, stack_fields
+from conversion.hf_config import stack_fields
+from conversion.quantised import Quantisation, read_quantised
 from conversion.rules import Params
 from conversion.tensors import SAFETENSORS, read_tensors, write_tensors
 from eagle3_jax.models.config import DecoderConfig
@@ -29,7 +33,10 @@ class TargetCheckpoint:
         params: Nested dictionary of numpy arrays in the stored dtype, as ``DecoderTarget`` expects it.
         stop_tokens: Tokens at which the model ends its answer.
         source: Where it was read from; tokenizer files are copied from there.
-        dtype: The dtype that holds most of the parameters.
+        dtype: The dtype that holds most of the parameters; of quantised ones that in which they would be stored
+            otherwise.
+        quantisation: How its weights were stored; ``None`` where they were not quantised. Those that were are computed
+            in float32 when they are read.
     """
 
     config: DecoderConfig
@@ -38,6 +45,7 @@ class TargetCheckpoint:
     stop_tokens: tuple[int, ...]
     source: Path
     dtype: str
+    quantisation: Quantisation | None = None
 
 
 def read_target(directory: Path, own: Family | None = None) -> TargetCheckpoint:
@@ -58,8 +66,12 @@ def read_target(directory: Path, own: Family | None = None) -> TargetCheckpoint:
     kind = kinds.recognise(values, tensors.keys(), where=str(directory))
     kinds.refuse_all_but_targets(kind, directory)
     family, fields = family_of(values.get("model_type"), where, own), Fields(values, where)
-    refuse_quantised(fields)
+    tensors, quantisation = read_quantised(tensors, fields, directory)
+    wrapper = None if own is not None and family is own else wrapper_of(fields)
+    if wrapper is not None:
+        fields, tensors = wrapper.fields(fields), wrapper.alone(tensors)
     num_layers = fields.size("num_hidden_layers")
+    tensors = _without(tensors, family.beside(num_layers, tensors.keys()))
     rules.check_layers(num_layers, tensors, r"model\.layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
     config = family.read_config(fields)
     known = ()
@@ -73,15 +85,34 @@ def read_target(directory: Path, own: Family | None = None) -> TargetCheckpoint:
                 "set tie_word_embeddings to false, or remove lm_head.weight"
             )
     shapes = DecoderTarget(config).param_shapes()
-    params = rules.read_params(family.rules(config), tensors, shapes, where=str(directory), known=known)
+    params = rules.read_params(family.table(config, tensors.keys()), tensors, shapes, where=str(directory), known=known)
     return TargetCheckpoint(
         config=config,
         family=family,
         params=params,
         stop_tokens=_stop_tokens(directory, fields, config.vocab_size),
         source=directory,
-        dtype=rules.main_dtype(params),
+        dtype=rules.main_dtype(params) if quantisation is None else _dense_dtype(fields),
+        quantisation=quantisation,
     )
+
+
+def dense_params(checkpoint: TargetCheckpoint) -> Params:
+    """The parameters as a file without quantisation has them: what was quantised in the checkpoint's ``dtype``."""
+    if checkpoint.quantisation is None:
+        return checkpoint.params
+    dtype = np.dtype(getattr(ml_dtypes, checkpoint.dtype, checkpoint.dtype))
+    leaves = {
+        path: np.asarray(leaf).astype(dtype) if getattr(leaf, "computed", False) else leaf
+        for path, leaf in rules.flatten(checkpoint.params)
+    }
+    return rules.unflatten(leaves, checkpoint.params)
+
+
+def _dense_dtype(fields: Fields) -> str:
+    """The type of the weights beside a quantisation."""
+    named = fields.get("dtype") or fields.get("torch_dtype")
+    return named if named in rules.FLOATS else "bfloat16"
 
 
 def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
@@ -95,18 +126,19 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
     config, family = checkpoint.config, checkpoint.family
     shapes = DecoderTarget(config).param_shapes()
     stop = stop_field(checkpoint.stop_tokens)
+    with read_from(f"the Hugging Face layout of {family.label}"):
+        own = {**stack_fields(config, checkpoint.dtype), **family.write_fields(config)}
     values = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **stack_fields(config, checkpoint.dtype),
-        **family.write_fields(config),
+        **own,
         "tie_word_embeddings": config.tie_embeddings,
         **{name: _token_field(checkpoint.source, name) for name in ("bos_token_id", "pad_token_id")},
         "eos_token_id": stop,
         "use_cache": True,
     }
     _check_expressed(config, family, values)
-    tensors = rules.write_params(family.rules(config), checkpoint.params, shapes, where=str(checkpoint.source))
+    tensors = rules.write_params(family.rules(config), dense_params(checkpoint), shapes, where=str(checkpoint.source))
     total = sum(np.asarray(value).nbytes for value in tensors.values())
     with new_directory(directory, total) as temporary:
         write_tensors(temporary / SAFETENSORS, tensors)
@@ -141,6 +173,14 @@ def _leaves(config: Any, path: str = "") -> list[tuple[str, Any]]:
 def stop_field(stop_tokens: tuple[int, ...]) -> int | list[int] | None:
     """Stop tokens as ``eos_token_id`` writes them: one number, a list, or null."""
     return stop_tokens[0] if len(stop_tokens) == 1 else (list(stop_tokens) or None)
+
+
+def _without(tensors: Mapping[str, np.ndarray], patterns: Sequence[str]) -> Mapping[str, np.ndarray]:
+    """The tensors whose names no pattern matches."""
+    if not patterns:
+        return tensors
+    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
+    return {name: value for name, value in tensors.items() if not ignored.fullmatch(name)}
 
 
 def _same_bits(first: np.ndarray, second: np.ndarray) -> bool:

@@ -146,8 +146,7 @@ class KeyValues:
 
         What would lie past the capacity is dropped (a clamped write would overwrite committed slots instead).
         """
-        slots = length[:, None] + jnp.arange(block.keys.shape[2])[None, :]
-        return KeyValue(_scatter(self.keys, slots, block.keys), _scatter(self.values, slots, block.values))
+        return KeyValue(_behind(self.keys, block.keys, length), _behind(self.values, block.values, length))
 
     def fill(self, written: KeyValue, count: Int[Array, " B"]) -> KeyValues:
         """See :class:`LayerCache`; ``written`` is the block alone."""
@@ -161,19 +160,79 @@ class KeyValues:
         nodes: Int[Array, "B T"] | None = None,
     ) -> KeyValues:
         """See :class:`LayerCache`; ``written`` is what :meth:`write` gave."""
-        if nodes is not None:
-            written = self._moved(written, length, count, nodes)
-        return KeyValues(keys=written.keys, values=written.values)
+        keys, values = (side_by_side(buffer, length, count, nodes) for buffer in written)
+        return KeyValues(keys=keys, values=values)
 
-    def _moved(
-        self, written: KeyValue, length: Int[Array, " B"], count: Int[Array, " B"], nodes: Int[Array, "B T"]
-    ) -> KeyValue:
-        """The chosen tokens side by side: read first, all of them, and then written."""
-        step = jnp.arange(nodes.shape[1])[None, :]
-        # What is not kept goes beyond the capacity, each to a place of its own: scattered indices must be unique.
-        slots = jnp.where(step < count[:, None], length[:, None] + step, self.capacity + step)
-        source = jnp.minimum(length[:, None] + nodes, self.capacity - 1)[:, None, :, None]
-        return KeyValue(*(_scatter(buffer, slots, jnp.take_along_axis(buffer, source, axis=2)) for buffer in written))
+
+@struct.dataclass(kw_only=True)
+class LatentKeys:
+    """A :class:`LayerCache` of latent attention: :class:`KeyValues` of one head whose keys are its values too.
+
+    Every head reads the same latents, so each device of a mesh has all of them.
+
+    Attributes:
+        latents: ``[B 1 S R]``, of each token its latent, and behind it the rotated key that all heads share.
+    """
+
+    axes: ClassVar[tuple[str, ...]] = (ROWS,)
+
+    latents: Float[Array, "B 1 S R"]
+
+    @classmethod
+    def allocate(cls, *, batch: int, capacity: int, channels: int, dtype: DTypeLike) -> LatentKeys:
+        """An empty cache, of zeros as :meth:`KeyValues.allocate`."""
+        return cls(latents=jnp.zeros((batch, 1, capacity, channels), dtype))
+
+    @property
+    def capacity(self) -> int:
+        """``S``, slots per row."""
+        return self.latents.shape[2]
+
+    def write(self, block: KeyValue, length: Int[Array, " B"]) -> KeyValue:
+        """See :meth:`KeyValues.write`; keys and values are one array."""
+        written = _behind(self.latents, block.keys, length)
+        return KeyValue(written, written)
+
+    def fill(self, written: Float[Array, "B 1 T R"], count: Int[Array, " B"]) -> LatentKeys:
+        """See :class:`LayerCache`; ``written`` is the block alone."""
+        return LatentKeys(latents=_behind(self.latents, written, jnp.zeros_like(count)))
+
+    def commit(
+        self,
+        written: Float[Array, "B 1 S R"],
+        length: Int[Array, " B"],
+        count: Int[Array, " B"],
+        nodes: Int[Array, "B T"] | None = None,
+    ) -> LatentKeys:
+        """See :class:`LayerCache`; ``written`` are the keys that :meth:`write` gave."""
+        return LatentKeys(latents=side_by_side(written, length, count, nodes))
+
+
+class Span(NamedTuple):
+    """Which of the positions before it a token of a layer sees.
+
+    By positions, not by slots: the siblings of a tree lie in different slots at one position.
+
+    Attributes:
+        window: The last so many, its own included; ``None`` for all.
+        chunk: Those of its own run, of runs of so many positions; ``None`` for all.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of them."""
+        return self.window is None and self.chunk is None
+
+    def sees(self, of_keys: Int[Array, "B S"], of_queries: Int[Array, "B T"]) -> Bool[Array, "B T S"]:
+        """Which keys are near enough to each query; whether they stand before it is not asked here."""
+        keys, queries = of_keys[:, None, :], of_queries[:, :, None]
+        if self.window is not None:
+            return keys > queries - self.window
+        assert self.chunk is not None
+        return keys // self.chunk == queries // self.chunk
 
 
 def visible(
@@ -182,7 +241,7 @@ def visible(
     capacity: int,
     *,
     positions: Int[Array, "B M"] | None = None,
-    window: int | None = None,
+    span: Span = Span(),
 ) -> Bool[Array, "B T S"]:
     """Who sees which slot once a block lies behind the committed ones: all of those, and what ``mask`` says.
 
@@ -190,9 +249,9 @@ def visible(
         mask: Which tokens of the block each one sees; those asked about may be its last ``T`` of ``M``.
         length: Committed slots of each row.
         capacity: ``S``.
-        positions: Of all ``M``, absolute; needed for a window, which goes by positions: the siblings of a tree lie in
-            different slots at one position. A committed slot holds the token at the position of its number.
-        window: How many positions a token sees, its own included; ``None`` for all.
+        positions: Of all ``M``, absolute; needed for a span that is not all. A committed slot holds the token at the
+            position of its number.
+        span: Which positions a token sees.
     """
     batch, (fed, size) = length.shape[0], mask.shape[-2:]
     slot = jnp.arange(capacity)[None, :]
@@ -201,17 +260,32 @@ def visible(
     index = jnp.broadcast_to(jnp.clip(offset, 0, size - 1)[:, None, :], (batch, fed, capacity))
     of_block = jnp.take_along_axis(inside, index, axis=2) & (offset < size)[:, None, :]
     seen = jnp.where((offset < 0)[:, None, :], True, of_block)
-    if window is None:
+    if span.whole:
         return seen
     assert positions is not None
     of_slot = jnp.take_along_axis(positions, jnp.clip(offset, 0, size - 1), axis=1)
     asked = positions if fed == size else positions[:, size - fed :]
-    return seen & near(jnp.where(offset < 0, slot, of_slot), asked, window)
+    return seen & span.sees(jnp.where(offset < 0, slot, of_slot), asked)
 
 
-def near(of_keys: Int[Array, "B S"], of_queries: Int[Array, "B T"], window: int) -> Bool[Array, "B T S"]:
-    """Keys within the last ``window`` positions of each query, its own included."""
-    return of_keys[:, None, :] > of_queries[:, :, None] - window
+def _behind(
+    buffer: Float[Array, "B C S H"], block: Float[Array, "B C T H"], length: Int[Array, " B"]
+) -> Float[Array, "B C S H"]:
+    """A buffer with a block behind the committed slots of each row."""
+    return _scatter(buffer, length[:, None] + jnp.arange(block.shape[2])[None, :], block)
+
+
+def side_by_side(
+    buffer: Float[Array, "B C S H"], length: Int[Array, " B"], count: Int[Array, " B"], nodes: Int[Array, "B T"] | None
+) -> Float[Array, "B C S H"]:
+    """A buffer with the chosen tokens of the block side by side: read first, all of them, and then written."""
+    if nodes is None:
+        return buffer
+    capacity, step = buffer.shape[2], jnp.arange(nodes.shape[1])[None, :]
+    # What is not kept goes beyond the capacity, each to a place of its own: scattered indices must be unique.
+    slots = jnp.where(step < count[:, None], length[:, None] + step, capacity + step)
+    source = jnp.minimum(length[:, None] + nodes, capacity - 1)[:, None, :, None]
+    return _scatter(buffer, slots, jnp.take_along_axis(buffer, source, axis=2))
 
 
 def _scatter(

@@ -276,12 +276,13 @@ class SpeculativeDecoder:
         elif tokenizer is None:
             raise ValueError(f"{self.target.name} has no tokenizer; give the prompt as token ids")
         else:
-            tokens = tokenized(prompt, lambda text: tokenizer.encode(text).ids, positions=self.target.max_positions)
+            most, holds = self.target.max_positions, self.target.holds
+            tokens = tokenized(prompt, lambda text: tokenizer.encode(text).ids, positions=most, holds=holds)
         if not tokens:
             raise ValueError("the prompt is empty; give at least one token")
         if len(tokens) >= self.target.max_positions:
             raise ValueError(
-                f"the prompt has {len(tokens)} tokens; {self.target.name} holds {self.target.max_positions} positions, "
+                f"the prompt has {len(tokens)} tokens; {self.target.name} holds {self.target.holds}, "
                 f"so give at most {self.target.max_positions - 1}"
             )
         for token in tokens:

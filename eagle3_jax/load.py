@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jax
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.drafters.draft_model import draft_model
+from eagle3_jax.models.config import DecoderConfig, Latent
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import PRECISIONS, Precision, cast
+from eagle3_jax.models.quantised import quantised, weights_named
 from eagle3_jax.sharding import as_mesh, param_shardings
 from eagle3_jax.sources import bundled, locate
 
@@ -37,6 +40,7 @@ def load_target(
     source: str | Path | None = None,
     *,
     dtype: str = "float32",
+    weights: str = "dense",
     family: Family | None = None,
     mesh: Mesh | None = None,
 ) -> LoadedTarget:
@@ -45,16 +49,28 @@ def load_target(
     Args:
         source: A Hugging Face directory, a native one, a hub id, or ``None`` for the bundled target.
         dtype: ``float32``, ``bfloat16``, or ``mixed`` (bfloat16 products summed in float32; fastest on CPUs).
+        weights: ``dense``, or ``fp8``: kernels in eight bits, as an FP8 file stores them, or rounded otherwise.
+            ``fp8-dynamic`` quantises what they are multiplied with too. Decoding is then lossless relative to this
+            quantised target (``docs/quantised.md``).
         family: A ``conversion.Family`` of one's own, beside those that are known (``docs/extending.md``).
         mesh: From ``make_mesh``, to divide it over devices, each of which gets its part alone (``docs/mesh.md``).
 
     Raises:
         ValueError: It is not a target that this library can run, or the mesh does not divide it; the message says why.
     """
-    return _read(locate(source, "target"), precision_named(dtype), family, mesh, str(source or "the bundled target"))
+    weights_named(weights)
+    name = str(source or "the bundled target")
+    return _read(locate(source, "target"), precision_named(dtype), family, mesh, name, weights)
 
 
-def _read(directory: Path, precision: Precision, family: Family | None, mesh: Mesh | None, name: str) -> LoadedTarget:
+def _read(
+    directory: Path,
+    precision: Precision,
+    family: Family | None,
+    mesh: Mesh | None,
+    name: str,
+    weights: str = "dense",
+) -> LoadedTarget:
     """A language model from its directory."""
     from conversion import read_target
 
@@ -62,19 +78,36 @@ def _read(directory: Path, precision: Precision, family: Family | None, mesh: Me
     model = DecoderTarget(checkpoint.config, precision)
     mesh = None if mesh is None else as_mesh(mesh)
     shardings = None if mesh is None else param_shardings(mesh, model, model.param_shapes())
+    products = model.param_products()
+    if checkpoint.quantisation is not None and checkpoint.quantisation.fp8:
+        # What the file has in FP8 stays as it is stored, and what it has in other types as well.
+        stored = lambda leaf, product: product and getattr(leaf, "in_fp8", False)
+        products = jax.tree.map(stored, checkpoint.params, products)
+    params = quantised(checkpoint.params, products, weights)
     return LoadedTarget(
         model=model,
-        params=cast(checkpoint.params, precision, shardings),
+        params=cast(params, precision, shardings),
         vocab_size=checkpoint.config.vocab_size,
         max_positions=checkpoint.config.max_positions,
         stop_tokens=checkpoint.stop_tokens,
         tokenizer=read_tokenizer(directory / "tokenizer.json"),
         name=name,
         mesh=mesh,
+        weights=weights,
+        bound=_bound(checkpoint.config),
     )
 
 
-def load_drafter(source: str | Path | None = None, *, target: LoadedTarget) -> LoadedDrafter:
+def _bound(config: DecoderConfig) -> str:
+    """Why a target holds less than the model that was published."""
+    chosen = [layer.mixer.index_topk for layer in config.layers if isinstance(layer.mixer, Latent)]
+    topk = next((count for count in chosen if count is not None and count == config.max_positions), None)
+    return "" if topk is None else f"beyond them its attention is sparse, to {topk} tokens, which is not computed here"
+
+
+def load_drafter(
+    source: str | Path | None = None, *, target: LoadedTarget, layer_ids: str | None = None
+) -> LoadedDrafter:
     """Load a draft head or a draft model for a target, in the target's precision and over its mesh.
 
     A head without an embedding of its own shares the target's array. A whole language model drafts as it is.
@@ -83,6 +116,8 @@ def load_drafter(source: str | Path | None = None, *, target: LoadedTarget) -> L
         source: A directory with a head in any supported dialect or with a language model of any supported family, a
             hub id, or ``None`` for the bundled head.
         target: What it drafts for.
+        layer_ids: What the numbers of a head's auxiliary layers count where its file leaves that open: layers that the
+            stream is ``entering`` (vLLM) or ``leaving`` (SGLang, SpecForge).
 
     Raises:
         ValueError: It is no drafter of a method that is known, or it does not fit the target; the message says why.
@@ -95,8 +130,10 @@ def load_drafter(source: str | Path | None = None, *, target: LoadedTarget) -> L
         raise ValueError(f"{type(target.model).__name__} is not a target that draft heads are loaded for")
     precision, directory = target.model.precision, locate(source, "eagle3")
     if identify(directory) not in HEADS:
+        if layer_ids is not None:
+            raise ValueError(f"{directory} holds a language model, which reads no others' layers; leave layer_ids out")
         return draft_model(_read(directory, precision, None, target.mesh, str(source)), target)
-    checkpoint = read_head(directory, target.model.config)
+    checkpoint = read_head(directory, target.model.config, layer_ids=layer_ids)
     kind = HEADS[checkpoint.method]
     assert kind.classes is not None  # or it would not have been read
     tables = target.model.tables(target.params)

@@ -24,6 +24,8 @@ class LoadedTarget:
         tokenizer: ``None`` when only token ids can be given.
         name: For reports.
         mesh: Over which its arrays are divided; ``None`` for one device.
+        weights: What its kernels are stored as: ``dense``, ``fp8`` or ``fp8-dynamic``.
+        bound: Why it holds no longer sequence, where the model itself would; empty where it would not.
     """
 
     model: TargetModel
@@ -34,6 +36,13 @@ class LoadedTarget:
     tokenizer: Tokenizer | None = None
     name: str = "target"
     mesh: Mesh | None = None
+    weights: str = "dense"
+    bound: str = ""
+
+    @property
+    def holds(self) -> str:
+        """How many positions it holds, in words."""
+        return f"{self.max_positions} positions" + (f" ({self.bound})" if self.bound else "")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

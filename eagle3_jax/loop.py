@@ -25,7 +25,7 @@ from eagle3_jax.boundary import (
     require_verifier,
     within_reach,
 )
-from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.sampling import argmax, draw, keys_at, num_digits, probabilities, uniforms
 from eagle3_jax.sharding import on_rows
 from eagle3_jax.state import GenerationState, LoopParams, Outcome, Prompts, Round

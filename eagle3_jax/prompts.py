@@ -149,7 +149,7 @@ def read_prompts(
         if len(tokens) + prompt.max_new_tokens > target.max_positions:
             raise ValueError(
                 f"{row.where}the prompt has {len(tokens)} tokens and is given {prompt.max_new_tokens} more, but the "
-                f"target holds {target.max_positions} positions; leave the line out or shorten it"
+                f"target holds {target.holds}; leave the line out or shorten it"
             )
         found.append(dataclasses.replace(prompt, tokens=tokens))
     return found

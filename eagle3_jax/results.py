@@ -34,7 +34,8 @@ class GenerationResult:
     Attributes:
         rows: One per prompt.
         seconds: Wall time of the device program, its compilation included when it was new.
-        lossless: Whether the output follows the target's distribution exactly.
+        lossless: Whether the output follows the target's distribution exactly: that of the target as it was loaded,
+            with whatever its weights are stored as.
     """
 
     rows: list[Generation]

@@ -143,7 +143,8 @@ def param_shardings(mesh: Mesh | AbstractMesh, part: Any, params: Any) -> Any:
         mesh: Of ``data`` and ``model``.
         part: What the parameters are of. With a method ``param_axes()`` it gives the :data:`Axes` of each parameter, in
             the nesting of ``params``; every device holds all of them otherwise.
-        params: Arrays, or their ``jax.ShapeDtypeStruct``; ``None`` where there are none.
+        params: Arrays, or their ``jax.ShapeDtypeStruct``; ``None`` where there are none. A node with a method
+            ``divided``, as an FP8 kernel, stands for one parameter and says where its leaves go.
 
     Raises:
         ValueError: The mesh does not divide what must be divided; the message says what, and what would.
@@ -151,13 +152,15 @@ def param_shardings(mesh: Mesh | AbstractMesh, part: Any, params: Any) -> Any:
     if not hasattr(part, "param_axes"):
         return jax.tree.map(lambda leaf: NamedSharding(mesh, PartitionSpec()), params)
 
-    def of(leaf: Any, axes: Axes) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*(None if axis is None else _mesh_axis(mesh, axis) for axis in axes)))
+    def of(leaf: Any, axes: Axes) -> Any:
+        names = (None if axis is None else _mesh_axis(mesh, axis) for axis in axes)
+        sharding = NamedSharding(mesh, PartitionSpec(*names))
+        return leaf.divided(sharding) if hasattr(leaf, "divided") else sharding
 
     axes = part.param_axes()
     if isinstance(params, dict):  # a drafter names the axes of all that it may borrow
         axes = {name: axes[name] for name in params}
-    return jax.tree.map(of, params, axes)
+    return jax.tree.map(of, params, axes, is_leaf=lambda one: hasattr(one, "divided"))
 
 
 def _mesh_axis(mesh: Mesh | AbstractMesh, axis: Axis) -> str | None:
@@ -225,6 +228,17 @@ def on_rows(tree: Any) -> Any:
     """
     mesh = jax.sharding.get_abstract_mesh()
     return tree if DATA not in mesh.axis_names else jax.lax.with_sharding_constraint(tree, row_shardings(mesh, tree))
+
+
+def on_a_mesh() -> bool:
+    """Whether the program that is being traced runs on more than one device."""
+    return jax.sharding.get_abstract_mesh().size > 1
+
+
+def rows_spec(batch: int) -> PartitionSpec:
+    """Where arrays of so many rows lie in the program that is being traced: on ``data``, if that divides them."""
+    size = jax.sharding.get_abstract_mesh().shape.get(DATA, 1)
+    return PartitionSpec(DATA if batch % size == 0 else None)
 
 
 def divides_rows() -> bool:

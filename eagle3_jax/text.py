@@ -10,13 +10,14 @@ from tokenizers.decoders import DecodeStream
 _TYPICAL_CHARACTERS = 6  # of a token; a guess that costs little when it is wrong
 
 
-def tokenized(text: str, encode: Callable[[str], list[int]], *, positions: int) -> list[int]:
+def tokenized(text: str, encode: Callable[[str], list[int]], *, positions: int, holds: str = "") -> list[int]:
     """Token ids of a text, unless it is far too long.
 
     Args:
         text: Of any length.
         encode: From text to token ids.
         positions: How many tokens there is room for.
+        holds: The same in words.
 
     Raises:
         ValueError: The text is none in UTF-8, or has at least twice as many tokens as there is room for.
@@ -34,8 +35,8 @@ def tokenized(text: str, encode: Callable[[str], list[int]], *, positions: int) 
     while size < len(text):
         if len(encode(text[:size])) >= 2 * positions:
             raise ValueError(
-                f"the prompt has {len(text)} characters, far more tokens than the {positions} positions of the target; "
-                f"give at most {positions - 1} tokens"
+                f"the prompt has {len(text)} characters, far more tokens than the {holds or f'{positions} positions'} "
+                f"of the target; give at most {positions - 1} tokens"
             )
         size *= 4
     return encode(text)

@@ -30,9 +30,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.cache import Cache, KeyValue, KeyValues, Segment, visible
 from eagle3_jax.measure.timing import Spread
+from eagle3_jax.models.attention import Scoring, attention
 from eagle3_jax.models.decoder import Decoder, DecoderTarget
 from eagle3_jax.models.functional import bind
-from eagle3_jax.models.layers import attention
 from eagle3_jax.types import TargetOutput
 
 KERNELS = ("xla", "cudnn", "pallas")
@@ -115,8 +115,11 @@ class PrefixMemory(NamedTuple):
     mask: Bool[Array, "#B T T"]
     kernel: str
 
-    def attend(self, queries: Float[Array, "B T heads H"], kv: KeyValue) -> tuple[Float[Array, "B T width"], KeyValue]:
-        """See :class:`eagle3_jax.models.decoder.Memory`; keeps the whole buffers."""
+    def attend(
+        self, queries: Float[Array, "B T heads H"], kv: KeyValue, scoring: Scoring = Scoring()
+    ) -> tuple[Float[Array, "B T width"], KeyValue]:
+        """See :class:`eagle3_jax.models.memory.Memory`; keeps the whole buffers. The scores are plain ones."""
+        assert scoring == Scoring()
         prefix = KeyValue(self.layer.keys, self.layer.values)
         return block_attention(queries, prefix, self.length, kv, self.mask, kernel=self.kernel), self.layer.write(
             kv, self.length

@@ -49,7 +49,7 @@ import eagle3_jax as e3
 from eagle3_jax import trace
 from eagle3_jax.drafters import NGram, Plain, Suffix, layer_skip
 from eagle3_jax.load import bundled
-from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.pictures.bars import laws
 from eagle3_jax.pictures.ribbons import acceptance_ribbons
 from eagle3_jax.pictures.strips import PROMPT, TokenStrip, tokens_of

@@ -51,9 +51,9 @@ from eagle3_jax import trace
 from eagle3_jax.drafters import Eagle3Drafter, Plain
 from eagle3_jax.load import bundled
 from eagle3_jax.models.config import usual_head
-from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.models.eagle3 import Eagle3Head
 from eagle3_jax.models.functional import bind
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.pictures.anatomy import eagle3_head
 from eagle3_jax.pictures.style import SERIES
 from eagle3_jax.theory.known_models import KNOWN_MODELS

@@ -49,7 +49,7 @@ from eagle3_jax import loop as loops
 from eagle3_jax.drafters import Eagle3Drafter, Plain
 from eagle3_jax.load import bundled
 from eagle3_jax.models.config import usual_head
-from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.pictures.slots import COMMITTED, EMPTY, NEW, REFUSED, moved, slot_map
 from eagle3_jax.pictures.style import ACCEPTED, COLOURS, REJECTED
 from eagle3_jax.theory.accelerators import accelerator_named

@@ -45,10 +45,10 @@ import numpy as np
 
 import eagle3_jax as e3
 from eagle3_jax import prompts, trace
-from eagle3_jax.models.decoder import BlockMemory, causal_mask
 from eagle3_jax.models.eagle3 import Eagle3Head
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import embed
+from eagle3_jax.models.memory import BlockMemory, causal_mask
 from eagle3_jax.pictures import style, trees
 from eagle3_jax.tree import ancestor_mask, depths
 

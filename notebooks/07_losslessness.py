@@ -48,7 +48,8 @@ from mutants import (
 import eagle3_jax as e3
 from eagle3_jax.drafters import Plain
 from eagle3_jax.loop import SpeculativeLoop
-from eagle3_jax.models.decoder import Decoder, causal_mask
+from eagle3_jax.models.decoder import Decoder
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.pictures import bars, style
 from eagle3_jax.prompts import shipped
 from validation.forcing import forced_logits

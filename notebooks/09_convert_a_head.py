@@ -351,10 +351,10 @@ assert len(clean) == 4, "the other four are well-formed: only their drafts are b
 # the *scores* are wrong: `q`, `k`, or the rotary embedding.
 
 # %%
-from eagle3_jax.models.decoder import BlockMemory, causal_mask
 from eagle3_jax.models.eagle3 import Eagle3Head
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import embed
+from eagle3_jax.models.memory import BlockMemory, causal_mask
 
 config, precision = reference.drafter.config, reference.drafter.precision
 text = jnp.asarray([(texts[0] + good_text[0])[:64]], jnp.int32)

@@ -172,7 +172,7 @@ for how, state in alone.items():
 # %%
 import matplotlib.pyplot as plt
 
-from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.models.memory import causal_mask
 from validation.margin import FLOAT32_TOLERANCE
 
 

@@ -14,9 +14,9 @@ from flax import struct
 from jaxtyping import Array
 from recurrent import Recurrent, RecurrentTarget
 
-from eagle3_jax.cache import Cache, KeyValues
+from eagle3_jax.cache import Cache, KeyValue, KeyValues, side_by_side
 from eagle3_jax.decode import LoadedTarget
-from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.types import Tables, TargetOutput
 
 
@@ -93,7 +93,7 @@ class Overwriting(KeyValues):
 
     def commit(self, written, length, count, nodes=None):
         if nodes is not None:
-            written = self._moved(written, length - 1, count, nodes + 1)
+            written = KeyValue(*(side_by_side(buffer, length - 1, count, nodes + 1) for buffer in written))
         return Overwriting(keys=written.keys, values=written.values)
 
 

@@ -12,7 +12,10 @@ from jaxtyping import install_import_hook
 # Before the first import of the library. It makes every annotated shape an assertion, here and in no other program.
 install_import_hook("eagle3_jax", "beartype.beartype")
 
+import every_family  # noqa: E402
 import jax  # noqa: E402
+import support_record  # noqa: E402
+from support_record import pytest_configure  # noqa: E402, F401
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Whatever a shell starts in the background ignores Ctrl-C, and hands that on to the commands that are interrupted here.
@@ -20,6 +23,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Compilation is most of what the suite costs; a second run on the same machine finds its programs here.
 jax.config.update("jax_compilation_cache_dir", str(Path(tempfile.gettempdir()) / "eagle3-jax-tests-compiled"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    support_record.pytest_addoption(parser)
+    every_family.pytest_addoption(parser)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -89,7 +89,7 @@ def moved(models: Any, text: str, sampling: Any = None, **options: Any) -> Mappi
     found = [
         (kind, math.prod(map(int, filter(None, sizes.split(","))))) for sizes, kind in MOVES.findall(compiled.as_text())
     ]
-    keys = state.cache.layers[0].keys
+    keys = jax.tree.leaves(state.cache.layers[0])[0]
     return {
         "moves": collections.Counter(kind for kind, _ in found),
         "largest": max((size for _, size in found), default=0),

@@ -62,6 +62,7 @@ def test_json_is_one_object_per_prompt_with_the_promised_fields(cli, tmp_path):
             "text",
             "finish_reason",
             "lossless",
+            "weights",
             "drafter_method",
             "seconds",
             "stats",

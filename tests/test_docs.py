@@ -178,7 +178,7 @@ def wrong_with(words: list[str]) -> str | None:
         files = [word for word in rest if word.endswith(".py") and "/" in word]
         if "-m" in rest and rest[rest.index("-m") + 1].startswith(("validation", "eagle3_jax")):
             module = ROOT / rest[rest.index("-m") + 1].replace(".", "/")
-            files += [] if module.is_dir() else [f"{module}.py"]
+            files += [] if module.is_dir() else [f"{module.relative_to(ROOT)}.py"]
         return next((f"no file {word}" for word in files if not any(ROOT.glob(word))), None)
     known = {"pip", "export", "jupyter", "srun", "kubectl", "curl", "scontrol", "gcloud", "nvidia-smi", "eagle3"}
     return None if program in known else f"who is {program}?"

@@ -69,7 +69,7 @@ def test_the_doctor_names_each_suspicion(tmp_path: Path) -> None:
     expected = {
         "widths": "differs from the target's",
         "vocabulary": "d2t is all zero",
-        "auxiliary layers": r"try \[2, 5, 7\]",
+        "auxiliary layers": r"try --layer-ids leaving: \[2, 5, 7\]",
         "norm flags": "old SpecForge files",
         "rope": "theta 500",
         "positions": "head 64, target 128",
@@ -88,7 +88,17 @@ def test_the_doctor_names_each_suspicion(tmp_path: Path) -> None:
 def test_the_doctor_knows_a_list_of_outputs_by_the_default_of_the_target(tmp_path: Path) -> None:
     target, head = write_llama(tmp_path / "target"), Head().write(tmp_path / "head")
     edit_config(head, eagle_aux_hidden_state_layer_ids=[1, 3, 4])
-    found = detail(conversion.diagnose(target, head), "auxiliary layers")
+    asked = detail(conversion.diagnose(target, head), "head")
+    assert "[1, 3, 4]: one more of each is [2, 4, 5], the usual choice for 8 layers" in asked
+    assert "--layer-ids leaving or --layer-ids entering" in asked
+    left = conversion.diagnose(target, head, layer_ids="leaving")
+    assert statuses(left)["auxiliary layers"] == "ok"
+    assert detail(left, "auxiliary layers").startswith(
+        "(2, 4, 5), the default of this target: (1, 3, 4) in config.json"
+    )
+    entered = conversion.diagnose(target, head, layer_ids="entering")
+    assert statuses(entered)["auxiliary layers"] == "warning"
+    found = detail(entered, "auxiliary layers")
     assert "(1, 3, 4) starts with 1" in found and "(2, 4, 5) is the default of this target" in found
 
 

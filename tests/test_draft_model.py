@@ -19,7 +19,8 @@ from eagle3_jax.cache import Cache
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters import DraftModel, DraftModelState, NGram, Suffix, draft_model, layer_skip
 from eagle3_jax.load import load_drafter, load_target
-from eagle3_jax.models.decoder import DecoderTarget, causal_mask
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.named import is_named, named_drafter
 from eagle3_jax.tree import Chain, StaticTree, Topology
 from eagle3_jax.types import DraftSampling, Observation

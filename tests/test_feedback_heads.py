@@ -22,7 +22,7 @@ from torch_heads import MTP, Eagle1, drafted
 import conversion
 from conversion import CheckpointError
 from eagle3_jax.drafters import Eagle1Drafter, MTPDrafter
-from eagle3_jax.models.decoder import BlockMemory, causal_mask
+from eagle3_jax.models.memory import BlockMemory, causal_mask
 from eagle3_jax.tree import Chain
 from eagle3_jax.types import Observation, SamplingParams, Tables
 
@@ -266,4 +266,4 @@ def test_a_head_needs_its_target_and_only_a_whole_model_is_none(tmp_path: Path) 
     assert conversion.read_head(MTP().write(tmp_path / "mtp")).config.num_target_layers == 8
     whole = MTP().tensors() | {"model.layers.0.input_layernorm.weight": ONES, "model.norm.weight": ONES}
     directory = write_checkpoint(tmp_path / "whole", MTP().config() | {"model_type": "deepseek_v3"}, whole)
-    assert conversion.identify(directory) == "language-model"
+    assert conversion.identify(directory) == "target"

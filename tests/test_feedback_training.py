@@ -15,7 +15,7 @@ from torch_heads import MTP, Eagle1, network
 
 from conversion import rules
 from conversion.heads import eagle1, mtp
-from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.training.batches import TTTBatch
 from eagle3_jax.training.loop import OptimizerConfig, Trainer
 from eagle3_jax.training.methods import RECIPES

@@ -14,8 +14,8 @@ import tiny
 from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters import Markov, NGram, Plain, Suffix
-from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.published_trees import PUBLISHED_TREES
 from eagle3_jax.tree import Chain, DynamicTree
 

@@ -30,10 +30,10 @@ import conversion
 from conversion import CheckpointError
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.config import with_window
-from eagle3_jax.models.decoder import causal_mask, memories, windows_of
 from eagle3_jax.models.eagle3 import Eagle3Head
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import FLOAT32
+from eagle3_jax.models.memory import causal_mask, memories
 from eagle3_jax.tree import Chain
 from eagle3_jax.types import Observation, SamplingParams
 
@@ -105,7 +105,7 @@ def test_a_head_drafts_as_its_independent_torch_twin(tmp_path: Path, name: str) 
     def run(params: Any, state: Any, features: jax.Array, tokens: jax.Array) -> Any:
         network = bind(Eagle3Head, checkpoint.config, FLOAT32, params["head"])
         positions, fused = jnp.arange(fed)[None], network.fuse(features)
-        past = memories(windows_of(checkpoint.config.layers), causal_mask(fed), positions)
+        past = memories(checkpoint.config.layers, causal_mask(fed), positions)
         output, _ = network(params["embedding"][tokens[:, 1:]], fused, positions, past)
         seen = Observation(
             tokens=tokens[:, :-1], features=features, length=jnp.full((1,), fed), next_token=tokens[:, -1]

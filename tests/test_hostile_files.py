@@ -138,17 +138,17 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "factor NaN": (field(rope_scaling={"type": "linear", "factor": float("nan")}), "expected a finite number"),
     "factor 0": (field(rope_scaling={"type": "linear", "factor": 0}), "factor is 0"),
     "factor below 0": (field(rope_scaling={"type": "linear", "factor": -2.0}), "factor is -2"),
-    "llama3 without a band": (
+    "llama3 with a band upside down": (
         field(
             rope_scaling={
                 "rope_type": "llama3",
                 "factor": 8.0,
                 "low_freq_factor": 4.0,
-                "high_freq_factor": 4.0,
+                "high_freq_factor": 2.0,
                 "original_max_position_embeddings": 16,
             }
         ),
-        "expected the first to be smaller",
+        "expected the first not to be larger",
     ),
     "yarn of no context": (
         field(rope_scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": -16}),

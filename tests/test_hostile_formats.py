@@ -38,7 +38,7 @@ NATIVE = {
     "fraction": (lambda c: c.update(width=32.0), r"width is 32.0; expected int"),
     "NaN": (lambda c: c.update(norm_eps=float("nan")), "norm_eps is nan"),
     "number for a flag": (lambda c: mixer(c).update(qk_norm=1), "qk_norm is 1; expected bool"),
-    "another kind": (lambda c: mixer(c).update(kind="latent"), "mixer is of kind 'latent'"),
+    "another kind": (lambda c: mixer(c).update(kind="intuition"), "mixer is of kind 'intuition'"),
     "a list for a kind": (lambda c: mixer(c).update(kind=[]), r"mixer is of kind \[\]"),
     "no kind": (lambda c: mixer(c).pop("kind"), "mixer is of kind None"),
     "rope of texts": (lambda c: mixer(c).update(rope={"theta": "1"}), "missing or unknown"),

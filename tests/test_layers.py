@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from eagle3_jax.cache import Cache, KeyValue, KeyValues, Segment
-from eagle3_jax.models.decoder import CacheMemory, causal_mask, memories
-from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, attention, embed
+from eagle3_jax.models.attention import attention
+from eagle3_jax.models.config import GatedMLP, GroupedQuery, LayerConfig
+from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, embed
+from eagle3_jax.models.memory import CacheMemory, causal_mask, memories
 
 BATCH, FED, HEADS, KV_HEADS, SIZE = 2, 3, 4, 2, 8
+LAYER = LayerConfig(mixer=GroupedQuery(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=SIZE), mlp=GatedMLP(width=4))
 
 
 def draw(seed: int, *shape: int) -> np.ndarray:
@@ -77,7 +80,7 @@ def test_a_block_behind_a_cache_sees_what_a_longer_block_would() -> None:
     first = KeyValue(jnp.asarray(keys[:, :, :4]), jnp.asarray(values[:, :, :4]))
     cache = garbage.fill((first,), jnp.asarray(lengths, jnp.int32))
     positions = jnp.asarray(lengths)[:, None] + jnp.arange(FED)
-    (memory,) = memories([None], causal_mask(FED), positions, cache)
+    (memory,) = memories([LAYER], causal_mask(FED), positions, cache)
     assert isinstance(memory, CacheMemory)
     take = lambda x: np.stack([x[row, :, length : length + FED] for row, length in enumerate(lengths)])
     ours, _ = memory.attend(

@@ -20,7 +20,7 @@ FORWARD = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import tiny
-from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.models.memory import causal_mask
 
 target = tiny.target(64, layers=tiny.layers(3, num_heads=4, num_kv_heads=2, qkv_bias=True, qk_norm=True))
 mesh = Mesh(np.array(jax.devices()), ("heads",))

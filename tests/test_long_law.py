@@ -24,7 +24,7 @@ import tiny
 from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter, SpeculativeDecoder
 from eagle3_jax.drafters import NGram, Plain
-from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.sampling import DraftSampling, Warping
 from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.tree import Chain, DynamicTree

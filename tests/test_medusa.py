@@ -11,7 +11,7 @@ import tiny
 from eagle3_jax import SpeculativeDecoder, TypicalAcceptance, check_drafter
 from eagle3_jax import loop as loops
 from eagle3_jax.drafters import MedusaConfig, MedusaDrafter
-from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.published_trees import PUBLISHED_TREES, tree_name
 from eagle3_jax.tree import Chain, StaticTree
 from eagle3_jax.types import DraftSampling, SamplingParams

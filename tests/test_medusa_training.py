@@ -13,7 +13,7 @@ import tiny
 from eagle3_jax import SpeculativeDecoder
 from eagle3_jax.decode import LoadedDrafter
 from eagle3_jax.drafters import MedusaDrafter
-from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.training.batches import TTTBatch
 from eagle3_jax.training.methods import RECIPES
 from eagle3_jax.training.recipe import HeadOptions

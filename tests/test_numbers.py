@@ -136,17 +136,17 @@ def no_work(tmp_path_factory):
 
 
 @functools.cache
-def target_of(source: str, dtype: str = "float32", mesh: Any = None) -> Any:
+def target_of(source: str, dtype: str = "float32", mesh: Any = None, weights: str = "dense") -> Any:
     from eagle3_jax.load import load_target
 
-    return load_target(source, dtype=dtype, mesh=mesh)
+    return load_target(source, dtype=dtype, mesh=mesh, weights=weights)
 
 
 @functools.cache
-def drafter_of(source: str, target: Any) -> Any:
+def drafter_of(source: str, target: Any, layer_ids: str | None = None) -> Any:
     from eagle3_jax.load import load_drafter
 
-    return load_drafter(source, target=target)
+    return load_drafter(source, target=target, layer_ids=layer_ids)
 
 
 def outcome(option: Option, value: str | None, folder: Path) -> str:

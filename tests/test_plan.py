@@ -182,3 +182,30 @@ PLANNING = sorted(
 def test_no_rate_is_called_acceptance_rate_alone(path):
     for match in re.finditer(r"(\S+)\s+acceptance rates?\b", path.read_text()):
         assert match[1].endswith(("draft", "conditional")) or '"acceptance rate"' in match[0], match[0]
+
+
+def test_a_target_with_experts_says_what_verification_reads_of_them(cli):
+    code, out, err = cli("roofline", "--target", "Qwen3-30B-A3B", "--gpu", "H200", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)["accelerators"][0]
+    assert found["target_parameters"] == 30_532_122_624
+    assert found["target_active_parameters"] == 3_041_867_776
+    assert [round(128 * one["experts"]) for one in found["nodes"]] == [8, 16, 29, 52, 82, 112, 125]
+    assert found["pays_from_batch"] == 5
+    code, out, _ = cli("roofline", "--target", "Qwen3-30B-A3B", "--gpu", "H200")
+    assert code == 0
+    assert re.search(r"nodes +experts read +GB +v\n1 +6\.2% +6\.18 +1\.00\n", out)
+    assert "Speculation pays from batch 5 on." in out
+    assert "at batch 1 and α = 0.70, a chain of K = 1 gains most" in out
+    _, dense, _ = cli("roofline", *BIG)
+    assert "experts" not in dense and "Speculation pays below batch" in dense
+
+
+def test_memory_names_active_parameters_and_recurrent_states(cli):
+    _, out, _ = cli("memory", "--target", "Qwen3-Next-80B-A3B", "--gpu", "H200", "--weights", "fp8")
+    assert "79.674 billion, 3.564 of them active, fp8" in out
+    assert re.search(r"states +0\.62 +of recurrent layers, whatever the length", out)
+    _, out, _ = cli("memory", "--target", "gpt-oss-120b", "--gpu", "H100", "--weights", "mxfp4", "--batch-size", "4")
+    assert re.search(r"target +65\.19 ", out) and "states" not in out  # the published files are 65.2 GB
+    _, out, _ = cli("memory", *BIG)
+    assert "active" not in out and "states" not in out

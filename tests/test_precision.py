@@ -13,8 +13,8 @@ import tiny
 from eagle3_jax import cache as caches
 from eagle3_jax import loop as loops
 from eagle3_jax.cache import KeyValue, KeyValues
-from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.tree import Chain, DynamicTree
 
 BATCH = [[1, 2, 3], [4, 5]]

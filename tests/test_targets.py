@@ -24,7 +24,8 @@ from checkpoints import (
 
 import conversion
 from conversion import CheckpointError
-from eagle3_jax.models.decoder import DecoderTarget, causal_mask
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.memory import causal_mask
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 

@@ -7,19 +7,24 @@ import dataclasses
 import pytest
 from deployments import SMALL, SMALL_HEAD, served
 
-from eagle3_jax.models.config import LayerConfig
+from eagle3_jax.models.config import GatedDelta, GroupedQuery, Latent, LayerConfig
 from eagle3_jax.theory.accelerators import KNOWN_ACCELERATORS, accelerator_named, custom_accelerator
 from eagle3_jax.theory.bounds import (
     Work,
     batch_needed,
+    best_chain,
     break_even_batch,
     check_claim,
     forward_work,
     largest_batch,
+    nodes_bounds,
+    pays_from_batch,
     round_bound,
 )
 from eagle3_jax.theory.cost import cost_of, cost_per_million_tokens, tokens_per_currency_unit
+from eagle3_jax.theory.layer_sizes import keys_read, mixing_flops
 from eagle3_jax.theory.memory import Deployment, memory_plan
+from eagle3_jax.theory.sizes import active_parameters, parameters
 
 
 def test_bytes_operations_and_times_of_a_round_by_hand():
@@ -43,6 +48,87 @@ def test_bytes_operations_and_times_of_a_round_by_hand():
     assert bound.draft_seconds == pytest.approx(first_flops / plain_flops + later)
     assert bound.speedup(2.0) == pytest.approx(2.0 / (bound.verify_cost + 2 * bound.draft_cost))
     assert bound.tokens_per_second(2.0) == pytest.approx(3 * 2.0 / (bound.verify_seconds + bound.draft_seconds))
+
+
+def test_chunks_bound_what_their_layers_read_and_multiply():
+    mixer = GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=2, chunk=5)
+    for context in range(11):
+        for tokens in range(1, 8):
+            seen = [range(last - last % 5, last + 1) for last in range(context, context + tokens)]
+            assert keys_read(mixer, context, tokens) == len(set().union(*seen))
+            assert mixing_flops(mixer, context, tokens) == 4 * 2 * 2 * sum(map(len, seen))
+
+
+def test_latents_and_states_are_read_whole_and_once():
+    latent = Latent(num_heads=2, q_rank=None, kv_rank=6, nope_dim=2, rope_dim=2, value_dim=3)
+    delta = GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, kernel=3)
+    (plain,) = SMALL.layers
+    layers = tuple(LayerConfig(mixer=mixer, mlp=plain.mlp) for mixer in (latent, delta))
+    deployment = Deployment(
+        target=dataclasses.replace(SMALL, layers=layers), head=None, accelerator=custom_accelerator(gb_per_s=1.0)
+    )
+    short, long = (
+        forward_work(deployment, deployment.target, batch=3, context=context, tokens=2, logits=1) for context in (0, 10)
+    )
+    assert long.num_bytes - short.num_bytes == 3 * 10 * (6 + 2) * 2
+    assert long.other_flops - short.other_flops == 3 * 2 * 10 * 2 * 2 * (6 + 2 + 6)  # scores of 8, values of 6 channels
+    states = 4 * 4 * 3 * 5 + 2 * 2 * (2 * 2 * 3 + 4 * 5)  # float32; two inputs of the convolution in bfloat16
+    assert deployment.state_bytes(deployment.target) == states
+    assert short.num_bytes == deployment.streamed_bytes(deployment.target) + 3 * 2 * 8 * 2 + 2 * 3 * states
+    two = dataclasses.replace(deployment, num_accelerators=2)
+    assert two.cache_bytes_per_token(two.target) == deployment.cache_bytes_per_token(deployment.target)
+    assert two.state_bytes(two.target) == states / 2
+    plan = memory_plan(deployment, batch=3, context=10, num_draft_tokens=0)
+    assert plan.states == 3 * states
+    assert plan.total == plan.without_caches + plan.target_cache + plan.states
+
+
+def test_experts_of_a_forward_by_hand():
+    deployment = served("gpt-oss-120b", "H200", "mxfp4")
+    expert = 3 * 2880 * 2880 + 3 * 2880  # with its biases
+    whole = deployment.streamed_bytes(deployment.target)
+    for tokens, read in ((1, 4.0), (2, 4 + 4 * (1 - 4 / 128)), (60, 128 * (1 - (1 - 4 / 128) ** 60))):
+        unread = 36 * (128 - read) * expert * 4.25 / 8
+        assert deployment.streamed_bytes(deployment.target, tokens=tokens) == pytest.approx(whole - unread)
+    one = forward_work(deployment, deployment.target, batch=1, context=0, tokens=1, logits=1)
+    counted = active_parameters(deployment.target) - parameters(deployment.target).vectors
+    counted -= parameters(deployment.target).routers
+    assert one.layer_flops + one.other_flops == pytest.approx(2 * counted + 36 * 4 * 64 * 64)
+
+
+def test_experts_make_verification_dear_where_few_sequences_run():
+    deployment = served("Qwen3-30B-A3B", "H200", "bfloat16")
+    one, many = (nodes_bounds(deployment, batch=batch, context=0, nodes=(1, 4, 8, 16, 60)) for batch in (1, 512))
+    assert [round(128 * bound.experts) for bound in one] == [8, 29, 52, 82, 125]
+    assert [bound.cost for bound in one] == sorted(bound.cost for bound in one)
+    assert one[0].cost == 1.0 < one[1].cost < 3 < one[-1].cost
+    assert many[1].cost < 1.1
+    asked = {"context": 1024, "num_draft_tokens": 5, "mean_acceptance_length": 2.94}
+    start = pays_from_batch(deployment, **asked)
+    assert start is not None
+
+    def gain(batch: int) -> float:
+        return round_bound(deployment, batch=batch, context=1024, num_draft_tokens=5).speedup(2.94)
+
+    assert gain(start - 1) <= 1 < gain(start)
+    end = break_even_batch(deployment, **asked)
+    assert end is None or gain(end) <= 1 < gain(end - 1)
+    lengths = [
+        best_chain(deployment, batch=batch, context=1024, conditional_acceptance_rate=0.7) for batch in (1, 16, 128)
+    ]
+    assert lengths == sorted(lengths) and lengths[0] < 3 < lengths[2]
+    assert pays_from_batch(served(), **asked) == 1
+    assert pays_from_batch(served(), context=0, num_draft_tokens=5, mean_acceptance_length=1.0) is None
+    assert break_even_batch(served(), context=0, num_draft_tokens=5, mean_acceptance_length=1.0) == 1
+
+
+def test_a_claim_about_experts_is_held_against_the_fewest_that_can_be_read():
+    deployment = served("Qwen3-30B-A3B", "H200", "bfloat16")
+    alike = round_bound(deployment, batch=4, context=0, num_draft_tokens=3, alike=True)
+    usual = round_bound(deployment, batch=4, context=0, num_draft_tokens=3)
+    assert alike.verify_seconds < usual.verify_seconds / 3
+    between = 4 * 4 / usual.verify_seconds * 2
+    assert check_claim(deployment, tokens_per_second=between, batch=4, context=0, num_draft_tokens=3).possible
 
 
 def test_a_window_bounds_what_its_layers_read_and_multiply():

@@ -16,7 +16,7 @@ from eagle3_jax.models.config import usual_head
 from eagle3_jax.theory.accelerators import custom_accelerator
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import Deployment, memory_plan
-from eagle3_jax.theory.sizes import parameters
+from eagle3_jax.theory.sizes import Parameters, active_parameters, layer_runs, parameters
 
 OFFICIAL = tiny.GOLDEN / "official"
 
@@ -38,11 +38,45 @@ PUBLISHED = {
     "Qwen3-8B": 8_190_735_360,
     "Qwen3-14B": 14_768_307_200,
     "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+}
+# What is published of those whose files hold more than the model (a module that drafts, a vision tower), in billions:
+# in all, and active, some with the embedding that only one row is read of.
+ROUNDED = {
+    "Qwen3-30B-A3B": (30.5, 3.3, "and embedding"),
+    "Qwen3-235B-A22B": (235, 22, "and embedding"),
+    "gpt-oss-20b": (20.91, 3.61, ""),
+    "gpt-oss-120b": (116.83, 5.13, ""),
+    "DeepSeek-V3": (671, 37, ""),
+    "Llama-4-Maverick": (400, 17, "and embedding"),
+    "Qwen3-Next-80B-A3B": (80, 3, ""),
 }
 
 
 def test_named_models_have_the_parameters_of_their_checkpoints():
-    assert {name: parameters(config).total for name, config in KNOWN_MODELS.items()} == PUBLISHED
+    assert {name: parameters(KNOWN_MODELS[name]).total for name in PUBLISHED} == PUBLISHED
+    assert KNOWN_MODELS.keys() == PUBLISHED.keys() | ROUNDED.keys() | {"GLM-4.5"}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_named_models_with_experts_have_as_many_active_as_is_published(name):
+    of, (total, active, with_embedding) = parameters(KNOWN_MODELS[name]), ROUNDED[name]
+    counted = active_parameters(KNOWN_MODELS[name]) + (of.embedding if with_embedding else 0)
+    for found, said in ((of.total / 1e9, total), (counted / 1e9, active)):
+        digits = len(str(said).partition(".")[2])
+        assert abs(found - said) < max(10**-digits, 0.002 * said)
+
+
+def test_glm_counts_its_drafting_module_and_no_tables():
+    """Its report says 355 and 32 billion. The module is a layer with experts, two norms more, a 2·D by D fusion."""
+    model = KNOWN_MODELS["GLM-4.5"]
+    run, tables, fusion = layer_runs(model)[-1], 2 * 151_552 * 5120, 2 * 5120 * 5120 + 2 * 5120
+    layer = sum(getattr(run.sizes, name) for name in Parameters.__dataclass_fields__ if hasattr(run.sizes, name))
+    assert (parameters(model).total - tables + layer / run.count + fusion) / 1e9 == pytest.approx(355.2, abs=0.1)
+    assert (active_parameters(model) - tables / 2) / 1e9 == pytest.approx(32.1, abs=0.1)
 
 
 def test_the_usual_head_is_the_official_one():

@@ -12,7 +12,8 @@ import tiny
 import training_pair
 
 from eagle3_jax.drafters import DraftModel
-from eagle3_jax.models.decoder import DecoderTarget, causal_mask
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.training.batches import TTTBatch
 from eagle3_jax.training.draft_model import RECIPE, distillation_loss, small_model
 from eagle3_jax.training.loop import OptimizerConfig, Trainer

@@ -25,7 +25,7 @@ from eagle3_jax.measure.random_models import (
 )
 from eagle3_jax.measure.results import Report
 from eagle3_jax.measure.roofline import bandwidth, ceiling, step_bytes
-from eagle3_jax.models.config import usual_head
+from eagle3_jax.models.config import Experts, LayerConfig, usual_head
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, MIXED, Precision
 from eagle3_jax.theory.cost import cost_per_million_tokens
@@ -121,6 +121,15 @@ def test_the_bytes_of_a_step_are_weights_and_caches(target: LoadedTarget) -> Non
     weights = 4 * (12 * (256 * 512 + 256 * 256 + 3 * 256 * 704 + 2 * 256) + 256 + 256 * 4096)
     assert step_bytes(target, rows=1, context=0) == weights
     assert step_bytes(target, rows=3, context=10) == weights + 3 * 10 * 12 * 2 * 2 * 64 * 4
+    layer = LayerConfig(
+        mixer=tiny.layers(1)[0].mixer,
+        mlp=Experts(num_experts=4, per_token=1, width=6, router="softmax", shared_width=5, bias=True),
+    )
+    routed = tiny.target(13, layers=(layer,))
+    width = routed.model.config.width
+    unread = 3 * 4 * (3 * width * 6 + 2 * 6 + width)  # three experts with their biases, in float32
+    whole = sum(leaf.nbytes for leaf in tiny.jax.tree.leaves(routed.params)) - routed.params["embedding"].nbytes
+    assert step_bytes(routed, rows=1, context=0) == whole - unread
     tied = tiny.target(13, tie_embeddings=True)
     assert step_bytes(tied, rows=1, context=0) == sum(leaf.nbytes for leaf in tiny.jax.tree.leaves(tied.params))
 

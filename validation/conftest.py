@@ -5,12 +5,19 @@ from __future__ import annotations
 import datetime
 import gc
 import shlex
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 import pytest
+
+# Where pytest is started elsewhere, it has not read from pyproject.toml that helpers lie here.
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+
+import every_family
+import support_record
 
 from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.reporting.environment import committable, environment
@@ -32,6 +39,8 @@ _WRITTEN = pytest.StashKey[Path]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    support_record.pytest_addoption(parser)
+    every_family.pytest_addoption(parser)
     group = parser.getgroup("validation")
     group.addoption("--gpu", action="store_true", help="validate on a CUDA device, in bfloat16 and float32, with speed")
     group.addoption(
@@ -133,6 +142,7 @@ def _as_exact_as_claimed(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse misuse before anything is loaded, and open the report."""
+    support_record.pytest_configure(config)
     config.addinivalue_line("markers", "level(name): the level of proof that a test belongs to, such as 'L5'")
     if not hasattr(config.option, "rehearse"):  # found among other directories, which for pytest 8 is too late
         raise pytest.UsageError("validation has options of its own and must be named: pytest validation")

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax import LoadedTarget
 from eagle3_jax.cache import Cache
-from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.models.layers import BFLOAT16, MIXED
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.rivals.vllm.bridge import Scored, Tokens
 from eagle3_jax.types import TargetModel
 from validation.device import exact_options

@@ -41,6 +41,7 @@ def collected() -> str:
     """
     import pytest
 
+    sys.path.append(str(PATH.parent.parent / "tests"))  # as pytest does, from pyproject.toml
     from validation.conftest import REPORT  # a plugin: tests of the table's other parts leave it to pytest
 
     class Keep:

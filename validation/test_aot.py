@@ -6,11 +6,15 @@ A compiler's result, never a speed. Budgets are what ``results/aot.json`` says w
 from __future__ import annotations
 
 import functools
+import re
+from pathlib import Path
 
 import pytest
 
 from validation.aot import grid
 from validation.aot.apart import measured_apart
+from validation.aot.facts import Part
+from validation.aot.hlo import Module
 from validation.aot.measured import Measured
 from validation.aot.platforms import NotHere
 from validation.aot.programs import Case
@@ -27,6 +31,8 @@ _NAMED = "python -m validation.aot {} --record validation/results/aot.json"
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     option = metafunc.config.getoption
+    if "case" not in metafunc.fixturenames:
+        return
     chosen = grid.every if option("--aot-all") else grid.few
     cases = [case for platform in option("--aot") or ["cuda:h200"] for case in chosen(platform)]
     if metafunc.function is test_a_mesh_sums_twice_a_layer:
@@ -124,6 +130,67 @@ def test_a_mesh_sums_twice_a_layer(measured: Measured, check: Check) -> None:
         assert each == {"all-reduce": 2}, f"a layer adds {each} in {name}"
         assert not part.cache_collectives, f"{part.cache_collectives} collectives of caches in {name}"
         assert not part.collectives.get("collective-permute"), f"{part.collectives} in {name}"
+
+
+# One shape of every family whose layers are of a kind of their own, on a mesh that its parameters may be served by.
+SERVED = {
+    "qwen3_moe": ("Qwen3-30B-A3B", "model=4"),
+    "gpt_oss": ("gpt-oss-120b", "model=8"),
+    "deepseek_v3": ("DeepSeek-V3", "model=8"),
+    "qwen3_next": ("Qwen3-Next-80B-A3B", "model=2"),
+}
+
+
+@pytest.mark.covers(what="AOT", draft="chain", precision="bfloat16", family=lambda family: family)
+@pytest.mark.parametrize("family", SERVED)
+def test_a_family_compiles_for_a_mesh_and_asks_the_host_for_nothing(
+    request: pytest.FixtureRequest, family: str, check: Check
+) -> None:
+    """Of its first layers; no collective moves what a layer keeps."""
+    target, mesh = SERVED[family]
+    part = _compiled(request, Case(platform=_gpu(request), target=target, draft="chain3", mesh=mesh, layers=5))[0]
+    check.number(**part.collectives, launches=part.launches)
+    assert not part.host and not part.cache_collectives, f"{part.host} transfers, {part.cache_collectives} of caches"
+    # Loops over nodes carry recurrent states, which are not written in place as slots of a cache are.
+    copied = part.copied if family == "qwen3_next" else part.cache_copies
+    assert copied <= (8 * _MIB if family == "qwen3_next" else 0), f"{part.cache_copies} caches, {part.copied:,} bytes"
+
+
+@pytest.mark.parametrize("weights", ["fp8", "fp8-dynamic"])
+def test_products_of_fp8_weights_are_what_the_compiler_makes_of_them(
+    request: pytest.FixtureRequest, weights: str, tmp_path: Path, check: Check
+) -> None:
+    """With dynamic activations the four products of a layer multiply FP8 by FP8; with weights alone none does."""
+    layers = 3
+    case = Case(platform=_gpu(request), draft="chain3", weights=weights, layers=layers)
+    _, text = _compiled(request, case, tmp_path / "hlo")
+    products = Module.parse(text).products()
+    in_fp8 = products.get(("f8e4m3fn", "f8e4m3fn"), 0)
+    check.number(**{" × ".join(types): count for types, count in products.items()})
+    assert in_fp8 == (4 * layers if weights == "fp8-dynamic" else 0), products
+    # An FP8 kernel is not laid out in another type before it is multiplied.
+    wide = re.search(r"(?:bf16|f32)\[(?:28672,4096|4096,28672)\]\S* (?:convert|fusion|copy)\(", _launched(text))
+    assert wide is None, f"a kernel of the MLP becomes {wide[0]}"
+
+
+def _launched(text: str) -> str:
+    """What is launched on its own, line by line."""
+    module = Module.parse(text)
+    return "\n".join(f"{one.type} {one.op}({one.rest}" for one, _ in module.launches(module.entry))
+
+
+def _gpu(request: pytest.FixtureRequest) -> str:
+    platforms = [name for name in request.config.getoption("--aot") or ["cuda:h200"] if name.startswith("cuda")]
+    return platforms[0] if platforms else pytest.skip("about GPUs")
+
+
+def _compiled(request: pytest.FixtureRequest, case: Case, hlo: Path | None = None) -> tuple[Part, str]:
+    """A round of one depth, and its text where a file is named for it."""
+    try:
+        found = measured_apart(case, None, None if hlo is None else str(hlo))
+    except NotHere as reason:
+        pytest.skip(str(reason))
+    return found.deep.parts["whole"], "" if hlo is None else hlo.read_text(encoding="utf-8")
 
 
 def _is_a_round(case: Case, part: str) -> bool:

@@ -27,7 +27,7 @@ from planted_bugs import MUTANTS
 from eagle3_jax import SpeculativeDecoder
 from eagle3_jax.models import rope
 from eagle3_jax.models.decoder import Block, Decoder
-from eagle3_jax.models.layers import RMSNorm
+from eagle3_jax.models.layers import normalised
 from eagle3_jax.rivals.vllm.bridge import EngineOptions, Generated, Tokens, eagle3
 from eagle3_jax.stats import SpeculationStats
 from validation.checks import Check
@@ -67,11 +67,11 @@ TARGET_BUGS = {
     ),
     "the MLP reads the stream before attention": (
         Block.__call__,
-        "x = x + attended\n    return x + self.mlp(self.mlp_norm(x)), kv",
-        "return x + attended + self.mlp(self.mlp_norm(x)), kv",
+        "x = x + attended\n    return x + self.mlp(self.mlp_norm(x)), kept",
+        "return x + attended + self.mlp(self.mlp_norm(x)), kept",
     ),
     "the norm subtracts the mean": (
-        RMSNorm.__call__,
+        normalised,
         "y = x.astype(jnp.float32)",
         "y = x.astype(jnp.float32) - jnp.mean(x, axis=-1, keepdims=True)",
     ),

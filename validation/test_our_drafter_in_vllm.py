@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 
 from eagle3_jax import SpeculativeDecoder, SpeculativeLoop
 from eagle3_jax.loop import LoopParams
-from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.rivals.vllm.bridge import EngineOptions, Tokens
 from eagle3_jax.rivals.vllm.process import Process
 from eagle3_jax.sampling import row_keys

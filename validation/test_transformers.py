@@ -13,7 +13,7 @@ import tiny
 
 from eagle3_jax import LoadedTarget, SpeculativeDecoder, load_target
 from eagle3_jax.models.config import DecoderConfig
-from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.rivals.vllm.bridge import Tokens
 from validation.checks import Check
 from validation.forcing import reference

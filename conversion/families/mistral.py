@@ -8,7 +8,7 @@ from conversion import hf_config
 from conversion.families.family import Family
 from conversion.fields import Fields, read_from
 from conversion.hf_rope import read_rope, rope_fields
-from eagle3_jax.models.config import DecoderConfig, QueryScaling
+from eagle3_jax.models.config import DecoderConfig, QueryScaling, grouped
 
 _BETA, _FLOOR = "llama_4_scaling_beta", "original_max_position_embeddings"
 
@@ -37,16 +37,17 @@ def read_ministral3(fields: Fields) -> DecoderConfig:
 
 
 def _window_of_all(config: DecoderConfig) -> dict[str, Any]:
-    return {"sliding_window": config.layers[0].mixer.window}
+    return {"sliding_window": grouped(config.layers[0]).window}
 
 
 def _windows(config: DecoderConfig) -> dict[str, Any]:
-    sizes = [layer.mixer.window for layer in config.layers if layer.mixer.window is not None]
+    windows = (grouped(layer).window for layer in config.layers)
+    sizes = [window for window in windows if window is not None]
     return {"sliding_window": max(sizes, default=None), "layer_types": hf_config.layer_types(config)}
 
 
 def _scaled(config: DecoderConfig) -> dict[str, Any]:
-    mixer = config.layers[0].mixer
+    mixer = grouped(config.layers[0])
     fields, scaling = rope_fields(mixer.rope), mixer.query_scaling
     if scaling is not None:
         more = {_BETA: scaling.beta, _FLOOR: scaling.floor}

@@ -7,7 +7,7 @@ from typing import Any
 from conversion import hf_config
 from conversion.families.family import Family
 from conversion.fields import Fields
-from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.config import DecoderConfig, grouped
 
 
 def read_config(fields: Fields) -> DecoderConfig:
@@ -26,7 +26,7 @@ def read_windows(fields: Fields) -> list[int | None]:
 
 def window_fields(config: DecoderConfig) -> dict[str, Any]:
     """The same on the way out; engines read ``layer_types`` or the number of layers before the first window."""
-    windows = [layer.mixer.window for layer in config.layers]
+    windows = [grouped(layer).window for layer in config.layers]
     sliding = [index for index, window in enumerate(windows) if window is not None]
     return {
         "use_sliding_window": bool(sliding),

@@ -8,7 +8,7 @@ from conversion import hf_config
 from conversion.families import qwen2
 from conversion.families.family import Family
 from conversion.fields import Fields
-from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.config import DecoderConfig, grouped
 
 
 def read_config(fields: Fields) -> DecoderConfig:
@@ -21,7 +21,7 @@ def read_config(fields: Fields) -> DecoderConfig:
 
 def write_fields(config: DecoderConfig) -> dict[str, Any]:
     """See :class:`Family`."""
-    return {"attention_bias": config.layers[0].mixer.qkv_bias, **qwen2.window_fields(config)}
+    return {"attention_bias": grouped(config.layers[0]).qkv_bias, **qwen2.window_fields(config)}
 
 
 FAMILY = Family(

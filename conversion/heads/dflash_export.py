@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from conversion import rules
+from conversion import blocks, rules
 from conversion.errors import CheckpointError
 from conversion.heads.head import HeadCheckpoint, Layout
 from conversion.hf_config import stack_fields
 from conversion.rules import Rule
+from eagle3_jax.models.config import gated, grouped
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +21,7 @@ def head_rules(config: DFlashConfig) -> list[Rule]:
     """The rule table."""
     table = [*rules.linear("fc", "fc"), rules.norm("hidden_norm", "feature_norm"), rules.norm("norm", "norm")]
     for index, layer in enumerate(config.layers):
-        table += rules.block(layer, f"layers.{index}", f"blocks.{index}")
+        table += blocks.block(layer, f"layers.{index}", f"blocks.{index}")
     if config.own_output:
         table += rules.linear("lm_head", "head")
     if config.markov is not None:
@@ -90,9 +91,9 @@ def _speculators_refusals(checkpoint: HeadCheckpoint) -> list[str]:
 def _common_refusals(config: DFlashConfig) -> list[str]:
     first, layer = config.aux_layers[0], config.layers[0]
     refusals = [f"aux_layers {config.aux_layers} (0 is no layer's output)"] * (first == 0)
-    refusals += ["different biases of q, k, v and o"] * (layer.mixer.qkv_bias != layer.mixer.o_bias)
-    refusals += ["layers without qk_norm"] * (not layer.mixer.qk_norm)
-    return refusals + ["an MLP with biases"] * layer.mlp.bias
+    refusals += ["different biases of q, k, v and o"] * (grouped(layer).qkv_bias != grouped(layer).o_bias)
+    refusals += ["layers without qk_norm"] * (not grouped(layer).qk_norm)
+    return refusals + ["an MLP with biases"] * gated(layer).bias
 
 
 def _geometry(checkpoint: HeadCheckpoint) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def _geometry(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     return {
         "model_type": "qwen3",
         **stack_fields(config, checkpoint.dtype),
-        "attention_bias": config.layers[0].mixer.qkv_bias,
+        "attention_bias": grouped(config.layers[0]).qkv_bias,
         "layer_types": ["full_attention"] * config.num_layers,
         "use_sliding_window": False,
         "tie_word_embeddings": False,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from conversion import rules
+from conversion import blocks, rules
 from conversion.errors import CheckpointError, TargetNeededError
 from conversion.fields import Fields, read_from
 from conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored, Suspects, check_fit
@@ -24,7 +24,7 @@ from conversion.hf_config import (
     stack_fields,
 )
 from conversion.rules import Rule
-from eagle3_jax.models.config import DecoderConfig, uniform
+from eagle3_jax.models.config import DecoderConfig, gated, grouped, uniform
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,9 +46,9 @@ _NOT_EAGLE1 = {
 def head_rules(config: Eagle1Config) -> list[Rule]:
     """The rule table."""
     first, *rest = config.layers
-    table = [*rules.linear("fc", "fc", bias=config.fc_bias), *rules.attention_and_mlp(first, "layers.0", "first")]
+    table = [*rules.linear("fc", "fc", bias=config.fc_bias), *blocks.attention_and_mlp(first, "layers.0", "first")]
     for index, layer in enumerate(rest):
-        table += rules.block(layer, f"layers.{index + 1}", f"rest.{index}")
+        table += blocks.block(layer, f"layers.{index + 1}", f"rest.{index}")
     return table
 
 
@@ -177,8 +177,8 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
         "model_type": "llama",
         **stack_fields(config, checkpoint.dtype),
         **bias_fields(layer),
-        "qkv_bias": layer.mixer.qkv_bias,
-        "attention_bias": layer.mixer.o_bias,
+        "qkv_bias": grouped(layer).qkv_bias,
+        "attention_bias": grouped(layer).o_bias,
         "bias": config.fc_bias,
         "tie_word_embeddings": False,
     }
@@ -196,8 +196,8 @@ def _refusals(checkpoint: HeadCheckpoint, tensors: Mapping[str, np.ndarray], dia
     if dialect == "vllm":
         bias = tensors.get("fc.bias")
         return ["a bias in fc (vLLM's head has none)"] if bias is not None and bias.any() else []
-    mixer, rope = layer.mixer, layer.mixer.rope
-    refusals = [name for name, is_set in {"o_bias": mixer.o_bias, "mlp_bias": layer.mlp.bias}.items() if is_set]
+    mixer, rope = grouped(layer), grouped(layer).rope
+    refusals = [name for name, is_set in {"o_bias": mixer.o_bias, "mlp_bias": gated(layer).bias}.items() if is_set]
     if mixer.head_dim * mixer.num_heads != config.width:
         refusals.append(f"head_dim {mixer.head_dim} (it takes width {config.width} over {mixer.num_heads} heads)")
     if rope is None or rope.type != "default":

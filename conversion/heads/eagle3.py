@@ -15,11 +15,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conversion import rules
+from conversion import blocks, rules
 from conversion.errors import CheckpointError, TargetNeededError, short
 from conversion.fields import Fields, read_from
 from conversion.heads.dialects import dialect_of
 from conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, Suspects, check_fit, read_embedding
+from conversion.heads.layer_ids import resolve
 from conversion.hf_config import (
     read_head_windows,
     read_mixer,
@@ -54,12 +55,12 @@ def head_rules(config: Eagle3Config) -> list[Rule]:
         *rules.linear("fc", "fc"),
         rules.norm("layers.0.input_layernorm", "first.embedding_norm"),
         rules.norm("layers.0.hidden_norm", "first.feature_norm"),
-        *rules.attention_and_mlp(first, "layers.0", "first"),
+        *blocks.attention_and_mlp(first, "layers.0", "first"),
         rules.norm("norm", "norm"),
         *rules.linear("lm_head", "head"),
     ]
     for index, layer in enumerate(rest):
-        table += rules.block(layer, f"layers.{index + 1}", f"rest.{index}")
+        table += blocks.block(layer, f"layers.{index + 1}", f"rest.{index}")
     if config.norm_before_fc:
         table.append(rules.norm("input_norm", "input_norm"))
     if config.fc_norm:
@@ -121,6 +122,10 @@ def read_as(
 
     directory, where = stored.directory, str(stored.directory / "config.json")
     refuse_quantised(Fields(stored.config, where))
+    dialect, depth = dialect_of(stored.config, stored.tensors), None if target is None else target.num_layers
+    aux_layers, decided = resolve(aux_layers, stored.layer_ids, dialect=dialect, num_target_layers=depth, where=where)
+    if aux_layers is not None:
+        config = dataclasses.replace(config, aux_layers=aux_layers)
     if target is not None:
         check_fit(config, aux_layers, target, str(directory))
     if "lm_head.weight" not in tensors:
@@ -148,19 +153,18 @@ def read_as(
         head=head,
         draft_to_target=draft_to_target,
         embedding=embedding,
-        dialect=dialect_of(stored.config, stored.tensors),
+        dialect=dialect,
         source=directory,
         dtype=rules.main_dtype(head),
-        num_target_layers=None if target is None else target.num_layers,
-        note=note,
+        num_target_layers=depth,
+        note="; ".join(part for part in (note, decided) if part),
     )
 
 
 def named_aux_layers(top: Fields) -> tuple[int, ...] | None:
     """The auxiliary layers that a configuration names, ascending, or ``None``.
 
-    An id ``i`` is the residual stream entering block ``i``, as vLLM reads it. Some NVIDIA and SGLang heads count the
-    layer whose *output* is meant; nothing in the file says so, and the doctor points at the suspicion.
+    They are as the file has them, whatever they count (:mod:`conversion.heads.layer_ids`).
 
     Raises:
         CheckpointError: The places that may name them disagree, or it is no list of distinct layers.
@@ -239,6 +243,8 @@ def read_config(top: Fields, layers_in: Callable[[Fields], int]) -> tuple[Eagle3
     geometry = top.section("transformer_layer_config") if nested else top
     where = geometry.where
     model_type = geometry.get("model_type")
+    if model_type not in ("llama", "qwen3") and "LlamaForCausalLMEagle3" in top.words("architectures"):
+        model_type = "llama"  # some name their target's type; engines go by the architecture
     if model_type not in ("llama", "qwen3"):
         raise CheckpointError(
             f"{where}: model_type is {short(model_type)}; expected 'llama' or 'qwen3' for an EAGLE-3 head"

@@ -10,7 +10,8 @@ from conversion.files import NATIVE_FILE, read_json
 from conversion.heads.eagle3 import named_aux_layers
 from conversion.heads.eagle3_export import is_default_aux
 from conversion.heads.head import HeadCheckpoint
-from eagle3_jax.models.config import RopeConfig, default_aux_layers
+from conversion.heads.layer_ids import entered_after, usual_layers
+from eagle3_jax.models.config import RopeConfig, grouped
 
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
@@ -39,25 +40,23 @@ def _aux_layers(head: HeadCheckpoint) -> Check:
             f"{detail}. If the head was trained on other layers its drafts are useless; "
             "add eagle_aux_hidden_state_layer_ids",
         )
+    usual = is_default_aux(head)
+    named = named_aux_layers(fields) if fields.values else layers
+    if named not in (None, layers):
+        usual_is = "the default of this target" if usual else "not the default of this target"
+        return Check(name, "ok", f"{layers}, {usual_is}: {named} in config.json count layers left, as --layer-ids says")
     if layers[0] == 1:
-        one_more = tuple(layer + 1 for layer in layers)
-        outputs = f"{layers} starts with 1, as lists of layer outputs do; an id here means the input of that layer"
-        if one_more == _default_of(head):
+        one_more = entered_after(layers)
+        outputs = f"{layers} starts with 1, as lists of layers left do; they are read as layers entered"
+        if one_more == usual_layers(head.num_target_layers):
             return Check(
                 name,
                 "warning",
-                f"{outputs}, and {one_more} is the default of this target: the head was most likely trained on those, "
-                "so write them into its config.json",
+                f"{outputs}, though {one_more} is the default of this target: compare the agreement with that of "
+                "--layer-ids leaving",
             )
-        return Check(name, "warning", f"{outputs}. If agreement is poor, try {list(one_more)}")
-    return Check(name, "ok", f"{layers}, {'the default' if is_default_aux(head) else 'named in config.json'}")
-
-
-def _default_of(head: HeadCheckpoint) -> tuple[int, ...] | None:
-    try:
-        return default_aux_layers(head.num_target_layers or 0)
-    except ValueError:
-        return None
+        return Check(name, "warning", f"{outputs}. If agreement is poor, try --layer-ids leaving: {list(one_more)}")
+    return Check(name, "ok", f"{layers}, {'the default' if usual else 'named in config.json'}")
 
 
 def _norm_flags(head: HeadCheckpoint) -> Check:
@@ -81,7 +80,7 @@ def _norm_flags(head: HeadCheckpoint) -> Check:
 
 
 def _rope(target: Any, head: HeadCheckpoint) -> Check:
-    ours, theirs = (config.layers[0].mixer.rope or RopeConfig() for config in (head.config, target.config))
+    ours, theirs = (grouped(config.layers[0]).rope or RopeConfig() for config in (head.config, target.config))
     detail = f"head: {ours.type}, theta {ours.theta:g}; target: {theirs.type}, theta {theirs.theta:g}"
     if ours == theirs:
         return Check("rope", "ok", detail)

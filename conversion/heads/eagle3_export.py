@@ -16,7 +16,7 @@ from conversion.heads.eagle3 import head_rules
 from conversion.heads.head import HeadCheckpoint, Layout
 from conversion.hf_config import bias_fields, head_window_fields, stack_fields
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
-from eagle3_jax.models.config import Eagle3Config, default_aux_layers
+from eagle3_jax.models.config import Eagle3Config, default_aux_layers, grouped
 
 
 def layout(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
@@ -86,7 +86,7 @@ def as_midlayer(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _eagle_refusals(checkpoint: HeadCheckpoint) -> list[str]:
     """What the official code does not read, or reads only in one setting."""
     config, layer = checkpoint.config, checkpoint.config.layers[0]
-    mixer, rope = layer.mixer, layer.mixer.rope
+    mixer, rope = grouped(layer), grouped(layer).rope
     flags = {
         "norm_before_residual": config.norm_before_residual,
         "norm_output": config.norm_output,
@@ -117,7 +117,7 @@ def _sglang_refusals(checkpoint: HeadCheckpoint) -> list[str]:
     config, layer = checkpoint.config, checkpoint.config.layers[0]
     flags = {
         "norm_before_residual": config.norm_before_residual,
-        "qk_norm": layer.mixer.qk_norm,
+        "qk_norm": grouped(layer).qk_norm,
         "sliding_window": _has_window(config),
         **bias_fields(layer),
     }
@@ -131,13 +131,13 @@ def _sglang_refusals(checkpoint: HeadCheckpoint) -> list[str]:
 
 
 def _has_window(config: Eagle3Config) -> bool:
-    return any(layer.mixer.window is not None for layer in config.layers)
+    return any(grouped(layer).window is not None for layer in config.layers)
 
 
 def vllm_refusals(checkpoint: HeadCheckpoint) -> list[str]:
     """What vLLM's Llama and Qwen3 heads do not read."""
     layer = checkpoint.config.layers[0]
-    biases = bias_fields(layer) if layer.mixer.qk_norm else {}
+    biases = bias_fields(layer) if grouped(layer).qk_norm else {}
     return [f"{name} together with qk_norm" for name, is_set in biases.items() if is_set]
 
 
@@ -185,7 +185,7 @@ def vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     for name in ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc"):
         values[name] = getattr(config, name)
     values["target_hidden_size"] = config.target_width
-    if config.layers[0].mixer.qk_norm:
+    if grouped(config.layers[0]).qk_norm:
         values |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
         values["use_sliding_window"] = _has_window(config)
     return values | head_window_fields(config)

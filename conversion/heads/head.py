@@ -61,11 +61,13 @@ class Stored(NamedTuple):
         directory: Where.
         config: Its ``config.json``.
         tensors: By name.
+        layer_ids: What the user says that numbers of auxiliary layers count, see :mod:`conversion.heads.layer_ids`.
     """
 
     directory: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, np.ndarray]
+    layer_ids: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

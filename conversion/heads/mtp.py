@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from conversion import rules
+from conversion import blocks, rules
 from conversion.errors import CheckpointError, short
 from conversion.fields import Fields, read_from
 from conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored, Suspects, check_fit
@@ -31,7 +31,7 @@ from conversion.hf_config import (
     stack_fields,
 )
 from conversion.rules import Rule
-from eagle3_jax.models.config import DecoderConfig, uniform
+from eagle3_jax.models.config import DecoderConfig, gated, grouped, uniform
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,7 +68,7 @@ _MIMO = "MiMoForCausalLM"
 def recognise(signs: Signs) -> bool:
     """By the module's own tensors, where no whole model surrounds them."""
     module = r"layers\.\d+\.(enorm|hnorm|eh_proj|shared_head)\.|mtp_layers\.\d+\.|mtp\."
-    return signs.method == "mtp" or (signs.has(module) and not signs.has(r"layers\.0\."))
+    return signs.method == "mtp" or (signs.has(module) and not signs.has(r"(language_model\.)?(model\.)?layers\.0\."))
 
 
 def head_rules(config: MTPConfig, module: str, names: _Names) -> list[Rule]:
@@ -83,7 +83,7 @@ def head_rules(config: MTPConfig, module: str, names: _Names) -> list[Rule]:
         rules.norm(f"{module}.{names.embedding_norm}", "embedding_norm"),
         rules.norm(f"{module}.{names.feature_norm}", "feature_norm"),
         *rules.linear(f"{module}.{names.fc}", "fc"),
-        *rules.block(config.layers[0], module, "block"),
+        *blocks.block(config.layers[0], module, "block"),
         rules.norm(f"{module}.{names.norm}", "norm"),
     ]
     return table + (rules.linear(names.output.format(module=module), "head") if config.own_output else [])
@@ -220,7 +220,7 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     if dialect == "mimo":
         projection = f"{module}.{names.fc}.weight"
         tensors[projection] = _exchanged(tensors[projection])
-        if not layer.mixer.qkv_bias:  # Qwen2's block has them; zeros change nothing
+        if not grouped(layer).qkv_bias:  # Qwen2's block has them; zeros change nothing
             for name in "qkv":
                 weight = tensors[f"{module}.self_attn.{name}_proj.weight"]
                 tensors[f"{module}.self_attn.{name}_proj.bias"] = np.zeros(weight.shape[:1], weight.dtype)
@@ -235,7 +235,7 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
 
 
 def _refusals(config: MTPConfig, dialect: str) -> list[str]:
-    mixer, mlp = config.layers[0].mixer, config.layers[0].mlp
+    mixer, mlp = grouped(config.layers[0]), gated(config.layers[0])
     refusals = []
     if config.zero_first is (dialect == "speculators"):
         refusals.append(f"zero_first {config.zero_first} (what the embedding at position 0 counts as)")
@@ -251,7 +251,7 @@ def _refusals(config: MTPConfig, dialect: str) -> list[str]:
 
 def _block(config: MTPConfig) -> str | None:
     """The ``model_type`` whose block it is."""
-    mixer = config.layers[0].mixer
+    mixer = grouped(config.layers[0])
     if mixer.qkv_bias and not mixer.o_bias:
         return None if mixer.qk_norm else "qwen2"
     return "qwen3" if mixer.qk_norm else "llama"

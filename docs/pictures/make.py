@@ -14,7 +14,7 @@ import matplotlib
 import numpy as np
 
 import eagle3_jax as e3
-from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.pictures import bars, strips, style, trees
 from eagle3_jax.trace import record
 

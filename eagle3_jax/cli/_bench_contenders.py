@@ -108,7 +108,7 @@ class Models:
 
     Attributes:
         target: In the precision asked for.
-        dtype: That precision.
+        dtype: That precision, and the weights where they are not dense.
         float32: The same target; ``None`` where the first one is in float32, or too large to be held twice.
         drafters: Heads under their names; ``None`` for prompt lookup alone; empty for plain decoding only.
     """
@@ -119,11 +119,11 @@ class Models:
     drafters: dict[str, LoadedDrafter | None]
 
 
-def read_models(target: str | None, drafters: Sequence[str], dtype: str) -> Models:
+def read_models(target: str | None, drafters: Sequence[str], dtype: str, weights: str = "dense") -> Models:
     """From checkpoints."""
     from eagle3_jax import LoadedDrafter
 
-    loaded = read_target(target, dtype)
+    loaded = read_target(target, dtype, weights=weights)
     found: dict[str, LoadedDrafter | None] = {}
     for source in drafters or [None]:
         one: LoadedDrafter | Drafter[Any] | None = read_drafter(source, target=loaded, target_source=target)
@@ -132,7 +132,8 @@ def read_models(target: str | None, drafters: Sequence[str], dtype: str) -> Mode
             name = Path(source or "eagle3").name
             head = one if isinstance(one, LoadedDrafter) else LoadedDrafter(one, name=name)
             found[name] = None if source == "ngram" else head
-    return Models(loaded, dtype, None if dtype == "float32" else read_target(target, "float32"), found)
+    name = dtype if weights == "dense" else f"{dtype}, {weights}"
+    return Models(loaded, name, None if name == "float32" else read_target(target, "float32"), found)
 
 
 def random_models(shape: str, dtype: str) -> Models:

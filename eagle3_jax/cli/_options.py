@@ -47,6 +47,15 @@ DrafterOption = Annotated[
         "the bundled head when left out.",
     ),
 ]
+LayerIdsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--layer-ids",
+        metavar="entering|leaving",
+        help="What the numbers of an EAGLE-3 head's auxiliary layers count, where its file leaves it open: layers that "
+        "are entered (vLLM) or left (SGLang, SpecForge).",
+    ),
+]
 VerifierOption = Annotated[
     str | None,
     typer.Option(
@@ -67,6 +76,14 @@ AdaptiveOption = Annotated[
 DtypeOption = Annotated[
     str, typer.Option("--dtype", help="float32, bfloat16, or mixed (bfloat16 products summed in float32).")
 ]
+WeightsOption = Annotated[
+    str,
+    typer.Option(
+        "--weights",
+        help="dense, or fp8: the target's kernels in eight bits (fp8-dynamic: what they are multiplied with too). "
+        "Lossless relative to that target.",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it: a .png or .svg file.")]
 
@@ -74,7 +91,7 @@ _LONGEST_NUMBER = 18  # digits; Python refuses to read thousands of them
 _TREE_KEYS = ("num_nodes", "max_depth", "top_k")
 
 
-def read_target(source: str | None, dtype: str, mesh: Mesh | None = None) -> LoadedTarget:
+def read_target(source: str | None, dtype: str, mesh: Mesh | None = None, *, weights: str = "dense") -> LoadedTarget:
     """The target that ``--target`` names."""
     from eagle3_jax import LoadedTarget, load_target
 
@@ -82,7 +99,9 @@ def read_target(source: str | None, dtype: str, mesh: Mesh | None = None) -> Loa
         raise Misuse("--target is empty; name a directory or a hub id, or leave it out for the bundled target")
     part = own("--target", source)
     if part is None:
-        return load_target(source, dtype=dtype, mesh=mesh)
+        return load_target(source, dtype=dtype, weights=weights, mesh=mesh)
+    if weights != "dense":
+        raise Misuse(f"--weights {weights}: --target {source} makes its own; leave --weights out")
     loaded = called("--target", part, "an eagle3_jax.LoadedTarget", dtype=dtype)
     if not isinstance(loaded, LoadedTarget):
         raise Misuse(f"--target {source} gave {type(loaded).__name__}; expected an eagle3_jax.LoadedTarget, see {PAGE}")
@@ -90,7 +109,7 @@ def read_target(source: str | None, dtype: str, mesh: Mesh | None = None) -> Loa
 
 
 def read_drafter(
-    source: str | None, *, target: LoadedTarget, target_source: str | None
+    source: str | None, *, target: LoadedTarget, target_source: str | None, layer_ids: str | None = None
 ) -> LoadedDrafter | Drafter[Any] | None:
     """The drafter that ``--drafter`` names; ``None`` for plain decoding."""
     from eagle3_jax import LoadedDrafter, load_drafter
@@ -98,9 +117,11 @@ def read_drafter(
     if source == "":
         raise Misuse("--drafter is empty; name a directory or a hub id, or leave it out for the bundled head")
     if source is not None and is_named(source):
+        _refuse_layer_ids(layer_ids, source)
         return named_drafter(source, target)
     part = own("--drafter", source)
     if part is not None:
+        _refuse_layer_ids(layer_ids, source)
         value: Any = part.value
         if isinstance(value, LoadedDrafter) or (hasattr(value, "propose") and not isinstance(value, type)):
             return value
@@ -110,7 +131,12 @@ def read_drafter(
             "--target was given without --drafter, and the bundled head fits the bundled target only; "
             "add --drafter DIRECTORY, --drafter ngram or --drafter none"
         )
-    return load_drafter(source, target=target)
+    return load_drafter(source, target=target, layer_ids=layer_ids)
+
+
+def _refuse_layer_ids(layer_ids: str | None, source: str | None) -> None:
+    if layer_ids is not None:
+        raise Misuse(f"--layer-ids is about heads from files, and --drafter {source} has none; leave it out")
 
 
 # Acceptance rules that have a name: public names of the library, built without arguments.

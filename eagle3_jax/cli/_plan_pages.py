@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from eagle3_jax.theory.sizes import added, method_of, parameters
+from eagle3_jax.theory.sizes import active_parameters, added, has_experts, method_of, parameters
 
 if TYPE_CHECKING:
-    from eagle3_jax.theory.bounds import Claim, RoundBound
+    from eagle3_jax.theory.bounds import Claim
     from eagle3_jax.theory.cost import Cost
     from eagle3_jax.theory.memory import Deployment, MemoryPlan, Remedy
     from eagle3_jax.theory.rollout import RolloutPlan
@@ -141,6 +141,7 @@ def deployment_json(deployment: Deployment) -> dict[str, Any]:
     return {
         "target": deployment.target_name,
         "target_parameters": parameters(deployment.target).total,
+        "target_active_parameters": active_parameters(deployment.target),
         "drafter": None if head is None else deployment.head_name,
         "drafter_method": None if head is None else method_of(head),
         "drafter_parameters": None if head is None else added(head).total,
@@ -159,7 +160,10 @@ def _memory_rows(deployment: Deployment, plan: MemoryPlan, *, tokens: int) -> li
     def per_token(model: Any) -> str:
         return f"{deployment.cache_bytes_per_token(model):,.0f} bytes a token, {tokens:,} tokens"
 
-    rows = [("target", plan.target_weights, f"{parameters(target).total / 1e9:.3f} billion, {deployment.weights}")]
+    billions = f"{parameters(target).total / 1e9:.3f} billion"
+    if has_experts(target):
+        billions += f", {active_parameters(target) / 1e9:.3f} of them active"
+    rows = [("target", plan.target_weights, f"{billions}, {deployment.weights}")]
     if head is not None:
         owned = added(head)
         shared = "embedding shared" if owned.total and not owned.embedding else ""
@@ -169,6 +173,8 @@ def _memory_rows(deployment: Deployment, plan: MemoryPlan, *, tokens: int) -> li
     rows.append(("target's cache", plan.target_cache, per_token(target)))
     if head is not None:
         rows.append(("head's cache", plan.head_cache, per_token(head)))
+    if plan.states:
+        rows.append(("states", plan.states, "of recurrent layers, whatever the length"))
     rows += [("activations", plan.activations, "estimate"), ("reserve", plan.reserve, "given")]
     digits = 2 if plan.target_weights > 1e9 else 4
     return [(name, f"{size / 1e9:.{digits}f}", note) for name, size, note in [*rows, ("total", plan.total, "")]]
@@ -212,103 +218,6 @@ def _remedy_text(remedy: Remedy, deployment: Deployment) -> str:
     return f"What would do: {', or '.join(ways)}."
 
 
-def bound_json(bound: RoundBound, tau: float) -> dict[str, Any]:
-    """A roofline with what follows from it at this τ."""
-    return {
-        **dataclasses.asdict(bound),
-        "verify_cost": bound.verify_cost,
-        "draft_cost": bound.draft_cost,
-        "draft_bytes": bound.draft_bytes,
-        "plain_tokens_per_second": bound.plain_tokens_per_second,
-        "tokens_per_second": bound.tokens_per_second(tau),
-        "speedup": bound.speedup(tau),
-    }
-
-
-def roofline_json(
-    deployment: Deployment, *, context: int, k: int, tau: float, batches: Sequence[int]
-) -> dict[str, Any]:
-    """The rooflines of one accelerator, with the batches at which memory and gain end."""
-    from eagle3_jax.theory.bounds import break_even_batch, largest_batch, round_bound
-
-    end = None
-    if deployment.head is not None:
-        end = break_even_batch(deployment, context=context, num_draft_tokens=k, mean_acceptance_length=tau)
-    return {
-        **deployment_json(deployment),
-        "context": context,
-        "num_speculative_tokens": k,
-        "mean_acceptance_length": tau,
-        "largest_batch": largest_batch(deployment, context=max(context, 1), num_draft_tokens=k),
-        "break_even_batch": end,
-        "bounds": [
-            bound_json(round_bound(deployment, batch=batch, context=context, num_draft_tokens=k), tau)
-            for batch in batches
-        ],
-    }
-
-
-def print_accelerators(results: Sequence[dict[str, Any]]) -> None:
-    """One row for every accelerator."""
-    columns = (1, 8, 64)
-    rows = []
-    for result in results:
-        hardware, bounds = result["accelerator"], {bound["batch"]: bound for bound in result["bounds"]}
-        shown = [bounds[batch] for batch in columns if batch in bounds] or result["bounds"]
-        rows.append(
-            (
-                hardware["name"],
-                f"{hardware['bandwidth_bytes_per_second'] / 1e9:,.0f}",
-                f"{hardware['peak_flops'] / 1e12:,.0f}",
-                f"{hardware['memory_bytes'] / 1e9:g}",
-                batch_text(result["largest_batch"]),
-                f"{shown[0]['plain_seconds'] * 1e3:.2f}",
-                *(_both_speeds(bound) for bound in shown),
-                break_even_text(result["break_even_batch"]) if result["drafter"] else "",
-            )
-        )
-    batches = [bound["batch"] for bound in results[0]["bounds"]]
-    shown = [batch for batch in columns if batch in batches] or batches
-    titles = ("GPU", "GB/s", "TFLOPS", "GB", "fits", "ms/step", *(f"batch {batch}" for batch in shown), "pays below")
-    print_table(titles, rows)
-    say(
-        "\ntokens/s of a batch: plain, speculative. fits: the largest batch that memory holds. ms/step: plain, batch "
-        f"{shown[0]}.\nPeaks are dense bfloat16; datasheets are named in --json."
-    )
-
-
-def _both_speeds(bound: dict[str, Any]) -> str:
-    plain = f"{bound['plain_tokens_per_second']:,.0f}"
-    return f"{plain} {bound['tokens_per_second']:,.0f}" if bound["num_draft_tokens"] else plain
-
-
-def print_bounds(result: dict[str, Any], deployment: Deployment) -> None:
-    """One row for every batch on one accelerator."""
-    rows = [
-        (
-            str(bound["batch"]),
-            f"{bound['plain_bytes'] / 1e9:.2f}",
-            f"{bound['plain_flops'] / 1e9:,.0f}",
-            f"{bound['plain_seconds'] * 1e3:.2f} {bound['plain_limit']}",
-            f"{bound['plain_tokens_per_second']:,.0f}",
-            f"{bound['verify_seconds'] * 1e3:.2f} {bound['verify_limit']}",
-            f"{bound['verify_cost']:.2f}",
-            f"{bound['draft_cost']:.3f}",
-            f"{bound['tokens_per_second']:,.0f}" if deployment.head else "",
-            f"{bound['speedup']:.2f}" if deployment.head else "",
-            "" if bound["batch"] <= result["largest_batch"] else "not in memory",
-        )
-        for bound in result["bounds"]
-    ]
-    titles = ("batch", "GB", "GFLOP", "plain ms", "tokens/s", "verify ms", "v", "c", "speculative", "S", "")
-    print_table(titles, rows)
-    say(f"\n{deployment.accelerator.source}\nMemory holds {batch_text(result['largest_batch'])} such sequences.")
-    if deployment.head is not None:
-        least = result["break_even_batch"]
-        where = "at every batch" if least is None else f"below batch {least:,}; a real engine stops earlier"
-        say(f"Speculation pays {where}.")
-
-
 def say_if_long(context: int, deployment: Deployment) -> None:
     """What a context beyond the head's positions means."""
     head = deployment.head
@@ -325,16 +234,6 @@ def claim_text(claim: Claim, *, batch_size: int | None, k: int) -> str:
         f"{verdict}: {claim.tokens_per_second:,.0f} tokens/s are {claim.share_of_bound:.0%} of the most at batch "
         f"{batch_size}, {claim.bound:,.0f}{drafted}. Plain decoding could reach them from {needed} on."
     )
-
-
-def batch_text(batch: int) -> str:
-    """The largest batch, or that there is none."""
-    return "any" if batch >= 65_536 else f"{batch:,}"
-
-
-def break_even_text(batch: int | None) -> str:
-    """The smallest batch that does not pay, or that there is none."""
-    return "any" if batch is None else f"{batch:,}"
 
 
 # Cost and rollout

@@ -35,7 +35,7 @@ def sizes_of_head(drafter: Any, method: str, target: DecoderConfig) -> DrafterSi
         else:
             counted["embedding" if shape[0] == config.vocab_size else "matrices"] += size
     runs = tuple(runs_of(config)) if hasattr(config, "layers") else ()
-    layers = {name: sum(getattr(run, name) for run in runs) for name in ("query_output", "key_value", "mlp")}
+    layers = {name: sum(getattr(run.sizes, name) for run in runs) for name in ("query_output", "key_value", "mlp")}
     matrices = counted.pop("matrices")
     owned = dataclasses.replace(NOTHING, **counted, **layers, fusion=matrices - sum(layers.values()))
     borrowed = drafter.borrows_output and not getattr(config, "own_output", False)

@@ -50,13 +50,13 @@ def read_target(source: str | None) -> Target:
     Raises:
         ValueError: There is none, or it is of no family; the message says why.
     """
-    from conversion.families import family_of
+    from conversion.families import read_config
 
     name = known_name(source, KNOWN_MODELS) if source else None
     if name is not None:
         return Target(name, KNOWN_MODELS[name])
     fields = _fields(source, "target")
-    config = family_of(fields.get("model_type"), fields.where).read_config(fields)
+    config = read_config(fields)
     return Target("the bundled target" if source is None else source, config)
 
 
@@ -115,7 +115,7 @@ def _method_of(directory: Path, fields: Fields) -> str:
     """The kind of a drafter, by its tensors where they are there, or else by its configuration alone."""
     from conversion import kinds
     from conversion.errors import CheckpointError
-    from conversion.families import FAMILIES
+    from conversion.families import FAMILIES, WRAPPERS
     from conversion.heads import HEADS, Signs
 
     if any(directory.glob("*.safetensors")):
@@ -128,16 +128,16 @@ def _method_of(directory: Path, fields: Fields) -> str:
         return "eagle3"
     if found is None and fields.get("num_hidden_layers") == 1:
         return "eagle1"
-    if found is None and fields.get("model_type") not in FAMILIES:
+    if found is None and fields.get("model_type") not in {*FAMILIES, *WRAPPERS}:
         raise Misuse(f"{fields.where} is that of no draft head and no language model that is known")
     return found or kinds.TARGET
 
 
 def _sizes_of_model(fields: Fields, target: Target) -> DrafterSizes:
-    from conversion.families import family_of
+    from conversion.families import read_config
     from eagle3_jax.cli._plan_sizes import sizes_of_model
 
-    config = family_of(fields.get("model_type"), fields.where).read_config(fields)
+    config = read_config(fields)
     if config.vocab_size != target.config.vocab_size:
         raise Misuse(
             f"{fields.where} describes a language model of {config.vocab_size} tokens and {target.name} has "

@@ -95,8 +95,10 @@ def _method(console: Console, job: Job) -> None:
     """What drafted, and what reading it left out or assumed."""
     from rich.text import Text
 
-    loaded = job.decoder.drafter
+    loaded, weights = job.decoder.drafter, job.decoder.target.weights
     console.print(Text(f"drafter: {job.decoder.method}"))
+    if weights != "dense":
+        console.print(Text(f"weights: {weights}; lossless relative to the target with these weights"))
     if loaded.note:
         console.print(Text(f"note: {loaded.note}"))
 

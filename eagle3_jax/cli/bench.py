@@ -19,6 +19,7 @@ from eagle3_jax.cli._options import (
     JsonOption,
     TargetOption,
     VerifierOption,
+    WeightsOption,
     parse_adaptive,
     parse_numbers,
     parse_tree,
@@ -46,6 +47,7 @@ def bench(
         ),
     ] = None,
     dtype: DtypeOption = "mixed",
+    weights: WeightsOption = "dense",
     prompts: Annotated[
         list[str] | None,
         typer.Option(
@@ -115,12 +117,14 @@ def bench(
     sizes = parse_numbers(batch_size, "--batch-size")
     named = _rivals(rivals, has_vllm=vllm_python is not None or bool(vllm_url))
     lengths = parse_numbers(vllm_chains, "--vllm-chains", least=0, or_none=True)
+    if shape is not None and weights != "dense":
+        raise Misuse(f"--weights {weights}: --shape draws dense weights; leave one of them out")
     _check(methods, sizes, shape=shape, target=target, drafters=drafter or [], prompts=prompts or [])
     source = PromptSource(prompts or (["random"] if shape else []), prompt_tokens, tasks, max_prompts, max_new_tokens)
     output_of.check_directory(output)
     with _activity() as say, contextlib.ExitStack() as closing:
         say("loading")
-        models = who.random_models(shape, dtype) if shape else who.read_models(target, drafter or [], dtype)
+        models = who.random_models(shape, dtype) if shape else who.read_models(target, drafter or [], dtype, weights)
         field = who.Field()
         who.add_ours(field, models, methods)
         chosen = source.read(models.target, target)
@@ -146,6 +150,7 @@ def bench(
         ]
     about = _about(shape, target, drafter or [], prompts or [], chosen)
     # None stands for prompt lookup alone.
+    about["weights"] = weights
     about["drafter_methods"] = ["NGram" if one is None else one.described for one in models.drafters.values()]
     findings = _findings(about, reports, field, price_per_hour)
     _tell(findings, output, as_json=as_json)

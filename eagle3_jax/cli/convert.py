@@ -10,7 +10,7 @@ import typer
 
 from eagle3_jax.cli._compiled import CompilationCacheOption, keep_compiled_programs
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._options import JsonOption, finite
+from eagle3_jax.cli._options import JsonOption, LayerIdsOption, finite
 
 _HELP = "Directory or hub id"
 CONVERT_EXAMPLE = "Example: eagle3 convert ./EAGLE3-LLaMA3.1-Instruct-8B ./head --to jax --target ./llama-3.1-8b"
@@ -33,13 +33,14 @@ def convert(
         ),
     ],
     target: Annotated[str | None, typer.Option(help=f"{_HELP} of the target that a head belongs to.")] = None,
+    layer_ids: LayerIdsOption = None,
 ) -> None:
     """Rewrite a checkpoint in another layout, refusing whatever does not fit exactly."""
     import conversion
     from eagle3_jax.sources import locate
 
     config = None if target is None else conversion.read_target(locate(target, "target")).config
-    conversion.convert(locate(src, "target"), dst, to, target=config)
+    conversion.convert(locate(src, "target"), dst, to, target=config, layer_ids=layer_ids)
     typer.echo(f"wrote {dst} ({to} layout)")
 
 
@@ -82,6 +83,7 @@ def doctor(
         str | None,
         typer.Option(help=f"{_HELP} of a head of any method, or of a draft model; the bundled head when left out."),
     ] = None,
+    layer_ids: LayerIdsOption = None,
     compilation_cache: CompilationCacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -95,7 +97,7 @@ def doctor(
             "add --drafter DIRECTORY"
         )
     keep_compiled_programs(compilation_cache)
-    found = diagnose(locate(target, "target"), locate(drafter, "eagle3"))
+    found = diagnose(locate(target, "target"), locate(drafter, "eagle3"), layer_ids=layer_ids)
     checks = [{"name": c.name, "status": str(c.status), "detail": c.detail} for c in found]
     failed = any(check["status"] == "failure" for check in checks)
     if as_json:

@@ -22,8 +22,10 @@ from eagle3_jax.cli._options import (
     DrafterOption,
     DtypeOption,
     JsonOption,
+    LayerIdsOption,
     TargetOption,
     VerifierOption,
+    WeightsOption,
     check_writable,
     parse_adaptive,
     parse_ids,
@@ -56,6 +58,7 @@ def generate(
     *,
     target: TargetOption = None,
     drafter: DrafterOption = None,
+    layer_ids: LayerIdsOption = None,
     prompt_ids: Annotated[str | None, typer.Option(help="Token ids to continue, as a JSON list: '[1, 2]'.")] = None,
     prompts: Annotated[
         Path | None,
@@ -88,6 +91,7 @@ def generate(
     verifier: VerifierOption = None,
     seed: Annotated[int, typer.Option(help="Of the random numbers.", min=0, max=2**32 - 1)] = 0,
     dtype: DtypeOption = "float32",
+    weights: WeightsOption = "dense",
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after stop tokens.")] = False,
     batch_size: Annotated[int, typer.Option(help="Prompts of a file decoded at once with --json.", min=1)] = 1,
     trace: Annotated[Path | None, typer.Option(help="Write every round to this JSON file.")] = None,
@@ -100,8 +104,8 @@ def generate(
     """Continue prompts, exactly as the target would, in fewer steps.
 
     With --json each prompt gives one line: prompt_ids, token_ids (new tokens only), text, finish_reason,
-    lossless, drafter_method (what drafted, found from its files, and how much), seconds (without compilation; of the
-    whole batch with --batch-size above 1) and stats.
+    lossless, weights (of the target that this is relative to), drafter_method (what drafted, found from its files, and
+    how much), seconds (without compilation; of the whole batch with --batch-size above 1) and stats.
     """
     check_writable(trace)
     requests = _requests(prompt, prompt_ids, prompts, max_new_tokens)
@@ -118,8 +122,8 @@ def generate(
     batches = _batches(len(requests), batch_size if as_json else 1)
     devices = read_mesh(mesh, batches)
     with status("loading", quiet=as_json):
-        loaded = read_target(target, dtype, devices)
-        head = read_drafter(drafter, target=loaded, target_source=target)
+        loaded = read_target(target, dtype, devices, weights=weights)
+        head = read_drafter(drafter, target=loaded, target_source=target, layer_ids=layer_ids)
         if all(said is None for said in (num_speculative_tokens, shape, lengths, widths, draft_sampling)):
             head = head if own("--drafter", drafter) else _as_usual(head, batches[0])
         options = {"--num-speculative-tokens": num_speculative_tokens, "--tree": tree, "--schedule": schedule}
@@ -211,21 +215,22 @@ def _print_json(job: Job) -> None:
         for seed, tasks in job.chunks():
             result = job.run(tasks, seed, rounds)
             for row in result.rows:
-                sys.stdout.write(json.dumps(_row_json(row, result, job.decoder.method)) + "\n")
+                sys.stdout.write(json.dumps(_row_json(row, result, job.decoder)) + "\n")
                 advance()
             sys.stdout.flush()
     if job.trace is not None:
         write_json(job.trace, {"prompts": rounds})
 
 
-def _row_json(row: Generation, result: GenerationResult, method: str) -> dict[str, Any]:
+def _row_json(row: Generation, result: GenerationResult, decoder: SpeculativeDecoder) -> dict[str, Any]:
     return {
         "prompt_ids": row.prompt_tokens,
         "token_ids": row.tokens,
         "text": row.text,
         "finish_reason": row.finish_reason.name.lower(),
         "lossless": result.lossless,
-        "drafter_method": method,
+        "weights": decoder.target.weights,
+        "drafter_method": decoder.method,
         "seconds": result.seconds,
         "stats": row.stats.to_json(),
     }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eagle3_jax.cli import _plan_pages as pages
+from eagle3_jax.cli import _plan_rooflines as rooflines
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import JsonOption, PlotOption, check_plot, check_writable, finite
 from eagle3_jax.cli._plan_options import (
@@ -211,7 +212,7 @@ def roofline(
     accelerators = list(KNOWN_ACCELERATORS.values()) if every else [deployment.accelerator]
     batches = [batch_size] if batch_size else _BATCHES
     results = [
-        pages.roofline_json(
+        rooflines.roofline_json(
             dataclasses.replace(deployment, accelerator=one), context=context, k=k, tau=tau, batches=batches
         )
         for one in accelerators
@@ -240,9 +241,10 @@ def roofline(
         "No hardware is faster: the longer of bytes/bandwidth and operations/peak, communication left out.\n",
     )
     if every:
-        pages.print_accelerators(results)
+        rooflines.print_accelerators(results)
     else:
-        pages.print_bounds(results[0], deployment)
+        rooflines.print_bounds(results[0], deployment)
+        rooflines.print_nodes(results[0], deployment, alpha=draft.acceptance().conditional_acceptance_rate)
     pages.say_if_long(context, deployment)
     if verdict is not None:
         pages.say("\n" + pages.claim_text(verdict, batch_size=batch_size, k=k))

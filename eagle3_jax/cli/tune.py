@@ -14,8 +14,10 @@ from eagle3_jax.cli._options import (
     DrafterOption,
     DtypeOption,
     JsonOption,
+    LayerIdsOption,
     PlotOption,
     TargetOption,
+    WeightsOption,
     check_plot,
     check_writable,
     parse_numbers,
@@ -44,7 +46,9 @@ def tune(
     *,
     target: TargetOption = None,
     drafter: DrafterOption = None,
+    layer_ids: LayerIdsOption = None,
     dtype: DtypeOption = "mixed",
+    weights: WeightsOption = "dense",
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL file of prompts like yours; the bundled pair's code prompts if left out.")
     ] = None,
@@ -92,9 +96,9 @@ def tune(
     trees = [shape for shape in map(parse_tree, tree or []) if shape is not None]
     with _activity() as say:
         say("loading")
-        loaded = read_target(target, dtype)
+        loaded = read_target(target, dtype, weights=weights)
         ids = [_encoded(loaded, request, max_new_tokens) for request in requests]
-        head = read_drafter(drafter, target=loaded, target_source=target)
+        head = read_drafter(drafter, target=loaded, target_source=target, layer_ids=layer_ids)
         assert head is not None
         found = tune_measure.tune(
             loaded,
@@ -108,8 +112,9 @@ def tune(
             check=check,
             on_progress=say,
         )
+    precision = dtype if weights == "dense" else f"{dtype}, {weights}"
     method = head.described if isinstance(head, LoadedDrafter) else type(head).__name__
-    written = {"hardware": hardware(), "dtype": dtype, "drafter_method": method, **found.to_json()}
+    written = {"hardware": hardware(), "dtype": dtype, "weights": weights, "drafter_method": method, **found.to_json()}
     if output is not None:
         write_json(output, written)
     if plot is not None:
@@ -119,7 +124,7 @@ def tune(
     if as_json:
         typer.echo(json.dumps(written))
     else:
-        _print(found, f"{method}; {hardware()}; {dtype}, greedy")
+        _print(found, f"{method}; {hardware()}; {precision}, greedy")
 
 
 def _requests(path: Path | None, most: int) -> list[Request]:

@@ -20,7 +20,7 @@ from eagle3_jax.contract.subject import Subject
 from eagle3_jax.decode import LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.loop import SpeculativeLoop
-from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.state import LoopParams, Prompts
 from eagle3_jax.types import FinishReason, SamplingParams, Warping, per_row

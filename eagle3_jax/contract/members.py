@@ -13,7 +13,7 @@ from eagle3_jax.boundary import require_target
 from eagle3_jax.cache import Cache, LayerCache
 from eagle3_jax.contract.report import Broken, Skipped
 from eagle3_jax.contract.texts import CAPACITY, COUNTS, LENGTHS, PARENTS, PATHS, ROWS, SIZE, Answer, TargetSubject
-from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.types import Tables, TargetOutput
 
 

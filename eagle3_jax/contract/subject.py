@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.boundary import like_before, require_draft, require_rows
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
-from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.types import Draft, Observation, SamplingParams
 

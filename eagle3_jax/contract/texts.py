@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3_jax.cache import Cache
 from eagle3_jax.contract.report import Broken
 from eagle3_jax.decode import LoadedTarget
-from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.tree import ancestor_mask, depths
 from eagle3_jax.types import TargetOutput
 

@@ -17,9 +17,9 @@ from eagle3_jax.cache import Cache, KeyValues
 from eagle3_jax.drafters._grow import Level
 from eagle3_jax.drafters._network import NetworkDrafter
 from eagle3_jax.models.config import LayerConfig, check_stack
-from eagle3_jax.models.decoder import causal_mask, empty_cache, memories, windows_of
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import embed
+from eagle3_jax.models.memory import causal_mask, empty_cache, memories
 from eagle3_jax.types import Draft, Observation, SamplingParams
 
 
@@ -113,7 +113,7 @@ class FeedbackDrafter(NetworkDrafter):
         last = jnp.arange(fed)[None, :] == seen.length[:, None] - 1
         shifted = jnp.where(last, seen.next_token[:, None], shifted)
         positions = state.cache.length[:, None] + jnp.arange(fed, dtype=jnp.int32)[None, :]
-        past = memories(windows_of(self.config.layers), causal_mask(fed), positions, state.cache)
+        past = memories(self.config.layers, causal_mask(fed), positions, state.cache)
         output, written = head(self.embed(params, shifted, positions), head.fuse(seen.features), positions, past)
         index = jnp.maximum(seen.length - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(output, index, axis=1)[:, 0]
@@ -133,7 +133,7 @@ class FeedbackDrafter(NetworkDrafter):
             positions = jnp.broadcast_to(length[:, None] + depth, tokens.shape)
             layers, before = memory
             drafted = jnp.concatenate([before, positions], axis=1)
-            past = memories(windows_of(self.config.layers), mask, drafted, Cache(layers=layers, length=length))
+            past = memories(self.config.layers, mask, drafted, Cache(layers=layers, length=length))
             output, written = head(self.embed(params, tokens, positions), output, positions, past)
             layers = tuple(KeyValues(**one._asdict()) for one in written)
             return Level(self.logits(params, head, output), output, (layers, drafted))

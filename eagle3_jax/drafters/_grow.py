@@ -278,8 +278,9 @@ def _grow_dynamic(
 
 def _likeliest(logits: Float[Array, "*B W"], count: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
     """Log-probabilities and ids of the likeliest tokens; all others are only summed."""
-    # Without the barrier XLA would cut the largest one out of a sort of everything.
-    best, ids = lax.optimization_barrier(lax.top_k(logits, count))
+    # Without a barrier XLA would cut the largest one out of a sort of everything. One for each of the two: on a mesh
+    # XLA's CPU backend dies of one behind the pair.
+    best, ids = map(lax.optimization_barrier, lax.top_k(logits, count))
     total = jnp.sum(jnp.exp(logits - best[..., :1]), axis=-1, keepdims=True)
     return best - best[..., :1] - jnp.log(total), ids
 

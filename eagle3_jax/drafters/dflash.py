@@ -35,10 +35,11 @@ from jaxtyping import Array, Float, Int, Key
 from eagle3_jax.cache import Cache, KeyValue, KeyValues, Segment
 from eagle3_jax.drafters._grow import Level
 from eagle3_jax.drafters._network import NetworkDrafter
-from eagle3_jax.models.config import LayerConfig, check_stack
-from eagle3_jax.models.decoder import Block, BlockMemory, Memory, causal_mask, empty_cache
+from eagle3_jax.models.config import LayerConfig, check_stack, grouped
+from eagle3_jax.models.decoder import Block
 from eagle3_jax.models.functional import Params, traced_once
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, embed
+from eagle3_jax.models.memory import BlockMemory, Memory, causal_mask, empty_cache
 from eagle3_jax.sharding import VOCAB, Axis
 from eagle3_jax.tree import Chain, Topology, ancestor_mask, depths
 from eagle3_jax.types import Draft, Observation, SamplingParams
@@ -117,7 +118,7 @@ class DFlashConfig:
             raise ValueError(
                 f"aux_layers are {self.aux_layers}; expected distinct layers in ascending order, as in (2, 16, 29)"
             )
-        if len(set(self.layers)) > 1 or self.layers[0].mixer.window is not None:
+        if len(set(self.layers)) > 1 or grouped(self.layers[0]).window is not None:
             raise ValueError(
                 "the layers differ or have a sliding window; a block drafter's are alike and see everything"
             )
@@ -197,7 +198,8 @@ class DFlashHead(nnx.Module):
     def context(self, features: Float[Array, "B T A Dt"], positions: Int[Array, "B T"]) -> tuple[KeyValue, ...]:
         """Keys and values of committed tokens in every layer: all from the same fused features."""
         fused = self.feature_norm(self.fc(features.reshape(*features.shape[:2], -1)))
-        return tuple(block.attention.project(fused, positions)[1] for block in self.blocks)
+        attentions: list[Any] = [block.attention for block in self.blocks]
+        return tuple(attention.project(fused, positions)[1] for attention in attentions)
 
     def __call__(
         self, embedded: Float[Array, "B T D"], positions: Int[Array, "B T"], memories: Sequence[Memory]

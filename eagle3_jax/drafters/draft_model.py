@@ -23,12 +23,14 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.cache import Cache, KeyValues
+from eagle3_jax.cache import Cache, KeyValues, LatentKeys
 from eagle3_jax.drafters._grow import Level
 from eagle3_jax.drafters._network import ShapedDrafter
 from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
-from eagle3_jax.models.decoder import DecoderTarget, causal_mask
+from eagle3_jax.models.config import GatedDelta
+from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.tree import Chain, Topology
 from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams
 
@@ -64,6 +66,11 @@ class DraftModel(ShapedDrafter):
     draft_sampling: DraftSampling = DraftSampling.GREEDY
 
     def __post_init__(self) -> None:
+        if any(isinstance(layer.mixer, GatedDelta) for layer in self.model.config.layers):
+            raise ValueError(
+                "a draft model takes back what was refused by moving the length of its cache, and the state of a "
+                "recurrent layer has none; give one of attention alone"
+            )
         self.check_shape(vocab_size=self.model.vocab_size, max_positions=self.max_positions)
 
     @property
@@ -93,7 +100,7 @@ class DraftModel(ShapedDrafter):
         del params
         # There is room for as many nodes as are verified; a tree may run more of them than that.
         cache = self.model.init_cache(batch, capacity + max(0, self.topology.num_run - self.num_nodes))
-        other = [type(layer).__name__ for layer in cache.layers if not isinstance(layer, KeyValues)]
+        other = [type(layer).__name__ for layer in cache.layers if not isinstance(layer, KeyValues | LatentKeys)]
         if other:
             raise ValueError(
                 f"a draft model takes back what was refused by moving the length of its cache; {other[0]} of "

@@ -29,9 +29,12 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.cache import KeyValue
 from eagle3_jax.drafters._feedback import FeedbackDrafter, FinalStateConfig
-from eagle3_jax.models.decoder import Attention, Block, Memory
+from eagle3_jax.models.config import gated, grouped
+from eagle3_jax.models.decoder import Block
 from eagle3_jax.models.functional import traced_once
+from eagle3_jax.models.grouped import Attention
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, SwiGLU
+from eagle3_jax.models.memory import Memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,9 +53,11 @@ class FirstLayer(nnx.Module):
 
     def __init__(self, config: Eagle1Config, *, precision: Precision, rngs: nnx.Rngs):
         layer, width, eps = config.layers[0], config.width, config.norm_eps
-        self.attention = Attention(layer.mixer, d_in=width, width=width, norm_eps=eps, precision=precision, rngs=rngs)
+        self.attention = Attention(
+            grouped(layer), d_in=width, width=width, norm_eps=eps, precision=precision, rngs=rngs
+        )
         self.mlp_norm = RMSNorm(width, eps)
-        self.mlp = SwiGLU(width, layer.mlp, precision=precision, rngs=rngs)
+        self.mlp = SwiGLU(width, gated(layer), precision=precision, rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], memory: Memory

@@ -29,9 +29,10 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.cache import KeyValue
 from eagle3_jax.drafters._feedback import FeedbackDrafter, FinalStateConfig
-from eagle3_jax.models.decoder import Block, Memory
+from eagle3_jax.models.decoder import Block
 from eagle3_jax.models.functional import Params, traced_once
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, embed
+from eagle3_jax.models.memory import Memory
 from eagle3_jax.sharding import VOCAB, Axis
 
 

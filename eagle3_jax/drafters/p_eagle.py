@@ -37,10 +37,10 @@ from eagle3_jax.cache import Cache, KeyValues
 from eagle3_jax.drafters._feedback import FeedbackDrafter, FeedbackState
 from eagle3_jax.drafters._parallel import propose_parallel
 from eagle3_jax.models.config import Eagle3Config
-from eagle3_jax.models.decoder import causal_mask, memories, windows_of
 from eagle3_jax.models.eagle3 import Eagle3Head
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import Precision
+from eagle3_jax.models.memory import causal_mask, memories
 from eagle3_jax.types import Draft, SamplingParams
 
 
@@ -97,7 +97,7 @@ class PEagleDrafter(FeedbackDrafter):
             positions = cache.length[:, None] + jnp.arange(masks, dtype=jnp.int32)
             tokens = jnp.full(shape, self.config.mask_token_id, jnp.int32)
             stream = jnp.broadcast_to(head.fused_mask(), (*shape, self.config.width))
-            past = memories(windows_of(self.config.layers), causal_mask(masks), positions, cache)
+            past = memories(self.config.layers, causal_mask(masks), positions, cache)
             output, written = head(self.embed(params, tokens, positions), stream, positions, past)
             outputs = jnp.concatenate([outputs, output], axis=1)
             # What the mask rows wrote lies behind the committed slots, whose number is as before.

@@ -10,26 +10,40 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from eagle3_jax.decode import LoadedTarget
+from eagle3_jax.models.config import DecoderConfig, Experts
 
 _RUNS = 8
+_STACKS = {"gate_up", "down", "gate_up_bias", "down_bias"}  # parameters of all experts of a layer together
 
 
 def step_bytes(target: LoadedTarget, *, rows: int, context: int) -> int:
     """Bytes that a step of plain decoding has to read at least: every weight once, and each row's keys and values.
 
     Of the embedding table a step reads a row per token, which is left out unless the table is the output projection
-    too.
+    too. Of experts those are counted that one token goes through, since all rows may choose the same.
 
     Args:
-        target: A Llama-style target.
+        target: A target of this library's decoder.
         rows: Sequences decoded at once.
         context: Tokens that each of them has behind it.
     """
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params))
-    if not target.model.config.tie_embeddings:  # type: ignore[attr-defined]
+    config = target.model.config  # type: ignore[attr-defined]
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(target.params)) - _unread_experts(target.params, config)
+    if not config.tie_embeddings:
         weights -= target.params["embedding"].nbytes
     caches = jax.eval_shape(lambda: jax.tree.leaves(target.model.init_cache(rows, context).layers))
     return weights + sum(leaf.size * leaf.dtype.itemsize for leaf in caches)
+
+
+def _unread_experts(params: Any, config: DecoderConfig) -> int:
+    """Bytes of the experts that a token does not go through, quantised or not."""
+    unread = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params["blocks"]):
+        index, *names = [getattr(entry, "key", getattr(entry, "idx", None)) for entry in path]
+        mlp = config.layers[int(index)].mlp  # type: ignore[arg-type]
+        if isinstance(mlp, Experts) and not _STACKS.isdisjoint(names) and "shared" not in names:
+            unread += leaf.nbytes * (mlp.num_experts - mlp.per_token) // mlp.num_experts
+    return unread
 
 
 def bandwidth(size: int) -> float:

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from eagle3_jax.cache import Cache, KeyValue
+from eagle3_jax.cache import Cache, KeyValue, KeyValues, LatentKeys, LayerCache
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
 from eagle3_jax.measure.contenders import Tokens
 from eagle3_jax.measure.rounds import timed_rounds
-from eagle3_jax.models.decoder import causal_mask
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.types import Observation
 
 
@@ -136,14 +136,22 @@ def _target_rounds(
 
 
 @functools.partial(jax.jit, static_argnames=("loop",))
-def _block(loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array, "B N"]) -> tuple[KeyValue, ...]:
-    """Keys and values of a draft."""
+def _block(loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array, "B N"]) -> tuple[Any, ...]:
+    """What a draft writes: its keys and values in a cache that holds nothing else, what its nodes do to a state."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return loop.target(params.target, tokens, positions, causal_mask(tokens.shape[1])).written
+    empty = loop.target.init_cache(*tokens.shape)
+    return loop.target(params.target, tokens, positions, causal_mask(tokens.shape[1]), empty).written
+
+
+def _placed(layer: LayerCache, new: Any, length: Int[Array, " B"]) -> Any:
+    """What a forward behind the committed slots would have written; a layer without slots has written the same."""
+    if isinstance(layer, KeyValues):
+        return layer.write(new, length)
+    return layer.write(KeyValue(new, new), length).keys if isinstance(layer, LatentKeys) else new
 
 
 @functools.partial(jax.jit, static_argnames=("loop", "rounds"), donate_argnames=("cache",))
-def _commit_rounds(cache: Cache, block: tuple[KeyValue, ...], *, loop: SpeculativeLoop, rounds: int) -> Cache:
+def _commit_rounds(cache: Cache, block: tuple[Any, ...], *, loop: SpeculativeLoop, rounds: int) -> Cache:
     """Write a draft and commit a path of full depth, again and again, always behind the same slots."""
     length = cache.length
     depth = min(loop.drafter.max_depth, loop.drafter.num_nodes - 1)
@@ -153,8 +161,7 @@ def _commit_rounds(cache: Cache, block: tuple[KeyValue, ...], *, loop: Speculati
     def one(index: Array, cache: Cache) -> Cache:
         # Other nodes every time, or XLA would gather them once for all.
         nodes = None if loop.is_chain else jnp.roll(path, index, axis=1)
-        layers: Any = cache.layers
-        written = tuple(layer.write(new, length) for layer, new in zip(layers, block, strict=True))
+        written = tuple(_placed(layer, new, length) for layer, new in zip(cache.layers, block, strict=True))
         return cache.commit(written, count, nodes).replace(length=length)  # type: ignore[attr-defined]
 
     return lax.fori_loop(0, rounds, one, cache)

@@ -9,10 +9,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.cache import KeyValue
-from eagle3_jax.models.config import Eagle3Config
-from eagle3_jax.models.decoder import Attention, Block, Memory
+from eagle3_jax.models.config import Eagle3Config, gated, grouped
+from eagle3_jax.models.decoder import Block
 from eagle3_jax.models.functional import traced_once
+from eagle3_jax.models.grouped import Attention
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, SwiGLU
+from eagle3_jax.models.memory import Memory
 from eagle3_jax.sharding import VOCAB, Axis
 
 
@@ -24,10 +26,10 @@ class FirstLayer(nnx.Module):
         self.embedding_norm = RMSNorm(width, eps)
         self.feature_norm = RMSNorm(width, eps)
         self.attention = Attention(
-            layer.mixer, d_in=2 * width, width=width, norm_eps=eps, precision=precision, rngs=rngs
+            grouped(layer), d_in=2 * width, width=width, norm_eps=eps, precision=precision, rngs=rngs
         )
         self.mlp_norm = RMSNorm(width, eps)
-        self.mlp = SwiGLU(width, layer.mlp, precision=precision, rngs=rngs)
+        self.mlp = SwiGLU(width, gated(layer), precision=precision, rngs=rngs)
         self.norm_before_residual = config.norm_before_residual
 
     def __call__(

@@ -28,13 +28,22 @@ def param_axes(build: Callable[..., nnx.Module], config: Any, precision: Any) ->
 
     A parameter that says nothing is held by every device.
     """
-    variables = _abstract(build, config, precision)[1]
-    axes = jax.tree.map(
-        lambda one: one.replace(one.get_metadata().get("axes", ())),
-        variables,
+    return _metadata(build, config, precision, "axes", ())
+
+
+def param_products(build: Callable[..., nnx.Module], config: Any, precision: Any) -> Params:
+    """Whether each parameter is the kernel of a product that may be in FP8 (``fp8``), as it says itself."""
+    return _metadata(build, config, precision, "fp8", False)
+
+
+def _metadata(build: Callable[..., nnx.Module], config: Any, precision: Any, name: str, default: Any) -> Params:
+    """What every parameter says of itself under some name, in the nesting of the parameters."""
+    found = jax.tree.map(
+        lambda one: one.replace(one.get_metadata().get(name, default)),
+        _abstract(build, config, precision)[1],
         is_leaf=lambda one: isinstance(one, nnx.Variable),
     )
-    return nnx.to_pure_dict(axes)
+    return nnx.to_pure_dict(found)
 
 
 def init_params(build: Callable[..., nnx.Module], config: Any, precision: Any, key: jax.Array) -> Params:

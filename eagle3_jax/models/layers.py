@@ -1,10 +1,9 @@
-"""The pieces that targets and draft heads are built of: linear, norm, attention, SwiGLU."""
+"""The pieces that targets and draft heads are built of: linear, norm, SwiGLU."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,8 +14,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from eagle3_jax.cache import KeyValue, Segment
-from eagle3_jax.models.config import GatedMLP
+from eagle3_jax.models.config import GatedMLP, NormKind
+from eagle3_jax.models.quantised import Fp8Kernel, ToQuantise, dynamic_product
 from eagle3_jax.sharding import MLP, Axes, Axis, put_shards
 
 
@@ -43,28 +42,56 @@ MIXED = Precision("mixed", jnp.bfloat16, jnp.float32)
 PRECISIONS = {p.name: p for p in (FLOAT32, BFLOAT16, MIXED)}
 
 
+# Parameters by name that stay float32: they are small, and they decide which experts a token goes through and how fast
+# a state is forgotten.
+IN_FLOAT32 = frozenset({"router", "correction", "a_log", "dt_bias"})
+
+
+def stored_type(path: tuple[Any, ...], ndim: int, precision: Precision) -> DTypeLike:
+    """In which type a parameter lies on the device: matrices in that of operands, vectors in that of activations.
+
+    Args:
+        path: Its keys in the nested dictionary of parameters, as ``jax.tree_util`` gives them.
+        ndim: Its axes.
+        precision: Names the types.
+    """
+    if any(getattr(entry, "key", None) in IN_FLOAT32 for entry in path):
+        return jnp.float32
+    return precision.operands if ndim > 1 else precision.activations
+
+
 def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
-    """Arrays on the device: matrices in the type they are multiplied in, vectors in that of the activations.
+    """Arrays on the device, each in its :func:`stored_type`.
 
     One after the other, so that the host never holds more than one of them beside what it maps from files.
 
     Args:
-        params: Arrays of numpy, or what becomes one when it is asked for.
+        params: Arrays of numpy, or what becomes one when it is asked for; of kernels that are wanted in FP8
+            :class:`~eagle3_jax.models.quantised.ToQuantise`.
         precision: Names the types.
         shardings: Where each of them goes; to the default device when left out.
     """
 
-    def put(leaf: Any, sharding: NamedSharding | None = None) -> jax.Array:
-        dtype = precision.operands if leaf.ndim > 1 else precision.activations
+    def put(path: tuple[Any, ...], leaf: Any, sharding: NamedSharding | None = None) -> Any:
+        if isinstance(leaf, ToQuantise):
+            return put_fp8(leaf.kernel(), sharding)
+        dtype = stored_type(path, leaf.ndim, precision)
         # On the host, where it is one pass; on the device every shape would be a program to compile.
         host = np.asarray(leaf)
         one = jax.device_put(host.astype(dtype)) if sharding is None else put_shards(host, dtype, sharding)
         return jax.block_until_ready(one)
 
-    return jax.tree.map(put, params) if shardings is None else jax.tree.map(put, params, shardings)
+    def put_fp8(kernel: Fp8Kernel, sharding: NamedSharding | None) -> Fp8Kernel:
+        if sharding is None:
+            return jax.block_until_ready(jax.tree.map(jax.device_put, kernel))
+        places = kernel.divided(sharding)
+        return jax.block_until_ready(jax.tree.map(lambda leaf, of: put_shards(leaf, leaf.dtype, of), kernel, places))
+
+    rest = () if shardings is None else (shardings,)
+    return jax.tree_util.tree_map_with_path(put, params, *rest)
 
 
-def _exact(dtype: DTypeLike) -> lax.Precision | None:
+def exact(dtype: DTypeLike) -> lax.Precision | None:
     """How products of operands of this type are asked for: float32 with all of its bits (docs/decisions/0012).
 
     Left to themselves, NVIDIA's tensor cores round it to TensorFloat-32 and TPUs to bfloat16. Who has told JAX a
@@ -78,7 +105,7 @@ def _exact(dtype: DTypeLike) -> lax.Precision | None:
 def _product(x: Array, kernel: Array, operands: DTypeLike, activations: DTypeLike) -> Array:
     """``x @ kernel`` over the last axis of ``x`` in the given types."""
     x, kernel = x.astype(operands), kernel.astype(operands)
-    contract = functools.partial(lax.dot_general, preferred_element_type=activations, precision=_exact(operands))
+    contract = functools.partial(lax.dot_general, preferred_element_type=activations, precision=exact(operands))
 
     def as_it_is(x: Array, kernel: Array) -> Array:
         return contract(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
@@ -103,7 +130,7 @@ def _product_bwd(operands: DTypeLike, activations: DTypeLike, saved: tuple[Array
     # JAX's own rule would multiply a float32 cotangent with a bfloat16 operand, which falls back to slow products.
     x, kernel = saved
     rows, grads = x.reshape(-1, x.shape[-1]).astype(operands), grad.reshape(-1, grad.shape[-1]).astype(operands)
-    contract = functools.partial(lax.dot_general, preferred_element_type=activations, precision=_exact(operands))
+    contract = functools.partial(lax.dot_general, preferred_element_type=activations, precision=exact(operands))
     grad_x = contract(grads, kernel.astype(operands), (((1,), (1,)), ((), ())))
     grad_kernel = contract(rows, grads, (((0,), (0,)), ((), ())))
     return grad_x.reshape(x.shape).astype(x.dtype), grad_kernel.astype(kernel.dtype)
@@ -113,10 +140,39 @@ _product.defvjp(_product_fwd, _product_bwd)
 
 
 def product(
-    x: Float[Array, "*rows D_in"], kernel: Float[Array, "D_in D_out"], precision: Precision
+    x: Float[Array, "*rows D_in"], kernel: Float[Array, "D_in D_out"] | Fp8Kernel, precision: Precision
 ) -> Float[Array, "*rows D_out"]:
-    """Matrix product under a named precision; the only place where the library multiplies by weights."""
-    return _product(x, kernel, precision.operands, precision.activations)
+    """Matrix product under a named precision; with :func:`product_by_head` where the library multiplies by weights.
+
+    Of an FP8 kernel the scales of outputs are multiplied behind the product, in float32; with scales for blocks of
+    inputs it is the product with the kernel that it stands for, in the type of the operands.
+    """
+    if not isinstance(kernel, Fp8Kernel):
+        return _product(x, kernel, precision.operands, precision.activations)
+    if kernel.dynamic:
+        out: Array = dynamic_product(x, kernel)
+    elif kernel.per_channel:
+        out = _product(x, kernel.values.T, precision.operands, jnp.float32) * kernel.scale[0]
+    else:
+        out = _product(x, kernel.dense(precision.operands), precision.operands, precision.activations)
+    return out.astype(precision.activations)
+
+
+def product_by_head(
+    x: Float[Array, "B T heads D_in"], kernels: Float[Array, "heads D_in D_out"], precision: Precision
+) -> Float[Array, "B T heads D_out"]:
+    """A matrix product for every head, under a named precision."""
+    batch, fed, heads, _ = x.shape
+    rows = x.reshape(batch * fed, heads, -1).swapaxes(0, 1).astype(precision.operands)
+    # Not einsum: it may exchange the two, and XLA's CPU backend multiplies bfloat16 in this order alone.
+    out = lax.dot_general(
+        rows,
+        kernels.astype(precision.operands),
+        (((2,), (1,)), ((0,), (0,))),
+        preferred_element_type=precision.activations,
+        precision=exact(precision.operands),
+    )
+    return out.swapaxes(0, 1).reshape(batch, fed, heads, -1)
 
 
 @jax.custom_vjp
@@ -150,13 +206,25 @@ def embed(table: Float[Array, "V D"], tokens: Int[Array, "B T"], precision: Prec
 
 
 class Linear(nnx.Module):
-    """``y = x W + b``; the kernel is stored ``[in, out]``, and ``axes`` are those two (:mod:`eagle3_jax.sharding`)."""
+    """``y = x W + b``; the kernel is stored ``[in, out]``, and ``axes`` are those two (:mod:`eagle3_jax.sharding`).
+
+    Its kernel may be an :class:`~eagle3_jax.models.quantised.Fp8Kernel`, unless ``fp8`` says that it never is.
+    """
 
     def __init__(
-        self, d_in: int, d_out: int, *, axes: Axes = (), bias: bool = False, precision: Precision, rngs: nnx.Rngs
+        self,
+        d_in: int,
+        d_out: int,
+        *,
+        axes: Axes = (),
+        bias: bool = False,
+        fp8: bool = True,
+        precision: Precision,
+        rngs: nnx.Rngs,
     ):
         scale = d_in**-0.5
-        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (d_in, d_out), jnp.float32) * scale, axes=axes)
+        kernel = jax.random.normal(rngs.params(), (d_in, d_out), jnp.float32) * scale
+        self.kernel = nnx.Param(kernel, axes=axes, fp8=fp8)
         self.bias = nnx.Param(jnp.zeros((d_out,), jnp.float32), axes=axes[1:]) if bias else None
         self.precision = precision
 
@@ -174,17 +242,29 @@ def apart(y: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
 
 
 class RMSNorm(nnx.Module):
-    """``x / sqrt(mean(x²) + eps) · w`` (Zhang & Sennrich, 2019), normalised in float32."""
+    """``x / sqrt(mean(x²) + eps) · w`` (Zhang & Sennrich, 2019), normalised in float32.
 
-    def __init__(self, width: int, eps: float):
-        self.scale = nnx.Param(jnp.ones((width,), jnp.float32))
-        self.eps = eps
+    How ``w`` multiplies is the model's :data:`~eagle3_jax.models.config.NormKind`.
+    """
+
+    def __init__(self, width: int, eps: float, kind: NormKind = "plain"):
+        initial = jnp.zeros if kind == "zero-centred" else jnp.ones
+        self.scale = nnx.Param(initial((width,), jnp.float32))
+        self.eps, self.kind = eps, kind
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        y = x.astype(jnp.float32)
-        y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        # The weight multiplies after the cast, as in the PyTorch models whose outputs we must reproduce.
-        return y.astype(x.dtype) * self.scale[...].astype(x.dtype)
+        y, scale = normalised(x, self.eps), self.scale[...]
+        if self.kind == "plain":
+            # The weight multiplies after the cast, as in the PyTorch models whose outputs we must reproduce.
+            return y.astype(x.dtype) * scale.astype(x.dtype)
+        scale = scale.astype(jnp.float32)
+        return (y * (1.0 + scale if self.kind == "zero-centred" else scale)).astype(x.dtype)
+
+
+def normalised(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
+    """``x / sqrt(mean(x²) + eps)``, in float32."""
+    y = x.astype(jnp.float32)
+    return y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
 
 
 class SwiGLU(nnx.Module):
@@ -198,49 +278,3 @@ class SwiGLU(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         both = apart(self.gate_up(x)).reshape(*x.shape[:-1], -1, 2)
         return self.down(jax.nn.silu(both[..., 0]) * both[..., 1])
-
-
-def attention(
-    queries: Float[Array, "B T heads H"], segments: Sequence[Segment], own: Sequence[KeyValue] = ()
-) -> Float[Array, "B T width"]:
-    """Grouped-query attention, ``softmax(q kᵀ / √H) v``, with one float32 softmax over everything that is seen.
-
-    Args:
-        queries: Rotated queries.
-        segments: Runs of keys under a mask: a cache, the block itself, the levels of a draft tree.
-        own: Runs of ``T`` keys of which query ``t`` sees only key ``t`` (the diagonals of the training-time test).
-
-    Returns:
-        ``[B T heads·H]``.
-    """
-    batch, fed, heads, head_dim = queries.shape
-    kv_heads = (segments[0].kv if segments else own[0]).keys.shape[1]
-    groups = heads // kv_heads
-    # The query heads of a group and the tokens form one axis: XLA's CPU products want one free axis on each side.
-    rows = queries.reshape(batch, fed, kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
-    folded = rows.reshape(batch, kv_heads, groups * fed, head_dim)
-    contract = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision=_exact(queries.dtype))
-    scores = []
-    for segment in segments:
-        score = contract("bcqh,bcsh->bcqs", folded, segment.kv.keys)
-        score = score.reshape(batch, kv_heads, groups, fed, -1) * head_dim**-0.5
-        # A finite minimum, not -inf: a padded query that sees nothing must not turn into NaN.
-        scores.append(jnp.where(segment.mask[:, None, None], score, jnp.finfo(jnp.float32).min))
-    for kv in own:
-        scores.append(
-            jnp.sum((rows * kv.keys[:, :, None]).astype(jnp.float32), axis=-1, keepdims=True) * head_dim**-0.5
-        )
-    # One softmax, taken apart: the largest score and the sum of all runs, and the division after the values are summed.
-    # Joining the runs and cutting the weights up again would cost more than the products, on short contexts.
-    largest = functools.reduce(jnp.maximum, [jnp.max(score, axis=-1, keepdims=True) for score in scores])
-    weights = [jnp.exp(score - lax.stop_gradient(largest)) for score in scores]
-    total = functools.reduce(jnp.add, [jnp.sum(weight, axis=-1, keepdims=True) for weight in weights])
-    out = jnp.zeros((), jnp.float32)
-    for segment, weight in zip(segments, weights[: len(segments)], strict=True):
-        folded = weight.reshape(batch, kv_heads, groups * fed, -1).astype(queries.dtype)
-        part = contract("bcqs,bcsh->bcqh", folded, segment.kv.values)
-        out = out + part.reshape(rows.shape)
-    for kv, weight in zip(own, weights[len(segments) :], strict=True):
-        out = out + weight * kv.values[:, :, None]
-    out = (out / total).astype(queries.dtype)
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, fed, heads * head_dim)

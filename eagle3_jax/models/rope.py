@@ -1,6 +1,6 @@
 """Rotary position embedding: angles from a configuration, and the rotation itself.
 
-The half-split form of GPT-NeoX and Llama: channel ``i`` is paired with channel ``i + H/2``.
+Pairs are half-split as in GPT-NeoX and Llama, channel ``i`` with ``i + dim/2``, or neighbours (``interleaved``).
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, 
 
     Args:
         config: Which rotary embedding.
-        head_dim: ``H``.
+        head_dim: ``H``, of which the first ``dim = H * partial`` channels rotate.
 
     Returns:
-        ``[H/2]`` in float32, and the attention scale (1 but for yarn).
+        ``[dim/2]`` in float32, and the attention scale (1 but for yarn).
     """
+    head_dim = int(head_dim * config.partial)
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     inv_freq = (1.0 / np.power(np.float32(config.theta), exponents)).astype(np.float32)
     if config.type == "default":
@@ -40,8 +41,9 @@ def _llama3(config: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
     assert config.original_max_positions is not None
     wavelength = 2 * math.pi / inv_freq
     rotations = config.original_max_positions / wavelength
-    smooth = (rotations - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
-    smooth = np.clip(smooth, 0.0, 1.0)
+    # Equal factors leave nothing in between (Llama 4 Scout).
+    span = max(config.high_freq_factor - config.low_freq_factor, 1e-6)
+    smooth = np.clip((rotations - config.low_freq_factor) / span, 0.0, 1.0)
     return ((1 - smooth) * inv_freq / config.factor + smooth * inv_freq).astype(np.float32)
 
 
@@ -78,17 +80,30 @@ def rotate(
 ) -> Float[Array, "B T heads H"]:
     """Rotate every head vector by its position; computed in float32, returned in the dtype of ``x``."""
     inv_freq, scale = inverse_frequencies(config, x.shape[-1])
+    turning, passing = x[..., : 2 * len(inv_freq)], x[..., 2 * len(inv_freq) :]
     angles = positions[..., None].astype(jnp.float32) * inv_freq
     cos = (jnp.cos(angles) * scale)[:, :, None, :]
     sin = (jnp.sin(angles) * scale)[:, :, None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    turning = turning.astype(jnp.float32)
+    if config.interleaved:
+        first, second = turning[..., ::2], turning[..., 1::2]
+    else:
+        first, second = jnp.split(turning, 2, axis=-1)
+    pair = [first * cos - second * sin, second * cos + first * sin]
+    if config.interleaved:
+        rotated = jnp.stack(pair, axis=-1).reshape(turning.shape)
+    else:
+        rotated = jnp.concatenate(pair, axis=-1)
+    rotated = rotated.astype(x.dtype)
+    return rotated if passing.shape[-1] == 0 else jnp.concatenate([rotated, passing], axis=-1)
 
 
 def scale_queries(
     queries: Float[Array, "B T heads H"], positions: Int[Array, "B T"], config: QueryScaling
 ) -> Float[Array, "B T heads H"]:
-    """Queries times the factor of their position, which is rounded to their dtype first."""
-    factor = 1 + config.beta * jnp.log1p((positions // config.floor).astype(jnp.float32))
-    return queries * factor.astype(queries.dtype)[:, :, None, None]
+    """Queries times the factor of their position; it is rounded to their dtype first, where positions count from 0."""
+    factor = 1 + config.beta * jnp.log1p(((positions + config.offset) // config.floor).astype(jnp.float32))
+    factor = factor[:, :, None, None]
+    if config.offset:  # Llama 4 rounds the product alone
+        return (queries.astype(jnp.float32) * factor).astype(queries.dtype)
+    return queries * factor.astype(queries.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, RopeConfig, uniform
+from eagle3_jax.theory.known_experts import KNOWN_EXPERTS
 
 
 def known_name(name: str, names: Iterable[str]) -> str | None:
@@ -60,7 +61,7 @@ def _mistral_7b(vocab_size: int, theta: float, window: int | None) -> DecoderCon
 
 
 # The counts that follow from these are checked against the published checkpoints.
-KNOWN_MODELS = {
+KNOWN_MODELS: dict[str, DecoderConfig] = {
     "Llama-3.2-1B": _llama(2048, 8192, 16, 32, head_dim=64, tied=True, rope_factor=32.0),
     "Llama-3.2-3B": _llama(3072, 8192, 28, 24, tied=True, rope_factor=32.0),
     "Llama-3.1-8B": _llama(4096, 14_336, 32, 32),
@@ -92,4 +93,5 @@ KNOWN_MODELS = {
     "Qwen3-8B": _qwen3(4096, 12_288, 36, 32, tied=False),
     "Qwen3-14B": _qwen3(5120, 17_408, 40, 40, tied=False),
     "Qwen3-32B": _qwen3(5120, 25_600, 64, 64, tied=False),
+    **KNOWN_EXPERTS,
 }

@@ -6,13 +6,23 @@ import dataclasses
 import math
 from typing import Any
 
-from eagle3_jax.models.config import DecoderConfig, Eagle3Config, LayerConfig
+from eagle3_jax.models.config import DecoderConfig, Eagle3Config
 from eagle3_jax.theory.accelerators import Accelerator
+from eagle3_jax.theory.layer_sizes import dividing_heads, inner_width, key_heads
 from eagle3_jax.theory.sizes import DrafterSizes, LayerRun, Model, added, layer_runs, num_features, parameters
 
-# Bits per weight of the matrices inside the layers. int4 carries a 16-bit scale for every 128 weights; the scales of
-# fp8 and int8, one a row, are left out (a thousandth).
-WEIGHT_BITS = {"float32": 32.0, "bfloat16": 16.0, "float16": 16.0, "fp8": 8.0, "int8": 8.0, "int4": 4.0 + 16 / 128}
+# Bits per weight of the matrices inside the layers. int4 carries a 16-bit scale for every 128 weights, mxfp4 one of 8
+# bits for every 32; the scales of fp8 and int8, one a row, are left out (a thousandth).
+WEIGHT_BITS = {
+    "float32": 32.0,
+    "bfloat16": 16.0,
+    "float16": 16.0,
+    "fp8": 8.0,
+    "int8": 8.0,
+    "int4": 4.0 + 16 / 128,
+    "mxfp4": 4.0 + 8 / 32,
+}
+_EXPERTS_ONLY = "mxfp4"  # what gpt-oss is published in: everything but the experts stays in bfloat16
 _MOST_ACCELERATORS = 1024  # nobody divides a layer further
 CACHE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 
@@ -68,7 +78,7 @@ class Deployment:
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of a number that is never quantised: embedding, output projection, vectors, head, activations."""
+        """Bytes of a number that is never quantised: in tables, routers, vectors, head and activations."""
         return 4 if self.weights == "float32" else 2
 
     def weight_bytes(self, model: Model) -> float:
@@ -83,36 +93,58 @@ class Deployment:
         tables = own.embedding + own.output - parameters(model).output
         return self.streamed_bytes(model) + self.plain_bytes * tables / self.num_accelerators
 
-    def streamed_bytes(self, model: Model) -> float:
-        """Weights that each accelerator reads in a forward: all but the embedding, of which a token reads one row."""
+    def streamed_bytes(self, model: Model, *, tokens: int | None = None) -> float:
+        """Weights that each accelerator reads in a forward: all but the embedding, of which a token reads one row.
+
+        Args:
+            model: What runs.
+            tokens: How many tokens choose between experts, where there are some: ``E·(1 - (1 - k/E)^N)`` of a layer's
+                are read. All of them when left out.
+        """
         of = parameters(model)
         divided = self.plain_bytes * of.output / self.num_accelerators
-        return self._layer_bytes(model) + divided + self.plain_bytes * (of.fusion + of.vectors)
+        return self._layer_bytes(model, tokens) + divided + self.plain_bytes * (of.fusion + of.vectors + of.routers)
 
     def cache_bytes_per_token(self, model: Model) -> float:
         """Keys and values of one token on each accelerator: ``Σ 2·C·H`` numbers, ``·r/n``, over the layers.
 
-        Layers with a window hold the whole sequence like the others; an engine that frees what has left the window
-        needs less.
+        A layer of latents has ``r + dr`` on every accelerator, one of recurrences nothing. Layers with a window hold
+        the whole sequence like the others; an engine that frees what has left the window needs less.
         """
         return sum((self.run_cache_bytes(run) for run in layer_runs(model)), 0.0)
 
     def run_cache_bytes(self, run: LayerRun) -> float:
         """The same of some layers."""
-        return run.cache_values_per_token * self._shared_by(run) / self.num_accelerators * CACHE_BYTES[self.cache]
+        values = run.sizes.cache_values_per_token
+        return values * self._shared_by(run) / self.num_accelerators * CACHE_BYTES[self.cache]
 
-    def _layer_bytes(self, model: Model) -> float:
-        bits = WEIGHT_BITS[self.weights] if isinstance(model, DecoderConfig) else 8.0 * self.plain_bytes
-        divided = sum(run.query_output + run.mlp + run.key_value * self._shared_by(run) for run in layer_runs(model))
-        return bits / 8 * divided / self.num_accelerators
+    def state_bytes(self, model: Model) -> float:
+        """What a sequence has on each accelerator whatever its length: states of recurrences, ``4·Hv·dk·dv`` a layer.
+
+        Their convolutions look back at ``K - 1`` inputs, which are in the type of the activations.
+        """
+        runs = layer_runs(model)
+        windows = self.plain_bytes * sum(run.sizes.window_values for run in runs)
+        return (4 * sum(run.sizes.state_values for run in runs) + windows) / self.num_accelerators
+
+    def _layer_bytes(self, model: Model, tokens: int | None) -> float:
+        wide = 8.0 * self.plain_bytes
+        experts_bits = WEIGHT_BITS[self.weights] if isinstance(model, DecoderConfig) else wide
+        bits = wide if self.weights == _EXPERTS_ONLY else experts_bits
+        divided = sum(
+            bits * (run.sizes.query_output + run.sizes.mlp + run.sizes.key_value * self._shared_by(run))
+            + experts_bits * run.experts_read(tokens)
+            for run in layer_runs(model)
+        )
+        return divided / 8 / self.num_accelerators
 
     def _shared_by(self, run: LayerRun) -> float:
-        return max(1.0, self.num_accelerators / run.layer.mixer.num_kv_heads)
+        return max(1.0, self.num_accelerators / key_heads(run.layer.mixer))
 
 
 def attention_heads(model: Model) -> set[int]:
-    """The numbers of query heads that its layers have, mostly one."""
-    return {run.layer.mixer.num_heads for run in layer_runs(model)}
+    """The numbers of heads that its layers can be divided by, mostly one."""
+    return {dividing_heads(run.layer.mixer) for run in layer_runs(model)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,6 +156,7 @@ class MemoryPlan:
         head_weights: Of the head; its embedding is the target's.
         target_cache: Keys and values of all sequences.
         head_cache: The head's own keys and values of the same tokens.
+        states: Of recurrences, of all sequences and both models.
         activations: Estimate of the largest forward.
         reserve: For the engine: context, graphs, workspaces, fragments.
         budget: What may be used.
@@ -134,6 +167,7 @@ class MemoryPlan:
     head_weights: float
     target_cache: float
     head_cache: float
+    states: float
     activations: float
     reserve: float
     budget: float
@@ -142,7 +176,7 @@ class MemoryPlan:
     @property
     def total(self) -> float:
         """All of it."""
-        return self.without_caches + self.target_cache + self.head_cache
+        return self.without_caches + self.target_cache + self.head_cache + self.states
 
     @property
     def without_caches(self) -> float:
@@ -157,7 +191,9 @@ class MemoryPlan:
     @property
     def cache_capacity_tokens(self) -> float:
         """Tokens of all sequences together that the rest of the budget can hold; infinite without a budget."""
-        left = max(self.budget - self.without_caches, 0.0)
+        left = max(self.budget - self.without_caches - self.states, 0.0)
+        if not self.cache_bytes_per_token:
+            return math.inf if left else 0.0
         return left if math.isinf(left) else left // self.cache_bytes_per_token
 
 
@@ -178,14 +214,9 @@ def activation_bytes(deployment: Deployment, *, batch: int, num_draft_tokens: in
     target, n = deployment.target, deployment.num_accelerators
     verified = batch * (num_draft_tokens + 1)
     features = num_features(deployment.head) * target.width if deployment.head else 0
-    inner = max(_inner_width(run.layer) for run in layer_runs(target))
+    inner = max(inner_width(run.layer) for run in layer_runs(target))
     per_token = deployment.plain_bytes * (4 * target.width + inner / n + features)
     return max(verified, prefill_tokens) * per_token + 2 * 4 * verified * target.vocab_size / n
-
-
-def _inner_width(layer: LayerConfig) -> int:
-    mixer = layer.mixer
-    return 2 * layer.mlp.width + (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
 
 
 def memory_plan(
@@ -229,6 +260,7 @@ def memory_plan(
         head_weights=deployment.weight_bytes(head) if head else 0.0,
         target_cache=tokens * target_token,
         head_cache=tokens * head_token,
+        states=batch * sum(deployment.state_bytes(model) for model in (target, head) if model),
         activations=activation_bytes(
             deployment, batch=batch, num_draft_tokens=num_draft_tokens, prefill_tokens=prefill_tokens
         ),

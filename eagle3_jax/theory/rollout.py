@@ -6,9 +6,9 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from eagle3_jax.theory.bounds import break_even_batch, round_bound
+from eagle3_jax.theory.bounds import best_chain, break_even_batch, round_bound
 from eagle3_jax.theory.memory import Deployment, MemoryPlan, memory_plan
-from eagle3_jax.theory.speedup import Rates, best_chain_length, rates, round_cost, tau_from_conditional_rate
+from eagle3_jax.theory.speedup import Rates, rates, round_cost, tau_from_conditional_rate
 
 _P99_SHARE, _P99_HALF_WIDTH = 0.01, 0.0025
 _NORMAL_95 = 1.96
@@ -180,20 +180,21 @@ def draft_schedule(
 ) -> list[BatchRange]:
     """The best ``K`` up to a limit for every batch, by the roofline; neighbours with the same ``K`` are one range.
 
-    Batches are looked at in powers of two, and the range of a power reaches to the next.
+    Batches are looked at in powers of two, and the range of a power reaches to the next: the least of both ends.
     """
     ranges: list[BatchRange] = []
     first = 1
     while first <= largest:
         last = min(2 * first - 1, largest)
-        bounds = [
-            round_bound(deployment, batch=last, context=context, num_draft_tokens=k)
-            for k in range(1, most_draft_tokens + 1)
-        ]
-        best = best_chain_length(
-            conditional_acceptance_rate,
-            verify_costs=[bound.verify_cost for bound in bounds],
-            draft_costs=[bound.draft_cost for bound in bounds],
+        best = min(
+            best_chain(
+                deployment,
+                batch=batch,
+                context=context,
+                conditional_acceptance_rate=conditional_acceptance_rate,
+                longest=most_draft_tokens,
+            )
+            for batch in {first, last}
         )
         if ranges and ranges[-1].num_draft_tokens == best:
             ranges[-1] = BatchRange(ranges[-1].first, last, best)

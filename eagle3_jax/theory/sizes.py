@@ -7,6 +7,7 @@ import itertools
 from typing import Any, NamedTuple
 
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, LayerConfig
+from eagle3_jax.theory.layer_sizes import LayerSizes, layer_sizes, share_of_experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,13 +15,15 @@ class Parameters:
     """Parameters by what happens to them: which are quantised, divided between GPUs, or read in every step.
 
     Attributes:
-        query_output: Query and output projections of attention.
-        key_value: Key and value projections.
-        mlp: Gate, up and down projections.
+        query_output: Query and output projections of attention, and those of recurrences.
+        key_value: Key and value projections, or those that lead to latents.
+        mlp: Gate, up and down projections that every token goes through.
         fusion: The projection that fuses target features, in a draft head.
-        vectors: Norms and biases.
+        vectors: Norms and biases, and whatever else is small.
         embedding: The table that tokens are looked up in; 0 where it is the output projection, or another model's.
         output: The projection to logits.
+        experts: Those of all experts together, of which a token goes through a few.
+        routers: What chooses them.
     """
 
     query_output: int
@@ -30,6 +33,8 @@ class Parameters:
     vectors: int
     embedding: int
     output: int
+    experts: int = 0
+    routers: int = 0
 
     @property
     def total(self) -> int:
@@ -43,21 +48,16 @@ class LayerRun(NamedTuple):
     Attributes:
         layer: Each of them.
         count: How many there are.
-        query_output: Parameters of all of them together, as in :class:`Parameters`.
-        key_value: The same.
-        mlp: The same.
-        vectors: The same.
-        cache_values_per_token: Numbers that a token adds to their caches: a key and a value, ``2·C·H`` each. A layer
-            with a window counts like any other, since its buffers are as long.
+        sizes: Of all of them together. A layer with a window counts like any other, since its buffers are as long.
     """
 
     layer: LayerConfig
     count: int
-    query_output: int
-    key_value: int
-    mlp: int
-    vectors: int
-    cache_values_per_token: int
+    sizes: LayerSizes
+
+    def experts_read(self, tokens: int | None) -> float:
+        """Parameters of the experts that so many tokens go through; of all for ``None``."""
+        return self.sizes.experts * (1.0 if tokens is None else share_of_experts(self.layer.mlp, tokens))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,26 +112,7 @@ def runs_of(model: Any) -> list[LayerRun]:
 
 
 def _run(layer: LayerConfig, count: int, *, inputs: int, width: int) -> LayerRun:
-    mixer, mlp = layer.mixer, layer.mlp
-    queries, kv = mixer.num_heads * mixer.head_dim, 2 * mixer.num_kv_heads * mixer.head_dim
-    vectors = inputs + width  # the norms before attention and before the MLP
-    if mixer.qk_norm:
-        vectors += 2 * mixer.head_dim
-    if mixer.qkv_bias:
-        vectors += queries + kv
-    if mixer.o_bias:
-        vectors += width
-    if mlp.bias:
-        vectors += 2 * mlp.width + width
-    return LayerRun(
-        layer=layer,
-        count=count,
-        query_output=count * (inputs + width) * queries,
-        key_value=count * inputs * kv,
-        mlp=count * 3 * width * mlp.width,
-        vectors=count * vectors,
-        cache_values_per_token=count * kv,
-    )
+    return LayerRun(layer, count, layer_sizes(layer, inputs=inputs, width=width).times(count))
 
 
 def added(model: Model) -> Parameters:
@@ -160,7 +141,8 @@ def parameters(model: Model) -> Parameters:
     if isinstance(model, DrafterSizes):
         return model.read
     runs, width = layer_runs(model), model.width
-    vectors = sum(run.vectors for run in runs) + width
+    layers = sum((run.sizes for run in runs), LayerSizes())
+    vectors = layers.vectors + width
     if isinstance(model, Eagle3Config):
         features = len(model.aux_layers) * model.target_width
         if model.fc_norm or model.norm_before_fc:
@@ -170,9 +152,11 @@ def parameters(model: Model) -> Parameters:
         output = model.vocab_size * width
         fusion, embedding = 0, 0 if model.tie_embeddings else output
     return Parameters(
-        query_output=sum(run.query_output for run in runs),
-        key_value=sum(run.key_value for run in runs),
-        mlp=sum(run.mlp for run in runs),
+        query_output=layers.query_output,
+        key_value=layers.key_value,
+        mlp=layers.mlp,
+        experts=layers.experts,
+        routers=layers.routers,
         fusion=fusion,
         vectors=vectors,
         embedding=embedding,
@@ -180,6 +164,21 @@ def parameters(model: Model) -> Parameters:
     )
 
 
+def active_parameters(model: Model) -> int:
+    """Parameters that one token is multiplied with: ``k`` experts of ``E``, and not the table it is looked up in.
+
+    Publishers differ in what they count; some add the embedding.
+    """
+    of = parameters(model)
+    unused = sum(run.sizes.experts - run.experts_read(1) for run in layer_runs(model))
+    return of.total - of.embedding - round(unused)
+
+
+def has_experts(model: Model) -> bool:
+    """Whether any of its layers chooses between experts."""
+    return any(run.sizes.experts for run in layer_runs(model))
+
+
 def cache_values_per_token(model: Model) -> int:
-    """Numbers that one token adds to the caches of all layers, ``Σ 2·C·H``."""
-    return sum(run.cache_values_per_token for run in layer_runs(model))
+    """Numbers that one token adds to the caches of all layers, ``Σ 2·C·H``; ``Σ (r + dr)`` where they hold latents."""
+    return sum(run.sizes.cache_values_per_token for run in layer_runs(model))

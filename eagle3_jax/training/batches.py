@@ -11,8 +11,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from eagle3_jax.models.decoder import causal_mask
 from eagle3_jax.models.functional import Params
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.training.regenerate import Rows
 
 

@@ -26,10 +26,11 @@ from jaxtyping import Array, Bool, Float, Int
 from eagle3_jax.cache import Segment
 from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashHead, Markov
 from eagle3_jax.loaded import LoadedTarget
-from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, RopeConfig, uniform
-from eagle3_jax.models.decoder import BlockMemory, DecoderTarget
+from eagle3_jax.models.config import DecoderConfig, GroupedQuery, RopeConfig, grouped, uniform, usual_layers
+from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import embed
+from eagle3_jax.models.memory import BlockMemory
 from eagle3_jax.training.batches import Frozen, TTTBatch, draft_ids, extend
 from eagle3_jax.training.recipe import HeadOptions, Loss, Recipe
 from eagle3_jax.training.ttt import Teacher, consult
@@ -227,7 +228,8 @@ def usual_config(target: DecoderConfig, options: HeadOptions, **kind: Any) -> DF
         kind: Which block drafter, as arguments of :class:`DFlashConfig`.
     """
     options.refuse("dflash", "width")
-    mixer, size = target.layers[0].mixer, options.draft_vocab_size or target.vocab_size
+    layer, size = usual_layers(target, options.mlp_width)[0], options.draft_vocab_size or target.vocab_size
+    mixer = grouped(layer)
     own = GroupedQuery(
         num_heads=mixer.num_heads,
         num_kv_heads=mixer.num_kv_heads,
@@ -238,7 +240,7 @@ def usual_config(target: DecoderConfig, options: HeadOptions, **kind: Any) -> DF
     return DFlashConfig(
         vocab_size=target.vocab_size,
         width=target.width,
-        layers=uniform(options.num_layers or 5, own, GatedMLP(width=options.mlp_width or target.layers[0].mlp.width)),
+        layers=uniform(options.num_layers or 5, own, layer.mlp),
         draft_vocab_size=size,
         target_width=target.width,
         aux_layers=spread_layers(target.num_layers),

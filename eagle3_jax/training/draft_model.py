@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.drafters.draft_model import DraftModel
 from eagle3_jax.loaded import LoadedTarget
-from eagle3_jax.models.config import DecoderConfig, LayerConfig
+from eagle3_jax.models.config import DecoderConfig, LayerConfig, gated, grouped
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import FLOAT32, Precision
@@ -44,12 +44,11 @@ def small_model(target: DecoderConfig, options: HeadOptions) -> DecoderConfig:
         )
 
     def smaller(layer: LayerConfig) -> LayerConfig:
-        heads = max(1, layer.mixer.num_heads * width // target.width)
-        mixer = dataclasses.replace(
-            layer.mixer, num_heads=heads, num_kv_heads=math.gcd(heads, layer.mixer.num_kv_heads)
-        )
-        inner = options.mlp_width or max(1, layer.mlp.width * width // target.width)
-        return dataclasses.replace(layer, mixer=mixer, mlp=dataclasses.replace(layer.mlp, width=inner))
+        mixer = grouped(layer)
+        heads = max(1, mixer.num_heads * width // target.width)
+        mixer = dataclasses.replace(mixer, num_heads=heads, num_kv_heads=math.gcd(heads, mixer.num_kv_heads))
+        inner = options.mlp_width or max(1, gated(layer).width * width // target.width)
+        return dataclasses.replace(layer, mixer=mixer, mlp=dataclasses.replace(gated(layer), width=inner))
 
     return dataclasses.replace(target, width=width, layers=tuple(map(smaller, target.layers[:count])))
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.drafters._network import NetworkDrafter
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.loaded import LoadedTarget
-from eagle3_jax.models.config import DecoderConfig, Eagle3Config, usual_head
+from eagle3_jax.models.config import DecoderConfig, Eagle3Config, grouped, usual_head
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
 from eagle3_jax.training.batches import Frozen, TTTBatch
@@ -30,7 +30,7 @@ def official_head(target: DecoderConfig, draft_vocab_size: int, mlp_width: int |
         ValueError: It cannot (explicit head size), or the target has fewer than 8 layers.
     """
     head = usual_head(target, draft_vocab_size=draft_vocab_size, mlp_width=mlp_width)
-    mixer = head.layers[0].mixer
+    mixer = grouped(head.layers[0])
     if mixer.head_dim * mixer.num_heads != head.width:
         raise ValueError(
             f"a head of {mixer.num_heads} heads of {mixer.head_dim} is not {head.width} wide; the official layout "

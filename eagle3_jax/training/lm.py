@@ -11,8 +11,9 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
-from eagle3_jax.models.decoder import DecoderTarget, causal_mask
+from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
+from eagle3_jax.models.memory import causal_mask
 
 
 @dataclasses.dataclass(frozen=True)

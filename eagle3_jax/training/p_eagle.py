@@ -26,9 +26,10 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.drafters.p_eagle import PEagleConfig, PEagleDrafter, PEagleHead
 from eagle3_jax.models.config import DecoderConfig, usual_head
-from eagle3_jax.models.decoder import DecoderTarget, memories, windows_of
+from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params, bind
 from eagle3_jax.models.layers import embed
+from eagle3_jax.models.memory import memories
 from eagle3_jax.training.batches import Frozen, TTTBatch, share
 from eagle3_jax.training.head import start
 from eagle3_jax.training.recipe import HeadOptions, Loss, Recipe
@@ -148,7 +149,7 @@ def parallel_logits(
     fused_mask = jnp.broadcast_to(head.fused_mask(), (*masks, drafter.config.width))
     stream = jnp.concatenate([head.fuse(features), fused_mask], axis=1)
     mask, positions = chain_mask(chains, batch.attention_mask), chains.positions
-    seen = memories(windows_of(drafter.config.layers), mask, positions)
+    seen = memories(drafter.config.layers, mask, positions)
     output, _ = head(embed(embedding, tokens, drafter.precision), stream, positions, seen)
     return head.logits(output)
 

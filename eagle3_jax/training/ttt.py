@@ -24,11 +24,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.cache import KeyValue, Segment, near
+from eagle3_jax.cache import KeyValue, Segment, Span
 from eagle3_jax.drafters._feedback import FeedbackDrafter
 from eagle3_jax.drafters._network import NetworkDrafter
-from eagle3_jax.models.decoder import BlockMemory, DecoderTarget, windows_of
+from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
+from eagle3_jax.models.memory import BlockMemory, spans_of
 from eagle3_jax.training.batches import Frozen, TTTBatch, draft_ids, extend, share
 
 
@@ -203,8 +204,8 @@ def outputs(
     stream, given = head.fuse(features), []
     written: list[tuple[KeyValue, ...]] = []
     for step in range(num_steps):
-        windows = enumerate(windows_of(drafter.config.layers))
-        memories = [_memory([kv[layer] for kv in written], seen, positions, one) for layer, one in windows]
+        spans = enumerate(spans_of(drafter.config.layers))
+        memories = [_memory([kv[layer] for kv in written], seen, positions, span) for layer, span in spans]
         embedded = drafter.embed(params, _from(tokens, step + 1, size), positions + step)
         stream, kv = head(embedded, stream, positions + step, memories)
         written.append(kv)
@@ -220,20 +221,20 @@ def labelled_rows(batch: TTTBatch, step: int) -> Bool[Array, "B T"]:
 
 
 def _memory(
-    written: list[KeyValue], seen: Bool[Array, "B T T"], positions: Int[Array, "B T"], window: int | None
+    written: list[KeyValue], seen: Bool[Array, "B T T"], positions: Int[Array, "B T"], span: Span
 ) -> BlockMemory:
     """Step 0 is verified text, seen causally; each later step is a row's own guess, seen by that row alone.
 
     Row ``t`` of step ``k`` stands at position ``t + k``, and so do its keys: a window moves on with the steps.
     """
     step = len(written)
-    if window is not None:
-        seen &= near(positions, positions + step, window)
+    if not span.whole:
+        seen &= span.sees(positions, positions + step)
     if not written:
         return BlockMemory(mask=seen)
     first, *later = written
-    if window is not None:
-        later = later[max(step - window, 0) :]
+    if span.window is not None:
+        later = later[max(step - span.window, 0) :]
     return BlockMemory(past=(Segment(first, seen),), own=later)
 
 

@@ -48,6 +48,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add("--capacity", type=int, default=4096)
     add("--prompt", type=int, default=128)
     add("--mesh", default="", metavar="AXES", help="axes and sizes, such as model=4,data=2")
+    add("--weights", default="dense", help="dense, fp8, fp8-dynamic: of the target's kernels")
     add("--grid", action="store_true", help=f"all that the level AOT holds: {', '.join(ALL['target'])}, and so on")
     add("--hlo", metavar="FILE", help="write the optimised HLO of the last program")
     add("--json", action="store_true", help="a line of JSON for each program")
@@ -88,7 +89,7 @@ def _measure(options: argparse.Namespace) -> Iterator[Measured]:
         "program": options.program,
         "sampled": {"no": [False], "only": [True], "both": [False, True]}[options.sampled],
     }
-    rest = {name: getattr(options, name) for name in ("dtype", "capacity", "prompt", "mesh")}
+    rest = {name: getattr(options, name) for name in ("dtype", "capacity", "prompt", "mesh", "weights")}
     for case in cases_of(**(given | ALL if options.grid else given)):
         yield measured_apart(Case(**{**vars(case), **rest, "layers": layers}), depths, options.hlo)
 

@@ -5,6 +5,7 @@ The text is the only public form of a compiled program. Nothing here knows about
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -212,6 +213,17 @@ class Module:
         """The loops of the entry whose trip count nobody knows, largest body first."""
         found = [one for one in self.computations[self.entry] if self.is_open_loop(one)]
         return sorted(found, key=lambda one: -sum(1 for _ in self.launches(self.loop(one)[1])))
+
+    def products(self) -> dict[tuple[str, ...], int]:
+        """How many matrix products have operands of which types, wherever they stand; each is counted once."""
+        found: collections.Counter[tuple[str, ...]] = collections.Counter()
+        for computation in self.computations.values():
+            types = {one.name: one.arrays[0].dtype for one in computation if one.arrays}
+            for one in computation:
+                if one.op == "dot":
+                    operands = re.findall(r"%?([\w.\-]+)", one.rest.partition(")")[0])
+                    found[tuple(types[name] for name in operands if name in types)] += 1
+        return dict(found)
 
     def inside(self, instruction: Instruction) -> list[Instruction]:
         """What a fusion fuses; nothing for other instructions."""

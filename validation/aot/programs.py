@@ -21,7 +21,8 @@ from eagle3_jax.loop import LoopParams, Prompts, SpeculativeLoop
 from eagle3_jax.measure.random_models import shape_name, shape_named
 from eagle3_jax.models.config import DecoderConfig, usual_head
 from eagle3_jax.models.decoder import DecoderTarget
-from eagle3_jax.models.layers import Precision
+from eagle3_jax.models.layers import Precision, stored_type
+from eagle3_jax.models.quantised import WEIGHTS, fp8_shapes
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.tree import Chain, DynamicTree
 from eagle3_jax.types import SamplingParams, Warping
@@ -52,6 +53,7 @@ class Case:
         capacity: Slots of a row.
         prompt: Tokens of a prompt.
         mesh: Axes and their sizes, as ``model=4``; one device when empty.
+        weights: Of the target's kernels, as :data:`~eagle3_jax.models.quantised.WEIGHTS` names them.
     """
 
     platform: str = "cuda:h200"
@@ -65,6 +67,7 @@ class Case:
     capacity: int = 4096
     prompt: int = 128
     mesh: str = ""
+    weights: str = "dense"
 
     def __post_init__(self) -> None:
         Platform.named(self.platform)
@@ -74,6 +77,8 @@ class Case:
             raise ValueError(f"there is no draft {self.draft!r}; use plain, chain5 (K tokens) or tree60 (nodes)")
         if self.program not in PROGRAMS:
             raise ValueError(f"there is no program {self.program!r}; use one of {', '.join(PROGRAMS)}")
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"there are no weights {self.weights!r}; use one of {', '.join(WEIGHTS)}")
         most = shape_named(self.target).num_layers
         if self.layers is not None and not 3 <= self.layers <= most:
             raise ValueError(f"--layers is {self.layers}; {self.target} can be cut to 3 to {most} of its layers")
@@ -88,7 +93,8 @@ class Case:
         """What tells it from other cases, whatever its depth."""
         words = [self.platform, self.target, self.program, self.draft, f"b{self.batch}"]
         words += ["sampled" if self.sampled else "greedy"]
-        words += [self.dtype] * (self.dtype != "bfloat16") + [self.mesh] * bool(self.mesh)
+        words += [self.dtype] * (self.dtype != "bfloat16") + [self.weights] * (self.weights != "dense")
+        words += [self.mesh] * bool(self.mesh)
         return " ".join(words)
 
 
@@ -127,7 +133,7 @@ def compiled(case: Case) -> Compiled:
     """
     config, precision = _config(case), precision_named(case.dtype)
     loop = _loop(case, config, precision)
-    params, prompts = _params(loop, precision), _prompts(case)
+    params, prompts = params_of(case, loop, precision), _prompts(case)
     placing = Placing(Platform.named(case.platform), case.mesh)
     with placing.traced():
         return _compiled(case, config, loop, placing, placing.params(loop, params), placing.rows(prompts))
@@ -211,16 +217,18 @@ def _drafter(draft: str, config: DecoderConfig, precision: Precision) -> Any:
     return Eagle3Drafter(head, topology, precision)
 
 
-def _params(loop: SpeculativeLoop, precision: Precision) -> LoopParams:
+def params_of(case: Case, loop: SpeculativeLoop, precision: Precision) -> LoopParams:
+    """Shapes and types of every parameter, as they are stored on a device."""
+
     def cast(tree: Any) -> Any:
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(
-                leaf.shape, precision.operands if leaf.ndim > 1 else precision.activations
-            ),
-            tree,
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, stored_type(path, leaf.ndim, precision)), tree
         )
 
-    target: Any = cast(loop.target.param_shapes())  # type: ignore[attr-defined]
+    model: Any = loop.target
+    target: Any = cast(model.param_shapes())
+    if case.weights != "dense":
+        target = fp8_shapes(target, model.param_products(), dynamic=case.weights == "fp8-dynamic")
     if isinstance(loop.drafter, Plain):
         return LoopParams(target, None)
     width = loop.drafter.config.draft_vocab_size  # type: ignore[attr-defined]

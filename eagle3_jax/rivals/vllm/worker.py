@@ -11,13 +11,16 @@ A request is ``{"id": 1, "call": NAME, "arguments": {...}}``; its answer is ``{"
 from __future__ import annotations
 
 import gc
+import importlib.machinery
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
 import sys
 import time
 import traceback
+import types
 from typing import Any
 
 # Whatever vLLM and its libraries print goes to stderr; the channel keeps the real standard output to itself.
@@ -60,6 +63,26 @@ class RemoteProposer:
         return drafts
 
 
+def stand_in_for_torchvision() -> None:
+    """Give vLLM what it imports for pictures, where torchvision is missing: models that also see are read for text."""
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+    inner = None
+    for name in ("torchvision.transforms.v2.functional", "torchvision.transforms.v2", "torchvision.transforms"):
+        inner = _empty_module(name, inner)
+    _empty_module("torchvision", inner)
+
+
+def _empty_module(name: str, inner: types.ModuleType | None) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=inner is not None)
+    if inner is not None:
+        module.__path__ = []
+        setattr(module, inner.__name__.rpartition(".")[2], inner)
+    sys.modules[name] = module
+    return module
+
+
 class Worker:
     """One engine at a time."""
 
@@ -97,6 +120,7 @@ class Worker:
             from vllm.model_executor.models import registry
 
             registry._run_in_subprocess = lambda inspect: inspect()
+            stand_in_for_torchvision()
         # Log-probabilities of all positions are raw logits, so that the reader knows their unit in the last place.
         self.llm = LLM(
             enforce_eager=True,

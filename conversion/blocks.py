@@ -1,0 +1,151 @@
+"""The rules of the layers that targets and heads are made of, by their kinds of mixer and of MLP.
+
+A family names what its checkpoints spell in another way; the rest follows from the description of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from conversion.rules import Part, Rule, in_turns, linear, norm
+from eagle3_jax.models.config import DecoderConfig, Experts, GatedMLP, GroupedQuery, LayerConfig
+
+# The rules of a mixer or an MLP, from its description, the name of its layer in the checkpoint and that in our
+# parameters, as in ``model.layers.3`` and ``blocks.3``.
+PartRules = Callable[[Any, str, str], list[Rule]]
+
+
+def attention(config: GroupedQuery, source: str, path: str) -> list[Rule]:
+    """Grouped-query attention, ``self_attn`` of a layer.
+
+    With an output gate the projection of queries holds, head by head, the query and then its gate.
+    """
+    source, path, size = f"{source}.self_attn", f"{path}.attention", config.head_dim
+    places = {"q": config.group, "k": 1, "v": 1} | ({"gate": config.group} if config.output_gate else {})
+    rules = []
+    for name, part in in_turns(config.num_kv_heads, size, places):
+        halves = dict(in_turns(config.num_heads, size, {"q": 1, "gate": 1})) if config.output_gate else {}
+        tensor = f"{source}.{'q' if name == 'gate' else name}_proj"
+        rules += linear(tensor, f"{path}.qkv", bias=config.qkv_bias, part=part, cut=halves.get(name))
+    rules += linear(f"{source}.o_proj", f"{path}.o", bias=config.o_bias)
+    if config.qk_norm:
+        rules += [norm(f"{source}.{name}_norm", f"{path}.{name}_norm") for name in "qk"]
+    return [*rules, Rule(f"{source}.sinks", f"{path}.sinks")] if config.sinks else rules
+
+
+def swiglu(width: int, source: str, path: str, *, bias: bool = False) -> list[Rule]:
+    """A SwiGLU of ``gate_proj``, ``up_proj`` and ``down_proj``."""
+    rules = []
+    for name, part in in_turns(width, 1, {"gate": 1, "up": 1}):
+        rules += linear(f"{source}.{name}_proj", f"{path}.gate_up", bias=bias, part=part)
+    return rules + linear(f"{source}.down_proj", f"{path}.down", bias=bias)
+
+
+def dense(config: GatedMLP, source: str, path: str) -> list[Rule]:
+    """A SwiGLU, ``mlp`` of a layer."""
+    return swiglu(config.width, f"{source}.mlp", f"{path}.mlp", bias=config.bias)
+
+
+def separate(config: Experts, source: str, path: str) -> list[Rule]:
+    """Experts of which each has three tensors of its own, ``0.gate_proj.weight`` and so on."""
+    rules = []
+    for expert in range(config.num_experts):
+        for name, part in in_turns(config.width, 1, {"gate": 1, "up": 1}):
+            part = part._replace(leading=(expert,))
+            rules.append(Rule(f"{source}.{expert}.{name}_proj.weight", f"{path}.gate_up", transpose=True, part=part))
+        whole = Part(1, 1, 0, 0, 1, leading=(expert,))
+        rules.append(Rule(f"{source}.{expert}.down_proj.weight", f"{path}.down", transpose=True, part=whole))
+    return rules
+
+
+def stacked(config: Experts, source: str, path: str, *, transpose: bool, in_halves: bool) -> list[Rule]:
+    """Experts in the tensors ``gate_up_proj`` and ``down_proj``, with biases ``gate_up_proj_bias`` and so on.
+
+    Args:
+        config: The experts.
+        source: What the two stand under.
+        path: The same in our parameters.
+        transpose: Whether they are ``[E, out, in]``, instead of ``[E, in, out]``.
+        in_halves: Whether all gates stand before all ``up``, instead of in turns.
+    """
+    rules = []
+    ours, theirs = (
+        dict(in_turns(outer, inner, {"gate": 1, "up": 1})) for outer, inner in ((config.width, 1), (1, config.width))
+    )
+    pieces = [(ours[name], theirs[name]) for name in ours] if in_halves else [(None, None)]
+    for part, cut in pieces:
+        rules.append(Rule(f"{source}.gate_up_proj", f"{path}.gate_up", transpose=transpose, part=part, cut=cut))
+        if config.bias:
+            rules.append(Rule(f"{source}.gate_up_proj_bias", f"{path}.gate_up_bias", part=part, cut=cut))
+    rules.append(Rule(f"{source}.down_proj", f"{path}.down", transpose=transpose))
+    return [*rules, Rule(f"{source}.down_proj_bias", f"{path}.down_bias")] if config.bias else rules
+
+
+def experts(
+    config: Experts,
+    source: str,
+    path: str,
+    *,
+    name: str = "mlp",
+    router: str = "gate",
+    shared: str = "shared_experts",
+    kernels: PartRules = separate,
+) -> list[Rule]:
+    """A mixture of experts.
+
+    Args:
+        config: The experts.
+        source: The layer in the checkpoint.
+        path: The layer in our parameters.
+        name: What the mixture is called in the layer.
+        router: What its router is called.
+        shared: What the MLP is called that every token goes through.
+        kernels: The rules of the experts themselves, which stand under ``experts``.
+    """
+    source, path = f"{source}.{name}", f"{path}.mlp"
+    rules = linear(f"{source}.{router}", f"{path}.router", bias=config.bias)
+    if config.router == "sigmoid":
+        rules.append(Rule(f"{source}.{router}.e_score_correction_bias", f"{path}.correction"))
+    rules += kernels(config, f"{source}.experts", path)
+    if config.shared_width:
+        rules += swiglu(config.shared_width, f"{source}.{shared}", f"{path}.shared")
+    if config.shared_gate:
+        rules += linear(f"{source}.{shared}_gate", f"{path}.shared_gate")
+    return rules
+
+
+# The rules of each kind where a family says nothing else.
+PARTS: dict[type, PartRules] = {GroupedQuery: attention, GatedMLP: dense, Experts: experts}
+
+
+def attention_and_mlp(
+    config: LayerConfig, source: str, path: str, *, parts: Mapping[type, PartRules] = PARTS
+) -> list[Rule]:
+    """What every block has: a mixer, the norm between, an MLP.
+
+    Args:
+        config: The layer.
+        source: Its name in the checkpoint.
+        path: Its name in our parameters.
+        parts: The rules of each kind of mixer and of MLP, where they are not the usual ones.
+    """
+    parts = {**PARTS, **parts}
+    rules = [norm(f"{source}.post_attention_layernorm", f"{path}.mlp_norm")]
+    for part in (config.mixer, config.mlp):
+        rules += parts[type(part)](part, source, path)
+    return rules
+
+
+def block(config: LayerConfig, source: str, path: str, *, parts: Mapping[type, PartRules] = PARTS) -> list[Rule]:
+    """A pre-norm block; see :func:`attention_and_mlp`."""
+    first = norm(f"{source}.input_layernorm", f"{path}.attention_norm")
+    return [first, *attention_and_mlp(config, source, path, parts=parts)]
+
+
+def decoder(config: DecoderConfig, *, parts: Mapping[type, PartRules] = PARTS) -> list[Rule]:
+    """A whole target in the names that the families share; see :func:`attention_and_mlp`."""
+    table = [Rule("model.embed_tokens.weight", "embedding"), norm("model.norm", "norm")]
+    for index, layer in enumerate(config.layers):
+        table += block(layer, f"model.layers.{index}", f"blocks.{index}", parts=parts)
+    return table if config.tie_embeddings else table + linear("lm_head", "head")

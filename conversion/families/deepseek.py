@@ -1,0 +1,205 @@
+"""DeepSeek V3 and R1, and what was built like them: Kimi K2, GLM-4.7-Flash, and with an index of keys V3.2 and GLM-5.
+
+The index chooses which keys each token attends to. Up to as many tokens as it chooses that is all of them, so a target
+with an index is one without that holds no longer text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Collection
+from typing import Any
+
+from conversion import blocks, hf_config, hf_experts
+from conversion.errors import CheckpointError
+from conversion.families.family import Family, layer_that_drafts
+from conversion.fields import Fields, read_from
+from conversion.hf_rope import read_rope, rope_fields
+from conversion.rules import Part, Rule, linear, norm
+from eagle3_jax.models.config import DecoderConfig, Latent, LayerConfig, RopeConfig
+
+_TYPES = _DENSE, _SPARSE = ("dense", "sparse")
+_INDEXER = r"model\.layers\.\d+\.self_attn\.indexer\..*"
+
+
+def read_config(fields: Fields, *, by_types: bool = False) -> DecoderConfig:
+    """Latent attention in every layer, dense layers first and then experts."""
+    # As transformers takes it: absent is true, null is not.
+    interleaved = fields.flag("rope_interleave", default="rope_interleave" not in fields.values)
+    return _decoder(fields, read_latent(fields, interleaved=interleaved), by_types)
+
+
+def read_indexed(fields: Fields) -> DecoderConfig:
+    """The same with an index, up to the length at which it chooses everything."""
+    topk = fields.size("index_topk")
+    config = _decoder(fields, read_latent(fields, interleaved=True, index_topk=topk), True)
+    return dataclasses.replace(config, max_positions=min(config.max_positions, topk))
+
+
+def _decoder(fields: Fields, mixer: Latent, by_types: bool) -> DecoderConfig:
+    fields.require("n_shared_experts", "n_group", "topk_group")
+    count = hf_config.read_num_layers(fields)
+    types = hf_config.read_types(fields, _TYPES, count, name="mlp_layer_types") if by_types else []
+    types = types or _first_dense(fields)
+    mlps = hf_experts.dense_or_sparse(
+        len(types),
+        lambda layer: types[layer] == _SPARSE,
+        functools.partial(hf_config.read_mlp, fields),
+        functools.partial(hf_experts.read_corrected, fields),
+    )
+    return hf_config.decoder_of(fields, [LayerConfig(mixer=mixer, mlp=mlp) for mlp in mlps])
+
+
+def _first_dense(fields: Fields) -> list[str]:
+    dense = fields.integer("first_k_dense_replace")
+    return [_DENSE if layer < dense else _SPARSE for layer in range(hf_config.read_num_layers(fields))]
+
+
+def read_latent(fields: Fields, *, interleaved: bool, index_topk: int | None = None) -> Latent:
+    """Latent attention.
+
+    Args:
+        fields: The geometry.
+        interleaved: Whether neighbouring channels rotate together.
+        index_topk: Keys that an index chooses, if there is one.
+
+    Raises:
+        CheckpointError: A field is missing, malformed or unsupported.
+    """
+    fields.require("q_lora_rank")  # null means that there is none
+    heads = fields.size("num_attention_heads")
+    if fields.size("num_key_value_heads", heads) != heads:
+        raise CheckpointError(
+            f"{fields.where}: num_key_value_heads is {fields.get('num_key_value_heads')} but num_attention_heads "
+            f"{heads}; in latent attention every head has its own keys"
+        )
+    if fields.flag("mlp_bias"):
+        raise CheckpointError(f"{fields.where}: mlp_bias is true; only MLPs without biases are supported")
+    rope = read_rope(fields, interleaved=interleaved)
+    if rope.type not in ("default", "yarn"):
+        raise CheckpointError(f"{fields.where}: rope type {rope.type!r} of latent attention; expected default or yarn")
+    nope_dim, rope_dim = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
+    with read_from(fields.where):
+        return Latent(
+            num_heads=heads,
+            q_rank=None if fields.get("q_lora_rank") is None else fields.size("q_lora_rank"),
+            kv_rank=fields.size("kv_lora_rank"),
+            nope_dim=nope_dim,
+            rope_dim=rope_dim,
+            value_dim=fields.size("v_head_dim"),
+            rope=rope,
+            scale=_scale(rope, nope_dim + rope_dim),
+            bias=fields.flag("attention_bias"),
+            index_topk=index_topk,
+        )
+
+
+def _scale(rope: RopeConfig, size: int) -> float | None:
+    """Of the scores: beside the scale of cosine and sine a context extended by yarn has one of its own, squared."""
+    if rope.type != "yarn" or not rope.mscale_all_dim or rope.factor <= 1:
+        return None
+    return size**-0.5 * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+
+
+def write_fields(config: DecoderConfig, *, by_types: bool = False) -> dict[str, Any]:
+    """See :class:`Family`; what drafts is not there any more."""
+    mixer = config.layers[0].mixer
+    if not isinstance(mixer, Latent):
+        raise CheckpointError("this layout has latent attention in every layer; use --to jax")
+    dense = hf_experts.dense_layers(config)
+    types = [_DENSE if layer in dense else _SPARSE for layer in range(config.num_layers)]
+    return {
+        "num_attention_heads": mixer.num_heads,
+        "num_key_value_heads": mixer.num_heads,
+        "q_lora_rank": mixer.q_rank,
+        "kv_lora_rank": mixer.kv_rank,
+        "qk_nope_head_dim": mixer.nope_dim,
+        "qk_rope_head_dim": mixer.rope_dim,
+        "head_dim": mixer.rope_dim,
+        "v_head_dim": mixer.value_dim,
+        "attention_bias": mixer.bias,
+        "rope_interleave": mixer.rope.interleaved,
+        **rope_fields(mixer.rope),
+        **({"mlp_layer_types": types} if by_types else {}),
+        "first_k_dense_replace": (*types, _SPARSE).index(_SPARSE),
+        # Engines choose experts in another way where these are not there.
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        **hf_experts.corrected_fields(hf_experts.experts_of(config)),
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def refuse_to_write(config: DecoderConfig, *, label: str) -> dict[str, Any]:
+    """The tensors of the index are gone, and without them nobody else computes the target.
+
+    Raises:
+        CheckpointError: Always.
+    """
+    del config
+    raise CheckpointError(
+        f"the Hugging Face layout of {label} has an index that chooses keys, which is not read and cannot be written; "
+        "use --to jax"
+    )
+
+
+def latent(config: Latent, source: str, path: str) -> list[Rule]:
+    """Latent attention, ``self_attn`` of a layer."""
+    source, path = f"{source}.self_attn", f"{path}.attention"
+    if config.q_rank is None:
+        rules = linear(f"{source}.q_proj", f"{path}.q")
+    else:
+        rules = linear(f"{source}.q_a_proj", f"{path}.q_a", bias=config.bias)
+        rules += [norm(f"{source}.q_a_layernorm", f"{path}.q_a_norm"), *linear(f"{source}.q_b_proj", f"{path}.q_b")]
+    rules += linear(f"{source}.kv_a_proj_with_mqa", f"{path}.kv_a", bias=config.bias)
+    rules.append(norm(f"{source}.kv_a_layernorm", f"{path}.kv_a_norm"))
+    # One tensor, and of every head the rows of its keys and then those of its values.
+    size = config.nope_dim + config.value_dim
+    for head in range(config.num_heads):
+        start = head * size
+        for name, first, last in (("key_up", 0, config.nope_dim), ("value_up", config.nope_dim, size)):
+            part = Part(1, 1, 0, 0, 1, leading=(head,), turned=name == "key_up")
+            cut = Part(1, config.num_heads * size, 1, start + first, start + last)
+            rules.append(Rule(f"{source}.kv_b_proj.weight", f"{path}.{name}", transpose=True, part=part, cut=cut))
+    return rules + linear(f"{source}.o_proj", f"{path}.o", bias=config.bias)
+
+
+def beside_indexed(num_layers: int, names: Collection[str]) -> tuple[str, ...]:
+    """See :class:`Family`."""
+    return (_INDEXER, *layer_that_drafts(num_layers, names))
+
+
+_rules = functools.partial(blocks.decoder, parts={Latent: latent})
+
+FAMILIES = (
+    *(
+        Family(name, label, "DeepseekV3ForCausalLM", read_config, write_fields, _rules, beside=layer_that_drafts)
+        for name, label in (("deepseek_v3", "DeepSeek V3"), ("kimi_k2", "Kimi K2"))
+    ),
+    Family(
+        "glm4_moe_lite",
+        "GLM-4.7-Flash",
+        "Glm4MoeLiteForCausalLM",
+        functools.partial(read_config, by_types=True),
+        functools.partial(write_fields, by_types=True),
+        _rules,
+        beside=layer_that_drafts,
+    ),
+    *(
+        Family(
+            name,
+            label,
+            architecture,
+            read_indexed,
+            functools.partial(refuse_to_write, label=label),
+            _rules,
+            beside=beside_indexed,
+        )
+        for name, label, architecture in (
+            ("deepseek_v32", "DeepSeek V3.2", "DeepseekV32ForCausalLM"),
+            ("glm_moe_dsa", "GLM-5", "GlmMoeDsaForCausalLM"),
+        )
+    ),
+)

@@ -1,0 +1,55 @@
+"""GLM-4.5, 4.6 and 4.7: half of the channels rotate; experts are chosen as in DeepSeek V3, behind some dense layers."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from conversion import hf_config, hf_experts
+from conversion.families.family import Family, layer_that_drafts
+from conversion.fields import Fields
+from conversion.hf_rope import read_rope, rope_fields
+from eagle3_jax.models.config import DecoderConfig, LayerConfig, grouped
+
+
+def read_config(fields: Fields) -> DecoderConfig:
+    """Queries, keys and values may have a bias, the output projection never; so may they have norms."""
+    hf_config.refuse_windows(fields)
+    fields.require("num_key_value_heads", "head_dim", "n_shared_experts", "n_group", "topk_group")
+    count, first = hf_config.read_num_layers(fields), fields.integer("first_k_dense_replace")
+    mixer = hf_config.read_mixer(
+        fields,
+        qkv_bias=fields.flag("attention_bias"),
+        qk_norm=fields.flag("use_qk_norm"),
+        rope=read_rope(fields, partial=0.5),
+    )
+    mlps = hf_experts.dense_or_sparse(
+        count,
+        lambda layer: layer >= first,
+        functools.partial(hf_config.read_mlp, fields),
+        functools.partial(hf_experts.read_corrected, fields),
+    )
+    return hf_config.decoder_of(fields, [LayerConfig(mixer=mixer, mlp=mlp) for mlp in mlps])
+
+
+def write_fields(config: DecoderConfig) -> dict[str, Any]:
+    """See :class:`Family`."""
+    mixer = grouped(config.layers[0])
+    return {
+        **rope_fields(mixer.rope, partial=True),
+        "attention_bias": mixer.qkv_bias,
+        "use_qk_norm": mixer.qk_norm,
+        "first_k_dense_replace": len(hf_experts.dense_layers(config)),
+        "num_nextn_predict_layers": 0,
+        **hf_experts.corrected_fields(hf_experts.experts_of(config)),
+    }
+
+
+FAMILY = Family(
+    model_type="glm4_moe",
+    label="GLM-4.5, 4.6, 4.7",
+    architecture="Glm4MoeForCausalLM",
+    read_config=read_config,
+    write_fields=write_fields,
+    beside=layer_that_drafts,
+)

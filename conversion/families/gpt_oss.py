@@ -1,0 +1,67 @@
+"""gpt-oss: sinks, windows in every second layer, biases everywhere, experts with clamped gates."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from conversion import blocks, hf_config, hf_experts
+from conversion.errors import CheckpointError, short
+from conversion.families.family import Family
+from conversion.fields import Fields
+from conversion.hf_rope import read_rope
+from eagle3_jax.models.config import DecoderConfig, Experts, grouped
+
+# Of the sigmoid in an expert's gate.
+_ALPHA = 1.702
+
+
+def read_config(fields: Fields) -> DecoderConfig:
+    """Every projection of attention has a bias, and every norm multiplies in float32."""
+    fields.require("num_key_value_heads", "head_dim", "swiglu_limit")
+    if fields.get("rope_parameters") is None:
+        fields.require("rope_scaling")
+    if not fields.flag("attention_bias", True):
+        raise CheckpointError(f"{fields.where}: attention_bias is false; every projection of this family has one")
+    if fields.number("swiglu_alpha", _ALPHA) != _ALPHA:
+        raise CheckpointError(
+            f"{fields.where}: swiglu_alpha is {short(fields.get('swiglu_alpha'))}; only {_ALPHA} is supported"
+        )
+    mixer = hf_config.read_mixer(fields, qkv_bias=True, o_bias=True, rope=read_rope(fields, theta=150_000.0))
+    experts = hf_experts.read_experts(
+        fields, "softmax-of-chosen", width="intermediate_size", bias=True, limit=fields.number("swiglu_limit")
+    )
+    windows = hf_config.read_windows(fields, hf_config.read_window(fields), lambda layer: layer % 2 == 0)
+    config = hf_config.read_decoder(fields, dataclasses.replace(mixer, sinks=True), experts, windows=windows)
+    return dataclasses.replace(config, norm_kind="float32")
+
+
+def write_fields(config: DecoderConfig) -> dict[str, Any]:
+    """See :class:`Family`."""
+    experts = hf_experts.experts_of(config)
+    windows = [grouped(layer).window for layer in config.layers]
+    return {
+        "attention_bias": True,
+        "sliding_window": next((window for window in windows if window is not None), None),
+        "layer_types": hf_config.layer_types(config),
+        "intermediate_size": experts.width,
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.per_token,
+        "experts_per_token": experts.per_token,
+        "swiglu_limit": experts.limit,
+    }
+
+
+_experts = functools.partial(
+    blocks.experts, router="router", kernels=functools.partial(blocks.stacked, transpose=False, in_halves=False)
+)
+
+FAMILY = Family(
+    model_type="gpt_oss",
+    label="gpt-oss",
+    architecture="GptOssForCausalLM",
+    read_config=read_config,
+    write_fields=write_fields,
+    rules=functools.partial(blocks.decoder, parts={Experts: _experts}),
+)

@@ -1,0 +1,155 @@
+"""Llama 4 Scout and Maverick, the language model: chunks of positions, layers that do not rotate, an expert a token."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+from conversion import blocks, hf_config, hf_experts
+from conversion.errors import CheckpointError
+from conversion.families.family import Family
+from conversion.families.wrapper import Wrapper
+from conversion.fields import Fields, read_from
+from conversion.hf_rope import read_rope, rope_fields
+from conversion.rules import Rule
+from eagle3_jax.models.config import (
+    DecoderConfig,
+    Experts,
+    GatedMLP,
+    GroupedQuery,
+    LayerConfig,
+    QueryScaling,
+    grouped,
+)
+
+_KINDS = _CHUNKED, _FULL = ("chunked_attention", "full_attention")
+
+
+def read_config(fields: Fields) -> DecoderConfig:
+    """Layers rotate and normalise queries and keys, or do neither and let queries grow with their position."""
+    fields.require("num_key_value_heads", "head_dim", "use_qk_norm", "attention_chunk_size")
+    count = hf_config.read_num_layers(fields)
+    mlps = hf_experts.dense_or_sparse(
+        count, _sparse_layers(fields, count).__contains__, lambda: _dense(fields), lambda: _experts(fields)
+    )
+    layers = [LayerConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(_mixers(fields, count), mlps, strict=True)]
+    return hf_config.decoder_of(fields, layers)
+
+
+def _dense(fields: Fields) -> GatedMLP:
+    with read_from(fields.where):
+        return GatedMLP(width=fields.size("intermediate_size_mlp"))
+
+
+def _experts(fields: Fields) -> Experts:
+    width = fields.size("intermediate_size")
+    return hf_experts.read_experts(fields, "sigmoid-of-input", width="intermediate_size", shared_width=width)
+
+
+def _sparse_layers(fields: Fields, num_layers: int) -> list[int]:
+    """``moe_layers``, or every ``interleave_moe_layer_step``-th."""
+    named = fields.indices("moe_layers", num_layers)
+    if named is not None:
+        return named
+    step = fields.size("interleave_moe_layer_step")
+    return list(range(step - 1, num_layers, step))
+
+
+def _mixers(fields: Fields, num_layers: int) -> list[GroupedQuery]:
+    bias, chunk = fields.flag("attention_bias"), fields.size("attention_chunk_size")
+    rope = read_rope(fields, theta=500_000.0, interleaved=True)
+    usual = hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, rope=rope)
+    rotates = _rotating(fields, num_layers)
+    types = hf_config.read_types(fields, _KINDS, num_layers) or [_CHUNKED if one else _FULL for one in rotates]
+    normed, scaling = fields.flag("use_qk_norm"), _query_scaling(fields)
+    with read_from(fields.where):
+        kinds = {
+            True: dataclasses.replace(usual, qk_l2_norm=normed),
+            False: dataclasses.replace(usual, rope=None, query_scaling=scaling),
+        }
+        return [
+            dataclasses.replace(kinds[turns], chunk=chunk if kind == _CHUNKED else None)
+            for turns, kind in zip(rotates, types, strict=True)
+        ]
+
+
+def _rotating(fields: Fields, num_layers: int) -> list[bool]:
+    """Which layers rotate: ``no_rope_layers``, in which 1 is yes, or all but every ``no_rope_layer_interval``-th."""
+    flags = fields.indices("no_rope_layers", 2)
+    if not flags:
+        interval = fields.size("no_rope_layer_interval", 4)
+        return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if len(flags) != num_layers:
+        raise CheckpointError(
+            f"{fields.where}: no_rope_layers names {len(flags)} layers but num_hidden_layers is {num_layers}; "
+            "they must agree"
+        )
+    return [flag == 1 for flag in flags]
+
+
+def _query_scaling(fields: Fields) -> QueryScaling | None:
+    """Published files leave these three out, or give the first as a number."""
+    switch = fields.get("attn_temperature_tuning")
+    if not (switch if isinstance(switch, bool) else fields.integer("attn_temperature_tuning", 1)):
+        return None
+    with read_from(fields.where):
+        return QueryScaling(floor=fields.size("floor_scale", 8192), beta=fields.number("attn_scale", 0.1), offset=1)
+
+
+def write_fields(config: DecoderConfig) -> dict[str, Any]:
+    """See :class:`Family`."""
+    mixers, experts = [grouped(layer) for layer in config.layers], hf_experts.experts_of(config)
+    rotating = [mixer for mixer in mixers if mixer.rope is not None]
+    scaling = next((mixer.query_scaling for mixer in mixers if mixer.query_scaling is not None), None)
+    dense = next((layer.mlp.width for layer in config.layers if isinstance(layer.mlp, GatedMLP)), experts.width)
+    sparse = [index for index, layer in enumerate(config.layers) if isinstance(layer.mlp, Experts)]
+    steps = {"floor_scale": scaling.floor, "attn_scale": scaling.beta} if scaling is not None else {}
+    return {
+        **rope_fields(rotating[0].rope if rotating else None),
+        "attention_bias": mixers[0].qkv_bias,
+        "use_qk_norm": any(mixer.qk_l2_norm for mixer in rotating),
+        "no_rope_layers": [int(mixer.rope is not None) for mixer in mixers],
+        "layer_types": [_FULL if mixer.chunk is None else _CHUNKED for mixer in mixers],
+        "attention_chunk_size": next(
+            (mixer.chunk for mixer in mixers if mixer.chunk is not None), config.max_positions
+        ),
+        "attn_temperature_tuning": scaling is not None,
+        **steps,
+        "intermediate_size": experts.width,
+        "intermediate_size_mlp": dense,
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.per_token,
+        "moe_layers": sparse,
+        "interleave_moe_layer_step": sparse[0] + 1,
+    }
+
+
+def _dense_rules(config: GatedMLP, source: str, path: str) -> list[Rule]:
+    return blocks.swiglu(config.width, f"{source}.feed_forward", f"{path}.mlp")
+
+
+_expert_rules = functools.partial(
+    blocks.experts,
+    name="feed_forward",
+    router="router",
+    shared="shared_expert",
+    kernels=functools.partial(blocks.stacked, transpose=False, in_halves=True),
+)
+
+FAMILY = Family(
+    model_type="llama4_text",
+    label="Llama 4",
+    architecture="Llama4ForCausalLM",
+    read_config=read_config,
+    write_fields=write_fields,
+    rules=functools.partial(blocks.decoder, parts={Experts: _expert_rules, GatedMLP: _dense_rules}),
+)
+
+# What is published reads images too.
+WRAPPER = Wrapper(
+    model_type="llama4",
+    text="llama4_text",
+    prefixes=(("language_model.", ""),),
+    ignored=(r"vision_model\..*", r"multi_modal_projector\..*"),
+)

@@ -1,0 +1,179 @@
+"""Qwen3-Next: most layers are gated delta nets, every fourth is gated attention; experts with a shared one follow."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from conversion import blocks, hf_config, hf_experts
+from conversion.errors import CheckpointError
+from conversion.families.family import Family
+from conversion.families.qwen3_moe import read_sparse_layers, sparse_fields
+from conversion.fields import Fields, read_from
+from conversion.hf_rope import read_rope, rope_fields
+from conversion.rules import Rule, in_turns, linear, norm
+from eagle3_jax.models.config import MLP, DecoderConfig, Experts, GatedDelta, GroupedQuery, LayerConfig, Mixer
+
+_KINDS = _DELTA, _FULL = ("linear_attention", "full_attention")
+_LINEAR = {
+    "num_key_heads": "linear_num_key_heads",
+    "num_value_heads": "linear_num_value_heads",
+    "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim",
+    "kernel": "linear_conv_kernel_dim",
+}
+
+
+def read_config(fields: Fields) -> DecoderConfig:
+    """Experts in the layers that Qwen3-MoE would have them in."""
+    fields.require("norm_topk_prob")
+    count = hf_config.read_num_layers(fields)
+    mlps = hf_experts.dense_or_sparse(
+        count,
+        read_sparse_layers(fields, count).__contains__,
+        functools.partial(hf_config.read_mlp, fields),
+        lambda: read_experts(fields, normalise=fields.flag("norm_topk_prob")),
+    )
+    return hf_config.decoder_of(fields, layers_of(read_mixers(fields), mlps), norm_kind="zero-centred")
+
+
+def layers_of(mixers: Iterable[Mixer], mlps: Iterable[MLP]) -> list[LayerConfig]:
+    """Layers of as many mixers and MLPs."""
+    return [LayerConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, mlps, strict=True)]
+
+
+def read_mixers(fields: Fields) -> list[Mixer]:
+    """The mixer of every layer: ``layer_types``, or attention in every ``full_attention_interval``-th.
+
+    Raises:
+        CheckpointError: A field is missing or malformed, or a type is unknown.
+    """
+    count = hf_config.read_num_layers(fields)
+    types = hf_config.read_types(fields, _KINDS, count)
+    if not types:
+        interval = fields.size("full_attention_interval", 4)
+        types = [_DELTA if (layer + 1) % interval else _FULL for layer in range(count)]
+    of = {kind: (_delta if kind == _DELTA else _attention)(fields) for kind in set(types)}
+    return [of[kind] for kind in types]
+
+
+def _delta(fields: Fields) -> GatedDelta:
+    with read_from(fields.where):
+        return GatedDelta(**{ours: fields.size(theirs) for ours, theirs in _LINEAR.items()})
+
+
+def _attention(fields: Fields) -> GroupedQuery:
+    fields.require("num_key_value_heads", "head_dim")
+    if not fields.flag("attn_output_gate", True):
+        raise CheckpointError(f"{fields.where}: attn_output_gate is false; only attention with a gate is supported")
+    bias = fields.flag("attention_bias")
+    # Three sections of positions, for images, are one for text.
+    rope = read_rope(fields, partial=0.25, known=("mrope_section", "mrope_interleaved"))
+    mixer = hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, qk_norm=True, rope=rope)
+    return dataclasses.replace(mixer, output_gate=True)
+
+
+def read_experts(fields: Fields, *, normalise: bool) -> Experts:
+    """Experts and a shared one that has a gate.
+
+    Raises:
+        CheckpointError: A field is missing or malformed.
+    """
+    shared = fields.size("shared_expert_intermediate_size")
+    return hf_experts.read_experts(fields, "softmax", normalise=normalise, shared_width=shared, shared_gate=True)
+
+
+def mixer_fields(config: DecoderConfig) -> dict[str, Any]:
+    """The mixers on the way out.
+
+    Raises:
+        CheckpointError: One of the two kinds is missing, whose sizes the layout asks for.
+    """
+    mixers = [layer.mixer for layer in config.layers]
+    delta = next((mixer for mixer in mixers if isinstance(mixer, GatedDelta)), None)
+    attention = next((mixer for mixer in mixers if isinstance(mixer, GroupedQuery)), None)
+    if delta is None or attention is None:
+        raise CheckpointError("a target without recurrent layers, or without attention, is of another family")
+    return {
+        **{theirs: getattr(delta, ours) for ours, theirs in _LINEAR.items()},
+        **rope_fields(attention.rope, partial=True),
+        "attention_bias": attention.qkv_bias,
+        "layer_types": [_DELTA if isinstance(mixer, GatedDelta) else _FULL for mixer in mixers],
+    }
+
+
+def write_fields(config: DecoderConfig) -> dict[str, Any]:
+    """See :class:`Family`."""
+    shared = {"shared_expert_intermediate_size": hf_experts.experts_of(config).shared_width}
+    return {**mixer_fields(config), **sparse_fields(config), **shared}
+
+
+def _around(source: str, path: str) -> list[Rule]:
+    return [
+        Rule(f"{source}.A_log", f"{path}.a_log"),
+        Rule(f"{source}.dt_bias", f"{path}.dt_bias"),
+        norm(f"{source}.norm", f"{path}.norm"),
+        *linear(f"{source}.out_proj", f"{path}.o"),
+    ]
+
+
+def _convolution(config: GatedDelta, source: str, path: str) -> list[Rule]:
+    """Its channels are all queries, all keys, all values, where ours are by key head."""
+    heads, sizes = config.num_key_heads, turns(config)
+    parts, cuts = in_turns(heads, 1, sizes), in_turns(1, 1, {name: heads * size for name, size in sizes.items()})
+    return [
+        Rule(f"{source}.conv1d.weight", f"{path}.convolution", reverse=True, part=part, cut=cut)
+        for (_, part), (_, cut) in zip(parts, cuts, strict=True)
+    ]
+
+
+def turns(config: GatedDelta) -> dict[str, int]:
+    """Channels of a key head that the convolution mixes."""
+    return {"q": config.key_dim, "k": config.key_dim, "v": config.group * config.value_dim}
+
+
+def grouped_delta(config: GatedDelta, source: str, path: str) -> list[Rule]:
+    """A gated delta net whose projections are by key head, as ours."""
+    source, path = f"{source}.linear_attn", f"{path}.attention"
+    projections = [
+        *linear(f"{source}.in_proj_qkvz", f"{path}.qkvz"),
+        *linear(f"{source}.in_proj_ba", f"{path}.ba"),
+    ]
+    return [*projections, *_convolution(config, source, path), *_around(source, path)]
+
+
+def flat_delta(config: GatedDelta, source: str, path: str) -> list[Rule]:
+    """A gated delta net whose projections are all queries, all keys and all values, and three more beside."""
+    source, path, heads = f"{source}.linear_attn", f"{path}.attention", config.num_key_heads
+    sizes, group = turns(config), config.group
+    cuts = dict(in_turns(1, 1, {name: heads * size for name, size in sizes.items()}))
+    rules = []
+    for name, part in in_turns(heads, 1, {**sizes, "z": group * config.value_dim}):
+        tensor = f"{source}.in_proj_{'z' if name == 'z' else 'qkv'}"
+        rules += linear(tensor, f"{path}.qkvz", part=part, cut=cuts.get(name))
+    for name, part in in_turns(heads, 1, {"b": group, "a": group}):
+        rules += linear(f"{source}.in_proj_{name}", f"{path}.ba", part=part)
+    return [*rules, *_convolution(config, source, path), *_around(source, path)]
+
+
+# One MLP that every token goes through.
+shared_experts = functools.partial(blocks.experts, shared="shared_expert")
+
+
+def drafting_module(num_layers: int, names: Collection[str]) -> tuple[str, ...]:
+    """The module for multi-token prediction, which is none of the target's."""
+    del num_layers, names
+    return (r"mtp\..*",)
+
+
+FAMILY = Family(
+    model_type="qwen3_next",
+    label="Qwen3-Next",
+    architecture="Qwen3NextForCausalLM",
+    read_config=read_config,
+    write_fields=write_fields,
+    rules=functools.partial(blocks.decoder, parts={GatedDelta: grouped_delta, Experts: shared_experts}),
+    beside=drafting_module,
+)

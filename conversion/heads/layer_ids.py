@@ -1,0 +1,88 @@
+"""What the numbers of a head's auxiliary layers count: layers that the residual stream enters, or leaves.
+
+vLLM, and this library, mean the stream that enters layer ``i``; SGLang and SpecForge the one that leaves it, which
+enters ``i + 1``. Files do not say which of the two they mean. A list that starts with 1 and becomes the usual choice of
+its target when 1 is added was most likely written by the second convention, though NVIDIA's gpt-oss heads look the same
+and follow the first. So the user is asked.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from conversion.errors import CheckpointError
+from eagle3_jax.models.config import default_aux_layers
+
+ENTERING, LEAVING = "entering", "leaving"
+# Layouts that vLLM defines, which never adds anything.
+_ENTERING_LAYOUTS = ("vllm", "speculators")
+
+
+class LayerIds(NamedTuple):
+    """Auxiliary layers as this library counts them.
+
+    Attributes:
+        entered: Layers that the stream enters, ascending; ``None`` where none are named.
+        note: What was decided; empty where there was nothing to decide.
+    """
+
+    entered: tuple[int, ...] | None
+    note: str = ""
+
+
+def resolve(
+    named: tuple[int, ...] | None, said: str | None, *, dialect: str, num_target_layers: int | None, where: str
+) -> LayerIds:
+    """The layers that a head's numbers mean.
+
+    Args:
+        named: As the file has them, ascending; ``None`` where it names none.
+        said: ``entering`` or ``leaving``; ``None`` when the user says nothing.
+        dialect: Whose layout the head is in.
+        num_target_layers: ``L``, where the target is known.
+        where: Of the file, for messages.
+
+    Raises:
+        CheckpointError: The user must say which, or said what cannot be.
+    """
+    if said not in (None, ENTERING, LEAVING):
+        raise CheckpointError(f"layer ids {said!r} are not known; expected {ENTERING!r} or {LEAVING!r}")
+    if named is None:
+        if said is not None:
+            raise CheckpointError(
+                f"{where} names no auxiliary layers, so there is nothing to count; leave --layer-ids out"
+            )
+        return LayerIds(None)
+    if said == LEAVING:
+        entered = entered_after(named)
+        if num_target_layers is not None and entered[-1] > num_target_layers:
+            raise CheckpointError(
+                f"{where} names auxiliary layer {named[-1]}, which a target of {num_target_layers} layers does not "
+                "have to leave; say --layer-ids entering"
+            )
+        return LayerIds(entered, f"layers {list(named)} are read as those left, as was said")
+    if said == ENTERING:
+        return LayerIds(named, f"layers {list(named)} are read as those entered, as was said")
+    if named[0] != 1 or dialect in _ENTERING_LAYOUTS:
+        return LayerIds(named)
+    if entered_after(named) == usual_layers(num_target_layers):
+        raise CheckpointError(
+            f"{where} names the auxiliary layers {list(named)}: one more of each is {list(entered_after(named))}, the "
+            f"usual choice for {num_target_layers} layers, so they may count layers left (SGLang, SpecForge) or "
+            "entered (vLLM, NVIDIA's gpt-oss heads); say which with --layer-ids leaving or --layer-ids entering, where "
+            "`eagle3 convert` keeps the answer"
+        )
+    return LayerIds(named, f"layers {list(named)} are read as those entered, as vLLM does; --layer-ids says otherwise")
+
+
+def entered_after(left: tuple[int, ...]) -> tuple[int, ...]:
+    """Layers that the stream enters when it leaves these."""
+    return tuple(layer + 1 for layer in left)
+
+
+def usual_layers(num_target_layers: int | None) -> tuple[int, ...] | None:
+    """The default of a target of that depth; ``None`` where it is unknown, or too shallow to have one."""
+    try:
+        return default_aux_layers(num_target_layers or 0)
+    except ValueError:
+        return None

@@ -1,0 +1,137 @@
+"""Arrays that are computed from quantised tensors whenever they are read, so that nobody holds all of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+if TYPE_CHECKING:
+    from eagle3_jax.models.quantised import Fp8Kernel
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+# Values as they are stored, and what each of them is multiplied with; None where they are the numbers themselves.
+Read = Callable[[], tuple[np.ndarray, np.ndarray | None]]
+View = Callable[[np.ndarray], np.ndarray]
+
+
+class Dequantised:
+    """``values · scale`` in float32, exactly; transposed, reshaped or cut without being read.
+
+    Attributes:
+        shape: Of the array.
+        dtype: float32.
+        ndim: Number of axes.
+        size: Number of entries.
+        stored: Type of the values in the file.
+        block: Inputs of a linear layer that share a scale; ``None`` for all of them.
+        computed: That it is no array of the file.
+    """
+
+    dtype = np.dtype(np.float32)
+    computed = True
+
+    def __init__(
+        self, shape: Sequence[int], stored: Any, read: Read, *, block: int | None = None, views: tuple[View, ...] = ()
+    ):
+        """See the class.
+
+        Args:
+            shape: Of what is read, before any view.
+            stored: Type of its values.
+            read: Values and scales, which broadcast to them.
+            block: See the class.
+            views: What is done to both.
+        """
+        self._whole, self._read, self._views = tuple(shape), read, views
+        self.stored, self.block = np.dtype(stored), block
+        self.shape = self._viewed(np.broadcast_to(np.float32(0), self._whole)).shape
+        self.ndim, self.size = len(self.shape), math.prod(self.shape)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """The whole; always a copy."""
+        values, scale = self.parts()
+        dense = values.astype(np.float32)
+        if scale is not None:
+            dense *= scale
+        return dense if dtype is None else dense.astype(dtype, copy=False)
+
+    def parts(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Values as they are stored, and the scale of each."""
+        values, scale = self._read()
+        scales = None if scale is None else self._viewed(np.broadcast_to(scale, values.shape))
+        return self._viewed(values), scales
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether its values are E4M3."""
+        return self.stored == E4M3
+
+    def fp8(self) -> Fp8Kernel | None:
+        """Values and scales as they are stored, as a kernel ``[..., D_in, D_out]``; ``None`` for other types."""
+        return fp8_kernel([(lambda whole: whole, self)], self.shape)
+
+    @property
+    def T(self) -> Dequantised:
+        """Transposed."""
+        return self._view(lambda one: one.T)
+
+    def reshape(self, *shape: Any) -> Dequantised:
+        """In another shape."""
+        return self._view(lambda one: one.reshape(*shape))
+
+    def swapaxes(self, first: int, second: int) -> Dequantised:
+        """With two axes in each other's place."""
+        return self._view(lambda one: one.swapaxes(first, second))
+
+    def transpose(self, *axes: Any) -> Dequantised:
+        """With its axes in another order."""
+        return self._view(lambda one: one.transpose(*axes))
+
+    def __getitem__(self, index: Any) -> Dequantised:
+        """A part of it."""
+        return self._view(lambda one: one[index])
+
+    def _view(self, view: View) -> Dequantised:
+        return Dequantised(self._whole, self.stored, self._read, block=self.block, views=(*self._views, view))
+
+    def _viewed(self, one: np.ndarray) -> np.ndarray:
+        for view in self._views:
+            one = view(one)
+        return one
+
+
+def in_fp8(parts: Sequence[Any]) -> bool:
+    """Whether several arrays can be one FP8 kernel: all are, and share scales among as many inputs."""
+    return all(getattr(part, "in_fp8", False) for part in parts) and len({part.block for part in parts}) == 1
+
+
+def fp8_kernel(parts: Sequence[tuple[View, Any]], shape: Sequence[int]) -> Fp8Kernel | None:
+    """The FP8 kernel that several arrays fill, bit for bit; ``None`` where they are no such kernel.
+
+    Args:
+        parts: Each with where it lies in a whole ``[..., D_in, D_out]``.
+        shape: Of the whole.
+    """
+    from eagle3_jax.models.quantised import Fp8Kernel
+
+    if not in_fp8([part for _, part in parts]):
+        return None
+    *stack, inputs, outputs = shape
+    block = parts[0][1].block or inputs
+    values = np.empty((*stack, outputs, inputs), E4M3)  # as an FP8 kernel lies: transposed
+    scale = np.empty((*stack, -(-inputs // block), outputs), np.float32)
+    for place, part in parts:
+        stored, scales = part.parts()
+        of_values, of_scale = place(values.swapaxes(-1, -2)), place(scale)
+        of_values[...] = stored.reshape(of_values.shape)
+        # They differ in the axis of inputs alone; the scale of a block is that of its first input.
+        firsts = tuple(
+            slice(None, None, None if n == m else block) for n, m in zip(of_values.shape, of_scale.shape, strict=True)
+        )
+        of_scale[...] = scales.reshape(of_values.shape)[firsts]
+    return Fp8Kernel(values=values, scale=scale, block=block)

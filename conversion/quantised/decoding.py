@@ -1,0 +1,174 @@
+"""What the numbers of a quantised tensor stand for, one function a layout; all of it in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from conversion.errors import CheckpointError
+from conversion.quantised.arrays import E4M3, Dequantised
+
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_FLOATS = ("float32", "bfloat16", "float16")
+_EXPONENTS = ("uint8", "float8_e8m0fnu")
+
+
+class Stored(NamedTuple):
+    """A quantised tensor as it lies in a file.
+
+    Attributes:
+        name: Of its values.
+        values: What they are stored as.
+        scale_name: Of its scales.
+        scale: The scales.
+        beside: The file's other tensors.
+    """
+
+    name: str
+    values: np.ndarray
+    scale_name: str
+    scale: np.ndarray
+    beside: Mapping[str, np.ndarray]
+
+
+class Scheme(NamedTuple):
+    """How a file says that its weights are quantised.
+
+    Attributes:
+        strategy: What shares a scale: ``tensor``, ``channel``, ``group`` (of inputs) or ``block`` (of both).
+        block: Outputs and inputs of a block, or 1 and those of a group.
+        bits: Of an integer.
+        exponents: Whether scales are powers of two that may be stored as their exponents.
+    """
+
+    strategy: str
+    block: tuple[int, int] = (1, 1)
+    bits: int = 8
+    exponents: bool = False
+
+
+def scaled(stored: Stored, scheme: Scheme, dtype: Any) -> Dequantised:
+    """``W = q · s``, values ``[..., out, in]``.
+
+    Raises:
+        CheckpointError: Values or scales are of another type, or scales of another shape.
+    """
+    values = stored.values
+    _check_type(stored.name, values, (str(np.dtype(dtype)),))
+    if values.ndim < 2:
+        raise CheckpointError(f"{stored.name} has shape {list(values.shape)}; only matrices are quantised")
+    scale = _scales(stored, scheme, values.shape)
+    block = scheme.block[1] if scheme.strategy in ("group", "block") else None
+    return Dequantised(values.shape, values.dtype, lambda: (values, scale()), block=block)
+
+
+def packed(stored: Stored, scheme: Scheme) -> Dequantised:
+    """Integers of a few bits, the first of a word in its lowest bits, plus half their range: ``W = (u - half) · s``.
+
+    Raises:
+        CheckpointError: The words, the scales or the tensor's shape do not go together.
+    """
+    words, each, stem = stored.values, 32 // scheme.bits, stored.name.removesuffix("_packed")
+    _check_type(stored.name, words, ("int32",))
+    shape = stored.beside.get(f"{stem}_shape")
+    if shape is None or shape.shape != (2,):
+        raise CheckpointError(f"{stored.name} comes without {stem}_shape of two numbers; it says how much of it counts")
+    outputs, inputs = (int(size) for size in shape)
+    if words.shape != (outputs, -(-inputs // each)):
+        raise CheckpointError(
+            f"{stored.name} has shape {list(words.shape)}; {stem}_shape asks for {[outputs, -(-inputs // each)]}"
+        )
+    scale = _scales(stored, scheme, (outputs, inputs))
+
+    def read() -> tuple[np.ndarray, np.ndarray]:
+        shifts = np.arange(each, dtype=np.uint32) * np.uint32(scheme.bits)
+        fields = (words.view(np.uint32)[..., None] >> shifts) & np.uint32(2**scheme.bits - 1)
+        values = fields.reshape(outputs, -1)[:, :inputs].astype(np.int16) - np.int16(2 ** (scheme.bits - 1))
+        return values, scale()
+
+    return Dequantised((outputs, inputs), np.int16, read)
+
+
+def mxfp4(stored: Stored, scheme: Scheme) -> Dequantised:
+    """Blocks of 32 inputs in four bits with a shared exponent, ``[E, out, K/32, 16]``; read as ``[E, in, out]``.
+
+    Raises:
+        CheckpointError: Blocks or exponents are of another type or shape.
+    """
+    del scheme
+    blocks, exponents = stored.values, stored.scale
+    _check_type(stored.name, blocks, ("uint8",))
+    _check_type(stored.scale_name, exponents, _EXPONENTS)
+    if blocks.ndim != 4 or blocks.shape[-1] != 16:
+        raise CheckpointError(f"{stored.name} has shape {list(blocks.shape)}; expected [experts, outputs, blocks, 16]")
+    _check_shape(stored, blocks.shape[:-1])
+    shape = (*blocks.shape[:2], blocks.shape[2] * 32)
+
+    def read() -> tuple[np.ndarray, None]:
+        whole = np.empty(shape, np.float32)
+        for index, one in enumerate(blocks):  # one expert after the other: what is in between is larger than either
+            pairs = np.stack([FP4[one & 15], FP4[one >> 4]], -1).reshape(*one.shape[:-1], 32)
+            power = exponents[index].view(np.uint8).astype(np.int32)[..., None] - 127
+            whole[index] = np.ldexp(pairs, power).reshape(whole[index].shape)
+        return whole, None
+
+    return Dequantised(shape, np.uint8, read).swapaxes(1, 2)
+
+
+def fused_experts(stored: Stored, scheme: Scheme) -> Dequantised:
+    """Stacked experts ``[E, in, out]`` in E4M3, one scale for each output of each, however its axes are written.
+
+    Raises:
+        CheckpointError: Values or scales are of another type or shape.
+    """
+    del scheme
+    values, scale = stored.values, stored.scale
+    _check_type(stored.name, values, (str(E4M3),))
+    _check_type(stored.scale_name, scale, _FLOATS)
+    if values.ndim != 3:
+        raise CheckpointError(f"{stored.name} has shape {list(values.shape)}; expected [experts, inputs, outputs]")
+    experts, _, outputs = values.shape
+    if scale.shape not in ((experts, 1, outputs), (experts, outputs, 1)):
+        raise _wrong_shape(stored.scale_name, scale.shape, (experts, 1, outputs))
+    return Dequantised(values.shape, values.dtype, lambda: (values, _numbers(scale).reshape(experts, 1, outputs)))
+
+
+def _scales(stored: Stored, scheme: Scheme, shape: Sequence[int]) -> Callable[[], np.ndarray]:
+    """What gives the scale of every value, or what broadcasts to it; checked against what they are of."""
+    scale = stored.scale
+    _check_type(stored.scale_name, scale, (*_FLOATS, *_EXPONENTS) if scheme.exponents else _FLOATS)
+    *stack, outputs, inputs = shape
+    if scheme.strategy == "tensor":
+        if scale.size != 1:
+            raise _wrong_shape(stored.scale_name, scale.shape, (1,))
+        return lambda: _numbers(scale).reshape((1,) * len(shape))
+    if scheme.strategy == "channel":
+        if scale.shape != (*stack, outputs):  # written without its last axis, which is one
+            _check_shape(stored, (*stack, outputs, 1))
+        return lambda: _numbers(scale).reshape(*stack, outputs, 1)
+    rows, columns = scheme.block
+    _check_shape(stored, (*stack, -(-outputs // rows), -(-inputs // columns)))
+    return lambda: np.repeat(np.repeat(_numbers(scale), rows, -2), columns, -1)[..., :outputs, :inputs]
+
+
+def _numbers(scale: np.ndarray) -> np.ndarray:
+    if str(scale.dtype) in _EXPONENTS:
+        return scale.view(np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    return scale.astype(np.float32)
+
+
+def _check_type(name: str, value: np.ndarray, expected: Sequence[str]) -> None:
+    if str(value.dtype) not in expected:
+        raise CheckpointError(f"{name} is stored as {value.dtype}; its quantisation asks for {' or '.join(expected)}")
+
+
+def _check_shape(stored: Stored, expected: Sequence[int]) -> None:
+    if stored.scale.shape != tuple(expected):
+        raise _wrong_shape(stored.scale_name, stored.scale.shape, expected)
+
+
+def _wrong_shape(name: str, shape: Sequence[int], expected: Sequence[int]) -> CheckpointError:
+    return CheckpointError(f"{name} has shape {list(shape)}; its quantisation asks for {list(expected)}")

@@ -1,0 +1,116 @@
+"""The tables of families in docs/support.md, out of support.json, which runs of the tests write.
+
+    pytest tests/test_families.py tests/test_target_contract.py --record-support docs/recorded/support.json
+    python docs/recorded/support.py     # writes them between their marks; the test of them does the same and compares
+
+A cell names the drafts for which every recorded case of it passed, and leads to the tests. What no test covers is a
+dash.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from conversion.families import FAMILIES
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+PAGE, RECORD = ROOT / "docs" / "support.md", HERE / "support.json"
+BEGIN, END = "<!-- families: written by docs/recorded/support.py -->", "<!-- end of families -->"
+PRECISIONS = ("float32", "bfloat16", "mixed", "fp8")
+DRAFTS = ("plain", "chain", "tree")
+WHAT = {
+    "parity": "beside transformers",
+    "contract": "contract of targets",
+    "vLLM": "beside vLLM",
+    "mesh": "on a mesh",
+    "AOT": "compiled for accelerators",
+}
+
+
+class Cell(NamedTuple):
+    """Where a case belongs."""
+
+    family: str
+    precision: str
+    draft: str
+    what: str
+
+
+class Found(NamedTuple):
+    """What is known of a cell.
+
+    Attributes:
+        passed: Whether every case of it did.
+        files: The tests' files.
+    """
+
+    passed: bool
+    files: frozenset[str]
+
+
+def cases() -> Mapping[str, Any]:
+    """The record; empty where there is none."""
+    return json.loads(RECORD.read_text(encoding="utf-8"))["cases"] if RECORD.exists() else {}
+
+
+def cells(recorded: Mapping[str, Any]) -> dict[Cell, Found]:
+    """What the cases say together."""
+    found: dict[Cell, Found] = {}
+    for name, case in recorded.items():
+        for cell in (Cell(*names) for names in case["cells"]):
+            before = found.get(cell, Found(True, frozenset()))
+            found[cell] = Found(before.passed and case["passed"], before.files | {name.partition("::")[0]})
+    return found
+
+
+def text_of(found: Mapping[Cell, Found], family: str, precision: str, what: str) -> str:
+    """A cell of the page."""
+    known = [(draft, found[cell]) for draft in DRAFTS if (cell := Cell(family, precision, draft, what)) in found]
+    if not known:
+        return "–"
+    files = sorted({file for _, one in known for file in one.files})
+    shown = ", ".join(draft if one.passed else f"**{draft} fails**" for draft, one in known)
+    more = "".join(f", [{Path(file).stem}](../{file})" for file in files[1:])
+    return f"[{shown}](../{files[0]}){more}"
+
+
+def lines(found: Mapping[Cell, Found]) -> Iterator[str]:
+    """A table for every precision that a test covers, and a sentence on the others."""
+    for precision in PRECISIONS:
+        if not any(cell.precision == precision for cell in found):
+            yield f"**`{precision}`**: no recorded test covers a family in it.\n"
+            continue
+        yield f"**`{precision}`**\n"
+        yield f"| family | `model_type` | {' | '.join(WHAT.values())} |"
+        yield "|---" * (2 + len(WHAT)) + "|"
+        for family in FAMILIES.values():
+            shown = " | ".join(text_of(found, family.model_type, precision, what) for what in WHAT)
+            yield f"| {family.label} | `{family.model_type}` | {shown} |"
+        yield ""
+
+
+def filled(text: str, recorded: Mapping[str, Any]) -> str:
+    """The page with its tables in their place.
+
+    Raises:
+        ValueError: A mark is missing.
+    """
+    before, opened, rest = text.partition(BEGIN)
+    _, closed, after = rest.partition(END)
+    if not opened or not closed:
+        raise ValueError(f"there is no place for the tables: put {BEGIN} and {END} around it")
+    tables = "\n".join(lines(cells(recorded))).rstrip("\n")
+    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}"
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), cases()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Attention over runs of keys and values, each under a mask of its own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from eagle3_jax.cache import KeyValue, Segment
+from eagle3_jax.models.layers import exact
+
+
+class Scoring(NamedTuple):
+    """What a model does to its scores.
+
+    Attributes:
+        scale: What they are multiplied with; ``H ** -0.5`` when ``None``.
+        softcap: They become ``softcap * tanh(score / softcap)`` before the mask (Gemma 2); ``None`` for none.
+        sinks: ``[heads]``, one more logit in the softmax of each head, which no value belongs to (gpt-oss).
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Float[Array, " heads"] | None = None
+
+    def of(self, products: Float[Array, "*any S"], head_dim: int) -> Float[Array, "*any S"]:
+        """Scores from ``q kᵀ``."""
+        scores = products * (head_dim**-0.5 if self.scale is None else self.scale)
+        return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
+
+
+def attention(
+    queries: Float[Array, "B T heads H"],
+    segments: Sequence[Segment],
+    own: Sequence[KeyValue] = (),
+    scoring: Scoring = Scoring(),
+) -> Float[Array, "B T width"]:
+    """Grouped-query attention, ``softmax(q kᵀ / √H) v``, with one float32 softmax over everything that is seen.
+
+    Args:
+        queries: Rotated queries.
+        segments: Runs of keys under a mask: a cache, the block itself, the levels of a draft tree.
+        own: Runs of ``T`` keys of which query ``t`` sees only key ``t`` (the diagonals of the training-time test).
+        scoring: What a model does to its scores beyond that.
+
+    Returns:
+        ``[B T heads·Hv]``; values may be narrower than keys.
+    """
+    batch, fed, heads, head_dim = queries.shape
+    kv_heads = (segments[0].kv if segments else own[0]).keys.shape[1]
+    groups = heads // kv_heads
+    # The query heads of a group and the tokens form one axis: XLA's CPU products want one free axis on each side.
+    rows = queries.reshape(batch, fed, kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
+    folded = rows.reshape(batch, kv_heads, groups * fed, head_dim)
+    contract = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision=exact(queries.dtype))
+    scores = []
+    for segment in segments:
+        score = contract("bcqh,bcsh->bcqs", folded, segment.kv.keys)
+        score = scoring.of(score.reshape(batch, kv_heads, groups, fed, -1), head_dim)
+        # A finite minimum, not -inf: a padded query that sees nothing must not turn into NaN.
+        scores.append(jnp.where(segment.mask[:, None, None], score, jnp.finfo(jnp.float32).min))
+    for kv in own:
+        score = jnp.sum((rows * kv.keys[:, :, None]).astype(jnp.float32), axis=-1, keepdims=True)
+        scores.append(scoring.of(score, head_dim))
+    # One softmax, taken apart: the largest score and the sum of all runs, and the division after the values are summed.
+    # Joining the runs and cutting the weights up again would cost more than the products, on short contexts.
+    largest = functools.reduce(jnp.maximum, [jnp.max(score, axis=-1, keepdims=True) for score in scores])
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.astype(jnp.float32).reshape(1, kv_heads, groups, 1, 1)
+        largest = jnp.maximum(largest, sinks)
+    weights = [jnp.exp(score - lax.stop_gradient(largest)) for score in scores]
+    total = functools.reduce(jnp.add, [jnp.sum(weight, axis=-1, keepdims=True) for weight in weights])
+    if scoring.sinks is not None:
+        total = total + jnp.exp(sinks - lax.stop_gradient(largest))
+    out = jnp.zeros((), jnp.float32)
+    for segment, weight in zip(segments, weights[: len(segments)], strict=True):
+        folded = weight.reshape(batch, kv_heads, groups * fed, -1).astype(queries.dtype)
+        part = contract("bcqs,bcsh->bcqh", folded, segment.kv.values)
+        out = out + part.reshape(*rows.shape[:-1], -1)
+    for kv, weight in zip(own, weights[len(segments) :], strict=True):
+        out = out + weight * kv.values[:, :, None]
+    out = (out / total).astype(queries.dtype)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, fed, -1)

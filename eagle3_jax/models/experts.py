@@ -1,0 +1,83 @@
+"""A mixture of experts as a layer: its router, many small gated MLPs, and one that every token goes through."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.models.config import Experts, GatedMLP
+from eagle3_jax.models.layers import Linear, Precision, SwiGLU
+from eagle3_jax.models.mixture import Stack, mixture
+from eagle3_jax.models.quantised import Fp8Kernel
+from eagle3_jax.models.routers import Routing, route, router_logits
+from eagle3_jax.sharding import EXPERTS, MODEL, Axis, on_a_mesh, rows_spec
+
+
+class ExpertMLP(nnx.Module):
+    """``Σ w_e · expert_e(x)`` over the chosen, and ``shared(x)``, whose output ``shared_gate`` may scale."""
+
+    def __init__(self, width: int, config: Experts, *, precision: Precision, rngs: nnx.Rngs):
+        count, inner = config.num_experts, config.width
+        options: dict[str, Any] = {"precision": precision, "rngs": rngs}
+        axes = (Axis(EXPERTS, count),)
+
+        def normal(*shape: int) -> nnx.Param:
+            values = jax.random.normal(rngs.params(), shape, jnp.float32) * shape[1] ** -0.5
+            return nnx.Param(values, axes=(*axes, None, None), fp8=True)
+
+        self.router = Linear(width, count, bias=config.bias, fp8=False, **options)
+        if config.router == "sigmoid":
+            self.correction = nnx.Param(jnp.zeros((count,), jnp.float32))
+        self.gate_up, self.down = normal(count, width, 2 * inner), normal(count, inner, width)
+        if config.bias:
+            self.gate_up_bias = nnx.Param(jnp.zeros((count, 2 * inner), jnp.float32), axes=(*axes, None))
+            self.down_bias = nnx.Param(jnp.zeros((count, width), jnp.float32), axes=(*axes, None))
+        if config.shared_width:
+            self.shared = SwiGLU(width, GatedMLP(width=config.shared_width), **options)
+        if config.shared_gate:
+            self.shared_gate = Linear(width, 1, fp8=False, **options)
+        self.config, self.precision = config, precision
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        if not on_a_mesh():
+            return self._share(x)
+        # Left to the partitioner, a loop over experts would gather the weights of all, and a choice the tokens of all.
+        graph, state = nnx.split(self)
+
+        def share(x: Array, state: Any) -> Array:
+            first = lax.axis_index(MODEL) * (self.config.num_experts // lax.axis_size(MODEL))
+            return lax.psum(nnx.merge(graph, state)._share(x, first), MODEL)
+
+        rows, parts = rows_spec(len(x)), jax.tree.map(_spec, state, is_leaf=lambda one: isinstance(one, nnx.Variable))
+        return jax.shard_map(share, in_specs=(rows, parts), out_specs=rows, check_vma=False)(x, state)
+
+    def _share(self, x: Float[Array, "B T D"], first: Int[Array, ""] | int = 0) -> Float[Array, "B T D"]:
+        """What the experts that lie here add, of which the first is ``first``, and the columns of the shared MLP."""
+        config, tokens = self.config, x.reshape(-1, x.shape[-1])
+        bias = None if self.router.bias is None else self.router.bias[...]
+        logits = router_logits(tokens, self.router.kernel[...], bias, config, self.precision)
+        routing = route(logits, self.correction[...] if config.router == "sigmoid" else None, config)
+        biases = (self.gate_up_bias[...], self.down_bias[...]) if config.bias else (None, None)
+        stack = Stack(self.gate_up[...], self.down[...], *biases)
+        here = Routing(routing.chosen - first, routing.weights)
+        out = mixture(tokens, here, stack, config, self.precision).reshape(x.shape)
+        if not config.shared_width:
+            return out
+        beside = self.shared(x)
+        return out + (beside * jax.nn.sigmoid(self.shared_gate(x)) if config.shared_gate else beside)
+
+
+def _spec(variable: nnx.Variable) -> Any:
+    """Where a parameter lies; of one in FP8 where each of its leaves does."""
+    axes, value = variable.get_metadata().get("axes", ()), variable[...]
+    spec = PartitionSpec(*(None if axis is None else MODEL for axis in axes))
+    if not isinstance(value, Fp8Kernel):
+        return spec
+    places = value.divided(NamedSharding(jax.sharding.get_abstract_mesh(), spec))
+    return jax.tree.map(lambda place: place.spec, places)

@@ -1,0 +1,83 @@
+"""Grouped-query attention as a layer: projections, norms, rotation, what the memory does with them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.cache import KeyValue
+from eagle3_jax.models.attention import Scoring
+from eagle3_jax.models.config import GroupedQuery, NormKind
+from eagle3_jax.models.layers import Linear, Precision, RMSNorm, apart, normalised
+from eagle3_jax.models.memory import Memory
+from eagle3_jax.models.rope import rotate, scale_queries
+from eagle3_jax.sharding import HEADS, Axis
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention with rotary positions.
+
+    Queries, keys and values are one product: few large products read weights faster than many small. Its columns are
+    ``[C, g + 2, H]``: the ``g`` query heads of a key head, the key head, its values. So whatever divides the key heads
+    over devices divides the product, and nothing has to move between them. With an output gate they are
+    ``[C, 2 g + 2, H]``, the gates of the query heads last.
+    """
+
+    def __init__(
+        self,
+        config: GroupedQuery,
+        *,
+        d_in: int,
+        width: int,
+        norm_eps: float,
+        norm_kind: NormKind = "plain",
+        precision: Precision,
+        rngs: nnx.Rngs,
+    ):
+        heads, size, axis = config.num_heads, config.head_dim, Axis(HEADS, config.num_kv_heads)
+        columns = (heads * (1 + config.output_gate) + 2 * config.num_kv_heads) * size
+        self.qkv = Linear(d_in, columns, axes=(None, axis), bias=config.qkv_bias, precision=precision, rngs=rngs)
+        self.o = Linear(heads * size, width, axes=(axis, None), bias=config.o_bias, precision=precision, rngs=rngs)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(size, norm_eps, norm_kind)
+            self.k_norm = RMSNorm(size, norm_eps, norm_kind)
+        if config.sinks:
+            self.sinks = nnx.Param(jnp.zeros((heads,), jnp.float32), axes=(axis,))
+        self.config, self.norm_eps = config, norm_eps
+
+    def __call__(
+        self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"], memory: Memory
+    ) -> tuple[Float[Array, "B T D"], KeyValue]:
+        """The block's attention, and the keys and values that its memory keeps."""
+        config = self.config
+        queries, kv, gate = self._project(x, positions)
+        sinks = self.sinks[...] if config.sinks else None
+        attended, kept = memory.attend(queries, kv, Scoring(config.scale, config.softcap, sinks))
+        return self.o(attended if gate is None else attended * jax.nn.sigmoid(gate)), kept
+
+    def project(
+        self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T heads H"], KeyValue]:
+        """Queries, keys and values of the same tokens, rotated."""
+        return self._project(x, positions)[:2]
+
+    def _project(
+        self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T heads H"], KeyValue, Float[Array, "B T width"] | None]:
+        config = self.config
+        rows, group = x.shape[:2], config.group
+        fused = apart(self.qkv(x)).reshape(*rows, config.num_kv_heads, -1, config.head_dim)
+        queries = fused[:, :, :, :group].reshape(*rows, config.num_heads, config.head_dim)
+        keys, values = fused[:, :, :, group], fused[:, :, :, group + 1]
+        gate = fused[:, :, :, group + 2 :].reshape(*rows, -1) if config.output_gate else None
+        if config.qk_norm:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        if config.rope is not None:
+            queries, keys = rotate(queries, positions, config.rope), rotate(keys, positions, config.rope)
+        if config.qk_l2_norm:
+            queries, keys = (normalised(one, self.norm_eps).astype(one.dtype) for one in (queries, keys))
+        if config.query_scaling is not None:
+            queries = scale_queries(queries, positions, config.query_scaling)
+        return queries, KeyValue(jnp.moveaxis(keys, 1, 2), jnp.moveaxis(values, 1, 2)), gate

@@ -1,0 +1,194 @@
+"""What the tokens of a block see in one layer: themselves, runs of tokens before them, a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, DTypeLike, Float, Int
+
+from eagle3_jax.cache import Cache, KeyValue, KeyValues, LatentKeys, LayerCache, Segment, Span, visible
+from eagle3_jax.models.attention import Scoring, attention
+from eagle3_jax.models.config import GatedDelta, GroupedQuery, Latent, LayerConfig, Mixer
+from eagle3_jax.recurrent import Recurrent
+
+
+@runtime_checkable
+class Memory(Protocol):
+    """What the tokens of a block see in one layer, and what stays of them."""
+
+    def attend(
+        self, queries: Float[Array, "B T heads H"], kv: KeyValue, scoring: Scoring = Scoring()
+    ) -> tuple[Float[Array, "B T width"], KeyValue]:
+        """Attention of a block over its past and itself, and the keys and values to keep."""
+        ...
+
+
+class BlockMemory(NamedTuple):
+    """The block and runs of tokens before it, each apart; keeps the block alone.
+
+    For prefill, for training and for levels of a draft tree, which are guesses and enter no cache.
+
+    Attributes:
+        past: Earlier keys and values with their masks.
+        mask: ``[B T T]``, which tokens of the block each one sees; ``None`` for itself alone.
+        own: Earlier keys and values of which each token sees those at its own index.
+    """
+
+    past: Sequence[Segment] = ()
+    mask: Bool[Array, "#B T T"] | None = None
+    own: Sequence[KeyValue] = ()
+
+    def attend(
+        self, queries: Float[Array, "B T heads H"], kv: KeyValue, scoring: Scoring = Scoring()
+    ) -> tuple[Float[Array, "B T width"], KeyValue]:
+        """See :class:`Memory`."""
+        if self.mask is None:
+            return attention(queries, self.past, (*self.own, kv), scoring), kv
+        return attention(queries, (*self.past, Segment(kv, self.mask)), self.own, scoring), kv
+
+
+class CacheMemory(NamedTuple):
+    """A layer of a cache: the block is written behind what is committed, and everything is one run of tokens.
+
+    So a token sees those before it in the same slots, summed in the same order, whether they were committed earlier or
+    stand before it in its block: a chain is verified with the very sums of plain decoding.
+
+    Attributes:
+        layer: The layer's cache.
+        length: ``[B]``, the slot that the block begins at.
+        visible: ``[B T S]``, from :func:`eagle3_jax.cache.visible`.
+    """
+
+    layer: KeyValues | LatentKeys
+    length: Int[Array, " B"]
+    visible: Bool[Array, "B T S"]
+
+    def attend(
+        self, queries: Float[Array, "B T heads H"], kv: KeyValue, scoring: Scoring = Scoring()
+    ) -> tuple[Float[Array, "B T width"], KeyValue]:
+        """See :class:`Memory`; keeps the whole buffers."""
+        written = self.layer.write(kv, self.length)
+        return attention(queries, (Segment(written, self.visible),), (), scoring), written
+
+
+class RecurrentMemory(NamedTuple):
+    """What the tokens of a block come after, in a layer that folds all of them into a state.
+
+    Attributes:
+        layer: The state that the block begins at; ``None`` where the block is a text from its first token on.
+        parents: ``[B T]``, the node of the block that each one comes after, -1 for what ``layer`` holds. Not read of a
+            text, whose tokens stand in order.
+        real: ``[B T]``, False at tokens that are padding of a text. They leave the state as it is.
+    """
+
+    layer: Recurrent | None
+    parents: Int[Array, "#B T"]
+    real: Bool[Array, "#B T"]
+
+
+def empty_cache(layers: Sequence[LayerConfig], *, batch: int, capacity: int, dtype: DTypeLike) -> Cache:
+    """What each layer keeps of its past, for ``batch`` rows of ``capacity`` slots."""
+
+    def of(mixer: Mixer) -> LayerCache:
+        if isinstance(mixer, GroupedQuery):
+            heads, size = mixer.num_kv_heads, mixer.head_dim
+            return KeyValues.allocate(batch=batch, capacity=capacity, num_kv_heads=heads, head_dim=size, dtype=dtype)
+        if isinstance(mixer, Latent):
+            return LatentKeys.allocate(batch=batch, capacity=capacity, channels=mixer.channels, dtype=dtype)
+        if isinstance(mixer, GatedDelta):
+            sizes = {field.name: getattr(mixer, field.name) for field in dataclasses.fields(mixer)}
+            return Recurrent.allocate(batch=batch, dtype=dtype, **sizes)
+        raise ValueError(f"a layer of {type(mixer).__name__} has no cache here")
+
+    return Cache.of(tuple(of(layer.mixer) for layer in layers), batch=batch)
+
+
+def spans_of(layers: Sequence[LayerConfig]) -> list[Span]:
+    """Which positions a token sees, per layer."""
+    return [
+        Span(layer.mixer.window, layer.mixer.chunk) if isinstance(layer.mixer, GroupedQuery) else Span()
+        for layer in layers
+    ]
+
+
+def memories(
+    layers: Sequence[LayerConfig],
+    mask: Bool[Array, "#B T M"],
+    positions: Int[Array, "B M"],
+    cache: Cache | None = None,
+    length: Int[Array, " B"] | None = None,
+) -> list[Memory | RecurrentMemory]:
+    """One memory per layer for a block, behind the committed slots of a cache where there is one.
+
+    Args:
+        layers: Of whom.
+        mask: Which tokens of the block each one sees. With a cache the tokens may be its last ``T`` of ``M``: the ones
+            before lie behind the committed slots already, as the earlier levels of a draft tree do.
+        positions: Of the whole block, absolute.
+        cache: Of the same layers. Without one the block of a recurrent layer is a text, in order.
+        length: How many tokens of such a text are real; those that see themselves, when left out.
+
+    Raises:
+        ValueError: Tokens of a recurrent layer lie behind others that no state has taken in.
+    """
+    recurrent = [isinstance(layer.mixer, GatedDelta) for layer in layers]
+    spans, size, fed = spans_of(layers), mask.shape[-1], mask.shape[-2]
+    states: list[Recurrent | None] = [None] * len(layers)
+    if any(recurrent) and fed != size:
+        raise ValueError(
+            f"the last {fed} tokens of a block of {size} were given to a recurrent layer; expected the whole block, as "
+            "its earlier tokens are in no state"
+        )
+    if cache is None:
+        alone = {
+            span: BlockMemory(mask=mask if span.whole else mask & span.sees(positions, positions))
+            for span in set(spans)
+        }
+        seen: list[Memory] = [alone[span] for span in spans]
+    else:
+        seen, states = _behind(cache, mask, positions, spans), [_state(layer) for layer in cache.layers]
+    if not any(recurrent):
+        return list(seen)
+    past = RecurrentMemory(None, parents_of(mask), _real(mask, length))
+    return [
+        past._replace(layer=state) if folds else memory
+        for folds, memory, state in zip(recurrent, seen, states, strict=True)
+    ]
+
+
+def _behind(
+    cache: Cache, mask: Bool[Array, "#B T M"], positions: Int[Array, "B M"], spans: Sequence[Span]
+) -> list[Memory]:
+    """One memory per layer behind the committed slots; of no use to a layer without slots."""
+    capacity = next((layer.capacity for layer in cache.layers if isinstance(layer, KeyValues | LatentKeys)), 0)
+    seen = {span: visible(mask, cache.length, capacity, positions=positions, span=span) for span in set(spans)}
+    before = mask.shape[-1] - mask.shape[-2]
+    start = cache.length + before if before else cache.length
+    return [
+        CacheMemory(layer, start, seen[span])  # type: ignore[arg-type]
+        for layer, span in zip(cache.layers, spans, strict=True)
+    ]
+
+
+def parents_of(mask: Bool[Array, "#B T T"]) -> Int[Array, "#B T"]:
+    """The last other token of a block that each one sees, which is its parent; -1 where it sees none."""
+    size = mask.shape[-1]
+    others = mask & ~jnp.eye(size, dtype=jnp.bool_)
+    return jnp.max(jnp.where(others, jnp.arange(size, dtype=jnp.int32), -1), axis=-1)
+
+
+def _real(mask: Bool[Array, "#B T T"], length: Int[Array, " B"] | None) -> Bool[Array, "#B T"]:
+    itself = jnp.diagonal(mask, axis1=-2, axis2=-1)
+    return itself if length is None else itself & (jnp.arange(mask.shape[-1]) < length[:, None])
+
+
+def _state(layer: LayerCache) -> Recurrent | None:
+    return layer if isinstance(layer, Recurrent) else None
+
+
+def causal_mask(size: int) -> Bool[Array, "1 T T"]:
+    """Every token sees itself and what stands before it."""
+    return jnp.tril(jnp.ones((size, size), jnp.bool_))[None]

@@ -1,0 +1,66 @@
+"""What is asked of a mesh with every kind of layer, on eight devices; prints one JSON object.
+
+For ``test_mesh_families.py``. In float32, and with seeds at which no two logits nearly tie.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import tiny
+from on_a_mesh import CHAIN, LIMITS, PROMPTS, TREE, mesh_of, moved, stack
+
+import eagle3_jax as e3
+from eagle3_jax.models.config import Experts, GatedDelta, GatedMLP, GroupedQuery, Latent, LayerConfig
+
+MESH = "model=4,data=2"
+SOFTMAX = Experts(num_experts=8, per_token=3, width=6, router="softmax", shared_width=8, shared_gate=True)
+SIGMOID = Experts(
+    num_experts=8, per_token=3, width=6, router="sigmoid", groups=4, kept_groups=2, scaling=2.5, shared_width=8
+)
+CLAMPED = Experts(num_experts=8, per_token=3, width=6, router="softmax-of-chosen", bias=True, limit=1.5)
+GROUPED = GroupedQuery(num_heads=8, num_kv_heads=4, head_dim=4, output_gate=True)
+SINKS = GroupedQuery(num_heads=8, num_kv_heads=4, head_dim=4, sinks=True, qkv_bias=True, o_bias=True, window=7)
+LATENT = Latent(num_heads=4, q_rank=6, kv_rank=8, nope_dim=4, rope_dim=4, value_dim=6)
+DELTA = GatedDelta(num_key_heads=4, num_value_heads=8, key_dim=4, value_dim=4)
+TARGETS = {
+    "experts": (LayerConfig(mixer=SINKS, mlp=CLAMPED), LayerConfig(mixer=SINKS, mlp=CLAMPED)),
+    "latent attention": (LayerConfig(mixer=LATENT, mlp=GatedMLP(width=24)), LayerConfig(mixer=LATENT, mlp=SIGMOID)),
+    "recurrent layers": (LayerConfig(mixer=DELTA, mlp=SOFTMAX), LayerConfig(mixer=GROUPED, mlp=SOFTMAX)),
+}
+
+
+def pair(layers: tuple[LayerConfig, ...]) -> Any:
+    """A target whose correction, biases and sinks are not what they are made as, and a head of plain layers."""
+    target = tiny.target(60, layers=layers)
+
+    def unlike(path: Any, leaf: jax.Array) -> jax.Array:
+        name = path[-1].key
+        if name in ("bias", "correction", "sinks", "gate_up_bias", "down_bias"):
+            return leaf + 0.3 * jax.random.normal(jax.random.key(len(leaf)), leaf.shape)
+        return leaf
+
+    target = dataclasses.replace(target, params=jax.tree_util.tree_map_with_path(unlike, target.params))
+    return target, tiny.eagle3(target, draft_vocab_size=32, layers=stack(1))
+
+
+def generated(models: Any, text: str | None, **options: Any) -> list[list[int]]:
+    decoder = e3.SpeculativeDecoder(*models, mesh=None if text is None else mesh_of(text), **options)
+    return decoder.generate(PROMPTS, max_new_tokens=LIMITS, seed=7).tokens
+
+
+if __name__ == "__main__":
+    found: dict[str, Any] = {}
+    for name, layers in TARGETS.items():
+        models = pair(layers)
+        alone = generated(models, None, **CHAIN)
+        assert len({token for row in alone for token in row}) > 9
+        found[name] = {
+            "chain": generated(models, MESH, **CHAIN) == alone,
+            "tree": generated(models, MESH, **TREE) == alone,
+            "step": moved(models, MESH, **CHAIN)["moves"],
+        }
+    print(json.dumps(found))

@@ -1,0 +1,219 @@
+"""Quantised checkpoints written by hand from one that is not, and what each stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from checkpoints import TARGET, write_llama
+from safetensors.numpy import save_file
+
+from conversion.tensors import read_tensors
+from eagle3_jax.models.config import GatedMLP, GroupedQuery, uniform
+
+E4M3 = ml_dtypes.float8_e4m3fn
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+BLOCK, GROUP = 16, 8
+LAYERS = 2
+# Recipes whose values are FP8 and stay as they are in memory.
+KEPT = ("fp8", "fp8 exponents", "channel", "tensor", "fbgemm", "modelopt")
+
+# Tensors by name: those of the file, and the one that they stand for.
+Quantise = Callable[[str, np.ndarray], tuple[dict[str, np.ndarray], np.ndarray]]
+
+
+class Recipe(NamedTuple):
+    """How linear layers are written, and what ``quantization_config`` says of it."""
+
+    quantise: Quantise
+    config: dict[str, Any]
+
+
+def is_linear(name: str) -> bool:
+    return name.endswith("proj.weight")
+
+
+def is_expert(name: str) -> bool:
+    return name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+
+
+def to_e4m3(x: np.ndarray) -> np.ndarray:
+    return np.clip(x, -448, 448).astype(E4M3)
+
+
+def by_block(weights: np.ndarray, power_of_two: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Values, a scale a block, and what they stand for."""
+    rows, columns = (-(-size // BLOCK) for size in weights.shape)
+    scale = np.empty((rows, columns), np.float32)
+    values, dense = np.empty(weights.shape, E4M3), np.empty(weights.shape, np.float32)
+    for row in range(rows):
+        for column in range(columns):
+            place = np.s_[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
+            size = np.abs(weights[place]).max() / np.float32(448)
+            scale[row, column] = 2.0 ** np.ceil(np.log2(size)) if power_of_two else size
+            values[place] = to_e4m3(weights[place] / scale[row, column])
+            dense[place] = values[place].astype(np.float32) * scale[row, column]
+    return values, scale, dense
+
+
+def _fp8_block(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    values, scale, dense = by_block(weights)
+    return {name: values, f"{name}_scale_inv": scale}, dense
+
+
+def _fp8_exponents(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    values, scale, dense = by_block(weights, power_of_two=True)
+    exponents = (np.log2(scale) + 127).astype(np.uint8)
+    stored = exponents if "q_proj" in name else exponents.view(ml_dtypes.float8_e8m0fnu)
+    return {name: values, f"{name}_scale_inv": stored}, dense
+
+
+def _scaled(top: float, cast: Callable[[np.ndarray], np.ndarray], of: str, *, beside: bool = False) -> Quantise:
+    """``W = q s`` of compressed-tensors and its like; ``of`` a tensor or an output."""
+
+    def quantise(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        axes = None if of in ("tensor", "scalar") else 1
+        scale = (np.abs(weights).max(axis=axes, keepdims=True) / top).astype(ml_dtypes.bfloat16).astype(np.float32)
+        values = cast(weights / scale)
+        stored = scale.reshape(()) if of == "scalar" else scale.reshape(1) if of == "tensor" else scale
+        stem = name.removesuffix(".weight")
+        stored = stored if "q_proj" in name else stored.astype(ml_dtypes.bfloat16)
+        extra = {f"{stem}.input_scale": np.ones(1, np.float32)} if beside else {}
+        return {name: values, f"{stem}.weight_scale": stored, **extra}, values.astype(np.float32) * scale
+
+    return quantise
+
+
+def _packed(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Signed four-bit values plus 8, eight to a word, the first in its lowest bits."""
+    grouped = weights.reshape(len(weights), -1, GROUP)
+    scale = (np.abs(grouped).max(-1) / 7.5).astype(np.float32)
+    values = np.clip(np.round(grouped / scale[..., None]), -8, 7).astype(np.int8)
+    fields = (values.reshape(len(weights), -1, 8).astype(np.int64) + 8).astype(np.uint32)
+    words = (fields << (4 * np.arange(8, dtype=np.uint32))).sum(-1, dtype=np.uint32).view(np.int32)
+    stem = name.removesuffix(".weight")
+    shape = np.array(weights.shape, np.int64)
+    stored = {f"{stem}.weight_packed": words, f"{stem}.weight_scale": scale, f"{stem}.weight_shape": shape}
+    return stored, (values * scale[..., None]).reshape(weights.shape).astype(np.float32)
+
+
+def mxfp4(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Experts ``[E, in, out]``: blocks of 32 inputs, the first of two values in the low half of a byte."""
+    groups = np.swapaxes(weights, 1, 2).reshape(weights.shape[0], weights.shape[2], -1, 32)
+    exponent = np.floor(np.log2(np.abs(groups).max(-1))) - 2
+    scaled = groups / np.exp2(exponent)[..., None]
+    nearest = np.abs(np.abs(scaled)[..., None] - FP4).argmin(-1)
+    codes = nearest.astype(np.uint8) | ((scaled < 0).astype(np.uint8) << 3)
+    blocks, scales = codes[..., 0::2] | (codes[..., 1::2] << 4), (exponent + 127).astype(np.uint8)
+    dense = np.where(scaled < 0, -FP4[nearest], FP4[nearest]) * np.exp2(exponent)[..., None]
+    dense = np.swapaxes(dense.reshape(*groups.shape[:2], -1), 1, 2).astype(np.float32)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}, dense
+
+
+def _fbgemm(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Linear layers a scale for every output; stacked experts ``[E, in, out]`` too, that of the second as a column."""
+    if is_linear(name):
+        return _scaled(448, to_e4m3, "output")(name, weights)
+    scale = (np.abs(weights).max(1, keepdims=True) / np.float32(448)).astype(np.float32)
+    values = to_e4m3(weights / scale)
+    stored = np.swapaxes(scale, 1, 2) if "down" in name else scale
+    return {name: values, f"{name}_scale": stored}, values.astype(np.float32) * scale
+
+
+def int8(x: np.ndarray) -> np.ndarray:
+    return np.clip(np.round(x), -128, 127).astype(np.int8)
+
+
+def group(weights: dict[str, Any], form: str, **fields: Any) -> dict[str, Any]:
+    """What LLM Compressor writes."""
+    weights = {"symmetric": True, "dynamic": False, **weights}
+    modules = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "ignore": ["lm_head"], "config_groups": {"group_0": modules}, "kv_cache_scheme": None, **fields,
+    }  # fmt: skip
+
+
+FP8_CONFIG: dict[str, Any] = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK],
+    "modules_to_not_convert": ["lm_head"],
+}  # fmt: skip
+_FLOAT, _INT = {"num_bits": 8, "type": "float"}, {"num_bits": 8, "type": "int"}
+RECIPES = {
+    "fp8": Recipe(_fp8_block, FP8_CONFIG),
+    "fp8 exponents": Recipe(_fp8_exponents, {**FP8_CONFIG, "scale_fmt": "ue8m0"}),
+    "channel": Recipe(
+        _scaled(448, to_e4m3, "output"), group({**_FLOAT, "strategy": "channel"}, "float-quantized")
+    ),
+    "tensor": Recipe(
+        _scaled(448, to_e4m3, "tensor", beside=True), group({**_FLOAT, "strategy": "tensor"}, "float-quantized")
+    ),
+    "int8": Recipe(_scaled(127.5, int8, "output"), group({**_INT, "strategy": "channel"}, "int-quantized")),
+    "int4": Recipe(
+        _packed,
+        group({"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}, "pack-quantized"),
+    ),
+    "fbgemm": Recipe(_fbgemm, {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head"]}),
+    "modelopt": Recipe(
+        _scaled(448, to_e4m3, "scalar", beside=True),
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+    ),
+}  # fmt: skip
+
+
+def quantise(source: Path, directory: Path, recipe: Recipe) -> dict[str, np.ndarray]:
+    """Write a checkpoint with its linear layers and experts quantised; what it stands for, by name."""
+    directory.mkdir(parents=True)
+    values = json.loads((source / "config.json").read_text())
+    stored: dict[str, np.ndarray] = {}
+    dense: dict[str, np.ndarray] = {}
+    for name, value in read_tensors(source).items():
+        if is_linear(name) or is_expert(name):
+            new, dense[name] = recipe.quantise(name, np.asarray(value, np.float32))
+            stored |= new
+        else:
+            stored[name] = dense[name] = value
+    save(directory, {**values, "quantization_config": recipe.config}, stored)
+    return dense
+
+
+def save(directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    """Write a checkpoint; types that the writer of safetensors does not know by way of their bytes."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(
+        {name: np.ascontiguousarray(value) for name, value in tensors.items()},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+
+
+def edit(directory: Path, **changes: np.ndarray | None) -> None:
+    """Set tensors of a checkpoint; ``None`` removes one."""
+    tensors = {name: value.copy() for name, value in read_tensors(directory).items()}
+    save_file(
+        {name: np.ascontiguousarray(value) for name, value in {**tensors, **changes}.items() if value is not None},
+        directory / "model.safetensors",
+    )
+
+
+def layers(inner: int) -> Any:
+    return uniform(LAYERS, GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=8), GatedMLP(width=inner))
+
+
+def plain(directory: Path, inner: int = 24) -> Path:
+    """A target that is not quantised; its layers are no multiple of a block."""
+    return write_llama(directory, dataclasses.replace(TARGET, layers=layers(inner)))
+
+
+def written(directory: Path, name: str, inner: int = 24) -> tuple[Path, Path]:
+    """A quantised target, and one whose files hold what that stands for."""
+    source = plain(directory / "source", inner)
+    dense = quantise(source, directory / "quantised", RECIPES[name])
+    save(directory / "dense", json.loads((source / "config.json").read_text()), dense)
+    return directory / "quantised", directory / "dense"

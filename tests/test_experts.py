@@ -1,0 +1,363 @@
+"""Experts against transformers' own modules and against their sum written out; all forms of it against each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eagle3_jax.models import mixture
+from eagle3_jax.models.config import Experts
+from eagle3_jax.models.experts import ExpertMLP
+from eagle3_jax.models.functional import bind, init_params, param_shapes
+from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, cast
+from eagle3_jax.models.mixture import Stack
+from eagle3_jax.models.quantised import quantise
+from eagle3_jax.models.routers import Routing, route, router_logits
+
+WIDTH, COUNT, INNER = 16, 8, 6
+BUILD = functools.partial(ExpertMLP, WIDTH)
+SOFTMAX = Experts(num_experts=COUNT, per_token=3, width=INNER, router="softmax")
+SIGMOID = Experts(num_experts=COUNT, per_token=3, width=INNER, router="sigmoid", scaling=2.5)
+CLAMPED = Experts(
+    num_experts=COUNT, per_token=3, width=INNER, router="softmax-of-chosen", bias=True, limit=1.5, normalise=False
+)
+AT_INPUT = Experts(num_experts=COUNT, per_token=1, width=INNER, router="sigmoid-of-input")
+
+# A module of transformers, the fields of its configuration, and our description of the same.
+_BASE = {"hidden_size": WIDTH, "num_experts_per_tok": 3, "moe_intermediate_size": INNER}
+_DEEPSEEK = _BASE | {"n_routed_experts": COUNT, "n_shared_experts": 2, "routed_scaling_factor": 2.5}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any], Experts]] = {
+    "Qwen3-MoE": (
+        "qwen3_moe",
+        "Qwen3MoeSparseMoeBlock",
+        _BASE | {"num_experts": COUNT, "norm_topk_prob": True},
+        SOFTMAX,
+    ),
+    "Qwen3-MoE, not normalised": (
+        "qwen3_moe",
+        "Qwen3MoeSparseMoeBlock",
+        _BASE | {"num_experts": COUNT, "norm_topk_prob": False},
+        dataclasses.replace(SOFTMAX, normalise=False),
+    ),
+    "Qwen3-Next": (
+        "qwen3_next",
+        "Qwen3NextSparseMoeBlock",
+        _BASE | {"num_experts": COUNT, "norm_topk_prob": True, "shared_expert_intermediate_size": 10},
+        dataclasses.replace(SOFTMAX, shared_width=10, shared_gate=True),
+    ),
+    "DeepSeek-V3": (
+        "deepseek_v3",
+        "DeepseekV3MoE",
+        _DEEPSEEK | {"n_group": 4, "topk_group": 2, "norm_topk_prob": True},
+        dataclasses.replace(SIGMOID, groups=4, kept_groups=2, shared_width=2 * INNER),
+    ),
+    "DeepSeek-V3, not normalised": (
+        "deepseek_v3",
+        "DeepseekV3MoE",
+        _DEEPSEEK | {"n_group": 2, "topk_group": 1, "norm_topk_prob": False},
+        dataclasses.replace(SIGMOID, groups=2, kept_groups=1, shared_width=2 * INNER, normalise=False),
+    ),
+    "GLM-4-MoE": (
+        "glm4_moe",
+        "Glm4MoeMoE",
+        _DEEPSEEK | {"n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+        dataclasses.replace(SIGMOID, shared_width=2 * INNER),
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        "GptOssMLP",
+        {"hidden_size": WIDTH, "num_local_experts": COUNT, "num_experts_per_tok": 3, "intermediate_size": INNER}
+        | {"swiglu_limit": 1.5},
+        CLAMPED,
+    ),
+    "Llama 4": (
+        "llama4",
+        "Llama4TextMoe",
+        {"hidden_size": WIDTH, "num_local_experts": COUNT, "num_experts_per_tok": 1, "intermediate_size": INNER},
+        dataclasses.replace(AT_INPUT, shared_width=INNER),
+    ),
+}
+
+
+def draw(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def in_turns(gate_up: np.ndarray) -> np.ndarray:
+    """Columns ``[2, I]`` as ``[I, 2]``."""
+    return np.stack(np.split(gate_up, 2, axis=-1), axis=-1).reshape(gate_up.shape)
+
+
+def ours(tensors: dict[str, np.ndarray], in_out: bool, in_order: bool) -> dict[str, Any]:
+    """Parameters from the tensors that a module of transformers has in memory."""
+    turned = lambda one: one if in_out else np.swapaxes(one, 1, 2)
+    gate_up = turned(tensors["experts.gate_up_proj"])
+    router = "router" if "router.weight" in tensors else "gate"
+    params: dict[str, Any] = {
+        "router": {"kernel": tensors[f"{router}.weight"].T},
+        "gate_up": gate_up if in_order else in_turns(gate_up),
+        "down": turned(tensors["experts.down_proj"]),
+    }
+    if "gate.e_score_correction_bias" in tensors:
+        params["correction"] = tensors["gate.e_score_correction_bias"]
+    if "router.bias" in tensors:
+        params["router"]["bias"] = tensors["router.bias"]
+        params["gate_up_bias"] = tensors["experts.gate_up_proj_bias"]
+        params["down_bias"] = tensors["experts.down_proj_bias"]
+    shared = next((name.split(".")[0] for name in tensors if name.startswith("shared_expert") and "proj" in name), None)
+    if shared:
+        both = [tensors[f"{shared}.{name}_proj.weight"].T for name in ("gate", "up")]
+        params["shared"] = {
+            "gate_up": {"kernel": in_turns(np.concatenate(both, axis=1))},
+            "down": {"kernel": tensors[f"{shared}.down_proj.weight"].T},
+        }
+    if "shared_expert_gate.weight" in tensors:
+        params["shared_gate"] = {"kernel": tensors["shared_expert_gate.weight"].T}
+    return params
+
+
+@functools.cache
+def theirs(name: str) -> tuple[Any, dict[str, Any]]:
+    """A module of transformers, all of it random, and its parameters as ours."""
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    family, module, fields, config = FAMILIES[name]
+    settings = transformers.AutoConfig.for_model({"llama4": "llama4_text"}.get(family, family), **fields)
+    settings._experts_implementation = "eager"
+    layer = (
+        getattr(getattr(transformers.models, family), f"modeling_{family}").__dict__[module](settings).float().eval()
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for one in (*layer.parameters(), *layer.buffers()):
+            one.copy_(torch.randn(one.shape, generator=generator) * 0.5)
+    tensors = {key: value.numpy() for key, value in layer.state_dict().items()}
+    params = ours(tensors, in_out=family in ("gpt_oss", "llama4"), in_order=family == "gpt_oss")
+    assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, param_shapes(BUILD, config, FLOAT32))
+    return layer, params
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def apply(config: Experts, precision: Precision, params: Any, x: jax.Array) -> jax.Array:
+    return bind(BUILD, config, precision, params)(x)
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_layer_is_that_of_transformers(name: str, tokens: int) -> None:
+    layer, params = theirs(name)
+    torch = pytest.importorskip("torch")
+
+    x = draw(2, 2, tokens, WIDTH)
+    with torch.no_grad():
+        wanted = layer(torch.from_numpy(x))
+    wanted = wanted[0] if isinstance(wanted, tuple) else wanted
+    found = apply(FAMILIES[name][3], FLOAT32, params, jnp.asarray(x))
+    np.testing.assert_allclose(found, wanted.numpy().reshape(x.shape), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next", "DeepSeek-V3", "gpt-oss", "Llama 4"])
+def test_bfloat16_is_what_transformers_rounds_it_to(name: str) -> None:
+    layer, params = theirs(name)
+    import copy
+
+    torch = pytest.importorskip("torch")
+
+    x = draw(3, 1, 40, WIDTH)
+    half = copy.deepcopy(layer).to(torch.bfloat16)
+    if name == "DeepSeek-V3":
+        half.gate.e_score_correction_bias.data = layer.gate.e_score_correction_bias.data
+    with torch.no_grad():
+        wanted = half(torch.from_numpy(x).to(torch.bfloat16))
+    wanted = (wanted[0] if isinstance(wanted, tuple) else wanted).float().numpy().reshape(x.shape)
+    rounded = jax.tree.map(lambda leaf: np.asarray(jnp.asarray(leaf, jnp.bfloat16), np.float32), params)
+    rounded |= {"correction": params["correction"]} if "correction" in params else {}
+    found = apply(FAMILIES[name][3], BFLOAT16, cast(rounded, BFLOAT16), jnp.asarray(x, jnp.bfloat16))
+    error = np.abs(np.asarray(found, np.float32) - wanted).max(axis=-1)
+    assert found.dtype == jnp.bfloat16
+    # A token whose choice hangs on the last bit goes elsewhere; none of the others is off by more than roundings.
+    assert np.sort(error[0])[-3] < 0.03 * np.abs(wanted).max()
+
+
+def written_out(x: np.ndarray, routing: Routing, stack: Stack, config: Experts) -> np.ndarray:
+    """The sum over the chosen experts in float64, one token after the other."""
+    wide = lambda one: np.asarray(one, np.float64)
+    sigmoid = lambda z: 1 / (1 + np.exp(-z))
+    out = np.zeros(x.shape)
+    for token in range(len(x)):
+        for expert, weight in zip(np.asarray(routing.chosen[token]), wide(routing.weights[token]), strict=True):
+            if not 0 <= expert < len(stack.gate_up):
+                continue
+            given = wide(x[token]) * (weight if config.router == "sigmoid-of-input" else 1)
+            both = given @ wide(stack.gate_up[expert])
+            both = both if stack.gate_up_bias is None else both + wide(stack.gate_up_bias[expert])
+            gate, up = both[0::2], both[1::2]
+            if config.limit is None:
+                inner = gate * sigmoid(gate) * up
+            else:
+                gate, up = np.minimum(gate, config.limit), np.clip(up, -config.limit, config.limit)
+                inner = (up + 1) * gate * sigmoid(1.702 * gate)
+            y = inner @ wide(stack.down[expert])
+            y = y if stack.down_bias is None else y + wide(stack.down_bias[expert])
+            out[token] += y * (1 if config.router == "sigmoid-of-input" else weight)
+    return out
+
+
+def stack_of(config: Experts) -> Stack:
+    biases = (draw(6, COUNT, 2 * INNER), draw(7, COUNT, WIDTH)) if config.bias else (None, None)
+    arrays = (draw(4, COUNT, WIDTH, 2 * INNER) / 4, draw(5, COUNT, INNER, WIDTH) / 2, *biases)
+    return Stack(*(one if one is None else jnp.asarray(one) for one in arrays))
+
+
+FORMS = {
+    "one by one": mixture.one_by_one,
+    "runs of 1": functools.partial(mixture.in_runs, rows=1, skip=True),
+    "runs of 3": functools.partial(mixture.in_runs, rows=3, skip=True),
+    "runs of 3, all": functools.partial(mixture.in_runs, rows=3, skip=False),
+    "runs of all": functools.partial(mixture.in_runs, rows=11, skip=True),
+    "of all": mixture.of_all,
+    "of chosen": mixture.of_chosen,
+}
+
+
+def routings() -> dict[str, Routing]:
+    """Choices that are usual and some that are not, of 11 tokens."""
+    rng = np.random.default_rng(8)
+    drawn = np.sort(np.stack([rng.choice(COUNT, 3, replace=False) for _ in range(11)]), axis=1)
+    chosen = {
+        "drawn": drawn,
+        "one expert for all": np.full((11, 1), 5),
+        "all experts": np.broadcast_to(np.arange(COUNT), (11, COUNT)),
+        "some are elsewhere": drawn * 2 - 3,
+        "all are elsewhere": np.full((11, 2), -1),
+    }
+    return {
+        name: Routing(jnp.asarray(one), jnp.asarray(rng.random(one.shape), jnp.float32)) for name, one in chosen.items()
+    }
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "config", [SOFTMAX, CLAMPED, dataclasses.replace(AT_INPUT, bias=True)], ids=lambda config: config.router
+)
+def test_every_form_is_the_sum_written_out(form: str, config: Experts) -> None:
+    x, stack = draw(9, 11, WIDTH), stack_of(config)
+    run = jax.jit(functools.partial(FORMS[form], config=config, precision=FLOAT32))
+    for name, routing in routings().items():
+        found = run(jnp.asarray(x), routing, stack)
+        np.testing.assert_allclose(found, written_out(x, routing, stack, config), atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("form", ["runs of 3", "of all", "of chosen"])
+def test_experts_in_fp8_are_those_that_their_values_stand_for(form: str) -> None:
+    dense = stack_of(SOFTMAX)
+    kernels = [quantise(np.asarray(one)) for one in dense[:2]]
+    stack = Stack(*(jax.tree.map(jnp.asarray, kernel) for kernel in kernels), None, None)
+    stands_for = Stack(*(kernel.dense(jnp.float32) for kernel in stack[:2]), None, None)
+    x, routing = draw(9, 11, WIDTH), routings()["drawn"]
+    found = jax.jit(functools.partial(FORMS[form], config=SOFTMAX, precision=FLOAT32))(jnp.asarray(x), routing, stack)
+    np.testing.assert_allclose(found, written_out(x, routing, stands_for, SOFTMAX), atol=1e-5)
+
+
+def test_few_and_many_tokens_take_other_forms_and_get_the_same() -> None:
+    """On accelerators; of 8 experts two tokens with three each are fewer than all."""
+    config, stack = SOFTMAX, stack_of(SOFTMAX)
+    for tokens, form in ((2, mixture.of_chosen), (3, mixture.of_all), (200, None)):
+        x = draw(10, tokens, WIDTH)
+        chosen = np.sort(np.argsort(draw(11, tokens, COUNT), axis=1)[:, :3], axis=1)
+        routing = Routing(jnp.asarray(chosen), jnp.asarray(np.abs(draw(12, tokens, 3))))
+        text = (
+            jax.jit(mixture.mixture, static_argnums=(3, 4))
+            .trace(jnp.asarray(x), routing, stack, config, FLOAT32)
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
+        )
+        assert ("while" in text) == (form is None)
+        assert ("dynamic_slice" in text) == (form is None)
+        assert (text.count("dot_general") == 0) == (form is mixture.of_chosen)
+        wanted = written_out(x, routing, stack, config)
+        found = jax.jit(mixture.mixture, static_argnums=(3, 4))(jnp.asarray(x), routing, stack, config, FLOAT32)
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_weights_are_summed_in_ascending_order_of_experts() -> None:
+    routing = route(jnp.asarray(draw(13, 50, COUNT)), None, SOFTMAX)
+    assert (np.diff(routing.chosen, axis=1) > 0).all()
+    np.testing.assert_allclose(routing.weights.sum(axis=1), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid", "softmax-of-chosen", "sigmoid-of-input"])
+def test_of_equals_the_first_are_chosen(router: Any) -> None:
+    config = Experts(num_experts=COUNT, per_token=3, width=INNER, router=router)
+    logits = jnp.asarray([[1.0, 2.0, 1.0, 1.0, 0.0, 1.0, 2.0, 1.0]])
+    found = route(logits, jnp.zeros(COUNT) if router == "sigmoid" else None, config)
+    np.testing.assert_array_equal(found.chosen, [[0, 1, 6]])
+
+
+def test_all_of_the_experts_may_be_chosen() -> None:
+    config = dataclasses.replace(SOFTMAX, per_token=COUNT)
+    logits = draw(14, 4, COUNT)
+    found = route(jnp.asarray(logits), None, config)
+    np.testing.assert_array_equal(found.chosen, np.broadcast_to(np.arange(COUNT), (4, COUNT)))
+    np.testing.assert_allclose(found.weights, jax.nn.softmax(logits), atol=1e-6)
+
+
+def test_a_correction_chooses_and_does_not_weigh() -> None:
+    config = dataclasses.replace(SIGMOID, per_token=1, normalise=False, scaling=1.0)
+    found = route(jnp.zeros((1, COUNT)).at[0, 2].set(3.0), jnp.zeros(COUNT).at[6].set(9.0), config)
+    np.testing.assert_array_equal(found.chosen, [[6]])
+    np.testing.assert_allclose(found.weights, [[0.5]])
+
+
+def test_groups_that_are_not_kept_have_no_chance_however_low_the_others_are() -> None:
+    """Every biased score is negative; the two best of a group count, not its best."""
+    config = dataclasses.replace(SIGMOID, groups=4, kept_groups=1, per_token=2, normalise=False, scaling=1.0)
+    logits = jnp.asarray([[3.0, -9.0, 1.0, 1.0, -9.0, -9.0, -9.0, -9.0]])
+    found = route(logits, jnp.full(COUNT, -5.0), config)
+    np.testing.assert_array_equal(found.chosen, [[2, 3]])
+    # With another k the rest of the group stays the only choice.
+    config = dataclasses.replace(config, groups=2, per_token=4)
+    np.testing.assert_array_equal(route(logits, jnp.full(COUNT, -5.0), config).chosen, [[0, 1, 2, 3]])
+
+
+def test_weights_of_nothing_but_zeros_are_zeros() -> None:
+    found = route(jnp.full((1, COUNT), -200.0), jnp.zeros(COUNT), SIGMOID)
+    np.testing.assert_array_equal(found.weights, np.zeros((1, 3)))
+
+
+@pytest.mark.parametrize("precision", [FLOAT32, MIXED, BFLOAT16], ids=lambda precision: precision.name)
+def test_a_token_chooses_the_same_alone_and_among_others(precision: Precision) -> None:
+    """Bit for bit, at a width where sums of products in blocks differ in their last bits."""
+    x = jnp.asarray(draw(15, 60, 2048)).astype(precision.activations)
+    kernel = jnp.asarray(draw(16, 2048, 128))
+    run = jax.jit(lambda x: router_logits(x, kernel, None, SOFTMAX, precision))
+    together = np.asarray(run(x), np.float32)
+    for size in (1, 2, 6, 16):
+        np.testing.assert_array_equal(np.asarray(run(x[7 : 7 + size]), np.float32), together[7 : 7 + size])
+    wanted = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
+    exact = {"float32": 2e-6, "mixed": 2e-6, "bfloat16": 6e-3}[precision.name]
+    np.testing.assert_allclose(together, wanted, atol=exact * np.abs(wanted).max())
+
+
+def test_a_sigmoid_router_multiplies_in_float32_whatever_the_model_is() -> None:
+    x, kernel = jnp.asarray(draw(17, 9, 64)).astype(jnp.bfloat16), jnp.asarray(draw(18, 64, COUNT))
+    found = router_logits(x, kernel, None, SIGMOID, BFLOAT16)
+    assert found.dtype == jnp.float32
+    wanted = np.asarray(x, np.float64) @ np.asarray(kernel, np.float64)
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    assert np.abs(np.asarray(router_logits(x, kernel, None, SOFTMAX, BFLOAT16), np.float64) - wanted).max() > 1e-3
+
+
+def test_a_router_stays_float32_in_every_precision() -> None:
+    config = dataclasses.replace(SIGMOID, shared_width=4)
+    params = cast(init_params(BUILD, config, BFLOAT16, jax.random.key(0)), BFLOAT16)
+    types = jax.tree.map(lambda leaf: leaf.dtype.name, params)
+    assert types["router"] == {"kernel": "float32"} and types["correction"] == "float32"
+    assert {types["gate_up"], types["down"], types["shared"]["down"]["kernel"]} == {"bfloat16"}

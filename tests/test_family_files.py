@@ -1,0 +1,167 @@
+"""What published checkpoints hold beside a target, and experts that are missing or lie in another layout."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+from checkpoints import edit_config, edit_tensors
+from families import RECIPES, build
+from safetensors.numpy import load_file
+
+import conversion
+from conversion import CheckpointError, blocks
+from conversion.families import FAMILIES
+from conversion.rules import flatten, read_params, write_params
+from eagle3_jax.models.config import DecoderConfig, Experts, GroupedQuery, LayerConfig
+from eagle3_jax.models.decoder import DecoderTarget
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Any:
+    """A recipe's model in the layout of transformers."""
+
+    def of(name: str) -> Path:
+        directory = tmp_path / "target"
+        build(RECIPES[name]).save_pretrained(directory)
+        return directory
+
+    return of
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two targets are one, bit for bit."""
+    ours, theirs = (dict(flatten(one.params)) for one in (first, second))
+    return first.config == second.config and all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_an_expert_that_is_missing_is_named(saved: Any) -> None:
+    directory = saved("qwen3_moe")
+    edit_tensors(directory, model__layers__2__mlp__experts__3__down_proj__weight=None)
+    with pytest.raises(
+        CheckpointError, match=r"misses model\.layers\.2\.mlp\.experts\.3\.down_proj\.weight; its"
+    ) as no:
+        conversion.read_target(directory)
+    assert "\n" not in str(no.value)
+
+
+def test_a_layer_that_drafts_is_left_out_and_any_other_is_refused(saved: Any) -> None:
+    directory = saved("glm4_moe")
+    target = conversion.read_target(directory)
+    last = {name: value for name, value in load_file(directory / "model.safetensors").items() if ".layers.3." in name}
+    more = {name.replace(".layers.3.", ".layers.4.").replace(".", "__"): value for name, value in last.items()}
+    edit_tensors(directory, **more)
+    with pytest.raises(CheckpointError, match="num_hidden_layers is 4; the file holds 5 layers"):
+        conversion.read_target(directory)
+    edit_tensors(directory, model__layers__4__eh_proj__weight=np.zeros((32, 64), np.float32))
+    assert conversion.describe(directory).kind == "target: GLM-4.5, 4.6, 4.7"
+    assert same(conversion.read_target(directory), target)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of text and images of transformers, around the language model of a recipe."""
+    import transformers
+
+    text = build(RECIPES["llama4, norms"])
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    vision |= {"image_size": 28, "patch_size": 14, "vision_output_dim": 32}
+    vision |= {"projector_input_dim": 32, "projector_output_dim": 32}
+    config = transformers.Llama4Config(text_config=text.config, vision_config=vision)
+    model = transformers.Llama4ForConditionalGeneration(config).float()
+    model.language_model.load_state_dict(text.state_dict())
+    directory = tmp_path_factory.mktemp("whole") / "model"
+    model.save_pretrained(directory)
+    return directory
+
+
+def test_the_language_model_is_taken_out_of_a_model_of_images(saved: Any, tmp_path: Path, whole: Path) -> None:
+    target = conversion.read_target(whole)
+    assert same(target, conversion.read_target(saved("llama4, norms")))
+    assert target.family == FAMILIES["llama4_text"]
+    assert target.stop_tokens == (2,)
+    description = conversion.describe(whole)
+    assert (description.kind, description.problem) == ("target: Llama 4", "")
+    conversion.convert(whole, tmp_path / "text", "vllm")
+    assert same(conversion.read_target(tmp_path / "text"), target)
+
+
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "no text": ({"text_config": None}, "has no text_config; it describes the language model"),
+    "another text": ({"text_config": {"model_type": "qwen2"}}, "model_type is 'qwen2'; expected 'llama4_text' in a"),
+    "tied and not": ({"tie_word_embeddings": True}, "tie_word_embeddings differs from that in text_config; remove one"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_description_of_a_whole_that_contradicts_itself_is_refused(whole: Path, tmp_path: Path, name: str) -> None:
+    changes, says = CONTRADICTIONS[name]
+    (tmp_path / "model.safetensors").symlink_to(whole / "model.safetensors")
+    config = json.loads((whole / "config.json").read_text())
+    config["text_config"]["tie_word_embeddings"] = False
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    edit_config(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=says):
+        conversion.read_target(tmp_path)
+
+
+MIXTURE = Experts(num_experts=3, per_token=2, width=4, router="softmax", shared_width=6, shared_gate=True)
+GATED = GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=6, output_gate=True, qkv_bias=True)
+CONFIG = DecoderConfig(vocab_size=7, width=5, layers=(LayerConfig(mixer=GATED, mlp=MIXTURE),))
+
+
+@pytest.mark.parametrize(("transpose", "in_halves"), [(False, False), (False, True), (True, False), (True, True)])
+def test_stacked_experts_and_gates_of_attention_are_laid_out_again(transpose: bool, in_halves: bool) -> None:
+    """Which entry of a tensor becomes which of ours, each entry being a number of its own."""
+    shapes = DecoderTarget(CONFIG).param_shapes()
+    kernels = functools.partial(blocks.stacked, transpose=transpose, in_halves=in_halves)
+    parts = {Experts: functools.partial(blocks.experts, shared="shared_expert", kernels=kernels)}
+    rules = blocks.decoder(CONFIG, parts=parts)
+    name = "model.layers.0."
+    stored = {rule.source: rule.stored(shape_of(shapes, rule.path)) for rule in rules}
+    assert stored[f"{name}self_attn.q_proj.weight"] == (48, 5)
+    assert stored[f"{name}mlp.experts.gate_up_proj"] == ((3, 8, 5) if transpose else (3, 5, 8))
+    assert stored[f"{name}mlp.shared_expert_gate.weight"] == (1, 5)
+    tensors = {source: np.random.default_rng(0).normal(size=shape).astype("f4") for source, shape in stored.items()}
+    params = read_params(rules, tensors, shapes, where="here")
+    attention, mlp = params["blocks"][0]["attention"], params["blocks"][0]["mlp"]
+
+    columns = np.asarray(attention["qkv"]["kernel"]).reshape(5, 2, 6, 6)
+    query_and_gate = tensors[f"{name}self_attn.q_proj.weight"].T.reshape(5, 2, 2, 2, 6)
+    np.testing.assert_array_equal(columns[:, :, :2], query_and_gate[:, :, :, 0])
+    np.testing.assert_array_equal(columns[:, :, 4:], query_and_gate[:, :, :, 1])
+    biases = np.asarray(attention["qkv"]["bias"]).reshape(2, 6, 6)
+    np.testing.assert_array_equal(biases[:, 4:], tensors[f"{name}self_attn.q_proj.bias"].reshape(2, 2, 2, 6)[:, :, 1])
+
+    gate_up = tensors[f"{name}mlp.experts.gate_up_proj"]
+    gate_up = gate_up.swapaxes(1, 2) if transpose else gate_up
+    gates, ups = (gate_up[..., :4], gate_up[..., 4:]) if in_halves else (gate_up[..., ::2], gate_up[..., 1::2])
+    np.testing.assert_array_equal(np.asarray(mlp["gate_up"])[..., ::2], gates)
+    np.testing.assert_array_equal(np.asarray(mlp["gate_up"])[..., 1::2], ups)
+    down = tensors[f"{name}mlp.experts.down_proj"]
+    np.testing.assert_array_equal(np.asarray(mlp["down"]), down.swapaxes(1, 2) if transpose else down)
+
+    again = write_params(rules, params, shapes, where="here")
+    assert again.keys() == tensors.keys()
+    assert all(np.array_equal(again[source], value) for source, value in tensors.items())
+
+
+def shape_of(shapes: Any, path: str) -> tuple[int, ...]:
+    """The shape of a parameter by its dotted path."""
+    return tuple(dict(flatten(shapes))[path].shape)
+
+
+def test_a_table_that_leaves_a_piece_of_a_tensor_is_none_of_ours() -> None:
+    shapes = DecoderTarget(CONFIG).param_shapes()
+    rules = [rule._replace(cut=rule.cut and rule.cut._replace(slots=3)) for rule in blocks.decoder(CONFIG)]
+    tensors = {rule.source: np.zeros(rule.stored(shape_of(shapes, rule.path)), np.float32) for rule in rules}
+    with pytest.raises(
+        AssertionError, match=r"the rule table and the model differ: \['model\.layers\.0\.self_attn\.q_"
+    ):
+        read_params(rules, tensors, shapes, where="here")

@@ -1,0 +1,56 @@
+"""Experts, latent attention and recurrent layers on eight simulated devices: the tokens of one, and what travels."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import pytest
+import tiny
+from jax.sharding import AbstractMesh
+from test_mesh import HERE, environment
+
+from eagle3_jax.models.config import Experts
+from eagle3_jax.sharding import MESH_AXES, param_shardings
+
+KINDS = ("experts", "latent attention", "recurrent layers")
+# Whose layers they are, for the support matrix.
+FAMILIES = {"experts": "gpt_oss", "latent attention": "deepseek_v3", "recurrent layers": "qwen3_next"}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
+    kept["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    script = HERE / "on_a_mesh_families.py"
+    done = subprocess.run(
+        [sys.executable, script], env=environment(8) | kept, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.covers(what="mesh", family=lambda kind: FAMILIES[kind], draft=lambda draft: draft)
+@pytest.mark.parametrize("draft", ["chain", "tree"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_eight_devices_write_what_one_writes(kind: str, draft: str, found: dict[str, Any]) -> None:
+    assert found.keys() == set(KINDS)
+    assert found[kind][draft]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_of_any_kind_adds_twice_and_gathers_no_weights(kind: str, found: dict[str, Any]) -> None:
+    """Two target layers; the head's for two levels and for what was accepted; the best token of four places."""
+    assert found[kind]["step"] == {"all-reduce": 2 * (2 + 2 + 1) + 2 * 4}
+
+
+def test_a_mesh_that_does_not_divide_the_experts_is_refused() -> None:
+    mixture = Experts(num_experts=6, per_token=2, width=6, router="softmax")
+    layer = dataclasses.replace(tiny.layers(1, num_heads=4, num_kv_heads=4)[0], mlp=mixture)
+    model = tiny.target(layers=(layer,)).model
+    with pytest.raises(ValueError, match=r"model=4,data=1 does not divide 6 experts: model can be 1, 2, 3$"):
+        param_shardings(AbstractMesh((1, 4), MESH_AXES), model, model.param_shapes())

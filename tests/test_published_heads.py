@@ -1,0 +1,197 @@
+"""Published EAGLE-3 heads for each family of targets, by their configurations, and what their numbers count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import TARGET, Head, edit_config, write_llama
+
+import conversion
+import eagle3_jax as e3
+from conversion.errors import CheckpointError
+from conversion.fields import Fields
+from conversion.heads import eagle3
+from conversion.heads.layer_ids import resolve
+from eagle3_jax.models.config import Eagle3Config, gated, grouped
+from eagle3_jax.theory.known_models import KNOWN_MODELS
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_act": "silu", "num_hidden_layers": 1,
+    "num_key_value_heads": 8, "draft_vocab_size": 32_000, "tie_word_embeddings": False, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def ids(*layers: int, **more: Any) -> dict[str, Any]:
+    return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers), "use_aux_hidden_state": True, **more}}
+
+
+# The fields of the published config.json files (SpecForge's configs, NVIDIA's and lmsys' heads) that say what they are.
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "SpecForge, DeepSeek-V3": (
+        "DeepSeek-V3",
+        {"hidden_size": 7168, "intermediate_size": 40_960, "num_attention_heads": 56, "vocab_size": 129_280,
+         "max_position_embeddings": 163_840, **ids(1, 29, 57)},
+    ),
+    "SpecForge and lmsys, Qwen3-235B": (
+        "Qwen3-235B-A22B",
+        {"hidden_size": 4096, "intermediate_size": 24_576, "num_attention_heads": 64, "num_key_value_heads": 4,
+         "head_dim": 128, "vocab_size": 151_936, "rope_theta": 1e6, "rope_scaling": None, "attention_bias": False,
+         "max_position_embeddings": 40_960, **ids(1, 46, 90)},
+    ),
+    "SpecForge, Qwen3-30B, EAGLE-3.1": (
+        "Qwen3-30B-A3B",
+        {"hidden_size": 2048, "intermediate_size": 12_288, "num_attention_heads": 32, "num_key_value_heads": 4,
+         "head_dim": 128, "vocab_size": 151_936, "rope_theta": 1e6, "fc_norm": True, "norm_output": True,
+         "sliding_window": None, "use_sliding_window": False, "max_window_layers": 48,
+         "max_position_embeddings": 2048},
+    ),
+    "NVIDIA, Llama 4 Maverick": (
+        "Llama-4-Maverick",
+        {"hidden_size": 5120, "intermediate_size": 16_384, "num_attention_heads": 40, "vocab_size": 202_048,
+         "head_dim": 128, "draft_vocab_size": 202_048, "max_position_embeddings": 131_072, **ids(1, 23, 44)},
+    ),
+    "NVIDIA, gpt-oss-120b, v3": (
+        "gpt-oss-120b",
+        {"hidden_size": 2880, "intermediate_size": 17_280, "num_attention_heads": 64, "head_dim": 64,
+         "vocab_size": 201_088, "max_position_embeddings": 131_072, "norm_before_fc": True, **ids(24, 30, 36)},
+    ),
+    "NVIDIA, gpt-oss-120b, long context": (
+        "gpt-oss-120b",
+        {"hidden_size": 2880, "intermediate_size": 17_280, "num_attention_heads": 64, "head_dim": 64,
+         "vocab_size": 201_088, "draft_vocab_size": 201_088, "max_position_embeddings": 65_536,
+         "eagle_aux_hidden_state_layer_ids": [1, 17, 32]},
+    ),
+    "SpecForge, Kimi K2": (
+        "DeepSeek-V3",  # of the same width and depth
+        {"model_type": "kimi_k2", "hidden_size": 7168, "intermediate_size": 18_432, "num_attention_heads": 64,
+         "num_key_value_heads": 64, "head_dim": 128, "vocab_size": 129_280, "max_position_embeddings": 131_072,
+         **ids(2, 30, 58)},
+    ),
+    "a head for GLM-4.5": (
+        "GLM-4.5",
+        {"hidden_size": 5120, "intermediate_size": 12_288, "num_attention_heads": 40, "vocab_size": 151_552,
+         "max_position_embeddings": 131_072},
+    ),
+}  # fmt: skip
+# What the numbers mean: unasked (None where the user must say), entering, leaving.
+MEANS = {
+    "SpecForge, DeepSeek-V3": (None, (1, 29, 57), (2, 30, 58)),
+    "SpecForge and lmsys, Qwen3-235B": (None, (1, 46, 90), (2, 47, 91)),
+    "NVIDIA, Llama 4 Maverick": (None, (1, 23, 44), (2, 24, 45)),
+    "NVIDIA, gpt-oss-120b, v3": ((24, 30, 36), (24, 30, 36), None),
+    "NVIDIA, gpt-oss-120b, long context": (None, (1, 17, 32), (2, 18, 33)),
+    "SpecForge, Kimi K2": ((2, 30, 58), (2, 30, 58), (3, 31, 59)),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_configuration_is_an_eagle3_head_of_its_target(name: str) -> None:
+    target, fields = PUBLISHED[name]
+    values = LLAMA | fields
+    config = eagle3.planned(Fields(values, "config.json"), KNOWN_MODELS[target])
+    assert type(config) is Eagle3Config and config.num_layers == 1
+    assert config.width == config.target_width == KNOWN_MODELS[target].width
+    assert config.vocab_size == KNOWN_MODELS[target].vocab_size
+    assert config.draft_vocab_size == values["draft_vocab_size"]
+    mixer = grouped(config.layers[0])
+    assert (mixer.num_heads, mixer.num_kv_heads) == (values["num_attention_heads"], values["num_key_value_heads"])
+    assert mixer.head_dim == values.get("head_dim", values["hidden_size"] // values["num_attention_heads"])
+    assert not mixer.qk_norm
+    assert gated(config.layers[0]).width == values["intermediate_size"]
+    assert (config.fc_norm, config.norm_output) == (values.get("fc_norm", False), values.get("norm_output", False))
+    assert config.norm_before_fc == values.get("norm_before_fc", False)
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_numbers_of_layers_are_what_the_user_says_where_two_readings_are_open(name: str) -> None:
+    target, fields = PUBLISHED[name]
+    named = eagle3.named_aux_layers(Fields(LLAMA | fields, "config.json"))
+    depth = KNOWN_MODELS[target].num_layers
+    for said, meant in zip((None, "entering", "leaving"), MEANS[name], strict=True):
+        asked = {"dialect": "sglang", "num_target_layers": depth, "where": "config.json"}
+        if meant is None:
+            says = "say which with --layer-ids leaving" if said is None else "say --layer-ids entering"
+            with pytest.raises(CheckpointError, match=says) as refusal:
+                resolve(named, said, **asked)
+            assert "\n" not in str(refusal.value)
+        else:
+            found = resolve(named, said, **asked)
+            assert found.entered == meant
+            assert bool(found.note) == (said is not None)
+    assert resolve(named, None, dialect="vllm", num_target_layers=depth, where="").entered == named
+
+
+def test_what_has_other_layers_than_a_heads_is_refused_by_name() -> None:
+    for model_type, architecture in (
+        ("qwen3_moe", "Qwen3MoEForCausalLMEagle3"),
+        ("gpt_oss", "GptOssForCausalLMEagle3"),
+    ):
+        fields = LLAMA | PUBLISHED["NVIDIA, gpt-oss-120b, v3"][1]
+        fields |= {"model_type": model_type, "architectures": [architecture]}
+        with pytest.raises(CheckpointError, match=f"model_type is '{model_type}'; expected 'llama' or 'qwen3'"):
+            eagle3.planned(Fields(fields, "config.json"), KNOWN_MODELS["gpt-oss-120b"])
+
+
+@pytest.fixture
+def open_head(tmp_path: Path) -> Path:
+    """A head for a target of 8 layers whose numbers may be read in both ways."""
+    return Head(aux=(1, 3, 4)).write(tmp_path / "head", "sglang")
+
+
+def test_a_head_whose_numbers_are_open_is_read_as_it_is_said(open_head: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"one more of each is \[2, 4, 5\], the usual choice for 8 layers"):
+        conversion.read_head(open_head, TARGET)
+    left = conversion.read_head(open_head, TARGET, layer_ids="leaving")
+    assert (left.config.aux_layers, left.note) == ((2, 4, 5), "layers [1, 3, 4] are read as those left, as was said")
+    assert conversion.read_head(open_head, TARGET, layer_ids="entering").config.aux_layers == (1, 3, 4)
+    target = e3.load_target(write_llama(tmp_path / "target"))
+    with pytest.raises(ValueError, match="say which"):
+        e3.load_drafter(open_head, target=target)
+    drafters = {said: e3.load_drafter(open_head, target=target, layer_ids=said) for said in ("leaving", "entering")}
+    assert [one.drafter.aux_layers for one in drafters.values()] == [(2, 4, 5), (1, 3, 4)]
+    conversion.convert(open_head, tmp_path / "native", "jax", target=TARGET, layer_ids="leaving")
+    assert conversion.read_head(tmp_path / "native", TARGET).config.aux_layers == (2, 4, 5)
+    with pytest.raises(CheckpointError, match="counts layers entered; leave --layer-ids out"):
+        conversion.read_head(tmp_path / "native", TARGET, layer_ids="leaving")
+
+
+def test_numbers_without_evidence_are_read_as_entered_and_it_is_said(tmp_path: Path) -> None:
+    head = Head(aux=(1, 5, 6)).write(tmp_path / "head", "sglang")
+    found = conversion.read_head(head, TARGET)
+    assert found.config.aux_layers == (1, 5, 6)
+    assert "read as those entered" in found.note and "--layer-ids" in found.note
+    assert conversion.read_head(Head().write(tmp_path / "usual"), TARGET).note == ""
+    for said, says in (("leaving", "names no auxiliary layers"), ("sideways", "expected 'entering' or 'leaving'")):
+        with pytest.raises(CheckpointError, match=says):
+            conversion.read_head(tmp_path / "usual", TARGET, layer_ids=said)
+    edit_config(head, eagle_aux_hidden_state_layer_ids=[1, 5, 8])
+    with pytest.raises(CheckpointError, match="does not have to leave"):
+        conversion.read_head(head, TARGET, layer_ids="leaving")
+
+
+def test_the_command_line_asks_and_is_told(open_head: Path, tmp_path: Path, cli: Any, refused: Any) -> None:
+    target = write_llama(tmp_path / "target")
+    pair = ("--target", target, "--drafter", open_head)
+    prompt = ("--prompt-ids", json.dumps([1, 2, 3]), "--max-new-tokens", 4)
+    assert "say which with --layer-ids leaving" in refused("generate", *pair, *prompt)
+    texts = [
+        json.loads(cli("generate", *pair, *prompt, "--layer-ids", said, "--json")[1])
+        for said in ("leaving", "entering")
+    ]
+    assert texts[0]["token_ids"] == texts[1]["token_ids"]
+    assert "is about heads from files" in refused(
+        "generate", "--target", target, "--drafter", "ngram", *prompt, "--layer-ids", "leaving"
+    )
+    code, out, _ = cli("doctor", *pair, "--layer-ids", "leaving", "--json")
+    checks = {check["name"]: check["detail"] for check in json.loads(out)["checks"]}
+    assert "(2, 4, 5), the default of this target" in checks["auxiliary layers"]
+    code, _, _ = cli(
+        "convert", open_head, tmp_path / "out", "--to", "vllm", "--target", target, "--layer-ids", "leaving"
+    )
+    assert code == 0
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    np.testing.assert_array_equal(written["eagle_aux_hidden_state_layer_ids"], [2, 4, 5])
