@@ -117,7 +117,9 @@ def same_bits(first: Any, second: Any) -> bool:
 def test_a_text_is_read_as_transformers_reads_it(size: int) -> None:
     x = draw(size, BATCH, size, WIDTH)
     expected = torch_reads(x)
-    np.testing.assert_allclose(run(x, causal_mask(size))[0], expected, atol=4e-6 * np.abs(expected).max())
+    # Both are 3e-6 off sums in 64 bits at the root of their mean square. What is read is normalised, so where little is
+    # read the same rounding is more: of seven texts, the largest gaps are 2e-6 to 7e-6 of the largest value.
+    np.testing.assert_allclose(run(x, causal_mask(size))[0], expected, atol=2e-5 * np.abs(expected).max())
 
 
 def test_tokens_one_by_one_are_the_text() -> None:
