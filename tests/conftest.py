@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 from pathlib import Path
+
+# Compilation is most of what the suite costs, and without optimisation it costs half. What is claimed bit for bit must
+# hold as users compile, too: XLA_FLAGS= pytest, as .ci/run has it. Before anything imports JAX.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import pytest
 from jaxtyping import install_import_hook

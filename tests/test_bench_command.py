@@ -239,7 +239,7 @@ def test_the_command_measures_every_method_and_writes_it_all(capsys, tmp_path: P
     prompts.write_text('{"prompt_ids": [1, 17, 5, 42]}\n{"prompt_ids": [1, 2], "kind": "other"}\n')
     monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
     arguments = [
-        "bench", *PAIR, *QUICK, "--chains", "1", "--tree", "num_nodes=4,max_depth=2,top_k=2",
+        "bench", *PAIR, *QUICK, "--chains", "none", "--tree", "num_nodes=4,max_depth=2,top_k=2",
         "--ngram", "2", "--prompts", str(prompts),
         "--max-prompts", "2", "--batch-size", "1,2", "--json", "--output", str(tmp_path / "out"),
         "--vllm-python", str(tmp_path / "no-python"),
@@ -248,7 +248,7 @@ def test_the_command_measures_every_method_and_writes_it_all(capsys, tmp_path: P
     found = json.loads(capsys.readouterr().out)
     one, two = found["reports"]
     names = [row["name"] for row in one["rows"]]
-    assert names == ["plain float32", "chain K=1", "tree N=4 G=2", "n-gram K=2"]
+    assert names == ["plain float32", "tree N=4 G=2", "n-gram K=2"]
     assert [row["name"] for row in two["rows"]] == names
     assert (one["batch_size"], two["batch_size"], one["num_prompts"]) == (1, 2, 2)
     assert all(row["same_texts"] == 2 and row["lossless"] for row in one["rows"])

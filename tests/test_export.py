@@ -70,11 +70,14 @@ print(json.dumps([[row.tokens for row in rows], loaded, traced]))
     assert traced == ["call"]  # the one call that runs it
 
 
-@pytest.mark.parametrize("name", DRAFTS)
-def test_it_samples_as_the_decoder_does(name):
+SETTINGS = (((0.0, 0, 1.0), 0), ((1.3, 0, 1.0), 7), ((0.9, 20, 0.9), 2**32 - 1))
+
+
+@pytest.mark.parametrize(("name", "asked"), [("chain", SETTINGS), ("tree", SETTINGS[-1:]), ("none", SETTINGS[-1:])])
+def test_it_samples_as_the_decoder_does(name, asked):
     decoder = decoder_of(name, stop_tokens=())
     exported = export_generation(decoder, batch=3, prompt_tokens=16, max_new_tokens=9, warping=e3.Warping.TRUNCATED)
-    for settings, seed in (((0.0, 0, 1.0), 0), ((1.3, 0, 1.0), 7), ((0.9, 20, 0.9), 2**32 - 1)):
+    for settings, seed in asked:
         temperature, top_k, top_p = settings
         sampling = e3.SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
         expected = decoder.generate(PROMPTS, max_new_tokens=9, sampling=sampling, seed=seed)
