@@ -43,8 +43,8 @@ def precision(name: str) -> str:
 
 # Experts, latent attention, a recurrence; a family takes minutes of two cores, the others with --every-family.
 FEW = ("qwen3_moe", "deepseek_v3", "qwen3_5")
-# Where one round of about ninety was seen to accept another number, and nobody found out why (docs/validation.md).
-OTHER_COUNTS = ("llama4_text", "qwen3_next")
+# In bfloat16 one of its rounds drafts a token that nearly ties with another (docs/validation.md).
+OTHER_COUNTS = ("qwen3_next",)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
