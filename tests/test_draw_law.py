@@ -18,13 +18,14 @@ from eagle3_jax.types import SamplingParams, per_row
 
 VALUES = 2**24  # of a uniform
 TOLERANCE = 1e-5
+OPTIMISED = {"xla_backend_optimization_level": 3}  # it runs for longer than it compiles
 
 
 def law_of_draw(p: np.ndarray) -> np.ndarray:
     """``[V]`` in float64: how likely each token is when every uniform takes each of its values equally often."""
     digits = num_digits(p.size)
     # Compiled here and now: a program of an earlier call would not know what has changed since.
-    draws = jax.jit(lambda p, uniforms: jax.vmap(draw, in_axes=(None, 0))(p, uniforms))
+    draws = jax.jit(lambda p, uniforms: jax.vmap(draw, in_axes=(None, 0))(p, uniforms), compiler_options=OPTIMISED)
     law = np.array([1.0])
     reached = np.zeros((1, 0), int)  # for every prefix of digits the numerators that lead there
     for digit in range(digits):
