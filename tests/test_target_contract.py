@@ -5,7 +5,6 @@ The checks are the library's own, which authors run on theirs; here they are als
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -17,12 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import random_targets
 import recurrent
 import tables
 import tiny
 
-from conversion.families import FAMILIES
-from conversion.fields import Fields
 from eagle3_jax import (
     Chain,
     LoadedDrafter,
@@ -39,22 +37,8 @@ from eagle3_jax.drafters import NGram, Plain
 from eagle3_jax.models.layers import BFLOAT16
 from eagle3_jax.models.memory import causal_mask
 
-
-def of_family(recipe: families.Recipe) -> LoadedTarget:
-    """A random target of a family, as its ``config.json`` describes it: its last two layers, and no bias zero."""
-    fields = Fields(families.BASE | recipe.fields | {"vocab_size": 13, "rms_norm_eps": 1e-6}, recipe.model_type)
-    config = FAMILIES[recipe.model_type].read_config(fields)
-    target = tiny.target(**vars(config) | {"layers": config.layers[-2:]})
-    keys = iter(jax.random.split(jax.random.key(1), 64))
-
-    def grown(path: tuple, leaf: jax.Array) -> jax.Array:
-        return leaf + 0.3 * jax.random.normal(next(keys), leaf.shape) if path[-1].key == "bias" else leaf
-
-    return dataclasses.replace(target, params=jax.tree_util.tree_map_with_path(grown, target.params))
-
-
 ALL_TARGETS: dict[str, Callable[[], LoadedTarget]] = {
-    **{name: functools.partial(of_family, recipe) for name, recipe in families.RECIPES.items()},
+    **{name: functools.partial(random_targets.of_family, recipe) for name, recipe in families.RECIPES.items()},
     "llama, bfloat16": lambda: tiny.target(13, precision=BFLOAT16, layers=tiny.layers(1)),
     "a window, and no rotation": lambda: tiny.target(
         13, layers=tiny.layers(1, window=3) + tiny.layers(1, rope=None, qk_norm=True)
@@ -87,9 +71,15 @@ def shapes(check: str) -> tuple[str, ...]:
 FEW = {"qwen3_moe", "deepseek_v3", "qwen3_5_text", *(ALL_TARGETS.keys() - families.RECIPES.keys())}
 
 
+# Of these in every precision.
+FEW_ROUNDED = ("gpt_oss", "qwen3_next")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_every_target_keeps_the_contract:
         every_family.parametrize(metafunc, ALL_TARGETS, FEW)
+    if metafunc.function is test_a_family_keeps_the_contract_in:
+        every_family.parametrize(metafunc, families.RECIPES, FEW_ROUNDED)
 
 
 @pytest.mark.covers(what="contract", family=of, draft=shapes)
@@ -100,6 +90,13 @@ def test_every_target_keeps_the_contract(name: str, check: str) -> None:
             TARGET_CHECKS[check](subject(name))
     else:
         TARGET_CHECKS[check](subject(name))
+
+
+@pytest.mark.covers(what="contract", family=of, draft=("plain", "chain", "tree"), precision=lambda precision: precision)
+@pytest.mark.parametrize("precision", ["bfloat16", "mixed", "fp8"])
+def test_a_family_keeps_the_contract_in(precision: str, name: str) -> None:
+    report = check_target(random_targets.in_precision(families.RECIPES[name], precision))
+    assert report.ok, report
 
 
 def test_a_report_says_what_was_compared_and_what_it_was_off() -> None:

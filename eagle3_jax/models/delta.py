@@ -93,7 +93,7 @@ class GatedDeltaNet(nnx.Module):
             parents = jnp.broadcast_to(memory.parents, rows)
             read, kept = self._block(inputs, betas, jnp.exp(logs), parents, memory.layer)
         read = self.norm(read.astype(x.dtype))
-        gated = read * jax.nn.silu(gate.reshape(read.shape).astype(jnp.float32))
+        gated = read.astype(jnp.float32) * jax.nn.silu(gate.reshape(read.shape).astype(jnp.float32))
         return self.o(gated.astype(x.dtype).reshape(*rows, -1)), kept
 
     def _rates(self, ba: Float[Array, "B T Hk 2 r"]) -> tuple[Float[Array, "B T Hk r"], Float[Array, "B T Hk r"]]:

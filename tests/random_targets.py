@@ -1,0 +1,58 @@
+"""Random targets of every family, as a ``config.json`` describes them, without transformers or PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import families
+import jax
+import tiny
+
+from conversion.families import FAMILIES
+from conversion.fields import Fields
+from eagle3_jax import LoadedTarget
+from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, stored_type
+from eagle3_jax.models.quantised import quantise
+
+# Zeros, or ones, of a random model; what they do should show.
+_GROWN = ("bias", "correction", "sinks", "gate_up_bias", "down_bias")
+
+
+def of_family(recipe: families.Recipe, vocab_size: int = 13, **options: Any) -> LoadedTarget:
+    """Its last two layers, with no bias zero.
+
+    Args:
+        recipe: The family, and sizes.
+        vocab_size: Of the model.
+        options: For ``tiny.target``.
+    """
+    fields = Fields(families.BASE | recipe.fields | {"vocab_size": vocab_size, "rms_norm_eps": 1e-6}, recipe.model_type)
+    config = FAMILIES[recipe.model_type].read_config(fields)
+    target = tiny.target(**vars(config) | {"layers": config.layers[-2:]} | options)
+    keys = iter(jax.random.split(jax.random.key(1), 64))
+
+    def grown(path: tuple, leaf: jax.Array) -> jax.Array:
+        if path[-1].key not in _GROWN:
+            return leaf
+        return (leaf + 0.3 * jax.random.normal(next(keys), leaf.shape)).astype(leaf.dtype)
+
+    return dataclasses.replace(target, params=jax.tree_util.tree_map_with_path(grown, target.params))
+
+
+PRECISIONS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "mixed": MIXED, "fp8": FLOAT32}
+
+
+def in_precision(recipe: families.Recipe, precision: str, **options: Any) -> LoadedTarget:
+    """A target as :func:`of_family` makes it, stored in one of :data:`PRECISIONS`; in ``fp8`` its kernels are FP8."""
+    of = PRECISIONS[precision]
+    target = of_family(recipe, precision=of, **options)
+    products = target.model.param_products()
+    kernels = jax.tree.map(lambda leaf, product: product and precision == "fp8", target.params, products)
+
+    def stored(path: tuple, leaf: jax.Array, in_fp8: bool) -> Any:
+        if in_fp8:
+            return jax.tree.map(jax.numpy.asarray, quantise(leaf))
+        return leaf.astype(stored_type(path, leaf.ndim, of))
+
+    return dataclasses.replace(target, params=jax.tree_util.tree_map_with_path(stored, target.params, kernels))
