@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -91,9 +92,10 @@ Model = DecoderConfig | Eagle3Config | DrafterSizes
 NOTHING = Parameters(query_output=0, key_value=0, mlp=0, fusion=0, vectors=0, embedding=0, output=0)
 
 
-def layer_runs(model: Model) -> list[LayerRun]:
-    """The layers of a target or a drafter, equal neighbours together."""
-    return list(model.runs) if isinstance(model, DrafterSizes) else runs_of(model)
+@functools.lru_cache(maxsize=64)
+def layer_runs(model: Model) -> tuple[LayerRun, ...]:
+    """The layers of a target or a drafter, equal neighbours together; plans ask thousands of times."""
+    return tuple(model.runs if isinstance(model, DrafterSizes) else runs_of(model))
 
 
 def runs_of(model: Any) -> list[LayerRun]:
@@ -132,6 +134,7 @@ def num_features(model: Model) -> int:
     return len(model.aux_layers) if isinstance(model, Eagle3Config) else 0
 
 
+@functools.lru_cache(maxsize=64)
 def parameters(model: Model) -> Parameters:
     """Parameters of a target, or of a head without the embedding that it shares with its target.
 
