@@ -1,4 +1,4 @@
-"""What is asked of a mesh with every kind of layer, on eight devices; prints one JSON object.
+"""What is asked of a mesh with every kind of layer, on eight devices, and of families that are named; prints JSON.
 
 For ``test_mesh_families.py``. In float32, and with seeds at which no two logits nearly tie.
 """
@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from typing import Any
 
+import families
 import jax
+import random_targets
 import tiny
 from on_a_mesh import CHAIN, LIMITS, PROMPTS, TREE, mesh_of, moved, stack
 
@@ -17,6 +20,7 @@ import eagle3_jax as e3
 from eagle3_jax.models.config import Experts, GatedDelta, GatedMLP, GroupedQuery, Latent, LayerConfig
 
 MESH = "model=4,data=2"
+HALVES = "model=2,data=4"  # what divides the two key heads of every recipe
 SOFTMAX = Experts(num_experts=8, per_token=3, width=6, router="softmax", shared_width=8, shared_gate=True)
 SIGMOID = Experts(
     num_experts=8, per_token=3, width=6, router="sigmoid", groups=4, kept_groups=2, scaling=2.5, shared_width=8
@@ -52,15 +56,26 @@ def generated(models: Any, text: str | None, **options: Any) -> list[list[int]]:
     return decoder.generate(PROMPTS, max_new_tokens=LIMITS, seed=7).tokens
 
 
+def of_kind(layers: tuple[LayerConfig, ...]) -> dict[str, Any]:
+    """What a mesh writes with a kind of layer, and what a step of it moves."""
+    models = pair(layers)
+    return same(models, MESH) | {"step": moved(models, MESH, **CHAIN)["moves"]}
+
+
+def same(models: Any, mesh: str) -> dict[str, bool]:
+    """Whether eight devices write what one does."""
+    alone = generated(models, None, **CHAIN)
+    assert len({token for row in alone for token in row}) > 9
+    return {"chain": generated(models, mesh, **CHAIN) == alone, "tree": generated(models, mesh, **TREE) == alone}
+
+
+def of_family(name: str) -> dict[str, bool]:
+    target = random_targets.of_family(families.RECIPES[name], 60)
+    found = same((target, tiny.eagle3(target, draft_vocab_size=32, layers=stack(1))), HALVES)
+    jax.clear_caches()
+    return found
+
+
 if __name__ == "__main__":
-    found: dict[str, Any] = {}
-    for name, layers in TARGETS.items():
-        models = pair(layers)
-        alone = generated(models, None, **CHAIN)
-        assert len({token for row in alone for token in row}) > 9
-        found[name] = {
-            "chain": generated(models, MESH, **CHAIN) == alone,
-            "tree": generated(models, MESH, **TREE) == alone,
-            "step": moved(models, MESH, **CHAIN)["moves"],
-        }
-    print(json.dumps(found))
+    named = sys.argv[1:]
+    print(json.dumps({name: of_family(name) for name in named} or {name: of_kind(TARGETS[name]) for name in TARGETS}))

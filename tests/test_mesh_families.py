@@ -1,4 +1,4 @@
-"""Experts, latent attention and recurrent layers on eight simulated devices: the tokens of one, and what travels."""
+"""Every family, and every kind of layer, on eight simulated devices: the tokens of one, and what travels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import subprocess
 import sys
 from typing import Any
 
+import every_family
+import families
 import jax
 import pytest
 import tiny
@@ -18,23 +20,42 @@ from eagle3_jax.models.config import Experts
 from eagle3_jax.sharding import MESH_AXES, param_shardings
 
 KINDS = ("experts", "latent attention", "recurrent layers")
-# Whose layers they are, for the support matrix.
-FAMILIES = {"experts": "gpt_oss", "latent attention": "deepseek_v3", "recurrent layers": "qwen3_next"}
+# Whose layers are of none of these kinds; all with --every-family.
+FEW = ("llama4, norms",)
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "name" in metafunc.fixturenames:
+        every_family.parametrize(metafunc, families.RECIPES, FEW)
+
+
+def asked(*names: str) -> dict[str, Any]:
+    """What eight devices say to the script."""
     kept = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
     kept["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
     script = HERE / "on_a_mesh_families.py"
     done = subprocess.run(
-        [sys.executable, script], env=environment(8) | kept, capture_output=True, text=True, check=False
+        [sys.executable, script, *names], env=environment(8) | kept, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
 
-@pytest.mark.covers(what="mesh", family=lambda kind: FAMILIES[kind], draft=lambda draft: draft)
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return asked()
+
+
+def of(name: str) -> str:
+    """The family, for the support matrix."""
+    return families.RECIPES[name].model_type
+
+
+@pytest.mark.covers(what="mesh", family=of, draft=("chain", "tree"))
+def test_eight_devices_write_what_one_writes_of_a_family(name: str) -> None:
+    assert asked(name)[name] == {"chain": True, "tree": True}
+
+
 @pytest.mark.parametrize("draft", ["chain", "tree"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_eight_devices_write_what_one_writes(kind: str, draft: str, found: dict[str, Any]) -> None:
