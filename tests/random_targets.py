@@ -33,6 +33,8 @@ def of_family(recipe: families.Recipe, vocab_size: int = 13, **options: Any) -> 
     keys = iter(jax.random.split(jax.random.key(1), 64))
 
     def grown(path: tuple, leaf: jax.Array) -> jax.Array:
+        if path[-1].key == "embedding" and config.tie_embeddings:
+            return leaf * 0.2  # lest the model only repeat its last token
         if path[-1].key not in _GROWN:
             return leaf
         return (leaf + 0.3 * jax.random.normal(next(keys), leaf.shape)).astype(leaf.dtype)
