@@ -528,7 +528,7 @@ from eagle3_jax.cache import KeyValues
 long = [target.tokenizer.encode(one["prompt"]).ids for one in rows[::8]]
 plain = e3.SpeculativeDecoder(target, stop_tokens=()).generate(long, max_new_tokens=61)
 tree_text = trees.generate(long, max_new_tokens=61)
-with planted(KeyValues.commit, "if nodes is not None:", "if False:"):
+with planted(KeyValues.commit, "side_by_side(buffer, length, count, nodes)", "buffer"):
     by_length = trees.generate(long, max_new_tokens=61)
 
 
