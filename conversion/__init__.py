@@ -9,17 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from conversion.checks import Check
-    from conversion.doctor import diagnose
-    from conversion.errors import CheckpointError, TargetNeededError
-    from conversion.families import FAMILIES, Family
-    from conversion.heads.head import HeadCheckpoint
-    from conversion.heads.writing import write_head
-    from conversion.inspect import Description, describe
-    from conversion.kinds import identify
-    from conversion.native import write_native
-    from conversion.reading import convert, read_head, read_target
-    from conversion.targets import TargetCheckpoint, write_target
+    from eagle3_jax.conversion.checks import Check
+    from eagle3_jax.conversion.doctor import diagnose
+    from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
+    from eagle3_jax.conversion.families import FAMILIES, Family
+    from eagle3_jax.conversion.heads.head import HeadCheckpoint
+    from eagle3_jax.conversion.heads.writing import write_head
+    from eagle3_jax.conversion.inspect import Description, describe
+    from eagle3_jax.conversion.kinds import identify
+    from eagle3_jax.conversion.native import write_native
+    from eagle3_jax.conversion.reading import convert, read_head, read_target
+    from eagle3_jax.conversion.targets import TargetCheckpoint, write_target
 
 __all__ = [
     "FAMILIES",
@@ -60,8 +60,8 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'conversion' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"conversion.{_HOME[name]}"), name)
+        raise AttributeError(f"module 'eagle3_jax.conversion' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"eagle3_jax.conversion.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from conversion.heads import HEADS, HeadCheckpoint
-from conversion.heads.head import make_drafter
-from conversion.targets import TargetCheckpoint
+from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
+from eagle3_jax.conversion.heads.head import make_drafter
+from eagle3_jax.conversion.targets import TargetCheckpoint
 from eagle3_jax.drafters.draft_model import DraftModel
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, Precision

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from conversion.rules import Part, Rule, in_turns, linear, norm
+from eagle3_jax.conversion.rules import Part, Rule, in_turns, linear, norm
 from eagle3_jax.models.config import DecoderConfig, Experts, GatedMLP, GroupedQuery, LayerConfig
 
 # The rules of a mixer or an MLP, from its description, the name of its layer in the checkpoint and that in our

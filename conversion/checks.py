@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from conversion.files import read_json
+from eagle3_jax.conversion.files import read_json
 
 Status = Literal["ok", "warning", "failure", "skipped"]
 
@@ -54,7 +54,7 @@ def mask_token(token: int, stop_tokens: tuple[int, ...], directory: Path) -> Che
 
 
 def _ids(path: Path) -> dict[int, str]:
-    from conversion.vocabulary import read_tokenizer
+    from eagle3_jax.conversion.vocabulary import read_tokenizer
 
     tokenizer = read_tokenizer(path)
     return {} if tokenizer is None else {index: word for word, index in tokenizer.get_vocab().items()}

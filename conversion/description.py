@@ -10,7 +10,7 @@ import types
 import typing
 from typing import Any
 
-from conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.models.config import (
     DecoderConfig,
     Experts,

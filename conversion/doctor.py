@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from conversion import draft_model, kinds, rules
-from conversion.acceptance import Agreement, forced_agreement
-from conversion.checks import Check
-from conversion.errors import CheckpointError
-from conversion.files import read_json
-from conversion.heads import HEADS, HeadCheckpoint
-from conversion.heads.head import Suspects
-from conversion.reading import read_head, read_target
-from conversion.targets import TargetCheckpoint
+from eagle3_jax.conversion import draft_model, kinds, rules
+from eagle3_jax.conversion.acceptance import Agreement, forced_agreement
+from eagle3_jax.conversion.checks import Check
+from eagle3_jax.conversion.errors import CheckpointError
+from eagle3_jax.conversion.files import read_json
+from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
+from eagle3_jax.conversion.heads.head import Suspects
+from eagle3_jax.conversion.reading import read_head, read_target
+from eagle3_jax.conversion.targets import TargetCheckpoint
 from eagle3_jax.models.config import MOST
 
 # Below this share of right first drafts a drafter is no better than a guess.

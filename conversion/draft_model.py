@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from conversion.checks import Check
-from conversion.errors import CheckpointError
-from conversion.heads.head import Suspects
-from conversion.targets import TargetCheckpoint
-from conversion.vocabulary import read_tokenizer
+from eagle3_jax.conversion.checks import Check
+from eagle3_jax.conversion.errors import CheckpointError
+from eagle3_jax.conversion.heads.head import Suspects
+from eagle3_jax.conversion.targets import TargetCheckpoint
+from eagle3_jax.conversion.vocabulary import read_tokenizer
 
 SUSPECTS = Suspects(
     first="another tokenizer, or a model that has nothing to do with this target",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from conversion.errors import CheckpointError
+from eagle3_jax.conversion.errors import CheckpointError
 
 
 def read(tensors: Mapping[str, np.ndarray], *, vocab_size: int, draft_vocab_size: int, where: str) -> np.ndarray:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.models.config import MOST
 
 

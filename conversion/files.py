@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from conversion.errors import CheckpointError
+from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.writing import WriteError, check_free, whole_directory
 
 # Describes a native checkpoint.

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from conversion.errors import CheckpointError, short
-from conversion.rules import Part, in_turns
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.rules import Part, in_turns
 from eagle3_jax.models.config import MOST_LAYERS, DecoderConfig, Eagle3Config, gated, grouped
 
 FORMAT = 2

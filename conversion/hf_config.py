@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from conversion.errors import CheckpointError, short
-from conversion.fields import Fields, read_from
-from conversion.hf_rope import read_rope, rope_fields
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.fields import Fields, read_from
+from eagle3_jax.conversion.hf_rope import read_rope, rope_fields
 from eagle3_jax.models.config import (
     MLP,
     MOST_LAYERS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from conversion.errors import CheckpointError, short
-from conversion.fields import Fields, read_from
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.fields import Fields, read_from
 from eagle3_jax.models.config import DecoderConfig, Experts, GatedMLP, Router
 
 # Names of the number of experts. transformers writes one of them where published files have the other.

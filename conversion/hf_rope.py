@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from conversion.errors import CheckpointError, short
-from conversion.fields import Fields, read_from
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.fields import Fields, read_from
 from eagle3_jax.models.config import RopeConfig
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")

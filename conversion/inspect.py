@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from conversion import kinds
-from conversion.errors import CheckpointError, TargetNeededError
-from conversion.files import NATIVE_FILE, checked_directory, read_json
-from conversion.heads import HEADS
-from conversion.native import is_native, read_description, read_leaves
-from conversion.reading import read_head, read_target
-from conversion.rules import flatten
-from conversion.targets import TargetCheckpoint
-from conversion.tensors import read_tensors
+from eagle3_jax.conversion import kinds
+from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
+from eagle3_jax.conversion.files import NATIVE_FILE, checked_directory, read_json
+from eagle3_jax.conversion.heads import HEADS
+from eagle3_jax.conversion.native import is_native, read_description, read_leaves
+from eagle3_jax.conversion.reading import read_head, read_target
+from eagle3_jax.conversion.rules import flatten
+from eagle3_jax.conversion.targets import TargetCheckpoint
+from eagle3_jax.conversion.tensors import read_tensors
 from eagle3_jax.models.config import GatedDelta
 
 

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from conversion.errors import CheckpointError, short
-from conversion.families import FAMILIES, WRAPPERS
-from conversion.files import NATIVE_FILE, checked_directory, read_json
-from conversion.heads import HEADS, LOADABLE, Signs
-from conversion.tensors import read_tensors
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.families import FAMILIES, WRAPPERS
+from eagle3_jax.conversion.files import NATIVE_FILE, checked_directory, read_json
+from eagle3_jax.conversion.heads import HEADS, LOADABLE, Signs
+from eagle3_jax.conversion.tensors import read_tensors
 
 TARGET, LANGUAGE_MODEL = "target", "language-model"
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from conversion import format2, rules
-from conversion.description import from_json, to_json
-from conversion.errors import CheckpointError, short
-from conversion.families import Family, family_of
-from conversion.fields import Fields
-from conversion.files import NATIVE_FILE, copy_tokenizer, new_directory, read_json, write_json
-from conversion.heads import HEADS, HeadCheckpoint
-from conversion.heads.head import check_fit
-from conversion.kinds import TARGET, native_heads
-from conversion.rules import Params
-from conversion.targets import TargetCheckpoint, dense_params
+from eagle3_jax.conversion import format2, rules
+from eagle3_jax.conversion.description import from_json, to_json
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.families import Family, family_of
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.conversion.files import NATIVE_FILE, copy_tokenizer, new_directory, read_json, write_json
+from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
+from eagle3_jax.conversion.heads.head import check_fit
+from eagle3_jax.conversion.kinds import TARGET, native_heads
+from eagle3_jax.conversion.rules import Params
+from eagle3_jax.conversion.targets import TargetCheckpoint, dense_params
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.writing import orbax_quiet

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conversion import kinds, native, targets
-from conversion.errors import CheckpointError, TargetNeededError
-from conversion.families import Family
-from conversion.files import checked_directory, read_json
-from conversion.heads import HEADS, HeadCheckpoint, Stored
-from conversion.heads.writing import LAYOUTS, write_head
-from conversion.native import write_native
-from conversion.targets import TargetCheckpoint, write_target
-from conversion.tensors import read_tensors
+from eagle3_jax.conversion import kinds, native, targets
+from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
+from eagle3_jax.conversion.families import Family
+from eagle3_jax.conversion.files import checked_directory, read_json
+from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint, Stored
+from eagle3_jax.conversion.heads.writing import LAYOUTS, write_head
+from eagle3_jax.conversion.native import write_native
+from eagle3_jax.conversion.targets import TargetCheckpoint, write_target
+from eagle3_jax.conversion.tensors import read_tensors
 from eagle3_jax.models.config import DecoderConfig
 
 _COUNTED = ("eagle3", "p-eagle")  # heads that name auxiliary layers without saying what they count
@@ -23,7 +23,7 @@ def read_target(directory: str | Path, family: Family | None = None) -> TargetCh
 
     Args:
         directory: Of the checkpoint.
-        family: A family of the caller's own, beside those of ``conversion.families``.
+        family: A family of the caller's own, beside those of ``eagle3_jax.conversion.families``.
 
     Raises:
         CheckpointError: It is neither, or not one that this library computes; the message says why.
@@ -43,7 +43,7 @@ def read_head(
         target: What it drafts for; checked against the head, and needed when the head does not name its auxiliary
             layers (official heads do not).
         layer_ids: What the numbers of its auxiliary layers count, ``entering`` or ``leaving``, where its file leaves
-            that open (``conversion.heads.layer_ids``).
+            that open (``eagle3_jax.conversion.heads.layer_ids``).
 
     Raises:
         CheckpointError: It is no head that is loaded, is incomplete, or does not fit the target; the message says why.

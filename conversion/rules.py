@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.errors import CheckpointError, short
 
 if TYPE_CHECKING:
     import numpy as np
@@ -311,13 +311,13 @@ class Joined:
     @property
     def in_fp8(self) -> bool:
         """Whether it can be one FP8 kernel as it is stored."""
-        from conversion.quantised.arrays import in_fp8
+        from eagle3_jax.conversion.quantised.arrays import in_fp8
 
         return in_fp8([value for _, value in self._parts])
 
     def fp8(self) -> Fp8Kernel | None:
         """That kernel, bit for bit; ``None`` where it is none."""
-        from conversion.quantised.arrays import fp8_kernel
+        from eagle3_jax.conversion.quantised.arrays import fp8_kernel
 
         whole = lambda one: one
         return fp8_kernel(

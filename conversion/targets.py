@@ -1,4 +1,4 @@
-"""Targets in the Hugging Face layout, both ways; what differs by family stands in ``conversion.families``."""
+"""Targets in the Hugging Face layout, both ways; what differs by family stands in ``families/``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from conversion import kinds, rules
-from conversion.errors import CheckpointError, short
-from conversion.families import Family, family_of, wrapper_of
-from conversion.fields import Fields, read_from
-from conversion.files import copy_tokenizer, new_directory, read_json, write_json
-from conversion.hf_config import stack_fields
-from conversion.quantised import Quantisation, read_quantised
-from conversion.rules import Params
-from conversion.tensors import SAFETENSORS, read_tensors, write_tensors
+from eagle3_jax.conversion import kinds, rules
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.families import Family, family_of, wrapper_of
+from eagle3_jax.conversion.fields import Fields, read_from
+from eagle3_jax.conversion.files import copy_tokenizer, new_directory, read_json, write_json
+from eagle3_jax.conversion.hf_config import stack_fields
+from eagle3_jax.conversion.quantised import Quantisation, read_quantised
+from eagle3_jax.conversion.rules import Params
+from eagle3_jax.conversion.tensors import SAFETENSORS, read_tensors, write_tensors
 from eagle3_jax.models.config import DecoderConfig
 
 

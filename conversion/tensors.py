@@ -14,8 +14,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from conversion.errors import CheckpointError, short
-from conversion.files import checked_directory, read_json, unreadable
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.files import checked_directory, read_json, unreadable
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 # In the order in which they are looked for: where a directory holds several, the first wins, as in transformers.

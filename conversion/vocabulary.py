@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from conversion.errors import CheckpointError, printable
+from eagle3_jax.conversion.errors import CheckpointError, printable
 
 
 def read_tokenizer(path: Path) -> Tokenizer | None:

@@ -19,7 +19,7 @@ from eagle3_jax.sharding import as_mesh, param_shardings
 from eagle3_jax.sources import bundled, locate
 
 if TYPE_CHECKING:
-    from conversion.families import Family
+    from eagle3_jax.conversion.families import Family
 
 # `conversion` stands above the library and is imported where it is used: a program that brings its own parameters
 # needs none of it (docs/decisions/0003).
@@ -52,7 +52,7 @@ def load_target(
         weights: ``dense``, or ``fp8``: kernels in eight bits, as an FP8 file stores them, or rounded otherwise.
             ``fp8-dynamic`` quantises what they are multiplied with too. Decoding is then lossless relative to this
             quantised target (``docs/quantised.md``).
-        family: A ``conversion.Family`` of one's own, beside those that are known (``docs/extending.md``).
+        family: A ``eagle3_jax.conversion.Family`` of one's own, beside those that are known (``docs/extending.md``).
         mesh: From ``make_mesh``, to divide it over devices, each of which gets its part alone (``docs/mesh.md``).
 
     Raises:
@@ -72,7 +72,7 @@ def _read(
     weights: str = "dense",
 ) -> LoadedTarget:
     """A language model from its directory."""
-    from conversion import read_target
+    from eagle3_jax.conversion import read_target
 
     checkpoint = read_target(directory, family)
     model = DecoderTarget(checkpoint.config, precision)
@@ -122,9 +122,9 @@ def load_drafter(
     Raises:
         ValueError: It is no drafter of a method that is known, or it does not fit the target; the message says why.
     """
-    from conversion import identify, read_head
-    from conversion.heads import HEADS
-    from conversion.heads.head import make_drafter
+    from eagle3_jax.conversion import identify, read_head
+    from eagle3_jax.conversion.heads import HEADS
+    from eagle3_jax.conversion.heads.head import make_drafter
 
     if not isinstance(target.model, DecoderTarget):
         raise ValueError(f"{type(target.model).__name__} is not a target that draft heads are loaded for")
@@ -148,7 +148,7 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
     Raises:
         ValueError: It is damaged.
     """
-    from conversion import vocabulary
+    from eagle3_jax.conversion import vocabulary
 
     return vocabulary.read_tokenizer(path)
 

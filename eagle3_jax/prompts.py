@@ -106,7 +106,7 @@ class Renderer:
 
 def has_chat_template(directory: Path) -> bool:
     """Whether a directory says how its model is talked to."""
-    from conversion.files import read_json
+    from eagle3_jax.conversion.files import read_json
 
     if any((directory / name).is_file() for name in _TEMPLATE_FILES):
         return True

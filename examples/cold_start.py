@@ -35,7 +35,8 @@ PARTS = """
 import time; marks = [("", time.perf_counter())]
 def mark(name): marks.append((name, time.perf_counter()))
 import jax; mark("import jax")
-import eagle3_jax as e3; e3.SpeculativeDecoder, e3.load_target; import conversion.reading; mark("import the library")
+import eagle3_jax as e3; e3.SpeculativeDecoder, e3.load_target
+import eagle3_jax.conversion.reading; mark("import the library")
 target = e3.load_target(); drafter = e3.load_drafter(target=target); mark("load weights")
 from eagle3_jax import loop as loops
 decoder = e3.SpeculativeDecoder(target, drafter)

@@ -50,10 +50,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-import conversion
 import eagle3_jax as e3
-from conversion import CheckpointError, rules
-from eagle3_jax import prompts
+from eagle3_jax import conversion, prompts
+from eagle3_jax.conversion import CheckpointError, rules
 from eagle3_jax.load import bundled
 from eagle3_jax.pictures import style
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from conversion import CheckpointError, rules
+from eagle3_jax.conversion import CheckpointError, rules
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 
 TARGET = DecoderConfig(

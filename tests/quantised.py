@@ -13,7 +13,7 @@ import numpy as np
 from checkpoints import TARGET, write_llama
 from safetensors.numpy import save_file
 
-from conversion.tensors import read_tensors
+from eagle3_jax.conversion.tensors import read_tensors
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, uniform
 
 E4M3 = ml_dtypes.float8_e4m3fn

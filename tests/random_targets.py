@@ -9,9 +9,9 @@ import families
 import jax
 import tiny
 
-from conversion.families import FAMILIES
-from conversion.fields import Fields
 from eagle3_jax import LoadedTarget
+from eagle3_jax.conversion.families import FAMILIES
+from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, stored_type
 from eagle3_jax.models.quantised import quantise
 

@@ -17,8 +17,8 @@ from checkpoints import (
     write_llama,
 )
 
-import conversion
-from conversion import CheckpointError
+from eagle3_jax import conversion
+from eagle3_jax.conversion import CheckpointError
 
 
 def broken_files(directory: Path) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-import conversion
 import eagle3_jax
+from eagle3_jax import conversion
 
 ROOT = Path(__file__).parent.parent
 OFFICIAL = Path(__file__).parent / "golden" / "official"
@@ -52,7 +52,7 @@ def command(*arguments: str) -> str:
     "code",
     [
         "import eagle3_jax",
-        "import conversion",
+        "from eagle3_jax import conversion",
         command("--version"),
         *(command(*line.split(), "--help") for line in ("", "generate", "bench", "train head", "plan", "plan cost")),
         command("plan", "speedup"),
@@ -74,7 +74,10 @@ def test_the_entry_point_stands_before_the_parser_is_loaded():
 
 
 def test_decoding_loads_no_training():
-    code = "import eagle3_jax as e3\nfrom conversion import read_target\ne3.load_drafter(target=e3.load_target())"
+    code = (
+        "import eagle3_jax as e3\nfrom eagle3_jax.conversion import read_target\n"
+        "e3.load_drafter(target=e3.load_target())"
+    )
     assert loaded_by(code) >= {"jax", "flax", "numpy", "tokenizers"}
     assert not loaded_by(code) & {"orbax", "torch", "transformers", "matplotlib"}
 

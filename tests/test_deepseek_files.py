@@ -15,11 +15,11 @@ from checkpoints import edit_config
 from families import PROMPTS, RECIPES, build
 from safetensors.numpy import load_file, save_file
 
-import conversion
 import eagle3_jax as e3
-from conversion import CheckpointError
-from conversion.families import FAMILIES
-from conversion.fields import Fields
+from eagle3_jax import conversion
+from eagle3_jax.conversion import CheckpointError
+from eagle3_jax.conversion.families import FAMILIES
+from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.models.config import Experts, GatedMLP, Latent
 
 

@@ -15,8 +15,7 @@ import pytest
 from checkpoints import TARGET, Head, edit_config, edit_tensors, write_llama
 from heads_on_disk import CHECKPOINTS, write_medusa
 
-import conversion
-from eagle3_jax import LoadedTarget, SpeculativeDecoder, load_drafter, load_target
+from eagle3_jax import LoadedTarget, SpeculativeDecoder, conversion, load_drafter, load_target
 from eagle3_jax.cli import run
 from eagle3_jax.named import named_drafter
 from eagle3_jax.tree import DynamicTree

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from block_heads import BlockHead, biased, chosen_ids, greedy_chain, run_block
 
-from conversion import rules
-from conversion.heads.dflash_export import head_rules
+from eagle3_jax.conversion import rules
+from eagle3_jax.conversion.heads.dflash_export import head_rules
 from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, Markov
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, RopeConfig, uniform
 from eagle3_jax.sampling import row_keys

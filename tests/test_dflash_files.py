@@ -15,8 +15,8 @@ from block_heads import BlockHead
 from checkpoints import TARGET, edit_config, edit_tensors, refused, same_params, write_checkpoint
 from safetensors.numpy import load_file
 
-import conversion
-from conversion import CheckpointError
+from eagle3_jax import conversion
+from eagle3_jax.conversion import CheckpointError
 
 HEADS = {
     "DFlash": BlockHead(),

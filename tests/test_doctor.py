@@ -19,11 +19,11 @@ from checkpoints import (
 )
 from heads_on_disk import CHECKPOINTS
 
-import conversion
-from conversion.acceptance import Agreement, forced_agreement
-from conversion.checks import mask_token
-from conversion.doctor import suspected_cause
-from conversion.heads import HEADS
+from eagle3_jax import conversion
+from eagle3_jax.conversion.acceptance import Agreement, forced_agreement
+from eagle3_jax.conversion.checks import mask_token
+from eagle3_jax.conversion.doctor import suspected_cause
+from eagle3_jax.conversion.heads import HEADS
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -155,7 +155,9 @@ OF_ITS_METHOD = {
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_the_doctor_examines_every_method(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("conversion.doctor.forced_agreement", lambda *_: Agreement(rates=(0.19, 0.1), counts=(100, 19)))
+    monkeypatch.setattr(
+        "eagle3_jax.conversion.doctor.forced_agreement", lambda *_: Agreement(rates=(0.19, 0.1), counts=(100, 19))
+    )
     checks = conversion.diagnose(write_llama(tmp_path / "target"), CHECKPOINTS[name](tmp_path / "drafter"))
     found = statuses(checks)
     assert "failure" not in found.values(), checks

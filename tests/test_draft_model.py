@@ -13,7 +13,7 @@ import pytest
 import tiny
 from tokenizers import Tokenizer, models
 
-import conversion
+from eagle3_jax import conversion
 from eagle3_jax import loop as loops
 from eagle3_jax.cache import Cache
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder

@@ -22,10 +22,10 @@ from checkpoints import edit_config, write_llama
 from families import NEW_TOKENS, PROMPTS, RECIPES, VOCAB, build, check_greedy, eager, truth
 from safetensors.numpy import load_file
 
-import conversion
 import eagle3_jax as e3
-from conversion import CheckpointError
-from conversion.families import FAMILIES
+from eagle3_jax import conversion
+from eagle3_jax.conversion import CheckpointError
+from eagle3_jax.conversion.families import FAMILIES
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, QueryScaling, RopeConfig, uniform
 from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.tree import Chain, DynamicTree
@@ -321,11 +321,11 @@ def test_layers_of_two_windows_are_not_written_as_one(tmp_path: Path) -> None:
 def test_a_configuration_is_read_without_jax(folder: Any) -> None:
     code = (
         "import json, pathlib, sys\n"
-        "from conversion.families import family_of\n"
-        "from conversion.fields import Fields\n"
+        "from eagle3_jax.conversion.families import family_of\n"
+        "from eagle3_jax.conversion.fields import Fields\n"
         f"values = json.loads(pathlib.Path({str(folder('qwen3') / 'config.json')!r}).read_text())\n"
         "assert family_of(values['model_type'], 'here').read_config(Fields(values, 'here')).num_layers == 4\n"
         "assert 'jax' not in sys.modules and 'flax' not in sys.modules"
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(conversion.__file__).parent.parent)}
+    environment = os.environ | {"PYTHONPATH": str(Path(conversion.__file__).parent.parent.parent)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)

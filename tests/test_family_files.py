@@ -15,10 +15,10 @@ from checkpoints import edit_config, edit_tensors
 from families import RECIPES, build
 from safetensors.numpy import load_file
 
-import conversion
-from conversion import CheckpointError, blocks
-from conversion.families import FAMILIES
-from conversion.rules import flatten, read_params, write_params
+from eagle3_jax import conversion
+from eagle3_jax.conversion import CheckpointError, blocks
+from eagle3_jax.conversion.families import FAMILIES
+from eagle3_jax.conversion.rules import flatten, read_params, write_params
 from eagle3_jax.models.config import DecoderConfig, Experts, GroupedQuery, LayerConfig
 from eagle3_jax.models.decoder import DecoderTarget
 

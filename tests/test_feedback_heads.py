@@ -19,8 +19,8 @@ pytest.importorskip("torch")
 from checkpoints import TARGET, Head, assert_close, edit_config, edit_tensors, same_params, write_checkpoint
 from torch_heads import MTP, Eagle1, drafted
 
-import conversion
-from conversion import CheckpointError
+from eagle3_jax import conversion
+from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.drafters import Eagle1Drafter, MTPDrafter
 from eagle3_jax.models.memory import BlockMemory, causal_mask
 from eagle3_jax.tree import Chain

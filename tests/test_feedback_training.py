@@ -13,8 +13,8 @@ import tiny
 pytest.importorskip("torch")
 from torch_heads import MTP, Eagle1, network
 
-from conversion import rules
-from conversion.heads import eagle1, mtp
+from eagle3_jax.conversion import rules
+from eagle3_jax.conversion.heads import eagle1, mtp
 from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.training.batches import TTTBatch
 from eagle3_jax.training.loop import OptimizerConfig, Trainer

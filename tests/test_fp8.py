@@ -17,10 +17,10 @@ from checkpoints import same_params
 from jax.sharding import AbstractMesh, PartitionSpec
 from quantised import E4M3, GROUP, KEPT, LAYERS, layers, plain, written
 
-import conversion
 import eagle3_jax as e3
-from conversion import rules
-from conversion.tensors import read_tensors
+from eagle3_jax import conversion
+from eagle3_jax.conversion import rules
+from eagle3_jax.conversion.tensors import read_tensors
 from eagle3_jax.models.config import DecoderConfig, Experts, LayerConfig
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, product

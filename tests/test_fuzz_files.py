@@ -22,11 +22,11 @@ from checkpoints import TARGET, Head, write_llama
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import conversion
-from conversion import CheckpointError, draft_vocab
+from eagle3_jax import conversion
 from eagle3_jax.cli import run
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._planning import read_head, read_target
+from eagle3_jax.conversion import CheckpointError, draft_vocab
 from eagle3_jax.load import bundled, read_tokenizer
 from eagle3_jax.models.rope import inverse_frequencies
 from eagle3_jax.training.regenerate import Rows

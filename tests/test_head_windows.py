@@ -14,7 +14,7 @@ import tiny
 import torch
 from checkpoints import TARGET, Head, TorchHead
 
-import conversion
+from eagle3_jax import conversion
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.types import Observation, SamplingParams
 

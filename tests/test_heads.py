@@ -26,8 +26,8 @@ from checkpoints import (
     write_checkpoint,
 )
 
-import conversion
-from conversion import CheckpointError
+from eagle3_jax import conversion
+from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.config import with_window
 from eagle3_jax.models.eagle3 import Eagle3Head

@@ -15,7 +15,7 @@ import pytest
 from checkpoints import TARGET, Head, edit_config, edit_tensors, refused, write_llama
 from safetensors.numpy import load_file, save_file
 
-import conversion
+from eagle3_jax import conversion
 from eagle3_jax.cli import run
 
 Damage = Callable[[Path], object]

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from checkpoints import TARGET, Head, refused, write_llama
 
-import conversion
 import eagle3_jax as e3
-from conversion import CheckpointError
-from conversion.tensors import read_file, read_tensors
+from eagle3_jax import conversion
+from eagle3_jax.conversion import CheckpointError
+from eagle3_jax.conversion.tensors import read_file, read_tensors
 from eagle3_jax.load import read_tokenizer
 from eagle3_jax.sources import locate
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-import conversion
-from conversion.acceptance import Agreement
+from eagle3_jax import conversion
 from eagle3_jax.cli import run
+from eagle3_jax.conversion.acceptance import Agreement
 
 OFFICIAL = Path(__file__).parent / "golden" / "official"
 
@@ -43,7 +43,7 @@ def test_inspect_alone_describes_the_bundled_pair(capsys: Any) -> None:
 def test_doctor_alone_examines_the_bundled_pair(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # Measuring it takes seconds and is tested elsewhere.
     agreement = Agreement(rates=(0.7, 0.7, 0.6), counts=(20, 14, 10))
-    monkeypatch.setattr("conversion.doctor.forced_agreement", lambda *_: agreement)
+    monkeypatch.setattr("eagle3_jax.conversion.doctor.forced_agreement", lambda *_: agreement)
     assert run(["doctor", "--json", "--compilation-cache", "none"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
 

@@ -15,8 +15,8 @@ from checkpoints import (
     write_llama,
 )
 
-import conversion
-from conversion import CheckpointError
+from eagle3_jax import conversion
+from eagle3_jax.conversion import CheckpointError
 
 
 def test_a_language_model_is_no_head_but_is_described(tmp_path: Path) -> None:

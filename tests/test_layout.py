@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conversion.rules import CheckpointError, Part, Rule, read_params, write_params
+from eagle3_jax.conversion.rules import CheckpointError, Part, Rule, read_params, write_params
 
 ROOT = Path(__file__).parent.parent
 

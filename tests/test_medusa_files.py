@@ -17,9 +17,8 @@ import tiny
 from checkpoints import edit_config, edit_tensors, refused, same_params, write_checkpoint
 from safetensors.numpy import load_file
 
-import conversion
-from conversion import CheckpointError
-from eagle3_jax import load_drafter
+from eagle3_jax import conversion, load_drafter
+from eagle3_jax.conversion import CheckpointError
 
 TARGET = tiny.config(13)
 VLLM = {

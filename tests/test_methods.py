@@ -11,9 +11,9 @@ from heads_on_disk import CHECKPOINTS
 from test_architecture import imports
 from test_drafter_contract import ALL_DRAFTERS
 
-from conversion.heads import HEADS
-from conversion.heads.writing import LAYOUTS
 from eagle3_jax import drafters
+from eagle3_jax.conversion.heads import HEADS
+from eagle3_jax.conversion.heads.writing import LAYOUTS
 from eagle3_jax.training.methods import RECIPES
 
 ROOT = Path(__file__).parent.parent
@@ -26,10 +26,10 @@ MAY_IMPORT = {
     "eagle3_jax.load": {"draft_model"},
     "eagle3_jax.measure.random_models": {"eagle3"},
     "eagle3_jax.named": {"draft_model", "ngram", "suffix"},
-    "conversion.acceptance": {"draft_model"},
-    "conversion.draft_model": {"draft_model"},
+    "eagle3_jax.conversion.acceptance": {"draft_model"},
+    "eagle3_jax.conversion.draft_model": {"draft_model"},
 }
-OWN_PLACES = ("eagle3_jax.drafters", "eagle3_jax.training", "conversion.heads")
+OWN_PLACES = ("eagle3_jax.drafters", "eagle3_jax.training", "eagle3_jax.conversion.heads")
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -62,7 +62,8 @@ def test_a_drafter_is_read_in_one_sitting(stem: str) -> None:
 @pytest.mark.parametrize("package", ["eagle3_jax", "conversion"])
 def test_only_its_own_files_know_a_method(package: str) -> None:
     for path in sorted((ROOT / package).rglob("*.py")):
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        module = ".".join(parts if package == "eagle3_jax" else ("eagle3_jax", *parts))
         if module.startswith(OWN_PLACES):
             continue
         known = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from conversion.heads import HEADS
+from eagle3_jax.conversion.heads import HEADS
 from eagle3_jax.named import NAMED
 from eagle3_jax.training.methods import RECIPES
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from checkpoints import TARGET, Head, edit_config, same_params, write_llama
 
-import conversion
-from conversion import CheckpointError
-from conversion.families import FAMILIES
+from eagle3_jax import conversion
+from eagle3_jax.conversion import CheckpointError
+from eagle3_jax.conversion.families import FAMILIES
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, uniform
 
 OLD = Path(__file__).parent / "golden" / "native-2"

@@ -16,8 +16,8 @@ import pytest
 pytest.importorskip("torch")
 from checkpoints import TARGET, Head, TorchHead, edit_config, edit_tensors, same_params
 
-import conversion
-from conversion import CheckpointError
+from eagle3_jax import conversion
+from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.drafters import PEagleDrafter
 from eagle3_jax.sampling import DraftSampling
 from eagle3_jax.tree import Chain

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from checkpoints import TARGET, Head, edit_config, write_llama
 
-import conversion
 import eagle3_jax as e3
-from conversion.errors import CheckpointError
-from conversion.fields import Fields
-from conversion.heads import eagle3
-from conversion.heads.layer_ids import resolve
+from eagle3_jax import conversion
+from eagle3_jax.conversion.errors import CheckpointError
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.conversion.heads import eagle3
+from eagle3_jax.conversion.heads.layer_ids import resolve
 from eagle3_jax.models.config import Eagle3Config, gated, grouped
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 

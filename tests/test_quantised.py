@@ -14,10 +14,10 @@ import quantised as by_hand
 from checkpoints import edit_config, refused, same_params
 from quantised import BLOCK, FP8_CONFIG, KEPT, LAYERS, RECIPES, plain, written
 
-import conversion
-from conversion.fields import Fields
-from conversion.quantised import read_quantised
-from conversion.tensors import read_tensors
+from eagle3_jax import conversion
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.conversion.quantised import read_quantised
+from eagle3_jax.conversion.tensors import read_tensors
 
 
 @pytest.mark.parametrize("name", RECIPES)

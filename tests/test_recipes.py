@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-import conversion
-from conversion.heads import HEADS, kind_of
+from eagle3_jax import conversion
 from eagle3_jax.cli._training_files import write_head
+from eagle3_jax.conversion.heads import HEADS, kind_of
 from eagle3_jax.load import LoadedTarget
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 from eagle3_jax.models.decoder import DecoderTarget

@@ -12,10 +12,10 @@ import pytest
 from families import BASE, RECIPES
 from safetensors.numpy import save_file
 
-import conversion
-from conversion import CheckpointError, hf_config, rules
-from conversion.families import FAMILIES
-from conversion.fields import Fields
+from eagle3_jax import conversion
+from eagle3_jax.conversion import CheckpointError, hf_config, rules
+from eagle3_jax.conversion.families import FAMILIES
+from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.models.config import GatedDelta, grouped
 from eagle3_jax.models.decoder import DecoderTarget
 

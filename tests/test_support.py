@@ -14,7 +14,7 @@ sys.path.append(str(ROOT / "docs" / "recorded"))
 import support  # noqa: E402
 import support_record  # noqa: E402
 
-from conversion.families import FAMILIES  # noqa: E402
+from eagle3_jax.conversion.families import FAMILIES  # noqa: E402
 
 
 def test_the_page_is_its_record() -> None:

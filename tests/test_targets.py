@@ -22,8 +22,8 @@ from checkpoints import (
     write_llama,
 )
 
-import conversion
-from conversion import CheckpointError
+from eagle3_jax import conversion
+from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.memory import causal_mask
 

@@ -165,7 +165,7 @@ def ended(code: str) -> tuple[int, str, str]:
         ("eagle3_jax.cli.generate", "SIGINT", 130),
         ("numpy", "SIGINT", 130),
         ("jax._src.core", "SIGINT", 130),
-        ("conversion.native", "SIGINT", 130),
+        ("eagle3_jax.conversion.native", "SIGINT", 130),
         ("numpy", "SIGTERM", 143),
         ("numpy", "SIGHUP", 129),
     ],

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import conversion
-from conversion import CheckpointError
+from eagle3_jax import conversion
 from eagle3_jax.cli import run
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._training_files import refuse_finished
+from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.training.loop import OptimizerConfig, Trainer
 from eagle3_jax.training.regenerate import Rows
 from eagle3_jax.writing import WriteError, whole_directory, whole_file
@@ -126,10 +126,10 @@ def wait_until(seen: Callable[[], bool], process: subprocess.Popen[str]) -> None
 
 CONVERT = """
 import sys, time
-import conversion.native, conversion.targets
+import eagle3_jax.conversion.native as native, eagle3_jax.conversion.targets as targets
 from eagle3_jax.cli import main
 if sys.argv[1] == "late":  # all is written, and nothing has its name yet
-    conversion.native.copy_tokenizer = conversion.targets.copy_tokenizer = lambda *_: time.sleep(60)
+    native.copy_tokenizer = targets.copy_tokenizer = lambda *_: time.sleep(60)
 sys.argv[1:2] = ["convert"]
 main()
 """

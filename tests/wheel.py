@@ -23,17 +23,16 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 LARGEST = 30e6  # bytes of a wheel; the bundled pair is 25 MB of it
 
 IMPORT_ALL = """
-import importlib, pkgutil, conversion, eagle3_jax
-for package in (conversion, eagle3_jax):
-    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if module.name.endswith(".__main__") or ".rivals.vllm." in module.name:
-            continue
-        try:
-            importlib.import_module(module.name)
-        except ModuleNotFoundError as error:
-            pictures = module.name.startswith("eagle3_jax.pictures.") and error.name in ("matplotlib", "plotly")
-            assert pictures or (module.name, error.name) == ("eagle3_jax.reporting.drawing", "jinja2"), error
-assert "site-packages" in conversion.__file__ and "site-packages" in eagle3_jax.__file__
+import importlib, pkgutil, eagle3_jax
+for module in pkgutil.walk_packages(eagle3_jax.__path__, "eagle3_jax."):
+    if module.name.endswith(".__main__") or ".rivals.vllm." in module.name:
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        pictures = module.name.startswith("eagle3_jax.pictures.") and error.name in ("matplotlib", "plotly")
+        assert pictures or (module.name, error.name) == ("eagle3_jax.reporting.drawing", "jinja2"), error
+assert "site-packages" in eagle3_jax.__file__ and "eagle3_jax.conversion.targets" in __import__("sys").modules
 """
 EXPORT = """
 import eagle3_jax as e3
@@ -44,7 +43,8 @@ export_generation(decoder, prompt_tokens=8, max_new_tokens=4).save("generation.z
 ExportedGeneration.load("generation.zip")
 """
 PICKLE = """
-import pathlib, torch, conversion
+import pathlib, torch
+from eagle3_jax import conversion
 from eagle3_jax.sources import bundled
 from safetensors.torch import load_file
 folder = pathlib.Path("pickled")
@@ -93,7 +93,10 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
         "\n"
     )
-    expected = {name for name in tracked if name.startswith(("eagle3_jax/", "conversion/"))}
+    # `conversion` lies at the top of the repository and is installed as a part of the library, where no module of a
+    # user's own can stand in its way.
+    expected = {name for name in tracked if name.startswith("eagle3_jax/")} - {"eagle3_jax/conversion"}
+    expected |= {f"eagle3_jax/{name}" for name in tracked if name.startswith("conversion/")}
     assert inside == expected, inside ^ expected
     assert {"eagle3_jax/assets/target/model.safetensors", "eagle3_jax/assets/eagle3/config.json"} <= inside
     with tarfile.open(sdist) as archive:
@@ -105,6 +108,9 @@ def check_contents(wheel: Path, sdist: Path) -> None:
 def check_alone(fresh: Environment) -> None:
     """Generates, inspects, plans and converts without any extra, and says which one is missing where it matters."""
     fresh.works("python", "-c", IMPORT_ALL)
+    # A user's own module of that name, in the directory that Python looks into first.
+    (fresh.work / "conversion.py").write_text("raise ImportError('this is not the library')")
+    fresh.works("python", "-c", "import eagle3_jax as e3; e3.load_drafter(target=e3.load_target())")
     row = json.loads(fresh.works("eagle3", "generate", "def f(x):", "--max-new-tokens", "8", "--json"))
     assert row["token_ids"] and row["text"], row
     pair = [json.loads(line) for line in fresh.works("eagle3", "inspect", "--json").splitlines()]

@@ -12,8 +12,7 @@ import numpy as np
 import peaked
 from families import Recipe
 
-import conversion
-from eagle3_jax import LoadedDrafter, LoadedTarget, SpeculativeDecoder, load_drafter, load_target
+from eagle3_jax import LoadedDrafter, LoadedTarget, SpeculativeDecoder, conversion, load_drafter, load_target
 from eagle3_jax.drafters import NGram
 from eagle3_jax.rivals.vllm.bridge import EngineOptions, Generated, Tokens, eagle3
 from eagle3_jax.rivals.vllm.process import Process

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from conversion.tensors import read_tensors, write_tensors
+from eagle3_jax.conversion.tensors import read_tensors, write_tensors
 
 
 @dataclasses.dataclass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from conversion.errors import CheckpointError, short
-from conversion.families import (
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.families import (
     deepseek,
     glm4_moe,
     gpt_oss,
@@ -18,9 +18,9 @@ from conversion.families import (
     qwen3_moe,
     qwen3_next,
 )
-from conversion.families.family import Family
-from conversion.families.wrapper import Wrapper
-from conversion.fields import Fields
+from eagle3_jax.conversion.families.family import Family
+from eagle3_jax.conversion.families.wrapper import Wrapper
+from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.models.config import DecoderConfig
 
 FAMILIES: dict[str, Family] = {

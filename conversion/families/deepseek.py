@@ -12,12 +12,12 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from conversion import blocks, hf_config, hf_experts
-from conversion.errors import CheckpointError
-from conversion.families.family import Family, layer_that_drafts
-from conversion.fields import Fields, read_from
-from conversion.hf_rope import read_rope, rope_fields
-from conversion.rules import Part, Rule, linear, norm
+from eagle3_jax.conversion import blocks, hf_config, hf_experts
+from eagle3_jax.conversion.errors import CheckpointError
+from eagle3_jax.conversion.families.family import Family, layer_that_drafts
+from eagle3_jax.conversion.fields import Fields, read_from
+from eagle3_jax.conversion.hf_rope import read_rope, rope_fields
+from eagle3_jax.conversion.rules import Part, Rule, linear, norm
 from eagle3_jax.models.config import DecoderConfig, Latent, LayerConfig, RopeConfig
 
 _TYPES = _DENSE, _SPARSE = ("dense", "sparse")

@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from conversion import blocks
-from conversion.fields import Fields
-from conversion.rules import Rule
+from eagle3_jax.conversion import blocks
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.conversion.rules import Rule
 from eagle3_jax.models.config import DecoderConfig
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from conversion import hf_config, hf_experts
-from conversion.families.family import Family, layer_that_drafts
-from conversion.fields import Fields
-from conversion.hf_rope import read_rope, rope_fields
+from eagle3_jax.conversion import hf_config, hf_experts
+from eagle3_jax.conversion.families.family import Family, layer_that_drafts
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.conversion.hf_rope import read_rope, rope_fields
 from eagle3_jax.models.config import DecoderConfig, LayerConfig, grouped
 
 

@@ -6,11 +6,11 @@ import dataclasses
 import functools
 from typing import Any
 
-from conversion import blocks, hf_config, hf_experts
-from conversion.errors import CheckpointError, short
-from conversion.families.family import Family
-from conversion.fields import Fields
-from conversion.hf_rope import read_rope
+from eagle3_jax.conversion import blocks, hf_config, hf_experts
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.families.family import Family
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.conversion.hf_rope import read_rope
 from eagle3_jax.models.config import DecoderConfig, Experts, grouped
 
 # Of the sigmoid in an expert's gate.

@@ -6,13 +6,13 @@ import dataclasses
 import functools
 from typing import Any
 
-from conversion import blocks, hf_config, hf_experts
-from conversion.errors import CheckpointError
-from conversion.families.family import Family
-from conversion.families.wrapper import Wrapper
-from conversion.fields import Fields, read_from
-from conversion.hf_rope import read_rope, rope_fields
-from conversion.rules import Rule
+from eagle3_jax.conversion import blocks, hf_config, hf_experts
+from eagle3_jax.conversion.errors import CheckpointError
+from eagle3_jax.conversion.families.family import Family
+from eagle3_jax.conversion.families.wrapper import Wrapper
+from eagle3_jax.conversion.fields import Fields, read_from
+from eagle3_jax.conversion.hf_rope import read_rope, rope_fields
+from eagle3_jax.conversion.rules import Rule
 from eagle3_jax.models.config import (
     DecoderConfig,
     Experts,

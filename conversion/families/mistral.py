@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from conversion import hf_config
-from conversion.families.family import Family
-from conversion.fields import Fields, read_from
-from conversion.hf_rope import read_rope, rope_fields
+from eagle3_jax.conversion import hf_config
+from eagle3_jax.conversion.families.family import Family
+from eagle3_jax.conversion.fields import Fields, read_from
+from eagle3_jax.conversion.hf_rope import read_rope, rope_fields
 from eagle3_jax.models.config import DecoderConfig, QueryScaling, grouped
 
 _BETA, _FLOOR = "llama_4_scaling_beta", "original_max_position_embeddings"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from conversion import hf_config
-from conversion.families.family import Family
-from conversion.fields import Fields
+from eagle3_jax.conversion import hf_config
+from eagle3_jax.conversion.families.family import Family
+from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.models.config import DecoderConfig, grouped
 
 

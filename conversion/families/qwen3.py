@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from conversion import hf_config
-from conversion.families import qwen2
-from conversion.families.family import Family
-from conversion.fields import Fields
+from eagle3_jax.conversion import hf_config
+from eagle3_jax.conversion.families import qwen2
+from eagle3_jax.conversion.families.family import Family
+from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.models.config import DecoderConfig, grouped
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from conversion import blocks, hf_config, hf_experts
-from conversion.families import qwen3_next
-from conversion.families.family import Family
-from conversion.families.wrapper import Wrapper
-from conversion.fields import Fields
+from eagle3_jax.conversion import blocks, hf_config, hf_experts
+from eagle3_jax.conversion.families import qwen3_next
+from eagle3_jax.conversion.families.family import Family
+from eagle3_jax.conversion.families.wrapper import Wrapper
+from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.models.config import DecoderConfig, Experts, GatedDelta
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from conversion import hf_config, hf_experts
-from conversion.errors import CheckpointError
-from conversion.families.family import Family
-from conversion.fields import Fields
+from eagle3_jax.conversion import hf_config, hf_experts
+from eagle3_jax.conversion.errors import CheckpointError
+from eagle3_jax.conversion.families.family import Family
+from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.models.config import DecoderConfig, LayerConfig, grouped
 
 

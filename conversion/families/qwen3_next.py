@@ -7,13 +7,13 @@ import functools
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from conversion import blocks, hf_config, hf_experts
-from conversion.errors import CheckpointError
-from conversion.families.family import Family
-from conversion.families.qwen3_moe import read_sparse_layers, sparse_fields
-from conversion.fields import Fields, read_from
-from conversion.hf_rope import read_rope, rope_fields
-from conversion.rules import Rule, in_turns, linear, norm
+from eagle3_jax.conversion import blocks, hf_config, hf_experts
+from eagle3_jax.conversion.errors import CheckpointError
+from eagle3_jax.conversion.families.family import Family
+from eagle3_jax.conversion.families.qwen3_moe import read_sparse_layers, sparse_fields
+from eagle3_jax.conversion.fields import Fields, read_from
+from eagle3_jax.conversion.hf_rope import read_rope, rope_fields
+from eagle3_jax.conversion.rules import Rule, in_turns, linear, norm
 from eagle3_jax.models.config import MLP, DecoderConfig, Experts, GatedDelta, GroupedQuery, LayerConfig, Mixer
 
 _KINDS = _DELTA, _FULL = ("linear_attention", "full_attention")

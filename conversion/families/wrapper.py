@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
-from conversion.errors import CheckpointError, short
-from conversion.fields import Fields
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.fields import Fields
 
 Tensor = TypeVar("Tensor")
 

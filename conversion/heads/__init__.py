@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from conversion.heads import dflash, eagle1, eagle3, medusa, mtp, p_eagle
-from conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored
+from eagle3_jax.conversion.heads import dflash, eagle1, eagle3, medusa, mtp, p_eagle
+from eagle3_jax.conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored
 
 if TYPE_CHECKING:
-    from conversion.checks import Check
+    from eagle3_jax.conversion.checks import Check
 
 
 def _write_eagle3(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
-    from conversion.heads.eagle3_export import layout
+    from eagle3_jax.conversion.heads.eagle3_export import layout
 
     return layout(checkpoint, dialect)
 
 
 def _examine_eagle3(target: Any, head: HeadCheckpoint) -> list[Check]:
-    from conversion.heads.eagle3_checks import examine
+    from eagle3_jax.conversion.heads.eagle3_checks import examine
 
     return examine(target, head)
 

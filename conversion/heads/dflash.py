@@ -14,12 +14,20 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conversion import rules
-from conversion.errors import CheckpointError, short
-from conversion.fields import Fields, read_from
-from conversion.heads.dflash_export import head_rules, layout
-from conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, Suspects, check_fit, read_embedding
-from conversion.hf_config import (
+from eagle3_jax.conversion import rules
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.fields import Fields, read_from
+from eagle3_jax.conversion.heads.dflash_export import head_rules, layout
+from eagle3_jax.conversion.heads.head import (
+    HeadCheckpoint,
+    HeadKind,
+    Signs,
+    Stored,
+    Suspects,
+    check_fit,
+    read_embedding,
+)
+from eagle3_jax.conversion.hf_config import (
     read_mixer,
     read_mlp,
     read_stack,
@@ -32,7 +40,7 @@ from eagle3_jax.models.config import DecoderConfig, uniform
 if TYPE_CHECKING:
     import numpy as np
 
-    from conversion.checks import Check
+    from eagle3_jax.conversion.checks import Check
     from eagle3_jax.drafters.dflash import DFlashConfig
 
 # Names under which other tools have the same tensors.
@@ -80,7 +88,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     Raises:
         CheckpointError: It is incomplete, of a kind that is not computed, or does not fit the target.
     """
-    from conversion import draft_vocab
+    from eagle3_jax.conversion import draft_vocab
 
     directory, where = stored.directory, str(stored.directory / "config.json")
     tensors, top = _canonical(stored.tensors, directory), Fields(stored.config, where)
@@ -321,7 +329,7 @@ def classes() -> tuple[type, type]:
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     """The layers whose numbering differs between projects, the block's size and sight, and its mask token."""
-    from conversion.checks import Check, mask_token
+    from eagle3_jax.conversion.checks import Check, mask_token
 
     config = head.config
     most = config.num_predicted

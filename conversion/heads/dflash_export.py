@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from conversion import blocks, rules
-from conversion.errors import CheckpointError
-from conversion.heads.head import HeadCheckpoint, Layout
-from conversion.hf_config import stack_fields
-from conversion.rules import Rule
+from eagle3_jax.conversion import blocks, rules
+from eagle3_jax.conversion.errors import CheckpointError
+from eagle3_jax.conversion.heads.head import HeadCheckpoint, Layout
+from eagle3_jax.conversion.hf_config import stack_fields
+from eagle3_jax.conversion.rules import Rule
 from eagle3_jax.models.config import gated, grouped
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def layout(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
 def _tensors(checkpoint: HeadCheckpoint) -> dict[str, np.ndarray]:
     import numpy as np
 
-    from conversion import draft_vocab
+    from eagle3_jax.conversion import draft_vocab
     from eagle3_jax.drafters.dflash import DFlashDrafter
 
     config = checkpoint.config

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from conversion import blocks, rules
-from conversion.errors import CheckpointError, TargetNeededError
-from conversion.fields import Fields, read_from
-from conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored, Suspects, check_fit
-from conversion.hf_config import (
+from eagle3_jax.conversion import blocks, rules
+from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
+from eagle3_jax.conversion.fields import Fields, read_from
+from eagle3_jax.conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored, Suspects, check_fit
+from eagle3_jax.conversion.hf_config import (
     bias_fields,
     read_mixer,
     read_mlp,
@@ -23,13 +23,13 @@ from conversion.hf_config import (
     refuse_windows,
     stack_fields,
 )
-from conversion.rules import Rule
+from eagle3_jax.conversion.rules import Rule
 from eagle3_jax.models.config import DecoderConfig, gated, grouped, uniform
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from conversion.checks import Check
+    from eagle3_jax.conversion.checks import Check
     from eagle3_jax.drafters.eagle1 import Eagle1Config
 
 _ARCHITECTURE = "EagleLlamaForCausalLM"  # in vLLM; official files say LlamaForCausalLM
@@ -209,7 +209,7 @@ def _refusals(checkpoint: HeadCheckpoint, tensors: Mapping[str, np.ndarray], dia
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     """What the layouts differ in."""
-    from conversion.checks import Check
+    from eagle3_jax.conversion.checks import Check
 
     del target
     if head.config.fc_bias:

@@ -15,13 +15,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from conversion import blocks, rules
-from conversion.errors import CheckpointError, TargetNeededError, short
-from conversion.fields import Fields, read_from
-from conversion.heads.dialects import dialect_of
-from conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, Suspects, check_fit, read_embedding
-from conversion.heads.layer_ids import resolve
-from conversion.hf_config import (
+from eagle3_jax.conversion import blocks, rules
+from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError, short
+from eagle3_jax.conversion.fields import Fields, read_from
+from eagle3_jax.conversion.heads.dialects import dialect_of
+from eagle3_jax.conversion.heads.head import (
+    HeadCheckpoint,
+    HeadKind,
+    Signs,
+    Stored,
+    Suspects,
+    check_fit,
+    read_embedding,
+)
+from eagle3_jax.conversion.heads.layer_ids import resolve
+from eagle3_jax.conversion.hf_config import (
     read_head_windows,
     read_mixer,
     read_mlp,
@@ -30,7 +38,7 @@ from conversion.hf_config import (
     refuse_unsupported,
     refuse_windows,
 )
-from conversion.rules import Rule
+from eagle3_jax.conversion.rules import Rule
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, default_aux_layers, uniform, with_window
 
 if TYPE_CHECKING:
@@ -118,7 +126,7 @@ def read_as(
     Raises:
         CheckpointError: It is incomplete, or does not fit the target; the message says why.
     """
-    from conversion import draft_vocab
+    from eagle3_jax.conversion import draft_vocab
 
     directory, where = stored.directory, str(stored.directory / "config.json")
     refuse_quantised(Fields(stored.config, where))
@@ -164,7 +172,7 @@ def read_as(
 def named_aux_layers(top: Fields) -> tuple[int, ...] | None:
     """The auxiliary layers that a configuration names, ascending, or ``None``.
 
-    They are as the file has them, whatever they count (:mod:`conversion.heads.layer_ids`).
+    They are as the file has them, whatever they count (:mod:`eagle3_jax.conversion.heads.layer_ids`).
 
     Raises:
         CheckpointError: The places that may name them disagree, or it is no list of distinct layers.

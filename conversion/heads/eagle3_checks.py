@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from conversion.checks import Check
-from conversion.fields import Fields
-from conversion.files import NATIVE_FILE, read_json
-from conversion.heads.eagle3 import named_aux_layers
-from conversion.heads.eagle3_export import is_default_aux
-from conversion.heads.head import HeadCheckpoint
-from conversion.heads.layer_ids import entered_after, usual_layers
+from eagle3_jax.conversion.checks import Check
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.conversion.files import NATIVE_FILE, read_json
+from eagle3_jax.conversion.heads.eagle3 import named_aux_layers
+from eagle3_jax.conversion.heads.eagle3_export import is_default_aux
+from eagle3_jax.conversion.heads.head import HeadCheckpoint
+from eagle3_jax.conversion.heads.layer_ids import entered_after, usual_layers
 from eagle3_jax.models.config import RopeConfig, grouped
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from conversion import draft_vocab, rules
-from conversion.errors import CheckpointError
-from conversion.heads.eagle3 import head_rules
-from conversion.heads.head import HeadCheckpoint, Layout
-from conversion.hf_config import bias_fields, head_window_fields, stack_fields
+from eagle3_jax.conversion import draft_vocab, rules
+from eagle3_jax.conversion.errors import CheckpointError
+from eagle3_jax.conversion.heads.eagle3 import head_rules
+from eagle3_jax.conversion.heads.head import HeadCheckpoint, Layout
+from eagle3_jax.conversion.hf_config import bias_fields, head_window_fields, stack_fields
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.config import Eagle3Config, default_aux_layers, grouped
 

@@ -8,16 +8,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from conversion import rules
-from conversion.errors import CheckpointError
-from conversion.fields import Fields
+from eagle3_jax.conversion import rules
+from eagle3_jax.conversion.errors import CheckpointError
+from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.models.config import DecoderConfig
 
 if TYPE_CHECKING:
     import numpy as np
     from jax.sharding import Mesh
 
-    from conversion.checks import Check
+    from eagle3_jax.conversion.checks import Check
     from eagle3_jax.models.layers import Precision
     from eagle3_jax.types import Tables
 
@@ -61,7 +61,8 @@ class Stored(NamedTuple):
         directory: Where.
         config: Its ``config.json``.
         tensors: By name.
-        layer_ids: What the user says that numbers of auxiliary layers count, see :mod:`conversion.heads.layer_ids`.
+        layer_ids: What the user says that numbers of auxiliary layers count, see
+            :mod:`eagle3_jax.conversion.heads.layer_ids`.
     """
 
     directory: Path

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from conversion.errors import CheckpointError
+from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.models.config import default_aux_layers
 
 ENTERING, LEAVING = "entering", "leaving"

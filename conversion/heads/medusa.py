@@ -18,18 +18,18 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from conversion import rules
-from conversion.errors import CheckpointError, TargetNeededError
-from conversion.fields import Fields, read_from
-from conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, Suspects, check_fit
-from conversion.heads.medusa_export import head_of_different_blocks, head_rules, layout
-from conversion.hf_config import refuse_quantised
+from eagle3_jax.conversion import rules
+from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
+from eagle3_jax.conversion.fields import Fields, read_from
+from eagle3_jax.conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, Suspects, check_fit
+from eagle3_jax.conversion.heads.medusa_export import head_of_different_blocks, head_rules, layout
+from eagle3_jax.conversion.hf_config import refuse_quantised
 from eagle3_jax.models.config import DecoderConfig
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from conversion.checks import Check
+    from eagle3_jax.conversion.checks import Check
     from eagle3_jax.drafters.medusa import MedusaConfig
 
 
@@ -245,8 +245,8 @@ def _token_map(top: Fields, tensors: dict[str, np.ndarray], vocab_size: int, whe
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     """How far the heads reach, and which model they say they belong to."""
-    from conversion.checks import Check
-    from conversion.files import NATIVE_FILE, read_json
+    from eagle3_jax.conversion.checks import Check
+    from eagle3_jax.conversion.files import NATIVE_FILE, read_json
     from eagle3_jax.published_trees import PUBLISHED_TREES
 
     count = head.config.num_heads

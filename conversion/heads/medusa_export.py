@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from conversion import rules
-from conversion.errors import CheckpointError
-from conversion.files import read_json
-from conversion.heads.head import HeadCheckpoint, Layout
-from conversion.rules import Rule
+from eagle3_jax.conversion import rules
+from eagle3_jax.conversion.errors import CheckpointError
+from eagle3_jax.conversion.files import read_json
+from eagle3_jax.conversion.heads.head import HeadCheckpoint, Layout
+from eagle3_jax.conversion.rules import Rule
 
 if TYPE_CHECKING:
     import numpy as np

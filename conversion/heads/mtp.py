@@ -16,11 +16,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from conversion import blocks, rules
-from conversion.errors import CheckpointError, short
-from conversion.fields import Fields, read_from
-from conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored, Suspects, check_fit
-from conversion.hf_config import (
+from eagle3_jax.conversion import blocks, rules
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.fields import Fields, read_from
+from eagle3_jax.conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored, Suspects, check_fit
+from eagle3_jax.conversion.hf_config import (
     bias_fields,
     read_mixer,
     read_mlp,
@@ -30,13 +30,13 @@ from conversion.hf_config import (
     refuse_windows,
     stack_fields,
 )
-from conversion.rules import Rule
+from eagle3_jax.conversion.rules import Rule
 from eagle3_jax.models.config import DecoderConfig, gated, grouped, uniform
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from conversion.checks import Check
+    from eagle3_jax.conversion.checks import Check
     from eagle3_jax.drafters.mtp import MTPConfig
 
 
@@ -291,7 +291,7 @@ def _exchanged(weight: np.ndarray) -> np.ndarray:
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     """What the layout decides, because no shape does."""
-    from conversion.checks import Check
+    from eagle3_jax.conversion.checks import Check
 
     order = {"mimo": "the hidden state first", "jax": "as it was converted"}.get(head.dialect, "the embedding first")
     start = "counts as zero" if head.config.zero_first else "is the token's own"

@@ -12,18 +12,18 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from conversion.errors import CheckpointError
-from conversion.fields import Fields, read_from
-from conversion.heads import eagle3
-from conversion.heads.dialects import dialect_of
-from conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored
-from conversion.rules import Rule
+from eagle3_jax.conversion.errors import CheckpointError
+from eagle3_jax.conversion.fields import Fields, read_from
+from eagle3_jax.conversion.heads import eagle3
+from eagle3_jax.conversion.heads.dialects import dialect_of
+from eagle3_jax.conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored
+from eagle3_jax.conversion.rules import Rule
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from conversion.checks import Check
+    from eagle3_jax.conversion.checks import Check
     from eagle3_jax.drafters.p_eagle import PEagleConfig
 
 _MASK = "mask_hidden"
@@ -89,7 +89,7 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     Raises:
         CheckpointError: The layout cannot express it.
     """
-    from conversion.heads import eagle3_export as export
+    from eagle3_jax.conversion.heads import eagle3_export as export
     from eagle3_jax.drafters.p_eagle import PEagleDrafter
 
     if refusals := export.vllm_refusals(checkpoint):
@@ -158,8 +158,8 @@ def _speculators_fields(values: dict[str, Any], config: PEagleConfig) -> dict[st
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     """What an EAGLE-3 head may get wrong, and the token that no text should hold."""
-    from conversion.checks import mask_token
-    from conversion.heads import eagle3_checks
+    from eagle3_jax.conversion.checks import mask_token
+    from eagle3_jax.conversion.heads import eagle3_checks
 
     mask = mask_token(head.config.mask_token_id, target.stop_tokens, target.source)
     return [*eagle3_checks.examine(target, head), mask]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from conversion.errors import CheckpointError
-from conversion.files import copy_tokenizer, new_directory, write_json
-from conversion.heads import HEADS
-from conversion.heads.head import HeadCheckpoint
-from conversion.tensors import write_tensors
+from eagle3_jax.conversion.errors import CheckpointError
+from eagle3_jax.conversion.files import copy_tokenizer, new_directory, write_json
+from eagle3_jax.conversion.heads import HEADS
+from eagle3_jax.conversion.heads.head import HeadCheckpoint
+from eagle3_jax.conversion.tensors import write_tensors
 
 LAYOUTS: tuple[str, ...] = tuple(dict.fromkeys(layout for kind in HEADS.values() for layout in kind.layouts))
 

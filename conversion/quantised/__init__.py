@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from conversion.errors import CheckpointError, short
-from conversion.fields import Fields
-from conversion.quantised import compressed_tensors, fbgemm, fp8, modelopt, mxfp4
-from conversion.quantised.format import Format, Quantisation, dequantised
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.conversion.quantised import compressed_tensors, fbgemm, fp8, modelopt, mxfp4
+from eagle3_jax.conversion.quantised.format import Format, Quantisation, dequantised
 
 FORMATS: dict[str, Callable[[Fields], Format]] = {
     "fp8": fp8.read,

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from conversion.errors import CheckpointError, short
-from conversion.fields import Fields
-from conversion.quantised.arrays import E4M3
-from conversion.quantised.decoding import Scheme, packed, scaled
-from conversion.quantised.format import Format, Layout
-from conversion.quantised.fp8 import block_size
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.conversion.quantised.arrays import E4M3
+from eagle3_jax.conversion.quantised.decoding import Scheme, packed, scaled
+from eagle3_jax.conversion.quantised.format import Format, Layout
+from eagle3_jax.conversion.quantised.fp8 import block_size
 
 _FORMATS = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
 _STRATEGIES = ("tensor", "channel", "group", "block")

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from conversion.errors import CheckpointError
-from conversion.quantised.arrays import E4M3, Dequantised
+from eagle3_jax.conversion.errors import CheckpointError
+from eagle3_jax.conversion.quantised.arrays import E4M3, Dequantised
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _FLOATS = ("float32", "bfloat16", "float16")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 
-from conversion.fields import Fields
-from conversion.quantised.arrays import E4M3
-from conversion.quantised.decoding import Scheme, fused_experts, scaled
-from conversion.quantised.format import Format, Layout
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.conversion.quantised.arrays import E4M3
+from eagle3_jax.conversion.quantised.decoding import Scheme, fused_experts, scaled
+from eagle3_jax.conversion.quantised.format import Format, Layout
 
 
 def read(fields: Fields) -> Format:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from conversion.errors import CheckpointError, short
-from conversion.quantised.arrays import Dequantised
-from conversion.quantised.decoding import Stored
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.quantised.arrays import Dequantised
+from eagle3_jax.conversion.quantised.decoding import Stored
 
 # What only numbers can be, never the weights themselves.
 _NO_FLOATS = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int32", "float8_e8m0fnu")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 
-from conversion.errors import CheckpointError, short
-from conversion.fields import Fields
-from conversion.quantised.arrays import E4M3
-from conversion.quantised.decoding import Scheme, scaled
-from conversion.quantised.format import Format, Layout
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.conversion.quantised.arrays import E4M3
+from eagle3_jax.conversion.quantised.decoding import Scheme, scaled
+from eagle3_jax.conversion.quantised.format import Format, Layout
 
 _LISTS = ("modules_to_not_convert", "ignored_layers")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from conversion.errors import CheckpointError, short
-from conversion.fields import Fields
-from conversion.files import read_json
-from conversion.quantised.arrays import E4M3
-from conversion.quantised.decoding import Scheme, scaled
-from conversion.quantised.format import Format, Layout
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.conversion.files import read_json
+from eagle3_jax.conversion.quantised.arrays import E4M3
+from eagle3_jax.conversion.quantised.decoding import Scheme, scaled
+from eagle3_jax.conversion.quantised.format import Format, Layout
 
 _FILE = "hf_quant_config.json"
 _LISTS = ("ignore", "exclude_modules", "modules_to_not_convert")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from conversion.fields import Fields
-from conversion.quantised.decoding import Scheme, mxfp4
-from conversion.quantised.format import Format, Layout
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.conversion.quantised.decoding import Scheme, mxfp4
+from eagle3_jax.conversion.quantised.format import Format, Layout
 
 
 def read(fields: Fields) -> Format:

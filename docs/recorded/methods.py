@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conversion.heads import HEADS
+from eagle3_jax.conversion.heads import HEADS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from conversion.families import FAMILIES
+from eagle3_jax.conversion.families import FAMILIES
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

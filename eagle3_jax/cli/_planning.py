@@ -14,7 +14,7 @@ from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name
 from eagle3_jax.theory.sizes import DrafterSizes
 
 if TYPE_CHECKING:
-    from conversion.fields import Fields
+    from eagle3_jax.conversion.fields import Fields
 
 # A head that is not named is one like those published, whose files say so whatever their targets reach.
 _USUAL_POSITIONS = 2048
@@ -50,7 +50,7 @@ def read_target(source: str | None) -> Target:
     Raises:
         ValueError: There is none, or it is of no family; the message says why.
     """
-    from conversion.families import read_config
+    from eagle3_jax.conversion.families import read_config
 
     name = known_name(source, KNOWN_MODELS) if source else None
     if name is not None:
@@ -71,7 +71,7 @@ def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
     Raises:
         ValueError: There is none, or it does not say what a plan needs; the message says why.
     """
-    from conversion.heads import HEADS
+    from eagle3_jax.conversion.heads import HEADS
 
     if source == "none":
         return Head("none", None)
@@ -113,10 +113,10 @@ def _named(source: str, target: Target) -> Head:
 
 def _method_of(directory: Path, fields: Fields) -> str:
     """The kind of a drafter, by its tensors where they are there, or else by its configuration alone."""
-    from conversion import kinds
-    from conversion.errors import CheckpointError
-    from conversion.families import FAMILIES, WRAPPERS
-    from conversion.heads import HEADS, Signs
+    from eagle3_jax.conversion import kinds
+    from eagle3_jax.conversion.errors import CheckpointError
+    from eagle3_jax.conversion.families import FAMILIES, WRAPPERS
+    from eagle3_jax.conversion.heads import HEADS, Signs
 
     if any(directory.glob("*.safetensors")):
         with contextlib.suppress(CheckpointError):
@@ -134,8 +134,8 @@ def _method_of(directory: Path, fields: Fields) -> str:
 
 
 def _sizes_of_model(fields: Fields, target: Target) -> DrafterSizes:
-    from conversion.families import read_config
     from eagle3_jax.cli._plan_sizes import sizes_of_model
+    from eagle3_jax.conversion.families import read_config
 
     config = read_config(fields)
     if config.vocab_size != target.config.vocab_size:
@@ -147,8 +147,8 @@ def _sizes_of_model(fields: Fields, target: Target) -> DrafterSizes:
 
 
 def _fields(source: str | None, part: str) -> Fields:
-    from conversion.fields import Fields
-    from conversion.files import NATIVE_FILE, read_json
+    from eagle3_jax.conversion.fields import Fields
+    from eagle3_jax.conversion.files import NATIVE_FILE, read_json
     from eagle3_jax.sources import bundled
 
     directory = bundled(part) if source is None else Path(source)

@@ -72,8 +72,8 @@ def refuse_finished(out: Path) -> None:
 
 def write_target(out: Path, data: Path, config: DecoderConfig, params: Any, *, dtype: str) -> None:
     """Finish a target: Hugging Face files beside its checkpoints."""
-    import conversion
-    from conversion.families import FAMILIES
+    from eagle3_jax import conversion
+    from eagle3_jax.conversion.families import FAMILIES
     from eagle3_jax.training.corpus import END_OF_TEXT
 
     stop = read_corpus(data)[1].token_to_id(END_OF_TEXT)
@@ -91,7 +91,7 @@ def write_target(out: Path, data: Path, config: DecoderConfig, params: Any, *, d
 
 def write_draft_model(out: Path, target: Path, config: DecoderConfig, params: Any, *, dtype: str) -> None:
     """Finish a draft model: a target of its own, of its target's family and with its tokenizer."""
-    import conversion
+    from eagle3_jax import conversion
 
     checkpoint = dataclasses.replace(
         conversion.read_target(target), config=config, params=_stored(params, dtype), source=target, dtype=dtype
@@ -104,8 +104,8 @@ def write_head(
     out: Path, config: Any, params: Any, draft_to_target: Any, *, dtype: str, num_target_layers: int
 ) -> None:
     """Finish a head: its method's usual layout beside its checkpoints."""
-    import conversion
-    from conversion.heads import kind_of
+    from eagle3_jax import conversion
+    from eagle3_jax.conversion.heads import kind_of
 
     kind = kind_of(config)
     checkpoint = conversion.HeadCheckpoint(

@@ -36,7 +36,7 @@ def convert(
     layer_ids: LayerIdsOption = None,
 ) -> None:
     """Rewrite a checkpoint in another layout, refusing whatever does not fit exactly."""
-    import conversion
+    from eagle3_jax import conversion
     from eagle3_jax.sources import locate
 
     config = None if target is None else conversion.read_target(locate(target, "target")).config
@@ -52,7 +52,7 @@ def inspect(
     as_json: JsonOption = False,
 ) -> None:
     """Say what a checkpoint is: kind and generation, parameters, bytes, configuration."""
-    from conversion.inspect import describe
+    from eagle3_jax.conversion.inspect import describe
     from eagle3_jax.sources import locate
 
     places = [locate(directory, part) for part in (("target", "eagle3") if directory is None else ("target",))]
@@ -65,7 +65,7 @@ def inspect(
     from rich.table import Table
     from rich.text import Text
 
-    from conversion.errors import printable
+    from eagle3_jax.conversion.errors import printable
 
     for number, description in enumerate(descriptions):
         if number:
@@ -88,7 +88,7 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Check that a head or a draft model fits its target; exits 1 when a check fails."""
-    from conversion.doctor import diagnose
+    from eagle3_jax.conversion.doctor import diagnose
     from eagle3_jax.sources import locate
 
     if drafter is None and target is not None:

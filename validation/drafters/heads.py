@@ -24,8 +24,8 @@ import ml_dtypes
 import numpy as np
 import optax
 
-from conversion.tensors import read_tensors, write_tensors
 from eagle3_jax import LoadedTarget, SpeculativeDecoder, load_target
+from eagle3_jax.conversion.tensors import read_tensors, write_tensors
 from eagle3_jax.models.memory import causal_mask
 from validation.drafters import networks
 from validation.drafters.networks import Heads, Text, Weights

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from conversion import convert, read_target
 from eagle3_jax import LoadedDrafter, LoadedTarget, load_drafter
+from eagle3_jax.conversion import convert, read_target
 from eagle3_jax.drafters import NGram, layer_skip
 from eagle3_jax.rivals.vllm.bridge import Completion, EngineOptions, Generated
 from eagle3_jax.rivals.vllm.process import Process
