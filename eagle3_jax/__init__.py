@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eagle3_jax import drafters
     from eagle3_jax.acceptance import Exact, verify, verify_greedy
-    from eagle3_jax.adaptive import AdaptiveVerification, RoundCosts
     from eagle3_jax.block import BlockVerification
     from eagle3_jax.cache import Cache, KeyValue, KeyValues, LayerCache
     from eagle3_jax.contract import ContractReport, check_drafter, check_target, check_verifier
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
-    "AdaptiveVerification",
     "BlockVerification",
     "Cache",
     "Chain",
@@ -71,7 +69,6 @@ __all__ = [
     "Observation",
     "Prompts",
     "Round",
-    "RoundCosts",
     "SamplingParams",
     "SimulatedAcceptance",
     "SpeculationSchedule",
@@ -104,7 +101,6 @@ __all__ = [
 # The imports above once more, for a running program; a test holds the two equal.
 _NAMES = {
     "acceptance": "Exact verify verify_greedy",
-    "adaptive": "AdaptiveVerification RoundCosts",
     "block": "BlockVerification",
     "cache": "Cache KeyValue KeyValues LayerCache",
     "contract": "ContractReport check_drafter check_target check_verifier",

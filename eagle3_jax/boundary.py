@@ -59,10 +59,8 @@ def require_drafter(drafter: Any) -> None:
     if not isinstance(layers, tuple) or not all(_is_whole(layer) and layer >= 0 for layer in layers):
         raise ValueError(f"{name}.aux_layers is {layers!r}; expected a tuple of layers, as in (2, 16, 29), or ()")
     chain = getattr(drafter, "is_chain", False)
-    for member in ("is_chain", "is_parallel"):
-        value = getattr(drafter, member, False)
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}.{member} is {value!r}; expected True or False, as a property")
+    if not isinstance(chain, bool):
+        raise ValueError(f"{name}.is_chain is {chain!r}; expected True or False, as a property")
     if chain and drafter.num_nodes > drafter.max_depth + 1:
         raise ValueError(
             f"{name} is a chain of {drafter.num_nodes} nodes and says that its max_depth is {drafter.max_depth}; "
@@ -200,8 +198,6 @@ def require_draft(drafter: Drafter[Any], draft: Any, *, batch: int, vocab_size: 
     wanted = {"tokens": (shape, np.int32), "parents": (shape, np.int32), "valid": (shape, np.bool_)}
     if draft.probs is not None:
         wanted["probs"] = ((*shape, vocab_size), np.float32)
-    if draft.confidence is not None:
-        wanted["confidence"] = (shape, np.float32)
     for field, (size, dtype) in wanted.items():
         value = getattr(draft, field)
         if getattr(value, "shape", None) != size or value.dtype != dtype:

@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from eagle3_jax import loop as loops
 from eagle3_jax.acceptance import Exact
-from eagle3_jax.adaptive import AdaptiveLoop, AdaptiveVerification
 from eagle3_jax.boundary import configured, require_target
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.loaded import LoadedDrafter, LoadedTarget, shape_of
@@ -60,7 +59,6 @@ class SpeculativeDecoder:
         num_speculative_tokens: int | None = None,
         tree: DynamicTree | StaticTree | None = None,
         schedule: SpeculationSchedule | None = None,
-        adaptive: AdaptiveVerification | None = None,
         draft_sampling: DraftSampling | None = None,
         stop_tokens: Sequence[int] | None = None,
         verifier: Verifier | None = None,
@@ -75,8 +73,6 @@ class SpeculativeDecoder:
             num_speculative_tokens: Draft a chain of ``K`` tokens.
             tree: Draft a tree instead.
             schedule: Draft a chain whose length depends on how many rows are running, none where that is best.
-            adaptive: Verify as much of each chain as pays, decided in every round; ``num_speculative_tokens`` then says
-                how many at most.
             draft_sampling: Whether the tokens of a chain or a static tree are the likeliest or drawn; the drafter's own
                 choice when left out.
             stop_tokens: Ids that end a row; the target's own when left out, none when empty.
@@ -94,11 +90,6 @@ class SpeculativeDecoder:
             raise ValueError(
                 "more than one of num_speculative_tokens, tree and schedule was given; a draft is a chain, a tree, or "
                 "a chain by schedule"
-            )
-        if adaptive is not None and (tree is not None or schedule is not None):
-            raise ValueError(
-                "adaptive chooses the length of a chain in every round; give num_speculative_tokens beside it, the "
-                "longest, and neither tree nor schedule"
             )
         drafter = Plain() if drafter is None else drafter
         loaded = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter)
@@ -127,8 +118,6 @@ class SpeculativeDecoder:
         }
         if schedule is not None:
             self.loop = StagedLoop(**parts, stages=stages_of(chosen, schedule))
-        elif adaptive is not None:
-            self.loop = AdaptiveLoop(**parts, adaptive=adaptive)
         else:
             self.loop = SpeculativeLoop(**parts)
         self._last = (None, Warping.GREEDY)  # the sampling of the latest step, and how much it asks for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +65,6 @@ class SpeculativeLoop:
     verifier: Verifier = Exact()
     warping: Warping = Warping.GREEDY
     rounds_per_check: int = 1
-
-    reads_confidence: ClassVar[bool] = False  # whether somebody asks how sure the drafter is
 
     def __post_init__(self) -> None:
         require_target(self.target)
@@ -204,8 +202,6 @@ class SpeculativeLoop:
             state.drafter if draft.state is None else like_before(self.drafter, state.drafter, draft.state, "propose")
         )
         draft = draft.replace(state=None)  # type: ignore[attr-defined]
-        if not self.reads_confidence:  # nor does a round carry it out of the program
-            draft = draft.replace(confidence=None)  # type: ignore[attr-defined]
         if self.warping is Warping.GREEDY:  # verification then reads no proposal distribution
             draft = draft.replace(probs=None)  # type: ignore[attr-defined]
         root = jnp.take_along_axis(state.tokens, (state.length - 1)[:, None], axis=1)[:, 0]

@@ -67,8 +67,6 @@ class GenerationState:
         sampling: One value per row.
         keys: One key per row.
         stats: Counters per row.
-        calibration: What adaptive verification has learnt, a :class:`eagle3_jax.calibration.Calibration`; ``None``
-            where nothing adapts.
     """
 
     tokens: Int[Array, "B S"]
@@ -82,7 +80,6 @@ class GenerationState:
     sampling: SamplingParams
     keys: Key[Array, " B"]
     stats: SpeculationStats
-    calibration: Any = None
 
     @property
     def running(self) -> Bool[Array, " B"]:

@@ -156,10 +156,6 @@ class Draft:
         probs: ``[B N V]``, the distribution that each node was actually drawn from, or ``None`` for a
             deterministic proposal (a point mass on the token). The root's is ignored. It must be what the token was
             drawn from, given all that was drawn before it: the one thing that the loop cannot check.
-        confidence: ``[B N]`` in [0, 1], the drafter's own estimate that a node is accepted once its parent was, made
-            without looking at the node's own token: ``max_v q(v)``, or what a trained head says. The root's is ignored.
-            ``None`` for a drafter that has no opinion. Only :mod:`eagle3_jax.adaptive` reads it; elsewhere the compiler
-            drops it.
         state: The drafter's state as proposing left it, for a drafter that writes its guesses behind what it knows for
             certain (as a cache does, whose length has not moved); the next ``observe`` is given it in place of the
             state that was proposed from. ``None`` where proposing wrote nothing.
@@ -169,7 +165,6 @@ class Draft:
     parents: Int[Array, "*B N"]
     valid: Bool[Array, "*B N"]
     probs: Float[Array, "*B N V"] | None = None
-    confidence: Float[Array, "*B N"] | None = None
     state: Any = None
 
 
@@ -244,15 +239,17 @@ class Verifier(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol[State]):
-    """A proposal method. Only ``observe`` writes its state, so a guess can never leak into what is known.
+    """Proposes draft tokens.
 
-    It is a static argument of the compiled loop: hashable, its arrays in ``params``. Three more members are looked
-    for and may be left out. ``is_chain: bool`` declares that every draft is a chain, each node's parent the one
-    before; the loop never infers that, and without it verifies trees. ``is_parallel: bool`` declares that every ``q``
-    follows from the committed text alone and looks at no token drawn in the same draft. ``drafting(topology,
-    draft_sampling)`` returns the same drafter with another draft, or raises ``ValueError``
-    (:class:`eagle3_jax.boundary.Drafting`).
-    ``docs/drafters.md`` says what an author must know; ``check_drafter`` runs the contract.
+    Its state holds what is committed, and ``observe`` moves it on. ``propose`` may write guesses behind what is
+    committed, where the next ``observe`` overwrites them, and hands that state on as ``Draft.state``: a cache does so,
+    whose length has not moved. A guess must never change what a later draft is made from.
+
+    A drafter is a static argument of the compiled loop: hashable, its arrays in ``params``. It may have two more
+    members. ``is_chain: bool`` declares that every draft is a chain, each node's parent the one before; the loop never
+    infers that, and without it verifies trees. ``drafting(topology, draft_sampling)`` returns the same drafter with
+    another draft, or raises ``ValueError`` (:class:`eagle3_jax.boundary.Drafting`). ``docs/drafters.md`` says what an
+    author must know; ``check_drafter`` runs the contract.
     """
 
     @property

@@ -186,7 +186,7 @@ class Drawing(Ordinary):
 
 
 class Peeking(Ordinary):
-    """Draws a chain evenly, and is the surer of a token the higher its id: it looks at what it has drawn."""
+    """Draws a chain evenly, and declares a distribution that depends on the token that it has drawn."""
 
     is_chain = True
 
@@ -197,21 +197,8 @@ class Peeking(Ordinary):
             tokens=tokens,
             parents=jnp.broadcast_to(jnp.array([-1, 0, 1], jnp.int32), tokens.shape),
             valid=jnp.ones(tokens.shape, jnp.bool_),
-            probs=jnp.broadcast_to(UNIFORM, (*tokens.shape, VOCABULARY)),
-            confidence=self.sure(tokens / VOCABULARY),
+            probs=jnp.where((tokens % 2 == 0)[:, :, None], UNIFORM, SKEWED),
         )
-
-    def sure(self, share: Any) -> Any:
-        return share
-
-
-class SaysItIsParallel(Peeking):
-    """Is as sure of a token as the one before it is high, and says that it looks at none."""
-
-    is_parallel = True
-
-    def sure(self, share: Any) -> Any:
-        return jnp.concatenate([share[:, :1] * 0 + 0.5, share[:, :1] * 0 + 0.5, share[:, 1:2]], axis=1)
 
 
 UNIFORM = jnp.full((VOCABULARY,), 1 / VOCABULARY, jnp.float32)
@@ -300,11 +287,8 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
     "probabilities four tenths off": (
         Drawing(SKEWED, UNIFORM), "draws from what it declares", r"declared were .* \(p = "
     ),
-    "confidence in the token that was drawn": (
+    "what a token is drawn from follows from the token": (
         Peeking(), "knows before it draws", "of one state that share every token before it"
-    ),
-    "a token that is looked at and said not to be": (
-        SaysItIsParallel(), "knows before it draws", "of one state, and it says is_parallel"
     ),
     "probabilities for one token and others drafted": (
         Drawing(jnp.eye(VOCABULARY)[3] + 1e-9, UNIFORM), "sampled output has the target's law", "is not the target's"

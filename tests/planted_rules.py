@@ -1,24 +1,17 @@
-"""Planted bugs of block verification and of adaptive verification; part of the table in ``planted_bugs``."""
+"""Planted bugs of block verification; part of the table in ``planted_bugs``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import test_adaptive_law
 import test_block_law
 from mutants import Mutant
 
-from eagle3_jax.adaptive import AdaptiveLoop
 from eagle3_jax.block import _survivals, verify_block
-from eagle3_jax.drafters import _grow
 
 
 def block_law(function: Callable, old: str, new: str, case: str = "a drawn chain") -> Mutant:
     return Mutant(function, old, new, test_block_law.check_block_law, (case,))
-
-
-def adaptive_law(function: Callable, old: str, new: str, case: str) -> Mutant:
-    return Mutant(function, old, new, test_adaptive_law.check_adaptive_law, (case,))
 
 
 MUTANTS = {
@@ -45,17 +38,5 @@ MUTANTS = {
         "jnp.where(chained[:, 1:, None], draft.probs[:, 1:], 0.0)",
         "draft.probs[:, 1:]",
         "a chain cut short",
-    ),
-    "the width that pays best by survivals that follow from drawn tokens": adaptive_law(
-        AdaptiveLoop._is_known_before_drawing,
-        "draft.probs is None or ",
-        "True or ",
-        "widths of a chain that is drawn whole",
-    ),
-    "a token is dropped for being unlikely": adaptive_law(
-        _grow.draw_chain,
-        "sure.append(confidence(logits, warmth))",
-        "sure.append(jnp.take_along_axis(q, ids[:, None], axis=1)[:, 0])",
-        "a threshold on a drawn chain",
     ),
 }

@@ -139,7 +139,6 @@ OPTIONS = {
     (DFLASH, "--num-speculative-tokens", "5"): "a block of 5 predicts 4 tokens",
     (DFLASH, "--schedule", "[[1, 4, 5]]"): "a block of 5 predicts 4 tokens",
     (EAGLE3, "--tree", "medusa-63", "--verifier", "block"): "BlockVerification is defined for chains",
-    (EAGLE3, "--tree", "medusa-63", "--adaptive", "on"): "neither tree nor schedule",
     ("suffix", "--tree", "medusa-63"): "Suffix cannot draft a tree",
     ("ngram", "--tree", "medusa-63"): "NGram cannot draft a tree",
     ("ngram", "--draft-sampling", "probabilistic"): "NGram has no distribution to draw from",

@@ -338,7 +338,7 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     start = "the anchor's row predicts too" if config.from_anchor else "the anchor's row predicts nothing"
     block = f"block of {config.block_size} rows, each {rows}: {sight}; {start}"
     counted = "speculators and this library count the layer that is entered, z-lab the one before it"
-    confidence = "a head of its own" if config.confidence else "none: adaptive verification goes by the draft's own law"
+    confidence = "a head of its own, which is not used here" if config.confidence else "none"
     return [
         Check("auxiliary layers", "ok", f"{config.aux_layers} as layers entered; {counted}"),
         Check("block", "ok", block),

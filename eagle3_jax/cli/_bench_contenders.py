@@ -13,7 +13,7 @@ from eagle3_jax.cli._errors import Misuse, one_line
 from eagle3_jax.cli._options import read_drafter, read_target, read_verifier
 
 if TYPE_CHECKING:
-    from eagle3_jax import AdaptiveVerification, DynamicTree, LoadedDrafter, LoadedTarget, StaticTree
+    from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget, StaticTree
     from eagle3_jax.measure.contenders import Contender
     from eagle3_jax.measure.results import NotMeasured
     from eagle3_jax.rivals.vllm.bridge import VLLM
@@ -33,7 +33,6 @@ class Methods:
         simulated_length: τ that the heads' drafts are made to have; their output is not the target's then.
         simulated_rate: The conditional acceptance rate that they are made to have.
         verifier: An acceptance rule by its name, or ``module:name`` of the user's own.
-        adaptive: What is adapted in one more chain of the longest length; ``None`` for no such row.
     """
 
     chains: Sequence[int]
@@ -42,7 +41,6 @@ class Methods:
     simulated_length: float | None = None
     simulated_rate: float | None = None
     verifier: str | None = None
-    adaptive: AdaptiveVerification | None = None
 
     @property
     def simulates(self) -> bool:
@@ -174,10 +172,6 @@ def _add_head(field: Field, models: Models, methods: Methods, drafter: LoadedDra
         (f"chain K={length}", length, {"num_speculative_tokens": length}) for length in methods.chains
     ]
     shapes += [(tree_name(tree), tree.max_depth, {"tree": tree}) for tree in methods.trees]
-    if methods.adaptive is not None and methods.chains:
-        most = max(methods.chains)
-        chain = {"num_speculative_tokens": most, "adaptive": methods.adaptive}
-        shapes.append((f"adaptive K<={most}", most, chain))
     if not isinstance(drafter.drafter, Drafting):  # it has the one shape that it was built with
         shapes = [(drafter.name, drafter.drafter.max_depth, {})]
     for name, depth, shape in shapes:

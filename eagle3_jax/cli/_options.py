@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from eagle3_jax import (
-        AdaptiveVerification,
         DynamicTree,
         LoadedDrafter,
         LoadedTarget,
@@ -62,15 +61,6 @@ VerifierOption = Annotated[
         "--verifier",
         help="'block' (exact, for drawn chains), 'typical' (Medusa's, not lossless), or module:name of your own; the "
         "exact token rule when left out.",
-    ),
-]
-AdaptiveOption = Annotated[
-    str | None,
-    typer.Option(
-        "--adaptive",
-        metavar="FILE|on",
-        help="Verify as much of each chain as pays, decided in every round by the costs in a file of `eagle3 tune`, or "
-        "by a guess of them (on).",
     ),
 ]
 DtypeOption = Annotated[
@@ -157,27 +147,6 @@ def read_verifier(source: str | None) -> Verifier | None:
             f"--verifier {source}: expected {', '.join(map(repr, RULES))}, or one of your own, module:name; see {PAGE}"
         )
     return part.value
-
-
-def parse_adaptive(text: str | None) -> AdaptiveVerification | None:
-    """``--adaptive on``, or the file that ``eagle3 tune --output`` wrote."""
-    from eagle3_jax import AdaptiveVerification, RoundCosts
-
-    if text is None:
-        return None
-    if text == "on":
-        return AdaptiveVerification()
-    say_what_is_awaited(text)
-    try:
-        value = parse_json(read_text(Path(text)))
-    except ValueError as error:
-        raise Misuse(
-            f"--adaptive {shown(text)} is not JSON ({error}); expected on or a file of `eagle3 tune`"
-        ) from None
-    try:
-        return AdaptiveVerification(costs=RoundCosts.from_tuning(value))
-    except ValueError as error:
-        raise Misuse(f"--adaptive {shown(text)}: {error}") from None
 
 
 def parse_tree(text: str | None) -> DynamicTree | StaticTree | None:

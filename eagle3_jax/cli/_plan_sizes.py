@@ -8,6 +8,9 @@ from typing import Any
 from eagle3_jax.models.config import MOST, DecoderConfig
 from eagle3_jax.theory.sizes import NOTHING, DrafterSizes, parameters, runs_of
 
+# Fields of the configurations of heads that draft in one pass: Medusa, P-EAGLE, DFlash.
+ONE_PASS = ("num_heads", "mask_token_id", "block_size")
+
 
 def sizes_of_head(drafter: Any, method: str, target: DecoderConfig) -> DrafterSizes:
     """Of a head with a network of its own, without the embedding that it may bring.
@@ -48,7 +51,7 @@ def sizes_of_head(drafter: Any, method: str, target: DecoderConfig) -> DrafterSi
         num_features=len(config.aux_layers),
         target_width=config.target_width,
         max_positions=config.max_positions,
-        is_parallel=bool(drafter.is_parallel) or hasattr(config, "block_size"),
+        is_parallel=any(hasattr(config, name) for name in ONE_PASS),
         longest=getattr(drafter, "longest", None),
     )
 

@@ -14,13 +14,11 @@ from eagle3_jax.cli import _bench_contenders as who
 from eagle3_jax.cli import _bench_output as output_of
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import (
-    AdaptiveOption,
     DtypeOption,
     JsonOption,
     TargetOption,
     VerifierOption,
     WeightsOption,
-    parse_adaptive,
     parse_numbers,
     parse_tree,
 )
@@ -68,7 +66,6 @@ def bench(
         list[str] | None,
         typer.Option(help="A tree, or 'none'; may be repeated.  [default: num_nodes=60,max_depth=8,top_k=10]"),
     ] = None,
-    adaptive: AdaptiveOption = None,
     ngram: Annotated[str, typer.Option(help="Lengths K of prompt lookup, or 'none'.")] = "5",
     simulated_acceptance_length: Annotated[
         float | None, typer.Option(help="NOT LOSSLESS: make the heads' drafts have this τ, to see what speed it gives.")
@@ -110,7 +107,6 @@ def bench(
         simulated_length=simulated_acceptance_length,
         simulated_rate=simulated_acceptance_rate,
         verifier=verifier,
-        adaptive=parse_adaptive(adaptive),
     )
     if not 0 < vllm_memory <= 1:
         raise Misuse(f"--vllm-memory is {vllm_memory:g}; expected a share above 0 and at most 1")

@@ -18,7 +18,6 @@ from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._job import Job, Task, status
 from eagle3_jax.cli._mesh import DistributedOption, MeshOption, join, read_mesh
 from eagle3_jax.cli._options import (
-    AdaptiveOption,
     DrafterOption,
     DtypeOption,
     JsonOption,
@@ -27,7 +26,6 @@ from eagle3_jax.cli._options import (
     VerifierOption,
     WeightsOption,
     check_writable,
-    parse_adaptive,
     parse_ids,
     parse_schedule,
     parse_tree,
@@ -80,7 +78,6 @@ def generate(
         str | None,
         typer.Option(help="Draft a chain by how many rows run: '[[1,4,5],[5,16,3]]', or a file of `eagle3 tune`."),
     ] = None,
-    adaptive: AdaptiveOption = None,
     draft_sampling: Annotated[
         Literal["greedy", "probabilistic"] | None,
         typer.Option(help="Draft the likeliest tokens, or draw them at the temperature (no dynamic trees)."),
@@ -118,23 +115,22 @@ def generate(
 
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     check_sampling(sampling, 1)
-    shape, lengths, widths = parse_tree(tree), parse_schedule(schedule), parse_adaptive(adaptive)
+    shape, lengths = parse_tree(tree), parse_schedule(schedule)
     batches = _batches(len(requests), batch_size if as_json else 1)
     devices = read_mesh(mesh, batches)
     with status("loading", quiet=as_json):
         loaded = read_target(target, dtype, devices, weights=weights)
         head = read_drafter(drafter, target=loaded, target_source=target, layer_ids=layer_ids)
-        if all(said is None for said in (num_speculative_tokens, shape, lengths, widths, draft_sampling)):
+        if all(said is None for said in (num_speculative_tokens, shape, lengths, draft_sampling)):
             head = head if own("--drafter", drafter) else _as_usual(head, batches[0])
         options = {"--num-speculative-tokens": num_speculative_tokens, "--tree": tree, "--schedule": schedule}
-        with _naming({**options, "--adaptive": adaptive}):
+        with _naming(options):
             decoder = SpeculativeDecoder(
                 loaded,
                 head,
                 num_speculative_tokens=num_speculative_tokens,
                 tree=shape,
                 schedule=lengths,
-                adaptive=widths,
                 draft_sampling=None if draft_sampling is None else DraftSampling(draft_sampling),
                 stop_tokens=() if ignore_eos else None,
                 verifier=read_verifier(verifier),

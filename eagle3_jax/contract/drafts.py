@@ -208,35 +208,29 @@ def draws_from_what_it_declares(subject: Subject) -> str:
 
 
 def knows_before_it_draws(subject: Subject) -> str:
-    """What a chain's token is drawn from, and the confidence in it, follow from the tokens before it in the draft.
-
-    Where the drafter says ``is_parallel`` they follow from none of them. Adaptive verification cuts drafts by both.
-    """
+    """What a chain's token is drawn from follows from the tokens before it in the draft."""
     drafter, draft = subject.loaded.drafter, subject.draft
-    parallel = bool(getattr(drafter, "is_parallel", False))
-    if draft.probs is None and draft.confidence is None:
-        return "nothing is drawn, and it has no opinion"
-    if not (parallel or declares_chain(drafter)):
-        return "a tree, which nobody cuts"
+    if draft.probs is None:
+        return "nothing is drawn"
+    if not declares_chain(drafter):
+        return "a tree: only chains are compared"
     known: dict[tuple, np.ndarray] = {}
     compared = 0
     for draft in subject.drafts_of_one_row(min(subject.samples, 1024)):
+        assert draft.probs is not None
         for node in range(1, draft.tokens.shape[1]):
-            law = [] if draft.probs is None else [draft.probs[:, node]]
-            law += [] if draft.confidence is None else [draft.confidence[:, node, None]]
-            said = np.concatenate(law, axis=1)
             for row in np.flatnonzero(draft.valid[:, node]):
-                above = () if parallel else tuple(draft.tokens[row, 1:node].tolist())
-                first = known.setdefault((node, above), said[row])
-                compared += first is not said[row]
-                if not np.allclose(first, said[row], rtol=1e-3, atol=1e-6):
+                said = draft.probs[row, node]
+                first = known.setdefault((node, *draft.tokens[row, 1:node].tolist()), said)
+                compared += first is not said
+                if not np.allclose(first, said, rtol=1e-3, atol=1e-6):
                     raise Broken(
-                        f"what node {node} is drawn from, or the confidence in it, differs between drafts of one state"
-                        + (", and it says is_parallel" if parallel else " that share every token before it")
+                        f"the distribution that node {node} is drawn from differs between drafts of one state that "
+                        "share every token before it"
                     )
     if not compared:
         raise NotRun("no two drafts shared their first tokens")
-    return f"{'parallel: ' if parallel else ''}{compared} nodes compared"
+    return f"{compared} nodes compared"
 
 
 class _Tally:

@@ -36,19 +36,17 @@ class HostDraft(NamedTuple):
         parents: ``[B N]``.
         valid: ``[B N]``.
         probs: ``[B N V]`` or ``None``.
-        confidence: ``[B N]`` or ``None``.
     """
 
     tokens: Int[np.ndarray, "B N"]
     parents: Int[np.ndarray, "B N"]
     valid: Bool[np.ndarray, "B N"]
     probs: Float[np.ndarray, "B N V"] | None
-    confidence: Float[np.ndarray, "B N"] | None = None
 
     @classmethod
     def of(cls, draft: Draft) -> HostDraft:
         """Of a draft on the device."""
-        return cls(*jax.device_get((draft.tokens, draft.parents, draft.valid, draft.probs, draft.confidence)))
+        return cls(*jax.device_get((draft.tokens, draft.parents, draft.valid, draft.probs)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

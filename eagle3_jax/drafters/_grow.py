@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -123,10 +123,9 @@ def draw_chain(
     """
     batch, depth = root.shape[0], chain.num_speculative_tokens
     greedy = jnp.asarray(sampling.temperature) == 0
-    warmth = jnp.where(greedy, 1.0, jnp.asarray(sampling.temperature))
     digits = num_digits(first.logits.shape[-1])
     dice = uniforms(keys, depth * digits).reshape(batch, depth, digits)
-    tokens, sure, probs = [], [], [jnp.zeros((batch, vocab_size), jnp.float32)]
+    tokens, probs = [], [jnp.zeros((batch, vocab_size), jnp.float32)]
     level = first
     for index in range(depth):
         logits = level.logits[:, 0]
@@ -134,13 +133,12 @@ def draw_chain(
         # Where every temperature is a constant 0 the compiler keeps the argmax alone.
         ids = jnp.where(greedy, argmax(logits), draw(q, dice[:, index]))
         tokens.append(to_target(draft_to_target, ids))
-        sure.append(confidence(logits, warmth))
         probs.append(over_target(draft_to_target, q, vocab_size))
         if index + 1 < depth:
             seen = jnp.ones((batch, 1, index + 1), jnp.bool_)
             level = run(tokens[-1][:, None], level.carry, index, seen, level.memory)
     parents = jnp.broadcast_to(jnp.arange(depth, dtype=jnp.int32), (batch, depth))
-    draft = _with_root(root, jnp.stack(tokens, axis=1), parents, sure)
+    draft = _with_root(root, jnp.stack(tokens, axis=1), parents)
     return draft.replace(probs=jnp.stack(probs, axis=1)), level.memory  # type: ignore[attr-defined]
 
 
@@ -213,22 +211,14 @@ def _grow_chain(
 ) -> tuple[Draft, Any]:
     """The likeliest token after the likeliest token: the dynamic tree that is one node wide, without its scores."""
     batch, depth = root.shape[0], chain.num_speculative_tokens
-    level, tokens, sure = first, [], []
+    level, tokens = first, []
     for index in range(depth):
         tokens.append(to_target(draft_to_target, argmax(level.logits[:, 0])))
-        sure.append(confidence(level.logits[:, 0]))
         if index + 1 < depth:
             seen = jnp.ones((batch, 1, index + 1), jnp.bool_)
             level = run(tokens[-1][:, None], level.carry, index, seen, level.memory)
     parents = jnp.broadcast_to(jnp.arange(depth, dtype=jnp.int32), (batch, depth))
-    return _with_root(root, jnp.stack(tokens, axis=1), parents, sure), level.memory
-
-
-def confidence(logits: Float[Array, "*n W"], temperature: Float[Array, "*n"] | float = 1.0) -> Float[Array, "*n"]:
-    """``max_v softmax(logits / temperature)``: how sure the network is, whichever token is drawn."""
-    below_best = logits.astype(jnp.float32) - jnp.max(logits, axis=-1, keepdims=True)
-    scaled = below_best / jnp.maximum(jnp.asarray(temperature)[..., None], jnp.finfo(jnp.float32).tiny)
-    return 1.0 / jnp.sum(jnp.exp(scaled), axis=-1)
+    return _with_root(root, jnp.stack(tokens, axis=1), parents), level.memory
 
 
 def _grow_dynamic(
@@ -343,14 +333,8 @@ def _take(leaf: Array, slots: Int[Array, "B k"]) -> Array:
     return jnp.take_along_axis(leaf, index, axis=1)
 
 
-def _with_root(
-    root: Int[Array, " B"],
-    tokens: Int[Array, "B K"],
-    parents: Int[Array, "B K"],
-    sure: Sequence[Float[Array, " B"]] = (),
-) -> Draft:
-    """A draft from the nodes below the root, with the confidence in each where that was computed."""
+def _with_root(root: Int[Array, " B"], tokens: Int[Array, "B K"], parents: Int[Array, "B K"]) -> Draft:
+    """Returns a draft of the root and the nodes below it."""
     tokens = jnp.concatenate([root[:, None], tokens.astype(jnp.int32)], axis=1)
     parents = jnp.concatenate([jnp.full_like(root, -1)[:, None], parents.astype(jnp.int32)], axis=1)
-    confident = jnp.stack([jnp.ones_like(sure[0]), *sure], axis=1) if sure else None
-    return Draft(tokens=tokens, parents=parents, valid=jnp.ones(tokens.shape, jnp.bool_), confidence=confident)
+    return Draft(tokens=tokens, parents=parents, valid=jnp.ones(tokens.shape, jnp.bool_))

@@ -24,8 +24,6 @@ class ShapedDrafter:
     A dataclass that derives from it has the fields ``topology`` and ``draft_sampling``.
     """
 
-    is_parallel: ClassVar[bool] = False
-
     topology: Topology
     draft_sampling: DraftSampling
 

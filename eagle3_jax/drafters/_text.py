@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +53,6 @@ class TextDrafter:
     Attributes:
         num_speculative_tokens: ``K``.
     """
-
-    is_parallel: ClassVar[bool] = True
 
     num_speculative_tokens: int = 5
 

@@ -41,7 +41,7 @@ from eagle3_jax.models.functional import Params, traced_once
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, embed
 from eagle3_jax.models.memory import BlockMemory, Memory, causal_mask, empty_cache
 from eagle3_jax.sharding import VOCAB, Axis
-from eagle3_jax.tree import Chain, Topology, ancestor_mask, depths
+from eagle3_jax.tree import Chain, Topology
 from eagle3_jax.types import Draft, Observation, SamplingParams
 
 
@@ -262,11 +262,6 @@ class DFlashDrafter(NetworkDrafter):
         """The most tokens of a draft, which is what a whole block predicts."""
         return self.config.num_predicted
 
-    @property
-    def is_parallel(self) -> bool:
-        """Without a bias by the token before, no law looks at a token of the draft."""
-        return self.config.markov is None
-
     def init(self, params: Params, batch: int, capacity: int) -> DFlashState:
         """See :class:`eagle3_jax.types.Drafter`."""
         del params
@@ -312,9 +307,7 @@ class DFlashDrafter(NetworkDrafter):
             keys=keys,
             sampling=sampling,
         )
-        if self.config.confidence is None:
-            return draft
-        return dataclasses.replace(draft, confidence=jax.nn.sigmoid(self.survival(head, hidden, draft)))
+        return draft
 
     def read_block(self, params: Params, head: DFlashHead, state: DFlashState) -> Float[Array, "B K D"]:
         """The rows that predict the ``K`` tokens after the root, of a block that is run behind the context."""
@@ -334,10 +327,3 @@ class DFlashDrafter(NetworkDrafter):
         if self.config.own_output:
             return head.head(hidden).astype(jnp.float32)
         return self.target_logits(params, hidden)
-
-    def survival(self, head: DFlashHead, hidden: Float[Array, "B K D"], draft: Draft) -> Float[Array, "B N"]:
-        """Logit of the chance that a node is accepted once its parent is; the node's own token is not looked at."""
-        level = depths(ancestor_mask(draft.parents, self.max_depth))
-        rows = jnp.take_along_axis(hidden, jnp.maximum(level - 1, 0)[:, :, None], axis=1)
-        before = jnp.take_along_axis(draft.tokens, jnp.maximum(draft.parents, 0), axis=1)
-        return head.survival(rows, before)

@@ -147,7 +147,6 @@ class MedusaDrafter(NetworkDrafter):
     """
 
     network: ClassVar[type[nnx.Module]] = MedusaHeads
-    is_parallel: ClassVar[bool] = True
 
     config: MedusaConfig
     topology: Topology | None = None  # type: ignore[assignment]  # one of them before anybody reads it

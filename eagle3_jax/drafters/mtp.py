@@ -11,7 +11,7 @@ one module drafts as many tokens as are asked for, although DeepSeek trained it 
 measured as the second and third token grows with training on its own output (``training/mtp.py``). The embedding and
 the output matrix are the target's, unless it brings others. At position 0 the embedding counts as zero
 (``zero_first``), as in DeepSeek's and Xiaomi's modules; speculators trains without that. ``q`` depends on the tokens
-drawn before it (``is_parallel`` is False).
+drawn before it.
 
 What weakens it: it reads the last state alone, of a target that was not trained for it (DeepSeek trains both together),
 and each further step is a step further from what the module has seen.

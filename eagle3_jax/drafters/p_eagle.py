@@ -17,7 +17,7 @@ gives the laws of the ``K`` next tokens, row by row; each row sees the committed
 before it. The true pair is run when it is observed, together with all others that are new, and its output waits in the
 state: the mask rows, run when a draft is asked for, find it in the cache as they would have found it beside them.
 
-No law hears of a token of the same draft (``is_parallel``): to draw each on its own is to draw from their product, and
+No distribution depends on a token of the same draft: to draw each on its own is to draw from their product, and
 a tree costs no more forwards than a chain. For the same reason a draft can contradict itself. Where the text may go on
 in two ways, the second token does not know which way the first one took: acceptance falls faster with depth and with
 temperature than EAGLE-3's. More tokens than the head was trained for are drafted without a word and rarely accepted.
@@ -84,7 +84,6 @@ class PEagleDrafter(FeedbackDrafter):
     """
 
     network: ClassVar[type[nnx.Module]] = PEagleHead
-    is_parallel: ClassVar[bool] = True
 
     config: PEagleConfig
 
