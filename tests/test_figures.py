@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import eagle3_jax
+from validation.checks import Verdict
+from validation.runs import load
+
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "docs" / "recorded"))
+import validated  # noqa: E402
+
 RESULTS = ROOT / "validation" / "results"
 
 
@@ -72,73 +81,36 @@ def test_acceptance_of_the_shipped_pair_is_its_record(row: dict[str, Any]) -> No
     assert " ".join(f"| {' | '.join(cells)} |".split()) in page("docs/shipped_pair.md")
 
 
-CHECKS = record("cpu-amd-epyc-2-cores")["checks"]
+VALIDATION = load(validated.RECORD)
 
 
-def numbers(level: str, words: str) -> list[dict[str, Any]]:
-    """The numbers of the checks of a level whose name holds these words."""
-    found = [check["numbers"] for check in CHECKS if check["level"] == level and words in check["name"]]
-    assert found, f"{level} has no check of {words!r}"
-    return found
+def test_the_page_of_the_validation_is_its_record() -> None:
+    text = validated.PAGE.read_text(encoding="utf-8")
+    assert text == validated.filled(text, VALIDATION), "run python docs/recorded/validated.py"
 
 
-def total(level: str, words: str, name: str) -> int:
-    return sum(one[name] for one in numbers(level, words))
+def test_the_record_of_the_validation_is_complete() -> None:
+    """By today's manifest: a check that was added since has to be run, too."""
+    assert not validated.missing(VALIDATION)
+    assert not VALIDATION.environment["git"]["dirty"]
+    assert VALIDATION.environment["versions"]["eagle3_jax"] == eagle3_jax.__version__
+    failed = [check.name for check in VALIDATION.checks if check.verdict is Verdict.FAILED]
+    assert not failed
 
 
-def quotations() -> dict[str, str]:
-    """What the pages say, from the record of the validation."""
-    sampled = [one for one in numbers("L6", "follow the targets distribution") if one["τ at T=1"] > 1]
-    (eight,) = numbers("L9", "pair-batch-8")
-    float32 = ("agrees with vllm token for token", "odd shape")
-    (scored,) = numbers("L5", "in bfloat16 but for ties")
-    apart = max(one["draft_logits_apart"] for one in numbers("L8", "every variation"))
-    return {
-        "positions scored both ways": (
-            f"{sum(total('L5', words, 'distinct_positions') for words in float32):,} distinct positions in float32 "
-            f"({sum(total('L5', words, 'tokens_scored') for words in float32):,} scorings)"
-        ),
-        "disagreements in bfloat16": (
-            f"{scored['distinct_positions']:,} ({scored['tokens_scored']:,}): {scored['ties']} ties"
-        ),
-        "rounds as in vLLM": f"each of {total('L8', 'every round', 'rounds'):,} rounds",
-        "rounds of twelve heads": f"twelve kinds of head ({total('L8', 'every variation', 'rounds'):,} rounds)",
-        "logits inside vLLM": f"agree to {apart * 1e5:.1f}·10⁻⁵",
-        "sampled tokens": f"{sum(one['tokens'] for one in sampled):,} tokens of chains, drawn chains and trees",
-        "largest z": f"largest |z| {max(one['largest_z'] for one in sampled):.1f}",
-        "planted bugs": f"**Planted bugs.** {numbers('MU', 'no bug survives')[0]['planted']},",
-        "batch 8": (
-            f"{eight['tokens/s plain mixed, batch 8']:,.0f} tokens/s, the chain of three "
-            f"{eight['tokens/s chain K=3, batch 8']:,.0f}"
-        ),
-    }
+def test_the_record_of_the_validation_is_of_recent_code() -> None:
+    commit = VALIDATION.environment["git"]["commit"]
+    git = ["git", "rev-list", "--count", f"{commit}..HEAD", "--", "eagle3_jax", "conversion"]
+    found = subprocess.run(git, cwd=ROOT, capture_output=True, text=True)
+    if found.returncode:
+        pytest.skip(f"the history down to {commit[:10]} is not here, so nobody can count: {found.stderr.strip()}")
+    assert int(found.stdout) <= validated.MOST_COMMITS, "run the validation again: make validation, --complete"
 
 
-@pytest.mark.parametrize("claim", quotations())
-def test_the_pages_quote_their_record_on(claim: str) -> None:
-    assert quotations()[claim] in page("docs/numbers.md" if claim == "batch 8" else "docs/validation.md")
-
-
-LEVELS = record("cpu-amd-epyc-2-cores")["levels"]
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_the_table_of_levels_has_the_verdict_of_the_record(level: str) -> None:
-    verdict = LEVELS[level]["verdict"] + (f" ({LEVELS[level]['reason']})" if LEVELS[level]["reason"] else "")
-    checks = sum(check["level"] == level for check in CHECKS)
-    assert f"| {level} | {verdict} | {checks} |" in page("docs/validation.md")
-
-
-def test_what_the_levels_would_have_seen_is_what_they_say() -> None:
-    said = page("docs/validation.md")
-    seen = {level: " ".join(c["sees"] for c in CHECKS if c["level"] == level) for level in ("L2", "L6")}
-    assert "0.49 % rms" in said and "0.49 % rms of the probabilities of 384 free cells" in seen["L2"]
-    assert "2.2 % on a Flax decoder" in said and "2.23 % rms" in seen["L2"]
-    strata = [int(share) for share in re.findall(r"by (\d+) % in the smallest stratum", seen["L6"])]
-    assert f"5.4 % rms of the probabilities along a score, {min(strata)} to {max(strata)} % in the smallest" in said
-    assert "5.4 % rms over all tokens" in seen["L6"]
-    apart = max(one["logits_apart"] for one in numbers("HF", "logits and features"))
-    assert f"seen: {apart * 1e5:.1f}·10⁻⁵ at most" in said
+def test_numbers_quotes_the_record_of_the_validation() -> None:
+    (eight,) = (one for one in VALIDATION["L9"].checks if "pair-batch-8" in one.name)
+    plain, chain = (eight.numbers[f"tokens/s {name}, batch 8"] for name in ("plain mixed", "chain K=3"))
+    assert f"{plain:,.0f} tokens/s, the chain of three {chain:,.0f}" in page("docs/numbers.md")
 
 
 def acceptance(draft: str, kind: str = "code") -> dict[str, Any]:

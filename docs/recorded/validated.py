@@ -1,0 +1,230 @@
+"""Writes the record of the validation into docs/validation.md, out of the JSON of one complete run.
+
+    pytest validation --complete --every-family --aot cuda:h200 --report-dir DIR    # copy DIR/report.json to RECORD
+    python docs/recorded/validated.py
+
+A test writes the page again and compares. It refuses a record that lacks a check of the manifest, or that is of code
+older than :data:`MOST_COMMITS`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from validation.checks import Check  # noqa: E402
+from validation.levels import BY_NAME  # noqa: E402
+from validation.required import expected, missing_from  # noqa: E402
+from validation.runs import Report, load  # noqa: E402
+
+PAGE, RECORD = ROOT / "docs" / "validation.md", ROOT / "validation" / "results" / "cpu-amd-epyc-2-cores.json"
+BEGIN, END = "<!-- record: written by docs/recorded/validated.py -->", "<!-- end of the record -->"
+MOST_COMMITS = 50  # that changed eagle3_jax/ or conversion/ since the record's commit; more, and it is too old
+
+# What each level would have seen, and what it cannot see. {sees} is what the record says of itself.
+SCOPE = {
+    "L0": "any deviation of the rule, however small: distributions are enumerated in rational numbers. Not: rounding, "
+    "the compiled loop",
+    "L1": "a frequency off by more than 1/4,096, by injected randomness. Not: dependence between samples",
+    "L2": "{sees}. Not: what leaves every probability of a token given its context unchanged",
+    "L3": "one bit of a key, a value or a token that a refused draft left behind. Not: an error that plain decoding of "
+    "the same shape makes as well",
+    "L4": "one token that is neither the reference's choice nor approximately tied with it, and ties that are more "
+    "frequent than without a drafter",
+    "L5": "one token among those scored that vLLM, or this library, would not have chosen. Not: errors common to both",
+    "L6": "{sees}. Not: what leaves every score unchanged",
+    "L7": "whether tasks are solved as often with speculation as without; it needs a GPU",
+    "L8": "one round that accepts another number of tokens than vLLM",
+    "L9": "a speed above what was measured of the memory in the same run, and a program compiled during a measurement",
+    "HF": "logits or features that differ by more than float32 rounds. Not: published checkpoints, none was run",
+    "JV": "a draft of ours that vLLM accepts otherwise than we do",
+    "AOT": "host work, copies of caches and launches above a budget, in programs compiled for accelerators",
+    "MU": "each of the injected bugs; one that no level catches fails the run",
+}
+
+
+class Record:
+    """A complete run, and how the page quotes it."""
+
+    def __init__(self, report: Report) -> None:
+        self.report = report
+
+    def checks(self, level: str, words: str) -> list[Check]:
+        """The checks of a level whose name begins with these words."""
+        found = [check for check in self.report[level].checks if check.name.startswith(words)]
+        if not found:
+            raise ValueError(f"the record has no check {words!r} in {level}; run the validation again")
+        return found
+
+    def total(self, level: str, words: str, name: str) -> int:
+        """The sum of one number over checks."""
+        return sum(check.numbers[name] for check in self.checks(level, words))
+
+    def most(self, level: str, words: str, name: str) -> float:
+        """The largest of one number over checks."""
+        return max(abs(check.numbers[name]) for check in self.checks(level, words))
+
+    def origin(self) -> str:
+        """Whose record this is."""
+        of, where = self.report.environment["versions"], self.report.environment
+        commit = where["git"]["commit"]
+        versions = ", ".join(f"{name} {of[name]}" for name in ("jax", "flax", "transformers"))
+        return (
+            f"Version {of['eagle3_jax']}, commit `{commit[:10]}`, {self.report.started[:10]}: {where['cpu']['cores']} "
+            f"cores of an {where['cpu']['model']}, Python {where['python']}, {versions}, vLLM {where['vllm']['vllm']}. "
+            f"Every figure of this section is from [`{RECORD.name}`](../validation/results/{RECORD.name})."
+        )
+
+    def claims(self) -> Iterator[str]:
+        """What was found, a line each."""
+        exact = ("the pair agrees with vllm token for token", "a random model of an odd shape")
+        (rounded,) = self.checks("L5", "the pair agrees with vllm in bfloat16")
+        yield (
+            "**Greedy, both directions.** vLLM scores our text (plain, n-gram, chain, tree) and we score vLLM's: "
+            f"{sum(self.total('L5', words, 'distinct_positions') for words in exact):,} distinct positions in float32 "
+            f"({sum(self.total('L5', words, 'tokens_scored') for words in exact):,} scorings), the pair and three "
+            f"random models of odd shapes: {sum(self.total('L5', words, 'disagreements') for words in exact)} "
+            f"disagreements, {sum(self.total('L5', words, 'ties') for words in exact)} ties. In bfloat16 "
+            f"{rounded.numbers['distinct_positions']:,} ({rounded.numbers['tokens_scored']:,}): "
+            f"{rounded.numbers['ties']} ties within two units in the last place, {rounded.numbers['disagreements']} "
+            "disagreements."
+        )
+        kept = self.total("L3", "refused drafts leave every bit", "bytes_compared")
+        yield (
+            f"**Bit for bit.** {kept / 1e6:.0f} MB of caches after refused drafts are equal in every bit, and "
+            f"{self.total('L3', 'speculation equals plain', 'tokens'):,} greedy tokens equal plain decoding in blocks "
+            "of the same size, in float32, bfloat16 and `mixed`."
+        )
+        words, variations = "every round accepts what vllm accepts", "a head of every variation"
+        apart = self.most("L8", variations, "draft_logits_apart")
+        yield (
+            f"**Acceptance.** K = 1 to 7: each of {self.total('L8', words, 'rounds'):,} rounds accepts as many tokens "
+            f"as vLLM, and all counters are equal; so do {self.total('L8', variations, 'rounds'):,} rounds of "
+            f"{len(self.checks('L8', variations))} kinds of EAGLE-3 head, whose draft logits, read inside vLLM, agree "
+            f"to {apart * 1e5:.1f}·10⁻⁵."
+        )
+        long = self.checks("L2", "millions of tokens follow their law")
+        yield (
+            f"**Output distribution.** {len(long)} ways to draft with one table drafter, "
+            f"{min(one.numbers['tokens'] for one in long) / 1e6:.1f} million tokens each, through the compiled loop "
+            f"against a closed form: {', '.join(_case(check) for check in long)}. In the table of levels stands the "
+            "deviation that this would have seen."
+        )
+        sampled = [one for one in self.checks("L6", "sampled tokens follow") if one.numbers["τ at T=1"] > 1]
+        yield (
+            f"**Sampling on the shipped pair.** {sum(one.numbers['tokens'] for one in sampled):,} tokens of "
+            f"{', '.join(_case(one) for one in sampled)} at six settings against transformers' distribution: largest "
+            f"|z| {max(one.numbers['largest_z'] for one in sampled):.1f}. The CPU build of vLLM 0.32.0 samples wrongly "
+            "under speculation; the suite detects that and compares with a repaired vLLM."
+        )
+        (gate,) = self.checks("MU", "no bug survives")
+        yield f"**Injected bugs.** {gate.numbers['planted']}, each caught by a named check that passes without it."
+
+    def levels(self) -> Iterator[str]:
+        """The table of verdicts."""
+        yield "| level | verdict | checks | what it would have seen, and what not |"
+        yield "|---|---|---|---|"
+        for name, result in self.report.levels.items():
+            verdict = f"{result.verdict} ({result.reason})" if result.reason else str(result.verdict)
+            scope = SCOPE[name].format(sees=_joined(result.sees))
+            yield f"| {name} | {verdict} | {len(result.checks)} | {scope} |"
+
+    def methods(self) -> Iterator[str]:
+        """The table of drafting methods next to vLLM."""
+        from validation.drafters.methods import METHODS
+
+        yield "| method | K | rounds | tokens per round | the injected error, and the tokens per round with it |"
+        yield "|---|---|---|---|---|"
+        for check in self.checks("L8", "every method accepts what vllm accepts"):
+            name, numbers = _case(check), check.numbers
+            ((error, found),) = ((key[5:], one) for key, one in numbers.items() if key.startswith("with "))
+            yield (
+                f"| {name} | {METHODS[name].num_speculative_tokens} | {numbers['rounds']} | "
+                f"{numbers['mean_acceptance_length']:.2f} | {error}: {found:.2f} |"
+            )
+
+    def families(self) -> Iterator[str]:
+        """The table of model families next to vLLM."""
+        from validation.families import FAMILIES
+
+        counts = {_case(check): check for check in self.checks("L8", "a draft for the family")}
+        yield "| family | in | drafts | tokens scored | disagreements | ties | rounds | tokens per round |"
+        yield "|---|---|---|---|---|---|---|---|"
+        for check in self.checks("L5", "a target of the family"):
+            name = _case(check)
+            found, drafts = check.numbers, "EAGLE-3" if FAMILIES[name].with_heads else "n-grams"
+            rounds = "not compared | "
+            if name in counts:
+                parity = counts[name].numbers
+                rounds = f"{parity['rounds']} | {parity['mean_acceptance_length']:.2f}"
+            yield (
+                f"| `{FAMILIES[name].recipe.model_type}` | {FAMILIES[name].dtype} | {drafts} | {found['tokens']:,} | "
+                f"{found['disagreements']} | {found['ties']} | {rounds} |"
+            )
+
+    def text(self) -> str:
+        """What stands on the page."""
+        return "\n".join(
+            [
+                self.origin(),
+                "",
+                *(f"- {claim}" for claim in self.claims()),
+                "\n### Level by level\n\nA proof is worth what it would have caught. The last column names the "
+                "deviation that a check detects with 90 % power, or the bug that was injected and detected.\n",
+                *self.levels(),
+                "\n### Every drafting method, next to vLLM\n",
+                *self.methods(),
+                "\n### Every family of targets that vLLM runs on a CPU, next to vLLM\n",
+                *self.families(),
+            ]
+        )
+
+
+def _case(check: Check) -> str:
+    (case,) = re.findall(r"\[(.*)\]", check.name)
+    return case
+
+
+def _joined(lines: Iterable[str]) -> str:
+    """Sentences that differ in their numbers alone as one sentence with ranges."""
+    number = re.compile(r"\d+(?:\.\d+)?")
+    alike: dict[str, list[list[str]]] = {}
+    for line in lines:
+        line = line.partition(";")[0].replace("% ", " % ").replace("  %", " %")
+        alike.setdefault(number.sub("{}", line), []).append(number.findall(line))
+    spans = lambda rows: [(min(column, key=float), max(column, key=float)) for column in zip(*rows, strict=True)]
+    return "; ".join(
+        template.format(*(low if low == high else f"{low} to {high}" for low, high in spans(rows)))
+        for template, rows in alike.items()
+    )
+
+
+def filled(text: str, report: Report) -> str:
+    """The page with the record in its place.
+
+    Raises:
+        ValueError: A mark is missing.
+    """
+    before, opened, rest = text.partition(BEGIN)
+    _, closed, after = rest.partition(END)
+    if not opened or not closed:
+        raise ValueError(f"there is no place for the record: put {BEGIN} and {END} around it")
+    return f"{before}{BEGIN}\n\n{Record(report).text()}\n\n{END}{after}"
+
+
+def missing(report: Report) -> dict[str, Any]:
+    """What today's manifest asks of such a run and the record lacks, by level."""
+    asked = {name: rows for name, rows in expected("cpu").items() if report.asks_for(BY_NAME[name])}
+    lacks = {name: missing_from(report[name].checks, rows) for name, rows in asked.items()}
+    return {level: names for level, names in lacks.items() if names}
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), load(RECORD)), encoding="utf-8")
