@@ -1,14 +1,13 @@
-"""The tables of drafting methods in README.md and docs/methods/index.md, out of methods.toml and methods.json.
+"""Writes the tables of README.md and docs/methods/index.md, out of the records of `eagle3 bench` and of methods.json.
 
-    python docs/recorded/methods.py     # writes both between their marks; the test of them does the same and compares
+    python docs/recorded/methods.py     # writes both between their marks; a test does the same and compares
 
-``methods.json`` is what ``examples/methods.py`` measured; a method that is not in it is said to be not measured.
+``methods.json`` is what ``examples/methods.py`` measured; a method that is not in it is "not measured".
 """
 
 from __future__ import annotations
 
 import json
-import math
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from eagle3_jax.conversion.heads import HEADS
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 RECORD = HERE / "methods.json"
+BENCH = ROOT / "validation" / "results" / "bench-cpu-amd-epyc-2-cores.json"
 BEGIN, END = "<!-- {}: written by docs/recorded/methods.py -->", "<!-- end of {} -->"
 TASKS = ("code", "prose")
 Row = dict[str, Any]
@@ -42,11 +42,6 @@ def drafts_of(method: Row, found: Row) -> list[Row]:
         for row in found["rows"]
         if row["method"] == method.get("measured") and shape in (None, "chain" if row["draft"][0] == "K" else "tree")
     ]
-
-
-def best(rows: Sequence[Row]) -> Row | None:
-    """The fastest shape over all kinds of prompts."""
-    return max(rows, key=lambda row: math.prod(row["tasks"][task]["ratio"]["value"] for task in TASKS), default=None)
 
 
 def link(method: Row, folder: str) -> str:
@@ -89,19 +84,35 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in lines)
 
 
-def short(found: Row) -> str:
-    """The table of README: every method in the shape in which it was fastest."""
-    columns = ["method", "needs", "drafts", "parameters", "τ, code / prose", "speed-up, code / prose"]
-    rows = []
-    for method in facts():
-        row = best(drafts_of(method, found))
-        shown = ["", "", "1.00"] if method.get("named") == "none" else ["", "", "not measured"]
-        if row is not None:
-            shown = [millions(row["parameters"])]
-            shown.append(f"{' / '.join(length(row, task) for task in TASKS)} ({row['draft']})")
-            shown.append(" / ".join(ratio(row, task, interval=False) for task in TASKS))
-        rows.append([link(method, "docs/methods/"), method["needs"], method["drafts"], *shown])
-    return table(columns, rows).replace("docs/methods/../", "docs/")
+SHIPPED = {
+    "plain mixed": "plain decoding",
+    "n-gram K=5": "n-grams (prompt lookup), K=5",
+    "chain K=3": "EAGLE-3, K=3",
+    "vLLM eagle3 K=3": "vLLM 0.32.0, the same head, K=3, float32",
+}
+
+
+def shipped() -> str:
+    """The table of README: the shipped pair, and where it was measured."""
+    found = json.loads(BENCH.read_text(encoding="utf-8"))
+    about, report = found["about"], found["reports"][0]
+    rows = {row["name"]: row for row in report["rows"]}
+    lines = []
+    for name, label in SHIPPED.items():
+        row, baseline = rows[name], name == report["baseline"]
+        tau = (row["acceptance"] or {}).get("mean_acceptance_length", 1)
+        speedup = "1" if baseline else "{median:.2f} ({low:.2f}–{high:.2f})".format(**row["ratio"])
+        speed = f"{row['decode_tokens_per_second']['median']:.0f}"
+        lines.append([label, f"{tau:.2f}" if tau > 1 else "", speed, speedup])
+    versions, size = (
+        about["versions"],
+        f"{report['num_prompts']} code prompts, {report['max_new_tokens']} greedy tokens each",
+    )
+    return table(["method", "tokens per round (τ)", "tokens/s", "speed-up"], lines) + (
+        f"\n\nVersion {versions['eagle3_jax']}, commit `{about['git']['commit'][:10]}`, {about['cpu']['cores']} cores of an "
+        f"{about['cpu']['model']}, jax {versions['jax']}, {size}, batch {report['batch_size']}.\n"
+        "Median and quartiles of the ratio to plain decoding in the same repeat."
+    )
 
 
 def what_they_are() -> str:
@@ -158,7 +169,8 @@ def how(found: Row) -> str:
     jax = f"{about['cpu']['model']}, {about['cpu']['cores']} cores" if about["jax"]["backend"] == "cpu" else ""
     device = jax or about["jax"]["device"]
     return (
-        f"{device}, jax {about['versions']['jax']}, `{found['dtype']}`, {about['date'][:10]}: {len(prompts)} prompts, "
+        f"Version {about['versions']['eagle3_jax']}, commit `{about['git']['commit'][:10]}`, {device}, jax "
+        f"{about['versions']['jax']}, `{found['dtype']}`, {about['date'][:10]}: {len(prompts)} prompts, "
         f"{found['max_new_tokens']} new tokens each, batch 1, greedy, {found['repeats']} repeats in turns.\n\n"
         f"```text\n{found['command']}\n```"
     )
@@ -167,7 +179,7 @@ def how(found: Row) -> str:
 def parts(found: Row) -> dict[str, dict[str, str]]:
     """The text between the marks of each page."""
     return {
-        "README.md": {"methods": short(found)},
+        "README.md": {"speed": shipped()},
         "docs/methods/index.md": {
             "what they are": what_they_are(),
             "files and proof": files_and_proof(),
