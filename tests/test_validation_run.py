@@ -9,6 +9,7 @@ import pytest
 
 from validation.checks import Verdict
 from validation.levels import LEVELS
+from validation.merging import merge
 
 pytest_plugins = ["pytester", "validation_runs"]
 ROOT = Path(__file__).parent.parent
@@ -100,6 +101,27 @@ def test_never(): pass
     for name in ("L1", "L2"):
         assert report[name].verdict == NOT_RUN and "interrupted" in report[name].reason
     result.stdout.fnmatch_lines(["NOT RUN *L2*interrupted*"])
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_a_run_that_is_cut_off_has_written_what_it_knew(validate, name: str) -> None:
+    source = f"""
+import os, signal
+@level("L0")
+def test_done(check): check.number(outcomes=3)
+@level("L1")
+def test_cut(): os.kill(os.getpid(), signal.{name})
+@level("L2")
+def test_never(): pass
+"""
+    result, cut = validate(source, subprocess=True)
+    assert result.ret < 0
+    assert cut["L0"].verdict == PASSED and cut["L0"].numbers == {"outcomes": 3}
+    for level in ("L1", "L2"):
+        assert cut[level].verdict == NOT_RUN and cut[level].reason == "not finished: the run was cut off"
+    _, rest = validate(source.replace(f"os.kill(os.getpid(), signal.{name})", "pass"), "-k", "not done")
+    together = merge({"first": cut, "second": rest})
+    assert [together[level].verdict for level in ("L0", "L1", "L2")] == [PASSED] * 3
 
 
 def test_modules_that_nobody_could_read_are_part_of_the_verdict(validate, pytester: pytest.Pytester) -> None:

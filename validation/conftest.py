@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import gc
 import shlex
@@ -21,6 +22,7 @@ import support_record
 
 from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.reporting.environment import committable, environment
+from eagle3_jax.reporting.tables import write_text
 from validation.aot.platforms import Platform
 from validation.checks import Check, Verdict
 from validation.device import SHARE_OF_VLLM, Releases, give_back, products, reason_of_exhaustion, share_memory
@@ -283,16 +285,35 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     return outcome
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Keep what is known after every check, so that a run that is killed leaves a report, too."""
+    yield
+    config = item.config
+    report = _ended(config.stash[REPORT], config, "not finished: the run was cut off")
+    path = Path(config.getoption("--report-dir")) / "report.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, report.to_json())
+    except OSError as error:
+        pytest.exit(f"the report could not be written: {error}", returncode=pytest.ExitCode.TESTS_FAILED)
+
+
+def _ended(report: Report, config: pytest.Config, reason: str) -> Report:
+    """The report of a run that ends here, with a reason for each check that did not run."""
+    silent = lambda check: check.verdict is Verdict.NOT_RUN and not check.reason
+    checks = [dataclasses.replace(check, reason=reason) if silent(check) else check for check in report.checks]
+    return dataclasses.replace(report, checks=checks, seconds=time.perf_counter() - config.stash[_STARTED])
+
+
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Write the report, however the run ended; misuse is no run."""
     config, report = session.config, session.config.stash.get(REPORT, None)
     if report is None or config.getoption("--collect-only") or exitstatus == pytest.ExitCode.USAGE_ERROR:
         return
-    for check in report.checks:
-        if check.verdict is Verdict.NOT_RUN and not check.reason:
-            interrupted = exitstatus == pytest.ExitCode.INTERRUPTED and not report.errors
-            check.reason = "not finished: the run " + ("was interrupted" if interrupted else "stopped before")
-    report.seconds = time.perf_counter() - config.stash[_STARTED]
+    interrupted = exitstatus == pytest.ExitCode.INTERRUPTED and not report.errors
+    report = _ended(report, config, "not finished: the run " + ("was interrupted" if interrupted else "stopped before"))
+    config.stash[REPORT] = report
     try:
         config.stash[_WRITTEN] = write(report, config.getoption("--report-dir"))
     except OSError as error:

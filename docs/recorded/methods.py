@@ -104,14 +104,11 @@ def shipped() -> str:
         speedup = "1" if baseline else "{median:.2f} ({low:.2f}–{high:.2f})".format(**row["ratio"])
         speed = f"{row['decode_tokens_per_second']['median']:.0f}"
         lines.append([label, f"{tau:.2f}" if tau > 1 else "", speed, speedup])
-    versions, size = (
-        about["versions"],
-        f"{report['num_prompts']} code prompts, {report['max_new_tokens']} greedy tokens each",
-    )
+    of, where = about["versions"], f"{about['cpu']['cores']} cores of an {about['cpu']['model']}"
+    size = f"{report['num_prompts']} code prompts, {report['max_new_tokens']} greedy tokens each"
     return table(["method", "tokens per round (τ)", "tokens/s", "speed-up"], lines) + (
-        f"\n\nVersion {versions['eagle3_jax']}, commit `{about['git']['commit'][:10]}`, {about['cpu']['cores']} cores of an "
-        f"{about['cpu']['model']}, jax {versions['jax']}, {size}, batch {report['batch_size']}.\n"
-        "Median and quartiles of the ratio to plain decoding in the same repeat."
+        f"\n\nVersion {of['eagle3_jax']}, commit `{about['git']['commit'][:10]}`, {where}, jax {of['jax']}, {size}, "
+        f"batch {report['batch_size']}.\nMedian and quartiles of the ratio to plain decoding in the same repeat."
     )
 
 
