@@ -257,7 +257,7 @@ def test_the_command_measures_every_method_and_writes_it_all(capsys, tmp_path: P
     assert [task["task"] for task in one["rows"][1]["tasks"]] == ["prompts", "other"]
     reasons = {absent["name"]: absent["reason"] for absent in found["not_measured"]}
     assert "pip install 'eagle3-jax[bench]'" in reasons["transformers"]
-    assert "could not be started" in reasons["vLLM plain"]
+    assert "could not be started" in reasons["vLLM plain, compiled"]
     assert len(found["about"]["prompts_measured"]["sha256"]) == 64
     assert json.loads((tmp_path / "out" / "bench.json").read_text()) == found
     assert {"bench.json", "bench.csv", "bench.md"} <= {path.name for path in (tmp_path / "out").iterdir()}

@@ -44,8 +44,8 @@ NAMES = {
     "n-gram K=5": "n-gram K=5",
     "transformers generate": "transformers `generate`, `float32`",
     "transformers prompt lookup": "transformers prompt lookup, `float32`",
-    "vLLM plain": "vLLM 0.32.0 plain, `float32`",
-    "vLLM eagle3 K=3": "vLLM 0.32.0 with the same head, K=3, `float32`",
+    "vLLM plain, compiled": "vLLM 0.32.0 plain, compiled, `float32`",
+    "vLLM eagle3 K=3, compiled": "vLLM 0.32.0 with the same head, K=3, compiled, `float32`",
 }
 
 

@@ -220,7 +220,8 @@ for line in sys.stdin:
         answer["result"] = {"vllm": "0.32.0", "device": "NVIDIA H200"}
     if call["call"] == "load":
         loaded += 1
-        log.write(f"load, share {call['arguments']['gpu_memory_utilization']}\\n")
+        eager = ", compiled" if not call['arguments']['enforce_eager'] else ""
+        log.write(f"load, share {call['arguments']['gpu_memory_utilization']}{eager}\\n")
         if loaded > 1 and call["arguments"]["model"] == "big":
             answer = {"id": call["id"], "error": "ValueError: Free memory on device cuda:0 on startup is less"}
         if call["arguments"]["model"] == "broken":
@@ -249,8 +250,8 @@ def test_a_resting_process_is_gone_and_comes_back_when_it_is_called(tmp_path: Pa
     process.rest()
     assert process._process.poll() is not None
     assert noted() == []
-    process.engine(EngineOptions(model="m"))
-    assert noted() == ["started, runner as it likes", "load, share 0.3"]
+    process.engine(EngineOptions(model="m", eager=False))
+    assert noted() == ["started, runner as it likes", "load, share 0.3, compiled"]
     process.close()
 
 

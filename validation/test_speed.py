@@ -174,6 +174,7 @@ def engine(vllm: VLLM, subject: Subject, vllm_chain: int, plan: Plan) -> Engine:
         speculative=speculative,
         max_model_len=RIVALS_SEEN,
         max_num_seqs=max(plan.batches),
+        eager=False,
     )
     try:
         return vllm.engine(options)

@@ -88,7 +88,7 @@ SHIPPED = {
     "plain mixed": "plain decoding",
     "n-gram K=5": "n-grams (prompt lookup), K=5",
     "chain K=3": "EAGLE-3, K=3",
-    "vLLM eagle3 K=3": "vLLM 0.32.0, the same head, K=3, float32",
+    "vLLM eagle3 K=3, compiled": "vLLM 0.32.0, the same head, K=3, compiled, float32",
 }
 
 

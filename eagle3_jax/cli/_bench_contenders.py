@@ -255,6 +255,7 @@ def add_vllm(
     connect = _vllm(options, closing)
     for length in options.vllm_chains:
         name = f"vLLM eagle3 K={length}" if length else "vLLM plain"
+        name += ", compiled" if options.vllm_python is not None else ""  # a server is as its owner started it
         if length and head is None:
             continue
         try:
@@ -266,6 +267,7 @@ def add_vllm(
                     max_model_len=options.longest,
                     max_num_seqs=options.largest_batch,
                     gpu_memory_utilization=options.vllm_memory,
+                    eager=False,
                 )
             )
         except (VLLMError, VLLMUnavailable) as error:

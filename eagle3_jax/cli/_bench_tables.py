@@ -24,7 +24,8 @@ same: texts with the tokens of plain decoding in that row's precision (near ties
 Warm-up and compilation are excluded; compile is their time for all programs of a row. Stop tokens are ignored.
 TTFT: time to first token. TPOT: time per token after it. chunk: waits between chunks of a stream, a round each, driven
 by the host in runs of their own. commit: the part of verification that writes the cache.
-Rivals decode greedily: transformers in eager PyTorch with its own cache, vLLM in a process or server of its own."""
+Rivals decode greedily: transformers in eager PyTorch with its own cache, vLLM in a process
+of its own with torch.compile and, on a GPU, CUDA graphs, or in a server as it was started."""
 
 _TIMES = ("p50", "p90", "p99")
 

@@ -102,6 +102,7 @@ if here.vllm is not None and not RANDOM:
         model=str(here.subject.target_directory),
         dtype=here.shared_dtype,
         speculative=eagle3(here.subject.drafter_directory, K),
+        eager=False,
     )
     try:
         contenders.append(

@@ -31,6 +31,8 @@ class EngineOptions:
         max_num_seqs: Largest batch.
         gpu_memory_utilization: Share of a GPU's memory that vLLM may take; ``None`` for that of the process, and no
             meaning on a CPU.
+        eager: Run without torch.compile and CUDA graphs (vLLM's ``enforce_eager``): it starts sooner and its inside can
+            be reached, but it is slower. Where speed is measured this is off.
         first_runner: On a GPU, with the first of vLLM's two model runners: the one whose inside can be reached.
     """
 
@@ -41,6 +43,7 @@ class EngineOptions:
     max_num_seqs: int = 8
     gpu_memory_utilization: float | None = None
     first_runner: bool = False
+    eager: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

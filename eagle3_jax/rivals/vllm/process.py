@@ -103,6 +103,7 @@ class Process:
             "max_num_seqs": options.max_num_seqs,
             "max_num_batched_tokens": max(2048, options.max_model_len),
             "gpu_memory_utilization": self._memory_share if share is None else share,
+            "enforce_eager": options.eager,
         }
         try:
             self.call("load", **arguments)

@@ -123,7 +123,6 @@ class Worker:
             stand_in_for_torchvision()
         # Log-probabilities of all positions are raw logits, so that the reader knows their unit in the last place.
         self.llm = LLM(
-            enforce_eager=True,
             skip_tokenizer_init=True,
             disable_log_stats=False,
             enable_prefix_caching=False,
