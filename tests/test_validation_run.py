@@ -156,7 +156,7 @@ def test_gpu_without_cuda_is_one_line(validate) -> None:
     result, report = validate("@level('L0')\ndef test_it(): pass", "--gpu", subprocess=True)
     assert result.ret == 4 and report is None
     assert [line for line in result.outlines + result.errlines if line] == [
-        "ERROR: --gpu needs a CUDA device, and jax sees only cpu: install 'eagle3-jax[cuda]', "
+        "ERROR: --gpu needs a CUDA device, and jax sees only cpu: pip install -e '.[cuda]', "
         "or add --rehearse to try the flow without one"
     ]
 

@@ -243,6 +243,13 @@ def on_a_gpu(tmp_path: Path) -> tuple[Process, Any]:
     return process, noted
 
 
+def test_vllm_does_not_look_for_modules_where_we_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "json.py").write_text("raise ImportError('a module of another interpreter')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "ours"))
+    Process(interpreter(tmp_path, ANSWER)).close()
+
+
 def test_a_resting_process_is_gone_and_comes_back_when_it_is_called(tmp_path: Path) -> None:
     process, noted = on_a_gpu(tmp_path)
     process.engine(EngineOptions(model="m", gpu_memory_utilization=0.5))

@@ -161,7 +161,7 @@ def pytest_configure(config: pytest.Config) -> None:
     on_gpu = option("--gpu") and not option("--rehearse")
     if on_gpu and not option("--collect-only") and not any(d.platform in ("gpu", "cuda") for d in jax.devices()):
         raise pytest.UsageError(
-            f"--gpu needs a CUDA device, and jax sees only {jax.devices()[0].platform}: install 'eagle3-jax[cuda]', "
+            f"--gpu needs a CUDA device, and jax sees only {jax.devices()[0].platform}: pip install -e '.[cuda]', "
             "or add --rehearse to try the flow without one"
         )
     try:

@@ -45,7 +45,7 @@ VARIABLES = {
 }
 _URLS = ("EAGLE3_VLLM_URL", "EAGLE3_VLLM_PLAIN_URL")
 RESULTS = Path(__file__).with_name("results")
-CUDA = 'pip install -U "eagle3-jax[cuda]"'
+CUDA = "pip install -e '.[cuda]'"
 UNIT_PRICE = 1.0  # where nobody named one
 
 

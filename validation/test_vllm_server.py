@@ -66,7 +66,7 @@ def started(
         "per-request-spec-decode-metrics": "detailed",
         "speculative-config": json.dumps(eagle3(subject.drafter_directory, K)),
     }
-    environment = {**os.environ, **environment_of(threads=1)}
+    environment = environment_of(threads=1)
     if setting.gpu and not setting.rehearsal:
         options["gpu-memory-utilization"] = pytestconfig.getoption("--vllm-memory")
         environment |= environment_of_vllm()

@@ -25,8 +25,12 @@ FIRST_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 def environment_of(threads: int) -> dict[str, str]:
-    """Variables that vLLM needs on a CPU: little memory, given threads, no network, no chatter."""
-    return {
+    """Returns the environment variables for vLLM on a CPU: ours, little memory, given threads, no network, no chatter.
+
+    Where Python looks for modules is left out: those are our interpreter's, and vLLM has its own.
+    """
+    ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    return ours | {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
@@ -154,7 +158,7 @@ class Process:
                 self._process.wait()
 
     def _start(self) -> None:
-        environment = {**os.environ, **self._environment, **(FIRST_RUNNER if self._first_runner else {})}
+        environment = self._environment | (FIRST_RUNNER if self._first_runner else {})
         self._last_words: collections.deque[str] = collections.deque(maxlen=20)
         try:
             self._process = subprocess.Popen(
