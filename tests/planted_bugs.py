@@ -19,6 +19,7 @@ import test_long_law
 import test_sampling_law
 import test_schedule
 import test_scripted_trees
+import test_thresholds
 import test_verify
 import tiny
 from mutants import ENTRY, Mutant
@@ -28,7 +29,7 @@ from eagle3_jax.acceptance import Exact, _follow, verification_dice, verify, ver
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters import _grow
 from eagle3_jax.loop import SpeculativeLoop
-from eagle3_jax.sampling import _invert, _row_keys, _truncate, draw, keys_at, probabilities, warping_of
+from eagle3_jax.sampling import _invert, _row_keys, _truncate, draw, keys_at, probabilities, residual, warping_of
 from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.stages import StagedLoop
 from eagle3_jax.stats import SpeculationStats
@@ -53,6 +54,11 @@ def greedy(function: Callable, old: str, new: str, drafter: str = "a random dyna
 
 def long_law(function: Callable, old: str, new: str, drafter: str, rows: int = 2048, runs: int = 1) -> Mutant:
     return Mutant(function, old, new, test_long_law.check_long_law, (drafter,), (("rows", rows), ("runs", runs)))
+
+
+def thresholds(function: Callable, old: str, new: str, rule: str = "the token rule") -> Mutant:
+    """What only the small probabilities of a real vocabulary show."""
+    return Mutant(function, old, new, test_thresholds.check_thresholds, (rule, 28))
 
 
 def subtle(function: Callable, old: str, new: str) -> Mutant:
@@ -125,6 +131,14 @@ MUTANTS = {
     ),
     "a draw takes one uniform for all digits": Mutant(
         draw, "uniforms[..., digit]", "uniforms[..., 0]", test_draw_law.check_law_of_draw, ("uniform", 65)
+    ),
+    # At the vocabulary of Llama 3.
+    "a refusal takes 1e-4 of every token away": thresholds(residual, "jnp.maximum(p - q, 0.0)", "jnp.maximum(p - jnp.maximum(q, 1e-4), 0.0)"),
+    "no draft is taken for rarer than 1e-4": thresholds(verify, "accept[node] * q[token]", "accept[node] * jnp.maximum(q[token], 1e-4)"),
+    "a thousandth left is nothing, and accepts": thresholds(verify, "mass <= 0", "mass <= 1e-3"),
+    "a thousandth left is nothing, and the target is drawn from again": thresholds(residual, "mass[..., None] > 0,", "mass[..., None] > 1e-3,"),
+    "a thousandth that point masses leave is nothing": thresholds(
+        verify_points, "keepdims=True) > 0", "keepdims=True) > 1e-3", "the token rule on point masses"
     ),
     # Its inputs.
     "another draft distribution is declared than was drawn from": sampling_law(
