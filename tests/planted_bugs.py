@@ -167,6 +167,22 @@ MUTANTS = {
     "siblings share one uniform": long_law(
         _grow.draw_static, "dice[:, nodes - 1]", "dice[:, nodes * 0]", "a static tree of drawn tokens"
     ),
+    "all digits of a node share one uniform": long_law(
+        _grow.draw_static, "uniforms(keys, (size - 1) * digits).reshape(batch, size - 1, digits)",
+        "jnp.repeat(uniforms(keys, size - 1)[:, :, None], digits, axis=2)", "a static tree of drawn tokens, two digits",
+    ),
+    "all digits of a drafted token share one uniform": long_law(
+        _grow.draw_chain, "uniforms(keys, depth * digits).reshape(batch, depth, digits)",
+        "jnp.repeat(uniforms(keys, depth)[:, :, None], digits, axis=2)", "a chain of drawn tokens, two digits",
+    ),
+    "all digits of the token after a draft share one uniform": long_law(
+        verification_dice, "dice[:, num_nodes:]",
+        "jnp.repeat(dice[:, num_nodes : num_nodes + 1], num_digits(vocab_size), axis=1)", "plain decoding, two digits",
+    ),
+    "all digits of the first token share one uniform": long_law(
+        SpeculativeLoop.prefill, "uniforms(keys, num_digits(probs.shape[-1]))",
+        "jnp.repeat(uniforms(keys, 1), num_digits(probs.shape[-1]), axis=1)", "plain decoding, two digits",
+    ),
     "drafting and verifying share their randomness": long_law(
         SpeculativeLoop._propose, "keys_at(state.keys, state.length, _DRAFT)", "keys_at(state.keys, state.length, _VERIFY)",
         "a chain of drawn tokens",

@@ -231,7 +231,7 @@ def check_thresholds(name: str, most: int | None = None) -> dict[str, float]:
         off = wanted.refused * np.abs(counted(below, uniforms[rows, places]) / VALUES - uniforms[rows, places])
         worst = int(off.argmax())
         assert off[worst] < TOLERANCE, (
-            f"{name}: {case}: the share of tokens with digits up to {ids[worst]} is {uniforms[worst, places[worst]]:.7f}, "
+            f"{name}: {case}: the share of digits up to {ids[worst]} should be {uniforms[worst, places[worst]]:.7f}; "
             f"off by {off[worst]:.2g} of what is emitted"
         )
         looked, choosing = looked + len(ids), max(choosing, off.max())
