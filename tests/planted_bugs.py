@@ -15,6 +15,7 @@ import planted_rules
 import test_draw_law
 import test_exact_law
 import test_greedy
+import test_keys
 import test_long_law
 import test_sampling_law
 import test_schedule
@@ -31,6 +32,7 @@ from eagle3_jax.drafters import _grow
 from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.sampling import _invert, _row_keys, _truncate, draw, keys_at, probabilities, residual, warping_of
 from eagle3_jax.schedule import SpeculationSchedule
+from eagle3_jax.simulated import SimulatedAcceptance
 from eagle3_jax.stages import StagedLoop
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.tree import ancestor_mask
@@ -66,6 +68,10 @@ def subtle(function: Callable, old: str, new: str) -> Mutant:
     return long_law(function, old, new, "plain decoding", rows=8192, runs=16)
 
 
+def ledger(function: Callable, old: str, new: str, case: str) -> Mutant:
+    return Mutant(function, old, new, test_keys.check_keys, (case,))
+
+
 def zero_mass(uniform: float) -> None:
     test_verify.test_a_token_without_target_mass_is_never_accepted_nor_drawn(uniform)
 
@@ -75,6 +81,7 @@ LEFT = "1.0 - jnp.sum(jnp.where(elder, p[:, None, :], 0.0), axis=-1)"
 RESIDUAL = "jnp.where(child, rest, walk.p)"
 FITS = "(accept[node] * q[token] < walk.p[token])"
 DECLARED = "probs.append(q)"
+FIRST = "prompts.keys, prompts.length, _VERIFY"
 WARPED = "scaled = _truncate(scaled, jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p))"
 COMMITTED = "cache = state.cache.commit(output.written, count, None if self.is_chain else nodes)"
 
@@ -211,6 +218,15 @@ MUTANTS = {
     ),
     "all rounds share their randomness": long_law(
         SpeculativeLoop._verify, "keys_at(state.keys, state.length, _VERIFY)", "state.keys", "a chain of the likeliest tokens"
+    ),
+    "the first token is drawn with the key of the first verification": ledger(
+        SpeculativeLoop.prefill, FIRST, FIRST.replace("length", "length + 1"), "plain decoding"
+    ),
+    "the first token is drawn with the key of the first draft": ledger(
+        SpeculativeLoop.prefill, FIRST, "prompts.keys, prompts.length + 1, _DRAFT", "a drawn chain"
+    ),
+    "simulated acceptance shares its key with the verification": ledger(
+        SimulatedAcceptance.__call__, "jax.vmap(jax.random.fold_in, (0, None))(keys, 0)", "keys", "simulated acceptance"
     ),
     # Many rounds.
     "keys repeat every eight positions": long_law(
