@@ -15,10 +15,12 @@ import planted_rules
 import test_draw_law
 import test_exact_law
 import test_greedy
+import test_keys
 import test_long_law
 import test_sampling_law
 import test_schedule
 import test_scripted_trees
+import test_thresholds
 import test_verify
 import tiny
 from mutants import ENTRY, Mutant
@@ -28,8 +30,9 @@ from eagle3_jax.acceptance import Exact, _follow, verification_dice, verify, ver
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters import _grow
 from eagle3_jax.loop import SpeculativeLoop
-from eagle3_jax.sampling import _invert, _row_keys, _truncate, draw, keys_at, probabilities, warping_of
+from eagle3_jax.sampling import _invert, _row_keys, _truncate, draw, keys_at, probabilities, residual, warping_of
 from eagle3_jax.schedule import SpeculationSchedule
+from eagle3_jax.simulated import SimulatedAcceptance
 from eagle3_jax.stages import StagedLoop
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.tree import ancestor_mask
@@ -55,9 +58,18 @@ def long_law(function: Callable, old: str, new: str, drafter: str, rows: int = 2
     return Mutant(function, old, new, test_long_law.check_long_law, (drafter,), (("rows", rows), ("runs", runs)))
 
 
+def thresholds(function: Callable, old: str, new: str, rule: str = "the token rule") -> Mutant:
+    """What only the small probabilities of a real vocabulary show."""
+    return Mutant(function, old, new, test_thresholds.check_thresholds, (rule, 28))
+
+
 def subtle(function: Callable, old: str, new: str) -> Mutant:
     """Half a percent and less: three million tokens, which plain decoding writes in seconds."""
     return long_law(function, old, new, "plain decoding", rows=8192, runs=16)
+
+
+def ledger(function: Callable, old: str, new: str, case: str) -> Mutant:
+    return Mutant(function, old, new, test_keys.check_keys, (case,))
 
 
 def zero_mass(uniform: float) -> None:
@@ -69,6 +81,7 @@ LEFT = "1.0 - jnp.sum(jnp.where(elder, p[:, None, :], 0.0), axis=-1)"
 RESIDUAL = "jnp.where(child, rest, walk.p)"
 FITS = "(accept[node] * q[token] < walk.p[token])"
 DECLARED = "probs.append(q)"
+FIRST = "prompts.keys, prompts.length, _VERIFY"
 WARPED = "scaled = _truncate(scaled, jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p))"
 COMMITTED = "cache = state.cache.commit(output.written, count, None if self.is_chain else nodes)"
 
@@ -126,6 +139,14 @@ MUTANTS = {
     "a draw takes one uniform for all digits": Mutant(
         draw, "uniforms[..., digit]", "uniforms[..., 0]", test_draw_law.check_law_of_draw, ("uniform", 65)
     ),
+    # At the vocabulary of Llama 3.
+    "a refusal takes 1e-4 of every token away": thresholds(residual, "jnp.maximum(p - q, 0.0)", "jnp.maximum(p - jnp.maximum(q, 1e-4), 0.0)"),
+    "no draft is taken for rarer than 1e-4": thresholds(verify, "accept[node] * q[token]", "accept[node] * jnp.maximum(q[token], 1e-4)"),
+    "a thousandth left is nothing, and accepts": thresholds(verify, "mass <= 0", "mass <= 1e-3"),
+    "a thousandth left is nothing, and the target is drawn from again": thresholds(residual, "mass[..., None] > 0,", "mass[..., None] > 1e-3,"),
+    "a thousandth that point masses leave is nothing": thresholds(
+        verify_points, "keepdims=True) > 0", "keepdims=True) > 1e-3", "the token rule on point masses"
+    ),
     # Its inputs.
     "another draft distribution is declared than was drawn from": sampling_law(
         tiny.Sampled.propose, DECLARED, "probs.append(jax.nn.softmax(q))", "a sampled chain"
@@ -152,6 +173,22 @@ MUTANTS = {
     ),
     "siblings share one uniform": long_law(
         _grow.draw_static, "dice[:, nodes - 1]", "dice[:, nodes * 0]", "a static tree of drawn tokens"
+    ),
+    "all digits of a node share one uniform": long_law(
+        _grow.draw_static, "uniforms(keys, (size - 1) * digits).reshape(batch, size - 1, digits)",
+        "jnp.repeat(uniforms(keys, size - 1)[:, :, None], digits, axis=2)", "a static tree of drawn tokens, two digits",
+    ),
+    "all digits of a drafted token share one uniform": long_law(
+        _grow.draw_chain, "uniforms(keys, depth * digits).reshape(batch, depth, digits)",
+        "jnp.repeat(uniforms(keys, depth)[:, :, None], digits, axis=2)", "a chain of drawn tokens, two digits",
+    ),
+    "all digits of the token after a draft share one uniform": long_law(
+        verification_dice, "dice[:, num_nodes:]",
+        "jnp.repeat(dice[:, num_nodes : num_nodes + 1], num_digits(vocab_size), axis=1)", "plain decoding, two digits",
+    ),
+    "all digits of the first token share one uniform": long_law(
+        SpeculativeLoop.prefill, "uniforms(keys, num_digits(probs.shape[-1]))",
+        "jnp.repeat(uniforms(keys, 1), num_digits(probs.shape[-1]), axis=1)", "plain decoding, two digits",
     ),
     "drafting and verifying share their randomness": long_law(
         SpeculativeLoop._propose, "keys_at(state.keys, state.length, _DRAFT)", "keys_at(state.keys, state.length, _VERIFY)",
@@ -181,6 +218,15 @@ MUTANTS = {
     ),
     "all rounds share their randomness": long_law(
         SpeculativeLoop._verify, "keys_at(state.keys, state.length, _VERIFY)", "state.keys", "a chain of the likeliest tokens"
+    ),
+    "the first token is drawn with the key of the first verification": ledger(
+        SpeculativeLoop.prefill, FIRST, FIRST.replace("length", "length + 1"), "plain decoding"
+    ),
+    "the first token is drawn with the key of the first draft": ledger(
+        SpeculativeLoop.prefill, FIRST, "prompts.keys, prompts.length + 1, _DRAFT", "a drawn chain"
+    ),
+    "simulated acceptance shares its key with the verification": ledger(
+        SimulatedAcceptance.__call__, "jax.vmap(jax.random.fold_in, (0, None))(keys, 0)", "keys", "simulated acceptance"
     ),
     # Many rounds.
     "keys repeat every eight positions": long_law(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import test_block_law
+import test_thresholds
 from mutants import Mutant
 
 from eagle3_jax.block import _survivals, verify_block
@@ -12,6 +13,10 @@ from eagle3_jax.block import _survivals, verify_block
 
 def block_law(function: Callable, old: str, new: str, case: str = "a drawn chain") -> Mutant:
     return Mutant(function, old, new, test_block_law.check_block_law, (case,))
+
+
+def thresholds(function: Callable, old: str, new: str) -> Mutant:
+    return Mutant(function, old, new, test_thresholds.check_thresholds, ("the block rule", 28))
 
 
 MUTANTS = {
@@ -38,5 +43,13 @@ MUTANTS = {
         "jnp.where(chained[:, 1:, None], draft.probs[:, 1:], 0.0)",
         "draft.probs[:, 1:]",
         "a chain cut short",
+    ),
+    "a block takes 1e-4 of every token away": thresholds(
+        verify_block, "draft.probs[:, 1:], 0.0)", "jnp.maximum(draft.probs[:, 1:], 1e-4), 0.0)"
+    ),
+    "no draft of a block is taken for rarer than 1e-4": thresholds(_survivals, "jnp.finfo(jnp.float32).tiny", "1e-4"),
+    "a thousandth that a block leaves is nothing": thresholds(verify_block, "keepdims=True) > 0", "keepdims=True) > 1e-3"),
+    "a thousandth that a block refuses is nothing": thresholds(
+        verify_block, "passes = jnp.where(refused > 0,", "passes = jnp.where(refused > 1e-3,"
     ),
 }
