@@ -13,7 +13,7 @@ import numpy as np
 
 from eagle3_jax.conversion import kinds, rules
 from eagle3_jax.conversion.errors import CheckpointError, short
-from eagle3_jax.conversion.families import Family, family_of, wrapper_of
+from eagle3_jax.conversion.families import Family, described
 from eagle3_jax.conversion.fields import Fields, read_from
 from eagle3_jax.conversion.files import copy_tokenizer, new_directory, read_json, write_json
 from eagle3_jax.conversion.hf_config import stack_fields
@@ -65,11 +65,11 @@ def read_target(directory: Path, own: Family | None = None) -> TargetCheckpoint:
     where = str(directory / "config.json")
     kind = kinds.recognise(values, tensors.keys(), where=str(directory))
     kinds.refuse_all_but_targets(kind, directory)
-    family, fields = family_of(values.get("model_type"), where, own), Fields(values, where)
-    tensors, quantisation = read_quantised(tensors, fields, directory)
-    wrapper = None if own is not None and family is own else wrapper_of(fields)
+    whole = Fields(values, where)
+    family, fields, wrapper = described(whole, own)
+    tensors, quantisation = read_quantised(tensors, whole, directory)
     if wrapper is not None:
-        fields, tensors = wrapper.fields(fields), wrapper.alone(tensors)
+        tensors = wrapper.alone(tensors)
     num_layers = fields.size("num_hidden_layers")
     tensors = _without(tensors, family.beside(num_layers, tensors.keys()))
     rules.check_layers(num_layers, tensors, r"model\.layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
