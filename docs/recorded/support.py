@@ -3,8 +3,9 @@
     pytest tests/test_families.py tests/test_target_contract.py --record-support docs/recorded/support.json
     python docs/recorded/support.py     # writes them between their marks; the test of them does the same and compares
 
-A cell names the drafts for which every recorded case of it passed, and links to the tests. A dash means that no recorded
-test covers the cell. Models of images that are read as their language model have a row where a test covers them.
+A cell names the drafts for which every recorded case of it passed, and links to the tests. A dash means that no
+recorded test covers the cell. Models of images that are read as their language model have a row where a test covers
+them.
 """
 
 from __future__ import annotations
