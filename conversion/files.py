@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from eagle3_jax.conversion.errors import CheckpointError
+from eagle3_jax.sources import NO_GGUF
 from eagle3_jax.writing import WriteError, check_free, whole_directory
 
 # Describes a native checkpoint.
 NATIVE_FILE = "eagle3_jax.json"
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _LONGEST_JSON = 100_000_000  # bytes; the index of a model of a thousand shards has a few millions
 # What travels with a checkpoint unchanged, when it is there.
 TOKENIZER_FILES = (
@@ -34,17 +36,37 @@ def checked_directory(directory: str | os.PathLike[str]) -> Path:
     """The directory as a path.
 
     Raises:
-        CheckpointError: It does not exist or is a file.
+        CheckpointError: It does not exist, is a file, or is a folder of the hub's cache above the checkpoints.
     """
     path = Path(directory)
     try:
         if not path.exists():
             raise CheckpointError(f"{path} does not exist; give the directory of a checkpoint")
+        if path.suffix == ".gguf" and path.is_file():
+            raise CheckpointError(f"{path}: {NO_GGUF}")
         if not path.is_dir():
             raise CheckpointError(f"{path} is a file; give the directory that holds config.json and the weights")
+        snapshots = path / "snapshots"
+        if snapshots.is_dir() and not any((path / name).exists() for name in ("config.json", NATIVE_FILE)):
+            found = sorted(snapshots.iterdir())
+            give = str(found[0]) if len(found) == 1 else f"one of its {len(found)} snapshots, in {snapshots}"
+            raise CheckpointError(f"{path} is a folder of the hub's cache; give {give}")
     except OSError as error:
         raise unreadable(path, error) from None
     return path
+
+
+def refuse_pointer(path: Path) -> None:
+    """Refuse the few lines of text that Git LFS leaves in place of a file that was not fetched.
+
+    Raises:
+        CheckpointError: The file is such a pointer.
+    """
+    with path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise CheckpointError(
+                f"{path} is a Git LFS pointer and not the file itself; run `git lfs pull` in {path.parent}"
+            )
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
@@ -65,6 +87,7 @@ def read_json(path: Path) -> dict[str, Any]:
             )
         if path.stat().st_size > _LONGEST_JSON:
             raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes; expected at most {_LONGEST_JSON:,}")
+        refuse_pointer(path)
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise unreadable(path, error) from None

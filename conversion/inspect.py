@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 
 from eagle3_jax.conversion import kinds
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
+from eagle3_jax.conversion.families import described
+from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.files import NATIVE_FILE, checked_directory, read_json
 from eagle3_jax.conversion.heads import HEADS
 from eagle3_jax.conversion.native import is_native, read_description, read_leaves
@@ -72,7 +75,7 @@ def describe(directory: str | Path) -> Description:
     tensors = read_leaves(path) if native else read_tensors(path)
     config = read_json(path / (NATIVE_FILE if native else "config.json"))
     described = read_description(path).values if native else config
-    problem, note, quantised = _obstacles(path, kind)
+    problem, note, quantised = _obstacles(path, kind, config, tensors)
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
         # Maps such as d2t are no parameters. The floats of ml_dtypes have a kind of their own.
@@ -99,13 +102,16 @@ def describe(directory: str | Path) -> Description:
     )
 
 
-def _obstacles(path: Path, kind: str) -> tuple[str, str, TargetCheckpoint | None]:
+def _obstacles(
+    path: Path, kind: str, config: Mapping[str, Any], names: Collection[str]
+) -> tuple[str, str, TargetCheckpoint | None]:
     """Why it cannot be loaded, what has to be given with it or was left out, and the target where that is quantised."""
     try:
         if kind in HEADS:
             return "", read_head(path).note, None
         target = read_target(path)
-        notes = []
+        wrapper = described(Fields(config, str(path))).wrapper if not is_native(path) else None
+        notes = [] if wrapper is None else [wrapper.note(names)]
         if target.quantisation is not None:
             notes.append("its weights are computed exactly from what is stored, or kept in FP8 (--weights fp8)")
         if not any(isinstance(layer.mixer, GatedDelta) for layer in target.config.layers):

@@ -53,11 +53,11 @@ def recognise(config: Mapping[str, Any], names: Collection[str], *, where: str) 
     for kind in HEADS.values():
         if kind.recognise(signs):
             return kind.name
-    if (
-        signs.has(r"(language_model\.)?(model\.)?layers\.\d+\.|h\.\d+\.|transformer\.h\.\d+\.")
-        or "embed_tokens.weight" in signs.names
-    ):
-        return TARGET if str(config.get("model_type")) in {*FAMILIES, *WRAPPERS} else LANGUAGE_MODEL
+    known = str(config.get("model_type")) in {*FAMILIES, *WRAPPERS}
+    # Of a known family the prefix of its layers may be any; it is judged where they are read.
+    layers = r"(\w+\.)*(layers|blocks)\.\d+\." if known else r"(language_model\.)?(model\.)?layers\.\d+\."
+    if signs.has(rf"{layers}|h\.\d+\.|transformer\.h\.\d+\.") or "embed_tokens.weight" in signs.names:
+        return TARGET if known else LANGUAGE_MODEL
     sample = ", ".join(sorted(names)[:3])
     raise CheckpointError(f"{where} is neither a target nor a draft head that is known (it holds {sample})")
 
@@ -103,5 +103,5 @@ def label(kind: str, config: Mapping[str, Any]) -> str:
         head = HEADS[kind]
         return f"draft head: {head.label}" + ("" if head.read else " (not loadable here)")
     model_type = str(config.get("family", config.get("model_type")))
-    family = FAMILIES.get(WRAPPERS[model_type].text if model_type in WRAPPERS else model_type)
+    family = FAMILIES.get(WRAPPERS[model_type].family(config) if model_type in WRAPPERS else model_type)
     return f"target: {family.label}" if family else "language model of another architecture (not loadable here)"

@@ -52,7 +52,8 @@ def read_head(
     if native.is_native(path):
         _refuse_layer_ids(layer_ids, f"{path} is in the native layout, which counts layers entered")
         return native.read_native_head(path, target)
-    stored = Stored(path, read_json(path / "config.json"), read_tensors(path), layer_ids)
+    tensors = read_tensors(path)  # first: what the directory holds says more than that it has no config.json
+    stored = Stored(path, read_json(path / "config.json"), tensors, layer_ids)
     kind = kinds.recognise(stored.config, stored.tensors.keys(), where=str(path))
     if kind not in _COUNTED:
         _refuse_layer_ids(layer_ids, f"{path} holds no EAGLE-3 or P-EAGLE head")

@@ -13,7 +13,7 @@ import numpy as np
 
 from eagle3_jax.conversion import kinds, rules
 from eagle3_jax.conversion.errors import CheckpointError, short
-from eagle3_jax.conversion.families import Family, family_of, wrapper_of
+from eagle3_jax.conversion.families import Family, described
 from eagle3_jax.conversion.fields import Fields, read_from
 from eagle3_jax.conversion.files import copy_tokenizer, new_directory, read_json, write_json
 from eagle3_jax.conversion.hf_config import stack_fields
@@ -65,11 +65,12 @@ def read_target(directory: Path, own: Family | None = None) -> TargetCheckpoint:
     where = str(directory / "config.json")
     kind = kinds.recognise(values, tensors.keys(), where=str(directory))
     kinds.refuse_all_but_targets(kind, directory)
-    family, fields = family_of(values.get("model_type"), where, own), Fields(values, where)
-    tensors, quantisation = read_quantised(tensors, fields, directory)
-    wrapper = None if own is not None and family is own else wrapper_of(fields)
+    whole = Fields(values, where)
+    family, fields, wrapper = described(whole, own)
+    tensors, quantisation = read_quantised(tensors, whole, directory)
     if wrapper is not None:
-        fields, tensors = wrapper.fields(fields), wrapper.alone(tensors)
+        tensors = wrapper.alone(tensors)
+    tensors = _under_model(tensors, str(directory))
     num_layers = fields.size("num_hidden_layers")
     tensors = _without(tensors, family.beside(num_layers, tensors.keys()))
     rules.check_layers(num_layers, tensors, r"model\.layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
@@ -173,6 +174,35 @@ def _leaves(config: Any, path: str = "") -> list[tuple[str, Any]]:
 def stop_field(stop_tokens: tuple[int, ...]) -> int | list[int] | None:
     """Stop tokens as ``eos_token_id`` writes them: one number, a list, or null."""
     return stop_tokens[0] if len(stop_tokens) == 1 else (list(stop_tokens) or None)
+
+
+def _under_model(tensors: Mapping[str, np.ndarray], where: str) -> Mapping[str, np.ndarray]:
+    """The tensors with ``model.`` in place of the prefix that all layers have instead, where there is one.
+
+    ``AutoModel`` writes none. Modules around a model, such as those of ``torch.compile``, write their own before it.
+
+    Raises:
+        CheckpointError: There are several, or two tensors get one name.
+    """
+    found = sorted({match[1] for name in tensors if (match := re.match(r"((?:\w+\.)*?)layers\.\d+\.", name))})
+    if not found or "model." in found:
+        return tensors
+    if len(found) > 1:
+        named = " and ".join(f"{prefix}layers.0" for prefix in found[:3])
+        raise CheckpointError(
+            f"{where}: its layers are named {named}; expected model.layers.0 for those of the language model, so "
+            "rename them and remove the others"
+        )
+    prefix, renamed = found[0], {}
+    outer = prefix.removesuffix("model.")
+    for name, value in tensors.items():
+        inner = name.removeprefix(prefix) if name.startswith(prefix) else name.removeprefix(outer)
+        head = inner.startswith("lm_head.") or not name.startswith(prefix)
+        new = inner if head else f"model.{inner}"
+        if new in renamed:
+            raise CheckpointError(f"{where} gives {new} twice, the second time as {name}")
+        renamed[new] = value
+    return renamed
 
 
 def _without(tensors: Mapping[str, np.ndarray], patterns: Sequence[str]) -> Mapping[str, np.ndarray]:

@@ -15,11 +15,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from eagle3_jax.conversion.errors import CheckpointError, short
-from eagle3_jax.conversion.files import checked_directory, read_json, unreadable
+from eagle3_jax.conversion.files import checked_directory, read_json, refuse_pointer, unreadable
+from eagle3_jax.sources import NO_GGUF
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 # In the order in which they are looked for: where a directory holds several, the first wins, as in transformers.
 _WEIGHTS = (SAFETENSORS, f"{SAFETENSORS}.index.json", PICKLE, f"{PICKLE}.index.json")
+_ADAPTER = "adapter_config.json"
 _MEDUSA = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 _DTYPES = {
@@ -63,7 +65,21 @@ def _read_directory(directory: Path) -> dict[str, np.ndarray]:
         path = directory / name
         if path.is_file():
             return _read_sharded(path) if name.endswith(".index.json") else read_file(path)
-    strays = sorted(p.name for p in directory.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth"))
+    if (directory / _ADAPTER).is_file():
+        raise CheckpointError(
+            f"{directory} is a LoRA adapter ({_ADAPTER}){_base_of(directory / _ADAPTER)}; merge it into that model, "
+            "for example with merge_and_unload() of peft, and give the directory of the result"
+        )
+    strays = sorted(p.name for p in directory.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
+    published = next((name for name in strays if name.startswith("consolidated.")), None)
+    if published is not None:
+        raise CheckpointError(
+            f"{directory} holds {published}, a layout of its publisher; give the Hugging Face layout of the model, "
+            f"which has {SAFETENSORS} or its index"
+        )
+    gguf = next((name for name in strays if name.endswith(".gguf")), None)
+    if gguf is not None:
+        raise CheckpointError(f"{directory} holds {gguf}; {NO_GGUF}")
     if strays:
         raise CheckpointError(
             f"{directory} holds {strays[0]} but neither {' nor '.join(_WEIGHTS)}; "
@@ -72,8 +88,18 @@ def _read_directory(directory: Path) -> dict[str, np.ndarray]:
     raise CheckpointError(f"{directory} is not a checkpoint: it holds no weights (expected {' or '.join(_WEIGHTS)})")
 
 
+def _base_of(adapter: Path) -> str:
+    """What an adapter's configuration says that it belongs to, for a message."""
+    try:
+        base = read_json(adapter).get("base_model_name_or_path")
+    except CheckpointError:
+        return ""
+    return f" of {base[:80]}" if isinstance(base, str) and base else ""
+
+
 def read_file(path: Path) -> dict[str, np.ndarray]:
     """All tensors of one safetensors or PyTorch file."""
+    refuse_pointer(path)
     return _read_safetensors(path) if path.suffix == ".safetensors" else _read_pickle(path)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
+# What to do with a file of llama.cpp.
+NO_GGUF = "GGUF is not supported, so give the safetensors checkpoint that it was made from"
+
 
 def bundled(part: str) -> Path:
     """Directory of a part of the pair that ships with the package: ``target`` or ``eagle3``."""
@@ -20,6 +23,8 @@ def locate(source: str | Path | None, part: str) -> Path:
     if source is None:
         return bundled(part)
     given, path = str(source), Path(source)
+    if path.suffix == ".gguf":
+        raise ValueError(f"{given[:200]}: {NO_GGUF}")
     try:
         is_directory, exists = path.is_dir(), path.exists()
     except (OSError, ValueError) as error:  # too long, not permitted, a NUL

@@ -188,6 +188,60 @@ RECIPES = {
 }  # fmt: skip
 
 
+_PIXTRAL = {
+    "model_type": "pixtral", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 32, "image_size": 28, "patch_size": 14, "head_dim": 8,
+}  # fmt: skip
+
+
+def _text(name: str, **more: Any) -> dict[str, Any]:
+    """The language model of a recipe as a wrapper's ``text_config``."""
+    recipe = RECIPES[name]
+    return {"model_type": recipe.model_type, **BASE, **recipe.fields, **more}
+
+
+# Models of images and text, which are read as their language model.
+WRAPPED = {
+    "mistral3": Recipe(
+        "mistral3",
+        {"text_config": _text("ministral3"), "vision_config": _PIXTRAL, "tie_word_embeddings": False},
+        2,
+    ),
+    "mistral3, of mistral": Recipe(  # its top level says that the embedding is tied, and its text_config says no
+        "mistral3",
+        {
+            "text_config": _text("mistral", sliding_window=None, tie_word_embeddings=False),
+            "vision_config": _PIXTRAL, "tie_word_embeddings": True,
+        },
+        20,
+    ),
+    "kimi_k25": Recipe(
+        "kimi_k25",
+        {
+            "text_config": _text("deepseek_v3", n_group=1, topk_group=1),
+            "vision_config": {
+                "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+                "pos_emb_height": 4, "pos_emb_width": 4,
+            },
+            "projection_hidden_size": 16, "tie_word_embeddings": False,
+        },
+        10,
+    ),
+    "qwen3_vl": Recipe(
+        "qwen3_vl",
+        {
+            "text_config": BASE | {"head_dim": 16} | _rope(1e6, mrope_section=[4, 2, 2], mrope_interleaved=True),
+            "vision_config": {
+                "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32,
+                "num_position_embeddings": 16, "deepstack_visual_indexes": [0], "patch_size": 4,
+            },
+            "tie_word_embeddings": True,
+        },
+        2,
+    ),
+}  # fmt: skip
+
+
 class Truth(NamedTuple):
     """What transformers computes.
 
@@ -209,10 +263,12 @@ _IN_FIRST = ("gpt_oss", "llama4_text")
 def build(recipe: Recipe) -> Any:
     """The model; its norms are not one, and nothing is zero that could be something else."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = AutoConfig.for_model(recipe.model_type, **BASE | recipe.fields)
-    model = eager(AutoModelForCausalLM.from_config(config, attn_implementation="eager").float())
+    whole = "text_config" in recipe.fields
+    config = AutoConfig.for_model(recipe.model_type, **({} if whole else BASE) | recipe.fields)
+    kind = AutoModelForImageTextToText if whole else AutoModelForCausalLM
+    model = eager(kind.from_config(config, attn_implementation="eager").float())
     generator = torch.Generator().manual_seed(recipe.seed)
     corrections = [(name, value) for name, value in model.named_buffers() if name.endswith("correction_bias")]
     for name, value in [*model.named_parameters(), *corrections]:
@@ -247,7 +303,7 @@ def eager(model: Any) -> Any:
 
 @functools.cache
 def _model(name: str) -> Any:
-    return build(RECIPES[name])
+    return build((RECIPES | WRAPPED)[name])
 
 
 @functools.cache
@@ -258,7 +314,8 @@ def truth(name: str) -> Truth:
     model = _model(name)
     tokens = torch.tensor([[token for prompt in PROMPTS for token in prompt]])
     before_norm: list[torch.Tensor] = []
-    hook = model.model.norm.register_forward_pre_hook(lambda _, given: before_norm.append(given[0]))
+    decoder = getattr(model.model, "language_model", model.model)
+    hook = decoder.norm.register_forward_pre_hook(lambda _, given: before_norm.append(given[0]))
     with torch.no_grad():
         out = model(tokens, output_hidden_states=True, use_cache=False)
     hook.remove()

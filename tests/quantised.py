@@ -21,7 +21,7 @@ FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 BLOCK, GROUP = 16, 8
 LAYERS = 2
 # Recipes whose values are FP8 and stay as they are in memory.
-KEPT = ("fp8", "fp8 exponents", "channel", "tensor", "fbgemm", "modelopt")
+KEPT = ("fp8", "fp8 exponents", "fp8 tensor", "channel", "tensor", "fbgemm", "modelopt")
 
 # Tensors by name: those of the file, and the one that they stand for.
 Quantise = Callable[[str, np.ndarray], tuple[dict[str, np.ndarray], np.ndarray]]
@@ -71,6 +71,14 @@ def _fp8_exponents(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray
     exponents = (np.log2(scale) + 127).astype(np.uint8)
     stored = exponents if "q_proj" in name else exponents.view(ml_dtypes.float8_e8m0fnu)
     return {name: values, f"{name}_scale_inv": stored}, dense
+
+
+def _fp8_tensor(name: str, weights: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Scales without axes, one for the weights and one for what they are multiplied with."""
+    scale = (np.abs(weights).max() / np.float32(448)).astype(ml_dtypes.bfloat16)
+    values, stem = to_e4m3(weights / np.float32(scale)), name.removesuffix(".weight")
+    beside = {f"{name}_scale_inv": np.array(scale), f"{stem}.activation_scale": np.array(1, ml_dtypes.bfloat16)}
+    return {name: values, **beside}, values.astype(np.float32) * np.float32(scale)
 
 
 def _scaled(top: float, cast: Callable[[np.ndarray], np.ndarray], of: str, *, beside: bool = False) -> Quantise:
@@ -147,6 +155,9 @@ _FLOAT, _INT = {"num_bits": 8, "type": "float"}, {"num_bits": 8, "type": "int"}
 RECIPES = {
     "fp8": Recipe(_fp8_block, FP8_CONFIG),
     "fp8 exponents": Recipe(_fp8_exponents, {**FP8_CONFIG, "scale_fmt": "ue8m0"}),
+    "fp8 tensor": Recipe(
+        _fp8_tensor, {**FP8_CONFIG, "activation_scheme": "static", "weight_block_size": None, "dequantize": False}
+    ),
     "channel": Recipe(
         _scaled(448, to_e4m3, "output"), group({**_FLOAT, "strategy": "channel"}, "float-quantized")
     ),

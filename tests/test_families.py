@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 import every_family
 import tiny
 from checkpoints import edit_config, write_llama
-from families import NEW_TOKENS, PROMPTS, RECIPES, VOCAB, build, check_greedy, eager, truth
+from families import NEW_TOKENS, PROMPTS, RECIPES, VOCAB, WRAPPED, build, check_greedy, eager, truth
 from safetensors.numpy import load_file
 
 import eagle3_jax as e3
@@ -39,6 +39,7 @@ def _quick_to_compile() -> Any:
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+ALL = RECIPES | WRAPPED
 # Dense layers, windows and experts, latents, recurrences; the others with --every-family.
 FEW = ("llama", "gpt_oss", "deepseek_v3", "qwen3_5_text")
 
@@ -51,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def of(name: str) -> Path:
         directory = root / name.replace(", ", "-")
         if not directory.exists():
-            build(RECIPES[name]).save_pretrained(directory)
+            build(ALL[name]).save_pretrained(directory)
         return directory
 
     return of
@@ -59,17 +60,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def of(name: str) -> str:
     """The family of a recipe, for the support matrix."""
-    return RECIPES[name].model_type
+    return ALL[name].model_type
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Texts take most of the time; what they need beyond the logits is the same within a kind of layer."""
     if metafunc.function is test_greedy_text_is_that_of_transformers_plain_and_behind_any_draft:
-        every_family.parametrize(metafunc, RECIPES, FEW)
+        every_family.parametrize(metafunc, ALL, FEW)
 
 
 @pytest.mark.covers(what="parity", family=of)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ALL)
 def test_logits_and_features_are_those_of_transformers(folder: Any, name: str) -> None:
     target, expected = e3.load_target(folder(name)), truth(name)
     model: Any = target.model
@@ -141,6 +142,20 @@ def test_what_came_in_without_its_index_goes_out_as_a_native_checkpoint_alone(
     ):
         conversion.convert(tmp_path / "native", tmp_path / "back", "vllm")
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_language_model_out_of_a_model_of_images_goes_out_alone(folder: Any, tmp_path: Path, name: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    conversion.convert(folder(name), tmp_path / "alone", "vllm")
+    source, alone = (conversion.read_target(path) for path in (folder(name), tmp_path / "alone"))
+    assert source.config == alone.config and source.family == alone.family
+    loaded = eager(AutoModelForCausalLM.from_pretrained(tmp_path / "alone", attn_implementation="eager"))
+    with torch.no_grad():
+        logits = loaded(torch.from_numpy(truth(name).tokens)[None], use_cache=False).logits[0]
+    np.testing.assert_allclose(logits.numpy(), truth(name).logits, atol=1e-5)
 
 
 def test_every_family_has_a_recipe_and_windows_that_a_text_leaves() -> None:

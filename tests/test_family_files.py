@@ -7,20 +7,24 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
+import quantised
 from checkpoints import edit_config, edit_tensors
-from families import RECIPES, build
-from safetensors.numpy import load_file
+from families import RECIPES, WRAPPED, build, eager, truth
+from safetensors.numpy import load_file, save_file
 
+import eagle3_jax as e3
 from eagle3_jax import conversion
 from eagle3_jax.conversion import CheckpointError, blocks
 from eagle3_jax.conversion.families import FAMILIES
 from eagle3_jax.conversion.rules import flatten, read_params, write_params
 from eagle3_jax.models.config import DecoderConfig, Experts, GroupedQuery, LayerConfig
 from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.memory import causal_mask
 
 
 @pytest.fixture
@@ -29,7 +33,7 @@ def saved(tmp_path: Path) -> Any:
 
     def of(name: str) -> Path:
         directory = tmp_path / "target"
-        build(RECIPES[name]).save_pretrained(directory)
+        build((RECIPES | WRAPPED)[name]).save_pretrained(directory)
         return directory
 
     return of
@@ -95,7 +99,7 @@ def test_the_language_model_is_taken_out_of_a_model_of_images(saved: Any, tmp_pa
 CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "no text": ({"text_config": None}, "has no text_config; it describes the language model"),
     "another text": ({"text_config": {"model_type": "qwen2"}}, "model_type is 'qwen2'; expected 'llama4_text' in a"),
-    "tied and not": ({"tie_word_embeddings": True}, "tie_word_embeddings differs from that in text_config; remove one"),
+    "tied and not": ({"tie_word_embeddings": True}, "tie_word_embeddings is true but lm_head.weight differs from"),
 }
 
 
@@ -109,6 +113,118 @@ def test_a_description_of_a_whole_that_contradicts_itself_is_refused(whole: Path
     edit_config(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=says):
         conversion.read_target(tmp_path)
+
+
+# What transformers writes, which is what was published, and the names that it has in memory.
+LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
+    "published": (),
+    "in memory": (
+        ("language_model.model.", "model.language_model."),
+        ("language_model.", ""),
+        ("model.", "model."),  # transformers does not rename all of the projector
+        ("", "model."),
+    ),
+}
+
+
+def written(directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.mark.parametrize("name", ["mistral3", "kimi_k25"])
+def test_a_language_model_is_read_under_every_prefix_that_was_written(saved: Any, tmp_path: Path, name: str) -> None:
+    source = saved(name)
+    target, config = conversion.read_target(source), json.loads((source / "config.json").read_text())
+    stored = load_file(source / "model.safetensors")
+    assert "language_model.lm_head.weight" in stored  # transformers writes the published prefixes
+    for layout, prefixes in LAYOUTS.items():
+        tensors = {}
+        for key, value in stored.items():
+            old, new = next(((old, new) for old, new in prefixes if key.startswith(old)), ("", ""))
+            key = new + key.removeprefix(old)
+            tensors[key.replace(".blocks.", ".layers.") if "language_model" in key else key] = value
+        assert same(conversion.read_target(written(tmp_path / layout, config, tensors)), target)
+
+
+def test_the_family_of_a_language_model_is_that_of_its_text(saved: Any, tmp_path: Path) -> None:
+    """Kimi K2.5 as published says ``kimi_k2``, which transformers calls ``deepseek_v3``; it goes out as what it was."""
+    directory = saved("kimi_k25")
+    assert conversion.read_target(directory).family == FAMILIES["deepseek_v3"]
+    text = json.loads((directory / "config.json").read_text())["text_config"]
+    edit_config(directory, text_config={**text, "model_type": "kimi_k2"})
+    target = conversion.read_target(directory)
+    assert target.family == FAMILIES["kimi_k2"]
+    conversion.convert(directory, tmp_path / "text", "vllm")
+    assert same(conversion.read_target(tmp_path / "text"), target)
+    edit_config(directory, text_config={**text, "model_type": "mistral4"})
+    with pytest.raises(CheckpointError, match="model_type is 'mistral4'; expected 'deepseek_v3' or 'kimi_k2' in a mod"):
+        conversion.read_target(directory)
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_inspect_says_in_one_line_what_is_left_out_of_a_model_of_images(saved: Any, name: str) -> None:
+    directory, kind = saved(name), WRAPPED[name].model_type
+    parts = {"mistral3": "multi_modal_projector and vision_tower", "kimi_k25": "mm_projector and vision_tower"}
+    beside = [key for key in load_file(directory / "model.safetensors") if "language_model" not in key]
+    description = conversion.describe(directory)
+    assert description.kind.removeprefix("target: ") in ("Ministral 3", "Mistral", "DeepSeek V3", "Qwen3")
+    assert description.note.startswith(
+        f"only the language model of this {kind} is read; the {len(beside)} tensors of {parts.get(kind, 'visual')} are "
+        "ignored; "
+    )
+
+
+@pytest.mark.parametrize("name", ["mistral3", "mistral3, of mistral"])
+def test_the_top_level_says_whether_the_embedding_is_tied(saved: Any, name: str) -> None:
+    directory = saved(name)
+    config = json.loads((directory / "config.json").read_text())
+    tied = config["tie_word_embeddings"]
+    edit_config(directory, text_config={**config["text_config"], "tie_word_embeddings": not tied})
+    assert conversion.read_target(directory).config.tie_embeddings == tied
+    edit_config(directory, tie_word_embeddings=None)  # as Ministral 3 is published: the text_config alone says it
+    edit_config(directory, text_config={**config["text_config"], "tie_word_embeddings": tied})
+    assert conversion.read_target(directory).config.tie_embeddings == tied
+
+
+@pytest.mark.covers(what="parity", family="mistral3", precision="fp8")
+def test_a_language_model_in_fp8_is_what_its_scales_say(saved: Any, tmp_path: Path) -> None:
+    """As Ministral 3 Instruct is published: a scale a tensor, the encoder of images in full, names of transformers."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    recipe = quantised.Recipe(
+        lambda name, weights: (
+            quantised.RECIPES["fp8 tensor"].quantise(name, weights)
+            if name.startswith("language_model.")
+            else ({name: weights}, weights)
+        ),
+        quantised.RECIPES["fp8 tensor"].config
+        | {"modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"]},
+    )
+    source = saved("mistral3")
+    dense = quantised.quantise(source, tmp_path / "fp8", recipe)
+    plain = written(tmp_path / "dense", json.loads((source / "config.json").read_text()), dense)
+    ours, stands = conversion.read_target(tmp_path / "fp8"), conversion.read_target(plain)
+    assert ours.config == stands.config and ours.quantisation is not None and ours.quantisation.fp8
+    assert ours.quantisation.num_tensors == 4 * 7
+    for (path, value), (_, expected) in zip(flatten(ours.params), flatten(stands.params), strict=True):
+        np.testing.assert_allclose(np.asarray(value, np.float32), expected, rtol=1e-6, err_msg=path)
+
+    tokens = truth("mistral3").tokens
+    model = eager(AutoModelForImageTextToText.from_pretrained(plain, attn_implementation="eager"))
+    with torch.no_grad():
+        expected = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0]
+    for weights in ("dense", "fp8"):
+        target = e3.load_target(tmp_path / "fp8", weights=weights)
+        assert isinstance(target.model, DecoderTarget)
+        states = target.model(
+            target.params, jnp.asarray(tokens, jnp.int32)[None], jnp.arange(len(tokens))[None], causal_mask(len(tokens))
+        )
+        logits = target.model.unembed(target.params, states.final)[0]
+        np.testing.assert_allclose(logits, expected, atol=1e-4)
 
 
 MIXTURE = Experts(num_experts=3, per_token=2, width=4, router="softmax", shared_width=6, shared_gate=True)

@@ -14,7 +14,7 @@ sys.path.append(str(ROOT / "docs" / "recorded"))
 import support  # noqa: E402
 import support_record  # noqa: E402
 
-from eagle3_jax.conversion.families import FAMILIES  # noqa: E402
+from eagle3_jax.conversion.families import FAMILIES, WRAPPERS  # noqa: E402
 
 
 def test_the_page_is_its_record() -> None:
@@ -30,7 +30,7 @@ def test_what_is_recorded_is_of_the_matrix_and_of_tests_that_are_there() -> None
         file, _, test = name.partition("::")
         assert f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), name
         for family, precision, draft, what in case["cells"]:
-            assert family in FAMILIES and precision in support.PRECISIONS, name
+            assert family in {*FAMILIES, *WRAPPERS} and precision in support.PRECISIONS, name
             assert draft in support.DRAFTS and what in support.WHAT, name
     assert all(case["passed"] for case in support.cases().values())
 
@@ -40,6 +40,12 @@ def test_a_family_whose_texts_are_recorded_was_drafted_for_by_chains_and_trees()
     for family in {cell.family for cell in found if cell[1:] == ("float32", "plain", "parity")}:
         for draft in support.DRAFTS:
             assert found[support.Cell(family, "float32", draft, "parity")].passed, (family, draft)
+
+
+def test_the_page_says_what_a_dash_means() -> None:
+    text = support.PAGE.read_text(encoding="utf-8")
+    assert "A linked cell is covered by that test. A dash means untested." in " ".join(text.split())
+    assert "A cell without a link is not supported" not in text
 
 
 def test_a_cell_needs_all_of_its_cases() -> None:
@@ -56,6 +62,10 @@ def test_a_cell_needs_all_of_its_cases() -> None:
     assert page.startswith("above <") and page.endswith("> below") and "old" not in page
     assert "| `llama` | [plain, **chain fails**](../tests/a.py), [b](../tests/b.py) | – |" in page
     assert "**`fp8`**: no recorded test covers a family in it." in page
+    assert "`mistral3`" not in page  # what another model is part of has a row only where a test covers it
+    of_a_whole = {"tests/a.py::one": {"passed": True, "cells": [["mistral3", "fp8", "plain", "parity"]]}}
+    row = "| Mistral Small 3.1, 3.2; Ministral 3 | `mistral3` | [plain](../tests/a.py) | – |"
+    assert support.filled(page, of_a_whole).count(row) == 1
     with pytest.raises(ValueError, match="no place for the tables"):
         support.filled("", recorded)
 

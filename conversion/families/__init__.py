@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.families import (
@@ -40,7 +40,10 @@ FAMILIES: dict[str, Family] = {
     )
 }
 # Models of more than text whose language model is of one of these families.
-WRAPPERS: dict[str, Wrapper] = {wrapper.model_type: wrapper for wrapper in (llama4.WRAPPER, *qwen3_5.WRAPPERS)}
+WRAPPERS: dict[str, Wrapper] = {
+    wrapper.model_type: wrapper
+    for wrapper in (llama4.WRAPPER, *qwen3_5.WRAPPERS, mistral.WRAPPER, deepseek.WRAPPER, qwen3.WRAPPER)
+}
 
 
 def family_of(model_type: Any, where: str, own: Family | None = None) -> Family:
@@ -55,20 +58,43 @@ def family_of(model_type: Any, where: str, own: Family | None = None) -> Family:
         CheckpointError: There is none; the message names those that there are.
     """
     known = FAMILIES if own is None else {own.model_type: own, **FAMILIES}
-    if isinstance(model_type, str) and model_type in WRAPPERS and model_type not in known:
-        model_type = WRAPPERS[model_type].text
     if not isinstance(model_type, str) or model_type not in known:
         raise CheckpointError(
-            f"{where}: model_type is {short(model_type)}; the families of targets are {', '.join(known)} "
-            "(docs/extending.md adds one)"
+            f"{where}: model_type is {short(model_type)}; the families of targets are {', '.join(known)}, alone or "
+            f"in {', '.join(WRAPPERS)} (docs/extending.md adds one)"
         )
     return known[model_type]
 
 
-def wrapper_of(fields: Fields) -> Wrapper | None:
-    """What a language model is part of, where a ``config.json`` describes more than one; ``None`` elsewhere."""
+class Described(NamedTuple):
+    """The language model that a ``config.json`` describes.
+
+    Attributes:
+        family: Its family.
+        fields: Its own fields.
+        wrapper: What it is part of; ``None`` where it is published alone.
+    """
+
+    family: Family
+    fields: Fields
+    wrapper: Wrapper | None
+
+
+def described(fields: Fields, own: Family | None = None) -> Described:
+    """The language model that a ``config.json`` describes, alone or as a part.
+
+    Args:
+        fields: Of the file.
+        own: A family that the caller brings, before those of the table.
+
+    Raises:
+        CheckpointError: It is of no family.
+    """
     model_type = fields.get("model_type")
-    return WRAPPERS.get(model_type) if isinstance(model_type, str) else None
+    wrapper = WRAPPERS.get(model_type) if isinstance(model_type, str) else None
+    if wrapper is None or (own is not None and own.model_type == model_type):
+        return Described(family_of(model_type, fields.where, own), fields, None)
+    return Described(FAMILIES[wrapper.family(fields.values)], wrapper.fields(fields), wrapper)
 
 
 def read_config(fields: Fields) -> DecoderConfig:
@@ -77,8 +103,8 @@ def read_config(fields: Fields) -> DecoderConfig:
     Raises:
         CheckpointError: It is of no family, or cannot be computed.
     """
-    family, wrapper = family_of(fields.get("model_type"), fields.where), wrapper_of(fields)
-    return family.read_config(fields if wrapper is None else wrapper.fields(fields))
+    family, own, _ = described(fields)
+    return family.read_config(own)
 
 
-__all__ = ["FAMILIES", "WRAPPERS", "Family", "Wrapper", "family_of", "read_config", "wrapper_of"]
+__all__ = ["FAMILIES", "WRAPPERS", "Described", "Family", "Wrapper", "described", "family_of", "read_config"]

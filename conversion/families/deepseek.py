@@ -15,6 +15,7 @@ from typing import Any
 from eagle3_jax.conversion import blocks, hf_config, hf_experts
 from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.families.family import Family, layer_that_drafts
+from eagle3_jax.conversion.families.wrapper import Wrapper
 from eagle3_jax.conversion.fields import Fields, read_from
 from eagle3_jax.conversion.hf_rope import read_rope, rope_fields
 from eagle3_jax.conversion.rules import Part, Rule, linear, norm
@@ -202,4 +203,16 @@ FAMILIES = (
             ("glm_moe_dsa", "GLM-5", "GlmMoeDsaForCausalLM"),
         )
     ),
+)
+# Kimi K2.5 and later are published with an encoder of images.
+WRAPPER = Wrapper(
+    model_type="kimi_k25",
+    label="Kimi K2.5",
+    texts={"deepseek_v3": "deepseek_v3", "kimi_k2": "kimi_k2"},
+    prefixes=(
+        ("language_model.model.blocks.", "model.layers."),  # transformers 5.23 writes the layers under this name
+        ("model.language_model.", "model."),
+        ("language_model.", ""),
+    ),
+    ignored=(r"(model\.)?(vision_tower|mm_projector)\..*",),
 )

@@ -149,7 +149,8 @@ FAMILY = Family(
 # What is published reads images too.
 WRAPPER = Wrapper(
     model_type="llama4",
-    text="llama4_text",
+    label="Llama 4 with images",
+    texts={"llama4_text": "llama4_text"},
     prefixes=(("language_model.", ""),),
     ignored=(r"vision_model\..*", r"multi_modal_projector\..*"),
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 from eagle3_jax.conversion import hf_config
 from eagle3_jax.conversion.families.family import Family
+from eagle3_jax.conversion.families.wrapper import Wrapper
 from eagle3_jax.conversion.fields import Fields, read_from
 from eagle3_jax.conversion.hf_rope import read_rope, rope_fields
 from eagle3_jax.models.config import DecoderConfig, QueryScaling, grouped
@@ -59,4 +60,12 @@ FAMILIES = (
     Family("mistral", "Mistral", "MistralForCausalLM", read_config, _window_of_all),
     Family("ministral", "Ministral", "MinistralForCausalLM", read_config, _windows),
     Family("ministral3", "Ministral 3", "Ministral3ForCausalLM", read_ministral3, _scaled),
+)
+# Mistral Small 3.1 and later, Devstral Small 2 and Ministral 3 are published with an encoder of images.
+WRAPPER = Wrapper(
+    model_type="mistral3",
+    label="Mistral Small 3.1, 3.2; Ministral 3",
+    texts={"mistral": "mistral", "ministral3": "ministral3"},
+    prefixes=(("model.language_model.", "model."), ("language_model.", "")),
+    ignored=(r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
 )

@@ -39,10 +39,11 @@ def _rules(kernels: Any) -> Any:
     return functools.partial(blocks.decoder, parts={GatedDelta: qwen3_next.flat_delta, Experts: experts})
 
 
-def _wrapper(model_type: str) -> Wrapper:
+def _wrapper(model_type: str, label: str) -> Wrapper:
     return Wrapper(
         model_type=model_type,
-        text=f"{model_type}_text",
+        label=label,
+        texts={f"{model_type}_text": f"{model_type}_text"},
         prefixes=(("model.language_model.", "model."),),
         ignored=(r"(model\.)?visual\..*", r"mtp\..*"),
     )
@@ -71,4 +72,4 @@ FAMILIES = (
     ),
 )
 # What is published reads images too.
-WRAPPERS = (_wrapper("qwen3_5"), _wrapper("qwen3_5_moe"))
+WRAPPERS = (_wrapper("qwen3_5", "Qwen3.5 with images"), _wrapper("qwen3_5_moe", "Qwen3.5-MoE with images"))

@@ -3,8 +3,9 @@
     pytest tests/test_families.py tests/test_target_contract.py --record-support docs/recorded/support.json
     python docs/recorded/support.py     # writes them between their marks; the test of them does the same and compares
 
-A cell names the drafts for which every recorded case of it passed, and leads to the tests. What no test covers is a
-dash.
+A cell names the drafts for which every recorded case of it passed, and links to the tests. A dash means that no
+recorded test covers the cell. Models of images that are read as their language model have a row where a test covers
+them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eagle3_jax.conversion.families import FAMILIES
+from eagle3_jax.conversion.families import FAMILIES, WRAPPERS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -22,6 +23,7 @@ PAGE, RECORD = ROOT / "docs" / "support.md", HERE / "support.json"
 BEGIN, END = "<!-- families: written by docs/recorded/support.py -->", "<!-- end of families -->"
 PRECISIONS = ("float32", "bfloat16", "mixed", "fp8")
 DRAFTS = ("plain", "chain", "tree")
+LEGEND = "A linked cell is covered by that test. A dash means untested."
 WHAT = {
     "parity": "beside transformers",
     "contract": "contract of targets",
@@ -87,7 +89,8 @@ def lines(found: Mapping[Cell, Found]) -> Iterator[str]:
         yield f"**`{precision}`**\n"
         yield f"| family | `model_type` | {' | '.join(WHAT.values())} |"
         yield "|---" * (2 + len(WHAT)) + "|"
-        for family in FAMILIES.values():
+        covered = {cell.family for cell in found if cell.precision == precision}
+        for family in (*FAMILIES.values(), *(one for name, one in WRAPPERS.items() if name in covered)):
             shown = " | ".join(text_of(found, family.model_type, precision, what) for what in WHAT)
             yield f"| {family.label} | `{family.model_type}` | {shown} |"
         yield ""
@@ -104,7 +107,7 @@ def filled(text: str, recorded: Mapping[str, Any]) -> str:
     if not opened or not closed:
         raise ValueError(f"there is no place for the tables: put {BEGIN} and {END} around it")
     tables = "\n".join(lines(cells(recorded))).rstrip("\n")
-    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{LEGEND}\n\n{tables}\n\n{END}{after}"
 
 
 def main() -> None:
