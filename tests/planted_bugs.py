@@ -30,6 +30,7 @@ from eagle3_jax.acceptance import Exact, _follow, verification_dice, verify, ver
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters import _grow
 from eagle3_jax.loop import SpeculativeLoop
+from eagle3_jax.recurrent import Recurrent
 from eagle3_jax.sampling import _invert, _row_keys, _truncate, draw, keys_at, probabilities, residual, warping_of
 from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.simulated import SimulatedAcceptance
@@ -245,6 +246,13 @@ MUTANTS = {
     ),
     "a draw is tilted by half a percent": subtle(
         draw, ENTRY, "p = p * jnp.where(jnp.arange(p.shape[-1]) % 2 == 0, 1.005, 0.995)"
+    ),
+    "a recurrent layer folds in a refused token": long_law(
+        Recurrent.commit, "index < count", "index <= count", "a chain of drawn tokens for a recurrent target"
+    ),
+    "a recurrent layer commits a path in block order": long_law(
+        Recurrent.commit, "written if nodes is None else _chosen(written, nodes)", "written",
+        "a static tree of drawn tokens for a recurrent target",
     ),
     # Which rows need which work.
     "a batch with top-p alone is not truncated": Mutant(

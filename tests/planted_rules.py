@@ -48,7 +48,9 @@ MUTANTS = {
         verify_block, "draft.probs[:, 1:], 0.0)", "jnp.maximum(draft.probs[:, 1:], 1e-4), 0.0)"
     ),
     "no draft of a block is taken for rarer than 1e-4": thresholds(_survivals, "jnp.finfo(jnp.float32).tiny", "1e-4"),
-    "a thousandth that a block leaves is nothing": thresholds(verify_block, "keepdims=True) > 0", "keepdims=True) > 1e-3"),
+    "a thousandth that a block leaves is nothing": thresholds(
+        verify_block, "keepdims=True) > 0", "keepdims=True) > 1e-3"
+    ),
     "a thousandth that a block refuses is nothing": thresholds(
         verify_block, "passes = jnp.where(refused > 0,", "passes = jnp.where(refused > 1e-3,"
     ),

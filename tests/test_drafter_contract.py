@@ -57,7 +57,7 @@ ALL_DRAFTERS = {
     "P-EAGLE dynamic tree": tiny.p_eagle(TARGET, DynamicTree(num_nodes=9, max_depth=3, top_k=3)),
 }
 LAW = "sampled output has the target's law"
-COSTLY = {"greedy output is the target's", LAW}  # the suite has tests of these for every drafter
+COSTLY = {"greedy output is the target's", LAW}  # test_greedy and test_long_law ask every method
 SAMPLED_TREE = LoadedDrafter(
     tiny.Sampled((-1, 0, 0, 1)), jnp.array(np.random.default_rng(0).dirichlet(np.ones(13), 13), jnp.float32)
 )

@@ -25,10 +25,13 @@ import pytest
 import tables
 import tiny
 
+from eagle3_jax import drafters
 from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
-from eagle3_jax.drafters import NGram, Plain
+from eagle3_jax.drafters import Markov, NGram, Plain, Suffix
+from eagle3_jax.models.config import GatedDelta, GatedMLP, LayerConfig
 from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.models.quantised import quantise
 from eagle3_jax.sampling import DraftSampling, Warping
 from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.tree import Chain, DynamicTree, Topology
@@ -114,12 +117,50 @@ WIDE_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
         tiny.STATIC_TREE, ids=tuple(range(77)), draft_sampling=PROBABILISTIC
     ),
 }
+
+
+def remembering() -> LoadedTarget:
+    """A recurrent layer below one of attention, whose state decays slowly and matters."""
+    mixer = GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6)
+    layers = (LayerConfig(mixer=mixer, mlp=GatedMLP(width=24)), *tiny.layers(1))
+    target = tiny.target(VOCABULARY, layers=layers, norm_kind="zero-centred")
+    layer = target.params["blocks"][0]["attention"]
+    layer |= {"a_log": jnp.full_like(layer["a_log"], -3.0), "o": {"kernel": 4.0 * layer["o"]["kernel"]}}
+    return target
+
+
 FLAX = tiny.target(VOCABULARY)
-HEADS: dict[str, Callable[[], LoadedDrafter]] = {  # no tables: the Flax decoder and EAGLE-3 heads on it
-    "an EAGLE-3 chain of drawn tokens": lambda: tiny.eagle3(
-        FLAX, Chain(3), seed=2, draft_vocab_size=3, draft_sampling=PROBABILISTIC
+RECURRENT = remembering()
+FP8 = dataclasses.replace(
+    FLAX,
+    params=jax.tree.map(
+        lambda leaf, product: jax.tree.map(jnp.asarray, quantise(leaf)) if product else leaf,
+        FLAX.params,
+        FLAX.model.param_products(),
     ),
-    "an EAGLE-3 dynamic tree": lambda: tiny.eagle3(FLAX, TREE),
+)
+DRAWN: dict[str, Any] = {"draft_sampling": PROBABILISTIC}
+# No tables: random decoders of a few hundred parameters, and random heads on them.
+HEADS: dict[str, tuple[LoadedTarget, Callable[[LoadedTarget], LoadedDrafter]]] = {
+    "an EAGLE-3 chain of drawn tokens": (
+        FLAX,
+        lambda of: tiny.eagle3(of, Chain(3), seed=2, draft_vocab_size=3, **DRAWN),
+    ),
+    "suffixes": (FLAX, lambda of: LoadedDrafter(Suffix(3))),
+    "an EAGLE-3 dynamic tree": (FLAX, lambda of: tiny.eagle3(of, TREE)),
+    "an EAGLE-1 static tree of drawn tokens": (FLAX, lambda of: tiny.eagle1(of, tiny.STATIC_TREE, **DRAWN)),
+    "a P-EAGLE chain of drawn tokens": (FLAX, lambda of: tiny.p_eagle(of, Chain(3), draft_vocab_size=3, **DRAWN)),
+    "an MTP chain of drawn tokens": (FLAX, lambda of: tiny.mtp(of, Chain(3), **DRAWN)),
+    "a Medusa static tree of drawn tokens": (FLAX, lambda of: tiny.medusa(of, tiny.STATIC_TREE, **DRAWN)),
+    "a DFlash chain of drawn tokens": (FLAX, lambda of: tiny.dflash(of, Chain(3), draft_vocab_size=3, **DRAWN)),
+    "a DSpark chain of drawn tokens": (FLAX, lambda of: tiny.dflash(of, Chain(3), markov=Markov(rank=4), **DRAWN)),
+    "a draft model's chain of drawn tokens": (FLAX, lambda of: tiny.draft_model(of, Chain(3), **DRAWN)),
+    "a chain of drawn tokens for a recurrent target": (RECURRENT, lambda of: tiny.eagle3(of, Chain(3), **DRAWN)),
+    "a static tree of drawn tokens for a recurrent target": (
+        RECURRENT,
+        lambda of: tiny.eagle1(of, tiny.STATIC_TREE, **DRAWN),
+    ),
+    "a chain of drawn tokens for weights in FP8": (FP8, lambda of: tiny.eagle3(of, Chain(3), **DRAWN)),
 }
 
 
@@ -160,6 +201,11 @@ class Texts:
         for name, stratum, size in (*self.strata(), *self._cells()):
             chosen = (self.tokens >= 0) & (stratum >= 0)
             found[name] = Excess.of(self.p, self.laws[chosen], self.tokens[chosen], stratum[chosen], size)
+        # A law that is off to a new side at every token cancels in all of these, but its likeliest token is drawn less.
+        chosen, order = self.tokens >= 0, np.argsort(-self.p, axis=1, kind="stable")
+        laws, ranks = self.laws[chosen], np.argsort(order, axis=1)
+        rank = ranks[laws, self.tokens[chosen]]
+        found["rank"] = Excess.of(np.take_along_axis(self.p, order, 1), laws, rank, np.zeros_like(rank), 1)
         return found
 
     def _cells(self) -> Iterator[tuple[str, np.ndarray, int]]:
@@ -181,6 +227,15 @@ def laws_of(settings: tuple[Setting, ...], world: World = NARROW) -> np.ndarray:
     return np.array([oracle.warped(row.tolist(), *setting) for setting in settings for row in world.wanted])
 
 
+@functools.cache
+def paired(name: str) -> tuple[LoadedTarget, LoadedDrafter]:
+    """A target and its drafter."""
+    if name in HEADS:
+        target, drafter = HEADS[name]
+        return target, drafter(target)
+    return (WIDE if name in WIDE_DRAFTERS else NARROW).target, {**DRAFTERS, **WIDE_DRAFTERS}[name]()
+
+
 def written(name: str, settings: tuple[Setting, ...], *, rows: int, run: int) -> Texts:
     """One batch through the compiled loop, all settings side by side."""
     rng, world = np.random.default_rng(run), WIDE if name in WIDE_DRAFTERS else NARROW
@@ -191,10 +246,8 @@ def written(name: str, settings: tuple[Setting, ...], *, rows: int, run: int) ->
     if name == "a schedule":  # rows end one after the other, so that every length has its rounds
         schedule = SpeculationSchedule(((1, rows // 4, 3), (rows // 4 + 1, rows // 2, 2), (rows // 2 + 1, rows - 9, 0)))
         limit = rng.integers(HORIZON // 3, HORIZON + 1, rows)
-    target = FLAX if name in HEADS else world.target
-    decoder = SpeculativeDecoder(
-        target, {**DRAFTERS, **WIDE_DRAFTERS, **HEADS}[name](), schedule=schedule, stop_tokens=()
-    )
+    target, drafter = paired(name)
+    decoder = SpeculativeDecoder(target, drafter, schedule=schedule, stop_tokens=())
     warping = Warping.TRUNCATED if any(k or p < 1 for _, k, p in settings) else Warping.TEMPERATURE
     batch = batch_of(prompts, [settings[index] for index in which], limit, run)
     tokens = generated(dataclasses.replace(decoder.loop, warping=warping), decoder, batch)
@@ -202,26 +255,28 @@ def written(name: str, settings: tuple[Setting, ...], *, rows: int, run: int) ->
     everything = np.concatenate([prompts, tokens], axis=1)
     if name in HEADS:
         heat = np.array([settings[index][0] for index in which])
-        p, laws = laws_of_the_decoder(everything, heat), np.arange(tokens.size).reshape(tokens.shape)
+        p, laws = laws_of_the_decoder(target, everything, heat), np.arange(tokens.size).reshape(tokens.shape)
     else:
         p, follows = laws_of(settings, world), after(world, everything[:, 1:])
         laws = np.where(tokens >= 0, which[:, None] * len(world.wanted) + follows, 0)
     return Texts(world, prompts[:, -order:], tokens, p, laws)
 
 
-def laws_of_the_decoder(texts: np.ndarray, temperature: np.ndarray) -> np.ndarray:
+def laws_of_the_decoder(target: LoadedTarget, texts: np.ndarray, temperature: np.ndarray) -> np.ndarray:
     """``[B H V]`` flat, from one plain causal forward of the whole texts: no cache, no block, no drafter."""
     fed = jnp.array(texts[:, :-1], jnp.int32)
-    logits = np.asarray(_forward(fed)[:, -HORIZON:], np.float64) / temperature[:, None, None]
+    logits = (
+        np.asarray(_forward(target.model, target.params, fed)[:, -HORIZON:], np.float64) / temperature[:, None, None]
+    )
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return (weights / weights.sum(axis=-1, keepdims=True)).reshape(-1, VOCABULARY)
 
 
-@jax.jit
-def _forward(tokens: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(model: Any, params: Any, tokens: jax.Array) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    output = FLAX.model(FLAX.params, tokens, positions, causal_mask(tokens.shape[1]))
-    return FLAX.model.unembed(FLAX.params, output.final)
+    output = model(params, tokens, positions, causal_mask(tokens.shape[1]))
+    return model.unembed(params, output.final)
 
 
 def batch_of(prompts: np.ndarray, settings: list[Setting], limit: np.ndarray, seed: int) -> loops.Prompts:
@@ -280,9 +335,9 @@ def test_long_texts_follow_the_law_token_by_token_with(name: str) -> None:
 
 @pytest.mark.parametrize("name", WIDE_DRAFTERS)
 def test_long_texts_of_two_digits_follow_the_law_token_by_token_with(name: str) -> None:
-    found = check_long_law(name, rows=8192, runs=1)
-    assert found["setting and context"].sees(ALPHA) < 0.04
-    assert found["all together"].sees(ALPHA) < 0.024
+    found = check_long_law(name, rows=4096, runs=1)
+    assert found["setting and context"].sees(ALPHA) < 0.053
+    assert found["all together"].sees(ALPHA) < 0.033
 
 
 @pytest.mark.parametrize("name", ["a chain of drawn tokens", "a dynamic tree"])
@@ -290,8 +345,17 @@ def test_long_truncated_texts_follow_the_law_token_by_token_with(name: str) -> N
     check_long_law(name, settings=TRUNCATIONS, rows=8192, runs=1)
 
 
-def test_long_texts_of_a_decoder_follow_the_law_token_by_token() -> None:
-    check_long_law("an EAGLE-3 chain of drawn tokens", rows=2048, runs=1)
+@pytest.mark.parametrize("name", [name for name in HEADS if "dynamic" not in name])
+def test_long_texts_of_a_decoder_follow_the_law_token_by_token_with(name: str) -> None:
+    found = check_long_law(name, rows=2048, runs=1)
+    assert found["context"].sees(ALPHA) < 0.06
+    assert found["all together"].sees(ALPHA) < 0.04
+
+
+def test_no_method_goes_without_the_law() -> None:
+    tested = {type(paired(name)[1].drafter) for name in (*DRAFTERS, *HEADS)}
+    methods = {one for one in vars(drafters).values() if isinstance(one, type) and hasattr(one, "propose")}
+    assert methods - {drafters.Silent} == tested - {tables.TableDrafter}  # Silent drafts nothing
 
 
 def test_no_law_here_hangs_on_the_rounding_of_a_truncation() -> None:

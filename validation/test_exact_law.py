@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_exact_law
+import test_thresholds
 import test_verify
 import tiny
 
@@ -32,6 +33,14 @@ def test_acceptance_and_correction_have_the_frequencies_of_the_rule(check: Check
         test_verify.check_acceptance_frequency(seed)
         test_verify.check_residual_law(seed)
     check.number(pairs_of_laws=laws, uniforms_per_pair=test_verify.GRID, tolerance=1 / test_verify.GRID)
+
+
+@pytest.mark.level("L1")
+@pytest.mark.parametrize("name", test_thresholds.RULES)
+def test_at_128256_tokens_every_threshold_is_that_of_the_formula_for(check: Check, name: str) -> None:
+    found = test_thresholds.check_thresholds(name)
+    check.number(thresholds=found["thresholds"], largest_deviation=max(found["accepting"], found["choosing"]))
+    check.sees = f"{test_thresholds.TOLERANCE:g} of what is emitted, at 128,256 tokens"
 
 
 @pytest.mark.level("L1")

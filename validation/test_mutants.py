@@ -15,6 +15,7 @@ import test_drawn_chain
 import test_exact_law
 import test_golden
 import test_greedy
+import test_keys
 import test_long_law
 import test_sampling_law
 import test_schedule
@@ -47,6 +48,7 @@ LEVEL_OF: dict[Callable, str] = {
     test_greedy.check_greedy_output: "L3",
     test_scripted_trees.check_deep_accepts: "L3",
     test_scripted_trees.check_the_edge_of_a_capacity: "L3",
+    test_keys.check_keys: "tests alone",
     test_schedule.check_the_last_size: "tests alone",
     test_schedule.test_a_gap_carries_the_length_before_it_and_nothing_is_drafted_above_the_last_entry: "tests alone",
     test_tree.check_ties: "tests alone",
