@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
+from models_on_disk import write_bytes_target, write_llama
+from safetensors.numpy import load_file
 from training_pair import Pair, make_batch, random_pair
 
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.training.lm import Phase, next_token_loss, random_windows
 from eagle3_jax.training.loop import OptimizerConfig, Trainer
+from eagle3_jax.training.regenerate import Rows
 from eagle3_jax.training.ttt import TTTConfig, ttt_loss
 
 
@@ -89,3 +95,138 @@ def test_a_resumed_run_has_bit_identical_losses(pair, tmp_path):
     assert len({metrics["loss"] for metrics in (*unbroken, resumed[-1])}) == 6
     third, run = start()
     assert (third, list(run)) == (6, [])
+
+
+# As a command
+
+HEAD = ("--steps", 3, "--batch", 2, "--draft-vocab-size", 32, "--unroll", "1:1,2", "--warmup-steps", 1,
+        "--dtype", "float32", "--save-every", 1)  # fmt: skip
+
+
+def written_text(path: Path, seed: int = 0) -> Path:
+    """Rows that a target might have written."""
+    tokens = np.random.default_rng(seed).integers(0, 96, (6, 12)).astype(np.uint16)
+    Rows(tokens, np.full(6, 3, np.int32), np.full(6, 12, np.int32)).save(path)
+    return path
+
+
+def kill_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """The next run ends after so many steps, each of which has left a checkpoint."""
+    run = Trainer.run
+
+    def killed(*arguments: Any) -> Any:
+        for state, metrics in run(*arguments):
+            yield state, metrics
+            if int(state.step) == step:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "run", killed)
+
+
+def drafted(head: Path) -> np.ndarray:
+    """The target's ids of a head's draft vocabulary."""
+    offsets = load_file(head / "model.safetensors")["d2t"]
+    return offsets + np.arange(len(offsets))
+
+
+@pytest.mark.usefixtures("optax_promotion")
+def test_a_head_continues_only_the_run_that_was_begun(cli, refused, tmp_path, monkeypatch):
+    target, text = write_llama(tmp_path / "target", width=16), written_text(tmp_path / "text.npz")
+    unbroken, out = tmp_path / "unbroken", tmp_path / "out"
+    assert cli("train", "head", target, text, unbroken, *HEAD)[0] == 0
+    with monkeypatch.context() as patch:
+        kill_after(patch, 2)
+        assert cli("train", "head", target, text, out, *HEAD)[0] == 130
+    kept = sorted(path.relative_to(out) for path in out.rglob("*"))
+
+    other = write_llama(tmp_path / "other", width=16)
+    raw = bytearray((other / "model.safetensors").read_bytes())
+    raw[-1] ^= 1  # a bit of the last weight
+    (other / "model.safetensors").write_bytes(bytes(raw))
+    changes: dict[str, tuple[Any, ...]] = {
+        "TEXT was sha256 ": (target, written_text(tmp_path / "more.npz", 1), out, *HEAD),
+        "TARGET was sha256 ": (other, text, out, *HEAD),
+        "--seed was 0 and is 7": (target, text, out, *HEAD, "--seed", 7),
+        "--batch was 2 and is 3": (target, text, out, *HEAD, "--batch", 3),
+        "--steps was 3 and is 4": (target, text, out, *HEAD, "--steps", 4),
+        "--draft-vocab-size was 32 and is 33": (target, text, out, *HEAD, "--draft-vocab-size", 33),
+        "--learning-rate was 0.004 and is 0.001": (target, text, out, *HEAD, "--learning-rate", 1e-3),
+        "--unroll was 1:1,2 and is 2": (target, text, out, *HEAD, "--unroll", "2"),
+        "--batch was 2 and is 3; --seed was 0 and is 7": (target, text, out, *HEAD, "--seed", 7, "--batch", 3),
+    }
+    for says, arguments in changes.items():
+        line = refused("train", "head", *arguments)
+        assert says in line and f"{out} holds the checkpoints of another run" in line
+    assert kept == sorted(path.relative_to(out) for path in out.rglob("*"))
+
+    # The vocabulary stays, even should another version choose another; how often one saves is nobody's concern.
+    monkeypatch.setattr("eagle3_jax.training.vocab.select_draft_vocabulary", lambda counts, size: np.arange(size))
+    code, said, _ = cli("train", "head", target, text, out, *HEAD, "--save-every", 5)
+    assert code == 0 and "continuing from step 2" in said
+    ours, theirs = (load_file(path / "model.safetensors") for path in (out, unbroken))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in theirs)
+    assert not np.array_equal(drafted(unbroken), np.arange(32))
+
+
+@pytest.mark.usefixtures("optax_promotion")
+def test_a_target_continues_only_the_run_that_was_begun(cli, refused, tmp_path, monkeypatch):
+    data = write_bytes_target(tmp_path / "data")  # for its tokenizer
+    np.save(data / "train.npy", np.random.default_rng(0).integers(0, 256, 400).astype(np.uint16))
+    shape = (
+        "--layers", 1, "--width", 16, "--mlp-width", 16, "--heads", 2, "--kv-heads", 1, "--head-dim", 8, "--steps", 3,
+        "--phases", "2x16", "--warmup-steps", 1, "--dtype", "float32", "--save-every", 1,
+    )  # fmt: skip
+    with monkeypatch.context() as patch:
+        kill_after(patch, 2)
+        assert cli("train", "target", data, tmp_path / "out", *shape)[0] == 130
+    says = refused("train", "target", data, tmp_path / "out", *shape, "--seed", 1, "--phases", "3x16")
+    assert "another run: --phases was 2x16 and is 3x16; --seed was 0 and is 1. Give the same" in says
+    np.save(data / "train.npy", np.arange(256, dtype=np.uint16))
+    assert "another run: CORPUS was sha256 " in refused("train", "target", data, tmp_path / "out", *shape)
+
+
+@pytest.mark.usefixtures("optax_promotion")
+def test_checkpoints_that_do_not_say_what_run_they_are_of_are_not_continued(refused, cli, tmp_path, monkeypatch):
+    target, text, out = (
+        write_llama(tmp_path / "target", width=16),
+        written_text(tmp_path / "text.npz"),
+        tmp_path / "out",
+    )
+    kill_after(monkeypatch, 1)
+    assert cli("train", "head", target, text, out, *HEAD)[0] == 130
+    (out / "checkpoints" / "run.json").unlink()
+    assert "of a run that an earlier version began" in refused("train", "head", target, text, out, *HEAD)
+    (out / "checkpoints" / "run.json").write_text("{")
+    assert "run.json is not valid JSON" in refused("train", "head", target, text, out, *HEAD)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("chat.jsonl", b'{"prompt": "a"}\n', "is JSON"),
+        ("chat.npz", b'\n[{"prompt": "a"}]\n', "is JSON"),
+        ("train.npy", b"\x93NUMPY\x01\x00", "is one array (.npy)"),
+        ("text.npz", b"\x80\x04K\x01.", "is no .npz file"),
+        ("text.npz", b"", "is no .npz file"),
+        ("text.npz", b"PK\x03\x04damaged", "is a damaged .npz file, or one of other arrays"),
+        ("objects.npz", None, "is a damaged .npz file, or one of other arrays"),
+        ("corpus", None, "is a directory"),
+    ],
+)
+def test_what_is_not_regenerated_text_is_named_with_the_command_that_writes_it(refused, tmp_path, name, content, what):
+    path = tmp_path / name
+    if name == "corpus":
+        path.mkdir()
+    elif content is None:
+        np.savez(path, tokens=np.array([{}], object), prompt_length=np.ones(1, int), length=np.ones(1, int))
+    else:
+        path.write_bytes(content)
+    expected = f"{path} {what}; expected the .npz file that `eagle3 train regenerate TARGET CORPUS OUT.npz` writes"
+    with pytest.raises(ValueError) as refusal:
+        Rows.load(path)
+    assert str(refusal.value) == expected
+    target = write_llama(tmp_path / "target", width=16)
+    line = refused("train", "head", target, path, tmp_path / "out", *HEAD)
+    assert line == f"error: {expected}\n"
+    assert "pickle" not in line

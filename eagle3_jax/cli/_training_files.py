@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.writing import disk_full_named
+from eagle3_jax.writing import disk_full_named, whole_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from eagle3_jax.models.config import DecoderConfig
 
 CHECKPOINTS, _PARTIAL = "checkpoints", ".partial"
+_RUN = "run.json"  # next to the checkpoints: the options of the run, and its draft vocabulary
 
 
 def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
@@ -37,8 +40,8 @@ def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
         tokens = np.load(directory / "train.npy", mmap_mode="r")
         fits = tokens.ndim == 1 and tokens.dtype.kind in "iu" and 0 <= tokens.min() <= tokens.max()
         fits = fits and tokens.max() < tokenizer.get_vocab_size()
-    except (ValueError, EOFError, AttributeError) as error:  # no array, a part of one, none, an archive of several
-        raise Misuse(f"{directory / 'train.npy'} is damaged ({error}); write the corpus again") from None
+    except (ValueError, EOFError, AttributeError):  # no array, a part of one, none, an archive of several
+        raise Misuse(f"{directory / 'train.npy'} is no array of tokens, or damaged; write the corpus again") from None
     if not fits:
         raise Misuse(f"{directory / 'train.npy'} holds no token ids of its tokenizer; write the corpus again")
     return tokens, tokenizer
@@ -68,6 +71,78 @@ def refuse_finished(out: Path) -> None:
     names = {entry.name for entry in out.iterdir()} if out.is_dir() else set()
     if names and (CHECKPOINTS not in names or "config.json" in names):
         raise Misuse(f"{out} exists already and holds more than the checkpoints of a run; name a new directory")
+
+
+def fingerprint(arrays: Any) -> str:
+    """A short hash of the arrays of a pytree, with their shapes and types."""
+    import jax
+    import numpy as np
+
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(arrays):
+        found.update(f"{leaf.shape}{leaf.dtype}".encode())
+        found.update(np.ascontiguousarray(leaf).tobytes())
+    return f"sha256 {found.hexdigest()[:12]}"
+
+
+def weights_of(params: Any) -> str:
+    """The fingerprint of a model's parameters, by the last row of each: training changes all of them."""
+    import jax
+
+    return fingerprint([leaf[-1:] if leaf.ndim else leaf for leaf in jax.tree.leaves(params)])
+
+
+def same_run(out: Path, options: Mapping[str, Any], draft_to_target: Any = None) -> Any:
+    """Checks that a run continues as it was begun, and keeps what a new one begins with.
+
+    Args:
+        out: The directory of the run.
+        options: What decides the data, their order, and what is computed, as the command line names it.
+        draft_to_target: ``[W]``, the draft vocabulary that the options lead to; ``None`` for all tokens.
+
+    Returns:
+        The draft vocabulary that the run was begun with.
+
+    Raises:
+        Misuse: ``out`` holds checkpoints of a run with other options. The message names them.
+    """
+    import numpy as np
+
+    from eagle3_jax.conversion.files import read_json
+
+    place = out / CHECKPOINTS
+    ids = None if draft_to_target is None else [int(token) for token in draft_to_target]
+    if not place.is_dir() or not any(entry.name.isdecimal() for entry in place.iterdir()):
+        with disk_full_named(out):
+            place.mkdir(parents=True, exist_ok=True)
+            with whole_file(place / _RUN) as partial:
+                partial.write_text(json.dumps({"options": options, "draft_to_target": ids}) + "\n", encoding="utf-8")
+        return draft_to_target
+    if not (place / _RUN).is_file():
+        raise Misuse(
+            f"{out} holds checkpoints of a run that an earlier version began; finish it with that version, or name a "
+            "new directory"
+        )
+    kept = read_json(place / _RUN)
+    begun, found = kept.get("options"), kept.get("draft_to_target")
+    whole = isinstance(found, list) and all(type(token) is int and token >= 0 for token in found)
+    if not isinstance(begun, dict) or not (found is None or whole):
+        raise Misuse(f"{place / _RUN} is damaged; name a new directory")
+    differing = [
+        f"{name} was {_shown(begun.get(name))} and is {_shown(value)}"
+        for name, value in options.items()
+        if begun.get(name) != value
+    ]
+    if differing:
+        raise Misuse(
+            f"{out} holds the checkpoints of another run: {'; '.join(differing)}. Give the same to continue it, or "
+            "name a new directory"
+        )
+    return None if found is None else np.asarray(found, np.int32)
+
+
+def _shown(value: Any) -> str:
+    return "left out" if value is None else str(value)[:80]
 
 
 def write_target(out: Path, data: Path, config: DecoderConfig, params: Any, *, dtype: str) -> None:

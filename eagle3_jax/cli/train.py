@@ -14,8 +14,11 @@ from eagle3_jax.cli._compiled import CompilationCacheOption, keep_compiled_progr
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._training_files import (
     check_trainable,
+    fingerprint,
     read_corpus,
     refuse_finished,
+    same_run,
+    weights_of,
     write_draft_model,
     write_head,
     write_target,
@@ -142,6 +145,7 @@ def target(
 ) -> None:
     """Train a Llama-style target on next tokens and write it in Hugging Face layout."""
     import jax
+    import numpy as np
 
     from eagle3_jax.load import precision_named
     from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
@@ -176,6 +180,15 @@ def target(
     )
     batches = random_windows(tokens, _phases(phases, steps), seed)
     loss = functools.partial(next_token_loss, model)
+    run_options = {
+        "CORPUS": fingerprint(np.asarray(tokens)), "--steps": steps, "--phases": phases, "--seed": seed,
+        "--optimizer": optimizer, "--learning-rate": learning_rate,
+        "--embedding-learning-rate": embedding_learning_rate, "--warmup-steps": warmup_steps,
+        "--weight-decay": weight_decay, "--clip-norm": clip_norm, "--dtype": dtype, "--layers": layers,
+        "--width": width, "--mlp-width": mlp_width, "--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim,
+        "--max-positions": max_positions, "--norm-eps": norm_eps,
+    }  # fmt: skip
+    same_run(out, run_options)
     trainer = Trainer(loss, schedule, out / "checkpoints")
     state = run(trainer, model.init(jax.random.key(seed)), batches, steps=steps, save_every=save_every)
     write_target(out, data, config, state.params, dtype=store.value)
@@ -294,22 +307,15 @@ def head(
     model: Any = loaded.model
     size = draft_vocab_size or recipe.draft_vocab_size
     draft_to_target = None
+    counts = token_counts(rows.tokens.astype(np.int32), rows.masks[1], loaded.vocab_size)
     if size is not None:
-        _, written = rows.masks
-        counts = token_counts(rows.tokens.astype(np.int32), written, loaded.vocab_size)
         draft_to_target = select_draft_vocabulary(counts, size)
-        typer.echo(f"the draft vocabulary covers {coverage(counts, draft_to_target):.1%} of what the target wrote")
     options = HeadOptions(
         depth=depths[-1][1], num_layers=layers, width=width, mlp_width=mlp_width, draft_vocab_size=size
     )
     config = recipe.config(model.config, options)
     drafter = recipe.drafter(config, precision=model.precision)
     check_trainable(drafter.param_shapes())
-    frozen: Any = {
-        "target_params": loaded.params,
-        "embedding": model.tables(loaded.params).embedding,
-        "draft_to_target": None if draft_to_target is None else jnp.asarray(draft_to_target),
-    }
     schedule = OptimizerConfig(
         method=optimizer,
         learning_rate=learning_rate,
@@ -320,6 +326,22 @@ def head(
         clip_norm=clip_norm,
     )
     state, batches = None, row_batches(rows, batch, seed)
+    run_options = {
+        "TARGET": weights_of(loaded.params), "TEXT": fingerprint(dataclasses.astuple(rows)), "--method": method,
+        "--steps": steps, "--batch": batch, "--seed": seed, "--draft-vocab-size": size, "--layers": layers,
+        "--width": width, "--mlp-width": mlp_width, "--unroll": recipe.depths if unroll is None else unroll,
+        "--optimizer": optimizer, "--learning-rate": learning_rate,
+        "--embedding-learning-rate": embedding_learning_rate, "--warmup-steps": warmup_steps,
+        "--weight-decay": weight_decay, "--clip-norm": clip_norm, "--dtype": dtype,
+    }  # fmt: skip
+    draft_to_target = same_run(out, run_options, draft_to_target)
+    if draft_to_target is not None:
+        typer.echo(f"the draft vocabulary covers {coverage(counts, draft_to_target):.1%} of what the target wrote")
+    frozen: Any = {
+        "target_params": loaded.params,
+        "embedding": model.tables(loaded.params).embedding,
+        "draft_to_target": None if draft_to_target is None else jnp.asarray(draft_to_target),
+    }
     start = recipe.start(drafter, loaded, draft_to_target, jax.random.key(seed))
     for until, depth in depths:  # short drafts first: they are cheap, and the deeper ones build on them
         chosen = dataclasses.replace(options, depth=depth)

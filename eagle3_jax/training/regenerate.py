@@ -66,14 +66,18 @@ class Rows:
         Raises:
             ValueError: It is no such file, or its numbers contradict each other.
         """
-        try:
-            with np.load(path) as data:
-                rows = cls(data["tokens"], data["prompt_length"], data["length"])
-        except FileNotFoundError:
-            raise
-        except Exception as error:  # of zipfile, zlib, numpy and its parser of headers
-            reason = " ".join(str(error).split())[:120] or type(error).__name__
-            raise ValueError(f"{path} is not regenerated text ({reason}); write it with `train regenerate`") from None
+        path = Path(path)
+        what = _instead(path)
+        if what is None:
+            try:
+                with np.load(path) as data:
+                    rows = cls(data["tokens"], data["prompt_length"], data["length"])
+            except Exception:  # of zipfile, zlib, numpy and its parser of headers
+                what = "is a damaged .npz file, or one of other arrays"
+        if what is not None:
+            raise ValueError(
+                f"{path} {what}; expected the .npz file that `eagle3 train regenerate TARGET CORPUS OUT.npz` writes"
+            )
         shapes = (rows.tokens.shape[:1], rows.tokens.shape[:1])
         whole = all(array.dtype.kind in "iu" for array in (rows.tokens, rows.prompt_length, rows.length))
         if rows.tokens.ndim != 2 or not whole or (rows.prompt_length.shape, rows.length.shape) != shapes:
@@ -91,6 +95,19 @@ class Rows:
         index = np.arange(self.tokens.shape[1])[None, :]
         real = index < self.length[:, None]
         return real, real & (index >= self.prompt_length[:, None])
+
+
+def _instead(path: Path) -> str | None:
+    """What a file is that begins as no ``.npz`` file does; ``None`` for one that does."""
+    if path.is_dir():
+        return "is a directory"
+    with path.open("rb") as file:
+        start = file.read(64)
+    if start.startswith(b"PK"):
+        return None
+    if start.startswith(b"\x93NUMPY"):
+        return "is one array (.npy)"
+    return "is JSON" if start.lstrip()[:1] in (b"{", b"[") else "is no .npz file"
 
 
 def regenerate(target: LoadedTarget, corpus: np.ndarray, config: RegenerationConfig) -> Iterator[Rows]:
