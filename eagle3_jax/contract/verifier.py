@@ -26,8 +26,8 @@ def check_verifier(
 
     Nothing is printed: ``print(e3.check_verifier(MyRule()))`` shows the report. Drafts are chains of 12 nodes and trees
     of 16, of the likeliest tokens and of sampled ones; only chains for a rule that says ``chains_only``. They are
-    verified with a ``max_depth`` of 12, with temperatures 0.7 to 1.3 over 80 tokens, and with top-k 3 and top-p 0.8 over 7 tokens. A quarter of the
-    768 rows of each batch has temperature 0.
+    verified with a ``max_depth`` of 12, with temperatures 0.7 to 1.3 over 80 tokens, and with top-k 3 and top-p 0.8
+    over 7 tokens. A quarter of the 768 rows of each batch has temperature 0.
 
     A rule that says ``lossless=True`` must emit the target's distribution. Each statistical check fails a correct rule
     once in a million runs. A rule that says ``lossless=False`` is measured, not judged.
