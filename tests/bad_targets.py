@@ -106,6 +106,13 @@ def of_the_node_before(self, params, x, mask, start):
     return RecurrentTarget.states(self, params, x, jnp.broadcast_to(causal_mask(x.shape[1]), mask.shape), start)
 
 
+def near(given: dict) -> Any:
+    """In a prompt, tokens up to 32 places away."""
+    place = jnp.arange(given["tokens"].shape[1])
+    return (given["cache"] is not None) | (place[:, None] - place < 32)
+
+
+LONG = "a long text equals its tokens one by one"
 CALLS = itertools.count()
 LOGITS = RecurrentTarget.unembed
 GOOD = recurrent.target()
@@ -182,6 +189,21 @@ BROKEN: dict[str, tuple[LoadedTarget, str, str]] = {
     "a block that is summed": (
         answering(with_final(lambda x: x + 0.01 * jnp.sum(x, axis=1, keepdims=True))),
         "what the mask hides has no influence", "changes with node ., which it does not see",
+    ),
+    "positions of a prompt that are off from 24 on": (
+        asked(positions=lambda given: given["positions"] + ((given["positions"] >= 24) & (given["cache"] is None))),
+        LONG, "of a long prompt is not what it is one by one",
+    ),
+    "a block that is wrong after eight tokens": (
+        answering(with_final(lambda x: jnp.concatenate([x[:, :8], -x[:, 8:]], axis=1) if x.shape[1] == 16 else x)),
+        LONG, "of a tree of 16 is not the end of its path",
+    ),
+    "rows that are swapped in larger batches": (
+        answering(with_final(lambda x: jnp.roll(x, 1, axis=0) if x.shape[0] >= 4 else x)),
+        LONG, "of a long prompt is not",
+    ),
+    "a prompt that does not see far": (
+        asked(mask=lambda given: given["mask"] & near(given)), LONG, "of a long prompt is not"
     ),
     "features in an order of their own": (
         asked(aux_layers=lambda given: tuple(sorted(given["aux_layers"]))),

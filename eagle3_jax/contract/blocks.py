@@ -10,6 +10,9 @@ from eagle3_jax.contract.report import Broken, NotRun
 from eagle3_jax.contract.texts import (
     COUNTS,
     LENGTHS,
+    LONG_BLOCK,
+    LONG_ROWS,
+    LONG_WIDTH,
     PADDING,
     PARENTS,
     PATHS,
@@ -176,6 +179,49 @@ def hides_what_the_mask_hides(subject: TargetSubject) -> str:
         what = f"changes with node {node}, which it does not see"
         deviation = max(deviation, subject.agree(after, before, what, among=~sees[:, :, node] & IS_NODE))
     return _seen(deviation, int((~sees & IS_NODE[:, :, None]).sum()))
+
+
+def long_text_equals_tokens(subject: TargetSubject) -> str:
+    """Long prompts in many rows, a block of two branches after them, and a chain after one of the branches.
+
+    What they are compared with is fed token by token, three rows at a time.
+    """
+    width = min(LONG_WIDTH, subject.target.max_positions)
+    block = min(LONG_BLOCK, width // 4)
+    rng, prompt, rows = np.random.default_rng([subject.seed, 7]), width - 2 * block, np.arange(LONG_ROWS)[:, None]
+    text, other = rng.integers(0, subject.target.model.vocab_size, (2, LONG_ROWS, width)).astype(np.int32)
+    length = np.linspace(prompt, 1, LONG_ROWS).astype(int)
+    node = np.arange(block)
+    branches = [np.flatnonzero((node == 0) | (node % 2 == odd)) for odd in (1, 0)]
+    parents = np.broadcast_to(np.maximum(node - 2, 0) - (node == 0), text[:, :block].shape).astype(np.int32)
+    draft, texts, expected = other[:, :block], [], np.zeros((LONG_ROWS, block, subject.target.model.vocab_size))
+    for branch in branches:
+        places = length[:, None] + np.arange(len(branch))
+        texts.append(text.copy())
+        texts[-1][rows, places] = draft[:, branch]
+        truth = subject.plain_by_threes(texts[-1])
+        expected[:, branch] = truth[rows, places]
+
+    answer, cache = subject.prefill(text[:, :prompt], tuple(length.tolist()))
+    real = np.arange(prompt) < length[:, None]
+    deviation = subject.agree(
+        answer.logits, truth[:, :prompt], "of a long prompt is not what it is one by one", among=real
+    )
+    answer = subject.block(cache, draft, parents)
+    deviation = max(
+        deviation, subject.agree(answer.logits, expected, f"of a tree of {block} is not the end of its path")
+    )
+    count = np.resize([len(branches[1]), 0, 3, 1], LONG_ROWS)
+    nodes = np.broadcast_to(np.resize(branches[1], block), draft.shape).astype(np.int32)
+    cache = subject.commit(cache, answer, tuple(count.tolist()), nodes)
+    places = (length + count)[:, None] + node
+    found = subject.block(cache, texts[1][rows, places]).logits
+    what = f"of a block of {block} behind a path is not what it is behind its text"
+    deviation = max(deviation, subject.agree(found, truth[rows, places], what))
+    return (
+        f"{LONG_ROWS} rows, prompts of 1 to {prompt} tokens, blocks of {block}, texts of {width}; logits off by "
+        f"{deviation:.0e} of the largest one at most"
+    )
 
 
 class _Told(NamedTuple):

@@ -19,12 +19,21 @@ class ChiSquare:
     Attributes:
         p_value: How often what is right would look as wrong.
         why: What was seen.
-        visible: The root mean square deviation, relative to the law, that would have shown nine times in ten.
+        total: Number of outcomes.
+        degrees: Degrees of freedom.
+        alpha: Significance at which the caller fails.
     """
 
     p_value: float
     why: str
-    visible: float
+    total: int
+    degrees: int
+    alpha: float
+
+    @property
+    def visible(self) -> float:
+        """The root mean square deviation, relative to the law, that would have shown nine times in ten."""
+        return smallest_deviation(self.total, self.degrees, alpha=self.alpha)
 
 
 def chi_square(counts: Counter, law: Law, *, alpha: float) -> ChiSquare:
@@ -38,7 +47,8 @@ def chi_square(counts: Counter, law: Law, *, alpha: float) -> ChiSquare:
     total = counts.total()
     impossible = [cell for cell in counts if cell not in law]
     if impossible:
-        return ChiSquare(0.0, f"{len(impossible)} sequences that the target cannot write, as {impossible[0]}", 0.0)
+        why = f"{len(impossible)} sequences that the target cannot write, as {impossible[0]}"
+        return ChiSquare(0.0, why, total, 1, alpha)
     cells = [[counts[cell], total * mass] for cell, mass in sorted(law.items(), key=lambda item: -item[1])]
     large = [cell for cell in cells if cell[1] >= 10]
     small = [cell for cell in cells if cell[1] < 10]
@@ -54,8 +64,44 @@ def chi_square(counts: Counter, law: Law, *, alpha: float) -> ChiSquare:
     return ChiSquare(
         float(stats.chi2.sf(statistic, degrees)),
         f"chi-square {statistic:.1f} on {degrees} degrees of freedom, {total} sequences",
-        smallest_deviation(total, degrees, alpha=alpha),
+        total,
+        degrees,
+        alpha,
     )
+
+
+@dataclasses.dataclass
+class Contrast:
+    """A sum of scores whose expectation under the law is zero: one question, to which all tokens contribute.
+
+    Attributes:
+        total: Sum of the scores.
+        variance: Sum of their variances under the law.
+    """
+
+    total: float = 0.0
+    variance: float = 0.0
+
+    def add(self, scores: np.ndarray, variances: np.ndarray) -> None:
+        """Scores, and the variance of each given those before it."""
+        self.total += float(np.sum(scores))
+        self.variance += float(np.sum(variances))
+
+    @property
+    def z(self) -> float:
+        """The sum in standard deviations."""
+        return self.total / math.sqrt(self.variance) if self.variance else 0.0
+
+    @property
+    def p_value(self) -> float:
+        """How often what is right would lie as far from zero."""
+        return float(2 * stats.norm.sf(abs(self.z)))
+
+    def visible(self, alpha: float, power: float = 0.9) -> float:
+        """The tilt ``ε`` that would be seen: a distribution of ``p(x) (1 + ε · score(x))``, to first order."""
+        if not self.variance:
+            return math.inf
+        return (stats.norm.isf(alpha / 2) + stats.norm.isf(1 - power)) / math.sqrt(self.variance)
 
 
 def smallest_deviation(tokens: int, degrees: int, *, alpha: float, power: float = 0.9) -> float:

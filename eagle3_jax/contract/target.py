@@ -26,6 +26,7 @@ TARGET_CHECKS: dict[str, Callable[[TargetSubject], str]] = {
     "committing nothing changes nothing": blocks.nothing_changes_nothing,
     "rows are independent of their neighbours": blocks.is_alone_in_its_row,
     "what the mask hides has no influence": blocks.hides_what_the_mask_hides,
+    "a long text equals its tokens one by one": blocks.long_text_equals_tokens,
     "features are those of the layers asked for": members.gives_features,
     "lends its tables": members.lends_tables,
     "greedy output is its own": writes_its_own_text,
@@ -43,8 +44,13 @@ def check_target(
 
     Nothing is printed: ``print(e3.check_target(target))`` shows the report. Everything is compared with the target's
     own logits for texts that are fed token by token, so a wrong model that is wrong everywhere alike passes: compare
-    its logits with another implementation first. Texts are at most 20 tokens long. It compiles about twenty programs;
-    random weights at a small size are the place to start, as long as the output depends on the text.
+    its logits with another implementation first. It compiles about twenty-five programs; random weights at a small
+    size are the place to start, as long as the output depends on the text.
+
+    **Limits.** Most checks use 3 rows, texts of up to 20 tokens and blocks of 6. One check uses 9 rows, texts of 96
+    tokens (fewer if ``max_positions`` is smaller), prompts of up to 64 and blocks of 16. A fault that starts beyond
+    these sizes is not seen, nor is one that moves logits by less than ``tolerance``, nor one that is the same token by
+    token (such as a wrong angle at position 24, whatever the block).
 
     Args:
         target: With its parameters.

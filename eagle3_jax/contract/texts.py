@@ -21,7 +21,8 @@ from eagle3_jax.types import TargetOutput
 ROWS, SIZE = 3, 6  # rows, and tokens of a block
 LENGTHS = (5, 1, 3)  # ragged prefixes, fed as SIZE tokens
 WIDTH = 20  # of the longest text: a prefix, a block and one behind it, or a prompt and what is generated
-CAPACITY = 32
+CAPACITY = 128
+LONG_ROWS, LONG_BLOCK, LONG_WIDTH = 9, 16, 96  # of the check of long texts
 
 # A tree for each row: paths that cross in the block's order, one node that is padding, and a path so deep and so late
 # in the block that a window of up to three positions shows whether it goes by positions or by slots.
@@ -116,7 +117,7 @@ class TargetSubject:
         if parents is None:
             mask, depth = causal_mask(tokens.shape[1]), jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
         else:
-            mask = ancestor_mask(jnp.asarray(parents), SIZE)
+            mask = ancestor_mask(jnp.asarray(parents), tokens.shape[1])
             depth = depths(mask)
         return self._ask(tokens, cache.length[:, None] + depth, mask, cache, None, aux_layers)
 
@@ -129,6 +130,10 @@ class TargetSubject:
     def plain(self, text: Int[np.ndarray, "B W"]) -> Float[np.ndarray, "B W V"]:
         """Logits of texts that are fed token by token, from an empty cache: what everything else is compared with."""
         return np.asarray(self._plain(self.target.params, jnp.asarray(text)), np.float64)
+
+    def plain_by_threes(self, text: Int[np.ndarray, "B W"]) -> Float[np.ndarray, "B W V"]:
+        """:meth:`plain` of ``ROWS`` rows at a time, so that a larger batch is compared with smaller ones."""
+        return np.concatenate([self.plain(text[row : row + ROWS]) for row in range(0, len(text), ROWS)])
 
     def continuations(
         self, start: Int[np.ndarray, "B W"], length: tuple[int, ...], more: int
