@@ -247,10 +247,14 @@ def read_stack(fields: Fields) -> dict[str, Any]:
     }
 
 
-def stack_fields(config: DecoderConfig | Eagle3Config, dtype: str) -> dict[str, Any]:
-    """The geometry as a Hugging Face configuration, which describes one layer for all of them.
+def stack_fields(config: Any, dtype: str) -> dict[str, Any]:
+    """Returns the geometry as a Hugging Face configuration, which describes one layer for all of them.
 
     A family whose layers differ in more, or are of other kinds, adds its own fields to these.
+
+    Args:
+        config: Of a target or of any head: it has ``layers``.
+        dtype: Of the stored weights.
 
     Raises:
         CheckpointError: transformers would not read it.
