@@ -205,6 +205,37 @@ UNIFORM = jnp.full((VOCABULARY,), 1 / VOCABULARY, jnp.float32)
 SKEWED = jnp.array(np.r_[np.full(6, 1.4), np.full(7, 0.6)] / (6 * 1.4 + 7 * 0.6), jnp.float32)
 
 
+class Deep(Ordinary):
+    """Draws a chain of four tokens, each from a law of its own, and declares another, or the same.
+
+    Args:
+        law: What the four tokens are drawn from, ``[4 V]``, by the number of tokens known.
+        declared: What it declares, ``[4 V]``.
+    """
+
+    num_nodes, max_depth, is_chain = 5, 4, True
+
+    def __init__(self, law: Callable[[Any], Any], declared: Any):
+        self.law, self.declared = law, declared
+
+    def propose(self, params: Any, state: Any, keys: Any, sampling: SamplingParams) -> Draft:
+        law = jnp.broadcast_to(self.law(state["length"]), (state["root"].shape[0], 4, VOCABULARY))
+        drawn = jax.vmap(lambda key, q: jax.random.categorical(key, jnp.log(q), axis=-1))(keys, law)
+        tokens = jnp.concatenate([state["root"][:, None], drawn.astype(jnp.int32)], axis=1)
+        wide = jnp.broadcast_to(self.declared, (tokens.shape[0], 4, VOCABULARY))
+        return Draft(
+            tokens=tokens,
+            parents=jnp.broadcast_to(jnp.arange(-1, 4, dtype=jnp.int32), tokens.shape),
+            valid=jnp.ones(tokens.shape, jnp.bool_),
+            probs=jnp.pad(wide, ((0, 0), (1, 0), (0, 0))),
+        )
+
+
+LAWS = jax.nn.softmax(jnp.asarray(np.random.default_rng(0).normal(0, 1.5, (4, VOCABULARY)), jnp.float32), axis=-1)
+NEAR = jax.nn.softmax(jnp.asarray(np.random.default_rng(11).normal(0, 1.5, VOCABULARY), jnp.float32))
+COOLER = jax.nn.softmax(jnp.log(LAWS) / jnp.array([[1.0], [1.0], [1.0], [0.97]]), axis=-1)
+
+
 def fail(self: Any, *arguments: Any) -> Any:
     raise RuntimeError("out of ideas\nand more lines")
 
@@ -283,6 +314,22 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
     "probabilities that do not add up to 1": (Drawing(UNIFORM, UNIFORM / 2), "declares distributions", "add up to 0.5"),
     "a token that it says it cannot draft": (
         Drawing(jnp.eye(VOCABULARY)[3], jnp.eye(VOCABULARY)[4]), "declares distributions", "declares probability 0"
+    ),
+    "probabilities that are rounded to bfloat16": (
+        Deep(lambda length: NEAR, NEAR.astype(jnp.bfloat16).astype(jnp.float32)), "declares distributions",
+        "add up to .* expected 1 within 2e-05",
+    ),
+    "another law after 24 tokens": (
+        Deep(lambda length: jnp.where(length[:, None, None] >= 24, LAWS[:, ::-1], LAWS), LAWS),
+        "draws from what it declares", "after a long text node . draws likely tokens too seldom",
+    ),
+    "a last token that is drawn three percent cooler": (
+        Deep(lambda length: COOLER, LAWS), "draws from what it declares", "node 4 draws likely tokens too often"
+    ),
+    "a state that ends after 24 tokens": (
+        observing(lambda old, new, seen: {
+            **new, "root": jnp.where((old["length"] >= 24) & (seen.length > 0), old["root"], new["root"])
+        }), "a long text is as good as a short one", "drafts something else when 72 tokens",
     ),
     "probabilities four tenths off": (
         Drawing(SKEWED, UNIFORM), "draws from what it declares", r"declared were .* \(p = "

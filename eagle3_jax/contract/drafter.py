@@ -28,6 +28,7 @@ DRAFTER_CHECKS: dict[str, Callable[[Subject], str]] = {
     "an empty observation changes nothing": drafts.ignores_empty_observations,
     "padding behind an observation does not matter": drafts.ignores_padding,
     "observing in pieces is observing at once": drafts.does_not_care_how_truth_is_cut,
+    "a long text is as good as a short one": drafts.drafts_after_a_long_text,
     "declares distributions": drafts.declares_distributions,
     "draws from what it declares": drafts.draws_from_what_it_declares,
     "knows before it draws": drafts.knows_before_it_draws,
@@ -48,14 +49,21 @@ def check_drafter(
 
     Nothing is printed: ``print(e3.check_drafter(MyDrafter(), target))`` shows the report. The statistical checks fail
     a drafter that is right once in a million; their lines say what deviation they would have seen. It compiles about
-    ten programs and decodes a few thousand short sequences, so a small target is the place to start.
+    fifteen programs and decodes a few thousand short sequences, so a small target is the place to start.
+
+    **Limits.** Texts are 72 tokens long at most, in 4 rows, with a capacity of 96. Declared probabilities must add up
+    to 1 within 2e-5, so a ``q`` that is rounded to bfloat16 fails. A ``q`` that is rounded and normalized again, or
+    tokens that are sampled from a rounded ``q`` where the exact one is declared, are about 0.2 % off: no check sees
+    that with fewer than ten million samples. With the default ``samples`` a node that is sampled at a temperature 2 %
+    off the declared one is detected with 90 % power, if the standard deviation of ``log q`` is about 1 there and the
+    node is always valid; the report has the number for your drafter.
 
     Args:
         drafter: An instance, with its parameters if it has any.
         target: What it drafts for. The law is enumerated with the vocabulary cut to three tokens (top-k), so any
             target in float32 will do.
         checks: Which of :data:`DRAFTER_CHECKS`; all when left out.
-        samples: Drafts and sequences drawn by the statistical checks.
+        samples: Drafts and sequences drawn by the statistical checks; four times as many drafts after a long text.
         seed: Of everything random.
 
     Raises:

@@ -19,7 +19,8 @@ from eagle3_jax.sampling import row_keys
 from eagle3_jax.types import Draft, Observation, SamplingParams
 
 ROWS, FED = 4, 6
-CAPACITY = 4 * FED
+LONG = 72  # tokens of a long text
+CAPACITY = 4 * FED + LONG
 LENGTHS = (FED, 3, 1, FED - 1)  # ragged; the first row is full
 SAMPLING = SamplingParams(
     temperature=np.array([0.0, 0.7, 1.5, 1.0], np.float32),
@@ -70,11 +71,11 @@ class Subject:
         """Of the drafter's class."""
         return type(self.loaded.drafter).__name__
 
-    def shown(self, length: tuple[int, ...] = LENGTHS, *, seed: int = 0) -> Observation:
-        """Random tokens and the target's features at them, ``[ROWS FED]``, as long as is said."""
+    def shown(self, length: tuple[int, ...] = LENGTHS, *, seed: int = 0, size: int = FED) -> Observation:
+        """Random tokens and the target's features at them, ``[ROWS size]``, of which ``length`` are real."""
         rng = np.random.default_rng([self.seed, seed])
         ids = rng.integers(0, self.target.vocab_size, 2)  # so few that a text repeats itself, for those who look back
-        tokens = jnp.asarray(rng.choice(ids, (ROWS, FED)), jnp.int32)
+        tokens = jnp.asarray(rng.choice(ids, (ROWS, size)), jnp.int32)
         following = jnp.asarray(rng.choice(ids, ROWS), jnp.int32)
         features = self._features(self.target.params, tokens)
         return Observation(
@@ -83,12 +84,15 @@ class Subject:
 
     @functools.cached_property
     def _features(self) -> Any:
-        positions = jnp.broadcast_to(jnp.arange(FED, dtype=jnp.int32), (ROWS, FED))
-        layers = self.loaded.drafter.aux_layers
-        model = self.target.model
-        return jax.jit(
-            lambda params, tokens: model(params, tokens, positions, causal_mask(FED), aux_layers=layers).features
-        )
+        layers, model = self.loaded.drafter.aux_layers, self.target.model
+
+        @jax.jit
+        def features(params: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T A D"]:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+            mask = causal_mask(tokens.shape[1])
+            return model(params, tokens, positions, mask, aux_layers=layers).features
+
+        return features
 
     def fresh(self) -> Any:
         """An empty state, checked."""
@@ -114,6 +118,16 @@ class Subject:
         """The state that most checks start from."""
         return self.observe(self.fresh(), self.shown())
 
+    @property
+    def long(self) -> int:
+        """Number of tokens of a long text, as far as the target's positions go."""
+        return min(LONG, self.target.max_positions - 4 * FED)
+
+    @functools.cached_property
+    def after_long_text(self) -> Any:
+        """The state after a long text."""
+        return self.observe(self.fresh(), self.shown((self.long,) * ROWS, seed=5, size=self.long))
+
     def proposing(self) -> Any:
         """``propose`` traced anew, checked; takes parameters, a state, keys and sampling."""
         drafter, vocab_size = self.loaded.drafter, self.target.vocab_size
@@ -135,12 +149,12 @@ class Subject:
         """A draft."""
         return HostDraft.of(self._propose(self.loaded.params, state, row_keys(self.seed + seed, ROWS), SAMPLING))
 
-    def drafts_of_one_row(self, samples: int) -> Iterator[HostDraft]:
-        """By many keys, all from the state of one row, whose temperature is 1.5 without other warpers."""
+    def drafts_of_one_row(self, samples: int, *, state: Any = None, row: int = 2) -> Iterator[HostDraft]:
+        """Drafts with many keys from the state of one row, after the prompt by default; row 3 does not truncate."""
         size = self.loaded.drafter.num_nodes * self.target.vocab_size
-        rows, row = int(np.clip(2**25 // size, 1, 256)), 2
+        rows = int(np.clip(2**23 // size, 1, 1024))
         alike = lambda leaf: jnp.repeat(leaf[row : row + 1], rows, axis=0)
-        state = jax.tree.map(alike, self.after_prompt)
+        state = jax.tree.map(alike, self.after_prompt if state is None else state)
         sampling = jax.tree.map(alike, jax.tree.map(jnp.asarray, SAMPLING))
         for run in range(max(1, samples // rows)):
             keys = row_keys(self.seed + 100 + run, rows)
