@@ -220,7 +220,7 @@ class SpeculativeDecoder:
         Each round's state is consumed by the next, so read what you need of it at once.
         """
         state, rounds, _ = self._start(_as_batch(prompts), max_new_tokens, sampling, seed)
-        while np.any(to_host(state.running)):
+        while np.any(to_host(state.finish) == FinishReason.RUNNING):
             latest = next(rounds)
             state = latest.state
             yield latest
@@ -260,7 +260,8 @@ class SpeculativeDecoder:
         sampling, warping = self._last
         if state.sampling is not sampling:  # what the latest step returned needs no reading back
             warping = warping_of(to_host(state.sampling))
-        latest = self._on_mesh(loops.step, dataclasses.replace(self.loop, warping=warping), self.params, state)
+        loop = dataclasses.replace(self.loop, warping=warping).at(state)
+        latest = self._on_mesh(loops.step, loop, self.params, state)
         self._last = latest.state.sampling, warping
         return latest
 
@@ -298,7 +299,7 @@ class SpeculativeDecoder:
 
         def rounds(state: GenerationState) -> Iterator[Round]:
             while True:
-                latest = self._on_mesh(loops.step, loop, self.params, state)
+                latest = self._on_mesh(loops.step, loop.at(state), self.params, state)
                 state = latest.state
                 yield latest
 
