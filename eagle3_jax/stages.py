@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
 from eagle3_jax.boundary import configured
@@ -61,7 +62,7 @@ class StagedLoop(SpeculativeLoop):
         Raises:
             ValueError: The state is being traced, where nobody knows how many rows run.
         """
-        if isinstance(state.finish, jax.core.Tracer):
+        if isinstance(state.finish, Tracer):
             raise ValueError(
                 "which stage of a schedule plays a round depends on how many rows run, which is not known while a "
                 "program is traced; call `decoder.step(state)`, or compile `loop.at(state).step`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -16,9 +17,9 @@ from test_loop import lowered
 
 from eagle3_jax import LoadedDrafter, SamplingParams, SpeculationSchedule, SpeculativeDecoder
 from eagle3_jax import loop as loops
-from eagle3_jax.drafters import NGram
+from eagle3_jax.drafters import NGram, Suffix
 from eagle3_jax.measure.timing import CompileClock
-from eagle3_jax.schedule import usual_length
+from eagle3_jax.schedule import default_length
 
 GOLDEN = tiny.GOLDEN / "official"
 
@@ -193,7 +194,7 @@ def test_a_staged_step_copies_no_cache(target, monkeypatch):
 def test_a_schedule_is_one_of_three_ways_to_say_how_much_is_drafted(target):
     with pytest.raises(ValueError, match="more than one"):
         SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE, num_speculative_tokens=3)
-    with pytest.raises(ValueError, match="cannot draft a chain"):
+    with pytest.raises(ValueError, match="schedule was given without a drafter"):
         SpeculativeDecoder(target, None, schedule=SCHEDULE)
 
 
@@ -208,14 +209,55 @@ def test_one_prompt_is_generated_round_by_round_by_a_schedule(
     assert "chain K=3" in out
 
 
-def test_the_usual_length_is_that_of_a_measured_platform() -> None:
-    assert [usual_length("cpu", batch) for batch in (1, 2, 3, 4, 5, 32, 33)] == [3, 3, 2, 2, 1, 1, 0]
-    assert usual_length("gpu", 1) is None
+def test_the_default_length_is_three_or_fewer_on_cpus_and_five_elsewhere() -> None:
+    assert [default_length(batch, "cpu") for batch in (1, 2, 3, 4, 5, 32, 33)] == [3, 3, 2, 2, 1, 1, 0]
+    assert [default_length(batch, platform) for batch in (1, 33) for platform in ("gpu", "tpu")] == [5] * 4
+    assert default_length() == default_length(1, jax.default_backend())
+
+
+SHAPED = {
+    "EAGLE-3": (tiny.eagle3, None),
+    "EAGLE-1": (tiny.eagle1, None),
+    "MTP": (tiny.mtp, None),
+    "P-EAGLE": (tiny.p_eagle, None),
+    "a draft model": (tiny.draft_model, None),
+    "n-grams": (lambda of: LoadedDrafter(NGram()), None),
+    "suffixes": (lambda of: LoadedDrafter(Suffix()), None),
+    "Medusa": (tiny.medusa, 4),
+    "DFlash": (tiny.dflash, 4),
+}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", SHAPED)
+def test_unasked_a_decoder_drafts_the_default_length_of_one_row(
+    target: Any, name: str, platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rule of `eagle3 generate` for batches of one; what drafts a block or with several heads drafts all of it."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    make, own = SHAPED[name]
+    head = make(target)
+    if hasattr(head.drafter, "topology"):
+        head = dataclasses.replace(head, drafter=dataclasses.replace(head.drafter, topology=None))
+    drafter = SpeculativeDecoder(target, head).loop.drafter
+    assert drafter.max_depth == drafter.num_nodes - 1 == (own or {"cpu": 3, "gpu": 5}[platform])
+    assert drafter.is_chain
+    said = SpeculativeDecoder(target, head, num_speculative_tokens=2).loop.drafter
+    assert said.max_depth == 2
 
 
 @pytest.mark.parametrize(
     ("rows", "options", "length"),
-    [(1, (), 3), (2, (), 3), (4, (), 2), (5, (), 1), (5, ("--num-speculative-tokens", 5), 5), (33, (), 0)],
+    [
+        (1, (), 3),
+        (2, (), 3),
+        (4, (), 2),
+        (5, (), 1),
+        (5, ("--num-speculative-tokens", 5), 5),
+        (5, ("--draft-sampling", "greedy"), 1),
+        (33, (), 0),
+        (33, ("--draft-sampling", "greedy"), 1),
+    ],
 )
 def test_unasked_a_chain_is_as_long_as_pays_at_its_batch_size(
     rows: int, options: tuple, length: int, cli: Any, tmp_path: Path
