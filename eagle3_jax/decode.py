@@ -276,6 +276,9 @@ class SpeculativeDecoder:
     def step(self, state: GenerationState) -> Round:
         """One compiled round; consumes ``state``, whose caches are updated in place.
 
+        With a schedule the host reads how many rows run and calls the program of that stage, which is compiled when a
+        batch of this size first reaches it.
+
         Args:
             state: From :meth:`prefill`, or of the round before. Its ``sampling`` may be replaced, by scalars too.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -50,11 +51,11 @@ class StagedLoop(SpeculativeLoop):
         The host reads that number, so a round is the program of one stage. A switch inside one program copied every
         cache (104 copies a round of eight rows), because its branches do not share what they update in place.
         """
-        stages = self._reached(state.finish.shape[0])
+        first, *later = self._reached(state.finish.shape[0])  # most rows first
         # A batch with one stage alone is not read. Of `finish`, because the host keeps what it has read of an array.
-        running = np.sum(to_host(state.finish) == FinishReason.RUNNING) if len(stages) > 1 else stages[0].max_running
-        begun = [stage for stage in stages if running <= stage.max_running]  # most rows first
-        return _PaddedLoop(**self._parts(begun[-1]), largest=self.drafter)
+        running = np.sum(to_host(state.finish) == FinishReason.RUNNING) if later else 0
+        begun = [first, *(stage for stage in later if running <= stage.max_running)]
+        return _padded_loop(self, begun[-1].drafter)
 
     def step(self, params: LoopParams, state: GenerationState) -> Round:
         """One round of :meth:`at`, for a state whose values are known.
@@ -79,7 +80,7 @@ class StagedLoop(SpeculativeLoop):
         ends = [max(stage.max_running, more_than) for stage in stages[1:]] + [more_than]
         for stage, end in zip(stages, ends, strict=True):
             rows = stage.max_running
-            loop = SpeculativeLoop(**self._parts(stage))
+            loop = SpeculativeLoop(self.target, stage.drafter, self.verifier, self.warping, self.rounds_per_check)
             if rows == state.finish.shape[0] or divides_rows():
                 state = loop.run(params, state, more_than=end)
                 continue
@@ -94,10 +95,6 @@ class StagedLoop(SpeculativeLoop):
         first = [stage for stage in self.stages if stage.max_running >= batch][-1]
         return [dataclasses.replace(first, max_running=batch), *reached]
 
-    def _parts(self, stage: Stage) -> dict[str, Any]:
-        own = {"target": self.target, "verifier": self.verifier, "warping": self.warping}
-        return own | {"drafter": stage.drafter, "rounds_per_check": self.rounds_per_check}
-
 
 @dataclasses.dataclass(frozen=True)
 class _PaddedLoop(SpeculativeLoop):
@@ -111,6 +108,12 @@ class _PaddedLoop(SpeculativeLoop):
 
     def step(self, params: LoopParams, state: GenerationState) -> Round:
         return padded(super().step(params, state), self.largest)
+
+
+@functools.lru_cache(maxsize=64)
+def _padded_loop(loop: StagedLoop, drafter: Drafter[Any]) -> _PaddedLoop:
+    """Built once: its checks would take longer than the rest of what the host does between two rounds."""
+    return _PaddedLoop(loop.target, drafter, loop.verifier, loop.warping, loop.rounds_per_check, largest=loop.drafter)
 
 
 def padded(one: Round, largest: Drafter[Any]) -> Round:

@@ -191,6 +191,13 @@ def test_a_staged_step_copies_no_cache(target, monkeypatch):
             assert len(re.findall(rf"f32\[{buffer}\]\S* copy\(", program)) == 0
 
 
+def test_a_traced_state_has_no_stage(target):
+    decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
+    state = decoder.prefill(PROMPTS, max_new_tokens=LIMITS)
+    with pytest.raises(ValueError, match=r"not known while a program is traced; call `decoder.step\(state\)`"):
+        loops.step(decoder.loop, decoder.params, state)
+
+
 def test_a_schedule_is_one_of_three_ways_to_say_how_much_is_drafted(target):
     with pytest.raises(ValueError, match="more than one"):
         SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE, num_speculative_tokens=3)
