@@ -1,4 +1,8 @@
-"""The drafter's boundary: what is checked and put right, so that no drafter, however written, changes the output.
+"""The drafter's boundary: what is checked and put right before the loop trusts a draft.
+
+Whatever a drafter proposes, the output is the target's own as long as ``probs`` is what the tokens were drawn from,
+given what was drawn before; a wrong ``probs`` changes the distribution of the output, and no check in the loop can see
+it.
 
 What can be seen without numbers (members, hashes, shapes, types) is a ``ValueError`` when the loop is built or traced.
 What only numbers show (ids, parents, depths) is put right in every round, at the cost of a few integers a node.
@@ -125,15 +129,18 @@ def _require_part(part: Any, role: str, members: tuple[str, ...], asked: tuple[s
     return name
 
 
-def configured(drafter: Drafter[Any], topology: Topology | None, draft_sampling: DraftSampling | None) -> Drafter[Any]:
+def configured(
+    drafter: Drafter[Any], topology: Topology | None, draft_sampling: DraftSampling | str | None
+) -> Drafter[Any]:
     """The drafter with another draft shape or way of drawing, where it has one to choose.
 
     Raises:
-        ValueError: It cannot draft so.
+        ValueError: It cannot draft so, or ``draft_sampling`` is no :class:`DraftSampling` and not the word of one.
     """
     require_drafter(drafter)
     if topology is None and draft_sampling is None:
         return drafter
+    draft_sampling = None if draft_sampling is None else DraftSampling(draft_sampling)
     if isinstance(drafter, Drafting):
         return drafter.drafting(topology, draft_sampling)
     name = type(drafter).__name__

@@ -18,7 +18,7 @@ from eagle3_jax.acceptance import Exact
 from eagle3_jax.boundary import configured, require_target
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.loaded import LoadedDrafter, LoadedTarget, shape_of
-from eagle3_jax.loop import GenerationState, LoopParams, Prompts, Round, SpeculativeLoop
+from eagle3_jax.loop import GenerationState, LoopParams, Outcome, Prompts, Round, SpeculativeLoop
 from eagle3_jax.results import Chunk, Generation, GenerationResult
 from eagle3_jax.sampling import check_sampling, row_keys, warping_of
 from eagle3_jax.schedule import SpeculationSchedule
@@ -36,13 +36,15 @@ from eagle3_jax.types import (
     Warping,
 )
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | np.ndarray | jax.Array
 
 _BUCKET = 128  # prompts and caches grow in these steps, so that most prompts share one compilation
 
 
 class SpeculativeDecoder:
     """Decodes with a target and a drafter; the output is the target's own whatever the drafter proposes.
+
+    A drafter that declares ``probs`` must have drawn its tokens from them (``docs/drafters.md``).
 
     Example::
 
@@ -59,7 +61,7 @@ class SpeculativeDecoder:
         num_speculative_tokens: int | None = None,
         tree: DynamicTree | StaticTree | None = None,
         schedule: SpeculationSchedule | None = None,
-        draft_sampling: DraftSampling | None = None,
+        draft_sampling: DraftSampling | str | None = None,
         stop_tokens: Sequence[int] | None = None,
         verifier: Verifier | None = None,
         rounds_per_check: int = 1,
@@ -70,11 +72,14 @@ class SpeculativeDecoder:
         Args:
             target: From ``load_target``.
             drafter: From ``load_drafter``, or a drafter without parameters, or ``None`` for plain decoding.
-            num_speculative_tokens: Draft a chain of ``K`` tokens.
+            num_speculative_tokens: Draft a chain of ``K`` tokens. The default, for a drafter that was built without a
+                shape, is 5, and 3 on CPUs; Medusa drafts one token per head, DFlash its block
+                (:func:`eagle3_jax.schedule.default_length`). On CPUs fewer pay off for batches above 2. The decoder is
+                built before it sees a batch and takes the length for one row; ``eagle3 generate`` knows the batch.
             tree: Draft a tree instead.
             schedule: Draft a chain whose length depends on how many rows are running, none where that is best.
-            draft_sampling: Whether the tokens of a chain or a static tree are the likeliest or drawn; the drafter's own
-                choice when left out.
+            draft_sampling: Whether the tokens of a chain or a static tree are the likeliest (``"greedy"``) or drawn
+                (``"probabilistic"``); the drafter's own choice when left out.
             stop_tokens: Ids that end a row; the target's own when left out, none when empty.
             verifier: The acceptance rule; the exact one when left out. With another one the output may not be the
                 target's own: results then say ``lossless=False``, as the rule itself does.
@@ -83,9 +88,22 @@ class SpeculativeDecoder:
                 target when left out.
 
         Raises:
-            ValueError: The drafter cannot draft the shape asked for, or not by sampling; one of the parts misses a
-                member; or the mesh does not divide them.
+            ValueError: The drafter cannot draft the shape asked for, or not by sampling; there is none, and a draft is
+                asked for; one of the parts was not loaded or misses a member; or the mesh does not divide them.
         """
+        _check_loaded(target, drafter)
+        asked = {
+            "num_speculative_tokens": num_speculative_tokens,
+            "tree": tree,
+            "schedule": schedule,
+            "draft_sampling": draft_sampling,
+        }
+        given = [name for name, value in asked.items() if value is not None]
+        if drafter is None and given:
+            raise ValueError(
+                f"{given[0]} was given without a drafter; give one, such as load_drafter(target=target) or "
+                f"drafters.NGram(), or leave {given[0]} out for plain decoding"
+            )
         if sum(shape is not None for shape in (num_speculative_tokens, tree, schedule)) > 1:
             raise ValueError(
                 "more than one of num_speculative_tokens, tree and schedule was given; a draft is a chain, a tree, or "
@@ -124,9 +142,12 @@ class SpeculativeDecoder:
 
     @property
     def method(self) -> str:
-        """What drafts and what it drafts, in a line."""
-        loaded = self.drafter
-        return "none" if isinstance(loaded.drafter, Plain) else f"{loaded.described}, {shape_of(self.loop.drafter)}"
+        """What drafts, what it drafts, and how it turns logits into tokens where it has a choice, in a line."""
+        loaded, sampling = self.drafter, getattr(self.loop.drafter, "draft_sampling", None)
+        if isinstance(loaded.drafter, Plain):
+            return "none"
+        how = "" if sampling is None else f", {sampling.value} draft sampling"
+        return f"{loaded.described}, {shape_of(self.loop.drafter)}{how}"
 
     @property
     def lossless(self) -> bool:
@@ -144,7 +165,8 @@ class SpeculativeDecoder:
         """Complete a batch of prompts; the whole generation is one compiled program.
 
         Args:
-            prompts: Texts or token ids, of any lengths; a single one is a batch of one.
+            prompts: Texts or token ids, of any lengths; a single one is a batch of one. An array ``[B T]`` of token ids
+                is a batch of its rows.
             max_new_tokens: One limit for all, or one per prompt.
             sampling: Scalars for all rows or ``[B]`` arrays; greedy when left out.
             seed: Of the rows' random keys; row ``b`` does not depend on the other rows.
@@ -157,14 +179,26 @@ class SpeculativeDecoder:
         capacity = self._capacity(batch)
         outcome = self._on_mesh(loops.generate, loop, self.params, self._on_rows(batch), capacity=capacity)
         outcome = to_host(jax.block_until_ready(outcome))
-        seconds = time.perf_counter() - start
-        results = []
-        for index, row in enumerate(rows):
-            tokens = outcome.tokens[index, len(row) : outcome.length[index]].tolist()
-            reason = FinishReason(int(outcome.finish[index]))
-            stats = jax.tree.map(lambda leaf, index=index: leaf[index], outcome.stats)
-            results.append(Generation(row, tokens, self._text(tokens, reason), reason, stats))
-        return GenerationResult(results, seconds, lossless=self.lossless)
+        return self.result(outcome, rows, seconds=time.perf_counter() - start)
+
+    def result(
+        self, state: GenerationState | Outcome, prompts: Sequence[Sequence[int]], *, seconds: float
+    ) -> GenerationResult:
+        """The result of a batch, in the one form that every way of decoding returns.
+
+        Args:
+            state: After the last round.
+            prompts: The token ids that the rows began with.
+            seconds: How long it took.
+        """
+        all_tokens, length, finish, counters = to_host((state.tokens, state.length, state.finish, state.stats))
+        rows = []
+        for index, prompt in enumerate(prompts):
+            tokens = all_tokens[index, len(prompt) : length[index]].tolist()
+            reason = FinishReason(int(finish[index]))
+            stats = jax.tree.map(lambda leaf, index=index: leaf[index], counters)
+            rows.append(Generation(list(prompt), tokens, self._text(tokens, reason), reason, stats))
+        return GenerationResult(rows, seconds, lossless=self.lossless)
 
     def stream(
         self,
@@ -209,7 +243,7 @@ class SpeculativeDecoder:
         Each round's state is consumed by the next, so read what you need of it at once.
         """
         state, rounds, _ = self._start(_as_batch(prompts), max_new_tokens, sampling, seed)
-        while np.any(to_host(state.running)):
+        while np.any(to_host(state.finish) == FinishReason.RUNNING):
             latest = next(rounds)
             state = latest.state
             yield latest
@@ -231,6 +265,9 @@ class SpeculativeDecoder:
     def step(self, state: GenerationState) -> Round:
         """One compiled round; consumes ``state``, whose caches are updated in place.
 
+        With a schedule the host reads how many rows run and calls the program of that stage, which is compiled when a
+        batch of this size first reaches it.
+
         Args:
             state: From :meth:`prefill`, or of the round before. Its ``sampling`` may be replaced, by scalars too.
 
@@ -243,13 +280,15 @@ class SpeculativeDecoder:
                 "go on with the state that it returned, as in `state = decoder.step(state).state`"
             )
         batch = state.finish.shape[0]
-        if any(np.shape(value) != (batch,) for value in jax.tree.leaves(state.sampling)):
+        known = isinstance(state.sampling, SamplingParams)
+        if not known or any(np.shape(value) != (batch,) for value in jax.tree.leaves(state.sampling)):
             sampling = self._on_rows(check_sampling(state.sampling, batch))
             state = state.replace(sampling=sampling)  # type: ignore[attr-defined]
         sampling, warping = self._last
         if state.sampling is not sampling:  # what the latest step returned needs no reading back
             warping = warping_of(to_host(state.sampling))
-        latest = self._on_mesh(loops.step, dataclasses.replace(self.loop, warping=warping), self.params, state)
+        loop = dataclasses.replace(self.loop, warping=warping).at(state)
+        latest = self._on_mesh(loops.step, loop, self.params, state)
         self._last = latest.state.sampling, warping
         return latest
 
@@ -261,7 +300,11 @@ class SpeculativeDecoder:
         """
         tokenizer = self.target.tokenizer
         if not isinstance(prompt, str):
-            tokens = list(prompt)
+            if np.ndim(prompt) != 1 and isinstance(prompt, np.ndarray | jax.Array):
+                raise ValueError(
+                    f"a prompt is an array of shape {prompt.shape}; expected [T], the token ids of one prompt"
+                )
+            tokens = to_host(prompt).tolist() if isinstance(prompt, np.ndarray | jax.Array) else list(prompt)
         elif tokenizer is None:
             raise ValueError(f"{self.target.name} has no tokenizer; give the prompt as token ids")
         else:
@@ -276,7 +319,7 @@ class SpeculativeDecoder:
             )
         for token in tokens:
             _check_token(token, self.target.vocab_size, "prompt token")
-        return tokens
+        return [int(token) for token in tokens]
 
     def _start(
         self, prompts: Sequence[Prompt], max_new_tokens: int | Sequence[int], sampling: SamplingParams | None, seed: int
@@ -287,7 +330,7 @@ class SpeculativeDecoder:
 
         def rounds(state: GenerationState) -> Iterator[Round]:
             while True:
-                latest = self._on_mesh(loops.step, loop, self.params, state)
+                latest = self._on_mesh(loops.step, loop.at(state), self.params, state)
                 state = latest.state
                 yield latest
 
@@ -306,7 +349,7 @@ class SpeculativeDecoder:
         for budget in budgets:
             if isinstance(budget, bool) or not isinstance(budget, int | np.integer) or budget < 1:
                 raise ValueError(f"max_new_tokens is {budget!r}; expected a whole number of at least 1")
-        sampling = check_sampling(sampling or SamplingParams(), len(rows))
+        sampling = check_sampling(SamplingParams() if sampling is None else sampling, len(rows))
         lengths = np.array([len(row) for row in rows], np.int32)
         # More than every position is as good as any number, and any number may not fit into the integers used here.
         wanted = lengths + np.array([min(budget, self.target.max_positions) for budget in budgets], np.int32)
@@ -372,7 +415,33 @@ def _check_length(drafter: Drafter[Any], longest: int) -> None:
         )
 
 
+def _check_loaded(target: Any, drafter: Any) -> None:
+    """Refuse the names of models, and models without their arrays.
+
+    Raises:
+        ValueError: The message says what loads them.
+    """
+    if isinstance(drafter, str):
+        raise ValueError(
+            f"drafter is {drafter!r}; expected a drafter: load_drafter({drafter!r}, target=target) reads one"
+        )
+    if not isinstance(target, LoadedTarget):
+        is_name = isinstance(target, str)
+        said = repr(target) if is_name else type(target).__name__
+        loads = f"load_target({target!r})" if is_name else "load_target, or LoadedTarget(model, params, ...),"
+        raise ValueError(f"target is {said}; expected a LoadedTarget: {loads} gives one")
+
+
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """A list of prompts; the rows of an array ``[B T]`` are prompts."""
+    if isinstance(prompts, np.ndarray | jax.Array):
+        if prompts.ndim not in (1, 2):
+            raise ValueError(
+                f"prompts is an array of shape {prompts.shape}; expected [T], the token ids of one prompt, or [B, T]"
+            )
+        prompts = to_host(prompts).tolist()
+    if not isinstance(prompts, Sequence):
+        raise ValueError(f"prompts is {prompts!r:.40}; expected a text, token ids, or a list of such prompts")
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer))
     return [prompts] if single else prompts  # type: ignore[list-item,return-value]
 

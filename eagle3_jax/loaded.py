@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
 from eagle3_jax.types import Drafter, TargetModel
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LoadedTarget:
     """A target with its arrays.
 
@@ -44,8 +46,14 @@ class LoadedTarget:
         """How many positions it holds, in words."""
         return f"{self.max_positions} positions" + (f" ({self.bound})" if self.bound else "")
 
+    def __repr__(self) -> str:
+        """A line; the arrays alone would be thousands."""
+        weights = [] if self.weights == "dense" else [f"{self.weights} weights"]
+        facts = [type(self.model).__name__, *_facts(self.model, self.params), *weights]
+        return f"LoadedTarget({self.name}: {', '.join([*facts, f'vocabulary of {self.vocab_size}'])})"
 
-@dataclasses.dataclass(frozen=True, eq=False)
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LoadedDrafter:
     """A drafter with its arrays.
 
@@ -67,6 +75,26 @@ class LoadedDrafter:
     def described(self) -> str:
         """What it was found to be."""
         return self.method or type(self.drafter).__name__
+
+    def __repr__(self) -> str:
+        """A line; the parameters are counted with the arrays that the target shares."""
+        config = getattr(self.drafter, "config", getattr(self.drafter, "model", None))
+        size = getattr(config, "draft_vocab_size", getattr(config, "vocab_size", None))
+        words = [] if size is None else [f"vocabulary of {size}"]
+        facts = [self.described, shape_of(self.drafter), *_facts(self.drafter, self.params), *words]
+        return f"LoadedDrafter({self.name}: {', '.join(facts)})"
+
+
+def _facts(part: Any, params: Any) -> list[str]:
+    """How many layers, how many parameters and of which type, as far as a part says so."""
+    config = getattr(part, "config", getattr(getattr(part, "model", None), "config", None))
+    layers = getattr(config, "layers", None)
+    found = [] if layers is None else [f"{len(layers)} layer{'s' if len(layers) > 1 else ''}"]
+    leaves = [leaf for leaf in jax.tree.leaves(params) if hasattr(leaf, "dtype")]
+    if leaves:
+        types = {leaf.dtype.name for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)}
+        found += [f"{sum(leaf.size for leaf in leaves):,} parameters", *sorted(types)]
+    return found
 
 
 def shape_of(drafter: Drafter[Any]) -> str:

@@ -79,6 +79,11 @@ class SpeculativeLoop:
         """Whether the drafter declares that its drafts never branch, so that masks, depths and commits are in order."""
         return declares_chain(self.drafter)
 
+    def at(self, state: GenerationState) -> SpeculativeLoop:
+        """The loop that plays the next round of a state, chosen by the host: itself, where there are no stages."""
+        del state
+        return self
+
     def prefill(self, params: LoopParams, prompts: Prompts, capacity: int) -> GenerationState:
         """Run the prompts, choose the first token of each row and show both to the drafter.
 

@@ -40,7 +40,7 @@ class GenerationResult:
 
     rows: list[Generation]
     seconds: float
-    lossless: bool = True
+    lossless: bool
 
     @property
     def texts(self) -> list[str | None]:

@@ -60,6 +60,9 @@ def probabilities(
         sampling: One value per row; a row of temperature 0 becomes a point mass on its argmax (lowest id in a tie).
         warping: ``TRUNCATED`` honours ``top_k`` and ``top_p``; ``TEMPERATURE`` skips their sort when no row uses them.
     """
+    sampling = jax.tree.map(
+        lambda value: jnp.broadcast_to(jnp.asarray(value), logits.shape[:1]), sampling
+    )  # scalars too
     # Whole rows on a mesh: sorts, sums and draws over a divided vocabulary would each be put together on their own.
     logits = on_rows(logits.astype(jnp.float32))
     temperature = jnp.asarray(sampling.temperature)[:, None, None]

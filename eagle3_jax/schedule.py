@@ -80,18 +80,23 @@ class SpeculationSchedule:
 
 
 # With the shipped pair on two cores never slower than plain decoding, in float32 and mixed (docs/speed.md).
-_USUAL = {"cpu": SpeculationSchedule(((1, 2, 3), (3, 4, 2), (5, 32, 1)))}
+_ON_CPUS = SpeculationSchedule(((1, 2, 3), (3, 4, 2), (5, 32, 1)))
+_ELSEWHERE = 5
 
 
-def usual_length(platform: str, batch: int) -> int | None:
-    """``K`` of a chain that nobody asked about, for batches of this size; 0 for plain decoding.
+def default_length(batch: int = 1, platform: str | None = None) -> int:
+    """The draft length ``K`` when none is given: 5; on CPUs 3 for one or two rows, and fewer for more.
+
+    What drafts a whole block (DFlash) or with several heads (Medusa) drafts all of it instead.
 
     Args:
-        platform: Of the device, such as ``cpu``.
         batch: Rows that start together.
+        platform: Of the device, such as ``cpu``; the default device of this process when left out.
 
     Returns:
-        ``None`` where nothing was measured; the drafter's own choice is as good as any there.
+        Tokens of a chain; 0 for plain decoding, on CPUs above 32 rows.
     """
-    schedule = _USUAL.get(platform)
-    return None if schedule is None else schedule.length_at(batch)
+    import jax
+
+    platform = jax.default_backend() if platform is None else platform
+    return _ON_CPUS.length_at(batch) if platform == "cpu" else _ELSEWHERE

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array
 
 from eagle3_jax.boundary import configured
 from eagle3_jax.drafters.silent import Silent
 from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.schedule import SpeculationSchedule
-from eagle3_jax.sharding import divides_rows
+from eagle3_jax.sharding import divides_rows, to_host
 from eagle3_jax.state import GenerationState, LoopParams, Round
 from eagle3_jax.tree import Chain
-from eagle3_jax.types import Draft, Drafter
+from eagle3_jax.types import Draft, Drafter, FinishReason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,19 +45,30 @@ class StagedLoop(SpeculativeLoop):
 
     stages: tuple[Stage, ...] = ()
 
-    def step(self, params: LoopParams, state: GenerationState) -> Round:
-        """One round by the stage that the number of running rows asks for, padded to the largest draft.
+    def at(self, state: GenerationState) -> SpeculativeLoop:
+        """The loop of the stage that the number of running rows asks for; its rounds are padded to the largest draft.
 
-        One program for all stages, so nothing is compiled when rows come and go.
+        The host reads that number, so a round is the program of one stage. A switch inside one program copied every
+        cache (104 copies a round of eight rows), because its branches do not share what they update in place.
         """
-        stages = self._reached(state.finish.shape[0])
-        running = jnp.sum(state.running)
-        # Most rows first, so the stage is the last one that has begun.
-        index = jnp.sum(jnp.stack([running <= stage.max_running for stage in stages[1:]]).astype(jnp.int32))
-        branches = [
-            lambda state, loop=self._at(stage): padded(loop.step(params, state), self.drafter) for stage in stages
-        ]
-        return lax.switch(index, branches, state)
+        first, *later = self._reached(state.finish.shape[0])  # most rows first
+        # A batch with one stage alone is not read. Of `finish`, because the host keeps what it has read of an array.
+        running = np.sum(to_host(state.finish) == FinishReason.RUNNING) if later else 0
+        begun = [first, *(stage for stage in later if running <= stage.max_running)]
+        return _padded_loop(self, begun[-1].drafter)
+
+    def step(self, params: LoopParams, state: GenerationState) -> Round:
+        """One round of :meth:`at`, for a state whose values are known.
+
+        Raises:
+            ValueError: The state is being traced, where nobody knows how many rows run.
+        """
+        if isinstance(state.finish, Tracer):
+            raise ValueError(
+                "which stage of a schedule plays a round depends on how many rows run, which is not known while a "
+                "program is traced; call `decoder.step(state)`, or compile `loop.at(state).step`"
+            )
+        return self.at(state).step(params, state)
 
     def run(self, params: LoopParams, state: GenerationState, *, more_than: int = 0) -> GenerationState:
         """Rounds until every row has finished, or as many as ``more_than`` are left.
@@ -68,7 +80,7 @@ class StagedLoop(SpeculativeLoop):
         ends = [max(stage.max_running, more_than) for stage in stages[1:]] + [more_than]
         for stage, end in zip(stages, ends, strict=True):
             rows = stage.max_running
-            loop = self._at(stage)
+            loop = SpeculativeLoop(self.target, stage.drafter, self.verifier, self.warping, self.rounds_per_check)
             if rows == state.finish.shape[0] or divides_rows():
                 state = loop.run(params, state, more_than=end)
                 continue
@@ -83,8 +95,25 @@ class StagedLoop(SpeculativeLoop):
         first = [stage for stage in self.stages if stage.max_running >= batch][-1]
         return [dataclasses.replace(first, max_running=batch), *reached]
 
-    def _at(self, stage: Stage) -> SpeculativeLoop:
-        return SpeculativeLoop(self.target, stage.drafter, self.verifier, self.warping, self.rounds_per_check)
+
+@dataclasses.dataclass(frozen=True)
+class _PaddedLoop(SpeculativeLoop):
+    """A stage whose rounds are as large as those of the other stages.
+
+    Attributes:
+        largest: The drafter of the deepest draft.
+    """
+
+    largest: Drafter[Any] = None  # type: ignore[assignment]
+
+    def step(self, params: LoopParams, state: GenerationState) -> Round:
+        return padded(super().step(params, state), self.largest)
+
+
+@functools.lru_cache(maxsize=64)
+def _padded_loop(loop: StagedLoop, drafter: Drafter[Any]) -> _PaddedLoop:
+    """Built once: its checks would take longer than the rest of what the host does between two rounds."""
+    return _PaddedLoop(loop.target, drafter, loop.verifier, loop.warping, loop.rounds_per_check, largest=loop.drafter)
 
 
 def padded(one: Round, largest: Drafter[Any]) -> Round:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from flax import struct
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Key
 
 from eagle3_jax.cache import Cache
@@ -85,6 +87,18 @@ class GenerationState:
     def running(self) -> Bool[Array, " B"]:
         """Rows that have not finished."""
         return self.finish == FinishReason.RUNNING
+
+    def __repr__(self) -> str:
+        """A line, whatever the arrays are: on this host, elsewhere, consumed, traced, or their shapes alone."""
+        leaves, rows = (self.finish, self.length), self.finish.shape[0]
+        here = all(isinstance(leaf, np.ndarray | jax.Array) and not isinstance(leaf, Tracer) for leaf in leaves)
+        if here and any(getattr(leaf, "is_deleted", bool)() for leaf in leaves):
+            return f"GenerationState({rows} rows, consumed by a step)"
+        if not here or not all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
+            return f"GenerationState({rows} rows, capacity of {self.tokens.shape[1]} tokens)"
+        finish, length = jax.device_get(leaves)
+        running, known = np.sum(finish == FinishReason.RUNNING), f"{length.min()} to {length.max()}"
+        return f"GenerationState({rows} rows, {running} running, {known} of {self.tokens.shape[1]} tokens known)"
 
 
 @struct.dataclass(kw_only=True)

@@ -34,6 +34,13 @@ class SpeculationStats:
     num_accepted_tokens: Int[Counter, "*B"]
     num_accepted_tokens_per_pos: Int[Counter, "*B G"]
 
+    def __eq__(self, other: object) -> bool:
+        """Whether all counters are equal, on the host; arrays alone have no answer."""
+        if not isinstance(other, SpeculationStats):
+            return NotImplemented
+        pairs = zip(jax.tree.leaves(self), jax.tree.leaves(other), strict=True)
+        return all(np.array_equal(one, another) for one, another in pairs)
+
     @classmethod
     def zeros(cls, batch: int, max_depth: int) -> SpeculationStats:
         """No rounds yet."""

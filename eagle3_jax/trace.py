@@ -6,15 +6,13 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from eagle3_jax.decode import Prompt, SpeculativeDecoder
-from eagle3_jax.results import Generation, GenerationResult
+from eagle3_jax.results import GenerationResult
 from eagle3_jax.sharding import to_host
 from eagle3_jax.state import Round
-from eagle3_jax.stats import SpeculationStats
-from eagle3_jax.types import FinishReason, SamplingParams
+from eagle3_jax.types import SamplingParams
 
 
 class Trace(NamedTuple):
@@ -59,15 +57,8 @@ def record(
         state = latest.state
         running = to_host(state.running)
     seconds = time.perf_counter() - start
-    tokens, length, finish, stats = to_host((state.tokens, state.length, state.finish, state.stats))
-    rows = []
-    for index, prompt in enumerate(encoded):
-        new = tokens[index, len(prompt) : length[index]].tolist()
-        reason = FinishReason(int(finish[index]))
-        counters: SpeculationStats = jax.tree.map(lambda leaf, index=index: leaf[index], stats)
-        rows.append(Generation(prompt, new, _text(decoder, new, reason), reason, counters))
     described = [{"prompt_ids": prompt, "rounds": kept} for prompt, kept in zip(encoded, rounds, strict=True)]
-    return Trace(GenerationResult(rows, seconds), described)
+    return Trace(decoder.result(state, encoded, seconds=seconds), described)
 
 
 def describe(latest: Round) -> list[dict[str, Any]]:
@@ -92,10 +83,3 @@ def describe(latest: Round) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _text(decoder: SpeculativeDecoder, tokens: list[int], reason: FinishReason) -> str | None:
-    tokenizer = decoder.target.tokenizer
-    if tokenizer is None:
-        return None
-    return tokenizer.decode(tokens[:-1] if reason is FinishReason.STOP else tokens)

@@ -122,12 +122,18 @@ class Warping(enum.Enum):
 class DraftSampling(enum.Enum):
     """How a drafter turns its own logits into draft tokens, in vLLM's words; the output is exact either way.
 
+    Where one is expected its word is taken too: ``"greedy"`` or ``"probabilistic"``.
+
     ``GREEDY`` proposes the likeliest token, a point mass. ``PROBABILISTIC`` draws from ``q = softmax(logits / T)``,
     which a flat target accepts more often: with probability ``Σ min(p, q)``, not ``p`` of one token.
     """
 
     GREEDY = "greedy"
     PROBABILISTIC = "probabilistic"
+
+    @classmethod
+    def _missing_(cls, value: object) -> DraftSampling:
+        raise ValueError(f"draft_sampling is {value!r}; expected {' or '.join(repr(one.value) for one in cls)}")
 
 
 @struct.dataclass(kw_only=True)
@@ -284,8 +290,13 @@ def per_row(sampling: SamplingParams, batch: int) -> SamplingParams:
     """Broadcast scalars to one value for each of ``batch`` rows.
 
     Raises:
-        ValueError: A parameter is neither one number nor one for each row.
+        ValueError: It is no :class:`SamplingParams`, or a parameter is neither one number nor one for each row.
     """
+    if not isinstance(sampling, SamplingParams):
+        raise ValueError(
+            f"sampling is {sampling!r:.40}; expected SamplingParams(temperature=..., top_k=..., top_p=...), or None "
+            "for greedy decoding"
+        )
 
     def rows(name: str, dtype: type) -> Array:
         value = np.asarray(getattr(sampling, name))

@@ -39,7 +39,7 @@ import eagle3_jax as e3; e3.SpeculativeDecoder, e3.load_target
 import eagle3_jax.conversion.reading; mark("import the library")
 target = e3.load_target(); drafter = e3.load_drafter(target=target); mark("load weights")
 from eagle3_jax import loop as loops
-decoder = e3.SpeculativeDecoder(target, drafter)
+decoder = e3.SpeculativeDecoder(target, drafter, num_speculative_tokens=5)
 loop, batch, _ = decoder._batch([{prompt!r}], 64, None, 0); mark("prepare the batch")
 capacity = decoder._capacity(batch)
 lowered = loops.prefill.trace(loop, decoder.params, batch, capacity=capacity).lower(); mark("prefill: trace")

@@ -272,7 +272,7 @@ MUTANTS = {
         test_schedule.test_a_gap_carries_the_length_before_it_and_nothing_is_drafted_above_the_last_entry, (16, 1),
     ),
     "a stage begins one row late": Mutant(
-        StagedLoop.step, "running <= stage.max_running", "running < stage.max_running",
+        StagedLoop.at, "running <= stage.max_running", "running < stage.max_running",
         test_schedule.check_the_last_size,
     ),
     # The loop.

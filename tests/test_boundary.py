@@ -136,7 +136,7 @@ def test_an_ordinary_class_that_keeps_the_contract_drafts() -> None:
     with pytest.raises(ValueError, match="NGram cannot draft a tree"):
         SpeculativeDecoder(TARGET, NGram(3), tree=tiny.STATIC_TREE)
     with pytest.raises(ValueError, match="Plain cannot draft a chain"):
-        SpeculativeDecoder(TARGET, num_speculative_tokens=4)
+        SpeculativeDecoder(TARGET, Plain(), num_speculative_tokens=4)
 
 
 def test_a_drafter_that_is_false_is_still_the_drafter() -> None:

@@ -83,7 +83,7 @@ def head_with(folder: Path, change, config=None) -> Path:
         ((*PAIR[:2], *PROMPT), "--drafter"),
         (("--target", "", "--drafter", "none", *PROMPT), "--target is empty"),
         ((*PAIR[:2], "--drafter", "", *PROMPT), "--drafter is empty"),
-        ((*PAIR[:2], "--drafter", "none", *PROMPT, "--num-speculative-tokens", "3"), "Plain"),
+        ((*PAIR[:2], "--drafter", "none", *PROMPT, "--num-speculative-tokens", "3"), "without a drafter"),
         ((*PAIR[:2], "--drafter", "ngram", *PROMPT, *TREE), "NGram"),
         ((*PAIR, *PROMPT, *TREE, "--draft-sampling", "probabilistic"), "draft a chain"),
         ((*PAIR, *PROMPT, "--draft-sampling", "sometimes"), "--draft-sampling"),

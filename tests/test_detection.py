@@ -37,8 +37,8 @@ def target(directory: Path) -> LoadedTarget:
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_the_method_is_named_where_it_is_loaded(tmp_path: Path, target: LoadedTarget, name: str) -> None:
     decoder = SpeculativeDecoder(target, load_drafter(CHECKPOINTS[name](tmp_path / "drafter"), target=target))
-    length = {MEDUSA: 3, DFLASH: 4, JETSPEC: 4}.get(name, 5)
-    assert decoder.method == f"{name}, chain K={length}"
+    length = {MEDUSA: 3, DFLASH: 4, JETSPEC: 4, DSPARK: 5}.get(name, 3)  # all heads, the whole block, or the default
+    assert decoder.method == f"{name}, chain K={length}, greedy draft sampling"
     note = "every row sees its whole block" if name in (DFLASH, DSPARK) else ""
     assert decoder.drafter.note.startswith(note) and bool(note) == bool(decoder.drafter.note)
     assert conversion.describe(tmp_path / "drafter").loadable
@@ -47,10 +47,13 @@ def test_the_method_is_named_where_it_is_loaded(tmp_path: Path, target: LoadedTa
 def test_what_has_no_files_is_named_too(target: LoadedTarget) -> None:
     found = [named_drafter(name, target) for name in ("ngram", "suffix", "layer-skip=2", "none")]
     assert [SpeculativeDecoder(target, drafter).method for drafter in found] == [
-        "NGram, chain K=5", "Suffix, chain K=5", "layer skip (2 of 8 layers), chain K=5", "none",
-    ]  # fmt: skip
+        "NGram, chain K=3",
+        "Suffix, chain K=3",
+        "layer skip (2 of 8 layers), chain K=3, greedy draft sampling",
+        "none",
+    ]
     tree = SpeculativeDecoder(target, found[2], tree=DynamicTree(num_nodes=9, max_depth=3, top_k=3))
-    assert tree.method == "layer skip (2 of 8 layers), tree of 9 nodes, 3 deep"
+    assert tree.method == "layer skip (2 of 8 layers), tree of 9 nodes, 3 deep, greedy draft sampling"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +71,7 @@ def test_generate_says_what_it_found_and_drafts_as_it_should(
     monkeypatch.setattr(importlib.import_module("eagle3_jax.cli.generate"), "_print_json", jobs.append)
     drafter = write_medusa(tmp_path / "head", 5) if name == MEDUSA else CHECKPOINTS[name](tmp_path / "head")
     assert run(["generate", "--target", str(directory), "--drafter", str(drafter), *PROMPT, "--json"]) == 0
-    assert jobs[0].decoder.method == f"{name}, {method}"
+    assert jobs[0].decoder.method == f"{name}, {method}, greedy draft sampling"
 
 
 def edited(name: str, **changes: Any) -> Callable[[Path], Path]:

@@ -138,9 +138,10 @@ def test_a_module_that_cannot_be_imported_is_refused_with_its_own_words(refused,
 
 
 def test_a_rule_that_is_not_lossless_says_so_in_every_result(cli) -> None:
-    code, out, err = cli("generate", *PAIR, *PROMPT, "--json", "--verifier", "own_parts:loose")
-    assert code == 0, err
-    assert json.loads(out)["lossless"] is False
+    for how in ((), ("--trace", "rounds.json")):
+        code, out, err = cli("generate", *PAIR, *PROMPT, "--json", "--verifier", "own_parts:loose", *how)
+        assert code == 0, err
+        assert json.loads(out)["lossless"] is False
     code, out, err = cli("generate", *PAIR, *PROMPT, "--no-compare", "--verifier", "own_parts:loose")
     assert code == 0 and "not lossless: drafts were accepted by Loose" in out
 

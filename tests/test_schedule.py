@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from test_loop import lowered
 
 from eagle3_jax import LoadedDrafter, SamplingParams, SpeculationSchedule, SpeculativeDecoder
 from eagle3_jax import loop as loops
-from eagle3_jax.drafters import NGram
+from eagle3_jax.drafters import NGram, Suffix
 from eagle3_jax.measure.timing import CompileClock
-from eagle3_jax.schedule import usual_length
+from eagle3_jax.schedule import default_length
 
 GOLDEN = tiny.GOLDEN / "official"
 
@@ -142,33 +145,126 @@ def test_the_head_takes_in_every_token_while_it_is_silent(target):
     assert all(found["always"] == found["late"] for found in both)
 
 
-def test_nothing_is_compiled_when_rows_come_and_go(target):
+def test_a_stage_is_compiled_once_when_rows_come_and_go(target):
+    jax.clear_caches()
+    decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
+    assert len(list(decoder.rounds(PROMPTS, max_new_tokens=LIMITS))) > 9
+    assert loops.step._cache_size() == 3
+    with CompileClock() as clock:
+        list(decoder.rounds(PROMPTS, max_new_tokens=LIMITS))
+    assert clock.programs == 0
+    assert loops.step._cache_size() == 3
+
+
+def stages_stepped(monkeypatch, decoder, prompts, limits):
+    """The loop, and the rows that ran, of every round that ``step`` plays; rows that finished go back in once."""
+    loops_used, step = [], loops.step
+    monkeypatch.setattr(loops, "step", lambda loop, *rest: loops_used.append(loop) or step(loop, *rest))
+    state, running, refilled = decoder.prefill(prompts, max_new_tokens=limits), [], False
+    while (rows := int(np.sum(state.running))) or not refilled:
+        if not rows:  # all of them again: a stage that was left comes back
+            state, refilled = decoder.prefill(prompts, max_new_tokens=limits), True
+            continue
+        running.append(rows)
+        state = decoder.step(state).state
+    return loops_used, running, state
+
+
+def test_the_stage_of_a_step_is_that_of_the_rows_that_run(target, monkeypatch):
+    decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
+    used, running, _ = stages_stepped(monkeypatch, decoder, PROMPTS, LIMITS)
+    wanted = {0: 1, 2: 3, 4: 5}  # nodes of a draft, the root included
+    assert [one.drafter.num_nodes for one in used] == [wanted[SCHEDULE.length_at(rows)] for rows in running]
+    assert set(map(SCHEDULE.length_at, running)) == {0, 2, 4}
+    assert running != sorted(running, reverse=True), "no rows came back"
+
+
+def test_a_staged_step_copies_no_cache(target, monkeypatch):
+    decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
+    used, _, state = stages_stepped(monkeypatch, decoder, PROMPTS, LIMITS)
+    monkeypatch.undo()
+    buffers = {",".join(map(str, one.layers[0].keys.shape)) for one in (state.cache, state.drafter.cache)}
+    for loop in dict.fromkeys(used):
+        program = lowered(loops.step, loop, decoder.params, state).compile().as_text()
+        for buffer in buffers:
+            assert re.search(rf"f32\[{buffer}\]\S* parameter\(", program), "the buffers are called something else"
+            assert len(re.findall(rf"f32\[{buffer}\]\S* copy\(", program)) == 0
+
+
+def test_a_traced_state_has_no_stage(target):
     decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
     state = decoder.prefill(PROMPTS, max_new_tokens=LIMITS)
-    state = decoder.step(state).state
-    before = loops.step._cache_size()
-    with CompileClock() as clock:
-        while bool(np.any(jax.device_get(state.running))):
-            state = decoder.step(state).state
-    assert clock.programs == 0
-    assert loops.step._cache_size() == before
+    with pytest.raises(ValueError, match=r"not known while a program is traced; call `decoder.step\(state\)`"):
+        loops.step(decoder.loop, decoder.params, state)
 
 
 def test_a_schedule_is_one_of_three_ways_to_say_how_much_is_drafted(target):
     with pytest.raises(ValueError, match="more than one"):
         SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE, num_speculative_tokens=3)
-    with pytest.raises(ValueError, match="cannot draft a chain"):
+    with pytest.raises(ValueError, match="schedule was given without a drafter"):
         SpeculativeDecoder(target, None, schedule=SCHEDULE)
 
 
-def test_the_usual_length_is_that_of_a_measured_platform() -> None:
-    assert [usual_length("cpu", batch) for batch in (1, 2, 3, 4, 5, 32, 33)] == [3, 3, 2, 2, 1, 1, 0]
-    assert usual_length("gpu", 1) is None
+@pytest.mark.parametrize("printed", [("--no-compare",), ("--json", "--trace", "trace.json")], ids=["text", "a trace"])
+def test_one_prompt_is_generated_round_by_round_by_a_schedule(
+    printed: tuple, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pair = ("--target", GOLDEN / "target", "--drafter", GOLDEN / "eagle3", "--prompt-ids", "[1, 17, 5]")
+    code, out, err = cli("generate", *pair, "--schedule", "[[1,2,3],[3,4,2]]", "--max-new-tokens", 6, *printed)
+    assert code == 0, err
+    assert "chain K=3" in out
+
+
+def test_the_default_length_is_three_or_fewer_on_cpus_and_five_elsewhere() -> None:
+    assert [default_length(batch, "cpu") for batch in (1, 2, 3, 4, 5, 32, 33)] == [3, 3, 2, 2, 1, 1, 0]
+    assert [default_length(batch, platform) for batch in (1, 33) for platform in ("gpu", "tpu")] == [5] * 4
+    assert default_length() == default_length(1, jax.default_backend())
+
+
+SHAPED = {
+    "EAGLE-3": (tiny.eagle3, None),
+    "EAGLE-1": (tiny.eagle1, None),
+    "MTP": (tiny.mtp, None),
+    "P-EAGLE": (tiny.p_eagle, None),
+    "a draft model": (tiny.draft_model, None),
+    "n-grams": (lambda of: LoadedDrafter(NGram()), None),
+    "suffixes": (lambda of: LoadedDrafter(Suffix()), None),
+    "Medusa": (tiny.medusa, 4),
+    "DFlash": (tiny.dflash, 4),
+}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", SHAPED)
+def test_unasked_a_decoder_drafts_the_default_length_of_one_row(
+    target: Any, name: str, platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rule of `eagle3 generate` for batches of one; what drafts a block or with several heads drafts all of it."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    make, own = SHAPED[name]
+    head = make(target)
+    if hasattr(head.drafter, "topology"):
+        head = dataclasses.replace(head, drafter=dataclasses.replace(head.drafter, topology=None))
+    drafter = SpeculativeDecoder(target, head).loop.drafter
+    assert drafter.max_depth == drafter.num_nodes - 1 == (own or {"cpu": 3, "gpu": 5}[platform])
+    assert drafter.is_chain
+    said = SpeculativeDecoder(target, head, num_speculative_tokens=2).loop.drafter
+    assert said.max_depth == 2
 
 
 @pytest.mark.parametrize(
     ("rows", "options", "length"),
-    [(1, (), 3), (2, (), 3), (4, (), 2), (5, (), 1), (5, ("--num-speculative-tokens", 5), 5), (33, (), 0)],
+    [
+        (1, (), 3),
+        (2, (), 3),
+        (4, (), 2),
+        (5, (), 1),
+        (5, ("--num-speculative-tokens", 5), 5),
+        (5, ("--draft-sampling", "greedy"), 1),
+        (33, (), 0),
+        (33, ("--draft-sampling", "greedy"), 1),
+    ],
 )
 def test_unasked_a_chain_is_as_long_as_pays_at_its_batch_size(
     rows: int, options: tuple, length: int, cli: Any, tmp_path: Path

@@ -96,7 +96,7 @@ def test_the_last_token_of_a_round_is_still_the_targets(target):
 
 def test_a_draft_that_was_not_made_is_not_accepted(target):
     """Prompt lookup finds nothing in a text without repetition, whatever the dice say."""
-    decoder = SpeculativeDecoder(target, NGram(), verifier=SimulatedAcceptance.of_length(6, 5))
+    decoder = SpeculativeDecoder(target, NGram(5), verifier=SimulatedAcceptance.of_length(6, 5))
     for one in decoder.rounds([[1, 2, 3, 4]], max_new_tokens=12):
         drafted = int(np.asarray(one.draft.valid)[0, 1:].sum())
         assert int(one.verdict.num_accepted[0]) == drafted

@@ -13,7 +13,7 @@ from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters import NGram
 from eagle3_jax.sampling import DraftSampling
 from eagle3_jax.schedule import SpeculationSchedule
-from eagle3_jax.tree import Chain
+from eagle3_jax.tree import Chain, DynamicTree
 from eagle3_jax.types import SamplingParams
 
 TARGET = tiny.target(13)
@@ -115,3 +115,34 @@ def test_stages_of_drawn_chains_can_be_stepped() -> None:
     *_, last = decoder.rounds(PROMPTS, max_new_tokens=[3, 6, 9], sampling=SAMPLED, seed=4)
     assert not bool(np.any(jax.device_get(last.state.running)))
     assert int(last.state.stats.num_draft_tokens.sum()) > 0
+
+
+WAYS = {
+    "none": {},
+    "the default": {"drafter": tiny.eagle3(TARGET)},
+    "a fixed K": {"drafter": tiny.eagle3(TARGET), "num_speculative_tokens": 2},
+    "a tree": {"drafter": tiny.eagle3(TARGET), "tree": DynamicTree(num_nodes=6, max_depth=2, top_k=2)},
+    "one stage": {"drafter": tiny.eagle3(TARGET), "schedule": SpeculationSchedule(((1, 9, 2),))},
+    "stages": {"drafter": tiny.eagle3(TARGET), "schedule": SpeculationSchedule(((1, 2, 3), (3, 3, 2)))},
+}
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_decoding_gives_the_text_of_the_target(way: str, batch: int) -> None:
+    """Greedy decoding is the truth; ``rounds``, ``step`` and ``stream`` agree with it as ``generate`` does."""
+    prompts, limits = tiny.random_prompts(batch, 13, seed=5), [4, 7, 9, 12][:batch]
+    truth = [
+        SpeculativeDecoder(TARGET).generate(row, max_new_tokens=one).tokens[0]
+        for row, one in zip(prompts, limits, strict=True)
+    ]
+    decoder = SpeculativeDecoder(TARGET, **WAYS[way])
+    assert decoder.generate(prompts, max_new_tokens=limits).tokens == truth
+    *_, last = decoder.rounds(prompts, max_new_tokens=limits)
+    stepped = rest_of(decoder, decoder.prefill(prompts, max_new_tokens=limits))
+    for row, prompt in enumerate(prompts):
+        end = len(prompt) + limits[row]
+        assert np.asarray(last.state.tokens)[row, len(prompt) : end].tolist() == truth[row]
+        assert stepped[row, len(prompt) : end].tolist() == truth[row]
+        chunks = decoder.stream(prompt, max_new_tokens=limits[row])
+        assert [token for chunk in chunks for token in chunk.tokens] == truth[row]

@@ -132,7 +132,7 @@ def test_speed(check: Check, subject: Subject, setting: Any, plan: Plan, model: 
     contenders: list[Contender] = [chain(pair, dtype, length) for length in (0, *plan.chains)]
     if plan.tree is not None:
         contenders.append(tree(pair, dtype, plan.tree))
-    contenders.append(DecoderContender("n-gram K=5", dtype, SpeculativeDecoder(pair[0], NGram(), stop_tokens=())))
+    contenders.append(DecoderContender("n-gram K=5", dtype, SpeculativeDecoder(pair[0], NGram(5), stop_tokens=())))
     if not setting.gpu and batch == 1:
         contenders.append(chain(subject.pair("float32"), "float32", 0))
     missing: list[list[Any]] = []

@@ -66,8 +66,8 @@ def generate(
     num_speculative_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Draft a chain of K tokens. Nothing said: all of Medusa's heads or of a block, otherwise 5; on CPUs 3 "
-            "down to none by batch size."
+            help="Draft length K. Default: 5 (Medusa: one per head; DFlash: the block); on CPUs 3, fewer for batches "
+            "above 2."
         ),
     ] = None,
     tree: Annotated[
@@ -121,8 +121,9 @@ def generate(
     with status("loading", quiet=as_json):
         loaded = read_target(target, dtype, devices, weights=weights)
         head = read_drafter(drafter, target=loaded, target_source=target, layer_ids=layer_ids)
-        if all(said is None for said in (num_speculative_tokens, shape, lengths, draft_sampling)):
-            head = head if own("--drafter", drafter) else _as_usual(head, batches[0])
+        chosen = any(said is not None for said in (num_speculative_tokens, shape, lengths))
+        if not chosen and not own("--drafter", drafter):
+            head = _for_rows(head, batches[0], least=0 if draft_sampling is None else 1)
         options = {"--num-speculative-tokens": num_speculative_tokens, "--tree": tree, "--schedule": schedule}
         with _naming(options):
             decoder = SpeculativeDecoder(
@@ -166,25 +167,24 @@ def _requests(prompt: str | None, prompt_ids: str | None, prompts: Path | None, 
     return [Request(read_text(Path(STDIN)) if prompt == STDIN else prompt or "", max_new_tokens)]
 
 
-def _as_usual(head: LoadedDrafter | Drafter[Any] | None, batch: int) -> LoadedDrafter | Drafter[Any] | None:
-    """A head that drafts as much as pays at this batch size, where that was measured; none where nothing pays.
+def _for_rows(
+    head: LoadedDrafter | Drafter[Any] | None, batch: int, *, least: int
+) -> LoadedDrafter | Drafter[Any] | None:
+    """A drafter with the default length for batches of this size; none where that is 0.
 
     What drafts a whole block or all of its heads in one pass does so: other lengths are other networks, or no cheaper.
     """
-    import jax
-
     from eagle3_jax import Chain, LoadedDrafter
-    from eagle3_jax.boundary import configured
-    from eagle3_jax.schedule import usual_length
+    from eagle3_jax.boundary import Drafting, configured
+    from eagle3_jax.schedule import default_length
 
-    length = usual_length(jax.default_backend(), batch)
-    if length is None or not isinstance(head, LoadedDrafter) or not hasattr(head.drafter, "drafting"):
+    drafter, length = head.drafter if isinstance(head, LoadedDrafter) else head, max(default_length(batch), least)
+    if length == default_length() or not isinstance(drafter, Drafting) or hasattr(drafter, "longest"):
         return head
     if not length:
         return None
-    if hasattr(head.drafter, "longest"):
-        return head
-    return dataclasses.replace(head, drafter=configured(head.drafter, Chain(length), None))
+    shaped = configured(drafter, Chain(length), None)
+    return dataclasses.replace(head, drafter=shaped) if isinstance(head, LoadedDrafter) else shaped
 
 
 def _batches(prompts: int, batch_size: int) -> list[int]:

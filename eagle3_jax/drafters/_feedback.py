@@ -99,7 +99,7 @@ class FeedbackDrafter(NetworkDrafter):
         del params
         config, dtype = self.config, self.precision.activations
         # There is room for as many nodes as are verified; a tree may run more of them than that.
-        capacity += max(0, self.topology.num_run - self.num_nodes)
+        capacity += max(0, self.shape.num_run - self.num_nodes)
         return FeedbackState(
             cache=empty_cache(config.layers, batch=batch, capacity=capacity, dtype=dtype),
             output=jnp.zeros((batch, config.width), dtype),

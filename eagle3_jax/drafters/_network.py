@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, Key
 from eagle3_jax.drafters._grow import Level, RunLevel, draft
 from eagle3_jax.models.functional import Params, bind, init_params, param_axes, param_shapes
 from eagle3_jax.models.layers import FLOAT32, Precision, product
+from eagle3_jax.schedule import default_length
 from eagle3_jax.sharding import VOCAB, Axis
 from eagle3_jax.tree import Chain, DynamicTree, StaticTree, Topology
 from eagle3_jax.types import Draft, DraftSampling, SamplingParams, Tables
@@ -21,11 +22,17 @@ from eagle3_jax.types import Draft, DraftSampling, SamplingParams, Tables
 class ShapedDrafter:
     """What a shape of draft and a way of drawing say: sizes, checks, and how a draft is grown with a network.
 
-    A dataclass that derives from it has the fields ``topology`` and ``draft_sampling``.
+    A dataclass that derives from it has the fields ``topology`` and ``draft_sampling``. Without a topology the shape is
+    a chain of the default length. It is looked up when it is used: what only reads files starts no device.
     """
 
-    topology: Topology
+    topology: Topology | None
     draft_sampling: DraftSampling
+
+    @property
+    def shape(self) -> Topology:
+        """The topology; by default a chain as :func:`eagle3_jax.schedule.default_length` says for one row."""
+        return self.topology or Chain(default_length())
 
     def check_shape(self, *, vocab_size: int, max_positions: int) -> None:
         """Refuse a draft that the network cannot give.
@@ -35,9 +42,13 @@ class ShapedDrafter:
             max_positions: Longest sequence that it was built for.
 
         Raises:
-            ValueError: The draft is too wide or too deep, or a dynamic tree whose tokens are drawn.
+            ValueError: The draft is too wide or too deep, or a dynamic tree whose tokens are drawn, or
+                ``draft_sampling`` is no :class:`DraftSampling` and not the word of one.
         """
+        object.__setattr__(self, "draft_sampling", DraftSampling(self.draft_sampling))
         topology = self.topology
+        if topology is None:
+            return
         width = topology.top_k if isinstance(topology, DynamicTree) else 1
         if isinstance(topology, StaticTree):
             width = 1 + max(rank for path in topology.paths for rank in path)
@@ -57,26 +68,26 @@ class ShapedDrafter:
     @property
     def num_nodes(self) -> int:
         """``N``."""
-        return self.topology.num_nodes
+        return self.shape.num_nodes
 
     @property
     def max_depth(self) -> int:
         """``G``."""
-        return self.topology.max_depth
+        return self.shape.max_depth
 
     @property
     def is_chain(self) -> bool:
-        """Whether the topology is one."""
-        return isinstance(self.topology, Chain)
+        """Whether the shape is one."""
+        return isinstance(self.shape, Chain)
 
-    def drafting(self, topology: Topology | None, draft_sampling: DraftSampling | None) -> ShapedDrafter:
+    def drafting(self, topology: Topology | None, draft_sampling: DraftSampling | str | None) -> ShapedDrafter:
         """With another topology or another way of drawing; ``None`` leaves that as it is.
 
         Raises:
             ValueError: A dynamic tree was asked for whose tokens are drawn, or a tree wider than the draft vocabulary.
         """
-        options = {"topology": topology or self.topology, "draft_sampling": draft_sampling or self.draft_sampling}
-        return dataclasses.replace(self, **options)  # type: ignore[type-var]
+        sampling = self.draft_sampling if draft_sampling is None else draft_sampling
+        return dataclasses.replace(self, topology=topology or self.topology, draft_sampling=sampling)  # type: ignore[type-var]
 
     def grown(
         self,
@@ -91,7 +102,7 @@ class ShapedDrafter:
     ) -> tuple[Draft, Any]:
         """The draft of this shape, and what the network remembers of it: the likeliest tokens, or drawn ones."""
         return draft(
-            self.topology,
+            self.shape,
             self.draft_sampling,
             root=root,
             first=first,
@@ -112,7 +123,7 @@ class NetworkDrafter(ShapedDrafter):
     Attributes:
         config: Of the network. It has at least ``vocab_size`` and ``draft_vocab_size``, ``target_width`` and
             ``aux_layers``, and ``max_positions``.
-        topology: The shape of a draft.
+        topology: The shape of a draft; a chain of the default length when left out.
         precision: Of the network's products and activations.
         draft_sampling: Whether the tokens of a chain or a static tree are the likeliest or drawn.
     """
@@ -121,7 +132,7 @@ class NetworkDrafter(ShapedDrafter):
     borrows_output: ClassVar[bool] = False
 
     config: Any
-    topology: Topology = Chain(5)
+    topology: Topology | None = None
     precision: Precision = FLOAT32
     draft_sampling: DraftSampling = DraftSampling.GREEDY
 

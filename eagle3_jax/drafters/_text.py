@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
+from eagle3_jax.schedule import default_length
 from eagle3_jax.tree import Chain, Topology
 from eagle3_jax.types import DraftSampling, Observation
 
@@ -51,10 +52,10 @@ class TextDrafter:
     """A :class:`~eagle3_jax.types.Drafter` but for ``propose``. What it drafts is a chain, a function of the text.
 
     Attributes:
-        num_speculative_tokens: ``K``.
+        num_speculative_tokens: ``K``; the default length for one row when left out.
     """
 
-    num_speculative_tokens: int = 5
+    num_speculative_tokens: int = dataclasses.field(default_factory=default_length)
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens < 1:
@@ -80,14 +81,14 @@ class TextDrafter:
         """Always."""
         return True
 
-    def drafting(self, topology: Topology | None, draft_sampling: DraftSampling | None) -> TextDrafter:
+    def drafting(self, topology: Topology | None, draft_sampling: DraftSampling | str | None) -> TextDrafter:
         """With another number of tokens.
 
         Raises:
             ValueError: A tree was asked for, or tokens that are drawn.
         """
         name = type(self).__name__
-        if draft_sampling is DraftSampling.PROBABILISTIC:
+        if draft_sampling is not None and DraftSampling(draft_sampling) is DraftSampling.PROBABILISTIC:
             raise ValueError(f"{name} has no distribution to draw from; leave draft_sampling out or load a draft head")
         if topology is None:
             return self

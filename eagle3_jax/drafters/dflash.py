@@ -244,7 +244,7 @@ class DFlashDrafter(NetworkDrafter):
     borrows_output: ClassVar[bool] = True
 
     config: DFlashConfig
-    topology: Topology = None  # type: ignore[assignment]
+    topology: Topology | None = None
 
     def __post_init__(self) -> None:
         most = self.longest

@@ -31,7 +31,7 @@ from eagle3_jax.models.config import GatedDelta
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.memory import causal_mask
-from eagle3_jax.tree import Chain, Topology
+from eagle3_jax.tree import Topology
 from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams
 
 
@@ -57,12 +57,12 @@ class DraftModel(ShapedDrafter):
 
     Attributes:
         model: The draft model, of any family and size with the target's vocabulary.
-        topology: The shape of a draft.
+        topology: The shape of a draft; a chain of the default length when left out.
         draft_sampling: Whether the tokens of a chain or a static tree are the likeliest or drawn.
     """
 
     model: DecoderTarget
-    topology: Topology = Chain(5)
+    topology: Topology | None = None
     draft_sampling: DraftSampling = DraftSampling.GREEDY
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class DraftModel(ShapedDrafter):
         """
         del params
         # There is room for as many nodes as are verified; a tree may run more of them than that.
-        cache = self.model.init_cache(batch, capacity + max(0, self.topology.num_run - self.num_nodes))
+        cache = self.model.init_cache(batch, capacity + max(0, self.shape.num_run - self.num_nodes))
         other = [type(layer).__name__ for layer in cache.layers if not isinstance(layer, KeyValues | LatentKeys)]
         if other:
             raise ValueError(

@@ -149,7 +149,7 @@ class MedusaDrafter(NetworkDrafter):
     network: ClassVar[type[nnx.Module]] = MedusaHeads
 
     config: MedusaConfig
-    topology: Topology | None = None  # type: ignore[assignment]  # one of them before anybody reads it
+    topology: Topology | None = None
 
     def __post_init__(self) -> None:
         topology = self.topology or Chain(self.longest)
@@ -186,7 +186,7 @@ class MedusaDrafter(NetworkDrafter):
     def propose(self, params: Params, state: MedusaState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
         """All levels at once."""
         return propose_parallel(
-            self.topology,  # type: ignore[arg-type]
+            self.shape,
             root=state.root,
             logits=self.bound(params)(state.hidden, self.max_depth),
             draft_to_target=params.get("draft_to_target"),

@@ -19,7 +19,7 @@ class NGram(TextDrafter):
     It has no parameters and needs no training; it pays where the output repeats the prompt or itself.
 
     Attributes:
-        num_speculative_tokens: ``K``.
+        num_speculative_tokens: ``K``; the default length for one row when left out.
         max_ngram: Longest suffix tried.
         min_ngram: Shortest suffix tried.
         earliest: Of several matches the earliest wins, as in vLLM, and not the latest.

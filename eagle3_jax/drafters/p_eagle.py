@@ -102,7 +102,7 @@ class PEagleDrafter(FeedbackDrafter):
             # What the mask rows wrote lies behind the committed slots, whose number is as before.
             cache = Cache(layers=tuple(KeyValues(**one._asdict()) for one in written), length=cache.length)
         draft = propose_parallel(
-            self.topology,
+            self.shape,
             root=state.root,
             logits=head.logits(outputs),
             draft_to_target=params.get("draft_to_target"),

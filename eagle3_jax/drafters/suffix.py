@@ -31,7 +31,7 @@ class Suffix(TextDrafter):
     """Continues the matches of all suffixes by majority; has no parameters and needs no training.
 
     Attributes:
-        num_speculative_tokens: ``K``.
+        num_speculative_tokens: ``K``; the default length for one row when left out.
         max_suffix: Longest suffix tried.
         max_matches: How many matches are counted, the longest and of those the latest.
         min_probability: A draft ends where fewer of the matches agree with it than this share.

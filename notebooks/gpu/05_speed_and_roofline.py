@@ -95,7 +95,7 @@ contenders = [
 ]
 if not RANDOM:
     contenders.append(
-        DecoderContender("n-gram K=5", dtype, SpeculativeDecoder(pair[0], NGram(), stop_tokens=()))
+        DecoderContender("n-gram K=5", dtype, SpeculativeDecoder(pair[0], NGram(5), stop_tokens=()))
     )
 if here.vllm is not None and not RANDOM:
     options = EngineOptions(
