@@ -101,7 +101,7 @@ class Contrast:
         """The tilt ``ε`` that would be seen: a distribution of ``p(x) (1 + ε · score(x))``, to first order."""
         if not self.variance:
             return math.inf
-        return (stats.norm.isf(alpha / 2) + stats.norm.isf(1 - power)) / math.sqrt(self.variance)
+        return float(stats.norm.isf(alpha / 2) + stats.norm.isf(1 - power)) / math.sqrt(self.variance)
 
 
 def smallest_deviation(tokens: int, degrees: int, *, alpha: float, power: float = 0.9) -> float:
