@@ -32,8 +32,8 @@ MOST_COMMITS = 50  # that changed eagle3_jax/ or conversion/ since the record's 
 SCOPE = {
     "L0": "any deviation of the rule, however small: distributions are enumerated in rational numbers. Not: rounding, "
     "the compiled loop",
-    "L1": "a frequency off by more than 1/4,096, by injected randomness; at 128,256 tokens a threshold of an acceptance "
-    "rule that is off by 1e-6 of the emitted distribution. Not: dependence between samples",
+    "L1": "a frequency off by more than 1/4,096, by injected randomness; at 128,256 tokens a threshold of an "
+    "acceptance rule that is off by 1e-6 of the emitted distribution. Not: dependence between samples",
     "L2": "{sees}. Not: what leaves every probability of a token given its context unchanged",
     "L3": "one bit of a key, a value or a token that a refused draft left behind. Not: an error that plain decoding of "
     "the same shape makes as well",
