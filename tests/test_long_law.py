@@ -169,18 +169,18 @@ class Texts:
     """What a batch of rows wrote, with the law of every token.
 
     Attributes:
-        world: Whose contexts count.
         before: ``[B ORDER]``, the end of the prompts.
         tokens: ``[B H]``, padded with -1.
         p: ``[C V]``, all laws, in float64.
         laws: ``[B H]``, which of them each token should have.
+        world: Whose contexts count.
     """
 
-    world: World
     before: np.ndarray
     tokens: np.ndarray
     p: np.ndarray
     laws: np.ndarray
+    world: World = NARROW
 
     def strata(self) -> Iterator[tuple[str, np.ndarray, int]]:
         """Name, stratum of every token (-1: none) and how many there are; all known before the token is drawn."""
@@ -259,7 +259,7 @@ def written(name: str, settings: tuple[Setting, ...], *, rows: int, run: int) ->
     else:
         p, follows = laws_of(settings, world), after(world, everything[:, 1:])
         laws = np.where(tokens >= 0, which[:, None] * len(world.wanted) + follows, 0)
-    return Texts(world, prompts[:, -order:], tokens, p, laws)
+    return Texts(prompts[:, -order:], tokens, p, laws, world)
 
 
 def laws_of_the_decoder(target: LoadedTarget, texts: np.ndarray, temperature: np.ndarray) -> np.ndarray:
