@@ -191,7 +191,7 @@ BROKEN: dict[str, tuple[LoadedTarget, str, str]] = {
         "what the mask hides has no influence", "changes with node ., which it does not see",
     ),
     "positions of a prompt that are off from 24 on": (
-        asked(positions=lambda given: given["positions"] + ((given["positions"] >= 24) & (given["cache"] is None))),
+        asked(positions=lambda given: given["positions"] + given["positions"] // 24 * int(given["cache"] is None)),
         LONG, "of a long prompt is not what it is one by one",
     ),
     "a block that is wrong after eight tokens": (

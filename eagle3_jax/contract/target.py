@@ -56,7 +56,7 @@ def check_target(
         target: With its parameters.
         checks: Which of :data:`TARGET_CHECKS`; all when left out.
         tolerance: Largest deviation of a logit, as a share of the largest logit; when left out 1e-4, and 3e-2 for a
-            target with parameters or a cache of less than 32 bits.
+            target with parameters or a cache of less than 32 bits (6e-2 for long texts).
         seed: Of every text.
 
     Raises:
