@@ -138,7 +138,7 @@ def verify_greedy(draft: Draft, target_tokens: Int[Array, "B N"], *, max_depth: 
 
 def _elder_siblings(draft: Draft) -> Bool[Array, "B N N"]:
     """Which nodes have the parent of each node and stand before it."""
-    node = jnp.arange(draft.parents.shape[1])
+    node = jnp.arange(draft.parents.shape[1], dtype=jnp.int32)
     return (draft.parents[:, :, None] == draft.parents[:, None, :]) & (node[None, :] < node[:, None])
 
 
@@ -171,7 +171,7 @@ def path_of(
     """
     node = jnp.arange(on_path.shape[1], dtype=jnp.int32)
     level = jnp.where(on_path, depths(above), 0)
-    reached = level[:, None, :] == jnp.arange(1, max_depth + 1)[:, None]
+    reached = level[:, None, :] == jnp.arange(1, max_depth + 1, dtype=jnp.int32)[:, None]
     path = jnp.max(jnp.where(reached, node, -1), axis=-1)
     return path, jnp.sum(path >= 0, axis=-1, dtype=jnp.int32)
 

@@ -66,11 +66,11 @@ class Suffix(TextDrafter):
         """What one row proposes, and how much of it."""
         capacity, depth = tokens.shape[0], self.num_speculative_tokens
         # M suffixes, the longest first; C matches, the longest first and of those the latest.
-        suffix = jnp.arange(self.max_suffix, 0, -1)
+        suffix = jnp.arange(self.max_suffix, 0, -1, dtype=jnp.int32)
         best, at = lax.top_k(
-            jnp.where(run > 0, run * capacity + jnp.arange(capacity), -1), min(self.max_matches, capacity)
+            jnp.where(run > 0, run * capacity + jnp.arange(capacity, dtype=jnp.int32), -1), min(self.max_matches, capacity)
         )
-        ahead = at[:, None] + 1 + jnp.arange(depth)
+        ahead = at[:, None] + 1 + jnp.arange(depth, dtype=jnp.int32)
         known, following = ahead < end, tokens[jnp.minimum(ahead, capacity - 1)]
         agreeing = (run[at] >= suffix[:, None]) & (best >= 0)
         total = jnp.sum(agreeing, axis=1, dtype=jnp.float32)

@@ -169,7 +169,7 @@ class GatedDeltaNet(nnx.Module):
         heads = self._heads([behind[:, tap : tap + size] for tap in range(taps + 1)])
         betas, logs = (jnp.where(real[..., None, None], leaf, 0.0) for leaf in (betas, logs))
         read, state = chunked(heads, betas, logs)
-        end = jnp.max(jnp.where(real, jnp.arange(1, size + 1), 0), axis=1)
+        end = jnp.max(jnp.where(real, jnp.arange(1, size + 1, dtype=jnp.int32), 0), axis=1)
         window = jax.vmap(lambda run, end: lax.dynamic_slice_in_dim(run, end, taps, axis=0))(behind, end)
         batch, _, _, *matrix = state.shape
         return read, Recurrent(state=state.reshape(batch, -1, *matrix), window=jnp.moveaxis(window, 1, 2))

@@ -182,7 +182,7 @@ def parents_of(mask: Bool[Array, "#B T T"]) -> Int[Array, "#B T"]:
 
 def _real(mask: Bool[Array, "#B T T"], length: Int[Array, " B"] | None) -> Bool[Array, "#B T"]:
     itself = jnp.diagonal(mask, axis1=-2, axis2=-1)
-    return itself if length is None else itself & (jnp.arange(mask.shape[-1]) < length[:, None])
+    return itself if length is None else itself & (jnp.arange(mask.shape[-1], dtype=jnp.int32) < length[:, None])
 
 
 def _state(layer: LayerCache) -> Recurrent | None:
