@@ -139,7 +139,7 @@ def verify_greedy(draft: Draft, target_tokens: Int[Array, "B N"], *, max_depth: 
 def _elder_siblings(draft: Draft) -> Bool[Array, "B N N"]:
     """Which nodes have the parent of each node and stand before it."""
     node = jnp.arange(draft.parents.shape[1], dtype=jnp.int32)
-    return (draft.parents[:, :, None] == draft.parents[:, None, :]) & (node[None, :] < node[:, None])
+    return (draft.parents[:, :, None] == draft.parents[:, None, :]) & (node[None, :] < node[:, None])[None]
 
 
 def _follow(
@@ -154,7 +154,7 @@ def _follow(
     taken = taken & draft.valid & (draft.parents >= 0)
     first = taken & ~jnp.any(_elder_siblings(draft) & taken[:, None, :], axis=-1)
     above = ancestor_mask(draft.parents, max_depth)
-    on_path = above[:, :, 0] & jnp.all(first[:, None, :] | (node == 0) | ~above, axis=-1)
+    on_path = above[:, :, 0] & jnp.all(first[:, None, :] | (node == 0)[None, None] | ~above, axis=-1)
     path, count = path_of(on_path, above, max_depth)
     return path, count, jnp.max(jnp.where(on_path, node, 0), axis=-1)
 
@@ -171,7 +171,7 @@ def path_of(
     """
     node = jnp.arange(on_path.shape[1], dtype=jnp.int32)
     level = jnp.where(on_path, depths(above), 0)
-    reached = level[:, None, :] == jnp.arange(1, max_depth + 1, dtype=jnp.int32)[:, None]
+    reached = level[:, None, :] == jnp.arange(1, max_depth + 1, dtype=jnp.int32)[:, None][None]
     path = jnp.max(jnp.where(reached, node, -1), axis=-1)
     return path, jnp.sum(path >= 0, axis=-1, dtype=jnp.int32)
 

@@ -225,7 +225,9 @@ class SpeculativeLoop:
         """Append up to ``count`` tokens to running rows, ending exactly at a stop token or at the limit."""
         index = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]
         stops = jnp.any(emitted[:, :, None] == state.stop_tokens[:, None, :], axis=-1) & (index < count[:, None])
-        until_stop = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, emitted.shape[1] + 1)
+        until_stop = jnp.where(
+            jnp.any(stops, axis=1), jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, emitted.shape[1] + 1
+        )
         room = state.limit - state.length
         kept = jnp.minimum(jnp.minimum(count, until_stop), room)
         kept = jnp.where(state.running, jnp.maximum(kept, 0), 0).astype(jnp.int32)

@@ -227,7 +227,8 @@ def _grow_chain(
 def confidence(logits: Float[Array, "*n W"], temperature: Float[Array, "*n"] | float = 1.0) -> Float[Array, "*n"]:
     """``max_v softmax(logits / temperature)``: how sure the network is, whichever token is drawn."""
     below_best = logits.astype(jnp.float32) - jnp.max(logits, axis=-1, keepdims=True)
-    scaled = below_best / jnp.maximum(jnp.asarray(temperature)[..., None], jnp.finfo(jnp.float32).tiny)
+    divisor = jnp.maximum(jnp.asarray(temperature)[..., None], jnp.finfo(jnp.float32).tiny)
+    scaled = below_best / lax.broadcast_to_rank(divisor, below_best.ndim)
     return 1.0 / jnp.sum(jnp.exp(scaled), axis=-1)
 
 
