@@ -74,8 +74,8 @@ def test_a_sampled_batch_is_traced_under_64_bits_for(name: str) -> None:
     loop = dataclasses.replace(decoder.loop, warping=Warping.TRUNCATED)
     with strict():
         batch = tiny.prompts(PROMPTS, limit=8, sampling=MIXED)
-        outcome = jax.eval_shape(lambda *given: loop.generate(*given, 64), decoder.params, batch)
-    assert {leaf.dtype for leaf in jax.tree.leaves(outcome)} == {np.dtype(np.int32)}
+        outcome = jax.eval_shape(lambda *given: jax.tree.leaves(loop.generate(*given, 64)), decoder.params, batch)
+    assert {leaf.dtype for leaf in outcome} == {np.dtype(np.int32)}
 
 
 @pytest.mark.parametrize("name", GREEDY)
@@ -96,14 +96,14 @@ def test_a_seed_writes_the_same_tokens_under_64_bits(name: str) -> None:
 def test_a_generation_is_traced_under_64_bits_for(name: str) -> None:
     loop, params = tiny.bind(test_target_contract.ALL_TARGETS[name](), LoadedDrafter(NGram(3)))
     with strict():
-        outcome = jax.eval_shape(lambda *given: loop.generate(*given, 64), params, tiny.prompts(PROMPTS, limit=8))
-    assert {leaf.dtype for leaf in jax.tree.leaves(outcome)} == {np.dtype(np.int32)}
+        outcome = jax.eval_shape(lambda *given: jax.tree.leaves(loop.generate(*given, 64)), params, tiny.prompts(PROMPTS, limit=8))
+    assert {leaf.dtype for leaf in outcome} == {np.dtype(np.int32)}
 
 
 def test_the_contract_is_checked_under_64_bits() -> None:
     with strict():
         for report in (
-            check_drafter(NGram(3), TARGET, samples=1024),
+            check_drafter(NGram(3), TARGET, checks=["keeps the protocol", "greedy output is the target's"]),
             check_target(TARGET),
             check_verifier(Exact(), samples=1024),
         ):
