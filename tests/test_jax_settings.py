@@ -96,7 +96,8 @@ def test_a_seed_writes_the_same_tokens_under_64_bits(name: str) -> None:
 def test_a_generation_is_traced_under_64_bits_for(name: str) -> None:
     loop, params = tiny.bind(test_target_contract.ALL_TARGETS[name](), LoadedDrafter(NGram(3)))
     with strict():
-        outcome = jax.eval_shape(lambda *given: jax.tree.leaves(loop.generate(*given, 64)), params, tiny.prompts(PROMPTS, limit=8))
+        batch = tiny.prompts(PROMPTS, limit=8)
+        outcome = jax.eval_shape(lambda *given: jax.tree.leaves(loop.generate(*given, 64)), params, batch)
     assert {leaf.dtype for leaf in outcome} == {np.dtype(np.int32)}
 
 
