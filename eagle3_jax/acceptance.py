@@ -111,8 +111,9 @@ def verify_points(
     elder = _elder_siblings(draft) & draft.valid[:, None, :]
     again = jnp.any(elder & (draft.tokens[:, :, None] == draft.tokens[:, None, :]), axis=-1)
     p = jnp.where(again, 0.0, pick(target_probs, draft.parents, draft.tokens))
+    # Elder siblings may add up to more than one by rounding, so a token without mass is refused by name.
     left = 1.0 - jnp.sum(jnp.where(elder, p[:, None, :], 0.0), axis=-1)
-    path, count, last = _follow(draft, accept * left < p, max_depth)
+    path, count, last = _follow(draft, (p > 0) & (accept * left < p), max_depth)
 
     refused = draft.valid & (draft.parents == last[:, None])
     whole = jnp.take_along_axis(target_probs, last[:, None, None], axis=1)[:, 0]
@@ -138,8 +139,8 @@ def verify_greedy(draft: Draft, target_tokens: Int[Array, "B N"], *, max_depth: 
 
 def _elder_siblings(draft: Draft) -> Bool[Array, "B N N"]:
     """Which nodes have the parent of each node and stand before it."""
-    node = jnp.arange(draft.parents.shape[1])
-    return (draft.parents[:, :, None] == draft.parents[:, None, :]) & (node[None, :] < node[:, None])
+    node = jnp.arange(draft.parents.shape[1], dtype=jnp.int32)
+    return (draft.parents[:, :, None] == draft.parents[:, None, :]) & (node[None, :] < node[:, None])[None]
 
 
 def _follow(
@@ -154,7 +155,7 @@ def _follow(
     taken = taken & draft.valid & (draft.parents >= 0)
     first = taken & ~jnp.any(_elder_siblings(draft) & taken[:, None, :], axis=-1)
     above = ancestor_mask(draft.parents, max_depth)
-    on_path = above[:, :, 0] & jnp.all(first[:, None, :] | (node == 0) | ~above, axis=-1)
+    on_path = above[:, :, 0] & jnp.all(first[:, None, :] | (node == 0)[None, None] | ~above, axis=-1)
     path, count = path_of(on_path, above, max_depth)
     return path, count, jnp.max(jnp.where(on_path, node, 0), axis=-1)
 
@@ -171,7 +172,7 @@ def path_of(
     """
     node = jnp.arange(on_path.shape[1], dtype=jnp.int32)
     level = jnp.where(on_path, depths(above), 0)
-    reached = level[:, None, :] == jnp.arange(1, max_depth + 1)[:, None]
+    reached = level[:, None, :] == jnp.arange(1, max_depth + 1, dtype=jnp.int32)[:, None][None]
     path = jnp.max(jnp.where(reached, node, -1), axis=-1)
     return path, jnp.sum(path >= 0, axis=-1, dtype=jnp.int32)
 

@@ -59,7 +59,7 @@ def verify_block(
     passes = jnp.where(refused > 0, mass / jnp.where(refused > 0, refused, 1.0), 1.0)
 
     # Strict, so that a token without target mass, which survives with probability 0, is never taken.
-    passed = chained & (node > 0) & (accept < passes)
+    passed = chained & (node > 0)[None, :] & (accept < passes)
     count = jnp.max(jnp.where(passed, node, 0), axis=1)
     chosen = count[:, None, None]
     left = jnp.take_along_axis(wanted, chosen, axis=1)[:, 0]
@@ -67,7 +67,7 @@ def verify_block(
     whole = jnp.take_along_axis(target_probs, chosen, axis=1)[:, 0]
     left = jnp.where(jnp.sum(left, axis=-1, keepdims=True) > 0, left, whole)
     step = jnp.arange(1, max_depth + 1, dtype=jnp.int32)
-    path = jnp.where(step <= count[:, None], step, -1)
+    path = jnp.where(step[None, :] <= count[:, None], step, -1)
     return Verdict(path=path, num_accepted=count, next_token=draw(left, choose))
 
 

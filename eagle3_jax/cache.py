@@ -254,7 +254,7 @@ def visible(
         span: Which positions a token sees.
     """
     batch, (fed, size) = length.shape[0], mask.shape[-2:]
-    slot = jnp.arange(capacity)[None, :]
+    slot = jnp.arange(capacity, dtype=jnp.int32)[None, :]
     offset = slot - length[:, None]
     inside = jnp.broadcast_to(mask, (batch, fed, size))
     index = jnp.broadcast_to(jnp.clip(offset, 0, size - 1)[:, None, :], (batch, fed, capacity))
@@ -272,7 +272,7 @@ def _behind(
     buffer: Float[Array, "B C S H"], block: Float[Array, "B C T H"], length: Int[Array, " B"]
 ) -> Float[Array, "B C S H"]:
     """A buffer with a block behind the committed slots of each row."""
-    return _scatter(buffer, length[:, None] + jnp.arange(block.shape[2])[None, :], block)
+    return _scatter(buffer, length[:, None] + jnp.arange(block.shape[2], dtype=jnp.int32)[None, :], block)
 
 
 def side_by_side(
@@ -281,7 +281,7 @@ def side_by_side(
     """A buffer with the chosen tokens of the block side by side: read first, all of them, and then written."""
     if nodes is None:
         return buffer
-    capacity, step = buffer.shape[2], jnp.arange(nodes.shape[1])[None, :]
+    capacity, step = buffer.shape[2], jnp.arange(nodes.shape[1], dtype=jnp.int32)[None, :]
     # What is not kept goes beyond the capacity, each to a place of its own: scattered indices must be unique.
     slots = jnp.where(step < count[:, None], length[:, None] + step, capacity + step)
     source = jnp.minimum(length[:, None] + nodes, capacity - 1)[:, None, :, None]

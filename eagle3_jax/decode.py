@@ -169,7 +169,8 @@ class SpeculativeDecoder:
                 is a batch of its rows.
             max_new_tokens: One limit for all, or one per prompt.
             sampling: Scalars for all rows or ``[B]`` arrays; greedy when left out.
-            seed: Of the rows' random keys; row ``b`` does not depend on the other rows.
+            seed: Random seed, 0 to 2^32 - 1. Two calls with one seed share their random numbers. Row ``b`` does
+                not depend on the other rows, unless a ``schedule`` chooses the draft length by the running rows.
 
         Raises:
             ValueError: A prompt, limit or sampling parameter is out of range.

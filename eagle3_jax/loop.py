@@ -158,7 +158,7 @@ class SpeculativeLoop:
         nodes = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), jnp.maximum(verdict.path, 0)], axis=1)
         committed = jnp.take_along_axis(draft.tokens, nodes, axis=1)
         emitted = jnp.concatenate([committed[:, 1:], verdict.next_token[:, None]], axis=1)
-        index = jnp.arange(emitted.shape[1])[None, :]
+        index = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]
         emitted = jnp.where(index == verdict.num_accepted[:, None], verdict.next_token[:, None], emitted)
 
         active = state.running
@@ -224,9 +224,11 @@ class SpeculativeLoop:
 
     def _emit(self, state: GenerationState, emitted: Int[Array, "B T"], count: Int[Array, " B"]) -> GenerationState:
         """Append up to ``count`` tokens to running rows, ending exactly at a stop token or at the limit."""
-        index = jnp.arange(emitted.shape[1])[None, :]
+        index = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]
         stops = jnp.any(emitted[:, :, None] == state.stop_tokens[:, None, :], axis=-1) & (index < count[:, None])
-        until_stop = jnp.where(jnp.any(stops, axis=1), jnp.argmax(stops, axis=1) + 1, emitted.shape[1] + 1)
+        until_stop = jnp.where(
+            jnp.any(stops, axis=1), jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, emitted.shape[1] + 1
+        )
         room = state.limit - state.length
         kept = jnp.minimum(jnp.minimum(count, until_stop), room)
         kept = jnp.where(state.running, jnp.maximum(kept, 0), 0).astype(jnp.int32)

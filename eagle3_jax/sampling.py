@@ -177,8 +177,16 @@ def _invert(masses: Float[Array, "*B n"], uniform: Float[Array, "*B"]) -> Int[Ar
 
 
 def row_keys(seed: int, batch: int) -> Key[Array, " B"]:
-    """One key per row; row ``b`` is the same in a batch of any size."""
-    return _row_keys(jax.random.key(seed), batch)
+    """One key per row; row ``b`` is the same in a batch of any size.
+
+    Two calls with one seed share their random numbers: give batches that must be independent different seeds.
+
+    Raises:
+        ValueError: The seed is not a whole number from 0 to 2^32 - 1.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed is {seed!r}; expected a whole number from 0 to {2**32 - 1}")
+    return _row_keys(jax.random.key(np.uint32(seed)), batch)
 
 
 @functools.partial(jax.jit, static_argnames=("batch",))

@@ -95,7 +95,8 @@ class SimulatedAcceptance:
         reached = jnp.all(draft.valid[:, None, :] | ~mask, axis=-1)  # no padding on the way
         deepest = jnp.argmax(jnp.where(reached, depth, -1), axis=1)
         path = jnp.take_along_axis(mask, deepest[:, None, None], axis=1)[:, 0]
-        count = jnp.sum(dice[:, None] < jnp.asarray(self.rates[:max_depth]), axis=1)
+        rates = jnp.asarray(self.rates[:max_depth], jnp.float32)[None, :]
+        count = jnp.sum(dice[:, None] < rates, axis=1, dtype=jnp.int32)
         return path & (depth <= count[:, None])
 
 

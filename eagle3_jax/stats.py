@@ -54,10 +54,12 @@ class SpeculationStats:
 
     def count(self, draft: Draft, verdict: Verdict, active: Bool[Array, " B"]) -> SpeculationStats:
         """Add one round of the active rows."""
-        drafted = jnp.where(active, jnp.sum(draft.valid[:, 1:], axis=1), 0)
+        drafted = jnp.where(active, jnp.sum(draft.valid[:, 1:], axis=1, dtype=jnp.int32), 0)
         accepted = jnp.where(active, verdict.num_accepted, 0)
         # As many depths as are counted: a draft may be shallower than the deepest that a schedule asks for.
-        reached = jnp.arange(np.shape(self.num_accepted_tokens_per_pos)[-1])[None, :] < accepted[:, None]
+        reached = (
+            jnp.arange(np.shape(self.num_accepted_tokens_per_pos)[-1], dtype=jnp.int32)[None, :] < accepted[:, None]
+        )
         return SpeculationStats(
             num_drafts=self.num_drafts + (drafted > 0).astype(jnp.int32),  # type: ignore[operator]
             num_draft_tokens=self.num_draft_tokens + drafted,  # type: ignore[operator]

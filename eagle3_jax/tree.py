@@ -149,11 +149,11 @@ def ancestor_mask(parents: Int[Array, "B N"], max_depth: int) -> Bool[Array, "B 
                                         1 1 0 1
     """
     num_nodes = parents.shape[1]
-    nodes = jnp.arange(num_nodes)
+    nodes = jnp.arange(num_nodes, dtype=jnp.int32)
     mask = jnp.broadcast_to(jnp.eye(num_nodes, dtype=jnp.bool_), (*parents.shape, num_nodes))
     ancestor = parents
     for _ in range(max_depth):
-        mask = mask | (ancestor[..., None] == nodes)
+        mask = mask | (ancestor[..., None] == nodes[None, None])
         ancestor = jnp.where(ancestor < 0, -1, jnp.take_along_axis(parents, jnp.maximum(ancestor, 0), axis=1))
     return mask
 

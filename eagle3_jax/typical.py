@@ -68,9 +68,9 @@ class TypicalAcceptance:
         accepted = draft.valid & (draft.parents >= 0) & (p > jnp.take_along_axis(least, parents, axis=1))
 
         above, node = ancestor_mask(draft.parents, max_depth), jnp.arange(draft.tokens.shape[1])
-        whole = above[:, :, 0] & jnp.all(accepted[:, None, :] | (node == 0) | ~above, axis=-1)
+        whole = above[:, :, 0] & jnp.all(accepted[:, None, :] | (node == 0)[None, None] | ~above, axis=-1)
         level = jnp.where(whole, depths(above), 0)
-        likelihood = jnp.sum(jnp.where(above & (node > 0), jnp.log(p)[:, None, :], 0.0), axis=-1)
+        likelihood = jnp.sum(jnp.where(above & (node > 0)[None, None], jnp.log(p)[:, None, :], 0.0), axis=-1)
         longest = whole & (level == jnp.max(level, axis=1, keepdims=True))
         last = jnp.argmax(jnp.where(longest, likelihood, -jnp.inf), axis=1)[:, None]
 

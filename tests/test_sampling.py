@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import tiny
 
 from eagle3_jax.sampling import Warping, draw, keys_at, probabilities, row_keys, uniforms
 from eagle3_jax.types import SamplingParams
@@ -106,3 +107,9 @@ def test_randomness_differs_by_row_position_and_purpose() -> None:
     assert ((drawn >= 0) & (drawn < 1)).all()
     alone = uniforms(keys_at(jax.tree.map(lambda k: k[1:2], keys), jnp.array([4], jnp.int32), 0), 2)
     assert np.array_equal(alone[0], at(4, 0)[1])
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, True, 1.0, [1], None])
+def test_a_seed_out_of_range_is_refused(seed: object) -> None:
+    with tiny.unchecked(), pytest.raises(ValueError, match=r"seed is .*; expected a whole number from 0 to 4294967295"):
+        row_keys(seed, 2)

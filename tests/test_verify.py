@@ -78,6 +78,23 @@ def test_a_token_without_target_mass_is_never_accepted_nor_drawn(uniform: float)
     assert set(np.asarray(verdict.next_token)) <= {0, 2}
 
 
+@pytest.mark.parametrize("uniform", [0.5, 1.0 - 2.0**-24])
+def test_a_sibling_without_mass_is_refused_where_its_elders_round_above_one(uniform: float) -> None:
+    """These three float32 numbers add up to 1.0000001, so that less than nothing seems to be left for the fourth."""
+    elders = np.array([0.5851066708564758, 0.32412686944007874, 0.09076649695634842], np.float32)
+    accept = jnp.array([[0.0, 2.0, 2.0, 2.0, uniform]], jnp.float32)  # no elder is taken, however its share rounds
+    shape = (1, 5)
+    draft = Draft(
+        tokens=jnp.array([[0, 0, 1, 2, 3]], jnp.int32),
+        parents=jnp.array([[-1, 0, 0, 0, 0]], jnp.int32),
+        valid=jnp.ones(shape, jnp.bool_),
+    )
+    probs = jnp.broadcast_to(jnp.array([*elders, 0.0], jnp.float32), (*shape, 4))
+    assert float(1.0 - jnp.sum(probs[0, 0])) < 0
+    verdict = verify(draft, probs, accept=accept, choose=jnp.full((1, 1), 0.5, jnp.float32), max_depth=1)
+    assert int(verdict.next_token[0]) != 3 and int(verdict.num_accepted[0]) == 0
+
+
 @pytest.mark.parametrize("p", [[0.0, 0.0, 1.0, 0.0], [0.0, 0.3, 0.0, 0.7], [1e-38, 0.0, 1e-38, 0.0], [0.25] * 4])
 def test_a_draw_never_lands_on_a_token_without_mass(p: list[float]) -> None:
     uniforms = jnp.array([0.0, 1e-30, 0.5, 1.0 - 2.0**-24])

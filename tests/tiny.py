@@ -322,7 +322,7 @@ class Sampled(_Rooted):
         return max(depth)
 
     def propose(self, params: Any, state: RootState, keys: Array, sampling: SamplingParams) -> Draft:
-        tokens, probs = [state.root], [jnp.zeros((state.root.shape[0], params.shape[1]))]
+        tokens, probs = [state.root], [jnp.zeros((state.root.shape[0], params.shape[1]), jnp.float32)]
         for node, parent in enumerate(self.parents[1:], 1):
             q = params[tokens[parent]]
             key = jax.vmap(jax.random.fold_in, (0, None))(keys, node)

@@ -86,7 +86,9 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0 for all.", max=2**31 - 1)] = 0,
     top_p: Annotated[float, typer.Option(help="Sample among the most likely tokens of this mass.")] = 1.0,
     verifier: VerifierOption = None,
-    seed: Annotated[int, typer.Option(help="Of the random numbers.", min=0, max=2**32 - 1)] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Random seed; runs with one seed share their random numbers.", min=0, max=2**32 - 1)
+    ] = 0,
     dtype: DtypeOption = "float32",
     weights: WeightsOption = "dense",
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after stop tokens.")] = False,

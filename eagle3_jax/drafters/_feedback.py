@@ -110,7 +110,7 @@ class FeedbackDrafter(NetworkDrafter):
         """Run the head on the true pairs ``(f_t, x_{t+1})`` at positions ``t``; only these enter its cache."""
         head, fed = self.bound(params), seen.tokens.shape[1]
         shifted = jnp.concatenate([seen.tokens[:, 1:], seen.next_token[:, None]], axis=1)
-        last = jnp.arange(fed)[None, :] == seen.length[:, None] - 1
+        last = jnp.arange(fed, dtype=jnp.int32)[None, :] == seen.length[:, None] - 1
         shifted = jnp.where(last, seen.next_token[:, None], shifted)
         positions = state.cache.length[:, None] + jnp.arange(fed, dtype=jnp.int32)[None, :]
         past = memories(self.config.layers, causal_mask(fed), positions, state.cache)

@@ -232,8 +232,8 @@ def _grow_dynamic(
     width, batch = topology.top_k, root.shape[0]
     logprobs, ids = _likeliest(first.logits[:, 0], width)
     tokens = to_target(draft_to_target, ids)
-    scores, flat = logprobs, jnp.broadcast_to(jnp.arange(width), (batch, width))
-    pool_scores, pool_tokens, pool_parents = [scores], [tokens], [jnp.full((batch, width), -1)]
+    scores, flat = logprobs, jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
+    pool_scores, pool_tokens, pool_parents = [scores], [tokens], [jnp.full((batch, width), -1, jnp.int32)]
     carry = jax.tree.map(lambda leaf: jnp.repeat(leaf, width, axis=1), first.carry)
     itself = jnp.broadcast_to(jnp.eye(width, dtype=jnp.bool_), (batch, width, width))
     mask, memory = itself, first.memory

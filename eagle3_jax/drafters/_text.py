@@ -32,7 +32,7 @@ class TextState:
 
         Zero at the last token itself and behind it.
         """
-        end, slot = self.length[:, None], jnp.arange(self.tokens.shape[1])[None, :]
+        end, slot = self.length[:, None], jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None, :]
         run, unbroken = jnp.zeros(self.tokens.shape, jnp.int32), slot < end - 1
         for back in range(most):
             suffix = jnp.take_along_axis(self.tokens, jnp.maximum(end - 1 - back, 0), axis=1)
@@ -106,7 +106,7 @@ class TextDrafter:
         del params
         capacity, fed = state.tokens.shape[1], seen.tokens.shape[1]
         start = jnp.maximum(state.length - 1, 0)
-        step = jnp.arange(fed + 1)[None, :]
+        step = jnp.arange(fed + 1, dtype=jnp.int32)[None, :]
         new = jnp.concatenate([seen.tokens, seen.next_token[:, None]], axis=1)
         new = jnp.where(step == seen.length[:, None], seen.next_token[:, None], new)
         kept = (step <= seen.length[:, None]) & (seen.length[:, None] > 0)

@@ -317,7 +317,7 @@ class DFlashDrafter(NetworkDrafter):
         positions = cache.length[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]
         mask = causal_mask(rows) if config.causal else jnp.ones((1, rows, rows), jnp.bool_)
         layers: Any = cache.layers
-        committed = (jnp.arange(layers[0].capacity)[None, :] < cache.length[:, None])[:, None]
+        committed = (jnp.arange(layers[0].capacity, dtype=jnp.int32)[None, :] < cache.length[:, None])[:, None]
         past = [(Segment(KeyValue(layer.keys, layer.values), committed),) for layer in layers]
         embedded = embed(params["embedding"], tokens, self.precision)
         return head(embedded, positions, [BlockMemory(one, mask) for one in past])[:, -self.max_depth :]

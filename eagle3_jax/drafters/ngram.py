@@ -38,14 +38,14 @@ class NGram(TextDrafter):
         """Continue the best earlier occurrence; what would reach past the known tokens is marked invalid."""
         del params, keys, sampling
         batch, capacity = state.tokens.shape
-        end, slot = state.length[:, None], jnp.arange(capacity)[None, :]
+        end, slot = state.length[:, None], jnp.arange(capacity, dtype=jnp.int32)[None, :]
         run = state.matches(self.max_ngram)
         # Longest first, then by place.
         place = capacity - 1 - slot if self.earliest else slot
         score = jnp.where(run >= self.min_ngram, run * capacity + place, -1)
-        match = jnp.argmax(score, axis=1)[:, None]
+        match = jnp.argmax(score, axis=1)[:, None].astype(jnp.int32)
         found = jnp.take_along_axis(score, match, axis=1) >= 0
-        ahead = match + 1 + jnp.arange(self.num_speculative_tokens)[None, :]
+        ahead = match + 1 + jnp.arange(self.num_speculative_tokens, dtype=jnp.int32)[None, :]
         proposed = jnp.take_along_axis(state.tokens, jnp.minimum(ahead, capacity - 1), axis=1)
         node = jnp.arange(self.num_nodes, dtype=jnp.int32)
         return Draft(

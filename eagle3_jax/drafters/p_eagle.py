@@ -93,7 +93,7 @@ class PEagleDrafter(FeedbackDrafter):
         outputs = state.output[:, None]
         if masks:
             shape = (state.root.shape[0], masks)
-            positions = cache.length[:, None] + jnp.arange(masks, dtype=jnp.int32)
+            positions = cache.length[:, None] + jnp.arange(masks, dtype=jnp.int32)[None, :]
             tokens = jnp.full(shape, self.config.mask_token_id, jnp.int32)
             stream = jnp.broadcast_to(head.fused_mask(), (*shape, self.config.width))
             past = memories(self.config.layers, causal_mask(masks), positions, cache)

@@ -70,9 +70,9 @@ class Plain:
         """The root, and padding."""
         del params, keys, sampling
         shape = (state.root.shape[0], self.num_nodes)
-        node = jnp.broadcast_to(jnp.arange(self.num_nodes), shape)
+        node = jnp.broadcast_to(jnp.arange(self.num_nodes, dtype=jnp.int32), shape)
         return Draft(
             tokens=jnp.broadcast_to(state.root[:, None], shape),
-            parents=(node - 1).astype(jnp.int32),
+            parents=node - 1,
             valid=node == 0,
         )

@@ -66,15 +66,16 @@ class Suffix(TextDrafter):
         """What one row proposes, and how much of it."""
         capacity, depth = tokens.shape[0], self.num_speculative_tokens
         # M suffixes, the longest first; C matches, the longest first and of those the latest.
-        suffix = jnp.arange(self.max_suffix, 0, -1)
+        suffix = jnp.arange(self.max_suffix, 0, -1, dtype=jnp.int32)
         best, at = lax.top_k(
-            jnp.where(run > 0, run * capacity + jnp.arange(capacity), -1), min(self.max_matches, capacity)
+            jnp.where(run > 0, run * capacity + jnp.arange(capacity, dtype=jnp.int32), -1),
+            min(self.max_matches, capacity),
         )
-        ahead = at[:, None] + 1 + jnp.arange(depth)
+        ahead = at[:, None] + 1 + jnp.arange(depth, dtype=jnp.int32)[None, :]
         known, following = ahead < end, tokens[jnp.minimum(ahead, capacity - 1)]
-        agreeing = (run[at] >= suffix[:, None]) & (best >= 0)
+        agreeing = (run[at][None, :] >= suffix[:, None]) & (best >= 0)[None, :]
         total = jnp.sum(agreeing, axis=1, dtype=jnp.float32)
-        score, going, drafted, ends = jnp.zeros(suffix.shape), total > 0, [], []
+        score, going, drafted, ends = jnp.zeros(suffix.shape, jnp.float32), total > 0, [], []
         for index in range(depth):
             same = (
                 (following[:, None, index] == following[None, :, index]) & known[:, None, index] & known[None, :, index]

@@ -98,7 +98,7 @@ class GatedDeltaNet(nnx.Module):
 
     def _rates(self, ba: Float[Array, "B T Hk 2 r"]) -> tuple[Float[Array, "B T Hk r"], Float[Array, "B T Hk r"]]:
         """``β`` and ``log α``, in float32."""
-        of_head = lambda one: one[...].astype(jnp.float32).reshape(self.config.num_key_heads, -1)
+        of_head = lambda one: one[...].astype(jnp.float32).reshape(1, 1, self.config.num_key_heads, -1)
         rate = jax.nn.softplus(ba[..., 1, :].astype(jnp.float32) + of_head(self.dt_bias))
         return jax.nn.sigmoid(ba[..., 0, :]).astype(jnp.float32), -jnp.exp(of_head(self.a_log)) * rate
 
@@ -106,6 +106,7 @@ class GatedDeltaNet(nnx.Module):
         """Queries, keys and values from the inputs that the convolution reads, the oldest first."""
         config = self.config
         weights = self.convolution[...].astype(jnp.float32).reshape(config.kernel, config.num_key_heads, -1)
+        weights = [lax.broadcast_to_rank(weight, taps[0].ndim) for weight in weights]
         mixed = sum(tap.astype(jnp.float32) * weight for tap, weight in zip(taps, weights, strict=True))
         mixed = jax.nn.silu(mixed.astype(taps[0].dtype)).astype(jnp.float32)  # type: ignore[union-attr]
         queries, keys, values = jnp.split(mixed, [config.key_dim, 2 * config.key_dim], axis=-1)
@@ -169,7 +170,7 @@ class GatedDeltaNet(nnx.Module):
         heads = self._heads([behind[:, tap : tap + size] for tap in range(taps + 1)])
         betas, logs = (jnp.where(real[..., None, None], leaf, 0.0) for leaf in (betas, logs))
         read, state = chunked(heads, betas, logs)
-        end = jnp.max(jnp.where(real, jnp.arange(1, size + 1), 0), axis=1)
+        end = jnp.max(jnp.where(real, jnp.arange(1, size + 1, dtype=jnp.int32), 0), axis=1)
         window = jax.vmap(lambda run, end: lax.dynamic_slice_in_dim(run, end, taps, axis=0))(behind, end)
         batch, _, _, *matrix = state.shape
         return read, Recurrent(state=state.reshape(batch, -1, *matrix), window=jnp.moveaxis(window, 1, 2))

@@ -230,7 +230,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows D_in"]) -> Float[Array, "*rows D_out"]:
         y = product(x, self.kernel[...], self.precision)
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+        return y if self.bias is None else y + lax.broadcast_to_rank(self.bias[...].astype(y.dtype), y.ndim)
 
 
 def apart(y: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
@@ -253,7 +253,7 @@ class RMSNorm(nnx.Module):
         self.eps, self.kind = eps, kind
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        y, scale = normalised(x, self.eps), self.scale[...]
+        y, scale = normalised(x, self.eps), lax.broadcast_to_rank(self.scale[...], x.ndim)
         if self.kind == "plain":
             # The weight multiplies after the cast, as in the PyTorch models whose outputs we must reproduce.
             return y.astype(x.dtype) * scale.astype(x.dtype)

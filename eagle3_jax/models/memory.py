@@ -176,13 +176,15 @@ def _behind(
 def parents_of(mask: Bool[Array, "#B T T"]) -> Int[Array, "#B T"]:
     """The last other token of a block that each one sees, which is its parent; -1 where it sees none."""
     size = mask.shape[-1]
-    others = mask & ~jnp.eye(size, dtype=jnp.bool_)
-    return jnp.max(jnp.where(others, jnp.arange(size, dtype=jnp.int32), -1), axis=-1)
+    others = mask & ~jnp.eye(size, dtype=jnp.bool_)[None]
+    return jnp.max(jnp.where(others, jnp.arange(size, dtype=jnp.int32)[None, None], -1), axis=-1)
 
 
 def _real(mask: Bool[Array, "#B T T"], length: Int[Array, " B"] | None) -> Bool[Array, "#B T"]:
     itself = jnp.diagonal(mask, axis1=-2, axis2=-1)
-    return itself if length is None else itself & (jnp.arange(mask.shape[-1]) < length[:, None])
+    return (
+        itself if length is None else itself & (jnp.arange(mask.shape[-1], dtype=jnp.int32)[None, :] < length[:, None])
+    )
 
 
 def _state(layer: LayerCache) -> Recurrent | None:

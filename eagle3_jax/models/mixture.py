@@ -88,7 +88,7 @@ def one_by_one(
 
         return lax.cond(jnp.any(goes), add, lambda out: out, out), None
 
-    out, _ = lax.scan(step, jnp.zeros(x.shape, jnp.float32), jnp.arange(size(stack)))
+    out, _ = lax.scan(step, jnp.zeros(x.shape, jnp.float32), jnp.arange(size(stack), dtype=jnp.int32))
     return out.astype(precision.activations)
 
 
@@ -234,4 +234,4 @@ def _expert(
 
 
 def _plus(y: Array, bias: Array | None) -> Array:
-    return y if bias is None else y + bias.astype(y.dtype)
+    return y if bias is None else y + lax.broadcast_to_rank(bias.astype(y.dtype), y.ndim)

@@ -9,6 +9,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.models.config import QueryScaling, RopeConfig
@@ -81,7 +82,7 @@ def rotate(
     """Rotate every head vector by its position; computed in float32, returned in the dtype of ``x``."""
     inv_freq, scale = inverse_frequencies(config, x.shape[-1])
     turning, passing = x[..., : 2 * len(inv_freq)], x[..., 2 * len(inv_freq) :]
-    angles = positions[..., None].astype(jnp.float32) * inv_freq
+    angles = positions[..., None].astype(jnp.float32) * lax.broadcast_to_rank(inv_freq, 3)
     cos = (jnp.cos(angles) * scale)[:, :, None, :]
     sin = (jnp.sin(angles) * scale)[:, :, None, :]
     turning = turning.astype(jnp.float32)

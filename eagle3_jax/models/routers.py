@@ -57,7 +57,7 @@ def router_logits(
     cpu = row_by_row if len(rows) <= _A_BLOCK else product
     logits = lax.platform_dependent(rows, kernel, cpu=cpu, default=product)
     if bias is not None:
-        logits = logits + bias.astype(jnp.float32)
+        logits = logits + bias.astype(jnp.float32)[None, :]
     return logits if config.router == "sigmoid" else logits.astype(precision.activations)
 
 
@@ -76,7 +76,7 @@ def route(logits: Float[Array, "T E"], correction: Float[Array, " E"] | None, co
     elif config.router == "sigmoid":
         assert correction is not None
         scores = jax.nn.sigmoid(scores)
-        chosen = lax.top_k(_of_kept_groups(scores + correction, config), config.per_token)[1]
+        chosen = lax.top_k(_of_kept_groups(scores + correction[None, :], config), config.per_token)[1]
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         # A sigmoid can be nothing but zeros in float32.
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20) if config.normalise else weights
@@ -96,5 +96,5 @@ def _of_kept_groups(scores: Float[Array, "T E"], config: Experts) -> Float[Array
     grouped = scores.reshape(len(scores), config.groups, -1)
     of_groups = jnp.sum(lax.top_k(grouped, 2)[0], axis=-1)
     kept = lax.top_k(of_groups, config.kept_groups)[1]
-    stays = jnp.any(kept[:, :, None] == jnp.arange(config.groups), axis=1)
+    stays = jnp.any(kept[:, :, None] == jnp.arange(config.groups, dtype=jnp.int32)[None, None], axis=1)
     return jnp.where(stays[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
