@@ -223,7 +223,7 @@ class SpeculativeDecoder:
             seen, reason = int(length[0]), FinishReason(int(finish[0]))
             pieces = text.of(new[:-1] if reason is FinishReason.STOP else new)
             pieces += [""] * (len(new) - len(pieces))
-            if reason is not FinishReason.RUNNING:
+            if reason is not FinishReason.RUNNING and pieces:
                 pieces[-1] += text.rest(self._text(tokens[0, start:seen].tolist(), reason))
             yield Chunk(new, pieces, min(accepted, len(new)), reason, SpeculationStats.merge([stats]))
             if reason is not FinishReason.RUNNING:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.acceptance import Exact
 from eagle3_jax.boundary import (
@@ -132,7 +132,8 @@ class SpeculativeLoop:
             keys=prompts.keys,
             stats=SpeculationStats.zeros(batch, self.drafter.max_depth),
         )
-        return on_rows(self._emit(state, first[:, None], jnp.ones_like(empty)))
+        broken = ~_has_distribution(logits)[:, 0]
+        return on_rows(self._emit(state, first[:, None], jnp.where(broken, 0, 1).astype(jnp.int32), broken))
 
     def step(self, params: LoopParams, state: GenerationState) -> Round:
         """One round: propose, verify, commit, observe. Rows that have finished stay as they are."""
@@ -152,7 +153,7 @@ class SpeculativeLoop:
                 params.target, draft.tokens, positions, mask, state.cache, aux_layers=self.drafter.aux_layers
             )
         with jax.named_scope("verify"):
-            verdict = self._verify(params, state, draft, output)
+            verdict, broken = self._verify(params, state, draft, output)
 
         # nodes[j] is the j-th token of the committed path, the root first; emitted[j] is the token after it.
         nodes = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), jnp.maximum(verdict.path, 0)], axis=1)
@@ -162,7 +163,7 @@ class SpeculativeLoop:
         emitted = jnp.where(index == verdict.num_accepted[:, None], verdict.next_token[:, None], emitted)
 
         active = state.running
-        after = self._emit(state, emitted, verdict.num_accepted + 1)
+        after = self._emit(state, emitted, jnp.where(broken, verdict.num_accepted, verdict.num_accepted + 1), broken)
         count = after.length - state.length
         newest = jnp.take_along_axis(emitted, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
         features = jnp.take_along_axis(output.features, nodes[:, :, None, None], axis=1)
@@ -215,15 +216,32 @@ class SpeculativeLoop:
     def _observe(self, params: LoopParams, state: Any, seen: Observation) -> Any:
         return like_before(self.drafter, state, self.drafter.observe(params.drafter, state, seen))
 
-    def _verify(self, params: LoopParams, state: GenerationState, draft: Draft, output: TargetOutput) -> Verdict:
+    def _verify(
+        self, params: LoopParams, state: GenerationState, draft: Draft, output: TargetOutput
+    ) -> tuple[Verdict, Bool[Array, " B"]]:
+        """The verdict, and whether the target has no distribution where the accepted path ends."""
         logits = self.target.unembed(params.target, output.final)
+        known = _has_distribution(logits)
+        # Whatever the rule is, it accepts nothing below a node without a distribution.
+        parent = jnp.take_along_axis(known, jnp.maximum(draft.parents, 0), axis=1) | (draft.parents < 0)
+        draft = draft.replace(valid=draft.valid & parent)  # type: ignore[attr-defined]
         keys, depth = keys_at(state.keys, state.length, _VERIFY), self.drafter.max_depth
         verdict = self.verifier(draft, logits, state.sampling, keys, warping=self.warping, max_depth=depth)
         require_verdict(self.verifier, verdict, batch=logits.shape[0], max_depth=depth)
-        return verdict
+        last = jnp.max(verdict.path, axis=1, initial=0)  # nodes of a path ascend
+        return verdict, ~jnp.take_along_axis(known, last[:, None], axis=1)[:, 0]
 
-    def _emit(self, state: GenerationState, emitted: Int[Array, "B T"], count: Int[Array, " B"]) -> GenerationState:
-        """Append up to ``count`` tokens to running rows, ending exactly at a stop token or at the limit."""
+    def _emit(
+        self,
+        state: GenerationState,
+        emitted: Int[Array, "B T"],
+        count: Int[Array, " B"],
+        broken: Bool[Array, " B"],
+    ) -> GenerationState:
+        """Append up to ``count`` tokens to running rows, ending exactly at a stop token or at the limit.
+
+        A row that is ``broken`` ends after them: the target has no next token.
+        """
         index = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]
         stops = jnp.any(emitted[:, :, None] == state.stop_tokens[:, None, :], axis=-1) & (index < count[:, None])
         until_stop = jnp.where(
@@ -237,14 +255,20 @@ class SpeculativeLoop:
         slots = jnp.where(index < kept[:, None], state.length[:, None] + index, capacity)
         # By vmap, so that whoever has some of the rows writes them alone.
         append = jax.vmap(lambda tokens, slots, new: tokens.at[slots].set(new, mode="drop"))
+        going_on = jnp.where(broken, int(FinishReason.NOT_FINITE), state.finish)
         reason = jnp.where(
-            until_stop <= kept, int(FinishReason.STOP), jnp.where(kept >= room, state.limit_reason, state.finish)
+            until_stop <= kept, int(FinishReason.STOP), jnp.where(kept >= room, state.limit_reason, going_on)
         )
         return state.replace(  # type: ignore[attr-defined]
             tokens=append(state.tokens, slots, emitted),
             length=state.length + kept,
             finish=jnp.where(state.running, reason, state.finish).astype(jnp.int32),
         )
+
+
+def _has_distribution(logits: Float[Array, "B N V"]) -> Bool[Array, "B N"]:
+    """Whether logits give a distribution: no NaN, and not minus infinity everywhere. The largest one says both."""
+    return jnp.max(logits, axis=-1) > -jnp.inf
 
 
 @functools.partial(jax.jit, static_argnames=("loop", "capacity"))

@@ -21,12 +21,18 @@ State = TypeVar("State")
 
 
 class FinishReason(enum.IntEnum):
-    """Why a row stopped; ``RUNNING`` while it has not."""
+    """Why a row stopped; ``RUNNING`` while it has not.
+
+    ``STOP``: a stop token. ``LENGTH``: the limit of new tokens. ``CAPACITY``: the target has no more positions.
+    ``NOT_FINITE``: the target's logits hold NaN, or minus infinity for every token, so there is no next token; what was
+    written before is kept.
+    """
 
     RUNNING = 0
     STOP = 1
     LENGTH = 2
     CAPACITY = 3
+    NOT_FINITE = 4
 
 
 @struct.dataclass(kw_only=True)

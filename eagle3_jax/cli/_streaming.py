@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 _ACCEPTED = "bold green"
 _MEASURED_PROMPTS = 8
 _REPEATS = 5
+_REASONS = {
+    "NOT_FINITE": "not_finite: the target's logits are NaN or all minus infinity; check its weights and --dtype",
+}
 
 # A terminal would obey them: a carriage return writes over the prompt, an escape can do anything.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
@@ -63,7 +66,7 @@ def _stream(console: Console, job: Job, task: Task, seed: int) -> SpeculationSta
         for index, (token, piece) in enumerate(zip(latest.tokens, latest.pieces, strict=True)):
             _put(console, piece if tokenizer else f" {token}", _ACCEPTED if index < latest.num_accepted else "")
         console.file.flush()
-    _put(console, f"\n[{latest.finish_reason.name.lower()}]\n\n", "dim")
+    _put(console, f"\n[{_REASONS.get(latest.finish_reason.name, latest.finish_reason.name.lower())}]\n\n", "dim")
     return latest.stats
 
 
