@@ -211,7 +211,7 @@ class SpeculativeDecoder:
     ) -> Iterator[Chunk]:
         """Complete one prompt round by round, with the same step that :meth:`generate` compiles into its loop.
 
-        The pieces of all chunks together are the text that :meth:`generate` gives.
+        The arguments are those of :meth:`generate`. The pieces of all chunks together are the text that it gives.
         """
         text = Pieces(self.target.tokenizer)
         state, rounds, rows = self._start([prompt], max_new_tokens, sampling, seed)
@@ -241,7 +241,8 @@ class SpeculativeDecoder:
     ) -> Iterator[Round]:
         """Every round of a batch as it happened, until all rows have finished.
 
-        Each round's state is consumed by the next, so read what you need of it at once.
+        The arguments are those of :meth:`generate`. Each round's state is consumed by the next, so read what you need of
+        it at once.
         """
         state, rounds, _ = self._start(_as_batch(prompts), max_new_tokens, sampling, seed)
         while np.any(to_host(state.finish) == FinishReason.RUNNING):
@@ -259,7 +260,8 @@ class SpeculativeDecoder:
     ) -> GenerationState:
         """The state after the prompts and the first token, for callers that drive :meth:`step` themselves.
 
-        See ``docs/stepping.md``.
+        The arguments are those of :meth:`generate`; give rows that join a batch later a seed of their own. See
+        ``docs/stepping.md``.
         """
         return self._start(_as_batch(prompts), max_new_tokens, sampling, seed)[0]
 

@@ -117,7 +117,7 @@ class ExportedGeneration:
             temperature: 0 is greedy.
             top_k: 0 for all tokens.
             top_p: 1 for all tokens.
-            seed: Of the rows' random keys.
+            seed: Random seed, 0 to 2^32 - 1.
 
         Raises:
             ValueError: It was not made for this; the message says what it was made for.
@@ -126,6 +126,8 @@ class ExportedGeneration:
         limit = about.max_new_tokens if max_new_tokens is None else max_new_tokens
         self._check(parameters, prompts, limit)
         self._check_sampling(temperature, top_k, top_p)
+        if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
+            raise ValueError(f"seed is {seed!r}; expected a whole number from 0 to {2**32 - 1}")
         tokens = np.zeros((about.batch, about.prompt_tokens), np.int32)
         for index, prompt in enumerate(prompts):
             tokens[index, : len(prompt)] = prompt

@@ -42,7 +42,7 @@ def record(
         prompts: Texts or token ids.
         max_new_tokens: One limit per prompt.
         sampling: Scalars for all rows, or ``[B]`` arrays.
-        seed: Of the rows' random keys.
+        seed: Random seed, 0 to 2^32 - 1.
     """
     encoded = [decoder.encode(prompt) for prompt in prompts]
     start = time.perf_counter()

@@ -154,7 +154,7 @@ def ignores_empty_observations(subject: Subject) -> str:
 def ignores_padding(subject: Subject) -> str:
     """What lies past the observed length does not matter."""
     seen = subject.shown()
-    padding = jnp.arange(FED)[None] >= seen.length[:, None]
+    padding = jnp.arange(FED, dtype=jnp.int32)[None] >= seen.length[:, None]
     dirty = seen.replace(  # type: ignore[attr-defined]
         tokens=jnp.where(padding, subject.target.vocab_size - 1 - seen.tokens, seen.tokens),
         features=jnp.where(padding[:, :, None, None], jnp.asarray(1e3, seen.features.dtype), seen.features),
