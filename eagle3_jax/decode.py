@@ -241,8 +241,8 @@ class SpeculativeDecoder:
     ) -> Iterator[Round]:
         """Every round of a batch as it happened, until all rows have finished.
 
-        The arguments are those of :meth:`generate`. Each round's state is consumed by the next, so read what you need of
-        it at once.
+        The arguments are those of :meth:`generate`. Each round's state is consumed by the next, so read what you need
+        of it at once.
         """
         state, rounds, _ = self._start(_as_batch(prompts), max_new_tokens, sampling, seed)
         while np.any(to_host(state.finish) == FinishReason.RUNNING):
