@@ -31,7 +31,7 @@ def page(name: str) -> str:
     return " ".join((ROOT / name).read_text(encoding="utf-8").split())
 
 
-BENCH = record("bench-cpu-amd-epyc-2-cores")["reports"][0]
+BENCH = record("bench-cpu-intel-xeon-2-cores")["reports"][0]
 NAMES = {
     "plain mixed": "plain, `mixed`",
     "plain float32": "plain, `float32`",
