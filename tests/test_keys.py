@@ -174,14 +174,15 @@ def check_keys(name: str) -> None:
     loop = dataclasses.replace(decoder.loop, warping=Warping.TEMPERATURE)
     sizes = {"N": loop.drafter.num_nodes, "K": loop.drafter.max_depth, "U": DIGITS, "W": DIGITS} | sizes
     batch = tiny.prompts(PROMPTS, limit=99, sampling=SamplingParams(temperature=0.9), seed=7)
+    go_on: dict[Any, Any] = {}
     with recorded(batch.keys) as ledger:
         state = jax.jit(functools.partial(loop.prefill, capacity=64))(decoder.params, batch)
-        go_on = jax.jit(lambda params, state: loop.step(params, state).state)
         expected = [use("loop.prefill", row, len(prompt), sizes) for row, prompt in enumerate(PROMPTS)]
         for _ in range(ROUNDS):
             for row, length in enumerate(np.asarray(state.length).tolist()):
                 expected += [use(who, row, length, sizes) for who in ("acceptance.verification_dice", *drawing)]
-            state = go_on(decoder.params, state)
+            now = loop.at(state)  # of a schedule, the stage
+            state = go_on.setdefault(now, jax.jit(lambda *of, now=now: now.step(*of).state))(decoder.params, state)
         assert np.asarray(state.running).all()
         judged(name, ledger, expected)
 

@@ -24,7 +24,7 @@ from validation.levels import BY_NAME  # noqa: E402
 from validation.required import expected, missing_from  # noqa: E402
 from validation.runs import Report, load  # noqa: E402
 
-PAGE, RECORD = ROOT / "docs" / "validation.md", ROOT / "validation" / "results" / "cpu-amd-epyc-2-cores.json"
+PAGE, RECORD = ROOT / "docs" / "validation.md", ROOT / "validation" / "results" / "cpu-intel-xeon-2-cores.json"
 BEGIN, END = "<!-- record: written by docs/recorded/validated.py -->", "<!-- end of the record -->"
 MOST_COMMITS = 50  # that changed eagle3_jax/ or conversion/ since the record's commit; more, and it is too old
 

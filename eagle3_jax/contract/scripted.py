@@ -75,9 +75,9 @@ class _Scripted:
         return _Place(root=root, length=state.length + seen.length)
 
     def propose(self, params: Any, state: _Place, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
-        place = state.length[:, None] + jnp.array(self.levels, jnp.int32)
+        place = state.length[:, None] + jnp.array(self.levels, jnp.int32)[None, :]
         tokens = jnp.take_along_axis(params, jnp.minimum(place, params.shape[1] - 1), axis=1)
-        wrong = jnp.array(self.shifts, jnp.int32) + (place % 4 == 3).astype(jnp.int32)
+        wrong = jnp.array(self.shifts, jnp.int32)[None, :] + (place % 4 == 3).astype(jnp.int32)
         tokens = ((tokens + wrong) % self.vocab_size).at[:, 0].set(state.root)
         wide = lambda values: jnp.broadcast_to(jnp.asarray(values), tokens.shape)
         return Draft(tokens=tokens, parents=wide(np.array(self.parents, np.int32)), valid=wide(True))

@@ -116,14 +116,15 @@ def in_runs(
     (tokens, width), experts, pairs = x.shape, size(stack), routing.chosen.size
     expert, weight = routing.chosen.reshape(-1), routing.weights.reshape(-1)
     here = (expert >= 0) & (expert < experts)
-    order = jnp.argsort(jnp.where(here, expert, experts), stable=True)
-    sizes = jnp.sum(expert[:, None] == jnp.arange(experts), axis=0)
+    order = jnp.argsort(jnp.where(here, expert, experts), stable=True).astype(jnp.int32)
+    each = jnp.arange(experts, dtype=jnp.int32)
+    sizes = jnp.sum(expert[:, None] == each[None, :], axis=0, dtype=jnp.int32)
     runs = -(-sizes // rows)
-    ends, starts = jnp.cumsum(runs), jnp.cumsum(sizes) - sizes
+    ends, starts = jnp.cumsum(runs, dtype=jnp.int32), jnp.cumsum(sizes, dtype=jnp.int32) - sizes
     most = min(experts, pairs) + (0 if tokens <= rows else pairs // rows)
-    run = jnp.arange(most)
-    of_run = jnp.minimum(jnp.searchsorted(ends, run, side="right"), experts - 1)
-    place = (starts + (runs - ends) * rows)[of_run, None] + run[:, None] * rows + jnp.arange(rows)
+    run, within = jnp.arange(most, dtype=jnp.int32), jnp.arange(rows, dtype=jnp.int32)
+    of_run = jnp.minimum(jnp.searchsorted(ends, run, side="right").astype(jnp.int32), experts - 1)
+    place = (starts + (runs - ends) * rows)[of_run, None] + run[:, None] * rows + within[None, :]
     needed = run < ends[-1]
     valid = needed[:, None] & (place < (starts + sizes)[of_run, None])
     pair = order[jnp.minimum(place, pairs - 1)]
@@ -149,7 +150,7 @@ def of_all(
     x: Float[Array, "T D"], routing: Routing, stack: Stack, *, config: Experts, precision: Precision
 ) -> Float[Array, "T D"]:
     """Every token through every expert, and what was chosen is taken."""
-    tokens, experts = jnp.arange(len(x))[:, None], size(stack)
+    tokens, experts = jnp.arange(len(x), dtype=jnp.int32)[:, None], size(stack)
     chosen = _within(routing, experts)
     given = jnp.broadcast_to(x, (experts, *x.shape))
     weights = routing.weights
