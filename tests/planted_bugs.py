@@ -116,7 +116,7 @@ MUTANTS = {
     "a token that is proposed twice has mass twice": at_once(verify_points, "jnp.where(again, 0.0, ", "jnp.where(False, 0.0, "),
     "padding takes its token from its siblings": at_once(verify_points, "& draft.valid[:, None, :]", ""),
     "the path goes through every sibling that is taken": at_once(_follow, "first = taken & ~", "first = taken & True | ~"),
-    "the path goes on below a refusal": at_once(_follow, "jnp.all(first[:, None, :] | (node == 0) | ~above, axis=-1)", "(first | (node == 0))"),
+    "the path goes on below a refusal": at_once(_follow, "jnp.all(first[:, None, :] | (node == 0)[None, None] | ~above, axis=-1)", "(first | (node == 0)[None])"),
     "the path ends one node early": at_once(_follow, "jnp.max(jnp.where(on_path, node, 0), axis=-1)", "jnp.take_along_axis(jnp.maximum(draft.parents, 0), jnp.max(jnp.where(on_path, node, 0), axis=-1)[:, None], 1)[:, 0]"),
     "every node counts as a child of the current one": exact_law(
         verify, "(draft.parents[node] == walk.current)", "(draft.parents[node] <= walk.current)", "a tree of sampled siblings"
@@ -305,8 +305,8 @@ MUTANTS = {
     ),
     "a batch advances by its shortest row": vllm_trace(
         SpeculativeLoop.step,
-        "self._emit(state, emitted, verdict.num_accepted + 1)",
-        "self._emit(state, emitted, jnp.full_like(verdict.num_accepted, 1) + jnp.min(verdict.num_accepted))",
+        "verdict.num_accepted, verdict.num_accepted + 1)",
+        "verdict.num_accepted, jnp.full_like(verdict.num_accepted, 1) + jnp.min(verdict.num_accepted))",
     ),
     "a branching draft of one node more is taken for a chain": Mutant(
         SpeculativeLoop.is_chain.fget, ENTRY, "return self.drafter.num_nodes <= self.drafter.max_depth + 2",

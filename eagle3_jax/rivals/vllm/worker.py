@@ -121,6 +121,9 @@ class Worker:
 
             registry._run_in_subprocess = lambda inspect: inspect()
             stand_in_for_torchvision()
+        if options["dtype"] == "float32":
+            # Kernels for AMX take no float32; vLLM chooses some of them by the processor alone and then fails.
+            torch.cpu._is_amx_tile_supported = lambda: False
         # Log-probabilities of all positions are raw logits, so that the reader knows their unit in the last place.
         self.llm = LLM(
             skip_tokenizer_init=True,
