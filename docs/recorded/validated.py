@@ -9,6 +9,7 @@ older than :data:`MOST_COMMITS`.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from validation.checks import Check  # noqa: E402
+from validation.checks import Check, Verdict  # noqa: E402
 from validation.levels import BY_NAME  # noqa: E402
 from validation.required import expected, missing_from  # noqa: E402
 from validation.runs import Report, load  # noqa: E402
@@ -51,6 +52,10 @@ SCOPE = {
 }
 
 
+class Absent(ValueError):
+    """The record has no such check that passed."""
+
+
 class Record:
     """A complete run, and how the page quotes it."""
 
@@ -58,10 +63,15 @@ class Record:
         self.report = report
 
     def checks(self, level: str, words: str) -> list[Check]:
-        """The checks of a level whose name begins with these words."""
-        found = [check for check in self.report[level].checks if check.name.startswith(words)]
+        """The checks of a level that passed and whose name begins with these words.
+
+        Raises:
+            Absent: There are none.
+        """
+        passed = [check for check in self.report[level].checks if check.verdict is Verdict.PASSED]
+        found = [check for check in passed if check.name.startswith(words)]
         if not found:
-            raise ValueError(f"the record has no check {words!r} in {level}; run the validation again")
+            raise Absent(f"{level}: {words}")
         return found
 
     def total(self, level: str, words: str, name: str) -> int:
@@ -84,10 +94,22 @@ class Record:
         )
 
     def claims(self) -> Iterator[str]:
-        """What was found, a line each."""
+        """What was found, a line each; nothing is said of checks that did not pass."""
+        for claim in (
+            self._greedy,
+            self._bits,
+            self._acceptance,
+            self._distribution,
+            self._sampling,
+            self._bugs,
+        ):
+            with contextlib.suppress(Absent):
+                yield claim()
+
+    def _greedy(self) -> str:
         exact = ("the pair agrees with vllm token for token", "a random model of an odd shape")
         (rounded,) = self.checks("L5", "the pair agrees with vllm in bfloat16")
-        yield (
+        return (
             "**Greedy, both directions.** vLLM scores our text (plain, n-gram, chain, tree) and we score vLLM's: "
             f"{sum(self.total('L5', words, 'distinct_positions') for words in exact):,} distinct positions in float32 "
             f"({sum(self.total('L5', words, 'tokens_scored') for words in exact):,} scorings), the pair and three "
@@ -97,57 +119,69 @@ class Record:
             f"{rounded.numbers['ties']} ties within two units in the last place, {rounded.numbers['disagreements']} "
             "disagreements."
         )
+
+    def _bits(self) -> str:
         kept = self.total("L3", "refused drafts leave every bit", "bytes_compared")
-        yield (
+        return (
             f"**Bit for bit.** {kept / 1e6:.0f} MB of caches after refused drafts are equal in every bit, and "
             f"{self.total('L3', 'speculation equals plain', 'tokens'):,} greedy tokens equal plain decoding in blocks "
             "of the same size, in float32, bfloat16 and `mixed`."
         )
+
+    def _acceptance(self) -> str:
         words, variations = "every round accepts what vllm accepts", "a head of every variation"
         apart = self.most("L8", variations, "draft_logits_apart")
-        yield (
+        return (
             f"**Acceptance.** K = 1 to 7: each of {self.total('L8', words, 'rounds'):,} rounds accepts as many tokens "
             f"as vLLM, and all counters are equal; so do {self.total('L8', variations, 'rounds'):,} rounds of "
             f"{len(self.checks('L8', variations))} kinds of EAGLE-3 head, whose draft logits, read inside vLLM, agree "
             f"to {apart * 1e5:.1f}·10⁻⁵."
         )
+
+    def _distribution(self) -> str:
         long = self.checks("L2", "millions of tokens follow their law")
-        yield (
+        return (
             f"**Output distribution.** {len(long)} ways to draft with one table drafter, "
             f"{min(one.numbers['tokens'] for one in long) / 1e6:.1f} million tokens each, through the compiled loop "
             f"against a closed form: {', '.join(_case(check) for check in long)}. In the table of levels stands the "
             "deviation that this would have seen."
         )
+
+    def _sampling(self) -> str:
         sampled = [one for one in self.checks("L6", "sampled tokens follow") if one.numbers["τ at T=1"] > 1]
-        yield (
+        return (
             f"**Sampling on the shipped pair.** {sum(one.numbers['tokens'] for one in sampled):,} tokens of "
             f"{', '.join(_case(one) for one in sampled)} at six settings against transformers' distribution: largest "
             f"|z| {max(one.numbers['largest_z'] for one in sampled):.1f}. The CPU build of vLLM 0.32.0 samples wrongly "
             "under speculation; the suite detects that and compares with a repaired vLLM."
         )
+
+    def _bugs(self) -> str:
         (gate,) = self.checks("MU", "no bug survives")
-        yield f"**Injected bugs.** {gate.numbers['planted']}, each caught by a named check that passes without it."
+        return f"**Injected bugs.** {gate.numbers['planted']}, each caught by a named check that passes without it."
 
     def levels(self) -> Iterator[str]:
         """The table of verdicts."""
         yield "| level | verdict | checks | what it would have seen, and what not |"
         yield "|---|---|---|---|"
         for name, result in self.report.levels.items():
-            verdict = f"{result.verdict} ({result.reason})" if result.reason else str(result.verdict)
-            scope = SCOPE[name].format(sees=_joined(result.sees))
+            reason = result.reason.splitlines()[0].replace("|", "\\|") if result.reason else ""
+            verdict = f"{result.verdict} ({reason})" if reason else str(result.verdict)
+            scope = SCOPE[name].format(sees=_joined(result.sees) or "nothing yet")
             yield f"| {name} | {verdict} | {len(result.checks)} | {scope} |"
 
     def methods(self) -> Iterator[str]:
         """The table of drafting methods next to vLLM."""
         from validation.drafters.methods import METHODS
 
+        drafted = {name.replace("_", " "): method.num_speculative_tokens for name, method in METHODS.items()}
         yield "| method | K | rounds | tokens per round | the injected error, and the tokens per round with it |"
         yield "|---|---|---|---|---|"
         for check in self.checks("L8", "every method accepts what vllm accepts"):
             name, numbers = _case(check), check.numbers
             ((error, found),) = ((key[5:], one) for key, one in numbers.items() if key.startswith("with "))
             yield (
-                f"| {name} | {METHODS[name].num_speculative_tokens} | {numbers['rounds']} | "
+                f"| {name} | {drafted[name]} | {numbers['rounds']} | "
                 f"{numbers['mean_acceptance_length']:.2f} | {error}: {found:.2f} |"
             )
 
@@ -155,18 +189,19 @@ class Record:
         """The table of model families next to vLLM."""
         from validation.families import FAMILIES
 
+        families = {name.replace("_", " "): family for name, family in FAMILIES.items()}
         counts = {_case(check): check for check in self.checks("L8", "a draft for the family")}
         yield "| family | in | drafts | tokens scored | disagreements | ties | rounds | tokens per round |"
         yield "|---|---|---|---|---|---|---|---|"
         for check in self.checks("L5", "a target of the family"):
             name = _case(check)
-            found, drafts = check.numbers, "EAGLE-3" if FAMILIES[name].with_heads else "n-grams"
+            found, drafts = check.numbers, "EAGLE-3" if families[name].with_heads else "n-grams"
             rounds = "not compared | "
             if name in counts:
                 parity = counts[name].numbers
                 rounds = f"{parity['rounds']} | {parity['mean_acceptance_length']:.2f}"
             yield (
-                f"| `{FAMILIES[name].recipe.model_type}` | {FAMILIES[name].dtype} | {drafts} | {found['tokens']:,} | "
+                f"| `{families[name].recipe.model_type}` | {families[name].dtype} | {drafts} | {found['tokens']:,} | "
                 f"{found['disagreements']} | {found['ties']} | {rounds} |"
             )
 
