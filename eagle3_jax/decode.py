@@ -74,7 +74,7 @@ class SpeculativeDecoder:
             drafter: From ``load_drafter``, or a drafter without parameters, or ``None`` for plain decoding.
             num_speculative_tokens: Draft a chain of ``K`` tokens. The default, for a drafter that was built without a
                 shape, is 5, and 3 on CPUs; Medusa drafts one token per head, DFlash its block
-                (:func:`eagle3_jax.schedule.default_length`). On CPUs fewer pay off for batches above 2. The decoder is
+                (``eagle3_jax.schedule.default_length``). On CPUs fewer pay off for batches above 2. The decoder is
                 built before it sees a batch and takes the length for one row; ``eagle3 generate`` knows the batch.
             tree: Draft a tree instead.
             schedule: Draft a chain whose length depends on how many rows are running, none where that is best.

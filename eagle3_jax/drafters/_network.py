@@ -31,7 +31,7 @@ class ShapedDrafter:
 
     @property
     def shape(self) -> Topology:
-        """The topology; by default a chain as :func:`eagle3_jax.schedule.default_length` says for one row."""
+        """The topology; by default a chain as ``eagle3_jax.schedule.default_length`` says for one row."""
         return self.topology or Chain(default_length())
 
     def check_shape(self, *, vocab_size: int, max_positions: int) -> None:
