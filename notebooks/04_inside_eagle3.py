@@ -378,7 +378,7 @@ for one in best.tolist():
 
 # %%
 stream, past, drafted = output[-1:], known, []
-for depth in range(5):
+for depth in range(drafter.drafter.max_depth):
     drafted.append(int(absolute[jnp.argmax(draft_logits(stream[-1]))]))
     stream, step = head_step(jnp.array(drafted[-1:]), stream, jnp.array([len(ids) + depth]), past)
     past = step

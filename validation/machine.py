@@ -24,6 +24,7 @@ from eagle3_jax.rivals.vllm.process import Process
 from eagle3_jax.rivals.vllm.server import Servers
 from eagle3_jax.theory.accelerators import KNOWN_ACCELERATORS, Accelerator
 from validation.banner import Banner, Part
+from validation.checks import Verdict
 from validation.device import SHARE_OF_VLLM, environment_of_vllm, share_memory
 from validation.runs import Report, load
 from validation.setting import Setting
@@ -331,7 +332,7 @@ def datasheet_of(kind: str) -> Accelerator | None:
 
 
 def newest_record(directory: Path) -> Report:
-    """The latest committed run of ``pytest validation``.
+    """The latest committed run of ``pytest validation`` in which nothing failed; the latest of all where there is none.
 
     Raises:
         ValueError: There is none.
@@ -344,7 +345,7 @@ def newest_record(directory: Path) -> Report:
             continue
     if not found:
         raise ValueError(f"no report of the validation lies in {directory}")
-    return max(found, key=lambda report: report.started)
+    return max(found, key=lambda report: (report.verdict is not Verdict.FAILED, report.started))
 
 
 def described(record: Report) -> str:
