@@ -111,7 +111,7 @@ def verify_points(
     elder = _elder_siblings(draft) & draft.valid[:, None, :]
     again = jnp.any(elder & (draft.tokens[:, :, None] == draft.tokens[:, None, :]), axis=-1)
     p = jnp.where(again, 0.0, pick(target_probs, draft.parents, draft.tokens))
-    # Elder siblings may add up to more than one by rounding, so a token without mass is refused by name.
+    # Elder siblings may add up to more than one by rounding, so a token without mass is refused explicitly.
     left = 1.0 - jnp.sum(jnp.where(elder, p[:, None, :], 0.0), axis=-1)
     path, count, last = _follow(draft, (p > 0) & (accept * left < p), max_depth)
 

@@ -61,7 +61,7 @@ class StagedLoop(SpeculativeLoop):
         """One round of :meth:`at`, for a state whose values are known.
 
         Raises:
-            ValueError: The state is being traced, where nobody knows how many rows run.
+            ValueError: The state is traced, so the number of running rows is unknown.
         """
         if isinstance(state.finish, Tracer):
             raise ValueError(

@@ -1,7 +1,8 @@
-"""The ledger of keys: which random key is used for what, from a run, and each for one thing only.
+"""The ledger of random keys: a run uses each random key for one decision only.
 
-The law of what is written follows from the rule if no two decisions share their randomness. Frequencies show sharing
-only where it bends them; here every block of random words that a run draws is written down with the key's history.
+The acceptance rule gives the right output distribution only if no two decisions share random numbers. Frequencies show
+shared numbers only where they change a frequency. So these tests record every random number that a run draws, with the
+key that it was drawn from and how that key was derived.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ ROUNDS, PROMPTS = 4, [[5, 70, 3], [79]]
 WORLD, PROBABILISTIC = test_long_law.WIDE, DraftSampling.PROBABILISTIC
 DIGITS = num_digits(80)
 
-# Whoever draws: what it decides, which numbers were folded into the row's key, and how many uniforms it takes. `n` is
+# For each function that draws: what it decides, which numbers are folded into the row's key, and how many uniforms it
+# draws. `n` is
 # the length of the row, its last token included; K drafted tokens, N nodes with the root, U digits of an id and W of a
 # draft id.
 LEDGER = {
