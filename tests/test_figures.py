@@ -104,9 +104,8 @@ def test_the_record_of_the_validation_is_of_recent_code() -> None:
     git = ["git", "rev-list", "--count", f"{commit}..HEAD", "--", "eagle3_jax", "conversion"]
     found = subprocess.run(git, cwd=ROOT, capture_output=True, text=True)
     if found.returncode:
-        pytest.skip(
-            f"this checkout lacks the commit {commit[:10]}, so the record's age is unknown: {found.stderr.strip()}"
-        )
+        reason = found.stderr.strip()
+        pytest.skip(f"this checkout lacks the commit {commit[:10]}, so the record's age is unknown: {reason}")
     assert int(found.stdout) <= validated.MOST_COMMITS, "run the validation again: make validation, --complete"
 
 
