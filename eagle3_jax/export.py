@@ -241,6 +241,7 @@ def export_generation(
         ValueError: The target has no room for this, the decoder is not lossless, or a platform is unknown.
     """
     from eagle3_jax.loop import LoopParams, Prompts
+    from eagle3_jax.models import flash
     from eagle3_jax.types import FinishReason, SamplingParams, Warping
 
     if min(batch, prompt_tokens, max_new_tokens) < 1 or prompt_tokens >= decoder.target.max_positions:
@@ -288,7 +289,8 @@ def export_generation(
         "tokens": jax.ShapeDtypeStruct((batch, prompt_tokens), np.int32),
         "seed": jax.ShapeDtypeStruct((), np.uint32),
     }
-    program = jax_export.export(jax.jit(generation), platforms=platforms)(shapes, rows)
+    with flash.enabled(False):  # JAX exports Triton kernels for one platform only, without a promise to run them later
+        program = jax_export.export(jax.jit(generation), platforms=platforms)(shapes, rows)
     about = About(
         batch=batch,
         prompt_tokens=prompt_tokens,

@@ -24,6 +24,7 @@ from validation.aot.measured import Facts, Measured
 from validation.aot.platforms import Platform
 from validation.aot.programs import Case
 from validation.aot.record import PATH, budget, load, save
+from validation.aot.traffic import sizes_of, traffic
 
 pytest_plugins = ["pytester", "validation_runs"]
 
@@ -165,6 +166,23 @@ def test_a_fusion_that_computes_is_no_copy() -> None:
 
 
 # ---------------------------------------------------------------- the host
+
+
+@pytest.mark.parametrize(
+    ("name", "launched", "expected"),
+    [
+        # x [8, 64] and w [64, 64] are read, the product and a counter are written.
+        ("loop_of_59.cuda", "gemm_fusion_dot_general.5", 4 * (8 * 64 + 64 * 64 + 1 + 8 * 64)),
+        # A token's keys are read twice, old and new, and written once; a predicate and an index are read.
+        ("update_donated.cuda", "loop_dynamic_update_slice_fusion", 3 * (8 * 128 * 2) + 1 + 4),
+        ("update_kept.cuda", "copy.2", 2 * CACHE_BYTES),
+        ("transposed.cuda", "wrapped_transpose", 2 * CACHE_BYTES),
+    ],
+)
+def test_bytes_of_a_launch_by_hand(name: str, launched: str, expected: int) -> None:
+    module = Module.parse(text(name))
+    found = [one for computation in module.computations.values() for one in computation if one.name == launched]
+    assert traffic(module, found[0], sizes_of(module)) == expected
 
 
 def test_a_callback_is_two_transfers() -> None:

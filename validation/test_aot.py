@@ -107,8 +107,11 @@ def test_temporary_memory_is_bounded(measured: Measured, reached: Measured, chec
 
 
 def test_launches_keep_within_their_budget(measured: Measured, reached: Measured, check: Check) -> None:
-    """Per layer, from two depths, and outside the layers."""
+    """Launches per layer, from two depths, and outside the layers; bytes of main memory, an upper bound."""
     for name, part in measured.deep.parts.items():
+        bytes_before = reached.deep.parts[name].bytes
+        check.number(**{f"GB moved, {name}": round(part.bytes / 1e9, 2)})
+        assert part.bytes <= budget(bytes_before), f"{name} moves {part.bytes:,} bytes, {bytes_before:,} before"
         found = measured.per_layer(name), measured.outside(name)
         allowed = budget(reached.per_layer(name)), budget(reached.outside(name))
         check.number(**{f"launches a layer, {name}": found[0], f"launches outside, {name}": found[1]})

@@ -27,9 +27,13 @@ class Scoring(NamedTuple):
     softcap: float | None = None
     sinks: Float[Array, " heads"] | None = None
 
+    def factor(self, head_dim: int) -> float:
+        """What ``q kᵀ`` is multiplied with."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
     def of(self, products: Float[Array, "*any S"], head_dim: int) -> Float[Array, "*any S"]:
         """Scores from ``q kᵀ``."""
-        scores = products * (head_dim**-0.5 if self.scale is None else self.scale)
+        scores = products * self.factor(head_dim)
         return scores if self.softcap is None else self.softcap * jnp.tanh(scores / self.softcap)
 
 

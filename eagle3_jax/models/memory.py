@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from eagle3_jax.cache import Cache, KeyValue, KeyValues, LatentKeys, LayerCache, Segment, Span, visible
+from eagle3_jax.models import flash
 from eagle3_jax.models.attention import Scoring, attention
 from eagle3_jax.models.config import GatedDelta, GroupedQuery, Latent, LayerConfig, Mixer
 from eagle3_jax.recurrent import Recurrent
@@ -60,18 +63,27 @@ class CacheMemory(NamedTuple):
         layer: The layer's cache.
         length: ``[B]``, the slot that the block begins at.
         visible: ``[B T S]``, from :func:`eagle3_jax.cache.visible`.
+        kernel: Whether to use :mod:`eagle3_jax.models.flash` for the arrays that it supports.
     """
 
     layer: KeyValues | LatentKeys
     length: Int[Array, " B"]
     visible: Bool[Array, "B T S"]
+    kernel: bool = False
 
     def attend(
         self, queries: Float[Array, "B T heads H"], kv: KeyValue, scoring: Scoring = Scoring()
     ) -> tuple[Float[Array, "B T width"], KeyValue]:
         """See :class:`Memory`; keeps the whole buffers."""
         written = self.layer.write(kv, self.length)
-        return attention(queries, (Segment(written, self.visible),), (), scoring), written
+        by_xla = lambda queries, kv, seen, end: attention(queries, (Segment(kv, seen),), (), scoring)
+        operands = (queries, written, self.visible, self.length + queries.shape[1])
+        if not (self.kernel and flash.is_supported(queries, written)):
+            return by_xla(*operands), written
+        options = {"scale": scoring.factor(queries.shape[-1]), "softcap": scoring.softcap, "sinks": scoring.sinks}
+        by_kernel = jax.custom_jvp(functools.partial(flash.flash_attention, **options))
+        by_kernel.defjvp(functools.partial(jax.jvp, by_xla))
+        return by_kernel(*operands), written
 
 
 class RecurrentMemory(NamedTuple):
@@ -168,7 +180,7 @@ def _behind(
     before = mask.shape[-1] - mask.shape[-2]
     start = cache.length + before if before else cache.length
     return [
-        CacheMemory(layer, start, seen[span])  # type: ignore[arg-type]
+        CacheMemory(layer, start, seen[span], flash.is_enabled())  # type: ignore[arg-type]
         for layer, span in zip(cache.layers, spans, strict=True)
     ]
 

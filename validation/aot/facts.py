@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from validation.aot.hlo import Array, Instruction, Module, Step
+from validation.aot.traffic import sizes_of, traffic
 
 COLLECTIVES = (
     "all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast",
@@ -44,6 +45,7 @@ class Part:
         collectives: How many of each kind.
         cache_collectives: Of these, how many give or take something of a cache's shape.
         cycles: The TPU compiler's own estimate; 0 elsewhere.
+        bytes: Read from and written to main memory (:mod:`validation.aot.traffic`); 0 in records without it.
     """
 
     launches: int = 0
@@ -58,6 +60,7 @@ class Part:
     collectives: dict[str, int] = dataclasses.field(default_factory=dict)
     cache_collectives: int = 0
     cycles: int = 0
+    bytes: int = 0
 
 
 def parts_of(text: str, *, rounds: bool, caches: Sequence[tuple[int, ...]], table: tuple[int, ...]) -> dict[str, Part]:
@@ -93,6 +96,7 @@ def _part(module: Module, steps: Iterable[Step], caches: Sequence[tuple[int, ...
     scopes: collections.Counter[str] = collections.Counter()
     collectives: collections.Counter[str] = collections.Counter()
     cached, tables = {_sorted(dims) for dims in caches}, {_sorted(table)}
+    sizes = sizes_of(module)
     for one, times in steps:
         part.decisions += times * (module.is_open_loop(one) or one.op == "conditional")
         if not one.is_launched:
@@ -101,6 +105,7 @@ def _part(module: Module, steps: Iterable[Step], caches: Sequence[tuple[int, ...
         scopes[_scope(one)] += times
         part.host += times * is_of_the_host(one)
         part.cycles += times * one.estimated_cycles
+        part.bytes += times * traffic(module, one, sizes)
         if (kind := one.op.removesuffix("-start")) in COLLECTIVES:
             collectives[kind] += times
             part.cache_collectives += times * any(_sorted(array.dims) in cached for array in one.arrays)

@@ -19,6 +19,7 @@ from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.load import precision_named
 from eagle3_jax.loop import LoopParams, Prompts, SpeculativeLoop
 from eagle3_jax.measure.random_models import shape_name, shape_named
+from eagle3_jax.models import flash
 from eagle3_jax.models.config import DecoderConfig, usual_head
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import Precision, stored_type
@@ -134,8 +135,9 @@ def compiled(case: Case) -> Compiled:
     config, precision = _config(case), precision_named(case.dtype)
     loop = _loop(case, config, precision)
     params, prompts = params_of(case, loop, precision), _prompts(case)
-    placing = Placing(Platform.named(case.platform), case.mesh)
-    with placing.traced():
+    platform = Platform.named(case.platform)
+    placing = Placing(platform, case.mesh)
+    with placing.traced(), flash.enabled(platform.kind == "cuda"):
         return _compiled(case, config, loop, placing, placing.params(loop, params), placing.rows(prompts))
 
 
