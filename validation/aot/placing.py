@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, SingleDeviceSharding
 
 from eagle3_jax.loop import LoopParams, SpeculativeLoop
 from eagle3_jax.sharding import make_mesh, param_shardings, parse_mesh, row_shardings
@@ -30,6 +30,7 @@ class Placing:
         """
         count = math.prod(parse_mesh(axes).values()) if axes else 1
         devices = platform.devices(count)
+        self._device = devices[0]
         self._one = SingleDeviceSharding(devices[0])
         self.mesh: Mesh | None = make_mesh(axes, devices=devices[:count]) if axes else None
 
@@ -45,8 +46,14 @@ class Placing:
         return self._everything(tree) if self.mesh is None else _with(tree, row_shardings(self.mesh, tree))
 
     def traced(self) -> contextlib.AbstractContextManager[Any]:
-        """What programs are traced under, as the decoder does."""
-        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+        """What programs are traced under: a mesh, as the decoder does, or no axes and the name of the device.
+
+        By that name Pallas of jax 0.12 knows what to compile a kernel for.
+        """
+        if self.mesh is not None:
+            return jax.set_mesh(self.mesh)
+        device = AbstractDevice(self._device.device_kind, None, self._device.platform)
+        return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
     def _everything(self, tree: Any) -> Any:
         return _with(tree, jax.tree.map(lambda leaf: self._one, tree))
