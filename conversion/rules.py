@@ -293,10 +293,14 @@ class Joined:
         self.ndim, self.size = len(shape), math.prod(shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The whole; always a copy."""
+        """The whole; always a copy, which lies in memory as the tensors do: row by row is how copies are fast."""
         import numpy as np
 
-        whole = np.empty(self.shape, dtype or self.dtype)
+        first = self._parts[0][0]
+        exchanged = first.transpose != (first.part is not None and first.part.turned)
+        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if exchanged else self.shape
+        whole = np.empty(shape, dtype or self.dtype)
+        whole = whole.swapaxes(-1, -2) if exchanged else whole
         for rule, value in self._parts:
             view = whole if rule.part is None else rule.part.of(whole)
             piece = value if rule.cut is None else rule.cut.of(value)

@@ -17,6 +17,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from eagle3_jax.uploading import put_shards
+
 DATA, MODEL = "data", "model"
 MESH_AXES = (DATA, MODEL)
 
@@ -265,24 +267,6 @@ def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(_put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
     return put_shards(np.asarray(leaf), leaf.dtype, sharding)
-
-
-def put_shards(leaf: Any, dtype: Any, sharding: NamedSharding) -> jax.Array:
-    """An array of the host in another type, of which each device gets its shard and nothing more is converted.
-
-    Args:
-        leaf: Of numpy; of a mapped file those parts are read that some device of this process gets.
-        dtype: On the devices.
-        sharding: Where.
-    """
-    shards: dict[str, np.ndarray] = {}  # one for all devices that get the same
-
-    def shard(index: Any) -> np.ndarray:
-        if str(index) not in shards:
-            shards[str(index)] = np.ascontiguousarray(leaf[index]).astype(dtype, copy=False)
-        return shards[str(index)]
-
-    return jax.make_array_from_callback(leaf.shape, sharding, shard)
 
 
 def to_host(tree: Any) -> Any:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 # What to do with a file of llama.cpp.
 NO_GGUF = "GGUF is not supported, so give the safetensors checkpoint that it was made from"
+# What is fetched from the hub: configuration and tokenizer, chat template, weights.
+FETCHED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors", "*.bin", "medusa_lm_head.pt")
 
 
 def bundled(part: str) -> Path:
@@ -42,7 +44,7 @@ def locate(source: str | Path | None, part: str) -> Path:
             f"{source} is no local directory, and hub ids need huggingface_hub: pip install 'eagle3-jax[hub]'"
         ) from None
     try:
-        return Path(snapshot_download(given, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+        return Path(snapshot_download(given, allow_patterns=list(FETCHED)))
     except Exception as error:  # the hub's errors have no common type that is public
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{source} is no local directory and could not be downloaded: {reason}") from None

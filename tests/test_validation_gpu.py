@@ -28,10 +28,14 @@ from eagle3_jax.measure.roofline import bandwidth, ceiling, step_bytes
 from eagle3_jax.models.config import Experts, LayerConfig, usual_head
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, MIXED, Precision
+from eagle3_jax.theory.accelerators import accelerator_named
 from eagle3_jax.theory.cost import cost_per_million_tokens
+from eagle3_jax.theory.known_models import KNOWN_MODELS
+from eagle3_jax.theory.memory import Deployment, memory_plan
 from eagle3_jax.theory.sizes import parameters
 from validation import speeds
 from validation.checks import Check
+from validation.device import SHARE_OF_JAX, SHARE_OF_VLLM, share_memory, share_of_jax
 from validation.subject import Subject, choose
 from validation.tasks import answered_number, discordant_interval, is_right, questions, reference_number
 
@@ -255,3 +259,34 @@ def test_without_a_gpu_task_sanity_is_no_part_of_the_run(tmp_path: Path) -> None
     assert done.returncode == 5, done.stdout[-3000:]  # nothing left to run
     (check,) = [check for check in report["checks"] if check["level"] == "L7"]
     assert (check["verdict"], check["reason"]) == ("not run", "only with --gpu")
+
+
+def test_what_the_guide_says_of_memory_is_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three engines share the device; the smallest share, vLLM's, decides. JAX's is read as it is set."""
+    guide = " ".join((ROOT / "validation" / "README.md").read_text().split())
+    target = KNOWN_MODELS["Llama-3.1-8B"]
+    fits = {}
+    for weights in ("bfloat16", "float32"):
+        for name in ("H100", "H200"):
+            one = Deployment(
+                target=target,
+                head=usual_head(target),
+                accelerator=accelerator_named(name),
+                weights=weights,
+                cache=weights,
+            )
+            for share in (SHARE_OF_JAX, SHARE_OF_VLLM):
+                plan = memory_plan(
+                    one, batch=8, context=2048, num_draft_tokens=5, prefill_tokens=2048, utilization=share
+                )
+                fits[weights, name, share] = plan.fits
+            assert f"{plan.total / 1e9:.0f} GB" in guide
+            assert f"{one.accelerator.memory_bytes / 1e9:.0f} GB" in guide
+    assert f"vLLM's share of that is {plan.budget / 1e9:.0f} GB" in guide
+    assert all(fit is (key[:2] != ("float32", "H100")) for key, fit in fits.items())
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"):
+        monkeypatch.setenv(name, "")  # so that they are put back
+        monkeypatch.delenv(name)
+    assert share_of_jax() == 0.75
+    share_memory()
+    assert share_of_jax() == SHARE_OF_JAX

@@ -34,6 +34,12 @@ def share_memory() -> None:
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(SHARE_OF_JAX))
 
 
+def share_of_jax() -> float:
+    """What JAX may take of the device, under whichever of its two names; its own default where neither is set."""
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    return float(next((os.environ[name] for name in names if name in os.environ), 0.75))
+
+
 def exact_options() -> dict[str, Any]:
     """Options of the compiler for programs whose bits are compared.
 

@@ -16,7 +16,8 @@ from jaxtyping import Array, DTypeLike, Float, Int
 
 from eagle3_jax.models.config import GatedMLP, NormKind
 from eagle3_jax.models.quantised import Fp8Kernel, ToQuantise, dynamic_product
-from eagle3_jax.sharding import MLP, Axes, Axis, put_shards
+from eagle3_jax.sharding import MLP, Axes, Axis
+from eagle3_jax.uploading import put_array, put_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,8 @@ def stored_type(path: tuple[Any, ...], ndim: int, precision: Precision) -> DType
 def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
     """Arrays on the device, each in its :func:`stored_type`.
 
-    One after the other, so that the host never holds more than one of them beside what it maps from files.
+    One after the other, so that the host never holds more than two of them beside what it maps from files: one on its
+    way and the next.
 
     Args:
         params: Arrays of numpy, or what becomes one when it is asked for; of kernels that are wanted in FP8
@@ -71,24 +73,25 @@ def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
         precision: Names the types.
         shardings: Where each of them goes; to the default device when left out.
     """
+    on_its_way: list[Any] = []
 
     def put(path: tuple[Any, ...], leaf: Any, sharding: NamedSharding | None = None) -> Any:
         if isinstance(leaf, ToQuantise):
-            return put_fp8(leaf.kernel(), sharding)
-        dtype = stored_type(path, leaf.ndim, precision)
-        # On the host, where it is one pass; on the device every shape would be a program to compile.
-        host = np.asarray(leaf)
-        one = jax.device_put(host.astype(dtype)) if sharding is None else put_shards(host, dtype, sharding)
-        return jax.block_until_ready(one)
+            one = put_fp8(leaf.kernel(), sharding)
+        else:
+            host, dtype = np.asarray(leaf), stored_type(path, leaf.ndim, precision)
+            one = put_array(host, dtype) if sharding is None else put_shards(host, dtype, sharding)
+        jax.block_until_ready(on_its_way)
+        on_its_way[:] = [one]
+        return one
 
     def put_fp8(kernel: Fp8Kernel, sharding: NamedSharding | None) -> Fp8Kernel:
         if sharding is None:
-            return jax.block_until_ready(jax.tree.map(jax.device_put, kernel))
-        places = kernel.divided(sharding)
-        return jax.block_until_ready(jax.tree.map(lambda leaf, of: put_shards(leaf, leaf.dtype, of), kernel, places))
+            return jax.tree.map(jax.device_put, kernel)
+        return jax.tree.map(lambda leaf, of: put_shards(leaf, leaf.dtype, of), kernel, kernel.divided(sharding))
 
     rest = () if shardings is None else (shardings,)
-    return jax.tree_util.tree_map_with_path(put, params, *rest)
+    return jax.block_until_ready(jax.tree_util.tree_map_with_path(put, params, *rest))
 
 
 def exact(dtype: DTypeLike) -> lax.Precision | None:

@@ -168,17 +168,18 @@ print(f"4 runs of 2 compilations, {len(bits)} result")
 # %% [markdown]
 # ## Memory for two engines
 #
-# Comparing engines means that both hold target and head at the same time: JAX takes what it needs as it needs it,
-# vLLM takes a share of the device at its start (`EAGLE3_VLLM_MEMORY`). `eagle3_jax.theory.memory` counts weights,
-# both caches, activations and a reserve. Below: Llama-3.1-8B with its EAGLE-3 head, batch 8, 2,048 tokens each, K =
-# 5. On a known device its datasheet is used; otherwise an H100 and an H200 are planned for, which are **not** this
-# machine.
+# Comparing engines means that both hold target and head at the same time: JAX takes what it needs up to its share
+# (`XLA_CLIENT_MEM_FRACTION`), vLLM takes its own at its start (`EAGLE3_VLLM_MEMORY`). `eagle3_jax.theory.memory`
+# counts weights, both caches, activations and a reserve. Below: Llama-3.1-8B with its EAGLE-3 head, batch 8, 2,048
+# tokens each, K = 5. On a known device its datasheet is used; otherwise an H100 and an H200 are planned for, which
+# are **not** this machine.
 
 # %%
 from eagle3_jax.models.config import usual_head
 from eagle3_jax.theory.accelerators import accelerator_named
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import Deployment, memory_plan
+from validation.device import share_of_jax
 
 NAME = "Llama-3.1-8B"
 share = here.configuration.vllm_memory
@@ -190,7 +191,7 @@ devices = (
 
 
 def plans(accelerator, weights):
-    """Ours in what vLLM leaves, and vLLM's in its share."""
+    """Ours in JAX's share, and vLLM's in its own."""
     target = KNOWN_MODELS[NAME]
     cache = "float32" if weights == "float32" else "bfloat16"
     one = Deployment(
@@ -203,7 +204,7 @@ def plans(accelerator, weights):
     )
     asked = {"batch": 8, "context": 2048, "num_draft_tokens": 5, "prefill_tokens": 2048}
     return {
-        "JAX": memory_plan(one, **asked, utilization=0.97 - share),
+        "JAX": memory_plan(one, **asked, utilization=share_of_jax()),
         "vLLM": memory_plan(one, **asked, utilization=share),
     }
 
