@@ -86,7 +86,7 @@ class Scored:
 
     Attributes:
         best: vLLM's own choice at each position, lowest id in a tie.
-        rank: 1 where the given token is vLLM's choice.
+        rank: 1 where no token has a higher logit, 2 where one has; of a lower token, vLLM's own rank.
         gap: Logit (or log-probability) of vLLM's choice minus that of the given token; 0 in agreement.
         best_value: Logit of vLLM's choice, which fixes its unit in the last place; ``nan`` where only
             log-probabilities are known.

@@ -313,10 +313,12 @@ class Worker:
 def _scored(logprobs: list[dict[int, Any]], tokens: list[int]) -> dict[str, list]:
     found: dict[str, list] = {"best": [], "rank": [], "gap": [], "best_value": []}
     for entries, token in zip(logprobs, tokens, strict=True):
-        highest = max(entry.logprob for entry in entries.values())
+        highest, second = sorted((entry.logprob for entry in entries.values()), reverse=True)[:2]
+        given = entries[token].logprob
         found["best"].append(min(key for key, entry in entries.items() if entry.logprob == highest))
-        found["rank"].append(entries[token].rank)
-        found["gap"].append(highest - entries[token].logprob)
+        # vLLM's rank counts equal logits as well, so that a token tied with others ranks behind all of them.
+        found["rank"].append(1 if given == highest else 2 if given == second else entries[token].rank)
+        found["gap"].append(highest - given)
         found["best_value"].append(highest)
     return found
 
