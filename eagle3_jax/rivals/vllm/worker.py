@@ -23,6 +23,8 @@ import traceback
 import types
 from typing import Any
 
+import synthetic  # beside this file
+
 # Whatever vLLM and its libraries print goes to stderr; the channel keeps the real standard output to itself.
 _channel = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)
@@ -121,6 +123,8 @@ class Worker:
 
             registry._run_in_subprocess = lambda inspect: inspect()
             stand_in_for_torchvision()
+            if (options["speculative_config"] or {}).get("rejection_sample_method") == "synthetic":
+                synthetic.install()
         if options["dtype"] == "float32":
             # Kernels for AMX take no float32; vLLM chooses some of them by the processor alone and then fails.
             torch.cpu._is_amx_tile_supported = lambda: False
