@@ -56,7 +56,7 @@ def runs(arguments: list[str]) -> dict[str, Any]:
     with pytest.raises(KeyboardInterrupt):
         run({3: KeyboardInterrupt()})
     found["interrupted"] = json.loads(path.read_text())
-    with pytest.raises(SystemExit, match="1 cells failed; .* measures them again: two, T=1, batch 2, ours"):
+    with pytest.raises(SystemExit, match=r"1 cells failed; .* measures them again: two, T=1, batch 2, ours"):
         run({2: RuntimeError("out of\nmemory")})
     found["failed"] = json.loads(path.read_text())
     found["measured last"] = run({})

@@ -1,7 +1,7 @@
 """L9: vLLM and this library at the shape of a large model, both with random weights and acceptance by the same dice.
 
 A round costs what it costs, whatever it accepts, so no checkpoint is needed. Before speeds are compared both engines
-must accept as many tokens as the dice say. On CPUs the shape is a small one, and its speed says nothing of large ones.
+must accept as many tokens as the dice say. A rehearsal has a small shape, and its speed says nothing of large ones.
 """
 
 from __future__ import annotations
