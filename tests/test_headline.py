@@ -35,7 +35,8 @@ def runs(arguments: list[str]) -> dict[str, Any]:
     """A run that is interrupted in its third cell, one in which a cell fails, and one that completes the rest."""
     path = Path(arguments[arguments.index("--output") + 1]) / "headline.json"
     measured: list[tuple[str, int]] = []
-    measure, found = headline.measure, {"path": path}
+    measure = headline.measure
+    found: dict[str, Any] = {"path": path}
 
     def run(cell_of: dict[int, BaseException]) -> list[tuple[str, int]]:
         measured.clear()

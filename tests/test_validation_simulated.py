@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,9 +80,10 @@ def test_vllms_dice_on_a_cpu_are_those_of_its_kernel() -> None:
 
 
 def test_without_rates_the_shipped_kernel_runs() -> None:
-    called = []
-    GreedyByDice(lambda *given: called.append(given))(*range(8), None)
-    assert called == [(*range(8), None)]
+    called: list[tuple] = []
+    given: list[Any] = [*range(8), None]
+    GreedyByDice(lambda *passed: called.append(passed))(*given)
+    assert called == [tuple(given)]
 
 
 def test_the_options_name_one_rate_for_each_token() -> None:
