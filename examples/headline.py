@@ -22,12 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # vLLM needs its share of the GPU
-
 import headline_page  # beside this file
 import jax
 
 from eagle3_jax import DynamicTree, SpeculativeDecoder, load_drafter, load_target
+from eagle3_jax.cli._compiled import default_directory
 from eagle3_jax.measure.bench import measure
 from eagle3_jax.measure.contenders import Contender, DecoderContender
 from eagle3_jax.models.config import Eagle3Config
@@ -269,4 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # vLLM needs its share of the GPU
+    if kept := default_directory():
+        jax.config.update("jax_compilation_cache_dir", str(kept))  # most of a first run is compiling
     main()
