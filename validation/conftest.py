@@ -198,6 +198,11 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(str(error)) from None
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A speed at the shape of a large model is measured with ``--gpu`` alone."""
+    return True if collection_path.name == "test_speed_simulated.py" and not config.getoption("--gpu") else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
     """Keep the modules whose tests nobody will see: a level must not look better for lack of them."""

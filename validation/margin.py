@@ -61,7 +61,7 @@ def classify(gap: ArrayLike, rank: ArrayLike, tolerance: ArrayLike) -> np.ndarra
 
     Args:
         gap: Highest logit minus that of the token, at least 0.
-        rank: One more than the number of tokens with a higher logit.
+        rank: One more than the number of tokens with a higher logit; equal logits do not count.
         tolerance: Largest gap of a tie; see :func:`tie_tolerance`.
 
     Raises:
@@ -121,6 +121,12 @@ class Control:
         """Upper bound of the flip rate, at 99 %."""
         return rate_bound(self.flips, self.tokens)
 
-    def allowed(self, tokens: int) -> int:
-        """As many flips in ``tokens`` positions as noise explains; more happen once in a million runs."""
-        return poisson_quantile(tokens * self.bound)
+    def allowed(self, tokens: int, *, times: float = 1.0) -> int:
+        """As many flips in ``tokens`` positions as ``times`` this noise explains; more are one run in a million."""
+        return poisson_quantile(times * tokens * self.bound)
+
+    def sees(self, tokens: int, *, times: float = 1.0) -> float:
+        """The smallest rate of flips in ``tokens`` positions that exceeds :meth:`allowed` with 90 % power."""
+        from scipy import stats
+
+        return float(stats.gamma.ppf(0.9, self.allowed(tokens, times=times) + 1)) / tokens

@@ -40,7 +40,9 @@ SCOPE = {
     "the same shape makes as well",
     "L4": "one token that is neither the reference's choice nor approximately tied with it, and ties that are more "
     "frequent than without a drafter",
-    "L5": "one token among those scored that vLLM, or this library, would not have chosen. Not: errors common to both",
+    "L5": "in float32 one token among those scored that vLLM, or this library, would not have chosen; in bfloat16 one "
+    "more than 8 units in the last place below, and more ties than twice what plain decoding of each engine has with "
+    "itself. Not: errors common to both",
     "L6": "{sees}. Not: what leaves every score unchanged",
     "L7": "whether tasks are solved as often with speculation as without; it needs a GPU",
     "L8": "one round that accepts another number of tokens than vLLM",

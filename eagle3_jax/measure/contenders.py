@@ -14,6 +14,7 @@ from eagle3_jax import loop as loops
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.stats import SpeculationStats
+from eagle3_jax.types import SamplingParams, Warping
 
 Tokens = list[int]
 
@@ -84,7 +85,7 @@ class Contender(Protocol):
         return None
 
     def run(self, prompts: Sequence[Tokens], max_new_tokens: int) -> Run:
-        """Decode a batch greedily, to the limit whatever the tokens are."""
+        """Decode a batch to the limit, whatever the tokens are; greedily, where the contender has no temperature."""
         ...
 
 
@@ -96,11 +97,13 @@ class DecoderContender(Contender):
         name: In reports.
         dtype: Precision, in reports.
         decoder: Without stop tokens, so that every contender writes as many tokens.
+        temperature: 0 decodes greedily. Every run has the same seed.
     """
 
     name: str
     dtype: str
     decoder: SpeculativeDecoder
+    temperature: float = 0.0
 
     @property
     def drafts(self) -> bool:
@@ -114,10 +117,13 @@ class DecoderContender(Contender):
 
     def run(self, prompts: Sequence[Tokens], max_new_tokens: int) -> Run:
         """Prefill, then the whole loop on the device, each waited for."""
+        sampling = SamplingParams(temperature=self.temperature)
+        warping = Warping.TEMPERATURE if self.temperature else Warping.GREEDY
+        loop = dataclasses.replace(self.decoder.loop, warping=warping)
         start = time.perf_counter()
-        state = jax.block_until_ready(self.decoder.prefill(prompts, max_new_tokens=max_new_tokens))
+        state = jax.block_until_ready(self.decoder.prefill(prompts, max_new_tokens=max_new_tokens, sampling=sampling))
         prefilled = time.perf_counter()
-        state = jax.block_until_ready(loops.run(self.decoder.loop, self.decoder.params, state))
+        state = jax.block_until_ready(loops.run(loop, self.decoder.params, state))
         decoded = time.perf_counter()
         tokens, length, stats = jax.device_get((state.tokens, state.length, state.stats))
         new = [tokens[row, len(prompt) : length[row]].tolist() for row, prompt in enumerate(prompts)]

@@ -69,12 +69,12 @@ def shape_named(name: str) -> DecoderConfig:
 
 
 def random_pair(
-    name: str, *, precision: Precision = BFLOAT16, seed: int = 0, num_layers: int | None = None
+    shape: str | DecoderConfig, *, precision: Precision = BFLOAT16, seed: int = 0, num_layers: int | None = None
 ) -> tuple[LoadedTarget, LoadedDrafter]:
-    """A target of a named shape and its usual EAGLE-3 head; nothing of it ever lies on the host.
+    """A target of a shape and its usual EAGLE-3 head; nothing of it ever lies on the host.
 
     Args:
-        name: Of :data:`SHAPES`.
+        shape: A name of :data:`SHAPES`, or a configuration.
         precision: Of weights and activations.
         seed: Of the weights.
         num_layers: Fewer layers than the shape has, for trying things out: at least 2.
@@ -82,7 +82,7 @@ def random_pair(
     Raises:
         ValueError: There is no such shape.
     """
-    name, config = shape_name(name), shape_named(name)
+    name, config = ("a model", shape) if isinstance(shape, DecoderConfig) else (shape_name(shape), shape_named(shape))
     layers, positions = config.layers[:num_layers], min(config.max_positions, _MOST_POSITIONS)
     config = dataclasses.replace(config, layers=layers, max_positions=positions)
     head = usual_head(config, aux_layers=None if num_layers is None else (0, 1, 2))

@@ -33,6 +33,7 @@ class EngineOptions:
             meaning on a CPU.
         eager: Run without torch.compile and CUDA graphs (vLLM's ``enforce_eager``): it starts sooner and its inside can
             be reached, but it is slower. Where speed is measured this is off.
+        load_format: vLLM's; ``dummy`` draws random weights, so that a directory needs no more than a ``config.json``.
         first_runner: On a GPU, with the first of vLLM's two model runners: the one whose inside can be reached.
     """
 
@@ -42,6 +43,7 @@ class EngineOptions:
     max_model_len: int = 512
     max_num_seqs: int = 8
     gpu_memory_utilization: float | None = None
+    load_format: str = "auto"
     first_runner: bool = False
     eager: bool = True
 
@@ -86,7 +88,7 @@ class Scored:
 
     Attributes:
         best: vLLM's own choice at each position, lowest id in a tie.
-        rank: 1 where the given token is vLLM's choice.
+        rank: 1 where no token has a higher logit, 2 where one has; of a lower token, vLLM's own rank.
         gap: Logit (or log-probability) of vLLM's choice minus that of the given token; 0 in agreement.
         best_value: Logit of vLLM's choice, which fixes its unit in the last place; ``nan`` where only
             log-probabilities are known.

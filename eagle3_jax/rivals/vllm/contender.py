@@ -21,11 +21,13 @@ class VLLMContender(Contender):
         name: In reports.
         dtype: In reports.
         engine: Of a worker process or a server.
+        temperature: 0 decodes greedily. Runs have no seed, so every one samples other tokens.
     """
 
     name: str
     dtype: str
     engine: Engine
+    temperature: float = 0.0
 
     @property
     def drafts(self) -> bool:
@@ -39,7 +41,7 @@ class VLLMContender(Contender):
 
     def run(self, prompts: Sequence[Tokens], max_new_tokens: int) -> Run:
         """Time to first token as vLLM tells it, or of a run for one token where it does not."""
-        done = self.engine.generate(prompts, max_new_tokens=max_new_tokens)
+        done = self.engine.generate(prompts, max_new_tokens=max_new_tokens, temperature=self.temperature)
         told = [one.first_token_seconds for one in done.completions if one.first_token_seconds is not None]
         first = max(told) if told else self.engine.generate(prompts, max_new_tokens=1).seconds
         return Run(

@@ -108,6 +108,7 @@ class Process:
             "max_num_batched_tokens": max(2048, options.max_model_len),
             "gpu_memory_utilization": self._memory_share if share is None else share,
             "enforce_eager": options.eager,
+            "load_format": options.load_format,
         }
         try:
             self.call("load", **arguments)

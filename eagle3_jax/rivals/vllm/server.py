@@ -223,11 +223,12 @@ class ServerEngine:
         )
         found: dict[str, list] = {"best": [], "rank": [], "gap": [], "best_value": []}
         for entries, token in zip(answer["choices"][0]["prompt_logprobs"][len(prompt) :], output, strict=True):
-            highest = max(entry["logprob"] for entry in entries.values())
-            given = entries[str(token)]
+            highest, second = sorted((entry["logprob"] for entry in entries.values()), reverse=True)[:2]
+            given = entries[str(token)]["logprob"]
             found["best"].append(min(int(key) for key, entry in entries.items() if entry["logprob"] == highest))
-            found["rank"].append(given["rank"])
-            found["gap"].append(highest - given["logprob"])
+            # As in worker.py: vLLM's rank counts equal logits as well.
+            found["rank"].append(1 if given == highest else 2 if given == second else entries[str(token)]["rank"])
+            found["gap"].append(highest - given)
             found["best_value"].append(highest)
         return Scored(**found)
 

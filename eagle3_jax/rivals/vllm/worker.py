@@ -23,6 +23,8 @@ import traceback
 import types
 from typing import Any
 
+import synthetic  # beside this file
+
 # Whatever vLLM and its libraries print goes to stderr; the channel keeps the real standard output to itself.
 _channel = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)
@@ -121,6 +123,8 @@ class Worker:
 
             registry._run_in_subprocess = lambda inspect: inspect()
             stand_in_for_torchvision()
+            if (options["speculative_config"] or {}).get("rejection_sample_method") == "synthetic":
+                synthetic.install()
         if options["dtype"] == "float32":
             # Kernels for AMX take no float32; vLLM chooses some of them by the processor alone and then fails.
             torch.cpu._is_amx_tile_supported = lambda: False
@@ -313,10 +317,12 @@ class Worker:
 def _scored(logprobs: list[dict[int, Any]], tokens: list[int]) -> dict[str, list]:
     found: dict[str, list] = {"best": [], "rank": [], "gap": [], "best_value": []}
     for entries, token in zip(logprobs, tokens, strict=True):
-        highest = max(entry.logprob for entry in entries.values())
+        highest, second = sorted((entry.logprob for entry in entries.values()), reverse=True)[:2]
+        given = entries[token].logprob
         found["best"].append(min(key for key, entry in entries.items() if entry.logprob == highest))
-        found["rank"].append(entries[token].rank)
-        found["gap"].append(highest - entries[token].logprob)
+        # vLLM's rank counts equal logits as well, so that a token tied with others ranks behind all of them.
+        found["rank"].append(1 if given == highest else 2 if given == second else entries[token].rank)
+        found["gap"].append(highest - given)
         found["best_value"].append(highest)
     return found
 

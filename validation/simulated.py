@@ -1,0 +1,96 @@
+"""L9 without weights: the shape of a model for vLLM, and whether both engines' dice accept what they are told to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from eagle3_jax.conversion import HeadCheckpoint
+from eagle3_jax.conversion.heads.eagle3_export import vllm_fields
+from eagle3_jax.conversion.hf_config import stack_fields
+from eagle3_jax.models.config import DecoderConfig, Eagle3Config
+from eagle3_jax.models.config.stacks import grouped
+from eagle3_jax.stats import SpeculationStats
+
+ALPHA = 1e-6  # of all positions and engines together
+
+
+def write_shape(target: DecoderConfig, head: Eagle3Config, directory: Path, *, dtype: str) -> tuple[Path, Path]:
+    """Write the ``config.json`` of a Llama or Qwen3 shape and of its head; vLLM draws weights for them."""
+    name = "Qwen3" if grouped(target.layers[0]).qk_norm else "Llama"
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    fields = {
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": name.lower(),
+        **stack_fields(target, dtype),
+        "tie_word_embeddings": target.tie_embeddings,
+        **tokens,
+    }
+    drafting = HeadCheckpoint(
+        method="eagle3", config=head, head={}, draft_to_target=np.arange(head.draft_vocab_size), embedding=None,
+        dialect="vllm", source=directory, dtype=dtype, num_target_layers=target.num_layers,
+    )  # fmt: skip
+    paths = directory / "target", directory / "eagle3"
+    for path, values in zip(paths, (fields, vllm_fields(drafting)), strict=True):
+        path.mkdir(parents=True)
+        (path / "config.json").write_text(json.dumps(values, indent=1))
+    return paths
+
+
+@dataclasses.dataclass(frozen=True)
+class Law:
+    """What dice with given rates accept: ``P(A >= i) = rates[i - 1]`` in every round.
+
+    Attributes:
+        rates: Per position, the share of rounds that accept the draft token there and all before it.
+    """
+
+    rates: Sequence[float]
+
+    @property
+    def mean(self) -> float:
+        """Accepted tokens of a round."""
+        return sum(self.rates)
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of that: ``E[A^2] = sum (2 i - 1) P(A >= i)``."""
+        second = sum((2 * position + 1) * rate for position, rate in enumerate(self.rates))
+        return math.sqrt(second - self.mean**2)
+
+    def scores(self, counted: SpeculationStats) -> list[float]:
+        """Standard scores of the mean and of every position. Rounds are whole, so that Wald's identity holds."""
+        rounds, accepted = int(np.sum(counted.num_drafts)), np.asarray(counted.num_accepted_tokens_per_pos)
+        accepted = accepted.reshape(-1, len(self.rates)).sum(0)
+        found = [(accepted.sum() / rounds - self.mean) / self.deviation]
+        found += [
+            (one / rounds - rate) / math.sqrt(rate * (1 - rate)) for one, rate in zip(accepted, self.rates, strict=True)
+        ]
+        return [float(score) * math.sqrt(rounds) for score in found]
+
+    @property
+    def most(self) -> float:
+        """The largest score that chance explains, of two engines."""
+        return float(stats.norm.isf(ALPHA / 2 / (2 * (1 + len(self.rates)))))
+
+    def sees(self, rounds: int) -> float:
+        """The smallest error of the mean, in tokens, that exceeds :attr:`most` with 90 % power."""
+        return (self.most + float(stats.norm.ppf(0.9))) * self.deviation / math.sqrt(rounds)
+
+
+def synthetic(head: Path, rates: Sequence[float]) -> dict[str, Any]:
+    """vLLM's ``speculative_config`` of acceptance by dice."""
+    return {
+        "method": "eagle3",
+        "model": str(head),
+        "num_speculative_tokens": len(rates),
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": list(rates),
+    }

@@ -1,0 +1,123 @@
+"""L9: vLLM and this library at the shape of a large model, both with random weights and acceptance by the same dice.
+
+A round costs what it costs, whatever it accepts, so no checkpoint is needed. Before speeds are compared both engines
+must accept as many tokens as the dice say. A rehearsal has a small shape, and its speed says nothing of large ones.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from eagle3_jax.load import precision_named
+from eagle3_jax.measure.bench import measure
+from eagle3_jax.measure.contenders import Contender
+from eagle3_jax.measure.random_models import bytes_needed, random_pair, shape_named, why_not
+from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
+from eagle3_jax.rivals.vllm.bridge import EngineOptions
+from eagle3_jax.rivals.vllm.contender import VLLMContender
+from eagle3_jax.rivals.vllm.process import Process
+from eagle3_jax.simulated import SimulatedAcceptance
+from validation.checks import Check
+from validation.simulated import Law, synthetic, write_shape
+from validation.speeds import CONTEXT, chain, faults, keep
+
+pytestmark = pytest.mark.level("L9")
+
+ACCEPTED = 0.7  # of each draft token, given those before it
+ROWS, NEW_TOKENS = 64, 256  # over which acceptance is counted
+# Heads of 32, which vLLM's kernels for CPUs take.
+SMALL = DecoderConfig(
+    vocab_size=512,
+    width=128,
+    layers=uniform(8, GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=32), GatedMLP(width=256)),
+    max_positions=512,
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    option = metafunc.config.getoption
+    on_gpu = option("--gpu") and not option("--rehearse")
+    lengths = (3,) if not on_gpu or option("--quick") else (0, 3, 5)
+    metafunc.parametrize("shape", ["Llama-3.1-8B" if on_gpu else "small"])
+    metafunc.parametrize("length", lengths)
+
+
+def test_simulated_speed_beside_vllm(
+    check: Check, setting: Any, vllm_process: Process, tmp_path: Path, shape: str, length: int
+) -> None:
+    """Both accept as the dice say; then they take turns."""
+    on_gpu = shape != "small"
+    config = shape_named(shape) if on_gpu else SMALL
+    dtype, batches = ("bfloat16", (1, 16)) if on_gpu else ("float32", (1, 4))
+    if on_gpu:
+        needed = bytes_needed(config, batch=ROWS, capacity=2 * (CONTEXT + NEW_TOKENS))
+        if reason := why_not(needed, jax.devices()[0].memory_stats()):
+            pytest.skip(reason)
+    pair = random_pair(config, precision=precision_named(dtype))
+    dice = SimulatedAcceptance.of_conditional_rate(ACCEPTED, max(length, 1))
+    target, head = write_shape(pair[0].model.config, pair[1].drafter.config, tmp_path, dtype=dtype)  # type: ignore[attr-defined]
+    options = EngineOptions(
+        model=str(target),
+        dtype=dtype,
+        speculative=synthetic(head, dice.rates) if length else None,
+        max_model_len=CONTEXT + NEW_TOKENS + 32,
+        max_num_seqs=ROWS,
+        load_format="dummy",
+        eager=not on_gpu,
+    )
+    vllm_process.rest()  # a process without engines before this one
+    ours = chain(pair, dtype, length, dice)
+    theirs = VLLMContender(
+        f"vLLM K={length}, dummy weights" if length else "vLLM plain, dummy weights",
+        dtype,
+        vllm_process.engine(options),
+    )
+    draw = np.random.default_rng(0)
+    prompts = draw.integers(0, config.vocab_size, (ROWS, CONTEXT)).tolist()
+    if length:
+        _check_acceptance(check, Law(dice.rates), [ours, theirs], prompts)
+    for batch in batches:
+        contenders: list[Contender] = [chain(pair, dtype, 0), *([ours] if length else []), theirs]
+        report = measure(
+            contenders,
+            prompts[:batch],
+            max_new_tokens=128 if on_gpu else 32,
+            repeats=5 if on_gpu else 2,
+            baselines=[theirs.name],
+            batch_size=batch,
+            cost_rounds=0,
+            streams=0,
+            large=2**32 if on_gpu else 2**24,
+        )
+        title = f"{shape}, random weights, each draft token accepted with probability {ACCEPTED}, over vLLM: "
+        keep(check, report, setting.price_per_hour, [], title=title, quoted=True)
+        assert not faults(report), "; ".join(faults(report))
+
+
+def _check_acceptance(check: Check, law: Law, contenders: list[Any], prompts: list[list[int]]) -> None:
+    """Each engine's mean and every position beside what the rates say."""
+    rows = []
+    for one in contenders:
+        counted = one.run(prompts, NEW_TOKENS).stats
+        rounds, scores = int(np.sum(counted.num_drafts)), law.scores(counted)
+        length = 1 + float(np.sum(counted.num_accepted_tokens)) / rounds
+        rows.append([one.name, rounds, length, *scores])
+    places = [f"z of position {place}" for place in range(len(law.rates))]
+    check.table(f"Acceptance by dice, {ACCEPTED} of each token", ["engine", "rounds", "τ", "z of τ", *places], rows)
+    rounds = min(row[1] for row in rows)
+    check.number(
+        rounds=rounds,
+        expected_length=1 + law.mean,
+        largest_length_apart=max(abs(row[2] - 1 - law.mean) for row in rows),
+        largest_z=max(abs(score) for row in rows for score in row[3:]),
+        allowed_z=law.most,
+    )
+    check.sees = f"{law.sees(rounds):.3f} tokens of the mean acceptance length of either engine"
+    assert all(abs(score) <= law.most for row in rows for score in row[3:]), (
+        "an engine accepts other than it is told to"
+    )
