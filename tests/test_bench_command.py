@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from eagle3_jax.measure.results import Acceptance, NotMeasured, Report, Row, Tas
 from eagle3_jax.measure.step_costs import StepCosts
 from eagle3_jax.measure.timing import Latency, Spread
 from eagle3_jax.prompts import Prompt, Renderer, in_turn, of_length, random_prompts, read_prompts
+from eagle3_jax.rivals.vllm.bridge import EngineOptions, VLLMError
 
 GOLDEN = tiny.GOLDEN / "official"
 QUICK = ("--dtype", "float32", "--max-new-tokens", "4", "--repeats", "1")
@@ -285,6 +287,41 @@ def test_random_weights_with_simulated_acceptance_above_the_roofline_end_with_on
     assert saved["about"]["prompts_measured"]["tokens"] == [7]
     assert saved["not_measured"][0]["name"] == "chain K=1 (simulated, not lossless)"
     assert "allow 1 to 2" in saved["not_measured"][0]["reason"]
+
+
+def test_on_a_gpu_vllm_finds_memory_and_the_precision_of_ours(capsys, monkeypatch: pytest.MonkeyPatch):
+    """JAX is told its share before it touches the device; engines that are loaded at once share theirs."""
+    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, "")  # so that they are put back
+        monkeypatch.delenv(name)
+    told: list[str | None] = []
+
+    def on_gpu() -> bool:
+        told.append(os.environ.get("XLA_CLIENT_MEM_FRACTION"))
+        return True
+
+    asked: list[EngineOptions] = []
+
+    class NoVLLM:
+        def __init__(self, python: Path, **_: object):
+            pass
+
+        def engine(self, options: EngineOptions) -> object:
+            asked.append(options)
+            raise VLLMError("none here")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("eagle3_jax.reporting.gpu.on_gpu", on_gpu)
+    monkeypatch.setattr("eagle3_jax.rivals.vllm.process.Process", NoVLLM)
+    arguments = ["bench", *PAIR, *QUICK[2:], "--chains", "1", "--tree", "none", "--ngram", "none", "--json"]
+    arguments += ["--prompts", "random", "--prompt-tokens", "4", "--max-prompts", "1", "--repeats", "1"]
+    assert run([*arguments, "--rivals", "vllm", "--vllm-python", sys.executable]) in (0, 1)
+    (report,) = json.loads(capsys.readouterr().out)["reports"]
+    assert set(told) == {"0.4"}
+    assert [(one.gpu_memory_utilization, one.dtype) for one in asked] == [(0.2, "bfloat16"), (0.2, "bfloat16")]
+    assert [row["name"] for row in report["rows"]] == ["plain bfloat16", "chain K=1"], "float32 is for CPUs"
 
 
 @pytest.mark.parametrize(

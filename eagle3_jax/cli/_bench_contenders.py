@@ -107,7 +107,8 @@ class Models:
     Attributes:
         target: In the precision asked for.
         dtype: That precision, and the weights where they are not dense.
-        float32: The same target; ``None`` where the first one is in float32, or too large to be held twice.
+        float32: The same target; ``None`` where the first one is in float32, or on a GPU, where float32 is never the
+            fastest and memory is shared.
         drafters: Heads under their names; ``None`` for prompt lookup alone; empty for plain decoding only.
     """
 
@@ -120,6 +121,7 @@ class Models:
 def read_models(target: str | None, drafters: Sequence[str], dtype: str, weights: str = "dense") -> Models:
     """From checkpoints."""
     from eagle3_jax import LoadedDrafter
+    from eagle3_jax.reporting.gpu import on_gpu
 
     loaded = read_target(target, dtype, weights=weights)
     found: dict[str, LoadedDrafter | None] = {}
@@ -131,7 +133,7 @@ def read_models(target: str | None, drafters: Sequence[str], dtype: str, weights
             head = one if isinstance(one, LoadedDrafter) else LoadedDrafter(one, name=name)
             found[name] = None if source == "ngram" else head
     name = dtype if weights == "dense" else f"{dtype}, {weights}"
-    return Models(loaded, name, None if name == "float32" else read_target(target, "float32"), found)
+    return Models(loaded, name, None if name == "float32" or on_gpu() else read_target(target, "float32"), found)
 
 
 def random_models(shape: str, dtype: str) -> Models:
@@ -219,11 +221,17 @@ def add_transformers(field: Field, directory: Path, *, dtype: str) -> None:
     """``generate`` and its prompt lookup, or why they are not there."""
     import jax
 
+    from eagle3_jax.rivals.memory import is_out_of_memory
+
     on_gpu = jax.default_backend() != "cpu"
     try:
         from eagle3_jax.rivals.transformers import TransformersContender
 
         field.contenders += TransformersContender.load(directory, dtype=rival_dtype(dtype), on_gpu=on_gpu)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        field.lacks("transformers", str(error))
     except ModuleNotFoundError as error:
         field.lacks("transformers", f"{error.name} is not installed: pip install 'eagle3-jax[bench]'")
     except (ImportError, OSError, ValueError) as error:

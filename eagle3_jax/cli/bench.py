@@ -14,8 +14,8 @@ from eagle3_jax.cli import _bench_contenders as who
 from eagle3_jax.cli import _bench_output as output_of
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import (
-    DtypeOption,
     JsonOption,
+    MeasuredDtypeOption,
     TargetOption,
     VerifierOption,
     WeightsOption,
@@ -44,7 +44,7 @@ def bench(
             help=f"Directory or hub id of a draft head or a smaller language model, or {FORMS}; may be repeated."
         ),
     ] = None,
-    dtype: DtypeOption = "mixed",
+    dtype: MeasuredDtypeOption = None,
     weights: WeightsOption = "dense",
     prompts: Annotated[
         list[str] | None,
@@ -85,7 +85,13 @@ def bench(
         list[str] | None, typer.Option(help="Running vLLM server, such as http://localhost:8000; may be repeated.")
     ] = None,
     vllm_chains: Annotated[str, typer.Option(help="Chain lengths K of vLLM with the head; 0 is plain.")] = "0,3",
-    vllm_memory: Annotated[float, typer.Option(help="Share of a GPU's memory for each vLLM engine.")] = 0.2,
+    vllm_memory: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of a GPU's memory for each vLLM engine, beside JAX's XLA_CLIENT_MEM_FRACTION.  "
+            "[default: 0.3 for one engine, 0.4 divided among several]"
+        ),
+    ] = None,
     price_per_hour: Annotated[
         float | None, typer.Option(help="Of this machine; adds the cost of a million tokens.", min=0)
     ] = None,
@@ -98,7 +104,9 @@ def bench(
 
     Ends with exit code 1, after everything is written, where a measurement is faster than the memory can be read.
     """
+    from eagle3_jax.cli._hardware import measured_dtype
     from eagle3_jax.cli._prompts import PromptSource
+    from eagle3_jax.rivals.memory import share_memory, share_of_engine
 
     methods = who.Methods(
         chains=parse_numbers(chains, "--chains", or_none=True),
@@ -108,7 +116,7 @@ def bench(
         simulated_rate=simulated_acceptance_rate,
         verifier=verifier,
     )
-    if not 0 < vllm_memory <= 1:
+    if vllm_memory is not None and not 0 < vllm_memory <= 1:
         raise Misuse(f"--vllm-memory is {vllm_memory:g}; expected a share above 0 and at most 1")
     sizes = parse_numbers(batch_size, "--batch-size")
     named = _rivals(rivals, has_vllm=vllm_python is not None or bool(vllm_url))
@@ -120,6 +128,9 @@ def bench(
     output_of.check_directory(output)
     with _activity() as say, contextlib.ExitStack() as closing:
         say("loading")
+        if named and shape is None:
+            share_memory(beside_vllm=vllm_python is not None)
+        dtype = measured_dtype(dtype)
         models = who.random_models(shape, dtype) if shape else who.read_models(target, drafter or [], dtype, weights)
         field = who.Field()
         who.add_ours(field, models, methods)
@@ -134,7 +145,7 @@ def bench(
             vllm_python=vllm_python,
             vllm_urls=vllm_url or [],
             vllm_chains=lengths,
-            vllm_memory=vllm_memory,
+            vllm_memory=vllm_memory or share_of_engine(len(lengths)),
             longest=min(longest + 16, models.target.max_positions),
             largest_batch=max(sizes),
         )
