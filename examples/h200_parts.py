@@ -30,11 +30,10 @@ from eagle3_jax.measure.rounds import CompilerOptions, timed_rounds
 from eagle3_jax.measure.step_costs import draft_seconds, target_seconds
 from eagle3_jax.measure.timing import CompileClock, Spread
 from eagle3_jax.reporting.environment import environment
+from eagle3_jax.simulated import PUBLISHED_RATES
 from eagle3_jax.writing import whole_file
 
-# Per depth, the share of rounds that accept a draft token there and all before it. They add up to the lengths that
-# vLLM has published for Llama-3.1-8B with its EAGLE-3 head on MT-Bench, 2.36 for K=2 to 3.54 for K=7.
-RATES = (0.78, 0.58, 0.43, 0.29, 0.24, 0.14, 0.08)
+RATES = PUBLISHED_RATES["Llama-3.1-8B with its EAGLE-3 head on MT-Bench"]
 CHAIN = 5
 NODES = CHAIN + 1
 TREES = {

@@ -22,6 +22,30 @@ if TYPE_CHECKING:
 RIVALS = ("transformers", "vllm")
 
 
+@dataclasses.dataclass(frozen=True)
+class Usual:
+    """What is measured unless options say otherwise: ``--chains``, ``--tree``, ``--ngram``, and the acceptance.
+
+    Attributes:
+        chains: As the option has it.
+        tree: As the option has it.
+        ngram: As the option has it.
+        simulated_rates: A name of :data:`~eagle3_jax.simulated.PUBLISHED_RATES`, or the exact rule.
+    """
+
+    chains: str
+    tree: str
+    ngram: str
+    simulated_rates: str | None
+
+
+USUAL = Usual("1-7", "num_nodes=60,max_depth=8,top_k=10", "5", None)
+# Each program of a large shape takes long to compile, and heads without training are never right.
+USUAL_OF_SHAPES = Usual(
+    "3,5", "num_nodes=60,max_depth=7,top_k=10", "none", "Llama-3.1-8B with its EAGLE-3 head on MT-Bench"
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Methods:
     """What is drafted, and how.
@@ -32,6 +56,7 @@ class Methods:
         ngrams: Lengths ``K`` of prompt lookup.
         simulated_length: τ that the heads' drafts are made to have; their output is not the target's then.
         simulated_rate: The conditional acceptance rate that they are made to have.
+        simulated_rates: The name of the published rates that they are made to have.
         verifier: An acceptance rule by its name, or ``module:name`` of the user's own.
     """
 
@@ -40,12 +65,22 @@ class Methods:
     ngrams: Sequence[int]
     simulated_length: float | None = None
     simulated_rate: float | None = None
+    simulated_rates: str | None = None
     verifier: str | None = None
 
     @property
     def simulates(self) -> bool:
         """Whether the heads' acceptance is simulated."""
-        return self.simulated_length is not None or self.simulated_rate is not None
+        return self.simulation is not None
+
+    @property
+    def simulation(self) -> str | None:
+        """Where the acceptance comes from that is simulated; ``None`` for a rule that looks at the target."""
+        if self.simulated_length is not None:
+            return f"τ of {self.simulated_length:g}"
+        if self.simulated_rate is not None:
+            return f"every draft token with probability {self.simulated_rate:g} once all before it were"
+        return None if self.simulated_rates is None else f"as published for {self.simulated_rates}"
 
     @property
     def mark(self) -> str:
@@ -76,6 +111,8 @@ class Methods:
             return SimulatedAcceptance.of_length(self.simulated_length, depth)
         if self.simulated_rate is not None:
             return SimulatedAcceptance.of_conditional_rate(self.simulated_rate, depth)
+        if self.simulated_rates is not None:
+            return SimulatedAcceptance.of_published(self.simulated_rates, depth)
         return read_verifier(self.verifier)
 
 
