@@ -16,7 +16,7 @@ FILES = sorted(path for path in LIBRARY.rglob("*.py") if path != LIBRARY / "__in
 
 # A module may import what stands on its own line (with exceptions below) or above.
 LAYERS = (
-    ("sharding",),
+    ("_unshaped", "sharding"),
     ("cache", "jsonl", "models.config", "recurrent", "sources", "theory", "writing"),
     ("types",),
     ("tree", "published_trees", "sampling", "schedule", "text"),

@@ -32,6 +32,7 @@ from eagle3_jax.theory.cost import cost_per_million_tokens
 from eagle3_jax.theory.sizes import parameters
 from validation import speeds
 from validation.checks import Check
+from validation.required import expected
 from validation.subject import Subject, choose
 from validation.tasks import answered_number, discordant_interval, is_right, questions, reference_number
 
@@ -174,6 +175,12 @@ def test_a_rival_that_does_not_fit_is_missing_and_the_others_are_measured(monkey
     said = "CUDA error: device-side assert triggered"
     with pytest.raises(RuntimeError, match="device-side"):
         speeds.transformers_or_why_not(shipped_pair(), 4, setting, missing)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu", "rehearsal"])
+def test_few_engines_of_vllm_are_loaded_for_speed(kind: str) -> None:
+    """Each takes minutes to load and compile: eight of them never fitted into the ten minutes of a command."""
+    assert 2 <= expected(kind)["L9"]["speed beside vllm"] <= 3
 
 
 # ---------------------------------------------------------------- task answers

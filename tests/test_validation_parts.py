@@ -177,6 +177,15 @@ def test_a_check_that_ended_differently_is_a_contradiction_and_never_green(order
     assert partly.verdict == PARTLY and "contradict" in partly.reason
 
 
+def test_another_kernel_or_other_memory_is_no_stranger() -> None:
+    hosts = [{"platform": f"Linux-{n}", "cpu": {"model": "X", "cores": 2, "memory_gib": 100.0 + n}} for n in (1, 2)]
+    one, two = (part(law(case), environment=host) for case, host in zip("ab", hosts, strict=True))
+    assert merge({"one": one, "two": two})["L0"].verdict == PASSED
+    two.environment["cpu"]["model"] = "Y"
+    with pytest.raises(ValueError, match=r"differ in cpu\.model"):
+        merge({"one": one, "two": two})
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
