@@ -111,11 +111,14 @@ def test_make_installs_a_jax_with_cuda_where_a_gpu_is_used(path_with_gpu: str) -
 def test_a_checkout_runs_without_jaxtyping() -> None:
     """It is for readers and tests; a machine without a way to a package index may lack it."""
     code = (
-        "import sys; sys.modules['jaxtyping'] = None\n"
+        "import sys; sys.modules['jaxtyping'] = None; sys.path.append('examples')\n"
+        "import h200\n"
         "import eagle3_jax, eagle3_jax.decode, eagle3_jax.load, eagle3_jax.contract, eagle3_jax.training.loop\n"
         "import eagle3_jax.measure.bench, eagle3_jax.drafters, eagle3_jax.conversion.doctor\n"
         "assert not hasattr(sys.modules['jaxtyping'], 'config'), 'the real one was imported'\n"
     )
     surroundings = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=surroundings, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=surroundings, cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
