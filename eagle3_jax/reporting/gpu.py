@@ -58,7 +58,7 @@ def gpu_problem(*, wanted: bool = False) -> str | None:
     if not here and not wanted:
         return None
     if any(importlib.util.find_spec(name) for name in _PLUGINS):
-        why = "its plugin for CUDA is installed and does not start: is the driver (nvidia-smi) older than 580, for CUDA 13? "
+        why = "its plugin for CUDA is installed and does not start: CUDA 13 needs a driver of 580 (nvidia-smi); "
         return f"{seen}; {why}JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()' tells the reason"
     where = "an NVIDIA GPU is here" if here else "no NVIDIA GPU is seen here (nvidia-smi, /dev/nvidia0)"
     return f"{seen}, and {where}; a jax with CUDA: {cuda_command()}"
