@@ -122,3 +122,10 @@ def test_a_checkout_runs_without_jaxtyping() -> None:
         [sys.executable, "-c", code], env=surroundings, cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_without_typer_the_command_line_says_so_in_one_line() -> None:
+    code = "import sys; sys.modules['typer'] = None; import eagle3_jax.cli; sys.exit(eagle3_jax.cli.run(['bench']))"
+    surroundings = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=surroundings, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: the command line needs typer: pip install typer rich\n")
