@@ -49,8 +49,13 @@ $(VLLM_ENV)/.installed: FORCE
 
 FORCE:
 
+# Where a GPU is used, jax comes with CUDA, in one installation with what else is asked for, so that pip finds libraries
+# of NVIDIA's that suit all of it.
+GPU_HERE = $(shell { nvidia-smi -L | grep GPU || [ -e /dev/nvidia0 ]; } >/dev/null 2>&1 && echo -cuda)
+GPU_ASKED = $(if $(findstring --rehearse,$(VALIDATION_FLAGS)),,$(if $(findstring --gpu,$(VALIDATION_FLAGS)),-cuda))
+
 # Everything that is claimed, checked against vLLM, transformers and statistics; on a GPU: make validation VALIDATION_FLAGS=--gpu
-validation: $(VENV)/.installed-validation
+validation: $(VENV)/.installed-validation$(GPU_ASKED)
 	$(VENV)/bin/python -m pytest validation $(VALIDATION_FLAGS)
 
 # What a round becomes on an accelerator that is not here: level AOT of the validation, minutes of two cores. The compiler
@@ -73,7 +78,7 @@ notebooks: $(VENV)/.installed-test
 
 # Those for an H100 or H200, joined to one page, build/gpu-notebooks.html; what stands in for what is said at its top.
 # Models, vLLM and price by variables: make gpu-notebooks EAGLE3_TARGET=... (notebooks/gpu/README.md names them).
-gpu-notebooks: $(VENV)/.installed-test
+gpu-notebooks: $(VENV)/.installed-test$(GPU_HERE)
 	$(VENV)/bin/python notebooks/run.py notebooks/gpu; \
 		status=$$?; $(VENV)/bin/python notebooks/report.py || exit; exit $$status
 
@@ -123,6 +128,10 @@ $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.installed-validation: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[validation]'
 	touch $@ $(VENV)/.installed $(VENV)/.installed-test
+
+$(VENV)/.installed-%-cuda: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[$*,cuda]'
+	touch $@ $(VENV)/.installed $(VENV)/.installed-test $(VENV)/.installed-$*
 
 $(VENV)/.installed-docs: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[docs]'

@@ -9,6 +9,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from eagle3_jax._unshaped import stand_in_for_jaxtyping
+
+stand_in_for_jaxtyping()
+
 if TYPE_CHECKING:
     from eagle3_jax import drafters
     from eagle3_jax.acceptance import Exact, verify, verify_greedy

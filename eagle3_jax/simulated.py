@@ -13,6 +13,12 @@ from eagle3_jax.sampling import argmax, probabilities, uniforms
 from eagle3_jax.tree import ancestor_mask, depths
 from eagle3_jax.types import Draft, SamplingParams, Verdict, Warping
 
+# By the pair and the prompts that they are of: per depth, the share of rounds that accept the draft token there and all
+# before it. These add up to the lengths that vLLM has published, 2.36 for K=2 to 3.54 for K=7.
+PUBLISHED_RATES = {
+    "Llama-3.1-8B with its EAGLE-3 head on MT-Bench": (0.78, 0.58, 0.43, 0.29, 0.24, 0.14, 0.08),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedAcceptance:
@@ -51,6 +57,12 @@ class SimulatedAcceptance:
                 f"{max_depth + 1}, the token after them included"
             )
         return cls(tuple(float(min(max(length - 1 - depth, 0), 1)) for depth in range(max_depth)))
+
+    @classmethod
+    def of_published(cls, name: str, max_depth: int) -> SimulatedAcceptance:
+        """One of :data:`PUBLISHED_RATES`; deeper than it was published nothing is accepted."""
+        rates = PUBLISHED_RATES[name]
+        return cls((*rates, *[0.0] * max_depth)[:max_depth])
 
     @property
     def lossless(self) -> bool:

@@ -21,12 +21,11 @@ import functools
 import json
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.cache import Cache, KeyValue, KeyValues, Segment, visible
 from eagle3_jax.measure.timing import Spread
@@ -34,6 +33,9 @@ from eagle3_jax.models.attention import Scoring, attention
 from eagle3_jax.models.decoder import Decoder, DecoderTarget
 from eagle3_jax.models.functional import bind
 from eagle3_jax.types import TargetOutput
+
+if TYPE_CHECKING:  # a checkout runs without it
+    from jaxtyping import Array, Bool, Float, Int
 
 KERNELS = ("xla", "cudnn", "pallas")
 

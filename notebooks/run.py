@@ -1,7 +1,8 @@
 """Execute notebooks from top to bottom, as a reader would, and keep them with their outputs.
 
 The sources hold no outputs: ``NAME.py`` is what is edited, ``NAME.ipynb`` what Jupyter and Colab open, and ``--sync``
-writes the second from the first. Any error, anything on stderr and any pair out of step ends the run with exit code 1.
+writes the second from the first. Any error, anything that Python writes to stderr and any pair out of step ends the run
+with exit code 1.
 
     python notebooks/run.py                       # all of notebooks/
     python notebooks/run.py notebooks/gpu         # those for an H100 or H200
@@ -108,8 +109,10 @@ def execute(source: Path, output: Path) -> str | None:
         startup_timeout=300,  # of a kernel, on a machine that has other things to do
         kernel_name="python3",
         extra_arguments=[
-            "--IPKernelApp.log_level=ERROR"
-        ],  # its advice on encryption is for networks
+            "--IPKernelApp.log_level=ERROR",  # its advice on encryption is for networks
+            # What XLA and CUDA log goes to the terminal: lines of C++ on the descriptor, not of Python on sys.stderr.
+            "--IPKernelApp.capture_fd_output=False",
+        ],
         resources={"metadata": {"path": str(source.parent)}},
     )
     try:

@@ -44,6 +44,21 @@ class Scripted(Contender):
         return Run(1.0, self.decode_seconds.pop(0), [self.tokens] * len(prompts), self.stats)
 
 
+def test_every_pass_is_told_before_the_next_one_begins():
+    calls: list[str] = []
+    plain, fast = (Scripted(name, "a", [9.0, 8.0, 4.0], list(range(5)), calls) for name in ("plain", "fast"))
+    told: list[tuple[int, str]] = []
+    measure(
+        [plain, fast], [[1]], max_new_tokens=5, repeats=2, baselines=["plain"], cost_rounds=0,
+        on_result=lambda line: told.append((len(calls), line)),
+    )  # fmt: skip
+    assert told[:2] == [(1, "plain: compiled in 0.0 s"), (2, "fast: compiled in 0.0 s")]
+    assert told[2:] == [
+        (3, "plain: 0.5 tokens/s, repeat 1 of 2"), (4, "fast: 0.5 tokens/s, repeat 1 of 2"),
+        (5, "plain: 1.0 tokens/s, repeat 2 of 2"), (6, "fast: 1.0 tokens/s, repeat 2 of 2"),
+    ]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def target():
     return tiny.target()

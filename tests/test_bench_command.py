@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -11,13 +12,16 @@ import pytest
 import tiny
 
 from eagle3_jax.cli import run
+from eagle3_jax.cli._bench_contenders import Field
 from eagle3_jax.cli._bench_output import Findings, to_text, write
 from eagle3_jax.cli._bench_tables import all_plots, flat_rows, latency_table, round_table, speed_table, task_table
+from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.measure.intervals import Interval
 from eagle3_jax.measure.results import Acceptance, NotMeasured, Report, Row, TaskRow
 from eagle3_jax.measure.step_costs import StepCosts
 from eagle3_jax.measure.timing import Latency, Spread
 from eagle3_jax.prompts import Prompt, Renderer, in_turn, of_length, random_prompts, read_prompts
+from eagle3_jax.rivals.vllm.bridge import EngineOptions, VLLMError
 
 GOLDEN = tiny.GOLDEN / "official"
 QUICK = ("--dtype", "float32", "--max-new-tokens", "4", "--repeats", "1")
@@ -283,8 +287,71 @@ def test_random_weights_with_simulated_acceptance_above_the_roofline_end_with_on
     saved = json.loads((out / "bench.json").read_text())
     assert saved["failures"] == [line.removeprefix("error: ") for line in errors]
     assert saved["about"]["prompts_measured"]["tokens"] == [7]
+    assert [row["simulated_rates"] for row in saved["reports"][0]["rows"]] == [None, [1.0, 1.0]]
+    assert saved["about"]["simulated_acceptance"] == "τ of 3"
+    assert "SIMULATED acceptance, share of rounds by depth: 1.00 1.00" in " ".join(captured.out.split())
+    told = [line for line in captured.err.splitlines() if "tokens/s, repeat 1 of 1" in line]
+    assert [line.partition(": ")[0] for line in told] == [
+        "batch 1, plain float32", "batch 1, chain K=2 (simulated, not lossless)",
+    ]  # fmt: skip
     assert saved["not_measured"][0]["name"] == "chain K=1 (simulated, not lossless)"
     assert "allow 1 to 2" in saved["not_measured"][0]["reason"]
+
+
+def test_on_a_gpu_vllm_finds_memory_and_the_precision_of_ours(capsys, monkeypatch: pytest.MonkeyPatch):
+    """JAX is told its share before it touches the device; engines that are loaded at once share theirs."""
+    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, "")  # so that they are put back
+        monkeypatch.delenv(name)
+    told: list[str | None] = []
+
+    def on_gpu() -> bool:
+        told.append(os.environ.get("XLA_CLIENT_MEM_FRACTION"))
+        return True
+
+    asked: list[EngineOptions] = []
+
+    class NoVLLM:
+        def __init__(self, python: Path, **_: object):
+            pass
+
+        def engine(self, options: EngineOptions) -> object:
+            asked.append(options)
+            raise VLLMError("none here")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("eagle3_jax.reporting.gpu.on_gpu", on_gpu)
+    monkeypatch.setattr("eagle3_jax.rivals.vllm.process.Process", NoVLLM)
+    arguments = ["bench", *PAIR, *QUICK[2:], "--chains", "1", "--tree", "none", "--ngram", "none", "--json"]
+    arguments += ["--prompts", "random", "--prompt-tokens", "4", "--max-prompts", "1", "--repeats", "1"]
+    assert run([*arguments, "--rivals", "vllm", "--vllm-python", sys.executable]) in (0, 1)
+    (report,) = json.loads(capsys.readouterr().out)["reports"]
+    assert set(told) == {"0.4"}
+    assert [(one.gpu_memory_utilization, one.dtype) for one in asked] == [(0.2, "bfloat16"), (0.2, "bfloat16")]
+    assert [row["name"] for row in report["rows"]] == ["plain bfloat16", "chain K=1"], "float32 is for CPUs"
+
+
+def test_a_shape_is_measured_in_few_ways_at_published_rates(monkeypatch: pytest.MonkeyPatch):
+    fields: list[Field] = []
+
+    def measured(field: Field, *_: object, **__: object) -> None:
+        fields.append(field)
+        raise Misuse("this is enough")
+
+    monkeypatch.setattr("eagle3_jax.cli.bench._measure", measured)
+    for more in ((), ("--simulated-acceptance-rate", "0.5", "--chains", "2", "--tree", "none", "--ngram", "1")):
+        assert run(["bench", "--shape", "llama-tiny", "--dtype", "float32", *more]) == 2
+    rates = [0.78, 0.58, 0.43, 0.29, 0.24, 0.14, 0.08]  # of vLLM's lengths for Llama-3.1-8B: 2.36 at K=2, 3.54 at K=7
+    assert [1 + sum(rates[:depth]) for depth in (2, 7)] == pytest.approx([2.36, 3.54])
+    mark = " (simulated, not lossless)"
+    usual, given = ([(one.name, one.simulated_rates) for one in field.contenders] for field in fields)
+    assert usual == [
+        ("plain float32", None), (f"chain K=3{mark}", rates[:3]), (f"chain K=5{mark}", rates[:5]),
+        (f"tree N=60 G=7{mark}", rates),
+    ]  # fmt: skip
+    assert given == [("plain float32", None), (f"chain K=2{mark}", [0.5, 0.25]), ("n-gram K=1", None)]
 
 
 @pytest.mark.parametrize(

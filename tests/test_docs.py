@@ -166,7 +166,11 @@ def wrong_with(words: list[str]) -> str | None:
     if "do" in words:  # a loop of the shell
         words = words[words.index("do") + 1 :]
         words = words[: words.index("&")] if "&" in words else words
+    if words[0] == "timeout":
+        words = words[next(index for index, word in enumerate(words) if index > 4 and not word.isdigit()) :]
     program, rest = Path(words[0]).name, words[1:]
+    if program == "python" and rest[:2] == ["-m", "eagle3_jax"]:
+        program, rest = "eagle3", rest[2:]
     if program == "eagle3":
         return wrong_with_ours(rest)
     if program == "vllm":
@@ -174,13 +178,25 @@ def wrong_with(words: list[str]) -> str | None:
     if program == "make":
         names = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         return next((f"no target {word}" for word in rest if "=" not in word and word not in names), None)
-    if program in ("python", "pytest"):
+    if program in ("python", "python3", "pytest"):
         files = [word for word in rest if word.endswith(".py") and "/" in word]
         if "-m" in rest and rest[rest.index("-m") + 1].startswith(("validation", "eagle3_jax")):
             module = ROOT / rest[rest.index("-m") + 1].replace(".", "/")
             files += [] if module.is_dir() else [f"{module.relative_to(ROOT)}.py"]
         return next((f"no file {word}" for word in files if not any(ROOT.glob(word))), None)
-    known = {"pip", "export", "jupyter", "srun", "kubectl", "curl", "scontrol", "gcloud", "nvidia-smi", "eagle3"}
+    known = {
+        "pip",
+        "source",
+        "export",
+        "jupyter",
+        "srun",
+        "kubectl",
+        "curl",
+        "scontrol",
+        "gcloud",
+        "nvidia-smi",
+        "eagle3",
+    }
     return None if program in known else f"who is {program}?"
 
 
@@ -218,6 +234,7 @@ def wrong_with_vllms(rest: list[str]) -> str | None:
     [
         "eagle3 generate x --no-such-option",
         "eagle3 nothing",
+        "timeout -s INT -k 8 585 python -m eagle3_jax nothing",
         "vllm serve T --speculative-model H",
         'vllm serve T --speculative-config \'{"method": "eagle3", "disable_by_batch_size": 1}\'',
         "make nothing",

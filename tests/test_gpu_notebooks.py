@@ -8,6 +8,7 @@ import os
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 from validation import machine
@@ -78,9 +79,9 @@ def test_what_cannot_be_meant_is_refused_in_one_line(environ: dict[str, str], sa
     assert message.startswith("error: ") and said in message and "\n" not in message
 
 
-def _machine(*, on_gpu: bool = False, driver: bool = False, **given: object) -> Machine:
+def _machine(*, on_gpu: bool = False, has_gpu: bool = False, **given: object) -> Machine:
     subject = choose(gpu=False, rehearsal=False, target=None, drafter=None, prompt_files=())
-    return Machine(Configuration(**given), subject, on_gpu, driver)
+    return Machine(Configuration(**given), subject, on_gpu, has_gpu)
 
 
 def test_without_anything_every_part_has_a_stand_in_and_says_which() -> None:
@@ -94,9 +95,24 @@ def test_without_anything_every_part_has_a_stand_in_and_says_which() -> None:
         assert part.name in banner._repr_html_()
 
 
-def test_a_driver_without_cuda_in_jax_is_told_what_to_install() -> None:
-    (device, _) = _machine(driver=True).banner().parts
-    assert not device.real and machine.CUDA in device.text and "NVIDIA driver" in device.text
+def test_a_gpu_that_this_jax_cannot_use_ends_a_notebook_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless JAX was told to keep from it; then the banner says so."""
+    monkeypatch.setattr("eagle3_jax.reporting.gpu.has_gpu", lambda: True)
+    monkeypatch.setattr("validation.machine.has_gpu", lambda: True)
+    monkeypatch.setattr("validation.machine.share_memory", lambda: None)
+    before = jax.config.jax_platforms
+    try:
+        jax.config.update("jax_platforms", None)
+        with pytest.raises(
+            SystemExit, match=r"^error: .* an NVIDIA GPU is here; .*pip install 'jax\[cuda13\]=="
+        ) as ended:
+            machine.start({})
+        assert "\n" not in str(ended.value)
+        jax.config.update("jax_platforms", "cpu")
+        (device, _) = machine.start({}).banner().parts
+    finally:
+        jax.config.update("jax_platforms", before)
+    assert not device.real and "JAX_PLATFORMS keeps jax from the NVIDIA GPU" in device.text
 
 
 def test_what_is_there_is_called_real() -> None:

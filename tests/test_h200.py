@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -16,11 +17,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 COMPILED = Path(tempfile.gettempdir()) / "eagle3-jax-tests-compiled"
-PARTS = ["device", "round", "verify", "variants", "contexts", "attention"]
+PARTS = ["device", "text", "round", "floor", "verify", "variants", "profile", "contexts", "attention"]
 PLANTED = {
     "def verify(setting: Setting, record: Record) -> None:": "raise RuntimeError('planted')",
     "def contexts(setting: Setting, record: Record) -> None:": "record.add('kept', 1); __import__('time').sleep(600)",
 }
+SHORT = '"contexts": (80, ', '"contexts": (5, '
 
 
 def plant(text: str) -> str:
@@ -45,18 +47,19 @@ def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def rehearsed(tmp_path_factory) -> tuple[dict[str, Any], str]:
     """A run in which two parts go wrong, and one that completes it."""
     directory = tmp_path_factory.mktemp("h200")
-    for name in ("h200.py", "h200_parts.py", "verify_block_attention.py"):
-        (directory / name).write_text((EXAMPLES / name).read_text())
-    script, parts, output = directory / "h200.py", directory / "h200_parts.py", directory / "h200.json"
-    good, whole = script.read_text(), parts.read_text()
-    assert '"contexts": 120' in good
-    script.write_text(good.replace('"contexts": 120', '"contexts": 20'))
-    parts.write_text(plant(whole))
+    for file in (*EXAMPLES.glob("h200*.py"), EXAMPLES / "verify_block_attention.py"):
+        (directory / file.name).write_text(file.read_text())
+    script, output = directory / "h200.py", directory / "h200.json"
+    limits, rounds = directory / "h200_parts.py", directory / "h200_rounds.py"
+    good, whole = limits.read_text(), rounds.read_text()
+    assert SHORT[0] in good
+    limits.write_text(good.replace(*SHORT))
+    rounds.write_text(plant(whole))
     done = run(script, "--output", str(output), "--only", *PARTS)
     assert done.returncode == 0, done.stderr
     first = json.loads(output.read_text())
-    script.write_text(good)
-    parts.write_text(whole)
+    limits.write_text(good)
+    rounds.write_text(whole)
     done = run(script, "--output", str(output), "--only", *PARTS)
     assert done.returncode == 0, done.stderr
     return {"first": first, "second": json.loads(output.read_text()), "path": output}, done.stdout
@@ -83,18 +86,24 @@ def test_a_second_run_measures_what_is_missing_and_nothing_else(rehearsed):
 
 def test_the_result_says_what_was_measured_and_where(rehearsed):
     result = rehearsed[0]["second"]
-    assert (result["schema"], result["rehearsal"], result["shape"]) == (1, True, "Llama-tiny")
+    assert (result["schema"], result["rehearsal"], result["shape"]) == (2, True, "Llama-tiny")
     figures = {name: part["figures"] for name, part in result["parts"].items()}
     assert figures["device"]["environment"]["jax"]["backend"] == "cpu"
     assert figures["device"]["bytes_per_second"].keys() == {"sum", "copy", "product"}
+    assert figures["device"]["float32"]["highest"] < 1e-5
+    assert figures["device"]["launch, as it is"]["median"] > 0
+    assert figures["text"]["same text"] is True and figures["text"]["mean_acceptance_length"] > 1
+    assert figures["profile"]["chain"]["seconds_per_round"] > 0
     whole = figures["round"]
-    for name in ("plain step", "verify 6", "round", "target alone", "draft step"):
-        assert whole[name]["seconds"]["low"] <= whole[name]["seconds"]["median"] <= whole[name]["seconds"]["high"]
-        assert len(whole[name]["seconds"]["values"]) == 2
+    names = ("plain step", "verify 6", "round", "target alone", "draft step", "tree of 6")
+    times = {name: whole[name]["seconds_per_round"] for name in names}
+    for one in times.values():
+        assert one["low"] <= one["median"] <= one["high"]
+        assert len(one["values"]) == 3  # one at once, two in turns
     shares = [
         1 - (alone + 5 * step) / round_
         for round_, alone, step in zip(
-            *(whole[name]["seconds"]["values"] for name in ("round", "target alone", "draft step")), strict=True
+            *(times[name]["values"][1:] for name in ("round", "target alone", "draft step")), strict=True
         )
     ]
     assert whole["share outside target and head"]["values"] == pytest.approx(shares)
@@ -109,9 +118,10 @@ def test_the_result_says_what_was_measured_and_where(rehearsed):
 def test_the_reading_follows_from_the_figures(rehearsed):
     result = rehearsed[0]["second"]
     whole = result["parts"]["round"]["figures"]
-    plain, six = (whole[name]["seconds"]["median"] for name in ("plain step", "verify 6"))
+    plain, six = (whole[name]["seconds_per_round"]["median"] for name in ("plain step", "verify 6"))
     copy = result["parts"]["device"]["figures"]["bytes_per_second"]["copy"]
-    share, cost, outside = result["reading"]
+    same, share, cost, outside = result["reading"]
+    assert (same["found"], same["met"]) == (1.0, True)
     assert math.isclose(share["found"], whole["step_bytes"] / plain / copy)
     assert share["met"] is (share["found"] >= 0.85)
     assert math.isclose(cost["found"], six / plain)
@@ -139,3 +149,86 @@ def test_when_the_budget_is_spent_the_rest_says_so(tmp_path):
     parts = json.loads(output.read_text())["parts"]
     assert {part["status"] for part in parts.values()} == {"not run"}
     assert "not measured" in done.stdout
+
+
+def module(name: str) -> Any:
+    """A file of the examples, which import each other."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+def test_the_limits_fit_into_two_commands() -> None:
+    parts, script = module("h200_parts"), module("h200")
+    for group in (parts.FIRST, parts.SECOND):
+        assert sum(limit for limit, _ in group.values()) <= script.BUDGET < 600 - 2 * script.ROOM
+        assert min(limit for limit, _ in group.values()) >= script.LEAST + script.ROOM
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Any:
+    output = tmp_path / "h200.json"
+    output.write_text(json.dumps({"parts": {"some": {"figures": {}}}}))
+    return module("h200_setting").Record(output, "some")
+
+
+def figures_in(record: Any) -> dict[str, Any]:
+    return json.loads(record.output.read_text())["parts"]["some"]["figures"]
+
+
+def test_every_cell_is_in_the_file_before_the_next_one_starts(record: Any) -> None:
+    rounds, setting = module("h200_rounds"), module("h200_setting").REHEARSAL
+    seen: list[set[str]] = []
+
+    def cell(seconds: float) -> Any:
+        def measured() -> Any:
+            seen.append(set(figures_in(record)))
+            return rounds.Pace(seconds, 2, 6)
+
+        return measured
+
+    def broken() -> Any:
+        raise RuntimeError("planted")
+
+    rounds.paces(setting, record, {"a": cell(1.0), "bad": broken, "b": cell(3.0)}, "a")
+    # Compiled, warmed up and timed once each; then two turns.
+    assert seen == [set()] * 3 + [{"a", "bad"}] * 3 + [{"a", "bad", "b"}] * 4
+    found = figures_in(record)
+    assert found["b"]["seconds_per_round"]["median"] == 1.5 and found["b"]["tokens_per_second"]["median"] == 2.0
+    assert found["b"]["round_in_bases"]["median"] == 3.0 and found["b"]["round_in_bases"]["of"] == 2
+    assert found["bad"] == {"failed": "RuntimeError: planted"}
+
+
+def test_what_no_time_was_left_for_is_measured_the_next_time(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds, setting = module("h200_rounds"), module("h200_setting").REHEARSAL
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    calls: list[str] = []
+
+    def cell(name: str) -> Any:
+        def measured() -> Any:
+            clock[0] += 10.0
+            calls.append(name)
+            return rounds.Pace(1.0, 1, 1)
+
+        return measured
+
+    cells = {name: cell(name) for name in "abc"}
+    record.end = 70.0  # a cell takes 30: compiled, warmed up, timed
+    rounds.paces(setting, record, cells, "a")
+    assert "skipped" in figures_in(record)["c"] and "seconds_per_round" in figures_in(record)["b"]
+    calls.clear()
+    record.end = 1e6
+    rounds.paces(setting, record, cells, "a")
+    assert set(calls) == {"a", "c"}, "the base again, for ratios of neighbours; what was measured is left"
+    assert "seconds_per_round" in figures_in(record)["c"]
+
+
+def test_without_a_gpu_it_ends_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "h200.py"), "--output", str(tmp_path / "h200.json")]
+    surroundings = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: jax ") and "--rehearse" in done.stderr and done.stderr.count("\n") == 1

@@ -88,6 +88,8 @@ HEADER = "# %% [markdown]\n# # 99\n\n# %%\n"
         ("assert 1 == 2, 'the claim'", "the claim"),
         ("import sys\nprint('a warning', file=sys.stderr)", "wrote to stderr: a warning"),
         ("print('fine')", None),
+        # As XLA logs; no word of Python's.
+        ("import os\nprint('fine', os.write(2, b'W0000 00:00:1 cuda_timer.cc:88] Delay kernel timed out\\n'))", None),
     ],
 )
 def test_errors_and_warnings_of_a_notebook_are_fatal(code: str, problem: str | None, tmp_path: Path) -> None:

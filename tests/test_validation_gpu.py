@@ -28,6 +28,7 @@ from eagle3_jax.measure.roofline import bandwidth, ceiling, step_bytes
 from eagle3_jax.models.config import Experts, LayerConfig, usual_head
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, MIXED, Precision
+from eagle3_jax.rivals.memory import SHARE_OF_JAX, SHARE_OF_VLLM, share_memory
 from eagle3_jax.theory.accelerators import accelerator_named
 from eagle3_jax.theory.cost import cost_per_million_tokens
 from eagle3_jax.theory.known_models import KNOWN_MODELS
@@ -35,7 +36,8 @@ from eagle3_jax.theory.memory import Deployment, memory_plan
 from eagle3_jax.theory.sizes import parameters
 from validation import speeds
 from validation.checks import Check
-from validation.device import SHARE_OF_JAX, SHARE_OF_VLLM, share_memory, share_of_jax
+from validation.device import share_of_jax
+from validation.required import expected
 from validation.subject import Subject, choose
 from validation.tasks import answered_number, discordant_interval, is_right, questions, reference_number
 
@@ -178,6 +180,12 @@ def test_a_rival_that_does_not_fit_is_missing_and_the_others_are_measured(monkey
     said = "CUDA error: device-side assert triggered"
     with pytest.raises(RuntimeError, match="device-side"):
         speeds.transformers_or_why_not(shipped_pair(), 4, setting, missing)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu", "rehearsal"])
+def test_few_engines_of_vllm_are_loaded_for_speed(kind: str) -> None:
+    """Each takes minutes to load and compile: eight of them never fitted into the ten minutes of a command."""
+    assert 2 <= expected(kind)["L9"]["speed beside vllm"] <= 3
 
 
 # ---------------------------------------------------------------- task answers

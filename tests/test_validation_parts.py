@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from eagle3_jax.measure.timing import CompileClock
+from eagle3_jax.rivals.memory import share_memory, share_of_engine
 from validation.checks import Check, Verdict
-from validation.device import Releases, environment_of_vllm, exact_options, products, share_memory
+from validation.device import Releases, environment_of_vllm, exact_options, products
 from validation.manifest import to_toml
 from validation.merging import merge
 from validation.report import main, write
@@ -176,6 +177,15 @@ def test_a_check_that_ended_differently_is_a_contradiction_and_never_green(order
     assert partly.verdict == PARTLY and "contradict" in partly.reason
 
 
+def test_another_kernel_or_other_memory_is_no_stranger() -> None:
+    hosts = [{"platform": f"Linux-{n}", "cpu": {"model": "X", "cores": 2, "memory_gib": 100.0 + n}} for n in (1, 2)]
+    one, two = (part(law(case), environment=host) for case, host in zip("ab", hosts, strict=True))
+    assert merge({"one": one, "two": two})["L0"].verdict == PASSED
+    two.environment["cpu"]["model"] = "Y"
+    with pytest.raises(ValueError, match=r"differ in cpu\.model"):
+        merge({"one": one, "two": two})
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -245,6 +255,10 @@ def test_with_a_gpu_jax_takes_its_share_as_it_needs_it(given: bool, monkeypatch:
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
     # JAX refuses to be told twice, by its old name and by its new one.
     assert os.environ.get("XLA_CLIENT_MEM_FRACTION") == (None if given else "0.4")
+
+
+def test_engines_that_are_loaded_at_once_leave_room_for_jax_and_pytorch() -> None:
+    assert [share_of_engine(count) for count in (1, 2, 4)] == [0.3, 0.2, 0.1]
 
 
 def test_shares_and_caches_that_cannot_be_are_misuse(validate) -> None:

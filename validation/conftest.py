@@ -22,10 +22,12 @@ import support_record
 
 from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.reporting.environment import committable, environment
+from eagle3_jax.reporting.gpu import gpu_problem
 from eagle3_jax.reporting.tables import write_text
+from eagle3_jax.rivals.memory import SHARE_OF_VLLM, share_memory
 from validation.aot.platforms import Platform
 from validation.checks import Check, Verdict
-from validation.device import SHARE_OF_VLLM, Releases, give_back, products, reason_of_exhaustion, share_memory
+from validation.device import Releases, give_back, products, reason_of_exhaustion
 from validation.fixtures import maybe_vllm, subject  # noqa: F401
 from validation.levels import BY_NAME
 from validation.report import write
@@ -158,12 +160,10 @@ def pytest_configure(config: pytest.Config) -> None:
         share_memory()
     if option("--rehearse") and not option("--gpu"):
         raise pytest.UsageError("--rehearse is for a run with --gpu; give both")
-    on_gpu = option("--gpu") and not option("--rehearse")
-    if on_gpu and not option("--collect-only") and not any(d.platform in ("gpu", "cuda") for d in jax.devices()):
-        raise pytest.UsageError(
-            f"--gpu needs a CUDA device, and jax sees only {jax.devices()[0].platform}: pip install -e '.[cuda]', "
-            "or add --rehearse to try the flow without one"
-        )
+    if option("--gpu") and not option("--rehearse") and not option("--collect-only"):
+        problem = gpu_problem(wanted=True)
+        if problem is not None:
+            raise pytest.UsageError(f"--gpu: {problem}; or add --rehearse to try the flow without a GPU")
     try:
         for name in option("--aot"):
             Platform.named(name)

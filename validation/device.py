@@ -14,8 +14,6 @@ import jax
 from eagle3_jax.cli._compiled import default_directory
 from eagle3_jax.rivals.memory import is_out_of_memory
 
-# Of the device's memory. PyTorch, which cannot be told beforehand, takes from what is left.
-SHARE_OF_JAX, SHARE_OF_VLLM = 0.4, 0.3
 WHAT_TO_DO = (
     "run its level alone (--level), with a smaller --target, or with other shares of the device "
     "(XLA_CLIENT_MEM_FRACTION, --vllm-memory)"
@@ -25,13 +23,6 @@ WHAT_TO_DO = (
 DETERMINISTIC: dict[str, Any] = {"xla_gpu_deterministic_ops": True}
 # Nor may one program keep bits of a bfloat16 between two operations that another program rounds away.
 ROUNDED_AS_WRITTEN: dict[str, Any] = {"xla_allow_excess_precision": False}
-
-
-def share_memory() -> None:
-    """Let JAX take what it needs up to its share. To be called before the device is first touched."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its older name; JAX refuses both
-        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(SHARE_OF_JAX))
 
 
 def share_of_jax() -> float:

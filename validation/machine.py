@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,15 @@ import jax
 
 from eagle3_jax.models.layers import PRECISIONS
 from eagle3_jax.reporting.environment import cpu_model
+from eagle3_jax.reporting.gpu import gpu_problem, has_gpu, on_gpu
+from eagle3_jax.rivals.memory import SHARE_OF_VLLM, share_memory
 from eagle3_jax.rivals.vllm.bridge import VLLM, VLLMError
 from eagle3_jax.rivals.vllm.process import Process
 from eagle3_jax.rivals.vllm.server import Servers
 from eagle3_jax.theory.accelerators import KNOWN_ACCELERATORS, Accelerator
 from validation.banner import Banner, Part
 from validation.checks import Verdict
-from validation.device import SHARE_OF_VLLM, environment_of_vllm, share_memory
+from validation.device import environment_of_vllm
 from validation.runs import Report, load
 from validation.setting import Setting
 from validation.speeds import shared_dtype
@@ -46,7 +47,6 @@ VARIABLES = {
 }
 _URLS = ("EAGLE3_VLLM_URL", "EAGLE3_VLLM_PLAIN_URL")
 RESULTS = Path(__file__).with_name("results")
-CUDA = "pip install -e '.[cuda]'"
 UNIT_PRICE = 1.0  # where nobody named one
 
 
@@ -149,13 +149,13 @@ class Machine:
         configuration: From the environment.
         subject: Target, head and prompts.
         on_gpu: Whether JAX computes on a GPU.
-        driver: Whether there is an NVIDIA driver, which JAX may not be able to use.
+        has_gpu: Whether there is an NVIDIA GPU, from which JAX may have been kept.
     """
 
     configuration: Configuration
     subject: Subject
     on_gpu: bool
-    driver: bool
+    has_gpu: bool
 
     @property
     def device(self) -> str:
@@ -266,8 +266,8 @@ class Machine:
         if self.on_gpu:
             return Part("device", True, f"{self.device}, 1 of {jax.device_count()}")
         text = f"no GPU: {self.device}"
-        if self.driver:
-            text = f"an NVIDIA driver is here, and this jax has no CUDA: {CUDA}; until then {self.device}"
+        if self.has_gpu:
+            text = f"JAX_PLATFORMS keeps jax from the NVIDIA GPU that is here: {self.device}"
         return Part("device", False, text)
 
     def _pair(self) -> Part:
@@ -299,14 +299,17 @@ def start(environ: Mapping[str, str] = os.environ) -> Machine:
     """Look at the environment and the machine, whose memory JAX will share; loads no model.
 
     Raises:
-        SystemExit: A variable cannot be meant; one line says which.
+        SystemExit: A variable cannot be meant, or a GPU is here that this jax cannot use; one line says which.
     """
     try:
         configuration = Configuration.read(environ)
         share_memory()
-        on_gpu = jax.devices()[0].platform in ("gpu", "cuda")
+        problem = gpu_problem()
+        if problem is not None:
+            raise ValueError(problem)
+        gpu = on_gpu()
         subject = choose(
-            gpu=on_gpu,
+            gpu=gpu,
             rehearsal=False,
             target=configuration.target,
             drafter=configuration.drafter,
@@ -316,12 +319,7 @@ def start(environ: Mapping[str, str] = os.environ) -> Machine:
         raise SystemExit(f"error: {error}") from None
     if configuration.dtype is not None:
         subject = dataclasses.replace(subject, dtypes=(configuration.dtype,))
-    return Machine(configuration, subject, on_gpu, has_driver())
-
-
-def has_driver() -> bool:
-    """Whether an NVIDIA driver is installed, whatever JAX can do with it."""
-    return shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
+    return Machine(configuration, subject, gpu, has_gpu())
 
 
 def datasheet_of(kind: str) -> Accelerator | None:

@@ -10,9 +10,9 @@ from eagle3_jax.reporting.tables import flat, show
 from validation.checks import Check, Verdict
 from validation.runs import Report
 
-# What parts may differ in: when they ran, files beside the code (whose hash is another fact), the words of the hub,
-# and what only some of them needed.
-_NEVER_THE_SAME = ("date", "git.dirty", "subject.not the default")
+# What parts may differ in: when they ran, files beside the code (whose hash is another fact), the words of the hub, the
+# kernel and the memory of hosts with the same processor and device, and what only some of them needed.
+_NEVER_THE_SAME = ("date", "git.dirty", "subject.not the default", "platform", "cpu.memory_gib")
 _WHERE_NEEDED = ("subject", "vllm", "vllm warning")
 _WORST_FIRST = (Verdict.FAILED, Verdict.PARTLY, Verdict.PASSED)
 
@@ -24,7 +24,7 @@ def merge(parts: Mapping[str, Report]) -> Report:
         parts: By the name under which messages speak of them; at least one.
 
     Raises:
-        ValueError: Two of them are not of one machine, of the same versions, of the same models.
+        ValueError: Two of them are not of one kind of machine, of the same versions, of the same models.
     """
     reports = sorted(parts.values(), key=lambda report: report.started)
     _refuse_strangers(parts)
@@ -63,7 +63,7 @@ def _refuse_strangers(parts: Mapping[str, Report]) -> None:
             if facts.get(key) != there and name != first:
                 raise ValueError(
                     f"{other} and {name} differ in {key} ({show(there)}, {show(facts.get(key))}); "
-                    "only runs of one machine with the same versions and models can be merged"
+                    "only runs on the same device with the same versions and models can be merged"
                 )
         known |= {key: (name, value) for key, value in facts.items() if key not in known}
 

@@ -57,6 +57,7 @@ class Plan:
     Attributes:
         batches: Prompts decoded at once.
         chains: Lengths ``K``; 0 is plain decoding, and always there.
+        vllm_chains: Lengths of vLLM's, each an engine of its own that takes minutes to load and compile.
         tree: One tree.
         new_tokens: Per prompt.
         repeats: Interleaved.
@@ -68,6 +69,7 @@ class Plan:
 
     batches: tuple[int, ...]
     chains: tuple[int, ...]
+    vllm_chains: tuple[int, ...]
     tree: DynamicTree | None
     new_tokens: int
     repeats: int
@@ -77,10 +79,10 @@ class Plan:
     large: int
 
 
-CPU = Plan((1, 8), (3,), None, 48, 3, (), (), (), 2**27)
-REHEARSAL = Plan((1, 4), (1, 2), SMALL_TREE, 8, 2, ("Llama-tiny", "Qwen3-tiny"), (1, 16), (3,), 2**24)
+CPU = Plan((1, 8), (3,), (0, 3), None, 48, 3, (), (), (), 2**27)
+REHEARSAL = Plan((1, 4), (1, 2), (0, 2), SMALL_TREE, 8, 2, ("Llama-tiny", "Qwen3-tiny"), (1, 16), (3,), 2**24)
 GPU_SHAPES = ("Llama-3.1-8B", "Llama-3.2-1B", "Qwen3-8B")
-GPU = Plan((1, 4, 16, 64), (1, 2, 3, 4, 5, 6, 7), TREE, 128, 3, GPU_SHAPES, (1, 16), (1, 3, 5), 2**32)
+GPU = Plan((1, 4, 16, 64), (1, 2, 3, 4, 5, 6, 7), (0, 3, 5), TREE, 128, 3, GPU_SHAPES, (1, 16), (1, 3, 5), 2**32)
 
 
 def plan_of(config: pytest.Config) -> Plan:
@@ -89,7 +91,13 @@ def plan_of(config: pytest.Config) -> Plan:
     if not option("--quick"):
         return plan
     return dataclasses.replace(
-        plan, batches=(1,), chains=(3,), tree=None, random_shapes=plan.random_shapes[:2], random_batches=(1,)
+        plan,
+        batches=(1,),
+        chains=(3,),
+        vllm_chains=(0, 3),
+        tree=None,
+        random_shapes=plan.random_shapes[:2],
+        random_batches=(1,),
     )
 
 
@@ -107,7 +115,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             ("model", "batch"), cases, ids=[f"{name.replace(' ', '-')}-batch-{batch}" for name, batch in cases]
         )
     if "vllm_chain" in metafunc.fixturenames:
-        metafunc.parametrize("vllm_chain", (0, *plan.chains))
+        metafunc.parametrize("vllm_chain", plan.vllm_chains)
 
 
 def test_compilations_are_counted(check: Check) -> None:

@@ -46,8 +46,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _explained(error: BaseException, given: Sequence[str]) -> int:
-    from eagle3_jax.cli._errors import explain
-
+    try:
+        from eagle3_jax.cli._errors import explain
+    except ModuleNotFoundError as missing:  # a checkout beside a Python that has no typer
+        print(f"error: the command line needs {missing.name}: pip install typer rich", file=sys.stderr)
+        return 2
     try:
         sys.stdout.flush()
     except OSError:

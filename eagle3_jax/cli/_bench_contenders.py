@@ -22,6 +22,30 @@ if TYPE_CHECKING:
 RIVALS = ("transformers", "vllm")
 
 
+@dataclasses.dataclass(frozen=True)
+class Usual:
+    """What is measured unless options say otherwise: ``--chains``, ``--tree``, ``--ngram``, and the acceptance.
+
+    Attributes:
+        chains: As the option has it.
+        tree: As the option has it.
+        ngram: As the option has it.
+        simulated_rates: A name of :data:`~eagle3_jax.simulated.PUBLISHED_RATES`, or the exact rule.
+    """
+
+    chains: str
+    tree: str
+    ngram: str
+    simulated_rates: str | None
+
+
+USUAL = Usual("1-7", "num_nodes=60,max_depth=8,top_k=10", "5", None)
+# Each program of a large shape takes long to compile, and heads without training are never right.
+USUAL_OF_SHAPES = Usual(
+    "3,5", "num_nodes=60,max_depth=7,top_k=10", "none", "Llama-3.1-8B with its EAGLE-3 head on MT-Bench"
+)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Methods:
     """What is drafted, and how.
@@ -32,6 +56,7 @@ class Methods:
         ngrams: Lengths ``K`` of prompt lookup.
         simulated_length: τ that the heads' drafts are made to have; their output is not the target's then.
         simulated_rate: The conditional acceptance rate that they are made to have.
+        simulated_rates: The name of the published rates that they are made to have.
         verifier: An acceptance rule by its name, or ``module:name`` of the user's own.
     """
 
@@ -40,12 +65,22 @@ class Methods:
     ngrams: Sequence[int]
     simulated_length: float | None = None
     simulated_rate: float | None = None
+    simulated_rates: str | None = None
     verifier: str | None = None
 
     @property
     def simulates(self) -> bool:
         """Whether the heads' acceptance is simulated."""
-        return self.simulated_length is not None or self.simulated_rate is not None
+        return self.simulation is not None
+
+    @property
+    def simulation(self) -> str | None:
+        """Where the acceptance comes from that is simulated; ``None`` for a rule that looks at the target."""
+        if self.simulated_length is not None:
+            return f"τ of {self.simulated_length:g}"
+        if self.simulated_rate is not None:
+            return f"every draft token with probability {self.simulated_rate:g} once all before it were"
+        return None if self.simulated_rates is None else f"as published for {self.simulated_rates}"
 
     @property
     def mark(self) -> str:
@@ -76,6 +111,8 @@ class Methods:
             return SimulatedAcceptance.of_length(self.simulated_length, depth)
         if self.simulated_rate is not None:
             return SimulatedAcceptance.of_conditional_rate(self.simulated_rate, depth)
+        if self.simulated_rates is not None:
+            return SimulatedAcceptance.of_published(self.simulated_rates, depth)
         return read_verifier(self.verifier)
 
 
@@ -107,7 +144,8 @@ class Models:
     Attributes:
         target: In the precision asked for.
         dtype: That precision, and the weights where they are not dense.
-        float32: The same target; ``None`` where the first one is in float32, or too large to be held twice.
+        float32: The same target; ``None`` where the first one is in float32, or on a GPU, where float32 is never the
+            fastest and memory is shared.
         drafters: Heads under their names; ``None`` for prompt lookup alone; empty for plain decoding only.
     """
 
@@ -120,6 +158,7 @@ class Models:
 def read_models(target: str | None, drafters: Sequence[str], dtype: str, weights: str = "dense") -> Models:
     """From checkpoints."""
     from eagle3_jax import LoadedDrafter
+    from eagle3_jax.reporting.gpu import on_gpu
 
     loaded = read_target(target, dtype, weights=weights)
     found: dict[str, LoadedDrafter | None] = {}
@@ -131,7 +170,7 @@ def read_models(target: str | None, drafters: Sequence[str], dtype: str, weights
             head = one if isinstance(one, LoadedDrafter) else LoadedDrafter(one, name=name)
             found[name] = None if source == "ngram" else head
     name = dtype if weights == "dense" else f"{dtype}, {weights}"
-    return Models(loaded, name, None if name == "float32" else read_target(target, "float32"), found)
+    return Models(loaded, name, None if name == "float32" or on_gpu() else read_target(target, "float32"), found)
 
 
 def random_models(shape: str, dtype: str) -> Models:
@@ -219,11 +258,17 @@ def add_transformers(field: Field, directory: Path, *, dtype: str) -> None:
     """``generate`` and its prompt lookup, or why they are not there."""
     import jax
 
+    from eagle3_jax.rivals.memory import is_out_of_memory
+
     on_gpu = jax.default_backend() != "cpu"
     try:
         from eagle3_jax.rivals.transformers import TransformersContender
 
         field.contenders += TransformersContender.load(directory, dtype=rival_dtype(dtype), on_gpu=on_gpu)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        field.lacks("transformers", str(error))
     except ModuleNotFoundError as error:
         field.lacks("transformers", f"{error.name} is not installed: pip install 'eagle3-jax[bench]'")
     except (ImportError, OSError, ValueError) as error:

@@ -33,7 +33,9 @@ _TIMES = ("p50", "p90", "p99")
 def headline(report: Report, *, device: str) -> str:
     """What was measured, on what."""
     what = f"{report.num_prompts} prompts x {report.max_new_tokens} new tokens, {report.repeats} repeats"
-    return f"{device}; batch {report.batch_size}, greedy, {what}; baseline: {report.baseline}"
+    rates = max((row.simulated_rates for row in report.rows if row.simulated_rates), key=len, default=None)
+    dice = "" if rates is None else f"; SIMULATED acceptance, share of rounds by depth: {_rates(rates)}"
+    return f"{device}; batch {report.batch_size}, greedy, {what}; baseline: {report.baseline}{dice}"
 
 
 def speed_table(report: Report, price_per_hour: float | None) -> Table:

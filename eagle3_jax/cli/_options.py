@@ -66,6 +66,14 @@ VerifierOption = Annotated[
 DtypeOption = Annotated[
     str, typer.Option("--dtype", help="float32, bfloat16, or mixed (bfloat16 products summed in float32).")
 ]
+MeasuredDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        help="float32, bfloat16, or mixed (bfloat16 products summed in float32).  "
+        "[default: bfloat16 on a GPU, else mixed]",
+    ),
+]
 WeightsOption = Annotated[
     str,
     typer.Option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,10 +12,11 @@ import typer
 
 from eagle3_jax.cli import _bench_contenders as who
 from eagle3_jax.cli import _bench_output as output_of
+from eagle3_jax.cli._activity import Activity, activity
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import (
-    DtypeOption,
     JsonOption,
+    MeasuredDtypeOption,
     TargetOption,
     VerifierOption,
     WeightsOption,
@@ -36,7 +37,10 @@ def bench(
     target: TargetOption = None,
     shape: Annotated[
         str | None,
-        typer.Option(help="Random weights of a named shape instead of --target, such as Llama-100M or Llama-3.1-8B."),
+        typer.Option(
+            help="Random weights of a named shape instead of --target, such as Llama-100M or Llama-3.1-8B. Drafts "
+            "are accepted by dice (NOT LOSSLESS), at rates published for Llama-3.1-8B unless others are given."
+        ),
     ] = None,
     drafter: Annotated[
         list[str] | None,
@@ -44,7 +48,7 @@ def bench(
             help=f"Directory or hub id of a draft head or a smaller language model, or {FORMS}; may be repeated."
         ),
     ] = None,
-    dtype: DtypeOption = "mixed",
+    dtype: MeasuredDtypeOption = None,
     weights: WeightsOption = "dense",
     prompts: Annotated[
         list[str] | None,
@@ -61,12 +65,19 @@ def bench(
     max_new_tokens: Annotated[int, typer.Option(help="Tokens written for each prompt.", min=2, max=100_000)] = 96,
     repeats: Annotated[int, typer.Option(help="Measured passes.", min=1, max=10_000)] = 5,
     batch_size: Annotated[str, typer.Option(help="Prompts decoded at once: '1', or several to sweep: '1,4,8'.")] = "1",
-    chains: Annotated[str, typer.Option(help="Chain lengths K: '1-7', '1,3,5' or 'none'.")] = "1-7",
+    chains: Annotated[
+        str | None, typer.Option(help="Chain lengths K: '1-7', '1,3,5' or 'none'.  [default: 1-7; of a --shape 3,5]")
+    ] = None,
     tree: Annotated[
         list[str] | None,
-        typer.Option(help="A tree, or 'none'; may be repeated.  [default: num_nodes=60,max_depth=8,top_k=10]"),
+        typer.Option(
+            help="A tree, or 'none'; may be repeated.  [default: num_nodes=60,max_depth=8,top_k=10; of a --shape "
+            "max_depth=7]"
+        ),
     ] = None,
-    ngram: Annotated[str, typer.Option(help="Lengths K of prompt lookup, or 'none'.")] = "5",
+    ngram: Annotated[
+        str | None, typer.Option(help="Lengths K of prompt lookup, or 'none'.  [default: 5; of a --shape none]")
+    ] = None,
     simulated_acceptance_length: Annotated[
         float | None, typer.Option(help="NOT LOSSLESS: make the heads' drafts have this τ, to see what speed it gives.")
     ] = None,
@@ -85,7 +96,13 @@ def bench(
         list[str] | None, typer.Option(help="Running vLLM server, such as http://localhost:8000; may be repeated.")
     ] = None,
     vllm_chains: Annotated[str, typer.Option(help="Chain lengths K of vLLM with the head; 0 is plain.")] = "0,3",
-    vllm_memory: Annotated[float, typer.Option(help="Share of a GPU's memory for each vLLM engine.")] = 0.2,
+    vllm_memory: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of a GPU's memory for each vLLM engine, beside JAX's XLA_CLIENT_MEM_FRACTION.  "
+            "[default: 0.3 for one engine, 0.4 divided among several]"
+        ),
+    ] = None,
     price_per_hour: Annotated[
         float | None, typer.Option(help="Of this machine; adds the cost of a million tokens.", min=0)
     ] = None,
@@ -98,17 +115,22 @@ def bench(
 
     Ends with exit code 1, after everything is written, where a measurement is faster than the memory can be read.
     """
+    from eagle3_jax.cli._hardware import measured_dtype
     from eagle3_jax.cli._prompts import PromptSource
+    from eagle3_jax.rivals.memory import share_memory, share_of_engine
 
+    usual = who.USUAL if shape is None else who.USUAL_OF_SHAPES
+    own_rule = verifier is not None or simulated_acceptance_length is not None or simulated_acceptance_rate is not None
     methods = who.Methods(
-        chains=parse_numbers(chains, "--chains", or_none=True),
-        trees=_trees(tree),
-        ngrams=parse_numbers(ngram, "--ngram", or_none=True),
+        chains=parse_numbers(usual.chains if chains is None else chains, "--chains", or_none=True),
+        trees=_trees([usual.tree] if tree is None else tree),
+        ngrams=parse_numbers(usual.ngram if ngram is None else ngram, "--ngram", or_none=True),
+        simulated_rates=None if own_rule else usual.simulated_rates,
         simulated_length=simulated_acceptance_length,
         simulated_rate=simulated_acceptance_rate,
         verifier=verifier,
     )
-    if not 0 < vllm_memory <= 1:
+    if vllm_memory is not None and not 0 < vllm_memory <= 1:
         raise Misuse(f"--vllm-memory is {vllm_memory:g}; expected a share above 0 and at most 1")
     sizes = parse_numbers(batch_size, "--batch-size")
     named = _rivals(rivals, has_vllm=vllm_python is not None or bool(vllm_url))
@@ -118,8 +140,11 @@ def bench(
     _check(methods, sizes, shape=shape, target=target, drafters=drafter or [], prompts=prompts or [])
     source = PromptSource(prompts or (["random"] if shape else []), prompt_tokens, tasks, max_prompts, max_new_tokens)
     output_of.check_directory(output)
-    with _activity() as say, contextlib.ExitStack() as closing:
-        say("loading")
+    with activity() as now, contextlib.ExitStack() as closing:
+        now.say("loading")
+        if named and shape is None:
+            share_memory(beside_vllm=vllm_python is not None)
+        dtype = measured_dtype(dtype)
         models = who.random_models(shape, dtype) if shape else who.read_models(target, drafter or [], dtype, weights)
         field = who.Field()
         who.add_ours(field, models, methods)
@@ -134,19 +159,20 @@ def bench(
             vllm_python=vllm_python,
             vllm_urls=vllm_url or [],
             vllm_chains=lengths,
-            vllm_memory=vllm_memory,
+            vllm_memory=vllm_memory or share_of_engine(len(lengths)),
             longest=min(longest + 16, models.target.max_positions),
             largest_batch=max(sizes),
         )
-        say("loading rivals")
+        now.say("loading rivals")
         _add_rivals(field, options, dtype=dtype, shape=shape, target=target, drafters=drafter or [], closing=closing)
         who.drop_broken(field, chosen[0].tokens)
         reports = [
-            _measure(field, chosen, size, max_new_tokens=max_new_tokens, repeats=repeats, say=say) for size in sizes
+            _measure(field, chosen, size, max_new_tokens=max_new_tokens, repeats=repeats, now=now) for size in sizes
         ]
     about = _about(shape, target, drafter or [], prompts or [], chosen)
     # None stands for prompt lookup alone.
     about["weights"] = weights
+    about["simulated_acceptance"] = methods.simulation
     about["drafter_methods"] = ["NGram" if one is None else one.described for one in models.drafters.values()]
     findings = _findings(about, reports, field, price_per_hour)
     _tell(findings, output, as_json=as_json)
@@ -180,9 +206,7 @@ def _check(
         raise Misuse("--drafter none is plain decoding alone; give it once, or other drafters")
 
 
-def _trees(given: Sequence[str] | None) -> list[Any]:
-    if given is None:
-        given = ["num_nodes=60,max_depth=8,top_k=10"]
+def _trees(given: Sequence[str]) -> list[Any]:
     if "none" in given and len(given) > 1:
         raise Misuse("--tree none leaves trees out; give it once, or trees")
     return [parse_tree(text) for text in given if text != "none"]
@@ -232,7 +256,7 @@ def _measure(
     *,
     max_new_tokens: int,
     repeats: int,
-    say: Callable[[str], Any],
+    now: Activity,
 ) -> Report:
     import jax
 
@@ -248,7 +272,8 @@ def _measure(
         baselines=field.baselines,
         batch_size=batch_size,
         large=2**28 if jax.default_backend() == "cpu" else 2**31,
-        on_progress=lambda what: say(f"batch {batch_size}: {what}"),
+        on_progress=lambda what: now.say(f"batch {batch_size}: {what}"),
+        on_result=lambda what: now.tell(f"batch {batch_size}, {what}"),
     )
 
 
@@ -294,16 +319,3 @@ def _tell(findings: output_of.Findings, output: Path | None, *, as_json: bool) -
     if output is not None:
         typer.echo(f"wrote {output}" + (f" ({left_out})" if left_out else ""), err=True)
     output_of.say_failures(findings)
-
-
-@contextlib.contextmanager
-def _activity() -> Iterator[Callable[[str], Any]]:
-    """What is going on, on the standard error, where that is a terminal."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda what: None
-        return
-    with console.status("starting") as status:
-        yield lambda what: status.update(what)

@@ -89,6 +89,7 @@ def doctor(
 ) -> None:
     """Check that a head or a draft model fits its target; exits 1 when a check fails."""
     from eagle3_jax.conversion.doctor import diagnose
+    from eagle3_jax.reporting.gpu import gpu_problem
     from eagle3_jax.sources import locate
 
     if drafter is None and target is not None:
@@ -99,6 +100,9 @@ def doctor(
     keep_compiled_programs(compilation_cache)
     found = diagnose(locate(target, "target"), locate(drafter, "eagle3"), layer_ids=layer_ids)
     checks = [{"name": c.name, "status": str(c.status), "detail": c.detail} for c in found]
+    problem = gpu_problem()
+    if problem is not None:  # the head may fit all the same
+        checks.append({"name": "device", "status": "warning", "detail": problem})
     failed = any(check["status"] == "failure" for check in checks)
     if as_json:
         typer.echo(json.dumps({"ok": not failed, "checks": checks}))

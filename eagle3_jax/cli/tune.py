@@ -12,9 +12,9 @@ from eagle3_jax.cli._compiled import CompilationCacheOption, keep_compiled_progr
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import (
     DrafterOption,
-    DtypeOption,
     JsonOption,
     LayerIdsOption,
+    MeasuredDtypeOption,
     PlotOption,
     TargetOption,
     WeightsOption,
@@ -47,7 +47,7 @@ def tune(
     target: TargetOption = None,
     drafter: DrafterOption = None,
     layer_ids: LayerIdsOption = None,
-    dtype: DtypeOption = "mixed",
+    dtype: MeasuredDtypeOption = None,
     weights: WeightsOption = "dense",
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL file of prompts like yours; the bundled pair's code prompts if left out.")
@@ -89,13 +89,14 @@ def tune(
     keep_compiled_programs(compilation_cache)
 
     from eagle3_jax import LoadedDrafter
-    from eagle3_jax.cli._hardware import hardware
-    from eagle3_jax.cli.bench import _activity
+    from eagle3_jax.cli._activity import activity
+    from eagle3_jax.cli._hardware import hardware, measured_dtype
     from eagle3_jax.measure import tune_measure
 
     trees = [shape for shape in map(parse_tree, tree or []) if shape is not None]
-    with _activity() as say:
-        say("loading")
+    with activity() as now:
+        now.say("loading")
+        dtype = measured_dtype(dtype)
         loaded = read_target(target, dtype, weights=weights)
         ids = [_encoded(loaded, request, max_new_tokens) for request in requests]
         head = read_drafter(drafter, target=loaded, target_source=target, layer_ids=layer_ids)
@@ -110,7 +111,7 @@ def tune(
             max_new_tokens=max_new_tokens,
             repeats=repeats,
             check=check,
-            on_progress=say,
+            on_progress=now.say,
         )
     precision = dtype if weights == "dense" else f"{dtype}, {weights}"
     method = head.described if isinstance(head, LoadedDrafter) else type(head).__name__

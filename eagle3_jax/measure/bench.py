@@ -30,6 +30,7 @@ def measure(
     streams: int = 1,
     large: int = 0,
     on_progress: Callable[[str], None] = lambda what: None,
+    on_result: Callable[[str], None] = lambda what: None,
 ) -> Report:
     """Run all contenders in turn on all prompts, ``repeats`` times after a warm-up.
 
@@ -47,6 +48,7 @@ def measure(
         streams: Batches streamed by the host in each repeat, for the waits between chunks.
         large: Bytes far beyond all caches, at which the device's bandwidth is measured; 0 leaves the roofline out.
         on_progress: Called before each contender's pass with what is being done.
+        on_result: Called after it with what was measured, so that a run that is cut off has shown something.
 
     Raises:
         ValueError: There is nothing to measure, or a batch would not be full.
@@ -64,12 +66,16 @@ def measure(
     for contender in fitting:
         on_progress(f"compiling {contender.name}")
         measured.append(Measured(contender, passing.warm_up(contender)))
+        on_result(f"{contender.name}: compiled in {measured[-1].compile_seconds:.1f} s")
     limits = [_ceiling(fitting, batch_size, large)]
     with CompileClock() as clock:
         for repeat in range(repeats):
             for one in measured:
                 on_progress(f"{one.contender.name}, repeat {repeat + 1} of {repeats}")
                 passing(one)
+                on_result(
+                    f"{one.contender.name}: {one.decode_speeds[-1]:.1f} tokens/s, repeat {repeat + 1} of {repeats}"
+                )
     limits.append(_ceiling(fitting, batch_size, large))  # a shared machine is not equally fast all the time
     named = {one.contender.name: one for one in measured}
     baseline = max((named[name] for name in baselines), key=lambda one: Spread.of(one.decode_speeds).median)

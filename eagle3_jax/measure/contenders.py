@@ -13,6 +13,7 @@ import numpy as np
 from eagle3_jax import loop as loops
 from eagle3_jax.decode import SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
+from eagle3_jax.simulated import SimulatedAcceptance
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.types import SamplingParams, Warping
 
@@ -63,6 +64,7 @@ class Contender(Protocol):
         dtype: Precision, in reports.
         drafts: Whether it speculates; one that does and tells no counters wrote its tokens in unknown rounds.
         lossless: Whether its output is the target's own.
+        simulated_rates: Of its acceptance, where that is simulated.
         largest_batch: Most prompts that it takes at once; ``None`` for any number.
     """
 
@@ -78,6 +80,11 @@ class Contender(Protocol):
     def lossless(self) -> bool:
         """See the class."""
         return True
+
+    @property
+    def simulated_rates(self) -> list[float] | None:
+        """See the class."""
+        return None
 
     @property
     def largest_batch(self) -> int | None:
@@ -114,6 +121,13 @@ class DecoderContender(Contender):
     def lossless(self) -> bool:
         """What the acceptance rule says of itself."""
         return self.decoder.lossless
+
+    @property
+    def simulated_rates(self) -> list[float] | None:
+        """As far as its drafts go."""
+        loop = self.decoder.loop
+        rates = loop.verifier.rates if isinstance(loop.verifier, SimulatedAcceptance) else ()
+        return list(rates[: loop.drafter.max_depth]) or None
 
     def run(self, prompts: Sequence[Tokens], max_new_tokens: int) -> Run:
         """Prefill, then the whole loop on the device, each waited for."""

@@ -68,6 +68,7 @@ class Row:
         name: Contender.
         dtype: Its precision.
         lossless: Whether its output is the target's own; where acceptance is simulated it is not.
+        simulated_rates: Where acceptance is simulated, the shares of rounds, per depth, that it was made to have.
         decode_tokens_per_second: Without the prefill and the first token, which it gives.
         total_tokens_per_second: Prefill included.
         ratio: Decode speed over that of the baseline in the same repeat, by repeat.
@@ -118,6 +119,7 @@ class Row:
     same_texts: int | None
     repeatable: bool
     tasks: list[TaskRow]
+    simulated_rates: list[float] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,6 +276,7 @@ def row_of(
         same_texts=None if plain_output is None or not contender.lossless else _equal(written[0], plain_output),
         repeatable=all(passed == written[0] for passed in written),
         tasks=_task_rows(measured, plain, tasks),
+        simulated_rates=contender.simulated_rates,
     )
 
 

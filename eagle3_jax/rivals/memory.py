@@ -1,8 +1,25 @@
-"""Whether an error means that a device's memory did not suffice, whoever raised it."""
+"""A device's memory among several programs: what each takes, and whether an error means that it did not suffice."""
 
 from __future__ import annotations
 
+import os
 import re
+
+# Of the device's memory, where vLLM computes on it too. PyTorch, which cannot be told beforehand, takes from the rest.
+SHARE_OF_JAX, SHARE_OF_VLLM, SHARE_OF_ENGINES = 0.4, 0.3, 0.4
+
+
+def share_memory(*, beside_vllm: bool = True) -> None:
+    """Let JAX take memory as it needs it, beside vLLM up to its share. To be called before the device is touched."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if beside_vllm and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # its older name; JAX refuses both
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(SHARE_OF_JAX))
+
+
+def share_of_engine(engines: int) -> float:
+    """What each of several vLLM engines takes that are loaded at once."""
+    return min(SHARE_OF_VLLM, SHARE_OF_ENGINES / max(engines, 1))
+
 
 # PyTorch (also through cuBLAS), JAX, and vLLM on its start, in the words that they have for it.
 _WORDS = re.compile(

@@ -42,8 +42,8 @@ here.banner("vLLM", "price")
 # %% [markdown]
 # The box above stands at the top of every notebook of this series. *Real* means: of this machine, this pair, this
 # vLLM. A *stand-in* keeps the story going: the shipped pair in place of weights, a CPU in place of a GPU, the
-# committed record of an earlier run in place of vLLM. If there is an NVIDIA driver but a jax without CUDA, the box
-# says what to install.
+# committed record of an earlier run in place of vLLM. If there is an NVIDIA GPU but a jax without CUDA, the first cell
+# says what to install, and nothing runs.
 #
 # ## What to set
 #
@@ -83,9 +83,10 @@ Markdown(
 )
 
 # %%
+import shutil
 import subprocess
 
-if here.driver:
+if shutil.which("nvidia-smi"):
     asked = "name,driver_version,memory.total,clocks.max.sm,power.limit,ecc.mode.current,mig.mode.current"
     told = subprocess.run(
         ["nvidia-smi", f"--query-gpu={asked}", "--format=csv"], capture_output=True, text=True
