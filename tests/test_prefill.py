@@ -59,13 +59,29 @@ def _case(name: str, precision: str) -> tuple[SpeculativeLoop, LoopParams, Any]:
     return (*tiny.bind(target, tiny.eagle3(target)), tiny.prompts(prompts, limit=20, width=FED))
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_prefill_in_parts_is_the_prefill(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prefill_in_parts_is_the_prefill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows at a time, and 64 queries of each: caches, first tokens and what the head keeps."""
-    given = _case(name, precision)
+    given = _case(name, "float32")
     whole = _prefilled(*given)
     _in_parts(monkeypatch, tokens=2 * FED, scores=1)
     assert _differ(whole, _prefilled(*given)) == []
+
+
+@pytest.mark.parametrize("of", FEW)
+def test_a_prefill_in_parts_is_the_prefill_in_bfloat16(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = _case(of, "bfloat16")
+    whole = _prefilled(*given)
+    _in_parts(monkeypatch, tokens=2 * FED, scores=1)
+    parts = _prefilled(*given)
+    differ = _differ(whole, parts)
+    if of != "gpt_oss":
+        assert differ == []
+        return
+    # What reads its last layer differs by up to 2⁻⁷ of 3.9, half a unit in the last place of the largest: which
+    # roundings between two operations XLA leaves out depends on what it fuses.
+    assert set(differ) <= {".drafter.cache.layers[0].keys", ".drafter.cache.layers[0].values", ".drafter.output"}
+    for one, other in zip(*map(jax.tree.leaves, (whole.drafter, parts.drafter)), strict=True):
+        np.testing.assert_allclose(*(np.asarray(leaf, np.float32) for leaf in (one, other)), rtol=2**-6, atol=2**-6)
 
 
 def test_a_recurrent_prefill_in_parts_is_the_prefill_but_for_the_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
