@@ -78,7 +78,8 @@ def test_a_prefill_in_parts_is_the_prefill_in_bfloat16(of: str, monkeypatch: pyt
         assert differ == []
         return
     # What reads its last layer differs by up to 2⁻⁷ of 3.9, half a unit in the last place of the largest: which
-    # roundings between two operations XLA leaves out depends on what it fuses (xla_allow_excess_precision=false: equal).
+    # roundings between two operations XLA leaves out depends on what it fuses. Where it leaves out none
+    # (xla_allow_excess_precision=false), nothing differs.
     assert set(differ) <= {".drafter.cache.layers[0].keys", ".drafter.cache.layers[0].values", ".drafter.output"}
     for one, other in zip(*map(jax.tree.leaves, (whole.drafter, parts.drafter)), strict=True):
         np.testing.assert_allclose(*(np.asarray(leaf, np.float32) for leaf in (one, other)), rtol=2**-6, atol=2**-6)

@@ -221,7 +221,7 @@ def activation_bytes(
         prefill_tokens: Most prompt tokens in a forward.
     """
     target, n = deployment.target, deployment.num_accelerators
-    verified = batch * (num_draft_tokens + 1)
+    verified, prefill_tokens = batch * (num_draft_tokens + 1), min(prefill_tokens, batch * context)
     features = num_features(deployment.head) * target.width if deployment.head else 0
     inner = max(inner_width(run.layer) for run in layer_runs(target))
     per_token = deployment.plain_bytes * (4 * target.width + inner / n + features)
