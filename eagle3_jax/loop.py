@@ -25,6 +25,7 @@ from eagle3_jax.boundary import (
     require_verifier,
     within_reach,
 )
+from eagle3_jax.groups import by_groups, rows_at_once
 from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.sampling import argmax, draw, keys_at, num_digits, probabilities, uniforms
 from eagle3_jax.sharding import on_rows
@@ -87,11 +88,18 @@ class SpeculativeLoop:
     def prefill(self, params: LoopParams, prompts: Prompts, capacity: int) -> GenerationState:
         """Run the prompts, choose the first token of each row and show both to the drafter.
 
+        Many long prompts go through it a few at a time (:mod:`eagle3_jax.groups`).
+
         Args:
             params: Of both models.
             prompts: The batch.
             capacity: ``S``, slots per row; ``limit + num_nodes`` never loses a node.
         """
+        size = rows_at_once(*prompts.tokens.shape, capacity)
+        return on_rows(by_groups(lambda rows: self._prefill(params, rows, capacity), prompts, size))
+
+    def _prefill(self, params: LoopParams, prompts: Prompts, capacity: int) -> GenerationState:
+        """:meth:`prefill` of rows that go through it together."""
         batch, fed = prompts.tokens.shape
         positions = jnp.broadcast_to(jnp.arange(fed, dtype=jnp.int32), (batch, fed))
         output = self.target(
@@ -133,7 +141,7 @@ class SpeculativeLoop:
             stats=SpeculationStats.zeros(batch, self.drafter.max_depth),
         )
         broken = ~_has_distribution(logits)[:, 0]
-        return on_rows(self._emit(state, first[:, None], jnp.where(broken, 0, 1).astype(jnp.int32), broken))
+        return self._emit(state, first[:, None], jnp.where(broken, 0, 1).astype(jnp.int32), broken)
 
     def step(self, params: LoopParams, state: GenerationState) -> Round:
         """One round: propose, verify, commit, observe. Rows that have finished stay as they are."""

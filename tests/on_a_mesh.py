@@ -12,14 +12,17 @@ import math
 import re
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import jax
 import tiny
 
 import eagle3_jax as e3
+from eagle3_jax import groups
 from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.drafters import NGram
+from eagle3_jax.models import attention
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, LayerConfig, uniform
 from eagle3_jax.sharding import make_mesh, parse_mesh, row_shardings
 from eagle3_jax.types import Warping
@@ -97,6 +100,22 @@ def moved(models: Any, text: str, sampling: Any = None, **options: Any) -> Mappi
     }
 
 
+def prefilled(models: Any, text: str, rows_at_once: int) -> Mapping[str, Any]:
+    """Collectives of a compiled prefill of so many rows at a time, of 64 queries, and the tokens that it gives."""
+    jax.clear_caches()  # what is set here is no argument of what is compiled
+    mesh, fed = mesh_of(text), 192
+    limits = (rows_at_once * fed // mesh.shape["data"], 1) if rows_at_once < len(PROMPTS) else (10**9, 10**9)
+    with mock.patch.object(groups, "TOKENS", limits[0]), mock.patch.object(attention, "_SCORES", limits[1]):
+        decoder = e3.SpeculativeDecoder(*models, mesh=mesh, **CHAIN)
+        batch = tiny.prompts(PROMPTS, limit=20, width=fed)
+        batch = jax.device_put(batch, row_shardings(mesh, batch))
+        with jax.set_mesh(mesh):
+            compiled = loops.prefill.lower(decoder.loop, decoder.params, batch, capacity=256).compile()
+            state = compiled(decoder.params, batch)
+    moves = MOVES.findall(compiled.as_text())
+    return {"moves": collections.Counter(kind for _, kind in moves), "tokens": state.tokens.tolist()}
+
+
 if __name__ == "__main__":
     models, tied = pair(), pair(tie_embeddings=True, seed=2)
     greedy, of_tied = generated(models, None, **CHAIN), generated(tied, None, **CHAIN)
@@ -130,4 +149,7 @@ if __name__ == "__main__":
         "tree, sampled": moved(models, MIXED, NUCLEUS, **TREE),
         "n-gram, data=8": moved(ngram, "data=8"),
     }
-    print(json.dumps({"same": same, "steps": steps}))
+    whole, parts = (prefilled(models, MIXED, rows) for rows in (len(PROMPTS), 4))
+    same["prefill in parts"] = whole["tokens"] == parts["tokens"]
+    prefills = [one["moves"] for one in (whole, parts)]
+    print(json.dumps({"same": same, "steps": steps, "prefills": prefills}))

@@ -188,7 +188,7 @@ MUTANTS = {
         "jnp.repeat(dice[:, num_nodes : num_nodes + 1], num_digits(vocab_size), axis=1)", "plain decoding, two digits",
     ),
     "all digits of the first token share one uniform": long_law(
-        SpeculativeLoop.prefill, "uniforms(keys, num_digits(probs.shape[-1]))",
+        SpeculativeLoop._prefill, "uniforms(keys, num_digits(probs.shape[-1]))",
         "jnp.repeat(uniforms(keys, 1), num_digits(probs.shape[-1]), axis=1)", "plain decoding, two digits",
     ),
     "drafting and verifying share their randomness": long_law(
@@ -221,10 +221,10 @@ MUTANTS = {
         SpeculativeLoop._verify, "keys_at(state.keys, state.length, _VERIFY)", "state.keys", "a chain of the likeliest tokens"
     ),
     "the first token is drawn with the key of the first verification": ledger(
-        SpeculativeLoop.prefill, FIRST, FIRST.replace("length", "length + 1"), "plain decoding"
+        SpeculativeLoop._prefill, FIRST, FIRST.replace("length", "length + 1"), "plain decoding"
     ),
     "the first token is drawn with the key of the first draft": ledger(
-        SpeculativeLoop.prefill, FIRST, "prompts.keys, prompts.length + 1, _DRAFT", "a drawn chain"
+        SpeculativeLoop._prefill, FIRST, "prompts.keys, prompts.length + 1, _DRAFT", "a drawn chain"
     ),
     "simulated acceptance shares its key with the verification": ledger(
         SimulatedAcceptance.__call__, "jax.vmap(jax.random.fold_in, (0, None))(keys, 0)", "keys", "simulated acceptance"

@@ -39,6 +39,7 @@ SAME = (
     "chain, sampled",
     "tree, sampled",
     "drawn chain",
+    "prefill in parts",
 )
 
 
@@ -84,6 +85,12 @@ def test_a_step_adds_twice_a_layer_and_moves_nothing_large(found: dict[str, Any]
     # Rows do not need each other.
     for name in ("n-gram, data=8", "chain, data=8"):
         assert steps[name]["moves"] == {}, name
+
+
+def test_a_prefill_in_parts_moves_what_a_prefill_moves(found: dict[str, Any]) -> None:
+    """Groups of four rows, one of each device of the data axis after the other: rows stay where they are."""
+    whole, parts = found["prefills"]
+    assert whole == parts and parts.keys() == {"all-reduce"}
 
 
 def test_two_processes_print_what_one_prints(tmp_path: Path, cli: Any) -> None:

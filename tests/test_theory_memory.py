@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 from pathlib import Path
 
@@ -10,13 +12,16 @@ import tiny
 from deployments import SMALL, SMALL_HEAD, served
 from safetensors.numpy import load_file
 
+from eagle3_jax import groups
 from eagle3_jax.cli._planning import Target, read_head, read_target
 from eagle3_jax.load import bundled
+from eagle3_jax.models import attention
 from eagle3_jax.models.config import usual_head
 from eagle3_jax.theory.accelerators import custom_accelerator
 from eagle3_jax.theory.known_models import KNOWN_MODELS
-from eagle3_jax.theory.memory import Deployment, memory_plan
+from eagle3_jax.theory.memory import SCORES, Deployment, memory_plan
 from eagle3_jax.theory.sizes import Parameters, active_parameters, layer_runs, parameters
+from validation.aot.record import PATH, load
 
 OFFICIAL = tiny.GOLDEN / "official"
 
@@ -130,11 +135,42 @@ def test_every_part_of_the_plan_by_hand():
     # fusion 3·4·4, q 8·4, k and v 2·8·2, o 4·4, mlp 96, norms 4·4, lm_head 5·4
     assert plan.head_weights == 2 * (48 + 32 + 32 + 16 + 96 + 16 + 20)
     assert (plan.target_cache, plan.head_cache) == (2 * 12 * 8, 2 * 12 * 8)  # 2·1·1·2 numbers of 2 bytes a token
-    # four tokens: 2·(4·4 + 2·8 + (2 + 2)·2 + 3·4) each, and 2·4·10 for logits and probabilities
-    assert plan.activations == 4 * 2 * (16 + 16 + 8 + 12) + 4 * 80
+    # four tokens: 2·(4·4 + 2·8 + (2 + 2)·2 + 3·4) each, and 2·4·10 for logits and probabilities; scores of two heads
+    # and ten keys of 4 + 2 bytes each; one token of a prefill and caches of two, of 8 bytes for either model
+    assert plan.activations == 4 * (2 * (16 + 16 + 8 + 12) + 80) + 4 * 2 * 10 * 6 + 3 * 16
     assert (plan.reserve, plan.budget) == (7.0, 0.5e9)
     assert plan.fits
     assert plan.cache_capacity_tokens == (0.5e9 - plan.without_caches) // 16
+
+
+COMPILED = load(PATH.with_name("aot-memory.json"))
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_plan_is_within_a_tenth_of_what_was_compiled_for_an_h200(name):
+    """Peaks of programs of all layers (python -m validation.aot --layers all --record)."""
+    row = COMPILED[name]
+    case, plain = row.case, row.case.draft == "plain"
+    deployment = served(case.target, weights="bfloat16")
+    k = 0 if plain else 5
+    plan = memory_plan(
+        dataclasses.replace(deployment, head=None) if plain else deployment,
+        batch=case.batch,
+        context=case.capacity - k - 1,
+        num_draft_tokens=k,
+        prefill_tokens=1 if case.program == "step" else min(8192, case.batch * case.prompt),
+        utilization=1.0,
+        reserve_bytes=0.0,
+    )
+    # The table that the head shares with its target is one array, and two arguments of a compiled program.
+    shared = 0 if plain else 2 * 128_256 * 4096
+    assert plan.total == pytest.approx(row.deep.memory["peak"] - shared, rel=0.1)
+
+
+def test_the_scores_that_a_plan_counts_are_those_that_are_made_at_once():
+    assert SCORES == attention._SCORES
+    prefill_tokens = inspect.signature(memory_plan).parameters["prefill_tokens"].default
+    assert prefill_tokens == groups.TOKENS and 2 * prefill_tokens == groups.SLOTS
 
 
 def test_tensor_parallelism_divides_all_but_vectors_fusion_and_scarce_key_heads():

@@ -92,6 +92,17 @@ def test_what_ends_an_asynchronous_operation_is_no_launch_of_its_own() -> None:
     assert part.collectives == {"all-reduce": 1} and part.cache_collectives == 0
 
 
+@pytest.mark.parametrize("version", ["0.11", "0.12"])
+def test_an_all_reduce_that_is_a_fused_kernel_is_counted(version: str) -> None:
+    """Of ``tanh(x @ w) @ v`` on four devices: what jax 0.10 starts as an all-reduce, later ones start as a fusion."""
+    lines = text(f"all_reduce_fused_{version}.cuda")
+    assert "all-reduce-start" not in lines and "fusion-start(" in lines
+    part = parts_of(lines, rounds=False, caches=[(6, 512)], table=TABLE)["whole"]
+    assert part.collectives == {"all-reduce": 1}
+    assert part.cache_collectives == 1, "of the shape that is named as a cache's here"
+    assert part.kinds["fusion-start"] == 1
+
+
 def test_an_asynchronous_computation_is_launched_once() -> None:
     lines = """HloModule m
 %inner (p: f32[8]) -> f32[8] {

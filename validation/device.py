@@ -19,8 +19,9 @@ WHAT_TO_DO = (
     "(XLA_CLIENT_MEM_FRACTION, --vllm-memory)"
 )
 
-# Nothing may depend on which kernels the autotuner happens to like, nor add in an order of its own.
-DETERMINISTIC: dict[str, Any] = {"xla_gpu_deterministic_ops": True}
+# Nothing may depend on which kernels the autotuner happens to like, nor add in an order of its own. Compiled ahead of
+# time, XLA of jax 0.11 and 0.12 then finds no configuration of its Triton kernels for products, so these are cuBLAS's.
+DETERMINISTIC: dict[str, Any] = {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
 # Nor may one program keep bits of a bfloat16 between two operations that another program rounds away.
 ROUNDED_AS_WRITTEN: dict[str, Any] = {"xla_allow_excess_precision": False}
 

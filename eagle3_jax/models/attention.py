@@ -13,6 +13,10 @@ from jaxtyping import Array, Float
 from eagle3_jax.cache import KeyValue, Segment
 from eagle3_jax.models.layers import exact
 
+# Scores are many more numbers than what they are made from: of a text they are made for so many queries at once that
+# they are about so many (512 MiB in float32). Blocks as short as a round's are never cut.
+_SCORES, _SHORT, _FEWEST = 2**27, 128, 64
+
 
 class Scoring(NamedTuple):
     """What a model does to its scores.
@@ -54,6 +58,43 @@ def attention(
     Returns:
         ``[B T heads·Hv]``; values may be narrower than keys.
     """
+    batch, fed, heads, _ = queries.shape
+    block = _queries_at_once(queries, segments)
+    if block >= fed:
+        return _side_by_side(_at_once(queries, segments, own, scoring), queries)
+
+    def add(index: Array, out: Array) -> Array:
+        # The last block may overlap the one before, and some are made again: each is the same in any block.
+        start = jnp.minimum(index * block, fed - block)
+        cut = lambda leaf, axis: lax.dynamic_slice_in_dim(leaf, start, block, axis)
+        some = [Segment(kv, mask if mask.shape[1] == 1 else cut(mask, 1)) for kv, mask in segments]
+        diagonals = [KeyValue(cut(keys, 2), cut(values, 2)) for keys, values in own]
+        return lax.dynamic_update_slice_in_dim(out, _at_once(cut(queries, 1), some, diagonals, scoring), start, axis=3)
+
+    keys, values = segments[0].kv if segments else own[0]
+    kv_heads = keys.shape[1]
+    # In float32, as it would go on to what is fused with it.
+    out = jnp.zeros((batch, kv_heads, heads // kv_heads, fed, values.shape[-1]), jnp.float32)
+    return _side_by_side(lax.fori_loop(0, -(-fed // block), add, out), queries)
+
+
+def _side_by_side(out: Float[Array, "B C groups T Hv"], queries: Float[Array, "B T heads H"]) -> Array:
+    """What every head gives of a token side by side, in the type of the queries."""
+    return out.astype(queries.dtype).transpose(0, 3, 1, 2, 4).reshape(*queries.shape[:2], -1)
+
+
+def _queries_at_once(queries: Float[Array, "B T heads H"], segments: Sequence[Segment]) -> int:
+    batch, fed, heads, _ = queries.shape
+    if fed <= _SHORT:
+        return fed
+    each = batch * heads * max(1, sum(segment.kv.keys.shape[2] for segment in segments))
+    return max(_FEWEST, 1 << (_SCORES // each).bit_length() >> 1)
+
+
+def _at_once(
+    queries: Float[Array, "B T heads H"], segments: Sequence[Segment], own: Sequence[KeyValue], scoring: Scoring
+) -> Float[Array, "B C groups T Hv"]:
+    """:func:`attention` of all queries together, in float32."""
     batch, fed, heads, head_dim = queries.shape
     kv_heads = (segments[0].kv if segments else own[0]).keys.shape[1]
     groups = heads // kv_heads
@@ -87,5 +128,4 @@ def attention(
         out = out + part.reshape(*rows.shape[:-1], -1)
     for kv, weight in zip(own, weights[len(segments) :], strict=True):
         out = out + weight * kv.values[:, :, None]
-    out = (out / total).astype(queries.dtype)
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, fed, -1)
+    return out / total

@@ -197,26 +197,46 @@ class MemoryPlan:
         return left if math.isinf(left) else left // self.cache_bytes_per_token
 
 
-def activation_bytes(deployment: Deployment, *, batch: int, num_draft_tokens: int, prefill_tokens: int) -> float:
-    """An estimate of the working memory of the largest forward on each accelerator.
+# Scores that a prefill makes at once, of all heads and rows (eagle3_jax.models.attention).
+SCORES = 2**27
 
-    ``T·wide·(4·D + (2·mlp + (heads + 2·C)·H)/n + A·D) + 2·4·B·(K+1)·V/n``: for the ``T`` tokens of the forward the
-    residual stream and three vectors like it, the inner vectors of the widest layer, and the features kept for the
-    head; for the verified tokens logits and probabilities in float32. Engines differ; measure before you rely on a
-    gigabyte.
+
+def activation_bytes(
+    deployment: Deployment, *, batch: int, context: int, num_draft_tokens: int, prefill_tokens: int
+) -> float:
+    """The working memory of this library's largest forward on each accelerator, within a tenth of what compilers say.
+
+    ``T·wide·(4·D + (2·mlp + (heads + 2·C)·H)/n + A·D) + (4 + wide)·scores/n + 2·4·B·(K+1)·V/n``: for the ``T`` tokens
+    of the forward the residual stream and three vectors like it, the inner vectors of the widest layer, and the
+    features kept for the head; attention scores in float32 and as weights, ``heads·T·context`` of them, but no more
+    than :data:`SCORES` of a prefill; for the verified tokens logits and probabilities in float32. A prefill keeps keys
+    and values of its tokens until the caches take them. One in several forwards (:mod:`eagle3_jax.groups`) makes caches
+    of up to ``2·T`` slots for each, too. Other engines differ.
 
     Args:
         deployment: What runs.
         batch: ``B`` sequences.
+        context: Tokens of each.
         num_draft_tokens: ``K``.
-        prefill_tokens: Most prompt tokens in a forward (``max_num_batched_tokens``).
+        prefill_tokens: Most prompt tokens in a forward.
     """
     target, n = deployment.target, deployment.num_accelerators
-    verified = batch * (num_draft_tokens + 1)
+    verified, prefill_tokens = batch * (num_draft_tokens + 1), min(prefill_tokens, batch * context)
     features = num_features(deployment.head) * target.width if deployment.head else 0
     inner = max(inner_width(run.layer) for run in layer_runs(target))
     per_token = deployment.plain_bytes * (4 * target.width + inner / n + features)
-    return max(verified, prefill_tokens) * per_token + 2 * 4 * verified * target.vocab_size / n
+    heads = max(
+        (run.layer.mixer.num_heads for run in layer_runs(target) if run.sizes.cache_values_per_token), default=0
+    )
+    scores = heads * context * max(verified, min(prefill_tokens, SCORES / (heads * context or 1)))
+    kept = prefill_tokens + (min(2 * prefill_tokens, batch * context) if batch * context > prefill_tokens else 0)
+    kept_token = sum(deployment.cache_bytes_per_token(model) for model in (target, deployment.head) if model)
+    return (
+        max(verified, prefill_tokens) * per_token
+        + (4 + deployment.plain_bytes) * scores / n
+        + kept * kept_token
+        + 2 * 4 * verified * target.vocab_size / n
+    )
 
 
 def memory_plan(
@@ -262,7 +282,11 @@ def memory_plan(
         head_cache=tokens * head_token,
         states=batch * sum(deployment.state_bytes(model) for model in (target, head) if model),
         activations=activation_bytes(
-            deployment, batch=batch, num_draft_tokens=num_draft_tokens, prefill_tokens=prefill_tokens
+            deployment,
+            batch=batch,
+            context=context,
+            num_draft_tokens=num_draft_tokens,
+            prefill_tokens=prefill_tokens,
         ),
         reserve=reserve_bytes,
         budget=deployment.accelerator.memory_bytes * utilization,

@@ -106,8 +106,9 @@ def _part(module: Module, steps: Iterable[Step], caches: Sequence[tuple[int, ...
         part.host += times * is_of_the_host(one)
         part.cycles += times * one.estimated_cycles
         part.bytes += times * traffic(module, one, sizes)
-        if (kind := one.op.removesuffix("-start")) in COLLECTIVES:
-            collectives[kind] += times
+        if kinds_here := collectives_of(module, one):
+            for kind in kinds_here:
+                collectives[kind] += times
             part.cache_collectives += times * any(_sorted(array.dims) in cached for array in one.arrays)
         elif (copied := copied_by(module, one)) is not None:
             part.copied += times * copied.size * (copied.size >= _LARGE)
@@ -118,6 +119,12 @@ def _part(module: Module, steps: Iterable[Step], caches: Sequence[tuple[int, ...
     part.launches = sum(kinds.values())
     part.kinds, part.scopes, part.collectives = dict(kinds), dict(scopes), dict(collectives)
     return part
+
+
+def collectives_of(module: Module, one: Instruction) -> list[str]:
+    """The collectives that an instruction is, or that a fusion holds, as an all-reduce on GPUs is since jax 0.11."""
+    ops = (part.op.removesuffix("-start") for part in (one, *module.inside(one)))
+    return [op for op in ops if op in COLLECTIVES]
 
 
 def is_of_the_host(one: Instruction) -> bool:

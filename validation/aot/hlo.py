@@ -86,7 +86,7 @@ class Instruction:
     @property
     def fused(self) -> str | None:
         """The computation of a fusion."""
-        return self.attribute(r"calls=%?([\w.\-]+)") if self.op == "fusion" else None
+        return self.attribute(r"calls=%?([\w.\-]+)") if self.op in ("fusion", "fusion-start") else None
 
     @property
     def target(self) -> str:

@@ -96,6 +96,9 @@ class Case:
         words += ["sampled" if self.sampled else "greedy"]
         words += [self.dtype] * (self.dtype != "bfloat16") + [self.weights] * (self.weights != "dense")
         words += [self.mesh] * bool(self.mesh)
+        for field in ("prompt", "capacity"):
+            if getattr(self, field) != getattr(Case, field):
+                words.append(f"{field}{getattr(self, field)}")
         return " ".join(words)
 
 
