@@ -95,7 +95,8 @@ class SpeculativeLoop:
             prompts: The batch.
             capacity: ``S``, slots per row; ``limit + num_nodes`` never loses a node.
         """
-        size = rows_at_once(*prompts.tokens.shape, capacity)
+        batch, tokens = prompts.tokens.shape
+        size = rows_at_once(batch, tokens, capacity)
         return on_rows(by_groups(lambda rows: self._prefill(params, rows, capacity), prompts, size))
 
     def _prefill(self, params: LoopParams, prompts: Prompts, capacity: int) -> GenerationState:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from eagle3_jax.models.config import DecoderConfig, Eagle3Config
+from eagle3_jax.models.config import DecoderConfig, Eagle3Config, GatedDelta
 from eagle3_jax.theory.accelerators import Accelerator
 from eagle3_jax.theory.layer_sizes import dividing_heads, inner_width, key_heads
 from eagle3_jax.theory.sizes import DrafterSizes, LayerRun, Model, added, layer_runs, num_features, parameters
@@ -225,9 +225,8 @@ def activation_bytes(
     features = num_features(deployment.head) * target.width if deployment.head else 0
     inner = max(inner_width(run.layer) for run in layer_runs(target))
     per_token = deployment.plain_bytes * (4 * target.width + inner / n + features)
-    heads = max(
-        (run.layer.mixer.num_heads for run in layer_runs(target) if run.sizes.cache_values_per_token), default=0
-    )
+    mixers = [run.layer.mixer for run in layer_runs(target)]
+    heads = max((mixer.num_heads for mixer in mixers if not isinstance(mixer, GatedDelta)), default=0)
     scores = heads * context * max(verified, min(prefill_tokens, SCORES / (heads * context or 1)))
     kept = prefill_tokens + (min(2 * prefill_tokens, batch * context) if batch * context > prefill_tokens else 0)
     kept_token = sum(deployment.cache_bytes_per_token(model) for model in (target, deployment.head) if model)
