@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import gzip
 import importlib
@@ -9,20 +10,23 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import verify_block_attention  # beside this file
 from h200_rounds import decoder_of, seconds_json, sizes
 from h200_setting import CHAIN, LOOPS_IN_GRAPHS, NO_GRAPHS, Record, Setting
 
 from eagle3_jax import SpeculativeDecoder, load_drafter, load_target
+from eagle3_jax.cache import KeyValue, Segment, visible
 from eagle3_jax.measure.random_models import shape_named
 from eagle3_jax.measure.roofline import bandwidths
 from eagle3_jax.measure.rounds import CompilerOptions, timed_rounds
+from eagle3_jax.models.attention import attention as core_attention
 from eagle3_jax.models.config import gated, grouped
+from eagle3_jax.models.flash import flash_attention
 from eagle3_jax.reporting.environment import environment
 
 LAUNCHES = 64  # in a round of a loop
@@ -145,9 +149,49 @@ def torch_seconds(torch: Any, run: Any, on_gpu: bool, repeats: int) -> list[floa
 
 
 def attention(setting: Setting, record: Record) -> None:
-    """The committed prefix by kernels of libraries, beside the core's attention."""
-    for row in verify_block_attention.rows(rehearse=setting.rehearse):
-        record.add(f"batch {row['batch']}, block of {row['block']}, {row['context']} slots", row)
+    """Attention of all layers over their caches: the GPU's one kernel, and XLA's, in turns."""
+    if setting.rehearse:
+        points, layers, (heads, kv_heads, size), dtype = [(1, 4, 64)], 2, (4, 2, 16), jnp.float32
+    else:
+        points = [(batch, fed, slots) for slots in (2048, 8192) for batch in (1, 32) for fed in (6, 60)]
+        layers, (heads, kv_heads, size), dtype = 32, (32, 8, 128), jnp.bfloat16
+    kernel = functools.partial(flash_attention, scale=size**-0.5, interpret=jax.default_backend() == "cpu")
+    xla = lambda queries, kv, seen, end: core_attention(queries, (Segment(kv, seen),))
+    for batch, fed, slots in points:
+        draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, dtype)
+        queries = draw(0, batch, fed, heads, size)
+        caches = [KeyValue(*(draw(2 * i + j, batch, kv_heads, slots, size) for j in (1, 2))) for i in range(layers)]
+        length = jnp.full((batch,), slots // 2, jnp.int32)  # half full, as a cache is on average
+        seen = visible(jnp.tril(jnp.ones((1, fed, fed), jnp.bool_)), length, slots)
+        figures: dict[str, Any] = {}
+        programs = {name: _all_layers(one) for name, one in (("kernel", kernel), ("xla", xla))}
+        for name, program in list(programs.items()):
+            try:
+                for _ in range(2):  # compiled; then its command buffers are recorded
+                    jax.block_until_ready(program(queries, caches, seen, length + fed))
+            except Exception as error:
+                figures[name] = {"failed": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+                del programs[name]
+        times: dict[str, list[float]] = {name: [] for name in programs}
+        for _ in range(setting.repeats):
+            for name, program in programs.items():
+                start = time.perf_counter()
+                jax.block_until_ready(program(queries, caches, seen, length + fed))
+                times[name].append(time.perf_counter() - start)
+        figures |= {name: seconds_json(seconds) for name, seconds in times.items()}
+        record.add(f"batch {batch}, block of {fed}, {slots} slots", figures)
+
+
+def _all_layers(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """One layer after the other, as in a model."""
+
+    @jax.jit
+    def run(queries: jax.Array, caches: list[KeyValue], seen: jax.Array, end: jax.Array) -> jax.Array:
+        for kv in caches:
+            queries = attend(queries, kv, seen, end).reshape(queries.shape)
+        return queries
+
+    return run
 
 
 def profile(setting: Setting, record: Record) -> None:
