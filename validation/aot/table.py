@@ -12,7 +12,7 @@ from validation.aot.programs import PROGRAMS
 from validation.aot.record import load, note_of
 
 _GIB, _MIB = 2**30, 2**20
-LAYERS = ["program", "draft", "batch", "", "launches a layer", "outside the layers", "temporary MiB"]
+LAYERS = ["program", "draft", "batch", "", "launches a layer", "outside the layers", "temporary MiB", "GB a layer"]
 # Of TPUs alone: the compiler's estimate, and the copies that are left.
 ON_TPUS = ["estimated million cycles of 32 layers", "copies of caches in 5 layers", "copies of tables"]
 
@@ -30,13 +30,14 @@ def both(before: Any, after: Any) -> str:
 
 
 def cells_of_a_layer(row: Measured) -> list[str]:
-    """Launches a layer and outside the layers, temporary memory, estimated cycles of a whole model."""
+    """Launches a layer and outside the layers, temporary memory, bytes a layer, estimated cycles of a whole model."""
     main = row.main
     each, rest = row.per_layer(main, "cycles"), row.outside(main, "cycles")
     return [
         number(row.per_layer(main), 1 if (row.per_layer(main) or 0) % 1 else 0),
         number(row.outside(main)),
         number(round(row.deep.memory["temp"] / _MIB)),
+        number((row.per_layer(main, "bytes") or 0) / 1e9, 2) if row.deep.parts[main].bytes else "",
         number((each * 32 + rest) / 1e6, 1) if each and rest is not None else "",
         number(row.deep.parts[main].cache_copies),
         number(row.deep.parts[main].table_copies),
@@ -61,7 +62,7 @@ def of_layers(before: Mapping[str, Measured], after: Mapping[str, Measured], pla
         case = row.case
         if (case.platform, case.target) != (platform, target) or len(row.facts) < 2:
             continue
-        cells = [cells_of_a_layer(found[name]) if name in found else [""] * 6 for found in (before, after)]
+        cells = [cells_of_a_layer(found[name]) if name in found else [""] * 7 for found in (before, after)]
         kind = ("sampled" if case.sampled else "greedy") + f", `{case.mesh}`" * bool(case.mesh)
         rows.append([case.program, case.draft, case.batch, kind, *map(both, *cells)])
     columns = LAYERS + ON_TPUS * platform.startswith("tpu")
