@@ -33,6 +33,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 def pytest_addoption(parser: pytest.Parser) -> None:
     support_record.pytest_addoption(parser)
     every_family.pytest_addoption(parser)
+    parser.addoption("--record-fingerprints", action="store_true", help="Write the hashes of test_fingerprints.py.")
 
 
 @pytest.fixture(scope="module", autouse=True)
