@@ -20,9 +20,9 @@ from eagle3_jax.state import GenerationState
 
 # Softmax attention, windows, chunks and experts, latents.
 FEW = ("llama", "gpt_oss", "llama4, norms", "deepseek_v3")
-# What follows a recurrence depends on the number of rows in a batch, with or without parts: for two rows alone beside the
-# same two of four (qwen3_next, 160 tokens) keys of its second layer differ by up to 1.2e-6 in float32, 0.27 of 4.4 in
-# bfloat16. So bits are compared of other families, and these in float32.
+# What follows a recurrence depends on the number of rows in a batch, with or without parts. Two rows alone, compared
+# with the same two of four (qwen3_next, 160 tokens): keys of its second layer differ by up to 1.2e-6 in float32, and by
+# 0.27 of 4.4 in bfloat16. So bits are compared of other families, and these in float32.
 RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 ROWS, FED = 4, 160
 
