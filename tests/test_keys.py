@@ -42,7 +42,7 @@ DIGITS = num_digits(80)
 # the length of the row, its last token included; K drafted tokens, N nodes with the root, U digits of an id and W of a
 # draft id.
 LEDGER = {
-    "loop.prefill": ("the first token", "n, 1", "U"),
+    "loop._prefill": ("the first token", "n, 1", "U"),
     "drafters._grow.draw_chain": ("the drafted tokens of a chain", "n, 0", "K * W"),
     "drafters._grow.draw_static": ("the drafted tokens of a static tree", "n, 0", "(N - 1) * W"),
     "acceptance.verification_dice": ("which nodes are accepted, and the next token", "n, 1", "N + U"),
@@ -179,7 +179,7 @@ def check_keys(name: str) -> None:
     go_on: dict[Any, Any] = {}
     with recorded(batch.keys) as ledger:
         state = jax.jit(functools.partial(loop.prefill, capacity=64))(decoder.params, batch)
-        expected = [use("loop.prefill", row, len(prompt), sizes) for row, prompt in enumerate(PROMPTS)]
+        expected = [use("loop._prefill", row, len(prompt), sizes) for row, prompt in enumerate(PROMPTS)]
         for _ in range(ROUNDS):
             for row, length in enumerate(np.asarray(state.length).tolist()):
                 expected += [use(who, row, length, sizes) for who in ("acceptance.verification_dice", *drawing)]

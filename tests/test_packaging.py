@@ -19,7 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OURS = {"eagle3_jax", "conversion"}
 FILES = sorted(path for name in OURS for path in (ROOT / name).rglob("*.py"))
 # Programs of their own, started in the environment of the rival that they import.
-FOREIGN = {ROOT / "eagle3_jax" / "rivals" / "vllm" / "worker.py", ROOT / "eagle3_jax" / "rivals" / "vllm" / "bridge.py"}
+FOREIGN = {ROOT / "eagle3_jax" / "rivals" / "vllm" / f"{name}.py" for name in ("worker", "bridge", "synthetic")}
 # Nothing in it works without the extra; whoever uses it imports it late.
 PICTURES = {path for path in (ROOT / "eagle3_jax" / "pictures").glob("*.py") if path.name != "__init__.py"}
 BEHIND_AN_EXTRA = {ROOT / "eagle3_jax" / "reporting" / "drawing.py", *PICTURES}
