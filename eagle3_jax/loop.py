@@ -88,7 +88,7 @@ class SpeculativeLoop:
     def prefill(self, params: LoopParams, prompts: Prompts, capacity: int) -> GenerationState:
         """Run the prompts, choose the first token of each row and show both to the drafter.
 
-        Many long prompts go through it a few at a time (:mod:`eagle3_jax.groups`).
+        Many long prompts go through it a few at a time (``eagle3_jax/groups.py``).
 
         Args:
             params: Of both models.

@@ -60,7 +60,7 @@ class SimulatedAcceptance:
 
     @classmethod
     def of_published(cls, name: str, max_depth: int) -> SimulatedAcceptance:
-        """One of :data:`PUBLISHED_RATES`; deeper than it was published nothing is accepted."""
+        """One of ``PUBLISHED_RATES``; deeper than it was published nothing is accepted."""
         rates = PUBLISHED_RATES[name]
         return cls((*rates, *[0.0] * max_depth)[:max_depth])
 

@@ -209,8 +209,8 @@ def activation_bytes(
     ``T·wide·(4·D + (2·mlp + (heads + 2·C)·H)/n + A·D) + (4 + wide)·scores/n + 2·4·B·(K+1)·V/n``: for the ``T`` tokens
     of the forward the residual stream and three vectors like it, the inner vectors of the widest layer, and the
     features kept for the head; attention scores in float32 and as weights, ``heads·T·context`` of them, but no more
-    than :data:`SCORES` of a prefill; for the verified tokens logits and probabilities in float32. A prefill keeps keys
-    and values of its tokens until the caches take them. One in several forwards (:mod:`eagle3_jax.groups`) makes caches
+    than ``SCORES`` of a prefill; for the verified tokens logits and probabilities in float32. A prefill keeps keys
+    and values of its tokens until the caches take them. One in several forwards (``eagle3_jax/groups.py``) makes caches
     of up to ``2·T`` slots for each, too. Other engines differ.
 
     Args:
