@@ -1,4 +1,4 @@
-"""How often a drafter's first drafts agree with its target, measured without the decoding loop."""
+"""The acceptance of a drafter's first tokens by its target, measured without the decoding loop."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
-from eagle3_jax.conversion.heads.head import make_drafter
+from eagle3_jax.conversion.heads import HeadCheckpoint, make_drafter
 from eagle3_jax.conversion.targets import TargetCheckpoint
 from eagle3_jax.drafters.draft_model import DraftModel
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, Precision
 from eagle3_jax.models.memory import causal_mask
-from eagle3_jax.tree import Chain
-from eagle3_jax.types import Observation, SamplingParams, Tables
+from eagle3_jax.topology import Chain
+from eagle3_jax.types import EmbeddingTables, Observation, SamplingParams
 
-_DEPTH = 3  # measured of a drafter that has no end
+_DEPTH = 3  # draft positions measured of a drafter without a limit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,8 +28,8 @@ class Agreement:
     """Conditional acceptance of the draft positions.
 
     Attributes:
-        rates: Per position ``n``, the share of drafts whose token ``n`` is right among those right before it.
-        counts: Per position, how many drafts were right before it.
+        rates: Per position ``n``, the share of drafts with token ``n`` right among those with all earlier ones right.
+        counts: Per position, the number of drafts with all earlier tokens right.
     """
 
     rates: tuple[float, ...]
@@ -45,15 +44,15 @@ def forced_agreement(
     num_cuts: int = 21,
     depth: int | None = None,
 ) -> Agreement:
-    """Draft from every true prefix of the target's own greedy continuations (EAGLE's n-alpha on chains).
+    """Drafts from every prefix of the target's own greedy continuations (EAGLE's n-alpha on chains).
 
     Args:
         target: The target.
-        draft: The head, or the language model that drafts.
+        draft: The head, or the draft model.
         prompts: Token ids; each at least two.
         num_cuts: Prefixes per prompt, each a greedy token longer than the one before.
-        depth: Draft positions measured. Left out: all that the drafter has (heads of Medusa, rows of a block, which
-            with other rows is another network), three of one that has no end.
+        depth: Draft positions measured. Default: all that the drafter has (heads of Medusa, rows of a block, which
+            is another network with other rows), or three where it has no limit.
     """
     precision = FLOAT32 if target.dtype == "float32" else BFLOAT16
     model = DecoderTarget(target.config, precision)
@@ -64,7 +63,7 @@ def forced_agreement(
 
     @jax.jit
     def extend(params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
-        """Greedy tokens after the prompt, one whole forward each: slow, and free of any cache to be wrong about."""
+        """Greedy tokens after the prompt, one whole forward each: slow, but without a cache that could be wrong."""
         positions = jnp.arange(tokens.shape[1])[None]
 
         def step(count: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -94,7 +93,7 @@ def forced_agreement(
     right = np.zeros((reach + 1,), np.int64)
     # One length for all prompts, so that both functions compile once.
     longest = max(len(prompt) for prompt in prompts)
-    # The root of a draft is the target's own choice, and what it drafts must lie inside the continuation.
+    # The root of a draft is the target's own token, and its draft must end inside the continuation.
     offsets = np.arange(num_cuts)
     empty = drafter.init(draft_params, offsets.size, longest + num_tokens + reach)
     for prompt in prompts:
@@ -111,19 +110,17 @@ def forced_agreement(
 
 
 def _drafter(
-    draft: HeadCheckpoint | TargetCheckpoint, tables: Tables, precision: Precision, depth: int | None
+    draft: HeadCheckpoint | TargetCheckpoint, tables: EmbeddingTables, precision: Precision, depth: int | None
 ) -> tuple[Any, Any]:
-    """What drafts chains of as many tokens as are measured, and its parameters."""
+    """The drafter, for chains of the measured depth, and its parameters."""
     if isinstance(draft, TargetCheckpoint):
         drafter: Any = DraftModel(DecoderTarget(draft.config, precision))
         params = _place(draft.params, precision)
     else:
-        classes = HEADS[draft.method].classes
-        assert classes is not None  # or it would not have been read
-        drafter, params = make_drafter(draft, classes(), tables, precision, None)
+        drafter, params = make_drafter(draft, tables, precision, None)
     longest = getattr(drafter, "longest", None)
     length = (longest or _DEPTH) if depth is None else min(depth, longest or depth)
-    return drafter.drafting(Chain(length), None), params
+    return drafter.with_topology(Chain(length), None), params
 
 
 def _place(params: Any, precision: Precision) -> Any:

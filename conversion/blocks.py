@@ -1,6 +1,6 @@
-"""The rules of the layers that targets and heads are made of, by their kinds of mixer and of MLP.
+"""The rules of the layers of targets and heads, by kind of mixer and of MLP.
 
-A family names what its checkpoints spell in another way; the rest follows from the description of a layer.
+A family gives the names that differ in its checkpoints. The rest follows from the description of a layer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def dense(config: GatedMLP, source: str, path: str) -> list[Rule]:
 
 
 def separate(config: Experts, source: str, path: str) -> list[Rule]:
-    """Experts of which each has three tensors of its own, ``0.gate_proj.weight`` and so on."""
+    """Experts with three tensors each, ``0.gate_proj.weight`` and so on."""
     rules = []
     for expert in range(config.num_experts):
         for name, part in in_turns(config.width, 1, {"gate": 1, "up": 1}):
@@ -64,10 +64,10 @@ def stacked(config: Experts, source: str, path: str, *, transpose: bool, in_halv
 
     Args:
         config: The experts.
-        source: What the two stand under.
-        path: The same in our parameters.
+        source: The prefix of the two.
+        path: The prefix in our parameters.
         transpose: Whether they are ``[E, out, in]``, instead of ``[E, in, out]``.
-        in_halves: Whether all gates stand before all ``up``, instead of in turns.
+        in_halves: Whether all gates come before all ``up``, instead of in turns.
     """
     rules = []
     ours, theirs = (
@@ -98,10 +98,10 @@ def experts(
         config: The experts.
         source: The layer in the checkpoint.
         path: The layer in our parameters.
-        name: What the mixture is called in the layer.
-        router: What its router is called.
-        shared: What the MLP is called that every token goes through.
-        kernels: The rules of the experts themselves, which stand under ``experts``.
+        name: Name of the mixture in the layer.
+        router: Name of its router.
+        shared: Name of the MLP that every token goes through.
+        kernels: The rules of the experts themselves, which have the prefix ``experts``.
     """
     source, path = f"{source}.{name}", f"{path}.mlp"
     rules = linear(f"{source}.{router}", f"{path}.router", bias=config.bias)
@@ -115,14 +115,14 @@ def experts(
     return rules
 
 
-# The rules of each kind where a family says nothing else.
+# The usual rules of each kind.
 PARTS: dict[type, PartRules] = {GroupedQuery: attention, GatedMLP: dense, Experts: experts}
 
 
 def attention_and_mlp(
     config: LayerConfig, source: str, path: str, *, parts: Mapping[type, PartRules] = PARTS
 ) -> list[Rule]:
-    """What every block has: a mixer, the norm between, an MLP.
+    """The parts of every block: a mixer, the norm between, an MLP.
 
     Args:
         config: The layer.

@@ -1,4 +1,4 @@
-"""What the doctor finds."""
+"""The findings of the doctor, and the check of a mask token, which several methods have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from eagle3_jax.conversion.files import read_json
+from eagle3_jax.conversion.files import read_json, read_tokenizer
 
 Status = Literal["ok", "warning", "failure", "skipped"]
 
@@ -17,9 +17,9 @@ class Check:
     """One finding.
 
     Attributes:
-        name: What was looked at.
+        name: The part that was checked.
         status: ``ok``, ``warning`` (works, but probably not as meant), ``failure``, or ``skipped``.
-        detail: What was found and, if something is wrong, what to do.
+        detail: The finding and, if something is wrong, what to do.
     """
 
     name: str
@@ -28,33 +28,26 @@ class Check:
 
 
 def mask_token(token: int, stop_tokens: tuple[int, ...], directory: Path) -> Check:
-    """Whether texts may hold the token that stands for an unknown one.
+    """Checks whether texts may hold the token that stands for an unknown one.
 
     Args:
         token: Its id.
         stop_tokens: The target's.
-        directory: The target's, whose tokenizer says which tokens texts are made of.
+        directory: The target's, whose tokenizer gives the tokens of texts.
     """
-    name, detail = "mask token", f"id {token}"
+    name, detail, path = "mask token", f"id {token}", directory / "tokenizer.json"
     if token in stop_tokens:
         return Check(name, "warning", f"{detail}, which ends the target's answers; drafts of heads trained so are weak")
-    path = directory / "tokenizer.json"
-    if not path.is_file():
+    tokenizer = read_tokenizer(path)
+    if tokenizer is None:
         return Check(name, "ok", f"{detail}; without a tokenizer.json nobody knows whether texts hold it")
     added = read_json(path).get("added_tokens")
     special = {one.get("id") for one in added or () if isinstance(one, dict) and one.get("special")}
-    vocabulary = _ids(path)
-    if token in special or token not in vocabulary:
+    word = {index: word for word, index in tokenizer.get_vocab().items()}.get(token)
+    if token in special or word is None:
         what = "a special token" if token in special else "no token of the tokenizer's"
         return Check(name, "ok", f"{detail}, {what}: texts do not hold it")
-    spelt = json.dumps(vocabulary[token], ensure_ascii=False)
+    spelt = json.dumps(word, ensure_ascii=False)
     return Check(
         name, "warning", f"{detail} is {spelt}, which texts may hold; what follows it in a text is drafted worse"
     )
-
-
-def _ids(path: Path) -> dict[int, str]:
-    from eagle3_jax.conversion.vocabulary import read_tokenizer
-
-    tokenizer = read_tokenizer(path)
-    return {} if tokenizer is None else {index: word for word, index in tokenizer.get_vocab().items()}

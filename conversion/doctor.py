@@ -1,4 +1,4 @@
-"""Why is my acceptance low? Checks of a target and a drafter together, each with a verdict and a reason."""
+"""Reasons for a low acceptance: checks of a target and a drafter together, each with a verdict and a reason."""
 
 from __future__ import annotations
 
@@ -10,21 +10,27 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_jax.conversion import draft_model, kinds, rules
+from eagle3_jax.conversion import rules
 from eagle3_jax.conversion.acceptance import Agreement, forced_agreement
 from eagle3_jax.conversion.checks import Check
 from eagle3_jax.conversion.errors import CheckpointError
-from eagle3_jax.conversion.files import read_json
+from eagle3_jax.conversion.files import read_json, read_tokenizer
 from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
 from eagle3_jax.conversion.heads.head import Suspects
-from eagle3_jax.conversion.reading import read_head, read_target
+from eagle3_jax.conversion.reading import head_of, open_checkpoint, read_target, target_of
 from eagle3_jax.conversion.targets import TargetCheckpoint
+from eagle3_jax.drafters.draft_model import first_vocab_difference
 from eagle3_jax.models.config import MOST
 
 # Below this share of right first drafts a drafter is no better than a guess.
 _NO_BETTER_THAN_GUESSING = 0.02
-# What the first draft token of a round costs in plain steps: v + c - 1 with the defaults of `eagle3 plan speedup`.
+# Cost of the first draft token of a round in plain steps: v + c - 1 with the defaults of `eagle3 plan speedup`.
 _HARDLY_PAYS = 0.32
+
+_DRAFT_MODEL = Suspects(
+    first="another tokenizer, or a model that has nothing to do with this target",
+    later="its rope or its positions, which text would show as well: let it generate alone",
+)
 
 Drafter = HeadCheckpoint | TargetCheckpoint
 
@@ -37,14 +43,14 @@ def diagnose(
     seed: int = 0,
     layer_ids: str | None = None,
 ) -> list[Check]:
-    """Examine a target and a draft head or a draft model.
+    """Examines a target and a draft head or a draft model.
 
     Args:
         target_dir: The target's directory.
         drafter_dir: The directory of the head or of the smaller language model.
-        prompts: Token ids to measure agreement on; random ones when left out, which says less.
-        seed: Of the random prompts.
-        layer_ids: What the numbers of the head's auxiliary layers count, ``entering`` or ``leaving``.
+        prompts: Token ids to measure agreement on. Default: random ones, which say less.
+        seed: Seed of the random prompts.
+        layer_ids: What the numbers of the head's auxiliary layers count: layers ``entering`` or ``leaving``.
 
     Returns:
         All checks, in the order in which problems should be solved. A checkpoint that cannot be read is a
@@ -52,22 +58,28 @@ def diagnose(
     """
     checks: list[Check] = []
     target = _attempt(checks, "target", lambda: read_target(target_dir), _describe_target)
-    kind = _attempt(checks, "method", lambda: kinds.identify(drafter_dir), _method)
+    opened = _attempt(checks, "method", lambda: open_checkpoint(drafter_dir), lambda opened: _method(opened.kind))
     drafter = None
-    if kind in HEADS:
+    if opened is not None and opened.kind in HEADS:
         config = None if target is None else target.config
-        drafter = _attempt(checks, "head", lambda: read_head(drafter_dir, config, layer_ids=layer_ids), _describe_head)
-    elif kind is not None:
-        drafter = _attempt(checks, "draft model", lambda: read_target(drafter_dir), _describe_target)
+        drafter = _attempt(checks, "head", lambda: head_of(opened, config, layer_ids=layer_ids), _describe_head)
+    elif opened is not None:
+        drafter = _attempt(checks, "draft model", lambda: target_of(opened), _describe_target)
     if target is None or drafter is None:
         reason = "needs a target and a drafter that can be read"
         return [*checks, *(Check(name, "skipped", reason) for name in _NEED_BOTH)]
     is_head = isinstance(drafter, HeadCheckpoint)
-    checks += (_of_head if is_head else draft_model.examine)(target, drafter)  # type: ignore[arg-type]
-    checks += [_positions(target, drafter), _dtypes(target, drafter)]
-    # Draft models are compared token by token.
-    checks += [_tokenizer(target, drafter)] * is_head + [_chat_template(target, drafter)]
-    name, params = ("head", drafter.head) if isinstance(drafter, HeadCheckpoint) else ("draft model", drafter.params)
+    name = "head" if is_head else "draft model"
+    if is_head:
+        checks += [_widths(target, drafter), _vocabulary(target, drafter)]
+        checks += HEADS[drafter.method].examine(target, drafter)
+    else:
+        checks += [_size(target, drafter), *_tokens(target, drafter)]
+    checks += [_positions(target, drafter, name), _dtypes(target, drafter, name)]
+    if is_head:  # the tokens of a draft model have been compared one by one
+        checks.append(_tokenizer(target, drafter))
+    checks.append(_chat_template(target, drafter))
+    params = drafter.head if is_head else drafter.params
     checks += [_weights("weights of the target", target.params), _weights(f"weights of the {name}", params)]
     broken = [check for check in checks if check.status == "failure"]
     if broken:
@@ -75,12 +87,12 @@ def diagnose(
     return [*checks, _agreement(target, drafter, prompts, seed)]
 
 
-# What every drafter is asked.
+# Checks of every drafter that need the target as well.
 _NEED_BOTH = ("vocabulary", "positions", "dtype", "tokenizer", "chat template", "weights of the target", "agreement")
 
 
 def _attempt(checks: list[Check], name: str, read: Callable[[], Any], describe: Callable[[Any], str]) -> Any:
-    """The result, or ``None`` with a failed check."""
+    """The result of reading, or ``None`` with a failed check."""
     try:
         result = read()
     except CheckpointError as error:
@@ -92,10 +104,6 @@ def _attempt(checks: list[Check], name: str, read: Callable[[], Any], describe: 
 
 def _method(kind: str) -> str:
     return f"{HEADS[kind].label} head" if kind in HEADS else "draft model"
-
-
-def _of_head(target: TargetCheckpoint, head: HeadCheckpoint) -> list[Check]:
-    return [_widths(target, head), _vocabulary(target, head), *HEADS[head.method].examine(target, head)]
 
 
 def _describe_target(target: TargetCheckpoint) -> str:
@@ -111,20 +119,21 @@ def _describe_head(head: HeadCheckpoint) -> str:
 
 
 def _widths(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
-    # Reading refuses a head that does not fit, so what is left is to say what was found.
+    # Reading refuses a head that does not fit, so this only reports.
     config = head.config
     own = "shares the target's embedding" if head.embedding is None else "brings its own embedding"
     detail = f"head width {config.width}, reads features of width {config.target_width}, {own}"
-    if head.embedding is not None and config.width == target.config.width:
-        used = np.asarray(target.params["embedding"], np.float32)
-        if not np.array_equal(used, np.asarray(head.embedding, np.float32)):
-            return Check(
-                "widths",
-                "warning",
-                f"{detail}, which differs from the target's; it is used as it is. If it was never trained, "
-                "remove embed_tokens.weight from the head",
-            )
-    return Check("widths", "ok", detail)
+    if head.embedding is None or config.width != target.config.width:
+        return Check("widths", "ok", detail)
+    used = np.asarray(target.params["embedding"], np.float32)
+    if np.array_equal(used, np.asarray(head.embedding, np.float32)):
+        return Check("widths", "ok", detail)
+    return Check(
+        "widths",
+        "warning",
+        f"{detail}, which differs from the target's; it is used as it is. If it was never trained, remove "
+        "embed_tokens.weight from the head",
+    )
 
 
 def _vocabulary(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
@@ -144,25 +153,54 @@ def _vocabulary(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
     return Check("vocabulary", "ok", detail)
 
 
-def _positions(target: TargetCheckpoint, head: Drafter) -> Check:
-    ours, theirs = head.config.max_positions, target.config.max_positions
+def _positions(target: TargetCheckpoint, drafter: Drafter, name: str) -> Check:
+    ours, theirs = drafter.config.max_positions, target.config.max_positions
     if ours == MOST:
-        return Check("positions", "ok", "the head knows none")
-    is_head = isinstance(head, HeadCheckpoint)
-    detail = f"{'head' if is_head else 'draft model'} {ours}, target {theirs}"
-    if ours < theirs and not is_head:
-        return Check("positions", "warning", f"{detail}; sequences of more than {ours} tokens are refused")
-    if ours < theirs:
-        return Check("positions", "warning", f"{detail}; drafts beyond {ours} are extrapolation (outputs stay exact)")
-    return Check("positions", "ok", detail)
+        return Check("positions", "ok", f"the {name} knows none")
+    detail = f"{name} {ours}, target {theirs}"
+    if ours >= theirs:
+        return Check("positions", "ok", detail)
+    beyond = f"drafts beyond {ours} are extrapolation (outputs stay exact)"
+    if isinstance(drafter, TargetCheckpoint):
+        beyond = f"sequences of more than {ours} tokens are refused"
+    return Check("positions", "warning", f"{detail}; {beyond}")
 
 
-def _dtypes(target: TargetCheckpoint, head: Drafter) -> Check:
-    name = "head" if isinstance(head, HeadCheckpoint) else "draft model"
-    detail = f"{name} {head.dtype}, target {target.dtype}"
-    if head.dtype != target.dtype:
+def _dtypes(target: TargetCheckpoint, drafter: Drafter, name: str) -> Check:
+    detail = f"{name} {drafter.dtype}, target {target.dtype}"
+    if drafter.dtype != target.dtype:
         return Check("dtype", "warning", f"{detail}; the {name} is cast to the target's precision when it is loaded")
     return Check("dtype", "ok", detail)
+
+
+def _size(target: TargetCheckpoint, draft: TargetCheckpoint) -> Check:
+    ours, theirs = draft.config, target.config
+    detail = f"{ours.num_layers} layers of width {ours.width} beside {theirs.num_layers} of width {theirs.width}"
+    if ours.num_layers * ours.width >= theirs.num_layers * theirs.width:
+        return Check("size", "warning", f"{detail}: a draft token costs as much as one of the target's")
+    return Check("size", "ok", detail)
+
+
+def _tokens(target: TargetCheckpoint, draft: TargetCheckpoint) -> list[Check]:
+    """Checks that a draft model has the target's tokens under the same ids."""
+    ours, theirs = draft.config.vocab_size, target.config.vocab_size
+    own = "a draft model needs the target's own"
+    if ours == theirs:
+        vocabulary = Check("vocabulary", "ok", f"{ours} tokens, as the target's")
+    else:
+        vocabulary = Check("vocabulary", "failure", f"{ours} tokens, target {theirs}; {own}")
+    try:
+        found = [read_tokenizer(one.source / "tokenizer.json") for one in (draft, target)]
+    except CheckpointError as error:
+        return [vocabulary, Check("tokenizer", "failure", str(error))]
+    first, second = (None if one is None else one.get_vocab(with_added_tokens=True) for one in found)
+    if first is None or second is None:
+        who = " and ".join(name for name, one in (("draft model", first), ("target", second)) if one is None)
+        detail = f"no tokenizer.json of the {who}: nobody can tell whether ids agree"
+        return [vocabulary, Check("tokenizer", "warning", detail)]
+    if (difference := first_vocab_difference(first, second)) is not None:
+        return [vocabulary, Check("tokenizer", "failure", f"{difference}; {own}")]
+    return [vocabulary, Check("tokenizer", "ok", f"the same {len(first)} tokens under the same ids")]
 
 
 def _tokenizer(target: TargetCheckpoint, head: Drafter) -> Check:
@@ -182,7 +220,7 @@ def _chat_template(target: TargetCheckpoint, head: Drafter) -> Check:
 
 
 def _same_file(name: str, ours: bytes | None, theirs: bytes | None, *, absent: str) -> Check:
-    """Compare what the target has with what the head has, if it has any."""
+    """Compares a file of the target with that of the head, if it has one."""
     if ours is None:
         return Check(name, "warning", absent)
     digest = hashlib.sha256(ours).hexdigest()[:12]
@@ -208,10 +246,10 @@ def _template(directory: Path) -> bytes | None:
 
 
 def _weights(name: str, params: rules.Params) -> Check:
-    """NaN, infinity, and tensors that training never touched."""
+    """Looks for NaN, infinity, and tensors that training never changed."""
     constant = []
     for path, read in rules.flatten(params):
-        leaf = np.asarray(read)  # joined here, one at a time
+        leaf = np.asarray(read)  # assembled here, one at a time
         if not _all_finite(leaf):
             return Check(name, "failure", f"{path} holds NaN or infinity; fetch or export the checkpoint again")
         if leaf.size > 1 and not path.endswith(".bias") and bool((leaf == leaf.flat[0]).all()):
@@ -242,7 +280,7 @@ def _agreement(target: TargetCheckpoint, drafter: Drafter, prompts: Sequence[Seq
     detail = "conditional acceptance " + " / ".join(f"{rate:.2f}" for rate in agreement.rates)
     detail += f" at draft positions 0 to {len(agreement.rates) - 1}"
     detail += "" if given else " on random prompts, which say little; give prompts of your own"
-    suspects = HEADS[drafter.method].suspects if isinstance(drafter, HeadCheckpoint) else draft_model.SUSPECTS
+    suspects = HEADS[drafter.method].suspects if isinstance(drafter, HeadCheckpoint) else _DRAFT_MODEL
     cause = suspected_cause(agreement, suspects)
     if cause is not None:
         return Check("agreement", "failure" if given else "warning", f"{detail}. {cause}")
@@ -257,11 +295,11 @@ def _agreement(target: TargetCheckpoint, drafter: Drafter, prompts: Sequence[Seq
 
 
 def suspected_cause(agreement: Agreement, suspects: Suspects) -> str | None:
-    """What a signature of rates usually comes from; ``None`` when there is nothing odd about it."""
+    """The usual cause of such rates; ``None`` when they are not suspicious."""
     first, second = (*agreement.rates, 0.0)[:2]
     if first < _NO_BETTER_THAN_GUESSING:
         return f"Even the first draft token is wrong: suspect {suspects.first}"
-    # Needs drafts enough to tell a collapse from bad luck.
+    # Few drafts do not tell a collapse from bad luck.
     if len(agreement.rates) > 1 and agreement.counts[1] >= 10 and second < 0.25 * first:
         return f"The first draft token is fine and the second is not: suspect {suspects.later}"
     return None

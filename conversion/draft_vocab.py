@@ -23,33 +23,32 @@ def read(tensors: Mapping[str, np.ndarray], *, vocab_size: int, draft_vocab_size
                 f"{vocab_size}; without the map every draft means another token. Fetch the complete head"
             )
         offset = np.zeros(draft_vocab_size, np.int64)
-    if offset.shape != (draft_vocab_size,) or offset.dtype.kind not in "iu":
-        raise CheckpointError(
-            f"{where}: d2t is {offset.dtype}{list(offset.shape)}; expected whole numbers of shape [{draft_vocab_size}]"
-        )
+    _check_table(offset, draft_vocab_size, f"{where}: d2t")
     absolute = offset.astype(np.int64) + np.arange(draft_vocab_size)
     outside = (absolute < 0) | (absolute >= vocab_size)
+    ids, counts = np.unique(absolute, return_counts=True)
     if outside.any():
         first = int(outside.argmax())
-        raise CheckpointError(
-            f"{where}: d2t maps draft id {first} to target id {absolute[first]}, out of range for a vocabulary of "
-            f"{vocab_size}; d2t must hold offsets (target id minus draft id), not target ids"
+        wrong = (
+            f"maps draft id {first} to target id {absolute[first]}, out of range for a vocabulary of {vocab_size}; d2t "
+            "must hold offsets (target id minus draft id), not target ids"
         )
-    ids, counts = np.unique(absolute, return_counts=True)
-    if ids.size < absolute.size:
-        raise CheckpointError(
-            f"{where}: d2t has duplicates: target id {ids[counts.argmax()]} has {counts.max()} draft ids; "
-            "every draft id must mean another token"
+    elif ids.size < absolute.size:
+        wrong = (
+            f"has duplicates: target id {ids[counts.argmax()]} has {counts.max()} draft ids; every draft id must mean "
+            "another token"
         )
-    if draft_vocab_size == vocab_size and offset.any():
+    elif draft_vocab_size == vocab_size and offset.any():
         # Official code drops the map when the sizes are equal, vLLM refuses to load it: no reading is the right one.
-        raise CheckpointError(
-            f"{where}: the draft vocabulary is the target's ({vocab_size}), where d2t must be absent or zero, but it "
-            "reorders tokens; reorder the rows of lm_head.weight and remove d2t"
+        wrong = (
+            f"reorders tokens, but the draft vocabulary is the target's ({vocab_size}), where d2t must be absent or "
+            "zero; reorder the rows of lm_head.weight and remove d2t"
         )
-    if member is not None:
-        _check_mask(member, absolute, vocab_size, where)
-    return absolute.astype(np.int32)
+    else:
+        if member is not None:
+            _check_mask(member, absolute, vocab_size, where)
+        return absolute.astype(np.int32)
+    raise CheckpointError(f"{where}: d2t {wrong}")
 
 
 def write(draft_to_target: np.ndarray, vocab_size: int, draft_vocab_size: int) -> dict[str, np.ndarray]:
@@ -59,8 +58,7 @@ def write(draft_to_target: np.ndarray, vocab_size: int, draft_vocab_size: int) -
         CheckpointError: The ids are out of range, not one to one, or reorder a full vocabulary.
     """
     absolute = np.asarray(draft_to_target, np.int64)
-    if absolute.shape != (draft_vocab_size,):
-        raise CheckpointError(f"draft_to_target has shape {absolute.shape}; expected ({draft_vocab_size},)")
+    _check_table(absolute, draft_vocab_size, "draft_to_target")
     member = np.zeros(vocab_size, np.bool_)
     member[absolute[(absolute >= 0) & (absolute < vocab_size)]] = True
     tensors = {"d2t": absolute - np.arange(draft_vocab_size), "t2d": member}
@@ -68,13 +66,32 @@ def write(draft_to_target: np.ndarray, vocab_size: int, draft_vocab_size: int) -
     return {} if draft_vocab_size == vocab_size else tensors
 
 
+def check_ids(ids: np.ndarray, size: int, vocab_size: int, what: str) -> None:
+    """Refuses ids that are not ``size`` different ids of a vocabulary.
+
+    Raises:
+        CheckpointError: The message says what they are instead.
+    """
+    _check_table(ids, size, what)
+    if len(np.unique(ids)) != ids.size or ids.min() < 0 or ids.max() >= vocab_size:
+        raise CheckpointError(
+            f"{what} is no list of different target ids from 0 to {vocab_size - 1}; fetch or convert it again"
+        )
+
+
+def _check_table(table: np.ndarray, size: int, what: str) -> None:
+    if table.shape != (size,) or table.dtype.kind not in "iu":
+        raise CheckpointError(f"{what} is {table.dtype}{list(table.shape)}; expected whole numbers of shape [{size}]")
+
+
 def _check_mask(member: np.ndarray, absolute: np.ndarray, vocab_size: int, where: str) -> None:
     if member.shape != (vocab_size,) or member.dtype != np.bool_:
         raise CheckpointError(f"{where}: t2d is {member.dtype}{list(member.shape)}; expected bool[{vocab_size}]")
-    if int(member.sum()) != absolute.size:
-        raise CheckpointError(
-            f"{where}: t2d marks {int(member.sum())} tokens but d2t maps {absolute.size}; they must agree"
-        )
     strays = absolute[~member[absolute]]
-    if strays.size:
-        raise CheckpointError(f"{where}: d2t maps to target id {strays[0]}, which t2d does not mark; they must agree")
+    if int(member.sum()) != absolute.size:
+        wrong = f"t2d marks {int(member.sum())} tokens but d2t maps {absolute.size}"
+    elif strays.size:
+        wrong = f"d2t maps to target id {strays[0]}, which t2d does not mark"
+    else:
+        return
+    raise CheckpointError(f"{where}: {wrong}; they must agree")

@@ -1,4 +1,4 @@
-"""Directories and JSON files, read strictly and written all at once."""
+"""Directories, JSON files and tokenizers of checkpoints: read strictly, written all at once."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.conversion.errors import CheckpointError
+from tokenizers import Tokenizer
+
+from eagle3_jax.conversion.errors import CheckpointError, printable
 from eagle3_jax.sources import NO_GGUF
 from eagle3_jax.writing import WriteError, check_free, whole_directory
 
-# Describes a native checkpoint.
+# The file that describes a native checkpoint.
 NATIVE_FILE = "eagle3_jax.json"
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _LONGEST_JSON = 100_000_000  # bytes; the index of a model of a thousand shards has a few millions
-# What travels with a checkpoint unchanged, when it is there.
+# Files that are copied with a checkpoint as they are.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -57,7 +59,7 @@ def checked_directory(directory: str | os.PathLike[str]) -> Path:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Refuse the few lines of text that Git LFS leaves in place of a file that was not fetched.
+    """Refuses the few lines of text that Git LFS leaves in place of a file that was not fetched.
 
     Raises:
         CheckpointError: The file is such a pointer.
@@ -70,7 +72,7 @@ def refuse_pointer(path: Path) -> None:
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """What the system says about a file, as a refusal."""
+    """The error of the operating system about a file, as a refusal."""
     return CheckpointError(f"{path} cannot be read ({error.strerror or error}); give a checkpoint that can be")
 
 
@@ -83,7 +85,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if not path.is_file():
             raise CheckpointError(
-                f"{path.parent} has no {path.name}; a checkpoint directory holds one beside its weights"
+                f"{path.parent} has no {path.name}; a checkpoint directory holds one next to its weights"
             )
         if path.stat().st_size > _LONGEST_JSON:
             raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes; expected at most {_LONGEST_JSON:,}")
@@ -101,19 +103,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object, indented, with a final newline."""
+    """Writes a JSON object, indented, with a final newline."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager
 def new_directory(final: str | os.PathLike[str], num_bytes: int = 0) -> Iterator[Path]:
-    """A temporary sibling that takes the final name when the block ends without an error.
-
-    An interrupted write leaves nothing under the final name, and what a killed one left is removed by the next.
+    """Yields a temporary directory that takes the final name when the block ends without an error.
 
     Args:
         final: A name that nothing has yet.
-        num_bytes: What will be written, at least; checked before anything is.
+        num_bytes: Least number of bytes that will be written; checked against the free space first.
 
     Raises:
         CheckpointError: Something has that name already, it cannot be written, or the disk is full.
@@ -127,7 +127,30 @@ def new_directory(final: str | os.PathLike[str], num_bytes: int = 0) -> Iterator
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:
-    """Copy the tokenizer's files that the source has."""
+    """Copies those files of the tokenizer that the source has."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, destination / name)
+
+
+def read_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer in a file; ``None`` when there is no such file.
+
+    Raises:
+        CheckpointError: It is damaged, or was not fetched.
+    """
+    if not path.is_file():
+        return None
+    refuse_pointer(path)
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
+    except BaseException as error:
+        # tokenizers raises no class of its own, and a panic of its Rust code is not even an Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = printable(" ".join(str(error).split()))[:120]
+        raise CheckpointError(f"{path} is not a tokenizer ({reason}); fetch the file again, or remove it") from None
+    # Some are saved with the length that they were trained at; a prompt is used whole or refused.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

@@ -1,23 +1,28 @@
-"""Fields of Hugging Face ``config.json`` files that targets and heads share, both ways.
+"""Fields of Hugging Face ``config.json`` files that targets and heads share: layers, rotary embedding, experts.
 
-A field whose absence would change the mathematics is required. The exceptions are those that the published format
-itself defines as optional, because checkpoints in use omit them: the number of key heads (as many as query heads), the
-head dimension (width over heads), biases (none), the rotary base (10000) and the activation (SiLU).
+Every part is read by a ``read_`` function and written by a ``_fields`` function. A field whose absence would change the
+mathematics is required. The exceptions are those that the published format itself defines as optional, because
+checkpoints in use omit them: the number of key heads (as many as query heads), the head dimension (width over heads),
+biases (none), the rotary base (10000) and the activation (SiLU).
+
+Every function raises a ``CheckpointError`` for a field that is missing, malformed or unsupported, and for a
+configuration that the format cannot express. The message names the field and the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from eagle3_jax.conversion.errors import CheckpointError, short
-from eagle3_jax.conversion.fields import Fields, read_from
-from eagle3_jax.conversion.hf_rope import read_rope, rope_fields
+from eagle3_jax.conversion.fields import Fields, agreed, read_from
 from eagle3_jax.models.config import (
     MLP,
     MOST_LAYERS,
     DecoderConfig,
     Eagle3Config,
+    Experts,
     GatedMLP,
     GroupedQuery,
     LayerConfig,
@@ -25,6 +30,7 @@ from eagle3_jax.models.config import (
     NormKind,
     QueryScaling,
     RopeConfig,
+    Router,
     gated,
     grouped,
     uniform,
@@ -32,43 +38,48 @@ from eagle3_jax.models.config import (
 )
 
 _LAYER_TYPES = _FULL, _SLIDING = ("full_attention", "sliding_attention")
+_ORIGINAL = "original_max_position_embeddings"
+# The parameters of each type of rotary embedding, with their defaults; ... where a parameter is required. The beta of
+# yarn are the constants of the paper, and the rest of its optional parameters is derived from the factor.
+_ROPE_PARAMETERS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": ...},
+    "llama3": {"factor": ..., _ORIGINAL: ..., "low_freq_factor": ..., "high_freq_factor": ...},
+    "yarn": {
+        "factor": ...,
+        _ORIGINAL: ...,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": True,
+        "attention_factor": None,
+        "mscale": None,
+        "mscale_all_dim": None,
+    },
+}
+_ROPE_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}.union(*_ROPE_PARAMETERS.values())
+# Names of the number of experts. transformers writes one of them where published files have the other.
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def refuse_unsupported(fields: Fields) -> None:
-    """Refuse what no family of ours computes.
-
-    Raises:
-        CheckpointError: Another activation, or scaled logits.
-    """
-    activation = fields.get("hidden_act")
-    if activation not in (None, "silu", "swish"):
-        raise CheckpointError(f"{fields.where}: hidden_act is {short(activation)}; only 'silu' is supported")
-    scale = fields.number("logit_scale", 1.0)
-    if scale != 1.0:
-        raise CheckpointError(f"{fields.where}: logit_scale is {scale}; only unscaled logits are supported")
+    """Refuses activations and scaled logits that no family here computes."""
+    if fields.get("hidden_act") != "swish":  # another name of silu
+        fields.only(hidden_act="silu")
+    fields.only(logit_scale=1.0)
 
 
 def refuse_windows(fields: Fields) -> None:
-    """Refuse sliding windows, where the architecture has none.
-
-    Raises:
-        CheckpointError: There is one.
-    """
+    """Refuses sliding windows, where the architecture has none."""
     layer_types = fields.words("layer_types")
     windowed = sorted(set(layer_types) - {"full_attention"})
     if windowed:
         raise CheckpointError(f"{fields.where}: layer_types has {windowed[0]!r}; only full attention is supported")
-    window = fields.get("sliding_window")
-    if fields.flag("use_sliding_window", default=window is not None and not layer_types):
-        raise CheckpointError(f"{fields.where}: sliding_window is {short(window)}; only full attention is supported")
+    if fields.flag("use_sliding_window", default=fields.get("sliding_window") is not None and not layer_types):
+        raise fields.wrong("sliding_window", "only full attention is supported")
 
 
 def refuse_quantised(fields: Fields) -> None:
-    """Refuse weights that are not read.
-
-    Raises:
-        CheckpointError: They are quantised.
-    """
+    """Refuses quantised weights, which only targets may have."""
     if fields.get("quantization_config") is not None:
         raise CheckpointError(f"{fields.where}: quantization_config is set; give the checkpoint before quantisation")
 
@@ -82,7 +93,7 @@ def read_mixer(
     rope: RopeConfig | None = None,
     query_scaling: QueryScaling | None = None,
 ) -> GroupedQuery:
-    """Attention that sees everything before it.
+    """Grouped-query attention without a window.
 
     Args:
         fields: The geometry.
@@ -91,9 +102,6 @@ def read_mixer(
         qk_norm: Of the family.
         rope: Rotary embedding, if it has been read already.
         query_scaling: Of the family.
-
-    Raises:
-        CheckpointError: A field is missing or malformed.
     """
     width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     if fields.get("head_dim") is None and width % heads:
@@ -114,11 +122,7 @@ def read_mixer(
 
 
 def read_mlp(fields: Fields, *, bias: bool = False) -> GatedMLP:
-    """The SwiGLU.
-
-    Raises:
-        CheckpointError: Its width is missing or malformed.
-    """
+    """The SwiGLU."""
     with read_from(fields.where):
         return GatedMLP(width=fields.size("intermediate_size"), bias=bias)
 
@@ -126,20 +130,20 @@ def read_mlp(fields: Fields, *, bias: bool = False) -> GatedMLP:
 def read_window(fields: Fields) -> int | None:
     """``sliding_window``, which the file must name: null is none, and absent means a default of the family."""
     fields.require("sliding_window")
-    return None if fields.get("sliding_window") is None else fields.size("sliding_window")
+    return fields.optional_size("sliding_window")
 
 
 def read_types(
     fields: Fields, known: Sequence[str], num_layers: int, *, name: str = "layer_types", owner: str = ""
 ) -> list[str]:
-    """The kind of every layer, as a list in the file names them; empty where there is no list.
+    """The kind of every layer, from a list of the file; empty where there is no list.
 
     Args:
         fields: Where the list is.
-        known: Kinds that there are.
-        num_layers: How many layers it must name.
+        known: The kinds that exist.
+        num_layers: Number of layers that it must name.
         name: Of the list.
-        owner: What says how many layers there are, in words; ``num_hidden_layers`` when left out.
+        owner: The source of the number of layers, in words; default ``num_hidden_layers``.
 
     Raises:
         CheckpointError: The kinds are not one for each layer, or one of them is unknown.
@@ -160,10 +164,10 @@ def read_windows(
     """The window of every layer.
 
     Args:
-        fields: The geometry; ``layer_types`` decides where it is there.
+        fields: The geometry; ``layer_types`` decides where it has them.
         window: Of the layers that slide.
-        slides: Which do, where there are no ``layer_types``.
-        num_layers: How many there are, where ``num_hidden_layers`` is no witness.
+        slides: Whether a layer slides, where there are no ``layer_types``.
+        num_layers: Number of layers, where ``num_hidden_layers`` does not tell.
 
     Raises:
         CheckpointError: The types are not one for each layer, name a kind that is none, or slide without a window.
@@ -187,9 +191,6 @@ def read_decoder(
         mixer: Of every layer.
         mlp: Of every layer.
         windows: Of each layer; none when left out.
-
-    Raises:
-        CheckpointError: A field is missing, malformed or unsupported.
     """
     with read_from(fields.where):
         if windows is None:
@@ -203,12 +204,9 @@ def decoder_of(fields: Fields, layers: Sequence[LayerConfig], *, norm_kind: Norm
     """A target of these layers.
 
     Args:
-        fields: What it has beside them.
+        fields: The geometry.
         layers: One after the other.
         norm_kind: Of the family.
-
-    Raises:
-        CheckpointError: A field is missing, malformed or unsupported.
     """
     refuse_unsupported(fields)
     with read_from(fields.where):
@@ -221,11 +219,7 @@ def decoder_of(fields: Fields, layers: Sequence[LayerConfig], *, norm_kind: Norm
 
 
 def read_num_layers(fields: Fields) -> int:
-    """``num_hidden_layers``, no more than any model has.
-
-    Raises:
-        CheckpointError: It is missing or malformed.
-    """
+    """``num_hidden_layers``, no more than any model has."""
     count = fields.size("num_hidden_layers")
     if count > MOST_LAYERS:
         raise CheckpointError(f"{fields.where}: num_hidden_layers is {count}; expected at most {MOST_LAYERS:,}")
@@ -233,11 +227,7 @@ def read_num_layers(fields: Fields) -> int:
 
 
 def read_stack(fields: Fields) -> dict[str, Any]:
-    """What a target and a head have beside their layers, as arguments of their configurations.
-
-    Raises:
-        CheckpointError: A field is missing or malformed.
-    """
+    """The sizes of a target or a head besides its layers, as arguments of its configuration."""
     return {
         "vocab_size": fields.size("vocab_size"),
         "width": fields.size("hidden_size"),
@@ -274,7 +264,7 @@ def stack_fields(config: Any, dtype: str) -> dict[str, Any]:
     if mlp is not None:
         fields["intermediate_size"] = mlp.width
     if mixers:
-        # Where only some layers rotate, those say how.
+        # Where only some layers rotate, the first of those is described.
         rotating = next((mixer for mixer in mixers if mixer.rope is not None), mixers[0])
         fields |= _attention_fields(rotating, config.width)
     return fields
@@ -314,9 +304,8 @@ def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> lis
     """
     types = fields.words("layer_types")
     if not types and fields.flag("use_sliding_window", default=fields.get("sliding_window") is not None):
-        raise CheckpointError(
-            f"{fields.where}: sliding_window is {short(fields.get('sliding_window'))}, but no layer_types say which of "
-            "the head's layers slide, and engines disagree; add them"
+        raise fields.wrong(
+            "sliding_window", "no layer_types say which of the head's layers slide, and engines disagree, so add them"
         )
     if set(types) <= {_FULL}:
         return [None] * num_layers
@@ -325,10 +314,10 @@ def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> lis
 
 
 def head_window_fields(config: Eagle3Config) -> dict[str, Any]:
-    """The same on the way out; nothing where all layers see everything.
+    """The fields of a head's windows; none where no layer has one.
 
     Raises:
-        CheckpointError: The windows differ, which the layout has one field for.
+        CheckpointError: The windows differ, and the layout has one field for them.
     """
     windows = {grouped(layer).window for layer in config.layers} - {None}
     if not windows:
@@ -342,5 +331,197 @@ def head_window_fields(config: Eagle3Config) -> dict[str, Any]:
 
 
 def bias_fields(layer: LayerConfig) -> dict[str, bool]:
-    """Biases as Llama's configuration says them: one flag for all four projections of attention."""
+    """Biases in Llama's fields: one flag for all four projections of attention."""
     return {"attention_bias": grouped(layer).qkv_bias, "mlp_bias": gated(layer).bias}
+
+
+def read_rope(
+    fields: Fields,
+    *,
+    known: tuple[str, ...] = (),
+    theta: float = 10_000.0,
+    partial: float | None = None,
+    interleaved: bool = False,
+) -> RopeConfig:
+    """The rotary embedding, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``.
+
+    Args:
+        fields: The geometry.
+        known: Names among the parameters that the family reads itself.
+        theta: The base where the file names none. 10,000 is that of the original Llama, whose files do not name it,
+            and of official heads.
+        partial: The share of channels that rotate, where the file does not say; ``None`` for a family in which all
+            channels rotate.
+        interleaved: Whether neighbouring channels rotate together, in this family.
+
+    Raises:
+        CheckpointError: The type is unknown, a parameter is missing, or the two notations disagree.
+    """
+    own: dict[str, Any] = {"theta": theta, "partial": partial, "interleaved": interleaved}
+    new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
+    if new.values and old.values:
+        first, second = (_rope_from(fields, one, known, **own) for one in (new, old))
+        if first != second:
+            raise CheckpointError(f"{fields.where}: rope_parameters and rope_scaling disagree; remove the wrong one")
+        return first
+    return _rope_from(fields, new if new.values else old, known, **own)
+
+
+def _rope_from(
+    fields: Fields, rope: Fields, known: tuple[str, ...], *, theta: float, partial: float | None, interleaved: bool
+) -> RopeConfig:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if not isinstance(kind, str) or kind not in _ROPE_PARAMETERS:
+        raise CheckpointError(
+            f"{rope.where}: rope type {short(kind)} is not supported; expected one of {', '.join(_ROPE_PARAMETERS)}"
+        )
+    unknown = sorted(
+        key for key, value in rope.values.items() if key not in _ROPE_KEYS and key not in known and value is not None
+    )
+    if unknown:
+        raise CheckpointError(f"{rope.where}: {unknown[0]!r} is not supported for rope type {kind!r}")
+    share = _either(fields, rope, "partial_rotary_factor", 1.0 if partial is None else partial)
+    if partial is None and share != 1.0:
+        raise CheckpointError(f"{fields.where}: partial_rotary_factor is not supported; all channels must rotate")
+    base = _either(fields, rope, "rope_theta", theta)
+    if base <= 0:
+        raise CheckpointError(f"{fields.where}: rope_theta is {base}; expected a positive number")
+    with read_from(rope.where):
+        return dataclasses.replace(_rope_of(kind, base, fields, rope), partial=share, interleaved=interleaved)
+
+
+def _either(fields: Fields, rope: Fields, name: str, default: float) -> float:
+    """A number at the top level, among the parameters, or in both places."""
+    found = {name: fields.optional_number(name), f"{name} in the rope parameters": rope.optional_number(name)}
+    value = agreed(found, fields.where)
+    return default if value is None else value
+
+
+def _rope_of(kind: str, theta: float, fields: Fields, rope: Fields) -> RopeConfig:
+    values: dict[str, Any] = {"theta": theta, "type": kind}
+    for name, default in _ROPE_PARAMETERS[kind].items():
+        if name == _ORIGINAL:
+            # Phi-style files keep it at the top level, where transformers gives it priority.
+            owner = fields if fields.get(name) is not None else rope
+            values["original_max_positions"] = owner.integer(name)
+        elif isinstance(default, bool):
+            values[name] = rope.flag(name, default)
+        elif default is None:
+            values[name] = rope.optional_number(name)
+        else:
+            values[name] = rope.number(name, None if default is ... else default)
+    return RopeConfig(**values)
+
+
+def rope_fields(rope: RopeConfig | None, *, partial: bool = False) -> dict[str, Any]:
+    """The rotary embedding in both notations: transformers 5 reads the new one, 4.x, vLLM and SGLang the old one.
+
+    Args:
+        rope: The embedding.
+        partial: Whether to write the share of channels that rotate, for a family in which some need not.
+
+    Raises:
+        CheckpointError: There is none, and the layout has no field for that.
+    """
+    if rope is None:
+        raise CheckpointError("a layer without rotary embedding cannot be expressed in this layout; use --to jax")
+    scaling: dict[str, Any] | None = None if rope.type == "default" else {"rope_type": rope.type}
+    for name in _ROPE_PARAMETERS[rope.type]:
+        value = rope.original_max_positions if name == _ORIGINAL else getattr(rope, name)
+        if scaling is not None and value is not None and value is not True:  # transformers 4 warns about `truncate`
+            scaling[name] = value
+    parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": rope.theta}
+    fields = {"rope_theta": rope.theta, "rope_scaling": scaling, "rope_parameters": parameters}
+    if not partial:
+        return fields
+    share = {"partial_rotary_factor": rope.partial}
+    return {**fields, **share, "rope_parameters": {**parameters, **share}}
+
+
+def read_experts(fields: Fields, router: Router, *, width: str = "moe_intermediate_size", **features: Any) -> Experts:
+    """A mixture of experts.
+
+    Args:
+        fields: The geometry; ``num_experts_per_tok`` and a number of experts are required.
+        router: Of the family.
+        width: The name of the inner width of an expert.
+        features: Further arguments of :class:`Experts`.
+    """
+    count = agreed({name: fields.optional_size(name) for name in _COUNTS}, fields.where)
+    if count is None:
+        raise CheckpointError(f"{fields.where} has none of {', '.join(_COUNTS)}; add the number of experts")
+    with read_from(fields.where):
+        return Experts(
+            num_experts=count,
+            per_token=fields.size("num_experts_per_tok"),
+            width=fields.size(width),
+            router=router,
+            **features,
+        )
+
+
+def read_corrected(fields: Fields) -> Experts:
+    """The experts of DeepSeek V3 and its successors: sigmoids, a correction that chooses, groups, shared experts."""
+    fields.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    fields.require("norm_topk_prob")
+    shared = fields.integer("n_shared_experts", 0)
+    return read_experts(
+        fields,
+        "sigmoid",
+        normalise=fields.flag("norm_topk_prob"),
+        scaling=fields.number("routed_scaling_factor"),
+        groups=fields.size("n_group", 1),
+        kept_groups=fields.size("topk_group", 1),
+        shared_width=fields.size("moe_intermediate_size") * shared,
+    )
+
+
+def corrected_fields(experts: Experts) -> dict[str, Any]:
+    """The fields of such experts."""
+    shared, rest = divmod(experts.shared_width, experts.width)
+    if rest:
+        raise CheckpointError(
+            f"a shared MLP of width {experts.shared_width} is not a whole number of experts of width {experts.width}; "
+            "this layout cannot express that, use --to jax"
+        )
+    return {
+        "n_routed_experts": experts.num_experts,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.width,
+        "n_shared_experts": shared,
+        "n_group": experts.groups,
+        "topk_group": experts.kept_groups,
+        "norm_topk_prob": experts.normalise,
+        "routed_scaling_factor": experts.scaling,
+    }
+
+
+def dense_or_sparse(
+    num_layers: int, sparse: Callable[[int], bool], dense: Callable[[], GatedMLP], experts: Callable[[], Experts]
+) -> Iterator[GatedMLP | Experts]:
+    """The MLP of every layer. A kind that no layer has is not read."""
+    is_sparse = [sparse(layer) for layer in range(num_layers)]
+    read = {kind: (experts if kind else dense)() for kind in set(is_sparse)}
+    return (read[kind] for kind in is_sparse)
+
+
+def size_fields(experts: Experts) -> dict[str, Any]:
+    """The number of experts, the number for a token, and their width, in Qwen's fields."""
+    return {
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.width,
+    }
+
+
+def experts_of(config: DecoderConfig) -> Experts:
+    """The experts of a target, which are the same in every layer that has them."""
+    found = next((layer.mlp for layer in config.layers if isinstance(layer.mlp, Experts)), None)
+    if found is None:
+        raise CheckpointError("a target without experts is of another family; use --to jax")
+    return found
+
+
+def dense_layers(config: DecoderConfig) -> list[int]:
+    """The layers without experts."""
+    return [index for index, layer in enumerate(config.layers) if isinstance(layer.mlp, GatedMLP)]

@@ -1,41 +1,38 @@
-"""A description of whatever lies in a checkpoint directory, without needing to run it."""
+"""Description of a checkpoint directory, loadable or not."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eagle3_jax.conversion import kinds
+from eagle3_jax.conversion import native
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
-from eagle3_jax.conversion.families import described
+from eagle3_jax.conversion.families import FAMILIES, WRAPPERS, described
 from eagle3_jax.conversion.fields import Fields
-from eagle3_jax.conversion.files import NATIVE_FILE, checked_directory, read_json
 from eagle3_jax.conversion.heads import HEADS
-from eagle3_jax.conversion.native import is_native, read_description, read_leaves
-from eagle3_jax.conversion.reading import read_head, read_target
+from eagle3_jax.conversion.reading import Opened, head_of, open_checkpoint, target_of
 from eagle3_jax.conversion.rules import flatten
 from eagle3_jax.conversion.targets import TargetCheckpoint
-from eagle3_jax.conversion.tensors import read_tensors
 from eagle3_jax.models.config import GatedDelta
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Description:
-    """What a directory holds.
+    """The facts about a checkpoint directory.
 
     Attributes:
         kind: In words, such as ``draft head: EAGLE-3``.
-        dialect: Whose layout it is in.
+        dialect: The project whose layout it has.
         loadable: Whether this library reads it.
         problem: Why not; empty when it is loadable.
         note: What else it needs, such as its target, or what reading leaves out; empty otherwise.
-        quantisation: How its weights are quantised; empty when they are not, or it is not one that is read.
-        num_parameters: Floating-point numbers stored; of a quantised target all of its weights.
+        quantisation: How its weights are quantised; empty when they are not, or the format is not read.
+        num_parameters: Floating-point numbers stored; all weights of a quantised target.
         num_bytes: Bytes of all tensors.
         num_tensors: Tensors stored.
         dtypes: Parameters stored in each dtype.
@@ -64,35 +61,34 @@ class Description:
 
 
 def describe(directory: str | Path) -> Description:
-    """Describe a checkpoint, loadable or not.
+    """Describes a checkpoint, loadable or not.
 
     Raises:
         CheckpointError: It is no checkpoint.
     """
-    path = checked_directory(directory)
-    kind = kinds.identify(path)
-    native = is_native(path)
-    tensors = read_leaves(path) if native else read_tensors(path)
-    config = read_json(path / (NATIVE_FILE if native else "config.json"))
-    described = read_description(path).values if native else config
-    problem, note, quantised = _obstacles(path, kind, config, tensors)
+    opened = open_checkpoint(directory)
+    path, kind = opened.directory, opened.kind
+    if opened.stored is None:
+        tensors, config = native.read_leaves(path), dict(native.read_description(path).values)
+        dialect = "jax"
+    else:
+        tensors, config = opened.stored.tensors, dict(opened.stored.config)
+        dialect = HEADS[kind].dialect(config, tensors) if kind in HEADS else "huggingface"
+    problem, note, quantised = _read(opened, config, tensors)
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
         # Maps such as d2t are no parameters. The floats of ml_dtypes have a kind of their own.
         if not np.issubdtype(tensor.dtype, np.integer) and tensor.dtype != np.bool_:
             dtypes[str(tensor.dtype)] = dtypes.get(str(tensor.dtype), 0) + math.prod(tensor.shape)
-    if native:
-        dialect = "jax"
-    else:
-        dialect = HEADS[kind].dialect(config, tensors) if kind in HEADS else "huggingface"
+    weights = None if quantised is None else sum(leaf.size for _, leaf in flatten(quantised.params))
     return Description(
-        kind=kinds.label(kind, described),
+        kind=_label(kind, config),
         dialect=dialect,
         loadable=not problem,
         problem=problem,
         note=note,
         quantisation="" if quantised is None else quantised.quantisation.words,  # type: ignore[union-attr]
-        num_parameters=sum(dtypes.values()) if quantised is None else _weights(quantised),
+        num_parameters=sum(dtypes.values()) if weights is None else weights,
         num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         num_tensors=len(tensors),
         dtypes=dtypes,
@@ -102,26 +98,31 @@ def describe(directory: str | Path) -> Description:
     )
 
 
-def _obstacles(
-    path: Path, kind: str, config: Mapping[str, Any], names: Collection[str]
+def _read(
+    opened: Opened, config: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> tuple[str, str, TargetCheckpoint | None]:
-    """Why it cannot be loaded, what has to be given with it or was left out, and the target where that is quantised."""
+    """Why it cannot be loaded, what it needs or leaves out, and the target if it is a quantised one."""
     try:
-        if kind in HEADS:
-            return "", read_head(path).note, None
-        target = read_target(path)
-        wrapper = described(Fields(config, str(path))).wrapper if not is_native(path) else None
-        notes = [] if wrapper is None else [wrapper.note(names)]
-        if target.quantisation is not None:
-            notes.append("its weights are computed exactly from what is stored, or kept in FP8 (--weights fp8)")
-        if not any(isinstance(layer.mixer, GatedDelta) for layer in target.config.layers):
-            notes.append("it may be given as the drafter of a larger target with the same tokenizer too")
-        return "", "; ".join(notes), target if target.quantisation is not None else None
+        if opened.kind in HEADS:
+            return "", head_of(opened).note, None
+        target = target_of(opened)
     except TargetNeededError as error:
         return "", str(error), None
     except CheckpointError as error:
         return str(error), "", None
+    wrapper = None if opened.stored is None else described(Fields(config, str(opened.directory))).wrapper
+    notes = [] if wrapper is None else [wrapper.note(tensors)]
+    if target.quantisation is not None:
+        notes.append("its weights are computed exactly from what is stored, or kept in FP8 (--weights fp8)")
+    if not any(isinstance(layer.mixer, GatedDelta) for layer in target.config.layers):
+        notes.append("it may be given as the drafter of a larger target with the same tokenizer too")
+    return "", "; ".join(notes), target if target.quantisation is not None else None
 
 
-def _weights(target: TargetCheckpoint) -> int:
-    return sum(leaf.size for _, leaf in flatten(target.params))
+def _label(kind: str, config: Mapping[str, Any]) -> str:
+    """A kind in words, from the ``config.json`` of the checkpoint or the description of a native one."""
+    if kind in HEADS:
+        return f"draft head: {HEADS[kind].label}"
+    model_type = str(config.get("family", config.get("model_type")))
+    family = FAMILIES.get(WRAPPERS[model_type].family(config) if model_type in WRAPPERS else model_type)
+    return f"target: {family.label}" if family else "language model of another architecture (not loadable here)"

@@ -1,54 +1,93 @@
-"""Native checkpoints: ``eagle3_jax.json`` and an Orbax tree, bit-equal to what was written."""
+"""Native checkpoints: ``eagle3_jax.json`` and an Orbax tree of arrays, bit-equal to what was written.
+
+The JSON file holds the configuration strictly: every field is named, and no default replaces a missing one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import types
+import typing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eagle3_jax.conversion import format2, rules
-from eagle3_jax.conversion.description import from_json, to_json
+from eagle3_jax.conversion import draft_vocab, rules
 from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.families import Family, family_of
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.files import NATIVE_FILE, copy_tokenizer, new_directory, read_json, write_json
 from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
-from eagle3_jax.conversion.heads.head import check_fit
-from eagle3_jax.conversion.kinds import TARGET, native_heads
+from eagle3_jax.conversion.heads.head import check_embedding, check_fit
 from eagle3_jax.conversion.rules import Params
 from eagle3_jax.conversion.targets import TargetCheckpoint, dense_params
-from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.config import (
+    DecoderConfig,
+    Experts,
+    GatedDelta,
+    GatedMLP,
+    GroupedQuery,
+    Latent,
+    QueryScaling,
+    RopeConfig,
+)
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.writing import orbax_quiet
 
 FORMAT = 3
+TARGET = "target"
 _PARAMS = "params"
+
+# Values of `kind` where a field may hold one of several classes. Files contain them, so they are never renamed.
+_KINDS: dict[Any, str] = {
+    GroupedQuery: "grouped-query",
+    Latent: "latent",
+    GatedDelta: "gated-delta",
+    GatedMLP: "gated",
+    Experts: "experts",
+}
+# Fields that were added after files of this format had been written. Where a file lacks one it has its default.
+_LATER: dict[type, frozenset[str]] = {
+    DecoderConfig: frozenset({"norm_kind"}),
+    GroupedQuery: frozenset({"chunk", "qk_l2_norm", "sinks", "output_gate", "softcap", "scale"}),
+    QueryScaling: frozenset({"offset"}),
+    RopeConfig: frozenset({"partial", "interleaved"}),
+}
 
 
 def is_native(directory: Path) -> bool:
-    """Whether a directory is one of ours."""
+    """Whether a directory holds a native checkpoint."""
     return (directory / NATIVE_FILE).is_file()
 
 
+def read_kind(directory: Path) -> str:
+    """The kind of a native checkpoint: ``target`` or the name of a kind of head.
+
+    Raises:
+        CheckpointError: It is another one.
+    """
+    path = directory / NATIVE_FILE
+    return Fields(read_json(path), str(path)).one_of("kind", (TARGET, *HEADS))
+
+
 def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str | Path) -> None:
-    """Write a new native directory.
+    """Writes a new native directory.
 
     Raises:
         CheckpointError: The directory exists, or parameters and configuration differ.
     """
+    import orbax.checkpoint as ocp  # takes longer to import than most checkpoints to read
+
     where = str(checkpoint.source)
-    values: dict[str, Any] = {
-        "format": FORMAT,
-        "config": to_json(checkpoint.config),
-        "dtype": checkpoint.dtype,
-    }
+    values = {"format": FORMAT, "config": to_json(checkpoint.config), "dtype": checkpoint.dtype}
     if isinstance(checkpoint, TargetCheckpoint):
-        leaves = _checked(dense_params(checkpoint), DecoderTarget(checkpoint.config).param_shapes(), where)
+        shapes = DecoderTarget(checkpoint.config).param_shapes()
+        leaves = rules.write_params(_identity(shapes), dense_params(checkpoint), shapes, where=where)
         values |= {"kind": TARGET, "family": checkpoint.family.model_type, "stop_tokens": list(checkpoint.stop_tokens)}
     else:
-        leaves = _checked(checkpoint.head, _shapes(checkpoint.method, checkpoint.config), where)
+        shapes = HEADS[checkpoint.method].param_shapes(checkpoint.config)
+        leaves = rules.write_params(_identity(shapes), checkpoint.head, shapes, where=where)
         leaves = {f"head.{path}": leaf for path, leaf in leaves.items()}
         if checkpoint.draft_to_target is not None:
             leaves["draft_to_target"] = np.asarray(checkpoint.draft_to_target, np.int32)
@@ -59,37 +98,34 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
             "has_embedding": checkpoint.embedding is not None,
             "num_target_layers": checkpoint.num_target_layers,
         }
-    import orbax.checkpoint as ocp  # takes longer to import than most checkpoints to read
-
     with new_directory(directory, sum(leaf.nbytes for leaf in leaves.values())) as temporary:
         with orbax_quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            # Flat, because Orbax would turn the integer keys of layer lists into strings.
+            # Flat, because Orbax would turn the integer keys of lists of layers into strings.
             checkpointer.save(temporary / _PARAMS, {k: np.ascontiguousarray(v) for k, v in leaves.items()})
         write_json(temporary / NATIVE_FILE, values)
         copy_tokenizer(checkpoint.source, temporary)
 
 
 def read_native_target(directory: Path, own: Family | None = None) -> TargetCheckpoint:
-    """Read a native target.
+    """Reads a native target.
 
     Args:
         directory: Of the checkpoint.
-        own: A family beside those of the table.
+        own: A family in addition to those of the table.
 
     Raises:
-        CheckpointError: It is not one, or is damaged.
+        CheckpointError: It is damaged.
     """
-    fields = _description(directory, TARGET)
+    fields = read_description(directory)
     family = family_of(fields.get("family"), fields.where, own)
     config = from_json(DecoderConfig, fields.get("config"), f"{fields.where}, config")
-    leaves = _leaves(directory, config)
     if not isinstance(fields.get("stop_tokens"), list):
-        raise CheckpointError(
-            f"{fields.where}: stop_tokens is {short(fields.get('stop_tokens'))}; expected a list of token ids"
-        )
+        raise fields.wrong("stop_tokens", "expected a list of token ids")
     stop_tokens = fields.token_ids("stop_tokens", config.vocab_size)
+    leaves = read_leaves(directory)
     rules.check_layers(config.num_layers, leaves, r"blocks\.(\d{1,9})\.", f"{fields.where}: num_layers")
-    params = _nested(leaves, DecoderTarget(config).param_shapes(), str(directory))
+    shapes = DecoderTarget(config).param_shapes()
+    params = rules.read_params(_identity(shapes), leaves, shapes, where=str(directory))
     return TargetCheckpoint(
         config=config,
         family=family,
@@ -101,32 +137,39 @@ def read_native_target(directory: Path, own: Family | None = None) -> TargetChec
 
 
 def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheckpoint:
-    """Read a native head.
+    """Reads a native head.
 
     Raises:
-        CheckpointError: It is not one, is damaged, or does not fit the target.
+        CheckpointError: It is damaged, or does not fit the target.
     """
-    fields = _description(directory, *native_heads())
-    method = str(fields.get("kind"))
-    config = from_json(_classes(method)[0], fields.get("config"), f"{fields.where}, config")
+    fields, where = read_description(directory), str(directory)
+    kind = HEADS[read_kind(directory)]
+    config = from_json(kind.classes[0], fields.get("config"), f"{fields.where}, config")
     if target is not None:
-        check_fit(config, config.aux_layers, target, str(directory))
-    leaves = _leaves(directory, config)
-    embedding = leaves.pop("embedding", None)
-    # Without a map draft ids are target ids; of a smaller vocabulary it must be there.
-    maps = "draft_to_target" in leaves or config.draft_vocab_size == config.vocab_size
+        check_fit(config, config.aux_layers, target, where)
+    leaves = read_leaves(directory)
+    embedding, draft_to_target = leaves.pop("embedding", None), leaves.pop("draft_to_target", None)
+    # Without a map draft ids are target ids; a smaller vocabulary needs one.
+    maps = draft_to_target is not None or config.draft_vocab_size == config.vocab_size
     if fields.flag("has_embedding") != (embedding is not None) or not maps:
         raise CheckpointError(f"{directory} is incomplete: its parameters are not those that {NATIVE_FILE} describes")
-    draft_to_target = leaves.pop("draft_to_target", None)
-    _check_table(draft_to_target, embedding, config, str(directory))
-    for stack, count in HEADS[method].stacks.items():
-        of_stack = [path.removeprefix("head.") for path in leaves]
-        rules.check_layers(count(config), of_stack, rf"{stack}\.(\d{{1,9}})\.", f"{fields.where}: layers in {stack!r}")
-    head = _nested(
-        {path.removeprefix("head."): leaf for path, leaf in leaves.items()}, _shapes(method, config), str(directory)
-    )
+    if draft_to_target is not None:
+        size = config.draft_vocab_size
+        draft_vocab.check_ids(draft_to_target, size, config.vocab_size, f"{where}: draft_to_target")
+        if draft_to_target.dtype != np.int32:
+            raise CheckpointError(
+                f"{where}: draft_to_target is {draft_to_target.dtype}; expected int32, so convert again"
+            )
+    if embedding is not None:
+        check_embedding(config, embedding, f"{where}: embedding")
+    leaves = {path.removeprefix("head."): leaf for path, leaf in leaves.items()}
+    for stack, count in kind.stacks.items():
+        rules.check_layers(count(config), leaves, rf"{stack}\.(\d{{1,9}})\.", f"{fields.where}: layers in {stack!r}")
+    shapes = kind.param_shapes(config)
+    head = rules.read_params(_identity(shapes), leaves, shapes, where=where)
+    depth = None if fields.get("num_target_layers") is None else fields.integer("num_target_layers")
     return HeadCheckpoint(
-        method=method,
+        method=kind.name,
         config=config,
         head=head,
         draft_to_target=draft_to_target,
@@ -134,8 +177,21 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
         dialect="jax",
         source=directory,
         dtype=rules.main_dtype(head),
-        num_target_layers=_num_target_layers(fields) if target is None else target.num_layers,
+        num_target_layers=depth if target is None else target.num_layers,
     )
+
+
+def read_description(directory: Path) -> Fields:
+    """The JSON file of a native checkpoint.
+
+    Raises:
+        CheckpointError: Another version wrote it, in another format.
+    """
+    path = directory / NATIVE_FILE
+    fields = Fields(read_json(path), str(path))
+    if fields.get("format") != FORMAT:
+        raise fields.wrong("format", f"this version reads format {FORMAT}: convert the original checkpoint again")
+    return fields
 
 
 def read_leaves(directory: Path) -> dict[str, np.ndarray]:
@@ -146,7 +202,9 @@ def read_leaves(directory: Path) -> dict[str, np.ndarray]:
     """
     path = (directory / _PARAMS).absolute()
     if not path.is_dir():
-        raise CheckpointError(f"{directory} has no {_PARAMS}/ beside {NATIVE_FILE}; it is incomplete, convert it again")
+        raise CheckpointError(
+            f"{directory} has no {_PARAMS}/ next to {NATIVE_FILE}; it is incomplete, convert it again"
+        )
     import orbax.checkpoint as ocp
 
     with orbax_quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
@@ -162,72 +220,67 @@ def read_leaves(directory: Path) -> dict[str, np.ndarray]:
     return leaves
 
 
-def _num_target_layers(fields: Fields) -> int | None:
-    return None if fields.get("num_target_layers") is None else fields.integer("num_target_layers")
+def _identity(shapes: Params) -> list[rules.Rule]:
+    return [rules.Rule(path, path) for path, _ in rules.flatten(shapes)]
 
 
-def _classes(method: str) -> tuple[type, type]:
-    classes = HEADS[method].classes
-    assert classes is not None  # or it is no native kind
-    return classes()
+def to_json(config: Any) -> Any:
+    """A configuration as JSON values."""
+    if isinstance(config, tuple):
+        return [to_json(entry) for entry in config]
+    if not dataclasses.is_dataclass(config):
+        return config
+    kind = {"kind": _KINDS[type(config)]} if type(config) in _KINDS else {}
+    return kind | {field.name: to_json(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
-def _shapes(method: str, config: Any) -> Params:
-    return _classes(method)[1](config).param_shapes()
-
-
-def _check_table(table: np.ndarray | None, embedding: np.ndarray | None, config: Any, where: str) -> None:
-    """What no parameter's shape checks: the draft vocabulary and the head's own embedding."""
-    size = config.draft_vocab_size
-    if table is None:
-        table = np.arange(size, dtype=np.int32)
-    if table.shape != (size,) or table.dtype != np.int32 or len(np.unique(table)) != size:
-        raise CheckpointError(f"{where}: draft_to_target is no list of {size} different token ids; convert it again")
-    if table.min() < 0 or table.max() >= config.vocab_size:
-        raise CheckpointError(f"{where}: draft_to_target leads outside the vocabulary of {config.vocab_size}")
-    if embedding is not None:
-        rules.check_float(embedding, f"{where}: embedding")
-        if embedding.shape != (config.vocab_size, config.width):
-            raise CheckpointError(
-                f"{where}: embedding has shape {list(embedding.shape)}; expected {[config.vocab_size, config.width]}"
-            )
-
-
-def read_description(directory: Path) -> Fields:
-    """What a native checkpoint says of itself, as the present format says it.
+def from_json(config: type, value: Any, where: str) -> Any:
+    """A configuration from a JSON object that has exactly its fields.
 
     Raises:
-        CheckpointError: There is none, or its format is not known.
+        CheckpointError: A field is missing, unknown or of another type, or the values contradict each other.
     """
-    path = directory / NATIVE_FILE
-    fields = Fields(read_json(path), str(path))
-    written = fields.get("format")
-    if written not in (FORMAT, format2.FORMAT):
-        raise CheckpointError(
-            f"{fields.where}: format is {short(written)}; this version reads the formats {format2.FORMAT} and {FORMAT}"
-        )
-    return fields if written == FORMAT else Fields(format2.description(fields.values, fields.where), fields.where)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{where} is {short(value)}; expected an object")
+    values = {name: entry for name, entry in value.items() if not (name == "kind" and config in _KINDS)}
+    hints = typing.get_type_hints(config)
+    wrong = sorted((values.keys() ^ hints.keys()) - (_LATER.get(config, frozenset()) - values.keys()))
+    if wrong:
+        raise CheckpointError(f"{where}: the fields {wrong} are missing or unknown; convert it again")
+    typed = {name: _typed(hint, values[name], name, where) for name, hint in hints.items() if name in values}
+    try:
+        return config(**typed)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: {error}") from None
 
 
-def _leaves(directory: Path, config: Any) -> dict[str, np.ndarray]:
-    leaves = read_leaves(directory)
-    written = read_json(directory / NATIVE_FILE).get("format")
-    return leaves if written == FORMAT else format2.leaves(leaves, config)
+def _typed(hint: Any, value: Any, name: str, where: str) -> Any:
+    """A JSON value as the type of a field."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    configs = [option for option in options if dataclasses.is_dataclass(option)]
+    if configs:
+        if configs[0] in _KINDS:
+            kind = value.get("kind") if isinstance(value, dict) else None
+            configs = [option for option in configs if _KINDS[option] == kind]
+            if not configs:
+                raise CheckpointError(f"{where}: {name} is of kind {short(kind)}, which this version does not know")
+        return from_json(configs[0], value, f"{where}, {name}")  # type: ignore[arg-type]
+    if typing.get_origin(hint) is tuple and isinstance(value, list):
+        entry_type = typing.get_args(hint)[0]
+        return tuple(_typed(entry_type, entry, f"{name}[{index}]", where) for index, entry in enumerate(value))
+    if float in options and type(value) is int and abs(value) < 1e300:
+        return float(value)
+    if not any(_is_a(value, option) for option in options):
+        expected = getattr(hint, "__name__", str(hint).replace("typing.", ""))
+        raise CheckpointError(f"{where}: {name} is {short(value)}; expected {expected}")
+    return value
 
 
-def _description(directory: Path, *kinds: str) -> Fields:
-    fields = read_description(directory)
-    if fields.get("kind") not in kinds:
-        wanted, hint = ("target", "drafter") if kinds == (TARGET,) else ("draft head", "target")
-        raise CheckpointError(f"{directory} holds a {short(fields.get('kind'))}, not a {wanted}; give it as the {hint}")
-    return fields
-
-
-def _checked(params: Params, shapes: Params, where: str) -> dict[str, np.ndarray]:
-    identity = [rules.Rule(path, path) for path, _ in rules.flatten(shapes)]
-    return rules.write_params(identity, params, shapes, where=where)
-
-
-def _nested(leaves: Mapping[str, np.ndarray], shapes: Params, where: str) -> Params:
-    identity = [rules.Rule(path, path) for path, _ in rules.flatten(shapes)]
-    return rules.read_params(identity, leaves, shapes, where=where)
+def _is_a(value: Any, hint: Any) -> bool:
+    if typing.get_origin(hint) is typing.Literal:
+        return value in typing.get_args(hint)
+    if isinstance(value, bool):
+        return hint is bool
+    return typing.get_origin(hint) is None and isinstance(value, hint)

@@ -1,75 +1,152 @@
-"""One entry for every layout: what a directory is decides how it is read."""
+"""Reading and converting checkpoints of every layout. The files of a directory decide how it is read."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from eagle3_jax.conversion import kinds, native, targets
+from eagle3_jax.conversion import native, targets
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
-from eagle3_jax.conversion.families import Family
-from eagle3_jax.conversion.files import checked_directory, read_json
-from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint, Stored
-from eagle3_jax.conversion.heads.writing import LAYOUTS, write_head
-from eagle3_jax.conversion.native import write_native
+from eagle3_jax.conversion.families import FAMILIES, WRAPPERS, Family
+from eagle3_jax.conversion.files import checked_directory
+from eagle3_jax.conversion.heads import HEADS, LAYOUTS, HeadCheckpoint, Signs, write_head
+from eagle3_jax.conversion.native import TARGET, write_native
 from eagle3_jax.conversion.targets import TargetCheckpoint, write_target
-from eagle3_jax.conversion.tensors import read_tensors
+from eagle3_jax.conversion.tensors import Stored, read_stored
 from eagle3_jax.models.config import DecoderConfig
 
-_COUNTED = ("eagle3", "p-eagle")  # heads that name auxiliary layers without saying what they count
+LANGUAGE_MODEL = "language-model"
+_COUNTED = ("eagle3", "p-eagle")  # heads that name auxiliary layers without saying what the numbers count
+
+
+class Opened(NamedTuple):
+    """A checkpoint whose kind is known.
+
+    Attributes:
+        directory: Its place.
+        kind: ``target``, ``language-model`` (a target of no known family), or the name of a kind of head.
+        stored: Its files; ``None`` for a native checkpoint.
+    """
+
+    directory: Path
+    kind: str
+    stored: Stored | None
+
+
+def open_checkpoint(directory: str | Path) -> Opened:
+    """Opens a checkpoint and tells its kind.
+
+    Raises:
+        CheckpointError: It is no checkpoint, or of no known kind.
+    """
+    path = checked_directory(directory)
+    if native.is_native(path):
+        return Opened(path, native.read_kind(path), None)
+    stored = read_stored(path)
+    return Opened(path, recognise(stored.config, stored.tensors.keys(), where=str(path)), stored)
+
+
+def identify(directory: str | Path) -> str:
+    """The kind of a checkpoint: ``target``, ``language-model`` (a target of no family), or the name of a kind of head.
+
+    Raises:
+        CheckpointError: It is no checkpoint, or of no known kind.
+    """
+    return open_checkpoint(directory).kind
+
+
+def recognise(config: Mapping[str, Any], names: Collection[str], *, where: str) -> str:
+    """The kind of a checkpoint that is not native.
+
+    Args:
+        config: Its ``config.json``.
+        names: Names of its tensors.
+        where: Its name in messages.
+
+    Raises:
+        CheckpointError: It is of no known kind.
+    """
+    signs = Signs.of(config, names, where)
+    for kind in HEADS.values():
+        if kind.recognise(signs):
+            return kind.name
+    known = str(config.get("model_type")) in {*FAMILIES, *WRAPPERS}
+    # A known family may have any prefix before its layers; it is checked when they are read.
+    layers = r"(\w+\.)*(layers|blocks)\.\d+\." if known else r"(language_model\.)?(model\.)?layers\.\d+\."
+    if signs.has(rf"{layers}|h\.\d+\.|transformer\.h\.\d+\.") or "embed_tokens.weight" in signs.names:
+        return TARGET if known else LANGUAGE_MODEL
+    sample = ", ".join(sorted(names)[:3])
+    raise CheckpointError(f"{where} is neither a target nor a draft head that is known (it holds {sample})")
 
 
 def read_target(directory: str | Path, family: Family | None = None) -> TargetCheckpoint:
-    """Read a target: a Hugging Face directory or a native one.
+    """Reads a target: a Hugging Face directory or a native one.
 
     Args:
         directory: Of the checkpoint.
-        family: A family of the caller's own, beside those of ``eagle3_jax.conversion.families``.
+        family: A family of the caller, in addition to those of ``eagle3_jax.conversion.families``.
 
     Raises:
-        CheckpointError: It is neither, or not one that this library computes; the message says why.
+        CheckpointError: It is no target, or one that this library cannot compute; the message says why.
     """
-    path = checked_directory(directory)
-    read = native.read_native_target if native.is_native(path) else targets.read_target
-    return read(path, family)
+    return target_of(open_checkpoint(directory), family)
+
+
+def target_of(opened: Opened, family: Family | None = None) -> TargetCheckpoint:
+    """Reads a target that is open; see :func:`read_target`."""
+    if opened.kind in HEADS:
+        label = HEADS[opened.kind].label
+        article = "an" if label.startswith(("EAGLE", "MTP")) else "a"
+        raise CheckpointError(
+            f"{opened.directory} is {article} {label} head, not a target; give it as the drafter, and the directory of "
+            "the language model as the target"
+        )
+    if opened.stored is None:
+        return native.read_native_target(opened.directory, family)
+    return targets.read_target(opened.stored, family)
 
 
 def read_head(
     directory: str | Path, target: DecoderConfig | None = None, *, layer_ids: str | None = None
 ) -> HeadCheckpoint:
-    """Read a draft head in any dialect, or a native one.
+    """Reads a draft head in any dialect, or a native one.
 
     Args:
-        directory: The head's directory.
-        target: What it drafts for; checked against the head, and needed when the head does not name its auxiliary
-            layers (official heads do not).
+        directory: Of the head.
+        target: The target that it drafts for. The head is checked against it. It is needed where the head does not
+            name its auxiliary layers (official heads do not).
         layer_ids: What the numbers of its auxiliary layers count, ``entering`` or ``leaving``, where its file leaves
             that open (``eagle3_jax.conversion.heads.layer_ids``).
 
     Raises:
-        CheckpointError: It is no head that is loaded, is incomplete, or does not fit the target; the message says why.
+        CheckpointError: It is no head, is incomplete, or does not fit the target; the message says why.
     """
-    path = checked_directory(directory)
-    if native.is_native(path):
-        _refuse_layer_ids(layer_ids, f"{path} is in the native layout, which counts layers entered")
-        return native.read_native_head(path, target)
-    tensors = read_tensors(path)  # first: what the directory holds says more than that it has no config.json
-    stored = Stored(path, read_json(path / "config.json"), tensors, layer_ids)
-    kind = kinds.recognise(stored.config, stored.tensors.keys(), where=str(path))
-    if kind not in _COUNTED:
-        _refuse_layer_ids(layer_ids, f"{path} holds no EAGLE-3 or P-EAGLE head")
-    kinds.refuse_all_but_heads(kind, path, "give it as the target")
-    read = HEADS[kind].read
-    assert read is not None
+    return head_of(open_checkpoint(directory), target, layer_ids=layer_ids)
+
+
+def head_of(opened: Opened, target: DecoderConfig | None = None, *, layer_ids: str | None = None) -> HeadCheckpoint:
+    """Reads a head that is open; see :func:`read_head`."""
+    if opened.kind not in HEADS:
+        raise CheckpointError(f"{opened.directory} is a language model, not a draft head; give it as the target")
+    if opened.stored is None:
+        _refuse_layer_ids(layer_ids, f"{opened.directory} is in the native layout, which counts layers entered")
+        return native.read_native_head(opened.directory, target)
+    if opened.kind not in _COUNTED:
+        _refuse_layer_ids(layer_ids, f"{opened.directory} holds no EAGLE-3 or P-EAGLE head")
     try:
-        return read(stored, target)
+        return HEADS[opened.kind].read(opened.stored._replace(layer_ids=layer_ids), target)
     except TargetNeededError:
         raise
     except CheckpointError as error:
-        other = kinds.named_as(stored.tensors.keys())
-        if other is None or other == kind:
+        signs = Signs.of({}, opened.stored.tensors.keys(), "")
+        other = next((kind for kind in HEADS.values() if kind.recognise(signs)), None)
+        if other is None or other.name == opened.kind:
             raise
-        told = f"its tensors are named as those of {HEADS[other].label} heads are"
-        raise CheckpointError(f"{error}; {told}, and config.json describes {HEADS[kind].label}") from None
+        described = HEADS[opened.kind].label
+        raise CheckpointError(
+            f"{error}; its tensors are named as those of {other.label} heads are, and config.json describes {described}"
+        ) from None
 
 
 def _refuse_layer_ids(layer_ids: str | None, why: str) -> None:
@@ -85,25 +162,26 @@ def convert(
     *,
     layer_ids: str | None = None,
 ) -> None:
-    """Convert a target or a head.
+    """Converts a target or a head.
 
     Args:
         source: A checkpoint directory in any layout that is read.
         destination: A directory that does not exist yet.
-        to: ``jax`` (native), or a layout that heads of its method have; for a target these are all the one Hugging
-            Face layout.
-        target: A head's target, see :func:`read_head`.
-        layer_ids: The same.
+        to: ``jax`` (native), or a layout of the head's method. For a target all of these mean the Hugging Face layout.
+        target: The target of a head, see :func:`read_head`.
+        layer_ids: See :func:`read_head`.
 
     Raises:
         CheckpointError: The source cannot be read, the destination exists, or the layout cannot express it.
     """
     if to not in ("jax", *LAYOUTS):
         raise CheckpointError(f"--to {to!r} is not known; use one of jax, {', '.join(LAYOUTS)}")
-    is_head = kinds.identify(source) in HEADS
-    if not is_head:
+    opened = open_checkpoint(source)
+    if opened.kind in HEADS:
+        checkpoint = head_of(opened, target, layer_ids=layer_ids)
+    else:
         _refuse_layer_ids(layer_ids, f"{source} holds no draft head")
-    checkpoint = read_head(source, target, layer_ids=layer_ids) if is_head else read_target(source)
+        checkpoint = target_of(opened)
     if to == "jax":
         write_native(checkpoint, destination)
     elif isinstance(checkpoint, TargetCheckpoint):

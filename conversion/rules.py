@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.quantised.arrays import fp8_kernel, in_fp8
+from eagle3_jax.models.quantised import Fp8Kernel
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from eagle3_jax.models.quantised import Fp8Kernel
-
+Array = Any  # of numpy, or computed from quantised tensors (quantised.arrays.Dequantised)
 Params = dict[Any, Any]
 
 # PyTorch keeps linear weights [out, in]; our kernels are [in, out].
@@ -28,17 +28,17 @@ DERIVED_BUFFERS = (r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)",)
 
 
 class Part(NamedTuple):
-    """Which part of an array a tensor is, where several of them fill it.
+    """The part of an array that one of several tensors fills.
 
     The last axis is read as ``[outer, slots, inner]``, and the tensor is some of the slots of every outer index.
 
     Attributes:
-        outer: How often the tensors take turns.
-        slots: Places in a turn, of all tensors together.
-        inner: Columns of a place; 0 for however many there are, of a single place.
+        outer: Number of times that the tensors take turns.
+        slots: Places in a turn, for all tensors together.
+        inner: Columns of a place; 0 for all columns of a single place.
         start: The tensor's first place.
         stop: The place after its last.
-        leading: Where it lies on the leading axes, as an expert among experts.
+        leading: Its index on the leading axes, such as the number of an expert.
         turned: Whether the last two axes are exchanged first.
     """
 
@@ -50,7 +50,7 @@ class Part(NamedTuple):
     leading: tuple[int, ...] = ()
     turned: bool = False
 
-    def of(self, whole: np.ndarray) -> np.ndarray:
+    def of(self, whole: Array) -> Array:
         """The tensor as a view into the array, ``[..., outer, places, inner]``."""
         one = whole[self.leading]
         one = one.swapaxes(-1, -2) if self.turned else one
@@ -69,11 +69,11 @@ class Rule(NamedTuple):
 
     Attributes:
         source: Name in the foreign checkpoint.
-        path: Where it lies in our parameters, joined by dots, as in ``blocks.0.attention.o.kernel``.
+        path: Its place in our parameters, joined by dots, as in ``blocks.0.attention.o.kernel``.
         transpose: Whether the two are transposes of each other, on their last two axes.
-        part: Which part of our array it is, where we store several tensors in one; ``None`` for all of it.
-        cut: Which piece of the tensor it is, as that lies after ``transpose``; ``None`` for all of it. The rules of the
-            other pieces name the same source.
+        part: The part of our array that it fills; ``None`` for all of it.
+        cut: The piece of the tensor, after ``transpose``; ``None`` for all of it. The other pieces have rules with the
+            same source.
         reverse: Whether all axes are in the opposite order, as those of a convolution's kernel.
     """
 
@@ -107,7 +107,7 @@ def linear(
 
 
 def in_turns(outer: int, inner: int, places: Mapping[str, int]) -> Iterator[tuple[str, Part]]:
-    """Where each of several linear layers lies in the one that we store for all of them."""
+    """The part of each of several linear layers in the one that we store for all of them."""
     slots, start = sum(places.values()), 0
     for name, size in places.items():
         yield name, Part(outer, slots, inner, start, start + size)
@@ -140,8 +140,24 @@ def unflatten(leaves: Mapping[str, Any], shapes: Params) -> Params:
     return build(shapes, "")
 
 
+def renamed(tensors: Mapping[str, Array], rename: Callable[[str], str], where: object) -> dict[str, Array]:
+    """The tensors under other names.
+
+    Raises:
+        CheckpointError: Two of them get the same name.
+    """
+    origin: dict[str, str] = {}
+    for name in tensors:
+        first = origin.setdefault(rename(name), name)
+        if first != name:
+            raise CheckpointError(
+                f"{where} holds {first} and {name}, which mean the same tensor {rename(name)}; remove one"
+            )
+    return {new: tensors[name] for new, name in origin.items()}
+
+
 def read_params(
-    rules: Sequence[Rule], tensors: Mapping[str, np.ndarray], shapes: Params, *, where: str, known: Sequence[str] = ()
+    rules: Sequence[Rule], tensors: Mapping[str, Array], shapes: Params, *, where: str, known: Sequence[str] = ()
 ) -> Params:
     """Our parameters from foreign tensors: views of those, and :class:`Joined` where we store several in one.
 
@@ -150,7 +166,7 @@ def read_params(
         tensors: What the checkpoint holds.
         shapes: What our model expects, nested.
         where: Names the checkpoint in messages.
-        known: Patterns of further names that may be there and are not needed.
+        known: Patterns of further names that are allowed and not needed.
 
     Raises:
         CheckpointError: Tensors are missing, unexpected, given twice, mis-shaped or not floats.
@@ -160,14 +176,8 @@ def read_params(
     ignored = re.compile("|".join(f"(?:{pattern})" for pattern in (*DERIVED_BUFFERS, *known)))
     unexpected = [name for name in tensors if name not in sources and not ignored.fullmatch(name)]
     missing = [source for source in sources if source not in tensors]
-    if missing or unexpected:
-        parts = [f"misses {_listed(missing)}"] * bool(missing) + [f"holds unexpected {_listed(unexpected)}"] * bool(
-            unexpected
-        )
-        raise CheckpointError(
-            f"{where} {' and '.join(parts)}; its tensors must be exactly those that its config.json describes"
-        )
-    found: dict[str, list[tuple[Rule, np.ndarray]]] = {}
+    _check_names(where, missing, unexpected)
+    found: dict[str, list[tuple[Rule, Array]]] = {}
     filled: set[tuple[str, Part | None]] = set()
     for rule in rules:
         if (rule.path, rule.part) in filled:
@@ -186,20 +196,12 @@ def write_params(rules: Sequence[Rule], params: Params, shapes: Params, *, where
     Raises:
         CheckpointError: The parameters are not those that the configuration describes.
     """
-    import numpy as np
-
     given = {path: np.asarray(leaf) for path, leaf in flatten(params)}
     expected = {path: tuple(leaf.shape) for path, leaf in flatten(shapes)}
     missing, unexpected = sorted(set(expected) - set(given)), sorted(set(given) - set(expected))
-    if missing or unexpected:
-        parts = [f"miss {_listed(missing)}"] * bool(missing) + [f"hold unexpected {_listed(unexpected)}"] * bool(
-            unexpected
-        )
-        raise CheckpointError(f"the parameters of {where} {' and '.join(parts)}; they must fit their configuration")
+    _check_names(f"the head or target of {where}", missing, unexpected)
     for path, leaf in given.items():
-        if leaf.shape != expected[path]:
-            raise CheckpointError(f"{where}: {path} has shape {leaf.shape}; expected {expected[path]}")
-        check_float(leaf, f"{where}: {path}")
+        check_matrix(leaf, expected[path], f"{where}: {path}")
     _check_table(rules, expected)
     tensors: dict[str, np.ndarray] = {}
     for rule in rules:
@@ -215,7 +217,7 @@ def write_params(rules: Sequence[Rule], params: Params, shapes: Params, *, where
 
 
 def check_layers(num_layers: int, names: Iterable[str], pattern: str, what: str) -> None:
-    """Refuse a number of layers that the names of the tensors contradict, before anything of that size is built.
+    """Refuses a number of layers that the names of the tensors contradict, before anything of that size is built.
 
     Raises:
         CheckpointError: They are not layers 0 up to the last.
@@ -225,11 +227,11 @@ def check_layers(num_layers: int, names: Iterable[str], pattern: str, what: str)
         raise CheckpointError(f"{what} is {short(num_layers)}; the file holds {len(found)} layers")
 
 
-def check_float(value: np.ndarray, what: str) -> None:
-    """Refuse anything but float32, float16 and bfloat16.
+def check_float(value: Array, what: str) -> None:
+    """Refuses all types but float32, float16 and bfloat16.
 
     Raises:
-        CheckpointError: It is another type, such as that of a quantised checkpoint.
+        CheckpointError: It has another type, such as that of a quantised checkpoint.
     """
     if str(value.dtype) not in FLOATS:
         raise CheckpointError(
@@ -238,18 +240,15 @@ def check_float(value: np.ndarray, what: str) -> None:
         )
 
 
-def matrix(tensors: Mapping[str, np.ndarray], name: str, shape: tuple[int, int], *, where: str) -> np.ndarray | None:
-    """A matrix that a checkpoint may bring or leave out, as it is stored.
+def check_matrix(value: Array, shape: tuple[int, ...], what: str) -> None:
+    """Refuses an array of another shape or of no floats.
 
     Raises:
-        CheckpointError: It has another shape, or is not of floats.
+        CheckpointError: The message says what was expected.
     """
-    value = tensors.get(name)
-    if value is not None:
-        if value.shape != shape:
-            raise CheckpointError(f"{where}: {name} has shape {list(value.shape)}; config.json asks for {list(shape)}")
-        check_float(value, f"{where}: {name}")
-    return value
+    if value.shape != shape:
+        raise CheckpointError(f"{what} has shape {list(value.shape)}; config.json asks for {list(shape)}")
+    check_float(value, what)
 
 
 def main_dtype(params: Mapping[Any, Any]) -> str:
@@ -260,42 +259,35 @@ def main_dtype(params: Mapping[Any, Any]) -> str:
     return max(sizes, key=lambda name: sizes[name])
 
 
-def _checked(value: np.ndarray, rule: Rule, whole: tuple[int, ...], what: str) -> np.ndarray:
-    stored = rule.stored(whole)
-    if value.shape != stored:
-        raise CheckpointError(f"{what} has shape {list(value.shape)}; config.json asks for {list(stored)}")
-    check_float(value, what)
+def _checked(value: Array, rule: Rule, whole: tuple[int, ...], what: str) -> Array:
+    check_matrix(value, rule.stored(whole), what)
     return _transposed(value, rule)
 
 
-def _transposed(value: np.ndarray, rule: Rule) -> np.ndarray:
+def _transposed(value: Array, rule: Rule) -> Array:
     if rule.reverse:
         return value.T
     return value.swapaxes(-1, -2) if rule.transpose else value
 
 
 class Joined:
-    """An array that several tensors fill. It is put together whenever it is read, so that nobody holds all of them.
+    """An array that several tensors fill. It is assembled at every read, so that memory never holds all of them.
 
     Attributes:
         shape: Of the whole.
-        dtype: That holds every tensor.
+        dtype: One that holds the values of every tensor.
         ndim: Number of axes.
         size: Number of entries.
     """
 
-    def __init__(self, parts: Sequence[tuple[Rule, np.ndarray]], shape: tuple[int, ...]):
+    def __init__(self, parts: Sequence[tuple[Rule, Array]], shape: tuple[int, ...]):
         """See the class."""
-        import numpy as np  # tables alone, for a configuration, do without
-
         self._parts, self.shape = parts, shape
         self.dtype = np.result_type(*(value.dtype for _, value in parts))
         self.ndim, self.size = len(shape), math.prod(shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The whole; always a copy, which lies in memory as the tensors do: row by row is how copies are fast."""
-        import numpy as np
-
+        """The whole array, always a copy. Its order in memory is that of the tensors: row by row, copies are fast."""
         first = self._parts[0][0]
         exchanged = first.transpose != (first.part is not None and first.part.turned)
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if exchanged else self.shape
@@ -315,14 +307,10 @@ class Joined:
     @property
     def in_fp8(self) -> bool:
         """Whether it can be one FP8 kernel as it is stored."""
-        from eagle3_jax.conversion.quantised.arrays import in_fp8
-
         return in_fp8([value for _, value in self._parts])
 
     def fp8(self) -> Fp8Kernel | None:
-        """That kernel, bit for bit; ``None`` where it is none."""
-        from eagle3_jax.conversion.quantised.arrays import fp8_kernel
-
+        """That kernel, bit for bit; ``None`` where it cannot be one."""
         whole = lambda one: one
         return fp8_kernel(
             [
@@ -333,13 +321,13 @@ class Joined:
         )
 
 
-def _joined(parts: list[tuple[Rule, np.ndarray]], shape: tuple[int, ...]) -> np.ndarray | Joined:
+def _joined(parts: list[tuple[Rule, Array]], shape: tuple[int, ...]) -> Array | Joined:
     rule, value = parts[0]
     return value if rule.part is None and rule.cut is None else Joined(parts, shape)
 
 
 def _check_table(rules: Sequence[Rule], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Whether the rules fill every array and every tensor; else the mistake is ours, not the checkpoint's."""
+    """Checks that the rules fill every array and every tensor; otherwise the fault is ours, not the checkpoint's."""
     given, needed = dict.fromkeys(expected, 0), {path: math.prod(shape) for path, shape in expected.items()}
     for rule in rules:
         size = math.prod(rule.ours(expected[rule.path]))
@@ -352,6 +340,13 @@ def _check_table(rules: Sequence[Rule], expected: Mapping[str, tuple[int, ...]])
         raise AssertionError(f"the rule table and the model differ: {wrong}")
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+def _check_names(where: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    parts = [
+        f"{verb} {', '.join(names[:3])}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        for verb, names in (("misses", missing), ("holds unexpected", unexpected))
+        if names
+    ]
+    if parts:
+        raise CheckpointError(
+            f"{where} {' and '.join(parts)}; its tensors must be exactly those that its config.json describes"
+        )

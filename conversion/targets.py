@@ -1,42 +1,43 @@
-"""Targets in the Hugging Face layout, both ways; what differs by family stands in ``families/``."""
+"""Targets in the Hugging Face layout: reading and writing. ``families/`` has what differs by family."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from eagle3_jax.conversion import kinds, rules
-from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion import rules
+from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.families import Family, described
 from eagle3_jax.conversion.fields import Fields, read_from
 from eagle3_jax.conversion.files import copy_tokenizer, new_directory, read_json, write_json
 from eagle3_jax.conversion.hf_config import stack_fields
 from eagle3_jax.conversion.quantised import Quantisation, read_quantised
 from eagle3_jax.conversion.rules import Params
-from eagle3_jax.conversion.tensors import SAFETENSORS, read_tensors, write_tensors
+from eagle3_jax.conversion.tensors import SAFETENSORS, Stored, write_tensors
 from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.models.decoder import DecoderTarget
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetCheckpoint:
-    """A target as it lies on disk.
+    """A target as it is stored.
 
     Attributes:
         config: Its description.
-        family: What it is written as again.
+        family: The family that it is written as.
         params: Nested dictionary of numpy arrays in the stored dtype, as ``DecoderTarget`` expects it.
-        stop_tokens: Tokens at which the model ends its answer.
-        source: Where it was read from; tokenizer files are copied from there.
-        dtype: The dtype that holds most of the parameters; of quantised ones that in which they would be stored
-            otherwise.
-        quantisation: How its weights were stored; ``None`` where they were not quantised. Those that were are computed
-            in float32 when they are read.
+        stop_tokens: Tokens that end an answer of the model.
+        source: The directory that it was read from; tokenizer files are copied from it.
+        dtype: The dtype that holds most of the parameters; for quantised ones the dtype of the weights that are not
+            quantised.
+        quantisation: How its weights were stored; ``None`` where they were not quantised. They are computed in
+            float32 when they are read.
     """
 
     config: DecoderConfig
@@ -48,31 +49,25 @@ class TargetCheckpoint:
     quantisation: Quantisation | None = None
 
 
-def read_target(directory: Path, own: Family | None = None) -> TargetCheckpoint:
-    """Read a Hugging Face directory.
+def read_target(stored: Stored, own: Family | None = None) -> TargetCheckpoint:
+    """Reads a Hugging Face directory.
 
     Args:
-        directory: Of the checkpoint.
-        own: A family beside those of the table.
+        stored: Its files.
+        own: A family in addition to those of the table.
 
     Raises:
         CheckpointError: It is of no family, or one that this library does not compute; the message says why.
     """
-    from eagle3_jax.models.decoder import DecoderTarget
-
-    tensors = read_tensors(directory)
-    values = read_json(directory / "config.json")
-    where = str(directory / "config.json")
-    kind = kinds.recognise(values, tensors.keys(), where=str(directory))
-    kinds.refuse_all_but_targets(kind, directory)
-    whole = Fields(values, where)
+    directory, where, whole = stored.directory, stored.where, stored.fields
     family, fields, wrapper = described(whole, own)
-    tensors, quantisation = read_quantised(tensors, whole, directory)
+    tensors, quantisation = read_quantised(stored.tensors, whole, directory)
     if wrapper is not None:
         tensors = wrapper.alone(tensors)
     tensors = _under_model(tensors, str(directory))
     num_layers = fields.size("num_hidden_layers")
-    tensors = _without(tensors, family.beside(num_layers, tensors.keys()))
+    left_out = [re.compile(pattern) for pattern in family.beside(num_layers, tensors.keys())]
+    tensors = {name: value for name, value in tensors.items() if not any(one.fullmatch(name) for one in left_out)}
     rules.check_layers(num_layers, tensors, r"model\.layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
     config = family.read_config(fields)
     known = ()
@@ -99,7 +94,7 @@ def read_target(directory: Path, own: Family | None = None) -> TargetCheckpoint:
 
 
 def dense_params(checkpoint: TargetCheckpoint) -> Params:
-    """The parameters as a file without quantisation has them: what was quantised in the checkpoint's ``dtype``."""
+    """The parameters without quantisation: the quantised ones in the ``dtype`` of the checkpoint."""
     if checkpoint.quantisation is None:
         return checkpoint.params
     dtype = np.dtype(getattr(ml_dtypes, checkpoint.dtype, checkpoint.dtype))
@@ -111,19 +106,17 @@ def dense_params(checkpoint: TargetCheckpoint) -> Params:
 
 
 def _dense_dtype(fields: Fields) -> str:
-    """The type of the weights beside a quantisation."""
+    """The type of the weights that a quantised checkpoint does not quantise."""
     named = fields.get("dtype") or fields.get("torch_dtype")
     return named if named in rules.FLOATS else "bfloat16"
 
 
 def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
-    """Write a new Hugging Face directory of the target's family, readable by transformers and vLLM.
+    """Writes a new Hugging Face directory of the target's family, readable by transformers and vLLM.
 
     Raises:
         CheckpointError: The directory exists, or the family's layout cannot express the target.
     """
-    from eagle3_jax.models.decoder import DecoderTarget
-
     config, family = checkpoint.config, checkpoint.family
     shapes = DecoderTarget(config).param_shapes()
     stop = stop_field(checkpoint.stop_tokens)
@@ -153,7 +146,7 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
 
 
 def _check_expressed(config: DecoderConfig, family: Family, values: dict[str, Any]) -> None:
-    """Refuse a target that would not come back from what is to be written."""
+    """Refuses a target that could not be read again from the fields that would be written."""
     layout = f"the Hugging Face layout of {family.label}"
     read = family.read_config(Fields(values, layout))
     if read != config:
@@ -193,24 +186,15 @@ def _under_model(tensors: Mapping[str, np.ndarray], where: str) -> Mapping[str, 
             f"{where}: its layers are named {named}; expected model.layers.0 for those of the language model, so "
             "rename them and remove the others"
         )
-    prefix, renamed = found[0], {}
-    outer = prefix.removesuffix("model.")
-    for name, value in tensors.items():
-        inner = name.removeprefix(prefix) if name.startswith(prefix) else name.removeprefix(outer)
-        head = inner.startswith("lm_head.") or not name.startswith(prefix)
-        new = inner if head else f"model.{inner}"
-        if new in renamed:
-            raise CheckpointError(f"{where} gives {new} twice, the second time as {name}")
-        renamed[new] = value
-    return renamed
+    prefix = found[0]
 
+    def rename(name: str) -> str:
+        if not name.startswith(prefix):
+            return name.removeprefix(prefix.removesuffix("model."))
+        inner = name.removeprefix(prefix)
+        return inner if inner.startswith("lm_head.") else f"model.{inner}"
 
-def _without(tensors: Mapping[str, np.ndarray], patterns: Sequence[str]) -> Mapping[str, np.ndarray]:
-    """The tensors whose names no pattern matches."""
-    if not patterns:
-        return tensors
-    ignored = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
-    return {name: value for name, value in tensors.items() if not ignored.fullmatch(name)}
+    return rules.renamed(tensors, rename, where)
 
 
 def _same_bits(first: np.ndarray, second: np.ndarray) -> bool:
@@ -218,13 +202,11 @@ def _same_bits(first: np.ndarray, second: np.ndarray) -> bool:
     return same and bool(np.array_equal(first.view(np.uint8), second.view(np.uint8)))
 
 
-def _token_field(source: Path, name: str) -> Any:
-    """A token id that only tokenizers use: carried over from the source, null when it names none."""
+def _token_field(source: Path, name: str) -> int | None:
+    """A token id that only tokenizers use: copied from the source, null when it names none."""
     path = source / "config.json"
-    value = read_json(path).get(name) if path.is_file() else None
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise CheckpointError(f"{path}: {name} is {short(value)}; expected a token id")
-    return value
+    fields = Fields(read_json(path) if path.is_file() else {}, str(path))
+    return None if fields.get(name) is None else fields.integer(name)
 
 
 def _stop_tokens(directory: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:

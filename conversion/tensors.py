@@ -1,4 +1,4 @@
-"""Named arrays from and to the files that checkpoints are stored in."""
+"""Named arrays from and to the files of checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -15,11 +15,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.files import checked_directory, read_json, refuse_pointer, unreadable
 from eagle3_jax.sources import NO_GGUF
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
-# In the order in which they are looked for: where a directory holds several, the first wins, as in transformers.
+# In the order of the search: where a directory holds several, the first is read, as in transformers.
 _WEIGHTS = (SAFETENSORS, f"{SAFETENSORS}.index.json", PICKLE, f"{PICKLE}.index.json")
 _ADAPTER = "adapter_config.json"
 _MEDUSA = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -42,6 +43,43 @@ _DTYPES = {
     "F8_E5M2": ml_dtypes.float8_e5m2,
     "F8_E8M0": ml_dtypes.float8_e8m0fnu,
 }
+
+
+class Stored(NamedTuple):
+    """The files of a checkpoint that is not native.
+
+    Attributes:
+        directory: Its place.
+        config: Its ``config.json``.
+        tensors: By name.
+        layer_ids: What the user says that the numbers of auxiliary layers count, see
+            :mod:`eagle3_jax.conversion.heads.layer_ids`.
+    """
+
+    directory: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, np.ndarray]
+    layer_ids: str | None = None
+
+    @property
+    def where(self) -> str:
+        """The path of its ``config.json``, for messages."""
+        return str(self.directory / "config.json")
+
+    @property
+    def fields(self) -> Fields:
+        """Its ``config.json``, typed."""
+        return Fields(self.config, self.where)
+
+
+def read_stored(directory: Path) -> Stored:
+    """Opens a checkpoint. Without weights "not a checkpoint" says more than "no config.json", so they come first.
+
+    Raises:
+        CheckpointError: The weights or ``config.json`` are missing or damaged.
+    """
+    tensors = read_tensors(directory)
+    return Stored(directory, read_json(directory / "config.json"), tensors)
 
 
 def read_tensors(directory: Path) -> dict[str, np.ndarray]:
@@ -89,7 +127,7 @@ def _read_directory(directory: Path) -> dict[str, np.ndarray]:
 
 
 def _base_of(adapter: Path) -> str:
-    """What an adapter's configuration says that it belongs to, for a message."""
+    """The model that the configuration of an adapter names, for a message."""
     try:
         base = read_json(adapter).get("base_model_name_or_path")
     except CheckpointError:

@@ -1,7 +1,7 @@
-"""EAGLE-3 speculative decoding in JAX: exact, compiled, small enough to read.
+"""Lossless EAGLE-3 speculative decoding in JAX.
 
-The names below are the public API; everything else may move. Each is imported when it is first used, so that
-`eagle3 --help` and `eagle3 plan` start without JAX.
+The names below are the public API; everything else may move. Each is imported at its first use, so `eagle3 --help`
+starts without JAX.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ stand_in_for_jaxtyping()
 if TYPE_CHECKING:
     from eagle3_jax import drafters
     from eagle3_jax.acceptance import Exact, verify, verify_greedy
-    from eagle3_jax.block import BlockVerification
     from eagle3_jax.cache import Cache, KeyValue, KeyValues, LayerCache
-    from eagle3_jax.contract import ContractReport, check_drafter, check_target, check_verifier
     from eagle3_jax.decode import SpeculativeDecoder
     from eagle3_jax.load import load_drafter, load_target
     from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
@@ -27,25 +25,27 @@ if TYPE_CHECKING:
     from eagle3_jax.sampling import draw, num_digits, probabilities, uniforms
     from eagle3_jax.schedule import SpeculationSchedule
     from eagle3_jax.sharding import make_mesh
-    from eagle3_jax.simulated import SimulatedAcceptance
     from eagle3_jax.state import GenerationState, LoopParams, Prompts, Round
     from eagle3_jax.stats import SpeculationStats
-    from eagle3_jax.tree import Chain, DynamicTree, StaticTree
+    from eagle3_jax.testing import ContractReport, check_drafter, check_target, check_verifier
+    from eagle3_jax.topology import Chain, DynamicTree, StaticTree
     from eagle3_jax.types import (
         Draft,
         Drafter,
         DraftSampling,
+        EmbeddingTables,
         FinishReason,
         Observation,
+        SamplingMode,
         SamplingParams,
-        Tables,
         TargetModel,
         TargetOutput,
         Verdict,
         Verifier,
-        Warping,
     )
-    from eagle3_jax.typical import TypicalAcceptance
+    from eagle3_jax.verifiers.block import BlockVerification
+    from eagle3_jax.verifiers.simulated import SimulatedAcceptance
+    from eagle3_jax.verifiers.typical import TypicalAcceptance
 
 __version__ = "0.2.0"
 
@@ -59,6 +59,7 @@ __all__ = [
     "DraftSampling",
     "Drafter",
     "DynamicTree",
+    "EmbeddingTables",
     "Exact",
     "FinishReason",
     "Generation",
@@ -73,6 +74,7 @@ __all__ = [
     "Observation",
     "Prompts",
     "Round",
+    "SamplingMode",
     "SamplingParams",
     "SimulatedAcceptance",
     "SpeculationSchedule",
@@ -80,13 +82,11 @@ __all__ = [
     "SpeculativeDecoder",
     "SpeculativeLoop",
     "StaticTree",
-    "Tables",
     "TargetModel",
     "TargetOutput",
     "TypicalAcceptance",
     "Verdict",
     "Verifier",
-    "Warping",
     "check_drafter",
     "check_target",
     "check_verifier",
@@ -105,9 +105,9 @@ __all__ = [
 # The imports above once more, for a running program; a test holds the two equal.
 _NAMES = {
     "acceptance": "Exact verify verify_greedy",
-    "block": "BlockVerification",
+    "verifiers.block": "BlockVerification",
     "cache": "Cache KeyValue KeyValues LayerCache",
-    "contract": "ContractReport check_drafter check_target check_verifier",
+    "testing": "ContractReport check_drafter check_target check_verifier",
     "decode": "SpeculativeDecoder",
     "load": "load_drafter load_target",
     "loaded": "LoadedDrafter LoadedTarget",
@@ -116,13 +116,13 @@ _NAMES = {
     "sampling": "draw num_digits probabilities uniforms",
     "schedule": "SpeculationSchedule",
     "sharding": "make_mesh",
-    "simulated": "SimulatedAcceptance",
+    "verifiers.simulated": "SimulatedAcceptance",
     "state": "GenerationState LoopParams Prompts Round",
     "stats": "SpeculationStats",
-    "tree": "Chain DynamicTree StaticTree",
-    "types": "Draft Drafter DraftSampling FinishReason Observation SamplingParams Tables TargetModel TargetOutput "
-    "Verdict Verifier Warping",
-    "typical": "TypicalAcceptance",
+    "topology": "Chain DynamicTree StaticTree",
+    "types": "Draft Drafter DraftSampling EmbeddingTables FinishReason Observation SamplingMode SamplingParams "
+    "TargetModel TargetOutput Verdict Verifier",
+    "verifiers.typical": "TypicalAcceptance",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -1,4 +1,4 @@
-"""What most people call: prompts in, text and statistics out, exactly as the target would have written it."""
+"""The decoder that users call: prompts in, text and statistics out. The output is exactly the target's."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from jax.sharding import Mesh
 
 from eagle3_jax import loop as loops
 from eagle3_jax.acceptance import Exact
-from eagle3_jax.boundary import configured, require_target
+from eagle3_jax.checks import check_sampling, configured, require_target, sampling_mode_of
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.loaded import LoadedDrafter, LoadedTarget, shape_of
 from eagle3_jax.loop import GenerationState, LoopParams, Outcome, Prompts, Round, SpeculativeLoop
 from eagle3_jax.results import Chunk, Generation, GenerationResult
-from eagle3_jax.sampling import check_sampling, row_keys, warping_of
+from eagle3_jax.sampling import row_keys
 from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.sharding import as_mesh, param_shardings, place, row_shardings, to_host
 from eagle3_jax.stages import StagedLoop, stages_of
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.text import Pieces, tokenized
-from eagle3_jax.tree import Chain, DynamicTree, StaticTree
+from eagle3_jax.topology import Chain, DynamicTree, StaticTree
 from eagle3_jax.types import (
     Drafter,
     DraftSampling,
     FinishReason,
+    SamplingMode,
     SamplingParams,
     Verifier,
-    Warping,
 )
 
 Prompt = str | Sequence[int] | np.ndarray | jax.Array
 
-_BUCKET = 128  # prompts and caches grow in these steps, so that most prompts share one compilation
+_BUCKET = 128  # prompts and caches are padded to multiples of this, so most prompts share one compilation
 
 
 class SpeculativeDecoder:
-    """Decodes with a target and a drafter; the output is the target's own whatever the drafter proposes.
+    """Decodes with a target and a drafter. The output is the target's own, whatever the drafter proposes.
 
-    A drafter that declares ``probs`` must have drawn its tokens from them (``docs/drafters.md``).
+    A drafter that returns ``probs`` must have sampled its tokens from them (``docs/drafters.md``).
 
     Example::
 
@@ -67,29 +67,28 @@ class SpeculativeDecoder:
         rounds_per_check: int = 1,
         mesh: Mesh | None = None,
     ):
-        """See the class.
+        """Puts a decoder together; nothing is compiled yet.
 
         Args:
-            target: From ``load_target``.
-            drafter: From ``load_drafter``, or a drafter without parameters, or ``None`` for plain decoding.
-            num_speculative_tokens: Draft a chain of ``K`` tokens. The default, for a drafter that was built without a
-                shape, is 5, and 3 on CPUs; Medusa drafts one token per head, DFlash its block
-                (``eagle3_jax.schedule.default_length``). On CPUs fewer pay off for batches above 2. The decoder is
-                built before it sees a batch and takes the length for one row; ``eagle3 generate`` knows the batch.
-            tree: Draft a tree instead.
-            schedule: Draft a chain whose length depends on how many rows are running, none where that is best.
-            draft_sampling: Whether the tokens of a chain or a static tree are the likeliest (``"greedy"``) or drawn
-                (``"probabilistic"``); the drafter's own choice when left out.
-            stop_tokens: Ids that end a row; the target's own when left out, none when empty.
-            verifier: The acceptance rule; the exact one when left out. With another one the output may not be the
-                target's own: results then say ``lossless=False``, as the rule itself does.
+            target: A target from ``load_target``.
+            drafter: A drafter from ``load_drafter``, or one without parameters, or ``None`` for plain decoding.
+            num_speculative_tokens: Length ``K`` of a chain. Default: 5, on CPUs 3 (Medusa: one token per head; DFlash:
+                the block). The decoder is built before it sees a batch, so this is the length for one row; on CPUs
+                shorter chains pay off for batches above 2 (``eagle3_jax.schedule.default_draft_length``).
+            tree: A tree to draft instead of a chain.
+            schedule: Chain lengths by the number of active rows.
+            draft_sampling: How the tokens of a chain or a static tree are chosen: ``"greedy"`` or
+                ``"probabilistic"``. Default: the drafter's own setting.
+            stop_tokens: Ids that end a row. Default: the target's.
+            verifier: The acceptance rule. Default: the exact one. With a rule that is not exact, results say
+                ``lossless=False``.
             rounds_per_check: See :class:`eagle3_jax.loop.SpeculativeLoop`.
-            mesh: From ``make_mesh``: rows are divided over its ``data``, both models over its ``model``. That of the
-                target when left out.
+            mesh: A mesh from ``make_mesh``: its ``data`` axis divides rows, its ``model`` axis both models. Default:
+                the target's.
 
         Raises:
-            ValueError: The drafter cannot draft the shape asked for, or not by sampling; there is none, and a draft is
-                asked for; one of the parts was not loaded or misses a member; or the mesh does not divide them.
+            ValueError: The drafter cannot draft this shape, or cannot sample; options of a draft are given without a
+                drafter; a part was not loaded or misses a member; or the mesh does not divide the models.
         """
         _check_loaded(target, drafter)
         asked = {
@@ -138,11 +137,11 @@ class SpeculativeDecoder:
             self.loop = StagedLoop(**parts, stages=stages_of(chosen, schedule))
         else:
             self.loop = SpeculativeLoop(**parts)
-        self._last = (None, Warping.GREEDY)  # the sampling of the latest step, and how much it asks for
+        self._last = (None, SamplingMode.GREEDY)  # sampling parameters and mode of the latest step
 
     @property
     def method(self) -> str:
-        """What drafts, what it drafts, and how it turns logits into tokens where it has a choice, in a line."""
+        """The drafter, the shape of its draft and its draft sampling, in one line."""
         loaded, sampling = self.drafter, getattr(self.loop.drafter, "draft_sampling", None)
         if isinstance(loaded.drafter, Plain):
             return "none"
@@ -151,7 +150,7 @@ class SpeculativeDecoder:
 
     @property
     def lossless(self) -> bool:
-        """Whether the output follows the target's distribution exactly: what the acceptance rule says of itself."""
+        """Whether the output follows the target's distribution exactly, as the acceptance rule declares."""
         return self.loop.verifier.lossless
 
     def generate(
@@ -162,15 +161,15 @@ class SpeculativeDecoder:
         sampling: SamplingParams | None = None,
         seed: int = 0,
     ) -> GenerationResult:
-        """Complete a batch of prompts; the whole generation is one compiled program.
+        """Completes a batch of prompts. The whole generation is one compiled program.
 
         Args:
-            prompts: Texts or token ids, of any lengths; a single one is a batch of one. An array ``[B T]`` of token ids
-                is a batch of its rows.
-            max_new_tokens: One limit for all, or one per prompt.
-            sampling: Scalars for all rows or ``[B]`` arrays; greedy when left out.
-            seed: Random seed, 0 to 2^32 - 1. Two calls with one seed share their random numbers. Row ``b`` does
-                not depend on the other rows, unless a ``schedule`` chooses the draft length by the running rows.
+            prompts: Texts or token ids, of any lengths, or one of them. An array ``[B T]`` of token ids is a batch of
+                its rows.
+            max_new_tokens: Maximum number of new tokens: one for all prompts, or one per prompt.
+            sampling: Scalars for all rows or ``[B]`` arrays. Default: greedy.
+            seed: Random seed, 0 to 2^32 - 1. Two calls with the same seed share their random numbers. Row ``b`` does
+                not depend on the other rows, unless a ``schedule`` chooses the draft length by the active rows.
 
         Raises:
             ValueError: A prompt, limit or sampling parameter is out of range.
@@ -185,12 +184,12 @@ class SpeculativeDecoder:
     def result(
         self, state: GenerationState | Outcome, prompts: Sequence[Sequence[int]], *, seconds: float
     ) -> GenerationResult:
-        """The result of a batch, in the one form that every way of decoding returns.
+        """Converts a state to the result that every way of decoding returns.
 
         Args:
-            state: After the last round.
-            prompts: The token ids that the rows began with.
-            seconds: How long it took.
+            state: The state after the last round.
+            prompts: Token ids of the prompts.
+            seconds: Wall time of the generation.
         """
         all_tokens, length, finish, counters = to_host((state.tokens, state.length, state.finish, state.stats))
         rows = []
@@ -209,9 +208,9 @@ class SpeculativeDecoder:
         sampling: SamplingParams | None = None,
         seed: int = 0,
     ) -> Iterator[Chunk]:
-        """Complete one prompt round by round, with the same step that :meth:`generate` compiles into its loop.
+        """Completes one prompt round by round, with the same step that :meth:`generate` compiles into its loop.
 
-        The arguments are those of :meth:`generate`. The pieces of all chunks together are the text that it gives.
+        The arguments are those of :meth:`generate`. The pieces of all chunks, joined, are its text.
         """
         text = Pieces(self.target.tokenizer)
         state, rounds, rows = self._start([prompt], max_new_tokens, sampling, seed)
@@ -239,10 +238,9 @@ class SpeculativeDecoder:
         sampling: SamplingParams | None = None,
         seed: int = 0,
     ) -> Iterator[Round]:
-        """Every round of a batch as it happened, until all rows have finished.
+        """Yields every round of a batch until all rows have finished.
 
-        The arguments are those of :meth:`generate`. Each round's state is consumed by the next, so read what you need
-        of it at once.
+        The arguments are those of :meth:`generate`. The next round consumes the state of this one, so read it first.
         """
         state, rounds, _ = self._start(_as_batch(prompts), max_new_tokens, sampling, seed)
         while np.any(to_host(state.finish) == FinishReason.RUNNING):
@@ -258,21 +256,22 @@ class SpeculativeDecoder:
         sampling: SamplingParams | None = None,
         seed: int = 0,
     ) -> GenerationState:
-        """The state after the prompts and the first token, for callers that drive :meth:`step` themselves.
+        """Returns the state after the prompts and the first token, for callers that call :meth:`step` themselves.
 
-        The arguments are those of :meth:`generate`; give rows that join a batch later a seed of their own. See
+        The arguments are those of :meth:`generate`. Rows that join a batch later need their own seed. See
         ``docs/stepping.md``.
         """
         return self._start(_as_batch(prompts), max_new_tokens, sampling, seed)[0]
 
     def step(self, state: GenerationState) -> Round:
-        """One compiled round; consumes ``state``, whose caches are updated in place.
+        """Runs one compiled round. It consumes ``state`` and updates its caches in place.
 
-        With a schedule the host reads how many rows run and calls the program of that stage, which is compiled when a
-        batch of this size first reaches it.
+        With a schedule the host reads the number of active rows and calls the program of that stage. It is compiled
+        when a batch of this size first reaches the stage.
 
         Args:
-            state: From :meth:`prefill`, or of the round before. Its ``sampling`` may be replaced, by scalars too.
+            state: The state from :meth:`prefill` or from the last round. Its ``sampling`` may be replaced, also by
+                scalars.
 
         Raises:
             ValueError: The state was consumed before, or a sampling parameter is out of range.
@@ -287,19 +286,19 @@ class SpeculativeDecoder:
         if not known or any(np.shape(value) != (batch,) for value in jax.tree.leaves(state.sampling)):
             sampling = self._on_rows(check_sampling(state.sampling, batch))
             state = state.replace(sampling=sampling)  # type: ignore[attr-defined]
-        sampling, warping = self._last
-        if state.sampling is not sampling:  # what the latest step returned needs no reading back
-            warping = warping_of(to_host(state.sampling))
-        loop = dataclasses.replace(self.loop, warping=warping).at(state)
+        sampling, sampling_mode = self._last
+        if state.sampling is not sampling:  # the parameters of the latest step need no read from the device
+            sampling_mode = sampling_mode_of(to_host(state.sampling))
+        loop = dataclasses.replace(self.loop, sampling_mode=sampling_mode).at(state)
         latest = self._on_mesh(loops.step, loop, self.params, state)
-        self._last = latest.state.sampling, warping
+        self._last = latest.state.sampling, sampling_mode
         return latest
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt, checked.
+        """Returns the token ids of a prompt.
 
         Raises:
-            ValueError: It is empty, too long, or names an id outside the vocabulary.
+            ValueError: The prompt is empty, too long, or has an id outside the vocabulary.
         """
         tokenizer = self.target.tokenizer
         if not isinstance(prompt, str):
@@ -354,7 +353,7 @@ class SpeculativeDecoder:
                 raise ValueError(f"max_new_tokens is {budget!r}; expected a whole number of at least 1")
         sampling = check_sampling(SamplingParams() if sampling is None else sampling, len(rows))
         lengths = np.array([len(row) for row in rows], np.int32)
-        # More than every position is as good as any number, and any number may not fit into the integers used here.
+        # A limit beyond the last position has no effect, and may not fit into 32 bits.
         wanted = lengths + np.array([min(budget, self.target.max_positions) for budget in budgets], np.int32)
         limit = np.minimum(wanted, self.target.max_positions).astype(np.int32)
         _check_length(self.loop.drafter, int(limit.max()))
@@ -372,18 +371,18 @@ class SpeculativeDecoder:
             sampling=sampling,
             keys=row_keys(seed, len(rows)),
         )
-        return dataclasses.replace(self.loop, warping=warping_of(sampling)), batch, rows
+        return dataclasses.replace(self.loop, sampling_mode=sampling_mode_of(sampling)), batch, rows
 
     def _capacity(self, batch: Prompts) -> int:
-        # Room for a whole draft behind the last root, so that no node is ever lost at the end of the buffer.
+        # Room for a whole draft after the last root, so that no node is lost at the end of the buffer.
         return _round_up(max(int(np.max(batch.limit)), batch.tokens.shape[1]) + self.loop.drafter.num_nodes)
 
     def _on_rows(self, tree: Any) -> Any:
-        """Where the rows of the mesh are."""
+        """Moves a pytree of rows to the mesh."""
         return tree if self.mesh is None else place(tree, row_shardings(self.mesh, tree))
 
     def _on_mesh(self, program: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """A compiled program, traced for the mesh."""
+        """Calls a compiled program under the mesh."""
         with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
             return program(*arguments, **options)
 
@@ -394,7 +393,7 @@ class SpeculativeDecoder:
 
 
 def _check_size(drafter: Drafter[Any], target: LoadedTarget) -> None:
-    """Refuse a draft that no sequence of the target has room for, before hours are spent on compiling it."""
+    """Raises if the draft is longer than any sequence of the target, before it is compiled."""
     most = target.max_positions
     if drafter.max_depth >= most:
         raise ValueError(
@@ -409,7 +408,7 @@ def _check_size(drafter: Drafter[Any], target: LoadedTarget) -> None:
 
 
 def _check_length(drafter: Drafter[Any], longest: int) -> None:
-    """Refuse sequences that a drafter with a limit of its own was not built for."""
+    """Raises if sequences are longer than the drafter supports."""
     most = getattr(drafter, "max_positions", longest)
     if longest > most:
         raise ValueError(
@@ -419,10 +418,10 @@ def _check_length(drafter: Drafter[Any], longest: int) -> None:
 
 
 def _check_loaded(target: Any, drafter: Any) -> None:
-    """Refuse the names of models, and models without their arrays.
+    """Raises if a part is the name of a model, or a model without its arrays.
 
     Raises:
-        ValueError: The message says what loads them.
+        ValueError: The message says how to load it.
     """
     if isinstance(drafter, str):
         raise ValueError(
@@ -436,7 +435,7 @@ def _check_loaded(target: Any, drafter: Any) -> None:
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """A list of prompts; the rows of an array ``[B T]`` are prompts."""
+    """Returns a list of prompts; the rows of an array ``[B T]`` are prompts."""
     if isinstance(prompts, np.ndarray | jax.Array):
         if prompts.ndim not in (1, 2):
             raise ValueError(

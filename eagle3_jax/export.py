@@ -21,7 +21,7 @@ from eagle3_jax import __version__
 
 if TYPE_CHECKING:
     from eagle3_jax.decode import SpeculativeDecoder
-    from eagle3_jax.types import Warping
+    from eagle3_jax.types import SamplingMode
 
 FORMAT = 1
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")  # what JAX lowers for; any other name it would write into the file unread
@@ -38,7 +38,7 @@ class About:
         max_new_tokens: Most tokens it can add to the longest prompt.
         max_positions: Longest sequence of the target.
         vocab_size: ``V``.
-        warping: What its rows may ask for: ``greedy``, ``temperature`` or ``truncated`` (top-k and top-p as well).
+        sampling_mode: Supported sampling: ``greedy``, ``temperature`` or ``truncated`` (top-k and top-p as well).
         num_nodes: Nodes of a draft, the root included.
         max_depth: Levels below the root.
         stop_tokens: Ids that end a row.
@@ -52,7 +52,7 @@ class About:
     max_new_tokens: int
     max_positions: int
     vocab_size: int
-    warping: str
+    sampling_mode: str
     num_nodes: int
     max_depth: int
     stop_tokens: tuple[int, ...]
@@ -213,8 +213,10 @@ class ExportedGeneration:
             )
         needed = "greedy" if temperature == 0 else "temperature" if top_k == 0 and top_p == 1 else "truncated"
         offered = ("greedy", "temperature", "truncated")
-        if offered.index(needed) > offered.index(self.about.warping):
-            raise ValueError(f"this needs a program exported with warping {needed}; this one is {self.about.warping}")
+        if offered.index(needed) > offered.index(self.about.sampling_mode):
+            raise ValueError(
+                f"this needs a program exported with sampling_mode {needed}; this one is {self.about.sampling_mode}"
+            )
 
 
 def export_generation(
@@ -223,7 +225,7 @@ def export_generation(
     batch: int = 1,
     prompt_tokens: int = 128,
     max_new_tokens: int = 128,
-    warping: Warping | None = None,
+    sampling_mode: SamplingMode | None = None,
     platforms: Sequence[str] | None = None,
 ) -> ExportedGeneration:
     """Trace and lower one whole generation of fixed shapes.
@@ -233,16 +235,16 @@ def export_generation(
         batch: Rows.
         prompt_tokens: Longest prompt; shorter ones are padded.
         max_new_tokens: Most tokens to add.
-        warping: What sampling it must be able to do; greedy when left out.
+        sampling_mode: What sampling it must be able to do; greedy when left out.
         platforms: Of :data:`PLATFORMS`, such as ``("cpu", "cuda")``; the present one when left out. The hardware need
             not be present.
 
     Raises:
         ValueError: The target has no room for this, the decoder is not lossless, or a platform is unknown.
     """
-    from eagle3_jax.loop import LoopParams, Prompts
     from eagle3_jax.models import flash
-    from eagle3_jax.types import FinishReason, SamplingParams, Warping
+    from eagle3_jax.state import LoopParams, Prompts
+    from eagle3_jax.types import FinishReason, SamplingMode, SamplingParams
 
     if min(batch, prompt_tokens, max_new_tokens) < 1 or prompt_tokens >= decoder.target.max_positions:
         raise ValueError(
@@ -254,8 +256,8 @@ def export_generation(
         raise ValueError(f"the decoder accepts by {name}, so its output is not the target's; export one without")
     if platforms is not None:
         _check_platforms(platforms)
-    warping = Warping.GREEDY if warping is None else warping
-    loop = dataclasses.replace(decoder.loop, warping=warping)
+    sampling_mode = SamplingMode.GREEDY if sampling_mode is None else sampling_mode
+    loop = dataclasses.replace(decoder.loop, sampling_mode=sampling_mode)
     capacity = min(prompt_tokens + max_new_tokens, decoder.target.max_positions) + loop.drafter.num_nodes
     stop_tokens = np.tile(np.array(decoder.stop_tokens, np.int32), (batch, 1))
     named = parameters_of(decoder)
@@ -297,7 +299,7 @@ def export_generation(
         max_new_tokens=max_new_tokens,
         max_positions=decoder.target.max_positions,
         vocab_size=decoder.target.vocab_size,
-        warping=warping.name.lower(),
+        sampling_mode=sampling_mode.name.lower(),
         num_nodes=loop.drafter.num_nodes,
         max_depth=loop.drafter.max_depth,
         stop_tokens=decoder.stop_tokens,

@@ -1,4 +1,4 @@
-"""A batch taken a few rows at a time, so that what a forward needs beside its results does not grow with the batch."""
+"""Runs a batch a few rows at a time, so that the temporary memory of a prefill does not grow with the batch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from eagle3_jax.sharding import DATA
 
 In, Out = TypeVar("In"), TypeVar("Out")
 
-# Of a forward: tokens on a device, of which a product keeps any of them busy long before, and slots of the caches that
-# are made for it and copied. A few tokens would read all weights for little, so there are at least so many.
+# Limits of one forward, per device. 8,192 tokens keep the matrix products busy. Each group makes caches of its own that
+# are then copied; 16,384 slots bound them. Below 256 tokens a forward would read all weights for little work.
 TOKENS, SLOTS, FEWEST_TOKENS = 8192, 16384, 256
 
 
-def rows_at_once(batch: int, tokens: int, capacity: int) -> int:
-    """How many rows go through a forward together: all of them unless they have more than :data:`TOKENS` tokens.
+def rows_per_group(batch: int, tokens: int, capacity: int) -> int:
+    """Returns how many rows go through one forward: the whole batch if it has at most :data:`TOKENS` tokens per device.
 
-    Otherwise as many as divide the batch, and as a mesh divides, with about so many tokens on a device.
+    A larger batch is split into equal groups within the limits above. The result divides ``batch``, and the data axis
+    of a mesh divides the result.
 
     Args:
-        batch: ``B``.
-        tokens: ``T``, of a row.
-        capacity: ``S``, slots of a row.
+        batch: ``B``, rows.
+        tokens: ``T``, tokens per row.
+        capacity: ``S``, cache slots per row.
     """
     devices = jax.sharding.get_abstract_mesh().shape.get(DATA, 1)
     if batch * tokens <= TOKENS * devices or batch % devices:
@@ -34,19 +35,20 @@ def rows_at_once(batch: int, tokens: int, capacity: int) -> int:
     return next(rows for rows in range(most, 0, -devices) if batch % rows == 0)
 
 
-def by_groups(run: Callable[[In], Out], rows: In, size: int) -> Out:
-    """``run(rows)``, of a few rows after the other.
+def map_groups(run: Callable[[In], Out], rows: In, size: int) -> Out:
+    """Computes ``run(rows)`` on groups of ``size`` rows, one group after the other.
 
     Args:
-        run: What does to each row what it does to it alone.
-        rows: A tree whose leaves lead with ``B``, as those of the result do.
-        size: Rows of a group; a divisor of ``B``.
+        run: A function that treats every row independently of the others.
+        rows: A pytree whose leaves are ``[B ...]``, as are those of the result.
+        size: Rows per group; a divisor of ``B``.
     """
+    # Leaves and not trees are reshaped: the annotated shapes of a tree's class are checked when it is put together.
     leaves, of_rows = jax.tree.flatten(rows)
     groups = len(leaves[0]) // size
     if groups == 1:
         return run(rows)
-    # Every group takes rows from all over the batch: whichever device has some of the rows has some of each group.
+    # Group g has rows g, g + groups, ...: a device of a mesh holds consecutive rows, so every group uses all devices.
     apart = [leaf.reshape(size, groups, *leaf.shape[1:]) for leaf in leaves]
 
     of_out: Any = None

@@ -1,4 +1,4 @@
-"""JSON and text from people: a file, the standard input or an option, read whole or refused in one line."""
+"""JSON and text of users: a file, the standard input or an option, read whole or refused in one line."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class JsonRow(NamedTuple):
 
 
 def read_text(path: Path) -> str:
-    """A text file in UTF-8 with or without a byte order mark; ``-`` is the standard input.
+    """Reads a text file in UTF-8, with or without a byte order mark; ``-`` is the standard input.
 
     Raises:
-        ValueError: It is in another encoding; the message says where.
+        ValueError: It has another encoding; the message gives the first wrong byte.
     """
     name = name_of(path)
     if str(path) != STDIN:
@@ -45,15 +45,15 @@ def read_text(path: Path) -> str:
 
 
 def name_of(path: Path) -> str:
-    """What messages call it."""
+    """The name of a file in messages."""
     return "the standard input" if str(path) == STDIN else str(path)
 
 
 def parse_json(text: str) -> Any:
-    """JSON in the strict sense: no name twice, no ``NaN``, not nested without end.
+    """Parses strict JSON: no name twice, no ``NaN``, no endless nesting.
 
     Raises:
-        ValueError: It is none; the message says why.
+        ValueError: The text is not strict JSON; the message says why.
     """
     try:
         return json.loads(text, object_pairs_hook=_each_once, parse_constant=_refuse_constant)
@@ -75,7 +75,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value in a message, short whatever it is."""
+    """A value as a message shows it: at most 80 characters."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # nested deeply, or a number of thousands of digits
@@ -84,14 +84,14 @@ def shown(value: Any) -> str:
 
 
 def read_rows(path: Path, form: str) -> list[JsonRow]:
-    """Objects of a JSONL file, one a line; blank lines are skipped.
+    """Reads the objects of a JSONL file, one a line; blank lines are skipped.
 
     Args:
         path: The file; ``-`` for the standard input.
-        form: What a line should look like, for error messages.
+        form: The expected form of a line, for error messages.
 
     Raises:
-        ValueError: A line is no such object, or there is none; the message says which line.
+        ValueError: A line is no object, or there are none; the message names the line.
     """
     rows = []
     for number, line in enumerate(read_text(path).split("\n"), 1):

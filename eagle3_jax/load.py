@@ -1,4 +1,4 @@
-"""Models from disk: the bundled pair, a local directory, or a hub id."""
+"""Loading of models: the bundled pair, a local directory, or a hub id."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from eagle3_jax.sources import bundled, locate
 if TYPE_CHECKING:
     from eagle3_jax.conversion.families import Family
 
-# `conversion` stands above the library and is imported where it is used: a program that brings its own parameters
-# needs none of it (docs/decisions/0003).
+# `conversion` is imported where it is used: a program with parameters of its own needs none of it
+# (docs/decisions/0003).
 
 
 def precision_named(name: str) -> Precision:
-    """The precision that a command-line option or an argument names.
+    """The precision of a name.
 
     Raises:
         ValueError: There is none of that name.
@@ -44,26 +44,27 @@ def load_target(
     family: Family | None = None,
     mesh: Mesh | None = None,
 ) -> LoadedTarget:
-    """Load a target.
+    """Loads a target.
 
     Args:
         source: A Hugging Face directory, a native one, a hub id, or ``None`` for the bundled target.
         dtype: ``float32``, ``bfloat16``, or ``mixed`` (bfloat16 products summed in float32; fastest on CPUs).
         weights: ``dense``, or ``fp8``: kernels in eight bits, as an FP8 file stores them, or rounded otherwise.
-            ``fp8-dynamic`` quantises what they are multiplied with too. Decoding is then lossless relative to this
-            quantised target (``docs/quantised.md``).
-        family: A ``eagle3_jax.conversion.Family`` of one's own, beside those that are known (``docs/extending.md``).
-        mesh: From ``make_mesh``, to divide it over devices, each of which gets its part alone (``docs/mesh.md``).
+            ``fp8-dynamic`` quantises the other factor of their products too. Decoding is then lossless relative to
+            this quantised target (``docs/quantised.md``). :func:`load_drafter` stores its drafter's kernels alike.
+        family: A ``eagle3_jax.conversion.Family`` of your own, in addition to the known ones (``docs/extending.md``).
+        mesh: From ``make_mesh``, to divide the target over devices, each of which gets its part alone
+            (``docs/mesh.md``).
 
     Raises:
         ValueError: It is not a target that this library can run, or the mesh does not divide it; the message says why.
     """
     weights_named(weights)
-    name = str(source or "the bundled target")
-    return _read(locate(source, "target"), precision_named(dtype), family, mesh, name, weights)
+    precision, directory = precision_named(dtype), locate(source, "target")
+    return _load_model(directory, precision, family, mesh, str(source or "the bundled target"), weights)
 
 
-def _read(
+def _load_model(
     directory: Path,
     precision: Precision,
     family: Family | None,
@@ -71,7 +72,7 @@ def _read(
     name: str,
     weights: str = "dense",
 ) -> LoadedTarget:
-    """A language model from its directory."""
+    """Loads a language model from its directory."""
     from eagle3_jax.conversion import read_target
 
     checkpoint = read_target(directory, family)
@@ -80,7 +81,7 @@ def _read(
     shardings = None if mesh is None else param_shardings(mesh, model, model.param_shapes())
     products = model.param_products()
     if checkpoint.quantisation is not None and checkpoint.quantisation.fp8:
-        # What the file has in FP8 stays as it is stored, and what it has in other types as well.
+        # Parameters that the file has in FP8 stay as they are stored. So do the parameters that it has in other types.
         stored = lambda leaf, product: product and getattr(leaf, "in_fp8", False)
         products = jax.tree.map(stored, checkpoint.params, products)
     params = quantised(checkpoint.params, products, weights)
@@ -99,46 +100,45 @@ def _read(
 
 
 def _bound(config: DecoderConfig) -> str:
-    """Why a target holds less than the model that was published."""
-    chosen = [layer.mixer.index_topk for layer in config.layers if isinstance(layer.mixer, Latent)]
-    topk = next((count for count in chosen if count is not None and count == config.max_positions), None)
-    return "" if topk is None else f"beyond them its attention is sparse, to {topk} tokens, which is not computed here"
+    """The reason why a target holds fewer tokens than the published model; empty where it does not."""
+    chosen = {layer.mixer.index_topk for layer in config.layers if isinstance(layer.mixer, Latent)}
+    if config.max_positions not in chosen:
+        return ""
+    return f"beyond them its attention is sparse, to {config.max_positions} tokens, which is not computed here"
 
 
 def load_drafter(
     source: str | Path | None = None, *, target: LoadedTarget, layer_ids: str | None = None
 ) -> LoadedDrafter:
-    """Load a draft head or a draft model for a target, in the target's precision and over its mesh.
+    """Loads a draft head or a draft model for a target, in the target's precision and weights, and over its mesh.
 
-    A head without an embedding of its own shares the target's array. A whole language model drafts as it is.
+    A head without an embedding of its own shares the target's array. A language model drafts as a whole.
 
     Args:
         source: A directory with a head in any supported dialect or with a language model of any supported family, a
             hub id, or ``None`` for the bundled head.
-        target: What it drafts for.
-        layer_ids: What the numbers of a head's auxiliary layers count where its file leaves that open: layers that the
-            stream is ``entering`` (vLLM) or ``leaving`` (SGLang, SpecForge).
+        target: The target that it drafts for.
+        layer_ids: What the numbers of a head's auxiliary layers count, where its file leaves that open: layers that
+            the stream is ``entering`` (vLLM) or ``leaving`` (SGLang, SpecForge).
 
     Raises:
-        ValueError: It is no drafter of a method that is known, or it does not fit the target; the message says why.
+        ValueError: It is no drafter of a known method, or it does not fit the target; the message says why.
     """
-    from eagle3_jax.conversion import identify, read_head
-    from eagle3_jax.conversion.heads import HEADS
-    from eagle3_jax.conversion.heads.head import make_drafter
+    from eagle3_jax.conversion.heads import HEADS, make_drafter
+    from eagle3_jax.conversion.reading import head_of, open_checkpoint
 
     if not isinstance(target.model, DecoderTarget):
         raise ValueError(f"{type(target.model).__name__} is not a target that draft heads are loaded for")
     precision, directory = target.model.precision, locate(source, "eagle3")
-    if identify(directory) not in HEADS:
+    opened = open_checkpoint(directory)
+    if opened.kind not in HEADS:
         if layer_ids is not None:
             raise ValueError(f"{directory} holds a language model, which reads no others' layers; leave layer_ids out")
-        return draft_model(_read(directory, precision, None, target.mesh, str(source)), target)
-    checkpoint = read_head(directory, target.model.config, layer_ids=layer_ids)
-    kind = HEADS[checkpoint.method]
-    assert kind.classes is not None  # or it would not have been read
+        return draft_model(_load_model(directory, precision, None, target.mesh, str(source), target.weights), target)
+    checkpoint = head_of(opened, target.model.config, layer_ids=layer_ids)
     tables = target.model.tables(target.params)
-    drafter, params = make_drafter(checkpoint, kind.classes(), tables, precision, target.mesh)
-    method = f"{kind.title(checkpoint.config)} head ({checkpoint.dialect} layout)"
+    drafter, params = make_drafter(checkpoint, tables, precision, target.mesh, target.weights)
+    method = f"{HEADS[opened.kind].title(checkpoint.config)} head ({checkpoint.dialect} layout)"
     return LoadedDrafter(drafter, params, str(source or "the bundled head"), method, checkpoint.note)
 
 
@@ -148,9 +148,9 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
     Raises:
         ValueError: It is damaged.
     """
-    from eagle3_jax.conversion import vocabulary
+    from eagle3_jax.conversion import files
 
-    return vocabulary.read_tokenizer(path)
+    return files.read_tokenizer(path)
 
 
 __all__ = ["bundled", "cast", "load_drafter", "load_target", "locate", "precision_named", "read_tokenizer"]

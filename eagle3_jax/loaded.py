@@ -1,4 +1,4 @@
-"""Models with their arrays, as they come from disk or from a program of one's own."""
+"""Models together with their arrays."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class LoadedTarget:
 
     Attributes:
         model: The architecture.
-        params: Its parameters.
+        params: Parameters of the model.
         vocab_size: ``V``.
-        max_positions: Longest sequence it can hold.
+        max_positions: Longest sequence.
         stop_tokens: Ids that end a text.
-        tokenizer: ``None`` when only token ids can be given.
-        name: For reports.
-        mesh: Over which its arrays are divided; ``None`` for one device.
-        weights: What its kernels are stored as: ``dense``, ``fp8`` or ``fp8-dynamic``.
-        bound: Why it holds no longer sequence, where the model itself would; empty where it would not.
+        tokenizer: The tokenizer; ``None`` if prompts must be token ids.
+        name: Name in reports.
+        mesh: The mesh that divides the arrays; ``None`` for one device.
+        weights: How kernels are stored: ``dense``, ``fp8`` or ``fp8-dynamic``.
+        bound: The reason if ``max_positions`` is lower than the model's own limit; else empty.
     """
 
     model: TargetModel
@@ -43,11 +43,11 @@ class LoadedTarget:
 
     @property
     def holds(self) -> str:
-        """How many positions it holds, in words."""
+        """``max_positions`` in words."""
         return f"{self.max_positions} positions" + (f" ({self.bound})" if self.bound else "")
 
     def __repr__(self) -> str:
-        """A line; the arrays alone would be thousands."""
+        """One line, without arrays."""
         weights = [] if self.weights == "dense" else [f"{self.weights} weights"]
         facts = [type(self.model).__name__, *_facts(self.model, self.params), *weights]
         return f"LoadedTarget({self.name}: {', '.join([*facts, f'vocabulary of {self.vocab_size}'])})"
@@ -58,11 +58,11 @@ class LoadedDrafter:
     """A drafter with its arrays.
 
     Attributes:
-        drafter: The method.
-        params: Its parameters; ``None`` where it has none.
-        name: For reports.
-        method: What it was found to be, as in ``P-EAGLE head (vllm layout)``; empty where its class says it.
-        note: What was left out or assumed when it was read; empty when nothing was.
+        drafter: The drafter.
+        params: Its parameters; ``None`` if it has none.
+        name: Name in reports.
+        method: Method and file layout, as in ``P-EAGLE head (vllm layout)``; empty to use the name of the class.
+        note: Anything that was left out or assumed when it was read.
     """
 
     drafter: Drafter[Any]
@@ -73,11 +73,11 @@ class LoadedDrafter:
 
     @property
     def described(self) -> str:
-        """What it was found to be."""
+        """Method and file layout."""
         return self.method or type(self.drafter).__name__
 
     def __repr__(self) -> str:
-        """A line; the parameters are counted with the arrays that the target shares."""
+        """One line. Parameters include the arrays shared with the target."""
         config = getattr(self.drafter, "config", getattr(self.drafter, "model", None))
         size = getattr(config, "draft_vocab_size", getattr(config, "vocab_size", None))
         words = [] if size is None else [f"vocabulary of {size}"]
@@ -86,7 +86,7 @@ class LoadedDrafter:
 
 
 def _facts(part: Any, params: Any) -> list[str]:
-    """How many layers, how many parameters and of which type, as far as a part says so."""
+    """Number of layers, number of parameters and their types, if known."""
     config = getattr(part, "config", getattr(getattr(part, "model", None), "config", None))
     layers = getattr(config, "layers", None)
     found = [] if layers is None else [f"{len(layers)} layer{'s' if len(layers) > 1 else ''}"]
@@ -98,7 +98,7 @@ def _facts(part: Any, params: Any) -> list[str]:
 
 
 def shape_of(drafter: Drafter[Any]) -> str:
-    """What a drafter drafts in a round at most, in words."""
+    """The shape of a draft in words."""
     if getattr(drafter, "is_chain", False):
         return f"chain K={drafter.max_depth}"
     return f"tree of {drafter.num_nodes} nodes, {drafter.max_depth} deep"

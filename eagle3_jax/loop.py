@@ -1,4 +1,4 @@
-"""The speculative loop as pure functions: draft, verify, accept, commit and stop, all on the device."""
+"""The speculative loop as pure functions: propose, verify, accept, commit, observe and stop, all on the device."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.acceptance import Exact
-from eagle3_jax.boundary import (
+from eagle3_jax.checks import (
+    check_same_state,
     declares_chain,
-    like_before,
-    made_safe,
+    drop_unreachable_nodes,
     require_draft,
-    require_drafter,
+    require_parts,
     require_rows,
-    require_shape,
-    require_target,
     require_verdict,
-    require_verifier,
-    within_reach,
+    sanitize_draft,
 )
-from eagle3_jax.groups import by_groups, rows_at_once
+from eagle3_jax.groups import map_groups, rows_per_group
 from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.sampling import argmax, draw, keys_at, num_digits, probabilities, uniforms
 from eagle3_jax.sharding import on_rows
@@ -37,70 +34,64 @@ from eagle3_jax.types import (
     Drafter,
     FinishReason,
     Observation,
+    SamplingMode,
     TargetModel,
     TargetOutput,
     Verdict,
     Verifier,
-    Warping,
 )
 
-# What a row's randomness at one position is used for.
+# Purposes of a row's random keys at one position.
 _DRAFT, _VERIFY = 0, 1
 
 
 @dataclasses.dataclass(frozen=True)
 class SpeculativeLoop:
-    """A target, a drafter and an acceptance rule: hashable, the static argument of everything compiled here.
+    """A target, a drafter and an acceptance rule. It is hashable, and the static argument of the compiled functions.
 
     Attributes:
         target: The model whose output distribution is preserved.
         drafter: The proposal method.
         verifier: The acceptance rule.
-        warping: How much the rows' sampling parameters ask for.
-        rounds_per_check: Rounds between two looks at whether every row has finished. On GPUs each look is a
-            read by the host, so a few wasted rounds at the end can be cheaper.
+        sampling_mode: The work that the rows' sampling parameters need.
+        rounds_per_check: Rounds between two checks whether every row has finished. On GPUs each check is a read by the
+            host, so a few wasted rounds at the end can be cheaper.
     """
 
     target: TargetModel
     drafter: Drafter[Any]
     verifier: Verifier = Exact()
-    warping: Warping = Warping.GREEDY
+    sampling_mode: SamplingMode = SamplingMode.GREEDY
     rounds_per_check: int = 1
 
     def __post_init__(self) -> None:
-        require_target(self.target)
-        require_drafter(self.drafter)
-        require_verifier(self.verifier)
-        require_shape(self.verifier, self.drafter)
+        require_parts(self.target, self.drafter, self.verifier)
         if self.rounds_per_check < 1:
             raise ValueError(f"rounds_per_check is {self.rounds_per_check}; expected at least 1")
 
     @property
     def is_chain(self) -> bool:
-        """Whether the drafter declares that its drafts never branch, so that masks, depths and commits are in order."""
+        """Whether the drafter declares that its drafts never branch. Masks, depths and commits are then in order."""
         return declares_chain(self.drafter)
 
     def at(self, state: GenerationState) -> SpeculativeLoop:
-        """The loop that plays the next round of a state, chosen by the host: itself, where there are no stages."""
+        """The loop for the next round of a state, chosen by the host. A loop with stages overrides this."""
         del state
         return self
 
     def prefill(self, params: LoopParams, prompts: Prompts, capacity: int) -> GenerationState:
-        """Run the prompts, choose the first token of each row and show both to the drafter.
-
-        Many long prompts go through it a few at a time (``eagle3_jax/groups.py``).
+        """Runs the prompts, chooses the first token of each row and shows both to the drafter.
 
         Args:
-            params: Of both models.
-            prompts: The batch.
+            params: Arrays of both models.
+            prompts: The batch. Many long prompts are run a few at a time, to bound the memory.
             capacity: ``S``, slots per row; ``limit + num_nodes`` never loses a node.
         """
-        batch, tokens = prompts.tokens.shape
-        size = rows_at_once(batch, tokens, capacity)
-        return on_rows(by_groups(lambda rows: self._prefill(params, rows, capacity), prompts, size))
+        size = rows_per_group(prompts.tokens.shape[0], prompts.tokens.shape[1], capacity)
+        return on_rows(map_groups(lambda rows: self._prefill(params, rows, capacity), prompts, size))
 
     def _prefill(self, params: LoopParams, prompts: Prompts, capacity: int) -> GenerationState:
-        """:meth:`prefill` of rows that go through it together."""
+        """:meth:`prefill` of rows that are run together."""
         batch, fed = prompts.tokens.shape
         positions = jnp.broadcast_to(jnp.arange(fed, dtype=jnp.int32), (batch, fed))
         output = self.target(
@@ -113,16 +104,16 @@ class SpeculativeLoop:
         )
         last = jnp.take_along_axis(output.final, (prompts.length - 1)[:, None, None], axis=1)
         logits = self.target.unembed(params.target, last)
-        if self.warping is Warping.GREEDY:
+        if self.sampling_mode is SamplingMode.GREEDY:
             first = argmax(logits[:, 0])
         else:
-            probs = probabilities(logits, prompts.sampling, self.warping)[:, 0]
+            probs = probabilities(logits, prompts.sampling, self.sampling_mode)[:, 0]
             keys = keys_at(prompts.keys, prompts.length, _VERIFY)
             first = draw(probs, uniforms(keys, num_digits(probs.shape[-1])))
 
         cache = self.target.init_cache(batch, capacity).fill(output.written, prompts.length)
         seen = Observation(tokens=prompts.tokens, features=output.features, length=prompts.length, next_token=first)
-        # The barrier keeps XLA from spending seconds on folding attention over an empty cache at compile time.
+        # Without the barrier XLA spends seconds of compilation on folding attention over an empty cache.
         fresh = self.drafter.init(params.drafter, batch, capacity)
         require_rows(self.drafter, fresh, batch)
         drafter = lax.optimization_barrier(fresh)
@@ -145,8 +136,8 @@ class SpeculativeLoop:
         return self._emit(state, first[:, None], jnp.where(broken, 0, 1).astype(jnp.int32), broken)
 
     def step(self, params: LoopParams, state: GenerationState) -> Round:
-        """One round: propose, verify, commit, observe. Rows that have finished stay as they are."""
-        with jax.named_scope("propose"):  # the names by which profilers show where a round goes
+        """One round: propose, verify, commit, observe. Rows that have finished do not change."""
+        with jax.named_scope("propose"):  # these names appear in profiles
             draft, drafter = self._propose(params, state)
         batch, num_nodes = draft.tokens.shape
         if self.is_chain:
@@ -154,7 +145,7 @@ class SpeculativeLoop:
             depth = jnp.broadcast_to(jnp.arange(num_nodes, dtype=jnp.int32), (batch, num_nodes))
         else:
             mask = ancestor_mask(draft.parents, self.drafter.max_depth)
-            draft = within_reach(draft, mask)
+            draft = drop_unreachable_nodes(draft, mask)
             depth = depths(mask)
         positions = state.cache.length[:, None] + depth
         with jax.named_scope("target"):
@@ -164,7 +155,7 @@ class SpeculativeLoop:
         with jax.named_scope("verify"):
             verdict, broken = self._verify(params, state, draft, output)
 
-        # nodes[j] is the j-th token of the committed path, the root first; emitted[j] is the token after it.
+        # nodes[j] is the j-th node of the committed path, the root first; emitted[j] is the token after it.
         nodes = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), jnp.maximum(verdict.path, 0)], axis=1)
         committed = jnp.take_along_axis(draft.tokens, nodes, axis=1)
         emitted = jnp.concatenate([committed[:, 1:], verdict.next_token[:, None]], axis=1)
@@ -186,7 +177,7 @@ class SpeculativeLoop:
         return Round(state=on_rows(after), draft=draft, verdict=verdict, positions=positions)
 
     def run(self, params: LoopParams, state: GenerationState, *, more_than: int = 0) -> GenerationState:
-        """Rounds while more rows than these are running; until every row has finished, that is, if nothing is said."""
+        """Runs rounds while more than ``more_than`` rows are active (default: until all rows finish)."""
 
         def rounds(state: GenerationState) -> GenerationState:
             if self.rounds_per_check == 1:
@@ -199,43 +190,42 @@ class SpeculativeLoop:
         return lax.while_loop(goes_on, rounds, state)
 
     def generate(self, params: LoopParams, prompts: Prompts, capacity: int) -> Outcome:
-        """Prefill and every round, as one program."""
+        """Prefill and all rounds, as one program."""
         state = self.run(params, self.prefill(params, prompts, capacity))
         return Outcome(tokens=state.tokens, length=state.length, finish=state.finish, stats=state.stats)
 
     def _propose(self, params: LoopParams, state: GenerationState) -> tuple[Draft, Any]:
-        """The draft, made safe, and the drafter's state to go on with."""
+        """Returns the draft, sanitized, and the drafter's state after proposing."""
         keys, sampling = keys_at(state.keys, state.length, _DRAFT), state.sampling
         vocab_size = self.target.vocab_size
-        if self.warping is Warping.GREEDY:
-            # With a temperature that is a constant to the compiler, whatever a drafter computes for sampled rows is
-            # dropped from the program.
+        if self.sampling_mode is SamplingMode.GREEDY:
+            # With a constant temperature the compiler drops everything that a drafter computes for sampled rows.
             sampling = sampling.replace(temperature=jnp.zeros_like(sampling.temperature))  # type: ignore[attr-defined]
         draft = self.drafter.propose(params.drafter, state.drafter, keys, sampling)
         require_draft(self.drafter, draft, batch=state.length.shape[0], vocab_size=vocab_size)
-        after = (
-            state.drafter if draft.state is None else like_before(self.drafter, state.drafter, draft.state, "propose")
-        )
+        after = state.drafter
+        if draft.state is not None:
+            after = check_same_state(self.drafter, state.drafter, draft.state, "propose")
         draft = draft.replace(state=None)  # type: ignore[attr-defined]
-        if self.warping is Warping.GREEDY:  # verification then reads no proposal distribution
+        if self.sampling_mode is SamplingMode.GREEDY:  # verification then reads no proposal distribution
             draft = draft.replace(probs=None)  # type: ignore[attr-defined]
         root = jnp.take_along_axis(state.tokens, (state.length - 1)[:, None], axis=1)[:, 0]
-        return made_safe(draft, root, vocab_size=vocab_size, is_chain=self.is_chain), after
+        return sanitize_draft(draft, root, vocab_size=vocab_size, is_chain=self.is_chain), after
 
     def _observe(self, params: LoopParams, state: Any, seen: Observation) -> Any:
-        return like_before(self.drafter, state, self.drafter.observe(params.drafter, state, seen))
+        return check_same_state(self.drafter, state, self.drafter.observe(params.drafter, state, seen))
 
     def _verify(
         self, params: LoopParams, state: GenerationState, draft: Draft, output: TargetOutput
     ) -> tuple[Verdict, Bool[Array, " B"]]:
-        """The verdict, and whether the target has no distribution where the accepted path ends."""
+        """Returns the verdict, and whether the target has no distribution at the end of the accepted path."""
         logits = self.target.unembed(params.target, output.final)
         known = _has_distribution(logits)
-        # Whatever the rule is, it accepts nothing below a node without a distribution.
+        # No rule may accept anything below a node without a distribution.
         parent = jnp.take_along_axis(known, jnp.maximum(draft.parents, 0), axis=1) | (draft.parents < 0)
         draft = draft.replace(valid=draft.valid & parent)  # type: ignore[attr-defined]
         keys, depth = keys_at(state.keys, state.length, _VERIFY), self.drafter.max_depth
-        verdict = self.verifier(draft, logits, state.sampling, keys, warping=self.warping, max_depth=depth)
+        verdict = self.verifier(draft, logits, state.sampling, keys, sampling_mode=self.sampling_mode, max_depth=depth)
         require_verdict(self.verifier, verdict, batch=logits.shape[0], max_depth=depth)
         last = jnp.max(verdict.path, axis=1, initial=0)  # nodes of a path ascend
         return verdict, ~jnp.take_along_axis(known, last[:, None], axis=1)[:, 0]
@@ -247,9 +237,9 @@ class SpeculativeLoop:
         count: Int[Array, " B"],
         broken: Bool[Array, " B"],
     ) -> GenerationState:
-        """Append up to ``count`` tokens to running rows, ending exactly at a stop token or at the limit.
+        """Appends up to ``count`` tokens to active rows, and ends rows exactly at a stop token or at the limit.
 
-        A row that is ``broken`` ends after them: the target has no next token.
+        A ``broken`` row ends after them, because the target has no next token.
         """
         index = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]
         stops = jnp.any(emitted[:, :, None] == state.stop_tokens[:, None, :], axis=-1) & (index < count[:, None])
@@ -262,7 +252,7 @@ class SpeculativeLoop:
 
         capacity = state.tokens.shape[1]
         slots = jnp.where(index < kept[:, None], state.length[:, None] + index, capacity)
-        # By vmap, so that whoever has some of the rows writes them alone.
+        # By vmap, so that a device that holds some of the rows writes only those.
         append = jax.vmap(lambda tokens, slots, new: tokens.at[slots].set(new, mode="drop"))
         going_on = jnp.where(broken, int(FinishReason.NOT_FINITE), state.finish)
         reason = jnp.where(
@@ -276,7 +266,7 @@ class SpeculativeLoop:
 
 
 def _has_distribution(logits: Float[Array, "B N V"]) -> Bool[Array, "B N"]:
-    """Whether logits give a distribution: no NaN, and not minus infinity everywhere. The largest one says both."""
+    """Whether logits give a distribution: no NaN, and not minus infinity everywhere. The maximum shows both."""
     return jnp.max(logits, axis=-1) > -jnp.inf
 
 
@@ -288,31 +278,17 @@ def prefill(loop: SpeculativeLoop, params: LoopParams, prompts: Prompts, *, capa
 
 @functools.partial(jax.jit, static_argnames=("loop",), donate_argnames=("state",))
 def step(loop: SpeculativeLoop, params: LoopParams, state: GenerationState) -> Round:
-    """Compiled :meth:`SpeculativeLoop.step`; the state given is consumed, its caches are updated in place."""
+    """Compiled :meth:`SpeculativeLoop.step`. It consumes the given state and updates its caches in place."""
     return loop.step(params, state)
 
 
 @functools.partial(jax.jit, static_argnames=("loop",), donate_argnames=("state",))
 def run(loop: SpeculativeLoop, params: LoopParams, state: GenerationState) -> GenerationState:
-    """Compiled :meth:`SpeculativeLoop.run`; the state given is consumed, its caches are updated in place."""
+    """Compiled :meth:`SpeculativeLoop.run`. It consumes the given state and updates its caches in place."""
     return loop.run(params, state)
 
 
 @functools.partial(jax.jit, static_argnames=("loop", "capacity"))
 def generate(loop: SpeculativeLoop, params: LoopParams, prompts: Prompts, *, capacity: int) -> Outcome:
-    """Compiled :meth:`SpeculativeLoop.generate`: a whole generation is one executable and one launch."""
+    """Compiled :meth:`SpeculativeLoop.generate`: a whole generation is one executable."""
     return loop.generate(params, prompts, capacity)
-
-
-__all__ = [
-    "GenerationState",
-    "LoopParams",
-    "Outcome",
-    "Prompts",
-    "Round",
-    "SpeculativeLoop",
-    "generate",
-    "prefill",
-    "run",
-    "step",
-]

@@ -1,52 +1,16 @@
-"""Drafters without weights of their own, by the names that the command line knows them under. Needs no JAX itself."""
+"""Drafters without files, by the names of the command line. The module itself needs no JAX."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
     from eagle3_jax.types import Drafter
 
-
-def _ngram(target: LoadedTarget, number: int) -> Drafter[Any]:
-    from eagle3_jax.drafters.ngram import NGram
-
-    return NGram()
-
-
-def _suffix(target: LoadedTarget, number: int) -> Drafter[Any]:
-    from eagle3_jax.drafters.suffix import Suffix
-
-    return Suffix()
-
-
-def _layer_skip(target: LoadedTarget, number: int) -> LoadedDrafter:
-    from eagle3_jax.drafters.draft_model import layer_skip
-
-    return layer_skip(target, number)
-
-
-class Named(NamedTuple):
-    """A drafter that needs no files.
-
-    Attributes:
-        form: How it is written, ``name`` or ``name=E``, a whole number.
-        make: The drafter for a target and the number, which is 0 where the form has none; ``None`` for plain decoding.
-    """
-
-    form: str
-    make: Callable[[LoadedTarget, int], LoadedDrafter | Drafter[Any] | None]
-
-
-NAMED = {
-    "ngram": Named("ngram", _ngram),
-    "suffix": Named("suffix", _suffix),
-    "layer-skip": Named("layer-skip=E", _layer_skip),
-    "none": Named("none", lambda target, number: None),
-}
-FORMS = ", ".join(f"'{named.form}'" for named in NAMED.values())
+#: How each is written: its name, or ``name=E`` with a whole number.
+NAMED = {"ngram": "ngram", "suffix": "suffix", "layer-skip": "layer-skip=E", "none": "none"}
+FORMS = ", ".join(map(repr, NAMED.values()))
 
 
 def is_named(source: str | None) -> bool:
@@ -58,24 +22,30 @@ def named_drafter(source: str, target: LoadedTarget) -> LoadedDrafter | Drafter[
     """The drafter of a name; ``None`` for plain decoding.
 
     Args:
-        source: For which :func:`is_named` holds.
-        target: What it drafts for.
+        source: A name for which :func:`is_named` is true.
+        target: The target that it drafts for.
 
     Raises:
-        ValueError: A number is missing, is none, does not suit the target, or is given where none is taken.
+        ValueError: A number is missing, malformed, unsuitable for the target, or given where none is taken.
     """
+    from eagle3_jax.drafters.draft_model import layer_skip
+    from eagle3_jax.drafters.ngram import NGram
+    from eagle3_jax.drafters.suffix import Suffix
+
     name, number = parts_of(source)
-    return NAMED[name].make(target, number)
+    if name == "layer-skip":
+        return layer_skip(target, number)
+    return {"ngram": NGram, "suffix": Suffix, "none": lambda: None}[name]()
 
 
 def parts_of(source: str) -> tuple[str, int]:
     """The name and the number of a source, 0 where it takes none.
 
     Raises:
-        ValueError: A number is missing, is none, or is given where none is taken.
+        ValueError: A number is missing, malformed, or given where none is taken.
     """
     name, sign, number = source.partition("=")
-    form = NAMED[name].form
+    form = NAMED[name]
     takes = form != name
     if takes != bool(sign) or (takes and not (number.isdecimal() and len(number) < 10)):
         raise ValueError(f"drafter {source!r}: expected {form}{', such as ' + name + '=4' if takes else ''}")

@@ -1,9 +1,9 @@
-"""Prompts from the files that people have, as token ids of a target.
+"""Prompts from files of users, as token ids of a target.
 
-Formats, told apart line by line: benchmark questions (``question_id``, ``category``, ``turns``, optional
+The format is told line by line: benchmark questions (``question_id``, ``category``, ``turns``, optional
 ``reference``: EAGLE's ``eagle/data``, Spec-Bench, MT-bench), GSM8K as published (``question``, ``answer``), texts to
-continue (``prompt``, as in HumanEval as published), and token ids (``prompt_ids``). A question is put to the model
-through its chat template; a text is continued as it stands.
+continue (``prompt``, as in HumanEval as published), and token ids (``prompt_ids``). A question goes through
+the chat template of the model; a text is continued as it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 MOST_TOKENS = 1_000_000_000  # limits are 32-bit on the device
 _FIELDS = ("prompt", "prompt_ids", "max_new_tokens")
-# What published files keep beside a prompt; no command reads it to generate.
+# Fields that published files have next to a prompt; no command uses them to generate.
 _LABELS = ("name", "kind", "id", "task_id", "category", "question_id", "reference")
 _HUMAN_EVAL = ("entry_point", "canonical_solution", "test")
 _SYNONYMS = {
@@ -60,7 +60,7 @@ class Prompt:
     Attributes:
         name: Of the question, or file and line.
         category: Of the question; the name of the file for other lines.
-        tokens: As the target is fed; of a conversation the first turn, because later ones depend on its answer.
+        tokens: Input of the target; for a conversation the first turn, because later turns depend on the answer.
         text: As it was read, without a chat template; ``None`` for token ids.
         reference: A right answer, where the file has one.
         max_new_tokens: Its limit.
@@ -76,10 +76,10 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Renderer:
-    """How a question becomes token ids.
+    """The way from a question to token ids.
 
     Attributes:
-        note: In words, for the report.
+        note: The way in words, for the report.
         chat: From a question to token ids; ``None`` where questions are continued as plain text.
     """
 
@@ -105,7 +105,7 @@ class Renderer:
 
 
 def has_chat_template(directory: Path) -> bool:
-    """Whether a directory says how its model is talked to."""
+    """Whether a directory has a chat template."""
     from eagle3_jax.conversion.files import read_json
 
     if any((directory / name).is_file() for name in _TEMPLATE_FILES):
@@ -121,10 +121,10 @@ def read_prompts(
 
     Args:
         path: The file.
-        target: Whose token ids they become.
-        renderer: How questions become token ids.
-        max_new_tokens: Limit of prompts that name none of their own.
-        length: Make every prompt this long; as they are when left out.
+        target: The target, which gives the token ids.
+        renderer: The way from questions to token ids.
+        max_new_tokens: Limit of prompts without a limit of their own.
+        length: Length of every prompt. Default: their own.
 
     Raises:
         ValueError: A line is malformed, or its prompt leaves no room in the target's context; one line says which.
@@ -207,7 +207,7 @@ def _reference(row: JsonRow) -> str | None:
 
 
 def of_length(tokens: list[int], length: int) -> list[int]:
-    """Exactly so many tokens: the last ones of a longer prompt, a shorter one repeated."""
+    """A prompt of exactly ``length`` tokens: the end of a longer one, or a shorter one repeated."""
     return (tokens * -(-length // len(tokens)))[-length:] if tokens else tokens
 
 
@@ -220,10 +220,10 @@ def random_prompts(count: int, vocab_size: int, length: int, *, seed: int = 0) -
 
 
 def in_turn(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """So many prompts of all categories, and within each of all sources, put together by category.
+    """Chooses ``count`` prompts in turn from all categories and their sources, and groups them by category.
 
-    The source is the part of a name before its last colon, as in ``code/bisect.py:19``: a few prompts should not all be
-    of one file, and a batch should be of one category where there are enough.
+    The source is the part of a name before its last colon, as in ``code/bisect.py:19``. Few prompts should not all
+    come from one file, and a batch should have one category where there are enough prompts.
     """
     turns: dict[str, int] = {}
     order = []
@@ -253,7 +253,7 @@ def read_requests(path: Path, max_new_tokens: int) -> list[Request]:
 
 
 def read_request(line: JsonRow, max_new_tokens: int) -> Request:
-    """One line with a text or token ids, and its own limit or the given one."""
+    """One line with a text or token ids, and its own limit or the default."""
     where, row = line
     check_keys(line)
     if ("prompt" in row) == ("prompt_ids" in row):
@@ -270,7 +270,7 @@ def read_request(line: JsonRow, max_new_tokens: int) -> Request:
 
 
 def check_keys(line: JsonRow, also: Collection[str] = ()) -> None:
-    """Refuse a key that no command reads: what it asks for would be ignored in silence.
+    """Refuses a key that no command reads, which would be ignored in silence.
 
     Args:
         line: Of a file.
@@ -290,7 +290,7 @@ def check_keys(line: JsonRow, also: Collection[str] = ()) -> None:
 
 
 def whole_numbers(ids: list[Any], where: str) -> list[int]:
-    """The list, if it holds whole numbers; the decoder checks whether the target has them."""
+    """The list, if it holds whole numbers. The decoder checks their range."""
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int):
             raise ValueError(f"{where}prompt token {shown(token)} is not a token id; expected a whole number")

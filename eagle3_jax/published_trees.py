@@ -1,4 +1,4 @@
-"""Static trees that papers and their code have published, by name.
+"""Published static trees, by name.
 
 The trees of Medusa (Cai et al., 2024) are those of ``medusa/model/medusa_choices.py`` in
 github.com/FasterDecoding/Medusa (Apache-2.0), chosen by its authors from measured accuracies of each head's candidates:
@@ -11,7 +11,7 @@ on five levels.
 
 from __future__ import annotations
 
-from eagle3_jax.tree import DynamicTree, StaticTree
+from eagle3_jax.topology import DynamicTree, StaticTree
 
 # Paths of child ranks, all below ten: a digit for each level.
 _PATHS = {
@@ -51,14 +51,14 @@ _PATHS = {
     ),
 }
 
-#: Every one of them by its name.
+#: All published trees by name.
 PUBLISHED_TREES = {
     name: StaticTree(tuple(tuple(map(int, path)) for path in paths.split())) for name, paths in _PATHS.items()
 }
 
 
 def tree_name(tree: DynamicTree | StaticTree) -> str:
-    """What reports call a tree: its published name, or its size."""
+    """The name of a tree in reports: its published name, or its size."""
     for name, published in PUBLISHED_TREES.items():
         if tree == published:
             return f"tree {name}"

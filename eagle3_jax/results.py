@@ -1,4 +1,4 @@
-"""What decoding returns to its callers."""
+"""The results of decoding."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from eagle3_jax.types import FinishReason
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """One prompt's result.
+    """The result of one prompt.
 
     Attributes:
-        prompt_tokens: As fed.
-        tokens: New tokens only, a stop token included.
-        text: The new tokens decoded without the stop token; ``None`` without a tokenizer.
-        finish_reason: Why it ended.
-        stats: Its counters.
+        prompt_tokens: Token ids of the prompt.
+        tokens: New tokens, including a stop token.
+        text: The new tokens, decoded without the stop token; ``None`` without a tokenizer.
+        finish_reason: Why the row ended.
+        stats: Counters of the row.
     """
 
     prompt_tokens: list[int]
@@ -32,10 +32,9 @@ class GenerationResult:
     """Results in the order of the prompts.
 
     Attributes:
-        rows: One per prompt.
-        seconds: Wall time of the device program, its compilation included when it was new.
-        lossless: Whether the output follows the target's distribution exactly: that of the target as it was loaded,
-            with whatever its weights are stored as.
+        rows: One result per prompt.
+        seconds: Wall time of the device program, including its compilation if it was new.
+        lossless: Whether the output follows exactly the distribution of the target as loaded (for example in FP8).
     """
 
     rows: list[Generation]
@@ -60,13 +59,13 @@ class GenerationResult:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """What one round adds to a stream.
+    """The tokens that one round adds to a stream.
 
     Attributes:
         tokens: New tokens.
-        pieces: The text that each of them completes; empty while a character is unfinished, for a stop token, and
+        pieces: The text that each token completes; empty while a character is unfinished, for a stop token, and
             without a tokenizer.
-        num_accepted: How many of them, counted from the first, were accepted draft tokens.
+        num_accepted: Number of accepted draft tokens; they come first.
         finish_reason: ``RUNNING`` until the last chunk.
         stats: Counters so far.
     """

@@ -1,4 +1,4 @@
-"""How many tokens to draft at which batch size, in vLLM's form."""
+"""Draft lengths by batch size, in vLLM's form, and the default draft length."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ _MOST_ROWS = 2**31 - 2  # rows are counted in 32 bits on the device
 
 @dataclasses.dataclass(frozen=True)
 class SpeculationSchedule:
-    """Draft lengths by the number of running rows: vLLM's ``num_speculative_tokens_per_batch_size``.
+    """Draft lengths by the number of active rows: vLLM's ``num_speculative_tokens_per_batch_size``.
 
-    ``((1, 4, 5), (5, 16, 3))`` drafts 5 tokens while 1 to 4 rows run, 3 while 5 to 16 do, and none above. As in vLLM a
-    gap between two entries carries the length of the one before it. Above the last entry decoding is plain, where
-    vLLM carries the last length on; a last entry such as ``(17, 512, 0)`` means the same in both.
+    ``((1, 4, 5), (5, 16, 3))`` drafts 5 tokens for 1 to 4 active rows, 3 for 5 to 16, and none for more. As in vLLM, a
+    gap between two entries has the length of the entry before it. After the last entry decoding is plain. (vLLM
+    continues with the last length; a last entry such as ``(17, 512, 0)`` means the same in both.)
 
     Attributes:
-        entries: ``(first, last, K)``, both sizes included; the first one starts at 1, sizes ascend, ``K`` may be 0.
+        entries: ``(first, last, K)``: batch sizes ``first`` to ``last`` draft ``K`` tokens. Sizes start at 1 and
+            ascend; ``K`` may be 0.
     """
 
     entries: tuple[tuple[int, int, int], ...]
@@ -42,7 +43,7 @@ class SpeculationSchedule:
 
     @classmethod
     def from_lists(cls, entries: Sequence[Any]) -> SpeculationSchedule:
-        """From what vLLM is configured with.
+        """Reads vLLM's configuration.
 
         Raises:
             ValueError: An entry is not three whole numbers, or out of place.
@@ -54,7 +55,7 @@ class SpeculationSchedule:
         return cls(tuple((entry[0], entry[1], entry[2]) for entry in entries))
 
     def to_lists(self) -> list[list[int]]:
-        """As vLLM takes it."""
+        """The schedule as vLLM's configuration."""
         return [list(entry) for entry in self.entries]
 
     @property
@@ -63,13 +64,13 @@ class SpeculationSchedule:
         return max((length for _, _, length in self.entries), default=0)
 
     def length_at(self, batch: int) -> int:
-        """``K`` for this many running rows."""
+        """``K`` for this number of active rows."""
         if batch > self.entries[-1][1]:
             return 0
         return next(length for first, _, length in reversed(self.entries) if first <= batch)
 
     def steps(self, largest: int) -> list[tuple[int, int]]:
-        """``(most rows, K)`` where ``K`` changes, from ``largest`` rows down to 1."""
+        """Returns ``(most rows, K)`` for each change of ``K``, from ``largest`` rows down to 1."""
         ends = {end for first, last, _ in self.entries for end in (first - 1, last)}
         found: list[tuple[int, int]] = []
         for batch in sorted({largest, *(end for end in ends if 0 < end < largest)}, reverse=True):
@@ -79,19 +80,19 @@ class SpeculationSchedule:
         return found
 
 
-# With the shipped pair on two cores never slower than plain decoding, in float32 and mixed (docs/speed.md).
+# Measured with the shipped pair on two cores: never slower than plain decoding, in float32 and mixed (docs/speed.md).
 _ON_CPUS = SpeculationSchedule(((1, 2, 3), (3, 4, 2), (5, 32, 1)))
 _ELSEWHERE = 5
 
 
-def default_length(batch: int = 1, platform: str | None = None) -> int:
-    """The draft length ``K`` when none is given: 5; on CPUs 3 for one or two rows, and fewer for more.
+def default_draft_length(batch: int = 1, platform: str | None = None) -> int:
+    """Returns the default draft length ``K``: 5; on CPUs 3 for one or two rows, and fewer for more.
 
-    What drafts a whole block (DFlash) or with several heads (Medusa) drafts all of it instead.
+    DFlash drafts its whole block instead, and Medusa one token per head.
 
     Args:
         batch: Rows that start together.
-        platform: Of the device, such as ``cpu``; the default device of this process when left out.
+        platform: Platform of the device, such as ``cpu``. Default: this process's default device.
 
     Returns:
         Tokens of a chain; 0 for plain decoding, on CPUs above 32 rows.

@@ -1,8 +1,8 @@
-"""A mesh of devices: what is divided over it, by the names that arrays give their axes.
+"""Sharding over a mesh of devices, by names of array axes.
 
-A mesh has two axes. ``data`` divides rows, ``model`` divides what a layer can be cut into: key heads with everything
-that belongs to them, columns of an MLP, the vocabulary. The rest is XLA's partitioner (GSPMD): the programs are those
-of one device, and from where their arguments lie it decides where everything is computed and what has to travel.
+A mesh has two axes. ``data`` divides rows of the batch. ``model`` divides layers: key heads with their query heads,
+columns of an MLP, experts, the vocabulary. XLA's partitioner (GSPMD) does the rest: the programs are those of one
+device, and it derives from the shardings of their arguments what is computed where and what is communicated.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ MESH_AXES = (DATA, MODEL)
 
 
 class Axis(NamedTuple):
-    """A named axis of a parameter, which may be divided.
+    """A named axis of a parameter that a mesh may divide.
 
     Attributes:
-        name: One of :data:`PLACES`.
-        parts: Pieces that it consists of and that stay whole, as key heads of so many columns each.
+        name: A key of :data:`PLACES`.
+        parts: Number of pieces that must stay whole, such as key heads of several columns each.
     """
 
     name: str
     parts: int
 
 
-# Per axis of an array, its name; None for one that is never divided. What is left out at the end is not divided.
+# For each axis of an array its name, or None if it is never divided. Axes left out at the end are not divided.
 Axes = tuple[Axis | None, ...]
 
 
 class Place(NamedTuple):
-    """Where an axis of some name goes.
+    """The mesh axis that divides a named axis.
 
     Attributes:
         mesh_axis: ``data`` or ``model``.
-        what: Its parts in words.
-        required: Whether a mesh that does not divide them is refused; otherwise every device holds all of them.
+        what: The parts of the named axis, in words.
+        required: Whether a mesh must divide it. If False, every device may hold the whole axis instead.
     """
 
     mesh_axis: str
@@ -64,10 +64,10 @@ PLACES: Mapping[str, Place] = {
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """``model=4,data=2`` as sizes by axis; an axis left out has one device.
+    """Parses ``model=4,data=2``; an axis left out has size 1.
 
     Raises:
-        ValueError: It is written otherwise, or names an axis that meshes do not have.
+        ValueError: The text is malformed or names an unknown axis.
     """
     sizes: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
     named: set[str] = set()
@@ -90,15 +90,15 @@ _FORM = "as in model=4,data=2"
 def make_mesh(
     sizes: str | Mapping[str, int] | None = None, *, devices: Sequence[jax.Device] | None = None, **axes: int
 ) -> Mesh:
-    """A mesh of the devices at hand: ``make_mesh("model=4,data=2")`` or ``make_mesh(model=4, data=2)``.
+    """Makes a mesh: ``make_mesh("model=4,data=2")`` or ``make_mesh(model=4, data=2)``.
 
     Args:
-        sizes: As text, or by axis; an axis left out has one device.
-        devices: All that there are, of every process, when left out.
+        sizes: Sizes as text or by axis; an axis left out has size 1.
+        devices: Devices of the mesh. Default: all devices of all processes.
         axes: Sizes by axis.
 
     Raises:
-        ValueError: The text is malformed, an axis is unknown, or the sizes are not those of the devices.
+        ValueError: The text is malformed, an axis is unknown, or the sizes do not match the number of devices.
     """
     if isinstance(sizes, str):
         sizes = parse_mesh(sizes)
@@ -119,10 +119,10 @@ def make_mesh(
 
 
 def as_mesh(mesh: Mesh) -> Mesh:
-    """A mesh as it is used here: both axes, and the partitioner decides along each of them.
+    """Returns the mesh with both axes, each of type ``Auto``.
 
     Raises:
-        ValueError: It has other axes.
+        ValueError: The mesh has other axes.
     """
     names = tuple(mesh.axis_names)
     if not set(names) <= set(MESH_AXES):
@@ -134,22 +134,22 @@ def as_mesh(mesh: Mesh) -> Mesh:
 
 
 def described(sizes: Mapping[str, int]) -> str:
-    """A mesh as the command line takes it."""
+    """A mesh as text, in the form of the command line."""
     return ",".join(f"{name}={sizes[name]}" for name in (MODEL, DATA) if name in sizes)
 
 
 def param_shardings(mesh: Mesh | AbstractMesh, part: Any, params: Any) -> Any:
-    """A ``NamedSharding`` for every parameter of a target or of a drafter.
+    """Returns a ``NamedSharding`` for every parameter of a target or a drafter.
 
     Args:
-        mesh: Of ``data`` and ``model``.
-        part: What the parameters are of. With a method ``param_axes()`` it gives the :data:`Axes` of each parameter, in
-            the nesting of ``params``; every device holds all of them otherwise.
-        params: Arrays, or their ``jax.ShapeDtypeStruct``; ``None`` where there are none. A node with a method
-            ``divided``, as an FP8 kernel, stands for one parameter and says where its leaves go.
+        mesh: A mesh of ``data`` and ``model``.
+        part: The target or drafter. Its method ``param_axes()`` gives the :data:`Axes` of each parameter, in the
+            nesting of ``params``. Without that method every device holds all parameters.
+        params: Arrays, or their ``jax.ShapeDtypeStruct``; ``None`` if there are none. A node with a method
+            ``divided``, such as an FP8 kernel, is one parameter and gives the shardings of its leaves.
 
     Raises:
-        ValueError: The mesh does not divide what must be divided; the message says what, and what would.
+        ValueError: The mesh does not divide an axis that it must divide; the message says which sizes would.
     """
     if not hasattr(part, "param_axes"):
         return jax.tree.map(lambda leaf: NamedSharding(mesh, PartitionSpec()), params)
@@ -160,7 +160,7 @@ def param_shardings(mesh: Mesh | AbstractMesh, part: Any, params: Any) -> Any:
         return leaf.divided(sharding) if hasattr(leaf, "divided") else sharding
 
     axes = part.param_axes()
-    if isinstance(params, dict):  # a drafter names the axes of all that it may borrow
+    if isinstance(params, dict):  # a drafter also names axes of arrays that it may borrow
         axes = {name: axes[name] for name in params}
     return jax.tree.map(of, params, axes, is_leaf=lambda one: hasattr(one, "divided"))
 
@@ -180,14 +180,14 @@ def _mesh_axis(mesh: Mesh | AbstractMesh, axis: Axis) -> str | None:
 
 
 def row_shardings(mesh: Mesh | AbstractMesh, tree: Any) -> Any:
-    """A ``NamedSharding`` for every leaf of prompts, of a state or of a round: rows on ``data``.
+    """Returns a ``NamedSharding`` for every leaf of prompts, a state or a round: ``data`` divides the rows.
 
-    A node with ``axes``, as :class:`eagle3_jax.cache.KeyValues`, names those of its leaves; an axis that the mesh does
-    not divide stays whole there.
+    A node with an attribute ``axes``, such as :class:`eagle3_jax.cache.KeyValues`, names the axes of its leaves. An
+    axis that the mesh does not divide evenly stays whole.
 
     Args:
-        mesh: Of ``data`` and ``model``.
-        tree: Arrays that lead with ``B``, or their ``jax.ShapeDtypeStruct``.
+        mesh: A mesh of ``data`` and ``model``.
+        tree: Arrays with first axis ``B``, or their ``jax.ShapeDtypeStruct``.
 
     Raises:
         ValueError: The mesh does not divide the rows.
@@ -210,10 +210,10 @@ def row_shardings(mesh: Mesh | AbstractMesh, tree: Any) -> Any:
 
 
 def check_rows(mesh: Mesh | AbstractMesh, batch: int) -> None:
-    """Refuse a batch that the mesh does not divide.
+    """Checks that the mesh divides the rows of a batch.
 
     Raises:
-        ValueError: It does not.
+        ValueError: It does not divide them.
     """
     size = mesh.shape[DATA]
     if batch % size:
@@ -224,32 +224,32 @@ def check_rows(mesh: Mesh | AbstractMesh, batch: int) -> None:
 
 
 def on_rows(tree: Any) -> Any:
-    """Prompts or a state where :func:`row_shardings` puts them, in a program that is traced for a mesh.
+    """Constrains prompts or a state to :func:`row_shardings`, in a program that is traced under ``jax.set_mesh``.
 
-    Such a program is called under ``jax.set_mesh(mesh)``; in any other one this does nothing.
+    Without a mesh it returns them unchanged.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return tree if DATA not in mesh.axis_names else jax.lax.with_sharding_constraint(tree, row_shardings(mesh, tree))
 
 
 def on_a_mesh() -> bool:
-    """Whether the program that is being traced runs on more than one device."""
+    """Whether the traced program runs on more than one device."""
     return jax.sharding.get_abstract_mesh().size > 1
 
 
 def rows_spec(batch: int) -> PartitionSpec:
-    """Where arrays of so many rows lie in the program that is being traced: on ``data``, if that divides them."""
+    """The ``PartitionSpec`` of rows in the traced program: ``data``, if that divides ``batch``."""
     size = jax.sharding.get_abstract_mesh().shape.get(DATA, 1)
     return PartitionSpec(DATA if batch % size == 0 else None)
 
 
 def divides_rows() -> bool:
-    """Whether the program that is being traced has its rows on more than one device."""
+    """Whether the traced program divides its rows over devices."""
     return jax.sharding.get_abstract_mesh().shape.get(DATA, 1) > 1
 
 
 def place(tree: Any, shardings: Any) -> Any:
-    """Arrays put where they belong, each of them once: what two parts share stays one array."""
+    """Puts arrays on their devices. An array that occurs twice is put once and stays shared."""
     placed: dict[int, jax.Array] = {}
 
     def once(leaf: Any, sharding: NamedSharding) -> jax.Array:
@@ -263,14 +263,14 @@ def place(tree: Any, shardings: Any) -> Any:
 def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if sharding.is_fully_addressable or not getattr(leaf, "is_fully_addressable", True):
         return jax.device_put(leaf, sharding)
-    # Every process has the whole of it and gives what its own devices need.
+    # Every process has the whole array and puts the shards of its own devices.
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(_put(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
     return put_shards(np.asarray(leaf), leaf.dtype, sharding)
 
 
 def to_host(tree: Any) -> Any:
-    """Numpy arrays of a tree; of arrays that other processes have shards of, too, who must all ask."""
+    """Copies a pytree to the host. Arrays sharded over processes are gathered, so every process must call this."""
     split = lambda leaf: isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated)
     return jax.device_get(
         jax.tree.map(lambda leaf: multihost_utils.process_allgather(leaf, tiled=True) if split(leaf) else leaf, tree)

@@ -1,13 +1,13 @@
-"""Where checkpoints come from: the package itself, a local directory, or the hub."""
+"""Places of checkpoints: the package itself, a local directory, or the hub."""
 
 from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
 
-# What to do with a file of llama.cpp.
+# The advice for a file of llama.cpp.
 NO_GGUF = "GGUF is not supported, so give the safetensors checkpoint that it was made from"
-# What is fetched from the hub: configuration and tokenizer, chat template, weights.
+# The files that are fetched from the hub: configuration and tokenizer, chat template, weights.
 FETCHED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors", "*.bin", "medusa_lm_head.pt")
 
 
@@ -17,7 +17,7 @@ def bundled(part: str) -> Path:
 
 
 def locate(source: str | Path | None, part: str) -> Path:
-    """The local directory of a source; a hub id is downloaded once.
+    """The local directory of a source. A hub id is downloaded once; ``None`` is the shipped ``part``.
 
     Raises:
         ValueError: There is no such directory.
@@ -28,15 +28,15 @@ def locate(source: str | Path | None, part: str) -> Path:
     if path.suffix == ".gguf":
         raise ValueError(f"{given[:200]}: {NO_GGUF}")
     try:
-        is_directory, exists = path.is_dir(), path.exists()
+        if given and path.is_dir():
+            return path
+        exists = path.exists()
     except (OSError, ValueError) as error:  # too long, not permitted, a NUL
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{given[:80]!r} is no directory that can be read ({reason})") from None
     if not given or exists or given.count("/") != 1 or given.startswith((".", "/", "~")):
-        if not given or not is_directory:
-            name = given[:200] or "an empty name"
-            raise ValueError(f"{name} is not a directory; give a checkpoint directory or a hub id such as org/name")
-        return path
+        name = given[:200] or "an empty name"
+        raise ValueError(f"{name} is not a directory; give a checkpoint directory or a hub id such as org/name")
     try:
         from huggingface_hub import snapshot_download
     except ImportError:

@@ -1,4 +1,4 @@
-"""What the loop carries: prompts in, one state for all rows, and what a round and a generation leave."""
+"""The values that the loop takes, carries and returns: prompts, state, round, outcome."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from eagle3_jax.types import Draft, FinishReason, SamplingParams, Verdict
 
 
 class LoopParams(NamedTuple):
-    """Arrays of both models.
+    """The arrays of both models.
 
     Attributes:
         target: Parameters of the target.
@@ -29,10 +29,10 @@ class LoopParams(NamedTuple):
 
 @struct.dataclass(kw_only=True)
 class Prompts:
-    """A ragged batch of prompts and what is asked of each row.
+    """A ragged batch of prompts, with the options of each row.
 
     Attributes:
-        tokens: ``[B T]``, padded behind ``length``.
+        tokens: ``[B T]``, padded after ``length``.
         length: ``[B]``, at least 1.
         limit: ``[B]``, sequence length (prompt included) at which a row stops.
         limit_reason: ``[B]``, the :class:`FinishReason` when it does.
@@ -52,20 +52,20 @@ class Prompts:
 
 @struct.dataclass(kw_only=True)
 class GenerationState:
-    """The whole carry of the loop; every leaf leads with ``B``, so rows are inserted and taken by one ``tree.map``.
+    """The whole carry of the loop. ``B`` is the first axis of every leaf, so one ``tree.map`` inserts or takes rows.
 
-    The last token of a row is the root: committed, but not yet run through the target, so that
-    ``cache.length == length - 1`` always.
+    The last token of a row is the root: committed, but not yet run through the target. So ``cache.length`` is always
+    ``length - 1``.
 
     Attributes:
         tokens: ``[B S]``, prompt and output.
-        length: ``[B]``, tokens known, root included.
+        length: ``[B]``, committed tokens, root included.
         limit: ``[B]``, length at which the row stops.
-        limit_reason: ``[B]``, why it then stopped.
+        limit_reason: ``[B]``, the :class:`FinishReason` at the limit.
         stop_tokens: ``[B M]``, ids that end a row, -1 padded.
         finish: ``[B]``, a :class:`FinishReason`.
-        cache: What the target keeps of the committed tokens.
-        drafter: The drafter's own state.
+        cache: The target's cache of the committed tokens.
+        drafter: The drafter's state.
         sampling: One value per row.
         keys: One key per row.
         stats: Counters per row.
@@ -89,7 +89,7 @@ class GenerationState:
         return self.finish == FinishReason.RUNNING
 
     def __repr__(self) -> str:
-        """A line, whatever the arrays are: on this host, elsewhere, consumed, traced, or their shapes alone."""
+        """One line for arrays of any kind: on this host, on another one, consumed, traced, or only shapes."""
         leaves, rows = (self.finish, self.length), self.finish.shape[0]
         here = all(isinstance(leaf, np.ndarray | jax.Array) and not isinstance(leaf, Tracer) for leaf in leaves)
         if here and any(getattr(leaf, "is_deleted", bool)() for leaf in leaves):
@@ -103,7 +103,7 @@ class GenerationState:
 
 @struct.dataclass(kw_only=True)
 class Outcome:
-    """What a finished generation leaves: the state without its caches.
+    """The result of a finished generation: the state without its caches.
 
     Attributes:
         tokens: ``[B S]``, prompt and output.
@@ -120,12 +120,12 @@ class Outcome:
 
 @struct.dataclass(kw_only=True)
 class Round:
-    """One round as it happened, for streams and traces.
+    """One round, for streams and traces.
 
     Attributes:
-        state: After the round.
-        draft: What was proposed.
-        verdict: What was accepted.
+        state: The state after the round.
+        draft: The proposal.
+        verdict: The decision of the verifier.
         positions: ``[B N]``, absolute position of every node.
     """
 

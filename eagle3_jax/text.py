@@ -1,4 +1,4 @@
-"""Between text and token ids, at both ends of a generation."""
+"""Conversion between text and token ids."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Callable
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-_TYPICAL_CHARACTERS = 6  # of a token; a guess that costs little when it is wrong
+_TYPICAL_CHARACTERS = 6  # per token; a wrong guess only costs time
 
 
 def tokenized(text: str, encode: Callable[[str], list[int]], *, positions: int, holds: str = "") -> list[int]:
-    """Token ids of a text, unless it is far too long.
+    """Returns the token ids of a text.
 
     Args:
-        text: Of any length.
-        encode: From text to token ids.
-        positions: How many tokens there is room for.
+        text: A text of any length.
+        encode: Converts text to token ids.
+        positions: Longest sequence of the target.
         holds: The same in words.
 
     Raises:
-        ValueError: The text is none in UTF-8, or has at least twice as many tokens as there is room for.
+        ValueError: The text is not valid UTF-8, or has at least twice as many tokens as ``positions``.
     """
     try:
         text.encode()
@@ -29,8 +29,8 @@ def tokenized(text: str, encode: Callable[[str], list[int]], *, positions: int, 
             f"the prompt's character {error.start + 1} is {text[error.start]!r}, which is no character of UTF-8 by "
             "itself; give text in UTF-8"
         ) from None
-    # Half a minute would go into the tokens of 10 MB. What follows a beginning can change how the last word of it is
-    # cut and nothing before that, so twice as many tokens as there is room for leave no doubt.
+    # Encoding 10 MB takes half a minute, so longer and longer beginnings are encoded first. Text after a beginning can
+    # only change the tokens of its last word, so a beginning of twice as many tokens is certainly too long.
     size = 2 * positions * _TYPICAL_CHARACTERS
     while size < len(text):
         if len(encode(text[:size])) >= 2 * positions:
@@ -43,7 +43,7 @@ def tokenized(text: str, encode: Callable[[str], list[int]], *, positions: int, 
 
 
 class Pieces:
-    """New tokens as the text that each of them completes; joined, the pieces are the decoded tokens."""
+    """Turns a stream of tokens into the text that each token completes. The pieces, joined, are the decoded text."""
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
@@ -51,7 +51,7 @@ class Pieces:
         self._given = ""
 
     def of(self, tokens: list[int]) -> list[str]:
-        """One piece for each token; empty while a character is unfinished, and without a tokenizer."""
+        """Returns one piece per token; empty while a character is unfinished, and without a tokenizer."""
         if self._tokenizer is None:
             return [""] * len(tokens)
         pieces = [self._stream.step(self._tokenizer, token) or "" for token in tokens]
@@ -59,7 +59,7 @@ class Pieces:
         return pieces
 
     def rest(self, text: str | None) -> str:
-        """What the whole text has beyond the pieces given so far: a character that was never finished."""
+        """Returns the end of the text that no piece contains: a character that was never finished."""
         return text[len(self._given) :] if text is not None and text.startswith(self._given) else ""
 
 

@@ -1,8 +1,8 @@
-"""The vocabulary of the library: what travels between target, drafter, verifier and loop.
+"""The protocols of target, drafter and verifier, and the values that they exchange.
 
-Letters in shapes: ``B`` rows, ``S`` cache slots, ``T`` tokens fed, ``N`` draft nodes including the root,
-``G`` longest path below the root, ``V`` target vocabulary, ``W`` draft vocabulary, ``D`` width,
-``A`` auxiliary layers, ``C`` key/value heads, ``H`` head size, ``L`` layers.
+Letters in shapes: ``B`` rows of the batch, ``S`` cache slots, ``T`` tokens of a block, ``N`` draft nodes including the
+root, ``G`` longest path below the root, ``V`` target vocabulary, ``W`` draft vocabulary, ``D`` width, ``A`` auxiliary
+layers, ``C`` key/value heads, ``H`` head size, ``L`` layers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
@@ -21,11 +20,11 @@ State = TypeVar("State")
 
 
 class FinishReason(enum.IntEnum):
-    """Why a row stopped; ``RUNNING`` while it has not.
+    """Why a row stopped; ``RUNNING`` until then.
 
     ``STOP``: a stop token. ``LENGTH``: the limit of new tokens. ``CAPACITY``: the target has no more positions.
-    ``NOT_FINITE``: the target's logits hold NaN, or minus infinity for every token, so there is no next token; what was
-    written before is kept.
+    ``NOT_FINITE``: the target's logits contain NaN, or minus infinity for every token, so there is no next token. The
+    tokens before it are kept.
     """
 
     RUNNING = 0
@@ -37,12 +36,12 @@ class FinishReason(enum.IntEnum):
 
 @struct.dataclass(kw_only=True)
 class TargetOutput:
-    """What one target forward gives for each token fed.
+    """The output of one target forward.
 
     Attributes:
         final: ``[B T D]``, the residual stream after the final norm; ``unembed`` turns it into logits.
         features: ``[B T A D]``, the residual stream entering each auxiliary layer.
-        written: Per layer, what its cache takes: for ``Cache.commit``, or for ``Cache.fill`` where there was no cache.
+        written: For each layer, the value for ``Cache.commit``, or for ``Cache.fill`` if the forward had no cache.
     """
 
     final: Float[Array, "B T D"]
@@ -50,12 +49,12 @@ class TargetOutput:
     written: tuple[Any, ...]
 
 
-class Tables(NamedTuple):
+class EmbeddingTables(NamedTuple):
     """The two matrices of a target that drafters borrow.
 
     Attributes:
-        embedding: ``[V D]``, a row for each token.
-        output: ``[D V]``; ``None`` where it is the transposed embedding, which nobody has to hold twice.
+        embedding: ``[V D]``, one row per token.
+        output: ``[D V]``; ``None`` if it is the transposed embedding.
     """
 
     embedding: Float[Array, "V D"]
@@ -63,17 +62,17 @@ class Tables(NamedTuple):
 
     @property
     def unembedding(self) -> Float[Array, "D V"]:
-        """``[D V]``, from a final state to logits."""
+        """``[D V]``, the matrix from a final state to logits."""
         return self.embedding.T if self.output is None else self.output
 
 
 @runtime_checkable
 class TargetModel(Protocol):
-    """The model whose distribution is preserved. It never hears of a drafter.
+    """The model whose output distribution is preserved. It knows nothing about drafters.
 
-    It is a static argument of the compiled loop: hashable, its arrays in ``params``. A target with
-    ``tables(params) -> Tables`` can lend its embedding to draft heads without one of their own.
-    ``docs/extending.md`` writes one; ``check_target`` runs the contract.
+    It is a static argument of the compiled loop, so it must be hashable; its arrays are in ``params``. A target with
+    ``tables(params) -> EmbeddingTables`` can lend its embedding to draft heads that have none. ``docs/extending.md``
+    writes a target; ``check_target`` tests one.
     """
 
     @property
@@ -82,7 +81,7 @@ class TargetModel(Protocol):
         ...
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
-        """An empty cache with room for ``capacity`` tokens of each row."""
+        """Returns an empty cache with room for ``capacity`` tokens per row."""
         ...
 
     def __call__(
@@ -95,30 +94,29 @@ class TargetModel(Protocol):
         aux_layers: tuple[int, ...] = (),
         length: Int[Array, " B"] | None = None,
     ) -> TargetOutput:
-        """Run a block behind the committed tokens. What is committed does not change; ``Cache.commit`` decides later.
+        """Runs a block after the committed tokens. The cache does not change; ``Cache.commit`` is called later.
 
         Args:
             params: The model's parameters.
-            tokens: ``[B T]``.
+            tokens: ``[B T]`` token ids.
             positions: ``[B T]``, absolute; nodes of one tree level share a position.
-            mask: ``[B T T]``, which tokens of the block each token sees, itself among them; committed ones are always
-                seen. The last other token that a node sees is its parent.
-            cache: What is committed so far; ``None`` when nothing is (a prefill, or training).
-            aux_layers: Layers ``i`` whose entering residual stream is returned as features; ``L`` is what leaves the
-                last layer, before the final norm, and ``L + 1`` what leaves the norm.
-            length: ``[B]``, how many tokens of each row are real, where that is known before: those of a prompt. A
-                state that is not addressed by position needs to keep only the one after them then, where of a draft it
-                keeps one for every node.
+            mask: ``mask[b, t, s]``: token ``t`` may attend to token ``s`` of the block, itself included. It always sees
+                the committed tokens. In a tree, the last such ``s < t`` is the parent of ``t``.
+            cache: The committed tokens; ``None`` for a prefill and in training.
+            aux_layers: Layers ``i`` whose entering residual stream is returned as features. ``L`` is the output of the
+                last layer before the final norm, ``L + 1`` the output of the norm.
+            length: ``[B]``, number of real tokens per row of a prompt, if known. A recurrent layer then keeps only the
+                state after the last of them, not one per token.
         """
         ...
 
     def unembed(self, params: Any, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """Logits in float32. Apart from the forward, so that a prefill pays for one row and not for the prompt."""
+        """Returns logits in float32. Separate from the forward, so a prefill computes them for one token per row."""
         ...
 
 
-class Warping(enum.Enum):
-    """How much work the rows of a batch need; static, so that a greedy batch never builds a distribution."""
+class SamplingMode(enum.Enum):
+    """The work that the rows of a batch need. It is static, so a greedy batch never builds a distribution."""
 
     GREEDY = "greedy"
     TEMPERATURE = "temperature"
@@ -126,12 +124,11 @@ class Warping(enum.Enum):
 
 
 class DraftSampling(enum.Enum):
-    """How a drafter turns its own logits into draft tokens, in vLLM's words; the output is exact either way.
+    """How a drafter chooses draft tokens from its logits, in vLLM's words. The output is exact either way.
 
-    Where one is expected its word is taken too: ``"greedy"`` or ``"probabilistic"``.
-
-    ``GREEDY`` proposes the likeliest token, a point mass. ``PROBABILISTIC`` draws from ``q = softmax(logits / T)``,
-    which a flat target accepts more often: with probability ``Σ min(p, q)``, not ``p`` of one token.
+    ``GREEDY`` proposes the most likely token, a point mass. ``PROBABILISTIC`` samples from
+    ``q = softmax(logits / T)``, which is accepted with probability ``Σ min(p, q)``. Functions also take the names,
+    ``"greedy"`` and ``"probabilistic"``.
     """
 
     GREEDY = "greedy"
@@ -144,12 +141,12 @@ class DraftSampling(enum.Enum):
 
 @struct.dataclass(kw_only=True)
 class SamplingParams:
-    """How each row turns logits into a distribution; temperature 0 is greedy.
+    """How each row turns logits into a distribution. Temperature 0 is greedy.
 
     Attributes:
         temperature: ``[B]``, at least 0.
-        top_k: ``[B]``, keep the k most likely tokens; 0 keeps all.
-        top_p: ``[B]`` in (0, 1], keep the smallest set of most likely tokens with this mass.
+        top_k: ``[B]``, number of most likely tokens to keep; 0 keeps all.
+        top_p: ``[B]`` in (0, 1], mass of the smallest set of most likely tokens to keep.
     """
 
     temperature: Float[Array | np.ndarray, " B"] | float | int = 0.0
@@ -159,18 +156,17 @@ class SamplingParams:
 
 @struct.dataclass(kw_only=True)
 class Draft:
-    """A proposed tree, one per row; its size is static, its topology is data.
+    """A proposed tree for each row. Its size is static, its shape is data.
 
     Attributes:
         tokens: ``[B N]``; node 0 is the root, the last committed token.
-        parents: ``[B N]``; -1 at the root, and every parent stands before its children.
-        valid: ``[B N]``; False marks padding that must not be accepted.
-        probs: ``[B N V]``, the distribution that each node was actually drawn from, or ``None`` for a
-            deterministic proposal (a point mass on the token). The root's is ignored. It must be what the token was
-            drawn from, given all that was drawn before it: the one thing that the loop cannot check.
-        state: The drafter's state as proposing left it, for a drafter that writes its guesses behind what it knows for
-            certain (as a cache does, whose length has not moved); the next ``observe`` is given it in place of the
-            state that was proposed from. ``None`` where proposing wrote nothing.
+        parents: ``[B N]``; -1 at the root; every parent has a lower number than its children.
+        valid: ``[B N]``; False for padding, which must not be accepted.
+        probs: ``[B N V]``, the distribution that each node was sampled from, given everything sampled before it, or
+            ``None`` for a deterministic proposal (a point mass on the token). The root's entry is ignored. This is the
+            only property of a draft that the loop cannot check.
+        state: The drafter's state after proposing, if proposing wrote guesses into it (as into a cache whose length has
+            not moved). The next ``observe`` receives it. ``None`` if proposing wrote nothing.
     """
 
     tokens: Int[Array, "*B N"]
@@ -182,12 +178,12 @@ class Draft:
 
 @struct.dataclass(kw_only=True)
 class Verdict:
-    """What verification decided.
+    """The decision of a verifier.
 
     Attributes:
         path: ``[B G]``, accepted nodes below the root in order, -1 padded.
-        num_accepted: ``[B]``, draft tokens accepted; the round emits one token more.
-        next_token: ``[B]``, the bonus when the whole path was accepted, the correction otherwise: one rule.
+        num_accepted: ``[B]``, number of accepted draft tokens; the round emits one token more.
+        next_token: ``[B]``, the token after them: a bonus token if the whole path was accepted, else the correction.
     """
 
     path: Int[Array, "*B G"]
@@ -197,13 +193,13 @@ class Verdict:
 
 @struct.dataclass(kw_only=True)
 class Observation:
-    """Truth, as a drafter gets to see it; a prefill is a long observation.
+    """Newly committed tokens with the target's features. The prefill is the first, long one.
 
     Attributes:
-        tokens: ``[B T]``, newly committed tokens.
+        tokens: ``[B T]``, the committed tokens.
         features: ``[B T A D]``, the target's features at these tokens.
-        length: ``[B]``, how many of the ``T`` are real; 0 must leave the drafter's row as it is.
-        next_token: ``[B]``, the token after them: chosen, not yet run through the target.
+        length: ``[B]``, how many of the ``T`` are real; 0 must leave the drafter's row unchanged.
+        next_token: ``[B]``, the token after them: chosen by the target, not yet run through it.
     """
 
     tokens: Int[Array, "B T"]
@@ -214,16 +210,16 @@ class Observation:
 
 @runtime_checkable
 class Verifier(Protocol):
-    """The acceptance rule: which of a draft's tokens stay, and which token follows them.
+    """The acceptance rule: decides which draft tokens are accepted and which token follows them.
 
-    :class:`eagle3_jax.Exact` is the rule that preserves the target's distribution. Another one is a static argument of
-    the compiled loop like a drafter: hashable. A rule that is defined along one path only says ``chains_only = True``,
-    a member that is looked for and may be left out. ``docs/extending.md`` writes one.
+    :class:`eagle3_jax.Exact` preserves the target's distribution. A verifier is a static argument of the compiled loop,
+    so it must be hashable. A rule that only works along one path has ``chains_only = True``. ``docs/extending.md``
+    writes one.
     """
 
     @property
     def lossless(self) -> bool:
-        """Whether the output follows the target's distribution exactly. Results, reports and ``bench`` repeat it."""
+        """Whether the output follows the target's distribution exactly. Results and reports repeat it."""
         ...
 
     def __call__(
@@ -233,17 +229,17 @@ class Verifier(Protocol):
         sampling: SamplingParams,
         keys: Key[Array, " B"],
         *,
-        warping: Warping,
+        sampling_mode: SamplingMode,
         max_depth: int,
     ) -> Verdict:
-        """Decide.
+        """Decides for every row.
 
         Args:
-            draft: The proposal; nodes in topological order, the root's token the last one committed.
-            logits: The target's, after each node.
+            draft: The proposal; nodes in topological order.
+            logits: The target's logits after each node.
             sampling: One value per row.
-            keys: One per row, for this round alone: functions of the row and its length.
-            warping: How much of ``sampling`` is asked for; static. ``GREEDY`` is a batch without randomness.
+            keys: One key per row, for this round only.
+            sampling_mode: The work that ``sampling`` needs; static. ``GREEDY`` is a batch without randomness.
             max_depth: ``G``, longest path below the root: the size of the verdict's path.
         """
         ...
@@ -253,15 +249,14 @@ class Verifier(Protocol):
 class Drafter(Protocol[State]):
     """Proposes draft tokens.
 
-    Its state holds what is committed, and ``observe`` moves it on. ``propose`` may write guesses behind what is
-    committed, where the next ``observe`` overwrites them, and hands that state on as ``Draft.state``: a cache does so,
-    whose length has not moved. A guess must never change what a later draft is made from.
+    ``observe`` brings the state forward by committed tokens. ``propose`` must not change what a later draft depends on;
+    it may write guesses after the committed slots of a cache, where the next ``observe`` overwrites them, and then
+    returns that state as ``Draft.state``.
 
-    A drafter is a static argument of the compiled loop: hashable, its arrays in ``params``. It may have two more
-    members. ``is_chain: bool`` declares that every draft is a chain, each node's parent the one before; the loop never
-    infers that, and without it verifies trees. ``drafting(topology, draft_sampling)`` returns the same drafter with
-    another draft, or raises ``ValueError`` (:class:`eagle3_jax.boundary.Drafting`). ``docs/drafters.md`` says what an
-    author must know; ``check_drafter`` runs the contract.
+    A drafter is a static argument of the compiled loop, so it must be hashable; its arrays are in ``params``. Two
+    members are optional. ``is_chain: bool`` declares that every draft is a chain; without it the loop verifies trees.
+    ``with_topology(topology, draft_sampling)`` returns the same drafter with another draft, or raises ``ValueError``
+    (:class:`eagle3_jax.checks.Drafting`). ``docs/drafters.md`` tells authors more; ``check_drafter`` tests a drafter.
     """
 
     @property
@@ -280,41 +275,13 @@ class Drafter(Protocol[State]):
         ...
 
     def init(self, params: Any, batch: int, capacity: int) -> State:
-        """An empty state; every leaf leads with ``B``. ``capacity`` is the most tokens of a row."""
+        """Returns an empty state; ``B`` is the first axis of every leaf. A row has at most ``capacity`` tokens."""
         ...
 
     def observe(self, params: Any, state: State, seen: Observation) -> State:
-        """Take in committed tokens with the target's features; shapes and types of the state stay."""
+        """Takes in committed tokens with the target's features; shapes and types of the state stay the same."""
         ...
 
     def propose(self, params: Any, state: State, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
-        """Draft a tree below the last ``next_token`` observed, which commits nothing: see :class:`Draft`."""
+        """Drafts a tree below the last observed ``next_token``."""
         ...
-
-
-def per_row(sampling: SamplingParams, batch: int) -> SamplingParams:
-    """Broadcast scalars to one value for each of ``batch`` rows.
-
-    Raises:
-        ValueError: It is no :class:`SamplingParams`, or a parameter is neither one number nor one for each row.
-    """
-    if not isinstance(sampling, SamplingParams):
-        raise ValueError(
-            f"sampling is {sampling!r:.40}; expected SamplingParams(temperature=..., top_k=..., top_p=...), or None "
-            "for greedy decoding"
-        )
-
-    def rows(name: str, dtype: type) -> Array:
-        value = np.asarray(getattr(sampling, name))
-        if value.shape not in ((), (batch,)):
-            raise ValueError(f"{name} has shape {value.shape} for {batch} rows; give one number, or one for each row")
-        if dtype is np.int32:  # beyond any vocabulary, and within 32 bits
-            value = np.clip(value, -1, np.iinfo(np.int32).max)
-        # Broadcast on the host: on the device each would be a program to compile.
-        return jnp.asarray(np.broadcast_to(value.astype(dtype), (batch,)))
-
-    return SamplingParams(
-        temperature=rows("temperature", np.float32),
-        top_k=rows("top_k", np.int32),
-        top_p=rows("top_p", np.float32),
-    )

@@ -1,7 +1,7 @@
-"""Arrays of the host, copied to devices in the type that they have there.
+"""Copies of host arrays on devices, in the dtype of the device.
 
-A file has matrices ``[out, in]`` and we have them ``[in, out]``: of such a view numpy makes a copy at some hundred
-megabytes a second. JAX's own copy to a CPU takes it in blocks, and an accelerator gets it as it lies in memory.
+Files store matrices ``[out, in]``, our parameters are ``[in, out]``. Numpy copies such a view at a few hundred
+MB a second. JAX's own copy to a CPU works in blocks. An accelerator gets the memory as it is and transposes it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from jax.sharding import NamedSharding
 
 
 def put_shards(leaf: Any, dtype: Any, sharding: NamedSharding) -> jax.Array:
-    """An array of the host in another type, of which each device gets its shard and nothing more is converted.
+    """Copies a host array to devices in another dtype; only the shard of a device is converted for it.
 
     Args:
-        leaf: Of numpy; of a mapped file those parts are read that some device of this process gets.
-        dtype: On the devices.
-        sharding: Where.
+        leaf: A numpy array. Only those parts of a mapped file are read that a device of this process gets.
+        dtype: Dtype on the devices.
+        sharding: The devices and their shards.
     """
     indices = sharding.addressable_devices_indices_map(leaf.shape)
     shards = [put_array(np.asarray(leaf[index]), dtype, device) for device, index in indices.items()]
@@ -29,18 +29,18 @@ def put_shards(leaf: Any, dtype: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def put_array(leaf: np.ndarray, dtype: Any, device: jax.Device | None = None) -> jax.Array:
-    """An array of the host in another type, on a device.
+    """Copies a host array to a device in another dtype.
 
     Args:
-        leaf: Of numpy.
-        dtype: On the device.
-        device: The default one when left out.
+        leaf: A numpy array.
+        dtype: Dtype on the device.
+        device: Default: the default device of JAX.
     """
     if jax.default_backend() == "cpu":
-        # What is in order already JAX would not copy at all, and it may be a file's.
+        # JAX would not copy an array in order at all, and its memory may be that of a file.
         return jax.device_put(leaf.astype(dtype, copy=leaf.flags.c_contiguous), device)
     if jnp.dtype(dtype).itemsize < leaf.dtype.itemsize:
-        leaf = leaf.astype(dtype)  # the fewer bytes travel
+        leaf = leaf.astype(dtype)  # fewer bytes to copy
     order = np.argsort(np.negative(leaf.strides), kind="stable")
     stored, back = jax.device_put(leaf.transpose(order), device), tuple(np.argsort(order).tolist())
     done = back == tuple(range(leaf.ndim)) and stored.dtype == dtype

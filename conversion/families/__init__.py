@@ -1,25 +1,12 @@
-"""The families of targets: one file each, one line each in the table. Reading a configuration needs no JAX."""
+"""The table of families of targets, and the reading of a configuration by it."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 from eagle3_jax.conversion.errors import CheckpointError, short
-from eagle3_jax.conversion.families import (
-    deepseek,
-    glm4_moe,
-    gpt_oss,
-    llama,
-    llama4,
-    mistral,
-    qwen2,
-    qwen3,
-    qwen3_5,
-    qwen3_moe,
-    qwen3_next,
-)
-from eagle3_jax.conversion.families.family import Family
-from eagle3_jax.conversion.families.wrapper import Wrapper
+from eagle3_jax.conversion.families import deepseek, glm4_moe, gpt_oss, llama, llama4, mistral, qwen, qwen3_next
+from eagle3_jax.conversion.families.family import Family, Wrapper
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.models.config import DecoderConfig
 
@@ -28,21 +15,18 @@ FAMILIES: dict[str, Family] = {
     for family in (
         llama.FAMILY,
         *mistral.FAMILIES,
-        qwen2.FAMILY,
-        qwen3.FAMILY,
-        qwen3_moe.FAMILY,
+        *qwen.FAMILIES,
         gpt_oss.FAMILY,
         glm4_moe.FAMILY,
         llama4.FAMILY,
         *deepseek.FAMILIES,
-        qwen3_next.FAMILY,
-        *qwen3_5.FAMILIES,
+        *qwen3_next.FAMILIES,
     )
 }
-# Models of more than text whose language model is of one of these families.
+# Models of more than text, with a language model of one of these families.
 WRAPPERS: dict[str, Wrapper] = {
     wrapper.model_type: wrapper
-    for wrapper in (llama4.WRAPPER, *qwen3_5.WRAPPERS, mistral.WRAPPER, deepseek.WRAPPER, qwen3.WRAPPER)
+    for wrapper in (llama4.WRAPPER, *qwen3_next.WRAPPERS, mistral.WRAPPER, deepseek.WRAPPER, qwen.WRAPPER)
 }
 
 
@@ -50,12 +34,12 @@ def family_of(model_type: Any, where: str, own: Family | None = None) -> Family:
     """The family of a ``model_type``.
 
     Args:
-        model_type: As a file has it.
+        model_type: The value in a file.
         where: The file, for messages.
-        own: A family that the caller brings, before those of the table.
+        own: A family of the caller, which comes before those of the table.
 
     Raises:
-        CheckpointError: There is none; the message names those that there are.
+        CheckpointError: There is none; the message names all families.
     """
     known = FAMILIES if own is None else {own.model_type: own, **FAMILIES}
     if not isinstance(model_type, str) or model_type not in known:
@@ -72,7 +56,7 @@ class Described(NamedTuple):
     Attributes:
         family: Its family.
         fields: Its own fields.
-        wrapper: What it is part of; ``None`` where it is published alone.
+        wrapper: The model that contains it; ``None`` where it is published alone.
     """
 
     family: Family
@@ -84,8 +68,8 @@ def described(fields: Fields, own: Family | None = None) -> Described:
     """The language model that a ``config.json`` describes, alone or as a part.
 
     Args:
-        fields: Of the file.
-        own: A family that the caller brings, before those of the table.
+        fields: The fields of the file.
+        own: A family of the caller, which comes before those of the table.
 
     Raises:
         CheckpointError: It is of no family.
@@ -98,7 +82,7 @@ def described(fields: Fields, own: Family | None = None) -> Described:
 
 
 def read_config(fields: Fields) -> DecoderConfig:
-    """The description of the target that a ``config.json`` is of, or holds beside others.
+    """The description of the target in a ``config.json``, alone or as a part of a larger model.
 
     Raises:
         CheckpointError: It is of no family, or cannot be computed.

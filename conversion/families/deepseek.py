@@ -1,7 +1,7 @@
-"""DeepSeek V3 and R1, and what was built like them: Kimi K2, GLM-4.7-Flash, and with an index of keys V3.2 and GLM-5.
+"""DeepSeek V3 and R1, and models like them: Kimi K2, GLM-4.7-Flash, and with an index of keys V3.2 and GLM-5.
 
-The index chooses which keys each token attends to. Up to as many tokens as it chooses that is all of them, so a target
-with an index is one without that holds no longer text.
+The index chooses the keys that each token attends to. Up to as many tokens as it chooses, it chooses all of them. So a
+target with an index is read as one without, limited to that length.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from eagle3_jax.conversion import blocks, hf_config, hf_experts
+from eagle3_jax.conversion import blocks, hf_config
 from eagle3_jax.conversion.errors import CheckpointError
-from eagle3_jax.conversion.families.family import Family, layer_that_drafts
-from eagle3_jax.conversion.families.wrapper import Wrapper
+from eagle3_jax.conversion.families.family import Family, Wrapper, layer_that_drafts
 from eagle3_jax.conversion.fields import Fields, read_from
-from eagle3_jax.conversion.hf_rope import read_rope, rope_fields
 from eagle3_jax.conversion.rules import Part, Rule, linear, norm
 from eagle3_jax.models.config import DecoderConfig, Latent, LayerConfig, RopeConfig
 
@@ -27,13 +25,13 @@ _INDEXER = r"model\.layers\.\d+\.self_attn\.indexer\..*"
 
 def read_config(fields: Fields, *, by_types: bool = False) -> DecoderConfig:
     """Latent attention in every layer, dense layers first and then experts."""
-    # As transformers takes it: absent is true, null is not.
+    # As in transformers: an absent field means true, null means false.
     interleaved = fields.flag("rope_interleave", default="rope_interleave" not in fields.values)
     return _decoder(fields, read_latent(fields, interleaved=interleaved), by_types)
 
 
 def read_indexed(fields: Fields) -> DecoderConfig:
-    """The same with an index, up to the length at which it chooses everything."""
+    """The same with an index, up to the length at which it chooses every key."""
     topk = fields.size("index_topk")
     config = _decoder(fields, read_latent(fields, interleaved=True, index_topk=topk), True)
     return dataclasses.replace(config, max_positions=min(config.max_positions, topk))
@@ -44,11 +42,11 @@ def _decoder(fields: Fields, mixer: Latent, by_types: bool) -> DecoderConfig:
     count = hf_config.read_num_layers(fields)
     types = hf_config.read_types(fields, _TYPES, count, name="mlp_layer_types") if by_types else []
     types = types or _first_dense(fields)
-    mlps = hf_experts.dense_or_sparse(
+    mlps = hf_config.dense_or_sparse(
         len(types),
         lambda layer: types[layer] == _SPARSE,
         functools.partial(hf_config.read_mlp, fields),
-        functools.partial(hf_experts.read_corrected, fields),
+        functools.partial(hf_config.read_corrected, fields),
     )
     return hf_config.decoder_of(fields, [LayerConfig(mixer=mixer, mlp=mlp) for mlp in mlps])
 
@@ -64,28 +62,24 @@ def read_latent(fields: Fields, *, interleaved: bool, index_topk: int | None = N
     Args:
         fields: The geometry.
         interleaved: Whether neighbouring channels rotate together.
-        index_topk: Keys that an index chooses, if there is one.
-
-    Raises:
-        CheckpointError: A field is missing, malformed or unsupported.
+        index_topk: Number of keys that an index chooses, if there is one.
     """
     fields.require("q_lora_rank")  # null means that there is none
     heads = fields.size("num_attention_heads")
     if fields.size("num_key_value_heads", heads) != heads:
-        raise CheckpointError(
-            f"{fields.where}: num_key_value_heads is {fields.get('num_key_value_heads')} but num_attention_heads "
-            f"{heads}; in latent attention every head has its own keys"
+        raise fields.wrong(
+            "num_key_value_heads",
+            f"num_attention_heads is {heads}, and each head of latent attention has its own keys",
         )
-    if fields.flag("mlp_bias"):
-        raise CheckpointError(f"{fields.where}: mlp_bias is true; only MLPs without biases are supported")
-    rope = read_rope(fields, interleaved=interleaved)
+    fields.only(mlp_bias=False)
+    rope = hf_config.read_rope(fields, interleaved=interleaved)
     if rope.type not in ("default", "yarn"):
         raise CheckpointError(f"{fields.where}: rope type {rope.type!r} of latent attention; expected default or yarn")
     nope_dim, rope_dim = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
     with read_from(fields.where):
         return Latent(
             num_heads=heads,
-            q_rank=None if fields.get("q_lora_rank") is None else fields.size("q_lora_rank"),
+            q_rank=fields.optional_size("q_lora_rank"),
             kv_rank=fields.size("kv_lora_rank"),
             nope_dim=nope_dim,
             rope_dim=rope_dim,
@@ -98,18 +92,18 @@ def read_latent(fields: Fields, *, interleaved: bool, index_topk: int | None = N
 
 
 def _scale(rope: RopeConfig, size: int) -> float | None:
-    """Of the scores: beside the scale of cosine and sine a context extended by yarn has one of its own, squared."""
+    """The scale of the scores. A context extended by yarn adds its own scale, squared, to that of cosine and sine."""
     if rope.type != "yarn" or not rope.mscale_all_dim or rope.factor <= 1:
         return None
     return size**-0.5 * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
 
 
 def write_fields(config: DecoderConfig, *, by_types: bool = False) -> dict[str, Any]:
-    """See :class:`Family`; what drafts is not there any more."""
+    """See :class:`Family`. The layer that drafts is not written again."""
     mixer = config.layers[0].mixer
     if not isinstance(mixer, Latent):
         raise CheckpointError("this layout has latent attention in every layer; use --to jax")
-    dense = hf_experts.dense_layers(config)
+    dense = hf_config.dense_layers(config)
     types = [_DENSE if layer in dense else _SPARSE for layer in range(config.num_layers)]
     return {
         "num_attention_heads": mixer.num_heads,
@@ -122,19 +116,19 @@ def write_fields(config: DecoderConfig, *, by_types: bool = False) -> dict[str, 
         "v_head_dim": mixer.value_dim,
         "attention_bias": mixer.bias,
         "rope_interleave": mixer.rope.interleaved,
-        **rope_fields(mixer.rope),
+        **hf_config.rope_fields(mixer.rope),
         **({"mlp_layer_types": types} if by_types else {}),
         "first_k_dense_replace": (*types, _SPARSE).index(_SPARSE),
-        # Engines choose experts in another way where these are not there.
+        # Without these two fields engines choose experts in another way.
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
-        **hf_experts.corrected_fields(hf_experts.experts_of(config)),
+        **hf_config.corrected_fields(hf_config.experts_of(config)),
         "num_nextn_predict_layers": 0,
     }
 
 
 def refuse_to_write(config: DecoderConfig, *, label: str) -> dict[str, Any]:
-    """The tensors of the index are gone, and without them nobody else computes the target.
+    """Refuses to write a target whose index of keys was not read, because no other program runs it without.
 
     Raises:
         CheckpointError: Always.
@@ -156,7 +150,7 @@ def latent(config: Latent, source: str, path: str) -> list[Rule]:
         rules += [norm(f"{source}.q_a_layernorm", f"{path}.q_a_norm"), *linear(f"{source}.q_b_proj", f"{path}.q_b")]
     rules += linear(f"{source}.kv_a_proj_with_mqa", f"{path}.kv_a", bias=config.bias)
     rules.append(norm(f"{source}.kv_a_layernorm", f"{path}.kv_a_norm"))
-    # One tensor, and of every head the rows of its keys and then those of its values.
+    # One tensor; every head has the rows of its keys and then those of its values.
     size = config.nope_dim + config.value_dim
     for head in range(config.num_heads):
         start = head * size

@@ -1,25 +1,31 @@
-"""What a family of targets says of itself."""
+"""A family of targets, and a model of more than text that contains one."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from eagle3_jax.conversion import blocks
+from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.rules import Rule
 from eagle3_jax.models.config import DecoderConfig
 
+Tensor = TypeVar("Tensor")
+
+# Fields of the language model that a file may give next to its ``text_config``.
+_OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "pad_token_id", "quantization_config")
+
 
 def nothing_beside(num_layers: int, names: Collection[str]) -> tuple[str, ...]:
-    """Of a family whose checkpoints hold the target alone."""
+    """For a family whose checkpoints hold the target alone."""
     del num_layers, names
     return ()
 
 
 def layer_that_drafts(num_layers: int, names: Collection[str]) -> tuple[str, ...]:
-    """Of a family that keeps a module for multi-token prediction as one more layer than there are."""
+    """For a family that stores a module for multi-token prediction as one more layer."""
     module = f"model.layers.{num_layers}"
     return (rf"{re.escape(module)}\..*",) if f"{module}.eh_proj.weight" in names else ()
 
@@ -28,17 +34,17 @@ class Family(NamedTuple):
     """Targets of one ``model_type``.
 
     Attributes:
-        model_type: As ``config.json`` has it; a checkpoint remembers its family by it.
-        label: What people call it.
+        model_type: As in ``config.json``; a native checkpoint names its family by it.
+        label: Its name for people.
         architecture: The class of transformers that computes it.
-        read_config: The description of a target from its ``config.json``; refuses what cannot be computed.
-        write_fields: What the ``config.json`` of a target says beyond the fields that all families share. It need not
-            refuse what it cannot say: what is written is read back and compared.
-        rules: The table of its tensors.
-        also: Tables of other layouts that its checkpoints come in: of those whose names a file has, the first counts.
-            They are only read; what is written has the names of ``rules``.
-        beside: Patterns of tensors that are none of the target's, from the number of its layers and the names of all.
-            They are left out, and are not there on the way back.
+        read_config: Reads the description of a target from its ``config.json``; refuses what cannot be computed.
+        write_fields: The fields of ``config.json`` besides those that all families share. It need not refuse what it
+            cannot say: what is written is read back and compared.
+        rules: The rules of its tensors.
+        also: Rules of other layouts that its checkpoints come in. The first that fits the names of a file is used.
+            They are only read; ``rules`` is what is written.
+        beside: Patterns of tensors that do not belong to the target, from its number of layers and the names of all
+            tensors. They are left out, and are not written again.
     """
 
     model_type: str
@@ -51,6 +57,66 @@ class Family(NamedTuple):
     beside: Callable[[int, Collection[str]], tuple[str, ...]] = nothing_beside
 
     def table(self, config: DecoderConfig, names: Collection[str]) -> list[Rule]:
-        """The table that a file's tensors are named by; that of ``rules`` where none fits."""
+        """The rules that fit the names of a file; ``rules`` where none fits."""
         tables = (rules(config) for rules in (self.rules, *self.also))
         return next((table for table in tables if all(rule.source in names for rule in table)), self.rules(config))
+
+
+class Wrapper(NamedTuple):
+    """A ``model_type`` that contains a language model and more. Only the language model is read.
+
+    Attributes:
+        model_type: As ``config.json`` has it.
+        label: Its name in the support matrix.
+        texts: The family for every ``model_type`` that its language model may have. The first is the default.
+        prefixes: Prefixes of the language model's tensors, each with the prefix that it has alone.
+        ignored: Patterns of the other tensors.
+    """
+
+    model_type: str
+    label: str
+    texts: Mapping[str, str]
+    prefixes: tuple[tuple[str, str], ...]
+    ignored: tuple[str, ...]
+
+    def family(self, whole: Mapping[str, Any]) -> str:
+        """The family of the language model. Without a usable ``text_config`` it is the default."""
+        text = whole.get("text_config")
+        named = text.get("model_type") if isinstance(text, dict) else None
+        return self.texts.get(str(named), next(iter(self.texts.values())))
+
+    def fields(self, whole: Fields) -> Fields:
+        """The fields of the language model.
+
+        Raises:
+            CheckpointError: There is no ``text_config``, or it is of another family.
+        """
+        text = whole.section("text_config")
+        if not text.values:
+            raise CheckpointError(f"{whole.where} has no text_config; it describes the language model, so add it")
+        text.one_of("model_type", self.texts, next(iter(self.texts)), purpose=f"in a model of type {self.model_type!r}")
+        beside = {name: whole.get(name) for name in _OF_THE_WHOLE if text.get(name) is None}
+        if whole.get("tie_word_embeddings") is not None:  # the whole decides, as in transformers
+            beside["tie_word_embeddings"] = whole.get("tie_word_embeddings")
+        return Fields({**text.values, **beside}, text.where)
+
+    def note(self, names: Collection[str]) -> str:
+        """The tensors that are left out, in one line."""
+        rest = [name for name in names if self._ignored.fullmatch(name)]
+        parts = sorted({name.removeprefix("model.").partition(".")[0] for name in rest})
+        beside = f"; the {len(rest)} tensors of {' and '.join(parts)} are ignored" if rest else ""
+        return f"only the language model of this {self.model_type} is read{beside}"
+
+    def alone(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of the language model, in the names of one that is published alone."""
+        return {self._name(name): value for name, value in tensors.items() if not self._ignored.fullmatch(name)}
+
+    @property
+    def _ignored(self) -> re.Pattern[str]:
+        return re.compile("|".join(f"(?:{pattern})" for pattern in self.ignored))
+
+    def _name(self, name: str) -> str:
+        for prefix, instead in self.prefixes:
+            if name.startswith(prefix):
+                return instead + name.removeprefix(prefix)
+        return name

@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from eagle3_jax.conversion import hf_config, hf_experts
+from eagle3_jax.conversion import hf_config
 from eagle3_jax.conversion.families.family import Family, layer_that_drafts
 from eagle3_jax.conversion.fields import Fields
-from eagle3_jax.conversion.hf_rope import read_rope, rope_fields
 from eagle3_jax.models.config import DecoderConfig, LayerConfig, grouped
 
 
@@ -21,13 +20,13 @@ def read_config(fields: Fields) -> DecoderConfig:
         fields,
         qkv_bias=fields.flag("attention_bias"),
         qk_norm=fields.flag("use_qk_norm"),
-        rope=read_rope(fields, partial=0.5),
+        rope=hf_config.read_rope(fields, partial=0.5),
     )
-    mlps = hf_experts.dense_or_sparse(
+    mlps = hf_config.dense_or_sparse(
         count,
         lambda layer: layer >= first,
         functools.partial(hf_config.read_mlp, fields),
-        functools.partial(hf_experts.read_corrected, fields),
+        functools.partial(hf_config.read_corrected, fields),
     )
     return hf_config.decoder_of(fields, [LayerConfig(mixer=mixer, mlp=mlp) for mlp in mlps])
 
@@ -36,12 +35,12 @@ def write_fields(config: DecoderConfig) -> dict[str, Any]:
     """See :class:`Family`."""
     mixer = grouped(config.layers[0])
     return {
-        **rope_fields(mixer.rope, partial=True),
+        **hf_config.rope_fields(mixer.rope, partial=True),
         "attention_bias": mixer.qkv_bias,
         "use_qk_norm": mixer.qk_norm,
-        "first_k_dense_replace": len(hf_experts.dense_layers(config)),
+        "first_k_dense_replace": len(hf_config.dense_layers(config)),
         "num_nextn_predict_layers": 0,
-        **hf_experts.corrected_fields(hf_experts.experts_of(config)),
+        **hf_config.corrected_fields(hf_config.experts_of(config)),
     }
 
 

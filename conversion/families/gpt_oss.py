@@ -6,11 +6,9 @@ import dataclasses
 import functools
 from typing import Any
 
-from eagle3_jax.conversion import blocks, hf_config, hf_experts
-from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion import blocks, hf_config
 from eagle3_jax.conversion.families.family import Family
 from eagle3_jax.conversion.fields import Fields
-from eagle3_jax.conversion.hf_rope import read_rope
 from eagle3_jax.models.config import DecoderConfig, Experts, grouped
 
 # Of the sigmoid in an expert's gate.
@@ -22,14 +20,9 @@ def read_config(fields: Fields) -> DecoderConfig:
     fields.require("num_key_value_heads", "head_dim", "swiglu_limit")
     if fields.get("rope_parameters") is None:
         fields.require("rope_scaling")
-    if not fields.flag("attention_bias", True):
-        raise CheckpointError(f"{fields.where}: attention_bias is false; every projection of this family has one")
-    if fields.number("swiglu_alpha", _ALPHA) != _ALPHA:
-        raise CheckpointError(
-            f"{fields.where}: swiglu_alpha is {short(fields.get('swiglu_alpha'))}; only {_ALPHA} is supported"
-        )
-    mixer = hf_config.read_mixer(fields, qkv_bias=True, o_bias=True, rope=read_rope(fields, theta=150_000.0))
-    experts = hf_experts.read_experts(
+    fields.only(attention_bias=True, swiglu_alpha=_ALPHA)
+    mixer = hf_config.read_mixer(fields, qkv_bias=True, o_bias=True, rope=hf_config.read_rope(fields, theta=150_000.0))
+    experts = hf_config.read_experts(
         fields, "softmax-of-chosen", width="intermediate_size", bias=True, limit=fields.number("swiglu_limit")
     )
     windows = hf_config.read_windows(fields, hf_config.read_window(fields), lambda layer: layer % 2 == 0)
@@ -39,7 +32,7 @@ def read_config(fields: Fields) -> DecoderConfig:
 
 def write_fields(config: DecoderConfig) -> dict[str, Any]:
     """See :class:`Family`."""
-    experts = hf_experts.experts_of(config)
+    experts = hf_config.experts_of(config)
     windows = [grouped(layer).window for layer in config.layers]
     return {
         "attention_bias": True,

@@ -6,12 +6,10 @@ import dataclasses
 import functools
 from typing import Any
 
-from eagle3_jax.conversion import blocks, hf_config, hf_experts
+from eagle3_jax.conversion import blocks, hf_config
 from eagle3_jax.conversion.errors import CheckpointError
-from eagle3_jax.conversion.families.family import Family
-from eagle3_jax.conversion.families.wrapper import Wrapper
+from eagle3_jax.conversion.families.family import Family, Wrapper
 from eagle3_jax.conversion.fields import Fields, read_from
-from eagle3_jax.conversion.hf_rope import read_rope, rope_fields
 from eagle3_jax.conversion.rules import Rule
 from eagle3_jax.models.config import (
     DecoderConfig,
@@ -30,7 +28,7 @@ def read_config(fields: Fields) -> DecoderConfig:
     """Layers rotate and normalise queries and keys, or do neither and let queries grow with their position."""
     fields.require("num_key_value_heads", "head_dim", "use_qk_norm", "attention_chunk_size")
     count = hf_config.read_num_layers(fields)
-    mlps = hf_experts.dense_or_sparse(
+    mlps = hf_config.dense_or_sparse(
         count, _sparse_layers(fields, count).__contains__, lambda: _dense(fields), lambda: _experts(fields)
     )
     layers = [LayerConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(_mixers(fields, count), mlps, strict=True)]
@@ -44,7 +42,7 @@ def _dense(fields: Fields) -> GatedMLP:
 
 def _experts(fields: Fields) -> Experts:
     width = fields.size("intermediate_size")
-    return hf_experts.read_experts(fields, "sigmoid-of-input", width="intermediate_size", shared_width=width)
+    return hf_config.read_experts(fields, "sigmoid-of-input", width="intermediate_size", shared_width=width)
 
 
 def _sparse_layers(fields: Fields, num_layers: int) -> list[int]:
@@ -58,7 +56,7 @@ def _sparse_layers(fields: Fields, num_layers: int) -> list[int]:
 
 def _mixers(fields: Fields, num_layers: int) -> list[GroupedQuery]:
     bias, chunk = fields.flag("attention_bias"), fields.size("attention_chunk_size")
-    rope = read_rope(fields, theta=500_000.0, interleaved=True)
+    rope = hf_config.read_rope(fields, theta=500_000.0, interleaved=True)
     usual = hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, rope=rope)
     rotates = _rotating(fields, num_layers)
     types = hf_config.read_types(fields, _KINDS, num_layers) or [_CHUNKED if one else _FULL for one in rotates]
@@ -99,14 +97,14 @@ def _query_scaling(fields: Fields) -> QueryScaling | None:
 
 def write_fields(config: DecoderConfig) -> dict[str, Any]:
     """See :class:`Family`."""
-    mixers, experts = [grouped(layer) for layer in config.layers], hf_experts.experts_of(config)
+    mixers, experts = [grouped(layer) for layer in config.layers], hf_config.experts_of(config)
     rotating = [mixer for mixer in mixers if mixer.rope is not None]
     scaling = next((mixer.query_scaling for mixer in mixers if mixer.query_scaling is not None), None)
     dense = next((layer.mlp.width for layer in config.layers if isinstance(layer.mlp, GatedMLP)), experts.width)
     sparse = [index for index, layer in enumerate(config.layers) if isinstance(layer.mlp, Experts)]
     steps = {"floor_scale": scaling.floor, "attn_scale": scaling.beta} if scaling is not None else {}
     return {
-        **rope_fields(rotating[0].rope if rotating else None),
+        **hf_config.rope_fields(rotating[0].rope if rotating else None),
         "attention_bias": mixers[0].qkv_bias,
         "use_qk_norm": any(mixer.qk_l2_norm for mixer in rotating),
         "no_rope_layers": [int(mixer.rope is not None) for mixer in mixers],

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from eagle3_jax.conversion import hf_config
-from eagle3_jax.conversion.families.family import Family
-from eagle3_jax.conversion.families.wrapper import Wrapper
+from eagle3_jax.conversion.families.family import Family, Wrapper
 from eagle3_jax.conversion.fields import Fields, read_from
-from eagle3_jax.conversion.hf_rope import read_rope, rope_fields
 from eagle3_jax.models.config import DecoderConfig, QueryScaling, grouped
 
 _BETA, _FLOOR = "llama_4_scaling_beta", "original_max_position_embeddings"
@@ -25,13 +23,13 @@ def read_config(fields: Fields) -> DecoderConfig:
 def read_ministral3(fields: Fields) -> DecoderConfig:
     """The scaling of queries stands among the parameters of the rotary embedding; a window that is absent is none."""
     fields.require("num_key_value_heads", "head_dim")
-    window = None if fields.get("sliding_window") is None else fields.size("sliding_window")
+    window = fields.optional_size("sliding_window")
     parameters = fields.section("rope_parameters")
     if not parameters.values:
         parameters = fields.section("rope_scaling")
     with read_from(parameters.where):
         scaling = QueryScaling(floor=parameters.size(_FLOOR), beta=parameters.number(_BETA))
-    rope = read_rope(fields, known=(_BETA, "max_position_embeddings"))
+    rope = hf_config.read_rope(fields, known=(_BETA, "max_position_embeddings"))
     mixer = hf_config.read_mixer(fields, rope=rope, query_scaling=scaling)
     windows = hf_config.read_windows(fields, window, lambda _: True)
     return hf_config.read_decoder(fields, mixer, hf_config.read_mlp(fields), windows=windows)
@@ -49,7 +47,7 @@ def _windows(config: DecoderConfig) -> dict[str, Any]:
 
 def _scaled(config: DecoderConfig) -> dict[str, Any]:
     mixer = grouped(config.layers[0])
-    fields, scaling = rope_fields(mixer.rope), mixer.query_scaling
+    fields, scaling = hf_config.rope_fields(mixer.rope), mixer.query_scaling
     if scaling is not None:
         more = {_BETA: scaling.beta, _FLOOR: scaling.floor}
         fields = {name: {**value, **more} if isinstance(value, dict) else value for name, value in fields.items()}

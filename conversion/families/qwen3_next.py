@@ -1,18 +1,21 @@
-"""Qwen3-Next: most layers are gated delta nets, every fourth is gated attention; experts with a shared one follow."""
+"""Qwen3-Next and Qwen3.5: most layers are gated delta nets, every fourth is gated attention.
+
+Qwen3-Next has experts with a shared one. Qwen3.5, dense or of experts, is published with an encoder of images.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from eagle3_jax.conversion import blocks, hf_config, hf_experts
+from eagle3_jax.conversion import blocks, hf_config
 from eagle3_jax.conversion.errors import CheckpointError
-from eagle3_jax.conversion.families.family import Family
-from eagle3_jax.conversion.families.qwen3_moe import read_sparse_layers, sparse_fields
+from eagle3_jax.conversion.families.family import Family, Wrapper
+from eagle3_jax.conversion.families.qwen import read_sparse_layers, sparse_fields
 from eagle3_jax.conversion.fields import Fields, read_from
-from eagle3_jax.conversion.hf_rope import read_rope, rope_fields
 from eagle3_jax.conversion.rules import Rule, in_turns, linear, norm
 from eagle3_jax.models.config import MLP, DecoderConfig, Experts, GatedDelta, GroupedQuery, LayerConfig, Mixer
 
@@ -27,36 +30,42 @@ _LINEAR = {
 
 
 def read_config(fields: Fields) -> DecoderConfig:
-    """Experts in the layers that Qwen3-MoE would have them in."""
+    """Qwen3-Next: experts in the same layers as Qwen3-MoE."""
     fields.require("norm_topk_prob")
     count = hf_config.read_num_layers(fields)
-    mlps = hf_experts.dense_or_sparse(
+    mlps = hf_config.dense_or_sparse(
         count,
         read_sparse_layers(fields, count).__contains__,
         functools.partial(hf_config.read_mlp, fields),
-        lambda: read_experts(fields, normalise=fields.flag("norm_topk_prob")),
+        lambda: _read_experts(fields, normalise=fields.flag("norm_topk_prob")),
     )
-    return hf_config.decoder_of(fields, layers_of(read_mixers(fields), mlps), norm_kind="zero-centred")
+    return _decoder(fields, mlps)
 
 
-def layers_of(mixers: Iterable[Mixer], mlps: Iterable[MLP]) -> list[LayerConfig]:
-    """Layers of as many mixers and MLPs."""
-    return [LayerConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(mixers, mlps, strict=True)]
+def read_dense(fields: Fields) -> DecoderConfig:
+    """Qwen3.5: a dense MLP in every layer."""
+    return _decoder(fields, itertools.repeat(hf_config.read_mlp(fields)))
+
+
+def read_sparse(fields: Fields) -> DecoderConfig:
+    """Qwen3.5-MoE: experts in every layer, whose weights always sum to one."""
+    return _decoder(fields, itertools.repeat(_read_experts(fields, normalise=True)))
+
+
+def _decoder(fields: Fields, mlps: Iterable[MLP]) -> DecoderConfig:
+    layers = [LayerConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(read_mixers(fields), mlps, strict=False)]
+    return hf_config.decoder_of(fields, layers, norm_kind="zero-centred")
 
 
 def read_mixers(fields: Fields) -> list[Mixer]:
-    """The mixer of every layer: ``layer_types``, or attention in every ``full_attention_interval``-th.
-
-    Raises:
-        CheckpointError: A field is missing or malformed, or a type is unknown.
-    """
+    """The mixer of every layer: ``layer_types``, or attention in every ``full_attention_interval``-th."""
     count = hf_config.read_num_layers(fields)
     types = hf_config.read_types(fields, _KINDS, count)
     if not types:
         interval = fields.size("full_attention_interval", 4)
         types = [_DELTA if (layer + 1) % interval else _FULL for layer in range(count)]
-    of = {kind: (_delta if kind == _DELTA else _attention)(fields) for kind in set(types)}
-    return [of[kind] for kind in types]
+    read = {kind: (_delta if kind == _DELTA else _attention)(fields) for kind in set(types)}
+    return [read[kind] for kind in types]
 
 
 def _delta(fields: Fields) -> GatedDelta:
@@ -66,30 +75,25 @@ def _delta(fields: Fields) -> GatedDelta:
 
 def _attention(fields: Fields) -> GroupedQuery:
     fields.require("num_key_value_heads", "head_dim")
-    if not fields.flag("attn_output_gate", True):
-        raise CheckpointError(f"{fields.where}: attn_output_gate is false; only attention with a gate is supported")
+    fields.only(attn_output_gate=True)
     bias = fields.flag("attention_bias")
     # Three sections of positions, for images, are one for text.
-    rope = read_rope(fields, partial=0.25, known=("mrope_section", "mrope_interleaved"))
+    rope = hf_config.read_rope(fields, partial=0.25, known=("mrope_section", "mrope_interleaved"))
     mixer = hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, qk_norm=True, rope=rope)
     return dataclasses.replace(mixer, output_gate=True)
 
 
-def read_experts(fields: Fields, *, normalise: bool) -> Experts:
-    """Experts and a shared one that has a gate.
-
-    Raises:
-        CheckpointError: A field is missing or malformed.
-    """
+def _read_experts(fields: Fields, *, normalise: bool) -> Experts:
+    """Experts and a shared one that has a gate."""
     shared = fields.size("shared_expert_intermediate_size")
-    return hf_experts.read_experts(fields, "softmax", normalise=normalise, shared_width=shared, shared_gate=True)
+    return hf_config.read_experts(fields, "softmax", normalise=normalise, shared_width=shared, shared_gate=True)
 
 
 def mixer_fields(config: DecoderConfig) -> dict[str, Any]:
-    """The mixers on the way out.
+    """The fields of the mixers.
 
     Raises:
-        CheckpointError: One of the two kinds is missing, whose sizes the layout asks for.
+        CheckpointError: One of the two kinds is missing, and the layout asks for its sizes.
     """
     mixers = [layer.mixer for layer in config.layers]
     delta = next((mixer for mixer in mixers if isinstance(mixer, GatedDelta)), None)
@@ -98,7 +102,7 @@ def mixer_fields(config: DecoderConfig) -> dict[str, Any]:
         raise CheckpointError("a target without recurrent layers, or without attention, is of another family")
     return {
         **{theirs: getattr(delta, ours) for ours, theirs in _LINEAR.items()},
-        **rope_fields(attention.rope, partial=True),
+        **hf_config.rope_fields(attention.rope, partial=True),
         "attention_bias": attention.qkv_bias,
         "layer_types": [_DELTA if isinstance(mixer, GatedDelta) else _FULL for mixer in mixers],
     }
@@ -106,8 +110,14 @@ def mixer_fields(config: DecoderConfig) -> dict[str, Any]:
 
 def write_fields(config: DecoderConfig) -> dict[str, Any]:
     """See :class:`Family`."""
-    shared = {"shared_expert_intermediate_size": hf_experts.experts_of(config).shared_width}
-    return {**mixer_fields(config), **sparse_fields(config), **shared}
+    return {**_sparse_fields(config), **sparse_fields(config)}
+
+
+def _sparse_fields(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of a target with experts in every layer."""
+    experts = hf_config.experts_of(config)
+    shared = {"shared_expert_intermediate_size": experts.shared_width}
+    return {**mixer_fields(config), **hf_config.size_fields(experts), **shared}
 
 
 def _around(source: str, path: str) -> list[Rule]:
@@ -135,7 +145,7 @@ def turns(config: GatedDelta) -> dict[str, int]:
 
 
 def grouped_delta(config: GatedDelta, source: str, path: str) -> list[Rule]:
-    """A gated delta net whose projections are by key head, as ours."""
+    """A gated delta net with projections by key head, as in our parameters."""
     source, path = f"{source}.linear_attn", f"{path}.attention"
     projections = [
         *linear(f"{source}.in_proj_qkvz", f"{path}.qkvz"),
@@ -145,7 +155,7 @@ def grouped_delta(config: GatedDelta, source: str, path: str) -> list[Rule]:
 
 
 def flat_delta(config: GatedDelta, source: str, path: str) -> list[Rule]:
-    """A gated delta net whose projections are all queries, all keys and all values, and three more beside."""
+    """A gated delta net with one projection for all queries, keys and values, and three more."""
     source, path, heads = f"{source}.linear_attn", f"{path}.attention", config.num_key_heads
     sizes, group = turns(config), config.group
     cuts = dict(in_turns(1, 1, {name: heads * size for name, size in sizes.items()}))
@@ -159,21 +169,60 @@ def flat_delta(config: GatedDelta, source: str, path: str) -> list[Rule]:
 
 
 # One MLP that every token goes through.
-shared_experts = functools.partial(blocks.experts, shared="shared_expert")
+_shared_experts = functools.partial(blocks.experts, shared="shared_expert")
 
 
 def drafting_module(num_layers: int, names: Collection[str]) -> tuple[str, ...]:
-    """The module for multi-token prediction, which is none of the target's."""
+    """The module for multi-token prediction, which is not part of the target."""
     del num_layers, names
     return (r"mtp\..*",)
 
 
-FAMILY = Family(
-    model_type="qwen3_next",
-    label="Qwen3-Next",
-    architecture="Qwen3NextForCausalLM",
-    read_config=read_config,
-    write_fields=write_fields,
-    rules=functools.partial(blocks.decoder, parts={GatedDelta: grouped_delta, Experts: shared_experts}),
-    beside=drafting_module,
+def _rules(delta: blocks.PartRules, kernels: blocks.PartRules = blocks.separate) -> Any:
+    experts = functools.partial(_shared_experts, kernels=kernels)
+    return functools.partial(blocks.decoder, parts={GatedDelta: delta, Experts: experts})
+
+
+def _wrapper(model_type: str, label: str) -> Wrapper:
+    return Wrapper(
+        model_type=model_type,
+        label=label,
+        texts={f"{model_type}_text": f"{model_type}_text"},
+        prefixes=(("model.language_model.", "model."),),
+        ignored=(r"(model\.)?visual\..*", r"mtp\..*"),
+    )
+
+
+# With the encoder of images the experts of a layer are one tensor.
+_STACKED = functools.partial(blocks.stacked, transpose=True, in_halves=True)
+FAMILIES = (
+    Family(
+        "qwen3_next",
+        "Qwen3-Next",
+        "Qwen3NextForCausalLM",
+        read_config,
+        write_fields,
+        rules=_rules(grouped_delta),
+        beside=drafting_module,
+    ),
+    Family(
+        "qwen3_5_text",
+        "Qwen3.5",
+        "Qwen3_5ForCausalLM",
+        read_dense,
+        mixer_fields,
+        rules=_rules(flat_delta),
+        beside=drafting_module,
+    ),
+    Family(
+        "qwen3_5_moe_text",
+        "Qwen3.5-MoE",
+        "Qwen3_5MoeForCausalLM",
+        read_sparse,
+        _sparse_fields,
+        rules=_rules(flat_delta),
+        also=(_rules(flat_delta, _STACKED),),
+        beside=drafting_module,
+    ),
 )
+WRAPPERS = (_wrapper("qwen3_5", "Qwen3.5 with images"), _wrapper("qwen3_5_moe", "Qwen3.5-MoE with images"))

@@ -1,46 +1,83 @@
-"""The kinds of draft heads, in the order in which a checkpoint is asked. Recognising one needs no JAX."""
+"""The table of draft heads, in the order in which a checkpoint is asked, and what applies to all of them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from eagle3_jax.conversion.errors import CheckpointError
+from eagle3_jax.conversion.files import copy_tokenizer, new_directory, write_json
 from eagle3_jax.conversion.heads import dflash, eagle1, eagle3, medusa, mtp, p_eagle
-from eagle3_jax.conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored
-
-if TYPE_CHECKING:
-    from eagle3_jax.conversion.checks import Check
-
-
-def _write_eagle3(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
-    from eagle3_jax.conversion.heads.eagle3_export import layout
-
-    return layout(checkpoint, dialect)
-
-
-def _examine_eagle3(target: Any, head: HeadCheckpoint) -> list[Check]:
-    from eagle3_jax.conversion.heads.eagle3_checks import examine
-
-    return examine(target, head)
-
+from eagle3_jax.conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs
+from eagle3_jax.conversion.tensors import write_tensors
+from eagle3_jax.models.layers import Precision, cast
+from eagle3_jax.models.quantised import quantised
+from eagle3_jax.sharding import param_shardings
+from eagle3_jax.types import EmbeddingTables
 
 HEADS: dict[str, HeadKind] = {
-    kind.name: kind
-    for kind in (
-        medusa.KIND,
-        mtp.KIND,
-        dflash.KIND,
-        p_eagle.KIND,
-        eagle1.KIND,
-        eagle3.KIND._replace(write=_write_eagle3, examine=_examine_eagle3),
-    )
+    kind.name: kind for kind in (medusa.KIND, mtp.KIND, dflash.KIND, p_eagle.KIND, eagle1.KIND, eagle3.KIND)
 }
+LAYOUTS: tuple[str, ...] = tuple(dict.fromkeys(layout for kind in HEADS.values() for layout in kind.layouts))
 
 
 def kind_of(config: Any) -> HeadKind:
     """The kind of head that a configuration describes: variants of a method, as DSpark of DFlash, have one."""
-    return next(kind for kind in HEADS.values() if kind.classes and type(config) is kind.classes()[0])
+    return next(kind for kind in HEADS.values() if type(config) is kind.classes[0])
 
 
-LOADABLE = ", ".join(kind.label for kind in HEADS.values() if kind.read is not None)
+def write_head(checkpoint: HeadCheckpoint, directory: str | Path, dialect: str) -> None:
+    """Writes a new head directory.
 
-__all__ = ["HEADS", "LOADABLE", "HeadCheckpoint", "HeadKind", "Layout", "Signs", "Stored", "kind_of"]
+    Args:
+        checkpoint: The head.
+        directory: Must not exist.
+        dialect: One of the layouts of its method, as in ``eagle`` for the official code, ``sglang`` for SGLang and
+            SpecForge, ``vllm`` for vLLM.
+
+    Raises:
+        CheckpointError: The method has no such layout, it cannot express the head, or the directory exists.
+    """
+    kind = HEADS[checkpoint.method]
+    if dialect not in kind.layouts:
+        raise CheckpointError(f"{dialect!r} is no layout of {kind.label} heads; use one of {', '.join(kind.layouts)}")
+    layout = kind.write(checkpoint, dialect)
+    with new_directory(directory) as temporary:
+        write_tensors(temporary / layout.file, layout.tensors)
+        write_json(temporary / "config.json", layout.values)
+        copy_tokenizer(checkpoint.source, temporary)
+
+
+def make_drafter(
+    checkpoint: HeadCheckpoint, tables: EmbeddingTables, precision: Precision, mesh: Mesh | None, weights: str = "dense"
+) -> tuple[Any, dict[str, Any]]:
+    """A drafter and its parameters. A head without an embedding of its own, or with an equal one, shares the target's.
+
+    Args:
+        checkpoint: The head.
+        tables: The target's embedding and output matrix, for a head without its own.
+        precision: Types of the head's products and activations.
+        mesh: The target's mesh; ``None`` for one device.
+        weights: How kernels are stored: a name from :data:`eagle3_jax.models.quantised.WEIGHTS`.
+    """
+    drafter, embedding = HEADS[checkpoint.method].classes[1](checkpoint.config, precision=precision), None
+    if checkpoint.embedding is not None:
+        places = None if mesh is None else tables.embedding.sharding  # type: ignore[union-attr]
+        own = cast(checkpoint.embedding, precision, places)
+        same = own.shape == tables.embedding.shape and bool(jnp.array_equal(own, tables.embedding))
+        embedding = None if same else own
+    ids = checkpoint.draft_to_target
+    owned = {"head": checkpoint.head} | ({} if ids is None else {"draft_to_target": np.asarray(ids, np.int32)})
+    places = {} if mesh is None else param_shardings(mesh, drafter, owned)
+    if ids is not None:
+        ids = jax.device_put(owned["draft_to_target"], places.get("draft_to_target"))
+    head = cast(quantised(checkpoint.head, drafter.param_products(), weights), precision, places.get("head"))
+    return drafter, drafter.assemble(head, tables, embedding=embedding, draft_to_target=ids)
+
+
+__all__ = ["HEADS", "LAYOUTS", "HeadCheckpoint", "HeadKind", "Layout", "Signs", "kind_of", "make_drafter", "write_head"]

@@ -1,31 +1,38 @@
 """Block drafters (DFlash, DSpark, JetSpec) in the dialects that published ones are stored in.
 
-* ``vllm``: z-lab's and SpecForge's layout: the geometry of a Qwen3 model, the rest in ``dflash_config``; what DSpark
-  adds stands there or at the top.
+* ``vllm``: z-lab's and SpecForge's layout: the geometry of a Qwen3 model, the rest in ``dflash_config``. The fields of
+  DSpark are there or at the top.
 * ``speculators``: the geometry in ``transformer_layer_config``.
 
 Both have the same tensors. z-lab counts the layer whose *output* is read (``target_layer_ids``), speculators and this
-library the layer that it *enters*, one more.
+library count the layer that it *enters*, one more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from eagle3_jax.conversion import rules
+import numpy as np
+
+from eagle3_jax.conversion import blocks, draft_vocab, rules
+from eagle3_jax.conversion.checks import Check, mask_token
 from eagle3_jax.conversion.errors import CheckpointError, short
-from eagle3_jax.conversion.fields import Fields, read_from
-from eagle3_jax.conversion.heads.dflash_export import head_rules, layout
+from eagle3_jax.conversion.fields import Fields, agreed, read_from
+from eagle3_jax.conversion.heads.eagle3 import is_speculators, read_model_type
 from eagle3_jax.conversion.heads.head import (
+    DRAFT_VOCABULARY,
     HeadCheckpoint,
     HeadKind,
+    Layout,
     Signs,
-    Stored,
     Suspects,
     check_fit,
-    read_embedding,
+    head_tensors,
+    read_as,
+    read_mask_token,
+    refuse_inexpressible,
+    speculators_fields,
 )
 from eagle3_jax.conversion.hf_config import (
     read_mixer,
@@ -34,26 +41,24 @@ from eagle3_jax.conversion.hf_config import (
     refuse_quantised,
     refuse_unsupported,
     refuse_windows,
+    stack_fields,
 )
-from eagle3_jax.models.config import DecoderConfig, uniform
+from eagle3_jax.conversion.rules import Rule
+from eagle3_jax.conversion.tensors import Stored
+from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, Markov
+from eagle3_jax.models.config import DecoderConfig, gated, grouped, uniform
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from eagle3_jax.conversion.checks import Check
-    from eagle3_jax.drafters.dflash import DFlashConfig
-
-# Names under which other tools have the same tensors.
+# Prefixes of other tools for the same tensors.
 _ALIASES = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 _MASK = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-# Lists of layers, and what is added to an id to have the layer that it enters.
+# Lists of layers, and the number to add to an id for the layer that the stream enters.
 _IDS = {
     "target_layer_ids": 1,
     "dspark_target_layer_ids": 1,
     "aux_hidden_state_layer_ids": 0,
     "eagle_aux_hidden_state_layer_ids": 0,
 }
-# Switches of other block drafters, and the one setting of each that is computed here.
+# Switches of other block drafters, each with the one setting that is computed here.
 _SETTINGS = {
     "use_aux_hidden_state": True,
     "use_swa": False,
@@ -66,7 +71,7 @@ _SETTINGS = {
 
 
 def recognise(signs: Signs) -> bool:
-    """By what the file says, or by a norm of the fused features that no layer owns."""
+    """By the configuration, or by a norm of the fused features that no layer owns."""
     named = "DFlash" in signs.architecture or "DSpark" in signs.architecture or "dflash_config" in signs.config
     return (
         named
@@ -77,71 +82,84 @@ def recognise(signs: Signs) -> bool:
 
 
 def dialect_of(values: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Which project's conventions a head follows."""
+    """The project whose conventions a head follows."""
     del names
-    return "speculators" if _is_speculators(values) else "vllm"
+    return "speculators" if is_speculators(values) else "vllm"
+
+
+def head_rules(config: DFlashConfig) -> list[Rule]:
+    """The rules of the tensors."""
+    table = [*rules.linear("fc", "fc"), rules.norm("hidden_norm", "feature_norm"), rules.norm("norm", "norm")]
+    for index, layer in enumerate(config.layers):
+        table += blocks.block(layer, f"layers.{index}", f"blocks.{index}")
+    if config.own_output:
+        table += rules.linear("lm_head", "head")
+    if config.markov is not None:
+        table.append(Rule("markov_head.markov_w1.weight", "markov.before"))
+        table += rules.linear("markov_head.markov_w2", "markov.after")
+        if config.markov.type != "vanilla":
+            name = {"gated": "gate", "rnn": "joint"}[config.markov.type]
+            table += rules.linear(f"markov_head.{name}_proj", f"markov.{name}", bias=True)
+    return table + (rules.linear("confidence_head.proj", "confidence", bias=True) if config.confidence else [])
 
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
-    """Read a block drafter in either dialect.
+    """Reads a block drafter in either dialect.
 
     Raises:
         CheckpointError: It is incomplete, of a kind that is not computed, or does not fit the target.
     """
-    from eagle3_jax.conversion import draft_vocab
-
-    directory, where = stored.directory, str(stored.directory / "config.json")
-    tensors, top = _canonical(stored.tensors, directory), Fields(stored.config, where)
-    _refuse_relatives(tensors, top, str(directory))
-    if (directory / "mask_embedding.pt").exists():
+    directory, where, top = str(stored.directory), stored.where, stored.fields
+    tensors = rules.renamed(stored.tensors, _rename, directory)
+    _refuse_relatives(tensors, top, directory)
+    if (stored.directory / "mask_embedding.pt").exists():
         raise CheckpointError(f"{directory} has a mask_embedding.pt; a mask embedding apart from the table is not read")
     config = read_config(top, own_output="lm_head.weight" in tensors)
     refuse_quantised(top)
     if target is not None:
-        check_fit(config, config.aux_layers, target, str(directory))
+        check_fit(config, config.aux_layers, target, directory)
     rules.check_layers(config.num_layers, tensors, r"layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
-    known = (r"embed_tokens\.weight", "d2t", "t2d")
-    head = rules.read_params(head_rules(config), tensors, _shapes(config), where=str(directory), known=known)
     sizes = {"vocab_size": config.vocab_size, "draft_vocab_size": config.draft_vocab_size}
-    ids = draft_vocab.read(tensors, **sizes, where=str(directory))
-    return HeadCheckpoint(
-        method=KIND.name,
-        config=config,
-        head=head,
+    notes = []
+    if not config.causal:
+        notes.append(f"every row sees its whole block: draft {config.num_predicted} tokens, fewer are another network")
+    if is_speculators(top.values) and top.get("sliding_window_non_causal") is False:
+        notes.append("sliding_window_non_causal is false: vLLM would serve the head causally")
+    ids = draft_vocab.read(tensors, **sizes, where=directory)
+    return read_as(
+        KIND,
+        stored,
+        config,
+        head_rules(config),
+        tensors,
+        target=target,
+        beside=DRAFT_VOCABULARY,
         draft_to_target=None if config.draft_vocab_size == config.vocab_size else ids,
-        embedding=read_embedding(config, tensors, directory),
-        dialect=dialect_of(stored.config, stored.tensors),
-        source=directory,
-        dtype=rules.main_dtype(head),
-        num_target_layers=None if target is None else target.num_layers,
-        note=_note(top, config),
+        note="; ".join(notes),
     )
 
 
+def _rename(name: str) -> str:
+    name = name.removeprefix("model.")
+    alias = next((alias for alias in _ALIASES if name.startswith(alias)), "")
+    return _ALIASES.get(alias, "") + name.removeprefix(alias)
+
+
 def read_config(top: Fields, *, own_output: bool = False) -> DFlashConfig:
-    """The description.
+    """The description of a block drafter.
 
     Args:
         top: The ``config.json``.
         own_output: Whether there is an output projection, which no field says.
-
-    Raises:
-        CheckpointError: A field is missing, malformed or unsupported.
     """
-    from eagle3_jax.drafters.dflash import DFlashConfig, Markov
-
-    fields = _merged(top)
-    nested = _is_speculators(top.values)
-    geometry = _geometry(top)
+    fields, geometry, nested = _merged(top), _geometry(top), is_speculators(top.values)
     _refuse_settings(fields, geometry)
     spark = _is_spark(fields)
     rank = fields.integer("markov_rank", 256 if nested else None) if spark else 0
     confidence = None
     if spark and fields.flag("enable_confidence_head", nested):
         confidence = "markov" if fields.flag("confidence_head_with_markov", nested) else "hidden"
-    kind = fields.get("markov_head_type") or "vanilla"
-    if kind not in ("vanilla", "gated", "rnn"):
-        raise CheckpointError(f"{top.where}: markov_head_type is {short(kind)}; expected 'vanilla', 'gated' or 'rnn'")
+    kind = fields.one_of("markov_head_type", ("vanilla", "gated", "rnn"), "vanilla")
     bias, stack = geometry.flag("attention_bias"), read_stack(geometry)
     mixer = read_mixer(geometry, qkv_bias=bias, o_bias=bias, qk_norm=True)
     layers = uniform(geometry.size("num_hidden_layers"), mixer, read_mlp(geometry))
@@ -154,29 +172,25 @@ def read_config(top: Fields, *, own_output: bool = False) -> DFlashConfig:
             target_width=fields.size("target_hidden_size", stack["width"]),
             aux_layers=_aux_layers(fields),
             block_size=fields.size(block),
-            mask_token=_mask_token(fields),
+            mask_token=read_mask_token(fields, _MASK),
             causal=_is_causal(top, fields, geometry),
             from_anchor=_from_anchor(fields, nested, spark),
-            markov=Markov(rank=rank, type=kind) if rank else None,
+            markov=Markov(rank=rank, type=kind) if rank else None,  # type: ignore[arg-type]
             confidence=confidence,
             own_output=own_output,
         )
 
 
 def planned(top: Fields, target: DecoderConfig) -> DFlashConfig:
-    """The description without its tensors: with an output projection of its own where it cannot do without."""
+    """The description without the tensors: with an output projection of its own where it needs one."""
     del target
     fields = _merged(top)
     vocab_size = _geometry(top).size("vocab_size")
     return read_config(top, own_output=fields.size("draft_vocab_size", vocab_size) < vocab_size)
 
 
-def _is_speculators(values: Mapping[str, Any]) -> bool:
-    return "speculators_model_type" in values or "transformer_layer_config" in values
-
-
 def _geometry(top: Fields) -> Fields:
-    return top.section("transformer_layer_config") if _is_speculators(top.values) else top
+    return top.section("transformer_layer_config") if is_speculators(top.values) else top
 
 
 def _is_spark(fields: Fields) -> bool:
@@ -189,10 +203,10 @@ def _is_spark(fields: Fields) -> bool:
 
 
 def _merged(top: Fields) -> Fields:
-    """The fields that stand in ``dflash_config`` or ``eagle_config``, or at the top.
+    """The fields in ``dflash_config`` or ``eagle_config``, or at the top.
 
     Raises:
-        CheckpointError: They stand in several places and disagree.
+        CheckpointError: Two places disagree.
     """
     values = dict(top.values)
     for section in (top.section("eagle_config"), top.section("dflash_config")):
@@ -206,7 +220,7 @@ def _merged(top: Fields) -> Fields:
 
 
 def _refuse_relatives(tensors: Mapping[str, np.ndarray], top: Fields, where: str) -> None:
-    """Name the block drafters that have more than is computed here, by their tensors or their own word."""
+    """Refuses block drafters with parts that are not computed here, by their tensors or their own word."""
     said = str(_merged(top).get("projector_type") or top.get("speculators_model_type") or "")
     names = " ".join(tensors)
     architecture = " ".join(top.words("architectures"))
@@ -217,18 +231,8 @@ def _refuse_relatives(tensors: Mapping[str, np.ndarray], top: Fields, where: str
 
 
 def _refuse_settings(fields: Fields, geometry: Fields) -> None:
-    model_type = geometry.get("model_type")
-    if model_type not in ("llama", "qwen3"):
-        raise CheckpointError(
-            f"{geometry.where}: model_type is {short(model_type)}; expected 'qwen3' (or 'llama') for a block drafter"
-        )
-    if model_type == "qwen3" and geometry.get("head_dim") is None:
-        raise CheckpointError(f"{geometry.where} has no head_dim, which Qwen3 does not derive from the width; add it")
-    for name, expected in _SETTINGS.items():
-        if fields.get(name) not in (None, expected):
-            raise CheckpointError(
-                f"{fields.where}: {name} is {short(fields.get(name))}; only {expected!r} is supported"
-            )
+    read_model_type(geometry, "for a block drafter")
+    fields.only(**_SETTINGS)
     for one in (fields, geometry):
         refuse_unsupported(one)
         refuse_windows(one)
@@ -242,31 +246,17 @@ def _refuse_settings(fields: Fields, geometry: Fields) -> None:
 def _aux_layers(fields: Fields) -> tuple[int, ...]:
     found = {}
     for name, more in _IDS.items():
-        value = fields.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, list) or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in value):
-            raise CheckpointError(f"{fields.where}: {name} is {short(value)}; expected a list of layer numbers")
-        found[f"{name} is {value}"] = tuple(one + more for one in value)
-    if not found:
+        ids = fields.indices(name, what="layer numbers")
+        found[f"{name} (+{more})"] = None if ids is None else tuple(one + more for one in ids)
+    layers = agreed(found, fields.where)
+    if layers is None:
         raise CheckpointError(f"{fields.where} has no target_layer_ids; add the layers whose outputs the head reads")
-    if len(set(found.values())) > 1:
-        raise CheckpointError(f"{fields.where}: {' and '.join(found)}; they must name the same layers")
-    return next(iter(found.values()))
-
-
-def _mask_token(fields: Fields) -> int:
-    found = {name: fields.integer(name) for name in _MASK if fields.get(name) is not None}
-    if not found:
-        raise CheckpointError(f"{fields.where} has no mask_token_id; add the token that stands for an unknown one")
-    if len(set(found.values())) > 1:
-        raise CheckpointError(f"{fields.where}: " + " and ".join(f"{k} is {v}" for k, v in found.items()))
-    return next(iter(found.values()))
+    return layers
 
 
 def _is_causal(top: Fields, fields: Fields, geometry: Fields) -> bool:
-    """Whether a row of the block sees only those before it, as the engine that wrote the file understands it."""
-    if not _is_speculators(top.values):
+    """Whether a row of the block sees only those before it, as the project that wrote the file understands it."""
+    if not is_speculators(top.values):
         return fields.flag("is_causal", fields.flag("causal"))
     # Its flag speaks of windows, and layers with full attention are trained on the whole block. vLLM serves such a head
     # causally all the same where the flag is false, so that a file with neither says nothing.
@@ -292,45 +282,103 @@ def _from_anchor(fields: Fields, nested: bool, spark: bool) -> bool:
     return value
 
 
-def _note(top: Fields, config: DFlashConfig) -> str:
-    """What an engine may do to this head without a word."""
-    notes = []
-    if not config.causal:
-        notes.append(f"every row sees its whole block: draft {config.num_predicted} tokens, fewer are another network")
-    if _is_speculators(top.values) and top.get("sliding_window_non_causal") is False:
-        notes.append("sliding_window_non_causal is false: vLLM would serve the head causally")
-    return "; ".join(notes)
+def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
+    """Writes a head as ``vllm`` (and z-lab's code, where it is plain DFlash) or ``speculators`` has it."""
+    refuse_inexpressible(dialect, _refusals(checkpoint, dialect))
+    values = {"vllm": _vllm_fields, "speculators": _speculators_fields}[dialect](checkpoint)
+    return Layout(values, head_tensors(KIND, checkpoint, head_rules(checkpoint.config)))
 
 
-def _canonical(tensors: Mapping[str, np.ndarray], directory: Path) -> dict[str, np.ndarray]:
-    renamed: dict[str, np.ndarray] = {}
-    for name, value in tensors.items():
-        new = name.removeprefix("model.")
-        for alias, usual in _ALIASES.items():
-            new = usual + new.removeprefix(alias) if new.startswith(alias) else new
-        if new in renamed:
-            raise CheckpointError(f"{directory} holds {new} under two names, the second of them {name}; remove one")
-        renamed[new] = value
-    return renamed
+def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
+    """The settings that a layout cannot say, or that its code reads in one way only."""
+    config, mixer = checkpoint.config, grouped(checkpoint.config.layers[0])
+    found = {
+        f"aux_layers {config.aux_layers} (0 is no layer's output)": config.aux_layers[0] == 0,
+        "different biases of q, k, v and o": mixer.qkv_bias != mixer.o_bias,
+        "layers without qk_norm": not mixer.qk_norm,
+        "an MLP with biases": gated(config.layers[0]).bias,
+    }
+    markov = config.markov
+    if dialect == "vllm":
+        found |= {
+            "from_anchor without markov": markov is None and config.from_anchor,
+            "a confidence without markov": markov is None and config.confidence is not None,
+        }
+        if markov is not None:
+            found[f"markov type {markov.type!r} (its bias is always the vanilla one)"] = markov.type != "vanilla"
+    else:  # speculators takes the rest from the verifier
+        full = config.draft_vocab_size == config.vocab_size
+        found |= {
+            "causal (its full attention sees the whole block)": config.causal,
+            "an embedding of its own (it takes the verifier's)": checkpoint.embedding is not None,
+            f"target_width {config.target_width} beside width {config.width}": config.target_width != config.width,
+            "an output projection of its own for the whole vocabulary (it takes the verifier's)": config.own_output
+            and full,
+        }
+    return found
 
 
-def _shapes(config: DFlashConfig) -> rules.Params:
-    from eagle3_jax.drafters.dflash import DFlashDrafter
+def _geometry_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
+    config = checkpoint.config
+    return {
+        "model_type": "qwen3",
+        **stack_fields(config, checkpoint.dtype),
+        "attention_bias": grouped(config.layers[0]).qkv_bias,
+        "layer_types": ["full_attention"] * config.num_layers,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+    }
 
-    return DFlashDrafter(config).param_shapes()
+
+def _spark_fields(config: DFlashConfig) -> dict[str, Any]:
+    return {
+        "markov_rank": 0 if config.markov is None else config.markov.rank,
+        "markov_head_type": "vanilla" if config.markov is None else config.markov.type,
+        "enable_confidence_head": config.confidence is not None,
+        "confidence_head_with_markov": config.confidence == "markov",
+    }
 
 
-def classes() -> tuple[type, type]:
-    """Of the configuration and of the drafter."""
-    from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter
+def _vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
+    config = checkpoint.config
+    ids = {"mask_token_id": config.mask_token, "target_layer_ids": [layer - 1 for layer in config.aux_layers]}
+    values = {
+        "architectures": ["DFlashDraftModel"],
+        **_geometry_fields(checkpoint),
+        "block_size": config.block_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_width,
+        "dflash_config": {**ids, "causal": config.causal, "use_aux_hidden_state": True},
+    }
+    if checkpoint.num_target_layers is not None:
+        values["num_target_layers"] = checkpoint.num_target_layers
+    if config.markov is not None:
+        # vLLM's DSpark reads these at the top level.
+        anchor = {"sample_from_anchor": config.from_anchor, "dspark_bonus_anchor": not config.from_anchor}
+        values |= {"architectures": ["Qwen3DSparkModel"], **ids, **_spark_fields(config), **anchor}
+    return values
 
-    return DFlashConfig, DFlashDrafter
+
+def _speculators_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
+    config = checkpoint.config
+    spark = config.markov is not None or config.confidence is not None
+    method, architecture = ("dspark", "DSparkDraftModel") if spark else ("dflash", "DFlashDraftModel")
+    return {
+        **speculators_fields(method, architecture, config.num_predicted),
+        "transformer_layer_config": _geometry_fields(checkpoint),
+        "draft_vocab_size": config.draft_vocab_size,
+        "aux_hidden_state_layer_ids": list(config.aux_layers),
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token,
+        "sample_from_anchor": config.from_anchor,
+        # vLLM takes its absence in one way and its default in the other.
+        "sliding_window_non_causal": True,
+        **(_spark_fields(config) if spark else {}),
+    }
 
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
-    """The layers whose numbering differs between projects, the block's size and sight, and its mask token."""
-    from eagle3_jax.conversion.checks import Check, mask_token
-
+    """Names the layers, whose numbers differ between projects, the block with its attention, and the mask token."""
     config = head.config
     most = config.num_predicted
     sight = f"any K up to {most} drafts the same tokens" if config.causal else f"K = {most} alone is what was trained"
@@ -348,7 +396,7 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
 
 
 def variant(config: DFlashConfig) -> str:
-    """The name of the paper whose options a head has."""
+    """The name of the paper that has the options of a head."""
     if config.markov is not None or config.from_anchor:
         return "DSpark"
     return "JetSpec" if config.causal else "DFlash"
@@ -358,10 +406,10 @@ KIND = HeadKind(
     name="dflash",
     label="DFlash",
     recognise=recognise,
-    classes=classes,
+    classes=(DFlashConfig, DFlashDrafter),
     read=read,
     read_config=planned,
-    write=layout,
+    write=write,
     layouts=("vllm", "speculators"),
     stacks={"blocks": lambda config: config.num_layers},
     dialect=dialect_of,

@@ -7,12 +7,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eagle3_jax.conversion import blocks, rules
+from eagle3_jax.conversion.checks import Check
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.fields import Fields, read_from
-from eagle3_jax.conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored, Suspects, check_fit
+from eagle3_jax.conversion.heads.head import (
+    EMBEDDING,
+    HeadCheckpoint,
+    HeadKind,
+    Layout,
+    Signs,
+    Suspects,
+    check_fit,
+    head_tensors,
+    read_as,
+    refuse_inexpressible,
+)
 from eagle3_jax.conversion.hf_config import (
     bias_fields,
     read_mixer,
@@ -24,13 +36,9 @@ from eagle3_jax.conversion.hf_config import (
     stack_fields,
 )
 from eagle3_jax.conversion.rules import Rule
+from eagle3_jax.conversion.tensors import Stored
+from eagle3_jax.drafters.eagle1 import Eagle1Config, Eagle1Drafter
 from eagle3_jax.models.config import DecoderConfig, gated, grouped, uniform
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from eagle3_jax.conversion.checks import Check
-    from eagle3_jax.drafters.eagle1 import Eagle1Config
 
 _ARCHITECTURE = "EagleLlamaForCausalLM"  # in vLLM; official files say LlamaForCausalLM
 _UNSAID = (
@@ -44,7 +52,7 @@ _NOT_EAGLE1 = {
 
 
 def head_rules(config: Eagle1Config) -> list[Rule]:
-    """The rule table."""
+    """The rules of the tensors."""
     first, *rest = config.layers
     table = [*rules.linear("fc", "fc", bias=config.fc_bias), *blocks.attention_and_mlp(first, "layers.0", "first")]
     for index, layer in enumerate(rest):
@@ -53,7 +61,7 @@ def head_rules(config: Eagle1Config) -> list[Rule]:
 
 
 def recognise(signs: Signs) -> bool:
-    """By an ``fc``, which no language model has, without anything that EAGLE-3 puts beside it."""
+    """By an ``fc``, which no language model has, without the tensors that EAGLE-3 adds."""
     eagle3 = signs.has(r"(midlayer|fc_norm|input_norm)\.|layers\.\d+\.hidden_norm\.")
     eagle3 = eagle3 or bool({"d2t", "t2d", "norm.weight"} & signs.names)
     named = "Eagle3" in signs.architecture or signs.method == "eagle3"
@@ -61,17 +69,16 @@ def recognise(signs: Signs) -> bool:
 
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
-    """Read an EAGLE-1 head.
+    """Reads an EAGLE-1 head.
 
     Args:
-        stored: What lies on disk.
-        target: What it drafts for, whose depth the file does not say.
+        stored: Its files.
+        target: The target that it drafts for, whose depth no file says.
 
     Raises:
         CheckpointError: It is incomplete, something else, or does not fit the target; the message says why.
     """
-    directory, where = stored.directory, str(stored.directory / "config.json")
-    top, tensors = Fields(stored.config, where), stored.tensors
+    directory, where, top, tensors = str(stored.directory), stored.where, stored.fields, stored.tensors
     for name, what in _NOT_EAGLE1.items():
         if name in tensors:
             raise CheckpointError(f"{directory} holds {name}: {what}")
@@ -86,51 +93,28 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     if target is None:
         raise TargetNeededError(f"{where} does not say how deep its target is; give the target as well")
     config = read_config(top, target, fc_bias="fc.bias" in tensors)
-    check_fit(config, config.aux_layers, target, str(directory))
+    check_fit(config, config.aux_layers, target, directory)
     fused = tensors.get("fc.weight")
     if fused is not None and fused.shape == (config.width, 3 * config.width):
         raise CheckpointError(
             f"{directory}: fc.weight reads three features, as EAGLE-3 does; an EAGLE-1 head reads an embedding and one"
         )
-    embedding = rules.matrix(tensors, "embed_tokens.weight", (config.vocab_size, config.width), where=str(directory))
-    shapes = classes()[1](config).param_shapes()
-    head = rules.read_params(
-        head_rules(config), tensors, shapes, where=str(directory), known=(r"embed_tokens\.weight",)
-    )
-    return HeadCheckpoint(
-        method=KIND.name,
-        config=config,
-        head=head,
-        draft_to_target=None,
-        embedding=embedding,
-        dialect=dialect(stored.config, stored.tensors),
-        source=directory,
-        dtype=rules.main_dtype(head),
-        num_target_layers=target.num_layers,
-        note=_UNSAID if not config.fc_bias and top.get("bias") is None else "",
-    )
+    note = _UNSAID if not config.fc_bias and top.get("bias") is None else ""
+    return read_as(KIND, stored, config, head_rules(config), tensors, target=target, note=note)
 
 
 def read_config(top: Fields, target: DecoderConfig, *, fc_bias: bool = True) -> Eagle1Config:
-    """The head's description.
+    """The description of a head.
 
     Args:
         top: The ``config.json``.
-        target: What it drafts for.
-        fc_bias: Whether ``fc`` has a bias, where the file does not say: the official code's default is that it has,
-            and what is trained for vLLM has none and no flag either.
-
-    Raises:
-        CheckpointError: A field is missing, malformed or unsupported.
+        target: The target that it drafts for.
+        fc_bias: Whether ``fc`` has a bias, where the file does not say. The official code's default is that it has.
+            Heads trained for vLLM have none and no flag either.
     """
-    from eagle3_jax.drafters.eagle1 import Eagle1Config
-
     refuse_unsupported(top)
     refuse_windows(top)
-    if top.get("model_type") not in (None, "llama", "qwen2", "eagle"):
-        raise CheckpointError(
-            f"{top.where}: model_type is {top.get('model_type')!r}; expected 'llama' or 'qwen2' for an EAGLE-1 head"
-        )
+    top.one_of("model_type", ("llama", "qwen2", "eagle"), "llama", purpose="for an EAGLE-1 head")
     both = top.flag("attention_bias")
     mixer = read_mixer(top, qkv_bias=top.flag("qkv_bias", both), o_bias=both)
     with read_from(top.where):
@@ -143,13 +127,6 @@ def read_config(top: Fields, target: DecoderConfig, *, fc_bias: bool = True) -> 
         )
 
 
-def classes() -> tuple[type, type]:
-    """Of the configuration and of the drafter."""
-    from eagle3_jax.drafters.eagle1 import Eagle1Config, Eagle1Drafter
-
-    return Eagle1Config, Eagle1Drafter
-
-
 def dialect(values: Mapping[str, Any], names: Iterable[str]) -> str:
     """``vllm`` where the file names vLLM's class."""
     del names
@@ -157,21 +134,10 @@ def dialect(values: Mapping[str, Any], names: Iterable[str]) -> str:
 
 
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
-    """The head as ``eagle`` (the official code) or ``vllm`` has it.
-
-    Raises:
-        CheckpointError: The layout cannot express it.
-    """
-    import numpy as np
-
+    """Writes a head as ``eagle`` (the official code) or ``vllm`` has it."""
     config, layer = checkpoint.config, checkpoint.config.layers[0]
-    shapes = classes()[1](config).param_shapes()
-    tensors = rules.write_params(head_rules(config), checkpoint.head, shapes, where=str(checkpoint.source))
-    if checkpoint.embedding is not None:
-        tensors["embed_tokens.weight"] = np.asarray(checkpoint.embedding)
-    refusals = _refusals(checkpoint, tensors, dialect)
-    if refusals:
-        raise CheckpointError(f"the {dialect!r} layout cannot express {'; '.join(refusals)}; use --to jax")
+    tensors = head_tensors(KIND, checkpoint, head_rules(config))
+    refuse_inexpressible(dialect, _refusals(checkpoint, tensors, dialect))
     values = {
         "architectures": ["LlamaForCausalLM" if dialect == "eagle" else _ARCHITECTURE],
         "model_type": "llama",
@@ -191,26 +157,24 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     return Layout(values, tensors)
 
 
-def _refusals(checkpoint: HeadCheckpoint, tensors: Mapping[str, np.ndarray], dialect: str) -> list[str]:
-    config, layer = checkpoint.config, checkpoint.config.layers[0]
+def _refusals(checkpoint: HeadCheckpoint, tensors: Mapping[str, Any], dialect: str) -> dict[str, Any]:
+    config, mixer = checkpoint.config, grouped(checkpoint.config.layers[0])
     if dialect == "vllm":
         bias = tensors.get("fc.bias")
-        return ["a bias in fc (vLLM's head has none)"] if bias is not None and bias.any() else []
-    mixer, rope = grouped(layer), grouped(layer).rope
-    refusals = [name for name, is_set in {"o_bias": mixer.o_bias, "mlp_bias": gated(layer).bias}.items() if is_set]
-    if mixer.head_dim * mixer.num_heads != config.width:
-        refusals.append(f"head_dim {mixer.head_dim} (it takes width {config.width} over {mixer.num_heads} heads)")
-    if rope is None or rope.type != "default":
-        refusals.append(f"rope type {rope and rope.type!r}")
-    if checkpoint.embedding is None:
-        refusals.append("a head without an embedding of its own (the official code asks for embed_tokens.weight)")
-    return refusals
+        return {"a bias in fc (vLLM's head has none)": bias is not None and bias.any()}
+    rope, has_embedding = mixer.rope, checkpoint.embedding is not None
+    derived = f"head_dim {mixer.head_dim} (it takes width {config.width} over {mixer.num_heads} heads)"
+    return {
+        "o_bias": mixer.o_bias,
+        "mlp_bias": gated(config.layers[0]).bias,
+        derived: mixer.head_dim * mixer.num_heads != config.width,
+        f"rope type {rope and rope.type!r}": rope is None or rope.type != "default",
+        f"a head without an embedding of its own (the official code asks for {EMBEDDING})": not has_embedding,
+    }
 
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
-    """What the layouts differ in."""
-    from eagle3_jax.conversion.checks import Check
-
+    """Names the bias, in which the layouts differ."""
     del target
     if head.config.fc_bias:
         return [Check("fc bias", "ok", "one, as official heads have and vLLM's class has not: it cannot go there")]
@@ -221,7 +185,7 @@ KIND = HeadKind(
     name="eagle1",
     label="EAGLE-1/2",
     recognise=recognise,
-    classes=classes,
+    classes=(Eagle1Config, Eagle1Drafter),
     read=read,
     read_config=read_config,
     write=write,

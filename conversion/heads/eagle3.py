@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in the dialects that published heads are stored in: reading.
+"""EAGLE-3 heads in the dialects that published heads are stored in: reading, writing, and what the doctor checks.
 
 * ``eagle``: the official layout, ``midlayer.*`` (Li et al.); the configuration is silent about most things.
 * ``sglang``: SpecForge's, the same names; also what vLLM calls its SafeAILab format.
@@ -11,25 +11,33 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from eagle3_jax.conversion import blocks, rules
-from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError, short
-from eagle3_jax.conversion.fields import Fields, read_from
-from eagle3_jax.conversion.heads.dialects import dialect_of
+import numpy as np
+
+from eagle3_jax.conversion import blocks, draft_vocab, rules
+from eagle3_jax.conversion.checks import Check
+from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
+from eagle3_jax.conversion.fields import Fields, agreed, read_from
+from eagle3_jax.conversion.files import NATIVE_FILE, read_json
 from eagle3_jax.conversion.heads.head import (
+    DRAFT_VOCABULARY,
     HeadCheckpoint,
     HeadKind,
+    Layout,
     Signs,
-    Stored,
     Suspects,
     check_fit,
-    read_embedding,
+    head_tensors,
+    read_as,
+    refuse_inexpressible,
 )
-from eagle3_jax.conversion.heads.layer_ids import resolve
+from eagle3_jax.conversion.heads.layer_ids import entered_after, resolve, usual_layers
 from eagle3_jax.conversion.hf_config import (
+    bias_fields,
+    head_window_fields,
     read_head_windows,
     read_mixer,
     read_mlp,
@@ -37,16 +45,25 @@ from eagle3_jax.conversion.hf_config import (
     refuse_quantised,
     refuse_unsupported,
     refuse_windows,
+    stack_fields,
 )
 from eagle3_jax.conversion.rules import Rule
-from eagle3_jax.models.config import DecoderConfig, Eagle3Config, default_aux_layers, uniform, with_window
+from eagle3_jax.conversion.tensors import Stored
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+from eagle3_jax.models.config import (
+    DecoderConfig,
+    Eagle3Config,
+    RopeConfig,
+    default_aux_layers,
+    grouped,
+    uniform,
+    with_window,
+)
 
-if TYPE_CHECKING:
-    import numpy as np
+AUX = "eagle_aux_hidden_state_layer_ids"
+FLAGS = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
 
-_AUX = "eagle_aux_hidden_state_layer_ids"
-
-# Switches of NVIDIA's exporter and the one setting of each that is EAGLE-3 as everyone else computes it.
+# Switches of NVIDIA's exporter, each with the setting that is EAGLE-3 as everyone else computes it.
 _MODELOPT = {
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
@@ -54,10 +71,13 @@ _MODELOPT = {
     "next_layer_regular": True,
     "parallel_draft_step": 1,
 }
+# Settings that a layout would drop without a word.
+_SHAPE = ("qk_norm", "sliding_window", "attention_bias", "mlp_bias")
+_DROPPED = {"eagle": (*FLAGS, *_SHAPE), "sglang": ("norm_before_residual", *_SHAPE)}
 
 
 def head_rules(config: Eagle3Config) -> list[Rule]:
-    """The rule table, in canonical names: layers are ``layers.N`` whatever the dialect calls them."""
+    """The rules of the tensors in canonical names: layers are ``layers.N`` in every dialect."""
     first, *rest = config.layers
     table = [
         *rules.linear("fc", "fc"),
@@ -77,31 +97,46 @@ def head_rules(config: Eagle3Config) -> list[Rule]:
 
 
 def recognise(signs: Signs) -> bool:
-    """By a norm that no other head has, by what the file says, or by an output projection beside the fusion."""
+    """By a norm that no other head has, by the configuration, or by an output projection next to the fusion."""
     if signs.has(r"midlayer\.|layers\.\d+\.hidden_norm\.") or "Eagle3" in signs.architecture:
         return True
     own = {"d2t", "t2d", "norm.weight"} & signs.names
     return signs.method == "eagle3" or ("fc.weight" in signs.names and bool(own))
 
 
+def dialect(values: Mapping[str, Any], names: Iterable[str]) -> str:
+    """The project whose conventions a head of the EAGLE-3 line follows."""
+    if is_speculators(values):
+        return "speculators"
+    if any("layers.0." in name for name in names) and isinstance(values.get("eagle_config"), dict):
+        return "modelopt"
+    if "Eagle3" not in " ".join(map(str, values.get("architectures") or ())):
+        return "eagle"
+    # Only vLLM reads all of them; files for SGLang name those that are set.
+    return "vllm" if all(flag in values for flag in FLAGS) else "sglang"
+
+
+def is_speculators(values: Mapping[str, Any]) -> bool:
+    """Whether a ``config.json`` is in the layout of speculators, with the geometry nested."""
+    return "speculators_model_type" in values or "transformer_layer_config" in values
+
+
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
-    """Read an EAGLE-3 head in any dialect.
+    """Reads an EAGLE-3 head in any dialect.
 
     Args:
-        stored: What lies on disk.
-        target: What it drafts for; checked against the head, and needed when the head does not name its auxiliary
-            layers.
+        stored: Its files.
+        target: The target that it drafts for. It is needed when the head does not name its auxiliary layers.
 
     Raises:
         CheckpointError: It is incomplete, or does not fit the target; the message says why.
     """
-    where = str(stored.directory / "config.json")
     tensors = canonical(stored.tensors, stored.directory)
-    config, aux_layers = read_config(Fields(stored.config, where), lambda _: num_layers(tensors, where))
-    return read_as(KIND, stored, tensors, config, aux_layers, head_rules(config), target)
+    config, aux_layers = read_config(stored.fields, lambda _: num_layers(tensors, stored.where))
+    return read_fused(KIND, stored, tensors, config, aux_layers, head_rules(config), target)
 
 
-def read_as(
+def read_fused(
     kind: HeadKind,
     stored: Stored,
     tensors: Mapping[str, np.ndarray],
@@ -114,59 +149,61 @@ def read_as(
     """A head of EAGLE-3's tensors, and perhaps more, once its description has been read.
 
     Args:
-        kind: What it is.
-        stored: What lies on disk.
-        tensors: All that is there, in canonical names.
+        kind: Its row in the table of heads.
+        stored: Its files.
+        tensors: All of its tensors, in canonical names.
         config: Its description.
-        aux_layers: Which features it reads, if it names them.
-        table: Its rules.
-        target: What it drafts for, see :func:`read`.
+        aux_layers: The numbers of its auxiliary layers, if it names them.
+        table: The rules of its tensors.
+        target: The target that it drafts for, see :func:`read`.
         note: What was left out so far.
 
     Raises:
         CheckpointError: It is incomplete, or does not fit the target; the message says why.
     """
-    from eagle3_jax.conversion import draft_vocab
-
-    directory, where = stored.directory, str(stored.directory / "config.json")
-    refuse_quantised(Fields(stored.config, where))
-    dialect, depth = dialect_of(stored.config, stored.tensors), None if target is None else target.num_layers
-    aux_layers, decided = resolve(aux_layers, stored.layer_ids, dialect=dialect, num_target_layers=depth, where=where)
+    directory, where = str(stored.directory), stored.where
+    refuse_quantised(stored.fields)
+    depth = None if target is None else target.num_layers
+    aux_layers, decided = resolve(
+        aux_layers,
+        stored.layer_ids,
+        dialect=kind.dialect(stored.config, stored.tensors),
+        num_target_layers=depth,
+        where=where,
+    )
     if aux_layers is not None:
         config = dataclasses.replace(config, aux_layers=aux_layers)
     if target is not None:
-        check_fit(config, aux_layers, target, str(directory))
+        check_fit(config, aux_layers, target, directory)
     if "lm_head.weight" not in tensors:
         raise CheckpointError(
             f"{directory} has no lm_head.weight; {kind.label} heads have their own output projection "
             "(some engines would silently use the first rows of the target's)"
         )
-    assert kind.classes is not None
-    shapes = kind.classes()[1](config).param_shapes()
-    known = (r"embed_tokens\.weight", "d2t", "t2d")
-    head = rules.read_params(table, tensors, shapes, where=str(directory), known=known)
-    draft_to_target = draft_vocab.read(
-        tensors, vocab_size=config.vocab_size, draft_vocab_size=config.draft_vocab_size, where=str(directory)
+    ids = draft_vocab.read(
+        tensors, vocab_size=config.vocab_size, draft_vocab_size=config.draft_vocab_size, where=directory
     )
-    embedding = read_embedding(config, tensors, directory)
-    if aux_layers is None:
-        if target is None:
-            raise TargetNeededError(
-                f"{where} names no {_AUX}; the default depends on the target, so give the target as well"
-            )
-        config = dataclasses.replace(config, aux_layers=_default_aux(target, where))
-    return HeadCheckpoint(
-        method=kind.name,
-        config=config,
-        head=head,
-        draft_to_target=draft_to_target,
-        embedding=embedding,
-        dialect=dialect,
-        source=directory,
-        dtype=rules.main_dtype(head),
-        num_target_layers=depth,
+    head = read_as(
+        kind,
+        stored,
+        config,
+        table,
+        tensors,
+        target=target,
+        beside=DRAFT_VOCABULARY,
+        draft_to_target=ids,
         note="; ".join(part for part in (note, decided) if part),
     )
+    if aux_layers is not None:
+        return head
+    if target is None:
+        raise TargetNeededError(
+            f"{where} names no {AUX}; the default depends on the target, so give the target as well"
+        )
+    with read_from(where):
+        return dataclasses.replace(
+            head, config=dataclasses.replace(config, aux_layers=default_aux_layers(target.num_layers))
+        )
 
 
 def named_aux_layers(top: Fields) -> tuple[int, ...] | None:
@@ -175,23 +212,17 @@ def named_aux_layers(top: Fields) -> tuple[int, ...] | None:
     They are as the file has them, whatever they count (:mod:`eagle3_jax.conversion.heads.layer_ids`).
 
     Raises:
-        CheckpointError: The places that may name them disagree, or it is no list of distinct layers.
+        CheckpointError: The places that may name them disagree, or one is no list of distinct layers.
     """
     section = top.section("eagle_config")
     found = {}
-    for fields, name in ((top, _AUX), (section, _AUX), (section, "layer_ids")):
-        value = fields.get(name)
-        if value is None or value == []:
-            continue
-        if not isinstance(value, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in value):
-            raise CheckpointError(f"{fields.where}: {name} is {short(value)}; expected a list of layer numbers")
-        if len(set(value)) != len(value) or min(value) < 0:
-            raise CheckpointError(f"{fields.where}: {name} is {short(value)}; expected distinct layers from 0 up")
+    for fields, name in ((top, AUX), (section, AUX), (section, "layer_ids")):
+        layers = fields.indices(name, what="layer numbers")
+        if layers and len(set(layers)) != len(layers):
+            raise fields.wrong(name, "expected distinct layers")
         # Engines keep them as a sorted set, so the order in the file has no meaning.
-        found[f"{fields.where}: {name}"] = tuple(sorted(value))
-    if len(set(found.values())) > 1:
-        raise CheckpointError("; ".join(f"{k} is {list(v)}" for k, v in found.items()) + "; they must agree")
-    return next(iter(found.values()), None)
+        found[f"{name}{' in eagle_config' if fields is section else ''}"] = tuple(sorted(layers)) if layers else None
+    return agreed(found, top.where)
 
 
 def canonical(tensors: Mapping[str, np.ndarray], directory: Path) -> dict[str, np.ndarray]:
@@ -200,22 +231,19 @@ def canonical(tensors: Mapping[str, np.ndarray], directory: Path) -> dict[str, n
     Raises:
         CheckpointError: Two names mean the same tensor.
     """
-    renamed: dict[str, np.ndarray] = {}
-    origin: dict[str, str] = {}
-    for name, value in tensors.items():
+
+    def rename(name: str) -> str:
         new = re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
         if match := re.match(r"additional_layers\.(\d{1,9})\.(.*)", new):
             # SGLang's further layers call their only input norm hidden_norm.
-            rest = match[2].replace("hidden_norm.", "input_layernorm.")
-            new = f"layers.{int(match[1]) + 1}.{rest}"
-        if new in renamed:
-            raise CheckpointError(f"{directory} holds {origin[new]} and {name}, which mean the same tensor; remove one")
-        renamed[new], origin[new] = value, name
-    return renamed
+            return f"layers.{int(match[1]) + 1}.{match[2].replace('hidden_norm.', 'input_layernorm.')}"
+        return new
+
+    return rules.renamed(tensors, rename, directory)
 
 
 def num_layers(tensors: Mapping[str, np.ndarray], where: str) -> int:
-    """Layers of the head, from its tensors.
+    """Number of layers of the head, from its tensors.
 
     The field ``num_hidden_layers`` is no witness: the official Vicuna-13B head says 40 and has one.
     """
@@ -228,47 +256,30 @@ def num_layers(tensors: Mapping[str, np.ndarray], where: str) -> int:
 
 
 def _switch(top: Fields, name: str, default: bool) -> bool:
-    """A flag that stands at the top level or in ``eagle_config``."""
+    """A flag at the top level or in ``eagle_config``."""
     section = top.section("eagle_config")
-    if top.get(name) is not None and section.get(name) is not None and top.flag(name) != section.flag(name):
-        raise CheckpointError(
-            f"{top.where}: {name} is {top.flag(name)} but {section.flag(name)} in eagle_config; remove one"
-        )
-    return top.flag(name, section.flag(name, default))
+    found = {name: top, f"{name} in eagle_config": section}
+    value = agreed({key: None if one.get(name) is None else one.flag(name) for key, one in found.items()}, top.where)
+    return default if value is None else value
 
 
 def read_config(top: Fields, layers_in: Callable[[Fields], int]) -> tuple[Eagle3Config, tuple[int, ...] | None]:
-    """The head's description, and its auxiliary layers if it names them (a stand-in of three is in the description).
+    """The description of a head, and its auxiliary layers if it names them (otherwise the description has 0, 1, 2).
 
     Args:
         top: The ``config.json``.
-        layers_in: The head's layers, from whatever knows them, given the part of the file that has the geometry.
-
-    Raises:
-        CheckpointError: A field is missing, malformed or unsupported.
+        layers_in: Gives the number of layers of the head from the part of the file that has the geometry.
     """
     nested, parallel = top.get("transformer_layer_config") is not None, top.get("speculators_model_type") == "peagle"
     geometry = top.section("transformer_layer_config") if nested else top
-    where = geometry.where
-    model_type = geometry.get("model_type")
-    if model_type not in ("llama", "qwen3") and "LlamaForCausalLMEagle3" in top.words("architectures"):
-        model_type = "llama"  # some name their target's type; engines go by the architecture
-    if model_type not in ("llama", "qwen3"):
-        raise CheckpointError(
-            f"{where}: model_type is {short(model_type)}; expected 'llama' or 'qwen3' for an EAGLE-3 head"
-        )
-    if model_type == "qwen3" and geometry.get("head_dim") is None:
-        raise CheckpointError(f"{where} has no head_dim, which Qwen3 does not derive from the width; add it")
+    model_type = read_model_type(
+        geometry, "for an EAGLE-3 head", is_llama="LlamaForCausalLMEagle3" in top.words("architectures")
+    )
     if not _switch(top, "use_aux_hidden_state", True):
         raise CheckpointError(
             f"{top.where}: use_aux_hidden_state is false; heads that read the target's final state are not supported"
         )
-    section = top.section("eagle_config")
-    for name, expected in _MODELOPT.items():
-        if section.get(name) is not None and section.get(name) != expected:
-            raise CheckpointError(
-                f"{section.where}: {name} is {short(section.get(name))}; only {expected!r} is supported"
-            )
+    top.section("eagle_config").only(**_MODELOPT)
     for fields in (top, geometry):
         refuse_unsupported(fields)
     if nested:
@@ -276,12 +287,9 @@ def read_config(top: Fields, layers_in: Callable[[Fields], int]) -> tuple[Eagle3
     aux_layers = named_aux_layers(top)
     chunks = len(aux_layers) if aux_layers else 3
     for fields in (top, geometry):
-        count = fields.integer("num_aux_hidden_states", chunks)
-        if count != chunks:
+        if fields.integer("num_aux_hidden_states", chunks) != chunks:
             named = f"names {chunks} layers" if aux_layers else "names none (the default is three)"
-            raise CheckpointError(
-                f"{fields.where}: num_aux_hidden_states is {count} but {_AUX} {named}; they must agree"
-            )
+            raise fields.wrong("num_aux_hidden_states", f"{AUX} {named}, and the two must agree")
     bias, stack = geometry.flag("attention_bias"), read_stack(geometry)
     mixer = read_mixer(geometry, qkv_bias=bias, o_bias=bias, qk_norm=model_type == "qwen3")
     mlp = read_mlp(geometry, bias=geometry.flag("mlp_bias"))
@@ -294,58 +302,251 @@ def read_config(top: Fields, layers_in: Callable[[Fields], int]) -> tuple[Eagle3
             draft_vocab_size=top.integer("draft_vocab_size", stack["vocab_size"]),
             target_width=top.integer("target_hidden_size", stack["width"]),
             aux_layers=aux_layers or (0, 1, 2),
-            # Of speculators' EAGLE-3 heads the default is True, everyone else's is False; vLLM does the same.
-            norm_before_residual=_switch(top, "norm_before_residual", nested and not parallel),
-            # In vLLM the EAGLE-3.1 feedback. Old SpecForge files meant the norm before lm_head by it, which every head
-            # has; the file does not tell the two apart, so vLLM is followed and the doctor mentions it.
-            norm_output=_switch(top, "norm_output", False),
-            fc_norm=_switch(top, "fc_norm", False),
-            norm_before_fc=_switch(top, "norm_before_fc", False),
+            # The default of norm_before_residual is True in speculators' EAGLE-3 heads and False elsewhere, as in vLLM.
+            # norm_output is the EAGLE-3.1 feedback, as in vLLM. Old SpecForge files meant by it the norm before
+            # lm_head, which every head has; the file does not tell the two apart, so the doctor mentions it.
+            **{name: _switch(top, name, name == "norm_before_residual" and nested and not parallel) for name in FLAGS},
         )
     return config, aux_layers
 
 
-def stated_layers(top: Fields, geometry: Fields, target: DecoderConfig) -> int:
-    """A head's layers as far as its ``config.json`` is a witness, where there are no tensors to count.
+def read_model_type(geometry: Fields, purpose: str, *, is_llama: bool = False) -> str:
+    """The family whose layers a head has: ``llama`` or ``qwen3``.
 
-    The official layout has one whatever it says, and a copy of the target's number means nothing: the official
+    Args:
+        geometry: The part of the file that describes the layers.
+        purpose: For messages.
+        is_llama: Whether another part of the file says that it is Llama. Some heads name the type of their target, and
+            engines go by the architecture.
+
+    Raises:
+        CheckpointError: It is another one, or Qwen3 without ``head_dim``.
+    """
+    if is_llama and geometry.get("model_type") not in ("llama", "qwen3"):
+        return "llama"
+    model_type = geometry.one_of("model_type", ("llama", "qwen3"), purpose=purpose)
+    if model_type == "qwen3" and geometry.get("head_dim") is None:
+        raise CheckpointError(f"{geometry.where} has no head_dim, which Qwen3 does not derive from the width; add it")
+    return model_type
+
+
+def stated_layers(top: Fields, geometry: Fields, target: DecoderConfig) -> int:
+    """Number of layers of a head according to its ``config.json``, where there are no tensors to count.
+
+    The official layout has one layer whatever it says. A copy of the target's number means nothing: the official
     Vicuna-13B head says 40, which its target has, and has one.
 
     Raises:
         CheckpointError: It is no number of layers.
     """
     said = geometry.size("num_hidden_layers", 1)
-    return 1 if dialect_of(top.values, ()) == "eagle" or said >= target.num_layers else said
-
-
-def classes() -> tuple[type, type]:
-    """Of the configuration and of the drafter."""
-    from eagle3_jax.drafters.eagle3 import Eagle3Drafter
-
-    return Eagle3Config, Eagle3Drafter
+    return 1 if dialect(top.values, ()) == "eagle" or said >= target.num_layers else said
 
 
 def planned(top: Fields, target: DecoderConfig) -> Eagle3Config:
-    """The head's description without its tensors."""
+    """The description of a head without its tensors."""
     return read_config(top, lambda geometry: stated_layers(top, geometry, target))[0]
 
 
-def _default_aux(target: DecoderConfig, where: str) -> tuple[int, ...]:
-    with read_from(where):
-        return default_aux_layers(target.num_layers)
+def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
+    """Writes a head as ``eagle`` (the official code), ``sglang`` (SGLang and SpecForge) or ``vllm`` has it."""
+    refuse_inexpressible(dialect, _refusals(checkpoint, dialect), "jax" if dialect == "vllm" else "vllm or --to jax")
+    values = {"eagle": _eagle_fields, "sglang": _sglang_fields, "vllm": vllm_fields}[dialect](checkpoint)
+    return Layout(values, as_midlayer(head_tensors(KIND, checkpoint, head_rules(checkpoint.config))))
+
+
+def as_midlayer(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors in the names of all dialects but speculators'."""
+    return {name.replace("layers.0.", "midlayer.", 1): value for name, value in tensors.items()}
+
+
+def is_default_aux(checkpoint: HeadCheckpoint) -> bool:
+    """Whether an engine would choose these auxiliary layers where a file names none.
+
+    Without knowledge of the target its depth is inferred from the last layer, ``L - 3``.
+    """
+    layers = checkpoint.config.aux_layers
+    return layers == usual_layers(checkpoint.num_target_layers or layers[-1] + 3)
+
+
+def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
+    """The settings of a head that the code behind a layout does not read, or reads in one way only."""
+    if dialect == "vllm":
+        return vllm_refusals(checkpoint)
+    config, layer = checkpoint.config, checkpoint.config.layers[0]
+    mixer, layers = grouped(layer), config.aux_layers
+    settings = {name: getattr(config, name) for name in FLAGS} | bias_fields(layer)
+    settings |= {"qk_norm": mixer.qk_norm, "sliding_window": _has_window(config)}
+    found = {name: settings[name] for name in _DROPPED[dialect]}
+    if dialect == "sglang":
+        # Its additional_layers start from the MLP output of the previous layer without the residual stream.
+        return found | {
+            f"num_layers {config.num_layers} (its further layers drop the residual stream)": config.num_layers > 1,
+            f"aux_layers {layers} (it takes a list that starts with 1 for layer outputs)": layers[0] == 1,
+        }
+    rope = mixer.rope or RopeConfig()
+    linear = f"linear rope with rope_theta {rope.theta:g} and factor {rope.factor:g} (it takes 10000, above 1)"
+    derived = f"head_dim {mixer.head_dim} (it takes width {config.width} over {mixer.num_heads} heads)"
+    return found | {
+        f"num_layers {config.num_layers} (it has one)": config.num_layers > 1,
+        derived: mixer.head_dim * mixer.num_heads != config.width,
+        f"aux_layers {layers} (it always takes 2, L//2, L-3)": not is_default_aux(checkpoint),
+        f"rope type {mixer.rope and rope.type!r}": mixer.rope is None or rope.type not in ("default", "linear"),
+        linear: rope.type == "linear" and (rope.theta != 10_000.0 or rope.factor <= 1.0),
+    }
+
+
+def _has_window(config: Eagle3Config) -> bool:
+    return any(grouped(layer).window is not None for layer in config.layers)
+
+
+def vllm_refusals(checkpoint: HeadCheckpoint) -> dict[str, Any]:
+    """The settings that vLLM's Llama and Qwen3 heads do not read."""
+    layer = checkpoint.config.layers[0]
+    qk_norm = grouped(layer).qk_norm
+    return {f"{name} together with qk_norm": qk_norm and is_set for name, is_set in bias_fields(layer).items()}
+
+
+def _common_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
+    config = checkpoint.config
+    values = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **stack_fields(config, checkpoint.dtype),
+        **bias_fields(config.layers[0]),
+        "draft_vocab_size": config.draft_vocab_size,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    # The official code takes the field itself as the sign that the head brings its embedding. SGLang replaces an
+    # embedding of the target's width by the target's all the same.
+    if config.target_width != config.width or checkpoint.embedding is not None:
+        values["target_hidden_size"] = config.target_width
+    return values
+
+
+def _eagle_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
+    values: dict[str, Any] = _common_fields(checkpoint) | {"architectures": ["LlamaForCausalLM"]}
+    del values["rope_parameters"], values["head_dim"]  # its configuration class knows neither
+    if values["rope_scaling"]:  # it wants exactly these two keys
+        values["rope_scaling"] = {"type": "linear", "factor": values["rope_scaling"]["factor"]}
+    return values
+
+
+def _sglang_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
+    config, values = checkpoint.config, _common_fields(checkpoint)
+    values |= {name: True for name in FLAGS[1:] if getattr(config, name)}
+    # Versions differ in whether they count entering or leaving layers; left out, all of them take the same default.
+    return values if is_default_aux(checkpoint) else values | _aux_fields(config.aux_layers)
+
+
+def vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
+    """``config.json`` with every flag that vLLM reads."""
+    config = checkpoint.config
+    values = _common_fields(checkpoint) | _aux_fields(config.aux_layers)
+    values |= {name: getattr(config, name) for name in FLAGS} | {"target_hidden_size": config.target_width}
+    if grouped(config.layers[0]).qk_norm:
+        values |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
+        values["use_sliding_window"] = _has_window(config)
+    return values | head_window_fields(config)
+
+
+def _aux_fields(aux_layers: tuple[int, ...]) -> dict[str, Any]:
+    """Auxiliary layers in all three places: which of them is read depends on the engine, its version and the head."""
+    ids = {AUX: list(aux_layers)}
+    return {
+        **ids,
+        "num_aux_hidden_states": len(aux_layers),
+        "eagle_config": {**ids, "use_aux_hidden_state": True},
+    }
+
+
+def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
+    """Checks layers, norms and rope, where a fault changes no shape."""
+    return [_aux_layers(head), _norm_flags(head), _rope(target, head)]
+
+
+def _head_fields(head: HeadCheckpoint) -> Fields:
+    """The configuration file of a head; empty for a native head, whose fields are all explicit."""
+    if (head.source / NATIVE_FILE).is_file():
+        return Fields({}, str(head.source))
+    path = head.source / "config.json"
+    return Fields(read_json(path), str(path))
+
+
+def _aux_layers(head: HeadCheckpoint) -> Check:
+    layers, name = head.config.aux_layers, "auxiliary layers"
+    fields = _head_fields(head)
+    if fields.values and named_aux_layers(fields) is None:
+        detail = f"{layers}, the default 2, L//2, L-3: config.json names none"
+        if head.dialect == "eagle":
+            return Check(name, "ok", f"{detail}, as official heads do")
+        return Check(
+            name, "warning", f"{detail}. If the head was trained on other layers its drafts are useless; add {AUX}"
+        )
+    usual = is_default_aux(head)
+    named = named_aux_layers(fields) if fields.values else layers
+    if named not in (None, layers):
+        usual_is = "the default of this target" if usual else "not the default of this target"
+        return Check(name, "ok", f"{layers}, {usual_is}: {named} in config.json count layers left, as --layer-ids says")
+    if layers[0] == 1:
+        one_more = entered_after(layers)
+        outputs = f"{layers} starts with 1, as lists of layers left do; they are read as layers entered"
+        if one_more == usual_layers(head.num_target_layers):
+            return Check(
+                name,
+                "warning",
+                f"{outputs}, though {one_more} is the default of this target: compare the agreement with that of "
+                "--layer-ids leaving",
+            )
+        return Check(name, "warning", f"{outputs}. If agreement is poor, try --layer-ids leaving: {list(one_more)}")
+    return Check(name, "ok", f"{layers}, {'the default' if usual else 'named in config.json'}")
+
+
+def _norm_flags(head: HeadCheckpoint) -> Check:
+    detail, warning = ", ".join(f"{name} {getattr(head.config, name)}" for name in FLAGS), ""
+    if head.dialect == "speculators" and _head_fields(head).get("norm_before_residual") is None:
+        warning = "; norm_before_residual is not in config.json, and this layout's default is True"
+    elif head.dialect == "sglang" and head.config.norm_output and not head.config.fc_norm:
+        warning = (
+            "; old SpecForge files meant the norm before lm_head by norm_output, not the EAGLE-3.1 feedback. If the "
+            "second draft token collapses, set it to false"
+        )
+    return Check("norm flags", "warning" if warning else "ok", detail + warning)
+
+
+def _rope(target: Any, head: HeadCheckpoint) -> Check:
+    ours, theirs = (grouped(config.layers[0]).rope or RopeConfig() for config in (head.config, target.config))
+    detail = f"head: {ours.type}, theta {ours.theta:g}; target: {theirs.type}, theta {theirs.theta:g}"
+    if ours == theirs:
+        return Check("rope", "ok", detail)
+    if head.dialect == "eagle" and ours.type == "default" and ours.theta == 10_000.0:
+        return Check(
+            "rope", "ok", f"{detail}. Heads trained by the official code have theta 10000 whatever the target has"
+        )
+    return Check(
+        "rope",
+        "warning",
+        f"{detail}. If acceptance falls with the length of the text, set the head's rope to what it was trained with "
+        "(the target's, or theta 10000)",
+    )
 
 
 KIND = HeadKind(
     name="eagle3",
     label="EAGLE-3",
     recognise=recognise,
-    classes=classes,
+    classes=(Eagle3Config, Eagle3Drafter),
     read=read,
     read_config=planned,
+    write=write,
     layouts=("eagle", "sglang", "vllm"),
     stacks={"rest": lambda config: config.num_layers - 1},
-    dialect=dialect_of,
+    dialect=dialect,
     variant=lambda config: "EAGLE-3.1" if config.norm_output and config.fc_norm else "EAGLE-3",
+    examine=examine,
     suspects=Suspects(
         first="a lost d2t, other auxiliary layers, a shifted token, or a head of another target",
         later="the feedback norm (norm_output)",

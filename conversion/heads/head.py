@@ -1,4 +1,4 @@
-"""What a kind of draft head says of itself, and what all of them have in common."""
+"""The row of a method in the table of draft heads, and what reading and writing them have in common."""
 
 from __future__ import annotations
 
@@ -6,32 +6,30 @@ import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from eagle3_jax.conversion import rules
+import numpy as np
+
+from eagle3_jax.conversion import draft_vocab, rules
+from eagle3_jax.conversion.checks import Check
 from eagle3_jax.conversion.errors import CheckpointError
-from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.conversion.fields import Fields, agreed
+from eagle3_jax.conversion.rules import Params, Rule
+from eagle3_jax.conversion.tensors import Stored
 from eagle3_jax.models.config import DecoderConfig
 
-if TYPE_CHECKING:
-    import numpy as np
-    from jax.sharding import Mesh
-
-    from eagle3_jax.conversion.checks import Check
-    from eagle3_jax.models.layers import Precision
-    from eagle3_jax.types import Tables
-
-Params = dict[Any, Any]
+EMBEDDING = "embed_tokens.weight"
+DRAFT_VOCABULARY = ("d2t", "t2d")
 
 
 class Signs(NamedTuple):
-    """What a checkpoint is recognised by.
+    """The parts of a checkpoint that tell its kind.
 
     Attributes:
         config: Its ``config.json``.
-        names: Its tensors' names without ``model.``; none where only the configuration is known.
+        names: Names of its tensors without ``model.``; none where only the configuration is known.
         architecture: All ``architectures``, joined.
-        method: What speculators calls the method; empty elsewhere.
+        method: The ``speculators_model_type``; empty elsewhere.
     """
 
     config: Mapping[str, Any]
@@ -50,39 +48,22 @@ class Signs(NamedTuple):
         )
 
     def has(self, pattern: str) -> bool:
-        """Whether the name of a tensor begins so."""
+        """Whether the name of a tensor begins with a match of the pattern."""
         return any(re.match(pattern, name) for name in self.names)
-
-
-class Stored(NamedTuple):
-    """A checkpoint as it lies on disk.
-
-    Attributes:
-        directory: Where.
-        config: Its ``config.json``.
-        tensors: By name.
-        layer_ids: What the user says that numbers of auxiliary layers count, see
-            :mod:`eagle3_jax.conversion.heads.layer_ids`.
-    """
-
-    directory: Path
-    config: Mapping[str, Any]
-    tensors: Mapping[str, np.ndarray]
-    layer_ids: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadCheckpoint:
-    """A draft head as it lies on disk.
+    """A draft head as it is stored.
 
     Attributes:
-        method: Which row of the table of heads it is, as in ``eagle3``.
-        config: Its description, as the method's drafter takes it.
-        head: Nested dictionary of numpy arrays in the stored dtype, as the method's drafter expects it.
+        method: The name of its row in the table of heads, such as ``eagle3``.
+        config: Its description, as the drafter of the method takes it.
+        head: Nested dictionary of numpy arrays in the stored dtype, as the drafter of the method expects it.
         draft_to_target: ``[W]`` int32, absolute target ids; ``None`` where draft ids are target ids.
         embedding: ``[V D]``, the head's own embedding; ``None`` when it shares the target's.
-        dialect: Whose layout it was read from, as in ``vllm``; ``jax`` for a native checkpoint.
-        source: Where it was read from.
+        dialect: The layout that it was read from, such as ``vllm``; ``jax`` for a native checkpoint.
+        source: The directory that it was read from.
         dtype: The dtype that holds most of the parameters.
         num_target_layers: Layers of the target that it was read for, when known.
         note: What was left out or assumed when it was read; empty when nothing was.
@@ -101,12 +82,12 @@ class HeadCheckpoint:
 
 
 class Layout(NamedTuple):
-    """A checkpoint as it is written.
+    """The files of a head that is written.
 
     Attributes:
         values: Its ``config.json``.
         tensors: By name.
-        file: What the tensors' file is called.
+        file: Name of the file of the tensors.
     """
 
     values: dict[str, Any]
@@ -115,11 +96,11 @@ class Layout(NamedTuple):
 
 
 class Suspects(NamedTuple):
-    """What is usually wrong with a head whose drafts are.
+    """The usual faults of a head whose drafts are wrong.
 
     Attributes:
         first: Where not even the first draft token is right.
-        later: Where that is right and the next one is not.
+        later: Where that one is right and the next one is not.
     """
 
     first: str = "other auxiliary layers, a shifted token, or a head of another target"
@@ -130,126 +111,201 @@ class HeadKind(NamedTuple):
     """Draft heads of one method.
 
     Attributes:
-        name: What ``conversion.identify`` calls it.
-        label: What people call it.
+        name: Its name in ``conversion.identify``.
+        label: Its name for people.
         recognise: Whether a checkpoint is one. The table is asked in its order, and the first that says yes has it.
-        difference: What it is and why it cannot stand in for a head that is loaded; empty where it is.
-        classes: Its configuration's class and its drafter's, imported when asked for: recognising needs no JAX. Native
-            checkpoints and loading need nothing else.
-        read: The head from what is stored and its target, where that is known.
-        read_config: Its description from a ``config.json`` and its target alone, for planning.
-        write: The head in one of ``layouts``; a ``CheckpointError`` names what that cannot express.
-        layouts: What it can be written as, beside the native one; the first is the usual one.
-        stacks: Which lists of layers a native checkpoint holds, and how many of them the description asks for.
-        dialect: Whose layout a checkpoint is in, from its ``config.json`` and its tensors' names.
-        variant: What people call a head of this description, where the method has several names.
-        examine: What heads of the method may get wrong and others do not have, given a ``TargetCheckpoint`` and a head.
-        suspects: Where to look when drafts are wrong.
+        classes: The classes of its configuration and of its drafter.
+        read: Reads the head from its files and its target, where known. A ``CheckpointError`` says what is wrong.
+        read_config: Reads its description from a ``config.json`` and its target alone, for planning.
+        write: Writes the head in one of ``layouts``. A ``CheckpointError`` names what that cannot express.
+        layouts: The layouts that it can be written in, besides the native one; the first is the usual one.
+        stacks: The lists of layers in a native checkpoint, and how many of them the description asks for.
+        dialect: The layout of a checkpoint, from its ``config.json`` and the names of its tensors.
+        variant: The name of a head of this description, where the method has several names.
+        examine: Checks of the doctor for this method alone, given a ``TargetCheckpoint`` and a head.
+        suspects: The usual faults.
     """
 
     name: str
     label: str
     recognise: Callable[[Signs], bool]
-    difference: str = ""
-    classes: Callable[[], tuple[type, type]] | None = None
-    read: Callable[[Stored, DecoderConfig | None], HeadCheckpoint] | None = None
-    read_config: Callable[[Fields, DecoderConfig], Any] | None = None
-    write: Callable[[HeadCheckpoint, str], Layout] | None = None
-    layouts: tuple[str, ...] = ()
+    classes: tuple[type, type]
+    read: Callable[[Stored, DecoderConfig | None], HeadCheckpoint]
+    read_config: Callable[[Fields, DecoderConfig], Any]
+    write: Callable[[HeadCheckpoint, str], Layout]
+    layouts: tuple[str, ...]
+    dialect: Callable[[Mapping[str, Any], Iterable[str]], str]
     stacks: Mapping[str, Callable[[Any], int]] = {}
-    dialect: Callable[[Mapping[str, Any], Iterable[str]], str] = lambda config, names: "huggingface"
     variant: Callable[[Any], str] | None = None
     examine: Callable[[Any, HeadCheckpoint], list[Check]] = lambda target, head: []
     suspects: Suspects = Suspects()
 
     def title(self, config: Any) -> str:
-        """What people call a head of this description."""
+        """The name of a head of this description."""
         return self.label if self.variant is None else self.variant(config)
+
+    def param_shapes(self, config: Any) -> Params:
+        """Shapes of the parameters of a head of this description, nested."""
+        return self.classes[1](config).param_shapes()
 
 
 def check_fit(config: Any, aux_layers: tuple[int, ...] | None, target: DecoderConfig, where: str) -> None:
-    """Refuse a head that was trained for another target.
+    """Refuses a head that was trained for another target.
 
     Args:
         config: Of the head.
-        aux_layers: Which features it reads, where that is known.
-        target: What it is to draft for.
-        where: Names the head in messages.
+        aux_layers: The features that it reads, where that is known.
+        target: The target to draft for.
+        where: The head, for messages.
 
     Raises:
         CheckpointError: Vocabulary, width or depth differ.
     """
-    if config.vocab_size != target.vocab_size:
-        raise CheckpointError(
-            f"{where} drafts for a vocabulary of {config.vocab_size} but the target has {target.vocab_size}; "
-            "give the target that the head was trained for"
-        )
-    if config.target_width != target.width:
-        raise CheckpointError(
-            f"{where} reads features of width {config.target_width} but the target has {target.width}; "
-            "give the target that the head was trained for, or add target_hidden_size to the head's config.json"
-        )
     depth = getattr(config, "num_target_layers", target.num_layers)
-    if depth != target.num_layers:
+    if config.vocab_size != target.vocab_size:
+        wrong, more = f"drafts for a vocabulary of {config.vocab_size} but the target has {target.vocab_size}", ""
+    elif config.target_width != target.width:
+        wrong = f"reads features of width {config.target_width} but the target has {target.width}"
+        more = ", or add target_hidden_size to the head's config.json"
+    elif depth != target.num_layers:
+        wrong, more = f"reads the final state of a target of {depth} layers but the target has {target.num_layers}", ""
+    elif aux_layers and aux_layers[-1] > target.num_layers and aux_layers != (target.num_layers + 1,):
+        wrong, more = f"reads auxiliary layer {aux_layers[-1]} but the target has {target.num_layers} layers", ""
+    else:
+        return
+    raise CheckpointError(f"{where} {wrong}; give the target that the head was trained for{more}")
+
+
+def check_embedding(config: Any, embedding: np.ndarray | None, where: str) -> None:
+    """Refuses an embedding of another shape or type, and its absence where the head cannot share the target's.
+
+    Raises:
+        CheckpointError: The message says which.
+    """
+    if embedding is None and config.width != config.target_width:
         raise CheckpointError(
-            f"{where} reads the final state of a target of {depth} layers but the target has {target.num_layers}; "
-            "give the target that the head was trained for"
+            f"{where} has no {EMBEDDING}, but its width {config.width} differs from the target's "
+            f"{config.target_width}, so it cannot share the target's embedding; give the complete head"
         )
-    if aux_layers and aux_layers[-1] > target.num_layers and aux_layers != (target.num_layers + 1,):
-        raise CheckpointError(
-            f"{where} reads auxiliary layer {aux_layers[-1]} but the target has {target.num_layers} layers; "
-            "give the target that the head was trained for"
-        )
+    if embedding is not None:
+        rules.check_matrix(embedding, (config.vocab_size, config.width), where)
 
 
-def read_embedding(config: Any, tensors: Mapping[str, np.ndarray], directory: Path) -> np.ndarray | None:
-    """The head's own embedding. One of the target's width is used as it is too, trained or not: vLLM does so."""
-    embedding = tensors.get("embed_tokens.weight")
-    if embedding is None:
-        if config.width != config.target_width:
-            raise CheckpointError(
-                f"{directory} has no embed_tokens.weight, but its width {config.width} differs from the target's "
-                f"{config.target_width}, so it cannot share the target's embedding; fetch the complete head"
-            )
-        return None
-    if embedding.shape != (config.vocab_size, config.width):
-        raise CheckpointError(
-            f"{directory}: embed_tokens.weight has shape {list(embedding.shape)}; "
-            f"config.json asks for {[config.vocab_size, config.width]}"
-        )
-    rules.check_float(embedding, f"{directory}: embed_tokens.weight")
-    return embedding
-
-
-def make_drafter(
-    checkpoint: HeadCheckpoint, classes: tuple[type, type], tables: Tables, precision: Precision, mesh: Mesh | None
-) -> tuple[Any, dict[str, Any]]:
-    """A drafter and its parameters; without an embedding of its own, or with an equal one, it shares the target's.
+def read_as(
+    kind: HeadKind,
+    stored: Stored,
+    config: Any,
+    table: list[Rule],
+    tensors: Mapping[str, np.ndarray],
+    *,
+    target: DecoderConfig | None,
+    embedding: str | None = EMBEDDING,
+    beside: tuple[str, ...] = (),
+    draft_to_target: np.ndarray | None = None,
+    note: str = "",
+) -> HeadCheckpoint:
+    """A head whose description has been read. An embedding of the target's width is used too, as vLLM does.
 
     Args:
-        checkpoint: The head.
-        classes: Of its kind.
-        tables: The target's; what the head has not it borrows from there.
-        precision: Of its products and activations.
-        mesh: The target's, where it has one.
+        kind: Its row in the table.
+        stored: Its files.
+        config: Its description.
+        table: The rules of its tensors.
+        tensors: Its tensors, in the names of the table.
+        target: The target that it drafts for, where that is known.
+        embedding: Name of the head's own embedding, which it may lack; ``None`` for a method without one.
+        beside: Names of further tensors that it may hold.
+        draft_to_target: ``[W]``, target ids of the draft vocabulary; ``None`` where draft ids are target ids.
+        note: What was left out or assumed.
+
+    Raises:
+        CheckpointError: Tensors are missing, unknown or of another shape.
     """
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
+    where = str(stored.directory)
+    known = [re.escape(name) for name in (embedding, *beside) if name is not None]
+    head = rules.read_params(table, tensors, kind.param_shapes(config), where=where, known=known)
+    own = None if embedding is None else tensors.get(embedding)
+    check_embedding(config, own, where if own is None else f"{where}: {embedding}")
+    depth = getattr(config, "num_target_layers", None) if target is None else target.num_layers
+    return HeadCheckpoint(
+        method=kind.name,
+        config=config,
+        head=head,
+        draft_to_target=None if draft_to_target is None else draft_to_target.astype(np.int32),
+        embedding=own,
+        dialect=kind.dialect(stored.config, stored.tensors),
+        source=stored.directory,
+        dtype=rules.main_dtype(head),
+        num_target_layers=depth,
+        note=note,
+    )
 
-    from eagle3_jax.models.layers import cast
-    from eagle3_jax.sharding import param_shardings
 
-    drafter, embedding = classes[1](checkpoint.config, precision=precision), None
-    if checkpoint.embedding is not None:
-        places = None if mesh is None else tables.embedding.sharding  # type: ignore[union-attr]
-        own = cast(checkpoint.embedding, precision, places)
-        same = own.shape == tables.embedding.shape and bool(jnp.array_equal(own, tables.embedding))
-        embedding = None if same else own
-    ids = checkpoint.draft_to_target
-    owned = {"head": checkpoint.head} | ({} if ids is None else {"draft_to_target": np.asarray(ids, np.int32)})
-    places = {} if mesh is None else param_shardings(mesh, drafter, owned)
-    if ids is not None:
-        ids = jax.device_put(owned["draft_to_target"], places.get("draft_to_target"))
-    head = cast(checkpoint.head, precision, places.get("head"))
-    return drafter, drafter.assemble(head, tables, embedding=embedding, draft_to_target=ids)
+def head_tensors(
+    kind: HeadKind, checkpoint: HeadCheckpoint, table: list[Rule], *, embedding: str = EMBEDDING
+) -> dict[str, np.ndarray]:
+    """The tensors of a head in the names of a table, with its embedding and its draft vocabulary.
+
+    Raises:
+        CheckpointError: The parameters do not fit the configuration.
+    """
+    config, where = checkpoint.config, str(checkpoint.source)
+    tensors = rules.write_params(table, checkpoint.head, kind.param_shapes(config), where=where)
+    own = None if checkpoint.embedding is None else np.asarray(checkpoint.embedding)
+    check_embedding(config, own, f"the embedding of {where}" if own is not None else where)
+    if own is not None:
+        tensors[embedding] = own
+    if checkpoint.draft_to_target is not None:
+        tensors |= draft_vocab.write(checkpoint.draft_to_target, config.vocab_size, config.draft_vocab_size)
+    return tensors
+
+
+def refuse_inexpressible(dialect: str, settings: Mapping[str, Any], instead: str = "jax") -> None:
+    """Refuses a layout that cannot express a head: an engine that ignores a setting would draft badly in silence.
+
+    Args:
+        dialect: The layout.
+        settings: Settings that it cannot express, in words, and whether the head has them.
+        instead: The layout that can.
+    """
+    named = "; ".join(what for what, is_set in settings.items() if is_set)
+    if named:
+        raise CheckpointError(f"the {dialect!r} layout cannot express {named}; use --to {instead}")
+
+
+def read_mask_token(fields: Fields, names: tuple[str, ...]) -> int:
+    """The id of the token that stands for an unknown one, which engines look for under several names.
+
+    Raises:
+        CheckpointError: No field names it, or two fields name different ones.
+    """
+    found = agreed({name: None if fields.get(name) is None else fields.integer(name) for name in names}, fields.where)
+    if found is None:
+        raise CheckpointError(
+            f"{fields.where} names no mask token ({', '.join(names)}); the head cannot draft without it, so add it"
+        )
+    return found
+
+
+def speculators_fields(method: str, architecture: str, num_tokens: int, **proposal: Any) -> dict[str, Any]:
+    """The fields that speculators asks of a head of every method.
+
+    Args:
+        method: Its name for the method.
+        architecture: Its class.
+        num_tokens: Tokens of a proposal.
+        proposal: Further fields of the proposal.
+    """
+    proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens, **proposal}
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": method,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": method,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            # The head does not know the directory of its target; the engine that serves it fills it in.
+            "verifier": {"name_or_path": None, "architectures": []},
+        },
+    }

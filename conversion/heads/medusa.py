@@ -16,28 +16,37 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from eagle3_jax.conversion import rules
+import numpy as np
+
+from eagle3_jax.conversion import draft_vocab, rules
+from eagle3_jax.conversion.checks import Check
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.fields import Fields, read_from
-from eagle3_jax.conversion.heads.head import HeadCheckpoint, HeadKind, Signs, Stored, Suspects, check_fit
-from eagle3_jax.conversion.heads.medusa_export import head_of_different_blocks, head_rules, layout
+from eagle3_jax.conversion.files import NATIVE_FILE, read_json
+from eagle3_jax.conversion.heads.head import (
+    HeadCheckpoint,
+    HeadKind,
+    Layout,
+    Signs,
+    Suspects,
+    check_fit,
+    read_as,
+    refuse_inexpressible,
+)
 from eagle3_jax.conversion.hf_config import refuse_quantised
+from eagle3_jax.conversion.rules import Rule
+from eagle3_jax.conversion.tensors import Stored
+from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter
 from eagle3_jax.models.config import DecoderConfig
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from eagle3_jax.conversion.checks import Check
-    from eagle3_jax.drafters.medusa import MedusaConfig
-
+from eagle3_jax.published_trees import PUBLISHED_TREES
 
 _OWN_BASE = r"(model|base_model)\.(embed_tokens|layers)\."
 
 
 def recognise(signs: Signs) -> bool:
-    """By what the file says, or by names that no other head has."""
+    """By the configuration, or by names that no other head has."""
     return (
         "medusa_num_heads" in signs.config
         or signs.config.get("model_type") == "medusa"
@@ -46,40 +55,40 @@ def recognise(signs: Signs) -> bool:
 
 
 def dialect_of(config: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Whose names the tensors have."""
+    """``medusa`` for the names of the authors, ``vllm`` for vLLM's."""
     return "medusa" if any(re.match(r"(medusa_heads?\.)?\d+\.", name) for name in names) else "vllm"
 
 
-def classes() -> tuple[type, type]:
-    """Of the configuration and of the drafter."""
-    from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter
-
-    return MedusaConfig, MedusaDrafter
+def head_rules(config: MedusaConfig) -> list[Rule]:
+    """The rules of the tensors in vLLM's names."""
+    table = []
+    for head in range(config.num_heads):
+        for layer in range(config.num_layers):
+            table += rules.linear(f"blocks.{head}.layers.{layer}", f"blocks.{head}.layers.{layer}", bias=config.bias)
+        if not config.shared_output:
+            table += rules.linear(f"lm_heads.{head}", f"outputs.{head}")
+    return table + rules.linear("lm_head", "outputs.0") if config.shared_output else table
 
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
-    """Read Medusa heads in either layout.
+    """Reads Medusa heads in either layout.
 
     Args:
-        stored: What lies on disk.
-        target: What they draft for: heads stand behind its last norm, which no file of theirs names.
+        stored: Their files.
+        target: The target that they draft for. They read the state after its last norm, and no file says its depth.
 
     Raises:
         CheckpointError: They are incomplete, ambiguous, or do not fit the target; the message says why.
     """
-    import numpy as np
-
-    from eagle3_jax.drafters.medusa import MedusaDrafter
-
-    where, path = str(stored.directory), str(stored.directory / "config.json")
-    top, dialect = Fields(stored.config, path), dialect_of(stored.config, stored.tensors)
+    where, path, top = str(stored.directory), stored.where, stored.fields
+    dialect = dialect_of(stored.config, stored.tensors)
     refuse_quantised(top)
     if any(re.match(_OWN_BASE, name) for name in stored.tensors):
         raise CheckpointError(
-            f"{where} holds a language model beside its Medusa heads, trained together (Medusa-2); convert the two "
+            f"{where} holds a language model next to its Medusa heads, trained together (Medusa-2); convert the two "
             "apart: medusa_head.* into a directory of their own, the rest as their target"
         )
-    tensors = _canonical(stored.tensors, where)
+    tensors = rules.renamed(stored.tensors, _rename, where)
     num_heads, num_layers = (_stated(top, word) for word in ("heads", "layers"))
     _check_counts(tensors, num_heads, num_layers, path)
     bias, shared = _biases(top, tensors, dialect), top.flag("original_lm_head")
@@ -103,7 +112,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
             "give the target as well"
         )
     with read_from(path):
-        config = classes()[0](
+        config = MedusaConfig(
             vocab_size=vocab_size,
             draft_vocab_size=vocab_size if draft_to_target is None else len(draft_to_target),
             target_width=top.size("hidden_size", None if stated else first.shape[0]),
@@ -120,25 +129,23 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
             "one block so many times and vLLM runs each, so nobody can tell which network was trained. Rename them "
             "to blocks.K.layers.L if it was the second"
         )
-    head = rules.read_params(head_rules(config), tensors, MedusaDrafter(config).param_shapes(), where=where)
-    return HeadCheckpoint(
-        method=KIND.name,
-        config=config,
-        head=head,
-        draft_to_target=None if draft_to_target is None else draft_to_target.astype(np.int32),
+    return read_as(
+        KIND,
+        stored,
+        config,
+        head_rules(config),
+        tensors,
+        target=target,
         embedding=None,
-        dialect=dialect,
-        source=stored.directory,
-        dtype=rules.main_dtype(head),
-        num_target_layers=target.num_layers,
+        draft_to_target=draft_to_target,
     )
 
 
 def planned(top: Fields, target: DecoderConfig) -> MedusaConfig:
-    """The description without its tensors, of which the authors' layout says little: the rest is as they train it."""
+    """The description without the tensors. The authors' layout says little; the rest is as they train heads."""
     vocab_size = top.size("vocab_size", target.vocab_size)
     with read_from(top.where):
-        return classes()[0](
+        return MedusaConfig(
             vocab_size=vocab_size,
             draft_vocab_size=top.size("truncated_vocab_size", vocab_size),
             target_width=top.size("hidden_size", target.width),
@@ -150,29 +157,18 @@ def planned(top: Fields, target: DecoderConfig) -> MedusaConfig:
         )
 
 
-def _canonical(tensors: Mapping[str, np.ndarray], where: str) -> dict[str, np.ndarray]:
-    """The tensors in vLLM's names.
-
-    Raises:
-        CheckpointError: Two names mean the same tensor.
-    """
-    renamed: dict[str, np.ndarray] = {}
-    origin: dict[str, str] = {}
-    for name, value in tensors.items():
-        new = re.sub(r"^medusa_heads?\.", "", name)
-        new = re.sub(r"^(\d{1,9})\.(\d{1,9})\.linear\.", r"blocks.\1.layers.\2.", new)
-        new = re.sub(r"^(\d{1,9})\.\d{1,9}\.weight$", r"lm_heads.\1.weight", new)
-        if new in renamed:
-            raise CheckpointError(f"{where} holds {origin[new]} and {name}, which mean the same tensor; remove one")
-        renamed[new], origin[new] = value, name
-    return renamed
+def _rename(name: str) -> str:
+    """The name of a tensor in vLLM's layout."""
+    name = re.sub(r"^medusa_heads?\.", "", name)
+    name = re.sub(r"^(\d{1,9})\.(\d{1,9})\.linear\.", r"blocks.\1.layers.\2.", name)
+    return re.sub(r"^(\d{1,9})\.\d{1,9}\.weight$", r"lm_heads.\1.weight", name)
 
 
 def _stated(top: Fields, word: str) -> int:
-    """How many heads, or layers: under any name with ``num`` and the word in it, as vLLM looks for it.
+    """The number of heads or of layers, in any field with ``num`` and the word in its name, as vLLM looks for it.
 
     Raises:
-        CheckpointError: Nothing says it, or two fields say different things, of which vLLM takes the last.
+        CheckpointError: No field says it, or two fields differ, of which vLLM takes the last.
     """
     found = {name: top.size(name) for name in top.values if "num" in name and word in name}
     if not found:
@@ -186,7 +182,7 @@ def _stated(top: Fields, word: str) -> int:
 
 
 def _check_counts(tensors: Mapping[str, np.ndarray], num_heads: int, num_layers: int, path: str) -> None:
-    """Refuse numbers that the tensors contradict, before anything of that size is built."""
+    """Refuses numbers that the tensors contradict, before anything of that size is built."""
     found = {
         (int(m[1]), int(m[2])) for name in tensors if (m := re.match(r"blocks\.(\d{1,9})\.layers\.(\d{1,9})\.", name))
     }
@@ -210,7 +206,7 @@ def _numbered(found: set[int]) -> str:
 
 
 def _biases(top: Fields, tensors: Mapping[str, np.ndarray], dialect: str) -> bool:
-    """Whether the blocks have biases: the authors' always do and say nothing of it, vLLM's say so."""
+    """Whether the blocks have biases: the authors' always do, vLLM's files say so."""
     has = any(name.startswith("blocks.") and name.endswith(".bias") for name in tensors)
     said = top.flag("medusa_fc_bias", has if dialect == "medusa" else False)
     if said != has:
@@ -221,54 +217,120 @@ def _biases(top: Fields, tensors: Mapping[str, np.ndarray], dialect: str) -> boo
 
 def _token_map(top: Fields, tensors: dict[str, np.ndarray], vocab_size: int, where: str) -> np.ndarray | None:
     """The target ids of the draft vocabulary, taken out of the tensors; ``None`` where it is the target's."""
-    import numpy as np
-
     size, table = top.size("truncated_vocab_size", vocab_size), tensors.pop("token_map", None)
-    scale = top.number("logit_scale", 1.0)
-    if scale != 1.0:
-        raise CheckpointError(f"{top.where}: logit_scale is {scale:g}; only 1 is supported")
+    top.only(logit_scale=1.0)
     if size == vocab_size and table is None:
         return None
     if table is None or size == vocab_size:
         what = "and there is no token_map" if table is None else "and there is a token_map, which vLLM would ignore"
         raise CheckpointError(f"{where}: the draft vocabulary is {size} of {vocab_size} tokens {what}; correct one")
-    if table.shape != (size,) or table.dtype.kind not in "iu":
-        raise CheckpointError(
-            f"{where}: token_map is {table.dtype}{list(table.shape)}; expected whole numbers of shape [{size}]"
-        )
-    if len(np.unique(table)) != size or table.min() < 0 or table.max() >= vocab_size:
-        raise CheckpointError(
-            f"{where}: token_map is no list of different target ids from 0 to {vocab_size - 1}; fetch the file again"
-        )
+    draft_vocab.check_ids(table, size, vocab_size, f"{where}: token_map")
     return table.astype(np.int64)
 
 
-def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
-    """How far the heads reach, and which model they say they belong to."""
-    from eagle3_jax.conversion.checks import Check
-    from eagle3_jax.conversion.files import NATIVE_FILE, read_json
-    from eagle3_jax.published_trees import PUBLISHED_TREES
+def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
+    """Writes the heads in one of the two layouts.
 
+    Raises:
+        CheckpointError: It cannot express them.
+    """
+    config, where = checkpoint.config, str(checkpoint.source)
+    shapes = KIND.param_shapes(config)
+    tensors = rules.write_params(head_rules(config), checkpoint.head, shapes, where=where)
+    table = checkpoint.draft_to_target
+    if config.draft_vocab_size == config.vocab_size and table is not None and np.any(np.diff(table) != 1):
+        raise CheckpointError(f"{where}: draft_to_target reorders the whole vocabulary; reorder the outputs instead")
+    refuse_inexpressible(dialect, _refusals(config, tensors, dialect), "jax" if dialect == "vllm" else "vllm")
+    if dialect == "vllm":
+        if config.draft_vocab_size < config.vocab_size:
+            tensors["token_map"] = np.asarray(checkpoint.draft_to_target, np.int64)
+        return Layout(_vllm_fields(checkpoint), tensors)
+    values = {
+        "medusa_num_heads": config.num_heads,
+        "medusa_num_layers": config.num_layers,
+        # Empty where it is not known: without the field the authors' code takes its default, Vicuna.
+        "base_model_name_or_path": _base_model(checkpoint),
+    }
+    return Layout(values, _official_names(tensors, config.num_layers), "medusa_lm_head.safetensors")
+
+
+def head_of_different_blocks(tensors: Mapping[str, np.ndarray], config: MedusaConfig) -> int | None:
+    """The first head whose blocks, in vLLM's names, are not all one; ``None`` where none is."""
+    for head in range(config.num_heads):
+        for part in ("weight", "bias") if config.bias else ("weight",):
+            first, *others = (tensors.get(f"blocks.{head}.layers.{n}.{part}") for n in range(config.num_layers))
+            if not all(first is not None and other is not None and np.array_equal(first, other) for other in others):
+                return head
+    return None
+
+
+def _refusals(config: MedusaConfig, tensors: Mapping[str, np.ndarray], dialect: str) -> dict[str, Any]:
+    """The settings that vLLM or the authors' code does not read."""
+    reduced = config.draft_vocab_size < config.vocab_size
+    if dialect == "vllm":
+        own = "a draft vocabulary of heads that do not share their output projection (vLLM 0.32 fails to load it)"
+        return {own: reduced and not config.shared_output}
+    different = head_of_different_blocks(tensors, config) is not None
+    return {
+        "one output projection for all heads": config.shared_output,
+        f"a draft vocabulary of {config.draft_vocab_size}": reduced,
+        "blocks without a bias (it would leave random ones)": not config.bias,
+        f"{config.num_layers} different blocks of a head (it repeats one)": different,
+    }
+
+
+def _vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
+    # No other name may have "num" with "heads" or "layers" in it: vLLM would take that one.
+    config = checkpoint.config
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": config.target_width,
+        "vocab_size": config.vocab_size,
+        "truncated_vocab_size": config.draft_vocab_size,
+        "num_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "medusa_fc_bias": config.bias,
+        "original_lm_head": config.shared_output,
+        "dtype": checkpoint.dtype,
+        "torch_dtype": checkpoint.dtype,
+    }
+
+
+def _official_names(tensors: Mapping[str, np.ndarray], num_layers: int) -> dict[str, np.ndarray]:
+    named = {}
+    for name, value in tensors.items():
+        new = re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)
+        named[re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{num_layers}.", new)] = value
+    return named
+
+
+def _base_model(checkpoint: HeadCheckpoint) -> str:
+    path = checkpoint.source / "config.json"
+    name = read_json(path).get("base_model_name_or_path") if path.is_file() else None
+    return name if isinstance(name, str) else ""
+
+
+def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
+    """The number of heads, and the model that they name as theirs."""
     count = head.config.num_heads
     fitting = [name for name, tree in PUBLISHED_TREES.items() if tree.max_depth <= count]
     trees = f"published trees that fit: {', '.join(fitting)}" if fitting else "every published tree is deeper"
     checks = [Check("heads", "ok", f"{count}, so that drafts have at most {count} tokens; {trees}")]
     native = (head.source / NATIVE_FILE).is_file()
     base = None if native else read_json(head.source / "config.json").get("base_model_name_or_path")
-    if base is None:
-        return [*checks, Check("base model", "ok", "not named")]
     named = f"trained for {base}, says config.json; heads read the state of exactly that model"
-    return [*checks, Check("base model", "ok", f"{named} (here: {target.source.name})")]
+    return [*checks, Check("base model", "ok", f"{named} (here: {target.source.name})" if base else "not named")]
 
 
 KIND = HeadKind(
     name="medusa",
     label="Medusa",
     recognise=recognise,
-    classes=classes,
+    classes=(MedusaConfig, MedusaDrafter),
     read=read,
     read_config=planned,
-    write=layout,
+    write=write,
     layouts=("vllm", "medusa"),
     stacks={"blocks": lambda config: config.num_heads},
     dialect=dialect_of,

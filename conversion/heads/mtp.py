@@ -14,12 +14,25 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from eagle3_jax.conversion import blocks, rules
-from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.checks import Check
+from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.fields import Fields, read_from
-from eagle3_jax.conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs, Stored, Suspects, check_fit
+from eagle3_jax.conversion.heads.head import (
+    HeadCheckpoint,
+    HeadKind,
+    Layout,
+    Signs,
+    Suspects,
+    check_fit,
+    head_tensors,
+    read_as,
+    refuse_inexpressible,
+)
 from eagle3_jax.conversion.hf_config import (
     bias_fields,
     read_mixer,
@@ -31,17 +44,13 @@ from eagle3_jax.conversion.hf_config import (
     stack_fields,
 )
 from eagle3_jax.conversion.rules import Rule
+from eagle3_jax.conversion.tensors import Stored
+from eagle3_jax.drafters.mtp import MTPConfig, MTPDrafter
 from eagle3_jax.models.config import DecoderConfig, gated, grouped, uniform
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from eagle3_jax.conversion.checks import Check
-    from eagle3_jax.drafters.mtp import MTPConfig
 
 
 class _Names(NamedTuple):
-    """What a layout calls things."""
+    """The names of a layout for the parts of a module."""
 
     embedding_norm: str
     feature_norm: str
@@ -72,12 +81,12 @@ def recognise(signs: Signs) -> bool:
 
 
 def head_rules(config: MTPConfig, module: str, names: _Names) -> list[Rule]:
-    """The rule table.
+    """The rules of the tensors.
 
     Args:
         config: The module.
-        module: What stands before its tensors' names.
-        names: What the layout calls them.
+        module: The prefix of its tensors.
+        names: Of the layout.
     """
     table = [
         rules.norm(f"{module}.{names.embedding_norm}", "embedding_norm"),
@@ -90,17 +99,16 @@ def head_rules(config: MTPConfig, module: str, names: _Names) -> list[Rule]:
 
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
-    """Read an MTP module.
+    """Reads an MTP module.
 
     Args:
-        stored: What lies on disk.
-        target: What it drafts for; checked against the module.
+        stored: Its files.
+        target: The target that it drafts for; checked against the module.
 
     Raises:
         CheckpointError: It is incomplete, of a kind that is not read, or does not fit the target.
     """
-    directory, where = stored.directory, str(stored.directory / "config.json")
-    top, tensors = Fields(stored.config, where), dict(stored.tensors)
+    directory, top, tensors = str(stored.directory), stored.fields, dict(stored.tensors)
     layout = dialect(stored.config, tensors)
     if any(name.startswith("mtp.") for name in tensors):
         raise CheckpointError(f"{directory} names its tensors mtp.*, as Qwen3-Next does, whose blocks are not read")
@@ -113,46 +121,20 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     _refuse_other_modules(top, tensors, layout)
     config = read_config(top, target)
     module, names = _module(config.num_target_layers, layout), _NAMES[layout]
-    output = names.output.format(module=module)
-    size = (config.vocab_size, config.width)
-    embedding_name = f"{names.embedding.format(module=module)}.weight"
-    embedding = rules.matrix(tensors, embedding_name, size, where=str(directory))
-    config = dataclasses.replace(config, own_output=f"{output}.weight" in tensors)
+    config = dataclasses.replace(config, own_output=f"{names.output.format(module=module)}.weight" in tensors)
     if target is not None:
-        check_fit(config, config.aux_layers, target, str(directory))
+        check_fit(config, config.aux_layers, target, directory)
     if layout == "mimo" and f"{module}.{names.fc}.weight" in tensors:
         tensors[f"{module}.{names.fc}.weight"] = _exchanged(tensors[f"{module}.{names.fc}.weight"])
-    table, shapes = head_rules(config, module, names), classes()[1](config).param_shapes()
-    head = rules.read_params(table, tensors, shapes, where=str(directory), known=(re.escape(embedding_name),))
-    return HeadCheckpoint(
-        method=KIND.name,
-        config=config,
-        head=head,
-        draft_to_target=None,
-        embedding=embedding,
-        dialect=layout,
-        source=directory,
-        dtype=rules.main_dtype(head),
-        num_target_layers=config.num_target_layers,
-    )
+    table, embedding = head_rules(config, module, names), f"{names.embedding.format(module=module)}.weight"
+    return read_as(KIND, stored, config, table, tensors, target=target, embedding=embedding)
 
 
 def read_config(top: Fields, target: DecoderConfig | None) -> MTPConfig:
-    """The module's description; whether it has an output matrix of its own only its tensors know.
-
-    Raises:
-        CheckpointError: A field is missing, malformed or unsupported.
-    """
-    from eagle3_jax.drafters.mtp import MTPConfig
-
+    """The description of a module, but for an output matrix of its own, which only its tensors show."""
     layout = "speculators" if top.get("speculators_model_type") else "deepseek"
     geometry = top.section("transformer_layer_config") if layout == "speculators" else top
-    model_type = geometry.get("model_type")
-    if model_type not in _BLOCKS:
-        raise CheckpointError(
-            f"{geometry.where}: model_type is {short(model_type)}; expected one of {', '.join(_BLOCKS)}, the dense "
-            "blocks that MTP modules are read with"
-        )
+    model_type = geometry.one_of("model_type", _BLOCKS, purpose="for the dense block of an MTP module")
     for fields in (top, geometry):
         refuse_quantised(fields)
         refuse_unsupported(fields)
@@ -177,13 +159,6 @@ def read_config(top: Fields, target: DecoderConfig | None) -> MTPConfig:
         )
 
 
-def classes() -> tuple[type, type]:
-    """Of the configuration and of the drafter."""
-    from eagle3_jax.drafters.mtp import MTPConfig, MTPDrafter
-
-    return MTPConfig, MTPDrafter
-
-
 def dialect(values: Mapping[str, Any], names: Iterable[str]) -> str:
     """``deepseek``, ``mimo`` or ``speculators``; ``unknown`` where neither names nor configuration decide."""
     if values.get("speculators_model_type") == "mtp":
@@ -194,24 +169,12 @@ def dialect(values: Mapping[str, Any], names: Iterable[str]) -> str:
 
 
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
-    """The module as ``deepseek``, ``mimo`` or ``speculators`` has it.
-
-    Raises:
-        CheckpointError: The layout cannot express it.
-    """
-    import numpy as np
-
+    """Writes a module as ``deepseek``, ``mimo`` or ``speculators`` has it."""
     config, layer = checkpoint.config, checkpoint.config.layers[0]
-    refusals = _refusals(config, dialect)
-    if refusals:
-        raise CheckpointError(f"the {dialect!r} layout cannot express {'; '.join(refusals)}; use --to jax")
-    names = _NAMES[dialect]
-    module = _module(config.num_target_layers, dialect)
-    shapes = classes()[1](config).param_shapes()
-    table = head_rules(config, module, names)
-    tensors = rules.write_params(table, checkpoint.head, shapes, where=str(checkpoint.source))
-    if checkpoint.embedding is not None:
-        tensors[f"{names.embedding.format(module=module)}.weight"] = np.asarray(checkpoint.embedding)
+    refuse_inexpressible(dialect, _refusals(config, dialect))
+    names, module = _NAMES[dialect], _module(config.num_target_layers, dialect)
+    embedding = f"{names.embedding.format(module=module)}.weight"
+    tensors = head_tensors(KIND, checkpoint, head_rules(config, module, names), embedding=embedding)
     values = stack_fields(config, checkpoint.dtype) | {
         "num_hidden_layers": config.num_target_layers,
         "num_nextn_predict_layers": 1,
@@ -234,19 +197,14 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     return Layout(outer | {"transformer_layer_config": geometry}, tensors)
 
 
-def _refusals(config: MTPConfig, dialect: str) -> list[str]:
+def _refusals(config: MTPConfig, dialect: str) -> dict[str, Any]:
     mixer, mlp = grouped(config.layers[0]), gated(config.layers[0])
-    refusals = []
-    if config.zero_first is (dialect == "speculators"):
-        refusals.append(f"zero_first {config.zero_first} (what the embedding at position 0 counts as)")
-    if dialect == "deepseek" and _block(config) is None:
-        refusals.append("a block that is neither Llama's, nor Qwen2's, nor Qwen3's")
-    if dialect == "mimo":
-        refusals += [name for name, on in {"qk_norm": mixer.qk_norm, "o_bias": mixer.o_bias}.items() if on]
-        refusals += ["mlp_bias"] * mlp.bias
-    if dialect == "speculators" and not mixer.qk_norm:
-        refusals.append("a block without qk_norm (it builds Qwen3's)")
-    return refusals
+    zero = f"zero_first {config.zero_first} (what the embedding at position 0 counts as)"
+    return {zero: config.zero_first is (dialect == "speculators")} | {
+        "deepseek": {"a block that is neither Llama's, nor Qwen2's, nor Qwen3's": _block(config) is None},
+        "mimo": {"qk_norm": mixer.qk_norm, "o_bias": mixer.o_bias, "mlp_bias": mlp.bias},
+        "speculators": {"a block without qk_norm (it builds Qwen3's)": not mixer.qk_norm},
+    }[dialect]
 
 
 def _block(config: MTPConfig) -> str | None:
@@ -264,7 +222,7 @@ def _module(depth: int, layout: str) -> str:
 
 
 def _refuse_other_modules(top: Fields, names: Iterable[str], layout: str) -> None:
-    """One module, which is fed back; and one that is not quantised."""
+    """Refuses several modules, of which only one could be fed back, and quantised ones."""
     scales = [name for name in names if name.endswith("weight_scale_inv")]
     if scales:
         raise CheckpointError(f"{top.where}: {scales[0]} scales FP8 weights; give the checkpoint before quantisation")
@@ -282,17 +240,13 @@ def _refuse_other_modules(top: Fields, names: Iterable[str], layout: str) -> Non
 
 
 def _exchanged(weight: np.ndarray) -> np.ndarray:
-    """The two halves of what a projection reads, the other way round."""
-    import numpy as np
-
+    """A projection with the two halves of its input exchanged."""
     half = weight.shape[-1] // 2
     return np.concatenate([weight[:, half:], weight[:, :half]], axis=1)
 
 
 def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
-    """What the layout decides, because no shape does."""
-    from eagle3_jax.conversion.checks import Check
-
+    """Names the properties that the layout decides and no shape shows."""
     order = {"mimo": "the hidden state first", "jax": "as it was converted"}.get(head.dialect, "the embedding first")
     start = "counts as zero" if head.config.zero_first else "is the token's own"
     output = "its own output matrix" if head.config.own_output else "the target's output matrix"
@@ -307,7 +261,7 @@ KIND = HeadKind(
     name="mtp",
     label="MTP",
     recognise=recognise,
-    classes=classes,
+    classes=(MTPConfig, MTPDrafter),
     read=read,
     read_config=read_config,
     write=write,

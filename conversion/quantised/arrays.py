@@ -1,4 +1,4 @@
-"""Arrays that are computed from quantised tensors whenever they are read, so that nobody holds all of them."""
+"""Arrays that are computed from quantised tensors at every read, so that memory never holds all of them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
-# Values as they are stored, and what each of them is multiplied with; None where they are the numbers themselves.
+# Values as they are stored, and the scale of each; None where the values are the numbers themselves.
 Read = Callable[[], tuple[np.ndarray, np.ndarray | None]]
 View = Callable[[np.ndarray], np.ndarray]
 
 
 class Dequantised:
-    """``values · scale`` in float32, exactly; transposed, reshaped or cut without being read.
+    """``values · scale`` in float32, exactly. Transposing, reshaping and cutting read nothing.
 
     Attributes:
         shape: Of the array.
         dtype: float32.
         ndim: Number of axes.
         size: Number of entries.
-        stored: Type of the values in the file.
-        block: Inputs of a linear layer that share a scale; ``None`` for all of them.
-        computed: That it is no array of the file.
+        stored: Dtype of the values in the file.
+        block: Number of inputs of a linear layer that share a scale; ``None`` for all inputs.
+        computed: Always true: it is no array of the file.
     """
 
     dtype = np.dtype(np.float32)
@@ -41,11 +41,11 @@ class Dequantised:
         """See the class.
 
         Args:
-            shape: Of what is read, before any view.
-            stored: Type of its values.
-            read: Values and scales, which broadcast to them.
+            shape: Shape of the values that are read, before any view.
+            stored: Dtype of its values.
+            read: Gives the values, and scales that broadcast to them.
             block: See the class.
-            views: What is done to both.
+            views: Functions that are applied to both.
         """
         self._whole, self._read, self._views = tuple(shape), read, views
         self.stored, self.block = np.dtype(stored), block
@@ -53,7 +53,7 @@ class Dequantised:
         self.ndim, self.size = len(self.shape), math.prod(self.shape)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The whole; always a copy."""
+        """The whole array; always a copy."""
         values, scale = self.parts()
         dense = values.astype(np.float32)
         if scale is not None:
@@ -81,11 +81,11 @@ class Dequantised:
         return self._view(lambda one: one.T)
 
     def reshape(self, *shape: Any) -> Dequantised:
-        """In another shape."""
+        """Reshaped."""
         return self._view(lambda one: one.reshape(*shape))
 
     def swapaxes(self, first: int, second: int) -> Dequantised:
-        """With two axes in each other's place."""
+        """With two axes exchanged."""
         return self._view(lambda one: one.swapaxes(first, second))
 
     def transpose(self, *axes: Any) -> Dequantised:
@@ -106,7 +106,7 @@ class Dequantised:
 
 
 def in_fp8(parts: Sequence[Any]) -> bool:
-    """Whether several arrays can be one FP8 kernel: all are, and share scales among as many inputs."""
+    """Whether several arrays can be one FP8 kernel: all are FP8, with scales of equally many inputs."""
     return all(getattr(part, "in_fp8", False) for part in parts) and len({part.block for part in parts}) == 1
 
 
@@ -114,7 +114,7 @@ def fp8_kernel(parts: Sequence[tuple[View, Any]], shape: Sequence[int]) -> Fp8Ke
     """The FP8 kernel that several arrays fill, bit for bit; ``None`` where they are no such kernel.
 
     Args:
-        parts: Each with where it lies in a whole ``[..., D_in, D_out]``.
+        parts: The arrays, each with the view of a whole ``[..., D_in, D_out]`` that it fills.
         shape: Of the whole.
     """
     from eagle3_jax.models.quantised import Fp8Kernel
@@ -123,13 +123,13 @@ def fp8_kernel(parts: Sequence[tuple[View, Any]], shape: Sequence[int]) -> Fp8Ke
         return None
     *stack, inputs, outputs = shape
     block = parts[0][1].block or inputs
-    values = np.empty((*stack, outputs, inputs), E4M3)  # as an FP8 kernel lies: transposed
+    values = np.empty((*stack, outputs, inputs), E4M3)  # FP8 kernels are stored transposed
     scale = np.empty((*stack, -(-inputs // block), outputs), np.float32)
     for place, part in parts:
         stored, scales = part.parts()
         of_values, of_scale = place(values.swapaxes(-1, -2)), place(scale)
         of_values[...] = stored.reshape(of_values.shape)
-        # They differ in the axis of inputs alone; the scale of a block is that of its first input.
+        # The two differ in the axis of inputs alone. The scale of a block is that of its first input.
         firsts = tuple(
             slice(None, None, None if n == m else block) for n, m in zip(of_values.shape, of_scale.shape, strict=True)
         )

@@ -1,4 +1,4 @@
-"""What the numbers of a quantised tensor stand for, one function a layout; all of it in float32."""
+"""The weights that a quantised tensor stands for, in float32: one function a layout."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _EXPONENTS = ("uint8", "float8_e8m0fnu")
 
 
 class Stored(NamedTuple):
-    """A quantised tensor as it lies in a file.
+    """A quantised tensor as it is stored.
 
     Attributes:
-        name: Of its values.
-        values: What they are stored as.
-        scale_name: Of its scales.
+        name: Name of its values.
+        values: The values.
+        scale_name: Name of its scales.
         scale: The scales.
-        beside: The file's other tensors.
+        beside: The other tensors of the file.
     """
 
     name: str
@@ -35,12 +35,12 @@ class Stored(NamedTuple):
 
 
 class Scheme(NamedTuple):
-    """How a file says that its weights are quantised.
+    """How weights share scales.
 
     Attributes:
-        strategy: What shares a scale: ``tensor``, ``channel``, ``group`` (of inputs) or ``block`` (of both).
+        strategy: The weights of a scale: ``tensor``, ``channel``, ``group`` (of inputs) or ``block`` (of both).
         block: Outputs and inputs of a block, or 1 and those of a group.
-        bits: Of an integer.
+        bits: Bits of an integer.
         exponents: Whether scales are powers of two that may be stored as their exponents.
     """
 
@@ -92,13 +92,12 @@ def packed(stored: Stored, scheme: Scheme) -> Dequantised:
     return Dequantised((outputs, inputs), np.int16, read)
 
 
-def mxfp4(stored: Stored, scheme: Scheme) -> Dequantised:
+def mxfp4(stored: Stored) -> Dequantised:
     """Blocks of 32 inputs in four bits with a shared exponent, ``[E, out, K/32, 16]``; read as ``[E, in, out]``.
 
     Raises:
         CheckpointError: Blocks or exponents are of another type or shape.
     """
-    del scheme
     blocks, exponents = stored.values, stored.scale
     _check_type(stored.name, blocks, ("uint8",))
     _check_type(stored.scale_name, exponents, _EXPONENTS)
@@ -118,13 +117,12 @@ def mxfp4(stored: Stored, scheme: Scheme) -> Dequantised:
     return Dequantised(shape, np.uint8, read).swapaxes(1, 2)
 
 
-def fused_experts(stored: Stored, scheme: Scheme) -> Dequantised:
+def fused_experts(stored: Stored) -> Dequantised:
     """Stacked experts ``[E, in, out]`` in E4M3, one scale for each output of each, however its axes are written.
 
     Raises:
         CheckpointError: Values or scales are of another type or shape.
     """
-    del scheme
     values, scale = stored.values, stored.scale
     _check_type(stored.name, values, (str(E4M3),))
     _check_type(stored.scale_name, scale, _FLOATS)
@@ -137,7 +135,7 @@ def fused_experts(stored: Stored, scheme: Scheme) -> Dequantised:
 
 
 def _scales(stored: Stored, scheme: Scheme, shape: Sequence[int]) -> Callable[[], np.ndarray]:
-    """What gives the scale of every value, or what broadcasts to it; checked against what they are of."""
+    """A function that gives the scale of every value, or an array that broadcasts to it."""
     scale = stored.scale
     _check_type(stored.scale_name, scale, (*_FLOATS, *_EXPONENTS) if scheme.exponents else _FLOATS)
     *stack, outputs, inputs = shape

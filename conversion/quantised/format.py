@@ -1,4 +1,4 @@
-"""What a format of quantised checkpoints says of itself, and its application to the tensors of a file."""
+"""The description of a format of quantised checkpoints, and its application to the tensors of a file."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.quantised.arrays import Dequantised
 from eagle3_jax.conversion.quantised.decoding import Stored
 
-# What only numbers can be, never the weights themselves.
+# Types that need a scale: they are never the weights themselves.
 _NO_FLOATS = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int32", "float8_e8m0fnu")
 
 
 class Layout(NamedTuple):
-    """How a quantised tensor and its scales are named, and what they stand for.
+    """The names of a quantised tensor and its scales, and the weights that they stand for.
 
     Attributes:
-        scale: Ending of the scales' name.
-        values: Ending of the values' name, in its place.
-        result: Ending of the name that the weights have where they are not quantised.
-        decode: The weights; raises ``CheckpointError`` where types or shapes do not go together.
+        scale: Ending of the name of the scales.
+        values: Ending of the name of the values, in its place.
+        result: Ending of the name of weights that are not quantised.
+        decode: Gives the weights; raises ``CheckpointError`` where types or shapes contradict each other.
     """
 
     scale: str
@@ -37,12 +37,12 @@ class Format(NamedTuple):
     """A quantisation as ``config.json`` describes it.
 
     Attributes:
-        words: What it is, for people.
-        layouts: Of its tensors.
-        dense: Modules that it says are not quantised: names, with ``*``, or behind ``re:`` a regular expression.
-        dense_field: Where it says so.
+        words: Its name for people.
+        layouts: The layouts of its tensors.
+        dense: Modules that are not quantised: names, with ``*``, or a regular expression after ``re:``.
+        dense_field: The field that lists them.
         beside: Patterns of tensors that belong to quantised ones and are not needed for their weights.
-        refused: Patterns of tensors that say that the weights are something else, each with what.
+        refused: Patterns of tensors that change the meaning of the weights, each with the reason.
     """
 
     words: str
@@ -57,7 +57,7 @@ class Quantisation(NamedTuple):
     """How the weights of a checkpoint were stored.
 
     Attributes:
-        words: For people.
+        words: The format, for people.
         fp8: Whether its kernels are E4M3 values with scales, which can be kept as they are.
         num_tensors: How many tensors are quantised.
     """
@@ -68,10 +68,10 @@ class Quantisation(NamedTuple):
 
 
 def dequantised(tensors: Mapping[str, np.ndarray], how: Format, where: str) -> tuple[dict[str, Any], Quantisation]:
-    """The tensors with those that are quantised as what they stand for, and how they were stored.
+    """The tensors without quantisation, and how they were stored.
 
     Raises:
-        CheckpointError: They are not what the format says.
+        CheckpointError: They contradict the format.
     """
     for pattern, meaning in how.refused.items():
         found = next((name for name in tensors if re.fullmatch(pattern, name)), None)
@@ -112,13 +112,13 @@ def dequantised(tensors: Mapping[str, np.ndarray], how: Format, where: str) -> t
         raise CheckpointError(
             f"{where} says that its weights are quantised ({how.words}) and holds no scale; remove quantization_config"
         )
-    ours = [value.in_fp8 for value in results.values()]
-    # In the order of the file, where that is how tensors are listed in messages.
-    return rest | results, Quantisation(how.words, all(ours), len(results))
+    fp8 = all(value.in_fp8 for value in results.values())
+    # Messages list tensors in the order of the file.
+    return rest | results, Quantisation(how.words, fp8, len(results))
 
 
 def _names(entry: str, module: str) -> bool:
-    """Whether an entry of such a list means a module, or something that the module is inside of."""
+    """Whether an entry of such a list means a module, or one that contains it."""
     if entry.startswith("re:"):
         try:
             return re.match(entry[3:], module) is not None

@@ -1,7 +1,6 @@
-"""The command `eagle3`; it sits on top of everything and is imported by nothing.
+"""The command ``eagle3``; no other module imports it.
 
-Misuse ends with exit code 2 and one line on the standard error; nothing has been written then. This module loads next
-to nothing, so that an interruption while the rest is imported is met by :func:`main` already.
+Misuse ends with exit code 2 and one line on the standard error, before anything is written.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from eagle3_jax.cli import _signals
+from eagle3_jax.cli import _errors
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command line.
 
     Args:
-        arguments: Without the program's name; those of the process when left out.
+        arguments: Without the program's name; ``None`` takes those of the process.
 
     Returns:
         The exit code.
@@ -36,53 +35,47 @@ def run(arguments: Sequence[str] | None = None) -> int:
         _drop_output()
         return 141
     except BaseException as error:  # every ending of the program is decided in this one place
-        if _signals.received:
-            return _signals.exit_code()
+        if _errors.received:
+            return _errors.signal_code()
         if isinstance(error, KeyboardInterrupt):
             return 130
         if isinstance(error.__context__, BrokenPipeError):  # rich ends the program with 1
             return 141
-        return _explained(error, given)
+        return _report(error, given)
 
 
-def _explained(error: BaseException, given: Sequence[str]) -> int:
-    try:
-        from eagle3_jax.cli._errors import explain
-    except ModuleNotFoundError as missing:  # a checkout beside a Python that has no typer
-        print(f"error: the command line needs {missing.name}: pip install typer rich", file=sys.stderr)
-        return 2
+def _report(error: BaseException, given: Sequence[str]) -> int:
     try:
         sys.stdout.flush()
     except OSError:
         _drop_output()
-    explained = explain(error)
-    if explained is None or (explained.message and "--traceback" in given):
+    try:
+        ending = _errors.explain(error)
+    except ModuleNotFoundError as missing:  # a checkout with a Python that has no typer
+        print(f"error: the command line needs {missing.name}: pip install typer rich", file=sys.stderr)
+        return 2
+    if ending is None or (ending.message and "--traceback" in given):
         raise error
-    if explained.message:
+    if ending.message:
         with contextlib.suppress(OSError):
-            # A file name may hold bytes that are no text.
-            print(explained.message.encode(errors="backslashreplace").decode(), file=sys.stderr)
-    return explained.code
+            # A file name may hold bytes that are not text.
+            print(ending.message.encode(errors="backslashreplace").decode(), file=sys.stderr)
+    return ending.code
 
 
 def _drop_output() -> None:
-    """Nobody can read what is still to be written; Python would complain again when it flushes at exit."""
+    """Sends what is still to be written nowhere; otherwise Python complains again when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def main() -> None:
     """Entry point of the command."""
-    _signals.end_on_signals()
-    _prepare_streams()
-    code = run()
-    if _signals.received:
-        _signals.leave()
-    sys.exit(code)
-
-
-def _prepare_streams() -> None:
-    """Streams that take whatever is written: a closed one is dropped, and what its encoding lacks is escaped."""
+    _errors.end_on_signals()
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
+        if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # for the whole process
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # characters its encoding lacks
+    code = run()
+    if _errors.received:
+        _errors.leave()
+    sys.exit(code)

@@ -16,7 +16,7 @@ from eagle3_jax.cli._errors import Misuse
 
 app = typer.Typer(
     name="eagle3",
-    help="Exact EAGLE-3 speculative decoding in JAX.",
+    help="Lossless speculative decoding in JAX.",
     epilog="Example: eagle3 generate 'def fibonacci(n):' --max-new-tokens 64",
     add_completion=False,
     rich_markup_mode=None,
@@ -28,7 +28,7 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def _root(
-    traceback: bool = typer.Option(False, "--traceback", help="Show where an error came from, for developers."),
+    traceback: bool = typer.Option(False, "--traceback", help="Show the traceback of an error, for developers."),
     version: bool = typer.Option(False, "--version", help="Print the version and exit."),
 ) -> None:
     del traceback  # `run` looks for it
@@ -47,7 +47,7 @@ app.add_typer(plan.app, name="plan")
 
 
 def _finite(command: Callable[..., None]) -> Callable[..., None]:
-    """The command without infinite numbers and NaN, which pass every check of a range that is open on one side."""
+    """Refuses infinite numbers and NaN, which pass every check of a range that is open on one side."""
 
     @functools.wraps(command)
     def checked(**options: Any) -> None:
@@ -68,5 +68,5 @@ for _group in (app, train.app, plan.app):
 
 @functools.cache
 def parser() -> Any:
-    """What parses a command line; built once."""
+    """The parser of command lines; built once."""
     return typer.main.get_command(app)

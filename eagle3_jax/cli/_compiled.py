@@ -6,27 +6,15 @@ import contextlib
 import os
 import warnings
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from eagle3_jax.cli._errors import Misuse
 
-# Some thousand programs of the size of the shipped pair's, some hundred of large models with their GPU kernels.
+# Room for thousands of programs of the shipped pair, or hundreds of large models with their GPU kernels.
 MOST_BYTES = 2 * 2**30
-
-CompilationCacheOption = Annotated[
-    str | None,
-    typer.Option(
-        "--compilation-cache",
-        metavar="DIR",
-        help="Where compiled programs are kept for the next run, or 'none'; ~/.cache/eagle3-jax/compiled if left out.",
-    ),
-]
 
 
 def keep_compiled_programs(directory: str | None) -> None:
-    """Let JAX keep what it compiles from here on, and take from there what an earlier command compiled.
+    """Lets JAX keep the programs that it compiles, and reuse those that earlier commands compiled.
 
     Args:
         directory: From ``--compilation-cache``: a directory, ``none``, or ``None`` for the user's cache directory,
@@ -56,7 +44,7 @@ def keep_compiled_programs(directory: str | None) -> None:
         if directory is None:
             return
         raise Misuse(f"--compilation-cache {directory}: cannot be written; give another directory or 'none'")
-    # A damaged entry is compiled again; whoever runs the command can do nothing about it.
+    # A damaged entry is compiled again; the user can do nothing about it.
     warnings.filterwarnings("ignore", message=".*persistent compilation cache")
     if jax.config.jax_compilation_cache_max_size == -1:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
@@ -67,12 +55,12 @@ def keep_compiled_programs(directory: str | None) -> None:
 
 
 def _make_prunable(folder: Path) -> None:
-    """Give every program a file for the time of its last use, where JAX kept none because it pruned nothing then.
+    """Gives every program a file for the time of its last use, which JAX writes only when it prunes.
 
     JAX before 0.12 writes nothing into a directory in which such a file is missing. An empty one counts as the oldest
     possible; the next use of the program fills it.
     """
-    with contextlib.suppress(OSError):  # somebody else's file, in a directory that several users share
+    with contextlib.suppress(OSError):  # another user's file, in a shared directory
         for program in folder.glob("*-cache"):
             used = program.with_name(program.name.removesuffix("-cache") + "-atime")
             if not used.exists():
@@ -85,5 +73,5 @@ def default_directory() -> Path | None:
     # By that standard a relative path is to be ignored.
     if os.path.isabs(named):
         return Path(named) / "eagle3-jax" / "compiled"
-    home = os.path.expanduser("~")  # "~" itself where nobody knows, and whatever the variable HOME says
+    home = os.path.expanduser("~")  # "~" itself if unknown, and any text that HOME holds
     return Path(home) / ".cache" / "eagle3-jax" / "compiled" if os.path.isabs(home) and home != "/" else None

@@ -1,15 +1,19 @@
-"""From exceptions to exit codes and one clear line."""
+"""The endings of the program: one line and an exit code for an error, and a quiet end on Ctrl-C and its relatives.
+
+Importing this module is cheap, so that an interruption while the other modules are imported is met by it already.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import re
-from typing import NamedTuple
-
-import typer
-
-# The parser behind typer has moved between packages; its exceptions are reached through the public ones.
-_UsageError = typer.BadParameter.__mro__[1]
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
 
 _EXTRAS = {
     "torch": "convert",
@@ -17,88 +21,135 @@ _EXTRAS = {
     "huggingface_hub": "hub",
     "matplotlib": "plot",
     "jinja2": "plot",
-    "plotly": "notebooks",
 }
 _LONGEST = 600  # characters of an error line
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_SMALLER = (
+    "lower --max-new-tokens, --batch-size or the draft (--num-speculative-tokens, --tree), shorten the prompt, or use "
+    "--dtype bfloat16"
+)
+_GRACE = 0.5  # seconds that Python gets to react to a signal before the process ends without it
+
+received: list[int] = []  # the signal that ends the program
 
 
 class Misuse(ValueError):
     """The command line asks for something impossible; the message says what to type instead."""
 
 
-class Explained(NamedTuple):
-    """How the program ends.
-
-    Attributes:
-        code: Exit code.
-        message: For the standard error; empty for silence.
-    """
+class Ending(NamedTuple):
+    """Exit code, and the message for the standard error; an empty message prints nothing."""
 
     code: int
     message: str = ""
 
 
-def explain(error: BaseException) -> Explained | None:
-    """The ending that an exception stands for; ``None`` when it is a fault of the program and must be seen in full."""
+def explain(error: BaseException) -> Ending | None:
+    """The ending for an exception; ``None`` for a fault of the program, whose traceback must be shown."""
+    import typer
+
+    # The parser behind typer has moved between packages; its exceptions are reached through the public ones.
+    usage_error = typer.BadParameter.__mro__[1]
     match error:
         case typer.Exit():
-            return Explained(error.exit_code)
+            return Ending(error.exit_code)
         case SystemExit():
-            return Explained(error.code if isinstance(error.code, int) else 1)
+            return Ending(error.code if isinstance(error.code, int) else 1)
         case KeyboardInterrupt() | typer.Abort():
-            return Explained(130)
-        case _ if isinstance(error, _UsageError):
-            return Explained(2, f"error: {_usage(error)}")
+            return Ending(130)
+        case _ if isinstance(error, usage_error):
+            text = error.format_message() if hasattr(error, "format_message") else str(error)  # type: ignore[attr-defined]
+            context = getattr(error, "ctx", None)
+            hint = f" (see {context.command_path} --help)" if context is not None else ""
+            return Ending(2, f"error: {one_line(text).rstrip('.')}{hint}")
         case MemoryError():
-            return Explained(1, f"error: out of memory; {_SMALLER}")
+            return Ending(1, f"error: out of memory; {_SMALLER}")
         case ModuleNotFoundError():
-            return _missing_module(error)
+            package = (error.name or "").split(".")[0]
+            if package not in _EXTRAS:
+                return None
+            return Ending(2, f"error: this needs {package}: pip install 'eagle3-jax[{_EXTRAS[package]}]'")
         case ValueError() | OverflowError():
-            return Explained(2, f"error: {one_line(str(error))}")
+            return Ending(2, f"error: {one_line(str(error))}")
         case OSError() if error.errno in _FULL:
-            return Explained(2, f"error: disk full: {error.filename or 'the output'} ({error.strerror})")
+            return Ending(2, f"error: disk full: {error.filename or 'the output'} ({error.strerror})")
         case OSError():
-            return Explained(2, f"error: {_file_problem(error)}")
+            reason = error.strerror or str(error) or type(error).__name__
+            return Ending(2, f"error: {one_line(f'{error.filename}: {reason}' if error.filename else reason)}")
     if type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError"):
-        return _device_problem(error)
+        if re.search(r"RESOURCE_EXHAUSTED|out of memory", str(error), re.IGNORECASE):
+            return Ending(1, f"error: the device is out of memory; {_SMALLER}")
+        return Ending(1, f"error: the device failed: {one_line(str(error))}")
     return None
 
 
-_SMALLER = (
-    "lower --max-new-tokens, --batch-size or the draft (--num-speculative-tokens, --tree), shorten the prompt, or use "
-    "--dtype bfloat16"
-)
-
-
 def one_line(text: str) -> str:
-    """A message without line breaks, and not endless."""
+    """A message without line breaks, cut to a readable length."""
     flat = " ".join(text.split())
     return flat if len(flat) <= _LONGEST else flat[: _LONGEST - 3] + "..."
 
 
-def _usage(error: BaseException) -> str:
-    text = error.format_message() if hasattr(error, "format_message") else str(error)  # type: ignore[attr-defined]
-    context = getattr(error, "ctx", None)
-    hint = f" (see {context.command_path} --help)" if context is not None else ""
-    return one_line(text).rstrip(".") + hint
+def end_on_signals() -> None:
+    """Answers signals that end a program by raising, so that files and the terminal are put in order."""
+    # A signal that the shell has told the program to ignore stays ignored (`nohup`, a job in the background).
+    numbers = [one for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
+    for number in numbers:
+        signal.signal(number, _unwind)
+    sys.unraisablehook = _unraisable
+    # A device program or a compilation does not return to Python until it is done, and only then is `_unwind` called.
+    # Another thread sees the byte that C writes for every signal at once.
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(reader, frozenset(numbers)), daemon=True).start()
 
 
-def _missing_module(error: ModuleNotFoundError) -> Explained | None:
-    package = (error.name or "").split(".")[0]
-    extra = _EXTRAS.get(package)
-    if extra is None:
-        return None
-    return Explained(2, f"error: this needs {package}: pip install 'eagle3-jax[{extra}]'")
+def _unwind(number: int, frame: FrameType | None) -> NoReturn:
+    if received:
+        leave()  # the second signal
+    received.append(number)
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    if frame is not None:
+        leave()  # during an import: some modules written in C would print the exception, and go on
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
 
 
-def _file_problem(error: OSError) -> str:
-    reason = error.strerror or str(error) or type(error).__name__
-    return one_line(f"{error.filename}: {reason}" if error.filename is not None else reason)
+def _unraisable(unraisable: Any) -> None:
+    """Ends the program where Python drops an interruption that was raised in a callback."""
+    if received and isinstance(unraisable.exc_value, KeyboardInterrupt | SystemExit):
+        leave()
+    sys.__unraisablehook__(unraisable)
 
 
-def _device_problem(error: BaseException) -> Explained | None:
-    text = str(error)
-    if "RESOURCE_EXHAUSTED" in text or re.search(r"out of memory", text, re.IGNORECASE):
-        return Explained(1, f"error: the device is out of memory; {_SMALLER}")
-    return Explained(1, f"error: the device failed: {one_line(text)}")
+def _watch(reader: int, numbers: frozenset[int]) -> None:
+    while True:
+        number = os.read(reader, 1)[0]
+        if number not in numbers:
+            continue
+        threading.Event().wait(_GRACE)
+        if not received:
+            received.append(number)
+            leave()
+
+
+def signal_code() -> int:
+    """Exit code of a program that a signal has ended, by the convention of shells."""
+    return 128 + received[0]
+
+
+def leave() -> NoReturn:
+    """Ends the process now, without waiting for the device."""
+    # The streams themselves: a spinner replaces sys.stdout and sys.stderr.
+    out, error = sys.__stdout__, sys.__stderr__
+    with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
+        out.flush()  # type: ignore[union-attr]
+    with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
+        if error.isatty():  # type: ignore[union-attr]
+            if "rich.console" in sys.modules:
+                sys.modules["rich.console"].Console(file=error).show_cursor()  # the spinner hides it
+            error.write("\n")  # type: ignore[union-attr]  # after the ^C of the terminal
+        error.flush()  # type: ignore[union-attr]
+    os._exit(signal_code())

@@ -23,7 +23,7 @@ DistributedOption = Annotated[
     str | None,
     typer.Option(
         "--distributed",
-        help="Be one of several processes: 'auto' where a launcher started them (Slurm, Open MPI, Cloud TPU), or "
+        help="Run as one of several processes: 'auto' if a launcher started them (Slurm, Open MPI, Cloud TPU), or "
         "'coordinator=HOST:PORT,processes=2,process=0'. The first process prints.",
     ),
 ]
@@ -34,13 +34,13 @@ _FORM = "'auto', or 'coordinator=HOST:PORT,processes=2,process=0' with another p
 
 
 def join(distributed: str | None, mesh: str | None) -> bool:
-    """Become one of the processes that ``--distributed`` names, before anything runs on a device.
+    """Joins the processes that ``--distributed`` names, before anything runs on a device.
 
     Returns:
-        Whether this process is the one that prints; the standard output of the others leads nowhere.
+        Whether this process is the one that prints; the standard output of the others is dropped.
 
     Raises:
-        Misuse: The option is malformed, or nobody answers.
+        Misuse: The option is malformed, or no other process answers.
     """
     if distributed is None:
         return True
@@ -65,7 +65,7 @@ def join(distributed: str | None, mesh: str | None) -> bool:
         hint = f"; expected {_FORM}" if found is None else ""
         raise Misuse(f"--distributed {distributed}: {one_line(str(error)).rstrip('.')}{hint}") from None
     first = jax.process_index() == 0
-    # What carries collectives between processes may print as well (Gloo does): it goes to the standard error.
+    # Libraries for collectives may print too (Gloo does); their output goes to the standard error.
     output = os.dup(1) if first else os.open(os.devnull, os.O_WRONLY)
     sys.stdout.flush()
     os.dup2(2, 1)
@@ -78,7 +78,7 @@ def read_mesh(text: str | None, batches: list[int]) -> Mesh | None:
 
     Args:
         text: The option.
-        batches: How many prompts will be decoded at once, each time.
+        batches: Number of prompts in each batch.
 
     Raises:
         Misuse: It is malformed, or divides neither the devices at hand nor these batches.

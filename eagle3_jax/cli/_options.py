@@ -1,160 +1,148 @@
-"""What several commands have in common: option types, and reading what they name."""
+"""Options that several commands share, groups of options as dataclasses, and the parsers of their values."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import json
 import math
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._own import PAGE, called, own
 from eagle3_jax.jsonl import STDIN, parse_json, read_text, shown
-from eagle3_jax.named import FORMS, is_named, named_drafter
+from eagle3_jax.named import FORMS
 from eagle3_jax.prompts import whole_numbers
-from eagle3_jax.reporting.tables import write_text
+from eagle3_jax.writing import whole_file
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
+    from eagle3_jax import DynamicTree, SpeculationSchedule, StaticTree
 
-    from eagle3_jax import (
-        DynamicTree,
-        LoadedDrafter,
-        LoadedTarget,
-        SpeculationSchedule,
-        StaticTree,
-    )
-    from eagle3_jax.types import Drafter, Verifier
-
+# Also used by `eagle3 bench`, which takes several drafters.
+DRAFTERS = f"Directory or hub id of a draft head or of a small language model, {FORMS}, or module:name of your own"
 TargetOption = Annotated[
     str | None,
     typer.Option(
-        "--target",
-        help="Directory or hub id of the target, or module:function of your own; the bundled one when left out.",
+        "--target", help="Directory or hub id of the target, or module:function of your own. Default: the bundled one."
     ),
 ]
-DrafterOption = Annotated[
-    str | None,
-    typer.Option(
-        "--drafter",
-        help=f"Directory or hub id of a draft head or of a small language model, {FORMS}, or module:name of your own; "
-        "the bundled head when left out.",
-    ),
-]
+DrafterOption = Annotated[str | None, typer.Option("--drafter", help=f"{DRAFTERS}. Default: the bundled head.")]
 LayerIdsOption = Annotated[
     str | None,
     typer.Option(
         "--layer-ids",
         metavar="entering|leaving",
-        help="What the numbers of an EAGLE-3 head's auxiliary layers count, where its file leaves it open: layers that "
-        "are entered (vLLM) or left (SGLang, SpecForge).",
+        help="Meaning of the layer numbers of an EAGLE-3 head, if its file leaves it open: features from the input "
+        "(entering, vLLM) or the output (leaving, SGLang and SpecForge) of these layers.",
     ),
 ]
 VerifierOption = Annotated[
     str | None,
     typer.Option(
         "--verifier",
-        help="'block' (exact, for drawn chains), 'typical' (Medusa's, not lossless), or module:name of your own; the "
-        "exact token rule when left out.",
+        help="Acceptance rule: 'block' (exact, for sampled chains), 'typical' (Medusa's, not lossless), or module:name "
+        "of your own. Default: the exact token rule.",
     ),
 ]
-DtypeOption = Annotated[
-    str, typer.Option("--dtype", help="float32, bfloat16, or mixed (bfloat16 products summed in float32).")
-]
+_DTYPE = "Precision: float32, bfloat16, or mixed (bfloat16 products summed in float32)."
+DtypeOption = Annotated[str, typer.Option("--dtype", help=_DTYPE)]
 MeasuredDtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype",
-        help="float32, bfloat16, or mixed (bfloat16 products summed in float32).  "
-        "[default: bfloat16 on a GPU, else mixed]",
-    ),
+    str | None, typer.Option("--dtype", help=f"{_DTYPE}  [default: bfloat16 on a GPU, else mixed]")
 ]
 WeightsOption = Annotated[
     str,
     typer.Option(
         "--weights",
-        help="dense, or fp8: the target's kernels in eight bits (fp8-dynamic: what they are multiplied with too). "
-        "Lossless relative to that target.",
+        help="Weights of target and drafter: dense, fp8 (8-bit kernels), or fp8-dynamic (8-bit activations too). "
+        "Output is lossless relative to that target.",
+    ),
+]
+CompilationCacheOption = Annotated[
+    str | None,
+    typer.Option(
+        "--compilation-cache",
+        metavar="DIR",
+        help="Directory that keeps compiled programs for the next run, or 'none'. Default: "
+        "~/.cache/eagle3-jax/compiled.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw it: a .png or .svg file.")]
+PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Write a plot: a .png or .svg file.")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The target and its drafter."""
+
+    target: TargetOption = None
+    drafter: DrafterOption = None
+    layer_ids: LayerIdsOption = None
+    weights: WeightsOption = "dense"
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command one option for every field of the dataclasses that it takes.
+
+    Typer reads a signature and knows no groups, so it is shown a flat one; the command gets the dataclasses.
+    """
+    options: list[inspect.Parameter] = []
+    groups: dict[str, tuple[type, list[str]]] = {}
+    hints = get_type_hints(command, include_extras=True)
+    for parameter in inspect.signature(command).parameters.values():
+        kind = hints[parameter.name]
+        if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+            options.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        fields = get_type_hints(kind, include_extras=True)
+        of_group = inspect.signature(kind).parameters.values()
+        options += [field.replace(annotation=fields[field.name]) for field in of_group]
+        groups[parameter.name] = kind, [field.name for field in of_group]
+
+    @functools.wraps(command)
+    def flat(**given: Any) -> None:
+        together = {
+            name: kind(**{field: given.pop(field) for field in fields}) for name, (kind, fields) in groups.items()
+        }
+        command(**together, **given)
+
+    flat.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    flat.__annotations__ = {option.name: option.annotation for option in options}
+    return flat
+
+
+def measured_dtype(given: str | None) -> str:
+    """The precision to measure in. Default: bfloat16 on a GPU, which other engines have too, and mixed on a CPU.
+
+    Raises:
+        Misuse: This jax cannot use the GPU of this machine, so the figures would be those of a CPU.
+    """
+    from eagle3_jax.bench.gpu import gpu_problem, on_gpu
+
+    problem = gpu_problem()
+    if problem is not None:
+        raise Misuse(f"{problem} (JAX_PLATFORMS=cpu measures the CPU)")
+    return given or ("bfloat16" if on_gpu() else "mixed")
+
+
+# Parsers
 
 _LONGEST_NUMBER = 18  # digits; Python refuses to read thousands of them
+_MOST_PATHS = 4096
 _TREE_KEYS = ("num_nodes", "max_depth", "top_k")
-
-
-def read_target(source: str | None, dtype: str, mesh: Mesh | None = None, *, weights: str = "dense") -> LoadedTarget:
-    """The target that ``--target`` names."""
-    from eagle3_jax import LoadedTarget, load_target
-
-    if source == "":
-        raise Misuse("--target is empty; name a directory or a hub id, or leave it out for the bundled target")
-    part = own("--target", source)
-    if part is None:
-        return load_target(source, dtype=dtype, weights=weights, mesh=mesh)
-    if weights != "dense":
-        raise Misuse(f"--weights {weights}: --target {source} makes its own; leave --weights out")
-    loaded = called("--target", part, "an eagle3_jax.LoadedTarget", dtype=dtype)
-    if not isinstance(loaded, LoadedTarget):
-        raise Misuse(f"--target {source} gave {type(loaded).__name__}; expected an eagle3_jax.LoadedTarget, see {PAGE}")
-    return loaded
-
-
-def read_drafter(
-    source: str | None, *, target: LoadedTarget, target_source: str | None, layer_ids: str | None = None
-) -> LoadedDrafter | Drafter[Any] | None:
-    """The drafter that ``--drafter`` names; ``None`` for plain decoding."""
-    from eagle3_jax import LoadedDrafter, load_drafter
-
-    if source == "":
-        raise Misuse("--drafter is empty; name a directory or a hub id, or leave it out for the bundled head")
-    if source is not None and is_named(source):
-        _refuse_layer_ids(layer_ids, source)
-        return named_drafter(source, target)
-    part = own("--drafter", source)
-    if part is not None:
-        _refuse_layer_ids(layer_ids, source)
-        value: Any = part.value
-        if isinstance(value, LoadedDrafter) or (hasattr(value, "propose") and not isinstance(value, type)):
-            return value
-        return called("--drafter", part, "an eagle3_jax.LoadedDrafter or a drafter", target=target)
-    if source is None and target_source is not None:
-        raise Misuse(
-            "--target was given without --drafter, and the bundled head fits the bundled target only; "
-            "add --drafter DIRECTORY, --drafter ngram or --drafter none"
-        )
-    return load_drafter(source, target=target, layer_ids=layer_ids)
-
-
-def _refuse_layer_ids(layer_ids: str | None, source: str | None) -> None:
-    if layer_ids is not None:
-        raise Misuse(f"--layer-ids is about heads from files, and --drafter {source} has none; leave it out")
-
-
-# Acceptance rules that have a name: public names of the library, built without arguments.
-RULES = {"block": "BlockVerification", "typical": "TypicalAcceptance"}
-
-
-def read_verifier(source: str | None) -> Verifier | None:
-    """The acceptance rule that ``--verifier`` names; ``None`` for the exact one."""
-    import eagle3_jax
-
-    if source is None:
-        return None
-    if source in RULES:
-        return getattr(eagle3_jax, RULES[source])()
-    part = own("--verifier", source)
-    if part is None:
-        raise Misuse(
-            f"--verifier {source}: expected {', '.join(map(repr, RULES))}, or one of your own, module:name; see {PAGE}"
-        )
-    return part.value
+_PATHS_FORM = "paths of child ranks such as '[[0],[1],[0,0]]', or a .json file with them"
+_TREE_FORM = (
+    "num_nodes=N,max_depth=G,top_k=K, for example num_nodes=60,max_depth=8,top_k=10; a published tree such as "
+    f"medusa-63; or {_PATHS_FORM}"
+)
+_SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
+_SCHEDULE_FORM = f"[[first, last, K], ...] such as '[[1,4,5],[5,16,3]]', or a file with it under {_SCHEDULE_KEY}"
 
 
 def parse_tree(text: str | None) -> DynamicTree | StaticTree | None:
@@ -172,14 +160,14 @@ def parse_tree(text: str | None) -> DynamicTree | StaticTree | None:
     for part in text.split(","):
         name, sign, value = (piece.strip() for piece in part.partition("="))
         if not sign or name not in _TREE_KEYS or name in values:
-            raise Misuse(f"--tree {text!r}: {part!r} is not one of {_tree_form()}")
+            raise Misuse(f"--tree {text!r}: {part!r} is not one of {_TREE_FORM}")
         try:
             values[name] = int(value)
         except ValueError:
             raise Misuse(f"--tree {text!r}: {name} is {value!r}; expected a whole number") from None
     missing = [name for name in _TREE_KEYS if name not in values]
     if missing:
-        raise Misuse(f"--tree {text!r}: {', '.join(missing)} missing; expected {_tree_form()}")
+        raise Misuse(f"--tree {text!r}: {', '.join(missing)} missing; expected {_TREE_FORM}")
     try:
         return DynamicTree(**values)
     except ValueError as error:
@@ -189,10 +177,7 @@ def parse_tree(text: str | None) -> DynamicTree | StaticTree | None:
 def _static_tree(text: str) -> StaticTree:
     from eagle3_jax import StaticTree
 
-    try:
-        paths = parse_json(read_text(Path(text)) if text.endswith(".json") else text)
-    except ValueError as error:
-        raise Misuse(f"--tree {shown(text)} is not JSON ({error}); expected {_PATHS_FORM}") from None
+    paths = _json_of("--tree", text, text.endswith(".json"), _PATHS_FORM)
     if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
         raise Misuse(f"--tree {shown(text)} holds no list of paths; expected {_PATHS_FORM}")
     if len(paths) > _MOST_PATHS:
@@ -206,17 +191,6 @@ def _static_tree(text: str) -> StaticTree:
         raise Misuse(f"--tree {shown(text)}: {error}") from None
 
 
-_MOST_PATHS = 4096
-_PATHS_FORM = "paths of child ranks such as '[[0],[1],[0,0]]', or a .json file with them"
-
-
-def _tree_form() -> str:
-    return (
-        "num_nodes=N,max_depth=G,top_k=K, for example num_nodes=60,max_depth=8,top_k=10; a published tree such as "
-        f"medusa-63; or {_PATHS_FORM}"
-    )
-
-
 def parse_schedule(text: str | None) -> SpeculationSchedule | None:
     """``--schedule '[[1,4,5],[5,16,3]]'``, or a JSON file with such a list, as ``eagle3 tune --output`` writes it."""
     from eagle3_jax import SpeculationSchedule
@@ -225,11 +199,8 @@ def parse_schedule(text: str | None) -> SpeculationSchedule | None:
         return None
     is_file = not text.lstrip().startswith("[")
     if is_file:
-        say_what_is_awaited(text)
-    try:
-        value = parse_json(read_text(Path(text)) if is_file else text)
-    except ValueError as error:
-        raise Misuse(f"--schedule {shown(text)} is not JSON ({error}); expected {_SCHEDULE_FORM}") from None
+        announce_input(text)
+    value = _json_of("--schedule", text, is_file, _SCHEDULE_FORM)
     if isinstance(value, dict) and _SCHEDULE_KEY in value:
         value = value[_SCHEDULE_KEY]
         if value is None:
@@ -242,8 +213,11 @@ def parse_schedule(text: str | None) -> SpeculationSchedule | None:
         raise Misuse(f"--schedule {shown(text)}: {error}") from None
 
 
-_SCHEDULE_KEY = "num_speculative_tokens_per_batch_size"
-_SCHEDULE_FORM = f"[[first, last, K], ...] such as '[[1,4,5],[5,16,3]]', or a file with it under {_SCHEDULE_KEY}"
+def _json_of(option: str, text: str, is_file: bool, form: str) -> Any:
+    try:
+        return parse_json(read_text(Path(text)) if is_file else text)
+    except ValueError as error:
+        raise Misuse(f"{option} {shown(text)} is not JSON ({error}); expected {form}") from None
 
 
 def parse_numbers(text: str, option: str, *, least: int = 1, most: int = 100_000, or_none: bool = False) -> list[int]:
@@ -274,14 +248,17 @@ def parse_ids(text: str) -> list[int]:
     return whole_numbers(ids, "--prompt-ids: ")
 
 
-def say_what_is_awaited(file: str | Path) -> None:
-    """Tell who sits at a terminal that a command is about to read from it."""
+# Files
+
+
+def announce_input(file: str | Path) -> None:
+    """Tells the user at a terminal that the command is about to read from it."""
     if str(file) == STDIN and sys.stdin is not None and sys.stdin.isatty():
         print("reading from the terminal; end with Ctrl-D", file=sys.stderr)
 
 
 def check_writable(path: Path | None) -> None:
-    """Refuse an output file that could not be written, before any work is done."""
+    """Refuses an output file that could not be written, before any work is done."""
     if path is None:
         return
     folder = path.absolute().parent
@@ -302,19 +279,25 @@ def check_writable(path: Path | None) -> None:
 
 
 def check_plot(path: Path | None) -> None:
-    """Refuse a plot that could not be written, before any work is done."""
+    """Refuses a plot that could not be written, before any work is done."""
     if path is not None and path.suffix not in (".png", ".svg"):
         raise Misuse(f"--plot {path}: give the name of a .png or .svg file")
     check_writable(path)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file that appears under its name only when complete."""
-    write_text(path, json.dumps(value) + "\n")
+    """Writes a JSON file that appears under its name only when complete."""
+    with whole_file(path) as partial:
+        partial.write_text(json.dumps(value) + "\n", encoding="utf-8")
+
+
+def print_json(value: Any) -> None:
+    """Prints one line of JSON, with ``null`` for infinity, which JSON does not have."""
+    typer.echo(json.dumps(finite(value), allow_nan=False))
 
 
 def finite(value: Any) -> Any:
-    """The same with ``null`` for infinity, which JSON does not have."""
+    """The value with ``None`` in place of infinite numbers."""
     if isinstance(value, dict):
         return {name: finite(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):

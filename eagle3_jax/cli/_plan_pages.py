@@ -1,4 +1,4 @@
-"""What `eagle3 plan` prints: tables and sentences for people, plain values for ``--json``."""
+"""The pages of ``eagle3 plan``: tables and sentences for people, plain values for ``--json``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from eagle3_jax.theory.sizes import active_parameters, added, has_experts, method_of, parameters
-
 if TYPE_CHECKING:
-    from eagle3_jax.theory.bounds import Claim
+    from eagle3_jax.theory.bounds import Claim, RoundBound
     from eagle3_jax.theory.cost import Cost
     from eagle3_jax.theory.memory import Deployment, MemoryPlan, Remedy
     from eagle3_jax.theory.rollout import RolloutPlan
     from eagle3_jax.theory.speedup import Rates, Simulation
 
 _CHAINS = range(1, 9)
+_NODES = (1, 2, 4, 8, 16, 32, 60)
 
 _MEMORY_NOTE = """\
 Divided between GPUs: the layers' matrices, embedding, output projection, key/value heads. On each in full: norms,
@@ -26,7 +25,7 @@ biases, the head's fusion, and a key/value head where there are fewer of them th
 
 
 def rates_json(found: Rates | None) -> dict[str, float] | None:
-    """Plain values; ``None`` stays."""
+    """The rates as plain values; ``None`` stays ``None``."""
     return None if found is None else dataclasses.asdict(found)
 
 
@@ -49,7 +48,7 @@ def speedup_row(alpha: float, *, verify_cost: float, draft_cost: float) -> dict[
 
 
 def break_even_row(verify_cost: float, *, draft_cost: float) -> dict[str, Any]:
-    """What it takes to break even at one verification cost, for every chain length."""
+    """Rates at which every chain length breaks even, for one verification cost."""
     from eagle3_jax.theory import speedup as theory
 
     found = [
@@ -60,7 +59,7 @@ def break_even_row(verify_cost: float, *, draft_cost: float) -> dict[str, Any]:
 
 
 def print_speedup(result: dict[str, Any], simulation: Simulation | None) -> None:
-    """The answer, the table by α and K, the break-even map, and the tail where it was simulated."""
+    """Prints the result, the table by α and K, the break-even map, and the tail if it was simulated."""
     say(
         f"K = {result['num_speculative_tokens']}, v = {result['verify_cost']:g}, c = {result['draft_cost']:g}\n"
         f"here         {rates_text(result)}: S = {result['speedup']:.2f}\n"
@@ -115,7 +114,7 @@ def rates_text(found: dict[str, Any] | None) -> str:
 
 
 def print_exercises(*, as_json: bool) -> None:
-    """Questions with their answers."""
+    """Prints questions with their answers."""
     from eagle3_jax.theory.exercises import exercises
 
     found = exercises()
@@ -129,22 +128,24 @@ def print_exercises(*, as_json: bool) -> None:
 
 
 def title(deployment: Deployment, *, accelerator: bool = True) -> str:
-    """What is planned, in a line."""
+    """The deployment in one line."""
     head = deployment.head_name if deployment.head else "no head"
     where = f" on {deployment.num_accelerators} x {deployment.accelerator.name}" if accelerator else ""
     return f"{deployment.target_name} ({deployment.weights}) with {head}{where}"
 
 
 def deployment_json(deployment: Deployment) -> dict[str, Any]:
-    """What is planned, as plain values."""
-    head = deployment.head
+    """The deployment as plain values."""
+    from eagle3_jax.theory.sizes import sizes_of
+
+    target, head = sizes_of(deployment.target), None if deployment.head is None else sizes_of(deployment.head)
     return {
         "target": deployment.target_name,
-        "target_parameters": parameters(deployment.target).total,
-        "target_active_parameters": active_parameters(deployment.target),
+        "target_parameters": target.owned.total,
+        "target_active_parameters": target.active,
         "drafter": None if head is None else deployment.head_name,
-        "drafter_method": None if head is None else method_of(head),
-        "drafter_parameters": None if head is None else added(head).total,
+        "drafter_method": None if head is None else head.method,
+        "drafter_parameters": None if head is None else head.owned.total,
         "drafter_cache_bytes_per_token": None if head is None else deployment.cache_bytes_per_token(head),
         "accelerator": dataclasses.asdict(deployment.accelerator),
         "num_gpus": deployment.num_accelerators,
@@ -155,24 +156,26 @@ def deployment_json(deployment: Deployment) -> dict[str, Any]:
 
 def _memory_rows(deployment: Deployment, plan: MemoryPlan, *, tokens: int) -> list[tuple[str, str, str]]:
     """The table's rows, the total last."""
-    target, head = deployment.target, deployment.head
+    from eagle3_jax.theory.sizes import sizes_of
+
+    target, head = sizes_of(deployment.target), None if deployment.head is None else sizes_of(deployment.head)
 
     def per_token(model: Any) -> str:
         return f"{deployment.cache_bytes_per_token(model):,.0f} bytes a token, {tokens:,} tokens"
 
-    billions = f"{parameters(target).total / 1e9:.3f} billion"
-    if has_experts(target):
-        billions += f", {active_parameters(target) / 1e9:.3f} of them active"
+    billions = f"{target.owned.total / 1e9:.3f} billion"
+    if target.has_experts:
+        billions += f", {target.active / 1e9:.3f} of them active"
     rows = [("target", plan.target_weights, f"{billions}, {deployment.weights}")]
     if head is not None:
-        owned = added(head)
+        owned = head.owned
         shared = "embedding shared" if owned.total and not owned.embedding else ""
         what = f"{owned.total / 1e9:.3f} billion" if owned.total else "no weights of its own"
-        note = "; ".join(part for part in (what, shared, method_of(head)) if part)
+        note = "; ".join(part for part in (what, shared, head.method) if part)
         rows.append(("head", plan.head_weights, note))
-    rows.append(("target's cache", plan.target_cache, per_token(target)))
+    rows.append(("target's cache", plan.target_cache, per_token(deployment.target)))
     if head is not None:
-        rows.append(("head's cache", plan.head_cache, per_token(head)))
+        rows.append(("head's cache", plan.head_cache, per_token(deployment.head)))
     if plan.states:
         rows.append(("states", plan.states, "of recurrent layers, whatever the length"))
     rows += [("activations", plan.activations, "estimate"), ("reserve", plan.reserve, "given")]
@@ -190,7 +193,7 @@ def print_memory(
     batch_size: int,
     utilization: float,
 ) -> None:
-    """The table, whether it fits, and what would make it fit."""
+    """Prints the table, whether it fits, and what would make it fit."""
     rows = _memory_rows(deployment, plan, tokens=batch_size * (context + k + 1))
     say(title(deployment), f"{batch_size} sequences of {context} tokens, K = {k}; GB (10^9 bytes) on each GPU\n")
     print_table(("", "GB", ""), rows, left=(0, 2))
@@ -207,7 +210,7 @@ def print_memory(
 
 
 def _remedy_text(remedy: Remedy, deployment: Deployment) -> str:
-    """What would make a plan fit."""
+    """The changes that would make a plan fit."""
     ways = []
     if remedy.num_accelerators is not None:
         ways.append(f"{remedy.num_accelerators} x {deployment.accelerator.name}")
@@ -219,28 +222,167 @@ def _remedy_text(remedy: Remedy, deployment: Deployment) -> str:
 
 
 def say_if_long(context: int, deployment: Deployment) -> None:
-    """What a context beyond the head's positions means."""
+    """Warns of a context beyond the positions of the head."""
     head = deployment.head
     if head is not None and context > head.max_positions:
         say(f"\nBeyond the {head.max_positions:,} positions that the head was built for, expect it to draft worse.")
 
 
 def claim_text(claim: Claim, *, batch_size: int | None, k: int) -> str:
-    """The verdict on a published figure."""
-    needed = "no batch" if claim.batch_needed is None else f"batch {claim.batch_needed}"
+    """The verdict on a published throughput."""
+    needed = "at no batch" if claim.batch_needed is None else f"from batch {claim.batch_needed} on"
     drafted = f" if all {k} draft tokens were always accepted and drafting took no time" if k else ""
     verdict = "possible" if claim.possible else "IMPOSSIBLE"
     return (
-        f"{verdict}: {claim.tokens_per_second:,.0f} tokens/s are {claim.share_of_bound:.0%} of the most at batch "
-        f"{batch_size}, {claim.bound:,.0f}{drafted}. Plain decoding could reach them from {needed} on."
+        f"{verdict}: {claim.tokens_per_second:,.0f} tokens/s is {claim.share_of_bound:.2g}x the upper bound at batch "
+        f"{batch_size}, {claim.bound:,.0f}{drafted}. Plain decoding could reach it {needed}."
     )
+
+
+def bound_json(bound: RoundBound, tau: float) -> dict[str, Any]:
+    """A roofline with the speeds that follow from it at this τ."""
+    return {
+        **dataclasses.asdict(bound),
+        "verify_cost": bound.verify_cost,
+        "draft_cost": bound.draft_cost,
+        "draft_bytes": bound.draft_bytes,
+        "plain_tokens_per_second": bound.plain_tokens_per_second,
+        "tokens_per_second": bound.tokens_per_second(tau),
+        "speedup": bound.speedup(tau),
+    }
+
+
+def roofline_json(
+    deployment: Deployment, *, context: int, k: int, tau: float, batches: Sequence[int]
+) -> dict[str, Any]:
+    """The rooflines of one accelerator, with the largest batch in memory and those where speculation pays off."""
+    from eagle3_jax.theory.bounds import break_even_batch, largest_batch, nodes_bounds, pays_from_batch, round_bound
+
+    start = end = None
+    if deployment.head is not None:
+        asked = {"context": context, "num_draft_tokens": k, "mean_acceptance_length": tau}
+        start, end = pays_from_batch(deployment, **asked), break_even_batch(deployment, **asked)
+    return {
+        **deployment_json(deployment),
+        "context": context,
+        "num_speculative_tokens": k,
+        "mean_acceptance_length": tau,
+        "largest_batch": largest_batch(deployment, context=max(context, 1), num_draft_tokens=k),
+        "pays_from_batch": start,
+        "break_even_batch": end,
+        "bounds": [
+            bound_json(round_bound(deployment, batch=batch, context=context, num_draft_tokens=k), tau)
+            for batch in batches
+        ],
+        "nodes": [
+            dataclasses.asdict(one) for one in nodes_bounds(deployment, batch=batches[0], context=context, nodes=_NODES)
+        ],
+    }
+
+
+def print_nodes(result: dict[str, Any], deployment: Deployment, *, alpha: float) -> None:
+    """Prints the cost of verification by draft size for a target with experts, and the best chain."""
+    from eagle3_jax.theory.bounds import best_chain
+
+    if not result["nodes"]:
+        return
+    batch, context = result["bounds"][0]["batch"], result["context"]
+    say(f"\nverification at batch {batch} by nodes of the draft, root included: the more of them, the more experts")
+    rows = [
+        (f"{one['num_nodes']}", f"{one['experts']:.1%}", f"{one['num_bytes'] / 1e9:.2f}", f"{one['cost']:.2f}")
+        for one in result["nodes"]
+    ]
+    print_table(("nodes", "experts read", "GB", "v"), rows)
+    say("As if tokens chose independently and evenly; neighbours choose alike, so a real forward reads fewer.")
+    if deployment.head is not None:
+        k = best_chain(deployment, batch=batch, context=context, conditional_acceptance_rate=alpha)
+        advice = f"a chain of K = {k} gains most" if k else "no chain gains anything"
+        say(f"On this roofline, at batch {batch} and α = {alpha:.2f}, {advice}; measure with `eagle3 tune`.")
+
+
+def print_accelerators(results: Sequence[dict[str, Any]]) -> None:
+    """Prints one row for every accelerator."""
+    columns = (1, 8, 64)
+    rows = []
+    for result in results:
+        hardware, bounds = result["accelerator"], {bound["batch"]: bound for bound in result["bounds"]}
+        shown = [bounds[batch] for batch in columns if batch in bounds] or result["bounds"]
+        rows.append(
+            (
+                hardware["name"],
+                f"{hardware['bandwidth_bytes_per_second'] / 1e9:,.0f}",
+                f"{hardware['peak_flops'] / 1e12:,.0f}",
+                f"{hardware['memory_bytes'] / 1e9:g}",
+                batch_text(result["largest_batch"]),
+                f"{shown[0]['plain_seconds'] * 1e3:.2f}",
+                *(_both_speeds(bound) for bound in shown),
+                break_even_text(result["break_even_batch"]) if result["drafter"] else "",
+            )
+        )
+    batches = [bound["batch"] for bound in results[0]["bounds"]]
+    shown = [batch for batch in columns if batch in batches] or batches
+    titles = ("GPU", "GB/s", "TFLOPS", "GB", "fits", "ms/step", *(f"batch {batch}" for batch in shown), "pays below")
+    print_table(titles, rows)
+    say(
+        "\ntokens/s of a batch: plain, speculative. fits: the largest batch that memory holds. ms/step: plain, batch "
+        f"{shown[0]}.\nPeaks are dense bfloat16; datasheets are named in --json."
+    )
+
+
+def _both_speeds(bound: dict[str, Any]) -> str:
+    plain = f"{bound['plain_tokens_per_second']:,.0f}"
+    return f"{plain} {bound['tokens_per_second']:,.0f}" if bound["num_draft_tokens"] else plain
+
+
+def print_bounds(result: dict[str, Any], deployment: Deployment) -> None:
+    """Prints one row for every batch on one accelerator."""
+    rows = [
+        (
+            str(bound["batch"]),
+            f"{bound['plain_bytes'] / 1e9:.2f}",
+            f"{bound['plain_flops'] / 1e9:,.0f}",
+            f"{bound['plain_seconds'] * 1e3:.2f} {bound['plain_limit']}",
+            f"{bound['plain_tokens_per_second']:,.0f}",
+            f"{bound['verify_seconds'] * 1e3:.2f} {bound['verify_limit']}",
+            f"{bound['verify_cost']:.2f}",
+            f"{bound['draft_cost']:.3f}",
+            f"{bound['tokens_per_second']:,.0f}" if deployment.head else "",
+            f"{bound['speedup']:.2f}" if deployment.head else "",
+            "" if bound["batch"] <= result["largest_batch"] else "not in memory",
+        )
+        for bound in result["bounds"]
+    ]
+    titles = ("batch", "GB", "GFLOP", "plain ms", "tokens/s", "verify ms", "v", "c", "speculative", "S", "")
+    print_table(titles, rows)
+    say(f"\n{deployment.accelerator.source}\nMemory holds {batch_text(result['largest_batch'])} such sequences.")
+    if deployment.head is not None:
+        say(f"Speculation pays {_where_it_pays(result['pays_from_batch'], result['break_even_batch'])}.")
+
+
+def _where_it_pays(start: int | None, end: int | None) -> str:
+    if start is None:
+        return "at no batch"
+    below = "" if end is None else f"below batch {end:,}; a real engine stops earlier"
+    if start == 1:
+        return below or "at every batch"
+    return f"from batch {start:,} on{', ' * bool(below)}{below}"
+
+
+def batch_text(batch: int) -> str:
+    """The largest batch; ``any`` if there is no limit."""
+    return "any" if batch >= 65_536 else f"{batch:,}"
+
+
+def break_even_text(batch: int | None) -> str:
+    """The smallest batch that does not pay off; ``any`` if there is none."""
+    return "any" if batch is None else f"{batch:,}"
 
 
 # Cost and rollout
 
 
 def print_costs(names: Sequence[str], costs: Sequence[Cost]) -> None:
-    """One row for every speed, in the money of the first."""
+    """Prints one row for every speed, compared with the first."""
     cells = [
         (
             name,
@@ -276,12 +418,12 @@ def rollout_json(deployment: Deployment, plan: RolloutPlan) -> dict[str, Any]:
 
 
 def say(*lines: str) -> None:
-    """Lines for people."""
+    """Prints lines for people."""
     typer.echo("\n".join(lines))
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> None:
-    """A table without borders; all but the columns named are numbers."""
+    """Prints a table without borders; all columns but those in ``left`` are aligned to the right."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""What `eagle3 plan` plans for, from a ``config.json``, all that it ever downloads."""
+"""Targets and drafters of ``eagle3 plan``, from their ``config.json`` alone; nothing else is read or downloaded."""
 
 from __future__ import annotations
 
@@ -11,37 +11,27 @@ from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, usual_head
 from eagle3_jax.named import is_named, parts_of
 from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name
-from eagle3_jax.theory.sizes import DrafterSizes
+from eagle3_jax.theory.sizes import Parameters, Sizes, head_sizes, sizes_of
 
 if TYPE_CHECKING:
     from eagle3_jax.conversion.fields import Fields
 
-# A head that is not named is one like those published, whose files say so whatever their targets reach.
+# Published heads were built for this many positions, however long the sequences of their targets are.
 _USUAL_POSITIONS = 2048
 
 
 class Target(NamedTuple):
-    """What is planned for.
-
-    Attributes:
-        name: For tables and messages.
-        config: Its description.
-    """
+    """A target with its name for tables and messages."""
 
     name: str
     config: DecoderConfig
 
 
 class Head(NamedTuple):
-    """What drafts for it.
-
-    Attributes:
-        name: For tables and messages.
-        config: Its description, or its sizes where no formula is known; ``None`` for plain decoding.
-    """
+    """A drafter with its name for tables and messages; ``config`` is ``None`` for plain decoding."""
 
     name: str
-    config: Eagle3Config | DrafterSizes | None
+    config: Eagle3Config | Sizes | None
 
 
 def read_target(source: str | None) -> Target:
@@ -50,11 +40,11 @@ def read_target(source: str | None) -> Target:
     Raises:
         ValueError: There is none, or it is of no family; the message says why.
     """
-    from eagle3_jax.conversion.families import read_config
-
     name = known_name(source, KNOWN_MODELS) if source else None
     if name is not None:
         return Target(name, KNOWN_MODELS[name])
+    from eagle3_jax.conversion.families import read_config
+
     fields = _fields(source, "target")
     config = read_config(fields)
     return Target("the bundled target" if source is None else source, config)
@@ -71,8 +61,6 @@ def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
     Raises:
         ValueError: There is none, or it does not say what a plan needs; the message says why.
     """
-    from eagle3_jax.conversion.heads import HEADS
-
     if source == "none":
         return Head("none", None)
     if source is not None and is_named(source):
@@ -81,46 +69,61 @@ def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
         # Which layers it reads changes no size, and a shallow target has no default for them.
         usual = usual_head(target.config, aux_layers=(0, 1, 2))
         return Head(f"usual head for {target.name}", dataclasses.replace(usual, max_positions=_USUAL_POSITIONS))
+    from eagle3_jax.conversion.heads import HEADS
+
     fields = _fields(source, "eagle3")
     name = "the bundled head" if source is None else source
     method = "eagle3" if source is None else _method_of(Path(source), fields)
     if method not in HEADS:
-        return Head(name, _sizes_of_model(fields, target))
+        return Head(name, _language_model(fields, target))
     kind = HEADS[method]
-    if kind.read_config is None or kind.classes is None:
-        raise Misuse(f"{fields.where} is that of a {kind.label} head, for which no plans are made")
     config = kind.read_config(fields, target.config)
-    if type(config) is Eagle3Config:  # by formula, without JAX
+    if type(config) is Eagle3Config:
         return Head(name, config)
-    from eagle3_jax.cli._plan_sizes import sizes_of_head
+    drafter, output = kind.classes[1](config), target.config.vocab_size * target.config.width
+    return Head(name, head_sizes(drafter, f"{kind.title(config)} head", output))
 
-    return Head(name, sizes_of_head(kind.classes()[1](config), f"{kind.title(config)} head", target.config))
+
+def _language_model(fields: Fields, target: Target) -> Sizes:
+    from eagle3_jax.conversion.families import read_config
+
+    config = read_config(fields)
+    if config.vocab_size != target.config.vocab_size:
+        raise Misuse(
+            f"{fields.where} describes a language model of {config.vocab_size} tokens and {target.name} has "
+            f"{target.config.vocab_size}; a draft model needs the target's own"
+        )
+    return _draft_model(config, target)
 
 
 def _named(source: str, target: Target) -> Head:
     """A drafter without files."""
-    from eagle3_jax.cli._plan_sizes import sizes_of_model, sizes_of_text
-
     name, number = parts_of(source)
     if not number:
-        return Head(source, sizes_of_text(name, target.config))
+        return Head(source, Sizes(method=name, target_width=target.config.width, is_parallel=True))
     layers = target.config.layers
     if number >= len(layers):
         raise Misuse(f"--drafter {source}: {target.name} has {len(layers)} layers, so give 1 to {len(layers) - 1}")
-    config = dataclasses.replace(target.config, layers=layers[:number])
-    return Head(source, sizes_of_model(config, "layer skip", target.config, shared=True))
+    sizes = _draft_model(dataclasses.replace(target.config, layers=layers[:number]), target)
+    return Head(source, dataclasses.replace(sizes, method="layer skip", owned=Parameters()))
+
+
+def _draft_model(config: DecoderConfig, target: Target) -> Sizes:
+    """Sizes of a language model that drafts for a target."""
+    return dataclasses.replace(sizes_of(config), target_width=target.config.width)
 
 
 def _method_of(directory: Path, fields: Fields) -> str:
     """The kind of a drafter, by its tensors where they are there, or else by its configuration alone."""
-    from eagle3_jax.conversion import kinds
     from eagle3_jax.conversion.errors import CheckpointError
     from eagle3_jax.conversion.families import FAMILIES, WRAPPERS
     from eagle3_jax.conversion.heads import HEADS, Signs
+    from eagle3_jax.conversion.native import TARGET
+    from eagle3_jax.conversion.reading import identify
 
     if any(directory.glob("*.safetensors")):
         with contextlib.suppress(CheckpointError):
-            return kinds.identify(directory)
+            return identify(directory)
     signs = Signs.of(fields.values, (), fields.where)
     found = next((kind.name for kind in HEADS.values() if kind.recognise(signs)), None)
     # Official files do not say what they are: EAGLE-3's name a draft vocabulary, EAGLE-1's are of one layer.
@@ -130,20 +133,7 @@ def _method_of(directory: Path, fields: Fields) -> str:
         return "eagle1"
     if found is None and fields.get("model_type") not in {*FAMILIES, *WRAPPERS}:
         raise Misuse(f"{fields.where} is that of no draft head and no language model that is known")
-    return found or kinds.TARGET
-
-
-def _sizes_of_model(fields: Fields, target: Target) -> DrafterSizes:
-    from eagle3_jax.cli._plan_sizes import sizes_of_model
-    from eagle3_jax.conversion.families import read_config
-
-    config = read_config(fields)
-    if config.vocab_size != target.config.vocab_size:
-        raise Misuse(
-            f"{fields.where} describes a language model of {config.vocab_size} tokens and {target.name} has "
-            f"{target.config.vocab_size}; a draft model needs the target's own"
-        )
-    return sizes_of_model(config, "draft model", target.config)
+    return found or TARGET
 
 
 def _fields(source: str | None, part: str) -> Fields:

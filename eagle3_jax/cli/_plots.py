@@ -1,4 +1,4 @@
-"""The pictures of `eagle3 plan`; matplotlib is imported only when one is asked for."""
+"""Plots of ``eagle3 plan`` and ``eagle3 tune``; matplotlib is imported only when one is asked for."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from eagle3_jax.theory.bounds import RoundBound
 from eagle3_jax.theory.speedup import Rates, rates_for_speedup, speedup, tau_from_conditional_rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from eagle3_jax.measure.tune_measure import Tuning
+    from eagle3_jax.bench.tune import Tuning
+    from eagle3_jax.theory.bounds import RoundBound
 
 
 def plot_speedup(path: Path, found: Rates, *, num_draft_tokens: int, verify_cost: float, draft_cost: float) -> None:

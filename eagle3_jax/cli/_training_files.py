@@ -1,4 +1,4 @@
-"""What `eagle3 train` reads and writes: a corpus, and a target or a head that continues where it was interrupted."""
+"""Files of ``eagle3 train``: the corpus, and the directory of a run, which continues after an interruption."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
         tokens = np.load(directory / "train.npy", mmap_mode="r")
         fits = tokens.ndim == 1 and tokens.dtype.kind in "iu" and 0 <= tokens.min() <= tokens.max()
         fits = fits and tokens.max() < tokenizer.get_vocab_size()
-    except (ValueError, EOFError, AttributeError):  # no array, a part of one, none, an archive of several
+    except (ValueError, EOFError, AttributeError):  # no array, a damaged one, or an archive
         raise Misuse(f"{directory / 'train.npy'} is no array of tokens, or damaged; write the corpus again") from None
     if not fits:
         raise Misuse(f"{directory / 'train.npy'} holds no token ids of its tokenizer; write the corpus again")
@@ -48,7 +48,7 @@ def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
 
 
 def check_trainable(shapes: Any) -> None:
-    """Refuse a model, given by the shapes of its parameters, whose training state alone is larger than the memory."""
+    """Refuses a model, given by its parameter shapes, if its training state alone is larger than the memory."""
     import jax
 
     total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
@@ -62,9 +62,9 @@ def check_trainable(shapes: Any) -> None:
 
 
 def refuse_finished(out: Path) -> None:
-    """A directory may hold what an interrupted run left, and nothing else.
+    """Refuses a directory that holds anything but the files of an interrupted run.
 
-    The configuration is written last, so without one it is not finished.
+    The configuration is written last, so a run without one is not finished.
     """
     if out.exists() and not out.is_dir():
         raise Misuse(f"{out} is a file; name a directory")
@@ -86,22 +86,22 @@ def fingerprint(arrays: Any) -> str:
 
 
 def weights_of(params: Any) -> str:
-    """The fingerprint of a model's parameters, by the last row of each: training changes all of them."""
+    """The fingerprint of the last row of every parameter of a model; training changes all of them."""
     import jax
 
     return fingerprint([leaf[-1:] if leaf.ndim else leaf for leaf in jax.tree.leaves(params)])
 
 
 def same_run(out: Path, options: Mapping[str, Any], draft_to_target: Any = None) -> Any:
-    """Checks that a run continues as it was begun, and keeps what a new one begins with.
+    """Checks that a run continues with its first options, and records those of a new run.
 
     Args:
         out: The directory of the run.
-        options: What decides the data, their order, and what is computed, as the command line names it.
-        draft_to_target: ``[W]``, the draft vocabulary that the options lead to; ``None`` for all tokens.
+        options: Options that change the result, by their names on the command line.
+        draft_to_target: ``[W]``, the draft vocabulary; ``None`` for all tokens.
 
     Returns:
-        The draft vocabulary that the run was begun with.
+        The draft vocabulary of the run.
 
     Raises:
         Misuse: ``out`` holds checkpoints of a run with other options. The message names them.
@@ -146,7 +146,7 @@ def _shown(value: Any) -> str:
 
 
 def write_target(out: Path, data: Path, config: DecoderConfig, params: Any, *, dtype: str) -> None:
-    """Finish a target: Hugging Face files beside its checkpoints."""
+    """Writes a finished target as Hugging Face files next to its checkpoints."""
     from eagle3_jax import conversion
     from eagle3_jax.conversion.families import FAMILIES
     from eagle3_jax.training.corpus import END_OF_TEXT
@@ -165,7 +165,7 @@ def write_target(out: Path, data: Path, config: DecoderConfig, params: Any, *, d
 
 
 def write_draft_model(out: Path, target: Path, config: DecoderConfig, params: Any, *, dtype: str) -> None:
-    """Finish a draft model: a target of its own, of its target's family and with its tokenizer."""
+    """Writes a finished draft model, with the family and the tokenizer of its target."""
     from eagle3_jax import conversion
 
     checkpoint = dataclasses.replace(
@@ -178,7 +178,7 @@ def write_draft_model(out: Path, target: Path, config: DecoderConfig, params: An
 def write_head(
     out: Path, config: Any, params: Any, draft_to_target: Any, *, dtype: str, num_target_layers: int
 ) -> None:
-    """Finish a head: its method's usual layout beside its checkpoints."""
+    """Writes a finished head in the usual layout of its method, next to its checkpoints."""
     from eagle3_jax import conversion
     from eagle3_jax.conversion.heads import kind_of
 
@@ -209,7 +209,7 @@ def _stored(params: Any, dtype: str) -> Any:
 
 @contextlib.contextmanager
 def _finished(out: Path) -> Iterator[Path]:
-    """A new directory whose files then move into ``out``, the configuration last: without it nothing can be loaded."""
+    """Yields a directory whose files then move into ``out``, the configuration last: loading needs it."""
     partial = out / _PARTIAL
     with disk_full_named(out):
         out.mkdir(parents=True, exist_ok=True)

@@ -1,110 +1,279 @@
-"""``eagle3 bench``: how fast every way of decoding is, on this machine, now."""
+"""``eagle3 bench``: the speed of every way of decoding, measured on this machine now."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Sequence
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eagle3_jax.cli import _bench_contenders as who
-from eagle3_jax.cli import _bench_output as output_of
-from eagle3_jax.cli._activity import Activity, activity
-from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.cli import _bench_report as reporting
+from eagle3_jax.cli._errors import Misuse, one_line
 from eagle3_jax.cli._options import (
+    DRAFTERS,
     JsonOption,
     MeasuredDtypeOption,
     TargetOption,
     VerifierOption,
     WeightsOption,
+    announce_input,
+    grouped,
+    measured_dtype,
     parse_numbers,
     parse_tree,
+    print_json,
 )
-from eagle3_jax.named import FORMS, is_named
+from eagle3_jax.cli._parts import read_drafter, read_target, read_verifier
+from eagle3_jax.cli._progress import Activity, spinner
+from eagle3_jax.named import is_named
 
 if TYPE_CHECKING:
-    from eagle3_jax.measure.results import Report
+    from eagle3_jax import LoadedDrafter, LoadedTarget
+    from eagle3_jax.bench.contenders import Contender
+    from eagle3_jax.bench.results import NotMeasured, Report
+    from eagle3_jax.engines.vllm.bridge import VLLM
     from eagle3_jax.prompts import Prompt
+    from eagle3_jax.types import Drafter, Verifier
 
 EXAMPLE = "Example: eagle3 bench --tasks code --max-prompts 4 --batch-size 1,4 --chains 1-5 --output results"
+ENGINES = ("transformers", "vllm")
 
 
-def bench(
-    *,
-    target: TargetOption = None,
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The target and its drafters, from files or with random weights."""
+
+    target: TargetOption = None
     shape: Annotated[
         str | None,
         typer.Option(
-            help="Random weights of a named shape instead of --target, such as Llama-100M or Llama-3.1-8B. Drafts "
-            "are accepted by dice (NOT LOSSLESS), at rates published for Llama-3.1-8B unless others are given."
+            help="Random weights of a named shape instead of --target, such as Llama-100M or Llama-3.1-8B. Acceptance "
+            "of drafts is simulated (NOT LOSSLESS). Default rates: those published for Llama-3.1-8B."
         ),
-    ] = None,
+    ] = None
     drafter: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Directory or hub id of a draft head or a smaller language model, or {FORMS}; may be repeated."
-        ),
-    ] = None,
-    dtype: MeasuredDtypeOption = None,
-    weights: WeightsOption = "dense",
+        list[str] | None, typer.Option(help=f"{DRAFTERS}; may be repeated. Default: the bundled head.")
+    ] = None
+    dtype: MeasuredDtypeOption = None
+    weights: WeightsOption = "dense"
+
+    def check(self) -> None:
+        """Refuses options that exclude each other."""
+        if self.shape is not None and self.weights != "dense":
+            raise Misuse(f"--weights {self.weights}: --shape draws dense weights; leave one of them out")
+        if self.shape is not None and (self.target is not None or self.drafter):
+            raise Misuse("--shape has random weights of its own; leave out --target and --drafter")
+        if "none" in (self.drafter or []) and len(self.drafter or []) > 1:
+            raise Misuse("--drafter none is plain decoding alone; give it once, or other drafters")
+
+    def read(self, dtype: str) -> Models:
+        """Loads the target and its drafters, or draws their weights."""
+        from eagle3_jax import LoadedDrafter
+        from eagle3_jax.bench.gpu import on_gpu
+
+        if self.shape is not None:
+            from eagle3_jax.bench.random_models import random_pair
+            from eagle3_jax.load import precision_named
+
+            target, drafter = random_pair(self.shape, precision=precision_named(dtype))
+            return Models(target, dtype, None, {"eagle3": drafter})
+        target = read_target(self.target, dtype, weights=self.weights)
+        found: dict[str, LoadedDrafter | None] = {}
+        for source in self.drafter or [None]:
+            one: LoadedDrafter | Drafter[Any] | None = read_drafter(source, target=target, target_source=self.target)
+            if one is not None:
+                # `ngram` stands for the lengths of --ngram, which are rows of their own.
+                name = Path(source or "eagle3").name
+                head = one if isinstance(one, LoadedDrafter) else LoadedDrafter(one, name=name)
+                found[name] = None if source == "ngram" else head
+        name = dtype if self.weights == "dense" else f"{dtype}, {self.weights}"
+        has_float32 = name == "float32" or on_gpu()
+        return Models(target, name, None if has_float32 else read_target(self.target, "float32"), found)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """The prompts."""
+
     prompts: Annotated[
         list[str] | None,
         typer.Option(
-            help="JSONL file (texts, token ids, MT-bench, Spec-Bench, HumanEval, GSM8K); may be repeated; or 'random'. "
-            "The held-out prompts of the bundled pair if left out."
+            help="JSONL file (texts, token ids, MT-bench, Spec-Bench, HumanEval, GSM8K), or 'random'; may be repeated. "
+            "Default: the held-out prompts of the bundled pair."
         ),
-    ] = None,
+    ] = None
     prompt_tokens: Annotated[
-        int | None, typer.Option(help="Make every prompt exactly this long: cut to its end, or repeated.", min=1)
-    ] = None,
-    tasks: Annotated[str | None, typer.Option(help="Only prompts of these categories: 'code,prose'.")] = None,
-    max_prompts: Annotated[int, typer.Option(help="Most prompts decoded in each repeat.", min=1, max=100_000)] = 8,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens written for each prompt.", min=2, max=100_000)] = 96,
-    repeats: Annotated[int, typer.Option(help="Measured passes.", min=1, max=10_000)] = 5,
-    batch_size: Annotated[str, typer.Option(help="Prompts decoded at once: '1', or several to sweep: '1,4,8'.")] = "1",
+        int | None, typer.Option(help="Exact length of every prompt: cut to its end, or repeated.", min=1)
+    ] = None
+    tasks: Annotated[str | None, typer.Option(help="Only prompts of these categories: 'code,prose'.")] = None
+    max_prompts: Annotated[
+        int, typer.Option(help="Maximum number of prompts decoded in each repeat.", min=1, max=100_000)
+    ] = 8
+    max_new_tokens: Annotated[int, typer.Option(help="New tokens per prompt.", min=2, max=100_000)] = 96
+
+    def read(self, target: LoadedTarget, directory: str | None, *, usual: str) -> list[Prompt]:
+        """Prompts of all categories in turn, put together by category.
+
+        Args:
+            target: The target that encodes them.
+            directory: Its directory or hub id, which holds the chat template.
+            usual: The file, or ``random``, if no prompts were given.
+        """
+        from eagle3_jax.prompts import in_turn
+
+        found = self._all(target, directory, usual)
+        names = list(dict.fromkeys(prompt.category for prompt in found))
+        wanted = names if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
+        for name in wanted:
+            if name not in names:
+                raise Misuse(f"--tasks {self.tasks!r}: there are no prompts of {name!r}; there are {', '.join(names)}")
+        return in_turn([prompt for prompt in found if prompt.category in wanted], self.max_prompts)
+
+    def _all(self, target: LoadedTarget, directory: str | None, usual: str) -> list[Prompt]:
+        from eagle3_jax.prompts import Renderer, random_prompts, read_prompts
+        from eagle3_jax.sources import locate
+
+        renderer: Renderer | None = None
+        found: list[Prompt] = []
+        length, limit = self.prompt_tokens or min(128, target.max_positions // 2), self.max_new_tokens
+        for name in self.prompts or [usual]:
+            is_sized = name == "random" or self.prompt_tokens is not None
+            if is_sized and length + limit > target.max_positions:
+                raise Misuse(
+                    f"prompts of {length} tokens and --max-new-tokens {limit} exceed the target's "
+                    f"{target.max_positions} positions; lower --prompt-tokens or --max-new-tokens"
+                )
+            if name == "random":
+                found += random_prompts(self.max_prompts, target.vocab_size, length)
+                continue
+            renderer = renderer or Renderer.of(locate(directory, "target"))
+            announce_input(name)
+            found += read_prompts(Path(name), target, renderer, max_new_tokens=limit, length=self.prompt_tokens)
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MethodOptions:
+    """The drafts of every head and their acceptance."""
+
     chains: Annotated[
         str | None, typer.Option(help="Chain lengths K: '1-7', '1,3,5' or 'none'.  [default: 1-7; of a --shape 3,5]")
-    ] = None,
+    ] = None
     tree: Annotated[
         list[str] | None,
         typer.Option(
             help="A tree, or 'none'; may be repeated.  [default: num_nodes=60,max_depth=8,top_k=10; of a --shape "
             "max_depth=7]"
         ),
-    ] = None,
+    ] = None
     ngram: Annotated[
         str | None, typer.Option(help="Lengths K of prompt lookup, or 'none'.  [default: 5; of a --shape none]")
-    ] = None,
+    ] = None
     simulated_acceptance_length: Annotated[
-        float | None, typer.Option(help="NOT LOSSLESS: make the heads' drafts have this τ, to see what speed it gives.")
-    ] = None,
+        float | None, typer.Option(help="NOT LOSSLESS: simulate this τ for the heads' drafts, to measure its speed.")
+    ] = None
     simulated_acceptance_rate: Annotated[
-        float | None, typer.Option(help="NOT LOSSLESS: the same by the conditional acceptance rate of every token.")
-    ] = None,
-    verifier: VerifierOption = None,
+        float | None,
+        typer.Option(help="NOT LOSSLESS: simulate this conditional acceptance rate for the heads' drafts."),
+    ] = None
+    verifier: VerifierOption = None
+
+    def check(self) -> None:
+        """Refuses options that exclude each other."""
+        length, rate = self.simulated_acceptance_length, self.simulated_acceptance_rate
+        if length is not None and rate is not None:
+            raise Misuse("--simulated-acceptance-length and --simulated-acceptance-rate were both given; give one")
+        if (length is not None or rate is not None) and self.verifier is not None:
+            raise Misuse("--verifier and a simulated acceptance were both given; a draft is accepted by one rule")
+        if length is not None and not length >= 1:
+            raise Misuse(f"--simulated-acceptance-length {length:g}: expected 1 or more")
+        if rate is not None and not 0 <= rate <= 1:
+            raise Misuse(f"--simulated-acceptance-rate {rate:g}: expected 0 to 1")
+
+
+_PUBLISHED = "Llama-3.1-8B with its EAGLE-3 head on MT-Bench"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Other software to compare with."""
+
     rivals: Annotated[
         str | None,
-        typer.Option(help="'transformers', 'vllm', both or 'none'. Left out: transformers, and vLLM if it is named."),
-    ] = None,
+        typer.Option(
+            help="Other software to measure: 'transformers', 'vllm', both or 'none'. Default: transformers, and vLLM "
+            "if it is named."
+        ),
+    ] = None
     vllm_python: Annotated[
         Path | None, typer.Option(help="Interpreter of an environment with vLLM, which is started for the run.")
-    ] = None,
+    ] = None
     vllm_url: Annotated[
         list[str] | None, typer.Option(help="Running vLLM server, such as http://localhost:8000; may be repeated.")
-    ] = None,
-    vllm_chains: Annotated[str, typer.Option(help="Chain lengths K of vLLM with the head; 0 is plain.")] = "0,3",
+    ] = None
+    vllm_chains: Annotated[str, typer.Option(help="Chain lengths K of vLLM with the head; 0 is plain.")] = "0,3"
     vllm_memory: Annotated[
         float | None,
         typer.Option(
-            help="Share of a GPU's memory for each vLLM engine, beside JAX's XLA_CLIENT_MEM_FRACTION.  "
+            help="Share of a GPU's memory for each vLLM engine, in addition to JAX's XLA_CLIENT_MEM_FRACTION.  "
             "[default: 0.3 for one engine, 0.4 divided among several]"
         ),
-    ] = None,
+    ] = None
+
+    @property
+    def names(self) -> list[str]:
+        """The engines to measure, of :data:`ENGINES`."""
+        if self.rivals is None:
+            return list(ENGINES) if self._has_vllm else ["transformers"]
+        return [] if self.rivals == "none" else [name.strip() for name in self.rivals.split(",")]
+
+    @property
+    def _has_vllm(self) -> bool:
+        return self.vllm_python is not None or bool(self.vllm_url)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Draft lengths of vLLM; 0 is plain decoding."""
+        return parse_numbers(self.vllm_chains, "--vllm-chains", least=0, or_none=True)
+
+    def check(self) -> None:
+        """Refuses unknown names, vLLM that cannot be found, and numbers out of their range."""
+        if self.vllm_memory is not None and not 0 < self.vllm_memory <= 1:
+            raise Misuse(f"--vllm-memory is {self.vllm_memory:g}; expected a share above 0 and at most 1")
+        for name in self.names:
+            if name not in ENGINES:
+                raise Misuse(f"--rivals {self.rivals!r}: {name!r} is none of {', '.join(ENGINES)}")
+        if "vllm" in self.names and not self._has_vllm:
+            raise Misuse("--rivals vllm needs to know where vLLM is; add --vllm-python PYTHON or --vllm-url URL")
+        _ = self.lengths
+
+    def start_vllm(self, closing: contextlib.ExitStack) -> VLLM:
+        """A new process with vLLM, which ends with ``closing``, or the servers that are running."""
+        from eagle3_jax.engines.vllm.process import Process
+        from eagle3_jax.engines.vllm.server import Servers
+
+        if self.vllm_python is None:
+            return Servers(self.vllm_url or [])
+        process = Process(self.vllm_python, threads=len(os.sched_getaffinity(0)))
+        closing.callback(process.close)
+        return process
+
+
+@grouped
+def bench(
+    *,
+    models: ModelOptions,
+    prompts: PromptOptions,
+    methods: MethodOptions,
+    engines: EngineOptions,
+    repeats: Annotated[int, typer.Option(help="Measured passes.", min=1, max=10_000)] = 5,
+    batch_size: Annotated[str, typer.Option(help="Prompts decoded at once: '1', or several to sweep: '1,4,8'.")] = "1",
     price_per_hour: Annotated[
-        float | None, typer.Option(help="Of this machine; adds the cost of a million tokens.", min=0)
+        float | None, typer.Option(help="Price of this machine; adds the cost of a million tokens.", min=0)
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="New directory for bench.json, bench.csv, bench.md and bench.html.")
@@ -113,154 +282,317 @@ def bench(
 ) -> None:
     """Measure plain decoding, chains, trees, prompt lookup, transformers and vLLM, interleaved on the same prompts.
 
-    Ends with exit code 1, after everything is written, where a measurement is faster than the memory can be read.
+    Ends with exit code 1, after everything is written, if a measurement is faster than the memory can be read.
     """
-    from eagle3_jax.cli._hardware import measured_dtype
-    from eagle3_jax.cli._prompts import PromptSource
-    from eagle3_jax.rivals.memory import share_memory, share_of_engine
+    from eagle3_jax.bench.environment import hardware
+    from eagle3_jax.engines.memory import share_memory
+    from eagle3_jax.sources import bundled
 
-    usual = who.USUAL if shape is None else who.USUAL_OF_SHAPES
-    own_rule = verifier is not None or simulated_acceptance_length is not None or simulated_acceptance_rate is not None
-    methods = who.Methods(
-        chains=parse_numbers(usual.chains if chains is None else chains, "--chains", or_none=True),
-        trees=_trees([usual.tree] if tree is None else tree),
-        ngrams=parse_numbers(usual.ngram if ngram is None else ngram, "--ngram", or_none=True),
-        simulated_rates=None if own_rule else usual.simulated_rates,
-        simulated_length=simulated_acceptance_length,
-        simulated_rate=simulated_acceptance_rate,
-        verifier=verifier,
-    )
-    if vllm_memory is not None and not 0 < vllm_memory <= 1:
-        raise Misuse(f"--vllm-memory is {vllm_memory:g}; expected a share above 0 and at most 1")
+    drafts = Methods(methods, is_shape=models.shape is not None)
     sizes = parse_numbers(batch_size, "--batch-size")
-    named = _rivals(rivals, has_vllm=vllm_python is not None or bool(vllm_url))
-    lengths = parse_numbers(vllm_chains, "--vllm-chains", least=0, or_none=True)
-    if shape is not None and weights != "dense":
-        raise Misuse(f"--weights {weights}: --shape draws dense weights; leave one of them out")
-    _check(methods, sizes, shape=shape, target=target, drafters=drafter or [], prompts=prompts or [])
-    source = PromptSource(prompts or (["random"] if shape else []), prompt_tokens, tasks, max_prompts, max_new_tokens)
-    output_of.check_directory(output)
-    with activity() as now, contextlib.ExitStack() as closing:
-        now.say("loading")
-        if named and shape is None:
-            share_memory(beside_vllm=vllm_python is not None)
-        dtype = measured_dtype(dtype)
-        models = who.random_models(shape, dtype) if shape else who.read_models(target, drafter or [], dtype, weights)
-        field = who.Field()
-        who.add_ours(field, models, methods)
-        chosen = source.read(models.target, target)
+    models.check()
+    engines.check()
+    if models.shape is not None and [name for name in prompts.prompts or [] if name != "random"]:
+        raise Misuse("--shape has no tokenizer; leave --prompts out, and choose a length with --prompt-tokens")
+    reporting.check_directory(output)
+    with spinner("loading") as now, contextlib.ExitStack() as closing:
+        if engines.names and models.shape is None:
+            share_memory(beside_vllm=engines.vllm_python is not None)
+        dtype = measured_dtype(models.dtype)
+        loaded = models.read(dtype)
+        field = Field()
+        field.add_ours(loaded, drafts)
+        usual = "random" if models.shape else str(bundled("prompts.jsonl"))
+        chosen = prompts.read(loaded.target, models.target, usual=usual)
         if len(chosen) < max(sizes):
             raise Misuse(
                 f"--batch-size {max(sizes)} needs as many prompts, and there are {len(chosen)}; see --max-prompts"
             )
-        longest = max(len(prompt.tokens) for prompt in chosen) + max_new_tokens
-        options = who.RivalOptions(
-            names=named,
-            vllm_python=vllm_python,
-            vllm_urls=vllm_url or [],
-            vllm_chains=lengths,
-            vllm_memory=vllm_memory or share_of_engine(len(lengths)),
-            longest=min(longest + 16, models.target.max_positions),
-            largest_batch=max(sizes),
+        longest = max(len(prompt.tokens) for prompt in chosen) + prompts.max_new_tokens
+        now.say("loading other engines")
+        limits = {"max_model_len": min(longest + 16, loaded.target.max_positions), "max_num_seqs": max(sizes)}
+        field.add_engines(
+            engines, models, dtype="float32" if dtype == "mixed" else dtype, limits=limits, closing=closing
         )
-        now.say("loading rivals")
-        _add_rivals(field, options, dtype=dtype, shape=shape, target=target, drafters=drafter or [], closing=closing)
-        who.drop_broken(field, chosen[0].tokens)
+        field.drop_broken(chosen[0].tokens)
         reports = [
-            _measure(field, chosen, size, max_new_tokens=max_new_tokens, repeats=repeats, now=now) for size in sizes
+            _measure(field, chosen, size, max_new_tokens=prompts.max_new_tokens, repeats=repeats, now=now)
+            for size in sizes
         ]
-    about = _about(shape, target, drafter or [], prompts or [], chosen)
-    # None stands for prompt lookup alone.
-    about["weights"] = weights
-    about["simulated_acceptance"] = methods.simulation
-    about["drafter_methods"] = ["NGram" if one is None else one.described for one in models.drafters.values()]
-    findings = _findings(about, reports, field, price_per_hour)
-    _tell(findings, output, as_json=as_json)
+    about = _about(models, prompts.prompts or [], chosen)
+    about["weights"] = models.weights
+    about["simulated_acceptance"] = drafts.simulation
+    about["drafter_methods"] = ["NGram" if one is None else one.described for one in loaded.drafters.values()]
+    findings = reporting.Findings(
+        device=hardware(), about=about, reports=reports, missing=field.missing, price_per_hour=price_per_hour
+    )
+    left_out = reporting.write(findings, output) if output is not None else ""
+    if as_json:
+        print_json(findings.to_json())
+    else:
+        reporting.show(findings)
+    if output is not None:
+        typer.echo(f"wrote {output}" + (f" ({left_out})" if left_out else ""), err=True)
+    for line in findings.failures:
+        typer.echo(f"error: {line}", err=True)
+    if findings.failures:
+        raise typer.Exit(1)
 
 
-def _check(
-    methods: who.Methods,
-    sizes: Sequence[int],
-    *,
-    shape: str | None,
-    target: str | None,
-    drafters: Sequence[str],
-    prompts: Sequence[str],
-) -> None:
-    """Refuse options that exclude each other, before anything is loaded."""
-    if not sizes:
-        raise Misuse("--batch-size 'none': expected numbers such as '1' or '1,4,8'")
-    if methods.simulated_length is not None and methods.simulated_rate is not None:
-        raise Misuse("--simulated-acceptance-length and --simulated-acceptance-rate were both given; give one")
-    if methods.simulates and methods.verifier is not None:
-        raise Misuse("--verifier and a simulated acceptance were both given; a draft is accepted by one rule")
-    if methods.simulated_length is not None and not methods.simulated_length >= 1:
-        raise Misuse(f"--simulated-acceptance-length {methods.simulated_length:g}: expected 1 or more")
-    if methods.simulated_rate is not None and not 0 <= methods.simulated_rate <= 1:
-        raise Misuse(f"--simulated-acceptance-rate {methods.simulated_rate:g}: expected 0 to 1")
-    if shape is not None and (target is not None or drafters):
-        raise Misuse("--shape has random weights of its own; leave out --target and --drafter")
-    if shape is not None and [name for name in prompts if name != "random"]:
-        raise Misuse("--shape has no tokenizer; leave --prompts out, and choose a length with --prompt-tokens")
-    if "none" in drafters and len(drafters) > 1:
-        raise Misuse("--drafter none is plain decoding alone; give it once, or other drafters")
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """A target and its drafters.
+
+    Attributes:
+        target: In the precision asked for.
+        dtype: That precision, and the weights where they are not dense.
+        float32: The same target as a second baseline; ``None`` where the first one is in float32, or on a GPU, where
+            float32 is never the fastest and memory is shared.
+        drafters: Heads under their names; ``None`` for prompt lookup alone; empty for plain decoding only.
+    """
+
+    target: LoadedTarget
+    dtype: str
+    float32: LoadedTarget | None
+    drafters: dict[str, LoadedDrafter | None]
 
 
-def _trees(given: Sequence[str]) -> list[Any]:
-    if "none" in given and len(given) > 1:
-        raise Misuse("--tree none leaves trees out; give it once, or trees")
-    return [parse_tree(text) for text in given if text != "none"]
+class Methods:
+    """Drafts to measure, and the rule that accepts them.
+
+    With random weights fewer drafts are measured, since programs of large shapes take long to compile. Acceptance is
+    then simulated, since heads without training are never right.
+
+    Attributes:
+        chains: Lengths ``K`` for every head.
+        trees: For every head.
+        ngrams: Lengths ``K`` of prompt lookup.
+        simulation: The simulated acceptance in words; ``None`` for a rule that looks at the target.
+    """
+
+    def __init__(self, given: MethodOptions, *, is_shape: bool):
+        given.check()
+        trees = [f"num_nodes=60,max_depth={7 if is_shape else 8},top_k=10"] if given.tree is None else given.tree
+        if "none" in trees and len(trees) > 1:
+            raise Misuse("--tree none leaves trees out; give it once, or trees")
+        chains = ("3,5" if is_shape else "1-7") if given.chains is None else given.chains
+        ngram = ("none" if is_shape else "5") if given.ngram is None else given.ngram
+        self.chains = parse_numbers(chains, "--chains", or_none=True)
+        self.trees = [tree for tree in (parse_tree(text) for text in trees if text != "none") if tree is not None]
+        self.ngrams = parse_numbers(ngram, "--ngram", or_none=True)
+        self.length, self.rate, self.verifier = (
+            given.simulated_acceptance_length, given.simulated_acceptance_rate, given.verifier,
+        )  # fmt: skip
+        self.is_published = is_shape and all(one is None for one in (self.length, self.rate, self.verifier))
+        self.simulation = None
+        if self.length is not None:
+            self.simulation = f"τ of {self.length:g}"
+        elif self.rate is not None:
+            self.simulation = f"every draft token with probability {self.rate:g} once all before it were"
+        elif self.is_published:
+            self.simulation = f"as published for {_PUBLISHED}"
+
+    @property
+    def mark(self) -> str:
+        """The acceptance rule in the name of a row; empty for the exact one.
+
+        Raises:
+            ValueError: It is not an acceptance rule.
+        """
+        from eagle3_jax.checks import require_verifier
+
+        if self.simulation is not None:
+            return " (simulated, not lossless)"
+        rule = read_verifier(self.verifier)
+        if rule is None:
+            return ""
+        require_verifier(rule)
+        return f" ({type(rule).__name__}{'' if rule.lossless else ', not lossless'})"
+
+    def rule(self, depth: int) -> Verifier | None:
+        """The acceptance rule for drafts of a depth; ``None`` for the exact one.
+
+        Raises:
+            ValueError: Drafts of this depth cannot have the simulated acceptance.
+        """
+        from eagle3_jax import SimulatedAcceptance
+
+        if self.length is not None:
+            return SimulatedAcceptance.of_length(self.length, depth)
+        if self.rate is not None:
+            return SimulatedAcceptance.of_conditional_rate(self.rate, depth)
+        if self.is_published:
+            return SimulatedAcceptance.of_published(_PUBLISHED, depth)
+        return read_verifier(self.verifier)
 
 
-def _rivals(text: str | None, *, has_vllm: bool) -> list[str]:
-    if text is None:
-        return ["transformers", "vllm"] if has_vllm else ["transformers"]
-    names = [] if text == "none" else [name.strip() for name in text.split(",")]
-    unknown = [name for name in names if name not in who.RIVALS]
-    if unknown:
-        raise Misuse(f"--rivals {text!r}: {unknown[0]!r} is none of {', '.join(who.RIVALS)}")
-    if "vllm" in names and not has_vllm:
-        raise Misuse("--rivals vllm needs to know where vLLM is; add --vllm-python PYTHON or --vllm-url URL")
-    return names
+@dataclasses.dataclass
+class Field:
+    """All contenders, and those that cannot take part.
 
+    Attributes:
+        contenders: In the order of the report.
+        baselines: Names of our plain decoders.
+        missing: Contenders that are not measured, with the reason.
+    """
 
-def _add_rivals(
-    field: who.Field,
-    options: who.RivalOptions,
-    *,
-    dtype: str,
-    shape: str | None,
-    target: str | None,
-    drafters: Sequence[str],
-    closing: contextlib.ExitStack,
-) -> None:
-    from eagle3_jax.load import locate
+    contenders: list[Contender] = dataclasses.field(default_factory=list)
+    baselines: list[str] = dataclasses.field(default_factory=list)
+    missing: list[NotMeasured] = dataclasses.field(default_factory=list)
 
-    if shape is not None:
-        for name in options.names:
-            field.lacks(name, "--shape has random weights, which no other software can load")
-        return
-    directory = locate(target, "target")
-    if "transformers" in options.names:
-        who.add_transformers(field, directory, dtype=dtype)
-    if "vllm" in options.names:
-        heads = [name for name in drafters if not is_named(name)]
-        head = locate(heads[0] if heads else None, "eagle3") if heads or not drafters else None
-        who.add_vllm(field, directory, head, options, dtype=dtype, closing=closing)
+    def lacks(self, name: str, reason: str) -> None:
+        """Records a contender that cannot take part."""
+        from eagle3_jax.bench.results import NotMeasured
+
+        self.missing.append(NotMeasured(name, one_line(reason)))
+
+    def add_ours(self, models: Models, methods: Methods) -> None:
+        """Adds plain decoding in the asked precision and in float32, and every draft of every head."""
+        from eagle3_jax import SpeculativeDecoder
+        from eagle3_jax.bench.contenders import DecoderContender
+        from eagle3_jax.drafters import NGram
+
+        plain = {models.dtype: models.target} | ({} if models.float32 is None else {"float32": models.float32})
+        for dtype, target in plain.items():
+            decoder = SpeculativeDecoder(target, stop_tokens=())
+            self.contenders.append(DecoderContender(f"plain {dtype}", dtype, decoder))
+            self.baselines.append(f"plain {dtype}")
+        for name, drafter in models.drafters.items():
+            if drafter is not None:
+                self._add_head(models, methods, drafter, f"{name} " if len(models.drafters) > 1 else "")
+        for length in methods.ngrams if models.drafters else ():
+            decoder = SpeculativeDecoder(models.target, NGram(length), stop_tokens=())
+            self.contenders.append(DecoderContender(f"n-gram K={length}", models.dtype, decoder))
+
+    def _add_head(self, models: Models, methods: Methods, drafter: LoadedDrafter, prefix: str) -> None:
+        from eagle3_jax import SpeculativeDecoder
+        from eagle3_jax.bench.contenders import DecoderContender
+        from eagle3_jax.checks import Drafting
+        from eagle3_jax.published_trees import tree_name
+
+        shapes: list[tuple[str, int, dict[str, Any]]] = [
+            (f"chain K={length}", length, {"num_speculative_tokens": length}) for length in methods.chains
+        ]
+        shapes += [(tree_name(tree), tree.max_depth, {"tree": tree}) for tree in methods.trees]
+        if not isinstance(drafter.drafter, Drafting):  # it has the one shape that it was built with
+            shapes = [(drafter.name, drafter.drafter.max_depth, {})]
+        for name, depth, shape in shapes:
+            name = f"{prefix}{name}{methods.mark}"
+            try:
+                rule = methods.rule(depth)
+                decoder = SpeculativeDecoder(models.target, drafter, **shape, stop_tokens=(), verifier=rule)
+            except ValueError as error:
+                if "num_speculative_tokens" in shape and methods.simulation is None:
+                    raise Misuse(f"{name}: {error}") from None
+                self.lacks(name, str(error))  # a tree is among the defaults, and not every drafter has one
+                continue
+            self.contenders.append(DecoderContender(name, models.dtype, decoder))
+
+    def add_engines(
+        self,
+        engines: EngineOptions,
+        models: ModelOptions,
+        *,
+        dtype: str,
+        limits: dict[str, Any],
+        closing: contextlib.ExitStack,
+    ) -> None:
+        """Adds the other engines, or the reason why one cannot take part.
+
+        Args:
+            engines: Engines to add.
+            models: The target's and the head's sources.
+            dtype: Precision that the others have too.
+            limits: vLLM's ``max_model_len`` and ``max_num_seqs``.
+            closing: Ends the processes that are started.
+        """
+        from eagle3_jax.load import locate
+
+        if models.shape is not None:
+            for name in engines.names:
+                self.lacks(name, "--shape has random weights, which no other software can load")
+            return
+        directory = locate(models.target, "target")
+        if "transformers" in engines.names:
+            self._add_transformers(directory, dtype)
+        if "vllm" in engines.names:
+            heads = [name for name in models.drafter or [] if not is_named(name)]
+            head = locate(heads[0] if heads else None, "eagle3") if heads or not models.drafter else None
+            self._add_vllm(engines, directory, head, dtype, limits, lambda: engines.start_vllm(closing))
+
+    def _add_transformers(self, directory: Path, dtype: str) -> None:
+        import jax
+
+        from eagle3_jax.engines.memory import is_out_of_memory
+
+        try:
+            from eagle3_jax.engines.transformers import TransformersContender
+
+            on_gpu = jax.default_backend() != "cpu"
+            self.contenders += TransformersContender.load(directory, dtype=dtype, on_gpu=on_gpu)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self.lacks("transformers", str(error))
+        except ModuleNotFoundError as error:
+            self.lacks("transformers", f"{error.name} is not installed: pip install 'eagle3-jax[bench]'")
+        except (ImportError, OSError, ValueError) as error:
+            self.lacks("transformers", f"it cannot load the target ({str(error).splitlines()[0]})")
+
+    def _add_vllm(
+        self,
+        engines: EngineOptions,
+        directory: Path,
+        head: Path | None,
+        dtype: str,
+        limits: dict[str, Any],
+        start: Callable[[], VLLM],
+    ) -> None:
+        """Adds vLLM plainly and with the head, each an engine of its own so that all can take turns."""
+        from eagle3_jax.engines.memory import share_of_engine
+        from eagle3_jax.engines.vllm import bridge
+        from eagle3_jax.engines.vllm.contender import VLLMContender
+
+        for length in engines.lengths:
+            name = f"vLLM eagle3 K={length}" if length else "vLLM plain"
+            name += ", compiled" if engines.vllm_python is not None else ""  # a server is as its owner started it
+            if length and head is None:
+                continue
+            options = bridge.EngineOptions(
+                model=str(directory),
+                dtype=dtype,
+                speculative=bridge.eagle3(head, length) if length and head is not None else None,
+                gpu_memory_utilization=engines.vllm_memory or share_of_engine(len(engines.lengths)),
+                eager=False,
+                **limits,
+            )
+            try:
+                engine = start().engine(options)
+            except (bridge.VLLMError, bridge.VLLMUnavailable) as error:
+                self.lacks(name, str(error))
+                continue
+            self.contenders.append(VLLMContender(name, dtype, engine))
+
+    def drop_broken(self, prompt: list[int]) -> None:
+        """Lets every other engine write two tokens; removes one that cannot, and records its reason."""
+        from eagle3_jax.bench.contenders import DecoderContender
+
+        for one in list(self.contenders):
+            if isinstance(one, DecoderContender):
+                continue
+            try:
+                one.run([prompt], 2)
+            except (RuntimeError, ValueError, OSError) as error:
+                self.contenders.remove(one)
+                self.lacks(one.name, str(error))
 
 
 def _measure(
-    field: who.Field,
-    prompts: Sequence[Prompt],
-    batch_size: int,
-    *,
-    max_new_tokens: int,
-    repeats: int,
-    now: Activity,
+    field: Field, prompts: Sequence[Prompt], batch_size: int, *, max_new_tokens: int, repeats: int, now: Activity
 ) -> Report:
     import jax
 
-    from eagle3_jax.measure.bench import measure
+    from eagle3_jax.bench.run import measure
 
     full = prompts[: len(prompts) // batch_size * batch_size]  # no batch is left half full
     return measure(
@@ -277,18 +609,16 @@ def _measure(
     )
 
 
-def _about(
-    shape: str | None, target: str | None, drafters: Sequence[str], files: Sequence[str], prompts: Sequence[Prompt]
-) -> dict[str, Any]:
+def _about(models: ModelOptions, files: Sequence[str], prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Everything that a stranger needs to judge a number."""
-    from eagle3_jax.reporting.environment import environment, sha256_of_prompts, source
+    from eagle3_jax.bench.environment import environment, sha256_of_prompts, source
 
-    about = environment(target=target, drafter=None, prompt_files=[name for name in files if name != "random"])
-    heads = [source(name, "eagle3") for name in drafters if not is_named(name)]
-    about["drafters"] = heads or [about.pop("drafter")]
-    about.pop("drafter", None)
-    if shape is not None:
-        about |= {"target": {"name": f"{shape}, random weights"}, "drafters": [{"name": "random weights"}]}
+    about = environment(target=models.target, drafter=None, prompt_files=[name for name in files if name != "random"])
+    heads = [source(name, "eagle3") for name in models.drafter or [] if not is_named(name)]
+    about["drafters"] = heads or [about["drafter"]]
+    del about["drafter"]
+    if models.shape is not None:
+        about |= {"target": {"name": f"{models.shape}, random weights"}, "drafters": [{"name": "random weights"}]}
     tokens = [prompt.tokens for prompt in prompts]
     about["prompts_measured"] = {
         "names": [prompt.name for prompt in prompts],
@@ -297,25 +627,3 @@ def _about(
         "sha256": sha256_of_prompts(tokens),
     }
     return about
-
-
-def _findings(
-    about: dict[str, Any], reports: Sequence[Report], field: who.Field, price_per_hour: float | None
-) -> output_of.Findings:
-    from eagle3_jax.cli._hardware import hardware
-
-    return output_of.Findings(
-        device=hardware(), about=about, reports=reports, missing=field.missing, price_per_hour=price_per_hour
-    )
-
-
-def _tell(findings: output_of.Findings, output: Path | None, *, as_json: bool) -> None:
-    """Write, print, and only then say what is wrong."""
-    left_out = output_of.write(findings, output) if output is not None else ""
-    if as_json:
-        typer.echo(json.dumps(findings.to_json()))
-    else:
-        output_of.show(findings)
-    if output is not None:
-        typer.echo(f"wrote {output}" + (f" ({left_out})" if left_out else ""), err=True)
-    output_of.say_failures(findings)

@@ -1,16 +1,15 @@
-"""``eagle3 convert``, ``inspect`` and ``doctor``: checkpoints in, out and under the lamp."""
+"""``eagle3 convert``, ``inspect`` and ``doctor``: rewriting, describing and checking checkpoints."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from eagle3_jax.cli._compiled import CompilationCacheOption, keep_compiled_programs
+from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._options import JsonOption, LayerIdsOption, finite
+from eagle3_jax.cli._options import CompilationCacheOption, JsonOption, LayerIdsOption, print_json
 
 _HELP = "Directory or hub id"
 CONVERT_EXAMPLE = "Example: eagle3 convert ./EAGLE3-LLaMA3.1-Instruct-8B ./head --to jax --target ./llama-3.1-8b"
@@ -28,8 +27,8 @@ def convert(
         str,
         typer.Option(
             metavar="LAYOUT",
-            help="jax (native), or whose files to write: vllm, and what else heads of the method have (eagle, sglang, "
-            "medusa, speculators, deepseek, mimo).",
+            help="Layout to write: jax (native), vllm, or another layout of the head's method (eagle, sglang, medusa, "
+            "speculators, deepseek, mimo).",
         ),
     ],
     target: Annotated[str | None, typer.Option(help=f"{_HELP} of the target that a head belongs to.")] = None,
@@ -46,12 +45,12 @@ def convert(
 
 def inspect(
     directory: Annotated[
-        str | None, typer.Argument(help=f"{_HELP} of a target or a head; the bundled pair when left out.")
+        str | None, typer.Argument(help=f"{_HELP} of a target or a head. Default: the bundled pair.")
     ] = None,
     *,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a checkpoint is: kind and generation, parameters, bytes, configuration."""
+    """Describe a checkpoint: kind and generation, parameters, bytes, configuration."""
     from eagle3_jax.conversion.inspect import describe
     from eagle3_jax.sources import locate
 
@@ -59,7 +58,7 @@ def inspect(
     descriptions = [describe(place).to_json() for place in places]
     if as_json:
         for description in descriptions:
-            typer.echo(json.dumps(finite(description), allow_nan=False))
+            print_json(description)
         return
     from rich.console import Console
     from rich.table import Table
@@ -78,18 +77,18 @@ def inspect(
 
 def doctor(
     *,
-    target: Annotated[str | None, typer.Option(help=f"{_HELP} of the target; the bundled one when left out.")] = None,
+    target: Annotated[str | None, typer.Option(help=f"{_HELP} of the target. Default: the bundled one.")] = None,
     drafter: Annotated[
         str | None,
-        typer.Option(help=f"{_HELP} of a head of any method, or of a draft model; the bundled head when left out."),
+        typer.Option(help=f"{_HELP} of a head of any method, or of a draft model. Default: the bundled head."),
     ] = None,
     layer_ids: LayerIdsOption = None,
     compilation_cache: CompilationCacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check that a head or a draft model fits its target; exits 1 when a check fails."""
+    from eagle3_jax.bench.gpu import gpu_problem
     from eagle3_jax.conversion.doctor import diagnose
-    from eagle3_jax.reporting.gpu import gpu_problem
     from eagle3_jax.sources import locate
 
     if drafter is None and target is not None:
@@ -105,7 +104,7 @@ def doctor(
         checks.append({"name": "device", "status": "warning", "detail": problem})
     failed = any(check["status"] == "failure" for check in checks)
     if as_json:
-        typer.echo(json.dumps({"ok": not failed, "checks": checks}))
+        print_json({"ok": not failed, "checks": checks})
     else:
         _print_checks(checks)
     if failed:

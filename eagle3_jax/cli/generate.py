@@ -1,46 +1,54 @@
-"""``eagle3 generate``: text from a prompt, with the accepted draft tokens coloured."""
+"""``eagle3 generate``: text from a prompt, with the accepted draft tokens colored."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from eagle3_jax.cli._compiled import CompilationCacheOption, keep_compiled_programs
+from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._job import Job, Task, status
 from eagle3_jax.cli._mesh import DistributedOption, MeshOption, join, read_mesh
 from eagle3_jax.cli._options import (
-    DrafterOption,
+    CompilationCacheOption,
     DtypeOption,
     JsonOption,
-    LayerIdsOption,
-    TargetOption,
+    ModelOptions,
     VerifierOption,
-    WeightsOption,
+    announce_input,
     check_writable,
+    grouped,
     parse_ids,
     parse_schedule,
     parse_tree,
-    read_drafter,
-    read_target,
-    read_verifier,
-    say_what_is_awaited,
     write_json,
 )
-from eagle3_jax.cli._own import own
+from eagle3_jax.cli._parts import find_own, read_drafter, read_target, read_verifier
+from eagle3_jax.cli._progress import progress_bar, spinner
 from eagle3_jax.jsonl import STDIN, read_text
 from eagle3_jax.prompts import MOST_TOKENS, Request, read_requests
 
 if TYPE_CHECKING:
-    from eagle3_jax import Drafter, Generation, GenerationResult, LoadedDrafter, SpeculativeDecoder
+    from rich.console import Console
+
+    from eagle3_jax import (
+        Drafter,
+        Generation,
+        GenerationResult,
+        LoadedDrafter,
+        SamplingParams,
+        SpeculationStats,
+        SpeculativeDecoder,
+    )
+    from eagle3_jax.bench.comparison import Comparison
 
 EXAMPLE = """\b
 Examples:
@@ -49,139 +57,184 @@ Examples:
   eagle3 generate --prompt-ids '[1, 2]' --tree num_nodes=60,max_depth=8,top_k=10 --trace rounds.json"""
 
 
-def generate(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptOptions:
+    """The prompts and how much is added to them."""
+
     prompt: Annotated[
         str | None, typer.Argument(help="Text to continue; '-' reads it from the standard input.", show_default=False)
-    ] = None,
-    *,
-    target: TargetOption = None,
-    drafter: DrafterOption = None,
-    layer_ids: LayerIdsOption = None,
-    prompt_ids: Annotated[str | None, typer.Option(help="Token ids to continue, as a JSON list: '[1, 2]'.")] = None,
+    ] = None
+    prompt_ids: Annotated[str | None, typer.Option(help="Token ids to continue, as a JSON list: '[1, 2]'.")] = None
     prompts: Annotated[
         Path | None,
-        typer.Option(help="JSONL file, or '-': 'prompt' or 'prompt_ids', and optional 'max_new_tokens', a line."),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to add.", min=1, max=MOST_TOKENS)] = 128,
+        typer.Option(
+            help="JSONL file, or '-', with 'prompt' or 'prompt_ids' and optionally 'max_new_tokens' on each line."
+        ),
+    ] = None
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Maximum number of new tokens per prompt.", min=1, max=MOST_TOKENS)
+    ] = 128
+
+    def read(self) -> list[Request]:
+        """The prompts.
+
+        Raises:
+            Misuse: None of the three options was given, or several.
+        """
+        if sum(given is not None for given in (self.prompt, self.prompt_ids, self.prompts)) != 1:
+            raise Misuse("give one of a PROMPT, --prompt-ids '[1, 2]' or --prompts FILE.jsonl")
+        announce_input(self.prompts or self.prompt or "")
+        if self.prompts is not None:
+            return read_requests(self.prompts, self.max_new_tokens)
+        if self.prompt_ids is not None:
+            return [Request(parse_ids(self.prompt_ids), self.max_new_tokens)]
+        text = read_text(Path(STDIN)) if self.prompt == STDIN else self.prompt or ""
+        return [Request(text, self.max_new_tokens)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftOptions:
+    """The draft of a round and the rule that accepts it."""
+
     num_speculative_tokens: Annotated[
         int | None,
         typer.Option(
             help="Draft length K. Default: 5 (Medusa: one per head; DFlash: the block); on CPUs 3, fewer for batches "
             "above 2."
         ),
-    ] = None,
+    ] = None
     tree: Annotated[
         str | None,
-        typer.Option(help="Draft a tree: num_nodes=60,max_depth=8,top_k=10, a name such as medusa-63, or its paths."),
-    ] = None,
+        typer.Option(
+            help="Draft a tree: num_nodes=60,max_depth=8,top_k=10, the name of a published tree such as medusa-63, or "
+            "paths of child ranks."
+        ),
+    ] = None
     schedule: Annotated[
         str | None,
-        typer.Option(help="Draft a chain by how many rows run: '[[1,4,5],[5,16,3]]', or a file of `eagle3 tune`."),
-    ] = None,
+        typer.Option(
+            help="Choose the draft length by the number of active rows: '[[1,4,5],[5,16,3]]', or a file that `eagle3 "
+            "tune` wrote."
+        ),
+    ] = None
     draft_sampling: Annotated[
         Literal["greedy", "probabilistic"] | None,
-        typer.Option(help="Draft the likeliest tokens, or draw them at the temperature (no dynamic trees)."),
-    ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0 for all.", max=2**31 - 1)] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample among the most likely tokens of this mass.")] = 1.0,
-    verifier: VerifierOption = None,
-    seed: Annotated[
-        int, typer.Option(help="Random seed; runs with one seed share their random numbers.", min=0, max=2**32 - 1)
-    ] = 0,
-    dtype: DtypeOption = "float32",
-    weights: WeightsOption = "dense",
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after stop tokens.")] = False,
-    batch_size: Annotated[int, typer.Option(help="Prompts of a file decoded at once with --json.", min=1)] = 1,
-    trace: Annotated[Path | None, typer.Option(help="Write every round to this JSON file.")] = None,
-    mesh: MeshOption = None,
-    distributed: DistributedOption = None,
-    compilation_cache: CompilationCacheOption = None,
-    compare: Annotated[bool, typer.Option(help="Measure the ratio to plain decoding at the end.")] = True,
-    as_json: JsonOption = False,
+        typer.Option(help="Draft the most likely tokens, or sample them at the temperature (no dynamic trees)."),
+    ] = None
+    verifier: VerifierOption = None
+
+    def for_decoder(self) -> dict[str, Any]:
+        """Arguments of :class:`~eagle3_jax.SpeculativeDecoder`."""
+        from eagle3_jax import DraftSampling
+
+        return {
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "tree": parse_tree(self.tree),
+            "schedule": parse_schedule(self.schedule),
+            "draft_sampling": None if self.draft_sampling is None else DraftSampling(self.draft_sampling),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """The choice of tokens."""
+
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0 for all.", max=2**31 - 1)] = 0
+    top_p: Annotated[
+        float, typer.Option(help="Sample among the most likely tokens that together have this probability.")
+    ] = 1.0
+    seed: Annotated[int, typer.Option(help="Random seed.", min=0, max=2**32 - 1)] = 0
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after stop tokens.")] = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Precision, batches, devices and output."""
+
+    dtype: DtypeOption = "float32"
+    batch_size: Annotated[int, typer.Option(help="Number of prompts of a file decoded at once with --json.", min=1)] = 1
+    mesh: MeshOption = None
+    distributed: DistributedOption = None
+    compilation_cache: CompilationCacheOption = None
+    trace: Annotated[Path | None, typer.Option(help="Write every round to this JSON file.")] = None
+    compare: Annotated[bool, typer.Option(help="Measure the speed-up over plain decoding at the end.")] = True
+    as_json: JsonOption = False
+
+
+@grouped
+def generate(
+    *,
+    prompts: PromptOptions,
+    models: ModelOptions,
+    draft: DraftOptions,
+    sampling: SamplingOptions,
+    running: RunOptions,
 ) -> None:
     """Continue prompts, exactly as the target would, in fewer steps.
 
-    With --json each prompt gives one line: prompt_ids, token_ids (new tokens only), text, finish_reason,
-    lossless, weights (of the target that this is relative to), drafter_method (what drafted, found from its files, and
-    how much), seconds (without compilation; of the whole batch with --batch-size above 1) and stats.
+    With --json each prompt gives one line: prompt_ids, token_ids (new tokens only), text, finish_reason, lossless,
+    weights (of the target), drafter_method, seconds (without compilation; of the whole batch with --batch-size above 1)
+    and stats.
     """
+    trace = running.trace
     check_writable(trace)
-    requests = _requests(prompt, prompt_ids, prompts, max_new_tokens)
-    keep_compiled_programs(compilation_cache)
-    if not join(distributed, mesh) and trace is not None:
-        trace = Path(os.devnull)  # all of them read every round; one writes
+    requests = prompts.read()
+    keep_compiled_programs(running.compilation_cache)
+    if not join(running.distributed, running.mesh) and trace is not None:
+        trace = Path(os.devnull)  # every process reads the rounds; the first one writes them
 
-    from eagle3_jax import DraftSampling, SamplingParams, SpeculativeDecoder
-    from eagle3_jax.sampling import check_sampling
+    from eagle3_jax import SamplingParams, SpeculativeDecoder
+    from eagle3_jax.checks import check_sampling
 
-    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    check_sampling(sampling, 1)
-    shape, lengths = parse_tree(tree), parse_schedule(schedule)
-    batches = _batches(len(requests), batch_size if as_json else 1)
-    devices = read_mesh(mesh, batches)
-    with status("loading", quiet=as_json):
-        loaded = read_target(target, dtype, devices, weights=weights)
-        head = read_drafter(drafter, target=loaded, target_source=target, layer_ids=layer_ids)
-        chosen = any(said is not None for said in (num_speculative_tokens, shape, lengths))
-        if not chosen and not own("--drafter", drafter):
-            head = _for_rows(head, batches[0], least=0 if draft_sampling is None else 1)
-        options = {"--num-speculative-tokens": num_speculative_tokens, "--tree": tree, "--schedule": schedule}
-        with _naming(options):
+    params = SamplingParams(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+    check_sampling(params, 1)
+    options = draft.for_decoder()
+    batches = _batches(len(requests), running.batch_size if running.as_json else 1)
+    mesh = read_mesh(running.mesh, batches)
+    with spinner("loading", quiet=running.as_json):
+        target = read_target(models.target, running.dtype, mesh, weights=models.weights)
+        head = read_drafter(models.drafter, target=target, target_source=models.target, layer_ids=models.layer_ids)
+        chosen = {
+            f"--{name.replace('_', '-')}": getattr(draft, name)
+            for name in ("num_speculative_tokens", "tree", "schedule")
+            if getattr(draft, name) is not None
+        }
+        if not chosen and not find_own("--drafter", models.drafter):
+            head = _with_default_length(head, batches[0], least=0 if draft.draft_sampling is None else 1)
+        try:
             decoder = SpeculativeDecoder(
-                loaded,
+                target,
                 head,
-                num_speculative_tokens=num_speculative_tokens,
-                tree=shape,
-                schedule=lengths,
-                draft_sampling=None if draft_sampling is None else DraftSampling(draft_sampling),
-                stop_tokens=() if ignore_eos else None,
-                verifier=read_verifier(verifier),
-                mesh=devices,
+                **options,
+                stop_tokens=() if sampling.ignore_eos else None,
+                verifier=read_verifier(draft.verifier),
+                mesh=mesh,
             )
-    job = Job(decoder, _encoded(decoder, requests), sampling, seed, batch_size, trace)
-    if as_json:
+        except ValueError as error:  # name the option that the library's message is about
+            given = ", ".join(f"{name} {value}" for name, value in chosen.items())
+            raise Misuse(f"{given}: {error}" if given else str(error)) from None
+    job = Job(decoder, _encode(decoder, requests), params, sampling.seed, running.batch_size, trace)
+    if running.as_json:
         _print_json(job)
     else:
-        from eagle3_jax.cli._streaming import print_text
-
-        print_text(job, compare=compare)
+        _print_text(job, compare=running.compare)
 
 
-@contextlib.contextmanager
-def _naming(options: dict[str, object]) -> Iterator[None]:
-    """Name the option that was given in what the library says of it."""
-    try:
-        yield
-    except ValueError as error:
-        given = [f"{name} {value}" for name, value in options.items() if value is not None]
-        raise Misuse(f"{', '.join(given)}: {error}" if given else str(error)) from None
-
-
-def _requests(prompt: str | None, prompt_ids: str | None, prompts: Path | None, max_new_tokens: int) -> list[Request]:
-    if sum(given is not None for given in (prompt, prompt_ids, prompts)) != 1:
-        raise Misuse("give one of a PROMPT, --prompt-ids '[1, 2]' or --prompts FILE.jsonl")
-    say_what_is_awaited(prompts or prompt or "")
-    if prompts is not None:
-        return read_requests(prompts, max_new_tokens)
-    if prompt_ids is not None:
-        return [Request(parse_ids(prompt_ids), max_new_tokens)]
-    return [Request(read_text(Path(STDIN)) if prompt == STDIN else prompt or "", max_new_tokens)]
-
-
-def _for_rows(
+def _with_default_length(
     head: LoadedDrafter | Drafter[Any] | None, batch: int, *, least: int
 ) -> LoadedDrafter | Drafter[Any] | None:
-    """A drafter with the default length for batches of this size; none where that is 0.
+    """A drafter with the default length for batches of this size; ``None`` where that length is 0.
 
-    What drafts a whole block or all of its heads in one pass does so: other lengths are other networks, or no cheaper.
+    A drafter that proposes a block or all of its heads in one pass keeps its length: a shorter draft would be another
+    network, or cost as much.
     """
     from eagle3_jax import Chain, LoadedDrafter
-    from eagle3_jax.boundary import Drafting, configured
-    from eagle3_jax.schedule import default_length
+    from eagle3_jax.checks import Drafting, configured
+    from eagle3_jax.schedule import default_draft_length
 
-    drafter, length = head.drafter if isinstance(head, LoadedDrafter) else head, max(default_length(batch), least)
-    if length == default_length() or not isinstance(drafter, Drafting) or hasattr(drafter, "longest"):
+    drafter, length = head.drafter if isinstance(head, LoadedDrafter) else head, max(default_draft_length(batch), least)
+    if length == default_draft_length() or not isinstance(drafter, Drafting) or hasattr(drafter, "longest"):
         return head
     if not length:
         return None
@@ -190,12 +243,81 @@ def _for_rows(
 
 
 def _batches(prompts: int, batch_size: int) -> list[int]:
-    """How many are decoded at once."""
+    """Number of prompts in each batch."""
     return [min(batch_size, prompts - start) for start in range(0, prompts, batch_size)]
 
 
-def _encoded(decoder: SpeculativeDecoder, requests: list[Request]) -> list[Task]:
-    """All prompts as ids, so that a bad one is refused before anything has been printed."""
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One encoded prompt.
+
+    Attributes:
+        tokens: Token ids.
+        text: The prompt as text; ``None`` if token ids were given.
+        max_new_tokens: Maximum number of new tokens.
+    """
+
+    tokens: list[int]
+    text: str | None
+    max_new_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A checked command line.
+
+    Attributes:
+        decoder: Target and drafter.
+        tasks: One per prompt.
+        sampling: The same for all prompts.
+        seed: Random seed.
+        batch_size: Prompts decoded at once.
+        trace: File that every round is written to.
+    """
+
+    decoder: SpeculativeDecoder
+    tasks: list[Task]
+    sampling: SamplingParams
+    seed: int
+    batch_size: int
+    trace: Path | None
+
+    def chunks(self) -> Iterator[tuple[int, list[Task]]]:
+        """Batches with their seeds.
+
+        The first has the seed itself; each other batch has its own, or equal prompts would give equal samples.
+        """
+        import numpy as np
+
+        for index, start in enumerate(range(0, len(self.tasks), self.batch_size)):
+            derived = int(np.random.SeedSequence((self.seed, index)).generate_state(1)[0]) if index else self.seed
+            yield derived, self.tasks[start : start + self.batch_size]
+
+    def run(self, tasks: Sequence[Task], seed: int, rounds: list[dict[str, Any]] | None) -> GenerationResult:
+        """Decodes one batch; the result's seconds exclude compilation.
+
+        Args:
+            tasks: The batch.
+            seed: Its seed.
+            rounds: Takes the rounds of each prompt; ``None`` records none.
+        """
+        from eagle3_jax.bench.timing import CompileClock
+        from eagle3_jax.trace import record
+
+        prompts, limits = [task.tokens for task in tasks], [task.max_new_tokens for task in tasks]
+        start = time.perf_counter()
+        with CompileClock() as clock:
+            if rounds is None:
+                result = self.decoder.generate(prompts, max_new_tokens=limits, sampling=self.sampling, seed=seed)
+            else:
+                traced = record(self.decoder, prompts, max_new_tokens=limits, sampling=self.sampling, seed=seed)
+                rounds += traced.prompts
+                result = traced.result
+        return dataclasses.replace(result, seconds=time.perf_counter() - start - clock.seconds)
+
+
+def _encode(decoder: SpeculativeDecoder, requests: list[Request]) -> list[Task]:
+    """Encodes all prompts, so that a bad one is refused before anything has been printed."""
     tasks = []
     for request in requests:
         try:
@@ -207,14 +329,17 @@ def _encoded(decoder: SpeculativeDecoder, requests: list[Request]) -> list[Task]
     return tasks
 
 
+# JSON
+
+
 def _print_json(job: Job) -> None:
     rounds = [] if job.trace is not None else None
-    with _progress(len(job.tasks)) as advance:
+    with progress_bar("prompts", len(job.tasks), beside_output=True) as (bar, advanced):
         for seed, tasks in job.chunks():
             result = job.run(tasks, seed, rounds)
             for row in result.rows:
                 sys.stdout.write(json.dumps(_row_json(row, result, job.decoder)) + "\n")
-                advance()
+                bar.advance(advanced)
             sys.stdout.flush()
     if job.trace is not None:
         write_json(job.trace, {"prompts": rounds})
@@ -234,16 +359,135 @@ def _row_json(row: Generation, result: GenerationResult, decoder: SpeculativeDec
     }
 
 
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Any]:
-    """A progress bar on the standard error, where that alone is a terminal; yields what advances it."""
-    from rich.console import Console
-    from rich.progress import Progress
+# Text
 
-    console = Console(stderr=True)
-    # Where the lines of JSON go to the same terminal they are the progress, and a bar would write over them.
-    off = not console.is_terminal or sys.stdout.isatty() or total == 1
-    # Redirected, the standard output would be printed where the bar is: on the standard error.
-    with Progress(console=console, transient=True, disable=off, redirect_stdout=False, redirect_stderr=False) as bar:
-        task = bar.add_task("prompts", total=total)
-        yield lambda: bar.advance(task)
+_ACCEPTED = "bold green"
+_MEASURED_PROMPTS = 8
+_REPEATS = 5
+_NOT_FINITE = "not_finite: the target's logits are NaN or all minus infinity; check its weights and --dtype"
+
+# Control characters as visible ones: a terminal would obey them, and an escape sequence can do anything.
+_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
+_VISIBLE |= {code: 0xFFFD for code in range(0x80, 0xA0)}
+
+
+def _print_text(job: Job, *, compare: bool) -> None:
+    """Streams every prompt, sums up, and compares with plain decoding."""
+    from rich.console import Console
+
+    from eagle3_jax import SpeculationStats
+
+    console = Console(highlight=False, soft_wrap=True)
+    one_by_one = dataclasses.replace(job, batch_size=1)
+    counters = [_stream(console, job, tasks[0], seed) for seed, tasks in one_by_one.chunks()]
+    _print_summary(console, SpeculationStats.merge(counters))
+    _print_method(console, job.decoder)
+    if compare:
+        _print_comparison(console, job)
+    if job.trace is not None:
+        rounds: list[dict[str, Any]] = []
+        with spinner("writing the trace"):
+            for seed, tasks in one_by_one.chunks():
+                job.run(tasks, seed, rounds)
+        write_json(job.trace, {"prompts": rounds})
+
+
+def _stream(console: Console, job: Job, task: Task, seed: int) -> SpeculationStats:
+    """Prints one prompt and its continuation as it appears; returns its counters."""
+    tokenizer = job.decoder.target.tokenizer
+    stream = job.decoder.stream(task.tokens, max_new_tokens=task.max_new_tokens, sampling=job.sampling, seed=seed)
+    with spinner("compiling, reading the prompt"):
+        first = list(itertools.islice(stream, 2))  # after the second one everything has been compiled
+    if task.text is not None:
+        _put(console, task.text, "dim")
+    else:
+        _put(console, tokenizer.decode(task.tokens) if tokenizer else " ".join(map(str, task.tokens)), "dim")
+    latest = first[0]
+    for latest in itertools.chain(first, stream):
+        for index, (token, piece) in enumerate(zip(latest.tokens, latest.pieces, strict=True)):
+            _put(console, piece if tokenizer else f" {token}", _ACCEPTED if index < latest.num_accepted else "")
+        console.file.flush()
+    reason = latest.finish_reason.name.lower()
+    reasons = {"not_finite": _NOT_FINITE, "length": f"stopped: reached --max-new-tokens {task.max_new_tokens}"}
+    _put(console, f"\n[{reasons.get(reason, reason)}]\n\n", "dim")
+    return latest.stats
+
+
+def _put(console: Console, text: str, style: str) -> None:
+    """Prints exactly this text; in a terminal, with its control characters made visible."""
+    from rich.segment import Segment, Segments
+
+    # A segment is written as it is; anything higher would turn tabs into spaces and drop control characters.
+    shown = text.translate(_VISIBLE) if console.is_terminal else text
+    console.print(Segments([Segment(shown, console.get_style(style))]), end="")
+
+
+def _print_summary(console: Console, stats: SpeculationStats) -> None:
+    from rich.text import Text
+
+    legend = Text.assemble(("accepted draft tokens", _ACCEPTED), " · the target's own tokens · ", ("prompt", "dim"))
+    console.print(legend)
+    if int(stats.num_draft_tokens):
+        console.print(
+            f"τ = {stats.mean_acceptance_length:.2f} tokens per round (1 + accepted / drafts: "
+            f"{int(stats.num_accepted_tokens)} accepted in {int(stats.num_drafts)} drafts); "
+            f"{stats.draft_acceptance_rate:.0%} of the drafted tokens accepted"
+        )
+        shares = " ".join(f"{share:.2f}" for share in stats.acceptance_per_position)
+        console.print(f"accepted at depth 1, 2, ...: {shares}")
+
+
+def _print_method(console: Console, decoder: SpeculativeDecoder) -> None:
+    """Prints the drafting method, and what its files left open or the output is relative to."""
+    from rich.text import Text
+
+    weights = decoder.target.weights
+    console.print(Text(f"drafter: {decoder.method}"))
+    if weights != "dense":
+        console.print(Text(f"weights: {weights}; lossless relative to the target with these weights"))
+    if decoder.drafter.note:
+        console.print(Text(f"note: {decoder.drafter.note}"))
+    if not decoder.lossless:
+        rule = type(decoder.loop.verifier).__name__
+        console.print(f"not lossless: drafts were accepted by {rule}; the text may differ from the target's own")
+
+
+def _print_comparison(console: Console, job: Job) -> None:
+    """Prints tokens per second and the ratio to plain decoding, measured now."""
+    from eagle3_jax.bench.comparison import compare_with_plain
+    from eagle3_jax.bench.environment import hardware
+
+    tasks = job.tasks[:_MEASURED_PROMPTS]
+    with spinner("measuring against plain decoding (--no-compare skips it)"):
+        found = compare_with_plain(
+            job.decoder,
+            [task.tokens for task in tasks],
+            max_new_tokens=[task.max_new_tokens for task in tasks],
+            sampling=job.sampling,
+            seed=job.seed,
+            repeats=_REPEATS,
+        )
+    console.print(speed_line(found))
+    console.print(
+        f"batch 1, prefill included, compilation excluded, median of {_REPEATS} interleaved runs over {len(tasks)} "
+        f"prompt{'s' if len(tasks) > 1 else ''}; plain = the same target in the same precision; {hardware()}"
+    )
+    if found.same_output is not None and not found.is_plain:
+        console.print(f"output equal to plain decoding, token for token: {'yes' if found.same_output else 'no'}")
+
+
+def speed_line(found: Comparison) -> str:
+    """Both speeds and their ratio: of the numbers as they are shown, so that a reader can divide them."""
+    ours, plain = _speed(found.tokens_per_second.median), _speed(found.plain_tokens_per_second.median)
+    if found.is_plain:
+        return f"{plain} tokens/s, plain decoding"
+    ratios = found.ratios
+    spread = f"{min(ratios):.2f}x to {max(ratios):.2f}x in {len(ratios)} runs"
+    if min(ratios) <= 1 <= max(ratios):
+        spread = f"no measurable difference ({spread})"
+    return f"{ours} tokens/s = {float(ours) / float(plain):.2f}x plain decoding ({plain} tokens/s); {spread}"
+
+
+def _speed(tokens_per_second: float) -> str:
+    """At least three digits, however slow."""
+    return f"{tokens_per_second:.1f}" if tokens_per_second >= 10 else f"{tokens_per_second:.3g}"

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eagle3_jax.cli._compiled import CompilationCacheOption, keep_compiled_programs
+from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.cli._options import CompilationCacheOption, check_writable, grouped
+from eagle3_jax.cli._progress import progress_bar, spinner
 from eagle3_jax.cli._training_files import (
     check_trainable,
     fingerprint,
@@ -23,11 +26,12 @@ from eagle3_jax.cli._training_files import (
     write_head,
     write_target,
 )
-from eagle3_jax.cli._training_run import activity, bar, run
 from eagle3_jax.writing import whole_directory
 
 if TYPE_CHECKING:
+    from eagle3_jax.models.config import DecoderConfig
     from eagle3_jax.training.lm import Phase
+    from eagle3_jax.training.loop import OptimizerConfig, Trainer, TrainState
 
 _RECIPE = """\b
 Example, the recipe of the bundled pair:
@@ -50,27 +54,108 @@ class Stored(enum.StrEnum):
     BFLOAT16 = "bfloat16"
 
 
-_SEED = typer.Option(help="Of every random number.", min=0, max=2**32 - 1)
 _MOST_STEPS = 1_000_000_000
 _MOST_ROWS = 65_536  # of a batch
 _MOST_DEPTH = 64  # of an unroll, every step of which is compiled
-_STEPS = typer.Option(help="Optimiser steps.", min=1, max=_MOST_STEPS)
-_SAVE_EVERY = typer.Option(
-    help="Steps between checkpoints; an interrupted run continues from the last one.", min=1, max=_MOST_STEPS
-)
+SeedOption = Annotated[int, typer.Option(help="Random seed.", min=0, max=2**32 - 1)]
+StepsOption = Annotated[int, typer.Option(help="Optimizer steps.", min=1, max=_MOST_STEPS)]
+DtypeOption = Annotated[str, typer.Option(help="Precision of the products.")]
+LearningRate = Annotated[float, typer.Option(help="Peak learning rate.")]
+EmbeddingLearningRate = Annotated[float, typer.Option(help="Peak learning rate of what muon leaves to adamw.")]
+WeightDecay = Annotated[float, typer.Option(help="Weight decay.")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """The optimizer; the defaults are those of a target."""
+
+    optimizer: Annotated[str, typer.Option(help="muon or adamw.")] = "muon"
+    learning_rate: LearningRate = 5e-3
+    embedding_learning_rate: EmbeddingLearningRate = 3e-3
+    warmup_steps: Annotated[
+        int, typer.Option(help="Steps, part of --steps, in which the learning rate rises.", min=0)
+    ] = 20
+    weight_decay: WeightDecay = 0.05
+    clip_norm: Annotated[float, typer.Option(help="Maximum norm of the gradient.")] = 1.0
+
+    def schedule(self, steps: int) -> OptimizerConfig:
+        """The configuration for the trainer."""
+        from eagle3_jax.training.loop import OptimizerConfig
+
+        return OptimizerConfig(
+            method=self.optimizer,
+            learning_rate=self.learning_rate,
+            embedding_learning_rate=self.embedding_learning_rate,
+            num_steps=steps,
+            warmup_steps=self.warmup_steps,
+            weight_decay=self.weight_decay,
+            clip_norm=self.clip_norm,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadOptimizerOptions(OptimizerOptions):
+    """The optimizer with the defaults of a head."""
+
+    learning_rate: LearningRate = 4e-3
+    embedding_learning_rate: EmbeddingLearningRate = 2e-3
+    weight_decay: WeightDecay = 0.01
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Everything of a run that does not change its result, except the stored type."""
+
+    store: Annotated[Stored, typer.Option(help="Type of the weights that are written.")] = Stored.BFLOAT16
+    save_every: Annotated[
+        int,
+        typer.Option(
+            help="Steps between checkpoints; an interrupted run continues from the last one.", min=1, max=_MOST_STEPS
+        ),
+    ] = 100
+    compilation_cache: CompilationCacheOption = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetShape:
+    """The shape of a new target."""
+
+    layers: Annotated[int, typer.Option(help="Number of layers.")] = 12
+    width: Annotated[int, typer.Option(help="Width of the residual stream.")] = 256
+    mlp_width: Annotated[int, typer.Option(help="Inner width of the MLPs.")] = 704
+    heads: Annotated[int, typer.Option(help="Number of query heads.")] = 4
+    kv_heads: Annotated[int, typer.Option(help="Number of key/value heads.")] = 2
+    head_dim: Annotated[int, typer.Option(help="Width of a head.")] = 64
+    max_positions: Annotated[int, typer.Option(help="Longest sequence.")] = 512
+    norm_eps: Annotated[float, typer.Option(help="Added to the mean square in RMSNorm.")] = 1e-5
+
+    def config(self, vocab_size: int) -> DecoderConfig:
+        """The configuration of the target."""
+        from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
+
+        mixer = GroupedQuery(num_heads=self.heads, num_kv_heads=self.kv_heads, head_dim=self.head_dim)
+        return DecoderConfig(
+            vocab_size=vocab_size,
+            width=self.width,
+            layers=uniform(self.layers, mixer, GatedMLP(width=self.mlp_width)),
+            max_positions=self.max_positions,
+            norm_eps=self.norm_eps,
+        )
 
 
 @app.command("corpus", epilog="Example: eagle3 train corpus data --docs cpython/Doc")
 def corpus(
     out: Annotated[Path, typer.Argument(help="Directory to create.")],
     *,
-    stdlib: Annotated[Path | None, typer.Option(help="CPython's Lib; that of this interpreter when left out.")] = None,
-    docs: Annotated[Path | None, typer.Option(help="CPython's Doc; the topics of pydoc when left out.")] = None,
-    vocab_size: Annotated[int, typer.Option(help="Tokens of the byte-level BPE.", min=257, max=65_536)] = 4096,
+    stdlib: Annotated[Path | None, typer.Option(help="CPython's Lib. Default: that of this interpreter.")] = None,
+    docs: Annotated[Path | None, typer.Option(help="CPython's Doc. Default: the topics of pydoc.")] = None,
+    vocab_size: Annotated[
+        int, typer.Option(help="Vocabulary size of the byte-level BPE tokenizer.", min=257, max=65_536)
+    ] = 4096,
     target: Annotated[
         Path | None, typer.Option(help="Encode for this target, with its tokenizer, instead of training one.")
     ] = None,
-    seed: Annotated[int, _SEED] = 0,
+    seed: SeedOption = 0,
 ) -> None:
     """Gather CPython's sources and documentation, train a tokenizer and encode them.
 
@@ -100,10 +185,10 @@ def corpus(
         if tokenizer is None:
             raise Misuse(f"--target {target} has no tokenizer.json; give a target's directory that has one")
     else:
-        with activity("training the tokenizer"):
+        with spinner("training the tokenizer"):
             tokenizer = texts.train_tokenizer((document.text for document in train), vocab_size)
 
-    with activity("encoding"), whole_directory(out) as folder:
+    with spinner("encoding"), whole_directory(out) as folder:
         texts.save_tokenizer(tokenizer, folder)
         np.save(folder / "train.npy", texts.encode(tokenizer, train, seed))
         np.save(folder / "heldout.npy", texts.encode(tokenizer, held_out, seed))
@@ -115,83 +200,43 @@ def corpus(
 
 
 @app.command("target", epilog="Example: eagle3 train target data target --steps 900")
+@grouped
 def target(
     data: Annotated[Path, typer.Argument(metavar="CORPUS", help="Directory that `eagle3 train corpus` wrote.")],
     out: Annotated[Path, typer.Argument(help="Directory to write; its checkpoints/ is where a run continues.")],
     *,
-    steps: Annotated[int, _STEPS] = 900,
+    steps: StepsOption = 900,
     phases: Annotated[
         str, typer.Option(help="Batch shapes as STEPS:ROWSxTOKENS; the last one holds to the end.")
     ] = "800:16x256,8x512",
-    optimizer: Annotated[str, typer.Option(help="muon or adamw.")] = "muon",
-    learning_rate: Annotated[float, typer.Option(help="Peak.")] = 5e-3,
-    embedding_learning_rate: Annotated[float, typer.Option(help="Peak of what muon leaves to adamw.")] = 3e-3,
-    warmup_steps: Annotated[int, typer.Option(help="Of --steps, in which the rate rises.", min=0)] = 20,
-    weight_decay: Annotated[float, typer.Option()] = 0.05,
-    clip_norm: Annotated[float, typer.Option()] = 1.0,
-    layers: Annotated[int, typer.Option()] = 12,
-    width: Annotated[int, typer.Option()] = 256,
-    mlp_width: Annotated[int, typer.Option()] = 704,
-    heads: Annotated[int, typer.Option()] = 4,
-    kv_heads: Annotated[int, typer.Option()] = 2,
-    head_dim: Annotated[int, typer.Option()] = 64,
-    max_positions: Annotated[int, typer.Option(help="Longest sequence.")] = 512,
-    norm_eps: Annotated[float, typer.Option()] = 1e-5,
-    dtype: Annotated[str, typer.Option(help="Precision of the products.")] = "mixed",
-    store: Annotated[Stored, typer.Option(help="Type of the weights that are written.")] = Stored.BFLOAT16,
-    save_every: Annotated[int, _SAVE_EVERY] = 100,
-    seed: Annotated[int, _SEED] = 0,
-    compilation_cache: CompilationCacheOption = None,
+    shape: TargetShape,
+    optimizer: OptimizerOptions,
+    dtype: DtypeOption = "mixed",
+    seed: SeedOption = 0,
+    running: RunOptions,
 ) -> None:
     """Train a Llama-style target on next tokens and write it in Hugging Face layout."""
     import jax
     import numpy as np
 
     from eagle3_jax.load import precision_named
-    from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
     from eagle3_jax.models.decoder import DecoderTarget
     from eagle3_jax.training.lm import next_token_loss, random_windows
-    from eagle3_jax.training.loop import OptimizerConfig, Trainer
+    from eagle3_jax.training.loop import Trainer
 
-    keep_compiled_programs(compilation_cache)
+    keep_compiled_programs(running.compilation_cache)
     tokens, tokenizer = read_corpus(data)
     refuse_finished(out)
-    config = DecoderConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        width=width,
-        layers=uniform(
-            layers,
-            GroupedQuery(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim),
-            GatedMLP(width=mlp_width),
-        ),
-        max_positions=max_positions,
-        norm_eps=norm_eps,
-    )
+    config = shape.config(tokenizer.get_vocab_size())
     model = DecoderTarget(config, precision_named(dtype))
     check_trainable(model.param_shapes())
-    schedule = OptimizerConfig(
-        method=optimizer,
-        learning_rate=learning_rate,
-        embedding_learning_rate=embedding_learning_rate,
-        num_steps=steps,
-        warmup_steps=warmup_steps,
-        weight_decay=weight_decay,
-        clip_norm=clip_norm,
-    )
+    schedule = optimizer.schedule(steps)
     batches = random_windows(tokens, _phases(phases, steps), seed)
-    loss = functools.partial(next_token_loss, model)
-    run_options = {
-        "CORPUS": fingerprint(np.asarray(tokens)), "--steps": steps, "--phases": phases, "--seed": seed,
-        "--optimizer": optimizer, "--learning-rate": learning_rate,
-        "--embedding-learning-rate": embedding_learning_rate, "--warmup-steps": warmup_steps,
-        "--weight-decay": weight_decay, "--clip-norm": clip_norm, "--dtype": dtype, "--layers": layers,
-        "--width": width, "--mlp-width": mlp_width, "--heads": heads, "--kv-heads": kv_heads, "--head-dim": head_dim,
-        "--max-positions": max_positions, "--norm-eps": norm_eps,
-    }  # fmt: skip
-    same_run(out, run_options)
-    trainer = Trainer(loss, schedule, out / "checkpoints")
-    state = run(trainer, model.init(jax.random.key(seed)), batches, steps=steps, save_every=save_every)
-    write_target(out, data, config, state.params, dtype=store.value)
+    options = {"CORPUS": fingerprint(np.asarray(tokens)), "--steps": steps, "--phases": phases, "--seed": seed}
+    same_run(out, options | _named(optimizer) | _named(shape) | {"--dtype": dtype})
+    trainer = Trainer(functools.partial(next_token_loss, model), schedule, out / "checkpoints")
+    state = _train(trainer, model.init(jax.random.key(seed)), batches, steps=steps, save_every=running.save_every)
+    write_target(out, data, config, state.params, dtype=running.store.value)
     typer.echo(f"wrote {out}")
 
 
@@ -202,20 +247,19 @@ def regenerate(
     out: Annotated[Path, typer.Argument(help="The .npz file to write.")],
     *,
     rows: Annotated[int, typer.Option(help="Rows of text.", min=1, max=100_000_000)] = 4096,
-    prompt_length: Annotated[int, typer.Option(help="Tokens of the corpus that open a row.", min=1)] = 64,
+    prompt_length: Annotated[int, typer.Option(help="Tokens of the corpus at the start of a row.", min=1)] = 64,
     length: Annotated[int, typer.Option(help="Tokens of a row, prompt included.", min=2)] = 256,
-    batch: Annotated[int, typer.Option(help="Rows written at once.", min=1, max=_MOST_ROWS)] = 64,
-    greedy_share: Annotated[float, typer.Option(help="Part decoded greedily.", min=0, max=1)] = 0.6,
-    temperature: Annotated[float, typer.Option(help="Of the sampled rows.", min=0, max=1000)] = 0.8,
+    batch: Annotated[int, typer.Option(help="Rows generated at once.", min=1, max=_MOST_ROWS)] = 64,
+    greedy_share: Annotated[float, typer.Option(help="Share of rows decoded greedily.", min=0, max=1)] = 0.6,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature of the other rows.", min=0, max=1000)] = 0.8,
     dtype: Annotated[str, typer.Option(help="Precision of the target.")] = "mixed",
-    seed: Annotated[int, _SEED] = 0,
+    seed: SeedOption = 0,
     compilation_cache: CompilationCacheOption = None,
 ) -> None:
-    """Let the target continue windows of the training text: what a head learns from."""
+    """Let the target continue windows of the training text; a head learns from the result."""
     import numpy as np
 
     from eagle3_jax import load_target
-    from eagle3_jax.cli._options import check_writable
     from eagle3_jax.training import regenerate as texts
 
     keep_compiled_programs(compilation_cache)
@@ -223,7 +267,7 @@ def regenerate(
     if out.exists() or out.suffix != ".npz":
         raise Misuse(f"{out} exists already or does not end in .npz; name a new .npz file")
     if length <= prompt_length:
-        raise Misuse(f"--length {length} leaves no room behind a prompt of {prompt_length} tokens")
+        raise Misuse(f"--length {length} leaves no room after a prompt of {prompt_length} tokens")
     tokens, _ = read_corpus(data)
     if prompt_length >= len(tokens):
         raise Misuse(f"--prompt-length {prompt_length} is more than the {len(tokens)} tokens of {data}")
@@ -240,7 +284,7 @@ def regenerate(
         seed=seed,
     )
     written = []
-    with bar("regenerating", -(-rows // config.batch)) as (progress, task):
+    with progress_bar("regenerating", -(-rows // config.batch)) as (progress, task):
         for part in texts.regenerate(writer, tokens, config):
             written.append(part)
             progress.advance(task)
@@ -253,37 +297,37 @@ def regenerate(
 
 
 @app.command("head", epilog="Example: eagle3 train head target text.npz head --draft-vocab-size 2048")
+@grouped
 def head(
     target: Annotated[Path, typer.Argument(help="Directory of the target.")],
     text: Annotated[Path, typer.Argument(help="The .npz file that `eagle3 train regenerate` wrote.")],
     out: Annotated[Path, typer.Argument(help="Directory to write; its checkpoints/ is where a run continues.")],
     *,
-    method: Annotated[str, typer.Option(help="Of drafting, as in eagle3; a wrong name lists them.")] = "eagle3",
-    steps: Annotated[int, _STEPS] = 1100,
+    method: Annotated[str, typer.Option(help="Drafting method; an unknown name lists them.")] = "eagle3",
+    steps: StepsOption = 1100,
     batch: Annotated[int, typer.Option(help="Rows per step.", min=1, max=_MOST_ROWS)] = 8,
     draft_vocab_size: Annotated[
-        int | None, typer.Option(help="Tokens that the head can propose; 2048 for eagle3, else all.", min=1)
+        int | None, typer.Option(help="Draft vocabulary size. Default: 2048 for eagle3, else all tokens.", min=1)
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Of the head; the method's usual number.", min=1)] = None,
-    width: Annotated[int | None, typer.Option(help="Of a draft model; half the target's.", min=1)] = None,
-    mlp_width: Annotated[int | None, typer.Option(help="Of the head; the target's when left out.", min=1)] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Number of layers. Default: the usual number of the method.", min=1)
+    ] = None,
+    width: Annotated[
+        int | None, typer.Option(help="Width of a draft model. Default: half of the target's.", min=1)
+    ] = None,
+    mlp_width: Annotated[
+        int | None, typer.Option(help="Inner width of the MLPs. Default: the target's.", min=1)
+    ] = None,
     unroll: Annotated[
         str | None,
         typer.Option(help="Draft positions learned, as UNTIL:POSITIONS,...; the last one holds to the end."),
     ] = None,
-    optimizer: Annotated[str, typer.Option(help="muon or adamw.")] = "muon",
-    learning_rate: Annotated[float, typer.Option(help="Peak.")] = 4e-3,
-    embedding_learning_rate: Annotated[float, typer.Option(help="Peak of what muon leaves to adamw.")] = 2e-3,
-    warmup_steps: Annotated[int, typer.Option(help="Of --steps, in which the rate rises.", min=0)] = 20,
-    weight_decay: Annotated[float, typer.Option()] = 0.01,
-    clip_norm: Annotated[float, typer.Option()] = 1.0,
-    dtype: Annotated[str, typer.Option(help="Precision of the products.")] = "mixed",
-    store: Annotated[Stored, typer.Option(help="Type of the weights that are written.")] = Stored.BFLOAT16,
-    save_every: Annotated[int, _SAVE_EVERY] = 100,
-    seed: Annotated[int, _SEED] = 0,
-    compilation_cache: CompilationCacheOption = None,
+    optimizer: HeadOptimizerOptions,
+    dtype: DtypeOption = "mixed",
+    seed: SeedOption = 0,
+    running: RunOptions,
 ) -> None:
-    """Train a draft head by its method's own objective and write it in its method's own layout."""
+    """Train a draft head with the objective of its method and write it in the layout of its method."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -291,13 +335,12 @@ def head(
     from eagle3_jax import load_target
     from eagle3_jax.models.config import DecoderConfig
     from eagle3_jax.training.batches import row_batches
-    from eagle3_jax.training.loop import OptimizerConfig, Trainer
-    from eagle3_jax.training.methods import RECIPES
-    from eagle3_jax.training.recipe import HeadOptions
+    from eagle3_jax.training.loop import Trainer
+    from eagle3_jax.training.methods import RECIPES, HeadOptions
     from eagle3_jax.training.regenerate import Rows
     from eagle3_jax.training.vocab import coverage, select_draft_vocabulary, token_counts
 
-    keep_compiled_programs(compilation_cache)
+    keep_compiled_programs(running.compilation_cache)
     if method not in RECIPES:
         raise Misuse(f"--method {method!r} is not known; use one of {', '.join(RECIPES)}")
     recipe = RECIPES[method]
@@ -316,23 +359,13 @@ def head(
     config = recipe.config(model.config, options)
     drafter = recipe.drafter(config, precision=model.precision)
     check_trainable(drafter.param_shapes())
-    schedule = OptimizerConfig(
-        method=optimizer,
-        learning_rate=learning_rate,
-        embedding_learning_rate=embedding_learning_rate,
-        num_steps=steps,
-        warmup_steps=warmup_steps,
-        weight_decay=weight_decay,
-        clip_norm=clip_norm,
-    )
+    schedule = optimizer.schedule(steps)
     state, batches = None, row_batches(rows, batch, seed)
     run_options = {
         "TARGET": weights_of(loaded.params), "TEXT": fingerprint(dataclasses.astuple(rows)), "--method": method,
         "--steps": steps, "--batch": batch, "--seed": seed, "--draft-vocab-size": size, "--layers": layers,
         "--width": width, "--mlp-width": mlp_width, "--unroll": recipe.depths if unroll is None else unroll,
-        "--optimizer": optimizer, "--learning-rate": learning_rate,
-        "--embedding-learning-rate": embedding_learning_rate, "--warmup-steps": warmup_steps,
-        "--weight-decay": weight_decay, "--clip-norm": clip_norm, "--dtype": dtype,
+        **_named(optimizer), "--dtype": dtype,
     }  # fmt: skip
     draft_to_target = same_run(out, run_options, draft_to_target)
     if draft_to_target is not None:
@@ -347,15 +380,45 @@ def head(
         chosen = dataclasses.replace(options, depth=depth)
         loss = functools.partial(_head_loss, recipe.loss, drafter, model, frozen, chosen)
         trainer = Trainer(loss, schedule, out / "checkpoints")
-        state = run(trainer, start, batches, steps=until, save_every=save_every)
+        state = _train(trainer, start, batches, steps=until, save_every=running.save_every)
         trainer.save(state)
     assert state is not None
     if isinstance(config, DecoderConfig):
-        write_draft_model(out, target, config, state.params, dtype=store.value)
+        write_draft_model(out, target, config, state.params, dtype=running.store.value)
     else:
         depth = model.config.num_layers
-        write_head(out, config, state.params, draft_to_target, dtype=store.value, num_target_layers=depth)
+        write_head(out, config, state.params, draft_to_target, dtype=running.store.value, num_target_layers=depth)
     typer.echo(f"wrote {out}")
+
+
+def _named(group: Any) -> dict[str, Any]:
+    """The options of a group as they are typed, with their values."""
+    return {f"--{name.replace('_', '-')}": value for name, value in dataclasses.asdict(group).items()}
+
+
+def _train(trainer: Trainer, params: Any, batch_at: Callable[[int], Any], *, steps: int, save_every: int) -> TrainState:
+    """Trains from the last checkpoint to the end; a progress bar, or every tenth step a line, shows the metrics."""
+    state = trainer.start(params)
+    done = int(state.step)
+    if done:
+        typer.echo(f"continuing from step {done}")
+    with progress_bar("training", steps, done) as (progress, task):
+        for latest, metrics in trainer.run(state, batch_at, steps, save_every):
+            state, shown = latest, _metrics(metrics)
+            progress.update(task, advance=1, description=shown)
+            step = int(state.step)
+            if progress.disable and (step % 10 == 0 or step == steps):
+                typer.echo(f"step {step} {shown}")
+    return state
+
+
+def _metrics(metrics: dict[str, float]) -> str:
+    """The headline numbers; the accuracies of an unrolled head as one list."""
+    shown = [f"{name} {metrics[name]:.3f}" for name in ("loss", "accuracy", "simulated_tau") if name in metrics]
+    steps = [metrics[f"accuracy_{k}"] for k in range(len(metrics)) if f"accuracy_{k}" in metrics]
+    if steps:
+        shown.append("accuracy " + " ".join(f"{value:.2f}" for value in steps))
+    return ", ".join(shown)
 
 
 def _phases(text: str, steps: int) -> tuple[Phase, ...]:
@@ -377,7 +440,7 @@ def _phases(text: str, steps: int) -> tuple[Phase, ...]:
 
 
 def _unrolls(text: str, steps: int) -> tuple[tuple[int, int], ...]:
-    """Phases of the training-time test: until which step, and how deep."""
+    """Phases of the training-time test as ``(last step, depth)``."""
     depths = []
     parts = text.split(",")
     try:

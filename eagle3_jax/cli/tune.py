@@ -1,4 +1,4 @@
-"""``eagle3 tune``: how much to draft at which batch size, on this machine, for these prompts."""
+"""``eagle3 tune``: the best draft length for every batch size, measured on this machine with these prompts."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eagle3_jax.cli._compiled import CompilationCacheOption, keep_compiled_programs
+from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._options import (
-    DrafterOption,
+    CompilationCacheOption,
     JsonOption,
-    LayerIdsOption,
     MeasuredDtypeOption,
+    ModelOptions,
     PlotOption,
-    TargetOption,
-    WeightsOption,
+    announce_input,
     check_plot,
     check_writable,
+    grouped,
+    measured_dtype,
     parse_numbers,
     parse_tree,
-    read_drafter,
-    read_target,
-    say_what_is_awaited,
+    print_json,
     write_json,
 )
+from eagle3_jax.cli._parts import read_drafter, read_target
+from eagle3_jax.cli._progress import spinner
 from eagle3_jax.prompts import Request, read_requests
 
 if TYPE_CHECKING:
@@ -34,44 +35,43 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from eagle3_jax import LoadedTarget
-    from eagle3_jax.measure.tune import BatchTuning, Candidate
-    from eagle3_jax.measure.tune_measure import Check, Tuning
+    from eagle3_jax.bench.tune import BatchTuning, Candidate, Check, Tuning
 
 EXAMPLE = "Example: eagle3 tune --batch-sizes 1,4,16 --chains 1-5 --output schedule.json"
 
 _WIDTH = 120
 
 
+@grouped
 def tune(
     *,
-    target: TargetOption = None,
-    drafter: DrafterOption = None,
-    layer_ids: LayerIdsOption = None,
+    models: ModelOptions,
     dtype: MeasuredDtypeOption = None,
-    weights: WeightsOption = "dense",
     prompts: Annotated[
-        Path | None, typer.Option(help="JSONL file of prompts like yours; the bundled pair's code prompts if left out.")
+        Path | None,
+        typer.Option(help="JSONL file of prompts like yours. Default: the code prompts of the bundled pair."),
     ] = None,
     max_prompts: Annotated[
-        int, typer.Option(help="Most prompts that acceptance is measured on.", min=1, max=100_000)
+        int, typer.Option(help="Maximum number of prompts that acceptance is measured on.", min=1, max=100_000)
     ] = 8,
     batch_sizes: Annotated[str, typer.Option(help="Rows decoded at once: '1,4,16' or '1-4'.")] = "1,4,16",
     chains: Annotated[str, typer.Option(help="Chain lengths K: '1-7' or '1,3,5'.")] = "1-5",
     tree: Annotated[
-        list[str] | None, typer.Option(help="A tree as well: num_nodes=60,max_depth=8,top_k=10; may be repeated.")
+        list[str] | None,
+        typer.Option(help="A tree to measure too: num_nodes=60,max_depth=8,top_k=10; may be repeated."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens written for each prompt.", min=2, max=100_000)] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="New tokens per prompt.", min=2, max=100_000)] = 64,
     repeats: Annotated[int, typer.Option(help="Interleaved measurements of every cost.", min=1, max=10_000)] = 5,
-    check: Annotated[bool, typer.Option(help="Run the fastest draft against plain decoding at the end.")] = True,
+    check: Annotated[bool, typer.Option(help="Compare the fastest draft with plain decoding at the end.")] = True,
     output: Annotated[Path | None, typer.Option(help="Write schedule and measurements to this JSON file.")] = None,
     plot: PlotOption = None,
     compilation_cache: CompilationCacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure what drafts cost and how much is accepted, and choose the best K for every batch size.
+    """Measure costs and acceptance of drafts, and choose the best K for every batch size.
 
     Prints a schedule in vLLM's form, num_speculative_tokens_per_batch_size, which `eagle3 generate --schedule` takes
-    too, the acceptance at which each choice breaks even, and whether a run came out as predicted.
+    too, the acceptance at which each choice breaks even, and a check of the prediction.
     """
     sizes, lengths = parse_numbers(batch_sizes, "--batch-sizes", most=4096), parse_numbers(chains, "--chains")
     if max(lengths) >= max_new_tokens:
@@ -79,29 +79,27 @@ def tune(
             f"--chains {chains!r}: a chain of {max(lengths)} does not fit --max-new-tokens {max_new_tokens}, the first "
             f"of which is the prefill's; expected chains of 1 to {max_new_tokens - 1}"
         )
-    if drafter == "none":
+    if models.drafter == "none":
         raise Misuse("--drafter none drafts nothing, so there is nothing to tune; name another drafter")
     check_writable(output)
     check_plot(plot)
     if plot is not None:
-        import matplotlib.figure  # noqa: F401  # where it is missing, that is said before minutes of measuring
+        import matplotlib.figure  # noqa: F401  # a missing one is reported before minutes of measuring
     requests = _requests(prompts, max_prompts)
     keep_compiled_programs(compilation_cache)
 
     from eagle3_jax import LoadedDrafter
-    from eagle3_jax.cli._activity import activity
-    from eagle3_jax.cli._hardware import hardware, measured_dtype
-    from eagle3_jax.measure import tune_measure
+    from eagle3_jax.bench import tune as tuning
+    from eagle3_jax.bench.environment import hardware
 
     trees = [shape for shape in map(parse_tree, tree or []) if shape is not None]
-    with activity() as now:
-        now.say("loading")
+    with spinner("loading") as now:
         dtype = measured_dtype(dtype)
-        loaded = read_target(target, dtype, weights=weights)
+        loaded = read_target(models.target, dtype, weights=models.weights)
         ids = [_encoded(loaded, request, max_new_tokens) for request in requests]
-        head = read_drafter(drafter, target=loaded, target_source=target, layer_ids=layer_ids)
+        head = read_drafter(models.drafter, target=loaded, target_source=models.target, layer_ids=models.layer_ids)
         assert head is not None
-        found = tune_measure.tune(
+        found = tuning.tune(
             loaded,
             head,
             ids,
@@ -113,6 +111,7 @@ def tune(
             check=check,
             on_progress=now.say,
         )
+    weights = models.weights
     precision = dtype if weights == "dense" else f"{dtype}, {weights}"
     method = head.described if isinstance(head, LoadedDrafter) else type(head).__name__
     written = {"hardware": hardware(), "dtype": dtype, "weights": weights, "drafter_method": method, **found.to_json()}
@@ -123,7 +122,7 @@ def tune(
 
         plot_tuning(plot, found, title=hardware())
     if as_json:
-        typer.echo(json.dumps(written))
+        print_json(written)
     else:
         _print(found, f"{method}; {hardware()}; {precision}, greedy")
 
@@ -132,7 +131,7 @@ def _requests(path: Path | None, most: int) -> list[Request]:
     from eagle3_jax.sources import bundled
 
     if path is not None:
-        say_what_is_awaited(path)
+        announce_input(path)
         return read_requests(path, 1)[:most]
     rows = [json.loads(line) for line in bundled("prompts.jsonl").read_text(encoding="utf-8").split("\n") if line]
     texts = [row["prompt"] for row in rows if row["kind"] == "code"]
@@ -204,7 +203,7 @@ def _gain(where: BatchTuning, one: Candidate) -> str:
 
 
 def _break_evens(found: Tuning) -> Table:
-    from eagle3_jax.measure.tune import break_even
+    from eagle3_jax.bench.tune import break_even
 
     rates = ("draft acceptance rate", "conditional acceptance rate")
     table = _table("batch", "plain step", "chain", "v", "c", "breaks even at τ", *rates)
@@ -228,7 +227,7 @@ def _break_evens(found: Tuning) -> Table:
 
 
 def _rules(found: Tuning) -> Table:
-    from eagle3_jax.measure.tune import rules_of_thumb
+    from eagle3_jax.bench.tune import rules_of_thumb
 
     table = _table("rule of thumb", "batch", "it says", "measured", "")
     rules = [rule for one in found.batches for rule in rules_of_thumb(one)]

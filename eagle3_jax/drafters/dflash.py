@@ -32,16 +32,17 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.cache import Cache, KeyValue, KeyValues, Segment
-from eagle3_jax.drafters._grow import Level
-from eagle3_jax.drafters._network import NetworkDrafter
+from eagle3_jax.cache import Cache, KeyValue, KeyValues
+from eagle3_jax.drafters.base import NetworkDrafter
+from eagle3_jax.drafters.grow import DraftInputs, Level
+from eagle3_jax.models.attention import Segment
 from eagle3_jax.models.config import LayerConfig, check_stack, grouped
 from eagle3_jax.models.decoder import Block
-from eagle3_jax.models.functional import Params, traced_once
+from eagle3_jax.models.functional import Params, call_cached
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, embed
 from eagle3_jax.models.memory import BlockMemory, Memory, causal_mask, empty_cache
 from eagle3_jax.sharding import VOCAB, Axis
-from eagle3_jax.tree import Chain, Topology
+from eagle3_jax.topology import Chain, Topology
 from eagle3_jax.types import Draft, Observation, SamplingParams
 
 
@@ -207,7 +208,7 @@ class DFlashHead(nnx.Module):
         """The block's rows after the last norm: what logits, bias and confidence read."""
         x = embedded
         for block, memory in zip(self.blocks, memories, strict=True):
-            x, _ = traced_once(block, x, positions, memory)
+            x, _ = call_cached(block, x, positions, memory)
         return self.norm(x)
 
     def survival(self, hidden: Float[Array, "B k D"], before: Int[Array, "B k"]) -> Float[Array, "B k"]:
@@ -275,7 +276,7 @@ class DFlashDrafter(NetworkDrafter):
         """Keep keys and values of the committed tokens' features; a token of its own is never run again."""
         cache, fed = state.cache, seen.tokens.shape[1]
         positions = cache.length[:, None] + jnp.arange(fed, dtype=jnp.int32)[None, :]
-        context = self.bound(params).context(seen.features, positions)
+        context = self.bind(params).context(seen.features, positions)
         layers: tuple[KeyValues, ...] = cache.layers  # type: ignore[assignment]
         written = tuple(layer.write(kv, cache.length) for layer, kv in zip(layers, context, strict=True))
         return DFlashState(
@@ -285,7 +286,7 @@ class DFlashDrafter(NetworkDrafter):
 
     def propose(self, params: Params, state: DFlashState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
         """One pass over the block, then tokens level by level from its logits."""
-        head = self.bound(params)
+        head = self.bind(params)
         hidden = self.read_block(params, head, state)
         base = self.logits(params, head, hidden)
 
@@ -298,16 +299,16 @@ class DFlashDrafter(NetworkDrafter):
 
         rank = 0 if self.config.markov is None else self.config.markov.rank
         start = jnp.zeros((state.root.shape[0], 1, rank), self.precision.activations)
-        draft, _ = self.grown(
-            level(0, state.root[:, None], start),
-            lambda tokens, carry, depth, mask, memory: level(depth + 1, tokens, carry),
+        inputs = DraftInputs(
             root=state.root,
+            first=level(0, state.root[:, None], start),
+            run=lambda tokens, carry, depth, mask, memory: level(depth + 1, tokens, carry),
             draft_to_target=params.get("draft_to_target"),
             vocab_size=self.config.vocab_size,
             keys=keys,
             sampling=sampling,
         )
-        return draft
+        return self.grow(inputs)[0]
 
     def read_block(self, params: Params, head: DFlashHead, state: DFlashState) -> Float[Array, "B K D"]:
         """The rows that predict the ``K`` tokens after the root, of a block that is run behind the context."""

@@ -23,15 +23,16 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.cache import Cache, KeyValues, LatentKeys
-from eagle3_jax.drafters._grow import Level
-from eagle3_jax.drafters._network import ShapedDrafter
+from eagle3_jax.cache import Cache, KeyValues
+from eagle3_jax.drafters.base import ShapedDrafter
+from eagle3_jax.drafters.grow import DraftInputs, Level
 from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
 from eagle3_jax.models.config import GatedDelta
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
+from eagle3_jax.models.latent_keys import LatentKeys
 from eagle3_jax.models.memory import causal_mask
-from eagle3_jax.tree import Topology
+from eagle3_jax.topology import Topology
 from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams
 
 
@@ -99,7 +100,7 @@ class DraftModel(ShapedDrafter):
         """
         del params
         # There is room for as many nodes as are verified; a tree may run more of them than that.
-        cache = self.model.init_cache(batch, capacity + max(0, self.shape.num_run - self.num_nodes))
+        cache = self.model.init_cache(batch, capacity + max(0, self.shape.num_expanded - self.num_nodes))
         other = [type(layer).__name__ for layer in cache.layers if not isinstance(layer, KeyValues | LatentKeys)]
         if other:
             raise ValueError(
@@ -147,15 +148,8 @@ class DraftModel(ShapedDrafter):
 
         nothing = jnp.zeros((*length.shape, 0), jnp.int32)
         first = Level(self.model.unembed(params, state.final[:, None]), (), (state.cache, nothing))
-        draft, (cache, _) = self.grown(
-            first,
-            run,
-            root=state.root,
-            draft_to_target=None,
-            vocab_size=self.model.vocab_size,
-            keys=keys,
-            sampling=sampling,
-        )
+        inputs = DraftInputs(state.root, first, run, None, self.model.vocab_size, keys, sampling)
+        draft, (cache, _) = self.grow(inputs)
         # To hand the guesses on spares a copy.
         return dataclasses.replace(draft, state=dataclasses.replace(state, cache=cache))
 
@@ -177,7 +171,7 @@ def draft_model(draft: LoadedTarget, target: LoadedTarget) -> LoadedDrafter:
         )
     if draft.tokenizer is not None and target.tokenizer is not None:
         own, wanted = (one.get_vocab(with_added_tokens=True) for one in (draft.tokenizer, target.tokenizer))
-        if (difference := told_apart(own, wanted)) is not None:
+        if (difference := first_vocab_difference(own, wanted)) is not None:
             raise ValueError(
                 f"{draft.name} has another tokenizer than {target.name}: {difference}; a draft model needs the "
                 "target's own"
@@ -185,7 +179,7 @@ def draft_model(draft: LoadedTarget, target: LoadedTarget) -> LoadedDrafter:
     return LoadedDrafter(DraftModel(draft.model), draft.params, draft.name, "draft model")  # type: ignore[arg-type]
 
 
-def told_apart(own: Mapping[str, int], wanted: Mapping[str, int]) -> str | None:
+def first_vocab_difference(own: Mapping[str, int], wanted: Mapping[str, int]) -> str | None:
     """The first token by which two vocabularies differ, in words; ``None`` where they are the same.
 
     Args:

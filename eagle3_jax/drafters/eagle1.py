@@ -28,10 +28,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.cache import KeyValue
-from eagle3_jax.drafters._feedback import FeedbackDrafter, FinalStateConfig
+from eagle3_jax.drafters.base import FinalStateConfig
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.config import gated, grouped
 from eagle3_jax.models.decoder import Block
-from eagle3_jax.models.functional import traced_once
+from eagle3_jax.models.functional import call_cached
 from eagle3_jax.models.grouped import Attention
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, SwiGLU
 from eagle3_jax.models.memory import Memory
@@ -93,17 +94,17 @@ class Eagle1Head(nnx.Module):
         x = self.fc(jnp.concatenate([embedded, stream], axis=-1))
         written = []
         for layer, memory in zip([self.first, *self.rest], memories, strict=True):
-            x, kv = traced_once(layer, x, positions, memory)
+            x, kv = call_cached(layer, x, positions, memory)
             written.append(kv)
         return x, tuple(written)
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle1Drafter(FeedbackDrafter):
-    """Drafts a chain or a tree with an EAGLE-1 head.
+class Eagle1Drafter(Eagle3Drafter):
+    """Drafts a chain or a tree with an EAGLE-1 head, by EAGLE-3's ``observe`` and ``propose``.
 
     Parameters: ``head`` (the network), ``embedding [V D]`` (its own or the target's) and the target's output matrix
-    (:meth:`~eagle3_jax.drafters._network.NetworkDrafter.assemble`).
+    (:meth:`~eagle3_jax.drafters.base.NetworkDrafter.assemble`).
     """
 
     network: ClassVar[type[nnx.Module]] = Eagle1Head

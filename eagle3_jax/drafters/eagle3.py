@@ -1,29 +1,209 @@
 """EAGLE-3: a one-layer head that drafts from fused target features (Li et al., 2025, arXiv 2503.01840).
 
-The head reads, at each position ``t``, the target's features ``f_t`` of three layers and the *next* token
-``x_{t+1}``, and predicts ``x_{t+2}``. Further draft tokens feed the head's own output back in place of the features.
+The head reads, at each position ``t``, the target's features ``f_t`` of three layers and the *next* token ``x_{t+1}``,
+and predicts ``x_{t+2}``::
+
+    g_t = fc([f_t of a low, a middle and a high layer])                        fuse
+    a_t = layer([norm(embedding(x_{t+1})); norm(g_t)]) + g_t                   first layer, twice as wide an input
+    q   = softmax(output(norm(a_t)))                                           distribution of x_{t+2}
+
+Further draft tokens use the head's own output ``a`` in place of ``g``. Training does the same ("training-time test"),
+so the head has seen its own errors.
+
+``observe`` runs the head on newly committed tokens, whose features are known. ``propose`` grows the draft from there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
-from flax import nnx
+import jax.numpy as jnp
+from flax import nnx, struct
+from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.drafters._feedback import FeedbackDrafter
-from eagle3_jax.models.config import Eagle3Config
-from eagle3_jax.models.eagle3 import Eagle3Head
+from eagle3_jax.cache import Cache, KeyValue, KeyValues
+from eagle3_jax.drafters.base import NetworkDrafter
+from eagle3_jax.drafters.grow import DraftInputs, Level
+from eagle3_jax.models.config import Eagle3Config, gated, grouped
+from eagle3_jax.models.decoder import Block
+from eagle3_jax.models.functional import Params, call_cached
+from eagle3_jax.models.grouped import Attention
+from eagle3_jax.models.layers import Linear, Precision, RMSNorm, SwiGLU, embed
+from eagle3_jax.models.memory import Memory, causal_mask, empty_cache, memories
+from eagle3_jax.sharding import VOCAB, Axis
+from eagle3_jax.types import Draft, Observation, SamplingParams
+
+
+class FirstLayer(nnx.Module):
+    """The layer that reads the token embedding next to the features. Its attention takes both, twice the width."""
+
+    def __init__(self, config: Eagle3Config, *, precision: Precision, rngs: nnx.Rngs):
+        layer, width, eps = config.layers[0], config.width, config.norm_eps
+        self.embedding_norm = RMSNorm(width, eps)
+        self.feature_norm = RMSNorm(width, eps)
+        self.attention = Attention(
+            grouped(layer), d_in=2 * width, width=width, norm_eps=eps, precision=precision, rngs=rngs
+        )
+        self.mlp_norm = RMSNorm(width, eps)
+        self.mlp = SwiGLU(width, gated(layer), precision=precision, rngs=rngs)
+        self.norm_before_residual = config.norm_before_residual
+
+    def __call__(
+        self,
+        embedded: Float[Array, "B T D"],
+        fused: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        memory: Memory,
+    ) -> tuple[Float[Array, "B T D"], KeyValue]:
+        normed = self.feature_norm(fused)
+        both = jnp.concatenate([self.embedding_norm(embedded), normed], axis=-1)
+        attended, kv = self.attention(both, positions, memory)
+        x = (normed if self.norm_before_residual else fused) + attended
+        return x + self.mlp(self.mlp_norm(x)), kv
+
+
+class Eagle3Head(nnx.Module):
+    """The network. The embedding is an input, because most heads share the target's."""
+
+    def __init__(self, config: Eagle3Config, *, precision: Precision, rngs: nnx.Rngs):
+        width, eps, chunks = config.width, config.norm_eps, len(config.aux_layers)
+        self.config = config
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(chunks * config.target_width, eps)
+        if config.fc_norm:
+            self.fc_norm = nnx.List([RMSNorm(config.target_width, eps) for _ in range(chunks)])
+        self.fc = Linear(chunks * config.target_width, width, precision=precision, rngs=rngs)
+        self.first = FirstLayer(config, precision=precision, rngs=rngs)
+        self.rest = nnx.List(
+            [Block(layer, width=width, norm_eps=eps, precision=precision, rngs=rngs) for layer in config.layers[1:]]
+        )
+        self.norm = RMSNorm(width, eps)
+        vocab = Axis(VOCAB, config.draft_vocab_size)
+        self.head = Linear(width, config.draft_vocab_size, axes=(None, vocab), precision=precision, rngs=rngs)
+
+    def fuse(self, features: Float[Array, "B T A Dt"]) -> Float[Array, "B T D"]:
+        """``fc`` of the concatenated features, low layer first."""
+        if self.config.fc_norm:
+            chunks = [norm(features[:, :, i]) for i, norm in enumerate(self.fc_norm)]
+            features = jnp.stack(chunks, axis=2)
+        flat = features.reshape(*features.shape[:2], -1)
+        return self.fc(self.input_norm(flat) if self.config.norm_before_fc else flat)
+
+    def __call__(
+        self,
+        embedded: Float[Array, "B T D"],
+        stream: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        memories: Sequence[Memory],
+    ) -> tuple[Float[Array, "B T D"], tuple[KeyValue, ...]]:
+        """One step of the head, from fused features or its own last output to its next output, keys and values."""
+        x, kv = call_cached(self.first, embedded, stream, positions, memories[0])
+        written = [kv]
+        for block, memory in zip(self.rest, memories[1:], strict=True):
+            x, kv = call_cached(block, x, positions, memory)
+            written.append(kv)
+        return (self.norm(x) if self.config.norm_output else x), tuple(written)
+
+    def logits(self, output: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
+        """Draft logits in float32 from the output of ``__call__``."""
+        return self.head(output if self.config.norm_output else self.norm(output)).astype(jnp.float32)
+
+
+@struct.dataclass(kw_only=True)
+class FeedbackState:
+    """The head's state after the committed tokens.
+
+    Attributes:
+        cache: Keys and values of the pairs ``(f_t, x_{t+1})`` of committed tokens.
+        output: ``[B D]``, the head's output at the last pair, from which the first draft token follows.
+        root: ``[B]``, the last token chosen by the target.
+    """
+
+    cache: Cache
+    output: Float[Array, "B D"]
+    root: Int[Array, " B"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Drafter(FeedbackDrafter):
+class Eagle3Drafter(NetworkDrafter):
     """Drafts a chain or a tree with an EAGLE-3 head.
 
     Parameters are a dictionary: ``head`` (the network), ``embedding [V D]`` (mostly the target's own array) and
     ``draft_to_target [W]`` (absolute ids).
+
+    EAGLE-1 and MTP derive from this class and replace the network. A network has
+
+    * ``fuse(features [B T A Dt]) -> [B T D]``;
+    * ``__call__(embedded, stream, positions, memories) -> (output [B T D], written)``;
+    * ``logits(output) -> [B T W]``, unless ``borrows_output`` says to use the target's output matrix.
     """
 
     network: ClassVar[type[nnx.Module]] = Eagle3Head
 
-    config: Eagle3Config
+    config: Any  # Eagle3Config here; of another type in drafters with another network
+
+    def init(self, params: Params, batch: int, capacity: int) -> FeedbackState:
+        """An empty state; see :class:`eagle3_jax.types.Drafter`."""
+        del params
+        config, dtype = self.config, self.precision.activations
+        # The capacity has room for every verified node; the head may run on more nodes of a tree than that.
+        capacity += max(0, self.shape.num_expanded - self.num_nodes)
+        return FeedbackState(
+            cache=empty_cache(config.layers, batch=batch, capacity=capacity, dtype=dtype),
+            output=jnp.zeros((batch, config.width), dtype),
+            root=jnp.zeros((batch,), jnp.int32),
+        )
+
+    def observe(self, params: Params, state: FeedbackState, seen: Observation) -> FeedbackState:
+        """Runs the head on the committed pairs ``(f_t, x_{t+1})`` at positions ``t``; only these enter its cache."""
+        head, fed = self.bind(params), seen.tokens.shape[1]
+        shifted = jnp.concatenate([seen.tokens[:, 1:], seen.next_token[:, None]], axis=1)
+        last = jnp.arange(fed, dtype=jnp.int32)[None, :] == seen.length[:, None] - 1
+        shifted = jnp.where(last, seen.next_token[:, None], shifted)
+        positions = state.cache.length[:, None] + jnp.arange(fed, dtype=jnp.int32)[None, :]
+        past = memories(self.config.layers, causal_mask(fed), positions, state.cache)
+        output, written = head(self.embed(params, shifted, positions), head.fuse(seen.features), positions, past)
+        index = jnp.maximum(seen.length - 1, 0)[:, None, None]
+        newest = jnp.take_along_axis(output, index, axis=1)[:, 0]
+        observed = seen.length > 0
+        return FeedbackState(
+            cache=state.cache.commit(written, seen.length),
+            output=jnp.where(observed[:, None], newest, state.output),
+            root=jnp.where(observed, seen.next_token, state.root),
+        )
+
+    def propose(self, params: Params, state: FeedbackState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+        """Grows a draft by feeding the head its own output. Verification makes any draft exact."""
+        head, length = self.bind(params), state.cache.length
+
+        def run(tokens, output, depth, mask, memory):
+            # All nodes of a level share one rotary position: that of the pair, one before the token's own.
+            positions = jnp.broadcast_to(length[:, None] + depth, tokens.shape)
+            layers, before = memory
+            drafted = jnp.concatenate([before, positions], axis=1)
+            past = memories(self.config.layers, mask, drafted, Cache(layers=layers, length=length))
+            output, written = head(self.embed(params, tokens, positions), output, positions, past)
+            layers = tuple(KeyValues(**one._asdict()) for one in written)
+            return Level(self.logits(params, head, output), output, (layers, drafted))
+
+        output = state.output[:, None]
+        nothing = jnp.zeros((length.shape[0], 0), jnp.int32)
+        first = Level(self.logits(params, head, output), carry=output, memory=(state.cache.layers, nothing))
+        inputs = DraftInputs(
+            state.root, first, run, params.get("draft_to_target"), self.config.vocab_size, keys, sampling
+        )
+        draft, (layers, _) = self.grow(inputs)
+        # Guesses are after the committed slots, whose number has not changed. Returning this cache saves a copy.
+        cache = Cache(layers=layers, length=length)
+        return dataclasses.replace(draft, state=dataclasses.replace(state, cache=cache))
+
+    def embed(self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Embeddings of the tokens that follow the features at these positions."""
+        del positions
+        return embed(params["embedding"], tokens, self.precision)
+
+    def logits(self, params: Params, head: Any, output: Float[Array, "B T D"]) -> Float[Array, "B T W"]:
+        """Draft logits in float32 from the network's output."""
+        return self.target_logits(params, output) if self.borrows_output else head.logits(output)

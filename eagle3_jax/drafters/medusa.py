@@ -21,13 +21,13 @@ import jax.numpy as jnp
 from flax import nnx, struct
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.drafters._network import NetworkDrafter
-from eagle3_jax.drafters._parallel import propose_parallel
+from eagle3_jax.drafters.base import NetworkDrafter
+from eagle3_jax.drafters.parallel import parallel_inputs
 from eagle3_jax.models.config import MOST
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import Linear, Precision
 from eagle3_jax.sharding import VOCAB, Axis
-from eagle3_jax.tree import Chain, Topology
+from eagle3_jax.topology import Chain, Topology
 from eagle3_jax.types import Draft, Observation, SamplingParams
 
 
@@ -185,13 +185,6 @@ class MedusaDrafter(NetworkDrafter):
 
     def propose(self, params: Params, state: MedusaState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
         """All levels at once."""
-        return propose_parallel(
-            self.shape,
-            root=state.root,
-            logits=self.bound(params)(state.hidden, self.max_depth),
-            draft_to_target=params.get("draft_to_target"),
-            vocab_size=self.config.vocab_size,
-            keys=keys,
-            sampling=sampling,
-            draft_sampling=self.draft_sampling,
-        )
+        logits = self.bind(params)(state.hidden, self.max_depth)
+        ids = params.get("draft_to_target")
+        return self.grow(parallel_inputs(state.root, logits, ids, self.config.vocab_size, keys, sampling))[0]

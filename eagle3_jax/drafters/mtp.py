@@ -8,8 +8,8 @@ At each position ``t`` it reads the target's final state ``g_t`` (after the fina
 
 The block is a whole decoder layer with its input norm. Its normed output stands in for ``g`` in the next step, so the
 one module drafts as many tokens as are asked for, although DeepSeek trained it on the first of them alone: what is
-measured as the second and third token grows with training on its own output (``training/mtp.py``). The embedding and
-the output matrix are the target's, unless it brings others. At position 0 the embedding counts as zero
+measured as the second and third token grows with training on its own output (``training/methods.py``). The embedding
+and the output matrix are the target's, unless it brings others. At position 0 the embedding counts as zero
 (``zero_first``), as in DeepSeek's and Xiaomi's modules; speculators trains without that. ``q`` depends on the tokens
 drawn before it.
 
@@ -28,9 +28,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.cache import KeyValue
-from eagle3_jax.drafters._feedback import FeedbackDrafter, FinalStateConfig
+from eagle3_jax.drafters.base import FinalStateConfig
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.decoder import Block
-from eagle3_jax.models.functional import Params, traced_once
+from eagle3_jax.models.functional import Params, call_cached
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, embed
 from eagle3_jax.models.memory import Memory
 from eagle3_jax.sharding import VOCAB, Axis
@@ -81,7 +82,7 @@ class MTPModule(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], tuple[KeyValue, ...]]:
         """One step: the target's normed state or the module's own in; its next one, keys and values out."""
         both = jnp.concatenate([self.embedding_norm(embedded), self.feature_norm(stream)], axis=-1)
-        x, kv = traced_once(self.block, self.fc(both), positions, memories[0])
+        x, kv = call_cached(self.block, self.fc(both), positions, memories[0])
         return self.norm(x), (kv,)
 
     def logits(self, output: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -90,11 +91,11 @@ class MTPModule(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class MTPDrafter(FeedbackDrafter):
-    """Drafts a chain or a tree with an MTP module.
+class MTPDrafter(Eagle3Drafter):
+    """Drafts a chain or a tree with an MTP module, by EAGLE-3's ``observe`` and ``propose``.
 
     Parameters: ``head`` (the network), ``embedding [V D]`` (its own or the target's) and the target's output matrix
-    (:meth:`~eagle3_jax.drafters._network.NetworkDrafter.assemble`).
+    (:meth:`~eagle3_jax.drafters.base.NetworkDrafter.assemble`).
     """
 
     network: ClassVar[type[nnx.Module]] = MTPModule
@@ -103,7 +104,7 @@ class MTPDrafter(FeedbackDrafter):
     config: MTPConfig
 
     def embed(self, params: Params, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """See :class:`~eagle3_jax.drafters._feedback.FeedbackDrafter`; zero at position 0."""
+        """Embeddings of the tokens; zero at position 0 if ``zero_first``."""
         embedded = embed(params["embedding"], tokens, self.precision)
         return jnp.where(positions[..., None] == 0, 0, embedded) if self.config.zero_first else embedded
 

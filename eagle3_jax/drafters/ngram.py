@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from eagle3_jax.drafters._text import TextDrafter, TextState
+from eagle3_jax.drafters.text import TextDrafter, TextState
 from eagle3_jax.types import Draft, SamplingParams
 
 

@@ -34,10 +34,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from eagle3_jax.cache import Cache, KeyValues
-from eagle3_jax.drafters._feedback import FeedbackDrafter, FeedbackState
-from eagle3_jax.drafters._parallel import propose_parallel
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Head, FeedbackState
+from eagle3_jax.drafters.parallel import parallel_inputs
 from eagle3_jax.models.config import Eagle3Config
-from eagle3_jax.models.eagle3 import Eagle3Head
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import Precision
 from eagle3_jax.models.memory import causal_mask, memories
@@ -76,7 +75,7 @@ class PEagleHead(Eagle3Head):
 
 
 @dataclasses.dataclass(frozen=True)
-class PEagleDrafter(FeedbackDrafter):
+class PEagleDrafter(Eagle3Drafter):
     """Drafts a chain or a tree with a P-EAGLE head; it observes as EAGLE-3 does and feeds nothing back.
 
     Parameters are a dictionary: ``head`` (the network), ``embedding [V D]`` (mostly the head's own) and
@@ -89,7 +88,7 @@ class PEagleDrafter(FeedbackDrafter):
 
     def propose(self, params: Params, state: FeedbackState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
         """Run the mask rows behind the committed pairs and draft from all laws at once."""
-        head, cache, masks = self.bound(params), state.cache, self.max_depth - 1
+        head, cache, masks = self.bind(params), state.cache, self.max_depth - 1
         outputs = state.output[:, None]
         if masks:
             shape = (state.root.shape[0], masks)
@@ -101,14 +100,6 @@ class PEagleDrafter(FeedbackDrafter):
             outputs = jnp.concatenate([outputs, output], axis=1)
             # What the mask rows wrote lies behind the committed slots, whose number is as before.
             cache = Cache(layers=tuple(KeyValues(**one._asdict()) for one in written), length=cache.length)
-        draft = propose_parallel(
-            self.shape,
-            root=state.root,
-            logits=head.logits(outputs),
-            draft_to_target=params.get("draft_to_target"),
-            vocab_size=self.config.vocab_size,
-            keys=keys,
-            sampling=sampling,
-            draft_sampling=self.draft_sampling,
-        )
+        ids, logits = params.get("draft_to_target"), head.logits(outputs)
+        draft, _ = self.grow(parallel_inputs(state.root, logits, ids, self.config.vocab_size, keys, sampling))
         return dataclasses.replace(draft, state=dataclasses.replace(state, cache=cache))

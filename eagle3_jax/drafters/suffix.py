@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, Key
 
-from eagle3_jax.drafters._text import TextDrafter, TextState
+from eagle3_jax.drafters.text import TextDrafter, TextState
 from eagle3_jax.types import Draft, SamplingParams
 
 

@@ -8,14 +8,26 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from eagle3_jax.cache import KeyValue, Segment
-from eagle3_jax.models.layers import exact
+from eagle3_jax.cache import KeyValue
+from eagle3_jax.models.layers import matmul_precision
 
-# Scores are many more numbers than what they are made from: of a text they are made for so many queries at once that
-# they are about so many (512 MiB in float32). Blocks as short as a round's are never cut.
+# A long prompt is processed in blocks of queries, so that at most 2^27 attention scores (512 MiB in float32) exist at
+# once. A block has at least 64 queries. Up to 128 tokens, as in every round, nothing is split.
 _SCORES, _SHORT, _FEWEST = 2**27, 128, 64
+
+
+class Segment(NamedTuple):
+    """A run of keys and values with its attention mask.
+
+    Attributes:
+        kv: The keys and values.
+        mask: ``[B T S]`` or broadcastable to it. True if query ``t`` may attend to key ``s``.
+    """
+
+    kv: KeyValue
+    mask: Bool[Array, "#B #T S"]
 
 
 class Scoring(NamedTuple):
@@ -59,31 +71,32 @@ def attention(
         ``[B T heads·Hv]``; values may be narrower than keys.
     """
     batch, fed, heads, _ = queries.shape
-    block = _queries_at_once(queries, segments)
+    block = _query_block_size(queries, segments)
     if block >= fed:
-        return _side_by_side(_at_once(queries, segments, own, scoring), queries)
+        return _merge_heads(_attend(queries, segments, own, scoring), queries)
 
     def add(index: Array, out: Array) -> Array:
-        # The last block may overlap the one before, and some are made again: each is the same in any block.
+        # The last block may overlap the one before it. A query's result is the same in both.
         start = jnp.minimum(index * block, fed - block)
         cut = lambda leaf, axis: lax.dynamic_slice_in_dim(leaf, start, block, axis)
         some = [Segment(kv, mask if mask.shape[1] == 1 else cut(mask, 1)) for kv, mask in segments]
         diagonals = [KeyValue(cut(keys, 2), cut(values, 2)) for keys, values in own]
-        return lax.dynamic_update_slice_in_dim(out, _at_once(cut(queries, 1), some, diagonals, scoring), start, axis=3)
+        return lax.dynamic_update_slice_in_dim(out, _attend(cut(queries, 1), some, diagonals, scoring), start, axis=3)
 
     keys, values = segments[0].kv if segments else own[0]
     kv_heads = keys.shape[1]
-    # In float32, as it would go on to what is fused with it.
+    # The blocks are collected in float32, so that rounding happens once, as without blocks.
     out = jnp.zeros((batch, kv_heads, heads // kv_heads, fed, values.shape[-1]), jnp.float32)
-    return _side_by_side(lax.fori_loop(0, -(-fed // block), add, out), queries)
+    return _merge_heads(lax.fori_loop(0, -(-fed // block), add, out), queries)
 
 
-def _side_by_side(out: Float[Array, "B C groups T Hv"], queries: Float[Array, "B T heads H"]) -> Array:
-    """What every head gives of a token side by side, in the type of the queries."""
+def _merge_heads(out: Float[Array, "B C groups T Hv"], queries: Float[Array, "B T heads H"]) -> Array:
+    """``[B T heads·Hv]`` in the type of the queries."""
     return out.astype(queries.dtype).transpose(0, 3, 1, 2, 4).reshape(*queries.shape[:2], -1)
 
 
-def _queries_at_once(queries: Float[Array, "B T heads H"], segments: Sequence[Segment]) -> int:
+def _query_block_size(queries: Float[Array, "B T heads H"], segments: Sequence[Segment]) -> int:
+    """Returns how many queries are processed at once: all of a short block, else a power of two."""
     batch, fed, heads, _ = queries.shape
     if fed <= _SHORT:
         return fed
@@ -91,17 +104,19 @@ def _queries_at_once(queries: Float[Array, "B T heads H"], segments: Sequence[Se
     return max(_FEWEST, 1 << (_SCORES // each).bit_length() >> 1)
 
 
-def _at_once(
+def _attend(
     queries: Float[Array, "B T heads H"], segments: Sequence[Segment], own: Sequence[KeyValue], scoring: Scoring
 ) -> Float[Array, "B C groups T Hv"]:
-    """:func:`attention` of all queries together, in float32."""
+    """:func:`attention` of all queries at once, in float32."""
     batch, fed, heads, head_dim = queries.shape
     kv_heads = (segments[0].kv if segments else own[0]).keys.shape[1]
     groups = heads // kv_heads
     # The query heads of a group and the tokens form one axis: XLA's CPU products want one free axis on each side.
     rows = queries.reshape(batch, fed, kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
     folded = rows.reshape(batch, kv_heads, groups * fed, head_dim)
-    contract = functools.partial(jnp.einsum, preferred_element_type=jnp.float32, precision=exact(queries.dtype))
+    contract = functools.partial(
+        jnp.einsum, preferred_element_type=jnp.float32, precision=matmul_precision(queries.dtype)
+    )
     scores = []
     for segment in segments:
         score = contract("bcqh,bcsh->bcqs", folded, segment.kv.keys)

@@ -27,18 +27,18 @@ from eagle3_jax.models.experts import ExpertMLP
 from eagle3_jax.models.functional import (
     Params,
     bind,
+    call_cached,
     init_params,
     param_axes,
     param_products,
     param_shapes,
-    traced_once,
 )
 from eagle3_jax.models.grouped import Attention
 from eagle3_jax.models.latent import LatentAttention
 from eagle3_jax.models.layers import FLOAT32, Linear, Precision, RMSNorm, SwiGLU, embed, product
 from eagle3_jax.models.memory import Memory, RecurrentMemory, empty_cache, memories
 from eagle3_jax.sharding import VOCAB, Axis
-from eagle3_jax.types import Tables, TargetOutput
+from eagle3_jax.types import EmbeddingTables, TargetOutput
 
 # The module of each kind of mixer and of MLP.
 MIXERS: dict[type, Callable[..., nnx.Module]] = {
@@ -105,7 +105,7 @@ class Decoder(nnx.Module):
         x = embed(self.embedding[...], tokens, self.precision)
         entering, written = [x], []
         for block, memory in zip(self.blocks, memories, strict=True):
-            x, kept = traced_once(block, x, positions, memory)
+            x, kept = call_cached(block, x, positions, memory)
             entering.append(x)
             written.append(kept)
         final = self.norm(x)
@@ -186,6 +186,6 @@ class DecoderTarget:
         """Logits in float32 from final-norm outputs."""
         return bind(Decoder, self.config, self.precision, params).unembed(final)
 
-    def tables(self, params: Params) -> Tables:
+    def tables(self, params: Params) -> EmbeddingTables:
         """What draft heads without an embedding, or without an output matrix, of their own borrow."""
-        return Tables(params["embedding"], None if self.config.tie_embeddings else params["head"]["kernel"])
+        return EmbeddingTables(params["embedding"], None if self.config.tie_embeddings else params["head"]["kernel"])

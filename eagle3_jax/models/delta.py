@@ -11,9 +11,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.models.config import GatedDelta, NormKind
-from eagle3_jax.models.layers import Linear, Precision, RMSNorm, apart, exact
+from eagle3_jax.models.layers import Linear, Precision, RMSNorm, keep_fused, matmul_precision
 from eagle3_jax.models.memory import RecurrentMemory
-from eagle3_jax.recurrent import Recurrent, Updates, at_least_two, folded
+from eagle3_jax.models.recurrent import Recurrent, Updates, at_least_two, folded
 from eagle3_jax.sharding import HEADS, Axis
 
 CHUNK = 64  # tokens of a text that are solved for at once
@@ -83,9 +83,9 @@ class GatedDeltaNet(nnx.Module):
         del positions
         config, rows = self.config, x.shape[:2]
         split = 2 * config.key_dim + config.group * config.value_dim
-        fused = apart(self.qkvz(x)).reshape(*rows, config.num_key_heads, -1)
+        fused = keep_fused(self.qkvz(x)).reshape(*rows, config.num_key_heads, -1)
         inputs, gate = fused[..., :split], fused[..., split:]
-        ba = apart(self.ba(x)).reshape(*rows, config.num_key_heads, 2, config.group)
+        ba = keep_fused(self.ba(x)).reshape(*rows, config.num_key_heads, 2, config.group)
         betas, logs = self._rates(ba)
         if memory.layer is None:
             read, kept = self._text(inputs, betas, logs, jnp.broadcast_to(memory.real, rows))
@@ -197,7 +197,7 @@ def chunked(
         padded = jnp.pad(leaf, ((0, 0), (0, -size % length), *[(0, 0)] * (leaf.ndim - 2)))
         return jnp.moveaxis(padded.reshape(leaf.shape[0], -1, length, *leaf.shape[2:]), 1, 0)
 
-    precision = exact(jnp.float32)
+    precision = matmul_precision(jnp.float32)
     einsum = lambda pattern, *of: jnp.einsum(pattern, *of, precision=precision)
     queries, keys, values, betas, logs = map(cut, (*heads, betas, logs))  # [chunks B length Hk ...]
     since = jnp.cumsum(logs, axis=2)  # log of what is left at a token of the state before the chunk
@@ -234,7 +234,7 @@ def _solved(alike: Float[Array, "*any L L"], right: Float[Array, "*any L M"]) ->
 
     def step(found: Array, one: tuple[Array, Array, Array]) -> tuple[Array, None]:
         index, row, wanted = one  # rows that are not found yet are zeros
-        new = wanted - jnp.einsum("...j,...jm->...m", row, found, precision=exact(jnp.float32))
+        new = wanted - jnp.einsum("...j,...jm->...m", row, found, precision=matmul_precision(jnp.float32))
         return lax.dynamic_update_index_in_dim(found, new, index, axis=-2), None
 
     rows = (jnp.arange(right.shape[-2], dtype=jnp.int32), jnp.moveaxis(alike, -2, 0), jnp.moveaxis(right, -2, 0))

@@ -49,13 +49,20 @@ def enabled(use: bool) -> Iterator[None]:
 def is_enabled() -> bool:
     """Whether attention is traced with the kernel: on NVIDIA GPUs of compute capability 8.0 and more.
 
-    The environment variable ``EAGLE3_ATTENTION=xla`` turns the kernel off.
+    The environment variable ``EAGLE3_ATTENTION=xla`` turns the kernel off, whatever :func:`enabled` says.
+
+    Raises:
+        ValueError: The variable has another value.
     """
+    if asked := os.environ.get(_VARIABLE):
+        if asked != "xla":
+            raise ValueError(f"{_VARIABLE} is {asked!r}; expected xla, or no such variable for the default")
+        return False
     if (chosen := _chosen.get()) is not None:
         return chosen
     device = jax.devices()[0]
     is_nvidia = device.platform == "gpu" and device.device_kind.startswith("NVIDIA")
-    return is_nvidia and os.environ.get(_VARIABLE) != "xla" and float(device.compute_capability) >= 8
+    return is_nvidia and float(device.compute_capability) >= 8
 
 
 def is_supported(queries: Float[Array, "B T heads H"], kv: KeyValue) -> bool:

@@ -65,7 +65,7 @@ def bind(build: Callable[..., nnx.Module], config: Any, precision: Any, params: 
     return nnx.merge(graphdef, state)
 
 
-def traced_once(module: nnx.Module, *args: Any) -> Any:
+def call_cached(module: nnx.Module, *args: Any) -> Any:
     """``module(*args)``, traced and lowered once for all modules of one description and arguments of the same shapes.
 
     The layers of a model, the steps of a draft: the compiler inlines each again, but Python sees one.

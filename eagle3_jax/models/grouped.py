@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.cache import KeyValue
 from eagle3_jax.models.attention import Scoring
 from eagle3_jax.models.config import GroupedQuery, NormKind
-from eagle3_jax.models.layers import Linear, Precision, RMSNorm, apart, normalised
+from eagle3_jax.models.layers import Linear, Precision, RMSNorm, keep_fused, normalised
 from eagle3_jax.models.memory import Memory
 from eagle3_jax.models.rope import rotate, scale_queries
 from eagle3_jax.sharding import HEADS, Axis
@@ -68,7 +68,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B T heads H"], KeyValue, Float[Array, "B T width"] | None]:
         config = self.config
         rows, group = x.shape[:2], config.group
-        fused = apart(self.qkv(x)).reshape(*rows, config.num_kv_heads, -1, config.head_dim)
+        fused = keep_fused(self.qkv(x)).reshape(*rows, config.num_kv_heads, -1, config.head_dim)
         queries = fused[:, :, :, :group].reshape(*rows, config.num_heads, config.head_dim)
         keys, values = fused[:, :, :, group], fused[:, :, :, group + 1]
         gate = fused[:, :, :, group + 2 :].reshape(*rows, -1) if config.output_gate else None

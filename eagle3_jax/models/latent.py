@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.cache import KeyValue
 from eagle3_jax.models.attention import Scoring
 from eagle3_jax.models.config import Latent, NormKind
-from eagle3_jax.models.layers import Linear, Precision, RMSNorm, apart, product_by_head
+from eagle3_jax.models.layers import Linear, Precision, RMSNorm, keep_fused, product_by_head
 from eagle3_jax.models.memory import Memory
 from eagle3_jax.models.rope import rotate
 from eagle3_jax.sharding import HEADS, Axis
@@ -79,13 +79,13 @@ class LatentAttention(nnx.Module):
         """Queries of the latents, and behind them those of the rotated key."""
         config = self.config
         queries = self.q(x) if config.q_rank is None else self.q_b(self.q_a_norm(self.q_a(x)))
-        queries = apart(queries).reshape(*x.shape[:2], config.num_heads, -1)
+        queries = keep_fused(queries).reshape(*x.shape[:2], config.num_heads, -1)
         of_latents = product_by_head(queries[..., : config.nope_dim], self.key_up[...], self.precision)
         return jnp.concatenate([of_latents, rotate(queries[..., config.nope_dim :], positions, config.rope)], axis=-1)
 
     def _latents(self, x: Float[Array, "B T D_in"], positions: Int[Array, "B T"]) -> Float[Array, "B 1 T R"]:
         """What the cache keeps of each token: its normalised latent, and the rotated key of all heads."""
-        both = apart(self.kv_a(x))
+        both = keep_fused(self.kv_a(x))
         latents, keys = both[..., : self.config.kv_rank], both[..., self.config.kv_rank :]
         keys = rotate(keys[:, :, None], positions, self.config.rope)[:, :, 0]
         return jnp.concatenate([self.kv_a_norm(latents), keys], axis=-1)[:, None]

@@ -1,4 +1,4 @@
-"""The pieces that targets and draft heads are built of: linear, norm, SwiGLU."""
+"""Layers of targets and draft heads: linear, norm, SwiGLU; and matrix products under a named precision."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from eagle3_jax.uploading import put_array, put_shards
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """In which type products are multiplied and in which type they are summed and passed on.
+    """The types of matrix products and activations.
 
     Attributes:
-        name: What the command line calls it.
-        operands: Type of weights, and of activations as they enter a product.
-        activations: Type in which products accumulate, of the residual stream and of the caches.
+        name: Name on the command line.
+        operands: Type of weights, and of activations as operands of a product.
+        activations: Type of sums in products, of the residual stream and of the caches.
     """
 
     name: str
@@ -37,24 +37,24 @@ class Precision:
 
 FLOAT32 = Precision("float32", jnp.float32, jnp.float32)
 BFLOAT16 = Precision("bfloat16", jnp.bfloat16, jnp.bfloat16)
-# Half the bytes of float32 with its accumulation. On CPUs with bfloat16 dot products a block of 2 to 16 rows
-# costs about the same as one, which is what makes verification nearly free there.
+# Half the bytes of float32, with float32 accumulation. On CPUs with bfloat16 dot products a block of 2 to 16 rows
+# costs about the same as one, so verification is nearly free there.
 MIXED = Precision("mixed", jnp.bfloat16, jnp.float32)
 PRECISIONS = {p.name: p for p in (FLOAT32, BFLOAT16, MIXED)}
 
 
-# Parameters by name that stay float32: they are small, and they decide which experts a token goes through and how fast
-# a state is forgotten.
+# Names of parameters that stay float32. They are small, and decide which experts process a token and how fast a state
+# decays.
 IN_FLOAT32 = frozenset({"router", "correction", "a_log", "dt_bias"})
 
 
 def stored_type(path: tuple[Any, ...], ndim: int, precision: Precision) -> DTypeLike:
-    """In which type a parameter lies on the device: matrices in that of operands, vectors in that of activations.
+    """The type of a parameter on the device: ``operands`` for matrices, ``activations`` for vectors.
 
     Args:
-        path: Its keys in the nested dictionary of parameters, as ``jax.tree_util`` gives them.
-        ndim: Its axes.
-        precision: Names the types.
+        path: Keys in the nested dictionary of parameters, as from ``jax.tree_util``.
+        ndim: Number of axes.
+        precision: The types.
     """
     if any(getattr(entry, "key", None) in IN_FLOAT32 for entry in path):
         return jnp.float32
@@ -62,16 +62,15 @@ def stored_type(path: tuple[Any, ...], ndim: int, precision: Precision) -> DType
 
 
 def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
-    """Arrays on the device, each in its :func:`stored_type`.
+    """Puts arrays on the device, each in its :func:`stored_type`.
 
-    One after the other, so that the host never holds more than two of them beside what it maps from files: one on its
-    way and the next.
+    One after the other: in addition to memory-mapped files, the host holds at most two arrays at a time.
 
     Args:
-        params: Arrays of numpy, or what becomes one when it is asked for; of kernels that are wanted in FP8
+        params: Numpy arrays, or objects that ``np.asarray`` converts; for kernels to be stored in FP8
             :class:`~eagle3_jax.models.quantised.ToQuantise`.
-        precision: Names the types.
-        shardings: Where each of them goes; to the default device when left out.
+        precision: The types.
+        shardings: A sharding per array. Default: the default device.
     """
     on_its_way: list[Any] = []
 
@@ -94,11 +93,11 @@ def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
     return jax.block_until_ready(jax.tree_util.tree_map_with_path(put, params, *rest))
 
 
-def exact(dtype: DTypeLike) -> lax.Precision | None:
-    """How products of operands of this type are asked for: float32 with all of its bits (docs/decisions/0012).
+def matmul_precision(dtype: DTypeLike) -> lax.Precision | None:
+    """The ``precision`` argument of products of this type: float32 operands keep all their bits (docs/decisions/0012).
 
-    Left to themselves, NVIDIA's tensor cores round it to TensorFloat-32 and TPUs to bfloat16. Who has told JAX a
-    precision (``jax_default_matmul_precision``) gets that one.
+    By default NVIDIA's tensor cores round them to TensorFloat-32 and TPUs to bfloat16. A precision set by the user
+    (``jax_default_matmul_precision``) takes precedence.
     """
     told = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     return lax.Precision.HIGHEST if told is None and jnp.dtype(dtype) == jnp.float32 else None
@@ -108,7 +107,9 @@ def exact(dtype: DTypeLike) -> lax.Precision | None:
 def _product(x: Array, kernel: Array, operands: DTypeLike, activations: DTypeLike) -> Array:
     """``x @ kernel`` over the last axis of ``x`` in the given types."""
     x, kernel = x.astype(operands), kernel.astype(operands)
-    contract = functools.partial(lax.dot_general, preferred_element_type=activations, precision=exact(operands))
+    contract = functools.partial(
+        lax.dot_general, preferred_element_type=activations, precision=matmul_precision(operands)
+    )
 
     def as_it_is(x: Array, kernel: Array) -> Array:
         return contract(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
@@ -119,8 +120,8 @@ def _product(x: Array, kernel: Array, operands: DTypeLike, activations: DTypeLik
 
     if x.size > x.shape[-1]:
         return as_it_is(x, kernel)
-    # A single row has no fast path in XLA's CPU backend where the operands are narrower than the sums (measured seven
-    # times slower than two rows), and on TPUs goes to the vector unit.
+    # XLA's CPU backend has no fast path for a single row with operands narrower than the sums (measured: seven times
+    # slower than two rows); TPUs run it on the vector unit.
     cpu = in_a_pair if operands != activations else as_it_is
     return lax.platform_dependent(x, kernel, cpu=cpu, tpu=in_a_pair, default=as_it_is)
 
@@ -130,10 +131,12 @@ def _product_fwd(x: Array, kernel: Array, operands: DTypeLike, activations: DTyp
 
 
 def _product_bwd(operands: DTypeLike, activations: DTypeLike, saved: tuple[Array, Array], grad: Array):
-    # JAX's own rule would multiply a float32 cotangent with a bfloat16 operand, which falls back to slow products.
+    # JAX's own rule multiplies a float32 cotangent with a bfloat16 operand, for which products are slow.
     x, kernel = saved
     rows, grads = x.reshape(-1, x.shape[-1]).astype(operands), grad.reshape(-1, grad.shape[-1]).astype(operands)
-    contract = functools.partial(lax.dot_general, preferred_element_type=activations, precision=exact(operands))
+    contract = functools.partial(
+        lax.dot_general, preferred_element_type=activations, precision=matmul_precision(operands)
+    )
     grad_x = contract(grads, kernel.astype(operands), (((1,), (1,)), ((), ())))
     grad_kernel = contract(rows, grads, (((0,), (0,)), ((), ())))
     return grad_x.reshape(x.shape).astype(x.dtype), grad_kernel.astype(kernel.dtype)
@@ -145,10 +148,10 @@ _product.defvjp(_product_fwd, _product_bwd)
 def product(
     x: Float[Array, "*rows D_in"], kernel: Float[Array, "D_in D_out"] | Fp8Kernel, precision: Precision
 ) -> Float[Array, "*rows D_out"]:
-    """Matrix product under a named precision; with :func:`product_by_head` where the library multiplies by weights.
+    """Matrix product with weights under a named precision.
 
-    Of an FP8 kernel the scales of outputs are multiplied behind the product, in float32; with scales for blocks of
-    inputs it is the product with the kernel that it stands for, in the type of the operands.
+    For an FP8 kernel with one scale per output, the scales are multiplied after the product, in float32. With scales
+    for blocks of inputs, the kernel is first converted to the type of the operands.
     """
     if not isinstance(kernel, Fp8Kernel):
         return _product(x, kernel, precision.operands, precision.activations)
@@ -164,23 +167,23 @@ def product(
 def product_by_head(
     x: Float[Array, "B T heads D_in"], kernels: Float[Array, "heads D_in D_out"], precision: Precision
 ) -> Float[Array, "B T heads D_out"]:
-    """A matrix product for every head, under a named precision."""
+    """Matrix products with a kernel for each head, under a named precision."""
     batch, fed, heads, _ = x.shape
     rows = x.reshape(batch * fed, heads, -1).swapaxes(0, 1).astype(precision.operands)
-    # Not einsum: it may exchange the two, and XLA's CPU backend multiplies bfloat16 in this order alone.
+    # Not einsum, which may swap the operands: XLA's CPU backend multiplies bfloat16 only in this order.
     out = lax.dot_general(
         rows,
         kernels.astype(precision.operands),
         (((2,), (1,)), ((0,), (0,))),
         preferred_element_type=precision.activations,
-        precision=exact(precision.operands),
+        precision=matmul_precision(precision.operands),
     )
     return out.swapaxes(0, 1).reshape(batch, fed, heads, -1)
 
 
 @jax.custom_vjp
 def _rows(table: Array, tokens: Array) -> Array:
-    """``table[tokens]``; of a bfloat16 table by its bits on CPUs, where XLA would widen the whole table first."""
+    """``table[tokens]``. On CPUs a bfloat16 table is read as integers, because XLA would convert the whole table."""
     if table.dtype != jnp.bfloat16:
         return table[tokens]
 
@@ -196,7 +199,7 @@ def _rows_fwd(table: Array, tokens: Array):
 
 
 def _rows_bwd(saved: tuple[Array, Array], grad: Array):
-    table, tokens = saved  # bits have no gradient of their own
+    table, tokens = saved  # integers have no gradient
     return jnp.zeros_like(table).at[tokens].add(grad), None
 
 
@@ -209,9 +212,9 @@ def embed(table: Float[Array, "V D"], tokens: Int[Array, "B T"], precision: Prec
 
 
 class Linear(nnx.Module):
-    """``y = x W + b``; the kernel is stored ``[in, out]``, and ``axes`` are those two (:mod:`eagle3_jax.sharding`).
+    """``y = x W + b``. The kernel is ``[in, out]``; ``axes`` name both axes (:mod:`eagle3_jax.sharding`).
 
-    Its kernel may be an :class:`~eagle3_jax.models.quantised.Fp8Kernel`, unless ``fp8`` says that it never is.
+    The kernel may be an :class:`~eagle3_jax.models.quantised.Fp8Kernel` if ``fp8`` allows it.
     """
 
     def __init__(
@@ -236,18 +239,18 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + lax.broadcast_to_rank(self.bias[...].astype(y.dtype), y.ndim)
 
 
-def apart(y: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-    """What one product gave of several, about to be taken apart: that must not happen to the weights instead.
+def keep_fused(y: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+    """Barrier before splitting the result of a fused projection.
 
-    For TPUs XLA would move a reshape from the result to the kernel and lay that out again, 100 MiB a layer and round.
+    Without it XLA:TPU reshapes the weights instead of the result: 100 MiB per layer and round.
     """
     return lax.platform_dependent(y, tpu=lax.optimization_barrier, default=lambda y: y)
 
 
 class RMSNorm(nnx.Module):
-    """``x / sqrt(mean(x²) + eps) · w`` (Zhang & Sennrich, 2019), normalised in float32.
+    """``x / sqrt(mean(x²) + eps) · w`` (Zhang & Sennrich, 2019), computed in float32.
 
-    How ``w`` multiplies is the model's :data:`~eagle3_jax.models.config.NormKind`.
+    The model's :data:`~eagle3_jax.models.config.NormKind` says how ``w`` is applied.
     """
 
     def __init__(self, width: int, eps: float, kind: NormKind = "plain"):
@@ -258,7 +261,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         y, scale = normalised(x, self.eps), lax.broadcast_to_rank(self.scale[...], x.ndim)
         if self.kind == "plain":
-            # The weight multiplies after the cast, as in the PyTorch models whose outputs we must reproduce.
+            # The weight multiplies after the cast, as in the PyTorch models.
             return y.astype(x.dtype) * scale.astype(x.dtype)
         scale = scale.astype(jnp.float32)
         return (y * (1.0 + scale if self.kind == "zero-centred" else scale)).astype(x.dtype)
@@ -271,7 +274,7 @@ def normalised(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"
 
 
 class SwiGLU(nnx.Module):
-    """``down(silu(gate(x)) · up(x))`` (Shazeer, 2020); gate and up are one product, its columns ``[width, 2]``."""
+    """``down(silu(gate(x)) · up(x))`` (Shazeer, 2020); gate and up are one product with columns ``[width, 2]``."""
 
     def __init__(self, width: int, config: GatedMLP, *, precision: Precision, rngs: nnx.Rngs):
         inner, options = Axis(MLP, config.width), {"bias": config.bias, "precision": precision, "rngs": rngs}
@@ -279,5 +282,5 @@ class SwiGLU(nnx.Module):
         self.down = Linear(config.width, width, axes=(inner, None), **options)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        both = apart(self.gate_up(x)).reshape(*x.shape[:-1], -1, 2)
+        both = keep_fused(self.gate_up(x)).reshape(*x.shape[:-1], -1, 2)
         return self.down(jax.nn.silu(both[..., 0]) * both[..., 1])

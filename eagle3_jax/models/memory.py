@@ -11,11 +11,72 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
-from eagle3_jax.cache import Cache, KeyValue, KeyValues, LatentKeys, LayerCache, Segment, Span, visible
+from eagle3_jax.cache import Cache, KeyValue, KeyValues, LayerCache
 from eagle3_jax.models import flash
-from eagle3_jax.models.attention import Scoring, attention
+from eagle3_jax.models.attention import Scoring, Segment, attention
 from eagle3_jax.models.config import GatedDelta, GroupedQuery, Latent, LayerConfig, Mixer
-from eagle3_jax.recurrent import Recurrent
+from eagle3_jax.models.latent_keys import LatentKeys
+from eagle3_jax.models.recurrent import Recurrent
+
+
+class Span(NamedTuple):
+    """The range of earlier positions that a layer attends to.
+
+    Positions, not slots: siblings of a tree are in different slots at the same position.
+
+    Attributes:
+        window: Number of most recent positions, the token's own included; ``None`` for all.
+        chunk: Positions are divided into chunks of this size and a token attends to its own chunk; ``None`` for all.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it covers every earlier position."""
+        return self.window is None and self.chunk is None
+
+    def sees(self, of_keys: Int[Array, "B S"], of_queries: Int[Array, "B T"]) -> Bool[Array, "B T S"]:
+        """``[B T S]``: whether each key is within the range of each query. The order of the two is not checked."""
+        keys, queries = of_keys[:, None, :], of_queries[:, :, None]
+        if self.window is not None:
+            return keys > queries - self.window
+        assert self.chunk is not None
+        return keys // self.chunk == queries // self.chunk
+
+
+def cache_mask(
+    mask: Bool[Array, "#B T M"],
+    length: Int[Array, " B"],
+    capacity: int,
+    *,
+    positions: Int[Array, "B M"] | None = None,
+    span: Span = Span(),
+) -> Bool[Array, "B T S"]:
+    """Attention mask over all cache slots: every query sees the committed slots; the new block follows ``mask``.
+
+    Args:
+        mask: ``mask[b, t, m]``: query ``t`` sees token ``m`` of the block. The queries may be the last ``T`` of ``M``.
+        length: Committed slots of each row.
+        capacity: ``S``.
+        positions: Absolute positions of all ``M`` tokens; needed for a limited span. A committed slot holds the token
+            at the position of its number.
+        span: The range of positions that the layer attends to.
+    """
+    batch, (fed, size) = length.shape[0], mask.shape[-2:]
+    slot = jnp.arange(capacity, dtype=jnp.int32)[None, :]
+    offset = slot - length[:, None]
+    inside = jnp.broadcast_to(mask, (batch, fed, size))
+    index = jnp.broadcast_to(jnp.clip(offset, 0, size - 1)[:, None, :], (batch, fed, capacity))
+    of_block = jnp.take_along_axis(inside, index, axis=2) & (offset < size)[:, None, :]
+    seen = jnp.where((offset < 0)[:, None, :], True, of_block)
+    if span.whole:
+        return seen
+    assert positions is not None
+    of_slot = jnp.take_along_axis(positions, jnp.clip(offset, 0, size - 1), axis=1)
+    asked = positions if fed == size else positions[:, size - fed :]
+    return seen & span.sees(jnp.where(offset < 0, slot, of_slot), asked)
 
 
 @runtime_checkable
@@ -62,7 +123,7 @@ class CacheMemory(NamedTuple):
     Attributes:
         layer: The layer's cache.
         length: ``[B]``, the slot that the block begins at.
-        visible: ``[B T S]``, from :func:`eagle3_jax.cache.visible`.
+        visible: ``[B T S]``, from :func:`cache_mask`.
         kernel: Whether to use :mod:`eagle3_jax.models.flash` for the arrays that it supports.
     """
 
@@ -176,7 +237,7 @@ def _behind(
 ) -> list[Memory]:
     """One memory per layer behind the committed slots; of no use to a layer without slots."""
     capacity = next((layer.capacity for layer in cache.layers if isinstance(layer, KeyValues | LatentKeys)), 0)
-    seen = {span: visible(mask, cache.length, capacity, positions=positions, span=span) for span in set(spans)}
+    seen = {span: cache_mask(mask, cache.length, capacity, positions=positions, span=span) for span in set(spans)}
     before = mask.shape[-1] - mask.shape[-2]
     start = cache.length + before if before else cache.length
     return [

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from eagle3_jax.models.config import Experts
-from eagle3_jax.models.layers import Precision, apart, product
+from eagle3_jax.models.layers import Precision, keep_fused, product
 from eagle3_jax.models.quantised import Fp8Kernel
 from eagle3_jax.models.routers import Routing
 
@@ -224,7 +224,7 @@ def _expert(
 ) -> Float[Array, "*rows D"]:
     """A gated MLP; ``one`` is a stack without its leading axis, ``times`` multiplies rows by one of its kernels."""
     both = _plus(times(x, one.gate_up), one.gate_up_bias)
-    both = apart(both).reshape(*x.shape[:-1], -1, 2)
+    both = keep_fused(both).reshape(*x.shape[:-1], -1, 2)
     gate, up = both[..., 0], both[..., 1]
     if limit is None:
         inner = jax.nn.silu(gate) * up

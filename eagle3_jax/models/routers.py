@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from eagle3_jax.models.config import Experts
-from eagle3_jax.models.layers import Precision, exact
+from eagle3_jax.models.layers import Precision, matmul_precision
 
 _A_BLOCK = 64  # Tokens; more than that are a prompt's, which nothing reads twice.
 
@@ -46,7 +46,11 @@ def router_logits(
 
     def product(rows: Array, kernel: Array) -> Array:
         return lax.dot_general(
-            rows, kernel, (((1,), (0,)), ((), ())), precision=exact(operands), preferred_element_type=jnp.float32
+            rows,
+            kernel,
+            (((1,), (0,)), ((), ())),
+            precision=matmul_precision(operands),
+            preferred_element_type=jnp.float32,
         )
 
     def row_by_row(rows: Array, kernel: Array) -> Array:

@@ -1,1 +1,1 @@
-"""What speculation costs and gains, computed from numbers: nothing here needs JAX."""
+"""Costs and gains of speculation, computed from configurations, datasheets and rates."""

@@ -1,4 +1,4 @@
-"""Accelerators as their datasheets describe them: memory, bandwidth, dense peaks."""
+"""Accelerators by their datasheets (memory, bandwidth, dense peaks), and the number formats that they hold."""
 
 from __future__ import annotations
 
@@ -7,18 +7,31 @@ import difflib
 import math
 from collections.abc import Iterable
 
+# Bits per weight of the matrices inside the layers. int4 carries a 16-bit scale for every 128 weights, mxfp4 one of 8
+# bits for every 32. The scales of fp8 and int8, one a row, are left out (a thousandth).
+WEIGHT_BITS = {
+    "float32": 32.0,
+    "bfloat16": 16.0,
+    "float16": 16.0,
+    "fp8": 8.0,
+    "int8": 8.0,
+    "int4": 4.0 + 16 / 128,
+    "mxfp4": 4.0 + 8 / 32,
+}
+CACHE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """What a step cannot outrun.
+    """Limits of an accelerator.
 
     Attributes:
-        name: For tables and messages.
+        name: Name for tables and messages.
         memory_bytes: Capacity. Vendors' gigabytes are taken as ``10**9``, which is on the safe side.
-        bandwidth_bytes_per_second: Of its memory.
+        bandwidth_bytes_per_second: Memory bandwidth.
         peak_flops: Dense bfloat16 operations per second, summed in float32; without the doubling for sparse matrices.
         peak_flops_fp8: Dense FP8 operations per second; ``None`` where products are not computed in FP8.
-        source: Where the figures are published.
+        source: Publication of the figures.
     """
 
     name: str

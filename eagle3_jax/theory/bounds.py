@@ -1,11 +1,11 @@
-"""The roofline of a decoding step: no hardware is faster, whoever measured it.
+"""The roofline of a decoding step: the time that no implementation on this hardware can beat.
 
-A forward reads every weight once, however many tokens it is given, and each sequence's keys and values; it computes
-two operations for every weight and token. It takes at least the longer of the two times (Williams et al., 2009, "the
-roofline model"). Verification of ``K + 1`` tokens reads what a plain step reads, which is why speculation pays until
-arithmetic is short. Experts are the exception: more tokens go through more of them. Communication between accelerators,
-kernel launches and the host are left out: they only make things slower. Data that stays in an on-chip cache between
-steps is left out too; only models of some hundred megabytes can profit from it.
+A forward reads every weight once, however many tokens it is given, and each sequence's keys and values. It computes two
+operations for every weight and token. It takes at least the longer of the two times (Williams et al., 2009, "the
+roofline model"). Verification of ``K + 1`` tokens reads what a plain step reads, which is why speculation pays off
+until arithmetic is the limit. Experts are the exception: more tokens go through more of them. Communication between
+accelerators, kernel launches and the host are left out; they only make things slower. Data that stays in an on-chip
+cache between steps is left out too; only models of some hundred megabytes can profit from it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from eagle3_jax.theory.layer_sizes import keys_read, mixing_flops
+from eagle3_jax.models.config import GatedDelta, GroupedQuery, Latent, Mixer
 from eagle3_jax.theory.memory import Deployment, memory_plan
-from eagle3_jax.theory.sizes import DrafterSizes, Model, layer_runs, parameters
+from eagle3_jax.theory.sizes import Model, sizes_of
 from eagle3_jax.theory.speedup import best_chain_length
 
-_MOST_ROWS = 65_536  # batches beyond this are not searched
+_MOST_ROWS = 65_536  # upper end of the search for a batch size
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one forward asks of each accelerator.
+    """Bytes and operations of one forward on each accelerator.
 
     Attributes:
         num_bytes: Read from and written to its memory.
@@ -63,43 +63,78 @@ def forward_work(
 
     ``bytes = weights + B·(context + tokens)·kv``. ``operations = 2·B·(tokens·layers + logits·V·D)`` in matrices and
     ``4·B·tokens·(context + (tokens + 1)/2)·L·heads·H`` in attention: a token's query meets every earlier key and its
-    own, and as many values, two operations each. A layer with a window reads no more than what its tokens see, one of
-    recurrences reads and writes each sequence's state. Of experts ``E·(1 - (1 - k/E)^(B·tokens))`` a layer are read and
-    every token is multiplied with ``k``.
+    own, and as many values, two operations each. A layer with a window reads no more than its tokens see; a recurrent
+    layer reads and writes each sequence's state. Of experts ``E·(1 - (1 - k/E)^(B·tokens))`` a layer are read and every
+    token is multiplied with ``k``.
 
     Args:
-        deployment: Where it runs.
+        deployment: Models and accelerators.
         model: The target or the head.
         batch: ``B`` sequences, which share no prefix.
-        context: Tokens that each has behind it.
-        tokens: New tokens of each.
-        logits: How many of those need logits.
-        fuse: Whether target features are fused, which only the first pass of an EAGLE-3 draft does, and every pass of
-            other drafters.
-        alike: Whether all tokens choose the same experts, in which case the fewest are read that can be.
+        context: Earlier tokens of each sequence.
+        tokens: New tokens of each sequence.
+        logits: Number of new tokens that need logits.
+        fuse: Whether target features are fused: in the first pass of an EAGLE-3 draft. Other drafters fuse in every
+            pass, whatever this says.
+        alike: Whether all tokens choose the same experts, in which case the fewest possible are read.
     """
-    fuse |= isinstance(model, DrafterSizes)
-    n, of, runs = deployment.num_accelerators, parameters(model), layer_runs(model)
-    fusion = 0 if fuse else deployment.plain_bytes * of.fusion
+    sizes, n = sizes_of(model), deployment.num_accelerators
+    read, fuse = sizes.read, fuse or not sizes.fuses_once
+    fusion = 0 if fuse else deployment.plain_bytes * read.fusion
     cache = sum(
         batch * keys_read(run.layer.mixer, context, tokens) * deployment.run_cache_bytes(run)
-        for run in runs
-        if run.sizes.cache_values_per_token
+        for run in sizes.runs
+        if run.cache_values_per_token
     )
     weights = deployment.streamed_bytes(model, tokens=1 if alike else batch * tokens)
-    layers = of.query_output + of.key_value + of.mlp + (n * of.fusion if fuse else 0)
-    layers += sum(run.experts_read(1) for run in runs)
-    mixing = sum(batch * run.count * mixing_flops(run.layer.mixer, context, tokens) for run in runs)
+    layers = read.query_output + read.key_value + read.mlp + (n * read.fusion if fuse else 0)
+    layers += sum(run.experts_read(1) for run in sizes.runs)
+    mixing = sum(batch * run.count * mixing_flops(run.layer.mixer, context, tokens) for run in sizes.runs)
     return Work(
         num_bytes=weights - fusion + cache + 2 * batch * deployment.state_bytes(model),
         layer_flops=2 * batch * tokens * layers / n,
-        other_flops=(mixing + 2 * batch * logits * of.output) / n,
+        other_flops=(mixing + 2 * batch * logits * read.output) / n,
     )
+
+
+def keys_read(mixer: Mixer, context: int, tokens: int) -> int:
+    """Keys of a sequence that any of its new tokens attends to, the new ones included; none in a recurrent layer."""
+    if isinstance(mixer, GatedDelta):
+        return 0
+    if isinstance(mixer, GroupedQuery) and mixer.window is not None:
+        return min(context, mixer.window - 1) + tokens
+    if isinstance(mixer, GroupedQuery) and mixer.chunk is not None:
+        return context % mixer.chunk + tokens
+    return context + tokens
+
+
+def mixing_flops(mixer: Mixer, context: int, tokens: int) -> float:
+    """Operations in which new tokens meet earlier tokens and each other, or a recurrent state.
+
+    In attention ``4·heads·H`` for every pair of a query and a key that it attends to: a product with the key and one
+    with the value. With latents ``2·heads·(2·r + dr)``, in the absorbed form. In a recurrent layer ``6·Hv·dk·dv`` for
+    every token: reading the state for its key, updating it, and reading it for its query.
+    """
+    if isinstance(mixer, GatedDelta):
+        return 6.0 * tokens * mixer.num_value_heads * mixer.key_dim * mixer.value_dim
+    pairs = _pairs(mixer, context, tokens)
+    if isinstance(mixer, Latent):
+        return 2.0 * pairs * mixer.num_heads * (2 * mixer.kv_rank + mixer.rope_dim)
+    return 4.0 * pairs * mixer.num_heads * mixer.head_dim
+
+
+def _pairs(mixer: GroupedQuery | Latent, context: int, tokens: int) -> float:
+    """Number of pairs of a query and a key that it attends to."""
+    window = mixer.window if isinstance(mixer, GroupedQuery) else None
+    if isinstance(mixer, GroupedQuery) and mixer.chunk is not None:
+        return float(sum(position % mixer.chunk + 1 for position in range(context, context + tokens)))
+    whole = tokens if window is None else min(max(window - context, 0), tokens)  # the first ones, which see everything
+    return whole * (context + (whole + 1) / 2) + (tokens - whole) * (window or 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundBound:
-    """The least that a plain step and a round of speculation can take.
+    """The shortest possible times of a plain step and of a round of speculation.
 
     Attributes:
         batch: Sequences at once.
@@ -107,11 +142,11 @@ class RoundBound:
         plain_seconds: One token for every sequence.
         verify_seconds: One forward of ``K + 1`` tokens for every sequence.
         draft_seconds: All passes of the drafter; 0 without one.
-        draft_bytes: Read and written by them on each accelerator.
-        plain_bytes: Read by the plain step on each accelerator.
-        plain_flops: Computed by it.
+        draft_bytes: Bytes that the drafter's passes move on each accelerator.
+        plain_bytes: Bytes that the plain step reads on each accelerator.
+        plain_flops: Operations of the plain step on each accelerator.
         plain_limit: ``memory`` or ``compute``.
-        verify_limit: The same of verification.
+        verify_limit: The same for verification.
     """
 
     batch: int
@@ -137,11 +172,11 @@ class RoundBound:
 
     @property
     def plain_tokens_per_second(self) -> float:
-        """Of all sequences together, at most."""
+        """Upper bound of plain decoding, all sequences together."""
         return self.batch / self.plain_seconds
 
     def tokens_per_second(self, mean_acceptance_length: float) -> float:
-        """Of all sequences together at this τ, at most: ``B·τ / (t_verify + t_draft)``."""
+        """Upper bound at this τ, all sequences together: ``B·τ / (t_verify + t_draft)``."""
         return self.batch * mean_acceptance_length / (self.verify_seconds + self.draft_seconds)
 
     def speedup(self, mean_acceptance_length: float) -> float:
@@ -155,15 +190,15 @@ def round_bound(
     """The roofline of a round: a forward of the target over ``K + 1`` tokens and ``K`` passes of the drafter.
 
     The drafter's first pass takes in the up to ``K + 1`` tokens that the last round committed and fuses their features;
-    the others take one token each. Where one pass gives the whole draft it is the only one: as many rows, or a single
-    one where there are no layers to keep anything (Medusa).
+    the others take one token each. A drafter that proposes the whole draft in one pass has only the first. It takes as
+    many rows, or a single one if the drafter has no layers that keep anything (Medusa).
 
     Args:
-        deployment: What runs where.
+        deployment: Models and accelerators.
         batch: Sequences at once.
-        context: Tokens that each has behind it.
+        context: Earlier tokens of each sequence.
         num_draft_tokens: ``K``; 0 for plain decoding, in which case verification is the plain step.
-        alike: See :func:`forward_work`; with experts, only then is nothing faster.
+        alike: See :func:`forward_work`; with experts, the result is a bound for every text only if this is true.
     """
     if batch < 1 or context < 0 or num_draft_tokens < 0:
         raise ValueError(
@@ -177,13 +212,13 @@ def round_bound(
     verify_times = verify.memory_seconds(deployment), verify.compute_seconds(deployment, quantised=True)
     draft_seconds = draft_bytes = 0.0
     if head is not None and k > 0:
-        at_once = isinstance(head, DrafterSizes) and head.is_parallel
-        rows, logits = k + 1, k if at_once else 1
-        if at_once and not layer_runs(head):
+        sizes = sizes_of(head)
+        rows, logits = k + 1, k if sizes.is_parallel else 1
+        if sizes.is_parallel and not sizes.runs:
             rows = logits = 1  # the outputs of all heads are counted as one
         first = forward_work(deployment, head, **of_batch, context=context, tokens=rows, logits=logits, fuse=True)
         later = forward_work(deployment, head, **of_batch, context=context + k + 1, tokens=1, logits=1)
-        more = 0 if at_once else k - 1
+        more = 0 if sizes.is_parallel else k - 1
         draft_seconds = _seconds(first, deployment) + more * _seconds(later, deployment)
         draft_bytes = first.num_bytes + more * later.num_bytes
     return RoundBound(
@@ -200,15 +235,23 @@ def round_bound(
     )
 
 
+def _seconds(work: Work, deployment: Deployment) -> float:
+    return max(work.memory_seconds(deployment), work.compute_seconds(deployment, quantised=False))
+
+
+def _limit(memory_seconds: float, compute_seconds: float) -> str:
+    return "memory" if memory_seconds >= compute_seconds else "compute"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NodesBound:
-    """What a verification of so many nodes costs where there are experts.
+    """Cost of verifying a draft of some size on a target with experts.
 
     Attributes:
         num_nodes: Tokens of each sequence in one forward, the root included.
-        experts: The share of all experts that they read.
+        experts: Share of all experts that they read.
         num_bytes: Read on each accelerator.
-        cost: ``v``: of the forward over the plain step.
+        cost: ``v``: the forward over the plain step.
     """
 
     num_nodes: int
@@ -218,27 +261,28 @@ class NodesBound:
 
 
 def nodes_bounds(deployment: Deployment, *, batch: int, context: int, nodes: Sequence[int]) -> list[NodesBound]:
-    """The verification of drafts of several sizes, chains or trees: the more nodes, the more experts are read.
+    """Verification of drafts of several sizes, chains or trees: the more nodes, the more experts are read.
 
     Args:
-        deployment: What runs where.
+        deployment: Models and accelerators.
         batch: Sequences at once.
-        context: Tokens that each has behind it.
+        context: Earlier tokens of each sequence.
         nodes: Sizes of drafts, roots included.
+
+    Returns:
+        One bound for each size; none for a target without experts.
     """
-    runs = [run for run in layer_runs(deployment.target) if run.sizes.experts]
-    held = sum(run.sizes.experts for run in runs)
-    bounds = [round_bound(deployment, batch=batch, context=context, num_draft_tokens=size - 1) for size in nodes]
+    target = sizes_of(deployment.target)
+    work: dict[str, Any] = {"batch": batch, "context": context}
     return [
         NodesBound(
             num_nodes=size,
-            experts=sum(run.experts_read(batch * size) for run in runs) / held if held else 1.0,
-            num_bytes=forward_work(
-                deployment, deployment.target, batch=batch, context=context, tokens=size, logits=size
-            ).num_bytes,
-            cost=bound.verify_cost,
+            experts=sum(run.experts_read(batch * size) for run in target.runs) / target.read.experts,
+            num_bytes=forward_work(deployment, deployment.target, **work, tokens=size, logits=size).num_bytes,
+            cost=round_bound(deployment, **work, num_draft_tokens=size - 1).verify_cost,
         )
-        for size, bound in zip(nodes, bounds, strict=True)
+        for size in nodes
+        if target.has_experts
     ]
 
 
@@ -254,18 +298,10 @@ def best_chain(
     )
 
 
-def _seconds(work: Work, deployment: Deployment) -> float:
-    return max(work.memory_seconds(deployment), work.compute_seconds(deployment, quantised=False))
-
-
-def _limit(memory_seconds: float, compute_seconds: float) -> str:
-    return "memory" if memory_seconds >= compute_seconds else "compute"
-
-
 def pays_from_batch(
     deployment: Deployment, *, context: int, num_draft_tokens: int, mean_acceptance_length: float
 ) -> int | None:
-    """The smallest batch at which speculation pays, ``τ > v(B) + K·c(B)``; ``None`` when it pays at none.
+    """The smallest batch at which speculation pays off, ``τ > v(B) + K·c(B)``; ``None`` if there is none.
 
     It is 1 for dense targets. With experts verification reads more of them than a plain step does, until a batch reads
     most of them anyway.
@@ -278,13 +314,13 @@ def pays_from_batch(
 def break_even_batch(
     deployment: Deployment, *, context: int, num_draft_tokens: int, mean_acceptance_length: float
 ) -> int | None:
-    """The batch from which speculation no longer pays: ``τ <= v(B) + K·c(B)``, and it did before.
+    """The batch from which speculation no longer pays off: ``τ <= v(B) + K·c(B)``, and it did before.
 
     ``v`` grows with the batch from 1 towards ``K + 1`` as arithmetic becomes the limit; long contexts delay that, since
     every sequence brings keys and values to be read. The times are rooflines: a real engine reaches the point earlier.
 
     Returns:
-        The batch, 1 when speculation pays at none, or ``None`` when it pays up to 65,536.
+        The batch, 1 when speculation pays off at none, or ``None`` when it pays off up to 65,536.
     """
     pays = _pays(deployment, context, num_draft_tokens, mean_acceptance_length)
     first = pays_from_batch(
@@ -328,7 +364,7 @@ def largest_batch(deployment: Deployment, *, context: int, num_draft_tokens: int
 
 
 def _first(holds: Callable[[int], bool], *, after: int = 0) -> int | None:
-    """The smallest batch for which a condition holds that stays true once it is, among those after one."""
+    """The smallest batch above ``after`` for which a condition holds, which stays true from there on."""
     low, high = after, max(2 * after, 1)
     while not holds(high):
         if high >= _MOST_ROWS:
@@ -342,11 +378,11 @@ def _first(holds: Callable[[int], bool], *, after: int = 0) -> int | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A published throughput beside what physics allows.
+    """A published throughput compared with the roofline.
 
     Attributes:
-        tokens_per_second: What is claimed, of all sequences together.
-        bound: The most that is possible at this batch, every draft token accepted.
+        tokens_per_second: The claimed throughput, all sequences together.
+        bound: Upper bound at this batch, every draft token accepted.
         batch_needed: Smallest batch at which plain decoding could reach it; ``None`` when none could.
     """
 
@@ -356,12 +392,12 @@ class Claim:
 
     @property
     def share_of_bound(self) -> float:
-        """Above 1 the claim, or its description, is wrong."""
+        """The claim over the bound; above 1 the claim, or its description, is wrong."""
         return self.tokens_per_second / self.bound
 
     @property
     def possible(self) -> bool:
-        """Whether it could be true."""
+        """Whether the claim is within the bound."""
         return self.share_of_bound <= 1.0
 
 
@@ -370,8 +406,8 @@ def check_claim(
 ) -> Claim:
     """Compare a claimed throughput with the roofline at ``τ = K + 1``, which no drafter can exceed.
 
-    The time of drafting is left out, so that the verdict holds for every drafter, and of experts only those are counted
-    that a single token needs, so that it holds for every text.
+    The time of drafting is left out, so that the verdict holds for every drafter. Only the experts that a single token
+    needs are counted, so that it holds for every text.
     """
     if not 0 < tokens_per_second < math.inf:
         raise ValueError(f"a claim of {tokens_per_second:g} tokens/s; expected a positive number")

@@ -1,4 +1,4 @@
-"""What tokens cost."""
+"""Cost of tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def cost_per_million_tokens(tokens_per_second: float, price_per_hour: float) -> 
     """``price/3600 / tokens_per_second · 10^6``: the price of a second over the tokens of a second.
 
     Args:
-        tokens_per_second: Of the whole machine.
-        price_per_hour: Of the whole machine, in any currency.
+        tokens_per_second: Speed of the whole machine.
+        price_per_hour: Price of the whole machine, in any currency.
 
     Raises:
         ValueError: The speed is not positive, or the price negative.
@@ -36,11 +36,11 @@ def tokens_per_currency_unit(tokens_per_second: float, price_per_hour: float) ->
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Of decoding at one speed.
+    """Cost of decoding at one speed.
 
     Attributes:
-        tokens_per_second: Of the whole machine while it works.
-        per_million_tokens: Idle time included.
+        tokens_per_second: Speed of the whole machine while it works.
+        per_million_tokens: Price of a million tokens, idle time included.
         tokens_per_unit: Tokens for one unit of the currency, idle time included.
     """
 
@@ -50,11 +50,11 @@ class Cost:
 
 
 def cost_of(tokens_per_second: float, *, price_per_hour: float, busy: float = 1.0) -> Cost:
-    """Both figures; a machine that is busy for a share of its hours pays for the others with the same tokens.
+    """Cost per million tokens and tokens per currency unit; the tokens of busy hours pay for idle hours too.
 
     Args:
-        tokens_per_second: Of the whole machine while it works.
-        price_per_hour: Of the whole machine.
+        tokens_per_second: Speed of the whole machine while it works.
+        price_per_hour: Price of the whole machine.
         busy: Share of the paid hours in which it works.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Exercises on the theory with answers that are computed, not quoted."""
+"""Exercises on the theory; the answers are computed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,7 @@ from eagle3_jax.theory.speedup import (
 
 
 class Exercise(NamedTuple):
-    """One question.
-
-    Attributes:
-        question: As it is asked.
-        answer: With the figures.
-    """
+    """A question with its answer."""
 
     question: str
     answer: str

@@ -1,11 +1,22 @@
-"""Targets that go by a name, as their published ``config.json`` describes them."""
+"""Configurations of well-known targets, as their published ``config.json`` describes them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
-from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, RopeConfig, uniform
-from eagle3_jax.theory.known_experts import KNOWN_EXPERTS
+from eagle3_jax.models.config import (
+    DecoderConfig,
+    Experts,
+    GatedDelta,
+    GatedMLP,
+    GroupedQuery,
+    Latent,
+    LayerConfig,
+    QueryScaling,
+    RopeConfig,
+    uniform,
+)
 
 
 def known_name(name: str, names: Iterable[str]) -> str | None:
@@ -60,6 +71,106 @@ def _mistral_7b(vocab_size: int, theta: float, window: int | None) -> DecoderCon
     )
 
 
+def _qwen3_moe(width: int, num_layers: int, num_heads: int, inner: int) -> DecoderConfig:
+    mixer = GroupedQuery(
+        num_heads=num_heads, num_kv_heads=4, head_dim=128, rope=RopeConfig(theta=1_000_000.0), qk_norm=True
+    )
+    mlp = Experts(num_experts=128, per_token=8, width=inner, router="softmax")
+    return DecoderConfig(
+        vocab_size=151_936, width=width, layers=uniform(num_layers, mixer, mlp), max_positions=40_960, norm_eps=1e-6
+    )
+
+
+def _gpt_oss(num_layers: int, num_experts: int) -> DecoderConfig:
+    rope = RopeConfig(type="yarn", theta=150_000.0, factor=32.0, original_max_positions=4096, truncate=False)
+    mlp = Experts(num_experts=num_experts, per_token=4, width=2880, router="softmax-of-chosen", bias=True, limit=7.0)
+
+    def layer(index: int) -> LayerConfig:
+        mixer = GroupedQuery(
+            num_heads=64, num_kv_heads=8, head_dim=64, rope=rope, window=128 if index % 2 == 0 else None,
+            qkv_bias=True, o_bias=True, sinks=True,
+        )  # fmt: skip
+        return LayerConfig(mixer=mixer, mlp=mlp)
+
+    return DecoderConfig(
+        vocab_size=201_088,
+        width=2880,
+        layers=tuple(layer(index) for index in range(num_layers)),
+        max_positions=131_072,
+        norm_eps=1e-5,
+        norm_kind="float32",
+    )
+
+
+def _deepseek_v3() -> DecoderConfig:
+    rope = RopeConfig(
+        type="yarn", theta=10_000.0, factor=40.0, original_max_positions=4096, mscale=1.0, mscale_all_dim=1.0,
+        interleaved=True,
+    )  # fmt: skip
+    # Scores are scaled by (0.1·ln 40 + 1)² beside the root of their channels.
+    mixer = Latent(
+        num_heads=128, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128, rope=rope,
+        scale=192**-0.5 * (1 + 0.1 * math.log(40)) ** 2,
+    )  # fmt: skip
+    experts = Experts(
+        num_experts=256, per_token=8, width=2048, router="sigmoid", scaling=2.5, groups=8, kept_groups=4,
+        shared_width=2048,
+    )  # fmt: skip
+    return DecoderConfig(
+        vocab_size=129_280,
+        width=7168,
+        layers=uniform(3, mixer, GatedMLP(width=18_432)) + uniform(58, mixer, experts),
+        max_positions=163_840,
+        norm_eps=1e-6,
+    )
+
+
+def _glm_4_5() -> DecoderConfig:
+    rope = RopeConfig(theta=1_000_000.0, partial=0.5)
+    mixer = GroupedQuery(num_heads=96, num_kv_heads=8, head_dim=128, rope=rope, qkv_bias=True, qk_norm=True)
+    experts = Experts(num_experts=160, per_token=8, width=1536, router="sigmoid", scaling=2.5, shared_width=1536)
+    return DecoderConfig(
+        vocab_size=151_552,
+        width=5120,
+        layers=uniform(3, mixer, GatedMLP(width=12_288)) + uniform(89, mixer, experts),
+        max_positions=131_072,
+        norm_eps=1e-5,
+    )
+
+
+def _llama4_maverick() -> DecoderConfig:
+    scaling = QueryScaling(floor=8192, beta=0.1, offset=1)
+    rope = RopeConfig(theta=500_000.0, interleaved=True)
+    local = GroupedQuery(num_heads=40, num_kv_heads=8, head_dim=128, rope=rope, chunk=8192)
+    everywhere = GroupedQuery(num_heads=40, num_kv_heads=8, head_dim=128, rope=None, query_scaling=scaling)
+    dense = GatedMLP(width=16_384)
+    experts = Experts(num_experts=128, per_token=1, width=8192, router="sigmoid-of-input", shared_width=8192)
+    four = (
+        LayerConfig(mixer=local, mlp=dense),
+        LayerConfig(mixer=local, mlp=experts),
+        LayerConfig(mixer=local, mlp=dense),
+        LayerConfig(mixer=everywhere, mlp=experts),
+    )
+    return DecoderConfig(vocab_size=202_048, width=5120, layers=four * 12, max_positions=1_048_576, norm_eps=1e-5)
+
+
+def _qwen3_next() -> DecoderConfig:
+    attention = GroupedQuery(
+        num_heads=16, num_kv_heads=2, head_dim=256, rope=RopeConfig(theta=10_000_000.0, partial=0.25), qk_norm=True,
+        output_gate=True,
+    )  # fmt: skip
+    recurrence = GatedDelta(num_key_heads=16, num_value_heads=32, key_dim=128, value_dim=128)
+    experts = Experts(num_experts=512, per_token=10, width=512, router="softmax", shared_width=512, shared_gate=True)
+    return DecoderConfig(
+        vocab_size=151_936,
+        width=2048,
+        layers=(uniform(3, recurrence, experts) + uniform(1, attention, experts)) * 12,
+        max_positions=262_144,
+        norm_eps=1e-6,
+        norm_kind="zero-centred",
+    )
+
+
 # The counts that follow from these are checked against the published checkpoints.
 KNOWN_MODELS: dict[str, DecoderConfig] = {
     "Llama-3.2-1B": _llama(2048, 8192, 16, 32, head_dim=64, tied=True, rope_factor=32.0),
@@ -93,5 +204,12 @@ KNOWN_MODELS: dict[str, DecoderConfig] = {
     "Qwen3-8B": _qwen3(4096, 12_288, 36, 32, tied=False),
     "Qwen3-14B": _qwen3(5120, 17_408, 40, 40, tied=False),
     "Qwen3-32B": _qwen3(5120, 25_600, 64, 64, tied=False),
-    **KNOWN_EXPERTS,
+    "Qwen3-30B-A3B": _qwen3_moe(2048, 48, 32, 768),
+    "Qwen3-235B-A22B": _qwen3_moe(4096, 94, 64, 1536),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+    "DeepSeek-V3": _deepseek_v3(),
+    "GLM-4.5": _glm_4_5(),
+    "Llama-4-Maverick": _llama4_maverick(),
+    "Qwen3-Next-80B-A3B": _qwen3_next(),
 }

@@ -1,4 +1,4 @@
-"""What a target and its draft head occupy on each accelerator: weights, both caches, activations."""
+"""Memory that a target and its draft head occupy on each accelerator: weights, both caches, activations."""
 
 from __future__ import annotations
 
@@ -6,25 +6,12 @@ import dataclasses
 import math
 from typing import Any
 
-from eagle3_jax.models.config import DecoderConfig, Eagle3Config, GatedDelta
-from eagle3_jax.theory.accelerators import Accelerator
-from eagle3_jax.theory.layer_sizes import dividing_heads, inner_width, key_heads
-from eagle3_jax.theory.sizes import DrafterSizes, LayerRun, Model, added, layer_runs, num_features, parameters
+from eagle3_jax.models.config import DecoderConfig, Eagle3Config, GatedDelta, GatedMLP, Latent, LayerConfig, Mixer
+from eagle3_jax.theory.accelerators import CACHE_BYTES, WEIGHT_BITS, Accelerator
+from eagle3_jax.theory.sizes import LayerRun, Model, Sizes, sizes_of
 
-# Bits per weight of the matrices inside the layers. int4 carries a 16-bit scale for every 128 weights, mxfp4 one of 8
-# bits for every 32; the scales of fp8 and int8, one a row, are left out (a thousandth).
-WEIGHT_BITS = {
-    "float32": 32.0,
-    "bfloat16": 16.0,
-    "float16": 16.0,
-    "fp8": 8.0,
-    "int8": 8.0,
-    "int4": 4.0 + 16 / 128,
-    "mxfp4": 4.0 + 8 / 32,
-}
-_EXPERTS_ONLY = "mxfp4"  # what gpt-oss is published in: everything but the experts stays in bfloat16
-_MOST_ACCELERATORS = 1024  # nobody divides a layer further
-CACHE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
+_EXPERTS_ONLY = "mxfp4"  # gpt-oss is published in it: everything except the experts stays in bfloat16
+_MOST_ACCELERATORS = 1024  # upper end of the search for a number that fits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,22 +20,22 @@ class Deployment:
 
     Tensor parallelism divides the layers' matrices, both embeddings and output projections, and the key/value heads of
     both caches. Every accelerator holds norms, biases and the head's fusion in full, and a key/value head of its own
-    when there are fewer of those than accelerators. Quantised weights are those inside the target's layers; embedding,
+    when there are fewer of those than accelerators. Quantized weights are those inside the target's layers; embedding,
     output projection, vectors and the head keep 16 bits (32 in float32), as published checkpoints do.
 
     Attributes:
-        target: The target.
-        head: What drafts for it; ``None`` for plain decoding.
-        accelerator: What each of them is.
+        target: Configuration of the target.
+        head: The drafter; ``None`` for plain decoding.
+        accelerator: Kind of the accelerators.
         num_accelerators: Tensor-parallel size ``n``.
         weights: A key of ``WEIGHT_BITS``.
         cache: A key of ``CACHE_BYTES``, for both caches.
-        target_name: For tables and messages.
-        head_name: The same of the head.
+        target_name: Name of the target for tables and messages.
+        head_name: Name of the head for tables and messages.
     """
 
     target: DecoderConfig
-    head: Eagle3Config | DrafterSizes | None
+    head: Eagle3Config | Sizes | None
     accelerator: Accelerator
     num_accelerators: int = 1
     weights: str = "bfloat16"
@@ -78,54 +65,54 @@ class Deployment:
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of a number that is never quantised: in tables, routers, vectors, head and activations."""
+        """Bytes of a number that is never quantized: in tables, routers, vectors, head and activations."""
         return 4 if self.weights == "float32" else 2
 
     def weight_bytes(self, model: Model) -> float:
         """Weights on each accelerator: ``bits/8·(qo + mlp + r·kv)/n + wide·((embed + output)/n + fusion + vectors)``.
 
-        ``r`` is how many accelerators share a key/value head, 1 when there are enough heads. What a drafter borrows is
-        not counted.
+        ``r`` is the number of accelerators that share a key/value head, 1 when there are enough heads. Parameters that
+        a drafter borrows are not counted.
         """
-        own = added(model)
-        if not own.total:
+        sizes = sizes_of(model)
+        if not sizes.owned.total:
             return 0.0
-        tables = own.embedding + own.output - parameters(model).output
+        tables = sizes.owned.embedding + sizes.owned.output - sizes.read.output
         return self.streamed_bytes(model) + self.plain_bytes * tables / self.num_accelerators
 
     def streamed_bytes(self, model: Model, *, tokens: int | None = None) -> float:
         """Weights that each accelerator reads in a forward: all but the embedding, of which a token reads one row.
 
         Args:
-            model: What runs.
-            tokens: How many tokens choose between experts, where there are some: ``E·(1 - (1 - k/E)^N)`` of a layer's
-                are read. All of them when left out.
+            model: The target or the head.
+            tokens: Number of tokens that choose between experts; ``None`` reads all experts.
         """
-        of = parameters(model)
-        divided = self.plain_bytes * of.output / self.num_accelerators
-        return self._layer_bytes(model, tokens) + divided + self.plain_bytes * (of.fusion + of.vectors + of.routers)
+        read = sizes_of(model).read
+        divided = self.plain_bytes * read.output / self.num_accelerators
+        return (
+            self._layer_bytes(model, tokens) + divided + self.plain_bytes * (read.fusion + read.vectors + read.routers)
+        )
 
     def cache_bytes_per_token(self, model: Model) -> float:
         """Keys and values of one token on each accelerator: ``Σ 2·C·H`` numbers, ``·r/n``, over the layers.
 
-        A layer of latents has ``r + dr`` on every accelerator, one of recurrences nothing. Layers with a window hold
+        A layer of latents has ``r + dr`` on every accelerator, a recurrent layer nothing. Layers with a window hold
         the whole sequence like the others; an engine that frees what has left the window needs less.
         """
-        return sum((self.run_cache_bytes(run) for run in layer_runs(model)), 0.0)
+        return sum((self.run_cache_bytes(run) for run in sizes_of(model).runs), 0.0)
 
     def run_cache_bytes(self, run: LayerRun) -> float:
-        """The same of some layers."""
-        values = run.sizes.cache_values_per_token
-        return values * self._shared_by(run) / self.num_accelerators * CACHE_BYTES[self.cache]
+        """Keys and values of one token in some layers, in bytes on each accelerator."""
+        return run.cache_values_per_token * self._shared_by(run) / self.num_accelerators * CACHE_BYTES[self.cache]
 
     def state_bytes(self, model: Model) -> float:
-        """What a sequence has on each accelerator whatever its length: states of recurrences, ``4·Hv·dk·dv`` a layer.
+        """Recurrent states of a sequence on each accelerator, whatever its length: ``4·Hv·dk·dv`` bytes a layer.
 
-        Their convolutions look back at ``K - 1`` inputs, which are in the type of the activations.
+        The ``K - 1`` inputs that convolutions look back at are in the type of the activations.
         """
-        runs = layer_runs(model)
-        windows = self.plain_bytes * sum(run.sizes.window_values for run in runs)
-        return (4 * sum(run.sizes.state_values for run in runs) + windows) / self.num_accelerators
+        runs = sizes_of(model).runs
+        windows = self.plain_bytes * sum(run.window_values for run in runs)
+        return (4 * sum(run.state_values for run in runs) + windows) / self.num_accelerators
 
     def _layer_bytes(self, model: Model, tokens: int | None) -> float:
         wide = 8.0 * self.plain_bytes
@@ -134,17 +121,25 @@ class Deployment:
         divided = sum(
             bits * (run.sizes.query_output + run.sizes.mlp + run.sizes.key_value * self._shared_by(run))
             + experts_bits * run.experts_read(tokens)
-            for run in layer_runs(model)
+            for run in sizes_of(model).runs
         )
         return divided / 8 / self.num_accelerators
 
     def _shared_by(self, run: LayerRun) -> float:
-        return max(1.0, self.num_accelerators / key_heads(run.layer.mixer))
+        return max(1.0, self.num_accelerators / _key_heads(run.layer.mixer))
 
 
 def attention_heads(model: Model) -> set[int]:
-    """The numbers of heads that its layers can be divided by, mostly one."""
-    return {dividing_heads(run.layer.mixer) for run in layer_runs(model)}
+    """Numbers of heads that accelerators divide: query heads, or key heads of recurrent layers, which are fewer."""
+    mixers = [run.layer.mixer for run in sizes_of(model).runs]
+    return {mixer.num_key_heads if isinstance(mixer, GatedDelta) else mixer.num_heads for mixer in mixers}
+
+
+def _key_heads(mixer: Mixer) -> int:
+    """Heads that keys and values are divided by; a latent counts as one."""
+    if isinstance(mixer, Latent):
+        return 1
+    return mixer.num_key_heads if isinstance(mixer, GatedDelta) else mixer.num_kv_heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,15 +147,15 @@ class MemoryPlan:
     """Bytes on each accelerator.
 
     Attributes:
-        target_weights: Of the target.
-        head_weights: Of the head; its embedding is the target's.
-        target_cache: Keys and values of all sequences.
+        target_weights: Weights of the target.
+        head_weights: Weights of the head, without the embedding that it borrows.
+        target_cache: The target's keys and values of all sequences.
         head_cache: The head's own keys and values of the same tokens.
-        states: Of recurrences, of all sequences and both models.
+        states: Recurrent states of all sequences and both models.
         activations: Estimate of the largest forward.
-        reserve: For the engine: context, graphs, workspaces, fragments.
-        budget: What may be used.
-        cache_bytes_per_token: Of both caches.
+        reserve: Kept for the engine: context, graphs, workspaces, fragments.
+        budget: Bytes that may be used.
+        cache_bytes_per_token: Bytes of one token in both caches.
     """
 
     target_weights: float
@@ -175,17 +170,17 @@ class MemoryPlan:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all parts."""
         return self.without_caches + self.target_cache + self.head_cache + self.states
 
     @property
     def without_caches(self) -> float:
-        """What is occupied before the first token."""
+        """Bytes that are occupied before the first token."""
         return self.target_weights + self.head_weights + self.activations + self.reserve
 
     @property
     def fits(self) -> bool:
-        """Whether the budget is kept."""
+        """Whether the total is within the budget."""
         return self.total <= self.budget
 
     @property
@@ -197,36 +192,35 @@ class MemoryPlan:
         return left if math.isinf(left) else left // self.cache_bytes_per_token
 
 
-# Scores that a prefill makes at once, of all heads and rows (eagle3_jax.models.attention).
+# Attention scores that a prefill makes at once, of all heads and rows (eagle3_jax.models.attention).
 SCORES = 2**27
 
 
 def activation_bytes(
     deployment: Deployment, *, batch: int, context: int, num_draft_tokens: int, prefill_tokens: int
 ) -> float:
-    """The working memory of this library's largest forward on each accelerator, within a tenth of what compilers say.
+    """Working memory of this library's largest forward on each accelerator, within a tenth of what compilers report.
 
     ``T·wide·(4·D + (2·mlp + (heads + 2·C)·H)/n + A·D) + (4 + wide)·scores/n + 2·4·B·(K+1)·V/n``: for the ``T`` tokens
     of the forward the residual stream and three vectors like it, the inner vectors of the widest layer, and the
     features kept for the head; attention scores in float32 and as weights, ``heads·T·context`` of them, but no more
     than ``SCORES`` of a prefill; for the verified tokens logits and probabilities in float32. A prefill keeps keys
-    and values of its tokens until the caches take them. One in several forwards (``eagle3_jax/groups.py``) makes caches
-    of up to ``2·T`` slots for each, too. Other engines differ.
+    and values of its tokens until the caches take them. One in several forwards (``eagle3_jax/groups.py``) also makes
+    caches of up to ``2·T`` slots for each. Other engines differ.
 
     Args:
-        deployment: What runs.
+        deployment: Models and accelerators.
         batch: ``B`` sequences.
         context: Tokens of each.
         num_draft_tokens: ``K``.
-        prefill_tokens: Most prompt tokens in a forward.
+        prefill_tokens: Maximum number of prompt tokens in a forward.
     """
     target, n = deployment.target, deployment.num_accelerators
     verified, prefill_tokens = batch * (num_draft_tokens + 1), min(prefill_tokens, batch * context)
-    features = num_features(deployment.head) * target.width if deployment.head else 0
-    inner = max(inner_width(run.layer) for run in layer_runs(target))
-    per_token = deployment.plain_bytes * (4 * target.width + inner / n + features)
-    mixers = [run.layer.mixer for run in layer_runs(target)]
-    heads = max((mixer.num_heads for mixer in mixers if not isinstance(mixer, GatedDelta)), default=0)
+    features = sizes_of(deployment.head).num_features * target.width if deployment.head else 0
+    kinds = list(dict.fromkeys(target.layers))
+    per_token = deployment.plain_bytes * (4 * target.width + max(map(_inner_width, kinds)) / n + features)
+    heads = max((layer.mixer.num_heads for layer in kinds if not isinstance(layer.mixer, GatedDelta)), default=0)
     scores = heads * context * max(verified, min(prefill_tokens, SCORES / (heads * context or 1)))
     kept = prefill_tokens + (min(2 * prefill_tokens, batch * context) if batch * context > prefill_tokens else 0)
     kept_token = sum(deployment.cache_bytes_per_token(model) for model in (target, deployment.head) if model)
@@ -236,6 +230,18 @@ def activation_bytes(
         + kept * kept_token
         + 2 * 4 * verified * target.vocab_size / n
     )
+
+
+def _inner_width(layer: LayerConfig) -> int:
+    """Width of all inner vectors of a token in a layer."""
+    mixer, mlp = layer.mixer, layer.mlp
+    inner = 2 * mlp.width if isinstance(mlp, GatedMLP) else 2 * (mlp.per_token * mlp.width + mlp.shared_width)
+    if isinstance(mixer, Latent):  # each head's query, and what it attended to, in the latent's space
+        return inner + 2 * mixer.num_heads * (mixer.kv_rank + mixer.rope_dim)
+    if isinstance(mixer, GatedDelta):
+        return inner + 2 * mixer.num_key_heads * mixer.key_dim + 2 * mixer.num_value_heads * mixer.value_dim
+    gate = mixer.num_heads * mixer.head_dim if mixer.output_gate else 0
+    return inner + (mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim + gate
 
 
 def memory_plan(
@@ -253,13 +259,13 @@ def memory_plan(
     The caches also hold the ``K + 1`` tokens under verification: ``B·(context + K + 1)`` tokens each.
 
     Args:
-        deployment: What runs.
+        deployment: Models and accelerators.
         batch: Sequences at once.
         context: Tokens of each, prompt and answer.
         num_draft_tokens: ``K``; 0 without a head.
-        prefill_tokens: Most prompt tokens in a forward.
+        prefill_tokens: Maximum number of prompt tokens in a forward.
         utilization: Share of the accelerator that the engine may take (vLLM's ``gpu_memory_utilization``).
-        reserve_bytes: For everything that is not counted here.
+        reserve_bytes: Bytes kept for everything that is not counted here.
 
     Raises:
         ValueError: A number is out of its range.
@@ -295,11 +301,11 @@ def memory_plan(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """What would make a plan fit that does not.
+    """The smallest changes that would make a plan fit.
 
     Attributes:
-        num_accelerators: The fewest that would do with the same weights; ``None`` when no number does.
-        weights: The widest type that would do on as many as now; ``None`` when no type does.
+        num_accelerators: Smallest sufficient number with the same weights; ``None`` if there is none.
+        weights: Widest sufficient weight type on as many as now; ``None`` if there is none.
     """
 
     num_accelerators: int | None
@@ -310,7 +316,7 @@ def remedy_of(deployment: Deployment, **asked: Any) -> Remedy:
     """The smallest changes with which :func:`memory_plan` fits.
 
     Args:
-        deployment: What does not fit.
+        deployment: A deployment that does not fit.
         asked: The other arguments of :func:`memory_plan`.
     """
 
@@ -320,9 +326,7 @@ def remedy_of(deployment: Deployment, **asked: Any) -> Remedy:
     models = [deployment.target, *([deployment.head] if deployment.head else [])]
     heads = math.gcd(*(number for model in models for number in attention_heads(model)))
     numbers = range(deployment.num_accelerators + 1, min(heads, _MOST_ACCELERATORS) + 1)
-    bits = WEIGHT_BITS[deployment.weights]
-    # Half precisions are the same size; the name that engines default to comes first.
-    narrower = [name for name, size in WEIGHT_BITS.items() if size < bits]
+    narrower = [name for name, size in WEIGHT_BITS.items() if size < WEIGHT_BITS[deployment.weights]]
     return Remedy(
         num_accelerators=next((n for n in numbers if heads % n == 0 and fits(num_accelerators=n)), None),
         weights=next((name for name in narrower if fits(weights=name)), None),

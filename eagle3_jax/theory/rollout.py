@@ -1,9 +1,12 @@
-"""A staged plan for switching speculation on in production, with gates that follow from the model and its traffic."""
+"""A staged plan for turning speculation on in production, with gates computed from the model and its traffic."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import shlex
+from pathlib import Path
 from typing import NamedTuple
 
 from eagle3_jax.theory.bounds import best_chain, break_even_batch, round_bound
@@ -17,10 +20,10 @@ _STAGES = ((0.01, 1.0), (0.1, 24.0), (0.5, 24.0), (1.0, 168.0))  # share of traf
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What the deployment is asked to do.
+    """The load of the deployment.
 
     Attributes:
-        requests_per_second: On average over a day.
+        requests_per_second: Average over a day.
         prompt_tokens: Mean length of a prompt.
         output_tokens: Mean length of an answer.
         concurrency: Sequences decoded at once at the daily peak, on one replica.
@@ -40,12 +43,7 @@ class Traffic:
 
 
 class MeasuredCosts(NamedTuple):
-    """What a round costs at the daily peak, in plain steps.
-
-    Attributes:
-        verify_cost: ``v``.
-        draft_cost: ``c``.
-    """
+    """Costs ``v`` and ``c`` of a round at the daily peak, in plain steps."""
 
     verify_cost: float
     draft_cost: float
@@ -56,9 +54,9 @@ class Stage:
     """One step of the rollout.
 
     Attributes:
-        share: Of the requests that the speculative pool serves.
-        hours: How long at least.
-        requests: What it serves in that time.
+        share: Share of the requests that the speculative pool serves.
+        hours: Minimum duration.
+        requests: Number of requests that it serves in that time.
     """
 
     share: float
@@ -68,13 +66,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class BatchRange:
-    """Chain length for batches from one size to another, both included.
-
-    Attributes:
-        first: Smallest batch.
-        last: Largest.
-        num_draft_tokens: ``K``; 0 is plain decoding.
-    """
+    """Chain length ``K`` for batches from ``first`` to ``last``, both included; 0 is plain decoding."""
 
     first: int
     last: int
@@ -86,19 +78,19 @@ class RolloutPlan:
     """Every number of the plan.
 
     Attributes:
-        deployment: What is rolled out.
-        traffic: For whom.
+        deployment: Models and accelerators of one replica.
+        traffic: Its load.
         num_draft_tokens: ``K``.
         expected: Rates that offline measurement must confirm.
         verify_cost: ``v`` at the daily peak.
         draft_cost: ``c`` at the daily peak.
-        measured: Whether both were measured; otherwise they are the roofline's, the best case.
+        measured: Whether both costs were measured; otherwise they are the roofline's, the best case.
         memory: On each accelerator at the peak.
-        break_even_batch: Where the roofline stops paying; ``None`` if nowhere.
+        break_even_batch: Batch at which speculation stops paying off on the roofline; ``None`` if there is none.
         schedule: Chain length by batch.
-        stages: Shares of traffic and their least duration.
-        requests_for_p99: Requests after which a 99th percentile can be judged.
-        tau_standard_error: Of τ after the first stage.
+        stages: Shares of traffic and their minimum duration.
+        requests_for_p99: Number of requests needed to judge a 99th percentile.
+        tau_standard_error: Standard error of τ after the first stage.
     """
 
     deployment: Deployment
@@ -122,12 +114,12 @@ class RolloutPlan:
 
     @property
     def break_even_tau(self) -> float:
-        """``v + K·c`` at the peak: below it speculation slows the service down."""
+        """``v + K·c`` at the peak: with a smaller τ speculation slows the service down."""
         return round_cost(self.num_draft_tokens, verify_cost=self.verify_cost, draft_cost=self.draft_cost)
 
     @property
     def least_tau(self) -> float:
-        """The gate on τ: halfway from break-even to what is expected."""
+        """The gate on τ: halfway from break-even to the expected τ."""
         return (self.break_even_tau + self.expected.mean_acceptance_length) / 2
 
     @property
@@ -137,7 +129,7 @@ class RolloutPlan:
 
     @property
     def obstacles(self) -> list[str]:
-        """Why the rollout should not start; empty when it may."""
+        """Reasons not to start the rollout; empty if there are none."""
         found = []
         if not self.memory.fits:
             found.append(
@@ -180,7 +172,7 @@ def draft_schedule(
 ) -> list[BatchRange]:
     """The best ``K`` up to a limit for every batch, by the roofline; neighbours with the same ``K`` are one range.
 
-    Batches are looked at in powers of two, and the range of a power reaches to the next: the least of both ends.
+    Each range reaches from a power of two to the next and takes the smaller ``K`` of both ends.
     """
     ranges: list[BatchRange] = []
     first = 1
@@ -219,10 +211,10 @@ def plan_rollout(
 
     Args:
         deployment: Target, head and accelerators of one replica.
-        traffic: What it is asked to do.
+        traffic: Its load.
         num_draft_tokens: ``K``, at most.
-        conditional_acceptance_rate: ``α`` that was measured offline, or that is hoped for.
-        measured: Costs at the peak, in place of the roofline's.
+        conditional_acceptance_rate: ``α`` as measured offline, or as expected.
+        measured: Measured costs at the peak, which replace the roofline's.
 
     Raises:
         ValueError: There is no head to roll out.
@@ -230,7 +222,7 @@ def plan_rollout(
     if deployment.head is None:
         raise ValueError("a rollout needs a head; leave --drafter out for the usual one")
     tau = tau_from_conditional_rate(conditional_acceptance_rate, num_draft_tokens)
-    context = traffic.prompt_tokens + traffic.output_tokens // 2  # what a sequence has behind it on average
+    context = traffic.prompt_tokens + traffic.output_tokens // 2  # mean number of earlier tokens
     longest = traffic.prompt_tokens + traffic.output_tokens
     needed = requests_to_judge_p99()
     stages = []
@@ -264,3 +256,110 @@ def plan_rollout(
         requests_for_p99=needed,
         tau_standard_error=math.sqrt(accepted_variance(conditional_acceptance_rate, num_draft_tokens) / rounds),
     )
+
+
+def to_markdown(plan: RolloutPlan, *, target: str, head: str) -> str:
+    """The page of a staged plan: its numbers, commands and queries in the text of ``rollout.md``.
+
+    Args:
+        plan: The numbers.
+        target: Directory or hub id of the target, for the commands.
+        head: Directory or hub id of the head.
+    """
+    traffic, deployment, k = plan.traffic, plan.deployment, plan.num_draft_tokens
+    obstacles = "".join(f"- **Do not start.** {text}\n" for text in plan.obstacles)
+    facts = [
+        ("target, head", f"{deployment.target_name}, {deployment.head_name if deployment.head else 'none'}"),
+        (
+            "replica",
+            f"{deployment.num_accelerators} x {deployment.accelerator.name}, weights {deployment.weights}, "
+            f"cache {deployment.cache}",
+        ),
+        (
+            "traffic",
+            f"{traffic.requests_per_second:g} requests/s, {traffic.prompt_tokens} + {traffic.output_tokens} tokens, "
+            f"{traffic.concurrency} sequences at the peak",
+        ),
+        ("draft", f"chain of K = {k}"),
+        (
+            "expected",
+            f"τ {plan.expected.mean_acceptance_length:.2f}: draft acceptance rate "
+            f"{plan.expected.draft_acceptance_rate:.2f}, conditional acceptance rate "
+            f"{plan.expected.conditional_acceptance_rate:.2f}",
+        ),
+        (
+            "costs at the peak",
+            f"v {plan.verify_cost:.2f}, c {plan.draft_cost:.3f}, {'measured' if plan.measured else 'from datasheets'}: "
+            f"break-even τ {plan.break_even_tau:.2f}, S {plan.predicted_speedup:.2f}",
+        ),
+        (
+            "roofline stops paying at",
+            "no batch" if plan.break_even_batch is None else f"{plan.break_even_batch} sequences",
+        ),
+        (
+            "memory at the peak",
+            f"{plan.memory.total / 1e9:.1f} of {plan.memory.budget / 1e9:.1f} GB on each; the caches hold "
+            f"{plan.memory.cache_capacity_tokens:,.0f} tokens",
+        ),
+    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in facts)
+    template = Path(__file__).with_name("rollout.md").read_text(encoding="utf-8")
+    return template.format(
+        title=deployment.target_name,
+        obstacles=f"{obstacles}\n" if obstacles else "",
+        facts=table,
+        validate=f"pytest validation --gpu --target {shlex.quote(target)} --drafter {shlex.quote(head)}",
+        doctor=f"eagle3 doctor --target {shlex.quote(target)} --drafter {shlex.quote(head)}",
+        serve=_serve(plan, target=target, head=head),
+        plain=_serve(plan, target=target, head=None),
+        tau=plan.expected.mean_acceptance_length,
+        least_tau=plan.least_tau,
+        break_even=plan.break_even_tau,
+        least_rate=(plan.least_tau - 1) / k,
+        error=plan.tau_standard_error,
+        ratio=plan.largest_time_ratio,
+        needed=plan.requests_for_p99,
+        stages="\n".join(f"| {stage.share:.0%} | {stage.hours:g} h | {stage.requests:,.0f} |" for stage in plan.stages),
+        **_queries(plan),
+    )
+
+
+def _serve(plan: RolloutPlan, *, target: str, head: str | None) -> str:
+    words = ["vllm", "serve", target]
+    if plan.deployment.cache in ("fp8",):
+        words += ["--kv-cache-dtype", plan.deployment.cache]
+    if plan.deployment.num_accelerators > 1:
+        words += ["--tensor-parallel-size", str(plan.deployment.num_accelerators)]
+    if head is not None:
+        settings = {
+            "method": "eagle3",
+            "model": head,
+            "num_speculative_tokens": plan.num_draft_tokens,
+            "num_speculative_tokens_per_batch_size": [
+                [part.first, part.last, part.num_draft_tokens] for part in plan.schedule
+            ],
+        }
+        words += ["--speculative-config", json.dumps(settings)]
+    return shlex.join(words)
+
+
+def _queries(plan: RolloutPlan) -> dict[str, str]:
+    def rate(name: str) -> str:
+        return f'sum(rate(vllm:spec_decode_{name}_total{{job="vllm-spec"}}[15m]))'
+
+    def quantile(q: float, name: str, job: str) -> str:
+        return f'histogram_quantile({q:g}, sum by (le) (rate(vllm:{name}_seconds_bucket{{job="{job}"}}[15m])))'
+
+    accepted, drafts, drafted = rate("num_accepted_tokens"), rate("num_drafts"), rate("num_draft_tokens")
+    time, first = "request_time_per_output_token", "time_to_first_token"
+    per_position = 'sum by (position) (rate(vllm:spec_decode_num_accepted_tokens_per_pos_total{job="vllm-spec"}[15m]))'
+    return {
+        "tau_query": f"1 + {accepted}\n  / {drafts}",
+        "rate_query": f"{accepted}\n  / {drafted}",
+        "position_query": f"{per_position}\n  / scalar({drafts})",
+        "median_query": f"{quantile(0.5, time, 'vllm-spec')}\n  / {quantile(0.5, time, 'vllm-plain')}",
+        "tail_query": f"{quantile(0.99, time, 'vllm-spec')}\n  / {quantile(0.99, time, 'vllm-plain')}",
+        "first_query": f"{quantile(0.99, first, 'vllm-spec')}\n  / {quantile(0.99, first, 'vllm-plain')}",
+        "tau_alert": f"1 + {accepted} / {drafts} < {plan.break_even_tau:.2f}",
+        "silent_alert": f'{drafts} == 0\n  and sum(rate(vllm:generation_tokens_total{{job="vllm-spec"}}[15m])) > 0',
+    }

@@ -1,4 +1,4 @@
-"""The theory of the speed-up: how many tokens a round emits, what the round costs, when it pays.
+"""Theory of the speed-up: tokens per round, cost of a round, break-even.
 
 Publications mean two quantities by "acceptance rate", and each has its own formula. For a chain of ``K`` drafted tokens
 
@@ -55,7 +55,7 @@ def conditional_rate_from_tau(mean_acceptance_length: float, num_draft_tokens: i
 
 
 def round_cost(num_draft_tokens: int, *, verify_cost: float, draft_cost: float) -> float:
-    """``v + K·c``: what a round costs in plain steps, and so also the τ at which it breaks even."""
+    """``v + K·c``: cost of a round in plain steps, which is also the τ at which it breaks even."""
     _check_length(num_draft_tokens, least=0)
     if not 0 < verify_cost < math.inf or not 0 <= draft_cost < math.inf:
         raise ValueError(
@@ -95,7 +95,7 @@ def rates(mean_acceptance_length: float, num_draft_tokens: int) -> Rates:
 
 
 def rates_for_speedup(wanted: float, *, num_draft_tokens: int, verify_cost: float, draft_cost: float) -> Rates | None:
-    """The rates at which ``S`` is what is wanted: ``τ = S·(v + K·c)``; those of ``S = 1`` are the break-even.
+    """The rates at which ``S`` has the wanted value: ``τ = S·(v + K·c)``; those of ``S = 1`` are the break-even.
 
     Returns:
         ``None`` when even ``τ = K + 1``, everything accepted, is not enough. A ``τ`` below 1, which is always reached,
@@ -147,7 +147,7 @@ class TrafficClass:
     """One kind of requests.
 
     Attributes:
-        share: Of all requests.
+        share: Share of all requests.
         conditional_acceptance_rate: Its ``α``.
     """
 
@@ -157,7 +157,7 @@ class TrafficClass:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Percentiles:
-    """Of a latency, in plain steps.
+    """Percentiles of a latency, in plain steps.
 
     Attributes:
         p50: Median.
@@ -175,10 +175,10 @@ class Simulation:
     """Simulated requests, timed in plain steps, so that plain decoding takes 1 per token.
 
     Attributes:
-        num_requests: Simulated.
+        num_requests: Number of requests.
         mean_acceptance_length: τ of all rounds, counted before the limit cuts the last.
         speedup: Tokens over time, of all requests together.
-        time_per_output_token: Of each request: its decode time over its tokens after the first.
+        time_per_output_token: Decode time of a request over its tokens after the first.
         slower_than_plain: Share of requests that speculation makes slower.
     """
 
@@ -199,7 +199,7 @@ def simulate(
     output_tokens: int,
     seed: int,
 ) -> Simulation:
-    """Decode requests round by round with accepted counts drawn from the geometric law.
+    """Simulates requests round by round, with accepted counts sampled from the geometric distribution.
 
     ``P(accepted = j) = α^j (1 - α)`` for ``j < K`` and ``α^K`` for ``j = K``, every round ``v + K·c`` long. A request
     that accepts little is slow however good the mean is: that is the tail which a mean acceptance length hides.
@@ -210,11 +210,11 @@ def simulate(
         num_draft_tokens: ``K``.
         verify_cost: ``v``.
         draft_cost: ``c``.
-        num_requests: How many.
-        output_tokens: Of each; the first is the prefill's.
-        seed: Of the generator.
+        num_requests: Number of requests.
+        output_tokens: Tokens of each request; the prefill gives the first.
+        seed: Random seed.
     """
-    import numpy as np  # nothing else that `eagle3 plan` computes needs it
+    import numpy as np  # only this function needs it
 
     if num_requests < 1 or output_tokens < 2:
         raise ValueError(f"{num_requests} requests of {output_tokens} tokens; expected at least 1 of at least 2")

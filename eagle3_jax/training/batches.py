@@ -15,6 +15,8 @@ from eagle3_jax.models.functional import Params
 from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.training.regenerate import Rows
 
+Loss = tuple[Float[Array, ""], dict[str, Float[Array, ""]]]  # a loss and its metrics
+
 
 @struct.dataclass(kw_only=True)
 class TTTBatch:

@@ -174,26 +174,3 @@ def write_manifest(path: Path, documents: list[Document]) -> None:
         for d in documents
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def held_out_prompts(documents: list[Document], per_file: int = 2, context_lines: int = 12) -> list[dict[str, str]]:
-    """Prompts from held-out files: some lines of code up to a ``def`` line, or the first lines of a section of prose.
-
-    Returns:
-        Dictionaries with ``name``, ``kind`` (``code`` or ``prose``) and ``prompt``.
-    """
-    prompts = []
-    for document in documents:
-        if not document.held_out:
-            continue
-        lines = document.text.split("\n")
-        kind = "code" if document.name.startswith("code/") else "prose"
-        if kind == "code":
-            ends = [i for i, line in enumerate(lines) if line.lstrip().startswith("def ") and line.endswith(":")]
-        else:
-            ends = [i for i, line in enumerate(lines) if len(line) > 60 and not line.startswith((" ", ".", "*"))]
-        ends = [end for end in ends if end >= context_lines]
-        for end in ends[:: max(1, len(ends) // per_file)][:per_file]:
-            text = "\n".join(lines[end - context_lines : end + 1]) + "\n"
-            prompts.append({"name": f"{document.name}:{end + 1}", "kind": kind, "prompt": text})
-    return prompts

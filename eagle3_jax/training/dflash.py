@@ -13,26 +13,20 @@ prediction, of ``x_{a+k}``, weighs ``exp(-(k - 1) / gamma)``; ``p`` is the targe
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.cache import Segment
-from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashHead, Markov
-from eagle3_jax.loaded import LoadedTarget
-from eagle3_jax.models.config import DecoderConfig, GroupedQuery, RopeConfig, grouped, uniform, usual_layers
+from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, DFlashHead
+from eagle3_jax.models.attention import Segment
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import embed
 from eagle3_jax.models.memory import BlockMemory
-from eagle3_jax.training.batches import Frozen, TTTBatch, draft_ids, extend
-from eagle3_jax.training.recipe import HeadOptions, Loss, Recipe
+from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend
 from eagle3_jax.training.ttt import Teacher, consult
 
 
@@ -154,7 +148,7 @@ def run_blocks(
     rows = config.block_size
     rowcount, num = anchors.shape
     params = drafter.assemble(head_params, target.tables(frozen["target_params"]), embedding=frozen["embedding"])
-    head: DFlashHead = drafter.bound(params)
+    head: DFlashHead = drafter.bind(params)
     context = head.context(features, batch.positions)
 
     place = anchors[:, :, None] + jnp.arange(rows, dtype=jnp.int32)
@@ -217,87 +211,3 @@ def _metrics(
 def _take(x: Array, at: Int[Array, "B A K"]) -> Array:
     """``x[b, at[b]]`` for every row."""
     return jax.vmap(lambda row, index: row[index])(x, at)
-
-
-def usual_config(target: DecoderConfig, options: HeadOptions, **kind: Any) -> DFlashConfig:
-    """Five layers of the target's geometry in Qwen3's fashion over five of its layers, as published ones.
-
-    Args:
-        target: What it drafts for.
-        options: ``depth`` is how many tokens a block predicts.
-        kind: Which block drafter, as arguments of :class:`DFlashConfig`.
-    """
-    options.refuse("dflash", "width")
-    layer, size = usual_layers(target, options.mlp_width)[0], options.draft_vocab_size or target.vocab_size
-    mixer = grouped(layer)
-    own = GroupedQuery(
-        num_heads=mixer.num_heads,
-        num_kv_heads=mixer.num_kv_heads,
-        head_dim=mixer.head_dim,
-        rope=RopeConfig(theta=1e6),
-        qk_norm=True,
-    )
-    return DFlashConfig(
-        vocab_size=target.vocab_size,
-        width=target.width,
-        layers=uniform(options.num_layers or 5, own, layer.mlp),
-        draft_vocab_size=size,
-        target_width=target.width,
-        aux_layers=spread_layers(target.num_layers),
-        block_size=options.depth + (0 if kind.get("from_anchor") else 1),
-        # The last token of a vocabulary is its rarest, where it is not one that no text has.
-        mask_token=target.vocab_size - 1,
-        own_output=size < target.vocab_size,
-        max_positions=target.max_positions,
-        norm_eps=target.norm_eps,
-        **kind,
-    )
-
-
-def spread_layers(num_layers: int) -> tuple[int, ...]:
-    """Five layers from the second to the fourth last, as published heads read them; fewer of a shallow target.
-
-    These are z-lab's ``round(1 + i (L - 4) / 4)``, one more each: a layer's output enters the next one.
-    """
-    outputs = (round(1 + i * (num_layers - 4) / 4) for i in range(5))
-    return tuple(sorted({min(max(one, 0), num_layers - 1) + 1 for one in outputs}))
-
-
-def _start(
-    drafter: DFlashDrafter, target: LoadedTarget, draft_to_target: Int[np.ndarray, " W"] | None, key: jax.Array
-) -> Params:
-    """Random, but for what stands before and at the output: the target's final norm, and its projection where owned."""
-    params = drafter.init_params(key)
-    params["norm"]["scale"] = jnp.asarray(target.params["norm"]["scale"], jnp.float32)
-    if drafter.config.own_output:
-        ids = slice(None) if draft_to_target is None else draft_to_target
-        unembedding = target.model.tables(target.params).unembedding  # type: ignore[attr-defined]
-        params["head"]["kernel"] = jnp.asarray(unembedding[:, ids], jnp.float32)
-    return params
-
-
-def _spark_config(target: DecoderConfig, options: HeadOptions) -> DFlashConfig:
-    markov = Markov(rank=min(256, target.width))
-    return usual_config(target, options, from_anchor=True, markov=markov, confidence="markov")
-
-
-def _recipe(config: Callable[[DecoderConfig, HeadOptions], DFlashConfig], objective: BlockObjective) -> Recipe:
-    def loss(
-        drafter: DFlashDrafter,
-        target: DecoderTarget,
-        params: Params,
-        frozen: Frozen,
-        batch: TTTBatch,
-        options: HeadOptions,
-    ) -> Loss:
-        del options  # the whole block is learned from the first step on
-        return block_loss(drafter, target, params, frozen, batch, objective)
-
-    return Recipe(drafter=DFlashDrafter, config=config, start=_start, loss=loss, depths="7")
-
-
-RECIPES = {
-    "dflash": _recipe(usual_config, BlockObjective(text=1.0)),
-    "dspark": _recipe(_spark_config, BlockObjective(text=0.1, distance=0.9, confidence=1.0)),
-    "jetspec": _recipe(functools.partial(usual_config, causal=True), BlockObjective(divergence=1.0, decays=False)),
-}

@@ -10,47 +10,15 @@ from texts that the draft model writes itself while it learns, which is not done
 
 from __future__ import annotations
 
-import dataclasses
-import math
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from eagle3_jax.drafters.draft_model import DraftModel
-from eagle3_jax.loaded import LoadedTarget
-from eagle3_jax.models.config import DecoderConfig, LayerConfig, gated, grouped
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
-from eagle3_jax.models.layers import FLOAT32, Precision
-from eagle3_jax.training.batches import Frozen, TTTBatch, share
-from eagle3_jax.training.recipe import HeadOptions, Loss, Recipe
-
-
-def small_model(target: DecoderConfig, options: HeadOptions) -> DecoderConfig:
-    """A model of the target's family: a quarter of its layers and half its width, if nothing else is said.
-
-    Raises:
-        ValueError: It is larger than the target, or was given a draft vocabulary.
-    """
-    options.refuse("draft-model", "draft_vocab_size")
-    count, width = options.num_layers or max(1, target.num_layers // 4), options.width or target.width // 2
-    if count > target.num_layers or width > target.width:
-        raise ValueError(
-            f"a draft model of {count} layers and width {width} is larger than its target of {target.num_layers} and "
-            f"{target.width}; lower them"
-        )
-
-    def smaller(layer: LayerConfig) -> LayerConfig:
-        mixer = grouped(layer)
-        heads = max(1, mixer.num_heads * width // target.width)
-        mixer = dataclasses.replace(mixer, num_heads=heads, num_kv_heads=math.gcd(heads, mixer.num_kv_heads))
-        inner = options.mlp_width or max(1, gated(layer).width * width // target.width)
-        return dataclasses.replace(layer, mixer=mixer, mlp=dataclasses.replace(gated(layer), width=inner))
-
-    return dataclasses.replace(target, width=width, layers=tuple(map(smaller, target.layers[:count])))
+from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, share
 
 
 def distillation_loss(
@@ -59,7 +27,7 @@ def distillation_loss(
     params: Params,
     frozen: Frozen,
     batch: TTTBatch,
-    options: HeadOptions,
+    depth: int,
 ) -> Loss:
     """The mean divergence over supervised positions, in nats, differentiable in ``params`` alone.
 
@@ -72,7 +40,7 @@ def distillation_loss(
         params: What is trained.
         frozen: The target's parameters; the rest is not used.
         batch: Sequences; positions are counted from the first column.
-        options: ``depth``, how many draft positions the metrics speak of.
+        depth: Number of draft positions in the metrics.
 
     Returns:
         The loss, and for each draft position ``k`` the share ``accuracy_k`` of positions ``t + k`` whose argmax is the
@@ -93,27 +61,9 @@ def distillation_loss(
     overlap = jnp.sum(jnp.minimum(p, jnp.exp(lax.stop_gradient(log_q))), axis=-1)
     metrics = {"acceptance_0": share(overlap, supervised)}
     tau, alive, chain = 1.0, jnp.ones_like(hit), jnp.ones_like(supervised)
-    for k in range(options.depth):
+    for k in range(depth):
         behind = batch.tokens.shape[1] - k
         metrics[f"accuracy_{k}"] = share(hit[:, k:], supervised[:, k:])
         alive, chain = alive[:, :behind] * hit[:, k:], chain[:, :behind] & supervised[:, k:]
         tau = tau + share(alive, chain)
     return loss, {**metrics, "simulated_tau": jnp.asarray(tau)}
-
-
-def _drafter(config: DecoderConfig, *, precision: Precision = FLOAT32) -> DraftModel:
-    return DraftModel(DecoderTarget(config, precision))
-
-
-def _start(
-    drafter: DraftModel, target: LoadedTarget, draft_to_target: Int[np.ndarray, " W"] | None, key: jax.Array
-) -> Params:
-    """The target's first layers where the shapes are the same, else random parameters."""
-    fresh, own = drafter.model.init(key), target.params
-    first = {**own, "blocks": {index: own["blocks"].get(index) for index in fresh["blocks"]}}
-    if jax.tree.map(jnp.shape, first) != jax.tree.map(jnp.shape, fresh):
-        return fresh
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), first)
-
-
-RECIPE = Recipe(drafter=_drafter, config=small_model, start=_start, loss=distillation_loss)

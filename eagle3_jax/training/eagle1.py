@@ -16,17 +16,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from eagle3_jax.drafters.eagle1 import Eagle1Config, Eagle1Drafter
-from eagle3_jax.loaded import LoadedTarget
-from eagle3_jax.models.config import DecoderConfig, usual_layers
+from eagle3_jax.drafters.eagle1 import Eagle1Drafter
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
-from eagle3_jax.training.batches import Frozen, TTTBatch, share
-from eagle3_jax.training.recipe import HeadOptions, Loss, Recipe
+from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, share
 from eagle3_jax.training.ttt import TTTConfig, against, borrowed, consult, labelled_rows, outputs
 
 REGRESSION, CROSS_ENTROPY, NOISE = 1.0, 0.1, 0.1
@@ -57,7 +53,7 @@ def eagle1_loss(
     frozen = lax.stop_gradient(frozen)
     teacher, states = consult(drafter, target, frozen, batch, num_steps)
     params = {"head": head_params, "embedding": frozen["embedding"], "output": borrowed(drafter, target, frozen)}
-    head, read = drafter.bound(params), states
+    head, read = drafter.bind(params), states
     if batch.key is not None:
         read = states + jax.random.uniform(batch.key, states.shape, states.dtype, -NOISE, NOISE)
     given = outputs(drafter, params, read, batch, num_steps)
@@ -78,37 +74,3 @@ def _smooth_l1(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """``x²/2`` up to 1, ``|x| - 1/2`` beyond."""
     size = jnp.abs(x)
     return jnp.where(size < 1.0, 0.5 * size * size, size - 0.5)
-
-
-def _config(target: DecoderConfig, options: HeadOptions) -> Eagle1Config:
-    options.refuse("eagle1", "width", "draft_vocab_size")
-    return Eagle1Config(
-        vocab_size=target.vocab_size,
-        width=target.width,
-        layers=usual_layers(target, options.mlp_width, options.num_layers or 1),
-        num_target_layers=target.num_layers,
-        fc_bias=False,  # as vLLM loads them, and as the official heads for Llama 3 are
-        max_positions=target.max_positions,
-        norm_eps=target.norm_eps,
-    )
-
-
-def _start(
-    drafter: Eagle1Drafter, target: LoadedTarget, draft_to_target: Int[np.ndarray, " W"] | None, key: jax.Array
-) -> Params:
-    del target, draft_to_target
-    return drafter.init_params(key)
-
-
-def _loss(
-    drafter: Eagle1Drafter,
-    target: DecoderTarget,
-    params: Params,
-    frozen: Frozen,
-    batch: TTTBatch,
-    options: HeadOptions,
-) -> Loss:
-    return eagle1_loss(drafter, target, params, frozen, batch, options.depth)
-
-
-RECIPE = Recipe(drafter=Eagle1Drafter, config=_config, start=_start, loss=_loss, depths="1")

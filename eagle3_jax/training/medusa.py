@@ -13,48 +13,15 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter
-from eagle3_jax.loaded import LoadedTarget
-from eagle3_jax.models.config import DecoderConfig
+from eagle3_jax.drafters.medusa import MedusaDrafter
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
-from eagle3_jax.training.batches import Frozen, TTTBatch, draft_ids, extend, share
-from eagle3_jax.training.recipe import HeadOptions, Loss, Recipe
+from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend, share
 
 _DECAY = 0.8
-
-
-def heads_for(target: DecoderConfig, options: HeadOptions) -> MedusaConfig:
-    """As many heads as positions are learned, with biases as the authors' have.
-
-    With a draft vocabulary of their own they share one output projection, which makes them small; so vLLM wants it.
-    """
-    options.refuse("medusa", "width", "mlp_width")
-    return MedusaConfig(
-        vocab_size=target.vocab_size,
-        draft_vocab_size=options.draft_vocab_size or target.vocab_size,
-        target_width=target.width,
-        num_target_layers=target.num_layers,
-        num_heads=options.depth,
-        num_layers=options.num_layers or 1,
-        bias=True,
-        shared_output=options.draft_vocab_size is not None,
-    )
-
-
-def initial_heads(
-    drafter: MedusaDrafter, target: LoadedTarget, draft_to_target: Int[np.ndarray, " W"] | None, key: jax.Array
-) -> Params:
-    """Heads that all say what the target's output layer says: zero blocks and copies of its output matrix."""
-    del key
-    kernel = jnp.asarray(target.model.tables(target.params).unembedding, jnp.float32)  # type: ignore[attr-defined]
-    kernel = kernel if draft_to_target is None else kernel[:, draft_to_target]
-    zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), drafter.param_shapes())
-    return {"blocks": zero["blocks"], "outputs": {head: {"kernel": kernel} for head in zero["outputs"]}}
 
 
 def medusa_loss(
@@ -63,7 +30,7 @@ def medusa_loss(
     head_params: Params,
     frozen: Frozen,
     batch: TTTBatch,
-    options: HeadOptions,
+    num_heads: int,
 ) -> Loss:
     """The loss, differentiable in ``head_params`` alone.
 
@@ -73,7 +40,7 @@ def medusa_loss(
         head_params: What is trained.
         frozen: What is not.
         batch: Sequences; positions are counted from the first column.
-        options: ``depth`` says how many heads are trained, the first ones.
+        num_heads: Number of heads that are trained, the first ones.
 
     Returns:
         The loss, and for every head ``k`` ``loss_k``, its unweighted term, and ``accuracy_k``, the share of rows where
@@ -84,12 +51,12 @@ def medusa_loss(
     frozen = lax.stop_gradient(frozen)
     states = lax.stop_gradient(target(frozen["target_params"], batch.tokens, batch.positions, batch.seen).final)
     to_draft = draft_ids(frozen, drafter.config.vocab_size)
-    heads = drafter.bound({"head": head_params})
+    heads = drafter.bind({"head": head_params})
 
     metrics: dict[str, Float[Array, ""]] = {}
     loss, tau = jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32)
     alive = chain = jnp.ones(batch.tokens.shape, jnp.bool_)
-    for head in range(options.depth):
+    for head in range(num_heads):
         label = to_draft[_later(batch.tokens, head + 2)]
         labelled = _later(batch.loss_mask, head) & _later(batch.attention_mask, head + 2)
         scores = heads.logits(states, head)
@@ -111,6 +78,3 @@ def _later(x: Array, shift: int) -> Array:
 
 def _at(scores: Float[Array, "B T W"], index: Int[Array, "B T"]) -> Float[Array, "B T"]:
     return jnp.take_along_axis(scores, index[..., None], axis=-1)[..., 0]
-
-
-RECIPE = Recipe(drafter=MedusaDrafter, config=heads_for, start=initial_heads, loss=medusa_loss)

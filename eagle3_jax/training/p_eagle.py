@@ -24,19 +24,13 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from eagle3_jax.drafters.p_eagle import PEagleConfig, PEagleDrafter, PEagleHead
-from eagle3_jax.models.config import DecoderConfig, usual_head
+from eagle3_jax.drafters.p_eagle import PEagleDrafter, PEagleHead
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params, bind
 from eagle3_jax.models.layers import embed
 from eagle3_jax.models.memory import memories
-from eagle3_jax.training.batches import Frozen, TTTBatch, share
-from eagle3_jax.training.head import start
-from eagle3_jax.training.recipe import HeadOptions, Loss, Recipe
+from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, share
 from eagle3_jax.training.ttt import Teacher, consult
-
-# The paper's; AWS's heads of gpt-oss-20b have as many.
-_LAYERS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -207,28 +201,3 @@ def p_eagle_loss(
         chain, alive = chain & at_anchors(anchor, here), alive & at_anchors(anchor, hit)
         tau += share(alive, chain)
     return loss, {**metrics, "simulated_tau": tau}
-
-
-def _config(target: DecoderConfig, options: HeadOptions) -> PEagleConfig:
-    """The usual head, deeper. Its mask token is the last of the vocabulary, which texts hardly ever have."""
-    options.refuse("p-eagle", "width")
-    like = usual_head(
-        target, draft_vocab_size=options.draft_vocab_size or target.vocab_size, mlp_width=options.mlp_width
-    )
-    fields = {field.name: getattr(like, field.name) for field in dataclasses.fields(like)}
-    layers = like.layers * (options.num_layers or _LAYERS)
-    return PEagleConfig(**fields | {"layers": layers, "mask_token_id": target.vocab_size - 1})
-
-
-def _loss(
-    drafter: PEagleDrafter,
-    target: DecoderTarget,
-    params: Params,
-    frozen: Frozen,
-    batch: TTTBatch,
-    options: HeadOptions,
-) -> Loss:
-    return p_eagle_loss(drafter, target, params, frozen, batch, ParallelConfig(num_depths=options.depth))
-
-
-RECIPE = Recipe(drafter=PEagleDrafter, config=_config, start=start, loss=_loss, depths="8", draft_vocab_size=2048)

@@ -24,18 +24,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from eagle3_jax.cache import KeyValue, Segment, Span
-from eagle3_jax.drafters._feedback import FeedbackDrafter
-from eagle3_jax.drafters._network import NetworkDrafter
+from eagle3_jax.cache import KeyValue
+from eagle3_jax.drafters.base import NetworkDrafter
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+from eagle3_jax.models.attention import Segment
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
-from eagle3_jax.models.memory import BlockMemory, spans_of
-from eagle3_jax.training.batches import Frozen, TTTBatch, draft_ids, extend, share
+from eagle3_jax.models.memory import BlockMemory, Span, spans_of
+from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend, share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TTTConfig:
     """How the steps are weighted and what counts. Defaults are those of the official training code.
+
+    Rows whose most likely target token is outside the draft vocabulary have no loss.
 
     Attributes:
         num_steps: ``K``; the official code unrolls 7 steps, the paper 5.
@@ -43,14 +46,11 @@ class TTTConfig:
         denominator: What the sum over rows is divided by: ``all`` rows ``B·T``, masked or not, or the ``supervised``
             ones. ``all`` also keeps a flaw of the official code: supervised rows whose label lies beyond the end of
             the sequence are pulled towards the uniform distribution. ``supervised`` leaves them out.
-        out_of_vocab: Rows whose most likely target token is outside the draft vocabulary: ``mask`` takes them out of
-            the loss, ``keep`` trains them on what remains of the distribution.
     """
 
     num_steps: int = 7
     decay: float = 0.8
     denominator: str = "all"
-    out_of_vocab: str = "mask"
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
@@ -59,8 +59,6 @@ class TTTConfig:
             raise ValueError(f"decay is {self.decay}; expected a weight in (0, 1]")
         if self.denominator not in ("all", "supervised"):
             raise ValueError(f"denominator {self.denominator!r} is not known; use 'all' or 'supervised'")
-        if self.out_of_vocab not in ("mask", "keep"):
-            raise ValueError(f"out_of_vocab {self.out_of_vocab!r} is not known; use 'mask' or 'keep'")
 
 
 class Teacher(NamedTuple):
@@ -80,13 +78,13 @@ class Teacher(NamedTuple):
 
 
 def ttt_loss(
-    drafter: FeedbackDrafter,
+    drafter: Eagle3Drafter,
     target: DecoderTarget,
     head_params: Params,
     frozen: Frozen,
     batch: TTTBatch,
     config: TTTConfig = TTTConfig(),
-) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+) -> Loss:
     """``Σ_k decay^k · Σ_rows CE(p, q_k) / denominator``, differentiable in ``head_params`` alone.
 
     Args:
@@ -116,9 +114,7 @@ def ttt_loss(
     return against(teacher, logits, batch, config)
 
 
-def against(
-    teacher: Teacher, logits: Sequence[Float[Array, "B T W"]], batch: TTTBatch, config: TTTConfig
-) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+def against(teacher: Teacher, logits: Sequence[Float[Array, "B T W"]], batch: TTTBatch, config: TTTConfig) -> Loss:
     """The loss and the metrics of :func:`ttt_loss`, from the draft logits of every step."""
     num_steps, size = config.num_steps, batch.tokens.shape[1]
     learn, real = (extend(mask, num_steps) for mask in (batch.loss_mask, batch.attention_mask))
@@ -131,7 +127,7 @@ def against(
         supervised = _from(learn, step, size)
         labelled = supervised & _from(real, step + 1, size)
         counted = supervised if config.denominator == "all" else labelled
-        trained = counted & (label.best >= 0) if config.out_of_vocab == "mask" else counted
+        trained = counted & (label.best >= 0)
 
         log_norm = jax.nn.logsumexp(scores, axis=-1)
         cross_entropy = log_norm - jnp.sum(label.probs * scores, axis=-1)
@@ -174,13 +170,13 @@ def consult(
     return teacher, output.features
 
 
-def borrowed(drafter: FeedbackDrafter, target: DecoderTarget, frozen: Frozen) -> Float[Array, "D V"] | None:
+def borrowed(drafter: Eagle3Drafter, target: DecoderTarget, frozen: Frozen) -> Float[Array, "D V"] | None:
     """The target's output matrix, for heads that read their logits off it."""
     return target.tables(frozen["target_params"]).unembedding if drafter.borrows_output else None
 
 
 def unroll(
-    drafter: FeedbackDrafter,
+    drafter: Eagle3Drafter,
     head_params: Params,
     embedding: Float[Array, "V D"],
     features: Float[Array, "B T A Dt"],
@@ -190,15 +186,15 @@ def unroll(
 ) -> list[Float[Array, "B T W"]]:
     """Draft logits of every step, all rows at once; see the table above for who sees what."""
     params = {"head": head_params, "embedding": embedding} | ({} if output is None else {"output": output})
-    head = drafter.bound(params)
+    head = drafter.bind(params)
     return [drafter.logits(params, head, one) for one in outputs(drafter, params, features, batch, num_steps)]
 
 
 def outputs(
-    drafter: FeedbackDrafter, params: Params, features: Float[Array, "B T A Dt"], batch: TTTBatch, num_steps: int
+    drafter: Eagle3Drafter, params: Params, features: Float[Array, "B T A Dt"], batch: TTTBatch, num_steps: int
 ) -> list[Float[Array, "B T D"]]:
     """What the head gives in every step, which it is fed in the next."""
-    head = drafter.bound(params)
+    head = drafter.bind(params)
     tokens, size = extend(batch.tokens, num_steps), batch.tokens.shape[1]
     seen, positions = batch.seen, batch.positions
     stream, given = head.fuse(features), []

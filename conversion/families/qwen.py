@@ -1,0 +1,115 @@
+"""Qwen2, Qwen2.5, Qwen3 and Qwen3-MoE: one kind of windows; heads normed from Qwen3 on; experts in Qwen3-MoE."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from eagle3_jax.conversion import hf_config
+from eagle3_jax.conversion.errors import CheckpointError
+from eagle3_jax.conversion.families.family import Family, Wrapper
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.models.config import DecoderConfig, GroupedQuery, LayerConfig, grouped
+
+
+def read_qwen2(fields: Fields) -> DecoderConfig:
+    """Queries, keys and values always have a bias, the output projection never."""
+    fields.require("num_key_value_heads")
+    mixer, mlp = hf_config.read_mixer(fields, qkv_bias=True), hf_config.read_mlp(fields)
+    return hf_config.read_decoder(fields, mixer, mlp, windows=read_windows(fields))
+
+
+def read_qwen3(fields: Fields) -> DecoderConfig:
+    """Windows as in Qwen2.
+
+    Qwen3-VL divides the channels between time, height and width (mrope). A token of text has the same position in all
+    three, so the rotation of text is the plain one.
+    """
+    mixer = _normed(fields, known=("mrope_section", "mrope_interleaved"))
+    return hf_config.read_decoder(fields, mixer, hf_config.read_mlp(fields), windows=read_windows(fields))
+
+
+def read_qwen3_moe(fields: Fields) -> DecoderConfig:
+    """Experts in some layers; a window, where it is switched on, in all of them."""
+    fields.require("norm_topk_prob")
+    mixer, count = _normed(fields), hf_config.read_num_layers(fields)
+    mlps = hf_config.dense_or_sparse(
+        count,
+        read_sparse_layers(fields, count).__contains__,
+        functools.partial(hf_config.read_mlp, fields),
+        lambda: hf_config.read_experts(fields, "softmax", normalise=fields.flag("norm_topk_prob")),
+    )
+    window = hf_config.read_window(fields) if fields.flag("use_sliding_window") else None
+    windows = hf_config.read_windows(fields, window, lambda _: True)
+    if len(set(windows)) > 1:
+        raise CheckpointError(f"{fields.where}: layer_types differ, but this family has windows in all layers or none")
+    layers = [LayerConfig(mixer=mixer, mlp=mlp) for mlp in mlps]
+    return hf_config.decoder_of(fields, [hf_config.with_window(layer, windows[0]) for layer in layers])
+
+
+def _normed(fields: Fields, *, known: tuple[str, ...] = ()) -> GroupedQuery:
+    """Attention of Qwen3: queries and keys normed per head, heads of their own size, one flag for all four biases."""
+    fields.require("num_key_value_heads", "head_dim")
+    bias, rope = fields.flag("attention_bias"), hf_config.read_rope(fields, known=known)
+    return hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, qk_norm=True, rope=rope)
+
+
+def read_windows(fields: Fields) -> list[int | None]:
+    """The window of every layer. A size in the file counts only where it is switched on."""
+    window = hf_config.read_window(fields) if fields.flag("use_sliding_window") else None
+    first = 0 if window is None or fields.words("layer_types") else fields.integer("max_window_layers")
+    return hf_config.read_windows(fields, window, lambda layer: window is not None and layer >= first)
+
+
+def window_fields(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of windows. Engines read ``layer_types``, or the number of layers before the first window."""
+    windows = [grouped(layer).window for layer in config.layers]
+    sliding = [index for index, window in enumerate(windows) if window is not None]
+    return {
+        "use_sliding_window": bool(sliding),
+        "sliding_window": windows[sliding[0]] if sliding else None,
+        "max_window_layers": sliding[0] if sliding else len(windows),
+        "layer_types": hf_config.layer_types(config),
+    }
+
+
+def read_sparse_layers(fields: Fields, num_layers: int) -> list[int]:
+    """The layers that have experts: every ``decoder_sparse_step``-th, except those of ``mlp_only_layers``."""
+    step, dense = fields.size("decoder_sparse_step", 1), fields.indices("mlp_only_layers", num_layers) or []
+    return [layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0]
+
+
+def sparse_fields(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of experts and of the layers that have them."""
+    experts = hf_config.experts_of(config)
+    return {
+        **hf_config.size_fields(experts),
+        "norm_topk_prob": experts.normalise,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": hf_config.dense_layers(config),
+    }
+
+
+def _qwen3_fields(config: DecoderConfig) -> dict[str, Any]:
+    return {"attention_bias": grouped(config.layers[0]).qkv_bias, **window_fields(config)}
+
+
+def _qwen3_moe_fields(config: DecoderConfig) -> dict[str, Any]:
+    mixer = grouped(config.layers[0])
+    windows = {"use_sliding_window": mixer.window is not None, "sliding_window": mixer.window}
+    return {"attention_bias": mixer.qkv_bias, **windows, **sparse_fields(config)}
+
+
+FAMILIES = (
+    Family("qwen2", "Qwen2", "Qwen2ForCausalLM", read_qwen2, window_fields),
+    Family("qwen3", "Qwen3", "Qwen3ForCausalLM", read_qwen3, _qwen3_fields),
+    Family("qwen3_moe", "Qwen3-MoE", "Qwen3MoeForCausalLM", read_qwen3_moe, _qwen3_moe_fields),
+)
+# Qwen3-VL adds the output of its encoder to the first layers as well (deepstack). That concerns images alone.
+WRAPPER = Wrapper(
+    model_type="qwen3_vl",
+    label="Qwen3-VL",
+    texts={"qwen3_vl_text": "qwen3"},
+    prefixes=(("model.language_model.", "model."),),
+    ignored=(r"(model\.)?visual\..*",),
+)

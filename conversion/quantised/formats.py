@@ -1,0 +1,190 @@
+"""The formats of quantised checkpoints: how each ``quantization_config`` is read.
+
+* ``fp8``, as DeepSeek publishes: E4M3 in blocks of 128 by 128, with scales in float32 or exponents.
+* ``fbgemm_fp8``, as Meta publishes: E4M3 with a scale for every output, stacked experts too.
+* ``modelopt``, of NVIDIA's Model Optimizer: E4M3, one scale a tensor, described in ``config.json`` or in its own file.
+* ``mxfp4``, as gpt-oss is published: experts in four bits, with an exponent for 32 inputs.
+* ``compressed-tensors``, as LLM Compressor writes: E4M3, eight bits, or four bits in words.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.conversion.files import read_json
+from eagle3_jax.conversion.quantised.arrays import E4M3
+from eagle3_jax.conversion.quantised.decoding import Scheme, fused_experts, mxfp4, packed, scaled
+from eagle3_jax.conversion.quantised.format import Format, Layout
+
+_FILE = "hf_quant_config.json"  # of Model Optimizer, next to config.json
+_DENSE = "modules_to_not_convert"
+
+
+def _matrices(scheme: Scheme, dtype: Any = E4M3) -> Layout:
+    """Linear layers with their scales as ``weight_scale``."""
+    return Layout(".weight_scale", ".weight", ".weight", functools.partial(scaled, scheme=scheme, dtype=dtype))
+
+
+def _read_fp8(fields: Fields) -> Format:
+    if fields.get("fmt") != "float8_e4m3fn":
+        fields.only(fmt="e4m3")
+    exponents = fields.one_of("scale_fmt", ("float", "ue8m0"), "float") == "ue8m0"
+    if fields.get("weight_block_size") is None:
+        words, scheme = "fp8, one scale a tensor", Scheme("tensor", exponents=exponents)
+    else:
+        size = _block_size(fields, "weight_block_size")
+        words, scheme = f"fp8, a scale for {size[0]} by {size[1]} weights", Scheme("block", size, exponents=exponents)
+    return Format(
+        words=words,
+        layouts=(Layout("_scale_inv", "", "", functools.partial(scaled, scheme=scheme, dtype=E4M3)),),
+        dense=[*fields.words(_DENSE), *fields.words("ignored_layers")],
+        dense_field=_DENSE,
+        beside=(r".*\.(input_scale|activation_scale)", r".*\.[kv]_scale"),
+    )
+
+
+def _read_fbgemm(fields: Fields) -> Format:
+    return Format(
+        words="fp8 of fbgemm, a scale for every output",
+        layouts=(_matrices(Scheme("channel")), Layout("_proj_scale", "_proj", "_proj", fused_experts)),
+        dense=fields.words(_DENSE),
+        dense_field=_DENSE,
+        beside=(r".*\.(input_scale_ub|input_scale)",),
+    )
+
+
+def _read_modelopt(fields: Fields) -> Format:
+    fields.only(quant_algo="FP8")
+    lists = ("ignore", "exclude_modules", _DENSE)
+    return Format(
+        words="fp8 of Model Optimizer, one scale a tensor",
+        layouts=(_matrices(Scheme("tensor")),),
+        dense=[entry for name in lists for entry in fields.words(name)],
+        dense_field="the list of modules left out",
+        beside=(r".*\.(input_scale|output_scale)", r".*\.[qkv]_scale"),
+    )
+
+
+def _read_mxfp4(fields: Fields) -> Format:
+    return Format(
+        words="mxfp4, an exponent for 32 inputs of an output",
+        layouts=(Layout("_scales", "_blocks", "", mxfp4),),
+        dense=fields.words(_DENSE),
+        dense_field=_DENSE,
+    )
+
+
+def _read_compressed_tensors(fields: Fields) -> Format:
+    forms = ("float-quantized", "int-quantized", "pack-quantized", "naive-quantized")
+    form = fields.one_of("format", forms)
+    fields.section("sparsity_config").only(format="dense")
+    if fields.section("transform_config").get("config_groups"):
+        raise CheckpointError(f"{fields.where}: transform_config rotates activations; that is not computed")
+    weights = _weights(fields)
+    weights.only(symmetric=True)
+    bits, kind = weights.integer("num_bits"), weights.get("type")
+    scheme, among = _scheme(weights, bits)
+    types = {"float": E4M3, "int": np.dtype(np.int8)}
+    if form == "pack-quantized":
+        known = kind == "int" and bits in (4, 8)
+    else:
+        known = bits == 8 and kind in types and form in (f"{kind}-quantized", "naive-quantized")
+    if not known:
+        raise CheckpointError(
+            f"{weights.where}: num_bits {bits} of type {short(kind)} is not read in the format {form!r}"
+        )
+    if form == "pack-quantized":
+        layout = Layout(".weight_scale", ".weight_packed", ".weight", functools.partial(packed, scheme=scheme))
+    else:
+        layout = _matrices(scheme, types[kind])
+    words = "fp8" if kind == "float" else f"int{bits}"
+    return Format(
+        words=f"{words} of compressed-tensors, {among}",
+        layouts=(layout,),
+        dense=fields.words("ignore"),
+        dense_field="ignore",
+        beside=(r".*\.(input_scale|output_scale|weight_shape)", r".*\.[qkv]_scale"),
+        refused={
+            r".*\.weight_zero_point": "its weights are asymmetric",
+            r".*\.weight_g_idx": "the inputs of its groups are reordered",
+        },
+    )
+
+
+def _weights(fields: Fields) -> Fields:
+    """The weights of all groups of modules, which must be of one kind."""
+    groups: dict[str, Any] = {
+        name: fields.section("config_groups").section(name) for name in fields.section("config_groups").values
+    }
+    found = [group.section("weights") for group in groups.values()]
+    if not found or not all(one.values for one in found):
+        raise CheckpointError(f"{fields.where}: config_groups says nothing of weights; they are what is read")
+    telling = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure")
+    if any(one.get(name) != found[0].get(name) for one in found for name in telling):
+        raise CheckpointError(
+            f"{fields.where}: the groups {', '.join(groups)} differ in their weights; one kind is read"
+        )
+    return found[0]
+
+
+def _scheme(weights: Fields, bits: int) -> tuple[Scheme, str]:
+    strategy = weights.one_of("strategy", ("tensor", "channel", "group", "block"))
+    if strategy == "group":
+        size = weights.size("group_size")
+        return Scheme("group", (1, size), bits), f"a scale for {size} inputs of an output"
+    if strategy == "block":
+        block = _block_size(weights, "block_structure")
+        return Scheme("block", block, bits), f"a scale for {block[0]} by {block[1]} weights"
+    return Scheme(strategy, bits=bits), "one scale a tensor" if strategy == "tensor" else "a scale for every output"
+
+
+def _block_size(fields: Fields, name: str) -> tuple[int, int]:
+    """Outputs and inputs of a block."""
+    value = fields.get(name)
+    if not isinstance(value, list) or len(value) != 2 or not all(type(n) is int and 1 <= n <= 65536 for n in value):
+        raise fields.wrong(name, "expected two sizes such as [128, 128]")
+    return value[0], value[1]
+
+
+FORMATS: dict[str, Callable[[Fields], Format]] = {
+    "fp8": _read_fp8,
+    "compressed-tensors": _read_compressed_tensors,
+    "fbgemm_fp8": _read_fbgemm,
+    "modelopt": _read_modelopt,
+    "mxfp4": _read_mxfp4,
+}
+
+
+def format_of(fields: Fields, directory: Path) -> Format | None:
+    """The format of a checkpoint; ``None`` where it is not quantised.
+
+    Args:
+        fields: Its ``config.json``.
+        directory: Its place, where Model Optimizer may have a file of its own.
+
+    Raises:
+        CheckpointError: It is a format that is not read.
+    """
+    section = "quantization_config"
+    owner = fields if fields.get(section) is not None else fields.section("text_config")
+    if owner.get(section) is None:
+        path = directory / _FILE
+        own = Fields(read_json(path) if path.is_file() else {}, str(path)).section("quantization")
+        return None if own.get("quant_algo") is None else _read_modelopt(own)
+    said = owner.section(section)
+    method = said.get("quant_method")
+    if method is None and said.get("quant_algo") is not None:
+        method = "modelopt"
+    if not isinstance(method, str) or method not in FORMATS:
+        raise CheckpointError(
+            f"{said.where}: quant_method is {short(method)}; those that are read are {', '.join(FORMATS)}. Give one of "
+            "these, or the checkpoint before quantisation (remove quantization_config if it is that)"
+        )
+    return FORMATS[method](said)

@@ -1,0 +1,1 @@
+"""Measurements of the costs and gains of speculation on this machine."""

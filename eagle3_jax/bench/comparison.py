@@ -1,0 +1,69 @@
+"""The small benchmark at the end of ``eagle3 generate``: a decoder and plain decoding on the same prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from eagle3_jax.bench.contenders import Tokens
+from eagle3_jax.bench.timing import Spread
+from eagle3_jax.decode import SpeculativeDecoder
+from eagle3_jax.drafters.plain import Plain
+from eagle3_jax.types import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A decoder against plain decoding with the same target in the same precision, prefill included.
+
+    Attributes:
+        tokens_per_second: Speed of the decoder.
+        plain_tokens_per_second: Speed of plain decoding.
+        ratios: One for each repeat, whose two runs follow each other. The ratio of the two medians lies between the
+            smallest and the largest of them.
+        is_plain: Whether the decoder is plain decoding itself, so that nothing was compared.
+        same_output: Whether both wrote the same tokens; ``None`` when they were sampled.
+    """
+
+    tokens_per_second: Spread
+    plain_tokens_per_second: Spread
+    ratios: tuple[float, ...]
+    is_plain: bool
+    same_output: bool | None
+
+
+def compare_with_plain(
+    decoder: SpeculativeDecoder,
+    prompts: Sequence[Tokens],
+    *,
+    max_new_tokens: Sequence[int],
+    sampling: SamplingParams,
+    seed: int,
+    repeats: int,
+) -> Comparison:
+    """Decode the prompts one by one with and without speculation, interleaved, after a warm-up of both."""
+    plain = SpeculativeDecoder(decoder.target, stop_tokens=decoder.stop_tokens)
+    is_plain = isinstance(decoder.loop.drafter, Plain)
+    decoders = [plain] if is_plain else [plain, decoder]
+    speeds: list[list[float]] = [[] for _ in decoders]
+    outputs: list[list[Tokens]] = [[] for _ in decoders]
+    for repeat in range(repeats + 1):  # the first one compiles
+        for index, one in enumerate(decoders):
+            results = [
+                one.generate([prompt], max_new_tokens=[limit], sampling=sampling, seed=seed)
+                for prompt, limit in zip(prompts, max_new_tokens, strict=True)
+            ]
+            outputs[index] = [result.tokens[0] for result in results]
+            if repeat:
+                count = sum(len(tokens) for tokens in outputs[index])
+                speeds[index].append(count / sum(result.seconds for result in results))
+    greedy = not jnp.any(jnp.asarray(sampling.temperature) > 0)
+    return Comparison(
+        tokens_per_second=Spread.of(speeds[-1]),
+        plain_tokens_per_second=Spread.of(speeds[0]),
+        ratios=tuple(ours / theirs for ours, theirs in zip(speeds[-1], speeds[0], strict=True)),
+        is_plain=is_plain,
+        same_output=outputs[-1] == outputs[0] if greedy else None,
+    )

@@ -1,0 +1,155 @@
+"""Contenders of a benchmark: anything that decodes a batch of prompts and measures the time."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from eagle3_jax import loop as loops
+from eagle3_jax.decode import SpeculativeDecoder
+from eagle3_jax.drafters.plain import Plain
+from eagle3_jax.stats import SpeculationStats
+from eagle3_jax.types import SamplingMode, SamplingParams
+from eagle3_jax.verifiers.simulated import SimulatedAcceptance
+
+Tokens = list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One batch of prompts decoded once.
+
+    Attributes:
+        prefill_seconds: Time from the prompts to the first token of every row.
+        decode_seconds: Time of all further tokens of all rows.
+        tokens: New tokens of each row, the first included.
+        stats: Counters of the drafts, per row or for the whole batch; ``None`` if nothing was drafted.
+    """
+
+    prefill_seconds: float
+    decode_seconds: float
+    tokens: list[Tokens]
+    stats: SpeculationStats | None = None
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Time per token of a row after its first token (TPOT)."""
+        return self.decode_seconds / (len(self.tokens[0]) - 1)
+
+    @property
+    def total_seconds_per_token(self) -> float:
+        """Time per token of a row, prefill included."""
+        return (self.prefill_seconds + self.decode_seconds) / len(self.tokens[0])
+
+    def stats_of(self, rows: Sequence[int]) -> SpeculationStats | None:
+        """Counters of some rows; ``None`` if only those of the whole batch are known."""
+        if self.stats is None:
+            return None
+        if np.ndim(self.stats.num_drafts) == 1:
+            return SpeculationStats.merge([jax.tree.map(lambda leaf: np.asarray(leaf)[list(rows)], self.stats)])
+        return SpeculationStats.merge([self.stats]) if len(rows) == len(self.tokens) else None
+
+
+@runtime_checkable
+class Contender(Protocol):
+    """Anything that decodes batches of prompts.
+
+    Attributes:
+        name: Name in reports.
+        dtype: Precision in reports.
+        drafts: Whether it speculates; without counters its number of rounds is then unknown.
+        lossless: Whether its output equals the target's own.
+        simulated_rates: Rates of its acceptance if that is simulated.
+        largest_batch: Maximum number of prompts at once; ``None`` for any number.
+    """
+
+    name: str
+    dtype: str
+
+    @property
+    def drafts(self) -> bool:
+        """See the class."""
+        return False
+
+    @property
+    def lossless(self) -> bool:
+        """See the class."""
+        return True
+
+    @property
+    def simulated_rates(self) -> list[float] | None:
+        """See the class."""
+        return None
+
+    @property
+    def largest_batch(self) -> int | None:
+        """See the class."""
+        return None
+
+    def run(self, prompts: Sequence[Tokens], max_new_tokens: int) -> Run:
+        """Decodes a batch to the limit, stop tokens ignored; greedily, unless the contender has a temperature."""
+        ...
+
+
+@dataclasses.dataclass
+class DecoderContender(Contender):
+    """A decoder of this library.
+
+    Attributes:
+        name: Name in reports.
+        dtype: Precision in reports.
+        decoder: A decoder without stop tokens, so that every contender writes as many tokens.
+        temperature: Sampling temperature; 0 is greedy. Every run has the same seed.
+    """
+
+    name: str
+    dtype: str
+    decoder: SpeculativeDecoder
+    temperature: float = 0.0
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it has a drafter."""
+        return not isinstance(self.decoder.loop.drafter, Plain)
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the acceptance rule is lossless."""
+        return self.decoder.lossless
+
+    @property
+    def simulated_rates(self) -> list[float] | None:
+        """Simulated rates up to the depth of its drafts."""
+        loop = self.decoder.loop
+        rates = loop.verifier.rates if isinstance(loop.verifier, SimulatedAcceptance) else ()
+        return list(rates[: loop.drafter.max_depth]) or None
+
+    def run(self, prompts: Sequence[Tokens], max_new_tokens: int) -> Run:
+        """Runs the prefill and then the whole loop on the device, and waits for each."""
+        sampling = SamplingParams(temperature=self.temperature)
+        sampling_mode = SamplingMode.TEMPERATURE if self.temperature else SamplingMode.GREEDY
+        loop = dataclasses.replace(self.decoder.loop, sampling_mode=sampling_mode)
+        start = time.perf_counter()
+        state = jax.block_until_ready(self.decoder.prefill(prompts, max_new_tokens=max_new_tokens, sampling=sampling))
+        prefilled = time.perf_counter()
+        state = jax.block_until_ready(loops.run(loop, self.decoder.params, state))
+        decoded = time.perf_counter()
+        tokens, length, stats = jax.device_get((state.tokens, state.length, state.stats))
+        new = [tokens[row, len(prompt) : length[row]].tolist() for row, prompt in enumerate(prompts)]
+        return Run(prefilled - start, decoded - prefilled, new, stats)
+
+    def chunk_seconds(self, prompts: Sequence[Tokens], max_new_tokens: int) -> list[float]:
+        """Seconds between the chunks of a stream, one round each, which the host launches and waits for.
+
+        A stream is slower than :meth:`run`, which launches all rounds at once.
+        """
+        times = []
+        for one in self.decoder.rounds(prompts, max_new_tokens=max_new_tokens):
+            jax.block_until_ready(one.verdict)
+            times.append(time.perf_counter())
+        return np.diff(times).tolist()

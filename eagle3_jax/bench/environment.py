@@ -1,0 +1,167 @@
+"""Environment and inputs of a run in a form that may be published: no paths, no environment variables."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGES = ("eagle3-jax", "jax", "jaxlib", "flax", "numpy", "scipy", "torch", "transformers")
+
+
+def environment(
+    *, target: str | None = None, drafter: str | None = None, prompt_files: Sequence[str | Path] = ()
+) -> dict[str, Any]:
+    """Everything that a stranger needs to judge a number.
+
+    Args:
+        target: Directory or hub id; ``None`` for the bundled target.
+        drafter: Directory or hub id; ``None`` for the bundled head.
+        prompt_files: Empty for the bundled prompts.
+    """
+    devices = jax.devices()
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {name.replace("-", "_"): version(name) for name in PACKAGES},
+        "git": git(),
+        "code": sha256_of_code(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "memory_gib": memory_gib()},
+        "jax": {
+            "backend": jax.default_backend(),
+            "device": devices[0].device_kind,
+            "devices": len(devices),
+            "runtime": str(devices[0].client.platform_version).strip().splitlines()[0],
+        },
+        "target": source(target, "target"),
+        "drafter": source(drafter, "eagle3"),
+        "prompts": [source(str(file), "") for file in prompt_files] or source(None, "prompts.jsonl"),
+    }
+
+
+def version(package: str) -> str:
+    """Installed version."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def git() -> dict[str, Any] | str:
+    """The commit, and whether files differ from it."""
+
+    def ask(*command: str) -> str:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), *command], capture_output=True, text=True, timeout=60, check=True
+        )
+        return done.stdout.strip()
+
+    try:
+        if ask("rev-parse", "--show-prefix"):  # an unpacked archive inside some other repository
+            return "not a checkout"
+        return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return "not a checkout"
+
+
+def cpu_model() -> str:
+    """Name of the processor, from the kernel."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or "unknown"
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
+
+
+def hardware() -> str:
+    """Processor or accelerator, their number, and the version of jax, in a few words."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        name = f"{cpu_model()}, {len(os.sched_getaffinity(0))} cores"
+    else:
+        name = f"{device.device_kind}, 1 of {jax.device_count()}"
+    return f"{name}, jax {jax.__version__}"
+
+
+def memory_gib() -> float:
+    """Size of the main memory."""
+    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+
+
+def source(name: str | None, part: str) -> dict[str, Any]:
+    """Name of a checkpoint or a prompt file, and its hash if it is on this machine.
+
+    Args:
+        name: Path or hub id; ``None`` for the bundled one.
+        part: Part of the bundled pair.
+    """
+    if name is None:
+        from eagle3_jax.load import bundled
+
+        return {"name": "bundled", "sha256": sha256_of(bundled(part))}
+    path = Path(name).expanduser()
+    if not path.exists():
+        return {"name": committable(name), "sha256": None}
+    return {"name": path.resolve().name, "sha256": sha256_of(path)}
+
+
+def sha256_of(path: str | Path) -> str:
+    """One hash of a file, or of a checkpoint: the names and contents of its configuration and weights, sorted.
+
+    Raises:
+        ValueError: The directory holds no checkpoint.
+    """
+    path = Path(path)
+    if path.is_file():
+        return _digest(path)
+    files = sorted(
+        (file for end in ("json", "safetensors", "bin") for file in path.glob(f"*.{end}")), key=lambda f: f.name
+    )
+    if not files:
+        raise ValueError(f"{path} holds no *.json, *.safetensors or *.bin")
+    whole = hashlib.sha256()
+    for file in files:
+        whole.update(f"{file.name}\0{_digest(file)}\n".encode())
+    return whole.hexdigest()
+
+
+def sha256_of_code() -> str:
+    """One hash of this library and, in a checkout, its tests and validation; it covers uncommitted changes."""
+    whole = hashlib.sha256()
+    for directory in ("eagle3_jax", "tests", "validation"):
+        for file in sorted((ROOT / directory).rglob("*.py")):
+            whole.update(f"{file.relative_to(ROOT).as_posix()}\0{_digest(file)}\n".encode())
+    return whole.hexdigest()
+
+
+def sha256_of_prompts(prompts: Sequence[str | Sequence[int] | np.ndarray]) -> str:
+    """One hash of prompts, in their order, as text or as token ids."""
+    whole = hashlib.sha256()
+    for prompt in prompts:
+        text = "text\0" + prompt if isinstance(prompt, str) else "ids\0" + ",".join(str(int(token)) for token in prompt)
+        whole.update(hashlib.sha256(text.encode()).digest())  # of equal size, so prompts cannot run into each other
+    return whole.hexdigest()
+
+
+def committable(text: str) -> str:
+    """Replaces absolute paths by base names and removes host names, so that a text may be published."""
+    text = re.sub(r"(https?://)(?!localhost|127\.)[^\s/'\"]+", r"\1HOST", text)
+    return re.sub(r"(?<![\w/.:])~?/(?:[^\s/'\"]+/)+", "", text)
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,146 @@
+"""Models of real shapes with random weights, made on the device: speed and memory without a download.
+
+Their text is meaningless and acceptance of their drafts is chance, but a step costs as much as a step of the real
+model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.decode import LoadedDrafter, LoadedTarget
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform, usual_head
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.layers import BFLOAT16, Precision
+from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name
+
+_TINY = GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=8)
+_MADE_UP = {
+    # Small models with the proportions of Llama for a few CPU cores; the last two are for experiments.
+    "Llama-100M": DecoderConfig(
+        vocab_size=32_000,
+        width=768,
+        layers=uniform(12, GroupedQuery(num_heads=12, num_kv_heads=4, head_dim=64), GatedMLP(width=2048)),
+        max_positions=8192,
+        tie_embeddings=True,
+    ),
+    "Llama-tiny": DecoderConfig(
+        vocab_size=512, width=32, layers=uniform(8, _TINY, GatedMLP(width=48)), max_positions=512, tie_embeddings=True
+    ),
+    "Qwen3-tiny": DecoderConfig(
+        vocab_size=512,
+        width=32,
+        layers=uniform(8, dataclasses.replace(_TINY, qk_norm=True), GatedMLP(width=48)),
+        max_positions=512,
+    ),
+}
+SHAPES = KNOWN_MODELS | _MADE_UP
+_MOST_POSITIONS = 8192  # more positions do not change the measurements
+_HEADROOM = 0.1  # share added for activations and programs
+
+
+def shape_name(name: str) -> str:
+    """The name of a shape in its usual spelling, from a name in any case.
+
+    Raises:
+        ValueError: There is none.
+    """
+    found = known_name(name, SHAPES)
+    if found is None:
+        raise ValueError(f"there is no shape {name!r}; use one of {', '.join(SHAPES)}")
+    return found
+
+
+def shape_named(name: str) -> DecoderConfig:
+    """The shape with this name, in any case.
+
+    Raises:
+        ValueError: There is none.
+    """
+    return SHAPES[shape_name(name)]
+
+
+def random_pair(
+    shape: str | DecoderConfig, *, precision: Precision = BFLOAT16, seed: int = 0, num_layers: int | None = None
+) -> tuple[LoadedTarget, LoadedDrafter]:
+    """A target of a shape and its usual EAGLE-3 head, made on the device without a copy on the host.
+
+    Args:
+        shape: A name of :data:`SHAPES`, or a configuration.
+        precision: Precision of weights and activations.
+        seed: Random seed of the weights.
+        num_layers: Number of layers, at least 2, for experiments; ``None`` for those of the shape.
+
+    Raises:
+        ValueError: There is no such shape.
+    """
+    name, config = ("a model", shape) if isinstance(shape, DecoderConfig) else (shape_name(shape), shape_named(shape))
+    layers, positions = config.layers[:num_layers], min(config.max_positions, _MOST_POSITIONS)
+    config = dataclasses.replace(config, layers=layers, max_positions=positions)
+    head = usual_head(config, aux_layers=None if num_layers is None else (0, 1, 2))
+    model, drafter = DecoderTarget(config, precision), Eagle3Drafter(head, precision=precision)
+    target_key, head_key = jax.random.split(jax.random.key(seed))
+    params = _draw(model.param_shapes(), target_key, precision)
+    target = LoadedTarget(model, params, config.vocab_size, config.max_positions, name=f"{name}, random weights")
+    weights = {
+        "head": _draw(drafter.param_shapes(), head_key, precision),
+        "embedding": params["embedding"],
+        "draft_to_target": jnp.arange(drafter.config.draft_vocab_size, dtype=jnp.int32),
+    }
+    return target, LoadedDrafter(drafter, weights, f"EAGLE-3 head of {name}, random weights")
+
+
+def bytes_needed(config: DecoderConfig, *, batch: int, capacity: int, precision: Precision = BFLOAT16) -> int:
+    """Device memory of a random pair and its caches for ``batch`` rows of ``capacity`` slots, with headroom."""
+    model, drafter = DecoderTarget(config, precision), Eagle3Drafter(usual_head(config), precision=precision)
+    shapes = model.param_shapes(), drafter.param_shapes()
+    weights = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(shapes))
+    kept = jax.eval_shape(
+        lambda: jax.tree.leaves((model.init_cache(batch, capacity), drafter.init({}, batch, capacity)))
+    )
+    caches = sum(leaf.size * leaf.dtype.itemsize for leaf in kept)
+    logits = 4 * batch * 64 * config.vocab_size  # of the largest draft, in float32
+    return int((weights * jnp.dtype(precision.operands).itemsize + caches + logits) * (1 + _HEADROOM))
+
+
+def why_not(needed: int, stats: Mapping[str, int] | None) -> str | None:
+    """The reason why some bytes do not fit on a device; ``None`` if they fit.
+
+    Args:
+        needed: Number of bytes.
+        stats: The device's ``memory_stats()``; ``None`` if it keeps none.
+    """
+    if stats is None or "bytes_limit" not in stats:
+        return "the device does not tell how much memory it has"
+    free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    if needed <= free:
+        return None
+    return f"it needs {needed / 2**30:.1f} GiB and the device has {max(free, 0) / 2**30:.1f} GiB left"
+
+
+def _draw(shapes: Any, key: jax.Array, precision: Precision) -> Any:
+    """Draws one array at a time, so that at most one temporary copy exists."""
+    flat, structure = jax.tree_util.tree_flatten_with_path(shapes)
+    keys = jax.random.split(key, len(flat))
+    leaves = []
+    for (path, leaf), one in zip(flat, keys, strict=True):
+        name = getattr(path[-1], "key", str(path[-1]))
+        if len(leaf.shape) == 1:
+            leaves.append(jnp.full(leaf.shape, 1.0 if name == "scale" else 0.0, precision.activations))
+        else:
+            scale = 1.0 if name == "embedding" else leaf.shape[0] ** -0.5
+            leaves.append(_normal(one, shape=leaf.shape, scale=scale, dtype=jnp.dtype(precision.operands).name))
+    return jax.tree_util.tree_unflatten(structure, leaves)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "scale", "dtype"))
+def _normal(key: jax.Array, *, shape: tuple[int, ...], scale: float, dtype: str) -> jax.Array:
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)

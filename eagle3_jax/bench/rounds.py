@@ -1,0 +1,89 @@
+"""Timing of rounds that are launched as one program."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax import loop as loops
+from eagle3_jax.bench.contenders import Tokens
+from eagle3_jax.decode import SpeculativeDecoder
+
+CompilerOptions = Mapping[str, str | int | float | bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """Speed of some rounds.
+
+    Attributes:
+        seconds: Time from the launch until the last row had finished.
+        rounds: Calls of the target for the row with the most rounds.
+        tokens: Tokens written by all rows.
+    """
+
+    seconds: float
+    rounds: int
+    tokens: int
+
+    @property
+    def seconds_per_round(self) -> float:
+        """Time of a round of the batch."""
+        return self.seconds / self.rounds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed of the batch."""
+        return self.tokens / self.seconds
+
+
+def timed_rounds(
+    decoder: SpeculativeDecoder,
+    prompts: Sequence[Tokens],
+    *,
+    max_new_tokens: int,
+    tokens: int,
+    compiler_options: CompilerOptions | None = None,
+) -> Pace:
+    """Times one launch of the loop after a prefill. The time of the first call includes compilation.
+
+    Args:
+        decoder: A decoder without stop tokens; otherwise a row may end early.
+        prompts: Prompts, a row each.
+        max_new_tokens: Fixes the capacity, which the cost of attention depends on.
+        tokens: Tokens per row; at most ``max_new_tokens - 1``, since the prefill writes the first.
+        compiler_options: XLA options such as ``{"xla_gpu_deterministic_ops": True}``, for the rounds alone.
+    """
+    state = decoder.prefill(prompts, max_new_tokens=max_new_tokens)
+    before = state.length
+    state = state.replace(limit=jnp.minimum(state.limit, before + tokens))  # type: ignore[attr-defined]
+    before = jax.device_get(before)
+    ready = jax.block_until_ready(state)  # otherwise the time would include the rest of the prefill
+    run = _run(tuple(sorted((compiler_options or {}).items())))
+    start = time.perf_counter()
+    done = jax.block_until_ready(run(decoder.loop, decoder.params, ready))
+    seconds = time.perf_counter() - start
+    length, stats = jax.device_get((done.length, done.stats))
+    written = length - before
+    # A round without a draft is not counted among the drafts; it writes one token.
+    rounds = np.maximum(stats.num_drafts, written - stats.num_accepted_tokens)
+    return Pace(seconds, int(rounds.max()), int(written.sum()))
+
+
+@functools.cache
+def _run(options: tuple[tuple[str, Any], ...]) -> Any:
+    """:func:`eagle3_jax.loop.run`, compiled with options if there are any."""
+    if not options:
+        return loops.run
+
+    def run(loop: loops.SpeculativeLoop, params: loops.LoopParams, state: loops.GenerationState) -> Any:
+        return loop.run(params, state)
+
+    return jax.jit(run, static_argnums=0, donate_argnums=2, compiler_options=dict(options))

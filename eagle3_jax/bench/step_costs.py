@@ -1,0 +1,197 @@
+"""Times of the parts of a round: drafting, verification and commit, each measured separately."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.bench.contenders import Tokens
+from eagle3_jax.bench.rounds import timed_rounds
+from eagle3_jax.cache import Cache, KeyValue, KeyValues, LayerCache
+from eagle3_jax.decode import SpeculativeDecoder
+from eagle3_jax.drafters.plain import Plain
+from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
+from eagle3_jax.models.latent_keys import LatentKeys
+from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.types import Observation
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCosts:
+    """Times of the parts of a round, ``verify + G · draft``.
+
+    Attributes:
+        verify_seconds: One target forward over a draft, with acceptance and commit.
+        draft_seconds: One draft step: taking in the truth and proposing, over the depth of the draft.
+        commit_seconds: The part of ``verify_seconds`` in which the draft's keys and values are written to the cache and
+            those of the accepted path moved together.
+    """
+
+    verify_seconds: float
+    draft_seconds: float
+    commit_seconds: float
+
+
+def step_costs(
+    decoder: SpeculativeDecoder, prompts: Sequence[Tokens], *, max_new_tokens: int, rounds: int = 32
+) -> StepCosts:
+    """Times verification, drafting and commits of a decoder separately.
+
+    Each is a loop in a program of its own, launched once: verification of drafts that are all rejected, drafting that
+    continues from its own drafts, and commits of a whole path of real keys and values. The compiler can fuse adjacent
+    parts of a whole round, so the parts may add up to a little more than a round.
+
+    Args:
+        decoder: The decoder.
+        prompts: Prompts, a row each.
+        max_new_tokens: Fixes the capacity, which the cost of attention depends on.
+        rounds: Rounds averaged over.
+    """
+    drafter = decoder.loop.drafter
+    rounds = min(rounds, max_new_tokens - 1)
+    verifying = SpeculativeDecoder(decoder.target, Plain(drafter.num_nodes), stop_tokens=())
+    verify = timed_rounds(verifying, prompts, max_new_tokens=max_new_tokens, tokens=rounds).seconds_per_round
+    commit = _commit_seconds(decoder, prompts, max_new_tokens=max_new_tokens, rounds=rounds)
+    draft = draft_seconds(decoder, prompts, max_new_tokens=max_new_tokens, rounds=rounds)
+    return StepCosts(verify, draft, commit)
+
+
+def draft_seconds(
+    decoder: SpeculativeDecoder, prompts: Sequence[Tokens], *, max_new_tokens: int, rounds: int = 32
+) -> float:
+    """Seconds of a draft step, 0 without a drafter; arguments as in :func:`step_costs`."""
+    drafter = decoder.loop.drafter
+    if isinstance(drafter, Plain):
+        return 0.0
+    state = jax.block_until_ready(decoder.prefill(prompts, max_new_tokens=max_new_tokens))
+    tokens = _some_tokens(prompts, drafter.max_depth + 1)
+    features = jax.block_until_ready(_features(decoder.loop, decoder.params, tokens))
+    draft = _seconds(lambda: _draft_rounds(decoder.loop, decoder.params, state, features, rounds=rounds))
+    return draft / rounds / drafter.max_depth
+
+
+def target_seconds(
+    decoder: SpeculativeDecoder, prompts: Sequence[Tokens], *, max_new_tokens: int, rounds: int = 32
+) -> float:
+    """Seconds of the target alone over a draft, logits included, without acceptance, commit and bookkeeping.
+
+    The rest of a round, apart from its draft steps, is the cost of the loop itself.
+
+    Args:
+        decoder: Gives the target and the number of nodes.
+        prompts: Prompts, a row each.
+        max_new_tokens: Fixes the capacity, which the cost of attention depends on.
+        rounds: Forwards averaged over.
+    """
+    tokens = _some_tokens(prompts, decoder.loop.drafter.num_nodes)
+    cache = jax.block_until_ready(decoder.prefill(prompts, max_new_tokens=max_new_tokens)).cache
+    launch = lambda: _target_rounds(decoder.params, cache, tokens, loop=decoder.loop, rounds=rounds)
+    return _seconds(launch) / rounds
+
+
+def _seconds(launch: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(launch())
+    return time.perf_counter() - start
+
+
+def _some_tokens(prompts: Sequence[Tokens], count: int) -> Int[Array, "B T"]:
+    return jnp.stack([jnp.resize(jnp.asarray(prompt, jnp.int32), (count,)) for prompt in prompts])
+
+
+def _commit_seconds(
+    decoder: SpeculativeDecoder, prompts: Sequence[Tokens], *, max_new_tokens: int, rounds: int
+) -> float:
+    loop = decoder.loop
+    # One program at a time: two of them can starve each other of the few threads that a CPU has.
+    block = jax.block_until_ready(_block(loop, decoder.params, _some_tokens(prompts, loop.drafter.num_nodes)))
+    cache = jax.block_until_ready(decoder.prefill(prompts, max_new_tokens=max_new_tokens)).cache
+    return _seconds(lambda: _commit_rounds(cache, block, loop=loop, rounds=rounds)) / rounds
+
+
+@functools.partial(jax.jit, static_argnames=("loop", "rounds"), donate_argnames=("cache",))
+def _target_rounds(
+    params: LoopParams, cache: Cache, tokens: Int[Array, "B N"], *, loop: SpeculativeLoop, rounds: int
+) -> tuple[Cache, Float[Array, "B N V"]]:
+    """Runs forwards after the same committed slots."""
+    target, length, aux_layers = loop.target, cache.length, loop.drafter.aux_layers
+    batch, num_nodes = tokens.shape
+    positions = length[:, None] + jnp.arange(num_nodes, dtype=jnp.int32)
+
+    def one(index: Array, carried: tuple[Cache, Array]) -> tuple[Cache, Array]:
+        cache, _ = carried
+        fed = (tokens + index) % target.vocab_size  # different every time, or XLA would run the target only once
+        output = target(params.target, fed, positions, causal_mask(num_nodes), cache, aux_layers=aux_layers)
+        return cache.commit(output.written, jnp.zeros_like(length)), target.unembed(params.target, output.final)
+
+    logits = jnp.zeros((batch, num_nodes, target.vocab_size), jnp.float32)
+    return lax.fori_loop(0, rounds, one, (cache, logits))
+
+
+@functools.partial(jax.jit, static_argnames=("loop",))
+def _block(loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array, "B N"]) -> tuple[Any, ...]:
+    """Keys and values that a draft writes to an empty cache, or its changes of a recurrent state."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    empty = loop.target.init_cache(*tokens.shape)
+    return loop.target(params.target, tokens, positions, causal_mask(tokens.shape[1]), empty).written
+
+
+def _placed(layer: LayerCache, new: Any, length: Int[Array, " B"]) -> Any:
+    """What a forward after the committed slots would have written; the same for a layer without slots."""
+    if isinstance(layer, KeyValues):
+        return layer.write(new, length)
+    return layer.write(KeyValue(new, new), length).keys if isinstance(layer, LatentKeys) else new
+
+
+@functools.partial(jax.jit, static_argnames=("loop", "rounds"), donate_argnames=("cache",))
+def _commit_rounds(cache: Cache, block: tuple[Any, ...], *, loop: SpeculativeLoop, rounds: int) -> Cache:
+    """Writes a draft and commits a path of full depth, repeatedly after the same slots."""
+    length = cache.length
+    depth = min(loop.drafter.max_depth, loop.drafter.num_nodes - 1)
+    path = jnp.broadcast_to(jnp.arange(depth + 1, dtype=jnp.int32), (length.shape[0], depth + 1))
+    count = jnp.full_like(length, depth + 1)
+
+    def one(index: Array, cache: Cache) -> Cache:
+        # Different nodes every time, or XLA would gather them only once.
+        nodes = None if loop.is_chain else jnp.roll(path, index, axis=1)
+        written = tuple(_placed(layer, new, length) for layer, new in zip(cache.layers, block, strict=True))
+        return cache.commit(written, count, nodes).replace(length=length)  # type: ignore[attr-defined]
+
+    return lax.fori_loop(0, rounds, one, cache)
+
+
+@functools.partial(jax.jit, static_argnames=("loop",))
+def _features(loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array, "B T"]) -> Float[Array, "B T A D"]:
+    """Real features for the drafter to take in."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    mask = causal_mask(tokens.shape[1])
+    return loop.target(params.target, tokens, positions, mask, aux_layers=loop.drafter.aux_layers).features
+
+
+@functools.partial(jax.jit, static_argnames=("loop", "rounds"))
+def _draft_rounds(
+    loop: SpeculativeLoop, params: LoopParams, state: GenerationState, features: Float[Array, "B T A D"], *, rounds: int
+) -> Any:
+    """Drafts without a target: the drafter observes its own proposals as committed tokens."""
+    drafter = loop.drafter
+
+    def one(index: Array, known: Any) -> Any:
+        draft = drafter.propose(params.drafter, known, state.keys, state.sampling)
+        fed = draft.tokens[:, : features.shape[1]]
+        seen = Observation(
+            tokens=fed,
+            features=jnp.roll(features, index, axis=1),  # different every time, or XLA would fuse them only once
+            length=jnp.ones_like(state.length),
+            next_token=fed[:, -1],
+        )
+        return drafter.observe(params.drafter, known if draft.state is None else draft.state, seen)
+
+    return lax.fori_loop(0, rounds, one, state.drafter)

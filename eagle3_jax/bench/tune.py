@@ -1,0 +1,536 @@
+"""The fastest draft for each batch size, from measured costs and acceptance.
+
+A draft that is accepted for a mean acceptance length ``τ`` and takes ``v + G·c`` plain steps (``v`` to verify it, ``c``
+for each of its ``G`` draft steps) is faster than plain decoding by ``S = τ / (v + G·c)``. ``τ`` depends on the
+text and the head and not on the batch; ``v`` and ``c`` grow with it, so the best draft gets shorter and from some batch
+on plain decoding is fastest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from eagle3_jax import loop as loops
+from eagle3_jax.bench.step_costs import StepCosts, step_costs
+from eagle3_jax.bench.timing import Spread
+from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
+from eagle3_jax.published_trees import tree_name
+from eagle3_jax.schedule import SpeculationSchedule
+from eagle3_jax.stats import SpeculationStats
+from eagle3_jax.theory.speedup import Rates, rates, rates_for_speedup
+from eagle3_jax.topology import DynamicTree, StaticTree
+from eagle3_jax.types import Drafter
+
+_LARGEST = 512  # the last entry of a schedule, plain decoding, reaches at least this many rows
+
+# Rules of thumb from articles on serving; each is printed next to the measurement.
+RULE_BATCH = 32
+RULE_OUTPUT_TOKENS = 50
+RULE_ACCEPTANCE = 0.55
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A draft and how much of it is accepted.
+
+    Attributes:
+        name: Name in reports: ``K=3``, or the size of a tree.
+        num_draft_tokens: ``K`` of a chain, all nodes but the root of a tree.
+        num_draft_steps: ``G``, draft steps in a round; ``K`` for a chain.
+        is_chain: Only chains fit into a schedule.
+        mean_acceptance_length: ``τ``, tokens per round, measured with this very shape.
+        acceptance_per_position: Share of rounds in which the token at each depth was accepted.
+    """
+
+    name: str
+    num_draft_tokens: int
+    num_draft_steps: int
+    is_chain: bool
+    mean_acceptance_length: float
+    acceptance_per_position: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """Costs and gain of a draft at one batch size.
+
+    Attributes:
+        shape: The draft.
+        verify_cost: ``v``, a verification in plain steps.
+        draft_cost: ``c``, a draft step in plain steps.
+        speedup: ``S``, paired by repeat.
+    """
+
+    shape: Shape
+    verify_cost: float
+    draft_cost: float
+    speedup: Spread
+
+    @classmethod
+    def of(cls, shape: Shape, *, plain: Sequence[float], verify: Sequence[float], draft: Sequence[float]) -> Candidate:
+        """The candidate from the seconds of every repeat.
+
+        Costs are ratios within a repeat: a machine that slows down for a while slows the plain step as well.
+
+        Args:
+            shape: The draft.
+            plain: A step of plain decoding.
+            verify: A verification.
+            draft: A draft step.
+        """
+        verify_cost = [ours / step for ours, step in zip(verify, plain, strict=True)]
+        draft_cost = [ours / step for ours, step in zip(draft, plain, strict=True)]
+        gains = [
+            shape.mean_acceptance_length / (v + shape.num_draft_steps * c)
+            for v, c in zip(verify_cost, draft_cost, strict=True)
+        ]
+        return cls(
+            shape=shape,
+            verify_cost=Spread.of(verify_cost).median,
+            draft_cost=Spread.of(draft_cost).median,
+            speedup=Spread.of(gains),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchTuning:
+    """All drafts at one batch size.
+
+    Attributes:
+        batch: Rows decoded at once.
+        plain_step: Seconds of a step of plain decoding.
+        extra_prefill_seconds: Time that drafting adds to the prefill of such a batch.
+        candidates: Every draft that was measured.
+    """
+
+    batch: int
+    plain_step: Spread
+    extra_prefill_seconds: float
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Candidate | None:
+        """The draft to use; ``None`` for plain decoding."""
+        return choose(self.candidates)
+
+    @property
+    def best_chain(self) -> Candidate | None:
+        """The best chain, since a schedule holds chains only."""
+        return choose([one for one in self.candidates if one.shape.is_chain])
+
+    @property
+    def fastest(self) -> Candidate:
+        """The draft of the largest ``S``, even if it does not pay off."""
+        return max(self.candidates, key=lambda one: one.speedup.median)
+
+
+def choose(candidates: Sequence[Candidate]) -> Candidate | None:
+    """The draft of the largest ``S``, or a shorter one that is as good; ``None``, plain decoding, if none pays off.
+
+    A draft is as good if it reaches the first quartile of the largest ``S``: such a difference is within the spread of
+    the repeats, and a shorter draft loses less when acceptance is lower. Plain decoding is the shortest, ``S = 1``.
+    """
+    if not candidates:
+        return None
+    bar = max(candidates, key=lambda one: one.speedup.median).speedup.low
+    if bar <= 1.0:
+        return None
+    as_good = [one for one in candidates if one.speedup.median >= bar]
+    return min(as_good, key=lambda one: (one.shape.num_draft_tokens, -one.speedup.median))
+
+
+def schedule_of(lengths: Sequence[tuple[int, int]]) -> SpeculationSchedule | None:
+    """A schedule from the best chain at each measured batch size; ``None`` when drafting pays off at none.
+
+    An entry reaches from the measured size before it, exclusive, up to its own. Costs grow with the batch, so the best
+    length at the upper end is the cautious choice for the sizes between. Above the largest measured size the last entry
+    drafts nothing; without it, vLLM would continue with the last length.
+
+    Args:
+        lengths: ``(batch, K)`` with ascending batches; 0 is plain decoding.
+    """
+    if not any(length for _, length in lengths):
+        return None
+    entries: list[tuple[int, int, int]] = []
+    reached = 0
+    for batch, length in [*lengths, (max(_LARGEST, lengths[-1][0] + 1), 0)]:
+        if entries and entries[-1][2] == length:
+            entries[-1] = (entries[-1][0], batch, length)
+        else:
+            entries.append((reached + 1, batch, length))
+        reached = batch
+    return SpeculationSchedule(tuple(entries))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BreakEven:
+    """The acceptance from which a chain is faster than plain decoding.
+
+    Attributes:
+        mean_acceptance_length: ``τ`` at which ``S`` is 1: the cost of a round in plain steps.
+        needed: The rates that give it; ``None`` where even a chain accepted in full would not do.
+        measured: The rates of the measured ``τ``.
+    """
+
+    mean_acceptance_length: float
+    needed: Rates | None
+    measured: Rates
+
+
+def break_even(candidate: Candidate) -> BreakEven:
+    """``τ = v + K·c`` of a chain, with its draft acceptance rate and its conditional acceptance rate."""
+    shape, v, c = candidate.shape, candidate.verify_cost, candidate.draft_cost
+    return BreakEven(
+        mean_acceptance_length=v + shape.num_draft_steps * c,
+        needed=rates_for_speedup(1.0, num_draft_tokens=shape.num_draft_tokens, verify_cost=v, draft_cost=c),
+        measured=rates(shape.mean_acceptance_length, shape.num_draft_tokens),
+    )
+
+
+def crossover_tokens(*, extra_prefill_seconds: float, plain_step_seconds: float, speedup: float) -> int | None:
+    """The number of tokens of an answer from which speculation wins back the prefill of its drafter.
+
+    Each token after the first is written ``t·(1 - 1/S)`` sooner, ``t`` being a plain step. ``None`` when ``S`` is
+    not above 1.
+    """
+    if speedup <= 1.0:
+        return None
+    gain = plain_step_seconds * (1.0 - 1.0 / speedup)
+    return 1 + max(1, math.ceil(max(0.0, extra_prefill_seconds) / gain))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A rule of thumb compared with the measurement.
+
+    Attributes:
+        batch: Batch size.
+        rule: The rule.
+        rule_says: ``plain`` or ``speculate``; for short answers, the number of tokens below which to decode plainly.
+        measured: Decision of the measurement, with its numbers.
+        agrees: Whether both lead to the same decision.
+    """
+
+    batch: int
+    rule: str
+    rule_says: str
+    measured: str
+    agrees: bool
+
+
+def rules_of_thumb(found: BatchTuning) -> list[Rule]:
+    """The rules of thumb at one batch size, each compared with the measurement."""
+    speculates, fastest = found.best is not None, found.best or found.fastest
+    gain = fastest.speedup.median
+    decision = f"{'speculate' if speculates else 'plain'}: S = {gain:.2f} with {fastest.shape.name}"
+    over = found.batch > RULE_BATCH
+    accepted = (fastest.shape.mean_acceptance_length - 1.0) / fastest.shape.num_draft_tokens
+    low = accepted < RULE_ACCEPTANCE
+    tokens = crossover_tokens(
+        extra_prefill_seconds=found.extra_prefill_seconds,
+        plain_step_seconds=found.plain_step.median,
+        speedup=gain if speculates else 1.0,
+    )
+    by_length = "plain at any length" if tokens is None else f"speculation pays from {tokens} tokens on"
+    return [
+        Rule(
+            batch=found.batch,
+            rule=f"batch > {RULE_BATCH}: plain",
+            rule_says="plain" if over else "speculate",
+            measured=decision,
+            agrees=over != speculates,
+        ),
+        Rule(
+            batch=found.batch,
+            rule=f"fewer than {RULE_OUTPUT_TOKENS} new tokens: plain",
+            rule_says=f"plain below {RULE_OUTPUT_TOKENS} tokens",
+            measured=by_length,
+            agrees=tokens is None or tokens >= RULE_OUTPUT_TOKENS,
+        ),
+        Rule(
+            batch=found.batch,
+            rule=f"draft acceptance rate < {RULE_ACCEPTANCE}: plain",
+            rule_says=f"{'plain' if low else 'speculate'}: it is {accepted:.2f}",
+            measured=decision,
+            agrees=low != speculates,
+        ),
+    ]
+
+
+# Measurements
+
+_PLAIN = "plain"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Check:
+    """A prediction compared with a run.
+
+    Attributes:
+        batch: Rows decoded at once.
+        shape: Name of the draft that was compared with plain decoding.
+        speedup: Predicted ``S`` of a batch in which all rows are running.
+        rows_running: Mean share of rows that are running: rows of one batch finish at different times when they
+            speculate, and a batch ends with its last row.
+        measured: Ratio of decode times over all prompts, paired by repeat.
+    """
+
+    batch: int
+    shape: str
+    speedup: float
+    rows_running: float
+    measured: Spread
+
+    @property
+    def predicted(self) -> float:
+        """Predicted value of ``measured``."""
+        return self.speedup * self.rows_running
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """All measurements and their consequences.
+
+    Attributes:
+        batches: In ascending order.
+        checks: At the smallest and the largest batch size; empty when not asked for.
+        num_prompts: Prompts that acceptance was measured on.
+        max_new_tokens: Written for each.
+        repeats: Interleaved repeats.
+    """
+
+    batches: tuple[BatchTuning, ...]
+    checks: tuple[Check, ...]
+    num_prompts: int
+    max_new_tokens: int
+    repeats: int
+
+    @property
+    def schedule(self) -> SpeculationSchedule | None:
+        """The best chains by batch size; ``None`` when drafting pays off at none."""
+        best = [(one.batch, one.best_chain) for one in self.batches]
+        return schedule_of([(batch, chain.shape.num_draft_tokens if chain else 0) for batch, chain in best])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers; the first two are keys of vLLM's ``--speculative-config``."""
+        schedule = self.schedule
+        return {
+            "num_speculative_tokens_per_batch_size": None if schedule is None else schedule.to_lists(),
+            "num_speculative_tokens": None if schedule is None else schedule.max_length,
+            "num_prompts": self.num_prompts,
+            "max_new_tokens": self.max_new_tokens,
+            "repeats": self.repeats,
+            "batches": [_batch_json(one) for one in self.batches],
+            "rules": [dataclasses.asdict(rule) for one in self.batches for rule in rules_of_thumb(one)],
+            "checks": [dataclasses.asdict(one) | {"predicted": one.predicted} for one in self.checks],
+        }
+
+
+def _batch_json(one: BatchTuning) -> dict[str, Any]:
+    return dataclasses.asdict(one) | {
+        "best": one.best.shape.name if one.best else _PLAIN,
+        "best_chain": one.best_chain.shape.name if one.best_chain else _PLAIN,
+        "break_even": {
+            candidate.shape.name: dataclasses.asdict(break_even(candidate))
+            for candidate in one.candidates
+            if candidate.shape.is_chain
+        },
+    }
+
+
+def tune(
+    target: LoadedTarget,
+    drafter: LoadedDrafter | Drafter[Any],
+    prompts: Sequence[list[int]],
+    *,
+    batches: Sequence[int],
+    chains: Sequence[int],
+    trees: Sequence[DynamicTree | StaticTree] = (),
+    max_new_tokens: int,
+    repeats: int,
+    rounds: int = 16,
+    check: bool = True,
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> Tuning:
+    """Measures acceptance and costs of chains and trees, greedily and without stop tokens.
+
+    ``τ`` is measured with every shape separately. Computing it from the rates of the longest chain gave up to 6 % less,
+    because rounds of chains of different length begin at different places in the text.
+
+    Args:
+        target: The target.
+        drafter: Its head, or a drafter without parameters.
+        prompts: Token ids; repeated where a batch is larger.
+        batches: Batch sizes.
+        chains: Lengths ``K``.
+        trees: Draft trees.
+        max_new_tokens: New tokens per prompt; more than the longest chain.
+        repeats: Number of repeats, of which costs are medians; the shapes take turns.
+        rounds: Number of rounds over which each cost is averaged within a repeat.
+        check: Whether to compare the fastest draft with plain decoding at the smallest and the largest batch size.
+        on_progress: Called with the current step.
+
+    Raises:
+        ValueError: There is nothing to measure, or a draft is longer than the text.
+    """
+    sizes, lengths = sorted(set(batches)), sorted(set(chains))
+    if not prompts or not sizes or sizes[0] < 1 or repeats < 1 or not (lengths or trees):
+        raise ValueError("tuning needs at least one prompt, one batch size of 1 or more, one draft and one repeat")
+    for depth in (*lengths, *(tree.max_depth for tree in trees)):
+        if not 1 <= depth < max_new_tokens:
+            raise ValueError(
+                f"a draft of {depth} tokens does not fit {max_new_tokens} new tokens, the first of which is the "
+                f"prefill's; give drafts of 1 to {max_new_tokens - 1}"
+            )
+    decoders = {
+        f"K={k}": SpeculativeDecoder(target, drafter, num_speculative_tokens=k, stop_tokens=()) for k in lengths
+    }
+    for tree in trees:
+        name = tree_name(tree) + (f" top {tree.top_k}" if isinstance(tree, DynamicTree) else "")
+        decoders[name] = SpeculativeDecoder(target, drafter, tree=tree, stop_tokens=())
+    shapes = {}
+    for name, decoder in decoders.items():
+        on_progress(f"acceptance of {name}")
+        shapes[name] = _shape(name, decoder, _filled(prompts, min(len(prompts), sizes[-1])), max_new_tokens)
+    bench = _Bench(
+        plain=SpeculativeDecoder(target, stop_tokens=()),
+        decoders=decoders,
+        shapes=shapes,
+        prompts=prompts,
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        rounds=rounds,
+        on_progress=on_progress,
+    )
+    found = tuple(bench.costs(size) for size in sizes)
+    checked = {one.batch: one for one in (found[0], found[-1])} if check else {}
+    checks = [bench.check(one) for one in checked.values()]
+    return Tuning(
+        batches=found,
+        checks=tuple(checks),
+        num_prompts=len(prompts),
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+    )
+
+
+def _filled(prompts: Sequence[list[int]], size: int) -> list[list[list[int]]]:
+    """Batches of exactly this size that hold every prompt; the last one is filled from the beginning."""
+    count = -(-len(prompts) // size) * size
+    cycled = [prompts[index % len(prompts)] for index in range(count)]
+    return [cycled[start : start + size] for start in range(0, count, size)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """One batch decoded: seconds after the prefill, counters, and rounds of each row."""
+
+    seconds: float
+    stats: SpeculationStats
+    rounds: np.ndarray
+
+
+def _decode(decoder: SpeculativeDecoder, batch: Sequence[list[int]], max_new_tokens: int) -> _Pass:
+    state = jax.block_until_ready(decoder.prefill(batch, max_new_tokens=max_new_tokens))
+    start = time.perf_counter()
+    state = jax.block_until_ready(loops.run(decoder.loop, decoder.params, state))
+    seconds = time.perf_counter() - start
+    stats, length = jax.device_get((state.stats, state.length))
+    written = length - np.array([len(prompt) for prompt in batch]) - 1
+    # A head drafts in every round. Prompt lookup does not, and rounds without a draft are not counted: its number of
+    # rounds is written minus accepted tokens, except for the few accepted tokens that the limit cut off.
+    return _Pass(seconds, stats, np.maximum(stats.num_drafts, written - stats.num_accepted_tokens))
+
+
+def _shape(name: str, decoder: SpeculativeDecoder, batches: list[list[list[int]]], max_new_tokens: int) -> Shape:
+    passes = [_decode(decoder, batch, max_new_tokens) for batch in batches]
+    stats = SpeculationStats.merge([one.stats for one in passes])
+    rounds = sum(int(one.rounds.sum()) for one in passes)
+    return Shape(
+        name=name,
+        num_draft_tokens=decoder.loop.drafter.num_nodes - 1,
+        num_draft_steps=decoder.loop.drafter.max_depth,
+        is_chain=decoder.loop.is_chain,
+        mean_acceptance_length=1.0 + int(stats.num_accepted_tokens) / rounds,
+        acceptance_per_position=tuple(
+            float(count) / rounds for count in np.atleast_1d(stats.num_accepted_tokens_per_pos)
+        ),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Bench:
+    """The measurements that all batch sizes share."""
+
+    plain: SpeculativeDecoder
+    decoders: dict[str, SpeculativeDecoder]
+    shapes: dict[str, Shape]
+    prompts: Sequence[list[int]]
+    max_new_tokens: int
+    repeats: int
+    rounds: int
+    on_progress: Callable[[str], None]
+
+    def costs(self, size: int) -> BatchTuning:
+        """Costs of every shape at one batch size."""
+        batch = _filled(self.prompts, size)[0]
+        deepest = max(self.decoders.values(), key=lambda decoder: decoder.loop.drafter.num_nodes)
+        taken: dict[str, list[StepCosts]] = {name: [] for name in (_PLAIN, *self.decoders)}
+        extra = []
+        for repeat in range(self.repeats + 1):  # the first one compiles
+            for name, decoder in ((_PLAIN, self.plain), *self.decoders.items()):
+                what = f"repeat {repeat} of {self.repeats}" if repeat else "compiling"
+                self.on_progress(f"batch {size}, {name}, {what}")
+                cost = step_costs(decoder, batch, max_new_tokens=self.max_new_tokens, rounds=self.rounds)
+                if repeat:
+                    taken[name].append(cost)
+            plain, drafting = (self._prefill_seconds(decoder, batch) for decoder in (self.plain, deepest))
+            if repeat:
+                extra.append(drafting - plain)
+        steps = [cost.verify_seconds for cost in taken[_PLAIN]]
+        return BatchTuning(
+            batch=size,
+            plain_step=Spread.of(steps),
+            extra_prefill_seconds=max(0.0, Spread.of(extra).median),
+            candidates=tuple(
+                Candidate.of(
+                    self.shapes[name],
+                    plain=steps,
+                    verify=[cost.verify_seconds for cost in taken[name]],
+                    draft=[cost.draft_seconds for cost in taken[name]],
+                )
+                for name in self.decoders
+            ),
+        )
+
+    def _prefill_seconds(self, decoder: SpeculativeDecoder, batch: list[list[int]]) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(decoder.prefill(batch, max_new_tokens=self.max_new_tokens))
+        return time.perf_counter() - start
+
+    def check(self, found: BatchTuning) -> Check:
+        """Compares the fastest shape with plain decoding; both take turns."""
+        self.on_progress(f"checking the prediction at batch {found.batch}")
+        fastest, batches = found.fastest, _filled(self.prompts, found.batch)
+        decoder = self.decoders[fastest.shape.name]
+        ratios, running = [], 1.0
+        for repeat in range(self.repeats + 1):  # the first one compiles
+            theirs = sum(_decode(self.plain, batch, self.max_new_tokens).seconds for batch in batches)
+            ours = [_decode(decoder, batch, self.max_new_tokens) for batch in batches]
+            running = sum(float(one.rounds.mean()) for one in ours) / sum(float(one.rounds.max()) for one in ours)
+            if repeat:
+                ratios.append(theirs / sum(one.seconds for one in ours))
+        return Check(
+            batch=found.batch,
+            shape=fastest.shape.name,
+            speedup=fastest.speedup.median,
+            rows_running=running,
+            measured=Spread.of(ratios),
+        )

@@ -1,0 +1,341 @@
+"""Checks of the parts that the loop is given, and the repair of drafts that it cannot trust.
+
+Whatever a drafter proposes, the output has the target's distribution, as long as ``probs`` is what the tokens were
+drawn from, given what was drawn before. A wrong ``probs`` changes the distribution of the output, and no check in the
+loop can detect it; ``check_drafter`` does.
+
+Members, hashes, shapes and types are checked when the loop is built or traced, with a ``ValueError``. Values (ids,
+parents, depths) are repaired in every round, which costs a few integer operations per node.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from eagle3_jax.topology import Chain, Topology
+from eagle3_jax.types import (
+    Draft,
+    Drafter,
+    DraftSampling,
+    SamplingMode,
+    SamplingParams,
+    TargetOutput,
+    Verdict,
+    Verifier,
+)
+
+_PAGE = "docs/extending.md"
+_BOOL = (lambda value: isinstance(value, bool), "True or False, as a property")
+_POSITIVE = (lambda value: _is_whole(value, 1), "a whole number of at least 1, as a property")
+_LAYERS = (
+    lambda value: isinstance(value, tuple) and all(_is_whole(layer, 0) for layer in value),
+    "a tuple of layers, as in (2, 16, 29), or ()",
+)
+# For each role its members, with a test of those that are plain values, and the arguments that it is given by name.
+_MEMBERS: dict[str, dict[str, tuple[Callable[[Any], bool], str] | None]] = {
+    "drafter": {"num_nodes": _POSITIVE, "max_depth": _POSITIVE, "aux_layers": _LAYERS}
+    | dict.fromkeys(("init", "observe", "propose")),
+    "target": dict.fromkeys(("vocab_size", "init_cache", "__call__", "unembed")),
+    "verifier": {"lossless": _BOOL, "__call__": None},
+}
+_OPTIONAL = {"is_chain": _BOOL}
+_ARGUMENTS = {"drafter": (), "target": ("aux_layers", "length"), "verifier": ("sampling_mode", "max_depth")}
+# Shape (letters as in `types.py`) and type of what a part returns; a target chooses its own type.
+_RETURNED: dict[type, dict[str, tuple[str, Any]]] = {
+    Draft: {
+        "tokens": ("B N", np.int32),
+        "parents": ("B N", np.int32),
+        "valid": ("B N", np.bool_),
+        "probs": ("B N V", np.float32),
+    },
+    Verdict: {"path": ("B G", np.int32), "num_accepted": ("B", np.int32), "next_token": ("B", np.int32)},
+    TargetOutput: {"final": ("B T D", None), "features": ("B T A D", None)},
+}
+
+
+@runtime_checkable
+class Drafting(Protocol):
+    """A drafter that can draft in more than one way."""
+
+    def with_topology(self, topology: Topology | None, draft_sampling: DraftSampling | None) -> Drafter[Any]:
+        """The same drafter with another draft shape or another way of sampling; ``None`` keeps the present one.
+
+        Raises:
+            ValueError: The drafter cannot draft like that.
+        """
+        ...
+
+
+def declares_chain(drafter: Drafter[Any]) -> bool:
+    """Whether a drafter declares ``is_chain``. Without it the loop verifies trees, which is exact for chains too."""
+    return bool(getattr(drafter, "is_chain", False))
+
+
+def require_parts(target: Any, drafter: Any, verifier: Any) -> None:
+    """Checks the three parts of a loop, and that the verifier takes the drafter's drafts.
+
+    Raises:
+        ValueError: A part is a class, lacks a member, has no hash, or the parts do not fit together.
+    """
+    require_target(target)
+    require_drafter(drafter)
+    require_verifier(verifier)
+    require_shape(verifier, drafter)
+
+
+def require_drafter(drafter: Any) -> None:
+    """Check the members of a drafter; raises ``ValueError``."""
+    name = _require_part(drafter, "drafter")
+    if declares_chain(drafter) and drafter.num_nodes > drafter.max_depth + 1:
+        raise ValueError(
+            f"{name} is a chain of {drafter.num_nodes} nodes and says that its max_depth is {drafter.max_depth}; "
+            f"expected {drafter.num_nodes - 1}"
+        )
+
+
+def require_target(target: Any) -> None:
+    """Check the members of a target; raises ``ValueError``."""
+    _require_part(target, "target")
+
+
+def require_verifier(verifier: Any) -> None:
+    """Check the members of an acceptance rule; raises ``ValueError``."""
+    _require_part(verifier, "verifier")
+
+
+def require_shape(verifier: Verifier, drafter: Drafter[Any]) -> None:
+    """Refuse trees for a rule with ``chains_only``; raises ``ValueError``."""
+    if getattr(verifier, "chains_only", False) and not declares_chain(drafter):
+        raise ValueError(
+            f"{type(verifier).__name__} is defined for chains, and {type(drafter).__name__} drafts a tree (or does not "
+            "say `is_chain`); draft a chain (num_speculative_tokens=K) or leave the rule out"
+        )
+
+
+def _require_part(part: Any, role: str) -> str:
+    """Check that a part is a hashable instance with the members and arguments of its role; returns its type's name."""
+    if isinstance(part, type):
+        raise ValueError(f"the {role} is the class {part.__name__}; give an instance, {part.__name__}(...)")
+    name = type(part).__name__
+    if missing := [member for member in _MEMBERS[role] if not hasattr(part, member)]:
+        raise ValueError(f"{name} is no {role}: it has no {', '.join(missing)}; see {_PAGE}")
+    takes = inspect.signature(part).parameters if _ARGUMENTS[role] else {}
+    any_name = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
+    if unknown := [argument for argument in _ARGUMENTS[role] if argument not in takes and not any_name]:
+        raise ValueError(f"{name} is called without {', '.join(unknown)}, which every {role} is given; see {_PAGE}")
+    for member, test in (_MEMBERS[role] | _OPTIONAL).items():
+        if test is not None and hasattr(part, member) and not test[0](value := getattr(part, member)):
+            raise ValueError(f"{name}.{member} is {value!r}; expected {test[1]}, see {_PAGE}")
+    try:
+        hash(part)
+    except TypeError:
+        raise ValueError(
+            f"{name} has no hash, which a static argument of the compiled loop needs; make it a frozen dataclass of "
+            f"plain values and keep its arrays in params, see {_PAGE}"
+        ) from None
+    return name
+
+
+def configured(
+    drafter: Drafter[Any], topology: Topology | None, draft_sampling: DraftSampling | str | None
+) -> Drafter[Any]:
+    """The drafter with another draft shape or way of sampling, if it can choose.
+
+    Raises:
+        ValueError: It cannot draft like that, or ``draft_sampling`` is neither a :class:`DraftSampling` nor its word.
+    """
+    require_drafter(drafter)
+    if topology is None and draft_sampling is None:
+        return drafter
+    draft_sampling = None if draft_sampling is None else DraftSampling(draft_sampling)
+    if isinstance(drafter, Drafting):
+        return drafter.with_topology(topology, draft_sampling)
+    name = type(drafter).__name__
+    if topology is not None:
+        raise ValueError(
+            f"{name} cannot draft a {'chain' if isinstance(topology, Chain) else 'tree'} of another size: it has no "
+            "method `with_topology`; leave the option out or choose another drafter"
+        )
+    if draft_sampling is DraftSampling.PROBABILISTIC:
+        raise ValueError(f"{name} has no distribution to draw from; leave draft_sampling out or load a draft head")
+    return drafter
+
+
+def require_rows(part: Any, state: Any, batch: int, *, what: str = "init gave state") -> None:
+    """Check that every leaf of a fresh state or cache is an array with one entry per row; raises ``ValueError``."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if getattr(leaf, "shape", None) is None or leaf.shape[:1] != (batch,):
+            raise ValueError(
+                f"{type(part).__name__}.{what}{jax.tree_util.keystr(path)} as {_described(leaf)}; expected an array "
+                f"that leads with the batch, here {batch}; what belongs to no row goes into params"
+            )
+
+
+def require_same(before: Any, after: Any, given: str, returned: str) -> None:
+    """Check that a tree of arrays kept its structure, shapes and types.
+
+    Raises:
+        ValueError: It did not; "GIVEN as int32[2] RETURNED int32[2, 2]; expected the same".
+    """
+    one, other = jax.tree.structure(before), jax.tree.structure(after)
+    if one != other:
+        raise ValueError(f"{given} of {one} {returned} {other}; expected the same structure")
+    for (path, old), new in zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True):
+        if (np.shape(old), old.dtype) != (np.shape(new), getattr(new, "dtype", None)):
+            raise ValueError(
+                f"{given}{jax.tree_util.keystr(path)} as {_described(old)} {returned} {_described(new)}; expected the "
+                "same shape and type"
+            )
+
+
+def check_same_state(drafter: Drafter[Any], before: Any, after: Any, method: str = "observe") -> Any:
+    """The state that a method returned, checked to be of the same structure, shapes and types, and strongly typed."""
+    require_same(before, after, f"{type(drafter).__name__}.{method} was given state", "and returned")
+    # A weak type would become a strong one on the way, and the next call another program.
+    strong = lambda leaf: jnp.asarray(leaf, leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
+    return jax.tree.map(strong, after)
+
+
+def require_returned(giver: str, found: Any, kind: type, **sizes: int) -> None:
+    """Check class, shapes and types of a ``Draft``, ``Verdict`` or ``TargetOutput``, given the size of each letter.
+
+    Raises:
+        ValueError: One of them is wrong; the message begins with ``giver``, the name of the part or of its method.
+    """
+    if not isinstance(found, kind):
+        raise ValueError(f"{giver} returned {_described(found)}; expected an eagle3_jax.{kind.__name__}, see {_PAGE}")
+    for field, (letters, dtype) in _RETURNED[kind].items():
+        value, shape = getattr(found, field), tuple(sizes[letter] for letter in letters.split())
+        if value is None and field == "probs":
+            continue
+        if getattr(value, "shape", None) != shape or (dtype is not None and getattr(value, "dtype", None) != dtype):
+            expected = "" if dtype is None else np.dtype(dtype).name
+            raise ValueError(
+                f"{giver} gave {field} as {_described(value)}; expected {expected}{list(shape)}: {letters}, see {_PAGE}"
+            )
+
+
+def require_draft(drafter: Drafter[Any], draft: Any, *, batch: int, vocab_size: int) -> None:
+    """Check shapes and types of a draft; raises ``ValueError``."""
+    giver = f"{type(drafter).__name__}.propose"
+    require_returned(giver, draft, Draft, B=batch, N=drafter.num_nodes, V=vocab_size)
+
+
+def require_verdict(verifier: Verifier, verdict: Any, *, batch: int, max_depth: int) -> None:
+    """Check shapes and types of a verdict; raises ``ValueError``."""
+    require_returned(type(verifier).__name__, verdict, Verdict, B=batch, G=max_depth)
+
+
+def sanitize_draft(draft: Draft, root: Int[Array, " B"], *, vocab_size: int, is_chain: bool) -> Draft:
+    """Repair the root, ids and parents of a draft.
+
+    Node 0 becomes the root. A node with an id outside the vocabulary, or with a declared distribution that is not
+    finite, is marked invalid and holds the root's token, so that nothing is read out of range. In a declared chain
+    every node's parent is the node before it; in a tree a parent that does not precede its child becomes -1, which
+    cuts the node off (see :func:`drop_unreachable_nodes`).
+
+    Args:
+        draft: The proposal.
+        root: ``[B]``, the last committed token.
+        vocab_size: ``V``.
+        is_chain: Whether the drafter declared a chain.
+    """
+    node = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)[None, :]
+    is_root = node == 0
+    known = (draft.tokens >= 0) & (draft.tokens < vocab_size)
+    if draft.probs is not None:
+        # Decided by the distribution alone: dropping a node for the token that was drawn would bias the output.
+        known &= jnp.isfinite(jnp.sum(draft.probs, axis=-1))
+    if is_chain:
+        parents = jnp.broadcast_to(node - 1, draft.parents.shape)
+    else:
+        topological = (draft.parents >= 0) & (draft.parents < node)
+        parents = jnp.where(topological, draft.parents, -1)
+    return draft.replace(  # type: ignore[attr-defined]
+        tokens=jnp.where(is_root | ~known, root[:, None], draft.tokens),
+        parents=parents,
+        valid=is_root | (draft.valid & known),
+    )
+
+
+def drop_unreachable_nodes(draft: Draft, mask: Bool[Array, "B N N"]) -> Draft:
+    """Drop the nodes that do not see the root: too deep, or below a node without a topological parent.
+
+    Args:
+        draft: After :func:`sanitize_draft`.
+        mask: Its ancestor mask, limited to the drafter's ``max_depth``.
+    """
+    return draft.replace(valid=draft.valid & mask[:, :, 0])  # type: ignore[attr-defined]
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= least)
+
+
+def _described(value: Any) -> str:
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"{value.dtype.name}{list(value.shape)}"
+    return type(value).__name__
+
+
+def per_row(sampling: SamplingParams, batch: int) -> SamplingParams:
+    """Broadcasts scalars to one value for each of ``batch`` rows.
+
+    Raises:
+        ValueError: ``sampling`` is no :class:`SamplingParams`, or a parameter is neither one number nor one per row.
+    """
+    if not isinstance(sampling, SamplingParams):
+        raise ValueError(
+            f"sampling is {sampling!r:.40}; expected SamplingParams(temperature=..., top_k=..., top_p=...), or None "
+            "for greedy decoding"
+        )
+
+    def rows(name: str, dtype: type) -> Array:
+        value = np.asarray(getattr(sampling, name))
+        if value.shape not in ((), (batch,)):
+            raise ValueError(f"{name} has shape {value.shape} for {batch} rows; give one number, or one for each row")
+        if dtype is np.int32:  # larger than any vocabulary, and within 32 bits
+            value = np.clip(value, -1, np.iinfo(np.int32).max)
+        # Broadcast on the host: on the device each would be a program to compile.
+        return jnp.asarray(np.broadcast_to(value.astype(dtype), (batch,)))
+
+    return SamplingParams(
+        temperature=rows("temperature", np.float32),
+        top_k=rows("top_k", np.int32),
+        top_p=rows("top_p", np.float32),
+    )
+
+
+def check_sampling(sampling: SamplingParams, batch: int) -> SamplingParams:
+    """Returns one checked value per row.
+
+    Raises:
+        ValueError: A value is out of range; the message says which one.
+    """
+    with np.errstate(over="ignore"):  # values that are infinite in float32 raise below
+        rows = per_row(sampling, batch)
+    for name, values, good, expected in (
+        ("temperature", rows.temperature, lambda x: 0 <= x < np.inf, "0 (greedy) or more, and finite"),
+        ("top_k", rows.top_k, lambda x: x >= 0, "0 (all tokens) or more"),
+        ("top_p", rows.top_p, lambda x: (x > 0) & (x <= 1), "above 0 and at most 1"),
+    ):
+        for value in np.asarray(values):
+            if not good(value):
+                raise ValueError(f"{name} is {value:g}; expected {expected}")
+    return rows
+
+
+def sampling_mode_of(sampling: SamplingParams) -> SamplingMode:
+    """The mode that covers all rows. Reads the parameters back from the device."""
+    sampled = np.asarray(sampling.temperature) > 0
+    truncated = sampled & ((np.asarray(sampling.top_k) > 0) | (np.asarray(sampling.top_p) < 1))
+    if truncated.any():
+        return SamplingMode.TRUNCATED
+    return SamplingMode.TEMPERATURE if sampled.any() else SamplingMode.GREEDY

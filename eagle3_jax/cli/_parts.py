@@ -1,0 +1,148 @@
+"""Targets, drafters and acceptance rules by the names that the command line gives them."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.named import is_named, named_drafter
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from eagle3_jax import LoadedDrafter, LoadedTarget
+    from eagle3_jax.types import Drafter, Verifier
+
+PAGE = "docs/extending.md"
+_FORM = re.compile(r"(?P<module>[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):(?P<name>[A-Za-z_]\w*)(=(?P<argument>.*))?", re.DOTALL)
+# Acceptance rules with a name: public names of the library, built without arguments.
+RULES = {"block": "BlockVerification", "typical": "TypicalAcceptance"}
+
+
+def read_target(source: str | None, dtype: str, mesh: Mesh | None = None, *, weights: str = "dense") -> LoadedTarget:
+    """The target that ``--target`` names."""
+    from eagle3_jax import LoadedTarget, load_target
+
+    if source == "":
+        raise Misuse("--target is empty; name a directory or a hub id, or leave it out for the bundled target")
+    part = find_own("--target", source)
+    if part is None:
+        return load_target(source, dtype=dtype, weights=weights, mesh=mesh)
+    if weights != "dense":
+        raise Misuse(f"--weights {weights}: --target {source} makes its own; leave --weights out")
+    loaded = part.call("--target", "an eagle3_jax.LoadedTarget", dtype=dtype)
+    if not isinstance(loaded, LoadedTarget):
+        raise Misuse(f"--target {source} gave {type(loaded).__name__}; expected an eagle3_jax.LoadedTarget, see {PAGE}")
+    return loaded
+
+
+def read_drafter(
+    source: str | None, *, target: LoadedTarget, target_source: str | None, layer_ids: str | None = None
+) -> LoadedDrafter | Drafter[Any] | None:
+    """The drafter that ``--drafter`` names; ``None`` for plain decoding."""
+    from eagle3_jax import LoadedDrafter, load_drafter
+
+    if source == "":
+        raise Misuse("--drafter is empty; name a directory or a hub id, or leave it out for the bundled head")
+    named = source is not None and is_named(source)
+    part = None if named else find_own("--drafter", source)
+    if layer_ids is not None and (named or part is not None):
+        raise Misuse(f"--layer-ids is about heads from files, and --drafter {source} has none; leave it out")
+    if source is not None and named:
+        return named_drafter(source, target)
+    if part is not None:
+        value: Any = part.value
+        if isinstance(value, LoadedDrafter) or (hasattr(value, "propose") and not isinstance(value, type)):
+            return value
+        return part.call("--drafter", "an eagle3_jax.LoadedDrafter or a drafter", target=target)
+    if source is None and target_source is not None:
+        raise Misuse(
+            "--target was given without --drafter, and the bundled head fits the bundled target only; "
+            "add --drafter DIRECTORY, --drafter ngram or --drafter none"
+        )
+    return load_drafter(source, target=target, layer_ids=layer_ids)
+
+
+def read_verifier(source: str | None) -> Verifier | None:
+    """The acceptance rule that ``--verifier`` names; ``None`` for the exact one."""
+    import eagle3_jax
+
+    if source is None:
+        return None
+    if source in RULES:
+        return getattr(eagle3_jax, RULES[source])()
+    part = find_own("--verifier", source)
+    if part is None:
+        raise Misuse(
+            f"--verifier {source}: expected {', '.join(map(repr, RULES))}, or one of your own, module:name; see {PAGE}"
+        )
+    return part.value
+
+
+class OwnPart(NamedTuple):
+    """An object or a function in the user's own module.
+
+    Attributes:
+        value: The object.
+        argument: The text after ``=``; ``None`` without one.
+        text: The option's value as it was typed.
+    """
+
+    value: Any
+    argument: str | None
+    text: str
+
+    def call(self, option: str, wanted: str, **context: Any) -> Any:
+        """Calls the function with its argument.
+
+        Args:
+            option: Name of the option for messages.
+            wanted: Expected return value for messages.
+            context: Further arguments by name.
+
+        Raises:
+            Misuse: It is not a function.
+        """
+        if not callable(self.value) or isinstance(self.value, type):
+            takes = ", ".join(["argument", *context])
+            raise Misuse(f"{option} {self.text}: expected a function of ({takes}) that returns {wanted}; see {PAGE}")
+        return self.value(self.argument, **context)
+
+
+def find_own(option: str, source: str | None) -> OwnPart | None:
+    """The object that ``module:name`` or ``module:name=argument`` names.
+
+    Modules are looked for in the current directory first, then among the installed packages.
+
+    Returns:
+        The object; ``None`` if the value is of another form, or a directory of that name exists.
+
+    Raises:
+        Misuse: The module is missing, cannot be imported, or has nothing of that name.
+    """
+    match = _FORM.fullmatch(source or "")
+    if match is None or Path(str(source)).exists():
+        return None
+    module, name = match["module"], match["name"]
+    here = str(Path.cwd())
+    if here not in sys.path:  # a console script does not look there by itself
+        sys.path.insert(0, here)
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # the user's module may fail in any way
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+            raise Misuse(
+                f"{option} {source}: there is no module {error.name!r} in the current directory or among the installed "
+                f"packages; see {PAGE}"
+            ) from None
+        raise Misuse(
+            f"{option} {source}: {module} cannot be imported ({type(error).__name__}: {error}); "
+            f"`python -c 'import {module}'` shows where"
+        ) from error
+    if not hasattr(found, name):
+        raise Misuse(f"{option} {source}: {module} has no {name!r}; see {PAGE}")
+    return OwnPart(getattr(found, name), match["argument"], str(source))

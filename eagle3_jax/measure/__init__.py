@@ -1,1 +1,0 @@
-"""What speculation costs and gains, measured on the machine at hand."""

@@ -1,1 +1,0 @@
-"""What measurements are reported with: tables, plots, pages, and a description of where they were taken."""

@@ -1,0 +1,694 @@
+"""The contract of a drafter: :func:`check_drafter`.
+
+The loop keeps the output exact whatever a drafter proposes, with one exception that it cannot detect: ``probs`` that
+are not what the tokens were drawn from. A drafter that breaks another rule is exact and slow. Both show here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+from scipy.stats import norm, poisson
+
+from eagle3_jax import loop as loops
+from eagle3_jax.checks import check_same_state, declares_chain, per_row, require_draft, require_drafter, require_rows
+from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
+from eagle3_jax.drafters.plain import Plain
+from eagle3_jax.loop import SpeculativeLoop
+from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.sampling import row_keys
+from eagle3_jax.state import LoopParams, Prompts
+from eagle3_jax.testing.frequencies import Contrast, Law, chi_square
+from eagle3_jax.testing.report import (
+    ALPHA,
+    PROTOCOL,
+    Broken,
+    ContractReport,
+    NotRun,
+    class_name,
+    examine,
+    require_stable_hash,
+)
+from eagle3_jax.types import Draft, Drafter, FinishReason, Observation, SamplingMode, SamplingParams
+
+ROWS, FED = 4, 6
+LONG = 72  # tokens of a long text
+CAPACITY = 4 * FED + LONG
+LENGTHS = (FED, 3, 1, FED - 1)  # ragged; the first row is full
+SAMPLING = SamplingParams(
+    temperature=np.array([0.0, 0.7, 1.5, 1.0], np.float32),
+    top_k=np.array([0, 3, 0, 0], np.int32),
+    top_p=np.array([1.0, 1.0, 0.9, 1.0], np.float32),
+)
+TOP, HORIZON = 3, 4  # the distribution of four tokens is enumerated, each among the three likeliest
+_NEAR = 1e-3  # logits closer than this may change places with the order of sums
+_SUM = 2e-5  # how far from 1 sums of float32 probabilities lie over large vocabularies
+
+
+def check_drafter(
+    drafter: LoadedDrafter | Drafter[Any],
+    target: LoadedTarget,
+    *,
+    checks: Collection[str] | None = None,
+    samples: int = 32768,
+    seed: int = 0,
+) -> ContractReport:
+    """Run a drafter of your own through the contract that the loop relies on.
+
+    Nothing is printed: ``print(e3.check_drafter(MyDrafter(), target))`` shows the report. The statistical checks fail
+    a correct drafter once in a million runs; their lines say what deviation they would have detected. It compiles about
+    fifteen programs and decodes a few thousand short sequences, so a small target is the place to start.
+
+    **Limits.** Texts are 72 tokens long at most, in 4 rows, with a capacity of 96. Declared probabilities must add up
+    to 1 within 2e-5, so a ``q`` that is rounded to bfloat16 fails. A ``q`` that is rounded and normalized again, or
+    tokens that are sampled from a rounded ``q`` where the exact one is declared, are about 0.2 % off: no check sees
+    that with fewer than ten million samples. With the default ``samples`` a node that is sampled at a temperature 2 %
+    off the declared one is detected with 90 % power, if the standard deviation of ``log q`` is about 1 there and the
+    node is always valid; the report has the number for your drafter.
+
+    Args:
+        drafter: An instance, with its parameters if it has any.
+        target: The target that it drafts for. The distribution is enumerated with the vocabulary cut to three tokens
+            (top-k), so any target in float32 will do.
+        checks: Names of :data:`DRAFTER_CHECKS`; all of them by default.
+        samples: Drafts and sequences drawn by the statistical checks; four times as many drafts after a long text.
+        seed: Random seed.
+
+    Raises:
+        ValueError: ``checks`` names one that does not exist.
+    """
+    loaded = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter)
+    findings = examine(Subject(loaded, target, samples, seed), DRAFTER_CHECKS, checks)
+    return ContractReport(f"{class_name(loaded.drafter)} with {target.name}", findings)
+
+
+class HostDraft(NamedTuple):
+    """The arrays of a :class:`~eagle3_jax.Draft` on the host."""
+
+    tokens: Int[np.ndarray, "B N"]
+    parents: Int[np.ndarray, "B N"]
+    valid: Bool[np.ndarray, "B N"]
+    probs: Float[np.ndarray, "B N V"] | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subject:
+    """A drafter with its target, and the programs that call it.
+
+    Attributes:
+        loaded: The drafter.
+        target: The target whose tokens and features it observes.
+        samples: Drafts and sequences that statistical checks draw.
+        seed: Random seed.
+    """
+
+    loaded: LoadedDrafter
+    target: LoadedTarget
+    samples: int = 32768
+    seed: int = 0
+
+    def shown(self, length: tuple[int, ...] = LENGTHS, *, seed: int = 0, size: int = FED) -> Observation:
+        """Random tokens and the target's features at them, ``[ROWS size]``; ``length`` of them are real."""
+        rng = np.random.default_rng([self.seed, seed])
+        ids = rng.integers(0, self.target.vocab_size, 2)  # two ids, so that texts repeat themselves, for lookups
+        tokens, following = rng.choice(ids, (ROWS, size)), rng.choice(ids, ROWS)
+        tokens = jnp.asarray(tokens, jnp.int32)
+        return Observation(
+            tokens=tokens,
+            features=self._features(self.target.params, tokens),
+            length=jnp.asarray(length, jnp.int32),
+            next_token=jnp.asarray(following, jnp.int32),
+        )
+
+    @functools.cached_property
+    def _features(self) -> Any:
+        layers, model = self.loaded.drafter.aux_layers, self.target.model
+        return jax.jit(lambda params, tokens: _causal(model, params, tokens, layers).features)
+
+    def fresh(self) -> Any:
+        """An empty state, checked."""
+        state = self.loaded.drafter.init(self.loaded.params, ROWS, CAPACITY)
+        require_rows(self.loaded.drafter, state, ROWS)
+        return state
+
+    def traced_observe(self) -> Any:
+        """``observe`` traced anew, with its check."""
+        drafter = self.loaded.drafter
+        return jax.jit(
+            lambda params, state, seen: check_same_state(drafter, state, drafter.observe(params, state, seen))
+        )
+
+    def traced_propose(self) -> Any:
+        """``propose`` traced anew, with its checks."""
+        drafter, vocab_size = self.loaded.drafter, self.target.vocab_size
+
+        def propose(params: Any, state: Any, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+            draft = drafter.propose(params, state, keys, sampling)
+            require_draft(drafter, draft, batch=keys.shape[0], vocab_size=vocab_size)
+            if draft.state is not None:
+                check_same_state(drafter, state, draft.state, "propose")
+            return draft
+
+        return jax.jit(propose)
+
+    _observe = functools.cached_property(traced_observe)
+    _propose = functools.cached_property(traced_propose)
+
+    def observe(self, state: Any, seen: Observation, program: Any = None) -> Any:
+        """The state after an observation, checked."""
+        return (program or self._observe)(self.loaded.params, state, seen)
+
+    def propose(self, state: Any, *, seed: int = 0, program: Any = None) -> HostDraft:
+        """A draft, checked."""
+        keys = row_keys(self.seed + seed, ROWS)
+        return _on_host((program or self._propose)(self.loaded.params, state, keys, SAMPLING))
+
+    def left(self, state: Any) -> Any:
+        """The state that ``propose`` hands on, or ``None``."""
+        return self._propose(self.loaded.params, state, row_keys(self.seed, ROWS), SAMPLING).state
+
+    @functools.cached_property
+    def after_prompt(self) -> Any:
+        """The state that most checks start from."""
+        return self.observe(self.fresh(), self.shown())
+
+    @functools.cached_property
+    def draft(self) -> HostDraft:
+        """The draft after the prompt."""
+        return self.propose(self.after_prompt)
+
+    @functools.cached_property
+    def long_text(self) -> Observation:
+        """A long text, as far as the target's positions go."""
+        size = min(LONG, self.target.max_positions - 4 * FED)
+        return self.shown((size,) * ROWS, seed=5, size=size)
+
+    @functools.cached_property
+    def after_long_text(self) -> Any:
+        """The state after a long text."""
+        return self.observe(self.fresh(), self.long_text)
+
+    def drafts_of_one_row(self, samples: int, *, state: Any = None, row: int = 2) -> Iterator[HostDraft]:
+        """Drafts with many keys from the state of one row, after the prompt by default; row 3 does not truncate."""
+        size = self.loaded.drafter.num_nodes * self.target.vocab_size
+        rows = int(np.clip(2**23 // size, 1, 1024))
+        alike = lambda leaf: jnp.repeat(leaf[row : row + 1], rows, axis=0)
+        state = jax.tree.map(alike, self.after_prompt if state is None else state)
+        sampling = jax.tree.map(alike, jax.tree.map(jnp.asarray, SAMPLING))
+        for run in range(max(1, samples // rows)):
+            yield _on_host(self._propose(self.loaded.params, state, row_keys(self.seed + 100 + run, rows), sampling))
+
+    @functools.cached_property
+    def rounds_off(self) -> bool:
+        """Whether it or its target computes in less than 32 bits, so that another order of sums may change a token."""
+        leaves = jax.tree.leaves((self.loaded.params, self.after_prompt, self.target.params, self.shown().features))
+        return any(jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4 for leaf in leaves)
+
+    def require_pieces(self, whole: HostDraft, pieces: HostDraft, tolerance: float, cut: str) -> None:
+        """Check that a text observed in pieces gives the draft of the whole text, up to rounding."""
+        rows = _differing_rows(whole, pieces, 2e-2 if self.rounds_off else tolerance)
+        if len(rows) > (ROWS // 2 if self.rounds_off else 0):
+            raise Broken(f"{_named(rows)} drafts something else when {cut}")
+
+
+def _on_host(draft: Draft) -> HostDraft:
+    return HostDraft(*jax.device_get((draft.tokens, draft.parents, draft.valid, draft.probs)))
+
+
+def _differing_rows(one: HostDraft, other: HostDraft, tolerance: float = 1e-6) -> list[int]:
+    """Rows in which valid nodes of two drafts differ; declared probabilities may differ as much as rounding does."""
+    same = np.asarray(one.valid == other.valid)
+    for field in ("tokens", "parents"):
+        same &= (getattr(one, field) == getattr(other, field)) | ~one.valid
+    if one.probs is not None and other.probs is not None:
+        close = np.isclose(one.probs, other.probs, rtol=1e-4, atol=tolerance).all(axis=-1)
+        same[:, 1:] &= (close | ~np.asarray(one.valid))[:, 1:]
+    return np.flatnonzero(~same.all(axis=1)).tolist()
+
+
+def _require_equal(one: HostDraft, other: HostDraft, when: str) -> None:
+    if rows := _differing_rows(one, other):
+        raise Broken(f"{_named(rows)} drafts something else {when}")
+
+
+def _named(rows: Collection[int]) -> str:
+    return f"row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows))}"
+
+
+def _causal(model: Any, params: Any, tokens: Int[Array, "B T"], layers: tuple[int, ...] = ()) -> Any:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return model(params, tokens, positions, causal_mask(tokens.shape[1]), aux_layers=layers)
+
+
+def keeps_the_protocol(subject: Subject) -> str:
+    """It is an instance with every member and a stable hash."""
+    drafter = subject.loaded.drafter
+    require_drafter(drafter)
+    require_stable_hash(drafter)
+    shape = "a chain" if declares_chain(drafter) else "a tree"
+    return f"{shape} of {drafter.num_nodes} nodes, at most {drafter.max_depth} below the root"
+
+
+def keeps_shapes(subject: Subject) -> str:
+    """States lead with the batch and keep their shapes and types; drafts have the declared size."""
+    state = subject.observe(subject.after_prompt, subject.shown((2, 1, 0, 2), seed=1))
+    subject.propose(state)
+    return f"{len(jax.tree.leaves(state))} arrays in its state"
+
+
+def proposes_from_its_state_alone(subject: Subject) -> str:
+    """A second call and a new trace give the same draft: it depends on its state, keys and sampling only."""
+    first, start = subject.draft, subject.after_prompt
+    subject.propose(start, seed=1)
+    others = {
+        "a second call": subject.propose(start),
+        "tracing `propose` anew": subject.propose(start, program=subject.traced_propose()),
+        "tracing `observe` after it": subject.propose(
+            subject.observe(subject.fresh(), subject.shown(), subject.traced_observe())
+        ),
+    }
+    for how, other in others.items():
+        if rows := _differing_rows(first, other):
+            raise Broken(f"{how} gave another draft in {_named(rows)}; something is kept outside the state")
+    return ""
+
+
+def commits_nothing_by_proposing(subject: Subject) -> str:
+    """A state that ``propose`` hands on goes on as the state that it was proposed from."""
+    left = subject.left(subject.after_prompt)
+    if left is None:
+        return "its drafts hand no state on"
+    for length in ((0,) * ROWS, (2, 1, 2, 1)):
+        seen = subject.shown(length, seed=3)
+        kept, went_on = (subject.propose(subject.observe(state, seen)) for state in (subject.after_prompt, left))
+        _require_equal(kept, went_on, "after the state that the draft before handed on")
+    return ""
+
+
+def starts_at_the_root(subject: Subject) -> str:
+    """Node 0 is the token observed last, with parent -1, and valid."""
+    draft, root = subject.draft, np.asarray(subject.shown().next_token)
+    if (rows := np.flatnonzero(draft.tokens[:, 0] != root)).size:
+        raise Broken(
+            f"node 0 of {_named(rows.tolist())} is {draft.tokens[rows[0], 0]}; expected the last `next_token`, "
+            f"{root[rows[0]]} (the loop puts it there, but the drafter works from another)"
+        )
+    if (draft.parents[:, 0] != -1).any() or not draft.valid[:, 0].all():
+        raise Broken(f"node 0 has parents {draft.parents[:, 0].tolist()} or is invalid; expected -1 and valid")
+    return ""
+
+
+def is_topological(subject: Subject) -> str:
+    """Every parent precedes its child; in a declared chain it is the node before."""
+    parents, valid = subject.draft.parents, subject.draft.valid
+    node = np.arange(parents.shape[1])
+    wrong = valid & (node > 0) & ((parents < 0) | (parents >= node))
+    if wrong.any():
+        row, at = np.argwhere(wrong)[0]
+        raise Broken(f"node {at} of row {row} has parent {parents[row, at]}; expected 0 to {at - 1} (it is cut off)")
+    if declares_chain(subject.loaded.drafter) and (valid & (parents != node - 1)).any():
+        raise Broken(f"it declares a chain and has parents {parents[0].tolist()}; expected {(node - 1).tolist()}")
+    return ""
+
+
+def is_as_deep_as_it_says(subject: Subject) -> str:
+    """No node is deeper than ``max_depth``."""
+    draft, declared = subject.draft, subject.loaded.drafter.max_depth
+    nodes = draft.parents.shape[1]
+    depth = np.zeros((ROWS, nodes), int)
+    for node in range(1, nodes):
+        above = np.clip(draft.parents[:, node], 0, nodes - 1)
+        depth[:, node] = 1 + depth[np.arange(ROWS), above]
+    deepest = int(np.where(draft.valid, depth, 0).max())
+    if deepest > declared:
+        raise Broken(f"it drafts {deepest} levels and says {declared}; deeper nodes are cut off")
+    return f"{deepest} levels"
+
+
+def drafts_ids_of_the_vocabulary(subject: Subject) -> str:
+    """Ids are in the target's vocabulary, and siblings that are not drawn differ from each other."""
+    draft, size = subject.draft, subject.target.vocab_size
+    outside = draft.valid & ((draft.tokens < 0) | (draft.tokens >= size))
+    if outside.any():
+        row, node = np.argwhere(outside)[0]
+        raise Broken(f"node {node} of row {row} is id {draft.tokens[row, node]}; expected 0 to {size - 1} (cut off)")
+    for row in range(ROWS if draft.probs is None else 0):
+        family = [(draft.parents[row, n], draft.tokens[row, n]) for n in np.flatnonzero(draft.valid[row]) if n]
+        if len(set(family)) < len(family):
+            raise Broken(f"siblings of row {row} repeat a token, which can never be accepted twice")
+    return ""
+
+
+def is_alone_in_its_row(subject: Subject) -> str:
+    """A row's draft does not depend on its neighbours."""
+    seen, other = subject.shown(), subject.shown((2, 3, 4, 1), seed=2)
+    for row in range(ROWS):
+        mixed = jax.tree.map(lambda new, own, row=row: new.at[row].set(own[row]), other, seen)
+        if row in _differing_rows(subject.draft, subject.propose(subject.observe(subject.fresh(), mixed))):
+            raise Broken(f"row {row} drafts something else when its neighbours were shown other tokens")
+    return ""
+
+
+def ignores_empty_observations(subject: Subject) -> str:
+    """An observation of length 0 changes nothing."""
+    idle = subject.observe(subject.after_prompt, subject.shown((0,) * ROWS, seed=1))
+    more = subject.shown((2, 1, 2, 1), seed=3)
+    then = [subject.propose(subject.observe(state, more)) for state in (subject.after_prompt, idle)]
+    for one, other in ((subject.draft, subject.propose(idle)), then):
+        _require_equal(one, other, "after an observation of length 0")
+    return ""
+
+
+def ignores_padding(subject: Subject) -> str:
+    """Tokens and features past the observed length have no influence."""
+    seen = subject.shown()
+    padding = jnp.arange(FED, dtype=jnp.int32)[None] >= seen.length[:, None]
+    dirty = seen.replace(  # type: ignore[attr-defined]
+        tokens=jnp.where(padding, subject.target.vocab_size - 1 - seen.tokens, seen.tokens),
+        features=jnp.where(padding[:, :, None, None], jnp.asarray(1e3, seen.features.dtype), seen.features),
+    )
+    other = subject.propose(subject.observe(subject.fresh(), dirty))
+    _require_equal(subject.draft, other, "when what lies past the observed length changes")
+    return f"lengths {', '.join(map(str, LENGTHS))} of {FED}"
+
+
+def _cut(whole: Observation, start: int, count: int) -> Observation:
+    """Tokens ``start .. start + count - 1`` of a text."""
+    size, padding = whole.tokens.shape[1], FED - count
+    part = lambda leaf: jnp.pad(leaf[:, start : start + count], ((0, 0), (0, padding), *((0, 0),) * (leaf.ndim - 2)))
+    return Observation(
+        tokens=part(whole.tokens),
+        features=part(whole.features),
+        length=jnp.full(ROWS, count, jnp.int32),
+        next_token=whole.tokens[:, start + count] if start + count < size else whole.next_token,
+    )
+
+
+def does_not_care_how_texts_are_cut(subject: Subject) -> str:
+    """A text observed in pieces gives the same draft as the text observed at once."""
+    whole, cut = subject.shown((FED,) * ROWS, seed=4), 4
+    state = subject.observe(subject.fresh(), _cut(whole, 0, cut))
+    pieces = subject.propose(subject.observe(state, _cut(whole, cut, FED - cut)))
+    once = subject.propose(subject.observe(subject.fresh(), whole))
+    subject.require_pieces(once, pieces, 1e-5, f"{FED} tokens are shown as {cut} and {FED - cut}")
+    return ""
+
+
+def drafts_after_a_long_text(subject: Subject) -> str:
+    """A long text, observed at once or in pieces, gives the same draft."""
+    whole, state = subject.long_text, subject.fresh()
+    long = whole.tokens.shape[1]
+    for start in range(0, long // FED * FED, FED):
+        state = subject.observe(state, _cut(whole, start, FED))
+    once, pieces = subject.propose(subject.after_long_text), subject.propose(state)
+    if (rows := np.flatnonzero(once.tokens[:, 0] != np.asarray(whole.next_token))).size:
+        raise Broken(f"node 0 of {_named(rows.tolist())} is not the last token of a text of {long}")
+    subject.require_pieces(once, pieces, 1e-4, f"{long} tokens are shown {FED} at a time")
+    return f"{long} tokens, at once and {FED} at a time, with a capacity of {CAPACITY}"
+
+
+def declares_distributions(subject: Subject) -> str:
+    """What it declares are distributions under which its tokens are possible."""
+    draft = subject.draft
+    if draft.probs is None:
+        return "point masses, which any token can have come from"
+    probs, valid = draft.probs[:, 1:], draft.valid[:, 1:]
+    if not np.isfinite(probs[valid]).all() or (probs[valid] < 0).any():
+        raise Broken("a declared probability is negative or not finite")
+    total = probs.sum(-1, dtype=np.float64)[valid]
+    if (np.abs(total - 1) > _SUM).any():
+        raise Broken(
+            f"declared probabilities add up to {total[np.abs(total - 1).argmax()]:.6g}; expected 1 "
+            f"within {_SUM:g}, as float32 gives it"
+        )
+    chosen = np.take_along_axis(probs, np.clip(draft.tokens[:, 1:, None], 0, probs.shape[-1] - 1), axis=-1)[:, :, 0]
+    if (valid & (chosen <= 0)).any():
+        raise Broken("it drafts a token to which it declares probability 0")
+    return ""
+
+
+def draws_from_what_it_declares(subject: Subject) -> str:
+    """Over many keys, tokens are as frequent and as likely as declared, after a short text and after a long one."""
+    if subject.draft.probs is None:
+        return "point masses: exact whatever is drafted"
+    said = []
+    for state, row, times, what in (
+        (subject.after_prompt, 2, 1, "after a short text"),
+        (subject.after_long_text, 3, 4, "after a long text"),
+    ):
+        tally = _Tally()
+        for draft in subject.drafts_of_one_row(times * subject.samples, state=state, row=row):
+            tally.add(draft)
+        said.append(f"{what} {tally.verdict(what)}")
+    return "; ".join(said) + " would have shown nine times in ten"
+
+
+class _Tally:
+    """Tokens seen and expected at every node, separately for the most frequent tokens of its parent.
+
+    At every node it also adds up the log-probability of each token less its expectation. This one number shows a wrong
+    temperature sooner than the frequencies do.
+    """
+
+    def __init__(self) -> None:
+        self.sharpness: dict[int, Contrast] = {}
+        self.groups: dict[tuple[int, int], list] = {}  # (node, its parent's token) -> [seen [V], expected [V], drafts]
+
+    def add(self, draft: HostDraft) -> None:
+        assert draft.probs is not None
+        first, (count, nodes, size) = not self.groups, draft.probs.shape
+        rows = np.arange(count)
+        for node in range(1, nodes):
+            valid, q = draft.valid[:, node], draft.probs[:, node].astype(np.float64)
+            log = np.log(np.where(q > 0, q, 1))
+            mean, square = (q * log).sum(-1), (q * log**2).sum(-1)
+            scores = log[rows, np.clip(draft.tokens[:, node], 0, size - 1)] - mean
+            contrast = self.sharpness.setdefault(node, Contrast())
+            contrast.add(scores[valid], np.maximum(square - mean**2, 0)[valid])
+            parent = np.clip(draft.parents[:, node], 0, nodes - 1)
+            above = np.where(parent == 0, -1, draft.tokens[rows, parent])  # every row has the same root
+            if first:
+                found, counts = np.unique(above[valid], return_counts=True)
+                self.groups |= {(node, int(key)): [0, 0.0, 0] for key in found[np.argsort(-counts)][:8]}
+            for (at, key), group in self.groups.items():
+                if at == node:
+                    chosen = valid & (above == key)
+                    group[0] += np.bincount(draft.tokens[chosen, node], minlength=size)[:size]
+                    group[1] += draft.probs[chosen, node].sum(0, dtype=np.float64)
+                    group[2] += int(chosen.sum())
+
+    def verdict(self, when: str) -> str:
+        found, largest = [], 0.0
+        for (node, key), (seen, expected, drafts) in self.groups.items():
+            below = "" if key < 0 else f" below id {key}"
+            often = np.flatnonzero((expected >= 10) | (seen >= 10))
+            p = np.minimum(
+                _two_sided(seen[often], expected[often]), _two_sided(drafts - seen[often], drafts - expected[often])
+            )
+            for value, token in zip(p.tolist(), often, strict=True):
+                text = f"id {token} at node {node}{below} was drafted {seen[token]} times in {drafts}"
+                found.append((value, f"{text}; declared were {expected[token]:.1f}"))
+            largest = max(largest, float(np.max(expected, initial=0)))
+        if not found:
+            raise NotRun("no token was drafted often enough to compare")
+        known = {node: contrast for node, contrast in self.sharpness.items() if contrast.variance > 100}
+        tests = len(found) + len(known)
+        for node, contrast in known.items():
+            if contrast.p_value * tests < ALPHA:
+                how = "likely tokens too often" if contrast.total > 0 else "likely tokens too seldom"
+                raise Broken(
+                    f"{when} node {node} draws {how} for what it declares, by {abs(contrast.z):.1f} standard "
+                    "deviations; is its temperature, or its precision, another?"
+                )
+        worst, where = min(found)
+        if worst * tests < ALPHA:
+            raise Broken(f"{when} {where} (p = {worst * tests:.1g})")
+        visible = (norm.isf(ALPHA / tests / 2) + norm.isf(0.1)) / np.sqrt(largest)
+        tilt = max((contrast.visible(ALPHA / tests) for contrast in known.values()), default=None)
+        sharper = "" if tilt is None else f", or a node drawn from q^{1 + tilt:.3f}"
+        return f"{len(found)} frequencies, of which the largest {visible:.1%} off{sharper}"
+
+
+def _two_sided(observed: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Poisson tails, which are no lighter than those of a sum of coins."""
+    expected = np.maximum(expected, 0)
+    return np.minimum(1, 2 * np.minimum(poisson.cdf(observed, expected), poisson.sf(observed - 1, expected)))
+
+
+def knows_before_it_draws(subject: Subject) -> str:
+    """The distribution of a chain's token is a function of the tokens before it in the draft."""
+    if subject.draft.probs is None:
+        return "nothing is drawn"
+    if not declares_chain(subject.loaded.drafter):
+        return "a tree: only chains are compared"
+    known: dict[tuple, np.ndarray] = {}
+    compared = 0
+    for draft in subject.drafts_of_one_row(min(subject.samples, 1024)):
+        assert draft.probs is not None
+        for node in range(1, draft.tokens.shape[1]):
+            for row in np.flatnonzero(draft.valid[:, node]):
+                said = draft.probs[row, node]
+                first = known.setdefault((node, *draft.tokens[row, 1:node].tolist()), said)
+                compared += first is not said
+                if not np.allclose(first, said, rtol=1e-3, atol=1e-6):
+                    raise Broken(
+                        f"the distribution that node {node} is drawn from differs between drafts of one state that "
+                        "share every token before it"
+                    )
+    if not compared:
+        raise NotRun("no two drafts shared their first tokens")
+    return f"{compared} nodes compared"
+
+
+def leaves_greedy_output_alone(subject: Subject) -> str:
+    """Greedy output on a ragged batch is that of plain decoding in blocks of the same shape."""
+    prompts, limits = _prompts(subject, (5, 2, 9, 1)), [24, 7, 16, 1]
+    ours, theirs = (
+        SpeculativeDecoder(subject.target, drafter, stop_tokens=()).generate(prompts, max_new_tokens=limits)
+        for drafter in (subject.loaded, Plain(subject.loaded.drafter.num_nodes))
+    )
+    ties = 0
+    for row, (one, other) in enumerate(zip(ours.tokens, theirs.tokens, strict=True)):
+        if one == other:
+            continue
+        at = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+        gap = math.inf if at is None else _gap(subject.target, [*prompts[row], *other[:at]])
+        if gap > (3e-2 if subject.rounds_off else 1e-4):
+            raise Broken(
+                f"row {row} writes {one[:8]}... from token {at} on, where plain decoding writes {other[:8]}...; "
+                "please report this: the loop should not let a drafter do that"
+            )
+        ties += 1
+    accepted, drafted = int(ours.stats.num_accepted_tokens), int(ours.stats.num_draft_tokens)
+    if drafted and not accepted:
+        raise NotRun("the output is equal, but no draft token was accepted, so refusals alone were compared")
+    parted = f"; {ties} of {len(prompts)} rows parted at a tie within rounding" if ties else ""
+    return f"{accepted} of {drafted} draft tokens accepted{parted}"
+
+
+def leaves_the_law_alone(subject: Subject) -> str:
+    """Sampled sequences of a vocabulary cut to three tokens have the target's distribution, enumerated."""
+    if subject.rounds_off:
+        raise NotRun("it or its target computes in less than 32 bits, where rounding alone would show")
+    candidates = ((prompt, _law(subject.target, prompt)) for prompt in _prompts(subject, (1, 3) * 4))
+    chosen = list(itertools.islice(((prompt, law) for prompt, law in candidates if law), 2))
+    if not chosen:
+        raise NotRun("the target's third and fourth likeliest tokens lie too close together")
+    accepted, counts = _sampled(subject, [prompt for prompt, _ in chosen])
+    verdicts = [chi_square(seen, law, alpha=ALPHA) for seen, (_, law) in zip(counts, chosen, strict=True)]
+    for verdict in verdicts:
+        if verdict.p_value < ALPHA:
+            raise Broken(f"the law of {HORIZON} tokens is not the target's: {verdict.why} (p = {verdict.p_value:.1g})")
+    if accepted == 0:
+        raise NotRun("the law is right, but no draft token was accepted, so refusals alone were compared")
+    smallest = max(verdict.visible for verdict in verdicts)
+    return (
+        f"{sum(map(Counter.total, counts))} sequences, {accepted} draft tokens accepted; a deviation of {smallest:.1%} "
+        "(rms over sequences) would have shown nine times in ten"
+    )
+
+
+def _sampled(subject: Subject, prompts: list[list[int]]) -> tuple[int, list[Counter]]:
+    """Sequences of the compiled loop: the number of accepted draft tokens, and how often each was written by prompt."""
+    drafter, rows = subject.loaded.drafter, 512 * len(prompts)
+    loop = SpeculativeLoop(subject.target.model, drafter, sampling_mode=SamplingMode.TRUNCATED)
+    params = LoopParams(subject.target.params, subject.loaded.params)
+    texts = prompts * 512
+    length = np.array([len(text) for text in texts], np.int32)
+    tokens = np.zeros((rows, max(map(len, prompts))), np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+    batch = Prompts(
+        tokens=jnp.asarray(tokens),
+        length=jnp.asarray(length),
+        limit=jnp.asarray(length + HORIZON),
+        limit_reason=jnp.full((rows,), int(FinishReason.LENGTH), jnp.int32),
+        stop_tokens=jnp.zeros((rows, 0), jnp.int32),
+        sampling=per_row(SamplingParams(temperature=1.0, top_k=TOP), rows),
+        keys=row_keys(subject.seed, rows),
+    )
+    accepted, counts = 0, [Counter() for _ in prompts]
+    for run in range(max(1, subject.samples // rows)):
+        fresh = batch.replace(keys=row_keys(subject.seed + run, rows))  # type: ignore[attr-defined]
+        capacity = tokens.shape[1] + HORIZON + drafter.num_nodes
+        outcome = jax.device_get(loops.generate(loop, params, fresh, capacity=capacity))
+        accepted += int(outcome.stats.num_accepted_tokens.sum())
+        for row in range(rows):
+            written = outcome.tokens[row, length[row] : outcome.length[row]].tolist()
+            counts[row % len(prompts)][tuple(written)] += 1
+    return accepted, counts
+
+
+def _law(target: LoadedTarget, prompt: list[int]) -> Law:
+    """Probability of every sequence, by plain forwards of the target; empty where the cut is too near a tie."""
+    law: Law = {(): 1.0}
+    for _ in range(HORIZON):
+        longer: Law = {}
+        for tokens, values in zip(law, _last_logits(target, [[*prompt, *tokens] for tokens in law]), strict=True):
+            order = np.argsort(-values)
+            kept = order[:TOP]
+            if len(order) > TOP and values[kept[-1]] - values[order[TOP]] < _NEAR:
+                return {}
+            weights = np.exp(values[kept] - values[kept[0]])
+            for token, weight in zip(kept.tolist(), weights / weights.sum(), strict=True):
+                longer[*tokens, token] = law[tokens] * float(weight)
+        law = longer
+    return law
+
+
+def _last_logits(target: LoadedTarget, rows: list[list[int]]) -> Float[np.ndarray, "B V"]:
+    """Logits after the last token of texts of one length: one plain causal forward, without a cache."""
+    length = len(rows[0])
+    tokens = np.zeros((TOP ** (HORIZON - 1), 32), np.int32)  # one shape for all calls: one program
+    tokens[: len(rows), :length] = rows
+    logits = _forward(target.model, target.params, jnp.asarray(tokens), jnp.int32(length - 1))
+    return np.asarray(logits, np.float64)[: len(rows)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(model: Any, params: Any, tokens: jax.Array, last: jax.Array) -> jax.Array:
+    return model.unembed(params, jnp.take(_causal(model, params, tokens).final, last, axis=1))
+
+
+def _gap(target: LoadedTarget, text: list[int]) -> float:
+    """Gap between the two likeliest tokens after a text, as a share of the largest logit."""
+    values = _last_logits(target, [text])[0]
+    second, first = np.sort(values)[-2:]
+    return float((first - second) / max(np.abs(values).max(), 1e-9))
+
+
+def _prompts(subject: Subject, lengths: tuple[int, ...]) -> list[list[int]]:
+    rng = np.random.default_rng([subject.seed, *lengths])
+    return [rng.integers(0, subject.target.vocab_size, size).tolist() for size in lengths]
+
+
+DRAFTER_CHECKS: dict[str, Callable[[Subject], str]] = {
+    PROTOCOL: keeps_the_protocol,
+    "keeps shapes and types": keeps_shapes,
+    "proposes from its state alone": proposes_from_its_state_alone,
+    "commits nothing by proposing": commits_nothing_by_proposing,
+    "starts at the root": starts_at_the_root,
+    "puts parents before children": is_topological,
+    "is as deep as it says": is_as_deep_as_it_says,
+    "drafts ids of the vocabulary": drafts_ids_of_the_vocabulary,
+    "rows are independent of their neighbours": is_alone_in_its_row,
+    "an empty observation changes nothing": ignores_empty_observations,
+    "padding behind an observation does not matter": ignores_padding,
+    "observing in pieces is observing at once": does_not_care_how_texts_are_cut,
+    "a long text is as good as a short one": drafts_after_a_long_text,
+    "declares distributions": declares_distributions,
+    "draws from what it declares": draws_from_what_it_declares,
+    "knows before it draws": knows_before_it_draws,
+    "greedy output is the target's": leaves_greedy_output_alone,
+    "sampled output has the target's law": leaves_the_law_alone,
+}

@@ -1,0 +1,128 @@
+"""What a run of a contract reports: one finding per check, for drafters, targets and acceptance rules."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, TypeVar
+
+Subject = TypeVar("Subject")
+
+ALPHA = 1e-6  # probability that a statistical check fails a correct part
+PROTOCOL = "keeps the protocol"  # the check that all others depend on
+
+
+class Broken(Exception):
+    """The contract is broken; says how that showed."""
+
+
+class NotRun(Exception):
+    """A check could not detect anything; says why."""
+
+
+class Skipped(Exception):
+    """A check is of an optional feature that the part does not have; says which."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        name: Name of the check.
+        verdict: ``not run`` if the check could not have detected anything, ``skipped`` if the part does not have the
+            optional feature that it checks.
+        detail: The reason, or how much was compared.
+    """
+
+    name: str
+    verdict: Literal["passed", "failed", "not run", "skipped"]
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.verdict:<8} {self.name}" + (f": {self.detail}" if self.detail else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class ContractReport:
+    """The result of ``check_drafter``, ``check_target`` or ``check_verifier``; ``print`` it.
+
+    Attributes:
+        title: Name of the part.
+        findings: One per check, in order.
+    """
+
+    title: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every check passed or was skipped; a check that could not run is not a pass."""
+        return all(finding.verdict in ("passed", "skipped") for finding in self.findings)
+
+    @property
+    def failures(self) -> tuple[Finding, ...]:
+        """The findings that failed."""
+        return tuple(finding for finding in self.findings if finding.verdict == "failed")
+
+    def raise_if_failed(self) -> None:
+        """Raise the report if a check failed; for a test suite.
+
+        Raises:
+            ValueError: With the whole report.
+        """
+        if self.failures:
+            raise ValueError(str(self))
+
+    def __str__(self) -> str:
+        count = lambda verdict: sum(finding.verdict == verdict for finding in self.findings)
+        skipped = f", {count('skipped')} skipped" if count("skipped") else ""
+        counts = f"{count('passed')} passed, {count('failed')} failed, {count('not run')} not run{skipped}"
+        return "\n".join((self.title, *(f"  {finding}" for finding in self.findings), counts))
+
+
+def examine(
+    subject: Subject, checks: Mapping[str, Callable[[Subject], str]], chosen: Collection[str] | None
+) -> tuple[Finding, ...]:
+    """Run the chosen checks (all when ``None``) in their order; none of them after a broken protocol.
+
+    Raises:
+        ValueError: ``chosen`` names a check that does not exist.
+    """
+    chosen = checks if chosen is None else chosen
+    unknown = [name for name in chosen if name not in checks]
+    if unknown:
+        raise ValueError(f"there is no check {unknown[0]!r}; expected some of {', '.join(map(repr, checks))}")
+    findings: list[Finding] = []
+    for name, check in checks.items():
+        if name in chosen:
+            findings.append(_find(name, check, subject))
+            if name == PROTOCOL and findings[-1].verdict == "failed":
+                break
+    return tuple(findings)
+
+
+def _find(name: str, check: Callable[[Subject], str], subject: Subject) -> Finding:
+    try:
+        return Finding(name, "passed", check(subject))
+    except Broken as broken:
+        return Finding(name, "failed", str(broken))
+    except NotRun as reason:
+        return Finding(name, "not run", str(reason))
+    except Skipped as reason:
+        return Finding(name, "skipped", str(reason))
+    except Exception as error:
+        # Any exception of the part is a finding, and the other checks go on.
+        line = (str(error).strip().splitlines() or ["no message"])[0]
+        return Finding(name, "failed", line if isinstance(error, ValueError) else f"{type(error).__name__}: {line}")
+
+
+def class_name(part: object) -> str:
+    """Name of a part's class; of the class itself if the part is not an instance."""
+    return (part if isinstance(part, type) else type(part)).__name__
+
+
+def require_stable_hash(part: Any) -> None:
+    """Check that a part is the same static argument whenever it is passed."""
+    if hash(part) != hash(part) or part != part:
+        raise Broken("its hash changes, or it is not equal to itself, so every call would compile anew")

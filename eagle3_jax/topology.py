@@ -1,0 +1,135 @@
+"""Shapes of drafts: a chain, a dynamic tree, a static tree. They are static and checked when they are built."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """One token after the other.
+
+    Attributes:
+        num_speculative_tokens: ``K``, tokens drafted per round.
+    """
+
+    num_speculative_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens < 1:
+            raise ValueError(
+                f"num_speculative_tokens is {self.num_speculative_tokens}; expected at least 1 "
+                "(for plain decoding leave the drafter out)"
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """``N``, root included."""
+        return self.num_speculative_tokens + 1
+
+    @property
+    def max_depth(self) -> int:
+        """``G``."""
+        return self.num_speculative_tokens
+
+    @property
+    def num_expanded(self) -> int:
+        """Nodes below the root that the draft network runs on: those that may get children."""
+        return self.num_speculative_tokens - 1
+
+
+_MOST_CANDIDATES = 2**20  # all scores of a round are in memory at once
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicTree:
+    """EAGLE-2's context-dependent tree: expands the most likely nodes of each level and keeps the most likely overall.
+
+    Attributes:
+        num_nodes: Nodes sent to the target, root included (the official ``total_token``).
+        max_depth: Levels below the root (the official ``depth`` plus one).
+        top_k: Nodes expanded per level, and children of each.
+    """
+
+    num_nodes: int
+    max_depth: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_nodes", 2), ("max_depth", 1), ("top_k", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"tree {name} is {getattr(self, name)}; expected at least {least}")
+        if self.num_candidates > _MOST_CANDIDATES:
+            raise ValueError(
+                f"a tree of max_depth={self.max_depth} and top_k={self.top_k} scores {self.num_candidates} nodes in "
+                f"every round; expected at most {_MOST_CANDIDATES}, so lower top_k or max_depth"
+            )
+        if self.num_nodes > self.num_candidates + 1:
+            raise ValueError(
+                f"a tree of num_nodes={self.num_nodes} does not fit: max_depth={self.max_depth} and top_k={self.top_k} "
+                f"give at most {self.num_candidates + 1} nodes, root included; lower num_nodes or raise the others"
+            )
+        if self.num_nodes <= self.max_depth:
+            raise ValueError(
+                f"a tree of num_nodes={self.num_nodes} cannot be max_depth={self.max_depth} levels deep; "
+                f"give num_nodes of at least {self.max_depth + 1} or a smaller max_depth"
+            )
+
+    @property
+    def num_candidates(self) -> int:
+        """Nodes that are scored: ``k`` on the first level, ``k`` squared on each further one."""
+        return self.top_k + (self.max_depth - 1) * self.top_k**2
+
+    @property
+    def num_expanded(self) -> int:
+        """Nodes below the root that the draft network runs on: those that may get children."""
+        return self.top_k * (self.max_depth - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticTree:
+    """A fixed tree as paths of child ranks, in the notation of Medusa and EAGLE-1.
+
+    ``((0,), (1,), (0, 0))`` has the two most likely first tokens, and the most likely token after the first of them.
+    Nodes are numbered by level, then in the order of their parents, then by rank.
+
+    Attributes:
+        paths: One path per node below the root.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.paths:
+            raise ValueError("a static tree needs at least one path, for example ((0,),)")
+        known = {(), *self.paths}
+        for path in self.paths:
+            if path[:-1] not in known or any(rank < 0 for rank in path):
+                raise ValueError(f"path {path} has no parent {path[:-1]} in the tree; add it")
+        if len(known) != len(self.paths) + 1:
+            raise ValueError("a static tree names a path twice; give every path once")
+        object.__setattr__(self, "paths", tuple(sorted(self.paths, key=lambda path: (len(path), path))))
+
+    @property
+    def num_nodes(self) -> int:
+        """``N``, root included."""
+        return len(self.paths) + 1
+
+    @property
+    def max_depth(self) -> int:
+        """``G``."""
+        return max(len(path) for path in self.paths)
+
+    @property
+    def num_expanded(self) -> int:
+        """Nodes below the root that the draft network runs on: those that have children."""
+        return len({path[:-1] for path in self.paths} - {()})
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """``[N]``, parent of each node, -1 at the root."""
+        index = {(): 0} | {path: node for node, path in enumerate(self.paths, 1)}
+        return (-1, *(index[path[:-1]] for path in self.paths))
+
+
+Topology = Chain | DynamicTree | StaticTree
