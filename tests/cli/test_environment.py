@@ -1,0 +1,65 @@
+"""What a report says of the machine, the models and the prompts: all that matters, and nothing private."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eagle3_jax.bench.environment import committable, environment, sha256_of, sha256_of_prompts
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_environment_has_versions_and_hashes_and_nothing_private(tmp_path: Path) -> None:
+    secret = tmp_path / "weights"
+    secret.mkdir()
+    (secret / "config.json").write_text("{}")
+    facts = environment(target=str(secret), drafter="org/head")
+    assert facts["versions"]["numpy"] == np.__version__
+    assert facts["target"] == {"name": "weights", "sha256": sha256_of(secret)}
+    assert facts["drafter"] == {"name": "org/head", "sha256": None}
+    assert len(facts["prompts"]["sha256"]) == 64
+    text = json.dumps(facts)
+    for private in (str(tmp_path), str(Path.home()) + "/", str(ROOT), sys.prefix):
+        assert private not in text
+
+
+def test_a_hash_changes_with_any_content_and_any_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "README.md").write_text("does not count")
+    first = sha256_of(tmp_path)
+    (tmp_path / "README.md").write_text("still does not")
+    assert sha256_of(tmp_path) == first
+    (tmp_path / "model.safetensors").write_bytes(b"weightz")
+    second = sha256_of(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    assert len({first, second, sha256_of(tmp_path)}) == 3
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no"):
+        sha256_of(tmp_path / "empty")
+
+
+def test_prompts_with_different_borders_have_different_hashes() -> None:
+    lists = ([[1, 2], [3]], [[1], [2, 3]], [[12], [3]], ["1,2", "3"], [[3], [1, 2]])
+    assert len({sha256_of_prompts(prompts) for prompts in lists}) == len(lists)
+    assert sha256_of_prompts([np.array([1, 2])]) == sha256_of_prompts([[1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("pytest validation --target /home/me/models/head-3", "pytest validation --target head-3"),
+        ("--target=~/models/x -k 'a or b'", "--target=x -k 'a or b'"),
+        ("No such file: '/root/x/y.json'", "No such file: 'y.json'"),
+        ("http://secret.example:8000/v1 refused", "http://HOST/v1 refused"),
+        ("http://localhost:8000/v1 refused", "http://localhost:8000/v1 refused"),
+        ("373 tokens/s, org/name, 3/4 of 5 /s", "373 tokens/s, org/name, 3/4 of 5 /s"),
+    ],
+)
+def test_text_of_a_report_names_no_directory_and_no_host(text: str, expected: str) -> None:
+    assert committable(text) == expected

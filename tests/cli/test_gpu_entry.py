@@ -1,0 +1,131 @@
+"""A GPU that nobody uses is said in one line, and `make` installs a jax that can use it. No GPU is needed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from eagle3_jax.bench import gpu
+
+ROOT = Path(__file__).parent.parent.parent
+COMMAND = f"pip install 'jax[cuda13]=={jax.__version__}'"
+
+
+@pytest.fixture
+def path_with_gpu(tmp_path: Path) -> str:
+    """A PATH on which `nvidia-smi` tells of a GPU."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-0)'\n")
+    tool.chmod(0o755)
+    return f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.fixture
+def any_platform() -> Iterator[None]:
+    """As if the environment did not say on what JAX computes."""
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", None)
+    yield
+    jax.config.update("jax_platforms", before)
+
+
+def test_a_gpu_is_here_when_its_driver_tells_of_it(
+    path_with_gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "_NODE", tmp_path / "nvidia0")
+    monkeypatch.setenv("PATH", path_with_gpu)
+    assert gpu.has_gpu()
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    assert not gpu.has_gpu(), "a driver without a device is none"
+    (tmp_path / "nvidia0").touch()
+    assert gpu.has_gpu(), "a container may have the device and not the tool"
+
+
+def test_a_jax_for_cpus_beside_a_gpu_is_told_what_to_install(
+    any_platform: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "has_gpu", lambda: True)
+    problem = gpu.gpu_problem()
+    assert problem is not None and "\n" not in problem
+    assert problem.endswith(f"sees only cpu, and an NVIDIA GPU is here; a jax with CUDA: {COMMAND}")
+    monkeypatch.setattr(gpu, "_PLUGINS", ("json",))  # as if it were installed
+    problem = gpu.gpu_problem()
+    assert problem is not None and "installed and does not start" in problem and COMMAND not in problem
+    monkeypatch.setattr(gpu, "on_gpu", lambda: True)
+    assert gpu.gpu_problem() is None
+
+
+def test_without_a_gpu_only_what_wants_one_is_told(any_platform: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "has_gpu", lambda: False)
+    assert gpu.gpu_problem() is None
+    problem = gpu.gpu_problem(wanted=True)
+    assert problem is not None and "no NVIDIA GPU is seen here" in problem and COMMAND in problem
+
+
+def test_who_keeps_jax_from_the_gpu_means_it(any_platform: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "has_gpu", lambda: True)
+    jax.config.update("jax_platforms", "cpu")
+    assert gpu.gpu_problem() is None
+    problem = gpu.gpu_problem(wanted=True)
+    assert problem is not None and problem.endswith("for JAX_PLATFORMS is cpu; unset it")
+
+
+def test_the_benchmark_refuses_and_the_doctor_warns(path_with_gpu: str) -> None:
+    surroundings = {**os.environ, "PATH": path_with_gpu, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    surroundings.pop("JAX_PLATFORMS", None)
+
+    def eagle3(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "eagle3_jax", *arguments]
+        return subprocess.run(command, env=surroundings, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    done = eagle3("bench", "--rivals", "none")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: jax ") and COMMAND in done.stderr
+    done = eagle3("doctor", "--json")
+    assert done.returncode == 0 and COMMAND in done.stdout and '"warning"' in done.stdout
+
+
+def makes(*arguments: str, path: str | None = None) -> str:
+    surroundings = {**os.environ, **({} if path is None else {"PATH": path})}
+    command = ["make", "-n", "VENV=build/no-such-venv", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_make_installs_a_jax_with_cuda_where_a_gpu_is_used(path_with_gpu: str) -> None:
+    assert "-e '.[validation,cuda]'" in makes("validation", "VALIDATION_FLAGS=--gpu --quick")
+    for flags in ("", "--gpu --rehearse"):
+        assert "-e '.[validation]'" in makes("validation", f"VALIDATION_FLAGS={flags}")
+    assert "-e '.[test,cuda]'" in makes("gpu-notebooks", path=path_with_gpu)
+    if not gpu.has_gpu():
+        assert "-e '.[test]'" in makes("gpu-notebooks")
+
+
+def test_a_checkout_runs_without_jaxtyping() -> None:
+    """It is for readers and tests; a machine without a way to a package index may lack it."""
+    code = (
+        "import sys; sys.modules['jaxtyping'] = None; sys.path.append('examples')\n"
+        "import h200\n"
+        "import eagle3_jax, eagle3_jax.decode, eagle3_jax.load, eagle3_jax.testing, eagle3_jax.training.loop\n"
+        "import eagle3_jax.bench.run, eagle3_jax.drafters, eagle3_jax.conversion.doctor\n"
+        "assert not hasattr(sys.modules['jaxtyping'], 'config'), 'the real one was imported'\n"
+    )
+    surroundings = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=surroundings, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_without_typer_the_command_line_says_so_in_one_line() -> None:
+    code = "import sys; sys.modules['typer'] = None; import eagle3_jax.cli; sys.exit(eagle3_jax.cli.run(['bench']))"
+    surroundings = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=surroundings, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: the command line needs typer: pip install typer rich\n")

@@ -1,0 +1,103 @@
+"""`eagle3 plan` for every method: what its files hold, what a round reads, what a token costs in caches."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import write_llama
+from heads_on_disk import CHECKPOINTS
+from safetensors.numpy import load_file
+
+from eagle3_jax.cli import run
+
+(EAGLE3, EAGLE31, P_EAGLE, EAGLE1, MTP, MEDUSA, DFLASH, JETSPEC, DSPARK, DRAFT_MODEL) = CHECKPOINTS
+LAYER = 2 * 2 * 8 * 2  # bytes of a token's keys and values in a layer: 2 heads of 8 numbers, in bfloat16
+OUTPUT = 61 * 32
+# Layers with a cache, and what of the target's a pass reads beside the drafter's own.
+LAYERS = {MEDUSA: 0, DFLASH: 2, JETSPEC: 2, DSPARK: 2, DRAFT_MODEL: 2}
+BORROWED = {EAGLE1: OUTPUT, MTP: OUTPUT, DFLASH: OUTPUT, JETSPEC: OUTPUT, DSPARK: OUTPUT}
+ONE_PASS = (P_EAGLE, MEDUSA, DFLASH, JETSPEC, DSPARK)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("models") / "target")
+
+
+def plan(capsys: Any, page: str, target: Path, drafter: object, *options: str) -> dict[str, Any]:
+    arguments = ["plan", page, "--target", str(target), "--drafter", str(drafter), "-K", "3", "--gpu", "H100"]
+    assert run([*arguments, *options, "--json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def stored(directory: Path, *, without: tuple[str, ...]) -> int:
+    """Numbers in a file, counted there."""
+    tensors = load_file(directory / "model.safetensors")
+    return sum(math.prod(one.shape) for name, one in tensors.items() if not name.endswith(without))
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_sizes_are_those_of_the_file(tmp_path: Path, target: Path, capsys: Any, name: str) -> None:
+    drafter = CHECKPOINTS[name](tmp_path / "drafter")
+    tables = () if name == DRAFT_MODEL else ("embed_tokens.weight", "d2t", "t2d")
+    own = stored(drafter, without=tables)
+    found = plan(capsys, "memory", target, drafter)
+    assert found["drafter_method"] == name.split(" (")[0].replace("EAGLE-3.1", "EAGLE-3")  # of one size
+    assert found["drafter_parameters"] == own
+    assert found["bytes"]["head_weights"] == 2 * own
+    assert found["drafter_cache_bytes_per_token"] == LAYER * LAYERS.get(name, 1)
+    looked_up = ("embed_tokens.weight", "d2t", "t2d", "markov_w1.weight")
+    read = stored(drafter, without=looked_up) + BORROWED.get(name, 0)
+    context, k = 16, 3
+    passes = [k + 1] if name in ONE_PASS else [k + 1, *[1] * (k - 1)]
+    before = [context, *[context + k + 1] * (len(passes) - 1)]
+    cached = sum(old + new for old, new in zip(before, passes, strict=True)) * LAYER * LAYERS.get(name, 1)
+    fused_once = 2 * 32 * 96 * (len(passes) - 1) if name in (EAGLE3, EAGLE31) else 0
+    (line,) = plan(capsys, "roofline", target, drafter, "--batch-size", "1", "--context", "16")["accelerators"]
+    assert line["bounds"][0]["draft_bytes"] == len(passes) * 2 * read - fused_once + cached
+
+
+def test_what_has_no_files_adds_no_weights(target: Path, capsys: Any) -> None:
+    skipped = plan(capsys, "memory", target, "layer-skip=3")
+    assert (skipped["drafter_parameters"], skipped["drafter_cache_bytes_per_token"]) == (0, 3 * LAYER)
+    assert skipped["bytes"]["head_weights"] == 0
+    (line,) = plan(capsys, "roofline", target, "layer-skip=3", "--batch-size", "1")["accelerators"]
+    layers = 3 * (2 * 32 * (32 + 16) + 3 * 32 * 24 + 2 * 32)
+    assert line["bounds"][0]["draft_bytes"] > 3 * 2 * (layers + OUTPUT)
+    for name in ("ngram", "suffix"):
+        (line,) = plan(capsys, "roofline", target, name, "--batch-size", "1")["accelerators"]
+        assert (line["drafter_parameters"], line["bounds"][0]["draft_bytes"]) == (0, 0)
+        assert line["bounds"][0]["draft_cost"] == 0
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "says"),
+    [
+        (MEDUSA, ("-K", "4"), "give at most -K 3"),
+        (DFLASH, ("-K", "5"), "give at most -K 4"),
+        ("layer-skip=8", (), "so give 1 to 7"),
+        ("layer-skip", (), "expected layer-skip=E"),
+        ("ngram=2", (), "expected ngram"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(
+    tmp_path: Path, target: Path, capsys: Any, drafter: str, options: tuple[str, ...], says: str
+) -> None:
+    source = CHECKPOINTS[drafter](tmp_path / "drafter") if drafter in CHECKPOINTS else drafter
+    assert run(["plan", "memory", "--target", str(target), "--drafter", str(source), *options]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert says in err
+
+
+def test_a_configuration_alone_will_do(tmp_path: Path, target: Path, capsys: Any) -> None:
+    """As of a hub id, of which nothing else is downloaded."""
+    for name in (EAGLE1, MEDUSA, DRAFT_MODEL, P_EAGLE):
+        directory = CHECKPOINTS[name](tmp_path / name.split()[0].replace("/", ""))
+        whole = plan(capsys, "memory", target, directory)
+        (directory / "model.safetensors").unlink()
+        assert plan(capsys, "memory", target, directory) == whole

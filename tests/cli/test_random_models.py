@@ -1,0 +1,112 @@
+"""Random models of published shapes, and what a step of them costs: bytes, memory, bandwidth, money."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import tiny
+
+from eagle3_jax import LoadedTarget, SpeculativeDecoder, load_target
+from eagle3_jax.bench.random_models import SHAPES, bytes_needed, random_pair, shape_named, why_not
+from eagle3_jax.bench.roofline import bandwidth, ceiling, step_bytes
+from eagle3_jax.drafters import Eagle3Drafter
+from eagle3_jax.models.config import Experts, LayerConfig, usual_head
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.layers import BFLOAT16, MIXED, Precision
+from eagle3_jax.theory.cost import cost_per_million_tokens
+from eagle3_jax.theory.sizes import parameters
+
+
+@pytest.fixture(scope="module")
+def target() -> LoadedTarget:
+    return load_target()
+
+
+def test_models_of_every_named_shape_have_the_sizes_that_planning_counts() -> None:
+    for config in SHAPES.values():
+        config = dataclasses.replace(config, layers=config.layers[:2])  # the others are like these, and take a minute
+        leaves = tiny.jax.tree.leaves(DecoderTarget(config, BFLOAT16).param_shapes())
+        assert sum(leaf.size for leaf in leaves) == parameters(config).total
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("Llama-3.1-8B", 8.03), ("llama-3.2-1b", 1.24), ("Qwen3-8B", 8.19), ("Llama-100M", 0.10)]
+)
+def test_models_of_real_shapes_have_their_published_sizes(name: str, billions: float) -> None:
+    """Parameters as the model cards count them."""
+    leaves = tiny.jax.tree.leaves(DecoderTarget(shape_named(name), BFLOAT16).param_shapes())
+    assert round(sum(leaf.size for leaf in leaves) / 1e9, 2) == billions
+
+
+def test_an_unknown_shape_is_refused_with_the_names() -> None:
+    with pytest.raises(ValueError, match=r"no shape 'GPT-9'; use one of Llama-3.2-1B, .*Llama-100M"):
+        shape_named("GPT-9")
+
+
+def test_the_head_of_llama_has_the_published_shape() -> None:
+    config = usual_head(shape_named("Llama-3.1-8B"))
+    assert (config.draft_vocab_size, config.aux_layers, config.num_layers) == (32_000, (2, 16, 29), 1)
+    shapes = Eagle3Drafter(config, precision=BFLOAT16).param_shapes()
+    assert shapes["fc"]["kernel"].shape == (3 * 4096, 4096)
+    assert shapes["head"]["kernel"].shape == (4096, 32_000)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "dtypes"),
+    [
+        ("Llama-tiny", BFLOAT16, {"bfloat16"}),
+        ("Qwen3-tiny", BFLOAT16, {"bfloat16"}),
+        ("Llama-tiny", MIXED, {"bfloat16", "float32"}),
+    ],
+)
+def test_a_random_pair_decodes(name: str, precision: Precision, dtypes: set[str]) -> None:
+    target, drafter = random_pair(name.lower(), precision=precision)
+    leaves = tiny.jax.tree.leaves((target.params, drafter.params["head"]))
+    assert {str(leaf.dtype) for leaf in leaves} == dtypes
+    result = SpeculativeDecoder(target, drafter, num_speculative_tokens=2).generate([[1, 2, 3]], max_new_tokens=5)
+    assert len(result.tokens[0]) == 5
+
+
+def test_whether_a_model_fits_is_read_from_the_device() -> None:
+    assert why_not(5 * 2**30, {"bytes_limit": 8 * 2**30, "bytes_in_use": 3 * 2**30}) is None
+    reason = why_not(6 * 2**30, {"bytes_limit": 8 * 2**30, "bytes_in_use": 3 * 2**30})
+    assert reason == "it needs 6.0 GiB and the device has 5.0 GiB left"
+    assert why_not(1, None) == "the device does not tell how much memory it has"
+
+
+def test_the_memory_of_a_model_is_that_of_its_weights_and_caches() -> None:
+    config = shape_named("Llama-3.1-8B")
+    weights = 2 * (8.03e9 + 3 * 4096**2 + 4096 * 32_000)  # and the head's layer, a few hundred million
+    assert weights < bytes_needed(config, batch=1, capacity=1024) < 1.2 * weights
+    more = bytes_needed(config, batch=1, capacity=2048) - bytes_needed(config, batch=1, capacity=1024)
+    assert more == pytest.approx(1.1 * 1024 * 33 * 2 * 8 * 128 * 2, rel=1e-6)  # 32 layers and the head's
+
+
+def test_the_bytes_of_a_step_are_weights_and_caches(target: LoadedTarget) -> None:
+    # 12 layers of attention (256 x (256 + 128 + 128) + 256 x 256) and SwiGLU (3 x 256 x 704) with two norms each, a
+    # norm, and the output projection; the embedding is looked up, not read.
+    weights = 4 * (12 * (256 * 512 + 256 * 256 + 3 * 256 * 704 + 2 * 256) + 256 + 256 * 4096)
+    assert step_bytes(target, rows=1, context=0) == weights
+    assert step_bytes(target, rows=3, context=10) == weights + 3 * 10 * 12 * 2 * 2 * 64 * 4
+    layer = LayerConfig(
+        mixer=tiny.layers(1)[0].mixer,
+        mlp=Experts(num_experts=4, per_token=1, width=6, router="softmax", shared_width=5, bias=True),
+    )
+    routed = tiny.target(13, layers=(layer,))
+    width = routed.model.config.width
+    unread = 3 * 4 * (3 * width * 6 + 2 * 6 + width)  # three experts with their biases, in float32
+    whole = sum(leaf.nbytes for leaf in tiny.jax.tree.leaves(routed.params)) - routed.params["embedding"].nbytes
+    assert step_bytes(routed, rows=1, context=0) == whole - unread
+    tied = tiny.target(13, tie_embeddings=True)
+    assert step_bytes(tied, rows=1, context=0) == sum(leaf.nbytes for leaf in tiny.jax.tree.leaves(tied.params))
+
+
+def test_bandwidth_is_that_of_some_memory(target: LoadedTarget) -> None:
+    assert 1e8 < bandwidth(2**22) < 1e14
+    assert ceiling(target, rows=1, context=0, large=2**22) > 1e8
+
+
+def test_cost_by_hand() -> None:
+    # 3.60 an hour is 0.001 a second; 500 tokens in it, so a million take 2,000 seconds.
+    assert cost_per_million_tokens(500.0, 3.6) == pytest.approx(2.0)

@@ -1,0 +1,231 @@
+"""Parameters and bytes of models, heads and caches: against published checkpoints, and by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+from deployments import SMALL, SMALL_HEAD, served
+from safetensors.numpy import load_file
+
+from eagle3_jax import groups
+from eagle3_jax.cli._planning import Target, read_head, read_target
+from eagle3_jax.load import bundled
+from eagle3_jax.models import attention
+from eagle3_jax.models.config import usual_head
+from eagle3_jax.theory.accelerators import custom_accelerator
+from eagle3_jax.theory.known_models import KNOWN_MODELS
+from eagle3_jax.theory.memory import SCORES, Deployment, memory_plan
+from eagle3_jax.theory.sizes import active_parameters, parameters, sizes_of
+from validation.aot.record import PATH, load
+
+OFFICIAL = tiny.GOLDEN / "official"
+
+
+# Parameters that the published checkpoints hold (the safetensors index on the hub; a tied table counted once).
+PUBLISHED = {
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.2-3B": 3_212_749_824,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.3-70B": 70_553_706_496,
+    "Llama-3.1-405B": 405_853_388_800,
+    "Vicuna-13B": 13_015_864_320,
+    "Mistral-7B-v0.1": 7_241_732_096,
+    "Mistral-7B-v0.3": 7_248_023_552,
+    "Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+}
+# What is published of those whose files hold more than the model (a module that drafts, a vision tower), in billions:
+# in all, and active, some with the embedding that only one row is read of.
+ROUNDED = {
+    "Qwen3-30B-A3B": (30.5, 3.3, "and embedding"),
+    "Qwen3-235B-A22B": (235, 22, "and embedding"),
+    "gpt-oss-20b": (20.91, 3.61, ""),
+    "gpt-oss-120b": (116.83, 5.13, ""),
+    "DeepSeek-V3": (671, 37, ""),
+    "Llama-4-Maverick": (400, 17, "and embedding"),
+    "Qwen3-Next-80B-A3B": (80, 3, ""),
+}
+
+
+def test_named_models_have_the_parameters_of_their_checkpoints():
+    assert {name: parameters(KNOWN_MODELS[name]).total for name in PUBLISHED} == PUBLISHED
+    assert KNOWN_MODELS.keys() == PUBLISHED.keys() | ROUNDED.keys() | {"GLM-4.5"}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_named_models_with_experts_have_as_many_active_as_is_published(name):
+    of, (total, active, with_embedding) = parameters(KNOWN_MODELS[name]), ROUNDED[name]
+    counted = active_parameters(KNOWN_MODELS[name]) + (of.embedding if with_embedding else 0)
+    for found, said in ((of.total / 1e9, total), (counted / 1e9, active)):
+        digits = len(str(said).partition(".")[2])
+        assert abs(found - said) < max(10**-digits, 0.002 * said)
+
+
+def test_glm_counts_its_drafting_module_and_no_tables():
+    """Its report says 355 and 32 billion. The module is a layer with experts, two norms more, a 2·D by D fusion."""
+    model = KNOWN_MODELS["GLM-4.5"]
+    run, tables, fusion = sizes_of(model).runs[-1], 2 * 151_552 * 5120, 2 * 5120 * 5120 + 2 * 5120
+    assert (parameters(model).total - tables + run.sizes.total / run.count + fusion) / 1e9 == pytest.approx(
+        355.2, abs=0.1
+    )
+    assert (active_parameters(model) - tables / 2) / 1e9 == pytest.approx(32.1, abs=0.1)
+
+
+def test_the_usual_head_is_the_official_one():
+    # fc 3·4096², q 8192·4096, k and v 2·8192·1024, o 4096², mlp 3·4096·14336, norms 4·4096, lm_head 32000·4096.
+    assert parameters(usual_head(KNOWN_MODELS["Llama-3.1-8B"])).total == 424_689_664  # the file is 850 MB in float16
+    assert parameters(usual_head(KNOWN_MODELS["Llama-3.3-70B"])).total == 1_403_027_456
+
+
+@pytest.mark.parametrize(
+    ("target", "head"),
+    [(None, None), (str(OFFICIAL / "target"), str(OFFICIAL / "eagle3"))],
+    ids=["bundled", "official"],
+)
+def test_config_json_alone_gives_the_parameters_that_the_files_hold(target, head):
+    found = read_target(target)
+    drafter = read_head(head, found, bundled=target is None).config
+    assert drafter is not None
+    for model, source, part in ((found.config, target, "target"), (drafter, head, "eagle3")):
+        folder = bundled(part) if source is None else Path(source)
+        tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        held = {n: t for n, t in tensors.items() if t.dtype.kind not in "ib"}  # d2t and t2d are maps
+        if part == "eagle3":
+            held = {name: tensor for name, tensor in held.items() if "embed_tokens" not in name}  # the target's
+        assert parameters(model).total == sum(tensor.size for tensor in held.values())
+
+
+def test_bytes_of_a_70b_target_in_fp8_and_of_its_head():
+    deployment = served()
+    target, head = deployment.target, deployment.head
+    assert head is not None
+    assert deployment.weight_bytes(target) / 1e9 == pytest.approx(72.66, abs=0.01)  # layers FP8, tables bfloat16
+    assert deployment.streamed_bytes(target) / 1e9 == pytest.approx(70.555, abs=0.001)
+    assert deployment.weight_bytes(head) / 1e9 == pytest.approx(2.806, abs=0.001)
+    assert deployment.cache_bytes_per_token(target) == 327_680  # 2·80·8·128 numbers of 2 bytes
+    assert deployment.cache_bytes_per_token(head) == 4096  # 1.25 %: not nothing, as an article says
+
+
+def test_an_h200_keeps_about_56_gb_for_the_caches_of_a_70b_target():
+    plan = memory_plan(
+        served(), batch=8, context=4096, num_draft_tokens=5, prefill_tokens=1, utilization=0.94, reserve_bytes=0.0
+    )
+    assert 165_000 < plan.cache_capacity_tokens < 173_000
+
+
+def test_every_part_of_the_plan_by_hand():
+    deployment = Deployment(target=SMALL, head=SMALL_HEAD, accelerator=custom_accelerator(gb_per_s=1.0, memory_gb=1.0))
+    plan = memory_plan(
+        deployment, batch=2, context=10, num_draft_tokens=1, prefill_tokens=1, utilization=0.5, reserve_bytes=7.0
+    )
+    assert plan.target_weights == 2 * (144 + 12 + 40 + 40)
+    # fusion 3·4·4, q 8·4, k and v 2·8·2, o 4·4, mlp 96, norms 4·4, lm_head 5·4
+    assert plan.head_weights == 2 * (48 + 32 + 32 + 16 + 96 + 16 + 20)
+    assert (plan.target_cache, plan.head_cache) == (2 * 12 * 8, 2 * 12 * 8)  # 2·1·1·2 numbers of 2 bytes a token
+    # four tokens: 2·(4·4 + 2·8 + (2 + 2)·2 + 3·4) each, and 2·4·10 for logits and probabilities; scores of two heads
+    # and ten keys of 4 + 2 bytes each; one token of a prefill and caches of two, of 8 bytes for either model
+    assert plan.activations == 4 * (2 * (16 + 16 + 8 + 12) + 80) + 4 * 2 * 10 * 6 + 3 * 16
+    assert (plan.reserve, plan.budget) == (7.0, 0.5e9)
+    assert plan.fits
+    assert plan.cache_capacity_tokens == (0.5e9 - plan.without_caches) // 16
+
+
+COMPILED = load(PATH.with_name("aot-memory.json"))
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_plan_is_within_a_tenth_of_what_was_compiled_for_an_h200(name):
+    """Peaks of programs of all layers (python -m validation.aot --layers all --record)."""
+    row = COMPILED[name]
+    case, plain = row.case, row.case.draft == "plain"
+    deployment = served(case.target, weights="bfloat16")
+    k = 0 if plain else 5
+    plan = memory_plan(
+        dataclasses.replace(deployment, head=None) if plain else deployment,
+        batch=case.batch,
+        context=case.capacity - k - 1,
+        num_draft_tokens=k,
+        prefill_tokens=1 if case.program == "step" else min(8192, case.batch * case.prompt),
+        utilization=1.0,
+        reserve_bytes=0.0,
+    )
+    # The table that the head shares with its target is one array, and two arguments of a compiled program.
+    shared = 0 if plain else 2 * 128_256 * 4096
+    assert plan.total == pytest.approx(row.deep.memory["peak"] - shared, rel=0.1)
+
+
+def test_the_scores_that_a_plan_counts_are_those_that_are_made_at_once():
+    assert SCORES == attention._SCORES
+    prefill_tokens = inspect.signature(memory_plan).parameters["prefill_tokens"].default
+    assert prefill_tokens == groups.TOKENS and 2 * prefill_tokens == groups.SLOTS
+
+
+def test_tensor_parallelism_divides_all_but_vectors_fusion_and_scarce_key_heads():
+    one, eight, sixteen = (served(num_accelerators=n) for n in (1, 8, 16))
+    target, head = one.target, one.head
+    assert head is not None
+    vectors = 2 * parameters(target).vectors
+    assert eight.weight_bytes(target) - vectors == pytest.approx((one.weight_bytes(target) - vectors) / 8)
+    whole = 2 * (parameters(head).fusion + parameters(head).vectors)
+    assert eight.weight_bytes(head) - whole == pytest.approx((one.weight_bytes(head) - whole) / 8)
+    assert eight.cache_bytes_per_token(target) == one.cache_bytes_per_token(target) / 8
+    assert sixteen.cache_bytes_per_token(target) == eight.cache_bytes_per_token(target)  # 8 key heads, each twice
+    assert 16 * sixteen.weight_bytes(target) > 8 * eight.weight_bytes(target) + parameters(target).key_value / 2
+
+
+def test_quantised_weights_leave_the_tables_alone():
+    target = KNOWN_MODELS["Llama-3.3-70B"]
+    tables = 2 * 128_256 * 8192 * 2 + 2 * parameters(target).vectors
+    layers = 70_553_706_496 - 2 * 128_256 * 8192 - parameters(target).vectors
+    for weights, size in (("bfloat16", 2.0), ("int8", 1.0), ("fp8", 1.0), ("int4", 0.515625)):
+        assert served(weights=weights).weight_bytes(target) == layers * size + tables
+
+
+def test_a_config_of_the_hub_counts_like_the_named_model(tmp_path):
+    """The fields of Qwen3-4B and of a Qwen2 with its biases, as their config.json has them."""
+    qwen3 = {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "head_dim": 128,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True,
+        "sliding_window": None, "use_sliding_window": False, "attention_bias": False, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    qwen2 = {
+        "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
+        "sliding_window": 131072, "use_sliding_window": False, "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    }  # fmt: skip
+    for config, name in ((qwen3, "Qwen3-4B"), (qwen2, "Qwen2.5-7B-Instruct")):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert parameters(read_target(str(tmp_path)).config).total == PUBLISHED[name]
+    assert read_target(str(tmp_path)).config == KNOWN_MODELS["Qwen2.5-7B-Instruct"]
+
+
+def test_a_speculators_head_is_read_from_its_nested_config(tmp_path):
+    config = {
+        "draft_vocab_size": 32000,
+        "target_hidden_size": 4096,
+        "transformer_layer_config": {
+            "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "num_hidden_layers": 1, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 4096,
+            "model_type": "llama", "rms_norm_eps": 1e-5,
+        },
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    head = read_head(str(tmp_path), Target("target", KNOWN_MODELS["Llama-3.1-8B"]), bundled=False).config
+    assert head is not None
+    assert parameters(head).total == 424_689_664
+    assert head.max_positions == 4096

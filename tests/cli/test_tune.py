@@ -1,0 +1,278 @@
+"""Tuning: decisions on hand-computed costs, measurements on a tiny pair, and the command."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+
+from eagle3_jax import DynamicTree, SpeculationSchedule, SpeculativeDecoder
+from eagle3_jax.bench import tune as tuning
+from eagle3_jax.bench.timing import Spread
+from eagle3_jax.bench.tune import (
+    BatchTuning,
+    Candidate,
+    Shape,
+    break_even,
+    choose,
+    crossover_tokens,
+    rules_of_thumb,
+    schedule_of,
+)
+from eagle3_jax.cli import run
+from eagle3_jax.drafters import NGram
+from eagle3_jax.theory.speedup import conditional_rate_from_tau, draft_rate_from_tau
+
+GOLDEN = tiny.GOLDEN / "official"
+PAIR = ("--target", str(GOLDEN / "target"), "--drafter", str(GOLDEN / "eagle3"))
+
+
+def chain(k: int, tau: float) -> Shape:
+    return Shape(name=f"K={k}", num_draft_tokens=k, num_draft_steps=k, is_chain=True, mean_acceptance_length=tau)
+
+
+def gains(k: int, median: float, low: float | None = None, *, shape: Shape | None = None) -> Candidate:
+    spread = Spread(median, median if low is None else low, median)
+    return Candidate(shape=shape or chain(k, 2.0), verify_cost=1.0, draft_cost=0.1, speedup=spread)
+
+
+def at(batch: int, *candidates: Candidate, plain: float = 0.01, extra: float = 0.0) -> BatchTuning:
+    return BatchTuning(
+        batch=batch, plain_step=Spread(plain, plain, plain), extra_prefill_seconds=extra, candidates=candidates
+    )
+
+
+def test_costs_are_ratios_within_a_repeat_and_the_gain_is_tau_over_them():
+    # The machine is half as fast in the second repeat; v is 1.5, 1.5 and 1.25 plain steps, c 0.25 in all three.
+    found = Candidate.of(chain(2, 2.2), plain=[4.0, 8.0, 4.0], verify=[6.0, 12.0, 5.0], draft=[1.0, 2.0, 1.0])
+    assert (found.verify_cost, found.draft_cost) == (1.5, 0.25)
+    assert found.speedup.median == pytest.approx(2.2 / 2.0)  # v + 2 c
+    assert found.speedup.high == pytest.approx((2.2 / 2.0 + 2.2 / 1.75) / 2)
+
+
+def test_a_tree_pays_for_its_levels_and_not_for_its_nodes():
+    tree = Shape(name="tree", num_draft_tokens=59, num_draft_steps=8, is_chain=False, mean_acceptance_length=4.5)
+    assert Candidate.of(tree, plain=[1.0], verify=[2.2], draft=[0.1]).speedup.median == pytest.approx(1.5)
+
+
+def test_the_largest_gain_wins_unless_a_shorter_draft_is_as_good():
+    assert choose([gains(1, 1.2), gains(3, 1.5, 1.4), gains(5, 1.3)]).shape.name == "K=3"
+    assert choose([gains(1, 1.42), gains(2, 1.45), gains(3, 1.5, 1.4)]).shape.name == "K=1"
+    assert choose([gains(2, 1.4), gains(3, 1.4)]).shape.name == "K=2"  # a tie
+
+
+def test_plain_decoding_is_chosen_where_nothing_pays_by_more_than_the_spread():
+    assert choose([gains(1, 0.9), gains(2, 0.7)]) is None
+    assert choose([gains(1, 1.1, 0.98)]) is None
+    assert choose([gains(1, 1.0)]) is None
+    assert choose([]) is None
+
+
+def test_a_tree_can_win_and_the_schedule_still_takes_the_best_chain():
+    tree = Shape(name="tree", num_draft_tokens=9, num_draft_steps=3, is_chain=False, mean_acceptance_length=3.0)
+    found = at(1, gains(2, 1.4, 1.35), gains(0, 1.8, 1.7, shape=tree))
+    assert found.best.shape is tree
+    assert found.best_chain.shape.name == "K=2"
+    assert tuning.Tuning(
+        batches=(found,), checks=(), num_prompts=1, max_new_tokens=8, repeats=1
+    ).schedule.to_lists() == [[1, 1, 2], [2, 512, 0]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([(1, 5), (4, 3), (16, 1)], [[1, 1, 5], [2, 4, 3], [5, 16, 1], [17, 512, 0]]),
+        ([(1, 3), (2, 3), (8, 2)], [[1, 2, 3], [3, 8, 2], [9, 512, 0]]),
+        ([(4, 3), (16, 0), (64, 0)], [[1, 4, 3], [5, 512, 0]]),
+        ([(1, 4), (8, 0), (16, 2)], [[1, 1, 4], [2, 8, 0], [9, 16, 2], [17, 512, 0]]),
+        ([(3, 0), (6, 2)], [[1, 3, 0], [4, 6, 2], [7, 512, 0]]),
+        ([(512, 2)], [[1, 512, 2], [513, 513, 0]]),
+        ([(600, 2)], [[1, 600, 2], [601, 601, 0]]),
+    ],
+)
+def test_a_range_takes_the_length_of_its_upper_end_and_the_last_entry_is_plain(lengths, expected):
+    schedule = schedule_of(lengths)
+    assert schedule.to_lists() == expected
+    assert [schedule.length_at(batch) for batch, _ in lengths] == [length for _, length in lengths]
+    largest = lengths[-1][0]
+    assert schedule.length_at(largest + 1) == schedule.length_at(10**6) == 0
+    assert SpeculationSchedule.from_lists(schedule.to_lists()) == schedule
+
+
+def test_there_is_no_schedule_where_drafting_never_pays():
+    assert schedule_of([(1, 0), (8, 0)]) is None
+    assert schedule_of([]) is None
+
+
+def test_break_even_is_the_cost_of_a_round_under_three_names():
+    costs = {"plain": [1.0], "verify": [1.5], "draft": [0.1]}
+    level = break_even(Candidate.of(chain(3, 2.5), **costs))
+    assert level.mean_acceptance_length == pytest.approx(1.8)  # 1.5 + 3 * 0.1
+    assert level.needed.draft_acceptance_rate == pytest.approx(0.8 / 3)
+    assert level.needed.conditional_acceptance_rate == pytest.approx(conditional_rate_from_tau(1.8, 3))
+    assert level.measured.draft_acceptance_rate == draft_rate_from_tau(2.5, 3) == 0.5
+    assert Candidate.of(chain(3, 1.8), **costs).speedup.median == pytest.approx(1.0)
+    assert break_even(Candidate.of(chain(1, 1.9), plain=[1.0], verify=[2.5], draft=[0.1])).needed is None
+
+
+def test_answers_must_be_long_enough_to_win_back_the_prefill_of_the_drafter():
+    # S = 2 saves 5 ms a token: 0.1 s are won back by 20 tokens after the first.
+    assert crossover_tokens(extra_prefill_seconds=0.1, plain_step_seconds=0.01, speedup=2.0) == 21
+    assert crossover_tokens(extra_prefill_seconds=0.0, plain_step_seconds=0.01, speedup=2.0) == 2
+    assert crossover_tokens(extra_prefill_seconds=0.1, plain_step_seconds=0.01, speedup=1.0) is None
+
+
+def test_rules_of_thumb_stand_beside_what_was_measured():
+    def verdicts(found: BatchTuning) -> list[bool]:
+        return [rule.agrees for rule in rules_of_thumb(found)]
+
+    # Accepted over drafted is 0.5, below 0.55, and yet drafting doubles the speed at batch 64; 21 tokens suffice.
+    paying = at(64, gains(2, 2.0), extra=0.1)
+    assert verdicts(paying) == [False, False, False]
+    assert "from 21 tokens" in rules_of_thumb(paying)[1].measured
+    assert "0.50" in rules_of_thumb(paying)[2].rule_says
+    assert verdicts(at(8, gains(2, 2.0), extra=0.3)) == [True, True, False]  # 61 tokens
+    assert verdicts(at(64, gains(2, 0.8))) == [True, True, True]
+    assert verdicts(at(8, gains(1, 0.8, shape=chain(1, 1.9)))) == [False, True, False]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.target()
+
+
+def test_every_batch_holds_every_prompt_and_is_full():
+    assert tuning._filled([[1], [2], [3]], 2) == [[[1], [2]], [[3], [1]]]
+    assert tuning._filled([[1], [2]], 5) == [[[1], [2], [1], [2], [1]]]
+    assert tuning._filled([[1], [2]], 1) == [[[1]], [[2]]]
+
+
+def test_acceptance_is_that_of_each_shape_and_costs_are_positive(target):
+    head, prompts = tiny.eagle3(target), [[1, 2, 3], [4, 5]]
+    tree = DynamicTree(num_nodes=4, max_depth=2, top_k=2)
+    found = tuning.tune(
+        target, head, prompts, batches=[3], chains=[2], trees=[tree], max_new_tokens=9, repeats=1, rounds=2
+    )
+    (at_three,) = found.batches
+    k2, tree4 = at_three.candidates
+    direct = SpeculativeDecoder(target, head, num_speculative_tokens=2, stop_tokens=())
+    stats = direct.generate(prompts, max_new_tokens=9).stats
+    assert k2.shape.mean_acceptance_length == stats.mean_acceptance_length
+    assert k2.shape.acceptance_per_position == tuple(stats.acceptance_per_position)
+    assert (tree4.shape.is_chain, tree4.shape.num_draft_tokens, tree4.shape.num_draft_steps) == (False, 3, 2)
+    assert min(k2.verify_cost, k2.draft_cost, tree4.verify_cost, tree4.draft_cost) > 0
+    (check,) = found.checks
+    assert check.batch == at_three.batch == 3
+    assert 0 < check.rows_running <= 1 and check.measured.median > 0
+    assert check.predicted == at_three.fastest.speedup.median * check.rows_running
+    json.dumps(found.to_json())
+
+
+def test_rounds_in_which_prompt_lookup_finds_nothing_are_rounds_all_the_same(target):
+    decoder = SpeculativeDecoder(target, NGram(), num_speculative_tokens=2, stop_tokens=())
+    prompts, limit = [[1, 2, 3, 1, 2], [4]], 24
+    rounds = sum(1 for _ in decoder.rounds([prompts[0]], max_new_tokens=limit))
+    counted = tuning._decode(decoder, prompts, limit)
+    assert 0 <= rounds - counted.rounds[0] <= 2  # what the limit cut off is not seen
+    assert counted.rounds[0] > counted.stats.num_drafts[0]
+
+
+@pytest.mark.parametrize("wrong", [{"chains": [8]}, {"chains": []}, {"batches": [0]}, {"repeats": 0}])
+def test_nothing_to_tune_is_refused(target, wrong):
+    options = {"batches": [1], "chains": [1], "max_new_tokens": 8, "repeats": 1, **wrong}
+    with pytest.raises(ValueError, match=r"at least|does not fit"):
+        tuning.tune(target, tiny.eagle3(target), [[1]], **options)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt_ids": [1, 17, 5, 42]}\n{"prompt_ids": [9, 3]}\n')
+    return str(path)
+
+
+def test_the_command_writes_what_generate_reads(capsys, tmp_path, prompts, monkeypatch):
+    output, cache = tmp_path / "tuned.json", ("--compilation-cache", "none")
+    # The random head of this pair is never worth its cost, so the costs are not left to the machine.
+    monkeypatch.setattr(tuning, "step_costs", lambda *_, **__: tuning.StepCosts(1.0, 0.0, 0.0))
+    monkeypatch.setattr(tuning.Candidate, "of", lambda shape, **_: gains(0, 2.0 / shape.num_draft_tokens, shape=shape))
+    arguments = [
+        "tune", *PAIR, "--dtype", "float32", "--prompts", prompts, "--batch-sizes", "2", "--chains", "1",
+        "--max-new-tokens", "6", "--repeats", "1", "--no-check", "--output", str(output), *cache,
+    ]  # fmt: skip
+    assert run(arguments) == 0
+    out = capsys.readouterr().out
+    assert '{"num_speculative_tokens": 1, "num_speculative_tokens_per_batch_size": [[1, 2, 1], [3, 512, 0]]}' in out
+    assert "eagle3 generate --schedule '[[1,2,1],[3,512,0]]'" in out
+    for word in (
+        "S = τ / (v + G·c)",
+        "draft acceptance rate",
+        "conditional acceptance rate",
+        "batch > 32: plain",
+        "jax",
+    ):
+        assert word in out
+    written = json.loads(output.read_text())
+    assert written["num_speculative_tokens_per_batch_size"] == [[1, 2, 1], [3, 512, 0]]
+
+    def generated(*options: str) -> list[dict]:
+        base = ["generate", *PAIR, "--prompts", prompts, "--max-new-tokens", "7", "--ignore-eos", "--json", *cache]
+        assert run([*base, "--batch-size", "2", *options]) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    chosen = generated("--schedule", str(output))
+    plain = generated("--drafter", "none")
+    assert [row["token_ids"] for row in chosen] == [row["token_ids"] for row in plain]
+    assert all(row["stats"]["num_draft_tokens"] > 0 for row in chosen)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--batch-sizes", "0,2"), "--batch-sizes"),
+        (("--batch-sizes", "2,x"), "--batch-sizes"),
+        (("--batch-sizes", ""), "--batch-sizes"),
+        (("--batch-sizes", "1-99999999999"), "--batch-sizes"),
+        (("--batch-sizes", "99999"), "--batch-sizes"),
+        (("--chains", "3-1"), "--chains"),
+        (("--chains", "1-99", "--max-new-tokens", "64"), "chains of 1 to 63"),
+        (("--drafter", "none"), "--drafter none"),
+        (("--tree", "x"), "--tree"),
+        (("--output", "/nowhere/at/all.json"), "/nowhere/at"),
+        (("--plot", "tune.txt"), "--plot"),
+        (("--prompts", "/nowhere.jsonl"), "/nowhere.jsonl"),
+    ],
+)
+def test_the_command_refuses(capsys, options, named):
+    assert run(["tune", *options, "--compilation-cache", "none"]) == 2
+    error = capsys.readouterr().err
+    assert named in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "named"),
+    [
+        ("[[2,4,5]]", "out of place"),
+        ("[[1,4]]", "three whole numbers"),
+        ("[1", "not JSON"),
+        ("/nowhere.json", "/nowhere.json"),
+        ('{"a": 1}', '{"a": 1}'),
+    ],
+)
+def test_generate_refuses_schedules_that_are_none(capsys, schedule, named):
+    assert run(["generate", "x", *PAIR, "--schedule", schedule, "--compilation-cache", "none"]) == 2
+    error = capsys.readouterr().err
+    assert named in error
+    assert error.count("\n") == 1
+
+
+def test_generate_refuses_a_schedule_beside_a_chain_and_a_file_that_found_none(capsys, tmp_path):
+    common = ["generate", "--prompt-ids", "[1]", *PAIR, "--compilation-cache", "none"]
+    assert run([*common, "--schedule", "[[1,4,2]]", "--num-speculative-tokens", "2"]) == 2
+    assert "more than one of" in capsys.readouterr().err
+    path = tmp_path / "tuned.json"
+    path.write_text('{"num_speculative_tokens_per_batch_size": null}')
+    assert run([*common, "--schedule", str(path)]) == 2
+    assert "--drafter none" in capsys.readouterr().err

@@ -1,0 +1,235 @@
+"""Which method lies in a directory, told from its files alone; and what does not go together, in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import TARGET, Head, edit_config, edit_tensors, write_checkpoint, write_llama
+from heads_on_disk import CHECKPOINTS, write_medusa
+
+from eagle3_jax import LoadedTarget, SpeculativeDecoder, conversion, load_drafter, load_target
+from eagle3_jax.cli import run
+from eagle3_jax.conversion import CheckpointError
+from eagle3_jax.named import named_drafter
+from eagle3_jax.topology import DynamicTree
+
+OFFICIAL = Path(__file__).parent.parent / "golden" / "official"
+PROMPT = ("--prompt-ids", "[1, 2]", "--max-new-tokens", "4")
+(EAGLE3, EAGLE31, P_EAGLE, EAGLE1, MTP, MEDUSA, DFLASH, JETSPEC, DSPARK, DRAFT_MODEL) = CHECKPOINTS
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.fixture(scope="module")
+def target(directory: Path) -> LoadedTarget:
+    return load_target(directory)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_the_method_is_named_where_it_is_loaded(tmp_path: Path, target: LoadedTarget, name: str) -> None:
+    decoder = SpeculativeDecoder(target, load_drafter(CHECKPOINTS[name](tmp_path / "drafter"), target=target))
+    length = {MEDUSA: 3, DFLASH: 4, JETSPEC: 4, DSPARK: 5}.get(name, 3)  # all heads, the whole block, or the default
+    assert decoder.method == f"{name}, chain K={length}, greedy draft sampling"
+    note = "every row sees its whole block" if name in (DFLASH, DSPARK) else ""
+    assert decoder.drafter.note.startswith(note) and bool(note) == bool(decoder.drafter.note)
+    assert conversion.describe(tmp_path / "drafter").loadable
+
+
+def test_what_has_no_files_is_named_too(target: LoadedTarget) -> None:
+    found = [named_drafter(name, target) for name in ("ngram", "suffix", "layer-skip=2", "none")]
+    assert [SpeculativeDecoder(target, drafter).method for drafter in found] == [
+        "NGram, chain K=3",
+        "Suffix, chain K=3",
+        "layer skip (2 of 8 layers), chain K=3, greedy draft sampling",
+        "none",
+    ]
+    tree = SpeculativeDecoder(target, found[2], tree=DynamicTree(num_nodes=9, max_depth=3, top_k=3))
+    assert tree.method == "layer skip (2 of 8 layers), tree of 9 nodes, 3 deep, greedy draft sampling"
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        (EAGLE3, "chain K=3"),  # what pays on CPUs at batch 1
+        (MEDUSA, "chain K=5"),  # all of its heads
+        (DFLASH, "chain K=4"),  # the whole block: another length is another network
+    ],
+)
+def test_generate_says_what_it_found_and_drafts_as_it_should(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, name: str, method: str
+) -> None:
+    jobs: list[Any] = []
+    monkeypatch.setattr(importlib.import_module("eagle3_jax.cli.generate"), "_print_json", jobs.append)
+    drafter = write_medusa(tmp_path / "head", 5) if name == MEDUSA else CHECKPOINTS[name](tmp_path / "head")
+    assert run(["generate", "--target", str(directory), "--drafter", str(drafter), *PROMPT, "--json"]) == 0
+    assert jobs[0].decoder.method == f"{name}, {method}, greedy draft sampling"
+
+
+def edited(name: str, **changes: Any) -> Callable[[Path], Path]:
+    def write(path: Path) -> Path:
+        edit_config(CHECKPOINTS[name](path), **changes)
+        return path
+
+    return write
+
+
+def without_confidence(path: Path) -> Path:
+    removed: dict[str, Any] = {f"confidence_head__proj__{part}": None for part in ("weight", "bias")}
+    edit_tensors(CHECKPOINTS[DSPARK](path), **removed)
+    return path
+
+
+BLOCK = {"dflash_config": {"mask_token_id": 57, "target_layer_ids": [1, 2, 3]}, "block_size": 4, "rope_theta": 1e4}
+AS_ANOTHER = {
+    "Medusa heads that were miscounted": (edited(MEDUSA, num_heads=4), "says 4 Medusa heads and the file holds 3"),
+    "EAGLE-1 as EAGLE-3": (
+        edited(EAGLE1, architectures=["LlamaForCausalLMEagle3"]), "tensors are those of an EAGLE-1 head",
+    ),
+    "EAGLE-3 as P-EAGLE": (edited(EAGLE3, ptd_token_id=57), "has no mask_hidden.* named as those of EAGLE-3 heads"),
+    "P-EAGLE as EAGLE-3": (edited(P_EAGLE, speculators_model_type="eagle3"), "only 'peagle' heads have"),
+    "EAGLE-3 as DFlash": (edited(EAGLE3, **BLOCK), "named as those of EAGLE-3 heads are, .* describes DFlash"),
+    "MTP as Medusa": (
+        edited(MTP, medusa_num_heads=3, medusa_num_layers=1), "named as those of MTP heads are, .* describes Medusa",
+    ),
+    "DFlash as MTP": (edited(DFLASH, speculators_model_type="mtp"), "named as those of DFlash heads are, .* MTP"),
+    "a DSpark head without its confidence": (without_confidence, r"misses confidence_head\.proj\.weight"),
+}  # fmt: skip
+
+
+def refusal(capsys: Any, *arguments: object) -> str:
+    code = run(list(map(str, arguments)))
+    out, err = capsys.readouterr()
+    assert (code, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith("error: ")
+    return err
+
+
+@pytest.mark.parametrize("name", AS_ANOTHER)
+def test_files_of_two_methods_are_refused(tmp_path: Path, directory: Path, capsys: Any, name: str) -> None:
+    write, says = AS_ANOTHER[name]
+    drafter = write(tmp_path / "head")
+    assert re.search(says, refusal(capsys, "generate", "--target", directory, "--drafter", drafter, *PROMPT))
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_another_vocabulary_is_refused(tmp_path: Path, capsys: Any, name: str) -> None:
+    other = write_llama(tmp_path / "other", dataclasses.replace(TARGET, vocab_size=60))
+    line = refusal(capsys, "generate", "--target", other, "--drafter", CHECKPOINTS[name](tmp_path / "drafter"), *PROMPT)
+    assert "a vocabulary of 61" in line and "60" in line
+
+
+@pytest.mark.parametrize("name", [name for name in CHECKPOINTS if name != DRAFT_MODEL])
+def test_another_width_is_refused(tmp_path: Path, capsys: Any, name: str) -> None:
+    mixer = dataclasses.replace(TARGET.layers[0].mixer, head_dim=12)
+    layers = tuple(dataclasses.replace(layer, mixer=mixer) for layer in TARGET.layers)
+    other = write_llama(tmp_path / "other", dataclasses.replace(TARGET, width=48, layers=layers))
+    line = refusal(capsys, "generate", "--target", other, "--drafter", CHECKPOINTS[name](tmp_path / "drafter"), *PROMPT)
+    assert "features of width 32 but the target has 48" in line
+
+
+OPTIONS = {
+    (MEDUSA, "--num-speculative-tokens", "4"): "needs as many Medusa heads and there are 3",
+    (MEDUSA, "--tree", "medusa-63"): "--tree medusa-63: a draft of 4 tokens needs as many Medusa heads",
+    (DFLASH, "--num-speculative-tokens", "5"): "a block of 5 predicts 4 tokens",
+    (DFLASH, "--schedule", "[[1, 4, 5]]"): "a block of 5 predicts 4 tokens",
+    (EAGLE3, "--tree", "medusa-63", "--verifier", "block"): "BlockVerification is defined for chains",
+    ("suffix", "--tree", "medusa-63"): "Suffix cannot draft a tree",
+    ("ngram", "--tree", "medusa-63"): "NGram cannot draft a tree",
+    ("ngram", "--draft-sampling", "probabilistic"): "NGram has no distribution to draw from",
+    ("layer-skip=0",): "layer skip of 0 layers",
+    ("layer-skip=8",): "so give 1 to 7",
+    ("layer-skip",): "expected layer-skip=E",
+    ("layer-skip=two",): "expected layer-skip=E",
+    ("ngram=3",): "expected ngram",
+}
+
+
+@pytest.mark.parametrize("given", OPTIONS, ids=" ".join)
+def test_what_a_method_cannot_do_is_refused(tmp_path: Path, directory: Path, capsys: Any, given: tuple) -> None:
+    name, *options = given
+    drafter = CHECKPOINTS[name](tmp_path / "drafter") if name in CHECKPOINTS else name
+    line = refusal(capsys, "generate", "--target", directory, "--drafter", drafter, *PROMPT, *options)
+    assert OPTIONS[given] in line
+
+
+def test_a_draft_model_of_another_tokenizer_is_refused(tmp_path: Path, capsys: Any) -> None:
+    models = write_llama(tmp_path / "target"), CHECKPOINTS[DRAFT_MODEL](tmp_path / "draft")
+    for path, words in zip(models, ("abc", "acb"), strict=True):
+        model = {"type": "WordLevel", "unk_token": "a", "vocab": {word: index for index, word in enumerate(words)}}
+        (path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    line = refusal(capsys, "generate", "--target", models[0], "--drafter", models[1], *PROMPT)
+    assert "the token 'b' is id 2 there and id 1 here; a draft model needs the target's own" in line
+
+
+def test_a_description_needs_no_target() -> None:
+    pytest.importorskip("torch")  # one of them is a pickle
+    for head in ("eagle3", "eagle1"):
+        description = conversion.describe(OFFICIAL / head)
+        assert (description.loadable, description.problem) == (True, "")
+        assert "give the target as well" in description.note
+
+
+def test_inspect_says_what_a_language_model_is_good_for_and_what_a_block_must_not_do(tmp_path: Path) -> None:
+    assert "may be given as the drafter" in conversion.describe(CHECKPOINTS[DRAFT_MODEL](tmp_path / "draft")).note
+    assert "draft 4 tokens" in conversion.describe(CHECKPOINTS[DFLASH](tmp_path / "block")).note
+
+
+def test_a_name_that_only_the_tensors_carry_does_not_change_what_is_refused(tmp_path: Path) -> None:
+    """Nothing is added where both files speak of the same method."""
+    head = Head().write(tmp_path / "head")
+    edit_tensors(head, norm__weight=np.ones(3, np.float32))
+    with pytest.raises(CheckpointError, match=r"norm\.weight") as found:
+        conversion.read_head(head, TARGET)
+    assert "named as those" not in str(found.value)
+
+
+def test_a_language_model_is_no_head_but_is_described(tmp_path: Path) -> None:
+    directory = write_llama(tmp_path / "other")
+    with pytest.raises(CheckpointError, match="is a language model, not a draft head; give it as the target"):
+        conversion.read_head(directory, TARGET)
+    description = conversion.describe(directory)
+    assert description.kind == "target: Llama"
+    assert description.loadable
+
+
+def test_a_head_is_no_target(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is an EAGLE-3 head, not a target"):
+        conversion.read_target(Head().write(tmp_path / "head"))
+    conversion.convert(tmp_path / "head", tmp_path / "native", "jax", TARGET)
+    with pytest.raises(CheckpointError, match="is an EAGLE-3 head, not a target; give it as the drafter"):
+        conversion.read_target(tmp_path / "native")
+
+
+def test_something_else_is_no_checkpoint(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "vision", {"model_type": "vit"}, {"patches.weight": np.ones(3, np.float32)})
+    with pytest.raises(CheckpointError, match="neither a target nor a draft head"):
+        conversion.describe(directory)
+
+
+@pytest.mark.parametrize("layout", ["huggingface", "native"])
+def test_a_description_counts_what_is_stored(tmp_path: Path, layout: str) -> None:
+    head = Head(dtype=ml_dtypes.bfloat16)
+    directory = head.write(tmp_path / "head")
+    if layout == "native":
+        conversion.convert(directory, tmp_path / "native", "jax", TARGET)
+        directory = tmp_path / "native"
+    description = conversion.describe(directory)
+    floats = sum(value.size for name, value in head.tensors().items() if name not in ("d2t", "t2d"))
+    assert description.kind == "draft head: EAGLE-3"
+    assert description.loadable
+    assert description.num_parameters == floats
+    assert description.dtypes == {"bfloat16": floats}
+    assert not description.has_tokenizer
+    assert json.loads(json.dumps(description.to_json()))["num_tensors"] == (11 if layout == "native" else 15)

@@ -1,0 +1,210 @@
+"""Block drafters on disk: both dialects in and out, and what is refused in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from block_heads import BlockHead
+from checkpoints import TARGET, edit_config, edit_tensors, refused, same_params, write_checkpoint
+from safetensors.numpy import load_file
+
+from eagle3_jax import conversion
+from eagle3_jax.conversion import CheckpointError
+
+HEADS = {
+    "DFlash": BlockHead(),
+    "DFlash of a reduced vocabulary": BlockHead(draft_vocab=40, bias=True, theta=500.0),
+    "JetSpec": BlockHead(causal=True),
+    "its own tables": BlockHead(own_output=True, own_embedding=True),
+    "anchored": BlockHead(from_anchor=True),
+    "DSpark": BlockHead(from_anchor=True, rank=6, confidence="markov"),
+    "DSpark behind masks": BlockHead(rank=6, confidence="hidden", draft_vocab=40),
+    "DSpark, gated": BlockHead(from_anchor=True, rank=6, markov="gated"),
+    "DSpark, recurrent": BlockHead(from_anchor=True, rank=6, markov="rnn"),
+}
+HALVES = {name: dataclasses.replace(head, dtype=ml_dtypes.bfloat16) for name, head in HEADS.items()}
+NOT_EXPRESSIBLE = {
+    "vllm": {
+        "anchored": "from_anchor without markov",
+        "DSpark, gated": "markov type 'gated'",
+        "DSpark, recurrent": "markov type 'rnn'",
+    },
+    "speculators": {"JetSpec": "causal", "its own tables": "an embedding of its own"},
+    "jax": {},
+}
+
+
+def same(one: Any, other: Any) -> bool:
+    tables = lambda head: {"ids": head.draft_to_target, "embedding": head.embedding}
+    present = lambda head: {key: np.asarray(value) for key, value in tables(head).items() if value is not None}
+    return (
+        one.config == other.config and same_params(one.head, other.head) and same_params(present(one), present(other))
+    )
+
+
+@pytest.mark.parametrize("to", ["jax", "vllm", "speculators"])
+@pytest.mark.parametrize("name", HALVES)
+def test_a_head_round_trips_bit_equal_or_is_refused_by_flag(tmp_path: Path, name: str, to: str) -> None:
+    head = HALVES[name]
+    directory = head.write(tmp_path / "head")
+    source = conversion.read_head(directory, TARGET)
+    assert (source.method, source.dtype, conversion.identify(directory)) == ("dflash", "bfloat16", "dflash")
+    if name in NOT_EXPRESSIBLE[to]:
+        with pytest.raises(CheckpointError, match=NOT_EXPRESSIBLE[to][name]):
+            conversion.convert(directory, tmp_path / "out", to, TARGET)
+        assert not (tmp_path / "out").exists()
+        return
+    conversion.convert(directory, tmp_path / "out", to, TARGET)
+    again = conversion.read_head(tmp_path / "out", TARGET)
+    assert again.dialect == to and same(source, again)
+    if to != "jax":
+        assert same_params(load_file(tmp_path / "out" / "model.safetensors"), head.tensors())
+
+
+@pytest.mark.parametrize("name", sorted(HEADS.keys() - NOT_EXPRESSIBLE["speculators"].keys()))
+def test_both_dialects_give_the_same_head(tmp_path: Path, name: str) -> None:
+    first, second = (
+        conversion.read_head(HEADS[name].write(tmp_path / dialect, dialect), TARGET)
+        for dialect in ("vllm", "speculators")
+    )
+    assert (first.dialect, second.dialect) == ("vllm", "speculators")
+    assert same(first, second)
+
+
+def test_an_output_of_layer_i_enters_layer_i_plus_1(tmp_path: Path) -> None:
+    assert conversion.read_head(BlockHead(ids=(1, 3, 6)).write(tmp_path / "head"), TARGET).config.aux_layers == (
+        2,
+        4,
+        7,
+    )
+
+
+def test_what_engines_read_differently_is_written_whatever_its_default(tmp_path: Path) -> None:
+    conversion.convert(HEADS["DSpark"].write(tmp_path / "head"), tmp_path / "spec", "speculators", TARGET)
+    values = json.loads((tmp_path / "spec" / "config.json").read_text())
+    assert values["sample_from_anchor"] is True and values["sliding_window_non_causal"] is True
+    assert values["aux_hidden_state_layer_ids"] == [2, 4, 7]
+    assert values["transformer_layer_config"]["rope_parameters"]["rope_theta"] == 1e6
+    assert values["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
+    conversion.convert(tmp_path / "spec", tmp_path / "vllm", "vllm", TARGET)
+    values = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    assert values["target_layer_ids"] == values["dflash_config"]["target_layer_ids"] == [1, 3, 6]
+    assert values["dflash_config"]["causal"] is False and values["dspark_bonus_anchor"] is False
+
+
+def test_a_speculators_head_of_full_layers_sees_its_whole_block_whatever_the_flag_says(tmp_path: Path) -> None:
+    head = conversion.read_head(BlockHead().write(tmp_path / "head", "speculators"), TARGET)
+    assert not head.config.causal
+    assert re.fullmatch(
+        "every row sees its whole block: draft 4 tokens, .*; .* vLLM would serve .* causally", head.note
+    )
+    edit_config(tmp_path / "head", sliding_window_non_causal=True)
+    assert "vLLM" not in conversion.read_head(tmp_path / "head", TARGET).note
+    assert conversion.read_head(BlockHead(causal=True).write(tmp_path / "causal"), TARGET).note == ""
+
+
+def test_names_of_other_tools_are_understood(tmp_path: Path) -> None:
+    one = BlockHead(layers=1)
+    first = conversion.read_head(one.write(tmp_path / "first"), TARGET)
+    names = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc.", "layers.0.": "midlayer."}
+    tensors = one.tensors()
+    for usual, other in names.items():
+        tensors = {other + k.removeprefix(usual) if k.startswith(usual) else k: v for k, v in tensors.items()}
+    second = write_checkpoint(tmp_path / "second", one.config(), tensors)
+    assert same(first, conversion.read_head(second, TARGET))
+    edit_tensors(second, fc__weight=tensors["encoder.fc.weight"])
+    refused(lambda path: conversion.read_head(path, TARGET), second, "which mean the same tensor fc.weight")
+
+
+MATRIX = np.ones((32, 64), np.float32)
+SPARK = HEADS["DSpark"]
+
+
+def case(says: str, head: BlockHead = BlockHead(), dialect: str = "vllm", **changes: Any) -> tuple[Any, ...]:
+    """Changes of tensors are arrays or named with a dot (``__``), all others of config.json."""
+    tensors = {name: value for name, value in changes.items() if "__" in name or isinstance(value, np.ndarray)}
+    return head, dialect, {name: changes[name] for name in changes.keys() - tensors.keys()}, tensors, says
+
+
+UNSAID = {name: value for name, value in BlockHead().config().items() if name not in ("layer_types", "dflash_config")}
+REFUSALS = {
+    "no layer ids": case("no target_layer_ids", dflash_config={"mask_token_id": 60}),
+    "layer ids that disagree": case(
+        r"\(\+1\) is \(2, 4, 7\) and .* must agree", eagle_aux_hidden_state_layer_ids=[1, 3, 6]
+    ),
+    "layer ids out of order": case("distinct layers in ascending order", BlockHead(ids=(6, 3, 1))),
+    "layers that the target has not": case("reads auxiliary layer 10", BlockHead(ids=(1, 3, 9))),
+    "another number of layer ids": case(
+        r"fc.weight has shape \[32, 96\]", dflash_config={"mask_token_id": 60, "target_layer_ids": [1, 3]}
+    ),
+    "layer ids that are none": case("expected a list of layer numbers", dflash_config={"target_layer_ids": [1, -3]}),
+    "no mask token": case("names no mask token", dflash_config={"target_layer_ids": [1, 3, 6]}),
+    "mask token past the vocabulary": case("mask_token is 61; expected a token id from 0 to 60", BlockHead(mask=61)),
+    "mask tokens that disagree": case("mask_token_id is 60 and pard_token is 7", pard_token=7),
+    "no block size": case("no block_size", block_size=None),
+    "a block without a token to predict": case("block_size is 1", BlockHead(block=1)),
+    "no rope_theta": case("no rope_theta; engines fill in 1000000 or 10000", rope_theta=None),
+    "no head_dim": case("no head_dim", head_dim=None),
+    "a window": case("only full attention", layer_types=["sliding_attention"] * 2, sliding_window=8),
+    "windows by a switch": case("use_swa is True; only False", use_swa=True),
+    "values that are scaled": case("attention_value_scale is 0.5", attention_value_scale=0.5),
+    "attention sinks": case("add_swa_attention_sink_bias is True", add_swa_attention_sink_bias=True),
+    "interleaved rotation": case("is_neox_style is False", is_neox_style=False),
+    "no features": case("use_aux_hidden_state is False", use_aux_hidden_state=False),
+    "a setting in two places": case("causal is True but False elsewhere", BlockHead(causal=True), causal=False),
+    "another geometry": case("model_type is 'deepseek_v4'", model_type="deepseek_v4"),
+    "quantised": case("quantization_config is set", quantization_config={}),
+    "a state for masks": case("unexpected mask_hidden", mask_hidden=MATRIX),
+    "a layer too many": case("num_hidden_layers is 1; the file holds 2", num_hidden_layers=1, layer_types=None),
+    "a norm missing": case("misses hidden_norm.weight", hidden_norm__weight=None),
+    "a reduced vocabulary without lm_head": case("without own_output", BlockHead(draft_vocab=40), lm_head__weight=None),
+    "a reduced vocabulary without d2t": case("has no d2t", BlockHead(draft_vocab=40), d2t__=None),
+    "another width without an embedding": case(
+        "no embed_tokens", BlockHead(width=48, heads=6, head_dim=8), target_hidden_size=32
+    ),
+    "another vocabulary": case("vocabulary of 62 but the target has 61", BlockHead(vocab=62, draft_vocab=62)),
+    "DFlash2": case("a DFlash2 drafter", candidate_selector__hidden_projection__weight=MATRIX),
+    "DFlash2 by its convolutions": case("a DFlash2 drafter", layers__0__mlp_conv__base_kernel=MATRIX),
+    "DFlash2 by its name": case("a DFlash2 drafter", dialect="speculators", speculators_model_type="dflash2"),
+    "Domino": case("a 'domino' drafter", dflash_config={"projector_type": "domino"}),
+    "XPress": case("a 'xpress' drafter", dialect="speculators", speculators_model_type="xpress"),
+    "candidates only": case("dspark_draft_topk is 8", SPARK, dspark_draft_topk=8),
+    "an unknown bias": case("markov_head_type is 'cubic'", SPARK, markov_head_type="cubic"),
+    "a bias without its size": case("no markov_rank", SPARK, markov_rank=None),
+    "another rank": case(r"markov_w2.weight has shape \[32, 7\]", SPARK, markov_head__markov_w2__weight=MATRIX[:, :7]),
+    "a bias over another vocabulary": case(r"asks for \[61, 6\]", SPARK, markov_head__markov_w1__weight=MATRIX[:, :6]),
+    "a confidence that is not there": case(
+        "misses confidence_head.proj.weight", SPARK, confidence_head__proj__weight=None
+    ),
+    "a confidence that is not said": case("unexpected confidence_head", SPARK, enable_confidence_head=None),
+    "a confidence without the bias": case("confidence reads the markov embedding", SPARK, markov_rank=0),
+    "an anchor that is not said": case(
+        "no sample_from_anchor, whose default differs", SPARK, "speculators", sample_from_anchor=None
+    ),
+    "two words on the anchor": case("are both True", SPARK, dspark_bonus_anchor=True),
+    "causality that is not said": case(
+        "does not say whether the block is causal", dialect="speculators", transformer_layer_config=UNSAID
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    head, dialect, config, tensors, says = REFUSALS[name]
+    directory = head.write(tmp_path / "head", dialect)
+    edit_config(directory, **config)
+    edit_tensors(directory, **{name.removesuffix("__"): value for name, value in tensors.items()})
+    refused(lambda path: conversion.read_head(path, TARGET), directory, says)
+
+
+def test_a_mask_embedding_apart_is_refused(tmp_path: Path) -> None:
+    directory = BlockHead().write(tmp_path / "head")
+    (directory / "mask_embedding.pt").write_bytes(b"")
+    refused(lambda path: conversion.read_head(path, TARGET), directory, "mask embedding apart from the table")

@@ -1,0 +1,257 @@
+"""What published checkpoints hold beside a target, and experts that are missing or lie in another layout."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+import quantised
+from checkpoints import edit_config, edit_tensors, same_target, write_checkpoint
+from families import RECIPES, WRAPPED, build, eager, truth
+from safetensors.numpy import load_file
+
+import eagle3_jax as e3
+from eagle3_jax import conversion
+from eagle3_jax.conversion import CheckpointError, blocks
+from eagle3_jax.conversion.families import FAMILIES
+from eagle3_jax.conversion.rules import flatten, read_params, write_params
+from eagle3_jax.models.config import DecoderConfig, Experts, GroupedQuery, LayerConfig
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.memory import causal_mask
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Any:
+    """A recipe's model in the layout of transformers."""
+
+    def of(name: str) -> Path:
+        directory = tmp_path / "target"
+        build((RECIPES | WRAPPED)[name]).save_pretrained(directory)
+        return directory
+
+    return of
+
+
+def test_an_expert_that_is_missing_is_named(saved: Any) -> None:
+    directory = saved("qwen3_moe")
+    edit_tensors(directory, model__layers__2__mlp__experts__3__down_proj__weight=None)
+    with pytest.raises(
+        CheckpointError, match=r"misses model\.layers\.2\.mlp\.experts\.3\.down_proj\.weight; its"
+    ) as no:
+        conversion.read_target(directory)
+    assert "\n" not in str(no.value)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of text and images of transformers, around the language model of a recipe."""
+    import transformers
+
+    text = build(RECIPES["llama4, norms"])
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    vision |= {"image_size": 28, "patch_size": 14, "vision_output_dim": 32}
+    vision |= {"projector_input_dim": 32, "projector_output_dim": 32}
+    config = transformers.Llama4Config(text_config=text.config, vision_config=vision)
+    model = transformers.Llama4ForConditionalGeneration(config).float()
+    model.language_model.load_state_dict(text.state_dict())
+    directory = tmp_path_factory.mktemp("whole") / "model"
+    model.save_pretrained(directory)
+    return directory
+
+
+def test_the_language_model_is_taken_out_of_a_model_of_images(saved: Any, tmp_path: Path, whole: Path) -> None:
+    target = conversion.read_target(whole)
+    assert same_target(target, conversion.read_target(saved("llama4, norms")))
+    assert target.family == FAMILIES["llama4_text"]
+    assert target.stop_tokens == (2,)
+    description = conversion.describe(whole)
+    assert (description.kind, description.problem) == ("target: Llama 4", "")
+    conversion.convert(whole, tmp_path / "text", "vllm")
+    assert same_target(conversion.read_target(tmp_path / "text"), target)
+
+
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "no text": ({"text_config": None}, "has no text_config; it describes the language model"),
+    "another text": ({"text_config": {"model_type": "qwen2"}}, "model_type is 'qwen2'; expected 'llama4_text' in a"),
+    "tied and not": ({"tie_word_embeddings": True}, "tie_word_embeddings is true but lm_head.weight differs from"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_description_of_a_whole_that_contradicts_itself_is_refused(whole: Path, tmp_path: Path, name: str) -> None:
+    changes, says = CONTRADICTIONS[name]
+    (tmp_path / "model.safetensors").symlink_to(whole / "model.safetensors")
+    config = json.loads((whole / "config.json").read_text())
+    config["text_config"]["tie_word_embeddings"] = False
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    edit_config(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=says):
+        conversion.read_target(tmp_path)
+
+
+# What transformers writes, which is what was published, and the names that it has in memory.
+LAYOUTS: dict[str, tuple[tuple[str, str], ...]] = {
+    "published": (),
+    "in memory": (
+        ("language_model.model.", "model.language_model."),
+        ("language_model.", ""),
+        ("model.", "model."),  # transformers does not rename all of the projector
+        ("", "model."),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["mistral3", "kimi_k25"])
+def test_a_language_model_is_read_under_every_prefix_that_was_written(saved: Any, tmp_path: Path, name: str) -> None:
+    source = saved(name)
+    target, config = conversion.read_target(source), json.loads((source / "config.json").read_text())
+    stored = load_file(source / "model.safetensors")
+    assert "language_model.lm_head.weight" in stored  # transformers writes the published prefixes
+    for layout, prefixes in LAYOUTS.items():
+        tensors = {}
+        for key, value in stored.items():
+            old, new = next(((old, new) for old, new in prefixes if key.startswith(old)), ("", ""))
+            key = new + key.removeprefix(old)
+            tensors[key.replace(".blocks.", ".layers.") if "language_model" in key else key] = value
+        assert same_target(conversion.read_target(write_checkpoint(tmp_path / layout, config, tensors)), target)
+
+
+def test_the_family_of_a_language_model_is_that_of_its_text(saved: Any, tmp_path: Path) -> None:
+    """Kimi K2.5 as published says ``kimi_k2``, which transformers calls ``deepseek_v3``; it goes out as what it was."""
+    directory = saved("kimi_k25")
+    assert conversion.read_target(directory).family == FAMILIES["deepseek_v3"]
+    text = json.loads((directory / "config.json").read_text())["text_config"]
+    edit_config(directory, text_config={**text, "model_type": "kimi_k2"})
+    target = conversion.read_target(directory)
+    assert target.family == FAMILIES["kimi_k2"]
+    conversion.convert(directory, tmp_path / "text", "vllm")
+    assert same_target(conversion.read_target(tmp_path / "text"), target)
+    edit_config(directory, text_config={**text, "model_type": "mistral4"})
+    with pytest.raises(CheckpointError, match="model_type is 'mistral4'; expected 'deepseek_v3' or 'kimi_k2' in a mod"):
+        conversion.read_target(directory)
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_inspect_says_in_one_line_what_is_left_out_of_a_model_of_images(saved: Any, name: str) -> None:
+    directory, kind = saved(name), WRAPPED[name].model_type
+    parts = {"mistral3": "multi_modal_projector and vision_tower", "kimi_k25": "mm_projector and vision_tower"}
+    beside = [key for key in load_file(directory / "model.safetensors") if "language_model" not in key]
+    description = conversion.describe(directory)
+    assert description.kind.removeprefix("target: ") in ("Ministral 3", "Mistral", "DeepSeek V3", "Qwen3")
+    assert description.note.startswith(
+        f"only the language model of this {kind} is read; the {len(beside)} tensors of {parts.get(kind, 'visual')} are "
+        "ignored; "
+    )
+
+
+@pytest.mark.parametrize("name", ["mistral3", "mistral3, of mistral"])
+def test_the_top_level_says_whether_the_embedding_is_tied(saved: Any, name: str) -> None:
+    directory = saved(name)
+    config = json.loads((directory / "config.json").read_text())
+    tied = config["tie_word_embeddings"]
+    edit_config(directory, text_config={**config["text_config"], "tie_word_embeddings": not tied})
+    assert conversion.read_target(directory).config.tie_embeddings == tied
+    edit_config(directory, tie_word_embeddings=None)  # as Ministral 3 is published: the text_config alone says it
+    edit_config(directory, text_config={**config["text_config"], "tie_word_embeddings": tied})
+    assert conversion.read_target(directory).config.tie_embeddings == tied
+
+
+@pytest.mark.covers(what="parity", family="mistral3", precision="fp8")
+def test_a_language_model_in_fp8_is_what_its_scales_say(saved: Any, tmp_path: Path) -> None:
+    """As Ministral 3 Instruct is published: a scale a tensor, the encoder of images in full, names of transformers."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    recipe = quantised.Recipe(
+        lambda name, weights: (
+            quantised.RECIPES["fp8 tensor"].quantise(name, weights)
+            if name.startswith("language_model.")
+            else ({name: weights}, weights)
+        ),
+        quantised.RECIPES["fp8 tensor"].config
+        | {"modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"]},
+    )
+    source = saved("mistral3")
+    dense = quantised.quantise(source, tmp_path / "fp8", recipe)
+    plain = write_checkpoint(tmp_path / "dense", json.loads((source / "config.json").read_text()), dense)
+    ours, stands = conversion.read_target(tmp_path / "fp8"), conversion.read_target(plain)
+    assert ours.config == stands.config and ours.quantisation is not None and ours.quantisation.fp8
+    assert ours.quantisation.num_tensors == 4 * 7
+    for (path, value), (_, expected) in zip(flatten(ours.params), flatten(stands.params), strict=True):
+        np.testing.assert_allclose(np.asarray(value, np.float32), expected, rtol=1e-6, err_msg=path)
+
+    tokens = truth("mistral3").tokens
+    model = eager(AutoModelForImageTextToText.from_pretrained(plain, attn_implementation="eager"))
+    with torch.no_grad():
+        expected = model(torch.from_numpy(tokens)[None], use_cache=False).logits[0]
+    for weights in ("dense", "fp8"):
+        target = e3.load_target(tmp_path / "fp8", weights=weights)
+        assert isinstance(target.model, DecoderTarget)
+        states = target.model(
+            target.params, jnp.asarray(tokens, jnp.int32)[None], jnp.arange(len(tokens))[None], causal_mask(len(tokens))
+        )
+        logits = target.model.unembed(target.params, states.final)[0]
+        np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+
+MIXTURE = Experts(num_experts=3, per_token=2, width=4, router="softmax", shared_width=6, shared_gate=True)
+GATED = GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=6, output_gate=True, qkv_bias=True)
+CONFIG = DecoderConfig(vocab_size=7, width=5, layers=(LayerConfig(mixer=GATED, mlp=MIXTURE),))
+
+
+@pytest.mark.parametrize(("transpose", "in_halves"), [(False, False), (False, True), (True, False), (True, True)])
+def test_stacked_experts_and_gates_of_attention_are_laid_out_again(transpose: bool, in_halves: bool) -> None:
+    """Which entry of a tensor becomes which of ours, each entry being a number of its own."""
+    shapes = DecoderTarget(CONFIG).param_shapes()
+    kernels = functools.partial(blocks.stacked, transpose=transpose, in_halves=in_halves)
+    parts = {Experts: functools.partial(blocks.experts, shared="shared_expert", kernels=kernels)}
+    rules = blocks.decoder(CONFIG, parts=parts)
+    name = "model.layers.0."
+    stored = {rule.source: rule.stored(shape_of(shapes, rule.path)) for rule in rules}
+    assert stored[f"{name}self_attn.q_proj.weight"] == (48, 5)
+    assert stored[f"{name}mlp.experts.gate_up_proj"] == ((3, 8, 5) if transpose else (3, 5, 8))
+    assert stored[f"{name}mlp.shared_expert_gate.weight"] == (1, 5)
+    tensors = {source: np.random.default_rng(0).normal(size=shape).astype("f4") for source, shape in stored.items()}
+    params = read_params(rules, tensors, shapes, where="here")
+    attention, mlp = params["blocks"][0]["attention"], params["blocks"][0]["mlp"]
+
+    columns = np.asarray(attention["qkv"]["kernel"]).reshape(5, 2, 6, 6)
+    query_and_gate = tensors[f"{name}self_attn.q_proj.weight"].T.reshape(5, 2, 2, 2, 6)
+    np.testing.assert_array_equal(columns[:, :, :2], query_and_gate[:, :, :, 0])
+    np.testing.assert_array_equal(columns[:, :, 4:], query_and_gate[:, :, :, 1])
+    biases = np.asarray(attention["qkv"]["bias"]).reshape(2, 6, 6)
+    np.testing.assert_array_equal(biases[:, 4:], tensors[f"{name}self_attn.q_proj.bias"].reshape(2, 2, 2, 6)[:, :, 1])
+
+    gate_up = tensors[f"{name}mlp.experts.gate_up_proj"]
+    gate_up = gate_up.swapaxes(1, 2) if transpose else gate_up
+    gates, ups = (gate_up[..., :4], gate_up[..., 4:]) if in_halves else (gate_up[..., ::2], gate_up[..., 1::2])
+    np.testing.assert_array_equal(np.asarray(mlp["gate_up"])[..., ::2], gates)
+    np.testing.assert_array_equal(np.asarray(mlp["gate_up"])[..., 1::2], ups)
+    down = tensors[f"{name}mlp.experts.down_proj"]
+    np.testing.assert_array_equal(np.asarray(mlp["down"]), down.swapaxes(1, 2) if transpose else down)
+
+    again = write_params(rules, params, shapes, where="here")
+    assert again.keys() == tensors.keys()
+    assert all(np.array_equal(again[source], value) for source, value in tensors.items())
+
+
+def shape_of(shapes: Any, path: str) -> tuple[int, ...]:
+    """The shape of a parameter by its dotted path."""
+    return tuple(dict(flatten(shapes))[path].shape)
+
+
+def test_a_table_that_leaves_a_piece_of_a_tensor_is_none_of_ours() -> None:
+    shapes = DecoderTarget(CONFIG).param_shapes()
+    rules = [rule._replace(cut=rule.cut and rule.cut._replace(slots=3)) for rule in blocks.decoder(CONFIG)]
+    tensors = {rule.source: np.zeros(rule.stored(shape_of(shapes, rule.path)), np.float32) for rule in rules}
+    with pytest.raises(
+        AssertionError, match=r"the rule table and the model differ: \['model\.layers\.0\.self_attn\.q_"
+    ):
+        read_params(rules, tensors, shapes, where="here")

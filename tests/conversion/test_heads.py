@@ -1,0 +1,362 @@
+"""Draft heads in every dialect: what they draft, how they come in and go out, and what does not add up."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+from checkpoints import (
+    LLAMA3,
+    TARGET,
+    Head,
+    assert_close,
+    edit_config,
+    edit_tensors,
+    same_params,
+    torch_draft,
+    write_checkpoint,
+)
+
+from eagle3_jax import conversion
+from eagle3_jax.conversion import CheckpointError
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Head
+from eagle3_jax.models.config import with_window
+from eagle3_jax.models.functional import bind
+from eagle3_jax.models.layers import FLOAT32
+from eagle3_jax.models.memory import causal_mask, memories
+from eagle3_jax.topology import Chain
+from eagle3_jax.types import Observation, SamplingParams
+
+HEADS = {
+    "official": Head(),
+    "rope theta": Head(theta=500.0),
+    "equal vocabulary": Head(draft_vocab=61),
+    "norm_before_residual": Head(norm_before_residual=True),
+    "norm_output": Head(norm_output=True),
+    "fc_norm": Head(fc_norm=True, norm_output=True),
+    "norm_before_fc": Head(norm_before_fc=True),
+    "qk_norm": Head(qk_norm=True, head_dim=16),
+    "biases": Head(bias=True),
+    "two layers": Head(layers=2),
+    "a window": Head(windows=(3,)),
+    "a window in one layer": Head(layers=2, windows=(None, 2), qk_norm=True),
+    "four auxiliary layers": Head(aux=(1, 3, 5, 8)),
+    "own embedding, other width": Head(width=48, heads=3, kv_heads=1, head_dim=16, own_embedding=True),
+    "own embedding": Head(own_embedding=True),
+}
+HALVES = {name: dataclasses.replace(head, dtype=ml_dtypes.bfloat16) for name, head in HEADS.items()}
+NOT_EXPRESSIBLE = {
+    "eagle": {
+        "norm_before_residual": "norm_before_residual",
+        "norm_output": "norm_output",
+        "fc_norm": "fc_norm",
+        "norm_before_fc": "norm_before_fc",
+        "qk_norm": "qk_norm",
+        "biases": "attention_bias",
+        "two layers": "num_layers 2",
+        "a window": "sliding_window",
+        "a window in one layer": "sliding_window",
+        "four auxiliary layers": r"aux_layers \(1, 3, 5, 8\)",
+    },
+    "sglang": {
+        "norm_before_residual": "norm_before_residual",
+        "qk_norm": "qk_norm",
+        "biases": "attention_bias",
+        "two layers": "num_layers 2",
+        "a window": "sliding_window",
+        "a window in one layer": "sliding_window",
+        "four auxiliary layers": r"aux_layers \(1, 3, 5, 8\)",
+    },
+    "vllm": {},
+    "jax": {},
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_drafts_as_its_independent_torch_twin(tmp_path: Path, name: str) -> None:
+    head = HEADS[name]
+    checkpoint = conversion.read_head(head.write(tmp_path / "head"), TARGET)
+    random = np.random.default_rng(3)
+    fed, depth = 9, 4
+    features = random.normal(size=(fed, len(head.aux), head.target_width)).astype(np.float32)
+    tokens = random.integers(0, 61, fed + 1)
+    embedding = checkpoint.embedding
+    if embedding is None:
+        embedding = random.normal(size=(61, head.width)).astype(np.float32)
+    truth = torch_draft(head, embedding, features, tokens[1:], depth)
+
+    drafter = Eagle3Drafter(checkpoint.config, Chain(depth))
+    params = jax.tree.map(
+        jnp.asarray,
+        {"head": checkpoint.head, "embedding": embedding, "draft_to_target": checkpoint.draft_to_target},
+    )
+
+    @jax.jit
+    def run(params: Any, state: Any, features: jax.Array, tokens: jax.Array) -> Any:
+        network = bind(Eagle3Head, checkpoint.config, FLOAT32, params["head"])
+        positions, fused = jnp.arange(fed)[None], network.fuse(features)
+        past = memories(checkpoint.config.layers, causal_mask(fed), positions)
+        output, _ = network(params["embedding"][tokens[:, 1:]], fused, positions, past)
+        seen = Observation(
+            tokens=tokens[:, :-1], features=features, length=jnp.full((1,), fed), next_token=tokens[:, -1]
+        )
+        state = drafter.observe(params, state, seen)
+        keys = jax.random.split(jax.random.key(0), 1)
+        return network.logits(output), drafter.propose(params, state, keys, SamplingParams()).tokens
+
+    logits, drafted = run(
+        params, drafter.init(params, 1, 16), jnp.asarray(features)[None], jnp.asarray(tokens, jnp.int32)[None]
+    )
+    assert_close(logits[0], truth.logits)
+    assert drafted[0, 1:].tolist() == truth.tokens
+
+
+@pytest.mark.parametrize("to", ["jax", "eagle", "sglang", "vllm"])
+@pytest.mark.parametrize("name", HALVES)
+def test_a_head_round_trips_bit_equal_or_is_refused_by_flag(tmp_path: Path, name: str, to: str) -> None:
+    directory = HALVES[name].write(tmp_path / "head")
+    source = conversion.read_head(directory, TARGET)
+    assert source.dtype == "bfloat16"
+    if name in NOT_EXPRESSIBLE[to]:
+        with pytest.raises(CheckpointError, match=NOT_EXPRESSIBLE[to][name]):
+            conversion.convert(directory, tmp_path / "out", to, TARGET)
+        assert not (tmp_path / "out").exists()
+        return
+    conversion.convert(directory, tmp_path / "out", to, TARGET)
+    again = conversion.read_head(tmp_path / "out", TARGET)
+    assert again.config == source.config
+    assert again.dialect == to
+    assert same_params(source.head, again.head)
+    np.testing.assert_array_equal(source.draft_to_target, again.draft_to_target)
+    assert again.draft_to_target.dtype == np.int32
+    assert (again.embedding is None) == (source.embedding is None)
+    if source.embedding is not None:
+        assert same_params({"embedding": source.embedding}, {"embedding": again.embedding})
+
+
+@pytest.mark.parametrize("dialect", ["eagle", "sglang", "speculators", "modelopt"])
+@pytest.mark.parametrize(
+    "name", ["official", "norm_before_residual", "qk_norm", "own embedding, other width", "a window"]
+)
+def test_every_dialect_gives_the_same_head(tmp_path: Path, name: str, dialect: str) -> None:
+    head = HEADS[name]
+    first = conversion.read_head(head.write(tmp_path / "first"), TARGET)
+    second = conversion.read_head(head.write(tmp_path / "second", dialect), TARGET)
+    assert second.dialect == dialect
+    assert first.config == second.config
+    assert same_params(first.head, second.head)
+    np.testing.assert_array_equal(first.draft_to_target, second.draft_to_target)
+
+
+def test_draft_ids_are_absolute_in_memory(tmp_path: Path) -> None:
+    head = Head()
+    tensors = head.tensors()
+    checkpoint = conversion.read_head(head.write(tmp_path / "head"), TARGET)
+    np.testing.assert_array_equal(checkpoint.draft_to_target, np.flatnonzero(tensors["t2d"]))
+
+
+def test_auxiliary_layers_may_stand_in_any_order_and_place(tmp_path: Path) -> None:
+    directory = Head().write(tmp_path / "head")
+    assert conversion.read_head(directory, TARGET).config.aux_layers == (2, 4, 5)
+    edit_config(directory, eagle_aux_hidden_state_layer_ids=[6, 0, 3])
+    assert conversion.read_head(directory, None).config.aux_layers == (0, 3, 6)
+    edit_config(directory, eagle_aux_hidden_state_layer_ids=None, eagle_config={"layer_ids": [7, 8, 1]})
+    assert conversion.read_head(directory, TARGET).config.aux_layers == (1, 7, 8)
+
+
+def test_speculators_heads_normalise_the_residual_unless_they_say_otherwise(tmp_path: Path) -> None:
+    directory = Head().write(tmp_path / "head", "speculators")
+    assert not conversion.read_head(directory, TARGET).config.norm_before_residual
+    edit_config(directory, norm_before_residual=None)
+    assert conversion.read_head(directory, TARGET).config.norm_before_residual
+
+
+def test_the_number_of_layers_comes_from_the_tensors(tmp_path: Path) -> None:
+    directory = Head().write(tmp_path / "head")
+    edit_config(directory, num_hidden_layers=40)
+    assert conversion.read_head(directory, TARGET).config.num_layers == 1
+
+
+def test_sglang_names_of_further_layers_are_understood(tmp_path: Path) -> None:
+    head = Head(layers=2)
+    tensors = {}
+    for name, value in head.tensors().items():
+        new = name.replace("layers.1.", "additional_layers.0.")
+        tensors["model." + new.replace("0.input_layernorm", "0.hidden_norm")] = value
+    first = conversion.read_head(head.write(tmp_path / "first"), TARGET)
+    tensors["lm_head.weight"] = tensors.pop("model.lm_head.weight")
+    tensors |= {name: tensors.pop(f"model.{name}") for name in ("d2t", "t2d")}
+    second = conversion.read_head(write_checkpoint(tmp_path / "second", head.config(), tensors), TARGET)
+    assert same_params(first.head, second.head)
+
+
+def other(value: np.ndarray, **changes: Any) -> np.ndarray:
+    """A copy with elements replaced: ``_3=7`` sets element 3."""
+    value = value.copy()
+    for index, element in changes.items():
+        value[int(index[1:])] = element
+    return value
+
+
+TENSORS = Head().tensors()
+OFFSETS, MASK = TENSORS["d2t"], TENSORS["t2d"]
+LEFT = int(np.flatnonzero(~MASK)[0])
+MATRIX = np.ones((32, 64), np.float32)
+SLIDING = {"sliding_window": 5, "layer_types": ["sliding_attention"]}
+HEAD_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no d2t": ({}, {"d2t": None}, "no d2t, but its draft vocabulary of 40 is smaller than the target's 61"),
+    "d2t out of range": ({}, {"d2t": other(OFFSETS, _39=40)}, "draft id 39 to target id 79, out of range"),
+    "absolute d2t": ({}, {"d2t": OFFSETS + np.arange(40)}, "d2t must hold offsets"),
+    "d2t duplicates": ({}, {"d2t": other(OFFSETS, _1=OFFSETS[0] - 1)}, "d2t has duplicates"),
+    "d2t shape": ({}, {"d2t": OFFSETS[:39]}, r"d2t is int64\[39\]; expected whole numbers of shape \[40\]"),
+    "d2t floats": ({}, {"d2t": OFFSETS.astype(np.float32)}, "d2t is float32"),
+    "t2d count": ({}, {"t2d": ~np.zeros_like(MASK)}, "t2d marks 61 tokens but d2t maps 40"),
+    "t2d contradicts": (
+        {},
+        {"t2d": other(MASK, **{f"_{LEFT}": True, f"_{np.flatnonzero(MASK)[0]}": False})},
+        "which t2d does not mark",
+    ),
+    "t2d numbers": ({}, {"t2d": MASK.astype(np.int64)}, "t2d is int64"),
+    "no lm_head": ({}, {"lm_head__weight": None}, "no lm_head.weight"),
+    "missing norm": ({}, {"midlayer__hidden_norm__weight": None}, r"misses layers\.0\.hidden_norm\.weight"),
+    "unexpected": ({}, {"fc__bias": np.ones(32, np.float32)}, r"unexpected fc\.bias"),
+    "both names": ({}, {"layers__0__hidden_norm__weight": np.ones(32, np.float32)}, "mean the same tensor"),
+    "gap": ({}, {"layers__2__hidden_norm__weight": np.ones(32, np.float32)}, r"numbered \[0, 2\]"),
+    "fc shape": ({}, {"fc__weight": MATRIX}, r"fc\.weight has shape \[32, 64\]; config.json asks for \[32, 96\]"),
+    "integer weight": ({}, {"norm__weight": np.ones(32, np.int8)}, r"norm\.weight is stored as int8"),
+    "other vocabulary": ({"vocab_size": 62}, {}, "vocabulary of 62 but the target has 61"),
+    "other width": ({"target_hidden_size": 48}, {}, "width 48 but the target has 32"),
+    "deep aux": ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, {}, "auxiliary layer 9 but the target has 8"),
+    "double aux": ({"eagle_aux_hidden_state_layer_ids": [2, 2, 5]}, {}, "expected distinct layers"),
+    "odd aux": ({"eagle_aux_hidden_state_layer_ids": ["2"]}, {}, "expected a list of layer numbers"),
+    "contradicting aux": (
+        {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "eagle_config": {"layer_ids": [2, 3, 4]}},
+        {},
+        "they must agree",
+    ),
+    "contradicting count": ({"num_aux_hidden_states": 4}, {}, "num_aux_hidden_states is 4"),
+    "contradicting flag": (
+        {"norm_before_fc": True, "eagle_config": {"norm_before_fc": False}},
+        {},
+        "norm_before_fc is True",
+    ),
+    "no features": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state is false"),
+    "no last norm": ({"eagle_config": {"use_last_layernorm": False}}, {}, "use_last_layernorm is False"),
+    "a window of no size": ({"layer_types": ["sliding_attention"]}, {}, "has no sliding_window"),
+    "a window of no layer": ({"sliding_window": 5}, {}, "sliding_window is 5; no layer_types say which of"),
+    "windows of another head": (
+        {**SLIDING, "layer_types": ["sliding_attention"] * 2},
+        {},
+        "2 layers but the head has 1",
+    ),
+    "a window that is off": ({**SLIDING, "use_sliding_window": False}, {}, "no sliding_window is switched on"),
+    "linear attention": ({"layer_types": ["linear_attention"]}, {}, "'linear_attention'; expected full_attention or"),
+    "logit scale": ({"logit_scale": 2.0}, {}, "logit_scale is 2.0"),
+    "activation": ({"hidden_act": "relu"}, {}, "hidden_act is 'relu'"),
+    "architecture": ({"model_type": "deepseek_v3"}, {}, "model_type is 'deepseek_v3'"),
+    "latent attention": (
+        {"model_type": "kimi_k2", "architectures": ["Eagle3DeepseekV2ForCausalLM"]},
+        {},
+        "model_type is 'kimi_k2'; expected 'llama' or 'qwen3' for an EAGLE-3 head",
+    ),
+    "qwen3 without head_dim": ({"model_type": "qwen3"}, {}, "has no head_dim"),
+    "no eps": ({"rms_norm_eps": None}, {}, "has no rms_norm_eps"),
+    "draft vocabulary too large": ({"draft_vocab_size": 62}, {}, "draft_vocab_size is 62"),
+    "two input norms": ({"fc_norm": True, "norm_before_fc": True}, {}, "exclude each other"),
+    "flag without tensors": ({"fc_norm": True}, {}, r"misses fc_norm\.0\.weight"),
+    "embedding shape": ({}, {"embed_tokens__weight": np.ones((60, 32), np.float32)}, r"shape \[60, 32\]"),
+}
+
+
+@pytest.mark.parametrize("name", HEAD_REFUSALS)
+def test_a_head_that_does_not_add_up_is_refused(tmp_path: Path, name: str) -> None:
+    fields, tensors, message = HEAD_REFUSALS[name]
+    directory = Head().write(tmp_path / "head")
+    edit_config(directory, **fields)
+    if tensors:
+        edit_tensors(directory, **tensors)
+    with pytest.raises(CheckpointError, match=message) as refusal:
+        conversion.read_head(directory, TARGET)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_full_draft_vocabulary_must_not_be_reordered(tmp_path: Path) -> None:
+    directory = Head(draft_vocab=61).write(tmp_path / "head")
+    edit_tensors(directory, d2t=np.zeros(61, np.int64), t2d=np.ones(61, np.bool_))
+    conversion.read_head(directory, TARGET)
+    edit_tensors(directory, d2t=60 - 2 * np.arange(61))
+    with pytest.raises(CheckpointError, match="reorders tokens"):
+        conversion.read_head(directory, TARGET)
+
+
+def test_a_head_of_another_width_needs_its_own_embedding(tmp_path: Path) -> None:
+    directory = HEADS["own embedding, other width"].write(tmp_path / "head")
+    edit_tensors(directory, embed_tokens__weight=None)
+    with pytest.raises(CheckpointError, match=r"no embed_tokens\.weight, but its width 48 differs from"):
+        conversion.read_head(directory, TARGET)
+
+
+def test_defaulted_auxiliary_layers_need_a_target_deep_enough(tmp_path: Path) -> None:
+    directory = Head().write(tmp_path / "head")
+    with pytest.raises(conversion.TargetNeededError, match="give the target as well"):
+        conversion.read_head(directory)
+    with pytest.raises(CheckpointError, match="a target of 6 layers is too shallow"):
+        conversion.read_head(directory, dataclasses.replace(TARGET, layers=TARGET.layers[:6]))
+
+
+def test_official_layout_refuses_layers_that_are_the_default_of_another_depth(tmp_path: Path) -> None:
+    directory = Head().write(tmp_path / "head")
+    edit_config(directory, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    deeper = dataclasses.replace(TARGET, layers=TARGET.layers[:1] * 10)
+    with pytest.raises(CheckpointError, match=r"aux_layers \(2, 4, 5\)"):
+        conversion.convert(directory, tmp_path / "out", "eagle", deeper)
+
+
+def test_official_layout_refuses_rope_that_it_reads_otherwise(tmp_path: Path) -> None:
+    directory = Head().write(tmp_path / "head")
+    edit_config(directory, rope_theta=500.0, rope_scaling={"type": "linear", "factor": 2.0})
+    with pytest.raises(CheckpointError, match="linear rope with rope_theta 500"):
+        conversion.convert(directory, tmp_path / "a", "eagle", TARGET)
+    edit_config(directory, rope_scaling={key: value for key, value in LLAMA3.items() if key != "rope_theta"})
+    with pytest.raises(CheckpointError, match="rope type 'llama3'"):
+        conversion.convert(directory, tmp_path / "b", "eagle", TARGET)
+
+
+def test_official_layout_refuses_a_free_head_dim(tmp_path: Path) -> None:
+    directory = Head(head_dim=16).write(tmp_path / "head")
+    with pytest.raises(CheckpointError, match="head_dim 16"):
+        conversion.convert(directory, tmp_path / "out", "eagle", TARGET)
+
+
+def test_windows_of_two_sizes_have_no_field(tmp_path: Path) -> None:
+    checkpoint = conversion.read_head(Head(layers=2, windows=(3, 3)).write(tmp_path / "head"), TARGET)
+    first, second = checkpoint.config.layers
+    config = dataclasses.replace(checkpoint.config, layers=(first, with_window(second, 7)))
+    conversion.write_native(dataclasses.replace(checkpoint, config=config), tmp_path / "native")
+    assert conversion.read_head(tmp_path / "native", TARGET).config == config
+    with pytest.raises(CheckpointError, match=r"windows of \[3, 7\] tokens; .* use --to jax"):
+        conversion.convert(tmp_path / "native", tmp_path / "out", "vllm", TARGET)
+
+
+def test_exported_configurations_say_what_engines_read(tmp_path: Path) -> None:
+    directory = Head(aux=(0, 3, 5, 8), norm_before_residual=True).write(tmp_path / "head")
+    conversion.convert(directory, tmp_path / "vllm", "vllm", TARGET)
+    values = json.loads((tmp_path / "vllm/config.json").read_text())
+    ids = [0, 3, 5, 8]
+    assert (
+        values["eagle_aux_hidden_state_layer_ids"] == values["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == ids
+    )
+    assert values["num_aux_hidden_states"] == 4
+    assert values["norm_before_residual"] is True
+    assert values["norm_output"] is False
+    assert values["rope_theta"] == values["rope_parameters"]["rope_theta"] == 10_000.0
+    assert values["architectures"] == ["LlamaForCausalLMEagle3"]

@@ -1,0 +1,176 @@
+"""From a file to the devices: the same bits in every type, little of it in memory twice, nothing that stays the file's.
+
+An accelerator gets arrays as they lie in memory and puts their axes in order itself. That path runs here on a CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from checkpoints import TARGET, target_config_json, write_checkpoint
+from safetensors.numpy import load_file
+
+import eagle3_jax as e3
+from eagle3_jax.bench.timing import CompileClock
+from eagle3_jax.conversion.rules import flatten
+from eagle3_jax.models.config import GatedMLP, GroupedQuery, uniform
+from eagle3_jax.sharding import make_mesh
+from eagle3_jax.uploading import put_array
+
+QUERIES, KEYS, SIZE, WIDTH, INNER, LAYERS = 6, 2, 8, 40, 56, 2
+CONFIG = dataclasses.replace(
+    TARGET,
+    width=WIDTH,
+    vocab_size=72,
+    layers=uniform(LAYERS, GroupedQuery(num_heads=QUERIES, num_kv_heads=KEYS, head_dim=SIZE), GatedMLP(width=INNER)),
+)
+# What a small type holds beside common numbers: subnormal ones, the largest, ties between two neighbours in bfloat16.
+ODD = (1e-40, -1e-41, 3.4e38, 1.00390625, 1.01171875, 0.0, -0.0, np.inf, 6e-8)
+
+
+def write(directory: Path, dtype: Any, config: Any = CONFIG) -> dict[str, np.ndarray]:
+    """A random target, and its tensors."""
+    random, layer = np.random.default_rng(0), config.layers[0]
+    width, inner, vocab, mixer = config.width, layer.mlp.width, config.vocab_size, layer.mixer
+    queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+    shapes = {"model.embed_tokens": (vocab, width), "model.norm": (width,), "lm_head": (vocab, width)}
+    for index in range(config.num_layers):
+        for name, shape in {
+            "input_layernorm": (width,), "post_attention_layernorm": (width,),
+            "self_attn.q_proj": (queries, width), "self_attn.k_proj": (keys, width), "self_attn.v_proj": (keys, width),
+            "self_attn.o_proj": (width, queries),
+            "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner),
+        }.items():  # fmt: skip
+            shapes[f"model.layers.{index}.{name}"] = shape
+    tensors = {}
+    for name, shape in shapes.items():
+        values = random.normal(size=shape).astype(np.float32)
+        values.flat[: len(ODD)] = ODD
+        with np.errstate(over="ignore"):
+            tensors[f"{name}.weight"] = values.astype(dtype)
+    write_checkpoint(directory, target_config_json(config) | {"head_dim": mixer.head_dim}, tensors)
+    return tensors
+
+
+def expected(tensors: dict[str, np.ndarray], precision: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Our arrays, a column at a time."""
+    matrices, vectors = {
+        "float32": (np.float32, np.float32),
+        "bfloat16": (ml_dtypes.bfloat16, ml_dtypes.bfloat16),
+        "mixed": (ml_dtypes.bfloat16, np.float32),
+    }[precision]
+    rows = lambda name: list(tensors[f"{name}.weight"])
+    columns = lambda chosen: np.stack(chosen, axis=-1).astype(matrices)
+    vector = lambda name: tensors[f"{name}.weight"].astype(vectors)
+    yield "embedding", tensors["model.embed_tokens.weight"].astype(matrices)
+    yield "norm.scale", vector("model.norm")
+    yield "head.kernel", columns(rows("lm_head"))
+    for index in range(LAYERS):
+        layer, block = f"model.layers.{index}", f"blocks.{index}"
+        q, k, v = (rows(f"{layer}.self_attn.{name}_proj") for name in "qkv")
+        group = QUERIES // KEYS * SIZE
+        turns = []
+        for head in range(KEYS):
+            turns += q[head * group : (head + 1) * group]
+            turns += k[head * SIZE : (head + 1) * SIZE] + v[head * SIZE : (head + 1) * SIZE]
+        gates, ups = (rows(f"{layer}.mlp.{name}_proj") for name in ("gate", "up"))
+        yield f"{block}.attention_norm.scale", vector(f"{layer}.input_layernorm")
+        yield f"{block}.mlp_norm.scale", vector(f"{layer}.post_attention_layernorm")
+        yield f"{block}.attention.qkv.kernel", columns(turns)
+        yield f"{block}.attention.o.kernel", columns(rows(f"{layer}.self_attn.o_proj"))
+        yield f"{block}.mlp.gate_up.kernel", columns([row for pair in zip(gates, ups, strict=True) for row in pair])
+        yield f"{block}.mlp.down.kernel", columns(rows(f"{layer}.mlp.down_proj"))
+
+
+def bits(array: Any) -> tuple[str, tuple[int, ...], bytes]:
+    array = np.asarray(array)
+    return str(array.dtype), array.shape, np.ascontiguousarray(array).tobytes()
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which path is taken; both end on the CPU."""
+    monkeypatch.setattr(jax, "default_backend", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "mixed"])
+@pytest.mark.parametrize("stored", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_parameters_have_the_bits_of_the_file(tmp_path: Path, platform: str, stored: Any, precision: str) -> None:
+    tensors = write(tmp_path, stored)
+    for mesh in (None, make_mesh(devices=jax.devices()[:1])):
+        with np.errstate(over="ignore"):
+            params = e3.load_target(tmp_path, dtype=precision, mesh=mesh).params
+            truth = dict(expected(tensors, precision))
+        found = dict(flatten(params))
+        assert found.keys() == truth.keys()
+        for path, array in truth.items():
+            assert bits(found[path]) == bits(array), (platform, path)
+
+
+@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
+def test_every_number_of_a_small_type_is_itself_in_a_wider_one(platform: str, stored: Any) -> None:
+    del platform
+    every = np.arange(2**16, dtype=np.uint16).view(stored)
+    numbers = every[~np.isnan(every.astype(np.float32))].reshape(2, -1)
+    for array in (numbers, numbers.T, numbers[:, 3:99], numbers.T[5:9]):
+        assert bits(put_array(array, jnp.float32)) == bits(array.astype(np.float32))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (1, 3), (3, 1), (2, 3, 4)])
+def test_arrays_with_their_axes_in_any_order_arrive(platform: str, shape: tuple[int, ...]) -> None:
+    del platform
+    array = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    for view in (array, array.T, array.swapaxes(0, -1) if shape else array):
+        assert bits(put_array(view, jnp.float32)) == bits(view)
+        assert bits(put_array(view, jnp.bfloat16)) == bits(view.astype(ml_dtypes.bfloat16))
+
+
+def test_a_program_for_every_shape_and_no_more(tmp_path: Path, platform: str) -> None:
+    """Of qkv, o, gate_up, down and the head: the embedding and the norms need none, and CPUs none at all."""
+    write(tmp_path, ml_dtypes.bfloat16, dataclasses.replace(CONFIG, width=44, vocab_size=76, layers=CONFIG.layers * 3))
+    counted = []
+    for _ in range(2):
+        with CompileClock() as clock:
+            e3.load_target(tmp_path, dtype="bfloat16")
+        counted.append(clock.programs)
+    assert counted == [5 if platform == "gpu" else 0, 0]
+
+
+def test_the_host_holds_no_second_copy_of_an_array(tmp_path: Path, platform: str) -> None:
+    """Numpy tells tracemalloc what it allocates: here the largest array, put together of two, and nothing beside it."""
+    del platform
+    layers = uniform(3, GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=64), GatedMLP(width=4096))
+    write(tmp_path, ml_dtypes.bfloat16, dataclasses.replace(CONFIG, width=256, layers=layers))
+    e3.load_target(tmp_path, dtype="bfloat16")  # what a first call allocates is not the parameters'
+    tracemalloc.start()
+    target = e3.load_target(tmp_path, dtype="bfloat16")
+    after, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(target.params))
+    assert largest < peak - after < 1.5 * largest
+
+
+def test_parameters_are_not_the_files_own_memory(tmp_path: Path) -> None:
+    """What is aligned to 64 bytes JAX takes over on a CPU: who writes the file again would then change the model."""
+    tensors = write(tmp_path, np.float32, dataclasses.replace(CONFIG, width=64, vocab_size=128))
+    path, size = tmp_path / "model.safetensors", sum(value.nbytes for value in tensors.values())
+    header = path.read_bytes()[8:-size]
+    header += b" " * (-(8 + len(header)) % 64)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + path.read_bytes()[-size:])
+    params = [e3.load_target(tmp_path, mesh=mesh).params for mesh in (None, make_mesh(devices=jax.devices()[:1]))]
+    with path.open("r+b") as file:
+        file.seek(8 + len(header))
+        file.write(bytes(size))
+    assert not any(value.any() for value in load_file(path).values())
+    for name, leaf in (pair for one in params for pair in flatten(one)):
+        assert np.asarray(leaf).any(), name

@@ -1,0 +1,230 @@
+"""Medusa heads from and to the files of their authors and of vLLM, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+import medusa_torch
+import tiny
+from checkpoints import edit_config, edit_tensors, refused, same_params, write_checkpoint
+from safetensors.numpy import load_file
+
+from eagle3_jax import conversion, load_drafter
+from eagle3_jax.conversion import CheckpointError
+
+TARGET = tiny.config(13)
+VLLM = {
+    "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": 16, "vocab_size": 13,
+    "truncated_vocab_size": 13, "num_heads": 3, "num_hidden_layers": 1, "medusa_fc_bias": True,
+}  # fmt: skip
+
+
+def read(path: Path) -> Any:
+    return conversion.read_head(path, TARGET)
+
+
+def official(path: Path, suffix: str = "safetensors", *, config: dict | None = None, **heads: Any) -> Path:
+    return medusa_torch.write_official(path, medusa_torch.random_heads(16, 13, **heads), suffix=suffix, **config or {})
+
+
+def vllm(path: Path, *, tensors: dict[str, Any] | None = None, **config: Any) -> Path:
+    """The same heads in vLLM's names, written by hand."""
+    named = {}
+    for name, value in medusa_torch.tensors_of(medusa_torch.random_heads(16, 13)).items():
+        head, layer, *rest = name.split(".")
+        named[f"blocks.{head}.layers.{layer}.{rest[1]}" if rest[0] == "linear" else f"lm_heads.{head}.weight"] = value
+    named = {name: value for name, value in (named | (tensors or {})).items() if value is not None}
+    return write_checkpoint(path, {k: v for k, v in {**VLLM, **config}.items() if v is not None}, named)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+def test_the_authors_files_are_read_and_draft_as_torch_does(tmp_path: Path, suffix: str) -> None:
+    heads = medusa_torch.random_heads(16, 13)
+    path = medusa_torch.write_official(tmp_path / "heads", heads, suffix=suffix)
+    assert conversion.identify(path) == "medusa"
+    target = tiny.target(13)
+    loaded = load_drafter(path, target=target)
+    config = loaded.drafter.config
+    assert (config.num_heads, config.num_layers, config.bias, config.aux_layers) == (3, 1, True, (3,))
+    state = np.random.default_rng(0).normal(size=(4, 16)).astype(np.float32)
+    ours = np.asarray(loaded.drafter.bind(loaded.params)(jnp.array(state), 3))
+    truth = medusa_torch.logits_of(heads, state)
+    assert np.abs(ours - truth).max() < 1e-5 * np.abs(truth).max()
+
+
+def test_a_block_that_is_repeated_is_read_and_blocks_that_differ_are_ambiguous(tmp_path: Path) -> None:
+    repeated = official(tmp_path / "repeated", "pt", layers=2, repeated=True)
+    assert read(repeated).config.num_layers == 2
+    conversion.convert(repeated, tmp_path / "again", "medusa", TARGET)
+    assert same_params(read(tmp_path / "again").head, read(repeated).head)
+    refused(read, official(tmp_path / "two", layers=2), "head 0 has 2 different blocks under the authors' names")
+
+
+ROUND_TRIPS = {
+    "the authors' file": lambda path: official(path),
+    "vLLM's": lambda path: vllm(path),
+    "without a bias": lambda path: vllm(
+        path, medusa_fc_bias=None, tensors={f"blocks.{k}.layers.0.bias": None for k in range(3)}
+    ),
+    "one output for all": lambda path: vllm(path, original_lm_head=True, tensors=SHARED),
+    "one output for a part of the vocabulary": lambda path: vllm(
+        path, original_lm_head=True, truncated_vocab_size=5, tensors=SHARED | {"token_map": np.array([7, 0, 2, 12, 5])}
+    ),
+    "half precision": lambda path: vllm(path, tensors={"lm_heads.1.weight": np.ones((13, 16), np.float16)}),
+}
+SHARED = {f"lm_heads.{k}.weight": None for k in (1, 2)}
+NOT_EXPRESSIBLE = {
+    ("without a bias", "medusa"): "blocks without a bias",
+    ("one output for all", "medusa"): "one output projection for all heads",
+    ("one output for a part of the vocabulary", "medusa"): "a draft vocabulary of 5",
+}
+
+
+@pytest.mark.parametrize("to", ["jax", "medusa", "vllm"])
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+def test_heads_are_written_and_read_again_bit_for_bit(tmp_path: Path, name: str, to: str) -> None:
+    path, out = ROUND_TRIPS[name](tmp_path / "heads"), tmp_path / "out"
+    if (name, to) in NOT_EXPRESSIBLE:
+        with pytest.raises(CheckpointError, match=NOT_EXPRESSIBLE[name, to]):
+            conversion.convert(path, out, to, TARGET)
+        return
+    before = read(path)
+    conversion.convert(path, out, to, TARGET)
+    after = read(out)
+    assert conversion.identify(out) == "medusa"
+    assert after.config == before.config and after.dialect == to
+    assert same_params(after.head, before.head)
+    tables = [None if head.draft_to_target is None else head.draft_to_target.tolist() for head in (before, after)]
+    assert tables[0] == tables[1] == ([7, 0, 2, 12, 5] if "part" in name else None)
+
+
+def test_what_is_written_has_the_names_and_fields_that_other_programs_look_for(tmp_path: Path) -> None:
+    path = official(tmp_path / "heads")
+    conversion.convert(path, tmp_path / "official", "medusa", TARGET)
+    conversion.convert(path, tmp_path / "vllm", "vllm", TARGET)
+    values = json.loads((tmp_path / "official/config.json").read_text())
+    assert values == {
+        "medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"
+    }  # fmt: skip
+    assert not (tmp_path / "official/model.safetensors").exists()
+    names = load_file(tmp_path / "official/medusa_lm_head.safetensors").keys()
+    assert names == load_file(path / "medusa_lm_head.safetensors").keys()
+    # vLLM: every name with "num" and "heads" in it becomes the number of heads, and so with layers.
+    values = json.loads((tmp_path / "vllm/config.json").read_text())
+    assert [name for name in values if "num" in name and "heads" in name] == ["num_heads"]
+    assert [name for name in values if "num" in name and "layers" in name] == ["num_hidden_layers"]
+    assert values["medusa_fc_bias"] is True and values["truncated_vocab_size"] == values["vocab_size"] == 13
+    written = load_file(tmp_path / "vllm/model.safetensors").keys()
+    assert written == {f"blocks.{k}.layers.0.{part}" for k in range(3) for part in ("weight", "bias")} | {
+        f"lm_heads.{k}.weight" for k in range(3)
+    }
+
+
+def test_full_outputs_beside_a_token_map_are_cut_to_its_rows(tmp_path: Path) -> None:
+    table = np.array([9, 1, 4])
+    head = read(vllm(tmp_path / "heads", truncated_vocab_size=3, tensors={"token_map": table}))
+    full = load_file(tmp_path / "heads/model.safetensors")["lm_heads.2.weight"]
+    assert head.config.draft_vocab_size == 3 and np.array_equal(head.head["outputs"][2]["kernel"], full[table].T)
+    with pytest.raises(CheckpointError, match="a draft vocabulary of heads that do not share their output"):
+        conversion.convert(tmp_path / "heads", tmp_path / "out", "vllm", TARGET)
+
+
+ZEROS = np.zeros((16, 16), np.float32)
+REFUSED = {
+    "more heads than the file": (
+        lambda p: official(p, config={"medusa_num_heads": 5}),
+        "says 5 Medusa heads and the file holds 3",
+    ),
+    "fewer heads than the file": (
+        lambda p: vllm(p, num_heads=2),
+        "says 2 Medusa heads and the file holds 3; correct the number",
+    ),
+    "a head left out": (
+        lambda p: vllm(p, num_heads=2, tensors={"blocks.1.layers.0.weight": None, "blocks.1.layers.0.bias": None}),
+        r"holds those numbered \[0, 2\]",
+    ),
+    "other layers": (lambda p: vllm(p, num_hidden_layers=2), "says 2 layers and head 0 has 1"),
+    "two numbers of heads": (lambda p: vllm(p, num_attention_heads=4), "num_heads 3, num_attention_heads 4 disagree"),
+    "no number of heads": (lambda p: official(p, config={"medusa_num_heads": None}), "says nowhere how many heads"),
+    "biases that are not there": (
+        lambda p: vllm(p, tensors={f"blocks.{k}.layers.0.bias": None for k in range(3)}),
+        "medusa_fc_bias is true and the file holds none",
+    ),
+    "biases that are not said": (lambda p: vllm(p, medusa_fc_bias=None), "which vLLM would drop"),
+    "one bias missing": (lambda p: vllm(p, tensors={"blocks.1.layers.0.bias": None}), "misses blocks.1.layers.0.bias"),
+    "an output missing": (lambda p: vllm(p, tensors={"lm_heads.1.weight": None}), "misses lm_heads.1.weight"),
+    "no output at all": (
+        lambda p: vllm(p, tensors={f"lm_heads.{k}.weight": None for k in range(3)}),
+        "no matrix lm_heads.0.weight",
+    ),
+    "another width": (lambda p: vllm(p, hidden_size=32), "features of width 32 but the target has 16"),
+    "another vocabulary": (
+        lambda p: vllm(p, vocab_size=14, truncated_vocab_size=None),
+        "vocabulary of 14 but the target has 13",
+    ),
+    "no width": (lambda p: vllm(p, hidden_size=None), "has no hidden_size"),
+    "a scale": (lambda p: vllm(p, logit_scale=0.5), "logit_scale is 0.5; only 1"),
+    "no map": (lambda p: vllm(p, truncated_vocab_size=5), "there is no token_map"),
+    "a map of everything": (lambda p: vllm(p, tensors={"token_map": np.arange(13)}), "which vLLM would ignore"),
+    "a map of other tokens": (
+        lambda p: vllm(p, truncated_vocab_size=2, tensors={"token_map": np.array([4, 13])}),
+        "no list of different target ids",
+    ),
+    "a map of another size": (
+        lambda p: vllm(p, truncated_vocab_size=2, tensors={"token_map": np.array([4])}),
+        r"token_map is int64\[1\]",
+    ),
+    "a tensor of both names": (lambda p: vllm(p, tensors={"0.0.linear.weight": ZEROS}), "mean the same tensor"),
+    "a tensor that nobody knows": (lambda p: vllm(p, tensors={"norm.weight": ZEROS}), "holds unexpected norm.weight"),
+    "a model of its own": (
+        lambda p: vllm(p, tensors={"model.embed_tokens.weight": ZEROS}),
+        r"trained together \(Medusa-2\)",
+    ),
+    "quantised": (lambda p: vllm(p, quantization_config={}), "quantization_config is set"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(tmp_path: Path, name: str) -> None:
+    write, says = REFUSED[name]
+    refused(read, write(tmp_path / "heads"), says)
+
+
+def test_without_its_target_nobody_knows_where_a_head_reads(tmp_path: Path) -> None:
+    path = official(tmp_path / "heads")
+    with pytest.raises(CheckpointError, match="does not say how many layers its target has"):
+        conversion.read_head(path)
+    assert "give the target as well" in conversion.describe(path).note
+    conversion.convert(path, tmp_path / "native", "jax", TARGET)
+    other = dataclasses.replace(TARGET, layers=tiny.layers(3))
+    with pytest.raises(CheckpointError, match="a target of 2 layers but the target has 3"):
+        conversion.read_head(tmp_path / "native", other)
+    assert conversion.read_head(tmp_path / "native").config.num_target_layers == 2
+    refused(conversion.read_target, path, "a Medusa head, not a target|not a target")
+
+
+def test_a_native_number_of_heads_that_the_file_contradicts_is_refused(tmp_path: Path) -> None:
+    conversion.convert(official(tmp_path / "heads"), tmp_path / "native", "jax", TARGET)
+    described = tmp_path / "native/eagle3_jax.json"
+    values = json.loads(described.read_text())
+    values["config"]["num_heads"] = 10**9
+    described.write_text(json.dumps(values))
+    refused(read, tmp_path / "native", "layers in 'blocks' is 1000000000; the file holds 3")
+
+
+def test_files_can_be_damaged_in_parts(tmp_path: Path) -> None:
+    path = vllm(tmp_path / "heads")
+    edit_tensors(path, blocks__2__layers__0__weight=np.zeros((16, 8), np.float32))
+    refused(read, path, r"blocks.2.layers.0.weight has shape \[16, 8\]")
+    edit_tensors(path, blocks__2__layers__0__weight=np.zeros((16, 16), np.int8))
+    refused(read, path, "stored as int8")
+    edit_config(path, num_heads="three")
+    refused(read, path, "num_heads is 'three'; expected a whole number")

@@ -1,0 +1,137 @@
+"""The direction of every import, and what the library never does, read from the source itself."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+LIBRARY = ROOT / "eagle3_jax"
+FILES = sorted(path for path in LIBRARY.rglob("*.py") if path != LIBRARY / "__init__.py")
+
+# A module may import what stands on its own line (with exceptions below) or above.
+LAYERS = (
+    ("_unshaped", "groups", "kernels", "sharding", "uploading"),
+    ("cache", "jsonl", "models.config", "sources", "writing"),
+    ("types",),
+    ("tree", "topology", "published_trees", "sampling", "schedule", "text"),
+    ("acceptance", "checks", "loaded", "point_masses", "results", "state", "stats", "verifiers"),
+    ("models",),
+    ("drafters",),
+    ("loop", "theory"),
+    ("stages",),
+    ("decode",),
+    ("testing", "load", "named", "training", "bench", "export", "prompts", "trace"),
+    ("engines",),
+    ("cli", "__main__"),
+)
+MAY_IMPORT_CONVERSION = {"cli", "load", "prompts"}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(LIBRARY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer_of(module: str) -> int:
+    matches = [
+        (len(name), rank) for rank, names in enumerate(LAYERS) for name in names if f"{module}.".startswith(f"{name}.")
+    ]
+    assert matches, f"{module} has no layer; give it one in {Path(__file__).name}"
+    return max(matches)[1]
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
+    """Every module imported, a name imported from a package counted as its submodule where there is one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            for alias in node.names:
+                inner = ROOT / f"{node.module}.{alias.name}".replace(".", "/")
+                exists = inner.with_suffix(".py").exists() or (inner / "__init__.py").exists()
+                yield (f"{node.module}.{alias.name}" if exists else str(node.module)), node
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_point_downward_in(path: Path) -> None:
+    module = name_of(path)
+    for imported, node in imports(ast.parse(path.read_text())):
+        if not imported.startswith("eagle3_jax") or imported.startswith("eagle3_jax.conversion"):
+            continue
+        if ast.unparse(node) == "from eagle3_jax import __version__":
+            continue
+        other = imported.removeprefix("eagle3_jax").lstrip(".")
+        if not other:  # the public API as a whole: only what stands on top of everything may use it
+            assert module.split(".")[0] == "cli", (
+                f"{module} imports the package's public names; import the module that has them"
+            )
+            continue
+        assert layer_of(other) <= layer_of(module), f"{module} imports {other}, which stands above it"
+
+
+@pytest.mark.parametrize("path", sorted((LIBRARY / "drafters").glob("*.py")), ids=lambda path: path.stem)
+def test_drafters_import_only_shared_parts_and_eagle3(path: Path) -> None:
+    if path.stem == "__init__":
+        return
+    shared = {f"eagle3_jax.drafters.{name}" for name in ("base", "eagle3", "grow", "parallel", "static_tree", "text")}
+    for imported, _ in imports(ast.parse(path.read_text())):
+        if imported.startswith("eagle3_jax.drafters"):
+            assert imported in shared, f"{path.stem} imports {imported}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_only_reading_and_the_command_line_import_conversion_and_only_where_they_use_it(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    at_top = {id(node) for node in tree.body}
+    for imported, node in imports(tree):
+        if imported.startswith("eagle3_jax.conversion"):
+            assert name_of(path).split(".")[0] in MAY_IMPORT_CONVERSION
+            assert id(node) not in at_top, "conversion is imported inside the function that needs it"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_the_library_needs_no_torch_and_prints_nothing(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    layer = name_of(path).split(".")[0]
+    at_top = {id(node) for node in tree.body}
+    for imported, node in imports(tree):
+        if imported.split(".")[0] in ("torch", "transformers", "vllm"):
+            assert layer in ("cli", "prompts", "engines") and id(node) not in at_top, (
+                f"{name_of(path)}:{node.lineno} imports {imported}"
+            )
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and layer != "cli":
+            assert node.func.id != "print", f"{name_of(path)}:{node.lineno} prints"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_the_library_reads_no_environment_variable(path: Path) -> None:
+    # Where users keep caches is said in one place (docs/decisions/0009); a process that is started gets its variables;
+    # what JAX takes of a GPU's memory it can only be told by one; and a GPU whose kernel fails must be usable by every
+    # command (docs/decisions/0021).
+    if name_of(path) in ("cli._compiled", "engines.vllm.process", "engines.memory", "models.flash"):
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            assert node.attr not in ("environ", "getenv"), f"{name_of(path)}:{node.lineno} reads the environment"
+
+
+def test_no_module_imports_what_imports_it() -> None:
+    """Directly or through others, at the top, in a function or for type checkers."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for package in ("eagle3_jax", "eagle3_jax/conversion", "validation")  # rglob follows no link
+        for path in (ROOT / package).rglob("*.py")
+    }
+    imported = {
+        name: {other for other, _ in imports(ast.parse(path.read_text())) if other in modules} - {name}
+        for name, path in modules.items()
+    }
+    graph = graphlib.TopologicalSorter(imported)
+    graph.prepare()  # a CycleError names the modules

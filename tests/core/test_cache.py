@@ -1,0 +1,88 @@
+"""The cache against a Python list per row."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eagle3_jax.cache import Cache, KeyValue, KeyValues
+from eagle3_jax.models.memory import cache_mask
+
+BATCH, CAPACITY, LAYERS, HEADS, SIZE = 4, 10, 2, 1, 2
+
+
+def block(seed: int, fed: int) -> tuple[KeyValue, ...]:
+    rng = np.random.default_rng(seed)
+    draw = lambda size: jnp.array(rng.normal(size=(BATCH, HEADS, fed, size)), jnp.float32)
+    return tuple(KeyValue(draw(SIZE), draw(SIZE - 1)) for _ in range(LAYERS))  # values may be narrower, as in MLA
+
+
+def empty() -> Cache:
+    layer = KeyValues.allocate(
+        batch=BATCH, capacity=CAPACITY, num_kv_heads=HEADS, head_dim=SIZE, value_dim=SIZE - 1, dtype=jnp.float32
+    )
+    return Cache.of((layer,) * LAYERS, batch=BATCH)
+
+
+def commit(cache: Cache, new: tuple[KeyValue, ...], count: list[int], nodes: np.ndarray | None = None) -> Cache:
+    written = tuple(layer.write(one, cache.length) for layer, one in zip(cache.layers, new, strict=True))
+    return cache.commit(written, jnp.array(count, jnp.int32), None if nodes is None else jnp.array(nodes, jnp.int32))
+
+
+def test_commits_append_the_chosen_tokens_of_each_row_in_order() -> None:
+    cache = empty()
+    rows: list[list[np.ndarray]] = [[] for _ in range(BATCH)]
+    rng = np.random.default_rng(0)
+    for round_, fed in enumerate((3, 2, 3)):
+        new = block(round_, fed)
+        count = rng.integers(0, fed + 1, BATCH)
+        nodes = np.stack([rng.permutation(fed) for _ in range(BATCH)])
+        in_order = round_ == 0
+        cache = commit(cache, new, count.tolist(), None if in_order else nodes)
+        for row in range(BATCH):
+            for step in range(count[row]):
+                rows[row].append(np.asarray(new[1].keys)[row, :, step if in_order else nodes[row, step]])
+    assert cache.length.tolist() == [len(row) for row in rows]
+    for row, known in enumerate(rows):
+        if known:
+            assert np.array_equal(cache.layers[1].keys[row, :, : len(known)], np.stack(known, axis=1))
+
+
+def test_a_count_of_zero_leaves_what_is_committed_untouched() -> None:
+    before = commit(empty(), block(0, 3), [3, 2, 1, 0])
+    after = commit(before, block(1, 4), [0, 4, 0, 0], np.tile(np.arange(4)[::-1], (BATCH, 1)))
+    for row, length in enumerate((3, 2, 1, 0)):
+        assert np.array_equal(before.layers[0].values[row, :, :length], after.layers[0].values[row, :, :length])
+    assert after.length.tolist() == [3, 6, 1, 0]
+
+
+def test_tokens_past_the_capacity_are_dropped_and_overwrite_nothing() -> None:
+    full = commit(empty(), block(0, CAPACITY - 1), [CAPACITY - 1] * BATCH)
+    for nodes in (None, np.tile(np.arange(3), (BATCH, 1))):
+        over = commit(full, block(1, 3), [3] * BATCH, nodes)
+        assert np.array_equal(full.layers[0].keys[:, :, : CAPACITY - 1], over.layers[0].keys[:, :, : CAPACITY - 1])
+        assert np.array_equal(over.layers[0].keys[:, :, -1], block(1, 3)[0].keys[:, :, 0])
+
+
+def test_the_last_tokens_of_a_block_are_asked_about_alone() -> None:
+    """A level of a tree sees what the levels before it have written."""
+    mask, length = np.random.default_rng(0).random((BATCH, 5, 5)) < 0.5, jnp.asarray([3, 2, 1, 0])
+    whole = cache_mask(jnp.asarray(mask), length, CAPACITY)
+    assert np.array_equal(cache_mask(jnp.asarray(mask[:, 3:]), length, CAPACITY), whole[:, 3:])
+
+
+def test_a_block_sees_what_is_committed_and_of_itself_what_its_mask_says() -> None:
+    cache = commit(empty(), block(0, 3), [3, 2, 1, 0])
+    mask = np.random.default_rng(0).random((BATCH, 4, 4)) < 0.5
+    for given in (mask, mask[:1]):
+        seen = np.asarray(cache_mask(jnp.asarray(given), cache.length, CAPACITY))
+        for row, length in enumerate((3, 2, 1, 0)):
+            own = given[row % len(given)]
+            for token in range(4):
+                expected = [True] * length + own[token].tolist() + [False] * (CAPACITY - length - 4)
+                assert seen[row, token].tolist() == expected
+
+
+def test_an_empty_cache_holds_no_nan() -> None:
+    assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(empty()))

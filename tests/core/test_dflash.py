@@ -1,0 +1,221 @@
+"""Block drafters against their mathematics written a second time: networks, laws and trees."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from block_heads import BlockHead, biased, chosen_ids, greedy_chain, run_block
+
+from eagle3_jax.checks import per_row
+from eagle3_jax.conversion import rules
+from eagle3_jax.conversion.heads.dflash import head_rules
+from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, Markov
+from eagle3_jax.models.config import GatedMLP, GroupedQuery, RopeConfig, uniform
+from eagle3_jax.sampling import row_keys
+from eagle3_jax.topology import Chain, DynamicTree, StaticTree
+from eagle3_jax.types import Draft, DraftSampling, EmbeddingTables, Observation, SamplingParams
+
+HEADS = {
+    "DFlash": BlockHead(),
+    "DFlash of a reduced vocabulary": BlockHead(draft_vocab=40, bias=True, theta=500.0),
+    "JetSpec": BlockHead(causal=True, layers=1),
+    "DSpark": BlockHead(from_anchor=True, rank=6, confidence="markov", block=4),
+    "DSpark behind masks": BlockHead(rank=6, confidence="hidden", draft_vocab=40, block=4),
+    "DSpark, gated": BlockHead(from_anchor=True, rank=6, markov="gated", block=4),
+    "DSpark, recurrent": BlockHead(from_anchor=True, rank=6, markov="rnn", block=4),
+}
+RANDOM = np.random.default_rng(0)
+EMBEDDING, OUTPUT = (RANDOM.normal(size=(61, 32)).astype(np.float32) for _ in range(2))
+
+
+def config_of(head: BlockHead) -> DFlashConfig:
+    mixer = GroupedQuery(
+        num_heads=head.heads, num_kv_heads=head.kv_heads, head_dim=head.head_dim, qk_norm=True,
+        rope=RopeConfig(theta=head.theta or 1e6), qkv_bias=head.bias, o_bias=head.bias,
+    )  # fmt: skip
+    return DFlashConfig(
+        vocab_size=head.vocab, width=head.width, layers=uniform(head.layers, mixer, GatedMLP(width=head.inner)),
+        draft_vocab_size=head.draft_vocab, target_width=head.target_width, aux_layers=tuple(i + 1 for i in head.ids),
+        block_size=head.block, mask_token=head.mask, causal=head.causal, from_anchor=head.from_anchor,
+        markov=Markov(rank=head.rank, type=head.markov) if head.rank else None, confidence=head.confidence,
+        own_output=head.own_output or head.draft_vocab < head.vocab, max_positions=64, norm_eps=1e-5,
+    )  # fmt: skip
+
+
+def loaded(head: BlockHead, **options: Any) -> tuple[DFlashDrafter, dict[str, Any]]:
+    drafter = DFlashDrafter(config_of(head), **options)
+    table, known = head_rules(drafter.config), ("d2t", "t2d")
+    params = rules.read_params(table, head.tensors(), drafter.param_shapes(), where="here", known=known)
+    params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), params)
+    ids = None if head.draft_vocab == head.vocab else jnp.asarray(chosen_ids(head), jnp.int32)
+    return drafter, drafter.assemble(
+        params, EmbeddingTables(jnp.asarray(EMBEDDING), jnp.asarray(OUTPUT.T)), draft_to_target=ids
+    )
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_block_is_that_of_its_independent_twin_after_every_rollback(name: str) -> None:
+    """Three rounds on two rows that keep different numbers of tokens; the twin keeps nothing and has no cache."""
+    head = HEADS[name]
+    drafter, params = loaded(head)
+    assert drafter.max_depth == head.predicted
+    random = np.random.default_rng(3)
+    tokens = random.integers(0, 61, (2, 40))
+    features = random.normal(size=(2, 40, len(head.ids), 32)).astype(np.float32)
+
+    @jax.jit
+    def step(state: Any, seen: Observation) -> Any:
+        state = drafter.observe(params, state, seen)
+        network = drafter.bind(params)
+        hidden = drafter.read_block(params, network, state)
+        draft = drafter.propose(params, state, jax.random.split(jax.random.key(0), 2), SamplingParams())
+        sure = network.survival(hidden, draft.tokens[:, :-1]) if head.confidence else None
+        return state, hidden, drafter.logits(params, network, hidden), draft.tokens, sure
+
+    state, known = drafter.init(params, 2, 40), np.zeros(2, int)
+    for kept in ((9, 4), (1, 5), (3, 0)):
+        index = np.minimum(known[:, None] + np.arange(9), 39)
+        known = known + kept
+        seen = Observation(
+            tokens=jnp.asarray(tokens[[[0], [1]], index], jnp.int32),
+            features=jnp.asarray(features[[[0], [1]], index]),
+            length=jnp.asarray(kept),
+            next_token=jnp.asarray([tokens[row, known[row]] for row in range(2)], jnp.int32),
+        )
+        state, hidden, logits, drafted, sure = step(state, seen)
+        for row in range(2):
+            root = int(tokens[row, known[row]])
+            truth = run_block(head, EMBEDDING, OUTPUT, features[row, : known[row]], root, head.predicted)
+            np.testing.assert_allclose(hidden[row], truth.hidden, atol=1e-5)
+            np.testing.assert_allclose(logits[row], truth.logits, atol=1e-4)
+            chain = greedy_chain(head, truth, root)
+            assert drafted[row].tolist() == [root, *chain]
+            if head.confidence:
+                expected = biased(head, truth, root, chain)[1]
+                np.testing.assert_allclose(jax.nn.sigmoid(sure[row]), expected, atol=1e-5)
+
+
+def drafted(
+    head: BlockHead, drafter: DFlashDrafter, params: Any, temperature: float = 0.0
+) -> tuple[Draft, jax.Array, list[Any], np.ndarray]:
+    """A draft of two rows and the logits of its block; each row's block and root by the twin."""
+    random = np.random.default_rng(5)
+    features = random.normal(size=(2, 7, len(head.ids), 32)).astype(np.float32)
+    length, roots = np.array([7, 3]), np.array([11, 4])
+    sampling, keys = per_row(SamplingParams(temperature=temperature), 2), row_keys(3, 2)
+
+    @jax.jit
+    def run(params: Any, seen: Observation) -> tuple[Draft, jax.Array]:
+        state, network = drafter.observe(params, drafter.init(params, 2, 16), seen), drafter.bind(params)
+        logits = drafter.logits(params, network, drafter.read_block(params, network, state))
+        return drafter.propose(params, state, keys, sampling), logits
+
+    seen = Observation(
+        tokens=jnp.zeros((2, 7), jnp.int32),
+        features=jnp.asarray(features),
+        length=jnp.asarray(length, jnp.int32),
+        next_token=jnp.asarray(roots, jnp.int32),
+    )
+    count = drafter.max_depth
+    blocks = [run_block(head, EMBEDDING, OUTPUT, features[row, : length[row]], roots[row], count) for row in range(2)]
+    return *run(params, seen), blocks, roots
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    shifted = x - x.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def log_probability(head: BlockHead, block: Any, root: int, path: tuple[int, ...]) -> float:
+    """Of a path of draft ids below the root."""
+    logits, _ = biased(head, block, root, [*chosen_ids(head)[list(path)], 0, 0][:3])
+    return float(sum(log_softmax(logits[level])[token] for level, token in enumerate(path)))
+
+
+TREES = {
+    "DFlash": BlockHead(draft_vocab=6, block=4, layers=1, seed=2),
+    "DSpark": BlockHead(draft_vocab=6, block=3, layers=1, rank=4, from_anchor=True, seed=2),
+    "DSpark, recurrent": BlockHead(draft_vocab=6, block=3, layers=1, rank=4, markov="rnn", from_anchor=True, seed=2),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_dynamic_tree_holds_the_likeliest_of_all_prefixes(name: str) -> None:
+    """The whole tree of 258 prefixes, each scored by the twin."""
+    head = TREES[name]
+    drafter, params = loaded(head, topology=DynamicTree(num_nodes=7, max_depth=3, top_k=6))
+    draft, _, blocks, roots = drafted(head, drafter, params)
+    ids = chosen_ids(head)
+    every = [path for depth in (1, 2, 3) for path in itertools.product(range(6), repeat=depth)]
+    for row in range(2):
+        score = functools.partial(log_probability, head, blocks[row], roots[row])
+        best = sorted(every, key=score, reverse=True)[:6]
+        assert paths(draft, row) == {tuple(ids[list(path)]) for path in best}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_a_static_tree_takes_tokens_by_rank_under_their_parents_law(name: str) -> None:
+    head, tree = TREES[name], StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 3)))
+    drafter, params = loaded(head, topology=tree)
+    draft, _, blocks, roots = drafted(head, drafter, params)
+    for row in range(2):
+        wanted = set()
+        for path in tree.paths:
+            tokens: list[int] = []
+            for level, rank in enumerate(path):
+                logits, _ = biased(head, blocks[row], roots[row], [*tokens, 0, 0, 0][:3])
+                tokens.append(int(chosen_ids(head)[np.argsort(-logits[level])[rank]]))
+            wanted.add(tuple(tokens))
+        assert paths(draft, row) == wanted
+
+
+def paths(draft: Draft, row: int) -> set[tuple[int, ...]]:
+    """The tokens from below the root to every node."""
+    found: list[tuple[int, ...]] = [()]
+    for token, parent in zip(draft.tokens[row, 1:].tolist(), draft.parents[row, 1:].tolist(), strict=True):
+        found.append((*found[parent], token))
+    return set(found[1:])
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_what_is_drawn_declares_the_law_that_it_is_drawn_from(name: str) -> None:
+    head = TREES[name]
+    drafter, params = loaded(head, draft_sampling=DraftSampling.PROBABILISTIC)
+    draft, _, blocks, roots = drafted(head, drafter, params, temperature=1.7)
+    for row in range(2):
+        tokens = draft.tokens[row, 1:].tolist()
+        logits, _ = biased(head, blocks[row], roots[row], tokens)
+        expected = np.zeros((3, 61))
+        expected[:, chosen_ids(head)] = np.exp(log_softmax(logits / 1.7))
+        np.testing.assert_allclose(draft.probs[row, 1:], expected, atol=2e-5)
+        assert all(expected[step, token] > 0 for step, token in enumerate(tokens))
+
+
+def test_a_causal_block_drafts_the_same_tokens_at_any_length_and_another_one_does_not() -> None:
+    def same(causal: bool) -> bool:
+        head = BlockHead(causal=causal, block=6, layers=1)
+        drafter, params = loaded(head)
+        short, long = (drafted(head, drafter.with_topology(Chain(count), None), params)[1] for count in (2, 5))
+        return np.allclose(short, long[:, :2], atol=1e-4)
+
+    assert same(True) and not same(False)
+
+
+@pytest.mark.parametrize(
+    ("head", "topology", "says"),
+    [
+        (BlockHead(), Chain(5), "a block of 5 predicts 4 tokens"),
+        (BlockHead(from_anchor=True), Chain(6), "a block of 5 predicts 5 tokens"),
+        (BlockHead(causal=True), DynamicTree(num_nodes=9, max_depth=5, top_k=2), "at most 4"),
+        (BlockHead(draft_vocab=6), DynamicTree(num_nodes=9, max_depth=2, top_k=7), "7 children from a draft vocab"),
+    ],
+)
+def test_what_a_block_cannot_draft_is_refused(head: BlockHead, topology: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        DFlashDrafter(config_of(head), topology=topology)

@@ -1,0 +1,211 @@
+"""Draft models and layer skip against whole-sequence forwards: no cache, no block, no rollback."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from tokenizers import Tokenizer, models
+
+from eagle3_jax import conversion
+from eagle3_jax import loop as loops
+from eagle3_jax.cache import Cache
+from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
+from eagle3_jax.drafters import DraftModel, DraftModelState, NGram, Suffix, draft_model, layer_skip
+from eagle3_jax.load import load_drafter, load_target
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.named import is_named, named_drafter
+from eagle3_jax.topology import Chain, StaticTree, Topology
+from eagle3_jax.types import DraftSampling, Observation
+
+TARGET = tiny.target(13, num_layers=3)
+PROMPTS = tiny.random_prompts(4, 13, seed=3)
+TREE = StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)))
+
+
+def logits_after(model: LoadedTarget, texts: list[list[int]]) -> np.ndarray:
+    """``[texts V]``, after each text, run whole."""
+    padded = np.zeros((len(PROMPTS) * 8, 48), np.int32)
+    for row, text in enumerate(texts):
+        padded[row, : len(text)] = text
+    last = [len(text) - 1 for text in texts]
+    return np.asarray(_forward(model.model, model.params, padded))[range(len(texts)), last]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(model: DecoderTarget, params: dict, tokens: jax.Array) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return model.unembed(params, model(params, tokens, positions, causal_mask(tokens.shape[1])).final)
+
+
+def rounds_of(target: LoadedTarget, drafter: LoadedDrafter) -> list[tuple[list[list[int]], np.ndarray, np.ndarray]]:
+    """Of every round the texts that it drafted behind (none where a row has ended), its draft, how many it accepted."""
+    loop, params = tiny.bind(target, drafter)
+    state = loops.prefill(loop, params, tiny.prompts(PROMPTS, limit=20), capacity=64)
+    seen = []
+    while bool(state.running.any()):
+        texts = [row[:length].tolist() for row, length in zip(np.asarray(state.tokens), state.length, strict=True)]
+        texts = [text if runs else [] for text, runs in zip(texts, state.running, strict=True)]
+        latest = loops.step(loop, params, state)
+        state = latest.state
+        seen.append((texts, np.asarray(latest.draft.tokens), np.asarray(latest.verdict.num_accepted)))
+    return seen
+
+
+@pytest.mark.parametrize("topology", [Chain(3), TREE], ids=["chain", "tree"])
+def test_each_node_is_the_token_of_its_rank_after_its_path(topology: Topology) -> None:
+    """Over rounds that accept all and nothing, under a window shorter than the texts."""
+    options = {"layers": tiny.layers(2, window=4)}
+    target, small = tiny.target(13, **options), tiny.target(13, **options)
+    noise = 0.3 * jax.random.normal(jax.random.key(5), (16, 13))
+    small.params["head"] = {"kernel": small.params["head"]["kernel"] + noise}
+    loaded = draft_model(small, target)
+    drafter = LoadedDrafter(loaded.drafter.with_topology(topology, None), loaded.params)
+    ranks, parents = [0] * topology.num_nodes, list(range(-1, topology.num_nodes - 1))
+    if isinstance(topology, StaticTree):
+        ranks, parents = [0, *(path[-1] for path in topology.paths)], list(topology.parents)
+    accepted = set()
+    for texts, drafts, counts in rounds_of(target, drafter):
+        paths, wanted = [], []
+        for row, text in enumerate(texts):
+            path = {0: text}
+            for node in range(1, topology.num_nodes if text else 0):
+                path[node] = [*path[parents[node]], int(drafts[row, node])]
+                paths.append(path[parents[node]])
+                wanted.append((ranks[node], drafts[row, node]))
+        order = np.argsort(-logits_after(small, paths), axis=-1, kind="stable")
+        assert all(order[index, rank] == token for index, (rank, token) in enumerate(wanted))
+        accepted |= {int(count) for text, count in zip(texts, counts, strict=True) if text}
+    assert {0, topology.max_depth} <= accepted, "it is rounds after full and after no acceptance that can go wrong"
+
+
+class WithAHole(DraftModel):
+    """Never reads the last token of a fully accepted draft, which was drawn and not fed."""
+
+    def observe(self, params: dict, state: DraftModelState, seen: Observation) -> DraftModelState:
+        after = super().observe(params, state, seen)
+        cache, fed = after.cache, seen.tokens.shape[1]
+        full = (seen.length == fed) & (state.cache.length > 0)
+        hole = (jnp.arange(64)[None, :] == cache.length[:, None] - 2) & full[:, None]
+        layers = jax.tree.map(lambda leaf: jnp.where(hole[:, None, :, None], 0, leaf), cache.layers)
+        return after.replace(cache=Cache(layers=layers, length=cache.length))
+
+
+@pytest.mark.parametrize(("drafter", "accepted"), [(DraftModel, {3}), (WithAHole, {0, 1, 2, 3})])
+def test_the_target_itself_is_accepted_whole_in_every_round_and_with_a_hole_it_is_not(
+    drafter: type[DraftModel], accepted: set[int]
+) -> None:
+    rounds = rounds_of(TARGET, LoadedDrafter(drafter(TARGET.model, Chain(3)), TARGET.params))
+    seen = {int(counts[row]) for texts, _, counts in rounds for row, text in enumerate(texts) if text}
+    assert {3} <= seen <= accepted and (seen == {3}) == (drafter is DraftModel)
+
+
+def after(loaded: LoadedDrafter, text: list[int]) -> DraftModelState:
+    """What a drafter knows of a text, whose last token is the root."""
+    known = jnp.array([text[:-1]])
+    features = jnp.zeros((*known.shape, 0, 16))
+    length, root = jnp.array([len(text) - 1]), jnp.array([text[-1]])
+    seen = Observation(tokens=known, features=features, length=length, next_token=root)
+    return jax.jit(loaded.drafter.observe)(loaded.params, loaded.drafter.init(loaded.params, 1, 32), seen)
+
+
+def test_layer_skip_drafts_from_the_stream_that_leaves_a_layer_and_copies_nothing() -> None:
+    loaded = layer_skip(TARGET, 2)
+    assert all(any(leaf is own for own in jax.tree.leaves(TARGET.params)) for leaf in jax.tree.leaves(loaded.params))
+    text = PROMPTS[0]
+    tokens = jnp.array([text])
+    stream = TARGET.model(
+        TARGET.params, tokens, jnp.arange(len(text))[None], causal_mask(len(text)), aux_layers=(2,)
+    ).features[0, -1, 0]
+    normed = (
+        np.asarray(stream) / np.sqrt(np.mean(np.square(stream)) + 1e-6) * np.asarray(TARGET.params["norm"]["scale"])
+    )
+    state = after(loaded, text)
+    assert np.allclose(state.final[0], normed, atol=1e-5)
+
+
+def test_the_law_of_drawn_chains_is_the_draft_models_softmax() -> None:
+    drafter = tiny.draft_model(TARGET, Chain(2), draft_sampling=DraftSampling.PROBABILISTIC)
+    small = tiny.target(13, seed=1, num_layers=1)
+    text = PROMPTS[1][:4]
+    state = after(drafter, text)
+    sampling = tiny.per_row(tiny.SamplingParams(temperature=0.7), 1)
+    draft = jax.jit(drafter.drafter.propose)(drafter.params, state, jax.random.split(jax.random.key(0), 1), sampling)
+    for node in (1, 2):
+        scores = logits_after(small, [[*text, *draft.tokens[0, 1:node].tolist()]])[0] / 0.7
+        wanted = np.exp(scores - scores.max())
+        assert np.allclose(draft.probs[0, node], wanted / wanted.sum(), atol=1e-5)
+
+
+def with_words(model: LoadedTarget, words: list[str]) -> LoadedTarget:
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=words[0]))
+    return dataclasses.replace(model, tokenizer=tokenizer, name="some model")
+
+
+def test_what_cannot_draft_is_refused_in_one_line() -> None:
+    words = [f"word{index}" for index in range(13)]
+    target = with_words(TARGET, words)
+    draft_model(with_words(tiny.target(13), words), target)
+    with pytest.raises(ValueError, match="vocabulary of 11 tokens and some model one of 13; a draft"):
+        draft_model(tiny.target(11), target)
+    with pytest.raises(ValueError, match="the token 'word4' is id 5 there and id 4 here"):
+        draft_model(with_words(tiny.target(13), [*words[:4], "other", *words[4:12]]), target)
+    for size in (0, 3, 4):
+        with pytest.raises(ValueError, match=f"layer skip of {size} layers: some model has 3, so give 1 to 2"):
+            layer_skip(target, size)
+
+
+def test_a_sequence_longer_than_the_draft_model_is_refused() -> None:
+    decoder = SpeculativeDecoder(TARGET, tiny.draft_model(TARGET, max_positions=40), stop_tokens=())
+    assert len(decoder.generate([1, 2, 3], max_new_tokens=37).tokens[0]) == 37
+    with pytest.raises(ValueError, match=r"41 tokens .* 40 positions; lower max_new_tokens"):
+        decoder.generate([1, 2, 3], max_new_tokens=38)
+    with pytest.raises(ValueError, match="41 tokens"):
+        decoder.prefill([[1], [1, 2, 3]], max_new_tokens=38)
+
+
+def test_a_directory_with_a_language_model_is_loaded_as_a_draft_model(tmp_path: Path) -> None:
+    target = load_target(tiny.GOLDEN / "vllm/target")
+    native = tmp_path / "native"
+    conversion.convert(tiny.GOLDEN / "vllm/target", native, "jax")
+    prompt = tiny.random_prompts(1, 512, seed=7)[0]
+    for source in (tiny.GOLDEN / "vllm/target", native):
+        loaded = load_drafter(source, target=target)
+        assert isinstance(loaded.drafter, DraftModel) and loaded.name == str(source)
+        assert tiny.same_bits(loaded.params, target.params)
+    result = SpeculativeDecoder(target, loaded, num_speculative_tokens=3, stop_tokens=()).generate(
+        prompt, max_new_tokens=17
+    )
+    assert result.stats.num_accepted_tokens == result.stats.num_draft_tokens > 0
+    with pytest.raises(ValueError, match=r"official/target has a vocabulary of .* one of 512; a draft model needs"):
+        load_drafter(tiny.GOLDEN / "official/target", target=target)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("layer-skip", "expected layer-skip=E, such as layer-skip=4"),
+        ("layer-skip=half", "expected layer-skip=E, such as layer-skip=4"),
+        ("layer-skip=3", "target has 3, so give 1 to 2"),
+        ("ngram=3", "drafter 'ngram=3': expected ngram$"),
+    ],
+)
+def test_a_name_that_cannot_be_is_refused(source: str, message: str) -> None:
+    assert is_named(source)
+    with pytest.raises(ValueError, match=message):
+        named_drafter(source, TARGET)
+
+
+def test_names_name_drafters_without_files() -> None:
+    assert isinstance(named_drafter("ngram", TARGET), NGram) and isinstance(named_drafter("suffix", TARGET), Suffix)
+    assert named_drafter("none", TARGET) is None
+    skipping = named_drafter("layer-skip=2", TARGET)
+    assert isinstance(skipping, LoadedDrafter) and skipping.drafter.model.config.num_layers == 2
+    assert not is_named(None) and not is_named("./ngram") and not is_named("some/head")

@@ -1,0 +1,269 @@
+"""EAGLE-1 heads and MTP modules: what they draft, how they come in and go out, and what does not add up."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+from checkpoints import TARGET, Head, assert_close, edit_config, edit_tensors, same_params, write_checkpoint
+from torch_heads import MTP, Eagle1, drafted
+
+from eagle3_jax import conversion
+from eagle3_jax.conversion import CheckpointError
+from eagle3_jax.drafters import Eagle1Drafter, MTPDrafter
+from eagle3_jax.models.memory import BlockMemory, causal_mask
+from eagle3_jax.topology import Chain
+from eagle3_jax.types import EmbeddingTables, Observation, SamplingParams
+
+DEPTH = 4
+HEADS: dict[str, Eagle1 | MTP] = {
+    "EAGLE-1": Eagle1(),
+    "EAGLE-1 without a bias": Eagle1(bias=False),
+    "EAGLE-1 with another rope": Eagle1(theta=500.0),
+    "EAGLE-1 of two layers": Eagle1(layers=2, kv_heads=4),
+    "EAGLE-1 for Qwen2": Eagle1(qkv_bias=True),
+    "EAGLE-1 with the target's embedding": Eagle1(own_embedding=False),
+    "MTP": MTP(),
+    "MTP with its own tables": MTP(own_embedding=True, own_output=True),
+    "MTP with another rope": MTP(theta=500.0),
+}
+
+
+def params_of(checkpoint: conversion.HeadCheckpoint, tables: EmbeddingTables) -> tuple[Any, dict[str, Any]]:
+    drafter = (Eagle1Drafter if checkpoint.method == "eagle1" else MTPDrafter)(checkpoint.config, Chain(DEPTH))
+    head = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), checkpoint.head)
+    own = None if checkpoint.embedding is None else jnp.asarray(checkpoint.embedding)
+    return drafter, drafter.assemble(head, tables, embedding=own)
+
+
+def check_rounds(name: str) -> None:
+    """Logits of the first pairs, and the chain of every round: accepted, refused and never drafted tokens in between.
+
+    The twin computes everything anew each time, so a guess that stayed in the cache, a position that is off or a
+    state that was fed back and not replaced by the true one would show in the rounds after the first.
+    """
+    head = HEADS[name]
+    random = np.random.default_rng(3)
+    text, fed = random.integers(0, 61, 24), (9, 1, DEPTH + 1, 2)
+    features = random.normal(size=(24, 32)).astype(np.float32)
+    embedding, output = (random.normal(size=(61, 32)).astype(np.float32) for _ in range(2))
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = conversion.read_head(head.write(Path(folder)), TARGET)
+        drafter, params = params_of(checkpoint, EmbeddingTables(jnp.asarray(embedding), jnp.asarray(output.T)))
+    own = {name.removeprefix("model.layers.8."): value for name, value in head.tensors().items()}
+    embedding = own.get("embed_tokens.weight", embedding)
+    output = own.get("shared_head.head.weight", output)
+
+    @jax.jit
+    def first(params: Any, tokens: jax.Array, features: jax.Array) -> jax.Array:
+        network, positions = drafter.bind(params), jnp.arange(fed[0])[None]
+        memories = [BlockMemory(mask=causal_mask(fed[0]))] * len(checkpoint.config.layers)
+        embedded = drafter.embed(params, tokens, positions)
+        states, _ = network(embedded, network.fuse(features[:, :, None]), positions, memories)
+        return drafter.logits(params, network, states)
+
+    @jax.jit
+    def round_(params: Any, state: Any, seen: Observation) -> tuple[Any, jax.Array]:
+        state = drafter.observe(params, state, seen)
+        draft = drafter.propose(params, state, jax.random.split(jax.random.key(0), 1), SamplingParams())
+        return draft.state, draft.tokens
+
+    def truth(count: int) -> Any:
+        given = {"features": features[:count], "tokens": text[1 : count + 1]}
+        return drafted(head, embedding=embedding, output=output, depth=DEPTH, **given)
+
+    ours = first(params, jnp.asarray(text[None, 1 : fed[0] + 1], jnp.int32), jnp.asarray(features[None, : fed[0]]))
+    assert_close(ours[0], truth(fed[0]).logits)
+    state, known = drafter.init(params, 1, 32), 0
+    for count in fed:
+        padded, wide = np.zeros((1, fed[0]), np.int32), np.zeros((1, fed[0], 1, 32), np.float32)
+        padded[0, :count] = text[known : known + count]
+        wide[0, :count, 0] = features[known : known + count]
+        known += count
+        seen = Observation(
+            tokens=jnp.asarray(padded),
+            features=jnp.asarray(wide),
+            length=jnp.full((1,), count, jnp.int32),
+            next_token=jnp.asarray(text[known : known + 1], jnp.int32),
+        )
+        state, tokens = round_(params, state, seen)
+        assert tokens[0, 1:].tolist() == truth(known).tokens, f"after {known} tokens"
+
+
+# The others differ in what is read from files.
+@pytest.mark.parametrize("name", [name for name in HEADS if not re.search("bias|target|rope", name)])
+def test_a_head_drafts_as_its_torch_twin_round_after_round(name: str) -> None:
+    check_rounds(name)
+
+
+EXPORTS = {
+    "EAGLE-1": {"vllm": "a bias in fc"},
+    "EAGLE-1 with another rope": {"vllm": "a bias in fc"},
+    "EAGLE-1 of two layers": {"vllm": "a bias in fc"},
+    "EAGLE-1 for Qwen2": {"vllm": "a bias in fc"},
+    "EAGLE-1 with the target's embedding": {"eagle": "embedding of its own", "vllm": "a bias in fc"},
+    "MTP": {"speculators": "zero_first True"},
+    "MTP with its own tables": {"speculators": "zero_first True"},
+    "MTP with another rope": {"speculators": "zero_first True"},
+}
+LAYOUTS = {"EAGLE-1": ("jax", "eagle", "vllm"), "MTP": ("jax", "deepseek", "mimo", "speculators")}
+
+
+@pytest.mark.parametrize(("name", "to"), [(name, to) for name in HEADS for to in LAYOUTS[name.split()[0]]])
+def test_a_head_round_trips_bit_equal_or_is_refused_by_what_is_missing(tmp_path: Path, name: str, to: str) -> None:
+    directory = dataclasses.replace(HEADS[name], dtype=ml_dtypes.bfloat16).write(tmp_path / "head")
+    if to in EXPORTS.get(name, {}):
+        with pytest.raises(CheckpointError, match=EXPORTS[name][to]):
+            conversion.convert(directory, tmp_path / "out", to, TARGET)
+        return
+    conversion.convert(directory, tmp_path / "out", to, TARGET)
+    source, again = (conversion.read_head(one, TARGET) for one in (directory, tmp_path / "out"))
+    assert (source.dtype, again.dialect, conversion.identify(tmp_path / "out")) == ("bfloat16", to, source.method)
+    assert same_params({"x": source.embedding} if source.embedding is not None else {},
+                       {"x": again.embedding} if again.embedding is not None else {})  # fmt: skip
+    if to == "mimo":  # Qwen2's block has biases; these are zero
+        assert again.config.layers[0].mixer.qkv_bias
+        qkv = again.head["block"]["attention"]["qkv"]
+        assert not np.asarray(qkv.pop("bias")).any()
+        layers = (dataclasses.replace(source.config.layers[0], mixer=again.config.layers[0].mixer),)
+        source = dataclasses.replace(source, config=dataclasses.replace(source.config, layers=layers))
+    assert again.config == source.config
+    assert same_params(source.head, again.head)
+
+
+def test_a_mimo_module_keeps_its_biases_and_its_order(tmp_path: Path) -> None:
+    """Written in DeepSeek's order and read back from MiMo's, the same; and MiMo's own file comes out as it was."""
+    qwen2 = MTP(qkv_bias=True, own_embedding=True, own_output=True)
+    directory = write_checkpoint(tmp_path / "head", qwen2.config() | {"model_type": "qwen2"}, qwen2.tensors())
+    conversion.convert(directory, tmp_path / "mimo", "mimo", TARGET)
+    conversion.convert(tmp_path / "mimo", tmp_path / "back", "deepseek", TARGET)
+    conversion.convert(tmp_path / "mimo", tmp_path / "again", "mimo", TARGET)
+    stored = [conversion.tensors.read_tensors(tmp_path / one) for one in ("head", "back", "mimo", "again")]
+    assert same_params(dict(stored[0]), dict(stored[1])) and same_params(dict(stored[2]), dict(stored[3]))
+    mine, theirs = stored[0]["model.layers.8.eh_proj.weight"], stored[2]["model.mtp_layers.0.input_proj.weight"]
+    assert np.array_equal(theirs[:, :32], mine[:, 32:]) and np.array_equal(theirs[:, 32:], mine[:, :32])
+    values = json.loads((tmp_path / "mimo/config.json").read_text())
+    assert (values["architectures"], values["model_type"]) == (["MiMoForCausalLM"], "qwen2")
+    assert (values["num_hidden_layers"], values["num_nextn_predict_layers"]) == (8, 1)
+    assert {"model.embed_tokens.weight", "lm_head.weight"} < set(stored[2])
+
+
+def test_a_speculators_module_does_not_zero_the_first_embedding(tmp_path: Path) -> None:
+    config = MTP().config() | {"model_type": "qwen3", "head_dim": 8}
+    config.pop("num_nextn_predict_layers")
+    renamed = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj"}
+    renamed |= {"shared_head.norm": "final_layernorm", "model.layers.8": "mtp_layers.0"}
+    tensors = {}
+    for name, value in MTP().tensors().items():
+        for old, new in renamed.items():
+            name = name.replace(old, new)
+        tensors[name] = value
+    tensors |= {f"mtp_layers.0.self_attn.{one}_norm.weight": np.ones(8, np.float32) for one in "qk"}
+    outer = {"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "num_nextn_predict_layers": 1}
+    directory = write_checkpoint(tmp_path / "head", outer | {"transformer_layer_config": config}, tensors)
+    checkpoint = conversion.read_head(directory, TARGET)
+    assert (checkpoint.dialect, checkpoint.config.zero_first) == ("speculators", False)
+    conversion.convert(directory, tmp_path / "out", "speculators", TARGET)
+    assert same_params(dict(conversion.tensors.read_tensors(tmp_path / "out")), tensors)
+    with pytest.raises(CheckpointError, match="zero_first False"):
+        conversion.convert(directory, tmp_path / "deepseek", "deepseek", TARGET)
+    edit_config(directory, speculators_model_type=None)
+    with pytest.raises(CheckpointError, match="does not say in which order"):
+        conversion.read_head(directory, TARGET)
+
+
+def test_exports_say_what_engines_read(tmp_path: Path) -> None:
+    head = HEADS["EAGLE-1 without a bias"].write(tmp_path / "head")
+    conversion.convert(head, tmp_path / "vllm", "vllm", TARGET)
+    values = json.loads((tmp_path / "vllm/config.json").read_text())
+    assert values["architectures"] == ["EagleLlamaForCausalLM"]
+    assert values["bias"] is False  # vLLM takes true for a bias of attention
+    assert values["num_hidden_layers"] == 1
+    edit_config(HEADS["EAGLE-1"].write(tmp_path / "biased"))
+    edit_tensors(tmp_path / "biased", fc__bias=np.zeros(32, np.float32))
+    conversion.convert(tmp_path / "biased", tmp_path / "zero", "vllm", TARGET)
+    assert "fc.bias" not in conversion.tensors.read_tensors(tmp_path / "zero")
+
+
+def test_a_head_without_a_bias_that_nobody_mentions_is_read_with_a_note(tmp_path: Path) -> None:
+    head = HEADS["EAGLE-1 without a bias"].write(tmp_path / "head")
+    assert conversion.read_head(head, TARGET).note == ""
+    edit_config(head, bias=None)
+    checkpoint = conversion.read_head(head, TARGET)
+    assert not checkpoint.config.fc_bias and "fc has no bias" in checkpoint.note
+
+
+ONES, BLOCK, WIDE = (np.ones(shape, np.float32) for shape in (32, (32, 64), (61, 32)))
+REFUSALS: dict[str, tuple[Eagle1 | MTP, dict[str, Any], dict[str, Any], str]] = {
+    "no bias": (Eagle1(), {"bias": True}, {"fc__bias": None}, r"misses fc\.bias"),
+    "bias denied": (Eagle1(), {"bias": False}, {}, r"unexpected fc\.bias"),
+    "own output": (Eagle1(), {}, {"lm_head__weight": WIDE}, "reads its logits off the target's"),
+    "final norm": (Eagle1(), {}, {"norm__weight": ONES}, r"has no lm_head\.weight; EAGLE-3 heads have"),
+    "input norm": (Eagle1(), {}, {"layers__0__input_layernorm__weight": ONES}, "an input norm in its first layer"),
+    "three features": (Eagle1(), {}, {"fc__weight": np.ones((32, 96), np.float32)}, "reads three features"),
+    "layers": (Eagle1(), {"num_hidden_layers": 2}, {}, "num_hidden_layers is 2; the file holds 1 layers"),
+    "vocabulary": (Eagle1(), {"vocab_size": 62}, {}, "vocabulary of 62 but the target has 61"),
+    "embedding": (Eagle1(), {}, {"embed_tokens__weight": np.ones((60, 32), np.float32)}, r"shape \[60, 32\]"),
+    "quantised": (Eagle1(), {"quantization_config": {}}, {}, "give the checkpoint before quantisation"),
+    "EAGLE-1 said to be EAGLE-3": (
+        Eagle1(), {"architectures": ["LlamaForCausalLMEagle3"]}, {}, "tensors are those of an EAGLE-1 head"
+    ),
+    "projection": (MTP(), {}, {"model__layers__8__eh_proj__weight": None}, r"misses model\.layers\.8\.eh_proj"),
+    "modules": (MTP(), {"num_nextn_predict_layers": 2}, {}, "num_nextn_predict_layers is 2 and the file holds 1"),
+    "two modules": (MTP(), {}, {"model__layers__9__enorm__weight": ONES}, "is 1 and the file holds 2 modules"),
+    "number": (MTP(), {"num_hidden_layers": 9}, {}, "the module has number 8; expected 9"),
+    "FP8": (MTP(), {}, {"model__layers__8__eh_proj__weight_scale_inv": ONES}, "scales FP8 weights"),
+    "DeepSeek's block": (MTP(), {"model_type": "deepseek_v3"}, {}, "model_type is 'deepseek_v3'"),
+    "another depth": (dataclasses.replace(MTP(), target_layers=7), {}, {}, "num_hidden_layers is 7, the target's"),
+    "vocabulary of a module": (MTP(), {"vocab_size": 62}, {}, "vocabulary of 62 but the target has 61"),
+    "Qwen3-Next's names": (MTP(), {}, {"mtp__fc__weight": BLOCK}, r"names its tensors mtp\.\*"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_does_not_add_up_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    head, fields, tensors, message = REFUSALS[name]
+    directory = head.write(tmp_path / "head")
+    edit_config(directory, **fields)
+    if tensors:
+        edit_tensors(directory, **tensors)
+    with pytest.raises(CheckpointError, match=message) as refusal:
+        conversion.read_head(directory, TARGET)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_head_is_what_it_is_whatever_it_is_called(tmp_path: Path) -> None:
+    found = {}
+    for name, head in {"one": Eagle1(), "three": Head(), "mtp": MTP()}.items():
+        directory = head.write(tmp_path / name)
+        edit_config(directory, architectures=["EagleLlamaForCausalLM"])
+        found[name] = conversion.identify(directory)
+    assert found == {"one": "eagle1", "three": "eagle3", "mtp": "mtp"}
+
+
+@pytest.mark.parametrize("name", ["EAGLE-1", "MTP"])
+def test_a_native_head_of_a_shallower_target_is_refused(tmp_path: Path, name: str) -> None:
+    conversion.convert(HEADS[name].write(tmp_path / "head"), tmp_path / "native", "jax", TARGET)
+    deeper = dataclasses.replace(TARGET, layers=TARGET.layers * 2)
+    with pytest.raises(CheckpointError, match="a target of 8 layers but the target has 16"):
+        conversion.read_head(tmp_path / "native", deeper)
+
+
+def test_a_head_needs_its_target_and_only_a_whole_model_is_none(tmp_path: Path) -> None:
+    with pytest.raises(conversion.TargetNeededError, match="how deep its target is"):
+        conversion.read_head(Eagle1().write(tmp_path / "head"))
+    assert conversion.read_head(MTP().write(tmp_path / "mtp")).config.num_target_layers == 8
+    whole = MTP().tensors() | {"model.layers.0.input_layernorm.weight": ONES, "model.norm.weight": ONES}
+    directory = write_checkpoint(tmp_path / "whole", MTP().config() | {"model_type": "deepseek_v3"}, whole)
+    assert conversion.identify(directory) == "target"

@@ -1,0 +1,150 @@
+"""Medusa heads: what they compute, what they read, and what they draft, against PyTorch and against numpy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from eagle3_jax import SpeculativeDecoder, TypicalAcceptance, check_drafter
+from eagle3_jax import loop as loops
+from eagle3_jax.drafters import MedusaConfig, MedusaDrafter
+from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.published_trees import PUBLISHED_TREES, tree_name
+from eagle3_jax.topology import Chain, StaticTree
+from eagle3_jax.types import DraftSampling, SamplingParams
+
+TARGET = tiny.target(13)
+LAW = "sampled output has the target's law"
+PROMPTS = tiny.random_prompts(3, 13, seed=5)
+
+
+@pytest.mark.parametrize(("layers", "bias"), [(1, True), (2, False)])
+def test_the_network_is_that_of_its_independent_torch_twin(layers: int, bias: bool) -> None:
+    pytest.importorskip("torch")
+    import medusa_torch
+
+    heads = medusa_torch.random_heads(16, 13, heads=3, layers=layers, bias=bias)
+    tensors = medusa_torch.tensors_of(heads)
+    config = MedusaConfig(
+        vocab_size=13,
+        draft_vocab_size=13,
+        target_width=16,
+        num_target_layers=2,
+        num_heads=3,
+        num_layers=layers,
+        bias=bias,
+    )
+    linear = lambda k, name: {
+        "kernel": tensors[f"{k}.{name}weight"].T,
+        **({"bias": tensors[f"{k}.{name}bias"]} if f"{k}.{name}bias" in tensors else {}),
+    }
+    head = {
+        "blocks": {k: {"layers": {n: linear(k, f"{n}.linear.") for n in range(layers)}} for k in range(3)},
+        "outputs": {k: linear(k, f"{layers}.") for k in range(3)},
+    }
+    drafter = MedusaDrafter(config)
+    state = np.random.default_rng(0).normal(size=(5, 16)).astype(np.float32)
+    truth = medusa_torch.logits_of(heads, state)
+    for count in (1, 3):
+        ours = drafter.bind({"head": jax.tree.map(jnp.asarray, head)})(jnp.array(state), count)
+        assert np.abs(np.asarray(ours) - truth[:, :count]).max() < 1e-5 * np.abs(truth).max()
+
+
+@jax.jit
+def final_states(tokens: jax.Array) -> jax.Array:
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    return TARGET.model(TARGET.params, tokens, positions, causal_mask(tokens.shape[1])).final
+
+
+def read_off(head: dict, shared: bool, ids: np.ndarray, text: list[int], paths: list[tuple[int, ...]]) -> list[int]:
+    """The tokens of a tree behind a text, its last token the root: one full forward of the target, then numpy."""
+    known = jnp.zeros((1, 48), jnp.int32).at[0, : len(text)].set(jnp.array(text))
+    hidden = np.asarray(final_states(known)[0, len(text) - 2])
+    ranked = []
+    for k in range(max(map(len, paths))):
+        z = hidden.astype(np.float64)
+        for layer in head["blocks"][k]["layers"].values():
+            y = z @ np.asarray(layer["kernel"]) + np.asarray(layer.get("bias", 0.0))
+            z = z + y / (1 + np.exp(-y))
+        ranked.append(ids[np.argsort(-(z @ np.asarray(head["outputs"][0 if shared else k]["kernel"])))])
+    return [int(ranked[len(path) - 1][path[-1]]) for path in paths]
+
+
+@pytest.mark.parametrize(
+    ("topology", "variant"),
+    [
+        (Chain(2), {"bias": True, "num_layers": 2}),
+        (tiny.STATIC_TREE, {"shared_output": True, "draft_vocab_size": 7}),
+    ],
+    ids=["a chain shorter than the heads", "a tree of a part of the vocabulary"],
+)
+def test_every_round_drafts_from_the_state_behind_the_last_committed_token(topology, variant) -> None:
+    of = tiny.medusa(TARGET, topology, seed=3, **variant)
+    table = np.asarray(of.params.get("draft_to_target", np.arange(13)))
+    paths = [(0,) * depth for depth in (1, 2)] if isinstance(topology, Chain) else list(topology.paths)
+    loop, params = tiny.bind(TARGET, of)
+    state = loops.prefill(loop, params, tiny.prompts(PROMPTS, limit=20), capacity=48)
+    lengths = []
+    for _ in range(6):
+        known, length = np.asarray(state.tokens), np.asarray(state.length)
+        texts = [known[row, : length[row]].tolist() for row in range(3)]
+        lengths.append(length)
+        after = loops.step(loop, params, state)
+        state = after.state
+        for row, text in enumerate(texts):
+            wanted = read_off(of.params["head"], variant.get("shared_output", False), table, text, paths)
+            assert after.draft.tokens[row].tolist() == [text[-1], *wanted]
+    steps = np.diff(np.array(lengths), axis=0)
+    assert steps.max() > 1 or not isinstance(topology, StaticTree), (
+        "nothing was accepted: nothing had to be rolled back"
+    )
+
+
+def test_a_drawn_chain_declares_the_softmax_of_each_head_and_the_output_keeps_the_targets_law() -> None:
+    of = tiny.medusa(TARGET, Chain(3), seed=2, draft_vocab_size=9, draft_sampling=DraftSampling.PROBABILISTIC)
+    report = check_drafter(of, TARGET, checks=["draws from what it declares", LAW], samples=8192)
+    assert report.ok, str(report)
+
+
+def test_k_is_at_most_the_number_of_heads_and_the_first_k_draft() -> None:
+    of = tiny.medusa(TARGET)
+    assert of.drafter.topology == Chain(4) and of.drafter.aux_layers == (3,)
+    with pytest.raises(
+        ValueError, match="a draft of 5 tokens needs as many Medusa heads and there are 4; lower num_spec"
+    ):
+        SpeculativeDecoder(TARGET, of, num_speculative_tokens=5)
+    with pytest.raises(ValueError, match="a draft of 4 tokens needs as many Medusa heads and there are 3"):
+        SpeculativeDecoder(TARGET, tiny.medusa(TARGET, num_heads=3), tree=PUBLISHED_TREES["medusa-63"])
+    with pytest.raises(ValueError, match="draws 10 children from a draft vocabulary of 7"):
+        tiny.medusa(TARGET, PUBLISHED_TREES["medusa-63"], draft_vocab_size=7)
+
+
+def test_with_typical_acceptance_a_sampled_text_is_lossy_and_says_so() -> None:
+    of, sampling = tiny.medusa(TARGET, PUBLISHED_TREES["medusa-63"]), SamplingParams(temperature=1.0)
+    decoder = SpeculativeDecoder(TARGET, of, verifier=TypicalAcceptance())
+    result = decoder.generate(PROMPTS, max_new_tokens=12, sampling=sampling)
+    assert not result.lossless and not decoder.lossless
+    again = decoder.generate(PROMPTS, max_new_tokens=12, sampling=sampling)
+    assert again.tokens == result.tokens
+
+
+# The authors' own order, which is that in which they added nodes.
+MC_SIM_7B_63 = [
+    [0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0], [0, 2], [3], [0, 3], [4], [0, 4], [2, 0], [0, 5], [0, 0, 1], [5],
+    [0, 6], [6], [0, 7], [0, 1, 0], [1, 1], [7], [0, 8], [0, 0, 2], [3, 0], [0, 9], [8], [9], [1, 0, 0], [0, 2, 0],
+    [1, 2], [0, 0, 3], [4, 0], [2, 1], [0, 0, 4], [0, 0, 5],
+]  # fmt: skip
+
+
+def test_the_published_trees_have_63_nodes_and_names() -> None:
+    assert set(map(tuple, MC_SIM_7B_63)) < set(PUBLISHED_TREES["medusa-63"].paths)
+    of_medusa = {name: tree for name, tree in PUBLISHED_TREES.items() if name.startswith("medusa-")}
+    assert len(of_medusa) == 8
+    for name, tree in of_medusa.items():
+        assert (tree.num_nodes, max(max(path) for path in tree.paths)) == (64, 9)
+        assert tree.max_depth == (3 if name == "medusa-vicuna-33b-stage1" else 4)
+        assert tree_name(tree) == f"tree {name}"
+    assert tree_name(tiny.STATIC_TREE) == "tree N=7 G=3"

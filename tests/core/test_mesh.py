@@ -1,0 +1,206 @@
+"""On a mesh of devices: the same tokens, few things that move, one line where it does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import recurrent
+import tiny
+from checkpoints import TARGET, write_llama
+from jax.sharding import AbstractMesh, PartitionSpec
+
+import eagle3_jax as e3
+from eagle3_jax.models.config import GatedMLP, GroupedQuery, uniform
+from eagle3_jax.sharding import MESH_AXES, check_rows, make_mesh, param_shardings, parse_mesh, row_shardings
+
+HERE = Path(__file__).parent.parent / "helpers"
+SAME = (
+    "chain",
+    "chain, data=8",
+    "chain, model=8",
+    "tree",
+    "plain",
+    "n-gram",
+    "schedule",
+    "schedule, model=8",
+    "a tied table",
+    "stream, model=8",
+    "round by round",
+    "chain, sampled",
+    "tree, sampled",
+    "drawn chain",
+    "prefill in parts",
+)
+
+
+def environment(devices: int) -> dict[str, str]:
+    """Of a process with so many virtual devices, whose programs cost little to compile."""
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    path = os.pathsep.join([str(HERE.parent.parent), str(HERE)])
+    return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    # Compilation is most of it; a second run finds its programs where this suite keeps them.
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
+    kept["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+    done = subprocess.run(
+        [sys.executable, HERE / "on_a_mesh.py"], env=environment(8) | kept, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("what", SAME)
+def test_eight_devices_write_what_one_writes(what: str, found: dict[str, Any]) -> None:
+    assert found["same"].keys() == set(SAME)
+    assert found["same"][what]
+
+
+def test_a_step_adds_twice_a_layer_and_moves_nothing_large(found: dict[str, Any]) -> None:
+    """Two target layers; the head's layer runs for two levels and once more for what was accepted."""
+    steps = found["steps"]
+    layers = 2 * (2 + 2 + 1)
+    for name, step in steps.items():
+        assert not step["moves"].keys() & {"collective-permute", "all-to-all", "reduce-scatter"}, name
+        assert step["largest"] < step["keys"], name
+    # The largest logit and the lowest id that has it, of three drafted tokens and of the verification.
+    assert steps["chain"]["moves"] == {"all-reduce": layers + 2 * 4}
+    # Beside them the sums of two levels of draft probabilities; a greedy verification looks for its largest logits.
+    assert steps["tree"]["moves"]["all-reduce"] == layers + 2 + 2
+    assert steps["tree, sampled"]["moves"]["all-reduce"] == layers + 2
+    # Every lookup in a table that is divided is one more: two levels, what was accepted, the target's own.
+    assert steps["chain, tied"]["moves"]["all-reduce"] == layers + 2 * 4 + 4
+    # Rows do not need each other.
+    for name in ("n-gram, data=8", "chain, data=8"):
+        assert steps[name]["moves"] == {}, name
+
+
+def test_a_prefill_in_parts_moves_what_a_prefill_moves(found: dict[str, Any]) -> None:
+    """Groups of four rows, one of each device of the data axis after the other: rows stay where they are."""
+    whole, parts = found["prefills"]
+    assert whole == parts and parts.keys() == {"all-reduce"}
+
+
+def test_two_processes_print_what_one_prints(tmp_path: Path, cli: Any) -> None:
+    """The shipped pair, whose two key heads go to two devices each of two processes."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("def f(x):\n", "class Stack:\n")))
+    command = ["generate", "--prompts", prompts, "--json", "--batch-size", "2", "--max-new-tokens", "8"]
+    code, alone, _ = cli(*command, "--trace", tmp_path / "alone.json", "--compilation-cache", "none")
+    assert code == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for index in range(2):
+        options = ["--mesh", "model=2,data=2", "--trace", tmp_path / f"{index}.json", "--compilation-cache", "none"]
+        options += ["--distributed", f"coordinator=127.0.0.1:{port},processes=2,process={index}"]
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "eagle3_jax", *map(str, [*command, *options])],
+                env=environment(2),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    (first, said), (second, _) = (process.communicate(timeout=300) for process in processes)
+    assert [process.returncode for process in processes] == [0, 0], said[-2000:]
+    assert second == ""
+    assert [json.loads(line)["token_ids"] for line in first.splitlines()] == [
+        json.loads(line)["token_ids"] for line in alone.splitlines()
+    ]
+    assert (tmp_path / "0.json").read_text() == (tmp_path / "alone.json").read_text()
+    assert not (tmp_path / "1.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model=4,pipe=2", "'pipe' is no axis; the axes are data and model"),
+        ("model", "the size of model is ''"),
+        ("model=four", "the size of model is 'four'; expected a number from 1, as in model=4,data=2"),
+        ("model=0", "the size of model is '0'"),
+        ("model=2,model=2", "names model twice"),
+        ("", "'' is no axis"),
+    ],
+)
+def test_what_is_no_mesh_is_refused(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        parse_mesh(text)
+
+
+def test_a_mesh_of_other_sizes_than_the_devices_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model=4,data=2 needs 8 devices and there is 1 \(CPU\)"):
+        make_mesh("model=4,data=2", devices=jax.devices()[:1])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--mesh", "model=2"], "--mesh model=2: a mesh of model=2,data=1 needs 2 devices and there is 1 (CPU)"),
+        (["--mesh", "experts=2"], "'experts' is no axis; the axes are data and model"),
+        (["--distributed", "auto"], "--distributed was given without --mesh"),
+        (["--distributed", "auto", "--mesh", "model=1"], "expected 'auto', or 'coordinator=HOST:PORT,processes=2"),
+        (["--distributed", "process=1", "--mesh", "model=1"], "--distributed 'process=1': expected 'auto', or"),
+        (["--distributed", "coordinator=a:1,processes=2,process=2", "--mesh", "model=1"], "expected 0 to 1"),
+    ],
+)
+def test_the_command_line_says_in_one_line_what_is_wrong(options: list[str], said: str, refused: Any) -> None:
+    assert said in refused("generate", "x", *options)
+
+
+def test_a_mesh_that_does_not_divide_is_refused() -> None:
+    target = tiny.target()
+    head = tiny.eagle3(target)
+    shapes = target.model.param_shapes()
+    with pytest.raises(ValueError, match=r"model=4,data=1 does not divide 2 key/value heads: model can be 1, 2$"):
+        param_shardings(AbstractMesh((1, 4), MESH_AXES), target.model, shapes)
+    with pytest.raises(ValueError, match=r"model=3,data=1 does not divide 2 key/value heads: model can be 1, 2$"):
+        param_shardings(AbstractMesh((1, 3), MESH_AXES), head.drafter, head.params)
+    with pytest.raises(ValueError, match=r"divides rows over 4 and the batch has 6; give a multiple of 4 prompts"):
+        check_rows(AbstractMesh((4, 1), MESH_AXES), 6)
+
+
+def test_a_target_that_names_no_axes_is_held_whole_and_its_rows_are_divided() -> None:
+    mesh = AbstractMesh((2, 4), MESH_AXES)
+    target = recurrent.target()
+    places = jax.tree.leaves(param_shardings(mesh, target.model, target.params))
+    assert all(place.spec == PartitionSpec() for place in places)
+    cache = target.model.init_cache(8, 16)
+    with tiny.unchecked():  # a tree of shardings where arrays are announced
+        assert {place.spec[0] for place in jax.tree.leaves(row_shardings(mesh, cache))} == {"data"}
+
+
+def test_what_is_shared_stays_one_array() -> None:
+    target = tiny.target()
+    decoder = e3.SpeculativeDecoder(target, tiny.eagle3(target), mesh=make_mesh(devices=jax.devices()[:1]))
+    assert decoder.params.target["embedding"] is decoder.params.drafter["embedding"]
+
+
+def test_the_host_holds_one_array_at_a_time(tmp_path: Path) -> None:
+    """Numpy reports what it allocates to tracemalloc; what JAX keeps is counted only where it keeps numpy's own."""
+    layers = uniform(12, GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=64), GatedMLP(width=512))
+    config = dataclasses.replace(TARGET, width=256, layers=layers)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    directory = write_llama(tmp_path / "target", config)
+    e3.load_target(directory)
+    for on in (None, mesh):
+        tracemalloc.start()
+        target = e3.load_target(directory, mesh=on)
+        after, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        sizes = [leaf.nbytes for leaf in jax.tree.leaves(target.params)]
+        assert peak - after < 3 * max(sizes) < sum(sizes) / 5

@@ -1,0 +1,72 @@
+"""Prompt lookup against a search written with loops."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eagle3_jax.checks import per_row
+from eagle3_jax.drafters import NGram, Suffix
+from eagle3_jax.types import Draft, Observation, SamplingParams
+
+
+def looked_up(tokens: list[int], drafter: NGram) -> list[int]:
+    """What followed one earlier occurrence of the longest suffix that occurred before."""
+    for size in range(min(drafter.max_ngram, len(tokens) - 1), drafter.min_ngram - 1, -1):
+        ends = range(size, len(tokens))
+        for end in ends if drafter.earliest else reversed(ends):
+            if tokens[end - size : end] == tokens[-size:]:
+                return tokens[end : end + drafter.num_speculative_tokens]
+    return []
+
+
+def propose(drafter: NGram | Suffix, rows: list[list[int]], capacity: int = 24) -> Draft:
+    """Show each row in two pieces, as a prompt and a round do."""
+    state = drafter.init(None, len(rows), capacity)
+    for part in (lambda row: row[: len(row) // 2 + 1], lambda row: row[len(row) // 2 :]):
+        pieces = [part(row) for row in rows]
+        tokens = np.zeros((len(rows), max(map(len, pieces)) - 1 or 1), np.int32)
+        for index, piece in enumerate(pieces):
+            tokens[index, : len(piece) - 1] = piece[:-1]
+        seen = Observation(
+            tokens=jnp.array(tokens),
+            features=jnp.zeros((*tokens.shape, 0, 4)),
+            length=jnp.array([len(piece) - 1 for piece in pieces], jnp.int32),
+            next_token=jnp.array([piece[-1] for piece in pieces], jnp.int32),
+        )
+        state = jax.jit(drafter.observe)(None, state, seen)
+    return jax.jit(drafter.propose)(
+        None, state, jax.random.split(jax.random.key(0), len(rows)), per_row(SamplingParams(), len(rows))
+    )
+
+
+@pytest.mark.parametrize("earliest", [False, True])
+@pytest.mark.parametrize("sizes", [(4, 1), (3, 2), (1, 1), (5, 5)])
+def test_it_proposes_what_followed_the_longest_match(sizes: tuple[int, int], earliest: bool) -> None:
+    drafter = NGram(4, max_ngram=sizes[0], min_ngram=sizes[1], earliest=earliest)
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 3, size=rng.integers(2, 20)).tolist() for _ in range(200)]
+    draft = propose(drafter, rows)
+    hits = 0
+    for row, tokens, valid in zip(rows, draft.tokens.tolist(), draft.valid.tolist(), strict=True):
+        expected = looked_up(row, drafter)
+        assert tokens[0] == row[-1]
+        assert valid == [True] + [node < len(expected) for node in range(4)]
+        assert tokens[1 : 1 + len(expected)] == expected
+        hits += bool(expected)
+    assert hits > 3, "a comparison without matches would show nothing"
+
+
+def test_it_proposes_nothing_when_nothing_repeats() -> None:
+    draft = propose(NGram(3), [[1, 2, 3, 4, 5], [7, 8, 9, 10, 11]])
+    assert draft.valid.tolist() == [[True, False, False, False]] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [((0,), "at least 1"), ((3, 1, 2), "min <= max"), ((3, 2, 0), "min <= max")]
+)
+def test_sizes_that_cannot_be_say_why(options: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NGram(*options)

@@ -1,0 +1,144 @@
+"""A target whose logits are no distribution ends the row, says so, and leaves the other rows alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from checkpoints import write_llama
+from safetensors.numpy import load_file, save_file
+
+from eagle3_jax import BlockVerification, FinishReason, SamplingParams, SpeculativeDecoder, TypicalAcceptance
+from eagle3_jax.drafters import NGram
+from eagle3_jax.topology import Chain, DynamicTree
+from eagle3_jax.types import Draft, Observation, TargetOutput
+
+CLEAN = tiny.target(13)
+PROMPTS = tiny.random_prompts(4, 13, seed=5)
+TEXTS = SpeculativeDecoder(CLEAN).generate(PROMPTS, max_new_tokens=24).tokens
+LAST = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Poisoned:
+    """The clean target, but for the logits after one token, which are all ``value``."""
+
+    inner: Any
+    token: int
+    value: float
+
+    vocab_size = 13
+
+    def init_cache(self, batch: int, capacity: int) -> Any:
+        return self.inner.init_cache(batch, capacity)
+
+    def __call__(self, params: Any, tokens: Any, *arguments: Any, **options: Any) -> TargetOutput:
+        output = self.inner(params, tokens, *arguments, **options)
+        return output.replace(final=jnp.where((tokens == self.token)[..., None], jnp.nan, output.final))
+
+    def unembed(self, params: Any, final: Any) -> Any:
+        bad = jnp.isnan(final[..., :1])
+        return jnp.where(bad, self.value, self.inner.unembed(params, jnp.where(bad, 0.0, final)))
+
+
+class AlwaysLast:
+    """Drafts the id that an argmax over NaN gives on CPUs."""
+
+    num_nodes, max_depth, aux_layers, is_chain = 3, 2, (), True
+
+    def init(self, params: Any, batch: int, capacity: int) -> Any:
+        return jnp.zeros((batch,), jnp.int32)
+
+    def observe(self, params: Any, state: Any, seen: Observation) -> Any:
+        return jnp.where(seen.length > 0, seen.next_token, state)
+
+    def propose(self, params: Any, state: Any, keys: Any, sampling: SamplingParams) -> Draft:
+        tokens = jnp.stack([state, jnp.full_like(state, LAST), jnp.full_like(state, LAST)], axis=1)
+        parents = jnp.broadcast_to(jnp.array([-1, 0, 1], jnp.int32), tokens.shape)
+        return Draft(tokens=tokens, parents=parents, valid=jnp.ones(tokens.shape, jnp.bool_))
+
+
+DRAFTERS = {
+    "plain": (None, {}),
+    "n-grams": (NGram(3), {}),
+    "the last id": (AlwaysLast(), {}),
+    "a chain": (tiny.eagle3(CLEAN, Chain(3)), {}),
+    "a sampled chain": (tiny.eagle3(CLEAN, Chain(3)), {"draft_sampling": "probabilistic"}),
+    "a dynamic tree": (tiny.eagle3(CLEAN, DynamicTree(num_nodes=6, max_depth=3, top_k=2)), {}),
+    "the block rule": (
+        tiny.eagle3(CLEAN, Chain(3)),
+        {"verifier": BlockVerification(), "draft_sampling": "probabilistic"},
+    ),
+    "typical acceptance": (tiny.eagle3(CLEAN, Chain(3)), {"verifier": TypicalAcceptance()}),
+}
+
+
+def poisoned(name: str, token: int, value: float) -> SpeculativeDecoder:
+    drafter, options = DRAFTERS[name]
+    return SpeculativeDecoder(dataclasses.replace(CLEAN, model=Poisoned(CLEAN.model, token, value)), drafter, **options)
+
+
+def cut(text: list[int], token: int) -> list[int]:
+    """A text up to the first such token, which is the last that can be written."""
+    return text[: text.index(token) + 1] if token in text else text
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf], ids=str)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_greedy_row_ends_where_there_is_no_distribution(name: str, value: float) -> None:
+    token = next(token for token in TEXTS[0][4:] if token not in (PROMPTS[1][-1], PROMPTS[0][-1]))
+    decoder = poisoned(name, token, value)
+    found = decoder.generate(PROMPTS, max_new_tokens=24)
+    for row, prompt, text in zip(found.rows, PROMPTS, TEXTS, strict=True):
+        expected = [] if prompt[-1] == token else cut(text, token)
+        ended = FinishReason.NOT_FINITE if len(expected) < 24 else FinishReason.LENGTH
+        assert (row.tokens, row.finish_reason) == (expected, ended)
+    chunks = list(decoder.stream(PROMPTS[0], max_new_tokens=24))
+    assert [one for chunk in chunks for one in chunk.tokens] == found.rows[0].tokens
+    assert chunks[-1].finish_reason is found.rows[0].finish_reason
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_sampled_row_writes_nothing_after_it(name: str) -> None:
+    rows = (
+        poisoned(name, LAST, np.nan)
+        .generate(PROMPTS * 4, max_new_tokens=24, sampling=SamplingParams(temperature=1.5))
+        .rows
+    )
+    assert {row.finish_reason for row in rows} == {FinishReason.NOT_FINITE, FinishReason.LENGTH}
+    for row, prompt in zip(rows, PROMPTS * 4, strict=True):
+        assert LAST not in row.tokens[:-1]
+        if len(row.tokens) < 24:
+            assert [*prompt, *row.tokens][-1] == LAST and row.finish_reason is FinishReason.NOT_FINITE
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_prompt_without_a_distribution_after_it_gets_no_token(name: str) -> None:
+    rows = (
+        poisoned(name, PROMPTS[0][-1], np.nan)
+        .generate([PROMPTS[0], [0 if PROMPTS[0][-1] else 1]], max_new_tokens=4)
+        .rows
+    )
+    assert (rows[0].tokens, rows[0].finish_reason) == ([], FinishReason.NOT_FINITE)
+    assert rows[1].tokens
+
+
+def test_the_command_line_says_so(tmp_path: Path, cli: Any) -> None:
+    weights = write_llama(tmp_path / "target") / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * np.nan
+    save_file(tensors, weights)
+    arguments = ("generate", "--target", weights.parent, "--drafter", "none", "--prompt-ids", "[1, 2]", "--no-compare")
+    code, out, _ = cli(*arguments, "--json")
+    assert code == 0
+    row = json.loads(out)
+    assert (row["finish_reason"], row["token_ids"]) == ("not_finite", [])
+    code, out, _ = cli(*arguments)
+    assert code == 0
+    assert "[not_finite: the target's logits are NaN or all minus infinity; check its weights and --dtype]" in out

@@ -1,0 +1,198 @@
+"""P-EAGLE heads: what they draft, beside a torch twin that runs everything in one forward, and how they come and go."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+from checkpoints import TARGET, Head, TorchHead, edit_config, edit_tensors, same_params
+
+from eagle3_jax import conversion
+from eagle3_jax.checks import per_row
+from eagle3_jax.conversion import CheckpointError
+from eagle3_jax.drafters import PEagleDrafter
+from eagle3_jax.topology import Chain
+from eagle3_jax.types import DraftSampling, Observation, SamplingParams
+
+MASK_TOKEN = 57
+HEADS = {
+    "four layers": Head(layers=4, own_embedding=True),
+    "every option": Head(
+        layers=2, norm_before_residual=True, norm_before_fc=True, qk_norm=True, windows=(3, None), aux=(1, 3, 5, 8)
+    ),
+    "EAGLE-3.1's norms": Head(layers=3, fc_norm=True, norm_output=True, draft_vocab=61),
+}
+HALVES = {name: dataclasses.replace(head, dtype=ml_dtypes.bfloat16) for name, head in HEADS.items()}
+
+
+def mask_hidden(head: Head) -> np.ndarray:
+    random = np.random.default_rng(11)
+    return random.normal(size=(1, 1, len(head.aux) * head.target_width)).astype(np.float32).astype(head.dtype)
+
+
+def write(head: Head, directory: Path, dialect: str = "sglang", mask: str = "ptd_token_id") -> Path:
+    """A head as Amazon stores it, or as speculators does."""
+    head.write(directory, dialect)
+    edit_tensors(directory, mask_hidden=mask_hidden(head))
+    if dialect == "speculators":
+        edit_config(directory, speculators_model_type="peagle", architectures=["PEagleDraftModel"])
+    edit_config(directory, **{mask: MASK_TOKEN})
+    return directory
+
+
+@pytest.mark.parametrize("name", ["every option", "EAGLE-3.1's norms"])
+def test_drafts_are_those_of_one_forward_over_context_and_masks(tmp_path: Path, name: str) -> None:
+    """Three rounds of two ragged rows; each finds the mask rows of the one before behind what it knows."""
+    head, depth = HEADS[name], 4
+    checkpoint = conversion.read_head(write(head, tmp_path / "head"), TARGET)
+    random = np.random.default_rng(3)
+    fed = 7
+    features = random.normal(size=(2, 16, len(head.aux), head.target_width)).astype(np.float32)
+    tokens = random.integers(0, 61, (2, 16))
+    own = checkpoint.embedding
+    embedding = random.normal(size=(61, head.width)).astype(np.float32) if own is None else own
+
+    network = TorchHead(head, embedding)
+    torch = network.torch
+    masks = [np.tile(mask_hidden(head).reshape(1, len(head.aux), -1), (depth - 1, 1, 1))]
+
+    def one_forward(row: int, known: int) -> np.ndarray:
+        """``[K V]``: the laws behind ``known`` features and the token after them."""
+        ids = torch.tensor([*tokens[row, 1 : known + 1].tolist(), *[MASK_TOKEN] * (depth - 1)])
+        rows = network.run(ids, network.fuse(np.concatenate([features[row, :known], *masks])))
+        law = network.logits(rows[-depth:]).softmax(-1)
+        whole = torch.zeros(depth, 61)
+        whole[:, network.chosen] = law
+        return whole.numpy()
+
+    drafter = PEagleDrafter(checkpoint.config, Chain(depth), draft_sampling=DraftSampling.PROBABILISTIC)
+    params = {"head": checkpoint.head, "embedding": embedding, "draft_to_target": checkpoint.draft_to_target}
+
+    @jax.jit
+    def one_round(params: Any, state: Any, seen: Observation) -> Any:
+        state = drafter.observe(params, state, seen)
+        keys = jax.random.split(jax.random.key(0), 2)
+        draft = drafter.propose(params, state, keys, per_row(SamplingParams(temperature=1.0), 2))
+        return draft.state, draft.probs
+
+    params = jax.tree.map(jnp.asarray, params)
+    state, known, rows = drafter.init(params, 2, 20), np.zeros(2, np.int64), np.arange(2)
+    for counts in np.array([[7, 4], [1, 3], [3, 0]]):
+        places: Any = np.minimum(known[:, None] + np.arange(fed), 15)
+        known = known + counts
+        seen = Observation(
+            tokens=jnp.asarray(tokens[rows[:, None], places], jnp.int32),
+            features=jnp.asarray(features[rows[:, None], places]),
+            length=jnp.asarray(counts, jnp.int32),
+            next_token=jnp.asarray(tokens[rows, known], jnp.int32),
+        )
+        state, laws = one_round(params, state, seen)
+        for row in (0, 1):
+            np.testing.assert_allclose(laws[row, 1:], one_forward(row, int(known[row])), atol=1e-5)
+
+
+@pytest.mark.parametrize("to", ["jax", "vllm", "speculators"])
+@pytest.mark.parametrize("name", HALVES)
+def test_a_head_round_trips_bit_equal(tmp_path: Path, name: str, to: str) -> None:
+    directory = write(HALVES[name], tmp_path / "head")
+    assert conversion.identify(directory) == "p-eagle"
+    source = conversion.read_head(directory, TARGET)
+    conversion.convert(directory, tmp_path / "out", to, TARGET)
+    assert conversion.identify(tmp_path / "out") == "p-eagle"
+    again = conversion.read_head(tmp_path / "out", TARGET)
+    assert again.config == source.config and again.config.mask_token_id == MASK_TOKEN
+    assert again.dialect == to and again.method == "p-eagle" and not again.note
+    assert same_params(source.head, again.head)
+    np.testing.assert_array_equal(source.draft_to_target, again.draft_to_target)
+    assert (again.embedding is None) == (source.embedding is None)
+    if source.embedding is not None:
+        assert same_params({"embedding": source.embedding}, {"embedding": again.embedding})
+
+
+@pytest.mark.parametrize("name", ["mask_token_id", "pard_token", "ptd_token_id"])
+def test_the_mask_token_may_stand_under_any_of_its_names(tmp_path: Path, name: str) -> None:
+    directory = write(Head(layers=2), tmp_path / "head", mask=name)
+    assert conversion.read_head(directory, TARGET).config.mask_token_id == MASK_TOKEN
+
+
+def test_both_dialects_give_the_same_head(tmp_path: Path) -> None:
+    first = conversion.read_head(write(Head(layers=2), tmp_path / "a"), TARGET)
+    directory = write(Head(layers=2), tmp_path / "b", "speculators", "mask_token_id")
+    edit_config(directory, norm_before_residual=None)  # of these heads the default is no
+    second = conversion.read_head(directory, TARGET)
+    assert first.config == second.config and second.dialect == "speculators"
+    assert same_params(first.head, second.head)
+
+
+def test_a_norm_that_no_engine_applies_is_left_out_and_named(tmp_path: Path) -> None:
+    directory = write(Head(layers=3), tmp_path / "head")
+    plain = conversion.read_head(directory, TARGET)
+    edit_tensors(directory, layers__1__hidden_norm__weight=np.ones(32, np.float32))
+    again = conversion.read_head(directory, TARGET)
+    assert again.note.startswith("layers.1.hidden_norm.weight left out")
+    assert same_params(plain.head, again.head)
+
+
+def test_files_say_what_vllm_and_speculators_read(tmp_path: Path) -> None:
+    directory = write(HEADS["every option"], tmp_path / "head")
+    conversion.convert(directory, tmp_path / "vllm", "vllm", TARGET)
+    values = json.loads((tmp_path / "vllm/config.json").read_text())
+    assert values["pard_token"] == values["ptd_token_id"] == MASK_TOKEN
+    assert "PEagle" not in values["architectures"][0]  # vLLM has no such class
+    conversion.convert(directory, tmp_path / "spec", "speculators", TARGET)
+    values = json.loads((tmp_path / "spec/config.json").read_text())
+    assert values["mask_token_id"] == MASK_TOKEN and values["speculators_model_type"] == "peagle"
+    assert values["transformer_layer_config"]["num_aux_hidden_states"] == 4
+    assert values["transformer_layer_config"]["layer_types"] == ["sliding_attention", "full_attention"]
+    assert "model_type" not in values and values["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+
+
+REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "no state": ({}, {"mask_hidden": None}, "has no mask_hidden, the state"),
+    "no mask token": ({"ptd_token_id": None}, {}, r"names no mask token \(mask_token_id, pard_token, ptd_token_id\)"),
+    "a mask token out of range": ({"ptd_token_id": 61}, {}, "mask_token_id is 61; expected a token of the vocabulary"),
+    "a negative mask token": ({"ptd_token_id": -1}, {}, "mask_token_id is -1"),
+    "no number": ({"ptd_token_id": "<mask>"}, {}, "ptd_token_id is '<mask>'; expected a whole number"),
+    "two mask tokens": ({"mask_token_id": 3}, {}, r"mask_token_id is 3 and ptd_token_id is 57; they must agree"),
+    "an EAGLE-3 file with a state": (
+        {"speculators_model_type": "eagle3"},
+        {},
+        "speculators_model_type is 'eagle3'; the file holds mask_hidden",
+    ),
+    "a state of another width": (
+        {},
+        {"mask_hidden": np.ones((1, 1, 32), np.float32)},
+        r"mask_hidden has shape \[1, 1, 32\]; expected 96 numbers, one for each of 3 features of width 32",
+    ),
+    "a state of whole numbers": ({}, {"mask_hidden": np.ones((96,), np.int32)}, "mask_hidden is stored as int32"),
+    "a missing layer": ({}, {"layers__1__mlp__up_proj__weight": None}, r"misses layers\.1\.mlp\.up_proj\.weight"),
+    "another vocabulary": ({"vocab_size": 62}, {}, "vocabulary of 62 but the target has 61"),
+    "no lm_head": ({}, {"lm_head__weight": None}, "no lm_head.weight; P-EAGLE heads have their own"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_does_not_add_up_is_refused(tmp_path: Path, name: str) -> None:
+    fields, tensors, message = REFUSALS[name]
+    directory = write(Head(layers=2), tmp_path / "head")
+    edit_config(directory, **fields)
+    if tensors:
+        edit_tensors(directory, **tensors)
+    with pytest.raises(CheckpointError, match=message) as refusal:
+        conversion.read_head(directory, TARGET)
+    assert "\n" not in str(refusal.value)
+
+
+def test_layouts_of_one_layer_are_none_of_its_own(tmp_path: Path) -> None:
+    directory = write(Head(layers=2), tmp_path / "head")
+    with pytest.raises(CheckpointError, match="'sglang' is no layout of P-EAGLE heads; use one of vllm, speculators"):
+        conversion.convert(directory, tmp_path / "out", "sglang", TARGET)

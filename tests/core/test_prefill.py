@@ -1,0 +1,135 @@
+"""A prefill in parts: the state of one forward, bit for bit, in memory that neither rows nor squares of tokens fill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import every_family
+import families
+import jax
+import numpy as np
+import pytest
+import random_targets
+import tiny
+
+from eagle3_jax import groups
+from eagle3_jax import loop as loops
+from eagle3_jax.loop import LoopParams, SpeculativeLoop
+from eagle3_jax.models import attention
+from eagle3_jax.state import GenerationState
+
+# Softmax attention, windows, chunks and experts, latents.
+FEW = ("llama", "gpt_oss", "llama4, norms", "deepseek_v3")
+# What follows a recurrence depends on the number of rows in a batch, with or without parts. Two rows alone, compared
+# with the same two of four (qwen3_next, 160 tokens): keys of its second layer differ by up to 1.2e-6 in float32, and by
+# 0.27 of 4.4 in bfloat16. So bits are compared of other families, and these in float32.
+RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+ROWS, FED = 4, 160
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "name" in metafunc.fixturenames:
+        every_family.parametrize(metafunc, [name for name in families.RECIPES if name not in RECURRENT], FEW)
+
+
+def _prefilled(loop: SpeculativeLoop, params: LoopParams, batch: Any, capacity: int = 256) -> GenerationState:
+    jax.clear_caches()  # what is set below is no argument of what is compiled
+    return loops.prefill(loop, params, batch, capacity=capacity)
+
+
+def _in_parts(patch: pytest.MonkeyPatch, *, tokens: int, scores: int) -> None:
+    patch.setattr(groups, "TOKENS", tokens)
+    patch.setattr(attention, "_SCORES", scores)
+
+
+def _differ(one: GenerationState, other: GenerationState) -> list[str]:
+    """The leaves whose bits differ, what lies behind the committed tokens among them."""
+    pairs = zip(*map(jax.tree_util.tree_leaves_with_path, (one, other)), strict=True)
+    return [
+        jax.tree_util.keystr(path) for (path, leaf), (_, same) in pairs if not tiny.same_bits(*map(_bits, (leaf, same)))
+    ]
+
+
+def _bits(leaf: jax.Array) -> jax.Array:
+    return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def _case(name: str, precision: str) -> tuple[SpeculativeLoop, LoopParams, Any]:
+    target = random_targets.in_precision(families.RECIPES[name], precision)
+    prompts = tiny.random_prompts(ROWS, target.vocab_size, low=FED - 20, high=FED)
+    return (*tiny.bind(target, tiny.eagle3(target)), tiny.prompts(prompts, limit=20, width=FED))
+
+
+def test_a_prefill_in_parts_is_the_prefill(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows at a time, and 64 queries of each: caches, first tokens and what the head keeps."""
+    given = _case(name, "float32")
+    whole = _prefilled(*given)
+    _in_parts(monkeypatch, tokens=2 * FED, scores=1)
+    assert _differ(whole, _prefilled(*given)) == []
+
+
+@pytest.mark.parametrize("of", FEW)
+def test_a_prefill_in_parts_is_the_prefill_in_bfloat16(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = _case(of, "bfloat16")
+    whole = _prefilled(*given)
+    _in_parts(monkeypatch, tokens=2 * FED, scores=1)
+    parts = _prefilled(*given)
+    differ = _differ(whole, parts)
+    if of != "gpt_oss":
+        assert differ == []
+        return
+    # What reads its last layer differs by up to 2⁻⁷ of 3.9, half a unit in the last place of the largest: which
+    # roundings between two operations XLA leaves out depends on what it fuses. Where it leaves out none
+    # (xla_allow_excess_precision=false), nothing differs.
+    assert set(differ) <= {".drafter.cache.layers[0].keys", ".drafter.cache.layers[0].values", ".drafter.output"}
+    for one, other in zip(*map(jax.tree.leaves, (whole.drafter, parts.drafter)), strict=True):
+        np.testing.assert_allclose(*(np.asarray(leaf, np.float32) for leaf in (one, other)), rtol=2**-6, atol=2**-6)
+
+
+def test_a_recurrent_prefill_in_parts_is_the_prefill_but_for_the_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = _case("qwen3_next", "float32")
+    whole = _prefilled(*given)
+    _in_parts(monkeypatch, tokens=2 * FED, scores=1)
+    for one, other in zip(*map(jax.tree.leaves, (whole, _prefilled(*given))), strict=True):
+        np.testing.assert_allclose(_bits(one), _bits(other), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("capacity", [160, 4096, 10**6])
+@pytest.mark.parametrize("tokens", [1, 100, 128, 2048, 10**5])
+@pytest.mark.parametrize("batch", [1, 2, 61, 64, 96])
+def test_groups_divide_the_batch_and_keep_to_the_limits(batch: int, tokens: int, capacity: int) -> None:
+    rows = groups.rows_per_group(batch, tokens, capacity)
+    assert batch % rows == 0
+    if rows < batch:
+        assert batch * tokens > groups.TOKENS
+        assert rows == 1 or rows * tokens <= groups.TOKENS
+        assert rows == 1 or rows * capacity <= groups.SLOTS or rows * tokens <= groups.FEWEST_TOKENS
+    assert rows * tokens <= groups.TOKENS or rows == 1
+    assert groups.rows_per_group(64, 2048, 4096) == 4 and groups.rows_per_group(64, 128, 4096) == 64
+
+
+def test_a_mesh_divides_every_group() -> None:
+    mesh = jax.sharding.AbstractMesh((8, 1), ("data", "model"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert groups.rows_per_group(64, 2048, 4096) == 32
+        assert groups.rows_per_group(8, 10**5, 10**5) == 8
+
+
+def _temporary(fed: int, rows: int = 1) -> int:
+    """Bytes of a prefill beside arguments and results, on this CPU."""
+    jax.clear_caches()
+    loop, params = tiny.bind(target := tiny.target(num_layers=1), tiny.eagle3(target))
+    batch = tiny.prompts([[1]] * rows, limit=4, width=fed)
+    with tiny.unchecked():
+        program: Any = loops.prefill.lower(loop, params, batch, capacity=fed).compile()
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def test_temporary_memory_grows_neither_with_squares_of_tokens_nor_with_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _temporary(1024)
+    assert before > 4 * 4 * 1024**2, "the scores of four heads"
+    _in_parts(monkeypatch, tokens=1024, scores=2**16)
+    short, long, many = _temporary(512), _temporary(1024), _temporary(512, rows=8)
+    # The masks, a byte for every pair and four while they are made, are all that is still quadratic.
+    assert long < before / 4 and long < 3 * short
+    assert many < 3 * short

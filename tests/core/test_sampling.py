@@ -1,0 +1,117 @@
+"""From logits to the distribution that is sampled, against Hugging Face and against plain Python."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import tiny
+
+from eagle3_jax.sampling import draw, keys_at, probabilities, row_keys, uniforms
+from eagle3_jax.types import SamplingMode, SamplingParams
+
+SETTINGS = [
+    (temperature, top_k, top_p)
+    for temperature in (0.0, 0.5, 1.0, 2.0)
+    for top_k in (0, 1, 5, 100)
+    for top_p in (0.05, 0.8, 1.0)
+]
+
+
+def settings() -> SamplingParams:
+    temperature, top_k, top_p = zip(*SETTINGS, strict=True)
+    return SamplingParams(
+        temperature=jnp.array(temperature, jnp.float32),
+        top_k=jnp.array(top_k, jnp.int32),
+        top_p=jnp.array(top_p, jnp.float32),
+    )
+
+
+def logits(seed: int = 0, tied: bool = False) -> np.ndarray:
+    values = np.random.default_rng(seed).normal(size=(len(SETTINGS), 3, 20)) * 2
+    return (np.round(values) if tied else values).astype(np.float32)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_probabilities_are_those_of_the_oracle_for_all_settings_in_one_batch(tied: bool) -> None:
+    values = logits(tied=tied)
+    ours = np.asarray(probabilities(jnp.array(values), settings()))
+    for row, setting in enumerate(SETTINGS):
+        for node in range(3):
+            np.testing.assert_allclose(ours[row, node], oracle.warped(values[row, node].tolist(), *setting), atol=2e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_probabilities_are_those_of_transformers(tied: bool) -> None:
+    torch = pytest.importorskip("torch")
+    warpers = pytest.importorskip("transformers.generation.logits_process")
+    values = logits(1, tied)
+    ours = np.asarray(probabilities(jnp.array(values), settings()))
+    for row, (temperature, top_k, top_p) in enumerate(SETTINGS):
+        if temperature == 0:
+            continue
+        scores = warpers.TemperatureLogitsWarper(temperature)(None, torch.tensor(values[row]))
+        if top_k:
+            scores = warpers.TopKLogitsWarper(top_k)(None, scores)
+        if top_p < 1:
+            scores = warpers.TopPLogitsWarper(top_p)(None, scores)
+        theirs = torch.softmax(scores, -1).numpy()
+        if tied and top_p < 1:  # which of several equal tokens falls at the edge of top-p is their sort's choice
+            np.testing.assert_allclose(np.sort(ours[row]), np.sort(theirs), atol=2e-6)
+        else:
+            np.testing.assert_allclose(ours[row], theirs, atol=2e-6)
+
+
+def test_ties_at_the_edge_of_top_p_keep_the_lower_ids() -> None:
+    one = SamplingParams(temperature=jnp.ones(1), top_k=jnp.zeros(1, jnp.int32), top_p=jnp.full(1, 0.45))
+    assert np.flatnonzero(np.asarray(probabilities(jnp.zeros((1, 1, 4)), one))[0, 0]).tolist() == [0, 1]
+
+
+def test_a_greedy_row_is_a_point_mass_on_the_lowest_of_tied_maxima() -> None:
+    greedy = SamplingParams(temperature=jnp.zeros(1), top_k=jnp.zeros(1, jnp.int32), top_p=jnp.ones(1))
+    for sampling_mode in (SamplingMode.TEMPERATURE, SamplingMode.TRUNCATED):
+        assert probabilities(jnp.array([[[1.0, 3.0, 3.0]]]), greedy, sampling_mode)[0, 0].tolist() == [0.0, 1.0, 0.0]
+
+
+def test_skipping_the_sort_changes_nothing_when_no_row_truncates() -> None:
+    params = SamplingParams(
+        temperature=jnp.array([0.0, 0.7, 1.0]), top_k=jnp.array([3, 0, 0], jnp.int32), top_p=jnp.array([0.1, 1.0, 1.0])
+    )
+    values = jnp.array(logits()[:3])
+    np.testing.assert_allclose(
+        probabilities(values, params, SamplingMode.TEMPERATURE),
+        probabilities(values, params, SamplingMode.TRUNCATED),
+        atol=1e-6,
+    )
+
+
+def test_half_precision_logits_become_float32_probabilities() -> None:
+    params = SamplingParams(temperature=jnp.ones(1), top_k=jnp.zeros(1, jnp.int32), top_p=jnp.ones(1))
+    probs = probabilities(jnp.array([[[0.0, -20.0]]], jnp.bfloat16), params)
+    assert probs.dtype == jnp.float32
+    assert float(probs[0, 0, 1]) == pytest.approx(np.exp(-20.0), rel=1e-5)
+
+
+def test_a_draw_inverts_the_cumulative_distribution() -> None:
+    p = np.array([0.1, 0.0, 0.6, 0.3])
+    grid = jnp.array((np.arange(1000) + 0.5) / 1000, jnp.float32)[:, None]
+    tokens = np.asarray(draw(jnp.broadcast_to(jnp.array(p, jnp.float32), (1000, 4)), grid))
+    np.testing.assert_allclose(np.bincount(tokens, minlength=4) / 1000, p, atol=1.5e-3)
+
+
+def test_randomness_differs_by_row_position_and_purpose() -> None:
+    keys = row_keys(0, 3)
+    at = lambda position, purpose: uniforms(keys_at(keys, jnp.full(3, position, jnp.int32), purpose), 2)
+    drawn = np.concatenate([np.asarray(at(*use)).ravel() for use in ((4, 0), (4, 1), (5, 0), (5, 1))])
+    assert len(set(drawn.tolist())) == drawn.size
+    assert ((drawn >= 0) & (drawn < 1)).all()
+    alone = uniforms(keys_at(jax.tree.map(lambda k: k[1:2], keys), jnp.array([4], jnp.int32), 0), 2)
+    assert np.array_equal(alone[0], at(4, 0)[1])
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, True, 1.0, [1], None])
+def test_a_seed_out_of_range_is_refused(seed: object) -> None:
+    with tiny.unchecked(), pytest.raises(ValueError, match=r"seed is .*; expected a whole number from 0 to 4294967295"):
+        row_keys(seed, 2)

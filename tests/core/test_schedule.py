@@ -1,0 +1,281 @@
+"""Draft lengths by batch size: vLLM's form, exactness through every change of length, one program."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from test_loop import lowered
+
+from eagle3_jax import LoadedDrafter, SamplingParams, SpeculationSchedule, SpeculativeDecoder
+from eagle3_jax import loop as loops
+from eagle3_jax.bench.timing import CompileClock
+from eagle3_jax.drafters import NGram, Suffix
+from eagle3_jax.schedule import default_draft_length
+
+GOLDEN = tiny.GOLDEN / "official"
+
+SCHEDULE = SpeculationSchedule(((1, 2, 4), (3, 4, 2), (5, 6, 0)))
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11], [1, 3, 5], [2, 2, 2, 2], [9, 8]]
+LIMITS = [5, 9, 13, 20, 28, 37, 40]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.target()
+
+
+@pytest.fixture(scope="module", params=["eagle3", "ngram"])
+def drafter(request, target):
+    return NGram() if request.param == "ngram" else tiny.eagle3(target)
+
+
+@pytest.mark.parametrize(
+    ("batch", "length"), [(1, 5), (4, 5), (5, 3), (8, 3), (9, 3), (12, 1), (16, 1), (17, 0), (99, 0)]
+)
+def test_a_gap_carries_the_length_before_it_and_nothing_is_drafted_above_the_last_entry(batch, length):
+    schedule = SpeculationSchedule.from_lists([[1, 4, 5], [5, 8, 3], [12, 16, 1]])
+    assert schedule.length_at(batch) == length
+
+
+def test_steps_are_where_the_length_changes():
+    schedule = SpeculationSchedule.from_lists([[1, 4, 5], [5, 8, 3], [9, 12, 3], [13, 16, 0]])
+    assert schedule.steps(20) == [(20, 0), (12, 3), (4, 5)]
+    assert schedule.steps(6) == [(6, 3), (4, 5)]
+    # Found from the entries: counting down from a billion rows would take minutes.
+    assert schedule.steps(10**9) == [(10**9, 0), (12, 3), (4, 5)]
+    assert schedule.to_lists() == [[1, 4, 5], [5, 8, 3], [9, 12, 3], [13, 16, 0]]
+
+
+@pytest.mark.parametrize(
+    ("entries", "complaint"),
+    [
+        ([[2, 4, 5]], "out of place"),
+        ([[1, 4, 5], [4, 8, 3]], "out of place"),
+        ([[1, 4, 5], [9, 8, 3]], "out of place"),
+        ([[1, 4, -1]], "drafts -1 tokens"),
+        ([[1, 4, 0]], "never drafts"),
+        ([], "never drafts"),
+        ([[1, 4]], "three whole numbers"),
+        ([[1, 4, 2.5]], "three whole numbers"),
+        (["145"], "three whole numbers"),
+    ],
+)
+def test_schedules_that_say_nothing_sensible_are_refused(entries, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        SpeculationSchedule.from_lists(entries)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_what_is_written_does_not_depend_on_the_schedule(target, drafter, sampled):
+    plain = SpeculativeDecoder(target)
+    scheduled = SpeculativeDecoder(target, drafter, schedule=SCHEDULE)
+    # A drafter of point masses accepts by the target's law, so the greedy rows must agree to the token in any mixture.
+    heat = np.where(np.arange(len(PROMPTS)) % 2, 0.8, 0.0) if sampled else np.zeros(len(PROMPTS))
+    sampling = SamplingParams(temperature=heat.astype(np.float32))
+    ours = scheduled.generate(PROMPTS, max_new_tokens=LIMITS, sampling=sampling)
+    theirs = plain.generate(PROMPTS, max_new_tokens=LIMITS, sampling=sampling)
+    for row, (one, other) in enumerate(zip(ours.rows, theirs.rows, strict=True)):
+        assert len(one.tokens) == LIMITS[row]
+        assert one.finish_reason == other.finish_reason
+        if heat[row] == 0:
+            assert one.tokens == other.tokens
+
+
+def test_the_length_of_every_round_is_what_the_schedule_says(target):
+    decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
+    running, lengths = [len(PROMPTS)], []
+    for one in decoder.rounds(PROMPTS, max_new_tokens=LIMITS):
+        lengths.append(np.asarray(one.draft.valid)[:, 1:].sum(1).max())
+        running.append(int(np.sum(one.state.running)))
+    assert lengths == [SCHEDULE.length_at(rows) for rows in running[:-1]]
+    assert {0, 2, 4} == set(lengths)
+
+
+def check_the_last_size():
+    """As many rows as the last entry allows are drafted for; with one more the first rounds are plain."""
+    target, last = tiny.target(), 3
+    schedule = SpeculationSchedule(((1, 1, 4), (2, last, 2)))
+    for rows in (last, last + 1):
+        drafter = LoadedDrafter(tiny.Scripted(shift=1), jnp.zeros((rows, 32), jnp.int32))
+        decoder = SpeculativeDecoder(target, drafter, schedule=schedule)
+        lengths, running = [], [rows]
+        for one in decoder.rounds(PROMPTS[:rows], max_new_tokens=[3, 5, 7, 9][:rows]):
+            lengths.append(int(np.asarray(one.draft.valid)[:, 1:].sum(1).max()))
+            running.append(int(np.sum(one.state.running)))
+        assert lengths == [0 if count > last else 2 if count > 1 else 4 for count in running[:-1]]
+        assert 2 in lengths
+
+
+def test_a_schedule_drafts_at_its_last_size_and_not_above():
+    check_the_last_size()
+
+
+def test_counters_of_the_compiled_loop_equal_those_of_its_steps(target):
+    decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
+    *_, last = decoder.rounds(PROMPTS, max_new_tokens=LIMITS)
+    rows = decoder.generate(PROMPTS, max_new_tokens=LIMITS).rows
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"):
+        steps = np.asarray(getattr(last.state.stats, name))
+        assert np.array_equal(steps, np.stack([getattr(row.stats, name) for row in rows])), name
+    assert np.asarray(last.state.stats.num_drafts).sum() > 0
+
+
+def test_the_head_takes_in_every_token_while_it_is_silent(target):
+    """After plain rounds it drafts as if it had drafted all along: the same state, so the same draft."""
+    always = SpeculativeDecoder(target, tiny.eagle3(target), num_speculative_tokens=4)
+    late = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SpeculationSchedule(((1, 1, 4), (2, 9, 0))))
+    prompts, limits = [[1, 2, 3], [7, 8]], [30, 6]
+    drafts = {}
+    for name, decoder in (("always", always), ("late", late)):
+        for one in decoder.rounds(prompts, max_new_tokens=limits):
+            root = int(one.positions[0, 0])
+            if bool(one.draft.valid[0, -1]):
+                drafts.setdefault(root, {})[name] = np.asarray(one.draft.tokens[0]).tolist()
+    both = [found for found in drafts.values() if len(found) == 2]
+    assert len(both) >= 5
+    assert all(found["always"] == found["late"] for found in both)
+
+
+def test_a_stage_is_compiled_once_when_rows_come_and_go(target):
+    jax.clear_caches()
+    decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
+    assert len(list(decoder.rounds(PROMPTS, max_new_tokens=LIMITS))) > 9
+    assert loops.step._cache_size() == 3
+    with CompileClock() as clock:
+        list(decoder.rounds(PROMPTS, max_new_tokens=LIMITS))
+    assert clock.programs == 0
+    assert loops.step._cache_size() == 3
+
+
+def stages_stepped(monkeypatch, decoder, prompts, limits):
+    """The loop, and the rows that ran, of every round that ``step`` plays; rows that finished go back in once."""
+    loops_used, step = [], loops.step
+    monkeypatch.setattr(loops, "step", lambda loop, *rest: loops_used.append(loop) or step(loop, *rest))
+    state, running, refilled = decoder.prefill(prompts, max_new_tokens=limits), [], False
+    while (rows := int(np.sum(state.running))) or not refilled:
+        if not rows:  # all of them again: a stage that was left comes back
+            state, refilled = decoder.prefill(prompts, max_new_tokens=limits), True
+            continue
+        running.append(rows)
+        state = decoder.step(state).state
+    return loops_used, running, state
+
+
+def test_the_stage_of_a_step_is_that_of_the_rows_that_run(target, monkeypatch):
+    decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
+    used, running, _ = stages_stepped(monkeypatch, decoder, PROMPTS, LIMITS)
+    wanted = {0: 1, 2: 3, 4: 5}  # nodes of a draft, the root included
+    assert [one.drafter.num_nodes for one in used] == [wanted[SCHEDULE.length_at(rows)] for rows in running]
+    assert set(map(SCHEDULE.length_at, running)) == {0, 2, 4}
+    assert running != sorted(running, reverse=True), "no rows came back"
+
+
+def test_a_staged_step_copies_no_cache(target, monkeypatch):
+    decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
+    used, _, state = stages_stepped(monkeypatch, decoder, PROMPTS, LIMITS)
+    monkeypatch.undo()
+    buffers = {",".join(map(str, one.layers[0].keys.shape)) for one in (state.cache, state.drafter.cache)}
+    for loop in dict.fromkeys(used):
+        program = lowered(loops.step, loop, decoder.params, state).compile().as_text()
+        for buffer in buffers:
+            assert re.search(rf"f32\[{buffer}\]\S* parameter\(", program), "the buffers are called something else"
+            assert len(re.findall(rf"f32\[{buffer}\]\S* copy\(", program)) == 0
+
+
+def test_a_traced_state_has_no_stage(target):
+    decoder = SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE)
+    state = decoder.prefill(PROMPTS, max_new_tokens=LIMITS)
+    with pytest.raises(ValueError, match=r"not known while a program is traced; call `decoder.step\(state\)`"):
+        loops.step(decoder.loop, decoder.params, state)
+
+
+def test_a_schedule_is_one_of_three_ways_to_say_how_much_is_drafted(target):
+    with pytest.raises(ValueError, match="more than one"):
+        SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE, num_speculative_tokens=3)
+    with pytest.raises(ValueError, match="schedule was given without a drafter"):
+        SpeculativeDecoder(target, None, schedule=SCHEDULE)
+
+
+@pytest.mark.parametrize("printed", [("--no-compare",), ("--json", "--trace", "trace.json")], ids=["text", "a trace"])
+def test_one_prompt_is_generated_round_by_round_by_a_schedule(
+    printed: tuple, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    pair = ("--target", GOLDEN / "target", "--drafter", GOLDEN / "eagle3", "--prompt-ids", "[1, 17, 5]")
+    code, out, err = cli("generate", *pair, "--schedule", "[[1,2,3],[3,4,2]]", "--max-new-tokens", 6, *printed)
+    assert code == 0, err
+    assert "chain K=3" in out
+
+
+def test_the_default_length_is_three_or_fewer_on_cpus_and_five_elsewhere() -> None:
+    assert [default_draft_length(batch, "cpu") for batch in (1, 2, 3, 4, 5, 32, 33)] == [3, 3, 2, 2, 1, 1, 0]
+    assert [default_draft_length(batch, platform) for batch in (1, 33) for platform in ("gpu", "tpu")] == [5] * 4
+    assert default_draft_length() == default_draft_length(1, jax.default_backend())
+
+
+SHAPED = {
+    "EAGLE-3": (tiny.eagle3, None),
+    "EAGLE-1": (tiny.eagle1, None),
+    "MTP": (tiny.mtp, None),
+    "P-EAGLE": (tiny.p_eagle, None),
+    "a draft model": (tiny.draft_model, None),
+    "n-grams": (lambda of: LoadedDrafter(NGram()), None),
+    "suffixes": (lambda of: LoadedDrafter(Suffix()), None),
+    "Medusa": (tiny.medusa, 4),
+    "DFlash": (tiny.dflash, 4),
+}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", SHAPED)
+def test_unasked_a_decoder_drafts_the_default_length_of_one_row(
+    target: Any, name: str, platform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rule of `eagle3 generate` for batches of one; what drafts a block or with several heads drafts all of it."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    make, own = SHAPED[name]
+    head = make(target)
+    if hasattr(head.drafter, "topology"):
+        head = dataclasses.replace(head, drafter=dataclasses.replace(head.drafter, topology=None))
+    drafter = SpeculativeDecoder(target, head).loop.drafter
+    assert drafter.max_depth == drafter.num_nodes - 1 == (own or {"cpu": 3, "gpu": 5}[platform])
+    assert drafter.is_chain
+    said = SpeculativeDecoder(target, head, num_speculative_tokens=2).loop.drafter
+    assert said.max_depth == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "length"),
+    [
+        (1, (), 3),
+        (2, (), 3),
+        (4, (), 2),
+        (5, (), 1),
+        (5, ("--num-speculative-tokens", 5), 5),
+        (5, ("--draft-sampling", "greedy"), 1),
+        (33, (), 0),
+        (33, ("--draft-sampling", "greedy"), 1),
+    ],
+)
+def test_unasked_a_chain_is_as_long_as_pays_at_its_batch_size(
+    rows: int, options: tuple, length: int, cli: Any, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_ids": [1, 17, 5]}\n' * rows)
+    code, out, err = cli(
+        "generate", "--target", GOLDEN / "target", "--drafter", GOLDEN / "eagle3", "--prompts", prompts, "--json",
+        "--batch-size", rows, "--max-new-tokens", 4, "--ignore-eos", *options,
+    )  # fmt: skip
+    assert code == 0, err
+    for line in out.splitlines():
+        stats = json.loads(line)["stats"]
+        assert stats["num_draft_tokens"] == length * stats["num_drafts"]

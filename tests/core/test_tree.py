@@ -1,0 +1,202 @@
+"""Trees as integers, and their growth against the published algorithm written out again in numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from test_verify import random_trees
+
+from eagle3_jax.checks import per_row
+from eagle3_jax.drafters.base import grow
+from eagle3_jax.drafters.grow import DraftInputs, Level
+from eagle3_jax.sampling import row_keys
+from eagle3_jax.topology import Chain, DynamicTree, StaticTree
+from eagle3_jax.tree import ancestor_mask, depths
+from eagle3_jax.types import Draft, DraftSampling, SamplingParams
+
+BATCH, DRAFT_VOCABULARY = 2, 9
+
+
+def test_every_node_sees_itself_and_its_ancestors() -> None:
+    draft, _ = random_trees(32, 10, 5, seed=0)
+    mask = np.asarray(ancestor_mask(draft.parents, 9))
+    for row, parents in enumerate(draft.parents.tolist()):
+        for node in range(10):
+            assert set(np.flatnonzero(mask[row, node])) == {0, *oracle.path_to(parents, node)}
+    levels = np.asarray(depths(jnp.array(mask)))
+    assert levels.tolist() == [[len(oracle.path_to(row, node)) for node in range(10)] for row in draft.parents.tolist()]
+
+
+def test_the_documented_example_of_a_mask_holds() -> None:
+    mask = ancestor_mask(jnp.array([[-1, 0, 0, 1]], jnp.int32), 2)
+    assert mask[0].astype(int).tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+
+
+def test_a_static_tree_is_numbered_by_level_then_parent_then_rank() -> None:
+    tree = StaticTree(((0, 0, 0), (1,), (0,), (1, 0), (0, 1), (0, 0)))
+    assert tree.paths == ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
+    assert tree.parents == (-1, 0, 0, 1, 1, 2, 3)
+    assert (tree.num_nodes, tree.max_depth) == (7, 3)
+    assert tree == StaticTree(tuple(reversed(tree.paths))) and hash(tree) == hash(StaticTree(tree.paths))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Chain(0), "at least 1"),
+        (lambda: DynamicTree(num_nodes=1, max_depth=1, top_k=1), "num_nodes is 1"),
+        (lambda: DynamicTree(num_nodes=4, max_depth=0, top_k=1), "max_depth is 0"),
+        (lambda: DynamicTree(num_nodes=4, max_depth=2, top_k=0), "top_k is 0"),
+        (lambda: DynamicTree(num_nodes=8, max_depth=2, top_k=2), "give at most 7 nodes"),
+        (lambda: DynamicTree(num_nodes=4, max_depth=4, top_k=2), "at least 5"),
+        (lambda: StaticTree(()), "at least one path"),
+        (lambda: StaticTree(((0,), (1, 0))), "no parent"),
+        (lambda: StaticTree(((0,), (-1,))), "no parent"),
+        (lambda: StaticTree(((0,), (0,))), "twice"),
+    ],
+)
+def test_a_tree_that_cannot_be_says_why(build, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@dataclasses.dataclass
+class Network:
+    """A draft network of a few numbers: logits follow from the tokens that lead to a node.
+
+    Everything is a small multiple of a power of two, so that numpy and XLA agree to the last bit.
+    """
+
+    mixing: np.ndarray
+    embedding: np.ndarray
+
+    @classmethod
+    def random(cls, seed: int) -> Network:
+        rng = np.random.default_rng(seed)
+        draw = lambda *shape: (rng.integers(-64, 65, shape) / 64).astype(np.float32)
+        return cls(mixing=draw(6, DRAFT_VOCABULARY), embedding=draw(64, 6))
+
+    def step(self, carry, tokens):
+        return carry * 0.5 + self.embedding[tokens]
+
+    def logits(self, carry):
+        return carry @ self.mixing
+
+    def grow(self, tree: DynamicTree | StaticTree, ids: np.ndarray) -> Draft:
+        return _compiled(tree, self.mixing, self.embedding, jnp.array(ids))
+
+
+def _grown(tree, mixing, embedding, ids) -> Draft:
+    network = Network(mixing, embedding)
+
+    def run(tokens, carry, level, mask, memory):
+        after = network.step(carry, tokens)
+        return Level(logits=network.logits(after), carry=after, memory=memory)
+
+    start = embedding[:BATCH, None]
+    root = jnp.arange(3, 3 + BATCH, dtype=jnp.int32)
+    first = Level(network.logits(start), start, ())
+    inputs = DraftInputs(
+        root, first, run, ids, 3 * DRAFT_VOCABULARY, row_keys(0, BATCH), per_row(SamplingParams(), BATCH)
+    )
+    return grow(tree, DraftSampling.GREEDY, inputs)[0]
+
+
+_compiled = jax.jit(_grown, static_argnums=0)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def top(scores: list[float], count: int) -> list[int]:
+    return sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count]
+
+
+def grown_by_the_paper(network: Network, row: int, tree: DynamicTree, ids: np.ndarray) -> tuple[list[int], list[int]]:
+    """EAGLE-2: expand the best ``k`` of each level by cumulative log-probability, then keep the best of them all."""
+    pool: list[tuple[float, int, int]] = []  # score, token, index of the parent in the pool (-1 the root)
+    carry = network.embedding[row]
+    scores = log_softmax(network.logits(carry))
+    pool += [(scores[draft_id], int(ids[draft_id]), -1) for draft_id in top(scores.tolist(), tree.top_k)]
+    frontier = [(index, token, carry) for index, (_, token, _) in enumerate(pool)]
+    for _ in range(tree.max_depth - 1):
+        level = []
+        for index, token, carry in frontier:
+            after = network.step(carry, token)
+            scores = log_softmax(network.logits(after))
+            for draft_id in top(scores.tolist(), tree.top_k):
+                level.append((pool[index][0] + scores[draft_id], int(ids[draft_id]), index, after))
+        base = len(pool)
+        pool += [candidate[:3] for candidate in level]
+        best = top([candidate[0] for candidate in level], tree.top_k)
+        frontier = [(base + slot, level[slot][1], level[slot][3]) for slot in best]
+    chosen = sorted(top([candidate[0] for candidate in pool], tree.num_nodes - 1))
+    parents = [0 if pool[index][2] < 0 else 1 + chosen.index(pool[index][2]) for index in chosen]
+    return [pool[index][1] for index in chosen], parents
+
+
+TREES = [(5, 3, 2), (4, 3, 1), (3, 1, 4), (13, 3, 3), (21, 2, 4)]
+
+
+@pytest.mark.parametrize(("num_nodes", "max_depth", "top_k"), TREES)
+def test_a_dynamic_tree_grows_as_eagle_2_describes(num_nodes: int, max_depth: int, top_k: int) -> None:
+    tree = DynamicTree(num_nodes=num_nodes, max_depth=max_depth, top_k=top_k)
+    for seed in range(10):
+        network = Network.random(seed)
+        ids = np.sort(np.random.default_rng(seed).permutation(64)[:DRAFT_VOCABULARY]).astype(np.int32)
+        draft = network.grow(tree, ids)
+        assert draft.tokens[:, 0].tolist() == [3, 4] and bool(draft.valid.all()) and draft.probs is None
+        for row in range(BATCH):
+            tokens, parents = grown_by_the_paper(network, row, tree, ids)
+            assert draft.tokens[row, 1:].tolist() == tokens
+            assert draft.parents[row].tolist() == [-1, *parents]
+
+
+def tied_networks() -> dict[str, Network]:
+    """Networks whose scores tie exactly, in float32 as in float64."""
+    flat = np.zeros((6, DRAFT_VOCABULARY), np.float32)
+    sure, pairs = flat.copy(), flat.copy()
+    sure[:, 4] = 200.0  # log-probability 0 whatever the carry, which is 1: a child scores what its parent does
+    pairs[:, [2, 5]] = 200.0
+    ones = np.full((64, 6), 1 / 6, np.float32)
+    return {"all tokens tie": Network(flat, ones), "a child ties with its parent": Network(sure, ones),
+            "two tokens tie": Network(pairs, ones)}  # fmt: skip
+
+
+def check_ties(name: str) -> None:
+    network, ids = tied_networks()[name], np.arange(DRAFT_VOCABULARY, dtype=np.int32) * 3 + 1
+    for num_nodes, max_depth, top_k in TREES:
+        tree = DynamicTree(num_nodes=num_nodes, max_depth=max_depth, top_k=top_k)
+        # Compiled here and now: a program of an earlier call would not know what has changed since.
+        draft = jax.jit(functools.partial(_grown, tree))(network.mixing, network.embedding, jnp.array(ids))
+        for row in range(BATCH):
+            tokens, parents = grown_by_the_paper(network, row, tree, ids)
+            assert draft.tokens[row, 1:].tolist() == tokens
+            assert draft.parents[row].tolist() == [-1, *parents]
+
+
+@pytest.mark.parametrize("name", tied_networks())
+def test_of_equal_scores_the_candidate_with_the_lower_index_is_taken_where(name: str) -> None:
+    check_ties(name)
+
+
+def test_a_static_tree_takes_the_token_of_each_rank_under_its_parent() -> None:
+    tree, network = StaticTree(((0,), (2,), (0, 1), (2, 0), (2, 0, 3))), Network.random(7)
+    ids = np.arange(DRAFT_VOCABULARY, dtype=np.int32) * 3
+    draft = network.grow(tree, ids)
+    for row in range(BATCH):
+        for node, path in enumerate(tree.paths, 1):
+            carry, token = network.embedding[row], 0
+            for depth, rank in enumerate(path):
+                carry = network.step(carry, token) if depth else carry
+                token = int(ids[top(network.logits(carry).tolist(), rank + 1)[rank]])
+            assert int(draft.tokens[row, node]) == token
+    assert draft.parents[0].tolist() == list(tree.parents)

@@ -1,0 +1,170 @@
+"""Typical acceptance: compared with the rule as the paper writes it, path by path, and seen not to be lossless."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from eagle3_jax import Draft, Exact, SamplingParams, StaticTree, TypicalAcceptance, check_verifier
+from eagle3_jax.types import SamplingMode
+
+VOCAB = 7
+LAW = "what it emits has the target's law"
+TREES = {
+    "a chain": StaticTree(((0,), (0, 0), (0, 0, 0))),
+    "a tree": StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0), (1, 0, 1))),
+}
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def path_by_path(tree: StaticTree, tokens, valid, logits, temperature, epsilon, delta) -> tuple[list[int], int]:
+    """Section 2.3.1 of the paper: every path is a candidate; the longest accepted prefix, then the likeliest, wins."""
+    node_of = {path: node for node, path in enumerate(tree.paths, 1)} | {(): 0}
+    best: tuple[int, float, list[int]] = (0, 0.0, [])
+    for path in tree.paths:
+        accepted, likelihood = [], 0.0
+        for depth in range(len(path)):
+            parent, node = node_of[path[:depth]], node_of[path[: depth + 1]]
+            p = softmax(logits[parent].astype(np.float64) / temperature)
+            entropy = -sum(x * np.log(x) for x in p if x > 0)
+            if not valid[node] or not p[tokens[node]] > min(epsilon, delta * np.exp(-entropy)):
+                break
+            accepted.append(node)
+            likelihood += np.log(p[tokens[node]])
+        if (len(accepted), likelihood) > best[:2]:
+            best = (len(accepted), likelihood, accepted)
+    nodes = best[2]
+    return nodes, int(np.argmax(logits[nodes[-1] if nodes else 0]))
+
+
+def drafts(tree: StaticTree, rows: int, seed: int) -> tuple[Draft, np.ndarray]:
+    """Siblings of different tokens, some nodes padding, and targets of very different entropies."""
+    rng = np.random.default_rng(seed)
+    tokens = np.zeros((rows, tree.num_nodes), np.int32)
+    for parent in set(tree.parents[1:]):
+        nodes = np.flatnonzero(np.array(tree.parents) == parent)
+        tokens[:, nodes] = rng.permuted(np.tile(np.arange(VOCAB), (rows, 1)), axis=1)[:, : len(nodes)]
+    logits = rng.normal(size=(rows, tree.num_nodes, VOCAB)) * rng.choice(
+        [0.3, 1.0, 3.0, 8.0], (rows, tree.num_nodes, 1)
+    )
+    valid = rng.random((rows, tree.num_nodes)) > 0.1
+    valid[:, 0] = True
+    draft = Draft(
+        tokens=jnp.array(tokens),
+        parents=jnp.tile(jnp.array(tree.parents, jnp.int32), (rows, 1)),
+        valid=jnp.array(valid),
+    )
+    return draft, logits.astype(np.float32)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_it_keeps_the_path_that_the_paper_keeps(name: str) -> None:
+    tree, rows, rule = TREES[name], 400, TypicalAcceptance(epsilon=0.2, delta=0.5)
+    draft, logits = drafts(tree, rows, seed=3)
+    temperature = np.tile(np.array([0.5, 1.0, 1.7, 0.0], np.float32), rows // 4)
+    sampling = SamplingParams(
+        temperature=jnp.array(temperature), top_k=jnp.zeros(rows, jnp.int32), top_p=jnp.ones(rows, jnp.float32)
+    )
+    keys = jax.random.split(jax.random.key(0), rows)
+    verdict = jax.jit(
+        lambda draft, logits: rule(
+            draft, logits, sampling, keys, sampling_mode=SamplingMode.TEMPERATURE, max_depth=tree.max_depth
+        )
+    )(draft, jnp.array(logits))
+    lengths = set()
+    for row in range(rows):
+        # A row of temperature 0 is a point mass, which 1e-6 stands for.
+        path, after = path_by_path(
+            tree,
+            np.array(draft.tokens[row]),
+            np.array(draft.valid[row]),
+            logits[row],
+            temperature[row] or 1e-6,
+            0.2,
+            0.5,
+        )
+        assert verdict.path[row].tolist() == path + [-1] * (tree.max_depth - len(path)), row
+        assert (int(verdict.num_accepted[row]), int(verdict.next_token[row])) == (len(path), after), row
+        lengths.add(len(path))
+    assert lengths == set(range(tree.max_depth + 1))  # every length was met
+
+
+def test_a_greedy_batch_is_decided_as_the_exact_rule_decides_it() -> None:
+    tree = TREES["a tree"]
+    draft, logits = drafts(tree, 100, seed=4)
+    keys = jax.random.split(jax.random.key(0), 100)
+    decide = jax.jit(
+        lambda draft, logits: [
+            rule(draft, logits, SamplingParams(), keys, sampling_mode=SamplingMode.GREEDY, max_depth=3)
+            for rule in (TypicalAcceptance(), Exact())
+        ]
+    )
+    greedy, exact = decide(draft, jnp.array(logits))
+    assert tiny.same_bits(greedy, exact)
+    assert 10 < int((greedy.num_accepted > 0).sum()) < 90
+
+
+def test_it_is_a_verifier_and_its_output_is_measurably_not_the_targets() -> None:
+    report = check_verifier(TypicalAcceptance(draws_next=True), samples=4096)
+    assert report.ok, str(report)
+    assert "lossless=False" in str(report)
+    assert "first tokens lie 0." in str(report)
+
+
+def law_of_two_tokens(epsilon: float, delta: float) -> tuple[np.ndarray, np.ndarray]:
+    """Of the first two tokens behind a root, with one drafted token: the target's law, and what typical decoding emits.
+
+    Enumerated: the draft is token 1; accepted, the second token is drawn after it; refused, the first is drawn.
+    """
+    first, second = np.array([0.6, 0.3, 0.1]), np.array([[0.2, 0.3, 0.5], [0.7, 0.2, 0.1], [0.1, 0.1, 0.8]])
+    target = first[:, None] * second
+    entropy = -np.sum(first * np.log(first))
+    if first[1] > min(epsilon, delta * np.exp(-entropy)):
+        return target, np.stack([np.zeros(3), second[1], np.zeros(3)])
+    return target, target
+
+
+def test_enumerated_the_emitted_law_lies_far_from_the_targets() -> None:
+    target, emitted = law_of_two_tokens(0.09, 0.3)
+    assert np.isclose(emitted.sum(), 1) and np.abs(target - emitted).sum() / 2 == pytest.approx(0.7)
+    assert law_of_two_tokens(0.9, 0.9)[0] == pytest.approx(law_of_two_tokens(0.9, 0.9)[1])  # refused: nothing is bent
+    # ... and the rule accepts and refuses just there.
+    logits = jnp.log(jnp.array([[[0.6, 0.3, 0.1], [0.7, 0.2, 0.1]]]))
+    draft = Draft(tokens=jnp.array([[0, 1]]), parents=jnp.array([[-1, 0]]), valid=jnp.ones((1, 2), bool))
+    one = SamplingParams(temperature=jnp.ones(1), top_k=jnp.zeros(1, jnp.int32), top_p=jnp.ones(1))
+    keys = jax.random.split(jax.random.key(0), 1)
+    decide = jax.jit(
+        lambda draft, logits: [
+            rule(draft, logits, one, keys, sampling_mode=SamplingMode.TEMPERATURE, max_depth=1).num_accepted[0]
+            for rule in (TypicalAcceptance(), TypicalAcceptance(0.9, 0.9))
+        ]
+    )
+    assert [int(count) for count in decide(draft, logits)] == [1, 0]
+
+
+def test_one_that_called_itself_lossless_would_be_found_out() -> None:
+    class Claims(TypicalAcceptance):
+        lossless = True  # type: ignore[assignment]
+
+    (failure,) = check_verifier(Claims(draws_next=True), checks=[LAW], samples=4096).failures
+    assert "does not follow the target" in failure.detail
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epsilon": 1.0}, "epsilon is 1.0; expected a probability"),
+        ({"epsilon": float("nan")}, "epsilon is nan"),
+        ({"delta": -0.1}, "delta is -0.1; expected a finite"),
+    ],
+)
+def test_impossible_thresholds_are_refused(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TypicalAcceptance(**options)

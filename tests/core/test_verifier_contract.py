@@ -1,0 +1,255 @@
+"""What the loop relies on in an acceptance rule: the library's own pass, and every check is seen to fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import unittest.mock
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+
+from eagle3_jax import (
+    BlockVerification,
+    Draft,
+    Exact,
+    SimulatedAcceptance,
+    Verdict,
+    acceptance,
+    check_verifier,
+    point_masses,
+    verify,
+    verify_greedy,
+)
+from eagle3_jax.acceptance import verification_uniforms
+from eagle3_jax.sampling import draw, probabilities, row_keys
+from eagle3_jax.testing import VERIFIER_CHECKS
+from eagle3_jax.types import SamplingMode
+
+LAW = "what it emits has the target's law"
+RARE = "what is rare is as rare as the target has it"
+CALLS = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Typical:
+    """Takes every draft token that the target does not find unlikely (Cai et al., 2024, in its simplest form)."""
+
+    least: float = 0.2
+
+    @property
+    def lossless(self) -> bool:
+        return False
+
+    def __call__(
+        self, draft: Draft, logits: Any, sampling: Any, keys: Any, *, sampling_mode: Any, max_depth: int
+    ) -> Verdict:
+        if sampling_mode is SamplingMode.GREEDY:
+            return Exact()(draft, logits, sampling, keys, sampling_mode=sampling_mode, max_depth=max_depth)
+        probs = probabilities(logits, sampling, sampling_mode)
+        parents = jnp.maximum(draft.parents, 0)
+        of_parent = jnp.take_along_axis(probs, parents[:, :, None], axis=1)
+        mass = jnp.take_along_axis(of_parent, draft.tokens[:, :, None], axis=2)[:, :, 0]
+        wanted = jnp.full(draft.tokens.shape, -1, jnp.int32)
+        rows = jnp.arange(wanted.shape[0])[:, None]
+        taken = jnp.where(draft.valid & (draft.parents >= 0) & (mass >= self.least), parents, wanted.shape[1])
+        wanted = wanted.at[rows, taken].set(draft.tokens, mode="drop")
+        verdict = verify_greedy(draft, wanted, max_depth=max_depth)
+        last = jnp.take_along_axis(verdict.path, jnp.maximum(verdict.num_accepted - 1, 0)[:, None], axis=1)[:, 0]
+        last = jnp.where(verdict.num_accepted > 0, last, 0)
+        p = jnp.take_along_axis(probs, last[:, None, None], axis=1)[:, 0]
+        token = jax.vmap(jax.random.categorical)(keys, jnp.log(p)).astype(jnp.int32)
+        return verdict.replace(next_token=jnp.where(sampling.temperature > 0, token, jnp.argmax(p, axis=-1)))
+
+
+class Changed:
+    """The exact rule with a fault."""
+
+    lossless = True
+
+    def __init__(self, change: Callable[[Verdict, Draft], Any], **members: Any):
+        self.change = change
+        vars(self).update(members)
+
+    def __call__(self, draft: Draft, *arguments: Any, **options: Any) -> Any:
+        return self.change(Exact()(draft, *arguments, **options), draft)
+
+
+def same(values: Any) -> Any:
+    return values
+
+
+class Altered:
+    """The exact rule, whose dice, keys, sampling or distributions are changed on the way."""
+
+    lossless = True
+
+    accept = choose = keys = sampling = sampling_mode = probs = drawn = staticmethod(same)
+
+    def __init__(self, **members: Any):
+        vars(self).update(members)
+
+    def __call__(
+        self, draft: Draft, logits: Any, sampling: Any, keys: Any, *, sampling_mode: Any, max_depth: int
+    ) -> Verdict:
+        if sampling_mode is SamplingMode.GREEDY:
+            return Exact()(draft, logits, sampling, keys, sampling_mode=sampling_mode, max_depth=max_depth)
+        accept, choose = verification_uniforms(self.keys(keys), logits.shape[1], logits.shape[2])
+        probs = self.probs(probabilities(logits, self.sampling(sampling), self.sampling_mode(sampling_mode)))
+        changed = lambda p, dice: draw(self.drawn(p), dice)
+        patch = unittest.mock.patch.object
+        with patch(acceptance, "draw", changed), patch(point_masses, "draw", changed):
+            return verify(draft, probs, accept=self.accept(accept), choose=self.choose(choose), max_depth=max_depth)
+
+
+def skip_a_node(verdict: Verdict, draft: Draft) -> Verdict:
+    path = jnp.concatenate([verdict.path[:, 1:], jnp.full_like(verdict.path[:, :1], -1)], axis=1)
+    return verdict.replace(path=path, num_accepted=jnp.maximum(verdict.num_accepted - 1, 0))
+
+
+def from_the_draft(verdict: Verdict, draft: Draft) -> Verdict:
+    return verdict.replace(next_token=draft.tokens[:, 1])
+
+
+def on_padding(verdict: Verdict, draft: Draft) -> Verdict:
+    """Accepts node 1 whatever it is."""
+    path = verdict.path.at[:, 0].set(1).at[:, 1:].set(-1)
+    return verdict.replace(path=path, num_accepted=jnp.ones_like(verdict.num_accepted))
+
+
+def of_the_batch(verdict: Verdict, draft: Draft) -> Verdict:
+    return verdict.replace(next_token=jnp.roll(verdict.next_token, 1))
+
+
+def min_p(p: Any) -> Any:
+    kept = jnp.where(p < 1e-3 * jnp.max(p, axis=-1, keepdims=True), 0, p)
+    return kept / jnp.sum(kept, axis=-1, keepdims=True)
+
+
+def warmed(sampling: Any) -> Any:
+    mixed = jnp.any(sampling.temperature > 0) & (sampling.temperature == 0)
+    return sampling.replace(temperature=jnp.where(mixed, 1.0, sampling.temperature))
+
+
+def coarse(dice: Any) -> Any:
+    return jnp.floor(dice * 2**12) / 2**12
+
+
+# Samples with which the statistical checks see what is wrong here.
+ENOUGH = {LAW: 16384, RARE: 32768}
+
+# The check that must fail, and what it must say.
+BROKEN: dict[str, tuple[Any, str, str]] = {
+    "a rule that does not say whether it is lossless": (
+        Changed(lambda verdict, draft: verdict, lossless=None), "keeps the protocol", "lossless is None; expected True"
+    ),
+    "a forgotten instance": (Exact, "keeps the protocol", "is the class Exact; give an instance"),
+    "a path that is too short": (
+        Changed(lambda verdict, draft: verdict.replace(path=verdict.path[:, :-1])), "keeps shapes and types",
+        r"path as int32\[768, 11\]; expected int32\[768, 12\]",
+    ),
+    "a path that skips a node": (
+        Changed(skip_a_node), "accepts a path of the draft", r"in the path \[.*\] .* is no child of 0"
+    ),
+    "a path over padding": (Changed(on_padding), "accepts a path of the draft", "node 1 is padding"),
+    "a count of its own": (
+        Changed(lambda verdict, draft: verdict.replace(num_accepted=verdict.num_accepted + 1)),
+        "accepts a path of the draft", "-1 is no child of",
+    ),
+    "a token beyond the vocabulary": (
+        Changed(lambda verdict, draft: verdict.replace(next_token=verdict.next_token + 1)), "stays in the vocabulary",
+        "its next token is id 80 of 80 tokens",
+    ),
+    "dice of its own": (
+        Changed(lambda verdict, draft: verdict.replace(next_token=(verdict.next_token + next(CALLS)) % 5)),
+        "decides from its arguments alone", "tracing it anew decided otherwise",
+    ),
+    "rows that are mixed": (
+        Changed(of_the_batch), "rows are independent of their neighbours", "is decided otherwise when its neighbours"
+    ),
+    "a next token from the draft": (Changed(from_the_draft), "temperature 0 is greedy", r"where \d+ is the likeliest"),
+    "the law of a draft": (Changed(from_the_draft), LAW, "the first token does not follow the target"),
+    "too much accepted": (
+        Altered(accept=lambda dice: dice / 2), LAW, r"with a .* does not follow the target"
+    ),
+    "uniforms that are too low": (Altered(accept=lambda dice: dice * 0.98), LAW, "does not follow the target"),
+    "next tokens that are too likely": (Altered(drawn=lambda p: p**1.05), RARE, "drawn too often or too seldom"),
+    "a fault from node 7 on": (
+        Altered(accept=lambda dice: dice.at[:, 7:].multiply(0.5)), LAW, "with a tree .* does not follow"
+    ),
+    "no unlikely tokens": (Altered(probs=min_p), RARE, "drawn too often or too seldom"),
+    "a chain without truncation": (
+        Altered(sampling_mode=lambda _: SamplingMode.TEMPERATURE, chains_only=True), LAW,
+        "under truncation .* that the target cannot write",
+    ),
+    "greedy rows that are sampled beside others": (
+        Altered(sampling=warmed), "temperature 0 is greedy", r"in a mixed batch .* where \d+ is the likeliest"
+    ),
+    "dice for two rows": (
+        Altered(keys=lambda keys: keys[jnp.arange(len(keys)) // 2 * 2]), "rows are independent of their neighbours",
+        "in rows 1 apart that depend on each other",
+    ),
+    "dice for two rows far apart": (
+        Altered(keys=lambda keys: keys[jnp.arange(len(keys)) % (len(keys) // 2)]),
+        "rows are independent of their neighbours", "in rows 384 apart that depend on each other",
+    ),
+    "the same dice in every round": (
+        Altered(keys=lambda keys: row_keys(0, len(keys))), "rows are independent of their neighbours",
+        "in a row in successive rounds that depend",
+    ),
+    "dice of 12 bits that accept": (Altered(accept=coarse), RARE, r"\d+ were written; the target wants 3.9"),
+    "dice of 12 bits that draw": (Altered(choose=coarse), RARE, "drawn too often or too seldom"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", [Exact(), BlockVerification()], ids=["exact", "block"])
+def test_an_exact_rule_passes_every_check(rule: Any) -> None:
+    report = check_verifier(rule, samples=8192)
+    assert report.ok, str(report)
+    assert str(report).startswith(f"{type(rule).__name__}, lossless=True\n")
+    assert re.search(
+        r"law: \d+ drafts of up to 1[26] nodes, [23].\d\d tokens accepted of each; first tokens [23]\d.\d% off "
+        r"\(rms\), all drafted tokens [12].\d% too frequent or all tokens drawn from p\^1.0[23]\d would have shown",
+        str(report),
+    )
+    assert "32256 drafts; dice of 10 bits would have shown" in str(report)
+
+
+@pytest.mark.parametrize("rule", [SimulatedAcceptance.of_length(2.5, 12), Typical()], ids=["simulated", "typical"])
+def test_a_rule_that_does_not_say_it_is_lossless_is_measured_and_not_judged(rule: Any) -> None:
+    report = check_verifier(rule, samples=4096)
+    assert report.ok, str(report)
+    assert [finding.verdict for finding in report.findings] == ["passed"] * 6 + ["skipped"] * 3
+    distance = float(re.search(r"first tokens lie (\d\.\d+) \(total variation\)", str(report))[1])
+    assert distance > 0.1
+    assert f"{type(rule).__name__}, lossless=False" in str(report)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_rule_is_found_out_for(name: str) -> None:
+    rule, check, message = BROKEN[name]
+    with tiny.unchecked():
+        report = check_verifier(rule, checks=["keeps the protocol", check], samples=ENOUGH.get(check, 1024))
+    (failure,) = report.failures
+    assert failure.name == check
+    assert re.search(message, failure.detail), failure.detail
+    assert not report.ok
+
+
+def test_every_check_has_been_seen_to_fail() -> None:
+    assert {check for _, check, _ in BROKEN.values()} == set(VERIFIER_CHECKS)
+
+
+def test_a_rule_that_accepts_nothing_shows_nothing_of_acceptance() -> None:
+    class Refusing(Changed):
+        def __call__(self, draft: Draft, *arguments: Any, **options: Any) -> Any:
+            root = jnp.arange(draft.tokens.shape[1]) == 0
+            return Exact()(draft.replace(valid=draft.valid & root), *arguments, **options)
+
+    (finding,) = check_verifier(Refusing(lambda verdict, draft: verdict), checks=[LAW], samples=1024).findings
+    assert finding.verdict == "not run" and "refusals alone" in finding.detail

@@ -1,0 +1,243 @@
+"""Level 1: the acceptance rule under uniforms that are given, not drawn."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from eagle3_jax.acceptance import verify, verify_greedy
+from eagle3_jax.point_masses import verify_points
+from eagle3_jax.sampling import argmax, draw, residual
+from eagle3_jax.types import Draft, Verdict
+
+GRID = 4096
+MIDPOINTS = jnp.array((np.arange(GRID) + 0.5) / GRID, jnp.float32)
+
+
+def one_draft(p: np.ndarray, q: np.ndarray, token: int) -> tuple[Draft, jax.Array]:
+    """A root and one drafted token, repeated for every point of the grid."""
+    repeat = lambda x: jnp.broadcast_to(jnp.asarray(x), (GRID, *np.shape(x)))
+    draft = Draft(
+        tokens=repeat(np.array([0, token], np.int32)),
+        parents=repeat(np.array([-1, 0], np.int32)),
+        valid=repeat(np.array([True, True])),
+        probs=repeat(np.stack([q, q]).astype(np.float32)),
+    )
+    return draft, repeat(np.stack([p, p]).astype(np.float32))
+
+
+def random_law(rng: np.random.Generator, size: int, zeros: int = 0) -> np.ndarray:
+    weights = rng.gamma(0.7, size=size)
+    weights[rng.permutation(size)[:zeros]] = 0.0
+    return weights / weights.sum()
+
+
+def check_acceptance_frequency(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    p, q = random_law(rng, 8, zeros=seed % 3), random_law(rng, 8, zeros=seed // 3)
+    for token in np.flatnonzero(q):
+        draft, probs = one_draft(p, q, int(token))
+        grid = jnp.broadcast_to(MIDPOINTS[:, None], (GRID, 2))
+        accepted = verify(draft, probs, accept=grid, choose=MIDPOINTS[:, None], max_depth=1).num_accepted
+        assert abs(float(jnp.mean(accepted.astype(jnp.float32))) - min(1.0, p[token] / q[token])) <= 1 / GRID
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_draft_is_accepted_as_often_as_the_ratio_of_target_to_draft_probability(seed: int) -> None:
+    check_acceptance_frequency(seed)
+
+
+def check_residual_law(seed: int) -> None:
+    """After a refusal the correction follows ``norm(max(p - q, 0))``, cell by cell within one grid step."""
+    rng = np.random.default_rng(seed)
+    p, q = random_law(rng, 8, zeros=seed % 3), random_law(rng, 8, zeros=1)
+    token = int(np.argmax(q - p))  # refused with certainty at the upper end of the uniforms
+    draft, probs = one_draft(p, q, token)
+    refuse = jnp.full((GRID, 2), 1.0 - 2.0**-20)
+    verdict = verify(draft, probs, accept=refuse, choose=MIDPOINTS[:, None], max_depth=1)
+    assert int(verdict.num_accepted.max()) == 0
+    expected = np.maximum(p - q, 0) / np.maximum(p - q, 0).sum()
+    counts = np.bincount(np.asarray(verdict.next_token), minlength=8) / GRID
+    assert np.abs(np.cumsum(counts) - np.cumsum(expected)).max() <= 1 / GRID + 1e-6
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_refused_draft_is_corrected_from_the_residual(seed: int) -> None:
+    check_residual_law(seed)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-24])
+def test_a_token_without_target_mass_is_never_accepted_nor_drawn(uniform: float) -> None:
+    p, q = np.array([0.5, 0.0, 0.5, 0.0]), np.array([0.25, 0.25, 0.25, 0.25])
+    draft, probs = one_draft(p, q, token=1)
+    edge = jnp.full((GRID, 2), uniform)
+    verdict = verify(draft, probs, accept=edge, choose=edge[:, :1], max_depth=1)
+    assert set(np.asarray(verdict.num_accepted)) == {0}
+    assert set(np.asarray(verdict.next_token)) <= {0, 2}
+
+
+@pytest.mark.parametrize("uniform", [0.5, 1.0 - 2.0**-24])
+def test_a_sibling_without_mass_is_refused_where_its_elders_round_above_one(uniform: float) -> None:
+    """These three float32 numbers add up to 1.0000001, so that less than nothing seems to be left for the fourth."""
+    elders = np.array([0.5851066708564758, 0.32412686944007874, 0.09076649695634842], np.float32)
+    accept = jnp.array([[0.0, 2.0, 2.0, 2.0, uniform]], jnp.float32)  # no elder is taken, however its share rounds
+    shape = (1, 5)
+    draft = Draft(
+        tokens=jnp.array([[0, 0, 1, 2, 3]], jnp.int32),
+        parents=jnp.array([[-1, 0, 0, 0, 0]], jnp.int32),
+        valid=jnp.ones(shape, jnp.bool_),
+    )
+    probs = jnp.broadcast_to(jnp.array([*elders, 0.0], jnp.float32), (*shape, 4))
+    assert float(1.0 - jnp.sum(probs[0, 0])) < 0
+    verdict = verify(draft, probs, accept=accept, choose=jnp.full((1, 1), 0.5, jnp.float32), max_depth=1)
+    assert int(verdict.next_token[0]) != 3 and int(verdict.num_accepted[0]) == 0
+
+
+@pytest.mark.parametrize("p", [[0.0, 0.0, 1.0, 0.0], [0.0, 0.3, 0.0, 0.7], [1e-38, 0.0, 1e-38, 0.0], [0.25] * 4])
+def test_a_draw_never_lands_on_a_token_without_mass(p: list[float]) -> None:
+    uniforms = jnp.array([0.0, 1e-30, 0.5, 1.0 - 2.0**-24])
+    tokens = draw(jnp.broadcast_to(jnp.array(p), (4, 4)), uniforms[:, None])
+    assert all(p[token] > 0 for token in np.asarray(tokens))
+
+
+def test_a_draw_from_a_law_that_rounds_short_of_one_stays_inside_it() -> None:
+    p = jnp.array([0.1] * 7 + [0.0], jnp.float32)
+    assert int(draw(p, jnp.array([1.0 - 2.0**-24], jnp.float32))) == 6
+
+
+def test_equal_target_and_draft_always_accept() -> None:
+    p = np.array([0.1, 0.2, 0.3, 0.4])
+    for token in range(4):
+        draft, probs = one_draft(p, p, token)
+        grid = jnp.broadcast_to(MIDPOINTS[:, None], (GRID, 2))
+        assert int(verify(draft, probs, accept=grid, choose=MIDPOINTS[:, None], max_depth=1).num_accepted.min()) == 1
+
+
+def test_an_empty_residual_accepts_instead_of_dividing_by_zero() -> None:
+    p = np.array([0.0, 1.0, 0.0])  # q a little above p at the only token p has: nothing is left to correct with
+    draft, probs = one_draft(p, np.array([0.0, 1.0 + 1e-6, 0.0]), token=1)
+    edge = jnp.full((GRID, 2), 1.0 - 2.0**-24)
+    assert int(verify(draft, probs, accept=edge, choose=edge[:, :1], max_depth=1).num_accepted.min()) == 1
+
+
+def test_a_residual_without_mass_is_the_target_itself() -> None:
+    p = jnp.array([0.25, 0.75])
+    rest, mass = residual(p, p)
+    assert float(mass) == 0 and np.array_equal(rest, p)
+
+
+def random_trees(count: int, num_nodes: int, vocab_size: int, seed: int) -> tuple[Draft, np.random.Generator]:
+    """Random topologies in topological order, siblings with different tokens."""
+    rng = np.random.default_rng(seed)
+    tokens, parents = np.zeros((count, num_nodes), np.int32), np.full((count, num_nodes), -1, np.int32)
+    for row in range(count):
+        for node in range(1, num_nodes):
+            parents[row, node] = rng.integers(0, node)
+            taken = {tokens[row, n] for n in range(node) if parents[row, n] == parents[row, node] and n}
+            if len(taken) == vocab_size:  # a full family: hang it on the newest node instead
+                parents[row, node], taken = node - 1, set()
+            tokens[row, node] = rng.choice([x for x in range(vocab_size) if x not in taken])
+    draft = Draft(tokens=jnp.array(tokens), parents=jnp.array(parents), valid=jnp.ones(tokens.shape, jnp.bool_))
+    return draft, rng
+
+
+def decisions(verdict: Verdict) -> list[tuple[list[int], int]]:
+    paths, tokens = np.asarray(verdict.path), np.asarray(verdict.next_token)
+    return [([int(n) for n in path if n >= 0], int(token)) for path, token in zip(paths, tokens, strict=True)]
+
+
+def check_greedy_verdicts(seed: int) -> None:
+    draft, rng = random_trees(64, 9, 4, seed)
+    wanted = rng.integers(0, 4, (64, 9)).astype(np.int32)
+    greedy = verify_greedy(draft, jnp.array(wanted), max_depth=8)
+    expected = [
+        oracle.posterior_greedy(tokens, parents, row)
+        for tokens, parents, row in zip(draft.tokens.tolist(), draft.parents.tolist(), wanted.tolist(), strict=True)
+    ]
+    assert decisions(greedy) == expected
+    point_masses = jax.nn.one_hot(jnp.array(wanted), 4)
+    dice = jnp.array(rng.random((64, 9)), jnp.float32)
+    assert decisions(verify(draft, point_masses, accept=dice, choose=dice[:, :1], max_depth=8)) == expected
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_greedy_verification_is_the_rule_on_point_masses_and_the_official_evaluation(seed: int) -> None:
+    check_greedy_verdicts(seed)
+
+
+def check_sampled_verdicts(seed: int) -> None:
+    draft, rng = random_trees(64, 9, 4, seed)
+    probs = np.stack([[random_law(rng, 4, zeros=int(rng.integers(0, 2))) for _ in range(9)] for _ in range(64)])
+    dice, choose = rng.random((64, 9)), rng.random(64)
+    verdict = verify(
+        draft,
+        jnp.array(probs, jnp.float32),
+        accept=jnp.array(dice, jnp.float32),
+        choose=jnp.array(choose, jnp.float32)[:, None],
+        max_depth=8,
+    )
+    rows = zip(draft.tokens.tolist(), draft.parents.tolist(), probs.tolist(), dice.tolist(), choose, strict=True)
+    assert decisions(verdict) == [oracle.posterior_sampled(*row) for row in rows]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sampled_verification_of_a_deterministic_tree_is_the_official_evaluation(seed: int) -> None:
+    check_sampled_verdicts(seed)
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_nodes_marked_invalid_are_never_accepted(greedy: bool) -> None:
+    draft, rng = random_trees(64, 9, 4, seed=5)
+    draft = draft.replace(valid=jnp.array(rng.random((64, 9)) < 0.5).at[:, 0].set(True))
+    wanted = jnp.array(rng.integers(0, 4, (64, 9)), jnp.int32)
+    if greedy:
+        verdict = verify_greedy(draft, wanted, max_depth=8)
+    else:
+        dice = jnp.zeros((64, 9))
+        verdict = verify(draft, jax.nn.one_hot(wanted, 4), accept=dice, choose=dice[:, :1], max_depth=8)
+    assert int(verdict.num_accepted.max()) > 0
+    for row, (path, _) in enumerate(decisions(verdict)):
+        assert all(bool(draft.valid[row, node]) for node in path)
+
+
+def check_point_masses(seed: int, rows: int = 2048, nodes: int = 8, vocabulary: int = 5) -> None:
+    """All nodes at once, and one after the other, with the same uniforms: random trees, padding, tokens named twice."""
+    rng = np.random.default_rng(seed)
+    parents = np.array([[-1, *(rng.integers(0, node) for node in range(1, nodes))] for _ in range(rows)], np.int32)
+    tokens = rng.integers(0, vocabulary, (rows, nodes)).astype(np.int32)
+    valid = (rng.random((rows, nodes)) < 0.8) | (np.arange(nodes) == 0)
+    weights = rng.gamma(0.7, size=(rows, nodes, vocabulary)) * (rng.random((rows, nodes, vocabulary)) < 0.8)
+    weights[..., 0] += 1e-3
+    probs = jnp.asarray(weights / weights.sum(axis=-1, keepdims=True), jnp.float32)
+    accept = jnp.asarray(rng.random((rows, nodes)), jnp.float32)
+    choose = jnp.asarray(rng.random((rows, 1)), jnp.float32)
+    draft = Draft(tokens=jnp.asarray(tokens), parents=jnp.asarray(parents), valid=jnp.asarray(valid))
+    named = draft.replace(probs=jax.nn.one_hot(tokens, vocabulary))
+    both = [
+        (verify_points, verify, draft, probs, accept),
+        (lambda draft, probs, **_: verify_greedy(draft, jnp.argmax(probs, -1).astype(jnp.int32), max_depth=nodes - 1),
+         verify, draft, jax.nn.one_hot(jnp.argmax(probs, -1), vocabulary), jnp.full_like(accept, 0.5)),
+    ]  # fmt: skip
+    for at_once, one_by_one, draft, law, dice in both:
+        options = {"accept": dice, "choose": choose, "max_depth": nodes - 1}
+        quick, slow = at_once(draft, law, **options), one_by_one(named, law, **options)
+        assert len(np.unique(slow.num_accepted)) > 3
+        for field in ("num_accepted", "path", "next_token"):
+            assert np.array_equal(getattr(quick, field), getattr(slow, field)), field
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_point_masses_are_decided_at_once_as_one_by_one(seed: int) -> None:
+    check_point_masses(seed)
+
+
+@pytest.mark.parametrize("size", [1, 2, 37, 4096])
+def test_argmax_is_the_lowest_index_of_the_largest(size: int) -> None:
+    rng = np.random.default_rng(size)
+    few = rng.integers(0, 4, (3, 5, size)).astype(np.float32)  # so many ties
+    for x in (few, -few, np.full_like(few, -np.inf), np.where(few == 1, np.inf, few)):
+        for find in (argmax, jax.jit(argmax)):
+            assert np.array_equal(find(jnp.asarray(x)), np.argmax(x, axis=-1))

@@ -1,0 +1,336 @@
+"""Every block of code on the pages runs as it stands; what cannot run here is read, and its options looked up."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import typer
+
+from eagle3_jax.cli import run
+from eagle3_jax.cli._commands import app
+
+ROOT = Path(__file__).parent.parent.parent
+DOCS = ROOT / "docs"
+sys.path.append(str(DOCS / "_extensions"))
+from links import links_in, prose_of  # noqa: E402
+
+PAGES = sorted(
+    path.relative_to(DOCS).as_posix()
+    for path in DOCS.rglob("*.md")
+    if path.relative_to(DOCS).parts[0] not in ("_build", "notebooks", "repository")
+)
+PAGES += [f"../{name}README.md" for name in ("", "notebooks/", "notebooks/gpu/")]
+# Pages whose commands are run, too: they take little and leave nothing behind.
+RUN = ("stepping.md", "drafters.md", "extending.md", "getting_started.md", "choosing.md")
+# How many devices there are, and where programs are kept, is settled once in a process.
+IN_A_PROCESS = {
+    "mesh.md": "a mesh of model=8,data=1 does not divide 2 key/value heads: model can be 1, 2\n",
+    "cold_start.md": "",
+}
+SHOWN = {
+    "stepping.md": "consumed by the step before",
+    "drafters.md": "18 passed, 0 failed, 0 not run",
+    "extending.md": "0 failed",
+}
+LANGUAGES = {"python", "bash", "text", "console", "promql"}
+VLLM = json.loads((DOCS / "recorded" / "vllm-0.32.0.json").read_text(encoding="utf-8"))
+
+
+def text_of(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def blocks_of(page: str, language: str) -> list[re.Match[str]]:
+    return list(re.finditer(rf"^( *)```{language}\n(.*?)^\1```", text_of(page), re.MULTILINE | re.DOTALL))
+
+
+def code_of(block: re.Match[str]) -> str:
+    return "".join(line.removeprefix(block[1]) for line in block[2].splitlines(keepends=True))
+
+
+def test_every_block_says_what_it_is() -> None:
+    """So that nobody's block is passed over: a fence opens with a language or a directive."""
+    for page in PAGES:
+        opened = False
+        for number, line in enumerate(text_of(page).splitlines(), 1):
+            if found := re.match(r" *```+(.*)", line):
+                if not opened:
+                    said = found[1].strip()
+                    assert said in LANGUAGES or re.match(r"\{[\w-]+\}", said), (
+                        f"{page}:{number} opens a block of {said!r}"
+                    )
+                opened = not opened
+        assert not opened, page
+
+
+def with_code() -> list[str]:
+    return [page for page in PAGES if blocks_of(page, "python") or page in RUN]
+
+
+@pytest.mark.parametrize("page", [page for page in with_code() if page not in IN_A_PROCESS])
+def test_the_blocks_of_a_page_run_in_order(
+    page: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And then its commands, beside a file ``mine.py`` of the blocks that say so."""
+    text, blocks = text_of(page), blocks_of(page, "python")
+    module = types.ModuleType("page")  # dataclasses look their module up
+    monkeypatch.setitem(sys.modules, "page", module)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)  # where a page writes files
+    Path("mine.py").write_text("\n".join(code_of(block) for block in blocks if block[2].startswith("# mine.py")))
+    Path("eagle3_jax").symlink_to(ROOT / "eagle3_jax")  # for paths as from a checkout
+    printed = ""
+    with tiny.unchecked():  # as users run them
+        for block in blocks:
+            above = text[: block.start(2)].count("\n")  # a failure names the line of the page
+            exec(compile("\n" * above + code_of(block), str(DOCS / page), "exec"), vars(module))
+            out = capsys.readouterr().out
+            if shown := re.match(r"\n\n```text\n(.*?)```", text[block.end() :], re.DOTALL):
+                assert out == shown[1], f"{page}: what a block prints"
+            printed += out
+        assert SHOWN.get(page, "") in printed
+        for command in commands_of(page, "bash") if page in RUN else []:
+            assert command[0] != "eagle3" or run(command[1:]) == 0, shlex.join(command)
+
+
+@pytest.mark.parametrize("page", IN_A_PROCESS)
+def test_the_blocks_of_a_page_run_in_a_process_of_their_own(page: str, tmp_path: Path) -> None:
+    text = text_of(page)
+    lines = [""] * text.count("\n")
+    for block in blocks_of(page, "python"):
+        above = text[: block.start(2)].count("\n")
+        written = block[2].splitlines()
+        lines[above : above + len(written)] = written  # a failure names the line of the page
+    place = tmp_path / "page.py"
+    place.write_text("\n".join(lines))
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, place], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == IN_A_PROCESS[page]
+
+
+def commands_of(page: str, language: str) -> Iterator[list[str]]:
+    """The commands of a page's blocks as words; a quotation, or a line that ends with a backslash, goes on."""
+    for block in blocks_of(page, language):
+        pending = ""
+        for line in code_of(block).replace("\\\n", " ").splitlines():
+            pending += line.removeprefix("$ ")
+            with contextlib.suppress(ValueError):  # an open quotation
+                if words := shlex.split(pending, comments=True):
+                    yield words
+                pending = ""
+        assert not pending, f"{page}: {pending}"
+
+
+def everything_to_type() -> list[tuple[str, list[str]]]:
+    found = [
+        (page, command) for page in PAGES for language in ("bash", "console") for command in commands_of(page, language)
+    ]
+    for page in PAGES:
+        lines = [line for block in blocks_of(page, "text") for line in code_of(block).replace("\\\n", " ").splitlines()]
+        lines += re.findall(r"\| `(eagle3 [^`]+)` \|", text_of(page))
+        typed = ("eagle3 ", "pip ", "make ", "python ", "pytest ")
+        found += [(page, shlex.split(line, comments=True)) for line in lines if line.startswith(typed)]
+    return found
+
+
+def test_every_command_on_the_pages_can_be_typed() -> None:
+    """Nothing runs: options, files, targets of the Makefile and vLLM's recorded options are looked up."""
+    seen, wrong = everything_to_type(), []
+    assert len(seen) > 60
+    for page, words in seen:
+        while words and "=" in words[0] and not words[0].startswith("-"):  # a variable in front
+            words = words[1:]
+        if words and (problem := wrong_with(words)):
+            wrong.append(f"{page}: {shlex.join(words)}: {problem}")
+    assert not wrong, "\n".join(wrong)
+
+
+def wrong_with(words: list[str]) -> str | None:
+    if "do" in words:  # a loop of the shell
+        words = words[words.index("do") + 1 :]
+        words = words[: words.index("&")] if "&" in words else words
+    if words[0] == "timeout":
+        words = words[next(index for index, word in enumerate(words) if index > 4 and not word.isdigit()) :]
+    program, rest = Path(words[0]).name, words[1:]
+    if program == "python" and rest[:2] == ["-m", "eagle3_jax"]:
+        program, rest = "eagle3", rest[2:]
+    if program == "eagle3":
+        return wrong_with_ours(rest)
+    if program == "vllm":
+        return wrong_with_vllms(rest)
+    if program == "make":
+        names = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        return next((f"no target {word}" for word in rest if "=" not in word and word not in names), None)
+    if program in ("python", "python3", "pytest"):
+        files = [word for word in rest if word.endswith(".py") and "/" in word]
+        if "-m" in rest and rest[rest.index("-m") + 1].startswith(("validation", "eagle3_jax")):
+            module = ROOT / rest[rest.index("-m") + 1].replace(".", "/")
+            files += [] if module.is_dir() else [f"{module.relative_to(ROOT)}.py"]
+        return next((f"no file {word}" for word in files if not any(ROOT.glob(word))), None)
+    known = {
+        "pip",
+        "source",
+        "export",
+        "jupyter",
+        "srun",
+        "kubectl",
+        "curl",
+        "scontrol",
+        "gcloud",
+        "nvidia-smi",
+        "eagle3",
+    }
+    return None if program in known else f"who is {program}?"
+
+
+def wrong_with_ours(rest: list[str]) -> str | None:
+    command: Any = typer.main.get_command(app)
+    if rest in (["--help"], ["--version"]):
+        return None
+    while hasattr(command, "commands"):
+        if not rest or rest[0] not in command.commands:
+            return f"no command {rest[:1]}; there are {', '.join(command.commands)}"
+        command, rest = command.commands[rest[0]], rest[1:]
+    options = {option for one in command.params for option in (*one.opts, *one.secondary_opts)} | {"--help", "-h"}
+    unknown = [word for word in (word.partition("=")[0] for word in rest) if re.match(r"--?[a-zA-Z]", word)]
+    return next((f"no option {word}" for word in unknown if word not in options), None)
+
+
+def wrong_with_vllms(rest: list[str]) -> str | None:
+    name = "serve" if rest[0] == "serve" else "bench serve"
+    unknown = [word for word in rest if word.startswith("-") and word not in VLLM[name]]
+    if unknown:
+        return f"vLLM {VLLM['version']} has no {unknown[0]}"
+    if "--dataset-name" in rest and rest[rest.index("--dataset-name") + 1] not in VLLM["datasets"]:
+        return "no such data set"
+    if "--speculative-config" in rest:
+        settings = json.loads(rest[rest.index("--speculative-config") + 1])
+        strange = [key for key in settings if key not in VLLM["speculative_config"]]
+        return (
+            f"no key {strange[0]}" if strange else None if settings["method"] in VLLM["methods"] else "no such method"
+        )
+    return None
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "eagle3 generate x --no-such-option",
+        "eagle3 nothing",
+        "timeout -s INT -k 8 585 python -m eagle3_jax nothing",
+        "vllm serve T --speculative-model H",
+        'vllm serve T --speculative-config \'{"method": "eagle3", "disable_by_batch_size": 1}\'',
+        "make nothing",
+        "python examples/nothing.py",
+    ],
+)
+def test_what_cannot_be_typed_is_found(command: str) -> None:
+    assert wrong_with(shlex.split(command)) is not None
+
+
+def test_flags_that_are_called_gone_are_gone_and_the_others_are_there() -> None:
+    names = {*VLLM["serve"], *VLLM["metrics"]}
+    looked_up = 0
+    for row in re.findall(r"^\| (`[^\n]*)$", text_of("articles_serving.md"), re.MULTILINE):
+        said, verdict, now, *_ = (cell.strip() for cell in row.split(" | "))
+        code = re.findall(r"`(--[\w-]+|vllm:\w+)", said)
+        if verdict == "gone":
+            assert code and not names & set(code), said
+        elif "SGLang" not in said:
+            assert names >= set(code), said
+        looked_up += len(code)
+        assert set(re.findall(r"`(num_speculative_\w+|draft_tensor_\w+)`", now)) <= set(VLLM["speculative_config"])
+    assert looked_up > 12
+
+
+def test_every_metric_and_key_of_vllm_is_one_that_it_has() -> None:
+    for page in ("metrics.md", "rollout.md", "deploying.md"):
+        for name in set(re.findall(r"vllm:\w+", text_of(page))):
+            assert re.sub(r"(_total|_bucket)$", "", name) in VLLM["metrics"], f"{page}: {name}"
+    table = text_of("deploying.md").split("| key | default |")[1].split("\n\n")[0]
+    keys = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
+    assert len(keys) == 6 and set(keys) <= set(VLLM["speculative_config"])
+
+
+def test_the_rollout_page_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = (one for one in commands_of("rollout.md", "bash") if one[:3] == ["eagle3", "plan", "rollout"])
+    assert run(command[1:]) == 0
+    plan, inside, expected = capsys.readouterr().out, False, []
+    for line in plan.splitlines():
+        inside ^= line.startswith("```")
+        expected.append(line if inside or not line.startswith("#") else "#" + line)
+    assert text_of("rollout.md").split("\n---\n\n")[1].rstrip() == "\n".join(expected).rstrip()
+    queries = re.search(r"```promql\n# mean acceptance length.*?```", plan, re.DOTALL)
+    assert queries is not None and queries[0] in text_of("metrics.md")
+
+
+def test_a_claim_that_the_page_calls_impossible_is(capsys: pytest.CaptureFixture[str]) -> None:
+    options = "plan roofline --target Llama-3.3-70B --weights fp8 --gpu H200 --batch-size 4 --claim 6200"
+    assert run(options.split()) == 0
+    assert "IMPOSSIBLE: 6,200 tokens/s is 3.9x the upper bound at batch 4, 1,602" in capsys.readouterr().out
+    assert "the bound is 1,602" in text_of("command_line.md")
+
+
+def slugs_of(path: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(
+        r"^#+ +(.+)$", re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S), re.M
+    )
+    plain = (re.sub(r"\]\([^)]*\)", "", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", [*PAGES, "../validation/README.md"])
+def test_every_link_leads_somewhere(page: str) -> None:
+    place = DOCS / page
+    text = place.read_text(encoding="utf-8")
+    for link in links_in(text):
+        target, _, anchor = link.partition("#")
+        there = (place.parent / target).resolve()
+        assert there.exists(), f"{page} links to {link}"
+        if anchor and there.suffix == ".md":
+            assert anchor in slugs_of(there), f"{page} links to {link}"
+    for anchor in re.findall(r"\]\(#([^)]+)\)", prose_of(text)):
+        assert anchor in slugs_of(place), f"{page} links to #{anchor}"
+
+
+def test_pages_are_short_and_begin_with_what_they_are_for() -> None:
+    for page in PAGES:
+        lines = text_of(page).splitlines()
+        assert len(lines) <= (370 if page == "extending.md" else 250), f"{page}: {len(lines)} lines"
+        assert lines[0].startswith("# "), page
+
+
+def test_the_site_says_in_one_line_what_it_needs() -> None:
+    code = "import importlib.util as u, runpy, sys; u.find_spec = lambda name: None; runpy.run_path(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, DOCS / "conf.py"], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().count("\n") == 0
+    assert "pip install -e '.[docs]'" in done.stderr
+    assert not io.StringIO(done.stdout).read()
+
+
+def test_every_decision_is_listed_under_its_title() -> None:
+    listed = text_of("decisions/index.md")
+    for path in sorted((DOCS / "decisions").glob("0*.md")):
+        title = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        assert f"- [{title}]({path.name})" in listed

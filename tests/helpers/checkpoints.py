@@ -1,0 +1,385 @@
+"""Tiny checkpoints in every layout, and an EAGLE-3 head written down a second time, in PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from eagle3_jax.conversion import CheckpointError, rules
+from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
+
+TARGET = DecoderConfig(
+    vocab_size=61,
+    width=32,
+    layers=uniform(8, GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=8), GatedMLP(width=24)),
+    max_positions=64,
+    norm_eps=1e-5,
+)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def assert_close(ours: Any, truth: np.ndarray) -> None:
+    assert np.abs(np.asarray(ours) - truth).max() <= 1e-4 * np.abs(truth).max()
+
+
+def write_checkpoint(directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    stored = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})  # for transformers
+    return directory
+
+
+def refused(read: Callable[[Path], Any], path: Path, says: str) -> None:
+    """Within two seconds of work, in one printable line, of the one class, leaving everything as it is."""
+    before = sorted(path.rglob("*")) if path.is_dir() else []
+    begun = time.process_time()
+    with pytest.raises(CheckpointError, match=says) as refusal:
+        read(path)
+    assert time.process_time() - begun < 2
+    assert str(refusal.value).isprintable()
+    assert len(str(refusal.value)) < 600
+    assert before == (sorted(path.rglob("*")) if path.is_dir() else [])
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    """Set fields of config.json; ``None`` removes one."""
+    path = directory / "config.json"
+    values = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
+def edit_tensors(directory: Path, **changes: np.ndarray | None) -> None:
+    """Set tensors (``__`` for a dot); ``None`` removes one."""
+    path = directory / "model.safetensors"
+    tensors = {**load_file(path), **{k.replace("__", "."): v for k, v in changes.items()}}
+    save_file({k: np.ascontiguousarray(v) for k, v in tensors.items() if v is not None}, path)
+
+
+def same_params(first: Any, second: Any) -> bool:
+    """Whether nested parameters are bit-equal, dtypes included."""
+    one, other = dict(rules.flatten(first)), dict(rules.flatten(second))
+    bits = lambda leaf: (leaf.dtype, leaf.shape, np.ascontiguousarray(leaf).tobytes())
+    return one.keys() == other.keys() and all(bits(one[path]) == bits(other[path]) for path in one)
+
+
+def same_target(first: Any, second: Any) -> bool:
+    """Whether two targets are equal, bit for bit."""
+    ours, theirs = (dict(rules.flatten(one.params)) for one in (first, second))
+    return first.config == second.config and all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+
+
+def llama_model(**changes: Any) -> Any:
+    """A random transformers Llama with norms that are not all ones."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    fields = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.3,
+        "eos_token_id": 2,
+    }
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**fields | changes)).eval()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "norm" in name:
+                value.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                value.normal_(0, 0.3)
+    return model
+
+
+def target_config_json(config: DecoderConfig = TARGET) -> dict[str, Any]:
+    layer = config.layers[0]
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": layer.mlp.width,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": layer.mixer.num_heads,
+        "num_key_value_heads": layer.mixer.num_kv_heads,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu",
+        "eos_token_id": 2,
+    }
+
+
+def write_llama(directory: Path, config: DecoderConfig = TARGET, seed: int = 0) -> Path:
+    """A random target in the Hugging Face layout, without transformers."""
+    random = np.random.default_rng(seed)
+    width, mixer, inner = config.width, config.layers[0].mixer, config.layers[0].mlp.width
+    queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+
+    def draw(*shape: int) -> np.ndarray:
+        return random.normal(0, 0.3, shape).astype(np.float32)
+
+    def block() -> dict[str, np.ndarray]:
+        return {
+            "input_layernorm.weight": 1 + draw(width),
+            "self_attn.q_proj.weight": draw(queries, width),
+            "self_attn.k_proj.weight": draw(keys, width),
+            "self_attn.v_proj.weight": draw(keys, width),
+            "self_attn.o_proj.weight": draw(width, queries),
+            "post_attention_layernorm.weight": 1 + draw(width),
+            "mlp.gate_proj.weight": draw(inner, width),
+            "mlp.up_proj.weight": draw(inner, width),
+            "mlp.down_proj.weight": draw(width, inner),
+        }
+
+    tensors = {"model.embed_tokens.weight": draw(config.vocab_size, width), "model.norm.weight": 1 + draw(width)}
+    for layer in range(config.num_layers):
+        tensors |= {f"model.layers.{layer}.{name}": value for name, value in block().items()}
+    tensors["lm_head.weight"] = draw(config.vocab_size, width)
+    return write_checkpoint(directory, target_config_json(config), tensors)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Head:
+    """What a head looks like; the defaults are an official one."""
+
+    width: int = 32
+    target_width: int = 32
+    vocab: int = 61
+    draft_vocab: int = 40
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+    inner: int = 24
+    layers: int = 1
+    aux: tuple[int, ...] = (2, 4, 5)
+    theta: float = 10_000.0
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+    qk_norm: bool = False
+    bias: bool = False
+    own_embedding: bool = False
+    windows: tuple[int | None, ...] = ()
+    dtype: Any = np.float32
+    seed: int = 1
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """In official names, further layers as ``layers.N``."""
+        random = np.random.default_rng(self.seed)
+
+        def draw(*shape: int, around: float = 0.0) -> np.ndarray:
+            return (around + random.normal(0, 0.3, shape)).astype(np.float32).astype(self.dtype)
+
+        width, chunks = self.width, len(self.aux)
+        out = {"fc.weight": draw(width, chunks * self.target_width), "norm.weight": draw(width, around=1)}
+        for layer in range(self.layers):
+            name, fed = ("midlayer", 2 * width) if layer == 0 else (f"layers.{layer}", width)
+            norms = ["input_layernorm", "post_attention_layernorm"] + ["hidden_norm"] * (layer == 0)
+            out |= {f"{name}.{norm}.weight": draw(width, around=1) for norm in norms}
+            sizes = {"q": self.heads * self.head_dim, "k": self.kv_heads * self.head_dim}
+            sizes["v"] = sizes["k"]
+            for key, size in sizes.items():
+                out[f"{name}.self_attn.{key}_proj.weight"] = draw(size, fed)
+            out[f"{name}.self_attn.o_proj.weight"] = draw(width, sizes["q"])
+            if self.bias:
+                out |= {f"{name}.self_attn.{key}_proj.bias": draw(size) for key, size in (sizes | {"o": width}).items()}
+            if self.qk_norm:
+                out |= {f"{name}.self_attn.{key}_norm.weight": draw(self.head_dim, around=1) for key in "qk"}
+            out[f"{name}.mlp.gate_proj.weight"] = draw(self.inner, width)
+            out[f"{name}.mlp.up_proj.weight"] = draw(self.inner, width)
+            out[f"{name}.mlp.down_proj.weight"] = draw(width, self.inner)
+        if self.fc_norm:
+            out |= {f"fc_norm.{i}.weight": draw(self.target_width, around=1) for i in range(chunks)}
+        if self.norm_before_fc:
+            out["input_norm.weight"] = draw(chunks * self.target_width, around=1)
+        if self.own_embedding:
+            out["embed_tokens.weight"] = draw(self.vocab, width)
+        out["lm_head.weight"] = draw(self.draft_vocab, width)
+        if self.draft_vocab < self.vocab:
+            chosen = np.sort(random.permutation(self.vocab)[: self.draft_vocab])
+            out["d2t"] = chosen.astype(np.int64) - np.arange(self.draft_vocab)
+            out["t2d"] = np.isin(np.arange(self.vocab), chosen)
+        return out
+
+    def config(self) -> dict[str, Any]:
+        """Only what the official layout has, unless a variation has to be named."""
+        values: dict[str, Any] = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "qwen3" if self.qk_norm else "llama",
+            "vocab_size": self.vocab,
+            "draft_vocab_size": self.draft_vocab,
+            "hidden_size": self.width,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "torch_dtype": "float16",
+            "tie_word_embeddings": False,
+        }
+        flags = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
+        values |= {flag: True for flag in flags if getattr(self, flag)}
+        if self.head_dim * self.heads != self.width or self.qk_norm:
+            values["head_dim"] = self.head_dim
+        if self.theta != 10_000.0:
+            values["rope_theta"] = self.theta
+        if self.windows:
+            values["layer_types"] = ["sliding_attention" if window else "full_attention" for window in self.windows]
+            values |= {"sliding_window": max(window for window in self.windows if window), "use_sliding_window": True}
+        if self.bias:
+            values["attention_bias"] = True
+        if self.own_embedding or self.target_width != self.width:
+            values["target_hidden_size"] = self.target_width
+        if self.aux != (2, 4, 5):
+            values["eagle_aux_hidden_state_layer_ids"] = list(self.aux)
+        return values
+
+    def write(self, directory: Path, dialect: str = "eagle") -> Path:
+        config, tensors = self.config(), self.tensors()
+        layered = {name.replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
+        if dialect == "sglang":
+            config["architectures"] = ["LlamaForCausalLMEagle3"]
+        elif dialect == "modelopt":
+            ids = config.pop("eagle_aux_hidden_state_layer_ids", list(self.aux))
+            config["architectures"] = ["LlamaForCausalLMEagle3"]
+            config["eagle_config"] = {
+                "eagle_aux_hidden_state_layer_ids": ids[::-1],
+                "use_aux_hidden_state": True,
+                "use_input_layernorm_in_first_layer": True,
+                "use_last_layernorm": True,
+                "use_mtp_layernorm": False,
+            }
+            tensors = {name: value for name, value in layered.items() if name != "t2d"}
+        elif dialect == "speculators":
+            outer = ("draft_vocab_size", "norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
+            top = {name: config.pop(name) for name in outer if name in config}
+            config.pop("eagle_aux_hidden_state_layer_ids", None)
+            top["target_hidden_size"] = config.pop("target_hidden_size", None)
+            config = {
+                "architectures": ["Eagle3DraftModel"],
+                "speculators_model_type": "eagle3",
+                "norm_before_residual": self.norm_before_residual,
+                "eagle_aux_hidden_state_layer_ids": list(self.aux),
+                **top,
+                "transformer_layer_config": config,
+            }
+            tensors = layered
+        return write_checkpoint(directory, config, tensors)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafted:
+    logits: np.ndarray
+    tokens: list[int]
+
+
+class TorchHead:
+    """The network of a head, written apart from ours; it knows no cache and runs whole sequences."""
+
+    def __init__(self, head: Head, embedding: np.ndarray):
+        import torch
+
+        self.torch, self.head = torch, head
+        raw = {name: torch.from_numpy(np.asarray(v, np.float32)) for name, v in head.tensors().items() if name != "t2d"}
+        self.w = {name.replace("midlayer.", "layers.0.").removesuffix(".weight"): value for name, value in raw.items()}
+        self.chosen = self.w.get("d2t", torch.zeros(head.draft_vocab)).long() + torch.arange(head.draft_vocab)
+        self.table = torch.from_numpy(np.array(embedding, np.float32))
+
+    def rms(self, x: Any, name: str) -> Any:
+        return x / self.torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * self.w[name]
+
+    def linear(self, x: Any, name: str) -> Any:
+        return x @ self.w[name].T + self.w.get(f"{name}.bias", self.torch.zeros(()))
+
+    def turn(self, x: Any) -> Any:
+        torch, half = self.torch, self.head.head_dim // 2
+        angle = torch.arange(x.shape[0])[:, None] * self.head.theta ** (-torch.arange(half) / half)
+        cos, sin = torch.cos(angle)[:, None], torch.sin(angle)[:, None]
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def attend(self, x: Any, name: str, window: int | None) -> Any:
+        torch, head, count = self.torch, self.head, x.shape[0]
+        q, k, v = (self.linear(x, f"{name}.{key}_proj").view(count, -1, head.head_dim) for key in "qkv")
+        if head.qk_norm:
+            q, k = self.rms(q, f"{name}.q_norm"), self.rms(k, f"{name}.k_norm")
+        repeat = head.heads // head.kv_heads
+        q, k, v = self.turn(q), self.turn(k).repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+        score = torch.einsum("qhd,khd->hqk", q, k) / head.head_dim**0.5
+        back = torch.arange(count)[:, None] - torch.arange(count)[None, :]
+        score = score.masked_fill((back < 0) | (back >= (window or count)), -torch.inf)
+        out = torch.einsum("hqk,khd->qhd", score.softmax(-1), v).reshape(count, -1)
+        return self.linear(out, f"{name}.o_proj")
+
+    def mlp(self, x: Any, name: str) -> Any:
+        gate = self.torch.nn.functional.silu(self.linear(x, f"{name}.gate_proj"))
+        return self.linear(gate * self.linear(x, f"{name}.up_proj"), f"{name}.down_proj")
+
+    def fuse(self, features: np.ndarray) -> Any:
+        """``features [T A Dt]``."""
+        chunks = self.torch.from_numpy(features)
+        if self.head.fc_norm:
+            chunks = self.torch.stack([self.rms(chunks[:, i], f"fc_norm.{i}") for i in range(len(self.head.aux))], 1)
+        flat = chunks.flatten(1)
+        return self.linear(self.rms(flat, "input_norm") if self.head.norm_before_fc else flat, "fc")
+
+    def run(self, tokens: Any, stream: Any) -> Any:
+        """Rows of a sequence that starts at position 0; each sees itself and those before it."""
+        head, windows = self.head, self.head.windows or (None,) * self.head.layers
+        normed = self.rms(stream, "layers.0.hidden_norm")
+        both = self.torch.cat([self.rms(self.table[tokens], "layers.0.input_layernorm"), normed], -1)
+        x = (normed if head.norm_before_residual else stream) + self.attend(both, "layers.0.self_attn", windows[0])
+        x = x + self.mlp(self.rms(x, "layers.0.post_attention_layernorm"), "layers.0.mlp")
+        for layer in range(1, head.layers):
+            normed = self.rms(x, f"layers.{layer}.input_layernorm")
+            x = x + self.attend(normed, f"layers.{layer}.self_attn", windows[layer])
+            x = x + self.mlp(self.rms(x, f"layers.{layer}.post_attention_layernorm"), f"layers.{layer}.mlp")
+        return x
+
+    def logits(self, output: Any) -> Any:
+        return self.linear(self.rms(output, "norm"), "lm_head")
+
+
+def torch_draft(head: Head, embedding: np.ndarray, features: np.ndarray, tokens: np.ndarray, depth: int) -> Drafted:
+    """Logits at every true pair and a greedy chain after the last, in target ids, recomputed whole at each step.
+
+    ``features [T A Dt]`` at positions 0..T-1 and ``tokens [T]``, those *after* them.
+    """
+    import torch
+
+    network = TorchHead(head, embedding)
+    ids, stream, drafts, first = torch.from_numpy(tokens).long(), network.fuse(features), [], None
+    for _ in range(depth):
+        out = network.run(ids, stream)
+        logits = network.logits(out)
+        first = logits if first is None else first
+        drafts.append(int(network.chosen[logits[-1].argmax()]))
+        fed_back = network.rms(out[-1:], "norm") if head.norm_output else out[-1:]
+        ids, stream = torch.cat([ids, torch.tensor(drafts[-1:])]), torch.cat([stream, fed_back])
+    assert first is not None
+    return Drafted(first.numpy(), drafts)

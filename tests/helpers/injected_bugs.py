@@ -1,0 +1,620 @@
+"""The injected bugs, and the check of this suite that must catch each.
+
+Each bug is a function: it gets the original function of the library and its arguments. Bugs that change the output are
+caught by the exact output distribution and by greedy equality. Bugs that only lower acceptance leave the output
+lossless; recorded rounds of the official code and of vLLM, and numpy, catch those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import tables
+import test_block_law
+import test_draw_law
+import test_drawn_chain
+import test_exact_law
+import test_golden
+import test_greedy
+import test_keys
+import test_long_law
+import test_sampling_law
+import test_schedule
+import test_scripted_trees
+import test_thresholds
+import test_training
+import test_verify
+import tiny
+from mutants import Mutant, during, swapped
+
+from eagle3_jax import decode, kernels, point_masses, sampling
+from eagle3_jax.acceptance import Exact, verification_uniforms, verify
+from eagle3_jax.cache import Cache
+from eagle3_jax.checks import sampling_mode_of
+from eagle3_jax.decode import SpeculativeDecoder
+from eagle3_jax.drafters import Eagle3Drafter, MTPDrafter
+from eagle3_jax.drafters.eagle1 import Eagle1Config
+from eagle3_jax.loop import SpeculativeLoop
+from eagle3_jax.models import layers, memory, rope
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.recurrent import Recurrent
+from eagle3_jax.point_masses import verify_points
+from eagle3_jax.sampling import draw, keys_at, probabilities, residual, row_keys, uniforms
+from eagle3_jax.schedule import SpeculationSchedule
+from eagle3_jax.stages import StagedLoop
+from eagle3_jax.stats import SpeculationStats
+from eagle3_jax.training import ttt
+from eagle3_jax.tree import ancestor_mask
+from eagle3_jax.verifiers import block
+from eagle3_jax.verifiers.block import verify_block
+
+Eagle3Head = Eagle3Drafter.network
+propose_from_table = tables.TableDrafter.propose
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def exact_law(function: Callable, bug: Callable, case: str = "a sampled chain") -> Mutant:
+    return Mutant(function, bug, test_exact_law.check_exact_law, (case,))
+
+
+def block_law(function: Callable, bug: Callable, case: str = "a drawn chain") -> Mutant:
+    return Mutant(function, bug, test_block_law.check_block_law, (case,))
+
+
+def at_once(function: Callable, bug: Callable) -> Mutant:
+    return Mutant(function, bug, test_verify.check_point_masses, (0,))
+
+
+def thresholds(function: Callable, bug: Callable, rule: str = "the token rule") -> Mutant:
+    """What only the small probabilities of a real vocabulary show."""
+    return Mutant(function, bug, test_thresholds.check_thresholds, (rule, 28))
+
+
+def sampling_law(function: Callable, bug: Callable, drafter: str) -> Mutant:
+    return Mutant(function, bug, test_sampling_law.check_sampling_law, (drafter,), (("runs", 3),))
+
+
+def long_law(function: Callable, bug: Callable, drafter: str, rows: int = 2048, runs: int = 1) -> Mutant:
+    return Mutant(function, bug, test_long_law.check_long_law, (drafter,), (("rows", rows), ("runs", runs)))
+
+
+def subtle(function: Callable, bug: Callable) -> Mutant:
+    """Half a percent and less: three million tokens, which plain decoding writes in seconds."""
+    return long_law(function, bug, "plain decoding", rows=8192, runs=16)
+
+
+def ledger(function: Callable, bug: Callable, case: str) -> Mutant:
+    return Mutant(function, bug, test_keys.check_keys, (case,))
+
+
+def greedy(function: Callable, bug: Callable, drafter: str = "a random dynamic tree", stops: tuple = ()) -> Mutant:
+    return Mutant(function, bug, test_greedy.check_greedy_output, (drafter, stops))
+
+
+def deep_accepts(function: Callable, bug: Callable) -> Mutant:
+    return Mutant(function, bug, test_scripted_trees.check_deep_accepts, ("one wrong sibling in front, N = G + 2",))
+
+
+def vllm_trace(function: Callable, bug: Callable) -> Mutant:
+    return Mutant(function, bug, test_golden.check_vllm_counters)
+
+
+def official_draft(function: Callable, bug: Callable) -> Mutant:
+    return Mutant(function, bug, test_golden.check_first_official_draft)
+
+
+def eagle2_trace(function: Callable, bug: Callable) -> Mutant:
+    return Mutant(function, bug, test_golden.check_official_eagle2, (3,))
+
+
+def drawn_chain(function: Callable, bug: Callable) -> Mutant:
+    return Mutant(function, bug, test_drawn_chain.check_drawn_chain)
+
+
+def official_losses(function: Callable, bug: Callable, steps: int = 3) -> Mutant:
+    return Mutant(function, bug, test_training.check_official_losses, (steps,))
+
+
+def mtp_rounds(function: Callable, bug: Callable) -> Mutant:
+    def check() -> None:
+        import test_feedback_heads  # needs torch
+
+        test_feedback_heads.check_rounds("MTP")
+
+    return Mutant(function, bug, check)
+
+
+# ------------------------------------------------------------------------------------------------ the acceptance rule
+
+
+def of_token(probs: jax.Array, draft: Any) -> jax.Array:
+    """``[B N]``, the probability of each node's token in the row of a node."""
+    return jnp.take_along_axis(probs, draft.tokens[:, :, None], axis=2)[:, :, 0]
+
+
+def at_parent(probs: jax.Array, draft: Any) -> jax.Array:
+    return jnp.take_along_axis(probs, jnp.maximum(draft.parents, 0)[:, :, None], axis=1)
+
+
+def draw_bonus_from_draft(verify, draft, probs, **dice):
+    return verify(draft, probs.at[:, -1].set(draft.probs[:, -1]), **dice)
+
+
+def keep_target(residual, p, q):
+    return p, residual(p, q)[1]
+
+
+def accept_without_ratio(verify, draft, probs, *, accept, **rest):
+    return verify(draft, probs, accept=accept / of_token(draft.probs, draft), **rest)
+
+
+def accept_more(verify_points, draft, probs, *, accept, **rest):
+    return verify_points(draft, probs, accept=accept * 0.5, **rest)
+
+
+def ignore_elder_siblings(verify_points, draft, probs, *, accept, **rest):
+    p, node = of_token(at_parent(probs, draft), draft), jnp.arange(accept.shape[1])
+    elder = (draft.parents[:, :, None] == draft.parents[:, None, :]) & (node[None, :] < node[:, None])
+    left = 1.0 - jnp.sum(jnp.where(elder, p[:, None, :], 0.0), axis=-1)
+    return verify_points(draft, probs, accept=accept / left, **rest)
+
+
+def draw_refused_token(verify_points, draft, probs, *, choose, **rest):
+    verdict = verify_points(draft, probs, choose=choose, **rest)
+    last = jnp.max(verdict.path, axis=1, initial=0)
+    whole = jnp.take_along_axis(probs, last[:, None, None], axis=1)[:, 0]
+    return verdict.replace(next_token=draw(whole, choose))
+
+
+def accept_padding(function, draft, *arguments, **named):
+    return function(draft.replace(valid=jnp.ones_like(draft.valid)), *arguments, **named)
+
+
+def end_one_node_early(follow, draft, *arguments):
+    path, count, last = follow(draft, *arguments)
+    return path, count, jnp.take_along_axis(jnp.maximum(draft.parents, 0), last[:, None], axis=1)[:, 0]
+
+
+def accept_equality(verify, draft, probs, *, accept, **rest):
+    return verify(draft, probs, accept=accept - 1e-9, **rest)
+
+
+def refuse_without_residual(residual, p, q):
+    rest, mass = residual(p, q)
+    return rest, jnp.maximum(mass, 1.0)
+
+
+def land_early(invert, masses, uniform):
+    cumulative = jnp.where(masses > 0, jnp.cumsum(masses, axis=-1), 0.0)
+    share = uniform[..., None] * jnp.max(cumulative, axis=-1, keepdims=True)
+    return jnp.argmax(cumulative >= share, axis=-1).astype(jnp.int32)
+
+
+def small_drafts_are_1e4(verify, draft, probs, *, accept, **rest):
+    q = of_token(draft.probs, draft)
+    return verify(draft, probs, accept=accept * jnp.maximum(q, 1e-4) / jnp.where(q > 0, q, 1.0), **rest)
+
+
+RULE = {
+    "the bonus is drawn from the draft": exact_law(verify, draw_bonus_from_draft),
+    "a refusal draws again from the target": exact_law(residual, keep_target),
+    "a sampled draft is accepted like a point mass": exact_law(verify, accept_without_ratio),
+    "a point mass is accepted too often": exact_law(verify_points, accept_more, "a deterministic chain"),
+    "the second sibling sees the whole target again": exact_law(
+        verify_points, ignore_elder_siblings, "a tree of deterministic siblings"
+    ),
+    "a refused point mass can be drawn": exact_law(verify_points, draw_refused_token, "a deterministic chain"),
+    "the path goes through every sibling that is taken": at_once(
+        point_masses._elder_siblings, lambda elder, draft: jnp.zeros_like(elder(draft))
+    ),
+    "the path ends one node early": at_once(point_masses.follow_accepted, end_one_node_early),
+    "padding can be accepted": exact_law(point_masses.follow_accepted, accept_padding, "nothing drafted"),
+    "acceptance is not strict": Mutant(
+        verify, accept_equality, test_verify.test_a_token_without_target_mass_is_never_accepted_nor_drawn, (0.0,)
+    ),
+    "an empty residual refuses": Mutant(
+        residual,
+        refuse_without_residual,
+        test_verify.test_an_empty_residual_accepts_instead_of_dividing_by_zero,
+    ),
+    "a draw can land before the first token with mass": Mutant(
+        kernels._invert_cumulative,
+        land_early,
+        test_verify.test_a_draw_never_lands_on_a_token_without_mass,
+        ((0.0, 0.3, 0.0, 0.7),),
+    ),
+    "a draw takes one uniform for all digits": Mutant(
+        draw,
+        lambda draw, p, uniforms: draw(p, first_only(uniforms)),
+        test_draw_law.check_law_of_draw,
+        ("uniform", 65),
+    ),
+    # At the vocabulary of Llama 3.
+    "a refusal takes 1e-4 of every token away": thresholds(
+        residual, lambda residual, p, q: residual(p, jnp.maximum(q, 1e-4))
+    ),
+    "no draft is taken for rarer than 1e-4": thresholds(verify, small_drafts_are_1e4),
+}
+
+
+# ------------------------------------------------------------------------------------------------ block verification
+
+
+def end_at_first_failure(verify_block, draft, probs, *, accept, choose, max_depth):
+    """The path is cut where the token rule would refuse."""
+    verdict = verify_block(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
+    other = verify(draft, probs, accept=accept, choose=choose, max_depth=max_depth)
+    fewer = other.num_accepted < verdict.num_accepted
+    return jax.tree.map(lambda a, b: jnp.where(fewer.reshape(-1, *[1] * (a.ndim - 1)), b, a), verdict, other)
+
+
+def survive_without_limit(survivals, draft, probs, chained):
+    q = jnp.maximum(of_token(draft.probs, draft)[:, 1:], 1e-30)
+    ratio = jnp.where(chained[:, 1:], of_token(at_parent(probs, draft), draft)[:, 1:] / q, 0.0)
+    return jnp.cumprod(jnp.pad(ratio, ((0, 0), (1, 0)), constant_values=1.0), axis=1)
+
+
+def draw_padding(verify_block, draft, probs, **dice):
+    """Tokens behind the end of a block count as drawn when the residual is built."""
+    after = jnp.where(draft.valid[:, 1:, None], 0.0, draft.probs[:, 1:])
+    return verify_block(draft, probs.at[:, :-1].set(jnp.maximum(probs[:, :-1] - after, 0.0)), **dice)
+
+
+BLOCK = {
+    "a block ends at its first failure": block_law(verify_block, end_at_first_failure),
+    "the residual of a block forgets what has survived": block_law(
+        block._survivals, lambda survivals, *of: jnp.minimum(jnp.ceil(survivals(*of)), 1.0)
+    ),
+    "more than everything survives in a block": block_law(block._survivals, survive_without_limit),
+    "the last token of a block passes like those before it": block_law(verify_block, draw_bonus_from_draft),
+    "the padding of a block was drawn, too": block_law(verify_block, draw_padding, "a chain cut short"),
+}
+
+
+# ------------------------------------------------------------------------------------------------ draws and keys
+
+
+def first_only(values: jax.Array) -> jax.Array:
+    """The first of each row, in place of all."""
+    return jnp.broadcast_to(values[..., :1], values.shape)
+
+
+def share_uniform(uniforms, keys, count):
+    return first_only(uniforms(keys, count))
+
+
+def take_argmax(draw, p, uniforms):
+    return jnp.argmax(p, axis=-1).astype(jnp.int32)
+
+
+def softmax_of_declared(propose, *arguments):
+    draft = propose(*arguments)
+    return draft.replace(probs=jax.nn.softmax(draft.probs))
+
+
+def declare_without_temperature(propose, self, params, state, keys, settings):
+    draft = propose(self, params, state, keys, settings)
+    whole = draft.probs ** jnp.asarray(settings.temperature)[:, None, None]
+    return draft.replace(probs=whole / jnp.maximum(jnp.sum(whole, axis=-1, keepdims=True), 1e-30))
+
+
+def declare_at_draft_ids(propose, self, params, *arguments):
+    draft, ids = propose(self, params, *arguments), params[1]
+    return draft.replace(probs=jnp.zeros_like(draft.probs).at[..., : ids.size].set(draft.probs[..., ids]))
+
+
+def declare_eldest(propose, *arguments):
+    draft = propose(*arguments)
+    eldest = jnp.argmax(draft.parents[:, :, None] == draft.parents[:, None, :], axis=-1)
+    return draft.replace(probs=jnp.take_along_axis(draft.probs, eldest[:, :, None], axis=1))
+
+
+def share_verification_digits(verification_uniforms, *arguments):
+    accept, choose = verification_uniforms(*arguments)
+    return accept, first_only(choose)
+
+
+def truncate_first(probabilities, logits, sampling_, *sampling_mode):
+    """Top-k and top-p of the logits at temperature one, then the temperature."""
+    columns = [jnp.broadcast_to(jnp.asarray(x), logits.shape[:1]) for x in (sampling_.top_k, sampling_.top_p)]
+    kept = sampling._truncate(logits.astype(jnp.float32), *columns)
+    plain = sampling_.replace(top_k=jnp.zeros_like(columns[0]), top_p=jnp.ones_like(columns[1]))
+    return probabilities(kept, plain, *sampling_mode)
+
+
+def sample_greedy_rows(probabilities, logits, sampling_, *sampling_mode):
+    temperature = jnp.asarray(sampling_.temperature)
+    return probabilities(
+        logits, sampling_.replace(temperature=jnp.where(temperature > 0, temperature, 1.0)), *sampling_mode
+    )
+
+
+def tilt(draw, p, uniforms):
+    return draw(p * jnp.where(jnp.arange(p.shape[-1]) % 2 == 0, 1.005, 0.995), uniforms)
+
+
+def next_key(keys_at, keys, position, purpose):
+    return keys_at(keys, position + 1, purpose)
+
+
+LIKELIEST, CHAIN = "a chain of the likeliest tokens", "a chain of drawn tokens"
+STATIC = "a static tree of drawn tokens"
+DRAWS = {
+    "another draft distribution is declared than was drawn from": sampling_law(
+        tiny.Sampled.propose, softmax_of_declared, "a sampled chain"
+    ),
+    "a draft is drawn at the temperature and declared without it": long_law(
+        propose_from_table, declare_without_temperature, CHAIN
+    ),
+    "a draft is declared at its draft ids": long_law(propose_from_table, declare_at_draft_ids, CHAIN),
+    "an argmax draft is declared as if drawn": long_law(propose_from_table, during(draw, take_argmax), CHAIN),
+    "all depths of a draft share one uniform": long_law(propose_from_table, during(uniforms, share_uniform), CHAIN),
+    "siblings are drawn without replacement and declared with it": long_law(propose_from_table, declare_eldest, STATIC),
+    "all digits of the token after a draft share one uniform": long_law(
+        verification_uniforms, share_verification_digits, "plain decoding, two digits"
+    ),
+    "drafting and verifying share their randomness": long_law(
+        keys_at, lambda keys_at, keys, position, purpose: keys_at(keys, position, 1), CHAIN
+    ),
+    "top-p comes before temperature": sampling_law(probabilities, truncate_first, "an EAGLE-3 chain of 1"),
+    "greedy rows of a sampled batch are sampled": sampling_law(
+        probabilities, sample_greedy_rows, "an EAGLE-3 chain of 1"
+    ),
+    "verification ignores the temperature": long_law(
+        Exact.__call__,
+        during(probabilities, lambda probabilities, logits, *_: jax.nn.softmax(logits)),
+        LIKELIEST,
+    ),
+    "keys repeat every eight positions": long_law(
+        keys_at, lambda keys_at, keys, position, purpose: keys_at(keys, position % 8, purpose), LIKELIEST
+    ),
+    "two rows share a key": long_law(
+        row_keys, lambda row_keys, seed, batch: row_keys(seed, batch)[jnp.arange(batch) // 2], LIKELIEST
+    ),
+    "the first token is drawn with the key of the first verification": ledger(
+        SpeculativeLoop._prefill, during(keys_at, next_key), "plain decoding"
+    ),
+    "a draw is tilted by half a percent": subtle(draw, tilt),
+    # Which rows need which work.
+    "a batch with top-p alone is not truncated": Mutant(
+        sampling_mode_of,
+        lambda sampling_mode_of, rows: sampling_mode_of(rows.replace(top_p=jnp.ones_like(rows.top_p))),
+        test_sampling_law.check_truncation_through_the_decoder,
+        ("top-p alone", "plain decoding"),
+    ),
+    "top-p keeps a token after a set of exactly that mass": Mutant(
+        sampling._truncate,
+        lambda truncate, logits, top_k, top_p: truncate(logits, top_k, jnp.nextafter(top_p, 2.0)),
+        test_sampling_law.check_the_edge_of_top_p,
+    ),
+}
+
+
+# ------------------------------------------------------------------------------------------------ loop, cache, schedule
+
+
+def see_siblings(call, self, params, tokens, positions, mask, cache=None, aux_layers=(), length=None):
+    if cache is not None:
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones(mask.shape[-2:], jnp.bool_)), mask.shape)
+    return call(self, params, tokens, positions, mask, cache, aux_layers, length)
+
+
+def number_nodes(call, self, params, tokens, positions, mask, cache=None, aux_layers=(), length=None):
+    if cache is not None:
+        positions = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    return call(self, params, tokens, positions, mask, cache, aux_layers, length)
+
+
+def shift_layers(call, self, *arguments, aux_layers=(), **named):
+    return call(self, *arguments, aux_layers=tuple(layer + 1 for layer in aux_layers), **named)
+
+
+def commit_in_block_order(commit, self, written, count, nodes=None):
+    return commit(self, written, count, None)
+
+
+def commit_one_more(commit, self, written, count, nodes=None):
+    return commit(self, written, count + 1, nodes)
+
+
+def ignore_stops(emit, self, state, *arguments):
+    after = emit(self, state.replace(stop_tokens=jnp.full_like(state.stop_tokens, -1)), *arguments)
+    return after.replace(stop_tokens=state.stop_tokens)
+
+
+def overshoot_limit(emit, self, state, *arguments):
+    return emit(self, state.replace(limit=state.limit + 1), *arguments).replace(limit=state.limit)
+
+
+def continue_finished_rows(emit, self, state, *arguments):
+    after = emit(self, state.replace(finish=jnp.zeros_like(state.finish)), *arguments)
+    return after.replace(finish=jnp.where(state.finish > 0, state.finish, after.finish))
+
+
+def advance_by_shortest_row(call, self, draft, *arguments, **named):
+    verdict = call(self, draft, *arguments, **named)
+    least = jnp.min(verdict.num_accepted)
+    after = jnp.take_along_axis(draft.tokens, jnp.maximum(verdict.path, 0), axis=1)
+    cut = jnp.pad(after, ((0, 0), (0, 1)))[:, least]
+    return verdict.replace(
+        path=jnp.where(jnp.arange(verdict.path.shape[1]) < least, verdict.path, -1),
+        num_accepted=jnp.full_like(verdict.num_accepted, least),
+        next_token=jnp.where(verdict.num_accepted > least, cut, verdict.next_token),
+    )
+
+
+def count_one_place_more(count, self, draft, verdict, active):
+    more = count(self, draft, verdict.replace(num_accepted=verdict.num_accepted + 1), active)
+    return count(self, draft, verdict, active).replace(num_accepted_tokens_per_pos=more.num_accepted_tokens_per_pos)
+
+
+def end_schedule_early(length_at, self, batch):
+    return 0 if batch >= self.entries[-1][1] else length_at(self, batch)
+
+
+def begin_stage_late(at, self, state):
+    stages = tuple(dataclasses.replace(one, max_running=one.max_running - 1) for one in self.stages)
+    return at(dataclasses.replace(self, stages=stages), state)
+
+
+def leave_no_room(capacity, self, batch):
+    nodes = self.loop.drafter.num_nodes
+    with swapped(decode._round_up, lambda round_up, size: round_up(size - nodes)):
+        return capacity(self, batch)
+
+
+LOOP = {
+    "tree nodes see their siblings": greedy(DecoderTarget.__call__, see_siblings),
+    "tree nodes are positioned at their index": greedy(DecoderTarget.__call__, number_nodes),
+    "tree nodes do not see their oldest ancestor": deep_accepts(
+        ancestor_mask, lambda mask, parents, max_depth: mask(parents, max_depth - 1)
+    ),
+    "an accepted path is committed in block order": greedy(Cache.commit, commit_in_block_order),
+    "a rejected token stays in the cache": greedy(Cache.commit, commit_one_more, "a random chain"),
+    "a stop token inside a block does not end the row": greedy(
+        SpeculativeLoop._emit, ignore_stops, "a perfect drafter", (3, 9)
+    ),
+    "a limit counts one token too many": greedy(SpeculativeLoop._emit, overshoot_limit, "a random chain"),
+    "finished rows continue": greedy(SpeculativeLoop._emit, continue_finished_rows, "a perfect drafter", (3, 9)),
+    "rotary frequencies are those of another base": vllm_trace(
+        rope.inverse_frequencies,
+        lambda frequencies, config, size: frequencies(dataclasses.replace(config, theta=1.5 * config.theta), size),
+    ),
+    "the norm subtracts the mean": vllm_trace(
+        layers.normalised, lambda normalised, x, *rest: normalised(x - jnp.mean(x, axis=-1, keepdims=True), *rest)
+    ),
+    "a batch advances by its shortest row": vllm_trace(Exact.__call__, advance_by_shortest_row),
+    "counters count one place too many": vllm_trace(SpeculationStats.count, count_one_place_more),
+    "a cache has no room for a draft": Mutant(
+        SpeculativeDecoder._capacity, leave_no_room, test_scripted_trees.check_the_edge_of_a_capacity
+    ),
+    "a recurrent layer includes a refused token": long_law(
+        Recurrent.commit,
+        lambda commit, self, written, length, count, nodes=None: commit(self, written, length, count + 1, nodes),
+        "a chain of drawn tokens for a recurrent target",
+    ),
+    "a recurrent layer commits a path in block order": long_law(
+        Recurrent.commit,
+        lambda commit, self, written, length, count, nodes=None: commit(self, written, length, count, None),
+        "a static tree of drawn tokens for a recurrent target",
+    ),
+    "a schedule ends one row early": Mutant(
+        SpeculationSchedule.length_at,
+        end_schedule_early,
+        test_schedule.test_a_gap_carries_the_length_before_it_and_nothing_is_drafted_above_the_last_entry,
+        (16, 1),
+    ),
+    "a stage begins one row late": Mutant(StagedLoop.at, begin_stage_late, test_schedule.check_the_last_size),
+}
+
+
+# ------------------------------------------------------------------------------------------------ draft heads
+
+
+def shift_positions(call, self, embedded, stream, positions, memories):
+    return call(self, embedded, stream, positions + 1, memories)
+
+
+def leave_tokens_in_place(observe, self, params, state, seen):
+    tokens = jnp.concatenate([seen.tokens[:, :1], seen.tokens[:, :-1]], axis=1)
+    return observe(self, params, state, seen.replace(tokens=tokens))
+
+
+def keep_accepted_drafts(observe, self, params, state, seen):
+    """A round commits what the head made of its own guesses; only the prompt is read from the target."""
+
+    def stale(fuse, head, features):
+        fused, fed = fuse(head, features), features.shape[1]
+        return fused if fed > 8 else jnp.where(jnp.arange(fed)[None, :, None] > 0, state.output[:, None], fused)
+
+    with swapped(Eagle3Head.fuse, stale):
+        return observe(self, params, state, seen)
+
+
+def take_offsets_for_ids(propose, self, params, *arguments):
+    ids = params["draft_to_target"]
+    return propose(self, params | {"draft_to_target": ids - jnp.arange(ids.size)}, *arguments)
+
+
+def draft_nodes_see_siblings(memories, layers, mask, *arguments):
+    return memories(layers, jnp.ones_like(mask), *arguments)
+
+
+def round_declared(propose, *arguments):
+    draft = propose(*arguments)
+    return draft.replace(probs=draft.probs.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+HEADS = {
+    "an EAGLE-1 head reads the state before the final norm": eagle2_trace(
+        Eagle1Config.aux_layers.fget, lambda aux_layers, self: (self.num_target_layers,)
+    ),
+    "an MTP module reads the embedding at position 0": mtp_rounds(
+        MTPDrafter.embed, lambda embed, self, params, tokens, positions: embed(self, params, tokens, positions + 1)
+    ),
+    "auxiliary layers are off by one": vllm_trace(DecoderTarget.__call__, shift_layers),
+    "input tokens are not shifted": vllm_trace(Eagle3Drafter.observe, leave_tokens_in_place),
+    "accepted drafts stay in the draft cache": vllm_trace(Eagle3Drafter.observe, keep_accepted_drafts),
+    "draft positions are off by one": official_draft(
+        Eagle3Drafter.propose, during(Eagle3Head.__call__, shift_positions)
+    ),
+    "draft logits come from the un-normed output": official_draft(
+        Eagle3Head.logits, lambda logits, self, output: self.head(output).astype(jnp.float32)
+    ),
+    "offsets of the draft vocabulary are taken for ids": vllm_trace(Eagle3Drafter.propose, take_offsets_for_ids),
+    "draft nodes see their siblings": official_draft(
+        Eagle3Drafter.propose, during(memory.memories, draft_nodes_see_siblings)
+    ),
+    "the head observes the wrong nodes of a tree": Mutant(
+        SpeculativeLoop.step,
+        (
+            "features = jnp.take_along_axis(output.features, nodes[:, :, None, None], axis=1)",
+            "features = output.features[:, : nodes.shape[1]]",
+        ),
+        test_golden.check_official_trace,
+        ("eagle3", "trace_eagle3_greedy_fp32", 12),
+    ),
+    "a drawn chain declares its q in bfloat16": drawn_chain(Eagle3Drafter.propose, round_declared),
+}
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+def keep_outside_vocabulary(ttt_loss, drafter, target, head, frozen, batch, config):
+    return ttt_loss(drafter, target, head, frozen, batch, dataclasses.replace(config, out_of_vocab="keep"))
+
+
+def labels_of_first_step(shifted, values, start, size):
+    return shifted(values, start if values.dtype == jnp.bool_ or values.ndim == 2 else 1, size)
+
+
+def tokens_of_first_step(shifted, values, start, size):
+    return shifted(values, 1, size)
+
+
+def see_guesses_of_others(memory, *arguments):
+    kept = memory(*arguments)
+    if not kept.past:
+        return kept
+    (first,) = kept.past
+    return kept._replace(past=(first, *(first._replace(kv=guess) for guess in kept.own)), own=())
+
+
+TRAINING = {
+    "rows outside the draft vocabulary are learnt": official_losses(ttt.ttt_loss, keep_outside_vocabulary),
+    "labels are not shifted with the step": official_losses(ttt._from, labels_of_first_step),
+    "tokens do not move with the step": official_losses(ttt.outputs, during(ttt._from, tokens_of_first_step)),
+    "a row sees what other rows guessed": official_losses(ttt._memory, see_guesses_of_others),
+    "a row does not see its own earlier guesses": official_losses(
+        ttt._memory, lambda memory, *arguments: memory(*arguments)._replace(own=()), steps=7
+    ),  # small in a random head until the fourth step
+}
+
+BUGS = RULE | BLOCK | DRAWS | LOOP | HEADS | TRAINING

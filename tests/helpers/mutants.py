@@ -1,0 +1,116 @@
+"""Injects bugs: puts another function in place of one of the library's, for as long as a check runs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+
+@contextlib.contextmanager
+def replaced(function: Callable, bug: Callable) -> Iterator[None]:
+    """Calls ``bug(original, *arguments)`` wherever ``function`` is called.
+
+    All compiled programs are forgotten before and after, so none of them hides the bug or keeps it.
+    """
+    jax.clear_caches()
+    try:
+        with swapped(function, bug):
+            yield
+    finally:
+        jax.clear_caches()
+
+
+@contextlib.contextmanager
+def swapped(function: Callable, bug: Callable) -> Iterator[None]:
+    """The replacement alone, for a bug inside another one.
+
+    Only the code of the function object changes. So every module that imported it sees the bug, and decorators and the
+    checks of shapes and types around it stay.
+    """
+    inner: Any = inspect.unwrap(function)
+    code, defaults, options = inner.__code__, inner.__defaults__, inner.__kwdefaults__
+    original = types.FunctionType(code, inner.__globals__, inner.__name__, defaults, inner.__closure__)
+    original.__kwdefaults__ = options
+
+    def call(*arguments: Any, _bug: Any = None, **named: Any) -> Any:
+        return _bug(*arguments, **named)
+
+    inner.__code__, inner.__defaults__ = call.__code__, None
+    inner.__kwdefaults__ = {"_bug": functools.partial(bug, original)}
+    try:
+        yield
+    finally:
+        inner.__code__, inner.__defaults__, inner.__kwdefaults__ = code, defaults, options
+
+
+def planted(function: Callable, old: str, new: str) -> contextlib.AbstractContextManager[None]:
+    """Replaces a function by its own source with ``new`` in place of ``old``.
+
+    Raises:
+        AssertionError: The source does not contain ``old`` exactly once.
+    """
+    inner: Any = inspect.unwrap(function)
+    source = textwrap.dedent(inspect.getsource(inner))
+    source = source[source.index("def ") :]
+    assert source.count(old) == 1, f"{old!r} is not (once) in {inner.__qualname__}; the mutant has gone stale"
+    scope = dict(inner.__globals__)
+    code = "from __future__ import annotations\n" + source.replace(old, new)
+    exec(compile(code, inner.__code__.co_filename, "exec"), scope)
+    return replaced(function, lambda original, *arguments, **named: scope[inner.__name__](*arguments, **named))
+
+
+def during(inner: Callable, bug: Callable) -> Callable:
+    """A bug of an outer function: while it runs, or is traced, ``bug`` takes the place of an inner one."""
+
+    def outer(original: Callable, *arguments: Any, **named: Any) -> Any:
+        with swapped(inner, bug):
+            return original(*arguments, **named)
+
+    return outer
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A bug and the check that must notice it.
+
+    Attributes:
+        function: The function of the library that the bug replaces.
+        bug: Called with the original function and its arguments; or two pieces of source for :func:`planted`.
+        check: Must fail with the bug and pass without.
+        args: Its arguments.
+        options: Its keyword arguments.
+    """
+
+    function: Callable
+    bug: Callable | tuple[str, str]
+    check: Callable
+    args: tuple = ()
+    options: tuple[tuple[str, object], ...] = ()
+
+    def run(self) -> None:
+        """The check."""
+        self.check(*self.args, **dict(self.options))
+
+    def injected(self) -> contextlib.AbstractContextManager[None]:
+        """With the bug."""
+        if isinstance(self.bug, tuple):
+            return planted(self.function, *self.bug)
+        return replaced(self.function, self.bug)
+
+    def run_without_bug(self) -> None:
+        """Runs the check without the bug, once for all bugs: a check that always fails would catch everything."""
+        of = self.check, self.args, self.options
+        if of not in _PASSED:
+            self.run()
+            _PASSED.add(of)
+
+
+_PASSED: set[tuple] = set()

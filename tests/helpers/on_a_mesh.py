@@ -1,0 +1,155 @@
+"""What is asked of a mesh, in a process of its own with eight devices; prints one JSON object for ``test_mesh.py``.
+
+In float32, and with seeds at which no two logits nearly tie: a product that is summed on several devices differs in its
+last bits from the same one on one device.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+import jax
+import tiny
+
+import eagle3_jax as e3
+from eagle3_jax import groups
+from eagle3_jax import loop as loops
+from eagle3_jax.decode import LoadedDrafter, LoadedTarget
+from eagle3_jax.drafters import NGram
+from eagle3_jax.models import attention
+from eagle3_jax.models.config import GatedMLP, GroupedQuery, LayerConfig, uniform
+from eagle3_jax.sharding import make_mesh, parse_mesh, row_shardings
+from eagle3_jax.types import SamplingMode
+
+MIXED, LAYERS = "model=4,data=2", 2
+CHAIN, TREE = {"num_speculative_tokens": 3}, {"tree": e3.DynamicTree(num_nodes=8, max_depth=3, top_k=4)}
+DRAWN = CHAIN | {"draft_sampling": e3.DraftSampling.PROBABILISTIC}
+SCHEDULE = {"schedule": e3.SpeculationSchedule(((1, 2, 3), (3, 6, 2)))}  # none is drafted while more than six rows run
+WARM, NUCLEUS = e3.SamplingParams(temperature=1.0), e3.SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
+PROMPTS = tiny.random_prompts(8, 60, seed=3)
+LIMITS = [5, 17, 9, 20, 1, 12, 16, 7]  # rows end in different rounds
+MOVES = re.compile(
+    r"= \(?\w+\[([\d,]*)\].*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+
+
+def pair(**options: Any) -> tuple[LoadedTarget, LoadedDrafter]:
+    """Eight key heads, so that eight devices can have one each; four divide the vocabulary, eight do not."""
+    layers = stack(LAYERS)
+    target = tiny.target(60, layers=layers, **options)
+    return target, tiny.eagle3(target, draft_vocab_size=32, layers=stack(1))
+
+
+def stack(count: int) -> tuple[LayerConfig, ...]:
+    return uniform(count, GroupedQuery(num_heads=16, num_kv_heads=8, head_dim=4), GatedMLP(width=24))
+
+
+def mesh_of(text: str) -> jax.sharding.Mesh:
+    return make_mesh(text, devices=jax.devices()[: math.prod(parse_mesh(text).values())])
+
+
+def generated(models: Any, text: str | None, sampling: Any = None, **options: Any) -> list[list[int]]:
+    decoder = e3.SpeculativeDecoder(*models, mesh=None if text is None else mesh_of(text), **options)
+    return decoder.generate(PROMPTS, max_new_tokens=LIMITS, sampling=sampling, seed=7).tokens
+
+
+def streamed(models: Any, text: str, row: int, **options: Any) -> list[int]:
+    decoder = e3.SpeculativeDecoder(*models, mesh=mesh_of(text), **options)
+    chunks = decoder.stream(PROMPTS[row], max_new_tokens=LIMITS[row])
+    return [token for chunk in chunks for token in chunk.tokens]
+
+
+def driven(models: Any, text: str, **options: Any) -> list[list[int]]:
+    """Round by round, every leaf of the state where it belongs all the time."""
+    decoder = e3.SpeculativeDecoder(*models, mesh=mesh_of(text), **options)
+    state = decoder.prefill(PROMPTS, max_new_tokens=LIMITS)
+    places = row_shardings(mesh_of(text), state)
+    while state.running.any():
+        for leaf, place in zip(*map(jax.tree.leaves, (state, places)), strict=True):
+            assert leaf.size == 0 or leaf.sharding.is_equivalent_to(place, leaf.ndim), (leaf.sharding, place)
+        state = decoder.step(state).state
+    ends = zip(PROMPTS, state.tokens.tolist(), state.length.tolist(), strict=True)
+    return [tokens[len(prompt) : length] for prompt, tokens, length in ends]
+
+
+def moved(models: Any, text: str, sampling: Any = None, **options: Any) -> Mapping[str, Any]:
+    """Collectives of a compiled step, and how large the largest is beside what a device keeps of a layer's keys."""
+    mesh, sampling_mode = mesh_of(text), SamplingMode.GREEDY if sampling is None else SamplingMode.TRUNCATED
+    decoder = e3.SpeculativeDecoder(*models, mesh=mesh, **options)
+    loop = loops.SpeculativeLoop(decoder.loop.target, decoder.loop.drafter, sampling_mode=sampling_mode)
+    batch = tiny.prompts(PROMPTS, limit=20, width=16)
+    state = jax.eval_shape(lambda params: loop.prefill(params, batch, 128), decoder.params)
+    on_mesh = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+    state = jax.tree.map(on_mesh, state, row_shardings(mesh, state))
+    with jax.set_mesh(mesh):
+        compiled = loops.step.lower(loop, decoder.params, state).compile()
+    found = [
+        (kind, math.prod(map(int, filter(None, sizes.split(","))))) for sizes, kind in MOVES.findall(compiled.as_text())
+    ]
+    keys = jax.tree.leaves(state.cache.layers[0])[0]
+    return {
+        "moves": collections.Counter(kind for kind, _ in found),
+        "largest": max((size for _, size in found), default=0),
+        "keys": math.prod(keys.sharding.shard_shape(keys.shape)),
+    }
+
+
+def prefilled(models: Any, text: str, rows_per_group: int) -> Mapping[str, Any]:
+    """Collectives of a compiled prefill of so many rows at a time, of 64 queries, and the tokens that it gives."""
+    jax.clear_caches()  # what is set here is no argument of what is compiled
+    mesh, fed = mesh_of(text), 192
+    limits = (rows_per_group * fed // mesh.shape["data"], 1) if rows_per_group < len(PROMPTS) else (10**9, 10**9)
+    with mock.patch.object(groups, "TOKENS", limits[0]), mock.patch.object(attention, "_SCORES", limits[1]):
+        decoder = e3.SpeculativeDecoder(*models, mesh=mesh, **CHAIN)
+        batch = tiny.prompts(PROMPTS, limit=20, width=fed)
+        batch = jax.device_put(batch, row_shardings(mesh, batch))
+        with jax.set_mesh(mesh):
+            compiled = loops.prefill.lower(decoder.loop, decoder.params, batch, capacity=256).compile()
+            state = compiled(decoder.params, batch)
+    moves = MOVES.findall(compiled.as_text())
+    return {"moves": collections.Counter(kind for _, kind in moves), "tokens": state.tokens.tolist()}
+
+
+if __name__ == "__main__":
+    models, tied = pair(), pair(tie_embeddings=True, seed=2)
+    greedy, of_tied = generated(models, None, **CHAIN), generated(tied, None, **CHAIN)
+    ngram = (models[0], NGram(3))
+    same = {  # greedy texts are those of plain decoding, whatever drafts
+        "chain, data=8": generated(models, "data=8", **CHAIN) == greedy,
+        "chain, model=8": generated(models, "model=8", **CHAIN) == greedy,
+        "chain": generated(models, MIXED, **CHAIN) == greedy,
+        "tree": generated(models, MIXED, **TREE) == greedy,
+        "plain": generated(models[:1], MIXED) == greedy,
+        "n-gram": generated(ngram, MIXED) == greedy,
+        "schedule": generated(models, MIXED, **SCHEDULE) == greedy,
+        "schedule, model=8": generated(models, "model=8", **SCHEDULE) == greedy,
+        "a tied table": generated(tied, MIXED, **CHAIN) == of_tied,
+        "stream, model=8": streamed(models, "model=8", 3, **CHAIN) == greedy[3],
+        "round by round": driven(models, MIXED, **CHAIN) == greedy,
+    }
+    for name, sampling, options in (
+        ("chain, sampled", NUCLEUS, CHAIN),
+        ("tree, sampled", NUCLEUS, TREE),
+        ("drawn chain", WARM, DRAWN),
+    ):
+        alone = generated(models, None, sampling, **options)
+        assert alone != greedy
+        same[name] = generated(models, MIXED, sampling, **options) == alone
+    steps = {
+        "chain": moved(models, MIXED, **CHAIN),
+        "chain, data=8": moved(models, "data=8", **CHAIN),
+        "chain, tied": moved(tied, MIXED, **CHAIN),
+        "tree": moved(models, MIXED, **TREE),
+        "tree, sampled": moved(models, MIXED, NUCLEUS, **TREE),
+        "n-gram, data=8": moved(ngram, "data=8"),
+    }
+    whole, parts = (prefilled(models, MIXED, rows) for rows in (len(PROMPTS), 4))
+    same["prefill in parts"] = whole["tokens"] == parts["tokens"]
+    prefills = [one["moves"] for one in (whole, parts)]
+    print(json.dumps({"same": same, "steps": steps, "prefills": prefills}))

@@ -1,0 +1,401 @@
+"""Tiny targets, heads and test-only drafters. Built, not mocked: they run the library's own code."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Int
+
+from eagle3_jax import drafters
+from eagle3_jax import loop as loops
+from eagle3_jax.cache import Cache, KeyValues
+from eagle3_jax.checks import per_row
+from eagle3_jax.decode import LoadedDrafter, LoadedTarget
+from eagle3_jax.drafters import (
+    DFlashConfig,
+    DFlashDrafter,
+    Eagle1Config,
+    Eagle1Drafter,
+    Eagle3Config,
+    Eagle3Drafter,
+    MedusaConfig,
+    MedusaDrafter,
+    MTPConfig,
+    MTPDrafter,
+    PEagleConfig,
+    PEagleDrafter,
+)
+from eagle3_jax.loop import LoopParams, Prompts, SpeculativeLoop
+from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, LayerConfig, uniform
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.layers import FLOAT32, Precision
+from eagle3_jax.sampling import row_keys
+from eagle3_jax.topology import Chain, StaticTree, Topology
+from eagle3_jax.types import Draft, DraftSampling, FinishReason, Observation, SamplingParams
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+STATIC_TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+AUX_LAYERS = (0, 1, 2)
+
+
+def layers(count: int = 2, **mixer: Any) -> tuple[LayerConfig, ...]:
+    """Layers of a few hundred parameters, with grouped queries."""
+    return uniform(
+        count, GroupedQuery(**{"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, **mixer}), GatedMLP(width=24)
+    )
+
+
+def config(vocab_size: int, num_layers: int = 2, **options: Any) -> DecoderConfig:
+    """A decoder of a few hundred parameters, with grouped queries."""
+    stack = {"width": 16, "layers": layers(num_layers), "max_positions": 512}
+    return DecoderConfig(vocab_size=vocab_size, **{**stack, **options})
+
+
+def target(vocab_size: int = 13, *, seed: int = 0, precision: Precision = FLOAT32, **options: Any) -> LoadedTarget:
+    """A random target whose next token depends strongly on its context."""
+    model = DecoderTarget(config(vocab_size, **options), precision)
+    params = model.init(jax.random.key(seed))
+    params["embedding"] = params["embedding"] * 50.0  # 0.02 as initialised: too faint to matter without training
+    return LoadedTarget(model, params, vocab_size, model.config.max_positions)
+
+
+def eagle3(
+    of: LoadedTarget,
+    topology: Topology = Chain(3),
+    *,
+    seed: int = 1,
+    draft_vocab_size: int | None = None,
+    draft_sampling: DraftSampling = DraftSampling.GREEDY,
+    **variant: Any,
+) -> LoadedDrafter:
+    """A random EAGLE-3 head for a target. Its draft ids are a random subset of the target's, in ascending order."""
+    size = draft_vocab_size or of.vocab_size
+    shape = Eagle3Config(
+        vocab_size=of.vocab_size,
+        width=of.model.config.width,
+        layers=variant.pop("layers", None) or layers(variant.pop("num_layers", 1)),
+        max_positions=512,
+        draft_vocab_size=size,
+        target_width=of.model.config.width,
+        aux_layers=AUX_LAYERS,
+        **variant,
+    )
+    return _random_head(Eagle3Drafter(shape, topology, of.model.precision, draft_sampling), of, seed)
+
+
+def p_eagle(of: LoadedTarget, topology: Topology = Chain(3), *, seed: int = 1, **variant: Any) -> LoadedDrafter:
+    """A random P-EAGLE head for a target, of two layers; the variations are those of :func:`eagle3`."""
+    like: Eagle3Drafter = eagle3(of, topology, seed=seed, **{"num_layers": 2, **variant}).drafter
+    fields = {field.name: getattr(like.config, field.name) for field in dataclasses.fields(like.config)}
+    shape = PEagleConfig(**fields, mask_token_id=of.vocab_size - 1)
+    return _random_head(PEagleDrafter(shape, topology, like.precision, like.draft_sampling), of, seed)
+
+
+def _random_head(drafter: Eagle3Drafter | PEagleDrafter, of: LoadedTarget, seed: int) -> LoadedDrafter:
+    size = drafter.config.draft_vocab_size
+    ids = np.sort(np.random.default_rng(seed).permutation(of.vocab_size)[:size]).astype(np.int32)
+    params = {
+        "head": drafter.init_params(jax.random.key(seed)),
+        "embedding": of.params["embedding"],
+        "draft_to_target": jnp.asarray(ids),
+    }
+    return LoadedDrafter(drafter, params)
+
+
+def draft_model(
+    of: LoadedTarget,
+    topology: Topology = Chain(3),
+    *,
+    seed: int = 1,
+    draft_sampling: DraftSampling = DraftSampling.GREEDY,
+    **options: Any,
+) -> LoadedDrafter:
+    """A random model of one layer, and of the options of :func:`target`, that drafts for a target."""
+    small = target(of.vocab_size, seed=seed, precision=of.model.precision, **{"num_layers": 1, **options})
+    loaded = drafters.draft_model(small, of)
+    return dataclasses.replace(loaded, drafter=loaded.drafter.with_topology(topology, draft_sampling))
+
+
+def eagle1(of: LoadedTarget, topology: Topology = Chain(3), *, num_layers: int = 1, **options: Any) -> LoadedDrafter:
+    """A random EAGLE-1 head for a target."""
+    return _of_final_states(of, Eagle1Drafter, Eagle1Config, topology, num_layers, **options)
+
+
+def mtp(of: LoadedTarget, topology: Topology = Chain(3), **options: Any) -> LoadedDrafter:
+    """A random MTP module for a target."""
+    return _of_final_states(of, MTPDrafter, MTPConfig, topology, 1, **options)
+
+
+def _of_final_states(
+    of: LoadedTarget,
+    drafter: Any,
+    config: Any,
+    topology: Topology,
+    num_layers: int,
+    *,
+    seed: int = 1,
+    draft_sampling: DraftSampling = DraftSampling.GREEDY,
+    **variant: Any,
+) -> LoadedDrafter:
+    target = of.model.config
+    shape = config(
+        vocab_size=of.vocab_size,
+        width=target.width,
+        layers=layers(num_layers),
+        max_positions=512,
+        num_target_layers=target.num_layers,
+        **variant,
+    )
+    method = drafter(shape, topology, of.model.precision, draft_sampling)
+    head = method.init_params(jax.random.key(seed))
+    return LoadedDrafter(method, method.assemble(head, of.model.tables(of.params)))
+
+
+def dflash(
+    of: LoadedTarget,
+    topology: Topology | None = None,
+    *,
+    seed: int = 1,
+    draft_vocab_size: int | None = None,
+    draft_sampling: DraftSampling = DraftSampling.GREEDY,
+    **variant: Any,
+) -> LoadedDrafter:
+    """A random block drafter for a target, of one layer and blocks of four tokens and the one before them."""
+    size, shape = draft_vocab_size or of.vocab_size, of.model.config
+    config = DFlashConfig(
+        vocab_size=of.vocab_size,
+        width=shape.width,
+        layers=layers(1, qk_norm=True),
+        max_positions=512,
+        draft_vocab_size=size,
+        target_width=shape.width,
+        aux_layers=AUX_LAYERS,
+        mask_token=of.vocab_size - 1,
+        own_output=size < of.vocab_size,
+        **{"block_size": 5, **variant},
+    )
+    given = {} if topology is None else {"topology": topology}
+    drafter = DFlashDrafter(config, precision=of.model.precision, draft_sampling=draft_sampling, **given)
+    ids = np.sort(np.random.default_rng(seed).permutation(of.vocab_size)[:size]).astype(np.int32)
+    head = drafter.init_params(jax.random.key(seed))
+    if config.markov is not None:
+        head["markov"]["before"] *= 200.0  # 0.01 as initialised: too faint to matter without training
+    table = None if size == of.vocab_size else jnp.asarray(ids)
+    return LoadedDrafter(drafter, drafter.assemble(head, of.model.tables(of.params), draft_to_target=table))
+
+
+def medusa(
+    of: LoadedTarget,
+    topology: Topology | None = None,
+    *,
+    seed: int = 1,
+    num_heads: int = 4,
+    draft_vocab_size: int | None = None,
+    draft_sampling: DraftSampling = DraftSampling.GREEDY,
+    **variant: Any,
+) -> LoadedDrafter:
+    """Random Medusa heads for a target. Their ids are a random subset of the target's, in no order."""
+    size = draft_vocab_size or of.vocab_size
+    shape = MedusaConfig(
+        vocab_size=of.vocab_size,
+        draft_vocab_size=size,
+        target_width=of.model.config.width,
+        num_target_layers=of.model.config.num_layers,
+        num_heads=num_heads,
+        **variant,
+    )
+    drafter = MedusaDrafter(shape, topology, of.model.precision, draft_sampling)  # type: ignore[arg-type]
+    ids = np.random.default_rng(seed).permutation(of.vocab_size)[:size].astype(np.int32)
+    table = None if size == of.vocab_size else jnp.asarray(ids)
+    head = drafter.init_params(jax.random.key(seed))
+    return LoadedDrafter(drafter, drafter.assemble(head, of.model.tables(of.params), draft_to_target=table))
+
+
+def prompts(
+    rows: list[list[int]],
+    *,
+    limit: int | list[int],
+    sampling: SamplingParams | None = None,
+    seed: int = 0,
+    width: int | None = None,
+    stop_tokens: tuple[int, ...] = (),
+) -> Prompts:
+    """A ragged batch; ``limit`` counts new tokens."""
+    length = np.array([len(row) for row in rows], np.int32)
+    tokens = np.zeros((len(rows), width or length.max()), np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+    return Prompts(
+        tokens=jnp.asarray(tokens),
+        length=jnp.asarray(length),
+        limit=jnp.asarray(length + np.asarray(limit, np.int32)),
+        limit_reason=jnp.full((len(rows),), int(FinishReason.LENGTH), jnp.int32),
+        stop_tokens=jnp.asarray(np.tile(np.array(stop_tokens, np.int32), (len(rows), 1))),
+        sampling=per_row(sampling or SamplingParams(), len(rows)),
+        keys=row_keys(seed, len(rows)),
+    )
+
+
+def bind(of: LoadedTarget, drafter: LoadedDrafter, **options: Any) -> tuple[SpeculativeLoop, LoopParams]:
+    """The loop of a pair and its parameters."""
+    return SpeculativeLoop(of.model, drafter.drafter, **options), LoopParams(of.params, drafter.params)
+
+
+def outputs(outcome: loops.Outcome, batch: Prompts) -> list[list[int]]:
+    """New tokens of each row."""
+    tokens, start, end = np.asarray(outcome.tokens), np.asarray(batch.length), np.asarray(outcome.length)
+    return [tokens[row, start[row] : end[row]].tolist() for row in range(len(start))]
+
+
+def random_prompts(count: int, vocab_size: int, *, seed: int = 0, low: int = 1, high: int = 12) -> list[list[int]]:
+    """Ragged random token ids."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab_size, size=rng.integers(low, high)).tolist() for _ in range(count)]
+
+
+def golden_trace(name: str) -> dict[str, Any]:
+    """A recorded run of somebody else's implementation; see ``tests/golden``."""
+    return json.loads((GOLDEN / name).read_text())
+
+
+@struct.dataclass(kw_only=True)
+class RootState:
+    """The last token and how many are known.
+
+    Attributes:
+        root: ``[B]``.
+        length: ``[B]``, the root not counted.
+    """
+
+    root: Int[Array, " B"]
+    length: Int[Array, " B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rooted:
+    """What the test-only drafters share: they know the root and their place, and read no features."""
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return ()
+
+    def init(self, params: Any, batch: int, capacity: int) -> RootState:
+        zero = jnp.zeros((batch,), jnp.int32)
+        return RootState(root=zero, length=zero)
+
+    def observe(self, params: Any, state: RootState, seen: Observation) -> RootState:
+        root = jnp.where(seen.length > 0, seen.next_token, state.root)
+        return RootState(root=root, length=state.length + seen.length)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled(_Rooted):
+    """Draws every node from a table ``q(. | parent's token)`` (its parameters, ``[V V]``) and says so in ``probs``.
+
+    The released drafters draw siblings without replacement, so this one alone takes independent ones through the loop.
+    """
+
+    parents: tuple[int, ...] = (-1, 0, 1, 2)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.parents)
+
+    @property
+    def max_depth(self) -> int:
+        depth = [0]
+        for parent in self.parents[1:]:
+            depth.append(depth[parent] + 1)
+        return max(depth)
+
+    def propose(self, params: Any, state: RootState, keys: Array, sampling: SamplingParams) -> Draft:
+        tokens, probs = [state.root], [jnp.zeros((state.root.shape[0], params.shape[1]), jnp.float32)]
+        for node, parent in enumerate(self.parents[1:], 1):
+            q = params[tokens[parent]]
+            key = jax.vmap(jax.random.fold_in, (0, None))(keys, node)
+            tokens.append(jax.vmap(jax.random.categorical)(key, jnp.log(q)).astype(jnp.int32))
+            probs.append(q)
+        shape = (state.root.shape[0], self.num_nodes)
+        return Draft(
+            tokens=jnp.stack(tokens, axis=1),
+            parents=jnp.broadcast_to(jnp.array(self.parents, jnp.int32), shape),
+            valid=jnp.ones(shape, jnp.bool_),
+            probs=jnp.stack(probs, axis=1),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Scripted(_Rooted):
+    """Proposes what its parameters ``[B S]`` say comes next, ``shift`` ids off: perfect at 0, never right at 1."""
+
+    num_speculative_tokens: int = 4
+    shift: int = 0
+    vocab_size: int = 13
+    is_chain: bool = True
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_speculative_tokens + 1
+
+    @property
+    def max_depth(self) -> int:
+        return self.num_speculative_tokens
+
+    def with_topology(self, topology: Chain, draft_sampling: DraftSampling | None) -> Scripted:
+        return dataclasses.replace(self, num_speculative_tokens=topology.num_speculative_tokens)
+
+    def propose(self, params: Any, state: RootState, keys: Array, sampling: SamplingParams) -> Draft:
+        node = jnp.arange(self.num_nodes, dtype=jnp.int32)
+        place = jnp.minimum(state.length[:, None] + node, params.shape[1] - 1)
+        tokens = jnp.take_along_axis(params, place, axis=1)
+        tokens = jnp.where(node == 0, state.root[:, None], (tokens + self.shift) % self.vocab_size)
+        return Draft(
+            tokens=tokens,
+            parents=jnp.broadcast_to(node - 1, tokens.shape),
+            valid=jnp.ones(tokens.shape, jnp.bool_),
+        )
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Without the shape checks that this suite alone installs, which would speak before the library's own."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def known(tree: Any) -> Any:
+    """A state whose caches hold nothing but what is committed; what lies behind is garbage by definition."""
+
+    def clean(leaf: Any) -> Any:
+        if not isinstance(leaf, Cache):
+            return leaf
+
+        def keep(layer: KeyValues) -> KeyValues:
+            committed = (jnp.arange(layer.capacity) < leaf.length[:, None])[:, None, :, None]
+            return jax.tree.map(lambda buffer: jnp.where(committed, buffer, 0), layer)
+
+        return leaf.replace(layers=tuple(map(keep, leaf.layers)))  # type: ignore[attr-defined]
+
+    return jax.tree.map(clean, tree, is_leaf=lambda leaf: isinstance(leaf, Cache))
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Whether all leaves of two trees are equal."""
+    return all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))

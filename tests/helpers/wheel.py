@@ -1,0 +1,174 @@
+"""The distribution as a user gets it: built, installed alone into a fresh environment, and used there.
+
+``python tests/helpers/wheel.py`` (``make wheel-check``) needs what pip needs, so it is no test of the fast suite. It
+takes about a minute when pip has the packages at hand; ``--extras plot,export,convert`` also installs and uses PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import tomllib
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LARGEST = 30e6  # bytes of a wheel; the bundled pair is 25 MB of it
+
+IMPORT_ALL = """
+import importlib, pkgutil, eagle3_jax
+for module in pkgutil.walk_packages(eagle3_jax.__path__, "eagle3_jax."):
+    if module.name.endswith(".__main__") or ".engines.vllm." in module.name:
+        continue
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        assert (module.name, error.name) == ("eagle3_jax.bench.drawing", "jinja2"), error
+assert "site-packages" in eagle3_jax.__file__ and "eagle3_jax.conversion.targets" in __import__("sys").modules
+"""
+EXPORT = """
+import eagle3_jax as e3
+from eagle3_jax.export import ExportedGeneration, export_generation
+target = e3.load_target()
+decoder = e3.SpeculativeDecoder(target, e3.load_drafter(target=target), num_speculative_tokens=2)
+export_generation(decoder, prompt_tokens=8, max_new_tokens=4).save("generation.zip")
+ExportedGeneration.load("generation.zip")
+"""
+PICKLE = """
+import pathlib, torch
+from eagle3_jax import conversion
+from eagle3_jax.sources import bundled
+from safetensors.torch import load_file
+folder = pathlib.Path("pickled")
+folder.mkdir()
+torch.save(load_file(bundled("target") / "model.safetensors"), folder / "pytorch_model.bin")
+(folder / "config.json").write_text((bundled("target") / "config.json").read_text())
+assert conversion.read_target(folder).config == conversion.read_target(bundled("target")).config
+"""
+
+
+class Environment:
+    """A fresh virtual environment and an empty directory to work in."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.bin, self.work = folder / name / "bin", folder / f"{name}-work"
+        self.work.mkdir()
+        subprocess.run([sys.executable, "-m", "venv", folder / name], check=True)
+
+    def pip(self, *arguments: object) -> None:
+        command = [self.bin / "python", "-m", "pip", "-q", "--disable-pip-version-check", *map(str, arguments)]
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+
+    def run(self, program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        return subprocess.run(
+            [self.bin / program, *map(str, arguments)], cwd=self.work, env=kept, capture_output=True, text=True
+        )
+
+    def works(self, program: str, *arguments: object) -> str:
+        done = self.run(program, *arguments)
+        assert done.returncode == 0, (program, arguments, done.stdout, done.stderr)
+        return done.stdout
+
+    def names_extra(self, extra: str, *arguments: object) -> None:
+        """One line says which extra is missing."""
+        done = self.run("eagle3", *arguments)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done
+        assert f"eagle3-jax[{extra}]" in done.stderr, done.stderr
+
+
+def check_contents(wheel: Path, sdist: Path) -> None:
+    """Nothing is missing and nothing is in it that users do not need."""
+    assert wheel.stat().st_size < LARGEST, wheel.stat().st_size
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    # `conversion` lies at the top of the repository and is installed as a part of the library, where no module of a
+    # user's own can stand in its way.
+    expected = {name for name in tracked if name.startswith("eagle3_jax/")} - {"eagle3_jax/conversion"}
+    expected |= {f"eagle3_jax/{name}" for name in tracked if name.startswith("conversion/")}
+    assert inside == expected, inside ^ expected
+    assert {"eagle3_jax/assets/target/model.safetensors", "eagle3_jax/assets/eagle3/config.json"} <= inside
+    with tarfile.open(sdist) as archive:
+        top = {Path(name).parts[1] for name in archive.getnames()}
+    promised = set(PROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]) | {"pyproject.toml", "PKG-INFO"}
+    assert promised <= top <= promised | {".gitignore"}, top ^ promised
+
+
+def check_alone(fresh: Environment) -> None:
+    """Generates, inspects, plans and converts without any extra, and says which one is missing where it matters."""
+    fresh.works("python", "-c", IMPORT_ALL)
+    # A user's own module of that name, in the directory that Python looks into first.
+    (fresh.work / "conversion.py").write_text("raise ImportError('this is not the library')")
+    fresh.works("python", "-c", "import eagle3_jax as e3; e3.load_drafter(target=e3.load_target())")
+    row = json.loads(fresh.works("eagle3", "generate", "def f(x):", "--max-new-tokens", "8", "--json"))
+    assert row["token_ids"] and row["text"], row
+    pair = [json.loads(line) for line in fresh.works("eagle3", "inspect", "--json").splitlines()]
+    assert [one["loadable"] for one in pair] == [True, True]
+    target, head = (one["source"] for one in pair)
+    assert "site-packages" in target
+    assert json.loads(fresh.works("eagle3", "plan", "memory", "--json"))["fits"] is True
+    fresh.works("eagle3", "convert", head, "head", "--to", "vllm", "--target", target)
+    fresh.names_extra("plot", "plan", "speedup", "--plot", "plot.png")
+    pickled = fresh.work / "pickle"
+    pickled.mkdir()
+    (pickled / "config.json").write_text("{}")
+    (pickled / "pytorch_model.bin").write_bytes(b"")
+    fresh.names_extra("convert", "inspect", pickled)
+
+
+def check_extras(fresh: Environment, wheel: Path, extras: list[str]) -> None:
+    """What an extra promises."""
+    fresh.pip("install", "--no-compile", f"{wheel}[{','.join(extras)}]")
+    if "plot" in extras:
+        fresh.works("eagle3", "plan", "speedup", "--plot", "plot.png")
+        assert (fresh.work / "plot.png").stat().st_size > 1000
+        fresh.works("python", "-c", "import jinja2")
+    if "export" in extras:
+        fresh.works("python", "-c", EXPORT)
+    if "convert" in extras:
+        fresh.works("python", "-c", PICKLE)
+
+
+def main() -> None:
+    """Build, look inside, install, use."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--extras", default="plot,export", help="comma-separated; none to skip them")
+    extras = [extra for extra in parser.parse_args().extras.split(",") if extra not in ("", "none")]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        begun = time.monotonic()
+
+        def report(what: str) -> None:
+            print(f"{time.monotonic() - begun:5.0f} s  {what}", flush=True)
+
+        builder = Environment(folder, "build")
+        builder.pip("install", "--no-compile", *PROJECT["build-system"]["requires"])
+        subprocess.run(
+            [builder.bin / "python", "-m", "hatchling", "build", "-d", folder / "dist"], cwd=ROOT, check=True
+        )
+        (wheel,), (sdist,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
+        check_contents(wheel, sdist)
+        report("built, and holds what it should")
+        fresh = Environment(folder, "fresh")
+        fresh.pip("install", "--no-compile", wheel)
+        report("installed alone")
+        fresh.works("python", "-m", "pip", "check")
+        check_alone(fresh)
+        report("generates, inspects, plans and converts")
+        if extras:
+            check_extras(fresh, wheel, extras)
+            report(f"does what {', '.join(extras)} promise")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""The decoder as people call it: what it takes, what it drafts when nothing is said, what it prints and compares."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import eagle3_jax as e3
+from eagle3_jax.loaded import LoadedDrafter
+from eagle3_jax.results import GenerationResult
+from eagle3_jax.trace import record
+from eagle3_jax.types import Draft, DraftSampling, SamplingMode, SamplingParams
+
+TARGET = tiny.target(13)
+HEAD = tiny.eagle3(TARGET)
+PROMPTS = [[1, 2, 3], [4, 5, 6]]
+
+
+@pytest.fixture(scope="module")
+def decoder() -> e3.SpeculativeDecoder:
+    return e3.SpeculativeDecoder(TARGET, HEAD)
+
+
+@pytest.mark.parametrize("array", [np.array, jnp.array], ids=["numpy", "JAX"])
+def test_rows_of_an_array_are_prompts(decoder: e3.SpeculativeDecoder, array: Any) -> None:
+    wanted = decoder.generate(PROMPTS, max_new_tokens=4)
+    assert decoder.generate(array(PROMPTS), max_new_tokens=4).tokens == wanted.tokens
+    assert decoder.generate([array(row) for row in PROMPTS], max_new_tokens=4).tokens == wanted.tokens
+    alone = decoder.generate(array(PROMPTS[1]), max_new_tokens=4)
+    assert alone.tokens == [wanted.tokens[1]]
+    assert alone.rows[0].prompt_tokens == PROMPTS[1] and type(alone.rows[0].prompt_tokens[0]) is int
+
+
+SAMPLINGS = ({}, {"temperature": 1.0}, 0.8, "greedy")
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda decoder: decoder.generate(np.zeros((1, 2, 3), int)), r"shape \(1, 2, 3\); expected \[T\]"),
+        (lambda decoder: decoder.encode(np.array(PROMPTS)), r"shape \(2, 3\); expected \[T\]"),
+        (lambda decoder: decoder.generate(np.ones((1, 2))), "prompt token 1.0 is not a token id"),
+        (lambda decoder: decoder.generate(5), "prompts is 5; expected a text"),
+        *(
+            (lambda decoder, one=one: decoder.generate([1], sampling=one), "expected SamplingParams")
+            for one in SAMPLINGS
+        ),
+        (
+            lambda decoder: decoder.step(decoder.prefill([1], max_new_tokens=3).replace(sampling={})),
+            "sampling is {}; expected SamplingParams",
+        ),
+        (lambda _: e3.SpeculativeDecoder("llama"), r"target is 'llama'; expected .* load_target\('llama'\)"),
+        (lambda _: e3.SpeculativeDecoder(TARGET.model), "target is DecoderTarget.*; expected a LoadedTarget"),
+        (
+            lambda _: e3.SpeculativeDecoder(TARGET, "head"),
+            r"drafter is 'head'; .* load_drafter\('head', target=target\)",
+        ),
+        (
+            lambda _: e3.SpeculativeDecoder(TARGET, num_speculative_tokens=3),
+            "num_speculative_tokens .* without a drafter",
+        ),
+        (lambda _: e3.SpeculativeDecoder(TARGET, tree=e3.Chain(2)), "tree .* without a drafter"),
+        (lambda _: e3.SpeculativeDecoder(TARGET, draft_sampling="greedy"), "draft_sampling .* without a drafter"),
+    ],
+)
+def test_what_cannot_be_taken_is_refused_in_one_line(decoder: e3.SpeculativeDecoder, call: Any, says: str) -> None:
+    with tiny.unchecked(), pytest.raises(ValueError, match=says) as refusal:
+        call(decoder)
+    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
+
+
+NETWORKS = {
+    "EAGLE-3": tiny.eagle3,
+    "EAGLE-1": tiny.eagle1,
+    "MTP": tiny.mtp,
+    "P-EAGLE": tiny.p_eagle,
+    "DFlash": tiny.dflash,
+    "Medusa": tiny.medusa,
+    "a draft model": tiny.draft_model,
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_draft_sampling_is_an_enum_or_its_word(name: str) -> None:
+    head = NETWORKS[name](TARGET)
+    with tiny.unchecked():
+        for sampling in DraftSampling:
+            for said in (sampling, sampling.value):
+                decoder = e3.SpeculativeDecoder(TARGET, head, draft_sampling=said)
+                assert decoder.loop.drafter == head.drafter.with_topology(None, said)
+                assert decoder.loop.drafter.draft_sampling is sampling
+                assert decoder.method.endswith(f"{sampling.value} draft sampling")
+            built = tiny.dataclasses.replace(head.drafter, draft_sampling=sampling.value)
+            assert built.draft_sampling is sampling
+        for refused in ("nonsense", 1, True, ""):
+            message = f"draft_sampling is {refused!r}; expected 'greedy' or 'probabilistic'"
+            with pytest.raises(ValueError, match=message):
+                e3.SpeculativeDecoder(TARGET, head, draft_sampling=refused)
+            with pytest.raises(ValueError, match=message):
+                head.drafter.with_topology(None, refused)
+            with pytest.raises(ValueError, match=message):
+                tiny.dataclasses.replace(head.drafter, draft_sampling=refused)
+
+
+def test_a_drafter_without_a_distribution_is_asked_by_words_too() -> None:
+    with tiny.unchecked():
+        assert e3.drafters.NGram(2).with_topology(None, "greedy") == e3.drafters.NGram(2)
+        for ask in (
+            e3.drafters.NGram(2).with_topology,
+            lambda _, how: e3.SpeculativeDecoder(TARGET, e3.drafters.NGram(2), draft_sampling=how),
+        ):
+            with pytest.raises(ValueError, match="NGram has no distribution"):
+                ask(None, "probabilistic")
+            with pytest.raises(ValueError, match="expected 'greedy' or 'probabilistic'"):
+                ask(None, "nonsense")
+
+
+def test_a_result_is_one_however_it_was_made() -> None:
+    """``generate``, a trace and rounds by hand build it in one place; whether it is lossless has no default."""
+    assert inspect.signature(GenerationResult).parameters["lossless"].default is inspect.Parameter.empty
+    for rule in (None, e3.TypicalAcceptance()):
+        decoder = e3.SpeculativeDecoder(TARGET, HEAD, verifier=rule)
+        asked = {"max_new_tokens": [4, 6], "sampling": SamplingParams(temperature=1.0), "seed": 3}
+        whole, traced = decoder.generate(PROMPTS, **asked), record(decoder, PROMPTS, **asked).result
+        assert whole.lossless is traced.lossless is (rule is None)
+        assert whole.rows == traced.rows
+        other = decoder.generate(PROMPTS, **{**asked, "seed": 4})
+        assert other.rows != whole.rows and whole.rows[0] != whole.rows[1]
+
+
+def test_counters_are_equal_where_all_of_them_are(decoder: e3.SpeculativeDecoder) -> None:
+    one, same = (decoder.generate(PROMPTS, max_new_tokens=6).stats for _ in range(2))
+    assert one == same and one != 3
+    assert one != one.replace(num_drafts=one.num_drafts + 1)
+    assert one != one.replace(num_accepted_tokens_per_pos=one.num_accepted_tokens_per_pos[:-1])
+    chunks, again = (list(decoder.stream(PROMPTS[0], max_new_tokens=6)) for _ in range(2))
+    assert chunks == again
+
+
+@pytest.mark.parametrize("sampling_mode", SamplingMode)
+def test_the_rule_takes_one_sampling_for_all_rows(sampling_mode: SamplingMode) -> None:
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(3, 2, 13)), jnp.float32)
+    draft = Draft(
+        tokens=jnp.asarray(rng.integers(0, 13, (3, 2)), jnp.int32),
+        parents=jnp.broadcast_to(jnp.array([-1, 0], jnp.int32), (3, 2)),
+        valid=jnp.ones((3, 2), bool),
+    )
+    keys = jax.random.split(jax.random.key(0), 3)
+    scalars = SamplingParams(temperature=0.9, top_k=5, top_p=0.8)
+    each = SamplingParams(
+        temperature=np.full(3, 0.9, np.float32), top_k=np.full(3, 5, np.int32), top_p=np.full(3, 0.8, np.float32)
+    )
+    for rule in (e3.Exact(), e3.BlockVerification(), e3.TypicalAcceptance()):
+        given = rule(draft, logits, scalars, keys, sampling_mode=sampling_mode, max_depth=1)
+        assert tiny.same_bits(given, rule(draft, logits, each, keys, sampling_mode=sampling_mode, max_depth=1))
+
+
+def test_models_are_printed_in_a_line() -> None:
+    count = sum(leaf.size for leaf in jax.tree.leaves(TARGET.params))
+    assert (
+        repr(TARGET)
+        == f"LoadedTarget(target: DecoderTarget, 2 layers, {count:,} parameters, float32, vocabulary of 13)"
+    )
+    count = sum(leaf.size for leaf in jax.tree.leaves(HEAD.params))
+    assert repr(HEAD) == (
+        f"LoadedDrafter(drafter: Eagle3Drafter, chain K=3, 1 layer, {count:,} parameters, float32, vocabulary of 13)"
+    )
+    assert repr(LoadedDrafter(e3.drafters.NGram(3))) == "LoadedDrafter(drafter: NGram, chain K=3)"
+    fp8 = tiny.dataclasses.replace(TARGET, weights="fp8")
+    assert "fp8 weights" in repr(fp8)
+    for one in (tiny.draft_model(TARGET), tiny.medusa(TARGET), tiny.dflash(TARGET)):
+        assert len(repr(one)) < 250 and "\n" not in repr(one)
+
+
+def test_a_state_is_printed_in_a_line(decoder: e3.SpeculativeDecoder) -> None:
+    state = decoder.prefill([[1, 2, 3], [4]], max_new_tokens=[1, 6])
+    assert repr(state) == "GenerationState(2 rows, 1 running, 2 to 4 of 256 tokens known)"
+    latest = decoder.step(state)
+    assert repr(state) == "GenerationState(2 rows, consumed by a step)"
+    shown = []
+    jax.eval_shape(lambda state: shown.append(repr(state)) or state.length, latest.state)
+    with tiny.unchecked():
+        shapes = jax.eval_shape(lambda state: state, latest.state)
+    assert shown == [repr(shapes)] == ["GenerationState(2 rows, capacity of 256 tokens)"]
+    assert len(repr(latest)) < 4000

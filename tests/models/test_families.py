@@ -1,0 +1,330 @@
+"""Every family of targets: what transformers computes, written out as it came in, and drafted for by any head."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+import every_family
+import tiny
+from checkpoints import edit_config, write_llama
+from families import NEW_TOKENS, PROMPTS, RECIPES, VOCAB, WRAPPED, build, check_greedy, eager, truth
+from safetensors.numpy import load_file
+
+import eagle3_jax as e3
+from eagle3_jax import conversion
+from eagle3_jax.conversion import CheckpointError
+from eagle3_jax.conversion.families import FAMILIES
+from eagle3_jax.models.config import GatedMLP, GroupedQuery, QueryScaling, RopeConfig, uniform
+from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.topology import Chain, DynamicTree
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_to_compile() -> Any:
+    """Every recipe is programs of its own, of which each runs once."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+ALL = RECIPES | WRAPPED
+# Dense layers, windows and experts, latents, recurrences; the others with --every-family.
+FEW = ("llama", "gpt_oss", "deepseek_v3", "qwen3_5_text")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Where a recipe's model lies, in the layout of transformers."""
+    root = tmp_path_factory.mktemp("families")
+
+    def of(name: str) -> Path:
+        directory = root / name.replace(", ", "-")
+        if not directory.exists():
+            build(ALL[name]).save_pretrained(directory)
+        return directory
+
+    return of
+
+
+def of(name: str) -> str:
+    """The family of a recipe, for the support matrix."""
+    return ALL[name].model_type
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Texts take most of the time; what they need beyond the logits is the same within a kind of layer."""
+    if metafunc.function is test_greedy_text_is_that_of_transformers_plain_and_behind_any_draft:
+        every_family.parametrize(metafunc, ALL, FEW)
+
+
+@pytest.mark.covers(what="parity", family=of)
+@pytest.mark.parametrize("name", ALL)
+def test_logits_and_features_are_those_of_transformers(folder: Any, name: str) -> None:
+    target, expected = e3.load_target(folder(name)), truth(name)
+    model: Any = target.model
+    count = len(expected.tokens)
+
+    @jax.jit
+    def forward(params: Any, tokens: jax.Array) -> Any:
+        layers = tuple(range(model.config.num_layers + 2))
+        out = model(params, tokens, jnp.arange(count)[None], causal_mask(count), aux_layers=layers)
+        return model.unembed(params, out.final), out.features
+
+    logits, features = forward(target.params, jnp.asarray(expected.tokens, jnp.int32)[None])
+    np.testing.assert_allclose(logits[0], expected.logits, atol=1e-4)
+    np.testing.assert_allclose(np.moveaxis(features[0], 1, 0), expected.entering, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.covers(what="parity", family=of, draft=("plain", "chain", "tree"))
+def test_greedy_text_is_that_of_transformers_plain_and_behind_any_draft(folder: Any, name: str) -> None:
+    target = e3.load_target(folder(name))
+    plain = e3.SpeculativeDecoder(target, stop_tokens=()).generate(PROMPTS, max_new_tokens=NEW_TOKENS).tokens
+    check_greedy(name, plain)
+    drafter = tiny.eagle3(target, Chain(3), draft_vocab_size=60)
+    for tree in (None, DynamicTree(num_nodes=8, max_depth=3, top_k=3)):
+        decoder = e3.SpeculativeDecoder(target, drafter, tree=tree, stop_tokens=())
+        assert decoder.generate(PROMPTS, max_new_tokens=NEW_TOKENS).tokens == plain
+
+
+# Their index of keys is not read, and without it they are not what was published.
+INDEXED = [name for name, recipe in RECIPES.items() if "index_topk" in recipe.fields]
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in INDEXED])
+def test_what_came_in_goes_out_again(folder: Any, tmp_path: Path, name: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    conversion.convert(folder(name), tmp_path / "native", "jax")
+    conversion.convert(tmp_path / "native", tmp_path / "back", "vllm")
+    source, native, back = (
+        conversion.read_target(path) for path in (folder(name), tmp_path / "native", tmp_path / "back")
+    )
+    assert source.config == native.config == back.config
+    assert source.family == native.family == back.family == FAMILIES[RECIPES[name].model_type]
+    ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "back", folder(name)))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[key].tobytes() == theirs[key].tobytes() for key in theirs)
+    loaded = eager(AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager"))
+    assert type(loaded) is type(build(RECIPES[name]))
+    with torch.no_grad():
+        logits = loaded(torch.from_numpy(truth(name).tokens)[None], use_cache=False).logits[0]
+    # The files are equal byte for byte; PyTorch's sums depend on where in memory their operands lie.
+    np.testing.assert_allclose(logits.numpy(), truth(name).logits, atol=1e-5)
+    for path in (folder(name), tmp_path / "native"):
+        description = conversion.describe(path)
+        assert (description.loadable, description.problem) == (True, "")
+        assert description.kind == f"target: {source.family.label}"
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_what_came_in_without_its_index_goes_out_as_a_native_checkpoint_alone(
+    folder: Any, tmp_path: Path, name: str
+) -> None:
+    conversion.convert(folder(name), tmp_path / "native", "jax")
+    source, native = (conversion.read_target(path) for path in (folder(name), tmp_path / "native"))
+    assert source.config == native.config and source.family == native.family
+    assert jax.tree.all(jax.tree.map(np.array_equal, source.params, native.params))
+    with pytest.raises(
+        CheckpointError, match="an index that chooses keys, which is not read and cannot be written; use --to jax"
+    ):
+        conversion.convert(tmp_path / "native", tmp_path / "back", "vllm")
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_language_model_out_of_a_model_of_images_goes_out_alone(folder: Any, tmp_path: Path, name: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    conversion.convert(folder(name), tmp_path / "alone", "vllm")
+    source, alone = (conversion.read_target(path) for path in (folder(name), tmp_path / "alone"))
+    assert source.config == alone.config and source.family == alone.family
+    loaded = eager(AutoModelForCausalLM.from_pretrained(tmp_path / "alone", attn_implementation="eager"))
+    with torch.no_grad():
+        logits = loaded(torch.from_numpy(truth(name).tokens)[None], use_cache=False).logits[0]
+    np.testing.assert_allclose(logits.numpy(), truth(name).logits, atol=1e-5)
+
+
+def test_every_family_has_a_recipe_and_windows_that_a_text_leaves() -> None:
+    # Kimi K2 is DeepSeek V3 under another name, which transformers does not know.
+    assert {recipe.model_type for recipe in RECIPES.values()} == FAMILIES.keys() - {"kimi_k2"}
+    windows = [recipe.fields["sliding_window"] for recipe in RECIPES.values() if recipe.fields.get("sliding_window")]
+    assert windows and max(windows) < len(truth("llama").tokens) < NEW_TOKENS < VOCAB
+
+
+def test_the_doctor_names_the_family(folder: Any, tmp_path: Path) -> None:
+    checks = conversion.diagnose(folder("qwen3"), tmp_path / "nowhere")
+    assert checks[0].detail == "Qwen3 decoder, 4 layers, width 32, vocabulary 96"
+
+
+SLIDING = {"use_sliding_window": True, "sliding_window": 5}
+REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no family": ("llama", {"model_type": "gemma2"}, "model_type is 'gemma2'; the families of targets are llama, "),
+    "odd family": ("llama", {"model_type": ["llama"]}, r"model_type is \['llama'\]; the families of targets are"),
+    "llama with a window": ("llama", {"sliding_window": 5}, "sliding_window is 5; only full attention"),
+    "types of other layers": (
+        "qwen2",
+        {**SLIDING, "layer_types": ["full_attention"] * 3},
+        "layer_types names 3 layers but num_hidden_layers is 4; they must agree",
+    ),
+    "types of another kind": (
+        "qwen3",
+        {"layer_types": ["linear_attention"] * 4},
+        "layer_types has 'linear_attention'; expected full_attention or sliding_attention",
+    ),
+    "a window that is off": (
+        "qwen3",
+        {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 4},
+        "layer_types has 'sliding_attention', but no sliding_window is switched on",
+    ),
+    "an empty window": (
+        "qwen2",
+        {**SLIDING, "sliding_window": 0},
+        "sliding_window is 0; expected",
+    ),
+    "no window": ("qwen2", {"use_sliding_window": True, "sliding_window": None}, "has no sliding_window"),
+    "no first window": (
+        "qwen2",
+        {**SLIDING, "max_window_layers": None, "layer_types": None},
+        "has no max_window_layers",
+    ),
+    "no head size": ("qwen3", {"head_dim": None}, "has no head_dim"),
+    "no key heads": ("qwen2", {"num_key_value_heads": None}, "has no num_key_value_heads"),
+    "mistral that is silent": ("mistral", {"sliding_window": None}, "has no sliding_window"),
+    "no scaling of queries": ("ministral3", {"rope_parameters": None}, "has no original_max_position_embeddings"),
+    "no growth": (
+        "ministral3",
+        {"rope_parameters": {"rope_type": "default", "original_max_position_embeddings": 6}},
+        "has no llama_4_scaling_beta",
+    ),
+    "silent about weights": ("qwen3_moe", {"norm_topk_prob": None}, "has no norm_topk_prob"),
+    "no experts": ("qwen3_moe", {"num_local_experts": None}, "has none of num_experts, num_local_experts"),
+    "two numbers of experts": (
+        "qwen3_moe",
+        {"num_experts": 4, "num_local_experts": 8},
+        "num_experts is 4 and num_local_experts is 8; they must agree",
+    ),
+    "more experts a token than there are": (
+        "qwen3_moe",
+        {"num_experts_per_tok": 9},
+        "9 experts per token of 8; expected at most as many",
+    ),
+    "no such layer": ("qwen3_moe", {"mlp_only_layers": [4]}, r"mlp_only_layers is \[4\]; expected a list of whole"),
+    "experts in a dense layer": (
+        "qwen3_moe",
+        {"mlp_only_layers": []},
+        r"misses model\.layers\.1\.mlp\.gate\.weight.* and holds unexpected model\.layers\.1\.mlp\.down_proj",
+    ),
+    "windows of some": (
+        "qwen3_moe",
+        {**SLIDING, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+        "layer_types differ, but this family has windows in all layers or none",
+    ),
+    "another gate": ("gpt_oss", {"swiglu_alpha": 1.0}, r"swiglu_alpha is 1\.0; only 1\.702 is supported"),
+    "no bias": ("gpt_oss", {"attention_bias": False}, "attention_bias is False; only True is sup"),
+    "no limit": ("gpt_oss", {"swiglu_limit": None}, "has no swiglu_limit"),
+    "gpt-oss that is silent": ("gpt_oss", {"rope_parameters": None}, "has no rope_scaling"),
+    "another score": (
+        "glm4_moe",
+        {"scoring_func": "softmax"},
+        "scoring_func is 'softmax'; only 'sigmoid' is supported",
+    ),
+    "no scaling": ("glm4_moe", {"routed_scaling_factor": None}, "has no routed_scaling_factor"),
+    "uneven groups": ("glm4_moe", {"n_group": 3}, "8 experts in 3 groups of which 1 are kept"),
+    "two shares": (
+        "glm4_moe",
+        {"partial_rotary_factor": 1.0},
+        r"partial_rotary_factor is 1\.0 and partial_rotary_factor in the rope parameters is 0\.5",
+    ),
+    "silent about norms": ("llama4, norms", {"use_qk_norm": None}, "has no use_qk_norm"),
+    "rotation of other layers": (
+        "llama4, norms",
+        {"no_rope_layers": [1, 0]},
+        "no_rope_layers names 2 layers but num_hidden_layers is 4; they must agree",
+    ),
+    "windows for chunks": (
+        "llama4, norms",
+        {"layer_types": ["sliding_attention"] * 4},
+        "layer_types has 'sliding_attention'; expected chunked_attention or full_attention",
+    ),
+    "experts elsewhere": (
+        "llama4, every second",
+        {"moe_layers": [0, 2]},
+        r"misses model\.layers\.0\.feed_forward\.router\.weight",
+    ),
+    "quantised": (
+        "qwen3",
+        {"quantization_config": {"quant_method": "fp8"}},
+        "holds no scale; remove quantization_config",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_configuration_that_means_something_else_is_refused(folder: Any, tmp_path: Path, name: str) -> None:
+    recipe, changes, says = REFUSALS[name]
+    config = json.loads((folder(recipe) / "config.json").read_text())
+    directory = tmp_path / "target"
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes((folder(recipe) / "model.safetensors").read_bytes())
+    (directory / "config.json").write_text(json.dumps(config))
+    edit_config(directory, **changes)
+    with pytest.raises(CheckpointError, match=says) as refusal:
+        conversion.read_target(directory)
+    assert "\n" not in str(refusal.value)
+
+
+YARN = RopeConfig(type="yarn", factor=8.0, original_max_positions=32)
+LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+NOT_EXPRESSIBLE = {
+    "llama, q and k norms": ("llama", {"qk_norm": True}, r"Llama cannot express layers\[0\]\.mixer\.qk_norm True"),
+    "llama, a window": ("llama", {"window": 5}, r"Llama cannot express layers\[0\]\.mixer\.window 5"),
+    "llama, three biases": ("llama", {"qkv_bias": True}, r"Llama cannot express layers\[0\]\.mixer\.o_bias False"),
+    "qwen2, no bias": ("qwen2", {}, r"Qwen2 cannot express layers\[0\]\.mixer\.qkv_bias False"),
+    "qwen3, no norms": ("qwen3", {}, r"Qwen3 cannot express layers\[0\]\.mixer\.qk_norm False"),
+    "ministral3, no growth": ("ministral3", {}, "rope_parameters has no original_max_position_embeddings"),
+    "ministral3, two bases": (
+        "ministral3",
+        {"rope": YARN, "query_scaling": QueryScaling(floor=8, beta=0.1)},
+        r"Ministral 3 cannot express layers\[0\]\.mixer\.rope\.original_max_positions 32",
+    ),
+    "no rope": ("llama", {"rope": None}, "without rotary embedding"),
+    "qwen3_moe, no experts": ("qwen3_moe", {"qk_norm": True}, "a target without experts is of another family"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_EXPRESSIBLE)
+def test_a_target_that_its_family_cannot_say_is_not_written(tmp_path: Path, name: str) -> None:
+    family, changes, says = NOT_EXPRESSIBLE[name]
+    source = conversion.read_target(write_llama(tmp_path / "target"))
+    layers = uniform(8, GroupedQuery(**{**LAYER, **changes}), GatedMLP(width=24))
+    checkpoint = dataclasses.replace(
+        source, family=FAMILIES[family], config=dataclasses.replace(source.config, layers=layers)
+    )
+    with pytest.raises(CheckpointError, match=says):
+        conversion.write_target(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_of_two_windows_are_not_written_as_one(tmp_path: Path) -> None:
+    source = conversion.read_target(write_llama(tmp_path / "target"))
+    two = tuple(
+        layer
+        for window in (5, 7)
+        for layer in uniform(4, GroupedQuery(**LAYER, qkv_bias=True, window=window), GatedMLP(width=24))
+    )
+    checkpoint = dataclasses.replace(
+        source, family=FAMILIES["qwen2"], config=dataclasses.replace(source.config, layers=two)
+    )
+    with pytest.raises(CheckpointError, match=r"Qwen2 cannot express layers\[4\]\.mixer\.window 7"):
+        conversion.write_target(checkpoint, tmp_path / "out")

@@ -1,0 +1,175 @@
+"""The GPU's attention kernel, run by JAX's own operations, against attention by XLA."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eagle3_jax as e3
+from eagle3_jax.cache import KeyValue, KeyValues
+from eagle3_jax.models import flash
+from eagle3_jax.models.attention import Scoring, Segment, attention
+from eagle3_jax.models.memory import CacheMemory, Span, cache_mask, causal_mask
+
+OFFICIAL = Path(__file__).parent.parent / "golden" / "official"
+interpreted = functools.partial(flash.flash_attention, interpret=True)
+
+
+def random(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def tree_mask(tokens: int) -> jax.Array:
+    """A random tree: every token sees itself and the ancestors of an earlier one."""
+    rng, mask = np.random.default_rng(tokens), np.eye(tokens, dtype=bool)
+    for token in range(1, tokens):
+        mask[token] |= mask[rng.integers(token)]
+    return jnp.asarray(mask)[None]
+
+
+# Batch, tokens, key heads, group, capacity, head size, value size. Several parts of queries, splits that outnumber the
+# tiles, capacities that no tile divides, values narrower than keys.
+SHAPES = {
+    "one token": (2, 1, 2, 4, 200, 64, 64),
+    "chain": (2, 6, 2, 3, 256, 32, 32),
+    "tree of 60": (1, 61, 2, 4, 300, 16, 16),
+    "many rows": (40, 2, 8, 1, 130, 16, 16),
+    "narrow values": (1, 5, 1, 8, 70, 64, 32),
+}
+SCORINGS = {
+    "plain": Scoring(),
+    "scaled and capped": Scoring(scale=0.3, softcap=2.0),
+    "sinks": Scoring(sinks=random(9, 8)),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_it_is_attention(shape: tuple[int, ...]) -> None:
+    batch, tokens, kv_heads, group, capacity, size, width = shape
+    queries = random(0, batch, tokens, kv_heads * group, size)
+    kv = KeyValue(random(1, batch, kv_heads, capacity, size), random(2, batch, kv_heads, capacity, width))
+    length = jnp.asarray(np.random.default_rng(0).integers(0, capacity - tokens + 1, batch), jnp.int32)
+    seen = cache_mask(tree_mask(tokens), length, capacity)
+    found = interpreted(queries, kv, seen, length + tokens, scale=size**-0.5)
+    np.testing.assert_allclose(found, attention(queries, (Segment(kv, seen),)), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
+@pytest.mark.parametrize("span", [Span(), Span(window=20), Span(chunk=32)], ids=["all", "window", "chunk"])
+def test_scales_caps_sinks_and_windows(scoring: Scoring, span: Span) -> None:
+    queries = random(0, 2, 5, 8, 16)
+    kv = KeyValue(random(1, 2, 2, 150, 16), random(2, 2, 2, 150, 16))
+    length = jnp.array([3, 140], jnp.int32)
+    seen = cache_mask(
+        causal_mask(5), length, 150, positions=length[:, None] + jnp.arange(5, dtype=jnp.int32), span=span
+    )
+    options = {"scale": scoring.factor(16), "softcap": scoring.softcap, "sinks": scoring.sinks}
+    found = interpreted(queries, kv, seen, length + 5, **options)
+    np.testing.assert_allclose(found, attention(queries, (Segment(kv, seen),), (), scoring), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_token_has_the_same_bits_wherever_its_block_begins(dtype) -> None:
+    """Tokens 102 to 105 in a block from 100 on, and in one from 102 on, with garbage in the slots behind its end."""
+    queries = random(0, 1, 6, 8, 16, dtype=dtype)
+    kv = KeyValue(*(random(seed, 1, 2, 256, 16, dtype=dtype) for seed in (1, 2)))
+    garbage = KeyValue(*(one.at[:, :, 106:].set(1e4) for one in kv))
+
+    def outputs(queries: jax.Array, kv: KeyValue, start: int) -> jax.Array:
+        length = jnp.array([start], jnp.int32)
+        return interpreted(queries, kv, cache_mask(causal_mask(6), length, 256), length + 6, scale=0.25)[0]
+
+    early = outputs(queries, kv, 100)
+    late = outputs(jnp.roll(queries, -2, axis=1), garbage, 102)
+    np.testing.assert_array_equal(early[2:], late[:4])
+
+
+def test_it_reads_no_slot_from_the_end_on() -> None:
+    """NaN would spread from any tile that is read, even with a weight of zero."""
+    queries, length = random(0, 1, 2, 2, 16), jnp.array([62], jnp.int32)
+    kv = KeyValue(*(random(seed, 1, 1, 192, 16).at[:, :, 64:].set(jnp.nan) for seed in (1, 2)))
+    found = interpreted(queries, kv, cache_mask(causal_mask(2), length, 192), length + 2, scale=0.25)
+    assert np.isfinite(found).all()
+
+
+def test_its_gradient_is_that_of_attention() -> None:
+    layer = KeyValues(
+        keys=random(1, 1, 2, 64, 16, dtype=jnp.bfloat16), values=random(2, 1, 2, 64, 16, dtype=jnp.bfloat16)
+    )
+    block = KeyValue(*(random(seed, 1, 2, 3, 16, dtype=jnp.bfloat16) for seed in (3, 4)))
+    length = jnp.array([10], jnp.int32)
+
+    def gradient(kernel: bool) -> jax.Array:
+        memory = CacheMemory(layer, length, cache_mask(causal_mask(3), length, 64), kernel)
+        total = lambda queries: jnp.sum(memory.attend(queries, block)[0].astype(jnp.float32) ** 2)
+        return jax.grad(total)(random(0, 1, 3, 4, 16, dtype=jnp.bfloat16))
+
+    np.testing.assert_array_equal(gradient(True), gradient(False))
+
+
+DRAFTS = {
+    "plain": None,
+    "chain": {"num_speculative_tokens": 4},
+    "tree": {"tree": e3.DynamicTree(num_nodes=12, max_depth=4, top_k=3)},
+}
+
+
+@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+def test_generation_with_the_kernel_writes_the_same_tokens(draft, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(*args, **options):
+        calls.append(args)
+        return interpreted(*args, **options)
+
+    target = e3.load_target(OFFICIAL / "target")
+    drafter = None if draft is None else e3.load_drafter(OFFICIAL / "eagle3", target=target)
+    prompts = [[1, 17, 5, 42, 33, 9, 71, 8], [3], [8] * 12]
+    generate = lambda: e3.SpeculativeDecoder(target, drafter, **draft or {}).generate(prompts, max_new_tokens=20).tokens
+    expected = generate()
+    assert not calls
+    monkeypatch.setattr(flash, "flash_attention", counted)
+    monkeypatch.setattr(flash, "is_supported", lambda queries, kv: True)  # float32 has no near ties here
+    jax.clear_caches()
+    with flash.enabled(True):
+        assert generate() == expected
+    assert calls
+    jax.clear_caches()
+
+
+def test_which_arrays_the_kernel_takes() -> None:
+    def taken(tokens: int = 6, size: int = 64, dtype=jnp.bfloat16) -> bool:
+        kv = KeyValue(*(jnp.zeros((1, 2, 8, size), dtype) for _ in range(2)))
+        return flash.is_supported(jnp.zeros((1, tokens, 4, size), dtype), kv)
+
+    assert taken()
+    assert not taken(tokens=129)  # a prompt
+    assert not taken(size=96)
+    assert not taken(dtype=jnp.float32)  # in full precision its products are slow to compile and to run
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        assert not taken()
+
+
+def test_the_kernel_is_off_on_cpus_and_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gpu:
+        platform, device_kind, compute_capability = "gpu", "NVIDIA H200", "9.0"
+
+    assert not flash.is_enabled()
+    monkeypatch.setattr(jax, "devices", lambda: [Gpu])
+    assert flash.is_enabled()
+    monkeypatch.setattr(Gpu, "compute_capability", "7.5")  # bfloat16 came with 8.0
+    assert not flash.is_enabled()
+    monkeypatch.setattr(Gpu, "compute_capability", "9.0")
+    monkeypatch.setenv("EAGLE3_ATTENTION", "xla")
+    assert not flash.is_enabled()
+    with flash.enabled(True):
+        assert not flash.is_enabled()
+    monkeypatch.setenv("EAGLE3_ATTENTION", "cudnn")
+    with pytest.raises(ValueError, match="EAGLE3_ATTENTION is 'cudnn'; expected xla"):
+        flash.is_enabled()

@@ -1,0 +1,245 @@
+"""Weights in FP8: kept as a file has them, multiplied as what they stand for, and drafted for without a change."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import quantised as by_hand
+import tiny
+from checkpoints import same_params, write_llama
+from heads_on_disk import CHECKPOINTS
+from jax.sharding import AbstractMesh, PartitionSpec
+from quantised import E4M3, GROUP, KEPT, LAYERS, layers, plain, written
+
+import eagle3_jax as e3
+from eagle3_jax import conversion
+from eagle3_jax.conversion import rules
+from eagle3_jax.conversion.tensors import read_tensors
+from eagle3_jax.models.config import DecoderConfig, Experts, LayerConfig
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, product
+from eagle3_jax.models.mixture import Stack, in_runs, mixture, of_all, of_chosen
+from eagle3_jax.models.quantised import Fp8Kernel, fp8_shapes, quantise
+from eagle3_jax.models.routers import Routing
+from eagle3_jax.sharding import param_shardings
+from eagle3_jax.topology import Chain, DynamicTree
+
+PROMPTS = ([1, 17, 5, 42], [9, 3])
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_fp8_of_a_file_is_kept_bit_for_bit(tmp_path: Path, name: str) -> None:
+    stored, dense = written(tmp_path, name)
+    target, tensors = e3.load_target(stored, weights="fp8"), read_tensors(stored)
+    kernel = target.params["blocks"][1]["attention"]["o"]["kernel"]
+    assert np.asarray(kernel.values).tobytes() == tensors["model.layers.1.self_attn.o_proj.weight"].tobytes()
+    for path, leaf in rules.flatten(conversion.read_target(dense).params):
+        kept: Any = target.params
+        for key in path.split("."):
+            kept = kept[int(key) if key.isdecimal() else key]
+        assert isinstance(kept, Fp8Kernel) == (path.startswith("blocks") and path.endswith("kernel")), path
+        whole = kept.dense(jnp.float32) if isinstance(kept, Fp8Kernel) else kept
+        assert np.asarray(whole).tobytes() == np.ascontiguousarray(np.asarray(leaf)).tobytes(), path
+
+
+@pytest.mark.parametrize(("name", "weights"), [("channel", "fp8"), ("tensor", "fp8-dynamic")])
+def test_drafts_change_nothing_with_weights_in_fp8(tmp_path: Path, name: str, weights: str) -> None:
+    target = e3.load_target(written(tmp_path, name)[0], weights=weights)
+    texts, drafted = {}, {}
+    for shape in (None, Chain(3), DynamicTree(num_nodes=6, max_depth=2, top_k=2)):
+        drafter = None if shape is None else tiny.eagle3(target, shape, draft_vocab_size=40)
+        result = e3.SpeculativeDecoder(target, drafter, stop_tokens=()).generate(PROMPTS, max_new_tokens=24)
+        texts[shape], drafted[shape] = result.tokens, int(result.stats.num_draft_tokens)
+        assert result.lossless
+    assert len(set(map(str, texts.values()))) == 1
+    assert [count > 0 for count in drafted.values()] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"), [*((name, "fp8") for name in CHECKPOINTS), ("EAGLE-3 head (eagle layout)", "fp8-dynamic")]
+)
+def test_a_drafter_in_fp8_is_smaller_and_changes_nothing(tmp_path: Path, name: str, weights: str) -> None:
+    """A loaded drafter has the weights of its target: the kernels of its products are in FP8."""
+    path, files = write_llama(tmp_path / "target"), CHECKPOINTS[name](tmp_path / "drafter")
+    target = e3.load_target(path, weights=weights)
+    dense, drafter = (e3.load_drafter(files, target=one) for one in (e3.load_target(path), target))
+    kernels = [one for one in jax.tree.leaves(drafter.params, is_leaf=_is_fp8) if _is_fp8(one)]
+    assert kernels and all(one.dynamic == (weights == "fp8-dynamic") for one in kernels)
+    saved = sum(4 * math.prod(one.shape) - one.nbytes for one in kernels)  # of float32
+    assert _bytes(dense.params) - _bytes(drafter.params) == saved > 0
+    plain, drafted = (
+        e3.SpeculativeDecoder(target, one, stop_tokens=()).generate(PROMPTS, max_new_tokens=16)
+        for one in (None, drafter)
+    )
+    assert str(drafted.tokens) == str(plain.tokens)
+    assert int(drafted.stats.num_draft_tokens) > 0 and drafted.lossless
+
+
+def _bytes(params: Any) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16, MIXED], ids=lambda one: one.name)
+@pytest.mark.parametrize(("block", "inputs"), [(40, 40), (16, 40)], ids=["channel", "block"])
+@pytest.mark.parametrize("rows", [1, 6])
+def test_a_product_is_that_of_the_kernel_it_stands_for(
+    precision: Precision, block: int, inputs: int, rows: int
+) -> None:
+    random, outputs = np.random.default_rng(rows), 24
+    values = by_hand.to_e4m3(random.normal(0, 60, (outputs, inputs)))
+    scale = random.uniform(0.001, 0.1, (-(-inputs // block), outputs)).astype(np.float32)
+    kernel = Fp8Kernel(values=jnp.asarray(values), scale=jnp.asarray(scale), block=block)
+    x = jnp.asarray(random.normal(0, 1, (rows, inputs)), precision.activations)
+    dense = values.T.astype(np.float64) * np.repeat(scale, block, 0)[:inputs].astype(np.float64)
+    given = np.asarray(x.astype(precision.operands)).astype(np.float64)
+    sizes = np.abs(given) @ np.abs(dense)
+    error = np.abs(np.asarray(product(x, kernel, precision)).astype(np.float64) - given @ dense) / sizes
+    # Of one rounding to bfloat16 at most where operands or results are: with scales for channels the kernel has none.
+    exact = precision is FLOAT32 or (precision is MIXED and block == inputs)
+    assert error.max() < (1e-6 if exact else 2**-8)
+    assert exact or error.max() > 1e-5
+
+
+@pytest.mark.parametrize(("block", "inputs"), [(40, 40), (16, 40)], ids=["channel", "block"])
+@pytest.mark.parametrize("precision", [FLOAT32, MIXED], ids=lambda one: one.name)
+def test_a_dynamic_product_is_that_of_both_rounded(precision: Precision, block: int, inputs: int) -> None:
+    random, outputs, rows = np.random.default_rng(0), 24, 5
+    values = by_hand.to_e4m3(random.normal(0, 60, (outputs, inputs)))
+    scale = random.uniform(0.001, 0.1, (-(-inputs // block), outputs)).astype(np.float32)
+    kernel = Fp8Kernel(values=jnp.asarray(values), scale=jnp.asarray(scale), block=block, dynamic=True)
+    x = random.normal(0, 1, (rows, inputs)).astype(np.float32) * np.array([1e-3, 1, 500, 0, 30], np.float32)[:, None]
+    expected = np.zeros((rows, outputs))
+    for start in range(0, inputs, block):
+        part = x[:, start : start + block]
+        of_row = np.maximum(np.abs(part).max(1, keepdims=True), np.float32(1e-30)) / np.float32(448)
+        rounded = by_hand.to_e4m3(part / of_row).astype(np.float64) * of_row
+        expected += rounded @ (values[:, start : start + block].T.astype(np.float64) * scale[start // block])
+    found = np.asarray(product(jnp.asarray(x), kernel, precision))
+    assert np.all(np.abs(found - expected) <= 1e-5 * np.abs(expected).max(1, keepdims=True))
+    assert not found[3].any()  # a row of zeros, whose scale would be none
+
+
+def test_experts_in_fp8_are_those_they_stand_for_in_every_form() -> None:
+    random, width, tokens = np.random.default_rng(0), 16, 3
+    config = Experts(num_experts=6, per_token=2, width=12, router="softmax")
+    normal = lambda *shape: random.normal(0, 0.4, shape).astype(np.float32)
+    kernels = [quantise(one) for one in (normal(6, width, 24), normal(6, 12, width))]
+    x, chosen = jnp.asarray(normal(tokens, width)), jnp.asarray([[0, 5], [2, 3], [0, 1]])
+    routing = Routing(chosen, jnp.asarray(random.uniform(0.2, 1, chosen.shape).astype(np.float32)))
+
+    def given_by(form: Any, stack: Stack, rows: int = tokens) -> np.ndarray:
+        """What the first tokens get."""
+        some = jax.tree.map(lambda one: one[:rows], (x, routing))
+        return np.asarray(jax.jit(functools.partial(form, config=config, precision=FLOAT32))(*some, stack))
+
+    expected = given_by(of_all, Stack(*(jnp.asarray(one.dense(jnp.float32)) for one in kernels), None, None))
+    stack = Stack(*(jax.tree.map(jnp.asarray, one) for one in kernels), None, None)
+    for form in (of_all, of_chosen, functools.partial(in_runs, rows=2, skip=True)):
+        np.testing.assert_allclose(given_by(form, stack), expected, atol=1e-6)
+    dynamic = Stack(stack.gate_up.replace(dynamic=True), stack.down.replace(dynamic=True), None, None)
+    rounded = given_by(mixture, dynamic)
+    np.testing.assert_allclose(given_by(mixture, dynamic, rows=1), rounded[:1], atol=1e-6)
+    assert 1e-4 < np.abs(rounded - expected).max() < 0.2 * np.abs(expected).max()
+
+
+def test_router_and_gates_of_experts_are_not_rounded() -> None:
+    experts = Experts(num_experts=4, per_token=2, width=12, router="softmax", shared_width=8, shared_gate=True)
+    layer = LayerConfig(mixer=layers(24)[0].mixer, mlp=experts)
+    model = DecoderTarget(DecoderConfig(vocab_size=61, width=32, layers=(layer,), max_positions=64))
+    rounded = {path for path, one in rules.flatten(model.param_products()) if one}
+    assert rounded == {
+        "blocks.0.attention.qkv.kernel", "blocks.0.attention.o.kernel", "blocks.0.mlp.gate_up", "blocks.0.mlp.down",
+        "blocks.0.mlp.shared.gate_up.kernel", "blocks.0.mlp.shared.down.kernel",
+    }  # fmt: skip
+
+
+def test_rounding_on_load_is_to_the_nearest_value() -> None:
+    every = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
+    every = np.unique(every[np.isfinite(every)])
+    weights = np.random.default_rng(0).normal(0, 1, (3, 50, 20)).astype(np.float32)
+    weights[1, :, 4] = 0
+    weights[2, 7, 5] = 1e30  # with a scale that is not its own it would overflow, and in E4M3 that is NaN
+    kernel = quantise(weights)
+    scale = np.asarray(kernel.scale)
+    assert scale.shape == (3, 1, 20) and scale[1, 0, 4] == 1
+    np.testing.assert_array_equal(scale[0, 0], np.abs(weights[0]).max(0) / np.float32(448))
+    scaled = weights / scale
+    nearest = np.abs(scaled[..., None] - every).min(-1)
+    stored = np.swapaxes(np.asarray(kernel.values), -1, -2).astype(np.float32)
+    np.testing.assert_array_equal(np.abs(scaled - stored), nearest)
+    assert np.abs(stored).max() == 448
+    np.testing.assert_array_equal(kernel.dense(jnp.float32), stored * scale)
+    assert kernel[1].shape == (50, 20) and kernel.shape == (3, 50, 20)
+
+
+def test_a_dense_target_is_rounded_where_products_read_it_and_nowhere_else(tmp_path: Path) -> None:
+    path = plain(tmp_path / "target")
+    dense, fp8 = e3.load_target(path), e3.load_target(path, weights="fp8")
+    assert (dense.weights, fp8.weights) == ("dense", "fp8")
+    for name in ("embedding", "head", "norm"):
+        assert same_params({name: jax.device_get(dense.params[name])}, {name: jax.device_get(fp8.params[name])})
+    kernels = [one for one in jax.tree.leaves(fp8.params, is_leaf=_is_fp8) if _is_fp8(one)]
+    assert len(kernels) == 4 * LAYERS
+    model: Any = fp8.model
+    expected = fp8_shapes(model.param_shapes(), model.param_products())
+    assert jax.tree.map(lambda leaf: leaf.shape, fp8.params) == jax.tree.map(lambda leaf: leaf.shape, expected)
+    fused = fp8.params["blocks"][0]["mlp"]["gate_up"]["kernel"]
+    assert fused.nbytes == 32 * 48 + 4 * 48  # a byte a weight, and a scale for every output
+
+
+def _is_fp8(one: Any) -> bool:
+    return isinstance(one, Fp8Kernel)
+
+
+def test_what_a_file_leaves_dense_stays_dense(tmp_path: Path) -> None:
+    stored, dense = written(tmp_path, "channel")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    values = read_tensors(dense)[name]
+    by_hand.edit(stored, **{name: values, f"{name}_scale": None})
+    blocks = e3.load_target(stored, weights="fp8").params["blocks"]
+    assert _is_fp8(blocks[0]["attention"]["qkv"]["kernel"])
+    assert not _is_fp8(blocks[1]["attention"]["qkv"]["kernel"])  # queries, keys and values are one product
+    assert same_params(conversion.read_target(stored).params, conversion.read_target(dense).params)
+
+
+def test_scales_lie_where_their_values_do() -> None:
+    mesh = AbstractMesh((2, 2), ("data", "model"))
+    target = tiny.target(60)
+    shapes = fp8_shapes(target.model.param_shapes(), target.model.param_products())
+    block = param_shardings(mesh, target.model, shapes)["blocks"][0]
+    qkv, o = block["attention"]["qkv"]["kernel"], block["attention"]["o"]["kernel"]
+    assert (qkv.values.spec, qkv.scale.spec) == (PartitionSpec("model", None), PartitionSpec(None, "model"))
+    assert (o.values.spec, o.scale.spec) == (PartitionSpec(None, "model"), PartitionSpec(None, None))
+    for inputs, size, place in ((64, 16, "model"), (48, 16, None), (64, 64, None)):
+        values = jax.ShapeDtypeStruct((8, inputs), jnp.float8_e4m3fn)
+        scale = jax.ShapeDtypeStruct((inputs // size, 8), jnp.float32)
+        kernel = Fp8Kernel(values=values, scale=scale, block=size)
+        whole = jax.sharding.NamedSharding(mesh, PartitionSpec("model", None))
+        assert kernel.divided(whole).scale.spec == PartitionSpec(place, None)
+
+
+def test_commands_say_how_a_target_is_stored(tmp_path: Path, cli: Any) -> None:
+    path = written(tmp_path, "int4")[0]
+    code, out, _ = cli("inspect", path, "--json")
+    described = json.loads(out)
+    assert code == 0 and described["loadable"]
+    assert described["quantisation"] == f"int4 of compressed-tensors, a scale for {GROUP} inputs of an output"
+    assert described["num_parameters"] == sum(
+        leaf.size for _, leaf in rules.flatten(conversion.read_target(path).params)
+    )
+    assert "quantised: int4" in conversion.diagnose(path, tmp_path / "nowhere")[0].detail
+    asked = ["generate", "--target", path, "--drafter", "none", "--prompt-ids", "[1, 2]", "--max-new-tokens", 3]
+    code, out, _ = cli(*asked, "--weights", "fp8", "--json")
+    assert code == 0 and json.loads(out)["weights"] == "fp8"
+    _, out, _ = cli(*asked, "--weights", "fp8-dynamic", "--no-compare")
+    assert "weights: fp8-dynamic; lossless relative to the target with these weights" in out
+    code, _, err = cli(*asked, "--weights", "int8")
+    assert (code, err) == (2, "error: weights 'int8' are not known; use one of dense, fp8, fp8-dynamic\n")

@@ -1,0 +1,291 @@
+"""Latent attention: its absorbed form against keys and values laid out, against transformers, and in a whole target."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from eagle3_jax import Chain, LoadedTarget, SpeculativeDecoder, StaticTree, check_target
+from eagle3_jax.cache import Cache
+from eagle3_jax.models.config import GatedMLP, Latent, RopeConfig, uniform
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.functional import bind, init_params
+from eagle3_jax.models.latent import LatentAttention
+from eagle3_jax.models.latent_keys import LatentKeys
+from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, cast
+from eagle3_jax.models.memory import BlockMemory, CacheMemory, cache_mask, causal_mask
+from eagle3_jax.models.rope import inverse_frequencies
+from eagle3_jax.sharding import MESH_AXES, param_shardings, row_shardings
+
+WIDTH, FED, BATCH = 16, 6, 3
+SMALL = Latent(num_heads=4, q_rank=10, kv_rank=12, nope_dim=6, rope_dim=4, value_dim=5)
+YARN = {"theta": 1e4, "type": "yarn", "factor": 8.0, "original_max_positions": 32, "mscale": 1.0}
+TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+
+
+def build(config: Any, *, precision: Any, rngs: Any) -> LatentAttention:
+    return LatentAttention(config, d_in=WIDTH, width=WIDTH, norm_eps=0.5, precision=precision, rngs=rngs)
+
+
+@functools.cache
+def small(config: Latent = SMALL) -> dict[str, Any]:
+    """Parameters; norms are not one."""
+    params = init_params(build, config, FLOAT32, jax.random.key(0))
+    for seed, name in enumerate(("q_a_norm", "kv_a_norm")):
+        if name in params:
+            shape = params[name]["scale"].shape
+            params[name]["scale"] = 1 + 0.3 * jax.random.normal(jax.random.key(seed), shape)
+    return params
+
+
+def norm(x: np.ndarray, scale: Any) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * np.asarray(scale, np.float64)
+
+
+def rotated(rope: RopeConfig, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Pairs of channels as complex numbers, each turned by its angle."""
+    frequencies, scale = inverse_frequencies(rope, x.shape[-1])
+    half = x.shape[-1] // 2
+    first, second = (x[..., ::2], x[..., 1::2]) if rope.interleaved else (x[..., :half], x[..., half:])
+    turned = (first + 1j * second) * scale * np.exp(1j * positions[:, :, None, None] * frequencies)
+    return np.stack([turned.real, turned.imag], axis=-1 if rope.interleaved else -2).reshape(x.shape)
+
+
+def laid_out(config: Latent, params: Any, x: np.ndarray, positions: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """The definition in float64: keys and values of every head for every token."""
+    weight = lambda *path: np.asarray(functools.reduce(lambda node, name: node[name], path, params), np.float64)
+    turned = lambda one: rotated(config.rope, one, positions)
+    if config.q_rank is None:
+        queries = x @ weight("q", "kernel")
+    else:
+        queries = norm(x @ weight("q_a", "kernel"), params["q_a_norm"]["scale"]) @ weight("q_b", "kernel")
+    queries = queries.reshape(*x.shape[:2], config.num_heads, -1)
+    queries[..., config.nope_dim :] = turned(queries[..., config.nope_dim :])
+    both = x @ weight("kv_a", "kernel")
+    latents = norm(both[..., : config.kv_rank], params["kv_a_norm"]["scale"])
+    shared = np.repeat(turned(both[:, :, None, config.kv_rank :]), config.num_heads, axis=2)
+    keys = np.concatenate([np.einsum("bsr,hdr->bshd", latents, weight("key_up")), shared], axis=-1)
+    values = np.einsum("bsr,hrd->bshd", latents, weight("value_up"))
+    scale = config.scale or (config.nope_dim + config.rope_dim) ** -0.5
+    scores = np.where(mask[:, None], np.einsum("bthd,bshd->bhts", queries, keys) * scale, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("bhts,bshd->bthd", weights, values).reshape(*x.shape[:2], -1) @ weight("o", "kernel")
+
+
+def given(fed: int = FED, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Inputs, positions of ragged rows and a random mask under which everyone sees himself."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(BATCH, fed, WIDTH)).astype(np.float32)
+    positions = rng.integers(0, 40, (BATCH, fed)).astype(np.int32)
+    return x, positions, (rng.random((BATCH, fed, fed)) < 0.5) | np.eye(fed, dtype=bool)
+
+
+VARIANTS = {
+    "pairs of neighbours": SMALL,
+    "halves": dataclasses.replace(SMALL, rope=RopeConfig()),
+    "no rank of the queries": dataclasses.replace(SMALL, q_rank=None),
+    "a scale of its own": dataclasses.replace(SMALL, scale=0.7),
+    "yarn": dataclasses.replace(SMALL, rope=RopeConfig(**YARN, mscale_all_dim=0.5, interleaved=True)),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_absorbed_form_is_the_definition_under_any_mask(name: str) -> None:
+    config = VARIANTS[name]
+    x, positions, mask = given()
+    module = bind(build, config, FLOAT32, small(config))
+    ours, _ = module(jnp.asarray(x), jnp.asarray(positions), BlockMemory(mask=jnp.asarray(mask)))
+    np.testing.assert_allclose(ours, laid_out(config, small(config), x, positions, mask), atol=2e-5)
+
+
+def test_a_block_behind_a_cache_is_the_definition_over_both() -> None:
+    """Rows of several lengths; what is committed is a choice of the block before, in another order."""
+    x, positions, mask = given(FED)
+    module = bind(build, SMALL, FLOAT32, small())
+    length, nodes = np.array([4, 0, 2], np.int32), np.array([[5, 0, 2, 3], [0] * 4, [1, 4, 0, 0]], np.int32)
+    layer = LatentKeys.allocate(batch=BATCH, capacity=12, channels=SMALL.channels, dtype=jnp.float32)
+    empty = Cache.of((layer,), batch=BATCH)
+
+    @jax.jit
+    def run(cache: Cache, x: jax.Array, positions: jax.Array, mask: jax.Array) -> Any:
+        memory = CacheMemory(cache.layers[0], cache.length, cache_mask(mask, cache.length, 12))  # type: ignore[arg-type]
+        return module(x, positions, memory)
+
+    _, written = run(empty, x, positions, mask)
+    cache = empty.commit((written,), jnp.asarray(length), jnp.asarray(nodes))
+    new_x, new_positions, new_mask = given(3, seed=1)
+    ours, _ = run(cache, new_x, new_positions, new_mask)
+    for row in range(BATCH):
+        kept = nodes[row, : length[row]]
+        both = np.concatenate([x[row, kept], new_x[row]])[None]
+        where = np.concatenate([positions[row, kept], new_positions[row]])[None]
+        seen = np.tril(np.ones((len(both[0]),) * 2, bool))
+        seen[length[row] :, length[row] :] = new_mask[row]
+        expected = laid_out(SMALL, small(), both, where, seen[None])
+        np.testing.assert_allclose(ours[row], expected[0, length[row] :], atol=2e-5)
+
+
+@pytest.mark.parametrize("fed", [1, FED])
+@pytest.mark.parametrize("precision", [BFLOAT16, MIXED], ids=lambda one: one.name)
+def test_narrow_products_come_near_the_definition(precision: Precision, fed: int) -> None:
+    x, positions, mask = (one[:, :fed] for one in given())
+    module = bind(build, SMALL, precision, cast(small(), precision))
+    run = jax.jit(lambda x, positions, mask: module(x, positions, BlockMemory(mask=mask))[0])
+    ours = run(jnp.asarray(x, precision.activations), positions, mask[:, :, :fed])
+    assert ours.dtype == precision.activations
+    expected = laid_out(SMALL, small(), x, positions, mask[:, :, :fed])
+    np.testing.assert_allclose(np.asarray(ours, np.float64), expected, atol=0.03 * np.abs(expected).max())
+
+
+def test_the_cache_holds_one_latent_and_one_rotated_key_of_a_token() -> None:
+    model = target().model
+    assert [leaf.shape for leaf in jax.tree.leaves(model.init_cache(2, 32).layers)] == [(2, 1, 32, 12 + 4)] * 2
+
+
+TORCH = {
+    "neighbours, yarn": (
+        {"rope_interleave": True, "rope_parameters": {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        {"mscale_all_dim": 1.0, "interleaved": True},
+        (0.1 * math.log(8.0) + 1) ** 2,
+    ),
+    "halves, two mscales, no rank": (
+        {"rope_interleave": False, "q_lora_rank": None, "rope_parameters": {"mscale": 1.0, "mscale_all_dim": 0.5}},
+        {"mscale_all_dim": 0.5},
+        (0.05 * math.log(8.0) + 1) ** 2,
+    ),
+    "biases": (
+        {"attention_bias": True, "rope_parameters": {"mscale": 1.0, "mscale_all_dim": 0.0}},
+        {"interleaved": True, "mscale_all_dim": 0.0},
+        1.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_the_module_is_that_of_transformers(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import DeepseekV3Config
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
+
+    fields, rope, factor = TORCH[name]
+    parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
+    geometry = {
+        "hidden_size": WIDTH, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 10, "kv_lora_rank": 12,
+        "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "max_position_embeddings": 256,
+        "rms_norm_eps": 0.5,
+    }  # fmt: skip
+    full = {**geometry, **fields, "rope_parameters": parameters | fields["rope_parameters"]}
+    options: dict[str, Any] = {"attn_implementation": "eager"}
+    published = DeepseekV3Config(**full, **options)
+    attention = theirs.DeepseekV3Attention(published, 0)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for key, value in attention.named_parameters():
+            value.copy_(torch.randn(value.shape) * (1.0 if "norm" in key or "bias" in key else value.shape[-1] ** -0.5))
+    bias = fields.get("attention_bias", False)
+    config = dataclasses.replace(
+        SMALL, rope=RopeConfig(**YARN, **rope), scale=10**-0.5 * factor, bias=bias, q_rank=full["q_lora_rank"]
+    )
+    names = {"q_a": "q_a_proj", "q_b": "q_b_proj", "q": "q_proj", "kv_a": "kv_a_proj_with_mqa", "o": "o_proj"}
+    params: dict[str, Any] = {}
+    for ours, their in names.items():
+        if (linear := getattr(attention, their)) is not None:
+            params[ours] = {"kernel": linear.weight.detach().numpy().T}
+            params[ours] |= {} if linear.bias is None else {"bias": linear.bias.detach().numpy()}
+    for ours in ("q_a", "kv_a"):
+        if ours in params:
+            params[f"{ours}_norm"] = {"scale": getattr(attention, f"{ours}_layernorm").weight.detach().numpy()}
+    up = attention.kv_b_proj.weight.detach().numpy().reshape(4, 6 + 5, 12)
+    params |= {"key_up": up[:, :6], "value_up": np.moveaxis(up[:, 6:], 1, 2)}
+
+    x, positions, mask = given()
+    rotary = theirs.DeepseekV3RotaryEmbedding(published)
+    added = torch.where(torch.from_numpy(mask)[:, None], 0.0, -torch.inf)
+    with torch.no_grad():
+        where = rotary(torch.from_numpy(x), torch.from_numpy(positions).long())
+        expected = attention(torch.from_numpy(x), where, attention_mask=added)[0].numpy()
+    module = bind(build, config, FLOAT32, jax.tree.map(jnp.asarray, params))
+    ours, _ = module(jnp.asarray(x), jnp.asarray(positions), BlockMemory(mask=jnp.asarray(mask)))
+    np.testing.assert_allclose(ours, expected, atol=2e-5)
+
+
+def target(vocab_size: int = 13, *, seed: int = 0, **options: Any) -> LoadedTarget:
+    return tiny.target(vocab_size, seed=seed, layers=uniform(2, SMALL, GatedMLP(width=24)), **options)
+
+
+def test_a_committed_path_of_a_tree_is_a_fresh_run_over_it() -> None:
+    """The features of what follows are those of the path alone, whatever else of the tree was run beside it."""
+    one, model = target(), target().model
+    prompt, parents = np.array([3, 1, 4, 1]), TREE.parents
+    mask = np.eye(len(parents), dtype=bool)
+    for node in range(1, len(parents)):
+        mask[node] |= mask[parents[node]]
+    depth, path = mask.sum(1) - 1, np.flatnonzero(mask[-1])  # to the deepest node, whose siblings stand between
+    assert len(path) > 2 and (np.diff(path) > 1).any()
+    tokens = np.random.default_rng(0).integers(0, 13, len(parents))
+
+    @jax.jit
+    def run(tokens: Any, positions: Any, mask: Any, cache: Cache) -> Any:
+        tokens, positions = (jnp.asarray(each, jnp.int32)[None] for each in (tokens, positions))
+        return model(one.params, tokens, positions, jnp.asarray(mask), cache, aux_layers=(0, 1, 2))
+
+    filled = model(one.params, jnp.asarray(prompt)[None], jnp.arange(4)[None], causal_mask(4)).written
+    cache = model.init_cache(1, 24).fill(filled, jnp.array([4]))
+    tree = run(tokens, 4 + depth, mask[None], cache)
+    nodes = jnp.asarray([[*path, *[0] * (len(parents) - len(path))]], jnp.int32)
+    committed = cache.commit(tree.written, jnp.array([len(path)]), nodes)
+    alone = run(tokens[path], 4 + np.arange(len(path)), causal_mask(len(path)), cache)
+    fresh = cache.commit(alone.written, jnp.array([len(path)]))
+    end = 4 + len(path)
+    for ours, theirs in zip(jax.tree.leaves(committed.layers), jax.tree.leaves(fresh.layers), strict=True):
+        np.testing.assert_allclose(ours[:, :, :end], theirs[:, :, :end], atol=1e-6)
+    after = [run([5], [end], causal_mask(1), one).final for one in (committed, fresh)]
+    np.testing.assert_allclose(after[0], after[1], atol=1e-6)
+
+
+PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [4], [0, 1, 0, 1, 0]]
+
+
+@pytest.mark.parametrize("topology", [Chain(3), TREE], ids=["chain", "tree"])
+def test_ragged_rows_write_the_text_of_plain_decoding(topology: Any) -> None:
+    one = target(31, seed=4)
+    plain = SpeculativeDecoder(one, None, stop_tokens=()).generate(PROMPTS, max_new_tokens=[20, 7, 13])
+    drafted = SpeculativeDecoder(one, tiny.eagle3(one, topology), stop_tokens=())
+    assert drafted.generate(PROMPTS, max_new_tokens=[20, 7, 13]).tokens == plain.tokens
+    assert min(len(set(tokens)) for tokens in plain.tokens) > 5
+
+
+def test_the_contract_of_targets() -> None:
+    report = check_target(target())
+    assert report.ok, str(report)
+
+
+def test_a_latent_model_drafts_for_another() -> None:
+    one = target()
+    drafter = tiny.draft_model(one, num_layers=1, layers=uniform(1, SMALL, GatedMLP(width=24)))
+    plain = SpeculativeDecoder(one, None, stop_tokens=()).generate(PROMPTS, max_new_tokens=12)
+    assert SpeculativeDecoder(one, drafter, stop_tokens=()).generate(PROMPTS, max_new_tokens=12).tokens == plain.tokens
+
+
+def test_a_mesh_divides_heads_and_no_latents() -> None:
+    mesh, model = AbstractMesh((1, 2), MESH_AXES), target().model
+    assert isinstance(model, DecoderTarget)
+    specs = jax.tree.map(lambda one: one.spec, param_shardings(mesh, model, model.param_shapes()))
+    attention = specs["blocks"][0]["attention"]
+    divided = {"q_b": (None, "model"), "o": ("model", None)}
+    for name in ("q_a", "q_b", "kv_a", "o"):
+        assert attention[name]["kernel"] == PartitionSpec(*divided.get(name, ())), name
+    assert attention["key_up"] == attention["value_up"] == PartitionSpec("model")
+    cache = model.init_cache(2, 32)
+    with tiny.unchecked():  # a tree of shardings where arrays are announced
+        assert [place.spec for place in jax.tree.leaves(row_shardings(mesh, cache))] == [PartitionSpec("data")] * 3

@@ -1,0 +1,112 @@
+"""Attention and embedding against their definitions, and what the compiler must not make of them."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eagle3_jax.cache import Cache, KeyValue, KeyValues
+from eagle3_jax.models.attention import Segment, attention
+from eagle3_jax.models.config import GatedMLP, GroupedQuery, LayerConfig
+from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, embed
+from eagle3_jax.models.memory import CacheMemory, causal_mask, memories
+
+BATCH, FED, HEADS, KV_HEADS, SIZE = 2, 3, 4, 2, 8
+LAYER = LayerConfig(mixer=GroupedQuery(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=SIZE), mlp=GatedMLP(width=4))
+
+
+def draw(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def dense(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """``softmax(q kᵀ / √H) v`` in float64, a query and a head at a time."""
+    out = np.zeros(queries.shape)
+    for row, token, head in np.ndindex(*queries.shape[:3]):
+        of = head // (HEADS // KV_HEADS)
+        seen = np.flatnonzero(mask[row, token])
+        scores = keys[row, of, seen].astype(np.float64) @ queries[row, token, head] / np.sqrt(SIZE)
+        weights = np.exp(scores - scores.max())
+        out[row, token, head] = weights / weights.sum() @ values[row, of, seen]
+    return out.reshape(*queries.shape[:2], -1)
+
+
+def test_attention_over_several_runs_is_one_softmax_over_all_of_them() -> None:
+    queries, rng = draw(0, BATCH, FED, HEADS, SIZE), np.random.default_rng(1)
+    runs = [
+        (draw(2 * i + 2, BATCH, KV_HEADS, n, SIZE), draw(2 * i + 3, BATCH, KV_HEADS, n, SIZE))
+        for i, n in enumerate((5, 2))
+    ]
+    masks = [rng.random((BATCH, FED, n)) < 0.6 for n in (5, 2)]
+    masks[0][:, :, 0] = True
+    own = (draw(8, BATCH, KV_HEADS, FED, SIZE), draw(9, BATCH, KV_HEADS, FED, SIZE))
+    ours = attention(
+        jnp.asarray(queries),
+        [Segment(KeyValue(*map(jnp.asarray, kv)), jnp.asarray(m)) for kv, m in zip(runs, masks, strict=True)],
+        [KeyValue(*map(jnp.asarray, own))],
+    )
+    keys, values = (np.concatenate([*(kv[i] for kv in runs), own[i]], axis=2) for i in (0, 1))
+    diagonal = np.broadcast_to(np.eye(FED, dtype=bool), (BATCH, FED, FED))
+    expected = dense(queries, keys, values, np.concatenate([*masks, diagonal], axis=2))
+    np.testing.assert_allclose(ours, expected, atol=2e-6)
+
+
+def test_large_scores_neither_overflow_nor_vanish() -> None:
+    queries = 100 * draw(0, BATCH, FED, HEADS, SIZE)
+    keys, values = 100 * draw(1, BATCH, KV_HEADS, 6, SIZE), draw(2, BATCH, KV_HEADS, 6, SIZE)
+    mask = np.ones((BATCH, FED, 6), bool)
+    ours = attention(
+        jnp.asarray(queries), [Segment(KeyValue(jnp.asarray(keys), jnp.asarray(values)), jnp.asarray(mask))]
+    )
+    np.testing.assert_allclose(ours, dense(queries, keys, values, mask), atol=1e-4)
+
+
+def test_a_query_that_sees_nothing_is_finite() -> None:
+    kv = KeyValue(jnp.asarray(draw(1, BATCH, KV_HEADS, 4, SIZE)), jnp.asarray(draw(2, BATCH, KV_HEADS, 4, SIZE)))
+    nothing = jnp.zeros((BATCH, FED, 4), bool)
+    assert np.isfinite(attention(jnp.asarray(draw(0, BATCH, FED, HEADS, SIZE)), [Segment(kv, nothing)])).all()
+
+
+def test_a_block_behind_a_cache_sees_what_a_longer_block_would() -> None:
+    """The cache's attention is that of the whole sequence, whatever lies behind the committed slots."""
+    queries, keys, values = (draw(seed, BATCH, n, 7, SIZE) for seed, n in ((0, HEADS), (1, KV_HEADS), (2, KV_HEADS)))
+    layer = KeyValues.allocate(batch=BATCH, capacity=12, num_kv_heads=KV_HEADS, head_dim=SIZE, dtype=jnp.float32)
+    garbage = Cache.of((KeyValues(keys=layer.keys + 7.0, values=layer.values - 7.0),), batch=BATCH)
+    lengths = np.array([4, 2])
+    first = KeyValue(jnp.asarray(keys[:, :, :4]), jnp.asarray(values[:, :, :4]))
+    cache = garbage.fill((first,), jnp.asarray(lengths, jnp.int32))
+    positions = jnp.asarray(lengths)[:, None] + jnp.arange(FED)
+    (memory,) = memories([LAYER], causal_mask(FED), positions, cache)
+    assert isinstance(memory, CacheMemory)
+    take = lambda x: np.stack([x[row, :, length : length + FED] for row, length in enumerate(lengths)])
+    ours, _ = memory.attend(
+        jnp.asarray(take(queries).transpose(0, 2, 1, 3)), KeyValue(jnp.asarray(take(keys)), jnp.asarray(take(values)))
+    )
+    whole = dense(queries.transpose(0, 2, 1, 3), keys, values, np.broadcast_to(np.tri(7, dtype=bool), (BATCH, 7, 7)))
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(ours[row], whole[row, length : length + FED], atol=2e-6)
+
+
+@pytest.mark.parametrize("precision", [FLOAT32, MIXED, BFLOAT16], ids=lambda p: p.name)
+def test_embedding_takes_rows_and_widens_no_table(precision: Precision) -> None:
+    table = jnp.asarray(draw(0, 977, 16)).astype(precision.operands)
+    tokens = jnp.asarray([[3, 976, 3], [0, 1, 2]])
+    run = jax.jit(lambda table, tokens: embed(table, tokens, precision))
+    assert run(table, tokens).dtype == precision.activations
+    assert np.array_equal(run(table, tokens), table[tokens].astype(precision.activations))
+    if table.dtype == jnp.bfloat16:
+        assert not re.search(r"f32\[977,16\]", run.lower(table, tokens).compile().as_text())
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_embedding_has_the_gradient_of_a_lookup(dtype: jnp.dtype) -> None:
+    table, tokens = jnp.asarray(draw(0, 7, 3)).astype(dtype), jnp.asarray([[1, 2, 1]])
+    loss = lambda look: lambda table: jnp.sum(look(table).astype(jnp.float32) ** 2)
+    ours = jax.grad(loss(lambda table: embed(table, tokens, FLOAT32)))(table)
+    theirs = jax.grad(loss(lambda table: table[tokens]))(table)
+    assert ours.dtype == dtype and float(jnp.abs(theirs).max()) > 0
+    assert np.array_equal(ours, theirs)

@@ -1,0 +1,221 @@
+"""Quantised checkpoints mean exactly what they say, and what is not what it says is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import quantised as by_hand
+from checkpoints import edit_config, refused, same_params
+from quantised import BLOCK, FP8_CONFIG, KEPT, LAYERS, RECIPES, plain, written
+
+from eagle3_jax import conversion
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.conversion.quantised import read_quantised
+from eagle3_jax.conversion.tensors import read_tensors
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_quantised_target_is_read_as_what_it_stands_for(tmp_path: Path, name: str) -> None:
+    stored, dense = (conversion.read_target(path) for path in written(tmp_path, name))
+    assert same_params(stored.params, dense.params)
+    assert stored.config == dense.config
+    assert stored.quantisation is not None and stored.quantisation.num_tensors == LAYERS * 7
+    assert stored.quantisation.fp8 == (name in KEPT)
+
+
+def test_conversion_writes_what_it_stands_for_in_bfloat16(tmp_path: Path) -> None:
+    stored, dense = written(tmp_path, "fp8")
+    conversion.convert(stored, tmp_path / "native", "jax")
+    conversion.convert(stored, tmp_path / "back", "vllm")
+    expected = read_tensors(dense)
+    for name, value in read_tensors(tmp_path / "back").items():
+        of = expected[name].astype(ml_dtypes.bfloat16) if by_hand.is_linear(name) else expected[name]
+        assert (value.dtype, value.tobytes()) == (of.dtype, of.tobytes()), name
+    native, back = (conversion.read_target(tmp_path / name) for name in ("native", "back"))
+    assert same_params(native.params, back.params)
+    assert native.quantisation is None and "quantization_config" not in (tmp_path / "back/config.json").read_text()
+
+
+# transformers on a CPU, where its dequantisation runs there.
+
+
+def of_transformers(directory: Path, **options: Any) -> dict[str, np.ndarray]:
+    """What transformers makes of a quantised checkpoint, by name."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **options)
+    return {name: value.float().numpy() for name, value in model.state_dict().items()}
+
+
+def read(directory: Path) -> dict[str, Any]:
+    fields = Fields(json.loads((directory / "config.json").read_text()), "config.json")
+    return read_quantised(read_tensors(directory), fields, directory)[0]
+
+
+def test_blocks_are_those_of_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    path = written(tmp_path, "fp8", inner=32)[0]  # of the last block, where it is cut, transformers makes another
+    theirs, ours = of_transformers(path), read(path)
+    assert ours.keys() == theirs.keys()
+    assert all(np.asarray(ours[name]).tobytes() == theirs[name].tobytes() for name in theirs)
+
+
+@pytest.mark.parametrize("name", ["channel", "tensor", "int8", "int4"])
+def test_compressed_tensors_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("compressed_tensors", exc_type=ImportError)
+    from transformers import CompressedTensorsConfig
+
+    path = written(tmp_path, name)[0]
+    theirs, ours = of_transformers(path, quantization_config=CompressedTensorsConfig(dequantize=True)), read(path)
+    assert ours.keys() == theirs.keys()
+    stored = read_tensors(path)
+    for tensor, value in theirs.items():
+        # It multiplies in the type of the scales, which some of these files hold in bfloat16; here it is float32.
+        scale = stored.get(f"{tensor}_scale")
+        found = np.asarray(ours[tensor], np.float32)
+        rounded = found if scale is None else found.astype(scale.dtype).astype(np.float32)
+        assert np.array_equal(rounded, value), tensor
+
+
+def test_four_bits_of_experts_are_those_of_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "gpt_oss", vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
+        pad_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).float().save_pretrained(tmp_path / "source")
+    recipe = by_hand.Recipe(
+        lambda name, value: by_hand.mxfp4(name, value) if by_hand.is_expert(name) else ({name: value}, value),
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]},
+    )
+    dense = by_hand.quantise(tmp_path / "source", tmp_path / "quantised", recipe)
+    ours, theirs = read(tmp_path / "quantised"), of_transformers(tmp_path / "quantised")
+    assert ours.keys() == dense.keys() == theirs.keys()
+    for name in dense:
+        assert np.asarray(ours[name], np.float32).tobytes() == theirs[name].tobytes(), name
+        np.testing.assert_array_equal(ours[name], dense[name])
+
+
+def test_stacked_experts_of_fbgemm_have_a_scale_for_every_output(tmp_path: Path) -> None:
+    random, width, inner = np.random.default_rng(0), 8, 12
+    names = {"gate_up_proj": (3, width, 2 * inner), "down_proj": (3, inner, width)}
+    stored, dense = {}, {}
+    for name, shape in names.items():
+        name = f"model.layers.0.feed_forward.experts.{name}"
+        new, dense[name] = RECIPES["fbgemm"].quantise(name, random.normal(0, 1, shape).astype(np.float32))
+        stored |= new
+    by_hand.save(tmp_path, {"quantization_config": RECIPES["fbgemm"].config}, stored)
+    ours = read(tmp_path)
+    for name, value in dense.items():
+        np.testing.assert_array_equal(ours[name], value)
+        np.testing.assert_array_equal(ours[name].fp8().dense(jnp.float32), value)
+
+
+# What is refused, in one line that names it.
+
+Q = "model.layers.0.self_attn.q_proj"
+REFUSALS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "no scale": ("fp8", {}, {f"{Q}.weight_scale_inv": None}, f"{Q}.weight is stored as float8_e4m3fn and has no scale"),
+    "no values": ("channel", {}, {f"{Q}.weight": None}, f"{Q}.weight_scale without {Q}.weight"),
+    "scales of another shape": (
+        "fp8", {}, {f"{Q}.weight_scale_inv": np.ones((2, 1), np.float32)}, r"weight_scale_inv has shape \[2, 1\]; its q"
+    ),
+    "scales of another type": (
+        "fp8", {}, {f"{Q}.weight_scale_inv": np.ones((2, 2), np.uint8)}, "is stored as uint8; .* asks for float32"
+    ),
+    "values of another type": (
+        "channel", {}, {f"{Q}.weight": np.ones((32, 32), np.int8)}, "is stored as int8; .* asks for float8_e4m3fn"
+    ),
+    "dense values": ("fp8", {}, {f"{Q}.weight": np.ones((32, 32), np.float32)}, "is stored as float32; .* asks for fl"),
+    "bits that are left out": ("int4", {}, {f"{Q}.weight_shape": None}, f"{Q}.weight_packed comes without {Q}.weight_"),
+    "another number of words": (
+        "int4", {}, {f"{Q}.weight_shape": np.array([32, 40])}, r"_packed has shape \[32, 4\]; .* asks for \[32, 5\]"
+    ),
+    "asymmetric": ("int4", {}, {f"{Q}.weight_zero_point": np.ones((32, 4), np.int32)}, "its weights are asymmetric"),
+    "reordered": ("int4", {}, {f"{Q}.weight_g_idx": np.zeros(32, np.int32)}, "inputs of its groups are reordered"),
+    "two of one": (
+        "int4", {}, {f"{Q}.weight": np.ones((32, 32), np.float32)}, f"gives {Q}.weight twice, the second time as {Q}"
+    ),
+    "said to be dense": (
+        "fp8", {"modules_to_not_convert": [Q]}, {}, f"modules_to_not_convert says with '{Q}' that {Q} is not quantised"
+    ),
+    "said to be dense by a pattern": ("channel", {"ignore": ["re:.*q_proj"]}, {}, r"'re:\.\*q_proj' that .* is not"),
+    "said to be dense with a star": ("fp8", {"modules_to_not_convert": ["model.layers.*.self_attn"]}, {}, r"\*"),
+    "no pattern": ("channel", {"ignore": ["re:("]}, {}, r"'re:\(' is no regular expression"),
+    "no method": ("fp8", {"quant_method": None}, {}, "quant_method is None; those that are read are fp8, compressed"),
+    "another method": ("fp8", {"quant_method": "gptq"}, {}, "quant_method is 'gptq'; those that are read are fp8"),
+    "another type": ("fp8", {"fmt": "e5m2"}, {}, "fmt is 'e5m2'; only 'e4m3' is supported"),
+    "another scale": ("fp8", {"scale_fmt": "e4m3"}, {}, "scale_fmt is 'e4m3'"),
+    "no block": ("fp8", {"weight_block_size": [128]}, {}, r"weight_block_size is \[128\]; expected two sizes"),
+    "one scale": ("fp8", {"weight_block_size": None}, {}, r"weight_scale_inv has shape \[2, 2\]; .* asks for \[1\]"),
+    "another format": ("int4", {"format": "marlin-24"}, {}, "format is 'marlin-24'; expected one of float-q"),
+    "another algorithm": ("modelopt", {"quant_algo": "NVFP4"}, {}, "quant_algo is 'NVFP4'; only 'FP8' is supported"),
+    "sparse": ("int8", {"sparsity_config": {"format": "sparse-24-bitmask"}}, {}, "'sparse-24-bitmask'; only 'dense'"),
+    "rotated": ("int8", {"transform_config": {"config_groups": {"r1": {}}}}, {}, "transform_config rotates"),
+    "no groups": ("int8", {"config_groups": {}}, {}, "config_groups says nothing of weights"),
+    "odd list": ("fp8", {"modules_to_not_convert": "lm_head"}, {}, "modules_to_not_convert is 'lm_head'; expected a l"),
+}  # fmt: skip
+_WEIGHTS = by_hand.group({"num_bits": 8, "type": "int", "strategy": "channel"}, "")["config_groups"]["group_0"][
+    "weights"
+]
+OF_WEIGHTS: dict[str, tuple[dict[str, Any], str]] = {
+    "asymmetric": ({"symmetric": False}, "symmetric is False; only True is supported"),
+    "strategy": ({"strategy": "token"}, "strategy is 'token'; expected one of tensor, channel"),
+    "bits": ({"num_bits": 4}, "num_bits 4 of type 'int' is not read in the format 'int-quantized'"),
+    "type": ({"type": "float"}, "num_bits 8 of type 'float' is not read"),
+    "group": ({"strategy": "group"}, "has no group_size"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_is_not_what_it_says_is_refused(tmp_path: Path, name: str) -> None:
+    recipe, config, tensors, message = REFUSALS[name]
+    path = written(tmp_path, recipe)[0]
+    edit_config(path, quantization_config={**RECIPES[recipe].config, **config})
+    by_hand.edit(path, **tensors)
+    refused(conversion.read_target, path, message)
+
+
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_weights_that_are_not_read_are_refused(tmp_path: Path, name: str) -> None:
+    fields, message = OF_WEIGHTS[name]
+    path, config = written(tmp_path, "int8")[0], RECIPES["int8"].config
+    edit_config(path, quantization_config={**config, "config_groups": {"one": {"weights": {**_WEIGHTS, **fields}}}})
+    refused(conversion.read_target, path, message)
+    both = {"one": {"weights": _WEIGHTS}, "two": {"weights": {**_WEIGHTS, **fields}}}
+    edit_config(path, quantization_config={**config, "config_groups": both})
+    refused(conversion.read_target, path, "the groups one, two differ in their weights")
+
+
+def test_a_quantisation_without_quantised_tensors_is_refused(tmp_path: Path) -> None:
+    path = plain(tmp_path / "target")
+    edit_config(path, quantization_config=FP8_CONFIG)
+    refused(
+        conversion.read_target,
+        path,
+        f"quantised .fp8, a scale for {BLOCK} by {BLOCK} weights. and holds no scale; remove",
+    )
+
+
+def test_quantised_tensors_without_a_quantisation_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, "channel")[0]
+    edit_config(path, quantization_config=None)
+    refused(conversion.read_target, path, "weight_scale")
+
+
+def test_model_optimizer_may_describe_it_in_a_file_beside(tmp_path: Path) -> None:
+    stored, dense = written(tmp_path, "modelopt")
+    edit_config(stored, quantization_config=None)
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (stored / "hf_quant_config.json").write_text(json.dumps(said))
+    assert same_params(conversion.read_target(stored).params, conversion.read_target(dense).params)

@@ -1,0 +1,366 @@
+"""Level 2, over many rounds: every token of long texts from the compiled loop follows its law, whatever came before.
+
+Short sequences can be counted whole (``test_sampling_law``), which sees large bugs of one round and none of many: keys
+that repeat after eight tokens, say. Here texts are long, tables make tokens cheap, and the law of each token is known
+in closed form given those before it. Counts beyond the expected ones are summed within strata of the past: the context,
+the place, the token that stood ``lag`` places earlier, the row beside. Seeds are fixed; an exact loop fails an
+assertion once in a million. Each group of strata knows the smallest deviation that it would have seen.
+
+A vocabulary of 80 tokens takes two uniforms to draw from, like any real one; four tokens, with all their contexts, take
+one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import tables
+import tiny
+
+from eagle3_jax import drafters
+from eagle3_jax import loop as loops
+from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
+from eagle3_jax.drafters import Markov, NGram, Plain, Suffix
+from eagle3_jax.models.config import GatedDelta, GatedMLP, LayerConfig
+from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.models.quantised import quantise
+from eagle3_jax.schedule import SpeculationSchedule
+from eagle3_jax.topology import Chain, DynamicTree, Topology
+from eagle3_jax.types import DraftSampling, SamplingMode, SamplingParams
+from validation.statistics import Excess, Fluctuation
+
+VOCABULARY, ORDER, HORIZON = 4, 3, 24
+CONTEXTS = VOCABULARY**ORDER
+ALPHA, POWER = 1e-6, 0.9
+LAGS = range(ORDER + 1, 18)  # nearer tokens are the context; a round of these drafts is at most 4 tokens long
+Setting = tuple[float, int, float]  # temperature, top-k, top-p
+TEMPERATURES: tuple[Setting, ...] = ((0.8, 0, 1.0), (1.2, 0, 1.0))
+TRUNCATIONS: tuple[Setting, ...] = ((1.0, 2, 1.0), (1.0, 0, 0.8), (1.3, 3, 0.75), (0.0, 0, 1.0))
+
+_rng = np.random.default_rng(0)
+# The last token is rare: whatever cuts off a tail cuts off a good part of it.
+WANTED = _rng.normal(size=(CONTEXTS, VOCABULARY)) * 0.8 - np.array([0.0, 0.0, 0.0, 2.0])
+DRAFTED = WANTED + _rng.normal(size=WANTED.shape)
+WANTED, DRAFTED = WANTED.astype(np.float32), DRAFTED.astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class World:
+    """A target and a drafter as tables.
+
+    Attributes:
+        order: Tokens of context.
+        follows: ``[V^order]``, which law follows each context.
+        wanted: ``[L V]``, logits of the target.
+        drafted: ``[L V]``, of the drafter.
+    """
+
+    order: int
+    follows: np.ndarray
+    wanted: np.ndarray
+    drafted: np.ndarray
+
+    @property
+    def target(self) -> LoadedTarget:
+        return tables.target(self.wanted[self.follows], self.order)
+
+    def drafter(self, topology: Topology, **options: Any) -> LoadedDrafter:
+        return tables.drafter(self.drafted[self.follows], self.order, topology, **options)
+
+
+NARROW = World(ORDER, np.arange(CONTEXTS), WANTED, DRAFTED)
+
+
+def wide(size: int = 80, laws: int = 5) -> World:
+    """Ids of two digits, and a few laws: which one follows depends on all digits of two tokens."""
+    rng = np.random.default_rng(1)
+    first, second = np.divmod(np.arange(size**2), size)
+    wanted = rng.normal(size=(laws, size)) * 0.6 + np.where(
+        np.arange(size) < 64, 0.0, 1.0
+    )  # either first digit is usual
+    drafted = wanted + rng.normal(size=wanted.shape) * 0.8
+    follows = (first % 64 + 2 * (first // 64) + 3 * (second % 64) + second // 64) % laws
+    return World(2, follows, wanted.astype(np.float32), drafted.astype(np.float32))
+
+
+WIDE = wide()
+PROBABILISTIC = DraftSampling.PROBABILISTIC
+TREE = DynamicTree(num_nodes=7, max_depth=3, top_k=2)
+
+DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
+    "plain decoding": lambda: LoadedDrafter(Plain()),
+    "n-grams": lambda: LoadedDrafter(NGram(3)),
+    "a chain of the likeliest tokens": lambda: NARROW.drafter(Chain(3)),
+    "a chain of drawn tokens": lambda: NARROW.drafter(Chain(3), ids=(0, 2, 3), draft_sampling=PROBABILISTIC),
+    "a dynamic tree": lambda: NARROW.drafter(TREE),
+    "a static tree": lambda: NARROW.drafter(tiny.STATIC_TREE, ids=(0, 1, 3)),
+    "a static tree of drawn tokens": lambda: NARROW.drafter(
+        tiny.STATIC_TREE, ids=(0, 1, 3), draft_sampling=PROBABILISTIC
+    ),
+    "a schedule": lambda: NARROW.drafter(Chain(3), draft_sampling=PROBABILISTIC),
+}
+WIDE_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
+    "plain decoding, two digits": DRAFTERS["plain decoding"],
+    "a chain of drawn tokens, two digits": lambda: WIDE.drafter(
+        Chain(3), ids=tuple(range(3, 80)), draft_sampling=PROBABILISTIC
+    ),
+    "a static tree of drawn tokens, two digits": lambda: WIDE.drafter(
+        tiny.STATIC_TREE, ids=tuple(range(77)), draft_sampling=PROBABILISTIC
+    ),
+}
+
+
+def remembering() -> LoadedTarget:
+    """A recurrent layer below one of attention, whose state decays slowly and matters."""
+    mixer = GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6)
+    layers = (LayerConfig(mixer=mixer, mlp=GatedMLP(width=24)), *tiny.layers(1))
+    target = tiny.target(VOCABULARY, layers=layers, norm_kind="zero-centred")
+    layer = target.params["blocks"][0]["attention"]
+    layer |= {"a_log": jnp.full_like(layer["a_log"], -3.0), "o": {"kernel": 4.0 * layer["o"]["kernel"]}}
+    return target
+
+
+FLAX = tiny.target(VOCABULARY)
+RECURRENT = remembering()
+FP8 = dataclasses.replace(
+    FLAX,
+    params=jax.tree.map(
+        lambda leaf, product: jax.tree.map(jnp.asarray, quantise(leaf)) if product else leaf,
+        FLAX.params,
+        FLAX.model.param_products(),
+    ),
+)
+DRAWN: dict[str, Any] = {"draft_sampling": PROBABILISTIC}
+# No tables: random decoders of a few hundred parameters, and random heads on them.
+HEADS: dict[str, tuple[LoadedTarget, Callable[[LoadedTarget], LoadedDrafter]]] = {
+    "an EAGLE-3 chain of drawn tokens": (
+        FLAX,
+        lambda of: tiny.eagle3(of, Chain(3), seed=2, draft_vocab_size=3, **DRAWN),
+    ),
+    "suffixes": (FLAX, lambda of: LoadedDrafter(Suffix(3))),
+    "an EAGLE-3 dynamic tree": (FLAX, lambda of: tiny.eagle3(of, TREE)),
+    "an EAGLE-1 static tree of drawn tokens": (FLAX, lambda of: tiny.eagle1(of, tiny.STATIC_TREE, **DRAWN)),
+    "a P-EAGLE chain of drawn tokens": (FLAX, lambda of: tiny.p_eagle(of, Chain(3), draft_vocab_size=3, **DRAWN)),
+    "an MTP chain of drawn tokens": (FLAX, lambda of: tiny.mtp(of, Chain(3), **DRAWN)),
+    "a Medusa static tree of drawn tokens": (FLAX, lambda of: tiny.medusa(of, tiny.STATIC_TREE, **DRAWN)),
+    "a DFlash chain of drawn tokens": (FLAX, lambda of: tiny.dflash(of, Chain(3), draft_vocab_size=3, **DRAWN)),
+    "a DSpark chain of drawn tokens": (FLAX, lambda of: tiny.dflash(of, Chain(3), markov=Markov(rank=4), **DRAWN)),
+    "a draft model's chain of drawn tokens": (FLAX, lambda of: tiny.draft_model(of, Chain(3), **DRAWN)),
+    "a chain of drawn tokens for a recurrent target": (RECURRENT, lambda of: tiny.eagle3(of, Chain(3), **DRAWN)),
+    "a static tree of drawn tokens for a recurrent target": (
+        RECURRENT,
+        lambda of: tiny.eagle1(of, tiny.STATIC_TREE, **DRAWN),
+    ),
+    "a chain of drawn tokens for weights in FP8": (FP8, lambda of: tiny.eagle3(of, Chain(3), **DRAWN)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """What a batch of rows wrote, with the law of every token.
+
+    Attributes:
+        before: ``[B ORDER]``, the end of the prompts.
+        tokens: ``[B H]``, padded with -1.
+        p: ``[C V]``, all laws, in float64.
+        laws: ``[B H]``, which of them each token should have.
+        world: Whose contexts count.
+    """
+
+    before: np.ndarray
+    tokens: np.ndarray
+    p: np.ndarray
+    laws: np.ndarray
+    world: World = NARROW
+
+    def strata(self) -> Iterator[tuple[str, np.ndarray, int]]:
+        """Name, stratum of every token (-1: none) and how many there are; all known before the token is drawn."""
+        batch, horizon = self.tokens.shape
+        yield "all together", np.zeros((batch, horizon), int), 1
+        yield "context", after(self.world, np.concatenate([self.before, self.tokens], axis=1)), len(self.world.wanted)
+        yield "place", np.broadcast_to(np.arange(horizon), (batch, horizon)), horizon
+        kind = np.where(self.tokens < 0, -1, self.tokens % VOCABULARY)  # of many tokens a few kinds
+        beside = np.concatenate([np.full((1, horizon), -1), kind[:-1]])
+        yield "row beside", beside, VOCABULARY
+        for lag in LAGS:
+            gap = np.full((batch, lag), -1)
+            yield f"{lag} tokens earlier", np.concatenate([gap, kind[:, : horizon - lag]], axis=1), VOCABULARY
+
+    def excess(self) -> dict[str, Excess]:
+        """By name of the strata."""
+        found = {}
+        for name, stratum, size in (*self.strata(), *self._cells()):
+            chosen = (self.tokens >= 0) & (stratum >= 0)
+            found[name] = Excess.of(self.p, self.laws[chosen], self.tokens[chosen], stratum[chosen], size)
+        # A law that is off to a new side at every token cancels in all of these, but its likeliest token is drawn less.
+        chosen, order = self.tokens >= 0, np.argsort(-self.p, axis=1, kind="stable")
+        laws, ranks = self.laws[chosen], np.argsort(order, axis=1)
+        rank = ranks[laws, self.tokens[chosen]]
+        found["rank"] = Excess.of(np.take_along_axis(self.p, order, 1), laws, rank, np.zeros_like(rank), 1)
+        return found
+
+    def _cells(self) -> Iterator[tuple[str, np.ndarray, int]]:
+        """Every law on its own, where many tokens share one."""
+        if len(self.p) < self.tokens.size:
+            yield "setting and context", self.laws, len(self.p)
+
+
+def after(world: World, texts: np.ndarray) -> np.ndarray:
+    """``[B H]``, the law that follows what stands before each token but the first ``order``."""
+    horizon, size = texts.shape[1] - world.order, world.wanted.shape[1]
+    past = [texts[:, world.order - 1 - back :][:, :horizon] for back in range(world.order)]
+    return world.follows[sum(np.maximum(token, 0) * size**back for back, token in enumerate(past))]
+
+
+@functools.cache
+def laws_of(settings: tuple[Setting, ...], world: World = NARROW) -> np.ndarray:
+    """``[settings x laws, V]``."""
+    return np.array([oracle.warped(row.tolist(), *setting) for setting in settings for row in world.wanted])
+
+
+@functools.cache
+def paired(name: str) -> tuple[LoadedTarget, LoadedDrafter]:
+    """A target and its drafter."""
+    if name in HEADS:
+        target, drafter = HEADS[name]
+        return target, drafter(target)
+    return (WIDE if name in WIDE_DRAFTERS else NARROW).target, {**DRAFTERS, **WIDE_DRAFTERS}[name]()
+
+
+def written(name: str, settings: tuple[Setting, ...], *, rows: int, run: int) -> Texts:
+    """One batch through the compiled loop, all settings side by side."""
+    rng, world = np.random.default_rng(run), WIDE if name in WIDE_DRAFTERS else NARROW
+    size, order = world.wanted.shape[1], world.order
+    prompts = rng.integers(0, size, (rows, order + 1))  # longer than the context by one, so one is not seen
+    which = np.arange(rows) % len(settings)
+    limit, schedule = np.full(rows, HORIZON), None
+    if name == "a schedule":  # rows end one after the other, so that every length has its rounds
+        schedule = SpeculationSchedule(((1, rows // 4, 3), (rows // 4 + 1, rows // 2, 2), (rows // 2 + 1, rows - 9, 0)))
+        limit = rng.integers(HORIZON // 3, HORIZON + 1, rows)
+    target, drafter = paired(name)
+    decoder = SpeculativeDecoder(target, drafter, schedule=schedule, stop_tokens=())
+    sampling_mode = SamplingMode.TRUNCATED if any(k or p < 1 for _, k, p in settings) else SamplingMode.TEMPERATURE
+    batch = batch_of(prompts, [settings[index] for index in which], limit, run)
+    tokens = generated(dataclasses.replace(decoder.loop, sampling_mode=sampling_mode), decoder, batch)
+    tokens = np.where(np.arange(HORIZON) < limit[:, None], tokens, -1)
+    everything = np.concatenate([prompts, tokens], axis=1)
+    if name in HEADS:
+        heat = np.array([settings[index][0] for index in which])
+        p, laws = laws_of_the_decoder(target, everything, heat), np.arange(tokens.size).reshape(tokens.shape)
+    else:
+        p, follows = laws_of(settings, world), after(world, everything[:, 1:])
+        laws = np.where(tokens >= 0, which[:, None] * len(world.wanted) + follows, 0)
+    return Texts(prompts[:, -order:], tokens, p, laws, world)
+
+
+def laws_of_the_decoder(target: LoadedTarget, texts: np.ndarray, temperature: np.ndarray) -> np.ndarray:
+    """``[B H V]`` flat, from one plain causal forward of the whole texts: no cache, no block, no drafter."""
+    fed = jnp.array(texts[:, :-1], jnp.int32)
+    logits = (
+        np.asarray(_forward(target.model, target.params, fed)[:, -HORIZON:], np.float64) / temperature[:, None, None]
+    )
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return (weights / weights.sum(axis=-1, keepdims=True)).reshape(-1, VOCABULARY)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(model: Any, params: Any, tokens: jax.Array) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    output = model(params, tokens, positions, causal_mask(tokens.shape[1]))
+    return model.unembed(params, output.final)
+
+
+def batch_of(prompts: np.ndarray, settings: list[Setting], limit: np.ndarray, seed: int) -> loops.Prompts:
+    temperature, top_k, top_p = (np.array(column) for column in zip(*settings, strict=True))
+    sampling = SamplingParams(
+        temperature=jnp.array(temperature, jnp.float32),
+        top_k=jnp.array(top_k, jnp.int32),
+        top_p=jnp.array(top_p, jnp.float32),
+    )
+    return tiny.prompts(prompts.tolist(), limit=limit.tolist(), sampling=sampling, seed=seed)
+
+
+def generated(loop: loops.SpeculativeLoop, decoder: SpeculativeDecoder, batch: loops.Prompts) -> np.ndarray:
+    """``[B H]``, garbage behind a row's limit."""
+    start = batch.tokens.shape[1]
+    capacity = start + HORIZON + loop.drafter.num_nodes
+    outcome = loops.generate(loop, decoder.params, batch, capacity=capacity)
+    assert np.array_equal(outcome.length, batch.limit)
+    if not isinstance(loop.drafter, Plain):  # a law of rounds in which nothing deep was accepted would show little
+        assert np.asarray(outcome.stats.num_accepted_tokens_per_pos).sum(axis=0).min() > 0
+    return np.asarray(outcome.tokens)[:, start : start + HORIZON].astype(int)
+
+
+def check_long_law(
+    name: str, *, settings: tuple[Setting, ...] = TEMPERATURES, rows: int = 4096, runs: int = 2, first: int = 0
+) -> dict[str, Fluctuation]:
+    """Every stratum of every text of some runs; what each saw, by its name."""
+    return judged(name, (written(name, settings, rows=rows, run=first + run) for run in range(runs)))
+
+
+def judged(name: str, texts: Iterator[Texts]) -> dict[str, Fluctuation]:
+    total: dict[str, Excess] = {}
+    for text in texts:
+        for group, excess in text.excess().items():
+            total[group] = total[group] + excess if group in total else excess
+    found = {group: excess.fluctuation() for group, excess in total.items()}
+    wrong = [
+        f"by {group}: chi-square {one.statistic:.1f} on {one.degrees} degrees, p {one.p_value:.2g}"
+        + f", {one.impossible} tokens without mass" * (one.impossible > 0)
+        for group, one in found.items()
+        if not one.p_value > ALPHA
+    ]
+    assert not wrong, f"{name}: {len(wrong)} of {len(found)} groups of strata, {'; '.join(wrong[:3])}"
+    return found
+
+
+# ---------------------------------------------------------------- on every commit; ``validation`` runs more of the same
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_long_texts_follow_the_law_token_by_token_with(name: str) -> None:
+    found = check_long_law(name, rows=8192, runs=5)
+    assert found["setting and context"].sees(ALPHA) < 0.018
+    assert found["all together"].sees(ALPHA) < 0.0095
+
+
+@pytest.mark.parametrize("name", WIDE_DRAFTERS)
+def test_long_texts_of_two_digits_follow_the_law_token_by_token_with(name: str) -> None:
+    found = check_long_law(name, rows=4096, runs=1)
+    assert found["setting and context"].sees(ALPHA) < 0.053
+    assert found["all together"].sees(ALPHA) < 0.033
+
+
+@pytest.mark.parametrize("name", ["a chain of drawn tokens", "a dynamic tree"])
+def test_long_truncated_texts_follow_the_law_token_by_token_with(name: str) -> None:
+    check_long_law(name, settings=TRUNCATIONS, rows=8192, runs=1)
+
+
+@pytest.mark.parametrize("name", [name for name in HEADS if "dynamic" not in name])
+def test_long_texts_of_a_decoder_follow_the_law_token_by_token_with(name: str) -> None:
+    found = check_long_law(name, rows=2048, runs=1)
+    assert found["context"].sees(ALPHA) < 0.06
+    assert found["all together"].sees(ALPHA) < 0.04
+
+
+def test_no_method_goes_without_the_law() -> None:
+    tested = {type(paired(name)[1].drafter) for name in (*DRAFTERS, *HEADS)}
+    methods = {one for one in vars(drafters).values() if isinstance(one, type) and hasattr(one, "propose")}
+    assert methods - {drafters.Silent} == tested - {tables.TableDrafter}  # Silent drafts nothing
+
+
+def test_no_law_here_hangs_on_the_rounding_of_a_truncation() -> None:
+    for temperature, top_k, top_p in TRUNCATIONS:
+        for shift in (-1e-4, 1e-4) if top_p < 1 else ():
+            moved = laws_of(((temperature, top_k, top_p + shift),)) > 0
+            assert np.array_equal(moved, laws_of(((temperature, top_k, top_p),)) > 0)
+    ranked = np.sort(WANTED, axis=1)
+    assert np.diff(ranked, axis=1).min() > 1e-4

@@ -1,0 +1,195 @@
+"""Objectives of block drafters, by the twin that runs one block at a time, and that they teach."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+from block_heads import BlockHead, biased, chosen_ids, run_block
+from test_dflash import EMBEDDING, OUTPUT, loaded
+
+from eagle3_jax import loop as loops
+from eagle3_jax.decode import LoadedDrafter
+from eagle3_jax.drafters import Markov, Plain
+from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.training.batches import TTTBatch
+from eagle3_jax.training.dflash import BlockObjective, block_loss, choose_anchors, own_block
+from eagle3_jax.training.methods import RECIPES, HeadOptions, spread_layers
+from eagle3_jax.types import EmbeddingTables, TargetOutput
+
+SIZE = 9
+
+
+class GivenTarget(DecoderTarget):
+    """A target whose features and logits are its parameters."""
+
+    def __call__(self, params, tokens, positions, mask, cache=None, aux_layers=()):
+        return TargetOutput(final=jnp.zeros((2, SIZE, 32)), features=params["features"], written=())
+
+    def unembed(self, params, final):
+        return params["logits"]
+
+    def tables(self, params):
+        return EmbeddingTables(jnp.asarray(EMBEDDING), jnp.asarray(OUTPUT.T))
+
+
+layers = uniform(1, GroupedQuery(num_heads=1, num_kv_heads=1, head_dim=2), GatedMLP(width=4))
+TARGET = GivenTarget(DecoderConfig(vocab_size=61, width=32, layers=layers))
+RANDOM = np.random.default_rng(8)
+FEATURES = RANDOM.normal(size=(2, SIZE, 3, 32)).astype(np.float32)
+LOGITS = 2 * RANDOM.normal(size=(2, SIZE, 61)).astype(np.float32)
+TOKENS = RANDOM.integers(0, 61, (2, SIZE))
+REAL = np.ones((2, SIZE), bool)
+REAL[1, 7:] = False
+LEARN = np.zeros((2, SIZE), bool)
+LEARN[0, 2:8], LEARN[1, 1:6] = True, True
+LEARN[0, 4] = False
+BATCH = TTTBatch(tokens=jnp.asarray(TOKENS, jnp.int32), attention_mask=jnp.asarray(REAL), loss_mask=jnp.asarray(LEARN))
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def by_hand(head: BlockHead, objective: BlockObjective) -> float:
+    """One anchor and one prediction at a time."""
+    ids, sums = chosen_ids(head), {"text": [], "distance": [], "divergence": [], "confidence": []}
+    text = np.pad(TOKENS, ((0, 0), (0, 8)))
+    for row in range(2):
+        for a in range(1, SIZE):
+            if not (REAL[row, a] and LEARN[row, a - 1]):
+                continue
+            block = run_block(head, EMBEDDING, OUTPUT, FEATURES[row, :a], TOKENS[row, a], head.predicted)
+            logits, confidence = biased(head, block, TOKENS[row, a], text[row, a + 1 : a + head.predicted].tolist())
+            for k in range(head.predicted):
+                before = a + k
+                if before >= SIZE or not REAL[row, before] or not LEARN[row, before - 1]:
+                    continue
+                weight = np.exp(-k / 4) if objective.decays else 1.0
+                full, q = softmax(LOGITS[row, before].astype(np.float64)), softmax(logits[k])
+                p = full[ids]
+                sums["distance"].append(weight * (np.abs(p - q).sum() + 1 - p.sum()))
+                t = objective.temperature
+                cold = softmax(np.log(p) / t)
+                sums["divergence"].append(weight * t**2 * (cold * np.log(cold / softmax(logits[k] / t))).sum())
+                if head.confidence:
+                    aim, c = np.minimum(p, q).sum(), confidence[k]
+                    sums["confidence"].append(-weight * (aim * np.log(c) + (1 - aim) * np.log(1 - c)))
+                word = before + 1
+                if word < SIZE and REAL[row, word] and TOKENS[row, word] in ids:
+                    sums["text"].append(-weight * np.log(q[ids.tolist().index(TOKENS[row, word])]))
+    return sum(getattr(objective, name) * float(np.mean(values)) for name, values in sums.items() if values)
+
+
+@pytest.mark.parametrize(
+    ("head", "objective"),
+    [
+        (BlockHead(block=4, layers=1, draft_vocab=40), BlockObjective(text=1.0)),
+        (
+            BlockHead(block=3, layers=1, rank=4, from_anchor=True, confidence="markov"),
+            BlockObjective(text=0.1, distance=0.9, confidence=1.0),
+        ),
+        (
+            BlockHead(block=3, layers=1, rank=4, from_anchor=True, markov="rnn", confidence="hidden", draft_vocab=40),
+            BlockObjective(text=0.1, distance=0.9, confidence=1.0),
+        ),
+        (BlockHead(block=4, layers=2, causal=True), BlockObjective(divergence=1.0, temperature=1.5, decays=False)),
+    ],
+    ids=["DFlash", "DSpark", "DSpark, recurrent", "JetSpec"],
+)
+def test_all_blocks_in_one_pass_are_the_blocks_one_by_one(head: BlockHead, objective: BlockObjective) -> None:
+    """So none sees another, none sees its own future, and what is no prediction is not counted."""
+    drafter, params = loaded(head)
+    frozen: Any = {
+        "target_params": {"logits": jnp.asarray(LOGITS), "features": jnp.asarray(FEATURES)},
+        "embedding": jnp.asarray(EMBEDDING),
+        "draft_to_target": params.get("draft_to_target"),
+    }
+    run = jax.jit(lambda params: block_loss(drafter, TARGET, params, frozen, BATCH, objective))
+    loss, metrics = run(params["head"])
+    assert float(loss) == pytest.approx(by_hand(head, objective), rel=2e-5)
+    assert 1 <= float(metrics["simulated_tau"]) <= 1 + head.predicted
+
+
+def test_anchors_are_drawn_where_the_next_token_is_worth_learning() -> None:
+    allowed = [{3, 4, 6, 7, 8}, {2, 3, 4, 5, 6}]
+    for key in (None, jax.random.key(0)):
+        anchors, valid = choose_anchors(BATCH.replace(key=key), 7)
+        for row in range(2):
+            assert set(np.asarray(anchors)[row][np.asarray(valid)[row]].tolist()) == allowed[row]
+    drawn = [
+        choose_anchors(BATCH.replace(key=key), 2)[0][0].tolist() for key in jax.random.split(jax.random.key(1), 99)
+    ]
+    assert {one for pair in drawn for one in pair} == allowed[0]
+    assert all(first < second for first, second in drawn)
+
+
+def test_the_mask_of_blocks_side_by_side() -> None:
+    config = tiny.dflash(tiny.target(13), block_size=2).drafter.config
+    whole = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
+    causal = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    assert own_block(2, config)[0].astype(int).tolist() == whole
+    assert own_block(2, dataclasses.replace(config, causal=True))[0].astype(int).tolist() == causal
+
+
+def test_published_layers_are_read() -> None:
+    assert spread_layers(36) == (2, 10, 18, 26, 34)
+    assert spread_layers(8) == (2, 3, 4, 5, 6)
+    assert spread_layers(2) == (1, 2)
+
+
+@jax.numpy_dtype_promotion("standard")  # optax's own arithmetic mixes types
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_a_recipe_teaches(method: str) -> None:
+    target, index = tiny.target(13), np.arange(26)[None]
+    prompts = tiny.prompts(tiny.random_prompts(12, 13, seed=4, low=3, high=6), limit=14)
+    text = loops.generate(*tiny.bind(target, LoadedDrafter(Plain())), prompts, capacity=26)
+    length, written = np.asarray(text.length)[:, None], np.asarray(prompts.length)[:, None]
+    learn = (index >= written - 1) & (index < length - 1)
+    batch = TTTBatch(tokens=text.tokens, attention_mask=jnp.asarray(index < length), loss_mask=jnp.asarray(learn))
+
+    recipe, options = RECIPES[method], HeadOptions(depth=3, num_layers=1)
+    drafter = recipe.drafter(recipe.config(target.model.config, options))
+    frozen: Any = {"target_params": target.params, "embedding": target.params["embedding"], "draft_to_target": None}
+    optimizer = optax.adam(2e-2)
+
+    @jax.jit
+    def step(params: Any, state: Any, key: jax.Array) -> Any:
+        loss = lambda params: recipe.loss(drafter, target.model, params, frozen, batch.replace(key=key), options)
+        (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(params, updates), state, value, metrics
+
+    params = recipe.start(drafter, target, None, jax.random.key(0))
+    state, losses, taus = optimizer.init(params), [], []
+    for key in jax.random.split(jax.random.key(1), 100):
+        params, state, value, metrics = step(params, state, key)
+        losses.append(float(value))
+        taus.append(float(metrics["simulated_tau"]))
+    assert np.mean(losses[-5:]) < 0.5 * losses[0]
+    assert np.mean(taus[-5:]) > taus[0] + 1.5
+    if method == "dspark":  # what was learned on the text's own tokens holds on drafted ones
+        trained = LoadedDrafter(drafter, drafter.assemble(params, target.model.tables(target.params)))
+        outcome = loops.generate(*tiny.bind(target, trained), prompts, capacity=30)
+        assert tiny.outputs(outcome, prompts) == tiny.outputs(text, prompts)
+        assert outcome.stats.num_accepted_tokens.sum() > 0.5 * outcome.stats.num_draft_tokens.sum()
+
+
+def test_recipes_are_of_published_kinds() -> None:
+    target = tiny.config(13, num_layers=8, width=32)
+    of = {method: RECIPES[method].config(target, HeadOptions(depth=7)) for method in ("dflash", "dspark", "jetspec")}
+    assert {method: (one.block_size, one.num_predicted) for method, one in of.items()} == {
+        "dflash": (8, 7), "dspark": (7, 7), "jetspec": (8, 7),
+    }  # fmt: skip
+    assert [one.causal for one in of.values()] == [False, False, True]
+    assert of["dspark"].markov == Markov(rank=32) and of["dspark"].confidence == "markov"
+    reduced = RECIPES["dflash"].config(target, HeadOptions(depth=15, draft_vocab_size=6))
+    assert reduced.own_output and (reduced.draft_vocab_size, reduced.block_size) == (6, 16)

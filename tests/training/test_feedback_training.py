@@ -1,0 +1,122 @@
+"""The losses of EAGLE-1 and MTP, and their gradients, against PyTorch: every row as a chain of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+pytest.importorskip("torch")
+from torch_heads import MTP, Eagle1, network
+
+from eagle3_jax.conversion import rules
+from eagle3_jax.conversion.heads import eagle1, mtp
+from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.training.batches import TTTBatch
+from eagle3_jax.training.loop import OptimizerConfig, Trainer
+from eagle3_jax.training.methods import RECIPES, HeadOptions
+
+TARGET = tiny.target(13, norm_eps=1e-5)
+SIZE, ROWS = 7, 2
+GEOMETRY = {"width": 16, "vocab": 13, "target_layers": 2}
+
+
+def batch(seed: int = 0, key: jax.Array | None = None) -> TTTBatch:
+    """Ragged, and supervised in part; without a key there is no noise."""
+    tokens = np.random.default_rng(seed).integers(0, 13, (ROWS, SIZE))
+    real = np.arange(SIZE) < np.array([[SIZE], [SIZE - 2]])
+    learn = real & (np.arange(SIZE) >= 1)
+    return TTTBatch(
+        tokens=jnp.asarray(tokens, jnp.int32), attention_mask=jnp.asarray(real), loss_mask=jnp.asarray(learn), key=key
+    )
+
+
+def frozen() -> Any:
+    table = TARGET.model.tables(TARGET.params).embedding
+    return {"target_params": TARGET.params, "embedding": table, "draft_to_target": None}
+
+
+def in_torch(method: str, drafter: Any, params: Any, given: TTTBatch, num_steps: int) -> tuple[float, np.ndarray]:
+    """The paper's loss and its gradient with respect to ``fc`` or ``eh_proj``, ``[D 2D]``."""
+    import torch
+
+    config = drafter.config
+    table = eagle1.head_rules(config) if method == "eagle1" else mtp.head_rules(config, "model.layers.2", mtp._DEEPSEEK)
+    stored = rules.write_params(table, params, drafter.param_shapes(), where="")
+    weights = {name: torch.tensor(np.asarray(value), requires_grad=True) for name, value in stored.items()}
+    head = Eagle1(**GEOMETRY, bias=False) if method == "eagle1" else MTP(**GEOMETRY)
+    run = network(head, weights)
+    positions = jnp.broadcast_to(jnp.arange(SIZE), (ROWS, SIZE))
+    states = TARGET.model(TARGET.params, given.tokens, positions, causal_mask(SIZE)).final
+    wanted = torch.tensor(np.asarray(TARGET.model.unembed(TARGET.params, states))).softmax(-1)
+    states = torch.tensor(np.asarray(states))
+    tables = TARGET.model.tables(TARGET.params)
+    embedding, matrix = (torch.tensor(np.asarray(one)) for one in (tables.embedding, tables.unembedding))
+    total = torch.zeros(())
+    terms: dict[int, list[Any]] = {step: [] for step in range(num_steps)}
+    for row in range(ROWS):
+        tokens = torch.tensor(np.asarray(given.tokens[row])).long()
+        learn, real = np.asarray(given.loss_mask[row]), np.asarray(given.attention_mask[row])
+        for t in range(SIZE):
+            stream = states[row, : t + 1]
+            for step in range(num_steps):
+                end = t + 1 + step  # the token that is read last, and the place of the state that is imitated
+                if end >= SIZE or not real[end]:
+                    break
+                out = run(embedding[tokens[1 : end + 1]], stream)[-1:]
+                stream = torch.cat([stream, out])
+                if learn[t + step]:
+                    logits = (out @ matrix).log_softmax(-1)
+                    term = -(wanted[row, end] * logits).sum()
+                    if method == "eagle1":
+                        term = 0.1 * term + torch.nn.functional.smooth_l1_loss(out[0], states[row, end])
+                    terms[step].append(term)
+    for step, of_step in terms.items():
+        total = total + (1.0 if method == "eagle1" else 0.8**step) * sum(of_step) / len(of_step)
+    total.backward()
+    name = "fc.weight" if method == "eagle1" else "model.layers.2.eh_proj.weight"
+    return float(total.detach()), weights[name].grad.numpy()
+
+
+def prepared(method: str, depth: int) -> tuple[Any, Any, Any]:
+    """Drafter, first parameters (made larger, so that attention and states depend on what is seen) and the loss."""
+    recipe, options = RECIPES[method], HeadOptions(depth=depth, mlp_width=24)
+    drafter = recipe.drafter(recipe.config(TARGET.model.config, options), precision=TARGET.model.precision)
+    params = recipe.start(drafter, TARGET, None, jax.random.key(1))
+    loss = lambda params, given: recipe.loss(drafter, TARGET.model, params, frozen(), given, options)
+    return drafter, params, loss
+
+
+@pytest.mark.parametrize(("method", "depth"), [("eagle1", 2), ("mtp", 2)])
+def test_a_loss_and_its_gradient_are_those_of_chains_in_torch(method: str, depth: int) -> None:
+    drafter, params, loss = prepared(method, depth)
+    params = jax.tree.map(lambda leaf: 1.5 * leaf, params)
+    (value, metrics), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch())
+    truth, slope = in_torch(method, drafter, params, batch(), depth)
+    assert float(value) == pytest.approx(truth, rel=1e-5)
+    np.testing.assert_allclose(gradient["fc"]["kernel"].T, slope, atol=2e-4 * np.abs(slope).max())
+    assert {"simulated_tau", "accuracy_0", f"loss_{depth - 1}"} <= set(metrics)
+
+
+def test_noise_is_on_what_an_eagle1_head_reads_and_not_on_what_it_imitates() -> None:
+    _, params, loss = prepared("eagle1", 1)
+    loss = jax.jit(loss)
+    still, one, again, other = (float(loss(params, batch(key=key))[0]) for key in (
+        None, jax.random.key(1), jax.random.key(1), jax.random.key(2)))  # fmt: skip
+    assert one == again != other
+    assert 0 < abs(one - still) < 0.2 * still
+
+
+@pytest.mark.parametrize("method", ["eagle1", "mtp"])
+def test_training_lowers_the_loss_and_raises_the_acceptance(method: str) -> None:
+    _, params, loss = prepared(method, 2)
+    trainer = Trainer(loss, OptimizerConfig(method="adamw", learning_rate=1e-2, num_steps=60, warmup_steps=5))
+    with jax.numpy_dtype_promotion("standard"):  # which optax needs
+        seen = [metrics for _, metrics in trainer.run(trainer.start(params), lambda _: batch(), 60)]
+    assert seen[-1]["loss"] < 0.8 * seen[0]["loss"]  # the entropy of the target is the floor
+    assert seen[-1]["simulated_tau"] > max(seen[0]["simulated_tau"] + 0.5, 2.0)
+    assert seen[-1]["acceptance_1"] > seen[0]["acceptance_1"]

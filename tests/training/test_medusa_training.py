@@ -1,0 +1,125 @@
+"""The loss of Medusa heads by hand, and that it teaches them."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from eagle3_jax import SpeculativeDecoder
+from eagle3_jax.decode import LoadedDrafter
+from eagle3_jax.drafters import MedusaDrafter
+from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.training.batches import TTTBatch
+from eagle3_jax.training.methods import RECIPES, HeadOptions
+
+TARGET = tiny.target(13)
+MEDUSA = RECIPES["medusa"]
+
+
+def log_softmax(scores: np.ndarray) -> np.ndarray:
+    return scores - scores.max() - np.log(np.exp(scores - scores.max()).sum())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_loss_is_that_of_the_paper_row_by_row(shared: bool) -> None:
+    ids = np.array([0, 2, 3, 5, 8, 9, 12]) if shared else np.arange(13)
+    options = HeadOptions(depth=3, num_layers=2, draft_vocab_size=len(ids) if shared else None)
+    drafter = MedusaDrafter(MEDUSA.config(TARGET.model.config, options))
+    assert drafter.config.shared_output == shared
+    head = jax.tree.map(lambda leaf: 0.5 * leaf + 0.1, drafter.init_params(jax.random.key(3)))
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 13, (2, 30))
+    real = np.ones((2, 30), bool)
+    real[1, 25:] = False
+    learn = real & (rng.random((2, 30)) > 0.1)
+    batch = TTTBatch(tokens=jnp.array(tokens, jnp.int32), attention_mask=jnp.array(real), loss_mask=jnp.array(learn))
+    frozen = {
+        "target_params": TARGET.params,
+        "embedding": TARGET.params["embedding"],
+        "draft_to_target": jnp.array(ids),
+    }
+    loss, metrics = jax.jit(functools.partial(MEDUSA.loss, drafter, TARGET.model, options=options))(head, frozen, batch)
+
+    positions = jnp.broadcast_to(jnp.arange(30), (2, 30))
+    states = np.asarray(TARGET.model(TARGET.params, batch.tokens, positions, causal_mask(30)).final, np.float64)
+    total, tau, chains = 0.0, 1.0, {(row, t): True for row in range(2) for t in range(30)}
+    for k in range(3):
+        terms, hits, alive = [], [], []
+        for row, t in np.ndindex(2, 30):
+            last = t + 2 + k
+            labelled = last < 30 and real[row, last] and learn[row, t + k]
+            z = states[row, t]
+            for layer in (0, 1):
+                linear = head["blocks"][k]["layers"][layer]
+                y = z @ np.asarray(linear["kernel"], np.float64) + np.asarray(linear["bias"])
+                z = z + y / (1 + np.exp(-y))
+            scores = z @ np.asarray(head["outputs"][0 if shared else k]["kernel"], np.float64)
+            if not labelled:
+                chains.pop((row, t), None)
+                continue
+            hit = ids[scores.argmax()] == tokens[row, last]
+            hits.append(hit)
+            if tokens[row, last] in ids:
+                terms.append(-log_softmax(scores)[list(ids).index(tokens[row, last])])
+            if (row, t) in chains:
+                chains[row, t] &= bool(hit)
+                alive.append(chains[row, t])
+        total += 0.8**k * np.mean(terms)
+        tau += np.mean(alive)
+        assert float(metrics[f"loss_{k}"]) == pytest.approx(np.mean(terms), rel=1e-5)
+        assert float(metrics[f"accuracy_{k}"]) == pytest.approx(np.mean(hits))
+    assert float(loss) == pytest.approx(total, rel=1e-5)
+    assert float(metrics["simulated_tau"]) == pytest.approx(tau) and tau > 1
+
+
+def test_untrained_heads_say_what_the_targets_output_layer_says() -> None:
+    drafter = MedusaDrafter(MEDUSA.config(TARGET.model.config, HeadOptions(depth=2)))
+    heads = drafter.bind({"head": MEDUSA.start(drafter, TARGET, None, jax.random.key(0))})
+    states = jax.random.normal(jax.random.key(0), (3, 16))
+    logits = heads(states, 2)
+    for head in (0, 1):
+        assert np.allclose(logits[:, head], TARGET.model.unembed(TARGET.params, states), rtol=1e-5, atol=1e-4)
+
+
+def test_the_loss_falls_and_more_is_accepted() -> None:
+    """On the target's own greedy text, memorised: two heads, 120 steps of plain gradient descent with momentum."""
+    prompts = tiny.random_prompts(24, 13, seed=2, low=2, high=5)
+    texts = SpeculativeDecoder(TARGET).generate(prompts, max_new_tokens=20).tokens
+    rows = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
+    width = max(map(len, rows))
+    tokens, real = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), bool)
+    for row, text in enumerate(rows):
+        tokens[row, : len(text)], real[row, : len(text)] = text, True
+    batch = TTTBatch(tokens=jnp.array(tokens), attention_mask=jnp.array(real), loss_mask=jnp.array(real))
+    options = HeadOptions(depth=2)
+    drafter = MedusaDrafter(MEDUSA.config(TARGET.model.config, options))
+    tables = TARGET.model.tables(TARGET.params)
+    frozen = {"target_params": TARGET.params, "embedding": tables.embedding, "draft_to_target": None}
+    grad = jax.grad(functools.partial(MEDUSA.loss, drafter, TARGET.model), has_aux=True)
+
+    @jax.jit
+    def train(params):
+        def step(carry, _):
+            params, speed = carry
+            slope, metrics = grad(params, frozen, batch, options)
+            speed = jax.tree.map(lambda v, g: 0.9 * v + g, speed, slope)
+            params = jax.tree.map(lambda p, v: p - 0.05 * v, params, speed)
+            return (params, speed), (metrics["loss_0"], metrics["simulated_tau"])
+
+        return jax.lax.scan(step, (params, jax.tree.map(jnp.zeros_like, params)), length=120)
+
+    start = MEDUSA.start(drafter, TARGET, None, jax.random.key(0))
+    (params, _), (losses, taus) = train(start)
+    assert losses[-1] < 0.5 * losses[0] and taus[-1] > taus[0] + 0.3, (losses[::20], taus[::20])
+
+    def accepted(head) -> float:
+        of = LoadedDrafter(drafter, drafter.assemble(head, tables))
+        stats = SpeculativeDecoder(TARGET, of).generate(prompts, max_new_tokens=20).stats
+        return stats.mean_acceptance_length
+
+    assert accepted(params) > accepted(start) + 0.3

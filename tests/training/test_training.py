@@ -1,0 +1,282 @@
+"""The training-time test against the official code, and who sees what against an independent oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from training_pair import STEPS, Pair, make_batch, random_pair
+
+from eagle3_jax.drafters import base
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform, usual_head, with_window
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.training import ttt
+from eagle3_jax.training.batches import TTTBatch
+from eagle3_jax.training.ttt import TTTConfig, ttt_loss
+from eagle3_jax.types import Draft, Observation, SamplingParams
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "official"
+
+# Compiled once per shape: op by op, these tests would spend a minute on compilation.
+unroll = jax.jit(ttt.unroll, static_argnums=(0, 5))
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return random_pair()
+
+
+# --- the official code -----------------------------------------------------------------------------------------------
+
+
+def read_golden_pair():
+    """The recorded target, its weights rounded through float16 as the official code does, and head."""
+    weights = {}
+    for shard in sorted((GOLDEN / "target").glob("*.safetensors")):
+        weights |= {name: array.astype(np.float16) for name, array in load_file(shard).items()}
+    source = json.loads((GOLDEN / "target" / "config.json").read_text())
+    mixer = GroupedQuery(
+        num_heads=source["num_attention_heads"],
+        num_kv_heads=source["num_key_value_heads"],
+        head_dim=source["head_dim"],
+    )
+    config = DecoderConfig(
+        vocab_size=source["vocab_size"],
+        width=source["hidden_size"],
+        layers=uniform(source["num_hidden_layers"], mixer, GatedMLP(width=source["intermediate_size"])),
+        norm_eps=source["rms_norm_eps"],
+    )
+    blocks = {}
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}."
+        layer = torch_layer(weights, prefix, source["head_dim"])
+        blocks[index] = layer | {"attention_norm": scale(weights, f"{prefix}input_layernorm")}
+    target_params = {
+        "embedding": weights["model.embed_tokens.weight"],
+        "blocks": blocks,
+        "norm": scale(weights, "model.norm"),
+        "head": kernel(weights, "lm_head"),
+    }
+    weights = load_file(GOLDEN / "eagle3" / "model.safetensors")
+    first = torch_layer(weights, "midlayer.", source["head_dim"]) | {
+        "embedding_norm": scale(weights, "midlayer.input_layernorm"),
+        "feature_norm": scale(weights, "midlayer.hidden_norm"),
+    }
+    head = {"fc": kernel(weights, "fc"), "first": first, "norm": scale(weights, "norm")}
+    head["head"] = kernel(weights, "lm_head")
+    draft_size = len(weights["d2t"])
+    drafter = Eagle3Drafter(usual_head(config, draft_vocab_size=draft_size))
+    target_params, head = jax.tree.map(lambda array: jnp.asarray(array, jnp.float32), (target_params, head))
+    ids = jnp.asarray(np.arange(draft_size) + weights["d2t"], jnp.int32)
+    frozen = {"target_params": target_params, "embedding": target_params["embedding"], "draft_to_target": ids}
+    return Pair(DecoderTarget(config), drafter, head, frozen)
+
+
+def kernel(weights, name):
+    return {"kernel": weights[f"{name}.weight"].T}
+
+
+def grouped(weights, prefix, size):
+    """Columns of one key head at a time: its query heads, the key, the value."""
+    q, k, v = (weights[f"{prefix}self_attn.{name}_proj.weight"].T for name in "qkv")
+    heads, group = k.shape[1] // size, q.shape[1] // k.shape[1] * size
+    columns = []
+    for head in range(heads):
+        own = slice(head * size, (head + 1) * size)
+        columns += [q[:, head * group : (head + 1) * group], k[:, own], v[:, own]]
+    return {"kernel": np.concatenate(columns, axis=1)}
+
+
+def interleaved(weights, prefix):
+    gate, up = (weights[f"{prefix}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    both = np.empty((gate.shape[0], 2 * gate.shape[1]), gate.dtype)
+    both[:, 0::2], both[:, 1::2] = gate, up
+    return {"kernel": both}
+
+
+def scale(weights, name):
+    return {"scale": weights[f"{name}.weight"]}
+
+
+def torch_layer(weights, prefix, size):
+    """Attention, MLP and its norm; the other norms differ between target and head."""
+    return {
+        "attention": {
+            "qkv": grouped(weights, prefix, size),
+            "o": kernel(weights, f"{prefix}self_attn.o_proj"),
+        },
+        "mlp": {
+            "gate_up": interleaved(weights, prefix),
+            "down": kernel(weights, f"{prefix}mlp.down_proj"),
+        },
+        "mlp_norm": scale(weights, f"{prefix}post_attention_layernorm"),
+    }
+
+
+def check_official_losses(steps=7):
+    """Of the first steps; each is the same however many follow."""
+    golden = json.loads((GOLDEN / "ttt_losses.json").read_text())
+    target, drafter, head, frozen = read_golden_pair()
+    batch = TTTBatch(
+        tokens=jnp.asarray(golden["ids"], jnp.int32),
+        attention_mask=jnp.asarray(golden["attention_mask"], bool),
+        loss_mask=jnp.asarray(golden["loss_mask"], bool),
+    )
+    # Compiled here and now: a program of an earlier call would not know what has changed since.
+    run = jax.jit(lambda head, batch: ttt_loss(drafter, target, head, frozen, batch, TTTConfig(num_steps=steps)))
+    loss, metrics = run(head, batch)
+    losses = golden["plosses"][:steps]
+    for step, (expected, accuracy) in enumerate(zip(losses, golden["acces"], strict=False)):
+        assert metrics[f"loss_{step}"] == pytest.approx(expected, abs=1e-4)
+        assert metrics[f"accuracy_{step}"] == pytest.approx(accuracy, abs=1e-6)
+    assert loss == pytest.approx(sum(0.8**k * value for k, value in enumerate(losses)), abs=1e-4)
+
+
+def test_losses_are_those_of_the_official_code():
+    check_official_losses()
+
+
+# --- who sees what ---------------------------------------------------------------------------------------------------
+
+
+def norm(x, params, eps):
+    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps) * np.asarray(params["scale"], np.float64)
+
+
+def rope(x, position):
+    """``[heads H]`` rotated as complex numbers."""
+    half = x.shape[-1] // 2
+    turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * position * 10000.0 ** (-np.arange(half) / half))
+    return np.concatenate([turned.real, turned.imag], -1)
+
+
+def oracle_logits(drafter, head, embedding, features, tokens, real):
+    """The training-time test of one sequence in float64, one row and one key at a time, in the official layout:
+    ``(k+1)·T`` keys of which row ``t`` sees ``j <= t`` in block 0 and ``t`` in each later one, where they are near."""
+    config, layer = drafter.config, head["first"]
+    mixer = config.layers[0].mixer
+    stands = np.concatenate([np.arange(len(tokens)) + step for step in range(STEPS)])
+
+    def mat(params, x):
+        return x @ np.asarray(params["kernel"], np.float64)
+
+    size, eps, groups = len(tokens), config.norm_eps, mixer.group
+    x = mat(head["fc"], np.asarray(features, np.float64).reshape(size, -1))
+    padded = np.concatenate([tokens, np.zeros(STEPS, int)])
+    keys, values, logits = [], [], []
+    for step in range(STEPS):
+        embedded = np.asarray(embedding, np.float64)[padded[1 + step : 1 + step + size]]
+        both = np.concatenate([norm(embedded, layer["embedding_norm"], eps), norm(x, layer["feature_norm"], eps)], -1)
+        fused = mat(layer["attention"]["qkv"], both).reshape(size, mixer.num_kv_heads, groups + 2, mixer.head_dim)
+        q, k, v = fused[:, :, :groups].reshape(size, mixer.num_heads, -1), fused[:, :, -2], fused[:, :, -1]
+        queries = [rope(row, t + step) for t, row in enumerate(q)]
+        keys += [rope(row, t + step) for t, row in enumerate(k)]
+        values += list(v)
+        mask = np.zeros((size, (step + 1) * size), bool)
+        mask[:, :size] = np.tril(np.ones((size, size), bool)) & real
+        for later in range(1, step + 1):
+            mask[:, later * size : (later + 1) * size] = np.eye(size, dtype=bool)
+        attended = np.zeros((size, mixer.num_heads * mixer.head_dim))
+        for t in range(size):
+            for h in range(mixer.num_heads):
+                far = t + step - stands[: mask.shape[1]] >= (mixer.window or 10**6)
+                seen = np.flatnonzero(mask[t] & ~far)
+                scores = np.array([queries[t][h] @ keys[s][h // groups] for s in seen]) / np.sqrt(mixer.head_dim)
+                weights = np.exp(scores) / np.exp(scores).sum()
+                out = sum(w * values[s][h // groups] for w, s in zip(weights, seen, strict=True))
+                attended[t, h * mixer.head_dim : (h + 1) * mixer.head_dim] = out
+        x = x + mat(layer["attention"]["o"], attended)
+        inner = norm(x, layer["mlp_norm"], eps)
+        gate, up = np.moveaxis(mat(layer["mlp"]["gate_up"], inner).reshape(size, -1, 2), 2, 0)
+        x = x + mat(layer["mlp"]["down"], gate / (1 + np.exp(-gate)) * up)
+        logits.append(mat(head["head"], norm(x, head["norm"], eps)))
+    return logits
+
+
+def windowed(drafter, window):
+    layers = tuple(with_window(layer, window) for layer in drafter.config.layers)
+    return dataclasses.replace(drafter, config=dataclasses.replace(drafter.config, layers=layers))
+
+
+@pytest.mark.parametrize(("padding", "window"), [((0, 0), None), ((0, 2), 2), ((2, 0), 4)])
+def test_unroll_is_the_dense_mask_computation(pair, padding, window):
+    _, drafter, head, frozen = pair
+    drafter = windowed(drafter, window)
+    batch = make_batch(padding=padding)
+    features = jax.random.normal(jax.random.key(1), (2, 6, 3, 16))
+    logits = unroll(drafter, head, frozen["embedding"], features, batch, STEPS)
+    for b in range(2):
+        tokens, real = np.asarray(batch.tokens[b]), np.asarray(batch.attention_mask[b])
+        first = int(np.argmax(real))  # rows before it see nothing, which the oracle cannot express
+        # Left padding turns all rotary positions alike, so the oracle may start at the first real token.
+        rows = oracle_logits(drafter, head, frozen["embedding"], features[b, first:], tokens[first:], real[first:])
+        for step in range(STEPS):
+            # A row of padding whose whole window is padding sees nothing either.
+            ours, theirs = np.asarray(logits[step])[b, real], rows[step][real[first:]]
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_unroll_is_chain_drafting_with_the_true_tokens(pair, monkeypatch, window):
+    target, drafter, head, frozen = pair
+    drafter = windowed(drafter, window)
+    batch = make_batch()
+    features = ttt.consult(drafter, target, frozen, batch, STEPS)[1]
+    unrolled = unroll(drafter, head, frozen["embedding"], features, batch, STEPS)
+
+    # Row t of the inference batch has committed x_0 .. x_t and knows x_{t+1}; then true tokens are forced upon it.
+    tokens, rows = batch.tokens[0], batch.tokens.shape[1] - STEPS
+    prefix = jnp.arange(rows)
+    seen = Observation(
+        tokens=jnp.tile(tokens, (rows, 1)),
+        features=jnp.tile(features[:1], (rows, 1, 1, 1)),
+        length=prefix + 1,
+        next_token=tokens[prefix + 1],
+    )
+    recorded = []
+
+    def forced(topology, draft_sampling, inputs):
+        level, mask = inputs.first, jnp.ones((rows, 1, 0), bool)
+        recorded.append(level.logits[:, 0])
+        for depth in range(STEPS - 1):
+            mask = jnp.ones((rows, 1, depth + 1), bool)
+            level = inputs.run(tokens[prefix + 2 + depth][:, None], level.carry, depth, mask, level.memory)
+            recorded.append(level.logits[:, 0])
+        nodes = jnp.zeros((rows, STEPS + 1), jnp.int32)
+        return Draft(tokens=nodes, parents=nodes, valid=nodes == 0), level.memory
+
+    @jax.jit
+    def infer(head):
+        params = {"head": head, "embedding": frozen["embedding"], "draft_to_target": frozen["draft_to_target"]}
+        state = drafter.observe(params, drafter.init(params, rows, len(tokens)), seen)
+        drafter.propose(params, state, jax.random.split(jax.random.key(0), rows), SamplingParams())
+        return recorded
+
+    monkeypatch.setattr(base, "grow", forced)
+    for step, logits in enumerate(infer(head)):
+        np.testing.assert_allclose(unrolled[step][0, :rows], logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_first_step_does_not_depend_on_how_many_follow(pair):
+    _, drafter, head, frozen = pair
+    features = jax.random.normal(jax.random.key(1), (2, 6, 3, 16))
+    one, many = (unroll(drafter, head, frozen["embedding"], features, make_batch(), k) for k in (1, STEPS))
+    np.testing.assert_allclose(one[0], many[0], rtol=1e-6, atol=1e-6)
+    assert not np.allclose(many[0], many[1], atol=1e-2)
+
+
+def test_a_row_does_not_see_later_features(pair):
+    _, drafter, head, frozen = pair
+    batch, features = make_batch(), jax.random.normal(jax.random.key(1), (2, 6, 3, 16))
+    before = unroll(drafter, head, frozen["embedding"], features, batch, STEPS)
+    after = unroll(drafter, head, frozen["embedding"], features.at[:, 3].add(1.0), batch, STEPS)
+    for step in range(STEPS):
+        np.testing.assert_array_equal(before[step][:, :3], after[step][:, :3])
+        assert not np.allclose(before[step][:, 3], after[step][:, 3])

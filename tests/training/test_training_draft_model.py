@@ -1,0 +1,100 @@
+"""Distilling a draft model, against the formula written with loops."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import training_pair
+
+from eagle3_jax.drafters import DraftModel
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.training.batches import TTTBatch
+from eagle3_jax.training.draft_model import distillation_loss
+from eagle3_jax.training.loop import OptimizerConfig, Trainer
+from eagle3_jax.training.methods import RECIPES, HeadOptions, small_model
+
+TARGET = tiny.target(13)
+DEPTH = 3
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits(model: DecoderTarget, params: dict, tokens: jax.Array) -> jax.Array:
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    return model.unembed(params, model(params, tokens, positions, causal_mask(tokens.shape[1])).final)
+
+
+def distributions(model: DecoderTarget, params: dict, tokens: list[int]) -> np.ndarray:
+    """``[T V]``, after each token of a text without padding, in 64 bits from the logits on."""
+    scores = np.exp(np.asarray(logits(model, params, jnp.array([tokens])), np.float64)[0])
+    return scores / scores.sum(-1, keepdims=True)
+
+
+def by_hand(draft: DecoderTarget, params: dict, batch: TTTBatch) -> tuple[float, dict[str, float]]:
+    """What the objective and its metrics are by their definitions."""
+    divergences, overlaps, hits = [], [], {}
+    for row, tokens in enumerate(np.asarray(batch.tokens)):
+        real = tokens[: int(batch.attention_mask[row].sum())].tolist()
+        ps, qs = distributions(TARGET.model, TARGET.params, real), distributions(draft, params, real)
+        for place in range(1, len(real)):
+            if batch.loss_mask[row, place - 1]:
+                p, q = ps[place], qs[place]
+                divergences.append(float(np.sum(p * np.log(p / q))))
+                overlaps.append(float(np.minimum(p, q).sum()))
+                hits[row, place] = p.argmax() == q.argmax()
+    tau, metrics = 1.0, {"acceptance_0": float(np.mean(overlaps))}
+    for depth in range(DEPTH):
+        metrics[f"accuracy_{depth}"] = float(np.mean([hit for (_, place), hit in hits.items() if place >= depth]))
+        chains = [[(row, place + k) for k in range(depth + 1)] for row, place in hits]
+        tau += float(np.mean([all(map(hits.get, chain)) for chain in chains if all(one in hits for one in chain)]))
+    return float(np.mean(divergences)), {**metrics, "simulated_tau": tau}
+
+
+def test_the_loss_is_the_mean_divergence_where_the_target_wrote() -> None:
+    drafter = RECIPES["draft-model"].drafter(small_model(TARGET.model.config, HeadOptions(depth=DEPTH, num_layers=1)))
+    params = jax.tree.map(lambda leaf: 3.0 * leaf, drafter.model.init(jax.random.key(2)))
+    batch = training_pair.make_batch(length=7, padding=(0, 2))
+    batch = batch.replace(loss_mask=batch.loss_mask.at[0, :2].set(False))
+    frozen = {"target_params": TARGET.params, "embedding": None, "draft_to_target": None}
+    objective = functools.partial(distillation_loss, drafter, TARGET.model)
+    (loss, metrics), grads = jax.jit(
+        jax.value_and_grad(lambda params: objective(params, frozen, batch, DEPTH), has_aux=True)
+    )(params)
+    wanted, others = by_hand(drafter.model, params, batch)
+    assert 0 < loss == pytest.approx(wanted, rel=1e-4)
+    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(others, rel=1e-4)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
+@jax.numpy_dtype_promotion("standard")  # optax's own arithmetic mixes types
+def test_a_draft_model_learns_its_target_in_a_few_steps() -> None:
+    options = HeadOptions(depth=DEPTH, num_layers=1, width=16)
+    drafter = RECIPES["draft-model"].drafter(small_model(TARGET.model.config, options))
+    start = RECIPES["draft-model"].start(drafter, TARGET, None, jax.random.key(0))
+    assert np.array_equal(start["embedding"], TARGET.params["embedding"]), "the first layers of a target of that width"
+    frozen = {"target_params": TARGET.params, "embedding": None, "draft_to_target": None}
+    batch = training_pair.make_batch(rows=8, length=12)
+    trainer = Trainer(
+        lambda params, batch: RECIPES["draft-model"].loss(drafter, TARGET.model, params, frozen, batch, options),
+        OptimizerConfig(learning_rate=2e-2, num_steps=40, warmup_steps=2),
+    )
+    history = [metrics for _, metrics in trainer.run(trainer.start(start), lambda step: batch, 40)]
+    first, last = history[0], history[-1]
+    assert last["loss"] < 0.5 * first["loss"]
+    assert last["simulated_tau"] > first["simulated_tau"] + 0.3 and last["acceptance_0"] > first["acceptance_0"]
+
+
+def test_a_small_model_is_of_its_targets_kind() -> None:
+    config = tiny.config(13, 8, layers=tiny.layers(8, qk_norm=True, window=6))
+    small = small_model(config, HeadOptions(depth=1))
+    mixer = small.layers[0].mixer
+    assert (small.width, small.num_layers, mixer.num_heads, mixer.num_kv_heads) == (8, 2, 2, 2)
+    assert (mixer.head_dim, mixer.window, mixer.qk_norm, small.layers[0].mlp.width) == (8, 6, True, 12)
+    assert isinstance(RECIPES["draft-model"].drafter(small), DraftModel)
+    with pytest.raises(ValueError, match="larger than its target"):
+        small_model(config, HeadOptions(depth=1, num_layers=9))

@@ -1,0 +1,227 @@
+"""P-EAGLE's objective: which rows are run, who sees whom, the loss by hand, and that it is drafting what is learned."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+from training_pair import VOCAB, make_batch, random_pair
+
+from eagle3_jax.checks import per_row
+from eagle3_jax.drafters import PEagleConfig, PEagleDrafter
+from eagle3_jax.models.config import with_window
+from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.topology import Chain
+from eagle3_jax.training import p_eagle, ttt
+from eagle3_jax.training.methods import RECIPES, HeadOptions
+from eagle3_jax.training.p_eagle import Chains, ParallelConfig, chain_mask, draw_chains
+from eagle3_jax.types import DraftSampling, Observation, SamplingParams
+
+DEPTH = 3
+
+# Compiled once per shape: op by op, these tests would be slow.
+draw = jax.jit(draw_chains, static_argnums=2)
+parallel_logits = jax.jit(p_eagle.parallel_logits, static_argnums=0)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[DecoderTarget, PEagleDrafter, Any, Any]:
+    """Two layers, the second one under a window; the head's weights are large, so that what is seen matters."""
+    target, like, _, frozen = random_pair()
+    fields = {field.name: getattr(like.config, field.name) for field in dataclasses.fields(like.config)}
+    layers = (like.config.layers[0], with_window(like.config.layers[0], 3))
+    config = PEagleConfig(**fields | {"layers": layers, "mask_token_id": VOCAB - 1})
+    drafter = PEagleDrafter(config, Chain(DEPTH), draft_sampling=DraftSampling.PROBABILISTIC)
+    head = jax.tree.map(lambda leaf: 1.5 * leaf, drafter.init_params(jax.random.key(1)))
+    return target, drafter, head, frozen
+
+
+# --- which rows are run ----------------------------------------------------------------------------------------------
+
+
+def rows_of(chains: Chains, row: int) -> dict[int, list[int]]:
+    """Anchors by depth."""
+    anchors, present = np.asarray(chains.anchors)[row], np.asarray(chains.present)[row]
+    found: dict[int, list[int]] = {depth: [] for depth in set(chains.depths)}
+    for anchor, depth, there in zip(anchors, chains.depths, present, strict=True):
+        if there:
+            found[depth].append(int(anchor))
+    return found
+
+
+def test_every_depth_keeps_the_share_that_the_paper_says() -> None:
+    """⌊23 · 0.7⌋, ⌊22 · 0.49⌋, ⌊21 · 0.343⌋, ⌊20 · 0.2401⌋ and ⌊19 · 0.2⌋ of 24 positions."""
+    chains = draw(jax.random.key(0), jnp.ones((3, 24), bool), ParallelConfig(num_depths=6))
+    for row in range(3):
+        assert [len(rows_of(chains, row)[depth]) for depth in range(6)] == [24, 16, 10, 7, 4, 3]
+    assert len(chains.depths) == 24 + 16 + 10 + 7 + 4 + 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_chains_have_no_gaps_and_stay_among_what_is_supervised(seed: int) -> None:
+    valid = np.random.default_rng(seed).random((3, 24)) < np.array([[0.9], [0.5], [0.05]])
+    valid[0, 0] = True  # a position that no anchor stands before
+    chains = draw(jax.random.key(seed), jnp.asarray(valid), ParallelConfig(num_depths=6))
+    for row in range(3):
+        of_depth, supervised = rows_of(chains, row), int(valid[row].sum())
+        assert of_depth[0] == list(range(24))
+        for depth in range(1, max(chains.depths) + 1):
+            here = of_depth[depth]
+            assert len(set(here)) == len(here) <= max(0, supervised - depth) * max(0.7**depth, 0.2)
+            assert set(here) <= set(of_depth[depth - 1])
+            assert all(anchor >= 0 and valid[row, anchor + depth] for anchor in here)
+    assert rows_of(chains, 0)[2]
+
+
+def test_the_draw_depends_on_the_key_alone() -> None:
+    valid = jnp.ones((3, 24), bool)
+    one, again, other = (draw(jax.random.key(seed), valid, ParallelConfig(num_depths=6)) for seed in (0, 0, 1))
+    assert np.array_equal(one.anchors, again.anchors)
+    assert not np.array_equal(one.anchors, other.anchors)
+
+
+# --- who sees whom ---------------------------------------------------------------------------------------------------
+
+
+def test_masks_by_hand() -> None:
+    """Four positions; anchors 0 and 2 at depth 1, anchor 0 at depth 2. The second row is padded and lost a chain."""
+    chains = Chains(
+        anchors=jnp.array([[0, 1, 2, 3, 0, 2, 0], [0, 1, 2, 3, 0, 0, 0]]),
+        present=jnp.array([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]], bool),
+        depths=(0, 0, 0, 0, 1, 1, 2),
+    )
+    whole = [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0],
+        [1, 0, 0, 0, 1, 0, 0],
+        [1, 1, 1, 0, 0, 1, 0],
+        [1, 0, 0, 0, 1, 0, 1],
+    ]
+    mask = chain_mask(chains, jnp.array([[1, 1, 1, 1], [1, 1, 0, 0]], bool))
+    assert mask[0].astype(int).tolist() == whole
+    padded = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1], [1, 0, 0, 0]]  # padding sees itself
+    assert mask[1, :5, :4].astype(int).tolist() == padded
+    assert mask[1, 4:, 4:].astype(int).tolist()[0] == [1, 0, 0]
+    assert not mask[1, :, 5:].any()
+    assert chains.positions[0].tolist() == [0, 1, 2, 3, 1, 3, 2]
+
+
+def test_what_is_learned_is_what_is_drafted(pair) -> None:
+    """The laws of training at every anchor and depth, and those of drafting behind every prefix, under a window."""
+    target, drafter, head, frozen = pair
+    batch, size = make_batch(1, 8), 8
+    features = ttt.consult(drafter, target, frozen, batch, 1)[1]
+    chains = draw(jax.random.key(0), jnp.ones((1, size), bool), ParallelConfig(num_depths=DEPTH, ratio=1.0))
+    laws = jax.nn.softmax(parallel_logits(drafter, head, frozen["embedding"], features, batch, chains))[0]
+
+    prefix = jnp.arange(size - 1)
+    seen = Observation(
+        tokens=jnp.tile(batch.tokens, (size - 1, 1)),
+        features=jnp.tile(features, (size - 1, 1, 1, 1)),
+        length=prefix + 1,
+        next_token=batch.tokens[0, prefix + 1],
+    )
+
+    @jax.jit
+    def drafted(head: Any) -> Any:
+        params = {"head": head, "embedding": frozen["embedding"], "draft_to_target": frozen["draft_to_target"]}
+        state = drafter.observe(params, drafter.init(params, size - 1, size + DEPTH), seen)
+        keys = jax.random.split(jax.random.key(0), size - 1)
+        return drafter.propose(params, state, keys, per_row(SamplingParams(temperature=1.0), size - 1)).probs
+
+    probs = drafted(head)[:, 1:][:, :, frozen["draft_to_target"]]
+    compared = 0
+    for index, (anchor, depth) in enumerate(zip(chains.anchors[0].tolist(), chains.depths, strict=True)):
+        law = laws[index]
+        if chains.present[0, index] and anchor < size - 1:
+            np.testing.assert_allclose(law, probs[anchor, depth], atol=1e-5)
+            compared += 1
+    assert compared > 2 * size
+
+
+# --- the loss --------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_is_one_mean_over_all_depths(pair) -> None:
+    """In float64 from the logits of both: KL, labels, shares and chains, element by element."""
+    target, drafter, head, frozen = pair
+    batch = dataclasses.replace(make_batch(2, 8, padding=(0, 2)), key=jax.random.key(5))
+    config = ParallelConfig(num_depths=DEPTH)
+    compiled = jax.jit(p_eagle.p_eagle_loss, static_argnums=(0, 1, 5))
+    loss, metrics = compiled(drafter, target, head, frozen, batch, config)
+
+    real = np.asarray(batch.attention_mask)
+    valid = real & np.pad(real[:, 1:], ((0, 0), (0, 1)))
+    chains = draw(batch.key, jnp.asarray(valid), config)
+    features = ttt.consult(drafter, target, frozen, batch, 1)[1]
+    scores = parallel_logits(drafter, head, frozen["embedding"], features, batch, chains)
+    positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
+    seen = jnp.tril(jnp.ones((8, 8), jnp.bool_)) & batch.attention_mask[:, None, :]
+    final = target(frozen["target_params"], batch.tokens, positions, seen).final
+    wanted = np.asarray(target.unembed(frozen["target_params"], final), np.float64)
+    ids = np.asarray(frozen["draft_to_target"])
+
+    terms: list[float] = []
+    hits: dict[int, dict[tuple[int, int], bool]] = {depth: {} for depth in range(DEPTH)}
+    for row in range(2):
+        for index, depth in enumerate(chains.depths):
+            anchor = int(chains.anchors[row, index])
+            if not chains.present[row, index] or not valid[row, anchor + depth]:
+                continue
+            label = wanted[row, anchor + depth + 1]
+            p = np.exp(label[ids]) / np.exp(label[ids]).sum()
+            score = np.asarray(scores[row, index], np.float64)
+            q = np.exp(score) / np.exp(score).sum()
+            terms.append(float(np.sum(p * np.log(p / q))))
+            hits[depth][row, anchor] = ids[score.argmax()] == label.argmax()
+    assert loss == pytest.approx(np.mean(terms), abs=1e-5)
+    tau = 1.0
+    for depth in range(DEPTH):
+        assert metrics[f"accuracy_{depth}"] == pytest.approx(np.mean(list(hits[depth].values())), abs=1e-6)
+        whole = [key for key in hits[depth] if all(key in hits[before] for before in range(depth))]
+        tau += np.mean([all(hits[before][key] for before in range(depth + 1)) for key in whole])
+    assert metrics["simulated_tau"] == pytest.approx(tau, abs=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [{"num_depths": 0}, {"ratio": 0.0}, {"least": 1.5}])
+def test_a_wrong_option_is_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        ParallelConfig(**wrong)
+
+
+def test_by_the_recipe_the_loss_falls_and_drafts_are_accepted() -> None:
+    """One batch by heart."""
+    loaded = tiny.target(13, layers=tiny.layers(8))
+    model: Any = loaded.model
+    options, recipe = HeadOptions(depth=3, num_layers=2, draft_vocab_size=9), RECIPES["p-eagle"]
+    drafter = recipe.drafter(recipe.config(model.config, options))
+    ids = np.array([0, 1, 3, 4, 6, 7, 9, 10, 12], np.int32)
+    frozen: Any = {
+        "target_params": loaded.params,
+        "embedding": loaded.params["embedding"],
+        "draft_to_target": jnp.asarray(ids),
+    }
+    batch, optimizer = make_batch(4, 12), optax.adam(1e-2)
+    params = recipe.start(drafter, loaded, ids, jax.random.key(0))
+
+    def step(carry: Any, index: jax.Array) -> Any:
+        params, state = carry
+        chosen = dataclasses.replace(batch, key=jax.random.fold_in(jax.random.key(0), index))
+        loss = lambda params: recipe.loss(drafter, model, params, frozen, chosen, options)
+        (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        updates, state = optimizer.update(grads, state)
+        return (optax.apply_updates(params, updates), state), (value, metrics, optax.tree.norm(grads["mask_hidden"]))
+
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to a counter
+        _, (losses, metrics, norms) = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(100))
+    assert losses[-10:].mean() < 0.3 * losses[:3].mean()
+    assert metrics["simulated_tau"][-10:].mean() > metrics["simulated_tau"][:3].mean() + 0.5
+    assert (norms > 0).all()

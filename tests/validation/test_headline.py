@@ -1,0 +1,142 @@
+"""The headline experiment at a tiny shape, without vLLM: cells are kept as they are measured, and measured once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import headline
+import headline_page
+import pytest
+import tiny
+
+MODELS = tiny.GOLDEN / "vllm"
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    directory = tmp_path_factory.mktemp("headline")
+    for name, first in (("one", 3), ("two", 40)):
+        lines = [json.dumps({"prompt_ids": [first + row, 7, 9, 11]}) for row in range(3)]
+        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    files = [f"{name}={directory / name}.jsonl" for name in ("one", "two")]
+    where = ["--target", str(MODELS / "target"), "--drafter", str(MODELS / "eagle3")]
+    where += ["--output", str(directory / "out"), "--prompts", *files]
+    return ["--rehearse", *where, "--batches", "2", "--chains", "2", "--tree", "4", "2", "2", "--max-new-tokens", "5"]
+
+
+@pytest.fixture(scope="module")
+def runs(arguments: list[str]) -> dict[str, Any]:
+    """A run that is interrupted in its third cell, one in which a cell fails, and one that completes the rest."""
+    path = Path(arguments[arguments.index("--output") + 1]) / "headline.json"
+    measured: list[tuple[str, int]] = []
+    measure = headline.measure
+    found: dict[str, Any] = {"path": path}
+
+    def run(cell_of: dict[int, BaseException]) -> list[tuple[str, int]]:
+        measured.clear()
+
+        def counting(contenders: Any, prompts: Any, **options: Any) -> Any:
+            measured.append((contenders[0].name, options["batch_size"]))
+            if len(measured) in cell_of:
+                raise cell_of[len(measured)]
+            return measure(contenders, prompts, **options)
+
+        headline.measure = counting
+        try:
+            headline.main(arguments)
+        finally:
+            headline.measure = measure
+        return list(measured)
+
+    with pytest.raises(KeyboardInterrupt):
+        run({3: KeyboardInterrupt()})
+    found["interrupted"] = json.loads(path.read_text())
+    with pytest.raises(SystemExit, match=r"1 cells failed; .* measures them again: two, T=1, batch 2, ours"):
+        run({2: RuntimeError("out of\nmemory")})
+    found["failed"] = json.loads(path.read_text())
+    found["measured last"] = run({})
+    found["whole"] = json.loads(path.read_text())
+    found["measured again"] = run({})
+    return found
+
+
+def test_every_cell_is_on_the_disk_as_soon_as_it_is_measured(runs: dict[str, Any]) -> None:
+    assert list(runs["interrupted"]["cells"]) == ["one, T=0, batch 2, ours", "one, T=1, batch 2, ours"]
+
+
+def test_a_cell_that_fails_is_measured_again_and_no_other(runs: dict[str, Any]) -> None:
+    cells = runs["failed"]["cells"]
+    assert len(cells) == 4
+    assert [cell["failed"] for cell in cells.values() if "failed" in cell] == ["RuntimeError: out of memory"]
+    assert runs["measured last"] == [("plain", 2)]
+    assert runs["measured again"] == []
+    whole = runs["whole"]["cells"]
+    assert not any("failed" in cell for cell in whole.values())
+    assert whole["one, T=0, batch 2, ours"] == runs["interrupted"]["cells"]["one, T=0, batch 2, ours"]
+
+
+def test_the_record_holds_what_the_table_is_made_of(runs: dict[str, Any]) -> None:
+    record = runs["whole"]
+    assert record["rehearsal"] and record["environment"]["target"] == record["target"]
+    for cell in record["cells"].values():
+        assert [row["name"] for row in cell["rows"]] == ["plain", "chain K=2", "tree N=4"]
+        plain, chain, tree = cell["rows"]
+        assert plain["ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0} and plain["acceptance"] is None
+        assert len(chain["acceptance"]["per_position"]) == len(tree["acceptance"]["per_position"]) == 2
+        assert all(row["roofline"]["share"] > 0 for row in cell["rows"])
+        # In float32 greedy text is that of plain decoding; sampled text is another.
+        expected = None if cell["temperature"] else cell["num_prompts"]
+        assert [row["same_texts"] for row in cell["rows"]] == [expected] * 3
+
+
+def test_table_and_plot_have_every_cell(runs: dict[str, Any]) -> None:
+    directory = runs["path"].parent
+    table = (directory / "headline.md").read_text()
+    assert table.startswith("A REHEARSAL: no figure counts.")
+    rows = [line for line in table.splitlines() if line.startswith(("| one", "| two"))]
+    assert len(rows) == 2 * 2 * 3
+    assert "Not measured" not in table
+    pytest.importorskip("matplotlib")
+    assert (directory / "headline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ratios_to_vllm_stand_beside_our_rows(runs: dict[str, Any]) -> None:
+    """A record to which cells of vLLM were added by hand: its row appears, ours gives the ratio and the texts."""
+    record = json.loads(json.dumps(runs["whole"]))
+    cell = json.loads(json.dumps(record["cells"]["one, T=0, batch 2, ours"]))
+    ours = next(row for row in cell["rows"] if row["name"] == "chain K=2")
+    theirs = ours | {"name": "vLLM chain K=2"}
+    ours |= {"ratio": {"median": 1.25, "low": 1.125, "high": 1.5}, "same_texts": 1}
+    record["cells"]["one, T=0, batch 2, chain K=2"] = cell | {"rival": "chain K=2", "rows": [ours, theirs]}
+    found = [row for row in headline_page.rows(record) if row[:3] == ["one", "0", "2"]]
+    assert [row[3] for row in found] == ["plain", "chain K=2", "tree N=4", "vLLM chain K=2"]
+    over_vllm, texts = (headline_page.COLUMNS.index(name) for name in ("over vLLM", "same texts"))
+    assert [row[over_vllm] for row in found] == ["", "1.25 (1.12\N{EN DASH}1.5)", "", ""]
+    assert [row[texts] for row in found] == ["", "2 of 2", "2 of 2", "1 of 2"]
+
+
+BAD = {
+    "other options": (["--repeats", "3"], "holds a run with another options; give another --output"),
+    "a file without a name": (["--prompts", "test.jsonl"], "expected NAME=FILE"),
+    "no rows": (["--batches", "0"], "numbers of at least 1"),
+    "a negative temperature": (["--temperatures", "-1"], "--temperatures of at least 0"),
+}
+
+
+@pytest.mark.parametrize(("more", "words"), BAD.values(), ids=BAD)
+def test_bad_input_is_one_line_and_2(runs, arguments: list[str], more: list[str], words: str, capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        headline.main([*arguments, *more])
+    assert ended.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "error: " in last and words in last
+
+
+def test_a_record_that_is_none_is_refused(arguments: list[str], tmp_path: Path, capsys) -> None:
+    (tmp_path / "headline.json").write_text("[1]")
+    with pytest.raises(SystemExit) as ended:
+        headline.main([*arguments, "--output", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "is no record of this experiment" in capsys.readouterr().err

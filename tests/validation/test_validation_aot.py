@@ -1,0 +1,441 @@
+"""What is read from optimised HLO, on programs small enough to count by hand, and platforms that are not here.
+
+The texts in ``hlo/`` came out of the compilers for an H200 (``.cuda``) and a TPU v6e (``.tpu``), of functions of a few
+lines; metadata was cut away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import re
+from pathlib import Path
+
+import pytest
+import tiny
+
+from eagle3_jax.bench.random_models import shape_named
+from validation.aot import platforms, table
+from validation.aot.__main__ import main
+from validation.aot.arguments import bytes_on_a_device
+from validation.aot.facts import Part, copied_by, is_of_the_host, kernels_that_add, parts_of
+from validation.aot.grid import few, on_meshes
+from validation.aot.hlo import Array, Instruction, Module
+from validation.aot.measured import Facts, Measured
+from validation.aot.platforms import Platform
+from validation.aot.programs import Case
+from validation.aot.record import PATH, budget, load, save
+from validation.aot.traffic import sizes_of, traffic
+
+pytest_plugins = ["pytester", "validation_runs"]
+
+HLO = Path(__file__).parent.parent / "hlo"
+CACHE, TABLE = (1, 8, 4096, 128), (32000, 512)
+CACHE_BYTES = 2 * 8 * 4096 * 128
+
+
+def text(name: str) -> str:
+    return (HLO / f"{name}.txt").read_text()
+
+
+def whole(name: str) -> Part:
+    return parts_of(text(name), rounds=False, caches=[CACHE], table=TABLE)["whole"]
+
+
+# ---------------------------------------------------------------- launches
+
+
+def test_a_loop_of_known_length_is_unrolled() -> None:
+    """``fori_loop(0, 59, lambda i, x: tanh(x @ w) + i, x)``: each trip a product, a copy and the counter."""
+    part = whole("loop_of_59.cuda")
+    module = Module.parse(text("loop_of_59.cuda"))
+    (loop,) = (one for one in module.computations[module.entry] if one.op == "while")
+    body = [one.op for one in module.computations[module.loop(loop)[1]] if one.op in ("fusion", "copy", "custom-call")]
+    outside = [one.op for one in module.computations[module.entry] if one.op in ("fusion", "copy", "custom-call")]
+    assert len(body) >= 2
+    assert part.launches == 59 * len(body) + len(outside)
+    assert part.decisions == 0, "the host is not asked"
+
+
+def test_a_tpu_does_not_say_how_long_its_loops_are_but_their_condition_does() -> None:
+    module = Module.parse(text("loop_of_59.tpu"))
+    (loop,) = (one for one in module.computations[module.entry] if one.op == "while")
+    assert "known_trip_count" not in loop.rest and module.trip_count(loop) == 59
+    assert whole("loop_of_59.tpu").cycles >= 59 * 1040, "cycles of a trip count as often"
+
+
+def test_a_round_is_the_body_of_the_loop_that_nobody_knows_the_length_of() -> None:
+    """An open loop around a loop of three: a trip of the inner one has a product, a copy and its counter."""
+    parts = parts_of(text("rounds.cuda"), rounds=True, caches=[], table=TABLE)
+    one_round, before = parts["round"], parts["before"]
+    # Inner: the counter, the product, a copy. Outer: a copy, its counter. The condition: a reduction.
+    assert one_round.launches == 3 * 3 + 2 + 1
+    assert one_round.kinds == {"fusion": 3 * 2 + 1 + 1, "copy": 3 + 1}
+    # Two copies, a sine, a sum.
+    assert before.launches == 4 and before.decisions == 0
+    assert whole("rounds.cuda").launches == 12 + 4 and whole("rounds.cuda").decisions == 1
+
+
+def test_a_program_without_an_open_loop_has_no_rounds() -> None:
+    with pytest.raises(ValueError, match="no loop without a known trip count"):
+        parts_of(text("loop_of_59.cuda"), rounds=True, caches=[], table=TABLE)
+
+
+def test_every_branch_of_a_conditional_counts_and_the_decision_is_the_hosts() -> None:
+    part = whole("cond.cuda")
+    assert part.launches == part.kinds["fusion"] == 2 + 3  # sort and double; sine, sum and add
+    assert part.decisions == 1
+
+
+def test_what_ends_an_asynchronous_operation_is_no_launch_of_its_own() -> None:
+    part = whole("all_reduce.cuda")
+    assert part.kinds == {"fusion": 4, "all-reduce-start": 1}
+    assert part.collectives == {"all-reduce": 1} and part.cache_collectives == 0
+
+
+@pytest.mark.parametrize("version", ["0.11", "0.12"])
+def test_an_all_reduce_that_is_a_fused_kernel_is_counted(version: str) -> None:
+    """Of ``tanh(x @ w) @ v`` on four devices: what jax 0.10 starts as an all-reduce, later ones start as a fusion."""
+    lines = text(f"all_reduce_fused_{version}.cuda")
+    assert "all-reduce-start" not in lines and "fusion-start(" in lines
+    part = parts_of(lines, rounds=False, caches=[(6, 512)], table=TABLE)["whole"]
+    assert part.collectives == {"all-reduce": 1}
+    assert part.cache_collectives == 1, "of the shape that is named as a cache's here"
+    assert part.kinds["fusion-start"] == 1
+
+
+def test_an_asynchronous_computation_is_launched_once() -> None:
+    lines = """HloModule m
+%inner (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %r = f32[8]{0} reverse(%p), dimensions={0}
+}
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %s = ((f32[8]{0}), f32[8]{0}, u32[]) async-start(%x), calls=%inner
+  %u = ((f32[8]{0}), f32[8]{0}, u32[]) async-update(%s)
+  ROOT %d = f32[8]{0} async-done(%u)
+}
+"""
+    module = Module.parse(lines)
+    assert [step.instruction.op for step in module.launches(module.entry)] == ["reverse"]
+
+
+def test_a_text_that_is_no_module_is_refused() -> None:
+    with pytest.raises(ValueError, match="no ENTRY"):
+        Module.parse("HloModule nothing\n")
+
+
+# ---------------------------------------------------------------- kernels that add
+
+
+def test_kernels_that_add_are_found_in_the_scopes_of_the_target() -> None:
+    """An RMSNorm and a product under ``target``, a product under ``verify``. The argmax there adds nothing."""
+    lines = text("sums.cuda")
+    totals = [kernels_that_add(lines, scopes).total() for scopes in (["target"], ["verify"], ["observe"], None)]
+    assert totals == [2, 1, 1, 4]
+
+
+def test_kernels_that_add_are_compared_without_their_names() -> None:
+    lines = text("sums.cuda")
+    renamed = re.sub(r"%([\w.\-]+)", r"%renamed_\1", lines)
+    renamed = re.sub(r'op_name="(jit\(f\)/\w+)[^"]*"', r'op_name="\1/renamed"', renamed)
+    assert renamed != lines and kernels_that_add(renamed) == kernels_that_add(lines)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('"sizes":["8","16"]', '"sizes":["8","32"]'),
+        ("bf16[1024,6]{0,1} dot(", "f32[1024,6]{0,1} dot("),
+        ('"sizes":["16"]', '"sizes":["32"]'),
+        ("constant(1e-06)", "constant(1e-05)"),
+        ("multiply(%parameter_0, %mul.1)", "multiply(%parameter_0, %parameter_0)"),
+        ("ROOT %reduce_sum.5.0 = f32[] add(", "ROOT %reduce_sum.5.0 = f32[] subtract("),
+    ],
+)
+def test_a_kernel_that_adds_otherwise_is_seen(before: str, after: str) -> None:
+    lines = text("sums.cuda")
+    assert before in lines
+    assert kernels_that_add(lines.replace(before, after)) != kernels_that_add(lines)
+
+
+# ---------------------------------------------------------------- arrays
+
+
+def test_arrays_of_tuples_with_the_layouts_of_tpus_are_read() -> None:
+    one = Instruction(
+        "x", "(bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, /*index=1*/pred[3]{0}, u32[]{:S(2)})", "copy-start", ""
+    )
+    assert one.arrays == (Array("bf16", (8, 128), 1), Array("pred", (3,)), Array("u32", (), 2))
+    assert [array.size for array in one.arrays] == [2048, 3, 4]
+
+
+# ---------------------------------------------------------------- copies
+
+
+def test_an_update_of_what_was_donated_copies_nothing() -> None:
+    part = whole("update_donated.cuda")
+    assert (part.cache_copies, part.cache_rewrites, part.copied) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["update_kept.cuda", "transposed.cuda", "update_kept.tpu"])
+def test_a_copy_of_a_whole_cache_is_seen(name: str) -> None:
+    """Kept by the caller, or laid out again; on the TPU by way of VMEM, and counted when it is back."""
+    part = whole(name)
+    assert part.cache_copies == 1 and part.copied == CACHE_BYTES
+
+
+def test_a_cache_written_whole_where_an_update_would_do_is_seen() -> None:
+    """``where(slots == i, new, cache)`` reads and writes all of it."""
+    part = whole("rewritten.cuda")
+    assert part.cache_copies == 0 and part.cache_rewrites == 1
+
+
+def test_a_gather_of_a_cache_is_seen() -> None:
+    part = whole("gathered.cuda")
+    assert part.collectives == {"all-gather": 1} and part.cache_collectives == 1
+
+
+def test_a_table_looked_up_by_its_bits_is_copied_but_not_when_it_fits_into_fast_memory() -> None:
+    """The compiler writes the bits of this small table into VMEM: a prefetch. One that stays in main memory counts."""
+    assert whole("table.tpu").table_copies == 0
+    slow = text("table.tpu").replace("u16[32000,512]{1,0:T(8,128)(2,1)S(1)} bitcast", "u16[32000,512]{1,0} bitcast")
+    part = parts_of(slow, rounds=False, caches=[CACHE], table=TABLE)["whole"]
+    assert part.table_copies == 1 and part.copied == 2 * 32000 * 512
+
+
+def test_a_fusion_that_computes_is_no_copy() -> None:
+    module = Module.parse(text("loop_of_59.cuda"))
+    fusions = [one for lines in module.computations.values() for one in lines if one.op == "fusion"]
+    assert fusions and all(copied_by(module, one) is None for one in fusions)
+
+
+# ---------------------------------------------------------------- the host
+
+
+@pytest.mark.parametrize(
+    ("name", "launched", "expected"),
+    [
+        # x [8, 64] and w [64, 64] are read, the product and a counter are written.
+        ("loop_of_59.cuda", "gemm_fusion_dot_general.5", 4 * (8 * 64 + 64 * 64 + 1 + 8 * 64)),
+        # A token's keys are read twice, old and new, and written once; a predicate and an index are read.
+        ("update_donated.cuda", "loop_dynamic_update_slice_fusion", 3 * (8 * 128 * 2) + 1 + 4),
+        ("update_kept.cuda", "copy.2", 2 * CACHE_BYTES),
+        ("transposed.cuda", "wrapped_transpose", 2 * CACHE_BYTES),
+    ],
+)
+def test_bytes_of_a_launch_by_hand(name: str, launched: str, expected: int) -> None:
+    module = Module.parse(text(name))
+    found = [one for computation in module.computations.values() for one in computation if one.name == launched]
+    assert traffic(module, found[0], sizes_of(module)) == expected
+
+
+def test_a_callback_is_two_transfers() -> None:
+    assert whole("callback.tpu").host == 2
+
+
+@pytest.mark.parametrize(
+    ("op", "rest", "type"),
+    [
+        ("custom-call", 'custom_call_target="xla_ffi_python_gpu_callback"', "f32[8]{0}"),
+        ("outfeed", "", "token[]"),
+        ("copy-start", "", "(f32[8]{0:S(5)}, f32[8]{0}, u32[])"),
+    ],
+)
+def test_work_of_the_host_is_seen(op: str, rest: str, type: str) -> None:
+    assert is_of_the_host(Instruction("x", type, op, f"%y), {rest}"))
+
+
+@pytest.mark.parametrize("name", ["loop_of_59.cuda", "update_kept.tpu", "all_reduce.cuda"])
+def test_programs_without_it_have_none(name: str) -> None:
+    assert whole(name).host == 0
+
+
+# ---------------------------------------------------------------- two depths, and budgets
+
+
+def measured(launches: tuple[int, ...], case: Case | None = None, **memory: int) -> Measured:
+    facts = (
+        Facts(layers, {"whole": Part(launches=count)}, {"compile": 1.0}, {"temp": 2**20, "alias": 99, **memory}, 100)
+        for layers, count in zip((3, 5), launches, strict=False)
+    )
+    return Measured(case or Case(), tuple(facts), {"jax": "0.10.2"})
+
+
+def test_a_layer_and_the_rest_follow_from_two_depths() -> None:
+    row = measured((281, 313))
+    assert row.per_layer("whole") == 16 and row.outside("whole") == 233
+    assert row.aliased == 0.99
+    assert measured((281,)).per_layer("whole") is None and measured((281,)).outside("whole") is None
+
+
+def test_collectives_of_a_layer_follow_too() -> None:
+    parts = [
+        Part(collectives={"all-reduce": 26, "all-gather": 6}),
+        Part(collectives={"all-reduce": 30, "all-gather": 6}),
+    ]
+    facts = (Facts(layers, {"whole": one}, {}, {}, 0) for layers, one in zip((3, 5), parts, strict=True))
+    assert Measured(Case(), tuple(facts), {}).collectives_per_layer("whole") == {"all-reduce": 2}
+
+
+def test_a_mesh_is_compiled_where_the_topology_has_as_many_devices() -> None:
+    assert len(on_meshes("cuda:h200")) == 4 and len(on_meshes("tpu:v6e:2x2")) == 1 and not on_meshes("tpu:v6e:1x1")
+
+
+def test_a_budget_is_what_was_reached_and_five_per_cent() -> None:
+    assert [budget(reached) for reached in (0, 12, 100, 16.5, None)] == [0, 13, 105, 18, 0]
+
+
+def test_rows_of_a_record_take_the_place_of_those_of_the_same_case(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    save([measured((10, 12)), measured((20, 24), Case(batch=8))], file, {"date": "then"})
+    save([measured((10, 16))], file, {"date": "now"})
+    rows = load(file)
+    assert {name: row.per_layer("whole") for name, row in rows.items()} == {Case().name: 3, Case(batch=8).name: 2}
+    assert rows[Case().name] == measured((10, 16))
+
+
+# ---------------------------------------------------------------- platforms, and misuse
+
+
+def test_platforms_go_by_their_names() -> None:
+    for name in ("cuda:h200", "cuda:h100", "tpu:v6e:2x2", "tpu:v5e:2x2", "tpu:v6e:1x1", "tpu:v4:2x2x1"):
+        assert Platform.named(name).name == name
+
+
+@pytest.mark.parametrize("name", ["h200", "cuda:b300", "cuda:../h200", "tpu:v6e", "tpu:v6e:2", "rocm:mi300", ""])
+def test_a_platform_that_is_unknown_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--platform", name]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"Error: there is no platform {name!r}") and said.count("\n") == 1 and "cuda:h200" in said
+
+
+def test_a_compiler_that_is_missing_or_of_another_version_is_named_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed = {"jax": "0.10.2", "jax-cuda13-pjrt": "0.10.1"}
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    said = Platform.named("cuda:h200").missing()
+    assert said is not None and "\n" not in said
+    assert "jax-cuda13-plugin is not installed, jax-cuda13-pjrt is 0.10.1" in said
+    assert "--no-deps" in said and "'jax-cuda13-plugin==0.10.2' 'jax-cuda13-pjrt==0.10.2'" in said
+    installed |= {"jax-cuda13-plugin": "0.10.2", "jax-cuda13-pjrt": "0.10.2"}
+    assert Platform.named("cuda:h200").missing() is None
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ['libtpu==0.0.42.*; extra == "tpu"'])
+    assert Platform.named("tpu:v6e:2x2").wheels == {"libtpu": "0.0.42.*"}
+    installed["libtpu"] = "0.0.42.1"
+    assert Platform.named("tpu:v6e:2x2").missing() is None
+    installed["libtpu"] = "0.0.43"
+    assert "libtpu is 0.0.43" in str(Platform.named("tpu:v6e:2x2").missing())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--target", "Llama-9"], "there is no shape 'Llama-9'"),
+        (["--draft", "bush3"], "there is no draft 'bush3'"),
+        (["--program", "train"], "there is no program 'train'"),
+        (["--layers", "2"], "can be cut to 3 to 32"),
+        (["--layers", "few"], "expected a number of layers, or all"),
+        (["--batch", "0"], "--batch is 0"),
+        (["--capacity", "64"], "no room for --prompt 128"),
+        (["--dtype", "float8"], "float8"),
+    ],
+)
+def test_misuse_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.startswith("Error: ") and said.count("\n") == 1
+
+
+def test_without_the_compiler_the_level_is_not_run_and_says_what_to_install(
+    validate,
+) -> None:
+    source = (Path(platforms.__file__).parent.parent / "test_aot.py").read_text()
+    source = source.partition("\n\nfrom __future__ import annotations\n")[2]
+    _, report = validate(source, "--aot", "cuda:h200")
+    assert report["AOT"].verdict == "not run", report["AOT"].reason
+    assert "jax-cuda13-plugin is not installed" in report["AOT"].reason
+    assert "AOT not run" in " ".join(report.incomplete())
+
+
+def test_a_run_without_the_option_leaves_the_level_out(validate) -> None:
+    source = '@level("AOT")\ndef test_a_thing(): pass\n@level("L0")\ndef test_another(): pass\n'
+    _, report = validate(source)
+    assert report["AOT"].verdict == "not run" and report["AOT"].reason == "only with --aot"
+    assert not [line for line in report.incomplete() if line.startswith("AOT")]
+    _, report = validate(source, "--aot", "tpu:v6e:2x2")
+    assert report["AOT"].verdict == "passed" and report.aot == ["tpu:v6e:2x2"]
+    result, _ = validate(source, "--aot", "cuda:h2000")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --aot: there is no platform 'cuda:h2000' to compile for; use one of *"])
+
+
+def test_cases_are_told_apart_by_their_names() -> None:
+    names = [Case().name, *(Case(**{key: value}).name for key, value in dataclasses.asdict(
+        Case(platform="cuda:h100", target="Qwen3-8B", draft="plain", batch=2, program="prefill", sampled=True,
+             dtype="mixed", weights="fp8", mesh="model=4")).items()
+        if key not in ("layers", "capacity", "prompt"))]  # fmt: skip
+    assert len(set(names)) == len(names) == 10
+
+
+def test_complete_with_a_level_asks_for_that_level_alone(validate) -> None:
+    source = '@level("AOT")\ndef test_a_thing(): pass\n@level("L0")\ndef test_another(): pass\n'
+    result, _ = validate(source, "--aot", "cuda:h200", "--level", "AOT", "--complete")
+    assert result.ret == 0
+    result, _ = validate(source.replace("pass", "pytest.skip('no compiler')"), "--level", "AOT", "--complete")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED, "nothing ran"
+
+
+# ---------------------------------------------------------------- what is recorded
+
+
+def test_the_tables_of_the_page_are_their_records() -> None:
+    """To write them again: ``python -m validation.aot --table BEFORE AFTER``."""
+    page = (HLO.parent.parent / "docs" / "accelerators.md").read_text()
+    assert table.page(PATH.with_name("aot-0.2.0.json"), PATH) in page
+
+
+def test_what_every_commit_compiles_is_recorded() -> None:
+    rows = load()
+    assert not [case.name for case in few("cuda:h200") if case.name not in rows]
+
+
+def test_no_round_that_is_recorded_on_a_gpu_copies_a_cache_or_a_table_or_waits_for_the_host() -> None:
+    for name, row in load().items():
+        part = row.deep.parts[row.main]
+        if row.case.program != "prefill" and row.case.platform.startswith("cuda"):
+            assert (part.host, part.cache_copies, part.cache_rewrites, part.table_copies) == (0, 0, 0, 0), name
+            assert row.aliased is None or row.aliased >= 0.99, name
+
+
+@pytest.mark.parametrize("mesh", ["", "model=4"])
+def test_what_lies_on_a_device_is_what_the_compiler_was_given(mesh: str) -> None:
+    """Of a layer of the target: what a program of five layers was recorded to take more than one of three."""
+    row = load()[Case(draft="chain5", mesh=mesh).name]
+    shallow, deep = row.facts
+    with tiny.unchecked():  # trees of shardings where arrays are announced
+        sizes = [bytes_on_a_device("Llama-3.1-8B", mesh, layers=facts.layers) for facts in (shallow, deep)]
+    ours = sum(sizes[1].values()) - sum(sizes[0].values())
+    assert ours == deep.memory["argument"] - shallow.memory["argument"]
+
+
+def test_experts_lie_on_the_devices_that_have_them_and_routers_on_all() -> None:
+    with tiny.unchecked():
+        one, eight, fp8 = (
+            bytes_on_a_device("gpt-oss-120b", mesh, layers=1, weights=weights)["parameters"]
+            for mesh, weights in (("", "dense"), ("model=8", "dense"), ("model=8", "fp8"))
+        )
+    config = shape_named("gpt-oss-120b")
+    experts = 128 * 2 * (3 * 2880 * 2880 + 3 * 2880)
+    rest = one - experts
+    assert experts // 8 < eight < experts // 8 + rest and config.layers[0].mlp == config.layers[-1].mlp
+    # FP8 has half the bytes but for the scales, four bytes for each of what a column of an expert sums up.
+    assert eight - fp8 >= experts // 16 - 16 * 4 * 3 * 2880 - 16 * 2 * 3 * 2880

@@ -1,0 +1,91 @@
+"""What L9 compares without weights: the shapes that are written, the dice, and what a wrong die would look like."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("scipy")
+
+from eagle3_jax.bench.random_models import shape_named
+from eagle3_jax.conversion.families import FAMILIES
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.engines.vllm.synthetic import GreedyByDice
+from eagle3_jax.models.config import usual_head
+from eagle3_jax.stats import SpeculationStats
+from validation.simulated import Law, synthetic, write_shape
+
+RATES = (0.7, 0.49, 0.343)
+
+
+@pytest.mark.parametrize(("name", "family"), [("Llama-3.1-8B", "llama"), ("Qwen3-8B", "qwen3")])
+def test_the_shape_that_vllm_reads_is_that_of_the_target(tmp_path: Path, name: str, family: str) -> None:
+    shape = shape_named(name)
+    target, head = write_shape(shape, usual_head(shape), tmp_path, dtype="bfloat16")
+    values = json.loads((target / "config.json").read_text())
+    assert FAMILIES[family].read_config(Fields(values, "config.json")) == shape
+    assert values["tie_word_embeddings"] is shape.tie_embeddings
+    drafting = json.loads((head / "config.json").read_text())
+    assert (drafting["draft_vocab_size"], drafting["hidden_size"]) == (32_000, shape.width)
+    assert drafting["eagle_aux_hidden_state_layer_ids"] == list(usual_head(shape).aux_layers)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def counted(rates: tuple[float, ...], rounds: int, seed: int) -> SpeculationStats:
+    """Rounds that accept with these rates, from uniforms, one for each round."""
+    dice = np.random.default_rng(seed).random(rounds)
+    positions = np.array([(dice < rate).sum() for rate in rates])
+    return SpeculationStats(
+        num_drafts=np.array([rounds]),
+        num_draft_tokens=np.array([rounds * len(rates)]),
+        num_accepted_tokens=np.array([positions.sum()]),
+        num_accepted_tokens_per_pos=positions[None],
+    )
+
+
+def test_dice_of_these_rates_pass_and_others_fail() -> None:
+    """The deviation that is said to be seen is seen nine times in ten, and a sound engine passes each time."""
+    law, rounds = Law(RATES), 6000
+    assert all(max(map(abs, law.scores(counted(RATES, rounds, seed)))) <= law.most for seed in range(200))
+    assert law.mean == pytest.approx(1.533) and law.deviation == pytest.approx(np.sqrt(3.885 - 1.533**2))
+    visible = law.sees(rounds)
+    assert visible < 0.11
+    off = tuple(np.array(RATES) * (1 + visible / law.mean))
+    missed = sum(abs(law.scores(counted(off, rounds, seed))[0]) <= law.most for seed in range(200))
+    assert missed <= 40
+
+
+def test_one_position_that_is_off_is_seen_although_the_mean_is_right() -> None:
+    law = Law(RATES)
+    scores = law.scores(counted((0.75, 0.49, 0.293), 6000, 0))
+    assert abs(scores[0]) < law.most < abs(scores[1])
+
+
+def test_vllms_dice_on_a_cpu_are_those_of_its_kernel() -> None:
+    """Three requests by hand: two of three accepted, all of two, and a padding draft that ends the second."""
+    torch = pytest.importorskip("torch")
+    output = torch.full((3, 4), -1, dtype=torch.int32)
+    drafts = torch.tensor([10, 11, 12, 20, 21, 30, -1, 32])
+    choices = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8])
+    uniforms = torch.tensor([0.1, 0.2, 0.9, 0.1, 0.1, 0.1, 0.0, 0.0], dtype=torch.float64)
+    ends, bonus = torch.tensor([3, 5, 8]), torch.tensor([[91], [92], [93]])
+    GreedyByDice(None)(output, ends, drafts, choices, bonus, None, 3, uniforms, torch.tensor([0.5, 0.5, 0.5]))
+    assert output.tolist() == [[10, 11, 3, -1], [20, 21, 92, -1], [30, 7, -1, -1]]
+    with pytest.raises(ValueError, match="temperature 0"):
+        GreedyByDice(None)(output, ends, drafts, choices, bonus, ends, 3, uniforms, torch.tensor([0.5]))
+
+
+def test_without_rates_the_shipped_kernel_runs() -> None:
+    called: list[tuple] = []
+    given: list[Any] = [*range(8), None]
+    GreedyByDice(lambda *passed: called.append(passed))(*given)
+    assert called == [tuple(given)]
+
+
+def test_the_options_name_one_rate_for_each_token() -> None:
+    options = synthetic(Path("head"), RATES)
+    assert options["num_speculative_tokens"] == len(options["synthetic_acceptance_rates"]) == 3

@@ -1,0 +1,329 @@
+"""The statistics of ``validation``: against closed forms, and whether each sees the bugs that it is there for."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from scipy.stats import chi2, norm
+
+from eagle3_jax.testing.frequencies import smallest_deviation
+from validation.statistics import (
+    Excess,
+    Score,
+    directed,
+    drafted,
+    goodness_of_fit,
+    kolmogorov_smirnov,
+    randomised_pit,
+    smallest_shift,
+    surprisal,
+    towards,
+)
+
+P = np.array([[0.5, 0.25, 0.25, 0.0], [0.1, 0.2, 0.3, 0.4]])
+Q = np.array([[0.25, 0.25, 0.0, 0.5], [0.4, 0.3, 0.2, 0.1]])
+TOKENS = np.array([0, 3])
+
+
+def moments(score: np.ndarray, p: np.ndarray) -> tuple[float, float]:
+    mean = sum(a * b for a, b in zip(p, score, strict=True) if a)
+    return mean, sum(a * (b - mean) ** 2 for a, b in zip(p, score, strict=True) if a)
+
+
+def test_surprisal_has_the_entropy_as_its_mean() -> None:
+    found = surprisal(P, TOKENS)
+    np.testing.assert_allclose(found.observed, [math.log(2), -math.log(0.4)])
+    assert found.mean[0] == pytest.approx(1.5 * math.log(2))
+    assert found.variance[0] == pytest.approx(0.25 * math.log(2) ** 2)
+    for row in range(2):
+        bits = [-math.log(x) if x else 0.0 for x in P[row]]
+        assert (found.mean[row], found.variance[row]) == pytest.approx(moments(bits, P[row]))
+
+
+def test_a_token_without_mass_is_infinitely_surprising() -> None:
+    assert surprisal(P, np.array([3, 0])).z == math.inf
+
+
+def test_a_directed_score_is_the_cut_log_ratio() -> None:
+    found = directed(P, Q, np.array([2, 0]))
+    np.testing.assert_allclose(found.observed, [-10.0, math.log(4)])
+    for row in range(2):
+        ratio = [max(-10.0, math.log(b / a)) if a and b else -10.0 for a, b in zip(P[row], Q[row], strict=True)]
+        assert (found.mean[row], found.variance[row]) == pytest.approx(moments(ratio, P[row]))
+
+
+def test_a_drafted_token_counts_as_often_as_it_has_mass() -> None:
+    found = drafted(P, np.array([[1, -1], [3, 0]]), TOKENS)
+    assert found.observed.tolist() == [0.0, 1.0]
+    np.testing.assert_allclose(found.mean, [0.25, 0.5])
+    np.testing.assert_allclose(found.variance, [0.25 * 0.75, 0.25])
+
+
+def test_z_is_the_sum_over_its_standard_deviation() -> None:
+    score = Score(np.array([1.0, 2.0, 5.0]), np.array([0.0, 1.0, 1.0]), np.array([1.0, 3.0, 5.0]))
+    assert score.z == pytest.approx(6 / 3)
+    assert score[np.array([True, True, False])].z == pytest.approx(2 / 2)
+    assert Score(np.ones(2), np.ones(2), np.zeros(2)).z == 0
+
+
+def test_the_transform_adds_up_the_mass_before_a_token() -> None:
+    uniforms = np.array([0.5, 0.25])
+    np.testing.assert_allclose(randomised_pit(P, TOKENS, uniforms, order=-P), [0.25, 0.1])
+    np.testing.assert_allclose(randomised_pit(P, TOKENS, uniforms, order=np.zeros_like(P)), [0.25, 0.7])
+    np.testing.assert_allclose(randomised_pit(P, np.array([2, 1]), uniforms, order=-P), [0.875, 0.75])
+
+
+def test_kolmogorov_smirnov_knows_uniform_from_not() -> None:
+    grid = (np.arange(5000) + 0.5) / 5000
+    assert kolmogorov_smirnov(grid) > 0.999
+    assert kolmogorov_smirnov(grid**1.2) < 1e-15
+    assert kolmogorov_smirnov(grid[:0]) == 1
+
+
+def test_goodness_of_fit_is_that_of_the_closed_form() -> None:
+    law, counts = {"a": 0.5, "b": 0.3, "c": 0.2}, {"a": 520, "b": 290, "c": 190}
+    found = goodness_of_fit(counts, law)
+    pearson = 20**2 / 500 + 10**2 / 300 + 10**2 / 200
+    likelihood = 2 * sum(count * math.log(count / (1000 * law[x])) for x, count in counts.items())
+    assert found.chi_square == pytest.approx(chi2.sf(pearson, 2))
+    assert found.g_test == pytest.approx(chi2.sf(likelihood, 2))
+    assert (found.draws, found.cells, found.distance) == (1000, 3, pytest.approx(0.02))
+
+
+def test_rare_outcomes_are_counted_together() -> None:
+    law = {"a": 0.9} | {index: 0.1 / 100 for index in range(100)}
+    found = goodness_of_fit({"a": 900} | {index: 1 for index in range(100)}, law)
+    assert found.cells == 101
+    assert found.chi_square == pytest.approx(1.0)
+    assert goodness_of_fit({"a": 850} | dict.fromkeys(range(100), 1.5), law).chi_square < 1e-6
+    assert goodness_of_fit({"a": 1000}, {"a": 0.999, "b": 0.001}).chi_square == 1  # b joins a, and nothing is left
+
+
+def test_an_impossible_outcome_fails_at_once() -> None:
+    found = goodness_of_fit({"a": 999, "b": 1}, {"a": 1.0, "b": 0.0})
+    assert found.chi_square == found.g_test == 0
+    assert found.impossible == {"b": 1}
+
+
+def test_p_values_of_the_fit_are_uniform_under_the_law() -> None:
+    rng, law = np.random.default_rng(0), np.random.default_rng(1).dirichlet(np.ones(20))
+    names = dict(enumerate(law))
+    fits = [goodness_of_fit(dict(enumerate(rng.multinomial(3000, law))), names) for _ in range(1500)]
+    assert kolmogorov_smirnov(np.array([fit.chi_square for fit in fits])) > 1e-3
+
+
+# ---------------------------------------------------------------- planted bugs, seen in simulated rounds
+
+
+class Played(NamedTuple):
+    """Tokens of simulated rounds, with what the statistics are given."""
+
+    p: np.ndarray
+    q: np.ndarray
+    tokens: np.ndarray
+    index: np.ndarray
+
+
+VOCABULARY, DRAFTED, ROUNDS = 1000, 4, 2500
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+@functools.cache
+def played(bug: str) -> Played:
+    """Rounds of Leviathan's rule on fresh random laws, with one bug; ``q`` is what the drafter declares."""
+    rng = np.random.default_rng(7)
+    draw = lambda law: int(np.searchsorted(np.cumsum(law), rng.random() * law.sum(), side="right"))
+    rows: list[tuple] = []
+    for _ in range(ROUNDS):
+        logits = 1.5 * rng.normal(size=(DRAFTED + 1, VOCABULARY))
+        p, q = softmax(logits), softmax(logits + 0.8 * rng.normal(size=logits.shape))
+        for j in range(DRAFTED + 1):
+            if j == DRAFTED:
+                rows.append((p[j], q[j], draw(q[j] if bug == "bonus from q" else p[j]), j))
+                break
+            drawn_from = q[j]
+            if bug == "raw q declared":  # drafted from its 50 likeliest tokens
+                drawn_from = np.where(q[j] >= np.sort(q[j])[-50], q[j], 0.0)
+            token = int(np.argmax(q[j])) if bug == "argmax drafted, q declared" else draw(drawn_from)
+            if rng.random() * q[j][token] < p[j][token]:
+                rows.append((p[j], q[j], token, j))
+                continue
+            rest = np.maximum(p[j] - q[j], 0.0)
+            if bug == "residual softmax":
+                rest = softmax(rest)
+            elif bug == "resample from p":
+                rest = p[j]
+            rows.append((p[j], q[j], draw(rest), j))
+            break
+    p, q, tokens, index = map(np.array, zip(*rows, strict=True))
+    return Played(p, q, tokens, index)
+
+
+def verdicts(run: Played) -> dict[str, float]:
+    """The z of every score, and the transforms' p-values as a z of the same tail."""
+    uniforms = np.random.default_rng(11).random(run.tokens.size)
+    scores = {"entropy": surprisal(run.p, run.tokens), "directed": directed(run.p, run.q, run.tokens)}
+    found = {name: score.z for name, score in scores.items()}
+    found["bonus"] = scores["directed"][run.index == DRAFTED].z
+    for name, order in (("rank", -run.p), ("direction", -towards(run.p, run.q))):
+        tail = kolmogorov_smirnov(randomised_pit(run.p, run.tokens, uniforms, order=order))
+        found[name] = float(norm.isf(max(tail, 1e-300)))
+    return found
+
+
+def test_nothing_is_seen_in_correct_rounds() -> None:
+    run = played("none")
+    assert run.tokens.size > 6000
+    assert set(run.index) == set(range(DRAFTED + 1))
+    assert all(abs(z) < 4 for z in verdicts(run).values())
+
+
+@pytest.mark.parametrize(
+    ("bug", "seen"),
+    [
+        ("residual softmax", "entropy"),
+        ("residual softmax", "rank"),
+        ("raw q declared", "entropy"),
+        ("raw q declared", "rank"),
+        ("resample from p", "directed"),
+        ("resample from p", "direction"),
+        ("bonus from q", "bonus"),
+        ("argmax drafted, q declared", "entropy"),
+        ("argmax drafted, q declared", "rank"),
+    ],
+)
+def test_a_bug_is_seen_by(bug: str, seen: str) -> None:
+    assert abs(verdicts(played(bug))[seen]) > 6
+
+
+def test_no_single_statistic_sees_everything() -> None:
+    """Why there are several: a token resampled from the target keeps its entropy and its rank."""
+    found = verdicts(played("resample from p"))
+    assert abs(found["entropy"]) < 4 and abs(found["rank"]) < 4
+
+
+@pytest.mark.parametrize(("residual", "size"), [("without the draft", 4.0), ("the target again", None)])
+def test_a_refused_point_mass_that_is_drawn_again_shows_in_the_share_of_drafted_tokens(
+    residual: str, size: float | None
+) -> None:
+    rng = np.random.default_rng(3)
+    p = softmax(2 * rng.normal(size=(5000, 50)))
+    draft = np.argmax(p, axis=1)
+    accepted = rng.random(5000) < p[np.arange(5000), draft]
+    rest = p.copy()
+    if residual == "without the draft":
+        rest[np.arange(5000), draft] = 0.0
+    cumulative = np.cumsum(rest, axis=1)
+    other = (cumulative > rng.random((5000, 1)) * cumulative[:, -1:]).argmax(axis=1)
+    z = drafted(p, draft[:, None], np.where(accepted, draft, other)).z
+    assert abs(z) < size if size else z > 10
+
+
+def test_counted_outcomes_of_a_wrong_law_are_seen() -> None:
+    rng = np.random.default_rng(5)
+    law, other = {0: 0.5, 1: 0.3, 2: 0.2}, [0.45, 0.33, 0.22]
+    found = goodness_of_fit(Counter(rng.choice(3, size=4000, p=other).tolist()), law)
+    assert found.chi_square < 1e-6 and found.g_test < 1e-6
+
+
+# ---------------------------------------------------------------- power
+
+
+def test_the_smallest_deviation_is_that_of_the_noncentral_chi_square() -> None:
+    """Published: at 5 % and one degree, power 0.9 takes a noncentrality of 10.51, with ten degrees 20.53."""
+    assert smallest_deviation(10_000, 1, alpha=0.05) == pytest.approx(math.sqrt(10.507 / 10_000), rel=1e-3)
+    assert smallest_deviation(10_000, 10, alpha=0.05) == pytest.approx(math.sqrt(20.53 / 10_000), rel=1e-3)
+    assert smallest_deviation(0, 3, alpha=1e-6) == smallest_deviation(10, 0, alpha=1e-6) == math.inf
+
+
+@functools.cache
+def transitions(seed: int, contexts: int = 12, size: int = 4) -> np.ndarray:
+    return np.random.default_rng(seed).dirichlet(4 * np.ones(size), contexts)
+
+
+def counted(p: np.ndarray, drawn_from: np.ndarray, tokens: int, rng: np.random.Generator) -> Excess:
+    """Tokens in strata that are their contexts."""
+    laws = rng.integers(0, len(p), tokens)
+    drawn = (rng.random((tokens, 1)) > np.cumsum(drawn_from, axis=1)[laws]).sum(axis=1).clip(max=p.shape[1] - 1)
+    return Excess.of(p, laws, drawn, laws, len(p))
+
+
+def test_excess_by_law_is_pearsons_statistic() -> None:
+    p, rng = transitions(0), np.random.default_rng(1)
+    excess = counted(p, p, 20_000, rng)
+    found = excess.fluctuation()
+    pearson = ((excess.observed - excess.expected) ** 2 / excess.expected).sum()
+    assert found.statistic == pytest.approx(pearson)
+    assert (found.degrees, found.tokens) == (12 * 3, 20_000)
+    assert found.p_value == pytest.approx(chi2.sf(pearson, 36))
+
+
+def test_p_values_of_excess_are_uniform_in_strata_that_mix_laws_and_follow_the_past() -> None:
+    """The stratum is the token two places earlier of a chain of order one: known before, and far from independent."""
+    p, found = transitions(2, contexts=4), []
+    for seed in range(400):
+        rng = np.random.default_rng(seed)
+        texts = np.zeros((300, 12), int)
+        for place in range(1, 12):
+            texts[:, place] = (rng.random((300, 1)) > np.cumsum(p, axis=1)[texts[:, place - 1]]).sum(axis=1).clip(max=3)
+        laws, tokens, strata = texts[:, 1:-1].ravel(), texts[:, 2:].ravel(), texts[:, :-2].ravel()
+        found.append(Excess.of(p, laws, tokens, strata, 4).fluctuation().p_value)
+    assert kolmogorov_smirnov(np.array(found)) > 1e-3
+
+
+def test_a_deviation_of_the_smallest_size_is_seen_nine_times_in_ten() -> None:
+    p, tokens, alpha = transitions(3), 20_000, 1e-3
+    size, rng = smallest_deviation(tokens, 36, alpha=alpha), np.random.default_rng(4)
+    tilt = rng.normal(size=p.shape)
+    tilt -= (p * tilt).sum(axis=1, keepdims=True)
+    tilt /= math.sqrt((p * tilt**2).sum() / len(p))
+    seen = [counted(p, p * (1 + size * tilt), tokens, rng).fluctuation().p_value < alpha for _ in range(400)]
+    assert np.mean(seen) == pytest.approx(0.9, abs=0.05)
+    unseen = [counted(p, p, tokens, rng).fluctuation().p_value < alpha for _ in range(400)]
+    assert np.mean(unseen) < 0.01
+
+
+def test_a_shift_along_a_score_of_the_smallest_size_is_seen_nine_times_in_ten() -> None:
+    p, tokens, rng = np.array([[0.5, 0.3, 0.2]]), 5000, np.random.default_rng(5)
+    laws = np.broadcast_to(p, (tokens, 3))
+    standard = -np.log(p[0]) - (p[0] * -np.log(p[0])).sum()
+    standard /= math.sqrt((p[0] * standard**2).sum())
+    moved = p[0] * (1 + smallest_shift(tokens, 3.0) * standard)
+    seen = [surprisal(laws, rng.choice(3, size=tokens, p=moved)).z > 3 for _ in range(400)]
+    assert np.mean(seen) == pytest.approx(0.9, abs=0.05)
+
+
+def test_excess_adds_up_and_knows_the_impossible() -> None:
+    p, rng = np.array([[0.5, 0.5, 0.0], [0.0, 1.0, 0.0]]), np.random.default_rng(6)
+    laws = rng.integers(0, 2, 1000)
+    tokens = np.where(laws == 1, 1, rng.integers(0, 2, 1000))
+    nowhere = np.zeros(1000, int)
+    whole = Excess.of(p, laws, tokens, nowhere, 1)
+    halves = Excess.of(p, laws[:500], tokens[:500], nowhere[:500], 1) + Excess.of(
+        p, laws[500:], tokens[500:], nowhere[500:], 1
+    )
+    assert np.array_equal(whole.observed, halves.observed) and np.allclose(whole.covariance, halves.covariance)
+    found = whole.fluctuation()
+    assert (found.degrees, found.tokens) == (1, int((laws == 0).sum()))  # certain tokens say nothing
+    assert found.p_value > 1e-3
+    tokens[np.flatnonzero(laws == 1)[0]] = 2
+    wrong = Excess.of(p, laws, tokens, nowhere, 1).fluctuation()
+    assert (wrong.p_value, wrong.impossible) == (0.0, 1)
+
+
+def test_strata_that_expect_too_few_are_put_together() -> None:
+    p, rng = transitions(7), np.random.default_rng(8)
+    laws, strata = rng.integers(0, 12, 3000), np.append(np.zeros(2900, int), np.arange(1, 101))
+    tokens = (rng.random((3000, 1)) > np.cumsum(p, axis=1)[laws]).sum(axis=1).clip(max=3)
+    found = Excess.of(p, laws, tokens, strata, 101).fluctuation()
+    assert found.degrees <= 2 * 3
+    assert found.p_value > 1e-3
