@@ -1,4 +1,4 @@
-"""Options, what is being validated, and the report that every run writes."""
+"""``pytest validation``: its options, and the report that it writes after every check."""
 
 from __future__ import annotations
 
@@ -6,121 +6,157 @@ import dataclasses
 import datetime
 import gc
 import shlex
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
-# Where pytest is started elsewhere, it has not read from pyproject.toml that helpers lie here.
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
-
-import every_family
-import support_record
-
+from eagle3_jax.bench.environment import committable, environment
+from eagle3_jax.bench.gpu import gpu_problem
+from eagle3_jax.bench.tables import write_text
 from eagle3_jax.cli._compiled import keep_compiled_programs
-from eagle3_jax.reporting.environment import committable, environment
-from eagle3_jax.reporting.gpu import gpu_problem
-from eagle3_jax.reporting.tables import write_text
-from eagle3_jax.rivals.memory import SHARE_OF_VLLM, share_memory
+from eagle3_jax.engines.memory import SHARE_OF_VLLM, share_memory
 from validation.aot.platforms import Platform
-from validation.checks import Check, Verdict
 from validation.device import Releases, give_back, products, reason_of_exhaustion
-from validation.fixtures import maybe_vllm, subject  # noqa: F401
+from validation.fixtures import NOTES, RELEASES, setting, subject, vllm, vllm_process  # noqa: F401
 from validation.levels import BY_NAME
 from validation.report import write
-from validation.required import PATH, Counts, expected, without_case
-from validation.runs import Report, verdict_lines
-from validation.setting import Setting
-from validation.vllm.fixtures import NOTES, RELEASES, vllm, vllm_process  # noqa: F401
+from validation.runs import MANIFEST, Check, Counts, Report, Verdict, expected, verdict_lines, without_case
 
 REPORT = pytest.StashKey[Report]()
 _CHECK = pytest.StashKey[Check]()
 _STARTED = pytest.StashKey[float]()
 _WRITTEN = pytest.StashKey[Path]()
+COLORS = {Verdict.PASSED: "green", Verdict.FAILED: "red", Verdict.PARTLY: "yellow", Verdict.NOT_RUN: "light"}
+
+_FLAG: dict[str, Any] = {"action": "store_true"}
+_LIST: dict[str, Any] = {"action": "append", "default": []}
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "--gpu": ("validate on a CUDA device, in bfloat16 and float32, with speed", _FLAG),
+    "--rehearse": ("with --gpu: run its flow on any device with tiny models; nothing measured so counts", _FLAG),
+    "--quick": ("one case of every check and few speeds; its levels are never green", _FLAG),
+    "--complete": ("fail unless every level asked for ran in full", _FLAG),
+    "--level": ("only this level; may be repeated", _LIST | {"metavar": "LEVEL"}),
+    "--target": ("directory or hub id of the target to validate", {"metavar": "TARGET"}),
+    "--drafter": ("directory or hub id of its EAGLE-3 head", {"metavar": "DRAFTER"}),
+    "--prompts": ("JSONL of prompts; may be repeated", _LIST | {"metavar": "FILE"}),
+    "--vllm-python": ("interpreter of an environment with vLLM; see `make vllm`", {"metavar": "PYTHON"}),
+    "--vllm-url": ("running vLLM server with speculation, such as http://host:8000", {"metavar": "URL"}),
+    "--vllm-plain-url": ("running vLLM server of the same target without speculation", {"metavar": "URL"}),
+    "--vllm-memory": (
+        f"share of the GPU's memory for vLLM; default {SHARE_OF_VLLM}, next to JAX's XLA_CLIENT_MEM_FRACTION",
+        {"metavar": "SHARE", "type": float, "default": SHARE_OF_VLLM},
+    ),
+    "--price-per-hour": (
+        "price of the machine in USD; adds the cost of a million tokens",
+        {"metavar": "USD", "type": float},
+    ),
+    "--compilation-cache": (
+        "directory of compiled programs for the next run, or 'none'; with --gpu ~/.cache/eagle3-jax/compiled",
+        {"metavar": "DIR"},
+    ),
+    "--every-family": ("every family of targets, not one for each kind of layer", _FLAG),
+    "--aot": (
+        "compile ahead of time for cuda:h200, tpu:v6e:2x2, ..., which need not be present; may be repeated",
+        _LIST | {"metavar": "PLATFORM"},
+    ),
+    "--aot-all": ("with --aot: every model, draft and batch, which takes hours", _FLAG),
+    "--report-dir": (
+        "where the report is written",
+        {"metavar": "DIR", "default": str(Path(__file__).parent / "report")},
+    ),
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    support_record.pytest_addoption(parser)
-    every_family.pytest_addoption(parser)
     group = parser.getgroup("validation")
-    group.addoption("--gpu", action="store_true", help="validate on a CUDA device, in bfloat16 and float32, with speed")
-    group.addoption(
-        "--rehearse",
-        action="store_true",
-        help="with --gpu: run its flow on whatever device there is, with tiny models; nothing measured so counts",
-    )
-    group.addoption("--target", metavar="TARGET", help="directory or hub id of the target to validate")
-    group.addoption("--drafter", metavar="DRAFTER", help="directory or hub id of its EAGLE-3 head")
-    group.addoption("--prompts", metavar="FILE", action="append", default=[], help="JSONL of prompts; may be repeated")
-    group.addoption("--vllm-python", metavar="PYTHON", help="interpreter of an environment with vLLM; see `make vllm`")
-    group.addoption("--vllm-url", metavar="URL", help="running vLLM server with speculation, such as http://host:8000")
-    group.addoption(
-        "--vllm-plain-url", metavar="URL", help="running vLLM server of the same target without speculation"
-    )
-    group.addoption("--price-per-hour", type=float, metavar="USD", help="of the machine; adds cost per million tokens")
-    group.addoption("--level", metavar="LEVEL", action="append", default=[], help="only this level; may be repeated")
-    group.addoption(
-        "--quick", action="store_true", help="one case of every check and few speeds; its levels are never green"
-    )
-    group.addoption(
-        "--compilation-cache",
-        metavar="DIR",
-        help="where compiled programs are kept for the next run, or 'none'; with --gpu ~/.cache/eagle3-jax/compiled",
-    )
-    group.addoption(
-        "--vllm-memory",
-        type=float,
-        default=SHARE_OF_VLLM,
-        metavar="SHARE",
-        help=f"of the GPU's memory, for vLLM; {SHARE_OF_VLLM} if left out, beside JAX's XLA_CLIENT_MEM_FRACTION",
-    )
-    group.addoption(
-        "--aot",
-        metavar="PLATFORM",
-        action="append",
-        default=[],
-        help="compile ahead of time for cuda:h200, tpu:v6e:2x2, ..., of which none has to be here; may be repeated",
-    )
-    group.addoption(
-        "--aot-all", action="store_true", help="with --aot: every model, draft and batch, which takes hours"
-    )
+    for name, (text, how) in OPTIONS.items():
+        group.addoption(name, help=text, **how)
     parser.addini(
         "validation_manifest",
         "table of the checks that each level must contain, or 'none' where other checks are tried out",
-        default=str(PATH),
+        default=str(MANIFEST),
     )
-    group.addoption("--report-dir", default=str(Path(__file__).parent / "report"), help="where the report is written")
-    group.addoption("--complete", action="store_true", help="fail unless every level asked for ran in full")
 
 
-@pytest.fixture(scope="session")
-def setting(pytestconfig: pytest.Config) -> Setting:
-    option = pytestconfig.getoption
-    return Setting(
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse misuse before anything is loaded, and open the report."""
+    config.addinivalue_line("markers", "level(name): the level of proof that a test belongs to, such as 'L5'")
+    config.addinivalue_line("markers", "covers(what, family, precision, draft): cells of the support matrix")
+    if not hasattr(config.option, "rehearse"):  # found among other directories, which for pytest 8 is too late
+        raise pytest.UsageError("validation has options of its own and must be named: pytest validation")
+    option = config.getoption
+    report = Report(
+        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=committable(shlex.join(["pytest", *map(str, config.invocation_params.args)])),
         gpu=option("--gpu"),
         rehearsal=option("--rehearse"),
-        quick=option("--quick"),
-        target=option("--target"),
-        drafter=option("--drafter"),
-        prompt_files=tuple(Path(name) for name in option("--prompts")),
-        price_per_hour=option("--price-per-hour"),
+        aot=option("--aot"),
+        manifest=_manifest_of(config),
     )
+    config.stash[REPORT], config.stash[NOTES] = report, report.environment
+    config.stash[RELEASES], config.stash[_STARTED] = Releases(), time.perf_counter()
+    try:
+        _refuse_misuse(config)
+        if option("--gpu"):
+            share_memory()
+        if option("--collect-only"):
+            return
+        if option("--gpu") and not option("--rehearse") and (problem := gpu_problem(wanted=True)):
+            raise ValueError(f"--gpu: {problem}; or add --rehearse to try the flow without a GPU")
+        if option("--gpu") or option("--compilation-cache"):
+            keep_compiled_programs(option("--compilation-cache"))
+        report.environment |= environment(
+            target=option("--target"), drafter=option("--drafter"), prompt_files=option("--prompts")
+        )
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def _refuse_misuse(config: pytest.Config) -> None:
+    option = config.getoption
+    for name in option("--level"):
+        if name not in BY_NAME:
+            raise ValueError(f"--level {name} is none of {', '.join(BY_NAME)}")
+    if not 0 < option("--vllm-memory") < 1:
+        raise ValueError(f"--vllm-memory must be a share between 0 and 1, not {option('--vllm-memory'):g}")
+    if option("--rehearse") and not option("--gpu"):
+        raise ValueError("--rehearse is for a run with --gpu; give both")
+    for name in option("--aot"):
+        try:
+            Platform.named(name)
+        except ValueError as error:
+            raise ValueError(f"--aot: {error}") from None
+    for name in option("--prompts"):
+        if not Path(name).is_file():
+            raise ValueError(f"--prompts: there is no file {name}")
+    price = option("--price-per-hour")
+    if price is not None and not 0 < price < float("inf"):
+        raise ValueError(f"--price-per-hour must be above zero, not {price:g}")
+
+
+def _manifest_of(config: pytest.Config) -> Counts:
+    path = config.getini("validation_manifest")
+    if path == "none":
+        return {}
+    mode = "rehearsal" if config.getoption("--rehearse") else "gpu" if config.getoption("--gpu") else "cpu"
+    return expected(mode, Path(path))
 
 
 @pytest.fixture
 def check(request: pytest.FixtureRequest) -> Check:
-    """Where a test keeps the numbers behind its verdict."""
+    """The record of a test in the report, for the numbers behind its verdict."""
     return request.node.stash[_CHECK]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs(pytestconfig: pytest.Config) -> Iterator[None]:
-    """A compiled program holds memory maps; thousands of them reach Linux's limit (65530), which ends the process.
+    """Drop compiled programs: they hold memory maps, and thousands of them reach Linux's limit (65530).
 
-    On a GPU, models and vLLM let go of their memory too: the next module needs it for others.
+    On a GPU, models and vLLM free their memory too, for those of the next module.
     """
     yield
     jax.clear_caches()
@@ -131,7 +167,7 @@ def _forget_programs(pytestconfig: pytest.Config) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _as_exact_as_claimed(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With ``--gpu``, products have all bits of float32, and what a check has left in memory is given back."""
+    """With ``--gpu``, multiply with all bits of float32, and free the memory of each check."""
     if not request.config.getoption("--gpu"):
         yield
         return
@@ -141,71 +177,17 @@ def _as_exact_as_claimed(request: pytest.FixtureRequest) -> Iterator[None]:
         give_back()
 
 
-# ---------------------------------------------------------------- the report, kept up by hooks
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Refuse misuse before anything is loaded, and open the report."""
-    support_record.pytest_configure(config)
-    config.addinivalue_line("markers", "level(name): the level of proof that a test belongs to, such as 'L5'")
-    if not hasattr(config.option, "rehearse"):  # found among other directories, which for pytest 8 is too late
-        raise pytest.UsageError("validation has options of its own and must be named: pytest validation")
-    option = config.getoption
-    for name in option("--level"):
-        if name not in BY_NAME:
-            raise pytest.UsageError(f"--level {name} is none of {', '.join(BY_NAME)}")
-    if not 0 < option("--vllm-memory") < 1:
-        raise pytest.UsageError(f"--vllm-memory must be a share between 0 and 1, not {option('--vllm-memory'):g}")
-    if option("--gpu"):
-        share_memory()
-    if option("--rehearse") and not option("--gpu"):
-        raise pytest.UsageError("--rehearse is for a run with --gpu; give both")
-    if option("--gpu") and not option("--rehearse") and not option("--collect-only"):
-        problem = gpu_problem(wanted=True)
-        if problem is not None:
-            raise pytest.UsageError(f"--gpu: {problem}; or add --rehearse to try the flow without a GPU")
-    try:
-        for name in option("--aot"):
-            Platform.named(name)
-    except ValueError as error:
-        raise pytest.UsageError(f"--aot: {error}") from None
-    for name in option("--prompts"):
-        if not Path(name).is_file():
-            raise pytest.UsageError(f"--prompts: there is no file {name}")
-    price = option("--price-per-hour")
-    if price is not None and not 0 < price < float("inf"):
-        raise pytest.UsageError(f"--price-per-hour must be above zero, not {price:g}")
-    config.stash[REPORT] = Report(
-        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command=committable(shlex.join(["pytest", *map(str, config.invocation_params.args)])),
-        gpu=option("--gpu"),
-        rehearsal=option("--rehearse"),
-        aot=option("--aot"),
-        manifest=_manifest_of(config),
-    )
-    config.stash[RELEASES] = Releases()
-    config.stash[_STARTED] = time.perf_counter()
-    config.stash[NOTES] = config.stash[REPORT].environment
-    if option("--collect-only"):
-        return
-    try:
-        if option("--gpu") or option("--compilation-cache"):
-            keep_compiled_programs(option("--compilation-cache"))
-        config.stash[NOTES] |= environment(
-            target=option("--target"), drafter=option("--drafter"), prompt_files=option("--prompts")
-        )
-    except ValueError as error:
-        raise pytest.UsageError(str(error)) from None
+# ---------------------------------------------------------------- collection
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A speed at the shape of a large model is measured with ``--gpu`` alone."""
+    """Speed at the shape of a large model is measured with ``--gpu`` alone."""
     return True if collection_path.name == "test_speed_simulated.py" and not config.getoption("--gpu") else None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
-    """Keep the modules whose tests nobody will see: a level must not look better for lack of them."""
+    """Keep the modules whose tests are missing, so that a level does not look better without them."""
     found = yield
     report = collector.config.stash[REPORT]
     if found.failed:
@@ -216,7 +198,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Every test belongs to a level and has its check in the report, whether it will run or not."""
+    """Add a check to the report for every test, whether it will run or not."""
     marker = item.get_closest_marker("level")
     if marker is None:
         raise pytest.UsageError(f"{item.nodeid} belongs to no level; mark it, such as @pytest.mark.level('L5')")
@@ -233,7 +215,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Levels for GPUs only are not part of a run without one, nor is what ``--level`` and ``--quick`` leave out."""
+    """Leave out levels that need another option, and the tests that ``--level`` and ``--quick`` leave out."""
     if REPORT not in config.stash:
         return
     option = config.getoption
@@ -248,8 +230,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             check.reason = f"only with --{BY_NAME[check.level].only_with}"
         elif option("--level") and check.level not in option("--level"):
             check.reason = "deselected by --level"
-        # Speeds have a plan for it; planted bugs try the checks, not the device.
-        elif option("--quick") and (check.level == "MU" or (kind in seen and check.level != "L9")):
+        elif option("--quick") and kind in seen and check.level != "L9":  # speeds have a plan for it
             check.reason = "deselected by --quick"
         else:
             seen.add(kind)
@@ -267,9 +248,12 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
             item.stash[_CHECK].reason = item.stash[_CHECK].reason or "deselected"
 
 
+# ---------------------------------------------------------------- the report
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
-    """Read the verdict of a check from how its test went."""
+    """Set the verdict of a check from the outcome of its test."""
     outcome = yield
     check = item.stash[_CHECK]
     check.seconds += outcome.duration
@@ -278,13 +262,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
         item.config.stash[RELEASES]()
     if outcome.failed:
         message = outcome.longrepr if isinstance(outcome.longrepr, str) else call.excinfo.exconly(tryshort=True)
-        if outcome.when != "call":  # the world around the test: which exception it was says more than its last words
+        if outcome.when != "call":  # in setup and teardown, the type of the exception says more than its last words
             message = f"{outcome.when}: {call.excinfo.typename}: {call.excinfo.value}".splitlines()[0]
         check.verdict, check.reason = Verdict.FAILED, _last_lines(message)
     elif outcome.skipped:
-        expected = getattr(outcome, "wasxfail", None)
-        reason = _skip_reason(outcome.longrepr) if expected is None else f"expected to fail: {expected}"
-        check.verdict, check.reason = Verdict.NOT_RUN, reason
+        expected_failure = getattr(outcome, "wasxfail", None)
+        reason = _skip_reason(outcome.longrepr)
+        check.reason = reason if expected_failure is None else f"expected to fail: {expected_failure}"
+        check.verdict = Verdict.NOT_RUN
     elif outcome.when == "call" and check.verdict is Verdict.NOT_RUN:
         check.verdict = Verdict.PASSED
     return outcome
@@ -292,7 +277,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Keep what is known after every check, so that a run that is killed leaves a report, too."""
+    """Write the report after every check, so that a run that is killed leaves one too."""
     yield
     config = item.config
     report = _ended(config.stash[REPORT], config, "not finished: the run was cut off")
@@ -312,7 +297,7 @@ def _ended(report: Report, config: pytest.Config, reason: str) -> Report:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Write the report, however the run ended; misuse is no run."""
+    """Write the report, however the run ended. Misuse is no run."""
     config, report = session.config, session.config.stash.get(REPORT, None)
     if report is None or config.getoption("--collect-only") or exitstatus == pytest.ExitCode.USAGE_ERROR:
         return
@@ -332,10 +317,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if _WRITTEN not in config.stash:
         return
     report, written = config.stash[REPORT], config.stash[_WRITTEN]
-    colours = {Verdict.PASSED: "green", Verdict.FAILED: "red", Verdict.PARTLY: "yellow", Verdict.NOT_RUN: "light"}
     terminalreporter.section("validation")
     for verdict, line in verdict_lines(report):
-        terminalreporter.write_line(line, **{colours[verdict]: True})
+        terminalreporter.write_line(line, **{COLORS[verdict]: True})
     terminalreporter.write_line("")
     terminalreporter.write_line(report.summary, bold=True)
     terminalreporter.write_line(f"Compared: {report.compared}")
@@ -346,14 +330,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line("--complete: this run is not complete", red=True)
         for line in missing:
             terminalreporter.write_line(f"  {line}", red=True)
-
-
-def _manifest_of(config: pytest.Config) -> Counts:
-    path = config.getini("validation_manifest")
-    if path == "none":
-        return {}
-    mode = "rehearsal" if config.getoption("--rehearse") else "gpu" if config.getoption("--gpu") else "cpu"
-    return expected(mode, Path(path))
 
 
 def _skip_reason(representation: object) -> str:

@@ -1,4 +1,4 @@
-"""Greedy decoding with every kernel deterministic, whole batches of it, as the checks of L3 and L4 compare it."""
+"""Greedy decoding in whole batches with deterministic kernels, which L3 and L4 compare."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import tiny
 
 from eagle3_jax import DynamicTree, LoadedDrafter, LoadedTarget
 from eagle3_jax import loop as loops
+from eagle3_jax.checks import per_row
 from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
-from eagle3_jax.tree import Chain
+from eagle3_jax.sampling import row_keys
+from eagle3_jax.topology import Chain
+from eagle3_jax.types import FinishReason, SamplingParams
 from validation.device import exact_options
-from validation.subject import Subject
+from validation.subject import CONTEXT
 
 CHAIN, TREE = Chain(3), DynamicTree(num_nodes=16, max_depth=4, top_k=4)
 SHAPES = {"chain": CHAIN, "tree": TREE}
-CONTEXT = 100  # prompts are cut to their last tokens, so that all share one program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +66,25 @@ def programs(loop: SpeculativeLoop, params: LoopParams, decoding: Decoding) -> t
 
 
 def forget_programs() -> None:
-    """What is compiled holds memory that the next module needs."""
+    """Free the memory of compiled programs for the next module."""
     _programs.clear()
 
 
 def batch_of(prompts: Sequence[list[int]], limit: int) -> loops.Prompts:
-    return tiny.prompts([list(prompt) for prompt in prompts], limit=limit, width=CONTEXT)
+    """A greedy ragged batch that writes ``limit`` tokens a row."""
+    rows, length = len(prompts), np.array([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.zeros((rows, CONTEXT), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    return loops.Prompts(
+        tokens=jnp.asarray(tokens),
+        length=jnp.asarray(length),
+        limit=jnp.asarray(length + limit),
+        limit_reason=jnp.full((rows,), int(FinishReason.LENGTH), jnp.int32),
+        stop_tokens=jnp.zeros((rows, 0), jnp.int32),
+        sampling=per_row(SamplingParams(), rows),
+        keys=row_keys(0, rows),
+    )
 
 
 def new_tokens_of(states: Sequence[GenerationState], limit: int) -> list[list[int]]:
@@ -85,14 +100,8 @@ def accepted_and_drafted(states: Sequence[GenerationState]) -> tuple[int, int]:
     return tuple(int(sum(np.sum(one[index]) for one in counts)) for index in (0, 1))  # type: ignore[return-value]
 
 
-def drafting(drafter: LoadedDrafter, topology: Any) -> LoadedDrafter:
+def with_shape(drafter: LoadedDrafter, topology: Any) -> LoadedDrafter:
     return dataclasses.replace(drafter, drafter=dataclasses.replace(drafter.drafter, topology=topology))
-
-
-def some_prompts(subject: Subject, count: int) -> list[list[int]]:
-    """As many prompts as asked for, from all files in turn, each cut to its end."""
-    tokens = subject.prompt_tokens
-    return [tokens[index * len(tokens) // count % len(tokens)][-CONTEXT:] for index in range(count)]
 
 
 def first_differences(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[int | None]:

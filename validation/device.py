@@ -1,4 +1,4 @@
-"""What a run with ``--gpu`` asks of the device, so that three programs share it and float32 is float32."""
+"""Options of a run with ``--gpu``: three programs share the device, and float32 stays float32."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import jax
 
 from eagle3_jax.cli._compiled import default_directory
-from eagle3_jax.rivals.memory import is_out_of_memory
+from eagle3_jax.engines.memory import is_out_of_memory
 
 WHAT_TO_DO = (
     "run its level alone (--level), with a smaller --target, or with other shares of the device "
     "(XLA_CLIENT_MEM_FRACTION, --vllm-memory)"
 )
 
-# Nothing may depend on which kernels the autotuner happens to like, nor add in an order of its own. Compiled ahead of
+# Results may not depend on the kernels that the autotuner picks, nor on the order of a sum. Compiled ahead of
 # time, XLA of jax 0.11 and 0.12 then finds no configuration of its Triton kernels for products, so these are cuBLAS's.
 DETERMINISTIC: dict[str, Any] = {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
 # Nor may one program keep bits of a bfloat16 between two operations that another program rounds away.
@@ -27,7 +27,7 @@ ROUNDED_AS_WRITTEN: dict[str, Any] = {"xla_allow_excess_precision": False}
 
 
 def share_of_jax() -> float:
-    """What JAX may take of the device, under whichever of its two names; its own default where neither is set."""
+    """The share of the device that JAX may take, from either of its two variables, or JAX's default."""
     names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
     return float(next((os.environ[name] for name in names if name in os.environ), 0.75))
 
@@ -44,7 +44,7 @@ def environment_of_vllm() -> dict[str, str]:
     """Variables that make vLLM's float32 float32 on NVIDIA.
 
     Its attention is written in Triton, whose products of float32 are TensorFloat-32 unless told; kernels compiled
-    otherwise must not be taken from a cache. cuBLAS is told beside PyTorch, which asks for float32 by itself.
+    otherwise must not be taken from a cache. cuBLAS is told too, although PyTorch asks for float32 by itself.
     """
     return {
         "TRITON_F32_DEFAULT": "ieee",
@@ -54,12 +54,12 @@ def environment_of_vllm() -> dict[str, str]:
 
 
 def products(level: str) -> contextlib.AbstractContextManager:
-    """The precision of products in a check: all bits of float32, but for speeds, which are those that users have."""
+    """The precision of products in a check: all bits of float32, except for speeds, which users have without."""
     return contextlib.nullcontext() if level == "L9" else jax.default_matmul_precision("highest")
 
 
 def give_back() -> None:
-    """Give back what nobody holds any more; PyTorch keeps freed memory until it is told."""
+    """Free unused memory. PyTorch keeps freed memory until it is told to release it."""
     gc.collect()
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -67,7 +67,7 @@ def give_back() -> None:
 
 
 def reason_of_exhaustion(error: BaseException) -> str | None:
-    """Why a check did not run, where memory did not suffice, and what can be done; ``None`` for any other error."""
+    """Why a check did not run for lack of memory, with what to do about it; ``None`` for any other error."""
     if not is_out_of_memory(error):
         return None
     said = " ".join(str(error).split())
@@ -75,17 +75,17 @@ def reason_of_exhaustion(error: BaseException) -> str | None:
 
 
 class Releases:
-    """What holds memory of the device and can let go of it between two modules."""
+    """Callbacks that free memory of the device between two modules."""
 
     def __init__(self) -> None:
         self._all: list[Callable[[], None]] = []
 
     def add(self, release: Callable[[], None]) -> None:
-        """Call it when a module has ended."""
+        """Add a callback."""
         self._all.append(release)
 
     def __call__(self) -> None:
-        """Let go of everything."""
+        """Run all callbacks."""
         for release in self._all:
             release()
         give_back()

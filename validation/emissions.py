@@ -1,4 +1,4 @@
-"""Sampled tokens with all that the statistics need: their index in the round, what was drafted, and ``p``."""
+"""Sampled tokens with the inputs of the statistics: index in the round, drafts, and ``p``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from eagle3_jax import Chain, GenerationState, SamplingParams, SpeculativeDecoder, Warping
+from eagle3_jax import Chain, GenerationState, SamplingMode, SamplingParams, SpeculativeDecoder
 from eagle3_jax.load import bundled
 from eagle3_jax.types import Draft
 
@@ -69,10 +69,10 @@ def play(
     max_new_tokens: int,
     seed: int,
 ) -> list[Emitted]:
-    """Generate round by round through the compiled step, and keep what each token was decided on.
+    """Generate round by round through the compiled step, and keep what each decision depended on.
 
-    A chain is drafted once more, one token longer, from the state before the round: the extra token is what the drafter
-    would have put in the place of the bonus.
+    A chain is drafted once more, one token longer, from the state before the round: the extra token is the draft for
+    the place of the bonus.
     """
     state = decoder.prefill(prompts, max_new_tokens=max_new_tokens, sampling=sampling_of(rows), seed=seed)
     longer = _one_longer(decoder)
@@ -102,7 +102,9 @@ def _one_longer(decoder: SpeculativeDecoder) -> Callable[[Any, GenerationState],
     if not isinstance(topology, Chain):
         return None
     drafter = dataclasses.replace(decoder.loop.drafter, topology=Chain(topology.num_speculative_tokens + 1))
-    loop = dataclasses.replace(decoder.loop, drafter=drafter, warping=Warping.TRUNCATED)  # anything but greedy
+    loop = dataclasses.replace(
+        decoder.loop, drafter=drafter, sampling_mode=SamplingMode.TRUNCATED
+    )  # anything but greedy
     return jax.jit(lambda params, state: loop._propose(params, state)[0])
 
 
@@ -121,7 +123,7 @@ def _emitted(prompt: list[int], sequence: np.ndarray, found: list[tuple]) -> Emi
 
 
 class Reference:
-    """``p`` by nothing of ours: a target in transformers, float32, teacher-forced, and its own warpers."""
+    """``p`` from transformers: the target in float32, teacher-forced, with transformers' own warpers."""
 
     def __init__(self, directory: Path | None = None) -> None:
         """Needs torch and transformers.
@@ -139,7 +141,7 @@ class Reference:
         """Logits that each token of each row was drawn with, ``[n V]``; rows share one forward."""
         sequences = [[*row.prompt, *row.tokens.tolist()] for row in rows]
         width = max(map(len, sequences))
-        padded = [sequence + [0] * (width - len(sequence)) for sequence in sequences]  # behind: causal, so never seen
+        padded = [sequence + [0] * (width - len(sequence)) for sequence in sequences]  # attention is causal
         with self._torch.inference_mode():
             logits = self._model(input_ids=self._torch.tensor(padded)).logits
         return [
@@ -162,7 +164,7 @@ class Reference:
 def at_an_edge(logits: Float[np.ndarray, "n V"], warpers: Warpers, *, slack: float = 3e-6) -> Bool[np.ndarray, " n"]:
     """Where float32 rounding alone decides which tokens top-k or top-p keeps.
 
-    Such places are left out whatever was drawn there, so leaving them out biases nothing.
+    They are left out independently of the token that was drawn there, which biases nothing.
     """
     ranked = np.sort(logits.astype(np.float64), axis=1)[:, ::-1] / warpers.temperature
     close = np.zeros(len(ranked), bool)

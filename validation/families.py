@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import peaked
-from families import Recipe
 
 from eagle3_jax import LoadedDrafter, LoadedTarget, SpeculativeDecoder, conversion, load_drafter, load_target
 from eagle3_jax.drafters import NGram
-from eagle3_jax.rivals.vllm.bridge import EngineOptions, Generated, Tokens, eagle3
-from eagle3_jax.rivals.vllm.process import Process
+from eagle3_jax.engines.vllm.bridge import EngineOptions, Generated, Tokens, eagle3
+from eagle3_jax.engines.vllm.process import Process
+from validation import peaked
 from validation.agreement import Judged
 from validation.forcing import reference
 from validation.parity import Parity, play, stats_of
+from validation.peaked import Recipe
 
 VOCAB, NEW_TOKENS, TRAINING_STEPS = 256, 40, 120
 # Of the length that the heads have learned from.
@@ -151,7 +151,7 @@ class Trial(NamedTuple):
         prompts: Of both.
         target: Ours.
         drafter: What both draft with.
-        judged: Texts of ours, scored by vLLM, then vLLM's, scored by us: plain, and behind drafts.
+        judged: Texts of ours, scored by vLLM, then vLLM's, scored by us: plain, and with drafts.
         theirs: vLLM's rounds.
         num_speculative_tokens: ``K``.
     """
@@ -164,7 +164,7 @@ class Trial(NamedTuple):
     num_speculative_tokens: int
 
     def parity(self, drafter: LoadedDrafter | NGram) -> Parity:
-        """Our rounds with a drafter beside vLLM's."""
+        """Our rounds with a drafter, next to vLLM's."""
         decoder = SpeculativeDecoder(
             self.target, drafter, num_speculative_tokens=self.num_speculative_tokens, stop_tokens=()
         )
@@ -173,7 +173,7 @@ class Trial(NamedTuple):
 
 
 def write_target(family: Family, directory: Path) -> Path:
-    """A peaked model of a family, as transformers writes it and with what published files have beside."""
+    """Write a peaked model of a family with transformers, and add the fields that published files have."""
     peaked.write_peaked(family.recipe, directory, loudness=family.loudness)
     for name, added in (("config.json", family.published), ("generation_config.json", family.generation)):
         values = json.loads((directory / name).read_text())
@@ -219,7 +219,7 @@ def trial(vllm: Process, family: Family, directory: Path) -> Trial:
         return decoder.generate(prompts, max_new_tokens=NEW_TOKENS).tokens
 
     mine = {"ours, plain": ours(), "ours, drafting": ours(drafter, num_speculative_tokens=peaked.DEPTH)}
-    # A process of its own: engines behind one with n-grams were seen to write other texts, plain ones too.
+    # A new process: engines loaded after one with n-grams were seen to write other texts, plain ones too.
     vllm.rest()
     engine = vllm.engine(options)
     plain_text = engine.generate(prompts, max_new_tokens=NEW_TOKENS)

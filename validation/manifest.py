@@ -1,8 +1,8 @@
-"""The table of the checks that each level must contain, from what pytest collects.
+"""Write ``manifest.toml``, the table of the checks that each level must contain.
 
     python -m validation.manifest     # collect all checks, and write the table again
 
-A test holds the table equal to what this collects.
+A test compares the table with what pytest collects.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import json
 import sys
 from collections.abc import Mapping
 
-from validation.checks import Check
 from validation.levels import LEVELS
-from validation.required import MODES, PATH, Counts, count
+from validation.runs import MANIFEST, MODES, Check, Counts, count
 
 
 def to_toml(modes: Mapping[str, Counts]) -> str:
@@ -25,7 +24,7 @@ def to_toml(modes: Mapping[str, Counts]) -> str:
         "# Written by `python -m validation.manifest`.",
     ]
     for level in LEVELS:
-        rows = {name: None for counts in modes.values() for name in counts.get(level.name, {})}
+        rows = {name for counts in modes.values() for name in counts.get(level.name, {})}
         lines += ["", f"[{level.name}]"]
         for name in sorted(rows):
             cases = [counts.get(level.name, {}).get(name, 0) for counts in modes.values()]
@@ -33,16 +32,15 @@ def to_toml(modes: Mapping[str, Counts]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def collected() -> str:
-    """What pytest collects in each mode, as the table.
+def collect() -> str:
+    """Collect the checks of every mode with pytest, and return the table of them.
 
     Raises:
         RuntimeError: Something could not be collected.
     """
     import pytest
 
-    sys.path.append(str(PATH.parent.parent / "tests"))  # as pytest does, from pyproject.toml
-    from validation.conftest import REPORT  # a plugin: tests of the table's other parts leave it to pytest
+    from validation.conftest import REPORT
 
     class Keep:
         checks: list[Check]
@@ -56,7 +54,7 @@ def collected() -> str:
     modes: dict[str, Counts] = {}
     for mode, options in MODES.items():
         keep, said = Keep(), io.StringIO()
-        arguments = [str(PATH.parent), "--collect-only", "-q", "-p", "no:cacheprovider", *options]
+        arguments = [str(MANIFEST.parent), "--collect-only", "-q", "-p", "no:cacheprovider", *options]
         with contextlib.redirect_stdout(said):
             ended = pytest.main(arguments, plugins=[keep])
         if ended != pytest.ExitCode.OK:
@@ -67,6 +65,6 @@ def collected() -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--print"]:
-        print(collected(), end="")
+        print(collect(), end="")
     else:
-        PATH.write_text(collected(), encoding="utf-8")
+        MANIFEST.write_text(collect(), encoding="utf-8")

@@ -1,10 +1,10 @@
 """When two argmaxes may differ: ties within two units in the last place, and how many of them noise explains.
 
 A bfloat16 model that runs in blocks of another size sums in another order, so an argmax may flip where two logits
-nearly tie. The rule: at every position the token written is the reference's argmax, or it is one of the reference's
-two likeliest and its logit is at most two bfloat16 units below. Anything else is a disagreement. How many ties and
-disagreements are allowed is not a matter of taste either: it follows from a control in which nothing is drafted, since
-plain decoding in bfloat16 has some of both.
+are approximately tied. The rule: at every position the token is the reference's argmax, or it is one of its two
+likeliest and its logit is at most two bfloat16 units below. Anything else is a disagreement. The allowed
+numbers of ties and disagreements follow from a control in which nothing is drafted, because plain decoding in bfloat16
+has some of both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FLOAT32_TOLERANCE = 1e-3  # of logits: float32 sums in another order differ by a
 
 
 class Agreement(enum.IntEnum):
-    """What the reference thinks of a token."""
+    """The reference's verdict on a token."""
 
     AGREE = 0
     TIE = 1
@@ -52,7 +52,7 @@ def tie_tolerance(best_value: ArrayLike, dtype: str) -> np.ndarray:
 
 
 def wrong_tolerance(best_value: ArrayLike, dtype: str) -> np.ndarray:
-    """Gap beyond which a token is wrong, whatever a control may show: four times that of a tie."""
+    """Gap beyond which a token is wrong, independently of any control: four times that of a tie."""
     return tie_tolerance(best_value, dtype) * WRONG_ULPS / TIE_ULPS
 
 

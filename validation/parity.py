@@ -1,4 +1,4 @@
-"""What our decoder did in every round, beside what vLLM says it did."""
+"""The rounds of our decoder, compared with those that vLLM reports."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from eagle3_jax import SpeculationStats, SpeculativeDecoder
-from eagle3_jax.rivals.vllm.bridge import Engine, Generated, Tokens
+from eagle3_jax.engines.vllm.bridge import Engine, Generated, Tokens
 
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
 
 
 @dataclasses.dataclass(frozen=True)
 class Played:
-    """One prompt's rounds, but for those in which nothing was drafted: vLLM does not count them.
+    """The rounds of one prompt, except those without a draft, which vLLM does not count.
 
     Attributes:
         tokens: New tokens.

@@ -1,24 +1,128 @@
-"""What a run found: verdicts, and the JSON that they are kept in.
+"""The records of a run of ``pytest validation``: checks, verdicts of levels, and the JSON file that keeps them.
 
 In a notebook, with ``report = load(DIR)``: ``report["L8"].numbers``, ``report.table("L8", TITLE).column("K")``.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import enum
 import json
-from collections.abc import Collection, Iterator
+import math
+import re
+import tomllib
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.reporting.tables import Plot, Table
-from validation.checks import Check, LevelResult, Verdict, plain, reasons_of
+from eagle3_jax.bench.tables import Plot, Table, show
 from validation.levels import BY_NAME, LEVELS, Level
-from validation.required import missing_from
 
 SCHEMA_VERSION = 1
-_NO_PART = "deselected: no check of it was part of this run"
-_ADDED_LATER = ("aot", "manifest", "parts")
+# For each level its checks, and the number of cases of each on CPUs, with --gpu, and in a rehearsal.
+MANIFEST = Path(__file__).with_name("manifest.toml")
+MODES = {"cpu": [], "gpu": ["--gpu"], "rehearsal": ["--gpu", "--rehearse"]}
+Counts = dict[str, dict[str, int]]  # level to check to number of cases
+_ADDED_LATER = ("aot", "manifest", "parts")  # fields that an older report may lack
+
+
+class Verdict(enum.StrEnum):
+    """How a check or a level ended. A level that ran in part is never green."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    PARTLY = "partly run"
+    NOT_RUN = "not run"
+
+
+@dataclasses.dataclass
+class Check:
+    """One test of a level, and the numbers behind its verdict.
+
+    Attributes:
+        level: Name of its level.
+        name: What was checked.
+        verdict: ``NOT_RUN`` until the test ends. A check that passes on less than it should have seen sets ``PARTLY``.
+        reason: Why it failed or did not run.
+        seconds: Wall time.
+        numbers: Name to number or short text.
+        tables: In order.
+        plots: In order.
+        sees: The smallest deviation that the check detects with 90 % power, in words; empty for a check without chance.
+    """
+
+    level: str
+    name: str
+    verdict: Verdict = Verdict.NOT_RUN
+    reason: str = ""
+    seconds: float = 0.0
+    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tables: list[Table] = dataclasses.field(default_factory=list)
+    plots: list[Plot] = dataclasses.field(default_factory=list)
+    sees: str = ""
+
+    @property
+    def deselected(self) -> bool:
+        """Whether the options of the run left it out."""
+        return self.verdict is Verdict.NOT_RUN and self.reason.startswith("deselected")
+
+    def number(self, **numbers: Any) -> None:
+        """Keep numbers under their names."""
+        self.numbers |= numbers
+
+    def table(self, title: str, columns: list[str], rows: list[list[Any]]) -> None:
+        """Keep a table."""
+        self.tables.append(Table(title, columns, rows))
+
+    def plot(self, title: str, kind: str, x_label: str, y_label: str, series: dict[str, tuple[list, list]]) -> None:
+        """Keep a plot; see :class:`Plot`."""
+        self.plots.append(Plot(title, kind, x_label, y_label, series))
+
+
+@dataclasses.dataclass(frozen=True)
+class LevelResult:
+    """The verdict of one level.
+
+    Attributes:
+        level: The claim.
+        checks: All that were collected, whether they ran or not.
+        verdict: ``FAILED`` if one failed, ``PASSED`` only if all passed and the manifest names no other.
+        reason: Why it is not ``PASSED``.
+    """
+
+    level: Level
+    checks: list[Check]
+    verdict: Verdict
+    reason: str
+
+    @property
+    def seconds(self) -> float:
+        return sum(check.seconds for check in self.checks)
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """All numbers. If several checks use a name, the name of the check stands before it."""
+        uses = collections.Counter(name for check in self.checks for name in check.numbers)
+        return {
+            name if uses[name] == 1 else f"{check.name}: {name}": value
+            for check in self.checks
+            for name, value in check.numbers.items()
+        }
+
+    @property
+    def sees(self) -> list[str]:
+        """The smallest deviations that its checks detect, without repetitions."""
+        return list(dict.fromkeys(check.sees for check in self.checks if check.sees))
+
+    @property
+    def headline(self) -> str:
+        """The first three numbers over all checks: a value, or the smallest and the largest."""
+        values: dict[str, list[Any]] = {}
+        for check in self.checks:
+            for name, value in check.numbers.items():
+                values.setdefault(name, []).append(value)
+        return ", ".join(f"{name} {_span(found)}" for name, found in list(values.items())[:3])
 
 
 @dataclasses.dataclass
@@ -26,19 +130,19 @@ class Report:
     """A run.
 
     Attributes:
-        environment: Where it ran and what it ran on; see :func:`eagle3_jax.reporting.environment.environment`.
-        checks: Every test that was collected.
+        environment: Machine, versions, models; see :func:`eagle3_jax.bench.environment.environment`.
+        checks: Every test that was collected. A check of a level that no longer exists is kept and judges nothing.
         started: ISO 8601, UTC.
         seconds: Wall time of the run.
         command: The command line.
         gpu: A run with ``--gpu``.
-        aot: Platforms that ``--aot`` named.
-        rehearsal: A run with ``--rehearse``: the flow was tried; nothing it measured counts.
-        errors: Modules that could not be collected. Nobody knows what their checks would have said.
-        skipped: Modules that skipped themselves as a whole, and why.
-        manifest: Level to check to the number of its cases: what the run should have contained. A report from before
-            manifests has none, and its levels are judged by what was collected.
-        parts: Command lines of the runs that it was merged from.
+        rehearsal: A run with ``--rehearse``: it tries the flow, and nothing it measured counts.
+        errors: Modules that could not be collected.
+        skipped: Modules that skipped themselves, and why.
+        manifest: Level to check to number of cases: what the run should contain. Older reports have none; their levels
+            are judged by what was collected.
+        parts: Command lines of the runs that this report was merged from.
+        aot: Platforms of ``--aot``.
     """
 
     environment: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -56,18 +160,18 @@ class Report:
 
     @property
     def compared(self) -> str:
-        """Which models these are verdicts about."""
+        """The models that the verdicts are about."""
         subject = self.environment.get("subject", {})
         name, reason = subject.get("name", "no models of their own"), subject.get("not the default")
         return f"{name} ({reason})" if reason else name
 
     @property
     def levels(self) -> dict[str, LevelResult]:
-        """A verdict for every level there is, in their order."""
+        """A verdict for every level, in their order."""
         return {level.name: self[level.name] for level in LEVELS}
 
     def asks_for(self, level: Level) -> bool:
-        """Whether it is part of such a run: some are with an option only."""
+        """Whether the level is part of such a run: some need an option."""
         return not level.only_with or bool(getattr(self, level.only_with))
 
     def __getitem__(self, name: str) -> LevelResult:
@@ -75,15 +179,16 @@ class Report:
         checks = [check for check in self.checks if check.level == name]
         verdicts = {check.verdict for check in checks}
         if not checks:
-            verdict = Verdict.NOT_RUN
-            reason = f"only with --{level.only_with}" if not self.asks_for(level) else _NO_PART
+            verdict, reason = Verdict.NOT_RUN, "deselected: no check of it was part of this run"
+            if not self.asks_for(level):
+                reason = f"only with --{level.only_with}"
         elif Verdict.FAILED in verdicts:
-            verdict, reason = Verdict.FAILED, reasons_of(checks, Verdict.FAILED)
+            verdict, reason = Verdict.FAILED, _reasons(checks, Verdict.FAILED)
         elif len(verdicts) == 1:
             (verdict,) = verdicts
-            reason = "" if verdict is Verdict.PASSED else reasons_of(checks, verdict)
+            reason = "" if verdict is Verdict.PASSED else _reasons(checks, verdict)
         else:
-            verdict, reason = Verdict.PARTLY, reasons_of(checks, Verdict.PARTLY, Verdict.NOT_RUN)
+            verdict, reason = Verdict.PARTLY, _reasons(checks, Verdict.PARTLY, Verdict.NOT_RUN)
         missing = missing_from(checks, self.manifest.get(name, {}))
         if missing and verdict in (Verdict.PASSED, Verdict.PARTLY):
             verdict = Verdict.PARTLY
@@ -94,17 +199,16 @@ class Report:
         """A table by its title.
 
         Raises:
-            KeyError: The level has none of that title.
+            KeyError: The level has no table of that title.
         """
-        tables = [table for check in self[level].checks for table in check.tables]
-        for table in tables:
-            if table.title == title:
-                return table
-        raise KeyError(f"{level} has no table {title!r}, but {[table.title for table in tables]}")
+        tables = {table.title: table for check in self[level].checks for table in check.tables}
+        if title not in tables:
+            raise KeyError(f"{level} has no table {title!r}, but {list(tables)}")
+        return tables[title]
 
     @property
     def verdict(self) -> Verdict:
-        """Of the run as a whole. A rehearsal proves nothing, so it never passes."""
+        """Of the whole run. A rehearsal proves nothing, so it never passes."""
         verdicts = [result.verdict for result in self.levels.values()]
         if self.errors or Verdict.FAILED in verdicts:
             return Verdict.FAILED
@@ -115,7 +219,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """The verdict in words, naming what failed and what is open."""
+        """The verdict in words. It names the levels that failed and those that are open."""
         names: dict[Verdict, list[str]] = {verdict: [] for verdict in Verdict}
         for name, result in self.levels.items():
             names[result.verdict].append(name)
@@ -133,14 +237,17 @@ class Report:
             }
             parts += [f"{word}: {', '.join(names[verdict])}." for verdict, word in words.items() if names[verdict]]
         if self.errors:
-            parts.append(f"{len(self.errors)} modules could not be read." if len(self.errors) > 1 else
-                         "A module could not be read.")  # fmt: skip
+            parts.append(f"Modules that could not be read: {len(self.errors)}.")
         if self.skipped:
             parts.append(f"Modules that skipped themselves: {len(self.skipped)}.")
         return " ".join(parts)
 
     def incomplete(self, levels: Collection[str] = ()) -> list[str]:
-        """What ``--complete`` asks for and this run lacks, a line each; of these levels, where some are named."""
+        """What ``--complete`` asks for and the run lacks, one line each.
+
+        Args:
+            levels: Names of levels; all that such a run has if empty.
+        """
         wanted = [
             result
             for name, result in self.levels.items()
@@ -153,7 +260,7 @@ class Report:
         ] + [f"not collected: {line}" for line in [*self.errors, *self.skipped]]
 
     def to_json(self) -> str:
-        """Strict JSON: numpy's numbers become plain ones, and what JSON cannot say (NaN, infinity) ``null``."""
+        """Strict JSON: numpy's numbers become plain ones, NaN and infinity become ``null``."""
         verdicts = {
             name: {"verdict": result.verdict, "reason": result.reason, "seconds": result.seconds}
             for name, result in self.levels.items()
@@ -163,10 +270,10 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """Read what :meth:`to_json` wrote; the verdicts of the levels are drawn from the checks again.
+        """Read what :meth:`to_json` wrote. The verdicts of levels are computed from the checks again.
 
         Raises:
-            ValueError: It is no report, or one of another version.
+            ValueError: It is no report, or a report of another version.
         """
         try:
             data = json.loads(text)
@@ -178,10 +285,45 @@ class Report:
         try:
             names = [field.name for field in dataclasses.fields(cls)]
             report = cls(**{name: data[name] for name in names if name in data or name not in _ADDED_LATER})
-            report.checks = [_check(**check) for check in data["checks"]]
+            report.checks = [_read_check(**check) for check in data["checks"]]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"is not a validation report: {type(error).__name__}: {error}") from None
         return report
+
+
+def without_case(name: str) -> str:
+    """The name of a check without the case in brackets."""
+    return re.sub(r"\[.*\]", "", name)
+
+
+def count(checks: Iterable[Check]) -> Counts:
+    """The number of cases of each check."""
+    found: Counts = {}
+    for check in checks:
+        cases = found.setdefault(check.level, {})
+        cases[without_case(check.name)] = cases.get(without_case(check.name), 0) + 1
+    return found
+
+
+def missing_from(checks: Iterable[Check], wanted: Mapping[str, int]) -> list[str]:
+    """The checks that a level lacks, in words; empty if it has all of them."""
+    found = {name: cases for rows in count(checks).values() for name, cases in rows.items()}
+    short = {name: (found.get(name, 0), cases) for name, cases in wanted.items() if found.get(name, 0) < cases}
+    return [f"{name} ({there} of {cases})" if cases > 1 else name for name, (there, cases) in short.items()]
+
+
+def expected(mode: str, path: Path = MANIFEST) -> Counts:
+    """What a run of a mode must contain.
+
+    Args:
+        mode: One of :data:`MODES`.
+        path: Of the table.
+    """
+    column = list(MODES).index(mode)
+    table = tomllib.loads(path.read_text("utf-8"))
+    return {
+        level: {name: cases[column] for name, cases in rows.items() if cases[column]} for level, rows in table.items()
+    }
 
 
 def load(path: str | Path) -> Report:
@@ -204,10 +346,8 @@ def load(path: str | Path) -> Report:
         raise ValueError(f"{file} {error}") from None
 
 
-def _check(verdict: str, tables: list[dict], plots: list[dict], **fields: Any) -> Check:
+def _read_check(verdict: str, tables: list[dict], plots: list[dict], **fields: Any) -> Check:
     check = Check(verdict=Verdict(verdict), **fields)
-    if check.level not in BY_NAME:
-        raise ValueError(f"unknown level {check.level!r}")
     check.tables = [Table(**table) for table in tables]
     for plot in plots:
         series = {name: (xs, ys) for name, (xs, ys) in plot.pop("series").items()}
@@ -216,7 +356,7 @@ def _check(verdict: str, tables: list[dict], plots: list[dict], **fields: Any) -
 
 
 def verdict_lines(report: Report) -> Iterator[tuple[Verdict, str]]:
-    """One line per level: verdict, title, and its numbers or the reason why there are none."""
+    """One line for each level: verdict, title, and its numbers or the reason why it has none."""
     width = max(len(level.title) for level in LEVELS)
     for name, result in report.levels.items():
         reason = result.reason.splitlines()[0] if result.reason else ""
@@ -225,3 +365,43 @@ def verdict_lines(report: Report) -> Iterator[tuple[Verdict, str]]:
             result.verdict,
             f"{result.verdict.upper():<10}  {name:<3}  {result.level.title:<{width}}  {detail}".rstrip(),
         )
+
+
+def plain(value: Any) -> Any:
+    """Convert a value to JSON types. An unknown type becomes text, because a report is written after hours of work."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(item) for item in value]
+    if hasattr(value, "tolist"):  # arrays and scalars of numpy and jax
+        return plain(value.tolist())
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Path):
+        return value.name
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def _reasons(checks: list[Check], *verdicts: Verdict) -> str:
+    """The reasons of the checks with these verdicts, without repetitions."""
+    found: dict[str, list[str]] = {}
+    for check in checks:
+        if check.verdict in verdicts:
+            found.setdefault(check.reason or str(check.verdict), []).append(check.name)
+    if len(found) == 1 and len(next(iter(found.values()))) == len(checks):
+        return next(iter(found))
+    return "\n".join(
+        f"{names[0]}: {reason}" if len(names) == 1 else f"{len(names)} of {len(checks)} checks: {reason}"
+        for reason, names in found.items()
+    )
+
+
+def _span(values: list[Any]) -> str:
+    try:
+        low, high = min(values), max(values)
+    except (TypeError, ValueError):  # texts among numbers, or arrays
+        low, high = values[0], values[-1]
+    low, high = plain([low, high])
+    return show(low) if low == high else f"{show(low)} to {show(high)}"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
-import tiny
 
 from eagle3_jax import LoadedTarget, SamplingParams, SpeculativeDecoder, load_drafter, load_target
-from eagle3_jax.rivals.vllm.bridge import EngineOptions, Tokens, eagle3
-from eagle3_jax.rivals.vllm.process import Process, ProcessEngine
+from eagle3_jax.engines.vllm.bridge import EngineOptions, Tokens, eagle3
+from eagle3_jax.engines.vllm.process import Process, ProcessEngine
 from validation.forcing import forced_logits
 from validation.statistics import Fit, goodness_of_fit
 
-DIRECTORY = tiny.GOLDEN / "vllm"
+DIRECTORY = Path(__file__).parent.parent / "tests" / "golden" / "vllm"  # a tiny target and its head
 PROMPT = [17, 200, 33, 90, 5]
 DRAWS, BATCH, K = 2048, 128, 3
 ALPHA = 1e-6

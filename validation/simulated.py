@@ -13,7 +13,7 @@ import numpy as np
 from scipy import stats
 
 from eagle3_jax.conversion import HeadCheckpoint
-from eagle3_jax.conversion.heads.eagle3_export import vllm_fields
+from eagle3_jax.conversion.heads.eagle3 import vllm_fields
 from eagle3_jax.conversion.hf_config import stack_fields
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config
 from eagle3_jax.models.config.stacks import grouped

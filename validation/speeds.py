@@ -5,23 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from eagle3_jax import DynamicTree, SpeculativeDecoder
-from eagle3_jax.measure.contenders import DecoderContender
-from eagle3_jax.measure.results import Report, Row
-from eagle3_jax.rivals.memory import is_out_of_memory
-from eagle3_jax.rivals.transformers import TransformersContender
-from eagle3_jax.simulated import SimulatedAcceptance
+from eagle3_jax.bench.contenders import DecoderContender
+from eagle3_jax.bench.results import Report, Row
+from eagle3_jax.engines.memory import is_out_of_memory
+from eagle3_jax.engines.transformers import TransformersContender
 from eagle3_jax.theory.cost import cost_per_million_tokens
-from validation.checks import Check
-from validation.subject import SHIPPED, Pair, Subject
+from eagle3_jax.verifiers.simulated import SimulatedAcceptance
+from validation.runs import Check
+from validation.subject import CONTEXT, SHIPPED, Pair, Setting, Subject, some_prompts  # noqa: F401 (notebooks import it from here)
 
-CONTEXT = 100  # prompts are cut to their last tokens
 COLUMNS = [
     "method", "precision", "batch", "tokens/s", "quartiles", "over plain", "quartiles", "τ", "TTFT p50 ms",
     "TTFT p99 ms", "TPOT p50 ms", "TPOT p99 ms", "% of bandwidth", "cost of 1M tokens", "not run because",
 ]  # fmt: skip
 
 
-def is_quoted(subject: Subject, setting: Any) -> bool:
+def is_quoted(subject: Subject, setting: Setting) -> bool:
     """Whether the pair's speed is worth a number: that of the shipped one is not, on a GPU."""
     return not (setting.gpu and subject.name == SHIPPED)
 
@@ -32,13 +31,12 @@ def shared_dtype(dtype: str) -> str:
 
 
 def transformers_or_why_not(
-    subject: Subject, batch: int, setting: Any, missing: list[list[Any]]
+    subject: Subject, batch: int, setting: Setting, missing: list[list[Any]]
 ) -> list[TransformersContender]:
     """``generate``, and its assisted generation by prompt lookup, or why they are not there."""
     dtype = shared_dtype(subject.dtypes[0])
     try:
-        on_gpu = setting.gpu and not setting.rehearsal
-        return TransformersContender.load(subject.target_directory, dtype=dtype, on_gpu=on_gpu)
+        return TransformersContender.load(subject.target_directory, dtype=dtype, on_gpu=setting.on_gpu)
     except (ImportError, OSError, ValueError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             raise
@@ -112,9 +110,3 @@ def faults(report: Report) -> list[str]:
     if report.programs_after_warm_up:
         found.append(f"{report.programs_after_warm_up} programs were compiled while times were taken")
     return found
-
-
-def some_prompts(subject: Subject, count: int) -> list[list[int]]:
-    """From all files in turn, each cut to its end; repeated where there are too few."""
-    tokens = subject.prompt_tokens
-    return [tokens[index * max(len(tokens) // count, 1) % len(tokens)][-CONTEXT:] for index in range(count)]

@@ -1,8 +1,8 @@
-"""Statistics of sampled tokens beside the distribution that they should have come from.
+"""Statistics of sampled tokens, compared with the distribution that they should follow.
 
 A token at index ``j`` of a round is emitted by a decision that depends on earlier events alone. So whenever index ``j``
-is reached, the token follows ``p``, the target's distribution after the warpers, whatever was drafted. Every statistic
-here compares a score of the token with the score's exact mean and variance under ``p``, or the token's place in ``p``
+is reached, the token follows ``p``, the target's distribution after the warpers, for any draft. Every statistic here
+compares a score of the token with the score's exact mean and variance under ``p``, or the token's place in ``p``
 with a uniform. None of them is conditioned on acceptance, which would bias it.
 
 No single statistic sees every bug: a token resampled from ``p`` in place of the residual keeps its entropy, and a wrong
@@ -19,14 +19,14 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from scipy import stats
 
-from eagle3_jax.contract.frequencies import smallest_deviation
+from eagle3_jax.testing.frequencies import smallest_deviation
 
 MOST_DIRECTED = 10.0  # ln(q/p) is cut at this size, so that a token with next to no mass cannot decide alone
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """A score of each token with what it should be on average.
+    """A score of each token with its expected value.
 
     Attributes:
         observed: ``[n]``, the score of the token.
@@ -120,7 +120,7 @@ def kolmogorov_smirnov(values: Float[np.ndarray, " n"]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Counted outcomes beside their exact law.
+    """Counted outcomes compared with their exact distribution.
 
     Attributes:
         draws: ``N``.
@@ -139,10 +139,6 @@ class Fit:
     distance: float
     impossible: dict[Hashable, int]
     degrees: int = 0
-
-    def certificate(self, delta: float) -> float:
-        """With probability ``1 - delta`` the true total variation distance is at most this."""
-        return total_variation_bound(self.distance, cells=self.cells, draws=self.draws, delta=delta)
 
 
 def goodness_of_fit(counts: Mapping[Hashable, int], law: Mapping[Hashable, float], *, least: float = 10.0) -> Fit:
@@ -182,7 +178,7 @@ def goodness_of_fit(counts: Mapping[Hashable, int], law: Mapping[Hashable, float
 
 @dataclasses.dataclass(frozen=True)
 class Fluctuation:
-    """How far tokens stray from their expected counts, all strata together.
+    """The deviation of tokens from their expected counts, over all strata.
 
     Attributes:
         statistic: ``Σ d' C⁻¹ d`` over the strata; chi-square for an exact sampler.
@@ -207,9 +203,9 @@ class Fluctuation:
 class Excess:
     """Counts of tokens beyond what their laws expect, in strata that were known before each token was drawn.
 
-    Given its past, ``1[x = v] - p(v)`` has mean 0 and covariance ``diag(p) - p p'``, whatever the past was. Its sum
+    Given its past, ``1[x = v] - p(v)`` has mean 0 and covariance ``diag(p) - p p'``, for every past. Its sum
     over tokens is a martingale, so one quadratic form tests any stratum: a context, a place in the text, what stood
-    eight tokens earlier, what the row beside it drew.
+    eight tokens earlier, the token of a neighboring row.
 
     Attributes:
         observed: ``[S V]``, how often each token was drawn.
@@ -284,17 +280,9 @@ def smallest_shift(tokens: int, most_z: float, *, power: float = 0.9) -> float:
     """The smallest deviation for a sum of scores that fails beyond ``most_z``, probabilities off along that score.
 
     With ``p' = p (1 + ε s)`` and ``s`` the score made standard, ``z`` is normal with mean ``ε √tokens``. A deviation
-    that is orthogonal to the score leaves it as it is, whatever its size.
+    that is orthogonal to the score leaves it unchanged.
     """
     return (most_z + float(stats.norm.ppf(power))) / math.sqrt(tokens)
-
-
-def total_variation_bound(distance: float, *, cells: int, draws: int, delta: float) -> float:
-    """``TV <= TV_N + sqrt((C ln 2 + ln(1/delta)) / (2 N))`` with probability ``1 - delta``.
-
-    Total variation is the largest difference over ``2^C`` events; Hoeffding's inequality bounds each, a union all.
-    """
-    return distance + math.sqrt((cells * math.log(2) + math.log(1 / delta)) / (2 * draws))
 
 
 def _at(values: Float[np.ndarray, "n V"], tokens: Int[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:

@@ -1,4 +1,4 @@
-"""What is validated: a target, its EAGLE-3 head, and prompts."""
+"""What a run validates: its options, a target, its EAGLE-3 head, and prompts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import functools
 import gc
 from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from eagle3_jax import LoadedDrafter, LoadedTarget, load_drafter, load_target
 from eagle3_jax.load import bundled, locate
@@ -18,21 +20,50 @@ DEFAULT_TARGET = "meta-llama/Llama-3.1-8B-Instruct"
 DEFAULT_DRAFTER = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
 SHIPPED = "the shipped pair"
 CPU_TOKENS, GPU_TOKENS = 96, 256
+CONTEXT = 100  # tokens; the levels cut prompts to their last ones, so that all share the compiled programs of a bucket
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """The options of a run.
+
+    Attributes:
+        gpu: ``--gpu``.
+        rehearsal: ``--gpu`` without a GPU: the flow, not the figures.
+        quick: One case of every check, and few speeds.
+        target: Directory or hub id; ``None`` for the default.
+        drafter: Directory or hub id; ``None`` for the default.
+        prompt_files: JSONL files; empty for the default.
+        price_per_hour: Of the machine.
+    """
+
+    gpu: bool = False
+    rehearsal: bool = False
+    quick: bool = False
+    target: str | None = None
+    drafter: str | None = None
+    prompt_files: tuple[Path, ...] = ()
+    price_per_hour: float | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this is the real run on a GPU, and no rehearsal."""
+        return self.gpu and not self.rehearsal
 
 
 @dataclasses.dataclass(eq=False)
 class Subject:
-    """The thing validated. Models are loaded when they are asked for and kept until they are dropped.
+    """A pair and its prompts. Models are loaded when they are asked for and kept until :meth:`release`.
 
     Attributes:
         name: In the report.
         target_directory: In the Hugging Face layout or ours.
         drafter_directory: In any dialect that the library reads.
         prompt_files: JSONL.
-        max_new_tokens: For prompts that name no limit of their own.
-        dtypes: In which precisions it is validated, its main one first.
-        reason: Why it is not the subject that a run would have by default; empty if it is.
-        one_at_a_time: Whether a precision is dropped as soon as another is asked for.
+        max_new_tokens: For prompts without a limit in their file.
+        dtypes: Precisions in which it is validated, the main one first.
+        reason: Why it is not the default subject; empty if it is.
+        one_at_a_time: Drop a precision as soon as another is asked for.
     """
 
     name: str
@@ -55,7 +86,7 @@ class Subject:
         return self._pairs[dtype]
 
     def release(self) -> None:
-        """Free the memory of every precision; what is asked for again is loaded again."""
+        """Free the memory of every precision. :meth:`pair` loads again."""
         self._pairs.clear()
         gc.collect()
 
@@ -84,7 +115,7 @@ class Subject:
         """For the report."""
         return {
             "name": self.name,
-            # Of a model from the hub, its commit.
+            # The commit, for a model from the hub.
             "target": self.target_directory.name,
             "drafter": self.drafter_directory.name,
             "prompts": len(self.prompts),
@@ -95,22 +126,18 @@ class Subject:
         }
 
 
-def choose(
-    *, gpu: bool, rehearsal: bool, target: str | None, drafter: str | None, prompt_files: Sequence[Path]
-) -> Subject:
-    """The subject of a run: what was named, or the default of the hardware, or the shipped pair with the reason.
+def choose(setting: Setting) -> Subject:
+    """The subject of a run: the named pair, or the default of the hardware, or the shipped pair with the reason.
 
     Raises:
         ValueError: Only one of target and drafter was named, or one of them is not there.
     """
+    target, drafter = setting.target, setting.drafter
     if (target is None) != (drafter is None):
         given, missing = ("--target", "--drafter") if drafter is None else ("--drafter", "--target")
         raise ValueError(f"{given} was given without {missing}, and a head fits one target only; add {missing}")
-    files = prompt_files or [bundled("prompts.jsonl")]
-    on_gpu = gpu and not rehearsal
-    dtypes = ("bfloat16", "float32") if gpu else ("mixed", "float32", "bfloat16")
     reason = ""
-    wanted = (target, drafter) if target or not on_gpu else (DEFAULT_TARGET, DEFAULT_DRAFTER)
+    wanted = (target, drafter) if target or not setting.on_gpu else (DEFAULT_TARGET, DEFAULT_DRAFTER)
     try:
         directories = locate(wanted[0], "target"), locate(wanted[1], "eagle3")
     except ValueError as error:
@@ -122,9 +149,21 @@ def choose(
         name=SHIPPED if wanted[0] is None else f"{wanted[0]} with {wanted[1]}",
         target_directory=directories[0],
         drafter_directory=directories[1],
-        prompt_files=files,
-        max_new_tokens=GPU_TOKENS if on_gpu else CPU_TOKENS,
-        dtypes=dtypes,
+        prompt_files=setting.prompt_files or [bundled("prompts.jsonl")],
+        max_new_tokens=GPU_TOKENS if setting.on_gpu else CPU_TOKENS,
+        dtypes=("bfloat16", "float32") if setting.gpu else ("mixed", "float32", "bfloat16"),
         reason=reason,
-        one_at_a_time=on_gpu,
+        one_at_a_time=setting.on_gpu,
     )
+
+
+def some_prompts(subject: Subject, count: int) -> list[list[int]]:
+    """As many prompts as asked for, from all files in turn, each cut to its last :data:`CONTEXT` tokens."""
+    tokens = subject.prompt_tokens
+    return [tokens[index * len(tokens) // count % len(tokens)][-CONTEXT:] for index in range(count)]
+
+
+def random_prompts(count: int, vocab_size: int, *, seed: int, low: int, high: int) -> list[list[int]]:
+    """Random token ids, from ``low`` to ``high - 1`` of them a row."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab_size, size=rng.integers(low, high)).tolist() for _ in range(count)]

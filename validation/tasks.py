@@ -1,4 +1,4 @@
-"""Benchmark questions, and right and wrong answers to them."""
+"""Benchmark questions, and whether an answer is right."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def questions(subject: Subject, *, rehearsal: bool) -> list[Prompt]:
     """Prompts that have a right answer.
 
     Raises:
-        ValueError: There are none, or nobody taught the target to answer.
+        ValueError: There are none, or the target is not tuned to answer questions.
     """
-    if rehearsal:  # any prompt will do: the flow is tried, and nobody expects a right answer
+    if rehearsal:  # any prompt will do: the flow is tried, and no answer need be right
         return subject.prompts[:_REHEARSED]
     if not has_chat_template(subject.target_directory):
         raise ValueError(f"{subject.name} is not tuned to answer questions: its target has no chat template")

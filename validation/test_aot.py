@@ -5,6 +5,7 @@ A compiler's result, never a speed. Budgets are what ``results/aot.json`` says w
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -13,13 +14,13 @@ import pytest
 
 from validation.aot import grid
 from validation.aot.apart import measured_apart
-from validation.aot.facts import Part
+from validation.aot.facts import Part, kernels_that_add
 from validation.aot.hlo import Module
 from validation.aot.measured import Measured
 from validation.aot.platforms import NotHere
 from validation.aot.programs import Case
 from validation.aot.record import budget, recorded
-from validation.checks import Check
+from validation.runs import Check
 
 pytestmark = pytest.mark.level("AOT")
 
@@ -106,8 +107,16 @@ def test_temporary_memory_is_bounded(measured: Measured, reached: Measured, chec
     assert temp <= budget(before) + _MIB, f"{temp:,} bytes beside arguments and results, {before:,} before"
 
 
-def test_launches_keep_within_their_budget(measured: Measured, reached: Measured, check: Check) -> None:
-    """Launches per layer, from two depths, and outside the layers; bytes of main memory, an upper bound."""
+def test_launches_keep_within_their_budget(
+    request: pytest.FixtureRequest, measured: Measured, reached: Measured, tmp_path: Path, check: Check
+) -> None:
+    """Launches per layer, from two depths, and outside the layers; bytes of main memory, an upper bound.
+
+    In a chain of 5 at batch 1 the launches that add are also compared with those of plain decoding.
+    """
+    case = measured.case
+    if case.platform.startswith("cuda") and case == Case(platform=case.platform, program="step", draft="chain5"):
+        _assert_sums_of_plain_decoding(request, case, tmp_path, check)
     for name, part in measured.deep.parts.items():
         bytes_before = reached.deep.parts[name].bytes
         check.number(**{f"GB moved, {name}": round(part.bytes / 1e9, 2)})
@@ -123,6 +132,26 @@ def test_launches_keep_within_their_budget(measured: Measured, reached: Measured
         collectives = reached.deep.parts[name].collectives
         for kind, count in part.collectives.items():
             assert count <= collectives.get(kind, 0), f"{count} {kind} in {name}, {collectives.get(kind, 0)} before"
+
+
+def _assert_sums_of_plain_decoding(request: pytest.FixtureRequest, case: Case, directory: Path, check: Check) -> None:
+    """The kernels that add are the same in verification and in plain decoding with blocks of the same size.
+
+    So the logits of both are equal bit for bit if the device tiles equal kernels alike.
+    """
+    chain, plain = (
+        kernels_that_add(
+            _compiled(request, dataclasses.replace(case, draft=draft, layers=3), directory / draft)[1], scopes
+        )
+        # In plain decoding nothing but the target adds. So its kernels count even where the compiler lost their scope.
+        for draft, scopes in (("chain5", ("target", "verify")), ("plain6", None))
+    )
+    check.number(kernels_that_add=chain.total(), kernels_that_add_in_plain_decoding=plain.total())
+    different = {"chain5": chain - plain, "plain6": plain - chain}
+    assert plain and chain == plain, {
+        draft: [f"{count} x {kernel[:200]}" for kernel, count in kernels.items()]
+        for draft, kernels in different.items()
+    }
 
 
 def test_a_mesh_sums_twice_a_layer(measured: Measured, check: Check) -> None:
@@ -163,14 +192,17 @@ def test_a_family_compiles_for_a_mesh_and_asks_the_host_for_nothing(
 def test_products_of_fp8_weights_are_what_the_compiler_makes_of_them(
     request: pytest.FixtureRequest, weights: str, tmp_path: Path, check: Check
 ) -> None:
-    """With dynamic activations the four products of a layer multiply FP8 by FP8; with weights alone none does."""
+    """With dynamic activations the four products of a layer multiply FP8 by FP8; with weights alone none does.
+
+    The head observes with five, and drafts one row at a time, for which the compiler makes sums of its own.
+    """
     layers = 3
     case = Case(platform=_gpu(request), draft="chain3", weights=weights, layers=layers)
     _, text = _compiled(request, case, tmp_path / "hlo")
     products = Module.parse(text).products()
     in_fp8 = products.get(("f8e4m3fn", "f8e4m3fn"), 0)
     check.number(**{" × ".join(types): count for types, count in products.items()})
-    assert in_fp8 == (4 * layers if weights == "fp8-dynamic" else 0), products
+    assert in_fp8 == (4 * layers + 5 if weights == "fp8-dynamic" else 0), products
     # An FP8 kernel is not laid out in another type before it is multiplied.
     wide = re.search(r"(?:bf16|f32)\[(?:28672,4096|4096,28672)\]\S* (?:convert|fusion|copy)\(", _launched(text))
     assert wide is None, f"a kernel of the MLP becomes {wide[0]}"

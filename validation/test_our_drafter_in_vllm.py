@@ -1,8 +1,8 @@
 """JV: vLLM verifies what our drafter proposes.
 
 vLLM's ``custom_class`` drafter knows token ids only. Here it asks for drafts over the channel to the vLLM process; ours
-are made from nothing but those ids, with our target's features and our head. No exporter stands between the two, so
-none can be wrong in the same way on both sides.
+are made from those ids alone, with our target's features and our head. No exporter lies between the two, so no error of
+an exporter can hide on both sides.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ import pytest
 from jaxtyping import Array, Int
 
 from eagle3_jax import SpeculativeDecoder, SpeculativeLoop
-from eagle3_jax.loop import LoopParams
+from eagle3_jax.checks import per_row
+from eagle3_jax.engines.vllm.bridge import EngineOptions, Tokens
+from eagle3_jax.engines.vllm.process import Process
 from eagle3_jax.models.memory import causal_mask
-from eagle3_jax.rivals.vllm.bridge import EngineOptions, Tokens
-from eagle3_jax.rivals.vllm.process import Process
 from eagle3_jax.sampling import row_keys
-from eagle3_jax.types import Observation, SamplingParams, per_row
-from validation.checks import Check
+from eagle3_jax.state import LoopParams
+from eagle3_jax.types import Observation, SamplingParams
 from validation.parity import first_difference, play
-from validation.subject import Subject
+from validation.runs import Check
+from validation.subject import CONTEXT, Subject
 
 pytestmark = pytest.mark.level("JV")
 
 ROWS, WIDTH = 8, 256
-MAX_NEW_TOKENS, CONTEXT, K = 32, 100, 4
+MAX_NEW_TOKENS, K = 32, 4
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def draft(loop: SpeculativeLoop, params: LoopParams, tokens: Int[Array, "B T"], length: Int[Array, " B"]) -> Any:
-    """Draft behind whole sequences, from scratch: the last token of each is the root."""
+    """Draft after whole sequences without a cache; the last token of each is the root."""
     batch, width = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), tokens.shape)
     output = loop.target(params.target, tokens, positions, causal_mask(width), aux_layers=loop.drafter.aux_layers)

@@ -15,8 +15,8 @@ import pytest
 from eagle3_jax import load_drafter, load_target
 from eagle3_jax.load import bundled
 from validation import sampled
-from validation.checks import Check
 from validation.emissions import Reference, Warpers
+from validation.runs import Check
 from validation.sampled import METHODS, MOST_Z, K, Sample, decoder_of, judge
 from validation.statistics import smallest_shift
 

@@ -1,11 +1,11 @@
-"""L9: speed beside every rival in the same run, and below what the hardware can do.
+"""L9: speed next to every other engine in the same run, and below what the hardware can do.
 
-Nothing is asserted about who is faster. What is asserted makes the figures worth reading: nothing was compiled while
-times were taken, every repeat wrote the same tokens, and nobody read memory faster than the device can.
+The checks do not assert who is faster. They assert that the figures are valid: no program was compiled during a
+measurement, every repeat wrote the same tokens, and no engine read memory faster than the device can.
 
-A GPU decodes the shipped pair out of its second cache, and waits for launches most of the time: there its speed says
-nothing about models that people use. What is quoted are the shapes of such models, with random weights and drafts that
-are accepted by dice.
+A GPU decodes the shipped pair out of its second cache and waits for launches most of the time, so its speed there says
+nothing about larger models. The quoted speeds are those of the shapes of such models, with random weights and drafts
+that are accepted by dice.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 
 from eagle3_jax import DynamicTree, SpeculativeDecoder
+from eagle3_jax.bench.contenders import Contender, DecoderContender
+from eagle3_jax.bench.random_models import bytes_needed, random_pair, shape_named, why_not
+from eagle3_jax.bench.run import measure
+from eagle3_jax.bench.timing import CompileClock
 from eagle3_jax.drafters import NGram
-from eagle3_jax.measure.bench import measure
-from eagle3_jax.measure.contenders import Contender, DecoderContender
-from eagle3_jax.measure.random_models import bytes_needed, random_pair, shape_named, why_not
-from eagle3_jax.measure.timing import CompileClock
-from eagle3_jax.rivals.vllm.bridge import VLLM, Engine, EngineOptions, VLLMUnavailable, eagle3
-from eagle3_jax.rivals.vllm.contender import VLLMContender
-from eagle3_jax.simulated import SimulatedAcceptance
-from validation.checks import Check
+from eagle3_jax.engines.vllm.bridge import VLLM, Engine, EngineOptions, VLLMUnavailable, eagle3
+from eagle3_jax.engines.vllm.contender import VLLMContender
+from eagle3_jax.verifiers.simulated import SimulatedAcceptance
+from validation.runs import Check
 from validation.speeds import (
     COLUMNS,
     CONTEXT,
@@ -40,7 +40,7 @@ from validation.speeds import (
     transformers_or_why_not,
     tree,
 )
-from validation.subject import Subject
+from validation.subject import Setting, Subject
 
 pytestmark = pytest.mark.level("L9")
 
@@ -130,7 +130,7 @@ def test_compilations_are_counted(check: Check) -> None:
     assert second.programs == 0
 
 
-def test_speed(check: Check, subject: Subject, setting: Any, plan: Plan, model: str, batch: int) -> None:
+def test_speed(check: Check, subject: Subject, setting: Setting, plan: Plan, model: str, batch: int) -> None:
     """Every way of decoding in turn on the same prompts."""
     if model != "pair":
         _random_model(check, setting, plan, model, batch)
@@ -150,7 +150,7 @@ def test_speed(check: Check, subject: Subject, setting: Any, plan: Plan, model: 
     _measure(check, contenders, prompts, plan, setting, batch=batch, missing=missing, quoted=quoted)
 
 
-def _random_model(check: Check, setting: Any, plan: Plan, name: str, batch: int) -> None:
+def _random_model(check: Check, setting: Setting, plan: Plan, name: str, batch: int) -> None:
     """A shape whose weights mean nothing, at an acceptance that is given: what a round costs is the real model's."""
     shape = shape_named(name)
     if not setting.rehearsal:
@@ -191,7 +191,7 @@ def engine(vllm: VLLM, subject: Subject, vllm_chain: int, plan: Plan) -> Engine:
 
 
 def test_speed_beside_vllm(
-    check: Check, subject: Subject, setting: Any, plan: Plan, vllm_chain: int, engine: Engine
+    check: Check, subject: Subject, setting: Setting, plan: Plan, vllm_chain: int, engine: Engine
 ) -> None:
     """vLLM holds one engine at a time, so each meets our plain decoding and our chain of its length in turn."""
     dtype = shared_dtype(subject.dtypes[0])
@@ -210,7 +210,7 @@ def _measure(
     contenders: list[Contender],
     prompts: list[list[int]],
     plan: Plan,
-    setting: Any,
+    setting: Setting,
     *,
     batch: int,
     missing: list[list[Any]],

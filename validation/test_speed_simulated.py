@@ -1,7 +1,8 @@
 """L9: vLLM and this library at the shape of a large model, both with random weights and acceptance by the same dice.
 
-A round costs what it costs, whatever it accepts, so no checkpoint is needed. Before speeds are compared both engines
-must accept as many tokens as the dice say. A rehearsal has a small shape, and its speed says nothing of large ones.
+The cost of a round does not depend on what it accepts, so no checkpoint is needed. Both engines must accept as many
+tokens as the dice say before their speeds are compared. A rehearsal has a small shape, whose speed says nothing of
+large ones.
 """
 
 from __future__ import annotations
@@ -13,18 +14,19 @@ import jax
 import numpy as np
 import pytest
 
+from eagle3_jax.bench.contenders import Contender
+from eagle3_jax.bench.random_models import bytes_needed, random_pair, shape_named, why_not
+from eagle3_jax.bench.run import measure
+from eagle3_jax.engines.vllm.bridge import EngineOptions
+from eagle3_jax.engines.vllm.contender import VLLMContender
+from eagle3_jax.engines.vllm.process import Process
 from eagle3_jax.load import precision_named
-from eagle3_jax.measure.bench import measure
-from eagle3_jax.measure.contenders import Contender
-from eagle3_jax.measure.random_models import bytes_needed, random_pair, shape_named, why_not
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
-from eagle3_jax.rivals.vllm.bridge import EngineOptions
-from eagle3_jax.rivals.vllm.contender import VLLMContender
-from eagle3_jax.rivals.vllm.process import Process
-from eagle3_jax.simulated import SimulatedAcceptance
-from validation.checks import Check
+from eagle3_jax.verifiers.simulated import SimulatedAcceptance
+from validation.runs import Check
 from validation.simulated import Law, synthetic, write_shape
 from validation.speeds import CONTEXT, chain, faults, keep
+from validation.subject import Setting
 
 pytestmark = pytest.mark.level("L9")
 
@@ -48,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_simulated_speed_beside_vllm(
-    check: Check, setting: Any, vllm_process: Process, tmp_path: Path, shape: str, length: int
+    check: Check, setting: Setting, vllm_process: Process, tmp_path: Path, shape: str, length: int
 ) -> None:
     """Both accept as the dice say; then they take turns."""
     on_gpu = shape != "small"
@@ -100,7 +102,7 @@ def test_simulated_speed_beside_vllm(
 
 
 def _check_acceptance(check: Check, law: Law, contenders: list[Any], prompts: list[list[int]]) -> None:
-    """Each engine's mean and every position beside what the rates say."""
+    """Compare each engine's mean and every position with the rates."""
     rows = []
     for one in contenders:
         counted = one.run(prompts, NEW_TOKENS).stats

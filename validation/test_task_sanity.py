@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from eagle3_jax import SpeculativeDecoder
-from validation.checks import Check
-from validation.subject import Subject
+from validation.runs import Check
+from validation.subject import Setting, Subject
 from validation.tasks import discordant_interval, is_right, questions
 
 pytestmark = pytest.mark.level("L7")
@@ -18,7 +16,7 @@ BATCH, NEW_TOKENS = 8, 256
 
 @pytest.mark.parametrize("num_speculative_tokens", [3])
 def test_accuracy_does_not_depend_on_speculation(
-    check: Check, subject: Subject, setting: Any, num_speculative_tokens: int
+    check: Check, subject: Subject, setting: Setting, num_speculative_tokens: int
 ) -> None:
     try:
         asked = questions(subject, rehearsal=setting.rehearsal)

@@ -9,17 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 
 from eagle3_jax import LoadedTarget, SpeculativeDecoder, load_target
+from eagle3_jax.engines.vllm.bridge import Tokens
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.models.memory import causal_mask
-from eagle3_jax.rivals.vllm.bridge import Tokens
-from validation.checks import Check
+from validation.agreement import agreement
 from validation.forcing import reference
-from validation.margin import Agreement, classify, tie_tolerance
 from validation.odd_models import SHAPES, write_odd_model
-from validation.subject import Subject
+from validation.runs import Check
+from validation.subject import Subject, random_prompts
 
 torch = pytest.importorskip("torch", reason="transformers needs PyTorch")
 transformers = pytest.importorskip("transformers")
@@ -41,7 +40,7 @@ def check_forward(check: Check, witness: Any, target: LoadedTarget, prompts: lis
     """Logits of every position, and the stream entering every layer."""
     config = target.model.config  # type: ignore[attr-defined]
     assert isinstance(config, DecoderConfig)
-    layers = tuple(range(config.num_layers))  # the last entry of theirs is behind the final norm
+    layers = tuple(range(config.num_layers))  # the last entry of transformers is after the final norm
     worst_logits = worst_features = 0.0
     for prompt in prompts:
         with torch.inference_mode():
@@ -73,7 +72,7 @@ def test_logits_and_features_of_an_odd_shape_equal_transformers(check: Check, tm
     directory = write_odd_model(shape, tmp_path / "target")
     target = load_target(directory)
     # Beyond the 64 positions that scaled rotary embeddings count as their own, where they differ.
-    prompts = tiny.random_prompts(4, target.vocab_size, seed=1, low=80, high=120)
+    prompts = random_prompts(4, target.vocab_size, seed=1, low=80, high=120)
     check_forward(check, load_witness(directory), target, prompts)
 
 
@@ -83,21 +82,19 @@ def test_greedy_text_equals_transformers(check: Check, subject: Subject) -> None
     prompts = [prompt[-100:] for prompt in subject.prompt_tokens[:20]]
     theirs = [generate(witness, prompt, 64) for prompt in prompts]
     scored = reference(target, prompts, theirs)
-    gap = np.concatenate([one.gap for one in scored])
-    rank = np.concatenate([one.rank for one in scored])
-    best = np.concatenate([one.best_value for one in scored])
-    found = classify(gap, rank, tie_tolerance(best, "float32"))
+    found = agreement(scored, "float32")
     decoder = SpeculativeDecoder(target, drafter, num_speculative_tokens=5, stop_tokens=())
     ours = decoder.generate(prompts, max_new_tokens=64).tokens
     same = sum(mine == other for mine, other in zip(ours, theirs, strict=True))
-    ties = int((found == Agreement.TIE).sum())
-    check.number(prompts=len(prompts), tokens=len(gap), texts_equal=same, ties=ties, largest_gap=float(gap.max()))
-    assert (found != Agreement.DISAGREE).all(), "transformers wrote a token that is neither our choice nor a tie"
-    assert len(prompts) - same <= ties, "texts differ that no tie explains"
+    check.number(
+        prompts=len(prompts), tokens=found.tokens, texts_equal=same, ties=found.ties, largest_gap=found.largest_gap
+    )
+    assert not found.disagreements, "transformers wrote a token that is neither our choice nor a tie"
+    assert len(prompts) - same <= found.ties, "texts differ that no tie explains"
 
 
 def generate(witness: Any, prompt: Tokens, max_new_tokens: int) -> Tokens:
-    """Greedy, to the limit whatever the tokens are."""
+    """Greedy, to the limit, stop tokens ignored."""
     ids = torch.tensor([prompt], device=witness.device)
     with torch.inference_mode():
         output = witness.generate(

@@ -12,20 +12,19 @@ from pathlib import Path
 import pytest
 
 from eagle3_jax import LoadedDrafter, LoadedTarget, SpeculativeDecoder, load_drafter, load_target
+from eagle3_jax.engines.vllm.bridge import VLLM, Engine, EngineOptions, Tokens, eagle3
+from eagle3_jax.engines.vllm.process import Process, ProcessEngine
 from eagle3_jax.load import bundled
 from eagle3_jax.prompts import shipped
-from eagle3_jax.rivals.vllm.bridge import VLLM, Engine, EngineOptions, Tokens, eagle3
-from eagle3_jax.rivals.vllm.process import Process, ProcessEngine
-from validation.checks import Check
 from validation.heads import VARIATIONS, write_variation
 from validation.internals import compare_with_recorded, recording
 from validation.parity import parity
-from validation.subject import Subject
+from validation.runs import Check
+from validation.subject import CONTEXT, Subject
 
 pytestmark = pytest.mark.level("L8")
 
 BATCH = 8
-CONTEXT = 100  # prompts are cut to their last tokens, so that all share the compiled programs of one bucket
 # Float32 sums in another order: 1e-6 is seen; a wrong layer, norm or position is seen at 1e-1.
 TOLERANCE = 1e-4
 

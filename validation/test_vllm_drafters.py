@@ -1,6 +1,6 @@
 """L8 for every other drafting method that vLLM's CPU build runs: equal counts in every round, heads that are trained.
 
-What it does not run has no counts to be equal: trees, typical acceptance, DSpark, suffix decoding, DeepSeek's MTP,
+There are no counts of what it does not run: trees, typical acceptance, DSpark, suffix decoding, DeepSeek's MTP,
 block verification. Their laws are enumerated and their networks compared with others' in ``tests``.
 """
 
@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from eagle3_jax import SpeculativeDecoder, load_target
-from eagle3_jax.rivals.vllm.process import Process
-from validation.checks import Check
+from eagle3_jax.engines.vllm.process import Process
 from validation.drafters import methods
 from validation.drafters.heads import NEW_TOKENS, PROMPTS, TARGET
 from validation.drafters.methods import METHODS, Drafter, mean_acceptance_length
 from validation.parity import Parity, Played, play, stats_of
+from validation.runs import Check
 
 pytestmark = pytest.mark.level("L8")
 
@@ -48,4 +48,4 @@ def test_every_method_accepts_what_vllm_accepts(check: Check, vllm_process: Proc
     assert recorded.difference is None, f"vLLM's recorded run is another: {recorded.difference}"
     assert mean_acceptance_length(theirs) > method.least, "accepted by chance, so equal counts prove little"
     assert [row.tokens for row in wrong] == [row.tokens for row in ours]
-    assert [row.accepted for row in wrong] != [row.accepted for row in ours], f"{method.error.what}: nobody noticed"
+    assert [row.accepted for row in wrong] != [row.accepted for row in ours], f"{method.error.what}: not detected"

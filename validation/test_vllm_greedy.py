@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import tiny
 
 from eagle3_jax import LoadedTarget, SpeculativeDecoder, load_target
 from eagle3_jax.drafters import NGram
-from eagle3_jax.rivals.vllm.bridge import VLLM, Tokens, eagle3
+from eagle3_jax.engines.vllm.bridge import VLLM, Tokens, eagle3
 from validation.agreement import ENGINES, BothDirections, both_directions, decoders_of
-from validation.checks import Check
 from validation.margin import TIE_ULPS, WRONG_ULPS, Agreement
 from validation.odd_models import SHAPES, write_odd_model
-from validation.subject import Subject
+from validation.runs import Check
+from validation.subject import CONTEXT, Setting, Subject, random_prompts
 
 pytestmark = pytest.mark.level("L5")
-
-CONTEXT = 100  # prompts are cut to their last tokens, so that all share the compiled programs of one bucket
 
 
 def check_both_directions(
@@ -131,10 +127,10 @@ def test_the_pair_agrees_with_vllm_token_for_token(check: Check, vllm: VLLM, sub
 
 
 def test_the_pair_agrees_with_vllm_in_bfloat16_but_for_ties(
-    check: Check, vllm: VLLM, subject: Subject, setting: Any
+    check: Check, vllm: VLLM, subject: Subject, setting: Setting
 ) -> None:
     """As many tokens as the device decodes in a minute: the more there are, the smaller the deviation that shows."""
-    count, limit = (56, 128) if setting.gpu and not setting.rehearsal else (24, 48)
+    count, limit = (56, 128) if setting.on_gpu else (24, 48)
     target, drafter = subject.pair("bfloat16")
     check_both_directions(
         check,
@@ -157,7 +153,7 @@ def test_a_random_model_of_an_odd_shape_agrees_with_vllm(check: Check, vllm: VLL
         "plain": SpeculativeDecoder(target, stop_tokens=()),
         "n-gram": SpeculativeDecoder(target, NGram(), num_speculative_tokens=4, stop_tokens=()),
     }
-    prompts = tiny.random_prompts(16, target.vocab_size, seed=3, low=3, high=40)
+    prompts = random_prompts(16, target.vocab_size, seed=3, low=3, high=40)
     ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     check_both_directions(
         check,

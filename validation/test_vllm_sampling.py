@@ -1,4 +1,4 @@
-"""L6, beside vLLM: the law of a sampled token under speculation, in vLLM and here, against the target's own.
+"""L6, with vLLM: the distribution of a sampled token under speculation, in vLLM and here, against the target's own.
 
 The CPU build of vLLM 0.32 samples wrongly under speculation (see ``ProcessEngine.sampling_repaired``). The test must
 find that out by itself, says so in the report, and compares with vLLM repaired.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from eagle3_jax.contract.frequencies import smallest_deviation
-from eagle3_jax.rivals.vllm.process import Process
+from eagle3_jax.engines.vllm.process import Process
+from eagle3_jax.testing.frequencies import smallest_deviation
 from validation import second_token
-from validation.checks import Check
+from validation.runs import Check
 from validation.second_token import ALPHA, DRAWS, SETTINGS, SHIPPED
 
 pytestmark = pytest.mark.level("L6")

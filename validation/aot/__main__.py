@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from eagle3_jax.reporting.environment import git
+from eagle3_jax.bench.environment import git
 from validation.aot import table
 from validation.aot.apart import measured_apart
 from validation.aot.grid import ALL, cases_of
@@ -32,7 +32,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--platform", nargs="+", default=["cuda:h200"], metavar="NAME", help="cuda:h200, cuda:h100, tpu:v6e:2x2, ...")
     add("--target", nargs="+", default=["Llama-3.1-8B"], metavar="SHAPE", help="shapes by name; no weight is made")
-    add("--draft", nargs="+", default=["chain5"], help="plain, chain5 (K), tree60 (nodes)")
+    add("--draft", nargs="+", default=["chain5"], help="plain, plain6 (block of 6), chain5 (K), tree60 (nodes)")
     add("--batch", nargs="+", type=int, default=[1], metavar="B")
     add("--program", nargs="+", default=["step"], help="prefill, step, generate")
     add(
@@ -48,7 +48,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add("--capacity", type=int, default=4096)
     add("--prompt", type=int, default=128)
     add("--mesh", default="", metavar="AXES", help="axes and sizes, such as model=4,data=2")
-    add("--weights", default="dense", help="dense, fp8, fp8-dynamic: of the target's kernels")
+    add("--weights", default="dense", help="dense, fp8, fp8-dynamic: kernels of target and head")
     add("--grid", action="store_true", help=f"all that the level AOT holds: {', '.join(ALL['target'])}, and so on")
     add("--hlo", metavar="FILE", help="write the optimised HLO of the last program")
     add("--json", action="store_true", help="a line of JSON for each program")
@@ -112,6 +112,8 @@ def _lines(row: Measured) -> Iterator[str]:
             f"table copies {part.table_copies}, copied {part.copied / _MIB:,.1f} MiB, "
             f"collectives {_words(part.collectives) or 'none'}, decisions {part.decisions}"
         )
+        gigabytes = (row.per_layer(name, "bytes") or 0) / 1e9
+        yield f"    main memory: {part.bytes / 1e9:.2f} GB" + f", {gigabytes:.2f} a layer" * bool(gigabytes)
         if part.cycles:
             yield f"    the compiler's estimate: {part.cycles / 1e6:.2f} million cycles"
 

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
+from eagle3_jax.bench.random_models import shape_named
 from eagle3_jax.load import precision_named
-from eagle3_jax.measure.random_models import shape_named
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import stored_type
 from eagle3_jax.models.quantised import WEIGHTS, fp8_shapes

@@ -121,6 +121,24 @@ def _part(module: Module, steps: Iterable[Step], caches: Sequence[tuple[int, ...
     return part
 
 
+def kernels_that_add(text: str, scopes: Sequence[str] | None = None) -> collections.Counter[str]:
+    """Canonical texts of the kernels that add floating-point numbers, with the number of launches of each.
+
+    Two programs with equal ones compute the same logits, bit for bit, if the device tiles equal kernels alike.
+
+    Args:
+        text: Of an optimised HLO module.
+        scopes: Named scopes of a round, all of the program when ``None``. The target's last sum, its logits, is in the
+            scope ``verify``.
+    """
+    module = Module.parse(text)
+    found: collections.Counter[str] = collections.Counter()
+    for one, times in module.launches(module.entry):
+        if (scopes is None or _scope(one) in scopes) and module.adds(one):
+            found[module.canonical(one)] += times
+    return found
+
+
 def collectives_of(module: Module, one: Instruction) -> list[str]:
     """The collectives that an instruction is, or that a fusion holds, as an all-reduce on GPUs is since jax 0.11."""
     ops = (part.op.removesuffix("-start") for part in (one, *module.inside(one)))

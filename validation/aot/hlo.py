@@ -18,6 +18,10 @@ _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*")
 # A tuple's type ends where an opcode follows; layouts of TPUs have parentheses of their own, but no blank after them.
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 _SPACE = re.compile(r"S\((\d+)\)")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.\-]+)")
+# Attributes that say where an instruction comes from, and not what it computes.
+_ORIGIN = re.compile(r', (?:metadata|sharding|frontend_attributes)=\{(?:"(?:\\.|[^"\\])*"|[^{}"])*\}')
 
 # What costs nothing: names for arrays that are there already.
 FREE = frozenset(
@@ -41,6 +45,11 @@ class Array(NamedTuple):
     dtype: str
     dims: tuple[int, ...]
     space: int = 0
+
+    @property
+    def is_float(self) -> bool:
+        """Whether its elements are floating-point numbers."""
+        return self.dtype.startswith(("f", "bf"))
 
     @property
     def size(self) -> int:
@@ -228,6 +237,36 @@ class Module:
     def inside(self, instruction: Instruction) -> list[Instruction]:
         """What a fusion fuses; nothing for other instructions."""
         return self.computations.get(instruction.fused or "", [])
+
+    def adds(self, one: Instruction) -> bool:
+        """Whether an instruction adds floating-point numbers in an order that its kernel chooses.
+
+        Products do, library calls and Triton kernels may, and so may reductions by addition and fusions of these.
+        """
+        if one.op in ("dot", "custom-call"):
+            return True
+        if (reducer := one.attribute(r"to_apply=%?([\w.\-]+)")) is not None:
+            return any(part.op == "add" and part.arrays[0].is_float for part in self.computations.get(reducer, ()))
+        return any(self.adds(part) for part in self.inside(one))
+
+    def canonical(self, one: Instruction) -> str:
+        """An instruction, its attributes and what it calls, without the names of operands and without metadata.
+
+        Two kernels with the same text compute the same bits from the same inputs.
+        """
+        return self._canonical(one, {})
+
+    def _canonical(self, one: Instruction, names: dict[str, str]) -> str:
+        text = _CALLED.sub(lambda found: found[0].partition("=")[0], _ORIGIN.sub("", one.rest))
+        text = f"{one.type} {one.op}({_NAME.sub(lambda found: names.get(found[1], '_'), text)}"
+        for called in _CALLED.findall(one.rest):
+            inner: dict[str, str] = {}
+            lines = []
+            for part in self.computations.get(called, ()):
+                lines.append(self._canonical(part, inner))
+                inner[part.name] = f"v{len(inner)}"
+            text += " {" + "\n".join(lines) + "}"
+        return text
 
 
 def _space(layout: str) -> int:

@@ -14,26 +14,26 @@ import jax
 import jax.numpy as jnp
 
 from eagle3_jax import loop as loops
+from eagle3_jax.bench.random_models import shape_name, shape_named
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.load import precision_named
 from eagle3_jax.loop import LoopParams, Prompts, SpeculativeLoop
-from eagle3_jax.measure.random_models import shape_name, shape_named
 from eagle3_jax.models import flash
 from eagle3_jax.models.config import DecoderConfig, usual_head
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import Precision, stored_type
 from eagle3_jax.models.quantised import WEIGHTS, fp8_shapes
 from eagle3_jax.sampling import row_keys
-from eagle3_jax.tree import Chain, DynamicTree
-from eagle3_jax.types import SamplingParams, Warping
+from eagle3_jax.topology import Chain, DynamicTree
+from eagle3_jax.types import SamplingMode, SamplingParams
 from validation.aot.placing import Placing
 from validation.aot.platforms import Platform
 
 PROGRAMS = ("prefill", "step", "generate")
 _FEWEST = 8  # layers that the default auxiliary layers need
 _STOP_TOKENS = 2  # as many ids as end a text of Llama's
-_DRAFT = re.compile(r"plain|(chain|tree)([1-9]\d*)")
+_DRAFT = re.compile(r"plain|(plain|chain|tree)([1-9]\d*)")
 # The official tree: 60 nodes, 8 levels below the root, 10 candidates.
 _TREE_DEPTH, _TREE_TOP_K = 8, 10
 
@@ -45,7 +45,7 @@ class Case:
     Attributes:
         platform: As :meth:`Platform.named` takes it.
         target: Name of a shape that is known.
-        draft: ``plain``, ``chain5`` (K) or ``tree60`` (nodes).
+        draft: ``plain``, ``plain6`` (tokens of a block, of which one counts), ``chain5`` (K) or ``tree60`` (nodes).
         batch: Rows.
         program: One of :data:`PROGRAMS`.
         sampled: Whether rows have temperatures; greedy otherwise.
@@ -54,7 +54,7 @@ class Case:
         capacity: Slots of a row.
         prompt: Tokens of a prompt.
         mesh: Axes and their sizes, as ``model=4``; one device when empty.
-        weights: Of the target's kernels, as :data:`~eagle3_jax.models.quantised.WEIGHTS` names them.
+        weights: Of the kernels of target and head, as :data:`~eagle3_jax.models.quantised.WEIGHTS` names them.
     """
 
     platform: str = "cuda:h200"
@@ -75,7 +75,10 @@ class Case:
         shape_name(self.target)
         precision_named(self.dtype)
         if not _DRAFT.fullmatch(self.draft):
-            raise ValueError(f"there is no draft {self.draft!r}; use plain, chain5 (K tokens) or tree60 (nodes)")
+            raise ValueError(
+                f"there is no draft {self.draft!r}; use plain, plain6 (tokens of a block), chain5 (K tokens) or "
+                "tree60 (nodes)"
+            )
         if self.program not in PROGRAMS:
             raise ValueError(f"there is no program {self.program!r}; use one of {', '.join(PROGRAMS)}")
         if self.weights not in WEIGHTS:
@@ -204,16 +207,16 @@ def _loop(case: Case, config: DecoderConfig, precision: Precision) -> Speculativ
     return SpeculativeLoop(
         target=DecoderTarget(config, precision),
         drafter=_drafter(case.draft, config, precision),
-        warping=Warping.TRUNCATED if case.sampled else Warping.GREEDY,
+        sampling_mode=SamplingMode.TRUNCATED if case.sampled else SamplingMode.GREEDY,
     )
 
 
 def _drafter(draft: str, config: DecoderConfig, precision: Precision) -> Any:
-    if draft == "plain":
-        return Plain()
+    kind, size = _DRAFT.fullmatch(draft).groups()  # type: ignore[union-attr]
+    if draft.startswith("plain"):
+        return Plain(int(size or 1))
     # Fewer layers than the default features ask for are enough to see what a layer becomes.
     head = usual_head(config, aux_layers=(0, 1, 2) if config.num_layers < _FEWEST else None)
-    kind, size = _DRAFT.fullmatch(draft).groups()  # type: ignore[union-attr]
     topology = (
         Chain(int(size))
         if kind == "chain"
@@ -225,20 +228,21 @@ def _drafter(draft: str, config: DecoderConfig, precision: Precision) -> Any:
 def params_of(case: Case, loop: SpeculativeLoop, precision: Precision) -> LoopParams:
     """Shapes and types of every parameter, as they are stored on a device."""
 
-    def cast(tree: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, stored_type(path, leaf.ndim, precision)), tree
+    def stored(part: Any) -> Any:
+        dense = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, stored_type(path, leaf.ndim, precision)),
+            part.param_shapes(),
         )
+        if case.weights == "dense":
+            return dense
+        return fp8_shapes(dense, part.param_products(), dynamic=case.weights == "fp8-dynamic")
 
-    model: Any = loop.target
-    target: Any = cast(model.param_shapes())
-    if case.weights != "dense":
-        target = fp8_shapes(target, model.param_products(), dynamic=case.weights == "fp8-dynamic")
+    target: Any = stored(loop.target)
     if isinstance(loop.drafter, Plain):
         return LoopParams(target, None)
     width = loop.drafter.config.draft_vocab_size  # type: ignore[attr-defined]
     head = {
-        "head": cast(loop.drafter.param_shapes()),  # type: ignore[attr-defined]
+        "head": stored(loop.drafter),
         "embedding": target["embedding"],
         "draft_to_target": jax.ShapeDtypeStruct((width,), jnp.int32),
     }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.reporting.tables import to_markdown
+from eagle3_jax.bench.tables import to_markdown
 from validation.aot.measured import Measured
 from validation.aot.programs import PROGRAMS
 from validation.aot.record import load, note_of

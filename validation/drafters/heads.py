@@ -4,7 +4,7 @@
     python -m validation.drafters.heads medusa    # one of them
 
 They know the greedy continuations of most of the recorded prompts by heart and nothing else, which is all they are for:
-a head that is accepted by chance only would agree with vLLM whatever its positions, norms and layers are.
+a head that is accepted by chance only would agree with vLLM for any positions, norms and layers.
 """
 
 from __future__ import annotations
@@ -215,11 +215,11 @@ HEADS: dict[str, TinyHead] = {
 
 
 def text_of(target: LoadedTarget) -> tuple[Text, np.ndarray]:
-    """What the target writes behind the prompts, what it saw there, and at which anchors there is a draft to learn."""
+    """The text of the target after the prompts, its features there, and the anchors with a draft to learn."""
     outputs = SpeculativeDecoder(target, stop_tokens=()).generate(PROMPTS, max_new_tokens=NEW_TOKENS).tokens
     rows = [prompt + output for prompt, output in zip(PROMPTS, outputs, strict=True)][:LEARNED]
     tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
-    anchors = np.zeros(tokens.shape, np.int32)  # tokens known of the continuation behind each place
+    anchors = np.zeros(tokens.shape, np.int32)  # tokens known of the continuation after each place
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
         anchors[index, len(PROMPTS[index]) : len(row)] = np.arange(NEW_TOKENS)[::-1]

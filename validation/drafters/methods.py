@@ -20,8 +20,8 @@ import numpy as np
 from eagle3_jax import LoadedDrafter, LoadedTarget, load_drafter
 from eagle3_jax.conversion import convert, read_target
 from eagle3_jax.drafters import NGram, layer_skip
-from eagle3_jax.rivals.vllm.bridge import Completion, EngineOptions, Generated
-from eagle3_jax.rivals.vllm.process import Process
+from eagle3_jax.engines.vllm.bridge import Completion, EngineOptions, Generated
+from eagle3_jax.engines.vllm.process import Process
 from validation.drafters.heads import (
     AUX,
     NEW_TOKENS,
@@ -33,7 +33,7 @@ from validation.drafters.heads import (
     rewritten,
     with_mtp,
 )
-from validation.vllm.fixtures import installed_python
+from validation.fixtures import installed_python
 
 RUNS = RECORDED / "runs.json"
 LAYERS_KEPT = 4
@@ -71,7 +71,7 @@ class Method:
         ours: Our drafter for a target, of the head's directory.
         least: Mean acceptance length that no head reaches by chance.
         repaired: The CPU build of vLLM 0.32 gets it wrong and is mended for it; see
-            :meth:`~eagle3_jax.rivals.vllm.process.ProcessEngine.context_keys_repaired`.
+            :meth:`~eagle3_jax.engines.vllm.process.ProcessEngine.context_keys_repaired`.
     """
 
     speculative: dict[str, Any]
