@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import tomllib
 from pathlib import Path
 
-_NEEDED = ("sphinx", "myst_nb", "sphinx_book_theme", "sphinx_design", "sphinx_copybutton", "matplotlib", "jupytext")
+_NEEDED = (
+    "sphinx",
+    "myst_nb",
+    "sphinx_book_theme",
+    "sphinx_design",
+    "sphinx_copybutton",
+    "sphinx_markdown_builder",
+    "matplotlib",
+    "jupytext",
+)
 _missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
 if _missing:
     _told = f"{', '.join(_missing)}: not installed; install the site's extra with: pip install -e '.[docs]'"
@@ -37,7 +47,8 @@ extensions = [
     "gathered",  # notebooks and files of the repository that are pages
     "repository",  # links to files of the repository
     "mathml",
-    "plain",  # llms.txt, and every page as Markdown
+    "sphinx_markdown_builder",
+    "llms",  # llms.txt, and every page as Markdown
 ]
 # `notebooks/` and `repository/` are written by `gathered`, and not under version control.
 exclude_patterns = ["_build", "_extensions", "pictures/*.py", "**/.ipynb_checkpoints"]
@@ -48,6 +59,7 @@ source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 nb_execution_mode = "off"
 nb_ipywidgets_js = {}  # from a server elsewhere
 nb_merge_streams = True
+nb_mime_priority_overrides = [("markdown", "text/markdown", 10), ("markdown", "text/plain", 20)]
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 4
 myst_url_schemes = ["http", "https", "mailto", "repository"]
@@ -115,6 +127,7 @@ GoogleDocstring._parse_attribute_docstring = lambda self: self._consume_to_end()
 # The look.
 html_theme = "sphinx_book_theme"
 html_title = "eagle3-jax"
+html_short_title = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["description"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_extra_path: list[str] = []

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import eagle3_jax as e3
+from eagle3_jax.bench.environment import environment
 from eagle3_jax.load import bundled
-from eagle3_jax.reporting.environment import environment
 
 LIKELIEST, DRAWN = e3.DraftSampling.GREEDY, e3.DraftSampling.PROBABILISTIC
 TREE = e3.DynamicTree(num_nodes=60, max_depth=8, top_k=10)

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from eagle3_jax.models.config import Experts
-from eagle3_jax.models.layers import PRECISIONS, Precision, exact
+from eagle3_jax.models.layers import PRECISIONS, Precision, matmul_precision
 from eagle3_jax.models.mixture import Stack, in_runs, mixture, of_all, of_chosen, one_by_one
 from eagle3_jax.models.routers import Routing
 
@@ -35,7 +35,7 @@ def ragged(x: jax.Array, routing: Routing, stack: Stack, *, config: Experts, pre
         lax.ragged_dot,
         group_sizes=sizes,
         preferred_element_type=precision.activations,
-        precision=exact(precision.operands),
+        precision=matmul_precision(precision.operands),
     )
     both = product(x[order // per_token].astype(precision.operands), stack.gate_up).reshape(len(flat), -1, 2)
     out = product((jax.nn.silu(both[..., 0]) * both[..., 1]).astype(precision.operands), stack.down)

@@ -12,10 +12,10 @@ import argparse
 import numpy as np
 
 from eagle3_jax import SpeculativeDecoder
+from eagle3_jax.bench.random_models import random_pair
+from eagle3_jax.bench.rounds import timed_rounds
 from eagle3_jax.drafters import Plain
 from eagle3_jax.load import precision_named
-from eagle3_jax.measure.random_models import random_pair
-from eagle3_jax.measure.rounds import timed_rounds
 
 NODES = 6
 

@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,16 +27,16 @@ import headline_page  # beside this file
 import jax
 
 from eagle3_jax import DynamicTree, SpeculativeDecoder, load_drafter, load_target
+from eagle3_jax.bench.contenders import Contender, DecoderContender
+from eagle3_jax.bench.environment import environment, sha256_of_code, sha256_of_prompts
+from eagle3_jax.bench.run import measure
+from eagle3_jax.bench.tables import write_text
 from eagle3_jax.cli._compiled import default_directory
-from eagle3_jax.measure.bench import measure
-from eagle3_jax.measure.contenders import Contender, DecoderContender
+from eagle3_jax.engines.vllm.bridge import EngineOptions, eagle3
+from eagle3_jax.engines.vllm.contender import VLLMContender
+from eagle3_jax.engines.vllm.process import Process
 from eagle3_jax.models.config import Eagle3Config
 from eagle3_jax.prompts import Prompt, Renderer, in_turn, read_prompts
-from eagle3_jax.reporting.environment import environment, sha256_of_code, sha256_of_prompts
-from eagle3_jax.reporting.tables import write_text
-from eagle3_jax.rivals.vllm.bridge import EngineOptions, eagle3
-from eagle3_jax.rivals.vllm.contender import VLLMContender
-from eagle3_jax.rivals.vllm.process import Process
 from eagle3_jax.sources import bundled, locate
 from eagle3_jax.theory.accelerators import accelerator_named, custom_accelerator
 from eagle3_jax.theory.bounds import round_bound
@@ -79,6 +80,10 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--output", type=Path, default=Path("headline"), help="Directory of headline.json, .md and .png.")
     add("--rehearse", action="store_true", help="Few prompts and tokens, and a record that says so.")
     given = parser.parse_args(arguments)
+    if unnamed := [text for text in given.prompts if not all(text.partition("="))]:
+        parser.error(f"--prompts {unnamed[0]}: expected NAME=FILE, such as gsm8k=test.jsonl")
+    if min([1, *given.chains, *given.tree, *(given.batches or [])]) < 1 or min(given.temperatures) < 0:
+        parser.error("--batches, --chains and --tree take numbers of at least 1, --temperatures of at least 0")
     small = {"batches": [1, 2], "max_prompts": 2, "max_new_tokens": 16, "repeats": 2}
     full = {"batches": [2**power for power in range(7)], "max_prompts": 80, "max_new_tokens": 256, "repeats": 5}
     for name, value in (small if given.rehearse else full).items():
@@ -130,9 +135,14 @@ class Experiment:
             "options": {name: getattr(self.given, name) for name in names},
         }
         path = self.given.output / "headline.json"
-        old = json.loads(path.read_text()) if path.exists() else same | {"environment": about, "cells": {}}
-        other = [name for name in same if old.get(name) != json.loads(json.dumps(same[name]))]
-        if other and path.exists():
+        if not path.exists():
+            return same | {"environment": about, "cells": {}}
+        try:
+            old = json.loads(path.read_text())
+            other = [name for name in same if old.get(name) != json.loads(json.dumps(same[name]))]
+        except (ValueError, AttributeError):
+            raise ValueError(f"{path} is no record of this experiment; give another --output, or remove it") from None
+        if other:
             raise ValueError(f"{path} holds a run with another {', '.join(other)}; give another --output")
         return old
 
@@ -260,7 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         experiment = Experiment(given)
     except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {' '.join(str(error).split())}") from None
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None
     experiment.run()
     print(headline_page.write(experiment.record, given.output))
     if missing := [cell.key for cell in experiment.cells() if not experiment.is_measured(cell)]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.reporting.tables import show, to_markdown, write_text
+from eagle3_jax.bench.tables import show, to_markdown, write_text
 from eagle3_jax.writing import whole_file
 
 COLUMNS = [

@@ -23,16 +23,16 @@ import jax
 import jax.numpy as jnp
 
 import eagle3_jax as e3
+from eagle3_jax.bench.contenders import DecoderContender
+from eagle3_jax.bench.environment import committable, environment, sha256_of_prompts, source
+from eagle3_jax.bench.results import Row
+from eagle3_jax.bench.run import measure
+from eagle3_jax.bench.tables import write_text
 from eagle3_jax.cli._options import parse_numbers, parse_tree
 from eagle3_jax.load import bundled
-from eagle3_jax.measure.bench import measure
-from eagle3_jax.measure.contenders import DecoderContender
-from eagle3_jax.measure.results import Row
 from eagle3_jax.named import named_drafter
 from eagle3_jax.prompts import Prompt, Renderer, in_turn, read_prompts
 from eagle3_jax.published_trees import tree_name
-from eagle3_jax.reporting.environment import committable, environment, sha256_of_prompts, source
-from eagle3_jax.reporting.tables import write_text
 
 
 def trained(heads: Path | None) -> dict[str, Path]:

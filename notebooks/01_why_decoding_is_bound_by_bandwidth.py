@@ -26,14 +26,9 @@
 # before.
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import first_cell
 
-notebook.start()
+first_cell.start()
 
 # %% [markdown]
 # ## What a step reads
@@ -133,7 +128,7 @@ assert ridge > 200, "an H200 could do two hundred times more arithmetic in the t
 # the slope arithmetic is free: both take the same time.
 
 # %%
-from eagle3_jax.pictures.rooflines import Step, roofline
+from pictures.rooflines import Step, roofline
 
 STEPS = [(batch, tokens) for batch in (1, 8, 64, 256) for tokens in (1, 6)]
 OFFERED = (
@@ -237,7 +232,7 @@ for name, one in (("Llama-3.1-8B", small), ("Llama-3.3-70B", large)):
 #
 # Now measure instead of counting. First the two roofs of the CPU that runs this notebook: how fast it streams memory,
 # and how fast it multiplies matrices. Then the forward of the shipped target (10.9 million parameters) over 1, 2, 4, …
-# tokens, with `eagle3_jax.measure`: several forwards in one compiled program, compiled before the clock starts and
+# tokens, with `eagle3_jax.bench`: several forwards in one compiled program, compiled before the clock starts and
 # waited for before it stops, all sizes in turns, five times.
 #
 # The precision is `mixed`: bfloat16 weights and products, sums in float32. On CPUs it is the one in which several rows
@@ -250,10 +245,10 @@ import jax
 import jax.numpy as jnp
 
 import eagle3_jax as e3
+from eagle3_jax.bench.roofline import bandwidths, step_bytes
+from eagle3_jax.bench.step_costs import draft_seconds, target_seconds
+from eagle3_jax.bench.timing import Spread
 from eagle3_jax.drafters.plain import Plain
-from eagle3_jax.measure.roofline import bandwidths, step_bytes
-from eagle3_jax.measure.step_costs import draft_seconds, target_seconds
-from eagle3_jax.measure.timing import Spread
 
 target = e3.load_target(dtype="mixed")
 head = e3.load_drafter(target=target)
@@ -364,7 +359,8 @@ assert 25 < computing[-1] / computing[0] < 40, "but they compute thirty-two time
 # token came about; hover over a token for its round. The texts are the same, the number of forwards is not.
 
 # %%
-from eagle3_jax.pictures.strips import TokenStrip, tokens_of
+from pictures.strips import TokenStrip, tokens_of
+
 from eagle3_jax.trace import record
 
 plain = e3.SpeculativeDecoder(target, stop_tokens=())
@@ -400,7 +396,7 @@ TokenStrip(
 # and then beside the ratio of the two real runs, which take turns:
 
 # %%
-from eagle3_jax.measure.comparison import compare_with_plain
+from eagle3_jax.bench.comparison import compare_with_plain
 from eagle3_jax.theory.speedup import speedup
 
 stats = speculated.result.stats

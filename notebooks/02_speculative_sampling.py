@@ -26,14 +26,9 @@
 # It takes half a minute on a laptop CPU, offline, with the pair that ships with the package. Read 01 before.
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import first_cell
 
-notebook.start(repository=True)
+first_cell.start(repository=True)
 
 # %%
 import functools
@@ -47,16 +42,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle  # tests/oracle.py: the published rules as plain loops
+import oracle  # tests/helpers/oracle.py: the published rules as plain loops
 from matplotlib import pyplot as plt
-from mutants import planted  # tests/mutants.py: bugs on demand
+from mutants import planted  # tests/helpers/mutants.py: bugs on demand
+from pictures import bars, style
 
 import eagle3_jax as e3
-from eagle3_jax.acceptance import verification_dice
+from eagle3_jax.acceptance import verification_uniforms
 from eagle3_jax.loop import (
     _VERIFY as VERIFY,  # the purpose that a round's verification dice are rolled for
 )
-from eagle3_jax.pictures import bars, style
 from eagle3_jax.prompts import shipped
 from eagle3_jax.sampling import keys_at
 from validation.forcing import forced_logits
@@ -97,7 +92,7 @@ def round_of(state):
         row[: end - 1].tolist()
         for row, end in zip(np.asarray(state.tokens), np.asarray(state.length), strict=True)
     ]
-    accept, choose = verification_dice(keys_at(state.keys, state.length, VERIFY), K + 1, V)
+    accept, choose = verification_uniforms(keys_at(state.keys, state.length, VERIFY), K + 1, V)
     played = decoder.step(state)
     draft, verdict = jax.device_get((played.draft, played.verdict))
     sequences = [before + chain.tolist() for before, chain in zip(known, draft.tokens, strict=True)]
@@ -434,7 +429,7 @@ assert total_variation(Rule()) == 0, "exactly, in rational numbers"
 
 # %% [markdown]
 # Not small: zero. The test suite runs the same enumeration against the code of `e3.verify` itself, driven into every
-# box of uniforms in which the rule must decide alike, for chains and trees (`tests/test_exact_law.py`).
+# box of uniforms in which the rule must decide alike, for chains and trees (`tests/core/test_exact_law.py`).
 #
 # ## What would go wrong
 #

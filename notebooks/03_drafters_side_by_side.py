@@ -25,14 +25,9 @@
 # It takes about a minute on a laptop CPU, offline, with the pair that ships with the package. Read 01 and 02 before.
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import first_cell
 
-notebook.start()
+first_cell.start()
 
 # %%
 import dataclasses
@@ -44,16 +39,16 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import display
+from pictures.bars import laws
+from pictures.ribbons import acceptance_ribbons
+from pictures.strips import PROMPT, TokenStrip, tokens_of
+from pictures.style import COLOURS, SERIES
 
 import eagle3_jax as e3
 from eagle3_jax import trace
 from eagle3_jax.drafters import NGram, Plain, Suffix, layer_skip
 from eagle3_jax.load import bundled
 from eagle3_jax.models.memory import causal_mask
-from eagle3_jax.pictures.bars import laws
-from eagle3_jax.pictures.ribbons import acceptance_ribbons
-from eagle3_jax.pictures.strips import PROMPT, TokenStrip, tokens_of
-from eagle3_jax.pictures.style import COLOURS, SERIES
 
 target = e3.load_target()
 head = e3.load_drafter(target=target)

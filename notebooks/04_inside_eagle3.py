@@ -25,14 +25,9 @@
 # and an EAGLE-3 head for it. Read 01 and 02 before. The method is Li et al., *EAGLE-3* (arXiv 2503.01840).
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import first_cell
 
-notebook.start()
+first_cell.start()
 
 # %%
 import dataclasses
@@ -44,18 +39,18 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import treescope
+from pictures.anatomy import eagle3_head
+from pictures.style import SERIES
 from safetensors.flax import load_file
 
 import eagle3_jax as e3
 from eagle3_jax import trace
 from eagle3_jax.drafters import Eagle3Drafter, Plain
+from eagle3_jax.drafters.eagle3 import Eagle3Head
 from eagle3_jax.load import bundled
 from eagle3_jax.models.config import usual_head
-from eagle3_jax.models.eagle3 import Eagle3Head
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.memory import causal_mask
-from eagle3_jax.pictures.anatomy import eagle3_head
-from eagle3_jax.pictures.style import SERIES
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.sizes import parameters
 from eagle3_jax.training.batches import TTTBatch
@@ -437,7 +432,7 @@ class Meddled:
 K, NEW = 5, 61
 code, prose = ([one["prompt"] for one in rows if one["kind"] == kind] for kind in ("code", "prose"))
 prompts = code[::10] + prose[::6]
-chain = drafter.drafter.drafting(e3.Chain(K), None)
+chain = drafter.drafter.with_topology(e3.Chain(K), None)
 intact = {
     "drafter": drafter.params,
     "taps": jnp.array(taps),

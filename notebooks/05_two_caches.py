@@ -25,14 +25,9 @@
 # repository (two bugs are planted with a helper of its tests). Read 01, 02 and 04 before.
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import first_cell
 
-notebook.start(repository=True)
+first_cell.start(repository=True)
 
 # %%
 import dataclasses
@@ -43,6 +38,8 @@ import jax.numpy as jnp
 import jaxtyping
 import matplotlib.pyplot as plt
 import numpy as np
+from pictures.slots import COMMITTED, EMPTY, NEW, REFUSED, moved, slot_map
+from pictures.style import ACCEPTED, COLOURS, REJECTED
 
 import eagle3_jax as e3
 from eagle3_jax import loop as loops
@@ -50,8 +47,6 @@ from eagle3_jax.drafters import Eagle3Drafter, Plain
 from eagle3_jax.load import bundled
 from eagle3_jax.models.config import usual_head
 from eagle3_jax.models.memory import causal_mask
-from eagle3_jax.pictures.slots import COMMITTED, EMPTY, NEW, REFUSED, moved, slot_map
-from eagle3_jax.pictures.style import ACCEPTED, COLOURS, REJECTED
 from eagle3_jax.theory.accelerators import accelerator_named
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import Deployment
@@ -528,7 +523,7 @@ from eagle3_jax.cache import KeyValues
 long = [target.tokenizer.encode(one["prompt"]).ids for one in rows[::8]]
 plain = e3.SpeculativeDecoder(target, stop_tokens=()).generate(long, max_new_tokens=61)
 tree_text = trees.generate(long, max_new_tokens=61)
-with planted(KeyValues.commit, "side_by_side(buffer, length, count, nodes)", "buffer"):
+with planted(KeyValues.commit, "compact_accepted(buffer, length, count, nodes)", "buffer"):
     by_length = trees.generate(long, max_new_tokens=61)
 
 
@@ -641,7 +636,7 @@ else:
 # <details><summary>Answer</summary>
 #
 # It runs every node that may get children: 4 on each level but the last, 16 in all, although one root and 15 nodes are
-# verified. A head may run more nodes than the target sees, or fewer. `TREE.num_run` says it.
+# verified. A head may run more nodes than the target sees, or fewer. `TREE.num_expanded` says it.
 #
 # </details>
 #
@@ -673,7 +668,7 @@ taken = sum(
     leaf.size * leaf.dtype.itemsize for one in shapes for leaf in jax.tree.leaves(one.layers)
 )
 assert taken == 13 * 2 * 2 * 64 * 4 * 512 * 8 and round(taken / 1e6, 1) == 54.5
-assert TREE.num_run == 16 == TREE.num_nodes and e3.Chain(K).num_run == K - 1
+assert TREE.num_expanded == 16 == TREE.num_nodes and e3.Chain(K).num_expanded == K - 1
 
 taus = {}
 for name, forgets in (("as it is", False), ("head's cache wiped", True)):

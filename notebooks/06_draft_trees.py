@@ -26,14 +26,9 @@
 # It takes about a minute on a laptop's CPU, works offline, and uses the shipped pair. Read 01, 02 and 04 first.
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import first_cell
 
-notebook.start()
+first_cell.start()
 
 # %%
 import dataclasses
@@ -42,14 +37,14 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+from pictures import style, trees
 
 import eagle3_jax as e3
 from eagle3_jax import prompts, trace
-from eagle3_jax.models.eagle3 import Eagle3Head
+from eagle3_jax.drafters.eagle3 import Eagle3Head
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import embed
 from eagle3_jax.models.memory import BlockMemory, causal_mask
-from eagle3_jax.pictures import style, trees
 from eagle3_jax.tree import ancestor_mask, depths
 
 target = e3.load_target()
@@ -464,7 +459,7 @@ assert first["chain", 8] > 0.5, "the likeliest token alone is right most of the 
 # 8-billion-parameter target on an H200, which no implementation can be faster than.
 
 # %%
-from eagle3_jax.measure.step_costs import target_seconds
+from eagle3_jax.bench.step_costs import target_seconds
 from eagle3_jax.theory.accelerators import accelerator_named
 from eagle3_jax.theory.bounds import round_bound
 from eagle3_jax.theory.known_models import KNOWN_MODELS
@@ -666,7 +661,7 @@ for name, bug, kind, shape in cases:
 # <details><summary>Answer</summary>
 #
 # The first level scores `k`, each further one `k²`: `10 + 7·100 = 710` (`TREE.num_candidates`). The head runs on the
-# `k` best of each level but the last: `10·7 = 70` nodes (`TREE.num_run`), in 7 passes, after one for the root. Passes
+# `k` best of each level but the last: `10·7 = 70` nodes (`TREE.num_expanded`), in 7 passes, after one for the root. Passes
 # cost time: a level is one forward of 10 rows. Scores are a sum and a `top_k`.
 #
 # </details>

@@ -24,14 +24,9 @@
 # It takes about a minute on a laptop CPU, offline, with the pair that ships with the package. Read 01 and 02 before.
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import first_cell
 
-notebook.start(repository=True)
+first_cell.start(repository=True)
 
 # %%
 import contextlib
@@ -43,14 +38,14 @@ import numpy as np
 from matplotlib import pyplot as plt
 from mutants import (
     planted,
-)  # tests/mutants.py: a piece of a function's source replaced, for as long as a block runs
+)  # tests/helpers/mutants.py: a piece of a function's source replaced, for as long as a block runs
+from pictures import bars, style
 
 import eagle3_jax as e3
 from eagle3_jax.drafters import Plain
 from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.models.decoder import Decoder
 from eagle3_jax.models.memory import causal_mask
-from eagle3_jax.pictures import bars, style
 from eagle3_jax.prompts import shipped
 from validation.forcing import forced_logits
 from validation.margin import TIE_ULPS, bfloat16_ulp

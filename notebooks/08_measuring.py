@@ -27,14 +27,9 @@
 # differ.
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import first_cell
 
-notebook.start()
+first_cell.start()
 
 # %% [markdown]
 # ## One run, two "acceptance rates"
@@ -118,10 +113,10 @@ assert alpha > rate + 0.1, "the conditional rate is the larger number: say which
 
 # %%
 import matplotlib.pyplot as plt
+from pictures.style import SERIES
 
-from eagle3_jax.measure.contenders import DecoderContender
-from eagle3_jax.measure.timing import CompileClock
-from eagle3_jax.pictures.style import SERIES
+from eagle3_jax.bench.contenders import DecoderContender
+from eagle3_jax.bench.timing import CompileClock
 
 contenders = {
     length: DecoderContender(f"K={length}", "mixed", chain(length)) for length in (1, 3, 5)
@@ -177,7 +172,7 @@ assert line[-1] - measured[-1] > 2 * abs(curve[-1] - measured[-1]), (
 # say how much of the difference six prompts can carry.
 
 # %%
-from eagle3_jax.pictures.ribbons import acceptance_ribbons
+from pictures.ribbons import acceptance_ribbons
 
 by_task = {"code": result.rows[:6], "prose": result.rows[6:]}
 tasks = {
@@ -232,10 +227,10 @@ assert mixed_traffic < 0.7 * chat + 0.3 * code, "averages of τ by tokens promis
 # what this machine does by itself.
 
 # %%
+from eagle3_jax.bench.rounds import timed_rounds
+from eagle3_jax.bench.step_costs import step_costs
+from eagle3_jax.bench.timing import Spread
 from eagle3_jax.drafters.plain import Plain
-from eagle3_jax.measure.rounds import timed_rounds
-from eagle3_jax.measure.step_costs import step_costs
-from eagle3_jax.measure.timing import Spread
 
 REPEATS = 5
 plain = DecoderContender("plain", "mixed", e3.SpeculativeDecoder(target, stop_tokens=()))
@@ -295,8 +290,7 @@ assert texts["A/A"] == texts["plain"], "the control writes the same text, too"
 import time
 
 import jax
-
-from eagle3_jax.pictures.times import stacked_steps
+from pictures.times import stacked_steps
 
 
 def streamed(contender, prompt):
@@ -355,7 +349,7 @@ stacked_steps(
 # (notebook 01).
 
 # %%
-from eagle3_jax.pictures.times import twin
+from pictures.times import twin
 
 
 def in_batches(contender, size):
@@ -418,7 +412,7 @@ twin(
 # acceptance, and a cost that grows with the batch.
 
 # %%
-from eagle3_jax.pictures.ribbons import heat_map
+from pictures.ribbons import heat_map
 
 alpha3 = conditional_rate_from_tau(at3.mean_acceptance_length, 3)
 marks = {
@@ -452,7 +446,7 @@ heat_map(
 #   holds several tokens, and its round is longer than a plain step, so chunk waits can rise while TPOT falls.
 
 # %%
-from eagle3_jax.measure.timing import Latency
+from eagle3_jax.bench.timing import Latency
 
 
 def shown(values):

@@ -28,14 +28,9 @@
 # checkpoint is a pickle. Read 01, 02 and 04 first.
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import first_cell
 
-notebook.start(also=("torch",))
+first_cell.start(also=("torch",))
 
 # %%
 import dataclasses
@@ -48,13 +43,13 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from pictures import style
 from safetensors.torch import load_file
 
 import eagle3_jax as e3
 from eagle3_jax import conversion, prompts
 from eagle3_jax.conversion import CheckpointError, rules
 from eagle3_jax.load import bundled
-from eagle3_jax.pictures import style
 
 HERE = Path(tempfile.mkdtemp(prefix="eagle3-heads-"))
 target = e3.load_target()
@@ -350,7 +345,7 @@ assert len(clean) == 4, "the other four are well-formed: only their drafts are b
 # the *scores* are wrong: `q`, `k`, or the rotary embedding.
 
 # %%
-from eagle3_jax.models.eagle3 import Eagle3Head
+from eagle3_jax.drafters.eagle3 import Eagle3Head
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import embed
 from eagle3_jax.models.memory import BlockMemory, causal_mask

@@ -26,14 +26,9 @@
 # checkpoint format. `eagle3_jax/drafters` has one file for each published method, in the same protocol.
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import first_cell
 
-notebook.start(repository=True)
+first_cell.start(repository=True)
 
 # %%
 import ast
@@ -48,12 +43,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tiny  # tests/tiny.py: random models of a few hundred parameters
+import tiny  # tests/helpers/tiny.py: random models of a few hundred parameters
 from matplotlib import pyplot as plt
+from pictures import style
 
 import eagle3_jax as e3
-from eagle3_jax.drafters._text import TextDrafter
-from eagle3_jax.pictures import style
+from eagle3_jax.drafters.text import TextDrafter
 from eagle3_jax.prompts import shipped
 from validation.forcing import forced_logits
 
@@ -124,15 +119,14 @@ class Newest:
 
 
 # %% [markdown]
-# Yours need not begin from nothing. What several published methods have in common stands in files of its own, and is
-# there for yours:
+# Your drafter can use the parts that several published methods share:
 #
-# | file in `eagle3_jax/drafters` | brings | and leaves to you |
+# | file in `eagle3_jax/drafters` | provides | leaves to you |
 # |---|---|---|
-# | `_text.py` | `init` and `observe` that keep the text, `matches` | `propose` |
-# | `_network.py` | parameters of an nnx network, the target's tables, shapes of drafts | the network, `observe`, `propose` |
-# | `_feedback.py` | a cache, true pairs, feeding its own output back, chains and trees | the network alone |
-# | `_parallel.py` | a draft of any shape from `K` laws of one pass | the laws |
+# | `text.py` | `init` and `observe` that keep the text, `matches` | `propose` |
+# | `base.py` | parameters of an nnx network, the target's tables, shapes of drafts | the network, `observe`, `propose` |
+# | `eagle3.py` | a cache, committed pairs, feeding its own output back, chains and trees | the network |
+# | `parallel.py` | a draft of any shape from the logits of one forward | the logits |
 #
 # `LastHalf` below guesses that the text goes on as it did half of it ago: no good, but it is whole in ten lines.
 
@@ -287,8 +281,8 @@ class Looks:
     def lossless(self):
         return self.looks == 1
 
-    def __call__(self, draft, logits, sampling, keys, *, warping, max_depth):
-        p = e3.probabilities(logits, sampling, warping)
+    def __call__(self, draft, logits, sampling, keys, *, sampling_mode, max_depth):
+        p = e3.probabilities(logits, sampling, sampling_mode)
         batch, nodes, vocab = p.shape
         dice = e3.uniforms(keys, self.looks * nodes * e3.num_digits(vocab)).reshape(
             batch, self.looks, nodes, -1
@@ -374,7 +368,9 @@ def law_of_first(rule, guess):
     @jax.jit
     def first(keys, logits):
         same = jnp.broadcast_to(logits, (ROWS, 2, logits.size))
-        verdict = rule(draft, same, every, keys, warping=e3.Warping.TEMPERATURE, max_depth=1)
+        verdict = rule(
+            draft, same, every, keys, sampling_mode=e3.SamplingMode.TEMPERATURE, max_depth=1
+        )
         return jnp.where(verdict.num_accepted > 0, guess, verdict.next_token)
 
     keys = jax.random.split(jax.random.key(0), (CHUNKS, ROWS))

@@ -27,14 +27,9 @@
 # beginning, and the shipped head stands beside it for scale. Read 01, 02 and 04 first.
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import first_cell
 
-notebook.start()
+first_cell.start()
 
 # %%
 import collections
@@ -48,15 +43,15 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+from pictures import style
 
 import eagle3_jax as e3
 from eagle3_jax import prompts
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
-from eagle3_jax.pictures import style
 from eagle3_jax.training import corpus, vocab
 from eagle3_jax.training.batches import row_batches
-from eagle3_jax.training.head import initial_head, official_head
 from eagle3_jax.training.loop import OptimizerConfig, Trainer
+from eagle3_jax.training.methods import initial_head, official_head
 from eagle3_jax.training.regenerate import RegenerationConfig, Rows, regenerate
 from eagle3_jax.training.ttt import TTTConfig, consult, ttt_loss, unroll
 
@@ -164,13 +159,7 @@ frozen = {
     "embedding": tables.embedding,
     "draft_to_target": jnp.asarray(draft_to_target),
 }
-start = initial_head(
-    drafter,
-    tables.unembedding,
-    target.params["norm"]["scale"],
-    draft_to_target,
-    jax.random.key(SEED),
-)
+start = initial_head(drafter, target, draft_to_target, jax.random.key(SEED))
 STEPS, BATCH, DEPTH, CHAIN = 120, 4, 3, 4
 HALF = STEPS // 2
 optimizer = OptimizerConfig(

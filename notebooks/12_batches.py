@@ -28,14 +28,9 @@
 # `validation`); most of that is compilation, which is kept for the next time. Read 01, 02 and 04 before.
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import first_cell
 
-notebook.start(repository=True)
+first_cell.start(repository=True)
 
 # %% [markdown]
 # ## Requests, and a batch of them
@@ -54,10 +49,10 @@ import tiny  # helpers of the tests
 
 import eagle3_jax as e3
 from eagle3_jax import loop as loops
+from eagle3_jax.checks import per_row, sampling_mode_of
 from eagle3_jax.prompts import Renderer, in_turn, read_prompts
-from eagle3_jax.sampling import row_keys, warping_of
+from eagle3_jax.sampling import row_keys
 from eagle3_jax.sources import bundled
-from eagle3_jax.types import per_row
 
 NEW, K, CAPACITY = 48, 3, 128
 target = e3.load_target()  # float32
@@ -86,7 +81,7 @@ def decode(decoder, order, sampling=None, *, keys=keys, limit=NEW):
     )
     batch = batch.replace(keys=jnp.stack([keys[index] for index in order]))
     loop = dataclasses.replace(
-        decoder.loop, warping=warping_of(per_row(batch.sampling, len(order)))
+        decoder.loop, sampling_mode=sampling_mode_of(per_row(batch.sampling, len(order)))
     )
     state = loops.prefill(loop, decoder.params, batch, capacity=CAPACITY)
     return jax.device_get(loops.run(loop, decoder.params, state))
@@ -363,7 +358,7 @@ plt.show()
 # wins is your machine's affair. That they write the same tokens is not.
 
 # %%
-from eagle3_jax.measure.timing import Spread
+from eagle3_jax.bench.timing import Spread
 
 seconds, results = {name: [] for name in decoders}, {}
 for repeat in range(6):  # the first one compiles
@@ -450,8 +445,10 @@ class MinimumAdvance:
 
     lossless = True
 
-    def __call__(self, draft, logits, sampling, keys, *, warping, max_depth):
-        own = e3.Exact()(draft, logits, sampling, keys, warping=warping, max_depth=max_depth)
+    def __call__(self, draft, logits, sampling, keys, *, sampling_mode, max_depth):
+        own = e3.Exact()(
+            draft, logits, sampling, keys, sampling_mode=sampling_mode, max_depth=max_depth
+        )
         count = jnp.min(own.num_accepted)
         cut = jnp.take(
             jnp.concatenate([own.path, own.path[:, -1:]], axis=1), count, axis=1

@@ -1,8 +1,8 @@
-"""Execute notebooks from top to bottom, as a reader would, and keep them with their outputs.
+"""Execute notebooks from top to bottom and keep them with their outputs in build/notebooks.
 
-The sources hold no outputs: ``NAME.py`` is what is edited, ``NAME.ipynb`` what Jupyter and Colab open, and ``--sync``
-writes the second from the first. Any error, anything that Python writes to stderr and any pair out of step ends the run
-with exit code 1.
+``NAME.py`` is what is edited; ``NAME.ipynb``, without outputs, is what Jupyter and Colab open, and ``--sync`` writes it
+from ``NAME.py``. An error, a line on Python's stderr, or an ``.ipynb`` that differs from its ``.py`` ends the run with
+exit code 1.
 
     python notebooks/run.py                       # all of notebooks/
     python notebooks/run.py notebooks/gpu         # those for an H100 or H200
@@ -19,57 +19,48 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SECONDS_ALLOWED = 900  # of one notebook; a hung kernel must end
+TIMEOUT = 900  # seconds for one cell; a kernel that hangs must end
 
 
 def main() -> int:
-    """Run what the command line names."""
+    """Run the notebooks of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "where", nargs="*", type=Path, default=[HERE], help="notebooks (.py), or folders of them"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("where", nargs="*", type=Path, default=[HERE], help="notebooks (.py), or folders of them")
+    add(
         "--output",
         type=Path,
         default=HERE.parent / "build" / "notebooks",
-        help="where they go, executed",
+        help="folder of the executed notebooks",
     )
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="how many at a time; the times that they print suffer"
-    )
-    parser.add_argument(
-        "--sync", action="store_true", help="write each .ipynb from its .py, and run nothing"
-    )
+    add("--jobs", type=int, default=1, help="notebooks at a time; the times that they print suffer")
+    add("--sync", action="store_true", help="write each .ipynb from its .py, and run nothing")
     options = parser.parse_args()
     try:
         import jupytext  # noqa: F401
         import nbclient  # noqa: F401
     except ModuleNotFoundError as error:
-        print(
-            f"{error.name} is not installed; install it with: pip install -e '.[notebooks]'",
-            file=sys.stderr,
+        parser.error(
+            f"{error.name} is not installed; install it with: pip install -e '.[notebooks]'"
         )
-        return 2
     sources = [source for where in options.where for source in _sources(where)]
     if not sources:
-        print(
-            f"no notebook in {', '.join(map(str, options.where))}: give .py files of notebooks/",
-            file=sys.stderr,
+        parser.error(
+            f"no notebook in {', '.join(map(str, options.where))}: give .py files of notebooks/"
         )
-        return 2
     if options.sync:
         for source in sources:
             source.with_suffix(".ipynb").write_text(as_ipynb(source), encoding="utf-8")
         return 0
     with ThreadPoolExecutor(max(1, options.jobs)) as pool:
-        problems = list(pool.map(lambda source: judged(source, options.output), sources))
+        problems = list(pool.map(lambda source: run(source, options.output), sources))
     return int(any(problems))
 
 
-def judged(source: Path, output: Path) -> str | None:
-    """Run one notebook, and say how that went."""
+def run(source: Path, output: Path) -> str | None:
+    """Execute one notebook and print the result in one line; returns the problem, or ``None``."""
     start = time.perf_counter()
     name = source.relative_to(HERE) if source.is_relative_to(HERE) else Path(source.name)
     problem = execute(source, output / name.parent)
@@ -83,7 +74,7 @@ def _sources(where: Path) -> list[Path]:
 
 
 def as_ipynb(source: Path) -> str:
-    """A source as the ``.ipynb`` beside it: no outputs, and numbered cells, so that a change stays small."""
+    """The ``.ipynb`` of a source: without outputs, and with numbered cells, so that diffs stay small."""
     import jupytext
 
     notebook = jupytext.read(source)
@@ -94,7 +85,7 @@ def as_ipynb(source: Path) -> str:
 
 
 def execute(source: Path, output: Path) -> str | None:
-    """Run one notebook in its own folder and write it there with its outputs; what was wrong, or ``None``."""
+    """Execute one notebook in its own folder and write it with its outputs; returns the problem, or ``None``."""
     import jupytext
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
@@ -105,35 +96,30 @@ def execute(source: Path, output: Path) -> str | None:
     notebook = jupytext.read(source)
     client = NotebookClient(
         notebook,
-        timeout=SECONDS_ALLOWED,
-        startup_timeout=300,  # of a kernel, on a machine that has other things to do
+        timeout=TIMEOUT,
+        startup_timeout=300,  # on a busy machine
         kernel_name="python3",
         extra_arguments=[
             "--IPKernelApp.log_level=ERROR",  # its advice on encryption is for networks
-            # What XLA and CUDA log goes to the terminal: lines of C++ on the descriptor, not of Python on sys.stderr.
+            # XLA and CUDA write lines of C++ to the file descriptor; these go to the terminal, not into the notebook.
             "--IPKernelApp.capture_fd_output=False",
         ],
         resources={"metadata": {"path": str(source.parent)}},
     )
+    problem = None
     try:
         client.execute()
-        problem = _spoken(notebook)
     except CellTimeoutError:
-        problem = f"a cell ran for more than {SECONDS_ALLOWED} seconds"
+        problem = f"a cell ran for more than {TIMEOUT} seconds"
     except (CellExecutionError, DeadKernelError) as error:
         problem = str(error)
     output.mkdir(parents=True, exist_ok=True)
     jupytext.write(notebook, output / pair.name)
-    return problem
-
-
-def _spoken(notebook: dict) -> str | None:
-    """Warnings and logs: a reader would have to wonder whether they matter."""
-    for number, cell in enumerate(notebook["cells"]):
+    for number, cell in enumerate(notebook.cells):
         for found in cell.get("outputs", ()):
             if found.get("name") == "stderr":
-                return f"cell {number} wrote to stderr: {found['text'].strip()[:300]}"
-    return None
+                problem = problem or f"cell {number} wrote to stderr: {found['text'].strip()[:300]}"
+    return problem
 
 
 if __name__ == "__main__":

@@ -1,96 +1,64 @@
-"""Look at a built site as a browser would: every link within it, and everything that it would load.
+"""Check a built site: every link within it leads to a page and an anchor, and nothing is loaded from elsewhere.
 
     python docs/_extensions/check_site.py docs/_build/html
 
-Internal links must lead to a page and an anchor that exist, and nothing may be loaded from elsewhere. Links to other
-sites are listed in ``external_links.txt`` and not fetched.
+Links to other sites are listed in ``external_links.txt`` and not fetched.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-_LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src"}
-_INLINED = re.compile(r"url\(\s*['\"]?(https?:)?//|@import\s+['\"](https?:)?//")
+from bs4 import BeautifulSoup
 
-
-class _Page(HTMLParser):
-    """Anchors, links and what is loaded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.anchors: set[str] = set()
-        self.links: list[str] = []
-        self.loaded: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """One element."""
-        found = {name: value for name, value in attrs if value is not None}
-        self.anchors |= {found[name] for name in ("id", "name") if name in found}
-        if tag == "a" and "href" in found:
-            self.links.append(found["href"])
-        if tag == "link" and found.get("rel") in ("stylesheet", "preload", "icon", "shortcut icon"):
-            self.loaded.append(found.get("href", ""))
-        if tag in _LOADED and _LOADED[tag] in found:
-            self.loaded.append(found[_LOADED[tag]])
+_LOADS = "script[src], img[src], iframe[src], source[src], video[src], link[rel~=stylesheet], link[rel~=icon]"
+_REMOTE_STYLE = re.compile(r"url\(\s*['\"]?(https?:)?//|@import\s+['\"](https?:)?//")
 
 
 def problems(site: Path) -> tuple[list[str], set[str]]:
     """What is wrong, and the addresses of other sites."""
-    pages: dict[Path, _Page] = {}
-    for path in sorted(site.rglob("*.html")):
-        if "_static" in path.relative_to(site).parts:
-            continue
-        pages[path.resolve()] = page = _Page()
-        page.feed(path.read_text(encoding="utf-8"))
+    site = site.resolve()
+    files = [path for path in sorted(site.rglob("*.html")) if "_static" not in path.relative_to(site).parts]
+    pages = {path: BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser") for path in files}
+    anchors = {
+        path: {tag.get(key) for tag in page.find_all(True) for key in ("id", "name")} for path, page in pages.items()
+    }
     wrong, elsewhere = [], set()
     for path, page in pages.items():
-        here = path.relative_to(site.resolve())
-        for address in page.loaded:
+        here = path.relative_to(site)
+        for address in [tag.get("src") or tag["href"] for tag in page.select(_LOADS)]:
             if re.match(r"(https?:)?//", address):
                 wrong.append(f"{here} loads {address}")
             elif not address.startswith("data:") and not _file(path, address).exists():
                 wrong.append(f"{here} loads {address}, which is not there")
-        for address in page.links:
-            parts = urlsplit(address)
+        for address in [tag["href"] for tag in page.select("a[href]")]:
+            parts, target = urlsplit(address), _file(path, address)
             if parts.scheme or address.startswith("//"):
                 elsewhere.add(address)
-                continue
-            if address in ("", "#"):
-                continue
-            if parts.path.startswith("/"):
+            elif parts.path.startswith("/"):
                 wrong.append(f"{here} links to {address}, which depends on where the site lies")
-                continue
-            target = _file(path, parts.path) if parts.path else path
-            if not target.exists():
+            elif not target.exists():
                 wrong.append(f"{here} links to {address}, which is not there")
-            elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors:
+            elif parts.fragment and unquote(parts.fragment) not in anchors.get(target, {unquote(parts.fragment)}):
                 wrong.append(f"{here} links to {address}, which has no such anchor")
-    wrong += [
-        f"{path.relative_to(site)} loads from elsewhere"
-        for path in site.rglob("*.css")
-        if _INLINED.search(path.read_text(encoding="utf-8"))
-    ]
-    return wrong, elsewhere
+    styles = [path for path in site.rglob("*.css") if _REMOTE_STYLE.search(path.read_text(encoding="utf-8"))]
+    return wrong + [f"{path.relative_to(site)} loads from elsewhere" for path in styles], elsewhere
 
 
 def _file(page: Path, address: str) -> Path:
-    path = (page.parent / unquote(urlsplit(address).path)).resolve()
+    path = (page.parent / unquote(urlsplit(address).path)).resolve() if urlsplit(address).path else page
     return path / "index.html" if path.is_dir() else path
 
 
 def main(site: Path) -> int:
-    """Report, and write the list."""
+    """Print what is wrong, and write the list of other sites."""
     wrong, elsewhere = problems(site)
     (site / "external_links.txt").write_text("".join(f"{link}\n" for link in sorted(elsewhere)), encoding="utf-8")
-    for line in sorted(set(wrong)):
-        print(line, file=sys.stderr)
-    pages = sum(1 for _ in site.rglob("*.html"))
-    print(f"{pages} pages, {len(wrong)} broken links, {len(elsewhere)} links to other sites (not fetched)")
+    print("\n".join(sorted(set(wrong))), file=sys.stderr, end="\n" if wrong else "")
+    print(f"{len(wrong)} broken links, {len(elsewhere)} links to other sites (not fetched)")
     return bool(wrong)
 
 

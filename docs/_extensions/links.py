@@ -12,11 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = "notebooks/README.md"
 PAGES = ("validation/README.md", "CHANGELOG.md", "eagle3_jax/assets/README.md", NOTEBOOKS, "notebooks/gpu/README.md")
 
-_LINK = re.compile(r"\]\((?!\w+:|#)([^)\s]+)\)")
-_NAMED = re.compile(r"^(\[[^\]^]+\]: )(?!\w+:|#)(\S+)$", re.MULTILINE)
-_IMAGE = re.compile(r"!\[[^\]]*\]\([^)\s]+\)")
-_FENCE = re.compile(r"^(`{3,})[^\n]*\n.*?^\1`*\s*$", re.MULTILINE | re.DOTALL)
-_CODE = re.compile(r"`[^`\n]*`")
+_ADDRESS = re.compile(r"(?<=\]\()(?!\w+:|#)[^)\s]+(?=\))|(?<=\]: )(?!\w+:|#)\S+$", re.MULTILINE)
+_CODE = re.compile(r"^(`{3,})[^\n]*\n.*?^\1`*\s*$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+_CODE_OR_IMAGE = re.compile(_CODE.pattern + r"|!\[[^\]]*\]\([^)\s]+\)", _CODE.flags)
 
 
 def page_of(path: str) -> str | None:
@@ -24,13 +22,13 @@ def page_of(path: str) -> str | None:
     stem, suffix = posixpath.splitext(path)
     if suffix == ".md" and path.startswith("docs/"):
         return stem.removeprefix("docs/")
-    if path.startswith("notebooks/") and suffix in (".ipynb", ".py") and path != "notebooks/run.py":
+    if re.fullmatch(r"notebooks/(gpu/)?\d\w+\.(ipynb|py)", path):
         return stem
     return f"repository/{stem}" if path in PAGES else None
 
 
 def home_of(docname: str) -> str:
-    """Where the file of a page lies in the repository."""
+    """Path of the file of a page in the repository."""
     if docname.startswith("repository/"):
         return docname.removeprefix("repository/") + ".md"
     return f"{docname}.ipynb" if docname.startswith("notebooks/") else f"docs/{docname}.md"
@@ -38,14 +36,12 @@ def home_of(docname: str) -> str:
 
 def prose_of(text: str) -> str:
     """A Markdown text without its code."""
-    return _CODE.sub("", _FENCE.sub("", text))
+    return _CODE.sub("", text)
 
 
 def links_in(text: str) -> Iterator[str]:
     """The relative links of a Markdown text, outside code; images among them."""
-    prose = prose_of(text)
-    yield from (match[1] for match in _LINK.finditer(prose))
-    yield from (match[2] for match in _NAMED.finditer(prose))
+    yield from (match[0] for match in _ADDRESS.finditer(prose_of(text)))
 
 
 def rewritten(text: str, docname: str, *, warn: Callable[[str], None]) -> str:
@@ -54,32 +50,28 @@ def rewritten(text: str, docname: str, *, warn: Callable[[str], None]) -> str:
     Args:
         text: Markdown, as it is read on GitHub.
         docname: The page.
-        warn: Told of links to what does not exist.
+        warn: Called for each link to a missing file.
     """
     folder = posixpath.dirname(home_of(docname))
-    kept: list[str] = []
 
-    def keep(match: re.Match[str]) -> str:
-        kept.append(match[0])
-        return f"\0{len(kept) - 1}\0"
-
-    def within(address: str) -> str:
-        target, _, anchor = address.partition("#")
+    def within(match: re.Match[str]) -> str:
+        target, _, anchor = match[0].partition("#")
         anchor = anchor and f"#{anchor}"
         path = posixpath.normpath(posixpath.join(folder, target))
         if not (ROOT / path).exists():
             warn(f"a link to {path}, which does not exist")
-            return address
+            return match[0]
         page = page_of(path)
         if page is None:
             return f"repository:{path}{anchor}"
         suffix = ".ipynb" if page.startswith("notebooks/") else ".md"
         return posixpath.relpath(page + suffix, posixpath.dirname(docname) or ".") + anchor
 
-    # What is code or an image stays as it is; a link's text may hold either.
-    shown = _IMAGE.sub(keep, _CODE.sub(keep, _FENCE.sub(keep, text)))
-    shown = _LINK.sub(lambda match: f"]({within(match[1])})", shown)
-    shown = _NAMED.sub(lambda match: match[1] + within(match[2]), shown)
-    while "\0" in shown:
-        shown = re.sub("\0(\\d+)\0", lambda match: kept[int(match[1])], shown)
-    return shown
+    kept: list[str] = []
+
+    def keep(match: re.Match[str]) -> str:
+        kept.append(match[0])
+        return f"\0{len(kept) - 1}\0"
+
+    shown = _ADDRESS.sub(within, _CODE_OR_IMAGE.sub(keep, text))
+    return re.sub("\0(\\d+)\0", lambda match: kept[int(match[1])], shown)

@@ -1,14 +1,13 @@
-"""Links from pages to files of the repository, which work on GitHub as written, work on the site.
+"""Links from pages to files of the repository work on GitHub as written, and on the site lead to pages of their own.
 
-A relative link to another page or notebook becomes a link to its page; one to any other file, or a folder, a link to a
-page with its source. A link to what does not exist is a warning, and so an error.
+A relative link to another page or notebook becomes a link to its page; one to any other file or folder becomes a link
+to a page with its source. A link to a missing file is a warning, and so an error.
 """
 
 from __future__ import annotations
 
 import html
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 
 _LOG = logging.getLogger(__name__)
-_LARGEST = 400_000  # bytes that are shown
+_LARGEST = 400_000  # characters that are shown
+_SHOWN = (".py", ".md", ".toml", ".json", ".jsonl", ".jinja", ".txt", ".ipynb", "")
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
@@ -35,65 +35,58 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 def _read(app: Sphinx, docname: str, source: list[str]) -> None:
-    def warn(what: str) -> None:
-        _LOG.warning(what, location=docname)
+    def within(text: str) -> str:
+        return rewritten(text, docname, warn=lambda what: _LOG.warning(what, location=docname))
 
-    if not docname.startswith("notebooks/"):
-        source[0] = rewritten(source[0], docname, warn=warn)
-        return
-    notebook = json.loads(source[0])
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "markdown":
-            cell["source"] = rewritten("".join(cell["source"]), docname, warn=warn)
-    source[0] = json.dumps(notebook)
+    if docname.startswith("notebooks/"):
+        notebook = json.loads(source[0])
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "markdown":
+                cell["source"] = within("".join(cell["source"]))
+        source[0] = json.dumps(notebook)
+    else:
+        source[0] = within(source[0])
 
 
 def _resolve(app: Sphinx, doctree: nodes.document, docname: str) -> None:
     for node in doctree.findall(nodes.reference):
         address = node.get("refuri", "")
-        if not address.startswith("repository:"):
-            continue
-        path, _, anchor = address.removeprefix("repository:").partition("#")
-        wanted = app.env.__dict__.setdefault("repository_sources", {})
-        wanted.setdefault(docname, set()).add(path)
-        node["refuri"] = (
-            app.builder.get_relative_uri(docname, f"source/{path}") if app.builder.format == "html" else path
-        )
-        if anchor:
-            node["refuri"] += f"#{anchor}"
+        if address.startswith("repository:"):
+            path, mark, anchor = address.removeprefix("repository:").partition("#")
+            app.env.__dict__.setdefault("repository_sources", set()).add(path)
+            up = "../" * docname.count("/")
+            node["refuri"] = f"{up}source/{path}.html{mark}{anchor}"
 
 
 def _sources(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
-    wanted = set().union(*app.env.__dict__.get("repository_sources", {}).values())
-    pending, done = sorted(wanted), set()
+    pending, done = sorted(app.env.__dict__.get("repository_sources", ())), set()
     while pending:
         path = pending.pop()
         if path in done:
             continue
         done.add(path)
-        place = ROOT / path
-        if place.is_dir():
-            inside = [one for one in sorted(place.iterdir()) if _shown(one)]
-            body = "".join(_entry(app, path, one) for one in inside)
-            pending += [f"{path}/{one.name}" for one in inside if page_of(f"{path}/{one.name}") is None]
-            body = f"<ul>{body}</ul>"
+        if (ROOT / path).is_dir():
+            inside = [
+                f"{path}/{one.name}{'/' * one.is_dir()}" for one in sorted((ROOT / path).iterdir()) if _shown(one)
+            ]
+            pending += [one.rstrip("/") for one in inside if page_of(one) is None]
+            body = f"<ul>{''.join(_entry(app, path, one) for one in inside)}</ul>"
         else:
-            body = _source(place)
-        title = html.escape(path)
-        yield f"source/{path}", {"title": path, "body": f"<h1>{title}</h1>{body}", "parents": []}, "page.html"
+            body = _source(ROOT / path)
+        yield (
+            f"source/{path}",
+            {"title": path, "body": f"<h1>{html.escape(path)}</h1>{body}", "parents": []},
+            "page.html",
+        )
 
 
 def _shown(place: Path) -> bool:
-    if place.name.startswith((".", "__pycache__")):
-        return False
-    return place.is_dir() or place.suffix in (".py", ".md", ".toml", ".json", ".jsonl", ".jinja", ".txt", ".ipynb", "")
+    return not place.name.startswith((".", "__pycache__")) and (place.is_dir() or place.suffix in _SHOWN)
 
 
-def _entry(app: Sphinx, folder: str, place: Path) -> str:
-    path = f"{folder}/{place.name}"
-    page = page_of(path) or f"source/{path}"
-    address = app.builder.get_relative_uri(f"source/{folder}", page)
-    return f'<li><a href="{address}">{html.escape(place.name)}{"/" if place.is_dir() else ""}</a></li>'
+def _entry(app: Sphinx, folder: str, path: str) -> str:
+    address = app.builder.get_relative_uri(f"source/{folder}", page_of(path) or f"source/{path.rstrip('/')}")
+    return f'<li><a href="{address}">{html.escape(path.removeprefix(f"{folder}/"))}</a></li>'
 
 
 def _source(place: Path) -> str:
@@ -104,5 +97,4 @@ def _source(place: Path) -> str:
         lexer = get_lexer_for_filename(place.name)
     except ClassNotFound:
         lexer = TextLexer()
-    shown = highlight(text, lexer, HtmlFormatter(linenos="inline", lineanchors="line", cssclass="highlight"))
-    return re.sub(r'id="line-(\d+)" name="line-\d+"', r'id="L\1"', shown)
+    return highlight(text, lexer, HtmlFormatter(linenos="inline", lineanchors="L"))

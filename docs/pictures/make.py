@@ -6,6 +6,7 @@ python docs/pictures/make.py        # half a minute on a CPU; writes *.svg and r
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import numpy as np
 
 import eagle3_jax as e3
 from eagle3_jax.models.memory import causal_mask
-from eagle3_jax.pictures import bars, strips, style, trees
 from eagle3_jax.trace import record
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1] / "notebooks"))
+
+from pictures import bars, strips, style, trees  # noqa: E402
+
 PROMPT = 'class Stack:\n    """A stack of items."""\n\n    def __init__(self'
 NEW_TOKENS = 48
 

@@ -1,6 +1,7 @@
 """The tables of families in docs/support.md, out of support.json, which runs of the tests write.
 
-    pytest tests/test_families.py tests/test_target_contract.py --record-support docs/recorded/support.json
+    pytest tests/models/test_families.py tests/core/test_target_contract.py --record-support docs/recorded/support.json
+    PYTHONPATH=tests/helpers pytest validation -p support_record --record-support docs/recorded/support.json
     python docs/recorded/support.py     # writes them between their marks; the test of them does the same and compares
 
 A cell names the drafts for which every recorded case of it passed, and links to the tests. A dash means that no

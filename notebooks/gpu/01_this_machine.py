@@ -25,16 +25,15 @@
 # main series help, none is needed.
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import sys
 
-notebook.start(repository=True, device=False)
+sys.path.insert(0, "..")  # where first_cell, machine and pictures are
 
-from validation import machine
+import first_cell
+
+first_cell.start(repository=True, device=False)
+
+import machine
 
 here = machine.start()
 here.banner("vLLM", "price")
@@ -55,7 +54,7 @@ import os
 
 from IPython.display import Markdown
 
-from eagle3_jax.reporting.tables import flat, show, to_markdown
+from eagle3_jax.bench.tables import flat, show, to_markdown
 
 rows = [
     [f"`{name}`", meaning, "set" if os.environ.get(name, "").strip() else "–"]
@@ -70,7 +69,7 @@ Markdown(to_markdown(["variable", "names", "here"], rows))
 # is private to this machine.
 
 # %%
-from eagle3_jax.reporting.environment import environment
+from eagle3_jax.bench.environment import environment
 
 facts = dict(
     flat(environment(target=here.configuration.target, drafter=here.configuration.drafter))
@@ -228,8 +227,7 @@ Markdown(
 
 # %%
 import matplotlib.pyplot as plt
-
-from eagle3_jax.pictures.style import SERIES
+from pictures.style import SERIES
 
 parts = ("target_weights", "head_weights", "target_cache", "head_cache", "activations", "reserve")
 figure, axes = plt.subplots(figsize=(8.4, 0.42 * len(found) + 1.4))

@@ -24,16 +24,15 @@
 # [01](01_this_machine.ipynb).
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import sys
 
-notebook.start(repository=True, device=False)
+sys.path.insert(0, "..")  # where first_cell, machine and pictures are
 
-from validation import machine
+import first_cell
+
+first_cell.start(repository=True, device=False)
+
+import machine
 
 here = machine.start()
 here.banner("vLLM")
@@ -58,9 +57,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Markdown
 
-from eagle3_jax.reporting.tables import to_markdown
-from eagle3_jax.rivals.memory import is_out_of_memory
-from eagle3_jax.rivals.vllm.bridge import VLLMError, VLLMUnavailable, eagle3
+from eagle3_jax.bench.tables import to_markdown
+from eagle3_jax.engines.memory import is_out_of_memory
+from eagle3_jax.engines.vllm.bridge import VLLMError, VLLMUnavailable, eagle3
 from validation.agreement import Judged, both_directions, decoders_of, ours
 from validation.forcing import by_blocks, reference
 from validation.margin import TIE_ULPS, WRONG_ULPS, Agreement, Control, classify, tie_tolerance

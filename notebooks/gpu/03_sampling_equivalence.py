@@ -24,16 +24,15 @@
 # It takes about half a minute of CPU on the shipped pair. Read before: [01](01_this_machine.ipynb).
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import sys
 
-notebook.start(repository=True, device=False, also=("torch", "transformers"))
+sys.path.insert(0, "..")  # where first_cell, machine and pictures are
 
-from validation import machine
+import first_cell
+
+first_cell.start(repository=True, device=False, also=("torch", "transformers"))
+
+import machine
 
 here = machine.start()
 here.banner("vLLM")
@@ -60,9 +59,9 @@ logging.disable_progress_bar()
 import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Markdown
+from pictures.style import DRAFTER, SERIES, TARGET
 
-from eagle3_jax.pictures.style import DRAFTER, SERIES, TARGET
-from eagle3_jax.reporting.tables import to_markdown
+from eagle3_jax.bench.tables import to_markdown
 from validation import second_token
 from validation.emissions import Reference, Warpers
 from validation.sampled import METHODS, MOST_Z, decoder_of, judge, sample

@@ -24,16 +24,15 @@
 # [02](02_greedy_beside_vllm.ipynb) for why texts alone say little.
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import sys
 
-notebook.start(repository=True, device=False)
+sys.path.insert(0, "..")  # where first_cell, machine and pictures are
 
-from validation import machine
+import first_cell
+
+first_cell.start(repository=True, device=False)
+
+import machine
 
 here = machine.start()
 here.banner("vLLM")
@@ -56,12 +55,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 import test_golden
 from IPython.display import Markdown
+from pictures.style import SERIES
 
 from eagle3_jax import SpeculativeDecoder
-from eagle3_jax.pictures.style import SERIES
-from eagle3_jax.reporting.tables import to_markdown
-from eagle3_jax.rivals.memory import is_out_of_memory
-from eagle3_jax.rivals.vllm.bridge import (
+from eagle3_jax.bench.tables import to_markdown
+from eagle3_jax.engines.memory import is_out_of_memory
+from eagle3_jax.engines.vllm.bridge import (
     Completion,
     EngineOptions,
     Generated,

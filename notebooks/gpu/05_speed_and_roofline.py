@@ -24,16 +24,15 @@
 # [01](01_this_machine.ipynb).
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import sys
 
-notebook.start(repository=True, device=False)
+sys.path.insert(0, "..")  # where first_cell, machine and pictures are
 
-from validation import machine
+import first_cell
+
+first_cell.start(repository=True, device=False)
+
+import machine
 
 here = machine.start()
 here.banner("vLLM")
@@ -53,17 +52,17 @@ import jax
 import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Markdown
+from pictures.style import SERIES
 
 from eagle3_jax import DynamicTree, SpeculativeDecoder
+from eagle3_jax.bench.contenders import DecoderContender
+from eagle3_jax.bench.random_models import random_pair
+from eagle3_jax.bench.run import measure
+from eagle3_jax.bench.tables import show, to_markdown
 from eagle3_jax.drafters import NGram
-from eagle3_jax.measure.bench import measure
-from eagle3_jax.measure.contenders import DecoderContender
-from eagle3_jax.measure.random_models import random_pair
-from eagle3_jax.pictures.style import SERIES
-from eagle3_jax.reporting.tables import show, to_markdown
-from eagle3_jax.rivals.vllm.bridge import EngineOptions, VLLMUnavailable, eagle3
-from eagle3_jax.rivals.vllm.contender import VLLMContender
-from eagle3_jax.simulated import SimulatedAcceptance
+from eagle3_jax.engines.vllm.bridge import EngineOptions, VLLMUnavailable, eagle3
+from eagle3_jax.engines.vllm.contender import VLLMContender
+from eagle3_jax.verifiers.simulated import SimulatedAcceptance
 from validation import speeds
 from validation.speeds import CONTEXT, chain, faults, some_prompts, tree
 
@@ -330,7 +329,7 @@ Markdown("\n\n".join(parts))
 import time
 
 from eagle3_jax import loop as loops
-from eagle3_jax.measure.roofline import least_bytes_per_second
+from eagle3_jax.bench.roofline import least_bytes_per_second
 
 decoder = contenders[0].decoder
 state = jax.block_until_ready(decoder.prefill(prompts[:1], max_new_tokens=LIMIT))

@@ -23,16 +23,15 @@
 # It takes about half a minute of CPU on the shipped pair. Read before: [05](05_speed_and_roofline.ipynb).
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import sys
 
-notebook.start(repository=True, device=False)
+sys.path.insert(0, "..")  # where first_cell, machine and pictures are
 
-from validation import machine
+import first_cell
+
+first_cell.start(repository=True, device=False)
+
+import machine
 
 here = machine.start()
 here.banner()
@@ -41,19 +40,18 @@ here.banner()
 # ## Measure once, decide everywhere
 #
 # A draft pays by `S = τ / (v + K·c)`. τ belongs to the text and the head; `v`, a verification, and `c`, a draft step,
-# are counted in plain steps and grow with the batch. `eagle3_jax.measure.tune_measure.tune` measures all three, in
+# are counted in plain steps and grow with the batch. `eagle3_jax.bench.tune.tune` measures all three, in
 # turns, with every draft by itself; it is what `eagle3 tune` calls.
 
 # %%
 import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Markdown
+from pictures.style import SERIES
 
 from eagle3_jax import SpeculativeDecoder
-from eagle3_jax.measure.tune import break_even, rules_of_thumb
-from eagle3_jax.measure.tune_measure import tune
-from eagle3_jax.pictures.style import SERIES
-from eagle3_jax.reporting.tables import show, to_markdown
+from eagle3_jax.bench.tables import show, to_markdown
+from eagle3_jax.bench.tune import break_even, rules_of_thumb, tune
 from validation.speeds import is_quoted, some_prompts
 
 BATCHES = here.amount(cpu=(1, 8), gpu=(1, 4, 16, 64, 128))

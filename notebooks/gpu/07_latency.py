@@ -23,16 +23,15 @@
 # It takes about half a minute of CPU on the shipped pair. Read before: [05](05_speed_and_roofline.ipynb).
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import sys
 
-notebook.start(repository=True, device=False)
+sys.path.insert(0, "..")  # where first_cell, machine and pictures are
 
-from validation import machine
+import first_cell
+
+first_cell.start(repository=True, device=False)
+
+import machine
 
 here = machine.start()
 here.banner()
@@ -45,16 +44,16 @@ here.banner()
 # - **TPOT**, time per output token after the first: the mean over an answer, where speculation gains.
 # - **the wait between two chunks** of a stream: a round, which is *longer* than a plain step and brings several tokens.
 #
-# `eagle3_jax.measure.bench.measure` takes all three of every contender, in turns.
+# `eagle3_jax.bench.run.measure` takes all three of every contender, in turns.
 
 # %%
 import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Markdown
+from pictures.style import SERIES
 
-from eagle3_jax.measure.bench import measure
-from eagle3_jax.pictures.style import SERIES
-from eagle3_jax.reporting.tables import to_markdown
+from eagle3_jax.bench.run import measure
+from eagle3_jax.bench.tables import to_markdown
 from validation.speeds import chain, faults, is_quoted, some_prompts
 
 LIMIT, REPEATS = here.amount(cpu=(24, 2), gpu=(128, 5))
@@ -161,8 +160,8 @@ print(
 
 # %%
 from eagle3_jax import SpeculativeDecoder
+from eagle3_jax.bench.step_costs import target_seconds
 from eagle3_jax.drafters import Plain
-from eagle3_jax.measure.step_costs import target_seconds
 
 PIECES = [
     piece for piece in here.amount(cpu=(1, 8, 64), gpu=(1, 16, 64, 256, 512)) if piece < room - 128

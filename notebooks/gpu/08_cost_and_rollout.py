@@ -24,16 +24,15 @@
 # [06](06_tuning_and_fall_back.ipynb).
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import sys
 
-notebook.start(repository=True, device=False)
+sys.path.insert(0, "..")  # where first_cell, machine and pictures are
 
-from validation import machine
+import first_cell
+
+first_cell.start(repository=True, device=False)
+
+import machine
 
 here = machine.start()
 here.banner("price")
@@ -51,10 +50,10 @@ import dataclasses
 import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Markdown
+from pictures.style import SERIES
 
-from eagle3_jax.measure.bench import measure
-from eagle3_jax.pictures.style import SERIES
-from eagle3_jax.reporting.tables import show, to_markdown
+from eagle3_jax.bench.run import measure
+from eagle3_jax.bench.tables import show, to_markdown
 from eagle3_jax.theory.cost import cost_of, cost_per_million_tokens
 from validation.speeds import chain, faults, is_quoted, some_prompts
 
@@ -201,10 +200,10 @@ shares = [stage.share for stage in plan.stages]
 assert shares == sorted(shares) and shares[-1] == 1.0
 
 # %% [markdown]
-# The first lines of the page that would be handed over (`rollout_page.to_markdown`); commands and queries follow in it.
+# The first lines of the page that would be handed over (`rollout.to_markdown`); commands and queries follow in it.
 
 # %%
-from eagle3_jax.theory.rollout_page import to_markdown as page
+from eagle3_jax.theory.rollout import to_markdown as page
 
 text = page(plan, target="TARGET", head="HEAD")
 lines = text.splitlines()

@@ -24,16 +24,15 @@
 # [06](06_tuning_and_fall_back.ipynb).
 
 # %%
-try:
-    from eagle3_jax import notebook
-except ModuleNotFoundError:
-    raise SystemExit(
-        "eagle3-jax is not installed in the environment of this kernel; in a checkout: pip install -e '.[notebooks]'"
-    ) from None
+import sys
 
-notebook.start(repository=True, device=False)
+sys.path.insert(0, "..")  # where first_cell, machine and pictures are
 
-from validation import machine
+import first_cell
+
+first_cell.start(repository=True, device=False)
+
+import machine
 
 here = machine.start()
 here.banner()
@@ -50,11 +49,11 @@ here.banner()
 import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Markdown
+from pictures.style import SERIES
 
-from eagle3_jax.measure.bench import measure
+from eagle3_jax.bench.run import measure
+from eagle3_jax.bench.tables import show, to_markdown
 from eagle3_jax.models.config import usual_head
-from eagle3_jax.pictures.style import SERIES
-from eagle3_jax.reporting.tables import show, to_markdown
 from eagle3_jax.theory.accelerators import accelerator_named
 from eagle3_jax.theory.bounds import check_claim, round_bound
 from eagle3_jax.theory.known_models import KNOWN_MODELS

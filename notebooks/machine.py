@@ -1,0 +1,431 @@
+"""The machine, models and vLLM of the notebooks for GPUs, from environment variables.
+
+A missing part (GPU, weights, vLLM) has a stand-in. A banner at the top of each notebook names the stand-ins, so that no
+number of one machine passes for a number of another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import html
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from eagle3_jax.bench.environment import cpu_model
+from eagle3_jax.bench.gpu import gpu_problem, has_gpu, on_gpu
+from eagle3_jax.engines.memory import SHARE_OF_VLLM, share_memory
+from eagle3_jax.engines.vllm.bridge import VLLM, VLLMError
+from eagle3_jax.engines.vllm.process import Process
+from eagle3_jax.engines.vllm.server import Servers
+from eagle3_jax.models.layers import PRECISIONS
+from eagle3_jax.theory.accelerators import KNOWN_ACCELERATORS, Accelerator
+from validation.device import environment_of_vllm
+from validation.fixtures import installed_python
+from validation.runs import Report, Verdict, load
+from validation.speeds import shared_dtype
+from validation.subject import SHIPPED, Pair, Setting, Subject, choose
+
+# Each is an option of `pytest validation` of nearly the same name; notebooks have no command line.
+VARIABLES = {
+    "EAGLE3_TARGET": "directory or hub id of the target",
+    "EAGLE3_DRAFTER": "directory or hub id of its EAGLE-3 head",
+    "EAGLE3_PROMPTS": f"JSONL files of prompts, joined by {os.pathsep!r}",
+    "EAGLE3_DTYPE": f"main precision: {', '.join(PRECISIONS)}",
+    "EAGLE3_VLLM_PYTHON": "interpreter of an environment with vLLM; 'installed' is the one that `make vllm` built",
+    "EAGLE3_VLLM_URL": "running vLLM server with speculation, such as http://localhost:8000",
+    "EAGLE3_VLLM_PLAIN_URL": "running vLLM server of the same target without speculation",
+    "EAGLE3_VLLM_MEMORY": f"share of the GPU's memory for vLLM; {SHARE_OF_VLLM} if left out",
+    "EAGLE3_PRICE_PER_HOUR": "of the machine, in any currency",
+}
+_URLS = ("EAGLE3_VLLM_URL", "EAGLE3_VLLM_PLAIN_URL")
+RESULTS = Path(__file__).resolve().parent.parent / "validation" / "results"
+UNIT_PRICE = 1.0  # if EAGLE3_PRICE_PER_HOUR is not set
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """The environment variables; ``None`` or empty for those that are not set.
+
+    Attributes:
+        target: ``EAGLE3_TARGET``; for this and the others see :data:`VARIABLES`.
+        drafter: ``EAGLE3_DRAFTER``.
+        prompt_files: ``EAGLE3_PROMPTS``.
+        dtype: ``EAGLE3_DTYPE``.
+        vllm_python: ``EAGLE3_VLLM_PYTHON``.
+        vllm_urls: ``EAGLE3_VLLM_URL`` and ``EAGLE3_VLLM_PLAIN_URL``, with speculation first.
+        vllm_memory: ``EAGLE3_VLLM_MEMORY``.
+        price_per_hour: ``EAGLE3_PRICE_PER_HOUR``.
+    """
+
+    target: str | None = None
+    drafter: str | None = None
+    prompt_files: tuple[Path, ...] = ()
+    dtype: str | None = None
+    vllm_python: Path | None = None
+    vllm_urls: tuple[str, ...] = ()
+    vllm_memory: float = SHARE_OF_VLLM
+    price_per_hour: float | None = None
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Configuration:
+        """From environment variables; an empty one is none.
+
+        Raises:
+            ValueError: One of them cannot be meant; one line says which, and what was expected.
+        """
+        for name in environ:
+            if name.startswith("EAGLE3_") and name not in VARIABLES:
+                raise ValueError(f"{name} is not known; the variables are {', '.join(VARIABLES)}")
+        given = {name: environ[name].strip() for name in VARIABLES if environ.get(name, "").strip()}
+        for one, other in (
+            ("EAGLE3_TARGET", "EAGLE3_DRAFTER"),
+            ("EAGLE3_DRAFTER", "EAGLE3_TARGET"),
+        ):
+            if one in given and other not in given:
+                raise ValueError(
+                    f"{one} was given without {other}, and a head fits one target only; set {other}"
+                )
+        if "EAGLE3_VLLM_PYTHON" in given and set(_URLS) & given.keys():
+            raise ValueError(
+                "EAGLE3_VLLM_PYTHON and EAGLE3_VLLM_URL name two vLLMs; set one of them"
+            )
+        dtype = given.get("EAGLE3_DTYPE")
+        if dtype is not None and dtype not in PRECISIONS:
+            raise ValueError(f"EAGLE3_DTYPE is {dtype!r}; expected one of {', '.join(PRECISIONS)}")
+        return cls(
+            target=given.get("EAGLE3_TARGET"),
+            drafter=given.get("EAGLE3_DRAFTER"),
+            prompt_files=_files(given.get("EAGLE3_PROMPTS", "")),
+            dtype=dtype,
+            vllm_python=_interpreter(given.get("EAGLE3_VLLM_PYTHON")),
+            vllm_urls=tuple(_url(name, given) for name in _URLS if name in given),
+            vllm_memory=_number("EAGLE3_VLLM_MEMORY", given, "a share between 0 and 1", most=1.0)
+            or SHARE_OF_VLLM,
+            price_per_hour=_number(
+                "EAGLE3_PRICE_PER_HOUR", given, "a price above 0", most=float("inf")
+            ),
+        )
+
+
+def _files(names: str) -> tuple[Path, ...]:
+    files = tuple(Path(name).expanduser() for name in names.split(os.pathsep) if name)
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"EAGLE3_PROMPTS: there is no file {file}")
+    return files
+
+
+def _interpreter(name: str | None) -> Path | None:
+    if name is None:
+        return None
+    path = installed_python() if name == "installed" else Path(name).expanduser()
+    if not path.is_file():
+        what = (
+            "build it with `make vllm`"
+            if name == "installed"
+            else "name the Python of an environment with vLLM"
+        )
+        raise ValueError(f"EAGLE3_VLLM_PYTHON: there is no file {path}; {what}")
+    return path
+
+
+def _url(name: str, given: Mapping[str, str]) -> str:
+    if not re.match(r"https?://[^/]", given[name]):
+        raise ValueError(
+            f"{name} is {given[name]!r}; expected the address of a server, such as http://localhost:8000"
+        )
+    return given[name]
+
+
+def _number(name: str, given: Mapping[str, str], expected: str, *, most: float) -> float | None:
+    if name not in given:
+        return None
+    try:
+        value = float(given[name])
+    except ValueError:
+        value = float("nan")
+    if not 0 < value < most:
+        raise ValueError(f"{name} is {given[name]!r}; expected {expected}")
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One thing that the numbers depend on.
+
+    Attributes:
+        name: Such as ``device``.
+        real: Whether it is the thing that the notebook is about, and not a stand-in.
+        text: Its description; for a stand-in, with the reason.
+    """
+
+    name: str
+    real: bool
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Banner:
+    """The parts that are real, and those that are stand-ins."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def missing(self) -> tuple[Part, ...]:
+        """The stand-ins."""
+        return tuple(part for part in self.parts if not part.real)
+
+    @property
+    def headline(self) -> str:
+        """In a sentence."""
+        if not self.missing:
+            return "Everything here is real: these numbers are this machine's own."
+        names = ", ".join(part.name for part in self.missing)
+        return (
+            f"Stand-ins here: {names}. No number of theirs may be quoted as one of the real thing."
+        )
+
+    def __str__(self) -> str:
+        """For terminals and logs."""
+        lines = [
+            f"  {'real    ' if part.real else 'STAND-IN'}  {part.name}: {part.text}"
+            for part in self.parts
+        ]
+        return "\n".join([self.headline, *lines])
+
+    def _repr_html_(self) -> str:
+        edge = "#d97634" if self.missing else "#2a9d74"
+        rows = "".join(
+            f"<tr><td style='white-space:nowrap'>{'&#10003; real' if part.real else '&#9888; stand-in'}</td>"
+            f"<td><b>{html.escape(part.name)}</b></td><td style='text-align:left'>{html.escape(part.text)}</td></tr>"
+            for part in self.parts
+        )
+        return (
+            f"<div class='eagle3-banner' style='border-left:6px solid {edge};padding:.4em 1em;margin:.5em 0;"
+            f"background:{edge}14'><b>{html.escape(self.headline)}</b><table>{rows}</table></div>"
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class Machine:
+    """This machine, and the stand-ins for the parts that it lacks.
+
+    Attributes:
+        configuration: From the environment.
+        subject: Target, head and prompts.
+        on_gpu: Whether JAX computes on a GPU.
+        has_gpu: Whether there is an NVIDIA GPU, from which JAX may have been kept.
+    """
+
+    configuration: Configuration
+    subject: Subject
+    on_gpu: bool
+    has_gpu: bool
+
+    @property
+    def device(self) -> str:
+        """For the axes and titles of figures, and the headings of tables."""
+        if self.on_gpu:
+            return jax.devices()[0].device_kind
+        return f"CPU: {cpu_model()}, {os.cpu_count()} cores"
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """The datasheet of this device; ``None`` for a CPU or an unknown one."""
+        return datasheet_of(jax.devices()[0].device_kind) if self.on_gpu else None
+
+    @property
+    def dtype(self) -> str:
+        """The main precision."""
+        return self.subject.dtypes[0]
+
+    @property
+    def shared_dtype(self) -> str:
+        """The main precision, or the nearest one that others have too."""
+        return shared_dtype(self.dtype)
+
+    @property
+    def pair(self) -> Pair:
+        """Target and head in the main precision."""
+        return self.subject.pair(self.dtype)
+
+    @property
+    def setting(self) -> Setting:
+        """As the checks of a run would have it."""
+        return _setting(self.configuration, self.on_gpu)
+
+    @property
+    def price_per_hour(self) -> float:
+        """As given, or 1, which makes costs those of one unit of money an hour."""
+        return self.configuration.price_per_hour or UNIT_PRICE
+
+    @property
+    def price_named(self) -> str:
+        """For axes and headings of costs."""
+        assumed = "" if self.configuration.price_per_hour else ", which is assumed"
+        return f"at {self.price_per_hour:g} an hour{assumed}"
+
+    def amount(self, *, cpu: Any, gpu: Any) -> Any:
+        """The amount of work: little on a stand-in."""
+        return gpu if self.on_gpu else cpu
+
+    @functools.cached_property
+    def vllm(self) -> VLLM | None:
+        """The vLLM that was named, connected to when first asked for; ``None`` where none was.
+
+        Raises:
+            VLLMError: What was named is none, or does not answer; one line says why.
+        """
+        given = self.configuration
+        if given.vllm_urls:
+            return Servers(given.vllm_urls)
+        if given.vllm_python is None:
+            return None
+        environment = environment_of_vllm() if self.on_gpu else {}
+        return Process(given.vllm_python, environment=environment, memory_share=given.vllm_memory)
+
+    @property
+    def vllm_process(self) -> Process | None:
+        """The same, where its inside can be reached."""
+        return self.vllm if isinstance(self.vllm, Process) else None
+
+    def draft_tokens(self, wanted: int) -> int:
+        """``K`` for a comparison with vLLM: the wanted one, or the fixed one of a running server."""
+        if isinstance(self.vllm, Servers):
+            for server in self.vllm.servers:
+                if server.speculates:
+                    return len(server.counters().get("num_accepted_tokens_per_pos", ())) or wanted
+        return wanted
+
+    @functools.cached_property
+    def record(self) -> Report:
+        """The newest committed run of the validation, for what is not here."""
+        return newest_record(RESULTS)
+
+    def exactly(self) -> None:
+        """From here on products have all bits of float32, as in the checks; not for times, which users have without."""
+        if self.on_gpu:
+            jax.config.update("jax_default_matmul_precision", "highest")
+
+    def close(self) -> None:
+        """End vLLM's process, if one of ours runs."""
+        if "vllm" in vars(self) and self.vllm is not None:
+            self.vllm.close()
+
+    def banner(self, *also: str) -> Banner:
+        """What is real here; device and pair always, and of ``vLLM`` and ``price`` those that are named."""
+        parts = [self._device(), self._pair()]
+        parts += [self._vllm()] * ("vLLM" in also) + [self._price()] * ("price" in also)
+        return Banner(tuple(parts))
+
+    def _device(self) -> Part:
+        if self.on_gpu:
+            return Part("device", True, f"{self.device}, 1 of {jax.device_count()}")
+        text = f"no GPU: {self.device}"
+        if self.has_gpu:
+            text = f"JAX_PLATFORMS keeps jax from the NVIDIA GPU that is here: {self.device}"
+        return Part("device", False, text)
+
+    def _pair(self) -> Part:
+        if self.subject.name != SHIPPED:
+            return Part("pair", True, f"{self.subject.name}, {self.dtype}")
+        why = self.subject.reason or "no weights named (EAGLE3_TARGET, EAGLE3_DRAFTER)"
+        return Part("pair", False, f"{why}; the shipped pair, {self.dtype}")
+
+    def _vllm(self) -> Part:
+        try:
+            if self.vllm is not None:
+                versions = self.vllm.versions
+                where = versions.get("device", "a server")
+                # Beside a GPU, vLLM's build for CPUs is the same program with other kernels.
+                return Part(
+                    "vLLM",
+                    not (self.on_gpu and where == "cpu"),
+                    f"vLLM {versions['vllm']}, on {where}",
+                )
+        except VLLMError as error:
+            raise SystemExit(f"error: {error}") from None
+        why = "no vLLM named (EAGLE3_VLLM_PYTHON, EAGLE3_VLLM_URL)"
+        return Part("vLLM", False, f"{why}; the committed record of {described(self.record)}")
+
+    def _price(self) -> Part:
+        price = self.configuration.price_per_hour
+        if price is not None:
+            return Part("price", True, f"{price:g} an hour (EAGLE3_PRICE_PER_HOUR)")
+        return Part(
+            "price",
+            False,
+            f"none named (EAGLE3_PRICE_PER_HOUR); {UNIT_PRICE:g} an hour, so only ratios count",
+        )
+
+
+def start(environ: Mapping[str, str] = os.environ) -> Machine:
+    """Look at the environment and the machine, whose memory JAX will share; loads no model.
+
+    Raises:
+        SystemExit: A variable cannot be meant, or a GPU is here that this jax cannot use; one line says which.
+    """
+    try:
+        configuration = Configuration.read(environ)
+        share_memory()
+        problem = gpu_problem()
+        if problem is not None:
+            raise ValueError(problem)
+        gpu = on_gpu()
+        subject = choose(_setting(configuration, gpu))
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    if configuration.dtype is not None:
+        subject = dataclasses.replace(subject, dtypes=(configuration.dtype,))
+    return Machine(configuration, subject, gpu, has_gpu())
+
+
+def _setting(given: Configuration, gpu: bool) -> Setting:
+    return Setting(
+        gpu=gpu,
+        quick=not gpu,
+        target=given.target,
+        drafter=given.drafter,
+        prompt_files=given.prompt_files,
+        price_per_hour=given.price_per_hour,
+    )
+
+
+def datasheet_of(kind: str) -> Accelerator | None:
+    """The accelerator that a device calls itself, such as ``NVIDIA H100 80GB HBM3``; ``None`` if it is not known."""
+    words = set(re.split(r"[\s\-_/]+", kind.lower()))
+    named = [one for key, one in KNOWN_ACCELERATORS.items() if set(key.split("-")) <= words]
+    return max(named, key=lambda one: len(one.name), default=None)
+
+
+def newest_record(directory: Path) -> Report:
+    """The latest committed run of ``pytest validation`` in which nothing failed; the latest of all where there is none.
+
+    Raises:
+        ValueError: There is none.
+    """
+    found = []
+    for file in directory.glob("*.json"):
+        try:
+            found.append(load(file))
+        except ValueError:  # a benchmark, a comparison
+            continue
+    if not found:
+        raise ValueError(f"no report of the validation lies in {directory}")
+    return max(found, key=lambda report: (report.verdict is not Verdict.FAILED, report.started))
+
+
+def described(record: Report) -> str:
+    """When and on what a report was made."""
+    facts = record.environment
+    cpu, device = facts["cpu"], facts["jax"]["device"]
+    where = f"CPU: {cpu['model']}, {cpu['cores']} cores" if device == "cpu" else device
+    rival = facts.get("vllm", {})
+    beside = f", with vLLM {rival['vllm']} on {rival.get('device', 'a server')}" if rival else ""
+    return f"{record.started[:10]}, {where}{beside}"

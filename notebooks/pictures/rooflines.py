@@ -1,0 +1,99 @@
+"""Rooflines with a list of accelerators to choose from: the steps stay where they are, the roof moves above them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from eagle3_jax.theory.accelerators import Accelerator
+from pictures.interactive import Interactive
+from pictures.style import SERIES
+
+_SYMBOLS = ("circle", "diamond", "square", "cross")
+_BUTTONS = ["zoom", "pan", "select", "lasso", "zoomin", "zoomout", "autoscale", "resetscale", "toimage"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One kind of step under the roof.
+
+    Attributes:
+        group: What it is one of, such as ``plain step``: a colour and a symbol.
+        intensity: Operations per byte.
+        label: Beside the point; empty for none.
+    """
+
+    group: str
+    intensity: float
+    label: str = ""
+
+
+def roofline(steps: Sequence[Step], accelerators: Sequence[Accelerator], words: Sequence[Sequence[str]]) -> Interactive:
+    """Attainable arithmetic over arithmetic intensity, in bfloat16.
+
+    Args:
+        steps: The points.
+        accelerators: To choose from; the first one is shown at the start.
+        words: For each accelerator and each step, what is said where one points at it.
+
+    Raises:
+        ValueError: There are no words for some step.
+    """
+    import plotly.graph_objects as go
+
+    if [len(one) for one in words] != [len(steps)] * len(accelerators):
+        raise ValueError(f"expected words for {len(accelerators)} accelerators and {len(steps)} steps of each")
+    groups = list(dict.fromkeys(step.group for step in steps))
+    ends = 0.5, 2.0 * max(2 * max(step.intensity for step in steps), 600.0)
+
+    def drawn(accelerator: Accelerator, said: Sequence[str]) -> list[dict]:
+        """The roof, and a series for each group."""
+        peak, slope = accelerator.peak_flops / 1e12, accelerator.bandwidth_bytes_per_second / 1e12
+        line = [ends[0], peak / slope, ends[1]]
+        found: list[dict] = [{"x": line, "y": [min(peak, slope * x) for x in line], "hovertext": None}]
+        for group in groups:
+            mine = [(step, text) for step, text in zip(steps, said, strict=True) if step.group == group]
+            xs = [step.intensity for step, _ in mine]
+            ys = [min(peak, slope * x) for x in xs]
+            found.append({"x": xs, "y": ys, "hovertext": [text for _, text in mine]})
+        return found
+
+    def title(accelerator: Accelerator) -> str:
+        ridge = accelerator.peak_flops / accelerator.bandwidth_bytes_per_second
+        return f"{accelerator.name}: the ridge lies at {ridge:.0f} operations per byte"
+
+    roof, *points = drawn(accelerators[0], words[0])
+    figure = go.Figure(
+        go.Scatter(**roof, mode="lines", line={"color": "#444", "width": 3}, name="roof", hoverinfo="skip")
+    )
+    for index, (group, series) in enumerate(zip(groups, points, strict=True)):
+        look = {"size": 13, "color": SERIES[index], "symbol": _SYMBOLS[index % 4], "line": {"width": 1}}
+        labels = [step.label for step in steps if step.group == group]
+        figure.add_scatter(
+            **series,
+            mode="markers+text",
+            text=labels,
+            textposition="top left" if index % 2 == 0 else "bottom right",
+            hoverinfo="text",
+            marker=look,
+            name=group,
+        )
+    buttons = []
+    for accelerator, said in zip(accelerators, words, strict=True):
+        all_of_it = drawn(accelerator, said)
+        change = {key: [series[key] for series in all_of_it] for key in ("x", "y", "hovertext")}
+        text = {"title.text": title(accelerator)}
+        buttons.append({"label": accelerator.name, "method": "update", "args": [change, text]})
+    ticks = {"type": "log", "dtick": 1}
+    figure.update_layout(
+        title={"text": title(accelerators[0]), "x": 0.02, "font": {"size": 15}},
+        xaxis={"title": "arithmetic intensity, operations per byte", **ticks},
+        yaxis={"title": "attainable, 10<sup>12</sup> operations per second", **ticks, "range": [-0.9, 3.7]},
+        legend={"x": 0.98, "y": 0.04, "xanchor": "right", "yanchor": "bottom"},
+        updatemenus=[{"buttons": buttons, "x": 1.0, "y": 1.18, "xanchor": "right"}],
+        modebar={"remove": _BUTTONS},
+        template="plotly_white",
+        height=460,
+        margin={"t": 70, "r": 20},
+    )
+    return Interactive(figure)

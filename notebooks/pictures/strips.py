@@ -1,0 +1,217 @@
+"""Token strips: a text whose every token shows where it came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+
+from eagle3_jax.text import Pieces
+from pictures.style import ACCEPTED, BONUS, COLOURS, CORRECTED
+
+PROMPT, FIRST, UNDRAFTED = "prompt", "from the prefill", "undrafted"
+# The line below a token, for any eyes.
+_MARKS = {ACCEPTED: "solid", CORRECTED: "dashed", BONUS: "double", UNDRAFTED: "dotted", FIRST: "dotted"}
+_INK = {**COLOURS, FIRST: "#6b7280", UNDRAFTED: "#6b7280"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """One token of a strip.
+
+    Attributes:
+        piece: Its text.
+        kind: ``"prompt"``, ``"from the prefill"``, ``"accepted"``, ``"corrected"`` (the target's own choice after a
+            refusal), ``"bonus"`` (the target's own choice after everything on the path was accepted) or ``"undrafted"``
+            (nothing had been drafted).
+        round: In which round it was emitted, from 1; 0 before the first.
+    """
+
+    piece: str
+    kind: str
+    round: int
+
+
+def tokens_of(prompt: dict[str, Any], tokenizer: Tokenizer) -> list[Token]:
+    """The tokens of one prompt of a :func:`~eagle3_jax.trace.record`, the prompt's own included.
+
+    Args:
+        prompt: One entry of ``Trace.prompts``.
+        tokenizer: Of the target.
+    """
+    pieces = Pieces(tokenizer)
+    found = [Token(piece, PROMPT, 0) for piece in pieces.of(prompt["prompt_ids"])]
+    for index, one in enumerate(prompt["rounds"], start=1):
+        if index == 1:
+            found.append(Token(pieces.of([one["tokens"][0]])[0], FIRST, 0))
+        accepted = [one["tokens"][node] for node in one["path"]]
+        end = one["path"][-1] if one["path"] else 0
+        last = UNDRAFTED if len(one["tokens"]) == 1 else CORRECTED if end in one["parents"] else BONUS
+        emitted = [*accepted, one["next_token"]]
+        kinds = [ACCEPTED] * len(accepted) + [last]
+        found += [Token(piece, kind, index) for piece, kind in zip(pieces.of(emitted), kinds, strict=True)]
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenStrip:
+    """A strip that a notebook shows as HTML and a page takes as SVG (:meth:`svg`)."""
+
+    tokens: Sequence[Token]
+    caption: str = ""
+
+    def _repr_html_(self) -> str:
+        kinds = list(dict.fromkeys(token.kind for token in self.tokens if token.kind != PROMPT))
+        spans = "".join(_span(token, number) for number, token in enumerate(self.tokens))
+        legend = " &nbsp; ".join(f'<span style="{_css(kind)}">{kind}</span>' for kind in kinds)
+        caption = f"<div>{html.escape(self.caption)}</div>" if self.caption else ""
+        return (
+            '<div style="background:#fff;color:#1f2328;padding:.6em .8em;border-radius:.4em;line-height:1.75;'
+            'overflow-x:auto">'
+            f'{caption}<div style="font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere">{spans}</div>'
+            f'<div style="font-size:.85em;margin-top:.4em">{legend}</div></div>'
+        )
+
+    def svg(self, *, columns: int = 72, size: float = 14.0) -> str:
+        """The strip as an SVG drawing of its own, with an opaque ground, for pages that take no HTML."""
+        return svg([("", self)], columns=columns, size=size)
+
+
+def svg(
+    lanes: Sequence[tuple[str, TokenStrip]],
+    *,
+    columns: int = 72,
+    size: float = 14.0,
+    seconds_per_round: float | None = None,
+) -> str:
+    """Strips below each other as one SVG drawing.
+
+    Args:
+        lanes: Heading and strip of each.
+        columns: Characters of a line.
+        size: Of the letters, in pixels.
+        seconds_per_round: Let the tokens of each round appear that long after those of the round before, over and over;
+            where animations are not shown, everything is. Without it nothing moves.
+    """
+    rounds = max((token.round for _, strip in lanes for token in strip.tokens), default=0)
+    clock = None if seconds_per_round is None else _Clock(seconds_per_round, rounds)
+    pen, kinds = _Pen(columns, size), dict[str, None]()
+    for heading, strip in lanes:
+        if heading:
+            pen.words(heading)
+        for token in strip.tokens:
+            pen.token(token, clock)
+            if token.kind != PROMPT:
+                kinds[token.kind] = None
+        pen.gap()
+    pen.legend(list(kinds))
+    caption = html.escape(next((strip.caption for _, strip in lanes if strip.caption), "tokens by origin"))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {pen.width:.0f} {pen.height:.0f}" '
+        f'width="{pen.width:.0f}" font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" '
+        f'font-size="{size:g}" role="img"><title>{caption}</title>'
+        f'<rect width="100%" height="100%" rx="8" fill="#ffffff"/>{"".join(pen.shapes)}</svg>\n'
+    )
+
+
+class _Clock(NamedTuple):
+    """When the tokens of a round appear, in a film that is shown again and again."""
+
+    seconds_per_round: float
+    rounds: int
+
+    def appear(self, number: int) -> str:
+        length = self.seconds_per_round * (self.rounds + 1) + 3.0  # the whole picture stands for a while
+        moment = self.seconds_per_round * number / length
+        return (
+            f'<animate attributeName="opacity" values="0;1" keyTimes="0;{moment:.4f}" calcMode="discrete" '
+            f'dur="{length:.2f}s" repeatCount="indefinite"/>'
+        )
+
+
+class _Pen:
+    """Writes tokens one after the other, and breaks lines."""
+
+    def __init__(self, columns: int, size: float):
+        self.columns, self.size = columns, size
+        self.advance, self.line, self.pad = 0.602 * size, 1.75 * size, 1.2 * size
+        self.x, self.y, self.shapes = 0, self.pad, list[str]()
+
+    @property
+    def width(self) -> float:
+        return 2 * self.pad + self.columns * self.advance
+
+    @property
+    def height(self) -> float:
+        return self.y + self.pad
+
+    def token(self, token: Token, clock: _Clock | None) -> None:
+        boxes = []
+        for part in re.findall(r"\n|[^\n]+", token.piece.expandtabs(4)):
+            if part == "\n":
+                self._break()
+                continue
+            while part:
+                if self.x >= self.columns:
+                    self._break()
+                now, part = part[: self.columns - self.x], part[self.columns - self.x :]
+                boxes.append(self._box(now, token.kind))
+                self.x += len(now)
+        drawn = "".join(boxes)
+        if clock is not None and token.round > 0:
+            drawn = f"<g>{clock.appear(token.round)}{drawn}</g>"
+        self.shapes.append(drawn)
+
+    def words(self, text: str) -> None:
+        self.shapes.append(
+            f'<text x="{self.pad:.1f}" y="{self.y + self.size:.1f}" font-weight="bold" fill="#1f2328" '
+            f'font-family="system-ui, sans-serif">{html.escape(text)}</text>'
+        )
+        self._break()
+
+    def gap(self) -> None:
+        self._break()
+        self.y += 0.6 * self.line
+
+    def legend(self, kinds: Sequence[str]) -> None:
+        for kind in kinds:
+            if self.x + len(kind) > self.columns:
+                self._break()
+            self.shapes.append(self._box(kind, kind))
+            self.x += len(kind) + 2
+        self._break()
+
+    def _break(self) -> None:
+        self.x, self.y = 0, self.y + self.line
+
+    def _box(self, text: str, kind: str) -> str:
+        x, width, size = self.pad + self.x * self.advance, len(text) * self.advance, self.size
+        words = (
+            f'<text x="{x:.1f}" y="{self.y + size:.1f}" textLength="{width:.1f}" xml:space="preserve" '
+            f'fill="{"#6b7280" if kind == PROMPT else "#1f2328"}">{html.escape(text)}</text>'
+        )
+        if kind == PROMPT:
+            return words if text.strip() else ""
+        ink, under = _INK[kind], self.y + 1.3 * size
+        dash = {"dashed": ' stroke-dasharray="4 2"', "dotted": ' stroke-dasharray="1 2"'}.get(_MARKS[kind], "")
+        return (
+            f'<rect x="{x:.1f}" y="{self.y:.1f}" width="{width:.1f}" height="{1.3 * size:.1f}" fill="{ink}" '
+            f'opacity="0.15"/><line x1="{x:.1f}" x2="{x + width - 1:.1f}" y1="{under:.1f}" y2="{under:.1f}" '
+            f'stroke="{ink}" stroke-width="{3 if kind == BONUS else 2}"{dash}/>{words}'
+        )
+
+
+def _css(kind: str) -> str:
+    if kind == PROMPT:
+        return "color:#6b7280"
+    ink = _INK[kind]
+    return f"background:{ink}26;border-bottom:2px {_MARKS[kind]} {ink}"
+
+
+def _span(token: Token, number: int) -> str:
+    title = token.kind if token.round == 0 else f"{token.kind}, round {token.round}"
+    return f'<span title="{title}" style="{_css(token.kind)}">{html.escape(token.piece)}</span>'

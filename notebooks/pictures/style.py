@@ -1,0 +1,48 @@
+"""One look: the colours of what becomes of a token, and matplotlib's settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# What becomes of a token. Told apart with any colour vision, and never by colour alone.
+ACCEPTED, CORRECTED, BONUS, REJECTED, UNVISITED = "accepted", "corrected", "bonus", "rejected", "never visited"
+COLOURS = {
+    ACCEPTED: "#2a9d74",
+    CORRECTED: "#d97634",
+    BONUS: "#3b82c4",
+    REJECTED: "#c05a8e",
+    UNVISITED: "#9aa0a6",
+}
+
+# Two laws, wherever they stand beside each other: the target's and the drafter's.
+TARGET, DRAFTER, RESIDUAL = "#3b82c4", "#d97634", "#8378d0"
+
+# Series without a meaning of their own, in this order.
+SERIES = ("#3b82c4", "#d97634", "#2a9d74", "#c05a8e", "#8378d0", "#a8862a")
+
+
+def use() -> None:
+    """Make matplotlib draw like the pictures of this package, here and in the cells that follow."""
+    from matplotlib import get_backend, pyplot, rcParams, rcsetup
+
+    settings: dict[Any, Any] = {
+        "figure.figsize": (7.2, 3.6),
+        "figure.dpi": 110,
+        "figure.facecolor": "white",
+        "figure.constrained_layout.use": True,
+        "axes.prop_cycle": rcsetup.cycler(color=SERIES),
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.titlelocation": "left",
+        "axes.titlesize": "medium",
+        "grid.alpha": 0.25,
+        "grid.linewidth": 0.6,
+        "legend.frameon": False,
+        "text.parse_math": True,
+    }
+    for name, value in settings.items():
+        rcParams[name] = value
+    # A notebook shows figures, those made without pyplot too, once its backend is loaded.
+    pyplot.switch_backend(get_backend())

@@ -1,0 +1,313 @@
+"""Draft trees: which nodes verification took, refused and never came to, and which node sees which."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pictures.interactive import Interactive
+from pictures.style import ACCEPTED, BONUS, COLOURS, CORRECTED, REJECTED, TARGET, UNVISITED
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ROOT = "root"
+_INK = {**COLOURS, ROOT: "#1f2328"}
+# Never by colour alone: matplotlib's name, plotly's name.
+_MARKS = {
+    ROOT: ("s", "square"),
+    ACCEPTED: ("o", "circle"),
+    CORRECTED: ("D", "diamond"),
+    BONUS: ("*", "star"),
+    REJECTED: ("X", "x"),
+    UNVISITED: ("o", "circle-open"),
+}
+_ROW = 0.21  # inches from leaf to leaf
+_LONGEST = 14  # letters of a token that are shown beside its node
+
+
+def statuses(parents: Sequence[int], path: Sequence[int]) -> list[str]:
+    """What became of each node, from the path that verification accepted.
+
+    Verification stands at a node and tries its children in order. So of the children of the root and of the accepted
+    nodes those before the accepted one were rejected, or all of them where none was; what lies behind the accepted one,
+    and below a rejected one, was never visited.
+
+    Args:
+        parents: ``[N]``, -1 at the root.
+        path: The accepted nodes below the root, in order.
+
+    Returns:
+        ``[N]``: ``"root"``, ``"accepted"``, ``"rejected"`` or ``"never visited"``.
+    """
+    # From a node on the path to its accepted child; behind the last one all children were tried.
+    taken = dict(zip([0, *path], [*path, len(parents)], strict=True))
+    found = []
+    for node, parent in enumerate(parents):
+        if parent < 0:
+            found.append(ROOT)
+        elif taken.get(parent, -1) == node:
+            found.append(ACCEPTED)
+        elif node < taken.get(parent, -1):
+            found.append(REJECTED)
+        else:
+            found.append(UNVISITED)
+    return found
+
+
+def tree(
+    tokens: Sequence[str],
+    parents: Sequence[int],
+    *,
+    status: Sequence[str],
+    p: Sequence[float | None] | None = None,
+    q: Sequence[float | None] | None = None,
+    score: Sequence[float | None] | None = None,
+    title: str = "",
+) -> Figure:
+    """A draft tree from left to right, one level per column.
+
+    Args:
+        tokens: ``[N]``, texts.
+        parents: ``[N]``, -1 at the root; every parent stands before its children. What the target added may stand
+            behind the draft, as a child of the last accepted node.
+        status: ``[N]``, of :func:`statuses`, or ``"corrected"`` or ``"bonus"`` for what the target added.
+        p: ``[N]``, the target's probability of each node after its parent; ``None`` where there is none.
+        q: ``[N]``, the draft's.
+        score: ``[N]``, cumulative log-probability of the draft.
+        title: Above the tree.
+    """
+    import matplotlib.pyplot as plt
+
+    one = _Tree(tokens, parents, status, p, q, score, title)
+    x, y = one.places()
+    figure, axes = plt.subplots(figsize=(1.2 + 1.35 * (x.max() + 1), 1.0 + _ROW * (y.max() + 1)))
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            line = {"color": _INK[status[node]], "lw": 2.2 if one.kept(node) else 0.8, "zorder": 1}
+            axes.plot([x[parent], x[node]], [y[parent], y[node]], **line)
+    for kind in one.kinds():
+        nodes = [node for node, found in enumerate(status) if found == kind]
+        marker, ink = _MARKS[kind][0], _INK[kind]
+        face = "white" if kind == UNVISITED else ink
+        axes.scatter(
+            x[nodes], y[nodes], marker=marker, s=64 if kind == BONUS else 34, facecolor=face, edgecolor=ink, zorder=2
+        )
+        axes.scatter([], [], marker=marker, facecolor=face, edgecolor=ink, label=f"{kind} ({len(nodes)})")
+    for node in range(len(tokens)):
+        axes.annotate(
+            _shown(tokens[node]),
+            (x[node], y[node]),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            family="monospace",
+            size=7.5,
+            color="#1f2328" if one.kept(node) else "#4b5563",
+            zorder=3,
+            parse_math=False,
+            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.75},
+        )
+    axes.set(
+        title=title,
+        xlabel="level (all nodes of a level share one position)",
+        xlim=(-0.2, x.max() + 0.9),
+        ylim=(y.max() + 0.8, -0.8),
+        xticks=range(int(x.max()) + 1),
+        yticks=[],
+    )
+    axes.grid(visible=False)
+    axes.spines["left"].set_visible(False)
+    figure.legend(loc="outside lower left", ncols=len(one.kinds()), fontsize="small")
+    plt.close(figure)  # shown once, by whoever is given it
+    return figure
+
+
+def interactive_tree(
+    tokens: Sequence[str],
+    parents: Sequence[int],
+    *,
+    status: Sequence[str],
+    p: Sequence[float | None] | None = None,
+    q: Sequence[float | None] | None = None,
+    score: Sequence[float | None] | None = None,
+    title: str = "",
+) -> Interactive:
+    """:func:`tree`, with everything that is known of a node below the pointer."""
+    return interactive_rounds(
+        [{"tokens": tokens, "parents": parents, "status": status, "p": p, "q": q, "score": score, "title": title}]
+    )
+
+
+def interactive_rounds(rounds: Sequence[Mapping[str, Any]]) -> Interactive:
+    """Several trees with a slider.
+
+    Args:
+        rounds: The arguments of :func:`interactive_tree`, one mapping for each tree.
+    """
+    from plotly import graph_objects as go
+
+    trees = [_Tree(**one) for one in rounds]
+    traces, steps, leaves, levels = [], [], 0, 0
+    kinds = [kind for kind in _MARKS if any(kind in one.kinds() for one in trees)]
+    per_tree = 2 + len(kinds)
+    for index, one in enumerate(trees):
+        visible = [index == number // per_tree for number in range(per_tree * len(trees))]
+        steps.append(
+            {"label": str(index + 1), "method": "update", "args": [{"visible": visible}, {"title.text": one.title}]}
+        )
+        x, y = one.places()
+        leaves, levels = max(leaves, float(y.max())), max(levels, int(x.max()))
+        for kept in (False, True):
+            edges = [(n, parent) for n, parent in enumerate(one.parents) if parent >= 0 and one.kept(n) == kept]
+            traces.append(
+                go.Scatter(
+                    x=[place for n, parent in edges for place in (x[parent], x[n], None)],
+                    y=[place for n, parent in edges for place in (y[parent], y[n], None)],
+                    mode="lines",
+                    line={"color": _INK[ACCEPTED] if kept else "#c9cdd2", "width": 3 if kept else 1},
+                    hoverinfo="skip",
+                    showlegend=False,
+                    visible=index == 0,
+                )
+            )
+        for kind in kinds:
+            nodes = [node for node, found in enumerate(one.status) if found == kind]
+            traces.append(
+                go.Scatter(
+                    x=x[nodes].tolist(),
+                    y=y[nodes].tolist(),
+                    mode="markers+text",
+                    name=kind,
+                    marker={"symbol": _MARKS[kind][1], "color": _INK[kind], "size": 9, "line": {"width": 1.5}},
+                    text=[f" {_safe(_shown(one.tokens[node]))}" for node in nodes],
+                    textposition="top right",
+                    textfont={"family": "monospace", "size": 10},
+                    hovertext=[one.described(node) for node in nodes],
+                    hoverinfo="text",
+                    cliponaxis=False,
+                    visible=index == 0,
+                )
+            )
+    figure = go.Figure(traces)
+    several = len(trees) > 1
+    figure.update_layout(
+        title={"text": trees[0].title, "x": 0.01, "y": 0.99, "yanchor": "top", "pad": {"t": 14}, "font": {"size": 15}},
+        template="plotly_white",
+        height=int(200 + 70 * several + 18 * (leaves + 1)),
+        margin={"l": 20, "r": 20, "t": 74, "b": 20},
+        xaxis={"range": [-0.2, levels + 1.0], "dtick": 1, "title": "level", "showgrid": False, "zeroline": False},
+        yaxis={"range": [leaves + 1, -1], "visible": False},
+        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
+        hoverlabel={"font": {"family": "monospace"}, "align": "left"},
+        sliders=[{"active": 0, "currentvalue": {"prefix": "round "}, "steps": steps, "pad": {"t": 45}}] * several,
+    )
+    return Interactive(figure)
+
+
+def mask_map(mask: Any, labels: Sequence[str], *, title: str = "", depths: Sequence[int] | None = None) -> Figure:
+    """Which node sees which, as dark squares: a row sees its columns.
+
+    Args:
+        mask: ``[N N]``, booleans.
+        labels: ``[N]``, texts of the nodes.
+        title: Above the map.
+        depths: ``[N]``, levels, written behind the labels of the rows.
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import ListedColormap
+
+    seen = np.asarray(mask, bool)
+    count = len(labels)
+    side = 1.4 + 0.2 * count
+    figure, axes = plt.subplots(figsize=(side + 0.5, side))
+    axes.imshow(seen, cmap=ListedColormap(["#f3f4f6", TARGET]), vmin=0, vmax=1)
+    axes.set_xticks(np.arange(-0.5, count), minor=True)
+    axes.set_yticks(np.arange(-0.5, count), minor=True)
+    axes.grid(visible=False)
+    axes.grid(which="minor", color="white", linewidth=1, alpha=1)
+    axes.tick_params(which="both", length=0)
+    shown = [_shown(label) for label in labels]
+    rows = shown if depths is None else [f"{label}  {depth}" for label, depth in zip(shown, depths, strict=True)]
+    font = {"family": "monospace", "size": 7, "parse_math": False}
+    axes.set_xticks(range(count), shown, rotation=90, **font)
+    axes.set_yticks(range(count), rows, **font)
+    axes.set(title=title, xlabel="is seen", ylabel="node" if depths is None else "node, and its level")
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    plt.close(figure)
+    return figure
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tree:
+    """The arguments of :func:`tree`, checked."""
+
+    tokens: Sequence[str]
+    parents: Sequence[int]
+    status: Sequence[str]
+    p: Sequence[float | None] | None = None
+    q: Sequence[float | None] | None = None
+    score: Sequence[float | None] | None = None
+    title: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("parents", "status", "p", "q", "score"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.tokens):
+                raise ValueError(f"{len(values)} {name} for {len(self.tokens)} nodes; give one for each")
+        if unknown := set(self.status) - set(_MARKS):
+            raise ValueError(f"status {sorted(unknown)} is not known; use {', '.join(_MARKS)}")
+        if any(parent >= node for node, parent in enumerate(self.parents)):
+            raise ValueError("a node stands before its parent; number nodes so that parents come first")
+
+    def kinds(self) -> list[str]:
+        """The statuses that occur, in the order of the legend."""
+        return [kind for kind in _MARKS if kind in self.status]
+
+    def kept(self, node: int) -> bool:
+        """Whether the text goes on with this node."""
+        return self.status[node] in (ROOT, ACCEPTED, CORRECTED, BONUS)
+
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """Column and row of each node: leaves below each other, a parent beside the first of its children."""
+        level, row = np.zeros(len(self.parents)), np.zeros(len(self.parents))
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(self.parents):
+            children.setdefault(int(parent), []).append(node)
+        todo, leaves = list(reversed(children[-1])), 0
+        while todo:  # depth first, the first child first
+            node = todo.pop()
+            level[node] = 0 if self.parents[node] < 0 else level[self.parents[node]] + 1
+            row[node] = leaves
+            below = children.get(node, [])
+            leaves += not below
+            todo += reversed(below)
+        return level, row
+
+    def described(self, node: int) -> str:
+        """What the pointer shows."""
+        lines = [f"<b>{_safe(repr(self.tokens[node]))}</b>", f"node {node}, {self.status[node]}"]
+        for name, values, form in (
+            ("p (target)", self.p, ".4f"),
+            ("q (draft)", self.q, ".4f"),
+            ("sum of ln q", self.score, ".3f"),
+        ):
+            if values is not None and values[node] is not None:
+                lines.append(f"{name:<12}{values[node]:{form}}".replace(" ", "\u00a0"))
+        return "<br>".join(lines)
+
+
+def _shown(token: str) -> str:
+    """A token, so that white space is seen and a long one fits."""
+    visible = token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
+    visible = "".join(letter if letter.isprintable() else "·" for letter in visible)
+    return visible if len(visible) <= _LONGEST else f"{visible[: _LONGEST - 1]}…"
+
+
+def _safe(text: str) -> str:
+    return html.escape(text, quote=False)
