@@ -42,22 +42,22 @@ def forced_agreement(
     prompts: Sequence[Sequence[int]],
     *,
     num_cuts: int = 21,
-    depth: int | None = None,
 ) -> Agreement:
     """Drafts from every prefix of the target's own greedy continuations (EAGLE's n-alpha on chains).
+
+    All draft positions that the drafter has are measured (heads of Medusa, rows of a block, which is another network
+    with other rows); three where it has no limit.
 
     Args:
         target: The target.
         draft: The head, or the draft model.
         prompts: Token ids; each at least two.
         num_cuts: Prefixes per prompt, each a greedy token longer than the one before.
-        depth: Draft positions measured. Default: all that the drafter has (heads of Medusa, rows of a block, which
-            is another network with other rows), or three where it has no limit.
     """
     precision = FLOAT32 if target.dtype == "float32" else BFLOAT16
     model = DecoderTarget(target.config, precision)
     params = _place(target.params, precision)
-    drafter, draft_params = _drafter(draft, model.tables(params), precision, depth)
+    drafter, draft_params = _drafter(draft, model.tables(params), precision)
     reach = int(drafter.max_depth)
     num_tokens = num_cuts + reach
 
@@ -110,7 +110,7 @@ def forced_agreement(
 
 
 def _drafter(
-    draft: HeadCheckpoint | TargetCheckpoint, tables: EmbeddingTables, precision: Precision, depth: int | None
+    draft: HeadCheckpoint | TargetCheckpoint, tables: EmbeddingTables, precision: Precision
 ) -> tuple[Any, Any]:
     """The drafter, for chains of the measured depth, and its parameters."""
     if isinstance(draft, TargetCheckpoint):
@@ -118,9 +118,7 @@ def _drafter(
         params = _place(draft.params, precision)
     else:
         drafter, params = make_drafter(draft, tables, precision, None)
-    longest = getattr(drafter, "longest", None)
-    length = (longest or _DEPTH) if depth is None else min(depth, longest or depth)
-    return drafter.with_topology(Chain(length), None), params
+    return drafter.with_topology(Chain(getattr(drafter, "longest", None) or _DEPTH), None), params
 
 
 def _place(params: Any, precision: Precision) -> Any:

@@ -40,7 +40,7 @@ def mask_token(token: int, stop_tokens: tuple[int, ...], directory: Path) -> Che
         return Check(name, "warning", f"{detail}, which ends the target's answers; drafts of heads trained so are weak")
     tokenizer = read_tokenizer(path)
     if tokenizer is None:
-        return Check(name, "ok", f"{detail}; without a tokenizer.json nobody knows whether texts hold it")
+        return Check(name, "ok", f"{detail}; without a tokenizer.json it is unknown whether texts hold it")
     added = read_json(path).get("added_tokens")
     special = {one.get("id") for one in added or () if isinstance(one, dict) and one.get("special")}
     word = {index: word for word, index in tokenizer.get_vocab().items()}.get(token)

@@ -196,7 +196,7 @@ def _tokens(target: TargetCheckpoint, draft: TargetCheckpoint) -> list[Check]:
     first, second = (None if one is None else one.get_vocab(with_added_tokens=True) for one in found)
     if first is None or second is None:
         who = " and ".join(name for name, one in (("draft model", first), ("target", second)) if one is None)
-        detail = f"no tokenizer.json of the {who}: nobody can tell whether ids agree"
+        detail = f"no tokenizer.json of the {who}, so token ids could not be compared"
         return [vocabulary, Check("tokenizer", "warning", detail)]
     if (difference := first_vocab_difference(first, second)) is not None:
         return [vocabulary, Check("tokenizer", "failure", f"{difference}; {own}")]

@@ -67,11 +67,7 @@ def write(draft_to_target: np.ndarray, vocab_size: int, draft_vocab_size: int) -
 
 
 def check_ids(ids: np.ndarray, size: int, vocab_size: int, what: str) -> None:
-    """Refuses ids that are not ``size`` different ids of a vocabulary.
-
-    Raises:
-        CheckpointError: The message says what they are instead.
-    """
+    """Refuses ids that are not ``size`` different ids of a vocabulary."""
     _check_table(ids, size, what)
     if len(np.unique(ids)) != ids.size or ids.min() < 0 or ids.max() >= vocab_size:
         raise CheckpointError(

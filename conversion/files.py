@@ -59,11 +59,7 @@ def checked_directory(directory: str | os.PathLike[str]) -> Path:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Refuses the few lines of text that Git LFS leaves in place of a file that was not fetched.
-
-    Raises:
-        CheckpointError: The file is such a pointer.
-    """
+    """Refuses the few lines of text that Git LFS leaves in place of a file that was not fetched."""
     with path.open("rb") as file:
         if file.read(len(_POINTER)) == _POINTER:
             raise CheckpointError(

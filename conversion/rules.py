@@ -217,22 +217,14 @@ def write_params(rules: Sequence[Rule], params: Params, shapes: Params, *, where
 
 
 def check_layers(num_layers: int, names: Iterable[str], pattern: str, what: str) -> None:
-    """Refuses a number of layers that the names of the tensors contradict, before anything of that size is built.
-
-    Raises:
-        CheckpointError: They are not layers 0 up to the last.
-    """
+    """Refuses a number of layers that the names of the tensors contradict, before anything of that size is built."""
     found = {int(match[1]) for name in names if (match := re.match(pattern, name))}
     if len(found) != num_layers:
         raise CheckpointError(f"{what} is {short(num_layers)}; the file holds {len(found)} layers")
 
 
 def check_float(value: Array, what: str) -> None:
-    """Refuses all types but float32, float16 and bfloat16.
-
-    Raises:
-        CheckpointError: It has another type, such as that of a quantised checkpoint.
-    """
+    """Refuses all types but float32, float16 and bfloat16."""
     if str(value.dtype) not in FLOATS:
         raise CheckpointError(
             f"{what} is stored as {value.dtype}; expected float32, float16 or bfloat16 "
@@ -241,11 +233,7 @@ def check_float(value: Array, what: str) -> None:
 
 
 def check_matrix(value: Array, shape: tuple[int, ...], what: str) -> None:
-    """Refuses an array of another shape or of no floats.
-
-    Raises:
-        CheckpointError: The message says what was expected.
-    """
+    """Refuses an array of another shape or of no floats."""
     if value.shape != shape:
         raise CheckpointError(f"{what} has shape {list(value.shape)}; config.json asks for {list(shape)}")
     check_float(value, what)

@@ -173,9 +173,6 @@ def _under_model(tensors: Mapping[str, np.ndarray], where: str) -> Mapping[str, 
     """The tensors with ``model.`` in place of the prefix that all layers have instead, where there is one.
 
     ``AutoModel`` writes none. Modules around a model, such as those of ``torch.compile``, write their own before it.
-
-    Raises:
-        CheckpointError: There are several, or two tensors get one name.
     """
     found = sorted({match[1] for name in tensors if (match := re.match(r"((?:\w+\.)*?)layers\.\d+\.", name))})
     if not found or "model." in found:

@@ -17,34 +17,30 @@ import jax
 import numpy as np
 from jax import export as jax_export
 
-from eagle3_jax import __version__
-
 if TYPE_CHECKING:
     from eagle3_jax.decode import SpeculativeDecoder
     from eagle3_jax.types import SamplingMode
 
-FORMAT = 1
-PLATFORMS = ("cpu", "cuda", "rocm", "tpu")  # what JAX lowers for; any other name it would write into the file unread
-_ABOUT, _PROGRAM = "about.json", "program.jax"
+FORMAT = 2
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")  # JAX checks no names of platforms
+_MODES = ("greedy", "temperature", "truncated")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class About:
-    """What an exported generation was made for.
+    """What an exported generation was made for, in types of JSON.
 
     Attributes:
         batch: Rows, exactly.
         prompt_tokens: Longest prompt.
-        max_new_tokens: Most tokens it can add to the longest prompt.
+        max_new_tokens: Most tokens that it can add to the longest prompt.
         max_positions: Longest sequence of the target.
         vocab_size: ``V``.
         sampling_mode: Supported sampling: ``greedy``, ``temperature`` or ``truncated`` (top-k and top-p as well).
-        num_nodes: Nodes of a draft, the root included.
-        max_depth: Levels below the root.
-        stop_tokens: Ids that end a row.
         platforms: Where it runs.
-        parameters: Shape and dtype of every array, by name.
-        versions: What it was written with.
+        parameters: Dtype and shape of every array as text, by name.
+        jax: Version of JAX that wrote it.
+        format: Version of these fields.
     """
 
     batch: int
@@ -53,12 +49,10 @@ class About:
     max_positions: int
     vocab_size: int
     sampling_mode: str
-    num_nodes: int
-    max_depth: int
-    stop_tokens: tuple[int, ...]
-    platforms: tuple[str, ...]
-    parameters: dict[str, tuple[tuple[int, ...], str]]
-    versions: dict[str, str]
+    platforms: list[str]
+    parameters: dict[str, str]
+    jax: str = jax.__version__
+    format: int = FORMAT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +85,7 @@ class ExportedGeneration:
         """See the class.
 
         Args:
-            program: What is run.
+            program: The lowered program.
             about: What it was made for.
         """
         self.program, self.about = program, about
@@ -113,7 +107,7 @@ class ExportedGeneration:
         Args:
             parameters: Those that :func:`parameters_of` named when it was exported.
             prompts: As many as it was exported for.
-            max_new_tokens: At most what it was exported for, and that when left out.
+            max_new_tokens: At most the number that it was exported for, which is the default.
             temperature: 0 is greedy.
             top_k: 0 for all tokens.
             top_p: 1 for all tokens.
@@ -124,10 +118,37 @@ class ExportedGeneration:
         """
         about = self.about
         limit = about.max_new_tokens if max_new_tokens is None else max_new_tokens
-        self._check(parameters, prompts, limit)
-        self._check_sampling(temperature, top_k, top_p)
-        if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
-            raise ValueError(f"seed is {seed!r}; expected a whole number from 0 to {2**32 - 1}")
+        needed = "greedy" if temperature == 0 else "temperature" if top_k == 0 and top_p == 1 else "truncated"
+        for holds, refusal in (
+            (len(prompts) == about.batch, f"{len(prompts)} prompts were given; exported for exactly {about.batch}"),
+            (
+                all(1 <= len(prompt) <= about.prompt_tokens for prompt in prompts),
+                f"a prompt is empty or too long; exported for 1 to {about.prompt_tokens} tokens",
+            ),
+            (
+                all(0 <= token < about.vocab_size for prompt in prompts for token in prompt),
+                f"a prompt holds an id outside the vocabulary; expected 0 to {about.vocab_size - 1}",
+            ),
+            (
+                1 <= limit <= about.max_new_tokens,
+                f"max_new_tokens is {limit}; exported for 1 to {about.max_new_tokens}",
+            ),
+            (
+                temperature >= 0 and top_k >= 0 and 0 < top_p <= 1 and 0 <= seed < 2**32,
+                f"temperature {temperature:g}, top_k {top_k}, top_p {top_p:g} and seed {seed}; expected at least 0, at "
+                f"least 0, above 0 up to 1, and 0 to {2**32 - 1}",
+            ),
+            (
+                _MODES.index(needed) <= _MODES.index(about.sampling_mode),
+                f"this needs a program exported with sampling_mode {needed}; this one is {about.sampling_mode}",
+            ),
+        ):
+            if not holds:
+                raise ValueError(refusal)
+        for name, expected in about.parameters.items():
+            given = _type_of(parameters[name]) if name in parameters else "missing"
+            if given != expected:
+                raise ValueError(f"the parameter {name} is {given}; exported for {expected}")
         tokens = np.zeros((about.batch, about.prompt_tokens), np.int32)
         for index, prompt in enumerate(prompts):
             tokens[index, : len(prompt)] = prompt
@@ -153,70 +174,35 @@ class ExportedGeneration:
 
     def save(self, path: str | Path) -> None:
         """Write it as one file, which appears under its name only when complete."""
-        from eagle3_jax.writing import whole_file  # who only loads needs none of it
+        from eagle3_jax.writing import whole_file  # loading needs none of it
 
         with whole_file(path) as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as archive:
-            archive.writestr(_ABOUT, json.dumps({"format": FORMAT, **dataclasses.asdict(self.about)}, indent=1))
-            archive.writestr(_PROGRAM, bytes(self.program.serialize()))
+            archive.writestr("about.json", json.dumps(dataclasses.asdict(self.about), indent=1))
+            archive.writestr("program.jax", bytes(self.program.serialize()))
 
     @classmethod
     def load(cls, path: str | Path) -> ExportedGeneration:
-        """Read what :meth:`save` wrote; nothing is traced.
+        """Read a file of :meth:`save`; nothing is traced.
 
         Raises:
             ValueError: It is no such file, or one that this JAX or this device cannot run.
         """
         try:
             with zipfile.ZipFile(path) as archive:
-                values, serialized = json.loads(archive.read(_ABOUT)), archive.read(_PROGRAM)
+                values, serialized = json.loads(archive.read("about.json")), archive.read("program.jax")
         except (zipfile.BadZipFile, KeyError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is not an exported generation ({error}); export it again") from None
-        if (found := values.pop("format", None)) != FORMAT:
+        if (found := values.get("format")) != FORMAT:
             raise ValueError(f"{path} is of format {found}; this version reads format {FORMAT}, so export it again")
-        for name in ("stop_tokens", "platforms"):
-            values[name] = tuple(values[name])
-        values["parameters"] = {name: (tuple(shape), dtype) for name, (shape, dtype) in values["parameters"].items()}
         about = About(**values)
         try:
-            program = jax_export.deserialize(bytearray(serialized))
+            return cls(jax_export.deserialize(bytearray(serialized)), about)
         except Exception as error:  # of many types, none of them documented
             reason = " ".join(str(error).split())[:200]
             raise ValueError(
-                f"{path} was written with jax {about.versions['jax']}, and jax {jax.__version__} cannot read it "
-                f"({reason}); export it again"
+                f"{path} was written with jax {about.jax}, and jax {jax.__version__} cannot read it ({reason}); "
+                "export it again"
             ) from None
-        return cls(program, about)
-
-    def _check(self, parameters: Mapping[str, Any], prompts: Sequence[Sequence[int]], limit: int) -> None:
-        about = self.about
-        for name, (shape, dtype) in about.parameters.items():
-            if name not in parameters:
-                raise ValueError(f"the parameter {name} is missing; expected {dtype}{list(shape)}")
-            given = parameters[name]
-            if tuple(given.shape) != shape or str(given.dtype) != dtype:
-                raise ValueError(f"{name} is {given.dtype}{list(given.shape)}; exported for {dtype}{list(shape)}")
-        if len(prompts) != about.batch:
-            raise ValueError(f"{len(prompts)} prompts were given; exported for exactly {about.batch}")
-        for prompt in prompts:
-            if not 1 <= len(prompt) <= about.prompt_tokens:
-                raise ValueError(f"a prompt has {len(prompt)} tokens; exported for 1 to {about.prompt_tokens}")
-            if not all(0 <= token < about.vocab_size for token in prompt):
-                raise ValueError(f"a prompt holds an id outside the vocabulary; expected 0 to {about.vocab_size - 1}")
-        if not 1 <= limit <= about.max_new_tokens:
-            raise ValueError(f"max_new_tokens is {limit}; exported for 1 to {about.max_new_tokens}")
-
-    def _check_sampling(self, temperature: float, top_k: int, top_p: float) -> None:
-        if not (temperature >= 0 and top_k >= 0 and 0 < top_p <= 1):
-            raise ValueError(
-                f"temperature {temperature:g}, top_k {top_k} and top_p {top_p:g}; expected at least 0, at least 0, and "
-                "above 0 up to 1"
-            )
-        needed = "greedy" if temperature == 0 else "temperature" if top_k == 0 and top_p == 1 else "truncated"
-        offered = ("greedy", "temperature", "truncated")
-        if offered.index(needed) > offered.index(self.about.sampling_mode):
-            raise ValueError(
-                f"this needs a program exported with sampling_mode {needed}; this one is {self.about.sampling_mode}"
-            )
 
 
 def export_generation(
@@ -235,9 +221,9 @@ def export_generation(
         batch: Rows.
         prompt_tokens: Longest prompt; shorter ones are padded.
         max_new_tokens: Most tokens to add.
-        sampling_mode: What sampling it must be able to do; greedy when left out.
-        platforms: Of :data:`PLATFORMS`, such as ``("cpu", "cuda")``; the present one when left out. The hardware need
-            not be present.
+        sampling_mode: Sampling that it must support. Default: greedy.
+        platforms: Of :data:`PLATFORMS`, such as ``("cpu", "cuda")``. Default: the present one. The hardware need not be
+            present.
 
     Raises:
         ValueError: The target has no room for this, the decoder is not lossless, or a platform is unknown.
@@ -246,26 +232,30 @@ def export_generation(
     from eagle3_jax.state import LoopParams, Prompts
     from eagle3_jax.types import FinishReason, SamplingMode, SamplingParams
 
-    if min(batch, prompt_tokens, max_new_tokens) < 1 or prompt_tokens >= decoder.target.max_positions:
+    target = decoder.target
+    if min(batch, prompt_tokens, max_new_tokens) < 1 or prompt_tokens >= target.max_positions:
         raise ValueError(
             f"batch {batch}, prompt_tokens {prompt_tokens} and max_new_tokens {max_new_tokens}; expected at least 1, "
-            f"and a prompt shorter than the {decoder.target.max_positions} positions of {decoder.target.name}"
+            f"and a prompt shorter than the {target.max_positions} positions of {target.name}"
         )
     if not decoder.lossless:
         name = type(decoder.loop.verifier).__name__
         raise ValueError(f"the decoder accepts by {name}, so its output is not the target's; export one without")
-    if platforms is not None:
-        _check_platforms(platforms)
+    if platforms is not None and (not platforms or isinstance(platforms, str) or not set(platforms) <= set(PLATFORMS)):
+        raise ValueError(
+            f"platforms is {platforms!r}; expected one or several of {', '.join(PLATFORMS)}, such as "
+            "platforms=('cpu', 'cuda')"
+        )
     sampling_mode = SamplingMode.GREEDY if sampling_mode is None else sampling_mode
     loop = dataclasses.replace(decoder.loop, sampling_mode=sampling_mode)
-    capacity = min(prompt_tokens + max_new_tokens, decoder.target.max_positions) + loop.drafter.num_nodes
+    capacity = min(prompt_tokens + max_new_tokens, target.max_positions) + loop.drafter.num_nodes
     stop_tokens = np.tile(np.array(decoder.stop_tokens, np.int32), (batch, 1))
     named = parameters_of(decoder)
     treedef, order = _layout(decoder)
 
     def generation(parameters: dict[str, jax.Array], asked: dict[str, jax.Array]) -> dict[str, Any]:
         params: LoopParams = jax.tree.unflatten(treedef, [parameters[name] for name in order])
-        full = asked["limit"] >= decoder.target.max_positions
+        full = asked["limit"] >= target.max_positions
         # The keys are those of `sampling.row_keys`, of a seed that is an argument here.
         prompts = Prompts(
             tokens=asked["tokens"],
@@ -297,15 +287,11 @@ def export_generation(
         batch=batch,
         prompt_tokens=prompt_tokens,
         max_new_tokens=max_new_tokens,
-        max_positions=decoder.target.max_positions,
-        vocab_size=decoder.target.vocab_size,
+        max_positions=target.max_positions,
+        vocab_size=target.vocab_size,
         sampling_mode=sampling_mode.name.lower(),
-        num_nodes=loop.drafter.num_nodes,
-        max_depth=loop.drafter.max_depth,
-        stop_tokens=decoder.stop_tokens,
-        platforms=program.platforms,
-        parameters={name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in named.items()},
-        versions={"eagle3_jax": __version__, "jax": jax.__version__},
+        platforms=list(program.platforms),
+        parameters={name: _type_of(leaf) for name, leaf in named.items()},
     )
     return ExportedGeneration(program, about)
 
@@ -316,14 +302,8 @@ def parameters_of(decoder: SpeculativeDecoder) -> dict[str, jax.Array]:
     return dict(zip(_layout(decoder)[1], leaves, strict=True))
 
 
-def _check_platforms(platforms: Sequence[str]) -> None:
-    given = (platforms,) if isinstance(platforms, str) else tuple(platforms)
-    unknown = [repr(name) for name in given if name not in PLATFORMS]
-    if isinstance(platforms, str) or unknown or not given:
-        said = f"unknown platform {', '.join(unknown)}" if unknown else f"platforms is {platforms!r}"
-        raise ValueError(
-            f"{said}; expected one or several of {', '.join(PLATFORMS)}, such as platforms=('cpu', 'cuda')"
-        )
+def _type_of(array: Any) -> str:
+    return f"{array.dtype}{list(array.shape)}"
 
 
 def _layout(decoder: SpeculativeDecoder) -> tuple[Any, list[str]]:

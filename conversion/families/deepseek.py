@@ -128,11 +128,7 @@ def write_fields(config: DecoderConfig, *, by_types: bool = False) -> dict[str, 
 
 
 def refuse_to_write(config: DecoderConfig, *, label: str) -> dict[str, Any]:
-    """Refuses to write a target whose index of keys was not read, because no other program runs it without.
-
-    Raises:
-        CheckpointError: Always.
-    """
+    """Refuses to write a target whose index of keys was not read, because no other program runs it without."""
     del config
     raise CheckpointError(
         f"the Hugging Face layout of {label} has an index that chooses keys, which is not read and cannot be written; "

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_jax.conversion import blocks, draft_vocab, rules
+from eagle3_jax.conversion import blocks, draft_vocab, hf_config, rules
 from eagle3_jax.conversion.checks import Check, mask_token
 from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.fields import Fields, agreed, read_from
@@ -33,15 +33,6 @@ from eagle3_jax.conversion.heads.head import (
     read_mask_token,
     refuse_inexpressible,
     speculators_fields,
-)
-from eagle3_jax.conversion.hf_config import (
-    read_mixer,
-    read_mlp,
-    read_stack,
-    refuse_quantised,
-    refuse_unsupported,
-    refuse_windows,
-    stack_fields,
 )
 from eagle3_jax.conversion.rules import Rule
 from eagle3_jax.conversion.tensors import Stored
@@ -115,7 +106,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     if (stored.directory / "mask_embedding.pt").exists():
         raise CheckpointError(f"{directory} has a mask_embedding.pt; a mask embedding apart from the table is not read")
     config = read_config(top, own_output="lm_head.weight" in tensors)
-    refuse_quantised(top)
+    hf_config.refuse_quantised(top)
     if target is not None:
         check_fit(config, config.aux_layers, target, directory)
     rules.check_layers(config.num_layers, tensors, r"layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
@@ -160,9 +151,9 @@ def read_config(top: Fields, *, own_output: bool = False) -> DFlashConfig:
     if spark and fields.flag("enable_confidence_head", nested):
         confidence = "markov" if fields.flag("confidence_head_with_markov", nested) else "hidden"
     kind = fields.one_of("markov_head_type", ("vanilla", "gated", "rnn"), "vanilla")
-    bias, stack = geometry.flag("attention_bias"), read_stack(geometry)
-    mixer = read_mixer(geometry, qkv_bias=bias, o_bias=bias, qk_norm=True)
-    layers = uniform(geometry.size("num_hidden_layers"), mixer, read_mlp(geometry))
+    bias, stack = geometry.flag("attention_bias"), hf_config.read_stack(geometry)
+    mixer = hf_config.read_mixer(geometry, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    layers = uniform(geometry.size("num_hidden_layers"), mixer, hf_config.read_mlp(geometry))
     block = "dspark_block_size" if fields.get("block_size") is None and spark else "block_size"
     with read_from(top.where):
         return DFlashConfig(
@@ -203,11 +194,7 @@ def _is_spark(fields: Fields) -> bool:
 
 
 def _merged(top: Fields) -> Fields:
-    """The fields in ``dflash_config`` or ``eagle_config``, or at the top.
-
-    Raises:
-        CheckpointError: Two places disagree.
-    """
+    """The fields in ``dflash_config`` or ``eagle_config``, or at the top."""
     values = dict(top.values)
     for section in (top.section("eagle_config"), top.section("dflash_config")):
         for name, value in section.values.items():
@@ -234,8 +221,8 @@ def _refuse_settings(fields: Fields, geometry: Fields) -> None:
     read_model_type(geometry, "for a block drafter")
     fields.only(**_SETTINGS)
     for one in (fields, geometry):
-        refuse_unsupported(one)
-        refuse_windows(one)
+        hf_config.refuse_unsupported(one)
+        hf_config.refuse_windows(one)
     places = (geometry, geometry.section("rope_parameters"), geometry.section("rope_scaling"))
     if all(place.get("rope_theta") is None for place in places):
         raise CheckpointError(
@@ -322,7 +309,7 @@ def _geometry_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     config = checkpoint.config
     return {
         "model_type": "qwen3",
-        **stack_fields(config, checkpoint.dtype),
+        **hf_config.stack_fields(config, checkpoint.dtype),
         "attention_bias": grouped(config.layers[0]).qkv_bias,
         "layer_types": ["full_attention"] * config.num_layers,
         "use_sliding_window": False,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from eagle3_jax.conversion import blocks, rules
+from eagle3_jax.conversion import blocks, hf_config, rules
 from eagle3_jax.conversion.checks import Check
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.fields import Fields, read_from
@@ -24,16 +24,6 @@ from eagle3_jax.conversion.heads.head import (
     head_tensors,
     read_as,
     refuse_inexpressible,
-)
-from eagle3_jax.conversion.hf_config import (
-    bias_fields,
-    read_mixer,
-    read_mlp,
-    read_stack,
-    refuse_quantised,
-    refuse_unsupported,
-    refuse_windows,
-    stack_fields,
 )
 from eagle3_jax.conversion.rules import Rule
 from eagle3_jax.conversion.tensors import Stored
@@ -87,7 +77,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
             f"{where} names an EAGLE-3 architecture, and the tensors are those of an EAGLE-1 head (no hidden_norm, no "
             f"lm_head); fetch the files that belong together, or name {_ARCHITECTURE}"
         )
-    refuse_quantised(top)
+    hf_config.refuse_quantised(top)
     count = top.size("num_hidden_layers", 1)
     rules.check_layers(count, tensors, r"layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
     if target is None:
@@ -112,15 +102,15 @@ def read_config(top: Fields, target: DecoderConfig, *, fc_bias: bool = True) -> 
         fc_bias: Whether ``fc`` has a bias, where the file does not say. The official code's default is that it has.
             Heads trained for vLLM have none and no flag either.
     """
-    refuse_unsupported(top)
-    refuse_windows(top)
+    hf_config.refuse_unsupported(top)
+    hf_config.refuse_windows(top)
     top.one_of("model_type", ("llama", "qwen2", "eagle"), "llama", purpose="for an EAGLE-1 head")
     both = top.flag("attention_bias")
-    mixer = read_mixer(top, qkv_bias=top.flag("qkv_bias", both), o_bias=both)
+    mixer = hf_config.read_mixer(top, qkv_bias=top.flag("qkv_bias", both), o_bias=both)
     with read_from(top.where):
         return Eagle1Config(
-            **read_stack(top),
-            layers=uniform(top.size("num_hidden_layers", 1), mixer, read_mlp(top, bias=top.flag("mlp_bias"))),
+            **hf_config.read_stack(top),
+            layers=uniform(top.size("num_hidden_layers", 1), mixer, hf_config.read_mlp(top, bias=top.flag("mlp_bias"))),
             num_target_layers=target.num_layers,
             # The official code's flag; it has nothing to do with attention.
             fc_bias=top.flag("bias", fc_bias),
@@ -141,8 +131,8 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     values = {
         "architectures": ["LlamaForCausalLM" if dialect == "eagle" else _ARCHITECTURE],
         "model_type": "llama",
-        **stack_fields(config, checkpoint.dtype),
-        **bias_fields(layer),
+        **hf_config.stack_fields(config, checkpoint.dtype),
+        **hf_config.bias_fields(layer),
         "qkv_bias": grouped(layer).qkv_bias,
         "attention_bias": grouped(layer).o_bias,
         "bias": config.fc_bias,

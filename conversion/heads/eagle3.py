@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_jax.conversion import blocks, draft_vocab, rules
+from eagle3_jax.conversion import blocks, draft_vocab, hf_config, rules
 from eagle3_jax.conversion.checks import Check
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.fields import Fields, agreed, read_from
@@ -35,18 +35,6 @@ from eagle3_jax.conversion.heads.head import (
     refuse_inexpressible,
 )
 from eagle3_jax.conversion.heads.layer_ids import entered_after, resolve, usual_layers
-from eagle3_jax.conversion.hf_config import (
-    bias_fields,
-    head_window_fields,
-    read_head_windows,
-    read_mixer,
-    read_mlp,
-    read_stack,
-    refuse_quantised,
-    refuse_unsupported,
-    refuse_windows,
-    stack_fields,
-)
 from eagle3_jax.conversion.rules import Rule
 from eagle3_jax.conversion.tensors import Stored
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
@@ -162,7 +150,7 @@ def read_fused(
         CheckpointError: It is incomplete, or does not fit the target; the message says why.
     """
     directory, where = str(stored.directory), stored.where
-    refuse_quantised(stored.fields)
+    hf_config.refuse_quantised(stored.fields)
     depth = None if target is None else target.num_layers
     aux_layers, decided = resolve(
         aux_layers,
@@ -281,21 +269,21 @@ def read_config(top: Fields, layers_in: Callable[[Fields], int]) -> tuple[Eagle3
         )
     top.section("eagle_config").only(**_MODELOPT)
     for fields in (top, geometry):
-        refuse_unsupported(fields)
+        hf_config.refuse_unsupported(fields)
     if nested:
-        refuse_windows(top)
+        hf_config.refuse_windows(top)
     aux_layers = named_aux_layers(top)
     chunks = len(aux_layers) if aux_layers else 3
     for fields in (top, geometry):
         if fields.integer("num_aux_hidden_states", chunks) != chunks:
             named = f"names {chunks} layers" if aux_layers else "names none (the default is three)"
             raise fields.wrong("num_aux_hidden_states", f"{AUX} {named}, and the two must agree")
-    bias, stack = geometry.flag("attention_bias"), read_stack(geometry)
-    mixer = read_mixer(geometry, qkv_bias=bias, o_bias=bias, qk_norm=model_type == "qwen3")
-    mlp = read_mlp(geometry, bias=geometry.flag("mlp_bias"))
+    bias, stack = geometry.flag("attention_bias"), hf_config.read_stack(geometry)
+    mixer = hf_config.read_mixer(geometry, qkv_bias=bias, o_bias=bias, qk_norm=model_type == "qwen3")
+    mlp = hf_config.read_mlp(geometry, bias=geometry.flag("mlp_bias"))
     with read_from(top.where):
         layers = uniform(layers_in(geometry), mixer, mlp)
-        windows = read_head_windows(geometry, len(layers), switched=model_type == "qwen3")
+        windows = hf_config.read_head_windows(geometry, len(layers), switched=model_type == "qwen3")
         config = Eagle3Config(
             **stack,
             layers=tuple(with_window(layer, window) for layer, window in zip(layers, windows, strict=True)),
@@ -375,7 +363,7 @@ def _refusals(checkpoint: HeadCheckpoint, dialect: str) -> dict[str, Any]:
         return vllm_refusals(checkpoint)
     config, layer = checkpoint.config, checkpoint.config.layers[0]
     mixer, layers = grouped(layer), config.aux_layers
-    settings = {name: getattr(config, name) for name in FLAGS} | bias_fields(layer)
+    settings = {name: getattr(config, name) for name in FLAGS} | hf_config.bias_fields(layer)
     settings |= {"qk_norm": mixer.qk_norm, "sliding_window": _has_window(config)}
     found = {name: settings[name] for name in _DROPPED[dialect]}
     if dialect == "sglang":
@@ -404,7 +392,9 @@ def vllm_refusals(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     """The settings that vLLM's Llama and Qwen3 heads do not read."""
     layer = checkpoint.config.layers[0]
     qk_norm = grouped(layer).qk_norm
-    return {f"{name} together with qk_norm": qk_norm and is_set for name, is_set in bias_fields(layer).items()}
+    return {
+        f"{name} together with qk_norm": qk_norm and is_set for name, is_set in hf_config.bias_fields(layer).items()
+    }
 
 
 def _common_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
@@ -412,8 +402,8 @@ def _common_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     values = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        **stack_fields(config, checkpoint.dtype),
-        **bias_fields(config.layers[0]),
+        **hf_config.stack_fields(config, checkpoint.dtype),
+        **hf_config.bias_fields(config.layers[0]),
         "draft_vocab_size": config.draft_vocab_size,
         "tie_word_embeddings": False,
         "bos_token_id": None,
@@ -450,7 +440,7 @@ def vllm_fields(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     if grouped(config.layers[0]).qk_norm:
         values |= {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
         values["use_sliding_window"] = _has_window(config)
-    return values | head_window_fields(config)
+    return values | hf_config.head_window_fields(config)
 
 
 def _aux_fields(aux_layers: tuple[int, ...]) -> dict[str, Any]:

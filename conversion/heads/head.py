@@ -157,9 +157,6 @@ def check_fit(config: Any, aux_layers: tuple[int, ...] | None, target: DecoderCo
         aux_layers: The features that it reads, where that is known.
         target: The target to draft for.
         where: The head, for messages.
-
-    Raises:
-        CheckpointError: Vocabulary, width or depth differ.
     """
     depth = getattr(config, "num_target_layers", target.num_layers)
     if config.vocab_size != target.vocab_size:
@@ -177,11 +174,7 @@ def check_fit(config: Any, aux_layers: tuple[int, ...] | None, target: DecoderCo
 
 
 def check_embedding(config: Any, embedding: np.ndarray | None, where: str) -> None:
-    """Refuses an embedding of another shape or type, and its absence where the head cannot share the target's.
-
-    Raises:
-        CheckpointError: The message says which.
-    """
+    """Refuses an embedding of another shape or type, and its absence where the head cannot share the target's."""
     if embedding is None and config.width != config.target_width:
         raise CheckpointError(
             f"{where} has no {EMBEDDING}, but its width {config.width} differs from the target's "

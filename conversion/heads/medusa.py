@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle3_jax.conversion import draft_vocab, rules
+from eagle3_jax.conversion import draft_vocab, hf_config, rules
 from eagle3_jax.conversion.checks import Check
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.fields import Fields, read_from
@@ -35,7 +35,6 @@ from eagle3_jax.conversion.heads.head import (
     read_as,
     refuse_inexpressible,
 )
-from eagle3_jax.conversion.hf_config import refuse_quantised
 from eagle3_jax.conversion.rules import Rule
 from eagle3_jax.conversion.tensors import Stored
 from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter
@@ -82,7 +81,7 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     """
     where, path, top = str(stored.directory), stored.where, stored.fields
     dialect = dialect_of(stored.config, stored.tensors)
-    refuse_quantised(top)
+    hf_config.refuse_quantised(top)
     if any(re.match(_OWN_BASE, name) for name in stored.tensors):
         raise CheckpointError(
             f"{where} holds a language model next to its Medusa heads, trained together (Medusa-2); convert the two "
@@ -126,8 +125,8 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     if dialect == "medusa" and (different := head_of_different_blocks(tensors, config)) is not None:
         raise CheckpointError(
             f"{where}: head {different} has {num_layers} different blocks under the authors' names; their code runs "
-            "one block so many times and vLLM runs each, so nobody can tell which network was trained. Rename them "
-            "to blocks.K.layers.L if it was the second"
+            "one block so many times and vLLM runs each, so the file does not say which network was trained. Rename "
+            "them to blocks.K.layers.L if it was the second"
         )
     return read_as(
         KIND,
@@ -165,11 +164,7 @@ def _rename(name: str) -> str:
 
 
 def _stated(top: Fields, word: str) -> int:
-    """The number of heads or of layers, in any field with ``num`` and the word in its name, as vLLM looks for it.
-
-    Raises:
-        CheckpointError: No field says it, or two fields differ, of which vLLM takes the last.
-    """
+    """The number of heads or of layers, in any field with ``num`` and the word in its name, as vLLM looks for it."""
     found = {name: top.size(name) for name in top.values if "num" in name and word in name}
     if not found:
         raise CheckpointError(f"{top.where} says nowhere how many {word} there are; add medusa_num_{word}")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eagle3_jax.conversion import blocks, rules
+from eagle3_jax.conversion import blocks, hf_config, rules
 from eagle3_jax.conversion.checks import Check
 from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.fields import Fields, read_from
@@ -32,16 +32,6 @@ from eagle3_jax.conversion.heads.head import (
     head_tensors,
     read_as,
     refuse_inexpressible,
-)
-from eagle3_jax.conversion.hf_config import (
-    bias_fields,
-    read_mixer,
-    read_mlp,
-    read_stack,
-    refuse_quantised,
-    refuse_unsupported,
-    refuse_windows,
-    stack_fields,
 )
 from eagle3_jax.conversion.rules import Rule
 from eagle3_jax.conversion.tensors import Stored
@@ -136,9 +126,9 @@ def read_config(top: Fields, target: DecoderConfig | None) -> MTPConfig:
     geometry = top.section("transformer_layer_config") if layout == "speculators" else top
     model_type = geometry.one_of("model_type", _BLOCKS, purpose="for the dense block of an MTP module")
     for fields in (top, geometry):
-        refuse_quantised(fields)
-        refuse_unsupported(fields)
-        refuse_windows(fields)
+        hf_config.refuse_quantised(fields)
+        hf_config.refuse_unsupported(fields)
+        hf_config.refuse_windows(fields)
     if _MIMO in (top.get("architectures") or ()) and geometry.get("rope_parameters") is None:
         geometry.require("rope_theta")  # engines differ in what its absence means
     depth = geometry.size("num_hidden_layers")
@@ -149,11 +139,11 @@ def read_config(top: Fields, target: DecoderConfig | None) -> MTPConfig:
         )
     biased, qk_norm = _BLOCKS[model_type]
     o_bias = geometry.flag("attention_bias") and not biased
-    mixer = read_mixer(geometry, qkv_bias=biased or o_bias, o_bias=o_bias, qk_norm=qk_norm)
+    mixer = hf_config.read_mixer(geometry, qkv_bias=biased or o_bias, o_bias=o_bias, qk_norm=qk_norm)
     with read_from(geometry.where):
         return MTPConfig(
-            **read_stack(geometry),
-            layers=uniform(1, mixer, read_mlp(geometry, bias=geometry.flag("mlp_bias"))),
+            **hf_config.read_stack(geometry),
+            layers=uniform(1, mixer, hf_config.read_mlp(geometry, bias=geometry.flag("mlp_bias"))),
             num_target_layers=depth,
             zero_first=layout != "speculators",
         )
@@ -175,7 +165,7 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
     names, module = _NAMES[dialect], _module(config.num_target_layers, dialect)
     embedding = f"{names.embedding.format(module=module)}.weight"
     tensors = head_tensors(KIND, checkpoint, head_rules(config, module, names), embedding=embedding)
-    values = stack_fields(config, checkpoint.dtype) | {
+    values = hf_config.stack_fields(config, checkpoint.dtype) | {
         "num_hidden_layers": config.num_target_layers,
         "num_nextn_predict_layers": 1,
         "tie_word_embeddings": False,
@@ -190,8 +180,8 @@ def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
         return Layout({"architectures": [_MIMO], "model_type": "qwen2", **values}, tensors)
     if dialect == "deepseek":
         kind = {"architectures": ["LlamaMTPModel"], "model_type": _block(config)}
-        return Layout(kind | values | bias_fields(layer), tensors)
-    geometry = {"model_type": "qwen3", **values, **bias_fields(layer)}
+        return Layout(kind | values | hf_config.bias_fields(layer), tensors)
+    geometry = {"model_type": "qwen3", **values, **hf_config.bias_fields(layer)}
     del geometry["num_nextn_predict_layers"]
     outer = {"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "num_nextn_predict_layers": 1}
     return Layout(outer | {"transformer_layer_config": geometry}, tensors)

@@ -1,10 +1,8 @@
-"""EmbeddingTables and plots as data, and their forms as Markdown and CSV."""
+"""Tables and plots as data, and tables in Markdown."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,15 +100,6 @@ def to_markdown(columns: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
         return "| " + " | ".join(" ".join(str(cell).split()).replace("|", "\\|") for cell in cells) + " |"
 
     return "\n".join([line(columns), line(["---"] * len(columns)), *map(line, rows)])
-
-
-def to_csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table as comma-separated values; ``None`` is an empty cell."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(columns)
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def write_text(path: Path, text: str) -> None:

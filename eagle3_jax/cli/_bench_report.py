@@ -1,21 +1,20 @@
-"""The report of ``eagle3 bench``: tables and plots for the terminal, and files in JSON, CSV, Markdown and HTML."""
+"""The report of ``eagle3 bench``: tables for the terminal, and files in JSON and Markdown."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3_jax.bench.tables import Plot, Table, to_csv, to_markdown, write_text
+from eagle3_jax.bench.tables import Table, to_markdown, write_text
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.theory.cost import cost_per_million_tokens
 
 if TYPE_CHECKING:
     from eagle3_jax.bench.results import NotMeasured, Report, Row
-    from eagle3_jax.bench.timing import Interval, Latency, Spread
+    from eagle3_jax.bench.timing import Interval, Latency
 
 _WIDTH = 124
 _TIMES = ("p50", "p90", "p99")
@@ -46,14 +45,12 @@ class Findings:
         about: Environment of the run; see :func:`eagle3_jax.bench.environment.environment`.
         reports: One for each batch size.
         missing: Contenders that were not measured at all.
-        price_per_hour: Price of the machine.
     """
 
     device: str
     about: dict[str, Any]
     reports: Sequence[Report]
     missing: Sequence[NotMeasured]
-    price_per_hour: float | None
 
     @property
     def failures(self) -> list[str]:
@@ -77,22 +74,15 @@ class Findings:
         """Every table that has rows."""
         found = []
         for report in self.reports:
-            found += [_speed_table(report, self.price_per_hour), _latency_table(report), _round_table(report)]
-            found.append(_task_table(report))
+            found += [_speed_table(report), _latency_table(report), _round_table(report), _task_table(report)]
         everyone = [*self.missing, *(one for report in self.reports for one in report.not_measured)]
         return [table for table in [*found, _missing_table(everyone)] if table.rows]
-
-    @property
-    def plots(self) -> list[Plot]:
-        """Every plot that has data."""
-        return _all_plots(self.reports)
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers."""
         return {
             "hardware": self.device,
             "about": self.about,
-            "price_per_hour": self.price_per_hour,
             "failures": self.failures,
             "not_measured": [dataclasses.asdict(one) for one in self.missing],
             "reports": [report.to_json() for report in self.reports],
@@ -114,31 +104,11 @@ def check_directory(path: Path | None) -> None:
         raise Misuse(f"--output {path} cannot be written: no permission in {there}")
 
 
-def write(findings: Findings, directory: Path) -> str:
-    """Writes all files.
-
-    Returns:
-        The reason why there is no page; empty if there is one.
-    """
+def write(findings: Findings, directory: Path) -> None:
+    """Writes ``bench.json`` and ``bench.md``."""
     directory.mkdir(parents=True, exist_ok=True)
-    rows = _flat_rows(findings.reports, findings.missing, findings.price_per_hour)
     write_text(directory / "bench.json", json.dumps(findings.to_json(), indent=1) + "\n")
-    write_text(directory / "bench.csv", to_csv(list(rows[0]), [list(row.values()) for row in rows]))
     write_text(directory / "bench.md", to_text(findings))
-    try:
-        import matplotlib  # noqa: F401 (a page without its plots would be a table twice)
-
-        from eagle3_jax.bench.drawing import render
-    except ModuleNotFoundError as error:
-        return f"no page: it needs {error.name}: pip install 'eagle3-jax[plot]'"
-    write_text(directory / "bench.html", render(Path(__file__).with_name("bench.html.jinja"), **_page_values(findings)))
-    return ""
-
-
-def _page_values(findings: Findings) -> dict[str, Any]:
-    heads = [headline(report, device=findings.device) for report in findings.reports]
-    lossy = sorted({row.name for report in findings.reports for row in report.rows if not row.lossless})
-    return {"findings": findings, "heads": heads, "notes": NOTES, "lossy": lossy}
 
 
 def to_text(findings: Findings) -> str:
@@ -176,9 +146,6 @@ def _rich_table(table: Table) -> Any:
     return drawing
 
 
-# EmbeddingTables and plots
-
-
 def headline(report: Report, *, device: str) -> str:
     """The measurement and the hardware in one line."""
     what = f"{report.num_prompts} prompts x {report.max_new_tokens} new tokens, {report.repeats} repeats"
@@ -187,19 +154,12 @@ def headline(report: Report, *, device: str) -> str:
     return f"{device}; batch {report.batch_size}, greedy, {what}; baseline: {report.baseline}{dice}"
 
 
-def _speed_table(report: Report, price_per_hour: float | None) -> Table:
+def _speed_table(report: Report) -> Table:
     """A row for each contender."""
     columns = [
         "method", "dtype", "tokens/s", "ratio", "95 %", "τ", "total", "total ratio", "roofline", "same", "compile",
     ]  # fmt: skip
-    if price_per_hour is not None:
-        columns.append("cost of 1M")
-    rows = []
-    for row in report.rows:
-        cells = _speed_cells(row, report.num_prompts, is_baseline=row.name == report.baseline)
-        if price_per_hour is not None:
-            cells.append(f"{cost_per_million_tokens(row.total_tokens_per_second.median, price_per_hour):.3g}")
-        rows.append(cells)
+    rows = [_speed_cells(row, report.num_prompts, is_baseline=row.name == report.baseline) for row in report.rows]
     return Table(f"Speed at batch {report.batch_size}", columns, rows)
 
 
@@ -208,7 +168,7 @@ def _speed_cells(row: Row, num_prompts: int, *, is_baseline: bool) -> list[Any]:
         row.name,
         row.dtype,
         f"{row.decode_tokens_per_second.median:.1f}",
-        "baseline" if is_baseline else _spread(row.ratio),
+        "baseline" if is_baseline else f"{row.ratio.median:.2f} ({row.ratio.low:.2f}-{row.ratio.high:.2f})",
         "" if is_baseline else _interval(row.ratio_interval),
         "" if row.acceptance is None else f"{row.acceptance.mean_acceptance_length:.2f}",
         f"{row.total_tokens_per_second.median:.1f}",
@@ -233,10 +193,15 @@ def _round_table(report: Report) -> Table:
     """The parts of a round in milliseconds and in plain steps, and the speed-up that they predict."""
     columns = ["method", "draft ms", "verify ms", "commit ms", "G", "v", "c", "S", "ratio"]
     rows = []
-    for row, parts in _rounds(report):
+    for row in report.rows:
+        costs = row.step_seconds
+        if costs is None:  # another engine
+            continue
+        verify = max(costs.verify_seconds - costs.commit_seconds, 0.0)
+        parts = (row.num_draft_steps * costs.draft_seconds, verify, costs.commit_seconds)
         model = [row.num_draft_steps, _number(row.verify_cost, 2), _number(row.draft_cost, 3)]
         speed = [_number(row.predicted_ratio, 2), f"{row.ratio.median:.2f}"]
-        rows.append([row.name, *(f"{value:.3f}" for value in parts), *model, *speed])
+        rows.append([row.name, *(f"{1e3 * part:.3f}" for part in parts), *model, *speed])
     return Table(f"A round at batch {report.batch_size}", columns, rows)
 
 
@@ -270,121 +235,6 @@ def _task_table(report: Report) -> Table:
 def _missing_table(missing: Sequence[NotMeasured]) -> Table:
     """Contenders that were not measured, with the reason."""
     return Table("Not measured", ["method", "reason"], [[one.name, one.reason] for one in missing])
-
-
-def _flat_rows(reports: Sequence[Report], missing: Sequence[NotMeasured], price: float | None) -> list[dict[str, Any]]:
-    """One flat mapping for each contender at each batch size: the rows of the CSV file."""
-    found: list[dict[str, Any]] = []
-    for report in reports:
-        for row in report.rows:
-            values = {"batch_size": report.batch_size, "not_measured_because": ""} | dict(
-                _flat(dataclasses.asdict(row))
-            )
-            if price is not None:
-                speed = row.total_tokens_per_second.median
-                values["cost_per_million_tokens"] = cost_per_million_tokens(speed, price)
-            found.append(values)
-        absent = [*missing, *report.not_measured]
-        found += [
-            {"batch_size": report.batch_size, "name": one.name, "not_measured_because": one.reason} for one in absent
-        ]
-    columns = dict.fromkeys(name for values in found for name in values)
-    return [{name: values.get(name, "") for name in columns} for values in found]
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if name == "tasks":
-            continue
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        elif isinstance(value, list):
-            yield f"{prefix}{name}", " ".join(f"{one:.4f}" for one in value)
-        elif value is not None:
-            yield f"{prefix}{name}", value
-
-
-def _all_plots(reports: Sequence[Report]) -> list[Plot]:
-    """Every plot that has something to show."""
-    first = reports[0]
-    plots = [
-        Plot("Speed-up by K", "line", "K", "ratio", {f"batch {one.batch_size}": _by_length(one) for one in reports}),
-        Plot("Speed-up by batch", "line", "batch", "ratio", _by_batch(reports)),
-        Plot(f"Speed-up by task at batch {first.batch_size}", "bar", "task", "ratio", _by_task(first)),
-        Plot("Acceptance by position", "line", "position", "share of drafts", _by_position(first)),
-    ]
-    for report in reports:
-        names = [row.name for row, _ in _rounds(report)]
-        parts = zip(*(values for _, values in _rounds(report)), strict=True)
-        series = {part: (names, list(ys)) for part, ys in zip(("draft", "verify", "commit"), parts, strict=False)}
-        plots.append(Plot(f"A round at batch {report.batch_size}", "bar", "method", "ms", series))
-    kept = [{name: line for name, line in plot.series.items() if line[0]} for plot in plots]
-    return [dataclasses.replace(plot, series=series) for plot, series in zip(plots, kept, strict=True) if series]
-
-
-def _by_length(report: Report) -> tuple[list[Any], list[float]]:
-    chains = sorted((row.num_draft_steps, row.ratio.median) for row in report.rows if "chain K=" in row.name)
-    return [length for length, _ in chains], [ratio for _, ratio in chains]
-
-
-def _by_batch(reports: Sequence[Report]) -> dict[str, tuple[list[Any], list[float]]]:
-    shown = {name for report in reports for name in _shown(report)}
-    series: dict[str, tuple[list[Any], list[float]]] = {}
-    for report in reports:
-        for row in report.rows:
-            if row.name in shown:
-                xs, ys = series.setdefault(row.name, ([], []))
-                xs.append(report.batch_size)
-                ys.append(row.ratio.median)
-    return series
-
-
-def _by_task(report: Report) -> dict[str, tuple[list[Any], list[float]]]:
-    shown = _shown(report)
-    return {
-        row.name: (
-            [task.task for task in row.tasks if task.ratio is not None],
-            [task.ratio.value for task in row.tasks if task.ratio is not None],
-        )
-        for row in report.rows
-        if row.name in shown
-    }
-
-
-def _by_position(report: Report) -> dict[str, tuple[list[Any], list[float]]]:
-    deepest: dict[str, Row] = {}
-    for row in report.rows:
-        if row.acceptance is not None:
-            deepest[row.name.partition(" K=")[0]] = row  # chains come in ascending order
-    series: dict[str, tuple[list[Any], list[float]]] = {}
-    for row in deepest.values():
-        assert row.acceptance is not None
-        for kind, rates in (("", row.acceptance.per_position), (", conditional", row.acceptance.conditional)):
-            series[f"{row.name}{kind}"] = list(range(1, len(rates) + 1)), list(rates)
-    return series
-
-
-def _shown(report: Report) -> list[str]:
-    """As many methods as a plot has colours: the best chain, and the others that are not plain decoding of ours."""
-    chains = sorted((row for row in report.rows if "chain K=" in row.name), key=lambda row: -row.ratio.median)
-    others = [row for row in report.rows if "chain K=" not in row.name and row.name != report.baseline]
-    return [row.name for row in [*chains[:1], *others][:6]]
-
-
-def _rounds(report: Report) -> list[tuple[Row, tuple[float, float, float]]]:
-    """Milliseconds of drafting, of verification without commit, and of commit, for each decoder of ours."""
-    found = []
-    for row in report.rows:
-        costs = row.step_seconds
-        if costs is not None:
-            verify = max(costs.verify_seconds - costs.commit_seconds, 0.0)
-            parts = (row.num_draft_steps * costs.draft_seconds, verify, costs.commit_seconds)
-            found.append((row, tuple(1e3 * part for part in parts)))
-    return found
-
-
-def _spread(value: Spread) -> str:
-    return f"{value.median:.2f} ({value.low:.2f}-{value.high:.2f})"
 
 
 def _interval(value: Interval) -> str:

@@ -46,15 +46,15 @@ app.add_typer(train.app, name="train")
 app.add_typer(plan.app, name="plan")
 
 
-def _finite(command: Callable[..., None]) -> Callable[..., None]:
-    """Refuses infinite numbers and NaN, which pass every check of a range that is open on one side."""
+def _checked(command: Callable[..., None]) -> Callable[..., None]:
+    """Refuses negative numbers, infinity and NaN; no option of any command takes them."""
 
     @functools.wraps(command)
     def checked(**options: Any) -> None:
         for name, value in options.items():
             for number in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(number, float) and not math.isfinite(number):
-                    raise Misuse(f"--{name.replace('_', '-')} is {number}; expected a finite number")
+                if isinstance(number, int | float) and not 0 <= number < math.inf:
+                    raise Misuse(f"--{name.replace('_', '-')} is {number}; expected a finite number, at least 0")
         command(**options)
 
     return checked
@@ -63,7 +63,7 @@ def _finite(command: Callable[..., None]) -> Callable[..., None]:
 for _group in (app, train.app, plan.app):
     for _one in _group.registered_commands:
         assert _one.callback is not None
-        _one.callback = _finite(_one.callback)
+        _one.callback = _checked(_one.callback)
 
 
 @functools.cache

@@ -19,8 +19,6 @@ _EXTRAS = {
     "torch": "convert",
     "transformers": "bench",
     "huggingface_hub": "hub",
-    "matplotlib": "plot",
-    "jinja2": "plot",
 }
 _LONGEST = 600  # characters of an error line
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -74,7 +74,6 @@ CompilationCacheOption = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Write a plot: a .png or .svg file.")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -276,13 +275,6 @@ def check_writable(path: Path | None) -> None:
         tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".partial", dir=folder).cleanup()
     except OSError as error:
         raise Misuse(f"{path} cannot be written: {error.strerror}") from None
-
-
-def check_plot(path: Path | None) -> None:
-    """Refuses a plot that could not be written, before any work is done."""
-    if path is not None and path.suffix not in (".png", ".svg"):
-        raise Misuse(f"--plot {path}: give the name of a .png or .svg file")
-    check_writable(path)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -93,7 +93,7 @@ def _language_model(fields: Fields, target: Target) -> Sizes:
             f"{fields.where} describes a language model of {config.vocab_size} tokens and {target.name} has "
             f"{target.config.vocab_size}; a draft model needs the target's own"
         )
-    return _draft_model(config, target)
+    return dataclasses.replace(sizes_of(config), target_width=target.config.width)
 
 
 def _named(source: str, target: Target) -> Head:
@@ -104,13 +104,8 @@ def _named(source: str, target: Target) -> Head:
     layers = target.config.layers
     if number >= len(layers):
         raise Misuse(f"--drafter {source}: {target.name} has {len(layers)} layers, so give 1 to {len(layers) - 1}")
-    sizes = _draft_model(dataclasses.replace(target.config, layers=layers[:number]), target)
+    sizes = sizes_of(dataclasses.replace(target.config, layers=layers[:number]))
     return Head(source, dataclasses.replace(sizes, method="layer skip", owned=Parameters()))
-
-
-def _draft_model(config: DecoderConfig, target: Target) -> Sizes:
-    """Sizes of a language model that drafts for a target."""
-    return dataclasses.replace(sizes_of(config), target_width=target.config.width)
 
 
 def _method_of(directory: Path, fields: Fields) -> str:

@@ -272,12 +272,7 @@ def bench(
     engines: EngineOptions,
     repeats: Annotated[int, typer.Option(help="Measured passes.", min=1, max=10_000)] = 5,
     batch_size: Annotated[str, typer.Option(help="Prompts decoded at once: '1', or several to sweep: '1,4,8'.")] = "1",
-    price_per_hour: Annotated[
-        float | None, typer.Option(help="Price of this machine; adds the cost of a million tokens.", min=0)
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="New directory for bench.json, bench.csv, bench.md and bench.html.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="New directory for bench.json and bench.md.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure plain decoding, chains, trees, prompt lookup, transformers and vLLM, interleaved on the same prompts.
@@ -323,16 +318,15 @@ def bench(
     about["weights"] = models.weights
     about["simulated_acceptance"] = drafts.simulation
     about["drafter_methods"] = ["NGram" if one is None else one.described for one in loaded.drafters.values()]
-    findings = reporting.Findings(
-        device=hardware(), about=about, reports=reports, missing=field.missing, price_per_hour=price_per_hour
-    )
-    left_out = reporting.write(findings, output) if output is not None else ""
+    findings = reporting.Findings(device=hardware(), about=about, reports=reports, missing=field.missing)
+    if output is not None:
+        reporting.write(findings, output)
     if as_json:
         print_json(findings.to_json())
     else:
         reporting.show(findings)
     if output is not None:
-        typer.echo(f"wrote {output}" + (f" ({left_out})" if left_out else ""), err=True)
+        typer.echo(f"wrote {output}", err=True)
     for line in findings.failures:
         typer.echo(f"error: {line}", err=True)
     if findings.failures:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eagle3_jax.cli import _plan_pages as pages
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._options import JsonOption, PlotOption, check_plot, check_writable, finite, grouped, print_json
+from eagle3_jax.cli._options import JsonOption, check_writable, finite, grouped, print_json
 from eagle3_jax.named import FORMS
 from eagle3_jax.theory import speedup as theory
 from eagle3_jax.theory.accelerators import (
@@ -26,7 +26,8 @@ from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name
 from eagle3_jax.writing import whole_file
 
 if TYPE_CHECKING:
-    from eagle3_jax.theory.memory import Deployment
+    from eagle3_jax.theory.bounds import Claim
+    from eagle3_jax.theory.memory import Deployment, MemoryPlan, Remedy
 
 app = typer.Typer(
     help="Plan speculation: speed-up, memory, roofline, cost, rollout.",
@@ -34,11 +35,15 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+_CHAINS = range(1, 9)
 _ALPHAS = tuple(tenths / 10 for tenths in range(3, 10))
-_VERIFY_COSTS = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0)
 _BATCHES = tuple(2**power for power in range(10))
+_NODES = (1, 2, 4, 8, 16, 32, 60)
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _ON_CHIP = 256e6  # bytes of the largest last-level caches of accelerators
+_MEMORY_NOTE = """\
+Divided between GPUs: the layers' matrices, embedding, output projection, key/value heads. On each in full: norms,
+biases, the head's fusion, and a key/value head where there are fewer of them than GPUs. Activations are an estimate."""
 
 LengthOption = Annotated[int, typer.Option("--num-speculative-tokens", "-K", help="Draft length K.", min=1, max=4096)]
 ContextOption = Annotated[
@@ -148,7 +153,7 @@ class DraftOptions:
         """The acceptance that one of three options gives, or a conditional acceptance rate of 0.7.
 
         Raises:
-            ValueError: More than one was given, or no chain has such an acceptance.
+            ValueError: More than one was given, or no chain can have this acceptance.
         """
         k, tau = self.num_speculative_tokens, self.mean_acceptance_length
         if len(self.given) > 1:
@@ -167,7 +172,7 @@ class DraftOptions:
         """``K`` and ``τ`` of a deployment; 0 and 1 without a head.
 
         Raises:
-            ValueError: The head cannot draft so many tokens, or no chain has such an acceptance.
+            ValueError: The head drafts fewer tokens, or no chain can have this acceptance.
         """
         _check_draft_length(self.num_speculative_tokens, deployment)
         found = self.acceptance()
@@ -199,18 +204,12 @@ def speedup(
         int, typer.Option(help="Output tokens of every simulated request.", min=2, max=100_000)
     ] = 256,
     seed: Annotated[int, typer.Option(help="Random seed of the simulation.", min=0)] = 0,
-    exercises: Annotated[bool, typer.Option("--exercises", help="Print exercises with their answers instead.")] = False,
-    plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Turn acceptance into speed-up and back: S = τ / (v + K·c).
 
     τ = 1 + K·r for the draft acceptance rate r, and (1 - α^(K+1)) / (1 - α) for the conditional acceptance rate α.
     """
-    if exercises:
-        pages.print_exercises(as_json=as_json)
-        return
-    check_plot(plot)
     k, cost = draft.num_speculative_tokens, {"verify_cost": verify_cost, "draft_cost": draft_cost}
     classes = _parse_traffic(traffic)
     if classes is not None:
@@ -223,13 +222,15 @@ def speedup(
         classes = [theory.TrafficClass(share=1.0, conditional_acceptance_rate=found.conditional_acceptance_rate)]
 
     def rates_at(gain: float) -> dict[str, float] | None:
-        return pages.rates_json(theory.rates_for_speedup(gain, num_draft_tokens=k, **cost))
+        rates = theory.rates_for_speedup(gain, num_draft_tokens=k, **cost)
+        return None if rates is None else dataclasses.asdict(rates)
 
     simulation = None
     if simulate:
-        simulation = theory.simulate(
+        simulated = theory.simulate(
             classes, num_draft_tokens=k, **cost, num_requests=simulate, output_tokens=output_tokens, seed=seed
         )
+        simulation = dataclasses.asdict(simulated)
     result = {
         "num_speculative_tokens": k,
         **cost,
@@ -237,18 +238,78 @@ def speedup(
         "speedup": theory.speedup(found.mean_acceptance_length, num_draft_tokens=k, **cost),
         "break_even": rates_at(1.0),
         "wanted": None if wanted is None else {"speedup": wanted, "rates": rates_at(wanted)},
-        "table": [pages.speedup_row(alpha, **cost) for alpha in _ALPHAS],
-        "break_even_map": [pages.break_even_row(v, draft_cost=draft_cost) for v in _VERIFY_COSTS],
-        "simulation": None if simulation is None else dataclasses.asdict(simulation),
+        "table": [_speedup_row(alpha, **cost) for alpha in _ALPHAS],
+        "simulation": simulation,
     }
-    if plot is not None:
-        from eagle3_jax.cli._plots import plot_speedup
-
-        plot_speedup(plot, found, num_draft_tokens=k, **cost)
     if as_json:
         print_json(result)
     else:
-        pages.print_speedup(result, simulation)
+        _print_speedup(result)
+
+
+def _parse_traffic(text: str | None) -> list[theory.TrafficClass] | None:
+    if text is None:
+        return None
+    classes = []
+    for part in text.split(","):
+        share, _, rate = part.partition(":")
+        try:
+            classes.append(theory.TrafficClass(share=float(share), conditional_acceptance_rate=float(rate)))
+        except ValueError:
+            raise Misuse(f"--traffic {text!r}: {part!r} is not SHARE:ALPHA, as in '0.7:0.7,0.3:0.4'") from None
+    return classes
+
+
+def _speedup_row(alpha: float, *, verify_cost: float, draft_cost: float) -> dict[str, Any]:
+    """τ and S of every chain length at one conditional acceptance rate."""
+    cost = {"verify_cost": verify_cost, "draft_cost": draft_cost}
+    taus = [theory.tau_from_conditional_rate(alpha, k) for k in _CHAINS]
+    return {
+        "conditional_acceptance_rate": alpha,
+        "mean_acceptance_length": taus,
+        "speedup": [theory.speedup(tau, num_draft_tokens=k, **cost) for k, tau in zip(_CHAINS, taus, strict=True)],
+        "best_num_speculative_tokens": theory.best_chain_length(
+            alpha, verify_costs=[verify_cost] * len(_CHAINS), draft_costs=[draft_cost] * len(_CHAINS)
+        ),
+    }
+
+
+def _print_speedup(result: dict[str, Any]) -> None:
+    """Prints the result, the table by α and K, and the tail if it was simulated."""
+    _say(
+        f"K = {result['num_speculative_tokens']}, v = {result['verify_cost']:g}, c = {result['draft_cost']:g}\n"
+        f"here         {_rates_text(result)}: S = {result['speedup']:.2f}\n"
+        f"break-even   {_rates_text(result['break_even'])}"
+    )
+    if result["wanted"] is not None:
+        _say(f"for S = {result['wanted']['speedup']:<5g} {_rates_text(result['wanted']['rates'])}")
+    _say("\nτ and S by conditional acceptance rate α (rows) and K (columns); * is the best K")
+    rows = []
+    for row in result["table"]:
+        cells = [
+            f"{tau:.2f} {gain:.2f}{'*' if row['best_num_speculative_tokens'] == k else ' '}"
+            for k, tau, gain in zip(_CHAINS, row["mean_acceptance_length"], row["speedup"], strict=True)
+        ]
+        rows.append((f"{row['conditional_acceptance_rate']:.1f}", *cells))
+    _print_table(("α", *(f"K={k}  " for k in _CHAINS)), rows)
+    if result["simulation"] is not None:
+        found, tail = result["simulation"], result["simulation"]["time_per_output_token"]
+        _say(
+            f"\n{found['num_requests']:,} requests simulated: τ {found['mean_acceptance_length']:.3f}, "
+            f"S {found['speedup']:.3f}\ntime per output token in plain steps: P50 {tail['p50']:.2f}, "
+            f"P90 {tail['p90']:.2f}, P99 {tail['p99']:.2f}; "
+            f"{found['slower_than_plain']:.1%} of the requests are slower than plain decoding"
+        )
+
+
+def _rates_text(found: dict[str, Any] | None) -> str:
+    """One acceptance under its three names."""
+    if found is None:
+        return "out of reach, even if every draft token were accepted"
+    return (
+        f"τ {found['mean_acceptance_length']:.2f}, draft acceptance rate {found['draft_acceptance_rate']:.3f}, "
+        f"conditional acceptance rate {found['conditional_acceptance_rate']:.3f}"
+    )
 
 
 @app.command(
@@ -294,7 +355,7 @@ def memory(
     plan = memory_plan(deployment, **asked)
     remedy = None if plan.fits else remedy_of(deployment, **asked)
     if as_json:
-        result = pages.deployment_json(deployment) | {
+        result = _deployment_json(deployment) | {
             "batch_size": batch_size,
             "context": context,
             "bytes": dataclasses.asdict(plan) | {"total": plan.total},
@@ -304,11 +365,61 @@ def memory(
         }
         print_json(result)
     else:
-        pages.print_memory(
-            deployment, plan, remedy, context=context, k=k, batch_size=batch_size, utilization=utilization
-        )
+        _say(_title(deployment), f"{batch_size} sequences of {context} tokens, K = {k}; GB (10^9 bytes) on each GPU\n")
+        rows = _memory_rows(deployment, plan, tokens=batch_size * (context + k + 1))
+        _print_table(("", "GB", ""), rows, left=(0, 2))
+        _say_if_long(context, deployment)
+        _say(*_verdict(deployment, plan, remedy, utilization), _MEMORY_NOTE)
     if not plan.fits:
         raise typer.Exit(1)
+
+
+def _memory_rows(deployment: Deployment, plan: MemoryPlan, *, tokens: int) -> list[tuple[str, str, str]]:
+    """The table's rows, the total last."""
+    from eagle3_jax.theory.sizes import sizes_of
+
+    target, head = sizes_of(deployment.target), None if deployment.head is None else sizes_of(deployment.head)
+
+    def per_token(model: Any) -> str:
+        return f"{deployment.cache_bytes_per_token(model):,.0f} bytes a token, {tokens:,} tokens"
+
+    billions = f"{target.owned.total / 1e9:.3f} billion"
+    if target.has_experts:
+        billions += f", {target.active / 1e9:.3f} of them active"
+    rows = [("target", plan.target_weights, f"{billions}, {deployment.weights}")]
+    if head is not None:
+        owned = head.owned
+        shared = "embedding shared" if owned.total and not owned.embedding else ""
+        what = f"{owned.total / 1e9:.3f} billion" if owned.total else "no weights of its own"
+        rows.append(("head", plan.head_weights, "; ".join(part for part in (what, shared, head.method) if part)))
+    rows.append(("target's cache", plan.target_cache, per_token(deployment.target)))
+    if head is not None:
+        rows.append(("head's cache", plan.head_cache, per_token(deployment.head)))
+    if plan.states:
+        rows.append(("states", plan.states, "of recurrent layers, whatever the length"))
+    rows += [("activations", plan.activations, "estimate"), ("reserve", plan.reserve, "given")]
+    digits = 2 if plan.target_weights > 1e9 else 4
+    return [(name, f"{size / 1e9:.{digits}f}", note) for name, size, note in [*rows, ("total", plan.total, "")]]
+
+
+def _verdict(deployment: Deployment, plan: MemoryPlan, remedy: Remedy | None, utilization: float) -> Iterable[str]:
+    """Whether the plan fits, and what would make it fit."""
+    left = plan.budget - plan.total
+    yield (
+        f"\n{'fits' if plan.fits else 'DOES NOT FIT'}: {plan.total / 1e9:.2f} of {plan.budget / 1e9:.2f} GB "
+        f"({utilization:.0%} of {deployment.accelerator.memory_bytes / 1e9:g}), "
+        f"{abs(left) / 1e9:.2f} {'left' if left >= 0 else 'too much'}. The caches can hold "
+        f"{plan.cache_capacity_tokens:,.0f} tokens of all sequences together."
+    )
+    if remedy is None:
+        return
+    ways = []
+    if remedy.num_accelerators is not None:
+        ways.append(f"{remedy.num_accelerators} x {deployment.accelerator.name}")
+    if remedy.weights is not None:
+        ways.append(f"--weights {remedy.weights}")
+    nothing = "No number of GPUs and no type of weights would do; lower --batch-size or --context."
+    yield f"What would do: {', or '.join(ways)}." if ways else nothing
 
 
 @app.command("roofline", epilog="Example: eagle3 plan roofline --target Llama-3.3-70B --weights fp8 --gpu H200")
@@ -324,30 +435,26 @@ def roofline(
     claim: Annotated[
         float | None, typer.Option(help="Published tokens/s at --batch-size; prints whether they are possible.")
     ] = None,
-    plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """The most tokens/s that hardware allows.
 
     Bytes and operations of every step by batch; without --gpu a table of all known accelerators.
     """
-    from eagle3_jax.theory.bounds import check_claim, round_bound
+    from eagle3_jax.theory.bounds import check_claim
 
-    check_plot(plot)
     if claim is not None and batch_size is None:
         raise Misuse("--claim is about one batch; add --batch-size")
     deployment = given.read()
     k, tau = draft.for_deployment(deployment)
     context = _read_context(context, 1024, deployment)
     every = given.gpu is None and given.bandwidth_gb_per_s is None
-    if every and (plot is not None or claim is not None):
-        raise Misuse("--plot and --claim are about one accelerator; add --gpu or --bandwidth-gb-per-s")
+    if every and claim is not None:
+        raise Misuse("--claim is about one accelerator; add --gpu or --bandwidth-gb-per-s")
     accelerators = list(KNOWN_ACCELERATORS.values()) if every else [deployment.accelerator]
     batches = [batch_size] if batch_size else _BATCHES
     results = [
-        pages.roofline_json(
-            dataclasses.replace(deployment, accelerator=one), context=context, k=k, tau=tau, batches=batches
-        )
+        _roofline_json(dataclasses.replace(deployment, accelerator=one), context=context, k=k, tau=tau, batches=batches)
         for one in accelerators
     ]
     verdict = None
@@ -356,35 +463,157 @@ def roofline(
             deployment, tokens_per_second=claim, batch=batch_size, context=context, num_draft_tokens=k
         )
         results[0]["claim"] = dataclasses.asdict(verdict) | {"possible": verdict.possible}
-    if plot is not None:
-        from eagle3_jax.cli._plots import plot_roofline
-
-        plot_roofline(
-            plot,
-            [round_bound(deployment, batch=batch, context=context, num_draft_tokens=k) for batch in _BATCHES],
-            tau=tau,
-            title=pages.title(deployment),
-            largest_batch=results[0]["largest_batch"],
-        )
     if as_json:
         print_json({"accelerators": results})
         return
-    pages.say(
-        f"{pages.title(deployment, accelerator=not every)}; context {context}, K = {k}, τ = {tau:.2f}",
+    _say(
+        f"{_title(deployment, accelerator=not every)}; context {context}, K = {k}, τ = {tau:.2f}",
         "No hardware is faster: the longer of bytes/bandwidth and operations/peak, communication left out.\n",
     )
     if every:
-        pages.print_accelerators(results)
+        _print_accelerators(results)
     else:
-        pages.print_bounds(results[0], deployment)
-        pages.print_nodes(results[0], deployment, alpha=draft.acceptance().conditional_acceptance_rate)
-    pages.say_if_long(context, deployment)
+        _print_bounds(results[0], deployment)
+        _print_nodes(results[0], deployment, alpha=draft.acceptance().conditional_acceptance_rate)
+    _say_if_long(context, deployment)
     if verdict is not None:
-        pages.say("\n" + pages.claim_text(verdict, batch_size=batch_size, k=k))
+        _say("\n" + _claim_text(verdict, batch_size=batch_size, k=k))
     if deployment.streamed_bytes(deployment.target) < _ON_CHIP:
-        pages.say(
-            "\nThis target fits into on-chip caches, which are faster than the memory assumed here: no bound for it."
+        _say("\nThis target fits into on-chip caches, which are faster than the memory assumed here: no bound for it.")
+
+
+def _roofline_json(
+    deployment: Deployment, *, context: int, k: int, tau: float, batches: Sequence[int]
+) -> dict[str, Any]:
+    """The rooflines of one accelerator, with the largest batch in memory and those where speculation pays off."""
+    from eagle3_jax.theory.bounds import break_even_batch, experts_read, largest_batch, pays_from_batch, round_bound
+    from eagle3_jax.theory.sizes import sizes_of
+
+    def bound_of(batch: int, num_draft_tokens: int) -> dict[str, Any]:
+        bound = round_bound(deployment, batch=batch, context=context, num_draft_tokens=num_draft_tokens)
+        return {
+            **dataclasses.asdict(bound),
+            "verify_cost": bound.verify_cost,
+            "draft_cost": bound.draft_cost,
+            "plain_tokens_per_second": bound.plain_tokens_per_second,
+            "tokens_per_second": bound.tokens_per_second(tau),
+            "speedup": bound.speedup(tau),
+        }
+
+    def nodes_of(size: int) -> dict[str, Any]:
+        experts = experts_read(deployment, batch=batches[0], nodes=size)
+        return {"num_nodes": size, "experts": experts, "verify_cost": bound_of(batches[0], size - 1)["verify_cost"]}
+
+    start = end = None
+    if deployment.head is not None:
+        asked = {"context": context, "num_draft_tokens": k, "mean_acceptance_length": tau}
+        start, end = pays_from_batch(deployment, **asked), break_even_batch(deployment, **asked)
+    return {
+        **_deployment_json(deployment),
+        "context": context,
+        "num_speculative_tokens": k,
+        "mean_acceptance_length": tau,
+        "largest_batch": largest_batch(deployment, context=max(context, 1), num_draft_tokens=k),
+        "pays_from_batch": start,
+        "break_even_batch": end,
+        "bounds": [bound_of(batch, k) for batch in batches],
+        "nodes": [nodes_of(size) for size in _NODES if sizes_of(deployment.target).has_experts],
+    }
+
+
+def _print_accelerators(results: Sequence[dict[str, Any]]) -> None:
+    """Prints one row for every accelerator."""
+    batches = [bound["batch"] for bound in results[0]["bounds"]]
+    shown = [batch for batch in (1, 8, 64) if batch in batches] or batches
+
+    def speeds(bound: dict[str, Any]) -> str:
+        plain = f"{bound['plain_tokens_per_second']:,.0f}"
+        return f"{plain} {bound['tokens_per_second']:,.0f}" if bound["num_draft_tokens"] else plain
+
+    rows = []
+    for result in results:
+        hardware = result["accelerator"]
+        bounds = [bound for bound in result["bounds"] if bound["batch"] in shown]
+        rows.append(
+            (
+                hardware["name"],
+                f"{hardware['bandwidth_bytes_per_second'] / 1e9:,.0f}",
+                f"{hardware['peak_flops'] / 1e12:,.0f}",
+                f"{hardware['memory_bytes'] / 1e9:g}",
+                _batch_text(result["largest_batch"]),
+                f"{bounds[0]['plain_seconds'] * 1e3:.2f}",
+                *map(speeds, bounds),
+                _batch_text(result["break_even_batch"]) if result["drafter"] else "",
+            )
         )
+    titles = ("GPU", "GB/s", "TFLOPS", "GB", "fits", "ms/step", *(f"batch {batch}" for batch in shown), "pays below")
+    _print_table(titles, rows)
+    _say(
+        "\ntokens/s of a batch: plain, speculative. fits: the largest batch that memory holds. ms/step: plain, batch "
+        f"{shown[0]}.\nPeaks are dense bfloat16; datasheets are named in --json."
+    )
+
+
+def _print_bounds(result: dict[str, Any], deployment: Deployment) -> None:
+    """Prints one row for every batch on one accelerator."""
+    rows = [
+        (
+            str(bound["batch"]),
+            f"{bound['plain_bytes'] / 1e9:.2f}",
+            f"{bound['plain_flops'] / 1e9:,.0f}",
+            f"{bound['plain_seconds'] * 1e3:.2f} {bound['plain_limit']}",
+            f"{bound['plain_tokens_per_second']:,.0f}",
+            f"{bound['verify_seconds'] * 1e3:.2f} {bound['verify_limit']}",
+            f"{bound['verify_cost']:.2f}",
+            f"{bound['draft_cost']:.3f}",
+            f"{bound['tokens_per_second']:,.0f}" if deployment.head else "",
+            f"{bound['speedup']:.2f}" if deployment.head else "",
+            "" if bound["batch"] <= result["largest_batch"] else "not in memory",
+        )
+        for bound in result["bounds"]
+    ]
+    titles = ("batch", "GB", "GFLOP", "plain ms", "tokens/s", "verify ms", "v", "c", "speculative", "S", "")
+    _print_table(titles, rows)
+    _say(f"\n{deployment.accelerator.source}\nMemory holds {_batch_text(result['largest_batch'])} such sequences.")
+    if deployment.head is not None:
+        _say(f"Speculation pays {_where_it_pays(result['pays_from_batch'], result['break_even_batch'])}.")
+
+
+def _where_it_pays(start: int | None, end: int | None) -> str:
+    if start is None:
+        return "at no batch"
+    below = "" if end is None else f"below batch {end:,}; a real engine stops earlier"
+    if start == 1:
+        return below or "at every batch"
+    return f"from batch {start:,} on{', ' * bool(below)}{below}"
+
+
+def _print_nodes(result: dict[str, Any], deployment: Deployment, *, alpha: float) -> None:
+    """Prints the cost of verification by draft size for a target with experts, and the best chain."""
+    from eagle3_jax.theory.bounds import best_chain
+
+    if not result["nodes"]:
+        return
+    batch, context = result["bounds"][0]["batch"], result["context"]
+    _say(f"\nverification at batch {batch} by nodes of the draft, root included: the more of them, the more experts")
+    rows = [(f"{one['num_nodes']}", f"{one['experts']:.1%}", f"{one['verify_cost']:.2f}") for one in result["nodes"]]
+    _print_table(("nodes", "experts read", "v"), rows)
+    _say("As if tokens chose independently and evenly; neighbours choose alike, so a real forward reads fewer.")
+    if deployment.head is not None:
+        k = best_chain(deployment, batch=batch, context=context, conditional_acceptance_rate=alpha)
+        advice = f"a chain of K = {k} gains most" if k else "no chain gains anything"
+        _say(f"On this roofline, at batch {batch} and α = {alpha:.2f}, {advice}; measure with `eagle3 tune`.")
+
+
+def _claim_text(claim: Claim, *, batch_size: int | None, k: int) -> str:
+    """The verdict on a published throughput."""
+    needed = "at no batch" if claim.batch_needed is None else f"from batch {claim.batch_needed} on"
+    drafted = f" if all {k} draft tokens were always accepted and drafting took no time" if k else ""
+    verdict = "possible" if claim.possible else "IMPOSSIBLE"
+    return (
+        f"{verdict}: {claim.tokens_per_second:,.0f} tokens/s is {claim.share_of_bound:.2g}x the upper bound at batch "
+        f"{batch_size}, {claim.bound:,.0f}{drafted}. Plain decoding could reach it {needed}."
+    )
 
 
 @app.command(
@@ -423,20 +652,30 @@ def cost(
         context = _read_context(context, 1024, deployment)
         bound = round_bound(deployment, batch=batch_size, context=context, num_draft_tokens=k)
         about = (
-            f"{pages.title(deployment)}; batch {batch_size}, context {context}; {price_per_hour:g} an hour.\n"
+            f"{_title(deployment)}; batch {batch_size}, context {context}; {price_per_hour:g} an hour.\n"
             "From the roofline, so real costs are higher; prefill is not counted"
         )
         speeds = [("plain", bound.plain_tokens_per_second)]
         if deployment.head is not None:
             speeds.append((f"K = {k}, τ = {tau:.2f}", bound.tokens_per_second(tau)))
-    costs = [cost_of(speed, price_per_hour=price_per_hour, busy=busy) for _, speed in speeds]
+    costs = [(name, cost_of(speed, price_per_hour=price_per_hour, busy=busy)) for name, speed in speeds]
     if as_json:
-        rows = [{"name": name, **dataclasses.asdict(found)} for (name, _), found in zip(speeds, costs, strict=True)]
-        found = {"price_per_hour": price_per_hour, "busy": busy, "from_roofline": not tokens_per_second, "costs": rows}
-        print_json(found)
+        rows = [{"name": name, **dataclasses.asdict(found)} for name, found in costs]
+        about_costs = {"price_per_hour": price_per_hour, "busy": busy, "from_roofline": not tokens_per_second}
+        print_json(about_costs | {"costs": rows})
         return
-    pages.say(about + (f"; busy {busy:.0%} of the hours\n" if busy < 1 else "\n"))
-    pages.print_costs([name for name, _ in speeds], costs)
+    _say(about + (f"; busy {busy:.0%} of the hours\n" if busy < 1 else "\n"))
+    cells = [
+        (
+            name,
+            f"{found.tokens_per_second:,.0f}",
+            f"{found.per_million_tokens:.3f}",
+            f"{found.tokens_per_unit:,.0f}",
+            f"{costs[0][1].per_million_tokens / found.per_million_tokens:.2f}x",
+        )
+        for name, found in costs
+    ]
+    _print_table(("", "tokens/s", "per million tokens", "tokens for 1", "for the same money"), cells)
 
 
 @app.command(
@@ -486,7 +725,7 @@ def rollout(
         measured=measured,
     )
     if as_json:
-        text = json.dumps(finite(pages.rollout_json(deployment, plan)))
+        text = json.dumps(finite(_deployment_json(deployment) | plan.to_json()))
     else:
         name = "TARGET" if given.target is None or known_name(given.target, KNOWN_MODELS) else given.target
         text = to_markdown(plan, target=name, head=given.drafter or "HEAD").rstrip("\n")
@@ -496,6 +735,9 @@ def rollout(
     with whole_file(out) as partial:
         partial.write_text(text + "\n", encoding="utf-8")
     typer.echo(f"wrote {out}", err=True)
+
+
+# Shared by several plans
 
 
 def _check_draft_length(num_draft_tokens: int, deployment: Deployment) -> None:
@@ -524,14 +766,59 @@ def _read_context(context: int | None, usual: int, deployment: Deployment) -> in
     return context
 
 
-def _parse_traffic(text: str | None) -> list[theory.TrafficClass] | None:
-    if text is None:
-        return None
-    classes = []
-    for part in text.split(","):
-        share, _, rate = part.partition(":")
-        try:
-            classes.append(theory.TrafficClass(share=float(share), conditional_acceptance_rate=float(rate)))
-        except ValueError:
-            raise Misuse(f"--traffic {text!r}: {part!r} is not SHARE:ALPHA, as in '0.7:0.7,0.3:0.4'") from None
-    return classes
+def _deployment_json(deployment: Deployment) -> dict[str, Any]:
+    """The deployment as plain values."""
+    from eagle3_jax.theory.sizes import sizes_of
+
+    target, head = sizes_of(deployment.target), None if deployment.head is None else sizes_of(deployment.head)
+    return {
+        "target": deployment.target_name,
+        "target_parameters": target.owned.total,
+        "target_active_parameters": target.active,
+        "drafter": None if head is None else deployment.head_name,
+        "drafter_method": None if head is None else head.method,
+        "drafter_parameters": None if head is None else head.owned.total,
+        "drafter_cache_bytes_per_token": None if head is None else deployment.cache_bytes_per_token(head),
+        "accelerator": dataclasses.asdict(deployment.accelerator),
+        "num_gpus": deployment.num_accelerators,
+        "weights": deployment.weights,
+        "cache": deployment.cache,
+    }
+
+
+def _title(deployment: Deployment, *, accelerator: bool = True) -> str:
+    """The deployment in one line."""
+    head = deployment.head_name if deployment.head else "no head"
+    where = f" on {deployment.num_accelerators} x {deployment.accelerator.name}" if accelerator else ""
+    return f"{deployment.target_name} ({deployment.weights}) with {head}{where}"
+
+
+def _batch_text(batch: int | None) -> str:
+    """A batch size; ``any`` if there is no limit."""
+    return "any" if batch is None or batch >= 65_536 else f"{batch:,}"
+
+
+def _say_if_long(context: int, deployment: Deployment) -> None:
+    """Warns of a context beyond the positions of the head."""
+    head = deployment.head
+    if head is not None and context > head.max_positions:
+        _say(f"\nBeyond the {head.max_positions:,} positions that the head was built for, expect it to draft worse.")
+
+
+def _say(*lines: str) -> None:
+    """Prints lines for people."""
+    typer.echo("\n".join(lines))
+
+
+def _print_table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> None:
+    """Prints a table without borders; all columns but those in ``left`` are aligned to the right."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for index, title in enumerate(titles):
+        table.add_column(Text(title), justify="left" if index in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console(highlight=False, width=max(Console().width, 120)).print(table)

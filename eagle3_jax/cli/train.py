@@ -378,7 +378,7 @@ def head(
     start = recipe.start(drafter, loaded, draft_to_target, jax.random.key(seed))
     for until, depth in depths:  # short drafts first: they are cheap, and the deeper ones build on them
         chosen = dataclasses.replace(options, depth=depth)
-        loss = functools.partial(_head_loss, recipe.loss, drafter, model, frozen, chosen)
+        loss = lambda params, rows, chosen=chosen: recipe.loss(drafter, model, params, frozen, rows, chosen)
         trainer = Trainer(loss, schedule, out / "checkpoints")
         state = _train(trainer, start, batches, steps=until, save_every=running.save_every)
         trainer.save(state)
@@ -421,38 +421,33 @@ def _metrics(metrics: dict[str, float]) -> str:
     return ", ".join(shown)
 
 
+def _staged(text: str, steps: int, read: Callable[[str], Any], wrong: str) -> list[tuple[int, Any]]:
+    """The stages of ``UNTIL:VALUE,...`` as pairs of last step and value; the last one, without a step, ends the run."""
+    *parts, last = text.split(",")
+    try:
+        stages = [(int(until), read(value)) for until, _, value in (part.rpartition(":") for part in parts)]
+        return [*(stage for stage in stages if stage[0] < steps), (steps, read(last.rpartition(":")[2]))]
+    except ValueError:
+        raise Misuse(wrong) from None
+
+
 def _phases(text: str, steps: int) -> tuple[Phase, ...]:
     from eagle3_jax.training.lm import Phase
 
-    phases = []
-    parts = text.split(",")
-    try:
-        for index, part in enumerate(parts):
-            until, _, shape = part.rpartition(":")
-            rows, _, length = shape.partition("x")
-            last = index == len(parts) - 1
-            phases.append(Phase(steps if last else int(until), int(rows), int(length)))
-    except ValueError:
-        raise Misuse(f"--phases {text!r}: expected STEPS:ROWSxTOKENS,..., for example '800:16x256,8x512'") from None
+    def read(shape: str) -> tuple[int, int]:
+        rows, _, length = shape.partition("x")
+        return int(rows), int(length)
+
+    wrong = f"--phases {text!r}: expected STEPS:ROWSxTOKENS,..., for example '800:16x256,8x512'"
+    phases = tuple(Phase(until, *shape) for until, shape in _staged(text, steps, read, wrong))
     if not all(1 <= phase.batch <= _MOST_ROWS and phase.length >= 1 for phase in phases):
         raise Misuse(f"--phases {text!r}: expected 1 to {_MOST_ROWS} rows, and at least one token")
-    return (*(phase for phase in phases[:-1] if phase.until_step < steps), phases[-1])
+    return phases
 
 
-def _unrolls(text: str, steps: int) -> tuple[tuple[int, int], ...]:
+def _unrolls(text: str, steps: int) -> list[tuple[int, int]]:
     """Phases of the training-time test as ``(last step, depth)``."""
-    depths = []
-    parts = text.split(",")
-    try:
-        for index, part in enumerate(parts):
-            until, _, depth = part.rpartition(":")
-            depths.append((steps if index == len(parts) - 1 else int(until), int(depth)))
-    except ValueError:
-        raise Misuse(f"--unroll {text!r}: expected UNTIL:STEPS,..., for example '300:2,5'") from None
+    depths = _staged(text, steps, int, f"--unroll {text!r}: expected UNTIL:STEPS,..., for example '300:2,5'")
     if not all(1 <= depth <= _MOST_DEPTH for _, depth in depths):
         raise Misuse(f"--unroll {text!r}: expected 1 to {_MOST_DEPTH} steps")
-    return (*(phase for phase in depths[:-1] if phase[0] < steps), depths[-1])
-
-
-def _head_loss(loss: Any, drafter: Any, model: Any, frozen: Any, options: Any, params: Any, batch: Any) -> Any:
-    return loss(drafter, model, params, frozen, batch, options)
+    return depths

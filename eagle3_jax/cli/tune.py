@@ -15,9 +15,7 @@ from eagle3_jax.cli._options import (
     JsonOption,
     MeasuredDtypeOption,
     ModelOptions,
-    PlotOption,
     announce_input,
-    check_plot,
     check_writable,
     grouped,
     measured_dtype,
@@ -64,7 +62,6 @@ def tune(
     repeats: Annotated[int, typer.Option(help="Interleaved measurements of every cost.", min=1, max=10_000)] = 5,
     check: Annotated[bool, typer.Option(help="Compare the fastest draft with plain decoding at the end.")] = True,
     output: Annotated[Path | None, typer.Option(help="Write schedule and measurements to this JSON file.")] = None,
-    plot: PlotOption = None,
     compilation_cache: CompilationCacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -82,9 +79,6 @@ def tune(
     if models.drafter == "none":
         raise Misuse("--drafter none drafts nothing, so there is nothing to tune; name another drafter")
     check_writable(output)
-    check_plot(plot)
-    if plot is not None:
-        import matplotlib.figure  # noqa: F401  # a missing one is reported before minutes of measuring
     requests = _requests(prompts, max_prompts)
     keep_compiled_programs(compilation_cache)
 
@@ -117,10 +111,6 @@ def tune(
     written = {"hardware": hardware(), "dtype": dtype, "weights": weights, "drafter_method": method, **found.to_json()}
     if output is not None:
         write_json(output, written)
-    if plot is not None:
-        from eagle3_jax.cli._plots import plot_tuning
-
-        plot_tuning(plot, found, title=hardware())
     if as_json:
         print_json(written)
     else:

@@ -588,7 +588,10 @@ def leaves_the_law_alone(subject: Subject) -> str:
     verdicts = [chi_square(seen, law, alpha=ALPHA) for seen, (_, law) in zip(counts, chosen, strict=True)]
     for verdict in verdicts:
         if verdict.p_value < ALPHA:
-            raise Broken(f"the law of {HORIZON} tokens is not the target's: {verdict.why} (p = {verdict.p_value:.1g})")
+            raise Broken(
+                f"sampled sequences of {HORIZON} tokens do not have the target's distribution: {verdict.why} "
+                f"(p = {verdict.p_value:.1g})"
+            )
     if accepted == 0:
         raise NotRun("the law is right, but no draft token was accepted, so refusals alone were compared")
     smallest = max(verdict.visible for verdict in verdicts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable
 
 # Bits per weight of the matrices inside the layers. int4 carries a 16-bit scale for every 128 weights, mxfp4 one of 8
 # bits for every 32. The scales of fp8 and int8, one a row, are left out (a thousandth).
@@ -21,7 +20,7 @@ WEIGHT_BITS = {
 CACHE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Accelerator:
     """Limits of an accelerator.
 
@@ -51,18 +50,8 @@ class Accelerator:
 
 
 def _of(name: str, memory_gb: float, tb_per_s: float, tflops: float, fp8: float | None, source: str) -> Accelerator:
-    return Accelerator(
-        name=name,
-        memory_bytes=memory_gb * 1e9,
-        bandwidth_bytes_per_second=tb_per_s * 1e12,
-        peak_flops=tflops * 1e12,
-        peak_flops_fp8=None if fp8 is None else fp8 * 1e12,
-        source=source,
-    )
-
-
-def _by_name(accelerators: Iterable[Accelerator]) -> dict[str, Accelerator]:
-    return {accelerator.name.lower(): accelerator for accelerator in accelerators}
+    fp8_flops = None if fp8 is None else fp8 * 1e12
+    return Accelerator(name, memory_gb * 1e9, tb_per_s * 1e12, tflops * 1e12, fp8_flops, source)
 
 
 _NVIDIA = "https://www.nvidia.com/en-us/data-center"
@@ -70,27 +59,26 @@ _AMD = "https://www.amd.com/en/products/accelerators/instinct/mi300"
 _GOOGLE = "https://docs.cloud.google.com/tpu/docs"
 
 # Datasheets print peaks for 2:4 sparse matrices beside or instead of the dense ones; these are dense.
-KNOWN_ACCELERATORS = _by_name(
-    [
-        _of("B200", 180.0, 8.0, 2250.0, 4500.0, f"NVIDIA DGX B200, an eighth of the system: {_NVIDIA}/dgx-b200/"),
-        _of("H200", 141.0, 4.8, 989.0, 1979.0, f"NVIDIA H200 datasheet, SXM: {_NVIDIA}/h200/"),
-        _of("H100", 80.0, 3.35, 989.0, 1979.0, f"NVIDIA H100 datasheet, SXM5: {_NVIDIA}/h100/"),
-        _of("H100-NVL", 94.0, 3.9, 835.0, 1671.0, f"NVIDIA H100 datasheet, NVL: {_NVIDIA}/h100/"),
-        _of("H100-PCIe", 80.0, 2.0, 756.0, 1513.0, "NVIDIA H100 datasheet (first edition), PCIe"),
-        _of("A100-80GB", 80.0, 2.039, 312.0, None, f"NVIDIA A100 datasheet, 80 GB SXM4: {_NVIDIA}/a100/"),
-        _of("A100-40GB", 40.0, 1.555, 312.0, None, f"NVIDIA A100 datasheet, 40 GB SXM4: {_NVIDIA}/a100/"),
-        _of("L40S", 48.0, 0.864, 362.0, 733.0, f"NVIDIA L40S datasheet: {_NVIDIA}/l40s/"),
-        _of("L4", 24.0, 0.3, 121.0, 242.0, f"NVIDIA L4 datasheet, half of the sparse peaks: {_NVIDIA}/l4/"),
-        _of("RTX-5090", 32.0, 1.792, 209.5, 419.0, "NVIDIA RTX Blackwell whitepaper, sums in float32"),
-        _of("RTX-4090", 24.0, 1.008, 165.2, 330.3, "NVIDIA Ada whitepaper, sums in float32"),
-        _of("RTX-3090", 24.0, 0.936, 71.0, None, "NVIDIA GA102 whitepaper, sums in float32"),
-        _of("MI300X", 192.0, 5.3, 1307.4, 2614.9, f"AMD Instinct MI300X datasheet: {_AMD}/mi300x.html"),
-        _of("MI325X", 256.0, 6.0, 1307.4, 2614.9, f"AMD Instinct MI325X datasheet: {_AMD}/mi325x.html"),
-        _of("TPU-v5e", 16.0, 0.819, 197.0, None, f"Google Cloud documentation: {_GOOGLE}/v5e"),
-        _of("TPU-v5p", 95.0, 2.765, 459.0, None, f"Google Cloud documentation: {_GOOGLE}/v5p"),
-        _of("TPU-v6e", 32.0, 1.6, 918.0, None, f"Google Cloud documentation: {_GOOGLE}/v6e"),
-    ]
-)
+_KNOWN = [
+    _of("B200", 180.0, 8.0, 2250.0, 4500.0, f"NVIDIA DGX B200, an eighth of the system: {_NVIDIA}/dgx-b200/"),
+    _of("H200", 141.0, 4.8, 989.0, 1979.0, f"NVIDIA H200 datasheet, SXM: {_NVIDIA}/h200/"),
+    _of("H100", 80.0, 3.35, 989.0, 1979.0, f"NVIDIA H100 datasheet, SXM5: {_NVIDIA}/h100/"),
+    _of("H100-NVL", 94.0, 3.9, 835.0, 1671.0, f"NVIDIA H100 datasheet, NVL: {_NVIDIA}/h100/"),
+    _of("H100-PCIe", 80.0, 2.0, 756.0, 1513.0, "NVIDIA H100 datasheet (first edition), PCIe"),
+    _of("A100-80GB", 80.0, 2.039, 312.0, None, f"NVIDIA A100 datasheet, 80 GB SXM4: {_NVIDIA}/a100/"),
+    _of("A100-40GB", 40.0, 1.555, 312.0, None, f"NVIDIA A100 datasheet, 40 GB SXM4: {_NVIDIA}/a100/"),
+    _of("L40S", 48.0, 0.864, 362.0, 733.0, f"NVIDIA L40S datasheet: {_NVIDIA}/l40s/"),
+    _of("L4", 24.0, 0.3, 121.0, 242.0, f"NVIDIA L4 datasheet, half of the sparse peaks: {_NVIDIA}/l4/"),
+    _of("RTX-5090", 32.0, 1.792, 209.5, 419.0, "NVIDIA RTX Blackwell whitepaper, sums in float32"),
+    _of("RTX-4090", 24.0, 1.008, 165.2, 330.3, "NVIDIA Ada whitepaper, sums in float32"),
+    _of("RTX-3090", 24.0, 0.936, 71.0, None, "NVIDIA GA102 whitepaper, sums in float32"),
+    _of("MI300X", 192.0, 5.3, 1307.4, 2614.9, f"AMD Instinct MI300X datasheet: {_AMD}/mi300x.html"),
+    _of("MI325X", 256.0, 6.0, 1307.4, 2614.9, f"AMD Instinct MI325X datasheet: {_AMD}/mi325x.html"),
+    _of("TPU-v5e", 16.0, 0.819, 197.0, None, f"Google Cloud documentation: {_GOOGLE}/v5e"),
+    _of("TPU-v5p", 95.0, 2.765, 459.0, None, f"Google Cloud documentation: {_GOOGLE}/v5p"),
+    _of("TPU-v6e", 32.0, 1.6, 918.0, None, f"Google Cloud documentation: {_GOOGLE}/v6e"),
+]
+KNOWN_ACCELERATORS = {accelerator.name.lower(): accelerator for accelerator in _KNOWN}
 
 
 def accelerator_named(name: str) -> Accelerator:
@@ -120,17 +108,17 @@ def custom_accelerator(
         gb_per_s: Bandwidth.
         tflops: Dense bfloat16 peak; without it nothing is limited by arithmetic.
         memory_gb: Capacity; without it everything fits.
-        base: Where the other figures come from.
+        base: Source of the other figures.
 
     Raises:
         ValueError: A figure is not positive.
     """
-    name = f"{base.name} at {gb_per_s:g} GB/s" if base else f"{gb_per_s:g} GB/s"
+    base = base or Accelerator("", math.inf, 1.0, math.inf, None, "")
     return Accelerator(
-        name=name,
-        memory_bytes=memory_gb * 1e9 if memory_gb is not None else base.memory_bytes if base else math.inf,
+        name=f"{base.name} at {gb_per_s:g} GB/s".removeprefix(" at "),
+        memory_bytes=base.memory_bytes if memory_gb is None else memory_gb * 1e9,
         bandwidth_bytes_per_second=gb_per_s * 1e9,
-        peak_flops=tflops * 1e12 if tflops is not None else base.peak_flops if base else math.inf,
-        peak_flops_fp8=base.peak_flops_fp8 if base and tflops is None else None,
+        peak_flops=base.peak_flops if tflops is None else tflops * 1e12,
+        peak_flops_fp8=base.peak_flops_fp8 if tflops is None else None,
         source="given on the command line",
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from eagle3_jax.models.config import GatedDelta, GroupedQuery, Latent, Mixer
@@ -47,6 +47,15 @@ class Work:
         fp8_peak = accelerator.peak_flops_fp8 if quantised and deployment.weights == "fp8" else None
         return self.layer_flops / (fp8_peak or accelerator.peak_flops) + self.other_flops / accelerator.peak_flops
 
+    def seconds(self, deployment: Deployment) -> float:
+        """The longer of the two times."""
+        return max(self.memory_seconds(deployment), self.compute_seconds(deployment, quantised=True))
+
+    def limit(self, deployment: Deployment) -> str:
+        """``memory`` or ``compute``, whichever takes longer."""
+        compute = self.compute_seconds(deployment, quantised=True)
+        return "memory" if self.memory_seconds(deployment) >= compute else "compute"
+
 
 def forward_work(
     deployment: Deployment,
@@ -80,7 +89,7 @@ def forward_work(
     """
     sizes, n = sizes_of(model), deployment.num_accelerators
     read, fuse = sizes.read, fuse or not sizes.fuses_once
-    fusion = 0 if fuse else deployment.plain_bytes * read.fusion
+    fusion = 0 if fuse else deployment.fusion_bytes(model)
     cache = sum(
         batch * keys_read(run.layer.mixer, context, tokens) * deployment.run_cache_bytes(run)
         for run in sizes.runs
@@ -208,82 +217,34 @@ def round_bound(
     of_batch: dict[str, Any] = {"batch": batch, "alike": alike}
     plain = forward_work(deployment, target, **of_batch, context=context, tokens=1, logits=1)
     verify = forward_work(deployment, target, **of_batch, context=context, tokens=k + 1, logits=k + 1)
-    plain_times = plain.memory_seconds(deployment), plain.compute_seconds(deployment, quantised=True)
-    verify_times = verify.memory_seconds(deployment), verify.compute_seconds(deployment, quantised=True)
-    draft_seconds = draft_bytes = 0.0
+    passes: list[Work] = []
     if head is not None and k > 0:
         sizes = sizes_of(head)
         rows, logits = k + 1, k if sizes.is_parallel else 1
         if sizes.is_parallel and not sizes.runs:
             rows = logits = 1  # the outputs of all heads are counted as one
-        first = forward_work(deployment, head, **of_batch, context=context, tokens=rows, logits=logits, fuse=True)
-        later = forward_work(deployment, head, **of_batch, context=context + k + 1, tokens=1, logits=1)
-        more = 0 if sizes.is_parallel else k - 1
-        draft_seconds = _seconds(first, deployment) + more * _seconds(later, deployment)
-        draft_bytes = first.num_bytes + more * later.num_bytes
+        passes = [forward_work(deployment, head, **of_batch, context=context, tokens=rows, logits=logits, fuse=True)]
+        if not sizes.is_parallel:
+            later = forward_work(deployment, head, **of_batch, context=context + k + 1, tokens=1, logits=1)
+            passes += [later] * (k - 1)
     return RoundBound(
         batch=batch,
         num_draft_tokens=k,
-        plain_seconds=max(plain_times),
-        verify_seconds=max(verify_times),
-        draft_seconds=draft_seconds,
-        draft_bytes=draft_bytes,
+        plain_seconds=plain.seconds(deployment),
+        verify_seconds=verify.seconds(deployment),
+        draft_seconds=sum((one.seconds(deployment) for one in passes), 0.0),
+        draft_bytes=sum((one.num_bytes for one in passes), 0.0),
         plain_bytes=plain.num_bytes,
         plain_flops=plain.layer_flops + plain.other_flops,
-        plain_limit=_limit(*plain_times),
-        verify_limit=_limit(*verify_times),
+        plain_limit=plain.limit(deployment),
+        verify_limit=verify.limit(deployment),
     )
 
 
-def _seconds(work: Work, deployment: Deployment) -> float:
-    return max(work.memory_seconds(deployment), work.compute_seconds(deployment, quantised=False))
-
-
-def _limit(memory_seconds: float, compute_seconds: float) -> str:
-    return "memory" if memory_seconds >= compute_seconds else "compute"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NodesBound:
-    """Cost of verifying a draft of some size on a target with experts.
-
-    Attributes:
-        num_nodes: Tokens of each sequence in one forward, the root included.
-        experts: Share of all experts that they read.
-        num_bytes: Read on each accelerator.
-        cost: ``v``: the forward over the plain step.
-    """
-
-    num_nodes: int
-    experts: float
-    num_bytes: float
-    cost: float
-
-
-def nodes_bounds(deployment: Deployment, *, batch: int, context: int, nodes: Sequence[int]) -> list[NodesBound]:
-    """Verification of drafts of several sizes, chains or trees: the more nodes, the more experts are read.
-
-    Args:
-        deployment: Models and accelerators.
-        batch: Sequences at once.
-        context: Earlier tokens of each sequence.
-        nodes: Sizes of drafts, roots included.
-
-    Returns:
-        One bound for each size; none for a target without experts.
-    """
+def experts_read(deployment: Deployment, *, batch: int, nodes: int) -> float:
+    """Share of the target's experts that verification of drafts of ``nodes`` tokens reads, the root included."""
     target = sizes_of(deployment.target)
-    work: dict[str, Any] = {"batch": batch, "context": context}
-    return [
-        NodesBound(
-            num_nodes=size,
-            experts=sum(run.experts_read(batch * size) for run in target.runs) / target.read.experts,
-            num_bytes=forward_work(deployment, deployment.target, **work, tokens=size, logits=size).num_bytes,
-            cost=round_bound(deployment, **work, num_draft_tokens=size - 1).verify_cost,
-        )
-        for size in nodes
-        if target.has_experts
-    ]
+    return sum(run.experts_read(batch * nodes) for run in target.runs) / target.read.experts
 
 
 def best_chain(
@@ -338,16 +299,6 @@ def _pays(deployment: Deployment, context: int, num_draft_tokens: int, tau: floa
         return bound.speedup(tau) > 1.0
 
     return pays
-
-
-def batch_needed(deployment: Deployment, *, tokens_per_second: float, context: int) -> int | None:
-    """The smallest batch whose plain roofline reaches a throughput, experts alike; ``None`` when none does."""
-
-    def reaches(batch: int) -> bool:
-        bound = round_bound(deployment, batch=batch, context=context, num_draft_tokens=0, alike=True)
-        return bound.plain_tokens_per_second >= tokens_per_second
-
-    return _first(reaches)
 
 
 def largest_batch(deployment: Deployment, *, context: int, num_draft_tokens: int, utilization: float = 0.9) -> int:
@@ -411,9 +362,15 @@ def check_claim(
     """
     if not 0 < tokens_per_second < math.inf:
         raise ValueError(f"a claim of {tokens_per_second:g} tokens/s; expected a positive number")
-    bound = round_bound(deployment, batch=batch, context=context, num_draft_tokens=num_draft_tokens, alike=True)
+    asked: dict[str, Any] = {"context": context, "alike": True}
+
+    def reached(rows: int) -> bool:
+        plain = round_bound(deployment, batch=rows, num_draft_tokens=0, **asked)
+        return plain.plain_tokens_per_second >= tokens_per_second
+
+    verify_seconds = round_bound(deployment, batch=batch, num_draft_tokens=num_draft_tokens, **asked).verify_seconds
     return Claim(
         tokens_per_second=tokens_per_second,
-        bound=batch * (num_draft_tokens + 1) / bound.verify_seconds,
-        batch_needed=batch_needed(deployment, tokens_per_second=tokens_per_second, context=context),
+        bound=batch * (num_draft_tokens + 1) / verify_seconds,
+        batch_needed=_first(reached),
     )

@@ -16,22 +16,13 @@ def cost_per_million_tokens(tokens_per_second: float, price_per_hour: float) -> 
         price_per_hour: Price of the whole machine, in any currency.
 
     Raises:
-        ValueError: The speed is not positive, or the price negative.
+        ValueError: The speed is not positive, or the price is negative.
     """
-    _check(tokens_per_second, price_per_hour)
+    if not _LEAST <= tokens_per_second < math.inf:
+        raise ValueError(f"tokens_per_second is {tokens_per_second:g}; expected a positive number")
+    if not 0 <= price_per_hour < math.inf:
+        raise ValueError(f"price_per_hour is {price_per_hour:g}; expected 0 or more")
     return price_per_hour / 3600 / tokens_per_second * 1e6
-
-
-def tokens_per_currency_unit(tokens_per_second: float, price_per_hour: float) -> float:
-    """``tokens_per_second / (price/3600)``: tokens that one dollar buys, where prices are in dollars.
-
-    Raises:
-        ValueError: The speed or the price is not positive.
-    """
-    _check(tokens_per_second, price_per_hour)
-    if 0 <= price_per_hour < _LEAST:
-        raise ValueError(f"price_per_hour is {price_per_hour:g}; tokens that cost nothing have no number per dollar")
-    return tokens_per_second * 3600 / price_per_hour
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,16 +53,11 @@ def cost_of(tokens_per_second: float, *, price_per_hour: float, busy: float = 1.
     """
     if not 1e-9 <= busy <= 1:
         raise ValueError(f"busy is {busy:g}; expected more than 0 and at most 1")
-    effective = tokens_per_second * busy
+    per_million = cost_per_million_tokens(tokens_per_second * busy, price_per_hour)
+    if price_per_hour < _LEAST:
+        raise ValueError(f"price_per_hour is {price_per_hour:g}; tokens that cost nothing have no number per dollar")
     return Cost(
         tokens_per_second=tokens_per_second,
-        per_million_tokens=cost_per_million_tokens(effective, price_per_hour),
-        tokens_per_unit=tokens_per_currency_unit(effective, price_per_hour),
+        per_million_tokens=per_million,
+        tokens_per_unit=tokens_per_second * busy * 3600 / price_per_hour,
     )
-
-
-def _check(tokens_per_second: float, price_per_hour: float) -> None:
-    if not _LEAST <= tokens_per_second < math.inf:
-        raise ValueError(f"tokens_per_second is {tokens_per_second:g}; expected a positive number")
-    if not 0 <= price_per_hour < math.inf:
-        raise ValueError(f"price_per_hour is {price_per_hour:g}; expected 0 or more")

@@ -20,8 +20,9 @@ class Deployment:
 
     Tensor parallelism divides the layers' matrices, both embeddings and output projections, and the key/value heads of
     both caches. Every accelerator holds norms, biases and the head's fusion in full, and a key/value head of its own
-    when there are fewer of those than accelerators. Quantized weights are those inside the target's layers; embedding,
-    output projection, vectors and the head keep 16 bits (32 in float32), as published checkpoints do.
+    when there are fewer of those than accelerators. Quantized weights are those inside the target's layers; its
+    embedding, output projection and vectors keep 16 bits (32 in float32), as in published checkpoints. With FP8 all
+    kernels of a draft head have 8 bits too, as this library stores them; with the other types it keeps 16 bits.
 
     Attributes:
         target: Configuration of the target.
@@ -71,8 +72,8 @@ class Deployment:
     def weight_bytes(self, model: Model) -> float:
         """Weights on each accelerator: ``bits/8·(qo + mlp + r·kv)/n + wide·((embed + output)/n + fusion + vectors)``.
 
-        ``r`` is the number of accelerators that share a key/value head, 1 when there are enough heads. Parameters that
-        a drafter borrows are not counted.
+        With FP8 the output projection and the fusion of a head have one byte. ``r`` is the number of accelerators that
+        share a key/value head, 1 when there are enough heads. Parameters that a drafter borrows are not counted.
         """
         sizes = sizes_of(model)
         if not sizes.owned.total:
@@ -87,11 +88,20 @@ class Deployment:
             model: The target or the head.
             tokens: Number of tokens that choose between experts; ``None`` reads all experts.
         """
-        read = sizes_of(model).read
-        divided = self.plain_bytes * read.output / self.num_accelerators
-        return (
-            self._layer_bytes(model, tokens) + divided + self.plain_bytes * (read.fusion + read.vectors + read.routers)
-        )
+        sizes = sizes_of(model)
+        read, own = sizes.read, min(sizes.owned.output, sizes.read.output)
+        output = self._kernel_bytes(sizes) * own + self.plain_bytes * (read.output - own)
+        full = self.fusion_bytes(model) + self.plain_bytes * (read.vectors + read.routers)
+        return self._layer_bytes(model, tokens) + output / self.num_accelerators + full
+
+    def fusion_bytes(self, model: Model) -> float:
+        """Weights of the fusion, which every accelerator holds in full."""
+        sizes = sizes_of(model)
+        return float(self._kernel_bytes(sizes) * sizes.read.fusion)
+
+    def _kernel_bytes(self, sizes: Sizes) -> int:
+        """Bytes of a number in a kernel outside of layers."""
+        return 1 if sizes.is_head and self.weights == "fp8" else self.plain_bytes
 
     def cache_bytes_per_token(self, model: Model) -> float:
         """Keys and values of one token on each accelerator: ``Σ 2·C·H`` numbers, ``·r/n``, over the layers.
@@ -116,7 +126,8 @@ class Deployment:
 
     def _layer_bytes(self, model: Model, tokens: int | None) -> float:
         wide = 8.0 * self.plain_bytes
-        experts_bits = WEIGHT_BITS[self.weights] if isinstance(model, DecoderConfig) else wide
+        is_quantized = isinstance(model, DecoderConfig) or self.weights == "fp8"
+        experts_bits = WEIGHT_BITS[self.weights] if is_quantized else wide
         bits = wide if self.weights == _EXPERTS_ONLY else experts_bits
         divided = sum(
             bits * (run.sizes.query_output + run.sizes.mlp + run.sizes.key_value * self._shared_by(run))

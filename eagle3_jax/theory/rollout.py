@@ -7,7 +7,7 @@ import json
 import math
 import shlex
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from eagle3_jax.theory.bounds import best_chain, break_even_batch, round_bound
 from eagle3_jax.theory.memory import Deployment, MemoryPlan, memory_plan
@@ -49,8 +49,7 @@ class MeasuredCosts(NamedTuple):
     draft_cost: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """One step of the rollout.
 
     Attributes:
@@ -64,8 +63,7 @@ class Stage:
     requests: float
 
 
-@dataclasses.dataclass(frozen=True)
-class BatchRange:
+class BatchRange(NamedTuple):
     """Chain length ``K`` for batches from ``first`` to ``last``, both included; 0 is plain decoding."""
 
     first: int
@@ -126,6 +124,15 @@ class RolloutPlan:
     def largest_time_ratio(self) -> float:
         """The gate on the median time per output token over that of the plain pool: half of the predicted saving."""
         return 1.0 - (1.0 - 1.0 / self.predicted_speedup) / 2
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, without the deployment, its traffic and its memory."""
+        kept = ("expected", "verify_cost", "draft_cost", "measured", "break_even_tau", "least_tau")
+        kept += ("largest_time_ratio", "predicted_speedup", "break_even_batch", "obstacles")
+        schedule = [list(part) for part in self.schedule]
+        stages = [stage._asdict() for stage in self.stages]
+        found = {name: getattr(self, name) for name in kept} | {"schedule": schedule, "stages": stages}
+        return found | {"expected": dataclasses.asdict(self.expected)}
 
     @property
     def obstacles(self) -> list[str]:
@@ -268,41 +275,23 @@ def to_markdown(plan: RolloutPlan, *, target: str, head: str) -> str:
     """
     traffic, deployment, k = plan.traffic, plan.deployment, plan.num_draft_tokens
     obstacles = "".join(f"- **Do not start.** {text}\n" for text in plan.obstacles)
-    facts = [
-        ("target, head", f"{deployment.target_name}, {deployment.head_name if deployment.head else 'none'}"),
-        (
-            "replica",
-            f"{deployment.num_accelerators} x {deployment.accelerator.name}, weights {deployment.weights}, "
-            f"cache {deployment.cache}",
-        ),
-        (
-            "traffic",
-            f"{traffic.requests_per_second:g} requests/s, {traffic.prompt_tokens} + {traffic.output_tokens} tokens, "
-            f"{traffic.concurrency} sequences at the peak",
-        ),
-        ("draft", f"chain of K = {k}"),
-        (
-            "expected",
-            f"τ {plan.expected.mean_acceptance_length:.2f}: draft acceptance rate "
-            f"{plan.expected.draft_acceptance_rate:.2f}, conditional acceptance rate "
-            f"{plan.expected.conditional_acceptance_rate:.2f}",
-        ),
-        (
-            "costs at the peak",
-            f"v {plan.verify_cost:.2f}, c {plan.draft_cost:.3f}, {'measured' if plan.measured else 'from datasheets'}: "
-            f"break-even τ {plan.break_even_tau:.2f}, S {plan.predicted_speedup:.2f}",
-        ),
-        (
-            "roofline stops paying at",
-            "no batch" if plan.break_even_batch is None else f"{plan.break_even_batch} sequences",
-        ),
-        (
-            "memory at the peak",
-            f"{plan.memory.total / 1e9:.1f} of {plan.memory.budget / 1e9:.1f} GB on each; the caches hold "
-            f"{plan.memory.cache_capacity_tokens:,.0f} tokens",
-        ),
-    ]
-    table = "\n".join(f"| {name} | {value} |" for name, value in facts)
+    expected, memory = plan.expected, plan.memory
+    end = "no batch" if plan.break_even_batch is None else f"{plan.break_even_batch} sequences"
+    table = f"""\
+| target, head | {deployment.target_name}, {deployment.head_name if deployment.head else "none"} |
+| replica | {deployment.num_accelerators} x {deployment.accelerator.name}, weights {deployment.weights}, \
+cache {deployment.cache} |
+| traffic | {traffic.requests_per_second:g} requests/s, {traffic.prompt_tokens} + {traffic.output_tokens} tokens, \
+{traffic.concurrency} sequences at the peak |
+| draft | chain of K = {k} |
+| expected | τ {expected.mean_acceptance_length:.2f}: draft acceptance rate {expected.draft_acceptance_rate:.2f}, \
+conditional acceptance rate {expected.conditional_acceptance_rate:.2f} |
+| costs at the peak | v {plan.verify_cost:.2f}, c {plan.draft_cost:.3f}, \
+{"measured" if plan.measured else "from datasheets"}: break-even τ {plan.break_even_tau:.2f}, \
+S {plan.predicted_speedup:.2f} |
+| roofline stops paying at | {end} |
+| memory at the peak | {memory.total / 1e9:.1f} of {memory.budget / 1e9:.1f} GB on each; the caches hold \
+{memory.cache_capacity_tokens:,.0f} tokens |"""
     template = Path(__file__).with_name("rollout.md").read_text(encoding="utf-8")
     return template.format(
         title=deployment.target_name,
@@ -326,19 +315,13 @@ def to_markdown(plan: RolloutPlan, *, target: str, head: str) -> str:
 
 def _serve(plan: RolloutPlan, *, target: str, head: str | None) -> str:
     words = ["vllm", "serve", target]
-    if plan.deployment.cache in ("fp8",):
+    if plan.deployment.cache == "fp8":
         words += ["--kv-cache-dtype", plan.deployment.cache]
     if plan.deployment.num_accelerators > 1:
         words += ["--tensor-parallel-size", str(plan.deployment.num_accelerators)]
     if head is not None:
-        settings = {
-            "method": "eagle3",
-            "model": head,
-            "num_speculative_tokens": plan.num_draft_tokens,
-            "num_speculative_tokens_per_batch_size": [
-                [part.first, part.last, part.num_draft_tokens] for part in plan.schedule
-            ],
-        }
+        settings = {"method": "eagle3", "model": head, "num_speculative_tokens": plan.num_draft_tokens}
+        settings["num_speculative_tokens_per_batch_size"] = [list(part) for part in plan.schedule]
         words += ["--speculative-config", json.dumps(settings)]
     return shlex.join(words)
 

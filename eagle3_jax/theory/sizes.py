@@ -101,6 +101,7 @@ class Sizes:
         is_parallel: Whether one pass proposes the whole draft.
         fuses_once: Whether only the first pass of a draft reads ``fusion``.
         longest: Maximum number of draft tokens; ``None`` without a limit.
+        is_head: Whether it is a draft head, every kernel of which may be stored in FP8, its output matrix included.
     """
 
     method: str
@@ -113,6 +114,7 @@ class Sizes:
     is_parallel: bool = False
     fuses_once: bool = False
     longest: int | None = None
+    is_head: bool = False
 
     @property
     def has_experts(self) -> bool:
@@ -140,11 +142,6 @@ def sizes_of(model: Model) -> Sizes:
 def parameters(model: Model) -> Parameters:
     """Parameters that a pass of the model reads; for a target, all of them."""
     return sizes_of(model).read
-
-
-def active_parameters(model: Model) -> int:
-    """Parameters that one token is multiplied with (:attr:`Sizes.active`)."""
-    return sizes_of(model).active
 
 
 @functools.lru_cache(maxsize=64)
@@ -190,6 +187,7 @@ def head_sizes(drafter: Any, method: str, borrowed_output: int = 0) -> Sizes:
         is_parallel=any(hasattr(config, name) for name in ONE_PASS),
         fuses_once=isinstance(config, Eagle3Config),
         longest=getattr(drafter, "longest", None),
+        is_head=True,
     )
 
 

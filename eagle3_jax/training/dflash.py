@@ -27,7 +27,7 @@ from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import embed
 from eagle3_jax.models.memory import BlockMemory
 from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend
-from eagle3_jax.training.ttt import Teacher, consult
+from eagle3_jax.training.ttt import Teacher, teacher_forward
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def block_loss(
         ``accuracy_k`` and ``acceptance_k`` of the prediction ``k + 1`` tokens after the anchor, and ``simulated_tau``.
     """
     frozen, count = lax.stop_gradient(frozen), drafter.config.num_predicted
-    teacher, features = consult(drafter, target, frozen, batch, count)
+    teacher, features = teacher_forward(drafter, target, frozen, batch, count)
     anchors, is_anchor = choose_anchors(batch, objective.num_anchors)
     blocks = run_blocks(drafter, target, head_params, frozen, features, batch, anchors)
 

@@ -23,7 +23,7 @@ from eagle3_jax.drafters.eagle1 import Eagle1Drafter
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
 from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, share
-from eagle3_jax.training.ttt import TTTConfig, against, borrowed, consult, labelled_rows, outputs
+from eagle3_jax.training.ttt import TTTConfig, borrowed, labelled_rows, loss_and_metrics, outputs, teacher_forward
 
 REGRESSION, CROSS_ENTROPY, NOISE = 1.0, 0.1, 0.1
 
@@ -51,7 +51,7 @@ def eagle1_loss(
         with ``regression_k`` for every step.
     """
     frozen = lax.stop_gradient(frozen)
-    teacher, states = consult(drafter, target, frozen, batch, num_steps)
+    teacher, states = teacher_forward(drafter, target, frozen, batch, num_steps)
     params = {"head": head_params, "embedding": frozen["embedding"], "output": borrowed(drafter, target, frozen)}
     head, read = drafter.bind(params), states
     if batch.key is not None:
@@ -59,7 +59,7 @@ def eagle1_loss(
     given = outputs(drafter, params, read, batch, num_steps)
     logits = [drafter.logits(params, head, one) for one in given]
     config = TTTConfig(num_steps=num_steps, decay=1.0, denominator="supervised")
-    cross_entropy, metrics = against(teacher, logits, batch, config)
+    cross_entropy, metrics = loss_and_metrics(teacher, logits, batch, config)
     regression = jnp.zeros((), jnp.float32)
     for step, guess in enumerate(given):
         # The last true state has none after it: rows without a label are left out, here as in the cross-entropy.

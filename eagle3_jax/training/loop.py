@@ -16,9 +16,6 @@ from flax import struct
 from eagle3_jax.models.functional import Params
 from eagle3_jax.writing import check_free, disk_full_named, orbax_quiet, remove_tree
 
-# The order of columns in fused kernels; another number when it changes. Version 0.1 wrote no such file.
-_LAYOUT, _LAYOUT_FILE = 2, "layout"
-
 Batch = Any
 Metrics = dict[str, jax.Array]
 LossFn = Callable[[Params, Batch], tuple[jax.Array, Metrics]]
@@ -124,7 +121,6 @@ class Trainer:
             self._remove_halves()
             options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
             self._checkpoints = ocp.CheckpointManager(self._directory, options=options)
-            self._check_layout()
 
         @jax.jit
         def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -185,17 +181,6 @@ class Trainer:
         except BaseException:
             self._remove_halves()
             raise
-
-    def _check_layout(self) -> None:
-        """Refuse weights whose columns mean something else; no shape tells them apart."""
-        path = self._directory / _LAYOUT_FILE
-        if self._checkpoints is None or self._checkpoints.latest_step() is None:
-            path.write_text(f"{_LAYOUT}\n", encoding="utf-8")
-        elif not path.is_file() or path.read_text(encoding="utf-8").strip() != str(_LAYOUT):
-            raise ValueError(
-                f"{self._directory} holds checkpoints whose weights lie in the order of another version; "
-                "finish the run with the version that began it, or train elsewhere"
-            )
 
     def _remove_halves(self) -> None:
         """What a killed or failed save left."""

@@ -30,7 +30,7 @@ from eagle3_jax.models.functional import Params, bind
 from eagle3_jax.models.layers import embed
 from eagle3_jax.models.memory import memories
 from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, share
-from eagle3_jax.training.ttt import Teacher, consult
+from eagle3_jax.training.ttt import Teacher, teacher_forward
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ def p_eagle_loss(
     """
     frozen = lax.stop_gradient(frozen)
     rows, size = batch.tokens.shape
-    teacher, features = consult(drafter, target, frozen, batch, 1)
+    teacher, features = teacher_forward(drafter, target, frozen, batch, 1)
     real = batch.attention_mask
     valid = batch.loss_mask & real & jnp.pad(real[:, 1:], ((0, 0), (0, 1)))
     chains = draw_chains(jax.random.key(0) if batch.key is None else batch.key, valid, config)

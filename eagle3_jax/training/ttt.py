@@ -108,13 +108,15 @@ def ttt_loss(
         draft vocabulary is a miss.
     """
     frozen, num_steps = lax.stop_gradient(frozen), config.num_steps
-    teacher, features = consult(drafter, target, frozen, batch, num_steps)
+    teacher, features = teacher_forward(drafter, target, frozen, batch, num_steps)
     output = borrowed(drafter, target, frozen)
     logits = unroll(drafter, head_params, frozen["embedding"], features, batch, num_steps, output)
-    return against(teacher, logits, batch, config)
+    return loss_and_metrics(teacher, logits, batch, config)
 
 
-def against(teacher: Teacher, logits: Sequence[Float[Array, "B T W"]], batch: TTTBatch, config: TTTConfig) -> Loss:
+def loss_and_metrics(
+    teacher: Teacher, logits: Sequence[Float[Array, "B T W"]], batch: TTTBatch, config: TTTConfig
+) -> Loss:
     """The loss and the metrics of :func:`ttt_loss`, from the draft logits of every step."""
     num_steps, size = config.num_steps, batch.tokens.shape[1]
     learn, real = (extend(mask, num_steps) for mask in (batch.loss_mask, batch.attention_mask))
@@ -146,7 +148,7 @@ def against(teacher: Teacher, logits: Sequence[Float[Array, "B T W"]], batch: TT
     return loss, {**metrics, "simulated_tau": 1.0 + tau}
 
 
-def consult(
+def teacher_forward(
     drafter: NetworkDrafter, target: DecoderTarget, frozen: Frozen, batch: TTTBatch, num_steps: int
 ) -> tuple[Teacher, Float[Array, "B T A Dt"]]:
     """One target forward: its distributions in compact form, and the features that the head fuses."""
