@@ -37,7 +37,7 @@ _LIST: dict[str, Any] = {"action": "append", "default": []}
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--gpu": ("validate on a CUDA device, in bfloat16 and float32, with speed", _FLAG),
     "--rehearse": ("with --gpu: run its flow on any device with tiny models; nothing measured so counts", _FLAG),
-    "--quick": ("one case of every check and few speeds; its levels are never green", _FLAG),
+    "--quick": ("one case of most checks, with fewer prompts, and few speeds; its levels are never green", _FLAG),
     "--complete": ("fail unless every level asked for ran in full", _FLAG),
     "--level": ("only this level; may be repeated", _LIST | {"metavar": "LEVEL"}),
     "--target": ("directory or hub id of the target to validate", {"metavar": "TARGET"}),
@@ -85,6 +85,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse misuse before anything is loaded, and open the report."""
     config.addinivalue_line("markers", "level(name): the level of proof that a test belongs to, such as 'L5'")
+    config.addinivalue_line("markers", "not_quick: other checks of a quick run see nearly the same errors")
     config.addinivalue_line("markers", "covers(what, family, precision, draft): cells of the support matrix")
     if not hasattr(config.option, "rehearse"):  # found among other directories, which for pytest 8 is too late
         raise pytest.UsageError("validation has options of its own and must be named: pytest validation")
@@ -230,7 +231,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             check.reason = f"only with --{BY_NAME[check.level].only_with}"
         elif option("--level") and check.level not in option("--level"):
             check.reason = "deselected by --level"
-        elif option("--quick") and kind in seen and check.level != "L9":  # speeds have a plan for it
+        elif option("--quick") and (item.get_closest_marker("not_quick") or (kind in seen and check.level != "L9")):
+            # Speeds are selected by a plan of their own.
             check.reason = "deselected by --quick"
         else:
             seen.add(kind)

@@ -18,7 +18,7 @@ from eagle3_jax.topology import Chain
 from eagle3_jax.training.batches import Frozen, TTTBatch
 from eagle3_jax.training.loop import OptimizerConfig, Trainer
 from eagle3_jax.training.methods import initial_head
-from eagle3_jax.training.ttt import Teacher, TTTConfig, against, consult, unroll
+from eagle3_jax.training.ttt import Teacher, TTTConfig, loss_and_metrics, teacher_forward, unroll
 
 Tokens = list[int]
 DEPTH, ROWS = 3, 8
@@ -153,7 +153,7 @@ def trainer_of(config: Eagle3Config, steps: int) -> Trainer:
 
     def loss(params: Any, seen: Seen) -> tuple[jax.Array, dict[str, jax.Array]]:
         logits = unroll(drafter, params, seen.embedding, seen.features, seen.batch, DEPTH)
-        return against(seen.teacher, logits, seen.batch, OBJECTIVE)
+        return loss_and_metrics(seen.teacher, logits, seen.batch, OBJECTIVE)
 
     return Trainer(loss, OptimizerConfig(learning_rate=1e-2, num_steps=steps, warmup_steps=5))
 
@@ -176,7 +176,7 @@ def learned(
     frozen: Frozen = {"target_params": target.params, "embedding": embedding, "draft_to_target": None}
     everything = TTTBatch(tokens=tokens, attention_mask=real, loss_mask=supervised)
     teacher, features = jax.jit(
-        lambda frozen, batch: consult(drafter, target.model, frozen, batch, DEPTH)  # type: ignore[arg-type]
+        lambda frozen, batch: teacher_forward(drafter, target.model, frozen, batch, DEPTH)  # type: ignore[arg-type]
     )(frozen, everything)
 
     def batch_at(step: int) -> Seen:

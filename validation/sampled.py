@@ -23,13 +23,13 @@ K = 4
 MOST_Z, LEAST_P = 5.0, 1e-6
 FEWEST = 100  # tokens below which a sum of scores is too far from normal to be judged
 CONTEXT = 64  # prompts are cut to their last tokens, so that all share the compiled programs of one bucket
-METHODS: dict[str, Callable[[], dict]] = {
-    "plain sampling, the control": lambda: {},
-    f"a chain of {K} likeliest tokens": lambda: {"num_speculative_tokens": K},
+METHODS: dict[str, Callable[[], dict]] = {  # the first one is that of --quick
     f"a chain of {K} drawn tokens": lambda: {
         "num_speculative_tokens": K,
         "draft_sampling": DraftSampling.PROBABILISTIC,
     },
+    "plain sampling, the control": lambda: {},
+    f"a chain of {K} likeliest tokens": lambda: {"num_speculative_tokens": K},
     "a dynamic tree": lambda: {"tree": DynamicTree(num_nodes=10, max_depth=K, top_k=3)},
 }
 # Settings that share a batch, rows of each, and new tokens of every row.

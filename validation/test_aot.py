@@ -12,14 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from validation.aot import grid
-from validation.aot.apart import measured_apart
 from validation.aot.facts import Part, kernels_that_add
 from validation.aot.hlo import Module
-from validation.aot.measured import Measured
+from validation.aot.measure import Measured, budget, every, few, load, measured_apart
 from validation.aot.platforms import NotHere
 from validation.aot.programs import Case
-from validation.aot.record import budget, recorded
 from validation.runs import Check
 
 pytestmark = pytest.mark.level("AOT")
@@ -34,7 +31,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     option = metafunc.config.getoption
     if "case" not in metafunc.fixturenames:
         return
-    chosen = grid.every if option("--aot-all") else grid.few
+    chosen = every if option("--aot-all") else few
     cases = [case for platform in option("--aot") or ["cuda:h200"] for case in chosen(platform)]
     if metafunc.function is test_a_mesh_sums_twice_a_layer:
         cases = [case for case in cases if case.mesh]
@@ -69,7 +66,7 @@ def measured(case: Case) -> Measured:
 @pytest.fixture
 def reached(case: Case) -> Measured:
     """What was recorded for it."""
-    found = recorded(case)
+    found = load().get(case.name)
     if found is None:
         pytest.fail(f"nobody recorded what is reached for {case.name}: {_command(case)}", pytrace=False)
     return found

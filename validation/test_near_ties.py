@@ -81,6 +81,8 @@ def _volume(setting: Setting, dtype: str) -> tuple[int, int]:
     """Prompts and new tokens of each: 10,240 tokens, fewer where nothing is rounded to bfloat16."""
     if setting.rehearsal:
         return 8, 32
+    if setting.quick:
+        return 16, 64
     return (16 if dtype == "mixed" else 64), 160
 
 

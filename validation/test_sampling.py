@@ -65,6 +65,7 @@ def test_sampled_tokens_follow_the_targets_distribution_with(check: Check, metho
     assert not judged.wrong, f"{method}: {'; '.join(judged.wrong)}"
 
 
+@pytest.mark.not_quick  # it samples with two more methods
 def test_drawn_drafts_are_accepted_more_often_than_the_likeliest(check: Check) -> None:
     """At a high temperature; the reason to have them. ``Σ min(p, q)`` against ``p`` of one token."""
     drawn, likeliest = (

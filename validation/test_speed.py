@@ -94,8 +94,10 @@ def plan_of(config: pytest.Config) -> Plan:
         plan,
         batches=(1,),
         chains=(3,),
-        vllm_chains=(0, 3),
+        vllm_chains=(3,),
         tree=None,
+        new_tokens=min(plan.new_tokens, 24),
+        repeats=2,
         random_shapes=plan.random_shapes[:2],
         random_batches=(1,),
     )

@@ -12,9 +12,8 @@ import pytest
 
 from eagle3_jax import SpeculativeDecoder, load_target
 from eagle3_jax.engines.vllm.process import Process
-from validation.drafters import methods
-from validation.drafters.heads import NEW_TOKENS, PROMPTS, TARGET
-from validation.drafters.methods import METHODS, Drafter, mean_acceptance_length
+from validation import drafters
+from validation.drafters import METHODS, NEW_TOKENS, PROMPTS, TARGET, Drafter, mean_acceptance_length
 from validation.parity import Parity, Played, play, stats_of
 from validation.runs import Check
 
@@ -30,18 +29,18 @@ def test_every_method_accepts_what_vllm_accepts(check: Check, vllm_process: Proc
         decoder = SpeculativeDecoder(target, drafter, num_speculative_tokens=count, stop_tokens=())  # type: ignore[arg-type]
         return play(decoder, PROMPTS, max_new_tokens=NEW_TOKENS, batch_size=len(PROMPTS))
 
-    theirs, shipped = methods.run(vllm_process, method, tmp_path)
+    theirs, shipped = drafters.run(vllm_process, method, tmp_path)
     ours = played(method.drafter(target, tmp_path))
-    wrong = played(method.planted(target, tmp_path))
+    wrong = played(method.with_error(target, tmp_path))
     found, recorded = (
-        Parity(ours, run, stats_of(ours, method.num_speculative_tokens)) for run in (theirs, methods.recorded(name))
+        Parity(ours, run, stats_of(ours, method.num_speculative_tokens)) for run in (theirs, drafters.recorded(name))
     )
-    planted = stats_of(wrong, method.num_speculative_tokens).mean_acceptance_length
+    with_error = stats_of(wrong, method.num_speculative_tokens).mean_acceptance_length
     check.number(
         tokens=sum(len(row.tokens) for row in ours),
         rounds=int(found.stats.num_drafts),
         mean_acceptance_length=mean_acceptance_length(theirs),
-        **{f"with {method.error.what}": planted},
+        **{f"with {method.error.what}": with_error},
         **({} if shipped is None else {"vLLM as shipped": mean_acceptance_length(shipped)}),
     )
     assert found.difference is None, found.difference

@@ -30,6 +30,7 @@ def check_both_directions(
     speculative: Sequence[dict],
     dtype: str,
     max_new_tokens: int,
+    singly: int = 8,
 ) -> None:
     """Generate on both sides, score each on the other, and keep what was found."""
     found = both_directions(
@@ -41,6 +42,7 @@ def check_both_directions(
         speculative=speculative,
         dtype=dtype,
         max_new_tokens=max_new_tokens,
+        singly=singly,
     )
     rows = []
     for one in found.all:
@@ -111,7 +113,9 @@ def _keep_noise(check: Check, found: BothDirections) -> None:
     )
 
 
-def test_the_pair_agrees_with_vllm_token_for_token(check: Check, vllm: VLLM, subject: Subject) -> None:
+def test_the_pair_agrees_with_vllm_token_for_token(
+    check: Check, vllm: VLLM, subject: Subject, setting: Setting
+) -> None:
     target, drafter = subject.pair("float32")
     check_both_directions(
         check,
@@ -119,10 +123,11 @@ def test_the_pair_agrees_with_vllm_token_for_token(check: Check, vllm: VLLM, sub
         subject.target_directory,
         target,
         decoders_of(target, drafter),
-        [prompt[-CONTEXT:] for prompt in subject.prompt_tokens[:56]],
+        [prompt[-CONTEXT:] for prompt in subject.prompt_tokens[: 16 if setting.quick else 56]],
         speculative=[eagle3(subject.drafter_directory, 5)],
         dtype="float32",
         max_new_tokens=48,
+        singly=2 if setting.quick else 8,
     )
 
 
@@ -130,7 +135,7 @@ def test_the_pair_agrees_with_vllm_in_bfloat16_but_for_ties(
     check: Check, vllm: VLLM, subject: Subject, setting: Setting
 ) -> None:
     """As many tokens as the device decodes in a minute: the more there are, the smaller the deviation that shows."""
-    count, limit = (56, 128) if setting.on_gpu else (24, 48)
+    count, limit = (8, 32) if setting.quick else (56, 128) if setting.on_gpu else (24, 48)
     target, drafter = subject.pair("bfloat16")
     check_both_directions(
         check,
@@ -142,9 +147,11 @@ def test_the_pair_agrees_with_vllm_in_bfloat16_but_for_ties(
         speculative=[eagle3(subject.drafter_directory, 5)],
         dtype="bfloat16",
         max_new_tokens=limit,
+        singly=0 if setting.quick else 8,
     )
 
 
+@pytest.mark.not_quick  # HF compares the same models with transformers, and the pair is compared with vLLM above
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_random_model_of_an_odd_shape_agrees_with_vllm(check: Check, vllm: VLLM, tmp_path: Path, shape: str) -> None:
     directory = write_odd_model(shape, tmp_path / "target")

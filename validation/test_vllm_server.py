@@ -88,6 +88,7 @@ def _wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
         time.sleep(1)
 
 
+@pytest.mark.not_quick  # a start of a server for what L8 compares with the process; tests have a server that is a fake
 def test_a_server_accepts_what_we_accept(check: Check, address: str, subject: Subject) -> None:
     comparison = Comparison.of(
         Servers([address]),

@@ -17,12 +17,9 @@ from pathlib import Path
 
 from eagle3_jax.bench.environment import git
 from validation.aot import table
-from validation.aot.apart import measured_apart
-from validation.aot.grid import ALL, cases_of
-from validation.aot.measured import DEPTHS, Measured
+from validation.aot.measure import ALL, DEPTHS, Measured, cases_of, measured_apart, save
 from validation.aot.platforms import NotHere
 from validation.aot.programs import Case
-from validation.aot.record import save
 
 _MIB = 2**20
 

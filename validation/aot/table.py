@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from eagle3_jax.bench.tables import to_markdown
-from validation.aot.measured import Measured
+from validation.aot.measure import Measured, load
 from validation.aot.programs import PROGRAMS
-from validation.aot.record import load, note_of
 
 _GIB, _MIB = 2**30, 2**20
 LAYERS = ["program", "draft", "batch", "", "launches a layer", "outside the layers", "temporary MiB", "GB a layer"]
@@ -107,7 +107,7 @@ def page(before: Path, after: Path) -> str:
     old, new = load(before), load(after)
     versions = dict(sorted({pair for row in new.values() for pair in row.versions.items()}))
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
-    then, now = note_of(before), note_of(after)
+    then, now = (json.loads(path.read_text("utf-8"))["note"] for path in (before, after))
     parts = [
         f"Compiled with {said}. Before the arrow: {then['date']}, commit {then['commit']}; behind it: {now['date']}, "
         f"commit {now['commit']}."

@@ -1,7 +1,12 @@
 """Every drafting method that vLLM's CPU build runs: its options there, its files, and our drafter.
 
-python -m validation.drafters.methods           # record vLLM's runs again, in tests/golden/vllm_drafters/runs.json
-python -m validation.drafters.methods medusa    # of one of them
+    python -m validation.drafters           # record vLLM's runs again, in tests/golden/vllm_drafters/runs.json
+    python -m validation.drafters medusa    # record one of them
+
+``tests/golden/vllm_drafters`` holds a tiny trained head for each method. The heads know the greedy continuations of
+most of the recorded prompts and nothing else. Heads that are accepted only by chance would agree with vLLM for any
+positions, norms and layers. They were trained by ``validation/drafters/heads.py`` of commit f9faf7c, with networks
+written from the papers; any head of the same shapes that drafts as well can take their place.
 """
 
 from __future__ import annotations
@@ -19,38 +24,34 @@ import numpy as np
 
 from eagle3_jax import LoadedDrafter, LoadedTarget, load_drafter
 from eagle3_jax.conversion import convert, read_target
+from eagle3_jax.conversion.tensors import read_tensors, write_tensors
 from eagle3_jax.drafters import NGram, layer_skip
 from eagle3_jax.engines.vllm.bridge import Completion, EngineOptions, Generated
 from eagle3_jax.engines.vllm.process import Process
-from validation.drafters.heads import (
-    AUX,
-    NEW_TOKENS,
-    PROMPTS,
-    RECORDED,
-    TARGET,
-    Config,
-    Tensors,
-    rewritten,
-    with_mtp,
-)
 from validation.fixtures import installed_python
 
+GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
+TARGET, RECORDED = GOLDEN / "vllm" / "target", GOLDEN / "vllm_drafters"
 RUNS = RECORDED / "runs.json"
+AUX = (2, 4, 5)  # inputs of these layers; a format that counts layers from their end names one less
+NEW_TOKENS = 40
+PROMPTS = [np.random.default_rng(row).integers(4, 512, 6 + 2 * row).tolist() for row in range(8)]
 LAYERS_KEPT = 4
+
 Drafter = LoadedDrafter | NGram
-
-
+Config = dict[str, Any]
+Tensors = dict[str, np.ndarray]
 Change = Callable[[Config, Tensors], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Planted:
+class InjectedError:
     """An error that the counts must show.
 
     Attributes:
         what: In words.
-        change: Plants it in the head's files.
-        drafter: Or makes our drafter with it, where there are no files.
+        change: Injects it into the head's files.
+        drafter: Makes our drafter with it, for methods without files.
     """
 
     what: str
@@ -65,7 +66,7 @@ class Method:
     Attributes:
         speculative: vLLM's options, without the directory of the head.
         num_speculative_tokens: ``K``.
-        error: What is planted.
+        error: The error that is injected.
         head: Gives the directory that we read, made in the one given if it has to be; ``None`` where there is none.
         layout: In which our writer hands the head to vLLM; ``None`` where vLLM reads what we read.
         ours: Our drafter for a target, of the head's directory.
@@ -76,7 +77,7 @@ class Method:
 
     speculative: dict[str, Any]
     num_speculative_tokens: int
-    error: Planted
+    error: InjectedError
     head: Callable[[Path], Path] | None = None
     layout: str | None = None
     ours: Callable[[LoadedTarget, Path], Drafter] = lambda target, head: load_drafter(head, target=target)
@@ -105,7 +106,7 @@ class Method:
             speculative["model"] = str(self.written(directory))
         return EngineOptions(model=str(target), speculative=speculative, max_num_seqs=len(PROMPTS), first_runner=True)
 
-    def planted(self, target: LoadedTarget, directory: Path) -> Drafter:
+    def with_error(self, target: LoadedTarget, directory: Path) -> Drafter:
         """Our drafter with the error; ``directory`` is for files that have to be made."""
         if self.error.drafter is not None:
             return self.error.drafter(target)
@@ -123,6 +124,36 @@ def _recorded(name: str) -> Callable[[Path], Path]:
     return lambda _: RECORDED / name
 
 
+def rewritten(source: Path, directory: Path, change: Callable[[Config, Tensors], None]) -> Path:
+    """A checkpoint, changed.
+
+    Args:
+        source: The checkpoint.
+        directory: Where to; made if missing.
+        change: Is given ``config.json`` and the tensors.
+    """
+    config, tensors = json.loads((source / "config.json").read_text()), dict(read_tensors(source))
+    change(config, tensors)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    write_tensors(directory / "model.safetensors", tensors)
+    return directory
+
+
+def with_mtp(directory: Path, module: Path) -> Path:
+    """The golden target as a model of MiMo's family, with an MTP module; vLLM knows no other way to give it one."""
+
+    def join(config: Config, tensors: Tensors) -> None:
+        config.clear()
+        config |= json.loads((module / "config.json").read_text()) | {"torch_dtype": "float32"}
+        for name, value in list(tensors.items()):
+            if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):  # that family has biases
+                tensors[name.replace("weight", "bias")] = np.zeros(len(value), np.float32)
+        tensors |= {name: value.astype(np.float32) for name, value in read_tensors(module).items()}
+
+    return rewritten(TARGET, directory, join)
+
+
 def first_layers(directory: Path) -> Path:
     """The target's first layers with its norm and output matrix: a draft model without weights of its own."""
 
@@ -135,7 +166,7 @@ def first_layers(directory: Path) -> Path:
     return rewritten(TARGET, directory, keep)
 
 
-# ------------------------------------------------------------------------------------------------ planted errors
+# ------------------------------------------------------------------------------------------------ injected errors
 
 
 def _swapped(one: str, other: str) -> Change:
@@ -181,27 +212,27 @@ def _first_layers(target: LoadedTarget, head: Path) -> Drafter:
 
 
 _PARALLEL = {"method": "eagle3", "parallel_drafting": True}
-_OTHER_FEATURE = Planted("one feature of another layer", _of_another_layer)
+_OTHER_FEATURE = InjectedError("one feature of another layer", _of_another_layer)
 _TOKEN_NORM, _STATE_NORM = (f"model.mtp_layers.0.{name}_layernorm.weight" for name in ("token", "hidden"))
 
 METHODS = {
     "n-gram": Method(
         {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1},
         4,
-        Planted(
+        InjectedError(
             "the latest occurrence instead of the earliest", drafter=lambda target: NGram(max_ngram=3, min_ngram=1)
         ),
         ours=_ngram,
         least=1.3,
     ),
     "draft_model": Method(
-        {"method": "draft_model"}, 4, Planted("another rotary base", _rotating_faster), _recorded("draft_model")
+        {"method": "draft_model"}, 4, InjectedError("another rotary base", _rotating_faster), _recorded("draft_model")
     ),
     # Half of a model that was not trained to stop there: of first tokens one in five is accepted, by chance one in 500.
     "layer_skip": Method(
         {"method": "draft_model"},
         4,
-        Planted("one layer less", drafter=lambda target: layer_skip(target, LAYERS_KEPT - 1)),
+        InjectedError("one layer less", drafter=lambda target: layer_skip(target, LAYERS_KEPT - 1)),
         first_layers,
         ours=_first_layers,
         least=1.15,
@@ -209,14 +240,14 @@ METHODS = {
     "medusa": Method(
         {"method": "medusa"},
         3,
-        Planted("two heads in each other's place", _swapped("lm_heads.0.weight", "lm_heads.1.weight")),
+        InjectedError("two heads in each other's place", _swapped("lm_heads.0.weight", "lm_heads.1.weight")),
         _recorded("medusa"),
         "vllm",
     ),
     "eagle": Method(
         {"method": "eagle"},
         4,
-        Planted("the state before the token", _halves_swapped("fc.weight")),
+        InjectedError("the state before the token", _halves_swapped("fc.weight")),
         _recorded("eagle"),
         "vllm",
     ),
@@ -225,7 +256,7 @@ METHODS = {
     "dflash": Method(
         {"method": "dflash"},
         4,
-        Planted("features one layer behind", _of_the_layers_behind),
+        InjectedError("features one layer behind", _of_the_layers_behind),
         _recorded("dflash"),
         "vllm",
         repaired=True,
@@ -233,7 +264,7 @@ METHODS = {
     "jetspec": Method(
         {"method": "dflash"},
         4,
-        Planted("a block that sees both ways", _seeing_both_ways),
+        InjectedError("a block that sees both ways", _seeing_both_ways),
         _recorded("jetspec"),
         "vllm",
         repaired=True,
@@ -241,7 +272,7 @@ METHODS = {
     "mtp_1": Method(
         {"method": "mtp"},
         1,
-        Planted("the token before the state", _halves_swapped("model.mtp_layers.0.input_proj.weight")),
+        InjectedError("the token before the state", _halves_swapped("model.mtp_layers.0.input_proj.weight")),
         _recorded("mtp"),
         "mimo",
         least=1.3,
@@ -249,7 +280,7 @@ METHODS = {
     "mtp_3": Method(
         {"method": "mtp"},
         3,
-        Planted("two norms in each other's place", _swapped(_TOKEN_NORM, _STATE_NORM)),
+        InjectedError("two norms in each other's place", _swapped(_TOKEN_NORM, _STATE_NORM)),
         _recorded("mtp"),
         "mimo",
     ),

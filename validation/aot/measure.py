@@ -1,0 +1,255 @@
+"""Cases as they were compiled: facts at one depth or two, their record, and which cases the level AOT compiles.
+
+Every compilation runs in its own process, which isolates it and gives its memory back:
+``python -m validation.aot.measure '{"case": {"platform": "cuda:h200"}, "depths": [3, 5]}'``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from validation.aot.facts import Part, parts_of
+from validation.aot.platforms import NotHere, Platform, environment_with_plugins
+from validation.aot.programs import PROGRAMS, Case, compiled
+
+# Layers. Below three, the features that a head reads would include what leaves the last one.
+DEPTHS = (3, 5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """A program at one depth.
+
+    Attributes:
+        layers: Of the target.
+        parts: See :func:`validation.aot.facts.parts_of`.
+        seconds: To ``trace``, ``lower`` and ``compile``, by the clock.
+        memory: Bytes; see :class:`validation.aot.programs.Compiled`.
+        state: Bytes of the state that is given to be consumed; 0 where there is none.
+        cpu_seconds: As ``seconds``, of all cores.
+    """
+
+    layers: int
+    parts: dict[str, Part]
+    seconds: dict[str, float]
+    memory: dict[str, int]
+    state: int
+    cpu_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a case became.
+
+    Attributes:
+        case: Which; its ``layers`` say nothing where there are two depths.
+        facts: One for each depth, ascending.
+        versions: Of jax and of the platform's compiler.
+    """
+
+    case: Case
+    facts: tuple[Facts, ...]
+    versions: dict[str, str]
+
+    @property
+    def deep(self) -> Facts:
+        """At the greatest depth."""
+        return self.facts[-1]
+
+    @property
+    def main(self) -> str:
+        """The part that is paid again and again: the round, or all of a program that is none."""
+        return "round" if "round" in self.deep.parts else "whole"
+
+    def per_layer(self, part: str, name: str = "launches") -> float | None:
+        """What one layer more costs; ``None`` where only one depth is known."""
+        if len(self.facts) < 2:
+            return None
+        shallow, deep = self.facts[0], self.facts[-1]
+        more = getattr(deep.parts[part], name) - getattr(shallow.parts[part], name)
+        return more / (deep.layers - shallow.layers)
+
+    def collectives_per_layer(self, part: str) -> dict[str, float]:
+        """What one layer more adds to each kind; empty where only one depth is known, or nothing is added."""
+        shallow, deep = self.facts[0], self.facts[-1]
+        kinds = deep.parts[part].collectives
+        more = {kind: count - shallow.parts[part].collectives.get(kind, 0) for kind, count in kinds.items()}
+        return {kind: count / (deep.layers - shallow.layers) for kind, count in more.items() if count}
+
+    def outside(self, part: str, name: str = "launches") -> float | None:
+        """What remains without layers; ``None`` where only one depth is known."""
+        each = self.per_layer(part, name)
+        return None if each is None else getattr(self.deep.parts[part], name) - each * self.deep.layers
+
+    @property
+    def aliased(self) -> float | None:
+        """Share of the state's bytes that are updated in place; ``None`` where no state is given."""
+        return self.deep.memory["alias"] / self.deep.state if self.deep.state else None
+
+    def to_json(self) -> dict[str, Any]:
+        """For a record."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Measured:
+        """What :meth:`to_json` gave."""
+        facts = (
+            Facts(**{**one, "parts": {name: Part(**part) for name, part in one["parts"].items()}})
+            for one in row["facts"]
+        )
+        return cls(Case(**row["case"]), tuple(facts), dict(row["versions"]))
+
+
+# ---------------------------------------------------------------- compiling
+
+_NOT_HERE, _MISUSE = 3, 2
+_MARK = "MEASURED "  # before the one line that counts; compilers print what they like
+
+
+def measured_here(case: Case, depths: Sequence[int] | None = DEPTHS, hlo: str | None = None) -> Measured:
+    """Compile it in this process.
+
+    Args:
+        case: Which.
+        depths: Layers of the target, ascending; the case's own when ``None``.
+        hlo: File for the optimised HLO of the greatest depth.
+
+    Raises:
+        NotHere: The platform's compiler is not installed.
+        ValueError: It cannot be compiled so.
+    """
+    facts = []
+    for layers in depths or [case.layers]:
+        program = compiled(dataclasses.replace(case, layers=layers))
+        if hlo is not None:
+            Path(hlo).write_text(program.text, encoding="utf-8")
+        found = parts_of(program.text, rounds=case.program == "generate", caches=program.caches, table=program.table)
+        values = {
+            field.name: getattr(program, field.name) for field in dataclasses.fields(Facts) if field.name != "parts"
+        }
+        facts.append(Facts(parts=found, **values))
+    versions = {name: importlib.metadata.version(name) for name in ("jax", *Platform.named(case.platform).wheels)}
+    return Measured(case, tuple(facts), versions)
+
+
+def measured_apart(case: Case, depths: Sequence[int] | None = DEPTHS, hlo: str | None = None) -> Measured:
+    """:func:`measured_here`, in a process of its own.
+
+    Raises:
+        NotHere: The platform's compiler is not installed.
+        ValueError: It cannot be compiled so.
+        RuntimeError: The compiler failed.
+    """
+    asked = json.dumps({"case": dataclasses.asdict(case), "depths": depths, "hlo": hlo and str(Path(hlo).absolute())})
+    done = subprocess.run(
+        [sys.executable, "-m", "validation.aot.measure", asked],
+        env=environment_with_plugins(os.environ), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    said = done.stderr.strip().splitlines()
+    if done.returncode in (_NOT_HERE, _MISUSE):
+        raise (NotHere if done.returncode == _NOT_HERE else ValueError)(said[-1])
+    lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
+    if done.returncode or not lines:
+        raise RuntimeError(f"compiling {case.name} ended with {done.returncode}: {' '.join(said[-3:])}")
+    return Measured.from_json(json.loads(lines[-1].removeprefix(_MARK)))
+
+
+# ---------------------------------------------------------------- the record
+
+PATH = Path(__file__).resolve().parent.parent / "results" / "aot.json"
+SLACK = 1.05
+
+
+def load(path: Path = PATH) -> dict[str, Measured]:
+    """Every row by the name of its case; rows of whole models stand behind their number of layers.
+
+    Raises:
+        ValueError: The file cannot be read.
+    """
+    try:
+        rows = [Measured.from_json(row) for row in json.loads(path.read_text("utf-8"))["rows"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path.name} is no record of compiled programs: {error}") from None
+    return {key(row): row for row in rows}
+
+
+def key(row: Measured) -> str:
+    """What tells a row from others."""
+    return row.case.name if len(row.facts) > 1 else f"{row.case.name} L{row.deep.layers}"
+
+
+def save(rows: Iterable[Measured], path: Path, note: dict[str, str]) -> None:
+    """Write rows, a line each, in place of those of the same cases; ``note`` says when and from what."""
+    kept = load(path) if path.exists() else {}
+    kept |= {key(row): row for row in rows}
+    lines = ",\n".join(json.dumps(kept[name].to_json()) for name in sorted(kept))
+    path.write_text(f'{{"note": {json.dumps(note)},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
+
+
+def budget(reached: float | None) -> int:
+    """What may be spent where this was reached; nothing more where it was nothing."""
+    return math.ceil((reached or 0) * SLACK)
+
+
+# ---------------------------------------------------------------- which cases
+
+ALL = {
+    "target": ["Llama-3.1-8B", "Qwen3-8B", "Llama-3.3-70B"],
+    "draft": ["chain5", "tree60"],
+    "batch": [1, 8],
+    "program": list(PROGRAMS),
+    "sampled": [False, True],
+}
+
+
+def cases_of(**choices: Sequence[Any]) -> Iterator[Case]:
+    """Every combination of values for fields of :class:`Case`; an unknown name raises ``ValueError``."""
+    for values in itertools.product(*choices.values()):
+        yield Case(**dict(zip(choices, values, strict=True)))
+
+
+def few(platform: str) -> list[Case]:
+    """What every commit is held to: minutes of two cores."""
+    return [
+        Case(platform=platform, program="step", draft="chain5"),
+        Case(platform=platform, program="step", draft="chain5", sampled=True),
+        Case(platform=platform, program="step", draft="tree60", batch=8),
+        Case(platform=platform, program="generate", draft="chain5"),
+        *on_meshes(platform)[:1],
+    ]
+
+
+def on_meshes(platform: str) -> list[Case]:
+    """Rounds on four and on eight devices; on four alone where the topology has no more."""
+    cases = [Case(platform=platform, program="step", draft="chain5", mesh="model=4")]
+    if platform.startswith("cuda"):
+        cases += [
+            Case(platform=platform, program="step", draft="tree60", batch=8, mesh="model=4,data=2"),
+            Case(platform=platform, program="step", draft="chain5", batch=8, sampled=True, mesh="model=4,data=2"),
+            Case(platform=platform, program="step", draft="chain5", mesh="model=8"),
+        ]
+    return cases if Platform.named(platform).holds(4) else []
+
+
+def every(platform: str) -> list[Case]:
+    """All of it: an hour or so for a GPU, more for a TPU."""
+    return [*cases_of(platform=[platform], **ALL), *on_meshes(platform)]
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    try:
+        print(_MARK + json.dumps(measured_here(Case(**asked["case"]), asked["depths"], asked["hlo"]).to_json()))
+    except (NotHere, ValueError) as reason:
+        print(" ".join(str(reason).split()), file=sys.stderr)
+        sys.exit(_NOT_HERE if isinstance(reason, NotHere) else _MISUSE)
