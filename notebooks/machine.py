@@ -11,7 +11,7 @@ import functools
 import html
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +50,7 @@ UNIT_PRICE = 1.0  # if EAGLE3_PRICE_PER_HOUR is not set
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """The environment variables; ``None`` or empty for those that are not set.
-
-    Attributes:
-        target: ``EAGLE3_TARGET``; for this and the others see :data:`VARIABLES`.
-        drafter: ``EAGLE3_DRAFTER``.
-        prompt_files: ``EAGLE3_PROMPTS``.
-        dtype: ``EAGLE3_DTYPE``.
-        vllm_python: ``EAGLE3_VLLM_PYTHON``.
-        vllm_urls: ``EAGLE3_VLLM_URL`` and ``EAGLE3_VLLM_PLAIN_URL``, with speculation first.
-        vllm_memory: ``EAGLE3_VLLM_MEMORY``.
-        price_per_hour: ``EAGLE3_PRICE_PER_HOUR``.
-    """
+    """The environment variables of :data:`VARIABLES`; ``None`` or empty for those that are not set."""
 
     target: str | None = None
     drafter: str | None = None
@@ -74,85 +63,63 @@ class Configuration:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Configuration:
-        """From environment variables; an empty one is none.
+        """Reads environment variables; an empty one counts as not set.
 
         Raises:
-            ValueError: One of them cannot be meant; one line says which, and what was expected.
+            ValueError: A variable is unknown or invalid; one line names it and what is expected.
         """
+        given = {name: environ[name].strip() for name in VARIABLES if environ.get(name, "").strip()}
         for name in environ:
             if name.startswith("EAGLE3_") and name not in VARIABLES:
                 raise ValueError(f"{name} is not known; the variables are {', '.join(VARIABLES)}")
-        given = {name: environ[name].strip() for name in VARIABLES if environ.get(name, "").strip()}
-        for one, other in (
-            ("EAGLE3_TARGET", "EAGLE3_DRAFTER"),
-            ("EAGLE3_DRAFTER", "EAGLE3_TARGET"),
-        ):
-            if one in given and other not in given:
-                raise ValueError(
-                    f"{one} was given without {other}, and a head fits one target only; set {other}"
-                )
+        pair = {"EAGLE3_TARGET", "EAGLE3_DRAFTER"}
+        if len(pair & given.keys()) == 1:
+            raise ValueError(f"a head fits one target only; set {(pair - given.keys()).pop()} too")
         if "EAGLE3_VLLM_PYTHON" in given and set(_URLS) & given.keys():
-            raise ValueError(
-                "EAGLE3_VLLM_PYTHON and EAGLE3_VLLM_URL name two vLLMs; set one of them"
-            )
-        dtype = given.get("EAGLE3_DTYPE")
-        if dtype is not None and dtype not in PRECISIONS:
-            raise ValueError(f"EAGLE3_DTYPE is {dtype!r}; expected one of {', '.join(PRECISIONS)}")
+            raise ValueError("EAGLE3_VLLM_PYTHON and EAGLE3_VLLM_URL name two vLLMs; set one")
+
+        def checked(
+            name: str, read: Callable[[str], Any], valid: Callable[[Any], bool], expected: str
+        ) -> Any:
+            if name not in given:
+                return None
+            try:
+                value = read(given[name])
+            except ValueError:
+                value = None
+            if value is None or not valid(value):
+                raise ValueError(f"{name} is {given[name]!r}; expected {expected}")
+            return value
+
+        def files(names: str) -> tuple[Path, ...]:
+            return tuple(Path(name).expanduser() for name in names.split(os.pathsep) if name)
+
+        def interpreter(name: str) -> Path:
+            return installed_python() if name == "installed" else Path(name).expanduser()
+
+        url = lambda text: re.match(r"https?://[^/]", text) is not None
+        address = "the address of a server, such as http://localhost:8000"
+        exist = lambda paths: all(path.is_file() for path in paths)
+        precisions = f"one of {', '.join(PRECISIONS)}"
+        python = "the file of a Python with vLLM, or 'installed' after `make vllm`; there is no file of this name"
         return cls(
             target=given.get("EAGLE3_TARGET"),
             drafter=given.get("EAGLE3_DRAFTER"),
-            prompt_files=_files(given.get("EAGLE3_PROMPTS", "")),
-            dtype=dtype,
-            vllm_python=_interpreter(given.get("EAGLE3_VLLM_PYTHON")),
-            vllm_urls=tuple(_url(name, given) for name in _URLS if name in given),
-            vllm_memory=_number("EAGLE3_VLLM_MEMORY", given, "a share between 0 and 1", most=1.0)
+            prompt_files=checked(
+                "EAGLE3_PROMPTS", files, exist, "files; there is no file of this name"
+            )
+            or (),
+            dtype=checked("EAGLE3_DTYPE", str, PRECISIONS.__contains__, precisions),
+            vllm_python=checked("EAGLE3_VLLM_PYTHON", interpreter, Path.is_file, python),
+            vllm_urls=tuple(checked(name, str, url, address) for name in _URLS if name in given),
+            vllm_memory=checked(
+                "EAGLE3_VLLM_MEMORY", float, lambda x: 0 < x < 1, "a share between 0 and 1"
+            )
             or SHARE_OF_VLLM,
-            price_per_hour=_number(
-                "EAGLE3_PRICE_PER_HOUR", given, "a price above 0", most=float("inf")
+            price_per_hour=checked(
+                "EAGLE3_PRICE_PER_HOUR", float, lambda x: 0 < x < float("inf"), "a price above 0"
             ),
         )
-
-
-def _files(names: str) -> tuple[Path, ...]:
-    files = tuple(Path(name).expanduser() for name in names.split(os.pathsep) if name)
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"EAGLE3_PROMPTS: there is no file {file}")
-    return files
-
-
-def _interpreter(name: str | None) -> Path | None:
-    if name is None:
-        return None
-    path = installed_python() if name == "installed" else Path(name).expanduser()
-    if not path.is_file():
-        what = (
-            "build it with `make vllm`"
-            if name == "installed"
-            else "name the Python of an environment with vLLM"
-        )
-        raise ValueError(f"EAGLE3_VLLM_PYTHON: there is no file {path}; {what}")
-    return path
-
-
-def _url(name: str, given: Mapping[str, str]) -> str:
-    if not re.match(r"https?://[^/]", given[name]):
-        raise ValueError(
-            f"{name} is {given[name]!r}; expected the address of a server, such as http://localhost:8000"
-        )
-    return given[name]
-
-
-def _number(name: str, given: Mapping[str, str], expected: str, *, most: float) -> float | None:
-    if name not in given:
-        return None
-    try:
-        value = float(given[name])
-    except ValueError:
-        value = float("nan")
-    if not 0 < value < most:
-        raise ValueError(f"{name} is {given[name]!r}; expected {expected}")
-    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,21 +150,13 @@ class Banner:
 
     @property
     def headline(self) -> str:
-        """In a sentence."""
+        """A sentence on whether the numbers may be quoted."""
         if not self.missing:
             return "Everything here is real: these numbers are this machine's own."
         names = ", ".join(part.name for part in self.missing)
         return (
             f"Stand-ins here: {names}. No number of theirs may be quoted as one of the real thing."
         )
-
-    def __str__(self) -> str:
-        """For terminals and logs."""
-        lines = [
-            f"  {'real    ' if part.real else 'STAND-IN'}  {part.name}: {part.text}"
-            for part in self.parts
-        ]
-        return "\n".join([self.headline, *lines])
 
     def _repr_html_(self) -> str:
         edge = "#d97634" if self.missing else "#2a9d74"
@@ -210,6 +169,22 @@ class Banner:
             f"<div class='eagle3-banner' style='border-left:6px solid {edge};padding:.4em 1em;margin:.5em 0;"
             f"background:{edge}14'><b>{html.escape(self.headline)}</b><table>{rows}</table></div>"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A row of the table of verdicts at the top of the joined report."""
+
+    name: str
+    text: str
+    real: bool
+
+    def _repr_html_(self) -> str:
+        kind = "measured here" if self.real else "rehearsal with stand-ins"
+        cells = "".join(
+            f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in (self.text, kind)
+        )
+        return f"<table><tr class='eagle3-result'><td><b>{html.escape(self.name)}</b></td>{cells}</tr></table>"
 
 
 @dataclasses.dataclass(eq=False)
@@ -313,13 +288,12 @@ class Machine:
         if self.on_gpu:
             jax.config.update("jax_default_matmul_precision", "highest")
 
-    def close(self) -> None:
-        """End vLLM's process, if one of ours runs."""
-        if "vllm" in vars(self) and self.vllm is not None:
-            self.vllm.close()
+    def verdict(self, name: str, text: str, *, needs: str = "") -> Result:
+        """A row for the joined report; ``needs`` is ``vLLM`` or ``price`` if the result depends on it."""
+        return Result(name, text, not self.banner(needs).missing)
 
     def banner(self, *also: str) -> Banner:
-        """What is real here; device and pair always, and of ``vLLM`` and ``price`` those that are named."""
+        """What is real: device and pair, and ``vLLM`` and ``price`` if named."""
         parts = [self._device(), self._pair()]
         parts += [self._vllm()] * ("vLLM" in also) + [self._price()] * ("price" in also)
         return Banner(tuple(parts))

@@ -23,6 +23,7 @@ _SCRIPTS = re.compile(
     r"<script[^>]*\bsrc=\"https?://[^>]*>\s*</script>|<script type=\"module\">.*?</script>",
     re.DOTALL,
 )
+_RESULT = re.compile(r"<tr class='eagle3-result'.*?</tr>", re.DOTALL)
 _BANNER = re.compile(r"<div class='eagle3-banner'.*?</div>", re.DOTALL)
 _ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)([^)#\s]+)\)")
@@ -30,6 +31,7 @@ _STYLE = """<style>
  body { max-width: 62rem; margin: 0 auto !important; padding: 0 1rem; }
  nav.contents { border-left: 6px solid #9aa0a6; padding: .2em 1em; margin: 1em 0; }
  nav.contents li { margin: .15em 0; } .stderr, .error { border-left: 6px solid #c05a8e; }
+ body:not(:has(#code:checked)) .jp-CodeCell .jp-Cell-inputWrapper { display: none; }
 </style>"""
 
 
@@ -128,27 +130,31 @@ def _top(notebooks: dict[str, Any], names: list[str]) -> str:
         lines.append(f'<li><a href="#{name}">{html.escape(title)}</a>{mark}</li>')
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     return (
-        f"# {TITLE}\n\n{_banner(notebooks)}\n\nJoined on {when} from notebooks executed from top to bottom.\n\n"
+        f"# {TITLE}\n\n{_results(notebooks)}\n\n{_banner(notebooks)}\n\n"
+        '<label><input type="checkbox" id="code"> Show the code</label>\n\n'
+        f"Joined on {when} from notebooks executed from top to bottom.\n\n"
         f'<nav class="contents"><ul>{"".join(lines)}</ul></nav>'
     )
 
 
+def _shown(notebooks: dict[str, Any]) -> list[str]:
+    """All outputs in HTML."""
+    cells = [cell for notebook in notebooks.values() for cell in notebook.cells]
+    outputs = [one for cell in cells for one in cell.get("outputs", ())]
+    return [one.get("data", {}).get("text/html", "") for one in outputs]
+
+
+def _results(notebooks: dict[str, Any]) -> str:
+    """The verdicts of all notebooks as one table."""
+    rows = [row for text in _shown(notebooks) for row in _RESULT.findall(text)]
+    head = "<tr><th>verdict</th><th>result</th><th>from</th></tr>"
+    return f"<table>{head}{''.join(rows)}</table>" if rows else "No notebook has a verdict."
+
+
 def _banner(notebooks: dict[str, Any]) -> str:
     """The rows of all banners, each once: what is real in the whole report, and what is a stand-in."""
-    cells = [cell for notebook in notebooks.values() for cell in notebook.cells]
-    shown = [
-        one.get("data", {}).get("text/html", "")
-        for cell in cells
-        for one in cell.get("outputs", ())
-    ]
-    rows = list(
-        dict.fromkeys(
-            row
-            for text in shown
-            for banner in _BANNER.findall(text)
-            for row in _ROW.findall(banner)
-        )
-    )
+    banners = [banner for text in _shown(notebooks) for banner in _BANNER.findall(text)]
+    rows = list(dict.fromkeys(row for banner in banners for row in _ROW.findall(banner)))
     if not rows:
         return (
             "**No banner was found: nothing says what is real here. Do not quote these numbers.**"

@@ -1,8 +1,8 @@
 """Execute notebooks from top to bottom and keep them with their outputs in build/notebooks.
 
-``NAME.py`` is what is edited; ``NAME.ipynb``, without outputs, is what Jupyter and Colab open, and ``--sync`` writes it
-from ``NAME.py``. An error, a line on Python's stderr, or an ``.ipynb`` that differs from its ``.py`` ends the run with
-exit code 1.
+``NAME.py`` is the source; ``NAME.ipynb``, without outputs, is what Jupyter and Colab open, and ``--sync`` writes it from
+``NAME.py``. A cell with ``tags=["hide-input"]`` is folded in Jupyter and on the site. An error, a line on Python's
+stderr, or an ``.ipynb`` that differs from its ``.py`` ends the run with exit code 1.
 
     python notebooks/run.py                       # all of notebooks/
     python notebooks/run.py notebooks/gpu         # those for an H100 or H200
@@ -18,8 +18,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+try:
+    import jupytext
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is not installed; run: pip install -e '.[notebooks]'") from None
+
 HERE = Path(__file__).resolve().parent
-TIMEOUT = 900  # seconds for one cell; a kernel that hangs must end
+TIMEOUT = 900  # seconds for one cell
 
 
 def main() -> int:
@@ -29,27 +36,18 @@ def main() -> int:
     )
     add = parser.add_argument
     add("where", nargs="*", type=Path, default=[HERE], help="notebooks (.py), or folders of them")
-    add(
-        "--output",
-        type=Path,
-        default=HERE.parent / "build" / "notebooks",
-        help="folder of the executed notebooks",
-    )
-    add("--jobs", type=int, default=1, help="notebooks at a time; the times that they print suffer")
+    output = HERE.parent / "build" / "notebooks"
+    add("--output", type=Path, default=output, help="folder of the executed notebooks")
+    add("--jobs", type=int, default=1, help="notebooks at a time; more than 1 disturbs their times")
     add("--sync", action="store_true", help="write each .ipynb from its .py, and run nothing")
     options = parser.parse_args()
-    try:
-        import jupytext  # noqa: F401
-        import nbclient  # noqa: F401
-    except ModuleNotFoundError as error:
-        parser.error(
-            f"{error.name} is not installed; install it with: pip install -e '.[notebooks]'"
-        )
-    sources = [source for where in options.where for source in _sources(where)]
+    sources = []
+    for where in options.where:
+        where = where.resolve()
+        found = sorted(where.glob("[0-9]*.py")) if where.is_dir() else [where.with_suffix(".py")]
+        sources += found
     if not sources:
-        parser.error(
-            f"no notebook in {', '.join(map(str, options.where))}: give .py files of notebooks/"
-        )
+        parser.error(f"no notebook in {', '.join(map(str, options.where))}: give .py files")
     if options.sync:
         for source in sources:
             source.with_suffix(".ipynb").write_text(as_ipynb(source), encoding="utf-8")
@@ -68,32 +66,23 @@ def run(source: Path, output: Path) -> str | None:
     return problem
 
 
-def _sources(where: Path) -> list[Path]:
-    where = where.resolve()
-    return sorted(where.glob("[0-9]*.py")) if where.is_dir() else [where.with_suffix(".py")]
-
-
 def as_ipynb(source: Path) -> str:
-    """The ``.ipynb`` of a source: without outputs, and with numbered cells, so that diffs stay small."""
-    import jupytext
-
+    """The ``.ipynb`` of a source: without outputs, and with numbered cells, so that diffs are small."""
     notebook = jupytext.read(source)
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number}"
+        if "hide-input" in cell.metadata.get("tags", ()):
+            cell.metadata["jupyter"] = {"source_hidden": True}
     text = jupytext.writes(notebook, fmt="ipynb")
     return json.dumps(json.loads(text), indent=1, ensure_ascii=False) + "\n"
 
 
 def execute(source: Path, output: Path) -> str | None:
     """Execute one notebook in its own folder and write it with its outputs; returns the problem, or ``None``."""
-    import jupytext
-    from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
-
     pair = source.with_suffix(".ipynb")
     if not pair.is_file() or pair.read_text(encoding="utf-8") != as_ipynb(source):
-        return f"{pair.name} is not what {source.name} says; write it with: python notebooks/run.py --sync {source.name}"
-    notebook = jupytext.read(source)
+        return f"{pair.name} differs from {source.name}; run: notebooks/run.py --sync {source.name}"
+    notebook = jupytext.reads(as_ipynb(source), fmt="ipynb")
     client = NotebookClient(
         notebook,
         timeout=TIMEOUT,
@@ -101,7 +90,7 @@ def execute(source: Path, output: Path) -> str | None:
         kernel_name="python3",
         extra_arguments=[
             "--IPKernelApp.log_level=ERROR",  # its advice on encryption is for networks
-            # XLA and CUDA write lines of C++ to the file descriptor; these go to the terminal, not into the notebook.
+            # XLA and CUDA log to the file descriptor; these lines go to the terminal, not into the notebook.
             "--IPKernelApp.capture_fd_output=False",
         ],
         resources={"metadata": {"path": str(source.parent)}},

@@ -127,27 +127,11 @@ def tree(
     return figure
 
 
-def interactive_tree(
-    tokens: Sequence[str],
-    parents: Sequence[int],
-    *,
-    status: Sequence[str],
-    p: Sequence[float | None] | None = None,
-    q: Sequence[float | None] | None = None,
-    score: Sequence[float | None] | None = None,
-    title: str = "",
-) -> Interactive:
-    """:func:`tree`, with everything that is known of a node below the pointer."""
-    return interactive_rounds(
-        [{"tokens": tokens, "parents": parents, "status": status, "p": p, "q": q, "score": score, "title": title}]
-    )
-
-
 def interactive_rounds(rounds: Sequence[Mapping[str, Any]]) -> Interactive:
-    """Several trees with a slider.
+    """Draws several trees with a slider; a tooltip shows everything known of a node.
 
     Args:
-        rounds: The arguments of :func:`interactive_tree`, one mapping for each tree.
+        rounds: The arguments of :func:`tree`, one mapping for each tree.
     """
     from plotly import graph_objects as go
 
@@ -194,17 +178,16 @@ def interactive_rounds(rounds: Sequence[Mapping[str, Any]]) -> Interactive:
                 )
             )
     figure = go.Figure(traces)
-    several = len(trees) > 1
     figure.update_layout(
         title={"text": trees[0].title, "x": 0.01, "y": 0.99, "yanchor": "top", "pad": {"t": 14}, "font": {"size": 15}},
         template="plotly_white",
-        height=int(200 + 70 * several + 18 * (leaves + 1)),
+        height=int(270 + 18 * (leaves + 1)),
         margin={"l": 20, "r": 20, "t": 74, "b": 20},
         xaxis={"range": [-0.2, levels + 1.0], "dtick": 1, "title": "level", "showgrid": False, "zeroline": False},
         yaxis={"range": [leaves + 1, -1], "visible": False},
         legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0},
         hoverlabel={"font": {"family": "monospace"}, "align": "left"},
-        sliders=[{"active": 0, "currentvalue": {"prefix": "round "}, "steps": steps, "pad": {"t": 45}}] * several,
+        sliders=[{"active": 0, "currentvalue": {"prefix": "round "}, "steps": steps, "pad": {"t": 45}}],
     )
     return Interactive(figure)
 

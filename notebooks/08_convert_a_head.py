@@ -5,7 +5,6 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
-#       format_version: '1.3'
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -13,26 +12,27 @@
 # ---
 
 # %% [markdown]
-# # 09 · Convert a PyTorch head, find the port bug
+# # 08 · Convert a PyTorch head
 #
-# Draft heads are published as PyTorch files, and every engine has its own names for their tensors. Porting one is easy
-# to get *almost* right, and speculative decoding hides the mistake: the text stays the target's own, only the speed is
-# gone. After this notebook you can
+# Draft heads are published as PyTorch files, and every engine has its own names for their tensors. A port is easy to
+# get *almost* right, and speculative decoding hides the mistake: the text is still the target's, only the speed is
+# lost. After this notebook you can
 #
-# - convert an official EAGLE-3 checkpoint, and say what of it is checked and what cannot be;
-# - take a head to another engine's layout and back without losing a bit;
+# - convert an official EAGLE-3 checkpoint, and say what the converter can check and what it cannot;
+# - convert a head to another engine's layout and back without losing a bit;
 # - read the symptoms of a bad port from τ and acceptance by position;
-# - find the cause by bisection, comparing hidden states with a head that works.
+# - find the cause by comparing hidden states with a head that works.
 #
-# It takes about a minute on a laptop's CPU, works offline, and uses the shipped pair. It needs PyTorch, because the
-# checkpoint is a pickle. Read 01, 02 and 04 first.
+# The notebook runs on a laptop CPU, offline, with the shipped pair. It needs PyTorch, because the checkpoint is a
+# pickle. Read [01](01_memory_bound_decoding.ipynb), [02](02_speculative_sampling.ipynb) and
+# [03](03_eagle3_head.ipynb) before.
 
-# %%
+# %% tags=["hide-input"]
 import first_cell
 
 first_cell.start(also=("torch",))
 
-# %%
+# %% tags=["hide-input"]
 import dataclasses
 import shutil
 import tempfile
@@ -43,24 +43,35 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from pictures import style
+from pictures.maps import table_map
+from pictures.ribbons import acceptance_ribbons
 from safetensors.torch import load_file
 
 import eagle3_jax as e3
 from eagle3_jax import conversion, prompts
 from eagle3_jax.conversion import CheckpointError, rules
+from eagle3_jax.drafters.eagle3 import Eagle3Head
 from eagle3_jax.load import bundled
+from eagle3_jax.models.functional import bind
+from eagle3_jax.models.layers import embed
+from eagle3_jax.models.memory import BlockMemory, causal_mask
 
 HERE = Path(tempfile.mkdtemp(prefix="eagle3-heads-"))
 target = e3.load_target()
 description = conversion.read_target(bundled("target")).config
 
 # %% [markdown]
-# ## An official checkpoint
+# ## Official checkpoint format
 #
-# The official repository publishes a head as `pytorch_model.bin`, a pickle of fifteen tensors (fourteen where the draft
-# vocabulary is the whole one), and a `config.json` that is silent about most things. We write the shipped head in just
-# that form, so that there is something to convert.
+# The official repository publishes a head as `pytorch_model.bin`, a pickle of fifteen tensors (fourteen if the draft
+# vocabulary is the whole one), and a short `config.json`. The cell writes the shipped head in this format.
+# `conversion.describe` (`eagle3 inspect`) reads it without running it.
+#
+# - `fc` takes three features (3 × 256) to the width of the head. The attention projections of `midlayer` have twice
+#   the input width.
+# - `input_layernorm` is the norm of the *embedding*, `hidden_norm` the norm of the *feature*.
+# - `d2t` maps draft ids to target ids as an **offset**.
+# - No entry says which target layers the features come from. Official heads leave it to the code (2, L/2, L-3).
 
 # %%
 official = HERE / "official"
@@ -72,32 +83,18 @@ torch.save(load_file(official / "model.safetensors"), official / "pytorch_model.
 for name, tensor in sorted(torch.load(official / "pytorch_model.bin", weights_only=True).items()):
     print(f"{name:42} {tuple(tensor.shape)!s:14} {str(tensor.dtype).removeprefix('torch.')}")
 
-# %% [markdown]
-# What to look at: `fc` takes three features side by side (3 × 256) to the head's width; the attention projections of
-# `midlayer` are twice as wide at their input, because they read the embedding beside the feature; two norms,
-# `input_layernorm` for the *embedding* and `hidden_norm` for the *feature*; `lm_head` has one row per draft token, and
-# `d2t` maps draft ids to target ids as an **offset**: target id = draft id + `d2t[draft id]`. Nothing says which target
-# layers the features come from: official heads leave it to the code (2, L/2, L-3).
-#
-# `inspect` says what a directory is without running it.
-
-# %%
 about = conversion.describe(official)
-print(f"{about.kind}; {about.dialect} layout; loadable: {about.loadable}")
-print(f"{about.num_tensors} tensors, {about.num_parameters:,} parameters, {about.dtypes}")
+print(f"{about.kind}; {about.dialect} layout; {about.num_parameters:,} parameters, {about.dtypes}")
 print(f"note: {about.note.replace(str(HERE), '...')}")
-assert about.kind == "draft head: EAGLE-3"
-assert about.loadable
-assert "target" in about.note, (
-    "an official head alone does not say which features it reads: it needs its target"
-)
+assert about.kind == "draft head: EAGLE-3" and about.loadable
+assert "target" in about.note, "the feature layers follow from the target"
 
 # %% [markdown]
-# ## Convert
+# ## Conversion
 #
-# `eagle3 convert` and `conversion.convert` are the same function. It goes through a rule table with one line per
-# tensor: the name there, the name here, and how it is laid out. A rule is read in both directions, and a checkpoint
-# must be consumed to its last tensor.
+# `eagle3 convert` and `conversion.convert` are the same function. It uses a table with one rule per tensor: the name
+# there, the name here, and the layout. A rule works in both directions, and every tensor of a checkpoint must be
+# used.
 
 # %%
 conversion.convert(official, HERE / "native", "jax", target=description)
@@ -115,7 +112,7 @@ def run(drafter):
 
 
 def same_bits(first, second):
-    """Whether two nested parameters are equal to the bit, types included."""
+    """Whether two nested parameters are equal bit for bit, types included."""
     one, other = dict(rules.flatten(first)), dict(rules.flatten(second))
     bits = lambda leaf: (leaf.dtype, leaf.shape, np.ascontiguousarray(leaf).tobytes())
     return one.keys() == other.keys() and all(
@@ -129,22 +126,23 @@ there_and_back, again = run(converted)
 assert same_bits(converted.params["head"], reference.params["head"]), (
     "the conversion changed a parameter"
 )
-assert good_text == there_and_back == plain, "lossless: the text is the target's own"
+assert good_text == there_and_back == plain, "lossless: the text is the target's"
 assert good.to_json() == again.to_json(), "the converted head drafts the same, round by round"
 print(
     f"τ {good.mean_acceptance_length:.2f}, by position {[round(x, 2) for x in good.acceptance_per_position]}"
 )
 
 # %% [markdown]
-# ## What a strict reader refuses
+# ## Refused checkpoints
 #
-# The official loader reads with `strict=False`: a missing tensor keeps its random start, an unknown one is dropped, and
-# nobody hears of it. Here each of these ends in one line. Watch what is *not* refused, too.
+# The official loader uses `strict=False`: a missing tensor keeps its random initial values, an unknown one is
+# ignored. Here each of these is an error of one line. One mistake passes: a transposed square matrix has the right
+# name, shape and type.
 
 
 # %%
 def edited(name, change):
-    """A copy of the official checkpoint after a change of its tensors; its directory."""
+    """Directory of a copy of the official checkpoint with changed tensors."""
     folder = HERE / name
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(official, folder)
@@ -184,14 +182,10 @@ assert accepted == ["o_proj transposed"], "all but the square matrix are refused
 assert all("\n" not in refusal for refusal in refusals), "a refusal is one line"
 
 # %% [markdown]
-# The last one slipped through: `o_proj` is square, and a transposed square matrix has the right name, shape and type.
-# No structural check can see it. That is what the rest of this notebook is about.
+# ## Layouts of SGLang and vLLM
 #
-# ## To other engines and back
-#
-# SGLang and SpecForge share the official names and need their own `config.json`; vLLM's layout spells every flag out. A
-# head that a layout cannot express is refused by name instead of being bent. Ours fits all of them, so the way through
-# all layouts ends where it began.
+# SGLang and SpecForge share the official names and need their own `config.json`. vLLM's layout stores every flag. A
+# head that a layout cannot express is refused. The shipped head passes through all layouts without losing a bit.
 
 # %%
 for before, after in (
@@ -208,20 +202,19 @@ assert last.config == shipped.config
 print("official (PyTorch) -> native -> sglang -> vllm -> eagle -> native: equal to the bit")
 
 # %% [markdown]
-# ## Five ports, one bug each
+# ## Five ports with one bug each
 #
-# Now the detective part. Somebody ported the head five times and made one classic mistake each time. All five load
-# without a word, and all five are on disk as ordinary checkpoints. The mistakes, in no particular order:
+# The next cell makes five ports of the head. Each has one classic mistake, and all of them load without an error.
 #
-# | mistake | where it comes from |
+# | mistake | cause |
 # |---|---|
-# | the map `d2t` was lost and saved as zeros | an export that drops buffers |
+# | the map `d2t` lost and saved as zeros | an export that drops buffers |
 # | `q` and `k` in interleaved order of rotary pairs, not in halves | GPT-J and Meta's files against Hugging Face |
-# | the features in reverse order before `fc` | a list of layers that was sorted the other way, or popped from the end |
-# | the norms of embedding and feature swapped | `input_layernorm` sounds like the input of the layer |
+# | features in reverse order before `fc` | a list of layers in another order |
+# | norms of embedding and feature swapped | `input_layernorm` sounds like the input of the layer |
 # | `o_proj` transposed | PyTorch stores `[out, in]`, JAX multiplies by `[in, out]` |
 #
-# The cell below makes them, and deals them out under the letters A to E. Do not read its shuffle too closely.
+# The ports get the letters A to E in random order.
 
 
 # %%
@@ -263,55 +256,32 @@ ports = {letter: edited(letter, mistakes[name]) for letter, name in SECRET.items
 heads = {letter: e3.load_drafter(folder, target=target) for letter, folder in ports.items()}
 
 # %% [markdown]
-# ### Symptoms
-#
-# First the text, then the counters.
+# ### Symptoms: τ and acceptance by position
 
 # %%
 symptoms = {"good": good}
 for letter, drafter in heads.items():
     tokens, symptoms[letter] = run(drafter)
-    assert tokens == plain, f"head {letter} changed the text: that no drafter can do"
-print(f"all {len(heads)} heads write the target's text, token for token\n")
-print("head     τ     acceptance by position            conditional")
-for letter, stats in symptoms.items():
-    by_position = " ".join(f"{share:.2f}" for share in stats.acceptance_per_position)
-    conditional = " ".join(f"{share:.2f}" for share in stats.conditional_acceptance_rate)
-    print(f"{letter:5} {stats.mean_acceptance_length:5.2f}   {by_position}   {conditional}")
-
-# %%
-figure, axes = plt.subplots()
-colours = [style.COLOURS[style.ACCEPTED], *style.SERIES[:2], *style.SERIES[3:]]
-for (letter, stats), colour in zip(symptoms.items(), colours, strict=True):
-    label = f"{letter} (τ {stats.mean_acceptance_length:.2f})"
-    axes.plot(
-        range(1, CHAIN + 1), stats.acceptance_per_position, marker="o", color=colour, label=label
-    )
-axes.set(
-    title="Same text, another speed: share of rounds that accepted each position",
-    xlabel="position in the draft",
-    ylabel="share of rounds",
-    xticks=range(1, CHAIN + 1),
-    ylim=(0, None),
-)
-axes.legend()
-worst = max(symptoms[letter].mean_acceptance_length for letter in heads)
-assert worst < good.mean_acceptance_length, "every bug costs τ"
-unnoticed = [
-    letter
-    for letter in heads
-    if symptoms[letter].mean_acceptance_length > 0.85 * good.mean_acceptance_length
-]
+    assert tokens == plain, f"head {letter} changed the text: no drafter can do that"
+taus = {letter: stats.mean_acceptance_length for letter, stats in symptoms.items()}
+print("τ:", {letter: round(tau, 2) for letter, tau in taus.items()})
+assert max(taus[letter] for letter in heads) < taus["good"], "every bug costs τ"
+unnoticed = [letter for letter in heads if taus[letter] > 0.85 * taus["good"]]
 assert len(unnoticed) == 2, "two of them cost less than 15 % of τ"
+acceptance_ribbons(
+    {letter: stats.acceptance_per_position for letter, stats in symptoms.items()},
+    rounds={letter: int(stats.num_drafts) for letter, stats in symptoms.items()},
+    title="Acceptance by position (same text)",
+)
 
 # %% [markdown]
-# Every one of them costs speed, but two of them so little that without a reference nobody would look for a bug: these
-# are the ones that live for years. And the symptom alone does not name the cause.
+# Every bug costs speed. Two cost so little that without a reference nobody would look for a bug. The symptom does not
+# name the cause.
 #
-# ### The doctor
+# ### `eagle3 doctor`
 #
-# `eagle3 doctor` looks at target and head together: sizes, vocabulary, layers, norms, rotary settings, broken weights,
-# and how often the first drafts agree with the target on prompts that you give it.
+# `eagle3 doctor` checks target and head together: sizes, vocabulary, layers, norms, rotary settings, broken weights,
+# and how often the first drafts agree with the target. It finds the lost map. The other four heads are well-formed.
 
 # %%
 given = texts[:3]
@@ -323,33 +293,23 @@ for letter in ("good", *ports):
     agreement = findings[letter]["agreement"].detail
     print(f"{letter:5} noted: {', '.join(odd)}\n      {agreement.partition(' at draft')[0]}")
 lost = next(letter for letter, name in SECRET.items() if name == "d2t lost")
-assert findings[lost]["vocabulary"].status == "warning", "a map of zeros is named for what it is"
+assert findings[lost]["vocabulary"].status == "warning", "a map of zeros is reported"
 assert findings["good"]["vocabulary"].status == "ok"
-assert findings[lost]["agreement"].status == "failure", "and its first drafts never agree"
+assert findings[lost]["agreement"].status == "failure", "its first drafts never agree"
 clean = [letter for letter in ports if findings[letter]["vocabulary"].status == "ok"]
-assert len(clean) == 4, "the other four are well-formed: only their drafts are bad"
+assert len(clean) == 4, "the other four are well-formed"
 
 # %% [markdown]
-# The doctor names one of the five outright (its line on the vocabulary), and that first drafts never agree. The chat
-# template is noted for every head: the shipped target has none. The other four are well-formed heads, only worse ones,
-# and what is wrong *inside* a well-formed head it cannot know. For that there is bisection.
+# ### Bisection by hidden states
 #
-# ### Bisection
+# Feed a good head and a suspect the same text, features and tokens, and compare every intermediate result in the
+# order of computation. The first difference shows the bug. In a real port the good head is the PyTorch original.
 #
-# Feed the good head and a suspect the same text, features and tokens, and compare every intermediate result in the
-# order in which it is computed. The first one that differs is where the bug is. In a real port the good head is the
-# PyTorch original; here it is the shipped one.
-#
-# One trick is worth remembering. Position 0 attends to nothing but itself, so its attention weights are 1 whatever the
-# queries and keys are. If attention is right at position 0 and wrong behind it, the values and `o_proj` are right and
-# the *scores* are wrong: `q`, `k`, or the rotary embedding.
+# Position 0 attends only to itself, so its attention weights are 1 whatever the queries and keys are. If attention is
+# right at position 0 and wrong after it, the values and `o_proj` are right and the *scores* are wrong: `q`, `k`, or
+# the rotary embedding.
 
 # %%
-from eagle3_jax.drafters.eagle3 import Eagle3Head
-from eagle3_jax.models.functional import bind
-from eagle3_jax.models.layers import embed
-from eagle3_jax.models.memory import BlockMemory, causal_mask
-
 config, precision = reference.drafter.config, reference.drafter.precision
 text = jnp.asarray([(texts[0] + good_text[0])[:64]], jnp.int32)
 positions = jnp.arange(text.shape[1] - 1, dtype=jnp.int32)[None]
@@ -367,7 +327,7 @@ def stages(params):
     fused = network.fuse(features)
     embedding = layer.embedding_norm(embed(params["embedding"], text[:, 1:], precision))
     feature = layer.feature_norm(fused)
-    # From here on each stage is given what the good head had before it, so that an error does not spread.
+    # From here on each stage gets the good head's input, so an error does not spread.
     clean = bind(Eagle3Head, config, precision, reference.params["head"])
     right = clean.fuse(features)
     both = [clean.first.embedding_norm(embed(params["embedding"], text[:, 1:], precision))]
@@ -383,7 +343,7 @@ def stages(params):
         "normed embedding": embedding,
         "normed feature*": feature,
         "attention, position 0": attended[:, :1],
-        "attention, behind it": attended[:, 1:],
+        "attention, later": attended[:, 1:],
         "mlp": through,
         "logits": logits,
         "target ids": jax.nn.one_hot(ids, config.vocab_size),
@@ -404,50 +364,28 @@ assert all(distance(x, truth[name]) == 0 for name, x in stages(converted.params)
     "the good port differs nowhere"
 )
 
-# %%
-names = [  # in the order in which they are computed
-    "fused features",
-    "normed embedding",
-    "normed feature*",
-    "attention, position 0",
-    "attention, behind it",
-    "mlp",
-    "logits",
-    "target ids",
-]
-assert set(names) == set(truth)
-grid = np.array([[table[letter][name] for letter in heads] for name in names])
-figure, axes = plt.subplots(figsize=(6.0, 3.8))
-image = axes.imshow(np.minimum(grid, 1.5), cmap="Oranges", vmin=0, vmax=1.5, aspect="auto")
-for row, column in np.ndindex(*grid.shape):
-    axes.text(column, row, f"{grid[row, column]:.2f}", ha="center", va="center", size=8)
-axes.set_xticks(range(len(heads)), heads)
-axes.set_yticks(range(len(names)), names)
-axes.set(title="Where each suspect differs from the good head (relative)", xlabel="suspect")
-axes.grid(visible=False)
-colorbar = figure.colorbar(image, label="relative difference")
+grid = np.array([[table[letter][name] for letter in heads] for name in table["A"]])
+table_map(
+    grid, list(table["A"]), list(heads), title="Relative difference from the good head", most=1.5
+)
+plt.show()
 
 # %% [markdown]
-# Read a column from top to bottom, and stop at the first number that is not zero. (* the normed feature comes after the
-# fused one, so an error in the fusion shows in both.) Before you open the answer: which letter is which?
+# Read a column from top to bottom and stop at the first number that is not zero. (* The normed feature follows the
+# fused one, so an error in the fusion shows in both.)
 #
-# <details><summary>Answer</summary>
-#
-# - Fused features differ, and with them the normed feature: the features were **reversed** before `fc`.
+# - Fused features differ: the features were **reversed** before `fc`.
 # - Fused features agree, both norms differ: the norms were **swapped**.
-# - Attention differs at position 0 already: values or output projection. The weights of `v` and `o` tell which; here
-#   `o_proj` was **transposed**.
-# - Attention agrees at position 0 and differs behind it: the scores. `q` and `k` are **interleaved**.
-# - Everything agrees up to the logits, and the target ids differ: **`d2t` was lost**. The doctor had said so.
+# - Attention differs at position 0: `o_proj` was **transposed**.
+# - Attention agrees at position 0 and differs later: `q` and `k` are **interleaved**.
+# - Everything agrees up to the logits, and the target ids differ: **`d2t` was lost**.
 #
-# The next cell decides by these rules alone and compares with what was planted.
-#
-# </details>
+# The next cell applies these rules and compares the result with the injected bugs.
 
 
 # %%
 def verdict(column, tolerance=1e-6):
-    """The cause, from where a column of the table is not zero."""
+    """The cause, from the first entry of a column that is not zero."""
     differs = {name: value > tolerance for name, value in column.items()}
     if differs["fused features"]:
         return "features reversed"
@@ -455,7 +393,7 @@ def verdict(column, tolerance=1e-6):
         return "norms swapped"
     if differs["attention, position 0"]:
         return "o_proj transposed"
-    if differs["attention, behind it"]:
+    if differs["attention, later"]:
         return "q and k interleaved"
     return "d2t lost" if differs["target ids"] and not differs["logits"] else "not found"
 
@@ -464,20 +402,14 @@ for letter, column in table.items():
     assert verdict(column) == SECRET[letter], (
         f"head {letter} is {SECRET[letter]}, not {verdict(column)}"
     )
-cost = {
-    SECRET[letter]: good.mean_acceptance_length - symptoms[letter].mean_acceptance_length
-    for letter in heads
-}
-for name, lost_tau in sorted(cost.items(), key=lambda pair: -pair[1]):
-    letter = next(letter for letter in SECRET if SECRET[letter] == name)
-    print(f"{letter}: {name:22} costs {lost_tau:.2f} of τ {good.mean_acceptance_length:.2f}")
+    print(f"{letter}: {SECRET[letter]:22} τ {taus[letter]:.2f} instead of {taus['good']:.2f}")
 
 # %% [markdown]
-# ## What would go wrong
+# ## Common mistakes
 #
-# Some bugs are in no tensor at all: they sit in the code around the head, and no converter can see them. The most
-# common one pairs the feature of position `t` with token `t` instead of `t + 1`: the shift was forgotten. A drafter is
-# a small protocol, so we can plant it around the good head.
+# Some bugs are in no tensor: they are in the code around the head, and no converter can see them. The most common one
+# pairs the feature of position `t` with token `t` instead of `t + 1`. A drafter is a small protocol, so a subclass
+# can inject the bug.
 
 
 # %%
@@ -486,7 +418,6 @@ class Unshifted(type(reference.drafter)):
     """Pairs each feature with its own token, not with the next one."""
 
     def observe(self, params, state, seen):
-        """As the right one does, but for the tokens that it is shown."""
         late = jnp.roll(seen.tokens, 1, axis=1).at[:, 0].set(seen.tokens[:, 0])
         last = jnp.take_along_axis(seen.tokens, jnp.maximum(seen.length - 1, 0)[:, None], axis=1)[
             :, 0
@@ -507,73 +438,55 @@ unshifted = dataclasses.replace(reference, drafter=Unshifted(**fields))
 tokens, stats = run(unshifted)
 assert tokens == plain, "even now the text is right"
 assert stats.mean_acceptance_length < 0.75 * good.mean_acceptance_length, (
-    "and the head is nearly useless"
+    "the head is nearly useless"
 )
 print(
-    f"without the shift: τ {stats.mean_acceptance_length:.2f} in place of {good.mean_acceptance_length:.2f}; same text"
+    f"without the shift: τ {stats.mean_acceptance_length:.2f} instead of {good.mean_acceptance_length:.2f}; same text"
 )
 
 # %% [markdown]
-# Two rules follow. Test a port by comparing hidden states with the original, never by its text. And keep a number: a
-# head's τ on fixed prompts, in a test, so that a port that loses a fifth of it fails.
+# Test a port by comparing hidden states with the original, never by its text. Keep a head's τ on fixed prompts in a
+# test.
 #
 # ## Exercises
 #
-# **1.** Which of the five bugs would `conversion` have caught if the head were 320 wide, with four
-# heads of 64 (in a layout that can say so)?
+# **1.** Why does a port with `q` and `k` interleaved still accept anything?
 #
 # <details><summary>Answer</summary>
 #
-# `o_proj` would be `[320, 256]`, no longer square, and its transpose would be refused by shape. All the others keep
-# every shape whatever the sizes are.
+# A permutation that is the same in `q` and `k` does not change a dot product. Only the rotation turns the wrong
+# pairs, so attention by content survives in part and attention by position is lost. The feature also goes around
+# attention by the residual path.
 #
 # </details>
 #
-# **2.** Why does a port with `q` and `k` interleaved still accept anything?
+# **2.** Undo the mistake of one suspect in its checkpoint. Does its τ come back?
 #
 # <details><summary>Answer</summary>
 #
-# A permutation that is the same in `q` and `k` does not change a dot product: without rotary embeddings nothing would
-# have changed at all. Only the rotation now turns the wrong pairs by the wrong angles, so attention by content
-# survives in part and attention by position is lost. The feature itself, moreover, goes around attention by the
-# residual path.
+# Yes, with every counter. The cell below does it for the swapped norms.
 #
 # </details>
 #
-# **3.** Undo the mistake of one suspect in its checkpoint, and check that its τ comes back.
+# **3.** A head is fine at the first position and collapses at the second. Which part of the port do you suspect?
 #
 # <details><summary>Answer</summary>
 #
-# ```python
-# letter = next(letter for letter, name in SECRET.items() if name == "norms swapped")
-# tensors = torch.load(ports[letter] / "pytorch_model.bin", weights_only=True)
-# swap_norms(tensors)
-# torch.save(tensors, ports[letter] / "pytorch_model.bin")
-# assert run(e3.load_drafter(ports[letter], target=target))[1].to_json() == good.to_json()
-# ```
-#
-# </details>
-#
-# **4.** A head is fine at the first position and collapses at the second. Which part of the port do you suspect?
-#
-# <details><summary>Answer</summary>
-#
-# What the second draft token has and the first has not: the head's own output, fed back in place of the features.
-# EAGLE-3 feeds it back *before* the last norm; a port that feeds back the normed state (`norm_output`), runs `fc` over
-# it, or gives the guess the wrong position is right once and wrong ever after. The cell below plants it. `doctor` knows
-# this signature.
+# The head's own output, which replaces the features from the second draft token on. EAGLE-3 feeds it back *before*
+# the last norm. A port that feeds back the normed state, runs `fc` on it, or gives it the wrong position is right
+# once and wrong afterwards.
 #
 # </details>
 
 # %%
-# Exercise 3.
+# Exercise 2.
 letter = next(letter for letter, name in SECRET.items() if name == "norms swapped")
 tensors = torch.load(ports[letter] / "pytorch_model.bin", weights_only=True)
 swap_norms(tensors)
 torch.save(tensors, ports[letter] / "pytorch_model.bin")
 assert run(e3.load_drafter(ports[letter], target=target))[1].to_json() == good.to_json()
 
-# Exercise 4: the normed output is fed back.
+# Exercise 3: the normed output is fed back.
 fed_back = dataclasses.replace(
     reference.drafter, config=dataclasses.replace(config, norm_output=True)
 )
@@ -593,12 +506,12 @@ shutil.rmtree(HERE)
 # ## What was claimed and checked
 #
 # - A PyTorch checkpoint in the official layout converts to the shipped head, bit for bit, and drafts the same.
-# - A missing tensor, one too many, a transposed `fc` and a `d2t` of ids are refused, each in one line; a transposed
+# - A missing tensor, an extra one, a transposed `fc` and a `d2t` of ids are refused, each in one line. A transposed
 #   square matrix is not.
 # - Through the layouts of SGLang, vLLM and the official code and back, no bit is lost.
-# - Five well-formed ports with a bug each, and a sixth with a bug in the code, write exactly the target's text; each
-#   has a lower τ.
-# - The doctor names the lost `d2t`; a comparison of hidden states finds the other four.
-# - Undoing a mistake brings every counter back.
+# - Five well-formed ports with a bug each, and a sixth with a bug in the code, generate exactly the target's text.
+#   Each has a lower τ.
+# - The doctor reports the lost `d2t`. A comparison of hidden states finds the other four.
+# - Undoing a mistake restores every counter.
 #
-# **Next:** 10 on writing a drafter of your own, 11 on training a head.
+# **Next:** [09](09_train_a_head.ipynb), training a head.

@@ -5,7 +5,6 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
-#       format_version: '1.3'
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -13,24 +12,25 @@
 # ---
 
 # %% [markdown]
-# # 06 · Draft trees
+# # 05 · Draft trees
 #
-# A chain stakes everything on one guess per position: after the first wrong token the rest of the draft is lost. A tree
-# drafts several continuations at once and lets one forward of the target judge all of them. After this notebook you can
+# After the first wrong token, the rest of a chain is lost. A tree drafts several continuations, and one forward pass
+# of the target verifies all of them. After this notebook you can
 #
-# - build EAGLE-2's dynamic tree yourself, level by level, and get the library's draft integer for integer;
+# - build the dynamic tree of EAGLE-2, level by level, and get the library's draft integer for integer;
 # - read an ancestor mask, and say which position each node has;
-# - say of every node of a real round whether it was accepted, rejected or never visited, and why;
-# - weigh what a wider tree brings (τ) against what it costs (v).
+# - say of every node of a round whether it was accepted, rejected or never visited;
+# - compare what a larger tree gains (τ) with what it costs (v).
 #
-# It takes about a minute on a laptop's CPU, works offline, and uses the shipped pair. Read 01, 02 and 04 first.
+# The notebook runs on a laptop CPU, offline, with the shipped pair. Read [01](01_memory_bound_decoding.ipynb),
+# [02](02_speculative_sampling.ipynb) and [03](03_eagle3_head.ipynb) before.
 
-# %%
+# %% tags=["hide-input"]
 import first_cell
 
 first_cell.start()
 
-# %%
+# %% tags=["hide-input"]
 import dataclasses
 
 import jax
@@ -41,10 +41,15 @@ from pictures import style, trees
 
 import eagle3_jax as e3
 from eagle3_jax import prompts, trace
+from eagle3_jax.bench.step_costs import target_seconds
 from eagle3_jax.drafters.eagle3 import Eagle3Head
 from eagle3_jax.models.functional import bind
 from eagle3_jax.models.layers import embed
 from eagle3_jax.models.memory import BlockMemory, causal_mask
+from eagle3_jax.theory.accelerators import accelerator_named
+from eagle3_jax.theory.bounds import round_bound
+from eagle3_jax.theory.known_models import KNOWN_MODELS
+from eagle3_jax.theory.memory import Deployment
 from eagle3_jax.tree import ancestor_mask, depths
 
 target = e3.load_target()
@@ -58,11 +63,11 @@ print(
 )
 
 # %% [markdown]
-# ## The draft that the library makes
+# ## Dynamic trees
 #
-# Three numbers describe a dynamic tree: `num_nodes` sent to the target (root included), `max_depth` levels below the
-# root, and `top_k`, which is both how many nodes of a level are expanded and how many children each of them gets. The
-# values here are those of the official code.
+# Three numbers describe a dynamic tree: `num_nodes` that the target verifies (root included), `max_depth` levels
+# below the root, and `top_k`, the number of expanded nodes of a level and of children of each. The values below are
+# those of the official code.
 
 # %%
 TREE = e3.DynamicTree(num_nodes=60, max_depth=8, top_k=10)
@@ -91,24 +96,23 @@ while bool(state.running[0]):
     known += [*rounds[-1]["tokens"][path].tolist(), rounds[-1]["next"]]
 
 plain = e3.SpeculativeDecoder(target).generate([prompt], max_new_tokens=NEW).tokens[0]
-assert known[len(prompt) :][:NEW] == plain, "a tree may change the speed, never the text"
+assert known[len(prompt) :][:NEW] == plain, "a tree changes the speed, never the text"
 lengths = [len(one["path"]) + 1 for one in rounds]
 print(f"{len(rounds)} rounds for {NEW} tokens; tokens per round: {lengths}")
 
 # %% [markdown]
-# ## The same tree by hand
+# ## EAGLE-2 tree construction
 #
-# EAGLE-2 needs nothing but the head's log-probabilities. It scores a node by the *sum* of the log-probabilities on its
-# path, which estimates how likely it is that verification gets as far as this node:
+# EAGLE-2 needs only the head's log-probabilities. The score of a node is the *sum* of the log-probabilities on its
+# path. It estimates how likely verification reaches this node.
 #
-# 1. Take the `top_k` likeliest tokens after the root: the first level.
+# 1. Take the `top_k` most likely tokens after the root: the first level.
 # 2. Run the head on the `top_k` best nodes of the latest level, and score the `top_k` children of each.
-# 3. Repeat 2 down to `max_depth`; all nodes that were ever scored form a pool.
-# 4. Keep the `num_nodes - 1` best of the whole pool, in the order in which they were scored.
+# 3. Repeat step 2 down to `max_depth`. All scored nodes form a pool.
+# 4. Keep the `num_nodes - 1` best nodes of the pool, in the order in which they were scored.
 #
-# The library runs a whole level in one pass with a tree mask over its cache. Here every node is a row of its own with
-# the whole text before it: no cache, no tree mask, nothing that could be wrong in the same way. `run_head` below is all
-# that touches the network; the rest is numpy.
+# The library runs a level in one pass with a tree mask over its cache. Here every node is a row with the whole text
+# before it, without a cache or a tree mask. `run_head` runs the network, the rest is numpy.
 
 # %%
 SIZE = (
@@ -128,7 +132,7 @@ def fused_features(tokens):
 
 @jax.jit
 def run_head(tokens, stream, last):
-    """Log-probabilities [R W] and outputs [R D] after column `last` of tokens [R S] and what is fed beside them."""
+    """Log-probabilities [R W] and outputs [R D] after column `last` of tokens [R S] and their features."""
     network = bind(Eagle3Head, config, head.drafter.precision, head.params["head"])
     embedded = embed(head.params["embedding"], tokens, head.drafter.precision)
     positions = jnp.broadcast_to(POSITIONS, tokens.shape)
@@ -200,32 +204,25 @@ for mine, theirs in zip(by_hand, rounds, strict=True):
 closest = min(
     mine["pool"][TREE.num_nodes - 2] - mine["pool"][TREE.num_nodes - 1] for mine in by_hand
 )
-assert closest > 1e-4, "the last node that got in led by rounding alone: equality would be luck"
+assert closest > 1e-4, "rounding decided the last node: equality would be luck"
 print(f"{len(rounds)} trees of {TREE.num_nodes} nodes: equal, integer for integer")
 print(
     f"pool of {TREE.num_candidates} scored nodes; the closest last place was decided by {closest:.5f} in ln q"
 )
 
-# %% [markdown]
-# Step 4 can never keep a node without its parent: a log-probability is at most 0, so scores never rise along a path,
-# and equal scores go to the lower place in the pool, where parents stand. The choice is closed under ancestors for
-# free.
-
-# %%
 for mine in by_hand:
     below = np.arange(1, TREE.num_nodes)
-    assert (mine["score"][below] <= mine["score"][mine["parents"][below]]).all(), (
-        "a child outscores its parent"
-    )
-    assert (mine["parents"][below] < below).all(), "a parent stands behind its child"
-print("every node's score is at most its parent's, and every parent stands before its children")
+    assert (mine["score"][below] <= mine["score"][mine["parents"][below]]).all()
+    assert (mine["parents"][below] < below).all(), "every parent comes before its children"
 
 # %% [markdown]
-# ## Who sees whom
+# Step 4 never keeps a node without its parent. A log-probability is at most 0, so scores never rise along a path, and
+# equal scores go to the earlier place in the pool, where parents are.
 #
-# The target judges all 60 nodes in one forward. Each node must see the text, its ancestors and itself, and nothing else
-# of the tree: to it, the other branches never happened. That is the ancestor mask. And its *position* is its depth
-# behind the text, not its place in the list: all nodes of a level would be the same, next token.
+# ## Tree attention mask
+#
+# The target verifies all 60 nodes in one forward pass. Each node may attend to the text, its ancestors and itself.
+# Its *position* is that of the root plus its depth, so all nodes of a level share a position.
 
 # %%
 one = max(rounds, key=lambda found: len(found["path"]))
@@ -235,9 +232,11 @@ pieces = [tokenizer.decode([int(token)]) for token in one["tokens"]]
 assert (one["positions"] == len(one["known"]) - 1 + level).all(), (
     "a node's position is that of the root plus its depth"
 )
-assert (mask.sum(axis=1) == level + 1).all(), "a node sees one node of each level down to its own"
+assert (mask.sum(axis=1) == level + 1).all(), (
+    "a node attends to one node of each level down to its own"
+)
 assert (mask & (level[:, None] == level[None, :])).sum() == TREE.num_nodes, (
-    "of its own level it sees itself alone"
+    "of its own level it attends to itself only"
 )
 count = 24
 trees.mask_map(
@@ -248,10 +247,15 @@ trees.mask_map(
 )
 
 # %% [markdown]
-# ## What became of every node
+# ## Verification of a tree
 #
-# For the picture we want `p` as well: the target's probability of each node after its parent. One forward over the text
-# and the tree, without a cache, gives all of them; it is also what verification must have computed.
+# Verification starts at the root and tries the children in order of `q`. The first child that equals the target's
+# choice is **accepted**, and verification continues below it. Children tried before are **rejected**. Nodes after an
+# accepted sibling or below a rejected one are **never visited**. If no child fits, the target adds its own choice: a
+# *correction*, or a *bonus* if there was no child.
+#
+# One forward pass over the text and the tree, without a cache, gives the target's probability `p` of each node. Move
+# the slider through the rounds, and hover over a node for its `p`, `q` and score.
 
 # %%
 WIDTH = len(prompt) + NEW + 8
@@ -264,7 +268,7 @@ def block_of(one):
     tokens[:n], tokens[WIDTH:] = one["known"][:-1], one["tokens"]
     tree_mask = np.asarray(ancestor_mask(jnp.asarray(one["parents"])[None], TREE.max_depth))[0]
     mask = np.tril(np.ones((len(tokens), len(tokens)), bool))
-    mask[WIDTH:, n:WIDTH] = False  # the padding is seen by nobody of the tree
+    mask[WIDTH:, n:WIDTH] = False  # no node of the tree attends to the padding
     mask[WIDTH:, WIDTH:] = tree_mask
     positions = np.concatenate([np.arange(WIDTH), n + tree_mask.sum(axis=1) - 1]).astype(np.int32)
     return tokens[None], positions[None], mask[None]
@@ -279,6 +283,7 @@ def target_laws(tokens, positions, mask):
 
 for one in rounds:
     laws = np.asarray(target_laws(*block_of(one)))
+    one["laws"] = laws
     one["p"] = laws[np.maximum(one["parents"], 0), one["tokens"]]
     one["argmax"] = laws.argmax(axis=1)
     one["status"] = trees.statuses(one["parents"], one["path"])
@@ -287,32 +292,23 @@ for one in rounds:
         "the token after the path is the target's own choice there"
     )
     for node, status in enumerate(one["status"]):
-        liked = one["tokens"][node] == one["argmax"][max(one["parents"][node], 0)]
+        chosen = one["tokens"][node] == one["argmax"][max(one["parents"][node], 0)]
         if status == style.ACCEPTED:
-            assert liked, "a greedy target accepts its own argmax"
+            assert chosen, "a greedy target accepts its own argmax"
         if status == style.REJECTED:
-            assert not liked, "and nothing else"
-
-# %% [markdown]
-# Verification starts at the root and tries the children in order of `q`. The first one that equals the target's choice
-# is **accepted**, and the walk goes on below it. Children tried in vain are **rejected**; what lies behind an accepted
-# sibling or below a rejected one is **never visited**. Where no child fits, the target's own choice is added: a
-# *correction*, or a *bonus* where there was no child left to refuse.
-#
-# Move the slider through the rounds, and point at a node for its `p`, `q` and score.
+            assert not chosen, "and nothing else"
 
 
-# %%
+# %% tags=["hide-input"]
 def shown(one, mine, number):
     """The arguments of a picture: the draft, and behind it what the target added."""
     end = one["path"][-1] if one["path"] else 0
     kind = style.CORRECTED if end in one["parents"] else style.BONUS
-    laws = np.asarray(target_laws(*block_of(one)))
     return {
         "tokens": [tokenizer.decode([int(token)]) for token in [*one["tokens"], one["next"]]],
         "parents": [*one["parents"].tolist(), end],
         "status": [*one["status"], kind],
-        "p": [None, *one["p"][1:].tolist(), float(laws[end, one["next"]])],
+        "p": [None, *one["p"][1:].tolist(), float(one["laws"][end, one["next"]])],
         "q": [None, *mine["q"][1:].tolist(), None],
         "score": [None, *mine["score"][1:].tolist(), None],
         "title": f"Round {number}: {len(one['path'])} of {TREE.num_nodes - 1} drafted tokens accepted, one added",
@@ -323,37 +319,23 @@ pictures = [
     shown(one, mine, number)
     for number, (one, mine) in enumerate(zip(rounds, by_hand, strict=True), start=1)
 ]
+counts = {
+    kind: sum(one["status"].count(kind) for one in rounds)
+    for kind in (style.ACCEPTED, style.REJECTED, style.UNVISITED)
+}
+print(", ".join(f"{kind} {count}" for kind, count in counts.items()))
+assert counts[style.UNVISITED] > sum(counts.values()) / 2, "most nodes are never visited"
 trees.interactive_rounds(pictures)
 
 # %% [markdown]
-# The same as a still picture, for the round that accepted most.
-
-# %%
-longest = max(range(len(rounds)), key=lambda number: len(rounds[number]["path"]))
-trees.tree(**pictures[longest])
-
-# %% [markdown]
-# Most nodes are never visited. That is no waste of the algorithm but its price: nobody knows beforehand which branch
-# the target will take.
-
-# %%
-counts = {kind: 0 for kind in (style.ACCEPTED, style.REJECTED, style.UNVISITED)}
-for one in rounds:
-    for status in one["status"][1:]:
-        counts[status] += 1
-total = sum(counts.values())
-print(", ".join(f"{kind} {count} ({count / total:.0%})" for kind, count in counts.items()))
-assert counts[style.UNVISITED] > total / 2, "most nodes are never visited"
-
-# %% [markdown]
-# ## Static trees, and what a node brings
+# Most nodes are never visited. That is the cost of not knowing which branch the target will take.
 #
-# Before EAGLE-2 trees were *static*: the same shape every round, written as paths of child ranks. `(0, 1)` is the
-# second child of the first child. A dynamic tree spends the same number of nodes where this context makes them likely:
-# deep where the head is sure of itself, wide where it is not.
+# ## Static trees, and τ by the number of nodes
 #
-# τ over a few prompts, for chains, for one static tree and for dynamic trees of growing size. Every one of them writes
-# the same text.
+# Before EAGLE-2, trees were *static*: the same shape in every round, given as paths of child ranks. `(0, 1)` is the
+# second child of the first child. A dynamic tree of the same size is deep where the head is sure and wide where it is
+# not. The cell measures τ for chains, one static tree and dynamic trees on the same prompts. All of them generate the
+# same text.
 
 # %%
 few = [tokenizer.encode(text).ids[-64:] for text in texts[::8]][:6]
@@ -391,7 +373,7 @@ for name, sizes in drafts.items():
         found[name, nodes] = stats
         print(f"{name:13} {nodes:3} nodes   τ {stats.mean_acceptance_length:.2f}")
 
-# %%
+# %% tags=["hide-input"]
 figure, axes = plt.subplots()
 colours = dict(zip(drafts, style.SERIES, strict=False))
 for name, colour in colours.items():
@@ -399,7 +381,7 @@ for name, colour in colours.items():
     taus = [found[name, nodes].mean_acceptance_length for nodes in sizes]
     axes.plot(sizes, taus, marker="o", color=colour, label=name)
 axes.set(
-    title="What nodes bring: tokens per round against nodes verified",
+    title="Tokens per round by verified nodes",
     xlabel="nodes verified per round (root included)",
     ylabel="τ (tokens per round)",
     ylim=(1, None),
@@ -410,61 +392,29 @@ axes.legend()
 tau = {key: stats.mean_acceptance_length for key, stats in found.items()}
 assert tau["dynamic tree", 60] > tau["chain", 8], "the large tree accepts more than the long chain"
 same_size = tau["dynamic tree", STATIC.num_nodes] / tau["static tree", STATIC.num_nodes]
-assert same_size > 0.97, (
-    "a dynamic tree is no worse than a static one of its size, and nobody had to choose its shape"
-)
+assert same_size > 0.97, "a dynamic tree is no worse than a static one"
 assert tau["chain", 2] < tau["chain", 4] < tau["chain", 8], "a longer chain accepts more"
 for name in ("chain", "dynamic tree"):
     per_node = np.diff([tau[name, nodes] for nodes, _ in drafts[name]]) / np.diff(
         [nodes for nodes, _ in drafts[name]]
     )
-    assert per_node[1] < per_node[0] / 2, (
-        "the later nodes bring less than half of what the earlier ones did"
-    )
-
-# %% [markdown]
-# Mind the axis: every step to the right doubles the nodes, so what a single node brings falls fast. In a chain because
-# a deep node needs every token before it to be right, in a tree because it has to cover ever less likely branches. The
-# tree climbs higher all the same: its nodes hold second and third choices at the *first*
-# levels, where a chain has nothing to fall back on. The acceptance per level shows it.
-
-# %%
-figure, axes = plt.subplots()
-for name, nodes in (("chain", 8), ("dynamic tree", 60)):
-    shares = found[name, nodes].acceptance_per_position
-    axes.plot(
-        range(1, len(shares) + 1),
-        shares,
-        marker="o",
-        color=colours[name],
-        label=f"{name}, {nodes} nodes",
-    )
-axes.set(
-    title="Share of rounds in which each level was reached",
-    xlabel="level below the root",
-    ylabel="share of rounds",
-    ylim=(0, 1),
-)
-axes.legend()
+    assert per_node[1] < per_node[0] / 2, "later nodes gain less than half of earlier ones"
 first = {key: stats.acceptance_per_position[0] for key, stats in found.items()}
-assert first["dynamic tree", 60] > first["chain", 8], "the tree gains at the first level already"
-assert first["chain", 8] > 0.5, "the likeliest token alone is right most of the time"
+assert first["dynamic tree", 60] > first["chain", 8] > 0.5, "the tree gains at the first level"
+plt.show()
 
 # %% [markdown]
-# ## What a node costs
+# Every step to the right doubles the nodes, so the gain per node falls fast. A deep node of a chain needs every token
+# before it to be right. A tree covers less and less likely branches, but it has second and third choices at the
+# *first* levels.
 #
-# `v` is the cost of verifying a whole draft, in plain steps. A plain step reads every weight for one token, and so does
-# a verification of 60: while reading is what takes the time, nodes are nearly free. Where arithmetic takes the time, as
-# on a few CPU cores, every node costs. The first column is measured here and now; the others are the roofline of an
-# 8-billion-parameter target on an H200, which no implementation can be faster than.
+# ## Verification cost of a node
+#
+# `v` is the cost of verifying a whole draft, in plain steps. While reading the weights takes the time, nodes are
+# nearly free. Where arithmetic takes the time, every node costs. The first column is measured here, the others are
+# the roofline bound of an 8-billion model on an H200.
 
 # %%
-from eagle3_jax.bench.step_costs import target_seconds
-from eagle3_jax.theory.accelerators import accelerator_named
-from eagle3_jax.theory.bounds import round_bound
-from eagle3_jax.theory.known_models import KNOWN_MODELS
-from eagle3_jax.theory.memory import Deployment
-
 h200 = Deployment(
     target=KNOWN_MODELS["Llama-3.1-8B"], head=None, accelerator=accelerator_named("H200")
 )
@@ -472,7 +422,7 @@ sizes = (1, 4, 16, 60)
 
 
 def seconds(nodes):
-    """Of one forward of the shipped target over a block, with its logits."""
+    """Time of one forward pass of the shipped target over a block, with its logits."""
     one = e3.SpeculativeDecoder(target, e3.drafters.Plain(nodes), stop_tokens=())
     return min(target_seconds(one, [prompt], max_new_tokens=64, rounds=8) for _ in range(3))
 
@@ -490,22 +440,19 @@ for index, nodes in enumerate(sizes):
     by_batch = " / ".join(f"{bound[batch][index]:.2f}" for batch in bound)
     print(f"{nodes:5} {here[index] / here[0]:8.2f}   {by_batch}")
 assert bound[1][-1] < 1.05, "one sequence: 60 nodes cost less than 5 % more than one token"
-assert bound[64][-1] > 5, (
-    "64 sequences: arithmetic is short, and a tree of 60 costs more than any τ brings in"
-)
+assert bound[64][-1] > 5, "64 sequences: a tree of 60 costs more than it gains"
 assert max(tau.values()) < bound[64][-1]
 
 # %% [markdown]
-# So a large tree is for one or a few sequences on a machine with arithmetic to spare. With many sequences in a batch
-# the arithmetic is spent already: short chains, or none, are then best. `eagle3 tune` measures it for your machine.
+# A large tree is for one or a few sequences on a machine with unused arithmetic. For many sequences, short chains or
+# no drafts are best. `eagle3 tune` measures it for your machine.
 #
-# ## A sampled target: one sibling after the other
+# ## Trees at temperature 1
 #
-# At temperature 1 the target does not want its argmax but a *draw* from `p`. The tree is deterministic all the same, so
-# each sibling is a proposal with all of its mass on one token. The exact rule tries them in order: sibling `x` is
-# accepted with probability `p(x)`; if it is refused, its mass is struck out of `p`, what is left is rescaled, and the
-# next one is tried. Over all tries a sibling is then taken with probability exactly `p(x)`, and one of them is taken
-# with probability `Σ p(x)`: no proposal distribution is needed, and no mass is lost.
+# At temperature 1 the target samples from `p`. The tree is still deterministic, so each sibling is a point mass. The
+# exact rule tries the siblings in order: it accepts `x` with probability `p(x)`. If it rejects `x`, it removes the
+# mass of `x` from `p`, rescales the rest and tries the next sibling. Over all tries a sibling is accepted with
+# probability exactly `p(x)`, and one of them with probability `Σ p(x)`.
 
 # %%
 hot = trace.record(
@@ -526,10 +473,7 @@ def laws_of(tokens):
     return jax.nn.softmax(target.model.unembed(target.params, out.final))
 
 
-ranks, expected = (
-    [],
-    [],
-)  # of the accepted child of the root; of all children, the target's probability
+ranks, expected = [], []  # the accepted child of the root; p of all children
 for ids, row, one in zip(few, hot.result.tokens, hot.prompts, strict=True):
     text = [*ids, *row]
     padded = np.zeros((1, width), np.int32)
@@ -546,53 +490,22 @@ for ids, row, one in zip(few, hot.result.tokens, hot.prompts, strict=True):
         taken = found_round["path"][:1]
         ranks.append(children.index(taken[0]) if taken else None)
 
-# %%
-shares = np.zeros(TREE.top_k)
-hopes = np.zeros(TREE.top_k)
-for rank, mass in zip(ranks, expected, strict=True):
-    hopes[: len(mass)] += mass
-    if rank is not None:
-        shares[rank] += 1
-figure, axes = plt.subplots()
-bars = np.arange(TREE.top_k)
-axes.bar(
-    bars + 1,
-    shares / len(ranks),
-    color=style.COLOURS[style.ACCEPTED],
-    label="accepted in these rounds",
-)
-axes.plot(bars + 1, hopes / len(ranks), "o", color=style.TARGET, label="mean p of that sibling")
-axes.set(
-    title=f"Which child of the root is taken at temperature 1 ({len(ranks)} rounds)",
-    xlabel="rank of the sibling under the head",
-    ylabel="share of rounds",
-    xticks=bars + 1,
-)
-axes.legend()
-
 sums = np.array([sum(mass) for mass in expected])
 taken = sum(rank is not None for rank in ranks)
 deviation = (taken - sums.sum()) / np.sqrt((sums * (1 - sums)).sum())
+first_only = sum(mass[0] for mass in expected)
 print(
-    f"{taken} of {len(ranks)} rounds took a child of the root; Σp says {sums.sum():.1f} ({deviation:+.2f} σ)"
+    f"{taken} of {len(ranks)} rounds accepted a child of the root; Σp = {sums.sum():.1f} ({deviation:+.2f} σ)"
 )
-print(
-    f"the first sibling alone, which is all that a chain has: Σp says {sum(mass[0] for mass in expected):.1f}"
-)
-assert abs(deviation) < 4, "a child is taken as often as the target's own probabilities say"
-assert sums.sum() > 1.5 * sum(mass[0] for mass in expected), (
-    "siblings add much to what a chain could get"
-)
+print(f"the first sibling only, as in a chain: Σp = {first_only:.1f}")
+assert abs(deviation) < 4, "a child is accepted as often as the target's probabilities say"
+assert sums.sum() > 1.5 * first_only, "siblings add much to a chain"
 
 # %% [markdown]
-# At temperature 0 the first sibling was right most of the time; at temperature 1 the mass is spread, and the further
-# siblings earn their place.
+# ## Common mistakes
 #
-# ## What would go wrong
-#
-# Two classic mistakes, planted in the target alone. A target is a small protocol, so a wrapper is enough: one replaces
-# the ancestor mask by the causal mask, so that siblings see each other; the other counts positions by index instead of
-# by depth.
+# Two classic bugs are injected into the target only, by a wrapper. The first one replaces the ancestor mask by the
+# causal mask, so siblings attend to each other. The second one counts positions by index instead of depth.
 
 
 # %%
@@ -607,11 +520,9 @@ class Mistaken:
     vocab_size = property(lambda self: self.model.vocab_size)
 
     def init_cache(self, batch, capacity):
-        """As the target's."""
         return self.model.init_cache(batch, capacity)
 
     def unembed(self, params, final):
-        """As the target's."""
         return self.model.unembed(params, final)
 
     def __call__(self, params, tokens, positions, mask, cache=None, aux_layers=(), length=None):
@@ -629,7 +540,7 @@ cases = (
     ("positions by index", {"by_index": True}, "tree", {"tree": SMALL}),
     ("both", {"causal": True, "by_index": True}, "chain", {"num_speculative_tokens": 3}),
 )
-print(f"{'bug':20} {'draft':8} {'τ':>5}   texts that stayed the target's own")
+print(f"{'bug':20} {'draft':8} {'τ':>5}   texts equal to the target's")
 for name, bug, kind, shape in cases:
     broken = dataclasses.replace(target, model=Mistaken(target.model, **bug))
     result = e3.SpeculativeDecoder(broken, head, stop_tokens=(), **shape).generate(
@@ -638,118 +549,85 @@ for name, bug, kind, shape in cases:
     same = sum(ours == truth for ours, truth in zip(result.tokens, written, strict=True))
     print(f"{name:20} {kind:8} {result.stats.mean_acceptance_length:5.2f}   {same} of {len(few)}")
     if kind == "tree":
-        assert same < len(few), "a wrong mask or wrong positions in the target change the text"
+        assert same < len(few), "the bug changes the text"
     else:
-        assert same == len(few), (
-            "a chain has no siblings: its mask is causal and its depth the index anyhow"
-        )
+        assert same == len(few), "the mask of a chain is causal, and its depth is its index"
 
 # %% [markdown]
-# Three things to take home. The bugs change the *text*: verification compares with the distribution after a context
-# that never happened, so nothing is lossless any more. A chain does not show them, since its ancestor mask is causal
-# and its depth is its index, so test trees as trees. And nothing crashed: only the comparison with plain decoding
-# tells.
+# The bugs change the *text*, because verification uses a wrong context. A chain does not show them, because its
+# ancestor mask is causal and its depth is its index. So test trees as trees. Nothing crashes: only the comparison
+# with plain decoding shows the bug. The same bugs in the *head* would cost only τ.
 #
-# The same mistakes in the *head* would be harmless to the text: a draft may come from anywhere. They would cost τ.
-
-# %% [markdown]
 # ## Exercises
 #
-# **1.** `top_k=10` and `max_depth=8` score how many nodes per round, and on how many of them is the head run? Which of
-# the two numbers costs time?
+# **1.** `top_k=10` and `max_depth=8`: how many nodes are scored per round, and on how many does the head run? Which
+# number costs time?
 #
 # <details><summary>Answer</summary>
 #
-# The first level scores `k`, each further one `k²`: `10 + 7·100 = 710` (`TREE.num_candidates`). The head runs on the
-# `k` best of each level but the last: `10·7 = 70` nodes (`TREE.num_expanded`), in 7 passes, after one for the root. Passes
-# cost time: a level is one forward of 10 rows. Scores are a sum and a `top_k`.
+# The first level scores `k` nodes, each further level `k²`: `10 + 7·100 = 710` (`TREE.num_candidates`). The head runs
+# on the `k` best nodes of each level except the last: `10·7 = 70` (`TREE.num_expanded`), in 7 passes, after one for
+# the root. Passes cost time.
 #
 # </details>
 #
-# **2.** Could a dynamic tree keep a node whose parent it leaves out? What if the score were the *last* log-probability
-# instead of the sum?
+# **2.** What happens if the score is the *last* log-probability instead of the sum?
 #
 # <details><summary>Answer</summary>
 #
-# Not with sums: a child scores at most what its parent scores, and at a tie the parent stands first. With the last
-# log-probability alone a child may well score above its parent (a sure continuation of an unlikely word), would be kept
-# without it, and the tree would fall apart. The cell below counts how often that would happen here.
+# A child may score above its parent and would be kept without it. The cell below counts how often that would happen
+# here.
 #
 # </details>
 #
-# **3.** A greedy target and a tree whose first level holds the target's choice at rank 4. How many nodes of the first
-# level are rejected, and does their order matter for τ?
+# **3.** Write a chain as a `StaticTree`. Does it draft the same?
 #
 # <details><summary>Answer</summary>
 #
-# Three: ranks 1 to 3 are tried and refused before rank 4 is taken. For a greedy target the order does not matter:
-# exactly one token is acceptable, and it is found wherever it stands. At a temperature above 0 the order does not
-# change the probability that *some* sibling is taken either (`Σ p`), but it decides which.
+# Yes. The loop does not know that it is a chain and verifies it with the ancestor mask.
 #
 # </details>
 #
-# **4.** Write a chain as a `StaticTree` and check that it drafts the same.
+# **4.** At which batch size on an H200 would you stop using a tree of 60?
 #
 # <details><summary>Answer</summary>
 #
-# ```python
-# as_tree = e3.StaticTree(tuple((0,) * depth for depth in range(1, 4)))
-# tokens, stats = run(tree=as_tree)
-# assert tokens == written
-# assert stats.acceptance_per_position == found["chain", 4].acceptance_per_position
-# ```
-#
-# It does, but the loop does not know that it is a chain, and verifies it with the ancestor mask.
-#
-# </details>
-#
-# **5.** From the two tables above: at which batch size on an H200 would you stop using a tree of 60?
-#
-# <details><summary>Answer</summary>
-#
-# A round emits τ tokens and costs at least `v` plain steps, so it can only pay while `v < τ` (what the head costs comes
-# on top). With the τ of the large tree measured above, batch 1 pays by far, batch 8 leaves something, and batch 64
-# cannot pay. The cell below asks `round_bound` for every batch in between.
+# A round adds τ tokens and costs at least `v` plain steps, so it pays off only while `v < τ`. The cell below computes
+# the bound for every batch.
 #
 # </details>
 
 # %%
-# Exercise 2: nodes that would outscore their parent.
 above = [
     int((mine["q"][1:] > mine["q"][mine["parents"][1:]])[mine["parents"][1:] > 0].sum())
     for mine in by_hand
 ]
-print(
-    f"kept nodes whose last log-probability is above their parent's: {sum(above)} in {len(by_hand)} trees"
-)
-assert sum(above) > 0
+print(f"2. kept nodes with a higher last log-probability than their parent: {sum(above)}")
+assert TREE.num_candidates == 710 and TREE.num_expanded == 70 and sum(above) > 0
 
-# Exercise 4.
 as_tree = e3.StaticTree(tuple((0,) * depth for depth in range(1, 4)))
 tokens, stats = run(tree=as_tree)
 assert tokens == written
 assert stats.acceptance_per_position == found["chain", 4].acceptance_per_position
 
-# Exercise 5.
 costs = [
     round_bound(h200, batch=b, context=1024, num_draft_tokens=59).verify_cost for b in range(1, 65)
 ]
 stop = next(b for b, cost in enumerate(costs, start=1) if cost > tau["dynamic tree", 60])
-print(f"a tree of 60 cannot pay from batch {stop} on")
+print(f"4. a tree of 60 cannot pay off from batch {stop} on")
 assert 8 < stop < 64
 
 # %% [markdown]
 # ## What was claimed and checked
 #
-# - Decoding with a tree writes the target's own text, token for token; so do chains, static and dynamic trees.
+# - Decoding with chains, static and dynamic trees generates the target's own text, token for token.
 # - The dynamic tree built by hand equals the library's in every round: tokens and parents, integer for integer.
-# - Scores never rise along a path, and parents stand before their children.
-# - A node sees one node of each level above it; its position is the root's plus its depth.
+# - Scores never rise along a path, and parents come before their children.
+# - A node attends to one node of each level above it. Its position is the root's plus its depth.
 # - Accepted nodes are the target's argmax, rejected ones are not, and the added token is the target's own.
-# - The large tree has a higher τ than the long chain, and already a higher acceptance at the first level; a dynamic
-#   tree is no worse than a static one of its size.
-# - By its roofline, verifying 60 nodes is nearly free for one sequence on an H200 and costs more than τ for 64.
-# - At temperature 1 some child of the root is taken as often as `Σ p` says.
-# - A causal mask, or positions by index, in the target changes the text with a tree, and does nothing to a chain.
+# - The large tree has a higher τ than the long chain. A dynamic tree is no worse than a static one of its size.
+# - By the roofline, verifying 60 nodes is nearly free for one sequence on an H200 and costs more than τ for 64.
+# - At temperature 1 some child of the root is accepted as often as `Σ p` says.
+# - A causal mask, or positions by index, changes the text with a tree and changes nothing with a chain.
 #
-# **Next:** 07 on what "lossless" means in floating point, 08 on measuring, 09 on heads that were converted wrongly.
+# **Next:** [06](06_losslessness.ipynb), what "lossless" means in floating point.

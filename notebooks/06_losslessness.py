@@ -1,0 +1,574 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 06 · Losslessness
+#
+# "Lossless" is a promise about a *distribution*. After this notebook you can
+#
+# - say what is promised and what is not, for one request and for a request in a batch;
+# - tell an approximate tie of bfloat16 logits from a bug, and choose a baseline that is equal bit for bit;
+# - name the test that catches a given bug, and the tests that miss it;
+# - explain why a broken head cannot be seen in any output.
+#
+# The notebook runs on a laptop CPU, offline, in a checkout. Read [01](01_memory_bound_decoding.ipynb) and
+# [02](02_speculative_sampling.ipynb) before.
+
+# %% tags=["hide-input"]
+import first_cell
+
+first_cell.start(repository=True)
+
+# %% tags=["hide-input"]
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib import pyplot as plt
+from mutants import planted  # tests/helpers/mutants.py: injected bugs
+from pictures import bars, style
+from pictures.maps import table_map
+
+import eagle3_jax as e3
+from eagle3_jax.drafters import Plain
+from eagle3_jax.loop import SpeculativeLoop
+from eagle3_jax.models.decoder import Decoder
+from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.prompts import shipped
+from validation.forcing import forced_logits
+from validation.margin import TIE_ULPS, bfloat16_ulp
+from validation.statistics import directed, kolmogorov_smirnov, randomised_pit, surprisal
+
+# %% [markdown]
+# ## What is promised
+#
+# | decoding | what is equal |
+# |---|---|
+# | greedy, float32 | the text of plain decoding, token for token |
+# | greedy, bfloat16 | the same except for approximately tied logits; bit for bit compared with plain decoding in blocks of the same shape |
+# | sampled | the distribution of texts |
+# | other neighbors in a batch of the same size | every bit of a request |
+# | **not** promised | the same text for the same seed as plain decoding; the same bits in another batch or block size |
+#
+# The first cell checks the first line: eight held-out prompts, a chain of three, float32.
+
+# %%
+K, NEW = 3, 40
+prompts = shipped()[0:40:5]
+target = e3.load_target()
+head = e3.load_drafter(target=target)
+
+
+def greedy(drafter=None, **options):
+    return e3.SpeculativeDecoder(target, drafter, stop_tokens=(), **options).generate(
+        prompts, max_new_tokens=NEW
+    )
+
+
+plain = greedy()
+chain = greedy(head, num_speculative_tokens=K)
+same = sum(a == b for a, b in zip(chain.tokens, plain.tokens, strict=True))
+print(f"{same} of {len(prompts)} texts are the same; τ = {chain.stats.mean_acceptance_length:.2f}")
+assert chain.tokens == plain.tokens, "greedy speculation generates the text of plain decoding"
+
+# %% [markdown]
+# ## Seeds and batches
+#
+# With one seed, plain and speculative decoding sample different texts. That is no bug: speculation uses its random
+# numbers for other decisions. The same decoder with the same seed repeats itself. A request does not change when it
+# gets other neighbors in its batch, because its random numbers depend only on its key and its position.
+
+# %%
+sampled = e3.SamplingParams(temperature=1.0)
+drawn = {"num_speculative_tokens": K, "draft_sampling": e3.DraftSampling.PROBABILISTIC}
+two = {
+    "plain": e3.SpeculativeDecoder(target, stop_tokens=()),
+    "drafted": e3.SpeculativeDecoder(target, head, stop_tokens=(), **drawn),
+}
+texts = {
+    name: one.generate(prompts, max_new_tokens=24, sampling=sampled, seed=1).tokens
+    for name, one in two.items()
+}
+again = two["drafted"].generate(prompts, max_new_tokens=24, sampling=sampled, seed=1).tokens
+others = [prompts[0], *reversed(prompts[1:])]
+beside_others = two["drafted"].generate(others, max_new_tokens=24, sampling=sampled, seed=1).tokens
+
+for name, rows in texts.items():
+    print(f"{name:8}", repr(target.tokenizer.decode(rows[0]))[:90])
+same = sum(a == b for a, b in zip(texts["plain"], texts["drafted"], strict=True))
+print(f"the same seed, plain and drafted: {same} of {len(prompts)} texts are the same")
+assert same < len(prompts), "the same seed does not mean the same text"
+assert again == texts["drafted"] and beside_others[0] == again[0], (
+    "a decoder repeats itself, whatever else is in the batch"
+)
+
+
+def last_state(decoder, prompts, **options):
+    """The state after a whole generation: tokens, counters and both caches."""
+    state = decoder.prefill(prompts, max_new_tokens=16, **options)
+    while np.any(state.running):
+        state = decoder.step(state).state
+    return jax.device_get(state)
+
+
+def differing(one, other, rows):
+    """Numbers in the committed slots of two target caches that differ, and all that were compared."""
+    compared = different = 0
+    for mine, theirs in zip(
+        jax.tree.leaves(one.layers), jax.tree.leaves(other.layers), strict=True
+    ):
+        for row in rows:
+            length = min(one.length[row], other.length[row])
+            same = mine[row, :, :length] == theirs[row, :, :length]
+            compared, different = compared + same.size, different + np.count_nonzero(~same)
+    return different, compared
+
+
+own, moved = (
+    last_state(two["drafted"], texts, sampling=sampled, seed=1) for texts in (prompts, others)
+)
+assert differing(own.cache, moved.cache, [0])[0] == 0, "and every bit of its cache is the same"
+
+# %% [markdown]
+# ## Approximately tied logits
+#
+# Plain decoding runs the target on one token at a time, verification on a block of `K + 1`. These are two compiled
+# programs that add up the same products in another order. So the logits differ a little. Where two tokens are nearly
+# tied, the most likely one may change, *without any drafter*.
+#
+# `advance` feeds one certain token, in a block of one or of four whose other tokens are padding. Both programs follow
+# the same text.
+
+
+# %%
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def advance(model, block, params, cache, root):
+    """Logits after the root, run in a block of this size, and the cache with the root in it."""
+    tokens = jnp.zeros((root.size, block), jnp.int32).at[:, 0].set(root)
+    positions = cache.length[:, None] + jnp.arange(block, dtype=jnp.int32)
+    output = model(params, tokens, positions, causal_mask(block), cache)
+    return model.unembed(params, output.final)[:, 0], cache.commit(
+        output.written, jnp.ones_like(root)
+    )
+
+
+def along_one_text(dtype, prompts, steps):
+    """Logits of both programs at every step of one greedy text, ``[2, steps, B, V]``."""
+    model = e3.load_target(dtype=dtype)
+    state = e3.SpeculativeDecoder(model, stop_tokens=()).prefill(prompts, max_new_tokens=steps + 1)
+    root = jnp.take_along_axis(state.tokens, state.length[:, None] - 1, axis=1)[:, 0]
+    caches, seen = {1: state.cache, K + 1: state.cache}, []
+    for _ in range(steps):
+        logits = {}
+        for block in caches:
+            logits[block], caches[block] = advance(
+                model.model, block, model.params, caches[block], root
+            )
+        seen.append([np.asarray(one) for one in logits.values()])
+        root = jnp.argmax(logits[1], axis=-1).astype(jnp.int32)
+    return np.array(seen).swapaxes(0, 1)
+
+
+found = {}
+for dtype, steps in (("float32", 8), ("bfloat16", 28)):
+    one, block = along_one_text(dtype, shipped()[14:38], steps)
+    ulp, ranked = bfloat16_ulp(one.max(-1)), np.sort(one, axis=-1)
+    chosen = np.take_along_axis(one, block.argmax(-1)[..., None], -1)[..., 0]
+    found[dtype] = (
+        one,
+        block,
+        (one.max(-1) - chosen) / ulp,
+        (ranked[..., -1] - ranked[..., -2]) / ulp,
+    )
+    flips = one.argmax(-1) != block.argmax(-1)
+    apart = np.abs(one - block).max()
+    print(
+        f"{dtype:9} {flips.size} positions: logits up to {apart:.1g} apart, the argmax changes at {flips.sum()}"
+    )
+    if dtype == "float32":
+        assert apart < 1e-3 and flips.sum() == 0, (
+            "in float32 the two programs choose the same tokens here"
+        )
+
+one, block, gap, margin = found["bfloat16"]
+near = margin <= TIE_ULPS
+print(f"bfloat16: the two best logits are within two units at {near.mean():.0%} of the positions")
+print("gaps where it changes, in units in the last place:", gap[flips].tolist())
+assert (one != block).any(), "two programs, two roundings"
+assert near.any() and (gap[flips] <= TIE_ULPS).all(), "every change is an approximate tie"
+
+# %% [markdown]
+# A **unit in the last place** is the distance between neighboring floating-point numbers. bfloat16 has 8 bits of
+# mantissa, so its numbers between 8 and 16 are 1/16 apart. The two best logits are often one or two units apart, or
+# equal. The left plot counts the margins. The right plot shows one position: between the two programs, logits move by
+# a unit.
+
+# %% tags=["hide-input"]
+figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 3.8), width_ratios=(1.5, 1))
+steps = np.minimum(np.round(margin), 12)
+counts = lambda chosen: np.bincount(steps[chosen].astype(int), minlength=13)
+left.bar(range(13), counts(~flips), color=style.TARGET, label="same argmax")
+left.bar(
+    range(13),
+    counts(flips),
+    bottom=counts(~flips),
+    color=style.COLOURS[style.REJECTED],
+    label="argmax changes",
+)
+left.axvspan(-0.5, TIE_ULPS + 0.5, color=style.DRAFTER, alpha=0.12, label="approximate tie")
+left.set_xticks(range(12))
+title = f"bfloat16: margins below 12 units, of {margin.size}"
+left.set(xlim=(-0.6, 11.6), ylim=(0, 1.5 * counts(margin < 12)[:12].max()), title=title)
+left.set(xlabel="units between the two likeliest tokens", ylabel="positions")
+left.legend()
+
+step, row = np.argwhere(flips)[0] if flips.any() else np.argwhere(near)[0]
+pair = np.array([one[step, row], block[step, row]])
+top = np.argsort(-pair.max(0))[:4]
+unit = float(bfloat16_ulp(pair.max()))
+for token, marker in zip(top, "os^D", strict=True):
+    name = bars.visible(target.tokenizer.decode([int(token)]))
+    right.plot((0, 1), pair[:, token], marker=marker, label=f"{name!r}")
+low, high = pair[:, top].min(), pair[:, top].max()
+right.set_yticks(np.arange(low - unit, high + 2 * unit, unit))
+right.set(
+    xlim=(-0.3, 1.9), ylabel="logit (lines: bfloat16 numbers)", title="One position, two programs"
+)
+right.set_xticks((0, 1), ("block of 1", f"block of {K + 1}"))
+right.legend(loc="center right", fontsize="small")
+assert (pair[:, top] % bfloat16_ulp(pair[:, top]) == 0).all(), "every logit is a bfloat16 number"
+
+# %% [markdown]
+# ## Baseline of the same block size
+#
+# `Plain(num_nodes=K + 1)` decodes plainly in blocks of `K + 1`, with padding after the root. Compared with it, every
+# key and value in the target's cache is equal, bit for bit, in float32 and in bfloat16. A rejected draft leaves no
+# trace.
+
+# %%
+for dtype in ("float32", "bfloat16"):
+    model = e3.load_target(dtype=dtype)
+    decoders = (
+        e3.SpeculativeDecoder(
+            model, e3.load_drafter(target=model), num_speculative_tokens=K, stop_tokens=()
+        ),
+        e3.SpeculativeDecoder(model, Plain(num_nodes=K + 1), stop_tokens=()),
+    )
+    drafted, shaped = (last_state(one, prompts) for one in decoders)
+    different, compared = differing(drafted.cache, shaped.cache, range(len(prompts)))
+    print(f"{dtype:9} {compared:,} numbers in the caches compared, {different} differ")
+    assert np.array_equal(drafted.tokens, shaped.tokens), "the same tokens"
+    assert different == 0, "the same bits"
+
+# %% [markdown]
+# ## Injected bugs and tests
+#
+# A test suite is as good as the bugs that it finds. `planted(function, old, new)` replaces a piece of a function's
+# source and compiles everything anew. The next cells run seven tests on seven bugs.
+#
+# Two tests run the whole loop, greedily: **is the text that of plain decoding**, and **how large is τ**. Five tests
+# look at sampled tokens for real pairs `p`, `q` of the shipped models. Each token that a round adds should follow its
+# `p`, *whatever was drafted*. So any score of it has a known mean and variance, and the sum over many tokens is a
+# standard normal `z`:
+#
+# - **surprisal**: `−ln p(x)`. Is the text too sure, or not sure enough?
+# - **rank**: the rank of the token in `p`, made uniform (probability integral transform), then Kolmogorov–Smirnov.
+# - **directed**: `ln(q(x)/p(x))`. Is the text pulled towards the draft?
+# - **bonus**: the same score for the tokens after an accepted draft.
+# - **redrawn**: no statistics. Sample again from the declared `q` with the same uniforms: is it the drafted token?
+
+
+# %%
+def real_laws(rounds=6, size=128):
+    """Pairs (p, q) of real positions. The 127 most likely tokens keep their mass, the others are merged."""
+    decoder, found = two["drafted"], []
+    state = decoder.prefill(prompts, max_new_tokens=64).replace(sampling=sampled)
+    for _ in range(rounds):
+        known = [
+            row[: end - 1].tolist()
+            for row, end in zip(np.asarray(state.tokens), state.length, strict=True)
+        ]
+        played = decoder.step(state)
+        state, draft = played.state, jax.device_get(played.draft)
+        fed = [before + nodes.tolist() for before, nodes in zip(known, draft.tokens, strict=True)]
+        for logits, q in zip(forced_logits(target, fed), draft.probs, strict=True):
+            found += [(jax.nn.softmax(logits[-K - 1 + k]), q[k + 1]) for k in range(K)]
+    p, q = np.array(found, np.float64).swapaxes(0, 1)
+    likely = np.argsort(-np.maximum(p, q), axis=1)[:, : size - 1]
+    cut = [np.take_along_axis(law, likely, axis=1) for law in (p, q)]
+    whole = [
+        np.concatenate([law, np.maximum(1 - law.sum(1, keepdims=True), 0)], axis=1) for law in cut
+    ]
+    return [law / law.sum(1, keepdims=True) for law in whole]
+
+
+P, Q = real_laws()
+print(f"{len(P)} positions; on average Σ min(p, q) = {np.minimum(P, Q).sum(1).mean():.2f}")
+
+# %% [markdown]
+# A round with one draft token: the token is sampled from `q`, the rule decides, and an accepted draft is followed by
+# a bonus. `propose` returns the draft token and the declared distribution.
+
+
+# %%
+def honest(q, uniforms):
+    return e3.draw(q, uniforms), q
+
+
+def sampling_tests(propose, repeats=48):
+    """Plays many rounds through e3.verify and scores the tokens that they add."""
+    p, q = jnp.asarray(P, jnp.float32), jnp.asarray(Q, jnp.float32)
+    n, digits = len(P), e3.num_digits(P.shape[1])
+    behind = lambda law: jnp.stack(
+        [law, jnp.roll(law, -1, axis=0)], axis=1
+    )  # after the root, and after the draft
+
+    @jax.jit
+    def play(keys, p, q):
+        uniforms = e3.uniforms(keys, 2 + 2 * digits)
+        x, declared = propose(q, uniforms[:, 2 : 2 + digits])
+        draft = e3.Draft(
+            tokens=jnp.stack([jnp.zeros_like(x), x], axis=1),
+            parents=jnp.broadcast_to(jnp.array([-1, 0], jnp.int32), (n, 2)),
+            valid=jnp.ones((n, 2), bool),
+            probs=behind(q)[:, ::-1]
+            .at[:, 1]
+            .set(declared),  # that of the root is ignored; a bug below reads it
+        )
+        verdict = e3.verify(
+            draft, behind(p), accept=uniforms[:, :2], choose=uniforms[:, 2 + digits :], max_depth=1
+        )
+        return (
+            x,
+            verdict.num_accepted > 0,
+            verdict.next_token,
+            e3.draw(declared, uniforms[:, 2 : 2 + digits]),
+        )
+
+    keys = jax.random.split(jax.random.key(0), (repeats, n))
+    x, kept, last, again = (
+        np.concatenate(one)
+        for one in zip(*[jax.device_get(play(key, p, q)) for key in keys], strict=True)
+    )
+    laws = [
+        np.tile(law, (repeats, 1)) for law in (P, Q, np.roll(P, -1, axis=0), np.roll(Q, -1, axis=0))
+    ]
+    first, bonus = np.where(kept, x, last), last[kept]
+    spread = np.random.default_rng(0).random(first.size)
+    return {
+        "surprisal z": surprisal(laws[0], first).z,
+        "rank p": kolmogorov_smirnov(randomised_pit(laws[0], first, spread, order=-laws[0])),
+        "directed z": directed(laws[0], laws[1], first).z,
+        "bonus z": directed(laws[2][kept], laws[3][kept], bonus).z,
+        "redrawn": float(np.mean(x == again)),
+    }
+
+
+def loop_tests():
+    result = greedy(head, num_speculative_tokens=K)
+    same = sum(a == b for a, b in zip(result.tokens, plain.tokens, strict=True))
+    return {"greedy texts": same, "τ": result.stats.mean_acceptance_length}
+
+
+def from_the_top_50(q, uniforms):
+    """A bug of transformers: sampled after top-k, and the raw q is declared."""
+    least = jax.lax.top_k(q, 50)[0][:, -1:]
+    return e3.draw(jnp.where(q >= least, q, 0.0), uniforms), q
+
+
+def rounded(q, uniforms):
+    """The draft is sampled from bfloat16 probabilities and declared in float32."""
+    return e3.draw(q.astype(jnp.bfloat16).astype(jnp.float32), uniforms), q
+
+
+RESIDUAL = "jnp.where(child, rest, walk.p)"
+COMMIT = "state.cache.commit(output.written, count, None"
+rule = lambda old, new: (planted, (e3.verify, old, new), honest)
+BUGS = {
+    "none": (contextlib.nullcontext, (), honest),
+    "rejected drafts stay in the cache": (
+        planted,
+        (SpeculativeLoop.step, COMMIT, COMMIT.replace("count", "jnp.full_like(count, num_nodes)")),
+        honest,
+    ),
+    "the residual is a softmax": rule(RESIDUAL, "jnp.where(child, jax.nn.softmax(rest), walk.p)"),
+    "sampled from the top 50, declared whole": (contextlib.nullcontext, (), from_the_top_50),
+    "a rejection resamples from p": rule(RESIDUAL, "walk.p"),
+    "the bonus is sampled from q": rule(
+        "next_token=draw(walk.p, choose)",
+        "next_token=draw(jnp.where(walk.count == max_depth, draft.probs[0], walk.p), choose)",
+    ),
+    "q is sampled in bfloat16, declared in float32": (contextlib.nullcontext, (), rounded),
+    "the head reads its layers in reverse": (
+        planted,
+        (Decoder.__call__, "for layer in aux_layers]", "for layer in reversed(aux_layers)]"),
+        honest,
+    ),
+}
+
+measured = {}
+for name, (context, arguments, propose) in BUGS.items():
+    with context(*arguments):
+        measured[name] = {**loop_tests(), **sampling_tests(propose)}
+
+# %% [markdown]
+# ## Which test catches which bug
+#
+# A test catches a bug if a text changed, if `|z| > 5` or `p < 10⁻⁶`, if a token is not redrawn, or if τ fell by more
+# than a tenth. A green cell is a caught bug.
+
+# %%
+healthy = measured["none"]
+CAUGHT = {
+    "greedy texts": lambda value: value < len(prompts),
+    "τ": lambda value: value < 0.9 * healthy["τ"],
+    "surprisal z": lambda value: abs(value) > 5,
+    "rank p": lambda value: value < 1e-6,
+    "directed z": lambda value: abs(value) > 5,
+    "bonus z": lambda value: abs(value) > 5,
+    "redrawn": lambda value: value < 1,
+}
+caught = {
+    bug: {test for test, value in row.items() if CAUGHT[test](value)}
+    for bug, row in measured.items()
+}
+
+hits = np.array([[test in tests for test in CAUGHT] for tests in caught.values()], float)
+words = [[f"{row[test]:.3g}" for test in CAUGHT] for row in measured.values()]
+table_map(
+    hits,
+    list(caught),
+    list(CAUGHT),
+    words=words,
+    colours="Greens",
+    title="Bugs and tests",
+    most=1.4,
+)
+plt.show()
+
+assert caught["none"] == set(), "nothing is found where nothing is wrong"
+assert "greedy texts" in caught["rejected drafts stay in the cache"], (
+    "greedy equality catches what spoils the cache"
+)
+softmax = caught["the residual is a softmax"]
+assert {"surprisal z", "rank p"} <= softmax and "greedy texts" not in softmax, (
+    "visible in sampled text only"
+)
+again = caught["a rejection resamples from p"]
+assert "directed z" in again and not again & {"greedy texts", "rank p", "surprisal z", "τ"}, (
+    "only a directed test sees it"
+)
+bonus = caught["the bonus is sampled from q"]
+assert "bonus z" in bonus and not bonus & {"directed z", "rank p", "surprisal z"}, (
+    "only at its own index"
+)
+assert caught["q is sampled in bfloat16, declared in float32"] == {"redrawn"}, (
+    "only a deterministic test sees it"
+)
+assert caught["the head reads its layers in reverse"] == {"τ"}, (
+    "no test of the output can see a broken head"
+)
+
+# %% [markdown]
+# - **A cache that keeps rejected drafts** changes the text. Greedy equality is the test for tokens, positions and
+#   caches.
+# - **A softmax over the residual** leaves greedy text unchanged, because greedy decoding has no residual. The sampled
+#   text becomes less sure.
+# - **Resampling from `p`** pulls the text towards the draft, but the text is as sure as before and its ranks are as
+#   uniform. Only a test *directed* along `ln(q/p)` finds it.
+# - **A bonus from `q`** is visible only at its own index.
+# - **A `q` rounded to bfloat16** moves no probability by more than one part in 256. Sampling again from the declared
+#   distribution needs no statistics.
+# - **A head that reads its features in reverse** is lossless. Only τ falls. So compare τ, and accepted tokens round
+#   by round, with another implementation (level 8 of the [validation](../validation/README.md)).
+#
+# ## Common mistakes
+#
+# A common shortcut is to compare bfloat16 texts with plain decoding, see some differences, and raise the tolerance
+# until nothing fails. A tolerance that accepts any text after the first difference also accepts a bug. With the cache
+# bug from above, the first wrong token is far from an approximate tie.
+
+# %%
+with planted(
+    SpeculativeLoop.step, COMMIT, COMMIT.replace("count", "jnp.full_like(count, num_nodes)")
+):
+    spoilt = greedy(head, num_speculative_tokens=K).tokens
+parted = [
+    next((i for i, pair in enumerate(zip(*rows, strict=True)) if len(set(pair)) > 1), None)
+    for rows in zip(spoilt, plain.tokens, strict=True)
+]
+coder = e3.SpeculativeDecoder(target)
+fed = [
+    coder.encode(prompt) + text[:place]
+    for prompt, text, place in zip(prompts, plain.tokens, parted, strict=True)
+]
+units = []
+for logits, text, place in zip(forced_logits(target, fed), spoilt, parted, strict=True):
+    if place is not None:
+        units.append(
+            float((logits[-1].max() - logits[-1][text[place]]) / bfloat16_ulp(logits[-1].max()))
+        )
+print(
+    "distance of the first wrong token from the best logit, in bfloat16 units:",
+    np.round(units, 1).tolist(),
+)
+assert max(units) > 4 * TIE_ULPS, "a bug is not limited to approximate ties"
+
+# %% [markdown]
+# ## Exercises
+#
+# **1.** Greedy decoding in bfloat16 gives another text with speculation than without. Name two experiments that tell
+# an approximate tie from a bug.
+#
+# <details><summary>Answer</summary>
+#
+# Decode plainly in blocks of `K + 1` (`Plain(num_nodes=K + 1)`) and compare: equal bit for bit, or a bug. Or feed the
+# common prefix to the target once, in float32: at the first difference the two tokens must be its two most likely
+# ones, within two bfloat16 units.
+#
+# </details>
+#
+# **2.** Why does the surprisal test miss resampling from `p`?
+#
+# <details><summary>Answer</summary>
+#
+# The output is `min(p, q) + (1 − α) p`. Compared with `p`, mass moves to tokens that the head overrates from those
+# that it underrates. The probability of a token under `p` says little about which of the two it is, so the mean
+# surprisal hardly changes.
+#
+# </details>
+#
+# **3.** A colleague wants to test sampling by comparing texts with one seed, with and without speculation. What do
+# you say?
+#
+# <details><summary>Answer</summary>
+#
+# The texts differ although both are right. The two programs use the same random numbers for different decisions.
+# Compare distributions.
+#
+# </details>
+#
+#
+# ## What was claimed and checked
+#
+# - Greedy speculation generates the text of plain decoding in float32. With one seed, sampled texts differ from plain
+#   decoding and repeat themselves.
+# - Other neighbors in a batch change no token and no bit of a request.
+# - Two block sizes round differently. In float32 the argmax never changed, in bfloat16 every change was within two
+#   units.
+# - Compared with plain decoding of the same shape, tokens, keys and values are equal bit for bit, in both precisions.
+# - Each of seven bugs is caught by one test and missed by others. A broken head is caught by τ only.
+#
+# **Next:** [07](07_measuring_and_batches.ipynb), how to measure what speculation gains.

@@ -1,0 +1,415 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 03 · Speed, roofline, latency and tuning
+#
+# This notebook measures the speed-up of chains and trees with an interval, places every method on the roofline of
+# this device, measures latency, and chooses the draft length by batch size. The functions are those of
+# `eagle3_jax.bench`. Read [01](01_this_machine.ipynb) before.
+
+# %% tags=["hide-input"]
+import sys
+
+sys.path.insert(0, "..")  # where first_cell, machine and pictures are
+
+import first_cell
+
+first_cell.start(repository=True, device=False)
+
+import machine
+
+here = machine.start()
+here.banner("vLLM")
+
+# %% tags=["hide-input"]
+import dataclasses
+import time
+
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+from IPython.display import Markdown, display
+from pictures.style import SERIES
+from pictures.times import stacked_steps
+
+from eagle3_jax import DynamicTree, SpeculativeDecoder
+from eagle3_jax import loop as loops
+from eagle3_jax.bench.contenders import DecoderContender
+from eagle3_jax.bench.random_models import random_pair
+from eagle3_jax.bench.roofline import least_bytes_per_second
+from eagle3_jax.bench.run import measure
+from eagle3_jax.bench.tables import show, to_markdown
+from eagle3_jax.bench.tune import break_even, tune
+from eagle3_jax.drafters import NGram
+from eagle3_jax.engines.vllm.bridge import EngineOptions, VLLMUnavailable, eagle3
+from eagle3_jax.engines.vllm.contender import VLLMContender
+from eagle3_jax.theory.accelerators import custom_accelerator
+from eagle3_jax.theory.bounds import forward_work
+from eagle3_jax.theory.memory import Deployment
+from eagle3_jax.theory.speedup import (
+    TrafficClass,
+    conditional_rate_from_tau,
+    simulate,
+    tau_from_conditional_rate,
+    tau_from_draft_rate,
+)
+from eagle3_jax.verifiers.simulated import SimulatedAcceptance
+from validation import speeds
+from validation.speeds import chain, faults, tree
+from validation.subject import CONTEXT, some_prompts
+
+# %% [markdown]
+# ## Speed-up over plain decoding
+#
+# Plain decoding, an EAGLE-3 chain, an EAGLE-3 tree and prompt lookup take turns, and vLLM if it is here. On a GPU
+# without weights the shipped pair would only measure launches. Its place is taken by the shape of Llama-3.1-8B with
+# random weights and simulated acceptance: a round costs what the real model's costs, and the acceptance is given, not
+# measured.
+
+# %%
+K = here.draft_tokens(3)
+TREE = here.amount(
+    cpu=DynamicTree(num_nodes=16, max_depth=4, top_k=4),
+    gpu=DynamicTree(num_nodes=60, max_depth=8, top_k=10),
+)
+LIMIT, REPEATS = here.amount(cpu=(24, 3), gpu=(128, 5))
+RANDOM = here.on_gpu and not speeds.is_quoted(here.subject, here.setting)
+dtype, simulated, deep = here.dtype, None, None
+if RANDOM:
+    pair, dtype = random_pair("Llama-3.1-8B"), "bfloat16"
+    simulated = SimulatedAcceptance.of_conditional_rate(0.7, K)
+    deep = SimulatedAcceptance.of_conditional_rate(0.7, TREE.max_depth)
+    prompts = np.random.default_rng(0).integers(0, pair[0].vocab_size, (4, CONTEXT)).tolist()
+else:
+    pair, prompts = here.pair, some_prompts(here.subject, 4)
+what = pair[0].name if RANDOM else here.subject.name
+print(
+    f"{what}, {dtype}, batch 1, {len(prompts)} prompts of {CONTEXT} tokens, {LIMIT} new; {here.device}"
+)
+
+# %%
+contenders = [
+    chain(pair, dtype, 0),
+    chain(pair, dtype, K, simulated),
+    tree(pair, dtype, TREE, deep),
+]
+if not RANDOM:
+    contenders.append(
+        DecoderContender("n-gram K=5", dtype, SpeculativeDecoder(pair[0], NGram(5), stop_tokens=()))
+    )
+if here.vllm is not None and not RANDOM:
+    options = EngineOptions(
+        model=str(here.subject.target_directory),
+        dtype=here.shared_dtype,
+        speculative=eagle3(here.subject.drafter_directory, K),
+        eager=False,
+    )
+    try:
+        contenders.append(
+            VLLMContender(f"vLLM eagle3 K={K}", here.shared_dtype, here.vllm.engine(options))
+        )
+    except VLLMUnavailable as reason:
+        print(f"vLLM: {reason}")
+report = measure(
+    contenders,
+    prompts,
+    max_new_tokens=LIMIT,
+    repeats=REPEATS,
+    baselines=[contenders[0].name],
+    cost_rounds=8,
+    streams=here.amount(cpu=2, gpu=16),
+    large=here.amount(cpu=2**27, gpu=2**32),
+)
+assert not faults(report), "; ".join(faults(report))
+rows = []
+for row in report.rows:
+    speed, ratio = row.decode_tokens_per_second, row.ratio_interval
+    tau = 1.0 if row.acceptance is None else row.acceptance.mean_acceptance_length
+    interval = "–" if ratio.low is None else f"{ratio.low:.2f} to {ratio.high:.2f}"
+    predicted = "–" if row.predicted_ratio is None else f"{row.predicted_ratio:.2f}"
+    share = "–" if row.bandwidth_share is None else f"{row.bandwidth_share:.0%}"
+    rows.append(
+        [
+            row.name,
+            row.dtype,
+            show(speed.median),
+            f"{ratio.value:.2f}",
+            interval,
+            predicted,
+            f"{tau:.2f}",
+            share,
+        ]
+    )
+columns = [
+    "method",
+    "precision",
+    "tokens/s",
+    "over plain",
+    "95 % interval",
+    "τ/(v+G·c)",
+    "τ",
+    "share of bandwidth",
+]
+display(Markdown(f"{what}, batch 1, on **{here.device}**\n\n" + to_markdown(columns, rows)))
+best = max(report.rows[1:], key=lambda row: row.ratio_interval.value)
+interval = best.ratio_interval
+here.verdict(
+    "speed-up",
+    f"{best.name}: {interval.value:.2f} over plain ({show(interval.low)} to {show(interval.high)})",
+)
+
+# %% [markdown]
+# The interval is a bootstrap over pairs of runs that were neighbors in time. `τ/(v+G·c)` is the cost model, whose
+# three numbers were measured separately. `validation.speeds.faults` checks that nothing was compiled while times were
+# taken and that nobody read memory faster than the device can. The plot shows the parts of a round.
+
+# %% tags=["hide-input"]
+timed = [row for row in report.rows if row.step_seconds is not None]
+costs = [row.step_seconds for row in timed]
+for row in timed:
+    if (
+        row.verify_cost is not None
+        and row.predicted_ratio is not None
+        and row.acceptance is not None
+    ):
+        needed = row.verify_cost + row.num_draft_steps * row.draft_cost
+        tau = row.acceptance.mean_acceptance_length
+        print(f"{row.name}: breaks even at τ {needed:.2f}, has {tau:.2f}")
+        assert abs(tau / needed - row.predicted_ratio) < 1e-9
+stacked_steps(
+    [row.name for row in timed],
+    {
+        "draft": [1e3 * row.num_draft_steps * row.step_seconds.draft_seconds for row in timed],
+        "verify": [1e3 * max(0.0, one.verify_seconds - one.commit_seconds) for one in costs],
+        "commit": [1e3 * one.commit_seconds for one in costs],
+    },
+    title=f"Parts of a round, {here.device}",
+)
+
+# %% [markdown]
+# ## Roofline
+#
+# A forward pass reads every weight once, however many tokens it gets. So verification moves to the right, to more
+# operations per byte. The slope is the bandwidth **measured here**. A flat part is drawn only if a data sheet is
+# known for this device.
+
+# %%
+bandwidth = report.bytes_per_second
+weights = "float32" if dtype == "float32" else "bfloat16"
+deployment = Deployment(
+    target=pair[0].model.config,
+    head=pair[1].drafter.config,
+    accelerator=custom_accelerator(gb_per_s=bandwidth / 1e9, base=here.accelerator),
+    weights=weights,
+    cache=weights,
+)
+
+
+def work_of_a_round(row, nodes):
+    """Bytes and operations of verification and all draft steps."""
+    verify = forward_work(
+        deployment, deployment.target, batch=1, context=CONTEXT, tokens=nodes, logits=nodes
+    )
+    total = [verify.num_bytes, verify.layer_flops + verify.other_flops]
+    for step in range(row.num_draft_steps if row.step_seconds is not None else 0):
+        one = forward_work(
+            deployment,
+            deployment.head,
+            batch=1,
+            context=CONTEXT + step,
+            tokens=1,
+            logits=1,
+            fuse=step == 0,
+        )
+        total = [total[0] + one.num_bytes, total[1] + one.layer_flops + one.other_flops]
+    return total
+
+
+NODES = {contenders[0].name: 1, contenders[1].name: K + 1, contenders[2].name: TREE.num_nodes}
+points = {}
+for row in report.rows:
+    if row.name in NODES:
+        moved, computed = work_of_a_round(row, NODES[row.name])
+        tau = 1.0 if row.acceptance is None else row.acceptance.mean_acceptance_length
+        seconds = tau / row.decode_tokens_per_second.median
+        points[row.name] = (computed / moved, computed / seconds, moved / seconds / bandwidth)
+figure, axes = plt.subplots(figsize=(7.2, 4.0))
+intensities = np.geomspace(
+    min(p[0] for p in points.values()) / 2, max(p[0] for p in points.values()) * 4, 50
+)
+roof = intensities * bandwidth
+peak = here.accelerator.peak_flops if here.accelerator else None
+if peak is not None:
+    roof = np.minimum(roof, peak)
+axes.loglog(intensities, roof, color="#3c4043", label=f"{bandwidth / 1e9:.0f} GB/s, measured")
+for (name, (intensity, achieved, share)), colour in zip(points.items(), SERIES, strict=False):
+    axes.plot(
+        intensity,
+        achieved,
+        "o",
+        color=colour,
+        markersize=8,
+        label=f"{name}: {share:.0%} of the slope",
+    )
+    axes.plot(
+        [intensity, intensity], [achieved, intensity * bandwidth], ":", color=colour, linewidth=1
+    )
+axes.set_xlabel("operations for each byte of weights and caches")
+axes.set_ylabel("operations per second")
+axes.set_title(f"What {what} reached on {here.device}")
+axes.legend(fontsize="small")
+if peak is None:
+    print("no flat part: no data sheet is known for this device")
+plt.show()
+ordered = [points[name][0] for name in NODES if name in points]
+assert ordered == sorted(ordered), "more nodes for the same bytes are more operations per byte"
+plain_share, told = points[contenders[0].name][2], report.rows[0].bandwidth_share
+assert 0 < told <= 1.0
+assert abs(plain_share / told - 1) < 0.25, "two counts of the bytes differ by more than the caches"
+here.verdict("share of roofline", f"plain decoding {plain_share:.0%} of the measured bandwidth")
+
+# %% [markdown]
+# ## Latency
+#
+# - **TTFT**, time to first token: the prefill. Speculation does not shorten it.
+# - **TPOT**, time per output token after the first: the mean over an answer.
+# - **chunk**: the time between two outputs of a stream. A chunk of the chain brings several tokens. Do not compare
+#   chunk waits of both methods, and never take percentiles over single tokens: all tokens of a chunk except the first
+#   one wait for nothing.
+
+# %%
+waits = {"TTFT": "first_token", "TPOT": "per_token", "chunk": "chunk"}
+rows = []
+for row in report.rows:
+    for wait, field in waits.items():
+        found = getattr(row, field)
+        if found is not None:
+            times = (found.p50, found.p90, found.p99)
+            rows.append([row.name, wait, *(f"{1e3 * one:.2f}" for one in times)])
+            assert 0 < found.p50 <= found.p90 <= found.p99
+
+alpha = conditional_rate_from_tau(max(1.05, best.acceptance.mean_acceptance_length), K)
+spread = min(alpha, 1 - alpha) * 0.9
+mixes = ([(1.0, alpha)], [(0.5, alpha + spread), (0.5, alpha - spread)])
+tails = []
+for mix in mixes:
+    traffic = [TrafficClass(share=share, conditional_acceptance_rate=rate) for share, rate in mix]
+    size = {"num_requests": 4000, "output_tokens": 128, "seed": 0}
+    tails.append(simulate(traffic, num_draft_tokens=K, verify_cost=1.2, draft_cost=0.15, **size))
+tails = [one.time_per_output_token.p99 for one in tails]
+print(f"simulated p99 of TPOT in plain steps: {tails[0]:.2f}, with mixed requests {tails[1]:.2f}")
+assert tails[1] > tails[0], "mixed traffic has the longer tail"
+title = f"{what}, batch 1, {here.device}"
+Markdown(f"{title}\n\n" + to_markdown(["method", "wait", "p50 ms", "p90 ms", "p99 ms"], rows))
+
+# %% [markdown]
+# ## Draft length by batch size
+#
+# τ belongs to the text and the head. The costs `v` and `c` grow with the batch. `eagle3_jax.bench.tune.tune` (`eagle3
+# tune`) measures all three, in turns, and chooses a draft length for every batch size. It prefers a shorter draft
+# when a longer one is better only within the spread of the repeats.
+
+# %%
+BATCHES = here.amount(cpu=(1, 8), gpu=(1, 4, 16, 64, 128))
+CHAINS = here.amount(cpu=(1, 3), gpu=(1, 2, 3, 4, 5, 6, 7))
+TOKENS, RUNS, ROUNDS = here.amount(cpu=(20, 2, 6), gpu=(128, 5, 16))
+if here.on_gpu and RANDOM:
+    print("On a GPU the shipped pair only measures launches. Set EAGLE3_TARGET for a real result.")
+texts = some_prompts(here.subject, here.amount(cpu=4, gpu=16))
+amount = {"max_new_tokens": TOKENS, "repeats": RUNS, "rounds": ROUNDS, "check": here.on_gpu}
+tuning = tune(*here.pair, texts, batches=BATCHES, chains=CHAINS, **amount)
+figure, axes = plt.subplots()
+for index, candidate in enumerate(tuning.batches[0].candidates):
+    gains = [one.candidates[index].speedup for one in tuning.batches]
+    low, high = [gain.low for gain in gains], [gain.high for gain in gains]
+    axes.plot(BATCHES, [gain.median for gain in gains], "o-", label=candidate.shape.name)
+    axes.fill_between(BATCHES, low, high, alpha=0.15)
+axes.axhline(1.0, color="#3c4043", linewidth=1)
+axes.set(xscale="log", xlabel=f"batch, {here.device}", ylabel="S = τ / (v + K·c)")
+axes.set_title("Speed-up by batch and draft length; below 1 plain decoding is faster")
+axes.legend(fontsize="small")
+plt.show()
+
+chosen = {one.batch: "plain" if one.best is None else one.best.shape.name for one in tuning.batches}
+for one in tuning.batches:
+    for candidate in one.candidates:
+        even, tau = break_even(candidate), candidate.shape.mean_acceptance_length
+        print(
+            f"batch {one.batch:3}, {candidate.shape.name}: τ {tau:.2f}, breaks even at "
+            f"{even.mean_acceptance_length:.2f}, S {candidate.speedup.median:.2f}"
+        )
+if tuning.schedule is not None:
+    print("schedule:", tuning.schedule.to_lists())
+    assert tuning.schedule.to_lists()[-1][2] == 0, "above what was measured nothing is drafted"
+longest = tuning.batches[0].candidates[-1].shape
+count = longest.num_draft_tokens
+rate = (longest.mean_acceptance_length - 1) / count
+assert abs(tau_from_draft_rate(rate, count) - longest.mean_acceptance_length) < 1e-9
+assert tau_from_conditional_rate(rate, count) < longest.mean_acceptance_length or rate in (0.0, 1.0)
+here.verdict("best K by batch", ", ".join(f"{batch}: {name}" for batch, name in chosen.items()))
+
+# %% [markdown]
+# ## Common mistakes
+#
+# JAX returns before the device has finished. Here the same launch is timed without and with `block_until_ready`. The
+# bound on the bandwidth reports an impossible speed.
+
+# %%
+decoder = contenders[0].decoder
+state = jax.block_until_ready(decoder.prefill(prompts[:1], max_new_tokens=LIMIT))
+start = time.perf_counter()
+launched = loops.run(decoder.loop, decoder.params, state)
+believed = (LIMIT - 1) / (time.perf_counter() - start)
+jax.block_until_ready(launched)
+waited = (LIMIT - 1) / (time.perf_counter() - start)
+for name, speed in (("not waited for", believed), ("waited for", waited)):
+    needs = least_bytes_per_second(pair[0], tokens_per_second=speed, tokens_per_round=1.0, rows=1)
+    print(
+        f"{name:15} {speed:12,.0f} tokens/s would read {needs / 1e9:9,.1f} GB/s of {bandwidth / 1e9:.1f}"
+    )
+fast = dataclasses.replace(report.rows[0], bandwidth_share=1.4)
+broken = dataclasses.replace(report, rows=[fast, *report.rows[1:]], programs_after_warm_up=2)
+print("; ".join(faults(broken)))
+assert len(faults(broken)) == 2, "an impossible speed and a compilation were not detected"
+
+# %% [markdown]
+# ## Exercises
+#
+# **1.** Verification of 4 tokens reads the bytes of a plain step. Why is `v` above 1 nevertheless?
+#
+# <details><summary>Answer</summary>
+#
+# Logits of all nodes, attention over more queries, acceptance and commit, and on a CPU the arithmetic itself. On a
+# GPU the rest is launches.
+#
+# </details>
+#
+# **2.** Two runs on different days differ by 8 %. Which figure would you quote?
+#
+# <details><summary>Answer</summary>
+#
+# The ratio with its interval. Both sides of it were measured in turns, so a slower day slows both.
+#
+# </details>
+#
+#
+# ## What was claimed and checked
+#
+# - Nothing was compiled while times were taken, and nobody exceeded the measured bandwidth.
+# - The break-even τ and the predicted speed-up are the same model. More nodes are more operations per byte.
+# - Percentiles are in order. Mixed traffic of the same mean rate has a longer tail.
+# - The schedule drafts nothing above what was measured. The two meanings of "acceptance rate" give two values of τ.
+# - An impossible speed, and a compilation in between, are reported.
+#
+# **Next:** [04](04_cost_and_claims.ipynb), cost and published claims.

@@ -1,0 +1,344 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 04 · Cost, rollout and published claims
+#
+# This notebook turns measured speeds into the cost of a million tokens, derives a staged rollout from them, and
+# checks published throughputs against the hardware's limits. Read [03](03_speed_and_tuning.ipynb) before.
+
+# %% tags=["hide-input"]
+import sys
+
+sys.path.insert(0, "..")  # where first_cell, machine and pictures are
+
+import first_cell
+
+first_cell.start(repository=True, device=False)
+
+import machine
+
+here = machine.start()
+here.banner("price")
+
+# %% tags=["hide-input"]
+
+import matplotlib.pyplot as plt
+import numpy as np
+from IPython.display import Markdown, display
+from pictures.style import SERIES
+
+from eagle3_jax.bench.run import measure
+from eagle3_jax.bench.tables import show, to_markdown
+from eagle3_jax.models.config import usual_head
+from eagle3_jax.theory.accelerators import accelerator_named, custom_accelerator
+from eagle3_jax.theory.bounds import check_claim, round_bound
+from eagle3_jax.theory.cost import cost_of, cost_per_million_tokens
+from eagle3_jax.theory.known_models import KNOWN_MODELS
+from eagle3_jax.theory.memory import Deployment
+from eagle3_jax.theory.rollout import MeasuredCosts, Traffic, plan_rollout
+from eagle3_jax.theory.rollout import to_markdown as rollout_page
+from eagle3_jax.theory.speedup import (
+    conditional_rate_from_tau,
+    tau_from_conditional_rate,
+    tau_from_draft_rate,
+)
+from validation.speeds import chain, faults, is_quoted
+from validation.subject import some_prompts
+
+# %% [markdown]
+# ## Cost of a million tokens
+#
+# The cost is `price / 3600 / speed · 10⁶`, with the price per hour and the speed in tokens per second. The speed
+# includes the prefill. It is measured at batch 1 and at fuller batches, because serving machines are full.
+
+# %%
+K = 3
+BATCHES = here.amount(cpu=(1, 8), gpu=(1, 8, 32))
+LIMIT, REPEATS = here.amount(cpu=(24, 2), gpu=(128, 5))
+pair, dtype, price = here.pair, here.dtype, here.price_per_hour
+if here.on_gpu and not is_quoted(here.subject, here.setting):
+    print("On a GPU the shipped pair only measures launches. Set EAGLE3_TARGET for a real result.")
+reports = {}
+for batch in BATCHES:
+    contenders = [chain(pair, dtype, 0), chain(pair, dtype, K)]
+    reports[batch] = measure(
+        contenders,
+        some_prompts(here.subject, max(batch, 4)),
+        max_new_tokens=LIMIT,
+        repeats=REPEATS,
+        baselines=[contenders[0].name],
+        batch_size=batch,
+        cost_rounds=8,
+        streams=0,
+        large=here.amount(cpu=2**26, gpu=2**32) if batch == 1 else 0,
+    )
+    assert not faults(reports[batch]), "; ".join(faults(reports[batch]))
+
+# %%
+BUSY = 0.4
+rows, costs = [], {}
+for batch, report in reports.items():
+    for row in report.rows:
+        speed = row.total_tokens_per_second
+        full, real = (
+            cost_of(speed.median, price_per_hour=price, busy=share) for share in (1.0, BUSY)
+        )
+        ends = sorted(cost_per_million_tokens(one, price) for one in (speed.low, speed.high))
+        costs[batch, row.name] = (full.per_million_tokens, *ends)
+        told = [
+            show(value)
+            for value in (speed.median, full.per_million_tokens, real.per_million_tokens)
+        ]
+        rows.append([batch, row.name, *told])
+columns = [
+    "batch",
+    "method",
+    "tokens/s, prefill included",
+    "cost of 1M tokens",
+    f"busy {BUSY:.0%} of the hours",
+]
+title = f"{here.subject.name}, {dtype}, on **{here.device}**; costs {here.price_named}"
+display(Markdown(f"{title}\n\n{to_markdown(columns, rows)}"))
+for (batch, name), (cost, *_) in costs.items():
+    row = next(row for row in reports[batch].rows if row.name == name)
+    assert abs(cost * row.total_tokens_per_second.median * 3600 / 1e6 - price) < 1e-6 * price
+names, full = [row.name for row in reports[1].rows], BATCHES[-1]
+plain, fast = (costs[full, name][0] for name in names)
+slide = plain / reports[1].rows[1].total_ratio_interval.value
+print(f"batch {full}: plain {show(plain)}, {names[1]} {show(fast)}")
+print(f"plain divided by the speed-up at batch 1 would be {show(slide)}: a common mistake")
+here.verdict(
+    "cost", f"{names[1]} costs {fast / plain:.2f} of plain decoding at batch {full}", needs="price"
+)
+
+# %% [markdown]
+# The batch does most of the work: it divides the weights that a step reads over more rows. Speculation adds the ratio
+# at *your* batch, which may be below 1.
+#
+# ## Rollout plan
+#
+# `eagle3_jax.theory.rollout` turns traffic, acceptance and measured costs into stages with gates: what is measured,
+# for how long, and below which value to go back. The costs are those of the largest batch above.
+
+# %%
+measured = reports[BATCHES[-1]].rows[1]
+tau = measured.acceptance.mean_acceptance_length
+alpha = conditional_rate_from_tau(tau, K)
+weights = "float32" if dtype == "float32" else "bfloat16"
+deployment = Deployment(
+    target=pair[0].model.config,
+    head=pair[1].drafter.config,
+    accelerator=custom_accelerator(
+        gb_per_s=reports[1].bytes_per_second / 1e9,
+        base=here.accelerator,
+        memory_gb=None if here.accelerator else 16.0,  # assumed
+    ),
+    weights=weights,
+    cache=weights,
+    target_name=here.subject.name,
+    head_name="its EAGLE-3 head",
+)
+traffic = Traffic(
+    requests_per_second=2.0, prompt_tokens=100, output_tokens=128, concurrency=BATCHES[-1]
+)
+plan = plan_rollout(
+    deployment,
+    traffic,
+    num_draft_tokens=K,
+    conditional_acceptance_rate=alpha,
+    measured=MeasuredCosts(measured.verify_cost, measured.draft_cost),
+)
+print(f"measured at batch {BATCHES[-1]} on {here.device}:")
+print(f"v = {plan.verify_cost:.2f}, c = {plan.draft_cost:.3f}, τ = {tau:.2f}")
+print(
+    f"break-even τ {plan.break_even_tau:.2f}; predicted S {plan.predicted_speedup:.2f}; gate on τ {plan.least_tau:.2f}"
+)
+print("obstacles:", "; ".join(plan.obstacles) or "none")
+for stage in plan.stages:
+    print(
+        f"  {stage.share:4.0%} of the traffic for {stage.hours:6.1f} hours, {stage.requests:9,.0f} requests"
+    )
+
+assert plan.measured, "the plan rests on measured costs"
+assert abs(plan.break_even_tau - (plan.verify_cost + K * plan.draft_cost)) < 1e-9
+assert (plan.predicted_speedup > 1.0) == (plan.least_tau < tau), "the gate is below the measured τ"
+assert bool(plan.obstacles) >= (plan.predicted_speedup <= 1.0), "a plan that loses says so"
+shares = [stage.share for stage in plan.stages]
+assert shares == sorted(shares) and shares[-1] == 1.0
+lines = rollout_page(plan, target="TARGET", head="HEAD").splitlines()[:28]
+Markdown(
+    "\n".join(line.replace("# ", "#### ", 1) if line.startswith("#") else line for line in lines)
+)
+
+# %% [markdown]
+# ## Published throughputs
+#
+# Articles on EAGLE-3 print tokens per second for Llama-3.3-70B in FP8 "at batch 1 to 4". Decoding reads all weights
+# in every step, so memory bandwidth bounds them. `check_claim` grants batch 4, no context, free drafting, and full
+# acceptance of 5 draft tokens. The other rows are figures with a described setup.
+
+
+# %%
+def served(name, gpu, weights):
+    """A known model with its usual head on a device of a data sheet."""
+    model = KNOWN_MODELS[name]
+    return Deployment(
+        target=model, head=usual_head(model), accelerator=accelerator_named(gpu), weights=weights
+    )
+
+
+BIG, SMALL = ("Llama-3.3-70B", "fp8"), ("Llama-3.1-8B", "bfloat16")
+CLAIMS = [  # who, model, device, batch, K, tokens/s
+    ("articles, plain, batch 1-4", BIG, "H100-PCIe", 4, 0, 1200.0),
+    ("articles, plain, batch 1-4", BIG, "H100", 4, 0, 1500.0),
+    ("articles, plain, batch 1-4", BIG, "H200", 4, 0, 1700.0),
+    ("articles, plain, batch 1-4", BIG, "B200", 4, 0, 2400.0),
+    ("articles, EAGLE-3, batch 1-4", BIG, "H100-PCIe", 4, 5, 3600.0),
+    ("articles, EAGLE-3, batch 1-4", BIG, "H100", 4, 5, 4400.0),
+    ("articles, EAGLE-3, batch 1-4", BIG, "H200", 4, 5, 6200.0),
+    ("articles, EAGLE-3, batch 1-4", BIG, "B200", 4, 5, 8500.0),
+    ("articles, plain, 8B", SMALL, "L40S", 4, 0, 3800.0),
+    ("TensorRT-LLM by NVIDIA, plain", BIG, "H200", 1, 0, 51.14),
+    ("SGLang documentation, plain", SMALL, "H100", 1, 0, 158.34),
+    ("vLLM pull request 16937, plain", SMALL, "H100", 1, 0, 133.0),
+    ("vLLM pull request 16937, EAGLE-3", SMALL, "H100", 1, 2, 220.21),
+]
+rows, shares = [], {}
+for who, (model, weights), gpu, batch, k, speed in CLAIMS:
+    claim = check_claim(
+        served(model, gpu, weights),
+        tokens_per_second=speed,
+        batch=batch,
+        context=0,
+        num_draft_tokens=k,
+    )
+    shares[f"{who}, {gpu}"] = (claim.share_of_bound, claim.possible)
+    told = [show(speed), show(claim.bound), f"{claim.share_of_bound:.2f}"]
+    needed = "none" if claim.batch_needed is None else claim.batch_needed
+    rows.append([who, model, gpu, *told, needed, "possible" if claim.possible else "IMPOSSIBLE"])
+columns = [
+    "who",
+    "model",
+    "device (data sheet)",
+    "tokens/s",
+    "bound",
+    "of the bound",
+    "batch it would need",
+    "verdict",
+]
+
+for row in rows:
+    expected = "IMPOSSIBLE" if row[0].startswith("articles") else "possible"
+    assert row[-1] == expected, f"{row[0]} on {row[2]} was found {row[-1]}"
+for row in reports[1].rows:
+    assert row.bandwidth_share is None or row.bandwidth_share <= 1.0
+figure, axes = plt.subplots(figsize=(8.4, 0.28 * len(shares) + 1.2))
+colours = [SERIES[0] if possible else SERIES[3] for _, possible in shares.values()]
+axes.barh(list(shares), [share for share, _ in shares.values()], color=colours)
+axes.axvline(1.0, color="#3c4043", linewidth=1.2)
+axes.invert_yaxis()
+axes.set(
+    xscale="log",
+    xlabel="share of the bound by the data sheet",
+    title="Right of the line: impossible",
+)
+plt.show()
+bound = round_bound(served(BIG[0], "H200", BIG[1]), batch=1, context=0, num_draft_tokens=5)
+assert bound.plain_seconds > 8e-3, "a time to first token of 8 ms is impossible"
+assert bound.verify_seconds / 6 > 0.3e-3, "0.3 ms between tokens are impossible"
+for speed, cost in {1700.0: 0.229, 3800.0: 0.102, 6200.0: 0.063}.items():
+    assert abs(cost_per_million_tokens(speed, 1.40) - cost) < 0.0006, (
+        "their cost arithmetic is right"
+    )
+Markdown(to_markdown(columns, rows))
+
+# %% [markdown]
+# The articles' figures become possible at the batch sizes in the last column but one. They are probably throughputs
+# of a loaded server under a wrong heading.
+#
+# ## Published acceptance rates
+#
+# If the rate is accepted over drafted tokens, `τ = 1 + K·r` is an identity. If it is conditional, `τ = (1 -
+# α^(K+1))/(1 - α)`. An article's table fits neither. The same article lets acceptance fall from 0.82 to 0.52 between
+# batch 1 and 64. Acceptance depends on *p* and *q*, not on the batch.
+
+# %%
+ARTICLE = [
+    (3, 0.84, 2.4),
+    (5, 0.82, 3.5),
+    (8, 0.79, 5.0),
+    (12, 0.74, 6.1),
+]  # K, rate, tokens per step
+PUBLISHED = {2: 2.36, 3: 2.79, 4: 3.08, 5: 3.32, 6: 3.46, 7: 3.54}  # vLLM, Llama-3.1-8B, MT-Bench
+rows = []
+for k, rate, claimed in ARTICLE:
+    formulas = tau_from_draft_rate(rate, k), tau_from_conditional_rate(rate, k)
+    rows.append([k, rate, claimed, *(f"{one:.2f}" for one in formulas)])
+    assert min(abs(claimed - one) for one in formulas) > 0.3, "one of the formulas fits after all"
+gains = np.diff(list(PUBLISHED.values()))
+assert np.all(gains > -0.02) and gains[-1] < gains[0], "each further token gains less"
+taus = {batch: one.rows[1].acceptance.mean_acceptance_length for batch, one in reports.items()}
+print("τ by batch, here:", {batch: round(one, 3) for batch, one in taus.items()})
+assert max(taus.values()) - min(taus.values()) < 0.1 * max(taus.values())
+Markdown(
+    to_markdown(["K", "rate (article)", "tokens per step (article)", "1 + K·r", "geometric"], rows)
+)
+
+# %% [markdown]
+# ## Common mistakes
+#
+# A claim checked at the wrong batch passes: 6,200 tokens/s are possible at batch 32. In int4 the 70B model reads
+# less, but 6,200 tokens/s stay impossible at batch 4.
+
+# %%
+for weights, batch, possible in (("fp8", 32, True), ("int4", 4, False)):
+    deployment = served(BIG[0], "H200", weights)
+    asked = {"tokens_per_second": 6200, "batch": batch, "context": 0, "num_draft_tokens": 5}
+    claim = check_claim(deployment, **asked)
+    print(f"{weights}, batch {batch}: {claim.share_of_bound:.2f} of the bound")
+    assert claim.possible == possible
+
+# %% [markdown]
+# ## Exercises
+#
+# **1.** What speed does a cost of 0.50 per million tokens need, at 3.50 an hour?
+#
+# <details><summary>Answer</summary>
+#
+# `3.5 / 3600 / 0.5 · 10⁶`, about 1,944 tokens/s.
+#
+# </details>
+#
+# **2.** From vLLM's τ of 2.79 at K = 3, which two "acceptance rates" could an article quote?
+#
+# <details><summary>Answer</summary>
+#
+# The draft acceptance rate `(2.79 - 1) / 3 = 0.60`, and the larger conditional one. The cell below computes both.
+#
+# </details>
+
+# %%
+draft, conditional = (PUBLISHED[3] - 1) / 3, conditional_rate_from_tau(PUBLISHED[3], 3)
+print(f"draft acceptance rate {draft:.2f}, conditional acceptance rate {conditional:.2f}")
+assert conditional > draft
+assert abs(cost_per_million_tokens(3.5 / 3600 / 0.5 * 1e6, 3.5) - 0.5) < 1e-12
+
+# %% [markdown]
+# ## What was claimed and checked
+#
+# - Cost times speed is the price. Nothing was compiled while times were taken.
+# - Break-even is `v + K·c`, the gate is between it and the measured τ, and stages grow to the whole traffic.
+# - Every throughput of the articles is impossible at its batch. Every figure with a described setup is possible.
+# - The article's acceptance table fits neither formula. Acceptance does not depend on the batch.
+# - The articles' latencies are below one pass over the weights. Their cost arithmetic is right.
