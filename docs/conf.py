@@ -2,29 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import tomllib
 from pathlib import Path
-
-_NEEDED = (
-    "sphinx",
-    "myst_nb",
-    "sphinx_book_theme",
-    "sphinx_design",
-    "sphinx_copybutton",
-    "sphinx_markdown_builder",
-    "matplotlib",
-    "jupytext",
-)
-_missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-if _missing:
-    _told = f"{', '.join(_missing)}: not installed; install the site's extra with: pip install -e '.[docs]'"
-    if "sphinx" in _missing:
-        raise SystemExit(_told)
-    from sphinx.errors import ConfigError
-
-    raise ConfigError(_told)
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -44,13 +24,12 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_design",
     "sphinx_copybutton",
-    "gathered",  # notebooks and files of the repository that are pages
-    "repository",  # links to files of the repository
+    "pages",  # notebooks and files of the repository that are pages, and links to other files
     "mathml",
     "sphinx_markdown_builder",
     "llms",  # llms.txt, and every page as Markdown
 ]
-# `notebooks/` and `repository/` are written by `gathered`, and not under version control.
+# `notebooks/` and `repository/` are written by `pages`, and not under version control.
 exclude_patterns = ["_build", "_extensions", "pictures/*.py", "**/.ipynb_checkpoints"]
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
@@ -62,7 +41,7 @@ nb_merge_streams = True
 nb_mime_priority_overrides = [("markdown", "text/markdown", 10), ("markdown", "text/plain", 20)]
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist"]
 myst_heading_anchors = 4
-myst_url_schemes = ["http", "https", "mailto", "repository"]
+myst_url_schemes = ["http", "https", "mailto", "path"]
 myst_update_mathjax = False
 html_math_renderer = "mathml"
 

@@ -6,7 +6,7 @@ Heads are directories as ``eagle3 train head --method NAME`` writes them, each n
 training and the shipped EAGLE-3 head take part by themselves::
 
     python examples/methods.py --heads heads --output docs/recorded/methods.json
-    python docs/recorded/methods.py     # puts the record into the tables of README.md and docs/methods/index.md
+    python docs/recorded/write_tables.py # puts the record into the tables of README.md and docs/methods/index.md
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ SHIPPED = Path(__file__).resolve().parent.parent / "eagle3_jax" / "assets"
 PROMPT = "def read_config(filename, encoding=None):\n"
 
 
+# ------------------------------------------------------------------------------------------------------------ networks
 class Config(NamedTuple):
     """What the programs need to know of a model besides its weights. The draft head has the same attention heads."""
 

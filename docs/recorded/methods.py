@@ -1,6 +1,4 @@
-"""Writes the tables of README.md and docs/methods/index.md, out of the records of `eagle3 bench` and of methods.json.
-
-    python docs/recorded/methods.py     # writes both between their marks; a test does the same and compares
+"""The tables of README.md and docs/methods/index.md, out of the records of `eagle3 bench` and of methods.json.
 
 ``methods.json`` is what ``examples/methods.py`` measured; a method that is not in it is "not measured".
 """
@@ -19,7 +17,6 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 RECORD = HERE / "methods.json"
 BENCH = ROOT / "validation" / "results" / "bench-cpu-intel-xeon-2-cores.json"
-BEGIN, END = "<!-- {}: written by docs/recorded/methods.py -->", "<!-- end of {} -->"
 TASKS = ("code", "prose")
 Row = dict[str, Any]
 
@@ -184,30 +181,3 @@ def parts(found: Row) -> dict[str, dict[str, str]]:
             "what was measured": what_was_measured(found),
         },
     }
-
-
-def filled(text: str, named: dict[str, str]) -> str:
-    """A page with its tables in their places.
-
-    Raises:
-        ValueError: A mark is missing.
-    """
-    for name, part in named.items():
-        begin, end = BEGIN.format(name), END.format(name)
-        before, opened, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not opened or not closed:
-            raise ValueError(f"there is no place for {name!r}: put {begin} and {end} around it")
-        text = f"{before}{begin}\n\n{part}\n\n{end}{after}"
-    return text
-
-
-def main() -> None:
-    """Write both pages."""
-    for page, named in parts(record()).items():
-        place = ROOT / page
-        place.write_text(filled(place.read_text(encoding="utf-8"), named), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

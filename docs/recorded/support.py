@@ -2,7 +2,7 @@
 
     pytest tests/models/test_families.py tests/core/test_target_contract.py --record-support docs/recorded/support.json
     PYTHONPATH=tests/helpers pytest validation -p support_record --record-support docs/recorded/support.json
-    python docs/recorded/support.py     # writes them between their marks; the test of them does the same and compares
+    python docs/recorded/write_tables.py      # writes them between their marks
 
 A cell names the drafts for which every recorded case of it passed, and links to the tests. A dash means that no
 recorded test covers the cell. Models of images that are read as their language model have a row where a test covers
@@ -20,8 +20,7 @@ from eagle3_jax.conversion.families import FAMILIES, WRAPPERS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-PAGE, RECORD = ROOT / "docs" / "support.md", HERE / "support.json"
-BEGIN, END = "<!-- families: written by docs/recorded/support.py -->", "<!-- end of families -->"
+RECORD = HERE / "support.json"
 PRECISIONS = ("float32", "bfloat16", "mixed", "fp8")
 DRAFTS = ("plain", "chain", "tree")
 LEGEND = "A linked cell is covered by that test. A dash means untested."
@@ -97,24 +96,7 @@ def lines(found: Mapping[Cell, Found]) -> Iterator[str]:
         yield ""
 
 
-def filled(text: str, recorded: Mapping[str, Any]) -> str:
-    """The page with its tables in their place.
-
-    Raises:
-        ValueError: A mark is missing.
-    """
-    before, opened, rest = text.partition(BEGIN)
-    _, closed, after = rest.partition(END)
-    if not opened or not closed:
-        raise ValueError(f"there is no place for the tables: put {BEGIN} and {END} around it")
+def text(recorded: Mapping[str, Any]) -> str:
+    """What is between the marks of the page."""
     tables = "\n".join(lines(cells(recorded))).rstrip("\n")
-    return f"{before}{BEGIN}\n\n{LEGEND}\n\n{tables}\n\n{END}{after}"
-
-
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), cases()), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    return f"{LEGEND}\n\n{tables}"

@@ -1,9 +1,9 @@
-"""Writes the record of the validation into docs/validation.md, out of the JSON of one complete run.
+"""The record of the validation in docs/validation.md, out of the JSON of one complete run.
 
     pytest validation --complete --every-family --aot cuda:h200 --report-dir DIR    # copy DIR/report.json to RECORD
-    python docs/recorded/validated.py
+    python docs/recorded/write_tables.py
 
-A test writes the page again and compares. It refuses a record that lacks a check of the manifest, or that is of code
+A test refuses a record that lacks a check of the manifest, or that is of code
 older than :data:`MOST_COMMITS`.
 """
 
@@ -23,8 +23,7 @@ sys.path.insert(0, str(ROOT))
 from validation.levels import BY_NAME  # noqa: E402
 from validation.runs import Check, Report, Verdict, expected, load, missing_from  # noqa: E402
 
-PAGE, RECORD = ROOT / "docs" / "validation.md", ROOT / "validation" / "results" / "cpu-intel-xeon-2-cores.json"
-BEGIN, END = "<!-- record: written by docs/recorded/validated.py -->", "<!-- end of the record -->"
+RECORD = ROOT / "validation" / "results" / "cpu-intel-xeon-2-cores.json"
 MOST_COMMITS = 50  # that changed eagle3_jax/ or conversion/ since the record's commit; more, and it is too old
 
 # What each level would have seen, and what it cannot see. {sees} is what the record says of itself.
@@ -174,7 +173,7 @@ class Record:
 
     def methods(self) -> Iterator[str]:
         """The table of drafting methods next to vLLM."""
-        from validation.drafters.methods import METHODS
+        from validation.drafters import METHODS
 
         drafted = {name.replace("_", " "): method.num_speculative_tokens for name, method in METHODS.items()}
         yield "| method | K | rounds | tokens per round | the injected error, and the tokens per round with it |"
@@ -244,19 +243,6 @@ def _joined(lines: Iterable[str]) -> str:
     )
 
 
-def filled(text: str, report: Report) -> str:
-    """The page with the record in its place.
-
-    Raises:
-        ValueError: A mark is missing.
-    """
-    before, opened, rest = text.partition(BEGIN)
-    _, closed, after = rest.partition(END)
-    if not opened or not closed:
-        raise ValueError(f"there is no place for the record: put {BEGIN} and {END} around it")
-    return f"{before}{BEGIN}\n\n{Record(report).text()}\n\n{END}{after}"
-
-
 def missing(report: Report) -> dict[str, Any]:
     """What today's manifest asks of such a run and the record lacks, by level."""
     asked = {name: rows for name, rows in expected("cpu").items() if report.asks_for(BY_NAME[name])}
@@ -264,5 +250,6 @@ def missing(report: Report) -> dict[str, Any]:
     return {level: names for level, names in lacks.items() if names}
 
 
-if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), load(RECORD)), encoding="utf-8")
+def text() -> str:
+    """What is between the marks of the page."""
+    return Record(load(RECORD)).text()

@@ -1,0 +1,45 @@
+"""Writes the tables and records on the pages between their marks: ``python docs/recorded/write_tables.py``.
+
+A test compares the pages with what this writes. ``methods.py``, ``support.py`` and ``validated.py`` make the tables.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import methods
+import support
+import validated
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def tables() -> dict[str, dict[str, str]]:
+    """For each page, the texts by the names of their marks."""
+    return {
+        **methods.parts(methods.record()),
+        "docs/support.md": {"families": support.text(support.cases())},
+        "docs/validation.md": {"record": validated.text()},
+    }
+
+
+def filled(text: str, named: dict[str, str]) -> str:
+    """A page with its tables in their places.
+
+    Raises:
+        ValueError: A mark is missing.
+    """
+    for name, part in named.items():
+        begin, end = f"<!-- {name}: written by docs/recorded/write_tables.py -->", f"<!-- end of {name} -->"
+        before, opened, rest = text.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not opened or not closed:
+            raise ValueError(f"there is no place for {name!r}: put {begin} and {end} around it")
+        text = f"{before}{begin}\n\n{part}\n\n{end}{after}"
+    return text
+
+
+if __name__ == "__main__":
+    for page, named in tables().items():
+        place = ROOT / page
+        place.write_text(filled(place.read_text(encoding="utf-8"), named), encoding="utf-8")
