@@ -43,21 +43,6 @@ class Scripted(Contender):
         return Run(1.0, self.decode_seconds.pop(0), [self.tokens] * len(prompts), self.stats)
 
 
-def test_every_pass_is_told_before_the_next_one_begins():
-    calls: list[str] = []
-    plain, fast = (Scripted(name, "a", [9.0, 8.0, 4.0], list(range(5)), calls) for name in ("plain", "fast"))
-    told: list[tuple[int, str]] = []
-    measure(
-        [plain, fast], [[1]], max_new_tokens=5, repeats=2, baselines=["plain"], cost_rounds=0,
-        on_result=lambda line: told.append((len(calls), line)),
-    )  # fmt: skip
-    assert told[:2] == [(1, "plain: compiled in 0.0 s"), (2, "fast: compiled in 0.0 s")]
-    assert told[2:] == [
-        (3, "plain: 0.5 tokens/s, repeat 1 of 2"), (4, "fast: 0.5 tokens/s, repeat 1 of 2"),
-        (5, "plain: 1.0 tokens/s, repeat 2 of 2"), (6, "fast: 1.0 tokens/s, repeat 2 of 2"),
-    ]  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def target():
     return tiny.target()
@@ -198,14 +183,6 @@ def test_output_that_changes_and_programs_that_are_compiled_late_are_seen():
     assert report.programs_after_warm_up >= 2
 
 
-def test_batches_of_a_decoder_write_what_single_prompts_do(target, decoder):
-    prompts = [[1, 2, 3], [4, 5]]
-    both = DecoderContender("chain", "float32", decoder).run(prompts, 8)
-    assert both.tokens == decoder.generate(prompts, max_new_tokens=8).tokens
-    costs = step_costs(decoder, prompts, max_new_tokens=8, rounds=2)
-    assert costs.verify_seconds > 0 < costs.draft_seconds
-
-
 def test_a_comparison_says_whether_the_output_is_the_same(target, decoder):
     arguments = {"max_new_tokens": [8], "seed": 0, "repeats": 2}
     greedy = compare_with_plain(decoder, [[1, 2, 3]], sampling=SamplingParams(), **arguments)
@@ -219,36 +196,10 @@ def test_a_comparison_says_whether_the_output_is_the_same(target, decoder):
     assert alone.is_plain
 
 
-def test_the_clock_counts_a_compilation_once_and_a_second_call_not_at_all():
-    @jax.jit
-    def outer(x):
-        return inner(x) + 1.0
-
-    @jax.jit
-    def inner(x):
-        for _ in range(40):
-            x = jnp.sin(x) @ x
-        return x
-
-    x = jnp.ones((8, 8))
-    with CompileClock() as first:
-        jax.block_until_ready(outer(x))
-    with CompileClock() as second:
-        jax.block_until_ready(outer(x))
-    assert first.seconds > 0
-    assert second.seconds == 0
-
-
 def test_overlapping_spans_are_counted_once():
     clock = CompileClock()
     clock._spans = [(0.0, 4.0), (1.0, 2.0), (3.0, 5.0), (7.0, 8.0)]
     assert math.isclose(clock.seconds, 6.0)
-
-
-@pytest.mark.parametrize(("prompts", "tokens", "repeats"), [([], 8, 1), ([[1]], 1, 1), ([[1]], 8, 0)])
-def test_nothing_to_measure_is_refused(prompts, tokens, repeats):
-    with pytest.raises(ValueError, match="at least"):
-        measure([], prompts, max_new_tokens=tokens, repeats=repeats, baselines=[])
 
 
 def test_a_ratio_of_sums_and_its_interval_by_hand():
@@ -283,11 +234,6 @@ def test_a_geometric_mean_by_hand():
     assert (geometric_mean([1.0]), geometric_mean([3.0]).low) == (Interval(1.0), None)
     with pytest.raises(ValueError, match="at least one"):
         geometric_mean([])
-
-
-def test_quantiles_of_latencies_by_hand():
-    found = Latency.of(map(float, range(101)))
-    assert (found.p50, found.p90, found.p99) == (50, 90, 99)
 
 
 class Planted(Contender):

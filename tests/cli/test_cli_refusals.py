@@ -1,177 +1,204 @@
-"""The command line refuses in one line, before anything is printed or written, and ends quietly when it is ended."""
+"""Every command refuses in one line, before anything is printed or written, and ends quietly when it is ended."""
 
 from __future__ import annotations
 
 import json
-import shutil
+import os
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
+from checkpoints import write_llama as write_small_llama
+from heads_on_disk import CHECKPOINTS
 from models_on_disk import write_llama
-from safetensors.numpy import load_file, save_file
 
 from eagle3_jax.cli import run
 
 OFFICIAL = Path(__file__).parent.parent / "golden" / "official"
 VLLM = Path(__file__).parent.parent / "golden" / "vllm"
-PAIR = ("--target", str(OFFICIAL / "target"), "--drafter", str(OFFICIAL / "eagle3"))
+TARGET, HEAD = ("--target", str(OFFICIAL / "target")), ("--drafter", str(OFFICIAL / "eagle3"))
+PAIR = (*TARGET, *HEAD)
 PROMPT = ("--prompt-ids", "[1, 17, 5, 42]", "--max-new-tokens", "8", "--ignore-eos")
+ASKED = ("generate", *PAIR, *PROMPT)
 TREE = ("--tree", "num_nodes=60,max_depth=8,top_k=10")
-
-
-def head_with(folder: Path, change, config=None) -> Path:
-    """A copy of the official head with other tensors or another configuration."""
-    head = folder / "head"
-    head.mkdir()
-    settings = json.loads((OFFICIAL / "eagle3" / "config.json").read_text()) | (config or {})
-    (head / "config.json").write_text(json.dumps(settings))
-    tensors = load_file(OFFICIAL / "eagle3" / "model.safetensors")
-    save_file(change(tensors) or tensors, head / "model.safetensors")
-    return head
+TUNE = ("tune", "--compilation-cache", "none")
+BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("arguments", "named"),
     [
-        ((*PAIR, "--prompt-ids", "[]"), "empty"),
-        ((*PAIR, ""), "tokenizer"),
-        ((*PAIR, "--prompt-ids", "[1, 96]"), "96"),
-        ((*PAIR, "--prompt-ids", "[-1]"), "-1"),
-        ((*PAIR, "--prompt-ids", '["a"]'), "'a'"),
-        ((*PAIR, "--prompt-ids", "1, 2"), "JSON list"),
-        ((*PAIR, "--prompt-ids", json.dumps([1] * 512)), "512"),
-        ((*PAIR, "hello"), "tokenizer"),
-        ((*PAIR, "hello", "--prompt-ids", "[1]"), "one of"),
-        (PAIR, "one of"),
-        (
-            (*PAIR, *PROMPT, "--num-speculative-tokens", "1000000"),
-            "--num-speculative-tokens 1000000: a draft of 1000000",
-        ),
-        (
-            (*PAIR, *PROMPT, "--num-speculative-tokens", "512"),
-            "lower num_speculative_tokens or max_depth to at most 511",
-        ),
-        ((*PAIR, *PROMPT, "--schedule", "[[1, 4, 1000000]]"), "--schedule [[1, 4, 1000000]]: a draft of 1000000"),
-        ((*PAIR, *PROMPT, "--schedule", "[[1, 1000000000000, 3]]"), "reaches 1000000000000 rows"),
-        ((*PAIR, *PROMPT, "--tree", "num_nodes=10000000,max_depth=9,top_k=2000"), "--tree 'num_nodes=10000000,"),
-        ((*PAIR, *PROMPT, "--tree", "num_nodes=10000000,max_depth=10000000,top_k=1"), "scores 10000000 nodes"),
-        ((*PAIR, *PROMPT, "--tree", "num_nodes=513,max_depth=9,top_k=30"), "lower num_nodes to at most 512"),
-        ((*PAIR, *PROMPT, "--num-speculative-tokens", "3", *TREE), "a chain, a tree"),
-        ((*PAIR, *PROMPT, "--tree", "num_nodes=60,max_depth=2,top_k=4"), "num_nodes=60"),
-        ((*PAIR, *PROMPT, "--tree", "num_nodes=3,max_depth=8,top_k=4"), "num_nodes=3"),
-        ((*PAIR, *PROMPT, "--tree", "num_nodes=3"), "max_depth, top_k missing"),
-        ((*PAIR, *PROMPT, "--tree", "num_nodes=x,max_depth=8,top_k=4"), "'x'"),
-        ((*PAIR, *PROMPT, "--top-p", "1.5"), "top_p is 1.5"),
-        ((*PAIR, *PROMPT, "--temperature", "1e39"), "temperature is inf"),  # in the 32 bits of the device
-        ((*PAIR, *PROMPT, "--compilation-cache", ""), "--compilation-cache"),
-        ((*PAIR, *PROMPT, "--dtype", "float8"), "float8"),
-        ((*PAIR, *PROMPT, "--no-such-option"), "--no-such-option"),
-        ((*PAIR, "--prompt-ids"), "--prompt-ids"),
-        ((*PAIR, "--prompts", "/no/such/file.jsonl"), "/no/such/file.jsonl"),
-        ((*PAIR[:2], *PROMPT), "--drafter"),
-        (("--target", "", "--drafter", "none", *PROMPT), "--target is empty"),
-        ((*PAIR[:2], "--drafter", "", *PROMPT), "--drafter is empty"),
-        ((*PAIR[:2], "--drafter", "none", *PROMPT, "--num-speculative-tokens", "3"), "without a drafter"),
-        ((*PAIR[:2], "--drafter", "ngram", *PROMPT, *TREE), "NGram"),
-        ((*PAIR, *PROMPT, *TREE, "--draft-sampling", "probabilistic"), "draft a chain"),
-        ((*PAIR, *PROMPT, "--draft-sampling", "sometimes"), "--draft-sampling"),
-        (("--target", "/no/such/model", "--drafter", "none", *PROMPT), "/no/such/model"),
-        ((*PAIR[:2], "--drafter", "/no/such/head", *PROMPT), "/no/such/head"),
-        ((*PAIR[:2], "--drafter", str(VLLM / "eagle3"), *PROMPT), "vocab"),
-        ((*PAIR[:2], "--drafter", str(VLLM / "target"), *PROMPT), "a draft model needs the target's own"),
-        ((*PAIR[:2], "--drafter", "layer-skip=99", *PROMPT), "layer skip of 99 layers"),
+        (("generat",), "--help"),
+        (("train", "targets"), "--help"),
+        (("convert", "a"), "--help"),
+        (("bench", "x"), "--help"),
+        # generate: prompts
+        (("generate", *PAIR, "--prompt-ids", "[]"), "empty"),
+        (("generate", *PAIR, "--prompt-ids", "[1, 96]"), "96"),
+        (("generate", *PAIR, "--prompt-ids", '["a"]'), "'a'"),
+        (("generate", *PAIR, "--prompt-ids", "1, 2"), "JSON list"),
+        (("generate", *PAIR, "--prompt-ids", json.dumps([1] * 512)), "512"),
+        (("generate", *PAIR, "hello"), "tokenizer"),
+        (("generate", *PAIR, "hello", "--prompt-ids", "[1]"), "one of"),
+        (("generate", *PAIR, "--prompts", "/no/such/file.jsonl"), "/no/such/file.jsonl"),
+        # generate: drafts
+        ((*ASKED, "--num-speculative-tokens", "1000000"), "--num-speculative-tokens 1000000: a draft of 1000000"),
+        ((*ASKED, "--num-speculative-tokens", "512"), "lower num_speculative_tokens or max_depth to at most 511"),
+        ((*ASKED, "--schedule", "[[1, 4, 1000000]]"), "--schedule [[1, 4, 1000000]]: a draft of 1000000"),
+        ((*ASKED, "--schedule", "[[2,4,5]]"), "out of place"),
+        ((*ASKED, "--schedule", "/nowhere.json"), "/nowhere.json"),
+        ((*ASKED, "--schedule", "[[1,4,2]]", "--num-speculative-tokens", "2"), "more than one of"),
+        ((*ASKED, "--tree", "num_nodes=10000000,max_depth=9,top_k=2000"), "--tree 'num_nodes=10000000,"),
+        ((*ASKED, "--tree", "num_nodes=513,max_depth=9,top_k=30"), "lower num_nodes to at most 512"),
+        ((*ASKED, "--tree", "num_nodes=60,max_depth=2,top_k=4"), "num_nodes=60"),
+        ((*ASKED, "--tree", "num_nodes=3"), "max_depth, top_k missing"),
+        ((*ASKED, "--num-speculative-tokens", "3", *TREE), "a chain, a tree"),
+        ((*ASKED, *TREE, "--draft-sampling", "probabilistic"), "draft a chain"),
+        ((*ASKED, "--draft-sampling", "sometimes"), "--draft-sampling"),
+        ((*ASKED, "--top-p", "1.5"), "top_p is 1.5"),
+        ((*ASKED, "--temperature", "1e39"), "temperature is inf"),  # in the 32 bits of the device
+        ((*ASKED, "--compilation-cache", ""), "--compilation-cache"),
+        ((*ASKED, "--dtype", "float8"), "float8"),
+        # generate: models
+        (("generate", *TARGET, *PROMPT), "--drafter"),
+        (("generate", "--target", "", "--drafter", "none", *PROMPT), "--target is empty"),
+        (("generate", *TARGET, "--drafter", "", *PROMPT), "--drafter is empty"),
+        (("generate", *TARGET, "--drafter", "none", *PROMPT, "--num-speculative-tokens", "3"), "without a drafter"),
+        (("generate", *TARGET, "--drafter", "ngram", *PROMPT, *TREE), "NGram"),
+        (("generate", "--target", "/no/such/model", "--drafter", "none", *PROMPT), "/no/such/model"),
+        (("generate", *TARGET, "--drafter", str(VLLM / "eagle3"), *PROMPT), "vocab"),
+        (("generate", *TARGET, "--drafter", str(VLLM / "target"), *PROMPT), "a draft model needs the target's own"),
+        (("generate", *TARGET, "--drafter", "layer-skip=99", *PROMPT), "layer skip of 99 layers"),
+        # bench
+        (("bench", "--tree", "x"), "--tree"),
+        (("bench", "--tree", "none", *TREE), "--tree none"),
+        (("bench", "--batch-size", "none"), "--batch-size"),
+        (("bench", "--batch-size", "1,9"), "--batch-size 9 needs as many prompts, and there are 8"),
+        (("bench", "--rivals", "sglang"), "'sglang' is none of transformers, vllm"),
+        (("bench", "--rivals", "vllm"), "--vllm-python"),
+        (("bench", "--simulated-acceptance-length", "2", "--simulated-acceptance-rate", "0.5"), "both given"),
+        (("bench", "--simulated-acceptance-length", "0.5"), "--simulated-acceptance-length"),
+        (("bench", "--simulated-acceptance-rate", "1.1"), "--simulated-acceptance-rate"),
+        (("bench", "--shape", "Llama-100M", "--target", "x"), "--shape"),
+        (("bench", "--shape", "Llama-100M", "--prompts", "x.jsonl"), "--shape has no tokenizer"),
+        (("bench", "--shape", "GPT-9"), "there is no shape 'GPT-9'"),
+        (("bench", "--drafter", "none", "--drafter", "ngram"), "--drafter none"),
+        (("bench", "--prompts", "missing.jsonl"), "missing.jsonl: No such file"),
+        (("bench", "--tasks", "poetry"), "no prompts of 'poetry'; there are code, prose"),
+        (("bench", *PAIR, "--dtype", "float32", "--chains", "100000"), "chain K=100000: a draft of 100000 levels is"),
+        # tune
+        ((*TUNE, "--batch-sizes", "2,x"), "--batch-sizes"),
+        ((*TUNE, "--chains", "1-99", "--max-new-tokens", "64"), "chains of 1 to 63"),
+        ((*TUNE, "--drafter", "none"), "--drafter none"),
+        ((*TUNE, "--output", "/nowhere/at/all.json"), "/nowhere/at"),
+        ((*TUNE, "--prompts", "/nowhere.jsonl"), "/nowhere.jsonl"),
+        # plan
+        (("plan", "memory", "--gpu", "H300"), "did you mean H200? known are B200, H200,"),
+        (("plan", "memory", "-K", "512"), "the bundled head has 512 positions, so K is at most 511"),
+        (("plan", "roofline", *BIG, "-K", "2048"), "K is at most 2047"),
+        (("plan", "memory", "--context", "513"), "beyond the 512 positions"),
+        (("plan", "roofline", "--target", "nosuch"), "neither a directory, a hub id"),
+        (("plan", "roofline", "--claim", "9"), "add --batch-size"),
+        (("plan", "roofline", "--claim", "9", "--batch-size", "1"), "add --gpu"),
+        (("plan", "memory", "--memory-gb", "80"), "add --bandwidth-gb-per-s"),
+        (("plan", "memory", "--weights", "nf4"), "'nf4' are not known"),
+        (("plan", "memory", "--cache", "int4"), "'int4' is not known"),
+        (("plan", "memory", "--target", "Qwen3-8B", "--num-gpus", "3"), "cannot be divided by 3"),
+        (("plan", "memory", "--target", "Qwen3-8B", *HEAD), "features of width"),
+        (("plan", "memory", "--target", "Qwen3-8B", "--drafter", TARGET[1]), "model of 96 tokens and Qwen3-8B"),
+        (("plan", "memory", "--drafter", "layer-skip=12"), "so give 1 to 11"),
+        (("plan", "memory", "--drafter", "ngram=2"), "expected ngram"),
+        (("plan", "speedup", "--alpha", "0.5", "--draft-acceptance-rate", "0.5"), "give one"),
+        (("plan", "speedup", "--mean-acceptance-length", "7"), "a round emits 1 to 6"),
+        (("plan", "speedup", "--traffic", "0.5:0.3"), "sum to 1"),
+        (("plan", "speedup", "--traffic", "much"), "SHARE:ALPHA"),
+        (("plan", "speedup", "--traffic", "1:0.5", "--alpha", "0.5"), "leave the other options"),
+        (("plan", "cost", "--tokens-per-second", "10"), "--price-per-hour"),
+        (("plan", "cost", "--tokens-per-second", "10", "--price-per-hour", "0"), "no number per dollar"),
+        (("plan", "rollout", "--drafter", "none"), "needs a head"),
+        (("plan", "rollout", "--verify-cost", "1.2"), "give both or neither"),
+        (("plan", "rollout", "--out", "/nowhere/rollout.md"), "cannot be written"),
     ],
+    ids=lambda value: " ".join(value)[-60:] if isinstance(value, tuple) else "",
 )
-def test_generate_refuses(refused, tmp_path, options, named):
-    assert named in refused("generate", *options, "--trace", tmp_path / "trace.json", "--json")
+def test_a_command_refuses_in_one_line(refused, tmp_path, monkeypatch, arguments, named):
+    monkeypatch.chdir(tmp_path)
+    if arguments[0] == "generate":
+        arguments = (*arguments, "--trace", "trace.json", "--json")
+    assert named in refused(*arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("drafter", "most"), [("Medusa head (vllm layout)", 3), ("DFlash head (vllm layout)", 4)])
+def test_a_plan_drafts_no_more_than_the_head_does(refused, tmp_path, drafter, most):
+    target, head = write_small_llama(tmp_path / "target"), CHECKPOINTS[drafter](tmp_path / "head")
+    line = refused("plan", "memory", "--target", target, "--drafter", head, "-K", most + 1)
+    assert f"give at most -K {most}" in line
 
 
 @pytest.mark.parametrize(
     ("content", "named"),
     [
         ('{"prompt_ids": [1]}\n{"prompt_ids": [1}\n', "line 2"),
-        ('{"prompt_ids": [1]}\n\n[1, 2]\n', "line 3"),
-        ('{"text": "a"}\n', "line 1"),
-        ('{"prompt": "a", "prompt_ids": [1]}\n', "line 1"),
-        ('{"prompt": 3}\n', "line 1"),
-        ('{"prompt_ids": [1]}\n{"prompt_ids": [1], "max_new_tokens": 0}\n', "line 2"),
-        ('{"prompt_ids": [1]}\n{"prompt_ids": []}\n', "line 2"),
-        ('{"prompt_ids": [1]}\n{"prompt_ids": [1000]}\n', "line 2"),
-        ("", "no prompts"),
+        ('{"prompt_ids": [1]}\n\n{"prompt_ids": [1000]}\n', "line 3"),
         ("\n\n", "no prompts"),
     ],
 )
 def test_a_bad_prompt_file_is_refused_by_line_before_anything_is_printed(refused, tmp_path, content, named):
     path = tmp_path / "prompts.jsonl"
     path.write_text(content)
-    line = refused("generate", *PAIR, "--prompts", path, "--json")
-    assert named in line
-    assert str(path) in line
+    for command in ("generate", "bench", "tune"):
+        line = refused(command, *PAIR, "--prompts", path, "--json")
+        assert named in line and str(path) in line
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_any_work(refused, tmp_path, monkeypatch):
+    traced = ("generate", "--target", "/none", *PROMPT, "--trace")
+    assert "no directory" in refused(*traced, tmp_path / "no" / "t.json")
+    assert "is a directory" in refused(*traced, tmp_path)
+    assert "name too long" in refused(*traced, tmp_path / ("x" * 250))
+    assert list(tmp_path.iterdir()) == []
+    new = ("bench", "--shape", "GPT-9", "--output")
+    assert "no shape" in refused(*new, tmp_path / "new" / "one")
+    assert list(tmp_path.iterdir()) == []  # misuse writes nothing
+    (tmp_path / "file").write_text("")
+    assert "is not empty" in refused(*new, tmp_path)
+    assert "is a file" in refused(*new, tmp_path / "file" / "below")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert "no permission" in refused(*new, tmp_path / "new" / "one")
 
 
 def test_checkpoints_that_do_not_fit_are_refused(refused, tmp_path):
-    for make, named in (
-        (lambda t: t.pop("fc.weight") is None or None, "fc.weight"),
-        (lambda t: t.update({"surplus.weight": np.zeros(3, np.float32)}), "surplus.weight"),
-        (lambda t: t.update({"d2t": t["d2t"] + 1000}), "d2t"),
-    ):
-        head = head_with(tmp_path, make)
-        assert named in refused("generate", *PAIR[:2], "--drafter", head, *PROMPT)
-        shutil.rmtree(head)
-
-
-def test_a_truncated_file_is_refused(refused, tmp_path):
-    head = head_with(tmp_path, lambda tensors: None)
-    file = head / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    assert "model.safetensors" in refused("generate", *PAIR[:2], "--drafter", head, *PROMPT)
-
-
-def test_a_folder_that_is_no_checkpoint_is_refused(refused, tmp_path):
-    (tmp_path / "README.md").write_text("nothing here")
-    assert str(tmp_path) in refused("generate", "--target", tmp_path, "--drafter", "none", *PROMPT)
-    assert str(tmp_path) in refused("inspect", tmp_path)
-
-
-def test_a_head_of_another_width_is_refused(refused, tmp_path):
     target = write_llama(tmp_path / "narrow", width=64)
-    line = refused("generate", "--target", target, "--drafter", OFFICIAL / "eagle3", *PROMPT)
-    assert "128" in line
-    assert "64" in line
+    line = refused("generate", "--target", target, *HEAD, *PROMPT)
+    assert "128" in line and "64" in line
+    (tmp_path / "empty").mkdir()
+    assert str(tmp_path / "empty") in refused("generate", "--target", tmp_path / "empty", *HEAD, *PROMPT)
+    assert str(tmp_path / "empty") in refused("inspect", tmp_path / "empty")
 
 
-def test_a_trace_that_cannot_be_written_is_refused_before_any_work(refused, tmp_path):
-    assert "no directory" in refused("generate", "--target", "/none", *PROMPT, "--trace", tmp_path / "no" / "t.json")
-    assert "is a directory" in refused("generate", "--target", "/none", *PROMPT, "--trace", tmp_path)
-    assert "name too long" in refused("generate", "--target", "/none", *PROMPT, "--trace", tmp_path / ("x" * 250))
-    assert list(tmp_path.iterdir()) == []
+def test_a_schedule_that_found_none_says_what_to_do(refused, tmp_path):
+    path = tmp_path / "tuned.json"
+    path.write_text('{"num_speculative_tokens_per_batch_size": null}')
+    assert "--drafter none" in refused(*ASKED, "--schedule", path)
 
 
-@pytest.mark.parametrize("command", ["generat", "train targets", "convert", "convert a", "bench x"])
-def test_a_wrong_command_line_is_refused(refused, command):
-    assert "--help" in refused(*command.split())
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (KeyboardInterrupt(), 130, ()),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 99 bytes.\n lots of detail"), 1, ("out of memory", "--tree")),
+    ],
+    ids=["interrupted", "exhausted"],
+)
+def test_an_interruption_and_an_exhausted_device_end_quietly(cli, monkeypatch, error, code, words):
+    def fail(*arguments, **options):
+        raise error
 
-
-def test_an_interruption_ends_quietly(cli, monkeypatch):
-    def interrupt(*arguments, **options):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("eagle3_jax.load_target", interrupt)
-    assert cli("generate", *PAIR, *PROMPT)[0] == 130
-
-
-def test_an_exhausted_device_is_explained(cli, monkeypatch):
-    def exhaust(*arguments, **options):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.\n lots of detail")
-
-    monkeypatch.setattr("eagle3_jax.load_target", exhaust)
-    code, _, err = cli("generate", *PAIR, *PROMPT)
-    assert (code, err.count("\n")) == (1, 1)
-    assert "out of memory" in err
-    assert "--tree" in err
+    monkeypatch.setattr("eagle3_jax.load_target", fail)
+    found, out, err = cli(*ASKED)
+    assert (found, out, err.count("\n")) == (code, "", min(len(words), 1))
+    assert all(word in err for word in words)
 
 
 def test_a_fault_of_the_program_is_not_hidden(monkeypatch):
@@ -180,4 +207,4 @@ def test_a_fault_of_the_program_is_not_hidden(monkeypatch):
 
     monkeypatch.setattr("eagle3_jax.load_target", fail)
     with pytest.raises(TypeError):
-        run(["generate", *PAIR, *PROMPT])
+        run(list(ASKED))

@@ -61,13 +61,6 @@ def test_a_jax_for_cpus_beside_a_gpu_is_told_what_to_install(
     assert gpu.gpu_problem() is None
 
 
-def test_without_a_gpu_only_what_wants_one_is_told(any_platform: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "has_gpu", lambda: False)
-    assert gpu.gpu_problem() is None
-    problem = gpu.gpu_problem(wanted=True)
-    assert problem is not None and "no NVIDIA GPU is seen here" in problem and COMMAND in problem
-
-
 def test_who_keeps_jax_from_the_gpu_means_it(any_platform: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "has_gpu", lambda: True)
     jax.config.update("jax_platforms", "cpu")

@@ -38,16 +38,6 @@ def test_a_head_with_its_targets_number_of_layers_has_one(tmp_path: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("architecture", "said", "layers"),
-    [("LlamaForCausalLM", 7, 1), ("LlamaForCausalLMEagle3", 40, 1), ("LlamaForCausalLMEagle3", 2, 2)],
-)
-def test_the_number_of_layers_is_believed_where_engines_build_that_many(
-    tmp_path: Any, architecture: str, said: int, layers: int
-) -> None:
-    assert head_of(tmp_path, architectures=[architecture], num_hidden_layers=said).num_layers == layers
-
-
-@pytest.mark.parametrize(
     ("changes", "says"),
     [
         (
@@ -67,11 +57,6 @@ def test_a_head_of_another_method_is_told_by_its_configuration_alone(
         head_of(tmp_path, **changes)
 
 
-def test_a_head_that_says_what_it_is_may_propose_every_token(tmp_path: Any) -> None:
-    head = head_of(tmp_path, architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=None)
-    assert head.draft_vocab_size == 32_000
-
-
 def planned(folder: Any, capsys: Any, **changes: Any) -> Any:
     (folder / "config.json").write_text(json.dumps(VICUNA_HEAD | changes))
     assert run(["plan", "memory", "--target", str(folder), "--gpu", "B200", "--json"]) == 0
@@ -87,11 +72,6 @@ def test_targets_of_every_family_are_planned_with_windows_and_quantised_ones_too
     assert biased["target_parameters"] == plain["target_parameters"] + 40 * 3 * 5120
     normed = planned(tmp_path, capsys, model_type="qwen3", head_dim=128, attention_bias=True)
     assert normed["target_parameters"] == plain["target_parameters"] + 40 * (4 * 5120 + 2 * 128)
-
-
-def test_the_usual_head_of_a_target_without_default_features_is_planned(tmp_path: Any, capsys: Any) -> None:
-    deep, shallow = (planned(tmp_path, capsys, num_hidden_layers=layers) for layers in (40, 2))
-    assert shallow["drafter_parameters"] == deep["drafter_parameters"]
 
 
 def test_what_does_not_fit_ends_with_one_and_says_what_would_do(capsys: Any) -> None:

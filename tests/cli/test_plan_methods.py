@@ -74,26 +74,6 @@ def test_what_has_no_files_adds_no_weights(target: Path, capsys: Any) -> None:
         assert line["bounds"][0]["draft_cost"] == 0
 
 
-@pytest.mark.parametrize(
-    ("drafter", "options", "says"),
-    [
-        (MEDUSA, ("-K", "4"), "give at most -K 3"),
-        (DFLASH, ("-K", "5"), "give at most -K 4"),
-        ("layer-skip=8", (), "so give 1 to 7"),
-        ("layer-skip", (), "expected layer-skip=E"),
-        ("ngram=2", (), "expected ngram"),
-    ],
-)
-def test_what_cannot_be_planned_is_one_line(
-    tmp_path: Path, target: Path, capsys: Any, drafter: str, options: tuple[str, ...], says: str
-) -> None:
-    source = CHECKPOINTS[drafter](tmp_path / "drafter") if drafter in CHECKPOINTS else drafter
-    assert run(["plan", "memory", "--target", str(target), "--drafter", str(source), *options]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert says in err
-
-
 def test_a_configuration_alone_will_do(tmp_path: Path, target: Path, capsys: Any) -> None:
     """As of a hub id, of which nothing else is downloaded."""
     for name in (EAGLE1, MEDUSA, DRAFT_MODEL, P_EAGLE):

@@ -163,8 +163,6 @@ def ended(code: str) -> tuple[int, str, str]:
     [
         ("typer", "SIGINT", 130),  # in the first tenth of a second
         ("eagle3_jax.cli.generate", "SIGINT", 130),
-        ("numpy", "SIGINT", 130),
-        ("jax._src.core", "SIGINT", 130),
         ("eagle3_jax.conversion.native", "SIGINT", 130),
         ("numpy", "SIGTERM", 143),
         ("numpy", "SIGHUP", 129),

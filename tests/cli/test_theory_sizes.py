@@ -17,7 +17,7 @@ from eagle3_jax.models.config import (
     Latent,
     LayerConfig,
 )
-from eagle3_jax.theory.sizes import Parameters, active_parameters, parameters, sizes_of
+from eagle3_jax.theory.sizes import Parameters, parameters, sizes_of
 
 D = 9  # width of the residual stream
 PLAIN = GroupedQuery(num_heads=6, num_kv_heads=2, head_dim=4)
@@ -110,7 +110,7 @@ def test_the_first_layer_of_a_head_reads_embedding_and_features() -> None:
 
 def test_a_token_goes_through_some_experts_and_many_tokens_through_most() -> None:
     config = decoder(LayerConfig(mixer=PLAIN, mlp=SHARED))
-    assert active_parameters(config) == parameters(config).total - 17 * D - 3 * (3 * D * 3)
+    assert sizes_of(config).active == parameters(config).total - 17 * D - 3 * (3 * D * 3)
     # All choices of two experts of four by three tokens, counted one by one.
     of = Experts(num_experts=4, per_token=2, width=1, router="softmax")
     choices = list(itertools.product(itertools.combinations(range(4), 2), repeat=3))

@@ -51,11 +51,6 @@ def test_costs_are_ratios_within_a_repeat_and_the_gain_is_tau_over_them():
     assert found.speedup.high == pytest.approx((2.2 / 2.0 + 2.2 / 1.75) / 2)
 
 
-def test_a_tree_pays_for_its_levels_and_not_for_its_nodes():
-    tree = Shape(name="tree", num_draft_tokens=59, num_draft_steps=8, is_chain=False, mean_acceptance_length=4.5)
-    assert Candidate.of(tree, plain=[1.0], verify=[2.2], draft=[0.1]).speedup.median == pytest.approx(1.5)
-
-
 def test_the_largest_gain_wins_unless_a_shorter_draft_is_as_good():
     assert choose([gains(1, 1.2), gains(3, 1.5, 1.4), gains(5, 1.3)]).shape.name == "K=3"
     assert choose([gains(1, 1.42), gains(2, 1.45), gains(3, 1.5, 1.4)]).shape.name == "K=1"
@@ -142,12 +137,6 @@ def target():
     return tiny.target()
 
 
-def test_every_batch_holds_every_prompt_and_is_full():
-    assert tuning._filled([[1], [2], [3]], 2) == [[[1], [2]], [[3], [1]]]
-    assert tuning._filled([[1], [2]], 5) == [[[1], [2], [1], [2], [1]]]
-    assert tuning._filled([[1], [2]], 1) == [[[1]], [[2]]]
-
-
 def test_acceptance_is_that_of_each_shape_and_costs_are_positive(target):
     head, prompts = tiny.eagle3(target), [[1, 2, 3], [4, 5]]
     tree = DynamicTree(num_nodes=4, max_depth=2, top_k=2)
@@ -176,13 +165,6 @@ def test_rounds_in_which_prompt_lookup_finds_nothing_are_rounds_all_the_same(tar
     counted = tuning._decode(decoder, prompts, limit)
     assert 0 <= rounds - counted.rounds[0] <= 2  # what the limit cut off is not seen
     assert counted.rounds[0] > counted.stats.num_drafts[0]
-
-
-@pytest.mark.parametrize("wrong", [{"chains": [8]}, {"chains": []}, {"batches": [0]}, {"repeats": 0}])
-def test_nothing_to_tune_is_refused(target, wrong):
-    options = {"batches": [1], "chains": [1], "max_new_tokens": 8, "repeats": 1, **wrong}
-    with pytest.raises(ValueError, match=r"at least|does not fit"):
-        tuning.tune(target, tiny.eagle3(target), [[1]], **options)
 
 
 @pytest.fixture
@@ -225,47 +207,6 @@ def test_the_command_writes_what_generate_reads(capsys, tmp_path, prompts, monke
     plain = generated("--drafter", "none")
     assert [row["token_ids"] for row in chosen] == [row["token_ids"] for row in plain]
     assert all(row["stats"]["num_draft_tokens"] > 0 for row in chosen)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (("--batch-sizes", "0,2"), "--batch-sizes"),
-        (("--batch-sizes", "2,x"), "--batch-sizes"),
-        (("--batch-sizes", ""), "--batch-sizes"),
-        (("--batch-sizes", "1-99999999999"), "--batch-sizes"),
-        (("--batch-sizes", "99999"), "--batch-sizes"),
-        (("--chains", "3-1"), "--chains"),
-        (("--chains", "1-99", "--max-new-tokens", "64"), "chains of 1 to 63"),
-        (("--drafter", "none"), "--drafter none"),
-        (("--tree", "x"), "--tree"),
-        (("--output", "/nowhere/at/all.json"), "/nowhere/at"),
-        (("--plot", "tune.txt"), "--plot"),
-        (("--prompts", "/nowhere.jsonl"), "/nowhere.jsonl"),
-    ],
-)
-def test_the_command_refuses(capsys, options, named):
-    assert run(["tune", *options, "--compilation-cache", "none"]) == 2
-    error = capsys.readouterr().err
-    assert named in error
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("schedule", "named"),
-    [
-        ("[[2,4,5]]", "out of place"),
-        ("[[1,4]]", "three whole numbers"),
-        ("[1", "not JSON"),
-        ("/nowhere.json", "/nowhere.json"),
-        ('{"a": 1}', '{"a": 1}'),
-    ],
-)
-def test_generate_refuses_schedules_that_are_none(capsys, schedule, named):
-    assert run(["generate", "x", *PAIR, "--schedule", schedule, "--compilation-cache", "none"]) == 2
-    error = capsys.readouterr().err
-    assert named in error
-    assert error.count("\n") == 1
 
 
 def test_generate_refuses_a_schedule_beside_a_chain_and_a_file_that_found_none(capsys, tmp_path):

@@ -49,22 +49,15 @@ def mistaken(directory: Path) -> dict[str, tuple[Path, Any, str]]:
     return {
         "a pointer": (directory, lambda: weights.write_text(POINTER), rf"model\.safetensors {pull}$"),
         "a pointer to a pickle": (directory, pickle_pointer, rf"pytorch_model\.bin {pull}$"),
-        "a pointer to a configuration": (
-            directory, lambda: (directory / "config.json").write_text(POINTER), rf"config\.json {pull}$",
-        ),
         "an adapter": (
             directory, adapter,
             r"is a LoRA adapter \(adapter_config\.json\) of org/base; merge it into that model, for example with "
             r"merge_and_unload\(\) of peft, and give the directory of the result$",
         ),
-        "an adapter of anything": (
-            directory, lambda: renamed("adapter_model.safetensors", adapter_config="[]"), r"json\); merge it into",
-        ),
         "Mistral's own layout": (
             directory, lambda: renamed("consolidated.safetensors", params="{}"),
             r"holds consolidated\.safetensors, a layout of its publisher; give the Hugging Face layout",
         ),
-        "Llama's own layout": (directory, lambda: renamed("consolidated.00.pth"), r"holds consolidated\.00\.pth, a l"),
         "a cache": (cache, lambda: cached("0f3c"), rf"is a folder of the hub's cache; give {cache}/snapshots/0f3c$"),
         "a cache of several": (
             cache, lambda: cached("0f3c", "1a2b"), rf"cache; give one of its 2 snapshots, in {cache}/snapshots$",

@@ -164,15 +164,6 @@ def test_what_a_method_cannot_do_is_refused(tmp_path: Path, directory: Path, cap
     assert OPTIONS[given] in line
 
 
-def test_a_draft_model_of_another_tokenizer_is_refused(tmp_path: Path, capsys: Any) -> None:
-    models = write_llama(tmp_path / "target"), CHECKPOINTS[DRAFT_MODEL](tmp_path / "draft")
-    for path, words in zip(models, ("abc", "acb"), strict=True):
-        model = {"type": "WordLevel", "unk_token": "a", "vocab": {word: index for index, word in enumerate(words)}}
-        (path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
-    line = refusal(capsys, "generate", "--target", models[0], "--drafter", models[1], *PROMPT)
-    assert "the token 'b' is id 2 there and id 1 here; a draft model needs the target's own" in line
-
-
 def test_a_description_needs_no_target() -> None:
     pytest.importorskip("torch")  # one of them is a pickle
     for head in ("eagle3", "eagle1"):
@@ -195,27 +186,18 @@ def test_a_name_that_only_the_tensors_carry_does_not_change_what_is_refused(tmp_
     assert "named as those" not in str(found.value)
 
 
-def test_a_language_model_is_no_head_but_is_described(tmp_path: Path) -> None:
-    directory = write_llama(tmp_path / "other")
+def test_a_language_model_is_no_head_a_head_is_no_target_and_something_else_is_neither(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a language model, not a draft head; give it as the target"):
-        conversion.read_head(directory, TARGET)
-    description = conversion.describe(directory)
-    assert description.kind == "target: Llama"
-    assert description.loadable
-
-
-def test_a_head_is_no_target(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is an EAGLE-3 head, not a target"):
-        conversion.read_target(Head().write(tmp_path / "head"))
-    conversion.convert(tmp_path / "head", tmp_path / "native", "jax", TARGET)
-    with pytest.raises(CheckpointError, match="is an EAGLE-3 head, not a target; give it as the drafter"):
-        conversion.read_target(tmp_path / "native")
-
-
-def test_something_else_is_no_checkpoint(tmp_path: Path) -> None:
-    directory = write_checkpoint(tmp_path / "vision", {"model_type": "vit"}, {"patches.weight": np.ones(3, np.float32)})
+        conversion.read_head(write_llama(tmp_path / "other"), TARGET)
+    description = conversion.describe(tmp_path / "other")
+    assert description.kind == "target: Llama" and description.loadable
+    conversion.convert(Head().write(tmp_path / "head"), tmp_path / "native", "jax", TARGET)
+    for name in ("head", "native"):
+        with pytest.raises(CheckpointError, match="is an EAGLE-3 head, not a target; give it as the drafter"):
+            conversion.read_target(tmp_path / name)
+    patches = {"patches.weight": np.ones(3, np.float32)}
     with pytest.raises(CheckpointError, match="neither a target nor a draft head"):
-        conversion.describe(directory)
+        conversion.describe(write_checkpoint(tmp_path / "vision", {"model_type": "vit"}, patches))
 
 
 @pytest.mark.parametrize("layout", ["huggingface", "native"])

@@ -10,7 +10,6 @@ import contextlib
 import copy
 import json
 import os
-import shutil
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -113,18 +112,23 @@ def judge(read: Callable[[], Any], kinds: type[Exception] | tuple[type[Exception
         assert time.process_time() - begun < 2
 
 
-def assert_finite(config: Any) -> None:
+def assert_finite(config: Any) -> bool:
     """No number of a decoder's configuration can make its arithmetic NaN."""
     frequencies, scale = inverse_frequencies(config.layers[0].mixer.rope, config.layers[0].mixer.head_dim)
     assert np.isfinite(frequencies).all() and (frequencies >= 0).all() and np.isfinite(scale) and scale > 0
     assert np.float32(config.norm_eps) > 0 and np.isfinite(config.norm_eps)
     assert 0 < config.max_positions <= 10**9
+    return True
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target and a head in both layouts."""
+    """A target and a head in both layouts, and a target in shards."""
     folder = tmp_path_factory.mktemp("fuzz")
+    sharded = write_llama(folder / "sharded")
+    weights = (sharded / "model.safetensors").rename(sharded / "a.safetensors")
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(load_file(weights), weights.name)}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
     conversion.convert(write_llama(folder / "target"), folder / "native-target", "jax")
     conversion.convert(Head().write(folder / "head"), folder / "native-head", "jax", TARGET)
     return folder
@@ -154,40 +158,60 @@ ROPES = (
 )  # fmt: skip
 
 
-@fuzz
-@given(data=st.data())
-def test_configurations_of_targets(folder: Path, data: st.DataObject) -> None:
-    path = folder / "target" / "config.json"
-    values = json.loads(path.read_bytes()) | {"rope_scaling": data.draw(st.sampled_from(ROPES)), "rope_theta": 10000.0}
-    layers = ("head_dim", "attention_bias", "layer_types", "rope_parameters")
-    hints = (*layers, "tie_word_embeddings", "quantization_config")
-    with holding(path, data.draw(damaged_json(values, hints))) as directory:
-        found = judge(lambda: conversion.read_target(directory))
-        if found is not None:
-            assert_finite(found.config)
-            assert all(0 <= token < found.config.vocab_size for token in found.stop_tokens)
-        judge(lambda: conversion.describe(directory))
-        judge(lambda: read_target(str(directory)), ValueError)
+def target_values(data: st.DataObject, values: dict[str, Any]) -> dict[str, Any]:
+    return values | {"rope_scaling": data.draw(st.sampled_from(ROPES)), "rope_theta": 10000.0}
 
 
-@fuzz
-@given(data=st.data())
-def test_configurations_of_heads(folder: Path, data: st.DataObject) -> None:
-    path = folder / "head" / "config.json"
-    values = json.loads(path.read_bytes())
+def head_values(data: st.DataObject, values: dict[str, Any]) -> dict[str, Any]:
     if data.draw(st.booleans()):
         values = {"speculators_model_type": "eagle3", "draft_vocab_size": 40, "transformer_layer_config": values}
-    values["eagle_config"] = {"use_aux_hidden_state": True, "layer_ids": [2, 4, 5]}
-    ids = ("eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states")
-    hints = (*ids, "target_hidden_size", "norm_output", "fc_norm")
-    target_of_plan = read_target("llama-3.1-8b")
+    return values | {"eagle_config": {"use_aux_hidden_state": True, "layer_ids": [2, 4, 5]}}
+
+
+def as_they_are(data: st.DataObject, values: dict[str, Any]) -> dict[str, Any]:
+    del data
+    return values
+
+
+# For each file: what is put into it before it is damaged, and names of fields that are worth adding.
+DESCRIPTIONS: dict[str, tuple[Callable[..., dict[str, Any]], tuple[str, ...]]] = {
+    "target/config.json": (
+        target_values,
+        ("head_dim", "attention_bias", "layer_types", "rope_parameters", "tie_word_embeddings", "quantization_config"),
+    ),
+    "head/config.json": (
+        head_values,
+        ("eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states", "target_hidden_size", "norm_output", "fc_norm"),
+    ),
+    "native-target/eagle3_jax.json": (as_they_are, ()),
+    "native-head/eagle3_jax.json": (as_they_are, ()),
+    "target/generation_config.json": (lambda *_: {"bos_token_id": 1, "eos_token_id": [2, 3]}, ("eos_token_id",)),
+    "sharded/model.safetensors.index.json": (as_they_are, ("weight_map",)),
+}
+
+
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+@fuzz
+@given(data=st.data())
+def test_json(folder: Path, name: str, data: st.DataObject) -> None:
+    path, (prepare, hints) = folder / name, DESCRIPTIONS[name]
+    values = prepare(data, json.loads(path.read_bytes()) if path.exists() else {})
     with holding(path, data.draw(damaged_json(values, hints))) as directory:
-        for target in (TARGET, None):
-            found = judge(lambda target=target: read_head_of(directory, target))
+        if "head" in name:
+            for target in (TARGET, None):
+                found = judge(lambda target=target: read_head_of(directory, target))
+                assert found is None or assert_finite(found.config)
+        else:
+            found = judge(lambda: conversion.read_target(directory))
             if found is not None:
-                assert_finite(found.config)
+                assert assert_finite(found.config)
+                assert all(0 <= token < found.config.vocab_size for token in found.stop_tokens)
         judge(lambda: conversion.describe(directory))
-        judge(lambda: read_head(str(directory), target_of_plan, bundled=False), (Misuse, ValueError))
+        if name == "target/config.json":
+            judge(lambda: read_target(str(directory)), ValueError)
+        if name == "head/config.json":
+            target_of_plan = read_target("llama-3.1-8b")
+            judge(lambda: read_head(str(directory), target_of_plan, bundled=False), (Misuse, ValueError))
 
 
 @fuzz
@@ -204,39 +228,6 @@ def test_safetensors(folder: Path, data: st.DataObject) -> None:
         content = data.draw(damaged_bytes(sound))
     with holding(path, content) as directory:
         judge(lambda: read_head_of(directory))
-
-
-@fuzz
-@given(data=st.data())
-def test_indices(folder: Path, data: st.DataObject) -> None:
-    directory = folder / "sharded"
-    if not directory.exists():
-        shutil.copytree(folder / "target", directory)
-        (directory / "model.safetensors").rename(directory / "a.safetensors")
-    weight_map = dict.fromkeys(load_file(directory / "a.safetensors"), "a.safetensors")
-    index = data.draw(damaged_json({"metadata": {"total_size": 1}, "weight_map": weight_map}))
-    (directory / "model.safetensors.index.json").write_bytes(index)
-    judge(lambda: conversion.read_target(directory))
-
-
-@fuzz
-@given(data=st.data())
-def test_native_descriptions(folder: Path, data: st.DataObject) -> None:
-    what = data.draw(st.sampled_from(["target", "head"]))
-    path = folder / f"native-{what}" / "eagle3_jax.json"
-    with holding(path, data.draw(damaged_json(json.loads(path.read_bytes())))) as directory:
-        found = judge(lambda: (conversion.read_target if what == "target" else read_head_of)(directory))
-        if found is not None:
-            assert_finite(found.config)
-
-
-@fuzz
-@given(data=st.data())
-def test_generation_configurations(folder: Path, data: st.DataObject) -> None:
-    content = data.draw(damaged_json({"bos_token_id": 1, "eos_token_id": [2, 3]}))
-    with holding(folder / "target" / "generation_config.json", content) as directory:
-        found = judge(lambda: conversion.read_target(directory))
-        assert found is None or all(0 <= token < 61 for token in found.stop_tokens)
 
 
 @fuzz

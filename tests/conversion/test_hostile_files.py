@@ -56,36 +56,27 @@ def llama3(**changes: float) -> dict[str, Any]:
     return {"rope_scaling": scaling | {"original_max_position_embeddings": 16} | changes}
 
 
-NAN, INFINITE = float("nan"), float("inf")
+NAN = float("nan")
 WHOLE, FINITE = "expected a whole number", "expected a finite number"
 TARGET_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 10**9}, "the file holds 8 layers"),
     ({"num_hidden_layers": 10**30}, "num_hidden_layers is 10000000"),
     ({"num_hidden_layers": 0}, "num_hidden_layers is 0; expected"),
-    ({"num_hidden_layers": 1.5}, f"num_hidden_layers is 1.5; {WHOLE}"),
     ({"num_attention_heads": 10**12, "num_key_value_heads": 10**12, "head_dim": 8}, "num_attention_heads is 10000"),
     ({"num_attention_heads": -4}, "num_attention_heads is -4"),
     ({"hidden_size": 10**12}, "hidden_size is 1000000000000; expected"),
     ({"hidden_size": 10**9}, "has shape"),
     ({"hidden_size": "32"}, f"hidden_size is '32'; {WHOLE}"),
-    ({"hidden_size": [32]}, WHOLE),
-    ({"hidden_size": {"a": 1}}, WHOLE),
-    ({"hidden_size": NAN}, WHOLE),
-    ({"vocab_size": 10**12}, "vocab_size is 10000"),
-    ({"vocab_size": 10**9}, "has shape"),
     ({"vocab_size": True}, f"vocab_size is True; {WHOLE}"),
     ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000"),
     ({"rms_norm_eps": NAN}, f"rms_norm_eps is nan; {FINITE}"),
-    ({"rms_norm_eps": INFINITE}, f"rms_norm_eps is inf; {FINITE}"),
     ({"rms_norm_eps": 0.0}, "norm_eps is 0.0; expected"),
-    ({"rms_norm_eps": -1e-5}, "norm_eps is -1e-05; expected"),
     ({"rope_theta": NAN}, f"rope_theta is nan; {FINITE}"),
     ({"rope_theta": 0}, "rope_theta is 0.0; expected a positive number"),
     ({"rope_theta": 1e-30}, "theta is 1e-30; expected"),
     ({"rope_theta": 10**400}, FINITE),
     ({"rope_scaling": {"type": "linear", "factor": NAN}}, FINITE),
     ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0"),
-    ({"rope_scaling": {"type": "linear", "factor": -2.0}}, "factor is -2"),
     (llama3(low_freq_factor=4.0, high_freq_factor=2.0), "expected the first not to be larger"),
     (
         llama3() | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
@@ -96,22 +87,7 @@ TARGET_FIELDS: list[tuple[dict[str, Any], str]] = [
         "original_max_positions is -16",
     ),
     ({"eos_token_id": 61}, "eos_token_id is 61; expected token ids from 0 to 60"),
-    ({"eos_token_id": [2, -1]}, "expected token ids from 0 to 60"),
     ({"architectures": 5}, "architectures is 5; expected a list of texts"),
-    ({"layer_types": 5}, "layer_types is 5; expected a list of texts"),
-]
-HEAD_FIELDS: list[tuple[dict[str, Any], str]] = [
-    ({"draft_vocab_size": 10**12}, "draft_vocab_size is 1000000000000; expected 1 to"),
-    ({"draft_vocab_size": "40"}, WHOLE),
-    ({"target_hidden_size": 10**12}, "features of width 1000000000000"),
-    ({"eagle_aux_hidden_state_layer_ids": [1, 2, 10**12]}, "reads auxiliary layer 1000000000000"),
-    ({"eagle_aux_hidden_state_layer_ids": [[1]]}, "expected a list of layer numbers"),
-    ({"eagle_config": 5}, "eagle_config is 5; expected an object"),
-    ({"transformer_layer_config": [1]}, "expected an object"),
-    ({"norm_output": "yes"}, "expected true or false"),
-    ({"rms_norm_eps": NAN}, FINITE),
-    ({"num_aux_hidden_states": 10**12}, "must agree"),
-    ({"max_position_embeddings": 10**12}, "max_position_embeddings is"),
 ]
 
 
@@ -119,22 +95,6 @@ HEAD_FIELDS: list[tuple[dict[str, Any], str]] = [
 def test_a_field_of_a_target_is_refused(target: Path, values: dict[str, Any], says: str) -> None:
     edit_config(target, **values)
     refused(conversion.read_target, target, says)
-
-
-@pytest.mark.parametrize(("values", "says"), HEAD_FIELDS, ids=lambda value: str(value)[:50])
-def test_a_field_of_a_head_is_refused(tmp_path: Path, values: dict[str, Any], says: str) -> None:
-    head = Head().write(tmp_path / "head")
-    edit_config(head, **values)
-    refused(read_head, head, says)
-
-
-@pytest.mark.parametrize("value", [2**62, -(2**62), 61, -1])
-def test_a_map_that_leads_outside_is_refused(tmp_path: Path, value: int) -> None:
-    head = Head().write(tmp_path / "head")
-    table = Head().tensors()["d2t"].copy()
-    table[3] = value
-    edit_tensors(head, d2t=table)
-    refused(read_head, head, "d2t|t2d")
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -196,31 +156,23 @@ def loop(path: Path) -> None:
 NO_FILE = "holds no weights|holds model.safetensors"
 SAFETENSORS: dict[str, Damage] = {
     "nothing": start(0),
-    "the length alone": start(8),
     "half the header": start(100),
     "all but a byte": lambda d: os.truncate(p := d / "model.safetensors", p.stat().st_size - 1),
-    "a header of 2^63 bytes": length(2**63),
     "a header longer than the file": length(10**9),
-    "a shorter header": length(30),
     "a header 200,000 deep": text("model.safetensors", struct.pack("<Q", 1_000_000) + b"[" * 1_000_000),
     "an unknown type": entry(dtype="F7"),
-    "a negative size": entry(shape=[-61, 32]),
-    "a shape of another size": entry(shape=[61, 33]),
     "a shape beyond counting": entry(shape=[2**62, 2**62]),
     "offsets that overlap": entry(data_offsets=[4, 61 * 32 * 4 + 4]),
-    "offsets turned round": entry(data_offsets=[61 * 32 * 4, 0]),
     "offsets beyond the end": entry(data_offsets=[10**12, 10**12 + 61 * 32 * 4]),
 }
 FILES: dict[str, tuple[Damage, str]] = {
     # config.json
     "no config.json": (lambda d: (d / "config.json").unlink(), "has no config.json"),
     "empty": (text("config.json", ""), "not valid JSON"),
-    "UTF-16": (lambda d: (d / "config.json").write_text("{}", encoding="utf-16"), "not valid JSON"),
     "no UTF-8": (text("config.json", b'{"a": "\xff"}'), "not valid JSON"),
     "nested 200,000 deep": (text("config.json", '{"a":' * 200_000 + "1" + "}" * 200_000), "not valid JSON"),
     "a number of 10,000 digits": (text("config.json", '{"vocab_size": 1' + "0" * 10_000 + "}"), "not valid JSON"),
     "a list": (text("config.json", "[]"), "expected an object"),
-    "10 MB of nothing": (text("config.json", " " * 10_000_000), "not valid JSON"),
     "a directory for a file": (instead("config.json", Path.mkdir), "has no config.json"),
     "a link to itself": (instead("config.json", loop), "has no config.json"),
     "a pipe": (instead("config.json", os.mkfifo), "has no config.json"),
@@ -242,18 +194,11 @@ FILES: dict[str, tuple[Damage, str]] = {
     "no weight map": (
         lambda d: (index("x")(d), text("model.safetensors.index.json", '{"metadata": {}}')(d)), "has no weight_map",
     ),
-    "a list for an index": (
-        lambda d: (index("x")(d), text("model.safetensors.index.json", '{"weight_map": [1]}')(d)), "has no weight_map",
-    ),
     "a shard that is missing": (index(..., more="two.safetensors"), r"two\.safetensors is missing"),
     "a shard without its tensor": (index(..., more="one.safetensors"), "does not hold more"),
     "a shard above": (index("../elsewhere.safetensors"), "without directories"),
-    "a shard by its whole path": (index("/etc/passwd"), "without directories"),
     "the directory above as a shard": (index(".."), "is missing"),
-    "no name for a shard": (index(""), "is missing"),
-    "a number for a shard": (index(7), "is missing"),
     "a NUL in a shard's name": (index("a\0b"), "without directories"),
-    "a shard's name of 100,000 letters": (index("a" * 100_000), "without directories"),
 }  # fmt: skip
 
 
@@ -309,28 +254,19 @@ def mixer(config: dict[str, Any]) -> dict[str, Any]:
 NATIVE = {
     "layers": (lambda c: c.update(layers=c["layers"][:7]), "num_layers is 7; the file holds 8 layers"),
     "no layers": (lambda c: c.update(layers=[]), "num_layers is 0"),
-    "layers of text": (lambda c: c.update(layers="eight"), "layers is 'eight'"),
     "a layer of text": (lambda c: c.update(layers=["one"]), r"layers\[0\] is 'one'; expected an object"),
-    "text": (lambda c: c.update(width="32"), "width is '32'; expected int"),
     "flag": (lambda c: mixer(c).update(num_heads=True), "num_heads is True; expected int"),
     "fraction": (lambda c: c.update(width=32.0), r"width is 32.0; expected int"),
     "NaN": (lambda c: c.update(norm_eps=float("nan")), "norm_eps is nan"),
-    "number for a flag": (lambda c: mixer(c).update(qk_norm=1), "qk_norm is 1; expected bool"),
     "another kind": (lambda c: mixer(c).update(kind="intuition"), "mixer is of kind 'intuition'"),
-    "a list for a kind": (lambda c: mixer(c).update(kind=[]), r"mixer is of kind \[\]"),
     "no kind": (lambda c: mixer(c).pop("kind"), "mixer is of kind None"),
     "rope of texts": (lambda c: mixer(c).update(rope={"theta": "1"}), "missing or unknown"),
-    "rope type": (lambda c: mixer(c).update(rope="default"), "rope is 'default'; expected an object"),
 }
 DESCRIPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "a stop token outside": ({"stop_tokens": [61]}, "expected token ids from 0 to 60"),
-    "a text for a stop token": ({"stop_tokens": ["2"]}, "expected token ids"),
     "a number for a list": ({"stop_tokens": 2}, "expected a list"),
-    "a list for a kind": ({"kind": ["target"]}, r"kind is \['target'\]; expected one of target, "),
     "another kind": ({"kind": "cake"}, "kind is 'cake'; expected one of target, "),
-    "a format of text": ({"format": "3"}, "format is '3'; this version reads format 3"),
     "the format of version 0.1": ({"format": 2}, "format is 2; .* format 3: convert the original checkpoint again$"),
-    "a later format": ({"format": 99}, "format is 99"),
 }
 
 
@@ -391,17 +327,7 @@ PANICS = """{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merge
 
 @pytest.mark.parametrize(
     "content",
-    [
-        "{}",
-        "",
-        "[]",
-        '{"model": {"type": "BPE"}}',
-        "\x00",
-        '{"version": "\\u001b[2J"}',
-        '{"a":' * 2000,
-        b"\xff\xfe",
-        PANICS,
-    ],
+    ["{}", "", '{"version": "\\u001b[2J"}', '{"a":' * 2000, b"\xff\xfe", PANICS],
     ids=lambda content: str(content[:12]),
 )
 def test_a_tokenizer_that_is_none_is_refused_when_it_is_loaded(content: str | bytes, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 import medusa_torch
 import tiny
-from checkpoints import edit_config, edit_tensors, refused, same_params, write_checkpoint
+from checkpoints import refused, same_params, write_checkpoint
 from safetensors.numpy import load_file
 
 from eagle3_jax import conversion, load_drafter
@@ -152,7 +152,6 @@ REFUSED = {
         r"holds those numbered \[0, 2\]",
     ),
     "other layers": (lambda p: vllm(p, num_hidden_layers=2), "says 2 layers and head 0 has 1"),
-    "two numbers of heads": (lambda p: vllm(p, num_attention_heads=4), "num_heads 3, num_attention_heads 4 disagree"),
     "no number of heads": (lambda p: official(p, config={"medusa_num_heads": None}), "says nowhere how many heads"),
     "biases that are not there": (
         lambda p: vllm(p, tensors={f"blocks.{k}.layers.0.bias": None for k in range(3)}),
@@ -160,15 +159,9 @@ REFUSED = {
     ),
     "biases that are not said": (lambda p: vllm(p, medusa_fc_bias=None), "which vLLM would drop"),
     "one bias missing": (lambda p: vllm(p, tensors={"blocks.1.layers.0.bias": None}), "misses blocks.1.layers.0.bias"),
-    "an output missing": (lambda p: vllm(p, tensors={"lm_heads.1.weight": None}), "misses lm_heads.1.weight"),
     "no output at all": (
         lambda p: vllm(p, tensors={f"lm_heads.{k}.weight": None for k in range(3)}),
         "no matrix lm_heads.0.weight",
-    ),
-    "another width": (lambda p: vllm(p, hidden_size=32), "features of width 32 but the target has 16"),
-    "another vocabulary": (
-        lambda p: vllm(p, vocab_size=14, truncated_vocab_size=None),
-        "vocabulary of 14 but the target has 13",
     ),
     "no width": (lambda p: vllm(p, hidden_size=None), "has no hidden_size"),
     "a scale": (lambda p: vllm(p, logit_scale=0.5), "logit_scale is 0.5; only 1"),
@@ -189,6 +182,12 @@ REFUSED = {
         r"trained together \(Medusa-2\)",
     ),
     "quantised": (lambda p: vllm(p, quantization_config={}), "quantization_config is set"),
+    "two numbers of heads": (lambda p: vllm(p, num_attention_heads=4), "num_heads 3, num_attention_heads 4 disagree"),
+    "a matrix of another shape": (
+        lambda p: vllm(p, tensors={"blocks.2.layers.0.weight": ZEROS[:, :8]}),
+        r"blocks.2.layers.0.weight has shape \[16, 8\]",
+    ),
+    "whole numbers": (lambda p: vllm(p, tensors={"lm_heads.2.weight": np.zeros((13, 16), np.int8)}), "stored as int8"),
 }
 
 
@@ -218,13 +217,3 @@ def test_a_native_number_of_heads_that_the_file_contradicts_is_refused(tmp_path:
     values["config"]["num_heads"] = 10**9
     described.write_text(json.dumps(values))
     refused(read, tmp_path / "native", "layers in 'blocks' is 1000000000; the file holds 3")
-
-
-def test_files_can_be_damaged_in_parts(tmp_path: Path) -> None:
-    path = vllm(tmp_path / "heads")
-    edit_tensors(path, blocks__2__layers__0__weight=np.zeros((16, 8), np.float32))
-    refused(read, path, r"blocks.2.layers.0.weight has shape \[16, 8\]")
-    edit_tensors(path, blocks__2__layers__0__weight=np.zeros((16, 16), np.int8))
-    refused(read, path, "stored as int8")
-    edit_config(path, num_heads="three")
-    refused(read, path, "num_heads is 'three'; expected a whole number")

@@ -7,8 +7,6 @@ import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent.parent
 LIBRARY = ROOT / "eagle3_jax"
 FILES = sorted(path for path in LIBRARY.rglob("*.py") if path != LIBRARY / "__init__.py")
@@ -58,68 +56,57 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
                 yield (f"{node.module}.{alias.name}" if exists else str(node.module)), node
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_point_downward_in(path: Path) -> None:
-    module = name_of(path)
-    for imported, node in imports(ast.parse(path.read_text())):
-        if not imported.startswith("eagle3_jax") or imported.startswith("eagle3_jax.conversion"):
-            continue
-        if ast.unparse(node) == "from eagle3_jax import __version__":
-            continue
-        other = imported.removeprefix("eagle3_jax").lstrip(".")
-        if not other:  # the public API as a whole: only what stands on top of everything may use it
-            assert module.split(".")[0] == "cli", (
-                f"{module} imports the package's public names; import the module that has them"
-            )
-            continue
-        assert layer_of(other) <= layer_of(module), f"{module} imports {other}, which stands above it"
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 
 
-@pytest.mark.parametrize("path", sorted((LIBRARY / "drafters").glob("*.py")), ids=lambda path: path.stem)
-def test_drafters_import_only_shared_parts_and_eagle3(path: Path) -> None:
-    if path.stem == "__init__":
-        return
+def test_imports_point_downward() -> None:
+    for path, tree in TREES.items():
+        module = name_of(path)
+        for imported, node in imports(tree):
+            if not imported.startswith("eagle3_jax") or imported.startswith("eagle3_jax.conversion"):
+                continue
+            if ast.unparse(node) == "from eagle3_jax import __version__":
+                continue
+            other = imported.removeprefix("eagle3_jax").lstrip(".")
+            if not other:  # the public API as a whole: only what stands on top of everything may use it
+                assert module.split(".")[0] == "cli", f"{module} imports the whole package"
+                continue
+            assert layer_of(other) <= layer_of(module), f"{module} imports {other}, which stands above it"
+
+
+def test_drafters_import_only_shared_parts_and_eagle3() -> None:
     shared = {f"eagle3_jax.drafters.{name}" for name in ("base", "eagle3", "grow", "parallel", "static_tree", "text")}
-    for imported, _ in imports(ast.parse(path.read_text())):
-        if imported.startswith("eagle3_jax.drafters"):
-            assert imported in shared, f"{path.stem} imports {imported}"
+    for path, tree in TREES.items():
+        if path.parent.name == "drafters" and path.stem != "__init__":
+            used = {imported for imported, _ in imports(tree) if imported.startswith("eagle3_jax.drafters")}
+            assert used <= shared, f"{path.stem} imports {used - shared}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_only_reading_and_the_command_line_import_conversion_and_only_where_they_use_it(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    at_top = {id(node) for node in tree.body}
-    for imported, node in imports(tree):
-        if imported.startswith("eagle3_jax.conversion"):
-            assert name_of(path).split(".")[0] in MAY_IMPORT_CONVERSION
-            assert id(node) not in at_top, "conversion is imported inside the function that needs it"
+def test_only_reading_and_the_command_line_import_conversion_and_only_where_they_use_it() -> None:
+    for path, tree in TREES.items():
+        at_top = {id(node) for node in tree.body}
+        for imported, node in imports(tree):
+            if imported.startswith("eagle3_jax.conversion"):
+                assert name_of(path).split(".")[0] in MAY_IMPORT_CONVERSION, name_of(path)
+                assert id(node) not in at_top, f"{name_of(path)}: import conversion inside the function that needs it"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_the_library_needs_no_torch_and_prints_nothing(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    layer = name_of(path).split(".")[0]
-    at_top = {id(node) for node in tree.body}
-    for imported, node in imports(tree):
-        if imported.split(".")[0] in ("torch", "transformers", "vllm"):
-            assert layer in ("cli", "prompts", "engines") and id(node) not in at_top, (
-                f"{name_of(path)}:{node.lineno} imports {imported}"
-            )
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and layer != "cli":
-            assert node.func.id != "print", f"{name_of(path)}:{node.lineno} prints"
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_the_library_reads_no_environment_variable(path: Path) -> None:
-    # Where users keep caches is said in one place (docs/decisions/0009); a process that is started gets its variables;
-    # what JAX takes of a GPU's memory it can only be told by one; and a GPU whose kernel fails must be usable by every
-    # command (docs/decisions/0021).
-    if name_of(path) in ("cli._compiled", "engines.vllm.process", "engines.memory", "models.flash"):
-        return
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
-            assert node.attr not in ("environ", "getenv"), f"{name_of(path)}:{node.lineno} reads the environment"
+def test_the_library_needs_no_torch_prints_nothing_and_reads_no_environment_variable() -> None:
+    # These may read variables. Where users keep caches is decided in one place (docs/decisions/0009). A process that is
+    # started gets its variables. JAX reads from a variable how much of a GPU's memory it takes. A GPU whose kernel
+    # fails must be usable by every command (docs/decisions/0021).
+    reads = ("cli._compiled", "engines.vllm.process", "engines.memory", "models.flash")
+    for path, tree in TREES.items():
+        layer, at_top = name_of(path).split(".")[0], {id(node) for node in tree.body}
+        for imported, node in imports(tree):
+            if imported.split(".")[0] in ("torch", "transformers", "vllm"):
+                where = f"{name_of(path)}:{node.lineno} imports {imported}"
+                assert layer in ("cli", "prompts", "engines") and id(node) not in at_top, where
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and layer != "cli":
+                assert node.func.id != "print", f"{name_of(path)}:{node.lineno} prints"
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv"):
+                assert name_of(path) in reads, f"{name_of(path)}:{node.lineno} reads the environment"
 
 
 def test_no_module_imports_what_imports_it() -> None:

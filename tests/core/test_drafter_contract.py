@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 
 import bad_drafters
 import jax
@@ -25,36 +26,37 @@ from eagle3_jax.types import DraftSampling
 
 TARGET = tiny.target(13)
 PROBABILISTIC = DraftSampling.PROBABILISTIC
-ALL_DRAFTERS = {
-    "plain": LoadedDrafter(Plain()),
-    "plain, padded": LoadedDrafter(Plain(4)),
-    "n-grams": LoadedDrafter(NGram(3)),
-    "suffixes": LoadedDrafter(Suffix(3)),
-    "EAGLE-3 chain": tiny.eagle3(TARGET, Chain(3), draft_vocab_size=7),
-    "EAGLE-3 sampled chain": tiny.eagle3(TARGET, Chain(3), draft_vocab_size=7, draft_sampling=PROBABILISTIC),
-    "EAGLE-3 dynamic tree": tiny.eagle3(TARGET, DynamicTree(num_nodes=9, max_depth=3, top_k=3)),
-    "EAGLE-3 static tree": tiny.eagle3(TARGET, tiny.STATIC_TREE),
-    "draft model chain": tiny.draft_model(TARGET, Chain(3)),
-    "draft model sampled chain": tiny.draft_model(TARGET, Chain(3), draft_sampling=DraftSampling.PROBABILISTIC),
-    "draft model dynamic tree": tiny.draft_model(TARGET, DynamicTree(num_nodes=9, max_depth=3, top_k=3)),
-    "layer skip": layer_skip(TARGET, 1),
-    "EAGLE-2 dynamic tree": tiny.eagle1(TARGET, DynamicTree(num_nodes=9, max_depth=3, top_k=3)),
-    "EAGLE-1 drawn tree": tiny.eagle1(TARGET, tiny.STATIC_TREE, num_layers=2, draft_sampling=PROBABILISTIC),
-    "MTP chain": tiny.mtp(TARGET, Chain(3), own_output=True),
-    "DFlash chain": tiny.dflash(TARGET, Chain(3), draft_vocab_size=7),
-    "DSpark sampled chain": tiny.dflash(
-        TARGET, draft_sampling=DraftSampling.PROBABILISTIC, block_size=3, from_anchor=True, markov=Markov(rank=4)
+TREE = DynamicTree(num_nodes=9, max_depth=3, top_k=3)
+ALL_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
+    "plain": lambda: LoadedDrafter(Plain()),
+    "plain, padded": lambda: LoadedDrafter(Plain(4)),
+    "n-grams": lambda: LoadedDrafter(NGram(3)),
+    "suffixes": lambda: LoadedDrafter(Suffix(3)),
+    "EAGLE-3 chain": lambda: tiny.eagle3(TARGET, Chain(3), draft_vocab_size=7),
+    "EAGLE-3 sampled chain": lambda: tiny.eagle3(TARGET, Chain(3), draft_vocab_size=7, draft_sampling=PROBABILISTIC),
+    "EAGLE-3 dynamic tree": lambda: tiny.eagle3(TARGET, TREE),
+    "EAGLE-3 static tree": lambda: tiny.eagle3(TARGET, tiny.STATIC_TREE),
+    "draft model chain": lambda: tiny.draft_model(TARGET, Chain(3)),
+    "draft model sampled chain": lambda: tiny.draft_model(TARGET, Chain(3), draft_sampling=PROBABILISTIC),
+    "draft model dynamic tree": lambda: tiny.draft_model(TARGET, TREE),
+    "layer skip": lambda: layer_skip(TARGET, 1),
+    "EAGLE-2 dynamic tree": lambda: tiny.eagle1(TARGET, TREE),
+    "EAGLE-1 drawn tree": lambda: tiny.eagle1(TARGET, tiny.STATIC_TREE, num_layers=2, draft_sampling=PROBABILISTIC),
+    "MTP chain": lambda: tiny.mtp(TARGET, Chain(3), own_output=True),
+    "DFlash chain": lambda: tiny.dflash(TARGET, Chain(3), draft_vocab_size=7),
+    "DSpark sampled chain": lambda: tiny.dflash(
+        TARGET, draft_sampling=PROBABILISTIC, block_size=3, from_anchor=True, markov=Markov(rank=4)
     ),
-    "DSpark dynamic tree": tiny.dflash(TARGET, DynamicTree(num_nodes=9, max_depth=3, top_k=3), markov=Markov(rank=4)),
-    "EAGLE-3.1 chain": tiny.eagle3(TARGET, Chain(2), norm_output=True, fc_norm=True, num_layers=2),
-    "Medusa chain": tiny.medusa(TARGET, Chain(3), shared_output=True, draft_vocab_size=7),
-    "Medusa sampled chain": tiny.medusa(TARGET, Chain(3), draft_sampling=DraftSampling.PROBABILISTIC),
-    "Medusa dynamic tree": tiny.medusa(TARGET, DynamicTree(num_nodes=9, max_depth=3, top_k=3)),
-    "Medusa static tree": tiny.medusa(TARGET, tiny.STATIC_TREE),
-    "EAGLE-3 under a window": tiny.eagle3(TARGET, tiny.STATIC_TREE, layers=tiny.layers(1, window=3)),
-    "P-EAGLE chain": tiny.p_eagle(TARGET, Chain(3), draft_vocab_size=7),
-    "P-EAGLE sampled chain": tiny.p_eagle(TARGET, Chain(3), draft_sampling=DraftSampling.PROBABILISTIC),
-    "P-EAGLE dynamic tree": tiny.p_eagle(TARGET, DynamicTree(num_nodes=9, max_depth=3, top_k=3)),
+    "DSpark dynamic tree": lambda: tiny.dflash(TARGET, TREE, markov=Markov(rank=4)),
+    "EAGLE-3.1 chain": lambda: tiny.eagle3(TARGET, Chain(2), norm_output=True, fc_norm=True, num_layers=2),
+    "Medusa chain": lambda: tiny.medusa(TARGET, Chain(3), shared_output=True, draft_vocab_size=7),
+    "Medusa sampled chain": lambda: tiny.medusa(TARGET, Chain(3), draft_sampling=PROBABILISTIC),
+    "Medusa dynamic tree": lambda: tiny.medusa(TARGET, TREE),
+    "Medusa static tree": lambda: tiny.medusa(TARGET, tiny.STATIC_TREE),
+    "EAGLE-3 under a window": lambda: tiny.eagle3(TARGET, tiny.STATIC_TREE, layers=tiny.layers(1, window=3)),
+    "P-EAGLE chain": lambda: tiny.p_eagle(TARGET, Chain(3), draft_vocab_size=7),
+    "P-EAGLE sampled chain": lambda: tiny.p_eagle(TARGET, Chain(3), draft_sampling=PROBABILISTIC),
+    "P-EAGLE dynamic tree": lambda: tiny.p_eagle(TARGET, TREE),
 }
 LAW = "sampled output has the target's law"
 ENOUGH = {"draws from what it declares": 32768}  # samples that show every fault of bad_drafters
@@ -65,8 +67,14 @@ SAMPLED_TREE = LoadedDrafter(
 
 
 @functools.cache
+def drafter_of(name: str) -> LoadedDrafter:
+    """One of :data:`ALL_DRAFTERS`."""
+    return ALL_DRAFTERS[name]()
+
+
+@functools.cache
 def subject(name: str) -> Subject:
-    return Subject(ALL_DRAFTERS[name], TARGET, samples=4096)
+    return Subject(drafter_of(name), TARGET, samples=4096)
 
 
 @pytest.mark.parametrize("check", [name for name in DRAFTER_CHECKS if name not in COSTLY])

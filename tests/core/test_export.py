@@ -54,7 +54,7 @@ traced = []
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, _, **details: traced.append(details["fun_name"]) if event.endswith("jaxpr_trace_duration") else None
 )
-from eagle3_jax.export import ExportedGeneration
+from eagle3_jax.export import PLATFORMS, ExportedGeneration
 generation = ExportedGeneration.load({str(tmp_path / "generation.zip")!r})
 rows = generation(load_file({str(tmp_path / "weights.safetensors")!r}), {PROMPTS})
 loaded = [name for name in sys.modules if name.split(".")[0] in ("flax", "eagle3_jax", "conversion", "tokenizers")]
@@ -97,35 +97,19 @@ def test_it_stops_where_the_target_has_no_more_positions():
 
 def test_one_file_runs_on_several_platforms(chain, tmp_path):
     decoder, _ = chain
-    exported = export_generation(decoder, prompt_tokens=4, max_new_tokens=2, platforms=("cpu", "cuda"))
+    exported = export_generation(decoder, prompt_tokens=4, max_new_tokens=2, platforms=PLATFORMS)
     exported.save(tmp_path / "both.zip")
     loaded = ExportedGeneration.load(tmp_path / "both.zip")
     assert loaded.about == exported.about
-    assert loaded.about.platforms == loaded.program.platforms == ("cpu", "cuda")
+    assert tuple(loaded.about.platforms) == loaded.program.platforms == PLATFORMS
     parameters = parameters_of(decoder)
     assert loaded(parameters, [[1, 17]])[0].tokens == decoder.generate([[1, 17]], max_new_tokens=2).tokens[0]
 
 
-@pytest.mark.parametrize(
-    ("platforms", "said"),
-    [
-        (("nonsense",), "unknown platform 'nonsense'"),
-        (("cpu", "gpu", "CUDA"), "unknown platform 'gpu', 'CUDA'"),
-        ("quantum", "unknown platform 'quantum'"),
-        ("cpu", "platforms is 'cpu'"),  # not the platforms c, p and u
-        ((), r"platforms is \(\)"),
-    ],
-)
-def test_an_unknown_platform_is_refused_before_anything_is_traced(chain, platforms, said):
-    expected = "expected one or several of cpu, cuda, rocm, tpu, such as platforms="
-    with pytest.raises(ValueError, match=f"^{said}; {expected}.*$") as refused:
+@pytest.mark.parametrize("platforms", [("nonsense",), ("cpu", "gpu"), "cpu", ()])
+def test_an_unknown_platform_is_refused_before_anything_is_traced(chain, platforms):
+    with pytest.raises(ValueError, match=r"^platforms is .*; expected one or several of cpu, cuda, rocm, tpu, such as"):
         export_generation(chain[0], platforms=platforms)
-    assert "\n" not in str(refused.value)
-
-
-def test_it_is_exported_for_every_platform_that_is_named(chain):
-    exported = export_generation(chain[0], prompt_tokens=4, max_new_tokens=2, platforms=PLATFORMS)
-    assert exported.about.platforms == PLATFORMS
 
 
 def test_a_shared_array_is_one_parameter(chain):
@@ -142,20 +126,21 @@ def test_what_it_was_not_made_for_is_refused(chain):
     name = next(iter(parameters))
     for given, prompts, options, message in (
         (parameters, PROMPTS[:2], {}, "2 prompts were given; exported for exactly 3"),
-        (parameters, [[1], [2], [3] * 17], {}, "a prompt has 17 tokens; exported for 1 to 16"),
-        (parameters, [[1], [2], []], {}, "a prompt has 0 tokens; exported for 1 to 16"),
+        (parameters, [[1], [2], [3] * 17], {}, "a prompt is empty or too long; exported for 1 to 16"),
+        (parameters, [[1], [2], []], {}, "a prompt is empty or too long; exported for 1 to 16"),
         (parameters, [[1], [2], [96]], {}, "outside the vocabulary; expected 0 to 95"),
         (parameters, PROMPTS, {"max_new_tokens": 10}, "max_new_tokens is 10; exported for 1 to 9"),
         (parameters, PROMPTS, {"temperature": 1.0}, "exported with sampling_mode temperature; this one is greedy"),
-        (
-            parameters,
-            PROMPTS,
-            {"temperature": 1.0, "top_k": 5},
-            "exported with sampling_mode truncated; this one is greedy",
-        ),
+        (parameters, PROMPTS, {"temperature": 1.0, "top_k": 5}, "with sampling_mode truncated; this one is greedy"),
+        (parameters, PROMPTS, {"seed": -1}, "and seed -1; expected"),
         (parameters, PROMPTS, {"temperature": -1.0}, "expected at least 0"),
         ({**parameters, name: parameters[name][:1]}, PROMPTS, {}, f"{name} is float32.*; exported for float32"),
-        ({k: v for k, v in parameters.items() if k != name}, PROMPTS, {}, f"the parameter {name} is missing"),
+        (
+            {k: v for k, v in parameters.items() if k != name},
+            PROMPTS,
+            {},
+            f"the parameter {name} is missing; exported for float32",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             exported(given, prompts, **options)
@@ -181,7 +166,7 @@ def test_a_file_that_cannot_be_read_is_refused_in_one_line(chain, tmp_path):
     for broken, message in (
         (lambda: rewritten(about, None), "is not an exported generation"),
         (lambda: rewritten(about[:50], program), "is not an exported generation"),
-        (lambda: rewritten(about.replace(b'"format": 1', b'"format": 2'), program), "is of format 2; this version"),
+        (lambda: rewritten(about.replace(b'"format": 2', b'"format": 3'), program), "is of format 3; this version"),
         (lambda: rewritten(about, program[: len(program) // 2]), "was written with jax .* cannot read it .*; export"),
         (lambda: path.write_text("text"), "is not an exported generation"),
     ):

@@ -207,26 +207,17 @@ def test_a_head_without_a_bias_that_nobody_mentions_is_read_with_a_note(tmp_path
 ONES, BLOCK, WIDE = (np.ones(shape, np.float32) for shape in (32, (32, 64), (61, 32)))
 REFUSALS: dict[str, tuple[Eagle1 | MTP, dict[str, Any], dict[str, Any], str]] = {
     "no bias": (Eagle1(), {"bias": True}, {"fc__bias": None}, r"misses fc\.bias"),
-    "bias denied": (Eagle1(), {"bias": False}, {}, r"unexpected fc\.bias"),
     "own output": (Eagle1(), {}, {"lm_head__weight": WIDE}, "reads its logits off the target's"),
     "final norm": (Eagle1(), {}, {"norm__weight": ONES}, r"has no lm_head\.weight; EAGLE-3 heads have"),
-    "input norm": (Eagle1(), {}, {"layers__0__input_layernorm__weight": ONES}, "an input norm in its first layer"),
-    "three features": (Eagle1(), {}, {"fc__weight": np.ones((32, 96), np.float32)}, "reads three features"),
-    "layers": (Eagle1(), {"num_hidden_layers": 2}, {}, "num_hidden_layers is 2; the file holds 1 layers"),
     "vocabulary": (Eagle1(), {"vocab_size": 62}, {}, "vocabulary of 62 but the target has 61"),
-    "embedding": (Eagle1(), {}, {"embed_tokens__weight": np.ones((60, 32), np.float32)}, r"shape \[60, 32\]"),
-    "quantised": (Eagle1(), {"quantization_config": {}}, {}, "give the checkpoint before quantisation"),
     "EAGLE-1 said to be EAGLE-3": (
         Eagle1(), {"architectures": ["LlamaForCausalLMEagle3"]}, {}, "tensors are those of an EAGLE-1 head"
     ),
     "projection": (MTP(), {}, {"model__layers__8__eh_proj__weight": None}, r"misses model\.layers\.8\.eh_proj"),
     "modules": (MTP(), {"num_nextn_predict_layers": 2}, {}, "num_nextn_predict_layers is 2 and the file holds 1"),
-    "two modules": (MTP(), {}, {"model__layers__9__enorm__weight": ONES}, "is 1 and the file holds 2 modules"),
-    "number": (MTP(), {"num_hidden_layers": 9}, {}, "the module has number 8; expected 9"),
     "FP8": (MTP(), {}, {"model__layers__8__eh_proj__weight_scale_inv": ONES}, "scales FP8 weights"),
     "DeepSeek's block": (MTP(), {"model_type": "deepseek_v3"}, {}, "model_type is 'deepseek_v3'"),
     "another depth": (dataclasses.replace(MTP(), target_layers=7), {}, {}, "num_hidden_layers is 7, the target's"),
-    "vocabulary of a module": (MTP(), {"vocab_size": 62}, {}, "vocabulary of 62 but the target has 61"),
     "Qwen3-Next's names": (MTP(), {}, {"mtp__fc__weight": BLOCK}, r"names its tensors mtp\.\*"),
 }  # fmt: skip
 
@@ -250,14 +241,6 @@ def test_a_head_is_what_it_is_whatever_it_is_called(tmp_path: Path) -> None:
         edit_config(directory, architectures=["EagleLlamaForCausalLM"])
         found[name] = conversion.identify(directory)
     assert found == {"one": "eagle1", "three": "eagle3", "mtp": "mtp"}
-
-
-@pytest.mark.parametrize("name", ["EAGLE-1", "MTP"])
-def test_a_native_head_of_a_shallower_target_is_refused(tmp_path: Path, name: str) -> None:
-    conversion.convert(HEADS[name].write(tmp_path / "head"), tmp_path / "native", "jax", TARGET)
-    deeper = dataclasses.replace(TARGET, layers=TARGET.layers * 2)
-    with pytest.raises(CheckpointError, match="a target of 8 layers but the target has 16"):
-        conversion.read_head(tmp_path / "native", deeper)
 
 
 def test_a_head_needs_its_target_and_only_a_whole_model_is_none(tmp_path: Path) -> None:

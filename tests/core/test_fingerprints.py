@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import pytest
 import tiny
-from test_drafter_contract import ALL_DRAFTERS
+from test_drafter_contract import ALL_DRAFTERS, drafter_of
 
 from eagle3_jax import loop as loops
 from eagle3_jax.models.layers import BFLOAT16
@@ -34,7 +34,7 @@ PROGRAMS = {
 def fingerprint(name: str) -> str:
     """The hash of one generation, lowered and not compiled."""
     drafter, sampling_mode, precision = PROGRAMS[name]
-    loop, params = tiny.bind(TARGETS[precision], ALL_DRAFTERS[drafter], sampling_mode=sampling_mode)
+    loop, params = tiny.bind(TARGETS[precision], drafter_of(drafter), sampling_mode=sampling_mode)
     prompts = tiny.prompts([[1, 2, 3], [4]], limit=8, sampling=SamplingParams(temperature=1.0, top_k=3, top_p=0.9))
     jax.clear_caches()  # names in a program depend on what was traced before it
     with tiny.unchecked():

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import test_target_contract
 import tiny
-from test_drafter_contract import ALL_DRAFTERS, SAMPLED_TREE, TARGET
+from test_drafter_contract import SAMPLED_TREE, TARGET, drafter_of
 
 from eagle3_jax import (
     BlockVerification,
@@ -32,6 +32,7 @@ from eagle3_jax import (
     check_target,
     check_verifier,
 )
+from eagle3_jax import loop as loops
 from eagle3_jax.drafters import NGram
 from eagle3_jax.types import SamplingMode
 
@@ -39,19 +40,16 @@ PROMPTS = [[1, 2, 3, 1, 2], [4, 5], [6]]
 # A greedy row, a sampled one, and one that is cut: together they need the whole program.
 MIXED = SamplingParams(temperature=np.array([0.0, 1.0, 0.8]), top_k=np.array([0, 0, 9]), top_p=np.array([1, 1, 0.9]))
 SAMPLED = "EAGLE-3 sampled chain"
-DECODERS = {
-    **{name: {"drafter": drafter} for name, drafter in ALL_DRAFTERS.items()},
-    "a sampled tree": {"drafter": SAMPLED_TREE},
-    "a schedule": {
-        "drafter": ALL_DRAFTERS["EAGLE-3 chain"],
-        "schedule": SpeculationSchedule(((1, 1, 3), (2, 2, 1))),
-    },
-    "block verification": {"drafter": ALL_DRAFTERS[SAMPLED], "verifier": BlockVerification()},
-    "typical acceptance": {"drafter": ALL_DRAFTERS["EAGLE-3 static tree"], "verifier": TypicalAcceptance()},
-    "simulated acceptance": {"drafter": ALL_DRAFTERS[SAMPLED], "verifier": SimulatedAcceptance((0.9, 0.5, 0.1))},
-    "rounds between checks": {"drafter": ALL_DRAFTERS["n-grams"], "rounds_per_check": 2},
+# Options of a decoder, and its drafter.
+OPTIONS = {
+    "a schedule": ("EAGLE-3 chain", {"schedule": SpeculationSchedule(((1, 1, 3), (2, 2, 1)))}),
+    "block verification": (SAMPLED, {"verifier": BlockVerification()}),
+    "typical acceptance": ("EAGLE-3 static tree", {"verifier": TypicalAcceptance()}),
+    "simulated acceptance": (SAMPLED, {"verifier": SimulatedAcceptance((0.9, 0.5, 0.1))}),
+    "rounds between checks": ("n-grams", {"rounds_per_check": 2}),
 }
-GREEDY = ("n-grams", "EAGLE-3 dynamic tree", "a schedule")
+# The contract and the fingerprints trace every drafter; here each kind of draft is traced once.
+DRAFTERS = (SAMPLED, "EAGLE-3 dynamic tree", "EAGLE-1 drawn tree", "suffixes", "DSpark sampled chain", "layer skip")
 
 
 @contextlib.contextmanager
@@ -60,37 +58,34 @@ def strict() -> Iterator[None]:
         yield
 
 
-def tokens(name: str, sampling: SamplingParams | None = None) -> list[list[int]]:
-    return SpeculativeDecoder(TARGET, **DECODERS[name]).generate(PROMPTS, max_new_tokens=8, sampling=sampling).tokens
+def decoder(name: str) -> SpeculativeDecoder:
+    if name == "a sampled tree":
+        return SpeculativeDecoder(TARGET, SAMPLED_TREE)
+    drafter, options = OPTIONS.get(name, (name, {}))
+    return SpeculativeDecoder(TARGET, drafter_of(drafter), **options)
 
 
-@pytest.fixture(scope="module")
-def plain() -> list[list[int]]:
-    return tokens("plain")
-
-
-@pytest.mark.parametrize("name", DECODERS)
-def test_a_sampled_batch_is_traced_under_64_bits_for(name: str) -> None:
-    decoder = SpeculativeDecoder(TARGET, **DECODERS[name])
-    loop = dataclasses.replace(decoder.loop, sampling_mode=SamplingMode.TRUNCATED)
+def check_traced(loop: loops.SpeculativeLoop, params: loops.LoopParams, sampling: SamplingParams | None = None) -> None:
     with strict():
-        batch = tiny.prompts(PROMPTS, limit=8, sampling=MIXED)
-        outcome = jax.eval_shape(lambda *given: jax.tree.leaves(loop.generate(*given, 64)), decoder.params, batch)
+        batch = tiny.prompts(PROMPTS, limit=8, sampling=sampling)
+        outcome = jax.eval_shape(lambda *given: jax.tree.leaves(loop.generate(*given, 64)), params, batch)
     assert {leaf.dtype for leaf in outcome} == {np.dtype(np.int32)}
 
 
-@pytest.mark.parametrize("name", GREEDY)
-def test_a_greedy_batch_is_the_same_under_64_bits_by(name: str, plain: list[list[int]]) -> None:
-    with strict():
-        found = tokens(name)
-    assert found == plain
+@pytest.mark.parametrize("name", [*DRAFTERS, "a sampled tree", *OPTIONS])
+def test_a_sampled_batch_is_traced_under_64_bits_for(name: str) -> None:
+    one = decoder(name)
+    check_traced(dataclasses.replace(one.loop, sampling_mode=SamplingMode.TRUNCATED), one.params, MIXED)
 
 
-@pytest.mark.parametrize("name", ["plain"])
-def test_a_seed_writes_the_same_tokens_under_64_bits(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "sampling"), [("n-grams", None), ("EAGLE-3 dynamic tree", None), ("a schedule", None), ("plain", MIXED)]
+)
+def test_a_batch_is_the_same_under_64_bits_by(name: str, sampling: SamplingParams | None) -> None:
+    one, plain = decoder(name), decoder("plain")
     with strict():
-        found = tokens(name, MIXED)
-    assert found == tokens(name, MIXED)
+        found = one.generate(PROMPTS, max_new_tokens=8, sampling=sampling).tokens
+    assert found == plain.generate(PROMPTS, max_new_tokens=8, sampling=sampling).tokens
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -100,11 +95,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_a_generation_is_traced_under_64_bits_for(name: str) -> None:
-    loop, params = tiny.bind(test_target_contract.ALL_TARGETS[name](), LoadedDrafter(NGram(3)))
-    with strict():
-        batch = tiny.prompts(PROMPTS, limit=8)
-        outcome = jax.eval_shape(lambda *given: jax.tree.leaves(loop.generate(*given, 64)), params, batch)
-    assert {leaf.dtype for leaf in outcome} == {np.dtype(np.int32)}
+    check_traced(*tiny.bind(test_target_contract.ALL_TARGETS[name](), LoadedDrafter(NGram(3))))
 
 
 def test_the_contract_is_checked_under_64_bits() -> None:

@@ -28,7 +28,7 @@ from eagle3_jax import BlockVerification, SimulatedAcceptance, SpeculativeDecode
 from eagle3_jax.checks import per_row
 from eagle3_jax.decode import LoadedDrafter
 from eagle3_jax.drafters import Markov, Plain
-from eagle3_jax.sampling import num_digits, row_keys, uniforms
+from eagle3_jax.sampling import num_digits, row_keys
 from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.topology import Chain
 from eagle3_jax.types import DraftSampling, SamplingMode, SamplingParams
@@ -235,14 +235,3 @@ def test_the_ledger_is_the_one_in_the_documentation() -> None:
     page = (Path(__file__).parent.parent.parent / "docs" / "algorithm.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("|") and any(f"`{who}`" in line for who in LEDGER)]
     assert rows == [f"| {what} | `{who}` | {folds} | {count} |" for who, (what, folds, count) in LEDGER.items()]
-
-
-def test_a_draw_past_the_ledger_and_a_key_that_serves_twice_are_found() -> None:
-    keys = row_keys(0, 2)
-    with recorded(keys) as ledger:
-        jax.random.categorical(keys[0], jnp.zeros(3))
-        wanted = [("somebody else by jax.random.categorical", (0,), 0)]
-        judged("one draw", ledger, wanted)
-        uniforms(keys[:1], 2)
-        with pytest.raises(AssertionError, match=r"the keys \[\(0,\)\] are used more than once"):
-            judged("two draws", ledger, wanted)

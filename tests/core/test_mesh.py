@@ -24,23 +24,6 @@ from eagle3_jax.models.config import GatedMLP, GroupedQuery, uniform
 from eagle3_jax.sharding import MESH_AXES, check_rows, make_mesh, param_shardings, parse_mesh, row_shardings
 
 HERE = Path(__file__).parent.parent / "helpers"
-SAME = (
-    "chain",
-    "chain, data=8",
-    "chain, model=8",
-    "tree",
-    "plain",
-    "n-gram",
-    "schedule",
-    "schedule, model=8",
-    "a tied table",
-    "stream, model=8",
-    "round by round",
-    "chain, sampled",
-    "tree, sampled",
-    "drawn chain",
-    "prefill in parts",
-)
 
 
 def environment(devices: int) -> dict[str, str]:
@@ -62,10 +45,9 @@ def found() -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("what", SAME)
-def test_eight_devices_write_what_one_writes(what: str, found: dict[str, Any]) -> None:
-    assert found["same"].keys() == set(SAME)
-    assert found["same"][what]
+def test_eight_devices_write_what_one_writes(found: dict[str, Any]) -> None:
+    assert found["same"] == dict.fromkeys(found["same"], True)
+    assert len(found["same"]) == 15
 
 
 def test_a_step_adds_twice_a_layer_and_moves_nothing_large(found: dict[str, Any]) -> None:

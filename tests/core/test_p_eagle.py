@@ -160,8 +160,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no state": ({}, {"mask_hidden": None}, "has no mask_hidden, the state"),
     "no mask token": ({"ptd_token_id": None}, {}, r"names no mask token \(mask_token_id, pard_token, ptd_token_id\)"),
     "a mask token out of range": ({"ptd_token_id": 61}, {}, "mask_token_id is 61; expected a token of the vocabulary"),
-    "a negative mask token": ({"ptd_token_id": -1}, {}, "mask_token_id is -1"),
-    "no number": ({"ptd_token_id": "<mask>"}, {}, "ptd_token_id is '<mask>'; expected a whole number"),
     "two mask tokens": ({"mask_token_id": 3}, {}, r"mask_token_id is 3 and ptd_token_id is 57; they must agree"),
     "an EAGLE-3 file with a state": (
         {"speculators_model_type": "eagle3"},
@@ -173,9 +171,6 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"mask_hidden": np.ones((1, 1, 32), np.float32)},
         r"mask_hidden has shape \[1, 1, 32\]; expected 96 numbers, one for each of 3 features of width 32",
     ),
-    "a state of whole numbers": ({}, {"mask_hidden": np.ones((96,), np.int32)}, "mask_hidden is stored as int32"),
-    "a missing layer": ({}, {"layers__1__mlp__up_proj__weight": None}, r"misses layers\.1\.mlp\.up_proj\.weight"),
-    "another vocabulary": ({"vocab_size": 62}, {}, "vocabulary of 62 but the target has 61"),
     "no lm_head": ({}, {"lm_head__weight": None}, "no lm_head.weight; P-EAGLE heads have their own"),
 }
 
@@ -190,9 +185,3 @@ def test_what_does_not_add_up_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match=message) as refusal:
         conversion.read_head(directory, TARGET)
     assert "\n" not in str(refusal.value)
-
-
-def test_layouts_of_one_layer_are_none_of_its_own(tmp_path: Path) -> None:
-    directory = write(Head(layers=2), tmp_path / "head")
-    with pytest.raises(CheckpointError, match="'sglang' is no layout of P-EAGLE heads; use one of vllm, speculators"):
-        conversion.convert(directory, tmp_path / "out", "sglang", TARGET)

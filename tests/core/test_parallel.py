@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 
 from eagle3_jax.checks import per_row
 from eagle3_jax.drafters.base import grow
 from eagle3_jax.drafters.parallel import parallel_inputs
 from eagle3_jax.sampling import row_keys
-from eagle3_jax.topology import Chain, DynamicTree, StaticTree, Topology
+from eagle3_jax.topology import Chain, DynamicTree, Topology
 from eagle3_jax.types import Draft, DraftSampling, SamplingParams
 
 VOCAB, IDS = 13, np.array([1, 2, 4, 5, 6, 8, 9, 11, 12])
@@ -66,14 +65,6 @@ def test_a_chain_takes_the_likeliest_of_each_law(depth: int) -> None:
         assert draft.tokens[row].tolist() == [3, *(ranked(row, level)[0] for level in range(depth))]
 
 
-@pytest.mark.parametrize("tree", [tiny.STATIC_TREE, StaticTree(((4,), (4, 2), (4, 0), (4, 0, 1)))])
-def test_a_static_tree_takes_tokens_by_rank(tree: StaticTree) -> None:
-    draft = drafted(tree, LOGITS)
-    for row in range(2):
-        wanted = [tuple(ranked(row, level)[rank] for level, rank in enumerate(path)) for path in tree.paths]
-        assert paths(draft, row) == wanted
-
-
 def test_a_dynamic_tree_holds_the_likeliest_of_all_prefixes() -> None:
     """Exact where ``top_k`` is as large as the tree: no level can need more than its ``num_nodes - 1`` best."""
     draft = drafted(DynamicTree(num_nodes=10, max_depth=3, top_k=9), LOGITS)
@@ -99,13 +90,6 @@ def test_drawn_tokens_follow_their_laws_independently_of_each_other() -> None:
     seen = np.bincount(tokens[:, 0] * 3 + tokens[:, 1], minlength=9) / rows
     wanted = np.outer(*law).ravel()
     assert (np.abs(seen - wanted) < 5 * np.sqrt(wanted * (1 - wanted) / rows)).all()
-
-
-def test_a_row_of_temperature_zero_declares_point_masses() -> None:
-    draft = drafted(Chain(3), LOGITS, SamplingParams(temperature=np.array([0.0, 1.0])), drawn=True)
-    assert draft.probs is not None
-    assert draft.probs[0, 1:].max(-1).tolist() == [1.0] * 3
-    assert draft.tokens[0].tolist() == drafted(Chain(3), LOGITS).tokens[0].tolist()
 
 
 def test_no_deeper_than_there_are_laws() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import every_family
@@ -94,17 +95,17 @@ def test_a_recurrent_prefill_in_parts_is_the_prefill_but_for_the_order_of_sums(m
         np.testing.assert_allclose(_bits(one), _bits(other), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("capacity", [160, 4096, 10**6])
-@pytest.mark.parametrize("tokens", [1, 100, 128, 2048, 10**5])
-@pytest.mark.parametrize("batch", [1, 2, 61, 64, 96])
-def test_groups_divide_the_batch_and_keep_to_the_limits(batch: int, tokens: int, capacity: int) -> None:
-    rows = groups.rows_per_group(batch, tokens, capacity)
-    assert batch % rows == 0
-    if rows < batch:
-        assert batch * tokens > groups.TOKENS
-        assert rows == 1 or rows * tokens <= groups.TOKENS
-        assert rows == 1 or rows * capacity <= groups.SLOTS or rows * tokens <= groups.FEWEST_TOKENS
-    assert rows * tokens <= groups.TOKENS or rows == 1
+def test_groups_divide_the_batch_and_keep_to_the_limits() -> None:
+    for batch, tokens, capacity in itertools.product(
+        (1, 2, 61, 64, 96), (1, 100, 128, 2048, 10**5), (160, 4096, 10**6)
+    ):
+        rows = groups.rows_per_group(batch, tokens, capacity)
+        assert batch % rows == 0
+        if rows < batch:
+            assert batch * tokens > groups.TOKENS
+            assert rows == 1 or rows * tokens <= groups.TOKENS
+            assert rows == 1 or rows * capacity <= groups.SLOTS or rows * tokens <= groups.FEWEST_TOKENS
+        assert rows * tokens <= groups.TOKENS or rows == 1
     assert groups.rows_per_group(64, 2048, 4096) == 4 and groups.rows_per_group(64, 128, 4096) == 64
 
 

@@ -119,14 +119,13 @@ def test_stages_of_drawn_chains_can_be_stepped() -> None:
 WAYS = {
     "none": {},
     "the default": {"drafter": tiny.eagle3(TARGET)},
-    "a fixed K": {"drafter": tiny.eagle3(TARGET), "num_speculative_tokens": 2},
     "a tree": {"drafter": tiny.eagle3(TARGET), "tree": DynamicTree(num_nodes=6, max_depth=2, top_k=2)},
     "one stage": {"drafter": tiny.eagle3(TARGET), "schedule": SpeculationSchedule(((1, 9, 2),))},
     "stages": {"drafter": tiny.eagle3(TARGET), "schedule": SpeculationSchedule(((1, 2, 3), (3, 3, 2)))},
 }
 
 
-@pytest.mark.parametrize("batch", [1, 2, 4])
+@pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_decoding_gives_the_text_of_the_target(way: str, batch: int) -> None:
     """Greedy decoding is the truth; ``rounds``, ``step`` and ``stream`` agree with it as ``generate`` does."""

@@ -111,44 +111,6 @@ def test_a_greedy_batch_is_decided_as_the_exact_rule_decides_it() -> None:
     assert 10 < int((greedy.num_accepted > 0).sum()) < 90
 
 
-def test_it_is_a_verifier_and_its_output_is_measurably_not_the_targets() -> None:
-    report = check_verifier(TypicalAcceptance(draws_next=True), samples=4096)
-    assert report.ok, str(report)
-    assert "lossless=False" in str(report)
-    assert "first tokens lie 0." in str(report)
-
-
-def law_of_two_tokens(epsilon: float, delta: float) -> tuple[np.ndarray, np.ndarray]:
-    """Of the first two tokens behind a root, with one drafted token: the target's law, and what typical decoding emits.
-
-    Enumerated: the draft is token 1; accepted, the second token is drawn after it; refused, the first is drawn.
-    """
-    first, second = np.array([0.6, 0.3, 0.1]), np.array([[0.2, 0.3, 0.5], [0.7, 0.2, 0.1], [0.1, 0.1, 0.8]])
-    target = first[:, None] * second
-    entropy = -np.sum(first * np.log(first))
-    if first[1] > min(epsilon, delta * np.exp(-entropy)):
-        return target, np.stack([np.zeros(3), second[1], np.zeros(3)])
-    return target, target
-
-
-def test_enumerated_the_emitted_law_lies_far_from_the_targets() -> None:
-    target, emitted = law_of_two_tokens(0.09, 0.3)
-    assert np.isclose(emitted.sum(), 1) and np.abs(target - emitted).sum() / 2 == pytest.approx(0.7)
-    assert law_of_two_tokens(0.9, 0.9)[0] == pytest.approx(law_of_two_tokens(0.9, 0.9)[1])  # refused: nothing is bent
-    # ... and the rule accepts and refuses just there.
-    logits = jnp.log(jnp.array([[[0.6, 0.3, 0.1], [0.7, 0.2, 0.1]]]))
-    draft = Draft(tokens=jnp.array([[0, 1]]), parents=jnp.array([[-1, 0]]), valid=jnp.ones((1, 2), bool))
-    one = SamplingParams(temperature=jnp.ones(1), top_k=jnp.zeros(1, jnp.int32), top_p=jnp.ones(1))
-    keys = jax.random.split(jax.random.key(0), 1)
-    decide = jax.jit(
-        lambda draft, logits: [
-            rule(draft, logits, one, keys, sampling_mode=SamplingMode.TEMPERATURE, max_depth=1).num_accepted[0]
-            for rule in (TypicalAcceptance(), TypicalAcceptance(0.9, 0.9))
-        ]
-    )
-    assert [int(count) for count in decide(draft, logits)] == [1, 0]
-
-
 def test_one_that_called_itself_lossless_would_be_found_out() -> None:
     class Claims(TypicalAcceptance):
         lossless = True  # type: ignore[assignment]

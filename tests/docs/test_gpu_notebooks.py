@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import re
 from pathlib import Path
 
 import jax
 import machine
 import pytest
+import report
 from machine import VARIABLES, Configuration, Machine
 
 from validation.subject import Setting, choose
@@ -51,12 +53,10 @@ def _machine(*, on_gpu: bool = False, has_gpu: bool = False, **given: object) ->
 def test_without_anything_every_part_has_a_stand_in_and_says_which() -> None:
     banner = _machine().banner("vLLM", "price")
     assert [part.name for part in banner.missing] == ["device", "pair", "vLLM", "price"]
-    text = str(banner)
-    for said in ("no GPU: CPU: ", "the shipped pair", "committed record of 20", "EAGLE3_PRICE_PER_HOUR", "STAND-IN"):
+    text = html.unescape(banner._repr_html_())
+    for said in ("no GPU: CPU: ", "the shipped pair", "committed record of 20", "EAGLE3_PRICE_PER_HOUR", "stand-in"):
         assert said in text
     assert "No number of theirs may be quoted" in banner.headline
-    for part in banner.parts:
-        assert part.name in banner._repr_html_()
 
 
 def test_a_gpu_that_this_jax_cannot_use_ends_a_notebook_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,3 +88,20 @@ def test_text_of_a_banner_cannot_become_markup() -> None:
 def test_every_variable_is_documented_and_no_other() -> None:
     named = set(re.findall(r"EAGLE3_[A-Z_]+", (NOTEBOOKS / "README.md").read_text("utf-8")))
     assert named == set(VARIABLES)
+
+
+def test_the_report_starts_with_the_verdicts(tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat")
+    results = [_machine().verdict("greedy", "no <b> disagreement"), _machine().verdict("cost", "half", needs="price")]
+    cells = [nbformat.v4.new_markdown_cell("# 01 \u00b7 A notebook, see [02](02_other.ipynb)")]
+    for result in (_machine().banner(), *results):
+        output = nbformat.v4.new_output("display_data", {"text/html": result._repr_html_()})
+        cells.append(nbformat.v4.new_code_cell("show_me()", outputs=[output]))
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "01_one.ipynb")
+    text = report.page(tmp_path, expected=["01_one", "02_other"])
+    table = text.index("no &lt;b&gt; disagreement")
+    assert text.count("rehearsal with stand-ins") == 4, "in the table of verdicts, and where they were found"
+    assert table < text.index("2 of 2 parts are stand-ins") < text.index("show_me")
+    assert "02_other: not executed" in text and "not(:has(#code:checked))" in text
+    with pytest.raises(ValueError, match="no executed notebook"):
+        report.page(tmp_path / "nothing")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,11 +33,6 @@ def cells(source: Path, kind: str) -> list[str]:
     return [cell["source"] for cell in jupytext.read(source).cells if cell["cell_type"] == kind]
 
 
-def test_there_are_twelve_and_nine() -> None:
-    assert [name[:2] for name in IDS if "/" not in name] == [f"{number:02d}" for number in range(1, 13)]
-    assert [name[4:6] for name in IDS if "/" in name] == [f"{number:02d}" for number in range(1, 10)]
-
-
 @pytest.mark.parametrize("source", SOURCES, ids=IDS)
 def test_the_pair_is_what_the_source_says_without_outputs(source: Path) -> None:
     pair = json.loads(source.with_suffix(".ipynb").read_text(encoding="utf-8"))
@@ -51,8 +47,9 @@ def test_the_pair_is_what_the_source_says_without_outputs(source: Path) -> None:
 def test_a_notebook_teaches_checks_and_asks(source: Path) -> None:
     prose, code = "\n".join(cells(source, "markdown")), "\n".join(cells(source, "code"))
     assert prose.startswith("# "), "no title"
+    assert not re.search(r"(from|import) \S*\._|import _", code), "private names"
     assert sum(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(code))) >= 4, "claims without assertions"
-    assert "would go wrong" in prose.lower()
+    assert "\n## Common mistakes\n" in prose
     assert prose.count("<summary>") >= (2 if source.parent.name == "gpu" else 3), "exercises with folded answers"
     assert "\n## What was claimed and checked\n\n- " in prose, "the list that the site gathers"
     assert prose.count("<details>") == prose.count("</details>") == prose.count("<summary>")

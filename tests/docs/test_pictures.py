@@ -16,13 +16,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from pictures import bars
 from pictures.interactive import Interactive
-from pictures.ribbons import acceptance_ribbons, heat_map
+from pictures.maps import table_map
+from pictures.ribbons import acceptance_ribbons
 from pictures.rooflines import Step, roofline
 from pictures.slots import COMMITTED, EMPTY, NEW, REFUSED, moved, slot_map
 from pictures.strips import tokens_of
 from pictures.style import ACCEPTED, BONUS, CORRECTED
 from pictures.times import stacked_steps
-from pictures.trees import interactive_rounds, interactive_tree, mask_map, statuses
+from pictures.trees import interactive_rounds, mask_map, statuses
 
 import eagle3_jax as e3
 from eagle3_jax.theory.accelerators import KNOWN_ACCELERATORS
@@ -70,18 +71,6 @@ def test_what_has_no_bar_of_its_own_is_the_last_group() -> None:
         assert drawn.sum() == pytest.approx(law.sum())
     # Token by token: the minimum of the sums would be more.
     assert shown.common[-1] == pytest.approx(np.minimum(P, Q)[[2, 3, 4]].sum())
-
-
-def test_darts_are_accepted_below_p() -> None:
-    tokens = np.array([0, 0, 1, 3, 2])
-    heights = np.array([0.05, 0.45, 0.09, 0.3, 0.0])  # the last two lie on p and are refused: the rule is strict
-    (axes,) = bars.darts(P, Q, tokens, heights, top=4).axes
-    accepted, refused = axes.collections
-    assert (accepted.get_label(), refused.get_label()) == ("accepted", "rejected")
-    order = [1, 3, 4, 0]  # token 2 is not shown
-    drawn = lambda points: [(order[round(x)], y) for x, y in points.get_offsets()]
-    assert drawn(accepted) == [(0, 0.05), (1, 0.09)]
-    assert drawn(refused) == [(0, 0.45), (3, 0.3)]
 
 
 def test_every_refused_slot_carries_a_cross_and_no_other() -> None:
@@ -146,17 +135,15 @@ def test_ribbons_are_intervals_that_narrow_with_the_rounds() -> None:
     )
 
 
-def test_a_map_has_the_values_and_its_contour_lies_where_they_cross_the_level() -> None:
-    x, y = np.linspace(0, 1, 11), np.linspace(0, 2, 21)
-    figure = heat_map(x[None, :] + y[:, None], x, y, labels=("across", "up", "sum"), level=1.05)
-    axes = figure.axes[0]
-    mesh, contour = axes.collections[0], axes.collections[1]
-    np.testing.assert_allclose(np.ravel(mesh.get_array()), np.ravel(x[None, :] + y[:, None]))
-    line = np.concatenate([path.vertices for path in contour.get_paths()])
-    np.testing.assert_allclose(line.sum(axis=1), 1.05, atol=1e-9)
-    assert mesh.norm(1.05) == pytest.approx(0.5)  # the two colours meet there
-    assert "1.05" in [text.get_text() for text in axes.texts]
-    assert figure.axes[1].get_ylabel() == "sum"
+def test_a_table_shows_every_value_or_its_words() -> None:
+    values = np.array([[0.0, 0.25], [1.0, 2.0]])
+    axes = table_map(values, ["one", "two"], [1, 2], title="a table", most=2.0).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["0.00", "0.25", "1.00", "2.00"]
+    assert [text.get_position() for text in axes.texts] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    words = [["a", "b"], ["c", "d"]]
+    axes = table_map(values, ["one", "two"], [1, 2], title="a table", most=2.0, words=words).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["a", "b", "c", "d"]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["one", "two"]
 
 
 def test_a_roofline_moves_its_roof_and_keeps_the_intensities() -> None:
@@ -182,6 +169,7 @@ def test_a_roofline_moves_its_roof_and_keeps_the_intensities() -> None:
 PARENTS = [-1, 0, 0, 1, 1, 3, 4]
 TOKENS = ["def", " f", "\n", "</script>", "$a_b$", "<!-- x", "a very long token indeed"]
 STATUS = ["root", "accepted", "never visited", "rejected", "accepted", "never visited", "rejected"]
+PLAIN = {"tokens": TOKENS, "parents": PARENTS, "status": STATUS}
 
 
 @pytest.mark.parametrize(
@@ -210,7 +198,8 @@ def figure_of(html):
 
 def test_what_is_known_of_a_node_stands_in_its_hover():
     p, q, score = ([value * (node + 1) for node in range(7)] for value in (0.01, 0.02, -1.0))
-    html = interactive_tree(TOKENS, PARENTS, status=STATUS, p=p, q=q, score=[None, *score[1:]]).html()
+    known = {"p": p, "q": q, "score": [None, *score[1:]]}
+    html = interactive_rounds([{**PLAIN, **known}]).html()
     hovers = [text for trace in figure_of(html)["data"] for text in trace.get("hovertext", [])]
     assert len(hovers) == len(TOKENS)
     (one,) = (text for text in hovers if "node 4," in text)
@@ -221,14 +210,14 @@ def test_what_is_known_of_a_node_stands_in_its_hover():
 
 
 def test_tokens_cannot_leave_the_script_they_stand_in():
-    html = Interactive(interactive_tree(TOKENS, PARENTS, status=STATUS).figure).html(library=False)
+    html = Interactive(interactive_rounds([PLAIN]).figure).html(library=False)
     assert html.count("</script") == 1
     assert "<!--" not in html
     assert any("&lt;/script&gt;" in text for trace in figure_of(html)["data"] for text in trace.get("hovertext", []))
 
 
 def test_every_round_shows_its_own_tree_and_title():
-    one = {"tokens": TOKENS, "parents": PARENTS, "status": STATUS}
+    one = PLAIN
     short = {"tokens": TOKENS[:2], "parents": PARENTS[:2], "status": ["root", "bonus"]}
     figure = interactive_rounds([{**one, "title": "first"}, {**short, "title": "second"}]).figure
     steps = figure.layout.sliders[0].steps

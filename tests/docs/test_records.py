@@ -14,6 +14,7 @@ import pytest
 import support
 import support_record
 import validated
+import write_tables
 
 import eagle3_jax
 from eagle3_jax.conversion.families import FAMILIES, WRAPPERS
@@ -86,12 +87,13 @@ def test_acceptance_of_the_shipped_pair_is_its_record(row: dict[str, Any]) -> No
     assert " ".join(f"| {' | '.join(cells)} |".split()) in page("docs/shipped_pair.md")
 
 
+@pytest.mark.parametrize("page", write_tables.tables())
+def test_the_tables_of_a_page_are_their_records(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert text == write_tables.filled(text, write_tables.tables()[page]), "run python docs/recorded/write_tables.py"
+
+
 VALIDATION = load(validated.RECORD)
-
-
-def test_the_page_of_the_validation_is_its_record() -> None:
-    text = validated.PAGE.read_text(encoding="utf-8")
-    assert text == validated.filled(text, VALIDATION), "run python docs/recorded/validated.py"
 
 
 def test_the_record_of_the_validation_has_every_check_of_today() -> None:
@@ -180,12 +182,6 @@ def test_every_page_of_a_method_is_in_the_table_or_named_beside_it() -> None:
             assert f"({page.name}" in text and f"\n{page.stem}\n" in text, page.name
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/methods/index.md"])
-def test_the_tables_of_methods_are_their_record(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    assert text == methods.filled(text, methods.parts(methods.record())[page]), "run python docs/recorded/methods.py"
-
-
 def test_what_was_measured_is_of_methods_that_are_in_the_table() -> None:
     found = methods.record()
     known = {row["measured"] for row in methods.facts() if "measured" in row} | {"none"}
@@ -212,11 +208,6 @@ def test_the_example_measures_what_the_tables_show(tmp_path: Path) -> None:
     assert [(one["method"], "cannot draft a tree" in one["reason"]) for one in found["missing"]] == [("ngram", True)]
     assert all(row["lossless"] and row["same_texts"] for row in found["rows"])
     assert "| EAGLE-3, 3.1 | tree N=3 G=2 | " in methods.what_was_measured(found)
-
-
-def test_the_support_matrix_is_its_record() -> None:
-    text = support.PAGE.read_text(encoding="utf-8")
-    assert text == support.filled(text, support.cases()), "run python docs/recorded/support.py"
 
 
 def test_what_is_recorded_is_of_the_matrix_and_of_tests_that_are_there() -> None:

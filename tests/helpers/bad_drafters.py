@@ -83,23 +83,15 @@ CHAIN = (-1, 0, 1, 2, 3, 4)
 SPOILT = {
     "siblings, and a depth that would let them be a chain": Spoilt((-1, 0, 0, 0, 0, 0), (0, 1, 0, 2, 3, 4), 5),
     "a branching tree of one node more than it says it is deep": Spoilt((-1, 0, 0, 2, 3, 4), (0, 1, 0, 0, 0, 0), 5),
-    "a branching tree of two nodes more than its depth": Spoilt((-1, 0, 0, 2, 3, 4), (0, 1, 0, 0, 0, 0)),
     "a tree that is deeper than it says": Spoilt(CHAIN, (0,) * 6, 2),
-    "a tree far deeper than it says": Spoilt(CHAIN, (0,) * 6, 1),
     "another root than the last token": Spoilt(shifts=(1, 1, 0, 0, 0, 1)),
-    "a root outside the vocabulary": Spoilt(tokens=((0, 10**6),)),
     "a root that has a parent": Spoilt(says=((0, 2),)),
     "a root that is marked as padding": Spoilt(invalid=(0,)),
     "an id past the vocabulary": Spoilt(tokens=((1, VOCABULARY + 7),)),
-    "the largest integer for an id": Spoilt(tokens=((3, 2**31 - 1),)),
     "a negative id": Spoilt(tokens=((3, -3),)),
     "a parent behind its child": Spoilt(says=((2, 3),)),
-    "a node that is its own parent": Spoilt(says=((2, 2),)),
     "a circle of parents": Spoilt(says=((3, 4), (4, 3))),
-    "a second root": Spoilt(says=((3, -1),)),
-    "a parent below every index": Spoilt(says=((3, -(2**31)),)),
     "a parent past the last node": Spoilt(says=((3, 2**31 - 1),)),
-    "parents that are all the last node": Spoilt(says=tuple((node, 5) for node in range(6))),
     "a tree that says it is a chain": Spoilt((-1, 0, 1, 1, 3, 4), (0, 0, 1, 0, 0, 0), 5, is_chain=True),
 }
 
@@ -248,7 +240,6 @@ def mean_of_rows(draft: Draft) -> Any:
 # The check that must fail, and what it must say.
 BROKEN: dict[str, tuple[Any, str, str]] = {
     "an unstable hash": (Hasty(1), "keeps the protocol", "its hash changes"),
-    "a forgotten instance": (Ordinary, "keeps the protocol", "is the class Ordinary; give an instance"),
     "a draft of another size": (
         proposing(with_field(), num_nodes=4), "keeps shapes and types", r"tokens as int32\[4, 3\].*int32\[4, 4\]"
     ),
@@ -264,10 +255,6 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
         proposing(lambda d: dataclasses.replace(d, state={"root": d.tokens[:, 2], "length": d.tokens[:, 0]})),
         "commits nothing by proposing", "after the state that the draft before handed on",
     ),
-    "a state of another shape handed on": (
-        proposing(lambda d: dataclasses.replace(d, state={"root": d.tokens, "length": d.tokens[:, 0]})),
-        "keeps shapes and types", r"propose was given state\['root'\] as int32\[4\] and returned int32\[4, 3\]",
-    ),
     "another root": (
         proposing(with_field(tokens=lambda d: d.tokens.at[:, 0].add(1) % VOCABULARY)), "starts at the root",
         "node 0 of rows 0, 1, 2, 3 is",
@@ -275,10 +262,6 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
     "a child before its parent": (
         proposing(with_field(parents=lambda d: d.parents.at[:, 1].set(2))), "puts parents before children",
         "node 1 of row 0 has parent 2; expected 0 to 0",
-    ),
-    "a tree that says it is a chain": (
-        proposing(with_field(parents=lambda d: d.parents.at[:, 2].set(0)), is_chain=True),
-        "puts parents before children", r"declares a chain and has parents \[-1, 0, 0\]",
     ),
     "a tree deeper than it says": (
         replaced(max_depth=1), "is as deep as it says", "drafts 2 levels and says 1"
@@ -310,8 +293,6 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
     "negative probabilities": (
         Drawing(UNIFORM, UNIFORM.at[0].add(-1).at[1].add(1)), "declares distributions", "negative or not finite"
     ),
-    "probabilities of NaN": (Drawing(UNIFORM, UNIFORM * jnp.nan), "declares distributions", "negative or not finite"),
-    "probabilities that do not add up to 1": (Drawing(UNIFORM, UNIFORM / 2), "declares distributions", "add up to 0.5"),
     "a token that it says it cannot draft": (
         Drawing(jnp.eye(VOCABULARY)[3], jnp.eye(VOCABULARY)[4]), "declares distributions", "declares probability 0"
     ),
@@ -331,13 +312,11 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
             **new, "root": jnp.where((old["length"] >= 24) & (seen.length > 0), old["root"], new["root"])
         }), "a long text is as good as a short one", "drafts something else when 72 tokens",
     ),
-    "probabilities four tenths off": (
-        Drawing(SKEWED, UNIFORM), "draws from what it declares", r"declared were .* \(p = "
-    ),
     "what a token is drawn from follows from the token": (
         Peeking(), "knows before it draws", "of one state that share every token before it"
     ),
     "probabilities for one token and others drafted": (
-        Drawing(jnp.eye(VOCABULARY)[3] + 1e-9, UNIFORM), "sampled output has the target's law", "is not the target's"
+        Drawing(jnp.eye(VOCABULARY)[3] + 1e-9, UNIFORM), "sampled output has the target's law",
+        "do not have the target's distribution",
     ),
 }  # fmt: skip

@@ -14,7 +14,7 @@ from flax import struct
 from jaxtyping import Array
 from recurrent import Recurrent, RecurrentTarget
 
-from eagle3_jax.cache import Cache, KeyValue, KeyValues, compact_accepted
+from eagle3_jax.cache import Cache
 from eagle3_jax.decode import LoadedTarget
 from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.types import EmbeddingTables as Tables
@@ -85,32 +85,8 @@ def keeping(layer: type[Recurrent]) -> LoadedTarget:
     return replaced(empty=lambda self, batch: layer(state=RecurrentTarget.empty(self, batch).state))
 
 
-@struct.dataclass(kw_only=True)
-class Overwriting(KeyValues):
-    """Puts a path a slot too early."""
-
-    def fill(self, written, count):
-        return Overwriting(**vars(KeyValues.fill(self, written, count)))
-
-    def commit(self, written, length, count, nodes=None):
-        if nodes is not None:
-            written = KeyValue(*(compact_accepted(buffer, length - 1, count, nodes + 1) for buffer in written))
-        return Overwriting(keys=written.keys, values=written.values)
-
-
-def overwriting(cache: Cache) -> Cache:
-    attention, state = cache.layers
-    return Cache(layers=(Overwriting(**vars(attention)), state), length=cache.length)
-
-
 def of_the_node_before(self, params, x, mask, start):
     return RecurrentTarget.states(self, params, x, jnp.broadcast_to(causal_mask(x.shape[1]), mask.shape), start)
-
-
-def near(given: dict) -> Any:
-    """In a prompt, tokens up to 32 places away."""
-    place = jnp.arange(given["tokens"].shape[1])
-    return (given["cache"] is not None) | (place[:, None] - place < 32)
 
 
 LONG = "a long text equals its tokens one by one"
@@ -125,17 +101,9 @@ BROKEN: dict[str, tuple[LoadedTarget, str, str]] = {
         dataclasses.replace(GOOD, vocab_size=12), "keeps the protocol", "has 13 tokens, and was loaded as one of 12"
     ),
     "no cache": (with_cache(lambda cache: cache.layers), "its cache leads with the batch", "returned tuple; expected"),
-    "a layer that cannot commit": (
-        with_cache(lambda cache: cache.replace(layers=({"keys": cache.layers[0].keys}, cache.layers[1]))),
-        "its cache leads with the batch", "layer 0 of the cache is dict; expected `fill` and `commit`",
-    ),
     "a state for all rows": (
         with_cache(lambda cache: cache.replace(layers=(cache.layers[0], Recurrent(state=jnp.zeros((8, 8)))))),
         "its cache leads with the batch", r"layers\[1\].state as float32\[8, 8\]; expected an array that leads",
-    ),
-    "features that nobody asked for": (
-        asked(aux_layers=lambda given: given["aux_layers"] or (0,)), "keeps shapes and types",
-        r"gave features as float32\[3, 6, 1, 8\]; expected \[3, 6, 0, 8\]",
     ),
     "one layer that hands nothing over": (
         answering(lambda output, given: output.replace(written=output.written[:1])), "keeps shapes and types",
@@ -173,19 +141,12 @@ BROKEN: dict[str, tuple[LoadedTarget, str, str]] = {
     "a state committed in the block's order": (
         keeping(InOrder), "a committed path equals its text afresh", "behind a path of a tree is not"
     ),
-    "committed slots that are written over": (
-        with_cache(overwriting), "a committed path equals its text afresh", "behind a path of a tree is not"
-    ),
     "a commit of nothing that advances": (
         keeping(Restless), "committing nothing changes nothing", "differs after 0 tokens were kept"
     ),
     "rows that are mixed": (
         answering(with_final(lambda x: x + 0.01 * jnp.mean(x, axis=0, keepdims=True))),
         "rows are independent of their neighbours", "is another when its neighbours hold other tokens",
-    ),
-    "batches of one that go otherwise": (
-        answering(with_final(lambda x: x * (1.1 if x.shape[0] == 1 else 1.0))),
-        "rows are independent of their neighbours", "is another without them",
     ),
     "a block that is summed": (
         answering(with_final(lambda x: x + 0.01 * jnp.sum(x, axis=1, keepdims=True))),
@@ -199,32 +160,13 @@ BROKEN: dict[str, tuple[LoadedTarget, str, str]] = {
         answering(with_final(lambda x: jnp.concatenate([x[:, :8], -x[:, 8:]], axis=1) if x.shape[1] == 16 else x)),
         LONG, "of a tree of 16 is not the end of its path",
     ),
-    "rows that are swapped in larger batches": (
-        answering(with_final(lambda x: jnp.roll(x, 1, axis=0) if x.shape[0] >= 4 else x)),
-        LONG, "of a long prompt is not",
-    ),
-    "a prompt that does not see far": (
-        asked(mask=lambda given: given["mask"] & near(given)), LONG, "of a long prompt is not"
-    ),
     "features in an order of their own": (
         asked(aux_layers=lambda given: tuple(sorted(given["aux_layers"]))),
         "features are those of the layers asked for", "features of layer . differ when",
     ),
-    "a last layer without the norm": (
-        asked(aux_layers=lambda given: tuple(min(layer, 2) for layer in given["aux_layers"])),
-        "features are those of the layers asked for", "layer 3 differ from the final state",
-    ),
-    "an unembedding that lies the other way": (
-        replaced(tables=lambda self, params: Tables(params["embedding"], params["embedding"])), "lends its tables",
-        r"its unembedding has shape \[13, 8\]; expected \[8, 13\]",
-    ),
     "an unembedding of other ids": (
         replaced(tables=lambda self, params: Tables(params["embedding"], jnp.roll(params["embedding"].T, 1, axis=1))),
         "lends its tables", "from the final state times its unembedding",
-    ),
-    "an embedding of other ids": (
-        replaced(tables=lambda self, params: Tables(jnp.roll(params["embedding"], 1, axis=0), params["embedding"].T)),
-        "lends its tables", "from its embedding's rows",
     ),
     "blocks of four that go otherwise": (
         answering(with_final(lambda x: -x if x.shape[1] == 4 else x)), "greedy output is its own",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,9 +65,29 @@ def config(vocab_size: int, num_layers: int = 2, **options: Any) -> DecoderConfi
 def target(vocab_size: int = 13, *, seed: int = 0, precision: Precision = FLOAT32, **options: Any) -> LoadedTarget:
     """A random target whose next token depends strongly on its context."""
     model = DecoderTarget(config(vocab_size, **options), precision)
-    params = model.init(jax.random.key(seed))
+    params = copied(_random_target(model, seed))
     params["embedding"] = params["embedding"] * 50.0  # 0.02 as initialised: too faint to matter without training
     return LoadedTarget(model, params, vocab_size, model.config.max_positions)
+
+
+@functools.cache
+def _random_target(model: DecoderTarget, seed: int) -> Any:
+    """Each initialisation is compiled, which takes a second; tests build the same models many times."""
+    return model.init(jax.random.key(seed))
+
+
+def _random_params(drafter: Any, seed: int) -> Any:
+    return copied(_random_network(type(drafter), drafter.config, drafter.precision, seed))
+
+
+@functools.cache
+def _random_network(kind: Any, config: Any, precision: Precision, seed: int) -> Any:
+    return kind(config, precision=precision).init_params(jax.random.key(seed))
+
+
+def copied(params: Any) -> Any:
+    """New dictionaries that hold the same arrays."""
+    return jax.tree.map(lambda leaf: leaf, params)
 
 
 def eagle3(
@@ -105,7 +126,7 @@ def _random_head(drafter: Eagle3Drafter | PEagleDrafter, of: LoadedTarget, seed:
     size = drafter.config.draft_vocab_size
     ids = np.sort(np.random.default_rng(seed).permutation(of.vocab_size)[:size]).astype(np.int32)
     params = {
-        "head": drafter.init_params(jax.random.key(seed)),
+        "head": _random_params(drafter, seed),
         "embedding": of.params["embedding"],
         "draft_to_target": jnp.asarray(ids),
     }
@@ -157,7 +178,7 @@ def _of_final_states(
         **variant,
     )
     method = drafter(shape, topology, of.model.precision, draft_sampling)
-    head = method.init_params(jax.random.key(seed))
+    head = _random_params(method, seed)
     return LoadedDrafter(method, method.assemble(head, of.model.tables(of.params)))
 
 
@@ -187,7 +208,7 @@ def dflash(
     given = {} if topology is None else {"topology": topology}
     drafter = DFlashDrafter(config, precision=of.model.precision, draft_sampling=draft_sampling, **given)
     ids = np.sort(np.random.default_rng(seed).permutation(of.vocab_size)[:size]).astype(np.int32)
-    head = drafter.init_params(jax.random.key(seed))
+    head = _random_params(drafter, seed)
     if config.markov is not None:
         head["markov"]["before"] *= 200.0  # 0.01 as initialised: too faint to matter without training
     table = None if size == of.vocab_size else jnp.asarray(ids)
@@ -217,7 +238,7 @@ def medusa(
     drafter = MedusaDrafter(shape, topology, of.model.precision, draft_sampling)  # type: ignore[arg-type]
     ids = np.random.default_rng(seed).permutation(of.vocab_size)[:size].astype(np.int32)
     table = None if size == of.vocab_size else jnp.asarray(ids)
-    head = drafter.init_params(jax.random.key(seed))
+    head = _random_params(drafter, seed)
     return LoadedDrafter(drafter, drafter.assemble(head, of.model.tables(of.params), draft_to_target=table))
 
 

@@ -118,7 +118,6 @@ def check_alone(fresh: Environment) -> None:
     assert "site-packages" in target
     assert json.loads(fresh.works("eagle3", "plan", "memory", "--json"))["fits"] is True
     fresh.works("eagle3", "convert", head, "head", "--to", "vllm", "--target", target)
-    fresh.names_extra("plot", "plan", "speedup", "--plot", "plot.png")
     pickled = fresh.work / "pickle"
     pickled.mkdir()
     (pickled / "config.json").write_text("{}")
@@ -130,9 +129,7 @@ def check_extras(fresh: Environment, wheel: Path, extras: list[str]) -> None:
     """What an extra promises."""
     fresh.pip("install", "--no-compile", f"{wheel}[{','.join(extras)}]")
     if "plot" in extras:
-        fresh.works("eagle3", "plan", "speedup", "--plot", "plot.png")
-        assert (fresh.work / "plot.png").stat().st_size > 1000
-        fresh.works("python", "-c", "import jinja2")
+        fresh.works("python", "-c", "import jinja2, matplotlib")
     if "export" in extras:
         fresh.works("python", "-c", EXPORT)
     if "convert" in extras:

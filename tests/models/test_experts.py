@@ -17,7 +17,6 @@ from eagle3_jax.models.experts import ExpertMLP
 from eagle3_jax.models.functional import bind, init_params, param_shapes
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, cast
 from eagle3_jax.models.mixture import Stack
-from eagle3_jax.models.quantised import quantise
 from eagle3_jax.models.routers import Routing, route, router_logits
 
 WIDTH, COUNT, INNER = 16, 8, 6
@@ -253,17 +252,6 @@ def test_every_form_is_the_sum_written_out(form: str, config: Experts) -> None:
     for name, routing in routings().items():
         found = run(jnp.asarray(x), routing, stack)
         np.testing.assert_allclose(found, written_out(x, routing, stack, config), atol=1e-5, err_msg=name)
-
-
-@pytest.mark.parametrize("form", ["runs of 3", "of all", "of chosen"])
-def test_experts_in_fp8_are_those_that_their_values_stand_for(form: str) -> None:
-    dense = stack_of(SOFTMAX)
-    kernels = [quantise(np.asarray(one)) for one in dense[:2]]
-    stack = Stack(*(jax.tree.map(jnp.asarray, kernel) for kernel in kernels), None, None)
-    stands_for = Stack(*(kernel.dense(jnp.float32) for kernel in stack[:2]), None, None)
-    x, routing = draw(9, 11, WIDTH), routings()["drawn"]
-    found = jax.jit(functools.partial(FORMS[form], config=SOFTMAX, precision=FLOAT32))(jnp.asarray(x), routing, stack)
-    np.testing.assert_allclose(found, written_out(x, routing, stands_for, SOFTMAX), atol=1e-5)
 
 
 def test_few_and_many_tokens_take_other_forms_and_get_the_same() -> None:

@@ -170,45 +170,16 @@ def test_the_doctor_names_the_family(folder: Any, tmp_path: Path) -> None:
 SLIDING = {"use_sliding_window": True, "sliding_window": 5}
 REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
     "no family": ("llama", {"model_type": "gemma2"}, "model_type is 'gemma2'; the families of targets are llama, "),
-    "odd family": ("llama", {"model_type": ["llama"]}, r"model_type is \['llama'\]; the families of targets are"),
     "llama with a window": ("llama", {"sliding_window": 5}, "sliding_window is 5; only full attention"),
-    "types of other layers": (
-        "qwen2",
-        {**SLIDING, "layer_types": ["full_attention"] * 3},
-        "layer_types names 3 layers but num_hidden_layers is 4; they must agree",
-    ),
-    "types of another kind": (
-        "qwen3",
-        {"layer_types": ["linear_attention"] * 4},
-        "layer_types has 'linear_attention'; expected full_attention or sliding_attention",
-    ),
     "a window that is off": (
         "qwen3",
         {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 4},
         "layer_types has 'sliding_attention', but no sliding_window is switched on",
     ),
-    "an empty window": (
-        "qwen2",
-        {**SLIDING, "sliding_window": 0},
-        "sliding_window is 0; expected",
-    ),
     "no window": ("qwen2", {"use_sliding_window": True, "sliding_window": None}, "has no sliding_window"),
-    "no first window": (
-        "qwen2",
-        {**SLIDING, "max_window_layers": None, "layer_types": None},
-        "has no max_window_layers",
-    ),
     "no head size": ("qwen3", {"head_dim": None}, "has no head_dim"),
-    "no key heads": ("qwen2", {"num_key_value_heads": None}, "has no num_key_value_heads"),
-    "mistral that is silent": ("mistral", {"sliding_window": None}, "has no sliding_window"),
     "no scaling of queries": ("ministral3", {"rope_parameters": None}, "has no original_max_position_embeddings"),
-    "no growth": (
-        "ministral3",
-        {"rope_parameters": {"rope_type": "default", "original_max_position_embeddings": 6}},
-        "has no llama_4_scaling_beta",
-    ),
     "silent about weights": ("qwen3_moe", {"norm_topk_prob": None}, "has no norm_topk_prob"),
-    "no experts": ("qwen3_moe", {"num_local_experts": None}, "has none of num_experts, num_local_experts"),
     "two numbers of experts": (
         "qwen3_moe",
         {"num_experts": 4, "num_local_experts": 8},
@@ -219,53 +190,32 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_experts_per_tok": 9},
         "9 experts per token of 8; expected at most as many",
     ),
-    "no such layer": ("qwen3_moe", {"mlp_only_layers": [4]}, r"mlp_only_layers is \[4\]; expected a list of whole"),
     "experts in a dense layer": (
         "qwen3_moe",
         {"mlp_only_layers": []},
         r"misses model\.layers\.1\.mlp\.gate\.weight.* and holds unexpected model\.layers\.1\.mlp\.down_proj",
     ),
-    "windows of some": (
-        "qwen3_moe",
-        {**SLIDING, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
-        "layer_types differ, but this family has windows in all layers or none",
-    ),
     "another gate": ("gpt_oss", {"swiglu_alpha": 1.0}, r"swiglu_alpha is 1\.0; only 1\.702 is supported"),
-    "no bias": ("gpt_oss", {"attention_bias": False}, "attention_bias is False; only True is sup"),
-    "no limit": ("gpt_oss", {"swiglu_limit": None}, "has no swiglu_limit"),
-    "gpt-oss that is silent": ("gpt_oss", {"rope_parameters": None}, "has no rope_scaling"),
     "another score": (
         "glm4_moe",
         {"scoring_func": "softmax"},
         "scoring_func is 'softmax'; only 'sigmoid' is supported",
     ),
-    "no scaling": ("glm4_moe", {"routed_scaling_factor": None}, "has no routed_scaling_factor"),
     "uneven groups": ("glm4_moe", {"n_group": 3}, "8 experts in 3 groups of which 1 are kept"),
     "two shares": (
         "glm4_moe",
         {"partial_rotary_factor": 1.0},
         r"partial_rotary_factor is 1\.0 and partial_rotary_factor in the rope parameters is 0\.5",
     ),
-    "silent about norms": ("llama4, norms", {"use_qk_norm": None}, "has no use_qk_norm"),
     "rotation of other layers": (
         "llama4, norms",
         {"no_rope_layers": [1, 0]},
         "no_rope_layers names 2 layers but num_hidden_layers is 4; they must agree",
     ),
-    "windows for chunks": (
-        "llama4, norms",
-        {"layer_types": ["sliding_attention"] * 4},
-        "layer_types has 'sliding_attention'; expected chunked_attention or full_attention",
-    ),
     "experts elsewhere": (
         "llama4, every second",
         {"moe_layers": [0, 2]},
         r"misses model\.layers\.0\.feed_forward\.router\.weight",
-    ),
-    "quantised": (
-        "qwen3",
-        {"quantization_config": {"quant_method": "fp8"}},
-        "holds no scale; remove quantization_config",
     ),
 }
 
@@ -288,10 +238,7 @@ YARN = RopeConfig(type="yarn", factor=8.0, original_max_positions=32)
 LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 NOT_EXPRESSIBLE = {
     "llama, q and k norms": ("llama", {"qk_norm": True}, r"Llama cannot express layers\[0\]\.mixer\.qk_norm True"),
-    "llama, a window": ("llama", {"window": 5}, r"Llama cannot express layers\[0\]\.mixer\.window 5"),
-    "llama, three biases": ("llama", {"qkv_bias": True}, r"Llama cannot express layers\[0\]\.mixer\.o_bias False"),
     "qwen2, no bias": ("qwen2", {}, r"Qwen2 cannot express layers\[0\]\.mixer\.qkv_bias False"),
-    "qwen3, no norms": ("qwen3", {}, r"Qwen3 cannot express layers\[0\]\.mixer\.qk_norm False"),
     "ministral3, no growth": ("ministral3", {}, "rope_parameters has no original_max_position_embeddings"),
     "ministral3, two bases": (
         "ministral3",

@@ -14,7 +14,7 @@ import pytest
 import tiny
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from eagle3_jax import Chain, LoadedTarget, SpeculativeDecoder, StaticTree, check_target
+from eagle3_jax import LoadedTarget, SpeculativeDecoder
 from eagle3_jax.cache import Cache
 from eagle3_jax.models.config import GatedMLP, Latent, RopeConfig, uniform
 from eagle3_jax.models.decoder import DecoderTarget
@@ -22,14 +22,13 @@ from eagle3_jax.models.functional import bind, init_params
 from eagle3_jax.models.latent import LatentAttention
 from eagle3_jax.models.latent_keys import LatentKeys
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, cast
-from eagle3_jax.models.memory import BlockMemory, CacheMemory, cache_mask, causal_mask
+from eagle3_jax.models.memory import BlockMemory, CacheMemory, cache_mask
 from eagle3_jax.models.rope import inverse_frequencies
 from eagle3_jax.sharding import MESH_AXES, param_shardings, row_shardings
 
 WIDTH, FED, BATCH = 16, 6, 3
 SMALL = Latent(num_heads=4, q_rank=10, kv_rank=12, nope_dim=6, rope_dim=4, value_dim=5)
 YARN = {"theta": 1e4, "type": "yarn", "factor": 8.0, "original_max_positions": 32, "mscale": 1.0}
-TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 
 
 def build(config: Any, *, precision: Any, rngs: Any) -> LatentAttention:
@@ -223,51 +222,7 @@ def target(vocab_size: int = 13, *, seed: int = 0, **options: Any) -> LoadedTarg
     return tiny.target(vocab_size, seed=seed, layers=uniform(2, SMALL, GatedMLP(width=24)), **options)
 
 
-def test_a_committed_path_of_a_tree_is_a_fresh_run_over_it() -> None:
-    """The features of what follows are those of the path alone, whatever else of the tree was run beside it."""
-    one, model = target(), target().model
-    prompt, parents = np.array([3, 1, 4, 1]), TREE.parents
-    mask = np.eye(len(parents), dtype=bool)
-    for node in range(1, len(parents)):
-        mask[node] |= mask[parents[node]]
-    depth, path = mask.sum(1) - 1, np.flatnonzero(mask[-1])  # to the deepest node, whose siblings stand between
-    assert len(path) > 2 and (np.diff(path) > 1).any()
-    tokens = np.random.default_rng(0).integers(0, 13, len(parents))
-
-    @jax.jit
-    def run(tokens: Any, positions: Any, mask: Any, cache: Cache) -> Any:
-        tokens, positions = (jnp.asarray(each, jnp.int32)[None] for each in (tokens, positions))
-        return model(one.params, tokens, positions, jnp.asarray(mask), cache, aux_layers=(0, 1, 2))
-
-    filled = model(one.params, jnp.asarray(prompt)[None], jnp.arange(4)[None], causal_mask(4)).written
-    cache = model.init_cache(1, 24).fill(filled, jnp.array([4]))
-    tree = run(tokens, 4 + depth, mask[None], cache)
-    nodes = jnp.asarray([[*path, *[0] * (len(parents) - len(path))]], jnp.int32)
-    committed = cache.commit(tree.written, jnp.array([len(path)]), nodes)
-    alone = run(tokens[path], 4 + np.arange(len(path)), causal_mask(len(path)), cache)
-    fresh = cache.commit(alone.written, jnp.array([len(path)]))
-    end = 4 + len(path)
-    for ours, theirs in zip(jax.tree.leaves(committed.layers), jax.tree.leaves(fresh.layers), strict=True):
-        np.testing.assert_allclose(ours[:, :, :end], theirs[:, :, :end], atol=1e-6)
-    after = [run([5], [end], causal_mask(1), one).final for one in (committed, fresh)]
-    np.testing.assert_allclose(after[0], after[1], atol=1e-6)
-
-
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [4], [0, 1, 0, 1, 0]]
-
-
-@pytest.mark.parametrize("topology", [Chain(3), TREE], ids=["chain", "tree"])
-def test_ragged_rows_write_the_text_of_plain_decoding(topology: Any) -> None:
-    one = target(31, seed=4)
-    plain = SpeculativeDecoder(one, None, stop_tokens=()).generate(PROMPTS, max_new_tokens=[20, 7, 13])
-    drafted = SpeculativeDecoder(one, tiny.eagle3(one, topology), stop_tokens=())
-    assert drafted.generate(PROMPTS, max_new_tokens=[20, 7, 13]).tokens == plain.tokens
-    assert min(len(set(tokens)) for tokens in plain.tokens) > 5
-
-
-def test_the_contract_of_targets() -> None:
-    report = check_target(target())
-    assert report.ok, str(report)
 
 
 def test_a_latent_model_drafts_for_another() -> None:

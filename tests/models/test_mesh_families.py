@@ -56,17 +56,10 @@ def test_eight_devices_write_what_one_writes_of_a_family(name: str) -> None:
     assert asked(name)[name] == {"chain": True, "tree": True}
 
 
-@pytest.mark.parametrize("draft", ["chain", "tree"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_eight_devices_write_what_one_writes(kind: str, draft: str, found: dict[str, Any]) -> None:
-    assert found.keys() == set(KINDS)
-    assert found[kind][draft]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_of_any_kind_adds_twice_and_gathers_no_weights(kind: str, found: dict[str, Any]) -> None:
+def test_eight_devices_write_what_one_writes_and_gather_no_weights(found: dict[str, Any]) -> None:
     """Two target layers; the head's for two levels and for what was accepted; the best token of four places."""
-    assert found[kind]["step"] == {"all-reduce": 2 * (2 + 2 + 1) + 2 * 4}
+    moves = {"all-reduce": 2 * (2 + 2 + 1) + 2 * 4}
+    assert found == {kind: {"chain": True, "tree": True, "step": moves} for kind in KINDS}
 
 
 def test_a_mesh_that_does_not_divide_the_experts_is_refused() -> None:

@@ -1,20 +1,28 @@
-"""Every recipe alike: what it leaves to choose, and that what it trains is written and read again."""
+"""Every recipe alike: what it leaves to choose, that it teaches, and that what it trains is written and read again."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
-from eagle3_jax import conversion
+from eagle3_jax import SpeculativeDecoder, conversion
 from eagle3_jax.cli._training_files import write_head
 from eagle3_jax.conversion.heads import HEADS, kind_of
+from eagle3_jax.decode import LoadedDrafter
 from eagle3_jax.load import LoadedTarget
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 from eagle3_jax.models.decoder import DecoderTarget
+from eagle3_jax.training.batches import row_batches
+from eagle3_jax.training.loop import OptimizerConfig, Trainer
 from eagle3_jax.training.methods import RECIPES, HeadOptions
+from eagle3_jax.training.regenerate import Rows
 
 MIXER = GroupedQuery(num_heads=4, num_kv_heads=2, head_dim=8)
 # Deep and wide enough for every method.
@@ -27,7 +35,7 @@ NO_CHOICE |= {(method, "draft_vocab_size") for method in ("eagle1", "mtp", "draf
 @pytest.mark.parametrize("option", ["num_layers", "width", "mlp_width", "draft_vocab_size"])
 @pytest.mark.parametrize("method", sorted(RECIPES))
 def test_a_choice_changes_the_head_or_is_refused(method: str, option: str) -> None:
-    """A value that nobody reads would be a silent no."""
+    """An ignored option would be a silent error."""
     make = RECIPES[method].config
     usual = make(LIKE, HeadOptions(depth=4))
     refused = pytest.raises(ValueError, match=f"{option} is 2, and .* has no choice of it; leave it out")
@@ -40,6 +48,49 @@ def test_a_choice_changes_the_head_or_is_refused(method: str, option: str) -> No
 def test_a_number_beyond_every_head_is_refused(option: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{option} is {value}; expected a whole number from 1 to"):
         HeadOptions(depth=4, **{option: value})
+
+
+TARGET = tiny.target(13, layers=tiny.layers(8, head_dim=4), max_positions=64)
+# The layers of each head; the other recipes have the objective of one of these.
+TAUGHT = {"dflash": 1, "dspark": 1, "draft-model": 2, "eagle1": 1, "medusa": 1, "mtp": None, "p-eagle": 2}
+PROMPTS = tiny.random_prompts(16, 13, seed=4, low=3, high=6)
+DEPTH, STEPS = 3, 80
+
+
+@functools.cache
+def written() -> Rows:
+    """The target's own greedy continuations of the prompts."""
+    texts = SpeculativeDecoder(TARGET, stop_tokens=()).generate(PROMPTS, max_new_tokens=14).tokens
+    tokens, length = np.zeros((len(texts), 20), np.int32), np.array([len(one) for one in PROMPTS], np.int32)
+    for row, (prompt, text) in enumerate(zip(PROMPTS, texts, strict=True)):
+        tokens[row, : len(prompt) + 14] = [*prompt, *text]
+    return Rows(tokens, length, length + 14)
+
+
+@jax.numpy_dtype_promotion("standard")  # optax's own arithmetic mixes types
+@pytest.mark.parametrize("method", TAUGHT)
+def test_a_recipe_teaches(method: str) -> None:
+    """It memorises the target's own text: the loss falls, all parameters move, and more drafts are accepted."""
+    recipe, options = RECIPES[method], HeadOptions(depth=DEPTH, num_layers=TAUGHT[method])
+    drafter = recipe.drafter(recipe.config(TARGET.model.config, options))
+    frozen: Any = {"target_params": TARGET.params, "embedding": TARGET.params["embedding"], "draft_to_target": None}
+    trainer = Trainer(
+        lambda params, batch: recipe.loss(drafter, TARGET.model, params, frozen, batch, options),
+        OptimizerConfig(learning_rate=1e-2, num_steps=STEPS, warmup_steps=5, weight_decay=0.0),
+    )
+    start = recipe.start(drafter, TARGET, None, jax.random.key(0))
+    *_, (state, _) = history = list(trainer.run(trainer.start(start), row_batches(written(), 16, 0), STEPS))
+    losses, taus = ([metrics[name] for _, metrics in history] for name in ("loss", "simulated_tau"))
+    assert losses[-1] < 0.8 * losses[0] and taus[-1] > taus[0] + 0.5
+    moved = jax.tree.map(lambda one, other: bool(jnp.any(one != other)), start, state.params)
+    assert jax.tree.all(moved), moved
+    params: Any = state.params
+    if method != "draft-model":
+        params = drafter.assemble(params, TARGET.model.tables(TARGET.params))
+    decoder = SpeculativeDecoder(TARGET, LoadedDrafter(drafter, params), num_speculative_tokens=DEPTH, stop_tokens=())
+    result = decoder.generate(PROMPTS, max_new_tokens=14)
+    expected = [row[size:][:14].tolist() for row, size in zip(written().tokens, map(len, PROMPTS), strict=True)]
+    assert result.tokens == expected and result.stats.mean_acceptance_length > 2
 
 
 @pytest.mark.parametrize("method", sorted(set(RECIPES) - {"draft-model"}))  # which is a target on disk

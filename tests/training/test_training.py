@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 from training_pair import STEPS, Pair, make_batch, random_pair
 
+from eagle3_jax import conversion
 from eagle3_jax.drafters import base
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
-from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform, usual_head, with_window
+from eagle3_jax.models.config import with_window
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.training import ttt
 from eagle3_jax.training.batches import TTTBatch
@@ -38,86 +38,13 @@ def pair() -> Pair:
 
 def read_golden_pair():
     """The recorded target, its weights rounded through float16 as the official code does, and head."""
-    weights = {}
-    for shard in sorted((GOLDEN / "target").glob("*.safetensors")):
-        weights |= {name: array.astype(np.float16) for name, array in load_file(shard).items()}
-    source = json.loads((GOLDEN / "target" / "config.json").read_text())
-    mixer = GroupedQuery(
-        num_heads=source["num_attention_heads"],
-        num_kv_heads=source["num_key_value_heads"],
-        head_dim=source["head_dim"],
-    )
-    config = DecoderConfig(
-        vocab_size=source["vocab_size"],
-        width=source["hidden_size"],
-        layers=uniform(source["num_hidden_layers"], mixer, GatedMLP(width=source["intermediate_size"])),
-        norm_eps=source["rms_norm_eps"],
-    )
-    blocks = {}
-    for index in range(config.num_layers):
-        prefix = f"model.layers.{index}."
-        layer = torch_layer(weights, prefix, source["head_dim"])
-        blocks[index] = layer | {"attention_norm": scale(weights, f"{prefix}input_layernorm")}
-    target_params = {
-        "embedding": weights["model.embed_tokens.weight"],
-        "blocks": blocks,
-        "norm": scale(weights, "model.norm"),
-        "head": kernel(weights, "lm_head"),
-    }
-    weights = load_file(GOLDEN / "eagle3" / "model.safetensors")
-    first = torch_layer(weights, "midlayer.", source["head_dim"]) | {
-        "embedding_norm": scale(weights, "midlayer.input_layernorm"),
-        "feature_norm": scale(weights, "midlayer.hidden_norm"),
-    }
-    head = {"fc": kernel(weights, "fc"), "first": first, "norm": scale(weights, "norm")}
-    head["head"] = kernel(weights, "lm_head")
-    draft_size = len(weights["d2t"])
-    drafter = Eagle3Drafter(usual_head(config, draft_vocab_size=draft_size))
-    target_params, head = jax.tree.map(lambda array: jnp.asarray(array, jnp.float32), (target_params, head))
-    ids = jnp.asarray(np.arange(draft_size) + weights["d2t"], jnp.int32)
+    target = conversion.read_target(GOLDEN / "target")
+    head = conversion.read_head(GOLDEN / "eagle3", target.config)
+    wide = lambda params, dtype: jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf, dtype), jnp.float32), params)
+    target_params, ids = wide(target.params, np.float16), jnp.asarray(head.draft_to_target)
     frozen = {"target_params": target_params, "embedding": target_params["embedding"], "draft_to_target": ids}
-    return Pair(DecoderTarget(config), drafter, head, frozen)
-
-
-def kernel(weights, name):
-    return {"kernel": weights[f"{name}.weight"].T}
-
-
-def grouped(weights, prefix, size):
-    """Columns of one key head at a time: its query heads, the key, the value."""
-    q, k, v = (weights[f"{prefix}self_attn.{name}_proj.weight"].T for name in "qkv")
-    heads, group = k.shape[1] // size, q.shape[1] // k.shape[1] * size
-    columns = []
-    for head in range(heads):
-        own = slice(head * size, (head + 1) * size)
-        columns += [q[:, head * group : (head + 1) * group], k[:, own], v[:, own]]
-    return {"kernel": np.concatenate(columns, axis=1)}
-
-
-def interleaved(weights, prefix):
-    gate, up = (weights[f"{prefix}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-    both = np.empty((gate.shape[0], 2 * gate.shape[1]), gate.dtype)
-    both[:, 0::2], both[:, 1::2] = gate, up
-    return {"kernel": both}
-
-
-def scale(weights, name):
-    return {"scale": weights[f"{name}.weight"]}
-
-
-def torch_layer(weights, prefix, size):
-    """Attention, MLP and its norm; the other norms differ between target and head."""
-    return {
-        "attention": {
-            "qkv": grouped(weights, prefix, size),
-            "o": kernel(weights, f"{prefix}self_attn.o_proj"),
-        },
-        "mlp": {
-            "gate_up": interleaved(weights, prefix),
-            "down": kernel(weights, f"{prefix}mlp.down_proj"),
-        },
-        "mlp_norm": scale(weights, f"{prefix}post_attention_layernorm"),
-    }
+    drafter = Eagle3Drafter(head.config)
+    return Pair(DecoderTarget(target.config), drafter, wide(head.head, np.float32), frozen)
 
 
 def check_official_losses(steps=7):
@@ -228,7 +155,7 @@ def test_unroll_is_chain_drafting_with_the_true_tokens(pair, monkeypatch, window
     target, drafter, head, frozen = pair
     drafter = windowed(drafter, window)
     batch = make_batch()
-    features = ttt.consult(drafter, target, frozen, batch, STEPS)[1]
+    features = ttt.teacher_forward(drafter, target, frozen, batch, STEPS)[1]
     unrolled = unroll(drafter, head, frozen["embedding"], features, batch, STEPS)
 
     # Row t of the inference batch has committed x_0 .. x_t and knows x_{t+1}; then true tokens are forced upon it.

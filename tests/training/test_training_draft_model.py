@@ -16,7 +16,6 @@ from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.training.batches import TTTBatch
 from eagle3_jax.training.draft_model import distillation_loss
-from eagle3_jax.training.loop import OptimizerConfig, Trainer
 from eagle3_jax.training.methods import RECIPES, HeadOptions, small_model
 
 TARGET = tiny.target(13)
@@ -71,25 +70,12 @@ def test_the_loss_is_the_mean_divergence_where_the_target_wrote() -> None:
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
 
-@jax.numpy_dtype_promotion("standard")  # optax's own arithmetic mixes types
-def test_a_draft_model_learns_its_target_in_a_few_steps() -> None:
-    options = HeadOptions(depth=DEPTH, num_layers=1, width=16)
-    drafter = RECIPES["draft-model"].drafter(small_model(TARGET.model.config, options))
-    start = RECIPES["draft-model"].start(drafter, TARGET, None, jax.random.key(0))
-    assert np.array_equal(start["embedding"], TARGET.params["embedding"]), "the first layers of a target of that width"
-    frozen = {"target_params": TARGET.params, "embedding": None, "draft_to_target": None}
-    batch = training_pair.make_batch(rows=8, length=12)
-    trainer = Trainer(
-        lambda params, batch: RECIPES["draft-model"].loss(drafter, TARGET.model, params, frozen, batch, options),
-        OptimizerConfig(learning_rate=2e-2, num_steps=40, warmup_steps=2),
-    )
-    history = [metrics for _, metrics in trainer.run(trainer.start(start), lambda step: batch, 40)]
-    first, last = history[0], history[-1]
-    assert last["loss"] < 0.5 * first["loss"]
-    assert last["simulated_tau"] > first["simulated_tau"] + 0.3 and last["acceptance_0"] > first["acceptance_0"]
-
-
 def test_a_small_model_is_of_its_targets_kind() -> None:
+    recipe = RECIPES["draft-model"]
+    drafter = recipe.drafter(small_model(TARGET.model.config, HeadOptions(depth=1, num_layers=1, width=16)))
+    start = recipe.start(drafter, TARGET, None, jax.random.key(0))
+    assert np.array_equal(start["embedding"], TARGET.params["embedding"]), "the first layers of a target of that width"
+
     config = tiny.config(13, 8, layers=tiny.layers(8, qk_norm=True, window=6))
     small = small_model(config, HeadOptions(depth=1))
     mixer = small.layers[0].mixer

@@ -172,15 +172,17 @@ def test_a_wrong_option_is_refused_by_name(wrong):
 # --- the draft vocabulary --------------------------------------------------------------------------------------------
 
 
-def test_draft_vocabulary_takes_the_most_frequent_and_breaks_ties_to_the_lower_id():
-    counts = np.array([2, 9, 5, 5, 0, 5, 7])
-    np.testing.assert_array_equal(select_draft_vocabulary(counts, 4), [1, 2, 3, 6])
-    assert select_draft_vocabulary(counts, 4).dtype == np.int32
-
-
-def test_draft_vocabulary_is_filled_up_with_the_lowest_unused_ids():
-    np.testing.assert_array_equal(select_draft_vocabulary(np.array([0, 0, 3, 0, 0, 1]), 4), [0, 1, 2, 5])
-    np.testing.assert_array_equal(select_draft_vocabulary(np.zeros(5, int), 5), np.arange(5))
+@pytest.mark.parametrize(
+    ("counts", "size", "chosen"),
+    [
+        ([2, 9, 5, 5, 0, 5, 7], 4, [1, 2, 3, 6]),  # the most frequent; ties go to the lower id
+        ([0, 0, 3, 0, 0, 1], 4, [0, 1, 2, 5]),  # filled up with the lowest unused ids
+        ([0] * 5, 5, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_the_draft_vocabulary(counts, size, chosen):
+    found = select_draft_vocabulary(np.array(counts), size)
+    assert found.dtype == np.int32 and found.tolist() == chosen
 
 
 @pytest.mark.parametrize("size", [0, 6])

@@ -61,6 +61,10 @@ def test_is_full(): raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while 
 @level("L5")
 def test_quotes_an_error(): assert False, "RESOURCE_EXHAUSTED is what the text says"
 
+@level("L6")
+@pytest.mark.not_quick
+def test_nearly_the_same(): pass
+
 @level("L7")
 def test_on_a_gpu(): pass
 
@@ -92,6 +96,7 @@ def test_a_run_writes_what_each_test_had_to_say(validate, pytester: pytest.Pytes
         "L2": (NOT_RUN, "there is no vLLM"),
         "L3": (PARTLY, "half skips: no time"),
         "L5": (FAILED, "RESOURCE_EXHAUSTED is what the text says\nassert False"),
+        "L6": (PASSED, ""),
         "L7": (NOT_RUN, "only with --gpu"),
         "L8": (FAILED, "setup: OSError: no such port"),
         "L9": (PASSED, ""),
@@ -112,6 +117,7 @@ def test_options_leave_out_checks_and_the_level_says_so(validate, tmp_path: Path
     _, report = validate(SUITE, "--quick", manifest=table)
     assert (report["L0"].verdict, report["L0"].reason) == (PARTLY, "law of[2]: deselected by --quick")
     assert report["L9"].verdict == PASSED, "speeds have a plan of their own"
+    assert (report["L6"].verdict, report["L6"].reason) == (NOT_RUN, "deselected by --quick")
     _, report = validate('@level("L0")\ndef test_law_of(): pass', manifest=table)
     assert (report["L0"].verdict, report["L0"].reason) == (PARTLY, "not collected: law of (1 of 2)")
 
@@ -260,7 +266,7 @@ def rich() -> Report:
     check.table("by <K>", ["K", "τ"], [[np.int32(3), np.float64("inf")], [5, None]])
     check.plot("Line & $x$", "line", "K <tokens>", "τ (tokens)", {"<b>ours</b>": ([1, 2], [1.0, math.nan])})
     check.plot("Bars", "bar", "set", "speed (tokens/s)", {"a": (["x", "y"], [1, 2]), "b": (["y"], [3])})
-    environment = {"versions": {"jax": "0.10"}, "path": Path("/home/somebody/model")}
+    environment = {"versions": {"jax": "0.10"}, "path": Path("/home/user/model")}
     checks = [check, Check("L5", "against vLLM", NOT_RUN, "no <vLLM> here")]
     return Report(environment=environment, checks=checks, command="pytest -k '<x>'", skipped=["test_y.py: no '<z>'"])
 

@@ -12,20 +12,14 @@ import re
 from pathlib import Path
 
 import pytest
-import tiny
 
-from eagle3_jax.bench.random_models import shape_named
 from validation.aot import platforms, table
 from validation.aot.__main__ import main
-from validation.aot.arguments import bytes_on_a_device
-from validation.aot.facts import Part, copied_by, is_of_the_host, kernels_that_add, parts_of
-from validation.aot.grid import few, on_meshes
+from validation.aot.facts import Part, copied_by, is_of_the_host, kernels_that_add, parts_of, sizes_of, traffic
 from validation.aot.hlo import Array, Instruction, Module
-from validation.aot.measured import Facts, Measured
+from validation.aot.measure import PATH, Facts, Measured, budget, few, load, on_meshes, save
 from validation.aot.platforms import Platform
 from validation.aot.programs import Case
-from validation.aot.record import PATH, budget, load, save
-from validation.aot.traffic import sizes_of, traffic
 
 pytest_plugins = ["pytester", "validation_runs"]
 
@@ -414,28 +408,3 @@ def test_no_round_that_is_recorded_on_a_gpu_copies_a_cache_or_a_table_or_waits_f
         if row.case.program != "prefill" and row.case.platform.startswith("cuda"):
             assert (part.host, part.cache_copies, part.cache_rewrites, part.table_copies) == (0, 0, 0, 0), name
             assert row.aliased is None or row.aliased >= 0.99, name
-
-
-@pytest.mark.parametrize("mesh", ["", "model=4"])
-def test_what_lies_on_a_device_is_what_the_compiler_was_given(mesh: str) -> None:
-    """Of a layer of the target: what a program of five layers was recorded to take more than one of three."""
-    row = load()[Case(draft="chain5", mesh=mesh).name]
-    shallow, deep = row.facts
-    with tiny.unchecked():  # trees of shardings where arrays are announced
-        sizes = [bytes_on_a_device("Llama-3.1-8B", mesh, layers=facts.layers) for facts in (shallow, deep)]
-    ours = sum(sizes[1].values()) - sum(sizes[0].values())
-    assert ours == deep.memory["argument"] - shallow.memory["argument"]
-
-
-def test_experts_lie_on_the_devices_that_have_them_and_routers_on_all() -> None:
-    with tiny.unchecked():
-        one, eight, fp8 = (
-            bytes_on_a_device("gpt-oss-120b", mesh, layers=1, weights=weights)["parameters"]
-            for mesh, weights in (("", "dense"), ("model=8", "dense"), ("model=8", "fp8"))
-        )
-    config = shape_named("gpt-oss-120b")
-    experts = 128 * 2 * (3 * 2880 * 2880 + 3 * 2880)
-    rest = one - experts
-    assert experts // 8 < eight < experts // 8 + rest and config.layers[0].mlp == config.layers[-1].mlp
-    # FP8 has half the bytes but for the scales, four bytes for each of what a column of an expert sums up.
-    assert eight - fp8 >= experts // 16 - 16 * 4 * 3 * 2880 - 16 * 2 * 3 * 2880
