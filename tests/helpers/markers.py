@@ -19,8 +19,9 @@ PACKAGES = {
     "torch", "transformers", "accelerate", "compressed_tensors", "huggingface_hub", "jinja2", "jupytext",
     "matplotlib", "nbconvert", "nbformat", "plotly",
 }  # fmt: skip
-# Fingerprints are those of the jax of the first lane; they are in both because the second skips them.
-BITS = {"test_greedy", "test_delta_decoding", "test_precision", "test_fingerprints"}
+BITS = {"test_greedy", "test_delta_decoding", "test_precision"}
+# The lane with PyTorch has the jax that lowered the recorded programs; the other would skip the test.
+WITH_RECORDED_JAX = {"test_fingerprints"}
 # Tests whose cases together take more than ten seconds, compilation included. `make nightly` writes the file.
 SLOW = set((TESTS / "slow.txt").read_text(encoding="utf-8").split())
 
@@ -115,7 +116,7 @@ def set_markers(items: list[pytest.Item]) -> None:
     cases = collections.Counter(names)
     seen: set[tuple[str, str]] = set()
     for item, (file, test) in zip(items, names, strict=True):
-        if needs_torch(file, test):
+        if needs_torch(file, test) or file in WITH_RECORDED_JAX:
             item.add_marker("torch")
         if file in BITS:
             item.add_marker("bits")

@@ -223,7 +223,8 @@ def test_a_batch_for_training_hides_its_padding_by_the_mask() -> None:
     x, length = draw(0, BATCH, 9, WIDTH), np.array([7, 2])
     real = np.arange(9)[None] < length[:, None]
     _, written = run(x, causal_mask(9) & real[:, None, :])
-    assert same_bits(written, state_of(after(x, length)))
+    for found, expected in zip(*map(jax.tree.leaves, (written, state_of(after(x, length)))), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-5)  # two programs, which may sum in another order
 
 
 def test_a_text_holds_no_state_for_each_of_its_tokens() -> None:
