@@ -88,14 +88,21 @@ def test_drafters_and_batches_do_not_change_greedy_output(cli, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt_ids": row}) + "\n" for row in ([1, 17, 5, 42], [3], [8, 8, 8])))
     outputs = []
-    for options in (("none",), ("ngram",), (OFFICIAL / "eagle3",), (OFFICIAL / "eagle3", "--batch-size", 2)):
+    head = OFFICIAL / "eagle3"
+    for options in (
+        ("none",),
+        ("ngram",),
+        (head,),
+        (head, "--batch-size", 2),
+        (head, "--schedule", "[[1, 2, 2], [3, 8, 0]]"),
+    ):
         code, out, _ = cli(
             "generate", *PAIR[:2], "--drafter", *options, "--prompts", prompts, "--max-new-tokens", 6, "--ignore-eos",
             "--json",
         )  # fmt: skip
         assert code == 0
         outputs.append([json.loads(line)["token_ids"] for line in out.splitlines()])
-    assert outputs == [outputs[0]] * 4
+    assert outputs == [outputs[0]] * 5
 
 
 def test_equal_prompts_are_sampled_apart_and_reproducibly(cli, tmp_path):

@@ -13,7 +13,7 @@ from deployments import SMALL, SMALL_HEAD, served
 from safetensors.numpy import load_file
 
 from eagle3_jax import groups
-from eagle3_jax.cli._planning import read_head, read_target
+from eagle3_jax.cli._planning import Target, read_head, read_target
 from eagle3_jax.load import bundled
 from eagle3_jax.models import attention
 from eagle3_jax.models.config import usual_head
@@ -73,6 +73,15 @@ def test_named_models_with_experts_have_as_many_active_as_is_published(name):
     for found, said in ((of.total / 1e9, total), (counted / 1e9, active)):
         digits = len(str(said).partition(".")[2])
         assert abs(found - said) < max(10**-digits, 0.002 * said)
+
+
+def test_glm_counts_its_drafting_module_and_no_tables():
+    """Its report says 355 billion. The module is a layer with experts, two norms more, a 2·D by D fusion."""
+    model = KNOWN_MODELS["GLM-4.5"]
+    run, tables, fusion = sizes_of(model).runs[-1], 2 * 151_552 * 5120, 2 * 5120 * 5120 + 2 * 5120
+    assert (parameters(model).total - tables + run.sizes.total / run.count + fusion) / 1e9 == pytest.approx(
+        355.2, abs=0.1
+    )
 
 
 def test_the_usual_head_is_the_official_one():
@@ -196,3 +205,20 @@ def test_a_config_of_the_hub_counts_like_the_named_model(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert parameters(read_target(str(tmp_path)).config).total == PUBLISHED[name]
     assert read_target(str(tmp_path)).config == KNOWN_MODELS["Qwen2.5-7B-Instruct"]
+
+
+def test_a_speculators_head_is_read_from_its_nested_config(tmp_path):
+    config = {
+        "draft_vocab_size": 32000,
+        "target_hidden_size": 4096,
+        "transformer_layer_config": {
+            "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "num_hidden_layers": 1, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 4096,
+            "model_type": "llama", "rms_norm_eps": 1e-5,
+        },
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    head = read_head(str(tmp_path), Target("target", KNOWN_MODELS["Llama-3.1-8B"]), bundled=False).config
+    assert head is not None
+    assert parameters(head).total == 424_689_664
+    assert head.max_positions == 4096
