@@ -6,7 +6,6 @@ lines; metadata was cut away.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import re
 from pathlib import Path
@@ -15,9 +14,9 @@ import pytest
 
 from validation.aot import platforms, table
 from validation.aot.__main__ import main
-from validation.aot.facts import Part, copied_by, is_of_the_host, kernels_that_add, parts_of, sizes_of, traffic
-from validation.aot.hlo import Array, Instruction, Module
-from validation.aot.measure import PATH, Facts, Measured, budget, few, load, on_meshes, save
+from validation.aot.facts import Part, is_of_the_host, kernels_that_add, parts_of, sizes_of, traffic
+from validation.aot.hlo import Instruction, Module
+from validation.aot.measure import PATH, Facts, Measured, few, load, save
 from validation.aot.platforms import Platform
 from validation.aot.programs import Case
 
@@ -98,28 +97,6 @@ def test_an_all_reduce_that_is_a_fused_kernel_is_counted(version: str) -> None:
     assert part.kinds["fusion-start"] == 1
 
 
-def test_an_asynchronous_computation_is_launched_once() -> None:
-    lines = """HloModule m
-%inner (p: f32[8]) -> f32[8] {
-  %p = f32[8]{0} parameter(0)
-  ROOT %r = f32[8]{0} reverse(%p), dimensions={0}
-}
-ENTRY %main (x: f32[8]) -> f32[8] {
-  %x = f32[8]{0} parameter(0)
-  %s = ((f32[8]{0}), f32[8]{0}, u32[]) async-start(%x), calls=%inner
-  %u = ((f32[8]{0}), f32[8]{0}, u32[]) async-update(%s)
-  ROOT %d = f32[8]{0} async-done(%u)
-}
-"""
-    module = Module.parse(lines)
-    assert [step.instruction.op for step in module.launches(module.entry)] == ["reverse"]
-
-
-def test_a_text_that_is_no_module_is_refused() -> None:
-    with pytest.raises(ValueError, match="no ENTRY"):
-        Module.parse("HloModule nothing\n")
-
-
 # ---------------------------------------------------------------- kernels that add
 
 
@@ -157,14 +134,6 @@ def test_a_kernel_that_adds_otherwise_is_seen(before: str, after: str) -> None:
 # ---------------------------------------------------------------- arrays
 
 
-def test_arrays_of_tuples_with_the_layouts_of_tpus_are_read() -> None:
-    one = Instruction(
-        "x", "(bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, /*index=1*/pred[3]{0}, u32[]{:S(2)})", "copy-start", ""
-    )
-    assert one.arrays == (Array("bf16", (8, 128), 1), Array("pred", (3,)), Array("u32", (), 2))
-    assert [array.size for array in one.arrays] == [2048, 3, 4]
-
-
 # ---------------------------------------------------------------- copies
 
 
@@ -197,12 +166,6 @@ def test_a_table_looked_up_by_its_bits_is_copied_but_not_when_it_fits_into_fast_
     slow = text("table.tpu").replace("u16[32000,512]{1,0:T(8,128)(2,1)S(1)} bitcast", "u16[32000,512]{1,0} bitcast")
     part = parts_of(slow, rounds=False, caches=[CACHE], table=TABLE)["whole"]
     assert part.table_copies == 1 and part.copied == 2 * 32000 * 512
-
-
-def test_a_fusion_that_computes_is_no_copy() -> None:
-    module = Module.parse(text("loop_of_59.cuda"))
-    fusions = [one for lines in module.computations.values() for one in lines if one.op == "fusion"]
-    assert fusions and all(copied_by(module, one) is None for one in fusions)
 
 
 # ---------------------------------------------------------------- the host
@@ -241,11 +204,6 @@ def test_work_of_the_host_is_seen(op: str, rest: str, type: str) -> None:
     assert is_of_the_host(Instruction("x", type, op, f"%y), {rest}"))
 
 
-@pytest.mark.parametrize("name", ["loop_of_59.cuda", "update_kept.tpu", "all_reduce.cuda"])
-def test_programs_without_it_have_none(name: str) -> None:
-    assert whole(name).host == 0
-
-
 # ---------------------------------------------------------------- two depths, and budgets
 
 
@@ -273,14 +231,6 @@ def test_collectives_of_a_layer_follow_too() -> None:
     assert Measured(Case(), tuple(facts), {}).collectives_per_layer("whole") == {"all-reduce": 2}
 
 
-def test_a_mesh_is_compiled_where_the_topology_has_as_many_devices() -> None:
-    assert len(on_meshes("cuda:h200")) == 4 and len(on_meshes("tpu:v6e:2x2")) == 1 and not on_meshes("tpu:v6e:1x1")
-
-
-def test_a_budget_is_what_was_reached_and_five_per_cent() -> None:
-    assert [budget(reached) for reached in (0, 12, 100, 16.5, None)] == [0, 13, 105, 18, 0]
-
-
 def test_rows_of_a_record_take_the_place_of_those_of_the_same_case(tmp_path: Path) -> None:
     file = tmp_path / "record.json"
     save([measured((10, 12)), measured((20, 24), Case(batch=8))], file, {"date": "then"})
@@ -291,11 +241,6 @@ def test_rows_of_a_record_take_the_place_of_those_of_the_same_case(tmp_path: Pat
 
 
 # ---------------------------------------------------------------- platforms, and misuse
-
-
-def test_platforms_go_by_their_names() -> None:
-    for name in ("cuda:h200", "cuda:h100", "tpu:v6e:2x2", "tpu:v5e:2x2", "tpu:v6e:1x1", "tpu:v4:2x2x1"):
-        assert Platform.named(name).name == name
 
 
 @pytest.mark.parametrize("name", ["h200", "cuda:b300", "cuda:../h200", "tpu:v6e", "tpu:v6e:2", "rocm:mi300", ""])
@@ -370,22 +315,6 @@ def test_a_run_without_the_option_leaves_the_level_out(validate) -> None:
     result, _ = validate(source, "--aot", "cuda:h2000")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["ERROR: --aot: there is no platform 'cuda:h2000' to compile for; use one of *"])
-
-
-def test_cases_are_told_apart_by_their_names() -> None:
-    names = [Case().name, *(Case(**{key: value}).name for key, value in dataclasses.asdict(
-        Case(platform="cuda:h100", target="Qwen3-8B", draft="plain", batch=2, program="prefill", sampled=True,
-             dtype="mixed", weights="fp8", mesh="model=4")).items()
-        if key not in ("layers", "capacity", "prompt"))]  # fmt: skip
-    assert len(set(names)) == len(names) == 10
-
-
-def test_complete_with_a_level_asks_for_that_level_alone(validate) -> None:
-    source = '@level("AOT")\ndef test_a_thing(): pass\n@level("L0")\ndef test_another(): pass\n'
-    result, _ = validate(source, "--aot", "cuda:h200", "--level", "AOT", "--complete")
-    assert result.ret == 0
-    result, _ = validate(source.replace("pass", "pytest.skip('no compiler')"), "--level", "AOT", "--complete")
-    assert result.ret == pytest.ExitCode.TESTS_FAILED, "nothing ran"
 
 
 # ---------------------------------------------------------------- what is recorded
