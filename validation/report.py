@@ -35,7 +35,7 @@ def write(report: Report, directory: str | Path) -> Path:
     data, page = directory / "report.json", directory / "report.html"
     write_text(data, report.to_json())
     try:
-        from eagle3_jax.bench.drawing import render
+        from validation.drawing import render
     except ModuleNotFoundError as error:
         if error.name != "jinja2":
             raise

@@ -157,7 +157,7 @@ def test_the_host_holds_no_second_copy_of_an_array(tmp_path: Path, platform: str
     after, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(target.params))
-    assert largest < peak - after < 1.5 * largest
+    assert 0.9 * largest < peak - after < 1.5 * largest  # what a first call left behind may be freed in between
 
 
 def test_parameters_are_not_the_files_own_memory(tmp_path: Path) -> None:

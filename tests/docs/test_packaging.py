@@ -18,8 +18,6 @@ OURS = {"eagle3_jax", "conversion"}
 FILES = sorted(path for name in OURS for path in (ROOT / name).rglob("*.py"))
 # Programs of their own, started in the environment of the rival that they import.
 FOREIGN = {ROOT / "eagle3_jax" / "engines" / "vllm" / f"{name}.py" for name in ("worker", "bridge", "synthetic")}
-# Nothing in it works without the extra, so its users import it inside functions.
-BEHIND_AN_EXTRA = {ROOT / "eagle3_jax" / "bench" / "drawing.py"}
 
 
 class Import(NamedTuple):
@@ -71,20 +69,10 @@ def test_every_import_is_declared() -> None:
 
 def test_what_an_extra_brings_is_imported_where_it_is_used_and_its_absence_names_it() -> None:
     beyond = [one for one in ALL if distribution(one.module) not in REQUIRED]
-    assert {one.module for one in beyond} >= {"torch", "transformers", "huggingface_hub", "matplotlib", "jinja2"}
+    assert {one.module for one in beyond} >= {"torch", "transformers", "huggingface_hub"}
     for one in beyond:
-        assert one.lazy or one.path in BEHIND_AN_EXTRA, f"{one.path.name}:{one.line} imports {one.module} too early"
-        # markupsafe comes right after jinja2, which says what is missing.
-        extra = _errors._EXTRAS["jinja2" if one.module == "markupsafe" else one.module]
-        assert distribution(one.module) in EXTRAS[extra], one
-
-
-def test_a_module_behind_an_extra_is_imported_by_its_users_only_where_they_use_it() -> None:
-    for path in FILES:
-        early = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
-        for behind in BEHIND_AN_EXTRA:
-            name = ".".join(behind.relative_to(ROOT).with_suffix("").parts)
-            assert not any(name in ast.unparse(node).replace(" import ", ".") for node in early), (path, name)
+        assert one.lazy, f"{one.path.name}:{one.line} imports {one.module} too early"
+        assert distribution(one.module) in EXTRAS[_errors._EXTRAS[one.module]], one
 
 
 def test_every_dependency_is_imported() -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 # pytester forgets the modules that a run imports first, with their types, so these are imported before it.
-import validation.conftest  # noqa: F401
+import validation.conftest
 from validation.runs import Report, load
 
 with contextlib.suppress(ModuleNotFoundError):
-    import eagle3_jax.bench.drawing  # noqa: F401
+    import validation.drawing  # noqa: F401
 
 ROOT = Path(__file__).parent.parent.parent
 

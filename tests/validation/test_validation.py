@@ -294,7 +294,7 @@ def test_the_page_escapes_everything_and_loads_nothing(tmp_path: Path, rich: Rep
 def test_without_jinja2_there_is_no_page_rather_than_an_old_one(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "report.html").write_text("of an earlier run")
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    monkeypatch.delitem(sys.modules, "eagle3_jax.bench.drawing", raising=False)
+    monkeypatch.delitem(sys.modules, "validation.drawing", raising=False)
     assert write(run_of(PASSED), tmp_path) == tmp_path / "report.json"
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 

@@ -28,7 +28,7 @@ def render(template: Path, **values: Any) -> str:
         values: Variables of the template.
     """
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([template.parent, Path(__file__).parent]),
+        loader=jinja2.FileSystemLoader(template.parent),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
