@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from eagle3_jax.acceptance import Exact, verify, verify_greedy
     from eagle3_jax.cache import Cache, KeyValue, KeyValues, LayerCache
     from eagle3_jax.decode import SpeculativeDecoder
+    from eagle3_jax.drafters.fallback import Fallback
     from eagle3_jax.load import load_drafter, load_target
     from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
     from eagle3_jax.loop import SpeculativeLoop
@@ -61,6 +62,7 @@ __all__ = [
     "DynamicTree",
     "EmbeddingTables",
     "Exact",
+    "Fallback",
     "FinishReason",
     "Generation",
     "GenerationResult",
@@ -109,6 +111,7 @@ _NAMES = {
     "cache": "Cache KeyValue KeyValues LayerCache",
     "testing": "ContractReport check_drafter check_target check_verifier",
     "decode": "SpeculativeDecoder",
+    "drafters.fallback": "Fallback",
     "load": "load_drafter load_target",
     "loaded": "LoadedDrafter LoadedTarget",
     "loop": "SpeculativeLoop",
