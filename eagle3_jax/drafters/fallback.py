@@ -2,7 +2,7 @@
 
 Prompt lookup costs nothing and is right where the output repeats itself; a head drafts everywhere. Both observe every
 committed token, so each can draft in any round. A row takes the first drafter's draft if that has a token, else the
-second's. If every row has one, the second does not run: ``lax.cond`` skips it, which at batch 1 saves its whole cost.
+second's. If every row has one, the second does not run, which at batch 1 saves its whole cost.
 
 The choice depends on the text alone, never on a sampled token. So each row's draft has the distribution that its own
 drafter declares, and verification stays exact. A draft without ``probs`` is a point mass on each token.
@@ -19,7 +19,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Key
 
-from eagle3_jax.checks import configured, declares_chain, require_drafter
+from eagle3_jax.checks import check_same_state, configured, declares_chain, require_drafter
 from eagle3_jax.drafters.base import ShapedDrafter
 from eagle3_jax.loaded import LoadedDrafter
 from eagle3_jax.topology import Chain, Topology
@@ -59,8 +59,6 @@ class Fallback:
 
     def __post_init__(self) -> None:
         require_drafter(self.first)
-        if isinstance(self.second, LoadedDrafter):
-            raise ValueError("Fallback takes drafters without arrays; Fallback.of(first, second) takes a loaded one")
         require_drafter(self.second)
         if isinstance(self.first, ShapedDrafter):
             name = type(self.first).__name__
@@ -129,23 +127,26 @@ class Fallback:
         draft = self.first.propose(None, state.first, own, sampling)
         found = jnp.any(draft.valid[:, 1:], axis=1)
 
-        def ask() -> tuple[Any, ...]:
-            other = self.second.propose(params, state.second, keys, sampling)
-            after = state.second if other.state is None else other.state
+        def ask(state: Any) -> tuple[tuple[Any, ...], Any]:
+            other = self.second.propose(params, state, keys, sampling)
+            after = state if other.state is None else check_same_state(self.second, state, other.state, "propose")
             return (other.tokens, other.parents, other.valid, other.probs), after
 
-        def skip() -> tuple[Any, ...]:
-            return jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes), state.second
-
-        shapes = jax.eval_shape(lambda: ask()[0])
-        other, after = lax.cond(jnp.all(found), skip, ask)
+        nothing = jax.tree.map(
+            lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(lambda: ask(state.second)[0])
+        )
+        # A loop of at most one turn: XLA updates its carry in place, where the branches of a `cond` copy the caches.
+        start = (~jnp.all(found), nothing, state.second)
+        _, other, after = lax.while_loop(lambda now: now[0], lambda now: (jnp.bool_(False), *ask(now[2])), start)
         both = self._padded(draft), self._padded(Draft(**dict(zip(_FIELDS, other, strict=True))))
         if any(one.probs is not None for one in both):
             vocab_size = next(one.probs.shape[-1] for one in both if one.probs is not None)
             both = tuple(one.replace(probs=_distribution(one, vocab_size)) for one in both)  # type: ignore[attr-defined]
         chosen = jax.tree.map(lambda one, two: jnp.where(found.reshape(-1, *[1] * (one.ndim - 1)), one, two), *both)
+        # The root is the same in both. From `first`, it needs no draft of `second`, which `Silent` then never runs.
+        tokens = jnp.concatenate([draft.tokens[:, :1], chosen.tokens[:, 1:]], axis=1)
         first = state.first if draft.state is None else draft.state
-        return chosen.replace(state=FallbackState(first=first, second=after))
+        return chosen.replace(tokens=tokens, state=FallbackState(first=first, second=after))
 
     def _seen_by(self, drafter: Drafter[Any], seen: Observation) -> Observation:
         if drafter.aux_layers == self.aux_layers:

@@ -27,7 +27,7 @@ from eagle3_jax.types import DraftSampling
 TARGET = tiny.target(13)
 PROBABILISTIC = DraftSampling.PROBABILISTIC
 TREE = DynamicTree(num_nodes=9, max_depth=3, top_k=3)
-RARE = NGram(2, min_ngram=3)  # some rows of a batch match, others do not
+RARE = NGram(2, min_ngram=2)  # some rows of a batch match, others do not
 ALL_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
     "plain": lambda: LoadedDrafter(Plain()),
     "plain, padded": lambda: LoadedDrafter(Plain(4)),
