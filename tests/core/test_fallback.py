@@ -24,7 +24,7 @@ FIRST = NGram(2, min_ngram=2)
 PROBABILISTIC = DraftSampling.PROBABILISTIC
 
 
-@pytest.mark.parametrize("shape, how", [(Chain(3), "greedy"), (Chain(1), PROBABILISTIC), (TREE, "greedy")])
+@pytest.mark.parametrize(("shape", "how"), [(Chain(3), "greedy"), (Chain(1), PROBABILISTIC), (TREE, "greedy")])
 def test_every_row_gets_the_first_draft_that_there_is(shape: Topology, how: DraftSampling) -> None:
     """The longer draft of the two decides the size; a declared distribution of the first is a point mass."""
     head = tiny.eagle3(TARGET, shape, draft_sampling=how)
@@ -48,7 +48,7 @@ def test_every_row_gets_the_first_draft_that_there_is(shape: Topology, how: Draf
 
 @dataclasses.dataclass(frozen=True)
 class Counted(NGram):
-    """Counts how often it was asked for a draft, in the length of its last token slot."""
+    """Counts how often it was asked for a draft, in its state."""
 
     def init(self, params, batch, capacity):
         return NGram.init(self, params, batch, capacity), jnp.zeros((batch,), jnp.int32)
@@ -108,7 +108,7 @@ def test_it_takes_the_options_of_its_second_drafter() -> None:
 
 
 @pytest.mark.parametrize(
-    "first, second, message",
+    ("first", "second", "message"),
     [
         (tiny.eagle3(TARGET).drafter, NGram(3), "first is Eagle3Drafter, which has parameters"),
         (NGram(3), tiny.eagle3(TARGET), "LoadedDrafter is no drafter"),
