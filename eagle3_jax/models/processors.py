@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import jax
@@ -129,69 +129,51 @@ class MinP(_Stateless):
         return jnp.where(logits >= jnp.max(logits, axis=-1, keepdims=True) + params, logits, -jnp.inf)
 
 
-class _Counting:
-    """The state is how often each token occurred, at most 255 times."""
-
-    def init(self, batch: int, vocab_size: int) -> Array:
-        return jnp.zeros((batch, vocab_size), jnp.uint8)
-
-    def advance(self, params: Any, state: Array, tokens: Int[Array, " B"]) -> Array:
-        more = lambda count, token: count.at[token].add((count[token] < 255).astype(jnp.uint8))
-        return jax.vmap(more)(state, tokens)
-
-
 @dataclasses.dataclass(frozen=True)
-class RepetitionPenalty(_Counting):
-    """Divides positive logits of tokens that occurred by ``penalty``, and multiplies negative ones (Keskar, 2019).
+class Penalty:
+    """Lowers the logits of tokens that occurred. The state is how often each did, at most 255 times.
+
+    Hugging Face and vLLM count the prompt for ``repetition``, and vLLM only the output for the others: use two.
 
     Attributes:
-        penalty: Above 0; 1 changes nothing.
-        prompt: Whether tokens of the prompt count. They do in Hugging Face and vLLM.
-    """
-
-    penalty: float = _value()
-    prompt: bool = True
-
-    def arrays(self, vocab_size: int) -> Array:
-        """The penalty."""
-        if not 0 < self.penalty < math.inf:
-            raise ValueError(f"the repetition penalty is {self.penalty}; expected a number above 0")
-        return jnp.float32(self.penalty)
-
-    def __call__(self, params: Array, state: Array, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """See :class:`LogitsProcessor`."""
-        return jnp.where(state > 0, jnp.where(logits > 0, logits / params, logits * params), logits)
-
-
-@dataclasses.dataclass(frozen=True)
-class CountPenalty(_Counting):
-    """Subtracts ``presence`` from the logit of a token that occurred, and ``frequency`` times its count.
-
-    Attributes:
+        repetition: Divides positive logits and multiplies negative ones (Keskar, 2019); 1 changes nothing.
         presence: Subtracted once.
-        frequency: Subtracted for each occurrence, up to 255.
-        prompt: Whether tokens of the prompt count. They do not in vLLM.
+        frequency: Subtracted for each occurrence.
+        prompt: Whether tokens of the prompt count.
     """
 
+    repetition: float = _value(1.0)
     presence: float = _value(0.0)
     frequency: float = _value(0.0)
     prompt: bool = False
 
-    def arrays(self, vocab_size: int) -> tuple[Array, Array]:
-        """Both numbers."""
-        if not (math.isfinite(self.presence) and math.isfinite(self.frequency)):
-            raise ValueError(f"CountPenalty({self.presence}, {self.frequency}): expected finite numbers")
-        return jnp.float32(self.presence), jnp.float32(self.frequency)
+    def arrays(self, vocab_size: int) -> Array:
+        """The three numbers."""
+        numbers = (self.repetition, self.presence, self.frequency)
+        if not (all(map(math.isfinite, numbers)) and self.repetition > 0):
+            raise ValueError(f"Penalty{numbers}: expected repetition above 0, presence and frequency finite")
+        return jnp.asarray(numbers, jnp.float32)
 
-    def __call__(self, params: tuple[Array, Array], state: Array, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+    def init(self, batch: int, vocab_size: int) -> Array:
+        """No token occurred."""
+        return jnp.zeros((batch, vocab_size), jnp.uint8)
+
+    def advance(self, params: Array, state: Array, tokens: Int[Array, " B"]) -> Array:
         """See :class:`LogitsProcessor`."""
-        presence, frequency = params
-        return logits - presence * (state > 0) - frequency * state.astype(jnp.float32)
+        return jax.vmap(lambda count, token: count.at[token].add((count[token] < 255).astype(jnp.uint8)))(state, tokens)
+
+    def __call__(self, params: Array, state: Array, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        """See :class:`LogitsProcessor`."""
+        repetition, presence, frequency = params
+        lowered = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        return jnp.where(state > 0, lowered - presence - frequency * state.astype(jnp.float32), logits)
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenAutomaton:
     """Allows the tokens that an automaton allows. The table takes four bytes for each state and token.
+
+    A state in which a text may end allows a stop token.
 
     Attributes:
         table: ``[S V]``, the state after each token, -1 for a token that is forbidden.
@@ -199,49 +181,9 @@ class TokenAutomaton:
         prompt: Whether the automaton reads the prompt too.
     """
 
-    table: Int[np.ndarray, "S V"] = _value()
+    table: np.ndarray = _value()
     start: int = _value(0)
     prompt: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        transitions: Mapping[int, Mapping[int, int]],
-        *,
-        vocab_size: int,
-        start: int,
-        accepting: Iterable[int] = (),
-        stop_tokens: Iterable[int] = (),
-    ) -> TokenAutomaton:
-        """Builds the table from a dictionary of transitions; states may have any numbers.
-
-        Args:
-            transitions: For each state the next state by token id.
-            vocab_size: ``V``.
-            start: The state before the first token.
-            accepting: States in which a text may end: ``stop_tokens`` are allowed there.
-            stop_tokens: Ids that end a text. Nothing is allowed after them.
-
-        Raises:
-            ValueError: A state or a token is unknown.
-        """
-        ends = {*accepting}
-        names = {start: 0}
-        for state in (*transitions, *(after for row in transitions.values() for after in row.values()), *ends):
-            names.setdefault(state, len(names))
-        if start not in transitions and start not in ends:
-            raise ValueError(f"the automaton starts in the state {start}, which has no transitions")
-        table = np.full((len(names) + 1, vocab_size), -1, np.int32)
-        for state, row in transitions.items():
-            for token, after in row.items():
-                if not 0 <= token < vocab_size:
-                    raise ValueError(
-                        f"state {state} has a transition for the token {token}; expected 0 to {vocab_size - 1}"
-                    )
-                table[names[state], token] = names[after]
-        for token in stop_tokens:
-            table[[names[state] for state in ends], token] = len(names)
-        return cls(table)
 
     def arrays(self, vocab_size: int) -> Array:
         """The table, its states numbered so that 0 is the first."""
@@ -254,11 +196,11 @@ class TokenAutomaton:
                 "it with the target's tokenizer"
             )
         states = len(table)
-        if table.min() < -1 or table.max() >= states:
-            wrong = table.max() if table.max() >= states else table.min()
-            raise ValueError(f"the automaton's table names the state {wrong}; expected -1 to {states - 1}")
-        if not 0 <= self.start < states:
-            raise ValueError(f"the automaton starts in the state {self.start}; expected 0 to {states - 1}")
+        if not (table.min() >= -1 and table.max() < states and 0 <= self.start < states):
+            raise ValueError(
+                f"the automaton starts in the state {self.start} and its table names the states {table.min()} to "
+                f"{table.max()}; expected 0 to {states - 1}, and -1 in the table"
+            )
         # The states change places with one rotation; -1 stays.
         return jnp.asarray(np.where(table < 0, -1, (np.roll(table, -self.start, 0) - self.start) % states), jnp.int32)
 
@@ -349,8 +291,8 @@ class ProcessedTarget:
     ) -> TargetOutput:
         """See :class:`~eagle3_jax.types.TargetModel`.
 
-        With ``length`` the tokens are a prompt, and every row of ``final`` has the state after its last real token. With
-        neither ``cache`` nor ``length`` all tokens are read, also by processors that do not read prompts.
+        With ``length`` the tokens are a prompt, and every ``final`` has the state after the last of them. With neither
+        ``cache`` nor ``length`` all tokens are read, also by processors that do not read prompts.
         """
         inner = None if cache is None else Cache(layers=cache.layers[:-1], length=cache.length)
         output = self.model(params["target"], tokens, positions, mask, inner, aux_layers=aux_layers, length=length)
@@ -428,15 +370,13 @@ def _from_digits(digits: Float[Array, "n k"], like: Array) -> Array:
 def with_processors(target: LoadedTarget, *processors: Any) -> LoadedTarget:
     """The same target with changed logits; its arrays are shared. Drafts of every shape stay exact.
 
-    Load draft heads with the unchanged target: ``e3.load_drafter(target=target)``. The heads know nothing of the change,
-    so a strong one lowers the acceptance. A prompt's final states hold each processor's state for every token: for a
-    penalty ``V`` numbers more.
+    Load draft heads with the unchanged target. They know nothing of the change, so a strong one lowers the acceptance.
+    A prompt's final states hold the processors' states for every token: for a penalty ``V`` numbers more.
 
     Args:
         target: The target.
-        processors: :class:`LogitBias`, :class:`MinP`, :class:`RepetitionPenalty`, :class:`CountPenalty`,
-            :class:`TokenAutomaton`, or a :class:`LogitsProcessor` of your own. They are applied in order, before
-            temperature, top-k and top-p.
+        processors: :class:`LogitBias`, :class:`MinP`, :class:`Penalty`, :class:`TokenAutomaton`, or a
+            :class:`LogitsProcessor` of your own. They are applied in order, before temperature, top-k and top-p.
 
     Raises:
         ValueError: A processor does not fit the vocabulary, has no hash or a state of another type, or the target is on
