@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from eagle3_jax.load import load_drafter, load_target
     from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
     from eagle3_jax.loop import SpeculativeLoop
+    from eagle3_jax.models.processors import (
+        LogitBias,
+        LogitsProcessor,
+        MinP,
+        Penalty,
+        TokenAutomaton,
+        with_processors,
+    )
     from eagle3_jax.results import Chunk, Generation, GenerationResult
     from eagle3_jax.sampling import draw, num_digits, probabilities, uniforms
     from eagle3_jax.schedule import SpeculationSchedule
@@ -72,8 +80,12 @@ __all__ = [
     "LayerCache",
     "LoadedDrafter",
     "LoadedTarget",
+    "LogitBias",
+    "LogitsProcessor",
     "LoopParams",
+    "MinP",
     "Observation",
+    "Penalty",
     "Prompts",
     "Round",
     "SamplingMode",
@@ -86,6 +98,7 @@ __all__ = [
     "StaticTree",
     "TargetModel",
     "TargetOutput",
+    "TokenAutomaton",
     "TypicalAcceptance",
     "Verdict",
     "Verifier",
@@ -102,6 +115,7 @@ __all__ = [
     "uniforms",
     "verify",
     "verify_greedy",
+    "with_processors",
 ]
 
 # The imports above once more, for a running program; a test holds the two equal.
@@ -115,6 +129,7 @@ _NAMES = {
     "load": "load_drafter load_target",
     "loaded": "LoadedDrafter LoadedTarget",
     "loop": "SpeculativeLoop",
+    "models.processors": "LogitBias LogitsProcessor MinP Penalty TokenAutomaton with_processors",
     "results": "Chunk Generation GenerationResult",
     "sampling": "draw num_digits probabilities uniforms",
     "schedule": "SpeculationSchedule",

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Key
 
@@ -24,19 +23,6 @@ from eagle3_jax.drafters.base import ShapedDrafter
 from eagle3_jax.loaded import LoadedDrafter
 from eagle3_jax.topology import Chain, Topology
 from eagle3_jax.types import Draft, Drafter, DraftSampling, Observation, SamplingParams
-
-
-@struct.dataclass(kw_only=True)
-class FallbackState:
-    """The states of both drafters.
-
-    Attributes:
-        first: State of the first drafter.
-        second: State of the second drafter.
-    """
-
-    first: Any
-    second: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,23 +94,19 @@ class Fallback:
         chain = None if topology is None else Chain(topology.max_depth)
         return Fallback(configured(self.first, chain, None), configured(self.second, topology, draft_sampling))
 
-    def init(self, params: Any, batch: int, capacity: int) -> FallbackState:
-        """See :class:`eagle3_jax.types.Drafter`."""
-        return FallbackState(
-            first=self.first.init(None, batch, capacity), second=self.second.init(params, batch, capacity)
-        )
+    def init(self, params: Any, batch: int, capacity: int) -> tuple[Any, Any]:
+        """The states of both; see :class:`eagle3_jax.types.Drafter`."""
+        return self.first.init(None, batch, capacity), self.second.init(params, batch, capacity)
 
-    def observe(self, params: Any, state: FallbackState, seen: Observation) -> FallbackState:
+    def observe(self, params: Any, state: tuple[Any, Any], seen: Observation) -> tuple[Any, Any]:
         """Both take in the committed tokens, with the features of their own layers."""
-        return FallbackState(
-            first=self.first.observe(None, state.first, self._seen_by(self.first, seen)),
-            second=self.second.observe(params, state.second, self._seen_by(self.second, seen)),
-        )
+        first = self.first.observe(None, state[0], self._seen_by(self.first, seen))
+        return first, self.second.observe(params, state[1], self._seen_by(self.second, seen))
 
-    def propose(self, params: Any, state: FallbackState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+    def propose(self, params: Any, state: tuple[Any, Any], keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
         """Drafts with ``first``, and with ``second`` if some row needs it."""
         own = jax.vmap(jax.random.fold_in, (0, None))(keys, 0)  # the choice must not depend on the second's draws
-        draft = self.first.propose(None, state.first, own, sampling)
+        draft = self.first.propose(None, state[0], own, sampling)
         found = jnp.any(draft.valid[:, 1:], axis=1)
 
         def ask(state: Any) -> tuple[tuple[Any, ...], Any]:
@@ -132,11 +114,9 @@ class Fallback:
             after = state if other.state is None else check_same_state(self.second, state, other.state, "propose")
             return (other.tokens, other.parents, other.valid, other.probs), after
 
-        nothing = jax.tree.map(
-            lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(lambda: ask(state.second)[0])
-        )
+        nothing = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(lambda: ask(state[1])[0]))
         # A loop of at most one turn: XLA updates its carry in place, where the branches of a `cond` copy the caches.
-        start = (~jnp.all(found), nothing, state.second)
+        start = (~jnp.all(found), nothing, state[1])
         _, other, after = lax.while_loop(lambda now: now[0], lambda now: (jnp.bool_(False), *ask(now[2])), start)
         both = self._padded(draft), self._padded(Draft(**dict(zip(_FIELDS, other, strict=True))))
         if any(one.probs is not None for one in both):
@@ -145,8 +125,8 @@ class Fallback:
         chosen = jax.tree.map(lambda one, two: jnp.where(found.reshape(-1, *[1] * (one.ndim - 1)), one, two), *both)
         # The root is the same in both. From `first`, it needs no draft of `second`, which `Silent` then never runs.
         tokens = jnp.concatenate([draft.tokens[:, :1], chosen.tokens[:, 1:]], axis=1)
-        first = state.first if draft.state is None else draft.state
-        return chosen.replace(tokens=tokens, state=FallbackState(first=first, second=after))
+        first = state[0] if draft.state is None else draft.state
+        return chosen.replace(tokens=tokens, state=(first, after))
 
     def _seen_by(self, drafter: Drafter[Any], seen: Observation) -> Observation:
         if drafter.aux_layers == self.aux_layers:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,33 +31,31 @@ from eagle3_jax.models.memory import parents_of
 from eagle3_jax.types import TargetModel, TargetOutput
 
 
-class LogitsProcessor(Protocol):
-    """A change of logits. An instance is static, so it must be hashable; its numbers are in ``params``.
+class LogitsProcessor:
+    """A change of logits, here none. A subclass is a frozen dataclass whose numbers are in ``params``."""
 
-    Attributes:
-        prompt: Whether the state advances over the tokens of the prompt.
-    """
-
-    @property
-    def prompt(self) -> bool:
-        """See the class."""
-        ...
+    #: Whether the state advances over the tokens of the prompt.
+    prompt: bool = False
 
     def arrays(self, vocab_size: int) -> Any:
         """Returns ``params``, a pytree of arrays; raises ``ValueError`` if they do not fit the vocabulary."""
-        ...
+        del vocab_size
+        return ()
 
     def init(self, batch: int, vocab_size: int) -> Any:
         """Returns the state before the first token: a pytree of ``[B ...]`` in bool, uint8 or int32."""
-        ...
+        del batch, vocab_size
+        return ()
 
     def advance(self, params: Any, state: Any, tokens: Int[Array, " B"]) -> Any:
         """Returns the state after one more token in each row, of the same shapes and types."""
-        ...
+        del params, tokens
+        return state
 
     def __call__(self, params: Any, state: Any, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Returns the changed logits; minus infinity forbids a token."""
-        ...
+        del params, state
+        return logits
 
 
 def _value(default: Any = dataclasses.MISSING) -> Any:
@@ -65,20 +63,8 @@ def _value(default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, compare=False)
 
 
-class _Stateless:
-    prompt = False
-
-    def init(self, batch: int, vocab_size: int) -> Any:
-        del batch, vocab_size
-        return ()
-
-    def advance(self, params: Any, state: Any, tokens: Int[Array, " B"]) -> Any:
-        del params, tokens
-        return state
-
-
 @dataclasses.dataclass(frozen=True)
-class LogitBias(_Stateless):
+class LogitBias(LogitsProcessor):
     """Adds a number to the logits of some tokens. ``-math.inf`` bans a token.
 
     Attributes:
@@ -106,7 +92,7 @@ class LogitBias(_Stateless):
 
 
 @dataclasses.dataclass(frozen=True)
-class MinP(_Stateless):
+class MinP(LogitsProcessor):
     """Forbids tokens whose probability at temperature 1 is below ``min_p`` times that of the likeliest token.
 
     It is applied before temperature, top-k and top-p, as in llama.cpp. Hugging Face and vLLM apply it after
@@ -130,7 +116,7 @@ class MinP(_Stateless):
 
 
 @dataclasses.dataclass(frozen=True)
-class Penalty:
+class Penalty(LogitsProcessor):
     """Lowers the logits of tokens that occurred. The state is how often each did, at most 255 times.
 
     Hugging Face and vLLM count the prompt for ``repetition``, and vLLM only the output for the others: use two.
@@ -170,7 +156,7 @@ class Penalty:
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenAutomaton:
+class TokenAutomaton(LogitsProcessor):
     """Allows the tokens that an automaton allows. The table takes four bytes for each state and token.
 
     A state in which a text may end allows a stop token.
@@ -384,11 +370,8 @@ def with_processors(target: LoadedTarget, *processors: Any) -> LoadedTarget:
     """
     if target.mesh is not None:
         raise ValueError("logits processors do not work on a mesh yet; load the target without one")
-    missing = [f"{one!r:.40}" for one in processors if not all(hasattr(one, name) for name in _MEMBERS)]
-    if missing or not processors:
-        raise ValueError(
-            f"{missing[0] if missing else 'nothing'} is no logits processor; expected {', '.join(_MEMBERS)}"
-        )
+    if other := [one for one in processors or (None,) if not isinstance(one, LogitsProcessor)]:
+        raise ValueError(f"{other[0]!r:.40} is no logits processor; expected a LogitsProcessor, such as LogitBias")
     for one in processors:
         for leaf in jax.tree.leaves(jax.eval_shape(lambda one=one: one.init(1, target.vocab_size))):
             if leaf.dtype not in (jnp.bool_, jnp.uint8, jnp.int32):
@@ -396,6 +379,3 @@ def with_processors(target: LoadedTarget, *processors: Any) -> LoadedTarget:
     arrays = tuple(one.arrays(target.vocab_size) for one in processors)
     model = ProcessedTarget(target.model, processors)
     return dataclasses.replace(target, model=model, params={"target": target.params, "processors": arrays})
-
-
-_MEMBERS = ("prompt", "arrays", "init", "advance", "__call__")

@@ -71,7 +71,7 @@ def test_the_second_runs_only_if_a_row_has_no_draft_of_the_first(batch: int) -> 
         needed = not all(looked_up(text, FIRST) for text in texts)
         asked, skipped = asked + needed, skipped + (not needed)
         state = loops.step(loop, params, state).state
-        assert state.drafter.second[1].tolist() == [asked] * batch
+        assert state.drafter[1][1].tolist() == [asked] * batch
     assert asked and skipped
 
 

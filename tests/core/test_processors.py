@@ -146,6 +146,7 @@ def test_other_numbers_need_no_other_program() -> None:
     assert run(one) != run(other)
 
 
+@dataclasses.dataclass(frozen=True)
 class Floating(LogitBias):
     def init(self, batch, vocab_size):
         return jnp.zeros((batch,))
@@ -173,6 +174,6 @@ def test_bad_processors_are_refused_in_one_line(processor: Any, message: str) ->
 
 
 def test_a_target_without_processors_is_not_wrapped() -> None:
-    with pytest.raises(ValueError, match="nothing is no logits processor"):
+    with pytest.raises(ValueError, match="None is no logits processor"):
         with_processors(TARGET)
     assert jax.tree.leaves(with_processors(TARGET, MinP(0.5)).params["target"])[0] is jax.tree.leaves(TARGET.params)[0]
