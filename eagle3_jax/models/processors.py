@@ -216,7 +216,7 @@ class States:
     value: Any
 
     def fill(self, written: Any, count: Int[Array, " B"]) -> States:
-        """See :class:`~eagle3_jax.cache.LayerCache`; ``written`` is ``[B k ...]``, ``k = 1`` after the last token."""
+        """See :class:`~eagle3_jax.cache.LayerCache`; ``written`` is ``[B T ...]``, the state after each token."""
         return States(jax.tree.map(lambda leaf: _at(leaf, jnp.clip(count - 1, 0, leaf.shape[1] - 1)), written))
 
     def commit(
@@ -277,19 +277,17 @@ class ProcessedTarget:
     ) -> TargetOutput:
         """See :class:`~eagle3_jax.types.TargetModel`.
 
-        With ``length`` the tokens are a prompt, and every ``final`` has the state after the last of them. With neither
-        ``cache`` nor ``length`` all tokens are read, also by processors that do not read prompts.
+        With ``length`` the tokens are a prompt. With neither ``cache`` nor ``length`` all tokens are read, also by
+        processors that do not read prompts.
         """
         inner = None if cache is None else Cache(layers=cache.layers[:-1], length=cache.length)
         output = self.model(params["target"], tokens, positions, mask, inner, aux_layers=aux_layers, length=length)
-        batch, size = tokens.shape
-        before = self._start(batch) if cache is None else cache.layers[-1].value  # type: ignore[attr-defined]
+        before = self._start(tokens.shape[0]) if cache is None else cache.layers[-1].value  # type: ignore[attr-defined]
         if cache is None and length is not None:
-            states = jax.tree.map(lambda leaf: leaf[:, None], self._after_prompt(params, before, tokens, length))
+            states = self._after_prompt(params, before, tokens, length)
         else:
             states = self._after_nodes(params, before, tokens, parents_of(mask))
         columns = [_digits(leaf, output.final.dtype) for leaf in jax.tree.leaves(states)]
-        columns = [jnp.broadcast_to(one, (batch, size, one.shape[2])) for one in columns]
         final = jnp.concatenate([output.final, *columns], axis=-1)
         return TargetOutput(final=final, features=output.features, written=(*output.written, states))
 
@@ -317,11 +315,13 @@ class ProcessedTarget:
         )
 
     def _after_prompt(self, params: Any, before: Any, tokens: Int[Array, "B T"], length: Int[Array, " B"]) -> Any:
-        def step(states: Any, at: tuple[Array, Array]) -> tuple[Any, None]:
+        def step(states: Any, at: tuple[Array, Array]) -> tuple[Any, Any]:
             after = self._advance(params, states, at[0], prompt=True)
-            return jax.tree.map(lambda new, old: _where(at[1] < length, new, old), after, states), None
+            kept = jax.tree.map(lambda new, old: _where(at[1] < length, new, old), after, states)
+            return kept, kept
 
-        return lax.scan(step, before, (tokens.T, jnp.arange(tokens.shape[1], dtype=jnp.int32)))[0]
+        _, states = lax.scan(step, before, (tokens.T, jnp.arange(tokens.shape[1], dtype=jnp.int32)))
+        return jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), states)
 
     def _after_nodes(self, params: Any, before: Any, tokens: Int[Array, "B T"], parents: Int[Array, "#B T"]) -> Any:
         """``[B T ...]``, the state after each node. Slot 0 is the state before the block."""
