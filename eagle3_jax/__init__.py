@@ -18,9 +18,18 @@ if TYPE_CHECKING:
     from eagle3_jax.acceptance import Exact, verify, verify_greedy
     from eagle3_jax.cache import Cache, KeyValue, KeyValues, LayerCache
     from eagle3_jax.decode import SpeculativeDecoder
+    from eagle3_jax.drafters.fallback import Fallback
     from eagle3_jax.load import load_drafter, load_target
     from eagle3_jax.loaded import LoadedDrafter, LoadedTarget
     from eagle3_jax.loop import SpeculativeLoop
+    from eagle3_jax.models.processors import (
+        LogitBias,
+        LogitsProcessor,
+        MinP,
+        Penalty,
+        TokenAutomaton,
+        with_processors,
+    )
     from eagle3_jax.results import Chunk, Generation, GenerationResult
     from eagle3_jax.sampling import draw, num_digits, probabilities, uniforms
     from eagle3_jax.schedule import SpeculationSchedule
@@ -61,6 +70,7 @@ __all__ = [
     "DynamicTree",
     "EmbeddingTables",
     "Exact",
+    "Fallback",
     "FinishReason",
     "Generation",
     "GenerationResult",
@@ -70,8 +80,12 @@ __all__ = [
     "LayerCache",
     "LoadedDrafter",
     "LoadedTarget",
+    "LogitBias",
+    "LogitsProcessor",
     "LoopParams",
+    "MinP",
     "Observation",
+    "Penalty",
     "Prompts",
     "Round",
     "SamplingMode",
@@ -84,6 +98,7 @@ __all__ = [
     "StaticTree",
     "TargetModel",
     "TargetOutput",
+    "TokenAutomaton",
     "TypicalAcceptance",
     "Verdict",
     "Verifier",
@@ -100,6 +115,7 @@ __all__ = [
     "uniforms",
     "verify",
     "verify_greedy",
+    "with_processors",
 ]
 
 # The imports above once more, for a running program; a test holds the two equal.
@@ -109,9 +125,11 @@ _NAMES = {
     "cache": "Cache KeyValue KeyValues LayerCache",
     "testing": "ContractReport check_drafter check_target check_verifier",
     "decode": "SpeculativeDecoder",
+    "drafters.fallback": "Fallback",
     "load": "load_drafter load_target",
     "loaded": "LoadedDrafter LoadedTarget",
     "loop": "SpeculativeLoop",
+    "models.processors": "LogitBias LogitsProcessor MinP Penalty TokenAutomaton with_processors",
     "results": "Chunk Generation GenerationResult",
     "sampling": "draw num_digits probabilities uniforms",
     "schedule": "SpeculationSchedule",

@@ -56,7 +56,7 @@ _RETURNED: dict[type, dict[str, tuple[str, Any]]] = {
         "probs": ("B N V", np.float32),
     },
     Verdict: {"path": ("B G", np.int32), "num_accepted": ("B", np.int32), "next_token": ("B", np.int32)},
-    TargetOutput: {"final": ("B T D", None), "features": ("B T A D", None)},
+    TargetOutput: {"final": ("B T E", None), "features": ("B T A D", None)},
 }
 
 

@@ -39,12 +39,12 @@ class TargetOutput:
     """The output of one target forward.
 
     Attributes:
-        final: ``[B T D]``, the residual stream after the final norm; ``unembed`` turns it into logits.
+        final: ``[B T E]``, the residual stream after the final norm, and whatever else ``unembed`` needs for logits.
         features: ``[B T A D]``, the residual stream entering each auxiliary layer.
         written: For each layer, the value for ``Cache.commit``, or for ``Cache.fill`` if the forward had no cache.
     """
 
-    final: Float[Array, "B T D"]
+    final: Float[Array, "B T E"]
     features: Float[Array, "B T A D"]
     written: tuple[Any, ...]
 
@@ -110,7 +110,7 @@ class TargetModel(Protocol):
         """
         ...
 
-    def unembed(self, params: Any, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+    def unembed(self, params: Any, final: Float[Array, "*rows E"]) -> Float[Array, "*rows V"]:
         """Returns logits in float32. Separate from the forward, so a prefill computes them for one token per row."""
         ...
 

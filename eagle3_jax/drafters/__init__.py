@@ -4,6 +4,7 @@ from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, Markov
 from eagle3_jax.drafters.draft_model import DraftModel, DraftModelState, draft_model, layer_skip
 from eagle3_jax.drafters.eagle1 import Eagle1Config, Eagle1Drafter
 from eagle3_jax.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from eagle3_jax.drafters.fallback import Fallback
 from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaState
 from eagle3_jax.drafters.mtp import MTPConfig, MTPDrafter
 from eagle3_jax.drafters.ngram import NGram
@@ -21,6 +22,7 @@ __all__ = [
     "Eagle1Drafter",
     "Eagle3Config",
     "Eagle3Drafter",
+    "Fallback",
     "MTPConfig",
     "MTPDrafter",
     "Markov",

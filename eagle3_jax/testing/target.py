@@ -286,8 +286,10 @@ def _traced_final(subject: TargetSubject, cache: Cache | None) -> jax.ShapeDtype
 
     def run(params: Any, cache: Any) -> jax.Array:
         output = model(params, tokens, positions, causal_mask(SIZE), cache, length=length)
-        width = output.final.shape[-1] if isinstance(output, TargetOutput) else 0
-        require_returned("a forward", output, TargetOutput, B=ROWS, T=SIZE, A=0, D=width)
+        width, of_features = (
+            (output.final.shape[-1], output.features.shape[-1]) if isinstance(output, TargetOutput) else (0, 0)
+        )
+        require_returned("a forward", output, TargetOutput, B=ROWS, T=SIZE, A=0, D=of_features, E=width)
         if not isinstance(output.written, tuple) or len(output.written) != subject.layers:
             raise Broken(f"`written` is no tuple with one part for each of the {subject.layers} layers of the cache")
         return output.final

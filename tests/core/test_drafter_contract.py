@@ -18,7 +18,7 @@ import tiny
 
 from eagle3_jax import check_drafter
 from eagle3_jax.decode import LoadedDrafter
-from eagle3_jax.drafters import Markov, NGram, Plain, Suffix, layer_skip
+from eagle3_jax.drafters import Fallback, Markov, NGram, Plain, Suffix, layer_skip
 from eagle3_jax.testing import DRAFTER_CHECKS
 from eagle3_jax.testing.drafter import Subject
 from eagle3_jax.topology import Chain, DynamicTree
@@ -27,6 +27,7 @@ from eagle3_jax.types import DraftSampling
 TARGET = tiny.target(13)
 PROBABILISTIC = DraftSampling.PROBABILISTIC
 TREE = DynamicTree(num_nodes=9, max_depth=3, top_k=3)
+RARE = NGram(2, min_ngram=2)  # some rows of a batch match, others do not
 ALL_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
     "plain": lambda: LoadedDrafter(Plain()),
     "plain, padded": lambda: LoadedDrafter(Plain(4)),
@@ -57,6 +58,11 @@ ALL_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
     "P-EAGLE chain": lambda: tiny.p_eagle(TARGET, Chain(3), draft_vocab_size=7),
     "P-EAGLE sampled chain": lambda: tiny.p_eagle(TARGET, Chain(3), draft_sampling=PROBABILISTIC),
     "P-EAGLE dynamic tree": lambda: tiny.p_eagle(TARGET, TREE),
+    "n-grams, else an EAGLE-3 chain": lambda: Fallback.of(RARE, tiny.eagle3(TARGET, Chain(3), draft_vocab_size=7)),
+    "n-grams, else a sampled EAGLE-3 chain": lambda: Fallback.of(
+        RARE, tiny.eagle3(TARGET, Chain(3), draft_vocab_size=7, draft_sampling=PROBABILISTIC)
+    ),
+    "n-grams, else an EAGLE-3 dynamic tree": lambda: Fallback.of(RARE, tiny.eagle3(TARGET, TREE)),
 }
 LAW = "sampled output has the target's law"
 ENOUGH = {"draws from what it declares": 32768}  # samples that show every fault of bad_drafters

@@ -13,7 +13,7 @@ import tiny
 
 from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
-from eagle3_jax.drafters import Markov, NGram, Plain, Suffix
+from eagle3_jax.drafters import Fallback, Markov, NGram, Plain, Suffix
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision
 from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.published_trees import PUBLISHED_TREES
@@ -81,6 +81,7 @@ DRAFTERS = {
     "a random static tree": lambda: tiny.eagle3(TARGET, tiny.STATIC_TREE),
     "the first of four Medusa heads": lambda: tiny.medusa(TARGET, Chain(1)),
     "a tree of Medusa heads": lambda: tiny.medusa(TARGET, tiny.STATIC_TREE),
+    "n-grams, else a random chain": lambda: Fallback.of(NGram(4), tiny.eagle3(TARGET, Chain(3))),
     "a random parallel tree": lambda: tiny.p_eagle(TARGET, tiny.STATIC_TREE),
 }
 

@@ -19,7 +19,7 @@ import tiny
 
 from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter, SpeculativeDecoder
-from eagle3_jax.drafters import NGram, Plain
+from eagle3_jax.drafters import Fallback, NGram, Plain
 from eagle3_jax.loop import LoopParams, SpeculativeLoop
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.stats import SpeculationStats
@@ -154,13 +154,14 @@ def test_caches_are_updated_in_place(function: Any) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", ["plain", "chain", "tree"])
+@pytest.mark.parametrize("name", ["plain", "chain", "tree", "fallback"])
 def test_no_cache_is_copied_inside_the_loop(name: str, batch: int) -> None:
     """What memory analysis cannot show: it looks at what enters and leaves, and a loop may copy in every round."""
     drafter = {
         "plain": LoadedDrafter(Plain()),
         "chain": tiny.eagle3(TARGET, Chain(3)),
         "tree": tiny.eagle3(TARGET, TREE),
+        "fallback": Fallback.of(NGram(3), tiny.eagle3(TARGET, Chain(3))),
     }[name]
     loop, params = tiny.bind(TARGET, drafter)
     state = loops.prefill(loop, params, tiny.prompts(PROMPTS[:1] * batch, limit=8), capacity=1024)

@@ -23,7 +23,7 @@ from scipy.stats import chi2
 
 from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter, SpeculativeDecoder
-from eagle3_jax.drafters import NGram, Plain
+from eagle3_jax.drafters import Fallback, NGram, Plain
 from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.sampling import probabilities, row_keys
 from eagle3_jax.topology import Chain, DynamicTree
@@ -60,6 +60,9 @@ DRAFTERS = {
     "a sampled EAGLE-3 chain": lambda: tiny.eagle3(
         TARGET, Chain(3), seed=2, draft_vocab_size=3, draft_sampling=DraftSampling.PROBABILISTIC
     ),  # draft ids 0, 2, 3
+    "n-grams, else a sampled EAGLE-3 chain": lambda: Fallback.of(
+        NGram(2, min_ngram=2), DRAFTERS["a sampled EAGLE-3 chain"]()
+    ),
     "an EAGLE-3 dynamic tree": lambda: tiny.eagle3(TARGET, DynamicTree(num_nodes=7, max_depth=3, top_k=2)),
     "an EAGLE-3 static tree": lambda: tiny.eagle3(TARGET, tiny.STATIC_TREE, draft_vocab_size=3),
     "a sampled chain": lambda: sampled((-1, 0, 1, 2)),

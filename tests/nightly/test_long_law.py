@@ -28,7 +28,7 @@ import tiny
 from eagle3_jax import drafters
 from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
-from eagle3_jax.drafters import Markov, NGram, Plain, Suffix
+from eagle3_jax.drafters import Fallback, Markov, NGram, Plain, Suffix
 from eagle3_jax.models.config import GatedDelta, GatedMLP, LayerConfig
 from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.models.quantised import quantise
@@ -146,6 +146,10 @@ HEADS: dict[str, tuple[LoadedTarget, Callable[[LoadedTarget], LoadedDrafter]]] =
         lambda of: tiny.eagle3(of, Chain(3), seed=2, draft_vocab_size=3, **DRAWN),
     ),
     "suffixes": (FLAX, lambda of: LoadedDrafter(Suffix(3))),
+    "n-grams, else an EAGLE-3 chain of drawn tokens": (
+        FLAX,
+        lambda of: Fallback.of(NGram(2, min_ngram=3), tiny.eagle3(of, Chain(3), **DRAWN)),
+    ),
     "an EAGLE-3 dynamic tree": (FLAX, lambda of: tiny.eagle3(of, TREE)),
     "an EAGLE-1 static tree of drawn tokens": (FLAX, lambda of: tiny.eagle1(of, tiny.STATIC_TREE, **DRAWN)),
     "a P-EAGLE chain of drawn tokens": (FLAX, lambda of: tiny.p_eagle(of, Chain(3), draft_vocab_size=3, **DRAWN)),

@@ -1,0 +1,120 @@
+"""Two drafters as one: which of them each row's draft is from, and when the second runs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from test_ngram import looked_up
+
+from eagle3_jax import Draft, Fallback, LoadedDrafter, SpeculativeDecoder
+from eagle3_jax import loop as loops
+from eagle3_jax.drafters import NGram, Silent, Suffix
+from eagle3_jax.testing.drafter import SAMPLING, Subject
+from eagle3_jax.topology import Chain, DynamicTree, Topology
+from eagle3_jax.types import DraftSampling, SamplingMode
+
+TARGET = tiny.target(13)
+TREE = DynamicTree(num_nodes=9, max_depth=3, top_k=3)
+FIRST = NGram(2, min_ngram=2)
+PROBABILISTIC = DraftSampling.PROBABILISTIC
+
+
+@pytest.mark.parametrize(("shape", "how"), [(Chain(3), "greedy"), (Chain(1), PROBABILISTIC), (TREE, "greedy")])
+def test_every_row_gets_the_first_draft_that_there_is(shape: Topology, how: DraftSampling) -> None:
+    """The longer draft of the two decides the size; a declared distribution of the first is a point mass."""
+    head = tiny.eagle3(TARGET, shape, draft_sampling=how)
+    both, alone = Subject(Fallback.of(FIRST, head), TARGET), Subject(head, TARGET)
+    seen, second, found = both.shown(), alone.draft, 0
+    for row, (tokens, length) in enumerate(zip(np.asarray(seen.tokens), np.asarray(seen.length), strict=True)):
+        wanted = looked_up([*tokens[:length].tolist(), int(seen.next_token[row])], FIRST)
+        found += bool(wanted)
+        valid = both.draft.valid[row]
+        if wanted:
+            assert both.draft.tokens[row, valid].tolist()[1:] == wanted
+            if how is PROBABILISTIC:
+                assert np.array_equal(both.draft.probs[row, 1:][valid[1:]], np.eye(13)[wanted])
+            continue
+        size = second.tokens.shape[1]
+        assert not valid[size:].any()
+        for ours, theirs in zip(both.draft, second, strict=True):
+            assert ours is theirs is None or np.array_equal(ours[row, 1:size], theirs[row, 1:])
+    assert 0 < found < len(seen.length), "rows that all choose alike would show nothing"
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted(NGram):
+    """Counts how often it was asked for a draft, in its state."""
+
+    def init(self, params, batch, capacity):
+        return NGram.init(self, params, batch, capacity), jnp.zeros((batch,), jnp.int32)
+
+    def observe(self, params, state, seen):
+        return NGram.observe(self, params, state[0], seen), state[1]
+
+    def propose(self, params, state, keys, sampling) -> Draft:
+        draft = NGram.propose(self, params, state[0], keys, sampling)
+        return dataclasses.replace(draft, state=(state[0], state[1] + 1))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_second_runs_only_if_a_row_has_no_draft_of_the_first(batch: int) -> None:
+    loop, params = tiny.bind(TARGET, LoadedDrafter(Fallback(FIRST, Counted(2))))
+    state = loops.prefill(loop, params, tiny.prompts([[1, 2, 3], [4], [5, 6]][:batch], limit=40), capacity=64)
+    asked, skipped = 0, 0
+    while bool(state.running.all()):
+        texts = [row[:length].tolist() for row, length in zip(state.tokens, state.length, strict=True)]
+        needed = not all(looked_up(text, FIRST) for text in texts)
+        asked, skipped = asked + needed, skipped + (not needed)
+        state = loops.step(loop, params, state).state
+        assert state.drafter[1][1].tolist() == [asked] * batch
+    assert asked and skipped
+
+
+@pytest.mark.parametrize("drafter", [FIRST, Silent(FIRST)])
+def test_a_schedule_that_drafts_nothing_never_runs_the_second(drafter: NGram | Silent) -> None:
+    head = tiny.eagle3(TARGET)
+    loaded = LoadedDrafter(Fallback(FIRST, head.drafter), head.params)
+    if isinstance(drafter, Silent):
+        loaded = dataclasses.replace(loaded, drafter=Silent(loaded.drafter))
+    loop, params = tiny.bind(TARGET, loaded)
+    state = loops.prefill(loop, params, tiny.prompts([[1, 2, 3]], limit=8), capacity=24)
+    with tiny.unchecked():
+        program = loops.step.lower(loop, params, state).compile().as_text()
+    assert ("while(" in program) == (not isinstance(drafter, Silent))
+
+
+def test_it_takes_the_options_of_its_second_drafter() -> None:
+    head = tiny.eagle3(TARGET, Chain(3))
+    decoder = SpeculativeDecoder(TARGET, Fallback.of(NGram(3), head), tree=TREE)
+    assert (decoder.loop.drafter.num_nodes, decoder.loop.drafter.first.num_nodes, decoder.loop.is_chain) == (
+        9,
+        4,
+        False,
+    )
+    decoder = SpeculativeDecoder(
+        TARGET, Fallback.of(Suffix(3), head), num_speculative_tokens=2, draft_sampling="probabilistic"
+    )
+    assert decoder.method == "Suffix, else Eagle3Drafter, chain K=2, probabilistic draft sampling"
+    assert decoder.loop.drafter.config is head.drafter.config
+    subject = Subject(LoadedDrafter(decoder.loop.drafter, head.params), TARGET)
+    draft = subject._propose(head.params, subject.after_prompt, jax.random.split(jax.random.key(0), 4), SAMPLING)
+    assert draft.tokens.shape == (4, 3) and draft.probs is not None
+    assert loops.SpeculativeLoop(TARGET.model, decoder.loop.drafter, sampling_mode=SamplingMode.GREEDY).is_chain
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (tiny.eagle3(TARGET).drafter, NGram(3), "first is Eagle3Drafter, which has parameters"),
+        (NGram(3), tiny.eagle3(TARGET), "LoadedDrafter is no drafter"),
+        (NGram, NGram(3), "the class NGram"),
+    ],
+)
+def test_other_parts_are_refused(first, second, message: str) -> None:
+    with tiny.unchecked(), pytest.raises(ValueError, match=message):
+        Fallback(first, second)

@@ -1,0 +1,187 @@
+"""Logits processors: the distribution of sampled texts against a closed form written with lists and dictionaries."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import test_sampling_law
+import tiny
+
+from eagle3_jax import FinishReason, SamplingParams, SpeculativeDecoder, check_target
+from eagle3_jax import loop as loops
+from eagle3_jax.drafters import NGram, Plain
+from eagle3_jax.models.layers import BFLOAT16
+from eagle3_jax.models.processors import LogitBias, MinP, Penalty, TokenAutomaton, with_processors
+from eagle3_jax.sampling import row_keys
+from eagle3_jax.topology import DynamicTree
+from eagle3_jax.types import SamplingMode
+
+V, HORIZON = test_sampling_law.VOCABULARY, test_sampling_law.HORIZON
+TARGET = test_sampling_law.TARGET
+PROMPTS = ([2], [1, 3, 0])
+TABLE = np.array([[1, 0, -1, 2], [-1, 2, 2, -1], [0, -1, 1, 2]], np.int32)  # three states
+Logits = list[float]
+
+
+def penalised(logits: Logits, tokens: list[int], repetition: float, presence: float, frequency: float) -> Logits:
+    """A penalty by a dictionary of counts."""
+    counts, found = Counter(tokens), []
+    for token, logit in enumerate(logits):
+        if token in counts:
+            logit = (logit / repetition if logit > 0 else logit * repetition) - presence - frequency * counts[token]
+        found.append(logit)
+    return found
+
+
+def allowed(logits: Logits, tokens: list[int], start: int) -> Logits:
+    """An automaton by a walk from its first state."""
+    state = start
+    for token in tokens:
+        state = TABLE[state][token]
+    return [logit if TABLE[state][token] >= 0 else -math.inf for token, logit in enumerate(logits)]
+
+
+def at_least(logits: Logits, share: float) -> Logits:
+    weights = [math.exp(logit) for logit in logits]
+    return [
+        logit if weight >= share * max(weights) else -math.inf for logit, weight in zip(logits, weights, strict=True)
+    ]
+
+
+# Each: the processors, and the changed logits from the logits, the prompt and what was written after it.
+CASES: dict[str, tuple[tuple[Any, ...], Callable[[Logits, list[int], list[int]], Logits]]] = {
+    "a ban and a bias": (
+        (LogitBias({1: -math.inf, 3: 1.5}),),
+        lambda logits, prompt, text: [logits[0], -math.inf, logits[2], logits[3] + 1.5],
+    ),
+    "min-p": ((MinP(0.4),), lambda logits, prompt, text: at_least(logits, 0.4)),
+    "repetition, the prompt too": (
+        (Penalty(repetition=1.8, prompt=True),),
+        lambda logits, prompt, text: penalised(logits, prompt + text, 1.8, 0, 0),
+    ),
+    "presence and frequency of the output": (
+        (Penalty(presence=0.5, frequency=0.7),),
+        lambda logits, prompt, text: penalised(logits, text, 1, 0.5, 0.7),
+    ),
+    "an automaton": ((TokenAutomaton(TABLE, start=1),), lambda logits, prompt, text: allowed(logits, text, 1)),
+    "an automaton, then a penalty and min-p": (
+        (TokenAutomaton(TABLE), Penalty(frequency=1.0), MinP(0.2)),
+        lambda logits, prompt, text: at_least(penalised(allowed(logits, text, 0), text, 1, 0, 1.0), 0.2),
+    ),
+}
+ALL, CHAIN = "an automaton, then a penalty and min-p", "a sampled EAGLE-3 chain"
+OTHERS = ("plain decoding", "n-grams", "an EAGLE-3 dynamic tree")
+
+
+@functools.cache
+def law(name: str, prompt: tuple[int, ...]) -> oracle.Law:
+    known, change = test_sampling_law.logits_after(prompt), CASES[name][1]
+    after = lambda text: oracle.warped(change(known[text], list(prompt), list(text)), 1.0, 0, 1.0)
+    return oracle.autoregressive_law(after, HORIZON)
+
+
+@pytest.mark.parametrize(("name", "drafter"), [(name, CHAIN) for name in CASES] + [(ALL, one) for one in OTHERS])
+def test_sampled_texts_have_the_changed_distribution(name: str, drafter: str) -> None:
+    head, target = test_sampling_law.DRAFTERS[drafter](), with_processors(TARGET, *CASES[name][0])
+    loop, params = tiny.bind(target, head, sampling_mode=SamplingMode.TEMPERATURE)
+    rows = [prompt for prompt in PROMPTS for _ in range(2048)]
+    batch = tiny.prompts(rows, limit=HORIZON, sampling=SamplingParams(temperature=1.0))
+    outcome = loops.generate(loop, params, batch.replace(keys=row_keys(5, len(rows))), capacity=24)
+    texts = [tuple(row) for row in tiny.outputs(outcome, batch)]
+    for index, prompt in enumerate(PROMPTS):
+        counts = Counter(texts[index * 2048 : (index + 1) * 2048])
+        p_value, report = test_sampling_law.chi_square(counts, law(name, tuple(prompt)))
+        assert p_value > test_sampling_law.ALPHA, f"{name}, {drafter}, {prompt}: {report}"
+    assert drafter == "plain decoding" or int(outcome.stats.num_accepted_tokens.sum()) > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Discouraging(TokenAutomaton):
+    """Lowers what the automaton forbids: the contract compares logits as numbers, and minus infinity is none."""
+
+    def __call__(self, params, state, logits):
+        return jnp.maximum(TokenAutomaton.__call__(self, params, state, logits), logits - 2.0)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_changed_target_keeps_the_contract_of_a_target(precision: str) -> None:
+    """The contract is about texts, so whatever has a state reads the prompt here."""
+    target = tiny.target(V, **({"precision": BFLOAT16} if precision == "bfloat16" else {}))
+    table = np.abs(TABLE)  # total, so that it goes on after any text
+    table[table == 2] = -1
+    penalty = Penalty(repetition=1.3, frequency=0.1, prompt=True)
+    report = check_target(with_processors(target, Discouraging(table, prompt=True), penalty))
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("drafter", [NGram(3), "tree"])
+def test_greedy_texts_with_a_draft_are_those_without(drafter: Any) -> None:
+    target = with_processors(tiny.target(13), Penalty(repetition=1.3, frequency=0.4, prompt=True), LogitBias({4: -9.0}))
+    head = (
+        tiny.eagle3(tiny.target(13), DynamicTree(num_nodes=9, max_depth=3, top_k=3)) if drafter == "tree" else drafter
+    )
+    prompts = [[1, 2, 3], [4], [5, 6, 5, 6, 5]]
+    plain, drafted = (SpeculativeDecoder(target, one).generate(prompts, max_new_tokens=40) for one in (Plain(), head))
+    assert plain.tokens == drafted.tokens and drafted.stats.num_accepted_tokens > 0
+    unchanged = SpeculativeDecoder(tiny.target(13)).generate(prompts, max_new_tokens=40)
+    assert plain.tokens != unchanged.tokens
+
+
+def test_a_row_ends_with_a_reason_when_nothing_is_allowed() -> None:
+    table = np.array([[1] * V, [-1] * V], np.int32)
+    for processor in (TokenAutomaton(table), LogitBias(dict.fromkeys(range(V), -math.inf))):
+        target = with_processors(TARGET, processor)
+        for drafter in (None, NGram(3)):
+            row = SpeculativeDecoder(target, drafter).generate([1, 2, 1], max_new_tokens=5).rows[0]
+            assert row.finish_reason is FinishReason.NOT_FINITE
+            assert len(row.tokens) == isinstance(processor, TokenAutomaton)
+
+
+def test_other_numbers_need_no_other_program() -> None:
+    one, other = (with_processors(TARGET, Penalty(presence=x), TokenAutomaton(TABLE, start=int(x))) for x in (1.0, 2.0))
+    assert one.model == other.model and hash(one.model) == hash(other.model)
+    run = lambda target: SpeculativeDecoder(target).generate([1, 2], max_new_tokens=9).tokens
+    assert run(one) != run(other)
+
+
+@dataclasses.dataclass(frozen=True)
+class Floating(LogitBias):
+    def init(self, batch, vocab_size):
+        return jnp.zeros((batch,))
+
+
+@pytest.mark.parametrize(
+    ("processor", "message"),
+    [
+        (LogitBias({V: 1.0}), f"names the token {V}; expected ids from 0 to {V - 1}"),
+        (LogitBias({0: math.nan}), "is nan; expected a number, or -math.inf"),
+        (MinP(0.0), "min_p is 0.0; expected above 0"),
+        (Penalty(repetition=0.0), "expected repetition above 0"),
+        (TokenAutomaton(TABLE[:, :3]), f"vocabulary of 3 tokens and the target one of {V}"),
+        (TokenAutomaton(TABLE + 1), "names the states 0 to 3; expected 0 to 2"),
+        (TokenAutomaton(TABLE, start=3), "starts in the state 3"),
+        (TokenAutomaton(TABLE[0]), "is int32.4.; expected integers"),
+        (Floating({}), "has a state of float32; expected bool, uint8 or int32"),
+        (NGram(3), "is no logits processor"),
+    ],
+)
+def test_bad_processors_are_refused_in_one_line(processor: Any, message: str) -> None:
+    with tiny.unchecked(), pytest.raises(ValueError, match=message) as caught:
+        with_processors(TARGET, processor)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_target_without_processors_is_not_wrapped() -> None:
+    with pytest.raises(ValueError, match="None is no logits processor"):
+        with_processors(TARGET)
+    assert jax.tree.leaves(with_processors(TARGET, MinP(0.5)).params["target"])[0] is jax.tree.leaves(TARGET.params)[0]
