@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from eagle3_jax.verifiers.simulated import SimulatedAcceptance
     from eagle3_jax.verifiers.typical import TypicalAcceptance
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "BlockVerification",

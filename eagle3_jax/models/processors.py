@@ -187,8 +187,8 @@ class TokenAutomaton(LogitsProcessor):
                 f"the automaton starts in the state {self.start} and its table names the states {table.min()} to "
                 f"{table.max()}; expected 0 to {states - 1}, and -1 in the table"
             )
-        # The states change places with one rotation; -1 stays.
-        return jnp.asarray(np.where(table < 0, -1, (np.roll(table, -self.start, 0) - self.start) % states), jnp.int32)
+        rotated = np.roll(table, -self.start, 0)
+        return jnp.asarray(np.where(rotated < 0, -1, (rotated - self.start) % states), jnp.int32)
 
     def init(self, batch: int, vocab_size: int) -> Array:
         """The first state; -1 once a forbidden token was read."""

@@ -297,7 +297,7 @@ def test_every_link_leads_somewhere(page: str) -> None:
 def test_pages_are_short_and_begin_with_what_they_are_for() -> None:
     for page in PAGES:
         lines = text_of(page).splitlines()
-        assert len(lines) <= (370 if page == "extending.md" else 250), f"{page}: {len(lines)} lines"
+        assert len(lines) <= (365 if page == "extending.md" else 250), f"{page}: {len(lines)} lines"
         assert lines[0].startswith("# "), page
 
 
