@@ -35,6 +35,7 @@ from eagle3_jax.types import (
     SamplingParams,
     Verifier,
 )
+from eagle3_jax.verifiers.simulated import SimulatedAcceptance
 
 Prompt = str | Sequence[int] | np.ndarray | jax.Array
 
@@ -159,7 +160,9 @@ class SpeculativeDecoder:
         *,
         max_new_tokens: int | Sequence[int] = 128,
         sampling: SamplingParams | None = None,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
+        logprobs: int | None = None,
+        stop: str | Sequence[str] = (),
     ) -> GenerationResult:
         """Completes a batch of prompts. The whole generation is one compiled program.
 
@@ -168,13 +171,21 @@ class SpeculativeDecoder:
                 its rows.
             max_new_tokens: Maximum number of new tokens: one for all prompts, or one per prompt.
             sampling: Scalars for all rows or ``[B]`` arrays. Default: greedy.
-            seed: Random seed, 0 to 2^32 - 1. Two calls with the same seed share their random numbers. Row ``b`` does
-                not depend on the other rows, unless a ``schedule`` chooses the draft length by the active rows.
+            seed: Random seed, 0 to 2^32 - 1, or one per prompt: a prompt with a seed of its own has the same output in
+                every batch. Two calls with the same seed share their random numbers. Row ``b`` does not depend on the
+                other rows, unless a ``schedule`` chooses the draft length by the active rows.
+            logprobs: ``L``: return the log-probability of every new token and of the ``L`` likeliest ones, under the
+                target at temperature 1. Default: none are computed.
+            stop: Texts that end a row. Its text ends before the first of them, its tokens with the token that completes
+                it. The host reads every round, so this is slower than ``stop_tokens``.
 
         Raises:
             ValueError: A prompt, limit or sampling parameter is out of range.
         """
-        loop, batch, rows = self._batch(_as_batch(prompts), max_new_tokens, sampling, seed)
+        stop = _checked_stop(stop, self.target)
+        if stop:
+            return self._generate_until(stop, prompts, max_new_tokens, sampling, seed, logprobs)
+        loop, batch, rows = self._batch(_as_batch(prompts), max_new_tokens, sampling, seed, logprobs)
         start = time.perf_counter()
         capacity = self._capacity(batch)
         outcome = self._on_mesh(loops.generate, loop, self.params, self._on_rows(batch), capacity=capacity)
@@ -191,13 +202,15 @@ class SpeculativeDecoder:
             prompts: Token ids of the prompts.
             seconds: Wall time of the generation.
         """
-        all_tokens, length, finish, counters = to_host((state.tokens, state.length, state.finish, state.stats))
+        fields = (state.tokens, state.length, state.finish, state.stats, state.logprobs)
+        all_tokens, length, finish, counters, scores = to_host(fields)
         rows = []
         for index, prompt in enumerate(prompts):
             tokens = all_tokens[index, len(prompt) : length[index]].tolist()
             reason = FinishReason(int(finish[index]))
             stats = jax.tree.map(lambda leaf, index=index: leaf[index], counters)
-            rows.append(Generation(list(prompt), tokens, self._text(tokens, reason), reason, stats))
+            scored = None if scores is None else scores.row(index, len(prompt), int(length[index]))
+            rows.append(Generation(list(prompt), tokens, self._text(tokens, reason), reason, stats, scored))
         return GenerationResult(rows, seconds, lossless=self.lossless)
 
     def stream(
@@ -206,25 +219,28 @@ class SpeculativeDecoder:
         *,
         max_new_tokens: int = 128,
         sampling: SamplingParams | None = None,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
+        logprobs: int | None = None,
     ) -> Iterator[Chunk]:
         """Completes one prompt round by round, with the same step that :meth:`generate` compiles into its loop.
 
         The arguments are those of :meth:`generate`. The pieces of all chunks, joined, are its text.
         """
         text = Pieces(self.target.tokenizer)
-        state, rounds, rows = self._start([prompt], max_new_tokens, sampling, seed)
+        state, rounds, rows = self._start([prompt], max_new_tokens, sampling, seed, logprobs)
         seen = start = len(rows[0])
         accepted = 0
         while True:
-            length, finish, stats, tokens = to_host((state.length, state.finish, state.stats, state.tokens))
+            fields = (state.length, state.finish, state.stats, state.tokens, state.logprobs)
+            length, finish, stats, tokens, scores = to_host(fields)
             new = tokens[0, seen : length[0]].tolist()
+            scored = None if scores is None else scores.row(0, seen, int(length[0]))
             seen, reason = int(length[0]), FinishReason(int(finish[0]))
             pieces = text.of(new[:-1] if reason is FinishReason.STOP else new)
             pieces += [""] * (len(new) - len(pieces))
             if reason is not FinishReason.RUNNING and pieces:
                 pieces[-1] += text.rest(self._text(tokens[0, start:seen].tolist(), reason))
-            yield Chunk(new, pieces, min(accepted, len(new)), reason, SpeculationStats.merge([stats]))
+            yield Chunk(new, pieces, min(accepted, len(new)), reason, SpeculationStats.merge([stats]), scored)
             if reason is not FinishReason.RUNNING:
                 return
             latest = next(rounds)
@@ -236,13 +252,14 @@ class SpeculativeDecoder:
         *,
         max_new_tokens: int | Sequence[int] = 128,
         sampling: SamplingParams | None = None,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
+        logprobs: int | None = None,
     ) -> Iterator[Round]:
         """Yields every round of a batch until all rows have finished.
 
         The arguments are those of :meth:`generate`. The next round consumes the state of this one, so read it first.
         """
-        state, rounds, _ = self._start(_as_batch(prompts), max_new_tokens, sampling, seed)
+        state, rounds, _ = self._start(_as_batch(prompts), max_new_tokens, sampling, seed, logprobs)
         while np.any(to_host(state.finish) == FinishReason.RUNNING):
             latest = next(rounds)
             state = latest.state
@@ -254,14 +271,15 @@ class SpeculativeDecoder:
         *,
         max_new_tokens: int | Sequence[int] = 128,
         sampling: SamplingParams | None = None,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
+        logprobs: int | None = None,
     ) -> GenerationState:
         """Returns the state after the prompts and the first token, for callers that call :meth:`step` themselves.
 
         The arguments are those of :meth:`generate`. Rows that join a batch later need their own seed. See
         ``docs/stepping.md``.
         """
-        return self._start(_as_batch(prompts), max_new_tokens, sampling, seed)[0]
+        return self._start(_as_batch(prompts), max_new_tokens, sampling, seed, logprobs)[0]
 
     def step(self, state: GenerationState) -> Round:
         """Runs one compiled round. It consumes ``state`` and updates its caches in place.
@@ -324,9 +342,14 @@ class SpeculativeDecoder:
         return [int(token) for token in tokens]
 
     def _start(
-        self, prompts: Sequence[Prompt], max_new_tokens: int | Sequence[int], sampling: SamplingParams | None, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int | Sequence[int],
+        sampling: SamplingParams | None,
+        seed: int | Sequence[int],
+        logprobs: int | None,
     ) -> tuple[GenerationState, Iterator[Round], list[list[int]]]:
-        loop, batch, rows = self._batch(prompts, max_new_tokens, sampling, seed)
+        loop, batch, rows = self._batch(prompts, max_new_tokens, sampling, seed, logprobs)
         capacity = self._capacity(batch)
         state = self._on_mesh(loops.prefill, loop, self.params, self._on_rows(batch), capacity=capacity)
 
@@ -339,7 +362,12 @@ class SpeculativeDecoder:
         return state, rounds(state), rows
 
     def _batch(
-        self, prompts: Sequence[Prompt], max_new_tokens: int | Sequence[int], sampling: SamplingParams | None, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        max_new_tokens: int | Sequence[int],
+        sampling: SamplingParams | None,
+        seed: int | Sequence[int],
+        logprobs: int | None,
     ) -> tuple[SpeculativeLoop, Prompts, list[list[int]]]:
         if not prompts:
             raise ValueError("no prompts were given; give at least one")
@@ -351,6 +379,7 @@ class SpeculativeDecoder:
         for budget in budgets:
             if isinstance(budget, bool) or not isinstance(budget, int | np.integer) or budget < 1:
                 raise ValueError(f"max_new_tokens is {budget!r}; expected a whole number of at least 1")
+        _check_logprobs(logprobs, self.target, self.loop.verifier)
         sampling = check_sampling(SamplingParams() if sampling is None else sampling, len(rows))
         lengths = np.array([len(row) for row in rows], np.int32)
         # A limit beyond the last position has no effect, and may not fit into 32 bits.
@@ -370,8 +399,34 @@ class SpeculativeDecoder:
             stop_tokens=jnp.asarray(np.tile(np.array(self.stop_tokens, np.int32), (len(rows), 1))),
             sampling=sampling,
             keys=row_keys(seed, len(rows)),
+            logprobs=logprobs,
         )
         return dataclasses.replace(self.loop, sampling_mode=sampling_mode_of(sampling)), batch, rows
+
+    def _generate_until(self, stop: list[str], prompts: Prompt | Sequence[Prompt], *options: Any) -> GenerationResult:
+        """:meth:`generate`, round by round; the host ends a row when its text contains one of ``stop``."""
+        begin = time.perf_counter()
+        state, _, rows = self._start(_as_batch(prompts), *options)
+        seen, found = [len(row) for row in rows], dict[int, str]()
+        while True:
+            tokens, length, finish = (np.array(leaf) for leaf in to_host((state.tokens, state.length, state.finish)))
+            for index in range(len(rows)):
+                for end in range(seen[index] + 1, length[index] + 1):
+                    written = tokens[index, len(rows[index]) : end].tolist()
+                    text = self._text(written[:-1] if written[-1] in self.stop_tokens else written) or ""
+                    if places := [text.index(one) for one in stop if one in text]:
+                        found[index], length[index], finish[index] = text[: min(places)], end, FinishReason.STOP
+                        break
+                seen[index] = int(length[index])
+            if found:
+                ended = self._on_rows((jnp.asarray(length), jnp.asarray(finish)))
+                state = state.replace(length=ended[0], finish=ended[1])  # type: ignore[attr-defined]
+            if not np.any(finish == FinishReason.RUNNING):
+                break
+            state = self.step(state).state
+        result = self.result(state, rows, seconds=time.perf_counter() - begin)
+        cut = [dataclasses.replace(row, text=found.get(index, row.text)) for index, row in enumerate(result.rows)]
+        return dataclasses.replace(result, rows=cut)
 
     def _capacity(self, batch: Prompts) -> int:
         # Room for a whole draft after the last root, so that no node is lost at the end of the buffer.
@@ -386,10 +441,34 @@ class SpeculativeDecoder:
         with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
             return program(*arguments, **options)
 
-    def _text(self, tokens: list[int], reason: FinishReason) -> str | None:
+    def _text(self, tokens: list[int], reason: FinishReason = FinishReason.LENGTH) -> str | None:
         if self.target.tokenizer is None:
             return None
         return self.target.tokenizer.decode(tokens[:-1] if reason is FinishReason.STOP else tokens)
+
+
+def _checked_stop(stop: str | Sequence[str], target: LoadedTarget) -> list[str]:
+    """The texts that end a row.
+
+    Raises:
+        ValueError: One is empty or no text, or the target has no tokenizer.
+    """
+    texts = [stop] if isinstance(stop, str) else list(stop)
+    if wrong := [one for one in texts if not isinstance(one, str) or not one]:
+        raise ValueError(f"stop contains {wrong[0]!r}; expected texts of at least one character")
+    if texts and target.tokenizer is None:
+        raise ValueError(f"stop was given, but {target.name} has no tokenizer; use stop_tokens")
+    return texts
+
+
+def _check_logprobs(count: int | None, target: LoadedTarget, verifier: Verifier) -> None:
+    """Raises unless ``count`` is ``None`` or a number of tokens whose probabilities mean something."""
+    if count is None:
+        return
+    if isinstance(count, bool) or not isinstance(count, int | np.integer) or not 0 <= count <= target.vocab_size:
+        raise ValueError(f"logprobs is {count!r}; expected a whole number from 0 to {target.vocab_size}, or None")
+    if isinstance(verifier, SimulatedAcceptance):
+        raise ValueError("logprobs were asked of SimulatedAcceptance, whose output is no text of the target")
 
 
 def _check_size(drafter: Drafter[Any], target: LoadedTarget) -> None:

@@ -23,6 +23,7 @@ from eagle3_jax.checks import (
     sanitize_draft,
 )
 from eagle3_jax.groups import map_groups, rows_per_group
+from eagle3_jax.logprobs import LogProbs
 from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.sampling import argmax, draw, keys_at, num_digits, probabilities, uniforms
 from eagle3_jax.sharding import on_rows
@@ -131,9 +132,10 @@ class SpeculativeLoop:
             sampling=prompts.sampling,
             keys=prompts.keys,
             stats=SpeculationStats.zeros(batch, self.drafter.max_depth),
+            logprobs=None if prompts.logprobs is None else LogProbs.zeros(batch, capacity, prompts.logprobs),
         )
         broken = ~_has_distribution(logits)[:, 0]
-        return self._emit(state, first[:, None], jnp.where(broken, 0, 1).astype(jnp.int32), broken)
+        return self._emit(state, first[:, None], jnp.where(broken, 0, 1).astype(jnp.int32), broken, logits)
 
     def step(self, params: LoopParams, state: GenerationState) -> Round:
         """One round: propose, verify, commit, observe. Rows that have finished do not change."""
@@ -153,7 +155,7 @@ class SpeculativeLoop:
                 params.target, draft.tokens, positions, mask, state.cache, aux_layers=self.drafter.aux_layers
             )
         with jax.named_scope("verify"):
-            verdict, broken = self._verify(params, state, draft, output)
+            verdict, broken, logits = self._verify(params, state, draft, output)
 
         # nodes[j] is the j-th node of the committed path, the root first; emitted[j] is the token after it.
         nodes = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), jnp.maximum(verdict.path, 0)], axis=1)
@@ -163,7 +165,9 @@ class SpeculativeLoop:
         emitted = jnp.where(index == verdict.num_accepted[:, None], verdict.next_token[:, None], emitted)
 
         active = state.running
-        after = self._emit(state, emitted, jnp.where(broken, verdict.num_accepted, verdict.num_accepted + 1), broken)
+        scored = None if state.logprobs is None else jnp.take_along_axis(logits, nodes[:, :, None], axis=1)
+        count = jnp.where(broken, verdict.num_accepted, verdict.num_accepted + 1)
+        after = self._emit(state, emitted, count, broken, scored)
         count = after.length - state.length
         newest = jnp.take_along_axis(emitted, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
         features = jnp.take_along_axis(output.features, nodes[:, :, None, None], axis=1)
@@ -192,7 +196,7 @@ class SpeculativeLoop:
     def generate(self, params: LoopParams, prompts: Prompts, capacity: int) -> Outcome:
         """Prefill and all rounds, as one program."""
         state = self.run(params, self.prefill(params, prompts, capacity))
-        return Outcome(tokens=state.tokens, length=state.length, finish=state.finish, stats=state.stats)
+        return Outcome(**{name: getattr(state, name) for name in ("tokens", "length", "finish", "stats", "logprobs")})
 
     def _propose(self, params: LoopParams, state: GenerationState) -> tuple[Draft, Any]:
         """Returns the draft, sanitized, and the drafter's state after proposing."""
@@ -217,8 +221,8 @@ class SpeculativeLoop:
 
     def _verify(
         self, params: LoopParams, state: GenerationState, draft: Draft, output: TargetOutput
-    ) -> tuple[Verdict, Bool[Array, " B"]]:
-        """Returns the verdict, and whether the target has no distribution at the end of the accepted path."""
+    ) -> tuple[Verdict, Bool[Array, " B"], Float[Array, "B N V"]]:
+        """Returns the verdict, whether the target has no distribution at the end of the path, and the logits."""
         logits = self.target.unembed(params.target, output.final)
         known = _has_distribution(logits)
         # No rule may accept anything below a node without a distribution.
@@ -228,7 +232,7 @@ class SpeculativeLoop:
         verdict = self.verifier(draft, logits, state.sampling, keys, sampling_mode=self.sampling_mode, max_depth=depth)
         require_verdict(self.verifier, verdict, batch=logits.shape[0], max_depth=depth)
         last = jnp.max(verdict.path, axis=1, initial=0)  # nodes of a path ascend
-        return verdict, ~jnp.take_along_axis(known, last[:, None], axis=1)[:, 0]
+        return verdict, ~jnp.take_along_axis(known, last[:, None], axis=1)[:, 0], logits
 
     def _emit(
         self,
@@ -236,10 +240,11 @@ class SpeculativeLoop:
         emitted: Int[Array, "B T"],
         count: Int[Array, " B"],
         broken: Bool[Array, " B"],
+        logits: Float[Array, "B T V"] | None,
     ) -> GenerationState:
         """Appends up to ``count`` tokens to active rows, and ends rows exactly at a stop token or at the limit.
 
-        A ``broken`` row ends after them, because the target has no next token.
+        A ``broken`` row ends after them, because the target has no next token. Log-probabilities are of ``logits``.
         """
         index = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]
         stops = jnp.any(emitted[:, :, None] == state.stop_tokens[:, None, :], axis=-1) & (index < count[:, None])
@@ -258,8 +263,13 @@ class SpeculativeLoop:
         reason = jnp.where(
             until_stop <= kept, int(FinishReason.STOP), jnp.where(kept >= room, state.limit_reason, going_on)
         )
+        logprobs = state.logprobs
+        if logprobs is not None and logits is not None:
+            scored = LogProbs.of(logits, emitted, logprobs.top.shape[-1])
+            logprobs = jax.tree.map(lambda old, new: append(old, slots, new), logprobs, scored)
         return state.replace(  # type: ignore[attr-defined]
             tokens=append(state.tokens, slots, emitted),
+            logprobs=logprobs,
             length=state.length + kept,
             finish=jnp.where(state.running, reason, state.finish).astype(jnp.int32),
         )

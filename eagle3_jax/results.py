@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from eagle3_jax.logprobs import TokenLogProb
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.types import FinishReason
 
@@ -18,6 +19,7 @@ class Generation:
         text: The new tokens, decoded without the stop token; ``None`` without a tokenizer.
         finish_reason: Why the row ended.
         stats: Counters of the row.
+        logprobs: One entry per token, if they were asked for.
     """
 
     prompt_tokens: list[int]
@@ -25,6 +27,7 @@ class Generation:
     text: str | None
     finish_reason: FinishReason
     stats: SpeculationStats
+    logprobs: list[TokenLogProb] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Chunk:
         num_accepted: Number of accepted draft tokens; they come first.
         finish_reason: ``RUNNING`` until the last chunk.
         stats: Counters so far.
+        logprobs: One entry per token, if they were asked for.
     """
 
     tokens: list[int]
@@ -75,3 +79,4 @@ class Chunk:
     num_accepted: int
     finish_reason: FinishReason
     stats: SpeculationStats
+    logprobs: list[TokenLogProb] | None = None

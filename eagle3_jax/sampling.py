@@ -6,6 +6,7 @@ Prefill, plain decoding and verification use the same function, so they cannot d
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -76,14 +77,22 @@ def residual(p: Float[Array, "*B V"], q: Float[Array, "*B V"]) -> tuple[Float[Ar
     return jnp.where(mass[..., None] > 0, rest / jnp.where(mass > 0, mass, 1.0)[..., None], p), mass
 
 
-def row_keys(seed: int, batch: int) -> Key[Array, " B"]:
+def row_keys(seed: int | Sequence[int], batch: int) -> Key[Array, " B"]:
     """Returns one key per row; row ``b`` has the same key in a batch of any size.
 
     Two calls with the same seed share their random numbers. Use different seeds for batches that must be independent.
 
+    Args:
+        seed: One seed for the batch, or one per row: a row then has the key of row 0 in a batch of that seed.
+        batch: ``B``, rows.
+
     Raises:
-        ValueError: The seed is not a whole number from 0 to 2^32 - 1.
+        ValueError: A seed is not a whole number from 0 to 2^32 - 1, or there is not one per row.
     """
+    if isinstance(seed, Sequence | np.ndarray):
+        if len(seed) != batch:
+            raise ValueError(f"{len(seed)} seeds for {batch} prompts; give one each")
+        return jnp.concatenate([row_keys(one, 1) for one in seed])
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
         raise ValueError(f"seed is {seed!r}; expected a whole number from 0 to {2**32 - 1}")
     return _row_keys(jax.random.key(np.uint32(seed)), batch)

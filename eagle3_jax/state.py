@@ -11,6 +11,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Key
 
 from eagle3_jax.cache import Cache
+from eagle3_jax.logprobs import LogProbs
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.types import Draft, FinishReason, SamplingParams, Verdict
 
@@ -39,6 +40,7 @@ class Prompts:
         stop_tokens: ``[B M]``, ids that end a row, -1 padded; the stop token itself is kept.
         sampling: One value per row.
         keys: One key per row.
+        logprobs: ``L``, likeliest tokens with log-probabilities besides each new token; ``None`` records none.
     """
 
     tokens: Int[Array, "B T"]
@@ -48,6 +50,7 @@ class Prompts:
     stop_tokens: Int[Array, "B M"]
     sampling: SamplingParams
     keys: Key[Array, " B"]
+    logprobs: int | None = struct.field(pytree_node=False, default=None)
 
 
 @struct.dataclass(kw_only=True)
@@ -69,6 +72,7 @@ class GenerationState:
         sampling: One value per row.
         keys: One key per row.
         stats: Counters per row.
+        logprobs: Log-probabilities of the output, if the loop records them.
     """
 
     tokens: Int[Array, "B S"]
@@ -82,6 +86,7 @@ class GenerationState:
     sampling: SamplingParams
     keys: Key[Array, " B"]
     stats: SpeculationStats
+    logprobs: LogProbs | None = None
 
     @property
     def running(self) -> Bool[Array, " B"]:
@@ -110,12 +115,14 @@ class Outcome:
         length: ``[B]``.
         finish: ``[B]``.
         stats: Counters per row.
+        logprobs: Log-probabilities of the output, if the loop records them.
     """
 
     tokens: Int[Array | np.ndarray, "B S"]
     length: Int[Array | np.ndarray, " B"]
     finish: Int[Array | np.ndarray, " B"]
     stats: SpeculationStats
+    logprobs: LogProbs | None = None
 
 
 @struct.dataclass(kw_only=True)

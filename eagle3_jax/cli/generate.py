@@ -146,6 +146,13 @@ class SamplingOptions:
     ] = 1.0
     seed: Annotated[int, typer.Option(help="Random seed.", min=0, max=2**32 - 1)] = 0
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after stop tokens.")] = False
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the output before this text; may be repeated. With --json.")
+    ] = None
+    logprobs: Annotated[
+        int | None,
+        typer.Option(help="Report the log-probability of every new token and of this many likeliest. With --json."),
+    ] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,9 +181,12 @@ def generate(
     """Continue prompts, exactly as the target would, in fewer steps.
 
     With --json each prompt gives one line: prompt_ids, token_ids (new tokens only), text, finish_reason, lossless,
-    weights (of the target), drafter_method, seconds (without compilation; of the whole batch with --batch-size above 1)
-    and stats.
+    weights, drafter_method, seconds (without compilation; of the whole batch with --batch-size above 1),
+    stats, and with --logprobs logprobs: for each token its logprob and top, pairs of token id and log-probability.
     """
+    asked = {"stop": tuple(sampling.stop or ()), "logprobs": sampling.logprobs}
+    if any(value not in (None, ()) for value in asked.values()) and (not running.as_json or running.trace is not None):
+        raise Misuse("--stop and --logprobs work with --json and without --trace")
     trace = running.trace
     check_writable(trace)
     requests = prompts.read()
@@ -214,7 +224,7 @@ def generate(
         except ValueError as error:  # name the option that the library's message is about
             given = ", ".join(f"{name} {value}" for name, value in chosen.items())
             raise Misuse(f"{given}: {error}" if given else str(error)) from None
-    job = Job(decoder, _encode(decoder, requests), params, sampling.seed, running.batch_size, trace)
+    job = Job(decoder, _encode(decoder, requests), params, sampling.seed, running.batch_size, trace, asked)
     if running.as_json:
         _print_json(job)
     else:
@@ -273,6 +283,7 @@ class Job:
         seed: Random seed.
         batch_size: Prompts decoded at once.
         trace: File that every round is written to.
+        asked: Further arguments of ``generate``.
     """
 
     decoder: SpeculativeDecoder
@@ -281,6 +292,7 @@ class Job:
     seed: int
     batch_size: int
     trace: Path | None
+    asked: dict[str, Any]
 
     def chunks(self) -> Iterator[tuple[int, list[Task]]]:
         """Batches with their seeds.
@@ -308,7 +320,9 @@ class Job:
         start = time.perf_counter()
         with CompileClock() as clock:
             if rounds is None:
-                result = self.decoder.generate(prompts, max_new_tokens=limits, sampling=self.sampling, seed=seed)
+                result = self.decoder.generate(
+                    prompts, max_new_tokens=limits, sampling=self.sampling, seed=seed, **self.asked
+                )
             else:
                 traced = record(self.decoder, prompts, max_new_tokens=limits, sampling=self.sampling, seed=seed)
                 rounds += traced.prompts
@@ -346,6 +360,7 @@ def _print_json(job: Job) -> None:
 
 
 def _row_json(row: Generation, result: GenerationResult, decoder: SpeculativeDecoder) -> dict[str, Any]:
+    scores = {} if row.logprobs is None else {"logprobs": [dataclasses.asdict(one) for one in row.logprobs]}
     return {
         "prompt_ids": row.prompt_tokens,
         "token_ids": row.tokens,
@@ -356,7 +371,7 @@ def _row_json(row: Generation, result: GenerationResult, decoder: SpeculativeDec
         "drafter_method": decoder.method,
         "seconds": result.seconds,
         "stats": row.stats.to_json(),
-    }
+    } | scores
 
 
 # Text

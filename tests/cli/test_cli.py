@@ -105,6 +105,15 @@ def test_drafters_and_batches_do_not_change_greedy_output(cli, tmp_path):
     assert outputs == [outputs[0]] * 5
 
 
+def test_json_has_log_probabilities_and_ends_at_a_stop_text(cli):
+    options = ("generate", "def add(a, b):", "--max-new-tokens", 24, "--json", "--stop", "retu", "--logprobs", 1)
+    code, out, _ = cli(*options)
+    row = json.loads(out)
+    assert code == 0 and row["finish_reason"] == "stop" and "retu" not in row["text"]
+    assert [one["top"][0][0] for one in row["logprobs"]] == row["token_ids"]
+    assert all(one["logprob"] == one["top"][0][1] <= 0 for one in row["logprobs"])
+
+
 def test_equal_prompts_are_sampled_apart_and_reproducibly(cli, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_ids": [1, 17]}\n' * 2)

@@ -1,0 +1,122 @@
+"""What a request asks for besides sampling: log-probabilities, seeds of its own, stop texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+import eagle3_jax as e3
+from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.topology import DynamicTree
+from eagle3_jax.verifiers.simulated import SimulatedAcceptance
+
+TARGET = tiny.target(13)
+PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6, 5]]
+SAMPLED = e3.SamplingParams(temperature=0.8, top_k=7)
+DRAFTERS: dict[str, Any] = {
+    "plain": lambda: None,
+    "chain": lambda: tiny.eagle3(TARGET),
+    "tree": lambda: tiny.eagle3(TARGET, DynamicTree(num_nodes=9, max_depth=3, top_k=3)),
+}
+
+
+@pytest.mark.parametrize("sampling", [e3.SamplingParams(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_log_probabilities_are_those_of_a_forced_scoring(drafter: str, sampling: e3.SamplingParams) -> None:
+    decoder = e3.SpeculativeDecoder(TARGET, DRAFTERS[drafter]())
+    result = decoder.generate(PROMPTS, max_new_tokens=[20, 9, 14], sampling=sampling, logprobs=3)
+    for row in result.rows:
+        text = jnp.array([row.prompt_tokens + row.tokens])
+        positions = jnp.arange(text.shape[1])[None]
+        output = TARGET.model(TARGET.params, text, positions, causal_mask(text.shape[1]))
+        scores = np.asarray(jax.nn.log_softmax(TARGET.model.unembed(TARGET.params, output.final)[0]))
+        scores = scores[len(row.prompt_tokens) - 1 : -1]
+        assert row.logprobs is not None and len(row.logprobs) == len(row.tokens)
+        for one, token, score in zip(row.logprobs, row.tokens, scores, strict=True):
+            assert one.logprob == pytest.approx(score[token], abs=1e-4)
+            assert [value for _, value in one.top] == pytest.approx(np.sort(score)[::-1][:3], abs=1e-4)
+            assert [value for _, value in one.top] == pytest.approx([score[token] for token, _ in one.top], abs=1e-4)
+    unasked = decoder.generate(PROMPTS, max_new_tokens=[20, 9, 14], sampling=sampling)
+    assert unasked.tokens == result.tokens and unasked.rows[0].logprobs is None
+
+
+def test_a_stream_gives_the_log_probabilities_of_generate() -> None:
+    decoder = e3.SpeculativeDecoder(TARGET, tiny.eagle3(TARGET))
+    chunks = list(decoder.stream([1, 2, 3], max_new_tokens=12, logprobs=2))
+    row = decoder.generate([1, 2, 3], max_new_tokens=12, logprobs=2).rows[0]
+    streamed = [one for chunk in chunks for one in chunk.logprobs or []]
+    assert [one.top[0][0] for one in streamed] == row.tokens  # greedy
+    for one, other in zip(streamed, row.logprobs or [], strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+
+
+def test_log_probabilities_go_through_the_stages_of_a_schedule() -> None:
+    schedule = e3.SpeculationSchedule(((1, 2, 3), (3, 3, 1)))
+    staged = e3.SpeculativeDecoder(TARGET, tiny.eagle3(TARGET), schedule=schedule)
+    plain = e3.SpeculativeDecoder(TARGET)
+    ours, other = (one.generate(PROMPTS, max_new_tokens=[20, 4, 9], logprobs=0) for one in (staged, plain))
+    for row, same in zip(ours.rows, other.rows, strict=True):
+        scores = [[one.logprob for one in of.logprobs or []] for of in (row, same)]
+        assert len(scores[0]) == len(row.tokens) and scores[0] == pytest.approx(scores[1], abs=1e-4)
+
+
+def test_a_seed_of_its_own_gives_a_prompt_the_same_text_in_every_batch() -> None:
+    decoder = e3.SpeculativeDecoder(TARGET, tiny.eagle3(TARGET))
+    run = lambda prompts, seed: decoder.generate(prompts, max_new_tokens=16, sampling=SAMPLED, seed=seed).tokens
+    together = run(PROMPTS, [7, 8, 9])
+    assert run(PROMPTS[::-1], [9, 8, 7]) == together[::-1]
+    assert [run([prompt], seed)[0] for prompt, seed in zip(PROMPTS, (7, 8, 9), strict=True)] == together
+    assert run([PROMPTS[0]] * 2, [1, 2])[0] != run([PROMPTS[0]] * 2, [1, 2])[1]
+
+
+@pytest.fixture(scope="module")
+def shipped() -> e3.LoadedTarget:
+    return e3.load_target()
+
+
+@pytest.mark.parametrize("drafter", [None, e3.drafters.NGram(4)], ids=["plain", "n-grams"])
+def test_a_stop_text_ends_a_row_where_it_begins(shipped: e3.LoadedTarget, drafter: Any) -> None:
+    decoder = e3.SpeculativeDecoder(shipped, drafter)
+    prompts = ["def add(a, b):\n", "class Queue:\n"]
+    whole = decoder.generate(prompts, max_new_tokens=48)
+    stop = [(whole.texts[0] or "")[20:23], "\0never"]
+    cut = decoder.generate(prompts, max_new_tokens=48, stop=stop)
+    for row, full in zip(cut.rows, whole.rows, strict=True):
+        assert row.text is not None and full.text is not None
+        assert row.text == full.text.split(stop[0])[0]
+        assert row.tokens == full.tokens[: len(row.tokens)]
+        if stop[0] not in full.text:
+            assert row.finish_reason is full.finish_reason and row.tokens == full.tokens
+            continue
+        assert row.finish_reason is e3.FinishReason.STOP
+        decoded = [decoder.target.tokenizer.decode(row.tokens[:end]) for end in (-1, None)]  # type: ignore[union-attr]
+        assert stop[0] not in decoded[0] and stop[0] in decoded[1]
+    assert decoder.generate(prompts[:1], max_new_tokens=48, stop=stop[0]).texts == cut.texts[:1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": [1, 2]}, "2 seeds for 3 prompts; give one each"),
+        ({"seed": [1, 2, -3]}, "seed is -3; expected a whole number"),
+        ({"logprobs": 14}, "logprobs is 14; expected a whole number from 0 to 13, or None"),
+        ({"logprobs": True}, "logprobs is True"),
+        ({"stop": "end"}, "has no tokenizer; use stop_tokens"),
+        ({"stop": [""]}, "stop contains ''; expected texts of at least one character"),
+    ],
+)
+def test_a_bad_request_is_refused_in_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        e3.SpeculativeDecoder(TARGET).generate(PROMPTS, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_simulated_rule_has_no_log_probabilities() -> None:
+    decoder = e3.SpeculativeDecoder(TARGET, tiny.eagle3(TARGET), verifier=SimulatedAcceptance((0.5, 0.2, 0.1)))
+    with pytest.raises(ValueError, match="logprobs were asked of SimulatedAcceptance"):
+        decoder.generate(PROMPTS, logprobs=1)
