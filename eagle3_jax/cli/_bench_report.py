@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 _WIDTH = 124
 _TIMES = ("p50", "p90", "p99")
+# Columns in the order in which a narrow terminal leaves them out; `--output` writes all of them.
+_LEFT_OUT = (
+    "compile", "total ratio", "total", "roofline", "95 %", "conditional", "commit ms", "verify ms", "draft ms",
+    "TTFT p90", "TPOT p90", "chunk p90", "TTFT p99", "TPOT p99", "chunk p99", "dtype", "draft rate", "prompts",
+    "per position", "same",
+)  # fmt: skip
 
 NOTES = """\
 tokens/s: new tokens after the first over the time of the decode loop; total: all new tokens over all time, prefill too.
@@ -124,13 +130,28 @@ def show(findings: Findings) -> None:
     """Prints the tables in the terminal."""
     from rich.console import Console
 
-    console = Console(highlight=False, width=max(Console().width, _WIDTH))  # a narrow terminal wraps, nothing is cut
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)
     for report in findings.reports:
         console.print(headline(report, device=findings.device), markup=False)
     for table in findings.tables:
         console.print(f"\n{table.title}", style="bold", markup=False)
-        console.print(_rich_table(table))
+        console.print(_rich_table(fitting(table, console.width)))
     console.print("\n" + NOTES, markup=False)
+
+
+def fitting(table: Table, width: int) -> Table:
+    """The table without the least important columns that do not fit into ``width`` characters."""
+    sizes = {
+        name: 2 + max(len(str(cell)) for cell in (name, *cells))
+        for name, *cells in zip(table.columns, *table.rows, strict=True)
+    }
+    for name in _LEFT_OUT:
+        if sum(sizes.values()) > width:
+            sizes.pop(name, None)
+    rows = [[cell for name, cell in zip(table.columns, row, strict=True) if name in sizes] for row in table.rows]
+    return Table(table.title, list(sizes), rows)
 
 
 def _rich_table(table: Table) -> Any:

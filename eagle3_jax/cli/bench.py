@@ -205,7 +205,7 @@ class EngineOptions:
     rivals: Annotated[
         str | None,
         typer.Option(
-            help="Other software to measure: 'transformers', 'vllm', both or 'none'. Default: transformers, and vLLM "
+            help="Other software to measure: 'transformers', 'vllm', 'both' or 'none'. Default: transformers, and vLLM "
             "if it is named."
         ),
     ] = None
@@ -229,7 +229,8 @@ class EngineOptions:
         """The engines to measure, of :data:`ENGINES`."""
         if self.rivals is None:
             return list(ENGINES) if self._has_vllm else ["transformers"]
-        return [] if self.rivals == "none" else [name.strip() for name in self.rivals.split(",")]
+        several = {"none": [], "both": list(ENGINES)}
+        return several.get(self.rivals, [name.strip() for name in self.rivals.split(",")])
 
     @property
     def _has_vllm(self) -> bool:
@@ -275,7 +276,9 @@ def bench(
     output: Annotated[Path | None, typer.Option(help="New directory for bench.json and bench.md.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure plain decoding, chains, trees, prompt lookup, transformers and vLLM, interleaved on the same prompts.
+    """Measure drafts against plain decoding and other engines.
+
+    All are interleaved on the same prompts: plain decoding, chains, trees, prompt lookup, transformers and vLLM.
 
     Ends with exit code 1, after everything is written, if a measurement is faster than the memory can be read.
     """

@@ -34,7 +34,10 @@ def convert(
     target: Annotated[str | None, typer.Option(help=f"{_HELP} of the target that a head belongs to.")] = None,
     layer_ids: LayerIdsOption = None,
 ) -> None:
-    """Rewrite a checkpoint in another layout, refusing whatever does not fit exactly."""
+    """Rewrite a checkpoint in another layout.
+
+    Whatever does not fit exactly is refused.
+    """
     from eagle3_jax import conversion
     from eagle3_jax.sources import locate
 
@@ -50,7 +53,7 @@ def inspect(
     *,
     as_json: JsonOption = False,
 ) -> None:
-    """Describe a checkpoint: kind and generation, parameters, bytes, configuration."""
+    """Describe a checkpoint: kind, size, configuration."""
     from eagle3_jax.conversion.inspect import describe
     from eagle3_jax.sources import locate
 
@@ -70,7 +73,7 @@ def inspect(
         if number:
             typer.echo()
         table = Table(show_header=False, box=None, pad_edge=False)
-        for name, value in _flat(description):
+        for name, value in _described(description):
             table.add_row(Text(printable(name), "bold"), Text(printable(value), overflow="fold"))
         Console(highlight=False).print(table)
 
@@ -86,7 +89,10 @@ def doctor(
     compilation_cache: CompilationCacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check that a head or a draft model fits its target; exits 1 when a check fails."""
+    """Check that a head or a draft model fits its target.
+
+    Exits with 1 when a check fails.
+    """
     from eagle3_jax.bench.gpu import gpu_problem
     from eagle3_jax.conversion.doctor import diagnose
     from eagle3_jax.sources import locate
@@ -121,6 +127,29 @@ def _print_checks(checks: list[dict[str, str]]) -> None:
         status = Text(check["status"], _STYLES.get(check["status"], "dim"))
         table.add_row(Text(check["name"]), status, Text(check["detail"], overflow="fold"))
     Console(highlight=False).print(table)
+
+
+def _described(description: dict[str, Any]) -> list[tuple[str, str]]:
+    """A description in words: sizes with units, empty fields left out, the configuration last."""
+    size, config = description["num_bytes"], _flat(description["config"])
+    unit, power = next(
+        (unit, power) for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)) if size >= 10**power or power == 3
+    )
+    types = ", ".join(f"{name} ({count:,})" for name, count in description["dtypes"].items())
+    rows = {
+        "checkpoint": f"{description['kind']}, {description['dialect']} layout",
+        "loadable": "yes" if description["loadable"] else "no",
+        "problem": description["problem"],
+        "note": description["note"],
+        "size": f"{description['num_parameters']:,} parameters in {description['num_tensors']:,} tensors, "
+        f"{size / 10**power:.1f} {unit}",
+        "stored as": types,
+        "quantized": description["quantisation"],
+        "tokenizer": "yes" if description["has_tokenizer"] else "no",
+        "directory": description["source"],
+    }
+    shown = [(name, str(value)) for name, value in rows.items() if value]
+    return [*shown, *((f"config {name}", value) for name, value in config if value not in ("", "None"))]
 
 
 def _flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -395,10 +395,10 @@ def _print_text(job: Job, *, compare: bool) -> None:
     console = Console(highlight=False, soft_wrap=True)
     one_by_one = dataclasses.replace(job, batch_size=1)
     counters = [_stream(console, job, tasks[0], seed) for seed, tasks in one_by_one.chunks()]
-    _print_summary(console, SpeculationStats.merge(counters))
-    _print_method(console, job.decoder)
     if compare:
         _print_comparison(console, job)
+    _print_summary(console, SpeculationStats.merge(counters))
+    _print_method(console, job.decoder)
     if job.trace is not None:
         rounds: list[dict[str, Any]] = []
         with spinner("writing the trace"):
@@ -482,25 +482,26 @@ def _print_comparison(console: Console, job: Job) -> None:
             seed=job.seed,
             repeats=_REPEATS,
         )
-    console.print(speed_line(found))
+    console.print(speed_line(found), style="bold", markup=False)
     console.print(
-        f"batch 1, prefill included, compilation excluded, median of {_REPEATS} interleaved runs over {len(tasks)} "
-        f"prompt{'s' if len(tasks) > 1 else ''}; plain = the same target in the same precision; {hardware()}"
+        f"median of {_REPEATS} interleaved runs over {len(tasks)} prompt{'s' if len(tasks) > 1 else ''} at batch 1, "
+        f"prefill included, compilation excluded; {hardware()}",
+        markup=False,
     )
-    if found.same_output is not None and not found.is_plain:
-        console.print(f"output equal to plain decoding, token for token: {'yes' if found.same_output else 'no'}")
 
 
 def speed_line(found: Comparison) -> str:
-    """Both speeds and their ratio: of the numbers as they are shown, so that a reader can divide them."""
+    """The speed-up, and whether the output is the same. The ratio is that of the speeds as they are shown."""
     ours, plain = _speed(found.tokens_per_second.median), _speed(found.plain_tokens_per_second.median)
     if found.is_plain:
         return f"{plain} tokens/s, plain decoding"
-    ratios = found.ratios
-    spread = f"{min(ratios):.2f}x to {max(ratios):.2f}x in {len(ratios)} runs"
-    if min(ratios) <= 1 <= max(ratios):
-        spread = f"no measurable difference ({spread})"
-    return f"{ours} tokens/s = {float(ours) / float(plain):.2f}x plain decoding ({plain} tokens/s); {spread}"
+    low, high, ratio = min(found.ratios), max(found.ratios), float(ours) / float(plain)
+    spread = f"{ours} vs {plain} tokens/s; {low:.2f}x to {high:.2f}x in {len(found.ratios)} runs"
+    what = f"{ratio:.2f}x faster than plain decoding" if ratio > 1 else f"{ratio:.2f}x the speed of plain decoding"
+    if low <= 1 <= high:
+        what = f"{ratio:.2f}x, no measurable difference from plain decoding"
+    same = "" if found.same_output is None else f", identical output: {'yes' if found.same_output else 'no'}"
+    return f"{what} ({spread}){same}"
 
 
 def _speed(tokens_per_second: float) -> str:

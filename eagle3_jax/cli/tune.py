@@ -65,7 +65,7 @@ def tune(
     compilation_cache: CompilationCacheOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure costs and acceptance of drafts, and choose the best K for every batch size.
+    """Choose the best K for every batch size by measurement.
 
     Prints a schedule in vLLM's form, num_speculative_tokens_per_batch_size, which `eagle3 generate --schedule` takes
     too, the acceptance at which each choice breaks even, and a check of the prediction.

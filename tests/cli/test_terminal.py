@@ -304,8 +304,8 @@ def test_every_figure_follows_from_the_json(printed, target, tmp_path):
     assert f"{accepted / drafted:.0%} of the drafted tokens accepted" in shown
     depths = zip(*(row["num_accepted_tokens_per_pos"] for row in rows), strict=True)
     assert "accepted at depth 1, 2, ...: " + " ".join(f"{sum(depth) / drafts:.2f}" for depth in depths) in shown
-    speeds = re.search(r"([\d.]+) tokens/s = ([\d.]+)x plain decoding \(([\d.]+) tokens/s\)", shown)
-    ours, ratio, plain = map(float, speeds.groups())
+    speeds = re.search(r"([\d.]+)x[^(]* plain decoding \(([\d.]+) vs ([\d.]+) tokens/s;.* identical output: yes", shown)
+    ratio, ours, plain = map(float, speeds.groups())
     assert ratio == pytest.approx(ours / plain, abs=0.00501)
 
 
@@ -322,10 +322,25 @@ def test_the_ratio_is_that_of_the_two_speeds_beside_it():
     # By repeat the ratios are 1.19, 0.60 and 1.67, whose median once stood beside the two medians, 334.4 and 340.7.
     noise = comparison([334.4, 280.0, 569.2], [281.0, 466.7, 340.7])
     assert noise == (
-        "334.4 tokens/s = 0.98x plain decoding (340.7 tokens/s); no measurable difference (0.60x to 1.67x in 3 runs)"
+        "0.98x, no measurable difference from plain decoding (334.4 vs 340.7 tokens/s; 0.60x to 1.67x in 3 runs), "
+        "identical output: yes"
     )
     assert comparison([3.0, 3.2, 3.1], [2.0, 2.0, 1.994]) == (
-        "3.1 tokens/s = 1.55x plain decoding (2 tokens/s); 1.50x to 1.60x in 3 runs"
+        "1.55x faster than plain decoding (3.1 vs 2 tokens/s; 1.50x to 1.60x in 3 runs), identical output: yes"
     )
     slow = comparison([0.0123], [0.0204])
-    assert slow == "0.0123 tokens/s = 0.60x plain decoding (0.0204 tokens/s); 0.60x to 0.60x in 1 runs"
+    said = "0.60x the speed of plain decoding (0.0123 vs 0.0204 tokens/s; 0.60x to 0.60x in 1 runs)"
+    assert slow == f"{said}, identical output: yes"
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_a_table_loses_columns_in_a_narrow_terminal_and_no_cell(width):
+    from eagle3_jax.bench.tables import Table
+    from eagle3_jax.cli._bench_report import fitting
+
+    columns = ["method", "dtype", "tokens/s", "ratio", "95 %", "τ", "total", "total ratio", "roofline", "compile"]
+    table = Table("Speed", columns, [["chain K=3", "float32", "123.4", "1.40 (1.38-1.42)", *["[1.30-1.50]"] * 6]])
+    shown = fitting(table, width)
+    assert sum(2 + len(str(cell)) for cell in shown.rows[0]) <= width
+    assert {"method", "tokens/s", "ratio", "τ"} <= set(shown.columns)
+    assert (shown.columns == columns) == (width == 200)
