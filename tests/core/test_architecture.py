@@ -17,7 +17,7 @@ LAYERS = (
     ("cache", "jsonl", "models.config", "sources", "writing"),
     ("types",),
     ("tree", "topology", "published_trees", "sampling", "schedule", "text"),
-    ("acceptance", "checks", "loaded", "point_masses", "results", "state", "stats", "verifiers"),
+    ("acceptance", "checks", "loaded", "logprobs", "point_masses", "results", "state", "stats", "verifiers"),
     ("models",),
     ("drafters",),
     ("loop", "theory"),

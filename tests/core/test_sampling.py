@@ -111,7 +111,7 @@ def test_randomness_differs_by_row_position_and_purpose() -> None:
     assert np.array_equal(alone[0], at(4, 0)[1])
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32, True, 1.0, [1], None])
+@pytest.mark.parametrize("seed", [-1, 2**32, True, 1.0, [1, -1], None])
 def test_a_seed_out_of_range_is_refused(seed: object) -> None:
     with tiny.unchecked(), pytest.raises(ValueError, match=r"seed is .*; expected a whole number from 0 to 4294967295"):
         row_keys(seed, 2)

@@ -16,7 +16,6 @@ import support_record
 import validated
 import write_tables
 
-import eagle3_jax
 from eagle3_jax.conversion.families import FAMILIES, WRAPPERS
 from eagle3_jax.conversion.heads import HEADS
 from eagle3_jax.named import NAMED
@@ -99,7 +98,6 @@ VALIDATION = load(validated.RECORD)
 def test_the_record_of_the_validation_has_every_check_of_today() -> None:
     assert not validated.missing(VALIDATION)
     assert not VALIDATION.environment["git"]["dirty"]
-    assert VALIDATION.environment["versions"]["eagle3_jax"] == eagle3_jax.__version__
 
 
 def test_every_level_of_the_record_of_the_validation_passed() -> None:
