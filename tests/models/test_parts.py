@@ -22,7 +22,7 @@ from eagle3_jax.models.attention import (  # noqa: E402
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, LayerConfig, QueryScaling, RopeConfig  # noqa: E402
 from eagle3_jax.models.grouped import Attention  # noqa: E402
 from eagle3_jax.models.layers import FLOAT32, RMSNorm  # noqa: E402
-from eagle3_jax.models.memory import BlockMemory, Span, cache_mask, causal_mask, memories  # noqa: E402  # noqa: E402
+from eagle3_jax.models.memory import BlockMemory, Span, cache_mask, causal_mask, memories  # noqa: E402
 from eagle3_jax.models.rope import rotate, scale_queries  # noqa: E402
 
 BATCH, FED, HEADS, KV_HEADS, SIZE = 2, 9, 4, 2, 16
@@ -151,8 +151,8 @@ def test_values_may_be_narrower_than_keys() -> None:
 
 
 def test_chunks_are_counted_from_the_first_position() -> None:
-    apart = theirs("llama4.modeling_llama4", "create_chunked_causal_mask").__globals__["chunked_causal_mask_function"]
-    sees = apart(4, torch.zeros(1, dtype=torch.int64))
+    from transformers import masking_utils as masking
+    sees = masking.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
     index = torch.arange(11)
     expected = np.array([[bool(sees(0, 0, query, key)) for key in index] for query in index])
     positions = jnp.arange(11)[None]
