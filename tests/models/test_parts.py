@@ -152,6 +152,7 @@ def test_values_may_be_narrower_than_keys() -> None:
 
 def test_chunks_are_counted_from_the_first_position() -> None:
     from transformers import masking_utils as masking
+
     sees = masking.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
     index = torch.arange(11)
     expected = np.array([[bool(sees(0, 0, query, key)) for key in index] for query in index])
