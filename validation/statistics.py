@@ -82,7 +82,7 @@ def drafted(p: Float[np.ndarray, "n V"], proposals: Int[np.ndarray, "n k"], toke
     Args:
         p: The target's distribution at each token.
         proposals: Distinct draft tokens at this place, padded with -1: one in a chain, the siblings in a tree.
-        tokens: What was emitted.
+        tokens: The emitted tokens.
     """
     mass = np.take_along_axis(p, np.maximum(proposals, 0), axis=1)
     mean = np.minimum((mass * (proposals >= 0)).sum(axis=1), 1.0)
@@ -100,7 +100,7 @@ def randomised_pit(
 
     Args:
         p: The target's distribution at each token.
-        tokens: What was emitted.
+        tokens: The emitted tokens.
         uniforms: Fresh, in [0, 1).
         order: Tokens with a lower value come before; of equal ones, the lower id. ``-p`` orders by rank.
     """
@@ -124,7 +124,7 @@ class Fluctuation:
     Attributes:
         statistic: ``Σ d' C⁻¹ d`` over the strata; chi-square for an exact sampler.
         degrees: Its degrees of freedom.
-        p_value: Of the statistic; 0 when a token was drawn that its law does not allow.
+        p_value: P-value of the statistic; 0 if a sampled token has no probability.
         tokens: Tokens that had a choice.
         impossible: Tokens drawn that have no mass.
     """
@@ -174,9 +174,9 @@ class Excess:
         """Count tokens.
 
         Args:
-            p: All laws.
-            laws: Which of them each token was drawn from.
-            tokens: What was drawn.
+            p: All distributions.
+            laws: Index of the distribution that each token was sampled from.
+            tokens: The sampled tokens.
             strata: The stratum of each, from 0.
             size: ``S``, how many strata there are.
         """

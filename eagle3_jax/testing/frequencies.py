@@ -51,7 +51,7 @@ def goodness_of_fit(counts: Mapping[Hashable, Any], law: Mapping[Hashable, Any],
     """Pearson's chi-square and the G-test; the rarest outcomes are counted as one, until it expects ``least`` of them.
 
     Args:
-        counts: How often each outcome was seen.
+        counts: Number of times that each outcome was seen.
         law: Its exact probability.
         least: Smallest expected count of a cell.
     """
