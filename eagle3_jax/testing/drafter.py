@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -212,11 +212,15 @@ class Subject:
         leaves = jax.tree.leaves((self.loaded.params, self.after_prompt, self.target.params, self.shown().features))
         return any(jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4 for leaf in leaves)
 
-    def require_pieces(self, whole: HostDraft, pieces: HostDraft, tolerance: float, cut: str) -> None:
-        """Check that a text observed in pieces gives the draft of the whole text, up to rounding."""
-        rows = _differing_rows(whole, pieces, 2e-2 if self.rounds_off else tolerance)
+    def require_pieces(self, text: Observation, once: HostDraft, sizes: Sequence[int], tolerance: float) -> None:
+        """Check that a text observed in pieces of these sizes gives the draft of the whole text, up to rounding."""
+        state, start = self.fresh(), 0
+        for size in sizes:
+            state, start = self.observe(state, _cut(text, start, size)), start + size
+        rows = _differing_rows(once, self.propose(state), 2e-2 if self.rounds_off else tolerance)
         if len(rows) > (ROWS // 2 if self.rounds_off else 0):
-            raise Broken(f"{_named(rows)} drafts something else when {cut}")
+            shown = ", ".join(map(str, dict.fromkeys(sizes)))
+            raise Broken(f"{_named(rows)} drafts something else when {start} tokens are shown in pieces of {shown}")
 
 
 def _on_host(draft: Draft) -> HostDraft:
@@ -394,24 +398,19 @@ def _cut(whole: Observation, start: int, count: int) -> Observation:
 
 def does_not_care_how_texts_are_cut(subject: Subject) -> str:
     """A text observed in pieces gives the same draft as the text observed at once."""
-    whole, cut = subject.shown((FED,) * ROWS, seed=4), 4
-    state = subject.observe(subject.fresh(), _cut(whole, 0, cut))
-    pieces = subject.propose(subject.observe(state, _cut(whole, cut, FED - cut)))
+    whole = subject.shown((FED,) * ROWS, seed=4)
     once = subject.propose(subject.observe(subject.fresh(), whole))
-    subject.require_pieces(once, pieces, 1e-5, f"{FED} tokens are shown as {cut} and {FED - cut}")
+    subject.require_pieces(whole, once, (4, FED - 4), 1e-5)
     return ""
 
 
 def drafts_after_a_long_text(subject: Subject) -> str:
     """A long text, observed at once or in pieces, gives the same draft."""
-    whole, state = subject.long_text, subject.fresh()
+    whole, once = subject.long_text, subject.propose(subject.after_long_text)
     long = whole.tokens.shape[1]
-    for start in range(0, long // FED * FED, FED):
-        state = subject.observe(state, _cut(whole, start, FED))
-    once, pieces = subject.propose(subject.after_long_text), subject.propose(state)
     if (rows := np.flatnonzero(once.tokens[:, 0] != np.asarray(whole.next_token))).size:
         raise Broken(f"node 0 of {_named(rows.tolist())} is not the last token of a text of {long}")
-    subject.require_pieces(once, pieces, 1e-4, f"{long} tokens are shown {FED} at a time")
+    subject.require_pieces(whole, once, (FED,) * (long // FED), 1e-4)
     return f"{long} tokens, at once and {FED} at a time, with a capacity of {CAPACITY}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ class Fit:
     chi_square: float
     g_test: float
     distance: float
-    impossible: Mapping[Hashable, Any]
+    impossible: Mapping[Any, Any]
     statistic: float = math.inf
     degrees: int = 0
 
@@ -47,7 +47,7 @@ class Fit:
         return smallest_deviation(self.draws, self.degrees, alpha=alpha)
 
 
-def goodness_of_fit(counts: Mapping[Hashable, Any], law: Mapping[Hashable, Any], *, least: float = 10.0) -> Fit:
+def goodness_of_fit(counts: Mapping[Any, Any], law: Mapping[Any, Any], *, least: float = 10.0) -> Fit:
     """Pearson's chi-square and the G-test; the rarest outcomes are counted as one, until it expects ``least`` of them.
 
     Args:
