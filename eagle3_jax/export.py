@@ -37,7 +37,7 @@ class About:
         max_positions: Longest sequence of the target.
         vocab_size: ``V``.
         sampling_mode: Supported sampling: ``greedy``, ``temperature`` or ``truncated`` (top-k and top-p as well).
-        platforms: Where it runs.
+        platforms: Platforms on which it runs.
         parameters: Dtype and shape of every array as text, by name.
         jax: Version of JAX that wrote it.
         format: Version of these fields.
@@ -86,7 +86,7 @@ class ExportedGeneration:
 
         Args:
             program: The lowered program.
-            about: What it was made for.
+            about: Shapes and sampling that it was made for.
         """
         self.program, self.about = program, about
         self._call = jax.jit(program.call)
@@ -222,8 +222,8 @@ def export_generation(
         prompt_tokens: Longest prompt; shorter ones are padded.
         max_new_tokens: Most tokens to add.
         sampling_mode: Sampling that it must support. Default: greedy.
-        platforms: Of :data:`PLATFORMS`, such as ``("cpu", "cuda")``. Default: the present one. The hardware need not be
-            present.
+        platforms: Some of :data:`PLATFORMS`, such as ``("cpu", "cuda")``. Default: the present one. The hardware need
+            not be present.
 
     Raises:
         ValueError: The target has no room for this, the decoder is not lossless, or a platform is unknown.

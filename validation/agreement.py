@@ -28,7 +28,7 @@ class Agreed:
         tokens: Positions scored.
         ties: Positions at which the token is the other side's second choice within the tolerance.
         disagreements: Positions at which it is neither.
-        largest_gap: Of all positions.
+        largest_gap: Largest gap of all positions.
     """
 
     tokens: int
@@ -42,9 +42,9 @@ class Judged:
     """What one way of decoding wrote, as another sees it.
 
     Attributes:
-        by: Who wrote.
-        scored_by: Who judges.
-        dtype: Whose rounding makes a tie.
+        by: Name of the engine that wrote the tokens.
+        scored_by: Name of the engine that scored them.
+        dtype: Type whose rounding makes a tie.
         outputs: New tokens of every prompt.
         scored: The judge's opinion of each of them.
     """

@@ -20,6 +20,7 @@ from eagle3_jax.bench.tables import write_text
 from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.engines.memory import SHARE_OF_VLLM, share_memory
 from validation.aot.platforms import Platform
+from validation.decodings import forget_programs
 from validation.device import Releases, give_back, products, reason_of_exhaustion
 from validation.fixtures import NOTES, RELEASES, setting, subject, vllm, vllm_process  # noqa: F401
 from validation.levels import BY_NAME
@@ -160,6 +161,7 @@ def _forget_programs(pytestconfig: pytest.Config) -> Iterator[None]:
     On a GPU, models and vLLM free their memory too, for those of the next module.
     """
     yield
+    forget_programs()
     jax.clear_caches()
     gc.collect()
     if pytestconfig.getoption("--gpu"):

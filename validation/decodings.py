@@ -29,8 +29,8 @@ class Decoding:
     """A pair compiled for one batch size, with every kernel deterministic.
 
     Attributes:
-        target: Of the pair.
-        drafter: Of the pair.
+        target: Target of the pair.
+        drafter: Drafter of the pair.
         dtype: Precision of both.
         batch: Rows.
         limit: New tokens of every row.

@@ -49,7 +49,7 @@ class InjectedError:
     """An error that the counts must show.
 
     Attributes:
-        what: In words.
+        what: The error in words.
         change: Injects it into the head's files.
         drafter: Makes our drafter with it, for methods without files.
     """
@@ -68,7 +68,7 @@ class Method:
         num_speculative_tokens: ``K``.
         error: The error that is injected.
         head: Gives the directory that we read, made in the one given if it has to be; ``None`` where there is none.
-        layout: In which our writer hands the head to vLLM; ``None`` where vLLM reads what we read.
+        layout: Layout in which our writer hands the head to vLLM; ``None`` where vLLM reads what we read.
         ours: Our drafter for a target, of the head's directory.
         least: Mean acceptance length that no head reaches by chance.
         repaired: The CPU build of vLLM 0.32 gets it wrong and is mended for it; see
@@ -129,7 +129,7 @@ def rewritten(source: Path, directory: Path, change: Callable[[Config, Tensors],
 
     Args:
         source: The checkpoint.
-        directory: Where to; made if missing.
+        directory: Directory to write, created if it is missing.
         change: Is given ``config.json`` and the tensors.
     """
     config, tensors = json.loads((source / "config.json").read_text()), dict(read_tensors(source))

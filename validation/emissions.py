@@ -129,7 +129,7 @@ class Reference:
         """Needs torch and transformers.
 
         Args:
-            directory: Of a target in the Hugging Face layout; ``None`` for the shipped one.
+            directory: Directory of a target in the Hugging Face layout; ``None`` for the shipped one.
         """
         import torch
         from transformers import AutoModelForCausalLM

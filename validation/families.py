@@ -60,9 +60,9 @@ class Family:
 
     Attributes:
         recipe: A model of it.
-        published: What is added to its ``config.json``.
-        generation: What is added to its ``generation_config.json``.
-        dtype: Of the products in both engines.
+        published: Fields that are added to its ``config.json``.
+        generation: Fields that are added to its ``generation_config.json``.
+        dtype: Type of the products in both engines.
         with_heads: vLLM drafts for it with EAGLE-3; with n-grams where it does not.
         loudness: See :func:`peaked.write_peaked`.
         longest: Tokens of the longest prompt.
@@ -148,9 +148,9 @@ class Trial(NamedTuple):
     """One family in both engines.
 
     Attributes:
-        prompts: Of both.
+        prompts: Prompts of both engines.
         target: Ours.
-        drafter: What both draft with.
+        drafter: Drafter of both engines.
         judged: Texts of ours, scored by vLLM, then vLLM's, scored by us: plain, and with drafts.
         theirs: vLLM's rounds.
         num_speculative_tokens: ``K``.

@@ -49,9 +49,9 @@ def reference(
     """Judge tokens along given outputs in one pass, with the same weights but every sum in float32.
 
     Args:
-        target: Whose weights.
+        target: The target whose weights are used.
         prompts: Token ids before the outputs.
-        outputs: What is fed.
+        outputs: Tokens that are fed.
         judged: A token for each position of each output; the outputs themselves when left out.
     """
     if target.model.precision is BFLOAT16:  # type: ignore[attr-defined]

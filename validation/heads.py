@@ -23,11 +23,11 @@ class Head:
     """A checkpoint under change.
 
     Attributes:
-        config: Its config.json.
-        tensors: In official names, float32.
+        config: Content of its config.json.
+        tensors: Tensors by their official names, in float32.
         embedding: The target's, ``[V D]``.
         unembedding: The target's, ``[V D]``.
-        random: For new weights.
+        random: Generator of new weights.
     """
 
     config: dict[str, Any]
@@ -59,8 +59,8 @@ def write_variation(name: str, head: Path, target: Path, directory: Path) -> Non
     Args:
         name: One of :data:`VARIATIONS`.
         head: The shipped head, or one like it: official layout, one layer, features of :data:`TRAINED_LAYERS`.
-        target: What it drafts for.
-        directory: Where to; must not exist.
+        target: The target that it drafts for.
+        directory: Directory to write; it must not exist.
     """
     around = read_tensors(target)
     stored = {

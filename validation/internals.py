@@ -115,9 +115,9 @@ def compare_with_recorded(
     """Replay a prompt and compare, round by round, what the head was fed and what it answered.
 
     Args:
-        decoder: From :func:`recording`, with an EAGLE-3 chain.
+        decoder: A decoder of :func:`recording`, with an EAGLE-3 chain.
         prompt: Token ids.
-        recorded: From ``ProcessEngine.record`` for the same prompt.
+        recorded: The result of ``ProcessEngine.record`` for the same prompt.
         max_new_tokens: As when it was recorded.
         batch_size: Copies of the prompt, where programs for such a batch are compiled already.
     """

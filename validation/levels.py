@@ -11,8 +11,8 @@ class Level:
 
     Attributes:
         name: As tests name it: ``@pytest.mark.level("L5")``.
-        title: In the report.
-        claim: What a green verdict says, in one sentence.
+        title: Title in the report.
+        claim: The claim that a green verdict proves, in one sentence.
         only_with: The option that the level needs, ``gpu`` or ``aot``; empty for most.
     """
 

@@ -77,31 +77,11 @@ def classify(gap: ArrayLike, rank: ArrayLike, tolerance: ArrayLike) -> np.ndarra
 
 
 def clopper_pearson(successes: int, trials: int, *, confidence: float = 0.99) -> tuple[float, float]:
-    """Exact two-sided interval of a binomial probability (Clopper & Pearson, 1934).
-
-    Raises:
-        ValueError: The counts are no counts of a binomial experiment.
-    """
+    """Exact two-sided interval of a binomial probability (Clopper & Pearson, 1934)."""
     from scipy import stats
 
-    if not 0 <= successes <= trials or trials == 0:
-        raise ValueError(f"{successes} successes in {trials} trials; expected 0 <= successes <= trials and a trial")
-    tail = (1 - confidence) / 2
-    low = 0.0 if successes == 0 else float(stats.beta.ppf(tail, successes, trials - successes + 1))
-    high = 1.0 if successes == trials else float(stats.beta.isf(tail, successes + 1, trials - successes))
-    return low, high
-
-
-def rate_bound(successes: int, trials: int, *, confidence: float = 0.99) -> float:
-    """One-sided upper bound of a binomial probability; ``3 / trials`` at 95 % when nothing was seen."""
-    return clopper_pearson(successes, trials, confidence=2 * confidence - 1)[1]
-
-
-def poisson_quantile(mean: float, *, tail: float = 1e-6) -> int:
-    """Smallest count that a Poisson variable of this mean exceeds with probability at most ``tail``."""
-    from scipy import stats
-
-    return int(stats.poisson.isf(tail, mean))
+    found = stats.binomtest(successes, trials).proportion_ci(confidence)
+    return float(found.low), float(found.high)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,11 +99,13 @@ class Control:
     @property
     def bound(self) -> float:
         """Upper bound of the flip rate, at 99 %."""
-        return rate_bound(self.flips, self.tokens)
+        return clopper_pearson(self.flips, self.tokens, confidence=0.98)[1]
 
     def allowed(self, tokens: int, *, times: float = 1.0) -> int:
         """As many flips in ``tokens`` positions as ``times`` this noise explains; more are one run in a million."""
-        return poisson_quantile(times * tokens * self.bound)
+        from scipy import stats
+
+        return int(stats.poisson.isf(1e-6, times * tokens * self.bound))
 
     def sees(self, tokens: int, *, times: float = 1.0) -> float:
         """The smallest rate of flips in ``tokens`` positions that exceeds :meth:`allowed` with 90 % power."""

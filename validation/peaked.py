@@ -37,9 +37,9 @@ class Recipe(NamedTuple):
     """A small model of a family.
 
     Attributes:
-        model_type: Of transformers.
-        fields: Of its configuration, next to :data:`BASE`.
-        seed: Of its weights.
+        model_type: Name of the model type in transformers.
+        fields: Fields of its configuration, next to :data:`BASE`.
+        seed: Random seed of its weights.
     """
 
     model_type: str
@@ -99,7 +99,7 @@ def write_peaked(recipe: Recipe, directory: Path, *, loudness: float) -> Path:
 
     Args:
         recipe: A model with an output projection of its own.
-        directory: Where it is written.
+        directory: Directory to write.
         loudness: Standard deviation of the embedding: the larger, the fewer tokens the layers decide.
     """
     import torch

@@ -42,13 +42,13 @@ class Check:
 
     Attributes:
         level: Name of its level.
-        name: What was checked.
+        name: Name of the check.
         verdict: ``NOT_RUN`` until the test ends. A check that passes on less than it should have seen sets ``PARTLY``.
         reason: Why it failed or did not run.
         seconds: Wall time.
         numbers: Name to number or short text.
-        tables: In order.
-        plots: In order.
+        tables: Tables, in order.
+        plots: Plots, in order.
         sees: The smallest deviation that the check detects with 90 % power, in words; empty for a check without chance.
     """
 
@@ -317,7 +317,7 @@ def expected(mode: str, path: Path = MANIFEST) -> Counts:
 
     Args:
         mode: One of :data:`MODES`.
-        path: Of the table.
+        path: Path of the table.
     """
     column = list(MODES).index(mode)
     table = tomllib.loads(path.read_text("utf-8"))

@@ -53,7 +53,7 @@ class Sample:
         scores: Name to the score of each token; not a number where it has none.
         transforms: Name to ``[n]`` values, uniform under the law; likewise.
         left_out: Places where rounding decides what truncation keeps.
-        acceptance_length: By warpers, ``τ``.
+        acceptance_length: ``τ`` by warpers.
     """
 
     index: np.ndarray
@@ -68,13 +68,13 @@ class Sample:
 def sample(
     decoder: SpeculativeDecoder, prompts: Sequence[list[int]], reference: Reference, *, batches: Batches
 ) -> Sample:
-    """Draw texts, and score every token under the law that the reference gives it.
+    """Sample texts, and score every token by the distribution that the reference gives it.
 
     Args:
-        decoder: What samples.
-        prompts: Used in turn; each is cut to its end.
-        reference: Of the decoder's target.
-        batches: What is drawn.
+        decoder: The decoder that samples.
+        prompts: Prompts, used in turn; each is cut to its last tokens.
+        reference: Reference probabilities of the decoder's target.
+        batches: For each batch its sampling settings, the rows of each and the limit.
     """
     prompts, rng = [prompt[-CONTEXT:] for prompt in prompts], np.random.default_rng(1)
     parts, left_out, lengths = [], 0, {}
@@ -155,9 +155,9 @@ class Judgement:
     """Every stratum's statistics.
 
     Attributes:
-        columns: Of the table.
+        columns: Columns of the table.
         rows: A stratum each: its name, its tokens, ``z`` of every score, ``p`` of every transform; "" where too few.
-        wrong: What no chance explains, in words; empty for a sampler that follows the law.
+        wrong: Deviations that chance does not explain, in words; empty for an exact sampler.
     """
 
     columns: list[str]

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Mapping
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 from scipy import stats
 
-from eagle3_jax.testing.frequencies import smallest_deviation
+from eagle3_jax.testing.frequencies import Fit, goodness_of_fit, smallest_deviation  # noqa: F401
 
 MOST_DIRECTED = 10.0  # ln(q/p) is cut at this size, so that a token with next to no mass cannot decide alone
 
@@ -83,7 +82,7 @@ def drafted(p: Float[np.ndarray, "n V"], proposals: Int[np.ndarray, "n k"], toke
     Args:
         p: The target's distribution at each token.
         proposals: Distinct draft tokens at this place, padded with -1: one in a chain, the siblings in a tree.
-        tokens: What was emitted.
+        tokens: The emitted tokens.
     """
     mass = np.take_along_axis(p, np.maximum(proposals, 0), axis=1)
     mean = np.minimum((mass * (proposals >= 0)).sum(axis=1), 1.0)
@@ -101,7 +100,7 @@ def randomised_pit(
 
     Args:
         p: The target's distribution at each token.
-        tokens: What was emitted.
+        tokens: The emitted tokens.
         uniforms: Fresh, in [0, 1).
         order: Tokens with a lower value come before; of equal ones, the lower id. ``-p`` orders by rank.
     """
@@ -119,71 +118,13 @@ def kolmogorov_smirnov(values: Float[np.ndarray, " n"]) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fit:
-    """Counted outcomes compared with their exact distribution.
-
-    Attributes:
-        draws: ``N``.
-        cells: ``C``, outcomes that the law allows.
-        chi_square: The p-value of Pearson's statistic; 0 when something impossible was seen.
-        g_test: The p-value of the likelihood ratio; likewise.
-        distance: Empirical total variation distance.
-        impossible: Outcomes seen that the law does not allow.
-        degrees: Of freedom, rare outcomes counted as one.
-    """
-
-    draws: int
-    cells: int
-    chi_square: float
-    g_test: float
-    distance: float
-    impossible: dict[Hashable, int]
-    degrees: int = 0
-
-
-def goodness_of_fit(counts: Mapping[Hashable, int], law: Mapping[Hashable, float], *, least: float = 10.0) -> Fit:
-    """Pearson's chi-square and the G-test; the rarest outcomes are counted as one, until it expects ``least`` of them.
-
-    Args:
-        counts: How often each outcome was seen.
-        law: Its exact probability.
-        least: Smallest expected count of a cell.
-    """
-    draws = sum(counts.values())
-    possible = {outcome: float(mass) for outcome, mass in law.items() if mass > 0}
-    impossible = {outcome: count for outcome, count in counts.items() if count and outcome not in possible}
-    distance = (
-        sum(abs(counts.get(x, 0) / draws - m) for x, m in possible.items()) + sum(impossible.values()) / draws
-    ) / 2
-    found = Fit(draws, len(possible), 0.0, 0.0, distance, impossible)
-    if impossible:
-        return found
-    ranked = sorted(possible, key=lambda outcome: -possible[outcome])
-    expected = draws * np.array([possible[outcome] for outcome in ranked])
-    observed = np.array([counts.get(outcome, 0) for outcome in ranked], float)
-    own = int(np.count_nonzero(expected >= least))
-    if own < len(ranked):
-        if expected[own:].sum() < least and own > 0:  # too small a tail for a cell: it joins the rarest one
-            own -= 1
-        observed = np.append(observed[:own], observed[own:].sum())
-        expected = np.append(expected[:own], expected[own:].sum())
-    if len(expected) == 1:
-        return dataclasses.replace(found, chi_square=1.0, g_test=1.0)
-    expected *= observed.sum() / expected.sum()
-    pearson, likelihood = (
-        float(stats.power_divergence(observed, expected, lambda_=name).pvalue) for name in ("pearson", "log-likelihood")
-    )
-    return dataclasses.replace(found, chi_square=pearson, g_test=likelihood, degrees=len(expected) - 1)
-
-
-@dataclasses.dataclass(frozen=True)
 class Fluctuation:
     """The deviation of tokens from their expected counts, over all strata.
 
     Attributes:
         statistic: ``Σ d' C⁻¹ d`` over the strata; chi-square for an exact sampler.
         degrees: Its degrees of freedom.
-        p_value: Of the statistic; 0 when a token was drawn that its law does not allow.
+        p_value: P-value of the statistic; 0 if a sampled token has no probability.
         tokens: Tokens that had a choice.
         impossible: Tokens drawn that have no mass.
     """
@@ -233,9 +174,9 @@ class Excess:
         """Count tokens.
 
         Args:
-            p: All laws.
-            laws: Which of them each token was drawn from.
-            tokens: What was drawn.
+            p: All distributions.
+            laws: Index of the distribution that each token was sampled from.
+            tokens: The sampled tokens.
             strata: The stratum of each, from 0.
             size: ``S``, how many strata there are.
         """

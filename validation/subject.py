@@ -34,7 +34,7 @@ class Setting:
         target: Directory or hub id; ``None`` for the default.
         drafter: Directory or hub id; ``None`` for the default.
         prompt_files: JSONL files; empty for the default.
-        price_per_hour: Of the machine.
+        price_per_hour: Price of the machine.
     """
 
     gpu: bool = False
@@ -56,11 +56,11 @@ class Subject:
     """A pair and its prompts. Models are loaded when they are asked for and kept until :meth:`release`.
 
     Attributes:
-        name: In the report.
-        target_directory: In the Hugging Face layout or ours.
-        drafter_directory: In any dialect that the library reads.
+        name: Name in the report.
+        target_directory: Directory in the Hugging Face layout or in the native one.
+        drafter_directory: Directory in any dialect that the library reads.
         prompt_files: JSONL.
-        max_new_tokens: For prompts without a limit in their file.
+        max_new_tokens: Limit of prompts without one in their file.
         dtypes: Precisions in which it is validated, the main one first.
         reason: Why it is not the default subject; empty if it is.
         one_at_a_time: Drop a precision as soon as another is asked for.

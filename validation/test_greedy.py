@@ -9,21 +9,21 @@ precision that has not been seen to change a token; in bfloat16 it does, at appr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import struct
 from jaxtyping import Array, Int
 
 from eagle3_jax import LoadedDrafter, LoadedTarget
 from eagle3_jax import loop as loops
 from eagle3_jax.drafters import Plain
 from eagle3_jax.loop import GenerationState, LoopParams, SpeculativeLoop
-from eagle3_jax.types import Draft, Observation, SamplingParams
+from eagle3_jax.testing.scripted import FixedTree, RootState, chain_parents
+from eagle3_jax.types import Draft, SamplingParams
 from validation.decodings import (
     CHAIN,
     SHAPES,
@@ -31,7 +31,6 @@ from validation.decodings import (
     accepted_and_drafted,
     batch_of,
     first_differences,
-    forget_programs,
     new_tokens_of,
     programs,
     with_shape,
@@ -43,58 +42,20 @@ from validation.runs import Check
 from validation.subject import CONTEXT, Setting, Subject, some_prompts
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _drop_programs() -> Iterator[None]:
-    yield
-    forget_programs()
-
-
-@struct.dataclass(kw_only=True)
-class RootState:
-    """The last token, ``[B]``, and the number of tokens before it, ``[B]``."""
-
-    root: Int[Array, " B"]
-    length: Int[Array, " B"]
-
-
 @dataclasses.dataclass(frozen=True)
-class Script:
+class Script(FixedTree):
     """A drafter that gets a given number of tokens right after every root, and the next ones wrong.
 
     Parameters are ``tokens [B S]`` and, for the root at each place, ``right [B S]``.
     """
 
-    num_speculative_tokens: int
     vocab_size: int
-    is_chain: bool = True
-    aux_layers: tuple[int, ...] = ()
-
-    @property
-    def num_nodes(self) -> int:
-        return self.num_speculative_tokens + 1
-
-    @property
-    def max_depth(self) -> int:
-        return self.num_speculative_tokens
-
-    def init(self, params: Any, batch: int, capacity: int) -> RootState:
-        zero = jnp.zeros((batch,), jnp.int32)
-        return RootState(root=zero, length=zero)
-
-    def observe(self, params: Any, state: RootState, seen: Observation) -> RootState:
-        root = jnp.where(seen.length > 0, seen.next_token, state.root)
-        return RootState(root=root, length=state.length + seen.length)
 
     def propose(self, params: Any, state: RootState, keys: Array, sampling: SamplingParams) -> Draft:
-        node = jnp.arange(self.num_nodes, dtype=jnp.int32)
         right = jnp.take_along_axis(params["right"], state.length[:, None], axis=1)
-        place = jnp.minimum(state.length[:, None] + node, params["tokens"].shape[1] - 1)
-        tokens = jnp.take_along_axis(params["tokens"], place, axis=1)
-        tokens = jnp.where(node <= right, tokens, (tokens + 1) % self.vocab_size)
-        tokens = jnp.where(node == 0, state.root[:, None], tokens)
-        return Draft(
-            tokens=tokens, parents=jnp.broadcast_to(node - 1, tokens.shape), valid=jnp.ones(tokens.shape, jnp.bool_)
-        )
+        tokens = self.scripted(params["tokens"], state)
+        wrong = jnp.arange(self.num_nodes, dtype=jnp.int32) > right
+        return self.draft(state, jnp.where(wrong, (tokens + 1) % self.vocab_size, tokens))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +213,7 @@ def test_a_round_depends_on_what_was_accepted_and_on_nothing_else(
         state = latest.state
         right[np.flatnonzero(running), roots[running]] = np.asarray(latest.verdict.num_accepted)[running]
     script = {"tokens": ours.tokens, "right": jnp.asarray(right)}
-    scripted = LoadedDrafter(Script(CHAIN.num_speculative_tokens, target.vocab_size), script)
+    scripted = LoadedDrafter(Script(chain_parents(CHAIN.num_speculative_tokens), target.vocab_size), script)
     (theirs,) = Decoding(target, scripted, "bfloat16", 8, new_tokens).states(prompts)
     accepted = accepted_and_drafted([ours])[0]
     check.number(accepted=accepted)
@@ -274,7 +235,7 @@ def test_the_text_does_not_depend_on_the_drafter(check: Check, subject: Subject,
 
     expected, _, _ = written(LoadedDrafter(Plain(num_nodes)))
     tokens = padded([[*prompt, *row] for prompt, row in zip(prompts, expected, strict=True)], CONTEXT + new_tokens)
-    script = Script(num_nodes - 1, target.vocab_size)
+    script = Script(chain_parents(num_nodes - 1), target.vocab_size)
     random = drafter.params | {"head": drafter.drafter.init_params(jax.random.key(0))}
     drafters = {
         "random head": dataclasses.replace(drafter, params=random),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ from validation.decodings import (
     CHAIN,
     Decoding,
     first_differences,
-    forget_programs,
     new_tokens_of,
     with_shape,
 )
@@ -21,12 +20,6 @@ from validation.forcing import by_blocks, reference
 from validation.margin import Control
 from validation.runs import Check
 from validation.subject import Setting, Subject, some_prompts
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _drop_programs() -> Iterator[None]:
-    yield
-    forget_programs()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

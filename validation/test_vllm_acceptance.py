@@ -36,7 +36,7 @@ class Comparison:
     Attributes:
         decoder: Ours, keeping what its head is shown.
         engine: vLLM's.
-        prompts: For both.
+        prompts: Prompts of both engines.
         max_new_tokens: Per prompt.
     """
 

@@ -131,7 +131,9 @@ def _print_checks(checks: list[dict[str, str]]) -> None:
 
 def _described(description: dict[str, Any]) -> list[tuple[str, str]]:
     """A description in words: sizes with units, empty fields left out, the configuration last."""
-    size, config = description["num_bytes"], _flat(description["config"])
+    from eagle3_jax.bench.tables import flat
+
+    size, config = description["num_bytes"], dict(flat(description["config"]))
     unit, power = next(
         (unit, power) for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)) if size >= 10**power or power == 3
     )
@@ -149,17 +151,5 @@ def _described(description: dict[str, Any]) -> list[tuple[str, str]]:
         "directory": description["source"],
     }
     shown = [(name, str(value)) for name, value in rows.items() if value]
-    return [*shown, *((f"config {name}", value) for name, value in config if value not in ("", "None"))]
-
-
-def _flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested fields as dotted names; numbers with thousands separated."""
-    rows: list[tuple[str, str]] = []
-    for name, entry in value.items():
-        if isinstance(entry, dict):
-            rows += _flat(entry, f"{prefix}{name}.")
-        elif isinstance(entry, int) and not isinstance(entry, bool):
-            rows.append((prefix + name, f"{entry:,}"))
-        else:
-            rows.append((prefix + name, str(entry)))
-    return rows
+    counted = lambda value: f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return [*shown, *((f"config {name}", counted(value)) for name, value in config.items() if value not in ("", None))]

@@ -18,8 +18,8 @@ class TransformersContender(Contender):
     """``AutoModelForCausalLM.generate`` with its cache, greedy, in eager PyTorch.
 
     Attributes:
-        name: In reports.
-        dtype: In reports.
+        name: Name in reports.
+        dtype: Precision in reports.
         model: The loaded model.
         options: Further arguments of ``generate``, such as ``prompt_lookup_num_tokens`` for its assisted generation.
     """
@@ -44,7 +44,7 @@ class TransformersContender(Contender):
         """``generate`` with the model of a target's directory, and the same with prompt lookup.
 
         Args:
-            directory: In the Hugging Face layout.
+            directory: Directory of the target in the Hugging Face layout.
             dtype: ``float32`` or ``bfloat16``.
             on_gpu: Whether it is to run there.
 

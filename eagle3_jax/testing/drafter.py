@@ -11,24 +11,22 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
+from scipy import special
 from scipy.stats import norm, poisson
 
-from eagle3_jax import loop as loops
-from eagle3_jax.checks import check_same_state, declares_chain, per_row, require_draft, require_drafter, require_rows
+from eagle3_jax.checks import check_same_state, declares_chain, require_draft, require_drafter, require_rows
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters.plain import Plain
-from eagle3_jax.loop import SpeculativeLoop
 from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.sampling import row_keys
-from eagle3_jax.state import LoopParams, Prompts
-from eagle3_jax.testing.frequencies import Contrast, Law, chi_square
+from eagle3_jax.testing.frequencies import Contrast, goodness_of_fit
 from eagle3_jax.testing.report import (
     ALPHA,
     PROTOCOL,
@@ -39,7 +37,7 @@ from eagle3_jax.testing.report import (
     examine,
     require_stable_hash,
 )
-from eagle3_jax.types import Draft, Drafter, FinishReason, Observation, SamplingMode, SamplingParams
+from eagle3_jax.types import Draft, Drafter, Observation, SamplingParams
 
 ROWS, FED = 4, 6
 LONG = 72  # tokens of a long text
@@ -214,11 +212,15 @@ class Subject:
         leaves = jax.tree.leaves((self.loaded.params, self.after_prompt, self.target.params, self.shown().features))
         return any(jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4 for leaf in leaves)
 
-    def require_pieces(self, whole: HostDraft, pieces: HostDraft, tolerance: float, cut: str) -> None:
-        """Check that a text observed in pieces gives the draft of the whole text, up to rounding."""
-        rows = _differing_rows(whole, pieces, 2e-2 if self.rounds_off else tolerance)
+    def require_pieces(self, text: Observation, once: HostDraft, sizes: Sequence[int], tolerance: float) -> None:
+        """Check that a text observed in pieces of these sizes gives the draft of the whole text, up to rounding."""
+        state, start = self.fresh(), 0
+        for size in sizes:
+            state, start = self.observe(state, _cut(text, start, size)), start + size
+        rows = _differing_rows(once, self.propose(state), 2e-2 if self.rounds_off else tolerance)
         if len(rows) > (ROWS // 2 if self.rounds_off else 0):
-            raise Broken(f"{_named(rows)} drafts something else when {cut}")
+            shown = ", ".join(map(str, dict.fromkeys(sizes)))
+            raise Broken(f"{_named(rows)} drafts something else when {start} tokens are shown in pieces of {shown}")
 
 
 def _on_host(draft: Draft) -> HostDraft:
@@ -396,24 +398,19 @@ def _cut(whole: Observation, start: int, count: int) -> Observation:
 
 def does_not_care_how_texts_are_cut(subject: Subject) -> str:
     """A text observed in pieces gives the same draft as the text observed at once."""
-    whole, cut = subject.shown((FED,) * ROWS, seed=4), 4
-    state = subject.observe(subject.fresh(), _cut(whole, 0, cut))
-    pieces = subject.propose(subject.observe(state, _cut(whole, cut, FED - cut)))
+    whole = subject.shown((FED,) * ROWS, seed=4)
     once = subject.propose(subject.observe(subject.fresh(), whole))
-    subject.require_pieces(once, pieces, 1e-5, f"{FED} tokens are shown as {cut} and {FED - cut}")
+    subject.require_pieces(whole, once, (4, FED - 4), 1e-5)
     return ""
 
 
 def drafts_after_a_long_text(subject: Subject) -> str:
     """A long text, observed at once or in pieces, gives the same draft."""
-    whole, state = subject.long_text, subject.fresh()
+    whole, once = subject.long_text, subject.propose(subject.after_long_text)
     long = whole.tokens.shape[1]
-    for start in range(0, long // FED * FED, FED):
-        state = subject.observe(state, _cut(whole, start, FED))
-    once, pieces = subject.propose(subject.after_long_text), subject.propose(state)
     if (rows := np.flatnonzero(once.tokens[:, 0] != np.asarray(whole.next_token))).size:
         raise Broken(f"node 0 of {_named(rows.tolist())} is not the last token of a text of {long}")
-    subject.require_pieces(once, pieces, 1e-4, f"{long} tokens are shown {FED} at a time")
+    subject.require_pieces(whole, once, (FED,) * (long // FED), 1e-4)
     return f"{long} tokens, at once and {FED} at a time, with a capacity of {CAPACITY}"
 
 
@@ -584,66 +581,42 @@ def leaves_the_law_alone(subject: Subject) -> str:
     chosen = list(itertools.islice(((prompt, law) for prompt, law in candidates if law), 2))
     if not chosen:
         raise NotRun("the target's third and fourth likeliest tokens lie too close together")
-    accepted, counts = _sampled(subject, [prompt for prompt, _ in chosen])
-    verdicts = [chi_square(seen, law, alpha=ALPHA) for seen, (_, law) in zip(counts, chosen, strict=True)]
-    for verdict in verdicts:
-        if verdict.p_value < ALPHA:
+    prompts = [prompt for prompt, _ in chosen] * 512
+    decoder = SpeculativeDecoder(subject.target, subject.loaded, stop_tokens=())
+    sampling = SamplingParams(temperature=1.0, top_k=TOP)
+    accepted, counts = 0, [Counter() for _ in chosen]
+    for run in range(max(1, subject.samples // len(prompts))):
+        result = decoder.generate(prompts, max_new_tokens=HORIZON, sampling=sampling, seed=subject.seed + run)
+        accepted += int(result.stats.num_accepted_tokens)
+        for row, tokens in enumerate(result.tokens):
+            counts[row % len(chosen)][tuple(tokens)] += 1
+    fits = [goodness_of_fit(seen, law) for seen, (_, law) in zip(counts, chosen, strict=True)]
+    for fit in fits:
+        if fit.chi_square < ALPHA:
             raise Broken(
-                f"sampled sequences of {HORIZON} tokens do not have the target's distribution: {verdict.why} "
-                f"(p = {verdict.p_value:.1g})"
+                f"sampled sequences of {HORIZON} tokens do not have the target's distribution: {fit.why} "
+                f"(p = {fit.chi_square:.1g})"
             )
     if accepted == 0:
         raise NotRun("the law is right, but no draft token was accepted, so refusals alone were compared")
-    smallest = max(verdict.visible for verdict in verdicts)
     return (
-        f"{sum(map(Counter.total, counts))} sequences, {accepted} draft tokens accepted; a deviation of {smallest:.1%} "
-        "(rms over sequences) would have shown nine times in ten"
+        f"{sum(map(Counter.total, counts))} sequences, {accepted} draft tokens accepted; a deviation of "
+        f"{max(fit.sees(ALPHA) for fit in fits):.1%} (rms over sequences) would have shown nine times in ten"
     )
 
 
-def _sampled(subject: Subject, prompts: list[list[int]]) -> tuple[int, list[Counter]]:
-    """Sequences of the compiled loop: the number of accepted draft tokens, and how often each was written by prompt."""
-    drafter, rows = subject.loaded.drafter, 512 * len(prompts)
-    loop = SpeculativeLoop(subject.target.model, drafter, sampling_mode=SamplingMode.TRUNCATED)
-    params = LoopParams(subject.target.params, subject.loaded.params)
-    texts = prompts * 512
-    length = np.array([len(text) for text in texts], np.int32)
-    tokens = np.zeros((rows, max(map(len, prompts))), np.int32)
-    for row, text in enumerate(texts):
-        tokens[row, : len(text)] = text
-    batch = Prompts(
-        tokens=jnp.asarray(tokens),
-        length=jnp.asarray(length),
-        limit=jnp.asarray(length + HORIZON),
-        limit_reason=jnp.full((rows,), int(FinishReason.LENGTH), jnp.int32),
-        stop_tokens=jnp.zeros((rows, 0), jnp.int32),
-        sampling=per_row(SamplingParams(temperature=1.0, top_k=TOP), rows),
-        keys=row_keys(subject.seed, rows),
-    )
-    accepted, counts = 0, [Counter() for _ in prompts]
-    for run in range(max(1, subject.samples // rows)):
-        fresh = batch.replace(keys=row_keys(subject.seed + run, rows))  # type: ignore[attr-defined]
-        capacity = tokens.shape[1] + HORIZON + drafter.num_nodes
-        outcome = jax.device_get(loops.generate(loop, params, fresh, capacity=capacity))
-        accepted += int(outcome.stats.num_accepted_tokens.sum())
-        for row in range(rows):
-            written = outcome.tokens[row, length[row] : outcome.length[row]].tolist()
-            counts[row % len(prompts)][tuple(written)] += 1
-    return accepted, counts
-
-
-def _law(target: LoadedTarget, prompt: list[int]) -> Law:
+def _law(target: LoadedTarget, prompt: list[int]) -> dict[tuple[int, ...], float]:
     """Probability of every sequence, by plain forwards of the target; empty where the cut is too near a tie."""
-    law: Law = {(): 1.0}
+    law = {(): 1.0}
     for _ in range(HORIZON):
-        longer: Law = {}
+        longer = {}
         for tokens, values in zip(law, _last_logits(target, [[*prompt, *tokens] for tokens in law]), strict=True):
             order = np.argsort(-values)
             kept = order[:TOP]
             if len(order) > TOP and values[kept[-1]] - values[order[TOP]] < _NEAR:
                 return {}
-            weights = np.exp(values[kept] - values[kept[0]])
-            for token, weight in zip(kept.tolist(), weights / weights.sum(), strict=True):
+            weights = special.softmax(values[kept])
+            for token, weight in zip(kept.tolist(), weights, strict=True):
                 longer[*tokens, token] = law[tokens] * float(weight)
         law = longer
     return law

@@ -4,69 +4,87 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from scipy import optimize, stats
 
-Law = dict[tuple[int, ...], float]
-
 
 @dataclasses.dataclass(frozen=True)
-class ChiSquare:
-    """The result of Pearson's test.
+class Fit:
+    """Counted outcomes compared with their exact distribution.
 
     Attributes:
-        p_value: Probability of a statistic as large under the expected distribution.
-        why: The statistic in words.
-        total: Number of outcomes.
-        degrees: Degrees of freedom.
-        alpha: Significance at which the caller fails.
+        draws: Number of outcomes.
+        cells: Number of outcomes that the distribution allows.
+        chi_square: P-value of Pearson's statistic; 0 if an impossible outcome was counted.
+        g_test: P-value of the likelihood ratio; likewise.
+        distance: Empirical total variation distance.
+        impossible: Counted outcomes that the distribution does not allow.
+        statistic: Pearson's statistic.
+        degrees: Degrees of freedom; rare outcomes count as one.
     """
 
-    p_value: float
-    why: str
-    total: int
-    degrees: int
-    alpha: float
+    draws: int
+    cells: int
+    chi_square: float
+    g_test: float
+    distance: float
+    impossible: Mapping[Any, Any]
+    statistic: float = math.inf
+    degrees: int = 0
 
     @property
-    def visible(self) -> float:
-        """The relative root mean square deviation that would have been detected with 90 % power."""
-        return smallest_deviation(self.total, self.degrees, alpha=self.alpha)
+    def why(self) -> str:
+        """Pearson's statistic in words, or an impossible outcome."""
+        if self.impossible:
+            return f"{len(self.impossible)} outcomes that the target cannot write, as {next(iter(self.impossible))}"
+        return f"chi-square {self.statistic:.1f} on {self.degrees} degrees of freedom, {self.draws} outcomes"
+
+    def sees(self, alpha: float) -> float:
+        """See :func:`smallest_deviation`."""
+        return smallest_deviation(self.draws, self.degrees, alpha=alpha)
 
 
-def chi_square(counts: Counter, law: Law, *, alpha: float) -> ChiSquare:
-    """Pearson's test; cells that expect fewer than ten are counted as one.
+def goodness_of_fit(counts: Mapping[Any, Any], law: Mapping[Any, Any], *, least: float = 10.0) -> Fit:
+    """Pearson's chi-square and the G-test; the rarest outcomes are counted as one, until it expects ``least`` of them.
 
     Args:
         counts: Number of times that each outcome was seen.
-        law: Probability of each outcome.
-        alpha: Significance at which the caller fails; it decides what deviation is visible.
+        law: Its exact probability.
+        least: Smallest expected count of a cell.
     """
-    total = counts.total()
-    impossible = [cell for cell in counts if cell not in law]
+    draws = int(sum(counts.values()))
+    possible = {outcome: float(mass) for outcome, mass in law.items() if mass > 0}
+    impossible = {outcome: count for outcome, count in counts.items() if count and outcome not in possible}
+    distance = (
+        sum(abs(counts.get(x, 0) / draws - m) for x, m in possible.items()) + sum(impossible.values()) / draws
+    ) / 2
+    found = Fit(draws, len(possible), 0.0, 0.0, distance, impossible)
     if impossible:
-        why = f"{len(impossible)} sequences that the target cannot write, as {impossible[0]}"
-        return ChiSquare(0.0, why, total, 1, alpha)
-    cells = [[counts[cell], total * mass] for cell, mass in sorted(law.items(), key=lambda item: -item[1])]
-    large = [cell for cell in cells if cell[1] >= 10]
-    small = [cell for cell in cells if cell[1] < 10]
-    if small:
-        rest = [sum(column) for column in zip(*small, strict=True)]
-        if rest[1] >= 10 or not large:
-            large.append(rest)
-        else:
-            large[-1] = [a + b for a, b in zip(large[-1], rest, strict=True)]
-    observed, expected = np.array(large, float).T
-    degrees = max(len(large) - 1, 1)
-    statistic = float(np.sum((observed - expected) ** 2 / expected))
-    return ChiSquare(
-        float(stats.chi2.sf(statistic, degrees)),
-        f"chi-square {statistic:.1f} on {degrees} degrees of freedom, {total} sequences",
-        total,
-        degrees,
-        alpha,
+        return found
+    ranked = sorted(possible, key=lambda outcome: -possible[outcome])
+    expected = draws * np.array([possible[outcome] for outcome in ranked])
+    observed = np.array([counts.get(outcome, 0) for outcome in ranked], float)
+    own = int(np.count_nonzero(expected >= least))
+    if own < len(ranked):
+        if expected[own:].sum() < least and own > 0:  # too small a tail for a cell: it joins the rarest one
+            own -= 1
+        observed = np.append(observed[:own], observed[own:].sum())
+        expected = np.append(expected[:own], expected[own:].sum())
+    if len(expected) == 1:
+        return dataclasses.replace(found, chi_square=1.0, g_test=1.0, statistic=0.0)
+    expected *= observed.sum() / expected.sum()
+    pearson, likelihood = (
+        stats.power_divergence(observed, expected, lambda_=name) for name in ("pearson", "log-likelihood")
+    )
+    return dataclasses.replace(
+        found,
+        chi_square=float(pearson.pvalue),
+        g_test=float(likelihood.pvalue),
+        statistic=float(pearson.statistic),
+        degrees=len(expected) - 1,
     )
 
 

@@ -69,7 +69,7 @@ class ContractReport:
         """Raise the report if a check failed; for a test suite.
 
         Raises:
-            ValueError: With the whole report.
+            ValueError: A check failed; the message is the whole report.
         """
         if self.failures:
             raise ValueError(str(self))

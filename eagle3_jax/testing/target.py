@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.cache import Cache, LayerCache
@@ -27,8 +26,9 @@ from eagle3_jax.testing.report import (
     examine,
     require_stable_hash,
 )
+from eagle3_jax.testing.scripted import FixedTree, RootState
 from eagle3_jax.tree import ancestor_mask, depths
-from eagle3_jax.types import Draft, EmbeddingTables, Observation, SamplingParams, TargetOutput
+from eagle3_jax.types import Draft, EmbeddingTables, SamplingParams, TargetOutput
 
 ROWS, SIZE = 3, 6  # rows, and tokens of a block
 LENGTHS = (5, 1, 3)  # ragged prompts, fed as SIZE tokens
@@ -182,7 +182,7 @@ class TargetSubject:
             found: Logits.
             expected: Other logits.
             what: Completes "token 2 of row 1 ...".
-            among: Which tokens count; all by default.
+            among: The tokens that count; all by default.
 
         Raises:
             Broken: It is more than the tolerance.
@@ -636,57 +636,16 @@ def writes_its_own_text(subject: TargetSubject) -> str:
     return ", ".join(said)
 
 
-@struct.dataclass(kw_only=True)
-class _Place:
-    """The root of each row, and the number of tokens before it."""
-
-    root: Int[Array, " B"]
-    length: Int[Array, " B"]
-
-
 @dataclasses.dataclass(frozen=True)
-class _Scripted:
+class _Scripted(FixedTree):
     """Proposes the tokens of its parameters ``[B S]``, ``shifts`` ids off, and a wrong one at every fourth place."""
 
-    parents: tuple[int, ...]
     shifts: tuple[int, ...]
     vocab_size: int
-    aux_layers: tuple[int, ...] = ()
 
-    @property
-    def num_nodes(self) -> int:
-        return len(self.parents)
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        levels = [0]
-        for parent in self.parents[1:]:
-            levels.append(levels[parent] + 1)
-        return tuple(levels)
-
-    @property
-    def max_depth(self) -> int:
-        return max(self.levels)
-
-    @property
-    def is_chain(self) -> bool:
-        return self.max_depth == self.num_nodes - 1
-
-    def init(self, params: Any, batch: int, capacity: int) -> _Place:
-        zero = jnp.zeros((batch,), jnp.int32)
-        return _Place(root=zero, length=zero)
-
-    def observe(self, params: Any, state: _Place, seen: Observation) -> _Place:
-        root = jnp.where(seen.length > 0, seen.next_token, state.root)
-        return _Place(root=root, length=state.length + seen.length)
-
-    def propose(self, params: Any, state: _Place, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
-        place = state.length[:, None] + jnp.array(self.levels, jnp.int32)[None, :]
-        tokens = jnp.take_along_axis(params, jnp.minimum(place, params.shape[1] - 1), axis=1)
-        wrong = jnp.array(self.shifts, jnp.int32)[None, :] + (place % 4 == 3).astype(jnp.int32)
-        tokens = ((tokens + wrong) % self.vocab_size).at[:, 0].set(state.root)
-        wide = lambda values: jnp.broadcast_to(jnp.asarray(values), tokens.shape)
-        return Draft(tokens=tokens, parents=wide(np.array(self.parents, np.int32)), valid=wide(True))
+    def propose(self, params: Any, state: RootState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+        wrong = jnp.array(self.shifts, jnp.int32) + (self.places(state) % 4 == 3).astype(jnp.int32)
+        return self.draft(state, (self.scripted(params, state) + wrong) % self.vocab_size)
 
 
 def _path(row: int, node: int) -> list[int]:

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from scipy import special, stats
 
 from eagle3_jax.checks import require_verdict, require_verifier
 from eagle3_jax.sampling import row_keys
-from eagle3_jax.testing.frequencies import ChiSquare, Contrast, chi_square
+from eagle3_jax.testing.frequencies import Contrast, Fit, goodness_of_fit
 from eagle3_jax.testing.report import (
     ALPHA,
     PROTOCOL,
@@ -459,9 +458,9 @@ def leaves_the_law_alone(subject: VerifierSubject) -> str:
             f"not judged, for it says lossless=False; first tokens lie {worst:.3f} (total variation) from the target's"
         )
     tests = len(found) + 2
-    fit, where = min(found, key=lambda pair: pair[0].p_value)
-    if fit.p_value * tests < ALPHA:
-        raise Broken(f"{where} does not follow the target: {fit.why} (p = {fit.p_value * tests:.1g})")
+    fit, where = min(found, key=lambda pair: pair[0].chi_square)
+    if fit.chi_square * tests < ALPHA:
+        raise Broken(f"{where} does not follow the target: {fit.why} (p = {fit.chi_square * tests:.1g})")
     for contrast, more, less in (
         (eager, "accepts too much: drafted", "accepts too little: drafted"),
         (likely, "draws too sharply: likely", "draws too flatly: likely"),
@@ -472,7 +471,7 @@ def leaves_the_law_alone(subject: VerifierSubject) -> str:
     if not accepted:
         raise NotRun("the law is right, but no draft token was accepted, so refusals alone were compared")
     drafts, largest = len(subject.shapes) * _runs(subject) * ROWS, max(len(s.parents) for s in subject.shapes.values())
-    first = max(fit.visible for fit, what in found if "first" in what and "temperature 0.0" not in what)
+    first = max(fit.sees(ALPHA) for fit, what in found if "first" in what and fit.degrees)
     return (
         f"{drafts} drafts of up to {largest} nodes, {accepted / drafts:.2f} tokens accepted of each; first tokens "
         f"{first:.1%} off (rms), all drafted tokens {eager.visible(ALPHA / tests):.1%} too frequent or all tokens "
@@ -510,7 +509,7 @@ def _written(subject: VerifierSubject, shape: Shape, laws: Float[np.ndarray, "S 
     return _Written(*(np.concatenate(values) for values in zip(*parts, strict=True)))
 
 
-def _fits(written: _Written, law: Float[np.ndarray, "V V"]) -> Iterator[tuple[ChiSquare, str]]:
+def _fits(written: _Written, law: Float[np.ndarray, "V V"]) -> Iterator[tuple[Fit, str]]:
     """Frequencies after each number of accepted tokens, and of pairs, the first ones being as frequent as they are."""
     vocabulary = len(law)
     for depth in range(written.depth.max() + 1):
@@ -525,10 +524,8 @@ def _fits(written: _Written, law: Float[np.ndarray, "V V"]) -> Iterator[tuple[Ch
         yield _fit(pairs, expected.ravel()), "a token after an accepted one"
 
 
-def _fit(seen: Int[np.ndarray, " C"], expected: Float[np.ndarray, " C"]) -> ChiSquare:
-    counts = Counter({(cell,): int(seen[cell]) for cell in np.flatnonzero(seen)})
-    law = {(int(cell),): float(expected[cell] / expected.sum()) for cell in np.flatnonzero(expected)}
-    return chi_square(counts, law, alpha=ALPHA)
+def _fit(seen: Int[np.ndarray, " C"], expected: Float[np.ndarray, " C"]) -> Fit:
+    return goodness_of_fit(dict(enumerate(seen.tolist())), dict(enumerate(expected / expected.sum())))
 
 
 def keeps_what_is_rare(subject: VerifierSubject) -> str:
@@ -565,9 +562,9 @@ def keeps_what_is_rare(subject: VerifierSubject) -> str:
             f"of {runs * ROWS} drafts of rare tokens {taken} were written; the target wants {due:.1f} (p = {p:.1g})"
         )
     fit = _fit(seen, law * seen.sum())
-    if 2 * fit.p_value < ALPHA:
+    if 2 * fit.chi_square < ALPHA:
         raise Broken(
-            f"tokens that are rarely due are drawn too often or too seldom: {fit.why} (p = {2 * fit.p_value:.1g})"
+            f"tokens that are rarely due are drawn too often or too seldom: {fit.why} (p = {2 * fit.chi_square:.1g})"
         )
     return f"{runs * ROWS} drafts; dice of {bits} bits {_SEEN}"
 

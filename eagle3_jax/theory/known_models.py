@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from eagle3_jax.models.config import (
     DecoderConfig,
@@ -24,61 +25,45 @@ def known_name(name: str, names: Iterable[str]) -> str | None:
     return next((known for known in names if known.lower() == name.lower()), None)
 
 
-def _llama(
-    width: int,
-    mlp_width: int,
-    num_layers: int,
-    num_heads: int,
-    *,
-    head_dim: int = 128,
-    tied: bool = False,
-    rope_factor: float = 8.0,
+def _decoder(
+    width: int, mlp: int | Experts, num_layers: int, heads: tuple[int, int], head_dim: int = 128, **fields: Any
 ) -> DecoderConfig:
-    """Llama 3.1 and its successors."""
+    """Equal layers of grouped queries.
+
+    Args:
+        width: Width of the residual stream.
+        mlp: Inner width of a gated MLP, or experts.
+        num_layers: Number of layers.
+        heads: Numbers of query heads and of key heads.
+        head_dim: Size of a head.
+        fields: Further fields of :class:`GroupedQuery` and of :class:`DecoderConfig`.
+    """
+    of_mixer = {name: fields.pop(name) for name in ("rope", "window", "qkv_bias", "qk_norm") if name in fields}
+    mixer = GroupedQuery(num_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, **of_mixer)
+    layers = uniform(num_layers, mixer, mlp if isinstance(mlp, Experts) else GatedMLP(width=mlp))
+    return DecoderConfig(width=width, layers=layers, **fields)
+
+
+def _llama(*sizes: Any, rope_factor: float = 8.0, **fields: Any) -> DecoderConfig:
+    """Llama 3.1 and its successors; the sizes are those of :func:`_decoder`."""
     rope = RopeConfig(type="llama3", theta=500_000.0, factor=rope_factor, original_max_positions=8192)
-    mixer = GroupedQuery(num_heads=num_heads, num_kv_heads=8, head_dim=head_dim, rope=rope)
-    return DecoderConfig(
-        vocab_size=128_256,
-        width=width,
-        layers=uniform(num_layers, mixer, GatedMLP(width=mlp_width)),
-        max_positions=131_072,
-        norm_eps=1e-5,
-        tie_embeddings=tied,
-    )
+    return _decoder(*sizes, rope=rope, vocab_size=128_256, max_positions=131_072, norm_eps=1e-5, **fields)
 
 
-def _qwen3(width: int, mlp_width: int, num_layers: int, num_heads: int, *, tied: bool) -> DecoderConfig:
-    rope = RopeConfig(theta=1_000_000.0)
-    mixer = GroupedQuery(num_heads=num_heads, num_kv_heads=8, head_dim=128, rope=rope, qk_norm=True)
-    return DecoderConfig(
-        vocab_size=151_936,
-        width=width,
-        layers=uniform(num_layers, mixer, GatedMLP(width=mlp_width)),
-        max_positions=40_960,
-        norm_eps=1e-6,
-        tie_embeddings=tied,
-    )
+def _qwen3(*sizes: Any, tied: bool = False) -> DecoderConfig:
+    """Qwen3; the sizes are those of :func:`_decoder`."""
+    rope, more = RopeConfig(theta=1_000_000.0), {"max_positions": 40_960, "tie_embeddings": tied}
+    return _decoder(*sizes, rope=rope, qk_norm=True, vocab_size=151_936, norm_eps=1e-6, **more)
+
+
+def _experts(width: int) -> Experts:
+    """Those of Qwen3."""
+    return Experts(num_experts=128, per_token=8, width=width, router="softmax")
 
 
 def _mistral_7b(vocab_size: int, theta: float, window: int | None) -> DecoderConfig:
-    mixer = GroupedQuery(num_heads=32, num_kv_heads=8, head_dim=128, rope=RopeConfig(theta=theta), window=window)
-    return DecoderConfig(
-        vocab_size=vocab_size,
-        width=4096,
-        layers=uniform(32, mixer, GatedMLP(width=14_336)),
-        max_positions=32_768,
-        norm_eps=1e-5,
-    )
-
-
-def _qwen3_moe(width: int, num_layers: int, num_heads: int, inner: int) -> DecoderConfig:
-    mixer = GroupedQuery(
-        num_heads=num_heads, num_kv_heads=4, head_dim=128, rope=RopeConfig(theta=1_000_000.0), qk_norm=True
-    )
-    mlp = Experts(num_experts=128, per_token=8, width=inner, router="softmax")
-    return DecoderConfig(
-        vocab_size=151_936, width=width, layers=uniform(num_layers, mixer, mlp), max_positions=40_960, norm_eps=1e-6
-    )
+    rope, more = RopeConfig(theta=theta), {"max_positions": 32_768, "norm_eps": 1e-5}
+    return _decoder(4096, 14_336, 32, (32, 8), rope=rope, window=window, vocab_size=vocab_size, **more)
 
 
 def _gpt_oss(num_layers: int, num_experts: int) -> DecoderConfig:
@@ -173,43 +158,30 @@ def _qwen3_next() -> DecoderConfig:
 
 # The counts that follow from these are checked against the published checkpoints.
 KNOWN_MODELS: dict[str, DecoderConfig] = {
-    "Llama-3.2-1B": _llama(2048, 8192, 16, 32, head_dim=64, tied=True, rope_factor=32.0),
-    "Llama-3.2-3B": _llama(3072, 8192, 28, 24, tied=True, rope_factor=32.0),
-    "Llama-3.1-8B": _llama(4096, 14_336, 32, 32),
-    "Llama-3.3-70B": _llama(8192, 28_672, 80, 64),
-    "Llama-3.1-405B": _llama(16_384, 53_248, 126, 128),
-    "Vicuna-13B": DecoderConfig(  # version 1.5
-        vocab_size=32_000,
-        width=5120,
-        layers=uniform(40, GroupedQuery(num_heads=40, num_kv_heads=40, head_dim=128), GatedMLP(width=13_824)),
-        max_positions=4096,
-        norm_eps=1e-5,
-    ),
+    "Llama-3.2-1B": _llama(2048, 8192, 16, (32, 8), 64, tie_embeddings=True, rope_factor=32.0),
+    "Llama-3.2-3B": _llama(3072, 8192, 28, (24, 8), tie_embeddings=True, rope_factor=32.0),
+    "Llama-3.1-8B": _llama(4096, 14_336, 32, (32, 8)),
+    "Llama-3.3-70B": _llama(8192, 28_672, 80, (64, 8)),
+    "Llama-3.1-405B": _llama(16_384, 53_248, 126, (128, 8)),
+    "Vicuna-13B": _decoder(5120, 13_824, 40, (40, 40), vocab_size=32_000, max_positions=4096, norm_eps=1e-5),  # 1.5
     "Mistral-7B-v0.1": _mistral_7b(32_000, 10_000.0, window=4096),
     "Mistral-7B-v0.3": _mistral_7b(32_768, 1_000_000.0, window=None),
-    "Qwen2.5-7B-Instruct": DecoderConfig(
-        vocab_size=152_064,
-        width=3584,
-        layers=uniform(
-            28,
-            GroupedQuery(num_heads=28, num_kv_heads=4, head_dim=128, rope=RopeConfig(theta=1_000_000.0), qkv_bias=True),
-            GatedMLP(width=18_944),
-        ),
-        max_positions=32_768,
-        norm_eps=1e-6,
+    "Qwen2.5-7B-Instruct": _decoder(
+        3584, 18_944, 28, (28, 4), rope=RopeConfig(theta=1_000_000.0), qkv_bias=True, vocab_size=152_064,
+        max_positions=32_768, norm_eps=1e-6,
     ),
-    "Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
-    "Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
-    "Qwen3-4B": _qwen3(2560, 9728, 36, 32, tied=True),
-    "Qwen3-8B": _qwen3(4096, 12_288, 36, 32, tied=False),
-    "Qwen3-14B": _qwen3(5120, 17_408, 40, 40, tied=False),
-    "Qwen3-32B": _qwen3(5120, 25_600, 64, 64, tied=False),
-    "Qwen3-30B-A3B": _qwen3_moe(2048, 48, 32, 768),
-    "Qwen3-235B-A22B": _qwen3_moe(4096, 94, 64, 1536),
+    "Qwen3-0.6B": _qwen3(1024, 3072, 28, (16, 8), tied=True),
+    "Qwen3-1.7B": _qwen3(2048, 6144, 28, (16, 8), tied=True),
+    "Qwen3-4B": _qwen3(2560, 9728, 36, (32, 8), tied=True),
+    "Qwen3-8B": _qwen3(4096, 12_288, 36, (32, 8)),
+    "Qwen3-14B": _qwen3(5120, 17_408, 40, (40, 8)),
+    "Qwen3-32B": _qwen3(5120, 25_600, 64, (64, 8)),
+    "Qwen3-30B-A3B": _qwen3(2048, _experts(768), 48, (32, 4)),
+    "Qwen3-235B-A22B": _qwen3(4096, _experts(1536), 94, (64, 4)),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
     "DeepSeek-V3": _deepseek_v3(),
     "GLM-4.5": _glm_4_5(),
     "Llama-4-Maverick": _llama4_maverick(),
     "Qwen3-Next-80B-A3B": _qwen3_next(),
-}
+}  # fmt: skip

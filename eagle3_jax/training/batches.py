@@ -28,7 +28,7 @@ class TTTBatch:
         loss_mask: ``[B T]``, True where the token *after the next* is worth learning: row ``t`` of step ``k`` is
             supervised by entry ``t + k`` and predicts ``x_{t+k+2}``. For an assistant turn at ``s .. e`` these are
             entries ``s - 1 .. e - 2``: its first token always comes from the target.
-        key: For objectives that draw what they train on; another one for every batch.
+        key: Random key of objectives that sample what they train on; another one for every batch.
     """
 
     tokens: Int[Array, "B T"]

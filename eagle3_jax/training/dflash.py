@@ -78,8 +78,8 @@ def block_loss(
     Args:
         drafter: The network's configuration and precision.
         target: The target that is to be predicted.
-        head_params: What is trained.
-        frozen: What is not.
+        head_params: Parameters of the head, which are trained.
+        frozen: Arrays that are not trained.
         batch: Sequences; positions are counted from the first column. Without a key the first anchors are taken.
         objective: The terms.
 

@@ -36,8 +36,8 @@ def distillation_loss(
 
     Args:
         drafter: The draft model.
-        target: Whose distribution is learned.
-        params: What is trained.
+        target: The target, whose distribution is learned.
+        params: Parameters of the draft model, which are trained.
         frozen: The target's parameters; the rest is not used.
         batch: Sequences; positions are counted from the first column.
         depth: Number of draft positions in the metrics.

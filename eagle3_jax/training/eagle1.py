@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
-from jaxtyping import Array, Float
 
 from eagle3_jax.drafters.eagle1 import Eagle1Drafter
 from eagle3_jax.models.decoder import DecoderTarget
@@ -41,8 +41,8 @@ def eagle1_loss(
     Args:
         drafter: The head's configuration and precision.
         target: The target whose states are to be predicted.
-        head_params: What is trained.
-        frozen: What is not.
+        head_params: Parameters of the head, which are trained.
+        frozen: Arrays that are not trained.
         batch: Sequences; without a ``key`` there is no noise.
         num_steps: 1 for the paper's loss.
 
@@ -64,13 +64,7 @@ def eagle1_loss(
     for step, guess in enumerate(given):
         # The last true state has none after it: rows without a label are left out, here as in the cross-entropy.
         wanted = jnp.roll(states[:, :, 0], -step - 1, axis=1)
-        apart = _smooth_l1(guess.astype(jnp.float32) - wanted.astype(jnp.float32)).mean(axis=-1)
+        apart = optax.huber_loss(guess.astype(jnp.float32), wanted.astype(jnp.float32)).mean(axis=-1)
         metrics[f"regression_{step}"] = share(apart, labelled_rows(batch, step))
         regression = regression + metrics[f"regression_{step}"]
     return REGRESSION * regression + CROSS_ENTROPY * cross_entropy, metrics
-
-
-def _smooth_l1(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """``x²/2`` up to 1, ``|x| - 1/2`` beyond."""
-    size = jnp.abs(x)
-    return jnp.where(size < 1.0, 0.5 * size * size, size - 0.5)

@@ -27,7 +27,7 @@ class TrainState:
 
     Attributes:
         step: Optimiser steps taken.
-        params: What is trained.
+        params: The parameters that are trained.
         opt_state: The optimiser's own state.
     """
 
@@ -109,8 +109,8 @@ class Trainer:
 
         Args:
             loss_fn: ``(params, batch) -> (loss, metrics)``.
-            optimizer: How to step.
-            directory: Where checkpoints go; ``None`` keeps none.
+            optimizer: Options of the optimizer.
+            directory: Directory of the checkpoints; ``None`` keeps none.
         """
         self._optimizer = optimizer.build()
         self._checkpoints = None

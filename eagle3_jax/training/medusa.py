@@ -11,10 +11,10 @@ residual blocks are zero and their output projections copies of its output matri
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from eagle3_jax.drafters.medusa import MedusaDrafter
 from eagle3_jax.models.decoder import DecoderTarget
@@ -37,8 +37,8 @@ def medusa_loss(
     Args:
         drafter: The heads' configuration and precision.
         target: The target, whose states are read.
-        head_params: What is trained.
-        frozen: What is not.
+        head_params: Parameters of the head, which are trained.
+        frozen: Arrays that are not trained.
         batch: Sequences; positions are counted from the first column.
         num_heads: Number of heads that are trained, the first ones.
 
@@ -60,7 +60,7 @@ def medusa_loss(
         label = to_draft[_later(batch.tokens, head + 2)]
         labelled = _later(batch.loss_mask, head) & _later(batch.attention_mask, head + 2)
         scores = heads.logits(states, head)
-        cross_entropy = jax.nn.logsumexp(scores, axis=-1) - _at(scores, jnp.maximum(label, 0))
+        cross_entropy = optax.softmax_cross_entropy_with_integer_labels(scores, jnp.maximum(label, 0))
         term = share(cross_entropy, labelled & (label >= 0))
         loss = loss + _DECAY**head * term
 
@@ -74,7 +74,3 @@ def medusa_loss(
 def _later(x: Array, shift: int) -> Array:
     """``x`` at ``t + shift`` in column ``t``; zero and False behind the end."""
     return extend(x, shift)[:, shift:]
-
-
-def _at(scores: Float[Array, "B T W"], index: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    return jnp.take_along_axis(scores, index[..., None], axis=-1)[..., 0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -160,27 +161,21 @@ def _eagle3_config(target: DecoderConfig, options: HeadOptions) -> Eagle3Config:
 
 def _eagle1_config(target: DecoderConfig, options: HeadOptions) -> Eagle1Config:
     options.refuse("eagle1", "width", "draft_vocab_size")
+    # Without a bias, as vLLM loads them, and as the official heads for Llama 3 are.
     return Eagle1Config(
-        vocab_size=target.vocab_size,
-        width=target.width,
-        layers=usual_layers(target, options.mlp_width, options.num_layers or 1),
-        num_target_layers=target.num_layers,
-        fc_bias=False,  # as vLLM loads them, and as the official heads for Llama 3 are
-        max_positions=target.max_positions,
-        norm_eps=target.norm_eps,
+        **_like(target), layers=usual_layers(target, options.mlp_width, options.num_layers or 1), fc_bias=False
     )
 
 
 def _mtp_config(target: DecoderConfig, options: HeadOptions) -> MTPConfig:
     options.refuse("mtp", "width", "draft_vocab_size", "num_layers")
-    return MTPConfig(
-        vocab_size=target.vocab_size,
-        width=target.width,
-        layers=usual_layers(target, options.mlp_width),
-        num_target_layers=target.num_layers,
-        max_positions=target.max_positions,
-        norm_eps=target.norm_eps,
-    )
+    return MTPConfig(**_like(target), layers=usual_layers(target, options.mlp_width))
+
+
+def _like(target: DecoderConfig) -> dict[str, Any]:
+    """Fields that heads on the target's final state share with it."""
+    names = ("vocab_size", "width", "max_positions", "norm_eps")
+    return {name: getattr(target, name) for name in names} | {"num_target_layers": target.num_layers}
 
 
 def _p_eagle_config(target: DecoderConfig, options: HeadOptions) -> PEagleConfig:
@@ -313,8 +308,7 @@ def _supervised(options: HeadOptions) -> TTTConfig:
     return TTTConfig(num_steps=options.depth, denominator="supervised")
 
 
-def _depth(options: HeadOptions) -> int:
-    return options.depth
+_depth = operator.attrgetter("depth")
 
 
 def _block_recipe(config: Callable[[DecoderConfig, HeadOptions], DFlashConfig], objective: BlockObjective) -> Recipe:

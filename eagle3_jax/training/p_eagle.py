@@ -88,9 +88,9 @@ def draw_chains(key: Key[Array, ""], valid: Bool[Array, "B T"], config: Parallel
     """Choose what each depth keeps.
 
     Args:
-        key: What is drawn is a function of it.
+        key: Random key of the sampled rows.
         valid: Positions that are supervised.
-        config: How much is kept.
+        config: The share of rows that is kept.
     """
     batch, size = valid.shape
     index = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
@@ -161,10 +161,10 @@ def p_eagle_loss(
     Args:
         drafter: The head's configuration and precision.
         target: The target that is to be predicted.
-        head_params: What is trained.
-        frozen: What is not.
+        head_params: Parameters of the head, which are trained.
+        frozen: Arrays that are not trained.
         batch: Sequences, and the key that draws which depths of them are learned; the same ones without it.
-        config: How many depths, and how much of each.
+        config: Number of depths, and the share of rows of each.
 
     Returns:
         The loss, and for every depth ``k`` ``accuracy_k`` and ``acceptance_k`` as

@@ -19,16 +19,16 @@ from eagle3_jax.writing import whole_file
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RegenerationConfig:
-    """How much text, and how it is drawn.
+    """Number of rows, their lengths and their sampling.
 
     Attributes:
-        num_rows: Rows in all.
+        num_rows: Number of rows.
         prompt_length: Tokens of corpus text that open each row.
         length: Tokens per row, prompt included.
         batch: Rows generated at once.
         greedy_share: Part of the rows decoded greedily; the rest is sampled.
-        temperature: Of the sampled rows.
-        seed: Of prompts and samples.
+        temperature: Temperature of the sampled rows.
+        seed: Random seed of prompts and samples.
     """
 
     num_rows: int = 4096
@@ -114,9 +114,9 @@ def regenerate(target: LoadedTarget, corpus: np.ndarray, config: RegenerationCon
     """Let the target continue windows of the corpus, batch by batch.
 
     Args:
-        target: Who writes.
+        target: The target that continues the prompts.
         corpus: One long row of training tokens; prompts start at random places.
-        config: How much.
+        config: Number, lengths and sampling of the rows.
     """
     rng = np.random.default_rng(config.seed)
     decoder = SpeculativeDecoder(target)

@@ -43,7 +43,7 @@ class TTTConfig:
     Attributes:
         num_steps: ``K``; the official code unrolls 7 steps, the paper 5.
         decay: Step ``k`` weighs ``decay^k``.
-        denominator: What the sum over rows is divided by: ``all`` rows ``B·T``, masked or not, or the ``supervised``
+        denominator: Divisor of the sum over rows: ``all`` rows ``B·T``, masked or not, or the ``supervised``
             ones. ``all`` also keeps a flaw of the official code: supervised rows whose label lies beyond the end of
             the sequence are pulled towards the uniform distribution. ``supervised`` leaves them out.
     """
@@ -90,8 +90,8 @@ def ttt_loss(
     Args:
         drafter: The head's configuration and precision.
         target: The target that is to be predicted.
-        head_params: What is trained.
-        frozen: What is not.
+        head_params: Parameters of the head, which are trained.
+        frozen: Arrays that are not trained.
         batch: Sequences; positions are counted from the first column.
         config: Unroll length, weights and denominators.
 

@@ -19,7 +19,7 @@ def token_counts(
 
     Args:
         rows: Token ids, one sequence each; lengths may differ.
-        masks: For every row, which of its tokens count (those that the target writes).
+        masks: For every row, the tokens that count (those that the target writes).
         vocab_size: ``V``.
 
     Raises:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from block_heads import BlockHead, biased, chosen_ids, greedy_chain, run_block
+from scipy.special import log_softmax, softmax
 
 from eagle3_jax.checks import per_row
 from eagle3_jax.conversion import rules
@@ -127,15 +128,10 @@ def drafted(
     return *run(params, seen), blocks, roots
 
 
-def log_softmax(x: np.ndarray) -> np.ndarray:
-    shifted = x - x.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-
-
 def log_probability(head: BlockHead, block: Any, root: int, path: tuple[int, ...]) -> float:
     """Of a path of draft ids below the root."""
     logits, _ = biased(head, block, root, [*chosen_ids(head)[list(path)], 0, 0][:3])
-    return float(sum(log_softmax(logits[level])[token] for level, token in enumerate(path)))
+    return float(sum(log_softmax(logits[level], -1)[token] for level, token in enumerate(path)))
 
 
 TREES = {
@@ -192,7 +188,7 @@ def test_what_is_drawn_declares_the_law_that_it_is_drawn_from(name: str) -> None
         tokens = draft.tokens[row, 1:].tolist()
         logits, _ = biased(head, blocks[row], roots[row], tokens)
         expected = np.zeros((3, 61))
-        expected[:, chosen_ids(head)] = np.exp(log_softmax(logits / 1.7))
+        expected[:, chosen_ids(head)] = softmax(logits / 1.7, -1)
         np.testing.assert_allclose(draft.probs[row, 1:], expected, atol=2e-5)
         assert all(expected[step, token] > 0 for step, token in enumerate(tokens))
 

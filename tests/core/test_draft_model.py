@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from pathlib import Path
 
 import jax
@@ -19,7 +18,6 @@ from eagle3_jax.cache import Cache
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters import DraftModel, DraftModelState, NGram, Suffix, draft_model, layer_skip
 from eagle3_jax.load import load_drafter, load_target
-from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.named import is_named, named_drafter
 from eagle3_jax.topology import Chain, StaticTree, Topology
@@ -36,13 +34,7 @@ def logits_after(model: LoadedTarget, texts: list[list[int]]) -> np.ndarray:
     for row, text in enumerate(texts):
         padded[row, : len(text)] = text
     last = [len(text) - 1 for text in texts]
-    return np.asarray(_forward(model.model, model.params, padded))[range(len(texts)), last]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _forward(model: DecoderTarget, params: dict, tokens: jax.Array) -> jax.Array:
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return model.unembed(params, model(params, tokens, positions, causal_mask(tokens.shape[1])).final)
+    return np.asarray(tiny.forward(model.model, model.params, jnp.array(padded))[0])[range(len(texts)), last]
 
 
 def rounds_of(target: LoadedTarget, drafter: LoadedDrafter) -> list[tuple[list[list[int]], np.ndarray, np.ndarray]]:

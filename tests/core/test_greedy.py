@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters import Fallback, Markov, NGram, Plain, Suffix
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.published_trees import PUBLISHED_TREES
 from eagle3_jax.topology import Chain, DynamicTree
 
@@ -30,15 +28,8 @@ def continuation(prompt: tuple[int, ...], new_tokens: int) -> list[int]:
     tokens = np.zeros((1, 48), np.int32)
     tokens[0, : len(prompt)] = prompt
     for length in range(len(prompt), len(prompt) + new_tokens):
-        tokens[0, length] = int(_next_tokens(jnp.array(tokens))[0, length - 1])
+        tokens[0, length] = int(tiny.forward(TARGET.model, TARGET.params, jnp.array(tokens))[0][0, length - 1].argmax())
     return tokens[0, len(prompt) : len(prompt) + new_tokens].tolist()
-
-
-@jax.jit
-def _next_tokens(tokens: jax.Array) -> jax.Array:
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    output = TARGET.model(TARGET.params, tokens, positions, causal_mask(tokens.shape[1]))
-    return jnp.argmax(TARGET.model.unembed(TARGET.params, output.final), axis=-1)
 
 
 def expected(stops: tuple[int, ...] = ()) -> list[list[int]]:
@@ -53,7 +44,7 @@ def scripted(shift: int) -> LoadedDrafter:
     for row, prompt in enumerate(PROMPTS):
         known = [*prompt, *continuation(tuple(prompt), 35)]
         script[row, : len(known)] = known
-    return LoadedDrafter(tiny.Scripted(4, shift), jnp.array(script))
+    return LoadedDrafter(tiny.Scripted(shift=shift), jnp.array(script))
 
 
 DRAFTERS = {
@@ -161,7 +152,7 @@ def test_shape_matched_plain_decoding_equals_rounds_of_refused_drafts_bit_for_bi
     """Same shapes, same numbers: every key and value that the target ever computed, in every layer."""
     target, prompt = tiny.target(13, precision=precision), PROMPTS[0]
     plain = finished_state(target, LoadedDrafter(Plain(num_nodes=5)), prompt)
-    wrong = finished_state(target, LoadedDrafter(tiny.Scripted(4, shift=1), plain.tokens), prompt)
+    wrong = finished_state(target, LoadedDrafter(tiny.Scripted(shift=1), plain.tokens), prompt)
     assert int(wrong.stats.num_accepted_tokens.sum()) == 0 < int(wrong.stats.num_draft_tokens.sum())
     assert np.array_equal(wrong.tokens, plain.tokens)
     assert tiny.same_bits(tiny.known(wrong.cache), tiny.known(plain.cache))
@@ -172,7 +163,7 @@ def test_accepted_drafts_leave_the_numbers_of_plain_decoding_bit_for_bit(precisi
     """A token that was verified in a block found those before it in the slots where plain decoding has them."""
     target, prompt = tiny.target(13, precision=precision), PROMPTS[0]
     plain = finished_state(target, LoadedDrafter(Plain(num_nodes=5)), prompt)
-    right = finished_state(target, LoadedDrafter(tiny.Scripted(4), plain.tokens), prompt)
+    right = finished_state(target, LoadedDrafter(tiny.Scripted(), plain.tokens), prompt)
     # The script may end before the last draft does.
     assert 0 < int(right.stats.num_draft_tokens.sum()) - int(right.stats.num_accepted_tokens.sum()) + 1 <= 4
     assert np.array_equal(plain.tokens, right.tokens)

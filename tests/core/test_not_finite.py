@@ -15,8 +15,9 @@ from checkpoints import write_llama
 from safetensors.numpy import load_file, save_file
 
 from eagle3_jax import BlockVerification, FinishReason, SamplingParams, SpeculativeDecoder
+from eagle3_jax.testing.scripted import FixedTree, RootState, chain_parents
 from eagle3_jax.topology import Chain, DynamicTree
-from eagle3_jax.types import Draft, Observation, TargetOutput
+from eagle3_jax.types import Draft, TargetOutput
 
 CLEAN = tiny.target(13)
 PROMPTS = tiny.random_prompts(4, 13, seed=5)
@@ -46,26 +47,16 @@ class Poisoned:
         return jnp.where(bad, self.value, self.inner.unembed(params, jnp.where(bad, 0.0, final)))
 
 
-class AlwaysLast:
+class AlwaysLast(FixedTree):
     """Drafts the id that an argmax over NaN gives on CPUs."""
 
-    num_nodes, max_depth, aux_layers, is_chain = 3, 2, (), True
-
-    def init(self, params: Any, batch: int, capacity: int) -> Any:
-        return jnp.zeros((batch,), jnp.int32)
-
-    def observe(self, params: Any, state: Any, seen: Observation) -> Any:
-        return jnp.where(seen.length > 0, seen.next_token, state)
-
-    def propose(self, params: Any, state: Any, keys: Any, sampling: SamplingParams) -> Draft:
-        tokens = jnp.stack([state, jnp.full_like(state, LAST), jnp.full_like(state, LAST)], axis=1)
-        parents = jnp.broadcast_to(jnp.array([-1, 0, 1], jnp.int32), tokens.shape)
-        return Draft(tokens=tokens, parents=parents, valid=jnp.ones(tokens.shape, jnp.bool_))
+    def propose(self, params: Any, state: RootState, keys: Any, sampling: SamplingParams) -> Draft:
+        return self.draft(state, jnp.full((state.root.shape[0], self.num_nodes), LAST, jnp.int32))
 
 
 DRAFTERS = {
     "plain": (None, {}),
-    "the last id": (AlwaysLast(), {}),
+    "the last id": (AlwaysLast(chain_parents(2)), {}),
     "a sampled chain": (tiny.eagle3(CLEAN, Chain(3)), {"draft_sampling": "probabilistic"}),
     "a dynamic tree": (tiny.eagle3(CLEAN, DynamicTree(num_nodes=6, max_depth=3, top_k=2)), {}),
     "the block rule": (

@@ -24,7 +24,6 @@ from scipy.stats import chi2
 from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter, SpeculativeDecoder
 from eagle3_jax.drafters import Fallback, NGram, Plain
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.sampling import probabilities, row_keys
 from eagle3_jax.topology import Chain, DynamicTree
 from eagle3_jax.types import DraftSampling, SamplingMode, SamplingParams
@@ -75,9 +74,7 @@ def logits_after(prompt: tuple[int, ...]) -> dict[tuple[int, ...], list[float]]:
     """The target's logits after every continuation shorter than the horizon: one plain causal forward, no cache."""
     rows = list(itertools.product(range(VOCABULARY), repeat=HORIZON - 1))
     tokens = jnp.array([(*prompt, *row) for row in rows], jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    output = TARGET.model(TARGET.params, tokens, positions, causal_mask(tokens.shape[1]))
-    logits = np.asarray(TARGET.model.unembed(TARGET.params, output.final), np.float64)
+    logits = np.asarray(tiny.forward(TARGET.model, TARGET.params, tokens)[0], np.float64)
     known = {}
     for row, values in zip(rows, logits, strict=True):
         for size in range(HORIZON):

@@ -20,30 +20,18 @@ from jaxtyping import Array
 
 from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter, SpeculativeDecoder
+from eagle3_jax.testing.scripted import FixedTree, RootState
 from eagle3_jax.types import Draft, SamplingParams
 
 VOCABULARY = 13
 
 
 @dataclasses.dataclass(frozen=True)
-class ScriptedTree(tiny._Rooted):
+class ScriptedTree(FixedTree):
     """Proposes a fixed tree; the path to one of its deepest nodes, another in every round, is the script's.
 
     Its parameters ``[B S]`` say what comes at each place. Every other node is off by its own number, never right.
-
-    Attributes:
-        parents: Of every node, -1 at the root.
     """
-
-    parents: tuple[int, ...]
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self.parents)
-
-    @property
-    def max_depth(self) -> int:
-        return max(len(oracle.path_to(self.parents, node)) for node in range(len(self.parents)))
 
     @property
     def deepest(self) -> list[list[int]]:
@@ -51,23 +39,14 @@ class ScriptedTree(tiny._Rooted):
         paths = [oracle.path_to(self.parents, node) for node in range(len(self.parents))]
         return [path for path in reversed(paths) if len(path) == self.max_depth]
 
-    def propose(self, params: Any, state: tiny.RootState, keys: Array, sampling: SamplingParams) -> Draft:
-        depth = np.array([len(oracle.path_to(self.parents, node)) for node in range(len(self.parents))])
-        place = jnp.minimum(state.length[:, None] + depth, params.shape[1] - 1)
-        script = jnp.take_along_axis(params, place, axis=1)
+    def propose(self, params: Any, state: RootState, keys: Array, sampling: SamplingParams) -> Draft:
         right = np.zeros((len(self.deepest), self.num_nodes), bool)
         for index, path in enumerate(self.deepest):
             right[index, path] = True
         # Off by the number of the node, which is below V: never right, and siblings differ.
-        off = jnp.asarray(np.arange(self.num_nodes), jnp.int32)
-        chosen = jnp.asarray(right)[state.length % len(self.deepest)]
-        tokens = jnp.where(chosen, script, (script + off) % VOCABULARY)
-        tokens = tokens.at[:, 0].set(state.root)
-        return Draft(
-            tokens=tokens,
-            parents=jnp.broadcast_to(jnp.array(self.parents, jnp.int32), tokens.shape),
-            valid=jnp.ones(tokens.shape, jnp.bool_),
-        )
+        off = jnp.arange(self.num_nodes, dtype=jnp.int32)
+        chosen, script = jnp.asarray(right)[state.length % len(self.deepest)], self.scripted(params, state)
+        return self.draft(state, jnp.where(chosen, script, (script + off) % VOCABULARY))
 
 
 TREES = {

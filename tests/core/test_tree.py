@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from scipy.special import log_softmax
 from test_verify import random_trees
 
 from eagle3_jax.checks import per_row
@@ -111,11 +112,6 @@ def _grown(tree, mixing, embedding, ids) -> Draft:
 _compiled = jax.jit(_grown, static_argnums=0)
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max()
-    return shifted - np.log(np.exp(shifted).sum())
-
-
 def top(scores: list[float], count: int) -> list[int]:
     return sorted(range(len(scores)), key=lambda index: (-scores[index], index))[:count]
 
@@ -124,14 +120,14 @@ def grown_by_the_paper(network: Network, row: int, tree: DynamicTree, ids: np.nd
     """EAGLE-2: expand the best ``k`` of each level by cumulative log-probability, then keep the best of them all."""
     pool: list[tuple[float, int, int]] = []  # score, token, index of the parent in the pool (-1 the root)
     carry = network.embedding[row]
-    scores = log_softmax(network.logits(carry))
+    scores = log_softmax(network.logits(carry).astype(np.float64))
     pool += [(scores[draft_id], int(ids[draft_id]), -1) for draft_id in top(scores.tolist(), tree.top_k)]
     frontier = [(index, token, carry) for index, (_, token, _) in enumerate(pool)]
     for _ in range(tree.max_depth - 1):
         level = []
         for index, token, carry in frontier:
             after = network.step(carry, token)
-            scores = log_softmax(network.logits(after))
+            scores = log_softmax(network.logits(after).astype(np.float64))
             for draft_id in top(scores.tolist(), tree.top_k):
                 level.append((pool[index][0] + scores[draft_id], int(ids[draft_id]), index, after))
         base = len(pool)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from scipy.special import softmax
 
 from eagle3_jax import Draft, Exact, SamplingParams, StaticTree, TypicalAcceptance, check_verifier
 from eagle3_jax.types import SamplingMode
@@ -17,11 +18,6 @@ TREES = {
     "a chain": StaticTree(((0,), (0, 0), (0, 0, 0))),
     "a tree": StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0), (1, 0, 1))),
 }
-
-
-def softmax(logits: np.ndarray) -> np.ndarray:
-    weights = np.exp(logits - logits.max())
-    return weights / weights.sum()
 
 
 def path_by_path(tree: StaticTree, tokens, valid, logits, temperature, epsilon, delta) -> tuple[list[int], int]:

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tiny
 
 from eagle3_jax.decode import LoadedDrafter
+from eagle3_jax.testing.scripted import FixedTree, Rooted, RootState
 from eagle3_jax.types import Draft, Observation, SamplingParams
 
 VOCABULARY = 13
@@ -22,14 +22,14 @@ KEEP = -(2**31) + 1  # a token that is not replaced
 
 
 @dataclasses.dataclass(frozen=True)
-class Knowing(tiny._Rooted):
+class Knowing(Rooted):
     """Proposes what its parameters say; see :class:`Spoilt`. Its size alone is static, so its cases share programs."""
 
     num_nodes: int
     max_depth: int
     is_chain: bool = False
 
-    def propose(self, params: Any, state: tiny.RootState, keys: Any, sampling: SamplingParams) -> Draft:
+    def propose(self, params: Any, state: RootState, keys: Any, sampling: SamplingParams) -> Draft:
         place = jnp.minimum(state.length[:, None] + params["levels"], params["script"].shape[1] - 1)
         tokens = (jnp.take_along_axis(params["script"], place, axis=1) + params["shifts"]) % VOCABULARY
         tokens = tokens.at[:, 0].set((state.root + params["shifts"][0]) % VOCABULARY)
@@ -160,67 +160,46 @@ class Hasty(Ordinary):
         return self.calls // self.every
 
 
-class Drawing(Ordinary):
-    """Draws two siblings below the root from one law and declares another, or the same."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Drawing(FixedTree):
+    """Draws each node from a law of its own, and declares another, or the same.
 
-    def __init__(self, law: Any, declared: Any):
-        self.law, self.declared = law, declared
+    Attributes:
+        law: By the number of tokens known, ``[B]``, what the nodes below the root are drawn from.
+        declared: What it declares for them.
+    """
 
-    def propose(self, params: Any, state: Any, keys: Any, sampling: SamplingParams) -> Draft:
-        drawn = jax.vmap(lambda key: jax.random.categorical(key, jnp.log(self.law), shape=(2,)))(keys)
-        tokens = jnp.concatenate([state["root"][:, None], drawn.astype(jnp.int32)], axis=1)
-        return Draft(
-            tokens=tokens,
-            parents=jnp.broadcast_to(jnp.array([-1, 0, 0], jnp.int32), tokens.shape),
-            valid=jnp.ones(tokens.shape, jnp.bool_),
-            probs=jnp.broadcast_to(self.declared, (*tokens.shape, VOCABULARY)),
-        )
+    law: Callable[[Any], Any]
+    declared: Any
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # its arrays have no hash
+
+    def propose(self, params: Any, state: RootState, keys: Any, sampling: SamplingParams) -> Draft:
+        shape = (state.root.shape[0], self.num_nodes - 1, VOCABULARY)
+        law = jnp.broadcast_to(self.law(state.length), shape)
+        drawn = jax.vmap(lambda key, q: jax.random.categorical(key, jnp.log(q), axis=-1))(keys, law)
+        probs = jnp.pad(jnp.broadcast_to(self.declared, shape), ((0, 0), (1, 0), (0, 0)))
+        return self.draft(state, jnp.pad(drawn.astype(jnp.int32), ((0, 0), (1, 0))), probs)
 
 
-class Peeking(Ordinary):
-    """Draws a chain evenly, and declares a distribution that depends on the token that it has drawn."""
+def siblings(law: Any, declared: Any) -> Drawing:
+    return Drawing((-1, 0, 0), lambda length: law, declared)
 
-    is_chain = True
 
-    def propose(self, params: Any, state: Any, keys: Any, sampling: SamplingParams) -> Draft:
-        drawn = jax.vmap(lambda key: jax.random.randint(key, (2,), 0, VOCABULARY))(keys)
-        tokens = jnp.concatenate([state["root"][:, None], drawn.astype(jnp.int32)], axis=1)
-        return Draft(
-            tokens=tokens,
-            parents=jnp.broadcast_to(jnp.array([-1, 0, 1], jnp.int32), tokens.shape),
-            valid=jnp.ones(tokens.shape, jnp.bool_),
-            probs=jnp.where((tokens % 2 == 0)[:, :, None], UNIFORM, SKEWED),
-        )
+def deep(law: Callable[[Any], Any], declared: Any) -> Drawing:
+    return Drawing((-1, 0, 1, 2, 3), law, declared)
+
+
+class Peeking(FixedTree):
+    """Draws evenly, and declares a distribution that depends on the token that it has drawn."""
+
+    def propose(self, params: Any, state: RootState, keys: Any, sampling: SamplingParams) -> Draft:
+        drawn = jax.vmap(lambda key: jax.random.randint(key, (self.num_nodes,), 0, VOCABULARY))(keys)
+        return self.draft(state, drawn, jnp.where((drawn % 2 == 0)[:, :, None], UNIFORM, SKEWED))
 
 
 UNIFORM = jnp.full((VOCABULARY,), 1 / VOCABULARY, jnp.float32)
 SKEWED = jnp.array(np.r_[np.full(6, 1.4), np.full(7, 0.6)] / (6 * 1.4 + 7 * 0.6), jnp.float32)
-
-
-class Deep(Ordinary):
-    """Draws a chain of four tokens, each from a law of its own, and declares another, or the same.
-
-    Args:
-        law: What the four tokens are drawn from, ``[4 V]``, by the number of tokens known.
-        declared: What it declares, ``[4 V]``.
-    """
-
-    num_nodes, max_depth, is_chain = 5, 4, True
-
-    def __init__(self, law: Callable[[Any], Any], declared: Any):
-        self.law, self.declared = law, declared
-
-    def propose(self, params: Any, state: Any, keys: Any, sampling: SamplingParams) -> Draft:
-        law = jnp.broadcast_to(self.law(state["length"]), (state["root"].shape[0], 4, VOCABULARY))
-        drawn = jax.vmap(lambda key, q: jax.random.categorical(key, jnp.log(q), axis=-1))(keys, law)
-        tokens = jnp.concatenate([state["root"][:, None], drawn.astype(jnp.int32)], axis=1)
-        wide = jnp.broadcast_to(self.declared, (tokens.shape[0], 4, VOCABULARY))
-        return Draft(
-            tokens=tokens,
-            parents=jnp.broadcast_to(jnp.arange(-1, 4, dtype=jnp.int32), tokens.shape),
-            valid=jnp.ones(tokens.shape, jnp.bool_),
-            probs=jnp.pad(wide, ((0, 0), (1, 0), (0, 0))),
-        )
 
 
 LAWS = jax.nn.softmax(jnp.asarray(np.random.default_rng(0).normal(0, 1.5, (4, VOCABULARY)), jnp.float32), axis=-1)
@@ -288,24 +267,24 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
     ),
     "a state that counts observations": (
         observing(lambda old, new, seen: {**new, "root": (old["root"] + new["root"]) % VOCABULARY}),
-        "observing in pieces is observing at once", "6 tokens are shown as 4 and 2",
+        "observing in pieces is observing at once", "6 tokens are shown in pieces of 4, 2",
     ),
     "negative probabilities": (
-        Drawing(UNIFORM, UNIFORM.at[0].add(-1).at[1].add(1)), "declares distributions", "negative or not finite"
+        siblings(UNIFORM, UNIFORM.at[0].add(-1).at[1].add(1)), "declares distributions", "negative or not finite"
     ),
     "a token that it says it cannot draft": (
-        Drawing(jnp.eye(VOCABULARY)[3], jnp.eye(VOCABULARY)[4]), "declares distributions", "declares probability 0"
+        siblings(jnp.eye(VOCABULARY)[3], jnp.eye(VOCABULARY)[4]), "declares distributions", "declares probability 0"
     ),
     "probabilities that are rounded to bfloat16": (
-        Deep(lambda length: NEAR, NEAR.astype(jnp.bfloat16).astype(jnp.float32)), "declares distributions",
+        deep(lambda length: NEAR, NEAR.astype(jnp.bfloat16).astype(jnp.float32)), "declares distributions",
         "add up to .* expected 1 within 2e-05",
     ),
     "another law after 24 tokens": (
-        Deep(lambda length: jnp.where(length[:, None, None] >= 24, LAWS[:, ::-1], LAWS), LAWS),
+        deep(lambda length: jnp.where(length[:, None, None] >= 24, LAWS[:, ::-1], LAWS), LAWS),
         "draws from what it declares", "after a long text node . draws likely tokens too seldom",
     ),
     "a last token that is drawn three percent cooler": (
-        Deep(lambda length: COOLER, LAWS), "draws from what it declares", "node 4 draws likely tokens too often"
+        deep(lambda length: COOLER, LAWS), "draws from what it declares", "node 4 draws likely tokens too often"
     ),
     "a state that ends after 24 tokens": (
         observing(lambda old, new, seen: {
@@ -313,10 +292,10 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
         }), "a long text is as good as a short one", "drafts something else when 72 tokens",
     ),
     "what a token is drawn from follows from the token": (
-        Peeking(), "knows before it draws", "of one state that share every token before it"
+        Peeking((-1, 0, 1)), "knows before it draws", "of one state that share every token before it"
     ),
     "probabilities for one token and others drafted": (
-        Drawing(jnp.eye(VOCABULARY)[3] + 1e-9, UNIFORM), "sampled output has the target's law",
+        siblings(jnp.eye(VOCABULARY)[3] + 1e-9, UNIFORM), "sampled output has the target's law",
         "do not have the target's distribution",
     ),
 }  # fmt: skip

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Int
 
 from eagle3_jax import drafters
@@ -40,9 +39,11 @@ from eagle3_jax.loop import LoopParams, Prompts, SpeculativeLoop
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, LayerConfig, uniform
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import FLOAT32, Precision
+from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.sampling import row_keys
+from eagle3_jax.testing.scripted import FixedTree, RootState, chain_parents
 from eagle3_jax.topology import Chain, StaticTree, Topology
-from eagle3_jax.types import Draft, DraftSampling, FinishReason, Observation, SamplingParams
+from eagle3_jax.types import Draft, DraftSampling, FinishReason, SamplingParams
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 STATIC_TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
@@ -83,6 +84,14 @@ def _random_params(drafter: Any, seed: int) -> Any:
 @functools.cache
 def _random_network(kind: Any, config: Any, precision: Precision, seed: int) -> Any:
     return kind(config, precision=precision).init_params(jax.random.key(seed))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward(model: Any, params: Any, tokens: Int[Array, "B T"]) -> tuple[Array, Array]:
+    """Logits and final states of whole texts, by one plain causal forward: no cache, no block, no drafter."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    final = model(params, tokens, positions, causal_mask(tokens.shape[1])).final
+    return model.unembed(params, final), final
 
 
 def copied(params: Any) -> Any:
@@ -289,59 +298,14 @@ def golden_trace(name: str) -> dict[str, Any]:
     return json.loads((GOLDEN / name).read_text())
 
 
-@struct.dataclass(kw_only=True)
-class RootState:
-    """The last token and how many are known.
-
-    Attributes:
-        root: ``[B]``.
-        length: ``[B]``, the root not counted.
-    """
-
-    root: Int[Array, " B"]
-    length: Int[Array, " B"]
-
-
 @dataclasses.dataclass(frozen=True)
-class _Rooted:
-    """What the test-only drafters share: they know the root and their place, and read no features."""
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return ()
-
-    def init(self, params: Any, batch: int, capacity: int) -> RootState:
-        zero = jnp.zeros((batch,), jnp.int32)
-        return RootState(root=zero, length=zero)
-
-    def observe(self, params: Any, state: RootState, seen: Observation) -> RootState:
-        root = jnp.where(seen.length > 0, seen.next_token, state.root)
-        return RootState(root=root, length=state.length + seen.length)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampled(_Rooted):
+class Sampled(FixedTree):
     """Draws every node from a table ``q(. | parent's token)`` (its parameters, ``[V V]``) and says so in ``probs``.
 
     The released drafters draw siblings without replacement, so this one alone takes independent ones through the loop.
     """
 
     parents: tuple[int, ...] = (-1, 0, 1, 2)
-
-    @property
-    def is_chain(self) -> bool:
-        return self.parents == tuple(range(-1, len(self.parents) - 1))
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self.parents)
-
-    @property
-    def max_depth(self) -> int:
-        depth = [0]
-        for parent in self.parents[1:]:
-            depth.append(depth[parent] + 1)
-        return max(depth)
 
     def propose(self, params: Any, state: RootState, keys: Array, sampling: SamplingParams) -> Draft:
         tokens, probs = [state.root], [jnp.zeros((state.root.shape[0], params.shape[1]), jnp.float32)]
@@ -350,45 +314,22 @@ class Sampled(_Rooted):
             key = jax.vmap(jax.random.fold_in, (0, None))(keys, node)
             tokens.append(jax.vmap(jax.random.categorical)(key, jnp.log(q)).astype(jnp.int32))
             probs.append(q)
-        shape = (state.root.shape[0], self.num_nodes)
-        return Draft(
-            tokens=jnp.stack(tokens, axis=1),
-            parents=jnp.broadcast_to(jnp.array(self.parents, jnp.int32), shape),
-            valid=jnp.ones(shape, jnp.bool_),
-            probs=jnp.stack(probs, axis=1),
-        )
+        return self.draft(state, jnp.stack(tokens, axis=1), jnp.stack(probs, axis=1))
 
 
 @dataclasses.dataclass(frozen=True)
-class Scripted(_Rooted):
+class Scripted(FixedTree):
     """Proposes what its parameters ``[B S]`` say comes next, ``shift`` ids off: perfect at 0, never right at 1."""
 
-    num_speculative_tokens: int = 4
+    parents: tuple[int, ...] = chain_parents(4)
     shift: int = 0
     vocab_size: int = 13
-    is_chain: bool = True
-
-    @property
-    def num_nodes(self) -> int:
-        return self.num_speculative_tokens + 1
-
-    @property
-    def max_depth(self) -> int:
-        return self.num_speculative_tokens
 
     def with_topology(self, topology: Chain, draft_sampling: DraftSampling | None) -> Scripted:
-        return dataclasses.replace(self, num_speculative_tokens=topology.num_speculative_tokens)
+        return dataclasses.replace(self, parents=chain_parents(topology.num_speculative_tokens))
 
     def propose(self, params: Any, state: RootState, keys: Array, sampling: SamplingParams) -> Draft:
-        node = jnp.arange(self.num_nodes, dtype=jnp.int32)
-        place = jnp.minimum(state.length[:, None] + node, params.shape[1] - 1)
-        tokens = jnp.take_along_axis(params, place, axis=1)
-        tokens = jnp.where(node == 0, state.root[:, None], (tokens + self.shift) % self.vocab_size)
-        return Draft(
-            tokens=tokens,
-            parents=jnp.broadcast_to(node - 1, tokens.shape),
-            valid=jnp.ones(tokens.shape, jnp.bool_),
-        )
+        return self.draft(state, (self.scripted(params, state) + self.shift) % self.vocab_size)
 
 
 @contextlib.contextmanager
@@ -415,6 +356,11 @@ def known(tree: Any) -> Any:
         return leaf.replace(layers=tuple(map(keep, leaf.layers)))  # type: ignore[attr-defined]
 
     return jax.tree.map(clean, tree, is_leaf=lambda leaf: isinstance(leaf, Cache))
+
+
+def draw(seed: int, *shape: int) -> np.ndarray:
+    """Standard normal numbers in float32."""
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def same_bits(one: Any, other: Any) -> bool:

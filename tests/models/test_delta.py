@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny import draw, same_bits
 
 from eagle3_jax.cache import Cache
 from eagle3_jax.models.config import GatedDelta, GatedMLP, LayerConfig
@@ -25,10 +26,6 @@ LAYER = LayerConfig(mixer=MIXER, mlp=GatedMLP(width=4))
 PARENTS = np.array([[-1, 0, 0, 1, 2, 3, 4], [-1, 0, 1, 2, 0, 4, 5]], np.int32)
 COMMIT = jax.jit(Cache.commit)
 PATHS, COUNTS = np.array([[0, 2, 4, 6], [0, 4, 5, 6]], np.int32), np.array([4, 3], np.int32)
-
-
-def draw(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 @functools.cache
@@ -107,10 +104,6 @@ def state_of(cache: Cache) -> Recurrent:
     (layer,) = cache.layers
     assert isinstance(layer, Recurrent)
     return layer
-
-
-def same_bits(first: Any, second: Any) -> bool:
-    return all(np.array_equal(one, other) for one, other in zip(*map(jax.tree.leaves, (first, second)), strict=True))
 
 
 def nearly(found: np.ndarray, expected: np.ndarray) -> None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import draw
 
 from eagle3_jax.models import mixture
 from eagle3_jax.models.config import Experts
@@ -82,10 +83,6 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any], Experts]] = {
         dataclasses.replace(AT_INPUT, shared_width=INNER),
     ),
 }
-
-
-def draw(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def in_turns(gate_up: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import draw
 
 from eagle3_jax.cache import Cache, KeyValue, KeyValues
 from eagle3_jax.models.attention import Segment, attention
@@ -17,10 +18,6 @@ from eagle3_jax.models.memory import CacheMemory, causal_mask, memories
 
 BATCH, FED, HEADS, KV_HEADS, SIZE = 2, 3, 4, 2, 8
 LAYER = LayerConfig(mixer=GroupedQuery(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=SIZE), mlp=GatedMLP(width=4))
-
-
-def draw(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def dense(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flax import nnx  # noqa: E402
+from tiny import draw  # noqa: E402
 
 from eagle3_jax.cache import KeyValue  # noqa: E402
 from eagle3_jax.models.attention import (  # noqa: E402
@@ -26,10 +27,6 @@ from eagle3_jax.models.memory import BlockMemory, Span, cache_mask, causal_mask,
 from eagle3_jax.models.rope import rotate, scale_queries  # noqa: E402
 
 BATCH, FED, HEADS, KV_HEADS, SIZE = 2, 9, 4, 2, 16
-
-
-def draw(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def theirs(module: str, name: str) -> Any:

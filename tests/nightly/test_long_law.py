@@ -30,7 +30,6 @@ from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters import Fallback, Markov, NGram, Plain, Suffix
 from eagle3_jax.models.config import GatedDelta, GatedMLP, LayerConfig
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.models.quantised import quantise
 from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.topology import Chain, DynamicTree, Topology
@@ -268,18 +267,10 @@ def written(name: str, settings: tuple[Setting, ...], *, rows: int, run: int) ->
 def laws_of_the_decoder(target: LoadedTarget, texts: np.ndarray, temperature: np.ndarray) -> np.ndarray:
     """``[B H V]`` flat, from one plain causal forward of the whole texts: no cache, no block, no drafter."""
     fed = jnp.array(texts[:, :-1], jnp.int32)
-    logits = (
-        np.asarray(_forward(target.model, target.params, fed)[:, -HORIZON:], np.float64) / temperature[:, None, None]
-    )
+    logits = np.asarray(tiny.forward(target.model, target.params, fed)[0][:, -HORIZON:], np.float64)
+    logits /= temperature[:, None, None]
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return (weights / weights.sum(axis=-1, keepdims=True)).reshape(-1, VOCABULARY)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _forward(model: Any, params: Any, tokens: jax.Array) -> jax.Array:
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    output = model(params, tokens, positions, causal_mask(tokens.shape[1]))
-    return model.unembed(params, output.final)
 
 
 def batch_of(prompts: np.ndarray, settings: list[Setting], limit: np.ndarray, seed: int) -> loops.Prompts:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tiny
 from block_heads import BlockHead, biased, chosen_ids, run_block
+from scipy.special import softmax
 from test_dflash import EMBEDDING, OUTPUT, loaded
 
 from eagle3_jax.drafters import Markov
@@ -51,11 +52,6 @@ LEARN[0, 4] = False
 BATCH = TTTBatch(tokens=jnp.asarray(TOKENS, jnp.int32), attention_mask=jnp.asarray(REAL), loss_mask=jnp.asarray(LEARN))
 
 
-def softmax(x: np.ndarray) -> np.ndarray:
-    e = np.exp(x - x.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
-
-
 def by_hand(head: BlockHead, objective: BlockObjective) -> float:
     """One anchor and one prediction at a time."""
     ids, sums = chosen_ids(head), {"text": [], "distance": [], "divergence": [], "confidence": []}
@@ -71,12 +67,12 @@ def by_hand(head: BlockHead, objective: BlockObjective) -> float:
                 if before >= SIZE or not REAL[row, before] or not LEARN[row, before - 1]:
                     continue
                 weight = np.exp(-k / 4) if objective.decays else 1.0
-                full, q = softmax(LOGITS[row, before].astype(np.float64)), softmax(logits[k])
+                full, q = softmax(LOGITS[row, before].astype(np.float64), -1), softmax(logits[k], -1)
                 p = full[ids]
                 sums["distance"].append(weight * (np.abs(p - q).sum() + 1 - p.sum()))
                 t = objective.temperature
-                cold = softmax(np.log(p) / t)
-                sums["divergence"].append(weight * t**2 * (cold * np.log(cold / softmax(logits[k] / t))).sum())
+                cold = softmax(np.log(p) / t, -1)
+                sums["divergence"].append(weight * t**2 * (cold * np.log(cold / softmax(logits[k] / t, -1))).sum())
                 if head.confidence:
                     aim, c = np.minimum(p, q).sum(), confidence[k]
                     sums["confidence"].append(-weight * (aim * np.log(c) + (1 - aim) * np.log(1 - c)))

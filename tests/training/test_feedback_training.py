@@ -15,7 +15,6 @@ from torch_heads import MTP, Eagle1, network
 
 from eagle3_jax.conversion import rules
 from eagle3_jax.conversion.heads import eagle1, mtp
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.training.batches import TTTBatch
 from eagle3_jax.training.methods import RECIPES, HeadOptions
 
@@ -49,10 +48,8 @@ def in_torch(method: str, drafter: Any, params: Any, given: TTTBatch, num_steps:
     weights = {name: torch.tensor(np.asarray(value), requires_grad=True) for name, value in stored.items()}
     head = Eagle1(**GEOMETRY, bias=False) if method == "eagle1" else MTP(**GEOMETRY)
     run = network(head, weights)
-    positions = jnp.broadcast_to(jnp.arange(SIZE), (ROWS, SIZE))
-    states = TARGET.model(TARGET.params, given.tokens, positions, causal_mask(SIZE)).final
-    wanted = torch.tensor(np.asarray(TARGET.model.unembed(TARGET.params, states))).softmax(-1)
-    states = torch.tensor(np.asarray(states))
+    logits, states = map(np.asarray, tiny.forward(TARGET.model, TARGET.params, given.tokens))
+    wanted, states = torch.tensor(logits).softmax(-1), torch.tensor(states)
     tables = TARGET.model.tables(TARGET.params)
     embedding, matrix = (torch.tensor(np.asarray(one)) for one in (tables.embedding, tables.unembedding))
     total = torch.zeros(())

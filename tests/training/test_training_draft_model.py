@@ -13,7 +13,6 @@ import training_pair
 
 from eagle3_jax.drafters import DraftModel
 from eagle3_jax.models.decoder import DecoderTarget
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.training.batches import TTTBatch
 from eagle3_jax.training.draft_model import distillation_loss
 from eagle3_jax.training.methods import RECIPES, HeadOptions, small_model
@@ -22,15 +21,9 @@ TARGET = tiny.target(13)
 DEPTH = 3
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def logits(model: DecoderTarget, params: dict, tokens: jax.Array) -> jax.Array:
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    return model.unembed(params, model(params, tokens, positions, causal_mask(tokens.shape[1])).final)
-
-
 def distributions(model: DecoderTarget, params: dict, tokens: list[int]) -> np.ndarray:
     """``[T V]``, after each token of a text without padding, in 64 bits from the logits on."""
-    scores = np.exp(np.asarray(logits(model, params, jnp.array([tokens])), np.float64)[0])
+    scores = np.exp(np.asarray(tiny.forward(model, params, jnp.array([tokens]))[0], np.float64)[0])
     return scores / scores.sum(-1, keepdims=True)
 
 

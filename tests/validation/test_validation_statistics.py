@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from scipy.special import softmax
 from scipy.stats import chi2, norm
 
 from eagle3_jax.testing.frequencies import smallest_deviation
@@ -100,7 +101,7 @@ def test_rare_outcomes_are_counted_together() -> None:
     found = goodness_of_fit({"a": 900} | {index: 1 for index in range(100)}, law)
     assert found.cells == 101
     assert found.chi_square == pytest.approx(1.0)
-    assert goodness_of_fit({"a": 850} | dict.fromkeys(range(100), 1.5), law).chi_square < 1e-6
+    assert goodness_of_fit({"a": 850} | {index: 1 + index % 2 for index in range(100)}, law).chi_square < 1e-6
     assert goodness_of_fit({"a": 1000}, {"a": 0.999, "b": 0.001}).chi_square == 1  # b joins a, and nothing is left
 
 
@@ -132,11 +133,6 @@ class Played(NamedTuple):
 VOCABULARY, DRAFTED, ROUNDS = 1000, 4, 2500
 
 
-def softmax(logits: np.ndarray) -> np.ndarray:
-    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)
-
-
 @functools.cache
 def played(bug: str) -> Played:
     """Rounds of Leviathan's rule on fresh random laws, with one bug; ``q`` is what the drafter declares."""
@@ -145,7 +141,7 @@ def played(bug: str) -> Played:
     rows: list[tuple] = []
     for _ in range(ROUNDS):
         logits = 1.5 * rng.normal(size=(DRAFTED + 1, VOCABULARY))
-        p, q = softmax(logits), softmax(logits + 0.8 * rng.normal(size=logits.shape))
+        p, q = softmax(logits, -1), softmax(logits + 0.8 * rng.normal(size=logits.shape), -1)
         for j in range(DRAFTED + 1):
             if j == DRAFTED:
                 rows.append((p[j], q[j], draw(q[j] if bug == "bonus from q" else p[j]), j))
@@ -216,7 +212,7 @@ def test_a_refused_point_mass_that_is_drawn_again_shows_in_the_share_of_drafted_
     residual: str, size: float | None
 ) -> None:
     rng = np.random.default_rng(3)
-    p = softmax(2 * rng.normal(size=(5000, 50)))
+    p = softmax(2 * rng.normal(size=(5000, 50)), -1)
     draft = np.argmax(p, axis=1)
     accepted = rng.random(5000) < p[np.arange(5000), draft]
     rest = p.copy()

@@ -72,7 +72,7 @@ class Generated:
     """A batch's result.
 
     Attributes:
-        completions: In the order of the prompts.
+        completions: One result for each prompt, in their order.
         seconds: Wall time of the whole batch, measured in vLLM's process.
         counters: The four ``spec_decode_*`` counters of this call, without prefix; empty where nothing is drafted.
     """

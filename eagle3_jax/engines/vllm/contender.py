@@ -18,9 +18,9 @@ class VLLMContender(Contender):
     """A loaded engine of vLLM.
 
     Attributes:
-        name: In reports.
-        dtype: In reports.
-        engine: Of a worker process or a server.
+        name: Name in reports.
+        dtype: Precision in reports.
+        engine: An engine of a worker process or a server.
         temperature: 0 decodes greedily. Runs have no seed, so every one samples other tokens.
     """
 

@@ -70,9 +70,9 @@ class Process:
 
         Args:
             python: Interpreter of an environment with vLLM.
-            threads: For torch on a CPU; one is fastest for small models on a busy machine.
+            threads: Threads of torch on a CPU; one is fastest for small models on a busy machine.
             environment: Further variables, such as ``{"VLLM_BATCH_INVARIANT": "1"}``.
-            memory_share: Of a GPU's memory, for engines that name none.
+            memory_share: Share of a GPU's memory for engines that name none.
 
         Raises:
             VLLMError: It does not start, or has no vLLM.

@@ -30,8 +30,8 @@ class GreedyByDice:
 
         Args:
             output: Filled in place.
-            ends: Where each request's drafts end, ``[B]``.
-            drafts: Of all requests, ``[N]``; -1 is padding, and rejected.
+            ends: ``[B]``, end of each request's drafts.
+            drafts: ``[N]``, draft tokens of all requests; -1 is padding, and rejected.
             choices: The target's choices at the same places, ``[N]``.
             bonus: The target's choice after the last draft, ``[B]``.
             is_greedy: ``None`` where all requests are.

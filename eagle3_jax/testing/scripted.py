@@ -1,0 +1,99 @@
+"""Drafters without a network, for tests of a loop, a target or an acceptance rule: subclasses choose the tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from eagle3_jax.types import Draft, Observation
+
+
+@struct.dataclass(kw_only=True)
+class RootState:
+    """The last token of each row, and its place.
+
+    Attributes:
+        root: ``[B]``, the last token.
+        length: ``[B]``, number of tokens before it.
+    """
+
+    root: Int[Array, " B"]
+    length: Int[Array, " B"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rooted:
+    """A drafter that knows the last token of each row and its place, and reads no features."""
+
+    aux_layers: ClassVar[tuple[int, ...]] = ()
+
+    def init(self, params: Any, batch: int, capacity: int) -> RootState:
+        """An empty state."""
+        zero = jnp.zeros((batch,), jnp.int32)
+        return RootState(root=zero, length=zero)
+
+    def observe(self, params: Any, state: RootState, seen: Observation) -> RootState:
+        """Take in committed tokens."""
+        root = jnp.where(seen.length > 0, seen.next_token, state.root)
+        return RootState(root=root, length=state.length + seen.length)
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedTree(Rooted):
+    """A drafter whose drafts all have the same shape.
+
+    Attributes:
+        parents: Parent of each node, -1 at the root.
+    """
+
+    parents: tuple[int, ...]
+
+    @property
+    def num_nodes(self) -> int:
+        """``N``."""
+        return len(self.parents)
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Depth of each node."""
+        levels = [0]
+        for parent in self.parents[1:]:
+            levels.append(levels[parent] + 1)
+        return tuple(levels)
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest node."""
+        return max(self.levels)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether the parent of each node is the node before it."""
+        return self.parents == chain_parents(self.num_nodes - 1)
+
+    def places(self, state: RootState) -> Int[Array, "B N"]:
+        """The place in the text of each node."""
+        return state.length[:, None] + jnp.array(self.levels, jnp.int32)
+
+    def scripted(self, script: Int[Array, "B S"], state: RootState) -> Int[Array, "B N"]:
+        """For each node the token that a text has at its place; the last token of the text beyond its end."""
+        return jnp.take_along_axis(script, jnp.minimum(self.places(state), script.shape[1] - 1), axis=1)
+
+    def draft(self, state: RootState, tokens: Int[Array, "B N"], probs: Float[Array, "B N V"] | None = None) -> Draft:
+        """A draft of these tokens after the root, which takes the place of the first one."""
+        return Draft(
+            tokens=tokens.at[:, 0].set(state.root),
+            parents=jnp.broadcast_to(jnp.array(np.array(self.parents, np.int32)), tokens.shape),
+            valid=jnp.ones(tokens.shape, jnp.bool_),
+            probs=probs,
+        )
+
+
+def chain_parents(num_speculative_tokens: int) -> tuple[int, ...]:
+    """Parents of a chain's nodes."""
+    return tuple(range(-1, num_speculative_tokens))
