@@ -20,6 +20,7 @@ from eagle3_jax.conversion.fields import Fields, agreed, read_from
 from eagle3_jax.models.config import (
     MLP,
     MOST_LAYERS,
+    Activation,
     DecoderConfig,
     Eagle3Config,
     Experts,
@@ -61,11 +62,12 @@ _ROPE_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}.union(
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def refuse_unsupported(fields: Fields) -> None:
-    """Refuses activations and scaled logits that no family here computes."""
-    if fields.get("hidden_act") != "swish":  # another name of silu
-        fields.only(hidden_act="silu")
-    fields.only(logit_scale=1.0)
+def refuse_unsupported(fields: Fields, *, hidden_act: str = "silu", scales_logits: bool = False) -> None:
+    """Refuses activations and scaled logits that the family does not compute."""
+    if (fields.get("hidden_act"), hidden_act) != ("swish", "silu"):  # two names of one function
+        fields.only(hidden_act=hidden_act)
+    if not scales_logits:
+        fields.only(logit_scale=1.0)
 
 
 def refuse_windows(fields: Fields) -> None:
@@ -92,6 +94,7 @@ def read_mixer(
     qk_norm: bool = False,
     rope: RopeConfig | None = None,
     query_scaling: QueryScaling | None = None,
+    **features: Any,
 ) -> GroupedQuery:
     """Grouped-query attention without a window.
 
@@ -102,6 +105,7 @@ def read_mixer(
         qk_norm: Of the family.
         rope: Rotary embedding, if it has been read already.
         query_scaling: Of the family.
+        features: Further arguments of :class:`GroupedQuery`.
     """
     width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     if fields.get("head_dim") is None and width % heads:
@@ -118,13 +122,14 @@ def read_mixer(
             o_bias=o_bias,
             qk_norm=qk_norm,
             query_scaling=query_scaling,
+            **features,
         )
 
 
-def read_mlp(fields: Fields, *, bias: bool = False) -> GatedMLP:
-    """The SwiGLU."""
+def read_mlp(fields: Fields, *, bias: bool = False, activation: Activation = "silu") -> GatedMLP:
+    """The gated MLP."""
     with read_from(fields.where):
-        return GatedMLP(width=fields.size("intermediate_size"), bias=bias)
+        return GatedMLP(width=fields.size("intermediate_size"), bias=bias, activation=activation)
 
 
 def read_window(fields: Fields) -> int | None:
@@ -200,21 +205,35 @@ def read_decoder(
     return decoder_of(fields, layers)
 
 
-def decoder_of(fields: Fields, layers: Sequence[LayerConfig], *, norm_kind: NormKind = "plain") -> DecoderConfig:
+def decoder_of(
+    fields: Fields,
+    layers: Sequence[LayerConfig],
+    *,
+    norm_kind: NormKind = "plain",
+    norm_eps: str = "rms_norm_eps",
+    hidden_act: str = "silu",
+    tied: bool = False,
+    **features: Any,
+) -> DecoderConfig:
     """A target of these layers.
 
     Args:
         fields: The geometry.
         layers: One after the other.
         norm_kind: Of the family.
+        norm_eps: Name of the constant that norms add.
+        hidden_act: Activation of the family, where the file names it so.
+        tied: Whether the embedding is tied where the file does not say.
+        features: Further arguments of :class:`DecoderConfig`.
     """
-    refuse_unsupported(fields)
+    refuse_unsupported(fields, hidden_act=hidden_act, scales_logits="logit_scale" in features)
     with read_from(fields.where):
         return DecoderConfig(
             layers=tuple(layers),
-            tie_embeddings=fields.flag("tie_word_embeddings"),
+            tie_embeddings=fields.flag("tie_word_embeddings", tied),
             norm_kind=norm_kind,
-            **read_stack(fields),
+            **read_stack(fields, norm_eps),
+            **features,
         )
 
 
@@ -226,14 +245,14 @@ def read_num_layers(fields: Fields) -> int:
     return count
 
 
-def read_stack(fields: Fields) -> dict[str, Any]:
+def read_stack(fields: Fields, norm_eps: str = "rms_norm_eps") -> dict[str, Any]:
     """The sizes of a target or a head besides its layers, as arguments of its configuration."""
     return {
         "vocab_size": fields.size("vocab_size"),
         "width": fields.size("hidden_size"),
         # The bound on the context does not enter the mathematics; 2048 is what LlamaConfig says.
         "max_positions": fields.size("max_position_embeddings", 2048),
-        "norm_eps": fields.number("rms_norm_eps"),
+        "norm_eps": fields.number(norm_eps),
     }
 
 

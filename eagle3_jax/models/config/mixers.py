@@ -9,6 +9,11 @@ from eagle3_jax.models.config.ranges import MOST, positive, within
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
+# The statistics and weights of a norm of queries and keys. per-head: statistics of each head, one weight vector for all
+# heads (Qwen3); own-weights: statistics of each head, and weights for each head (Cohere); whole: statistics of all
+# heads together, and weights for each head (OLMo-2).
+QKNorm = Literal["per-head", "own-weights", "whole"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
@@ -103,7 +108,8 @@ class GroupedQuery:
         chunk: Positions are cut into runs of so many, and a token sees those of its own; ``None`` for all before it.
         qkv_bias: Whether the q, k and v projections carry a bias.
         o_bias: Whether the output projection carries one.
-        qk_norm: Whether queries and keys are RMS-normalised per head before rotation (Qwen3).
+        qk_norm: Whether queries and keys are normalised before rotation, by the model's kind of norm.
+        qk_norm_kind: What such a norm covers.
         query_scaling: Queries that grow with their position (Ministral 3, Llama 4); ``None`` for none.
         qk_l2_norm: Whether queries and keys are divided by their root mean square *after* rotation (Llama 4).
         sinks: Whether each head has one more logit in its softmax, which no value belongs to (gpt-oss).
@@ -128,6 +134,7 @@ class GroupedQuery:
     output_gate: bool = False
     softcap: float | None = None
     scale: float | None = None
+    qk_norm_kind: QKNorm = "per-head"
 
     def __post_init__(self) -> None:
         positive(self, "num_heads", "num_kv_heads")
@@ -147,6 +154,8 @@ class GroupedQuery:
             raise ValueError(f"a window of {self.window} and chunks of {self.chunk} exclude each other")
         if self.qk_norm and self.qk_l2_norm:
             raise ValueError("qk_norm and qk_l2_norm exclude each other; queries and keys are normalised once")
+        if self.qk_norm_kind != "per-head" and not self.qk_norm:
+            raise ValueError(f"qk_norm_kind is {self.qk_norm_kind!r} without qk_norm; set qk_norm")
 
     @property
     def group(self) -> int:
