@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from eagle3_jax.conversion.errors import CheckpointError, short
-from eagle3_jax.conversion.families import deepseek, glm4_moe, gpt_oss, llama, llama4, mistral, qwen, qwen3_next
+from eagle3_jax.conversion.families import (
+    deepseek,
+    gemma,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    llama4,
+    mistral,
+    qwen,
+    qwen3_next,
+)
 from eagle3_jax.conversion.families.family import Family, Wrapper
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.models.config import DecoderConfig
@@ -21,12 +31,20 @@ FAMILIES: dict[str, Family] = {
         llama4.FAMILY,
         *deepseek.FAMILIES,
         *qwen3_next.FAMILIES,
+        *gemma.FAMILIES,
     )
 }
 # Models of more than text, with a language model of one of these families.
 WRAPPERS: dict[str, Wrapper] = {
     wrapper.model_type: wrapper
-    for wrapper in (llama4.WRAPPER, *qwen3_next.WRAPPERS, mistral.WRAPPER, deepseek.WRAPPER, qwen.WRAPPER)
+    for wrapper in (
+        llama4.WRAPPER,
+        *qwen3_next.WRAPPERS,
+        mistral.WRAPPER,
+        deepseek.WRAPPER,
+        qwen.WRAPPER,
+        gemma.WRAPPER,
+    )
 }
 
 

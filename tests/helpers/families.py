@@ -174,6 +174,26 @@ RECIPES = {
         {**_EXPERTS, **_DELTA, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 24} | _mrope(1e7),
         3,
     ),
+    "gemma2": Recipe(
+        "gemma2",
+        {
+            "head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 6.0,
+        },
+        1,
+    ),
+    "gemma3": Recipe(
+        "gemma3_text",
+        {
+            "head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 20,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+            },
+        },
+        20,
+    ),
 }  # fmt: skip
 
 
@@ -227,6 +247,18 @@ WRAPPED = {
             "tie_word_embeddings": True,
         },
         2,
+    ),
+    "gemma3, images": Recipe(
+        "gemma3",
+        {
+            "text_config": _text("gemma3"),
+            "vision_config": {
+                "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+                "image_size": 28, "patch_size": 14,
+            },
+            "mm_tokens_per_image": 4, "tie_word_embeddings": False,
+        },
+        0,
     ),
 }  # fmt: skip
 

@@ -169,7 +169,7 @@ def test_the_doctor_names_the_family(folder: Any, tmp_path: Path) -> None:
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 5}
 REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "no family": ("llama", {"model_type": "gemma2"}, "model_type is 'gemma2'; the families of targets are llama, "),
+    "no family": ("llama", {"model_type": "gemma3n"}, "model_type is 'gemma3n'; the families of targets are llama, "),
     "llama with a window": ("llama", {"sliding_window": 5}, "sliding_window is 5; only full attention"),
     "a window that is off": (
         "qwen3",
