@@ -13,6 +13,7 @@ from eagle3_jax.conversion.families import (
     llama,
     llama4,
     mistral,
+    olmo2,
     qwen,
     qwen3_next,
 )
@@ -32,6 +33,7 @@ FAMILIES: dict[str, Family] = {
         *deepseek.FAMILIES,
         *qwen3_next.FAMILIES,
         *gemma.FAMILIES,
+        olmo2.FAMILY,
     )
 }
 # Models of more than text, with a language model of one of these families.

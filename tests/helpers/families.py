@@ -194,6 +194,7 @@ RECIPES = {
         },
         20,
     ),
+    "olmo2": Recipe("olmo2", {"attention_bias": True}, 0),
 }  # fmt: skip
 
 
