@@ -10,6 +10,7 @@ from eagle3_jax.conversion.families import (
     gemma,
     glm4_moe,
     gpt_oss,
+    granite,
     llama,
     llama4,
     mistral,
@@ -34,6 +35,7 @@ FAMILIES: dict[str, Family] = {
         *qwen3_next.FAMILIES,
         *gemma.FAMILIES,
         olmo2.FAMILY,
+        granite.FAMILY,
     )
 }
 # Models of more than text, with a language model of one of these families.

@@ -195,6 +195,14 @@ RECIPES = {
         20,
     ),
     "olmo2": Recipe("olmo2", {"attention_bias": True}, 0),
+    "granite": Recipe(
+        "granite",
+        {
+            "attention_bias": True, "mlp_bias": True, "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
+            "residual_multiplier": 0.6, "logits_scaling": 1.6,
+        },
+        5,
+    ),
 }  # fmt: skip
 
 
