@@ -15,6 +15,7 @@ from eagle3_jax.conversion.families import (
     llama4,
     mistral,
     olmo2,
+    phi3,
     qwen,
     qwen3_next,
 )
@@ -36,6 +37,7 @@ FAMILIES: dict[str, Family] = {
         *gemma.FAMILIES,
         olmo2.FAMILY,
         granite.FAMILY,
+        phi3.FAMILY,
     )
 }
 # Models of more than text, with a language model of one of these families.

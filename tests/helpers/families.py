@@ -203,6 +203,7 @@ RECIPES = {
         },
         5,
     ),
+    "phi3": Recipe("phi3", {"sliding_window": 5} | _rope(1e4, partial_rotary_factor=0.5), 0),
 }  # fmt: skip
 
 
