@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.families import (
+    cohere,
     deepseek,
     gemma,
     glm4_moe,
@@ -38,6 +39,7 @@ FAMILIES: dict[str, Family] = {
         olmo2.FAMILY,
         granite.FAMILY,
         phi3.FAMILY,
+        *cohere.FAMILIES,
     )
 }
 # Models of more than text, with a language model of one of these families.

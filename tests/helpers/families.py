@@ -204,6 +204,22 @@ RECIPES = {
         5,
     ),
     "phi3": Recipe("phi3", {"sliding_window": 5} | _rope(1e4, partial_rotary_factor=0.5), 0),
+    "cohere": Recipe(
+        "cohere",
+        {
+            "use_qk_norm": True, "attention_bias": True, "logit_scale": 0.7, "layer_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+        },
+        4,
+    ),
+    "cohere2": Recipe(
+        "cohere2",
+        {
+            "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2, "logit_scale": 1.5,
+            "layer_norm_eps": 1e-5,
+        },
+        1,
+    ),
 }  # fmt: skip
 
 
