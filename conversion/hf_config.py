@@ -56,7 +56,10 @@ _ROPE_PARAMETERS: dict[str, dict[str, Any]] = {
         "mscale": None,
         "mscale_all_dim": None,
     },
+    "longrope": {_ORIGINAL: ..., "short_factor": ..., "long_factor": ..., "factor": None, "attention_factor": None},
 }
+# Types that are computed for every length.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ROPE_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}.union(*_ROPE_PARAMETERS.values())
 # Names of the number of experts. transformers writes one of them where published files have the other.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -361,6 +364,7 @@ def read_rope(
     theta: float = 10_000.0,
     partial: float | None = None,
     interleaved: bool = False,
+    types: Sequence[str] = _ROPE_TYPES,
 ) -> RopeConfig:
     """The rotary embedding, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``.
 
@@ -372,11 +376,12 @@ def read_rope(
         partial: The share of channels that rotate, where the file does not say; ``None`` for a family in which all
             channels rotate.
         interleaved: Whether neighbouring channels rotate together, in this family.
+        types: Types of the family.
 
     Raises:
         CheckpointError: The type is unknown, a parameter is missing, or the two notations disagree.
     """
-    own: dict[str, Any] = {"theta": theta, "partial": partial, "interleaved": interleaved}
+    own: dict[str, Any] = {"theta": theta, "partial": partial, "interleaved": interleaved, "types": types}
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     if new.values and old.values:
         first, second = (_rope_from(fields, one, known, **own) for one in (new, old))
@@ -387,12 +392,19 @@ def read_rope(
 
 
 def _rope_from(
-    fields: Fields, rope: Fields, known: tuple[str, ...], *, theta: float, partial: float | None, interleaved: bool
+    fields: Fields,
+    rope: Fields,
+    known: tuple[str, ...],
+    *,
+    theta: float,
+    partial: float | None,
+    interleaved: bool,
+    types: Sequence[str],
 ) -> RopeConfig:
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if not isinstance(kind, str) or kind not in _ROPE_PARAMETERS:
+    if not isinstance(kind, str) or kind not in types:
         raise CheckpointError(
-            f"{rope.where}: rope type {short(kind)} is not supported; expected one of {', '.join(_ROPE_PARAMETERS)}"
+            f"{rope.where}: rope type {short(kind)} is not supported; expected one of {', '.join(types)}"
         )
     unknown = sorted(
         key for key, value in rope.values.items() if key not in _ROPE_KEYS and key not in known and value is not None
@@ -423,12 +435,16 @@ def _rope_of(kind: str, theta: float, fields: Fields, rope: Fields) -> RopeConfi
             # Phi-style files keep it at the top level, where transformers gives it priority.
             owner = fields if fields.get(name) is not None else rope
             values["original_max_positions"] = owner.integer(name)
+        elif name in ("short_factor", "long_factor"):
+            values[name] = rope.numbers(name)
         elif isinstance(default, bool):
             values[name] = rope.flag(name, default)
         elif default is None:
             values[name] = rope.optional_number(name)
         else:
             values[name] = rope.number(name, None if default is ... else default)
+    if kind == "longrope" and values["factor"] is None:
+        values["factor"] = fields.size("max_position_embeddings") / max(values["original_max_positions"], 1)
     return RopeConfig(**values)
 
 
@@ -448,7 +464,7 @@ def rope_fields(rope: RopeConfig | None, *, partial: bool = False) -> dict[str, 
     for name in _ROPE_PARAMETERS[rope.type]:
         value = rope.original_max_positions if name == _ORIGINAL else getattr(rope, name)
         if scaling is not None and value is not None and value is not True:  # transformers 4 warns about `truncate`
-            scaling[name] = value
+            scaling[name] = list(value) if isinstance(value, tuple) else value
     parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": rope.theta}
     fields = {"rope_theta": rope.theta, "rope_scaling": scaling, "rope_parameters": parameters}
     if not partial:

@@ -55,7 +55,7 @@ _LATER: dict[type, frozenset[str]] = {
     GatedMLP: frozenset({"activation"}),
     GroupedQuery: frozenset({"chunk", "qk_l2_norm", "sinks", "output_gate", "softcap", "scale", "qk_norm_kind"}),
     QueryScaling: frozenset({"offset"}),
-    RopeConfig: frozenset({"partial", "interleaved"}),
+    RopeConfig: frozenset({"partial", "interleaved", "short_factor", "long_factor"}),
 }
 
 

@@ -13,8 +13,12 @@ from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, grou
 
 
 def read_config(fields: Fields) -> DecoderConfig:
-    """All layers have the window, if there is one, and some channels may not rotate."""
-    mixer = hf_config.read_mixer(fields, rope=hf_config.read_rope(fields, partial=1.0))
+    """All layers have the window, if there is one, and some channels may not rotate.
+
+    ``longrope`` has factors for short texts and for long ones. A loaded target is bound to short ones.
+    """
+    rope = hf_config.read_rope(fields, partial=1.0, types=("default", "longrope"))
+    mixer = hf_config.read_mixer(fields, rope=rope)
     windows = hf_config.read_windows(fields, fields.optional_size("sliding_window"), lambda _: True)
     return hf_config.read_decoder(fields, mixer, hf_config.read_mlp(fields), windows=windows)
 
@@ -22,7 +26,9 @@ def read_config(fields: Fields) -> DecoderConfig:
 def write_fields(config: DecoderConfig) -> dict[str, Any]:
     """See :class:`Family`."""
     mixer = grouped(config.layers[0])
-    return {**hf_config.rope_fields(mixer.rope, partial=True), "sliding_window": mixer.window}
+    fields = {**hf_config.rope_fields(mixer.rope, partial=True), "sliding_window": mixer.window}
+    original = None if mixer.rope is None else mixer.rope.original_max_positions
+    return fields if original is None else {**fields, "original_max_position_embeddings": original}
 
 
 def _attention(config: GroupedQuery, source: str, path: str) -> list[Rule]:

@@ -204,6 +204,17 @@ RECIPES = {
         5,
     ),
     "phi3": Recipe("phi3", {"sliding_window": 5} | _rope(1e4, partial_rotary_factor=0.5), 0),
+    "phi3, longrope": Recipe(
+        "phi3",
+        {
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.5, 2.5], "long_factor": [2.0, 4.0, 8.0],
+            },
+        },
+        0,
+    ),
     "cohere": Recipe(
         "cohere",
         {

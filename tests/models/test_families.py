@@ -265,8 +265,19 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         "rope_parameters is .* expected an object for 'sliding_attention' and one for 'full_attention'",
     ),
     "silent about a factor": ("granite", {"residual_multiplier": None}, "has no residual_multiplier"),
-    "factors of two lengths": (
+    "factors of another model": (
+        "phi3, longrope",
+        {"partial_rotary_factor": 1.0, "rope_parameters": None, "rope_theta": 1e4}
+        | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 3}},
+        "short_factor has 3 and long_factor 3 numbers; expected 4 each, one for a pair of rotating channels",
+    ),
+    "an old name of longrope": (
         "phi3",
+        {"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}},
+        "rope type 'su' is not supported; expected one of default, longrope",
+    ),
+    "factors of two lengths": (
+        "llama",
         {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
         "rope type 'longrope' is not supported; expected one of default, linear, llama3, yarn",
     ),
@@ -292,6 +303,15 @@ def test_a_configuration_that_means_something_else_is_refused(folder: Any, tmp_p
     with pytest.raises(CheckpointError, match=says) as refusal:
         conversion.read_target(directory)
     assert "\n" not in str(refusal.value)
+
+
+def test_longrope_holds_the_texts_that_its_short_factors_are_for(folder: Any, tmp_path: Path) -> None:
+    target = e3.load_target(folder("phi3, longrope"))
+    assert target.holds == (
+        "128 positions (beyond them its rotary embedding (longrope) has other factors, which are not computed here)"
+    )
+    with pytest.raises(ValueError, match=r"the prompt has 130 tokens; .* holds 128 positions"):
+        e3.SpeculativeDecoder(target, stop_tokens=()).encode([5] * 130)
 
 
 YARN = RopeConfig(type="yarn", factor=8.0, original_max_positions=32)
