@@ -171,7 +171,7 @@ class Eagle3Config:
     norm_before_fc: bool = False
 
     def __post_init__(self) -> None:
-        check_stack(self)
+        check_head(self)
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to the target's {self.vocab_size}"
@@ -253,6 +253,21 @@ def usual_head(
         max_positions=target.max_positions,
         norm_eps=target.norm_eps,
     )
+
+
+def check_head(config: Any) -> None:
+    """Refuse what :func:`check_stack` does, and layers of targets that the first layer of a head is not.
+
+    Raises:
+        ValueError: Additionally, the first layer has other norms than those before its parts, or a residual factor.
+    """
+    check_stack(config)
+    first = config.layers[0] if config.layers else None
+    if first is not None and (first.norms, first.residual_scale) != ("before", 1.0):
+        raise ValueError(
+            f"the head's first layer has norms {first.norms!r} and residual_scale {first.residual_scale}; expected "
+            "'before' and 1.0, so build the head's layers with usual_layers"
+        )
 
 
 def check_stack(config: Any) -> None:
