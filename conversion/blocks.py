@@ -115,6 +115,18 @@ def experts(
     return rules
 
 
+# The names of a block's norms in the checkpoint and in our parameters, by their places.
+_NORMS: dict[str, dict[str, str]] = {
+    "before": {"input": "attention_norm", "post_attention": "mlp_norm"},
+    "after": {"post_attention": "attention_post_norm", "post_feedforward": "mlp_post_norm"},
+    "around": {
+        "input": "attention_norm",
+        "post_attention": "attention_post_norm",
+        "pre_feedforward": "mlp_norm",
+        "post_feedforward": "mlp_post_norm",
+    },
+    "parallel": {"input": "attention_norm"},
+}
 # The usual rules of each kind.
 PARTS: dict[type, PartRules] = {GroupedQuery: attention, GatedMLP: dense, Experts: experts}
 
@@ -122,7 +134,7 @@ PARTS: dict[type, PartRules] = {GroupedQuery: attention, GatedMLP: dense, Expert
 def attention_and_mlp(
     config: LayerConfig, source: str, path: str, *, parts: Mapping[type, PartRules] = PARTS
 ) -> list[Rule]:
-    """The parts of every block: a mixer, the norm between, an MLP.
+    """The parts of every block and its norms, but for the norm of its inputs.
 
     Args:
         config: The layer.
@@ -130,17 +142,17 @@ def attention_and_mlp(
         path: Its name in our parameters.
         parts: The rules of each kind of mixer and of MLP, where they are not the usual ones.
     """
-    parts = {**PARTS, **parts}
-    rules = [norm(f"{source}.post_attention_layernorm", f"{path}.mlp_norm")]
+    parts, norms = {**PARTS, **parts}, _NORMS[config.norms].items()
+    rules = [norm(f"{source}.{name}_layernorm", f"{path}.{ours}") for name, ours in norms if name != "input"]
     for part in (config.mixer, config.mlp):
         rules += parts[type(part)](part, source, path)
     return rules
 
 
 def block(config: LayerConfig, source: str, path: str, *, parts: Mapping[type, PartRules] = PARTS) -> list[Rule]:
-    """A pre-norm block; see :func:`attention_and_mlp`."""
-    first = norm(f"{source}.input_layernorm", f"{path}.attention_norm")
-    return [first, *attention_and_mlp(config, source, path, parts=parts)]
+    """A whole block; see :func:`attention_and_mlp`."""
+    first = [norm(f"{source}.input_layernorm", f"{path}.attention_norm")] if config.norms != "after" else []
+    return [*first, *attention_and_mlp(config, source, path, parts=parts)]
 
 
 def decoder(config: DecoderConfig, *, parts: Mapping[type, PartRules] = PARTS) -> list[Rule]:

@@ -107,6 +107,13 @@ class Fields(NamedTuple):
             raise self.wrong(name, "expected a list of texts")
         return value
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of finite numbers."""
+        value = self._present(name, None)
+        if not isinstance(value, list):
+            raise self.wrong(name, "expected a list of numbers")
+        return tuple(Fields({name: one}, self.where).number(name) for one in value)
+
     def indices(self, name: str, count: int | None = None, what: str = "") -> list[int] | None:
         """A list of whole numbers from 0 on; ``None`` when absent.
 

@@ -20,6 +20,7 @@ from eagle3_jax.conversion.fields import Fields, agreed, read_from
 from eagle3_jax.models.config import (
     MLP,
     MOST_LAYERS,
+    Activation,
     DecoderConfig,
     Eagle3Config,
     Experts,
@@ -55,17 +56,21 @@ _ROPE_PARAMETERS: dict[str, dict[str, Any]] = {
         "mscale": None,
         "mscale_all_dim": None,
     },
+    "longrope": {_ORIGINAL: ..., "short_factor": ..., "long_factor": ..., "factor": None, "attention_factor": None},
 }
+# Types that are computed for every length.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _ROPE_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}.union(*_ROPE_PARAMETERS.values())
 # Names of the number of experts. transformers writes one of them where published files have the other.
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def refuse_unsupported(fields: Fields) -> None:
-    """Refuses activations and scaled logits that no family here computes."""
-    if fields.get("hidden_act") != "swish":  # another name of silu
-        fields.only(hidden_act="silu")
-    fields.only(logit_scale=1.0)
+def refuse_unsupported(fields: Fields, *, hidden_act: str = "silu", scales_logits: bool = False) -> None:
+    """Refuses activations and scaled logits that the family does not compute."""
+    if (fields.get("hidden_act"), hidden_act) != ("swish", "silu"):  # two names of one function
+        fields.only(hidden_act=hidden_act)
+    if not scales_logits:
+        fields.only(logit_scale=1.0)
 
 
 def refuse_windows(fields: Fields) -> None:
@@ -92,6 +97,7 @@ def read_mixer(
     qk_norm: bool = False,
     rope: RopeConfig | None = None,
     query_scaling: QueryScaling | None = None,
+    **features: Any,
 ) -> GroupedQuery:
     """Grouped-query attention without a window.
 
@@ -102,6 +108,7 @@ def read_mixer(
         qk_norm: Of the family.
         rope: Rotary embedding, if it has been read already.
         query_scaling: Of the family.
+        features: Further arguments of :class:`GroupedQuery`.
     """
     width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     if fields.get("head_dim") is None and width % heads:
@@ -118,13 +125,14 @@ def read_mixer(
             o_bias=o_bias,
             qk_norm=qk_norm,
             query_scaling=query_scaling,
+            **features,
         )
 
 
-def read_mlp(fields: Fields, *, bias: bool = False) -> GatedMLP:
-    """The SwiGLU."""
+def read_mlp(fields: Fields, *, bias: bool = False, activation: Activation = "silu") -> GatedMLP:
+    """The gated MLP."""
     with read_from(fields.where):
-        return GatedMLP(width=fields.size("intermediate_size"), bias=bias)
+        return GatedMLP(width=fields.size("intermediate_size"), bias=bias, activation=activation)
 
 
 def read_window(fields: Fields) -> int | None:
@@ -200,21 +208,35 @@ def read_decoder(
     return decoder_of(fields, layers)
 
 
-def decoder_of(fields: Fields, layers: Sequence[LayerConfig], *, norm_kind: NormKind = "plain") -> DecoderConfig:
+def decoder_of(
+    fields: Fields,
+    layers: Sequence[LayerConfig],
+    *,
+    norm_kind: NormKind = "plain",
+    norm_eps: str = "rms_norm_eps",
+    hidden_act: str = "silu",
+    tied: bool = False,
+    **features: Any,
+) -> DecoderConfig:
     """A target of these layers.
 
     Args:
         fields: The geometry.
         layers: One after the other.
         norm_kind: Of the family.
+        norm_eps: Name of the constant that norms add.
+        hidden_act: Activation of the family, where the file names it so.
+        tied: Whether the embedding is tied where the file does not say.
+        features: Further arguments of :class:`DecoderConfig`.
     """
-    refuse_unsupported(fields)
+    refuse_unsupported(fields, hidden_act=hidden_act, scales_logits="logit_scale" in features)
     with read_from(fields.where):
         return DecoderConfig(
             layers=tuple(layers),
-            tie_embeddings=fields.flag("tie_word_embeddings"),
+            tie_embeddings=fields.flag("tie_word_embeddings", tied),
             norm_kind=norm_kind,
-            **read_stack(fields),
+            **read_stack(fields, norm_eps),
+            **features,
         )
 
 
@@ -226,14 +248,14 @@ def read_num_layers(fields: Fields) -> int:
     return count
 
 
-def read_stack(fields: Fields) -> dict[str, Any]:
+def read_stack(fields: Fields, norm_eps: str = "rms_norm_eps") -> dict[str, Any]:
     """The sizes of a target or a head besides its layers, as arguments of its configuration."""
     return {
         "vocab_size": fields.size("vocab_size"),
         "width": fields.size("hidden_size"),
         # The bound on the context does not enter the mathematics; 2048 is what LlamaConfig says.
         "max_positions": fields.size("max_position_embeddings", 2048),
-        "norm_eps": fields.number("rms_norm_eps"),
+        "norm_eps": fields.number(norm_eps),
     }
 
 
@@ -342,6 +364,7 @@ def read_rope(
     theta: float = 10_000.0,
     partial: float | None = None,
     interleaved: bool = False,
+    types: Sequence[str] = _ROPE_TYPES,
 ) -> RopeConfig:
     """The rotary embedding, from ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling``.
 
@@ -353,11 +376,12 @@ def read_rope(
         partial: The share of channels that rotate, where the file does not say; ``None`` for a family in which all
             channels rotate.
         interleaved: Whether neighbouring channels rotate together, in this family.
+        types: Types of the family.
 
     Raises:
         CheckpointError: The type is unknown, a parameter is missing, or the two notations disagree.
     """
-    own: dict[str, Any] = {"theta": theta, "partial": partial, "interleaved": interleaved}
+    own: dict[str, Any] = {"theta": theta, "partial": partial, "interleaved": interleaved, "types": types}
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
     if new.values and old.values:
         first, second = (_rope_from(fields, one, known, **own) for one in (new, old))
@@ -368,12 +392,19 @@ def read_rope(
 
 
 def _rope_from(
-    fields: Fields, rope: Fields, known: tuple[str, ...], *, theta: float, partial: float | None, interleaved: bool
+    fields: Fields,
+    rope: Fields,
+    known: tuple[str, ...],
+    *,
+    theta: float,
+    partial: float | None,
+    interleaved: bool,
+    types: Sequence[str],
 ) -> RopeConfig:
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    if not isinstance(kind, str) or kind not in _ROPE_PARAMETERS:
+    if not isinstance(kind, str) or kind not in types:
         raise CheckpointError(
-            f"{rope.where}: rope type {short(kind)} is not supported; expected one of {', '.join(_ROPE_PARAMETERS)}"
+            f"{rope.where}: rope type {short(kind)} is not supported; expected one of {', '.join(types)}"
         )
     unknown = sorted(
         key for key, value in rope.values.items() if key not in _ROPE_KEYS and key not in known and value is not None
@@ -404,12 +435,16 @@ def _rope_of(kind: str, theta: float, fields: Fields, rope: Fields) -> RopeConfi
             # Phi-style files keep it at the top level, where transformers gives it priority.
             owner = fields if fields.get(name) is not None else rope
             values["original_max_positions"] = owner.integer(name)
+        elif name in ("short_factor", "long_factor"):
+            values[name] = rope.numbers(name)
         elif isinstance(default, bool):
             values[name] = rope.flag(name, default)
         elif default is None:
             values[name] = rope.optional_number(name)
         else:
             values[name] = rope.number(name, None if default is ... else default)
+    if kind == "longrope" and values["factor"] is None:
+        values["factor"] = fields.size("max_position_embeddings") / max(values["original_max_positions"], 1)
     return RopeConfig(**values)
 
 
@@ -429,7 +464,7 @@ def rope_fields(rope: RopeConfig | None, *, partial: bool = False) -> dict[str, 
     for name in _ROPE_PARAMETERS[rope.type]:
         value = rope.original_max_positions if name == _ORIGINAL else getattr(rope, name)
         if scaling is not None and value is not None and value is not True:  # transformers 4 warns about `truncate`
-            scaling[name] = value
+            scaling[name] = list(value) if isinstance(value, tuple) else value
     parameters = {**(scaling or {"rope_type": "default"}), "rope_theta": rope.theta}
     fields = {"rope_theta": rope.theta, "rope_scaling": scaling, "rope_parameters": parameters}
     if not partial:

@@ -29,6 +29,7 @@ from eagle3_jax.models.config import (
     GatedMLP,
     GroupedQuery,
     Latent,
+    LayerConfig,
     QueryScaling,
     RopeConfig,
 )
@@ -49,10 +50,12 @@ _KINDS: dict[Any, str] = {
 }
 # Fields that were added after files of this format had been written. Where a file lacks one it has its default.
 _LATER: dict[type, frozenset[str]] = {
-    DecoderConfig: frozenset({"norm_kind"}),
-    GroupedQuery: frozenset({"chunk", "qk_l2_norm", "sinks", "output_gate", "softcap", "scale"}),
+    DecoderConfig: frozenset({"norm_kind", "embedding_scale", "logit_scale", "logit_softcap"}),
+    LayerConfig: frozenset({"norms", "residual_scale"}),
+    GatedMLP: frozenset({"activation"}),
+    GroupedQuery: frozenset({"chunk", "qk_l2_norm", "sinks", "output_gate", "softcap", "scale", "qk_norm_kind"}),
     QueryScaling: frozenset({"offset"}),
-    RopeConfig: frozenset({"partial", "interleaved"}),
+    RopeConfig: frozenset({"partial", "interleaved", "short_factor", "long_factor"}),
 }
 
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.drafters.draft_model import draft_model
-from eagle3_jax.models.config import DecoderConfig, Latent
+from eagle3_jax.models.config import DecoderConfig, GroupedQuery, Latent
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import PRECISIONS, Precision, cast
 from eagle3_jax.models.quantised import quantised, weights_named
@@ -85,26 +85,33 @@ def _load_model(
         stored = lambda leaf, product: product and getattr(leaf, "in_fp8", False)
         products = jax.tree.map(stored, checkpoint.params, products)
     params = quantised(checkpoint.params, products, weights)
+    max_positions, bound = _bound(checkpoint.config)
     return LoadedTarget(
         model=model,
         params=cast(params, precision, shardings),
         vocab_size=checkpoint.config.vocab_size,
-        max_positions=checkpoint.config.max_positions,
+        max_positions=max_positions,
         stop_tokens=checkpoint.stop_tokens,
         tokenizer=read_tokenizer(directory / "tokenizer.json"),
         name=name,
         mesh=mesh,
         weights=weights,
-        bound=_bound(checkpoint.config),
+        bound=bound,
     )
 
 
-def _bound(config: DecoderConfig) -> str:
-    """The reason why a target holds fewer tokens than the published model; empty where it does not."""
-    chosen = {layer.mixer.index_topk for layer in config.layers if isinstance(layer.mixer, Latent)}
-    if config.max_positions not in chosen:
-        return ""
-    return f"beyond them its attention is sparse, to {config.max_positions} tokens, which is not computed here"
+def _bound(config: DecoderConfig) -> tuple[int, str]:
+    """The positions that are computed, and the reason if the published model has more."""
+    most = config.max_positions
+    if most in {layer.mixer.index_topk for layer in config.layers if isinstance(layer.mixer, Latent)}:
+        return most, f"beyond them its attention is sparse, to {most} tokens, which is not computed here"
+    ropes = [layer.mixer.rope for layer in config.layers if isinstance(layer.mixer, GroupedQuery)]
+    short = min(
+        (rope.original_max_positions or most for rope in ropes if rope and rope.type == "longrope"), default=most
+    )
+    if short < most:
+        return short, "beyond them its rotary embedding (longrope) has other factors, which are not computed here"
+    return most, ""
 
 
 def load_drafter(

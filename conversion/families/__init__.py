@@ -5,7 +5,21 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from eagle3_jax.conversion.errors import CheckpointError, short
-from eagle3_jax.conversion.families import deepseek, glm4_moe, gpt_oss, llama, llama4, mistral, qwen, qwen3_next
+from eagle3_jax.conversion.families import (
+    cohere,
+    deepseek,
+    gemma,
+    glm4_moe,
+    gpt_oss,
+    granite,
+    llama,
+    llama4,
+    mistral,
+    olmo2,
+    phi3,
+    qwen,
+    qwen3_next,
+)
 from eagle3_jax.conversion.families.family import Family, Wrapper
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.models.config import DecoderConfig
@@ -21,12 +35,24 @@ FAMILIES: dict[str, Family] = {
         llama4.FAMILY,
         *deepseek.FAMILIES,
         *qwen3_next.FAMILIES,
+        *gemma.FAMILIES,
+        olmo2.FAMILY,
+        granite.FAMILY,
+        phi3.FAMILY,
+        *cohere.FAMILIES,
     )
 }
 # Models of more than text, with a language model of one of these families.
 WRAPPERS: dict[str, Wrapper] = {
     wrapper.model_type: wrapper
-    for wrapper in (llama4.WRAPPER, *qwen3_next.WRAPPERS, mistral.WRAPPER, deepseek.WRAPPER, qwen.WRAPPER)
+    for wrapper in (
+        llama4.WRAPPER,
+        *qwen3_next.WRAPPERS,
+        mistral.WRAPPER,
+        deepseek.WRAPPER,
+        qwen.WRAPPER,
+        gemma.WRAPPER,
+    )
 }
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from eagle3_jax.drafters.grow import DraftInputs, grow_chain, grow_dynamic_tree, sample_chain
 from eagle3_jax.drafters.static_tree import grow_static_tree, sample_static_tree
-from eagle3_jax.models.config import LayerConfig, check_stack
+from eagle3_jax.models.config import LayerConfig, check_head
 from eagle3_jax.models.functional import Params, bind, init_params, param_axes, param_products, param_shapes
 from eagle3_jax.models.layers import FLOAT32, Precision, product
 from eagle3_jax.schedule import default_draft_length
@@ -217,7 +217,7 @@ class FinalStateConfig:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        check_stack(self)
+        check_head(self)
 
     @property
     def num_layers(self) -> int:

@@ -35,7 +35,7 @@ from eagle3_jax.models.functional import (
 )
 from eagle3_jax.models.grouped import Attention
 from eagle3_jax.models.latent import LatentAttention
-from eagle3_jax.models.layers import FLOAT32, Linear, Precision, RMSNorm, SwiGLU, embed, product
+from eagle3_jax.models.layers import FLOAT32, Linear, Precision, RMSNorm, SwiGLU, embed, product, scaled
 from eagle3_jax.models.memory import Memory, RecurrentMemory, empty_cache, memories
 from eagle3_jax.sharding import VOCAB, Axis
 from eagle3_jax.types import EmbeddingTables, TargetOutput
@@ -50,7 +50,11 @@ MLPS: dict[type, Callable[..., nnx.Module]] = {GatedMLP: SwiGLU, Experts: Expert
 
 
 class Block(nnx.Module):
-    """Pre-norm residual block: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
+    """Residual block, by default ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
+
+    Its :data:`~eagle3_jax.models.config.NormPlaces` say which of the four norms it has, and whether the MLP reads what
+    attention reads.
+    """
 
     def __init__(
         self,
@@ -64,17 +68,28 @@ class Block(nnx.Module):
     ):
         norms: dict[str, Any] = {"norm_eps": norm_eps, "norm_kind": norm_kind}
         options: dict[str, Any] = {"precision": precision, "rngs": rngs}
-        self.attention_norm = RMSNorm(width, norm_eps, norm_kind)
+        places = config.norms
+        norm = lambda *have: RMSNorm(width, norm_eps, norm_kind) if places in have else None
+        self.attention_norm = norm("before", "around", "parallel")
         self.attention = MIXERS[type(config.mixer)](config.mixer, d_in=width, width=width, **norms, **options)
-        self.mlp_norm = RMSNorm(width, norm_eps, norm_kind)
+        self.attention_post_norm = norm("after", "around")
+        self.mlp_norm = norm("before", "around")
         self.mlp = MLPS[type(config.mlp)](width, config.mlp, **options)
+        self.mlp_post_norm = norm("after", "around")
+        self.parallel, self.residual_scale = places == "parallel", config.residual_scale
 
     def __call__(
         self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], memory: Memory | RecurrentMemory
     ) -> tuple[Float[Array, "B T D"], Any]:
-        attended, kept = self.attention(self.attention_norm(x), positions, memory)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), kept
+        read = _normed(self.attention_norm, x)
+        attended, kept = self.attention(read, positions, memory)
+        between = x + scaled(_normed(self.attention_post_norm, attended), self.residual_scale)
+        read = read if self.parallel else _normed(self.mlp_norm, between)
+        return between + scaled(_normed(self.mlp_post_norm, self.mlp(read)), self.residual_scale), kept
+
+
+def _normed(norm: RMSNorm | None, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    return x if norm is None else norm(x)
 
 
 class Decoder(nnx.Module):
@@ -103,6 +118,8 @@ class Decoder(nnx.Module):
         aux_layers: tuple[int, ...],
     ) -> TargetOutput:
         x = embed(self.embedding[...], tokens, self.precision)
+        if self.config.embedding_scale != 1.0:
+            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)  # rounded first, as in the PyTorch models
         entering, written = [x], []
         for block, memory in zip(self.blocks, memories, strict=True):
             x, kept = call_cached(block, x, positions, memory)
@@ -115,9 +132,10 @@ class Decoder(nnx.Module):
         return TargetOutput(final=final, features=features, written=tuple(written))
 
     def unembed(self, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        if self.config.tie_embeddings:
-            return product(final, self.embedding[...].T, self.precision).astype(jnp.float32)
-        return self.head(final).astype(jnp.float32)
+        tied, cap = self.config.tie_embeddings, self.config.logit_softcap
+        logits = product(final, self.embedding[...].T, self.precision) if tied else self.head(final)
+        logits = scaled(logits.astype(jnp.float32), self.config.logit_scale)
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,5 +205,8 @@ class DecoderTarget:
         return bind(Decoder, self.config, self.precision, params).unembed(final)
 
     def tables(self, params: Params) -> EmbeddingTables:
-        """What draft heads without an embedding, or without an output matrix, of their own borrow."""
+        """What draft heads without an embedding, or without an output matrix, of their own borrow.
+
+        The matrices alone: heads apply neither the factor of the embedding nor factor and cap of the logits.
+        """
         return EmbeddingTables(params["embedding"], None if self.config.tie_embeddings else params["head"]["kernel"])

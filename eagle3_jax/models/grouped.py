@@ -41,8 +41,9 @@ class Attention(nnx.Module):
         self.qkv = Linear(d_in, columns, axes=(None, axis), bias=config.qkv_bias, precision=precision, rngs=rngs)
         self.o = Linear(heads * size, width, axes=(axis, None), bias=config.o_bias, precision=precision, rngs=rngs)
         if config.qk_norm:
-            self.q_norm = RMSNorm(size, norm_eps, norm_kind)
-            self.k_norm = RMSNorm(size, norm_eps, norm_kind)
+            whole, own = config.qk_norm_kind == "whole", config.qk_norm_kind == "own-weights"
+            norm = lambda of: RMSNorm(size * of if whole else size, norm_eps, norm_kind, heads=of if own else None)
+            self.q_norm, self.k_norm = norm(heads), norm(config.num_kv_heads)
         if config.sinks:
             self.sinks = nnx.Param(jnp.zeros((heads,), jnp.float32), axes=(axis,))
         self.config, self.norm_eps = config, norm_eps
@@ -72,7 +73,12 @@ class Attention(nnx.Module):
         queries = fused[:, :, :, :group].reshape(*rows, config.num_heads, config.head_dim)
         keys, values = fused[:, :, :, group], fused[:, :, :, group + 1]
         gate = fused[:, :, :, group + 2 :].reshape(*rows, -1) if config.output_gate else None
-        if config.qk_norm:
+        if config.qk_norm and config.qk_norm_kind == "whole":
+            queries, keys = (
+                norm(one.reshape(*rows, -1)).reshape(one.shape)
+                for norm, one in ((self.q_norm, queries), (self.k_norm, keys))
+            )
+        elif config.qk_norm:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         if config.rope is not None:
             queries, keys = rotate(queries, positions, config.rope), rotate(keys, positions, config.rope)

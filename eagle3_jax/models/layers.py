@@ -49,16 +49,17 @@ IN_FLOAT32 = frozenset({"router", "correction", "a_log", "dt_bias"})
 
 
 def stored_type(path: tuple[Any, ...], ndim: int, precision: Precision) -> DTypeLike:
-    """The type of a parameter on the device: ``operands`` for matrices, ``activations`` for vectors.
+    """The type of a parameter on the device: ``operands`` for matrices, ``activations`` for vectors and norms.
 
     Args:
         path: Keys in the nested dictionary of parameters, as from ``jax.tree_util``.
         ndim: Number of axes.
         precision: The types.
     """
-    if any(getattr(entry, "key", None) in IN_FLOAT32 for entry in path):
+    names = {getattr(entry, "key", None) for entry in path}
+    if names & IN_FLOAT32:
         return jnp.float32
-    return precision.operands if ndim > 1 else precision.activations
+    return precision.operands if ndim > 1 and "scale" not in names else precision.activations
 
 
 def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
@@ -211,6 +212,11 @@ def embed(table: Float[Array, "V D"], tokens: Int[Array, "B T"], precision: Prec
     return _rows(table, tokens).astype(precision.activations)
 
 
+def scaled(x: Float[Array, "*rows D"], factor: float) -> Float[Array, "*rows D"]:
+    """``x`` times a factor of the configuration, rounded once."""
+    return x if factor == 1.0 else (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
 class Linear(nnx.Module):
     """``y = x W + b``. The kernel is ``[in, out]``; ``axes`` name both axes (:mod:`eagle3_jax.sharding`).
 
@@ -250,16 +256,21 @@ def keep_fused(y: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
 class RMSNorm(nnx.Module):
     """``x / sqrt(mean(x²) + eps) · w`` (Zhang & Sennrich, 2019), computed in float32.
 
-    The model's :data:`~eagle3_jax.models.config.NormKind` says how ``w`` is applied.
+    The model's :data:`~eagle3_jax.models.config.NormKind` says how ``w`` is applied, and whether the mean of ``x`` is
+    subtracted first. With ``heads`` every head has weights of its own.
     """
 
-    def __init__(self, width: int, eps: float, kind: NormKind = "plain"):
+    def __init__(self, width: int, eps: float, kind: NormKind = "plain", heads: int | None = None):
         initial = jnp.zeros if kind == "zero-centred" else jnp.ones
-        self.scale = nnx.Param(initial((width,), jnp.float32))
+        self.scale = nnx.Param(initial((width,) if heads is None else (heads, width), jnp.float32))
         self.eps, self.kind = eps, kind
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
-        y, scale = normalised(x, self.eps), lax.broadcast_to_rank(self.scale[...], x.ndim)
+        centred = x
+        if self.kind == "layer":
+            centred = x.astype(jnp.float32)
+            centred = centred - jnp.mean(centred, axis=-1, keepdims=True)
+        y, scale = normalised(centred, self.eps), lax.broadcast_to_rank(self.scale[...], x.ndim)
         if self.kind == "plain":
             # The weight multiplies after the cast, as in the PyTorch models.
             return y.astype(x.dtype) * scale.astype(x.dtype)
@@ -274,13 +285,18 @@ def normalised(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"
 
 
 class SwiGLU(nnx.Module):
-    """``down(silu(gate(x)) · up(x))`` (Shazeer, 2020); gate and up are one product with columns ``[width, 2]``."""
+    """``down(silu(gate(x)) · up(x))`` (Shazeer, 2020); gate and up are one product with columns ``[width, 2]``.
+
+    The description may name another activation than SiLU.
+    """
 
     def __init__(self, width: int, config: GatedMLP, *, precision: Precision, rngs: nnx.Rngs):
         inner, options = Axis(MLP, config.width), {"bias": config.bias, "precision": precision, "rngs": rngs}
         self.gate_up = Linear(width, 2 * config.width, axes=(None, inner), **options)
         self.down = Linear(config.width, width, axes=(inner, None), **options)
+        self.activation = config.activation
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         both = keep_fused(self.gate_up(x)).reshape(*x.shape[:-1], -1, 2)
-        return self.down(jax.nn.silu(both[..., 0]) * both[..., 1])
+        activate = jax.nn.silu if self.activation == "silu" else jax.nn.gelu  # the latter by its tanh approximation
+        return self.down(activate(both[..., 0]) * both[..., 1])

@@ -23,7 +23,7 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, 
         head_dim: ``H``, of which the first ``dim = H * partial`` channels rotate.
 
     Returns:
-        ``[dim/2]`` in float32, and the attention scale (1 but for yarn).
+        ``[dim/2]`` in float32, and the attention scale (1 except for yarn and longrope).
     """
     head_dim = int(head_dim * config.partial)
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
@@ -34,6 +34,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[np.ndarray, 
         return inv_freq / np.float32(config.factor), 1.0
     if config.type == "llama3":
         return _llama3(config, inv_freq), 1.0
+    if config.type == "longrope":
+        return _longrope(config, inv_freq)
     return _yarn(config, head_dim, inv_freq)
 
 
@@ -46,6 +48,15 @@ def _llama3(config: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
     span = max(config.high_freq_factor - config.low_freq_factor, 1e-6)
     smooth = np.clip((rotations - config.low_freq_factor) / span, 0.0, 1.0)
     return ((1 - smooth) * inv_freq / config.factor + smooth * inv_freq).astype(np.float32)
+
+
+def _longrope(config: RopeConfig, inv_freq: np.ndarray) -> tuple[np.ndarray, float]:
+    """A factor for every pair, for texts of at most the original length (Ding et al., 2024, arXiv 2402.13753)."""
+    assert config.original_max_positions is not None
+    scale = config.attention_factor
+    if scale is None:
+        scale = math.sqrt(1 + max(0.0, math.log(config.factor)) / math.log(config.original_max_positions))
+    return inv_freq / np.asarray(config.short_factor, np.float32), scale
 
 
 def _yarn(config: RopeConfig, head_dim: int, inv_freq: np.ndarray) -> tuple[np.ndarray, float]:

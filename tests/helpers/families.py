@@ -174,6 +174,63 @@ RECIPES = {
         {**_EXPERTS, **_DELTA, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 24} | _mrope(1e7),
         3,
     ),
+    "gemma2": Recipe(
+        "gemma2",
+        {
+            "head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 6.0,
+        },
+        1,
+    ),
+    "gemma3": Recipe(
+        "gemma3_text",
+        {
+            "head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 20,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+            },
+        },
+        20,
+    ),
+    "olmo2": Recipe("olmo2", {"attention_bias": True}, 0),
+    "granite": Recipe(
+        "granite",
+        {
+            "attention_bias": True, "mlp_bias": True, "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
+            "residual_multiplier": 0.6, "logits_scaling": 1.6,
+        },
+        5,
+    ),
+    "phi3": Recipe("phi3", {"sliding_window": 5} | _rope(1e4, partial_rotary_factor=0.5), 0),
+    "phi3, longrope": Recipe(
+        "phi3",
+        {
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.5, 2.5], "long_factor": [2.0, 4.0, 8.0],
+            },
+        },
+        0,
+    ),
+    "cohere": Recipe(
+        "cohere",
+        {
+            "use_qk_norm": True, "attention_bias": True, "logit_scale": 0.7, "layer_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+        },
+        4,
+    ),
+    "cohere2": Recipe(
+        "cohere2",
+        {
+            "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2, "logit_scale": 1.5,
+            "layer_norm_eps": 1e-5,
+        },
+        1,
+    ),
 }  # fmt: skip
 
 
@@ -227,6 +284,18 @@ WRAPPED = {
             "tie_word_embeddings": True,
         },
         2,
+    ),
+    "gemma3, images": Recipe(
+        "gemma3",
+        {
+            "text_config": _text("gemma3"),
+            "vision_config": {
+                "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+                "image_size": 28, "patch_size": 14,
+            },
+            "mm_tokens_per_image": 4, "tie_word_embeddings": False,
+        },
+        0,
     ),
 }  # fmt: skip
 

@@ -23,7 +23,8 @@ import eagle3_jax as e3
 from eagle3_jax import conversion
 from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.conversion.families import FAMILIES
-from eagle3_jax.models.config import GatedMLP, GroupedQuery, QueryScaling, RopeConfig, uniform
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.models.config import GatedMLP, GroupedQuery, QueryScaling, RopeConfig, grouped, uniform
 from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.topology import Chain, DynamicTree
 
@@ -167,9 +168,49 @@ def test_the_doctor_names_the_family(folder: Any, tmp_path: Path) -> None:
     assert checks[0].detail == "Qwen3 decoder, 4 layers, width 32, vocabulary 96"
 
 
+# As published, where files leave out what transformers knows.
+_SIZES = {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
+_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 256_000, "rope_theta": 50_000.0}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        **_SIZES, **_HEADS, "head_dim": 256, "rms_norm_eps": 1e-6, "sliding_window": 4096, "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    },
+    "gemma3_text": {**_SIZES, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024},
+    "cohere2": {
+        **_SIZES, **_HEADS, "sliding_window": 4096, "layer_norm_eps": 1e-5, "logit_scale": 0.25,
+        "sliding_window_pattern": 5,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_a_published_file_leaves_out_is_what_transformers_takes(name: str) -> None:
+    from transformers import AutoConfig
+
+    ours = FAMILIES[name].read_config(Fields(PUBLISHED[name], "config.json"))
+    theirs = AutoConfig.for_model(name, **PUBLISHED[name])
+    of_type = (
+        theirs.rope_parameters if name == "gemma3_text" else dict.fromkeys(theirs.layer_types, theirs.rope_parameters)
+    )
+    assert (ours.vocab_size, ours.tie_embeddings) == (theirs.vocab_size, theirs.tie_word_embeddings)
+    for layer, kind in zip(ours.layers, theirs.layer_types, strict=True):
+        mixer, slides = grouped(layer), kind == "sliding_attention"
+        assert (mixer.num_heads, mixer.num_kv_heads) == (theirs.num_attention_heads, theirs.num_key_value_heads)
+        assert (mixer.head_dim, mixer.window) == (theirs.head_dim, theirs.sliding_window if slides else None)
+        if name != "cohere2":
+            assert mixer.scale == theirs.query_pre_attn_scalar**-0.5
+        if mixer.rope is None:
+            assert name == "cohere2" and not slides
+        else:
+            assert (mixer.rope.theta, mixer.rope.type, mixer.rope.factor) == (
+                of_type[kind]["rope_theta"], of_type[kind]["rope_type"], of_type[kind].get("factor", 1.0)
+            )  # fmt: skip
+
+
 SLIDING = {"use_sliding_window": True, "sliding_window": 5}
 REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "no family": ("llama", {"model_type": "gemma2"}, "model_type is 'gemma2'; the families of targets are llama, "),
+    "no family": ("llama", {"model_type": "gemma3n"}, "model_type is 'gemma3n'; the families of targets are llama, "),
     "llama with a window": ("llama", {"sliding_window": 5}, "sliding_window is 5; only full attention"),
     "a window that is off": (
         "qwen3",
@@ -212,6 +253,36 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"no_rope_layers": [1, 0]},
         "no_rope_layers names 2 layers but num_hidden_layers is 4; they must agree",
     ),
+    "attention in both directions": (
+        "gemma3",
+        {"use_bidirectional_attention": True},
+        "use_bidirectional_attention is True; only False is supported",
+    ),
+    "another GELU": ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'; only 'gelu_pytorch_tanh'"),
+    "one rotation for both kinds of layers": (
+        "gemma3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        "rope_parameters is .* expected an object for 'sliding_attention' and one for 'full_attention'",
+    ),
+    "silent about a factor": ("granite", {"residual_multiplier": None}, "has no residual_multiplier"),
+    "factors of another model": (
+        "phi3, longrope",
+        {"partial_rotary_factor": 1.0, "rope_parameters": None, "rope_theta": 1e4}
+        | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [1.0] * 3}},
+        "short_factor has 3 and long_factor 3 numbers; expected 4 each, one for a pair of rotating channels",
+    ),
+    "an old name of longrope": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}},
+        "rope type 'su' is not supported; expected one of default, longrope",
+    ),
+    "factors of two lengths": (
+        "llama",
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+        "rope type 'longrope' is not supported; expected one of default, linear, llama3, yarn",
+    ),
+    "one after the other": ("cohere", {"use_parallel_block": False}, "use_parallel_block is False; only True"),
+    "scaled logits": ("llama", {"logit_scale": 0.5}, r"logit_scale is 0\.5; only 1\.0 is supported"),
     "experts elsewhere": (
         "llama4, every second",
         {"moe_layers": [0, 2]},
@@ -234,6 +305,15 @@ def test_a_configuration_that_means_something_else_is_refused(folder: Any, tmp_p
     assert "\n" not in str(refusal.value)
 
 
+def test_longrope_holds_the_texts_that_its_short_factors_are_for(folder: Any, tmp_path: Path) -> None:
+    target = e3.load_target(folder("phi3, longrope"))
+    assert target.holds == (
+        "128 positions (beyond them its rotary embedding (longrope) has other factors, which are not computed here)"
+    )
+    with pytest.raises(ValueError, match=r"the prompt has 130 tokens; .* holds 128 positions"):
+        e3.SpeculativeDecoder(target, stop_tokens=()).encode([5] * 130)
+
+
 YARN = RopeConfig(type="yarn", factor=8.0, original_max_positions=32)
 LAYER = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 NOT_EXPRESSIBLE = {
@@ -246,6 +326,8 @@ NOT_EXPRESSIBLE = {
         r"Ministral 3 cannot express layers\[0\]\.mixer\.rope\.original_max_positions 32",
     ),
     "no rope": ("llama", {"rope": None}, "without rotary embedding"),
+    "gemma2, no norms around": ("gemma2", {"scale": 0.25, "softcap": 50.0}, r"Gemma 2 cannot express"),
+    "phi3, a bias": ("phi3", {"qkv_bias": True}, r"Phi-3, Phi-4 cannot express layers\[0\]\.mixer\.qkv_bias True"),
     "qwen3_moe, no experts": ("qwen3_moe", {"qk_norm": True}, "a target without experts is of another family"),
 }
 

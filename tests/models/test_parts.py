@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 torch = pytest.importorskip("torch")
 
@@ -20,7 +22,14 @@ from eagle3_jax.models.attention import (  # noqa: E402
     Segment,
     attention,
 )
-from eagle3_jax.models.config import GatedMLP, GroupedQuery, LayerConfig, QueryScaling, RopeConfig  # noqa: E402
+from eagle3_jax.models.config import (  # noqa: E402
+    Eagle3Config,
+    GatedMLP,
+    GroupedQuery,
+    LayerConfig,
+    QueryScaling,
+    RopeConfig,
+)
 from eagle3_jax.models.grouped import Attention  # noqa: E402
 from eagle3_jax.models.layers import FLOAT32, RMSNorm  # noqa: E402
 from eagle3_jax.models.memory import BlockMemory, Span, cache_mask, causal_mask, memories  # noqa: E402
@@ -213,6 +222,19 @@ REFUSED = {
         GroupedQuery,
         {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "qk_norm": True, "qk_l2_norm": True},
     ),
+    "set qk_norm": (GroupedQuery, {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "qk_norm_kind": "whole"}),
+    "first layer has norms 'after'": (
+        Eagle3Config,
+        {
+            "vocab_size": 9,
+            "width": 8,
+            "draft_vocab_size": 9,
+            "target_width": 8,
+            "aux_layers": (1,),
+            "layers": tuple(dataclasses.replace(layer, norms="after") for layer in tiny.layers(1)),
+        },
+    ),
+    "needs original_max_positions above 1": (RopeConfig, {"type": "longrope", "original_max_positions": 1}),
     "softcap is 0": (GroupedQuery, {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "softcap": 0.0}),
 }
 

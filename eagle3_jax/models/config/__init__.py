@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from eagle3_jax.models.config.mixers import GatedDelta, GroupedQuery, Latent, QueryScaling, RopeConfig, RopeType
-from eagle3_jax.models.config.mlps import Experts, GatedMLP, Router
+from eagle3_jax.models.config.mixers import (
+    GatedDelta,
+    GroupedQuery,
+    Latent,
+    QKNorm,
+    QueryScaling,
+    RopeConfig,
+    RopeType,
+)
+from eagle3_jax.models.config.mlps import Activation, Experts, GatedMLP, Router
 from eagle3_jax.models.config.ranges import MOST, MOST_LAYERS
 from eagle3_jax.models.config.stacks import (
     MLP,
@@ -13,6 +21,8 @@ from eagle3_jax.models.config.stacks import (
     Layered,
     Mixer,
     NormKind,
+    NormPlaces,
+    check_head,
     check_stack,
     default_aux_layers,
     gated,
@@ -27,6 +37,7 @@ __all__ = [
     "MLP",
     "MOST",
     "MOST_LAYERS",
+    "Activation",
     "DecoderConfig",
     "Eagle3Config",
     "Experts",
@@ -38,10 +49,13 @@ __all__ = [
     "Layered",
     "Mixer",
     "NormKind",
+    "NormPlaces",
+    "QKNorm",
     "QueryScaling",
     "RopeConfig",
     "RopeType",
     "Router",
+    "check_head",
     "check_stack",
     "default_aux_layers",
     "gated",

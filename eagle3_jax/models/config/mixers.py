@@ -7,7 +7,12 @@ from typing import Literal
 
 from eagle3_jax.models.config.ranges import MOST, positive, within
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
+
+# The statistics and weights of a norm of queries and keys. per-head: statistics of each head, one weight vector for all
+# heads (Qwen3); own-weights: statistics of each head, and weights for each head (Cohere); whole: statistics of all
+# heads together, and weights for each head (OLMo-2).
+QKNorm = Literal["per-head", "own-weights", "whole"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,19 +21,22 @@ class RopeConfig:
 
     Attributes:
         theta: Base of the geometric progression of wavelengths.
-        type: ``default``, ``linear`` (position interpolation), ``llama3`` or ``yarn`` (Peng et al., 2023).
+        type: ``default``, ``linear`` (position interpolation), ``llama3``, ``yarn`` (Peng et al., 2023) or ``longrope``
+            (Ding et al., 2024), of which texts up to ``original_max_positions`` are computed.
         factor: How many times the context is extended.
-        original_max_positions: Context length before the extension (``llama3`` and ``yarn``).
+        original_max_positions: Context length before the extension (``llama3``, ``yarn`` and ``longrope``).
         low_freq_factor: ``llama3``: wavelengths above ``original / low_freq_factor`` are fully stretched.
         high_freq_factor: ``llama3``: wavelengths below ``original / high_freq_factor`` are left alone.
         beta_fast: ``yarn``: rotations within the context above which a dimension is left alone.
         beta_slow: ``yarn``: rotations below which a dimension is fully interpolated.
-        attention_factor: ``yarn``: scale of cosine and sine; ``None`` derives it from ``factor``.
+        attention_factor: ``yarn``, ``longrope``: scale of cosine and sine; ``None`` derives it from ``factor``.
         mscale: ``yarn``: numerator exponent of the derived attention factor (DeepSeek's variant).
         mscale_all_dim: ``yarn``: denominator exponent of the derived attention factor.
         truncate: ``yarn``: whether the correction range is rounded outwards to whole dimensions.
         partial: Share of a head's channels that rotate, the first ones; the others pass as they are.
         interleaved: Whether neighbours ``2i, 2i+1`` are a pair, instead of ``i, i + dim/2``.
+        short_factor: ``longrope``: how many times the wavelength of each channel pair is stretched.
+        long_factor: ``longrope``: the same for texts that are longer than ``original_max_positions``.
     """
 
     theta: float = 10_000.0
@@ -45,9 +53,11 @@ class RopeConfig:
     truncate: bool = True
     partial: float = 1.0
     interleaved: bool = False
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.type in ("llama3", "yarn") and not self.original_max_positions:
+        if self.type in ("llama3", "yarn", "longrope") and not self.original_max_positions:
             raise ValueError(
                 f"rope type {self.type!r} needs original_max_positions; add "
                 "original_max_position_embeddings to the rope parameters of config.json"
@@ -68,6 +78,10 @@ class RopeConfig:
             )
         if self.type == "yarn" and self.theta == 1.0:
             raise ValueError("rope type 'yarn' needs a theta above 1; its logarithm divides")
+        if self.type == "longrope" and self.original_max_positions == 1:
+            raise ValueError("rope type 'longrope' needs original_max_positions above 1; their logarithm divides")
+        if not all(1e-6 <= one <= 1e6 for one in (*self.short_factor, *self.long_factor)):
+            raise ValueError("short_factor or long_factor has a number outside 1e-06 to 1e+06")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +117,8 @@ class GroupedQuery:
         chunk: Positions are cut into runs of so many, and a token sees those of its own; ``None`` for all before it.
         qkv_bias: Whether the q, k and v projections carry a bias.
         o_bias: Whether the output projection carries one.
-        qk_norm: Whether queries and keys are RMS-normalised per head before rotation (Qwen3).
+        qk_norm: Whether queries and keys are normalised before rotation, by the model's kind of norm.
+        qk_norm_kind: What such a norm covers.
         query_scaling: Queries that grow with their position (Ministral 3, Llama 4); ``None`` for none.
         qk_l2_norm: Whether queries and keys are divided by their root mean square *after* rotation (Llama 4).
         sinks: Whether each head has one more logit in its softmax, which no value belongs to (gpt-oss).
@@ -128,6 +143,7 @@ class GroupedQuery:
     output_gate: bool = False
     softcap: float | None = None
     scale: float | None = None
+    qk_norm_kind: QKNorm = "per-head"
 
     def __post_init__(self) -> None:
         positive(self, "num_heads", "num_kv_heads")
@@ -143,10 +159,18 @@ class GroupedQuery:
         within(self, "chunk", 1, MOST)
         within(self, "softcap", 1e-6, 1e6)
         within(self, "scale", 1e-6, 1e6)
+        pairs, rope = 0 if self.rope is None else int(self.head_dim * self.rope.partial) // 2, self.rope
+        if rope is not None and rope.type == "longrope" and {len(rope.short_factor), len(rope.long_factor)} != {pairs}:
+            raise ValueError(
+                f"short_factor has {len(rope.short_factor)} and long_factor {len(rope.long_factor)} numbers; "
+                f"expected {pairs} each, one for a pair of rotating channels"
+            )
         if self.window is not None and self.chunk is not None:
             raise ValueError(f"a window of {self.window} and chunks of {self.chunk} exclude each other")
         if self.qk_norm and self.qk_l2_norm:
             raise ValueError("qk_norm and qk_l2_norm exclude each other; queries and keys are normalised once")
+        if self.qk_norm_kind != "per-head" and not self.qk_norm:
+            raise ValueError(f"qk_norm_kind is {self.qk_norm_kind!r} without qk_norm; set qk_norm")
 
     @property
     def group(self) -> int:

@@ -7,18 +7,23 @@ from typing import Literal
 
 from eagle3_jax.models.config.ranges import MOST, positive, within
 
+# gelu-tanh: the tanh approximation of GELU (Gemma).
+Activation = Literal["silu", "gelu-tanh"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedMLP:
-    """A SwiGLU (Shazeer, 2020).
+    """A gated MLP (Shazeer, 2020), by default a SwiGLU.
 
     Attributes:
         width: Its inner width.
         bias: Whether its projections carry a bias.
+        activation: Activation of the gate.
     """
 
     width: int
     bias: bool = False
+    activation: Activation = "silu"
 
     def __post_init__(self) -> None:
         if not 1 <= self.width <= MOST:

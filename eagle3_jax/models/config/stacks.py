@@ -13,21 +13,33 @@ Mixer = GroupedQuery | Latent | GatedDelta
 MLP = GatedMLP | Experts
 
 # How a norm multiplies y = x / sqrt(mean(x²) + eps) by its weight w. plain: w · y in the type of x; float32: w · y
-# before the cast to it; zero-centred: (1 + w) · y before the cast.
-NormKind = Literal["plain", "float32", "zero-centred"]
+# before the cast to it; zero-centred: (1 + w) · y before the cast; layer: float32 after the mean of x is subtracted, a
+# LayerNorm without bias.
+NormKind = Literal["plain", "float32", "zero-centred", "layer"]
+
+# Places of a block's norms. before: of the inputs of mixer and MLP (Llama); after: of their outputs, before these are
+# added (OLMo-2); around: of both (Gemma 2). parallel: one norm, whose output mixer and MLP both read (Cohere).
+NormPlaces = Literal["before", "after", "around", "parallel"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """A pre-norm residual block.
+    """A residual block, by default with norms before mixer and MLP.
 
     Attributes:
         mixer: What carries information between positions.
         mlp: What works on each position alone.
+        norms: Places of its norms.
+        residual_scale: Factor of the outputs of mixer and MLP before they are added to the residual stream (Granite).
     """
 
     mixer: Mixer
     mlp: MLP
+    norms: NormPlaces = "before"
+    residual_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        within(self, "residual_scale", 1e-6, 1e6)
 
 
 @runtime_checkable
@@ -87,7 +99,7 @@ def _as(part: Any, kind: Any, words: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A decoder of pre-norm blocks, described layer by layer.
+    """A decoder, described layer by layer.
 
     Attributes:
         vocab_size: ``V``.
@@ -97,6 +109,10 @@ class DecoderConfig:
         norm_eps: Added to the mean square in RMSNorm.
         tie_embeddings: Whether the output projection is the transposed embedding.
         norm_kind: How every norm of the model multiplies by its weight.
+        embedding_scale: Factor of the embedding where it enters the residual stream. Draft heads that borrow the
+            embedding read it without the factor, as in vLLM and SGLang.
+        logit_scale: Factor of the logits.
+        logit_softcap: Logits become ``softcap * tanh(logit / softcap)`` (Gemma 2); ``None`` for none.
     """
 
     vocab_size: int
@@ -106,9 +122,14 @@ class DecoderConfig:
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     norm_kind: NormKind = "plain"
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
         check_stack(self)
+        for name in ("embedding_scale", "logit_scale", "logit_softcap"):
+            within(self, name, 1e-6, 1e6)
 
     @property
     def num_layers(self) -> int:
@@ -150,7 +171,7 @@ class Eagle3Config:
     norm_before_fc: bool = False
 
     def __post_init__(self) -> None:
-        check_stack(self)
+        check_head(self)
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to the target's {self.vocab_size}"
@@ -232,6 +253,21 @@ def usual_head(
         max_positions=target.max_positions,
         norm_eps=target.norm_eps,
     )
+
+
+def check_head(config: Any) -> None:
+    """Refuse what :func:`check_stack` does, and layers of targets that the first layer of a head is not.
+
+    Raises:
+        ValueError: Additionally, the first layer has other norms than those before its parts, or a residual factor.
+    """
+    check_stack(config)
+    first = config.layers[0] if config.layers else None
+    if first is not None and (first.norms, first.residual_scale) != ("before", 1.0):
+        raise ValueError(
+            f"the head's first layer has norms {first.norms!r} and residual_scale {first.residual_scale}; expected "
+            "'before' and 1.0, so build the head's layers with usual_layers"
+        )
 
 
 def check_stack(config: Any) -> None:

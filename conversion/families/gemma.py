@@ -1,0 +1,116 @@
+"""Gemma 2 and Gemma 3: norms around mixer and MLP, a scaled embedding, windows in most layers, capped scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eagle3_jax.conversion import hf_config
+from eagle3_jax.conversion.families.family import Family, Wrapper
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.models.config import DecoderConfig, GroupedQuery, LayerConfig, RopeConfig, grouped
+
+_GELU = "gelu_pytorch_tanh"
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+# Published files of Gemma 3 with images name only the sizes that differ from these, the defaults of transformers.
+_GEMMA3 = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131_072,
+    "query_pre_attn_scalar": 256,
+}
+
+
+def read_gemma2(fields: Fields) -> DecoderConfig:
+    """Every second layer has a window, from the first on. Scores and logits have caps."""
+    fields.require("num_key_value_heads", "head_dim", "attn_logit_softcapping", "final_logit_softcapping")
+    windows = hf_config.read_windows(fields, hf_config.read_window(fields), lambda layer: layer % 2 == 0)
+    rope, softcap = hf_config.read_rope(fields), fields.optional_number("attn_logit_softcapping")
+    return _decoder(fields, [_mixer(fields, rope, window=window, softcap=softcap) for window in windows])
+
+
+def read_gemma3(fields: Fields) -> DecoderConfig:
+    """Queries and keys have norms. Layers with a window rotate by a base of their own, without an extension."""
+    fields = Fields({**_GEMMA3, **fields.values}, fields.where)
+    fields.only(attn_logit_softcapping=None)  # transformers reads it and does not apply it
+    period = fields.size("sliding_window_pattern", 6)
+    windows = hf_config.read_windows(fields, hf_config.read_window(fields), lambda layer: (layer + 1) % period > 0)
+    parameters = fields.section("rope_parameters").values
+    if parameters.keys() - {_LOCAL, _GLOBAL}:
+        raise fields.wrong("rope_parameters", f"expected an object for {_LOCAL!r} and one for {_GLOBAL!r}")
+    local = {"rope_theta": fields.get("rope_local_base_freq"), "rope_parameters": parameters.get(_LOCAL)}
+    whole = {name: fields.get(name) for name in ("rope_theta", "rope_scaling")}
+    ropes = {
+        True: hf_config.read_rope(Fields(local, fields.where)),
+        False: hf_config.read_rope(
+            Fields({**whole, "rope_parameters": parameters.get(_GLOBAL)}, fields.where), theta=1e6
+        ),
+    }
+    mixers = [_mixer(fields, ropes[window is not None], window=window, qk_norm=True) for window in windows]
+    return _decoder(fields, mixers)
+
+
+def _mixer(fields: Fields, rope: RopeConfig, **features: Any) -> GroupedQuery:
+    bias, scale = fields.flag("attention_bias"), fields.size("query_pre_attn_scalar") ** -0.5
+    return hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, rope=rope, scale=scale, **features)
+
+
+def _decoder(fields: Fields, mixers: list[GroupedQuery]) -> DecoderConfig:
+    fields.only(hidden_activation=_GELU, use_bidirectional_attention=False)
+    mlp = hf_config.read_mlp(fields, activation="gelu-tanh")
+    return hf_config.decoder_of(
+        fields,
+        [LayerConfig(mixer=mixer, mlp=mlp, norms="around") for mixer in mixers],
+        norm_kind="zero-centred",
+        hidden_act=_GELU,
+        tied=True,
+        embedding_scale=fields.size("hidden_size") ** 0.5,
+        logit_softcap=fields.optional_number("final_logit_softcapping"),
+    )
+
+
+def write_gemma2(config: DecoderConfig) -> dict[str, Any]:
+    """See :class:`Family`."""
+    mixer = grouped(config.layers[0])
+    return {
+        "hidden_act": _GELU,
+        "hidden_activation": _GELU,
+        "attention_bias": mixer.qkv_bias,
+        "query_pre_attn_scalar": round((mixer.scale or mixer.head_dim**-0.5) ** -2),
+        "attn_logit_softcapping": mixer.softcap,
+        "final_logit_softcapping": config.logit_softcap,
+        "sliding_window": next((one.window for one in map(grouped, config.layers) if one.window is not None), None),
+        "layer_types": hf_config.layer_types(config),
+    }
+
+
+def write_gemma3(config: DecoderConfig) -> dict[str, Any]:
+    """See :class:`Family`. The rotary embeddings are written in both notations."""
+    mixers = [grouped(layer) for layer in config.layers]
+    local, whole = (
+        hf_config.rope_fields(next((one for one in mixers if (one.window is not None) == slides), mixers[0]).rope)
+        for slides in (True, False)
+    )
+    parameters = {_LOCAL: local["rope_parameters"], _GLOBAL: whole["rope_parameters"]}
+    return {
+        **write_gemma2(config),
+        **whole,
+        "rope_local_base_freq": local["rope_theta"],
+        "rope_parameters": parameters,
+    }
+
+
+FAMILIES = (
+    Family("gemma2", "Gemma 2", "Gemma2ForCausalLM", read_gemma2, write_gemma2),
+    Family("gemma3_text", "Gemma 3", "Gemma3ForCausalLM", read_gemma3, write_gemma3),
+)
+# Gemma 3 from 4B on is published with an encoder of images.
+WRAPPER = Wrapper(
+    model_type="gemma3",
+    label="Gemma 3 with images",
+    texts={"gemma3_text": "gemma3_text"},
+    prefixes=(("model.language_model.", "model."), ("language_model.", "")),
+    ignored=(r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
+)

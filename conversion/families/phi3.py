@@ -1,0 +1,62 @@
+"""Phi-3 and Phi-4: a Llama whose files hold one projection for queries, keys and values, and one for gate and up."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from eagle3_jax.conversion import blocks, hf_config
+from eagle3_jax.conversion.families.family import Family
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.conversion.rules import Rule, in_turns, linear
+from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, grouped
+
+
+def read_config(fields: Fields) -> DecoderConfig:
+    """All layers have the window, if there is one, and some channels may not rotate.
+
+    ``longrope`` has factors for short texts and for long ones. A loaded target is bound to short ones.
+    """
+    rope = hf_config.read_rope(fields, partial=1.0, types=("default", "longrope"))
+    mixer = hf_config.read_mixer(fields, rope=rope)
+    windows = hf_config.read_windows(fields, fields.optional_size("sliding_window"), lambda _: True)
+    return hf_config.read_decoder(fields, mixer, hf_config.read_mlp(fields), windows=windows)
+
+
+def write_fields(config: DecoderConfig) -> dict[str, Any]:
+    """See :class:`Family`."""
+    mixer = grouped(config.layers[0])
+    fields = {**hf_config.rope_fields(mixer.rope, partial=True), "sliding_window": mixer.window}
+    original = None if mixer.rope is None else mixer.rope.original_max_positions
+    return fields if original is None else {**fields, "original_max_position_embeddings": original}
+
+
+def _attention(config: GroupedQuery, source: str, path: str) -> list[Rule]:
+    theirs = in_turns(1, config.head_dim, {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads})
+    ours = in_turns(config.num_kv_heads, config.head_dim, {"q": config.group, "k": 1, "v": 1})
+    return _fused(f"{source}.self_attn.qkv_proj", f"{path}.attention.qkv", ours, theirs) + linear(
+        f"{source}.self_attn.o_proj", f"{path}.attention.o"
+    )
+
+
+def _mlp(config: GatedMLP, source: str, path: str) -> list[Rule]:
+    ours, theirs = (in_turns(*sizes, {"gate": 1, "up": 1}) for sizes in ((config.width, 1), (1, config.width)))
+    return _fused(f"{source}.mlp.gate_up_proj", f"{path}.mlp.gate_up", ours, theirs) + linear(
+        f"{source}.mlp.down_proj", f"{path}.mlp.down"
+    )
+
+
+def _fused(source: str, path: str, ours: Any, theirs: Any) -> list[Rule]:
+    """One tensor in two orders of its pieces."""
+    pieces = zip(ours, theirs, strict=True)
+    return [rule for (_, part), (_, cut) in pieces for rule in linear(source, path, part=part, cut=cut)]
+
+
+FAMILY = Family(
+    model_type="phi3",
+    label="Phi-3, Phi-4",
+    architecture="Phi3ForCausalLM",
+    read_config=read_config,
+    write_fields=write_fields,
+    rules=functools.partial(blocks.decoder, parts={GroupedQuery: _attention, GatedMLP: _mlp}),
+)
