@@ -39,8 +39,7 @@ class LayerCache(Protocol):
         ...
 
 
-@struct.dataclass(kw_only=True)
-class Cache:
+class Cache(struct.PyTreeNode, kw_only=True):
     """The caches of all layers. Row ``b`` has ``length[b]`` committed tokens.
 
     Attributes:
@@ -89,8 +88,7 @@ class KeyValue(NamedTuple):
     values: Float[Array, "B C S Hv"]
 
 
-@struct.dataclass(kw_only=True)
-class KeyValues:
+class KeyValues(struct.PyTreeNode, kw_only=True):
     """A :class:`LayerCache` of attention: one contiguous buffer; row ``b`` owns slots ``0 .. length[b] - 1``.
 
     Slots at or beyond ``length`` are ignored, and the next block overwrites them. A forward writes its block there and

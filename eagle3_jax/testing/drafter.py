@@ -373,7 +373,7 @@ def ignores_padding(subject: Subject) -> str:
     """Tokens and features past the observed length have no influence."""
     seen = subject.shown()
     padding = jnp.arange(FED, dtype=jnp.int32)[None] >= seen.length[:, None]
-    dirty = seen.replace(  # type: ignore[attr-defined]
+    dirty = seen.replace(
         tokens=jnp.where(padding, subject.target.vocab_size - 1 - seen.tokens, seen.tokens),
         features=jnp.where(padding[:, :, None, None], jnp.asarray(1e3, seen.features.dtype), seen.features),
     )
@@ -622,7 +622,7 @@ def _sampled(subject: Subject, prompts: list[list[int]]) -> tuple[int, list[Coun
     )
     accepted, counts = 0, [Counter() for _ in prompts]
     for run in range(max(1, subject.samples // rows)):
-        fresh = batch.replace(keys=row_keys(subject.seed + run, rows))  # type: ignore[attr-defined]
+        fresh = batch.replace(keys=row_keys(subject.seed + run, rows))
         capacity = tokens.shape[1] + HORIZON + drafter.num_nodes
         outcome = jax.device_get(loops.generate(loop, params, fresh, capacity=capacity))
         accepted += int(outcome.stats.num_accepted_tokens.sum())

@@ -636,8 +636,7 @@ def writes_its_own_text(subject: TargetSubject) -> str:
     return ", ".join(said)
 
 
-@struct.dataclass(kw_only=True)
-class _Place:
+class _Place(struct.PyTreeNode, kw_only=True):
     """The root of each row, and the number of tokens before it."""
 
     root: Int[Array, " B"]
