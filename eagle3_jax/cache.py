@@ -22,7 +22,13 @@ class LayerCache(Protocol):
     """
 
     def fill(self, written: Any, count: Int[Array, " B"]) -> LayerCache:
-        """Fills an empty cache from a prefill, a forward without a cache; the first ``count`` tokens are real."""
+        """Fills an empty cache from a prefill.
+
+        Args:
+            written: The value that the layer's forward returned *without* a cache. For attention: the keys and values
+                of the prompt. For a recurrent layer: the state after the last real token.
+            count: ``[B]``, number of real tokens of the prompt.
+        """
         ...
 
     def commit(
@@ -31,7 +37,9 @@ class LayerCache(Protocol):
         """Commits tokens of a block that was run after ``length`` committed ones.
 
         Args:
-            written: The value that the layer's forward returned.
+            written: The value that the layer's forward returned *with* this cache. It covers every token of the block,
+                because the accepted ones are not known yet. For attention: the buffers with the block in them. For a
+                recurrent layer: the state after each token.
             length: ``[B]``, tokens committed before.
             count: ``[B]``, number of tokens to commit; 0 must leave the row unchanged.
             nodes: ``[B T]``, index in the block of the first, second, ... token to commit; ``None`` for block order.
@@ -133,7 +141,7 @@ class KeyValues(struct.PyTreeNode, kw_only=True):
         return KeyValue(write_block(self.keys, block.keys, length), write_block(self.values, block.values, length))
 
     def fill(self, written: KeyValue, count: Int[Array, " B"]) -> KeyValues:
-        """See :class:`LayerCache`; ``written`` is the block."""
+        """See :class:`LayerCache`; ``written`` holds the keys and values of the block."""
         return KeyValues(**self.write(written, jnp.zeros_like(count))._asdict())
 
     def commit(
