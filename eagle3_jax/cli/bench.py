@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from eagle3_jax.types import Drafter, Verifier
 
 EXAMPLE = """\b
-Examples:
-  eagle3 bench --tasks code --max-prompts 4 --batch-size 1,4 --chains 1-5 --output results
-  eagle3 bench --max-prompts 2 --repeats 2 --chains 3 --tree none --rivals none          # a first look"""
+Examples, the second for a first look:
+  eagle3 bench --tasks code --max-prompts 4 --batch-size 1,4 --output results
+  eagle3 bench --max-prompts 2 --repeats 2 --chains 3 --tree none --rivals none"""
 ENGINES = ("transformers", "vllm")
 
 

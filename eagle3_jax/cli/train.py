@@ -38,7 +38,8 @@ Example, the recipe of the bundled pair:
   eagle3 train corpus data
   eagle3 train target data target
   eagle3 train regenerate target data text.npz
-  eagle3 train head target text.npz head"""
+  eagle3 train head target text.npz head
+For a first look: --steps 100 for target and head, --rows 256 for regenerate."""
 
 app = typer.Typer(
     help="Train a small target and a draft head for it.",

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from eagle3_jax.bench.tune import BatchTuning, Candidate, Check, Tuning
 
 EXAMPLE = """\b
-Examples:
+Examples, the second for a first look:
   eagle3 tune --batch-sizes 1,4,16 --chains 1-5 --output schedule.json
-  eagle3 tune --batch-sizes 1 --chains 1-3 --max-prompts 2 --repeats 2 --no-check    # a first look"""
+  eagle3 tune --batch-sizes 1 --chains 1-3 --max-prompts 2 --repeats 2"""
 
 _WIDTH = 120
 
