@@ -22,7 +22,13 @@ class LayerCache(Protocol):
     """
 
     def fill(self, written: Any, count: Int[Array, " B"]) -> LayerCache:
-        """Fills an empty cache from a prefill, a forward without a cache; the first ``count`` tokens are real."""
+        """Fills an empty cache from a prefill.
+
+        Args:
+            written: The value that the layer's forward returned *without* a cache. For attention: the keys and values
+                of the prompt. For a recurrent layer: the state after the last real token.
+            count: ``[B]``, number of real tokens of the prompt.
+        """
         ...
 
     def commit(
@@ -31,7 +37,9 @@ class LayerCache(Protocol):
         """Commits tokens of a block that was run after ``length`` committed ones.
 
         Args:
-            written: The value that the layer's forward returned.
+            written: The value that the layer's forward returned *with* this cache. It covers every token of the block,
+                because the accepted ones are not known yet. For attention: the buffers with the block in them. For a
+                recurrent layer: the state after each token.
             length: ``[B]``, tokens committed before.
             count: ``[B]``, number of tokens to commit; 0 must leave the row unchanged.
             nodes: ``[B T]``, index in the block of the first, second, ... token to commit; ``None`` for block order.
@@ -39,8 +47,7 @@ class LayerCache(Protocol):
         ...
 
 
-@struct.dataclass(kw_only=True)
-class Cache:
+class Cache(struct.PyTreeNode, kw_only=True):
     """The caches of all layers. Row ``b`` has ``length[b]`` committed tokens.
 
     Attributes:
@@ -89,8 +96,7 @@ class KeyValue(NamedTuple):
     values: Float[Array, "B C S Hv"]
 
 
-@struct.dataclass(kw_only=True)
-class KeyValues:
+class KeyValues(struct.PyTreeNode, kw_only=True):
     """A :class:`LayerCache` of attention: one contiguous buffer; row ``b`` owns slots ``0 .. length[b] - 1``.
 
     Slots at or beyond ``length`` are ignored, and the next block overwrites them. A forward writes its block there and
@@ -135,7 +141,7 @@ class KeyValues:
         return KeyValue(write_block(self.keys, block.keys, length), write_block(self.values, block.values, length))
 
     def fill(self, written: KeyValue, count: Int[Array, " B"]) -> KeyValues:
-        """See :class:`LayerCache`; ``written`` is the block."""
+        """See :class:`LayerCache`; ``written`` holds the keys and values of the block."""
         return KeyValues(**self.write(written, jnp.zeros_like(count))._asdict())
 
     def commit(

@@ -258,7 +258,7 @@ def sanitize_draft(draft: Draft, root: Int[Array, " B"], *, vocab_size: int, is_
     else:
         topological = (draft.parents >= 0) & (draft.parents < node)
         parents = jnp.where(topological, draft.parents, -1)
-    return draft.replace(  # type: ignore[attr-defined]
+    return draft.replace(
         tokens=jnp.where(is_root | ~known, root[:, None], draft.tokens),
         parents=parents,
         valid=is_root | (draft.valid & known),
@@ -272,7 +272,7 @@ def drop_unreachable_nodes(draft: Draft, mask: Bool[Array, "B N N"]) -> Draft:
         draft: After :func:`sanitize_draft`.
         mask: Its ancestor mask, limited to the drafter's ``max_depth``.
     """
-    return draft.replace(valid=draft.valid & mask[:, :, 0])  # type: ignore[attr-defined]
+    return draft.replace(valid=draft.valid & mask[:, :, 0])
 
 
 def _is_whole(value: Any, least: int) -> bool:

@@ -303,7 +303,7 @@ class SpeculativeDecoder:
         known = isinstance(state.sampling, SamplingParams)
         if not known or any(np.shape(value) != (batch,) for value in jax.tree.leaves(state.sampling)):
             sampling = self._on_rows(check_sampling(state.sampling, batch))
-            state = state.replace(sampling=sampling)  # type: ignore[attr-defined]
+            state = state.replace(sampling=sampling)
         sampling, sampling_mode = self._last
         if state.sampling is not sampling:  # the parameters of the latest step need no read from the device
             sampling_mode = sampling_mode_of(to_host(state.sampling))
@@ -420,7 +420,7 @@ class SpeculativeDecoder:
                 seen[index] = int(length[index])
             if found:
                 ended = self._on_rows((jnp.asarray(length), jnp.asarray(finish)))
-                state = state.replace(length=ended[0], finish=ended[1])  # type: ignore[attr-defined]
+                state = state.replace(length=ended[0], finish=ended[1])
             if not np.any(finish == FinishReason.RUNNING):
                 break
             state = self.step(state).state

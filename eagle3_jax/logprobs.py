@@ -25,8 +25,7 @@ class TokenLogProb:
     top: list[tuple[int, float]]
 
 
-@struct.dataclass(kw_only=True)
-class LogProbs:
+class LogProbs(struct.PyTreeNode, kw_only=True):
     """Log-probabilities under the target at temperature 1, of the token in each slot and of the ``L`` likeliest.
 
     Attributes:

@@ -177,7 +177,7 @@ class SpeculativeLoop:
         with jax.named_scope("observe"):
             drafter = self._observe(params, drafter, seen)
         stats = state.stats.count(draft, verdict, active)
-        after = after.replace(cache=cache, drafter=drafter, stats=stats)  # type: ignore[attr-defined]
+        after = after.replace(cache=cache, drafter=drafter, stats=stats)
         return Round(state=on_rows(after), draft=draft, verdict=verdict, positions=positions)
 
     def run(self, params: LoopParams, state: GenerationState, *, more_than: int = 0) -> GenerationState:
@@ -204,15 +204,15 @@ class SpeculativeLoop:
         vocab_size = self.target.vocab_size
         if self.sampling_mode is SamplingMode.GREEDY:
             # With a constant temperature the compiler drops everything that a drafter computes for sampled rows.
-            sampling = sampling.replace(temperature=jnp.zeros_like(sampling.temperature))  # type: ignore[attr-defined]
+            sampling = sampling.replace(temperature=jnp.zeros_like(sampling.temperature))
         draft = self.drafter.propose(params.drafter, state.drafter, keys, sampling)
         require_draft(self.drafter, draft, batch=state.length.shape[0], vocab_size=vocab_size)
         after = state.drafter
         if draft.state is not None:
             after = check_same_state(self.drafter, state.drafter, draft.state, "propose")
-        draft = draft.replace(state=None)  # type: ignore[attr-defined]
+        draft = draft.replace(state=None)
         if self.sampling_mode is SamplingMode.GREEDY:  # verification then reads no proposal distribution
-            draft = draft.replace(probs=None)  # type: ignore[attr-defined]
+            draft = draft.replace(probs=None)
         root = jnp.take_along_axis(state.tokens, (state.length - 1)[:, None], axis=1)[:, 0]
         return sanitize_draft(draft, root, vocab_size=vocab_size, is_chain=self.is_chain), after
 
@@ -227,7 +227,7 @@ class SpeculativeLoop:
         known = _has_distribution(logits)
         # No rule may accept anything below a node without a distribution.
         parent = jnp.take_along_axis(known, jnp.maximum(draft.parents, 0), axis=1) | (draft.parents < 0)
-        draft = draft.replace(valid=draft.valid & parent)  # type: ignore[attr-defined]
+        draft = draft.replace(valid=draft.valid & parent)
         keys, depth = keys_at(state.keys, state.length, _VERIFY), self.drafter.max_depth
         verdict = self.verifier(draft, logits, state.sampling, keys, sampling_mode=self.sampling_mode, max_depth=depth)
         require_verdict(self.verifier, verdict, batch=logits.shape[0], max_depth=depth)
@@ -267,7 +267,7 @@ class SpeculativeLoop:
         if logprobs is not None and logits is not None:
             scored = LogProbs.of(logits, emitted, logprobs.top.shape[-1])
             logprobs = jax.tree.map(lambda old, new: append(old, slots, new), logprobs, scored)
-        return state.replace(  # type: ignore[attr-defined]
+        return state.replace(
             tokens=append(state.tokens, slots, emitted),
             logprobs=logprobs,
             length=state.length + kept,

@@ -134,7 +134,7 @@ def padded(one: Round, largest: Drafter[Any]) -> Round:
             parents=pad(draft.parents, nodes, -1),
             valid=pad(draft.valid, nodes, False),
         ),
-        verdict=verdict.replace(path=pad(verdict.path, levels, -1)),  # type: ignore[attr-defined]
+        verdict=verdict.replace(path=pad(verdict.path, levels, -1)),
         positions=pad(one.positions, nodes, 0),
     )
 

@@ -28,8 +28,7 @@ class LoopParams(NamedTuple):
     drafter: Any
 
 
-@struct.dataclass(kw_only=True)
-class Prompts:
+class Prompts(struct.PyTreeNode, kw_only=True):
     """A ragged batch of prompts, with the options of each row.
 
     Attributes:
@@ -53,8 +52,7 @@ class Prompts:
     logprobs: int | None = struct.field(pytree_node=False, default=None)
 
 
-@struct.dataclass(kw_only=True)
-class GenerationState:
+class GenerationState(struct.PyTreeNode, kw_only=True):
     """The whole carry of the loop. ``B`` is the first axis of every leaf, so one ``tree.map`` inserts or takes rows.
 
     The last token of a row is the root: committed, but not yet run through the target. So ``cache.length`` is always
@@ -106,8 +104,7 @@ class GenerationState:
         return f"GenerationState({rows} rows, {running} running, {known} of {self.tokens.shape[1]} tokens known)"
 
 
-@struct.dataclass(kw_only=True)
-class Outcome:
+class Outcome(struct.PyTreeNode, kw_only=True):
     """The result of a finished generation: the state without its caches.
 
     Attributes:
@@ -125,8 +122,7 @@ class Outcome:
     logprobs: LogProbs | None = None
 
 
-@struct.dataclass(kw_only=True)
-class Round:
+class Round(struct.PyTreeNode, kw_only=True):
     """One round, for streams and traces.
 
     Attributes:

@@ -15,8 +15,7 @@ from eagle3_jax.types import Draft, Verdict
 Counter = Array | np.ndarray | np.generic  # on the device inside the loop, on the host once merged
 
 
-@struct.dataclass(kw_only=True)
-class SpeculationStats:
+class SpeculationStats(struct.PyTreeNode, kw_only=True):
     """What verification accepted, before a stop token or a limit cut the output.
 
     The first token of a generation comes from the prefill and belongs to no round. Fields lead with ``B`` inside

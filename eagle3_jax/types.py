@@ -34,8 +34,7 @@ class FinishReason(enum.IntEnum):
     NOT_FINITE = 4
 
 
-@struct.dataclass(kw_only=True)
-class TargetOutput:
+class TargetOutput(struct.PyTreeNode, kw_only=True):
     """The output of one target forward.
 
     Attributes:
@@ -139,8 +138,7 @@ class DraftSampling(enum.Enum):
         raise ValueError(f"draft_sampling is {value!r}; expected {' or '.join(repr(one.value) for one in cls)}")
 
 
-@struct.dataclass(kw_only=True)
-class SamplingParams:
+class SamplingParams(struct.PyTreeNode, kw_only=True):
     """How each row turns logits into a distribution. Temperature 0 is greedy.
 
     Attributes:
@@ -154,8 +152,7 @@ class SamplingParams:
     top_p: Float[Array | np.ndarray, " B"] | float | int = 1.0
 
 
-@struct.dataclass(kw_only=True)
-class Draft:
+class Draft(struct.PyTreeNode, kw_only=True):
     """A proposed tree for each row. Its size is static, its shape is data.
 
     Attributes:
@@ -176,8 +173,7 @@ class Draft:
     state: Any = None
 
 
-@struct.dataclass(kw_only=True)
-class Verdict:
+class Verdict(struct.PyTreeNode, kw_only=True):
     """The decision of a verifier.
 
     Attributes:
@@ -191,8 +187,7 @@ class Verdict:
     next_token: Int[Array, "*B"]
 
 
-@struct.dataclass(kw_only=True)
-class Observation:
+class Observation(struct.PyTreeNode, kw_only=True):
     """Newly committed tokens with the target's features. The prefill is the first, long one.
 
     Attributes:

@@ -63,7 +63,7 @@ def timed_rounds(
     """
     state = decoder.prefill(prompts, max_new_tokens=max_new_tokens)
     before = state.length
-    state = state.replace(limit=jnp.minimum(state.limit, before + tokens))  # type: ignore[attr-defined]
+    state = state.replace(limit=jnp.minimum(state.limit, before + tokens))
     before = jax.device_get(before)
     ready = jax.block_until_ready(state)  # otherwise the time would include the rest of the prefill
     run = _run(tuple(sorted((compiler_options or {}).items())))

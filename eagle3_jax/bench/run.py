@@ -48,7 +48,10 @@ def measure(
         streams: Batches streamed by the host in each repeat, for the times between chunks.
         large: Number of bytes, far beyond all caches, for measuring the bandwidth; 0 leaves the roofline out.
         on_progress: Called with the current step before each pass of a contender.
-        on_result: Called with the result after each pass, so that an interrupted run has shown something.
+        on_result: Called with the result after each pass.
+
+    Returns:
+        The report. Ctrl-C after the first repeat ends the measurement; the report is then of the completed repeats.
 
     Raises:
         ValueError: There is nothing to measure, or a batch would not be full.
@@ -67,15 +70,22 @@ def measure(
         on_progress(f"compiling {contender.name}")
         measured.append(Measured(contender, passing.warm_up(contender)))
         on_result(f"{contender.name}: compiled in {measured[-1].compile_seconds:.1f} s")
-    limits = [_ceiling(fitting, batch_size, large)]
+    limits, done = [_ceiling(fitting, batch_size, large)], 0
     with CompileClock() as clock:
-        for repeat in range(repeats):
+        try:
+            for done in range(repeats):
+                for one in measured:
+                    on_progress(f"{one.contender.name}, repeat {done + 1} of {repeats}")
+                    passing(one)
+                    on_result(
+                        f"{one.contender.name}: {one.decode_speeds[-1]:.1f} tokens/s, repeat {done + 1} of {repeats}"
+                    )
+        except KeyboardInterrupt:
+            if done == 0:
+                raise
+            repeats = done
             for one in measured:
-                on_progress(f"{one.contender.name}, repeat {repeat + 1} of {repeats}")
-                passing(one)
-                on_result(
-                    f"{one.contender.name}: {one.decode_speeds[-1]:.1f} tokens/s, repeat {repeat + 1} of {repeats}"
-                )
+                del one.runs[done:], one.costs[done:]
     limits.append(_ceiling(fitting, batch_size, large))  # a shared machine is not equally fast all the time
     named = {one.contender.name: one for one in measured}
     baseline = max((named[name] for name in baselines), key=lambda one: Spread.of(one.decode_speeds).median)

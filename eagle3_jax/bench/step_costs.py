@@ -163,7 +163,7 @@ def _commit_rounds(cache: Cache, block: tuple[Any, ...], *, loop: SpeculativeLoo
         # Different nodes every time, or XLA would gather them only once.
         nodes = None if loop.is_chain else jnp.roll(path, index, axis=1)
         written = tuple(_placed(layer, new, length) for layer, new in zip(cache.layers, block, strict=True))
-        return cache.commit(written, count, nodes).replace(length=length)  # type: ignore[attr-defined]
+        return cache.commit(written, count, nodes).replace(length=length)
 
     return lax.fori_loop(0, rounds, one, cache)
 

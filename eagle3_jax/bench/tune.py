@@ -358,6 +358,7 @@ def tune(
     rounds: int = 16,
     check: bool = True,
     on_progress: Callable[[str], None] = lambda what: None,
+    on_result: Callable[[str], None] = lambda what: None,
 ) -> Tuning:
     """Measures acceptance and costs of chains and trees, greedily and without stop tokens.
 
@@ -375,7 +376,11 @@ def tune(
         repeats: Number of repeats, of which costs are medians; the shapes take turns.
         rounds: Number of rounds over which each cost is averaged within a repeat.
         check: Whether to compare the fastest draft with plain decoding at the smallest and the largest batch size.
-        on_progress: Called with the current step.
+        on_progress: Called with the current step; :func:`num_steps` is their number.
+        on_result: Called with the acceptance of each shape and with the speedups at each batch size.
+
+    Returns:
+        All measurements. Ctrl-C after the first batch size ends them, and the batch sizes measured until then remain.
 
     Raises:
         ValueError: There is nothing to measure, or a draft is longer than the text.
@@ -399,6 +404,7 @@ def tune(
     for name, decoder in decoders.items():
         on_progress(f"acceptance of {name}")
         shapes[name] = _shape(name, decoder, _filled(prompts, min(len(prompts), sizes[-1])), max_new_tokens)
+        on_result(f"{name}: τ {shapes[name].mean_acceptance_length:.2f}")
     bench = _Bench(
         plain=SpeculativeDecoder(target, stop_tokens=()),
         decoders=decoders,
@@ -409,16 +415,30 @@ def tune(
         rounds=rounds,
         on_progress=on_progress,
     )
-    found = tuple(bench.costs(size) for size in sizes)
-    checked = {one.batch: one for one in (found[0], found[-1])} if check else {}
-    checks = [bench.check(one) for one in checked.values()]
+    found: list[BatchTuning] = []
+    checks: list[Check] = []
+    try:
+        for size in sizes:
+            found.append(bench.costs(size))
+            gains = ", ".join(f"{one.shape.name} {one.speedup.median:.2f}" for one in found[-1].candidates)
+            on_result(f"batch {size}: {gains} x plain decoding")
+        checked = {one.batch: one for one in (found[0], found[-1])} if check else {}
+        checks += [bench.check(one) for one in checked.values()]
+    except KeyboardInterrupt:
+        if not found:
+            raise
     return Tuning(
-        batches=found,
+        batches=tuple(found),
         checks=tuple(checks),
         num_prompts=len(prompts),
         max_new_tokens=max_new_tokens,
         repeats=repeats,
     )
+
+
+def num_steps(*, shapes: int, batches: int, repeats: int, check: bool) -> int:
+    """Number of steps that :func:`tune` reports for so many draft shapes and different batch sizes."""
+    return shapes + batches * (repeats + 1) * (shapes + 1) + check * min(batches, 2)
 
 
 def _filled(prompts: Sequence[list[int]], size: int) -> list[list[list[int]]]:

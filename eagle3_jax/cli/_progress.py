@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +39,26 @@ def spinner(text: str, *, quiet: bool = False) -> Iterator[Activity]:
         return
     with console.status(text) as status:
         yield Activity(status.update, tell)
+
+
+def counted(now: Activity, total: int) -> Activity:
+    """Puts in front of every line which step it is of ``total``, and an estimate of the time that is left.
+
+    Each ``say`` begins a step. The estimate takes the steps that are left to be as long as the mean of those done.
+    """
+    start, begun = time.monotonic(), 0
+
+    def place(done: int) -> str:
+        left = (time.monotonic() - start) / done * (total - done) if done else 0
+        unit, length = ("min", 60) if left >= 90 else ("s", 1)
+        return f"{begun} of {total}" + (f", about {left / length:.0f} {unit} left" if round(left) else "")
+
+    def say(what: str) -> None:
+        nonlocal begun
+        begun += 1
+        now.say(f"{place(begun - 1)}: {what}")
+
+    return Activity(say, lambda what: now.tell(f"{place(begun)}: {what}"))
 
 
 @contextlib.contextmanager

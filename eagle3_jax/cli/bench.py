@@ -28,7 +28,7 @@ from eagle3_jax.cli._options import (
     print_json,
 )
 from eagle3_jax.cli._parts import read_drafter, read_target, read_verifier
-from eagle3_jax.cli._progress import Activity, spinner
+from eagle3_jax.cli._progress import Activity, counted, spinner
 from eagle3_jax.named import is_named
 
 if TYPE_CHECKING:
@@ -39,7 +39,10 @@ if TYPE_CHECKING:
     from eagle3_jax.prompts import Prompt
     from eagle3_jax.types import Drafter, Verifier
 
-EXAMPLE = "Example: eagle3 bench --tasks code --max-prompts 4 --batch-size 1,4 --chains 1-5 --output results"
+EXAMPLE = """\b
+Examples, the second for a first look:
+  eagle3 bench --tasks code --max-prompts 4 --batch-size 1,4 --output results
+  eagle3 bench --max-prompts 2 --repeats 2 --chains 3 --tree none --rivals none"""
 ENGINES = ("transformers", "vllm")
 
 
@@ -280,6 +283,8 @@ def bench(
 
     All are interleaved on the same prompts: plain decoding, chains, trees, prompt lookup, transformers and vLLM.
 
+    Ctrl-C ends the measurement; the repeats completed until then are reported.
+
     Ends with exit code 1, after everything is written, if a measurement is faster than the memory can be read.
     """
     from eagle3_jax.bench.environment import hardware
@@ -313,10 +318,16 @@ def bench(
             engines, models, dtype="float32" if dtype == "mixed" else dtype, limits=limits, closing=closing
         )
         field.drop_broken(chosen[0].tokens)
-        reports = [
-            _measure(field, chosen, size, max_new_tokens=prompts.max_new_tokens, repeats=repeats, now=now)
-            for size in sizes
-        ]
+        now, reports = counted(now, field.num_steps(sizes, repeats)), []
+        try:
+            for size in sizes:
+                limit = prompts.max_new_tokens
+                reports.append(_measure(field, chosen, size, max_new_tokens=limit, repeats=repeats, now=now))
+                if reports[-1].repeats < repeats:
+                    break
+        except KeyboardInterrupt:
+            if not reports:
+                raise
     about = _about(models, prompts.prompts or [], chosen)
     about["weights"] = models.weights
     about["simulated_acceptance"] = drafts.simulation
@@ -332,8 +343,12 @@ def bench(
         typer.echo(f"wrote {output}", err=True)
     for line in findings.failures:
         typer.echo(f"error: {line}", err=True)
-    if findings.failures:
-        raise typer.Exit(1)
+    interrupted = [report.repeats for report in reports] != [repeats] * len(sizes)
+    if interrupted:
+        done = ", ".join(f"{report.repeats} of {repeats} at batch {report.batch_size}" for report in reports)
+        typer.echo(f"interrupted: measured repeats {done}", err=True)
+    if findings.failures or interrupted:
+        raise typer.Exit(130 if interrupted else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -436,6 +451,11 @@ class Field:
     contenders: list[Contender] = dataclasses.field(default_factory=list)
     baselines: list[str] = dataclasses.field(default_factory=list)
     missing: list[NotMeasured] = dataclasses.field(default_factory=list)
+
+    def num_steps(self, sizes: Sequence[int], repeats: int) -> int:
+        """Number of passes: a warm-up and ``repeats`` of each contender that takes a batch size."""
+        taken = [one for one in self.contenders for size in sizes if size <= (one.largest_batch or size)]
+        return len(taken) * (1 + repeats)
 
     def lacks(self, name: str, reason: str) -> None:
         """Records a contender that cannot take part."""

@@ -38,7 +38,8 @@ Example, the recipe of the bundled pair:
   eagle3 train corpus data
   eagle3 train target data target
   eagle3 train regenerate target data text.npz
-  eagle3 train head target text.npz head"""
+  eagle3 train head target text.npz head
+For a first look: --steps 100 for target and head, --rows 256 for regenerate."""
 
 app = typer.Typer(
     help="Train a small target and a draft head for it.",
@@ -235,7 +236,8 @@ def target(
     options = {"CORPUS": fingerprint(np.asarray(tokens)), "--steps": steps, "--phases": phases, "--seed": seed}
     same_run(out, options | _named(optimizer) | _named(shape) | {"--dtype": dtype})
     trainer = Trainer(functools.partial(next_token_loss, model), schedule, out / "checkpoints")
-    state = _train(trainer, model.init(jax.random.key(seed)), batches, steps=steps, save_every=running.save_every)
+    start, every = model.init(jax.random.key(seed)), running.save_every
+    state = _train(trainer, start, batches, steps=steps, of=steps, save_every=every)
     write_target(out, data, config, state.params, dtype=running.store.value)
     typer.echo(f"wrote {out}")
 
@@ -380,7 +382,7 @@ def head(
         chosen = dataclasses.replace(options, depth=depth)
         loss = lambda params, rows, chosen=chosen: recipe.loss(drafter, model, params, frozen, rows, chosen)
         trainer = Trainer(loss, schedule, out / "checkpoints")
-        state = _train(trainer, start, batches, steps=until, save_every=running.save_every)
+        state = _train(trainer, start, batches, steps=until, of=steps, save_every=running.save_every)
         trainer.save(state)
     assert state is not None
     if isinstance(config, DecoderConfig):
@@ -396,19 +398,29 @@ def _named(group: Any) -> dict[str, Any]:
     return {f"--{name.replace('_', '-')}": value for name, value in dataclasses.asdict(group).items()}
 
 
-def _train(trainer: Trainer, params: Any, batch_at: Callable[[int], Any], *, steps: int, save_every: int) -> TrainState:
-    """Trains from the last checkpoint to the end; a progress bar, or every tenth step a line, shows the metrics."""
+def _train(
+    trainer: Trainer, params: Any, batch_at: Callable[[int], Any], *, steps: int, of: int, save_every: int
+) -> TrainState:
+    """Trains from the last checkpoint to step ``steps`` of ``of``; Ctrl-C leaves a checkpoint.
+
+    A progress bar shows the metrics, or every tenth step a line.
+    """
     state = trainer.start(params)
     done = int(state.step)
     if done:
         typer.echo(f"continuing from step {done}")
-    with progress_bar("training", steps, done) as (progress, task):
-        for latest, metrics in trainer.run(state, batch_at, steps, save_every):
-            state, shown = latest, _metrics(metrics)
-            progress.update(task, advance=1, description=shown)
-            step = int(state.step)
-            if progress.disable and (step % 10 == 0 or step == steps):
-                typer.echo(f"step {step} {shown}")
+    with progress_bar("training", of, done) as (progress, task):
+        try:
+            for latest, metrics in trainer.run(state, batch_at, steps, save_every):
+                state, shown = latest, _metrics(metrics)
+                progress.update(task, advance=1, description=shown)
+                step = int(state.step)
+                if progress.disable and (step % 10 == 0 or step == steps):
+                    typer.echo(f"step {step} of {of} {shown}")
+        except KeyboardInterrupt:
+            trainer.save(state)
+            typer.echo(f"interrupted at step {int(state.step)} of {of}; the same command continues there", err=True)
+            raise
     return state
 
 

@@ -25,7 +25,7 @@ from eagle3_jax.cli._options import (
     write_json,
 )
 from eagle3_jax.cli._parts import read_drafter, read_target
-from eagle3_jax.cli._progress import spinner
+from eagle3_jax.cli._progress import counted, spinner
 from eagle3_jax.prompts import Request, read_requests
 
 if TYPE_CHECKING:
@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     from eagle3_jax import LoadedTarget
     from eagle3_jax.bench.tune import BatchTuning, Candidate, Check, Tuning
 
-EXAMPLE = "Example: eagle3 tune --batch-sizes 1,4,16 --chains 1-5 --output schedule.json"
+EXAMPLE = """\b
+Examples, the second for a first look:
+  eagle3 tune --batch-sizes 1,4,16 --chains 1-5 --output schedule.json
+  eagle3 tune --batch-sizes 1 --chains 1-3 --max-prompts 2 --repeats 2"""
 
 _WIDTH = 120
 
@@ -69,6 +72,8 @@ def tune(
 
     Prints a schedule in vLLM's form, num_speculative_tokens_per_batch_size, which `eagle3 generate --schedule` takes
     too, the acceptance at which each choice breaks even, and a check of the prediction.
+
+    Ctrl-C ends the measurement; the batch sizes measured until then are reported.
     """
     sizes, lengths = parse_numbers(batch_sizes, "--batch-sizes", most=4096), parse_numbers(chains, "--chains")
     if max(lengths) >= max_new_tokens:
@@ -93,6 +98,8 @@ def tune(
         ids = [_encoded(loaded, request, max_new_tokens) for request in requests]
         head = read_drafter(models.drafter, target=loaded, target_source=models.target, layer_ids=models.layer_ids)
         assert head is not None
+        batches, shapes = len(set(sizes)), len(set(lengths)) + len(trees)
+        now = counted(now, tuning.num_steps(shapes=shapes, batches=batches, repeats=repeats, check=check))
         found = tuning.tune(
             loaded,
             head,
@@ -104,6 +111,7 @@ def tune(
             repeats=repeats,
             check=check,
             on_progress=now.say,
+            on_result=now.tell,
         )
     weights = models.weights
     precision = dtype if weights == "dense" else f"{dtype}, {weights}"
@@ -115,6 +123,10 @@ def tune(
         print_json(written)
     else:
         _print(found, f"{method}; {hardware()}; {precision}, greedy")
+    if len(found.batches) < batches or (check and len(found.checks) < min(batches, 2)):
+        measured = ", ".join(str(one.batch) for one in found.batches)
+        typer.echo(f"interrupted: measured batch sizes {measured} of {batch_sizes}", err=True)
+        raise typer.Exit(130)
 
 
 def _requests(path: Path | None, most: int) -> list[Request]:

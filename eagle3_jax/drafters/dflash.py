@@ -217,8 +217,7 @@ class DFlashHead(nnx.Module):
         return self.confidence(jnp.concatenate(read, axis=-1))[..., 0].astype(jnp.float32)
 
 
-@struct.dataclass(kw_only=True)
-class DFlashState:
+class DFlashState(struct.PyTreeNode, kw_only=True):
     """What is known for certain.
 
     Attributes:

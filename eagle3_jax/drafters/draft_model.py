@@ -36,8 +36,7 @@ from eagle3_jax.topology import Topology
 from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams
 
 
-@struct.dataclass(kw_only=True)
-class DraftModelState:
+class DraftModelState(struct.PyTreeNode, kw_only=True):
     """What the draft model has read for certain.
 
     Attributes:

@@ -111,8 +111,7 @@ class Eagle3Head(nnx.Module):
         return self.head(output if self.config.norm_output else self.norm(output)).astype(jnp.float32)
 
 
-@struct.dataclass(kw_only=True)
-class FeedbackState:
+class FeedbackState(struct.PyTreeNode, kw_only=True):
     """The head's state after the committed tokens.
 
     Attributes:

@@ -121,7 +121,7 @@ class Fallback:
         both = self._padded(draft), self._padded(Draft(**dict(zip(_FIELDS, other, strict=True))))
         if any(one.probs is not None for one in both):
             vocab_size = next(one.probs.shape[-1] for one in both if one.probs is not None)
-            both = tuple(one.replace(probs=_distribution(one, vocab_size)) for one in both)  # type: ignore[attr-defined]
+            both = tuple(one.replace(probs=_distribution(one, vocab_size)) for one in both)
         chosen = jax.tree.map(lambda one, two: jnp.where(found.reshape(-1, *[1] * (one.ndim - 1)), one, two), *both)
         # The root is the same in both. From `first`, it needs no draft of `second`, which `Silent` then never runs.
         tokens = jnp.concatenate([draft.tokens[:, :1], chosen.tokens[:, 1:]], axis=1)
@@ -132,7 +132,7 @@ class Fallback:
         if drafter.aux_layers == self.aux_layers:
             return seen
         index = jnp.asarray([self.aux_layers.index(layer) for layer in drafter.aux_layers], jnp.int32)
-        return seen.replace(features=seen.features[:, :, index])  # type: ignore[attr-defined]
+        return seen.replace(features=seen.features[:, :, index])
 
     def _padded(self, draft: Draft) -> Draft:
         """The draft with invalid nodes up to ``num_nodes``, and without a state."""

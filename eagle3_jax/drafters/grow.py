@@ -116,7 +116,7 @@ def sample_chain(chain: Chain, inputs: DraftInputs) -> tuple[Draft, Any]:
         probs.append(inputs.over_target(q))
         level = _run_next(chain, inputs, level, tokens)
     draft = _join_chain(inputs, tokens)
-    return draft.replace(probs=jnp.stack(probs, axis=1)), level.memory  # type: ignore[attr-defined]
+    return draft.replace(probs=jnp.stack(probs, axis=1)), level.memory
 
 
 def _run_next(chain: Chain, inputs: DraftInputs, level: Level, tokens: list[Int[Array, " B"]]) -> Level:

@@ -122,8 +122,7 @@ class MedusaHeads(nnx.Module):
         return self.outputs[head % len(self.outputs)](self.blocks[head](state)).astype(jnp.float32)
 
 
-@struct.dataclass(kw_only=True)
-class MedusaState:
+class MedusaState(struct.PyTreeNode, kw_only=True):
     """All that the heads read.
 
     Attributes:

@@ -12,8 +12,7 @@ from jaxtyping import Array, Int, Key
 from eagle3_jax.types import Draft, Observation, SamplingParams
 
 
-@struct.dataclass(kw_only=True)
-class PlainState:
+class PlainState(struct.PyTreeNode, kw_only=True):
     """Only the root.
 
     Attributes:

@@ -74,7 +74,7 @@ def sample_static_tree(tree: StaticTree, inputs: DraftInputs) -> tuple[Draft, An
         return ids
 
     draft, memory = _grow_by_levels(tree, inputs, sample_without_replacement)
-    return draft.replace(probs=probs), memory  # type: ignore[attr-defined]
+    return draft.replace(probs=probs), memory
 
 
 def _grow_by_levels(tree: StaticTree, inputs: DraftInputs, choose: ChooseChildren) -> tuple[Draft, Any]:

@@ -15,8 +15,7 @@ from eagle3_jax.topology import Chain, Topology
 from eagle3_jax.types import DraftSampling, Observation
 
 
-@struct.dataclass(kw_only=True)
-class TextState:
+class TextState(struct.PyTreeNode, kw_only=True):
     """Every token so far, the root included.
 
     Attributes:

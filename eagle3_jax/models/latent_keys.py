@@ -12,8 +12,7 @@ from eagle3_jax.cache import KeyValue, compact_accepted, write_block
 from eagle3_jax.sharding import ROWS
 
 
-@struct.dataclass(kw_only=True)
-class LatentKeys:
+class LatentKeys(struct.PyTreeNode, kw_only=True):
     """The :class:`~eagle3_jax.cache.LayerCache` of latent attention: one head whose keys are also its values.
 
     All heads read the same latents, so every device of a mesh holds all of them.

@@ -205,8 +205,7 @@ class TokenAutomaton(LogitsProcessor):
         return jnp.where(allowed, logits, -jnp.inf)
 
 
-@struct.dataclass
-class States:
+class States(struct.PyTreeNode):
     """The :class:`~eagle3_jax.cache.LayerCache` of all processors' states.
 
     Attributes:

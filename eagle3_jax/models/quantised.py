@@ -21,8 +21,7 @@ FP8_BYTES_PER_WEIGHT = 1  # beside 4 bytes for every output channel, or for ever
 WEIGHTS = ("dense", "fp8", "fp8-dynamic")
 
 
-@struct.dataclass(kw_only=True)
-class Fp8Kernel:
+class Fp8Kernel(struct.PyTreeNode, kw_only=True):
     """A kernel ``W[..., i, o] = values[..., o, i] · scale[..., i // block, o]``, or a stack of them.
 
     The values lie transposed: NVIDIA's FP8 products contract the last axes of both operands, and CPUs read them faster.

@@ -60,8 +60,7 @@ def at_least_two(tree: tuple[Array, ...]) -> tuple[Array, ...]:
     return tuple(jnp.concatenate([leaf, leaf]) if leaf.shape[0] == 1 else leaf for leaf in tree)
 
 
-@struct.dataclass(kw_only=True)
-class Recurrent:
+class Recurrent(struct.PyTreeNode, kw_only=True):
     """A :class:`eagle3_jax.LayerCache` of a gated delta net.
 
     A state cannot be truncated: what was folded in stays. So a block leaves this one alone, keeps what each of its

@@ -375,7 +375,7 @@ def ignores_padding(subject: Subject) -> str:
     """Tokens and features past the observed length have no influence."""
     seen = subject.shown()
     padding = jnp.arange(FED, dtype=jnp.int32)[None] >= seen.length[:, None]
-    dirty = seen.replace(  # type: ignore[attr-defined]
+    dirty = seen.replace(
         tokens=jnp.where(padding, subject.target.vocab_size - 1 - seen.tokens, seen.tokens),
         features=jnp.where(padding[:, :, None, None], jnp.asarray(1e3, seen.features.dtype), seen.features),
     )

@@ -229,7 +229,7 @@ class VerifierSubject:
             anew: Whether to trace the rule once more.
         """
         draft = self.drafts(shape, run) if draft is None else draft
-        given = draft.replace(probs=None) if greedy else draft  # type: ignore[attr-defined]
+        given = draft.replace(probs=None) if greedy else draft
         rows = np.resize(shape.settings, (ROWS, 3))
         if temperature is not None:
             rows[:] = (temperature, 0, 1.0)
@@ -357,7 +357,7 @@ def is_alone_in_its_row(subject: VerifierSubject) -> str:
         fields = {name: mix(getattr(one, name), getattr(other, name)) for name in ("tokens", "parents", "valid")}
         if one.probs is not None and other.probs is not None:
             fields["probs"] = mix(one.probs, other.probs)
-        mixed = subject.decide(shape, draft=one.replace(**fields))  # type: ignore[attr-defined]
+        mixed = subject.decide(shape, draft=one.replace(**fields))
         rows = [row for row in _differing(subject.decide(shape), mixed) if own[row]]
         if rows:
             raise Broken(f"row {rows[0]} is decided otherwise when its neighbours hold other drafts")
@@ -369,7 +369,7 @@ def _throws_dice_of_its_own(subject: VerifierSubject) -> str:
     shape, rounds = next(iter(subject.shapes.values())), 16
     draft = subject.drafts(shape, 0)
     alike = {name: jnp.repeat(getattr(draft, name)[:1], ROWS, axis=0) for name in ("tokens", "parents", "valid")}
-    draft = draft.replace(**alike)  # type: ignore[attr-defined]
+    draft = draft.replace(**alike)
     first = [subject.decide(shape, draft=draft, temperature=1.0, run=run).first for run in range(rounds)]
     seen = np.eye(shape.vocabulary)[np.array(first)]
     law = seen.mean((0, 1))

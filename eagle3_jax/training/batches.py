@@ -18,8 +18,7 @@ from eagle3_jax.training.regenerate import Rows
 Loss = tuple[Float[Array, ""], dict[str, Float[Array, ""]]]  # a loss and its metrics
 
 
-@struct.dataclass(kw_only=True)
-class TTTBatch:
+class TTTBatch(struct.PyTreeNode, kw_only=True):
     """Sequences to learn from.
 
     Attributes:

@@ -21,8 +21,7 @@ Metrics = dict[str, jax.Array]
 LossFn = Callable[[Params, Batch], tuple[jax.Array, Metrics]]
 
 
-@struct.dataclass(kw_only=True)
-class TrainState:
+class TrainState(struct.PyTreeNode, kw_only=True):
     """Everything that a resumed run needs.
 
     Attributes:

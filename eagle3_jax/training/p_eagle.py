@@ -55,8 +55,7 @@ class ParallelConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a share in (0, 1]")
 
 
-@struct.dataclass(kw_only=True)
-class Chains:
+class Chains(struct.PyTreeNode, kw_only=True):
     """Rows to run, those of depth 0 first and in order: the text itself.
 
     Attributes:

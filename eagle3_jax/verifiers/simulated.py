@@ -90,7 +90,7 @@ class SimulatedAcceptance:
             )
         dice = uniforms(jax.vmap(jax.random.fold_in, (0, None))(keys, 0), 1)[:, 0]
         chosen = self._chosen(draft, dice, max_depth)
-        draft = draft.replace(valid=chosen)  # type: ignore[attr-defined]
+        draft = draft.replace(valid=chosen)
         if sampling_mode is SamplingMode.GREEDY:
             return verify_greedy(draft, _wanted(draft, argmax(logits)), max_depth=max_depth)
         probs = probabilities(logits, sampling, sampling_mode)

@@ -183,7 +183,7 @@ def test_random_weights_with_simulated_acceptance_above_the_roofline_end_with_on
     assert saved["about"]["simulated_acceptance"] == "τ of 3"
     assert "SIMULATED acceptance, share of rounds by depth: 1.00 1.00" in " ".join(captured.out.split())
     told = [line for line in captured.err.splitlines() if "tokens/s, repeat 1 of 1" in line]
-    assert [line.partition(": ")[0] for line in told] == [
+    assert [line.split(": ")[1] for line in told] == [
         "batch 1, plain float32", "batch 1, chain K=2 (simulated, not lossless)",
     ]  # fmt: skip
     assert saved["not_measured"][0]["name"] == "chain K=1 (simulated, not lossless)"

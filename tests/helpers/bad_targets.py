@@ -45,7 +45,7 @@ def answering(change: Callable[[TargetOutput, dict], TargetOutput], **changes: C
 
 
 def with_final(change: Callable[[Array], Array]) -> Callable[[TargetOutput, dict], TargetOutput]:
-    return lambda output, given: output.replace(final=change(output.final))  # type: ignore[attr-defined]
+    return lambda output, given: output.replace(final=change(output.final))
 
 
 def with_cache(change: Callable[[Cache], Any]) -> LoadedTarget:

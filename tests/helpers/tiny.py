@@ -353,7 +353,7 @@ def known(tree: Any) -> Any:
             committed = (jnp.arange(layer.capacity) < leaf.length[:, None])[:, None, :, None]
             return jax.tree.map(lambda buffer: jnp.where(committed, buffer, 0), layer)
 
-        return leaf.replace(layers=tuple(map(keep, leaf.layers)))  # type: ignore[attr-defined]
+        return leaf.replace(layers=tuple(map(keep, leaf.layers)))
 
     return jax.tree.map(clean, tree, is_leaf=lambda leaf: isinstance(leaf, Cache))
 

@@ -1,0 +1,97 @@
+"""Long commands say which step they are at, and keep what is measured when they are interrupted."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import tiny
+
+from eagle3_jax.bench import run as bench_run
+from eagle3_jax.bench import tune as tuning
+from eagle3_jax.cli import _progress
+from eagle3_jax.cli._progress import Activity, counted
+
+GOLDEN = tiny.GOLDEN / "official"
+PAIR = ("--target", GOLDEN / "target", "--drafter", GOLDEN / "eagle3", "--dtype", "float32")
+PLACE = re.compile(r"(\d+) of (\d+)(?:, about \d+ (?:s|min) left)?: (.*)")
+
+
+def interrupting(monkeypatch: pytest.MonkeyPatch, where: object, name: str, calls: int) -> None:
+    """Replaces a function by one that a Ctrl-C meets in this call."""
+    whole, count = getattr(where, name), iter(range(1, 10**6))
+
+    def stopped(*given: object, **options: object) -> object:
+        if next(count) == calls:
+            raise KeyboardInterrupt
+        return whole(*given, **options)
+
+    monkeypatch.setattr(where, name, stopped)
+
+
+def test_a_step_is_counted_when_it_begins_and_the_rest_is_estimated_from_the_mean(monkeypatch):
+    seconds: Iterator[float] = iter([0, 60, 60, 90, 150])  # the start, and each line after the first
+    monkeypatch.setattr(_progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    lines: list[str] = []
+    now = counted(Activity(lines.append, lines.append), 4)
+    now.say("one")
+    now.tell("one is done")
+    now.say("two")
+    now.tell("two is done")
+    now.say("three")
+    assert lines == [
+        "1 of 4: one",
+        "1 of 4, about 3 min left: one is done",
+        "2 of 4, about 3 min left: two",
+        "2 of 4, about 2 min left: two is done",
+        "3 of 4, about 2 min left: three",
+    ]
+
+
+def test_an_interrupted_benchmark_reports_the_completed_repeats(cli, monkeypatch, tmp_path):
+    out = tmp_path / "out"
+    options = (
+        "--prompts",
+        "random",
+        "--max-prompts",
+        1,
+        "--prompt-tokens",
+        5,
+        "--max-new-tokens",
+        3,
+        "--chains",
+        1,
+        "--tree",
+        "none",
+        "--ngram",
+        "none",
+        "--rivals",
+        "none",
+    )
+    quick = ("bench", *PAIR, *options, "--repeats", 3, "--output", out)
+    # In the second repeat, when the second contender has decoded and its costs are being measured.
+    interrupting(monkeypatch, bench_run, "step_costs", calls=6)
+    code, _, told = cli(*quick)
+    assert code == 130
+    assert "interrupted: measured repeats 1 of 3 at batch 1" in told
+    (report,) = json.loads((out / "bench.json").read_text())["reports"]
+    assert report["repeats"] == 1 and [row["name"] for row in report["rows"]] == ["plain float32", "chain K=1"]
+    places = [PLACE.fullmatch(line) for line in told.splitlines() if PLACE.fullmatch(line)]
+    assert [(place[1], place[2]) for place in places if place] == [(str(step), "8") for step in range(1, 6)]
+
+
+def test_an_interrupted_tuning_reports_the_batch_sizes_that_it_has(cli, monkeypatch, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt_ids": [1, 17, 5, 42]}\n')
+    options = ("--prompts", prompts, "--max-new-tokens", 4, "--chains", 1, "--repeats", 1, "--json")
+    interrupting(monkeypatch, tuning._Bench, "costs", calls=2)
+    code, out, told = cli("tune", *PAIR, *options, "--batch-sizes", "1,2")
+    assert code == 130
+    assert [one["batch"] for one in json.loads(out)["batches"]] == [1]
+    assert "interrupted: measured batch sizes 1 of 1,2" in told
+    first, second = (PLACE.fullmatch(line) for line in told.splitlines()[:2])
+    assert first and first[3].startswith("K=1: τ ") and second and second[3].startswith("batch 1: K=1 ")
+    assert second[1] == "5"  # acceptance, and two shapes twice at the first batch size
