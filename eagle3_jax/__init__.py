@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         TokenAutomaton,
         with_processors,
     )
+    from eagle3_jax.prompts import apply_chat_template
     from eagle3_jax.results import Chunk, Generation, GenerationResult
     from eagle3_jax.sampling import draw, num_digits, probabilities, uniforms
     from eagle3_jax.schedule import SpeculationSchedule
@@ -66,6 +67,7 @@ __all__ = [  # noqa: RUF022 (in groups)
     "LoadedDrafter",
     "SpeculativeDecoder",
     "SamplingParams",
+    "apply_chat_template",
     "drafters",
     "Fallback",
     "Chain",
@@ -135,6 +137,7 @@ _NAMES = {
     "loaded": "LoadedDrafter LoadedTarget",
     "loop": "SpeculativeLoop",
     "models.processors": "LogitBias LogitsProcessor MinP Penalty TokenAutomaton with_processors",
+    "prompts": "apply_chat_template",
     "results": "Chunk Generation GenerationResult",
     "sampling": "draw num_digits probabilities uniforms",
     "schedule": "SpeculationSchedule",

@@ -162,7 +162,7 @@ class SpeculativeDecoder:
         sampling: SamplingParams | None = None,
         seed: int | Sequence[int] = 0,
         logprobs: int | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | Sequence[Sequence[str]] = (),
     ) -> GenerationResult:
         """Completes a batch of prompts. The whole generation is one compiled program.
 
@@ -176,16 +176,17 @@ class SpeculativeDecoder:
                 other rows, unless a ``schedule`` chooses the draft length by the active rows.
             logprobs: ``L``: return the log-probability of every new token and of the ``L`` likeliest ones, under the
                 target at temperature 1. Default: none are computed.
-            stop: Texts that end a row. Its text ends before the first of them, its tokens with the token that completes
-                it. The host reads every round, so this is slower than ``stop_tokens``.
+            stop: Texts that end a row, or a list of texts per prompt. A row's text ends before the first of them, its
+                tokens with the token that completes it. The host reads every round, so this is slower than
+                ``stop_tokens``.
 
         Raises:
             ValueError: A prompt, limit or sampling parameter is out of range.
         """
-        stop = _checked_stop(stop, self.target)
-        if stop:
-            return self._generate_until(stop, prompts, max_new_tokens, sampling, seed, logprobs)
-        loop, batch, rows = self._batch(_as_batch(prompts), max_new_tokens, sampling, seed, logprobs)
+        prompts = _as_batch(prompts)
+        if any(stops := _checked_stop(stop, len(prompts), self.target)):
+            return self._generate_until(stops, prompts, max_new_tokens, sampling, seed, logprobs)
+        loop, batch, rows = self._batch(prompts, max_new_tokens, sampling, seed, logprobs)
         start = time.perf_counter()
         capacity = self._capacity(batch)
         outcome = self._on_mesh(loops.generate, loop, self.params, self._on_rows(batch), capacity=capacity)
@@ -403,10 +404,10 @@ class SpeculativeDecoder:
         )
         return dataclasses.replace(self.loop, sampling_mode=sampling_mode_of(sampling)), batch, rows
 
-    def _generate_until(self, stop: list[str], prompts: Prompt | Sequence[Prompt], *options: Any) -> GenerationResult:
-        """:meth:`generate`, round by round; the host ends a row when its text contains one of ``stop``."""
+    def _generate_until(self, stops: list[list[str]], prompts: Sequence[Prompt], *options: Any) -> GenerationResult:
+        """:meth:`generate`, round by round; the host ends a row when its text contains one of its ``stops``."""
         begin = time.perf_counter()
-        state, _, rows = self._start(_as_batch(prompts), *options)
+        state, _, rows = self._start(prompts, *options)
         seen, found = [len(row) for row in rows], dict[int, str]()
         while True:
             tokens, length, finish = (np.array(leaf) for leaf in to_host((state.tokens, state.length, state.finish)))
@@ -414,7 +415,7 @@ class SpeculativeDecoder:
                 for end in range(seen[index] + 1, length[index] + 1):
                     written = tokens[index, len(rows[index]) : end].tolist()
                     text = self._text(written[:-1] if written[-1] in self.stop_tokens else written) or ""
-                    if places := [text.index(one) for one in stop if one in text]:
+                    if places := [text.index(one) for one in stops[index] if one in text]:
                         found[index], length[index], finish[index] = text[: min(places)], end, FinishReason.STOP
                         break
                 seen[index] = int(length[index])
@@ -447,18 +448,24 @@ class SpeculativeDecoder:
         return self.target.tokenizer.decode(tokens[:-1] if reason is FinishReason.STOP else tokens)
 
 
-def _checked_stop(stop: str | Sequence[str], target: LoadedTarget) -> list[str]:
-    """The texts that end a row.
+def _checked_stop(
+    stop: str | Sequence[str] | Sequence[Sequence[str]], count: int, target: LoadedTarget
+) -> list[list[str]]:
+    """The texts that end each of ``count`` rows.
 
     Raises:
-        ValueError: One is empty or no text, or the target has no tokenizer.
+        ValueError: One is empty or no text, there is not a list per prompt, or the target has no tokenizer.
     """
-    texts = [stop] if isinstance(stop, str) else list(stop)
-    if wrong := [one for one in texts if not isinstance(one, str) or not one]:
+    given: list[Any] = [stop] if isinstance(stop, str) else list(stop)
+    own = bool(given) and all(isinstance(one, Sequence) and not isinstance(one, str) for one in given)
+    each = [list(one) for one in given] if own else [given] * count
+    if len(each) != count:
+        raise ValueError(f"{len(each)} lists of stop texts for {count} prompts; give one each")
+    if wrong := [one for texts in each for one in texts if not isinstance(one, str) or not one]:
         raise ValueError(f"stop contains {wrong[0]!r}; expected texts of at least one character")
-    if texts and target.tokenizer is None:
+    if any(each) and target.tokenizer is None:
         raise ValueError(f"stop was given, but {target.name} has no tokenizer; use stop_tokens")
-    return texts
+    return each
 
 
 def _check_logprobs(count: int | None, target: LoadedTarget, verifier: Verifier) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Collection, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3_jax.jsonl import JsonRow, read_rows, shown
-from eagle3_jax.sources import bundled
+from eagle3_jax.sources import bundled, locate
 
 if TYPE_CHECKING:
     from eagle3_jax.decode import LoadedTarget
@@ -25,7 +26,7 @@ _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
 MOST_TOKENS = 1_000_000_000  # limits are 32-bit on the device
-_FIELDS = ("prompt", "prompt_ids", "max_new_tokens")
+_FIELDS = ("prompt", "prompt_ids", "messages", "max_new_tokens")
 # Fields that published files have next to a prompt; no command uses them to generate.
 _LABELS = ("name", "kind", "id", "task_id", "category", "question_id", "reference")
 _HUMAN_EVAL = ("entry_point", "canonical_solution", "test")
@@ -34,7 +35,14 @@ _SYNONYMS = {
     "prompt_ids": ("ids", "tokens", "token_ids", "input_ids", "prompt_token_ids"),
     "max_new_tokens": ("max_tokens", "max_length", "max_completion_tokens", "max_output_tokens", "n_predict", "limit"),
 }
-_OPTIONS = ("temperature", "top_k", "top_p", "seed", "ignore_eos")
+# What a line of `eagle3 generate` may set for its prompt, and the form of its value.
+_OPTIONS = {
+    "temperature": "a number",
+    "top_k": "a whole number from 0 to 2147483647",
+    "top_p": "a number",
+    "seed": "a whole number from 0 to 4294967295",
+    "stop": "a text or a list of texts",
+}
 _REQUEST_FORM = """an object such as {"prompt": "def f(x):"} or {"prompt_ids": [1, 2], "max_new_tokens": 64}"""
 
 
@@ -46,11 +54,13 @@ class Request:
         prompt: Text or token ids.
         max_new_tokens: Its limit.
         where: For error messages: empty, or the line of the file.
+        options: Its own ``temperature``, ``top_k``, ``top_p``, ``seed`` and ``stop``, a list of texts.
     """
 
     prompt: str | list[int]
     max_new_tokens: int
     where: str = ""
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,16 +102,46 @@ class Renderer:
         if not has_chat_template(directory):
             return cls("plain text: the target has no chat template")
         try:
-            from transformers import AutoTokenizer
+            _chat_tokenizer(directory)
         except ImportError:
             return cls("plain text: the target's chat template needs transformers, which is not installed")
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-
-        def chat(question: str) -> list[int]:
-            messages = [{"role": "user", "content": question}]
-            return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-
+        chat = lambda question: apply_chat_template(directory, [{"role": "user", "content": question}])
         return cls("the target's chat template", chat)
+
+
+def apply_chat_template(source: str | Path | None, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Returns the token ids of a conversation, ready for the model's answer; needs transformers.
+
+    Args:
+        source: The target's directory or hub id, as for ``load_target``.
+        messages: The turns, each with ``role`` (``system``, ``user`` or ``assistant``) and ``content``.
+
+    Raises:
+        ValueError: The target has no chat template, the template refuses the messages, or transformers is missing.
+    """
+    directory = locate(source, "target")
+    if not has_chat_template(directory):
+        raise ValueError(f"{source or 'the bundled target'} has no chat template; give the prompt as text")
+    try:
+        tokenizer = _chat_tokenizer(directory)
+        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+    except ImportError:
+        raise ValueError("chat templates need transformers: pip install 'eagle3-jax[bench]'") from None
+    except Exception as error:  # a template can raise anything
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"the chat template does not take {shown(list(messages))}: {reason}") from None
+
+
+def _chat_tokenizer(directory: Path) -> Any:
+    """The tokenizer of transformers."""
+    from transformers import AutoTokenizer
+
+    return _read_tokenizer(AutoTokenizer, directory)
+
+
+@functools.lru_cache(maxsize=1)
+def _read_tokenizer(reader: Any, directory: Path) -> Any:
+    return reader.from_pretrained(directory)
 
 
 def has_chat_template(directory: Path) -> bool:
@@ -247,26 +287,62 @@ def shipped() -> list[str]:
     return [row.values["prompt"] for row in read_rows(bundled("prompts.jsonl"), _FORM)]
 
 
-def read_requests(path: Path, max_new_tokens: int) -> list[Request]:
-    """Prompts of a JSONL file, one object a line; blank lines are skipped."""
-    return [read_request(row, max_new_tokens) for row in read_rows(path, _REQUEST_FORM)]
+def read_requests(
+    path: Path, max_new_tokens: int, *, chat: Callable[[list[Any]], list[int]] | None = None
+) -> list[Request]:
+    """Prompts of a JSONL file, one object a line; blank lines are skipped.
+
+    Args:
+        path: The file.
+        max_new_tokens: Limit of lines without a limit of their own.
+        chat: Converts ``messages`` to token ids. With it a line may also have options of its own.
+    """
+    return [read_request(row, max_new_tokens, chat=chat) for row in read_rows(path, _REQUEST_FORM)]
 
 
-def read_request(line: JsonRow, max_new_tokens: int) -> Request:
-    """One line with a text or token ids, and its own limit or the default."""
+def read_request(
+    line: JsonRow, max_new_tokens: int, *, chat: Callable[[list[Any]], list[int]] | None = None
+) -> Request:
+    """One line with a text, token ids or messages, and its own limit or the default; see :func:`read_requests`."""
     where, row = line
-    check_keys(line)
-    if ("prompt" in row) == ("prompt_ids" in row):
-        raise ValueError(f"{where}expected {_REQUEST_FORM}, with either 'prompt' or 'prompt_ids'")
-    prompt = row["prompt"] if "prompt" in row else row["prompt_ids"]
+    check_keys(line, () if chat is None else _OPTIONS)
+    given = [name for name in ("prompt", "prompt_ids", "messages") if name in row]
+    if len(given) != 1:
+        several = ", with one of 'prompt', 'prompt_ids' and 'messages'" if given else ""
+        raise ValueError(f"{where}expected {_REQUEST_FORM}{several}")
+    prompt = row[given[0]]
     if not isinstance(prompt, str if "prompt" in row else list):
-        raise ValueError(f"{where}'prompt' must be a text and 'prompt_ids' a list of token ids")
+        raise ValueError(
+            f"{where}'prompt' must be a text, 'prompt_ids' a list of token ids, 'messages' a list of turns"
+        )
+    if "messages" in row:
+        if chat is None:
+            raise ValueError(f"{where}'messages' are read by eagle3 generate only; give 'prompt' or 'prompt_ids'")
+        try:
+            prompt = chat(row["messages"])
+        except ValueError as error:
+            raise ValueError(f"{where}{error}") from None
     if isinstance(prompt, list):
         prompt = whole_numbers(prompt, where)
     limit = row.get("max_new_tokens", max_new_tokens)
     if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_TOKENS:
         raise ValueError(f"{where}max_new_tokens is {shown(limit)}; expected a whole number from 1 to {MOST_TOKENS}")
-    return Request(prompt, limit, where)
+    options = {name: _option(name, row[name], where) for name in _OPTIONS if name in row}
+    return Request(prompt, limit, where, options)
+
+
+def _option(name: str, value: Any, where: str) -> Any:
+    """The checked value of an option; ``stop`` as a list. The range of a temperature and of top-p is checked later."""
+    if name == "stop":
+        value = [value] if isinstance(value, str) else value
+        good = isinstance(value, list) and all(isinstance(one, str) and one for one in value)
+    elif name in ("temperature", "top_p"):
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+    else:
+        good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2 ** (31 + (name == "seed"))
+    if not good:
+        raise ValueError(f"{where}{name} is {shown(value)}; expected {_OPTIONS[name]}")
+    return value
 
 
 def check_keys(line: JsonRow, also: Collection[str] = ()) -> None:
@@ -280,7 +356,7 @@ def check_keys(line: JsonRow, also: Collection[str] = ()) -> None:
     for key in line.values:
         if key in known:
             continue
-        if key in _OPTIONS:
+        if key in (*_OPTIONS, "ignore_eos"):
             advice = f"it is given for all prompts, with --{key.replace('_', '-')}"
         else:
             meant = [name for name, others in _SYNONYMS.items() if key in others]

@@ -33,7 +33,7 @@ def record(
     *,
     max_new_tokens: Sequence[int],
     sampling: SamplingParams,
-    seed: int,
+    seed: int | Sequence[int],
 ) -> Trace:
     """Generate round by round with the step that ``generate`` compiles into its loop, keeping each round.
 
@@ -42,7 +42,7 @@ def record(
         prompts: Texts or token ids.
         max_new_tokens: One limit per prompt.
         sampling: Scalars for all rows, or ``[B]`` arrays.
-        seed: Random seed, 0 to 2^32 - 1.
+        seed: Random seed, 0 to 2^32 - 1, or one per prompt.
     """
     encoded = [decoder.encode(prompt) for prompt in prompts]
     start = time.perf_counter()

@@ -19,6 +19,7 @@ _EXTRAS = {
     "torch": "convert",
     "transformers": "bench",
     "huggingface_hub": "hub",
+    "outlines_core": "grammar",
 }
 _LONGEST = 600  # characters of an error line
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

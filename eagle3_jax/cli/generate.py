@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -34,7 +35,7 @@ from eagle3_jax.cli._options import (
 from eagle3_jax.cli._parts import find_own, read_drafter, read_target, read_verifier
 from eagle3_jax.cli._progress import progress_bar, spinner
 from eagle3_jax.jsonl import STDIN, read_text
-from eagle3_jax.prompts import MOST_TOKENS, Request, read_requests
+from eagle3_jax.prompts import MOST_TOKENS, Request, apply_chat_template, read_requests
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,15 +69,16 @@ class PromptOptions:
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="JSONL file, or '-', with 'prompt' or 'prompt_ids' and optionally 'max_new_tokens' on each line."
+            help="JSONL file, or '-', with 'prompt', 'prompt_ids' or 'messages' on each line, and optionally "
+            "'max_new_tokens', 'temperature', 'top_k', 'top_p', 'seed' and 'stop'."
         ),
     ] = None
     max_new_tokens: Annotated[
         int, typer.Option(help="Maximum number of new tokens per prompt.", min=1, max=MOST_TOKENS)
     ] = 128
 
-    def read(self) -> list[Request]:
-        """The prompts.
+    def read(self, target: str | None) -> list[Request]:
+        """The prompts. The chat template of ``target`` converts messages.
 
         Raises:
             Misuse: None of the three options was given, or several.
@@ -85,7 +87,8 @@ class PromptOptions:
             raise Misuse("give one of a PROMPT, --prompt-ids '[1, 2]' or --prompts FILE.jsonl")
         announce_input(self.prompts or self.prompt or "")
         if self.prompts is not None:
-            return read_requests(self.prompts, self.max_new_tokens)
+            chat = functools.partial(apply_chat_template, target)
+            return read_requests(self.prompts, self.max_new_tokens, chat=chat)
         if self.prompt_ids is not None:
             return [Request(parse_ids(self.prompt_ids), self.max_new_tokens)]
         text = read_text(Path(STDIN)) if self.prompt == STDIN else self.prompt or ""
@@ -184,12 +187,12 @@ def generate(
     weights, drafter_method, seconds (without compilation; of the whole batch with --batch-size above 1),
     stats, and with --logprobs logprobs: for each token its logprob and top, pairs of token id and log-probability.
     """
-    asked = {"stop": tuple(sampling.stop or ()), "logprobs": sampling.logprobs}
-    if any(value not in (None, ()) for value in asked.values()) and (not running.as_json or running.trace is not None):
-        raise Misuse("--stop and --logprobs work with --json and without --trace")
     trace = running.trace
     check_writable(trace)
-    requests = prompts.read()
+    requests = prompts.read(models.target)
+    stops = any("stop" in request.options for request in requests)
+    if (stops or sampling.stop or sampling.logprobs is not None) and (not running.as_json or trace is not None):
+        raise Misuse("stop texts and --logprobs work with --json and without --trace")
     keep_compiled_programs(running.compilation_cache)
     if not join(running.distributed, running.mesh) and trace is not None:
         trace = Path(os.devnull)  # every process reads the rounds; the first one writes them
@@ -198,7 +201,12 @@ def generate(
     from eagle3_jax.checks import check_sampling
 
     params = SamplingParams(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
-    check_sampling(params, 1)
+    for request in requests:
+        own = {name: value for name, value in request.options.items() if hasattr(params, name)}
+        try:
+            check_sampling(dataclasses.replace(params, **own), 1)
+        except ValueError as error:
+            raise Misuse(f"{request.where if own else ''}{error}") from None
     options = draft.for_decoder()
     batches = _batches(len(requests), running.batch_size if running.as_json else 1)
     mesh = read_mesh(running.mesh, batches)
@@ -224,7 +232,8 @@ def generate(
         except ValueError as error:  # name the option that the library's message is about
             given = ", ".join(f"{name} {value}" for name, value in chosen.items())
             raise Misuse(f"{given}: {error}" if given else str(error)) from None
-    job = Job(decoder, _encode(decoder, requests), params, sampling.seed, running.batch_size, trace, asked)
+    tasks, stop = _encode(decoder, requests), tuple(sampling.stop or ())
+    job = Job(decoder, tasks, params, sampling.seed, running.batch_size, trace, stop, sampling.logprobs)
     if running.as_json:
         _print_json(job)
     else:
@@ -265,11 +274,13 @@ class Task:
         tokens: Token ids.
         text: The prompt as text; ``None`` if token ids were given.
         max_new_tokens: Maximum number of new tokens.
+        options: Those of its own, see :class:`~eagle3_jax.prompts.Request`.
     """
 
     tokens: list[int]
     text: str | None
     max_new_tokens: int
+    options: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,11 +290,12 @@ class Job:
     Attributes:
         decoder: Target and drafter.
         tasks: One per prompt.
-        sampling: The same for all prompts.
-        seed: Random seed.
+        sampling: That of prompts without their own.
+        seed: Random seed of prompts without their own.
         batch_size: Prompts decoded at once.
         trace: File that every round is written to.
-        asked: Further arguments of ``generate``.
+        stop: Texts that end every output.
+        logprobs: See ``generate``.
     """
 
     decoder: SpeculativeDecoder
@@ -292,20 +304,37 @@ class Job:
     seed: int
     batch_size: int
     trace: Path | None
-    asked: dict[str, Any]
+    stop: tuple[str, ...]
+    logprobs: int | None
 
-    def chunks(self) -> Iterator[tuple[int, list[Task]]]:
+    def chunks(self) -> Iterator[tuple[int | list[int], list[Task]]]:
         """Batches with their seeds.
 
-        The first has the seed itself; each other batch has its own, or equal prompts would give equal samples.
+        The first has the seed itself; each other batch has its own, or equal prompts would give equal samples. If a
+        prompt has its own seed, every prompt of the file has one.
         """
         import numpy as np
 
+        derived = lambda index: int(np.random.SeedSequence((self.seed, index)).generate_state(1)[0])
+        each = any("seed" in task.options for task in self.tasks)
         for index, start in enumerate(range(0, len(self.tasks), self.batch_size)):
-            derived = int(np.random.SeedSequence((self.seed, index)).generate_state(1)[0]) if index else self.seed
-            yield derived, self.tasks[start : start + self.batch_size]
+            tasks = self.tasks[start : start + self.batch_size]
+            seeds = [task.options.get("seed", derived(start + row)) for row, task in enumerate(tasks)]
+            yield seeds if each else derived(index) if index else self.seed, tasks
 
-    def run(self, tasks: Sequence[Task], seed: int, rounds: list[dict[str, Any]] | None) -> GenerationResult:
+    def sampling_of(self, tasks: Sequence[Task]) -> SamplingParams:
+        """The sampling parameters of each prompt."""
+        import numpy as np
+
+        if not any(hasattr(self.sampling, name) for task in tasks for name in task.options):
+            return self.sampling
+        names = [field.name for field in dataclasses.fields(self.sampling)]
+        rows = {name: [task.options.get(name, getattr(self.sampling, name)) for task in tasks] for name in names}
+        return dataclasses.replace(self.sampling, **{name: np.array(values) for name, values in rows.items()})
+
+    def run(
+        self, tasks: Sequence[Task], seed: int | list[int], rounds: list[dict[str, Any]] | None
+    ) -> GenerationResult:
         """Decodes one batch; the result's seconds exclude compilation.
 
         Args:
@@ -316,15 +345,21 @@ class Job:
         from eagle3_jax.bench.timing import CompileClock
         from eagle3_jax.trace import record
 
-        prompts, limits = [task.tokens for task in tasks], [task.max_new_tokens for task in tasks]
+        prompts, sampling = [task.tokens for task in tasks], self.sampling_of(tasks)
+        limits, stops = [task.max_new_tokens for task in tasks], [task.options.get("stop", []) for task in tasks]
         start = time.perf_counter()
         with CompileClock() as clock:
             if rounds is None:
                 result = self.decoder.generate(
-                    prompts, max_new_tokens=limits, sampling=self.sampling, seed=seed, **self.asked
+                    prompts,
+                    max_new_tokens=limits,
+                    sampling=sampling,
+                    seed=seed,
+                    logprobs=self.logprobs,
+                    stop=[[*self.stop, *own] for own in stops],
                 )
             else:
-                traced = record(self.decoder, prompts, max_new_tokens=limits, sampling=self.sampling, seed=seed)
+                traced = record(self.decoder, prompts, max_new_tokens=limits, sampling=sampling, seed=seed)
                 rounds += traced.prompts
                 result = traced.result
         return dataclasses.replace(result, seconds=time.perf_counter() - start - clock.seconds)
@@ -339,7 +374,7 @@ def _encode(decoder: SpeculativeDecoder, requests: list[Request]) -> list[Task]:
         except ValueError as error:
             raise Misuse(f"{request.where}{error}") from None
         text = request.prompt if isinstance(request.prompt, str) else None
-        tasks.append(Task(tokens, text, request.max_new_tokens))
+        tasks.append(Task(tokens, text, request.max_new_tokens, request.options))
     return tasks
 
 
@@ -395,7 +430,9 @@ def _print_text(job: Job, *, compare: bool) -> None:
     console = Console(highlight=False, soft_wrap=True)
     one_by_one = dataclasses.replace(job, batch_size=1)
     counters = [_stream(console, job, tasks[0], seed) for seed, tasks in one_by_one.chunks()]
-    if compare:
+    if compare and any(task.options for task in job.tasks):
+        console.print("no comparison with plain decoding: a prompt has options of its own")
+    elif compare:
         _print_comparison(console, job)
     _print_summary(console, SpeculationStats.merge(counters))
     _print_method(console, job.decoder)
@@ -407,10 +444,11 @@ def _print_text(job: Job, *, compare: bool) -> None:
         write_json(job.trace, {"prompts": rounds})
 
 
-def _stream(console: Console, job: Job, task: Task, seed: int) -> SpeculationStats:
+def _stream(console: Console, job: Job, task: Task, seed: int | list[int]) -> SpeculationStats:
     """Prints one prompt and its continuation as it appears; returns its counters."""
     tokenizer = job.decoder.target.tokenizer
-    stream = job.decoder.stream(task.tokens, max_new_tokens=task.max_new_tokens, sampling=job.sampling, seed=seed)
+    sampling = job.sampling_of([task])
+    stream = job.decoder.stream(task.tokens, max_new_tokens=task.max_new_tokens, sampling=sampling, seed=seed)
     with spinner("compiling, reading the prompt"):
         first = list(itertools.islice(stream, 2))  # after the second one everything has been compiled
     if task.text is not None:

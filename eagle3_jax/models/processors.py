@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eagle3_jax.cache import Cache
 from eagle3_jax.loaded import LoadedTarget
+from eagle3_jax.models.grammar import compile_regex, merge_columns, schema_to_regex
 from eagle3_jax.models.memory import parents_of
 from eagle3_jax.types import TargetModel, TargetOutput
 
@@ -157,52 +158,98 @@ class Penalty(LogitsProcessor):
 
 @dataclasses.dataclass(frozen=True)
 class TokenAutomaton(LogitsProcessor):
-    """Allows the tokens that an automaton allows. The table takes four bytes for each state and token.
+    """Allows the tokens that an automaton allows. A state in which a text may end allows a stop token.
 
-    A state in which a text may end allows a stop token.
+    Tokens that lead to the same state from every state share a column of the compiled table, four bytes for each state.
 
     Attributes:
-        table: ``[S V]``, the state after each token, -1 for a token that is forbidden.
+        table: ``[S V]``, the state after each token, -1 for a token that is forbidden; with ``columns``, ``[S C]``.
         start: The state before the first token.
         prompt: Whether the automaton reads the prompt too.
+        columns: ``[V]``, the column of each token. Default: a column for each token.
     """
 
     table: np.ndarray = _value()
     start: int = _value(0)
     prompt: bool = False
+    columns: np.ndarray | None = _value(None)
 
-    def arrays(self, vocab_size: int) -> Array:
-        """The table, its states numbered so that 0 is the first."""
+    @classmethod
+    def from_regex(cls, pattern: str, target: LoadedTarget) -> TokenAutomaton:
+        """Compiles a regular expression that the whole output matches; needs ``eagle3-jax[grammar]``.
+
+        The syntax is that of the Rust crate ``regex``: no look-around, no back references, anchors only around the
+        pattern. Private characters from U+100000 are never written. The output ends with a stop token of the target, or
+        at its length limit.
+
+        Args:
+            pattern: The regular expression.
+            target: The target, for its tokenizer and stop tokens.
+
+        Raises:
+            ValueError: The pattern is not supported, the vocabulary lacks a character of it, the table has more than
+                2^28 entries, the target has no tokenizer or no stop token, or outlines-core is not installed.
+        """
+        table, columns = compile_regex(pattern, target)
+        return cls(table, columns=columns)
+
+    @classmethod
+    def from_json_schema(
+        cls, schema: str | Mapping[str, Any], target: LoadedTarget, *, whitespace: str | None = None
+    ) -> TokenAutomaton:
+        """Compiles a JSON schema that the whole output follows; needs ``eagle3-jax[grammar]``.
+
+        Args:
+            schema: The schema, as JSON text or as a mapping. Properties are written in its order.
+            target: The target, for its tokenizer and stop tokens.
+            whitespace: A regular expression for the space between two JSON tokens. Default: ``[ ]?``.
+
+        Raises:
+            ValueError: The schema has a keyword that outlines-core refuses or would ignore, such as ``maximum``; and as
+                :meth:`from_regex`.
+        """
+        return cls.from_regex(schema_to_regex(schema, whitespace), target)
+
+    def arrays(self, vocab_size: int) -> tuple[Array, Array]:
+        """The table ``[S C]``, its states numbered so that 0 is the first, and the column of each token ``[V]``."""
         table = np.asarray(self.table)
         if table.ndim != 2 or not np.issubdtype(table.dtype, np.integer) or not len(table):
             raise ValueError(f"the automaton's table is {table.dtype}{list(table.shape)}; expected integers [S V]")
-        if table.shape[1] != vocab_size:
+        columns, states = self.columns, len(table)
+        known = table.shape[1] if columns is None else len(columns)
+        if known != vocab_size:
             raise ValueError(
-                f"the automaton has a vocabulary of {table.shape[1]} tokens and the target one of {vocab_size}; build "
+                f"the automaton has a vocabulary of {known} tokens and the target one of {vocab_size}; build "
                 "it with the target's tokenizer"
             )
-        states = len(table)
         if not (table.min() >= -1 and table.max() < states and 0 <= self.start < states):
             raise ValueError(
                 f"the automaton starts in the state {self.start} and its table names the states {table.min()} to "
                 f"{table.max()}; expected 0 to {states - 1}, and -1 in the table"
             )
+        if columns is None:
+            table, columns = merge_columns(lambda: table)
+        elif not (np.min(columns) >= 0 and np.max(columns) < table.shape[1]):
+            raise ValueError(f"the automaton's columns are not all from 0 to {table.shape[1] - 1}, those of its table")
         rotated = np.roll(table, -self.start, 0)
-        return jnp.asarray(np.where(rotated < 0, -1, (rotated - self.start) % states), jnp.int32)
+        rotated = np.where(rotated < 0, -1, (rotated - self.start) % states)
+        return jnp.asarray(rotated, jnp.int32), jnp.asarray(columns, jnp.int32)
 
     def init(self, batch: int, vocab_size: int) -> Array:
         """The first state; -1 once a forbidden token was read."""
         del vocab_size
         return jnp.zeros((batch,), jnp.int32)
 
-    def advance(self, params: Array, state: Array, tokens: Int[Array, " B"]) -> Array:
+    def advance(self, params: tuple[Array, Array], state: Array, tokens: Int[Array, " B"]) -> Array:
         """See :class:`LogitsProcessor`."""
-        return jnp.where(state < 0, -1, params[jnp.maximum(state, 0), tokens])
+        table, columns = params
+        return jnp.where(state < 0, -1, table[jnp.maximum(state, 0), columns[tokens]])
 
-    def __call__(self, params: Array, state: Array, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+    def __call__(self, params: tuple[Array, Array], state: Array, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """See :class:`LogitsProcessor`."""
-        allowed = (params[jnp.maximum(state, 0)] >= 0) & (state >= 0)[:, None]
-        return jnp.where(allowed, logits, -jnp.inf)
+        table, columns = params
+        allowed = (table[jnp.maximum(state, 0)] >= 0) & (state >= 0)[:, None]
+        return jnp.where(allowed[:, columns], logits, -jnp.inf)
 
 
 class States(struct.PyTreeNode):

@@ -13,6 +13,8 @@ import jax
 import numpy as np
 import pytest
 
+import eagle3_jax as e3
+
 OFFICIAL = Path(__file__).parent.parent / "golden" / "official"
 VLLM = Path(__file__).parent.parent / "golden" / "vllm"
 PAIR = ("--target", str(OFFICIAL / "target"), "--drafter", str(OFFICIAL / "eagle3"))
@@ -112,6 +114,60 @@ def test_json_has_log_probabilities_and_ends_at_a_stop_text(cli):
     assert code == 0 and row["finish_reason"] == "stop" and "retu" not in row["text"]
     assert [one["top"][0][0] for one in row["logprobs"]] == row["token_ids"]
     assert all(one["logprob"] == one["top"][0][1] <= 0 for one in row["logprobs"])
+
+
+def test_a_line_of_a_file_has_sampling_a_seed_and_stop_texts_of_its_own(cli, tmp_path):
+    """Each line gives what a call of its own gives in Python, whatever its batch."""
+    lines = [
+        {"prompt": "def add(a, b):", "temperature": 0.9, "top_k": 20, "seed": 7, "stop": "return"},
+        {"prompt": "class Queue:", "stop": "self", "top_p": 0.9, "seed": 9, "max_new_tokens": 20},
+        {"prompt": "import ", "temperature": 1.5, "top_p": 0.7, "seed": 8, "stop": ["\n", "numpy"]},
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = (
+        "generate",
+        "--prompts",
+        file,
+        "--drafter",
+        "none",
+        "--max-new-tokens",
+        12,
+        "--temperature",
+        0.7,
+        "--json",
+    )
+    decoder, expected = e3.SpeculativeDecoder(e3.load_target()), []
+    for line in lines:
+        own = {name: line[name] for name in ("temperature", "top_k", "top_p") if name in line}
+        sampling = e3.SamplingParams(**{"temperature": 0.7} | own)
+        limit = line.get("max_new_tokens", 12)
+        alone = decoder.generate(
+            line["prompt"], max_new_tokens=limit, sampling=sampling, seed=line.get("seed", 0), stop=line.get("stop", ())
+        )
+        expected.append((alone.tokens[0], alone.texts[0]))
+    for batch_size in (3, 1):
+        code, out, _ = cli(*options, "--batch-size", batch_size)
+        rows = [json.loads(line) for line in out.splitlines()]
+        assert code == 0 and [(row["token_ids"], row["text"]) for row in rows] == expected
+    code, out, err = cli(*options[:-1])
+    assert (code, out) == (2, "") and "stop texts and --logprobs work with --json" in err
+    del lines[0]["stop"]
+    file.write_text(json.dumps(lines[0]) + "\n")
+    code, out, _ = cli(*options[:-1])
+    assert code == 0 and (expected[0][1] or "") in out and "no comparison with plain decoding" in out
+    for line, message in (
+        ({"temperature": "1"}, "temperature is '1'; expected a number"),
+        ({"temperature": -1}, "temperature is -1; expected 0 (greedy) or more"),
+        ({"top_k": 1.5}, "top_k is 1.5; expected a whole number from 0"),
+        ({"seed": True}, "seed is True; expected a whole number from 0 to 4294967295"),
+        ({"stop": ["a", ""]}, "stop is ['a', '']; expected a text or a list of texts"),
+        ({"messages": []}, "with one of 'prompt', 'prompt_ids' and 'messages'"),
+        ({"ignore_eos": True}, "it is given for all prompts, with --ignore-eos"),
+    ):
+        file.write_text(json.dumps({"prompt": "x"} | line) + "\n")
+        code, out, err = cli(*options)
+        assert (code, out, err.count("\n")) == (2, "", 1) and "prompts.jsonl line 1: " in err and message in err
 
 
 def test_equal_prompts_are_sampled_apart_and_reproducibly(cli, tmp_path):

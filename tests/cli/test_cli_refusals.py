@@ -58,7 +58,7 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
         ((*ASKED, "--top-p", "1.5"), "top_p is 1.5"),
         ((*ASKED, "--temperature", "1e39"), "temperature is inf"),  # in the 32 bits of the device
         ((*ASKED, "--compilation-cache", ""), "--compilation-cache"),
-        ((*ASKED, "--logprobs", "1"), "--stop and --logprobs work with --json"),
+        ((*ASKED, "--logprobs", "1"), "stop texts and --logprobs work with --json"),
         ((*ASKED, "--logprobs", "-1"), "--logprobs is -1; expected"),
         ((*ASKED, "--dtype", "float8"), "float8"),
         # generate: models

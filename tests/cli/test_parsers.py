@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import itertools
@@ -28,6 +29,7 @@ from eagle3_jax.prompts import (
     Prompt,
     Renderer,
     Request,
+    apply_chat_template,
     in_turn,
     of_length,
     random_prompts,
@@ -200,7 +202,7 @@ def test_any_file_is_a_list_of_prompts_or_one_clear_line(tmp_path, content):
         ('{"prompt": "a", "max_new_tokens": NaN}', "NaN is no number of JSON"),
         ('{"prompt": ' + "[" * 200_000 + "]" * 200_000 + "}", "nested too deeply"),
         ('{"prompt_ids": [1.0]}', "prompt token 1.0 is not a token id"),
-        ('{"prompt": "x", "prompt_ids": [1]}', "either 'prompt' or 'prompt_ids'"),
+        ('{"prompt": "x", "prompt_ids": [1]}', "with one of 'prompt', 'prompt_ids' and 'messages'"),
         ("{} {}", "not JSON"),
         ("null", "not an object"),
         (b"\xe9", "is not a text file in UTF-8 (byte 19)"),
@@ -269,9 +271,25 @@ def test_a_chat_template_is_found_and_applied(tmp_path: Path, monkeypatch: pytes
     renderer = Renderer.of(tmp_path)
     assert renderer.chat is not None
     assert renderer.chat("why?") == tokenizer.encode("Q: why? A: yes")
+    messages = [{"role": "user", "content": "why?"}]
+    assert apply_chat_template(tmp_path, messages) == renderer.chat("why?")
+    file = written(tmp_path, {"messages": messages, "seed": 3})
+    (request,) = read_requests(file, 7, chat=functools.partial(apply_chat_template, tmp_path))
+    assert request == Request(renderer.chat("why?"), 7, f"{file} line 1: ", {"seed": 3})
+    for source, wrong, message in (
+        (tmp_path, [], r"the chat template does not take \[\]: "),
+        (None, messages, "the bundled target has no chat template"),
+    ):
+        with pytest.raises(ValueError, match=message) as caught:
+            apply_chat_template(source, wrong)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="read by eagle3 generate only"):
+        read_requests(written(tmp_path, {"messages": messages}), 7)
     monkeypatch.setitem(sys.modules, "transformers", None)
     renderer = Renderer.of(tmp_path)
     assert renderer.chat is None and "transformers, which is not installed" in renderer.note
+    with pytest.raises(ValueError, match=r"pip install 'eagle3-jax\[bench\]'"):
+        apply_chat_template(tmp_path, messages)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,8 @@ def test_a_stop_text_ends_a_row_where_it_begins(shipped: e3.LoadedTarget, drafte
         decoded = [decoder.target.tokenizer.decode(row.tokens[:end]) for end in (-1, None)]  # type: ignore[union-attr]
         assert stop[0] not in decoded[0] and stop[0] in decoded[1]
     assert decoder.generate(prompts[:1], max_new_tokens=48, stop=stop[0]).texts == cut.texts[:1]
+    each = decoder.generate(prompts, max_new_tokens=48, stop=[[], stop])
+    assert each.texts == [whole.texts[0], cut.texts[1]]
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,7 @@ def test_a_stop_text_ends_a_row_where_it_begins(shipped: e3.LoadedTarget, drafte
         ({"logprobs": 14}, "logprobs is 14; expected a whole number from 0 to 13, or None"),
         ({"logprobs": True}, "logprobs is True"),
         ({"stop": "end"}, "has no tokenizer; use stop_tokens"),
+        ({"stop": [["end"], ["\\n"]]}, "2 lists of stop texts for 3 prompts; give one each"),
         ({"stop": [""]}, "stop contains ''; expected texts of at least one character"),
     ],
 )
