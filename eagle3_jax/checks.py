@@ -254,7 +254,7 @@ def sanitize_draft(draft: Draft, root: Int[Array, " B"], *, vocab_size: int, is_
         # Decided by the distribution alone: dropping a node for the token that was drawn would bias the output.
         known &= jnp.isfinite(jnp.sum(draft.probs, axis=-1))
     if is_chain:
-        parents = jnp.broadcast_to(node - 1, draft.parents.shape)
+        parents = jnp.asarray(np.broadcast_to(np.arange(-1, node.size - 1, dtype=np.int32), draft.parents.shape))
     else:
         topological = (draft.parents >= 0) & (draft.parents < node)
         parents = jnp.where(topological, draft.parents, -1)

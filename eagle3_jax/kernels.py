@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,23 +12,61 @@ from jaxtyping import Array, Float, Int, Key
 
 # `draw` finds a token digit by digit. In this base token ids have 3 digits up to 262,144 tokens.
 _BASE = 64
+# XLA's GPU backend reduces rows of at most this many elements by one kernel, longer ones by two.
+_ONE_KERNEL = 16_384
 # Uniforms are multiples of 2^-24: a float32 below one has 24 bits.
 _BITS = 24
 
 
+class Largest(NamedTuple):
+    """The largest element of each row, and the lowest index that holds it. A NaN counts as the largest."""
+
+    value: Float[Array, "*B"]
+    index: Int[Array, "*B"]
+
+
 def argmax(x: Float[Array, "*B V"]) -> Int[Array, "*B"]:
-    """Returns the lowest index of the largest element.
+    """Returns the lowest index of the largest element."""
+    return largest(x).index
+
+
+def largest(x: Float[Array, "*B V"]) -> Largest:
+    """Returns the largest element and its lowest index. If an element is NaN, the index is arbitrary on CPUs.
 
     XLA's CPU backend scans for it element by element. Finding the maximum, and then the lowest index that holds it,
     takes a fifth of the time (60 rows of 4,096: 244 instead of 1,212 microseconds).
     """
 
-    def in_two_passes(x: Float[Array, "*B V"]) -> Int[Array, "*B"]:
-        last = x.shape[-1] - 1
+    def in_two_passes(x: Float[Array, "*B V"]) -> Largest:
+        value, last = jnp.max(x, axis=-1), x.shape[-1] - 1
         index = jnp.arange(last + 1, dtype=jnp.int32)
-        return jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), index, last), axis=-1)
+        return Largest(value, jnp.min(jnp.where(x == value[..., None], index, last), axis=-1))
 
-    return lax.platform_dependent(x, cpu=in_two_passes, default=lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32))
+    def separately(x: Float[Array, "*B V"]) -> Largest:
+        return Largest(jnp.max(x, axis=-1), jnp.argmax(x, axis=-1).astype(jnp.int32))
+
+    on_gpu = _largest_of_pieces if jax.sharding.get_abstract_mesh().empty else separately
+    return lax.platform_dependent(x, cpu=in_two_passes, cuda=on_gpu, default=separately)
+
+
+def _largest_of_pieces(x: Float[Array, "*B V"]) -> Largest:
+    """One kernel for both, and comparisons of a few numbers, which XLA computes in the kernels that use the result."""
+    pieces = -(-x.shape[-1] // _ONE_KERNEL)
+    missing = -x.shape[-1] % pieces
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=-jnp.inf)
+    split = padded.reshape(*x.shape[:-1], pieces, -1)
+    indices = lax.broadcasted_iota(jnp.int32, padded.shape, x.ndim - 1).reshape(split.shape)
+
+    def larger(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+        (value, index), (value_1, index_1) = one, other
+        is_nan, is_nan_1 = value != value, value_1 != value_1
+        ties = (value == value_1) | (is_nan & is_nan_1)
+        first = (value > value_1) | (is_nan & ~is_nan_1) | (ties & (index < index_1))
+        return jnp.where(first, value, value_1), jnp.where(first, index, index_1)
+
+    nothing = (jnp.array(-jnp.inf, x.dtype), jnp.int32(x.shape[-1]))
+    values, found = lax.reduce((split, indices), nothing, larger, (split.ndim - 1,))
+    return Largest(*functools.reduce(larger, [(values[..., piece], found[..., piece]) for piece in range(pieces)]))
 
 
 def uniforms(keys: Key[Array, " B"], count: int) -> Float[Array, "B count"]:

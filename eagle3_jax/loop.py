@@ -25,11 +25,11 @@ from eagle3_jax.checks import (
 from eagle3_jax.groups import map_groups, rows_per_group
 from eagle3_jax.logprobs import LogProbs
 from eagle3_jax.models.memory import causal_mask
-from eagle3_jax.sampling import argmax, draw, keys_at, num_digits, probabilities, uniforms
+from eagle3_jax.sampling import argmax, draw, keys_at, largest, num_digits, probabilities, uniforms
 from eagle3_jax.sharding import on_rows
 from eagle3_jax.state import GenerationState, LoopParams, Outcome, Prompts, Round
 from eagle3_jax.stats import SpeculationStats
-from eagle3_jax.tree import ancestor_mask, depths
+from eagle3_jax.tree import ancestor_mask, depths, take_nodes
 from eagle3_jax.types import (
     Draft,
     Drafter,
@@ -159,19 +159,19 @@ class SpeculativeLoop:
 
         # nodes[j] is the j-th node of the committed path, the root first; emitted[j] is the token after it.
         nodes = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), jnp.maximum(verdict.path, 0)], axis=1)
-        committed = jnp.take_along_axis(draft.tokens, nodes, axis=1)
+        on_path = functools.partial(take_nodes, nodes=slice(nodes.shape[1]) if self.is_chain else nodes)
+        committed = on_path(draft.tokens)
         emitted = jnp.concatenate([committed[:, 1:], verdict.next_token[:, None]], axis=1)
         index = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]
         emitted = jnp.where(index == verdict.num_accepted[:, None], verdict.next_token[:, None], emitted)
 
         active = state.running
-        scored = None if state.logprobs is None else jnp.take_along_axis(logits, nodes[:, :, None], axis=1)
+        scored = None if state.logprobs is None else on_path(logits)
         count = jnp.where(broken, verdict.num_accepted, verdict.num_accepted + 1)
         after = self._emit(state, emitted, count, broken, scored)
         count = after.length - state.length
         newest = jnp.take_along_axis(emitted, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-        features = jnp.take_along_axis(output.features, nodes[:, :, None, None], axis=1)
-        seen = Observation(tokens=committed, features=features, length=count, next_token=newest)
+        seen = Observation(tokens=committed, features=on_path(output.features), length=count, next_token=newest)
         with jax.named_scope("commit"):
             cache = state.cache.commit(output.written, count, None if self.is_chain else nodes)
         with jax.named_scope("observe"):
@@ -247,10 +247,8 @@ class SpeculativeLoop:
         A ``broken`` row ends after them, because the target has no next token. Log-probabilities are of ``logits``.
         """
         index = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]
-        stops = jnp.any(emitted[:, :, None] == state.stop_tokens[:, None, :], axis=-1) & (index < count[:, None])
-        until_stop = jnp.where(
-            jnp.any(stops, axis=1), jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, emitted.shape[1] + 1
-        )
+        stops = emitted[:, :, None] == state.stop_tokens[:, None, :]
+        until_stop = jnp.min(index[:, :, None], axis=(1, 2), where=stops, initial=emitted.shape[1]) + 1
         room = state.limit - state.length
         kept = jnp.minimum(jnp.minimum(count, until_stop), room)
         kept = jnp.where(state.running, jnp.maximum(kept, 0), 0).astype(jnp.int32)
@@ -277,7 +275,7 @@ class SpeculativeLoop:
 
 def _has_distribution(logits: Float[Array, "B N V"]) -> Bool[Array, "B N"]:
     """Whether logits give a distribution: no NaN, and not minus infinity everywhere. The maximum shows both."""
-    return jnp.max(logits, axis=-1) > -jnp.inf
+    return largest(logits).value > -jnp.inf
 
 
 @functools.partial(jax.jit, static_argnames=("loop", "capacity"))

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
-from eagle3_jax.kernels import argmax, draw, num_digits, uniforms
+from eagle3_jax.kernels import argmax, draw, largest, num_digits, uniforms
 from eagle3_jax.sharding import on_rows
 from eagle3_jax.types import SamplingMode, SamplingParams
 
@@ -36,13 +36,14 @@ def probabilities(
     logits = on_rows(logits.astype(jnp.float32))
     temperature = jnp.asarray(sampling.temperature)[:, None, None]
     # The maximum is subtracted before the division, which could overflow: infinity minus infinity is NaN.
-    best = jnp.max(logits, axis=-1, keepdims=True)
+    value, index = largest(logits)
+    best = value[..., None]
     below_best = jnp.where(logits == best, 0.0, logits - best)
     least = jnp.finfo(jnp.float32).tiny  # the smallest divisor that is not flushed to zero
     scaled = below_best / jnp.where(temperature > 0, jnp.maximum(temperature, least), 1.0)
     if sampling_mode is SamplingMode.TRUNCATED:
         scaled = _truncate(scaled, jnp.asarray(sampling.top_k), jnp.asarray(sampling.top_p))
-    greedy = jax.nn.one_hot(argmax(logits), logits.shape[-1], dtype=jnp.float32)
+    greedy = jax.nn.one_hot(index, logits.shape[-1], dtype=jnp.float32)
     return jnp.where(temperature > 0, jax.nn.softmax(scaled, axis=-1), greedy)
 
 
@@ -112,4 +113,4 @@ def keys_at(keys: Key[Array, " B"], position: Int[Array, " B"], purpose: int) ->
     return jax.vmap(jax.random.fold_in, (0, None))(at_position, purpose)
 
 
-__all__ = ["argmax", "draw", "keys_at", "num_digits", "probabilities", "residual", "row_keys", "uniforms"]
+__all__ = ["argmax", "draw", "keys_at", "largest", "num_digits", "probabilities", "residual", "row_keys", "uniforms"]

@@ -29,3 +29,10 @@ def ancestor_mask(parents: Int[Array, "B N"], max_depth: int) -> Bool[Array, "B 
 def depths(mask: Bool[Array, "B N N"]) -> Int[Array, "B N"]:
     """The level of each node, 0 at the root."""
     return jnp.sum(mask, axis=-1, dtype=jnp.int32) - 1
+
+
+def take_nodes(of_nodes: Array, nodes: Int[Array, "B k"] | slice) -> Array:
+    """The entries ``[B k ...]`` of some nodes, from ``[B N ...]``; a slice takes the same nodes of every row."""
+    if isinstance(nodes, slice):
+        return of_nodes[:, nodes]
+    return jnp.take_along_axis(of_nodes, nodes.reshape(*nodes.shape, *(1,) * (of_nodes.ndim - 2)), axis=1)

@@ -162,7 +162,7 @@ class Eagle3Drafter(NetworkDrafter):
         last = jnp.arange(fed, dtype=jnp.int32)[None, :] == seen.length[:, None] - 1
         shifted = jnp.where(last, seen.next_token[:, None], shifted)
         positions = state.cache.length[:, None] + jnp.arange(fed, dtype=jnp.int32)[None, :]
-        past = memories(self.config.layers, causal_mask(fed), positions, state.cache)
+        past = memories(self.config.layers, causal_mask(fed), positions, state.cache, is_chain=True)
         output, written = head(self.embed(params, shifted, positions), head.fuse(seen.features), positions, past)
         index = jnp.maximum(seen.length - 1, 0)[:, None, None]
         newest = jnp.take_along_axis(output, index, axis=1)[:, 0]
@@ -182,7 +182,8 @@ class Eagle3Drafter(NetworkDrafter):
             positions = jnp.broadcast_to(length[:, None] + depth, tokens.shape)
             layers, before = memory
             drafted = jnp.concatenate([before, positions], axis=1)
-            past = memories(self.config.layers, mask, drafted, Cache(layers=layers, length=length))
+            cache = Cache(layers=layers, length=length)
+            past = memories(self.config.layers, mask, drafted, cache, is_chain=self.is_chain)
             output, written = head(self.embed(params, tokens, positions), output, positions, past)
             layers = tuple(KeyValues(**one._asdict()) for one in written)
             return Level(self.logits(params, head, output), output, (layers, drafted))

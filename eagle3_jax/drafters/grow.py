@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from eagle3_jax.sampling import argmax, draw, num_digits, probabilities, uniforms
 from eagle3_jax.topology import Chain, DynamicTree
+from eagle3_jax.tree import take_nodes
 from eagle3_jax.types import Draft, SamplingMode, SamplingParams
 
 
@@ -164,8 +165,8 @@ def grow_dynamic_tree(topology: DynamicTree, inputs: DraftInputs) -> tuple[Draft
         slots = best // width
         tokens = jnp.take_along_axis(children, best, axis=1)
         flat = width + depth * width**2 + best
-        carry = jax.tree.map(lambda leaf, slots=slots: _take_nodes(leaf, slots), level.carry)
-        mask = jnp.concatenate([_take_nodes(mask, slots), itself], axis=-1)
+        carry = jax.tree.map(lambda leaf, slots=slots: take_nodes(leaf, slots), level.carry)
+        mask = jnp.concatenate([take_nodes(mask, slots), itself], axis=-1)
         memory = level.memory
 
     pool_parents = jnp.concatenate(pool_parents, axis=1)
@@ -186,9 +187,3 @@ def _top_logprobs(logits: Float[Array, "*B W"], count: int) -> tuple[Float[Array
     best, ids = map(lax.optimization_barrier, lax.top_k(logits, count))
     total = jnp.sum(jnp.exp(logits - best[..., :1]), axis=-1, keepdims=True)
     return best - best[..., :1] - jnp.log(total), ids
-
-
-def _take_nodes(leaf: Array, slots: Int[Array, "B k"]) -> Array:
-    """The entries of the nodes at ``slots``, along axis 1."""
-    index = slots.reshape(*slots.shape, *(1,) * (leaf.ndim - 2))
-    return jnp.take_along_axis(leaf, index, axis=1)

@@ -79,21 +79,24 @@ def is_supported(queries: Float[Array, "B T heads H"], kv: KeyValue) -> bool:
 def flash_attention(
     queries: Float[Array, "B T heads H"],
     kv: KeyValue,
-    seen: Bool[Array, "B T S"],
-    end: Int[Array, " B"],
+    seen: Bool[Array, "#B T _"] | None,
+    length: Int[Array, " B"],
     *,
+    size: int,
     scale: float,
     softcap: float | None = None,
     sinks: Float[Array, " heads"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T width"]:
-    """Grouped-query attention over the first ``end`` slots of a cache, ``softmax(q kᵀ · scale) v``.
+    """Grouped-query attention over the committed slots of a cache and a block after them, ``softmax(q kᵀ · scale) v``.
 
     Args:
-        queries: Rotated queries.
+        queries: Rotated queries of the last ``T`` tokens of the block.
         kv: Buffers of ``S`` slots.
-        seen: Which slots each token sees; none at or beyond ``end``.
-        end: Number of slots that are read, per row.
+        seen: ``[B T M]``, which tokens of the block each query sees, all of which see the committed slots; ``[B T S]``,
+            which slots each query sees; ``None`` for a chain, in which a token sees everything before it.
+        length: Number of committed slots, per row. No slot at or beyond ``length + size`` is read.
+        size: ``M``, number of tokens in the block.
         scale: Factor of the scores.
         softcap: Scores become ``softcap * tanh(score / softcap)``; ``None`` for none.
         sinks: One more logit in the softmax of each head, without a value.
@@ -102,23 +105,28 @@ def flash_attention(
     Returns:
         ``[B T heads·Hv]``.
     """
-    batch, tokens, heads, size = queries.shape
+    batch, tokens, heads, key_width = queries.shape
     kv_heads, capacity, width = kv.values.shape[1:]
     group = heads // kv_heads
-    folded = queries.reshape(batch, tokens, kv_heads, group, size).transpose(0, 2, 1, 3, 4)
+    folded = queries.reshape(batch, tokens, kv_heads, group, key_width).transpose(0, 2, 1, 3, 4)
     rows = min(_ROWS, max(16, 1 << (tokens * group - 1).bit_length()))
     parts = math.ceil(tokens * group / rows)
     splits = min(math.ceil(_PROGRAMS / (batch * kv_heads * parts)), math.ceil(capacity / _TILE))
     of_head = lambda n, i, j: (n, 0, 0)
+    masks, of_masks = [], []
+    if seen is not None:
+        shared = seen.shape[0] == 1
+        masks = [seen.astype(jnp.int8)]
+        of_masks = [pl.BlockSpec((None, *seen.shape[1:]), lambda n, i, j: (0 if shared else n // kv_heads, 0, 0))]
     out, log_sums = pl.pallas_call(
-        functools.partial(_kernel, splits=splits, group=group, scale=scale, softcap=softcap),
+        functools.partial(_kernel, splits=splits, group=group, tokens=tokens, size=size, scale=scale, softcap=softcap),
         grid=(batch * kv_heads, parts, splits),
         in_specs=[
-            pl.BlockSpec((None, rows, size), lambda n, i, j: (n, i, 0)),
-            pl.BlockSpec((None, capacity, size), of_head),
+            pl.BlockSpec((None, rows, key_width), lambda n, i, j: (n, i, 0)),
+            pl.BlockSpec((None, capacity, key_width), of_head),
             pl.BlockSpec((None, capacity, width), of_head),
-            pl.BlockSpec((None, tokens, capacity), lambda n, i, j: (n // kv_heads, 0, 0)),
             pl.BlockSpec((None,), lambda n, i, j: (n // kv_heads,)),
+            *of_masks,
         ],
         out_specs=[
             pl.BlockSpec((None, None, rows, width), lambda n, i, j: (j, n, i, 0)),
@@ -132,10 +140,10 @@ def flash_attention(
         interpret=interpret,
         name="flash_attention",
     )(
-        folded.reshape(batch * kv_heads, tokens * group, size),
+        folded.reshape(batch * kv_heads, tokens * group, key_width),
         *(one.reshape(batch * kv_heads, capacity, one.shape[-1]) for one in kv),
-        seen.astype(jnp.int8),
-        end.astype(jnp.int32),
+        length,
+        *masks,
     )
     by_head = (batch, kv_heads, tokens, group)
     log_sums = log_sums.reshape(*by_head, splits)
@@ -151,21 +159,32 @@ def _kernel(
     queries_ref: Any,  # [rows, H], token by token
     keys_ref: Any,  # [S, H]
     values_ref: Any,  # [S, Hv]
-    seen_ref: Any,  # [T, S]
-    end_ref: Any,  # []
-    out_ref: Any,  # [rows, Hv], attention over the tiles of the split
-    log_sums_ref: Any,  # [rows], log of the sum of the exponentials of its scores
-    *,
+    length_ref: Any,  # []
+    *rest: Any,  # [T, M] or [T, S], unless the block is a chain; and the results:
+    # [rows, Hv], attention over the tiles of the split; [rows], log of the sum of the exponentials of its scores
     splits: int,
     group: int,
+    tokens: int,
+    size: int,
     scale: float,
     softcap: float | None,
 ) -> None:
     """One program: ``rows`` queries of one key head over every ``splits``-th tile of slots."""
+    *masks, out_ref, log_sums_ref = rest
     rows, capacity = queries_ref.shape[0], keys_ref.shape[0]
-    split = pl.program_id(2)
+    split, length = pl.program_id(2), length_ref[...]
     row = pl.program_id(1) * rows + jnp.arange(rows, dtype=jnp.int32)
-    real = row < seen_ref.shape[0] * group
+    real, token = row < tokens * group, row // group
+
+    def is_seen(slots: Array) -> Array:
+        if not masks:
+            return slots[None, :] <= (length + size - tokens + token)[:, None]
+        covered = masks[0].shape[1]
+        of_block = slots - length if covered == size else slots  # slots before the block are seen
+        inside = real[:, None] & ((of_block >= 0) & (of_block < covered))[None, :]
+        seen = triton.load(masks[0].at[token[:, None], of_block[None, :]], mask=inside, other=0)
+        return (seen != 0) | (of_block < 0)[None, :]
+
     every = pl.ds(0, rows)
     queries = triton.load(queries_ref.at[every, :], mask=real[:, None], other=0)
 
@@ -178,15 +197,13 @@ def _kernel(
         scores = triton.dot(queries, load(keys_ref), trans_b=True) * scale
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
-        of_seen = seen_ref.at[(row // group)[:, None], slots[None, :]]
-        seen = triton.load(of_seen, mask=real[:, None] & inside[None, :], other=0)
-        scores = jnp.where(seen != 0, scores, jnp.finfo(jnp.float32).min)
+        scores = jnp.where(is_seen(slots), scores, jnp.finfo(jnp.float32).min)
         most = jnp.maximum(largest, jnp.max(scores, axis=1))
         weights, kept = jnp.exp(scores - most[:, None]), jnp.exp(largest - most)
         part = triton.dot(weights.astype(values_ref.dtype), load(values_ref))
         return out * kept[:, None] + part, total * kept + jnp.sum(weights, axis=1), most
 
-    tiles = (end_ref[...] + _TILE - 1) // _TILE
+    tiles = (length + size + _TILE - 1) // _TILE
     nothing = (
         jnp.zeros(out_ref.shape, jnp.float32),
         jnp.zeros((rows,), jnp.float32),

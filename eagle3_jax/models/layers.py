@@ -281,7 +281,17 @@ class RMSNorm(nnx.Module):
 def normalised(x: Float[Array, "*rows D"], eps: float) -> Float[Array, "*rows D"]:
     """``x / sqrt(mean(x²) + eps)``, in float32."""
     y = x.astype(jnp.float32)
-    return y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    by_mean = lambda y: y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    if x.size > x.shape[-1]:
+        return by_mean(y)
+    # XLA's GPU backend turns the norm of one row into one kernel only if no constant is applied to the sum.
+    return lax.platform_dependent(y, cuda=functools.partial(_normalise_by_sum, eps=eps), default=by_mean)
+
+
+def _normalise_by_sum(y: Float[Array, "*rows D"], *, eps: float) -> Float[Array, "*rows D"]:
+    """``y / sqrt(Σ (y² + eps) / D)``."""
+    size = y.shape[-1]
+    return y * lax.rsqrt(jnp.sum(y * y * (1 / size) + eps / size, axis=-1, keepdims=True))
 
 
 class SwiGLU(nnx.Module):

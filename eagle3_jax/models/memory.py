@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, DTypeLike, Float, Int
 
 from eagle3_jax.cache import Cache, KeyValue, KeyValues, LayerCache
@@ -17,6 +18,8 @@ from eagle3_jax.models.attention import Scoring, Segment, attention
 from eagle3_jax.models.config import GatedDelta, GroupedQuery, Latent, LayerConfig, Mixer
 from eagle3_jax.models.latent_keys import LatentKeys
 from eagle3_jax.models.recurrent import Recurrent
+
+_SHORT = 128  # tokens of a block; a mask of more would be a large constant
 
 
 class Span(NamedTuple):
@@ -114,6 +117,20 @@ class BlockMemory(NamedTuple):
         return attention(queries, (*self.past, Segment(kv, self.mask)), self.own, scoring), kv
 
 
+class ForKernel(NamedTuple):
+    """What :mod:`eagle3_jax.models.flash` needs instead of a mask over all slots.
+
+    Attributes:
+        length: ``[B]``, committed slots.
+        size: Number of tokens in the block, those before the queries included.
+        seen: The kernel's mask; ``None`` for a chain.
+    """
+
+    length: Int[Array, " B"]
+    size: int
+    seen: Bool[Array, "#B T _"] | None
+
+
 class CacheMemory(NamedTuple):
     """A layer of a cache: the block is written behind what is committed, and everything is one run of tokens.
 
@@ -124,27 +141,28 @@ class CacheMemory(NamedTuple):
         layer: The layer's cache.
         length: ``[B]``, the slot that the block begins at.
         visible: ``[B T S]``, from :func:`cache_mask`.
-        kernel: Whether to use :mod:`eagle3_jax.models.flash` for the arrays that it supports.
+        kernel: For arrays that :mod:`eagle3_jax.models.flash` supports; ``None`` to leave attention to XLA.
     """
 
     layer: KeyValues | LatentKeys
     length: Int[Array, " B"]
     visible: Bool[Array, "B T S"]
-    kernel: bool = False
+    kernel: ForKernel | None = None
 
     def attend(
         self, queries: Float[Array, "B T heads H"], kv: KeyValue, scoring: Scoring = Scoring()
     ) -> tuple[Float[Array, "B T width"], KeyValue]:
         """See :class:`Memory`; keeps the whole buffers."""
         written = self.layer.write(kv, self.length)
-        by_xla = lambda queries, kv, seen, end: attention(queries, (Segment(kv, seen),), (), scoring)
-        operands = (queries, written, self.visible, self.length + queries.shape[1])
-        if not (self.kernel and flash.is_supported(queries, written)):
-            return by_xla(*operands), written
+        by_xla = lambda queries, kv: attention(queries, (Segment(kv, self.visible),), (), scoring)
+        if self.kernel is None or not flash.is_supported(queries, written):
+            return by_xla(queries, written), written
         options = {"scale": scoring.factor(queries.shape[-1]), "softcap": scoring.softcap, "sinks": scoring.sinks}
-        by_kernel = jax.custom_jvp(functools.partial(flash.flash_attention, **options))
+        by_kernel = jax.custom_jvp(
+            lambda queries, kv: flash.flash_attention(queries, kv, **self.kernel._asdict(), **options)
+        )
         by_kernel.defjvp(functools.partial(jax.jvp, by_xla))
-        return by_kernel(*operands), written
+        return by_kernel(queries, written), written
 
 
 class RecurrentMemory(NamedTuple):
@@ -193,6 +211,8 @@ def memories(
     positions: Int[Array, "B M"],
     cache: Cache | None = None,
     length: Int[Array, " B"] | None = None,
+    *,
+    is_chain: bool = False,
 ) -> list[Memory | RecurrentMemory]:
     """One memory per layer for a block, behind the committed slots of a cache where there is one.
 
@@ -203,6 +223,7 @@ def memories(
         positions: Of the whole block, absolute.
         cache: Of the same layers. Without one the block of a recurrent layer is a text, in order.
         length: How many tokens of such a text are real; those that see themselves, when left out.
+        is_chain: Whether ``mask`` is known to show each token all tokens before it.
 
     Raises:
         ValueError: Tokens of a recurrent layer lie behind others that no state has taken in.
@@ -222,7 +243,7 @@ def memories(
         }
         seen: list[Memory] = [alone[span] for span in spans]
     else:
-        seen, states = _behind(cache, mask, positions, spans), [_state(layer) for layer in cache.layers]
+        seen, states = _behind(cache, mask, positions, spans, is_chain), [_state(layer) for layer in cache.layers]
     if not any(recurrent):
         return list(seen)
     past = RecurrentMemory(None, parents_of(mask), _real(mask, length))
@@ -233,15 +254,21 @@ def memories(
 
 
 def _behind(
-    cache: Cache, mask: Bool[Array, "#B T M"], positions: Int[Array, "B M"], spans: Sequence[Span]
+    cache: Cache, mask: Bool[Array, "#B T M"], positions: Int[Array, "B M"], spans: Sequence[Span], is_chain: bool
 ) -> list[Memory]:
     """One memory per layer behind the committed slots; of no use to a layer without slots."""
     capacity = next((layer.capacity for layer in cache.layers if isinstance(layer, KeyValues | LatentKeys)), 0)
     seen = {span: cache_mask(mask, cache.length, capacity, positions=positions, span=span) for span in set(spans)}
     before = mask.shape[-1] - mask.shape[-2]
     start = cache.length + before if before else cache.length
+    kernels: dict[Span, ForKernel | None] = dict.fromkeys(spans)
+    if flash.is_enabled():
+        of_whole = None if is_chain else mask
+        kernels = {
+            span: ForKernel(cache.length, mask.shape[-1], of_whole if span.whole else seen[span]) for span in spans
+        }
     return [
-        CacheMemory(layer, start, seen[span], flash.is_enabled())  # type: ignore[arg-type]
+        CacheMemory(layer, start, seen[span], kernels[span])  # type: ignore[arg-type]
         for layer, span in zip(cache.layers, spans, strict=True)
     ]
 
@@ -266,4 +293,6 @@ def _state(layer: LayerCache) -> Recurrent | None:
 
 def causal_mask(size: int) -> Bool[Array, "1 T T"]:
     """Every token sees itself and what stands before it."""
+    if size <= _SHORT:
+        return jnp.asarray(np.tri(size, dtype=bool)[None])  # a constant, which no kernel has to write
     return jnp.tril(jnp.ones((size, size), jnp.bool_))[None]

@@ -9,6 +9,7 @@ import oracle
 import pytest
 import tiny
 
+from eagle3_jax import kernels
 from eagle3_jax.sampling import draw, keys_at, probabilities, row_keys, uniforms
 from eagle3_jax.types import SamplingMode, SamplingParams
 
@@ -115,3 +116,18 @@ def test_randomness_differs_by_row_position_and_purpose() -> None:
 def test_a_seed_out_of_range_is_refused(seed: object) -> None:
     with tiny.unchecked(), pytest.raises(ValueError, match=r"seed is .*; expected a whole number from 0 to 4294967295"):
         row_keys(seed, 2)
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 65, 200])
+def test_the_largest_of_pieces_is_the_largest(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As numpy finds it: the first of equal ones, and a NaN before all. GPUs use this form."""
+    monkeypatch.setattr(kernels, "_ONE_KERNEL", 64)
+    rows = np.random.default_rng(size).integers(-4, 4, (6, size)).astype(np.float32)
+    rows[1], rows[2] = -np.inf, 3.0  # no distribution, and nothing but ties
+    rows[3, size // 2 :] = np.nan
+    rows[4, -1] = 9.0
+    found = kernels._largest_of_pieces(jnp.asarray(rows))
+    np.testing.assert_array_equal(found.index, rows.argmax(axis=-1))
+    np.testing.assert_array_equal(found.value, rows.max(axis=-1))
+    real = np.delete(rows, 3, axis=0)  # CPUs do not say where a NaN is
+    np.testing.assert_array_equal(kernels.largest(jnp.asarray(real)), (real.max(axis=-1), real.argmax(axis=-1)))

@@ -379,8 +379,8 @@ def keep_accepted_drafts(observe, self, params, state, seen):
         return observe(self, params, state, seen)
 
 
-def draft_nodes_see_siblings(memories, layers, mask, *arguments):
-    return memories(layers, jnp.ones_like(mask), *arguments)
+def draft_nodes_see_siblings(memories, layers, mask, *arguments, **options):
+    return memories(layers, jnp.ones_like(mask), *arguments, **options)
 
 
 HEADS = {

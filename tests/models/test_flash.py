@@ -14,7 +14,7 @@ import eagle3_jax as e3
 from eagle3_jax.cache import KeyValue, KeyValues
 from eagle3_jax.models import flash
 from eagle3_jax.models.attention import Scoring, Segment, attention
-from eagle3_jax.models.memory import CacheMemory, Span, cache_mask, causal_mask
+from eagle3_jax.models.memory import CacheMemory, ForKernel, Span, cache_mask, causal_mask
 
 OFFICIAL = Path(__file__).parent.parent / "golden" / "official"
 interpreted = functools.partial(flash.flash_attention, interpret=True)
@@ -54,9 +54,25 @@ def test_it_is_attention(shape: tuple[int, ...]) -> None:
     queries = random(0, batch, tokens, kv_heads * group, size)
     kv = KeyValue(random(1, batch, kv_heads, capacity, size), random(2, batch, kv_heads, capacity, width))
     length = jnp.asarray(np.random.default_rng(0).integers(0, capacity - tokens + 1, batch), jnp.int32)
-    seen = cache_mask(tree_mask(tokens), length, capacity)
-    found = interpreted(queries, kv, seen, length + tokens, scale=size**-0.5)
-    np.testing.assert_allclose(found, attention(queries, (Segment(kv, seen),)), rtol=0, atol=2e-6)
+    trees = jnp.concatenate([tree_mask(tokens), *[causal_mask(tokens)] * (batch - 1)])  # one for each row
+    for mask, given in ((trees, trees), (trees[:1], trees[:1]), (causal_mask(tokens), None)):
+        seen = cache_mask(mask, length, capacity)
+        expected = attention(queries, (Segment(kv, seen),))
+        for by in (given, seen):  # of the block, and of all slots
+            found = interpreted(queries, kv, by, length, size=tokens, scale=size**-0.5)
+            np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("of_block", [True, False])
+def test_the_last_tokens_of_a_block_see_those_before_them(of_block: bool) -> None:
+    """Three of five tokens, as the levels of a draft are run; a chain needs no mask."""
+    queries, length = random(0, 2, 3, 4, 16), jnp.array([0, 61], jnp.int32)
+    kv = KeyValue(random(1, 2, 2, 80, 16), random(2, 2, 2, 80, 16))
+    tree = tree_mask(5)[:, 2:]
+    for mask, given in ((tree, tree), (causal_mask(5)[:, 2:], None)):
+        seen = cache_mask(mask, length, 80)
+        found = interpreted(queries, kv, given if of_block else seen, length, size=5, scale=0.25)
+        np.testing.assert_allclose(found, attention(queries, (Segment(kv, seen),)), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("scoring", SCORINGS.values(), ids=SCORINGS)
@@ -69,7 +85,7 @@ def test_scales_caps_sinks_and_windows(scoring: Scoring, span: Span) -> None:
         causal_mask(5), length, 150, positions=length[:, None] + jnp.arange(5, dtype=jnp.int32), span=span
     )
     options = {"scale": scoring.factor(16), "softcap": scoring.softcap, "sinks": scoring.sinks}
-    found = interpreted(queries, kv, seen, length + 5, **options)
+    found = interpreted(queries, kv, seen, length, size=5, **options)
     np.testing.assert_allclose(found, attention(queries, (Segment(kv, seen),), (), scoring), rtol=0, atol=2e-6)
 
 
@@ -82,7 +98,11 @@ def test_a_token_has_the_same_bits_wherever_its_block_begins(dtype) -> None:
 
     def outputs(queries: jax.Array, kv: KeyValue, start: int) -> jax.Array:
         length = jnp.array([start], jnp.int32)
-        return interpreted(queries, kv, cache_mask(causal_mask(6), length, 256), length + 6, scale=0.25)[0]
+        by_mask, in_order = (
+            interpreted(queries, kv, mask, length, size=6, scale=0.25)[0] for mask in (causal_mask(6), None)
+        )
+        np.testing.assert_array_equal(by_mask, in_order)
+        return in_order
 
     early = outputs(queries, kv, 100)
     late = outputs(jnp.roll(queries, -2, axis=1), garbage, 102)
@@ -93,8 +113,8 @@ def test_it_reads_no_slot_from_the_end_on() -> None:
     """NaN would spread from any tile that is read, even with a weight of zero."""
     queries, length = random(0, 1, 2, 2, 16), jnp.array([62], jnp.int32)
     kv = KeyValue(*(random(seed, 1, 1, 192, 16).at[:, :, 64:].set(jnp.nan) for seed in (1, 2)))
-    found = interpreted(queries, kv, cache_mask(causal_mask(2), length, 192), length + 2, scale=0.25)
-    assert np.isfinite(found).all()
+    for seen in (causal_mask(2), cache_mask(causal_mask(2), length, 192), None):
+        assert np.isfinite(interpreted(queries, kv, seen, length, size=2, scale=0.25)).all()
 
 
 def test_its_gradient_is_that_of_attention() -> None:
@@ -104,12 +124,12 @@ def test_its_gradient_is_that_of_attention() -> None:
     block = KeyValue(*(random(seed, 1, 2, 3, 16, dtype=jnp.bfloat16) for seed in (3, 4)))
     length = jnp.array([10], jnp.int32)
 
-    def gradient(kernel: bool) -> jax.Array:
+    def gradient(kernel: ForKernel | None) -> jax.Array:
         memory = CacheMemory(layer, length, cache_mask(causal_mask(3), length, 64), kernel)
         total = lambda queries: jnp.sum(memory.attend(queries, block)[0].astype(jnp.float32) ** 2)
         return jax.grad(total)(random(0, 1, 3, 4, 16, dtype=jnp.bfloat16))
 
-    np.testing.assert_array_equal(gradient(True), gradient(False))
+    np.testing.assert_array_equal(gradient(ForKernel(length, 3, causal_mask(3))), gradient(None))
 
 
 DRAFTS = {

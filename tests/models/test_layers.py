@@ -13,7 +13,7 @@ from tiny import draw
 from eagle3_jax.cache import Cache, KeyValue, KeyValues
 from eagle3_jax.models.attention import Segment, attention
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, LayerConfig
-from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, embed
+from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, _normalise_by_sum, embed, normalised
 from eagle3_jax.models.memory import CacheMemory, causal_mask, memories
 
 BATCH, FED, HEADS, KV_HEADS, SIZE = 2, 3, 4, 2, 8
@@ -107,3 +107,12 @@ def test_embedding_has_the_gradient_of_a_lookup(dtype: jnp.dtype) -> None:
     theirs = jax.grad(loss(lambda table: table[tokens]))(table)
     assert ours.dtype == dtype and float(jnp.abs(theirs).max()) > 0
     assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e4])
+def test_a_norm_of_one_row_is_its_definition(size: float) -> None:
+    """In the form of GPUs and in that of other devices; at 1e-3 the constant counts as much as the row."""
+    x, eps = size * draw(0, 1, 1, 4096), 1e-6
+    expected = x / np.sqrt(np.mean(x.astype(np.float64) ** 2) + eps)
+    for out in (_normalise_by_sum(jnp.asarray(x), eps=eps), normalised(jnp.asarray(x), eps)):
+        np.testing.assert_allclose(out, expected, rtol=2**-21)
