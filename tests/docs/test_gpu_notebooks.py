@@ -56,7 +56,7 @@ def test_without_anything_every_part_has_a_stand_in_and_says_which() -> None:
     text = html.unescape(banner._repr_html_())
     for said in ("no GPU: CPU: ", "the shipped pair", "committed record of 20", "EAGLE3_PRICE_PER_HOUR", "stand-in"):
         assert said in text
-    assert "No number of theirs may be quoted" in banner.headline
+    assert "Do not quote their numbers" in banner.headline
 
 
 def test_a_gpu_that_this_jax_cannot_use_ends_a_notebook_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def test_a_notebook_teaches_checks_and_asks(source: Path) -> None:
     assert sum(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(code))) >= 4, "claims without assertions"
     assert "\n## Common mistakes\n" in prose
     assert prose.count("<summary>") >= (2 if source.parent.name == "gpu" else 3), "exercises with folded answers"
-    assert "\n## What was claimed and checked\n\n- " in prose, "the list that the site gathers"
+    assert "\n## Checked claims\n\n- " in prose, "the list that the site gathers"
     assert prose.count("<details>") == prose.count("</details>") == prose.count("<summary>")
 
 
