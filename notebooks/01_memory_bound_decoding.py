@@ -73,9 +73,7 @@ CONTEXT = 1024
 
 def deployed(name, weights, accelerator=H200):
     target = KNOWN_MODELS[name]
-    return Deployment(
-        target=target, head=usual_head(target), accelerator=accelerator, weights=weights
-    )
+    return Deployment(target=target, head=usual_head(target), accelerator=accelerator, weights=weights)
 
 
 small, large = deployed("Llama-3.1-8B", "bfloat16"), deployed("Llama-3.3-70B", "fp8")
@@ -90,9 +88,7 @@ for name, one in (("Llama-3.1-8B, bfloat16", small), ("Llama-3.3-70B, FP8", larg
         f"{bound.plain_tokens_per_second:7.0f} tokens/s"
     )
     assert bound.plain_limit == "memory", "one sequence is bound by reading"
-    read = (
-        weights + cache + one.cache_bytes_per_token(one.target)
-    ) / H200.bandwidth_bytes_per_second
+    read = (weights + cache + one.cache_bytes_per_token(one.target)) / H200.bandwidth_bytes_per_second
     assert abs(bound.plain_seconds / read - 1) < 1e-9, (
         "the bound is bytes over bandwidth, the new token's own included"
     )
@@ -116,13 +112,7 @@ ridge = H200.peak_flops / H200.bandwidth_bytes_per_second
 
 def intensity(deployment, batch, tokens):
     work = forward_work(
-        deployment,
-        deployment.target,
-        batch=batch,
-        context=CONTEXT,
-        tokens=tokens,
-        logits=tokens,
-        fuse=False,
+        deployment, deployment.target, batch=batch, context=CONTEXT, tokens=tokens, logits=tokens, fuse=False
     )
     return (work.layer_flops + work.other_flops) / work.num_bytes
 
@@ -168,9 +158,7 @@ def descriptions(chip):
 chips = [KNOWN_ACCELERATORS[name] for name in OFFERED]
 points = [
     Step(
-        "plain step" if tokens == 1 else "verify 6 tokens",
-        intensity(small, batch, tokens),
-        f"batch {batch}",
+        "plain step" if tokens == 1 else "verify 6 tokens", intensity(small, batch, tokens), f"batch {batch}"
     )
     for batch, tokens in STEPS
 ]
@@ -195,9 +183,7 @@ TAU, K = 3.0, 5
 batches = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
 for name, one in (("Llama-3.1-8B, bfloat16", small), ("Llama-3.3-70B, FP8", large)):
-    bounds = [
-        round_bound(one, batch=batch, context=CONTEXT, num_draft_tokens=K) for batch in batches
-    ]
+    bounds = [round_bound(one, batch=batch, context=CONTEXT, num_draft_tokens=K) for batch in batches]
     costs = [bound.verify_cost for bound in bounds]
     left.plot(batches, costs, marker="o", label=name)
     right.plot(batches, [bound.speedup(TAU) for bound in bounds], marker="o", label=name)
@@ -205,12 +191,7 @@ for name, one in (("Llama-3.1-8B, bfloat16", small), ("Llama-3.3-70B, FP8", larg
         "v never falls with the batch size"
     )
     assert costs[-1] > 3, "in a large batch, verifying six tokens costs several plain steps"
-left.set(
-    xscale="log",
-    xlabel="sequences",
-    ylabel="v, plain steps",
-    title=f"Cost of verifying {K + 1} tokens",
-)
+left.set(xscale="log", xlabel="sequences", ylabel="v, plain steps", title=f"Cost of verifying {K + 1} tokens")
 right.set(
     xscale="log",
     xlabel="sequences",
@@ -287,10 +268,7 @@ for size, one in spread.items():
 here = Deployment(
     target=target.model.config, head=None, accelerator=H200, cache="float32"
 )  # mixed: caches in float32
-works = [
-    forward_work(here, here.target, batch=1, context=256, tokens=size, logits=size)
-    for size in SIZES
-]
+works = [forward_work(here, here.target, batch=1, context=256, tokens=size, logits=size) for size in SIZES]
 reading = [1e3 * work.num_bytes / bandwidth for work in works]
 computing = [1e3 * (work.layer_flops + work.other_flops) / arithmetic for work in works]
 
@@ -338,10 +316,7 @@ rounds = len(speculated.prompts[0]["rounds"])
 assert speculated.result.tokens == one_by_one.result.tokens, "speculation does not change the text"
 assert len(one_by_one.prompts[0]["rounds"]) == 63, "plain: one forward pass per token"
 assert rounds < 40, "with the head, many forward passes add more than one token"
-for trace, words in (
-    (one_by_one, "Plain: 63 forward passes"),
-    (speculated, f"Head: {rounds} rounds"),
-):
+for trace, words in ((one_by_one, "Plain: 63 forward passes"), (speculated, f"Head: {rounds} rounds")):
     display(TokenStrip(tokens_of(trace.prompts[0], target.tokenizer), words))
 
 # %% [markdown]
@@ -358,9 +333,7 @@ for trace, words in (
 # %%
 stats = speculated.result.stats
 tau = stats.mean_acceptance_length
-assert tau == 1 + int(stats.num_accepted_tokens) / rounds, (
-    "a round adds the accepted tokens plus one"
-)
+assert tau == 1 + int(stats.num_accepted_tokens) / rounds, "a round adds the accepted tokens plus one"
 
 verify = [ours / step for ours, step in zip(taken[4], taken[1], strict=True)]
 draft = []
@@ -397,9 +370,7 @@ assert compared.same_output, "the same tokens again"
 in_bfloat16 = dataclasses.replace(large, weights="bfloat16")
 work = forward_work(in_bfloat16, large.target, batch=1, context=CONTEXT, tokens=1, logits=1)
 wished = H200.peak_flops / (work.layer_flops + work.other_flops)
-allowed = round_bound(
-    in_bfloat16, batch=1, context=CONTEXT, num_draft_tokens=0
-).plain_tokens_per_second
+allowed = round_bound(in_bfloat16, batch=1, context=CONTEXT, num_draft_tokens=0).plain_tokens_per_second
 print(f"peak / operations: {wished:,.0f} tokens/s; bandwidth / bytes: {allowed:.0f} tokens/s")
 print(f"too high by a factor of {wished / allowed:.0f}")
 assert abs(wished / allowed * intensity(in_bfloat16, 1, 1) / ridge - 1) < 1e-6, (

@@ -45,13 +45,7 @@ accept = np.minimum(1, p / q)  # for each draft token, the probability that it i
 rejected = np.sum(q * (1 - accept))  # probability that the draft token is rejected
 residual = np.maximum(p - q, 0) / np.maximum(p - q, 0).sum()
 output = q * accept + rejected * residual  # drafted and accepted, or sampled from the residual
-for name, values in {
-    "p": p,
-    "q": q,
-    "accept": accept,
-    "residual": residual,
-    "output": output,
-}.items():
+for name, values in {"p": p, "q": q, "accept": accept, "residual": residual, "output": output}.items():
     print(f"{name:9}", values.round(3))
 assert np.allclose(output, p), "the output has the target's distribution"
 
@@ -111,9 +105,7 @@ pieces = [target.tokenizer.decode([token]) for token in range(V)]
 def round_of(state):
     """Plays a round and returns the new state, the draft tokens [B K+1], p [B K+1 V] and q [B K V]."""
     lengths = np.asarray(state.length)
-    known = [
-        row[: end - 1].tolist() for row, end in zip(np.asarray(state.tokens), lengths, strict=True)
-    ]
+    known = [row[: end - 1].tolist() for row, end in zip(np.asarray(state.tokens), lengths, strict=True)]
     played = decoder.step(state)
     draft = jax.device_get(played.draft)
     texts = [before + chain.tolist() for before, chain in zip(known, draft.tokens, strict=True)]
@@ -245,9 +237,7 @@ if_sampled = np.array([np.minimum(a, b).sum() for a, b in firsts])
 if_greedy = np.array([a[b.argmax()] for a, b in firsts])
 
 print(f"mean acceptance: sampled {if_sampled.mean():.3f}, greedy {if_greedy.mean():.3f}")
-assert if_sampled.mean() > 1.5 * if_greedy.mean(), (
-    "on average, sampled drafts are accepted more often"
-)
+assert if_sampled.mean() > 1.5 * if_greedy.mean(), "on average, sampled drafts are accepted more often"
 assert 0.5 < np.mean(if_sampled > if_greedy) < 1, "at most positions, but not at all"
 
 one_hot = np.eye(V, dtype=np.float32)[tokens[0]]
@@ -331,8 +321,7 @@ assert total_variation(Rule()) == 0, "exactly, in rational numbers"
 
 # %%
 uniform = lambda p, q: [
-    Fraction(weight > 0, sum(r > 0 for r in oracle.residual(p, q)))
-    for weight in oracle.residual(p, q)
+    Fraction(weight > 0, sum(r > 0 for r in oracle.residual(p, q))) for weight in oracle.residual(p, q)
 ]
 
 
@@ -349,9 +338,7 @@ mistakes = {
     "the residual is uniform": Rule(refused=uniform),
     "the bonus is sampled from q": Rule(bonus=lambda p, q: q),
 }
-distances = {
-    name: [total_variation(rule, n) for n in (1, 2, 3, 4)] for name, rule in mistakes.items()
-}
+distances = {name: [total_variation(rule, n) for n in (1, 2, 3, 4)] for name, rule in mistakes.items()}
 
 for name, values in distances.items():
     print(f"{name:26} " + "  ".join(f"{float(value):.4f}" for value in values))
@@ -446,9 +433,7 @@ def frequencies(chunks=40, rows=1024):
             probs=jnp.broadcast_to(q, (rows, 2, V)),
         )
         laws = jnp.broadcast_to(p, (rows, 2, V))
-        verdict = e3.verify(
-            draft, laws, accept=uniforms[:, :2], choose=uniforms[:, 4:], max_depth=1
-        )
+        verdict = e3.verify(draft, laws, accept=uniforms[:, :2], choose=uniforms[:, 4:], max_depth=1)
         return jnp.where(verdict.num_accepted > 0, x, verdict.next_token)
 
     keys = jax.random.split(jax.random.key(2), (chunks, rows))
@@ -460,10 +445,7 @@ right = frequencies()
 with planted(e3.verify, "jnp.where(child, rest, walk.p)", "walk.p"):
     again_from_p = frequencies()
 
-fits = {
-    "the rule": goodness_of_fit(right, exact),
-    "resampled from p": goodness_of_fit(again_from_p, exact),
-}
+fits = {"the rule": goodness_of_fit(right, exact), "resampled from p": goodness_of_fit(again_from_p, exact)}
 for name, fit in fits.items():
     print(
         f"{name:20} {fit.draws} samples, {fit.degrees} degrees of freedom, chi-square p = {fit.chi_square:.2g}"
@@ -507,10 +489,7 @@ assert visible < 0.1
 # </details>
 
 # %%
-nothing, everything = (
-    [Fraction(0), Fraction(1), Fraction(0)],
-    [Fraction(1, 2), Fraction(0), Fraction(1, 2)],
-)
+nothing, everything = ([Fraction(0), Fraction(1), Fraction(0)], [Fraction(1, 2), Fraction(0), Fraction(1, 2)])
 assert one_level(everything, nothing, 1) == (everything, 0), "exercise 1"
 
 cooler = q0**2 / (q0**2).sum()  # temperature 0.5

@@ -112,9 +112,7 @@ def rotate(x, positions):  # x: [T heads H]
 
 def attend(z, w, prefix, positions, past=None):  # z: [T D_in]; past: keys and values before it
     rows = len(z)
-    q, k, v = (
-        times(z, w[f"{prefix}.{one}_proj.weight"].T).reshape(rows, -1, SIZE) for one in "qkv"
-    )
+    q, k, v = (times(z, w[f"{prefix}.{one}_proj.weight"].T).reshape(rows, -1, SIZE) for one in "qkv")
     q, k = rotate(q, positions), rotate(k, positions)
     if past is not None:
         k, v = jnp.concatenate([past[0], k]), jnp.concatenate([past[1], v])
@@ -152,17 +150,13 @@ x, entering = tw["model.embed_tokens.weight"][tokens], []
 for i in range(layers):
     entering.append(x)
     block = f"model.layers.{i}"
-    added, _ = attend(
-        norm(x, tw[f"{block}.input_layernorm.weight"]), tw, f"{block}.self_attn", positions
-    )
+    added, _ = attend(norm(x, tw[f"{block}.input_layernorm.weight"]), tw, f"{block}.self_attn", positions)
     x = x + added
     x = x + mlp(norm(x, tw[f"{block}.post_attention_layernorm.weight"]), tw, f"{block}.mlp")
 final = norm(x, tw["model.norm.weight"])
 
 taps = config.aux_layers
-out = target.model(
-    target.params, tokens[None], positions[None], causal_mask(len(ids)), aux_layers=taps
-)
+out = target.model(target.params, tokens[None], positions[None], causal_mask(len(ids)), aux_layers=taps)
 features = jnp.stack([entering[i] for i in taps], axis=1)  # [T 3 D]
 print(
     f"layers {taps}; largest relative difference from the library: features {difference(features, out.features[0]):.1e},"
@@ -181,16 +175,8 @@ size = jnp.sqrt(jnp.mean(streams**2, axis=(1, 2)))
 units = streams / jnp.linalg.norm(streams, axis=-1, keepdims=True)
 alike = jnp.einsum("itd,jtd->ijt", units, units).mean(-1)
 fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.4), width_ratios=(1.25, 1))
-left.bar(
-    range(layers + 1),
-    size,
-    color=["#d97634" if i in taps else "#c3cad3" for i in range(layers + 1)],
-)
-left.set(
-    xlabel="input of layer (12: final output)",
-    ylabel="root mean square",
-    xticks=range(layers + 1),
-)
+left.bar(range(layers + 1), size, color=["#d97634" if i in taps else "#c3cad3" for i in range(layers + 1)])
+left.set(xlabel="input of layer (12: final output)", ylabel="root mean square", xticks=range(layers + 1))
 left.set_title("Feature magnitude by depth (orange: features)")
 image = right.imshow(alike, cmap="viridis", vmin=0, vmax=1, origin="lower")
 right.set(xlabel="input of layer", ylabel="input of layer", xticks=range(0, layers + 1, 2))
@@ -200,9 +186,7 @@ fig.colorbar(image, ax=right, label="mean cosine", shrink=0.85)
 plt.show()
 
 assert size[taps[0]] < size[taps[1]] < size[taps[2]], "the highest feature is the largest"
-assert all(alike[i, i + 1] > 0.7 for i in range(1, layers)), (
-    "neighboring layers have similar features"
-)
+assert all(alike[i, i + 1] > 0.7 for i in range(1, layers)), "neighboring layers have similar features"
 
 # %% [markdown]
 # ## Fusion `fc`
@@ -211,18 +195,12 @@ assert all(alike[i, i + 1] > 0.7 for i in range(1, layers)), (
 # the width of the head.
 
 # %%
-w = {
-    name: tensor.astype(jnp.float32)
-    for name, tensor in checkpoint.items()
-    if tensor.dtype == jnp.bfloat16
-}
+w = {name: tensor.astype(jnp.float32) for name, tensor in checkpoint.items() if tensor.dtype == jnp.bfloat16}
 fused = times(features.reshape(len(ids), -1), w["fc.weight"].T)
 
 head = bind(Eagle3Head, config, drafter.drafter.precision, drafter.params["head"])
 theirs = head.fuse(out.features)[0]
-print(
-    f"{features.shape} -> {fused.shape}, differs from the library by {difference(fused, theirs):.1e}"
-)
+print(f"{features.shape} -> {fused.shape}, differs from the library by {difference(fused, theirs):.1e}")
 assert difference(fused, theirs) < 1e-5
 
 # %% [markdown]
@@ -269,16 +247,12 @@ def draft_logits(output):
 
 output, known = head_step(shifted, fused, positions)
 seen = e3.Observation(
-    tokens=tokens[None],
-    features=out.features,
-    length=jnp.array([len(ids)]),
-    next_token=jnp.array([root]),
+    tokens=tokens[None], features=out.features, length=jnp.array([len(ids)]), next_token=jnp.array([root])
 )
 empty = drafter.drafter.init(drafter.params, 1, 128)
 state = drafter.drafter.observe(drafter.params, empty, seen)
 kept = [
-    getattr(state.cache.layers[0], name)[0, :, : len(ids)].transpose(1, 0, 2)
-    for name in ("keys", "values")
+    getattr(state.cache.layers[0], name)[0, :, : len(ids)].transpose(1, 0, 2) for name in ("keys", "values")
 ]
 for name, ours, theirs in (
     ("output at the last pair", output[-1], state.output[0]),
@@ -364,9 +338,7 @@ class Meddled:
 
     def observe(self, params, state, seen):
         features = seen.features[:, :, params["taps"]] * params["keep"][:, None] + params["instead"]
-        last = jnp.take_along_axis(seen.tokens, jnp.maximum(seen.length - 1, 0)[:, None], axis=1)[
-            :, 0
-        ]
+        last = jnp.take_along_axis(seen.tokens, jnp.maximum(seen.length - 1, 0)[:, None], axis=1)[:, 0]
         late = seen.replace(
             tokens=jnp.roll(seen.tokens, 1, axis=1), next_token=last
         )  # every token one pair too late
@@ -392,9 +364,7 @@ intact = {
 
 def run(**changes):
     loaded = e3.LoadedDrafter(Meddled(chain), intact | changes)
-    return e3.SpeculativeDecoder(target, loaded, stop_tokens=()).generate(
-        prompts, max_new_tokens=NEW
-    )
+    return e3.SpeculativeDecoder(target, loaded, stop_tokens=()).generate(prompts, max_new_tokens=NEW)
 
 
 plain = e3.SpeculativeDecoder(target, Plain(num_nodes=K + 1), stop_tokens=()).generate(
@@ -403,9 +373,7 @@ plain = e3.SpeculativeDecoder(target, Plain(num_nodes=K + 1), stop_tokens=()).ge
 whole = run()
 direct = e3.SpeculativeDecoder(target, drafter, num_speculative_tokens=K, stop_tokens=())
 assert whole.tokens == plain.tokens, "the text of plain decoding"
-print(
-    f"{len(prompts)} prompts, {NEW} new tokens each: τ = {whole.stats.mean_acceptance_length:.2f}"
-)
+print(f"{len(prompts)} prompts, {NEW} new tokens each: τ = {whole.stats.mean_acceptance_length:.2f}")
 
 # %% [markdown]
 # - `mean` replaces a feature by its mean over other text, so the input of `fc` keeps its usual magnitude.
@@ -447,9 +415,7 @@ assert all(one < ceiling for name, one in tau.items() if name != "as it is"), "e
 assert tau["high feature: mean"] < others, "the high feature contributes most"
 assert tau["high feature only"] < others, "one feature does not replace three"
 assert tau["no feature"] - 1 < 0.2 * (ceiling - 1), "without features the head is nearly useless"
-assert tau["no embedding"] - 1 < 0.3 * (ceiling - 1), (
-    "without the chosen token it is nearly useless, too"
-)
+assert tau["no embedding"] - 1 < 0.3 * (ceiling - 1), "without the chosen token it is nearly useless, too"
 assert tau["random head"] < 1.05
 
 # %% tags=["hide-input"]
@@ -489,18 +455,14 @@ for index, one in enumerate(plain.rows):
         True  # entry t predicts x_{t+2}, a token that the target generated
     )
 real = np.arange(longest) < np.array(starts)[:, None] + NEW
-batch = TTTBatch(
-    tokens=jnp.array(texts), attention_mask=jnp.array(real), loss_mask=jnp.array(learn)
-)
+batch = TTTBatch(tokens=jnp.array(texts), attention_mask=jnp.array(real), loss_mask=jnp.array(learn))
 frozen = {
     "target_params": target.params,
     "embedding": drafter.params["embedding"],
     "draft_to_target": drafter.params["draft_to_target"],
 }
 ttt = TTTConfig(num_steps=K, denominator="supervised")
-objective = jax.jit(
-    lambda head_params: ttt_loss(chain, target.model, head_params, frozen, batch, ttt)[1]
-)
+objective = jax.jit(lambda head_params: ttt_loss(chain, target.model, head_params, frozen, batch, ttt)[1])
 metrics = {name: float(value) for name, value in objective(drafter.params["head"]).items()}
 hits = [metrics[f"accuracy_{depth}"] for depth in range(K)]
 conditional = stats.conditional_acceptance_rate
@@ -508,23 +470,11 @@ conditional = stats.conditional_acceptance_rate
 depths = range(1, K + 1)
 fig, ax = plt.subplots(figsize=(7.2, 3.2))
 ax.plot(depths, [hits[0]] * K, "--", color=SERIES[2], label="target's features at every depth")
+ax.plot(depths, hits, "o-", color=SERIES[0], label="own output, training-time test")
 ax.plot(
-    depths,
-    hits,
-    "o-",
-    color=SERIES[0],
-    label="own output, training-time test",
+    depths, conditional, "s-", color=SERIES[1], label="own output, real rounds (conditional acceptance rate)"
 )
-ax.plot(
-    depths,
-    conditional,
-    "s-",
-    color=SERIES[1],
-    label="own output, real rounds (conditional acceptance rate)",
-)
-ax.set(
-    ylim=(0, 1), xticks=depths, xlabel="depth of the draft token", ylabel="share of correct tokens"
-)
+ax.set(ylim=(0, 1), xticks=depths, xlabel="depth of the draft token", ylabel="share of correct tokens")
 ax.set_title("Correct draft tokens by depth")
 ax.legend(loc="lower left")
 plt.show()
@@ -557,10 +507,7 @@ assert min(conditional[3:]) > max(hits[3:]), "only easy text reaches depth 4"
 written = np.concatenate([one.tokens for one in plain.rows])
 covered = t2d[written].mean()
 refused = [
-    one["next_token"]
-    for prompt in traced.prompts
-    for one in prompt["rounds"]
-    if one["num_accepted"] < K
+    one["next_token"] for prompt in traced.prompts for one in prompt["rounds"] if one["num_accepted"] < K
 ]
 outside = [token for token in refused if not t2d[token]]
 print(f"{t2d.mean():.0%} of the vocabulary covers {covered:.1%} of the generated text")
@@ -582,19 +529,14 @@ assert len(outside) < 0.15 * len(refused), "few rejections are caused by the voc
 
 # %%
 first = drafter.params["head"]["first"]
-exchanged = first | {
-    "embedding_norm": first["feature_norm"],
-    "feature_norm": first["embedding_norm"],
-}
+exchanged = first | {"embedding_norm": first["feature_norm"], "feature_norm": first["embedding_norm"]}
 mistakes = {
     "as it is": {},
     "d2t used as ids": {"drafter": drafter.params | {"draft_to_target": jnp.array(d2t)}},
     "features one layer early": {"taps": jnp.array(taps) - 1},
     "features one layer late": {"taps": jnp.array(taps) + 1},
     "features in reverse order": {"taps": jnp.array(taps[::-1])},
-    "norms exchanged": {
-        "drafter": drafter.params | {"head": drafter.params["head"] | {"first": exchanged}}
-    },
+    "norms exchanged": {"drafter": drafter.params | {"head": drafter.params["head"] | {"first": exchanged}}},
     "tokens not shifted": {"unshifted": jnp.array(True)},
 }
 broken = {name: run(**changes) for name, changes in mistakes.items()}

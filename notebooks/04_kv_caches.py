@@ -60,8 +60,7 @@ decoder = e3.SpeculativeDecoder(target, drafter, num_speculative_tokens=K, stop_
 rows = [json.loads(line) for line in bundled("prompts.jsonl").read_text().splitlines()]
 sizes = (14, 18, 16, 22)
 prompts = [
-    target.tokenizer.encode(one["prompt"]).ids[:size]
-    for one, size in zip(rows[::9], sizes, strict=False)
+    target.tokenizer.encode(one["prompt"]).ids[:size] for one, size in zip(rows[::9], sizes, strict=False)
 ]
 state = decoder.prefill(prompts, max_new_tokens=40)
 
@@ -134,9 +133,7 @@ best = jnp.argmax(target.model.unembed(target.params, out.final), axis=-1)
 verdict = e3.verify_greedy(draft, best, max_depth=K)
 count = verdict.num_accepted + 1  # accepted tokens and the root
 after = state.cache.commit(out.written, count)
-seen = e3.Observation(
-    tokens=draft.tokens, features=out.features, length=count, next_token=verdict.next_token
-)
+seen = e3.Observation(tokens=draft.tokens, features=out.features, length=count, next_token=verdict.next_token)
 observed = loop.drafter.observe(params.drafter, draft.state, seen)
 
 
@@ -164,9 +161,7 @@ for ax, layers, title in zip(
     axes, (head_layers, target_layers), ("Head's cache", "Target's cache"), strict=True
 ):
     shown = np.stack([status(layer, n, end, row) for layer, end in zip(layers, ends, strict=True)])
-    slot_map(
-        shown[:, low : low + 14], ax=ax, first=low, rows=names, title=title, legend=ax is axes[0]
-    )
+    slot_map(shown[:, low : low + 14], ax=ax, first=low, rows=names, title=title, legend=ax is axes[0])
 axes[0].set_xlabel("")
 plt.show()
 
@@ -191,9 +186,7 @@ while np.any(state.running) and len(lengths) < 12:
     for history, cache in zip(histories, (state.drafter.cache, state.cache), strict=True):
         history.append(status(cache.layers[0], before, cache.length, row))
 
-assert np.array_equal(histories[0], histories[1]), (
-    "both caches have the same slots in the same states"
-)
+assert np.array_equal(histories[0], histories[1]), "both caches have the same slots in the same states"
 grown = np.diff(np.stack([start + 1, *lengths]), axis=0)
 assert all(len(set(steps)) > 1 for steps in grown), "every row advances at its own pace"
 
@@ -202,11 +195,7 @@ low, high = int(start[row]) - 3, int(lengths[-1][row]) + K + 1
 fig, ax = plt.subplots(figsize=(8.2, 3.6))
 rounds = [str(number) for number in range(1, len(lengths) + 1)]
 slot_map(
-    np.stack(histories[1])[:, low:high],
-    ax=ax,
-    first=low,
-    rows=rounds,
-    title="Both caches after each round",
+    np.stack(histories[1])[:, low:high], ax=ax, first=low, rows=rounds, title="Both caches after each round"
 )
 ax.set_ylabel("round")
 plt.show()
@@ -253,9 +242,7 @@ print(f"filled slots changed no token and none of {compared:,} numbers of the ta
 
 # %%
 matched = finished(
-    e3.SpeculativeDecoder(target, Plain(num_nodes=K + 1), stop_tokens=()),
-    prompts,
-    max_new_tokens=40,
+    e3.SpeculativeDecoder(target, Plain(num_nodes=K + 1), stop_tokens=()), prompts, max_new_tokens=40
 )
 stats = e3.SpeculationStats.merge([clean.stats])
 print(f"accepted {stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens")
@@ -340,14 +327,10 @@ moved(path, TREE.num_nodes, first=n, title="Commit of the accepted path (green);
 # %%
 state = decoder.prefill(prompts, max_new_tokens=40)
 state = decoder.step(state).state
-old = [
-    leaf for cache in (state.cache, state.drafter.cache) for leaf in jax.tree.leaves(cache.layers)
-]
+old = [leaf for cache in (state.cache, state.drafter.cache) for leaf in jax.tree.leaves(cache.layers)]
 where = [leaf.unsafe_buffer_pointer() for leaf in old]
 state = decoder.step(state).state
-new = [
-    leaf for cache in (state.cache, state.drafter.cache) for leaf in jax.tree.leaves(cache.layers)
-]
+new = [leaf for cache in (state.cache, state.drafter.cache) for leaf in jax.tree.leaves(cache.layers)]
 assert [leaf.unsafe_buffer_pointer() for leaf in new] == where, "the same memory"
 assert all(leaf.is_deleted() for leaf in old), "the input array is deleted"
 
@@ -356,9 +339,7 @@ compiled = loops.step.lower(decoder.loop, decoder.params, state).compile().memor
 jaxtyping.config.update("jaxtyping_disable", False)
 size = sum(leaf.nbytes for leaf in new)
 alias, scratch = compiled.alias_size_in_bytes, compiled.temp_size_in_bytes
-print(
-    f"caches {size / 1e6:.2f} MB, updated in place {alias / 1e6:.2f} MB, scratch {scratch / 1e6:.2f} MB"
-)
+print(f"caches {size / 1e6:.2f} MB, updated in place {alias / 1e6:.2f} MB, scratch {scratch / 1e6:.2f} MB")
 assert compiled.alias_size_in_bytes >= size
 
 clocks = []
@@ -421,21 +402,16 @@ with planted(KeyValues.commit, "compact_accepted(buffer, length, count, nodes)",
 
 def parted(tokens):
     """For every text, the index of the first token that differs from plain decoding."""
-    pairs = [
-        list(zip(ours, theirs, strict=True))
-        for ours, theirs in zip(tokens, plain.tokens, strict=True)
-    ]
+    pairs = [list(zip(ours, theirs, strict=True)) for ours, theirs in zip(tokens, plain.tokens, strict=True)]
     return [next((place for place, (a, b) in enumerate(text) if a != b), None) for text in pairs]
 
 
 print("first wrong token, with commit of the path:", parted(tree_text.tokens))
 print("first wrong token, rolled back by length:  ", parted(by_length.tokens))
-print(
-    f"τ {tree_text.stats.mean_acceptance_length:.2f} and {by_length.stats.mean_acceptance_length:.2f}"
+print(f"τ {tree_text.stats.mean_acceptance_length:.2f} and {by_length.stats.mean_acceptance_length:.2f}")
+assert parted(by_length.tokens).count(None) <= len(long) // 2 < parted(tree_text.tokens).count(None), (
+    "the bug changes the text"
 )
-assert (
-    parted(by_length.tokens).count(None) <= len(long) // 2 < parted(tree_text.tokens).count(None)
-), "the bug changes the text"
 
 # %% [markdown]
 # **Skipping `observe` for accepted tokens.** The injected bug feeds the head its own last output instead of the
@@ -473,9 +449,7 @@ class KeepsGuesses(Eagle3Drafter):
         return after.replace(cache=after.cache.replace(layers=layers))
 
 
-fields = {
-    field.name: getattr(drafter.drafter, field.name) for field in dataclasses.fields(Eagle3Drafter)
-}
+fields = {field.name: getattr(drafter.drafter, field.name) for field in dataclasses.fields(Eagle3Drafter)}
 keeps = e3.LoadedDrafter(KeepsGuesses(**fields), drafter.params)
 keeping = e3.SpeculativeDecoder(target, keeps, num_speculative_tokens=K, stop_tokens=())
 kept_state = finished(keeping, prompts, max_new_tokens=40)

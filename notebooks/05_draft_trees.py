@@ -117,18 +117,14 @@ print(f"{len(rounds)} rounds for {NEW} tokens; tokens per round: {lengths}")
 # numpy.
 
 # %%
-SIZE = (
-    len(prompt) + NEW + TREE.max_depth + 8
-)  # room for text and guesses: one shape, one compilation
+SIZE = len(prompt) + NEW + TREE.max_depth + 8  # room for text and guesses: one shape, one compilation
 POSITIONS = jnp.arange(SIZE, dtype=jnp.int32)[None]
 
 
 @jax.jit
 def fused_features(tokens):
     """The target's features after `fc` at every position, [1 S D]."""
-    out = target.model(
-        target.params, tokens, POSITIONS, causal_mask(SIZE), aux_layers=config.aux_layers
-    )
+    out = target.model(target.params, tokens, POSITIONS, causal_mask(SIZE), aux_layers=config.aux_layers)
     return bind(Eagle3Head, config, head.drafter.precision, head.params["head"]).fuse(out.features)
 
 
@@ -203,9 +199,7 @@ by_hand = [dynamic_tree(one["known"], TREE) for one in rounds]
 for mine, theirs in zip(by_hand, rounds, strict=True):
     assert (mine["tokens"] == theirs["tokens"]).all(), "tokens differ"
     assert (mine["parents"] == theirs["parents"]).all(), "parents differ"
-closest = min(
-    mine["pool"][TREE.num_nodes - 2] - mine["pool"][TREE.num_nodes - 1] for mine in by_hand
-)
+closest = min(mine["pool"][TREE.num_nodes - 2] - mine["pool"][TREE.num_nodes - 1] for mine in by_hand)
 assert closest > 1e-4, "the choice of the last node does not depend on rounding"
 print(f"{len(rounds)} trees of {TREE.num_nodes} nodes: tokens and parents are equal")
 print(
@@ -318,8 +312,7 @@ def shown(one, mine, number):
 
 
 pictures = [
-    shown(one, mine, number)
-    for number, (one, mine) in enumerate(zip(rounds, by_hand, strict=True), start=1)
+    shown(one, mine, number) for number, (one, mine) in enumerate(zip(rounds, by_hand, strict=True), start=1)
 ]
 counts = {
     kind: sum(one["status"].count(kind) for one in rounds)
@@ -346,16 +339,12 @@ LIMIT = 40
 
 def run(**draft):
     """Greedy texts and τ of a kind of draft."""
-    result = e3.SpeculativeDecoder(target, head, stop_tokens=(), **draft).generate(
-        few, max_new_tokens=LIMIT
-    )
+    result = e3.SpeculativeDecoder(target, head, stop_tokens=(), **draft).generate(few, max_new_tokens=LIMIT)
     return result.tokens, result.stats
 
 
 wide_then_thin = [(rank,) for rank in range(4)]
-wide_then_thin += [
-    (rank, child) for rank, children in enumerate((3, 2, 1, 1)) for child in range(children)
-]
+wide_then_thin += [(rank, child) for rank, children in enumerate((3, 2, 1, 1)) for child in range(children)]
 wide_then_thin += [(0, 0, 0), (0, 0, 1), (1, 0, 0), (0, 0, 0, 0)]
 STATIC = e3.StaticTree(tuple(wide_then_thin))
 drafts = {
@@ -395,9 +384,7 @@ tau = {key: stats.mean_acceptance_length for key, stats in found.items()}
 plt.show()
 
 # %%
-assert tau["dynamic tree", 60] > tau["chain", 8], (
-    "the large tree has a higher τ than the long chain"
-)
+assert tau["dynamic tree", 60] > tau["chain", 8], "the large tree has a higher τ than the long chain"
 same_size = tau["dynamic tree", STATIC.num_nodes] / tau["static tree", STATIC.num_nodes]
 assert same_size > 0.97, "a dynamic tree is no worse than a static one"
 assert tau["chain", 2] < tau["chain", 4] < tau["chain", 8], "a longer chain has a higher τ"
@@ -420,9 +407,7 @@ assert first["dynamic tree", 60] > first["chain", 8] > 0.5, "the tree gains at t
 # the roofline bound of Llama-3.1-8B on an H200.
 
 # %%
-h200 = Deployment(
-    target=KNOWN_MODELS["Llama-3.1-8B"], head=None, accelerator=accelerator_named("H200")
-)
+h200 = Deployment(target=KNOWN_MODELS["Llama-3.1-8B"], head=None, accelerator=accelerator_named("H200"))
 sizes = (1, 4, 16, 60)
 
 
@@ -487,10 +472,7 @@ for ids, row, one in zip(few, hot.result.tokens, hot.prompts, strict=True):
     for found_round in one["rounds"]:
         children = [node for node, parent in enumerate(found_round["parents"]) if parent == 0]
         expected.append(
-            [
-                float(laws[found_round["positions"][0], found_round["tokens"][node]])
-                for node in children
-            ]
+            [float(laws[found_round["positions"][0], found_round["tokens"][node]]) for node in children]
         )
         taken = found_round["path"][:1]
         ranks.append(children.index(taken[0]) if taken else None)
@@ -504,9 +486,7 @@ print(
 )
 print(f"the first sibling only, as in a chain: Σ p = {first_only:.1f}")
 assert abs(deviation) < 4, "the number of accepted children agrees with Σ p"
-assert sums.sum() > 1.5 * first_only, (
-    "siblings are accepted much more often than the first one alone"
-)
+assert sums.sum() > 1.5 * first_only, "siblings are accepted much more often than the first one alone"
 
 # %% [markdown]
 # ## Common mistakes
@@ -550,9 +530,7 @@ cases = (
 print(f"{'bug':20} {'draft':8} {'τ':>5}   texts equal to the target's")
 for name, bug, kind, shape in cases:
     broken = dataclasses.replace(target, model=Mistaken(target.model, **bug))
-    result = e3.SpeculativeDecoder(broken, head, stop_tokens=(), **shape).generate(
-        few, max_new_tokens=LIMIT
-    )
+    result = e3.SpeculativeDecoder(broken, head, stop_tokens=(), **shape).generate(few, max_new_tokens=LIMIT)
     same = sum(ours == truth for ours, truth in zip(result.tokens, written, strict=True))
     print(f"{name:20} {kind:8} {result.stats.mean_acceptance_length:5.2f}   {same} of {len(few)}")
     if kind == "tree":
@@ -605,8 +583,7 @@ for name, bug, kind, shape in cases:
 
 # %%
 above = [
-    int((mine["q"][1:] > mine["q"][mine["parents"][1:]])[mine["parents"][1:] > 0].sum())
-    for mine in by_hand
+    int((mine["q"][1:] > mine["q"][mine["parents"][1:]])[mine["parents"][1:] > 0].sum()) for mine in by_hand
 ]
 print(f"2. kept nodes with a higher log-probability than their parent: {sum(above)}")
 assert TREE.num_candidates == 710 and TREE.num_expanded == 70 and sum(above) > 0
@@ -616,9 +593,7 @@ tokens, stats = run(tree=as_tree)
 assert tokens == written
 assert stats.acceptance_per_position == found["chain", 4].acceptance_per_position
 
-costs = [
-    round_bound(h200, batch=b, context=1024, num_draft_tokens=59).verify_cost for b in range(1, 65)
-]
+costs = [round_bound(h200, batch=b, context=1024, num_draft_tokens=59).verify_cost for b in range(1, 65)]
 stop = next(b for b, cost in enumerate(costs, start=1) if cost > tau["dynamic tree", 60])
 print(f"4. a tree of 60 cannot pay off from batch {stop} on")
 assert 8 < stop < 64

@@ -125,9 +125,7 @@ def last_state(decoder, prompts, **options):
 def differing(one, other, rows):
     """Counts the numbers in committed slots of two target caches: those that differ, and all compared."""
     compared = different = 0
-    for mine, theirs in zip(
-        jax.tree.leaves(one.layers), jax.tree.leaves(other.layers), strict=True
-    ):
+    for mine, theirs in zip(jax.tree.leaves(one.layers), jax.tree.leaves(other.layers), strict=True):
         for row in rows:
             length = min(one.length[row], other.length[row])
             same = mine[row, :, :length] == theirs[row, :, :length]
@@ -135,9 +133,7 @@ def differing(one, other, rows):
     return different, compared
 
 
-own, moved = (
-    last_state(two["drafted"], texts, sampling=sampled, seed=1) for texts in (prompts, others)
-)
+own, moved = (last_state(two["drafted"], texts, sampling=sampled, seed=1) for texts in (prompts, others))
 assert differing(own.cache, moved.cache, [0])[0] == 0, "every bit of its cache is the same"
 
 # %% [markdown]
@@ -158,9 +154,7 @@ def advance(model, block, params, cache, root):
     tokens = jnp.zeros((root.size, block), jnp.int32).at[:, 0].set(root)
     positions = cache.length[:, None] + jnp.arange(block, dtype=jnp.int32)
     output = model(params, tokens, positions, causal_mask(block), cache)
-    return model.unembed(params, output.final)[:, 0], cache.commit(
-        output.written, jnp.ones_like(root)
-    )
+    return model.unembed(params, output.final)[:, 0], cache.commit(output.written, jnp.ones_like(root))
 
 
 def along_one_text(dtype, prompts, steps):
@@ -172,9 +166,7 @@ def along_one_text(dtype, prompts, steps):
     for _ in range(steps):
         logits = {}
         for block in caches:
-            logits[block], caches[block] = advance(
-                model.model, block, model.params, caches[block], root
-            )
+            logits[block], caches[block] = advance(model.model, block, model.params, caches[block], root)
         seen.append([np.asarray(one) for one in logits.values()])
         root = jnp.argmax(logits[1], axis=-1).astype(jnp.int32)
     return np.array(seen).swapaxes(0, 1)
@@ -185,27 +177,18 @@ for dtype, steps in (("float32", 8), ("bfloat16", 28)):
     one, block = along_one_text(dtype, shipped()[14:38], steps)
     ulp, ranked = bfloat16_ulp(one.max(-1)), np.sort(one, axis=-1)
     chosen = np.take_along_axis(one, block.argmax(-1)[..., None], -1)[..., 0]
-    found[dtype] = (
-        one,
-        block,
-        (one.max(-1) - chosen) / ulp,
-        (ranked[..., -1] - ranked[..., -2]) / ulp,
-    )
+    found[dtype] = (one, block, (one.max(-1) - chosen) / ulp, (ranked[..., -1] - ranked[..., -2]) / ulp)
     flips = one.argmax(-1) != block.argmax(-1)
     apart = np.abs(one - block).max()
     print(
         f"{dtype:9} {flips.size} positions: largest difference of logits {apart:.1g}, different argmax at {flips.sum()}"
     )
     if dtype == "float32":
-        assert apart < 1e-3 and flips.sum() == 0, (
-            "in float32 the two programs choose the same tokens here"
-        )
+        assert apart < 1e-3 and flips.sum() == 0, "in float32 the two programs choose the same tokens here"
 
 one, block, gap, margin = found["bfloat16"]
 near = margin <= TIE_ULPS
-print(
-    f"bfloat16: the two largest logits are within two units at {near.mean():.0%} of the positions"
-)
+print(f"bfloat16: the two largest logits are within two units at {near.mean():.0%} of the positions")
 print("gaps at a different argmax, in units in the last place:", gap[flips].tolist())
 assert (one != block).any(), "the two programs round differently"
 assert near.any() and (gap[flips] <= TIE_ULPS).all(), "every change is an approximate tie"
@@ -243,9 +226,7 @@ for token, marker in zip(top, "os^D", strict=True):
     right.plot((0, 1), pair[:, token], marker=marker, label=f"{name!r}")
 low, high = pair[:, top].min(), pair[:, top].max()
 right.set_yticks(np.arange(low - unit, high + 2 * unit, unit))
-right.set(
-    xlim=(-0.3, 1.9), ylabel="logit (lines: bfloat16 numbers)", title="Logits of one position"
-)
+right.set(xlim=(-0.3, 1.9), ylabel="logit (lines: bfloat16 numbers)", title="Logits of one position")
 right.set_xticks((0, 1), ("block of 1", f"block of {K + 1}"))
 right.legend(loc="center right", fontsize="small")
 assert (pair[:, top] % bfloat16_ulp(pair[:, top]) == 0).all(), "every logit is a bfloat16 number"
@@ -260,9 +241,7 @@ assert (pair[:, top] % bfloat16_ulp(pair[:, top]) == 0).all(), "every logit is a
 for dtype in ("float32", "bfloat16"):
     model = e3.load_target(dtype=dtype)
     decoders = (
-        e3.SpeculativeDecoder(
-            model, e3.load_drafter(target=model), num_speculative_tokens=K, stop_tokens=()
-        ),
+        e3.SpeculativeDecoder(model, e3.load_drafter(target=model), num_speculative_tokens=K, stop_tokens=()),
         e3.SpeculativeDecoder(model, Plain(num_nodes=K + 1), stop_tokens=()),
     )
     drafted, shaped = (last_state(one, prompts) for one in decoders)
@@ -297,8 +276,7 @@ def real_laws(rounds=6, size=128):
     state = decoder.prefill(prompts, max_new_tokens=64).replace(sampling=sampled)
     for _ in range(rounds):
         known = [
-            row[: end - 1].tolist()
-            for row, end in zip(np.asarray(state.tokens), state.length, strict=True)
+            row[: end - 1].tolist() for row, end in zip(np.asarray(state.tokens), state.length, strict=True)
         ]
         played = decoder.step(state)
         state, draft = played.state, jax.device_get(played.draft)
@@ -308,9 +286,7 @@ def real_laws(rounds=6, size=128):
     p, q = np.array(found, np.float64).swapaxes(0, 1)
     likely = np.argsort(-np.maximum(p, q), axis=1)[:, : size - 1]
     cut = [np.take_along_axis(law, likely, axis=1) for law in (p, q)]
-    whole = [
-        np.concatenate([law, np.maximum(1 - law.sum(1, keepdims=True), 0)], axis=1) for law in cut
-    ]
+    whole = [np.concatenate([law, np.maximum(1 - law.sum(1, keepdims=True), 0)], axis=1) for law in cut]
     return [law / law.sum(1, keepdims=True) for law in whole]
 
 
@@ -359,12 +335,9 @@ def sampling_tests(propose, repeats=48):
 
     keys = jax.random.split(jax.random.key(0), (repeats, n))
     x, kept, last, again = (
-        np.concatenate(one)
-        for one in zip(*[jax.device_get(play(key, p, q)) for key in keys], strict=True)
+        np.concatenate(one) for one in zip(*[jax.device_get(play(key, p, q)) for key in keys], strict=True)
     )
-    laws = [
-        np.tile(law, (repeats, 1)) for law in (P, Q, np.roll(P, -1, axis=0), np.roll(Q, -1, axis=0))
-    ]
+    laws = [np.tile(law, (repeats, 1)) for law in (P, Q, np.roll(P, -1, axis=0), np.roll(Q, -1, axis=0))]
     first, bonus = np.where(kept, x, last), last[kept]
     spread = np.random.default_rng(0).random(first.size)
     return {
@@ -440,10 +413,7 @@ CAUGHT = {
     "bonus z": lambda value: abs(value) > 5,
     "resampled": lambda value: value < 1,
 }
-caught = {
-    bug: {test for test, value in row.items() if CAUGHT[test](value)}
-    for bug, row in measured.items()
-}
+caught = {bug: {test for test, value in row.items() if CAUGHT[test](value)} for bug, row in measured.items()}
 
 assert caught["none"] == set(), "no test fails without a bug"
 assert "greedy texts" in caught["rejected drafts stay in the cache"], (
@@ -464,9 +434,7 @@ assert "bonus z" in bonus and not bonus & {"directed z", "rank p", "surprisal z"
 assert caught["q is sampled in bfloat16, declared in float32"] == {"resampled"}, (
     "only a deterministic test catches it"
 )
-assert caught["the head reads its layers in reverse"] == {"τ"}, (
-    "no test of the output catches a broken head"
-)
+assert caught["the head reads its layers in reverse"] == {"τ"}, "no test of the output catches a broken head"
 
 # %% tags=["hide-input"]
 hits = np.array([[test in tests for test in CAUGHT] for tests in caught.values()], float)
@@ -495,9 +463,7 @@ plt.show()
 # token is far from an approximate tie.
 
 # %%
-with planted(
-    SpeculativeLoop.step, COMMIT, COMMIT.replace("count", "jnp.full_like(count, num_nodes)")
-):
+with planted(SpeculativeLoop.step, COMMIT, COMMIT.replace("count", "jnp.full_like(count, num_nodes)")):
     spoilt = greedy(head, num_speculative_tokens=K).tokens
 parted = [
     next((i for i, pair in enumerate(zip(*rows, strict=True)) if len(set(pair)) > 1), None)
@@ -511,9 +477,7 @@ fed = [
 units = []
 for logits, text, place in zip(forced_logits(target, fed), spoilt, parted, strict=True):
     if place is not None:
-        units.append(
-            float((logits[-1].max() - logits[-1][text[place]]) / bfloat16_ulp(logits[-1].max()))
-        )
+        units.append(float((logits[-1].max() - logits[-1][text[place]]) / bfloat16_ulp(logits[-1].max())))
 print(
     "gap between the largest logit and that of the first wrong token, in bfloat16 units:",
     np.round(units, 1).tolist(),

@@ -71,9 +71,7 @@ NEW = 48
 target = e3.load_target(dtype="mixed")
 head = e3.load_drafter(target=target)
 file = bundled("prompts.jsonl")
-held_out = read_prompts(
-    file, target, Renderer("continued as they stand"), max_new_tokens=NEW, length=64
-)
+held_out = read_prompts(file, target, Renderer("continued as they stand"), max_new_tokens=NEW, length=64)
 chosen = in_turn(held_out, 12)
 prompts = [prompt.tokens for prompt in chosen]
 assert [prompt.category for prompt in chosen] == ["code"] * 6 + ["prose"] * 6
@@ -98,22 +96,12 @@ stats.to_json()
 # %%
 tau, rate = stats.mean_acceptance_length, stats.draft_acceptance_rate
 alpha = conditional_rate_from_tau(tau, 5)
-print(
-    f"τ = {tau:.3f}: draft acceptance rate {rate:.3f}, constant conditional acceptance rate {alpha:.3f}"
-)
-print(
-    "conditional, by position:  ",
-    "  ".join(f"{share:.3f}" for share in stats.conditional_acceptance_rate),
-)
-print(
-    "of all rounds, by position:",
-    "  ".join(f"{share:.3f}" for share in stats.acceptance_per_position),
-)
+print(f"τ = {tau:.3f}: draft acceptance rate {rate:.3f}, constant conditional acceptance rate {alpha:.3f}")
+print("conditional, by position:  ", "  ".join(f"{share:.3f}" for share in stats.conditional_acceptance_rate))
+print("of all rounds, by position:", "  ".join(f"{share:.3f}" for share in stats.acceptance_per_position))
 
 assert abs(tau_from_draft_rate(rate, 5) - tau) < 1e-9, "τ = 1 + K·r is an identity"
-assert abs(tau - 1 - sum(stats.acceptance_per_position)) < 1e-9, (
-    "τ is one plus the shares by position"
-)
+assert abs(tau - 1 - sum(stats.acceptance_per_position)) < 1e-9, "τ is one plus the shares by position"
 assert np.allclose(np.cumprod(stats.conditional_acceptance_rate), stats.acceptance_per_position)
 assert alpha > rate + 0.1, "the conditional rate is larger: a report must name the rate"
 
@@ -124,9 +112,7 @@ assert alpha > rate + 0.1, "the conditional rate is larger: a report must name t
 # line assumes a constant *draft* acceptance rate, the curve a constant *conditional* acceptance rate.
 
 # %%
-contenders = {
-    length: DecoderContender(f"K={length}", "mixed", chain(length)) for length in (1, 3, 5)
-}
+contenders = {length: DecoderContender(f"K={length}", "mixed", chain(length)) for length in (1, 3, 5)}
 found = {5: stats}
 for length in (1, 2, 7):
     found[length] = chain(length).generate(prompts, max_new_tokens=NEW).stats
@@ -141,20 +127,15 @@ measured = [found[length].mean_acceptance_length for length in lengths]
 at3 = found[3]
 line = [tau_from_draft_rate(at3.draft_acceptance_rate, k) for k in lengths]
 curve = [
-    tau_from_conditional_rate(conditional_rate_from_tau(at3.mean_acceptance_length, 3), k)
-    for k in lengths
+    tau_from_conditional_rate(conditional_rate_from_tau(at3.mean_acceptance_length, 3), k) for k in lengths
 ]
 for k, tau_k, straight, bent in zip(lengths, measured, line, curve, strict=True):
     print(f"K = {k}: measured {tau_k:.3f}, line {straight:.3f}, curve {bent:.3f}")
 
-assert abs(line[lengths.index(3)] - at3.mean_acceptance_length) < 1e-9, (
-    "at K = 3 both formulas are exact"
-)
+assert abs(line[lengths.index(3)] - at3.mean_acceptance_length) < 1e-9, "at K = 3 both formulas are exact"
 assert abs(curve[lengths.index(3)] - at3.mean_acceptance_length) < 1e-9
 assert sorted(measured) == measured, "longer drafts add more tokens per round"
-assert line[-1] - measured[-1] > 2 * abs(curve[-1] - measured[-1]), (
-    "at K = 7 the curve is much closer"
-)
+assert line[-1] - measured[-1] > 2 * abs(curve[-1] - measured[-1]), "at K = 7 the curve is much closer"
 
 # %% tags=["hide-input"]
 figure, axes = plt.subplots()
@@ -175,9 +156,7 @@ plt.show()
 
 # %%
 by_task = {"code": result.rows[:6], "prose": result.rows[6:]}
-tasks = {
-    name: e3.SpeculationStats.merge(one.stats for one in rows) for name, rows in by_task.items()
-}
+tasks = {name: e3.SpeculationStats.merge(one.stats for one in rows) for name, rows in by_task.items()}
 ribbons = acceptance_ribbons(
     {name: one.acceptance_per_position for name, one in tasks.items()},
     rounds={name: int(one.num_drafts) for name, one in tasks.items()},
@@ -186,9 +165,7 @@ ribbons = acceptance_ribbons(
 for name, one in tasks.items():
     print(f"{name:6} τ = {one.mean_acceptance_length:.3f} over {int(one.num_drafts)} rounds")
     shares = one.acceptance_per_position
-    assert sorted(shares, reverse=True) == shares, (
-        "a position is accepted only after all earlier ones"
-    )
+    assert sorted(shares, reverse=True) == shares, "a position is accepted only after all earlier ones"
 display(ribbons)
 
 merged = e3.SpeculationStats.merge(tasks.values()).mean_acceptance_length
@@ -216,9 +193,7 @@ seconds = {name: [] for name in turns}
 step, verify, parts = [], {k: [] for k in blocks}, []
 for repeat in range(REPEATS + 1):  # the first one compiles
     pace = timed_rounds(plain.decoder, tried[:1], max_new_tokens=NEW, tokens=32)
-    checks = {
-        k: timed_rounds(one, tried[:1], max_new_tokens=NEW, tokens=32) for k, one in blocks.items()
-    }
+    checks = {k: timed_rounds(one, tried[:1], max_new_tokens=NEW, tokens=32) for k, one in blocks.items()}
     costs = step_costs(chain(3), tried[:1], max_new_tokens=NEW, rounds=32)
     runs = {name: [one.run([prompt], NEW) for prompt in tried] for name, one in turns.items()}
     if repeat:
@@ -236,9 +211,7 @@ def ratio(above, below):
 
 
 c = ratio([one.draft_seconds for one in parts], step)
-print(
-    f"plain step {1e3 * Spread.of(step).median:.2f} ms, c = {c.median:.3f} ({c.low:.3f}-{c.high:.3f})\n"
-)
+print(f"plain step {1e3 * Spread.of(step).median:.2f} ms, c = {c.median:.3f} ({c.low:.3f}-{c.high:.3f})\n")
 control = ratio(seconds["plain"], seconds["A/A"])
 print(f"A/A  measured {control.median:.2f} ({control.low:.2f}-{control.high:.2f})")
 for k in blocks:
@@ -290,8 +263,7 @@ draft, commit = (
 )
 checking, plainly = middle(verify[3]) - commit, middle(step)
 waited = {
-    name: middle([wait for _, waits, _ in all_of_it for wait in waits])
-    for name, all_of_it in streams.items()
+    name: middle([wait for _, waits, _ in all_of_it for wait in waits]) for name, all_of_it in streams.items()
 }
 host = {
     "plain": max(0.0, waited["plain"] - plainly),
@@ -299,12 +271,7 @@ host = {
 }
 stacked_steps(
     ["plain step", "round of K = 3"],
-    {
-        "draft": [0, draft],
-        "verify": [plainly, checking],
-        "commit": [0, commit],
-        "host": list(host.values()),
-    },
+    {"draft": [0, draft], "verify": [plainly, checking], "commit": [0, commit], "host": list(host.values())},
     title="Parts of a step (medians)",
 )
 
@@ -317,9 +284,7 @@ stacked_steps(
 
 # %%
 def in_batches(contender, size):
-    return [
-        contender.run(prompts[start : start + size], NEW) for start in range(0, len(prompts), size)
-    ]
+    return [contender.run(prompts[start : start + size], NEW) for start in range(0, len(prompts), size)]
 
 
 SIZES = (1, 4, 12)
@@ -328,14 +293,9 @@ for repeat in range(4):  # the first one compiles
     for size, kept in by_batch.items():
         theirs, ours = in_batches(plain, size), in_batches(contenders[3], size)
         rounds = sum(int(np.max(one.stats.num_drafts)) for one in ours)  # rounds of the slowest row
-        own, other = (
-            sum(one.decode_seconds for one in ours),
-            sum(one.decode_seconds for one in theirs),
-        )
+        own, other = (sum(one.decode_seconds for one in ours), sum(one.decode_seconds for one in theirs))
         kept["tau"] = e3.SpeculationStats.merge([one.stats for one in ours]).mean_acceptance_length
-        kept["of the slowest"] = (
-            (NEW - 1) * len(ours) / rounds
-        )  # tokens of a row per round of its batch
+        kept["of the slowest"] = (NEW - 1) * len(ours) / rounds  # tokens of a row per round of its batch
         if repeat:
             kept["round"].append(1e3 * own / rounds)
             kept["cost"].append(own / rounds / (other / (NEW - 1) / len(theirs)))
@@ -403,9 +363,7 @@ for repeat in range(4):  # the first one compiles
 scheduled = {name: one.stats.mean_acceptance_length for name, one in results.items()}
 for name, times in taken.items():
     gain = ratio(taken["plain"], times)
-    print(
-        f"{name:9} τ {scheduled[name]:.2f}, speed-up {gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f})"
-    )
+    print(f"{name:9} τ {scheduled[name]:.2f}, speed-up {gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f})")
 assert 1 == scheduled["plain"] < scheduled["schedule"] < scheduled["K = 3"]
 
 # %% [markdown]
@@ -426,9 +384,7 @@ def shown(values):
     return f"{one.p50:6.2f} {one.p90:6.2f} {one.p99:6.2f}"
 
 
-print(
-    f"{'ms':6} {'TTFT p50 p90 p99':>21}   {'TPOT p50 p90 p99':>21}   {'chunk wait p50 p90 p99':>22}"
-)
+print(f"{'ms':6} {'TTFT p50 p90 p99':>21}   {'TPOT p50 p90 p99':>21}   {'chunk wait p50 p90 p99':>22}")
 for name, found_streams in streams.items():
     per_token = [sum(waits) / sum(sizes) for _, waits, sizes in found_streams]
     waits = [wait for _, all_waits, _ in found_streams for wait in all_waits]
@@ -461,9 +417,7 @@ print(
 print(
     f"time per token in plain steps: p50 {per_token.p50:.2f}, p90 {per_token.p90:.2f}, p99 {per_token.p99:.2f}"
 )
-assert tail.speedup > 1.3 and per_token.p99 > 1 > per_token.p50, (
-    "faster on average, slower in the tail"
-)
+assert tail.speedup > 1.3 and per_token.p99 > 1 > per_token.p50, "faster on average, slower in the tail"
 assert 0.15 < tail.slower_than_plain < 0.21, "the requests of the hard class"
 
 # %% [markdown]
@@ -484,9 +438,7 @@ for _ in range(5):
     handed.append(1e3 * (time.perf_counter() - start))
     jax.block_until_ready(result)
     done.append(1e3 * (time.perf_counter() - start))
-print(
-    f"call returned after {Spread.of(handed).median:.2f} ms, done after {Spread.of(done).median:.2f} ms"
-)
+print(f"call returned after {Spread.of(handed).median:.2f} ms, done after {Spread.of(done).median:.2f} ms")
 
 print(f"compiled programs: first run {first.programs}, second run {again.programs}")
 assert first.programs > 0 and again.programs == 0

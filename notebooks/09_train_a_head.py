@@ -79,9 +79,7 @@ OPENING, LENGTH = 32, 96
 
 def written(tokens, num_rows, seed):
     """Rows that start with an opening from the corpus and continue with text of the target."""
-    asked = RegenerationConfig(
-        num_rows=num_rows, prompt_length=OPENING, length=LENGTH, batch=64, seed=seed
-    )
+    asked = RegenerationConfig(num_rows=num_rows, prompt_length=OPENING, length=LENGTH, batch=64, seed=seed)
     parts = list(regenerate(target, tokens, asked))
     names = ("tokens", "prompt_length", "length")
     return Rows(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
@@ -91,9 +89,7 @@ rows = written(tokens, 192, SEED)
 fresh = written(fresh_tokens, 64, SEED + 1)  # for measurements, never for training
 sizes = [int((one.length - one.prompt_length).sum()) for one in (rows, fresh)]
 print(f"{len(train)} files to train on, {len(held_out)} held out")
-print(
-    f"{len(rows.tokens)} rows with {sizes[0]:,} tokens of the target; {sizes[1]:,} more for measurements"
-)
+print(f"{len(rows.tokens)} rows with {sizes[0]:,} tokens of the target; {sizes[1]:,} more for measurements")
 print("---", target.tokenizer.decode(rows.tokens[0][: rows.length[0]].tolist()), sep="\n")
 
 # %% [markdown]
@@ -162,11 +158,7 @@ plain = e3.SpeculativeDecoder(target, stop_tokens=()).generate(texts, max_new_to
 
 def decoded(params):
     """Acceptance counters of a head on held-out prompts."""
-    params = {
-        "head": params,
-        "embedding": tables.embedding,
-        "draft_to_target": frozen["draft_to_target"],
-    }
+    params = {"head": params, "embedding": tables.embedding, "draft_to_target": frozen["draft_to_target"]}
     decoder = e3.SpeculativeDecoder(
         target, e3.LoadedDrafter(drafter, params), num_speculative_tokens=CHAIN, stop_tokens=()
     )
@@ -231,16 +223,10 @@ left.axvline(resumed_at, color="#6b7280", lw=1, ls=":")
 left.annotate(
     "resumed", (resumed_at, left.get_ylim()[1]), xytext=(3, -10), textcoords="offset points", size=8
 )
-left.set(
-    title="Loss of the training-time test",
-    xlabel="optimizer step",
-    ylabel="loss (nats, weighted sum)",
-)
+left.set(title="Loss of the training-time test", xlabel="optimizer step", ylabel="loss (nats, weighted sum)")
 for depth in range(DEPTH):
     label = f"draft token {depth + 1}"
-    right.plot(
-        smooth([m[f"accuracy_{depth}"] for m in history]), color=style.SERIES[depth], label=label
-    )
+    right.plot(smooth([m[f"accuracy_{depth}"] for m in history]), color=style.SERIES[depth], label=label)
 right.set(
     title="Correct draft tokens by depth",
     xlabel="optimizer step",
@@ -312,12 +298,7 @@ def right_by_depth(params, batch_at):
 
 fresh_batches = row_batches(fresh, 32, SEED)
 once, thrice = (right_by_depth(params, fresh_batches) for params in (once_trained, trained))
-print(
-    "correct on fresh text, by depth: unrolled once",
-    np.round(once, 2),
-    "three times",
-    np.round(thrice, 2),
-)
+print("correct on fresh text, by depth: unrolled once", np.round(once, 2), "three times", np.round(thrice, 2))
 assert once[1] < 0.5 * thrice[1], "unrolled once, the second draft token collapses"
 assert once[0] > 0.75 * thrice[0], "the first one does not"
 
@@ -382,9 +363,7 @@ print(f"most likely token of the target: {own:.0%} of its own text, {foreign:.0%
 assert own > foreign + 0.2, "the library differs from the target's text"
 
 seen_rows, fresh_rows = right_by_depth(trained, row_batches(rows, 32, SEED))[0], thrice[0]
-print(
-    f"first draft token correct: {seen_rows:.2f} on training rows, {fresh_rows:.2f} on fresh rows"
-)
+print(f"first draft token correct: {seen_rows:.2f} on training rows, {fresh_rows:.2f} on fresh rows")
 assert seen_rows > fresh_rows + 0.03, "the accuracy is higher on training text"
 
 # %% [markdown]

@@ -100,20 +100,18 @@ class Configuration:
         address = "the address of a server, such as http://localhost:8000"
         exist = lambda paths: all(path.is_file() for path in paths)
         precisions = f"one of {', '.join(PRECISIONS)}"
-        python = "the file of a Python with vLLM, or 'installed' after `make vllm`; there is no file of this name"
+        python = (
+            "the file of a Python with vLLM, or 'installed' after `make vllm`; there is no file of this name"
+        )
         return cls(
             target=given.get("EAGLE3_TARGET"),
             drafter=given.get("EAGLE3_DRAFTER"),
-            prompt_files=checked(
-                "EAGLE3_PROMPTS", files, exist, "files; there is no file of this name"
-            )
+            prompt_files=checked("EAGLE3_PROMPTS", files, exist, "files; there is no file of this name")
             or (),
             dtype=checked("EAGLE3_DTYPE", str, PRECISIONS.__contains__, precisions),
             vllm_python=checked("EAGLE3_VLLM_PYTHON", interpreter, Path.is_file, python),
             vllm_urls=tuple(checked(name, str, url, address) for name in _URLS if name in given),
-            vllm_memory=checked(
-                "EAGLE3_VLLM_MEMORY", float, lambda x: 0 < x < 1, "a share between 0 and 1"
-            )
+            vllm_memory=checked("EAGLE3_VLLM_MEMORY", float, lambda x: 0 < x < 1, "a share between 0 and 1")
             or SHARE_OF_VLLM,
             price_per_hour=checked(
                 "EAGLE3_PRICE_PER_HOUR", float, lambda x: 0 < x < float("inf"), "a price above 0"
@@ -178,10 +176,10 @@ class Result:
 
     def _repr_html_(self) -> str:
         kind = "measured here" if self.real else "rehearsal with stand-ins"
-        cells = "".join(
-            f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in (self.text, kind)
+        cells = "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in (self.text, kind))
+        return (
+            f"<table><tr class='eagle3-result'><td><b>{html.escape(self.name)}</b></td>{cells}</tr></table>"
         )
-        return f"<table><tr class='eagle3-result'><td><b>{html.escape(self.name)}</b></td>{cells}</tr></table>"
 
 
 @dataclasses.dataclass(eq=False)
@@ -316,9 +314,7 @@ class Machine:
                 where = versions.get("device", "a server")
                 # With a GPU, the CPU build of vLLM is a stand-in: it has different kernels.
                 return Part(
-                    "vLLM",
-                    not (self.on_gpu and where == "cpu"),
-                    f"vLLM {versions['vllm']}, on {where}",
+                    "vLLM", not (self.on_gpu and where == "cpu"), f"vLLM {versions['vllm']}, on {where}"
                 )
         except VLLMError as error:
             raise SystemExit(f"error: {error}") from None

@@ -32,8 +32,7 @@ VERDICTS = {
 }
 # Scripts that nbconvert's page loads from the network. The page needs none of them.
 _SCRIPTS = re.compile(
-    r"<script[^>]*\bsrc=\"https?://[^>]*>\s*</script>|<script type=\"module\">.*?</script>",
-    re.DOTALL,
+    r"<script[^>]*\bsrc=\"https?://[^>]*>\s*</script>|<script type=\"module\">.*?</script>", re.DOTALL
 )
 _RESULT = re.compile(r"<tr class='eagle3-result'><td><b>(.*?)</b>.*?</tr>", re.DOTALL)
 _BANNER = re.compile(r"<div class='eagle3-banner'.*?</div>", re.DOTALL)
@@ -53,24 +52,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "executed",
-        nargs="?",
-        type=Path,
-        default=BUILD / "notebooks" / "gpu",
-        help="a folder of .ipynb",
-    )
+    add("executed", nargs="?", type=Path, default=BUILD / "notebooks" / "gpu", help="a folder of .ipynb")
     add("--output", type=Path, default=BUILD / "gpu-notebooks.html")
     options = parser.parse_args()
     try:
-        text = page(
-            options.executed,
-            expected=sorted(path.stem for path in (HERE / "gpu").glob("[0-9]*.py")),
-        )
+        text = page(options.executed, expected=sorted(path.stem for path in (HERE / "gpu").glob("[0-9]*.py")))
     except ModuleNotFoundError as error:
-        parser.error(
-            f"{error.name} is not installed; install it with: pip install -e '.[notebooks]'"
-        )
+        parser.error(f"{error.name} is not installed; install it with: pip install -e '.[notebooks]'")
     except ValueError as error:
         parser.error(str(error))
     options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -92,9 +80,7 @@ def page(folder: Path, *, expected: Sequence[str] = ()) -> str:
     import nbformat
     from nbconvert import HTMLExporter
 
-    notebooks = {
-        file.stem: nbformat.read(file, as_version=4) for file in sorted(folder.glob("[0-9]*.ipynb"))
-    }
+    notebooks = {file.stem: nbformat.read(file, as_version=4) for file in sorted(folder.glob("[0-9]*.ipynb"))}
     if not notebooks:
         raise ValueError(
             f"no executed notebook in {folder}; run them first: python notebooks/run.py notebooks/gpu"
@@ -116,9 +102,7 @@ def page(folder: Path, *, expected: Sequence[str] = ()) -> str:
     for number, cell in enumerate(cells):
         cell["id"] = f"cell-{number}"
     whole = nbformat.v4.new_notebook(cells=cells, metadata={"title": TITLE})
-    exporter = HTMLExporter(
-        template_name="lab", exclude_input_prompt=True, exclude_output_prompt=True
-    )
+    exporter = HTMLExporter(template_name="lab", exclude_input_prompt=True, exclude_output_prompt=True)
     body, _ = exporter.from_notebook_node(whole)
     return _SCRIPTS.sub("", body).replace("</head>", f"{_STYLE}</head>", 1)
 
@@ -131,13 +115,9 @@ def _top(notebooks: dict[str, Any], names: list[str]) -> str:
             lines.append(f"<li>{html.escape(name)}: not executed</li>")
             continue
         cells = notebooks[name].cells
-        title = next((cell.source for cell in cells if cell.cell_type == "markdown"), "").partition(
-            "\n"
-        )[0]
+        title = next((cell.source for cell in cells if cell.cell_type == "markdown"), "").partition("\n")[0]
         title = title.lstrip("# ") if title.startswith("# ") else name
-        failed = any(
-            one.output_type == "error" for cell in cells for one in cell.get("outputs", ())
-        )
+        failed = any(one.output_type == "error" for cell in cells for one in cell.get("outputs", ()))
         mark = " (stopped at an error)" if failed else ""
         lines.append(f'<li><a href="#{name}">{html.escape(title)}</a>{mark}</li>')
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
@@ -160,9 +140,7 @@ def _results(notebooks: dict[str, Any]) -> str:
     """One table of all verdicts. A verdict that is missing has a row with the notebook that should find it."""
     found = {row[1]: row[0] for text in _shown(notebooks) for row in _RESULT.finditer(text)}
     head = "<tr><th>verdict</th><th>result</th><th>source</th></tr>"
-    missing = (
-        "<tr><td><b>{0}</b></td><td>no result: see notebook {1}</td><td>not measured</td></tr>"
-    )
+    missing = "<tr><td><b>{0}</b></td><td>no result: see notebook {1}</td><td>not measured</td></tr>"
     rows = [found.pop(name, missing.format(name, notebook)) for name, notebook in VERDICTS.items()]
     return f"<table>{head}{''.join([*rows, *found.values()])}</table>"
 

@@ -85,9 +85,7 @@ Markdown(to_markdown(["variable", "meaning", "here"], rows))
 # ## Installed versions and device
 
 # %% tags=["hide-input"]
-facts = dict(
-    flat(environment(target=here.configuration.target, drafter=here.configuration.drafter))
-)
+facts = dict(flat(environment(target=here.configuration.target, drafter=here.configuration.drafter)))
 if shutil.which("nvidia-smi"):
     asked = "name,driver_version,memory.total,clocks.max.sm,power.limit,ecc.mode.current"
     command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv"]
@@ -105,10 +103,7 @@ Markdown(to_markdown(["fact", "value"], facts))
 
 # %%
 rng = np.random.default_rng(0)
-left, right = (
-    rng.standard_normal((256, 1024), np.float32),
-    rng.standard_normal((1024, 256), np.float32),
-)
+left, right = (rng.standard_normal((256, 1024), np.float32), rng.standard_normal((1024, 256), np.float32))
 exact = left.astype(np.float64) @ right.astype(np.float64)
 
 
@@ -126,9 +121,7 @@ def as_tensor_float_32(x):
 with device.products("L5"):
     highest = apart(jnp.asarray(left) @ jnp.asarray(right))
 default = apart(jnp.asarray(left) @ jnp.asarray(right))
-rounded = apart(
-    as_tensor_float_32(left).astype(np.float64) @ as_tensor_float_32(right).astype(np.float64)
-)
+rounded = apart(as_tensor_float_32(left).astype(np.float64) @ as_tensor_float_32(right).astype(np.float64))
 print(f"largest error of a float32 product on {here.device}, relative to the result")
 print(f"  in the validation           {highest:.1e}")
 print(f"  default of JAX              {default:.1e}")
@@ -171,11 +164,7 @@ print(f"4 runs of 2 compilations, {len(bits)} result")
 # %%
 NAME = "Llama-3.1-8B"
 share = here.configuration.vllm_memory
-devices = (
-    [here.accelerator]
-    if here.accelerator
-    else [accelerator_named("H100"), accelerator_named("H200")]
-)
+devices = [here.accelerator] if here.accelerator else [accelerator_named("H100"), accelerator_named("H200")]
 
 
 def plans(accelerator, weights):
@@ -207,11 +196,7 @@ rows = [
     [*key, show(plan.total / 1e9), show(plan.budget / 1e9), "yes" if plan.fits else "NO"]
     for key, plan in found.items()
 ]
-Markdown(
-    to_markdown(
-        ["device (data sheet)", "weights", "engine", "GB needed", "GB available", "fits"], rows
-    )
-)
+Markdown(to_markdown(["device (data sheet)", "weights", "engine", "GB needed", "GB available", "fits"], rows))
 
 # %% tags=["hide-input"]
 parts = ("target_weights", "head_weights", "target_cache", "head_cache", "activations", "reserve")
@@ -223,9 +208,7 @@ for part, colour in zip(parts, SERIES, strict=True):
     left_edge += sizes
 axes.plot([plan.budget / 1e9 for plan in found.values()], names, "k|", markersize=16, label="share")
 axes.invert_yaxis()
-axes.set(
-    xlabel="GB on one device, by data sheet", title=f"Memory of {NAME} and its head in two engines"
-)
+axes.set(xlabel="GB on one device, by data sheet", title=f"Memory of {NAME} and its head in two engines")
 axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
 plt.show()
 for (name, weights, _), plan in found.items():
@@ -234,9 +217,7 @@ for (name, weights, _), plan in found.items():
         assert plan.fits, "two engines in bfloat16 fit into an H200"
 for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION", "XLA_FLAGS"):
     print(f"{name} = {os.environ.get(name, '(not set)')}")
-assert os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"), (
-    "it must be set before the first use of the device"
-)
+assert os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"), "it must be set before the first use of the device"
 
 # %% [markdown]
 # ## Smallest end-to-end run

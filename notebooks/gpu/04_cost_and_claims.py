@@ -91,15 +91,10 @@ rows, costs = [], {}
 for batch, report in reports.items():
     for row in report.rows:
         speed = row.total_tokens_per_second
-        full, real = (
-            cost_of(speed.median, price_per_hour=price, busy=share) for share in (1.0, BUSY)
-        )
+        full, real = (cost_of(speed.median, price_per_hour=price, busy=share) for share in (1.0, BUSY))
         ends = sorted(cost_per_million_tokens(one, price) for one in (speed.low, speed.high))
         costs[batch, row.name] = (full.per_million_tokens, *ends)
-        told = [
-            show(value)
-            for value in (speed.median, full.per_million_tokens, real.per_million_tokens)
-        ]
+        told = [show(value) for value in (speed.median, full.per_million_tokens, real.per_million_tokens)]
         rows.append([batch, row.name, *told])
 columns = [
     "batch",
@@ -119,9 +114,7 @@ slide = plain / reports[1].rows[1].total_ratio_interval.value
 print(f"batch {full}: plain {show(plain)}, {names[1]} {show(fast)}")
 print(f"common mistake: plain divided by the speed-up at batch 1: {show(slide)}")
 here.verdict(
-    "cost",
-    f"{names[1]}: {fast / plain:.2f}x the cost of plain decoding, batch {full}",
-    needs="price",
+    "cost", f"{names[1]}: {fast / plain:.2f}x the cost of plain decoding, batch {full}", needs="price"
 )
 
 # %% [markdown]
@@ -151,9 +144,7 @@ deployment = Deployment(
     target_name=here.subject.name,
     head_name="its EAGLE-3 head",
 )
-traffic = Traffic(
-    requests_per_second=2.0, prompt_tokens=100, output_tokens=128, concurrency=BATCHES[-1]
-)
+traffic = Traffic(requests_per_second=2.0, prompt_tokens=100, output_tokens=128, concurrency=BATCHES[-1])
 plan = plan_rollout(
     deployment,
     traffic,
@@ -175,15 +166,11 @@ for stage in plan.stages:
 assert plan.measured, "the plan uses measured costs"
 assert abs(plan.break_even_tau - (plan.verify_cost + K * plan.draft_cost)) < 1e-9
 assert (plan.predicted_speedup > 1.0) == (plan.least_tau < tau), "the gate is below the measured τ"
-assert bool(plan.obstacles) >= (plan.predicted_speedup <= 1.0), (
-    "a plan without a speed-up lists an obstacle"
-)
+assert bool(plan.obstacles) >= (plan.predicted_speedup <= 1.0), "a plan without a speed-up lists an obstacle"
 shares = [stage.share for stage in plan.stages]
 assert shares == sorted(shares) and shares[-1] == 1.0
 lines = rollout_page(plan, target="TARGET", head="HEAD").splitlines()[:28]
-Markdown(
-    "\n".join(line.replace("# ", "#### ", 1) if line.startswith("#") else line for line in lines)
-)
+Markdown("\n".join(line.replace("# ", "#### ", 1) if line.startswith("#") else line for line in lines))
 
 # %% [markdown]
 # ## Published throughputs
@@ -221,11 +208,7 @@ CLAIMS = [  # who, model, device, batch, K, tokens/s
 rows, shares = [], {}
 for who, (model, weights), gpu, batch, k, speed in CLAIMS:
     claim = check_claim(
-        served(model, gpu, weights),
-        tokens_per_second=speed,
-        batch=batch,
-        context=0,
-        num_draft_tokens=k,
+        served(model, gpu, weights), tokens_per_second=speed, batch=batch, context=0, num_draft_tokens=k
     )
     shares[f"{who}, {gpu}"] = (claim.share_of_bound, claim.possible)
     told = [show(speed), show(claim.bound), f"{claim.share_of_bound:.2f}"]
@@ -282,12 +265,7 @@ Markdown(to_markdown(columns, rows))
 # 0.82 to 0.52 between batch 1 and 64. Acceptance depends on *p* and *q*. It does not depend on the batch size.
 
 # %%
-ARTICLE = [
-    (3, 0.84, 2.4),
-    (5, 0.82, 3.5),
-    (8, 0.79, 5.0),
-    (12, 0.74, 6.1),
-]  # K, rate, tokens per step
+ARTICLE = [(3, 0.84, 2.4), (5, 0.82, 3.5), (8, 0.79, 5.0), (12, 0.74, 6.1)]  # K, rate, tokens per step
 PUBLISHED = {2: 2.36, 3: 2.79, 4: 3.08, 5: 3.32, 6: 3.46, 7: 3.54}  # vLLM, Llama-3.1-8B, MT-Bench
 rows = []
 for k, rate, claimed in ARTICLE:
@@ -299,9 +277,7 @@ assert np.all(gains > -0.02) and gains[-1] < gains[0], "each further token gains
 taus = {batch: one.rows[1].acceptance.mean_acceptance_length for batch, one in reports.items()}
 print("τ by batch size, measured:", {batch: round(one, 3) for batch, one in taus.items()})
 assert max(taus.values()) - min(taus.values()) < 0.1 * max(taus.values())
-Markdown(
-    to_markdown(["K", "rate (article)", "tokens per step (article)", "1 + K·r", "geometric"], rows)
-)
+Markdown(to_markdown(["K", "rate (article)", "tokens per step (article)", "1 + K·r", "geometric"], rows))
 
 # %% [markdown]
 # ## Common mistakes

@@ -85,11 +85,7 @@ def _likely(p: Float[np.ndarray, " V"], q: Float[np.ndarray, " V"], top: int) ->
 
 
 def columns(
-    p: Float[np.ndarray, " V"],
-    q: Float[np.ndarray, " V"],
-    *,
-    labels: Sequence[str] | None = None,
-    top: int = 12,
+    p: Float[np.ndarray, " V"], q: Float[np.ndarray, " V"], *, labels: Sequence[str] | None = None, top: int = 12
 ) -> Columns:
     """The groups of :func:`laws`: the tokens with the most mass under either distribution, then all others.
 

@@ -6,13 +6,7 @@ from typing import Any
 
 # What becomes of a token. Told apart with any colour vision, and never by colour alone.
 ACCEPTED, CORRECTED, BONUS, REJECTED, UNVISITED = "accepted", "corrected", "bonus", "rejected", "never visited"
-COLOURS = {
-    ACCEPTED: "#2a9d74",
-    CORRECTED: "#d97634",
-    BONUS: "#3b82c4",
-    REJECTED: "#c05a8e",
-    UNVISITED: "#9aa0a6",
-}
+COLOURS = {ACCEPTED: "#2a9d74", CORRECTED: "#d97634", BONUS: "#3b82c4", REJECTED: "#c05a8e", UNVISITED: "#9aa0a6"}
 
 # Two laws, wherever they stand beside each other: the target's and the drafter's.
 TARGET, DRAFTER, RESIDUAL = "#3b82c4", "#d97634", "#8378d0"
