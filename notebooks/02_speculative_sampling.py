@@ -77,7 +77,7 @@ import jax
 import jax.numpy as jnp
 import oracle  # tests/helpers/oracle.py: the published rules as plain loops
 from matplotlib import pyplot as plt
-from mutants import planted  # tests/helpers/mutants.py: injected bugs
+from mutants import planted as inject_bug  # tests/helpers/mutants.py: injected bugs
 
 import eagle3_jax as e3
 from eagle3_jax.prompts import shipped
@@ -262,7 +262,7 @@ plt.show()
 
 
 # %%
-def laws_after(name, size=4):
+def distributions_after(name, size=4):
     """A different distribution after every prefix, in rational numbers."""
 
     @functools.cache
@@ -273,7 +273,7 @@ def laws_after(name, size=4):
     return after
 
 
-P, Q = laws_after("target"), laws_after("draft")
+P, Q = distributions_after("target"), distributions_after("draft")
 
 
 class Rule(NamedTuple):
@@ -289,14 +289,14 @@ def outcomes_of_round(rule, prefix, left=2):
     p, q = P(prefix), Q(prefix)
     if not left:
         return {(token,): mass for token, mass in enumerate(rule.bonus(p, q))}
-    law = Counter()
+    dist = Counter()
     for x in range(len(p)):  # drafted with probability q(x)
         keep = rule.keep(p[x], q[x])
         for rest, mass in outcomes_of_round(rule, (*prefix, x), left - 1).items():
-            law[(x, *rest)] += q[x] * keep * mass
+            dist[(x, *rest)] += q[x] * keep * mass
         for token, mass in enumerate(rule.refused(p, q) if keep < 1 else ()):
-            law[(token,)] += q[x] * (1 - keep) * mass
-    return law
+            dist[(token,)] += q[x] * (1 - keep) * mass
+    return dist
 
 
 def total_variation(rule, horizon=4):
@@ -304,10 +304,10 @@ def total_variation(rule, horizon=4):
     return oracle.total_variation(written, oracle.autoregressive_law(P, horizon))
 
 
-law = oracle.law_of_rounds(lambda prefix: outcomes_of_round(Rule(), prefix), 4)
-print(f"{len(law)} texts")
+dist = oracle.law_of_rounds(lambda prefix: outcomes_of_round(Rule(), prefix), 4)
+print(f"{len(dist)} texts")
 print("total variation distance from the target's distribution:", total_variation(Rule()))
-assert len(law) == 4**4 and sum(law.values()) == 1
+assert len(dist) == 4**4 and sum(dist.values()) == 1
 assert total_variation(Rule()) == 0, "exactly, in rational numbers"
 
 # %% [markdown]
@@ -378,22 +378,22 @@ plt.show()
 # %%
 def one_level(p, q, siblings, *, forget=False):
     """Distribution of the token at one level, and the probability that a sibling is accepted."""
-    law, want, refused = [Fraction(0)] * len(p), p, Fraction(1)
+    dist, want, refused = [Fraction(0)] * len(p), p, Fraction(1)
     for _ in range(siblings):
         keep = [min(a, b) for a, b in zip(want, q, strict=True)]
-        law = [mass + refused * kept for mass, kept in zip(law, keep, strict=True)]
+        dist = [mass + refused * kept for mass, kept in zip(dist, keep, strict=True)]
         refused *= 1 - sum(keep)
         rest = [max(a - b, Fraction(0)) for a, b in zip(want, q, strict=True)]
         total = sum(rest)
         want = p if forget else [mass / total for mass in rest]
-    return [mass + refused * last for mass, last in zip(law, want, strict=True)], 1 - refused
+    return [mass + refused * last for mass, last in zip(dist, want, strict=True)], 1 - refused
 
 
 p1, q1 = P(()), Q(())
 for siblings in (1, 2, 3):
-    law, chance = one_level(p1, q1, siblings)
+    dist, chance = one_level(p1, q1, siblings)
     print(f"siblings: {siblings}, one is accepted with probability {float(chance):.3f}")
-    assert law == p1, "exact for any number of siblings"
+    assert dist == p1, "exact for any number of siblings"
 wrong, _ = one_level(p1, q1, 2, forget=True)
 assert oracle.total_variation(dict(enumerate(wrong)), dict(enumerate(p1))) > Fraction(1, 100)
 
@@ -432,8 +432,8 @@ def frequencies(chunks=40, rows=1024):
             valid=jnp.ones((rows, 2), bool),
             probs=jnp.broadcast_to(q, (rows, 2, V)),
         )
-        laws = jnp.broadcast_to(p, (rows, 2, V))
-        verdict = e3.verify(draft, laws, accept=uniforms[:, :2], choose=uniforms[:, 4:], max_depth=1)
+        dists = jnp.broadcast_to(p, (rows, 2, V))
+        verdict = e3.verify(draft, dists, accept=uniforms[:, :2], choose=uniforms[:, 4:], max_depth=1)
         return jnp.where(verdict.num_accepted > 0, x, verdict.next_token)
 
     keys = jax.random.split(jax.random.key(2), (chunks, rows))
@@ -442,7 +442,7 @@ def frequencies(chunks=40, rows=1024):
 
 exact = dict(enumerate(np.float64(p[0]) / p[0].sum(dtype=np.float64)))
 right = frequencies()
-with planted(e3.verify, "jnp.where(child, rest, walk.p)", "walk.p"):
+with inject_bug(e3.verify, "jnp.where(child, rest, walk.p)", "walk.p"):
     again_from_p = frequencies()
 
 fits = {"the rule": goodness_of_fit(right, exact), "resampled from p": goodness_of_fit(again_from_p, exact)}

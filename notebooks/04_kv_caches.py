@@ -37,7 +37,7 @@ import jax.numpy as jnp
 import jaxtyping
 import matplotlib.pyplot as plt
 import numpy as np
-from mutants import planted  # tests/helpers/mutants.py: injected bugs
+from mutants import planted as inject_bug  # tests/helpers/mutants.py: injected bugs
 from pictures.slots import COMMITTED, EMPTY, NEW, REFUSED, moved, slot_map
 
 import eagle3_jax as e3
@@ -396,7 +396,7 @@ for name, (big, small, kind) in ({"shipped pair": shipped} | named).items():
 long = [target.tokenizer.encode(one["prompt"]).ids for one in rows[::8]]
 plain = e3.SpeculativeDecoder(target, stop_tokens=()).generate(long, max_new_tokens=61)
 tree_text = trees.generate(long, max_new_tokens=61)
-with planted(KeyValues.commit, "compact_accepted(buffer, length, count, nodes)", "buffer"):
+with inject_bug(KeyValues.commit, "compact_accepted(buffer, length, count, nodes)", "buffer"):
     by_length = trees.generate(long, max_new_tokens=61)
 
 
@@ -421,7 +421,7 @@ assert parted(by_length.tokens).count(None) <= len(long) // 2 < parted(tree_text
 TRUE = "head.fuse(seen.features)"
 STALE = f"{TRUE} if fed > {K + 1} else jnp.where(jnp.arange(fed)[None, :, None] > 0, state.output[:, None], {TRUE})"
 right = decoder.generate(long, max_new_tokens=61)
-with planted(Eagle3Drafter.observe, TRUE, STALE):
+with inject_bug(Eagle3Drafter.observe, TRUE, STALE):
     stale = decoder.generate(long, max_new_tokens=61)
 print(
     f"τ {right.stats.mean_acceptance_length:.2f}, without the target's features {stale.stats.mean_acceptance_length:.2f}"

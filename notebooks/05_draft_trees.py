@@ -273,17 +273,17 @@ def block_of(one):
 
 
 @jax.jit
-def target_laws(tokens, positions, mask):
+def target_probs(tokens, positions, mask):
     """The target's distribution after every node of the tree, [N V]."""
     out = target.model(target.params, tokens, positions, mask)
     return jax.nn.softmax(target.model.unembed(target.params, out.final[0, WIDTH:]))
 
 
 for one in rounds:
-    laws = np.asarray(target_laws(*block_of(one)))
-    one["laws"] = laws
-    one["p"] = laws[np.maximum(one["parents"], 0), one["tokens"]]
-    one["argmax"] = laws.argmax(axis=1)
+    probs = np.asarray(target_probs(*block_of(one)))
+    one["probs"] = probs
+    one["p"] = probs[np.maximum(one["parents"], 0), one["tokens"]]
+    one["argmax"] = probs.argmax(axis=1)
     one["status"] = trees.statuses(one["parents"], one["path"])
     end = one["path"][-1] if one["path"] else 0
     assert one["argmax"][end] == one["next"], "the added token is the target's choice"
@@ -304,7 +304,7 @@ def shown(one, mine, number):
         "tokens": [tokenizer.decode([int(token)]) for token in [*one["tokens"], one["next"]]],
         "parents": [*one["parents"].tolist(), end],
         "status": [*one["status"], kind],
-        "p": [None, *one["p"][1:].tolist(), float(one["laws"][end, one["next"]])],
+        "p": [None, *one["p"][1:].tolist(), float(one["probs"][end, one["next"]])],
         "q": [None, *mine["q"][1:].tolist(), None],
         "score": [None, *mine["score"][1:].tolist(), None],
         "title": f"Round {number}: {len(one['path'])} of {TREE.num_nodes - 1} draft tokens accepted, one token added",
@@ -456,7 +456,7 @@ width = max(len(row) for row in few) + LIMIT
 
 
 @jax.jit
-def laws_of(tokens):
+def probs_of(tokens):
     """The target's distribution after every token of a text."""
     positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), tokens.shape)
     out = target.model(target.params, tokens, positions, causal_mask(width))
@@ -468,11 +468,11 @@ for ids, row, one in zip(few, hot.result.tokens, hot.prompts, strict=True):
     text = [*ids, *row]
     padded = np.zeros((1, width), np.int32)
     padded[0, : len(text)] = text
-    laws = np.asarray(laws_of(padded))[0]
+    probs = np.asarray(probs_of(padded))[0]
     for found_round in one["rounds"]:
         children = [node for node, parent in enumerate(found_round["parents"]) if parent == 0]
         expected.append(
-            [float(laws[found_round["positions"][0], found_round["tokens"][node]]) for node in children]
+            [float(probs[found_round["positions"][0], found_round["tokens"][node]]) for node in children]
         )
         taken = found_round["path"][:1]
         ranks.append(children.index(taken[0]) if taken else None)

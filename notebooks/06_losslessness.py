@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib import pyplot as plt
-from mutants import planted  # tests/helpers/mutants.py: injected bugs
+from mutants import planted as inject_bug  # tests/helpers/mutants.py: injected bugs
 from pictures import bars, style
 from pictures.maps import table_map
 
@@ -91,10 +91,10 @@ assert chain.tokens == plain.tokens, "greedy speculation generates the text of p
 
 # %%
 sampled = e3.SamplingParams(temperature=1.0)
-drawn = {"num_speculative_tokens": K, "draft_sampling": e3.DraftSampling.PROBABILISTIC}
+sampled_drafts = {"num_speculative_tokens": K, "draft_sampling": e3.DraftSampling.PROBABILISTIC}
 two = {
     "plain": e3.SpeculativeDecoder(target, stop_tokens=()),
-    "drafted": e3.SpeculativeDecoder(target, head, stop_tokens=(), **drawn),
+    "drafted": e3.SpeculativeDecoder(target, head, stop_tokens=(), **sampled_drafts),
 }
 texts = {
     name: one.generate(prompts, max_new_tokens=24, sampling=sampled, seed=1).tokens
@@ -253,8 +253,8 @@ for dtype in ("float32", "bfloat16"):
 # %% [markdown]
 # ## Injected bugs and tests
 #
-# A test is useful if it catches bugs. The context manager from `tests/helpers/mutants.py` replaces a piece of a
-# function's source, and the programs are compiled again. The next cells run seven tests on seven bugs.
+# A test is useful if it catches bugs. `inject_bug(function, old, new)` replaces a piece of a function's source. Then
+# the programs are compiled again. The next cells run seven tests on seven bugs.
 #
 # Two tests run the whole loop greedily. The first one compares the text with plain decoding. The second one measures τ.
 # Five tests use sampled tokens for pairs `p`, `q` of the shipped models. Each token that a round adds must have its
@@ -270,7 +270,7 @@ for dtype in ("float32", "bfloat16"):
 
 
 # %%
-def real_laws(rounds=6, size=128):
+def real_pairs(rounds=6, size=128):
     """Pairs (p, q) at positions of real texts: the 127 most likely tokens, and all others as one."""
     decoder, found = two["drafted"], []
     state = decoder.prefill(prompts, max_new_tokens=64).replace(sampling=sampled)
@@ -285,12 +285,12 @@ def real_laws(rounds=6, size=128):
             found += [(jax.nn.softmax(logits[-K - 1 + k]), q[k + 1]) for k in range(K)]
     p, q = np.array(found, np.float64).swapaxes(0, 1)
     likely = np.argsort(-np.maximum(p, q), axis=1)[:, : size - 1]
-    cut = [np.take_along_axis(law, likely, axis=1) for law in (p, q)]
-    whole = [np.concatenate([law, np.maximum(1 - law.sum(1, keepdims=True), 0)], axis=1) for law in cut]
-    return [law / law.sum(1, keepdims=True) for law in whole]
+    cut = [np.take_along_axis(dist, likely, axis=1) for dist in (p, q)]
+    whole = [np.concatenate([dist, np.maximum(1 - dist.sum(1, keepdims=True), 0)], axis=1) for dist in cut]
+    return [dist / dist.sum(1, keepdims=True) for dist in whole]
 
 
-P, Q = real_laws()
+P, Q = real_pairs()
 print(f"{len(P)} positions; mean Σ min(p, q) = {np.minimum(P, Q).sum(1).mean():.2f}")
 
 # %% [markdown]
@@ -307,8 +307,8 @@ def sampling_tests(propose, repeats=48):
     """Runs many rounds with e3.verify and scores the tokens that they add."""
     p, q = jnp.asarray(P, jnp.float32), jnp.asarray(Q, jnp.float32)
     n, digits = len(P), e3.num_digits(P.shape[1])
-    behind = lambda law: jnp.stack(
-        [law, jnp.roll(law, -1, axis=0)], axis=1
+    with_next = lambda dist: jnp.stack(
+        [dist, jnp.roll(dist, -1, axis=0)], axis=1
     )  # after the root, and after the draft
 
     @jax.jit
@@ -319,12 +319,12 @@ def sampling_tests(propose, repeats=48):
             tokens=jnp.stack([jnp.zeros_like(x), x], axis=1),
             parents=jnp.broadcast_to(jnp.array([-1, 0], jnp.int32), (n, 2)),
             valid=jnp.ones((n, 2), bool),
-            probs=behind(q)[:, ::-1]
+            probs=with_next(q)[:, ::-1]
             .at[:, 1]
             .set(declared),  # the root's entry is ignored; one injected bug reads it
         )
         verdict = e3.verify(
-            draft, behind(p), accept=uniforms[:, :2], choose=uniforms[:, 2 + digits :], max_depth=1
+            draft, with_next(p), accept=uniforms[:, :2], choose=uniforms[:, 2 + digits :], max_depth=1
         )
         return (
             x,
@@ -337,14 +337,14 @@ def sampling_tests(propose, repeats=48):
     x, kept, last, again = (
         np.concatenate(one) for one in zip(*[jax.device_get(play(key, p, q)) for key in keys], strict=True)
     )
-    laws = [np.tile(law, (repeats, 1)) for law in (P, Q, np.roll(P, -1, axis=0), np.roll(Q, -1, axis=0))]
+    dists = [np.tile(dist, (repeats, 1)) for dist in (P, Q, np.roll(P, -1, axis=0), np.roll(Q, -1, axis=0))]
     first, bonus = np.where(kept, x, last), last[kept]
     spread = np.random.default_rng(0).random(first.size)
     return {
-        "surprisal z": surprisal(laws[0], first).z,
-        "rank p": kolmogorov_smirnov(randomised_pit(laws[0], first, spread, order=-laws[0])),
-        "directed z": directed(laws[0], laws[1], first).z,
-        "bonus z": directed(laws[2][kept], laws[3][kept], bonus).z,
+        "surprisal z": surprisal(dists[0], first).z,
+        "rank p": kolmogorov_smirnov(randomised_pit(dists[0], first, spread, order=-dists[0])),
+        "directed z": directed(dists[0], dists[1], first).z,
+        "bonus z": directed(dists[2][kept], dists[3][kept], bonus).z,
         "resampled": float(np.mean(x == again)),
     }
 
@@ -368,11 +368,11 @@ def rounded(q, uniforms):
 
 RESIDUAL = "jnp.where(child, rest, walk.p)"
 COMMIT = "state.cache.commit(output.written, count, None"
-rule = lambda old, new: (planted, (e3.verify, old, new), honest)
+rule = lambda old, new: (inject_bug, (e3.verify, old, new), honest)
 BUGS = {
     "none": (contextlib.nullcontext, (), honest),
     "rejected drafts stay in the cache": (
-        planted,
+        inject_bug,
         (SpeculativeLoop.step, COMMIT, COMMIT.replace("count", "jnp.full_like(count, num_nodes)")),
         honest,
     ),
@@ -385,7 +385,7 @@ BUGS = {
     ),
     "q is sampled in bfloat16, declared in float32": (contextlib.nullcontext, (), rounded),
     "the head reads its layers in reverse": (
-        planted,
+        inject_bug,
         (Decoder.__call__, "for layer in aux_layers]", "for layer in reversed(aux_layers)]"),
         honest,
     ),
@@ -463,7 +463,7 @@ plt.show()
 # token is far from an approximate tie.
 
 # %%
-with planted(SpeculativeLoop.step, COMMIT, COMMIT.replace("count", "jnp.full_like(count, num_nodes)")):
+with inject_bug(SpeculativeLoop.step, COMMIT, COMMIT.replace("count", "jnp.full_like(count, num_nodes)")):
     spoilt = greedy(head, num_speculative_tokens=K).tokens
 parted = [
     next((i for i, pair in enumerate(zip(*rows, strict=True)) if len(set(pair)) > 1), None)

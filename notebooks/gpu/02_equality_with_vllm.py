@@ -264,12 +264,12 @@ plt.show()
 
 # %%
 SETTING = "T=1"
-law = second_token.law(SETTING)
+exact = second_token.law(SETTING)
 COUNT = second_token.DRAWS if here.on_gpu or here.vllm_process is not None else 1024
 draws = second_token.ours(SETTING, COUNT)
 if here.vllm_process is not None:
     draws |= second_token.vllms(here.vllm_process, SETTING)
-fits = second_token.fits(draws, law)
+fits = second_token.fits(draws, exact)
 rows = [
     [name, "here", round(fit.distance, 4), f"{fit.chi_square:.2g}", f"{fit.g_test:.2g}"]
     for name, fit in fits.items()
