@@ -133,7 +133,7 @@ figure = bars.laws(
     labels=pieces,
     residual=True,
     top=10,
-    title="Next token after `argparse.ArgumentParser`: target p and drafter q",
+    title="Next token after argparse.ArgumentParser: target p and drafter q",
 )
 plt.show()
 
@@ -340,8 +340,9 @@ mistakes = {
 }
 distances = {name: [total_variation(rule, n) for n in (1, 2, 3, 4)] for name, rule in mistakes.items()}
 
+print(f"{'tokens':28}1       2       3       4")
 for name, values in distances.items():
-    print(f"{name:26} " + "  ".join(f"{float(value):.4f}" for value in values))
+    print(f"{name:27} " + "  ".join(f"{float(value):.4f}" for value in values))
 
 assert all(values[3] > Fraction(1, 100) for values in distances.values()), (
     "every mistake changes the distribution"

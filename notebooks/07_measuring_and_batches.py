@@ -37,7 +37,6 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-from IPython.display import display
 from pictures.ribbons import acceptance_ribbons
 from pictures.times import stacked_steps, twin
 from scipy.stats import binomtest
@@ -157,16 +156,10 @@ plt.show()
 # %%
 by_task = {"code": result.rows[:6], "prose": result.rows[6:]}
 tasks = {name: e3.SpeculationStats.merge(one.stats for one in rows) for name, rows in by_task.items()}
-ribbons = acceptance_ribbons(
-    {name: one.acceptance_per_position for name, one in tasks.items()},
-    rounds={name: int(one.num_drafts) for name, one in tasks.items()},
-    title="Acceptance by position and task, K = 5",
-)
 for name, one in tasks.items():
     print(f"{name:6} τ = {one.mean_acceptance_length:.3f} over {int(one.num_drafts)} rounds")
     shares = one.acceptance_per_position
     assert sorted(shares, reverse=True) == shares, "a position is accepted only after all earlier ones"
-display(ribbons)
 
 merged = e3.SpeculationStats.merge(tasks.values()).mean_acceptance_length
 taus = [one.mean_acceptance_length for one in tasks.values()]
@@ -175,6 +168,13 @@ by_tokens = rounds * taus / np.dot(rounds, taus)
 print(f"merged τ = {merged:.3f}, mean of the two {np.mean(taus):.3f}")
 assert abs(merged - np.dot(rounds / rounds.sum(), taus)) < 1e-9, "weighted by rounds"
 assert abs(merged - blended_tau(by_tokens.tolist(), taus)) < 1e-9, "harmonic mean by tokens"
+
+# %% tags=["hide-input"]
+acceptance_ribbons(
+    {name: one.acceptance_per_position for name, one in tasks.items()},
+    rounds={name: int(one.num_drafts) for name, one in tasks.items()},
+    title="Acceptance by position and task, K = 5",
+)
 
 # %% [markdown]
 # ## Speed-up: measured and predicted
@@ -269,6 +269,8 @@ host = {
     "plain": max(0.0, waited["plain"] - plainly),
     "K=3": max(0.0, waited["K=3"] - draft - checking - commit),
 }
+
+# %% tags=["hide-input"]
 stacked_steps(
     ["plain step", "round of K = 3"],
     {"draft": [0, draft], "verify": [plainly, checking], "commit": [0, commit], "host": list(host.values())},

@@ -256,6 +256,8 @@ print("τ:", {letter: round(tau, 2) for letter, tau in taus.items()})
 assert max(taus[letter] for letter in heads) < taus["good"], "every bug lowers τ"
 unnoticed = [letter for letter in heads if taus[letter] > 0.85 * taus["good"]]
 assert len(unnoticed) == 2, "two of them lower τ by less than 15 %"
+
+# %% tags=["hide-input"]
 acceptance_ribbons(
     {letter: stats.acceptance_per_position for letter, stats in symptoms.items()},
     rounds={letter: int(stats.num_drafts) for letter, stats in symptoms.items()},

@@ -273,6 +273,8 @@ print("τ:", {name: round(tau, 2) for name, tau in taus.items()})
 last = taus[f"after {STEPS} steps"]
 assert last > taus["before"] + 0.1, "training raises τ by more than the spread of the seeds"
 assert taus["shipped"] > last + 0.3, "the shipped head has a much higher τ"
+
+# %% tags=["hide-input"]
 acceptance_ribbons(
     {name: stats.acceptance_per_position for name, stats in results.items()},
     rounds={name: int(stats.num_drafts) for name, stats in results.items()},

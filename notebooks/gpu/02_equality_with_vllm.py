@@ -371,6 +371,8 @@ recorded = [check for check in here.record["L8"].checks if check.name.startswith
 for check in recorded:
     assert check.tables[0].column("ours") == check.tables[0].column("vLLM"), check.name
 display(here.verdict("acceptance", f"{', '.join(found)}: all rounds and counters equal", needs="vLLM"))
+
+# %% tags=["hide-input"]
 acceptance_ribbons(
     {name: one.stats.acceptance_per_position for name, one in found.items()},
     rounds={name: int(one.stats.num_drafts) for name, one in found.items()},
