@@ -255,7 +255,7 @@ for size, one in spread.items():
     ratio = Spread.of([ours / plain for ours, plain in zip(taken[size], taken[1], strict=True)])
     print(
         f"{size:3} tokens: {one.median:6.2f} ms ({one.low:.2f}-{one.high:.2f})   v = {ratio.median:.2f} "
-        f"({ratio.low:.2f}-{ratio.high:.2f})   {one.median / size:.2f} ms a token"
+        f"({ratio.low:.2f}-{ratio.high:.2f})   {one.median / size:.2f} ms per token"
     )
 
 # %% [markdown]
