@@ -595,7 +595,7 @@ assert stats.acceptance_per_position == found["chain", 4].acceptance_per_positio
 
 costs = [round_bound(h200, batch=b, context=1024, num_draft_tokens=59).verify_cost for b in range(1, 65)]
 stop = next(b for b, cost in enumerate(costs, start=1) if cost > tau["dynamic tree", 60])
-print(f"4. a tree of 60 cannot pay off from batch {stop} on")
+print(f"4. from batch {stop} on, a tree of 60 nodes cannot pay off")
 assert 8 < stop < 64
 
 # %% [markdown]

@@ -165,7 +165,7 @@ merged = e3.SpeculationStats.merge(tasks.values()).mean_acceptance_length
 taus = [one.mean_acceptance_length for one in tasks.values()]
 rounds = np.array([int(one.num_drafts) for one in tasks.values()])
 by_tokens = rounds * taus / np.dot(rounds, taus)
-print(f"merged τ = {merged:.3f}, mean of the two {np.mean(taus):.3f}")
+print(f"merged τ = {merged:.3f}, plain mean of both {np.mean(taus):.3f}")
 assert abs(merged - np.dot(rounds / rounds.sum(), taus)) < 1e-9, "weighted by rounds"
 assert abs(merged - blended_tau(by_tokens.tolist(), taus)) < 1e-9, "harmonic mean by tokens"
 

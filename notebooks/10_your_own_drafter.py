@@ -194,9 +194,9 @@ def per_round(run, chosen):
 ordinary, repeated = range(6), range(6, 9)
 pace = {name: (per_round(run, ordinary), per_round(run, repeated)) for name, run in runs.items()}
 tau = {name: run.result.stats.mean_acceptance_length for name, run in runs.items()}
-print(f"{'tokens per round':18}{'ordinary':>10}{'repeated':>10}{'τ':>8}")
+print(f"{'tokens per round':18}{'ordinary':>10}{'repetitive':>12}{'τ':>8}")
 for name, run in runs.items():
-    print(f"{name:18}{pace[name][0]:>10.2f}{pace[name][1]:>10.2f}{tau[name]:>8.2f}")
+    print(f"{name:18}{pace[name][0]:>10.2f}{pace[name][1]:>12.2f}{tau[name]:>8.2f}")
     assert run.result.tokens == plain, "every drafter: the text of plain decoding"
 
 # %%
