@@ -454,7 +454,7 @@ keeps = e3.LoadedDrafter(KeepsGuesses(**fields), drafter.params)
 keeping = e3.SpeculativeDecoder(target, keeps, num_speculative_tokens=K, stop_tokens=())
 kept_state = finished(keeping, prompts, max_new_tokens=40)
 taus, gaps = [], []
-for name, one in (("observed again", clean), ("guesses kept", kept_state)):
+for name, one in (("observed again", clean), ("draft entries", kept_state)):
     taus.append(e3.SpeculationStats.merge([one.stats]).mean_acceptance_length)
     gaps.append(apart(one.drafter.cache, fresh.drafter.cache))
     print(
