@@ -102,6 +102,7 @@ def test_the_report_starts_with_the_verdicts(tmp_path: Path) -> None:
     table = text.index("no &lt;b&gt; disagreement")
     assert text.count("rehearsal with stand-ins") == 4, "in the table of verdicts, and where they were found"
     assert table < text.index("2 of 2 parts are stand-ins") < text.index("show_me")
+    assert text.count("no result: see notebook") == 5, "verdicts that no notebook found"
     assert "02_other: not executed" in text and "not(:has(#code:checked))" in text
     with pytest.raises(ValueError, match="no executed notebook"):
         report.page(tmp_path / "nothing")
