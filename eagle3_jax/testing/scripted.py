@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +30,10 @@ class RootState:
 class Rooted:
     """A drafter that knows the last token of each row and its place, and reads no features."""
 
-    aux_layers: ClassVar[tuple[int, ...]] = ()
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """No layers."""
+        return ()
 
     def init(self, params: Any, batch: int, capacity: int) -> RootState:
         """An empty state."""

@@ -177,7 +177,7 @@ class VerifierSubject:
         return logits
 
     def wanted(self, shape: Shape, setting: tuple[float, int, float]) -> Float[np.ndarray, "V V"]:
-        """The target's distribution after each token under a row's sampling, computed apart from the library."""
+        """The target's distribution after each token under a row's sampling, computed without the library."""
         return np.stack([warped(row, *setting) for row in self.logits[shape.vocabulary].astype(np.float64)])
 
     def drafts(self, shape: Shape, run: int) -> Draft:
@@ -313,9 +313,7 @@ def accepts_a_path(subject: VerifierSubject) -> str:
         for row in range(ROWS):
             path, count = decided.path[row].tolist(), int(decided.num_accepted[row])
             if not 0 <= count <= len(path) or path[count:] != [-1] * (len(path) - count):
-                raise Broken(
-                    f"it accepts {count} tokens by the path {path}; expected as many nodes, and -1 behind them"
-                )
+                raise Broken(f"it accepts {count} tokens by the path {path}; expected as many nodes, and -1 after them")
             above = 0
             for node in path[:count]:
                 if not 0 < node < len(shape.parents) or shape.parents[node] != above:
@@ -361,10 +359,10 @@ def is_alone_in_its_row(subject: VerifierSubject) -> str:
         rows = [row for row in _differing(subject.decide(shape), mixed) if own[row]]
         if rows:
             raise Broken(f"row {rows[0]} is decided otherwise when its neighbours hold other drafts")
-    return _throws_dice_of_its_own(subject)
+    return _draws_own_uniforms(subject)
 
 
-def _throws_dice_of_its_own(subject: VerifierSubject) -> str:
+def _draws_own_uniforms(subject: VerifierSubject) -> str:
     """Covariance of the first tokens of rows with the same draft, by the distance of the rows."""
     shape, rounds = next(iter(subject.shapes.values())), 16
     draft = subject.drafts(shape, 0)
@@ -388,7 +386,7 @@ def _throws_dice_of_its_own(subject: VerifierSubject) -> str:
         where = f"rows {most + 1} apart" if most < tests - 1 else "a row in successive rounds"
         raise Broken(f"the same draft gets first tokens in {where} that depend on each other (p = {p:.1g})")
     visible = (stats.norm.isf(ALPHA / 2 / tests) + stats.norm.isf(0.1)) * spread / np.sum(seen**2)
-    return f"{rounds * ROWS} first tokens of one draft; {visible:.1%} of the rows with another row's dice {_SEEN}"
+    return f"{rounds * ROWS} first tokens of one draft; {visible:.1%} of the rows with another row's uniforms {_SEEN}"
 
 
 def is_greedy_at_temperature_zero(subject: VerifierSubject) -> str:
@@ -531,7 +529,7 @@ def _fit(seen: Int[np.ndarray, " C"], expected: Float[np.ndarray, " C"]) -> Fit:
 def keeps_what_is_rare(subject: VerifierSubject) -> str:
     """Tokens with a probability of one in thousands are accepted, and drawn, that often.
 
-    A rule whose dice are too coarse accepts and draws them too often, or never.
+    A rule whose uniforms have too few bits accepts and samples them too often, or never.
     """
     runs, vocabulary = max(1, 4 * subject.samples // ROWS), ONE_TOKEN.vocabulary
     bits = round(math.log2(runs * ROWS)) - 5
@@ -566,7 +564,7 @@ def keeps_what_is_rare(subject: VerifierSubject) -> str:
         raise Broken(
             f"tokens that are rarely due are drawn too often or too seldom: {fit.why} (p = {2 * fit.chi_square:.1g})"
         )
-    return f"{runs * ROWS} drafts; dice of {bits} bits {_SEEN}"
+    return f"{runs * ROWS} drafts; uniforms of {bits} bits {_SEEN}"
 
 
 VERIFIER_CHECKS: dict[str, Callable[[VerifierSubject], str]] = {

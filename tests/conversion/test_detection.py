@@ -108,34 +108,26 @@ AS_ANOTHER = {
 }  # fmt: skip
 
 
-def refusal(capsys: Any, *arguments: object) -> str:
-    code = run(list(map(str, arguments)))
-    out, err = capsys.readouterr()
-    assert (code, out, err.count("\n")) == (2, "", 1), err
-    assert err.startswith("error: ")
-    return err
-
-
 @pytest.mark.parametrize("name", AS_ANOTHER)
-def test_files_of_two_methods_are_refused(tmp_path: Path, directory: Path, capsys: Any, name: str) -> None:
+def test_files_of_two_methods_are_refused(tmp_path: Path, directory: Path, refused: Any, name: str) -> None:
     write, says = AS_ANOTHER[name]
     drafter = write(tmp_path / "head")
-    assert re.search(says, refusal(capsys, "generate", "--target", directory, "--drafter", drafter, *PROMPT))
+    assert re.search(says, refused("generate", "--target", directory, "--drafter", drafter, *PROMPT))
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_another_vocabulary_is_refused(tmp_path: Path, capsys: Any, name: str) -> None:
+def test_another_vocabulary_is_refused(tmp_path: Path, refused: Any, name: str) -> None:
     other = write_llama(tmp_path / "other", dataclasses.replace(TARGET, vocab_size=60))
-    line = refusal(capsys, "generate", "--target", other, "--drafter", CHECKPOINTS[name](tmp_path / "drafter"), *PROMPT)
+    line = refused("generate", "--target", other, "--drafter", CHECKPOINTS[name](tmp_path / "drafter"), *PROMPT)
     assert "a vocabulary of 61" in line and "60" in line
 
 
 @pytest.mark.parametrize("name", [name for name in CHECKPOINTS if name != DRAFT_MODEL])
-def test_another_width_is_refused(tmp_path: Path, capsys: Any, name: str) -> None:
+def test_another_width_is_refused(tmp_path: Path, refused: Any, name: str) -> None:
     mixer = dataclasses.replace(TARGET.layers[0].mixer, head_dim=12)
     layers = tuple(dataclasses.replace(layer, mixer=mixer) for layer in TARGET.layers)
     other = write_llama(tmp_path / "other", dataclasses.replace(TARGET, width=48, layers=layers))
-    line = refusal(capsys, "generate", "--target", other, "--drafter", CHECKPOINTS[name](tmp_path / "drafter"), *PROMPT)
+    line = refused("generate", "--target", other, "--drafter", CHECKPOINTS[name](tmp_path / "drafter"), *PROMPT)
     assert "features of width 32 but the target has 48" in line
 
 
@@ -157,10 +149,10 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("given", OPTIONS, ids=" ".join)
-def test_what_a_method_cannot_do_is_refused(tmp_path: Path, directory: Path, capsys: Any, given: tuple) -> None:
+def test_what_a_method_cannot_do_is_refused(tmp_path: Path, directory: Path, refused: Any, given: tuple) -> None:
     name, *options = given
     drafter = CHECKPOINTS[name](tmp_path / "drafter") if name in CHECKPOINTS else name
-    line = refusal(capsys, "generate", "--target", directory, "--drafter", drafter, *PROMPT, *options)
+    line = refused("generate", "--target", directory, "--drafter", drafter, *PROMPT, *options)
     assert OPTIONS[given] in line
 
 

@@ -164,7 +164,7 @@ def test_an_exact_rule_passes_every_check(rule: Any) -> None:
         r"\(rms\), all drafted tokens [12].\d% too frequent or all tokens drawn from p\^1.0[23]\d would have shown",
         str(report),
     )
-    assert "32256 drafts; dice of 10 bits would have shown" in str(report)
+    assert "32256 drafts; uniforms of 10 bits would have shown" in str(report)
 
 
 @pytest.mark.parametrize(
