@@ -171,7 +171,7 @@ def _qwen3_next() -> DecoderConfig:
     )
 
 
-# The counts that follow from these are checked against the published checkpoints.
+#: Configurations by name. The counts that follow from these are checked against the published checkpoints.
 KNOWN_MODELS: dict[str, DecoderConfig] = {
     "Llama-3.2-1B": _llama(2048, 8192, 16, 32, head_dim=64, tied=True, rope_factor=32.0),
     "Llama-3.2-3B": _llama(3072, 8192, 28, 24, tied=True, rope_factor=32.0),
