@@ -280,23 +280,23 @@ def _has_distribution(logits: Float[Array, "B N V"]) -> Bool[Array, "B N"]:
 
 @functools.partial(jax.jit, static_argnames=("loop", "capacity"))
 def prefill(loop: SpeculativeLoop, params: LoopParams, prompts: Prompts, *, capacity: int) -> GenerationState:
-    """Compiled :meth:`SpeculativeLoop.prefill`."""
+    """Compiled ``SpeculativeLoop.prefill``."""
     return loop.prefill(params, prompts, capacity)
 
 
 @functools.partial(jax.jit, static_argnames=("loop",), donate_argnames=("state",))
 def step(loop: SpeculativeLoop, params: LoopParams, state: GenerationState) -> Round:
-    """Compiled :meth:`SpeculativeLoop.step`. It consumes the given state and updates its caches in place."""
+    """Compiled ``SpeculativeLoop.step``. It consumes the given state and updates its caches in place."""
     return loop.step(params, state)
 
 
 @functools.partial(jax.jit, static_argnames=("loop",), donate_argnames=("state",))
 def run(loop: SpeculativeLoop, params: LoopParams, state: GenerationState) -> GenerationState:
-    """Compiled :meth:`SpeculativeLoop.run`. It consumes the given state and updates its caches in place."""
+    """Compiled ``SpeculativeLoop.run``. It consumes the given state and updates its caches in place."""
     return loop.run(params, state)
 
 
 @functools.partial(jax.jit, static_argnames=("loop", "capacity"))
 def generate(loop: SpeculativeLoop, params: LoopParams, prompts: Prompts, *, capacity: int) -> Outcome:
-    """Compiled :meth:`SpeculativeLoop.generate`: a whole generation is one executable."""
+    """Compiled ``SpeculativeLoop.generate``: a whole generation is one executable."""
     return loop.generate(params, prompts, capacity)

@@ -165,7 +165,7 @@ class DecoderTarget:
         return param_axes(Decoder, self.config, self.precision)
 
     def param_products(self) -> Params:
-        """Whether each parameter is a kernel that may be in FP8 (:mod:`eagle3_jax.models.quantised`)."""
+        """Whether each parameter is a kernel that may be in FP8 (``eagle3_jax.models.quantised``)."""
         return param_products(Decoder, self.config, self.precision)
 
     @property

@@ -156,7 +156,7 @@ def _qwen3_next() -> DecoderConfig:
     )
 
 
-# The counts that follow from these are checked against the published checkpoints.
+#: Configurations by name. The counts that follow from these are checked against the published checkpoints.
 KNOWN_MODELS: dict[str, DecoderConfig] = {
     "Llama-3.2-1B": _llama(2048, 8192, 16, (32, 8), 64, tie_embeddings=True, rope_factor=32.0),
     "Llama-3.2-3B": _llama(3072, 8192, 28, (24, 8), tie_embeddings=True, rope_factor=32.0),
