@@ -158,9 +158,8 @@ class CacheMemory(NamedTuple):
         if self.kernel is None or not flash.is_supported(queries, written):
             return by_xla(queries, written), written
         options = {"scale": scoring.factor(queries.shape[-1]), "softcap": scoring.softcap, "sinks": scoring.sinks}
-        by_kernel = jax.custom_jvp(
-            lambda queries, kv: flash.flash_attention(queries, kv, **self.kernel._asdict(), **options)
-        )
+        options |= self.kernel._asdict()
+        by_kernel = jax.custom_jvp(lambda queries, kv: flash.flash_attention(queries, kv, **options))
         by_kernel.defjvp(functools.partial(jax.jvp, by_xla))
         return by_kernel(queries, written), written
 

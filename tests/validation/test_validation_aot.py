@@ -114,6 +114,12 @@ def test_kernels_that_add_are_compared_without_their_names() -> None:
     assert renamed != lines and kernels_that_add(renamed) == kernels_that_add(lines)
 
 
+def test_kernels_that_add_are_compared_without_the_order_of_their_parameters() -> None:
+    lines = text("sums.cuda")
+    exchanged = re.sub(r"(  %parameter_2 = .*\n)(  %parameter_0 = .*\n)", r"\2\1", lines)
+    assert exchanged != lines and kernels_that_add(exchanged) == kernels_that_add(lines)
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [

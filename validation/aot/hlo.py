@@ -262,11 +262,16 @@ class Module:
         for called in _CALLED.findall(one.rest):
             inner: dict[str, str] = {}
             lines = []
-            for part in self.computations.get(called, ()):
+            # Parameters first, by number: the order in which a computation lists them says nothing.
+            for part in sorted(self.computations.get(called, ()), key=_parameter_number):
                 lines.append(self._canonical(part, inner))
                 inner[part.name] = f"v{len(inner)}"
             text += " {" + "\n".join(lines) + "}"
         return text
+
+
+def _parameter_number(one: Instruction) -> float:
+    return int(one.rest.partition(")")[0]) if one.op == "parameter" else math.inf
 
 
 def _space(layout: str) -> int:
