@@ -313,6 +313,8 @@ for index, candidate in enumerate(tuning.batches[0].candidates):
 axes.axhline(1.0, color="#3c4043", linewidth=1)
 axes.set(xscale="log", xlabel=f"batch size, {here.device}", ylabel="S = τ / (v + K·c)")
 axes.set_title("Speed-up by batch size and draft length")
+axes.set_xticks(BATCHES, [str(batch) for batch in BATCHES])
+axes.minorticks_off()
 axes.legend(fontsize="small")
 plt.show()
 
