@@ -399,8 +399,8 @@ HEADS = {
     "the head observes the wrong nodes of a tree": Mutant(
         SpeculativeLoop.step,
         (
-            "features = jnp.take_along_axis(output.features, nodes[:, :, None, None], axis=1)",
-            "features = output.features[:, : nodes.shape[1]]",
+            "features=on_path(output.features)",
+            "features=output.features[:, : nodes.shape[1]]",
         ),
         test_golden.check_official_trace,
         ("eagle3", "trace_eagle3_greedy_fp32", 12),
