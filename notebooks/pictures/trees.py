@@ -26,7 +26,7 @@ _MARKS = {
     REJECTED: ("X", "x"),
     UNVISITED: ("o", "circle-open"),
 }
-_ROW = 0.21  # inches from leaf to leaf
+_ROW = 0.3  # inches from leaf to leaf
 _LONGEST = 14  # letters of a token that are shown beside its node
 
 
@@ -102,9 +102,9 @@ def tree(
         axes.annotate(
             _shown(tokens[node]),
             (x[node], y[node]),
-            xytext=(6, 0),
+            xytext=(3, 4),
             textcoords="offset points",
-            va="center",
+            va="bottom",
             family="monospace",
             size=7.5,
             color="#1f2328" if one.kept(node) else "#4b5563",
@@ -219,7 +219,7 @@ def mask_map(mask: Any, labels: Sequence[str], *, title: str = "", depths: Seque
     font = {"family": "monospace", "size": 7, "parse_math": False}
     axes.set_xticks(range(count), shown, rotation=90, **font)
     axes.set_yticks(range(count), rows, **font)
-    axes.set(title=title, xlabel="is seen", ylabel="node" if depths is None else "node, and its level")
+    axes.set(title=title, xlabel="attends to", ylabel="node" if depths is None else "node, and its level")
     for spine in axes.spines.values():
         spine.set_visible(False)
     plt.close(figure)
