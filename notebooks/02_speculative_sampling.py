@@ -151,7 +151,7 @@ assert abs(alpha - (1 - distance)) < 1e-5, "acceptance is 1 - TV"
 #
 # The library samples a token from two uniforms: the first one chooses a group of 64 tokens, the second one the token
 # in the group. A cumulative sum over a whole vocabulary would round too much
-# ([why](../docs/decisions/0013-tokens-are-drawn-digit-by-digit.md)). With the same draft and the same 512 sets of
+# ([why](../docs/design.md#13-sampling-a-token-by-base-64-digits)). With the same draft and the same 512 sets of
 # uniforms, these lines decide as `e3.verify`, which is compiled and handles batches and trees.
 
 
