@@ -257,7 +257,7 @@ assert np.mean([m["loss"] for m in history[-10:]]) < 0.75 * history[0]["loss"], 
 # ## Acceptance of the trained head
 #
 # What counts is τ on held-out prompts. The shipped head has the same objective, with many times the steps on far more
-# text ([how it was made](../docs/shipped_pair.md)).
+# text ([how it was made](../docs/numbers.md#how-the-shipped-pair-was-made)).
 
 # %%
 shipped = e3.SpeculativeDecoder(
