@@ -43,7 +43,7 @@ def main() -> None:
 def _chain(target: e3.LoadedTarget) -> dict[str, Any]:
     decoder = e3.SpeculativeDecoder(target, e3.load_drafter(target=target), num_speculative_tokens=5)
     run = record(decoder, [PROMPT], max_new_tokens=[NEW_TOKENS], sampling=e3.SamplingParams(), seed=0)
-    strip = strips.TokenStrip(strips.tokens_of(run.prompts[0], target.tokenizer), "a chain of five, greedy")
+    strip = strips.TokenStrip(_tokens(run, target), "a chain of five, greedy")
     (HERE / "strip.svg").write_text(strip.svg(), encoding="utf-8")
     plain = record(
         e3.SpeculativeDecoder(target), [PROMPT], max_new_tokens=[NEW_TOKENS], sampling=e3.SamplingParams(), seed=0
@@ -53,10 +53,7 @@ def _chain(target: e3.LoadedTarget) -> dict[str, Any]:
         (f"{name}: {len(one.prompts[0]['rounds'])} passes through the target", one)
         for name, one in (("Plain decoding", plain), ("EAGLE-3", run))
     ]
-    race = [
-        (words, strips.TokenStrip(strips.tokens_of(one.prompts[0], target.tokenizer), "the same text, pass by pass"))
-        for words, one in lanes
-    ]
+    race = [(words, strips.TokenStrip(_tokens(one, target), "the same text, pass by pass")) for words, one in lanes]
     (HERE / "race.svg").write_text(strips.svg(race, seconds_per_round=0.2), encoding="utf-8")
     return {
         "new_tokens": len(run.result.tokens[0]),
@@ -67,6 +64,12 @@ def _chain(target: e3.LoadedTarget) -> dict[str, Any]:
         "plain_rounds": len(plain.prompts[0]["rounds"]),
         "same_as_plain": plain.result.tokens[0] == run.result.tokens[0],
     }
+
+
+def _tokens(run: Any, target: e3.LoadedTarget) -> list[strips.Token]:
+    """The prompt and the new tokens; the last round may have accepted more than the limit allows."""
+    prompt = run.prompts[0]
+    return strips.tokens_of(prompt, target.tokenizer)[: len(prompt["prompt_ids"]) + NEW_TOKENS]
 
 
 def _laws(target: e3.LoadedTarget) -> dict[str, Any]:
