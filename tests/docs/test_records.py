@@ -105,6 +105,18 @@ def test_choosing_quotes_its_records() -> None:
     assert f"{shares[0]} accept the first token, {shares[2]} the third and {shares[4]} the fifth" in said
 
 
+def test_pictures_of_records_say_what_the_pages_say() -> None:
+    drawn = (ROOT / "docs" / "pictures" / "make_records.py").read_text(encoding="utf-8")
+    plan = page("docs/deploying.md")
+    stages = re.findall(r"\((\d+), (\d+)\)", drawn.partition("STAGES = ")[2].partition("\n")[0])
+    assert len(stages) == 4 and all(f"| {share}% | {hours} h |" in plan for share, hours in stages)
+    assert ", ".join(f"{share} % for {hours}" for share, hours in stages).replace("34", "34 hours", 1) in plan
+    best = max(
+        (row for name, row in speeds.ROWS.items() if name.startswith("chain")), key=lambda row: row["ratio"]["median"]
+    )
+    assert f"K={best['num_draft_steps']} is the highest bar, {best['ratio']['median']:.2f};" in page("docs/numbers.md")
+
+
 def test_no_other_page_tells_a_measured_speed_up_of_a_chain() -> None:
     """The canonical benchmark is included by generated tables, and told in no other words."""
     for path in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md"):
