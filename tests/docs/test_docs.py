@@ -281,4 +281,4 @@ def test_pages_are_short_and_begin_with_what_they_are_for() -> None:
     for page in PAGES:
         lines = text_of(page).splitlines()
         assert len(lines) <= longer.get(page, 250), f"{page}: {len(lines)} lines"
-        assert lines[0].startswith("# "), page
+        assert lines[0].startswith("# ") and "![](" not in text_of(page), page
