@@ -14,15 +14,15 @@
 # %% [markdown]
 # # 02 · Speculative sampling
 #
-# A cheap head drafts tokens, and the generated text still has exactly the distribution of the expensive target. After
-# this notebook you can
+# A cheap head drafts tokens. An acceptance rule decides which of them to keep. The generated text has exactly the
+# distribution of the expensive target. After this notebook you can
 #
 # - write the acceptance rule in ten lines of numpy and read the acceptance probability off a plot;
-# - compare these lines with the library's compiled rule, decision by decision;
-# - prove that the rule is lossless by enumeration in rational numbers;
-# - recognize five ways of getting the rule almost right.
+# - compare a numpy version with the library's compiled rule, decision by decision;
+# - prove by enumeration in rational numbers that the rule is lossless;
+# - recognize five common mistakes in the rule.
 #
-# The notebook runs on a laptop CPU, offline. Read [01](01_memory_bound_decoding.ipynb) before.
+# The notebook runs on a laptop CPU, offline. Read [01](01_memory_bound_decoding.ipynb) first.
 
 # %% tags=["hide-input"]
 import first_cell
@@ -30,35 +30,36 @@ import first_cell
 first_cell.start(repository=True)
 
 # %% [markdown]
-# ## The rule in ten lines
+# ## Acceptance rule for one token
 #
 # The target has a distribution `p` over four tokens, the drafter a distribution `q`. The drafter samples a token `x`
-# from `q`. The rule accepts `x` if `u · q(x) < p(x)`, with `u` uniform in [0, 1). If it rejects `x`, it samples
-# another token from the **residual** `max(p − q, 0)`, divided by its sum.
+# from `q`. The rule accepts `x` with probability `min(1, p(x) / q(x))`. If it rejects `x`, it samples a token from the
+# **residual**: `max(p − q, 0)`, divided by its sum. Ten lines of numpy compute the distribution of the output.
 
 # %%
 import numpy as np
 
-p, q = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.2, 0.5, 0.1, 0.2])
-rng = np.random.default_rng(0)
-residual = np.maximum(p - q, 0)
-output = np.zeros(4)
-for _ in range(100_000):
-    x = rng.choice(4, p=q)
-    if not rng.random() * q[x] < p[x]:
-        x = rng.choice(4, p=residual / residual.sum())
-    output[x] += 1 / 100_000
+p = np.array([0.5, 0.3, 0.15, 0.05])  # target
+q = np.array([0.2, 0.5, 0.1, 0.2])  # drafter
+accept = np.minimum(1, p / q)  # for each draft token, the probability that it is accepted
+rejected = np.sum(q * (1 - accept))  # probability that the draft token is rejected
+residual = np.maximum(p - q, 0) / np.maximum(p - q, 0).sum()
+output = q * accept + rejected * residual  # drafted and accepted, or sampled from the residual
+for name, values in {"p": p, "q": q, "accept": accept, "residual": residual, "output": output}.items():
+    print(f"{name:9}", values.round(3))
+assert np.allclose(output, p), "the output has the target's distribution"
 
-accepted = np.minimum(p, q)  # probability that x is drafted and accepted
-print("p     ", p, "\nq     ", q, "\noutput", output.round(3))
-assert np.abs(output - p).max() < 0.01, "the output distribution is the target's"
-assert np.allclose(accepted + residual, p), "accepted and residual mass add up to p"
-assert np.isclose(residual.sum(), 1 - accepted.sum()), "a rejection has the mass of the residual"
+# %% tags=["hide-input"]
+from pictures import bars
+
+bars.laws(p, q, labels=list("ABCD"), residual=True, title="Target p and drafter q, four tokens")
+assert np.isclose(np.minimum(p, q).sum(), 1 - rejected)
+assert np.isclose(np.maximum(p - q, 0).sum(), rejected), "a rejection has the mass of the residual"
 
 # %% [markdown]
-# That is the whole proof for one token. A token `x` is drafted and accepted with probability `min(p, q)`. A rejection
-# has probability `1 − Σ min(p, q)`, which equals `Σ max(p − q, 0)`. Therefore the output has the distribution `min(p,
-# q) + max(p − q, 0) = p`.
+# This is the whole proof for one token. Token `x` is drafted and accepted with probability `min(p, q)`. The draft is
+# rejected with probability `1 − Σ min(p, q)`, which equals `Σ max(p − q, 0)`. Therefore the output has the distribution
+# `min(p, q) + max(p − q, 0) = p`.
 #
 # The acceptance probability is `α = Σ min(p, q)`. It equals one minus the *total variation distance* of the two
 # distributions. The rest of this notebook checks the rule on the distributions of a real pair.
@@ -76,8 +77,7 @@ import jax
 import jax.numpy as jnp
 import oracle  # tests/helpers/oracle.py: the published rules as plain loops
 from matplotlib import pyplot as plt
-from mutants import planted  # tests/helpers/mutants.py: injected bugs
-from pictures import bars
+from mutants import planted as inject_bug  # tests/helpers/mutants.py: injected bugs
 
 import eagle3_jax as e3
 from eagle3_jax.prompts import shipped
@@ -87,9 +87,9 @@ from validation.statistics import goodness_of_fit, smallest_deviation
 # %% [markdown]
 # ## Distributions of a real pair
 #
-# The target has just generated `parser = argparse.ArgumentParser`. It has a distribution `p` over its 4,096 tokens,
-# the head a distribution `q`. The head samples three draft tokens at temperature 1. One forward pass of the target
-# gives `p` after each of them. The same is done for fifteen other prompts.
+# The shipped target has just generated `parser = argparse.ArgumentParser`. It has a distribution `p` over its 4,096
+# tokens, the head a distribution `q`. The head samples three draft tokens at temperature 1. One forward pass of the
+# target gives `p` after each of them. Fifteen other prompts are processed in the same batch.
 
 # %%
 K = 3
@@ -105,9 +105,7 @@ pieces = [target.tokenizer.decode([token]) for token in range(V)]
 def round_of(state):
     """Plays a round and returns the new state, the draft tokens [B K+1], p [B K+1 V] and q [B K V]."""
     lengths = np.asarray(state.length)
-    known = [
-        row[: end - 1].tolist() for row, end in zip(np.asarray(state.tokens), lengths, strict=True)
-    ]
+    known = [row[: end - 1].tolist() for row, end in zip(np.asarray(state.tokens), lengths, strict=True)]
     played = decoder.step(state)
     draft = jax.device_get(played.draft)
     texts = [before + chain.tolist() for before, chain in zip(known, draft.tokens, strict=True)]
@@ -126,17 +124,20 @@ assert np.allclose(p.sum(-1), 1, atol=1e-5) and np.allclose(q.sum(-1), 1, atol=1
 
 # %% [markdown]
 # The blue outlines are `p`, the orange bars are `q`. The filled part is `min(p, q)`: its area is the acceptance
-# probability. The hatched part is the residual. Filled and hatched parts together are `p`.
+# probability. The hatched part is the residual. The filled part plus the hatched part is `p`.
 
-# %%
+# %% tags=["hide-input"]
 figure = bars.laws(
     p[0],
     q[0],
     labels=pieces,
     residual=True,
     top=10,
-    title="p and q after `argparse.ArgumentParser`",
+    title="Next token after argparse.ArgumentParser: target p and drafter q",
 )
+plt.show()
+
+# %%
 alpha = np.minimum(p[0], q[0]).sum()
 distance = np.abs(p[0] - q[0]).sum() / 2
 print(f"Σ min(p, q) = {alpha:.4f}, 1 - TV = {1 - distance:.4f}")
@@ -145,14 +146,15 @@ assert abs(alpha - (1 - distance)) < 1e-5, "acceptance is 1 - TV"
 # %% [markdown]
 # ## Chains of K tokens
 #
-# For `K` draft tokens the rule takes one after the other. At the first rejection it samples from the residual and
-# stops. If it accepts all of them, it samples one more token from the target, whose distribution after the last draft
-# token is known already (the **bonus**). So every round adds at least one token.
+# The rule processes `K` draft tokens in order. At the first rejection it samples from the residual and stops. If it
+# accepts all of them, it samples one more token, the **bonus**, from the target's distribution after the last draft
+# token. So every round adds at least one token.
 #
-# The library samples a token from two uniforms: the first one chooses a group of 64 tokens, the second one the token
-# in the group. A cumulative sum over a whole vocabulary would round too much
-# ([why](../docs/design.md#13-sampling-a-token-by-base-64-digits)). With the same draft and the same 512 sets of
-# uniforms, these lines decide as `e3.verify`, which is compiled and handles batches and trees.
+# A uniform `u` in [0, 1) accepts `x` if `u · q(x) < p(x)`, which has probability `min(1, p(x) / q(x))`. The library
+# samples a token with two uniforms: the first one chooses a group of 64 tokens, the second one chooses a token in the
+# group. A cumulative sum over the whole vocabulary would have larger rounding errors
+# ([design notes](../docs/design.md)). The cell applies the rule in numpy to one draft with 512 sets of uniforms. It
+# compares the result with `e3.verify`, which is compiled and handles batches and trees.
 
 
 # %%
@@ -200,12 +202,12 @@ def added_by_hand(q):
 
 ours, library = added_by_hand(q), added_by_library(chain)
 print("accepted tokens:", dict(sorted(Counter(len(row) - 1 for row in ours).items())))
-assert ours == library, "ten lines of numpy decide as e3.verify"
+assert ours == library, "numpy and e3.verify make the same decisions"
 
 # %% [markdown]
-# Every position is the same game with its own pair of distributions, given that all tokens before it were accepted.
-# For *these* three tokens the probability of accepting `x` is `min(1, p(x)/q(x))`. The probability of reaching
-# position `k` is the product. The 512 rows must follow the products.
+# Every position has its own pair of distributions. It is reached only if all tokens before it were accepted. So the
+# probability of accepting the first `k` of *these* three tokens is a product of `min(1, p(x)/q(x))`. The cell compares
+# the products with the frequencies in the 512 rows.
 
 # %%
 chance = np.minimum(1, p[np.arange(K), drafted] / q[np.arange(K), drafted])
@@ -219,12 +221,12 @@ for k in range(K):
 # %% [markdown]
 # ## Greedy drafts: a point mass
 #
-# Most engines draft greedily: `x` is the most likely token of the head. It was sampled from a **point mass**, so
-# `q(x) = 1`. The rule does not change: it accepts `x` with probability `p(x)`, and the residual is `p` without `x`.
-# What counts is the distribution that the token was *sampled from*, not what the network believed.
+# Most engines draft greedily: `x` is the most likely token of the head. Then the draft distribution is a **point
+# mass** with `q(x) = 1`. The rule accepts `x` with probability `p(x)`, and the residual is `p` without `x`. The rule
+# needs the distribution that the token was *sampled from*. The output of the network is a different distribution.
 #
-# A point mass is accepted with probability `p(x)`, a sampled token with probability `Σ min(p, q)`. The plot compares
-# both over the 96 first positions of six rounds.
+# A greedy draft token is accepted with probability `p(x)`, a sampled one with probability `Σ min(p, q)`. The plot
+# compares both for the first positions of six rounds.
 
 # %%
 firsts = list(zip(all_p[:, 0], all_q[:, 0], strict=True))
@@ -234,31 +236,34 @@ for _ in range(5):
 if_sampled = np.array([np.minimum(a, b).sum() for a, b in firsts])
 if_greedy = np.array([a[b.argmax()] for a, b in firsts])
 
-figure, ax = plt.subplots(figsize=(4.6, 4.2))
-ax.scatter(if_greedy, if_sampled, 18)
-ax.plot([0, 1], [0, 1], color="0.6", linewidth=1)
-ax.set(xlabel="accepted if greedy: p(x)", ylabel="accepted if sampled: Σ min(p, q)")
-ax.set_title("Temperature 1: above the line, sampling the draft is better")
 print(f"mean acceptance: sampled {if_sampled.mean():.3f}, greedy {if_greedy.mean():.3f}")
-assert if_sampled.mean() > 1.5 * if_greedy.mean(), "sampled drafts are accepted more often"
-assert 0.5 < np.mean(if_sampled > if_greedy) < 1, "mostly, not everywhere"
+assert if_sampled.mean() > 1.5 * if_greedy.mean(), "on average, sampled drafts are accepted more often"
+assert 0.5 < np.mean(if_sampled > if_greedy) < 1, "at most positions, but not at all"
 
 one_hot = np.eye(V, dtype=np.float32)[tokens[0]]
 points = [added_by_library(chain.replace(probs=probs)) for probs in (None, many(one_hot))]
 assert points[0] == points[1] == added_by_hand(one_hot[1:]), "a point mass is q one-hot"
 
+# %% tags=["hide-input"]
+figure, ax = plt.subplots(figsize=(4.6, 4.2))
+ax.scatter(if_greedy, if_sampled, 18)
+ax.plot([0, 1], [0, 1], color="0.6", linewidth=1)
+ax.set(xlabel="greedy draft: p(x)", ylabel="sampled draft: Σ min(p, q)")
+ax.set_title("Acceptance probability at temperature 1")
+plt.show()
+
 # %% [markdown]
 # ## Proof by enumeration
 #
-# A text generated round by round has *exactly* the distribution of the target. The cell proves it for a small
-# example: four tokens, `K = 2`, and another `p` and `q` after every prefix, in rational numbers. `law_of_round` adds
-# up everything that one round can do. The oracle of the test suite chains rounds until four tokens are generated: two
-# draft tokens, their bonus, and one token of the next round.
+# A text generated round by round has *exactly* the distribution of the target. The cell proves this for a small
+# example in rational numbers: a vocabulary of four tokens, `K = 2`, and a different `p` and `q` after every prefix.
+# `outcomes_of_round` computes the probability of every outcome of one round. The oracle of the test suite chains rounds
+# until four tokens are generated: two draft tokens, their bonus, and one token of the next round.
 
 
 # %%
-def laws_after(name, size=4):
-    """Another distribution after every prefix, in rational numbers."""
+def distributions_after(name, size=4):
+    """A different distribution after every prefix, in rational numbers."""
 
     @functools.cache
     def after(prefix):
@@ -268,7 +273,7 @@ def laws_after(name, size=4):
     return after
 
 
-P, Q = laws_after("target"), laws_after("draft")
+P, Q = distributions_after("target"), distributions_after("draft")
 
 
 class Rule(NamedTuple):
@@ -279,45 +284,44 @@ class Rule(NamedTuple):
     bonus: callable = lambda p, q: p
 
 
-def law_of_round(rule, prefix, left=2):
-    """Probability of everything that one round can add after a prefix."""
+def outcomes_of_round(rule, prefix, left=2):
+    """Probability of every sequence of tokens that one round can add after a prefix."""
     p, q = P(prefix), Q(prefix)
     if not left:
         return {(token,): mass for token, mass in enumerate(rule.bonus(p, q))}
-    law = Counter()
+    dist = Counter()
     for x in range(len(p)):  # drafted with probability q(x)
         keep = rule.keep(p[x], q[x])
-        for rest, mass in law_of_round(rule, (*prefix, x), left - 1).items():
-            law[(x, *rest)] += q[x] * keep * mass
+        for rest, mass in outcomes_of_round(rule, (*prefix, x), left - 1).items():
+            dist[(x, *rest)] += q[x] * keep * mass
         for token, mass in enumerate(rule.refused(p, q) if keep < 1 else ()):
-            law[(token,)] += q[x] * (1 - keep) * mass
-    return law
+            dist[(token,)] += q[x] * (1 - keep) * mass
+    return dist
 
 
 def total_variation(rule, horizon=4):
-    written = oracle.law_of_rounds(lambda prefix: law_of_round(rule, prefix), horizon)
+    written = oracle.law_of_rounds(lambda prefix: outcomes_of_round(rule, prefix), horizon)
     return oracle.total_variation(written, oracle.autoregressive_law(P, horizon))
 
 
-law = oracle.law_of_rounds(lambda prefix: law_of_round(Rule(), prefix), 4)
-print(f"{len(law)} texts")
+dist = oracle.law_of_rounds(lambda prefix: outcomes_of_round(Rule(), prefix), 4)
+print(f"{len(dist)} texts")
 print("total variation distance from the target's distribution:", total_variation(Rule()))
-assert len(law) == 4**4 and sum(law.values()) == 1
+assert len(dist) == 4**4 and sum(dist.values()) == 1
 assert total_variation(Rule()) == 0, "exactly, in rational numbers"
 
 # %% [markdown]
-# The distance is zero, not small. The test suite runs the same enumeration against the code of `e3.verify`, for
-# chains and trees ([test_exact_law.py](../tests/core/test_exact_law.py)).
+# The distance is exactly zero. The test suite runs the same enumeration against the code of `e3.verify`, for chains
+# and trees ([test_exact_law.py](../tests/core/test_exact_law.py)).
 #
 # ## Common mistakes
 #
-# These five mistakes are easy to make. transformers once shipped the third one. The enumeration gives the exact
-# distance of each from the target, and *after how many tokens* it shows.
+# The enumeration gives the exact distance from the target for five mistakes, by length of the text. A release of
+# transformers contained the third one.
 
 # %%
 uniform = lambda p, q: [
-    Fraction(weight > 0, sum(r > 0 for r in oracle.residual(p, q)))
-    for weight in oracle.residual(p, q)
+    Fraction(weight > 0, sum(r > 0 for r in oracle.residual(p, q))) for weight in oracle.residual(p, q)
 ]
 
 
@@ -334,87 +338,89 @@ mistakes = {
     "the residual is uniform": Rule(refused=uniform),
     "the bonus is sampled from q": Rule(bonus=lambda p, q: q),
 }
-distances = {
-    name: [total_variation(rule, n) for n in (1, 2, 3, 4)] for name, rule in mistakes.items()
-}
+distances = {name: [total_variation(rule, n) for n in (1, 2, 3, 4)] for name, rule in mistakes.items()}
 
-figure, ax = plt.subplots()
-for (name, values), marker in zip(distances.items(), "os^Dv", strict=True):
-    ax.plot((1, 2, 3, 4), [float(value) for value in values], marker=marker, label=name)
-ax.plot((1, 2, 3, 4), [0] * 4, color="0.3", marker=".", label="the rule")
-ax.set(
-    xlabel="tokens in the text",
-    ylabel="total variation distance",
-    xticks=(1, 2, 3, 4),
-    ylim=(-0.03, 0.7),
-)
-ax.set_title("Exact distance from the target's distribution")
-ax.legend(fontsize="small", ncols=2)
+print(f"{'tokens':28}1       2       3       4")
 for name, values in distances.items():
-    print(f"{name:26} " + "  ".join(f"{float(value):.4f}" for value in values))
+    print(f"{name:27} " + "  ".join(f"{float(value):.4f}" for value in values))
 
 assert all(values[3] > Fraction(1, 100) for values in distances.values()), (
     "every mistake changes the distribution"
 )
 assert all(values == sorted(values) for values in distances.values()), (
-    "a longer text never shows less"
+    "the distance never falls with the length"
 )
 bonus = distances["the bonus is sampled from q"]
-assert bonus[0] == bonus[1] == 0 < bonus[2], "a wrong bonus cannot be seen before token K + 1"
+assert bonus[0] == bonus[1] == 0 < bonus[2], "a wrong bonus is invisible before token K + 1"
+
+# %% tags=["hide-input"]
+figure, ax = plt.subplots()
+for (name, values), marker in zip(distances.items(), "os^Dv", strict=True):
+    ax.plot((1, 2, 3, 4), [float(value) for value in values], marker=marker, label=name)
+ax.plot((1, 2, 3, 4), [0] * 4, color="0.3", marker=".", label="correct rule")
+ax.set(xlabel="length of the text, tokens", ylabel="total variation distance")
+ax.set(xticks=(1, 2, 3, 4), ylim=(-0.03, 0.7))
+ax.set_title("Exact distance from the target's distribution, five mistakes")
+ax.legend(fontsize="small", ncols=2)
+plt.show()
 
 # %% [markdown]
-# A wrong bonus cannot be seen in the first `K` tokens, because the bonus is token `K + 1`. A test needs a horizon of
-# `K + 2` tokens to see also whether the next round starts correctly.
+# A wrong bonus does not change the first `K` tokens, because the bonus is token `K + 1`. A test needs at least `K + 2`
+# tokens to check that the next round starts correctly.
 #
 # ## Siblings in a draft tree
 #
-# A tree offers a second draft token for the same position. After the first one is rejected, the target's distribution
-# is the residual. So the second token is judged against the residual, and so on (the rule of SpecInfer). The
-# distribution stays exact for any number of siblings sampled from `q`. It becomes wrong if the second sibling is
-# judged against the whole `p` again.
+# A tree has several draft tokens (siblings) for the same position. After the first sibling is rejected, the residual
+# replaces the target's distribution. The second sibling is accepted or rejected under the residual, and so on (the rule
+# of SpecInfer). The output distribution is exact for any number of siblings sampled from `q`. It is wrong if the second
+# sibling is compared with the original `p` again.
 
 
 # %%
 def one_level(p, q, siblings, *, forget=False):
     """Distribution of the token at one level, and the probability that a sibling is accepted."""
-    law, want, refused = [Fraction(0)] * len(p), p, Fraction(1)
+    dist, want, refused = [Fraction(0)] * len(p), p, Fraction(1)
     for _ in range(siblings):
         keep = [min(a, b) for a, b in zip(want, q, strict=True)]
-        law = [mass + refused * kept for mass, kept in zip(law, keep, strict=True)]
+        dist = [mass + refused * kept for mass, kept in zip(dist, keep, strict=True)]
         refused *= 1 - sum(keep)
         rest = [max(a - b, Fraction(0)) for a, b in zip(want, q, strict=True)]
         total = sum(rest)
         want = p if forget else [mass / total for mass in rest]
-    return [mass + refused * last for mass, last in zip(law, want, strict=True)], 1 - refused
+    return [mass + refused * last for mass, last in zip(dist, want, strict=True)], 1 - refused
 
 
 p1, q1 = P(()), Q(())
 for siblings in (1, 2, 3):
-    law, chance = one_level(p1, q1, siblings)
+    dist, chance = one_level(p1, q1, siblings)
     print(f"siblings: {siblings}, one is accepted with probability {float(chance):.3f}")
-    assert law == p1, "exact for any number of siblings"
+    assert dist == p1, "exact for any number of siblings"
 wrong, _ = one_level(p1, q1, 2, forget=True)
 assert oracle.total_variation(dict(enumerate(wrong)), dict(enumerate(p1))) > Fraction(1, 100)
 
 p0, q0 = np.float64(p[0]), np.float64(q[0])
 by_samples = [one_level(p0.tolist(), q0.tolist(), n)[1] for n in range(1, 9)]
 by_rank = np.cumsum(p0[np.argsort(-q0)])[:8]
-print("real pair, 1 to 8 siblings sampled from q:", np.round(by_samples, 2))
-print("real pair, the 1 to 8 most likely of q:   ", by_rank.round(2))
-assert all(a <= b + 1e-12 for a, b in itertools.pairwise(by_samples)), "a sibling never hurts"
-assert by_rank[0] < by_samples[0] < by_rank[-1], "one: sampling wins; eight: a list wins"
+print("real pair, accepted with 1 to 8 siblings sampled from q:  ", np.round(by_samples, 2))
+print("real pair, accepted with the 1 to 8 most likely tokens of q:", by_rank.round(2))
+assert all(a <= b + 1e-12 for a, b in itertools.pairwise(by_samples)), (
+    "more siblings never lower the acceptance"
+)
+assert by_rank[0] < by_samples[0] < by_rank[-1], (
+    "one sibling: sampling is better; eight: the most likely tokens are"
+)
 
 # %% [markdown]
 # ## Statistical test of the compiled rule
 #
-# A proof is about a rule, and a program could still be wrong. The next cell samples 40,960 tokens through the
-# compiled code and compares the frequencies with `p` by Pearson's chi-square test. The cell also prints the smallest
-# deviation that the test would detect nine times in ten, and runs the test on an injected bug.
+# The enumeration proves the rule. The compiled program needs a test of its own. The next cell samples 40,960 tokens
+# with the compiled code and compares their frequencies with `p` by Pearson's chi-square test. It prints the smallest
+# deviation that the test detects with a probability of 90 %. It also runs the test on an injected bug.
 
 
 # %%
 def frequencies(chunks=40, rows=1024):
-    """Counts of the first token of a round, drafted from q and judged by e3.verify."""
+    """Counts of the first token of a round, drafted from q and verified by e3.verify."""
 
     @jax.jit
     def emit(keys, p, q):
@@ -427,10 +433,8 @@ def frequencies(chunks=40, rows=1024):
             valid=jnp.ones((rows, 2), bool),
             probs=jnp.broadcast_to(q, (rows, 2, V)),
         )
-        laws = jnp.broadcast_to(p, (rows, 2, V))
-        verdict = e3.verify(
-            draft, laws, accept=uniforms[:, :2], choose=uniforms[:, 4:], max_depth=1
-        )
+        dists = jnp.broadcast_to(p, (rows, 2, V))
+        verdict = e3.verify(draft, dists, accept=uniforms[:, :2], choose=uniforms[:, 4:], max_depth=1)
         return jnp.where(verdict.num_accepted > 0, x, verdict.next_token)
 
     keys = jax.random.split(jax.random.key(2), (chunks, rows))
@@ -439,21 +443,18 @@ def frequencies(chunks=40, rows=1024):
 
 exact = dict(enumerate(np.float64(p[0]) / p[0].sum(dtype=np.float64)))
 right = frequencies()
-with planted(e3.verify, "jnp.where(child, rest, walk.p)", "walk.p"):
+with inject_bug(e3.verify, "jnp.where(child, rest, walk.p)", "walk.p"):
     again_from_p = frequencies()
 
-fits = {
-    "the rule": goodness_of_fit(right, exact),
-    "resampled from p": goodness_of_fit(again_from_p, exact),
-}
+fits = {"the rule": goodness_of_fit(right, exact), "resampled from p": goodness_of_fit(again_from_p, exact)}
 for name, fit in fits.items():
     print(
-        f"{name:20} {fit.draws} draws, {fit.degrees} degrees of freedom, chi-square p = {fit.chi_square:.2g}"
+        f"{name:20} {fit.draws} samples, {fit.degrees} degrees of freedom, chi-square p = {fit.chi_square:.2g}"
     )
 visible = smallest_deviation(fits["the rule"].draws, fits["the rule"].degrees, alpha=1e-6)
-print(f"detected nine times in ten: probabilities off by {visible:.1%} (root mean square)")
+print(f"detected with probability 90 %: relative deviation of {visible:.1%} (root mean square)")
 assert fits["the rule"].chi_square > 1e-6, "the compiled rule has the target's distribution"
-assert fits["resampled from p"].chi_square < 1e-6, "the same test finds the injected bug"
+assert fits["resampled from p"].chi_square < 1e-6, "the same test detects the injected bug"
 assert visible < 0.1
 
 # %% [markdown]
@@ -463,8 +464,8 @@ assert visible < 0.1
 #
 # <details><summary>Answer</summary>
 #
-# `q` has all its mass on tokens that have no mass under `p`: `Σ min(p, q) = 0`. The residual is `p` itself, so each
-# round adds one token sampled from `p`. This is slow and still exact.
+# Every draft is rejected if `Σ min(p, q) = 0`, that is, if `p` is zero wherever `q` is not. The residual is then `p`
+# itself, so each round adds one token sampled from `p`. The output is exact, and drafting only costs time.
 #
 # </details>
 #
@@ -473,25 +474,23 @@ assert visible < 0.1
 #
 # <details><summary>Answer</summary>
 #
-# The first case is exact: `q` only has to be the distribution that the token was sampled from. In the second case the
-# output is wrong by the total variation distance printed below. No check inside a decoder can see it.
+# Yes in the first case: `q` has to be the distribution that the token was sampled from, and it is. No in the second
+# case: the output is wrong by the total variation distance printed below. No check inside a decoder can detect it.
 #
 # </details>
 #
-# **3.** Show that no exact rule accepts a token sampled from `q` more often.
+# **3.** Show that no exact rule accepts a token sampled from `q` with a higher probability.
 #
 # <details><summary>Answer</summary>
 #
-# A drafted and accepted token `x` has probability at most `q(x)`, because it has to be drafted, and at most `p(x)`,
-# because that is its share of the output. The sum over all tokens is at most `Σ min(p, q)`, which the rule reaches.
+# The probability that `x` is drafted and accepted is at most `q(x)`, because it must be drafted. It is also at most
+# `p(x)`, because `x` has probability `p(x)` in the output. The sum over all tokens is at most `Σ min(p, q)`. The rule
+# reaches this bound.
 #
 # </details>
 
 # %%
-nothing, everything = (
-    [Fraction(0), Fraction(1), Fraction(0)],
-    [Fraction(1, 2), Fraction(0), Fraction(1, 2)],
-)
+nothing, everything = ([Fraction(0), Fraction(1), Fraction(0)], [Fraction(1, 2), Fraction(0), Fraction(1, 2)])
 assert one_level(everything, nothing, 1) == (everything, 0), "exercise 1"
 
 cooler = q0**2 / (q0**2).sum()  # temperature 0.5
@@ -504,15 +503,15 @@ print(f"   sampled at 0.5 and declared at 1: total variation distance {lost:.3f}
 assert abs(dishonest.sum() - 1) < 1e-9 and lost > 0.02
 
 # %% [markdown]
-# ## What was claimed and checked
+# ## Checked claims
 #
 # - Accepted mass and residual mass add up to `p`. The acceptance probability is `Σ min(p, q) = 1 − TV`.
-# - Ten lines of numpy decide as `e3.verify` on the same uniforms. Acceptance multiplies along a chain.
+# - A numpy version and `e3.verify` make the same decisions on the same uniforms. Acceptance multiplies along a chain.
 # - A greedy draft is the same rule with a one-hot `q`. At temperature 1, sampled drafts are accepted more often on
 #   average.
-# - The distribution of a text of `K + 2` tokens is the target's, with a total variation distance of exactly 0. Five
-#   mistakes change it, and a wrong bonus cannot be seen before token `K + 1`.
-# - Any number of siblings is exact if each is judged against the residual of the one before.
-# - The compiled rule follows the target's distribution in 40,960 samples, by a test that finds an injected bug.
+# - A text of `K + 2` tokens has the target's distribution, with a total variation distance of exactly 0. Five mistakes
+#   change the distribution. A wrong bonus is invisible before token `K + 1`.
+# - Any number of siblings is exact if each one is verified under the residual of the one before.
+# - The tokens of the compiled rule follow the target's distribution in 40,960 samples. The test detects an injected bug.
 #
-# **Next:** [03](03_eagle3_head.ipynb), the draft head from inside.
+# **Next:** [03](03_eagle3_head.ipynb), the draft head, layer by layer.

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head as a drawing: what flows where, with the sizes of one particular head."""
+"""Drawing of the architecture of an EAGLE-3 head, with its sizes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _INK, _GUESS = "#57606a", "#c05a8e"
-_MAIN, _LOW, _ABOVE = 2.6, 1.0, 3.75  # heights of the stream, of the token, and of the residual
+_MAIN, _LOW, _ABOVE = 2.6, 1.0, 3.75  # heights of the feature, the token and the residual path
 
 
 def eagle3_head(config: Eagle3Config, num_layers: int) -> Figure:
-    """The head from the target's taps to a draft token; dashed, what replaces both inputs while it drafts.
+    """Draws the head from the target's features to a draft token. Dashed lines show the feedback while drafting.
 
     Args:
-        config: The head; it is drawn as the plain EAGLE-3 layer, without the variations of other dialects.
-        num_layers: ``L``, of its target.
+        config: The head. Variations of other EAGLE-3 layouts are not shown.
+        num_layers: Number of layers of the target.
     """
     import matplotlib.pyplot as plt
 
@@ -40,12 +40,12 @@ def eagle3_head(config: Eagle3Config, num_layers: int) -> Figure:
     _box(ax, 8.3, (_MAIN + _LOW) / 2 + 0.4, f"attention\n{2 * width} → {width}", width=1.7, height=1.5)
     _arrow(ax, (6.5, _MAIN), (7.45, _MAIN - 0.15))
     _arrow(ax, (7.1, _LOW), (7.45, _LOW + 0.85))
-    ax.text(6.85, (_MAIN + _LOW) / 2 + 0.25, "side by side", ha="center", va="center", fontsize=8, color=_INK)
+    ax.text(6.7, (_MAIN + _LOW) / 2 + 0.2, "concatenated", ha="center", va="center", fontsize=8, color=_INK)
     _node(ax, 9.9, _MAIN, "+")
     _arrow(ax, (9.15, _MAIN - 0.2), (9.7, _MAIN))
     ax.plot([4.75, 4.75, 9.9], [_MAIN + 0.2, _ABOVE, _ABOVE], color=_INK, linewidth=1.2)
     _arrow(ax, (9.9, _ABOVE), (9.9, _MAIN + 0.2))
-    ax.text(7.3, _ABOVE + 0.08, "residual, not normed", ha="center", va="bottom", fontsize=8, color=_INK)
+    ax.text(7.3, _ABOVE + 0.08, "residual path, before the norm", ha="center", va="bottom", fontsize=8, color=_INK)
     _box(ax, 11.2, _MAIN, "norm, MLP,\n+ residual", width=1.6)
     _arrow(ax, (10.1, _MAIN), (10.4, _MAIN))
     _box(ax, 13.0, _MAIN, "norm", width=0.9)
@@ -58,17 +58,17 @@ def eagle3_head(config: Eagle3Config, num_layers: int) -> Figure:
     ax.plot([12.25, 12.25, 4.4, 4.4], [_MAIN, 4.6, 4.6, _MAIN + 0.55], **dashed)
     _arrow(ax, (4.4, _MAIN + 0.6), (4.62, _MAIN + 0.17), color=_GUESS)
     note = {"ha": "center", "fontsize": 8, "color": _GUESS}
-    ax.text(8.3, 4.72, "next draft step: its own output, un-normed, skips fc", va="bottom", **note)
+    ax.text(8.3, 4.72, "next draft step: own output before the final norm, without fc", va="bottom", **note)
     ax.plot([14.9, 14.9, 4.75], [_LOW - 0.45, -0.2, -0.2], **dashed)
     _arrow(ax, (4.75, -0.2), (4.75, _LOW - 0.45), color=_GUESS)
     ax.text(9.8, -0.34, "next draft step: the drafted token", va="top", **note)
-    ax.set_title("EAGLE-3 head: reads three features and the next token, predicts the token after it")
+    ax.set_title("Architecture of an EAGLE-3 head")
     plt.close(fig)
     return fig
 
 
 def _target(ax: Axes, taps: tuple[int, ...], num_layers: int) -> None:
-    """The target as a pile of layers, and a line from every tap to where the features come together."""
+    """Draws the layers of the target and a line from every feature to ``fc``."""
     low, high = -0.35, 4.9
     step = (high - low) / num_layers
     for layer in range(num_layers):
@@ -85,7 +85,7 @@ def _target(ax: Axes, taps: tuple[int, ...], num_layers: int) -> None:
         _arrow(ax, (2.0, y), (2.53, _MAIN + 0.36 * (index - (len(taps) - 1) / 2)), color=DRAFTER)
     ax.text(0.65, high + 0.1, "target", ha="center", va="bottom", fontsize=9, color=_INK)
     ax.text(0.65, low - 0.1, "embedding", ha="center", va="top", fontsize=8, color=_INK)
-    ax.text(2.1, high + 0.1, "$f_t$: entering\nthese layers", ha="center", va="bottom", fontsize=8, color=DRAFTER)
+    ax.text(2.1, high + 0.1, "$f_t$: input of\nthese layers", ha="center", va="bottom", fontsize=8, color=DRAFTER)
 
 
 def _patch(corner: tuple[float, float], width: float, height: float, color: str, alpha: float = 0.13):

@@ -1,4 +1,4 @@
-"""Draft trees: which nodes verification took, refused and never came to, and which node sees which."""
+"""Draft trees: accepted, rejected and never visited nodes, and the ancestor mask."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 ROOT = "root"
 _INK = {**COLOURS, ROOT: "#1f2328"}
-# Never by colour alone: matplotlib's name, plotly's name.
+# Markers of matplotlib and plotly, so that color is not the only mark.
 _MARKS = {
     ROOT: ("s", "square"),
     ACCEPTED: ("o", "circle"),
@@ -27,24 +27,24 @@ _MARKS = {
     UNVISITED: ("o", "circle-open"),
 }
 _ROW = 0.3  # inches from leaf to leaf
-_LONGEST = 14  # letters of a token that are shown beside its node
+_LONGEST = 14  # characters of a token that are shown next to its node
 
 
 def statuses(parents: Sequence[int], path: Sequence[int]) -> list[str]:
-    """What became of each node, from the path that verification accepted.
+    """Classifies each node by the path that verification accepted.
 
-    Verification stands at a node and tries its children in order. So of the children of the root and of the accepted
-    nodes those before the accepted one were rejected, or all of them where none was; what lies behind the accepted one,
-    and below a rejected one, was never visited.
+    Verification tries the children of a node in order. Children before the accepted one are rejected. If no child is
+    accepted, all of them are rejected. Children after the accepted one, and all nodes below a rejected one, are never
+    visited.
 
     Args:
         parents: ``[N]``, -1 at the root.
-        path: The accepted nodes below the root, in order.
+        path: Accepted nodes below the root, in order.
 
     Returns:
         ``[N]``: ``"root"``, ``"accepted"``, ``"rejected"`` or ``"never visited"``.
     """
-    # From a node on the path to its accepted child; behind the last one all children were tried.
+    # Maps a node of the path to its accepted child. After the last node, all children were tried.
     taken = dict(zip([0, *path], [*path, len(parents)], strict=True))
     found = []
     for node, parent in enumerate(parents):
@@ -69,17 +69,17 @@ def tree(
     score: Sequence[float | None] | None = None,
     title: str = "",
 ) -> Figure:
-    """A draft tree from left to right, one level per column.
+    """Draws a draft tree from left to right, one level per column.
 
     Args:
         tokens: ``[N]``, texts.
-        parents: ``[N]``, -1 at the root; every parent stands before its children. What the target added may stand
-            behind the draft, as a child of the last accepted node.
-        status: ``[N]``, of :func:`statuses`, or ``"corrected"`` or ``"bonus"`` for what the target added.
-        p: ``[N]``, the target's probability of each node after its parent; ``None`` where there is none.
-        q: ``[N]``, the draft's.
-        score: ``[N]``, cumulative log-probability of the draft.
-        title: Above the tree.
+        parents: ``[N]``, -1 at the root; every parent comes before its children. The token that the target added can be
+            the last entry, as a child of the last accepted node.
+        status: ``[N]``, from :func:`statuses`; ``"corrected"`` or ``"bonus"`` for the token that the target added.
+        p: ``[N]``, the target's probability of each node after its parent; ``None`` if unknown.
+        q: ``[N]``, the drafter's probability of each node after its parent.
+        score: ``[N]``, cumulative log-probability under the drafter.
+        title: Title of the figure.
     """
     import matplotlib.pyplot as plt
 
@@ -102,7 +102,7 @@ def tree(
         axes.annotate(
             _shown(tokens[node]),
             (x[node], y[node]),
-            xytext=(3, 4),
+            xytext=(5, 2),  # above the edge to the first child
             textcoords="offset points",
             va="bottom",
             family="monospace",
@@ -123,12 +123,12 @@ def tree(
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
     figure.legend(loc="outside lower left", ncols=len(one.kinds()), fontsize="small")
-    plt.close(figure)  # shown once, by whoever is given it
+    plt.close(figure)  # the caller shows it
     return figure
 
 
 def interactive_rounds(rounds: Sequence[Mapping[str, Any]]) -> Interactive:
-    """Draws several trees with a slider; a tooltip shows everything known of a node.
+    """Draws several trees with a slider. A tooltip shows all values of a node.
 
     Args:
         rounds: The arguments of :func:`tree`, one mapping for each tree.
@@ -193,13 +193,13 @@ def interactive_rounds(rounds: Sequence[Mapping[str, Any]]) -> Interactive:
 
 
 def mask_map(mask: Any, labels: Sequence[str], *, title: str = "", depths: Sequence[int] | None = None) -> Figure:
-    """Which node sees which, as dark squares: a row sees its columns.
+    """Draws the ancestor mask: a dark square means that the node of the row attends to the node of the column.
 
     Args:
         mask: ``[N N]``, booleans.
         labels: ``[N]``, texts of the nodes.
-        title: Above the map.
-        depths: ``[N]``, levels, written behind the labels of the rows.
+        title: Title of the figure.
+        depths: ``[N]``, levels, written after the labels of the rows.
     """
     import matplotlib.pyplot as plt
     from matplotlib.colors import ListedColormap
@@ -219,7 +219,7 @@ def mask_map(mask: Any, labels: Sequence[str], *, title: str = "", depths: Seque
     font = {"family": "monospace", "size": 7, "parse_math": False}
     axes.set_xticks(range(count), shown, rotation=90, **font)
     axes.set_yticks(range(count), rows, **font)
-    axes.set(title=title, xlabel="attends to", ylabel="node" if depths is None else "node, and its level")
+    axes.set(title=title, xlabel="attended node", ylabel="node" if depths is None else "node and its level")
     for spine in axes.spines.values():
         spine.set_visible(False)
     plt.close(figure)
@@ -242,22 +242,22 @@ class _Tree:
         for name in ("parents", "status", "p", "q", "score"):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.tokens):
-                raise ValueError(f"{len(values)} {name} for {len(self.tokens)} nodes; give one for each")
+                raise ValueError(f"{len(values)} {name} for {len(self.tokens)} nodes; expected one per node")
         if unknown := set(self.status) - set(_MARKS):
             raise ValueError(f"status {sorted(unknown)} is not known; use {', '.join(_MARKS)}")
         if any(parent >= node for node, parent in enumerate(self.parents)):
-            raise ValueError("a node stands before its parent; number nodes so that parents come first")
+            raise ValueError("a node comes before its parent; number parents before their children")
 
     def kinds(self) -> list[str]:
-        """The statuses that occur, in the order of the legend."""
+        """Statuses of the tree, in the order of the legend."""
         return [kind for kind in _MARKS if kind in self.status]
 
     def kept(self, node: int) -> bool:
-        """Whether the text goes on with this node."""
+        """Whether the node is part of the generated text."""
         return self.status[node] in (ROOT, ACCEPTED, CORRECTED, BONUS)
 
     def places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Column and row of each node: leaves below each other, a parent beside the first of its children."""
+        """Column and row of each node. Each leaf has its own row; a parent has the row of its first child."""
         level, row = np.zeros(len(self.parents)), np.zeros(len(self.parents))
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(self.parents):
@@ -273,7 +273,7 @@ class _Tree:
         return level, row
 
     def described(self, node: int) -> str:
-        """What the pointer shows."""
+        """Text of the tooltip of a node."""
         lines = [f"<b>{_safe(repr(self.tokens[node]))}</b>", f"node {node}, {self.status[node]}"]
         for name, values, form in (
             ("p (target)", self.p, ".4f"),
@@ -286,7 +286,7 @@ class _Tree:
 
 
 def _shown(token: str) -> str:
-    """A token, so that white space is seen and a long one fits."""
+    """Text of a token with visible white space, shortened."""
     visible = token.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
     visible = "".join(letter if letter.isprintable() else "·" for letter in visible)
     return visible if len(visible) <= _LONGEST else f"{visible[: _LONGEST - 1]}…"
