@@ -14,34 +14,22 @@
 # %% [markdown]
 # # 01 · Why decoding is memory-bound
 #
-# A language model that generates one token at a time spends its time *reading weights*, not computing. Speculative
-# decoding uses the arithmetic units that are idle meanwhile. After this notebook you can
+# A language model that generates one token at a time spends most of its time reading weights. Its arithmetic units are
+# idle during that time. Speculative decoding uses them. After this notebook you can
 #
 # - compute the bytes that one decoding step reads, and bound tokens per second from a data sheet;
 # - place a decoding step on a roofline;
 # - explain why verifying six tokens costs about as much as generating one, and at which batch size that ends;
 # - read `S = τ / (v + K·c)`, the speed-up formula of all later notebooks.
 #
-# The notebook runs on a laptop CPU, offline, with the pair of models that ships with the package. It needs no other
-# notebook.
+# The notebook runs on a laptop CPU, offline, with the pair of models that ships with the package. It is the first of
+# the series.
 
 # %% tags=["hide-input"]
 import first_cell
 
 first_cell.start()
 
-# %% [markdown]
-# ## Bytes read by one decoding step
-#
-# To generate one token, the model multiplies every weight matrix by one vector. All weights travel from memory to the
-# cores. So do the keys and values of all earlier tokens (the *KV cache*). The arithmetic is small: two operations for
-# each weight.
-#
-# `eagle3_jax.theory` counts bytes and operations from the description of a model. The cell below does so for two
-# published models on an H200, for one sequence with a context of 1,024 tokens. The 70-billion model has 8-bit
-# weights. A step cannot be faster than its bytes divided by the bandwidth.
-
-# %%
 import dataclasses
 import itertools
 import time
@@ -67,15 +55,25 @@ from eagle3_jax.theory.memory import Deployment
 from eagle3_jax.theory.speedup import speedup
 from eagle3_jax.trace import record
 
+# %% [markdown]
+# ## Bytes read by one decoding step
+#
+# To generate one token, the model multiplies every weight matrix by one vector. The chip reads all weights from memory.
+# It also reads the keys and values of all earlier tokens (the *KV cache*). The arithmetic is small: two operations per
+# weight.
+#
+# `eagle3_jax.theory` counts the bytes and operations of a model from its configuration. The cell below counts them for
+# two published models on an H200, for one sequence with a context of 1,024 tokens. The 70-billion model has 8-bit
+# weights. The bytes divided by the bandwidth are a lower bound of the step time.
+
+# %%
 H200 = KNOWN_ACCELERATORS["h200"]
 CONTEXT = 1024
 
 
 def deployed(name, weights, accelerator=H200):
     target = KNOWN_MODELS[name]
-    return Deployment(
-        target=target, head=usual_head(target), accelerator=accelerator, weights=weights
-    )
+    return Deployment(target=target, head=usual_head(target), accelerator=accelerator, weights=weights)
 
 
 small, large = deployed("Llama-3.1-8B", "bfloat16"), deployed("Llama-3.3-70B", "fp8")
@@ -90,22 +88,20 @@ for name, one in (("Llama-3.1-8B, bfloat16", small), ("Llama-3.3-70B, FP8", larg
         f"{bound.plain_tokens_per_second:7.0f} tokens/s"
     )
     assert bound.plain_limit == "memory", "one sequence is bound by reading"
-    read = (
-        weights + cache + one.cache_bytes_per_token(one.target)
-    ) / H200.bandwidth_bytes_per_second
+    read = (weights + cache + one.cache_bytes_per_token(one.target)) / H200.bandwidth_bytes_per_second
     assert abs(bound.plain_seconds / read - 1) < 1e-9, (
         "the bound is bytes over bandwidth, the new token's own included"
     )
 
 # %% [markdown]
-# These are upper bounds on speed. Real kernels stay below them. A report of more tokens per second for one sequence
-# on this chip is wrong.
+# The last column is an upper bound of the speed. Real kernels stay below it. A report of more tokens per second for one
+# sequence on this chip is wrong.
 #
 # ## Arithmetic intensity and the ridge point
 #
-# The **arithmetic intensity** of a step is its number of operations per byte read. A chip has such a number too: peak
-# arithmetic divided by bandwidth, its **ridge point**. A step with a lower intensity waits for memory. A step with a
-# higher intensity waits for arithmetic.
+# The **arithmetic intensity** of a step is its number of operations per byte read. The **ridge point** of a chip is its
+# peak arithmetic divided by its bandwidth. A step with an intensity below the ridge point is memory-bound. A step with
+# an intensity above it is compute-bound.
 #
 # A plain step of one sequence has intensity 1. More tokens, from other sequences or from a draft, raise the
 # intensity, because they share one reading of the weights.
@@ -116,13 +112,7 @@ ridge = H200.peak_flops / H200.bandwidth_bytes_per_second
 
 def intensity(deployment, batch, tokens):
     work = forward_work(
-        deployment,
-        deployment.target,
-        batch=batch,
-        context=CONTEXT,
-        tokens=tokens,
-        logits=tokens,
-        fuse=False,
+        deployment, deployment.target, batch=batch, context=CONTEXT, tokens=tokens, logits=tokens, fuse=False
     )
     return (work.layer_flops + work.other_flops) / work.num_bytes
 
@@ -144,27 +134,16 @@ assert ridge > 200, "an H200 could do two hundred times more arithmetic in the t
 # the arithmetic limit. Choose an accelerator in the list. The points are steps of Llama-3.1-8B at several batch
 # sizes. Hover over a point for its lower bound in time.
 #
-# Compare the leftmost circle with the leftmost diamond (batch 1). They differ by a factor of six in arithmetic. On
-# the slope, both take the same time.
+# Compare the leftmost circle with the leftmost diamond (batch 1). The diamond has six times the arithmetic. On the
+# slope, both take the same time.
 
 # %% tags=["hide-input"]
 STEPS = [(batch, tokens) for batch in (1, 8, 64, 256) for tokens in (1, 6)]
-OFFERED = (
-    "h200",
-    "h100",
-    "b200",
-    "a100-80gb",
-    "l40s",
-    "l4",
-    "rtx-4090",
-    "mi300x",
-    "tpu-v5e",
-    "tpu-v6e",
-)
+OFFERED = ["h200", "h100", "b200", "a100-80gb", "l40s", "l4", "rtx-4090", "mi300x", "tpu-v5e", "tpu-v6e"]  # fmt: skip
 
 
-def said(chip):
-    """The least time of each step on a chip, in words."""
+def descriptions(chip):
+    """Lower bound of the time of each step on a chip, as text."""
     here = dataclasses.replace(small, accelerator=chip)
     bounds = [
         round_bound(here, batch=batch, context=CONTEXT, num_draft_tokens=tokens - 1)
@@ -179,9 +158,7 @@ def said(chip):
 chips = [KNOWN_ACCELERATORS[name] for name in OFFERED]
 points = [
     Step(
-        "plain step" if tokens == 1 else "verify 6 tokens",
-        intensity(small, batch, tokens),
-        f"batch {batch}",
+        "plain step" if tokens == 1 else "verify 6 tokens", intensity(small, batch, tokens), f"batch {batch}"
     )
     for batch, tokens in STEPS
 ]
@@ -189,42 +166,36 @@ for chip in chips:
     bound = round_bound(
         dataclasses.replace(small, accelerator=chip), batch=1, context=CONTEXT, num_draft_tokens=5
     )
-    assert bound.verify_limit == "memory", "six tokens of one sequence are on the slope"
-    assert bound.verify_cost < 1.001, "verifying them costs as much as a plain step"
-roofline(points, chips, [said(chip) for chip in chips])
+    assert bound.verify_limit == "memory", "verifying six tokens of one sequence is memory-bound"
+    assert bound.verify_cost < 1.001, "verifying six tokens costs as much as a plain step"
+roofline(points, chips, [descriptions(chip) for chip in chips])
 
 # %% [markdown]
 # ## Verification cost by batch size
 #
-# Other sequences raise the intensity as drafts do. At some batch size the slope ends. Let `v` be the cost of
-# verifying `K + 1` tokens, in plain steps. It is 1 on the slope and rises towards `K + 1` on the flat part. The plots
-# show the bound of `v` on an H200, and the upper bound of the speed-up for a drafter with three tokens per round.
+# More sequences raise the intensity, as draft tokens do. At some batch size a step reaches the ridge point. Let `v` be
+# the cost of verifying `K + 1` tokens, in plain steps. `v` is 1 on the slope and rises towards `K + 1` on the flat part.
+# The left plot shows the bound of `v` on an H200. The right plot shows the upper bound of the speed-up for a drafter
+# that adds three tokens per round.
 
 # %% tags=["hide-input"]
 TAU, K = 3.0, 5
 batches = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
 for name, one in (("Llama-3.1-8B, bfloat16", small), ("Llama-3.3-70B, FP8", large)):
-    bounds = [
-        round_bound(one, batch=batch, context=CONTEXT, num_draft_tokens=K) for batch in batches
-    ]
+    bounds = [round_bound(one, batch=batch, context=CONTEXT, num_draft_tokens=K) for batch in batches]
     costs = [bound.verify_cost for bound in bounds]
     left.plot(batches, costs, marker="o", label=name)
     right.plot(batches, [bound.speedup(TAU) for bound in bounds], marker="o", label=name)
     assert costs[0] < 1.001 and all(a <= b + 1e-12 for a, b in itertools.pairwise(costs)), (
-        "v only rises"
+        "v never falls with the batch size"
     )
-    assert costs[-1] > 3, "in a large batch six tokens cost several steps"
-left.set(
-    xscale="log",
-    xlabel="sequences",
-    ylabel="v, plain steps",
-    title=f"Cost of verifying {K + 1} tokens",
-)
+    assert costs[-1] > 3, "in a large batch, verifying six tokens costs several plain steps"
+left.set(xscale="log", xlabel="sequences", ylabel="v, plain steps", title=f"Cost of verifying {K + 1} tokens")
 right.set(
     xscale="log",
     xlabel="sequences",
-    ylabel="bound of the speed-up S",
+    ylabel="upper bound of the speed-up S",
     title=f"Speed-up with {TAU:g} tokens per round",
 )
 right.axhline(1, color="black", linewidth=1)
@@ -238,13 +209,13 @@ for name, one in (("Llama-3.1-8B", small), ("Llama-3.3-70B", large)):
 # %% [markdown]
 # ## Measurement on this machine
 #
-# The next cells measure instead of counting. The first one measures how fast this CPU reads memory and multiplies
-# matrices. The second one times a forward pass of the shipped target (10.9 million parameters) over 1, 2, 4, …
-# tokens. `eagle3_jax.bench` runs several forward passes in one compiled program, compiles before it starts the clock,
-# and waits for the result before it stops it. The sizes take turns, five times.
+# The next cell measures how fast this CPU reads memory and multiplies matrices. The cell after it times a forward pass
+# of the shipped target (10.9 million parameters) over 1, 2, 4, … tokens. `eagle3_jax.bench` runs several forward passes
+# in one compiled program. It compiles before it starts the clock and waits for the result before it stops the clock.
+# The block sizes are measured in turns, five times.
 #
-# The precision is `mixed`: bfloat16 weights and products, sums in float32. On CPUs it makes a block of several tokens
-# cheap.
+# The precision is `mixed`: bfloat16 weights and products, sums in float32. On CPUs, this precision makes a block of
+# several tokens cheap.
 
 # %%
 target = e3.load_target(dtype="mixed")
@@ -253,7 +224,7 @@ prompt = target.tokenizer.encode("def read_config(path):\n").ids
 
 
 def multiply_speed(size=1024, repeats=5):
-    """Operations per second of a product of square bfloat16 matrices, summed in float32."""
+    """Operations per second of a product of two square bfloat16 matrices, with float32 sums."""
     matrix = jnp.ones((size, size), jnp.bfloat16)
     product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
     jax.block_until_ready(product(matrix, matrix))
@@ -284,23 +255,20 @@ for size, one in spread.items():
     ratio = Spread.of([ours / plain for ours, plain in zip(taken[size], taken[1], strict=True)])
     print(
         f"{size:3} tokens: {one.median:6.2f} ms ({one.low:.2f}-{one.high:.2f})   v = {ratio.median:.2f} "
-        f"({ratio.low:.2f}-{ratio.high:.2f})   {one.median / size:.2f} ms a token"
+        f"({ratio.low:.2f}-{ratio.high:.2f})   {one.median / size:.2f} ms per token"
     )
 
 # %% [markdown]
 # The time per token in the last column falls with the number of tokens. The curve below is flat at first, then rises.
-# The ridge point of a CPU with few cores is at tens of operations per byte, so `v` rises sooner than on an H200. The
-# dashed lines show the time for reading the bytes and for the arithmetic, at the speeds measured above. The weights
-# fit into a large CPU cache, so a step may read faster than memory streams.
+# A CPU with few cores has a lower ridge point than an H200, so `v` rises earlier. The dashed lines show the time for
+# reading the bytes and the time for the arithmetic, at the speeds measured above. A large CPU cache can hold all weights
+# of this target, so a step can be faster than the line for reading.
 
 # %% tags=["hide-input"]
 here = Deployment(
     target=target.model.config, head=None, accelerator=H200, cache="float32"
 )  # mixed: caches in float32
-works = [
-    forward_work(here, here.target, batch=1, context=256, tokens=size, logits=size)
-    for size in SIZES
-]
+works = [forward_work(here, here.target, batch=1, context=256, tokens=size, logits=size) for size in SIZES]
 reading = [1e3 * work.num_bytes / bandwidth for work in works]
 computing = [1e3 * (work.layer_flops + work.other_flops) / arithmetic for work in works]
 
@@ -315,12 +283,12 @@ axes.plot(
     [middle[0] * size for size in SIZES],
     color="#9aa0a6",
     linestyle=":",
-    label="one token at a time",
+    label="proportional to the tokens",
 )
 axes.plot(SIZES, reading, color="#444", linestyle="--", label="reading only")
 axes.plot(SIZES, computing, color="#444", linestyle="-.", label="arithmetic only")
-axes.set(xscale="log", yscale="log", title="Several tokens share one reading of the weights")
-axes.set(xlabel="tokens in one forward", ylabel="time of a forward, ms")
+axes.set(xscale="log", yscale="log", title="Time of a forward pass by number of tokens")
+axes.set(xlabel="tokens in one forward pass", ylabel="time, ms")
 axes.set_xticks(SIZES, map(str, SIZES), minor=False)
 axes.minorticks_off()
 axes.legend()
@@ -332,12 +300,11 @@ assert 25 < computing[-1] / computing[0] < 40, "they compute 32 times as much"
 # %% [markdown]
 # ## One round of speculative decoding
 #
-# A model cannot verify tokens that do not exist yet. A small **draft head** therefore proposes `K` tokens. The target
-# runs on all of them in one forward pass, keeps the tokens that it would have generated itself, and adds one token of
-# its own. That is a **round**.
+# In each **round**, a small **draft head** proposes `K` tokens. The target runs on all of them in one forward pass. It
+# keeps the tokens that it would have generated itself and adds one more token.
 #
-# The strips show one text of the shipped target, generated plainly and with its head (`K = 3`). The color tells where
-# a token came from. Hover over a token for its round.
+# The strips show one text of the shipped target, generated by plain decoding and with the head (`K = 3`). The color of
+# a token shows its origin. Hover over a token for its round.
 
 # %%
 plain = e3.SpeculativeDecoder(target, stop_tokens=())
@@ -349,25 +316,24 @@ rounds = len(speculated.prompts[0]["rounds"])
 assert speculated.result.tokens == one_by_one.result.tokens, "speculation does not change the text"
 assert len(one_by_one.prompts[0]["rounds"]) == 63, "plain: one forward pass per token"
 assert rounds < 40, "with the head, many forward passes add more than one token"
-for trace, words in ((one_by_one, "Plain: 63 forward passes"), (speculated, f"Head: {rounds}")):
+for trace, words in ((one_by_one, "Plain: 63 forward passes"), (speculated, f"Head: {rounds} rounds")):
     display(TokenStrip(tokens_of(trace.prompts[0], target.tokenizer), words))
 
 # %% [markdown]
 # ## Speed-up formula `S = τ / (v + K·c)`
 #
-# - `τ`, the **mean acceptance length**, is the number of tokens that a round adds: the accepted tokens and one more.
+# - `τ`, the **mean acceptance length**, is the mean number of tokens that a round adds: the accepted tokens plus one.
 # - `v` is the cost of verifying `K + 1` tokens, in plain steps.
-# - `c` is the cost of one pass of the head, in plain steps. A round has `K` of them.
+# - `c` is the cost of one forward pass of the head, in plain steps. A round has `K` of them.
 #
-# A round costs `v + K·c` plain steps and adds `τ` tokens, so the speed-up is `S = τ / (v + K·c)`. The cell measures
-# the three numbers separately and compares the prediction with the ratio of two real runs, which take turns.
+# A round costs `v + K·c` plain steps and adds `τ` tokens. Therefore the speed-up is `S = τ / (v + K·c)`. The cell
+# measures the three numbers separately and predicts `S`. It compares the prediction with the ratio of the times of two
+# real runs, measured in turns.
 
 # %%
 stats = speculated.result.stats
 tau = stats.mean_acceptance_length
-assert tau == 1 + int(stats.num_accepted_tokens) / rounds, (
-    "one token per round besides those accepted"
-)
+assert tau == 1 + int(stats.num_accepted_tokens) / rounds, "a round adds the accepted tokens plus one"
 
 verify = [ours / step for ours, step in zip(taken[4], taken[1], strict=True)]
 draft = []
@@ -391,38 +357,35 @@ print(
 assert compared.same_output, "the same tokens again"
 
 # %% [markdown]
-# The prediction is approximate. `v` and `c` are timed in loops of their own, a round also has acceptance and
-# bookkeeping, and the ratio includes the prefill. The formula tells *which* of the three numbers to improve. Notebook
-# 07 measures all of them.
+# The prediction is approximate. `v` and `c` are timed in separate loops. A round also includes acceptance and
+# bookkeeping, and the measured ratio includes the prefill. The formula shows which of the three numbers to improve.
+# Notebook [07](07_measuring_and_batches.ipynb) measures them for several `K` and batch sizes.
 #
 # ## Common mistakes
 #
-# **Dividing peak arithmetic by the operations per token.** A data sheet promises 989·10¹² bfloat16 operations per
-# second. A token of a 70-billion model takes 141·10⁹. The quotient looks like a speed, and many published tables
-# print such numbers for "batch 1 to 4". The roofline shows that they are impossible.
+# **Dividing peak arithmetic by the operations per token.** The quotient has the unit of a speed, and many published
+# tables print such numbers for "batch 1 to 4". The cell compares it with the memory bound of the 70-billion model.
 
 # %%
 in_bfloat16 = dataclasses.replace(large, weights="bfloat16")
 work = forward_work(in_bfloat16, large.target, batch=1, context=CONTEXT, tokens=1, logits=1)
 wished = H200.peak_flops / (work.layer_flops + work.other_flops)
-allowed = round_bound(
-    in_bfloat16, batch=1, context=CONTEXT, num_draft_tokens=0
-).plain_tokens_per_second
-print(f"peak over operations: {wished:,.0f} tokens/s; bytes over bandwidth: {allowed:.0f}")
-print(f"wrong by a factor of {wished / allowed:.0f}")
+allowed = round_bound(in_bfloat16, batch=1, context=CONTEXT, num_draft_tokens=0).plain_tokens_per_second
+print(f"peak / operations: {wished:,.0f} tokens/s; bandwidth / bytes: {allowed:.0f} tokens/s")
+print(f"too high by a factor of {wished / allowed:.0f}")
 assert abs(wished / allowed * intensity(in_bfloat16, 1, 1) / ridge - 1) < 1e-6, (
-    "the factor is ridge over intensity"
+    "the factor is the ridge point divided by the intensity"
 )
 
 claim = check_claim(large, tokens_per_second=6200, batch=4, context=CONTEXT, num_draft_tokens=5)
 print(
-    f"\n'6,200 tokens/s with EAGLE-3 at batch 4': with every draft accepted at most {claim.bound:,.0f};"
-    f"\nplain decoding would need a batch of {claim.batch_needed} to get there"
+    f"\nclaim: 6,200 tokens/s with EAGLE-3 at batch 4; upper bound with every draft accepted: {claim.bound:,.0f}"
+    f"\nplain decoding would need batch {claim.batch_needed} for this speed"
 )
 assert not claim.possible and 3.5 < claim.share_of_bound < 4.2, "off by a factor of almost four"
 
 # %% [markdown]
-# **Judging a GPU by a CPU.** The `v` measured above is valid for this machine and this model only.
+# **Applying a CPU's `v` to a GPU.** The `v` measured above is valid for this machine and this model only.
 #
 # ## Exercises
 #
@@ -431,8 +394,8 @@ assert not claim.possible and 3.5 < claim.share_of_bound < 4.2, "off by a factor
 #
 # <details><summary>Answer</summary>
 #
-# A pass of the head reads about 1.2 GB, also in FP8, and a plain step reads 70.6 GB. Both are memory-bound, so the
-# bandwidth cancels: `c` is a ratio of bytes, about 0.018.
+# About 0.018. A forward pass of the head reads about 1.2 GB in FP8. A plain step reads 70.6 GB. Both are memory-bound,
+# so the bandwidth cancels and `c` is a ratio of bytes.
 #
 # </details>
 #
@@ -441,8 +404,8 @@ assert not claim.possible and 3.5 < claim.share_of_bound < 4.2, "off by a factor
 #
 # <details><summary>Answer</summary>
 #
-# There is no break-even batch any more. Every sequence adds a gigabyte of keys and values that no other sequence
-# uses, so the intensity does not rise with the batch and reading stays the limit.
+# There is no break-even batch any more. Every sequence adds a gigabyte of keys and values that no other sequence uses.
+# So the intensity hardly rises with the batch, and the step stays memory-bound.
 #
 # </details>
 #
@@ -450,7 +413,7 @@ assert not claim.possible and 3.5 < claim.share_of_bound < 4.2, "off by a factor
 #
 # <details><summary>Answer</summary>
 #
-# `τ = 2·(1 + 5·0.05) = 2.5`. With `K = 1` a round adds at most 2 tokens and costs 1.05, so `S` stays below 1.91.
+# `τ = 2·(1 + 5·0.05) = 2.5`. No: with `K = 1` a round adds at most 2 tokens and costs 1.05, so `S` is at most 1.905.
 #
 # </details>
 
@@ -473,16 +436,17 @@ assert short is not None and long is None
 assert abs(enough - 2) < 1e-9 and most < 1.91
 
 # %% [markdown]
-# ## What was claimed and checked
+# ## Checked claims
 #
-# - One sequence is memory-bound: the bound is bytes over bandwidth. The intensity is 1, and 6 for six tokens.
-# - The ridge point of an H200 is above 200 operations per byte. On ten accelerators, verifying six tokens is free at
-#   batch 1.
-# - `v` only rises with the batch. Dividing peak arithmetic by operations per token is wrong by ridge over intensity.
-# - Speculation generated the same tokens in fewer forward passes. `τ` is one plus accepted tokens per round.
-# - A published claim of 6,200 tokens/s is impossible by almost a factor of four.
+# - A decoding step of one sequence is memory-bound. Its lower bound is bytes divided by bandwidth. Its intensity is 1,
+#   and 6 for six tokens.
+# - The ridge point of an H200 is above 200 operations per byte. On ten accelerators, verifying six tokens at batch 1
+#   costs as much as a plain step, by the bound.
+# - `v` never falls with the batch size. Dividing peak arithmetic by operations per token is too high by a factor of
+#   ridge point divided by intensity.
+# - Speculation generated the same tokens in fewer forward passes. `τ` is one plus the accepted tokens per round.
+# - A published claim of 6,200 tokens/s is almost four times its upper bound.
 #
 # Times are printed and never asserted.
 #
-# **Next:** [02](02_speculative_sampling.ipynb), how a drafted token can be accepted without changing the distribution
-# of the text.
+# **Next:** [02](02_speculative_sampling.ipynb), the acceptance rule that keeps the target's distribution.

@@ -17,20 +17,19 @@
 # After this notebook you can
 #
 # - name every tensor of an EAGLE-3 checkpoint, and compute the head in thirty lines of `jax.numpy`;
-# - say which token is paired with which feature, and what the head reads at later draft steps;
+# - name the token that is paired with each feature, and the inputs of the head at later draft steps;
 # - measure what each part of the head contributes;
 # - recognize common mistakes in a port of a head by their effect on acceptance.
 #
 # The notebook runs on a laptop CPU, offline, with the shipped pair: a target of 12 layers and its EAGLE-3 head. Read
-# [01](01_memory_bound_decoding.ipynb) and [02](02_speculative_sampling.ipynb) before. The method is Li et al.,
-# *EAGLE-3* (arXiv 2503.01840).
+# [01](01_memory_bound_decoding.ipynb) and [02](02_speculative_sampling.ipynb) first. The method is Li et al., *EAGLE-3*
+# (arXiv 2503.01840). The drawing below shows the whole head.
 
 # %% tags=["hide-input"]
 import first_cell
 
 first_cell.start()
 
-# %% tags=["hide-input"]
 import dataclasses
 import functools
 import json
@@ -65,8 +64,8 @@ eagle3_head(config, layers)
 # %% [markdown]
 # ## Tensors of the checkpoint
 #
-# The drawing shows the whole head. The rest of this notebook follows its arrows. The file uses the names of the
-# official PyTorch code, with matrices as `[out, in]`. It has no embedding: the head uses the target's.
+# The rest of this notebook follows the arrows of the drawing. The checkpoint uses the tensor names of the official
+# PyTorch code, with matrices of shape `[out, in]`. It has no embedding, because the head uses the target's.
 
 # %%
 checkpoint = load_file(bundled("eagle3/model.safetensors"))
@@ -77,8 +76,8 @@ weights = [tensor for tensor in checkpoint.values() if tensor.dtype == jnp.bfloa
 count = sum(tensor.size for tensor in weights)
 print(f"\n{count:,} parameters, {2 * count / 1e6:.2f} MB in bfloat16; the target has", end=" ")
 print(f"{parameters(target.model.config).total:,}")
-assert count == parameters(config).total, "the description of the head counts the same parameters"
-assert drafter.params["embedding"] is target.params["embedding"], "one array, used by both models"
+assert count == parameters(config).total, "the configuration gives the same number of parameters"
+assert drafter.params["embedding"] is target.params["embedding"], "both models use one array"
 
 usual = usual_head(KNOWN_MODELS["Llama-3.1-8B"])
 large, base = parameters(usual), parameters(KNOWN_MODELS["Llama-3.1-8B"])
@@ -86,14 +85,14 @@ print(f"usual head of Llama-3.1-8B: {large.total / 1e6:.1f} M parameters, ", end
 print(
     f"{large.total / base.total:.1%} of the target, {(large.mlp + large.output) / large.total:.0%} in MLP and output"
 )
-assert large.mlp + large.output > 0.7 * large.total, "most of a large head"
+assert large.mlp + large.output > 0.7 * large.total, "most parameters of a large head"
 assert abs(2 * large.total - 849.4e6) < 0.1e6, "the published file has 850 MB, two bytes each"
 
 # %% [markdown]
 # ## A Llama block in plain `jax.numpy`
 #
-# The head has one Llama block whose attention reads twice the width, so these functions serve the target and the
-# head. They use the tensors of the checkpoints and nothing of the library, for one sequence in float32.
+# The head is one Llama block with attention inputs of twice the width, so these functions work for the target and the
+# head. They use only the tensors of the checkpoints, for one sequence in float32.
 
 # %%
 EPS, HEADS, KV_HEADS, SIZE, THETA = 1e-5, 4, 2, 64, 10_000.0
@@ -113,9 +112,7 @@ def rotate(x, positions):  # x: [T heads H]
 
 def attend(z, w, prefix, positions, past=None):  # z: [T D_in]; past: keys and values before it
     rows = len(z)
-    q, k, v = (
-        times(z, w[f"{prefix}.{one}_proj.weight"].T).reshape(rows, -1, SIZE) for one in "qkv"
-    )
+    q, k, v = (times(z, w[f"{prefix}.{one}_proj.weight"].T).reshape(rows, -1, SIZE) for one in "qkv")
     q, k = rotate(q, positions), rotate(k, positions)
     if past is not None:
         k, v = jnp.concatenate([past[0], k]), jnp.concatenate([past[1], v])
@@ -138,9 +135,9 @@ def difference(ours, theirs):  # largest, in units of the reference's largest en
 # %% [markdown]
 # ## Target features
 #
-# The head reads three *features*: the target's residual stream as it **enters** layers 2, 6 and 9 (in general `2,
-# L//2, L−3`), before any norm. A residual stream is a running sum of the embedding and of what every layer adds. The
-# cell runs the target by hand and keeps the stream that enters each layer.
+# The head reads three *features*: the target's residual stream at the **input** of layers 2, 6 and 9 (in general `2,
+# L//2, L−3`), before any norm. The residual stream is the sum of the embedding and the outputs of all earlier layers.
+# The cell runs the target by hand and keeps the stream at the input of each layer.
 
 # %%
 rows = [json.loads(line) for line in bundled("prompts.jsonl").read_text().splitlines()]
@@ -153,29 +150,24 @@ x, entering = tw["model.embed_tokens.weight"][tokens], []
 for i in range(layers):
     entering.append(x)
     block = f"model.layers.{i}"
-    added, _ = attend(
-        norm(x, tw[f"{block}.input_layernorm.weight"]), tw, f"{block}.self_attn", positions
-    )
+    added, _ = attend(norm(x, tw[f"{block}.input_layernorm.weight"]), tw, f"{block}.self_attn", positions)
     x = x + added
     x = x + mlp(norm(x, tw[f"{block}.post_attention_layernorm.weight"]), tw, f"{block}.mlp")
 final = norm(x, tw["model.norm.weight"])
 
 taps = config.aux_layers
-out = target.model(
-    target.params, tokens[None], positions[None], causal_mask(len(ids)), aux_layers=taps
-)
+out = target.model(target.params, tokens[None], positions[None], causal_mask(len(ids)), aux_layers=taps)
 features = jnp.stack([entering[i] for i in taps], axis=1)  # [T 3 D]
 print(
-    f"taps {taps}; by hand and by the library: features differ by {difference(features, out.features[0]):.1e},"
+    f"layers {taps}; relative difference from the library: features {difference(features, out.features[0]):.1e},"
 )
-print(f"final states by {difference(final, out.final[0]):.1e} of their largest entry")
+print(f"final states {difference(final, out.final[0]):.1e}")
 assert taps == (2, layers // 2, layers - 3)
 assert difference(features, out.features[0]) < 1e-5 and difference(final, out.final[0]) < 1e-5
 
 # %% [markdown]
-# The streams are not normalized, so their size grows with depth. Neighboring layers have similar streams, because
-# each layer adds little to the sum. A feature that is read one layer too early or too late is therefore hard to
-# notice.
+# The streams are not normalized, so their magnitude grows with depth. Neighboring layers have similar streams, because
+# each layer changes the sum little. Therefore a feature from a neighboring layer is a bug that is hard to notice.
 
 # %% tags=["hide-input"]
 streams = jnp.stack([*entering, x])
@@ -183,59 +175,41 @@ size = jnp.sqrt(jnp.mean(streams**2, axis=(1, 2)))
 units = streams / jnp.linalg.norm(streams, axis=-1, keepdims=True)
 alike = jnp.einsum("itd,jtd->ijt", units, units).mean(-1)
 fig, (left, right) = plt.subplots(1, 2, figsize=(8.6, 3.4), width_ratios=(1.25, 1))
-left.bar(
-    range(layers + 1),
-    size,
-    color=["#d97634" if i in taps else "#c3cad3" for i in range(layers + 1)],
-)
-left.set(
-    xlabel="stream entering layer (12: leaving the last)",
-    ylabel="root mean square",
-    xticks=range(layers + 1),
-)
-left.set_title("Feature size by depth (the head reads orange)")
+left.bar(range(layers + 1), size, color=["#d97634" if i in taps else "#c3cad3" for i in range(layers + 1)])
+left.set(xlabel="input of layer (12: final output)", ylabel="root mean square", xticks=range(layers + 1))
+left.set_title("Feature magnitude by depth (orange: features)")
 image = right.imshow(alike, cmap="viridis", vmin=0, vmax=1, origin="lower")
-right.set(
-    xlabel="stream entering layer", ylabel="stream entering layer", xticks=range(0, layers + 1, 2)
-)
-right.set_title("Similarity of layers")
+right.set(xlabel="input of layer", ylabel="input of layer", xticks=range(0, layers + 1, 2))
+right.set_title("Similarity of features")
 right.grid(visible=False)
 fig.colorbar(image, ax=right, label="mean cosine", shrink=0.85)
 plt.show()
 
 assert size[taps[0]] < size[taps[1]] < size[taps[2]], "the highest feature is the largest"
-assert all(alike[i, i + 1] > 0.7 for i in range(1, layers)), (
-    "one layer further is nearly the same vector"
-)
+assert all(alike[i, i + 1] > 0.7 for i in range(1, layers)), "neighboring layers have similar features"
 
 # %% [markdown]
 # ## Fusion `fc`
 #
-# The three features are concatenated, low layer first, `[3·D]`. One matrix without a bias maps them to the width of
-# the head.
+# The three features are concatenated to a vector of size `3·D`, low layer first. One matrix without a bias maps it to
+# the width of the head.
 
 # %%
-w = {
-    name: tensor.astype(jnp.float32)
-    for name, tensor in checkpoint.items()
-    if tensor.dtype == jnp.bfloat16
-}
+w = {name: tensor.astype(jnp.float32) for name, tensor in checkpoint.items() if tensor.dtype == jnp.bfloat16}
 fused = times(features.reshape(len(ids), -1), w["fc.weight"].T)
 
 head = bind(Eagle3Head, config, drafter.drafter.precision, drafter.params["head"])
 theirs = head.fuse(out.features)[0]
-print(
-    f"{features.shape} -> {fused.shape}, differs from the library by {difference(fused, theirs):.1e}"
-)
+print(f"{features.shape} -> {fused.shape}, differs from the library by {difference(fused, theirs):.1e}")
 assert difference(fused, theirs) < 1e-5
 
 # %% [markdown]
 # ## Pairs of feature and next token
 #
-# The feature `f_t` holds what the target computed after reading `x_t`. When the head runs, the next token `x_{t+1}`
-# is known as well. So the head pairs `f_t` with the **next** token and predicts the token after it, `x_{t+2}`, at
-# rotary position `t`. Tokens are shifted by one, positions are not. For the last pair the next token is the **root**:
-# the target has chosen it but has not run on it.
+# The target computes the feature `f_t` from the tokens up to `x_t`. When the head runs, the next token `x_{t+1}` is
+# already known. The head pairs `f_t` with this **next** token and predicts the token after it, `x_{t+2}`, at rotary
+# position `t`. Tokens are shifted by one, positions are not. In the last pair the next token is the **root**. The target
+# has chosen the root but has not processed it yet.
 
 # %%
 root = int(jnp.argmax(target.model.unembed(target.params, out.final)[0, -1]))
@@ -249,10 +223,10 @@ for t in range(len(ids) - 5, len(ids)):
 # %% [markdown]
 # ## The draft layer
 #
-# The token's embedding and the fused feature each get their own norm and are concatenated, **embedding first**. Only
-# queries, keys and values read both, so these three matrices are twice as wide. The residual starts from the fused
-# feature, **not** normed. The embedding has no residual path: it enters through attention only. The final norm is
-# applied before the output matrix only.
+# The embedding of the token and the fused feature have separate norms. The results are concatenated, **embedding
+# first**. Only queries, keys and values read the concatenation, so these three matrices have twice the input width. The
+# residual path starts from the fused feature **before** its norm. The embedding has no residual path. The final norm is
+# applied only before the output matrix.
 
 
 # %%
@@ -273,16 +247,12 @@ def draft_logits(output):
 
 output, known = head_step(shifted, fused, positions)
 seen = e3.Observation(
-    tokens=tokens[None],
-    features=out.features,
-    length=jnp.array([len(ids)]),
-    next_token=jnp.array([root]),
+    tokens=tokens[None], features=out.features, length=jnp.array([len(ids)]), next_token=jnp.array([root])
 )
 empty = drafter.drafter.init(drafter.params, 1, 128)
 state = drafter.drafter.observe(drafter.params, empty, seen)
 kept = [
-    getattr(state.cache.layers[0], name)[0, :, : len(ids)].transpose(1, 0, 2)
-    for name in ("keys", "values")
+    getattr(state.cache.layers[0], name)[0, :, : len(ids)].transpose(1, 0, 2) for name in ("keys", "values")
 ]
 for name, ours, theirs in (
     ("output at the last pair", output[-1], state.output[0]),
@@ -296,9 +266,9 @@ for name, ours, theirs in (
 # %% [markdown]
 # ## Draft vocabulary
 #
-# The output matrix covers 2,048 of the target's 4,096 tokens: the frequent ones. `d2t` maps a draft id to a target id
-# as an **offset**: `target = draft + d2t[draft]`. `t2d` marks the target tokens that can be drafted. Inference does
-# not need it. In memory the library keeps absolute ids.
+# The output matrix covers the 2,048 most frequent of the target's 4,096 tokens. `d2t` maps a draft id to a target id as
+# an **offset**: `target = draft + d2t[draft]`. `t2d` marks the target tokens that can be drafted. Inference does not
+# need `t2d`. In memory the library keeps absolute ids.
 
 # %%
 d2t, t2d = np.array(checkpoint["d2t"]), np.array(checkpoint["t2d"])
@@ -315,10 +285,14 @@ for one in best.tolist():
 # %% [markdown]
 # ## Draft loop
 #
-# There is no feature for the second draft token, because the target has not run yet. The head's own output takes its
-# place, as it left the layer, **before** the final norm and without `fc`. The drafted token takes the place of the
-# next token, the position increases by one, and the step's keys and values are appended. Four more steps give a chain
-# of five, equal to the library's `propose`.
+# There is no feature for the second draft token, because the target has not run yet. Each further draft step therefore
+# replaces both inputs:
+#
+# - The head's own output replaces the feature: **before** the final norm, and without `fc`.
+# - The drafted token replaces the next token.
+#
+# The position increases by one, and the keys and values of the step are appended to the cache. The chain is equal to
+# that of the library's `propose`.
 
 # %%
 stream, past, drafted = output[-1:], known, []
@@ -335,14 +309,13 @@ print("the library: ", proposed.tokens[0, 1:].tolist(), " after the root", text[
 assert drafted == proposed.tokens[0, 1:].tolist()
 
 # %% [markdown]
-# That is all of EAGLE-3 except draft trees, which are notebook [05](05_draft_trees.ipynb).
+# This is all of EAGLE-3 except draft trees. Notebook [05](05_draft_trees.ipynb) adds them.
 #
 # ## Ablation: the contribution of each part
 #
-# A drafter cannot change the text, so any part may be broken and only τ changes. The drafter below reads the stream
-# of **every** layer and edits what reaches the head. The edit is data, so all variants share one compiled program:
-# which layers are read, the share of each feature that is kept, the value in its place, and whether the shift of the
-# tokens is missing.
+# A drafter cannot change the text. A broken part changes only τ. The drafter below reads the stream of **every** layer
+# and edits the inputs of the head. The edit is data, so all variants share one compiled program. It sets the layers, the
+# share of each feature that is kept, a replacement value, and whether the tokens are shifted.
 
 
 # %%
@@ -365,9 +338,7 @@ class Meddled:
 
     def observe(self, params, state, seen):
         features = seen.features[:, :, params["taps"]] * params["keep"][:, None] + params["instead"]
-        last = jnp.take_along_axis(seen.tokens, jnp.maximum(seen.length - 1, 0)[:, None], axis=1)[
-            :, 0
-        ]
+        last = jnp.take_along_axis(seen.tokens, jnp.maximum(seen.length - 1, 0)[:, None], axis=1)[:, 0]
         late = seen.replace(
             tokens=jnp.roll(seen.tokens, 1, axis=1), next_token=last
         )  # every token one pair too late
@@ -393,9 +364,7 @@ intact = {
 
 def run(**changes):
     loaded = e3.LoadedDrafter(Meddled(chain), intact | changes)
-    return e3.SpeculativeDecoder(target, loaded, stop_tokens=()).generate(
-        prompts, max_new_tokens=NEW
-    )
+    return e3.SpeculativeDecoder(target, loaded, stop_tokens=()).generate(prompts, max_new_tokens=NEW)
 
 
 plain = e3.SpeculativeDecoder(target, Plain(num_nodes=K + 1), stop_tokens=()).generate(
@@ -404,14 +373,13 @@ plain = e3.SpeculativeDecoder(target, Plain(num_nodes=K + 1), stop_tokens=()).ge
 whole = run()
 direct = e3.SpeculativeDecoder(target, drafter, num_speculative_tokens=K, stop_tokens=())
 assert whole.tokens == plain.tokens, "the text of plain decoding"
-print(
-    f"{len(prompts)} prompts, {NEW} new tokens each: τ = {whole.stats.mean_acceptance_length:.2f}"
-)
+print(f"{len(prompts)} prompts, {NEW} new tokens each: τ = {whole.stats.mean_acceptance_length:.2f}")
 
 # %% [markdown]
-# `mean` replaces a feature by its mean over other text, which keeps the input of `fc` at its usual size. "No feature"
-# zeroes all three features (the head still reads its own output), "no embedding" zeroes the table that the head
-# reads, and a head with random weights is the lower bound.
+# - `mean` replaces a feature by its mean over other text, so the input of `fc` keeps its usual magnitude.
+# - "No feature" sets all three features to zero. The head still reads its own output.
+# - "No embedding" sets the embedding table of the head to zero.
+# - A head with random weights is the lower bound.
 
 # %%
 other = jnp.array([target.tokenizer.encode(one["prompt"]).ids[:64] for one in rows[1::8]][:4])
@@ -427,7 +395,7 @@ def without(*which, by_mean):
 
 random_head = drafter.params | {"head": drafter.drafter.init_params(jax.random.key(0))}
 variants = {
-    "as it is": {},
+    "unchanged": {},
     "low feature: mean": without(0, by_mean=True),
     "middle feature: mean": without(1, by_mean=True),
     "high feature: mean": without(2, by_mean=True),
@@ -439,38 +407,37 @@ variants = {
 results = {name: run(**changes) for name, changes in variants.items()}
 tau = {name: one.stats.mean_acceptance_length for name, one in results.items()}
 assert all(one.tokens == plain.tokens for one in results.values()), (
-    "whatever is broken, the text is the target's"
+    "every variant generates the target's text"
 )
+ceiling = tau["unchanged"]
+others = min(tau["low feature: mean"], tau["middle feature: mean"])
+assert all(one < ceiling for name, one in tau.items() if name != "unchanged"), "every part is used"
+assert tau["high feature: mean"] < others, "the high feature contributes most"
+assert tau["high feature only"] < others, "one feature does not replace three"
+assert tau["no feature"] - 1 < 0.2 * (ceiling - 1), "without features the head is nearly useless"
+assert tau["no embedding"] - 1 < 0.3 * (ceiling - 1), "without the chosen token it is nearly useless, too"
+assert tau["random head"] < 1.05
 
+# %% tags=["hide-input"]
 names = list(tau)[::-1]
 fig, ax = plt.subplots(figsize=(7.2, 3.2))
 ax.bar_label(ax.barh(names, [tau[name] for name in names]), fmt="%.2f", padding=3)
 ax.axvline(1, color="#57606a", linewidth=1, linestyle="--")
-ax.set(
-    xlim=(0, 3.5), xlabel="τ, tokens per round", title="τ without a part (same text in all rows)"
-)
+ax.set(xlim=(0, 3.5), xlabel="τ, tokens per round", title="Ablation: τ without a part of the head")
 ax.grid(axis="y", visible=False)
 plt.show()
-ceiling = tau["as it is"]
-others = min(tau["low feature: mean"], tau["middle feature: mean"])
-assert all(one < ceiling for name, one in tau.items() if name != "as it is"), "every part is used"
-assert tau["high feature: mean"] < others, "the high feature contributes most"
-assert tau["high feature only"] < others, "one feature does not replace three"
-assert tau["no feature"] - 1 < 0.2 * (ceiling - 1), "without features hardly anything is left"
-assert tau["no embedding"] - 1 < 0.3 * (ceiling - 1), "nor without the chosen token"
-assert tau["random head"] < 1.05
 
 # %% [markdown]
-# The high feature contributes most. Neither the features nor the embedding alone are of much use: features hold what
-# the target expected, the embedding holds what was chosen. The chart shows what *this* head relies on. The ablation
-# of the paper is different, because it trains each variant anew.
+# The high feature contributes most. Neither the features nor the embedding alone are of much use. The features contain
+# the target's expectation, the embedding contains its choice. The chart describes this trained head. The ablation in the
+# paper is different, because it trains a new head for each variant.
 #
 # ## Acceptance by draft depth
 #
-# From the second draft token on, the head reads its own output instead of a feature. It was trained for that: the
+# From the second draft token on, the head reads its own output instead of a feature. It was trained for this input: the
 # *training-time test* unrolls the head on its own outputs, with the tokens of the text. The training objective counts
-# the hits at each depth. The plot compares these hits with the conditional acceptance of the real run, which only
-# counts drafts whose ancestors were all accepted.
+# the correct predictions at each depth. The plot compares their share with the conditional acceptance rate of a real
+# run. This rate counts only rounds that accepted all earlier draft tokens.
 
 # %% tags=["hide-input"]
 traced = trace.record(
@@ -485,84 +452,67 @@ texts, learn = np.zeros((len(prompts), longest), np.int32), np.zeros((len(prompt
 for index, one in enumerate(plain.rows):
     texts[index, : starts[index] + NEW] = one.prompt_tokens + one.tokens
     learn[index, starts[index] - 1 : starts[index] + NEW - 2] = (
-        True  # entry t is about x_{t+2}: written by the target
+        True  # entry t predicts x_{t+2}, a token that the target generated
     )
 real = np.arange(longest) < np.array(starts)[:, None] + NEW
-batch = TTTBatch(
-    tokens=jnp.array(texts), attention_mask=jnp.array(real), loss_mask=jnp.array(learn)
-)
+batch = TTTBatch(tokens=jnp.array(texts), attention_mask=jnp.array(real), loss_mask=jnp.array(learn))
 frozen = {
     "target_params": target.params,
     "embedding": drafter.params["embedding"],
     "draft_to_target": drafter.params["draft_to_target"],
 }
 ttt = TTTConfig(num_steps=K, denominator="supervised")
-objective = jax.jit(
-    lambda head_params: ttt_loss(chain, target.model, head_params, frozen, batch, ttt)[1]
-)
+objective = jax.jit(lambda head_params: ttt_loss(chain, target.model, head_params, frozen, batch, ttt)[1])
 metrics = {name: float(value) for name, value in objective(drafter.params["head"]).items()}
 hits = [metrics[f"accuracy_{depth}"] for depth in range(K)]
 conditional = stats.conditional_acceptance_rate
 
 depths = range(1, K + 1)
 fig, ax = plt.subplots(figsize=(7.2, 3.2))
-ax.plot(depths, [hits[0]] * K, "--", color=SERIES[2], label="true features at every depth")
+ax.plot(depths, [hits[0]] * K, "--", color=SERIES[2], label="target's features at every depth")
+ax.plot(depths, hits, "o-", color=SERIES[0], label="own output, training-time test")
 ax.plot(
-    depths,
-    hits,
-    "o-",
-    color=SERIES[0],
-    label="own output, tokens of the text (training-time test)",
+    depths, conditional, "s-", color=SERIES[1], label="own output, real rounds (conditional acceptance rate)"
 )
-ax.plot(
-    depths,
-    conditional,
-    "s-",
-    color=SERIES[1],
-    label="own output, real rounds (conditional acceptance)",
-)
-ax.set(ylim=(0, 1), xticks=depths, xlabel="depth of the draft token", ylabel="share of hits")
-ax.set_title("Hits of the head by draft depth")
+ax.set(ylim=(0, 1), xticks=depths, xlabel="depth of the draft token", ylabel="share of correct tokens")
+ax.set_title("Correct draft tokens by depth")
 ax.legend(loc="lower left")
 plt.show()
 
 simulated, measured = metrics["simulated_tau"], stats.mean_acceptance_length
 print(
-    "training-time test:    ",
+    "correct, training-time test:",
     *(f"{one:.2f}" for one in hits),
     f"  τ of a chain on this text {simulated:.2f}",
 )
 print(
-    "conditional acceptance:",
+    "conditional acceptance rate:",
     *(f"{one:.2f}" for one in conditional),
     f"  τ of the real rounds      {measured:.2f}",
 )
-assert hits[0] > hits[1] > hits[4], "each step without a true feature costs hits"
-assert min(conditional[3:]) > max(hits[3:]), "text that reaches depth 4 is easy"
+assert hits[0] > hits[1] > hits[4], "each step without the target's features lowers the share"
+assert min(conditional[3:]) > max(hits[3:]), "only easy text reaches depth 4"
 
 # %% [markdown]
-# The hits of the training-time test fall with depth: that is the cost of drafting without the target. Conditional
-# acceptance starts lower, because a round starts where the one before failed. It ends higher, because only rounds on
-# easy text reach depth 4. Say which of the two curves you report.
+# In the training-time test, the share falls with depth. This is the cost of drafting without the target's features. The
+# conditional acceptance rate starts lower, because a round starts where the previous round failed. It ends higher,
+# because only rounds on easy text reach depth 4. A report must name the curve.
 #
 # ## Coverage of the draft vocabulary
 #
-# Half of the target's tokens are outside the draft vocabulary. If the target chooses one of them, the accepted path
-# ends there.
+# Half of the target's tokens are outside the draft vocabulary. If the target chooses one of them, the draft is rejected
+# at this position.
 
 # %%
 written = np.concatenate([one.tokens for one in plain.rows])
 covered = t2d[written].mean()
 refused = [
-    one["next_token"]
-    for prompt in traced.prompts
-    for one in prompt["rounds"]
-    if one["num_accepted"] < K
+    one["next_token"] for prompt in traced.prompts for one in prompt["rounds"] if one["num_accepted"] < K
 ]
 outside = [token for token in refused if not t2d[token]]
-print(f"{t2d.mean():.0%} of the vocabulary covers {covered:.1%} of what the target wrote")
+print(f"{t2d.mean():.0%} of the vocabulary covers {covered:.1%} of the generated text")
 print(
-    f"{len(refused)} rounds ended in a rejection; in {len(outside)} the right token cannot be drafted:"
+    f"{len(refused)} rounds ended in a rejection; in {len(outside)} the correct token is outside the draft vocabulary:"
 )
 print("  ", *sorted({repr(target.tokenizer.decode([token])) for token in outside}))
 assert len(d2t) == 2048 == target.vocab_size // 2
@@ -572,64 +522,67 @@ assert len(outside) < 0.15 * len(refused), "few rejections are caused by the voc
 # %% [markdown]
 # ## Common mistakes
 #
-# A wrong port of a head crashes nothing and changes no text. Only τ falls. The map shows the conditional acceptance
-# by depth for six mistakes from real ports: offsets used as ids, features one layer off in either direction, features
-# in reverse order, the two input norms exchanged, tokens not shifted, and the normed output fed back (which only
-# EAGLE-3.1 heads expect).
+# A wrong port of a head raises no error and changes no text. Only τ falls. The map shows the conditional acceptance rate
+# by depth for mistakes from real ports: offsets used as ids, features of the layer before or after, features in reverse
+# order, the two input norms exchanged, tokens not shifted, and the normed output fed back (only EAGLE-3.1 heads expect
+# this).
 
 # %%
 first = drafter.params["head"]["first"]
-exchanged = first | {
-    "embedding_norm": first["feature_norm"],
-    "feature_norm": first["embedding_norm"],
-}
+exchanged = first | {"embedding_norm": first["feature_norm"], "feature_norm": first["embedding_norm"]}
 mistakes = {
-    "as it is": {},
+    "unchanged": {},
     "d2t used as ids": {"drafter": drafter.params | {"draft_to_target": jnp.array(d2t)}},
     "features one layer early": {"taps": jnp.array(taps) - 1},
     "features one layer late": {"taps": jnp.array(taps) + 1},
     "features in reverse order": {"taps": jnp.array(taps[::-1])},
-    "norms exchanged": {
-        "drafter": drafter.params | {"head": drafter.params["head"] | {"first": exchanged}}
-    },
+    "norms exchanged": {"drafter": drafter.params | {"head": drafter.params["head"] | {"first": exchanged}}},
     "tokens not shifted": {"unshifted": jnp.array(True)},
 }
 broken = {name: run(**changes) for name, changes in mistakes.items()}
 normed = dataclasses.replace(chain, config=dataclasses.replace(config, norm_output=True))
 decoder = e3.SpeculativeDecoder(target, e3.LoadedDrafter(normed, drafter.params), stop_tokens=())
 broken["normed output fed back"] = decoder.generate(prompts, max_new_tokens=NEW)
-assert all(one.tokens == plain.tokens for one in broken.values()), "the text never shows it"
+assert all(one.tokens == plain.tokens for one in broken.values()), "no mistake changes the text"
 
 table = np.array([one.stats.conditional_acceptance_rate for one in broken.values()])
 worth = {name: one.stats.mean_acceptance_length for name, one in broken.items()}
-rows_named = [f"{name}   τ {one:.2f}" for name, one in worth.items()]
-table_map(table, rows_named, list(depths), title="Conditional acceptance by depth", most=1.0)
-plt.show()
-
 right, early, late = (
-    worth[name] for name in ("as it is", "features one layer early", "features one layer late")
+    worth[name] for name in ("unchanged", "features one layer early", "features one layer late")
 )
 assert worth["d2t used as ids"] < 1.1 and worth["tokens not shifted"] < 1.5
 assert worth["features in reverse order"] < right - 0.5 and worth["norms exchanged"] < right - 0.1
 fed = table[list(worth).index("normed output fed back")]
-assert fed[0] > table[0][0] - 0.1, "the first token reads no output of the head"
-assert fed[1] < table[0][1] - 0.2 and fed[2] < table[0][2] - 0.2, "all others do"
-assert abs(early - right) < 0.4 and abs(late - right) < 0.6, "one layer off hides in the noise"
+assert fed[0] > table[0][0] - 0.1, "the first draft token does not depend on the feedback"
+assert fed[1] < table[0][1] - 0.2 and fed[2] < table[0][2] - 0.2, "all later ones do"
+assert abs(early - right) < 0.4 and abs(late - right) < 0.6, (
+    "a neighboring layer changes τ by less than the noise"
+)
 wrong = target.model(
     target.params, tokens[None], positions[None], causal_mask(len(ids)), aux_layers=(1, 5, 8)
 ).features
 far, near = difference(features, wrong[0]), difference(features, out.features[0])
 print(
-    f"features one layer early: τ {early:.2f} instead of {right:.2f}, but features {far:.2f} apart;"
+    f"features one layer early: τ {early:.2f} instead of {right:.2f}; relative difference of the features {far:.2f}"
 )
-print(f"the right ones are {near:.0e} apart")
+print(f"correct features: relative difference {near:.0e}")
 assert far > 0.05 > 1e4 * near
 
+# %% tags=["hide-input"]
+rows_named = [f"{name}   τ {one:.2f}" for name, one in worth.items()]
+table_map(table, rows_named, list(depths), title="Conditional acceptance rate by depth", most=1.0)
+plt.show()
+
 # %% [markdown]
-# Each mistake has its own pattern. Offsets used as ids: nothing is accepted. No shift: the first token mostly fails.
-# Normed output fed back: depth 1 is unchanged, later depths collapse. **Features one layer off** cost so little that
-# τ on a few prompts does not show it. Compare features and draft logits with a reference, not acceptance rates. The
-# tests of this library compare them with recorded runs of the official code and of vLLM.
+# The mistakes have different patterns:
+#
+# - Offsets used as ids: no draft token is accepted.
+# - Tokens not shifted: the first draft token is mostly rejected.
+# - Normed output fed back: depth 1 is unchanged, later depths collapse.
+# - **Features of a neighboring layer** change τ so little that a few prompts do not show it.
+#
+# Compare features and draft logits with a reference. Acceptance rates are not enough. The tests of this library compare
+# with recorded runs of the official code and of vLLM.
 #
 # ## Exercises
 #
@@ -642,12 +595,12 @@ assert far > 0.05 > 1e4 * near
 #
 # </details>
 #
-# **2.** By how much could τ have risen at most on this text, had every token been in the draft vocabulary?
+# **2.** What is the largest possible gain in τ on this text from a draft vocabulary that contains every token?
 #
 # <details><summary>Answer</summary>
 #
-# Hardly. Each round that ended in a token outside the vocabulary could have accepted at most `K` more tokens. The
-# cell below prints the bound.
+# By less than 0.1. Each round that ended at a token outside the vocabulary could have accepted at most `K` more tokens.
+# The cell below prints the bound.
 #
 # </details>
 #
@@ -656,9 +609,9 @@ assert far > 0.05 > 1e4 * near
 #
 # <details><summary>Answer</summary>
 #
-# Depth 1 is healthy, so vocabulary, shift, features and norms are right. The mistake is in the draft loop: the output
+# Depth 1 is good, so vocabulary, shift, features and norms are correct. The mistake is in the draft loop: the output
 # that is fed back (normed or not, with `fc` or without), or the positions of the draft steps. A head trained without
-# the training-time test looks like that too.
+# the training-time test shows the same pattern.
 #
 # </details>
 
@@ -669,15 +622,16 @@ print(f"exercise 2: at most {most:.2f}, measured {stats.mean_acceptance_length:.
 assert most < stats.mean_acceptance_length + 0.1
 
 # %% [markdown]
-# ## What was claimed and checked
+# ## Checked claims
 #
-# - The checkpoint holds as many parameters as its description says, 850 MB for Llama-3.1-8B, and no embedding.
-# - Features are the streams entering layers `2, L//2, L−3`, before any norm: target and library agree to 10⁻⁵.
-# - `fc`, the layer, its cache, the draft logits, `d2t`, and a chain of five tokens computed by hand equal the
-#   library's.
+# - The configuration of the head gives the number of parameters in the checkpoint. A head of Llama-3.1-8B has 850 MB.
+# - Features are the inputs of layers `2, L//2, L−3`, before any norm. Those computed by hand and those of the library
+#   agree to 10⁻⁵.
+# - `fc`, the layer, its cache, the draft logits, `d2t`, and a chain of draft tokens computed by hand equal
+#   the library's.
 # - Every part is used, the high feature contributes most, and the text never changes.
-# - Each step without a true feature costs hits. The draft vocabulary covers nearly all of the generated text.
-# - Six mistakes keep the text and leave a pattern by depth. Features one layer off are found only by a comparison of
-#   numbers.
+# - Each draft step without the target's features lowers the share of correct tokens. The draft vocabulary covers nearly
+#   all of the generated text.
+# - No mistake in a port changes the text. Features of a neighboring layer are found only by comparing numbers.
 #
-# **Next:** [04](04_kv_caches.ipynb), the caches of target and head.
+# **Next:** [04](04_kv_caches.ipynb), the KV caches of target and head.

@@ -16,20 +16,19 @@
 #
 # After this notebook you can
 #
-# - say what the target's cache and the head's cache hold after every round, slot by slot;
-# - explain how rejected draft tokens are handled in arrays of fixed shape: write, then commit, never undo;
-# - show that a rejected draft leaves no trace, and say what is equal bit for bit and what is not;
+# - describe the content of the target's cache and the head's cache after every round, slot by slot;
+# - explain how rejected draft tokens are handled in arrays of fixed shape;
+# - show that a rejected draft changes no later result, bit for bit;
 # - check that caches are updated in place and that a program compiles once.
 #
 # The notebook runs on a laptop CPU, offline, in a checkout of the repository. Read
-# [01](01_memory_bound_decoding.ipynb), [02](02_speculative_sampling.ipynb) and [03](03_eagle3_head.ipynb) before.
+# [01](01_memory_bound_decoding.ipynb), [02](02_speculative_sampling.ipynb) and [03](03_eagle3_head.ipynb) first.
 
 # %% tags=["hide-input"]
 import first_cell
 
 first_cell.start(repository=True)
 
-# %% tags=["hide-input"]
 import dataclasses
 import json
 
@@ -38,7 +37,7 @@ import jax.numpy as jnp
 import jaxtyping
 import matplotlib.pyplot as plt
 import numpy as np
-from mutants import planted  # tests/helpers/mutants.py: injected bugs
+from mutants import planted as inject_bug  # tests/helpers/mutants.py: injected bugs
 from pictures.slots import COMMITTED, EMPTY, NEW, REFUSED, moved, slot_map
 
 import eagle3_jax as e3
@@ -61,17 +60,16 @@ decoder = e3.SpeculativeDecoder(target, drafter, num_speculative_tokens=K, stop_
 rows = [json.loads(line) for line in bundled("prompts.jsonl").read_text().splitlines()]
 sizes = (14, 18, 16, 22)
 prompts = [
-    target.tokenizer.encode(one["prompt"]).ids[:size]
-    for one, size in zip(rows[::9], sizes, strict=False)
+    target.tokenizer.encode(one["prompt"]).ids[:size] for one, size in zip(rows[::9], sizes, strict=False)
 ]
 state = decoder.prefill(prompts, max_new_tokens=40)
 
 # %% [markdown]
 # ## Committed slots
 #
-# Attention needs the keys and values of all earlier tokens. The target keeps them, layer by layer, and so does the
-# head. Each cache is a buffer of fixed size and one number per row: `length[b]`, the number of **committed** slots of
-# row `b`. Anything past `length` is ignored.
+# Attention needs the keys and values of all earlier tokens. The target and the head each keep them in a cache. A cache
+# has a buffer of fixed size per layer and one number per row: `length[b]`, the number of **committed** slots of row `b`.
+# Attention ignores all slots past `length`.
 
 
 # %%
@@ -86,19 +84,20 @@ print("target:", buffers(state.cache))
 print("head:  ", buffers(state.drafter.cache))
 ours, heads = state.cache.length, state.drafter.cache.length
 print("lengths: text", state.length, " target's cache", ours, " head's cache", heads)
-assert np.array_equal(ours, state.length - 1), "all but the root"
-assert np.array_equal(heads, ours), "one pair for each token that the target has read"
+assert np.array_equal(ours, state.length - 1), "all tokens except the root"
+assert np.array_equal(heads, ours), "one pair for each token that the target has processed"
 assert len(state.cache.layers) == 12 * len(state.drafter.cache.layers)
 
 # %% [markdown]
-# Slot `t` of the target's cache holds token `x_t`. Slot `t` of the head's cache holds the pair `(f_t, x_{t+1})`. Both
-# are one shorter than the text: the last token, the **root**, was chosen but has not been run.
+# Slot `t` of the target's cache belongs to token `x_t`. Slot `t` of the head's cache belongs to the pair
+# `(f_t, x_{t+1})`. Both caches are one shorter than the text. The target has chosen the last token, the **root**, but has
+# not processed it yet.
 #
 # ## One round, step by step
 #
-# `decoder.step` is one compiled program. The cell runs its parts one after the other and looks into both caches after
-# each. A slot was written if its keys are not all zero. (The prefill ran a block of 128 tokens, so padding follows
-# the prompt. It is set to zero first.)
+# `decoder.step` is one compiled program. The cell runs its parts one after the other and reads both caches after each
+# part. A slot was written if its keys are not all zero. The prefill ran a block of 128 tokens, so the cell first sets
+# the padding after the prompt to zero.
 
 
 # %%
@@ -115,7 +114,7 @@ def wiped_both(state, value=0.0):
 
 
 def status(layer, before, after, row):
-    """What each slot of a row holds, read from its keys."""
+    """Content of each slot of a row, read from its keys."""
     written = np.abs(np.asarray(layer.keys[row])).max(axis=(0, 2)) > 0
     slot = np.arange(len(written))
     kind = np.where(written, REFUSED, EMPTY)
@@ -134,9 +133,7 @@ best = jnp.argmax(target.model.unembed(target.params, out.final), axis=-1)
 verdict = e3.verify_greedy(draft, best, max_depth=K)
 count = verdict.num_accepted + 1  # accepted tokens and the root
 after = state.cache.commit(out.written, count)
-seen = e3.Observation(
-    tokens=draft.tokens, features=out.features, length=count, next_token=verdict.next_token
-)
+seen = e3.Observation(tokens=draft.tokens, features=out.features, length=count, next_token=verdict.next_token)
 observed = loop.drafter.observe(params.drafter, draft.state, seen)
 
 
@@ -152,33 +149,32 @@ names = ["before", "propose", "verify", "commit, observe"]
 row = int(
     np.argmax((verdict.num_accepted > 0) & (verdict.num_accepted < K))
 )  # a row with a partly rejected draft
+print("accepted of", K, "draft tokens:", verdict.num_accepted, "  lengths", n, "->", after.length)
+assert 0 < int(verdict.num_accepted[row]) < K
+assert np.array_equal(observed.cache.length, after.length)
+assert np.array_equal(after.length, n + verdict.num_accepted + 1)
+
+# %% tags=["hide-input"]
 low = int(n[row]) - 4
 fig, axes = plt.subplots(2, 1, figsize=(7.6, 4.2), sharex=True)
 for ax, layers, title in zip(
     axes, (head_layers, target_layers), ("Head's cache", "Target's cache"), strict=True
 ):
     shown = np.stack([status(layer, n, end, row) for layer, end in zip(layers, ends, strict=True)])
-    slot_map(
-        shown[:, low : low + 14], ax=ax, first=low, rows=names, title=title, legend=ax is axes[0]
-    )
+    slot_map(shown[:, low : low + 14], ax=ax, first=low, rows=names, title=title, legend=ax is axes[0])
 axes[0].set_xlabel("")
 plt.show()
-print("accepted of", K, "draft tokens:", verdict.num_accepted, "  lengths", n, "->", after.length)
-assert 0 < int(verdict.num_accepted[row]) < K
-assert np.array_equal(observed.cache.length, after.length)
-assert np.array_equal(after.length, n + verdict.num_accepted + 1)
 
 # %% [markdown]
-# - **propose**: the head writes its guesses after its committed slots, one fewer than it drafts. The target has not
-#   run.
-# - **verify**: the target writes the root and all `K` draft tokens after its committed slots and attends over the
-#   whole buffer under one mask.
-# - **commit**: `length` increases by the accepted tokens and the root. Nothing is erased or copied.
-# - **observe**: the head runs again over the committed pairs, now with the target's true features, and overwrites its
-#   own guesses. Then its `length` increases.
+# - **propose**: the head drafts `K` tokens. It writes `K − 1` slots after its committed ones. The target has not run.
+# - **verify**: the target writes the root and all `K` draft tokens after its committed slots. It attends over the whole
+#   buffer under one mask.
+# - **commit**: `length` increases by the number of accepted tokens plus one for the root. No slot is erased or copied.
+# - **observe**: the head runs over the committed pairs again, with the target's features. This overwrites the slots
+#   written by `propose`. Then the head's `length` increases.
 #
-# So there is no rollback. A rejected draft token is a slot past `length`, and the next round overwrites it. The plot
-# shows a dozen rounds.
+# There is no rollback. A rejected draft token is in a slot past `length`, and the next round overwrites it. The plot
+# shows up to twelve rounds.
 
 # %%
 state, histories, lengths = wiped_both(decoder.prefill(prompts, max_new_tokens=40)), ([], []), []
@@ -190,29 +186,25 @@ while np.any(state.running) and len(lengths) < 12:
     for history, cache in zip(histories, (state.drafter.cache, state.cache), strict=True):
         history.append(status(cache.layers[0], before, cache.length, row))
 
+assert np.array_equal(histories[0], histories[1]), "both caches have the same slots in the same states"
+grown = np.diff(np.stack([start + 1, *lengths]), axis=0)
+assert all(len(set(steps)) > 1 for steps in grown), "every row advances at its own pace"
+
+# %% tags=["hide-input"]
 low, high = int(start[row]) - 3, int(lengths[-1][row]) + K + 1
 fig, ax = plt.subplots(figsize=(8.2, 3.6))
 rounds = [str(number) for number in range(1, len(lengths) + 1)]
 slot_map(
-    np.stack(histories[1])[:, low:high],
-    ax=ax,
-    first=low,
-    rows=rounds,
-    title="Both caches after each round",
+    np.stack(histories[1])[:, low:high], ax=ax, first=low, rows=rounds, title="Both caches after each round"
 )
 ax.set_ylabel("round")
 plt.show()
-assert np.array_equal(histories[0], histories[1]), (
-    "both caches have the same slots in the same states"
-)
-grown = np.diff(np.stack([start + 1, *lengths]), axis=0)
-assert all(len(set(steps)) > 1 for steps in grown), "every row advances at its own pace"
 
 # %% [markdown]
-# ## Rejected drafts leave no trace
+# ## Rejected drafts and uncommitted slots
 #
-# **Uncommitted slots are never read.** After the prefill, every slot past `length` in both caches is filled with 10⁴.
-# The tokens and the bits of every committed slot must stay the same.
+# **Uncommitted slots are never read.** After the prefill, the cell fills every slot past `length` in both caches with
+# 10⁴. The tokens and the bits of every committed slot must stay the same.
 
 
 # %%
@@ -240,24 +232,20 @@ spoilt = finished(decoder, prompts, spoil=1e4, max_new_tokens=40)
 assert np.array_equal(clean.tokens, spoilt.tokens)
 assert same_bits(clean.cache, spoilt.cache) and same_bits(clean.drafter.cache, spoilt.drafter.cache)
 compared = sum(leaf.size for leaf in known(clean.cache))
-print(f"spoilt slots changed none of {compared:,} numbers of the target's cache, and no token")
+print(f"filled slots changed no token and none of {compared:,} numbers of the target's cache")
 
 # %% [markdown]
 # **A chain and plain decoding are equal bit for bit.** `Plain(num_nodes=K+1)` decodes without a drafter in blocks of
-# the same shape, with padding after the root. Every key and value of every layer equals that of the chain, so
-# rejected tokens left no trace. Compared with a fresh prefill of the whole text, a program of another shape, the
-# numbers agree up to rounding.
+# the same shape, with padding after the root. Every key and value of every layer equals that of the chain. So rejected
+# tokens did not change any committed slot. A prefill of the whole text is a program of another shape. Its numbers agree
+# up to rounding.
 
 # %%
 matched = finished(
-    e3.SpeculativeDecoder(target, Plain(num_nodes=K + 1), stop_tokens=()),
-    prompts,
-    max_new_tokens=40,
+    e3.SpeculativeDecoder(target, Plain(num_nodes=K + 1), stop_tokens=()), prompts, max_new_tokens=40
 )
 stats = e3.SpeculationStats.merge([clean.stats])
-print(
-    f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens were accepted, the others rejected"
-)
+print(f"accepted {stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens")
 assert np.array_equal(clean.tokens, matched.tokens) and same_bits(clean.cache, matched.cache)
 assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
@@ -276,17 +264,15 @@ for name, ours, theirs in (
     ("target", clean.cache, fresh.cache),
     ("head", clean.drafter.cache, fresh.drafter.cache),
 ):
-    print(
-        f"{name:7} differs from a fresh prefill by {apart(ours, theirs):.1e} of the largest entry"
-    )
+    print(f"{name:7} largest relative difference from a fresh prefill: {apart(ours, theirs):.1e}")
     assert apart(ours, theirs) < 1e-4
 
 # %% [markdown]
 # ## Commit of a tree path
 #
-# A tree writes all its nodes next to each other, in the order of their numbers. The accepted path is mostly not at
-# the front, so `commit` moves it there: all reads, then all writes. The rotary position of a node is `length +
-# depth`, so siblings share a position. After the move, slot and position agree again.
+# The nodes of a tree are written to consecutive slots, in the order of their numbers. The accepted path is usually not
+# at the front. `commit` moves it to the front: it reads all slots of the path, then writes them. The rotary position of
+# a node is `length + depth`, so siblings share a position. After the move, slot and position agree again.
 
 # %%
 TREE = e3.DynamicTree(num_nodes=16, max_depth=5, top_k=4)
@@ -296,7 +282,7 @@ found = False
 while not found:
     running = np.asarray(state.running)
     assert running.any(), "no path with a gap"
-    saved = jax.tree.map(jnp.copy, state)  # the step consumes its state; this copy is for looking
+    saved = jax.tree.map(jnp.copy, state)  # the step consumes its state
     played = trees.step(state)
     state = played.state
     paths = [[0, *one[one >= 0].tolist()] for one in np.asarray(played.verdict.path)]
@@ -322,35 +308,29 @@ assert np.array_equal(places, n + level), "position = length + depth"
 assert len(set(places.tolist())) <= TREE.max_depth + 1 < TREE.num_nodes
 grown_in_trees = finished(trees, prompts, max_new_tokens=40)
 assert np.array_equal(grown_in_trees.tokens[:, :60], clean.tokens[:, :60]), "the same texts"
-assert apart(grown_in_trees.cache, clean.cache) < 1e-4, "equal up to rounding, not bit for bit"
-moved(
-    path,
-    TREE.num_nodes,
-    first=n,
-    title="The accepted path (green) moves to the front; × is ignored",
-)
+assert apart(grown_in_trees.cache, clean.cache) < 1e-4, "equal up to rounding"
+print("accepted path:", path)
+
+# %% tags=["hide-input"]
+moved(path, TREE.num_nodes, first=n, title="Commit of the accepted path (green); × is ignored")
 
 # %% [markdown]
 # ## Updates in place, one compilation
 #
 # The caches are the largest arrays after the weights. `step` *donates* its state: the input buffers become the output
-# buffers. Three observations show it: the address of a buffer stays, the input array is deleted, and the compiler
-# reports how many bytes of its inputs are reused as outputs.
+# buffers. The cell checks this in three ways. The address of a buffer stays the same. The input array is deleted. The
+# compiler reports how many bytes of its inputs are reused as outputs.
 #
-# A compiled program is made for shapes. Prompts and limits are rounded up to steps of 128, and lengths are data, so
-# all prompts of one size class share a program.
+# A program is compiled for fixed shapes. Prompt lengths and limits are rounded up to multiples of 128, and the lengths
+# themselves are data. So all prompts of one size class share a program.
 
 # %%
 state = decoder.prefill(prompts, max_new_tokens=40)
 state = decoder.step(state).state
-old = [
-    leaf for cache in (state.cache, state.drafter.cache) for leaf in jax.tree.leaves(cache.layers)
-]
+old = [leaf for cache in (state.cache, state.drafter.cache) for leaf in jax.tree.leaves(cache.layers)]
 where = [leaf.unsafe_buffer_pointer() for leaf in old]
 state = decoder.step(state).state
-new = [
-    leaf for cache in (state.cache, state.drafter.cache) for leaf in jax.tree.leaves(cache.layers)
-]
+new = [leaf for cache in (state.cache, state.drafter.cache) for leaf in jax.tree.leaves(cache.layers)]
 assert [leaf.unsafe_buffer_pointer() for leaf in new] == where, "the same memory"
 assert all(leaf.is_deleted() for leaf in old), "the input array is deleted"
 
@@ -359,9 +339,7 @@ compiled = loops.step.lower(decoder.loop, decoder.params, state).compile().memor
 jaxtyping.config.update("jaxtyping_disable", False)
 size = sum(leaf.nbytes for leaf in new)
 alias, scratch = compiled.alias_size_in_bytes, compiled.temp_size_in_bytes
-print(
-    f"caches {size / 1e6:.2f} MB, updated in place {alias / 1e6:.2f} MB, scratch {scratch / 1e6:.2f} MB"
-)
+print(f"caches {size / 1e6:.2f} MB, updated in place {alias / 1e6:.2f} MB, scratch {scratch / 1e6:.2f} MB")
 assert compiled.alias_size_in_bytes >= size
 
 clocks = []
@@ -374,14 +352,17 @@ for asked in (
         for prompt, limit, seed in asked:
             decoder.generate(prompt, max_new_tokens=limit, seed=seed)
     clocks.append(clock.programs)
-print(f"programs: first prompt {clocks[0]}, three others {clocks[1]}, a long one {clocks[2]}")
+print(
+    f"compiled programs: first prompt {clocks[0]}, three more prompts {clocks[1]}, a long prompt {clocks[2]}"
+)
 assert clocks[1] == 0 < min(clocks[0], clocks[2]), "one set of programs for a size class"
 
 # %% [markdown]
 # ## Cache memory per token
 #
-# The head needs a cache of its own: one layer's worth for every token. The formula is `2·C·H` numbers per layer, and
-# it gives exactly the buffers of the shipped pair. For large models it is a small part.
+# The head's cache has the size of one layer of the target's cache. A layer needs `2·C·H` numbers per token (`C` key
+# heads of `H` numbers, keys and values). The cell compares the formula with the buffers of the shipped pair. For large
+# models the head's share is small.
 
 # %%
 shipped = (target.model.config, drafter.drafter.config, "float32")
@@ -402,60 +383,55 @@ for name, (big, small, kind) in ({"shipped pair": shipped} | named).items():
         caches = (state.cache, state.drafter.cache)
         real = [sum(leaf.nbytes for leaf in jax.tree.leaves(cache.layers)) for cache in caches]
         assert [ours * len(prompts) * S, extra * len(prompts) * S] == real, (
-            "the formula counts the real buffers"
+            "the formula gives the size of the real buffers"
         )
 
 # %% [markdown]
 # ## Common mistakes
 #
-# **Rolling back a tree by length only**, as one may with a chain. The slots then hold the nodes with the lowest
-# numbers and not the path. This changes the target's cache, so it changes the **text**.
+# **Rolling back a tree by length only.** This is correct for a chain. For a tree, the committed slots then hold the nodes
+# with the lowest numbers instead of the accepted path. The target's cache is wrong, so the **text** changes.
 
 # %%
 long = [target.tokenizer.encode(one["prompt"]).ids for one in rows[::8]]
 plain = e3.SpeculativeDecoder(target, stop_tokens=()).generate(long, max_new_tokens=61)
 tree_text = trees.generate(long, max_new_tokens=61)
-with planted(KeyValues.commit, "compact_accepted(buffer, length, count, nodes)", "buffer"):
+with inject_bug(KeyValues.commit, "compact_accepted(buffer, length, count, nodes)", "buffer"):
     by_length = trees.generate(long, max_new_tokens=61)
 
 
 def parted(tokens):
-    """For every text, the first token that is not the target's."""
-    pairs = [
-        list(zip(ours, theirs, strict=True))
-        for ours, theirs in zip(tokens, plain.tokens, strict=True)
-    ]
+    """For every text, the index of the first token that differs from plain decoding."""
+    pairs = [list(zip(ours, theirs, strict=True)) for ours, theirs in zip(tokens, plain.tokens, strict=True)]
     return [next((place for place, (a, b) in enumerate(text) if a != b), None) for text in pairs]
 
 
-print("first wrong token, path moved:    ", parted(tree_text.tokens))
-print("first wrong token, by length only:", parted(by_length.tokens))
-print(
-    f"τ {tree_text.stats.mean_acceptance_length:.2f} and {by_length.stats.mean_acceptance_length:.2f}"
+print("first wrong token, with commit of the path:", parted(tree_text.tokens))
+print("first wrong token, rolled back by length:  ", parted(by_length.tokens))
+print(f"τ {tree_text.stats.mean_acceptance_length:.2f} and {by_length.stats.mean_acceptance_length:.2f}")
+assert parted(by_length.tokens).count(None) <= len(long) // 2 < parted(tree_text.tokens).count(None), (
+    "the bug changes the text"
 )
-assert (
-    parted(by_length.tokens).count(None) <= len(long) // 2 < parted(tree_text.tokens).count(None)
-), "another text"
 
 # %% [markdown]
 # **Skipping `observe` for accepted tokens.** The injected bug feeds the head its own last output instead of the
-# target's features, for all pairs of a round except the first. The text stays, τ falls.
+# target's features, for all pairs of a round except the first. The text does not change, τ falls.
 
 # %%
 TRUE = "head.fuse(seen.features)"
 STALE = f"{TRUE} if fed > {K + 1} else jnp.where(jnp.arange(fed)[None, :, None] > 0, state.output[:, None], {TRUE})"
 right = decoder.generate(long, max_new_tokens=61)
-with planted(Eagle3Drafter.observe, TRUE, STALE):
+with inject_bug(Eagle3Drafter.observe, TRUE, STALE):
     stale = decoder.generate(long, max_new_tokens=61)
 print(
-    f"τ {right.stats.mean_acceptance_length:.2f}, without true features {stale.stats.mean_acceptance_length:.2f}"
+    f"τ {right.stats.mean_acceptance_length:.2f}, without the target's features {stale.stats.mean_acceptance_length:.2f}"
 )
 assert stale.tokens == right.tokens, "the same text"
 assert stale.stats.mean_acceptance_length < right.stats.mean_acceptance_length - 0.2
 
 # %% [markdown]
-# A milder form is harder to find: the pairs run again, but the cache keeps the keys and values that were written
-# while drafting. τ hardly changes. A comparison of the cache with a fresh one shows it.
+# A weaker form is harder to find: the head runs on the pairs again, but its cache keeps the keys and values written
+# while drafting. τ hardly changes. A comparison of the cache with that of a fresh prefill shows the bug.
 
 
 # %%
@@ -465,7 +441,7 @@ class KeepsGuesses(Eagle3Drafter):
         slot, n = jnp.arange(state.cache.layers[0].capacity)[None, :], state.cache.length[:, None]
         guesses = jnp.minimum(seen.length - 1, self.max_depth - 1)[
             :, None
-        ]  # accepted, and run while drafting
+        ]  # accepted tokens that the head processed while drafting
         own = ((slot >= n) & (slot < n + guesses) & (n > 0))[:, None, :, None]
         layers = jax.tree.map(
             lambda old, new: jnp.where(own, old, new), state.cache.layers, after.cache.layers
@@ -473,26 +449,24 @@ class KeepsGuesses(Eagle3Drafter):
         return after.replace(cache=after.cache.replace(layers=layers))
 
 
-fields = {
-    field.name: getattr(drafter.drafter, field.name) for field in dataclasses.fields(Eagle3Drafter)
-}
+fields = {field.name: getattr(drafter.drafter, field.name) for field in dataclasses.fields(Eagle3Drafter)}
 keeps = e3.LoadedDrafter(KeepsGuesses(**fields), drafter.params)
 keeping = e3.SpeculativeDecoder(target, keeps, num_speculative_tokens=K, stop_tokens=())
 kept_state = finished(keeping, prompts, max_new_tokens=40)
 taus, gaps = [], []
-for name, one in (("observed again", clean), ("guesses kept", kept_state)):
+for name, one in (("observed again", clean), ("draft entries", kept_state)):
     taus.append(e3.SpeculationStats.merge([one.stats]).mean_acceptance_length)
     gaps.append(apart(one.drafter.cache, fresh.drafter.cache))
     print(
-        f"{name:15} τ {taus[-1]:.2f}; the head's cache is {gaps[-1]:.1e} of its largest entry away from a fresh one"
+        f"{name:15} τ {taus[-1]:.2f}; relative difference of the head's cache from a fresh one {gaps[-1]:.1e}"
     )
 assert np.array_equal(kept_state.tokens, clean.tokens)
 assert abs(taus[1] - taus[0]) < 0.5 and gaps[1] > 0.01 > 100 * gaps[0], (
-    "τ does not show it, the cache does"
+    "τ does not show the bug, the cache does"
 )
 
 # %% [markdown]
-# **Using a state twice.** `step` has donated its buffers. The decoder reports it.
+# **Using a state twice.** `step` has donated its buffers. The decoder raises an error.
 
 # %%
 state = decoder.prefill(prompts, max_new_tokens=8)
@@ -513,19 +487,17 @@ else:
 #
 # <details><summary>Answer</summary>
 #
-# A row needs room for the prompt, the new tokens and a whole draft after the last root: 300 + 200 + 6 = 506, rounded
-# up to 512. Thirteen layers, a key and a value for 2 heads of 64 numbers, 4 bytes: 13 · 2 · 2 · 64 · 4 · 512 · 8
-# bytes = 54.5 MB.
+# A row holds the prompt, the new tokens, and a root with a whole draft: 300 + 200 + 6 = 506 slots, rounded up to 512.
+# There are 13 layers, with keys and values, 2 heads of 64 numbers, 4 bytes each: 13 · 2 · 2 · 64 · 4 · 512 · 8 bytes =
+# 54.5 MB.
 #
 # </details>
 #
-# **2.** In a chain of `K` the head writes `K − 1` guesses. How many does it write for the tree above, of which the
-# target verifies 16 nodes?
+# **2.** For a chain of `K` the head writes `K − 1` slots. How many does it write for the tree above with 16 nodes?
 #
 # <details><summary>Answer</summary>
 #
-# It runs every node that may get children: 4 on each level except the last, 16 in all. `TREE.num_expanded` is this
-# number.
+# 16. It runs on every node that can have children: 4 on each level except the last. `TREE.num_expanded` is this number.
 #
 # </details>
 #
@@ -534,7 +506,7 @@ else:
 #
 # <details><summary>Answer</summary>
 #
-# Both caches take 81 layers' worth per token where the target's alone takes 80: 1 − 80/81 = 1.2 %.
+# By 1.2 %. The target's cache has 80 layers, both caches together have 81: 1 − 80/81 = 1.2 %.
 #
 # </details>
 
@@ -554,17 +526,17 @@ print(f"exercise 3: {extra / (ours + extra):.1%}")
 assert abs(extra / (ours + extra) - 1 / 81) < 1e-9
 
 # %% [markdown]
-# ## What was claimed and checked
+# ## Checked claims
 #
-# - Both caches have `length − 1` committed slots in every row, and the same slots in the same states after every
-#   round.
-# - Slots past `length` are never read: other values in them change no token and no bit.
-# - A chain's keys and values are those of plain decoding in blocks of its shape, bit for bit, and those of a fresh
-#   prefill to 10⁻⁴.
-# - A tree's path is moved without changing its bits. Nodes of one level share a rotary position.
+# - For a text of `n` tokens, both caches have `n − 1` committed slots in every row. After every round, the same slots of
+#   both caches are in the same state.
+# - Slots past `length` are never read. Other values in them change no token and no bit.
+# - The keys and values of a chain equal those of plain decoding in blocks of the same shape, bit for bit. They equal
+#   those of a fresh prefill to 10⁻⁴.
+# - `commit` moves the path of a tree without changing its bits. Nodes of one level share a rotary position.
 # - Both caches are updated in place, and one set of programs serves all prompts of a size class.
-# - The head's cache is one layer's worth for every token. The formula counts the real buffers.
-# - A tree rolled back by length only breaks the text. A head without true features costs τ and keeps the text. A used
-#   state is refused.
+# - The head's cache has the size of one layer of the target's. The formula gives the size of the real buffers.
+# - A tree rolled back by length only changes the text. A head without the target's features lowers τ and keeps the text.
+#   A used state raises an error.
 #
 # **Next:** [05](05_draft_trees.ipynb), draft trees.

@@ -14,22 +14,21 @@
 # %% [markdown]
 # # 06 · Losslessness
 #
-# "Lossless" is a promise about a *distribution*. After this notebook you can
+# Speculative decoding is lossless if its texts have the target's *distribution*. After this notebook you can
 #
-# - say what is promised and what is not, for one request and for a request in a batch;
-# - tell an approximate tie of bfloat16 logits from a bug, and choose a baseline that is equal bit for bit;
+# - list the guarantees for one request and for a request in a batch;
+# - distinguish an approximate tie of bfloat16 logits from a bug, and choose a baseline that is equal bit for bit;
 # - name the test that catches a given bug, and the tests that miss it;
-# - explain why a broken head cannot be seen in any output.
+# - explain why no output shows a broken head.
 #
 # The notebook runs on a laptop CPU, offline, in a checkout. Read [01](01_memory_bound_decoding.ipynb) and
-# [02](02_speculative_sampling.ipynb) before.
+# [02](02_speculative_sampling.ipynb) first.
 
 # %% tags=["hide-input"]
 import first_cell
 
 first_cell.start(repository=True)
 
-# %% tags=["hide-input"]
 import contextlib
 import functools
 
@@ -37,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from matplotlib import pyplot as plt
-from mutants import planted  # tests/helpers/mutants.py: injected bugs
+from mutants import planted as inject_bug  # tests/helpers/mutants.py: injected bugs
 from pictures import bars, style
 from pictures.maps import table_map
 
@@ -52,17 +51,17 @@ from validation.margin import TIE_ULPS, bfloat16_ulp
 from validation.statistics import directed, kolmogorov_smirnov, randomised_pit, surprisal
 
 # %% [markdown]
-# ## What is promised
+# ## Guarantees
 #
-# | decoding | what is equal |
+# | decoding | equal to the reference |
 # |---|---|
 # | greedy, float32 | the text of plain decoding, token for token |
-# | greedy, bfloat16 | the same except for approximately tied logits; bit for bit compared with plain decoding in blocks of the same shape |
+# | greedy, bfloat16 | the text of plain decoding, except at approximately tied logits; compared with plain decoding in blocks of the same shape, every bit |
 # | sampled | the distribution of texts |
-# | other neighbors in a batch of the same size | every bit of a request |
-# | **not** promised | the same text for the same seed as plain decoding; the same bits in another batch or block size |
+# | with other requests in a batch of the same size | every bit of a request |
+# | **not** guaranteed | the text of plain decoding with the same seed; the same bits in another batch size or block size |
 #
-# The first cell checks the first line: eight held-out prompts, a chain of three, float32.
+# The first cell checks the first row: eight held-out prompts, a chain of three, float32.
 
 # %%
 K, NEW = 3, 40
@@ -80,22 +79,22 @@ def greedy(drafter=None, **options):
 plain = greedy()
 chain = greedy(head, num_speculative_tokens=K)
 same = sum(a == b for a, b in zip(chain.tokens, plain.tokens, strict=True))
-print(f"{same} of {len(prompts)} texts are the same; τ = {chain.stats.mean_acceptance_length:.2f}")
+print(f"{same} of {len(prompts)} texts are equal; τ = {chain.stats.mean_acceptance_length:.2f}")
 assert chain.tokens == plain.tokens, "greedy speculation generates the text of plain decoding"
 
 # %% [markdown]
 # ## Seeds and batches
 #
-# With one seed, plain and speculative decoding sample different texts. That is no bug: speculation uses its random
-# numbers for other decisions. The same decoder with the same seed repeats itself. A request does not change when it
-# gets other neighbors in its batch, because its random numbers depend only on its key and its position.
+# With the same seed, plain and speculative decoding sample different texts. This is correct: speculation uses its random
+# numbers for other decisions. The same decoder with the same seed repeats its text. A request does not depend on the
+# other requests in its batch, because its random numbers depend only on its key and its position.
 
 # %%
 sampled = e3.SamplingParams(temperature=1.0)
-drawn = {"num_speculative_tokens": K, "draft_sampling": e3.DraftSampling.PROBABILISTIC}
+sampled_drafts = {"num_speculative_tokens": K, "draft_sampling": e3.DraftSampling.PROBABILISTIC}
 two = {
     "plain": e3.SpeculativeDecoder(target, stop_tokens=()),
-    "drafted": e3.SpeculativeDecoder(target, head, stop_tokens=(), **drawn),
+    "drafted": e3.SpeculativeDecoder(target, head, stop_tokens=(), **sampled_drafts),
 }
 texts = {
     name: one.generate(prompts, max_new_tokens=24, sampling=sampled, seed=1).tokens
@@ -108,10 +107,10 @@ beside_others = two["drafted"].generate(others, max_new_tokens=24, sampling=samp
 for name, rows in texts.items():
     print(f"{name:8}", repr(target.tokenizer.decode(rows[0]))[:90])
 same = sum(a == b for a, b in zip(texts["plain"], texts["drafted"], strict=True))
-print(f"the same seed, plain and drafted: {same} of {len(prompts)} texts are the same")
+print(f"same seed, plain and drafted: {same} of {len(prompts)} texts are equal")
 assert same < len(prompts), "the same seed does not mean the same text"
 assert again == texts["drafted"] and beside_others[0] == again[0], (
-    "a decoder repeats itself, whatever else is in the batch"
+    "a decoder repeats its text, in any batch of this size"
 )
 
 
@@ -124,11 +123,9 @@ def last_state(decoder, prompts, **options):
 
 
 def differing(one, other, rows):
-    """Numbers in the committed slots of two target caches that differ, and all that were compared."""
+    """Counts the numbers in committed slots of two target caches: those that differ, and all compared."""
     compared = different = 0
-    for mine, theirs in zip(
-        jax.tree.leaves(one.layers), jax.tree.leaves(other.layers), strict=True
-    ):
+    for mine, theirs in zip(jax.tree.leaves(one.layers), jax.tree.leaves(other.layers), strict=True):
         for row in rows:
             length = min(one.length[row], other.length[row])
             same = mine[row, :, :length] == theirs[row, :, :length]
@@ -136,20 +133,18 @@ def differing(one, other, rows):
     return different, compared
 
 
-own, moved = (
-    last_state(two["drafted"], texts, sampling=sampled, seed=1) for texts in (prompts, others)
-)
-assert differing(own.cache, moved.cache, [0])[0] == 0, "and every bit of its cache is the same"
+own, moved = (last_state(two["drafted"], texts, sampling=sampled, seed=1) for texts in (prompts, others))
+assert differing(own.cache, moved.cache, [0])[0] == 0, "every bit of its cache is the same"
 
 # %% [markdown]
 # ## Approximately tied logits
 #
 # Plain decoding runs the target on one token at a time, verification on a block of `K + 1`. These are two compiled
-# programs that add up the same products in another order. So the logits differ a little. Where two tokens are nearly
-# tied, the most likely one may change, *without any drafter*.
+# programs that add the same products in a different order. So their logits differ slightly. If two logits are
+# approximately tied, the argmax can change, *without any drafter*.
 #
-# `advance` feeds one certain token, in a block of one or of four whose other tokens are padding. Both programs follow
-# the same text.
+# `advance` feeds one given token, in a block of one token or in a block of four with padding after it. Both programs
+# follow the same text.
 
 
 # %%
@@ -159,9 +154,7 @@ def advance(model, block, params, cache, root):
     tokens = jnp.zeros((root.size, block), jnp.int32).at[:, 0].set(root)
     positions = cache.length[:, None] + jnp.arange(block, dtype=jnp.int32)
     output = model(params, tokens, positions, causal_mask(block), cache)
-    return model.unembed(params, output.final)[:, 0], cache.commit(
-        output.written, jnp.ones_like(root)
-    )
+    return model.unembed(params, output.final)[:, 0], cache.commit(output.written, jnp.ones_like(root))
 
 
 def along_one_text(dtype, prompts, steps):
@@ -173,9 +166,7 @@ def along_one_text(dtype, prompts, steps):
     for _ in range(steps):
         logits = {}
         for block in caches:
-            logits[block], caches[block] = advance(
-                model.model, block, model.params, caches[block], root
-            )
+            logits[block], caches[block] = advance(model.model, block, model.params, caches[block], root)
         seen.append([np.asarray(one) for one in logits.values()])
         root = jnp.argmax(logits[1], axis=-1).astype(jnp.int32)
     return np.array(seen).swapaxes(0, 1)
@@ -186,34 +177,26 @@ for dtype, steps in (("float32", 8), ("bfloat16", 28)):
     one, block = along_one_text(dtype, shipped()[14:38], steps)
     ulp, ranked = bfloat16_ulp(one.max(-1)), np.sort(one, axis=-1)
     chosen = np.take_along_axis(one, block.argmax(-1)[..., None], -1)[..., 0]
-    found[dtype] = (
-        one,
-        block,
-        (one.max(-1) - chosen) / ulp,
-        (ranked[..., -1] - ranked[..., -2]) / ulp,
-    )
+    found[dtype] = (one, block, (one.max(-1) - chosen) / ulp, (ranked[..., -1] - ranked[..., -2]) / ulp)
     flips = one.argmax(-1) != block.argmax(-1)
     apart = np.abs(one - block).max()
     print(
-        f"{dtype:9} {flips.size} positions: logits up to {apart:.1g} apart, the argmax changes at {flips.sum()}"
+        f"{dtype:9} {flips.size} positions: largest difference of logits {apart:.1g}, different argmax at {flips.sum()}"
     )
     if dtype == "float32":
-        assert apart < 1e-3 and flips.sum() == 0, (
-            "in float32 the two programs choose the same tokens here"
-        )
+        assert apart < 1e-3 and flips.sum() == 0, "in float32 the two programs choose the same tokens here"
 
 one, block, gap, margin = found["bfloat16"]
 near = margin <= TIE_ULPS
-print(f"bfloat16: the two best logits are within two units at {near.mean():.0%} of the positions")
-print("gaps where it changes, in units in the last place:", gap[flips].tolist())
-assert (one != block).any(), "two programs, two roundings"
+print(f"bfloat16: the two largest logits are within two units at {near.mean():.0%} of the positions")
+print("gaps at a different argmax, in units in the last place:", gap[flips].tolist())
+assert (one != block).any(), "the two programs round differently"
 assert near.any() and (gap[flips] <= TIE_ULPS).all(), "every change is an approximate tie"
 
 # %% [markdown]
-# A **unit in the last place** is the distance between neighboring floating-point numbers. bfloat16 has 8 bits of
-# mantissa, so its numbers between 8 and 16 are 1/16 apart. The two best logits are often one or two units apart, or
-# equal. The left plot counts the margins. The right plot shows one position: between the two programs, logits move by
-# a unit.
+# A **unit in the last place** is the distance between neighboring floating-point numbers. bfloat16 has 8 significant
+# bits, so its numbers between 8 and 16 are 1/16 apart. The two largest logits are often equal or one or two units apart.
+# The left plot counts the margins between them. The right plot shows the logits of both programs at one position.
 
 # %% tags=["hide-input"]
 figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 3.8), width_ratios=(1.5, 1))
@@ -225,13 +208,13 @@ left.bar(
     counts(flips),
     bottom=counts(~flips),
     color=style.COLOURS[style.REJECTED],
-    label="argmax changes",
+    label="different argmax",
 )
 left.axvspan(-0.5, TIE_ULPS + 0.5, color=style.DRAFTER, alpha=0.12, label="approximate tie")
 left.set_xticks(range(12))
-title = f"bfloat16: margins below 12 units, of {margin.size}"
+title = f"bfloat16: margins of {margin.size} positions"
 left.set(xlim=(-0.6, 11.6), ylim=(0, 1.5 * counts(margin < 12)[:12].max()), title=title)
-left.set(xlabel="units between the two likeliest tokens", ylabel="positions")
+left.set(xlabel="margin of the largest logit, units", ylabel="positions")
 left.legend()
 
 step, row = np.argwhere(flips)[0] if flips.any() else np.argwhere(near)[0]
@@ -243,9 +226,7 @@ for token, marker in zip(top, "os^D", strict=True):
     right.plot((0, 1), pair[:, token], marker=marker, label=f"{name!r}")
 low, high = pair[:, top].min(), pair[:, top].max()
 right.set_yticks(np.arange(low - unit, high + 2 * unit, unit))
-right.set(
-    xlim=(-0.3, 1.9), ylabel="logit (lines: bfloat16 numbers)", title="One position, two programs"
-)
+right.set(xlim=(-0.3, 1.9), ylabel="logit (lines: bfloat16 numbers)", title="Logits of one position")
 right.set_xticks((0, 1), ("block of 1", f"block of {K + 1}"))
 right.legend(loc="center right", fontsize="small")
 assert (pair[:, top] % bfloat16_ulp(pair[:, top]) == 0).all(), "every logit is a bfloat16 number"
@@ -253,17 +234,14 @@ assert (pair[:, top] % bfloat16_ulp(pair[:, top]) == 0).all(), "every logit is a
 # %% [markdown]
 # ## Baseline of the same block size
 #
-# `Plain(num_nodes=K + 1)` decodes plainly in blocks of `K + 1`, with padding after the root. Compared with it, every
-# key and value in the target's cache is equal, bit for bit, in float32 and in bfloat16. A rejected draft leaves no
-# trace.
+# `Plain(num_nodes=K + 1)` decodes without a drafter in blocks of `K + 1`, with padding after the root. Speculative
+# decoding gives the same keys and values in the target's cache, bit for bit, in float32 and in bfloat16.
 
 # %%
 for dtype in ("float32", "bfloat16"):
     model = e3.load_target(dtype=dtype)
     decoders = (
-        e3.SpeculativeDecoder(
-            model, e3.load_drafter(target=model), num_speculative_tokens=K, stop_tokens=()
-        ),
+        e3.SpeculativeDecoder(model, e3.load_drafter(target=model), num_speculative_tokens=K, stop_tokens=()),
         e3.SpeculativeDecoder(model, Plain(num_nodes=K + 1), stop_tokens=()),
     )
     drafted, shaped = (last_state(one, prompts) for one in decoders)
@@ -275,30 +253,30 @@ for dtype in ("float32", "bfloat16"):
 # %% [markdown]
 # ## Injected bugs and tests
 #
-# A test suite is as good as the bugs that it finds. `planted(function, old, new)` replaces a piece of a function's
-# source and compiles everything anew. The next cells run seven tests on seven bugs.
+# A test is useful if it catches bugs. `inject_bug(function, old, new)` replaces a piece of a function's source. Then
+# the programs are compiled again. The next cells run seven tests on seven bugs.
 #
-# Two tests run the whole loop, greedily: **is the text that of plain decoding**, and **how large is τ**. Five tests
-# look at sampled tokens for real pairs `p`, `q` of the shipped models. Each token that a round adds should follow its
-# `p`, *whatever was drafted*. So any score of it has a known mean and variance, and the sum over many tokens is a
-# standard normal `z`:
+# Two tests run the whole loop greedily. The first one compares the text with plain decoding. The second one measures τ.
+# Five tests use sampled tokens for pairs `p`, `q` of the shipped models. Each token that a round adds must have its
+# distribution `p`, for any draft. So any score of a token has a known mean and variance. The normalized sum over many
+# tokens is approximately a standard normal `z`:
 #
-# - **surprisal**: `−ln p(x)`. Is the text too sure, or not sure enough?
-# - **rank**: the rank of the token in `p`, made uniform (probability integral transform), then Kolmogorov–Smirnov.
-# - **directed**: `ln(q(x)/p(x))`. Is the text pulled towards the draft?
-# - **bonus**: the same score for the tokens after an accepted draft.
-# - **redrawn**: no statistics. Sample again from the declared `q` with the same uniforms: is it the drafted token?
+# - **surprisal**: `−ln p(x)`. Detects a text with too likely or too unlikely tokens.
+# - **rank**: the rank of the token in `p`, made uniform (probability integral transform), then a Kolmogorov–Smirnov
+#   test.
+# - **directed**: `ln(q(x)/p(x))`. Detects a shift of the text towards the draft.
+# - **bonus**: the directed score for the tokens after an accepted draft.
+# - **resampled**: sample from the declared `q` with the same uniforms, and compare with the draft token. No statistics.
 
 
 # %%
-def real_laws(rounds=6, size=128):
-    """Pairs (p, q) of real positions. The 127 most likely tokens keep their mass, the others are merged."""
+def real_pairs(rounds=6, size=128):
+    """Pairs (p, q) at positions of real texts: the 127 most likely tokens, and all others as one."""
     decoder, found = two["drafted"], []
     state = decoder.prefill(prompts, max_new_tokens=64).replace(sampling=sampled)
     for _ in range(rounds):
         known = [
-            row[: end - 1].tolist()
-            for row, end in zip(np.asarray(state.tokens), state.length, strict=True)
+            row[: end - 1].tolist() for row, end in zip(np.asarray(state.tokens), state.length, strict=True)
         ]
         played = decoder.step(state)
         state, draft = played.state, jax.device_get(played.draft)
@@ -307,19 +285,17 @@ def real_laws(rounds=6, size=128):
             found += [(jax.nn.softmax(logits[-K - 1 + k]), q[k + 1]) for k in range(K)]
     p, q = np.array(found, np.float64).swapaxes(0, 1)
     likely = np.argsort(-np.maximum(p, q), axis=1)[:, : size - 1]
-    cut = [np.take_along_axis(law, likely, axis=1) for law in (p, q)]
-    whole = [
-        np.concatenate([law, np.maximum(1 - law.sum(1, keepdims=True), 0)], axis=1) for law in cut
-    ]
-    return [law / law.sum(1, keepdims=True) for law in whole]
+    cut = [np.take_along_axis(dist, likely, axis=1) for dist in (p, q)]
+    whole = [np.concatenate([dist, np.maximum(1 - dist.sum(1, keepdims=True), 0)], axis=1) for dist in cut]
+    return [dist / dist.sum(1, keepdims=True) for dist in whole]
 
 
-P, Q = real_laws()
-print(f"{len(P)} positions; on average Σ min(p, q) = {np.minimum(P, Q).sum(1).mean():.2f}")
+P, Q = real_pairs()
+print(f"{len(P)} positions; mean Σ min(p, q) = {np.minimum(P, Q).sum(1).mean():.2f}")
 
 # %% [markdown]
-# A round with one draft token: the token is sampled from `q`, the rule decides, and an accepted draft is followed by
-# a bonus. `propose` returns the draft token and the declared distribution.
+# Each simulated round has one draft token. `propose` samples it from `q` and returns the token and the declared
+# distribution. The rule accepts or rejects it. A bonus follows an accepted draft.
 
 
 # %%
@@ -328,11 +304,11 @@ def honest(q, uniforms):
 
 
 def sampling_tests(propose, repeats=48):
-    """Plays many rounds through e3.verify and scores the tokens that they add."""
+    """Runs many rounds with e3.verify and scores the tokens that they add."""
     p, q = jnp.asarray(P, jnp.float32), jnp.asarray(Q, jnp.float32)
     n, digits = len(P), e3.num_digits(P.shape[1])
-    behind = lambda law: jnp.stack(
-        [law, jnp.roll(law, -1, axis=0)], axis=1
+    with_next = lambda dist: jnp.stack(
+        [dist, jnp.roll(dist, -1, axis=0)], axis=1
     )  # after the root, and after the draft
 
     @jax.jit
@@ -343,12 +319,12 @@ def sampling_tests(propose, repeats=48):
             tokens=jnp.stack([jnp.zeros_like(x), x], axis=1),
             parents=jnp.broadcast_to(jnp.array([-1, 0], jnp.int32), (n, 2)),
             valid=jnp.ones((n, 2), bool),
-            probs=behind(q)[:, ::-1]
+            probs=with_next(q)[:, ::-1]
             .at[:, 1]
-            .set(declared),  # that of the root is ignored; a bug below reads it
+            .set(declared),  # the root's entry is ignored; one injected bug reads it
         )
         verdict = e3.verify(
-            draft, behind(p), accept=uniforms[:, :2], choose=uniforms[:, 2 + digits :], max_depth=1
+            draft, with_next(p), accept=uniforms[:, :2], choose=uniforms[:, 2 + digits :], max_depth=1
         )
         return (
             x,
@@ -359,20 +335,17 @@ def sampling_tests(propose, repeats=48):
 
     keys = jax.random.split(jax.random.key(0), (repeats, n))
     x, kept, last, again = (
-        np.concatenate(one)
-        for one in zip(*[jax.device_get(play(key, p, q)) for key in keys], strict=True)
+        np.concatenate(one) for one in zip(*[jax.device_get(play(key, p, q)) for key in keys], strict=True)
     )
-    laws = [
-        np.tile(law, (repeats, 1)) for law in (P, Q, np.roll(P, -1, axis=0), np.roll(Q, -1, axis=0))
-    ]
+    dists = [np.tile(dist, (repeats, 1)) for dist in (P, Q, np.roll(P, -1, axis=0), np.roll(Q, -1, axis=0))]
     first, bonus = np.where(kept, x, last), last[kept]
     spread = np.random.default_rng(0).random(first.size)
     return {
-        "surprisal z": surprisal(laws[0], first).z,
-        "rank p": kolmogorov_smirnov(randomised_pit(laws[0], first, spread, order=-laws[0])),
-        "directed z": directed(laws[0], laws[1], first).z,
-        "bonus z": directed(laws[2][kept], laws[3][kept], bonus).z,
-        "redrawn": float(np.mean(x == again)),
+        "surprisal z": surprisal(dists[0], first).z,
+        "rank p": kolmogorov_smirnov(randomised_pit(dists[0], first, spread, order=-dists[0])),
+        "directed z": directed(dists[0], dists[1], first).z,
+        "bonus z": directed(dists[2][kept], dists[3][kept], bonus).z,
+        "resampled": float(np.mean(x == again)),
     }
 
 
@@ -383,23 +356,23 @@ def loop_tests():
 
 
 def from_the_top_50(q, uniforms):
-    """A bug of transformers: sampled after top-k, and the raw q is declared."""
+    """A bug of transformers: samples after top-k and declares the whole q."""
     least = jax.lax.top_k(q, 50)[0][:, -1:]
     return e3.draw(jnp.where(q >= least, q, 0.0), uniforms), q
 
 
 def rounded(q, uniforms):
-    """The draft is sampled from bfloat16 probabilities and declared in float32."""
+    """Samples the draft from bfloat16 probabilities and declares those in float32."""
     return e3.draw(q.astype(jnp.bfloat16).astype(jnp.float32), uniforms), q
 
 
 RESIDUAL = "jnp.where(child, rest, walk.p)"
 COMMIT = "state.cache.commit(output.written, count, None"
-rule = lambda old, new: (planted, (e3.verify, old, new), honest)
+rule = lambda old, new: (inject_bug, (e3.verify, old, new), honest)
 BUGS = {
     "none": (contextlib.nullcontext, (), honest),
     "rejected drafts stay in the cache": (
-        planted,
+        inject_bug,
         (SpeculativeLoop.step, COMMIT, COMMIT.replace("count", "jnp.full_like(count, num_nodes)")),
         honest,
     ),
@@ -412,7 +385,7 @@ BUGS = {
     ),
     "q is sampled in bfloat16, declared in float32": (contextlib.nullcontext, (), rounded),
     "the head reads its layers in reverse": (
-        planted,
+        inject_bug,
         (Decoder.__call__, "for layer in aux_layers]", "for layer in reversed(aux_layers)]"),
         honest,
     ),
@@ -424,10 +397,10 @@ for name, (context, arguments, propose) in BUGS.items():
         measured[name] = {**loop_tests(), **sampling_tests(propose)}
 
 # %% [markdown]
-# ## Which test catches which bug
+# ## Coverage of bugs by tests
 #
-# A test catches a bug if a text changed, if `|z| > 5` or `p < 10⁻⁶`, if a token is not redrawn, or if τ fell by more
-# than a tenth. A green cell is a caught bug.
+# A test catches a bug if a text changes, if `|z| > 5` or `p < 10⁻⁶`, if a resampled token differs, or if τ falls by more
+# than 10 %. A green cell means that the test catches the bug.
 
 # %%
 healthy = measured["none"]
@@ -438,72 +411,59 @@ CAUGHT = {
     "rank p": lambda value: value < 1e-6,
     "directed z": lambda value: abs(value) > 5,
     "bonus z": lambda value: abs(value) > 5,
-    "redrawn": lambda value: value < 1,
+    "resampled": lambda value: value < 1,
 }
-caught = {
-    bug: {test for test, value in row.items() if CAUGHT[test](value)}
-    for bug, row in measured.items()
-}
+caught = {bug: {test for test, value in row.items() if CAUGHT[test](value)} for bug, row in measured.items()}
 
-hits = np.array([[test in tests for test in CAUGHT] for tests in caught.values()], float)
-words = [[f"{row[test]:.3g}" for test in CAUGHT] for row in measured.values()]
-table_map(
-    hits,
-    list(caught),
-    list(CAUGHT),
-    words=words,
-    colours="Greens",
-    title="Bugs and tests",
-    most=1.4,
-)
-plt.show()
-
-assert caught["none"] == set(), "nothing is found where nothing is wrong"
+assert caught["none"] == set(), "no test fails without a bug"
 assert "greedy texts" in caught["rejected drafts stay in the cache"], (
-    "greedy equality catches what spoils the cache"
+    "greedy equality catches errors of the cache"
 )
 softmax = caught["the residual is a softmax"]
 assert {"surprisal z", "rank p"} <= softmax and "greedy texts" not in softmax, (
-    "visible in sampled text only"
+    "only sampled text shows the bug"
 )
 again = caught["a rejection resamples from p"]
 assert "directed z" in again and not again & {"greedy texts", "rank p", "surprisal z", "τ"}, (
-    "only a directed test sees it"
+    "only a directed test catches it"
 )
 bonus = caught["the bonus is sampled from q"]
 assert "bonus z" in bonus and not bonus & {"directed z", "rank p", "surprisal z"}, (
-    "only at its own index"
+    "only the test at the bonus catches it"
 )
-assert caught["q is sampled in bfloat16, declared in float32"] == {"redrawn"}, (
-    "only a deterministic test sees it"
+assert caught["q is sampled in bfloat16, declared in float32"] == {"resampled"}, (
+    "only a deterministic test catches it"
 )
-assert caught["the head reads its layers in reverse"] == {"τ"}, (
-    "no test of the output can see a broken head"
-)
+assert caught["the head reads its layers in reverse"] == {"τ"}, "no test of the output catches a broken head"
+
+# %% tags=["hide-input"]
+hits = np.array([[test in tests for test in CAUGHT] for tests in caught.values()], float)
+words = [[f"{row[test]:.3g}" for test in CAUGHT] for row in measured.values()]
+look = {"words": words, "colours": "Greens", "most": 1.4}
+table_map(hits, list(caught), list(CAUGHT), title="Result of each test; green: caught", **look)
+plt.show()
 
 # %% [markdown]
 # - **A cache that keeps rejected drafts** changes the text. Greedy equality is the test for tokens, positions and
 #   caches.
-# - **A softmax over the residual** leaves greedy text unchanged, because greedy decoding has no residual. The sampled
-#   text becomes less sure.
-# - **Resampling from `p`** pulls the text towards the draft, but the text is as sure as before and its ranks are as
-#   uniform. Only a test *directed* along `ln(q/p)` finds it.
-# - **A bonus from `q`** is visible only at its own index.
-# - **A `q` rounded to bfloat16** moves no probability by more than one part in 256. Sampling again from the declared
+# - **A softmax of the residual** does not change greedy text, because greedy decoding has no residual. The sampled text
+#   contains too many unlikely tokens.
+# - **Resampling from `p`** shifts the text towards the draft. The mean surprisal and the ranks hardly change. Only the
+#   *directed* test along `ln(q/p)` catches it.
+# - **A bonus from `q`** changes only the bonus token.
+# - **A `q` rounded to bfloat16** changes every probability by less than one part in 256. Sampling again from the declared
 #   distribution needs no statistics.
-# - **A head that reads its features in reverse** is lossless. Only τ falls. So compare τ, and accepted tokens round
-#   by round, with another implementation (level 8 of the [validation](../validation/README.md)).
+# - **A head that reads its features in reverse** is lossless. Only τ falls. Compare τ and the accepted tokens of every
+#   round with another implementation (level 8 of the [validation](../docs/validation.md)).
 #
 # ## Common mistakes
 #
-# A common shortcut is to compare bfloat16 texts with plain decoding, see some differences, and raise the tolerance
-# until nothing fails. A tolerance that accepts any text after the first difference also accepts a bug. With the cache
-# bug from above, the first wrong token is far from an approximate tie.
+# A common mistake is to raise the tolerance of a bfloat16 comparison with plain decoding until the test passes. A test
+# that accepts any text after the first difference also accepts a bug. With the cache bug from above, the first wrong
+# token is far from an approximate tie.
 
 # %%
-with planted(
-    SpeculativeLoop.step, COMMIT, COMMIT.replace("count", "jnp.full_like(count, num_nodes)")
-):
+with inject_bug(SpeculativeLoop.step, COMMIT, COMMIT.replace("count", "jnp.full_like(count, num_nodes)")):
     spoilt = greedy(head, num_speculative_tokens=K).tokens
 parted = [
     next((i for i, pair in enumerate(zip(*rows, strict=True)) if len(set(pair)) > 1), None)
@@ -517,26 +477,24 @@ fed = [
 units = []
 for logits, text, place in zip(forced_logits(target, fed), spoilt, parted, strict=True):
     if place is not None:
-        units.append(
-            float((logits[-1].max() - logits[-1][text[place]]) / bfloat16_ulp(logits[-1].max()))
-        )
+        units.append(float((logits[-1].max() - logits[-1][text[place]]) / bfloat16_ulp(logits[-1].max())))
 print(
-    "distance of the first wrong token from the best logit, in bfloat16 units:",
+    "gap between the largest logit and that of the first wrong token, in bfloat16 units:",
     np.round(units, 1).tolist(),
 )
-assert max(units) > 4 * TIE_ULPS, "a bug is not limited to approximate ties"
+assert max(units) > 4 * TIE_ULPS, "the bug changes tokens that are not tied"
 
 # %% [markdown]
 # ## Exercises
 #
-# **1.** Greedy decoding in bfloat16 gives another text with speculation than without. Name two experiments that tell
-# an approximate tie from a bug.
+# **1.** In bfloat16, greedy decoding with speculation gives a different text than without. Name two experiments that
+# distinguish an approximate tie from a bug.
 #
 # <details><summary>Answer</summary>
 #
-# Decode plainly in blocks of `K + 1` (`Plain(num_nodes=K + 1)`) and compare: equal bit for bit, or a bug. Or feed the
-# common prefix to the target once, in float32: at the first difference the two tokens must be its two most likely
-# ones, within two bfloat16 units.
+# Compare with plain decoding in blocks of `K + 1` (`Plain(num_nodes=K + 1)`). A difference in any bit is a bug. Or feed
+# the common prefix to the target in float32. The two tokens at the first difference must be its two most likely ones,
+# within two bfloat16 units.
 #
 # </details>
 #
@@ -544,31 +502,30 @@ assert max(units) > 4 * TIE_ULPS, "a bug is not limited to approximate ties"
 #
 # <details><summary>Answer</summary>
 #
-# The output is `min(p, q) + (1 − α) p`. Compared with `p`, mass moves to tokens that the head overrates from those
-# that it underrates. The probability of a token under `p` says little about which of the two it is, so the mean
-# surprisal hardly changes.
+# The output distribution is `min(p, q) + (1 − α) p`. Compared with `p`, tokens that the head overrates gain mass and
+# tokens that it underrates lose mass. Both groups contain likely and unlikely tokens, so the mean surprisal hardly
+# changes.
 #
 # </details>
 #
-# **3.** A colleague wants to test sampling by comparing texts with one seed, with and without speculation. What do
-# you say?
+# **3.** Can one test sampling by comparing the texts of one seed, with and without speculation?
 #
 # <details><summary>Answer</summary>
 #
-# The texts differ although both are right. The two programs use the same random numbers for different decisions.
-# Compare distributions.
+# No. The texts differ although both are correct, because the two programs use the same random numbers for different
+# decisions. Compare distributions.
 #
 # </details>
 #
 #
-# ## What was claimed and checked
+# ## Checked claims
 #
-# - Greedy speculation generates the text of plain decoding in float32. With one seed, sampled texts differ from plain
-#   decoding and repeat themselves.
-# - Other neighbors in a batch change no token and no bit of a request.
-# - Two block sizes round differently. In float32 the argmax never changed, in bfloat16 every change was within two
+# - Greedy speculation generates the text of plain decoding in float32. Sampled texts of one seed are repeatable and
+#   differ from those of plain decoding.
+# - Other requests in a batch change no token and no bit of a request.
+# - Two block sizes round differently. In float32 the argmax never changed. In bfloat16 every change was within two
 #   units.
 # - Compared with plain decoding of the same shape, tokens, keys and values are equal bit for bit, in both precisions.
-# - Each of seven bugs is caught by one test and missed by others. A broken head is caught by τ only.
+# - Each of seven bugs is caught by one test and missed by others. Only τ shows a broken head.
 #
-# **Next:** [07](07_measuring_and_batches.ipynb), how to measure what speculation gains.
+# **Next:** [07](07_measuring_and_batches.ipynb), measuring the speed-up.

@@ -14,31 +14,29 @@
 # %% [markdown]
 # # 07 · Measuring acceptance, speed-up, latency and batches
 #
-# Most published figures of speculative decoding cannot be compared, because they do not say what was measured. After
-# this notebook you can
+# Many published figures of speculative decoding are not comparable, because their definitions differ or are missing.
+# After this notebook you can
 #
-# - tell the two quantities apart that are both called "acceptance rate";
-# - measure `τ`, `v` and `c`, predict a speed-up, and compare it with runs in turns with an A/A control;
-# - show that `τ` does not depend on the batch size while the time of a step does, and draft by a schedule;
+# - distinguish the two quantities that are both called "acceptance rate";
+# - measure `τ`, `v` and `c`, predict a speed-up, and compare it with runs in turns and an A/A control;
+# - show that `τ` does not depend on the batch size while the time of a round does, and draft by a schedule;
 # - report latency correctly.
 #
 # The notebook runs on a laptop CPU, offline, with the shipped pair. Read [01](01_memory_bound_decoding.ipynb),
-# [02](02_speculative_sampling.ipynb) and [03](03_eagle3_head.ipynb) before. Times are printed with their spread and
-# never asserted.
+# [02](02_speculative_sampling.ipynb) and [03](03_eagle3_head.ipynb) first. Times are printed with their spread and never
+# asserted. The project's benchmark is on the page [Measured numbers](../docs/numbers.md).
 
 # %% tags=["hide-input"]
 import first_cell
 
 first_cell.start()
 
-# %% tags=["hide-input"]
 import time
 
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-from IPython.display import display
 from pictures.ribbons import acceptance_ribbons
 from pictures.times import stacked_steps, twin
 from scipy.stats import binomtest
@@ -64,24 +62,22 @@ from eagle3_jax.theory.speedup import (
 # %% [markdown]
 # ## Draft acceptance rate and conditional acceptance rate
 #
-# Twelve held-out prompts, six of code and six of prose, get 48 tokens each, greedily, with a chain of `K = 5`. Four
-# counters record everything about acceptance.
+# The cell decodes twelve held-out prompts, six of code and six of prose, with 48 new tokens each, greedily, with a chain
+# of `K = 5`. Four counters record everything about acceptance.
 
 # %%
 NEW = 48
 target = e3.load_target(dtype="mixed")
 head = e3.load_drafter(target=target)
 file = bundled("prompts.jsonl")
-held_out = read_prompts(
-    file, target, Renderer("continued as they stand"), max_new_tokens=NEW, length=64
-)
+held_out = read_prompts(file, target, Renderer("continued as they stand"), max_new_tokens=NEW, length=64)
 chosen = in_turn(held_out, 12)
 prompts = [prompt.tokens for prompt in chosen]
 assert [prompt.category for prompt in chosen] == ["code"] * 6 + ["prose"] * 6
 
 
 def chain(length):
-    """A decoder with a chain of this length. Without stop tokens, every row has the same number of tokens."""
+    """A decoder with a chain of this length. Without stop tokens, all rows have the same number of tokens."""
     return e3.SpeculativeDecoder(target, head, num_speculative_tokens=length, stop_tokens=())
 
 
@@ -90,43 +86,32 @@ stats = result.stats
 stats.to_json()
 
 # %% [markdown]
-# - The **draft acceptance rate** `r` is accepted over drafted tokens. `τ = 1 + K·r` holds exactly for any run.
-# - The **conditional acceptance rate** at a position is the share accepted *among the rounds that reached it*. If it
-#   were the same `α` at all positions, `τ` would be `1 + α + … + α^K = (1 - α^(K+1)) / (1 - α)`. This is a model,
-#   which can be wrong.
+# - The **draft acceptance rate** `r` is the number of accepted tokens divided by the number of drafted tokens. `τ = 1 +
+#   K·r` holds exactly for any run.
+# - The **conditional acceptance rate** at a position is the share accepted *among the rounds that reached this position*.
+#   If it is the same `α` at all positions, then `τ = 1 + α + … + α^K = (1 - α^(K+1)) / (1 - α)`. This is a model, and
+#   the measurement can contradict it.
 
 # %%
 tau, rate = stats.mean_acceptance_length, stats.draft_acceptance_rate
 alpha = conditional_rate_from_tau(tau, 5)
-print(
-    f"τ = {tau:.3f}: draft acceptance rate {rate:.3f}, conditional acceptance rate {alpha:.3f} (the constant one)"
-)
-print(
-    "conditional, by position: ",
-    "  ".join(f"{share:.3f}" for share in stats.conditional_acceptance_rate),
-)
-print(
-    "of all rounds, by position:",
-    "  ".join(f"{share:.3f}" for share in stats.acceptance_per_position),
-)
+print(f"τ = {tau:.3f}: draft acceptance rate {rate:.3f}, constant conditional acceptance rate {alpha:.3f}")
+print("conditional, by position:  ", "  ".join(f"{share:.3f}" for share in stats.conditional_acceptance_rate))
+print("of all rounds, by position:", "  ".join(f"{share:.3f}" for share in stats.acceptance_per_position))
 
 assert abs(tau_from_draft_rate(rate, 5) - tau) < 1e-9, "τ = 1 + K·r is an identity"
-assert abs(tau - 1 - sum(stats.acceptance_per_position)) < 1e-9, (
-    "and τ is one plus the shares by position"
-)
+assert abs(tau - 1 - sum(stats.acceptance_per_position)) < 1e-9, "τ is one plus the shares by position"
 assert np.allclose(np.cumprod(stats.conditional_acceptance_rate), stats.acceptance_per_position)
-assert alpha > rate + 0.1, "the conditional rate is the larger number: say which one you mean"
+assert alpha > rate + 0.1, "the conditional rate is larger: a report must name the rate"
 
 # %% [markdown]
 # ## τ by draft length
 #
-# Every `K` has its own run. Both formulas are fitted at `K = 3` and then asked about the other lengths: the line
-# assumes a constant *draft* rate, the curve a constant *conditional* rate.
+# Each `K` is measured in a separate run. Two formulas are fitted at `K = 3` and extrapolated to the other lengths. The
+# line assumes a constant *draft* acceptance rate, the curve a constant *conditional* acceptance rate.
 
 # %%
-contenders = {
-    length: DecoderContender(f"K={length}", "mixed", chain(length)) for length in (1, 3, 5)
-}
+contenders = {length: DecoderContender(f"K={length}", "mixed", chain(length)) for length in (1, 3, 5)}
 found = {5: stats}
 for length in (1, 2, 7):
     found[length] = chain(length).generate(prompts, max_new_tokens=NEW).stats
@@ -141,71 +126,62 @@ measured = [found[length].mean_acceptance_length for length in lengths]
 at3 = found[3]
 line = [tau_from_draft_rate(at3.draft_acceptance_rate, k) for k in lengths]
 curve = [
-    tau_from_conditional_rate(conditional_rate_from_tau(at3.mean_acceptance_length, 3), k)
-    for k in lengths
+    tau_from_conditional_rate(conditional_rate_from_tau(at3.mean_acceptance_length, 3), k) for k in lengths
 ]
+for k, tau_k, straight, bent in zip(lengths, measured, line, curve, strict=True):
+    print(f"K = {k}: measured {tau_k:.3f}, line {straight:.3f}, curve {bent:.3f}")
 
+assert abs(line[lengths.index(3)] - at3.mean_acceptance_length) < 1e-9, "at K = 3 both formulas are exact"
+assert abs(curve[lengths.index(3)] - at3.mean_acceptance_length) < 1e-9
+assert sorted(measured) == measured, "longer drafts add more tokens per round"
+assert line[-1] - measured[-1] > 2 * abs(curve[-1] - measured[-1]), "at K = 7 the curve is much closer"
+
+# %% tags=["hide-input"]
 figure, axes = plt.subplots()
 axes.plot(lengths, line, linestyle=":", label="1 + K·r, r of K = 3")
 axes.plot(lengths, curve, linestyle="--", label="(1 - α$^{K+1}$) / (1 - α), α of K = 3")
 axes.plot(lengths, measured, marker="o", label="measured, one run each")
-axes.set(
-    xlabel="K, drafted tokens",
-    ylabel="τ, tokens per round",
-    title="The geometric formula extrapolates better",
-)
-axes.set_xticks(lengths)
+axes.set(xlabel="draft length K", ylabel="τ, tokens per round", xticks=lengths)
+axes.set_title("Mean acceptance length by draft length")
 axes.legend()
 plt.show()
-for k, tau_k, straight, bent in zip(lengths, measured, line, curve, strict=True):
-    print(f"K = {k}: measured {tau_k:.3f}, line {straight:.3f}, curve {bent:.3f}")
-
-assert abs(line[lengths.index(3)] - at3.mean_acceptance_length) < 1e-9, (
-    "fitted there, both formulas are exact"
-)
-assert abs(curve[lengths.index(3)] - at3.mean_acceptance_length) < 1e-9
-assert sorted(measured) == measured, "longer drafts add more tokens per round"
-assert line[-1] - measured[-1] > 2 * abs(curve[-1] - measured[-1]), (
-    "at K = 7 the line is much further off"
-)
 
 # %% [markdown]
 # ## Acceptance by task
 #
-# Acceptance belongs to a *pair and a text*. The plot shows it by position, with 95 % intervals. To get `τ` of both
-# tasks together, sum the counters (`SpeculationStats.merge`). An average of rates would be wrong: with shares of the
-# *rounds* `τ` is the arithmetic mean, with shares of the *tokens* the harmonic mean.
+# Acceptance depends on the *pair and the text*. The plot shows it by position, with 95 % intervals. To get `τ` of both
+# tasks together, sum the counters (`SpeculationStats.merge`). The plain average of the two values of `τ` is wrong. The
+# merged `τ` is the arithmetic mean weighted by *rounds*, or the harmonic mean weighted by *tokens*.
 
 # %%
 by_task = {"code": result.rows[:6], "prose": result.rows[6:]}
-tasks = {
-    name: e3.SpeculationStats.merge(one.stats for one in rows) for name, rows in by_task.items()
-}
-ribbons = acceptance_ribbons(
-    {name: one.acceptance_per_position for name, one in tasks.items()},
-    rounds={name: int(one.num_drafts) for name, one in tasks.items()},
-    title="The same head on two kinds of text, K = 5",
-)
+tasks = {name: e3.SpeculationStats.merge(one.stats for one in rows) for name, rows in by_task.items()}
 for name, one in tasks.items():
     print(f"{name:6} τ = {one.mean_acceptance_length:.3f} over {int(one.num_drafts)} rounds")
     shares = one.acceptance_per_position
-    assert sorted(shares, reverse=True) == shares, "later positions need the earlier ones"
-display(ribbons)
+    assert sorted(shares, reverse=True) == shares, "a position is accepted only after all earlier ones"
 
 merged = e3.SpeculationStats.merge(tasks.values()).mean_acceptance_length
 taus = [one.mean_acceptance_length for one in tasks.values()]
 rounds = np.array([int(one.num_drafts) for one in tasks.values()])
 by_tokens = rounds * taus / np.dot(rounds, taus)
-print(f"merged τ = {merged:.3f}, mean of the two {np.mean(taus):.3f}")
+print(f"merged τ = {merged:.3f}, plain mean of both {np.mean(taus):.3f}")
 assert abs(merged - np.dot(rounds / rounds.sum(), taus)) < 1e-9, "weighted by rounds"
 assert abs(merged - blended_tau(by_tokens.tolist(), taus)) < 1e-9, "harmonic mean by tokens"
+
+# %% tags=["hide-input"]
+acceptance_ribbons(
+    {name: one.acceptance_per_position for name, one in tasks.items()},
+    rounds={name: int(one.num_drafts) for name, one in tasks.items()},
+    title="Acceptance by position and task, K = 5",
+)
 
 # %% [markdown]
 # ## Speed-up: measured and predicted
 #
-# `v` is the cost of a verification and `c` the cost of a pass of the head, both in plain steps. Each is timed in a
-# compiled loop of its own. The real runs **take turns**: plain, plain again, `K = 1`, `3`, `5`, and from the start
-# again. The second plain run is the **A/A control**. Its ratio to the first run shows the noise of the machine.
+# `v` is the cost of a verification and `c` the cost of a forward pass of the head, both in plain steps. Each is timed in
+# a separate compiled loop. The real runs are measured **in turns**: plain, plain again, `K = 1`, `3`, `5`, then from the
+# start again. The second plain run is the **A/A control**. Its ratio to the first run shows the noise of the machine.
 
 # %%
 REPEATS = 5
@@ -217,9 +193,7 @@ seconds = {name: [] for name in turns}
 step, verify, parts = [], {k: [] for k in blocks}, []
 for repeat in range(REPEATS + 1):  # the first one compiles
     pace = timed_rounds(plain.decoder, tried[:1], max_new_tokens=NEW, tokens=32)
-    checks = {
-        k: timed_rounds(one, tried[:1], max_new_tokens=NEW, tokens=32) for k, one in blocks.items()
-    }
+    checks = {k: timed_rounds(one, tried[:1], max_new_tokens=NEW, tokens=32) for k, one in blocks.items()}
     costs = step_costs(chain(3), tried[:1], max_new_tokens=NEW, rounds=32)
     runs = {name: [one.run([prompt], NEW) for prompt in tried] for name, one in turns.items()}
     if repeat:
@@ -232,14 +206,12 @@ for repeat in range(REPEATS + 1):  # the first one compiles
 
 
 def ratio(above, below):
-    """Ratios within each repeat, so a slow machine slows both sides."""
+    """Ratios within each repeat, so a slow repeat affects both sides."""
     return Spread.of([a / b for a, b in zip(above, below, strict=True)])
 
 
 c = ratio([one.draft_seconds for one in parts], step)
-print(
-    f"plain step {1e3 * Spread.of(step).median:.2f} ms, c = {c.median:.3f} ({c.low:.3f}-{c.high:.3f})\n"
-)
+print(f"plain step {1e3 * Spread.of(step).median:.2f} ms, c = {c.median:.3f} ({c.low:.3f}-{c.high:.3f})\n")
 control = ratio(seconds["plain"], seconds["A/A"])
 print(f"A/A  measured {control.median:.2f} ({control.low:.2f}-{control.high:.2f})")
 for k in blocks:
@@ -256,13 +228,13 @@ texts = {name: [one.tokens[0] for one in pair] for name, pair in runs.items()}
 assert texts["A/A"] == texts["plain"], "the control generates the same text"
 
 # %% [markdown]
-# A difference smaller than the A/A's spread is no difference. The plot divides a round of `K = 3` into drafting,
-# verification, commit and the host, which only a *stream* waits for. (`generate` runs all rounds in one program.)
+# A difference below the spread of the A/A control is noise. The plot divides a round of `K = 3` into drafting,
+# verification, commit and the host. Only a *stream* waits for the host: `generate` runs all rounds in one program.
 
 
 # %%
 def streamed(contender, prompt):
-    """Time to the first token, and for each later chunk its wait and its tokens."""
+    """Time to the first token, then the wait and the number of tokens of each later chunk."""
     begin = time.perf_counter()
     state = jax.block_until_ready(contender.decoder.prefill([prompt], max_new_tokens=NEW))
     last, length = time.perf_counter(), int(state.length[0])
@@ -291,36 +263,30 @@ draft, commit = (
 )
 checking, plainly = middle(verify[3]) - commit, middle(step)
 waited = {
-    name: middle([wait for _, waits, _ in all_of_it for wait in waits])
-    for name, all_of_it in streams.items()
+    name: middle([wait for _, waits, _ in all_of_it for wait in waits]) for name, all_of_it in streams.items()
 }
 host = {
     "plain": max(0.0, waited["plain"] - plainly),
     "K=3": max(0.0, waited["K=3"] - draft - checking - commit),
 }
+
+# %% tags=["hide-input"]
 stacked_steps(
     ["plain step", "round of K = 3"],
-    {
-        "draft": [0, draft],
-        "verify": [plainly, checking],
-        "commit": [0, commit],
-        "host": list(host.values()),
-    },
+    {"draft": [0, draft], "verify": [plainly, checking], "commit": [0, commit], "host": list(host.values())},
     title="Parts of a step (medians)",
 )
 
 # %% [markdown]
 # ## Batch size
 #
-# The same twelve prompts are decoded in batches of 1, 4 and 12. `τ` does not depend on the batch, because `p` and `q`
-# do not. The *cost* of a round does: four tokens of twelve rows are 48 tokens of arithmetic.
+# The same twelve prompts are decoded in batches of 1, 4 and 12. `τ` does not depend on the batch size, because `p` and
+# `q` do not. The *cost* of a round does: verifying four tokens of twelve rows is the arithmetic of 48 tokens.
 
 
 # %%
 def in_batches(contender, size):
-    return [
-        contender.run(prompts[start : start + size], NEW) for start in range(0, len(prompts), size)
-    ]
+    return [contender.run(prompts[start : start + size], NEW) for start in range(0, len(prompts), size)]
 
 
 SIZES = (1, 4, 12)
@@ -329,14 +295,9 @@ for repeat in range(4):  # the first one compiles
     for size, kept in by_batch.items():
         theirs, ours = in_batches(plain, size), in_batches(contenders[3], size)
         rounds = sum(int(np.max(one.stats.num_drafts)) for one in ours)  # rounds of the slowest row
-        own, other = (
-            sum(one.decode_seconds for one in ours),
-            sum(one.decode_seconds for one in theirs),
-        )
+        own, other = (sum(one.decode_seconds for one in ours), sum(one.decode_seconds for one in theirs))
         kept["tau"] = e3.SpeculationStats.merge([one.stats for one in ours]).mean_acceptance_length
-        kept["of the slowest"] = (
-            (NEW - 1) * len(ours) / rounds
-        )  # tokens of a row per round of its batch
+        kept["of the slowest"] = (NEW - 1) * len(ours) / rounds  # tokens of a row per round of its batch
         if repeat:
             kept["round"].append(1e3 * own / rounds)
             kept["cost"].append(own / rounds / (other / (NEW - 1) / len(theirs)))
@@ -345,37 +306,39 @@ for repeat in range(4):  # the first one compiles
 for size, kept in by_batch.items():
     cost, gain = Spread.of(kept["cost"]), Spread.of(kept["gain"])
     print(
-        f"batch {size:2}: τ {kept['tau']:.3f}; a round costs {cost.median:.2f} ({cost.low:.2f}-{cost.high:.2f}) plain "
-        f"steps; runs {gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f}) times as fast"
+        f"batch {size:2}: τ {kept['tau']:.3f}; round {cost.median:.2f} ({cost.low:.2f}-{cost.high:.2f}) plain steps; "
+        f"speed-up {gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f})"
     )
 taus = [kept["tau"] for kept in by_batch.values()]
 assert max(taus) - min(taus) < 0.03 * taus[0], (
-    "τ is the same in every batch, except for approximate ties"
+    "τ does not depend on the batch size, except for approximate ties"
 )
 slowest = [kept["of the slowest"] for kept in by_batch.values()]
 assert sorted(slowest, reverse=True) == slowest and slowest[-1] < 0.8 * taus[-1], (
-    "a batch waits for its last row"
+    "a batch waits for its slowest row"
 )
 
+# %% tags=["hide-input"]
 middles = [Spread.of(kept["round"]) for kept in by_batch.values()]
 twin(
     SIZES,
     taus,
     [one.median for one in middles],
-    labels=("rows of the batch", "τ, tokens per round", "time of a round, ms"),
+    labels=("batch size", "τ, tokens per round", "time of a round, ms"),
     right_range=[(one.low, one.high) for one in middles],
     title="τ and the time of a round by batch size",
 )
 
 # %% [markdown]
-# The measured ratio is below `τ` over cost, because a batch is done when its *last* row is. A server that refills its
-# rows does not pay for that.
+# The measured speed-up is below `τ` divided by the cost of a round, because a batch ends when its *last* row ends. A
+# server with continuous batching does not have this loss.
 #
 # ## Speculation schedules
 #
 # A `SpeculationSchedule` sets the draft length by the number of *running* rows, in vLLM's format. The schedule below
-# drafts one token while five to eight rows run, two for three or four rows, three for one or two. Limits from 12 to
-# 90 tokens let the batch drain. Then plain decoding, `K = 3` and the schedule take turns.
+# drafts three tokens while one or two rows run, two tokens for three or four rows, one token for five to eight rows.
+# The limits from 12 to 90 tokens end the rows one after the other. Plain decoding, `K = 3` and the schedule are measured
+# in turns.
 
 # %%
 SCHEDULE = e3.SpeculationSchedule(((1, 2, 3), (3, 4, 2), (5, 8, 1)))
@@ -402,20 +365,19 @@ for repeat in range(4):  # the first one compiles
 scheduled = {name: one.stats.mean_acceptance_length for name, one in results.items()}
 for name, times in taken.items():
     gain = ratio(taken["plain"], times)
-    print(
-        f"{name:9} τ {scheduled[name]:.2f}, speed {gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f})"
-    )
+    print(f"{name:9} τ {scheduled[name]:.2f}, speed-up {gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f})")
 assert 1 == scheduled["plain"] < scheduled["schedule"] < scheduled["K = 3"]
 
 # %% [markdown]
 # ## Latency
 #
 # - **TTFT**, time to first token: the prefill. Speculation never shortens it.
-# - **TPOT**, time per output token: a request's time after the first token over its tokens after the first.
-# - **Chunk wait** (often called *inter-token latency*): the time between two outputs of the stream. With speculation
-#   a chunk holds several tokens, and its round is longer than a plain step.
+# - **TPOT**, time per output token: the time of a request after its first token, divided by the number of tokens after
+#   the first.
+# - **Chunk wait** (often called *inter-token latency*): the time between two outputs of the stream. With speculation, a
+#   chunk holds several tokens, and a round is longer than a plain step.
 #
-# *Mean chunk wait = TPOT × tokens per chunk*. Report TPOT, label chunk waits as such, and give p50, p90 and p99.
+# *Mean chunk wait = TPOT × tokens per chunk*. Report TPOT. Label chunk waits as chunk waits. Report p50, p90 and p99.
 
 
 # %%
@@ -424,9 +386,7 @@ def shown(values):
     return f"{one.p50:6.2f} {one.p90:6.2f} {one.p99:6.2f}"
 
 
-print(
-    f"{'ms':6} {'TTFT p50 p90 p99':>21}   {'TPOT p50 p90 p99':>21}   {'chunk wait p50 p90 p99':>22}"
-)
+print(f"{'ms':6} {'TTFT p50 p90 p99':>21}   {'TPOT p50 p90 p99':>21}   {'chunk wait p50 p90 p99':>22}")
 for name, found_streams in streams.items():
     per_token = [sum(waits) / sum(sizes) for _, waits, sizes in found_streams]
     waits = [wait for _, all_waits, _ in found_streams for wait in all_waits]
@@ -440,12 +400,12 @@ for name, found_streams in streams.items():
     assert sum(sizes) == len(found_streams) * (NEW - 1)
 assert len(waits) < sum(sizes), "fewer chunks than tokens"
 assert len([wait for _, all_waits, _ in streams["plain"] for wait in all_waits]) == sum(sizes), (
-    "plainly as many"
+    "plain decoding: one chunk per token"
 )
 
 # %% [markdown]
-# A mean hides the requests that accept little and still pay for every draft. The cell simulates two classes of
-# requests, in plain steps.
+# A mean hides the requests with low acceptance, which still pay the cost of every draft. The cell simulates two classes
+# of requests. Times are in plain steps.
 
 # %%
 easy = TrafficClass(share=0.8, conditional_acceptance_rate=0.8)
@@ -454,20 +414,20 @@ size = {"num_requests": 4000, "output_tokens": 128, "seed": 0}
 tail = simulate([easy, hard], num_draft_tokens=5, verify_cost=1.3, draft_cost=0.08, **size)
 per_token = tail.time_per_output_token
 print(
-    f"speed-up of all together {tail.speedup:.2f}; {100 * tail.slower_than_plain:.0f} % of the requests became slower"
+    f"speed-up of all requests {tail.speedup:.2f}; slower than plain: {100 * tail.slower_than_plain:.0f} % of them"
 )
 print(
     f"time per token in plain steps: p50 {per_token.p50:.2f}, p90 {per_token.p90:.2f}, p99 {per_token.p99:.2f}"
 )
-assert tail.speedup > 1.3 and per_token.p99 > 1 > per_token.p50, "the mean wins, the tail loses"
+assert tail.speedup > 1.3 and per_token.p99 > 1 > per_token.p50, "faster on average, slower in the tail"
 assert 0.15 < tail.slower_than_plain < 0.21, "the requests of the hard class"
 
 # %% [markdown]
 # ## Common mistakes
 #
-# **Not waiting for the result.** JAX returns before the work is done. **Counting compilation.** The first call of
-# every shape compiles; `CompileClock` counts the programs. **Comparing different prompts.** The two figures below
-# belong to *one* head on two sets of prompts.
+# - **Not waiting for the result.** JAX returns before the work is done.
+# - **Timing the compilation.** The first call of every shape compiles. `CompileClock` counts the programs.
+# - **Comparing different prompts.** The two values of `τ` below belong to *one* head on two sets of prompts.
 
 # %%
 square = jnp.eye(768)
@@ -480,11 +440,9 @@ for _ in range(5):
     handed.append(1e3 * (time.perf_counter() - start))
     jax.block_until_ready(result)
     done.append(1e3 * (time.perf_counter() - start))
-print(
-    f"call returned after {Spread.of(handed).median:.2f} ms, done after {Spread.of(done).median:.2f} ms"
-)
+print(f"call returned after {Spread.of(handed).median:.2f} ms, done after {Spread.of(done).median:.2f} ms")
 
-print(f"programs of the first run {first.programs}, of the second run {again.programs}")
+print(f"compiled programs: first run {first.programs}, second run {again.programs}")
 assert first.programs > 0 and again.programs == 0
 assert run.tokens == repeated.tokens, "the same text"
 
@@ -496,65 +454,65 @@ assert high / low > 1.05, "prompts alone change τ"
 # %% [markdown]
 # ## Rules for measurements
 #
-# 1. Name the quantity: draft acceptance rate, conditional acceptance rate, or `τ`, with `K`, the prompts and the
-#    temperature.
-# 2. Count tokens per round and milliseconds per round separately.
-# 3. Compile first, wait for the result, take turns, and pair within a repeat.
+# 1. Name the quantity: draft acceptance rate, conditional acceptance rate, or `τ`. Report it with `K`, the prompts and
+#    the temperature.
+# 2. Measure tokens per round and milliseconds per round separately.
+# 3. Compile first, wait for the result, measure in turns, and compute ratios within a repeat.
 # 4. Report median and quartiles, and the A/A control next to the effect.
 # 5. Compare a tree with a chain of the same budget, and a chain with the fastest plain decoding.
-# 6. Do not read the result for one `K` off the run of another (exercise 2). Sum counters, never average rates.
+# 6. Measure every `K` in its own run (exercise 2). Sum counters. Do not average rates.
 #
 # `eagle3 bench` and `eagle3 tune` follow these rules.
 #
 # ## Exercises
 #
-# **1.** A paper reports "acceptance rate 0.8 with `K = 5`". What is `τ` in the two readings?
+# **1.** A paper reports "acceptance rate 0.8 with `K = 5`". What is `τ` for each of the two definitions?
 #
 # <details><summary>Answer</summary>
 #
-# `1 + 5·0.8 = 5` for the draft acceptance rate, `(1 - 0.8⁶)/(1 - 0.8) ≈ 3.69` for the conditional one: a factor of
-# 1.36.
+# `1 + 5·0.8 = 5` for the draft acceptance rate. `(1 - 0.8⁶)/(1 - 0.8) ≈ 3.69` for the conditional acceptance rate. The
+# two differ by a factor of 1.36.
 #
 # </details>
 #
-# **2.** The run with `K = 7` has counted how often the first two tokens were accepted. Why is `1 + s₁ + s₂` not the
-# `τ` of `K = 2`?
+# **2.** The run with `K = 7` gives the shares `s₁` and `s₂` of rounds that accept the first and the second token. Why is
+# `1 + s₁ + s₂` not the `τ` of `K = 2`?
 #
 # <details><summary>Answer</summary>
 #
-# Rounds of a longer draft *begin elsewhere*: they jump over easy stretches and begin more often where text is hard.
-# So the first positions of a long draft have lower rates.
+# The rounds of a longer draft start at other positions. A long draft covers easy text in few rounds, so more of its
+# rounds start at hard text. Therefore its first positions have lower rates.
 #
 # </details>
 #
-# **3.** In the A/A control, a sign test counts in how many repeats the second run was faster. What does it say of a
-# "speed-up" that won 5 of 7?
+# **3.** A method is faster than plain decoding in 5 of 7 repeats. Is this a speed-up, by a sign test?
 #
 # <details><summary>Answer</summary>
 #
-# Nothing: 5 or more of 7, in either direction, happen by chance with probability 0.45.
+# This is not evidence of one. By chance, 5 or more of 7 repeats have the same sign with probability 0.45.
 #
 # </details>
 
 # %%
 print(f"1. {tau_from_draft_rate(0.8, 5):.2f} or {tau_from_conditional_rate(0.8, 5):.2f}")
 truncated = 1 + sum(found[7].acceptance_per_position[:2])
-print(f"2. K = 2 read off K = 7: {truncated:.3f}; measured {found[2].mean_acceptance_length:.3f}")
+print(
+    f"2. K = 2 computed from the run of K = 7: {truncated:.3f}; measured {found[2].mean_acceptance_length:.3f}"
+)
 print(f"3. p = {binomtest(5, 7).pvalue:.2f}")
 assert abs(tau_from_draft_rate(0.8, 5) / tau_from_conditional_rate(0.8, 5) - 1.36) < 0.01
-assert truncated < found[2].mean_acceptance_length, "read off the longer draft, τ is too low"
+assert truncated < found[2].mean_acceptance_length, "computed from the longer draft, τ is too low"
 assert abs(binomtest(5, 7).pvalue - 0.45) < 0.01
 
 # %% [markdown]
-# ## What was claimed and checked
+# ## Checked claims
 #
-# - `τ = 1 + K·r` and `τ = 1 + Σ` shares by position are identities. Conditional rates multiply to those shares.
+# - `τ = 1 + K·r` and `τ = 1 + Σ` shares by position are identities. The shares are products of conditional rates.
 # - Fitted at `K = 3`, the geometric formula extrapolates to `K = 7` far better than the line.
-# - Merged `τ` is the mean by rounds and the harmonic mean by tokens.
-# - `τ` is the same at batch 1, 4 and 12, while a batch waits for its last row. The A/A control generates the same
-#   text.
+# - The merged `τ` is the arithmetic mean weighted by rounds and the harmonic mean weighted by tokens.
+# - `τ` is the same at batch 1, 4 and 12. A batch waits for its slowest row. The A/A control generates the same text.
 # - Each round of a schedule drafts the scheduled number of tokens.
-# - Mean chunk wait = TPOT × tokens per chunk. A mean can improve while a fifth of the requests become slower.
-# - A second run compiles nothing. Prompts alone change `τ`. Rates of a long draft understate a short one.
+# - Mean chunk wait = TPOT × tokens per chunk. The mean can improve while a fifth of the requests become slower.
+# - A second run compiles nothing. Prompts alone change `τ`. The first positions of a long draft have lower rates.
 #
-# **Next:** [08](08_convert_a_head.ipynb), heads from other projects.
+# **Next:** [08](08_convert_a_head.ipynb), converting a PyTorch head.

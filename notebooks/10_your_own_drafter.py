@@ -14,24 +14,23 @@
 # %% [markdown]
 # # 10 · Your own drafter and acceptance rule
 #
-# Everything between the target and the text can be replaced. After this notebook you can
+# The drafter and the acceptance rule are replaceable. After this notebook you can
 #
-# - compare drafters on the same text, and place any drafter between its lower and upper bound;
+# - compare drafters on the same text with a lower and an upper bound;
 # - write a drafter that learns while it decodes;
 # - find mistakes with `e3.check_drafter` and `e3.check_verifier`;
-# - write a lossless acceptance rule, and a lossy one that is labelled;
+# - write a lossless acceptance rule, and a lossy one with a label;
 # - use both from the command line.
 #
 # The notebook runs on a laptop CPU, offline, in a checkout. Read [01](01_memory_bound_decoding.ipynb) and
-# [02](02_speculative_sampling.ipynb) before. The contract is in [drafters.md](../docs/drafters.md);
-# [extending.md](../docs/extending.md) has a target and a checkpoint format of your own.
+# [02](02_speculative_sampling.ipynb) first. The page [Drafters](../docs/drafters.md) has the contract. The page
+# [Extending](../docs/extending.md) shows your own target and checkpoint format.
 
 # %% tags=["hide-input"]
 import first_cell
 
 first_cell.start(repository=True)
 
-# %% tags=["hide-input"]
 import ast
 import dataclasses
 import json
@@ -61,13 +60,16 @@ head = e3.load_drafter(target=target)
 # %% [markdown]
 # ## The drafter protocol
 #
-# What followed a token the last time will follow it again: `Newest` keeps one number per token of the vocabulary, its
-# latest position and the token after it, packed as `position · V + follower`, so that the largest number is the
-# newest. To draft, it looks up one token after the other.
+# A drafter has three methods:
 #
-# A drafter has three methods. `init` makes an empty state, `observe` gets committed tokens, `propose` drafts. Of the
-# `T` tokens that `observe` gets, only the first `length` are valid, a different number in every row, and 0 in a
-# finished row.
+# - `init` makes an empty state.
+# - `observe` receives committed tokens. Of its `T` tokens, only the first `length` are valid. `length` differs by row and
+#   is 0 for a finished row.
+# - `propose` drafts.
+#
+# `Newest` predicts that a token is followed by the same token as at its latest occurrence. It keeps one number per token
+# of the vocabulary: `position · V + follower` of the latest occurrence. So the largest number is the newest. To draft, it
+# looks up one token after the other.
 
 
 # %%
@@ -88,17 +90,11 @@ class Newest:
 
     def init(self, params, batch, capacity):
         zero = jnp.zeros((batch,), jnp.int32)
-        return {
-            "root": zero,
-            "place": zero,
-            "after": jnp.full((batch, self.vocab_size), -1, jnp.int32),
-        }
+        return {"root": zero, "place": zero, "after": jnp.full((batch, self.vocab_size), -1, jnp.int32)}
 
     def observe(self, params, state, seen):
         index, end = jnp.arange(seen.tokens.shape[1]), seen.length[:, None]
-        follower = jnp.where(
-            index == end - 1, seen.next_token[:, None], jnp.roll(seen.tokens, -1, axis=1)
-        )
+        follower = jnp.where(index == end - 1, seen.next_token[:, None], jnp.roll(seen.tokens, -1, axis=1))
         code = (state["place"][:, None] + index) * self.vocab_size + follower
         newest = jax.vmap(lambda after, tokens, code: after.at[tokens].max(code))
         return {
@@ -111,9 +107,7 @@ class Newest:
         tokens, valid = [state["root"]], [jnp.ones_like(state["root"], jnp.bool_)]
         for _ in range(self.num_speculative_tokens):
             code = jnp.take_along_axis(state["after"], tokens[-1][:, None], axis=1)[:, 0]
-            valid.append(
-                valid[-1] & (code >= 0)
-            )  # a token that nothing has followed yet ends the draft
+            valid.append(valid[-1] & (code >= 0))  # a token without a known follower ends the draft
             tokens.append(jnp.where(code >= 0, code % self.vocab_size, 0))
         tokens, valid = jnp.stack(tokens, axis=1), jnp.stack(valid, axis=1)
         parents = jnp.broadcast_to(jnp.arange(self.num_nodes, dtype=jnp.int32) - 1, tokens.shape)
@@ -121,26 +115,25 @@ class Newest:
 
 
 # %% [markdown]
-# Your drafter can use the parts that several published methods share:
+# Your drafter can use parts that several published methods share:
 #
-# | file in `eagle3_jax/drafters` | provides | leaves to you |
+# | file in `eagle3_jax/drafters` | provides | you write |
 # |---|---|---|
-# | `text.py` | `init` and `observe` that keep the text, `matches` | `propose` |
+# | `text.py` | `init` and `observe` that store the text, `matches` | `propose` |
 # | `base.py` | parameters of an nnx network, the target's tables, shapes of drafts | the network, `observe`, `propose` |
-# | `eagle3.py` | a cache, committed pairs, feeding its own output back, chains and trees | the network |
+# | `eagle3.py` | a cache, committed pairs, feedback of its own output, chains and trees | the network |
 # | `parallel.py` | a draft of any shape from the logits of one forward pass | the logits |
 #
 # ## Drafters compared
 #
-# `KnowsTheText` is the upper bound: it knows the text that the target will generate. A head with random weights is
-# the lower bound. Between them are `Newest`, three drafters without training and the trained head:
+# `KnowsTheText` is the upper bound: it drafts the text that the target will generate. A head with random weights is the
+# lower bound. The cell compares them with `Newest`, three more drafters without training, and the trained head:
 #
-# - **prompt lookup** (`NGram`) continues the last tokens as they continued before;
-# - **suffix decoding** lets all earlier occurrences vote;
-# - **layer skip** runs the target's own first three layers.
+# - **prompt lookup** (`NGram`) copies the tokens that followed an earlier occurrence of the last tokens;
+# - **suffix decoding** (`Suffix`) chooses the most frequent continuation of all earlier occurrences;
+# - **layer skip** runs the target's first three layers.
 #
-# The prompts are code, prose, and text that repeats itself. `trace.record` plays the rounds of a decoder and records
-# each.
+# The prompts are code, prose, and repetitive text. `trace.record` runs a decoder and records every round.
 
 # %%
 REPEATED = [
@@ -155,13 +148,11 @@ K, NEW = 4, 51
 def play(drafter, **options):
     decoder = e3.SpeculativeDecoder(target, drafter, stop_tokens=(), **options)
     limits = [NEW] * len(prompts)
-    return trace.record(
-        decoder, prompts, max_new_tokens=limits, sampling=e3.SamplingParams(), seed=0
-    )
+    return trace.record(decoder, prompts, max_new_tokens=limits, sampling=e3.SamplingParams(), seed=0)
 
 
 class KnowsTheText(Newest):
-    """Drafts the next tokens of `params`, the whole texts."""
+    """Drafts the next tokens of `params`, which are the whole texts."""
 
     def init(self, params, batch, capacity):
         return jnp.zeros((batch,), jnp.int32)  # tokens that the target has read
@@ -196,30 +187,29 @@ plain = runs["plain"].result.tokens
 
 
 def per_round(run, chosen):
-    """Tokens per round over all rounds, those without a draft included."""
+    """Tokens per round over all rounds, including rounds without a draft."""
     return (NEW - 1) * len(chosen) / sum(len(run.prompts[index]["rounds"]) for index in chosen)
 
 
 ordinary, repeated = range(6), range(6, 9)
 pace = {name: (per_round(run, ordinary), per_round(run, repeated)) for name, run in runs.items()}
 tau = {name: run.result.stats.mean_acceptance_length for name, run in runs.items()}
-print(f"{'tokens per round':18}{'ordinary':>10}{'repeated':>10}{'τ':>8}")
+print(f"{'tokens per round':18}{'ordinary':>10}{'repetitive':>12}{'τ':>8}")
 for name, run in runs.items():
-    print(f"{name:18}{pace[name][0]:>10.2f}{pace[name][1]:>10.2f}{tau[name]:>8.2f}")
-    assert run.result.tokens == plain, "any drafter: the text of the target, bit for bit"
+    print(f"{name:18}{pace[name][0]:>10.2f}{pace[name][1]:>12.2f}{tau[name]:>8.2f}")
+    assert run.result.tokens == plain, "every drafter: the text of plain decoding"
 
 # %%
 assert tau["knows the text"] == K + 1 and tau["random head"] < 1.05, "the two bounds"
 others = ("layer skip", "Newest", "n-gram", "suffix")
-assert all(pace[name][0] < pace["EAGLE-3"][0] for name in others), "a trained head is best"
-assert pace["suffix"][1] > pace["EAGLE-3"][1], "except where the text repeats itself"
+assert all(pace[name][0] < pace["EAGLE-3"][0] for name in others), "on ordinary text the trained head is best"
+assert pace["suffix"][1] > pace["EAGLE-3"][1], "on repetitive text suffix decoding is better"
 assert pace["layer skip"][0] < 1 + K * 3 / target.model.config.num_layers, (
-    "it costs more than it adds"
+    "layer skip costs more than it adds"
 )
-assert tau["n-gram"] > per_round(runs["n-gram"], range(9)) + 0.2, (
-    "τ leaves out rounds without a draft"
-)
+assert tau["n-gram"] > per_round(runs["n-gram"], range(9)) + 0.2, "τ excludes rounds without a draft"
 
+# %% tags=["hide-input"]
 for name in ("n-gram", "EAGLE-3"):
     one = runs[name].prompts[0]
     pieces = [token for token in tokens_of(one, target.tokenizer) if token.kind != PROMPT]
@@ -228,32 +218,32 @@ shown = {name: runs[name].result.stats for name in ("layer skip", "n-gram", "suf
 acceptance_ribbons(
     {name: one.acceptance_per_position for name, one in shown.items()},
     rounds={name: int(one.num_drafts) for name, one in shown.items()},
-    title="Acceptance by position, rounds with a draft",
+    title="Acceptance by position in rounds with a draft",
 )
 
 # %% [markdown]
-# τ counts only the rounds in which something was drafted (the convention of vLLM and of this library). Prompt lookup
-# often finds nothing to look up, and such a round is a plain step. So compare tokens per round over **all** rounds.
+# τ counts only rounds with a draft (the convention of vLLM and of this library). Prompt lookup often finds no earlier
+# occurrence. Such a round has no draft and is a plain step. So compare tokens per round over **all** rounds.
 #
-# Medusa, EAGLE-1 and EAGLE-2, P-EAGLE, MTP, DFlash, DSpark, JetSpec and draft models have to be trained for a target.
-# [The methods](../docs/methods/index.md) are trained for this target and measured on the same prompts there.
+# The methods that need training (Medusa, EAGLE-1, P-EAGLE, MTP, DFlash and others) are compared on this target on the page
+# [Methods](../docs/methods/index.md).
 #
 # ## Contract checks
 #
-# A mistake in a drafter costs time and never changes the output, with one exception below. `e3.check_drafter` finds
-# such mistakes on a small random target.
+# With one exception (a wrong declared distribution, see below), a mistake in a drafter only costs time and does not
+# change the output. `e3.check_drafter` finds such mistakes on a small random target.
 
 # %%
 small = tiny.target(13)
 report = e3.check_drafter(Newest(small.vocab_size, 3), small, samples=2048)
 print(report)
-assert report.ok, "every check passed, or does not apply to this drafter"
+assert report.ok, "every check passes or does not apply to this drafter"
 
 # %% [markdown]
 # ## Common mistakes
 #
-# **A drafter that cannot be hashed.** A class instead of an instance, or a dataclass that is not frozen, is refused
-# before anything is compiled.
+# **An unhashable drafter.** A class instead of an instance, or a dataclass that is not frozen, raises an error before
+# compilation.
 
 
 # %%
@@ -270,11 +260,11 @@ for wrong in (Newest, Thawed(target.vocab_size)):
     except ValueError as error:
         print(error)
     else:
-        raise AssertionError("it was not refused")
+        raise AssertionError("no error was raised")
 
 # %% [markdown]
-# **Reading the padding of an observation.** `Careless` takes the padding for text. The output is still the target's,
-# so no test of the output can see it. Only the contract finds it.
+# **Reading the padding of an observation.** `Careless` reads the padding as text. The output is still the target's, so
+# no test of the output detects the mistake. The contract check does.
 
 
 # %%
@@ -293,38 +283,34 @@ report = e3.check_drafter(Careless(small.vocab_size, 3), small, checks=some)
 for finding in report.failures:
     print(finding)
 assert result.tokens == plain and result.stats.mean_acceptance_length < tau["Newest"]
-assert "padding behind an observation does not matter" in [
-    finding.name for finding in report.failures
-]
+assert "padding behind an observation does not matter" in [finding.name for finding in report.failures]
 
 # %% [markdown]
-# **Declaring a wrong distribution.** The rule trusts what a drafter declares as `q`. `Boaster` looks up the same
-# tokens and declares a uniform distribution, so the rule accepts them too often. Now the *text* is wrong, and only a
-# check with many samples finds it.
+# **Declaring a wrong distribution.** The acceptance rule relies on the declared `q`. `Boaster` drafts the same tokens and
+# declares a uniform distribution, so the rule accepts them too often. The *text* is wrong. Only a check with many samples
+# detects the mistake.
 
 
 # %%
 class Boaster(Newest):
     def propose(self, params, state, keys, sampling):
         draft = super().propose(params, state, keys, sampling)
-        return draft.replace(
-            probs=jnp.full((*draft.tokens.shape, self.vocab_size), 1.0 / self.vocab_size)
-        )
+        return draft.replace(probs=jnp.full((*draft.tokens.shape, self.vocab_size), 1.0 / self.vocab_size))
 
 
 some = ("draws from what it declares", "sampled output has the target's law")
 report = e3.check_drafter(Boaster(small.vocab_size, 3), small, checks=some, samples=2048)
 for finding in report.failures:
     print(finding)
-assert {one.name for one in report.failures} == set(some), "both checks see it"
+assert {one.name for one in report.failures} == set(some), "both checks detect it"
 
 # %% [markdown]
 # ## A lossless acceptance rule
 #
-# The simplest exact rule: **sample the target's own token first, and accept the draft token if it is the same.**
-# `Looks` does so at every node of the draft. With `looks=2` it samples again if the first token was not drafted. This
-# favors drafted tokens, so the rule is not lossless any more, and it must say so. A rule that claims to be lossless
-# and is not fails the check.
+# The simplest exact rule: **sample a token from the target, and accept the draft token if both are equal.** `Looks` does
+# this at every node of the draft. With `looks=2` it samples again if the first token was not drafted. This raises the
+# probability of drafted tokens, so the rule is lossy. Its attribute `lossless` must be false. The check fails for a rule
+# that claims to be lossless and is not.
 
 
 # %%
@@ -356,9 +342,9 @@ one_look = e3.check_verifier(Looks(), samples=8192)
 two_looks = e3.check_verifier(Looks(2), samples=2048)
 print(one_look)
 print("\n" + str(two_looks.findings[-1]))
-assert one_look.ok, "one look is lossless, and the contract holds it to that"
+assert one_look.ok, "one look is lossless, and the check confirms it"
 assert not two_looks.failures and two_looks.findings[-1].verdict == "skipped", (
-    "two looks are measured, not judged"
+    "for a lossy rule, the distribution is not checked"
 )
 
 
@@ -374,9 +360,10 @@ assert [one.name for one in failures] == ["what it emits has the target's law"]
 # %% [markdown]
 # ## Cost of both rules
 #
-# *Acceptance.* One look accepts a token sampled from `q` with probability `Σ p(x) q(x)`. The exact rule accepts it
-# with `Σ min(p, q)`, which is never less. *Exactness.* For a draft of one certain token `x` with `p = p(x)`, two
-# looks output it with probability `1 − (1 − p)²` instead of `p`: a total variation distance of `p (1 − p)`.
+# - **Acceptance.** One look accepts a token sampled from `q` with probability `Σ p(x) q(x)`. The exact rule accepts it
+#   with probability `Σ min(p, q)`, which is never lower.
+# - **Error.** If the draft is one fixed token `x` with `p = p(x)`, two looks output it with probability `1 − (1 − p)²`
+#   instead of `p`. The total variation distance is `p (1 − p)`.
 
 # %%
 rules = {"exact": e3.Exact(), "one look": Looks(), "two looks": Looks(2)}
@@ -384,17 +371,13 @@ sampled = e3.SamplingParams(temperature=1.0)
 taus = {}
 for name, rule in rules.items():
     decoder = e3.SpeculativeDecoder(
-        target,
-        head,
-        num_speculative_tokens=2,
-        draft_sampling=e3.DraftSampling.PROBABILISTIC,
-        verifier=rule,
+        target, head, num_speculative_tokens=2, draft_sampling=e3.DraftSampling.PROBABILISTIC, verifier=rule
     )
     result = decoder.generate(prompts[:6], max_new_tokens=NEW, sampling=sampled)
     taus[name] = result.stats.mean_acceptance_length
-    print(f"{name:10} τ {taus[name]:.2f}   the result says lossless={result.lossless}")
-    assert result.lossless == rule.lossless, "results carry the label of the rule"
-assert taus["one look"] < taus["exact"], "one look is lossless and accepts less"
+    print(f"{name:10} τ {taus[name]:.2f}   result.lossless: {result.lossless}")
+    assert result.lossless == rule.lossless, "a result has the label of its rule"
+assert taus["one look"] < taus["exact"], "one look accepts less than the exact rule"
 
 # %%
 place = target.tokenizer.encode("def main(argv=None):\n    parser = argparse.ArgumentParser").ids
@@ -404,7 +387,7 @@ ROWS, CHUNKS, guess = 1024, 12, int(p.argmax())
 
 
 def share_of_guess(rule):
-    """How often the guess comes first, when it is the whole draft."""
+    """Share of rounds with the guess as first token, if it is the only draft token."""
     draft = e3.Draft(
         tokens=jnp.broadcast_to(jnp.array([0, guess], jnp.int32), (ROWS, 2)),
         parents=jnp.broadcast_to(jnp.array([-1, 0], jnp.int32), (ROWS, 2)),
@@ -429,18 +412,15 @@ expected = {"exact": p[guess], "one look": p[guess], "two looks": 1 - (1 - p[gue
 seen = {name: share_of_guess(rule) for name, rule in rules.items()}
 noise = 5 * np.sqrt(p[guess] * (1 - p[guess]) / (ROWS * CHUNKS))
 for name, share in seen.items():
-    print(
-        f"{name:10} outputs the guess with {share:.3f}, expected {expected[name]:.3f}; p {p[guess]:.3f}"
-    )
+    print(f"{name:10} share of the guess {share:.3f}, expected {expected[name]:.3f}; p = {p[guess]:.3f}")
     assert abs(share - expected[name]) < noise
-assert seen["two looks"] - p[guess] > 2 * noise, "the shift is real, and the rule says so"
+assert seen["two looks"] - p[guess] > 2 * noise, "two looks shift the distribution"
 
 # %% [markdown]
 # ## Command line
 #
-# `module:name` reaches a drafter or a rule in a file of your own. `name` is an object, or for a drafter a function of
-# the text after a `=` and of the target. The cell writes the classes of this notebook to a file and uses them from
-# there.
+# `module:name` selects a drafter or a rule in your own file. `name` is an object. For a drafter it can also be a function
+# of the text after a `=` and of the target. The cell writes the classes of this notebook to a file and uses this file.
 
 # %%
 FACTORY = """
@@ -452,21 +432,15 @@ two_looks = Looks(2)
 
 
 def source_of(part, method):
-    """The source of a class of this notebook; `inspect` reads only files."""
+    """Source of a class of this notebook (`inspect` reads only files)."""
     lines = linecache.getlines(getattr(part, method).__code__.co_filename)
-    named = [
-        node
-        for node in ast.parse("".join(lines)).body
-        if getattr(node, "name", "") == part.__name__
-    ]
+    named = [node for node in ast.parse("".join(lines)).body if getattr(node, "name", "") == part.__name__]
     return "".join(lines[named[0].decorator_list[0].lineno - 1 : named[0].end_lineno])
 
 
 imports = "import dataclasses\nimport jax\nimport jax.numpy as jnp\nimport eagle3_jax as e3\n"
 with tempfile.TemporaryDirectory() as folder:
-    source = "\n\n".join(
-        [imports, source_of(Newest, "propose"), source_of(Looks, "__call__"), FACTORY]
-    )
+    source = "\n\n".join([imports, source_of(Newest, "propose"), source_of(Looks, "__call__"), FACTORY])
     Path(folder, "mine.py").write_text(source, encoding="utf-8")
     options = "--drafter mine:newest=3 --verifier mine:two_looks --max-new-tokens 24 --temperature 1 --no-compare --json"
     command = [sys.executable, "-m", "eagle3_jax", "generate", "class Stack:", *options.split()]
@@ -474,49 +448,47 @@ with tempfile.TemporaryDirectory() as folder:
 print("eagle3 generate 'class Stack:'", options)
 answer = json.loads(done.stdout)
 print("lossless:", answer["lossless"])
-assert done.returncode == 0 and answer["lossless"] is False, (
-    "the command line labels the lossy rule"
-)
+assert done.returncode == 0 and answer["lossless"] is False, "the command line labels the lossy rule"
 
 # %% [markdown]
 # ## Exercises
 #
-# **1.** `Newest` packs `position · V + follower` into 32 bits. Up to which length is that right for this target, and
-# for one of 128,256 tokens? What happens beyond?
+# **1.** `Newest` packs `position · V + follower` into 32 bits. Up to which length is this correct for this target, and
+# for a vocabulary of 128,256 tokens? What happens for longer texts?
 #
 # <details><summary>Answer</summary>
 #
-# As long as `position · V + follower < 2³¹`: 524,287 positions with 4,096 tokens, 16,743 with 128,256. Beyond, the
-# number is negative, which `.max` never prefers: the table stops learning. The text stays right, τ falls.
+# It is correct while `position · V + follower < 2³¹`: up to 524,287 positions with 4,096 tokens, 16,743 with 128,256. For
+# longer texts the number is negative, and `.max` ignores it, so the table stops learning. The text is correct, τ falls.
 #
 # </details>
 #
-# **2.** Why does one look lose nothing compared with the exact rule when drafts are greedy?
+# **2.** Why do one look and the exact rule accept equally often if drafts are greedy?
 #
 # <details><summary>Answer</summary>
 #
-# A greedy draft is a point mass on `x`. The exact rule accepts it with probability `p(x)`. One look accepts it when
-# the target samples `x`, which is `p(x)` too.
+# A greedy draft is a point mass on `x`. The exact rule accepts it with probability `p(x)`. One look accepts it if the
+# target samples `x`. This also has probability `p(x)`.
 #
 # </details>
 #
-# **3.** How far off is a rule of `n` looks, for one certain guess with probability `p`?
+# **3.** What is the error of a rule of `n` looks, for one fixed draft token with probability `p`?
 #
 # <details><summary>Answer</summary>
 #
-# It outputs the guess with probability `1 − (1 − p)ⁿ`, so the total variation distance is `(1 − p) − (1 − p)ⁿ`. For
-# large `n` the text becomes the drafter's, except for tokens that the target finds impossible.
+# It outputs the draft token with probability `1 − (1 − p)ⁿ`, so the total variation distance is `(1 − p) − (1 − p)ⁿ`. For
+# large `n` the output is the drafter's text, except for tokens with `p = 0`.
 #
 # </details>
 #
 #
-# ## What was claimed and checked
+# ## Checked claims
 #
-# - All drafters generate the text of plain decoding, bit for bit. A drafter that knows the text reaches τ = K + 1, a
-#   random head about 1.
-# - A trained head is best on ordinary text. Suffix decoding is better where the text repeats itself. τ leaves out
-#   rounds without a draft.
-# - `check_drafter` passes the drafter and finds one that reads padding (same text, lower τ) and one that declares a
-#   wrong distribution. A class and an unhashable instance are refused in one line.
-# - One look is lossless and accepts less than the exact rule. Two looks are not lossless, are labelled in results and
-#   on the command line, and shift the distribution by `p (1 − p)`. A rule that claims otherwise fails.
+# - All drafters generate the text of plain decoding. A drafter that knows the text reaches τ = K + 1, a random head about
+#   1.
+# - The trained head is best on ordinary text. Suffix decoding is better on repetitive text. τ excludes rounds without a
+#   draft.
+# - `check_drafter` passes the correct drafter. It finds a drafter that reads padding (same text, lower τ) and one that
+#   declares a wrong distribution. A class and an unhashable instance each raise an error.
+# - One look is lossless and accepts less than the exact rule. Two looks are lossy and shift the distribution by
+#   `p (1 − p)`. Results and the command line label them. A rule with a wrong label fails the check.

@@ -1,33 +1,35 @@
-"""Set-up of every notebook, called by its first cell: checks the environment and says what it runs on."""
+"""Set-up of every notebook, called by its first cell: checks the environment and prints versions and device."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parent.parent
 _NEEDED = ("eagle3_jax", "matplotlib", "plotly", "ipykernel")
 
 
 def start(*, repository: bool = False, device: bool = True, also: tuple[str, ...] = ()) -> None:
-    """Check the environment, set matplotlib's style, keep compiled programs, and print versions and device.
+    """Checks the environment, sets matplotlib's style, keeps compiled programs, and prints versions and device.
 
     Args:
         repository: Whether the notebook uses ``validation``, ``examples`` or the helpers of ``tests``, which are not
-            installed; the checkout is then put on the path.
-        device: Whether to print the device. JAX settles how it shares memory when it first touches a device, so a
-            notebook that configures this memory prints the device later.
-        also: Modules that this notebook imports beyond those of the extra ``notebooks``.
+            installed. If so, the checkout is added to the path.
+        device: Whether to print the device. JAX fixes its share of the memory at the first use of a device, so a
+            notebook that configures this share prints the device later.
+        also: Modules that this notebook imports in addition to those of the extra ``notebooks``.
 
     Raises:
-        SystemExit: A module is missing; one line says what to install.
+        SystemExit: A module is missing. The message is one line with the command that installs it.
     """
     missing = [name for name in (*_NEEDED, *also) if importlib.util.find_spec(name) is None]
     if missing:
-        extra = (
-            "notebooks,convert,bench" if {"torch", "transformers"} & set(missing) else "notebooks"
-        )
+        extra = "notebooks,convert,bench" if {"torch", "transformers"} & set(missing) else "notebooks"
         raise SystemExit(
             f"{', '.join(missing)}: not installed in the environment of this kernel ({sys.executable}); "
             f"install it with: {sys.executable} -m pip install -e '{ROOT}[{extra}]'"
@@ -41,11 +43,37 @@ def start(*, repository: bool = False, device: bool = True, also: tuple[str, ...
     from eagle3_jax.cli._compiled import keep_compiled_programs
 
     style.use()
+    _describe_figures()
     keep_compiled_programs(None)
     print(
-        f"eagle3-jax {eagle3_jax.__version__}, jax {jax.__version__}"
-        + (f", {_device()}" if device else "")
+        f"eagle3-jax {eagle3_jax.__version__}, jax {jax.__version__}" + (f", {_device()}" if device else "")
     )
+
+
+def _describe_figures() -> None:
+    """Adds alternative text to the metadata of every figure: its titles and the labels of its axes."""
+    from IPython import get_ipython
+    from matplotlib.figure import Figure
+
+    if (shell := get_ipython()) is None:
+        return
+    png = shell.display_formatter.formatters["image/png"]
+    draw = png.lookup_by_type(Figure)
+
+    def described(figure: Figure) -> object:
+        image = draw(figure)
+        return image if image is None else (image, {"alt": alternative_text(figure)})
+
+    png.for_type(Figure, described)
+
+
+def alternative_text(figure: Figure) -> str:
+    """Describes a matplotlib figure in words, such as ``"Plot: τ by batch size. Axes: batch size; τ."``."""
+    title = lambda axes: axes.get_title("left") or axes.get_title("center")
+    titles = [text for axes in figure.axes if (text := title(axes))]
+    labels = [text for axes in figure.axes for text in (axes.get_xlabel(), axes.get_ylabel()) if text]
+    text = f"Plot: {'; '.join(titles) or 'untitled'}."
+    return f"{text} Axes: {'; '.join(dict.fromkeys(labels))}." if labels else text
 
 
 def _device() -> str:

@@ -1,7 +1,6 @@
-"""The machine, models and vLLM of the notebooks for GPUs, from environment variables.
+"""Selects the machine, models and vLLM of the notebooks for GPUs from environment variables.
 
-A missing part (GPU, weights, vLLM) has a stand-in. A banner at the top of each notebook names the stand-ins, so that no
-number of one machine passes for a number of another.
+A missing part (GPU, weights, vLLM) has a stand-in. A banner at the top of each notebook names the stand-ins.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from validation.runs import Report, Verdict, load
 from validation.speeds import shared_dtype
 from validation.subject import SHIPPED, Pair, Setting, Subject, choose
 
-# Each is an option of `pytest validation` of nearly the same name; notebooks have no command line.
+# Each corresponds to an option of `pytest validation`. Notebooks have no command line.
 VARIABLES = {
     "EAGLE3_TARGET": "directory or hub id of the target",
     "EAGLE3_DRAFTER": "directory or hub id of its EAGLE-3 head",
     "EAGLE3_PROMPTS": f"JSONL files of prompts, joined by {os.pathsep!r}",
     "EAGLE3_DTYPE": f"main precision: {', '.join(PRECISIONS)}",
-    "EAGLE3_VLLM_PYTHON": "interpreter of an environment with vLLM; 'installed' is the one that `make vllm` built",
+    "EAGLE3_VLLM_PYTHON": "interpreter of an environment with vLLM; 'installed': the environment of `make vllm`",
     "EAGLE3_VLLM_URL": "running vLLM server with speculation, such as http://localhost:8000",
     "EAGLE3_VLLM_PLAIN_URL": "running vLLM server of the same target without speculation",
-    "EAGLE3_VLLM_MEMORY": f"share of the GPU's memory for vLLM; {SHARE_OF_VLLM} if left out",
-    "EAGLE3_PRICE_PER_HOUR": "of the machine, in any currency",
+    "EAGLE3_VLLM_MEMORY": f"share of the GPU's memory for vLLM; default {SHARE_OF_VLLM}",
+    "EAGLE3_PRICE_PER_HOUR": "price of the machine per hour, in any currency",
 }
 _URLS = ("EAGLE3_VLLM_URL", "EAGLE3_VLLM_PLAIN_URL")
 RESULTS = Path(__file__).resolve().parent.parent / "validation" / "results"
@@ -66,7 +65,7 @@ class Configuration:
         """Reads environment variables; an empty one counts as not set.
 
         Raises:
-            ValueError: A variable is unknown or invalid; one line names it and what is expected.
+            ValueError: A variable is unknown or invalid. The message is one line with the expected value.
         """
         given = {name: environ[name].strip() for name in VARIABLES if environ.get(name, "").strip()}
         for name in environ:
@@ -101,20 +100,18 @@ class Configuration:
         address = "the address of a server, such as http://localhost:8000"
         exist = lambda paths: all(path.is_file() for path in paths)
         precisions = f"one of {', '.join(PRECISIONS)}"
-        python = "the file of a Python with vLLM, or 'installed' after `make vllm`; there is no file of this name"
+        python = (
+            "the file of a Python with vLLM, or 'installed' after `make vllm`; there is no file of this name"
+        )
         return cls(
             target=given.get("EAGLE3_TARGET"),
             drafter=given.get("EAGLE3_DRAFTER"),
-            prompt_files=checked(
-                "EAGLE3_PROMPTS", files, exist, "files; there is no file of this name"
-            )
+            prompt_files=checked("EAGLE3_PROMPTS", files, exist, "files; there is no file of this name")
             or (),
             dtype=checked("EAGLE3_DTYPE", str, PRECISIONS.__contains__, precisions),
             vllm_python=checked("EAGLE3_VLLM_PYTHON", interpreter, Path.is_file, python),
             vllm_urls=tuple(checked(name, str, url, address) for name in _URLS if name in given),
-            vllm_memory=checked(
-                "EAGLE3_VLLM_MEMORY", float, lambda x: 0 < x < 1, "a share between 0 and 1"
-            )
+            vllm_memory=checked("EAGLE3_VLLM_MEMORY", float, lambda x: 0 < x < 1, "a share between 0 and 1")
             or SHARE_OF_VLLM,
             price_per_hour=checked(
                 "EAGLE3_PRICE_PER_HOUR", float, lambda x: 0 < x < float("inf"), "a price above 0"
@@ -128,7 +125,7 @@ class Part:
 
     Attributes:
         name: Such as ``device``.
-        real: Whether it is the thing that the notebook is about, and not a stand-in.
+        real: Whether it is the part that the notebook is about; otherwise it is a stand-in.
         text: Its description; for a stand-in, with the reason.
     """
 
@@ -139,7 +136,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Banner:
-    """The parts that are real, and those that are stand-ins."""
+    """Real parts and stand-ins."""
 
     parts: tuple[Part, ...]
 
@@ -152,11 +149,9 @@ class Banner:
     def headline(self) -> str:
         """A sentence on whether the numbers may be quoted."""
         if not self.missing:
-            return "Everything here is real: these numbers are this machine's own."
+            return "All parts are real: these numbers are measurements of this machine."
         names = ", ".join(part.name for part in self.missing)
-        return (
-            f"Stand-ins here: {names}. No number of theirs may be quoted as one of the real thing."
-        )
+        return f"Stand-ins: {names}. Do not quote their numbers as measurements of the real parts."
 
     def _repr_html_(self) -> str:
         edge = "#d97634" if self.missing else "#2a9d74"
@@ -181,10 +176,10 @@ class Result:
 
     def _repr_html_(self) -> str:
         kind = "measured here" if self.real else "rehearsal with stand-ins"
-        cells = "".join(
-            f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in (self.text, kind)
+        cells = "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in (self.text, kind))
+        return (
+            f"<table><tr class='eagle3-result'><td><b>{html.escape(self.name)}</b></td>{cells}</tr></table>"
         )
-        return f"<table><tr class='eagle3-result'><td><b>{html.escape(self.name)}</b></td>{cells}</tr></table>"
 
 
 @dataclasses.dataclass(eq=False)
@@ -205,14 +200,14 @@ class Machine:
 
     @property
     def device(self) -> str:
-        """For the axes and titles of figures, and the headings of tables."""
+        """Name of the device for figures and tables."""
         if self.on_gpu:
             return jax.devices()[0].device_kind
         return f"CPU: {cpu_model()}, {os.cpu_count()} cores"
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """The datasheet of this device; ``None`` for a CPU or an unknown one."""
+        """Data sheet of this device; ``None`` for a CPU or an unknown device."""
         return datasheet_of(jax.devices()[0].device_kind) if self.on_gpu else None
 
     @property
@@ -222,7 +217,7 @@ class Machine:
 
     @property
     def shared_dtype(self) -> str:
-        """The main precision, or the nearest one that others have too."""
+        """The main precision, or the nearest one that other engines support."""
         return shared_dtype(self.dtype)
 
     @property
@@ -232,30 +227,30 @@ class Machine:
 
     @property
     def setting(self) -> Setting:
-        """As the checks of a run would have it."""
+        """Setting of the validation for this configuration."""
         return _setting(self.configuration, self.on_gpu)
 
     @property
     def price_per_hour(self) -> float:
-        """As given, or 1, which makes costs those of one unit of money an hour."""
+        """Price per hour; default 1."""
         return self.configuration.price_per_hour or UNIT_PRICE
 
     @property
     def price_named(self) -> str:
-        """For axes and headings of costs."""
-        assumed = "" if self.configuration.price_per_hour else ", which is assumed"
-        return f"at {self.price_per_hour:g} an hour{assumed}"
+        """Description of the price for figures and tables."""
+        assumed = "" if self.configuration.price_per_hour else " (assumed)"
+        return f"at {self.price_per_hour:g} per hour{assumed}"
 
     def amount(self, *, cpu: Any, gpu: Any) -> Any:
-        """The amount of work: little on a stand-in."""
+        """Chooses the amount of work by device."""
         return gpu if self.on_gpu else cpu
 
     @functools.cached_property
     def vllm(self) -> VLLM | None:
-        """The vLLM that was named, connected to when first asked for; ``None`` where none was.
+        """The configured vLLM, connected at the first access; ``None`` without one.
 
         Raises:
-            VLLMError: What was named is none, or does not answer; one line says why.
+            VLLMError: The configured vLLM does not answer. The message is one line with the reason.
         """
         given = self.configuration
         if given.vllm_urls:
@@ -267,11 +262,11 @@ class Machine:
 
     @property
     def vllm_process(self) -> Process | None:
-        """The same, where its inside can be reached."""
+        """The configured vLLM if it is a process of this machine."""
         return self.vllm if isinstance(self.vllm, Process) else None
 
     def draft_tokens(self, wanted: int) -> int:
-        """``K`` for a comparison with vLLM: the wanted one, or the fixed one of a running server."""
+        """``K`` for a comparison with vLLM: ``wanted``, or the fixed one of a running server."""
         if isinstance(self.vllm, Servers):
             for server in self.vllm.servers:
                 if server.speculates:
@@ -280,20 +275,20 @@ class Machine:
 
     @functools.cached_property
     def record(self) -> Report:
-        """The newest committed run of the validation, for what is not here."""
+        """The newest committed run of the validation; replaces missing parts."""
         return newest_record(RESULTS)
 
     def exactly(self) -> None:
-        """From here on products have all bits of float32, as in the checks; not for times, which users have without."""
+        """Sets products to float32 precision, as in the checks. Timings use the default precision."""
         if self.on_gpu:
             jax.config.update("jax_default_matmul_precision", "highest")
 
     def verdict(self, name: str, text: str, *, needs: str = "") -> Result:
-        """A row for the joined report; ``needs`` is ``vLLM`` or ``price`` if the result depends on it."""
+        """Makes a row of the joined report. ``needs``: ``vLLM`` or ``price`` if the result depends on it."""
         return Result(name, text, not self.banner(needs).missing)
 
     def banner(self, *also: str) -> Banner:
-        """What is real: device and pair, and ``vLLM`` and ``price`` if named."""
+        """Real parts and stand-ins: device, pair, and those of ``vLLM`` and ``price`` in ``also``."""
         parts = [self._device(), self._pair()]
         parts += [self._vllm()] * ("vLLM" in also) + [self._price()] * ("price" in also)
         return Banner(tuple(parts))
@@ -309,7 +304,7 @@ class Machine:
     def _pair(self) -> Part:
         if self.subject.name != SHIPPED:
             return Part("pair", True, f"{self.subject.name}, {self.dtype}")
-        why = self.subject.reason or "no weights named (EAGLE3_TARGET, EAGLE3_DRAFTER)"
+        why = self.subject.reason or "no weights set (EAGLE3_TARGET, EAGLE3_DRAFTER)"
         return Part("pair", False, f"{why}; the shipped pair, {self.dtype}")
 
     def _vllm(self) -> Part:
@@ -317,33 +312,31 @@ class Machine:
             if self.vllm is not None:
                 versions = self.vllm.versions
                 where = versions.get("device", "a server")
-                # Beside a GPU, vLLM's build for CPUs is the same program with other kernels.
+                # With a GPU, the CPU build of vLLM is a stand-in: it has different kernels.
                 return Part(
-                    "vLLM",
-                    not (self.on_gpu and where == "cpu"),
-                    f"vLLM {versions['vllm']}, on {where}",
+                    "vLLM", not (self.on_gpu and where == "cpu"), f"vLLM {versions['vllm']}, on {where}"
                 )
         except VLLMError as error:
             raise SystemExit(f"error: {error}") from None
-        why = "no vLLM named (EAGLE3_VLLM_PYTHON, EAGLE3_VLLM_URL)"
+        why = "no vLLM set (EAGLE3_VLLM_PYTHON, EAGLE3_VLLM_URL)"
         return Part("vLLM", False, f"{why}; the committed record of {described(self.record)}")
 
     def _price(self) -> Part:
         price = self.configuration.price_per_hour
         if price is not None:
-            return Part("price", True, f"{price:g} an hour (EAGLE3_PRICE_PER_HOUR)")
+            return Part("price", True, f"{price:g} per hour (EAGLE3_PRICE_PER_HOUR)")
         return Part(
             "price",
             False,
-            f"none named (EAGLE3_PRICE_PER_HOUR); {UNIT_PRICE:g} an hour, so only ratios count",
+            f"none set (EAGLE3_PRICE_PER_HOUR); {UNIT_PRICE:g} per hour, so only ratios are valid",
         )
 
 
 def start(environ: Mapping[str, str] = os.environ) -> Machine:
-    """Look at the environment and the machine, whose memory JAX will share; loads no model.
+    """Reads the environment and the machine and sets JAX's share of the memory; loads no model.
 
     Raises:
-        SystemExit: A variable cannot be meant, or a GPU is here that this jax cannot use; one line says which.
+        SystemExit: A variable is invalid, or this jax cannot use the GPU of the machine. The message is one line.
     """
     try:
         configuration = Configuration.read(environ)
@@ -372,17 +365,17 @@ def _setting(given: Configuration, gpu: bool) -> Setting:
 
 
 def datasheet_of(kind: str) -> Accelerator | None:
-    """The accelerator that a device calls itself, such as ``NVIDIA H100 80GB HBM3``; ``None`` if it is not known."""
+    """Finds the accelerator of a device name such as ``NVIDIA H100 80GB HBM3``; ``None`` if it is unknown."""
     words = set(re.split(r"[\s\-_/]+", kind.lower()))
     named = [one for key, one in KNOWN_ACCELERATORS.items() if set(key.split("-")) <= words]
     return max(named, key=lambda one: len(one.name), default=None)
 
 
 def newest_record(directory: Path) -> Report:
-    """The latest committed run of ``pytest validation`` in which nothing failed; the latest of all where there is none.
+    """Loads the latest committed run of ``pytest validation`` without a failure, or the latest of all.
 
     Raises:
-        ValueError: There is none.
+        ValueError: The directory has no run.
     """
     found = []
     for file in directory.glob("*.json"):
@@ -391,15 +384,15 @@ def newest_record(directory: Path) -> Report:
         except ValueError:  # a benchmark, a comparison
             continue
     if not found:
-        raise ValueError(f"no report of the validation lies in {directory}")
+        raise ValueError(f"no report of the validation in {directory}")
     return max(found, key=lambda report: (report.verdict is not Verdict.FAILED, report.started))
 
 
 def described(record: Report) -> str:
-    """When and on what a report was made."""
+    """Describes the date and the machine of a report."""
     facts = record.environment
     cpu, device = facts["cpu"], facts["jax"]["device"]
     where = f"CPU: {cpu['model']}, {cpu['cores']} cores" if device == "cpu" else device
     rival = facts.get("vllm", {})
-    beside = f", with vLLM {rival['vllm']} on {rival.get('device', 'a server')}" if rival else ""
-    return f"{record.started[:10]}, {where}{beside}"
+    engines = f", with vLLM {rival['vllm']} on {rival.get('device', 'a server')}" if rival else ""
+    return f"{record.started[:10]}, {where}{engines}"

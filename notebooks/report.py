@@ -1,4 +1,6 @@
-"""Join the executed notebooks of build/notebooks/gpu into one page that needs no network, build/gpu-notebooks.html.
+"""Joins the executed notebooks of build/notebooks/gpu to one page that needs no network, build/gpu-notebooks.html.
+
+The page starts with one table of verdicts. The code is folded.
 
 python notebooks/run.py notebooks/gpu
 python notebooks/report.py
@@ -18,12 +20,21 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parent / "build"
 TITLE = "EAGLE-3 in JAX on this machine"
-# Scripts that nbconvert's page loads from the network; the page needs none of them.
+# Each verdict with the notebook that finds it, in the order of the table.
+VERDICTS = {
+    "greedy": "02_equality_with_vllm",
+    "sampling": "02_equality_with_vllm",
+    "acceptance": "02_equality_with_vllm",
+    "speed-up": "03_speed_and_tuning",
+    "share of roofline": "03_speed_and_tuning",
+    "best K by batch": "03_speed_and_tuning",
+    "cost": "04_cost_and_claims",
+}
+# Scripts that nbconvert's page loads from the network. The page needs none of them.
 _SCRIPTS = re.compile(
-    r"<script[^>]*\bsrc=\"https?://[^>]*>\s*</script>|<script type=\"module\">.*?</script>",
-    re.DOTALL,
+    r"<script[^>]*\bsrc=\"https?://[^>]*>\s*</script>|<script type=\"module\">.*?</script>", re.DOTALL
 )
-_RESULT = re.compile(r"<tr class='eagle3-result'.*?</tr>", re.DOTALL)
+_RESULT = re.compile(r"<tr class='eagle3-result'><td><b>(.*?)</b>.*?</tr>", re.DOTALL)
 _BANNER = re.compile(r"<div class='eagle3-banner'.*?</div>", re.DOTALL)
 _ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)([^)#\s]+)\)")
@@ -36,29 +47,18 @@ _STYLE = """<style>
 
 
 def main() -> int:
-    """Write the page."""
+    """Writes the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add(
-        "executed",
-        nargs="?",
-        type=Path,
-        default=BUILD / "notebooks" / "gpu",
-        help="a folder of .ipynb",
-    )
+    add("executed", nargs="?", type=Path, default=BUILD / "notebooks" / "gpu", help="a folder of .ipynb")
     add("--output", type=Path, default=BUILD / "gpu-notebooks.html")
     options = parser.parse_args()
     try:
-        text = page(
-            options.executed,
-            expected=sorted(path.stem for path in (HERE / "gpu").glob("[0-9]*.py")),
-        )
+        text = page(options.executed, expected=sorted(path.stem for path in (HERE / "gpu").glob("[0-9]*.py")))
     except ModuleNotFoundError as error:
-        parser.error(
-            f"{error.name} is not installed; install it with: pip install -e '.[notebooks]'"
-        )
+        parser.error(f"{error.name} is not installed; install it with: pip install -e '.[notebooks]'")
     except ValueError as error:
         parser.error(str(error))
     options.output.parent.mkdir(parents=True, exist_ok=True)
@@ -68,11 +68,11 @@ def main() -> int:
 
 
 def page(folder: Path, *, expected: Sequence[str] = ()) -> str:
-    """The page, from all executed notebooks of a folder.
+    """Makes the page from all executed notebooks of a folder.
 
     Args:
         folder: Folder of executed notebooks.
-        expected: Names that the contents list, executed or not.
+        expected: Names of notebooks that the contents list, executed or not.
 
     Raises:
         ValueError: The folder has no executed notebook.
@@ -80,16 +80,14 @@ def page(folder: Path, *, expected: Sequence[str] = ()) -> str:
     import nbformat
     from nbconvert import HTMLExporter
 
-    notebooks = {
-        file.stem: nbformat.read(file, as_version=4) for file in sorted(folder.glob("[0-9]*.ipynb"))
-    }
+    notebooks = {file.stem: nbformat.read(file, as_version=4) for file in sorted(folder.glob("[0-9]*.ipynb"))}
     if not notebooks:
         raise ValueError(
             f"no executed notebook in {folder}; run them first: python notebooks/run.py notebooks/gpu"
         )
 
     def within(link: re.Match[str]) -> str:
-        """A link to a notebook of the page leads to its anchor; a link to another file becomes its text."""
+        """Replaces a link to a notebook of the page by its anchor, and a link to another file by its text."""
         text, name = link[1], Path(link[2]).stem
         return f"[{text}](#{name})" if name in notebooks else text
 
@@ -104,35 +102,29 @@ def page(folder: Path, *, expected: Sequence[str] = ()) -> str:
     for number, cell in enumerate(cells):
         cell["id"] = f"cell-{number}"
     whole = nbformat.v4.new_notebook(cells=cells, metadata={"title": TITLE})
-    exporter = HTMLExporter(
-        template_name="lab", exclude_input_prompt=True, exclude_output_prompt=True
-    )
+    exporter = HTMLExporter(template_name="lab", exclude_input_prompt=True, exclude_output_prompt=True)
     body, _ = exporter.from_notebook_node(whole)
     return _SCRIPTS.sub("", body).replace("</head>", f"{_STYLE}</head>", 1)
 
 
 def _top(notebooks: dict[str, Any], names: list[str]) -> str:
-    """The title, what is real on this machine, and the contents."""
+    """Title, verdicts, banner and contents."""
     lines = []
     for name in names:
         if name not in notebooks:
             lines.append(f"<li>{html.escape(name)}: not executed</li>")
             continue
         cells = notebooks[name].cells
-        title = next((cell.source for cell in cells if cell.cell_type == "markdown"), "").partition(
-            "\n"
-        )[0]
+        title = next((cell.source for cell in cells if cell.cell_type == "markdown"), "").partition("\n")[0]
         title = title.lstrip("# ") if title.startswith("# ") else name
-        failed = any(
-            one.output_type == "error" for cell in cells for one in cell.get("outputs", ())
-        )
+        failed = any(one.output_type == "error" for cell in cells for one in cell.get("outputs", ()))
         mark = " (stopped at an error)" if failed else ""
         lines.append(f'<li><a href="#{name}">{html.escape(title)}</a>{mark}</li>')
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     return (
         f"# {TITLE}\n\n{_results(notebooks)}\n\n{_banner(notebooks)}\n\n"
         '<label><input type="checkbox" id="code"> Show the code</label>\n\n'
-        f"Joined on {when} from notebooks executed from top to bottom.\n\n"
+        f"Joined on {when} from executed notebooks.\n\n"
         f'<nav class="contents"><ul>{"".join(lines)}</ul></nav>'
     )
 
@@ -145,26 +137,26 @@ def _shown(notebooks: dict[str, Any]) -> list[str]:
 
 
 def _results(notebooks: dict[str, Any]) -> str:
-    """The verdicts of all notebooks as one table."""
-    rows = [row for text in _shown(notebooks) for row in _RESULT.findall(text)]
-    head = "<tr><th>verdict</th><th>result</th><th>from</th></tr>"
-    return f"<table>{head}{''.join(rows)}</table>" if rows else "No notebook has a verdict."
+    """One table of all verdicts. A verdict that is missing has a row with the notebook that should find it."""
+    found = {row[1]: row[0] for text in _shown(notebooks) for row in _RESULT.finditer(text)}
+    head = "<tr><th>verdict</th><th>result</th><th>source</th></tr>"
+    missing = "<tr><td><b>{0}</b></td><td>no result: see notebook {1}</td><td>not measured</td></tr>"
+    rows = [found.pop(name, missing.format(name, notebook)) for name, notebook in VERDICTS.items()]
+    return f"<table>{head}{''.join([*rows, *found.values()])}</table>"
 
 
 def _banner(notebooks: dict[str, Any]) -> str:
-    """The rows of all banners, each once: what is real in the whole report, and what is a stand-in."""
+    """Rows of all banners without repetition: the real parts and the stand-ins of the whole report."""
     banners = [banner for text in _shown(notebooks) for banner in _BANNER.findall(text)]
     rows = list(dict.fromkeys(row for banner in banners for row in _ROW.findall(banner)))
     if not rows:
-        return (
-            "**No banner was found: nothing says what is real here. Do not quote these numbers.**"
-        )
+        return "**No banner was found, so stand-ins are unknown. Do not quote these numbers.**"
     stand_ins = sum("stand-in" in row for row in rows)
     edge = "#d97634" if stand_ins else "#2a9d74"
     told = (
-        f"{stand_ins} of {len(rows)} parts are stand-ins. No number of theirs may be quoted as one of the real thing."
+        f"{stand_ins} of {len(rows)} parts are stand-ins. Do not quote their numbers as measurements of the real parts."
         if stand_ins
-        else "Everything here is real: these numbers are this machine's own."
+        else "All parts are real: these numbers are measurements of this machine."
     )
     return (
         f"<div style='border-left:6px solid {edge};padding:.4em 1em;background:{edge}14'><b>{told}</b>"

@@ -1,11 +1,11 @@
-"""Execute notebooks from top to bottom and keep them with their outputs in build/notebooks.
+"""Executes notebooks from top to bottom and writes them with their outputs to build/notebooks.
 
-``NAME.py`` is the source; ``NAME.ipynb``, without outputs, is what Jupyter and Colab open, and ``--sync`` writes it from
-``NAME.py``. A cell with ``tags=["hide-input"]`` is folded in Jupyter and on the site. An error, a line on Python's
-stderr, or an ``.ipynb`` that differs from its ``.py`` ends the run with exit code 1.
+``NAME.py`` is the source. Jupyter and Colab open ``NAME.ipynb``, which has no outputs; ``--sync`` writes it from
+``NAME.py``. The input of a cell with ``tags=["hide-input"]`` is folded in Jupyter and on the site. The exit code is 1 if a
+cell raises an error or writes to Python's stderr, or if an ``.ipynb`` differs from its ``.py``.
 
     python notebooks/run.py                       # all of notebooks/
-    python notebooks/run.py notebooks/gpu         # those for an H100 or H200
+    python notebooks/run.py notebooks/gpu         # the four for an H100 or H200
     python notebooks/run.py notebooks/02*.py      # some of them
 """
 
@@ -30,7 +30,7 @@ TIMEOUT = 900  # seconds for one cell
 
 
 def main() -> int:
-    """Run the notebooks of the command line."""
+    """Runs the notebooks that the command line names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -38,8 +38,8 @@ def main() -> int:
     add("where", nargs="*", type=Path, default=[HERE], help="notebooks (.py), or folders of them")
     output = HERE.parent / "build" / "notebooks"
     add("--output", type=Path, default=output, help="folder of the executed notebooks")
-    add("--jobs", type=int, default=1, help="notebooks at a time; more than 1 disturbs their times")
-    add("--sync", action="store_true", help="write each .ipynb from its .py, and run nothing")
+    add("--jobs", type=int, default=1, help="notebooks to run in parallel; timings need 1")
+    add("--sync", action="store_true", help="write each .ipynb from its .py, without running it")
     options = parser.parse_args()
     sources = []
     for where in options.where:
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def run(source: Path, output: Path) -> str | None:
-    """Execute one notebook and print the result in one line; returns the problem, or ``None``."""
+    """Executes one notebook and prints one line; returns the problem, or ``None``."""
     start = time.perf_counter()
     name = source.relative_to(HERE) if source.is_relative_to(HERE) else Path(source.name)
     problem = execute(source, output / name.parent)
@@ -67,7 +67,7 @@ def run(source: Path, output: Path) -> str | None:
 
 
 def as_ipynb(source: Path) -> str:
-    """The ``.ipynb`` of a source: without outputs, and with numbered cells, so that diffs are small."""
+    """Converts a source to an ``.ipynb`` without outputs. Cells are numbered, so diffs are small."""
     notebook = jupytext.read(source)
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"cell-{number}"
@@ -78,7 +78,7 @@ def as_ipynb(source: Path) -> str:
 
 
 def execute(source: Path, output: Path) -> str | None:
-    """Execute one notebook in its own folder and write it with its outputs; returns the problem, or ``None``."""
+    """Executes one notebook in its own folder and writes it with its outputs; returns the problem, or ``None``."""
     pair = source.with_suffix(".ipynb")
     if not pair.is_file() or pair.read_text(encoding="utf-8") != as_ipynb(source):
         return f"{pair.name} differs from {source.name}; run: notebooks/run.py --sync {source.name}"
@@ -89,7 +89,7 @@ def execute(source: Path, output: Path) -> str | None:
         startup_timeout=300,  # on a busy machine
         kernel_name="python3",
         extra_arguments=[
-            "--IPKernelApp.log_level=ERROR",  # its advice on encryption is for networks
+            "--IPKernelApp.log_level=ERROR",  # hides a warning about unencrypted connections
             # XLA and CUDA log to the file descriptor; these lines go to the terminal, not into the notebook.
             "--IPKernelApp.capture_fd_output=False",
         ],
@@ -102,12 +102,14 @@ def execute(source: Path, output: Path) -> str | None:
         problem = f"a cell ran for more than {TIMEOUT} seconds"
     except (CellExecutionError, DeadKernelError) as error:
         problem = str(error)
-    output.mkdir(parents=True, exist_ok=True)
-    jupytext.write(notebook, output / pair.name)
     for number, cell in enumerate(notebook.cells):
         for found in cell.get("outputs", ()):
             if found.get("name") == "stderr":
                 problem = problem or f"cell {number} wrote to stderr: {found['text'].strip()[:300]}"
+            if alt := found.get("metadata", {}).get("image/png", {}).get("alt"):
+                cell.metadata["mystnb"] = {"image": {"alt": alt}}  # the site reads it from the cell
+    output.mkdir(parents=True, exist_ok=True)
+    jupytext.write(notebook, output / pair.name)
     return problem
 
 

@@ -78,9 +78,9 @@ def claims() -> str:
     for path in notebooks():
         cells = json.loads((ROOT / path).read_text(encoding="utf-8"))["cells"]
         prose = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-        found = re.search(r"^## What was claimed and checked\n\n((?:(?:- |  ).*\n?)+)", prose, re.MULTILINE)
+        found = re.search(r"^## Checked claims\n\n((?:(?:- |  ).*\n?)+)", prose, re.MULTILINE)
         if found is None:
-            raise ValueError(f"{path} has no list 'What was claimed and checked'")
+            raise ValueError(f"{path} has no list 'Checked claims'")
         title = prose.splitlines()[0].removeprefix("# ")
         page += f"\n## [{title}]({path.relative_to('notebooks').as_posix()})\n\n{found[1].strip()}\n"
     return page

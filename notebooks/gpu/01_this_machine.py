@@ -14,9 +14,13 @@
 # %% [markdown]
 # # 01 · This machine
 #
-# This notebook tells whether this machine is ready for the three others: which numbers will be real and which come
-# from a stand-in, whether float32 is float32, whether the same program gives the same bits twice, and what fits into
-# its memory. It runs in seconds, on a GPU or a laptop CPU.
+# This notebook checks whether this machine is ready for the other three notebooks. It runs in seconds, on a GPU or a
+# laptop CPU. It answers four questions:
+#
+# - Which numbers will be measured here, and which will come from a stand-in?
+# - Do float32 products have float32 precision?
+# - Does the same program give the same bits twice?
+# - Do two engines fit into the memory?
 
 # %% tags=["hide-input"]
 import sys
@@ -33,14 +37,14 @@ here = machine.start()
 here.banner("vLLM", "price")
 
 # %% [markdown]
-# The box above is at the top of every notebook of this series. *Real* means: of this machine, this pair, this vLLM. A
-# *stand-in* replaces a missing part: the shipped pair for weights, a CPU for a GPU, the committed record of an
-# earlier run for vLLM.
+# The box above is at the top of every notebook of this series. A *real* part is the one that the notebook is about. A
+# *stand-in* replaces a missing part: the shipped pair replaces weights, a CPU replaces a GPU, and the committed record of
+# an earlier run replaces vLLM.
 #
 # ## Environment variables
 #
-# Set them before Jupyter or `make gpu-notebooks` starts. They are the options of `pytest validation` under other
-# names. A misspelled variable is refused, so that numbers of the shipped pair never carry the name of another.
+# Set them before you start Jupyter or `make gpu-notebooks`. They have the meaning of the options of `pytest validation`.
+# A misspelled variable raises an error. Otherwise the notebooks would silently measure the shipped pair.
 
 # %% tags=["hide-input"]
 import os
@@ -75,15 +79,13 @@ rows = [
     [f"`{name}`", meaning, "set" if os.environ.get(name, "").strip() else "–"]
     for name, meaning in machine.VARIABLES.items()
 ]
-Markdown(to_markdown(["variable", "names", "here"], rows))
+Markdown(to_markdown(["variable", "meaning", "here"], rows))
 
 # %% [markdown]
 # ## Installed versions and device
 
 # %% tags=["hide-input"]
-facts = dict(
-    flat(environment(target=here.configuration.target, drafter=here.configuration.drafter))
-)
+facts = dict(flat(environment(target=here.configuration.target, drafter=here.configuration.drafter)))
 if shutil.which("nvidia-smi"):
     asked = "name,driver_version,memory.total,clocks.max.sm,power.limit,ecc.mode.current"
     command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv"]
@@ -95,16 +97,13 @@ Markdown(to_markdown(["fact", "value"], facts))
 # %% [markdown]
 # ## Precision of float32 products
 #
-# NVIDIA's tensor cores multiply float32 as TensorFloat-32 by default: ten bits of mantissa. Greedy texts of two
-# engines then differ where no logits are tied. The validation computes with `jax_default_matmul_precision =
-# "highest"`. The cell compares such a product with float64, and with operands rounded as TensorFloat-32.
+# NVIDIA's tensor cores multiply float32 as TensorFloat-32 by default, with ten bits of mantissa. Then greedy texts of two
+# engines differ even without tied logits. The validation sets `jax_default_matmul_precision = "highest"`. The cell
+# compares such a product with float64, and with operands rounded to TensorFloat-32.
 
 # %%
 rng = np.random.default_rng(0)
-left, right = (
-    rng.standard_normal((256, 1024), np.float32),
-    rng.standard_normal((1024, 256), np.float32),
-)
+left, right = (rng.standard_normal((256, 1024), np.float32), rng.standard_normal((1024, 256), np.float32))
 exact = left.astype(np.float64) @ right.astype(np.float64)
 
 
@@ -122,22 +121,20 @@ def as_tensor_float_32(x):
 with device.products("L5"):
     highest = apart(jnp.asarray(left) @ jnp.asarray(right))
 default = apart(jnp.asarray(left) @ jnp.asarray(right))
-rounded = apart(
-    as_tensor_float_32(left).astype(np.float64) @ as_tensor_float_32(right).astype(np.float64)
-)
-print(f"on {here.device}, largest error over the size of the result")
-print(f"  as the validation multiplies  {highest:.1e}")
-print(f"  as JAX multiplies by default           {default:.1e}")
-print(f"  operands of ten bits          {rounded:.1e}")
-assert highest < 1e-5, "float32 is not float32 here, whatever was asked for"
-assert rounded > 20 * highest, "the check could not tell TensorFloat-32 from float32"
+rounded = apart(as_tensor_float_32(left).astype(np.float64) @ as_tensor_float_32(right).astype(np.float64))
+print(f"largest error of a float32 product on {here.device}, relative to the result")
+print(f"  in the validation           {highest:.1e}")
+print(f"  default of JAX              {default:.1e}")
+print(f"  with TensorFloat-32 inputs  {rounded:.1e}")
+assert highest < 1e-5, "float32 products do not have float32 precision"
+assert rounded > 20 * highest, "the check does not distinguish TensorFloat-32 from float32"
 
 # %% [markdown]
 # ## Determinism of compiled programs
 #
-# Bits are compared between programs compiled with `validation.device.exact_options`. On a GPU these options keep the
-# autotuner from choosing kernels by a stopwatch, and XLA from keeping bits of a bfloat16 that another program rounds
-# away. The cell compiles a program twice and runs it twice each.
+# Comparisons of bits use programs compiled with `validation.device.exact_options`. On a GPU these options disable the
+# choice of kernels by measured time. They also stop XLA from keeping excess precision of bfloat16 values. The cell
+# compiles a program twice and runs each twice.
 
 # %%
 print("options of the compiler:", device.exact_options())
@@ -153,29 +150,25 @@ for _ in range(2):
     program = jax.jit(step, compiler_options=device.exact_options())
     for _ in range(2):
         bits.add(np.asarray(program(jnp.asarray(left), jnp.asarray(right))).tobytes())
-assert len(bits) == 1, "the same program gave other bits"
+assert len(bits) == 1, "the same program gives different bits"
 print(f"4 runs of 2 compilations, {len(bits)} result")
 
 # %% [markdown]
 # ## Memory for two engines
 #
-# To compare engines, both hold target and head at the same time. JAX takes what it needs up to its share
-# (`XLA_CLIENT_MEM_FRACTION`), vLLM takes its share at its start (`EAGLE3_VLLM_MEMORY`). The plan is for Llama-3.1-8B
-# with its EAGLE-3 head, batch 8, 2,048 tokens each, K = 5. Without a known device it is for an H100 and an H200,
+# In a comparison, both engines hold target and head at the same time. JAX allocates memory on demand up to its share
+# (`XLA_CLIENT_MEM_FRACTION`). vLLM allocates its share at its start (`EAGLE3_VLLM_MEMORY`). The plan is for Llama-3.1-8B
+# with its EAGLE-3 head, batch 8, 2,048 tokens each, K = 5. On an unknown device the plan is for an H100 and an H200,
 # which are **not** this machine.
 
 # %%
 NAME = "Llama-3.1-8B"
 share = here.configuration.vllm_memory
-devices = (
-    [here.accelerator]
-    if here.accelerator
-    else [accelerator_named("H100"), accelerator_named("H200")]
-)
+devices = [here.accelerator] if here.accelerator else [accelerator_named("H100"), accelerator_named("H200")]
 
 
 def plans(accelerator, weights):
-    """Ours in JAX's share, and vLLM's in its own."""
+    """Memory plans of both engines, each in its share."""
     target = KNOWN_MODELS[NAME]
     cache = "float32" if weights == "float32" else "bfloat16"
     one = Deployment(
@@ -203,11 +196,7 @@ rows = [
     [*key, show(plan.total / 1e9), show(plan.budget / 1e9), "yes" if plan.fits else "NO"]
     for key, plan in found.items()
 ]
-Markdown(
-    to_markdown(
-        ["device (datasheet)", "weights", "engine", "GB needed", "GB it may take", "fits"], rows
-    )
-)
+Markdown(to_markdown(["device (data sheet)", "weights", "engine", "GB needed", "GB available", "fits"], rows))
 
 # %% tags=["hide-input"]
 parts = ("target_weights", "head_weights", "target_cache", "head_cache", "activations", "reserve")
@@ -219,21 +208,21 @@ for part, colour in zip(parts, SERIES, strict=True):
     left_edge += sizes
 axes.plot([plan.budget / 1e9 for plan in found.values()], names, "k|", markersize=16, label="share")
 axes.invert_yaxis()
-axes.set(xlabel="GB on one device, from data sheets", title=f"{NAME} and its head in two engines")
+axes.set(xlabel="GB on one device, by data sheet", title=f"Memory of {NAME} and its head in two engines")
 axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
 plt.show()
 for (name, weights, _), plan in found.items():
     assert abs(sum(getattr(plan, part) for part in parts) - plan.total) < 1.0
     if weights == "bfloat16" and accelerator_named(name).memory_bytes >= 140e9:
-        assert plan.fits, "two engines in bfloat16 fit an H200"
+        assert plan.fits, "two engines in bfloat16 fit into an H200"
 for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION", "XLA_FLAGS"):
     print(f"{name} = {os.environ.get(name, '(not set)')}")
-assert os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"), "it was set before the device was used"
+assert os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"), "it must be set before the first use of the device"
 
 # %% [markdown]
 # ## Smallest end-to-end run
 #
-# A prompt runs through plain decoding and through a chain of three draft tokens in float32.
+# The cell decodes one prompt in float32: without a drafter, and with a chain of three draft tokens.
 
 # %%
 pair = here.subject.pair("float32")
@@ -244,14 +233,15 @@ fast = SpeculativeDecoder(*pair, num_speculative_tokens=3, stop_tokens=()).gener
 )
 assert fast.tokens == plain.tokens, "speculation changed the text"
 print(
-    f"{here.subject.name}: {len(fast.tokens[0])} tokens, equal; τ = {fast.stats.mean_acceptance_length:.2f}"
+    f"{here.subject.name}: {len(fast.tokens[0])} tokens, same text; τ = {fast.stats.mean_acceptance_length:.2f}"
 )
 
 # %% [markdown]
 # ## Common mistakes
 #
-# A single compilation always repeats itself. What differs is what the autotuner picks at the next compilation, in the
-# next process: kernels that are equally fast and add in another order. The check above therefore compiles twice.
+# **Checking determinism with one compilation.** One compiled program always repeats its result. In the next compilation
+# the autotuner can choose another kernel of equal speed, which adds in a different order. So the check above compiles
+# twice.
 #
 # ## Exercises
 #
@@ -263,12 +253,12 @@ print(
 #
 # </details>
 #
-# **2.** Why does a comparison of texts need float32 in both engines, although nobody serves in float32?
+# **2.** Why does a comparison of texts need float32 in both engines, although servers use bfloat16?
 #
 # <details><summary>Answer</summary>
 #
-# In bfloat16 two correct engines sum in another order and generate other texts wherever two logits are nearly tied.
-# In float32 such ties are a thousand times rarer, so any difference is a bug.
+# In bfloat16, two correct engines add in a different order. Their texts differ where two logits are approximately tied.
+# In float32 such ties are very rare, so a difference indicates a bug.
 #
 # </details>
 
@@ -276,16 +266,16 @@ print(
 target = KNOWN_MODELS[NAME]
 deployment = Deployment(target=target, head=usual_head(target), accelerator=devices[0])
 fitting = largest_batch(deployment, context=4096, num_draft_tokens=5, utilization=0.97 - share)
-print(f"1. {fitting} on a {devices[0].name}, by its data sheet")
+print(f"1. {fitting} sequences on a {devices[0].name}, by its data sheet")
 assert fitting >= 1
 
 # %% [markdown]
-# ## What was claimed and checked
+# ## Checked claims
 #
-# - Products have all bits of float32, and the check would have seen TensorFloat-32.
+# - Products have float32 precision. The check distinguishes TensorFloat-32.
 # - A program compiled twice gives the same bits.
-# - Two engines in bfloat16 fit a device of 140 GB or more, by the plan.
+# - By the memory plan, two engines in bfloat16 fit into a device of 140 GB or more.
 # - Plain decoding and a chain generate the same float32 text.
-# - Variables with a typing error or without their counterpart are refused, each in one line.
+# - A misspelled variable and a variable without its counterpart each raise a one-line error.
 #
 # **Next:** [02](02_equality_with_vllm.ipynb), equality with vLLM.

@@ -14,9 +14,9 @@
 # %% [markdown]
 # # 03 · Speed, roofline, latency and tuning
 #
-# This notebook measures the speed-up of chains and trees with an interval, places every method on the roofline of
-# this device, measures latency, and chooses the draft length by batch size. The functions are those of
-# `eagle3_jax.bench`. Read [01](01_this_machine.ipynb) before.
+# This notebook measures the speed-up of chains and trees with an interval, places every method on the roofline of this
+# device, measures latency, and chooses the draft length by batch size. It uses the functions of `eagle3_jax.bench`. Read
+# [01](01_this_machine.ipynb) first. The project's benchmark is on the page [Measured numbers](../../docs/numbers.md).
 
 # %% tags=["hide-input"]
 import sys
@@ -72,16 +72,15 @@ from validation.subject import CONTEXT, some_prompts
 # %% [markdown]
 # ## Speed-up over plain decoding
 #
-# Plain decoding, an EAGLE-3 chain, an EAGLE-3 tree and prompt lookup take turns, and vLLM if it is here. On a GPU
-# without weights the shipped pair would only measure launches. Its place is taken by the shape of Llama-3.1-8B with
-# random weights and simulated acceptance: a round costs what the real model's costs, and the acceptance is given, not
-# measured.
+# Plain decoding, an EAGLE-3 chain, an EAGLE-3 tree, prompt lookup and, if configured, vLLM are measured in turns. On a
+# GPU, the shipped pair is so small that only kernel launches would be measured. Without other weights, a model with the
+# shape of Llama-3.1-8B, random weights and simulated acceptance replaces it. The cost of a round is that of the real
+# model. The acceptance is an assumption.
 
 # %%
 K = here.draft_tokens(3)
 TREE = here.amount(
-    cpu=DynamicTree(num_nodes=16, max_depth=4, top_k=4),
-    gpu=DynamicTree(num_nodes=60, max_depth=8, top_k=10),
+    cpu=DynamicTree(num_nodes=16, max_depth=4, top_k=4), gpu=DynamicTree(num_nodes=60, max_depth=8, top_k=10)
 )
 LIMIT, REPEATS = here.amount(cpu=(24, 3), gpu=(128, 5))
 RANDOM = here.on_gpu and not speeds.is_quoted(here.subject, here.setting)
@@ -94,16 +93,10 @@ if RANDOM:
 else:
     pair, prompts = here.pair, some_prompts(here.subject, 4)
 what = pair[0].name if RANDOM else here.subject.name
-print(
-    f"{what}, {dtype}, batch 1, {len(prompts)} prompts of {CONTEXT} tokens, {LIMIT} new; {here.device}"
-)
+print(f"{what}, {dtype}, batch 1, {len(prompts)} prompts of {CONTEXT} tokens, {LIMIT} new; {here.device}")
 
 # %%
-contenders = [
-    chain(pair, dtype, 0),
-    chain(pair, dtype, K, simulated),
-    tree(pair, dtype, TREE, deep),
-]
+contenders = [chain(pair, dtype, 0), chain(pair, dtype, K, simulated), tree(pair, dtype, TREE, deep)]
 if not RANDOM:
     contenders.append(
         DecoderContender("n-gram K=5", dtype, SpeculativeDecoder(pair[0], NGram(5), stop_tokens=()))
@@ -116,9 +109,7 @@ if here.vllm is not None and not RANDOM:
         eager=False,
     )
     try:
-        contenders.append(
-            VLLMContender(f"vLLM eagle3 K={K}", here.shared_dtype, here.vllm.engine(options))
-        )
+        contenders.append(VLLMContender(f"vLLM eagle3 K={K}", here.shared_dtype, here.vllm.engine(options)))
     except VLLMUnavailable as reason:
         print(f"vLLM: {reason}")
 report = measure(
@@ -155,7 +146,7 @@ columns = [
     "method",
     "precision",
     "tokens/s",
-    "over plain",
+    "speed-up over plain",
     "95 % interval",
     "τ/(v+G·c)",
     "τ",
@@ -166,26 +157,23 @@ best = max(report.rows[1:], key=lambda row: row.ratio_interval.value)
 interval = best.ratio_interval
 here.verdict(
     "speed-up",
-    f"{best.name}: {interval.value:.2f} over plain ({show(interval.low)} to {show(interval.high)})",
+    f"{best.name}: {interval.value:.2f}x plain decoding ({show(interval.low)} to {show(interval.high)})",
 )
 
 # %% [markdown]
-# The interval is a bootstrap over pairs of runs that were neighbors in time. `τ/(v+G·c)` is the cost model, whose
-# three numbers were measured separately. `validation.speeds.faults` checks that nothing was compiled while times were
-# taken and that nobody read memory faster than the device can. The plot shows the parts of a round.
+# The interval is a bootstrap over pairs of consecutive runs. `τ/(v+G·c)` is the prediction of the cost model from
+# separate measurements; `G` is the number of draft steps. `validation.speeds.faults` checks two things: no program was
+# compiled during a measurement, and no method exceeded the memory bandwidth of the device. The plot shows the parts of a
+# round.
 
 # %% tags=["hide-input"]
 timed = [row for row in report.rows if row.step_seconds is not None]
 costs = [row.step_seconds for row in timed]
 for row in timed:
-    if (
-        row.verify_cost is not None
-        and row.predicted_ratio is not None
-        and row.acceptance is not None
-    ):
+    if row.verify_cost is not None and row.predicted_ratio is not None and row.acceptance is not None:
         needed = row.verify_cost + row.num_draft_steps * row.draft_cost
         tau = row.acceptance.mean_acceptance_length
-        print(f"{row.name}: breaks even at τ {needed:.2f}, has {tau:.2f}")
+        print(f"{row.name}: break-even τ {needed:.2f}, measured τ {tau:.2f}")
         assert abs(tau / needed - row.predicted_ratio) < 1e-9
 stacked_steps(
     [row.name for row in timed],
@@ -200,9 +188,9 @@ stacked_steps(
 # %% [markdown]
 # ## Roofline
 #
-# A forward pass reads every weight once, however many tokens it gets. So verification moves to the right, to more
-# operations per byte. The slope is the bandwidth **measured here**. A flat part is drawn only if a data sheet is
-# known for this device.
+# A forward pass reads every weight once, for any number of tokens. So verification has more operations per byte than a
+# plain step. The slope is the bandwidth **measured on this machine**. The plot has a flat part if the data sheet of
+# this device is known.
 
 # %%
 bandwidth = report.bytes_per_second
@@ -218,19 +206,11 @@ deployment = Deployment(
 
 def work_of_a_round(row, nodes):
     """Bytes and operations of verification and all draft steps."""
-    verify = forward_work(
-        deployment, deployment.target, batch=1, context=CONTEXT, tokens=nodes, logits=nodes
-    )
+    verify = forward_work(deployment, deployment.target, batch=1, context=CONTEXT, tokens=nodes, logits=nodes)
     total = [verify.num_bytes, verify.layer_flops + verify.other_flops]
     for step in range(row.num_draft_steps if row.step_seconds is not None else 0):
         one = forward_work(
-            deployment,
-            deployment.head,
-            batch=1,
-            context=CONTEXT + step,
-            tokens=1,
-            logits=1,
-            fuse=step == 0,
+            deployment, deployment.head, batch=1, context=CONTEXT + step, tokens=1, logits=1, fuse=step == 0
         )
         total = [total[0] + one.num_bytes, total[1] + one.layer_flops + one.other_flops]
     return total
@@ -244,49 +224,42 @@ for row in report.rows:
         tau = 1.0 if row.acceptance is None else row.acceptance.mean_acceptance_length
         seconds = tau / row.decode_tokens_per_second.median
         points[row.name] = (computed / moved, computed / seconds, moved / seconds / bandwidth)
+
+# %% tags=["hide-input"]
 figure, axes = plt.subplots(figsize=(7.2, 4.0))
-intensities = np.geomspace(
-    min(p[0] for p in points.values()) / 2, max(p[0] for p in points.values()) * 4, 50
-)
+intensities = np.geomspace(min(p[0] for p in points.values()) / 2, max(p[0] for p in points.values()) * 4, 50)
 roof = intensities * bandwidth
 peak = here.accelerator.peak_flops if here.accelerator else None
 if peak is not None:
     roof = np.minimum(roof, peak)
 axes.loglog(intensities, roof, color="#3c4043", label=f"{bandwidth / 1e9:.0f} GB/s, measured")
 for (name, (intensity, achieved, share)), colour in zip(points.items(), SERIES, strict=False):
-    axes.plot(
-        intensity,
-        achieved,
-        "o",
-        color=colour,
-        markersize=8,
-        label=f"{name}: {share:.0%} of the slope",
-    )
-    axes.plot(
-        [intensity, intensity], [achieved, intensity * bandwidth], ":", color=colour, linewidth=1
-    )
-axes.set_xlabel("operations for each byte of weights and caches")
+    axes.plot(intensity, achieved, "o", color=colour, markersize=8, label=f"{name}: {share:.0%} of the slope")
+    axes.plot([intensity, intensity], [achieved, intensity * bandwidth], ":", color=colour, linewidth=1)
+axes.set_xlabel("operations per byte of weights and caches")
 axes.set_ylabel("operations per second")
-axes.set_title(f"What {what} reached on {here.device}")
+axes.set_title(f"Roofline of {what} on {here.device}")
 axes.legend(fontsize="small")
 if peak is None:
-    print("no flat part: no data sheet is known for this device")
+    print("no flat part: the data sheet of this device is not known")
 plt.show()
+
+# %%
 ordered = [points[name][0] for name in NODES if name in points]
 assert ordered == sorted(ordered), "more nodes for the same bytes are more operations per byte"
 plain_share, told = points[contenders[0].name][2], report.rows[0].bandwidth_share
 assert 0 < told <= 1.0
 assert abs(plain_share / told - 1) < 0.25, "two counts of the bytes differ by more than the caches"
-here.verdict("share of roofline", f"plain decoding {plain_share:.0%} of the measured bandwidth")
+here.verdict("share of roofline", f"plain decoding reaches {plain_share:.0%} of the measured bandwidth")
 
 # %% [markdown]
 # ## Latency
 #
 # - **TTFT**, time to first token: the prefill. Speculation does not shorten it.
 # - **TPOT**, time per output token after the first: the mean over an answer.
-# - **chunk**: the time between two outputs of a stream. A chunk of the chain brings several tokens. Do not compare
-#   chunk waits of both methods, and never take percentiles over single tokens: all tokens of a chunk except the first
-#   one wait for nothing.
+# - **chunk**: the time between two outputs of a stream. With speculation, a chunk has several tokens, so chunk waits of
+#   both methods are not comparable. Percentiles over single tokens are misleading, because all tokens of a chunk except
+#   the first one arrive without a wait.
 
 # %%
 waits = {"TTFT": "first_token", "TPOT": "per_token", "chunk": "chunk"}
@@ -308,7 +281,7 @@ for mix in mixes:
     size = {"num_requests": 4000, "output_tokens": 128, "seed": 0}
     tails.append(simulate(traffic, num_draft_tokens=K, verify_cost=1.2, draft_cost=0.15, **size))
 tails = [one.time_per_output_token.p99 for one in tails]
-print(f"simulated p99 of TPOT in plain steps: {tails[0]:.2f}, with mixed requests {tails[1]:.2f}")
+print(f"simulated p99 of TPOT, plain steps: {tails[0]:.2f}; with mixed requests {tails[1]:.2f}")
 assert tails[1] > tails[0], "mixed traffic has the longer tail"
 title = f"{what}, batch 1, {here.device}"
 Markdown(f"{title}\n\n" + to_markdown(["method", "wait", "p50 ms", "p90 ms", "p99 ms"], rows))
@@ -316,19 +289,21 @@ Markdown(f"{title}\n\n" + to_markdown(["method", "wait", "p50 ms", "p90 ms", "p9
 # %% [markdown]
 # ## Draft length by batch size
 #
-# τ belongs to the text and the head. The costs `v` and `c` grow with the batch. `eagle3_jax.bench.tune.tune` (`eagle3
-# tune`) measures all three, in turns, and chooses a draft length for every batch size. It prefers a shorter draft
-# when a longer one is better only within the spread of the repeats.
+# τ depends on the text and the head. The costs `v` and `c` depend on the batch size. `eagle3_jax.bench.tune.tune`
+# (`eagle3 tune`) measures all three, in turns, and chooses a draft length for every batch size. If two lengths differ by
+# less than the spread of the repeats, it chooses the shorter one.
 
 # %%
 BATCHES = here.amount(cpu=(1, 8), gpu=(1, 4, 16, 64, 128))
 CHAINS = here.amount(cpu=(1, 3), gpu=(1, 2, 3, 4, 5, 6, 7))
 TOKENS, RUNS, ROUNDS = here.amount(cpu=(20, 2, 6), gpu=(128, 5, 16))
 if here.on_gpu and RANDOM:
-    print("On a GPU the shipped pair only measures launches. Set EAGLE3_TARGET for a real result.")
+    print("On a GPU, the shipped pair measures only kernel launches. Set EAGLE3_TARGET.")
 texts = some_prompts(here.subject, here.amount(cpu=4, gpu=16))
 amount = {"max_new_tokens": TOKENS, "repeats": RUNS, "rounds": ROUNDS, "check": here.on_gpu}
 tuning = tune(*here.pair, texts, batches=BATCHES, chains=CHAINS, **amount)
+
+# %% tags=["hide-input"]
 figure, axes = plt.subplots()
 for index, candidate in enumerate(tuning.batches[0].candidates):
     gains = [one.candidates[index].speedup for one in tuning.batches]
@@ -336,22 +311,25 @@ for index, candidate in enumerate(tuning.batches[0].candidates):
     axes.plot(BATCHES, [gain.median for gain in gains], "o-", label=candidate.shape.name)
     axes.fill_between(BATCHES, low, high, alpha=0.15)
 axes.axhline(1.0, color="#3c4043", linewidth=1)
-axes.set(xscale="log", xlabel=f"batch, {here.device}", ylabel="S = τ / (v + K·c)")
-axes.set_title("Speed-up by batch and draft length; below 1 plain decoding is faster")
+axes.set(xscale="log", xlabel=f"batch size, {here.device}", ylabel="S = τ / (v + K·c)")
+axes.set_title("Speed-up by batch size and draft length")
+axes.set_xticks(BATCHES, [str(batch) for batch in BATCHES])
+axes.minorticks_off()
 axes.legend(fontsize="small")
 plt.show()
 
+# %%
 chosen = {one.batch: "plain" if one.best is None else one.best.shape.name for one in tuning.batches}
 for one in tuning.batches:
     for candidate in one.candidates:
         even, tau = break_even(candidate), candidate.shape.mean_acceptance_length
         print(
-            f"batch {one.batch:3}, {candidate.shape.name}: τ {tau:.2f}, breaks even at "
+            f"batch {one.batch:3}, {candidate.shape.name}: τ {tau:.2f}, break-even τ "
             f"{even.mean_acceptance_length:.2f}, S {candidate.speedup.median:.2f}"
         )
 if tuning.schedule is not None:
     print("schedule:", tuning.schedule.to_lists())
-    assert tuning.schedule.to_lists()[-1][2] == 0, "above what was measured nothing is drafted"
+    assert tuning.schedule.to_lists()[-1][2] == 0, "above the largest measured batch nothing is drafted"
 longest = tuning.batches[0].candidates[-1].shape
 count = longest.num_draft_tokens
 rate = (longest.mean_acceptance_length - 1) / count
@@ -362,8 +340,8 @@ here.verdict("best K by batch", ", ".join(f"{batch}: {name}" for batch, name in 
 # %% [markdown]
 # ## Common mistakes
 #
-# JAX returns before the device has finished. Here the same launch is timed without and with `block_until_ready`. The
-# bound on the bandwidth reports an impossible speed.
+# **Not waiting for the device.** JAX returns before the device has finished. The cell times the same launch without and
+# with `block_until_ready`. The bandwidth check reports the impossible speed.
 
 # %%
 decoder = contenders[0].decoder
@@ -373,11 +351,9 @@ launched = loops.run(decoder.loop, decoder.params, state)
 believed = (LIMIT - 1) / (time.perf_counter() - start)
 jax.block_until_ready(launched)
 waited = (LIMIT - 1) / (time.perf_counter() - start)
-for name, speed in (("not waited for", believed), ("waited for", waited)):
+for name, speed in (("without waiting", believed), ("with waiting", waited)):
     needs = least_bytes_per_second(pair[0], tokens_per_second=speed, tokens_per_round=1.0, rows=1)
-    print(
-        f"{name:15} {speed:12,.0f} tokens/s would read {needs / 1e9:9,.1f} GB/s of {bandwidth / 1e9:.1f}"
-    )
+    print(f"{name:15} {speed:12,.0f} tokens/s need {needs / 1e9:9,.1f} GB/s of {bandwidth / 1e9:.1f}")
 fast = dataclasses.replace(report.rows[0], bandwidth_share=1.4)
 broken = dataclasses.replace(report, rows=[fast, *report.rows[1:]], programs_after_warm_up=2)
 print("; ".join(faults(broken)))
@@ -386,30 +362,31 @@ assert len(faults(broken)) == 2, "an impossible speed and a compilation were not
 # %% [markdown]
 # ## Exercises
 #
-# **1.** Verification of 4 tokens reads the bytes of a plain step. Why is `v` above 1 nevertheless?
+# **1.** Verification of 4 tokens reads as many bytes as a plain step. Why is `v` above 1?
 #
 # <details><summary>Answer</summary>
 #
-# Logits of all nodes, attention over more queries, acceptance and commit, and on a CPU the arithmetic itself. On a
-# GPU the rest is launches.
+# It computes logits of all nodes, attention for more queries, acceptance and commit. On a CPU the arithmetic itself takes
+# time. On a GPU kernel launches do.
 #
 # </details>
 #
-# **2.** Two runs on different days differ by 8 %. Which figure would you quote?
+# **2.** Two runs on different days differ by 8 %. Which number should a report contain?
 #
 # <details><summary>Answer</summary>
 #
-# The ratio with its interval. Both sides of it were measured in turns, so a slower day slows both.
+# The speed-up with its interval. Both methods were measured in turns, so a slower day affects both.
 #
 # </details>
 #
 #
-# ## What was claimed and checked
+# ## Checked claims
 #
-# - Nothing was compiled while times were taken, and nobody exceeded the measured bandwidth.
-# - The break-even τ and the predicted speed-up are the same model. More nodes are more operations per byte.
+# - No program was compiled during a measurement, and no method exceeded the measured bandwidth.
+# - The break-even τ and the predicted speed-up follow from the same model. More nodes have more operations per byte.
 # - Percentiles are in order. Mixed traffic of the same mean rate has a longer tail.
-# - The schedule drafts nothing above what was measured. The two meanings of "acceptance rate" give two values of τ.
-# - An impossible speed, and a compilation in between, are reported.
+# - The schedule drafts nothing above the largest measured batch. The two definitions of "acceptance rate" give different
+#   values of τ.
+# - The checks report an impossible speed and a compilation during a measurement.
 #
 # **Next:** [04](04_cost_and_claims.ipynb), cost and published claims.

@@ -14,8 +14,8 @@
 # %% [markdown]
 # # 04 · Cost, rollout and published claims
 #
-# This notebook turns measured speeds into the cost of a million tokens, derives a staged rollout from them, and
-# checks published throughputs against the hardware's limits. Read [03](03_speed_and_tuning.ipynb) before.
+# This notebook computes the cost of a million tokens from measured speeds, plans a staged rollout, and compares published
+# throughputs with the limits of the hardware. Read [03](03_speed_and_tuning.ipynb) first.
 
 # %% tags=["hide-input"]
 import sys
@@ -59,8 +59,8 @@ from validation.subject import some_prompts
 # %% [markdown]
 # ## Cost of a million tokens
 #
-# The cost is `price / 3600 / speed · 10⁶`, with the price per hour and the speed in tokens per second. The speed
-# includes the prefill. It is measured at batch 1 and at fuller batches, because serving machines are full.
+# The cost is `price / 3600 / speed · 10⁶`, with the price per hour and the speed in tokens per second. The speed includes
+# the prefill. It is measured at batch 1 and at larger batches, because servers run larger batches.
 
 # %%
 K = 3
@@ -68,7 +68,7 @@ BATCHES = here.amount(cpu=(1, 8), gpu=(1, 8, 32))
 LIMIT, REPEATS = here.amount(cpu=(24, 2), gpu=(128, 5))
 pair, dtype, price = here.pair, here.dtype, here.price_per_hour
 if here.on_gpu and not is_quoted(here.subject, here.setting):
-    print("On a GPU the shipped pair only measures launches. Set EAGLE3_TARGET for a real result.")
+    print("On a GPU, the shipped pair measures only kernel launches. Set EAGLE3_TARGET.")
 reports = {}
 for batch in BATCHES:
     contenders = [chain(pair, dtype, 0), chain(pair, dtype, K)]
@@ -91,22 +91,17 @@ rows, costs = [], {}
 for batch, report in reports.items():
     for row in report.rows:
         speed = row.total_tokens_per_second
-        full, real = (
-            cost_of(speed.median, price_per_hour=price, busy=share) for share in (1.0, BUSY)
-        )
+        full, real = (cost_of(speed.median, price_per_hour=price, busy=share) for share in (1.0, BUSY))
         ends = sorted(cost_per_million_tokens(one, price) for one in (speed.low, speed.high))
         costs[batch, row.name] = (full.per_million_tokens, *ends)
-        told = [
-            show(value)
-            for value in (speed.median, full.per_million_tokens, real.per_million_tokens)
-        ]
+        told = [show(value) for value in (speed.median, full.per_million_tokens, real.per_million_tokens)]
         rows.append([batch, row.name, *told])
 columns = [
     "batch",
     "method",
     "tokens/s, prefill included",
     "cost of 1M tokens",
-    f"busy {BUSY:.0%} of the hours",
+    f"cost at {BUSY:.0%} utilization",
 ]
 title = f"{here.subject.name}, {dtype}, on **{here.device}**; costs {here.price_named}"
 display(Markdown(f"{title}\n\n{to_markdown(columns, rows)}"))
@@ -117,19 +112,19 @@ names, full = [row.name for row in reports[1].rows], BATCHES[-1]
 plain, fast = (costs[full, name][0] for name in names)
 slide = plain / reports[1].rows[1].total_ratio_interval.value
 print(f"batch {full}: plain {show(plain)}, {names[1]} {show(fast)}")
-print(f"plain divided by the speed-up at batch 1 would be {show(slide)}: a common mistake")
+print(f"common mistake: plain divided by the speed-up at batch 1: {show(slide)}")
 here.verdict(
-    "cost", f"{names[1]} costs {fast / plain:.2f} of plain decoding at batch {full}", needs="price"
+    "cost", f"{names[1]}: {fast / plain:.2f}x the cost of plain decoding, batch {full}", needs="price"
 )
 
 # %% [markdown]
-# The batch does most of the work: it divides the weights that a step reads over more rows. Speculation adds the ratio
-# at *your* batch, which may be below 1.
+# The batch size has the largest effect: more rows share one reading of the weights. Speculation multiplies the speed by
+# the ratio at *your* batch size. This ratio can be below 1.
 #
 # ## Rollout plan
 #
-# `eagle3_jax.theory.rollout` turns traffic, acceptance and measured costs into stages with gates: what is measured,
-# for how long, and below which value to go back. The costs are those of the largest batch above.
+# `eagle3_jax.theory.rollout` plans stages from traffic, acceptance and measured costs. Each stage has a duration, a
+# metric, and a limit for going back. The plan uses the costs of the largest batch above.
 
 # %%
 measured = reports[BATCHES[-1]].rows[1]
@@ -149,9 +144,7 @@ deployment = Deployment(
     target_name=here.subject.name,
     head_name="its EAGLE-3 head",
 )
-traffic = Traffic(
-    requests_per_second=2.0, prompt_tokens=100, output_tokens=128, concurrency=BATCHES[-1]
-)
+traffic = Traffic(requests_per_second=2.0, prompt_tokens=100, output_tokens=128, concurrency=BATCHES[-1])
 plan = plan_rollout(
     deployment,
     traffic,
@@ -170,28 +163,26 @@ for stage in plan.stages:
         f"  {stage.share:4.0%} of the traffic for {stage.hours:6.1f} hours, {stage.requests:9,.0f} requests"
     )
 
-assert plan.measured, "the plan rests on measured costs"
+assert plan.measured, "the plan uses measured costs"
 assert abs(plan.break_even_tau - (plan.verify_cost + K * plan.draft_cost)) < 1e-9
 assert (plan.predicted_speedup > 1.0) == (plan.least_tau < tau), "the gate is below the measured τ"
-assert bool(plan.obstacles) >= (plan.predicted_speedup <= 1.0), "a plan that loses says so"
+assert bool(plan.obstacles) >= (plan.predicted_speedup <= 1.0), "a plan without a speed-up lists an obstacle"
 shares = [stage.share for stage in plan.stages]
 assert shares == sorted(shares) and shares[-1] == 1.0
 lines = rollout_page(plan, target="TARGET", head="HEAD").splitlines()[:28]
-Markdown(
-    "\n".join(line.replace("# ", "#### ", 1) if line.startswith("#") else line for line in lines)
-)
+Markdown("\n".join(line.replace("# ", "#### ", 1) if line.startswith("#") else line for line in lines))
 
 # %% [markdown]
 # ## Published throughputs
 #
-# Articles on EAGLE-3 print tokens per second for Llama-3.3-70B in FP8 "at batch 1 to 4". Decoding reads all weights
-# in every step, so memory bandwidth bounds them. `check_claim` grants batch 4, no context, free drafting, and full
-# acceptance of 5 draft tokens. The other rows are figures with a described setup.
+# Articles on EAGLE-3 report tokens per second for Llama-3.3-70B in FP8 "at batch 1 to 4". Every decoding step reads all
+# weights, so memory bandwidth is an upper bound. `check_claim` assumes the best case: batch 4, no context, free drafting,
+# and acceptance of all 5 draft tokens. The other rows are figures with a documented setup.
 
 
 # %%
 def served(name, gpu, weights):
-    """A known model with its usual head on a device of a data sheet."""
+    """Deployment of a known model with its usual head on a known device."""
     model = KNOWN_MODELS[name]
     return Deployment(
         target=model, head=usual_head(model), accelerator=accelerator_named(gpu), weights=weights
@@ -217,24 +208,20 @@ CLAIMS = [  # who, model, device, batch, K, tokens/s
 rows, shares = [], {}
 for who, (model, weights), gpu, batch, k, speed in CLAIMS:
     claim = check_claim(
-        served(model, gpu, weights),
-        tokens_per_second=speed,
-        batch=batch,
-        context=0,
-        num_draft_tokens=k,
+        served(model, gpu, weights), tokens_per_second=speed, batch=batch, context=0, num_draft_tokens=k
     )
     shares[f"{who}, {gpu}"] = (claim.share_of_bound, claim.possible)
     told = [show(speed), show(claim.bound), f"{claim.share_of_bound:.2f}"]
     needed = "none" if claim.batch_needed is None else claim.batch_needed
     rows.append([who, model, gpu, *told, needed, "possible" if claim.possible else "IMPOSSIBLE"])
 columns = [
-    "who",
+    "source",
     "model",
     "device (data sheet)",
     "tokens/s",
     "bound",
-    "of the bound",
-    "batch it would need",
+    "share of bound",
+    "batch needed",
     "verdict",
 ]
 
@@ -243,6 +230,8 @@ for row in rows:
     assert row[-1] == expected, f"{row[0]} on {row[2]} was found {row[-1]}"
 for row in reports[1].rows:
     assert row.bandwidth_share is None or row.bandwidth_share <= 1.0
+
+# %% tags=["hide-input"]
 figure, axes = plt.subplots(figsize=(8.4, 0.28 * len(shares) + 1.2))
 colours = [SERIES[0] if possible else SERIES[3] for _, possible in shares.values()]
 axes.barh(list(shares), [share for share, _ in shares.values()], color=colours)
@@ -250,36 +239,33 @@ axes.axvline(1.0, color="#3c4043", linewidth=1.2)
 axes.invert_yaxis()
 axes.set(
     xscale="log",
-    xlabel="share of the bound by the data sheet",
-    title="Right of the line: impossible",
+    xlabel="tokens/s divided by the upper bound, by data sheet",
+    title="Published throughputs; right of the line: impossible",
 )
 plt.show()
+
+# %%
 bound = round_bound(served(BIG[0], "H200", BIG[1]), batch=1, context=0, num_draft_tokens=5)
 assert bound.plain_seconds > 8e-3, "a time to first token of 8 ms is impossible"
-assert bound.verify_seconds / 6 > 0.3e-3, "0.3 ms between tokens are impossible"
+assert bound.verify_seconds / 6 > 0.3e-3, "0.3 ms between tokens is impossible"
 for speed, cost in {1700.0: 0.229, 3800.0: 0.102, 6200.0: 0.063}.items():
     assert abs(cost_per_million_tokens(speed, 1.40) - cost) < 0.0006, (
-        "their cost arithmetic is right"
+        "the articles' cost arithmetic is correct"
     )
 Markdown(to_markdown(columns, rows))
 
 # %% [markdown]
-# The articles' figures become possible at the batch sizes in the last column but one. They are probably throughputs
-# of a loaded server under a wrong heading.
+# The column "batch needed" has the smallest batch size at which plain decoding can reach a figure. The articles' figures
+# are probably throughputs of a loaded server.
 #
 # ## Published acceptance rates
 #
-# If the rate is accepted over drafted tokens, `τ = 1 + K·r` is an identity. If it is conditional, `τ = (1 -
-# α^(K+1))/(1 - α)`. An article's table fits neither. The same article lets acceptance fall from 0.82 to 0.52 between
-# batch 1 and 64. Acceptance depends on *p* and *q*, not on the batch.
+# For the draft acceptance rate, `τ = 1 + K·r` is an identity. For the conditional acceptance rate, `τ = (1 -
+# α^(K+1))/(1 - α)`. The table of one article fits neither formula. The same article reports an acceptance that falls from
+# 0.82 to 0.52 between batch 1 and 64. Acceptance depends on *p* and *q*. It does not depend on the batch size.
 
 # %%
-ARTICLE = [
-    (3, 0.84, 2.4),
-    (5, 0.82, 3.5),
-    (8, 0.79, 5.0),
-    (12, 0.74, 6.1),
-]  # K, rate, tokens per step
+ARTICLE = [(3, 0.84, 2.4), (5, 0.82, 3.5), (8, 0.79, 5.0), (12, 0.74, 6.1)]  # K, rate, tokens per step
 PUBLISHED = {2: 2.36, 3: 2.79, 4: 3.08, 5: 3.32, 6: 3.46, 7: 3.54}  # vLLM, Llama-3.1-8B, MT-Bench
 rows = []
 for k, rate, claimed in ARTICLE:
@@ -289,17 +275,15 @@ for k, rate, claimed in ARTICLE:
 gains = np.diff(list(PUBLISHED.values()))
 assert np.all(gains > -0.02) and gains[-1] < gains[0], "each further token gains less"
 taus = {batch: one.rows[1].acceptance.mean_acceptance_length for batch, one in reports.items()}
-print("τ by batch, here:", {batch: round(one, 3) for batch, one in taus.items()})
+print("τ by batch size, measured:", {batch: round(one, 3) for batch, one in taus.items()})
 assert max(taus.values()) - min(taus.values()) < 0.1 * max(taus.values())
-Markdown(
-    to_markdown(["K", "rate (article)", "tokens per step (article)", "1 + K·r", "geometric"], rows)
-)
+Markdown(to_markdown(["K", "rate (article)", "tokens per step (article)", "1 + K·r", "geometric"], rows))
 
 # %% [markdown]
 # ## Common mistakes
 #
-# A claim checked at the wrong batch passes: 6,200 tokens/s are possible at batch 32. In int4 the 70B model reads
-# less, but 6,200 tokens/s stay impossible at batch 4.
+# **Checking a claim at a different batch size or precision.** 6,200 tokens/s is possible at batch 32. In int4 the 70B
+# model reads fewer bytes, but 6,200 tokens/s is still impossible at batch 4.
 
 # %%
 for weights, batch, possible in (("fp8", 32, True), ("int4", 4, False)):
@@ -312,7 +296,7 @@ for weights, batch, possible in (("fp8", 32, True), ("int4", 4, False)):
 # %% [markdown]
 # ## Exercises
 #
-# **1.** What speed does a cost of 0.50 per million tokens need, at 3.50 an hour?
+# **1.** Which speed gives a cost of 0.50 per million tokens, at a price of 3.50 per hour?
 #
 # <details><summary>Answer</summary>
 #
@@ -320,11 +304,11 @@ for weights, batch, possible in (("fp8", 32, True), ("int4", 4, False)):
 #
 # </details>
 #
-# **2.** From vLLM's τ of 2.79 at K = 3, which two "acceptance rates" could an article quote?
+# **2.** vLLM has τ = 2.79 at K = 3. Which two "acceptance rates" can an article report for it?
 #
 # <details><summary>Answer</summary>
 #
-# The draft acceptance rate `(2.79 - 1) / 3 = 0.60`, and the larger conditional one. The cell below computes both.
+# The draft acceptance rate `(2.79 - 1) / 3 = 0.60`, and the larger conditional acceptance rate. The cell computes both.
 #
 # </details>
 
@@ -335,10 +319,10 @@ assert conditional > draft
 assert abs(cost_per_million_tokens(3.5 / 3600 / 0.5 * 1e6, 3.5) - 0.5) < 1e-12
 
 # %% [markdown]
-# ## What was claimed and checked
+# ## Checked claims
 #
-# - Cost times speed is the price. Nothing was compiled while times were taken.
-# - Break-even is `v + K·c`, the gate is between it and the measured τ, and stages grow to the whole traffic.
-# - Every throughput of the articles is impossible at its batch. Every figure with a described setup is possible.
-# - The article's acceptance table fits neither formula. Acceptance does not depend on the batch.
-# - The articles' latencies are below one pass over the weights. Their cost arithmetic is right.
+# - Cost times speed equals the price. No program was compiled during a measurement.
+# - The break-even τ is `v + K·c`. If speculation pays off, the gate is below the measured τ. Stages grow to all traffic.
+# - Every throughput of the articles is impossible at its batch size. Every figure with a documented setup is possible.
+# - The article's acceptance table fits neither formula. Acceptance does not depend on the batch size.
+# - The articles' latencies are shorter than one reading of the weights. Their cost arithmetic is correct.

@@ -1,5 +1,5 @@
-"""What happened, as pictures: the rounds of a real run, probabilities, draft trees and times.
+"""Pictures of the notebooks and pages: recorded rounds, distributions, draft trees and times.
 
-Matplotlib where a picture is looked at, Plotly where it is asked. Every function takes numbers that somebody else
-measured and returns a figure; none of them runs a model. Needs the extra ``notebooks``.
+Static pictures use Matplotlib, interactive ones Plotly. Every function takes measured numbers and returns a figure. No
+function runs a model. Needs the extra ``notebooks``.
 """

@@ -1,4 +1,4 @@
-"""Two distributions over the vocabulary: what both have in common, and the residual."""
+"""Plots of two distributions over the vocabulary: common mass and residual."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 
 from pictures.style import DRAFTER, RESIDUAL, TARGET
 
-_LONGEST = 14  # characters of a token's text below its bar
+_LONGEST = 14  # characters of a token's label
 _WIDTH = 0.4
 
 
 class Columns(NamedTuple):
-    """Groups of bars of :func:`laws`; the last one may be all other tokens.
+    """Groups of bars of :func:`laws`; the last group can be all other tokens.
 
     Attributes:
         labels: Labels below the bars.
@@ -79,19 +79,15 @@ def laws(
 
 
 def _likely(p: Float[np.ndarray, " V"], q: Float[np.ndarray, " V"], top: int) -> Int[np.ndarray, " n"]:
-    """The tokens with the most mass under either distribution, by ``p``, then by ``q``."""
+    """Selects the tokens with the most mass under either distribution, sorted by ``p``, then by ``q``."""
     likely = np.argsort(-np.maximum(p, q), kind="stable")[:top]
     return likely[np.lexsort((likely, -q[likely], -p[likely]))]
 
 
 def columns(
-    p: Float[np.ndarray, " V"],
-    q: Float[np.ndarray, " V"],
-    *,
-    labels: Sequence[str] | None = None,
-    top: int = 12,
+    p: Float[np.ndarray, " V"], q: Float[np.ndarray, " V"], *, labels: Sequence[str] | None = None, top: int = 12
 ) -> Columns:
-    """The groups of :func:`laws`: the tokens with the most mass under either distribution, then all others.
+    """Makes the groups of :func:`laws`: the tokens with the most mass under either distribution, then all others.
 
     Raises:
         ValueError: The distributions, or the labels, are of different sizes.
@@ -115,7 +111,7 @@ def columns(
 
 
 def visible(piece: str) -> str:
-    """A token's text for a label: blanks and line ends are visible, and nothing is read as a formula."""
+    """Makes the label of a token, with visible blanks and line ends and without formulas."""
     text = piece.encode("unicode_escape").decode().replace(" ", "␣")
     text = text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
     return text.replace("$", r"\$")

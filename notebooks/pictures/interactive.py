@@ -1,18 +1,19 @@
-"""Plotly figures as HTML of their own: without a network, in Jupyter, in exported pages and in Sphinx."""
+"""Plotly figures as self-contained HTML for Jupyter, exported pages and Sphinx, without a network."""
 
 from __future__ import annotations
 
 import base64
 import dataclasses
 import gzip
+import html
 import json
 import sys
 import uuid
 from string import Template
 from typing import Any
 
-# Put into a page once, compressed: 2 MB in place of 5. `module` and `define` are hidden from it, or it would hand
-# itself to the loader of an old notebook page and leave nothing to draw with.
+# A page contains the library once, compressed: 2 MB instead of 5. `module` and `define` are hidden from it. Otherwise
+# it would register with the module loader of an old notebook page, and `Plotly` would be undefined.
 _LIBRARY = Template("""<script>
 if (!window.Plotly && !window.plotlyOnItsWay) {
   window.plotlyOnItsWay = true;
@@ -22,8 +23,9 @@ if (!window.Plotly && !window.plotlyOnItsWay) {
 }
 </script>""")
 
-# Outputs of a page may come to life in any order, and unpacking takes a moment: a picture waits for its library.
-_PICTURE = Template("""<div id="$name" style="background:#fff;color:#1f2328;width:100%;height:${height}px">
+# The outputs of a page run in any order, and decompression takes time, so a picture waits for the library.
+_PICTURE = Template("""<div id="$name" role="img" aria-label="$alt"
+ style="background:#fff;color:#1f2328;width:100%;height:${height}px">
 <p class="waiting" style="padding:.6em .8em">$waiting</p></div>
 <script>
 (function draw() {
@@ -36,21 +38,21 @@ _PICTURE = Template("""<div id="$name" style="background:#fff;color:#1f2328;widt
 })();
 </script>""")
 
-_WAITING = "An interactive picture: it needs JavaScript, and the outputs of the cells above it."
+_WAITING = "Interactive picture: needs JavaScript and the outputs of the cells above."
 
-_HEIGHT = 450  # plotly's own, where a figure asks for none
+_HEIGHT = 450  # plotly's default
 
 
 class _Page:
-    """Which cell of this kernel has carried the library; pages show all cells, so one is enough."""
+    """The cell of this kernel whose output contains the library. A page shows all cells, so one is enough."""
 
     carrier: str | None = None
 
     @classmethod
     def needs_library(cls) -> bool:
-        """Whether what is shown now has to bring the library along."""
+        """Whether the current output has to contain the library."""
         cell = _cell()
-        # In Colab every output is a page of its own. A cell that is run again replaces what it carried.
+        # In Colab every output is a separate page. A cell that runs again replaces its output.
         if "google.colab" in sys.modules or cls.carrier in (None, cell):
             cls.carrier = cell
             return True
@@ -61,7 +63,7 @@ class _Page:
 class Interactive:
     """A plotly figure that shows itself as self-contained HTML.
 
-    The first one that a kernel shows carries plotly.js; the others of the page use it.
+    The first output of a kernel contains plotly.js; all others use it.
 
     Example::
 
@@ -77,17 +79,17 @@ class Interactive:
         return self.html(library=_Page.needs_library())
 
     def html(self, *, library: bool = True) -> str:
-        """A piece of HTML.
+        """Makes a fragment of HTML.
 
         Args:
-            library: Whether plotly.js comes with it; one picture of a page has to bring it.
+            library: Whether to include plotly.js; one picture of a page has to.
         """
-        # "<" may not stand in a script as it is: a token of a text can be "</script>" or "<!--".
+        # "<" is escaped, because a token of a text can be "</script>" or "<!--".
         figure = json.dumps(json.loads(self.figure.to_json()), separators=(",", ":")).replace("<", "\\u003c")
         height = self.figure.layout.height or _HEIGHT
-        picture = _PICTURE.substitute(
-            name=f"picture-{uuid.uuid4().hex}", height=int(height), waiting=_WAITING, figure=figure
-        )
+        alt = html.escape(self.figure.layout.title.text or "interactive plot")
+        name = f"picture-{uuid.uuid4().hex}"
+        picture = _PICTURE.substitute(name=name, alt=alt, height=int(height), waiting=_WAITING, figure=figure)
         return (_library() if library else "") + picture
 
 
@@ -99,7 +101,7 @@ def _library() -> str:
 
 
 def _cell() -> str:
-    """The cell that runs now; outside Jupyter all is one."""
+    """Identifier of the cell that is running; empty outside Jupyter."""
     ipython = sys.modules.get("IPython")
     kernel = getattr(ipython.get_ipython() if ipython else None, "kernel", None)
     if kernel is None:

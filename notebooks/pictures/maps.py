@@ -1,4 +1,4 @@
-"""Tables of numbers as colours."""
+"""Colored tables of numbers."""
 
 from __future__ import annotations
 

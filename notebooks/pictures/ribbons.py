@@ -1,4 +1,4 @@
-"""Acceptance by position."""
+"""Plots of acceptance by position."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ _MARKERS = "osD^vP"
 def acceptance_ribbons(
     per_position: Mapping[str, Numbers], *, rounds: Mapping[str, int] | None = None, title: str = ""
 ) -> Figure:
-    """The share of rounds in which the draft token at each position was accepted, with all those before it.
+    """Plots the share of rounds that accept the draft tokens up to each position.
 
     Args:
-        per_position: A series by its name: the share at positions 1, 2, …, as
-            ``SpeculationStats.acceptance_per_position``.
-        rounds: How many rounds each share was counted in; its ribbon is then the 95 % interval (Wilson, 1927) and
-            reaches down to zero otherwise.
-        title: What is to be seen.
+        per_position: For each series, the shares at positions 1, 2, …, as ``SpeculationStats.acceptance_per_position``.
+        rounds: For each series, the number of rounds. If given, the ribbon is the 95 % interval (Wilson, 1927);
+            otherwise it is the area below the line.
+        title: Title of the figure.
     """
     figure = Figure()
     axes = figure.add_subplot()
@@ -40,13 +39,13 @@ def acceptance_ribbons(
     axes.set_xticks(range(1, deepest + 1))
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.0f} %")
-    axes.set(xlabel="position in the draft", ylabel="rounds that accept it", title=title)
+    axes.set(xlabel="position in the draft", ylabel="share of rounds that accept it", title=title)
     axes.legend()
     return figure
 
 
 def _wilson(share: float, rounds: int) -> tuple[float, float]:
-    """The 95 % interval of a share."""
+    """Computes the 95 % interval of a share."""
     if rounds < 1:
         return 0.0, 1.0
     found = binomtest(round(share * rounds), rounds).proportion_ci(0.95, method="wilson")

@@ -1,4 +1,4 @@
-"""Rooflines with a list of accelerators to choose from: the steps stay where they are, the roof moves above them."""
+"""Interactive rooflines with a list of accelerators."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Step:
     """One kind of step under the roof.
 
     Attributes:
-        group: What it is one of, such as ``plain step``: a colour and a symbol.
+        group: Name of its group, such as ``plain step``. A group has one color and one symbol.
         intensity: Operations per byte.
-        label: Beside the point; empty for none.
+        label: Label of the point; empty for none.
     """
 
     group: str
@@ -29,15 +29,15 @@ class Step:
 
 
 def roofline(steps: Sequence[Step], accelerators: Sequence[Accelerator], words: Sequence[Sequence[str]]) -> Interactive:
-    """Attainable arithmetic over arithmetic intensity, in bfloat16.
+    """Plots attainable arithmetic over arithmetic intensity, in bfloat16.
 
     Args:
         steps: The points.
-        accelerators: To choose from; the first one is shown at the start.
-        words: For each accelerator and each step, what is said where one points at it.
+        accelerators: Entries of the list; the first one is shown at the start.
+        words: For each accelerator and each step, the text of the tooltip.
 
     Raises:
-        ValueError: There are no words for some step.
+        ValueError: ``words`` has the wrong size.
     """
     import plotly.graph_objects as go
 
@@ -47,7 +47,7 @@ def roofline(steps: Sequence[Step], accelerators: Sequence[Accelerator], words: 
     ends = 0.5, 2.0 * max(2 * max(step.intensity for step in steps), 600.0)
 
     def drawn(accelerator: Accelerator, said: Sequence[str]) -> list[dict]:
-        """The roof, and a series for each group."""
+        """Makes the roof and a series for each group."""
         peak, slope = accelerator.peak_flops / 1e12, accelerator.bandwidth_bytes_per_second / 1e12
         line = [ends[0], peak / slope, ends[1]]
         found: list[dict] = [{"x": line, "y": [min(peak, slope * x) for x in line], "hovertext": None}]
@@ -60,7 +60,7 @@ def roofline(steps: Sequence[Step], accelerators: Sequence[Accelerator], words: 
 
     def title(accelerator: Accelerator) -> str:
         ridge = accelerator.peak_flops / accelerator.bandwidth_bytes_per_second
-        return f"{accelerator.name}: the ridge lies at {ridge:.0f} operations per byte"
+        return f"{accelerator.name}: ridge point at {ridge:.0f} operations per byte"
 
     roof, *points = drawn(accelerators[0], words[0])
     figure = go.Figure(

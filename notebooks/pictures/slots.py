@@ -1,4 +1,4 @@
-"""The slots of a cache: which of them hold what, round after round."""
+"""Plots of the slots of a cache, round by round."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# What a slot holds, as the numbers that :func:`slot_map` takes.
+# States of a slot, as :func:`slot_map` takes them.
 EMPTY, COMMITTED, NEW, REFUSED = range(4)
-_NAMES = ("nothing", "committed before", "committed in this round", "written, not committed")
+_NAMES = ("empty", "committed before", "committed in this round", "written, not committed")
 _FILL = ("#ffffff", "#c9d6e4", "#2a9d74", COLOURS[REJECTED])
 
 
@@ -28,15 +28,15 @@ def slot_map(
     title: str = "",
     legend: bool = True,
 ) -> None:
-    """Draw slots as squares, a row of them for each moment.
+    """Draws slots as squares, one row for each point in time.
 
     Args:
-        status: ``[R S]``, what each slot holds (``EMPTY``, ``COMMITTED``, ``NEW`` or ``REFUSED``).
-        ax: Where.
-        first: Number of the first slot that is shown.
-        rows: What each row is; the first one is drawn on top.
-        title: What is to be seen.
-        legend: Whether to say which colour is which.
+        status: ``[R S]``, state of each slot (``EMPTY``, ``COMMITTED``, ``NEW`` or ``REFUSED``).
+        ax: Axes of the plot.
+        first: Number of the first slot.
+        rows: Labels of the rows, from top to bottom.
+        title: Title of the plot.
+        legend: Whether to show a legend.
     """
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
@@ -45,9 +45,9 @@ def slot_map(
     edges = first - 0.5 + np.arange(slots + 1), np.arange(count + 1) - 0.5
     ax.pcolormesh(*edges, status, cmap=ListedColormap(_FILL), vmin=-0.5, vmax=3.5, edgecolors="#d5dae0", linewidth=0.6)
     for (row, slot), what in np.ndenumerate(status):
-        if what == REFUSED:  # told apart without colours as well
+        if what == REFUSED:  # a mark in addition to the color
             ax.text(first + slot, row, "×", ha="center", va="center", color="white", fontsize=7)
-    if not ax.yaxis_inverted():  # axes that are shared are turned once
+    if not ax.yaxis_inverted():  # shared axes are inverted once
         ax.invert_yaxis()
     ax.set_yticks(range(count), rows if rows is not None else [str(row) for row in range(count)])
     ax.set(xlabel="slot")
@@ -62,13 +62,13 @@ def slot_map(
 
 
 def moved(path: Sequence[int], num_nodes: int, *, first: int, title: str = "") -> Figure:
-    """How the commit of a tree moves the accepted path: above, nodes as they were written; below, as they stay.
+    """Draws the commit of a tree: written nodes at the top, committed nodes at the bottom.
 
     Args:
-        path: The committed nodes in order, the root among them.
-        num_nodes: Of the draft, root included.
+        path: Committed nodes in order, root included.
+        num_nodes: Number of nodes of the draft, root included.
         first: Slot of the root.
-        title: What is to be seen.
+        title: Title of the figure.
     """
     import matplotlib.pyplot as plt
 

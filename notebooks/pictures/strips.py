@@ -1,4 +1,4 @@
-"""Token strips: a text whose every token shows where it came from."""
+"""Token strips: a text that shows the origin of every token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eagle3_jax.text import Pieces
 from pictures.style import ACCEPTED, BONUS, COLOURS, CORRECTED
 
 PROMPT, FIRST, UNDRAFTED = "prompt", "from the prefill", "undrafted"
-# The line below a token, for any eyes.
+# The line below a token, so that color is not the only mark.
 _MARKS = {ACCEPTED: "solid", CORRECTED: "dashed", BONUS: "double", UNDRAFTED: "dotted", FIRST: "dotted"}
 _INK = {**COLOURS, FIRST: "#6b7280", UNDRAFTED: "#6b7280"}
 
@@ -25,10 +25,10 @@ class Token:
 
     Attributes:
         piece: Its text.
-        kind: ``"prompt"``, ``"from the prefill"``, ``"accepted"``, ``"corrected"`` (the target's own choice after a
-            refusal), ``"bonus"`` (the target's own choice after everything on the path was accepted) or ``"undrafted"``
-            (nothing had been drafted).
-        round: In which round it was emitted, from 1; 0 before the first.
+        kind: ``"prompt"``, ``"from the prefill"``, ``"accepted"``, ``"corrected"`` (the target's choice after a
+            rejection), ``"bonus"`` (the target's choice after a completely accepted path) or ``"undrafted"`` (the round
+            had no draft).
+        round: Number of the round that added the token, from 1; 0 before the first round.
     """
 
     piece: str
@@ -37,11 +37,11 @@ class Token:
 
 
 def tokens_of(prompt: dict[str, Any], tokenizer: Tokenizer) -> list[Token]:
-    """The tokens of one prompt of a :func:`~eagle3_jax.trace.record`, the prompt's own included.
+    """Lists the tokens of one prompt of a :func:`~eagle3_jax.trace.record`, those of the prompt included.
 
     Args:
         prompt: One entry of ``Trace.prompts``.
-        tokenizer: Of the target.
+        tokenizer: The target's tokenizer.
     """
     pieces = Pieces(tokenizer)
     found = [Token(piece, PROMPT, 0) for piece in pieces.of(prompt["prompt_ids"])]
@@ -59,7 +59,7 @@ def tokens_of(prompt: dict[str, Any], tokenizer: Tokenizer) -> list[Token]:
 
 @dataclasses.dataclass(frozen=True)
 class TokenStrip:
-    """A strip that a notebook shows as HTML and a page takes as SVG (:meth:`svg`)."""
+    """A strip, shown as HTML in a notebook and as SVG on a page (:meth:`svg`)."""
 
     tokens: Sequence[Token]
     caption: str = ""
@@ -77,7 +77,7 @@ class TokenStrip:
         )
 
     def svg(self, *, columns: int = 72, size: float = 14.0) -> str:
-        """The strip as an SVG drawing of its own, with an opaque ground, for pages that take no HTML."""
+        """Makes an SVG drawing with an opaque background, for pages that do not accept HTML."""
         return svg([("", self)], columns=columns, size=size)
 
 
@@ -88,14 +88,14 @@ def svg(
     size: float = 14.0,
     seconds_per_round: float | None = None,
 ) -> str:
-    """Strips below each other as one SVG drawing.
+    """Draws strips below each other as one SVG.
 
     Args:
         lanes: Heading and strip of each.
-        columns: Characters of a line.
-        size: Of the letters, in pixels.
-        seconds_per_round: Let the tokens of each round appear that long after those of the round before, over and over;
-            where animations are not shown, everything is. Without it nothing moves.
+        columns: Characters per line.
+        size: Font size in pixels.
+        seconds_per_round: Time between rounds in a repeating animation. Without animation support, all tokens are
+            visible. Default: no animation.
     """
     rounds = max((token.round for _, strip in lanes for token in strip.tokens), default=0)
     clock = None if seconds_per_round is None else _Clock(seconds_per_round, rounds)
@@ -119,13 +119,13 @@ def svg(
 
 
 class _Clock(NamedTuple):
-    """When the tokens of a round appear, in a film that is shown again and again."""
+    """Times at which the tokens of a round appear in a repeating animation."""
 
     seconds_per_round: float
     rounds: int
 
     def appear(self, number: int) -> str:
-        length = self.seconds_per_round * (self.rounds + 1) + 3.0  # the whole picture stands for a while
+        length = self.seconds_per_round * (self.rounds + 1) + 3.0  # the whole picture stays for 3 s
         moment = self.seconds_per_round * number / length
         return (
             f'<animate attributeName="opacity" values="0;1" keyTimes="0;{moment:.4f}" calcMode="discrete" '
@@ -134,7 +134,7 @@ class _Clock(NamedTuple):
 
 
 class _Pen:
-    """Writes tokens one after the other, and breaks lines."""
+    """Writes tokens one after the other and breaks lines."""
 
     def __init__(self, columns: int, size: float):
         self.columns, self.size = columns, size

@@ -1,28 +1,22 @@
-"""One look: the colours of what becomes of a token, and matplotlib's settings."""
+"""Colors of the pictures, and settings of matplotlib."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# What becomes of a token. Told apart with any colour vision, and never by colour alone.
+# Status of a token. The colors are distinguishable with any color vision; pictures add a second mark.
 ACCEPTED, CORRECTED, BONUS, REJECTED, UNVISITED = "accepted", "corrected", "bonus", "rejected", "never visited"
-COLOURS = {
-    ACCEPTED: "#2a9d74",
-    CORRECTED: "#d97634",
-    BONUS: "#3b82c4",
-    REJECTED: "#c05a8e",
-    UNVISITED: "#9aa0a6",
-}
+COLOURS = {ACCEPTED: "#2a9d74", CORRECTED: "#d97634", BONUS: "#3b82c4", REJECTED: "#c05a8e", UNVISITED: "#9aa0a6"}
 
-# Two laws, wherever they stand beside each other: the target's and the drafter's.
+# The target's and the drafter's distribution.
 TARGET, DRAFTER, RESIDUAL = "#3b82c4", "#d97634", "#8378d0"
 
-# Series without a meaning of their own, in this order.
+# Other series, in this order.
 SERIES = ("#3b82c4", "#d97634", "#2a9d74", "#c05a8e", "#8378d0", "#a8862a")
 
 
 def use() -> None:
-    """Make matplotlib draw like the pictures of this package, here and in the cells that follow."""
+    """Sets the style of matplotlib for the pictures of this package and for later cells."""
     from matplotlib import get_backend, pyplot, rcParams, rcsetup
 
     settings: dict[Any, Any] = {
@@ -44,5 +38,5 @@ def use() -> None:
     }
     for name, value in settings.items():
         rcParams[name] = value
-    # A notebook shows figures, those made without pyplot too, once its backend is loaded.
+    # Loads the backend, so that a notebook also shows figures made without pyplot.
     pyplot.switch_backend(get_backend())

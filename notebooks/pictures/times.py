@@ -1,4 +1,4 @@
-"""Where the time of a round goes, and what a larger batch does to it."""
+"""Plots of the parts of a round and of its time by batch size."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from pictures.style import ACCEPTED, COLOURS, DRAFTER, RESIDUAL, SERIES, TARGET,
 Numbers = Sequence[float | int] | np.ndarray
 
 _PARTS = {"draft": DRAFTER, "verify": TARGET, "commit": COLOURS[ACCEPTED], "host": COLOURS[UNVISITED]}
-_HATCHES = {"draft": "//", "commit": "..", "host": "xx"}  # a colour is never alone
-_LABELLED = 0.07  # of the longest bar: narrower parts carry no figure
+_HATCHES = {"draft": "//", "commit": "..", "host": "xx"}  # marks in addition to the colors
+_LABELLED = 0.07  # share of the longest bar: narrower parts have no number
 
 
 def stacked_steps(names: Sequence[str], parts: Mapping[str, Numbers], *, unit: str = "ms", title: str = "") -> Figure:
-    """One bar per kind of step, made of its parts, the first name on top.
+    """Draws one stacked bar per kind of step, from top to bottom.
 
     Args:
-        names: Of the bars.
-        parts: For each part, as ``draft``, ``verify``, ``commit`` or ``host``, its time in every bar, in ``unit``.
-        unit: Of the times.
-        title: What is to be seen.
+        names: Names of the bars.
+        parts: For each part (``draft``, ``verify``, ``commit``, ``host``), its time in every bar, in ``unit``.
+        unit: Unit of the times.
+        title: Title of the figure.
 
     Raises:
-        ValueError: A part does not have a time for every bar.
+        ValueError: A part does not have one time per bar.
     """
     for part, times in parts.items():
         if len(times) != len(names):
-            raise ValueError(f"{part} has {len(times)} times for {len(names)} bars; give one each")
+            raise ValueError(f"{part} has {len(times)} times for {len(names)} bars; expected one per bar")
     figure = Figure(figsize=(7.2, 1.3 + 0.42 * len(names)))
     axes = figure.add_subplot()
     places = range(len(names))
@@ -74,15 +74,15 @@ def twin(
     right_range: Sequence[tuple[float | int, float | int]] | None = None,
     title: str = "",
 ) -> Figure:
-    """Two quantities over one axis, each on an axis of its own that starts at zero: τ flat, the step's time rising.
+    """Plots two quantities with separate vertical axes, both from zero.
 
     Args:
-        x: Such as batch sizes, evenly spaced in the picture.
-        left: Measured at each of them.
-        right: The same.
-        labels: Of the horizontal, the left and the right axis, with units.
-        right_range: Lowest and highest of what ``right`` is the middle of.
-        title: What is to be seen.
+        x: Values of the horizontal axis, such as batch sizes; they are evenly spaced.
+        left: Values of the left axis.
+        right: Values of the right axis.
+        labels: Labels of the horizontal, the left and the right axis, with units.
+        right_range: Low and high end of the interval of each value of ``right``.
+        title: Title of the figure.
     """
     figure = Figure()
     first = figure.add_subplot()

@@ -56,7 +56,7 @@ def test_without_anything_every_part_has_a_stand_in_and_says_which() -> None:
     text = html.unescape(banner._repr_html_())
     for said in ("no GPU: CPU: ", "the shipped pair", "committed record of 20", "EAGLE3_PRICE_PER_HOUR", "stand-in"):
         assert said in text
-    assert "No number of theirs may be quoted" in banner.headline
+    assert "Do not quote their numbers" in banner.headline
 
 
 def test_a_gpu_that_this_jax_cannot_use_ends_a_notebook_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +102,7 @@ def test_the_report_starts_with_the_verdicts(tmp_path: Path) -> None:
     table = text.index("no &lt;b&gt; disagreement")
     assert text.count("rehearsal with stand-ins") == 4, "in the table of verdicts, and where they were found"
     assert table < text.index("2 of 2 parts are stand-ins") < text.index("show_me")
+    assert text.count("no result: see notebook") == 5, "verdicts that no notebook found"
     assert "02_other: not executed" in text and "not(:has(#code:checked))" in text
     with pytest.raises(ValueError, match="no executed notebook"):
         report.page(tmp_path / "nothing")

@@ -48,10 +48,16 @@ def test_a_notebook_teaches_checks_and_asks(source: Path) -> None:
     prose, code = "\n".join(cells(source, "markdown")), "\n".join(cells(source, "code"))
     assert prose.startswith("# "), "no title"
     assert not re.search(r"(from|import) \S*\._|import _", code), "private names"
+    for cell in jupytext.read(source).cells:
+        if cell["cell_type"] == "code" and "hide-input" not in cell["metadata"].get("tags", ()):
+            assert not re.search(r"^(from|import) eagle3_jax\.", cell["source"], re.MULTILINE), (
+                "a module that is not folded"
+            )
+            assert "plt." not in cell["source"], "a plot that is not folded"
     assert sum(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(code))) >= 4, "claims without assertions"
     assert "\n## Common mistakes\n" in prose
     assert prose.count("<summary>") >= (2 if source.parent.name == "gpu" else 3), "exercises with folded answers"
-    assert "\n## What was claimed and checked\n\n- " in prose, "the list that the site gathers"
+    assert "\n## Checked claims\n\n- " in prose, "the list that the site gathers"
     assert prose.count("<details>") == prose.count("</details>") == prose.count("<summary>")
 
 

@@ -155,7 +155,7 @@ def test_a_roofline_moves_its_roof_and_keeps_the_intensities() -> None:
     roof, plain, checking = figure.data
     assert list(roof.x)[1] == pytest.approx(989 / 4.8)  # the ridge
     assert list(checking.y) == pytest.approx([6 * 4.8, 989])  # on the slope, and on the roof
-    assert figure.layout.title.text == "H200: the ridge lies at 206 operations per byte"
+    assert figure.layout.title.text == "H200: ridge point at 206 operations per byte"
     changes, texts = figure.layout.updatemenus[0].buttons[1].args
     assert list(changes["x"][2]) == list(checking.x) == [6.0, 900.0]
     assert list(changes["y"][1]) == pytest.approx([0.3])
