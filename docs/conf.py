@@ -109,6 +109,7 @@ html_title = "eagle3-jax"
 html_short_title = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["description"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(DOCS / "_static" / "scorer.js")
 html_extra_path: list[str] = []
 html_copy_source = False
 html_show_sourcelink = False

@@ -278,7 +278,7 @@ class SpeculativeDecoder:
         """Returns the state after the prompts and the first token, for callers that call :meth:`step` themselves.
 
         The arguments are those of :meth:`generate`. Rows that join a batch later need their own seed. See
-        ``docs/stepping.md``.
+        ``docs/extending.md``.
         """
         return self._start(_as_batch(prompts), max_new_tokens, sampling, seed, logprobs)[0]
 

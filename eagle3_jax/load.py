@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from eagle3_jax.conversion.families import Family
 
 # `conversion` is imported where it is used: a program with parameters of its own needs none of it
-# (docs/decisions/0003).
+# (docs/design.md, 3).
 
 
 def precision_named(name: str) -> Precision:
@@ -51,7 +51,7 @@ def load_target(
         dtype: ``float32``, ``bfloat16``, or ``mixed`` (bfloat16 products summed in float32; fastest on CPUs).
         weights: ``dense``, or ``fp8``: kernels in eight bits, as an FP8 file stores them, or rounded otherwise.
             ``fp8-dynamic`` quantises the other factor of their products too. Decoding is then lossless relative to
-            this quantised target (``docs/quantised.md``). :func:`load_drafter` stores its drafter's kernels alike.
+            this quantised target (``docs/checkpoints.md``). :func:`load_drafter` stores its drafter's kernels alike.
         family: A ``eagle3_jax.conversion.Family`` of your own, in addition to the known ones (``docs/extending.md``).
         mesh: From ``make_mesh``, to divide the target over devices, each of which gets its part alone
             (``docs/mesh.md``).

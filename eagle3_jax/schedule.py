@@ -80,7 +80,7 @@ class SpeculationSchedule:
         return found
 
 
-# Measured with the shipped pair on two cores: never slower than plain decoding, in float32 and mixed (docs/speed.md).
+# Measured with the shipped pair on two cores: never slower than plain decoding, in float32 and mixed (docs/numbers.md).
 _ON_CPUS = SpeculationSchedule(((1, 2, 3), (3, 4, 2), (5, 32, 1)))
 _ELSEWHERE = 5
 

@@ -5,7 +5,7 @@
         --prompts mt-bench=question.jsonl humaneval=HumanEval.jsonl gsm8k=test.jsonl
 
 Plain decoding, chains and a tree take turns; then each vLLM engine takes turns with our decoder of the same draft. A
-cell is on the disk as soon as it is measured, and the same command measures what is missing. `docs/headline.md` says
+cell is on the disk as soon as it is measured, and the same command measures what is missing. `docs/gpu.md` says
 which files to download and how to read the result.
 """
 

@@ -1,6 +1,6 @@
-"""Draw the pictures of README and docs/idea.md from a real run of the shipped pair, with the figures that they quote.
+"""Makes the pictures of README.md and docs/algorithm.md from a run of the shipped pair, and the figures they quote.
 
-python docs/pictures/make.py        # half a minute on a CPU; writes *.svg and real_run.json beside itself
+python docs/pictures/make.py        # half a minute on a CPU; writes *.svg and real_run.json into its own folder
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from eagle3_jax.trace import record
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "notebooks"))
 
-from pictures import bars, strips, style, trees  # noqa: E402
+from pictures import anatomy, bars, strips, style, trees  # noqa: E402
 
-PROMPT = 'class Stack:\n    """A stack of items."""\n\n    def __init__(self'
-NEW_TOKENS = 48
+# The target is small. Its text after this prompt does not repeat one phrase over and over.
+PROMPT = 'def get_size(value):\n    """Return the'
+NEW_TOKENS = 30
 
 
 def main() -> None:
-    """Run, draw, write."""
+    """Runs the pair and writes every picture."""
     style.use()
     # Paths in place of fonts, and the same bytes for the same picture.
     matplotlib.rcParams.update({"svg.hashsalt": "eagle3-jax", "svg.fonttype": "path"})
     target = e3.load_target()
+    head = e3.load_drafter(target=target)
+    _write(anatomy.eagle3_head(head.drafter.config, target.model.config.num_layers), "head")
     figures = {**_chain(target), **_laws(target), **_tree(target)}
     (HERE / "real_run.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
@@ -40,7 +43,7 @@ def main() -> None:
 def _chain(target: e3.LoadedTarget) -> dict[str, Any]:
     decoder = e3.SpeculativeDecoder(target, e3.load_drafter(target=target), num_speculative_tokens=5)
     run = record(decoder, [PROMPT], max_new_tokens=[NEW_TOKENS], sampling=e3.SamplingParams(), seed=0)
-    strip = strips.TokenStrip(strips.tokens_of(run.prompts[0], target.tokenizer), "a chain of five, greedy")
+    strip = strips.TokenStrip(_tokens(run, target), "a chain of five, greedy")
     (HERE / "strip.svg").write_text(strip.svg(), encoding="utf-8")
     plain = record(
         e3.SpeculativeDecoder(target), [PROMPT], max_new_tokens=[NEW_TOKENS], sampling=e3.SamplingParams(), seed=0
@@ -50,10 +53,7 @@ def _chain(target: e3.LoadedTarget) -> dict[str, Any]:
         (f"{name}: {len(one.prompts[0]['rounds'])} passes through the target", one)
         for name, one in (("Plain decoding", plain), ("EAGLE-3", run))
     ]
-    race = [
-        (words, strips.TokenStrip(strips.tokens_of(one.prompts[0], target.tokenizer), "the same text, pass by pass"))
-        for words, one in lanes
-    ]
+    race = [(words, strips.TokenStrip(_tokens(one, target), "the same text, pass by pass")) for words, one in lanes]
     (HERE / "race.svg").write_text(strips.svg(race, seconds_per_round=0.2), encoding="utf-8")
     return {
         "new_tokens": len(run.result.tokens[0]),
@@ -66,8 +66,14 @@ def _chain(target: e3.LoadedTarget) -> dict[str, Any]:
     }
 
 
+def _tokens(run: Any, target: e3.LoadedTarget) -> list[strips.Token]:
+    """The prompt and the new tokens; the last round may have accepted more than the limit allows."""
+    prompt = run.prompts[0]
+    return strips.tokens_of(prompt, target.tokenizer)[: len(prompt["prompt_ids"]) + NEW_TOKENS]
+
+
 def _laws(target: e3.LoadedTarget) -> dict[str, Any]:
-    """Both laws where the first token of a drawn chain stands, at temperature 1."""
+    """Both distributions of the first drafted token of a sampled chain, at temperature 1."""
     decoder = e3.SpeculativeDecoder(
         target,
         e3.load_drafter(target=target),
@@ -87,7 +93,7 @@ def _laws(target: e3.LoadedTarget) -> dict[str, Any]:
     q = np.asarray(played.draft.probs[0, 1], np.float64)
     labels = [target.tokenizer.decode([token]) for token in range(p.size)]
     figure = bars.laws(
-        p, q, labels=labels, residual=True, top=8, title="What the target wants, what the head would draw"
+        p, q, labels=labels, residual=True, top=8, title="Next token: distribution of the target and of the head"
     )
     _write(figure, "laws")
     common = float(np.minimum(p, q).sum())
@@ -95,7 +101,7 @@ def _laws(target: e3.LoadedTarget) -> dict[str, Any]:
 
 
 def _tree(target: e3.LoadedTarget) -> dict[str, Any]:
-    """The round of a small tree that shows most: some nodes accepted, some refused, some never visited."""
+    """The round of a small tree with the most kinds of nodes: accepted, rejected, never visited."""
     shape = e3.DynamicTree(num_nodes=16, max_depth=4, top_k=4)
     decoder = e3.SpeculativeDecoder(target, e3.load_drafter(target=target), tree=shape)
     run = record(decoder, [PROMPT], max_new_tokens=[NEW_TOKENS], sampling=e3.SamplingParams(), seed=0)
@@ -107,7 +113,9 @@ def _tree(target: e3.LoadedTarget) -> dict[str, Any]:
     words = [target.tokenizer.decode([token]) for token in [*one["tokens"], one["next_token"]]]
     parents = [*one["parents"], end]
     _write(
-        trees.tree(words, parents, status=[*status, added], title="One round of a tree: sixteen nodes, one forward"),
+        trees.tree(
+            words, parents, status=[*status, added], title="One round of a draft tree: sixteen nodes, one forward pass"
+        ),
         "tree",
     )
     nodes = np.asarray(one["parents"])
@@ -115,7 +123,7 @@ def _tree(target: e3.LoadedTarget) -> dict[str, Any]:
     for node, parent in enumerate(nodes):
         if parent >= 0:
             above[node] |= above[parent]
-    _write(trees.mask_map(above, words[:-1], title="Which node of the draft sees which"), "mask")
+    _write(trees.mask_map(above, words[:-1], title="Tree attention mask"), "mask")
     return {"tree_nodes": len(one["tokens"]), "tree_accepted": one["num_accepted"], "tree_added": added}
 
 

@@ -1,4 +1,4 @@
-"""The tables of families in docs/support.md, out of support.json, which runs of the tests write.
+"""The tables of families in docs/checkpoints.md, out of support.json, which runs of the tests write.
 
     pytest tests/models/test_families.py tests/core/test_target_contract.py --record-support docs/recorded/support.json
     PYTHONPATH=tests/helpers pytest validation -p support_record --record-support docs/recorded/support.json
@@ -23,11 +23,14 @@ ROOT = HERE.parent.parent
 RECORD = HERE / "support.json"
 PRECISIONS = ("float32", "bfloat16", "mixed", "fp8")
 DRAFTS = ("plain", "chain", "tree")
-LEGEND = "A linked cell is covered by that test. A dash means untested."
+LEGEND = (
+    "A linked cell is covered by that test. A dash means untested."
+    " A family without a row is untested in that precision."
+)
 WHAT = {
-    "parity": "beside transformers",
-    "contract": "contract of targets",
-    "vLLM": "beside vLLM",
+    "parity": "compared with transformers",
+    "contract": "target contract",
+    "vLLM": "compared with vLLM",
     "mesh": "on a mesh",
     "AOT": "compiled for accelerators",
 }
@@ -91,6 +94,8 @@ def lines(found: Mapping[Cell, Found]) -> Iterator[str]:
         yield "|---" * (2 + len(WHAT)) + "|"
         covered = {cell.family for cell in found if cell.precision == precision}
         for family in (*FAMILIES.values(), *(one for name, one in WRAPPERS.items() if name in covered)):
+            if family.model_type not in covered:
+                continue
             shown = " | ".join(text_of(found, family.model_type, precision, what) for what in WHAT)
             yield f"| {family.label} | `{family.model_type}` | {shown} |"
         yield ""

@@ -141,8 +141,8 @@ class Record:
         return (
             f"**Output distribution.** {len(long)} ways to draft with one table drafter, "
             f"{min(one.numbers['tokens'] for one in long) / 1e6:.1f} million tokens each, through the compiled loop "
-            f"against a closed form: {', '.join(_case(check) for check in long)}. In the table of levels stands the "
-            "deviation that this would have seen."
+            f"against a closed form: {', '.join(_case(check) for check in long)}. The table of levels has the "
+            "deviation that this would have detected."
         )
 
     def _sampling(self) -> str:
@@ -163,7 +163,7 @@ class Record:
 
     def levels(self) -> Iterator[str]:
         """The table of verdicts."""
-        yield "| level | verdict | checks | what it would have seen, and what not |"
+        yield "| level | verdict | checks | what it detects, and what not |"
         yield "|---|---|---|---|"
         for name, result in self.report.levels.items():
             reason = result.reason.splitlines()[0].replace("|", "\\|") if result.reason else ""
@@ -213,7 +213,7 @@ class Record:
                 self.origin(),
                 "",
                 *(f"- {claim}" for claim in self.claims()),
-                "\n### Level by level\n\nA proof is worth what it would have caught. The last column names the "
+                "\n### Level by level\n\nThe last column names the "
                 "deviation that a check detects with 90 % power, or the bug that was injected and detected.\n",
                 *self.levels(),
                 "\n### Every drafting method, next to vLLM\n",
@@ -226,7 +226,7 @@ class Record:
 
 def _case(check: Check) -> str:
     (case,) = re.findall(r"\[(.*)\]", check.name)
-    return case
+    return case.replace("drawn", "sampled")
 
 
 def _joined(lines: Iterable[str]) -> str:

@@ -1,13 +1,15 @@
 """Writes the tables and records on the pages between their marks: ``python docs/recorded/write_tables.py``.
 
-A test compares the pages with what this writes. ``methods.py``, ``support.py`` and ``validated.py`` make the tables.
+A test compares the pages with what this writes. The other files of this folder make the tables.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import expected
 import methods
+import speeds
 import support
 import validated
 
@@ -18,7 +20,9 @@ def tables() -> dict[str, dict[str, str]]:
     """For each page, the texts by the names of their marks."""
     return {
         **methods.parts(methods.record()),
-        "docs/support.md": {"families": support.text(support.cases())},
+        **speeds.parts(),
+        **expected.parts(),
+        "docs/checkpoints.md": {"families": support.text(support.cases())},
         "docs/validation.md": {"record": validated.text()},
     }
 

@@ -1,4 +1,4 @@
-"""Compiled programs that outlive the command which compiled them (docs/decisions/0009)."""
+"""Compiled programs that outlive the command which compiled them (docs/design.md, 9)."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def cast(params: Any, precision: Precision, shardings: Any = None) -> Any:
 
 
 def matmul_precision(dtype: DTypeLike) -> lax.Precision | None:
-    """The ``precision`` argument of products of this type: float32 operands keep all their bits (docs/decisions/0012).
+    """The ``precision`` argument of products of this type: float32 operands keep all their bits (docs/design.md, 12).
 
     By default NVIDIA's tensor cores round them to TensorFloat-32 and TPUs to bfloat16. A precision set by the user
     (``jax_default_matmul_precision``) takes precedence.

@@ -41,7 +41,7 @@ def mixture(
 ) -> Float[Array, "T D"]:
     """``Σ w_e · expert_e(x)`` over the chosen experts that the stack has, counted from 0; others add nothing.
 
-    The form follows from the device and the number of tokens (docs/decisions/0018). Every form sums the experts of a
+    The form follows from the device and the number of tokens (docs/design.md, 18). Every form sums the experts of a
     token in ascending order, in float32.
     """
     tokens, per_token = routing.chosen.shape

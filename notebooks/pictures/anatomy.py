@@ -57,17 +57,11 @@ def eagle3_head(config: Eagle3Config, num_layers: int) -> Figure:
     dashed = {"color": _GUESS, "linewidth": 1.4, "linestyle": (0, (4, 2))}
     ax.plot([12.25, 12.25, 4.4, 4.4], [_MAIN, 4.6, 4.6, _MAIN + 0.55], **dashed)
     _arrow(ax, (4.4, _MAIN + 0.6), (4.62, _MAIN + 0.17), color=_GUESS)
-    ax.text(
-        8.3,
-        4.67,
-        "next draft step: own output before the final norm, without fc",
-        ha="center",
-        fontsize=8,
-        color=_GUESS,
-    )
+    note = {"ha": "center", "fontsize": 8, "color": _GUESS}
+    ax.text(8.3, 4.72, "next draft step: own output before the final norm, without fc", va="bottom", **note)
     ax.plot([14.9, 14.9, 4.75], [_LOW - 0.45, -0.2, -0.2], **dashed)
     _arrow(ax, (4.75, -0.2), (4.75, _LOW - 0.45), color=_GUESS)
-    ax.text(9.8, -0.28, "next draft step: the drafted token", ha="center", va="top", fontsize=8, color=_GUESS)
+    ax.text(9.8, -0.34, "next draft step: the drafted token", va="top", **note)
     ax.set_title("Architecture of an EAGLE-3 head")
     plt.close(fig)
     return fig

@@ -26,7 +26,7 @@ _MARKS = {
     REJECTED: ("X", "x"),
     UNVISITED: ("o", "circle-open"),
 }
-_ROW = 0.21  # inches from leaf to leaf
+_ROW = 0.3  # inches from leaf to leaf
 _LONGEST = 14  # characters of a token that are shown next to its node
 
 

@@ -92,9 +92,9 @@ def test_only_reading_and_the_command_line_import_conversion_and_only_where_they
 
 
 def test_the_library_needs_no_torch_prints_nothing_and_reads_no_environment_variable() -> None:
-    # These may read variables. Where users keep caches is decided in one place (docs/decisions/0009). A process that is
+    # These may read variables. Where users keep caches is decided in one place (docs/design.md, 9). A process that is
     # started gets its variables. JAX reads from a variable how much of a GPU's memory it takes. A GPU whose kernel
-    # fails must be usable by every command (docs/decisions/0021).
+    # fails must be usable by every command (docs/design.md, 21).
     reads = ("cli._compiled", "engines.vllm.process", "engines.memory", "models.flash")
     for path, tree in TREES.items():
         layer, at_top = name_of(path).split(".")[0], {id(node) for node in tree.body}

@@ -1,6 +1,7 @@
-"""Puts the modules that notebooks share on the path."""
+"""Puts the modules that notebooks share, and the site's extensions, on the path."""
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "notebooks"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path += [str(ROOT / "notebooks"), str(ROOT / "docs" / "_extensions")]

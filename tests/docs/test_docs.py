@@ -33,16 +33,15 @@ PAGES = sorted(
 )
 PAGES += [f"../{name}README.md" for name in ("", "notebooks/", "notebooks/gpu/")]
 # Pages whose commands are run, too: they take little and leave nothing behind.
-RUN = ("stepping.md", "drafters.md", "extending.md", "getting_started.md", "choosing.md")
+RUN = ("drafters.md", "extending.md", "getting_started.md", "choosing.md")
 # How many devices there are, and where programs are kept, is settled once in a process.
 IN_A_PROCESS = {
     "mesh.md": "a mesh of model=8,data=1 does not divide 2 key/value heads: model can be 1, 2\n",
-    "cold_start.md": "",
+    "gpu.md": "",
 }
 SHOWN = {
-    "stepping.md": "consumed by the step before",
-    "drafters.md": "18 passed, 0 failed, 0 not run",
-    "extending.md": "0 failed",
+    "drafters.md": ("18 passed, 0 failed, 0 not run",),
+    "extending.md": ("0 failed", "consumed by the step before"),
 }
 LANGUAGES = {"python", "bash", "text", "console", "promql"}
 VLLM = json.loads((DOCS / "recorded" / "vllm-0.32.0.json").read_text(encoding="utf-8"))
@@ -103,7 +102,7 @@ def test_the_blocks_of_a_page_run_in_order(
             if shown := re.match(r"\n\n```text\n(.*?)```", text[block.end() :], re.DOTALL):
                 assert out == shown[1], f"{page}: what a block prints"
             printed += out
-        assert SHOWN.get(page, "") in printed
+        assert all(shown in printed for shown in SHOWN.get(page, ()))
         for command in commands_of(page, "bash") if page in RUN else []:
             assert command[0] != "eagle3" or run(command[1:]) == 0, shlex.join(command)
 
@@ -230,23 +229,8 @@ def wrong_with_vllms(rest: list[str]) -> str | None:
     return None
 
 
-def test_flags_that_are_called_gone_are_gone_and_the_others_are_there() -> None:
-    names = {*VLLM["serve"], *VLLM["metrics"]}
-    looked_up = 0
-    for row in re.findall(r"^\| (`[^\n]*)$", text_of("articles_serving.md"), re.MULTILINE):
-        said, verdict, now, *_ = (cell.strip() for cell in row.split(" | "))
-        code = re.findall(r"`(--[\w-]+|vllm:\w+)", said)
-        if verdict == "gone":
-            assert code and not names & set(code), said
-        elif "SGLang" not in said:
-            assert names >= set(code), said
-        looked_up += len(code)
-        assert set(re.findall(r"`(num_speculative_\w+|draft_tensor_\w+)`", now)) <= set(VLLM["speculative_config"])
-    assert looked_up > 12
-
-
 def test_every_metric_and_key_of_vllm_is_one_that_it_has() -> None:
-    for page in ("metrics.md", "rollout.md", "deploying.md"):
+    for page in ("choosing.md", "deploying.md"):
         for name in set(re.findall(r"vllm:\w+", text_of(page))):
             assert re.sub(r"(_total|_bucket)$", "", name) in VLLM["metrics"], f"{page}: {name}"
     table = text_of("deploying.md").split("| key | default |")[1].split("\n\n")[0]
@@ -255,15 +239,13 @@ def test_every_metric_and_key_of_vllm_is_one_that_it_has() -> None:
 
 
 def test_the_rollout_page_is_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    (command,) = (one for one in commands_of("rollout.md", "bash") if one[:3] == ["eagle3", "plan", "rollout"])
+    (command,) = (one for one in commands_of("deploying.md", "bash") if one[:3] == ["eagle3", "plan", "rollout"])
     assert run(command[1:]) == 0
     plan, inside, expected = capsys.readouterr().out, False, []
     for line in plan.splitlines():
         inside ^= line.startswith("```")
         expected.append(line if inside or not line.startswith("#") else "#" + line)
-    assert text_of("rollout.md").split("\n---\n\n")[1].rstrip() == "\n".join(expected).rstrip()
-    queries = re.search(r"```promql\n# mean acceptance length.*?```", plan, re.DOTALL)
-    assert queries is not None and queries[0] in text_of("metrics.md")
+    assert text_of("deploying.md").split("\n---\n\n")[1].rstrip() == "\n".join(expected).rstrip()
 
 
 def test_a_claim_that_the_page_calls_impossible_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,14 +279,8 @@ def test_every_link_leads_somewhere(page: str) -> None:
 
 
 def test_pages_are_short_and_begin_with_what_they_are_for() -> None:
+    longer = {"extending.md": 500, "design.md": 450, "algorithm.md": 300, "gpu.md": 275, "articles.md": 275}
     for page in PAGES:
         lines = text_of(page).splitlines()
-        assert len(lines) <= (365 if page == "extending.md" else 250), f"{page}: {len(lines)} lines"
-        assert lines[0].startswith("# "), page
-
-
-def test_every_decision_is_listed_under_its_title() -> None:
-    listed = text_of("decisions/index.md")
-    for path in sorted((DOCS / "decisions").glob("0*.md")):
-        title = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-        assert f"- [{title}]({path.name})" in listed
+        assert len(lines) <= longer.get(page, 250), f"{page}: {len(lines)} lines"
+        assert lines[0].startswith("# ") and "![](" not in text_of(page), page

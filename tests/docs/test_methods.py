@@ -19,8 +19,15 @@ ROOT = Path(__file__).parent.parent.parent
 DRAFTERS = ROOT / "eagle3_jax" / "drafters"
 SHARED = {"base", "grow", "parallel", "static_tree", "text"}
 METHODS = sorted({path.stem for path in DRAFTERS.glob("[!_]*.py")} - SHARED)
-# What the project is about has pages of its own.
-PAGES = {"eagle3": "algorithm"}
+# The page of each head.
+PAGES = {
+    "eagle3": "algorithm",
+    "eagle1": "methods/eagle",
+    "p-eagle": "methods/eagle",
+    "mtp": "methods/eagle",
+    "medusa": "methods/models",
+    "dflash": "methods/dflash",
+}
 # What builds a pair from nothing, a model of the target's kind, or plain decoding knows its drafter.
 MAY_IMPORT = {
     "eagle3_jax.load": {"draft_model"},
@@ -43,7 +50,7 @@ def test_every_kind_of_head_is_whole(name: str) -> None:
         assert part.__name__ in drafters.__all__
     assert any(type(drafter_of(row).drafter) is drafter for row in ALL_DRAFTERS), f"{name} has no row in the contract"
     assert name in RECIPES, f"{name} cannot be trained"
-    assert (ROOT / "docs" / (f"{PAGES[name]}.md" if name in PAGES else f"methods/{name}.md")).is_file()
+    assert (ROOT / "docs" / f"{PAGES[name]}.md").is_file()
     assert any(path.startswith(kind.label) for path in CHECKPOINTS), f"no tiny checkpoint of {name}"
     doc = sys.modules[drafter.__module__].__doc__ or ""
     assert "arXiv" in doc, "the module names its paper"

@@ -11,6 +11,7 @@ from typing import Any
 
 import methods
 import pytest
+import speeds
 import support
 import support_record
 import validated
@@ -24,66 +25,24 @@ from validation.runs import load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-RESULTS = ROOT / "validation" / "results"
-
-
-def record(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-
 
 def page(name: str) -> str:
     """A page as one line, so that a quotation may be broken anywhere."""
     return " ".join((ROOT / name).read_text(encoding="utf-8").split())
 
 
-BENCH = record("bench-cpu-intel-xeon-2-cores")["reports"][0]
-NAMES = {
-    "plain mixed": "plain, `mixed`",
-    "plain float32": "plain, `float32`",
-    "chain K=1": "EAGLE-3 chain K=1",
-    "chain K=2": "EAGLE-3 chain K=2",
-    "chain K=3": "EAGLE-3 chain K=3",
-    "chain K=5": "EAGLE-3 chain K=5",
-    "tree N=8 G=5": "EAGLE-3 tree, 8 nodes, 5 levels",
-    "tree N=60 G=8": "EAGLE-3 tree, 60 nodes, 8 levels",
-    "n-gram K=5": "n-gram K=5",
-    "transformers generate": "transformers `generate`, `float32`",
-    "transformers prompt lookup": "transformers prompt lookup, `float32`",
-    "vLLM plain, compiled": "vLLM 0.32.0 plain, compiled, `float32`",
-    "vLLM eagle3 K=3, compiled": "vLLM 0.32.0 with the same head, K=3, compiled, `float32`",
-}
+def test_every_row_of_the_canonical_benchmark_has_a_name() -> None:
+    assert list(speeds.ROWS) == list(speeds.NAMES)
+    assert set(speeds.SHIPPED) <= set(speeds.NAMES)
+    assert speeds.BENCH["about"]["versions"]["eagle3_jax"] == "0.2.0" and not speeds.BENCH["about"]["git"]["dirty"]
 
 
-def test_the_table_of_speed_has_a_line_for_every_row_of_its_record() -> None:
-    assert [row["name"] for row in BENCH["rows"]] == list(NAMES)
-
-
-@pytest.mark.parametrize("row", BENCH["rows"], ids=lambda row: row["name"])
-def test_the_table_of_speed_is_its_record(row: dict[str, Any]) -> None:
-    ratio, drafts = row["ratio"], row["name"].startswith(("chain", "tree", "n-gram"))
-    spread = "baseline" if row["name"] == BENCH["baseline"] else "{median:.2f} ({low:.2f}–{high:.2f})".format(**ratio)
-    acceptance = row["acceptance"] or {}
-    cells = [
-        NAMES[row["name"]],
-        f"{row['decode_tokens_per_second']['median']:.0f}",
-        spread,
-        f"{row['predicted_ratio']:.2f}" if drafts else "",
-        f"{acceptance['mean_acceptance_length']:.2f}" if acceptance.get("mean_acceptance_length", 1) > 1 else "",
-        f"{row['verify_cost']:.2f}" if drafts else "",
-        f"{row['draft_cost']:.3f}" if drafts else "",
-        "" if spread == "baseline" else f"{row['same_texts']}",
-    ]
-    line = "| " + " | ".join(cells) + " |"
-    assert " ".join(line.split()) in page("docs/numbers.md")
-
-
-@pytest.mark.parametrize(
-    "row", record("acceptance-shipped-pair")["rows"], ids=lambda row: f"{row['draft']}, {row['kind']}"
-)
-def test_acceptance_of_the_shipped_pair_is_its_record(row: dict[str, Any]) -> None:
-    shares = [f"{share:.2f}".removeprefix("0") for share in row["acceptance_per_position"]]
-    cells = [row["draft"], row["kind"], f"{row['mean_acceptance_length']:.2f}", *shares, *[""] * (8 - len(shares))]
-    assert " ".join(f"| {' | '.join(cells)} |".split()) in page("docs/shipped_pair.md")
+@pytest.mark.parametrize("row", speeds.ROWS.values(), ids=lambda row: row["name"])
+def test_the_prediction_of_the_canonical_benchmark_is_the_formula(row: dict[str, Any]) -> None:
+    if row["acceptance"] and row["verify_cost"]:
+        tau = row["acceptance"]["mean_acceptance_length"]
+        cost = row["verify_cost"] + row["num_draft_steps"] * row["draft_cost"]
+        assert tau / cost == pytest.approx(row["predicted_ratio"], rel=0.01)
 
 
 @pytest.mark.parametrize("page", write_tables.tables())
@@ -115,7 +74,9 @@ def test_the_record_of_the_validation_is_of_recent_code() -> None:
 
 
 def acceptance(draft: str, kind: str = "code") -> dict[str, Any]:
-    (row,) = (one for one in record("acceptance-shipped-pair")["rows"] if (one["draft"], one["kind"]) == (draft, kind))
+    (row,) = (
+        one for one in speeds.record("acceptance-shipped-pair")["rows"] if (one["draft"], one["kind"]) == (draft, kind)
+    )
     return row
 
 
@@ -126,39 +87,56 @@ def test_what_drawing_gains_is_its_record() -> None:
 
 
 def test_choosing_quotes_its_records() -> None:
-    rows = {row["name"]: row for row in BENCH["rows"]}
-    said = page("docs/choosing.md")
+    rows, said = speeds.ROWS, page("docs/choosing.md")
     for k in (1, 2, 3, 5):
         row = rows[f"chain K={k}"]
         costs = f"{row['verify_cost']:.2f}, {row['draft_cost']:.3f}"
         assert f"{k}: ({row['acceptance']['mean_acceptance_length']:.2f}, {costs})" in said
-    measured = [f"{rows[f'chain K={k}']['ratio']['median']:.2f}" for k in (1, 2, 3, 5)]
-    assert f"*measured* {', '.join(measured[:3])} and {measured[3]}" in said
     large, small, ngram = (rows[name] for name in ("tree N=60 G=8", "tree N=8 G=5", "n-gram K=5"))
     tau = lambda row: f"{row['acceptance']['mean_acceptance_length']:.2f}"
-    assert f"60 nodes reach {tau(large)} and cost {large['verify_cost']:.2f} plain steps: " in said
-    assert f"{large['ratio']['median']:.2f} of plain decoding. Eight nodes: τ {tau(small)}" in said
-    assert f"{small['ratio']['median']:.2f} of plain, less than a chain of three" in said
-    assert f"prompt lookup's {tau(ngram)}" in said and f"{ngram['ratio']['median']:.2f} of plain decoding at" in said
-    shares = [f"{share:.2f}"[1:] for share in acceptance("chain K=5")["acceptance_per_position"]]
-    assert f"{shares[0]} keep the first token, {shares[2]} the third, {shares[4]} the fifth" in said
-    ratios = re.findall(r"\| `mixed` \| (?:1|2|4|8) \| \S+ \| \S+ \| \S+ \| (\S+) \|", page("docs/speed.md"))
-    assert f"| ratio | {' | '.join(ratio.strip('*') for ratio in ratios)} |" in said
-
-
-def test_the_idea_quotes_the_run_that_drew_its_pictures() -> None:
-    run = json.loads((ROOT / "docs" / "pictures" / "real_run.json").read_text(encoding="utf-8"))
-    said = page("docs/idea.md")
-    assert run["same_as_plain"]
-    tau = run["mean_acceptance_length"]
+    assert f"a tree of 60 nodes has τ {tau(large)} and costs {large['verify_cost']:.2f} plain steps: " in said
     assert (
-        f"{run['rounds']} rounds wrote {run['new_tokens']} tokens, the first of them in the prefill: {tau:.2f} a"
-        in said
+        f"{large['ratio']['median']:.2f} times plain decoding. A tree of 8 nodes has τ {tau(small)} and reaches" in said
     )
-    assert f"Of {run['drafted']} guesses {run['accepted']} were accepted" in said
-    assert f"what is accepted: {run['accepted_with_probability']:.2f} of the mass here" in said
-    assert f"Of its {run['tree_nodes']} nodes (the root is known) {run['tree_accepted']} were accepted" in said
-    assert (run["tree_added"] == "bonus") == ("added one more for free" in said)
+    assert f"reaches {small['ratio']['median']:.2f}, less than a chain of three" in said
+    assert f"EAGLE-3 has τ {tau(rows['chain K=5'])} at K=5, n-grams {tau(ngram)}" in said
+    assert f"`ngram` reaches {ngram['ratio']['median']:.2f} times plain decoding" in said
+    shares = [f"{share:.2f}"[1:] for share in acceptance("chain K=5")["acceptance_per_position"]]
+    assert f"{shares[0]} accept the first token, {shares[2]} the third and {shares[4]} the fifth" in said
+
+
+def test_pictures_of_records_say_what_the_pages_say() -> None:
+    drawn = (ROOT / "docs" / "pictures" / "make_records.py").read_text(encoding="utf-8")
+    plan = page("docs/deploying.md")
+    stages = re.findall(r"\((\d+), (\d+)\)", drawn.partition("STAGES = ")[2].partition("\n")[0])
+    assert len(stages) == 4 and all(f"| {share}% | {hours} h |" in plan for share, hours in stages)
+    assert ", ".join(f"{share} % for {hours}" for share, hours in stages).replace("34", "34 hours", 1) in plan
+    best = max(
+        (row for name, row in speeds.ROWS.items() if name.startswith("chain")), key=lambda row: row["ratio"]["median"]
+    )
+    assert f"K={best['num_draft_steps']} is the highest bar, {best['ratio']['median']:.2f};" in page("docs/numbers.md")
+
+
+def test_no_other_page_tells_a_measured_speed_up_of_a_chain() -> None:
+    """The canonical benchmark is included by generated tables, and told in no other words."""
+    for path in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md"):
+        prose = re.sub(
+            r"<!-- (.*?): written by .*?<!-- end of \1 -->", "", path.read_text(encoding="utf-8"), flags=re.S
+        )
+        found = re.findall(r"(?:EAGLE-3|chain of three|K ?= ?3)[^.|\n]{0,40}\b([12]\.\d\d)\b (?:times|of plain)", prose)
+        assert found == [], path.name
+
+
+def test_the_algorithm_quotes_the_run_of_its_pictures() -> None:
+    run = json.loads((ROOT / "docs" / "pictures" / "real_run.json").read_text(encoding="utf-8"))
+    said = page("docs/algorithm.md")
+    assert run["same_as_plain"]
+    assert f"{run['rounds']} rounds wrote {run['new_tokens']} tokens, the first of them in the prefill." in said
+    assert f"τ is {run['mean_acceptance_length']:.2f} tokens per round" in said
+    assert f"accepted {run['accepted']} of {run['drafted']} drafted tokens" in said
+    assert f"The filled parts are accepted: {run['accepted_with_probability']:.2f} of the mass" in said
+    assert f"Of its {run['tree_nodes']} nodes, the root included, {run['tree_accepted']} were accepted" in said
+    assert (run["tree_added"] == "bonus") == ("the target added a bonus token" in said)
 
 
 def test_every_method_has_a_row() -> None:
@@ -205,7 +183,7 @@ def test_the_example_measures_what_the_tables_show(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert [(one["method"], "cannot draft a tree" in one["reason"]) for one in found["missing"]] == [("ngram", True)]
     assert all(row["lossless"] and row["same_texts"] for row in found["rows"])
-    assert "| EAGLE-3, 3.1 | tree N=3 G=2 | " in methods.what_was_measured(found)
+    assert "| method | parameters | K=2 | tree N=3 G=2 |" in methods.what_was_measured(found)
 
 
 def test_what_is_recorded_is_of_the_matrix_and_of_tests_that_are_there() -> None:

@@ -171,7 +171,7 @@ def test_a_rehearsal_runs_the_flow_and_says_that_it_is_one(tmp_path: Path) -> No
 
 def test_what_the_guide_says_of_memory_is_what_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three engines share the device; the smallest share, vLLM's, decides. JAX's is read as it is set."""
-    guide = " ".join((ROOT / "validation" / "README.md").read_text().split())
+    guide = " ".join((ROOT / "docs" / "validation.md").read_text().split())
     target = KNOWN_MODELS["Llama-3.1-8B"]
     fits, share_in_float32 = {}, 0.33
     for weights in ("bfloat16", "float32"):

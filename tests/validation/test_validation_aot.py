@@ -328,7 +328,7 @@ def test_a_run_without_the_option_leaves_the_level_out(validate) -> None:
 
 def test_the_tables_of_the_page_are_their_records() -> None:
     """To write them again: ``python -m validation.aot --table BEFORE AFTER``."""
-    page = (HLO.parent.parent / "docs" / "accelerators.md").read_text()
+    page = (HLO.parent.parent / "docs" / "gpu.md").read_text()
     assert table.page(PATH.with_name("aot-0.2.0.json"), PATH) in page
 
 

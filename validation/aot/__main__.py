@@ -3,7 +3,7 @@
 python -m validation.aot --platform cuda:h200 --draft chain5 tree60 --program step      # per layer, by two depths
 python -m validation.aot --platform cuda:h200 --program generate --layers all           # the whole model
 python -m validation.aot --platform cuda:h200 --grid --record validation/results/aot.json
-python -m validation.aot --table BEFORE.json AFTER.json                                 # docs/accelerators.md
+python -m validation.aot --table BEFORE.json AFTER.json                                 # docs/gpu.md
 """
 
 from __future__ import annotations

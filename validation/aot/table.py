@@ -1,4 +1,4 @@
-"""Records as the tables of ``docs/accelerators.md``."""
+"""Records as the tables of ``docs/gpu.md``."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def page(before: Path, after: Path) -> str:
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
     then, now = (json.loads(path.read_text("utf-8"))["note"] for path in (before, after))
     parts = [
-        f"Compiled with {said}. Before the arrow: {then['date']}, commit {then['commit']}; behind it: {now['date']}, "
+        f"Compiled with {said}. Before the arrow: {then['date']}, commit {then['commit']}; after it: {now['date']}, "
         f"commit {now['commit']}."
     ]
     for platform, target in dict.fromkeys((row.case.platform, row.case.target) for row in new.values()):
