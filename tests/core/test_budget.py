@@ -1,6 +1,6 @@
 """The project stays small: the files to read for the algorithm, and each folder, have a budget in lines of Python.
 
-A budget grows only with a decision in ``docs/decisions``, which says what the lines are for.
+A budget grows only with a decision in ``docs/design.md``, which says what the lines are for.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def test_the_algorithm_is_read_in_nine_files() -> None:
 @pytest.mark.parametrize(
     ("folder", "most"),
     [
-        ("eagle3_jax", 25_700),
-        ("conversion", 7_250),
-        ("validation", 8_250),
-        ("tests", 26_700),
-        ("notebooks", 9_200),
+        ("eagle3_jax", 26_400),
+        ("conversion", 7_650),
+        ("validation", 8_100),
+        ("tests", 27_250),
+        ("notebooks", 8_800),
         ("examples", 1_700),
-        ("docs", 1_100),
+        ("docs", 1_500),
     ],
 )
 def test_each_folder_keeps_its_budget(folder: str, most: int) -> None:
     files = [path for path in (ROOT / folder).rglob("*.py") if "_build" not in path.parts and not path.is_symlink()]
     if folder == "eagle3_jax":
         files = [path for path in files if "conversion" not in path.relative_to(ROOT / folder).parts]
-    assert count_lines(*files) <= most, f"{folder} has grown; say why in docs/decisions, or make it smaller"
+    assert count_lines(*files) <= most, f"{folder} has grown; say why in docs/design.md, or make it smaller"
