@@ -45,7 +45,7 @@ _MEMBERS: dict[str, dict[str, tuple[Callable[[Any], bool], str] | None]] = {
     "target": dict.fromkeys(("vocab_size", "init_cache", "__call__", "unembed")),
     "verifier": {"lossless": _BOOL, "__call__": None},
 }
-_OPTIONAL = {"is_chain": _BOOL}
+_OPTIONAL = {"is_chain": _BOOL, "num_likeliest": _POSITIVE}
 _ARGUMENTS = {"drafter": (), "target": ("aux_layers", "length"), "verifier": ("sampling_mode", "max_depth")}
 # Shape (letters as in `types.py`) and type of what a part returns; a target chooses its own type.
 _RETURNED: dict[type, dict[str, tuple[str, Any]]] = {

@@ -172,6 +172,9 @@ class SpeculativeLoop:
         count = after.length - state.length
         newest = jnp.take_along_axis(emitted, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
         seen = Observation(tokens=committed, features=on_path(output.features), length=count, next_token=newest)
+        if likeliest := getattr(self.drafter, "num_likeliest", 0):
+            drafted = jnp.where(draft.valid & active[:, None], draft.tokens, -1)
+            seen = seen.replace(drafted=drafted, likeliest=lax.top_k(logits, likeliest)[1])
         with jax.named_scope("commit"):
             cache = state.cache.commit(output.written, count, None if self.is_chain else nodes)
         with jax.named_scope("observe"):

@@ -195,12 +195,17 @@ class Observation(struct.PyTreeNode, kw_only=True):
         features: ``[B T A D]``, the target's features at these tokens.
         length: ``[B]``, how many of the ``T`` are real; 0 must leave the drafter's row unchanged.
         next_token: ``[B]``, the token after them: chosen by the target, not yet run through it.
+        drafted: ``[B N]``, tokens of all verified nodes, -1 for invalid ones and finished rows.
+        likeliest: ``[B N L]``, the target's most likely tokens after each of them, for ``L = Drafter.num_likeliest``.
+            Both are ``None`` in a prefill, and for drafters without ``num_likeliest``.
     """
 
     tokens: Int[Array, "B T"]
     features: Float[Array, "B T A D"]
     length: Int[Array, " B"]
     next_token: Int[Array, " B"]
+    drafted: Int[Array, "B N"] | None = None
+    likeliest: Int[Array, "B N L"] | None = None
 
 
 @runtime_checkable
@@ -248,8 +253,9 @@ class Drafter(Protocol[State]):
     it may write guesses after the committed slots of a cache, where the next ``observe`` overwrites them, and then
     returns that state as ``Draft.state``.
 
-    A drafter is a static argument of the compiled loop, so it must be hashable; its arrays are in ``params``. Two
+    A drafter is a static argument of the compiled loop, so it must be hashable; its arrays are in ``params``. Three
     members are optional. ``is_chain: bool`` declares that every draft is a chain; without it the loop verifies trees.
+    ``num_likeliest: int`` asks for the target's most likely tokens at every verified node, rejected ones included.
     ``with_topology(topology, draft_sampling)`` returns the same drafter with another draft, or raises ``ValueError``
     (:class:`eagle3_jax.checks.Drafting`). ``docs/drafters.md`` tells authors more; ``check_drafter`` tests a drafter.
     """
