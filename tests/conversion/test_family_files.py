@@ -141,10 +141,11 @@ def test_the_family_of_a_language_model_is_that_of_its_text(saved: Any, tmp_path
 @pytest.mark.parametrize("name", WRAPPED)
 def test_inspect_says_in_one_line_what_is_left_out_of_a_model_of_images(saved: Any, name: str) -> None:
     directory, kind = saved(name), WRAPPED[name].model_type
-    parts = {"mistral3": "multi_modal_projector and vision_tower", "kimi_k25": "mm_projector and vision_tower"}
+    parts = dict.fromkeys(("mistral3", "gemma3"), "multi_modal_projector and vision_tower")
+    parts["kimi_k25"] = "mm_projector and vision_tower"
     beside = [key for key in load_file(directory / "model.safetensors") if "language_model" not in key]
     description = conversion.describe(directory)
-    assert description.kind.removeprefix("target: ") in ("Ministral 3", "Mistral", "DeepSeek V3", "Qwen3")
+    assert description.kind.removeprefix("target: ") in ("Ministral 3", "Mistral", "DeepSeek V3", "Qwen3", "Gemma 3")
     assert description.note.startswith(
         f"only the language model of this {kind} is read; the {len(beside)} tensors of {parts.get(kind, 'visual')} are "
         "ignored; "
