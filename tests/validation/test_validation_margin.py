@@ -88,7 +88,7 @@ def test_intervals_of_proportions() -> None:
     assert low == 0 and math.isclose(high, 1 - 0.005 ** (1 / 50))
     low, high = clopper_pearson(1, 2, confidence=0.9)
     assert math.isclose(low, 1 - math.sqrt(0.95)) and math.isclose(high, math.sqrt(0.95))
-    with pytest.raises(ValueError, match="k"):
+    with pytest.raises(ValueError, match="3 successes in 2 trials"):
         clopper_pearson(3, 2)
 
 
