@@ -3,8 +3,8 @@
     pytest validation --complete --every-family --aot cuda:h200 --report-dir DIR    # copy DIR/report.json to RECORD
     python docs/recorded/write_tables.py
 
-A test refuses a record that lacks a check of the manifest, or that is of code
-older than :data:`MOST_COMMITS`.
+A test refuses a record that lacks a check of the manifest. `make nightly` refuses one of code older than
+:data:`MOST_COMMITS`.
 """
 
 from __future__ import annotations
