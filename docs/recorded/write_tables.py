@@ -9,6 +9,7 @@ from pathlib import Path
 
 import expected
 import methods
+import options
 import speeds
 import support
 import validated
@@ -18,13 +19,14 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 def tables() -> dict[str, dict[str, str]]:
     """For each page, the texts by the names of their marks."""
-    return {
-        **methods.parts(methods.record()),
-        **speeds.parts(),
-        **expected.parts(),
+    found: dict[str, dict[str, str]] = {
         "docs/checkpoints.md": {"families": support.text(support.cases())},
         "docs/validation.md": {"record": validated.text()},
     }
+    for parts in (methods.parts(methods.record()), speeds.parts(), expected.parts(), options.parts()):
+        for page, named in parts.items():
+            found.setdefault(page, {}).update(named)
+    return found
 
 
 def filled(text: str, named: dict[str, str]) -> str:

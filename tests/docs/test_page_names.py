@@ -6,7 +6,6 @@ import ast
 import importlib
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -52,9 +51,7 @@ def test_every_name_of_the_reference_exists() -> None:
 
 
 def test_the_programs_of_the_pages_type_check(tmp_path: Path) -> None:
-    pyright = shutil.which("pyright", path=str(Path(sys.executable).parent)) or shutil.which("pyright")
-    if pyright is None:
-        pytest.skip("pyright is not installed: make types brings it")
+    pytest.importorskip("pyright", reason="make types brings it")
     for page in PROGRAMS:
         lines = [""] * text_of(page).count("\n")  # an error names the line of the page
         for block in blocks_of(page, "python"):
@@ -63,6 +60,6 @@ def test_the_programs_of_the_pages_type_check(tmp_path: Path) -> None:
         (tmp_path / f"{re.sub(r'[^a-z0-9]', '_', page.lower())}.py").write_text("\n".join(lines), encoding="utf-8")
     settings = {"pythonVersion": "3.11", "typeCheckingMode": "basic", "extraPaths": [str(ROOT)]}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
-    command = [pyright, "-p", str(tmp_path), "--pythonpath", sys.executable]
+    command = [sys.executable, "-m", "pyright", "-p", str(tmp_path), "--pythonpath", sys.executable]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -17,7 +17,7 @@ import pytest
 TESTS = Path(__file__).parent.parent
 PACKAGES = {
     "torch", "transformers", "accelerate", "compressed_tensors", "huggingface_hub", "jinja2", "jupytext",
-    "matplotlib", "nbconvert", "nbformat", "plotly",
+    "matplotlib", "nbconvert", "nbformat", "plotly", "pyright",
 }  # fmt: skip
 BITS = {"test_greedy", "test_delta_decoding", "test_precision"}
 # The lane with PyTorch has the jax that lowered the recorded programs; the other would skip the test.

@@ -1,0 +1,125 @@
+"""Measures two drafters as one, and what options of a request cost: ``python docs/recorded/options.py`` (ten minutes).
+
+Every decoder decodes the same held-out code prompts in turn, in every repeat, on the shipped pair. Times include the
+prefill and no compilation. The record is options.json; ``write_tables.py`` writes its tables.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from methods import table
+
+RECORD = Path(__file__).with_suffix(".json")
+PROMPTS, NEW_TOKENS, REPEATS = 16, 64, 5
+Row = dict[str, Any]
+
+
+def fallbacks(e3: Any, target: Any, head: Any) -> dict[str, Any]:
+    """Decoders by name, the baseline first."""
+    ngram, options = e3.drafters.NGram, {"stop_tokens": ()}
+    both = lambda least: e3.Fallback.of(ngram(3, min_ngram=least), head)
+    return {
+        "plain decoding": e3.SpeculativeDecoder(target, **options),
+        "n-grams, K=3": e3.SpeculativeDecoder(target, ngram(3), **options),
+        "n-grams, K=5": e3.SpeculativeDecoder(target, ngram(5), **options),
+        "EAGLE-3, K=3": e3.SpeculativeDecoder(target, head, num_speculative_tokens=3, **options),
+        "n-grams of at least 2, else EAGLE-3": e3.SpeculativeDecoder(target, both(2), **options),
+        "n-grams of at least 3, else EAGLE-3": e3.SpeculativeDecoder(target, both(3), **options),
+    }
+
+
+def requests(e3: Any, target: Any, head: Any) -> dict[str, tuple[Any, Row]]:
+    """Decoders and arguments of ``generate`` by the name of an option; the baseline first."""
+    import numpy as np
+
+    decoder = lambda target: e3.SpeculativeDecoder(target, head, num_speculative_tokens=3, stop_tokens=())
+    processors = {
+        "`LogitBias` of one token": e3.LogitBias({7: 1.5}),
+        "`MinP`": e3.MinP(0.02),
+        "`Penalty`, repetition": e3.Penalty(repetition=1.1),
+        "`TokenAutomaton` of one state": e3.TokenAutomaton(np.zeros((1, target.vocab_size), np.int32)),
+    }
+    named = {"none": (decoder(target), {}), "`logprobs=5`": (decoder(target), {"logprobs": 5})}
+    return named | {name: (decoder(e3.with_processors(target, one)), {}) for name, one in processors.items()}
+
+
+def timed(runs: dict[str, Callable[[], Any]]) -> dict[str, Row]:
+    """Seconds of each in every repeat, in turn, after one run that compiles."""
+    for run in runs.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(REPEATS):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: {"seconds": seconds[name]} for name in runs}
+
+
+def measure() -> Row:
+    """The whole record."""
+    import eagle3_jax as e3
+    from eagle3_jax import prompts
+    from eagle3_jax.bench.environment import environment
+
+    target = e3.load_target()
+    head = e3.load_drafter(target=target)
+    texts = prompts.shipped()[: 2 * PROMPTS : 2]  # the first 40 are code
+    record: Row = {"environment": environment(), "fallback": [], "prompts": PROMPTS, "new_tokens": NEW_TOKENS}
+
+    def all_texts(decoder: Any, batch: int, **options: Any) -> Callable[[], list[Any]]:
+        groups = [texts[at : at + batch] for at in range(0, PROMPTS, batch)]
+        return lambda: [decoder.generate(group, max_new_tokens=NEW_TOKENS, **options) for group in groups]
+
+    for temperature in (0.0, 0.7):
+        for batch in (1, 4, 8):
+            sampling = e3.SamplingParams(temperature=temperature)
+            runs = {name: all_texts(one, batch, sampling=sampling) for name, one in fallbacks(e3, target, head).items()}
+            record["fallback"].append({"temperature": temperature, "batch": batch, "rows": timed(runs)})
+    record["requests"] = timed(
+        {name: all_texts(one, 1, **options) for name, (one, options) in requests(e3, target, head).items()}
+    )
+    return record
+
+
+def ratios(rows: dict[str, Row]) -> Iterator[tuple[str, str]]:
+    """Name, and median and quartiles of the first row's seconds over its own, within a repeat."""
+    import numpy as np
+
+    base = next(iter(rows.values()))["seconds"]
+    for name, row in rows.items():
+        low, median, high = np.quantile(np.divide(base, row["seconds"]), [0.25, 0.5, 0.75])
+        yield name, f"{median:.2f} ({low:.2f}–{high:.2f})"
+
+
+def parts() -> dict[str, dict[str, str]]:
+    """For each page, the texts by the names of their marks."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    found, repeats = record["environment"], len(record["requests"]["none"]["seconds"])
+    git, cpu, version = found["git"]["commit"][:10], found["cpu"], found["versions"]["eagle3_jax"]
+    run = (
+        f"Version {version}, commit `{git}`, {cpu['cores']} cores of an {cpu['model']}, float32,\n"
+        f"{record['prompts']} code prompts, {record['new_tokens']} new tokens, {repeats} repeats. Median and quartiles."
+    )
+    columns = [f"{'greedy' if not one['temperature'] else 'T=0.7'}, batch {one['batch']}" for one in record["fallback"]]
+    cells: dict[str, list[str]] = {}
+    for one in record["fallback"]:
+        for name, ratio in ratios(one["rows"]):
+            cells.setdefault(name, []).append(ratio)
+    compared = table(["speed compared with plain decoding", *columns], [[name, *row] for name, row in cells.items()])
+    options = table(
+        ["option", "speed compared with none"], [[name, ratio] for name, ratio in ratios(record["requests"])]
+    )
+    return {
+        "docs/numbers.md": {"fallback": f"{compared}\n\n{run}"},
+        "docs/requests.md": {"cost": f"{options}\n\n{run}"},
+    }
+
+
+if __name__ == "__main__":
+    RECORD.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
