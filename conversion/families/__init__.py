@@ -67,7 +67,7 @@ def family_of(model_type: Any, where: str, own: Family | None = None) -> Family:
     Raises:
         CheckpointError: There is none; the message names all families.
     """
-    known = FAMILIES if own is None else {own.model_type: own, **FAMILIES}
+    known = FAMILIES if own is None else {**FAMILIES, own.model_type: own}
     if not isinstance(model_type, str) or model_type not in known:
         raise CheckpointError(
             f"{where}: model_type is {short(model_type)}; the families of targets are {', '.join(known)}, alone or "

@@ -163,6 +163,11 @@ def test_every_family_has_a_recipe_and_windows_that_a_text_leaves() -> None:
     assert windows and max(windows) < len(truth("llama").tokens) < NEW_TOKENS < VOCAB
 
 
+def test_a_family_of_the_caller_comes_before_that_of_the_table(folder: Any) -> None:
+    own = FAMILIES["llama"]._replace(label="Mine")
+    assert conversion.read_target(folder("llama"), own).family is own
+
+
 def test_the_doctor_names_the_family(folder: Any, tmp_path: Path) -> None:
     checks = conversion.diagnose(folder("qwen3"), tmp_path / "nowhere")
     assert checks[0].detail == "Qwen3 decoder, 4 layers, width 32, vocabulary 96"
