@@ -34,6 +34,7 @@ from eagle3_jax.types import (
 _PAGE = "docs/extending.md"
 _BOOL = (lambda value: isinstance(value, bool), "True or False, as a property")
 _POSITIVE = (lambda value: _is_whole(value, 1), "a whole number of at least 1, as a property")
+_COUNT = (lambda value: _is_whole(value, 0), "a whole number of at least 0, as a property")
 _LAYERS = (
     lambda value: isinstance(value, tuple) and all(_is_whole(layer, 0) for layer in value),
     "a tuple of layers, as in (2, 16, 29), or ()",
@@ -45,7 +46,7 @@ _MEMBERS: dict[str, dict[str, tuple[Callable[[Any], bool], str] | None]] = {
     "target": dict.fromkeys(("vocab_size", "init_cache", "__call__", "unembed")),
     "verifier": {"lossless": _BOOL, "__call__": None},
 }
-_OPTIONAL = {"is_chain": _BOOL, "num_likeliest": _POSITIVE}
+_OPTIONAL = {"is_chain": _BOOL, "num_likeliest": _COUNT}
 _ARGUMENTS = {"drafter": (), "target": ("aux_layers", "length"), "verifier": ("sampling_mode", "max_depth")}
 # Shape (letters as in `types.py`) and type of what a part returns; a target chooses its own type.
 _RETURNED: dict[type, dict[str, tuple[str, Any]]] = {

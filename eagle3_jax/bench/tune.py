@@ -437,7 +437,7 @@ def tune(
 
 
 def num_steps(*, shapes: int, batches: int, repeats: int, check: bool) -> int:
-    """Number of steps that :func:`tune` reports for so many draft shapes and different batch sizes."""
+    """Returns the number of steps that :func:`tune` reports. ``batches`` counts different batch sizes."""
     return shapes + batches * (repeats + 1) * (shapes + 1) + check * min(batches, 2)
 
 

@@ -81,6 +81,11 @@ class Fallback:
         return tuple(dict.fromkeys((*self.second.aux_layers, *self.first.aux_layers)))
 
     @property
+    def num_likeliest(self) -> int:
+        """``L``, the larger of the two; 0 if neither asks for likely tokens."""
+        return max(getattr(one, "num_likeliest", 0) for one in (self.first, self.second))
+
+    @property
     def is_chain(self) -> bool:
         """Whether both draft chains."""
         return declares_chain(self.first) and declares_chain(self.second)
@@ -129,6 +134,8 @@ class Fallback:
         return chosen.replace(tokens=tokens, state=(first, after))
 
     def _seen_by(self, drafter: Drafter[Any], seen: Observation) -> Observation:
+        if seen.likeliest is not None:
+            seen = seen.replace(likeliest=seen.likeliest[..., : getattr(drafter, "num_likeliest", 0)])
         if drafter.aux_layers == self.aux_layers:
             return seen
         index = jnp.asarray([self.aux_layers.index(layer) for layer in drafter.aux_layers], jnp.int32)

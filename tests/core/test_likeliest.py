@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import tiny
 
-from eagle3_jax import Draft, LoadedDrafter, Observation
+from eagle3_jax import Draft, Fallback, LoadedDrafter, Observation
 from eagle3_jax import loop as loops
+from eagle3_jax.drafters import NGram
 from eagle3_jax.testing.scripted import FixedTree
 
 TARGET = tiny.target(13)
@@ -39,14 +40,17 @@ class Watching(FixedTree):
         return draft.replace(valid=draft.valid.at[:, -1].set(False))
 
 
-def test_every_verified_node_has_the_targets_most_likely_tokens() -> None:
+@pytest.mark.parametrize("in_a_fallback", [False, True])
+def test_every_verified_node_has_the_targets_most_likely_tokens(in_a_fallback: bool) -> None:
     """Compared with a forward over the text that ends at each node, rejected nodes included."""
+    drafter = Fallback(Watching(), NGram(4)) if in_a_fallback else Watching()
     texts = [[5, 6, 7], [3, 3], [9, 1, 4]]
     limits = [8, 8, 1]  # the last row has finished after the prefill
-    loop, params = tiny.bind(TARGET, LoadedDrafter(Watching(), None))
+    loop, params = tiny.bind(TARGET, LoadedDrafter(drafter, None))
     state = loops.prefill(loop, params, tiny.prompts(texts, limit=limits), capacity=32)
     roots = np.asarray(state.tokens)[np.arange(3), np.asarray(state.length) - 1]
-    drafted, likeliest = jax.device_get(loops.step(loop, params, state).state.drafter[1])
+    after = loops.step(loop, params, state).state.drafter
+    drafted, likeliest = jax.device_get((after[0] if in_a_fallback else after)[1])
     assert (drafted[2] == -1).all() and (drafted[:, 4] == -1).all()
     paths = ([], [1], [2], [1, 3])
     for row, text in enumerate(texts[:2]):
@@ -57,6 +61,6 @@ def test_every_verified_node_has_the_targets_most_likely_tokens() -> None:
             assert likeliest[row, node].tolist() == np.argsort(-logits)[:3].tolist()
 
 
-def test_a_number_that_is_not_positive_is_refused() -> None:
+def test_a_negative_number_is_refused() -> None:
     with pytest.raises(ValueError, match="num_likeliest"):
-        tiny.bind(TARGET, LoadedDrafter(Watching(num_likeliest=0), None))
+        tiny.bind(TARGET, LoadedDrafter(Watching(num_likeliest=-1), None))

@@ -111,7 +111,7 @@ def written_text(path: Path, seed: int = 0) -> Path:
 
 
 def kill_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """The next run is interrupted after so many steps."""
+    """Interrupts the next run after a number of steps."""
     run = Trainer.run
 
     def killed(*arguments: Any) -> Any:
