@@ -100,7 +100,7 @@ def _named(source: str, target: Target) -> Head:
     """A drafter without files."""
     name, number = parts_of(source)
     if not number:
-        return Head(source, Sizes(method=name, target_width=target.config.width, is_parallel=True))
+        return Head(source, Sizes(name, target.config.width, is_parallel=True))
     layers = target.config.layers
     if number >= len(layers):
         raise Misuse(f"--drafter {source}: {target.name} has {len(layers)} layers, so give 1 to {len(layers) - 1}")
