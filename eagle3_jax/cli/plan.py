@@ -649,10 +649,10 @@ def _draft_length(num_draft_tokens: int, deployment: Deployment) -> int:
         return 0
     head = sizes_of(deployment.head)
     if num_draft_tokens > head.longest:
-        positions = "" if head.longest + 1 < head.max_positions else f" has {head.max_positions} positions, so"
+        by_positions = f" has {head.max_positions} positions, so K is" * (head.longest + 1 == head.max_positions)
         raise Misuse(
             f"--num-speculative-tokens {num_draft_tokens} is above the limit of the head: "
-            f"{deployment.head_name}{positions} K is at most {head.longest}"
+            f"{deployment.head_name}{by_positions or ' drafts'} at most {head.longest}"
         )
     return num_draft_tokens
 

@@ -102,18 +102,13 @@ def best_chain_length(
 ) -> int:
     """The ``K`` of the largest ``S``, the smaller one of equals; 0, which is plain decoding, when none exceeds 1.
 
-    Args:
-        conditional_acceptance_rate: ``α``.
-        verify_costs: ``v`` for ``K`` = 1, 2, ….
-        draft_costs: ``c`` for the same.
+    The costs are ``v`` and ``c`` for ``K`` = 1, 2, ….
     """
-    best, best_speedup = 0, 1.0
+    gains = [1.0]
     for k, (verify_cost, draft_cost) in enumerate(zip(verify_costs, draft_costs, strict=True), 1):
         tau = tau_from_conditional_rate(conditional_acceptance_rate, k)
-        found = speedup(tau, num_draft_tokens=k, verify_cost=verify_cost, draft_cost=draft_cost)
-        if found > best_speedup:
-            best, best_speedup = k, found
-    return best
+        gains.append(speedup(tau, num_draft_tokens=k, verify_cost=verify_cost, draft_cost=draft_cost))
+    return gains.index(max(gains))
 
 
 def blended_tau(token_shares: Sequence[float], mean_acceptance_lengths: Sequence[float]) -> float:

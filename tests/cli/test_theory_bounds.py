@@ -10,10 +10,8 @@ from deployments import SMALL, SMALL_HEAD, served
 from eagle3_jax.models.config import GatedDelta, GroupedQuery, Latent, LayerConfig
 from eagle3_jax.theory.accelerators import custom_accelerator
 from eagle3_jax.theory.bounds import (
-    best_chain,
     break_even_batch,
     check_claim,
-    experts_read,
     forward_work,
     keys_read,
     largest_batch,
@@ -96,24 +94,6 @@ def test_experts_of_a_forward_by_hand():
     counted = sizes_of(deployment.target).active - parameters(deployment.target).vectors
     counted -= parameters(deployment.target).routers
     assert one.layer_flops + one.other_flops == pytest.approx(2 * counted + 36 * 4 * 64 * 64)
-
-
-def test_experts_make_verification_dear_where_few_sequences_run():
-    deployment = served("Qwen3-30B-A3B", "H200", "bfloat16")
-    sizes = (1, 4, 8, 16, 60)
-    shares = [experts_read(deployment, batch=1, nodes=size) for size in sizes]
-    assert [round(128 * share) for share in shares] == [8, 29, 52, 82, 125]
-    one, many = (
-        [round_bound(deployment, batch=batch, context=0, num_draft_tokens=size - 1).verify_cost for size in sizes]
-        for batch in (1, 512)
-    )
-    assert one == sorted(one)
-    assert one[0] == 1.0 < one[1] < 3 < one[-1]
-    assert many[1] < 1.1
-    lengths = [
-        best_chain(deployment, batch=batch, context=1024, conditional_acceptance_rate=0.7) for batch in (1, 16, 128)
-    ]
-    assert lengths == sorted(lengths) and lengths[0] < 3 < lengths[2]
 
 
 def test_claims_are_held_against_the_fewest_experts_that_can_be_read_and_name_the_batch_they_need():
