@@ -402,8 +402,8 @@ def roofline(
     _print_title(
         deployment,
         context,
-        f"context {context}, K = {k}, τ = {tau:.2f}. No hardware is faster:\n"
-        "the longer of bytes/bandwidth and operations/peak, communication left out",
+        f"context {context}, K = {k}, τ = {tau:.2f}\n"
+        "No hardware is faster: the longer of bytes/bandwidth and operations/peak, communication left out.",
         gpu="each GPU" if every else deployment.accelerator.name,
     )
     if every:
@@ -559,14 +559,15 @@ def cost(
 
     Of measured speeds, or of the best that hardware allows. Only output tokens are counted.
     """
+    about, deployment = f"{price_per_hour:g} an hour, busy {busy:.0%} of the hours", None
     if tokens_per_second:
-        about, speeds = "measured", {f"{speed:g} tokens/s": speed for speed in tokens_per_second}
+        speeds = {f"{speed:g} tokens/s": speed for speed in tokens_per_second}
     else:
         deployment = given.read()
         k, tau = draft.read_for(deployment)
         context = _read_context(context, 1024, deployment)
         bound = round_bound(deployment, batch=batch_size, context=context, num_draft_tokens=k)
-        about = f"batch {batch_size}, context {context}, from the roofline, so real costs are higher; without prefill"
+        about = f"batch {batch_size}, context {context}; {about}\nFrom the roofline, so real costs are higher."
         speeds = {"plain": bound.plain_tokens_per_second}
         if deployment.head is not None:
             speeds[f"K = {k}, τ = {tau:.2f}"] = bound.tokens_per_second(tau)
@@ -577,7 +578,10 @@ def cost(
             {"price_per_hour": price_per_hour, "busy": busy, "from_roofline": not tokens_per_second, "costs": rows}
         )
         return
-    typer.echo(f"{about}; {price_per_hour:g} an hour, busy {busy:.0%} of the hours\n")
+    if deployment is None:
+        typer.echo(f"measured; {about}\n")
+    else:
+        _print_title(deployment, context or 0, about)
     first = next(iter(costs.values())).per_million_tokens
     rows = [
         (name, f"{speed:,.0f}", f"{per_million:.3f}", f"{tokens:,.0f}", f"{first / per_million:.2f}x")

@@ -237,10 +237,8 @@ def memory_plan(
         reserve_bytes: Bytes kept for everything that is not counted here.
 
     Raises:
-        ValueError: A number is out of its range.
+        ValueError: The utilization is no share.
     """
-    if batch < 1 or context < 1:
-        raise ValueError(f"batch {batch} and context {context} must both be at least 1")
     if not 0 < utilization <= 1:
         raise ValueError(f"memory utilization is {utilization:g}; expected more than 0 and at most 1")
     target, head = deployment.target, deployment.head

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
 
 import pytest
 from deployments import SMALL, SMALL_HEAD, served
@@ -125,18 +124,6 @@ def test_every_parameter_of_a_layer_is_counted_by_its_use(name):
     assert found.sizes == Parameters(*(2 * size for size in one))
     assert found[3:] == tuple(2 * values for values in cached)
     assert parameters(config).total == found.sizes.total + last.sizes.total + D + 2 * 17 * D
-
-
-def test_a_token_goes_through_some_experts_and_many_tokens_through_most():
-    # All choices of two experts of four by three tokens, counted one by one.
-    mlp = Experts(num_experts=4, per_token=2, width=1, router="softmax")
-    choices = list(itertools.product(itertools.combinations(range(4), 2), repeat=3))
-    mean = sum(len({expert for pair in choice for expert in pair}) for choice in choices) / len(choices)
-    sizes = sizes_of(DecoderConfig(vocab_size=17, width=D, layers=(LayerConfig(mixer=PLAIN, mlp=mlp),)))
-    (found,) = sizes.layers
-    assert found.experts_read(3) == pytest.approx(mean * 3 * D)
-    assert (found.experts_read(1), found.experts_read(None)) == (2 * 3 * D, 4 * 3 * D)
-    assert sizes.active == sizes.read.total - 17 * D - 2 * 3 * D
 
 
 def test_bytes_of_a_70b_target_in_fp8_and_of_its_head():
