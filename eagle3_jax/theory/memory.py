@@ -141,7 +141,7 @@ class MemoryPlan:
     head_cache: float  #: The head's own keys and values of the same tokens.
     states: float  #: Recurrent states of all sequences and both models.
     activations: float  #: Estimate of the largest forward.
-    reserve: float  #: Kept for the engine: context, graphs, workspaces, fragments.
+    reserve: float  #: Kept for the context, graphs, workspaces and fragments of the engine.
     budget: float  #: Bytes that may be used.
     cache_bytes_per_token: float  #: Bytes of one token in both caches.
 

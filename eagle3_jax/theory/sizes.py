@@ -18,7 +18,7 @@ ONE_PASS = ("num_heads", "mask_token_id", "block_size")
 class Parameters(NamedTuple):
     """Numbers of parameters by their use, which decides whether they are quantized, divided or read in every step."""
 
-    query_output: int = 0  #: Projections that are divided by query heads: queries, outputs, and what expands a latent.
+    query_output: int = 0  #: Projections divided by query heads (queries, outputs, and what expands a latent).
     key_value: int = 0  #: Projections that are divided by key heads, and those that lead to a latent.
     mlp: int = 0  #: Gate, up and down projections that every token goes through.
     #: The projection that fuses target features in a draft head, and its other matrices outside of layers.
@@ -41,7 +41,7 @@ class EqualLayers(NamedTuple):
     layer: LayerConfig  #: Description of one layer.
     number: int  #: Number of layers.
     sizes: Parameters  #: Parameters.
-    #: Numbers that one token adds to the caches: a key and a value, or a latent. A layer with a window counts
+    #: Numbers that one token adds to the caches (a key and a value, or a latent). A layer with a window counts
     #: like any other, since its buffers are as long.
     cache_values_per_token: int
     state_values: int  #: Numbers in the recurrent states of a sequence, in float32 and independent of its length.
