@@ -16,8 +16,13 @@ def bundled(part: str) -> Path:
     return Path(str(resources.files("eagle3_jax") / "assets" / part))
 
 
-def locate(source: str | Path | None, part: str) -> Path:
+def locate(source: str | Path | None, part: str, fetched: tuple[str, ...] = FETCHED) -> Path:
     """The local directory of a source. A hub id is downloaded once; ``None`` is the shipped ``part``.
+
+    Args:
+        source: Directory or hub id.
+        part: ``target`` or ``eagle3``.
+        fetched: The files of a hub id that are needed.
 
     Raises:
         ValueError: There is no such directory.
@@ -44,7 +49,7 @@ def locate(source: str | Path | None, part: str) -> Path:
             f"{source} is no local directory, and hub ids need huggingface_hub: pip install 'eagle3-jax[hub]'"
         ) from None
     try:
-        return Path(snapshot_download(given, allow_patterns=list(FETCHED)))
+        return Path(snapshot_download(given, allow_patterns=list(fetched)))
     except Exception as error:  # the hub's errors have no common type that is public
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(f"{source} is no local directory and could not be downloaded: {reason}") from None

@@ -7,12 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from eagle3_jax.decode import LoadedTarget
 from eagle3_jax.models.config import DecoderConfig, Experts
 
 _RUNS = 8
+# What is done with a matrix and a few rows, and how often that moves the matrix.
+_WAYS = {
+    "sum": (jax.jit(lambda matrix, few: jnp.sum(matrix, axis=0)), 1),
+    "copy": (jax.jit(lambda matrix, few: -matrix), 2),  # XLA would elide a plain copy of an argument
+    "product": (jax.jit(lambda matrix, few: few @ matrix), 1),
+}
 _STACKS = {"gate_up", "down", "gate_up_bias", "down_bias"}  # parameters of all experts of a layer together
 
 
@@ -60,13 +65,7 @@ def bandwidths(size: int) -> dict[str, float]:
     columns = 1024
     matrix = jnp.ones((max(size // (4 * columns), 1), columns), jnp.float32)
     few = jnp.ones((1, matrix.shape[0]), jnp.float32)
-    read = matrix.nbytes
-    ways = {
-        "sum": (_sum, (matrix,), read),
-        "copy": (_copy, (matrix,), 2 * read),
-        "product": (_product, (few, matrix), read),
-    }
-    return {name: moved / _fastest(function, given) for name, (function, given, moved) in ways.items()}
+    return {name: times * matrix.nbytes / _fastest(way, matrix, few) for name, (way, times) in _WAYS.items()}
 
 
 def ceiling(target: LoadedTarget, *, rows: int, context: int, large: int = 2**30) -> float:
@@ -95,7 +94,7 @@ def least_bytes_per_second(
     return tokens_per_second / rows / tokens_per_round * step_bytes(target, rows=rows, context=0)
 
 
-def _fastest(function: Any, arguments: tuple[Array, ...]) -> float:
+def _fastest(function: Any, *arguments: jax.Array) -> float:
     jax.block_until_ready(function(*arguments))
     best = float("inf")
     for _ in range(_RUNS):
@@ -103,18 +102,3 @@ def _fastest(function: Any, arguments: tuple[Array, ...]) -> float:
         jax.block_until_ready(function(*arguments))
         best = min(best, time.perf_counter() - start)
     return best
-
-
-@jax.jit
-def _sum(matrix: Float[Array, "rows columns"]) -> Float[Array, " columns"]:
-    return jnp.sum(matrix, axis=0)
-
-
-@jax.jit
-def _copy(matrix: Float[Array, "rows columns"]) -> Float[Array, "rows columns"]:
-    return -matrix  # XLA would elide a plain copy of an argument
-
-
-@jax.jit
-def _product(few: Float[Array, "few rows"], matrix: Float[Array, "rows columns"]) -> Float[Array, "few columns"]:
-    return few @ matrix

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config, usual_head
 from eagle3_jax.named import is_named, parts_of
+from eagle3_jax.sources import locate
 from eagle3_jax.theory.known_models import KNOWN_MODELS, known_name
 from eagle3_jax.theory.sizes import Parameters, Sizes, head_sizes, sizes_of
 
@@ -45,18 +46,11 @@ def read_target(source: str | None) -> Target:
         return Target(name, KNOWN_MODELS[name])
     from eagle3_jax.conversion.families import read_config
 
-    fields = _fields(source, "target")
-    config = read_config(fields)
-    return Target("the bundled target" if source is None else source, config)
+    return Target(source or "the bundled target", read_config(_fields(source, "target")))
 
 
 def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
-    """The head, the draft model or the named drafter of ``--drafter``.
-
-    Args:
-        source: As it was given.
-        target: What it drafts for.
-        bundled: Whether that is the bundled one.
+    """The head, the draft model or the named drafter of ``--drafter``; ``bundled`` says whether the target is that one.
 
     Raises:
         ValueError: There is none, or it does not say what a plan needs; the message says why.
@@ -72,8 +66,8 @@ def read_head(source: str | None, target: Target, *, bundled: bool) -> Head:
     from eagle3_jax.conversion.heads import HEADS
 
     fields = _fields(source, "eagle3")
-    name = "the bundled head" if source is None else source
-    method = "eagle3" if source is None else _method_of(Path(source), fields)
+    name = source or "the bundled head"
+    method = _method_of(fields)
     if method not in HEADS:
         return Head(name, _language_model(fields, target))
     kind = HEADS[method]
@@ -100,7 +94,7 @@ def _named(source: str, target: Target) -> Head:
     """A drafter without files."""
     name, number = parts_of(source)
     if not number:
-        return Head(source, Sizes(method=name, target_width=target.config.width, is_parallel=True))
+        return Head(source, Sizes(name, target.config.width, is_parallel=True))
     layers = target.config.layers
     if number >= len(layers):
         raise Misuse(f"--drafter {source}: {target.name} has {len(layers)} layers, so give 1 to {len(layers) - 1}")
@@ -108,7 +102,7 @@ def _named(source: str, target: Target) -> Head:
     return Head(source, dataclasses.replace(sizes, method="layer skip", owned=Parameters()))
 
 
-def _method_of(directory: Path, fields: Fields) -> str:
+def _method_of(fields: Fields) -> str:
     """The kind of a drafter, by its tensors where they are there, or else by its configuration alone."""
     from eagle3_jax.conversion.errors import CheckpointError
     from eagle3_jax.conversion.families import FAMILIES, WRAPPERS
@@ -116,6 +110,7 @@ def _method_of(directory: Path, fields: Fields) -> str:
     from eagle3_jax.conversion.native import TARGET
     from eagle3_jax.conversion.reading import identify
 
+    directory = Path(fields.where).parent
     if any(directory.glob("*.safetensors")):
         with contextlib.suppress(CheckpointError):
             return identify(directory)
@@ -134,29 +129,9 @@ def _method_of(directory: Path, fields: Fields) -> str:
 def _fields(source: str | None, part: str) -> Fields:
     from eagle3_jax.conversion.fields import Fields
     from eagle3_jax.conversion.files import NATIVE_FILE, read_json
-    from eagle3_jax.sources import bundled
 
-    directory = bundled(part) if source is None else Path(source)
-    if source is not None and not directory.exists() and source.count("/") == 1 and not source.startswith((".", "~")):
-        path = _download_config(source)
-    elif source is not None and not directory.is_dir():
-        raise Misuse(f"{source} is neither a directory, a hub id such as org/name, nor a known model; see --help")
-    elif (directory / NATIVE_FILE).is_file():
+    directory = locate(source, part, ("config.json",))
+    if (directory / NATIVE_FILE).is_file():
         raise Misuse(f"{directory} is in the native layout; give the checkpoint that it was converted from")
-    else:
-        path = directory / "config.json"
+    path = directory / "config.json"
     return Fields(read_json(path), str(path))
-
-
-def _download_config(source: str) -> Path:
-    try:
-        from huggingface_hub import hf_hub_download
-    except ImportError:
-        raise Misuse(
-            f"{source} is no local directory, and hub ids need huggingface_hub: pip install 'eagle3-jax[hub]'"
-        ) from None
-    try:
-        return Path(hf_hub_download(source, "config.json"))
-    except Exception as error:  # the hub's errors have no common type that is public
-        reason = str(error).strip().splitlines()[0]
-        raise Misuse(f"{source} is no local directory and its config.json cannot be fetched: {reason}") from None

@@ -22,31 +22,21 @@ CACHE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """Limits of an accelerator.
+    """Limits of an accelerator."""
 
-    Attributes:
-        name: Name for tables and messages.
-        memory_bytes: Capacity. Vendors' gigabytes are taken as ``10**9``, which is on the safe side.
-        bandwidth_bytes_per_second: Memory bandwidth.
-        peak_flops: Dense bfloat16 operations per second, summed in float32; without the doubling for sparse matrices.
-        peak_flops_fp8: Dense FP8 operations per second; ``None`` where products are not computed in FP8.
-        source: Publication of the figures.
-    """
-
-    name: str
-    memory_bytes: float
-    bandwidth_bytes_per_second: float
+    name: str  #: Name for tables and messages.
+    memory_bytes: float  #: Capacity. Vendors' gigabytes are taken as ``10**9``, which is on the safe side.
+    bandwidth_bytes_per_second: float  #: Memory bandwidth.
+    #: Dense bfloat16 operations per second, summed in float32; without the doubling for sparse matrices.
     peak_flops: float
-    peak_flops_fp8: float | None
-    source: str
+    peak_flops_fp8: float | None  #: Dense FP8 operations per second; ``None`` where products are not computed in FP8.
+    source: str  #: Publication of the figures.
 
     def __post_init__(self) -> None:
         for field in ("memory_bytes", "bandwidth_bytes_per_second", "peak_flops", "peak_flops_fp8"):
             value = getattr(self, field)
             if value is not None and not value > 0:
                 raise ValueError(f"{field} of {self.name} is {value:g}; expected a positive number")
-        if math.isinf(self.bandwidth_bytes_per_second):
-            raise ValueError(f"the bandwidth of {self.name} is infinite; expected the datasheet's or a measured one")
 
 
 def _of(name: str, memory_gb: float, tb_per_s: float, tflops: float, fp8: float | None, source: str) -> Accelerator:

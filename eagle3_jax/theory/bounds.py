@@ -11,9 +11,8 @@ cache between steps is left out too; only models of some hundred megabytes can p
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from collections.abc import Callable
-from typing import Any
 
 from eagle3_jax.models.config import GatedDelta, GroupedQuery, Latent, Mixer
 from eagle3_jax.theory.memory import Deployment, memory_plan
@@ -25,36 +24,29 @@ _MOST_ROWS = 65_536  # upper end of the search for a batch size
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Bytes and operations of one forward on each accelerator.
+    """Bytes and operations of one forward on each accelerator."""
 
-    Attributes:
-        num_bytes: Read from and written to its memory.
-        layer_flops: Operations in the layers, which run in FP8 where weights are FP8 and the hardware can.
-        other_flops: Operations in attention and output projection, in bfloat16.
-    """
-
-    num_bytes: float
-    layer_flops: float
-    other_flops: float
+    num_bytes: float  #: Read from and written to its memory.
+    layer_flops: float  #: Operations in the layers, which run in FP8 where weights are FP8 and the hardware can.
+    other_flops: float  #: Operations in attention and output projection, in bfloat16.
 
     def memory_seconds(self, deployment: Deployment) -> float:
         """``bytes / bandwidth``."""
         return self.num_bytes / deployment.accelerator.bandwidth_bytes_per_second
 
-    def compute_seconds(self, deployment: Deployment, *, quantised: bool) -> float:
+    def compute_seconds(self, deployment: Deployment) -> float:
         """``operations / peak``; int8 and int4 weights are widened, their products are bfloat16."""
         accelerator = deployment.accelerator
-        fp8_peak = accelerator.peak_flops_fp8 if quantised and deployment.weights == "fp8" else None
+        fp8_peak = accelerator.peak_flops_fp8 if deployment.weights == "fp8" else None
         return self.layer_flops / (fp8_peak or accelerator.peak_flops) + self.other_flops / accelerator.peak_flops
 
     def seconds(self, deployment: Deployment) -> float:
         """The longer of the two times."""
-        return max(self.memory_seconds(deployment), self.compute_seconds(deployment, quantised=True))
+        return max(self.memory_seconds(deployment), self.compute_seconds(deployment))
 
     def limit(self, deployment: Deployment) -> str:
         """``memory`` or ``compute``, whichever takes longer."""
-        compute = self.compute_seconds(deployment, quantised=True)
-        return "memory" if self.memory_seconds(deployment) >= compute else "compute"
+        return "memory" if self.memory_seconds(deployment) >= self.compute_seconds(deployment) else "compute"
 
 
 def forward_work(
@@ -89,32 +81,34 @@ def forward_work(
     """
     sizes, n = sizes_of(model), deployment.num_accelerators
     read, fuse = sizes.read, fuse or not sizes.fuses_once
-    fusion = 0 if fuse else deployment.fusion_bytes(model)
-    cache = sum(
-        batch * keys_read(run.layer.mixer, context, tokens) * deployment.run_cache_bytes(run)
-        for run in sizes.runs
-        if run.cache_values_per_token
-    )
-    weights = deployment.streamed_bytes(model, tokens=1 if alike else batch * tokens)
-    layers = read.query_output + read.key_value + read.mlp + (n * read.fusion if fuse else 0)
-    layers += sum(run.experts_read(1) for run in sizes.runs)
-    mixing = sum(batch * run.count * mixing_flops(run.layer.mixer, context, tokens) for run in sizes.runs)
+    weights = deployment.streamed_bytes(model, tokens=1 if alike else batch * tokens, fuse=fuse)
+    matrices = read.query_output + read.key_value + read.mlp + (n * read.fusion if fuse else 0)
+    keys = mixing = 0.0
+    for equal in sizes.layers:
+        mixer = equal.layer.mixer
+        matrices += equal.experts_read(1)
+        keys += keys_read(mixer, context, tokens) * deployment.layer_cache_bytes(equal)
+        mixing += equal.number * mixing_flops(mixer, context, tokens)
     return Work(
-        num_bytes=weights - fusion + cache + 2 * batch * deployment.state_bytes(model),
-        layer_flops=2 * batch * tokens * layers / n,
-        other_flops=(mixing + 2 * batch * logits * read.output) / n,
+        num_bytes=weights + batch * (keys + 2 * deployment.state_bytes(model)),
+        layer_flops=2 * batch * tokens * matrices / n,
+        other_flops=batch * (mixing + 2 * logits * read.output) / n,
     )
+
+
+def _keys_of_each(mixer: GroupedQuery | Latent, context: int, tokens: int) -> list[int]:
+    """Number of keys that each new token attends to, its own included."""
+    seen = range(context + 1, context + tokens + 1)
+    if isinstance(mixer, GroupedQuery) and mixer.chunk is not None:
+        return [(number - 1) % mixer.chunk + 1 for number in seen]
+    if isinstance(mixer, GroupedQuery) and mixer.window is not None:
+        return [min(number, mixer.window) for number in seen]
+    return list(seen)
 
 
 def keys_read(mixer: Mixer, context: int, tokens: int) -> int:
     """Keys of a sequence that any of its new tokens attends to, the new ones included; none in a recurrent layer."""
-    if isinstance(mixer, GatedDelta):
-        return 0
-    if isinstance(mixer, GroupedQuery) and mixer.window is not None:
-        return min(context, mixer.window - 1) + tokens
-    if isinstance(mixer, GroupedQuery) and mixer.chunk is not None:
-        return context % mixer.chunk + tokens
-    return context + tokens
+    return 0 if isinstance(mixer, GatedDelta) else _keys_of_each(mixer, context, 1)[0] + tokens - 1
 
 
 def mixing_flops(mixer: Mixer, context: int, tokens: int) -> float:
@@ -126,48 +120,24 @@ def mixing_flops(mixer: Mixer, context: int, tokens: int) -> float:
     """
     if isinstance(mixer, GatedDelta):
         return 6.0 * tokens * mixer.num_value_heads * mixer.key_dim * mixer.value_dim
-    pairs = _pairs(mixer, context, tokens)
-    if isinstance(mixer, Latent):
-        return 2.0 * pairs * mixer.num_heads * (2 * mixer.kv_rank + mixer.rope_dim)
-    return 4.0 * pairs * mixer.num_heads * mixer.head_dim
-
-
-def _pairs(mixer: GroupedQuery | Latent, context: int, tokens: int) -> float:
-    """Number of pairs of a query and a key that it attends to."""
-    window = mixer.window if isinstance(mixer, GroupedQuery) else None
-    if isinstance(mixer, GroupedQuery) and mixer.chunk is not None:
-        return float(sum(position % mixer.chunk + 1 for position in range(context, context + tokens)))
-    whole = tokens if window is None else min(max(window - context, 0), tokens)  # the first ones, which see everything
-    return whole * (context + (whole + 1) / 2) + (tokens - whole) * (window or 0)
+    width = 2 * mixer.kv_rank + mixer.rope_dim if isinstance(mixer, Latent) else 2 * mixer.head_dim
+    return 2.0 * sum(_keys_of_each(mixer, context, tokens)) * mixer.num_heads * width
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundBound:
-    """The shortest possible times of a plain step and of a round of speculation.
+    """The shortest possible times of a plain step and of a round of speculation."""
 
-    Attributes:
-        batch: Sequences at once.
-        num_draft_tokens: ``K``.
-        plain_seconds: One token for every sequence.
-        verify_seconds: One forward of ``K + 1`` tokens for every sequence.
-        draft_seconds: All passes of the drafter; 0 without one.
-        draft_bytes: Bytes that the drafter's passes move on each accelerator.
-        plain_bytes: Bytes that the plain step reads on each accelerator.
-        plain_flops: Operations of the plain step on each accelerator.
-        plain_limit: ``memory`` or ``compute``.
-        verify_limit: The same for verification.
-    """
-
-    batch: int
-    num_draft_tokens: int
-    plain_seconds: float
-    verify_seconds: float
-    draft_seconds: float
-    draft_bytes: float
-    plain_bytes: float
-    plain_flops: float
-    plain_limit: str
-    verify_limit: str
+    batch: int  #: Sequences at once.
+    num_draft_tokens: int  #: ``K``.
+    plain_seconds: float  #: One token for every sequence.
+    verify_seconds: float  #: One forward of ``K + 1`` tokens for every sequence.
+    draft_seconds: float  #: All passes of the drafter; 0 without one.
+    draft_bytes: float  #: Bytes that the drafter's passes move on each accelerator.
+    plain_bytes: float  #: Bytes that the plain step reads on each accelerator.
+    plain_flops: float  #: Operations of the plain step on each accelerator.
+    plain_limit: str  #: ``memory`` or ``compute``.
+    verify_limit: str  #: The same for verification.
 
     @property
     def verify_cost(self) -> float:
@@ -209,24 +179,18 @@ def round_bound(
         num_draft_tokens: ``K``; 0 for plain decoding, in which case verification is the plain step.
         alike: See :func:`forward_work`; with experts, the result is a bound for every text only if this is true.
     """
-    if batch < 1 or context < 0 or num_draft_tokens < 0:
-        raise ValueError(
-            f"batch {batch}, context {context} and {num_draft_tokens} draft tokens; expected at least 1, 0 and 0"
-        )
-    target, head, k = deployment.target, deployment.head, num_draft_tokens
-    of_batch: dict[str, Any] = {"batch": batch, "alike": alike}
-    plain = forward_work(deployment, target, **of_batch, context=context, tokens=1, logits=1)
-    verify = forward_work(deployment, target, **of_batch, context=context, tokens=k + 1, logits=k + 1)
+    k, work = num_draft_tokens, functools.partial(forward_work, deployment, batch=batch, alike=alike)
+    plain = work(deployment.target, context=context, tokens=1, logits=1)
+    verify = work(deployment.target, context=context, tokens=k + 1, logits=k + 1)
     passes: list[Work] = []
-    if head is not None and k > 0:
-        sizes = sizes_of(head)
-        rows, logits = k + 1, k if sizes.is_parallel else 1
-        if sizes.is_parallel and not sizes.runs:
+    if deployment.head is not None and k > 0:
+        head = sizes_of(deployment.head)
+        rows, logits = k + 1, k if head.is_parallel else 1
+        if head.is_parallel and not head.layers:
             rows = logits = 1  # the outputs of all heads are counted as one
-        passes = [forward_work(deployment, head, **of_batch, context=context, tokens=rows, logits=logits, fuse=True)]
-        if not sizes.is_parallel:
-            later = forward_work(deployment, head, **of_batch, context=context + k + 1, tokens=1, logits=1)
-            passes += [later] * (k - 1)
+        passes = [work(head, context=context, tokens=rows, logits=logits, fuse=True)]
+        if not head.is_parallel:
+            passes += [work(head, context=context + k + 1, tokens=1, logits=1)] * (k - 1)
     return RoundBound(
         batch=batch,
         num_draft_tokens=k,
@@ -244,7 +208,7 @@ def round_bound(
 def experts_read(deployment: Deployment, *, batch: int, nodes: int) -> float:
     """Share of the target's experts that verification of drafts of ``nodes`` tokens reads, the root included."""
     target = sizes_of(deployment.target)
-    return sum(run.experts_read(batch * nodes) for run in target.runs) / target.read.experts
+    return sum(equal.experts_read(batch * nodes) for equal in target.layers) / target.read.experts
 
 
 def best_chain(
@@ -259,58 +223,44 @@ def best_chain(
     )
 
 
-def pays_from_batch(
+def paying_batches(
     deployment: Deployment, *, context: int, num_draft_tokens: int, mean_acceptance_length: float
-) -> int | None:
-    """The smallest batch at which speculation pays off, ``τ > v(B) + K·c(B)``; ``None`` if there is none.
+) -> tuple[int | None, int | None]:
+    """The batches at which speculation pays off on the roofline, ``τ > v(B) + K·c(B)``: the first, and the first after.
 
-    It is 1 for dense targets. With experts verification reads more of them than a plain step does, until a batch reads
-    most of them anyway.
+    It pays off from batch 1 for dense targets. With experts verification reads more of them than a plain step does,
+    until a batch reads most of them anyway. ``v`` grows with the batch from 1 towards ``K + 1`` as arithmetic becomes
+    the limit; long contexts delay that, since every sequence brings keys and values to be read. A real engine reaches
+    the end earlier.
+
+    Returns:
+        The smallest batch at which it pays off, or ``None``. The smallest larger one at which it no longer does: 1 if
+        it pays off at none, ``None`` if it does up to 65,536.
     """
-    pays = _pays(deployment, context, num_draft_tokens, mean_acceptance_length)
+
+    def pays(batch: int) -> bool:
+        bound = round_bound(deployment, batch=batch, context=context, num_draft_tokens=num_draft_tokens)
+        return bound.speedup(mean_acceptance_length) > 1.0
+
     power = next((2**exponent for exponent in range(17) if pays(2**exponent)), None)
-    return None if power is None else _first(pays, after=power // 2)
+    if power is None:
+        return None, 1
+    start = _first(pays, after=power // 2)
+    return start, _first(lambda batch: not pays(batch), after=start or 0)
 
 
 def break_even_batch(
     deployment: Deployment, *, context: int, num_draft_tokens: int, mean_acceptance_length: float
 ) -> int | None:
-    """The batch from which speculation no longer pays off: ``τ <= v(B) + K·c(B)``, and it did before.
-
-    ``v`` grows with the batch from 1 towards ``K + 1`` as arithmetic becomes the limit; long contexts delay that, since
-    every sequence brings keys and values to be read. The times are rooflines: a real engine reaches the point earlier.
-
-    Returns:
-        The batch, 1 when speculation pays off at none, or ``None`` when it pays off up to 65,536.
-    """
-    pays = _pays(deployment, context, num_draft_tokens, mean_acceptance_length)
-    first = pays_from_batch(
-        deployment,
-        context=context,
-        num_draft_tokens=num_draft_tokens,
-        mean_acceptance_length=mean_acceptance_length,
-    )
-    return 1 if first is None else _first(lambda batch: not pays(batch), after=first)
-
-
-def _pays(deployment: Deployment, context: int, num_draft_tokens: int, tau: float) -> Callable[[int], bool]:
-    def pays(batch: int) -> bool:
-        bound = round_bound(deployment, batch=batch, context=context, num_draft_tokens=num_draft_tokens)
-        return bound.speedup(tau) > 1.0
-
-    return pays
+    """The batch from which speculation no longer pays off, as :func:`paying_batches` returns it."""
+    asked = {"num_draft_tokens": num_draft_tokens, "mean_acceptance_length": mean_acceptance_length}
+    return paying_batches(deployment, context=context, **asked)[1]
 
 
 def largest_batch(deployment: Deployment, *, context: int, num_draft_tokens: int, utilization: float = 0.9) -> int:
     """The most sequences of ``context`` tokens that fit into memory; 0 when none does, 65,536 when there is no end."""
-
-    def too_large(batch: int) -> bool:
-        plan = memory_plan(
-            deployment, batch=batch, context=context, num_draft_tokens=num_draft_tokens, utilization=utilization
-        )
-        return not plan.fits
-
-    first = _first(too_large)
+    asked = {"context": context, "num_draft_tokens": num_draft_tokens, "utilization": utilization}
+    first = _first(lambda batch: not memory_plan(deployment, batch=batch, **asked).fits)
     return _MOST_ROWS if first is None else first - 1
 
 
@@ -329,17 +279,11 @@ def _first(holds: Callable[[int], bool], *, after: int = 0) -> int | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A published throughput compared with the roofline.
+    """A published throughput compared with the roofline."""
 
-    Attributes:
-        tokens_per_second: The claimed throughput, all sequences together.
-        bound: Upper bound at this batch, every draft token accepted.
-        batch_needed: Smallest batch at which plain decoding could reach it; ``None`` when none could.
-    """
-
-    tokens_per_second: float
-    bound: float
-    batch_needed: int | None
+    tokens_per_second: float  #: The claimed throughput, all sequences together.
+    bound: float  #: Upper bound at this batch, every draft token accepted.
+    batch_needed: int | None  #: Smallest batch at which plain decoding could reach it; ``None`` when none could.
 
     @property
     def share_of_bound(self) -> float:
@@ -360,17 +304,12 @@ def check_claim(
     The time of drafting is left out, so that the verdict holds for every drafter. Only the experts that a single token
     needs are counted, so that it holds for every text.
     """
-    if not 0 < tokens_per_second < math.inf:
-        raise ValueError(f"a claim of {tokens_per_second:g} tokens/s; expected a positive number")
-    asked: dict[str, Any] = {"context": context, "alike": True}
 
-    def reached(rows: int) -> bool:
-        plain = round_bound(deployment, batch=rows, num_draft_tokens=0, **asked)
-        return plain.plain_tokens_per_second >= tokens_per_second
+    def bound_of(rows: int, k: int) -> RoundBound:
+        return round_bound(deployment, batch=rows, context=context, num_draft_tokens=k, alike=True)
 
-    verify_seconds = round_bound(deployment, batch=batch, num_draft_tokens=num_draft_tokens, **asked).verify_seconds
     return Claim(
         tokens_per_second=tokens_per_second,
-        bound=batch * (num_draft_tokens + 1) / verify_seconds,
-        batch_needed=_first(reached),
+        bound=batch * (num_draft_tokens + 1) / bound_of(batch, num_draft_tokens).verify_seconds,
+        batch_needed=_first(lambda rows: bound_of(rows, 0).plain_tokens_per_second >= tokens_per_second),
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from typing import NamedTuple
 
 _LEAST = 1e-12  # below, quotients are no longer finite
 
@@ -25,23 +25,16 @@ def cost_per_million_tokens(tokens_per_second: float, price_per_hour: float) -> 
     return price_per_hour / 3600 / tokens_per_second * 1e6
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cost:
-    """Cost of decoding at one speed.
+class Cost(NamedTuple):
+    """Cost of decoding at one speed; idle time is paid by the tokens of busy hours."""
 
-    Attributes:
-        tokens_per_second: Speed of the whole machine while it works.
-        per_million_tokens: Price of a million tokens, idle time included.
-        tokens_per_unit: Tokens for one unit of the currency, idle time included.
-    """
-
-    tokens_per_second: float
-    per_million_tokens: float
-    tokens_per_unit: float
+    tokens_per_second: float  #: Speed of the whole machine while it works.
+    per_million_tokens: float  #: Price of a million tokens.
+    tokens_per_unit: float  #: Tokens for one unit of the currency.
 
 
 def cost_of(tokens_per_second: float, *, price_per_hour: float, busy: float = 1.0) -> Cost:
-    """Cost per million tokens and tokens per currency unit; the tokens of busy hours pay for idle hours too.
+    """Cost per million tokens and tokens per currency unit.
 
     Args:
         tokens_per_second: Speed of the whole machine while it works.
@@ -56,8 +49,4 @@ def cost_of(tokens_per_second: float, *, price_per_hour: float, busy: float = 1.
     per_million = cost_per_million_tokens(tokens_per_second * busy, price_per_hour)
     if price_per_hour < _LEAST:
         raise ValueError(f"price_per_hour is {price_per_hour:g}; tokens that cost nothing have no number per dollar")
-    return Cost(
-        tokens_per_second=tokens_per_second,
-        per_million_tokens=per_million,
-        tokens_per_unit=tokens_per_second * busy * 3600 / price_per_hour,
-    )
+    return Cost(tokens_per_second, per_million, tokens_per_second * busy * 3600 / price_per_hour)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
-from eagle3_jax.models.config import DecoderConfig, Eagle3Config, GatedDelta, GatedMLP, Latent, LayerConfig, Mixer
+from eagle3_jax.models.config import DecoderConfig, Eagle3Config, GatedDelta, GatedMLP, Latent, LayerConfig
 from eagle3_jax.theory.accelerators import CACHE_BYTES, WEIGHT_BITS, Accelerator
-from eagle3_jax.theory.sizes import LayerRun, Model, Sizes, sizes_of
+from eagle3_jax.theory.sizes import EqualLayers, Model, Sizes, sizes_of
 
 _EXPERTS_ONLY = "mxfp4"  # gpt-oss is published in it: everything except the experts stays in bfloat16
 _MOST_ACCELERATORS = 1024  # upper end of the search for a number that fits
@@ -23,34 +24,22 @@ class Deployment:
     when there are fewer of those than accelerators. Quantized weights are those inside the target's layers; its
     embedding, output projection and vectors keep 16 bits (32 in float32), as in published checkpoints. With FP8 all
     kernels of a draft head have 8 bits too, as this library stores them; with the other types it keeps 16 bits.
-
-    Attributes:
-        target: Configuration of the target.
-        head: The drafter; ``None`` for plain decoding.
-        accelerator: Kind of the accelerators.
-        num_accelerators: Tensor-parallel size ``n``.
-        weights: A key of ``WEIGHT_BITS``.
-        cache: A key of ``CACHE_BYTES``, for both caches.
-        target_name: Name of the target for tables and messages.
-        head_name: Name of the head for tables and messages.
     """
 
-    target: DecoderConfig
-    head: Eagle3Config | Sizes | None
-    accelerator: Accelerator
-    num_accelerators: int = 1
-    weights: str = "bfloat16"
-    cache: str = "bfloat16"
-    target_name: str = "target"
-    head_name: str = "head"
+    target: DecoderConfig  #: Configuration of the target.
+    head: Eagle3Config | Sizes | None  #: The drafter; ``None`` for plain decoding.
+    accelerator: Accelerator  #: Kind of the accelerators.
+    num_accelerators: int = 1  #: Tensor-parallel size ``n``.
+    weights: str = "bfloat16"  #: A key of ``WEIGHT_BITS``.
+    cache: str = "bfloat16"  #: A key of ``CACHE_BYTES``, for both caches.
+    target_name: str = "target"  #: Name of the target for tables and messages.
+    head_name: str = "head"  #: Name of the head for tables and messages.
 
     def __post_init__(self) -> None:
         if self.weights not in WEIGHT_BITS:
             raise ValueError(f"weights {self.weights!r} are not known; use one of {', '.join(WEIGHT_BITS)}")
         if self.cache not in CACHE_BYTES:
             raise ValueError(f"cache type {self.cache!r} is not known; use one of {', '.join(CACHE_BYTES)}")
-        if self.num_accelerators < 1:
-            raise ValueError(f"{self.num_accelerators} accelerators; expected at least 1")
         for name, model in ((self.target_name, self.target), (self.head_name, self.head)):
             for num_heads in attention_heads(model) if model else ():
                 if num_heads % self.num_accelerators:
@@ -65,43 +54,48 @@ class Deployment:
             )
 
     @property
+    def models(self) -> list[Model]:
+        """The target, and the head where there is one."""
+        return [self.target, self.head] if self.head else [self.target]
+
+    @property
     def plain_bytes(self) -> int:
         """Bytes of a number that is never quantized: in tables, routers, vectors, head and activations."""
         return 4 if self.weights == "float32" else 2
 
     def weight_bytes(self, model: Model) -> float:
-        """Weights on each accelerator: ``bits/8·(qo + mlp + r·kv)/n + wide·((embed + output)/n + fusion + vectors)``.
-
-        With FP8 the output projection and the fusion of a head have one byte. ``r`` is the number of accelerators that
-        share a key/value head, 1 when there are enough heads. Parameters that a drafter borrows are not counted.
-        """
+        """Weights on each accelerator: what a forward reads, and the embedding; nothing that a drafter borrows."""
         sizes = sizes_of(model)
         if not sizes.owned.total:
             return 0.0
         tables = sizes.owned.embedding + sizes.owned.output - sizes.read.output
         return self.streamed_bytes(model) + self.plain_bytes * tables / self.num_accelerators
 
-    def streamed_bytes(self, model: Model, *, tokens: int | None = None) -> float:
+    def streamed_bytes(self, model: Model, *, tokens: int | None = None, fuse: bool = True) -> float:
         """Weights that each accelerator reads in a forward: all but the embedding, of which a token reads one row.
+
+        ``bits/8·(qo + mlp + r·kv + experts)/n + wide·(output/n + fusion + vectors)``. With FP8 the output projection
+        and the fusion of a head have one byte. ``r`` is the number of accelerators that share a key/value head, 1 when
+        there are enough heads.
 
         Args:
             model: The target or the head.
             tokens: Number of tokens that choose between experts; ``None`` reads all experts.
+            fuse: Whether the fusion of target features is read.
         """
-        sizes = sizes_of(model)
-        read, own = sizes.read, min(sizes.owned.output, sizes.read.output)
-        output = self._kernel_bytes(sizes) * own + self.plain_bytes * (read.output - own)
-        full = self.fusion_bytes(model) + self.plain_bytes * (read.vectors + read.routers)
-        return self._layer_bytes(model, tokens) + output / self.num_accelerators + full
-
-    def fusion_bytes(self, model: Model) -> float:
-        """Weights of the fusion, which every accelerator holds in full."""
-        sizes = sizes_of(model)
-        return float(self._kernel_bytes(sizes) * sizes.read.fusion)
-
-    def _kernel_bytes(self, sizes: Sizes) -> int:
-        """Bytes of a number in a kernel outside of layers."""
-        return 1 if sizes.is_head and self.weights == "fp8" else self.plain_bytes
+        sizes, wide, is_fp8 = sizes_of(model), self.plain_bytes, self.weights == "fp8"
+        bits = WEIGHT_BITS[self.weights] if is_fp8 or isinstance(model, DecoderConfig) else 8.0 * wide
+        dense_bits = 8.0 * wide if self.weights == _EXPERTS_ONLY else bits
+        divided = 0.0
+        for equal in sizes.layers:
+            of = equal.sizes
+            dense = of.query_output + of.mlp + of.key_value * self._shared_by(equal)
+            divided += (dense_bits * dense + bits * equal.experts_read(tokens)) / 8
+        kernel = 1 if is_fp8 and sizes.is_head else wide
+        own = min(sizes.owned.output, sizes.read.output)
+        divided += kernel * own + wide * (sizes.read.output - own)
+        whole = wide * (sizes.read.vectors + sizes.read.routers) + (kernel * sizes.read.fusion if fuse else 0)
+        return divided / self.num_accelerators + whole
 
     def cache_bytes_per_token(self, model: Model) -> float:
         """Keys and values of one token on each accelerator: ``Σ 2·C·H`` numbers, ``·r/n``, over the layers.
@@ -109,75 +103,47 @@ class Deployment:
         A layer of latents has ``r + dr`` on every accelerator, a recurrent layer nothing. Layers with a window hold
         the whole sequence like the others; an engine that frees what has left the window needs less.
         """
-        return sum((self.run_cache_bytes(run) for run in sizes_of(model).runs), 0.0)
+        return sum(map(self.layer_cache_bytes, sizes_of(model).layers), 0.0)
 
-    def run_cache_bytes(self, run: LayerRun) -> float:
+    def layer_cache_bytes(self, equal: EqualLayers) -> float:
         """Keys and values of one token in some layers, in bytes on each accelerator."""
-        return run.cache_values_per_token * self._shared_by(run) / self.num_accelerators * CACHE_BYTES[self.cache]
+        return equal.cache_values_per_token * self._shared_by(equal) / self.num_accelerators * CACHE_BYTES[self.cache]
 
     def state_bytes(self, model: Model) -> float:
         """Recurrent states of a sequence on each accelerator, whatever its length: ``4·Hv·dk·dv`` bytes a layer.
 
         The ``K - 1`` inputs that convolutions look back at are in the type of the activations.
         """
-        runs = sizes_of(model).runs
-        windows = self.plain_bytes * sum(run.window_values for run in runs)
-        return (4 * sum(run.state_values for run in runs) + windows) / self.num_accelerators
+        layers = sizes_of(model).layers
+        values = sum(4 * equal.state_values + self.plain_bytes * equal.window_values for equal in layers)
+        return values / self.num_accelerators
 
-    def _layer_bytes(self, model: Model, tokens: int | None) -> float:
-        wide = 8.0 * self.plain_bytes
-        is_quantized = isinstance(model, DecoderConfig) or self.weights == "fp8"
-        experts_bits = WEIGHT_BITS[self.weights] if is_quantized else wide
-        bits = wide if self.weights == _EXPERTS_ONLY else experts_bits
-        divided = sum(
-            bits * (run.sizes.query_output + run.sizes.mlp + run.sizes.key_value * self._shared_by(run))
-            + experts_bits * run.experts_read(tokens)
-            for run in sizes_of(model).runs
-        )
-        return divided / 8 / self.num_accelerators
-
-    def _shared_by(self, run: LayerRun) -> float:
-        return max(1.0, self.num_accelerators / _key_heads(run.layer.mixer))
+    def _shared_by(self, equal: EqualLayers) -> float:
+        """Number of accelerators that hold the same key/value head; a latent counts as one head."""
+        mixer = equal.layer.mixer
+        heads = 1 if isinstance(mixer, Latent) else getattr(mixer, "num_kv_heads", self.num_accelerators)
+        return max(1.0, self.num_accelerators / heads)
 
 
 def attention_heads(model: Model) -> set[int]:
     """Numbers of heads that accelerators divide: query heads, or key heads of recurrent layers, which are fewer."""
-    mixers = [run.layer.mixer for run in sizes_of(model).runs]
+    mixers = [equal.layer.mixer for equal in sizes_of(model).layers]
     return {mixer.num_key_heads if isinstance(mixer, GatedDelta) else mixer.num_heads for mixer in mixers}
-
-
-def _key_heads(mixer: Mixer) -> int:
-    """Heads that keys and values are divided by; a latent counts as one."""
-    if isinstance(mixer, Latent):
-        return 1
-    return mixer.num_key_heads if isinstance(mixer, GatedDelta) else mixer.num_kv_heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes on each accelerator.
+    """Bytes on each accelerator."""
 
-    Attributes:
-        target_weights: Weights of the target.
-        head_weights: Weights of the head, without the embedding that it borrows.
-        target_cache: The target's keys and values of all sequences.
-        head_cache: The head's own keys and values of the same tokens.
-        states: Recurrent states of all sequences and both models.
-        activations: Estimate of the largest forward.
-        reserve: Kept for the engine: context, graphs, workspaces, fragments.
-        budget: Bytes that may be used.
-        cache_bytes_per_token: Bytes of one token in both caches.
-    """
-
-    target_weights: float
-    head_weights: float
-    target_cache: float
-    head_cache: float
-    states: float
-    activations: float
-    reserve: float
-    budget: float
-    cache_bytes_per_token: float
+    target_weights: float  #: Weights of the target.
+    head_weights: float  #: Weights of the head, without the embedding that it borrows.
+    target_cache: float  #: The target's keys and values of all sequences.
+    head_cache: float  #: The head's own keys and values of the same tokens.
+    states: float  #: Recurrent states of all sequences and both models.
+    activations: float  #: Estimate of the largest forward.
+    reserve: float  #: Kept for the context, graphs, workspaces and fragments of the engine.
+    budget: float  #: Bytes that may be used.
+    cache_bytes_per_token: float  #: Bytes of one token in both caches.
 
     @property
     def total(self) -> float:
@@ -207,8 +173,8 @@ class MemoryPlan:
 SCORES = 2**27
 
 
-def activation_bytes(
-    deployment: Deployment, *, batch: int, context: int, num_draft_tokens: int, prefill_tokens: int
+def _activation_bytes(
+    deployment: Deployment, batch: int, context: int, num_draft_tokens: int, prefill_tokens: int
 ) -> float:
     """Working memory of this library's largest forward on each accelerator, within a tenth of what compilers report.
 
@@ -218,27 +184,19 @@ def activation_bytes(
     than ``SCORES`` of a prefill; for the verified tokens logits and probabilities in float32. A prefill keeps keys
     and values of its tokens until the caches take them. One in several forwards (``eagle3_jax/groups.py``) also makes
     caches of up to ``2·T`` slots for each. Other engines differ.
-
-    Args:
-        deployment: Models and accelerators.
-        batch: ``B`` sequences.
-        context: Tokens of each.
-        num_draft_tokens: ``K``.
-        prefill_tokens: Maximum number of prompt tokens in a forward.
     """
     target, n = deployment.target, deployment.num_accelerators
     verified, prefill_tokens = batch * (num_draft_tokens + 1), min(prefill_tokens, batch * context)
     features = sizes_of(deployment.head).num_features * target.width if deployment.head else 0
-    kinds = list(dict.fromkeys(target.layers))
+    kinds = set(target.layers)
     per_token = deployment.plain_bytes * (4 * target.width + max(map(_inner_width, kinds)) / n + features)
     heads = max((layer.mixer.num_heads for layer in kinds if not isinstance(layer.mixer, GatedDelta)), default=0)
     scores = heads * context * max(verified, min(prefill_tokens, SCORES / (heads * context or 1)))
     kept = prefill_tokens + (min(2 * prefill_tokens, batch * context) if batch * context > prefill_tokens else 0)
-    kept_token = sum(deployment.cache_bytes_per_token(model) for model in (target, deployment.head) if model)
     return (
         max(verified, prefill_tokens) * per_token
         + (4 + deployment.plain_bytes) * scores / n
-        + kept * kept_token
+        + kept * sum(map(deployment.cache_bytes_per_token, deployment.models))
         + 2 * 4 * verified * target.vocab_size / n
     )
 
@@ -279,14 +237,10 @@ def memory_plan(
         reserve_bytes: Bytes kept for everything that is not counted here.
 
     Raises:
-        ValueError: A number is out of its range.
+        ValueError: The utilization is no share.
     """
-    if batch < 1 or context < 1:
-        raise ValueError(f"batch {batch} and context {context} must both be at least 1")
     if not 0 < utilization <= 1:
         raise ValueError(f"memory utilization is {utilization:g}; expected more than 0 and at most 1")
-    if not 0 <= reserve_bytes < math.inf:
-        raise ValueError(f"the reserve is {reserve_bytes:g} bytes; expected 0 or more")
     target, head = deployment.target, deployment.head
     tokens = batch * (context + num_draft_tokens + 1)
     target_token = deployment.cache_bytes_per_token(target)
@@ -296,49 +250,31 @@ def memory_plan(
         head_weights=deployment.weight_bytes(head) if head else 0.0,
         target_cache=tokens * target_token,
         head_cache=tokens * head_token,
-        states=batch * sum(deployment.state_bytes(model) for model in (target, head) if model),
-        activations=activation_bytes(
-            deployment,
-            batch=batch,
-            context=context,
-            num_draft_tokens=num_draft_tokens,
-            prefill_tokens=prefill_tokens,
-        ),
+        states=batch * sum(map(deployment.state_bytes, deployment.models)),
+        activations=_activation_bytes(deployment, batch, context, num_draft_tokens, prefill_tokens),
         reserve=reserve_bytes,
         budget=deployment.accelerator.memory_bytes * utilization,
         cache_bytes_per_token=target_token + head_token,
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Remedy:
-    """The smallest changes that would make a plan fit.
-
-    Attributes:
-        num_accelerators: Smallest sufficient number with the same weights; ``None`` if there is none.
-        weights: Widest sufficient weight type on as many as now; ``None`` if there is none.
-    """
-
-    num_accelerators: int | None
-    weights: str | None
-
-
-def remedy_of(deployment: Deployment, **asked: Any) -> Remedy:
-    """The smallest changes with which :func:`memory_plan` fits.
+def remedy_of(deployment: Deployment, **asked: Any) -> dict[str, Any]:
+    """The smallest number of accelerators, and the widest type of weights, with which :func:`memory_plan` fits.
 
     Args:
         deployment: A deployment that does not fit.
         asked: The other arguments of :func:`memory_plan`.
     """
 
-    def fits(**changes: Any) -> bool:
-        return memory_plan(dataclasses.replace(deployment, **changes), **asked).fits
+    def first(name: str, values: Iterable[Any]) -> Any:
+        """The first value of a field of the deployment with which it fits; ``None`` if there is none."""
+        changed = ((value, dataclasses.replace(deployment, **{name: value})) for value in values)
+        return next((value for value, one in changed if memory_plan(one, **asked).fits), None)
 
-    models = [deployment.target, *([deployment.head] if deployment.head else [])]
-    heads = math.gcd(*(number for model in models for number in attention_heads(model)))
-    numbers = range(deployment.num_accelerators + 1, min(heads, _MOST_ACCELERATORS) + 1)
-    narrower = [name for name, size in WEIGHT_BITS.items() if size < WEIGHT_BITS[deployment.weights]]
-    return Remedy(
-        num_accelerators=next((n for n in numbers if heads % n == 0 and fits(num_accelerators=n)), None),
-        weights=next((name for name in narrower if fits(weights=name)), None),
-    )
+    heads = math.gcd(*(number for model in deployment.models for number in attention_heads(model)))
+    more = range(deployment.num_accelerators + 1, min(heads, _MOST_ACCELERATORS) + 1)
+    narrower = (name for name, bits in WEIGHT_BITS.items() if bits < WEIGHT_BITS[deployment.weights])
+    return {
+        "num_accelerators": first("num_accelerators", (n for n in more if heads % n == 0)),
+        "weights": first("weights", narrower),
+    }

@@ -5,74 +5,47 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-
-from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.config import MOST, DecoderConfig, Eagle3Config, Experts, LayerConfig
-from eagle3_jax.models.decoder import DecoderTarget
-from eagle3_jax.models.memory import empty_cache
-from eagle3_jax.sharding import EXPERTS, HEADS, MLP, VOCAB
 
 # Fields that only configurations of heads that draft in one pass have: Medusa, P-EAGLE, DFlash.
 ONE_PASS = ("num_heads", "mask_token_id", "block_size")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Parameters:
-    """Numbers of parameters by their use, which decides whether they are quantized, divided or read in every step.
+class Parameters(NamedTuple):
+    """Numbers of parameters by their use, which decides whether they are quantized, divided or read in every step."""
 
-    Attributes:
-        query_output: Projections that are divided by query heads: queries, outputs, and what expands a latent.
-        key_value: Projections that are divided by key heads, and those that lead to a latent.
-        mlp: Gate, up and down projections that every token goes through.
-        fusion: The projection that fuses target features in a draft head, and its other matrices outside of layers.
-        vectors: Norms, biases and other small parameters.
-        embedding: The embedding table; 0 if it is tied to the output projection or borrowed from another model.
-        output: The projection to logits.
-        experts: All experts together, of which a token goes through a few.
-        routers: Projections that choose experts, and gates of shared experts.
-    """
-
-    query_output: int = 0
-    key_value: int = 0
-    mlp: int = 0
+    query_output: int = 0  #: Projections divided by query heads (queries, outputs, and what expands a latent).
+    key_value: int = 0  #: Projections that are divided by key heads, and those that lead to a latent.
+    mlp: int = 0  #: Gate, up and down projections that every token goes through.
+    #: The projection that fuses target features in a draft head, and its other matrices outside of layers.
     fusion: int = 0
-    vectors: int = 0
-    embedding: int = 0
-    output: int = 0
-    experts: int = 0
-    routers: int = 0
+    vectors: int = 0  #: Norms, biases and other small parameters.
+    embedding: int = 0  #: The embedding table; 0 if it is tied to the output projection or borrowed from another model.
+    output: int = 0  #: The projection to logits.
+    experts: int = 0  #: All experts together, of which a token goes through a few.
+    routers: int = 0  #: Projections that choose experts, and gates of shared experts.
 
     @property
     def total(self) -> int:
         """Sum over all uses."""
-        return sum(dataclasses.astuple(self))
+        return sum(self)
 
 
-class LayerRun(NamedTuple):
-    """Equal layers that follow each other; every size is the sum over all of them.
+class EqualLayers(NamedTuple):
+    """Layers of one description and size; every size is the sum over all of them."""
 
-    Attributes:
-        layer: Description of one layer.
-        count: Number of layers.
-        sizes: Parameters.
-        cache_values_per_token: Numbers that one token adds to the caches: a key and a value, or a latent. A layer with
-            a window counts like any other, since its buffers are as long.
-        state_values: Numbers in the recurrent states of a sequence, in float32 and independent of its length.
-        window_values: Inputs that the convolutions of a recurrent layer look back at.
-    """
-
-    layer: LayerConfig
-    count: int
-    sizes: Parameters
+    layer: LayerConfig  #: Description of one layer.
+    number: int  #: Number of layers.
+    sizes: Parameters  #: Parameters.
+    #: Numbers that one token adds to the caches (a key and a value, or a latent). A layer with a window counts
+    #: like any other, since its buffers are as long.
     cache_values_per_token: int
-    state_values: int
-    window_values: int
+    state_values: int  #: Numbers in the recurrent states of a sequence, in float32 and independent of its length.
+    window_values: int  #: Inputs that the convolutions of a recurrent layer look back at.
 
     def experts_read(self, tokens: int | None) -> float:
         """Parameters of the experts that ``tokens`` tokens go through, or of all experts for ``None``.
@@ -86,40 +59,22 @@ class LayerRun(NamedTuple):
         return self.sizes.experts * (1.0 - (1.0 - mlp.per_token / mlp.num_experts) ** tokens)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes of a target or a drafter.
+    """Sizes of a target or a drafter."""
 
-    Attributes:
-        method: Name of the drafting method for tables.
-        runs: The layers that keep keys and values.
-        read: Parameters that a pass reads, borrowed ones included.
-        owned: Parameters that the model adds to memory.
-        num_features: ``A``, the number of target features that a drafter reads.
-        target_width: Width of the target that it drafts for.
-        max_positions: Longest sequence that it was built for.
-        is_parallel: Whether one pass proposes the whole draft.
-        fuses_once: Whether only the first pass of a draft reads ``fusion``.
-        longest: Maximum number of draft tokens; ``None`` without a limit.
-        is_head: Whether it is a draft head, every kernel of which may be stored in FP8, its output matrix included.
-    """
-
-    method: str
-    runs: tuple[LayerRun, ...] = ()
-    read: Parameters = Parameters()
-    owned: Parameters = Parameters()
-    num_features: int = 0
-    target_width: int
-    max_positions: int = MOST
-    is_parallel: bool = False
-    fuses_once: bool = False
-    longest: int | None = None
+    method: str  #: Name of the drafting method for tables.
+    target_width: int  #: Width of the target that it drafts for.
+    layers: tuple[EqualLayers, ...] = ()  #: The layers that keep keys and values, or a state.
+    read: Parameters = Parameters()  #: Parameters that a pass reads, borrowed ones included.
+    owned: Parameters = Parameters()  #: Parameters that the model adds to memory.
+    num_features: int = 0  #: ``A``, the number of target features that a drafter reads.
+    max_positions: int = MOST  #: Longest sequence that it was built for.
+    is_parallel: bool = False  #: Whether one pass proposes the whole draft.
+    fuses_once: bool = False  #: Whether only the first pass of a draft reads ``fusion``.
+    longest: int = MOST  #: Maximum number of draft tokens. The root of a draft takes a position too.
+    #: Whether it is a draft head, every kernel of which may be stored in FP8, its output matrix included.
     is_head: bool = False
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether any layer chooses between experts."""
-        return self.read.experts > 0
 
     @property
     def active(self) -> int:
@@ -127,40 +82,34 @@ class Sizes:
 
         Publishers differ in what they count; some add the embedding.
         """
-        unread = sum(run.sizes.experts - run.experts_read(1) for run in self.runs)
+        unread = sum(equal.sizes.experts - equal.experts_read(1) for equal in self.layers)
         return self.read.total - self.read.embedding - round(unread)
 
 
 Model = DecoderConfig | Eagle3Config | Sizes
 
 
+@functools.lru_cache(maxsize=64)
 def sizes_of(model: Model) -> Sizes:
     """Sizes of a target or an EAGLE-3 head from its configuration; :class:`Sizes` are returned as they are."""
-    return model if isinstance(model, Sizes) else _sizes_of_config(model)
+    from eagle3_jax.drafters.eagle3 import Eagle3Drafter
+    from eagle3_jax.models.decoder import DecoderTarget
+
+    if isinstance(model, Sizes):
+        return model
+    if isinstance(model, Eagle3Config):
+        return head_sizes(Eagle3Drafter(model), "EAGLE-3 head")
+    kinds = tuple(dict.fromkeys(model.layers))  # each kind of layer is traced once, however many layers there are
+    network = DecoderTarget(dataclasses.replace(model, layers=kinds))
+    numbers = [model.layers.count(kind) for kind in kinds]
+    layers, owned = _count(network.param_shapes(), network.param_axes(), kinds, numbers)
+    positions = model.max_positions
+    return Sizes("draft model", model.width, layers, owned, owned, max_positions=positions, longest=positions - 1)
 
 
 def parameters(model: Model) -> Parameters:
     """Parameters that a pass of the model reads; for a target, all of them."""
     return sizes_of(model).read
-
-
-@functools.lru_cache(maxsize=64)
-def _sizes_of_config(config: DecoderConfig | Eagle3Config) -> Sizes:
-    if isinstance(config, Eagle3Config):
-        return head_sizes(Eagle3Drafter(config), "EAGLE-3 head")
-    kinds = tuple(dict.fromkeys(config.layers))  # each kind of layer is traced once, however many layers there are
-    network = DecoderTarget(dataclasses.replace(config, layers=kinds))
-    counted = _count(network.param_shapes(), network.param_axes(), kinds)
-    times = [config.layers.count(kind) for kind in kinds]
-    owned = _sum([counted[None], *(counted[index] for index, time in enumerate(times) for _ in range(time))])
-    return Sizes(
-        method="draft model",
-        runs=_runs(config.layers, [counted[kinds.index(layer)] for layer in config.layers]),
-        read=owned,
-        owned=owned,
-        target_width=config.width,
-        max_positions=config.max_positions,
-    )
 
 
 def head_sizes(drafter: Any, method: str, borrowed_output: int = 0) -> Sizes:
@@ -171,39 +120,49 @@ def head_sizes(drafter: Any, method: str, borrowed_output: int = 0) -> Sizes:
         method: Name of the method.
         borrowed_output: Parameters of the target's output projection, which some heads read.
     """
-    config = drafter.config
-    layers = getattr(config, "layers", ())
-    counted = _count(drafter.param_shapes(), drafter.param_axes()["head"], layers)
-    owned = _sum(list(counted.values()))
+    config, kinds = drafter.config, getattr(drafter.config, "layers", ())
+    layers, owned = _count(drafter.param_shapes(), drafter.param_axes()["head"], kinds, [1] * len(kinds))
     borrows = drafter.borrows_output and not getattr(config, "own_output", False)
     return Sizes(
         method=method,
-        runs=_runs(layers, [counted[index] for index in range(len(layers))]),
-        read=dataclasses.replace(owned, output=owned.output + borrowed_output) if borrows else owned,
+        target_width=config.target_width,
+        layers=layers,
+        read=owned._replace(output=owned.output + borrowed_output) if borrows else owned,
         owned=owned,
         num_features=len(config.aux_layers),
-        target_width=config.target_width,
         max_positions=config.max_positions,
         is_parallel=any(hasattr(config, name) for name in ONE_PASS),
         fuses_once=isinstance(config, Eagle3Config),
-        longest=getattr(drafter, "longest", None),
+        longest=min(getattr(drafter, "longest", MOST), config.max_positions - 1),
         is_head=True,
     )
 
 
-def _count(shapes: Any, axes: Any, layers: tuple[LayerConfig, ...]) -> dict[int | None, Parameters]:
-    """Parameters of each layer by its index, and under ``None`` those outside of layers."""
-    counts: dict[int | None, Any] = {index: collections.Counter() for index in (None, *range(len(layers)))}
+def _count(
+    shapes: Any, axes: Any, layers: tuple[LayerConfig, ...], numbers: Sequence[int]
+) -> tuple[tuple[EqualLayers, ...], Parameters]:
+    """Sizes of the layers, of which there are ``numbers``, and all parameters, those outside of layers included."""
+    import jax
+
+    counts: dict[int | None, Any] = {index: collections.Counter() for index in (*range(len(layers)), None)}
+    held = [_cache_values(layer) for layer in layers]
     of_axes = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
     for (path, leaf), named in zip(jax.tree_util.tree_leaves_with_path(shapes), of_axes, strict=True):
         names = [str(getattr(entry, "key", getattr(entry, "idx", entry))) for entry in path]
         index = _layer_index(names) if layers else None
         if "qkv" in names and len(leaf.shape) == 2:  # one matrix, the last columns of which give keys and values
-            values = leaf.shape[0] * sum(_cache_values(layers[index or 0]).values())
+            values = leaf.shape[0] * sum(held[index or 0].values())
             counts[index] += {"query_output": leaf.size - values, "key_value": values}
         else:
             counts[index][_use(names, leaf.shape, {axis.name for axis in named if axis})] += leaf.size
-    return {index: Parameters(**count) for index, count in counts.items()}
+    found = []
+    for index, (layer, number) in enumerate(zip(layers, numbers, strict=True)):
+        sizes = Parameters(**{use: number * count for use, count in counts[index].items()})
+        cached = {name: number * values for name, values in held[index].items()}
+        state, window = cached.pop("state", 0), cached.pop("window", 0)
+        found.append(EqualLayers(layer, number, sizes, sum(cached.values()), state, window))
+    every = [Parameters(**counts[None]), *(equal.sizes for equal in found)]
+    return tuple(found), Parameters(*map(sum, zip(*every, strict=True)))
 
 
 def _layer_index(names: list[str]) -> int | None:
@@ -215,6 +174,8 @@ def _layer_index(names: list[str]) -> int | None:
 
 def _use(names: list[str], shape: tuple[int, ...], axes: set[str]) -> str:
     """The field of :class:`Parameters` that counts a parameter, by its axes where it names them."""
+    from eagle3_jax.sharding import EXPERTS, HEADS, MLP, VOCAB
+
     if EXPERTS in axes:
         return "experts"
     if len(shape) < 2 or "convolution" in names:
@@ -229,25 +190,14 @@ def _use(names: list[str], shape: tuple[int, ...], axes: set[str]) -> str:
     return "routers" if "mlp" in names else "fusion"
 
 
-def _sum(parts: list[Parameters]) -> Parameters:
-    return Parameters(**{name: sum(getattr(part, name) for part in parts) for name in Parameters.__dataclass_fields__})
-
-
-def _runs(layers: tuple[LayerConfig, ...], counted: list[Parameters]) -> tuple[LayerRun, ...]:
-    runs = []
-    for (layer, sizes), equal in itertools.groupby(zip(layers, counted, strict=True)):
-        count = len(list(equal))
-        held = _cache_values(layer)
-        state, window = count * held.pop("state", 0), count * held.pop("window", 0)
-        runs.append(LayerRun(layer, count, _sum([sizes] * count), count * sum(held.values()), state, window))
-    return tuple(runs)
-
-
 def _cache_values(layer: LayerConfig) -> dict[str, int]:
     """Numbers in every buffer of a layer's cache for one token of one sequence."""
+    import jax
+
+    from eagle3_jax.models.memory import empty_cache
 
     def buffers() -> dict[str, jax.Array]:
-        (cache,) = empty_cache((layer,), batch=1, capacity=1, dtype=jnp.float32).layers
+        (cache,) = empty_cache((layer,), batch=1, capacity=1, dtype="float32").layers
         return {path[-1].name: buffer for path, buffer in jax.tree_util.tree_leaves_with_path(cache)}
 
     return {name: math.prod(buffer.shape) for name, buffer in jax.eval_shape(buffers).items()}

@@ -20,18 +20,15 @@ from collections.abc import Sequence
 def tau_from_draft_rate(draft_acceptance_rate: float, num_draft_tokens: int) -> float:
     """``τ = 1 + K·r``: a round emits its accepted tokens and one more from the same verification."""
     _check_rate("draft_acceptance_rate", draft_acceptance_rate)
-    _check_length(num_draft_tokens)
     return 1.0 + num_draft_tokens * draft_acceptance_rate
 
 
 def tau_from_conditional_rate(conditional_acceptance_rate: float, num_draft_tokens: int) -> float:
     """``τ = 1 + α + α² + … + α^K = (1 - α^(K+1)) / (1 - α)`` (Leviathan et al., 2023, eq. 1).
 
-    The token at position ``j`` is accepted with all before it with probability ``α^j``; summed over positions that is
-    the mean number of accepted tokens, and the leading 1 is the token that every round emits.
+    Position ``j`` is accepted with all before it with probability ``α^j``; the leading 1 is the token of every round.
     """
     _check_rate("conditional_acceptance_rate", conditional_acceptance_rate)
-    _check_length(num_draft_tokens)
     return math.fsum(conditional_acceptance_rate**j for j in range(num_draft_tokens + 1))
 
 
@@ -56,7 +53,6 @@ def conditional_rate_from_tau(mean_acceptance_length: float, num_draft_tokens: i
 
 def round_cost(num_draft_tokens: int, *, verify_cost: float, draft_cost: float) -> float:
     """``v + K·c``: cost of a round in plain steps, which is also the τ at which it breaks even."""
-    _check_length(num_draft_tokens, least=0)
     if not 0 < verify_cost < math.inf or not 0 <= draft_cost < math.inf:
         raise ValueError(
             f"verify_cost is {verify_cost:g} and draft_cost {draft_cost:g}; expected more than 0 and at least 0"
@@ -72,17 +68,11 @@ def speedup(mean_acceptance_length: float, *, num_draft_tokens: int, verify_cost
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """The same mean acceptance length under its three names.
+    """The same mean acceptance length under its three names."""
 
-    Attributes:
-        mean_acceptance_length: ``τ``.
-        draft_acceptance_rate: ``r = (τ - 1) / K``.
-        conditional_acceptance_rate: The constant ``α`` that gives this ``τ``.
-    """
-
-    mean_acceptance_length: float
-    draft_acceptance_rate: float
-    conditional_acceptance_rate: float
+    mean_acceptance_length: float  #: ``τ``.
+    draft_acceptance_rate: float  #: ``r = (τ - 1) / K``.
+    conditional_acceptance_rate: float  #: The constant ``α`` that gives this ``τ``.
 
 
 def rates(mean_acceptance_length: float, num_draft_tokens: int) -> Rates:
@@ -112,18 +102,13 @@ def best_chain_length(
 ) -> int:
     """The ``K`` of the largest ``S``, the smaller one of equals; 0, which is plain decoding, when none exceeds 1.
 
-    Args:
-        conditional_acceptance_rate: ``α``.
-        verify_costs: ``v`` for ``K`` = 1, 2, ….
-        draft_costs: ``c`` for the same.
+    The costs are ``v`` and ``c`` for ``K`` = 1, 2, ….
     """
-    best, best_speedup = 0, 1.0
+    gains = [1.0]
     for k, (verify_cost, draft_cost) in enumerate(zip(verify_costs, draft_costs, strict=True), 1):
         tau = tau_from_conditional_rate(conditional_acceptance_rate, k)
-        found = speedup(tau, num_draft_tokens=k, verify_cost=verify_cost, draft_cost=draft_cost)
-        if found > best_speedup:
-            best, best_speedup = k, found
-    return best
+        gains.append(speedup(tau, num_draft_tokens=k, verify_cost=verify_cost, draft_cost=draft_cost))
+    return gains.index(max(gains))
 
 
 def blended_tau(token_shares: Sequence[float], mean_acceptance_lengths: Sequence[float]) -> float:
@@ -133,10 +118,8 @@ def blended_tau(token_shares: Sequence[float], mean_acceptance_lengths: Sequence
     harmonic mean: classes weigh by their rounds, and an arithmetic mean of rates promises too much.
 
     Raises:
-        ValueError: The shares do not add up to 1, or there is no length for each.
+        ValueError: The shares do not add up to 1.
     """
-    if len(token_shares) != len(mean_acceptance_lengths) or not token_shares:
-        raise ValueError("every class of traffic needs a share and a mean acceptance length")
     if min(token_shares) <= 0 or abs(math.fsum(token_shares) - 1.0) > 1e-6:
         raise ValueError(f"shares {', '.join(f'{w:g}' for w in token_shares)}; expected positive ones that sum to 1")
     return 1.0 / math.fsum(w / tau for w, tau in zip(token_shares, mean_acceptance_lengths, strict=True))
@@ -144,12 +127,7 @@ def blended_tau(token_shares: Sequence[float], mean_acceptance_lengths: Sequence
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrafficClass:
-    """One kind of requests.
-
-    Attributes:
-        share: Share of all requests.
-        conditional_acceptance_rate: Its ``α``.
-    """
+    """One kind of requests: its share of all requests, and its ``α``."""
 
     share: float
     conditional_acceptance_rate: float
@@ -157,13 +135,7 @@ class TrafficClass:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Percentiles:
-    """Percentiles of a latency, in plain steps.
-
-    Attributes:
-        p50: Median.
-        p90: Exceeded by a tenth.
-        p99: Exceeded by a hundredth.
-    """
+    """Percentiles of a latency, in plain steps."""
 
     p50: float
     p90: float
@@ -172,21 +144,13 @@ class Percentiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """Simulated requests, timed in plain steps, so that plain decoding takes 1 per token.
+    """Simulated requests, timed in plain steps, so that plain decoding takes 1 per token."""
 
-    Attributes:
-        num_requests: Number of requests.
-        mean_acceptance_length: τ of all rounds, counted before the limit cuts the last.
-        speedup: Tokens over time, of all requests together.
-        time_per_output_token: Decode time of a request over its tokens after the first.
-        slower_than_plain: Share of requests that speculation makes slower.
-    """
-
-    num_requests: int
-    mean_acceptance_length: float
-    speedup: float
-    time_per_output_token: Percentiles
-    slower_than_plain: float
+    num_requests: int  #: Number of requests.
+    mean_acceptance_length: float  #: τ of all rounds, counted before the limit cuts the last.
+    speedup: float  #: Tokens over time, of all requests together.
+    time_per_output_token: Percentiles  #: Decode time of a request over its tokens after the first.
+    slower_than_plain: float  #: Share of requests that speculation makes slower.
 
 
 def simulate(
@@ -211,21 +175,16 @@ def simulate(
         verify_cost: ``v``.
         draft_cost: ``c``.
         num_requests: Number of requests.
-        output_tokens: Tokens of each request; the prefill gives the first.
+        output_tokens: Tokens of each request, at least 2; the prefill gives the first.
         seed: Random seed.
     """
     import numpy as np  # only this function needs it
 
-    if num_requests < 1 or output_tokens < 2:
-        raise ValueError(f"{num_requests} requests of {output_tokens} tokens; expected at least 1 of at least 2")
     cost = round_cost(num_draft_tokens, verify_cost=verify_cost, draft_cost=draft_cost)
-    alphas = np.array([kind.conditional_acceptance_rate for kind in traffic])
-    for alpha in alphas:
-        _check_rate("conditional_acceptance_rate", float(alpha))
-    _check_length(num_draft_tokens)
-    blended_tau([kind.share for kind in traffic], [1.0] * len(traffic))  # checks the shares
+    alphas, shares = zip(*((kind.conditional_acceptance_rate, kind.share) for kind in traffic), strict=True)
+    blended_tau(shares, [tau_from_conditional_rate(alpha, num_draft_tokens) for alpha in alphas])  # checks both
     generator = np.random.default_rng(seed)
-    alpha = generator.choice(alphas, size=num_requests, p=[kind.share for kind in traffic])
+    alpha = generator.choice(alphas, size=num_requests, p=shares)
     written, rounds = np.ones(num_requests, np.int64), np.zeros(num_requests, np.int64)
     accepted = 0
     while (active := np.flatnonzero(written < output_tokens)).size:
@@ -250,13 +209,7 @@ def _check_rate(name: str, value: float) -> None:
         raise ValueError(f"{name} is {value:g}; expected 0 to 1")
 
 
-def _check_length(num_draft_tokens: int, least: int = 1) -> None:
-    if num_draft_tokens < least:
-        raise ValueError(f"num_draft_tokens is {num_draft_tokens}; expected at least {least}")
-
-
 def _check_tau(mean_acceptance_length: float, num_draft_tokens: int) -> None:
-    _check_length(num_draft_tokens)
     if not 1.0 <= mean_acceptance_length <= num_draft_tokens + 1:
         raise ValueError(
             f"mean_acceptance_length is {mean_acceptance_length:g}; with {num_draft_tokens} draft tokens a round emits "

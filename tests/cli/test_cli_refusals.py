@@ -99,7 +99,7 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
         (("plan", "memory", "-K", "512"), "the bundled head has 512 positions, so K is at most 511"),
         (("plan", "roofline", *BIG, "-K", "2048"), "K is at most 2047"),
         (("plan", "memory", "--context", "513"), "beyond the 512 positions"),
-        (("plan", "roofline", "--target", "nosuch"), "neither a directory, a hub id"),
+        (("plan", "roofline", "--target", "nosuch"), "is not a directory; give a checkpoint"),
         (("plan", "roofline", "--claim", "9"), "add --batch-size"),
         (("plan", "roofline", "--claim", "9", "--batch-size", "1"), "add --gpu"),
         (("plan", "memory", "--memory-gb", "80"), "add --bandwidth-gb-per-s"),
@@ -135,7 +135,7 @@ def test_a_command_refuses_in_one_line(refused, tmp_path, monkeypatch, arguments
 def test_a_plan_drafts_no_more_than_the_head_does(refused, tmp_path, drafter, most):
     target, head = write_small_llama(tmp_path / "target"), CHECKPOINTS[drafter](tmp_path / "head")
     line = refused("plan", "memory", "--target", target, "--drafter", head, "-K", most + 1)
-    assert f"give at most -K {most}" in line
+    assert f"drafts at most {most}" in line
 
 
 @pytest.mark.parametrize(

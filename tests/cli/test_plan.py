@@ -1,16 +1,20 @@
-"""The command `eagle3 plan`: pages for people, objects for machines, and what it refuses."""
+"""The command `eagle3 plan`: pages for people, objects for machines, and what it believes of a configuration."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
 import pytest
-import tiny
+from deployments import served
 
 from eagle3_jax.cli import run
-
-OFFICIAL = tiny.GOLDEN / "official"
+from eagle3_jax.cli._planning import Target, read_head
+from eagle3_jax.models.config import usual_head
+from eagle3_jax.theory.known_models import KNOWN_MODELS
+from eagle3_jax.theory.memory import attention_heads, memory_plan, remedy_of
+from eagle3_jax.theory.sizes import parameters
 
 
 @pytest.fixture
@@ -64,18 +68,14 @@ def test_a_rollout_is_written_to_a_file(cli, tmp_path):
 
 
 def test_a_target_with_experts_says_what_verification_reads_of_them(cli):
-    code, out, err = cli("roofline", "--target", "Qwen3-30B-A3B", "--gpu", "H200", "--json")
-    assert (code, err) == (0, "")
-    found = json.loads(out)["accelerators"][0]
-    assert found["target_parameters"] == 30_532_122_624
-    assert found["target_active_parameters"] == 3_041_867_776
+    options = ("--target", "Qwen3-30B-A3B", "--gpu", "H200")
+    found = json.loads(cli("roofline", *options, "--json")[1])["accelerators"][0]
+    assert (found["target_parameters"], found["target_active_parameters"]) == (30_532_122_624, 3_041_867_776)
     assert [round(128 * one["experts"]) for one in found["nodes"]] == [8, 16, 29, 52, 82, 112, 125]
     assert found["pays_from_batch"] == 5
-    code, out, _ = cli("roofline", "--target", "Qwen3-30B-A3B", "--gpu", "H200")
-    assert code == 0
+    _, out, _ = cli("roofline", *options)
     assert re.search(r"nodes +experts read +v\n1 +6\.2% +1\.00\n", out)
-    assert "Speculation pays from batch 5 on." in out
-    assert "at batch 1 and α = 0.70, a chain of K = 1 gains most" in out
+    assert "Speculation pays from batch 5 on" in out and "a chain of K = 1 gains most" in out
     _, dense, _ = cli("roofline", *BIG)
     assert "experts" not in dense and "Speculation pays below batch" in dense
 
@@ -86,5 +86,75 @@ def test_memory_names_active_parameters_and_recurrent_states(cli):
     assert re.search(r"states +0\.62 +of recurrent layers, whatever the length", out)
     _, out, _ = cli("memory", "--target", "gpt-oss-120b", "--gpu", "H100", "--weights", "mxfp4", "--batch-size", "4")
     assert re.search(r"target +65\.19 ", out) and "states" not in out  # the published files are 65.2 GB
-    _, out, _ = cli("memory", *BIG)
-    assert "active" not in out and "states" not in out
+
+
+def test_what_does_not_fit_ends_with_one_and_says_what_would_do(cli):
+    big = ("memory", "--target", "Llama-3.3-70B", "--gpu", "H100")
+    code, out, _ = cli(*big)
+    assert code == 1
+    assert "DOES NOT FIT" in out and "What would do: 4 x H100, or --weights int4." in out
+    for remedy in (("--num-gpus", "4"), ("--weights", "int4")):
+        code, out, _ = cli(*big, *remedy)
+        assert code == 0 and "What would do" not in out
+    assert "a lower --batch-size or --context" in cli(*big, "--batch-size", "100000")[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [("Llama-3.3-70B", "A100-40GB"), ("Llama-3.1-405B", "H200"), ("Vicuna-13B", "L4"), ("Qwen3-32B", "A100-40GB")],
+)
+def test_a_remedy_is_the_smallest_change_that_fits(name, gpu):
+    deployment = served(name, gpu, "bfloat16")
+    asked = {"batch": 8, "context": 4096, "num_draft_tokens": 5}
+    (heads,) = attention_heads(deployment.target)
+    numbers, weights = [n for n in range(2, heads + 1) if heads % n == 0], ["fp8", "int8", "int4", "mxfp4"]
+    for field, values in (("num_accelerators", numbers), ("weights", weights)):
+        changed = [dataclasses.replace(deployment, **{field: value}) for value in values]
+        fits = [value for value, one in zip(values, changed, strict=True) if memory_plan(one, **asked).fits]
+        assert remedy_of(deployment, **asked)[field] == (fits[0] if fits else None)
+
+
+VICUNA = KNOWN_MODELS["Vicuna-13B"]
+# The fields of yuhuili/EAGLE3-Vicuna1.3-13B, whose weights hold one layer.
+VICUNA_HEAD = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000, "draft_vocab_size": 32000,
+    "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40,
+    "num_key_value_heads": 40, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def head_of(folder, **changes):
+    (folder / "config.json").write_text(json.dumps(VICUNA_HEAD | changes))
+    return read_head(str(folder), Target("Vicuna", VICUNA), bundled=False).config
+
+
+def test_a_head_with_its_targets_number_of_layers_has_one(tmp_path):
+    head = head_of(tmp_path)
+    assert head.num_layers == 1
+    assert parameters(head) == parameters(usual_head(VICUNA))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"medusa_num_heads": 4}, "disagree on the Medusa heads"),
+        ({"architectures": ["DFlashDraftModel"]}, "has no rope_theta; engines fill in 1000000 or 10000"),
+        ({"speculators_model_type": "peagle"}, "names no mask token"),
+        ({"draft_vocab_size": None, "model_type": "gpt"}, "no draft head and no language model that is known"),
+    ],
+    ids=str,
+)
+def test_a_head_of_another_method_is_told_by_its_configuration_alone(tmp_path, changes, says):
+    with pytest.raises(ValueError, match=says):
+        head_of(tmp_path, **changes)
+
+
+def test_a_target_is_planned_whatever_its_window_and_quantisation(cli, tmp_path):
+    def planned(**changes):
+        (tmp_path / "config.json").write_text(json.dumps(VICUNA_HEAD | changes))
+        return json.loads(cli("memory", "--target", tmp_path, "--gpu", "B200", "--json")[1])
+
+    plain = planned()
+    assert plain["target_parameters"] == 13_015_864_320
+    assert planned(quantization_config={"quant_method": "fp8"}) == plain
+    assert planned(model_type="mistral", sliding_window=512) == plain

@@ -10,16 +10,13 @@ from deployments import SMALL, SMALL_HEAD, served
 from eagle3_jax.models.config import GatedDelta, GroupedQuery, Latent, LayerConfig
 from eagle3_jax.theory.accelerators import custom_accelerator
 from eagle3_jax.theory.bounds import (
-    Work,
-    best_chain,
     break_even_batch,
     check_claim,
-    experts_read,
     forward_work,
     keys_read,
     largest_batch,
     mixing_flops,
-    pays_from_batch,
+    paying_batches,
     round_bound,
 )
 from eagle3_jax.theory.cost import cost_of
@@ -50,11 +47,14 @@ def test_bytes_operations_and_times_of_a_round_by_hand():
     assert bound.tokens_per_second(2.0) == pytest.approx(3 * 2.0 / (bound.verify_seconds + bound.draft_seconds))
 
 
-def test_chunks_bound_what_their_layers_read_and_multiply():
-    mixer = GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=2, chunk=5)
+@pytest.mark.parametrize("reach", [{"chunk": 5}, {"window": 4}, {}], ids=str)
+def test_what_a_layer_sees_bounds_what_it_reads_and_multiplies(reach):
+    mixer = GroupedQuery(num_heads=2, num_kv_heads=1, head_dim=2, **reach)
+    first = {"chunk": lambda last: last - last % 5, "window": lambda last: max(0, last - 3)}
+    start = first[next(iter(reach))] if reach else lambda last: 0
     for context in range(11):
         for tokens in range(1, 8):
-            seen = [range(last - last % 5, last + 1) for last in range(context, context + tokens)]
+            seen = [range(start(last), last + 1) for last in range(context, context + tokens)]
             assert keys_read(mixer, context, tokens) == len(set().union(*seen))
             assert mixing_flops(mixer, context, tokens) == 4 * 2 * 2 * sum(map(len, seen))
 
@@ -96,106 +96,53 @@ def test_experts_of_a_forward_by_hand():
     assert one.layer_flops + one.other_flops == pytest.approx(2 * counted + 36 * 4 * 64 * 64)
 
 
-def test_experts_make_verification_dear_where_few_sequences_run():
+def test_claims_are_held_against_the_fewest_experts_that_can_be_read_and_name_the_batch_they_need():
     deployment = served("Qwen3-30B-A3B", "H200", "bfloat16")
-    sizes = (1, 4, 8, 16, 60)
-    shares = [experts_read(deployment, batch=1, nodes=size) for size in sizes]
-    assert [round(128 * share) for share in shares] == [8, 29, 52, 82, 125]
-
-    def costs(batch: int) -> list[float]:
-        bounds = [round_bound(deployment, batch=batch, context=0, num_draft_tokens=size - 1) for size in sizes]
-        return [bound.verify_cost for bound in bounds]
-
-    one, many = costs(1), costs(512)
-    assert one == sorted(one)
-    assert one[0] == 1.0 < one[1] < 3 < one[-1]
-    assert many[1] < 1.1
-    asked = {"context": 1024, "num_draft_tokens": 5, "mean_acceptance_length": 2.94}
-    start = pays_from_batch(deployment, **asked)
-    assert start is not None
-
-    def gain(batch: int) -> float:
-        return round_bound(deployment, batch=batch, context=1024, num_draft_tokens=5).speedup(2.94)
-
-    assert gain(start - 1) <= 1 < gain(start)
-    end = break_even_batch(deployment, **asked)
-    assert end is None or gain(end) <= 1 < gain(end - 1)
-    lengths = [
-        best_chain(deployment, batch=batch, context=1024, conditional_acceptance_rate=0.7) for batch in (1, 16, 128)
-    ]
-    assert lengths == sorted(lengths) and lengths[0] < 3 < lengths[2]
-    assert pays_from_batch(served(), **asked) == 1
-    assert pays_from_batch(served(), context=0, num_draft_tokens=5, mean_acceptance_length=1.0) is None
-    assert break_even_batch(served(), context=0, num_draft_tokens=5, mean_acceptance_length=1.0) == 1
-
-
-def test_a_claim_about_experts_is_held_against_the_fewest_that_can_be_read():
-    deployment = served("Qwen3-30B-A3B", "H200", "bfloat16")
-    alike = round_bound(deployment, batch=4, context=0, num_draft_tokens=3, alike=True)
-    usual = round_bound(deployment, batch=4, context=0, num_draft_tokens=3)
+    asked = {"batch": 4, "context": 0, "num_draft_tokens": 3}
+    alike, usual = round_bound(deployment, **asked, alike=True), round_bound(deployment, **asked)
     assert alike.verify_seconds < usual.verify_seconds / 3
-    between = 4 * 4 / usual.verify_seconds * 2
-    assert check_claim(deployment, tokens_per_second=between, batch=4, context=0, num_draft_tokens=3).possible
-
-
-def test_a_window_bounds_what_its_layers_read_and_multiply():
-    (layer,) = SMALL.layers
-    windowed = dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, window=4))
-    hardware = custom_accelerator(gb_per_s=1.0, tflops=1.0)
-
-    def work(context: int, tokens: int, *layers: LayerConfig) -> Work:
-        target = dataclasses.replace(SMALL, layers=layers)
-        deployment = Deployment(target=target, head=None, accelerator=hardware)
-        return forward_work(deployment, target, batch=3, context=context, tokens=tokens, logits=1)
-
-    # Keys that each token meets, and those that any of them does, all counted one by one.
-    for context in range(8):
-        for tokens in range(1, 8):
-            seen = [range(max(0, last - 3), last + 1) for last in range(context, context + tokens)]
-            pairs, keys = sum(map(len, seen)), len(set().union(*seen))
-            both, whole = work(context, tokens, layer, windowed), work(context, tokens, layer, layer)
-            spared = tokens * context + tokens * (tokens + 1) // 2 - pairs
-            assert whole.other_flops - both.other_flops == 4 * 3 * spared * 2 * 2  # two heads of size 2
-            assert whole.num_bytes - both.num_bytes == 3 * (context + tokens - keys) * 8  # 2·1·2 numbers of 2 bytes
-    kept = memory_plan(served("Mistral-7B-v0.1", weights="bfloat16"), batch=1, context=8192, num_draft_tokens=0)
-    assert kept.target_cache == 8193 * 2 * 32 * 8 * 128 * 2  # buffers hold the whole sequence
-
-
-@pytest.mark.parametrize("gpu", ["H200", "A100-80GB"])
-@pytest.mark.parametrize("context", [0, 1000])
-def test_the_break_even_batch_is_the_first_that_does_not_pay(gpu, context):
-    deployment = served(gpu=gpu)
-
-    def pays(batch: int) -> bool:
-        return round_bound(deployment, batch=batch, context=context, num_draft_tokens=5).speedup(2.94) > 1.0
-
-    found = break_even_batch(deployment, context=context, num_draft_tokens=5, mean_acceptance_length=2.94)
-    assert found == next(batch for batch in range(1, 1000) if not pays(batch))
-
-
-def test_the_largest_batch_is_the_last_that_fits():
-    deployment = served()
-    found = largest_batch(deployment, context=2048, num_draft_tokens=5)
-    assert memory_plan(deployment, batch=found, context=2048, num_draft_tokens=5).fits
-    assert not memory_plan(deployment, batch=found + 1, context=2048, num_draft_tokens=5).fits
-    assert largest_batch(served(gpu="L4"), context=2048, num_draft_tokens=5) == 0
-    claim = check_claim(deployment, tokens_per_second=1e9, batch=1, context=1000, num_draft_tokens=0)
+    assert check_claim(deployment, tokens_per_second=4 * 4 / usual.verify_seconds * 2, **asked).possible
+    claim = check_claim(served(), tokens_per_second=1e9, batch=1, context=1000, num_draft_tokens=0)
     assert not claim.possible and claim.batch_needed is None
 
 
+@pytest.mark.parametrize(
+    ("model", "gpu", "weights", "context"),
+    [
+        ("Llama-3.3-70B", "H200", "fp8", 0),
+        ("Llama-3.3-70B", "A100-80GB", "fp8", 1000),
+        ("Qwen3-30B-A3B", "H200", "bfloat16", 1024),
+    ],
+)
+def test_speculation_pays_from_the_first_batch_to_the_last_that_gains(model, gpu, weights, context):
+    deployment, asked = served(model, gpu, weights), {"context": context, "num_draft_tokens": 5}
+    pays = [round_bound(deployment, batch=b, **asked).speedup(2.94) > 1.0 for b in range(1, 2000)]
+    first = pays.index(True)
+    end = pays.index(False, first) + 1 if False in pays[first:] else None
+    found = paying_batches(deployment, **asked, mean_acceptance_length=2.94)
+    assert (found[0], found[1] if end else None) == (first + 1, end)
+    assert paying_batches(deployment, **asked, mean_acceptance_length=1.0) == (None, 1)
+    assert break_even_batch(deployment, **asked, mean_acceptance_length=2.94) == found[1]
+
+
+def test_the_largest_batch_is_the_last_that_fits():
+    deployment, asked = served(), {"context": 2048, "num_draft_tokens": 5}
+    found = largest_batch(deployment, **asked)
+    assert [memory_plan(deployment, batch=batch, **asked).fits for batch in (found, found + 1)] == [True, False]
+    assert largest_batch(served(gpu="L4"), **asked) == 0
+
+
 def test_fp8_peaks_are_for_hardware_that_multiplies_in_fp8():
-    on_h100 = round_bound(served(gpu="H100"), batch=4096, context=0, num_draft_tokens=0)
-    in_int8 = round_bound(served(gpu="H100", weights="int8"), batch=4096, context=0, num_draft_tokens=0)
-    assert on_h100.plain_seconds < 0.6 * in_int8.plain_seconds
-    on_a100 = [
-        round_bound(served(gpu="A100-80GB", weights=w), batch=4096, context=0, num_draft_tokens=0).plain_seconds
+    fp8, int8, *on_a100 = (
+        round_bound(served(gpu=gpu, weights=w), batch=4096, context=0, num_draft_tokens=0).plain_seconds
+        for gpu in ("H100", "A100-80GB")
         for w in ("fp8", "int8")
-    ]
+    )
+    assert fp8 < 0.6 * int8
     assert on_a100[0] == on_a100[1]
 
 
 def test_costs_of_the_articles_reproduce():
     for speed, cost in ((1700.0, 0.229), (3800.0, 0.102), (3200.0, 0.122), (6200.0, 0.063)):  # 1.40 $/h
         assert cost_of(speed, price_per_hour=1.40).per_million_tokens == pytest.approx(cost, abs=0.0006)
-    found = cost_of(1000.0, price_per_hour=3.6, busy=0.5)
-    assert (found.per_million_tokens, found.tokens_per_unit) == (pytest.approx(2.0), pytest.approx(500_000))
+    assert cost_of(1000.0, price_per_hour=3.6, busy=0.5) == pytest.approx((1000.0, 2.0, 500_000))

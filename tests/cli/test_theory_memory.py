@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
-from pathlib import Path
 
 import pytest
-import tiny
 from deployments import SMALL, SMALL_HEAD, served
-from safetensors.numpy import load_file
 
 from eagle3_jax import groups
-from eagle3_jax.cli._planning import Target, read_head, read_target
-from eagle3_jax.load import bundled
 from eagle3_jax.models import attention
-from eagle3_jax.models.config import usual_head
+from eagle3_jax.models.config import DecoderConfig, Experts, GatedDelta, GatedMLP, GroupedQuery, Latent, LayerConfig
 from eagle3_jax.theory.accelerators import custom_accelerator
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import SCORES, Deployment, memory_plan
-from eagle3_jax.theory.sizes import parameters, sizes_of
+from eagle3_jax.theory.sizes import Parameters, parameters, sizes_of
 from validation.aot.measure import PATH, load
-
-OFFICIAL = tiny.GOLDEN / "official"
-
 
 # Parameters that the published checkpoints hold (the safetensors index on the hub; a tied table counted once).
 PUBLISHED = {
@@ -78,40 +69,69 @@ def test_named_models_with_experts_have_as_many_active_as_is_published(name):
 def test_glm_counts_its_drafting_module_and_no_tables():
     """Its report says 355 billion. The module is a layer with experts, two norms more, a 2·D by D fusion."""
     model = KNOWN_MODELS["GLM-4.5"]
-    run, tables, fusion = sizes_of(model).runs[-1], 2 * 151_552 * 5120, 2 * 5120 * 5120 + 2 * 5120
-    assert (parameters(model).total - tables + run.sizes.total / run.count + fusion) / 1e9 == pytest.approx(
-        355.2, abs=0.1
-    )
+    last, tables, fusion = sizes_of(model).layers[-1], 2 * 151_552 * 5120, 2 * 5120 * 5120 + 2 * 5120
+    total = parameters(model).total - tables + last.sizes.total / last.number + fusion
+    assert total / 1e9 == pytest.approx(355.2, abs=0.1)
 
 
-def test_the_usual_head_is_the_official_one():
-    # fc 3·4096², q 8192·4096, k and v 2·8192·1024, o 4096², mlp 3·4096·14336, norms 4·4096, lm_head 32000·4096.
-    assert parameters(usual_head(KNOWN_MODELS["Llama-3.1-8B"])).total == 424_689_664  # the file is 850 MB in float16
-    assert parameters(usual_head(KNOWN_MODELS["Llama-3.3-70B"])).total == 1_403_027_456
+D = 9  # width of the residual stream
+PLAIN = GroupedQuery(num_heads=6, num_kv_heads=2, head_dim=4)
+LATENT = Latent(num_heads=3, q_rank=7, kv_rank=5, nope_dim=4, rope_dim=2, value_dim=6)
+DELTA = GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, kernel=3)
+SHARED = Experts(num_experts=4, per_token=1, width=3, router="sigmoid", shared_width=7, shared_gate=True)
+ATTENDS = {"query_output": 2 * D * 24, "key_value": D * 16}
+MULTIPLIES = {"mlp": 3 * D * 10}
+
+# A layer, its parameters without the two norms of the block, and its numbers per token, of states and of windows.
+LAYERS = {
+    "plain": (PLAIN, GatedMLP(width=10), ATTENDS | MULTIPLIES, (16, 0, 0)),
+    "biases": (
+        dataclasses.replace(PLAIN, qkv_bias=True, o_bias=True, qk_norm=True, sinks=True),
+        GatedMLP(width=10, bias=True),
+        ATTENDS | MULTIPLIES | {"vectors": 40 + D + 2 * 4 + 6 + 2 * 10 + D},
+        (16, 0, 0),
+    ),
+    "latents": (
+        LATENT,
+        GatedMLP(width=10),
+        MULTIPLIES
+        | {"query_output": 7 * 3 * 6 + 3 * (4 + 6) * 5 + 3 * 6 * D, "key_value": D * (7 + 7), "vectors": 7 + 5},
+        (7, 0, 0),
+    ),
+    "recurrence": (
+        DELTA,
+        GatedMLP(width=10),
+        MULTIPLIES | {"query_output": D * (32 + 20 + 8) + 20 * D, "vectors": 32 * 3 + 2 * 4 + 5},
+        (0, 4 * 3 * 5, 2 * 32),
+    ),
+    "experts": (
+        PLAIN,
+        SHARED,
+        ATTENDS | {"mlp": 3 * D * 7, "experts": 4 * 3 * D * 3, "routers": 4 * D + D, "vectors": 4},
+        (16, 0, 0),
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("target", "head"),
-    [(None, None), (str(OFFICIAL / "target"), str(OFFICIAL / "eagle3"))],
-    ids=["bundled", "official"],
-)
-def test_config_json_alone_gives_the_parameters_that_the_files_hold(target, head):
-    found = read_target(target)
-    drafter = read_head(head, found, bundled=target is None).config
-    assert drafter is not None
-    for model, source, part in ((found.config, target, "target"), (drafter, head, "eagle3")):
-        folder = bundled(part) if source is None else Path(source)
-        tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-        held = {n: t for n, t in tensors.items() if t.dtype.kind not in "ib"}  # d2t and t2d are maps
-        if part == "eagle3":
-            held = {name: tensor for name, tensor in held.items() if "embed_tokens" not in name}  # the target's
-        assert parameters(model).total == sum(tensor.size for tensor in held.values())
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_parameter_of_a_layer_is_counted_by_its_use(name):
+    mixer, mlp, expected, cached = LAYERS[name]
+    layer, other = LayerConfig(mixer=mixer, mlp=mlp), LayerConfig(mixer=PLAIN, mlp=GatedMLP(width=1))
+    config = DecoderConfig(vocab_size=17, width=D, layers=(layer, other, layer))
+    found, last = sizes_of(config).layers
+    one = Parameters(**expected | {"vectors": expected.get("vectors", 0) + 2 * D})
+    assert (found.number, last.number) == (2, 1)
+    assert found.sizes == Parameters(*(2 * size for size in one))
+    assert found[3:] == tuple(2 * values for values in cached)
+    assert parameters(config).total == found.sizes.total + last.sizes.total + D + 2 * 17 * D
 
 
 def test_bytes_of_a_70b_target_in_fp8_and_of_its_head():
     deployment = served()
     target, head = deployment.target, deployment.head
     assert head is not None
+    # fc 3·8192², q 16384·8192, k and v 2·16384·1024, o 8192², mlp 3·8192·28672, norms 4·8192, lm_head 32000·8192.
+    assert parameters(head).total == 1_403_027_456
     assert deployment.weight_bytes(target) / 1e9 == pytest.approx(72.66, abs=0.01)  # layers FP8, tables bfloat16
     assert deployment.streamed_bytes(target) / 1e9 == pytest.approx(70.555, abs=0.001)
     assert deployment.weight_bytes(head) / 1e9 == pytest.approx(1.403, abs=0.001)  # all of its kernels in FP8
@@ -135,6 +155,9 @@ def test_every_part_of_the_plan_by_hand():
     assert (plan.reserve, plan.budget) == (7.0, 0.5e9)
     assert plan.fits
     assert plan.cache_capacity_tokens == (0.5e9 - plan.without_caches) // 16
+    windowed = dataclasses.replace(SMALL.layers[0], mixer=dataclasses.replace(SMALL.layers[0].mixer, window=4))
+    deployment = dataclasses.replace(deployment, target=dataclasses.replace(SMALL, layers=(windowed,)))
+    assert deployment.cache_bytes_per_token(deployment.target) == 8  # buffers hold the whole sequence
 
 
 COMPILED = load(PATH.with_name("aot-memory.json"))
@@ -186,39 +209,3 @@ def test_quantised_weights_leave_the_tables_alone():
     layers = 70_553_706_496 - 2 * 128_256 * 8192 - parameters(target).vectors
     for weights, size in (("bfloat16", 2.0), ("int8", 1.0), ("fp8", 1.0), ("int4", 0.515625)):
         assert served(weights=weights).weight_bytes(target) == layers * size + tables
-
-
-def test_a_config_of_the_hub_counts_like_the_named_model(tmp_path):
-    """The fields of Qwen3-4B and of a Qwen2 with its biases, as their config.json has them."""
-    qwen3 = {
-        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "head_dim": 128,
-        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True,
-        "sliding_window": None, "use_sliding_window": False, "attention_bias": False, "rms_norm_eps": 1e-6,
-    }  # fmt: skip
-    qwen2 = {
-        "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
-        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
-        "sliding_window": 131072, "use_sliding_window": False, "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
-    }  # fmt: skip
-    for config, name in ((qwen3, "Qwen3-4B"), (qwen2, "Qwen2.5-7B-Instruct")):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        assert parameters(read_target(str(tmp_path)).config).total == PUBLISHED[name]
-    assert read_target(str(tmp_path)).config == KNOWN_MODELS["Qwen2.5-7B-Instruct"]
-
-
-def test_a_speculators_head_is_read_from_its_nested_config(tmp_path):
-    config = {
-        "draft_vocab_size": 32000,
-        "target_hidden_size": 4096,
-        "transformer_layer_config": {
-            "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
-            "num_hidden_layers": 1, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 4096,
-            "model_type": "llama", "rms_norm_eps": 1e-5,
-        },
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    head = read_head(str(tmp_path), Target("target", KNOWN_MODELS["Llama-3.1-8B"]), bundled=False).config
-    assert head is not None
-    assert parameters(head).total == 424_689_664
-    assert head.max_positions == 4096
