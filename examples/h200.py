@@ -218,7 +218,7 @@ def summary(paces: list[Pace]) -> dict[str, Any]:
 
 def spread(values: list[float]) -> dict[str, Any]:
     """Median, quartiles and every value."""
-    return Spread.of(values).to_json() | {"values": values}
+    return vars(Spread.of(values)) | {"values": values}
 
 
 # ---------------------------------------------------------------- parts

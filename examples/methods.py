@@ -79,8 +79,8 @@ def found_of(row: Row, method: str, draft: str, parameters: int) -> dict[str, An
         "verify_cost": row.verify_cost,
         "draft_cost": row.draft_cost,
         "predicted_ratio": row.predicted_ratio,
-        "tokens_per_second": row.decode_tokens_per_second.to_json(),
-        "ratio": row.ratio.to_json(),
+        "tokens_per_second": vars(row.decode_tokens_per_second),
+        "ratio": vars(row.ratio),
         "tasks": tasks,
     }
 

@@ -14,7 +14,7 @@ from eagle3_jax.bench.results import Acceptance, NotMeasured, Report, Row, TaskR
 from eagle3_jax.bench.step_costs import StepCosts
 from eagle3_jax.bench.timing import Interval, Latency, Spread
 from eagle3_jax.cli import run
-from eagle3_jax.cli._bench_report import Findings, to_text, write
+from eagle3_jax.cli._bench_report import Findings, to_text
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli.bench import Field
 from eagle3_jax.engines.vllm.bridge import EngineOptions, VLLMError
@@ -24,11 +24,13 @@ QUICK = ("--dtype", "float32", "--max-new-tokens", "4", "--repeats", "1")
 PAIR = ("--target", str(GOLDEN / "target"), "--drafter", str(GOLDEN / "eagle3"))
 
 
+ACCEPTED = Acceptance(
+    mean_acceptance_length=2.25, draft_acceptance_rate=0.625, per_position=[0.75, 0.5], conditional=[0.75, 0.6667]
+)
+
+
 def row(name: str, speed: float, **more: object) -> Row:
     """One contender; ``speed`` in plain steps."""
-    accepted = Acceptance(
-        mean_acceptance_length=2.25, draft_acceptance_rate=0.625, per_position=[0.75, 0.5], conditional=[0.75, 0.6667]
-    )
     values: dict[str, object] = {
         "name": name,
         "dtype": "float32",
@@ -40,7 +42,7 @@ def row(name: str, speed: float, **more: object) -> Row:
         "ratio_interval": Interval(speed, speed - 0.5, speed + 0.5),
         "total_ratio_interval": Interval(speed, speed, speed),
         "prompt_ratio": Interval(speed),
-        "acceptance": accepted,
+        "acceptance": ACCEPTED,
         "num_draft_steps": 2,
         "step_seconds": StepCosts(verify_seconds=0.005, draft_seconds=0.001, commit_seconds=0.002),
         "verify_cost": 1.25,
@@ -53,81 +55,50 @@ def row(name: str, speed: float, **more: object) -> Row:
         "compile_seconds": 3.0,
         "same_texts": 2,
         "repeatable": True,
-        "tasks": [TaskRow(task="code", num_prompts=3, ratio=Interval(2.0, 1.5, 2.5), acceptance=accepted)],
+        "tasks": [TaskRow(task="code", num_prompts=3, ratio=Interval(2.0, 1.5, 2.5), acceptance=ACCEPTED)],
     }
     return Row(**(values | more))  # type: ignore[arg-type]
 
 
-def report_of(*rows: Row, batch_size: int = 1, **more: object) -> Report:
-    values: dict[str, object] = {
-        "rows": list(rows), "baseline": "plain float32", "num_prompts": 3, "max_new_tokens": 8, "repeats": 2,
-        "batch_size": batch_size, "programs_after_warm_up": 0, "bytes_per_second": 2e9, "not_measured": [],
-    }  # fmt: skip
-    return Report(**(values | more))  # type: ignore[arg-type]
-
-
 PLAIN = row("plain float32", 1.0, acceptance=None, num_draft_steps=0)
-CHAINS = (PLAIN, row("chain K=1", 1.5, num_draft_steps=1), row("chain K=2", 2.0))
 
 
-def findings_of(*reports: Report, missing: tuple[NotMeasured, ...] = ()) -> Findings:
-    return Findings(device="a machine", about={"git": "x"}, reports=reports, missing=missing)
+def findings_of(*rows: Row, compiled_late: int = 0) -> Findings:
+    report = Report(
+        rows=list(rows), baseline="plain float32", num_prompts=3, max_new_tokens=8, repeats=2, batch_size=1,
+        programs_after_warm_up=compiled_late, bytes_per_second=2e9, not_measured=[],
+    )  # fmt: skip
+    return Findings(device="a machine", about={}, reports=[report], missing=[NotMeasured("vLLM plain", "no vLLM")])
 
 
-# ---------------------------------------------------------------- tables and files from planted figures
-
-
-def test_the_speed_table_by_hand():
-    table, *_ = findings_of(report_of(*CHAINS)).tables
-    assert table.rows[0][:5] == ["plain float32", "float32", "100.0", "baseline", ""]
-    cells = dict(zip(table.columns, table.rows[2], strict=True))
-    assert cells == {
+def test_the_tables_by_hand():
+    lossy = row("chain K=2", 2.0, lossless=False, same_texts=None)
+    speed, latency, rounds, tasks, missing = findings_of(PLAIN, row("chain K=1", 1.5, num_draft_steps=1), lossy).tables
+    assert speed.rows[0][:5] == ["plain float32", "float32", "100.0", "baseline", ""]
+    assert dict(zip(speed.columns, speed.rows[2], strict=True)) == {
         "method": "chain K=2", "dtype": "float32", "tokens/s": "200.0", "ratio": "2.00 (1.75-2.25)",
-        "95 %": "[1.50-2.50]", "τ": "2.25", "total": "100.0", "total ratio": "2.00", "roofline": "50%", "same": "2/3",
-        "compile": "3.0 s",
+        "95 %": "[1.50-2.50]", "τ": "2.25", "total": "100.0", "total ratio": "2.00", "roofline": "50%",
+        "same": "not lossless", "compile": "3.0 s",
     }  # fmt: skip
-
-
-def test_latencies_rounds_and_tasks_by_hand():
-    _, latency, rounds, tasks = findings_of(report_of(*CHAINS)).tables
+    assert speed.column("same")[1] == "2/3"
     assert latency.rows[1] == ["chain K=1", "1.00", "2.00", "3.00", "4.00", "5.00", "6.00", "", "", ""]
     # Two draft steps of 1 ms; 5 ms of verification, 2 of which commit.
     assert rounds.rows[2] == ["chain K=2", "2.000", "3.000", "2.000", 2, "1.25", "0.125", "1.50", "2.00"]
-    rows = tasks.rows
-    assert [cells[:2] for cells in rows] == [
+    assert [cells[:2] for cells in tasks.rows] == [
         ["all", "chain K=1"], ["all", "chain K=2"], ["code", "chain K=1"], ["code", "chain K=2"],
     ]  # fmt: skip
-    assert rows[3][2:] == [3, "2.00 [1.50-2.50]", "2.25", "0.625", "0.75 0.50", "0.75 0.67"]
-
-
-def test_the_markdown_names_everything():
-    text = to_text(findings_of(report_of(*CHAINS), missing=(NotMeasured("vLLM plain", "no vLLM"),)))
-    assert "| chain K=2 | float32 | 200.0 | 2.00 (1.75-2.25) | [1.50-2.50] | 2.25 |" in text
-    assert "| vLLM plain | no vLLM |" in text
-    assert "FAILED" not in text
-
-
-def test_what_is_simulated_says_so_everywhere(tmp_path: Path):
-    lossy = row("chain K=2 (simulated, not lossless)", 2.0, lossless=False, same_texts=None)
-    findings = findings_of(report_of(PLAIN, lossy))
-    assert "not lossless" in findings.tables[0].rows[1]
-    write(findings, tmp_path)
-    assert "not lossless" in (tmp_path / "bench.md").read_text()
-    (saved,) = json.loads((tmp_path / "bench.json").read_text())["reports"]
-    assert [one["lossless"] for one in saved["rows"]] == [True, False]
+    assert tasks.rows[3][2:] == [3, "2.00 [1.50-2.50]", "2.25", "0.625", "0.75 0.50", "0.75 0.67"]
+    assert missing.rows == [["vLLM plain", "no vLLM"]]
 
 
 def test_a_run_fails_above_the_roofline_or_when_something_was_compiled_late():
-    fast = report_of(PLAIN, row("chain K=2", 2.0, bandwidth_share=1.25))
-    (line,) = findings_of(fast).failures
+    fast = findings_of(PLAIN, row("chain K=2", 2.0, bandwidth_share=1.25))
+    (line,) = fast.failures
     assert line.startswith("batch 1: chain K=2 reads memory at 125% of the 2.0 GB/s")
-    assert "**FAILED: batch 1: chain K=2" in to_text(findings_of(fast))
-    (line,) = findings_of(report_of(PLAIN, programs_after_warm_up=3)).failures
+    assert f"**FAILED: {line}**" in to_text(fast)
+    (line,) = findings_of(PLAIN, compiled_late=3).failures
     assert line == "batch 1: 3 programs were compiled while times were taken"
-    assert findings_of(report_of(*CHAINS)).failures == []
-
-
-# ---------------------------------------------------------------- the command
+    assert findings_of(PLAIN).failures == []
 
 
 def test_the_command_measures_every_method_and_writes_it_all(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -156,7 +127,7 @@ def test_the_command_measures_every_method_and_writes_it_all(capsys, tmp_path: P
     assert "could not be started" in reasons["vLLM plain, compiled"]
     assert len(found["about"]["prompts_measured"]["sha256"]) == 64
     assert json.loads((tmp_path / "out" / "bench.json").read_text()) == found
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"bench.json", "bench.md"}
+    assert "| tree N=4 G=2 | float32 |" in (tmp_path / "out" / "bench.md").read_text()
 
 
 def test_random_weights_with_simulated_acceptance_above_the_roofline_end_with_one_and_a_report(
