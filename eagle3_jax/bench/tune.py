@@ -78,15 +78,9 @@ class Candidate:
 
     @classmethod
     def of(cls, shape: Shape, *, plain: Sequence[float], verify: Sequence[float], draft: Sequence[float]) -> Candidate:
-        """The candidate from the seconds of every repeat.
+        """The candidate from the seconds of a plain step, a verification and a draft step in every repeat.
 
         Costs are ratios within a repeat: a machine that slows down for a while slows the plain step as well.
-
-        Args:
-            shape: The draft.
-            plain: A step of plain decoding.
-            verify: A verification.
-            draft: A draft step.
         """
         verify_cost, draft_cost = np.divide(verify, plain), np.divide(draft, plain)
         gains = shape.mean_acceptance_length / (verify_cost + shape.num_draft_steps * draft_cost)
