@@ -131,3 +131,5 @@ def test_without_a_gpu_it_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(sys, "argv", ["h200.py", "--output", str(tmp_path / "h200.json")])
     with pytest.raises(SystemExit, match=r"error: jax .*--rehearse"):
         h200.main()
+    first = list(h200.PARTS.values())[:5]
+    assert sum(part[0] for part in first) <= h200.BUDGET < 600 - 2 * h200.ROOM
