@@ -20,12 +20,10 @@ from eagle3_jax.load import bundled
 LIKELIEST, DRAWN = e3.DraftSampling.GREEDY, e3.DraftSampling.PROBABILISTIC
 TREE = e3.DynamicTree(num_nodes=60, max_depth=8, top_k=10)
 # Name, drafter, options of the decoder, temperature, new tokens.
-GREEDY: Sequence[tuple[str, str, dict[str, Any], float, int]] = (
+ROWS: Sequence[tuple[str, str, dict[str, Any], float, int]] = (
     ("chain K=5", "eagle3", {"num_speculative_tokens": 5}, 0.0, 128),
     ("tree of 60 nodes, 8 levels, top 10", "eagle3", {"tree": TREE}, 0.0, 128),
     ("n-gram K=5", "ngram", {"num_speculative_tokens": 5}, 0.0, 128),
-)
-SAMPLED: Sequence[tuple[str, str, dict[str, Any], float, int]] = (
     ("chain K=4, likeliest", "eagle3", {"num_speculative_tokens": 4, "draft_sampling": LIKELIEST}, 1.0, 64),
     ("chain K=4, drawn", "eagle3", {"num_speculative_tokens": 4, "draft_sampling": DRAWN}, 1.0, 64),
 )
@@ -42,13 +40,12 @@ def main() -> None:
     target = e3.load_target(dtype="mixed")
     drafters = {"eagle3": e3.load_drafter(target=target), "ngram": e3.drafters.NGram()}
     rows = []
-    for name, drafter, options, temperature, max_new_tokens in (*GREEDY, *SAMPLED):
+    for name, drafter, options, temperature, max_new_tokens in ROWS:
         decoder = e3.SpeculativeDecoder(target, drafters[drafter], **options)
         for kind in ("code", "prose"):
             texts = [prompt["prompt"] for prompt in prompts if prompt["kind"] == kind][: given.max_prompts]
-            result = decoder.generate(
-                texts, max_new_tokens=max_new_tokens, sampling=e3.SamplingParams(temperature=temperature)
-            )
+            sampling = e3.SamplingParams(temperature=temperature)
+            result = decoder.generate(texts, max_new_tokens=max_new_tokens, sampling=sampling)
             stats = result.stats
             rows.append(
                 {
@@ -65,10 +62,8 @@ def main() -> None:
             shares = " ".join(f"{share:.2f}" for share in stats.acceptance_per_position)
             print(f"{name}, T={temperature:g}, {kind}: τ {stats.mean_acceptance_length:.2f}; {shares}", flush=True)
     if given.output:
-        about = environment()
-        given.output.write_text(
-            json.dumps({"dtype": "mixed", "seed": 0, "about": about, "rows": rows}, indent=1) + "\n"
-        )
+        record = {"dtype": "mixed", "seed": 0, "about": environment(), "rows": rows}
+        given.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

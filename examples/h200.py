@@ -110,7 +110,7 @@ class Record:
         self.figures: dict[str, Any] = read(output)["parts"][part]["figures"]
 
     def add(self, name: str, figure: Any) -> None:
-        """Write one figure."""
+        """Writes one figure."""
         self.figures[name] = figure
         whole = read(self.output)
         whole["parts"][self.part]["figures"] = self.figures
@@ -140,12 +140,12 @@ def pair(setting: Setting) -> Any:
 def decoder_of(setting: Setting, draft: str, rounds_per_check: int = 1) -> SpeculativeDecoder:
     """A decoder for ``plain``, ``verify N``, ``chain``, ``chain K`` or one of :data:`TREES`; dice accept drafts."""
     target, head = pair(setting)
-    if draft == "plain" or draft.startswith("verify "):
-        return SpeculativeDecoder(
-            target, Plain(int(draft.removeprefix("verify ").replace("plain", "1"))), stop_tokens=()
-        )
-    length = int(draft.removeprefix("chain") or CHAIN) if draft.startswith("chain") else 0
-    given: dict[str, Any] = {"num_speculative_tokens": length} if length else {"tree": TREES[draft]}
+    kind, _, number = draft.partition(" ")
+    if kind in ("plain", "verify"):
+        return SpeculativeDecoder(target, Plain(int(number or 1)), stop_tokens=())
+    given: dict[str, Any] = (
+        {"num_speculative_tokens": int(number or CHAIN)} if kind == "chain" else {"tree": TREES[draft]}
+    )
     dice = SimulatedAcceptance(RATES)
     return SpeculativeDecoder(target, head, stop_tokens=(), verifier=dice, rounds_per_check=rounds_per_check, **given)
 
@@ -199,9 +199,9 @@ def measure(setting: Setting, record: Record, cells: dict[str, Cell]) -> None:
         for name, paces in turns.items():
             figure = record.figures[name] | summary(paces)
             if base in turns:  # of the runs in turns, which are neighbors in time
-                pairs = list(zip(paces[1:], turns[base][1:], strict=True))
-                figure["round_in_bases"] = spread([one.seconds_per_round / two.seconds_per_round for one, two in pairs])
-                figure["speed_in_bases"] = spread([one.tokens_per_second / two.tokens_per_second for one, two in pairs])
+                ours, theirs = summary(paces[1:]), summary(turns[base][1:])
+                for ratio, kind in (("round_in_bases", "seconds_per_round"), ("speed_in_bases", "tokens_per_second")):
+                    figure[ratio] = spread(np.divide(ours[kind]["values"], theirs[kind]["values"]).tolist())
             record.add(name, figure)
         if record.end - time.monotonic() < 1.5 * (time.monotonic() - start):
             break
@@ -218,7 +218,7 @@ def summary(paces: list[Pace]) -> dict[str, Any]:
 
 def spread(values: list[float]) -> dict[str, Any]:
     """Median, quartiles and every value."""
-    return Spread.of(values).to_json() | {"values": values}
+    return vars(Spread.of(values)) | {"values": values}
 
 
 # ---------------------------------------------------------------- parts
@@ -237,11 +237,9 @@ def device(setting: Setting, record: Record) -> None:
 def text(setting: Setting, record: Record) -> None:
     """Compares the shipped pair's text in float32 with its head and without."""
     target, prompt, new = load_target(dtype="float32"), "def read_config(filename):\n", setting.tokens + 2
+    chain = SpeculativeDecoder(target, load_drafter(target=target), num_speculative_tokens=CHAIN, stop_tokens=())
     plain = SpeculativeDecoder(target, stop_tokens=()).generate(prompt, max_new_tokens=new)
-    head = load_drafter(target=target)
-    ours = SpeculativeDecoder(target, head, num_speculative_tokens=CHAIN, stop_tokens=()).generate(
-        prompt, max_new_tokens=new
-    )
+    ours = chain.generate(prompt, max_new_tokens=new)
     record.add("same text", plain.tokens == ours.tokens)
     record.add("mean_acceptance_length", ours.stats.mean_acceptance_length)
 
@@ -268,16 +266,15 @@ def variants(setting: Setting, record: Record) -> None:
 
 def batches(setting: Setting, record: Record) -> None:
     """Times chains, trees and plain decoding for several batch sizes."""
-    for batch in setting.batches:
-        cells = {f"batch {batch}, {draft}": cell(setting, draft, batch=batch) for draft in setting.drafts}
-        measure(setting, record, cells)
+    for size in setting.batches:
+        measure(setting, record, {f"batch {size}, {one}": cell(setting, one, batch=size) for one in setting.drafts})
 
 
 def contexts(setting: Setting, record: Record) -> None:
     """Times plain steps and verification for several sizes of the caches."""
     for slots in setting.contexts:
         drafts = ("plain", f"verify {NODES}")
-        measure(setting, record, {f"{slots} slots, {draft}": cell(setting, draft, context=slots) for draft in drafts})
+        measure(setting, record, {f"{slots} slots, {one}": cell(setting, one, context=slots) for one in drafts})
 
 
 def compilation(setting: Setting, record: Record) -> None:
@@ -348,7 +345,6 @@ def main() -> None:
     """Measures what is missing and prints it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("h200.json"))
-    parser.add_argument("--budget-seconds", type=float, default=BUDGET, help=f"For all parts; {BUDGET} if left out.")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help=f"Of: {', '.join(PARTS)}.")
     parser.add_argument("--again", action="store_true", help="Measure parts that are done already, too.")
     parser.add_argument("--rehearse", action="store_true", help="Tiny shapes, on any device.")
@@ -364,7 +360,7 @@ def main() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the memory is for the processes of the parts
     if not given.rehearse and (problem := gpu_problem(wanted=True)):
         raise SystemExit(f"error: {problem}; --rehearse tries tiny shapes on any device")
-    end, result = time.monotonic() + given.budget_seconds, begin(given.output, setting, rehearsal=given.rehearse)
+    end, result = time.monotonic() + BUDGET, begin(given.output, setting, rehearsal=given.rehearse)
     for name in given.only or PARTS:
         old = result["parts"].get(name, {})
         if old.get("status") == "done" and not given.again:
@@ -400,10 +396,8 @@ def run_part(name: str, given: argparse.Namespace, end: float) -> dict[str, Any]
     limit = min(most * (4 if given.rehearse else 1), end - time.monotonic())
     if limit < LEAST:
         return {"status": "not run: the budget was spent; run the command again"}
-    environ = os.environ | variables
-    environ["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).resolve().parent.parent), environ.get("PYTHONPATH", "")]
-    )
+    paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+    environ = os.environ | variables | {"PYTHONPATH": os.pathsep.join(paths)}
     if given.compilation_cache is not None:
         environ["JAX_COMPILATION_CACHE_DIR"] = str(given.compilation_cache)
         environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -445,16 +439,17 @@ def shown(result: dict[str, Any]) -> str:
     lines = ["", f"{result['shape']}, random weights, bfloat16" + ", a REHEARSAL: nothing counts" * result["rehearsal"]]
     lines += [f"  {name}: {value:.3f}" for name, value in result["ratios"].items()]
     lines += ["", "cell: ms a round; rounds and tokens/s in those of the first cell; calls of the target"]
-    for part, figures in ((name, one["figures"]) for name, one in result["parts"].items()):
-        for name, figure in figures.items():
-            if isinstance(figure, dict) and "seconds_per_round" in figure and "rounds" in figure:
-                ratios = [
-                    figure.get(kind, {}).get("median", float("nan")) for kind in ("round_in_bases", "speed_in_bases")
-                ]
-                ms = 1e3 * figure["seconds_per_round"]["median"]
-                lines.append(f"  {part}: {name:44} {ms:9.3f} {ratios[0]:7.3f} {ratios[1]:7.3f} {figure['rounds']:4}")
-            elif isinstance(figure, dict) and "failed" in figure:
+    for part, one in result["parts"].items():
+        for name, figure in one["figures"].items():
+            if not isinstance(figure, dict):
+                continue
+            if "failed" in figure:
                 lines.append(f"  {part}: {name:44} failed: {figure['failed'][:100]}")
+            elif "rounds" in figure:
+                ms = 1e3 * figure["seconds_per_round"]["median"]
+                kinds = ("round_in_bases", "speed_in_bases")
+                in_bases = " ".join(f"{figure.get(kind, {}).get('median', float('nan')):7.3f}" for kind in kinds)
+                lines.append(f"  {part}: {name:44} {ms:9.3f} {in_bases} {figure['rounds']:4}")
     return "\n".join([*lines, *(f"{name}: {part['status']}" for name, part in result["parts"].items())])
 
 

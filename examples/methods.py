@@ -12,6 +12,7 @@ training and the shipped EAGLE-3 head take part by themselves::
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 import sys
@@ -31,8 +32,10 @@ from eagle3_jax.bench.tables import write_text
 from eagle3_jax.cli._options import parse_numbers, parse_tree
 from eagle3_jax.load import bundled
 from eagle3_jax.named import named_drafter
-from eagle3_jax.prompts import Prompt, Renderer, in_turn, read_prompts
+from eagle3_jax.prompts import Renderer, in_turn, read_prompts
 from eagle3_jax.published_trees import tree_name
+
+KEPT = ("lossless", "same_texts", "num_draft_steps", "verify_cost", "draft_cost", "predicted_ratio", "ratio")
 
 
 def trained(heads: Path | None) -> dict[str, Path]:
@@ -61,39 +64,18 @@ def num_parameters(drafter: e3.LoadedDrafter, target: e3.LoadedTarget) -> int:
 
 def found_of(row: Row, method: str, draft: str, parameters: int) -> dict[str, Any]:
     """What the tables show of a row, and what judges it."""
-    tasks = {
-        task.task: {
-            "num_prompts": task.num_prompts,
-            "mean_acceptance_length": None if task.acceptance is None else task.acceptance.mean_acceptance_length,
-            "ratio": None if task.ratio is None else vars(task.ratio),
-        }
-        for task in row.tasks
-    }
-    return {
-        "method": method,
-        "draft": draft,
-        "parameters": parameters,
-        "lossless": row.lossless,
-        "same_texts": row.same_texts,
-        "num_draft_steps": row.num_draft_steps,
-        "verify_cost": row.verify_cost,
-        "draft_cost": row.draft_cost,
-        "predicted_ratio": row.predicted_ratio,
-        "tokens_per_second": row.decode_tokens_per_second.to_json(),
-        "ratio": row.ratio.to_json(),
-        "tasks": tasks,
-    }
+    facts = dataclasses.asdict(row)
+    tasks = {task.pop("task"): task for task in facts["tasks"]}
+    for task in tasks.values():
+        found = task.pop("acceptance")
+        task["mean_acceptance_length"] = None if found is None else found["mean_acceptance_length"]
+    about = {"method": method, "draft": draft, "parameters": parameters}
+    kept = {name: facts[name] for name in KEPT}
+    return about | kept | {"tokens_per_second": facts["decode_tokens_per_second"], "tasks": tasks}
 
 
-def chosen_prompts(target: e3.LoadedTarget, count: int, max_new_tokens: int) -> list[Prompt]:
-    """So many of the shipped prompts of each kind."""
-    renderer = Renderer.of(bundled("target"))
-    every = read_prompts(bundled("prompts.jsonl"), target, renderer, max_new_tokens=max_new_tokens)
-    return in_turn(every, count * len({prompt.category for prompt in every}))
-
-
-def options_of(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+def main(arguments: list[str] | None = None) -> None:
+    """Measures and writes the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--heads", type=Path, help="directory with a trained head per method, under its name")
     parser.add_argument("--named", default="ngram,suffix,layer-skip=3", help="drafters without files")
@@ -104,14 +86,11 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, help="JSON file; standard output when left out")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Measure and write the record."""
-    options = options_of(arguments)
+    options = parser.parse_args(arguments)
     target = e3.load_target(dtype=options.dtype)
-    prompts = chosen_prompts(target, options.prompts, options.max_new_tokens)
+    file, renderer = bundled("prompts.jsonl"), Renderer.of(bundled("target"))
+    every = read_prompts(file, target, renderer, max_new_tokens=options.max_new_tokens)
+    prompts = in_turn(every, options.prompts * len({prompt.category for prompt in every}))
     tree = parse_tree(options.tree)
     assert tree is not None
     shapes: dict[str, dict[str, Any]] = {
@@ -151,8 +130,10 @@ def main(arguments: list[str] | None = None) -> None:
     record = {
         "command": f"python examples/methods.py {committable(given)}".strip(),
         "about": about,
-        "prompts": {"names": [prompt.name for prompt in prompts]}
-        | {"sha256": sha256_of_prompts([prompt.tokens for prompt in prompts])},
+        "prompts": {
+            "names": [prompt.name for prompt in prompts],
+            "sha256": sha256_of_prompts([prompt.tokens for prompt in prompts]),
+        },
         "dtype": options.dtype,
         "named": options.named,
         "max_new_tokens": options.max_new_tokens,

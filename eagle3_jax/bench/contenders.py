@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -55,8 +54,7 @@ class Run:
         return SpeculationStats.merge([self.stats]) if len(rows) == len(self.tokens) else None
 
 
-@runtime_checkable
-class Contender(Protocol):
+class Contender:
     """Anything that decodes batches of prompts.
 
     Attributes:
@@ -64,36 +62,20 @@ class Contender(Protocol):
         dtype: Precision in reports.
         drafts: Whether it speculates; without counters its number of rounds is then unknown.
         lossless: Whether its output equals the target's own.
-        simulated_rates: Rates of its acceptance if that is simulated.
+        simulated_rates: Rates of its acceptance if that is simulated, up to the depth of its drafts.
         largest_batch: Maximum number of prompts at once; ``None`` for any number.
     """
 
     name: str
     dtype: str
-
-    @property
-    def drafts(self) -> bool:
-        """See the class."""
-        return False
-
-    @property
-    def lossless(self) -> bool:
-        """See the class."""
-        return True
-
-    @property
-    def simulated_rates(self) -> list[float] | None:
-        """See the class."""
-        return None
-
-    @property
-    def largest_batch(self) -> int | None:
-        """See the class."""
-        return None
+    drafts: bool = False
+    lossless: bool = True
+    simulated_rates: list[float] | None = None
+    largest_batch: int | None = None
 
     def run(self, prompts: Sequence[Tokens], max_new_tokens: int) -> Run:
         """Decodes a batch to the limit, stop tokens ignored; greedily, unless the contender has a temperature."""
-        ...
+        raise NotImplementedError
 
 
 @dataclasses.dataclass
@@ -112,22 +94,11 @@ class DecoderContender(Contender):
     decoder: SpeculativeDecoder
     temperature: float = 0.0
 
-    @property
-    def drafts(self) -> bool:
-        """Whether it has a drafter."""
-        return not isinstance(self.decoder.loop.drafter, Plain)
-
-    @property
-    def lossless(self) -> bool:
-        """Whether the acceptance rule is lossless."""
-        return self.decoder.lossless
-
-    @property
-    def simulated_rates(self) -> list[float] | None:
-        """Simulated rates up to the depth of its drafts."""
+    def __post_init__(self) -> None:
         loop = self.decoder.loop
-        rates = loop.verifier.rates if isinstance(loop.verifier, SimulatedAcceptance) else ()
-        return list(rates[: loop.drafter.max_depth]) or None
+        self.drafts, self.lossless = not isinstance(loop.drafter, Plain), self.decoder.lossless
+        if isinstance(loop.verifier, SimulatedAcceptance):
+            self.simulated_rates = list(loop.verifier.rates[: loop.drafter.max_depth]) or None
 
     def run(self, prompts: Sequence[Tokens], max_new_tokens: int) -> Run:
         """Runs the prefill and then the whole loop on the device, and waits for each."""

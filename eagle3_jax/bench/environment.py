@@ -31,6 +31,7 @@ def environment(
         prompt_files: Empty for the bundled prompts.
     """
     devices = jax.devices()
+    memory = round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {name.replace("-", "_"): version(name) for name in PACKAGES},
@@ -38,7 +39,7 @@ def environment(
         "code": sha256_of_code(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "memory_gib": memory_gib()},
+        "cpu": {"model": cpu_model(), "cores": os.cpu_count(), "memory_gib": memory},
         "jax": {
             "backend": jax.default_backend(),
             "device": devices[0].device_kind,
@@ -63,10 +64,8 @@ def git() -> dict[str, Any] | str:
     """The commit, and whether files differ from it."""
 
     def ask(*command: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), *command], capture_output=True, text=True, timeout=60, check=True
-        )
-        return done.stdout.strip()
+        command = ("git", "-C", str(ROOT), *command)
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
 
     try:
         if ask("rev-parse", "--show-prefix"):  # an unpacked archive inside some other repository
@@ -96,11 +95,6 @@ def hardware() -> str:
     return f"{name}, jax {jax.__version__}"
 
 
-def memory_gib() -> float:
-    """Size of the main memory."""
-    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
-
-
 def source(name: str | None, part: str) -> dict[str, Any]:
     """Name of a checkpoint or a prompt file, and its hash if it is on this machine.
 
@@ -127,9 +121,7 @@ def sha256_of(path: str | Path) -> str:
     path = Path(path)
     if path.is_file():
         return _digest(path)
-    files = sorted(
-        (file for end in ("json", "safetensors", "bin") for file in path.glob(f"*.{end}")), key=lambda f: f.name
-    )
+    files = sorted(file for file in path.iterdir() if file.suffix in (".json", ".safetensors", ".bin"))
     if not files:
         raise ValueError(f"{path} holds no *.json, *.safetensors or *.bin")
     whole = hashlib.sha256()

@@ -31,11 +31,6 @@ def on_gpu() -> bool:
     return jax.devices()[0].platform in ("gpu", "cuda")
 
 
-def cuda_command() -> str:
-    """The command that installs CUDA for this jax."""
-    return f"pip install 'jax[cuda13]=={jax.__version__}'"
-
-
 def gpu_problem(*, wanted: bool = False) -> str | None:
     """The reason why jax does not compute on the GPU, in one line with the remedy; ``None`` without a problem.
 
@@ -61,4 +56,4 @@ def gpu_problem(*, wanted: bool = False) -> str | None:
         why = "its plugin for CUDA is installed and does not start: CUDA 13 needs a driver of 580 (nvidia-smi); "
         return f"{seen}; {why}JAX_PLATFORMS=cuda python -c 'import jax; jax.devices()' tells the reason"
     where = "an NVIDIA GPU is here" if here else "no NVIDIA GPU is seen here (nvidia-smi, /dev/nvidia0)"
-    return f"{seen}, and {where}; a jax with CUDA: {cuda_command()}"
+    return f"{seen}, and {where}; a jax with CUDA: pip install 'jax[cuda13]=={jax.__version__}'"

@@ -128,17 +128,16 @@ def why_not(needed: int, stats: Mapping[str, int] | None) -> str | None:
 
 def _draw(shapes: Any, key: jax.Array, precision: Precision) -> Any:
     """Draws one array at a time, so that at most one temporary copy exists."""
-    flat, structure = jax.tree_util.tree_flatten_with_path(shapes)
-    keys = jax.random.split(key, len(flat))
-    leaves = []
-    for (path, leaf), one in zip(flat, keys, strict=True):
-        name = getattr(path[-1], "key", str(path[-1]))
+    keys = iter(jax.random.split(key, len(jax.tree.leaves(shapes))))
+
+    def draw(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name, own = getattr(path[-1], "key", str(path[-1])), next(keys)
         if len(leaf.shape) == 1:
-            leaves.append(jnp.full(leaf.shape, 1.0 if name == "scale" else 0.0, precision.activations))
-        else:
-            scale = 1.0 if name == "embedding" else leaf.shape[0] ** -0.5
-            leaves.append(_normal(one, shape=leaf.shape, scale=scale, dtype=jnp.dtype(precision.operands).name))
-    return jax.tree_util.tree_unflatten(structure, leaves)
+            return jnp.full(leaf.shape, 1.0 if name == "scale" else 0.0, precision.activations)
+        scale = 1.0 if name == "embedding" else leaf.shape[0] ** -0.5
+        return _normal(own, shape=leaf.shape, scale=scale, dtype=jnp.dtype(precision.operands).name)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "scale", "dtype"))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from eagle3_jax.bench.contenders import Contender, DecoderContender, Run, Tokens
+from eagle3_jax.bench.roofline import least_bytes_per_second
 from eagle3_jax.bench.step_costs import StepCosts
 from eagle3_jax.bench.timing import Interval, Latency, Spread, geometric_mean, ratio_of_sums
+from eagle3_jax.decode import LoadedTarget
 from eagle3_jax.stats import SpeculationStats
 
 
@@ -183,36 +186,17 @@ class Measured:
     costs: list[StepCosts] = dataclasses.field(default_factory=list)
     chunks: list[float] = dataclasses.field(default_factory=list)
 
-    @property
-    def decode_speeds(self) -> list[float]:
-        """Tokens per second of each repeat, without prefill."""
-        return [
-            sum(len(row) - 1 for run in runs for row in run.tokens) / sum(run.decode_seconds for run in runs)
-            for runs in self.runs
-        ]
+    def speeds(self, *, total: bool = False) -> np.ndarray:
+        """Tokens per second of each repeat, without the prefill and its token or with both."""
+        tokens = [sum(len(row) - (not total) for run in runs for row in run.tokens) for runs in self.runs]
+        seconds = [sum(run.decode_seconds + total * run.prefill_seconds for run in runs) for runs in self.runs]
+        return np.divide(tokens, seconds)
 
-    @property
-    def total_speeds(self) -> list[float]:
-        """Tokens per second of each repeat, prefill included."""
-        return [
-            sum(len(row) for run in runs for row in run.tokens)
-            / sum(run.prefill_seconds + run.decode_seconds for run in runs)
-            for runs in self.runs
-        ]
-
-    @property
-    def num_draft_steps(self) -> int:
-        """``G``, for decoders of this library."""
-        if not isinstance(self.contender, DecoderContender) or not self.contender.drafts:
-            return 0
-        return self.contender.decoder.loop.drafter.max_depth
-
-    @property
-    def step_seconds(self) -> StepCosts | None:
-        """The median of each part over the repeats."""
-        if not self.costs:
-            return None
-        return StepCosts(*np.median([dataclasses.astuple(cost) for cost in self.costs], axis=0).tolist())
+    def times(self, *, total: bool = False) -> np.ndarray:
+        """Seconds per token of a row, for each repeat and batch, without the prefill and its token or with both."""
+        return np.array(
+            [[run.total_seconds_per_token if total else run.seconds_per_token for run in runs] for runs in self.runs]
+        )
 
 
 def row_of(
@@ -221,7 +205,8 @@ def row_of(
     *,
     plain_output: list[list[Tokens]] | None,
     tasks: Sequence[Sequence[str]],
-    bandwidth_share: float | None,
+    most_bytes_per_second: float,
+    target: LoadedTarget | None,
 ) -> Row:
     """All figures of a contender.
 
@@ -230,32 +215,45 @@ def row_of(
         plain: Measurements of the baseline.
         plain_output: Tokens of plain decoding in the same precision, by batch.
         tasks: Task of each prompt of each batch.
-        bandwidth_share: See :class:`Row`.
+        most_bytes_per_second: Highest bandwidth of the device; 0 if it was not measured.
+        target: The target that a step reads; ``None`` if no contender is of this library.
     """
-    contender, runs, depth = measured.contender, measured.runs, measured.num_draft_steps
-    step = len(plain.runs[0][0].tokens) / Spread.of(plain.decode_speeds).median
-    acceptance = acceptance_of(measured)
-    costs = measured.step_seconds
-    verify, draft = (None, None) if costs is None else (costs.verify_seconds / step, costs.draft_seconds / step)
+    contender, runs = measured.contender, measured.runs
+    speed, times = Spread.of(measured.speeds()), measured.times()
+    # Greedy decoding accepts the same in every repeat.
+    stats = [run.stats for run in runs[0] if run.stats is not None]
+    acceptance = Acceptance.of(SpeculationStats.merge(stats)) if contender.drafts and stats else None
     tau = 1.0 if acceptance is None else acceptance.mean_acceptance_length
+    depth = 0
+    if isinstance(contender, DecoderContender) and contender.drafts:
+        depth = contender.decoder.loop.drafter.max_depth
+    costs = verify = draft = None
+    if measured.costs:
+        costs = StepCosts(*np.median([dataclasses.astuple(cost) for cost in measured.costs], axis=0).tolist())
+        step = len(plain.runs[0][0].tokens) / Spread.of(plain.speeds()).median
+        verify, draft = costs.verify_seconds / step, costs.draft_seconds / step
+    share = None
+    if most_bytes_per_second and target is not None and not (contender.drafts and acceptance is None):
+        rows = len(runs[0][0].tokens)
+        least = least_bytes_per_second(target, tokens_per_second=speed.median, tokens_per_round=tau, rows=rows)
+        share = least / most_bytes_per_second
     written = [[run.tokens for run in passed] for passed in runs]
+    same_texts = None
+    if plain_output is not None and contender.lossless:
+        pairs = zip(itertools.chain(*written[0]), itertools.chain(*plain_output), strict=True)
+        same_texts = sum(ours == theirs for ours, theirs in pairs)
+    prompt_ratios = np.exp(np.log(plain.times() / times).mean(axis=0)).tolist()
     return Row(
         name=contender.name,
         dtype=contender.dtype,
         lossless=contender.lossless,
-        decode_tokens_per_second=Spread.of(measured.decode_speeds),
-        total_tokens_per_second=Spread.of(measured.total_speeds),
-        ratio=Spread.of(_quotients(measured.decode_speeds, plain.decode_speeds)),
-        total_ratio=Spread.of(_quotients(measured.total_speeds, plain.total_speeds)),
-        ratio_interval=ratio_of_sums(
-            [run.seconds_per_token for passed in plain.runs for run in passed],
-            [run.seconds_per_token for passed in runs for run in passed],
-        ),
-        total_ratio_interval=ratio_of_sums(
-            [run.total_seconds_per_token for passed in plain.runs for run in passed],
-            [run.total_seconds_per_token for passed in runs for run in passed],
-        ),
-        prompt_ratio=geometric_mean(_prompt_ratios(measured, plain)),
+        decode_tokens_per_second=speed,
+        total_tokens_per_second=Spread.of(measured.speeds(total=True)),
+        ratio=Spread.of(measured.speeds() / plain.speeds()),
+        total_ratio=Spread.of(measured.speeds(total=True) / plain.speeds(total=True)),
+        ratio_interval=ratio_of_sums(plain.times().ravel(), times.ravel()),
+        total_ratio_interval=ratio_of_sums(plain.times(total=True).ravel(), measured.times(total=True).ravel()),
+        prompt_ratio=geometric_mean(prompt_ratios),
         acceptance=acceptance,
         num_draft_steps=depth,
         step_seconds=costs,
@@ -263,46 +261,21 @@ def row_of(
         draft_cost=draft,
         predicted_ratio=None if verify is None or draft is None else tau / (verify + depth * draft),
         first_token=Latency.of(run.prefill_seconds for passed in runs for run in passed),
-        per_token=Latency.of(run.seconds_per_token for passed in runs for run in passed),
+        per_token=Latency.of(times.ravel()),
         chunk=Latency.of(measured.chunks) if measured.chunks else None,
-        bandwidth_share=bandwidth_share,
+        bandwidth_share=share,
         compile_seconds=measured.compile_seconds,
-        same_texts=None if plain_output is None or not contender.lossless else _equal(written[0], plain_output),
+        same_texts=same_texts,
         repeatable=all(passed == written[0] for passed in written),
-        tasks=_task_rows(measured, plain, tasks),
+        tasks=_task_rows(measured, prompt_ratios, tasks),
         simulated_rates=contender.simulated_rates,
     )
 
 
-def acceptance_of(measured: Measured) -> Acceptance | None:
-    """Acceptance in the first repeat; greedy decoding accepts the same in every repeat."""
-    stats = [run.stats for run in measured.runs[0] if run.stats is not None]
-    return Acceptance.of(SpeculationStats.merge(stats)) if measured.contender.drafts and stats else None
-
-
-def _equal(ours: list[list[Tokens]], theirs: list[list[Tokens]]) -> int:
-    """Number of equal texts, batch by batch and row by row."""
-    pairs = [pair for batches in zip(ours, theirs, strict=True) for pair in zip(*batches, strict=True)]
-    return sum(mine == other for mine, other in pairs)
-
-
-def _quotients(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    return [mine / other for mine, other in zip(ours, theirs, strict=True)]
-
-
-def _prompt_ratios(measured: Measured, plain: Measured) -> list[float]:
-    """Per batch: time per token of the baseline over that of the contender, geometric mean over repeats."""
-
-    def logs(one: Measured) -> np.ndarray:
-        return np.log([[run.seconds_per_token for run in passed] for passed in one.runs])
-
-    return np.exp((logs(plain) - logs(measured)).mean(axis=0)).tolist()
-
-
-def _task_rows(measured: Measured, plain: Measured, tasks: Sequence[Sequence[str]]) -> list[TaskRow]:
-    ratios = _prompt_ratios(measured, plain)
+def _task_rows(measured: Measured, ratios: list[float], tasks: Sequence[Sequence[str]]) -> list[TaskRow]:
+    """The rows by task, from the ratio and the tasks of each batch."""
     rows = []
-    for task in dict.fromkeys(name for batch in tasks for name in batch):
+    for task in dict.fromkeys(itertools.chain(*tasks)):
         where = [[row for row, name in enumerate(batch) if name == task] for batch in tasks]
         alone = [ratio for ratio, batch in zip(ratios, tasks, strict=True) if set(batch) == {task}]
         stats = [run.stats_of(mine) for run, mine in zip(measured.runs[0], where, strict=True) if mine]

@@ -15,6 +15,7 @@ import numpy as np
 from eagle3_jax import loop as loops
 from eagle3_jax.bench.contenders import Tokens
 from eagle3_jax.decode import SpeculativeDecoder
+from eagle3_jax.stats import SpeculationStats
 
 CompilerOptions = Mapping[str, str | int | float | bool]
 
@@ -72,9 +73,16 @@ def timed_rounds(
     seconds = time.perf_counter() - start
     length, stats = jax.device_get((done.length, done.stats))
     written = length - before
-    # A round without a draft is not counted among the drafts; it writes one token.
-    rounds = np.maximum(stats.num_drafts, written - stats.num_accepted_tokens)
-    return Pace(seconds, int(rounds.max()), int(written.sum()))
+    return Pace(seconds, int(count_rounds(stats, written).max()), int(written.sum()))
+
+
+def count_rounds(stats: SpeculationStats, written: np.ndarray) -> np.ndarray:
+    """Rounds of each row, from its counters and the number of tokens that it wrote after the prefill.
+
+    A round without a draft, as prompt lookup has, is not counted among the drafts and writes one token. Accepted tokens
+    that a limit cut off are missing in ``written``, so the number of such rounds can be a little too small.
+    """
+    return np.maximum(stats.num_drafts, written - stats.num_accepted_tokens)
 
 
 @functools.cache
@@ -83,7 +91,5 @@ def _run(options: tuple[tuple[str, Any], ...]) -> Any:
     if not options:
         return loops.run
 
-    def run(loop: loops.SpeculativeLoop, params: loops.LoopParams, state: loops.GenerationState) -> Any:
-        return loop.run(params, state)
-
+    run = loops.SpeculativeLoop.run
     return jax.jit(run, static_argnums=0, donate_argnums=2, compiler_options=dict(options))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy import stats
 
 CONFIDENCE = 0.95
@@ -37,9 +38,7 @@ class CompileClock:
         jax.monitoring.register_event_duration_secs_listener(self._listen)  # type: ignore[arg-type]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         jax.monitoring.unregister_event_duration_listener(self._listen)  # type: ignore[arg-type]
 
     def _listen(self, event: str, duration: float, **details: str | int) -> None:
@@ -87,10 +86,6 @@ class Spread:
         low, median, high = np.quantile(np.asarray(list(values), float), [0.25, 0.5, 0.75])
         return cls(float(median), float(low), float(high))
 
-    def to_json(self) -> dict[str, float]:
-        """Plain numbers."""
-        return dataclasses.asdict(self)
-
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
@@ -107,52 +102,29 @@ class Interval:
     high: float | None = None
 
 
-def ratio_of_sums(numerators: Sequence[float], denominators: Sequence[float], *, seed: int = 0) -> Interval:
+def ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike, *, seed: int = 0) -> Interval:
     """``Σ numerators / Σ denominators``, resampled in pairs (percentile bootstrap; Efron, 1979).
 
     Args:
-        numerators: Such as the seconds of the baseline, one for each batch of prompts in each repeat.
+        numerators: Such as the seconds of the baseline, one for each batch of prompts in each repeat; at least one.
         denominators: Those of a contender on the same batches in the same repeats.
         seed: Random seed of the resampling.
-
-    Raises:
-        ValueError: There are no pairs.
     """
-    above, below = np.asarray(numerators, float), np.asarray(denominators, float)
-    if above.shape != below.shape or above.size == 0:
-        raise ValueError(f"{above.size} numerators and {below.size} denominators; expected pairs, at least one")
-    value = float(above.sum() / below.sum())
-    if above.size < 2:
+    return _interval(lambda above, below, axis: above.sum(axis) / below.sum(axis), numerators, denominators, seed=seed)
+
+
+def geometric_mean(ratios: ArrayLike, *, seed: int = 0) -> Interval:
+    """``(Π ratios)^(1/n)`` of at least one positive ratio, resampled over the ratios."""
+    return _interval(lambda ratios, axis: np.exp(np.log(ratios).mean(axis)), ratios, seed=seed)
+
+
+def _interval(statistic: Callable[..., Any], *data: ArrayLike, seed: int) -> Interval:
+    arrays = [np.asarray(one, float) for one in data]
+    value = float(statistic(*arrays, axis=0))
+    if arrays[0].size < 2:
         return Interval(value)
-
-    def statistic(above: np.ndarray, below: np.ndarray, axis: int) -> np.ndarray:
-        return above.sum(axis) / below.sum(axis)
-
-    return _interval(value, (above, below), statistic, seed)
-
-
-def geometric_mean(ratios: Sequence[float], *, seed: int = 0) -> Interval:
-    """``(Π ratios)^(1/n)``, resampled over the ratios.
-
-    Args:
-        ratios: Positive, one for each prompt.
-        seed: Random seed of the resampling.
-
-    Raises:
-        ValueError: There are no ratios.
-    """
-    logs = np.log(np.asarray(ratios, float))
-    if logs.size == 0:
-        raise ValueError("no ratios were given; expected at least one")
-    value = float(np.exp(logs.mean()))
-    if logs.size < 2:
-        return Interval(value)
-    return _interval(value, (logs,), lambda logs, axis: np.exp(logs.mean(axis)), seed)
-
-
-def _interval(value: float, data: tuple[np.ndarray, ...], statistic: object, seed: int) -> Interval:
     found = stats.bootstrap(
-        data,
+        arrays,
         statistic,
         paired=True,
         vectorized=True,

@@ -12,12 +12,13 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from eagle3_jax import loop as loops
+from eagle3_jax.bench.contenders import DecoderContender, Run, Tokens
+from eagle3_jax.bench.rounds import count_rounds
 from eagle3_jax.bench.step_costs import StepCosts, step_costs
 from eagle3_jax.bench.timing import Spread
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
@@ -34,6 +35,8 @@ _LARGEST = 512  # the last entry of a schedule, plain decoding, reaches at least
 RULE_BATCH = 32
 RULE_OUTPUT_TOKENS = 50
 RULE_ACCEPTANCE = 0.55
+
+_PLAIN = "plain"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,22 +78,12 @@ class Candidate:
 
     @classmethod
     def of(cls, shape: Shape, *, plain: Sequence[float], verify: Sequence[float], draft: Sequence[float]) -> Candidate:
-        """The candidate from the seconds of every repeat.
+        """The candidate from the seconds of a plain step, a verification and a draft step in every repeat.
 
         Costs are ratios within a repeat: a machine that slows down for a while slows the plain step as well.
-
-        Args:
-            shape: The draft.
-            plain: A step of plain decoding.
-            verify: A verification.
-            draft: A draft step.
         """
-        verify_cost = [ours / step for ours, step in zip(verify, plain, strict=True)]
-        draft_cost = [ours / step for ours, step in zip(draft, plain, strict=True)]
-        gains = [
-            shape.mean_acceptance_length / (v + shape.num_draft_steps * c)
-            for v, c in zip(verify_cost, draft_cost, strict=True)
-        ]
+        verify_cost, draft_cost = np.divide(verify, plain), np.divide(draft, plain)
+        gains = shape.mean_acceptance_length / (verify_cost + shape.num_draft_steps * draft_cost)
         return cls(
             shape=shape,
             verify_cost=Spread.of(verify_cost).median,
@@ -121,9 +114,14 @@ class BatchTuning:
         return choose(self.candidates)
 
     @property
+    def chains(self) -> list[Candidate]:
+        """The candidates that are chains, since a schedule holds chains only."""
+        return [one for one in self.candidates if one.shape.is_chain]
+
+    @property
     def best_chain(self) -> Candidate | None:
-        """The best chain, since a schedule holds chains only."""
-        return choose([one for one in self.candidates if one.shape.is_chain])
+        """The chain to use; ``None`` for plain decoding."""
+        return choose(self.chains)
 
     @property
     def fastest(self) -> Candidate:
@@ -206,8 +204,7 @@ def crossover_tokens(*, extra_prefill_seconds: float, plain_step_seconds: float,
     return 1 + max(1, math.ceil(max(0.0, extra_prefill_seconds) / gain))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rule:
+class Rule(NamedTuple):
     """A rule of thumb compared with the measurement.
 
     Attributes:
@@ -229,10 +226,9 @@ def rules_of_thumb(found: BatchTuning) -> list[Rule]:
     """The rules of thumb at one batch size, each compared with the measurement."""
     speculates, fastest = found.best is not None, found.best or found.fastest
     gain = fastest.speedup.median
-    decision = f"{'speculate' if speculates else 'plain'}: S = {gain:.2f} with {fastest.shape.name}"
-    over = found.batch > RULE_BATCH
+    decision = f"{'speculate' if speculates else _PLAIN}: S = {gain:.2f} with {fastest.shape.name}"
     accepted = (fastest.shape.mean_acceptance_length - 1.0) / fastest.shape.num_draft_tokens
-    low = accepted < RULE_ACCEPTANCE
+    over, low = found.batch > RULE_BATCH, accepted < RULE_ACCEPTANCE
     tokens = crossover_tokens(
         extra_prefill_seconds=found.extra_prefill_seconds,
         plain_step_seconds=found.plain_step.median,
@@ -241,32 +237,23 @@ def rules_of_thumb(found: BatchTuning) -> list[Rule]:
     by_length = "plain at any length" if tokens is None else f"speculation pays from {tokens} tokens on"
     return [
         Rule(
-            batch=found.batch,
-            rule=f"batch > {RULE_BATCH}: plain",
-            rule_says="plain" if over else "speculate",
-            measured=decision,
-            agrees=over != speculates,
+            found.batch, f"batch > {RULE_BATCH}: plain", _PLAIN if over else "speculate", decision, over != speculates
         ),
         Rule(
-            batch=found.batch,
-            rule=f"fewer than {RULE_OUTPUT_TOKENS} new tokens: plain",
-            rule_says=f"plain below {RULE_OUTPUT_TOKENS} tokens",
-            measured=by_length,
-            agrees=tokens is None or tokens >= RULE_OUTPUT_TOKENS,
+            found.batch,
+            f"fewer than {RULE_OUTPUT_TOKENS} new tokens: plain",
+            f"plain below {RULE_OUTPUT_TOKENS} tokens",
+            by_length,
+            tokens is None or tokens >= RULE_OUTPUT_TOKENS,
         ),
         Rule(
-            batch=found.batch,
-            rule=f"draft acceptance rate < {RULE_ACCEPTANCE}: plain",
-            rule_says=f"{'plain' if low else 'speculate'}: it is {accepted:.2f}",
-            measured=decision,
-            agrees=low != speculates,
+            found.batch,
+            f"draft acceptance rate < {RULE_ACCEPTANCE}: plain",
+            f"{_PLAIN if low else 'speculate'}: it is {accepted:.2f}",
+            decision,
+            low != speculates,
         ),
     ]
-
-
-# Measurements
-
-_PLAIN = "plain"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -327,28 +314,24 @@ class Tuning:
             "num_prompts": self.num_prompts,
             "max_new_tokens": self.max_new_tokens,
             "repeats": self.repeats,
-            "batches": [_batch_json(one) for one in self.batches],
-            "rules": [dataclasses.asdict(rule) for one in self.batches for rule in rules_of_thumb(one)],
+            "batches": [
+                dataclasses.asdict(one)
+                | {
+                    "best": one.best.shape.name if one.best else _PLAIN,
+                    "best_chain": one.best_chain.shape.name if one.best_chain else _PLAIN,
+                    "break_even": {chain.shape.name: dataclasses.asdict(break_even(chain)) for chain in one.chains},
+                }
+                for one in self.batches
+            ],
+            "rules": [rule._asdict() for one in self.batches for rule in rules_of_thumb(one)],
             "checks": [dataclasses.asdict(one) | {"predicted": one.predicted} for one in self.checks],
         }
-
-
-def _batch_json(one: BatchTuning) -> dict[str, Any]:
-    return dataclasses.asdict(one) | {
-        "best": one.best.shape.name if one.best else _PLAIN,
-        "best_chain": one.best_chain.shape.name if one.best_chain else _PLAIN,
-        "break_even": {
-            candidate.shape.name: dataclasses.asdict(break_even(candidate))
-            for candidate in one.candidates
-            if candidate.shape.is_chain
-        },
-    }
 
 
 def tune(
     target: LoadedTarget,
     drafter: LoadedDrafter | Drafter[Any],
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Tokens],
     *,
     batches: Sequence[int],
     chains: Sequence[int],
@@ -394,27 +377,18 @@ def tune(
                 f"a draft of {depth} tokens does not fit {max_new_tokens} new tokens, the first of which is the "
                 f"prefill's; give drafts of 1 to {max_new_tokens - 1}"
             )
-    decoders = {
-        f"K={k}": SpeculativeDecoder(target, drafter, num_speculative_tokens=k, stop_tokens=()) for k in lengths
-    }
+    drafts: dict[str, dict[str, Any]] = {f"K={k}": {"num_speculative_tokens": k} for k in lengths}
     for tree in trees:
-        name = tree_name(tree) + (f" top {tree.top_k}" if isinstance(tree, DynamicTree) else "")
-        decoders[name] = SpeculativeDecoder(target, drafter, tree=tree, stop_tokens=())
+        drafts[tree_name(tree) + (f" top {tree.top_k}" if isinstance(tree, DynamicTree) else "")] = {"tree": tree}
+    decoders = {name: SpeculativeDecoder(target, drafter, stop_tokens=(), **draft) for name, draft in drafts.items()}
     shapes = {}
     for name, decoder in decoders.items():
         on_progress(f"acceptance of {name}")
-        shapes[name] = _shape(name, decoder, _filled(prompts, min(len(prompts), sizes[-1])), max_new_tokens)
+        filled = _filled(prompts, min(len(prompts), sizes[-1]))
+        shapes[name] = _shape(name, decoder, [_decode(decoder, batch, max_new_tokens) for batch in filled])
         on_result(f"{name}: τ {shapes[name].mean_acceptance_length:.2f}")
-    bench = _Bench(
-        plain=SpeculativeDecoder(target, stop_tokens=()),
-        decoders=decoders,
-        shapes=shapes,
-        prompts=prompts,
-        max_new_tokens=max_new_tokens,
-        repeats=repeats,
-        rounds=rounds,
-        on_progress=on_progress,
-    )
+    plain = SpeculativeDecoder(target, stop_tokens=())
+    bench = _Bench(plain, decoders, shapes, prompts, max_new_tokens, repeats, rounds, on_progress)
     found: list[BatchTuning] = []
     checks: list[Check] = []
     try:
@@ -441,38 +415,25 @@ def num_steps(*, shapes: int, batches: int, repeats: int, check: bool) -> int:
     return shapes + batches * (repeats + 1) * (shapes + 1) + check * min(batches, 2)
 
 
-def _filled(prompts: Sequence[list[int]], size: int) -> list[list[list[int]]]:
+def _filled(prompts: Sequence[Tokens], size: int) -> list[list[Tokens]]:
     """Batches of exactly this size that hold every prompt; the last one is filled from the beginning."""
     count = -(-len(prompts) // size) * size
-    cycled = [prompts[index % len(prompts)] for index in range(count)]
-    return [cycled[start : start + size] for start in range(0, count, size)]
+    return [[prompts[index % len(prompts)] for index in range(start, start + size)] for start in range(0, count, size)]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pass:
-    """One batch decoded: seconds after the prefill, counters, and rounds of each row."""
-
-    seconds: float
-    stats: SpeculationStats
-    rounds: np.ndarray
+def _decode(decoder: SpeculativeDecoder, batch: Sequence[Tokens], max_new_tokens: int) -> Run:
+    return DecoderContender("", "", decoder).run(batch, max_new_tokens)
 
 
-def _decode(decoder: SpeculativeDecoder, batch: Sequence[list[int]], max_new_tokens: int) -> _Pass:
-    state = jax.block_until_ready(decoder.prefill(batch, max_new_tokens=max_new_tokens))
-    start = time.perf_counter()
-    state = jax.block_until_ready(loops.run(decoder.loop, decoder.params, state))
-    seconds = time.perf_counter() - start
-    stats, length = jax.device_get((state.stats, state.length))
-    written = length - np.array([len(prompt) for prompt in batch]) - 1
-    # A head drafts in every round. Prompt lookup does not, and rounds without a draft are not counted: its number of
-    # rounds is written minus accepted tokens, except for the few accepted tokens that the limit cut off.
-    return _Pass(seconds, stats, np.maximum(stats.num_drafts, written - stats.num_accepted_tokens))
+def _rounds(run: Run) -> np.ndarray:
+    """Rounds of each row."""
+    assert run.stats is not None
+    return count_rounds(run.stats, np.array([len(row) - 1 for row in run.tokens]))
 
 
-def _shape(name: str, decoder: SpeculativeDecoder, batches: list[list[list[int]]], max_new_tokens: int) -> Shape:
-    passes = [_decode(decoder, batch, max_new_tokens) for batch in batches]
-    stats = SpeculationStats.merge([one.stats for one in passes])
-    rounds = sum(int(one.rounds.sum()) for one in passes)
+def _shape(name: str, decoder: SpeculativeDecoder, runs: Sequence[Run]) -> Shape:
+    stats = SpeculationStats.merge([run.stats for run in runs if run.stats is not None])
+    rounds = sum(int(_rounds(run).sum()) for run in runs)
     return Shape(
         name=name,
         num_draft_tokens=decoder.loop.drafter.num_nodes - 1,
@@ -485,14 +446,13 @@ def _shape(name: str, decoder: SpeculativeDecoder, batches: list[list[list[int]]
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Bench:
+class _Bench(NamedTuple):
     """The measurements that all batch sizes share."""
 
     plain: SpeculativeDecoder
     decoders: dict[str, SpeculativeDecoder]
     shapes: dict[str, Shape]
-    prompts: Sequence[list[int]]
+    prompts: Sequence[Tokens]
     max_new_tokens: int
     repeats: int
     rounds: int
@@ -500,7 +460,7 @@ class _Bench:
 
     def costs(self, size: int) -> BatchTuning:
         """Costs of every shape at one batch size."""
-        batch = _filled(self.prompts, size)[0]
+        batch, limit = _filled(self.prompts, size)[0], self.max_new_tokens
         deepest = max(self.decoders.values(), key=lambda decoder: decoder.loop.drafter.num_nodes)
         taken: dict[str, list[StepCosts]] = {name: [] for name in (_PLAIN, *self.decoders)}
         extra = []
@@ -508,49 +468,48 @@ class _Bench:
             for name, decoder in ((_PLAIN, self.plain), *self.decoders.items()):
                 what = f"repeat {repeat} of {self.repeats}" if repeat else "compiling"
                 self.on_progress(f"batch {size}, {name}, {what}")
-                cost = step_costs(decoder, batch, max_new_tokens=self.max_new_tokens, rounds=self.rounds)
-                if repeat:
-                    taken[name].append(cost)
-            plain, drafting = (self._prefill_seconds(decoder, batch) for decoder in (self.plain, deepest))
-            if repeat:
-                extra.append(drafting - plain)
-        steps = [cost.verify_seconds for cost in taken[_PLAIN]]
+                taken[name].append(step_costs(decoder, batch, max_new_tokens=limit, rounds=self.rounds))
+            extra.append(_prefill_seconds(deepest, batch, limit) - _prefill_seconds(self.plain, batch, limit))
+        steps = [cost.verify_seconds for cost in taken[_PLAIN][1:]]
+        candidates = [
+            Candidate.of(
+                self.shapes[name],
+                plain=steps,
+                verify=[cost.verify_seconds for cost in taken[name][1:]],
+                draft=[cost.draft_seconds for cost in taken[name][1:]],
+            )
+            for name in self.decoders
+        ]
         return BatchTuning(
             batch=size,
             plain_step=Spread.of(steps),
-            extra_prefill_seconds=max(0.0, Spread.of(extra).median),
-            candidates=tuple(
-                Candidate.of(
-                    self.shapes[name],
-                    plain=steps,
-                    verify=[cost.verify_seconds for cost in taken[name]],
-                    draft=[cost.draft_seconds for cost in taken[name]],
-                )
-                for name in self.decoders
-            ),
+            extra_prefill_seconds=max(0.0, Spread.of(extra[1:]).median),
+            candidates=tuple(candidates),
         )
-
-    def _prefill_seconds(self, decoder: SpeculativeDecoder, batch: list[list[int]]) -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(decoder.prefill(batch, max_new_tokens=self.max_new_tokens))
-        return time.perf_counter() - start
 
     def check(self, found: BatchTuning) -> Check:
         """Compares the fastest shape with plain decoding; both take turns."""
         self.on_progress(f"checking the prediction at batch {found.batch}")
         fastest, batches = found.fastest, _filled(self.prompts, found.batch)
-        decoder = self.decoders[fastest.shape.name]
         ratios, running = [], 1.0
-        for repeat in range(self.repeats + 1):  # the first one compiles
-            theirs = sum(_decode(self.plain, batch, self.max_new_tokens).seconds for batch in batches)
-            ours = [_decode(decoder, batch, self.max_new_tokens) for batch in batches]
-            running = sum(float(one.rounds.mean()) for one in ours) / sum(float(one.rounds.max()) for one in ours)
-            if repeat:
-                ratios.append(theirs / sum(one.seconds for one in ours))
+        for _ in range(self.repeats + 1):  # the first one compiles
+            theirs, ours = (
+                [_decode(decoder, batch, self.max_new_tokens) for batch in batches]
+                for decoder in (self.plain, self.decoders[fastest.shape.name])
+            )
+            counts = np.array([_rounds(run) for run in ours])
+            running = float(counts.mean(axis=1).sum() / counts.max(axis=1).sum())
+            ratios.append(sum(run.decode_seconds for run in theirs) / sum(run.decode_seconds for run in ours))
         return Check(
             batch=found.batch,
             shape=fastest.shape.name,
             speedup=fastest.speedup.median,
             rows_running=running,
-            measured=Spread.of(ratios),
+            measured=Spread.of(ratios[1:]),
         )
+
+
+def _prefill_seconds(decoder: SpeculativeDecoder, batch: Sequence[Tokens], max_new_tokens: int) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(decoder.prefill(batch, max_new_tokens=max_new_tokens))
+    return time.perf_counter() - start

@@ -13,11 +13,12 @@ from eagle3_jax.bench.tables import Table, to_markdown, write_text
 from eagle3_jax.cli._errors import Misuse
 
 if TYPE_CHECKING:
-    from eagle3_jax.bench.results import NotMeasured, Report, Row
+    from eagle3_jax.bench.results import NotMeasured, Report
     from eagle3_jax.bench.timing import Interval, Latency
 
 _WIDTH = 124
 _TIMES = ("p50", "p90", "p99")
+_WORDS = {"method", "dtype", "task", "reason", "per position", "conditional"}  # columns of text
 # Columns in the order in which a narrow terminal leaves them out; `--output` writes all of them.
 _LEFT_OUT = (
     "compile", "total ratio", "total", "roofline", "95 %", "conditional", "commit ms", "verify ms", "draft ms",
@@ -78,11 +79,10 @@ class Findings:
     @property
     def tables(self) -> list[Table]:
         """Every table that has rows."""
-        found = []
-        for report in self.reports:
-            found += [_speed_table(report), _latency_table(report), _round_table(report), _task_table(report)]
+        found = [table for report in self.reports for table in _tables(report)]
         everyone = [*self.missing, *(one for report in self.reports for one in report.not_measured)]
-        return [table for table in [*found, _missing_table(everyone)] if table.rows]
+        found.append(Table("Not measured", ["method", "reason"], [[one.name, one.reason] for one in everyone]))
+        return [table for table in found if table.rows]
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers."""
@@ -129,6 +129,8 @@ def to_text(findings: Findings) -> str:
 def show(findings: Findings) -> None:
     """Prints the tables in the terminal."""
     from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table as Drawing
 
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -137,7 +139,13 @@ def show(findings: Findings) -> None:
         console.print(headline(report, device=findings.device), markup=False)
     for table in findings.tables:
         console.print(f"\n{table.title}", style="bold", markup=False)
-        console.print(_rich_table(fitting(table, console.width)))
+        shown = fitting(table, console.width)
+        drawing = Drawing(box=None, pad_edge=False, padding=(0, 1))
+        for name in shown.columns:
+            drawing.add_column(name, justify="left" if name in _WORDS else "right", overflow="fold")
+        for row in shown.rows:
+            drawing.add_row(*(escape(str(cell)) for cell in row))
+        console.print(drawing)
     console.print("\n" + NOTES, markup=False)
 
 
@@ -154,19 +162,6 @@ def fitting(table: Table, width: int) -> Table:
     return Table(table.title, list(sizes), rows)
 
 
-def _rich_table(table: Table) -> Any:
-    from rich.markup import escape
-    from rich.table import Table as Drawing
-
-    drawing = Drawing(box=None, pad_edge=False, padding=(0, 1))
-    words = {"method", "dtype", "task", "reason", "per position", "conditional"}
-    for name in table.columns:
-        drawing.add_column(name, justify="left" if name in words else "right", overflow="fold")
-    for row in table.rows:
-        drawing.add_row(*(escape(str(cell)) for cell in row))
-    return drawing
-
-
 def headline(report: Report, *, device: str) -> str:
     """The measurement and the hardware in one line."""
     what = f"{report.num_prompts} prompts x {report.max_new_tokens} new tokens, {report.repeats} repeats"
@@ -175,100 +170,86 @@ def headline(report: Report, *, device: str) -> str:
     return f"{device}; batch {report.batch_size}, greedy, {what}; baseline: {report.baseline}{dice}"
 
 
-def _speed_table(report: Report) -> Table:
-    """A row for each contender."""
-    columns = [
-        "method", "dtype", "tokens/s", "ratio", "95 %", "τ", "total", "total ratio", "roofline", "same", "compile",
-    ]  # fmt: skip
-    rows = [_speed_cells(row, report.num_prompts, is_baseline=row.name == report.baseline) for row in report.rows]
-    return Table(f"Speed at batch {report.batch_size}", columns, rows)
-
-
-def _speed_cells(row: Row, num_prompts: int, *, is_baseline: bool) -> list[Any]:
-    return [
-        row.name,
-        row.dtype,
-        f"{row.decode_tokens_per_second.median:.1f}",
-        "baseline" if is_baseline else f"{row.ratio.median:.2f} ({row.ratio.low:.2f}-{row.ratio.high:.2f})",
-        "" if is_baseline else _interval(row.ratio_interval),
-        "" if row.acceptance is None else f"{row.acceptance.mean_acceptance_length:.2f}",
-        f"{row.total_tokens_per_second.median:.1f}",
-        "" if is_baseline else f"{row.total_ratio.median:.2f}",
-        "" if row.bandwidth_share is None else f"{row.bandwidth_share:.0%}",
-        "not lossless" if not row.lossless else "" if row.same_texts is None else f"{row.same_texts}/{num_prompts}",
-        f"{row.compile_seconds:.1f} s" if row.compile_seconds else "",
-    ]
-
-
-def _latency_table(report: Report) -> Table:
-    """Latencies in milliseconds."""
-    columns = ["method", *(f"{what} {quantile}" for what in ("TTFT", "TPOT", "chunk") for quantile in _TIMES)]
-    rows = [
-        [row.name, *(cell for one in (row.first_token, row.per_token, row.chunk) for cell in _milliseconds(one))]
-        for row in report.rows
-    ]
-    return Table(f"Latency at batch {report.batch_size}, ms", columns, rows)
-
-
-def _round_table(report: Report) -> Table:
-    """The parts of a round in milliseconds and in plain steps, and the speed-up that they predict."""
-    columns = ["method", "draft ms", "verify ms", "commit ms", "G", "v", "c", "S", "ratio"]
-    rows = []
-    for row in report.rows:
-        costs = row.step_seconds
-        if costs is None:  # another engine
-            continue
-        verify = max(costs.verify_seconds - costs.commit_seconds, 0.0)
-        parts = (row.num_draft_steps * costs.draft_seconds, verify, costs.commit_seconds)
-        model = [row.num_draft_steps, _number(row.verify_cost, 2), _number(row.draft_cost, 3)]
-        speed = [_number(row.predicted_ratio, 2), f"{row.ratio.median:.2f}"]
-        rows.append([row.name, *(f"{1e3 * part:.3f}" for part in parts), *model, *speed])
-    return Table(f"A round at batch {report.batch_size}", columns, rows)
-
-
-def _task_table(report: Report) -> Table:
-    """Every contender on all prompts and on those of each task, except the baseline."""
+def _tables(report: Report) -> list[Table]:
+    """Speeds, latencies, parts of a round, and acceptance by task."""
     from eagle3_jax.bench.results import TaskRow
 
-    rows = []
+    at, baseline = f"at batch {report.batch_size}", report.baseline
+    speed, rounds, tasks = [], [], []
     for row in report.rows:
-        whole = TaskRow(task="all", num_prompts=report.num_prompts, ratio=row.prompt_ratio, acceptance=row.acceptance)
-        for task in (whole, *row.tasks) if row.name != report.baseline else ():
-            found = task.acceptance
-            rows.append(
-                [
-                    task.task,
-                    row.name,
-                    task.num_prompts,
-                    "" if task.ratio is None else f"{task.ratio.value:.2f} {_interval(task.ratio)}".rstrip(),
-                    "" if found is None else f"{found.mean_acceptance_length:.2f}",
-                    "" if found is None else f"{found.draft_acceptance_rate:.3f}",
-                    "" if found is None else _rates(found.per_position),
-                    "" if found is None else _rates(found.conditional),
-                ]
+        ours = row.name != baseline
+        same = "" if row.same_texts is None else f"{row.same_texts}/{report.num_prompts}"
+        speed.append(
+            {
+                "method": row.name,
+                "dtype": row.dtype,
+                "tokens/s": f"{row.decode_tokens_per_second.median:.1f}",
+                "ratio": f"{row.ratio.median:.2f} ({row.ratio.low:.2f}-{row.ratio.high:.2f})" if ours else "baseline",
+                "95 %": _interval(row.ratio_interval) if ours else "",
+                "τ": "" if row.acceptance is None else f"{row.acceptance.mean_acceptance_length:.2f}",
+                "total": f"{row.total_tokens_per_second.median:.1f}",
+                "total ratio": f"{row.total_ratio.median:.2f}" if ours else "",
+                "roofline": "" if row.bandwidth_share is None else f"{row.bandwidth_share:.0%}",
+                "same": same if row.lossless else "not lossless",
+                "compile": f"{row.compile_seconds:.1f} s" if row.compile_seconds else "",
+            }
+        )
+        costs = row.step_seconds
+        if costs is not None:  # of this library
+            rounds.append(
+                {
+                    "method": row.name,
+                    "draft ms": f"{1e3 * row.num_draft_steps * costs.draft_seconds:.3f}",
+                    "verify ms": f"{1e3 * max(costs.verify_seconds - costs.commit_seconds, 0.0):.3f}",
+                    "commit ms": f"{1e3 * costs.commit_seconds:.3f}",
+                    "G": row.num_draft_steps,
+                    "v": f"{row.verify_cost:.2f}",
+                    "c": f"{row.draft_cost:.3f}",
+                    "S": f"{row.predicted_ratio:.2f}",
+                    "ratio": f"{row.ratio.median:.2f}",
+                }
             )
+        whole = TaskRow(task="all", num_prompts=report.num_prompts, ratio=row.prompt_ratio, acceptance=row.acceptance)
+        for task in (whole, *row.tasks) if ours else ():
+            found = task.acceptance
+            tasks.append(
+                {
+                    "task": task.task,
+                    "method": row.name,
+                    "prompts": task.num_prompts,
+                    "ratio": "" if task.ratio is None else f"{task.ratio.value:.2f} {_interval(task.ratio)}".rstrip(),
+                    "τ": "" if found is None else f"{found.mean_acceptance_length:.2f}",
+                    "draft rate": "" if found is None else f"{found.draft_acceptance_rate:.3f}",
+                    "per position": "" if found is None else _rates(found.per_position),
+                    "conditional": "" if found is None else _rates(found.conditional),
+                }
+            )
+    waits = [f"{what} {quantile}" for what in ("TTFT", "TPOT", "chunk") for quantile in _TIMES]
+    latency = [
+        [row.name, *(_milliseconds(one, at) for one in (row.first_token, row.per_token, row.chunk) for at in _TIMES)]
+        for row in report.rows
+    ]
     order = ["all", *(task.task for task in report.rows[0].tasks)]
-    rows.sort(key=lambda cells: order.index(cells[0]))
-    columns = ["task", "method", "prompts", "ratio", "τ", "draft rate", "per position", "conditional"]
-    return Table(f"Ratio and acceptance by task at batch {report.batch_size}", columns, rows)
+    tasks.sort(key=lambda cells: order.index(cells["task"]))
+    return [
+        _table(f"Speed {at}", speed),
+        Table(f"Latency {at}, ms", ["method", *waits], latency),
+        _table(f"A round {at}", rounds),
+        _table(f"Ratio and acceptance by task {at}", tasks),
+    ]
 
 
-def _missing_table(missing: Sequence[NotMeasured]) -> Table:
-    """Contenders that were not measured, with the reason."""
-    return Table("Not measured", ["method", "reason"], [[one.name, one.reason] for one in missing])
+def _table(title: str, rows: list[dict[str, Any]]) -> Table:
+    return Table(title, list(rows[0]) if rows else [], [list(row.values()) for row in rows])
 
 
 def _interval(value: Interval) -> str:
     return "" if value.low is None else f"[{value.low:.2f}-{value.high:.2f}]"
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
 def _rates(rates: Sequence[float]) -> str:
     return " ".join(f"{rate:.2f}" for rate in rates)
 
 
-def _milliseconds(value: Latency | None) -> list[str]:
-    return [""] * 3 if value is None else [f"{1e3 * one:.2f}" for one in (value.p50, value.p90, value.p99)]
+def _milliseconds(value: Latency | None, quantile: str) -> str:
+    return "" if value is None else f"{1e3 * getattr(value, quantile):.2f}"

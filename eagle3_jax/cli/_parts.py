@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from eagle3_jax import LoadedDrafter, LoadedTarget
+    from eagle3_jax.prompts import Renderer
     from eagle3_jax.types import Drafter, Verifier
 
 PAGE = "docs/extending.md"
@@ -38,6 +39,16 @@ def read_target(source: str | None, dtype: str, mesh: Mesh | None = None, *, wei
     if not isinstance(loaded, LoadedTarget):
         raise Misuse(f"--target {source} gave {type(loaded).__name__}; expected an eagle3_jax.LoadedTarget, see {PAGE}")
     return loaded
+
+
+def read_renderer(source: str | None) -> Renderer:
+    """The way from questions to token ids of the target that ``--target`` names; a part has no chat template."""
+    from eagle3_jax.prompts import Renderer
+    from eagle3_jax.sources import locate
+
+    if find_own("--target", source) is not None:
+        return Renderer("plain text: the target has no chat template")
+    return Renderer.of(locate(source, "target"))
 
 
 def read_drafter(

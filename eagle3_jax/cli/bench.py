@@ -7,7 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -27,7 +27,7 @@ from eagle3_jax.cli._options import (
     parse_tree,
     print_json,
 )
-from eagle3_jax.cli._parts import read_drafter, read_target, read_verifier
+from eagle3_jax.cli._parts import read_drafter, read_renderer, read_target, read_verifier
 from eagle3_jax.cli._progress import Activity, counted, spinner
 from eagle3_jax.named import is_named
 
@@ -74,7 +74,7 @@ class ModelOptions:
             raise Misuse("--drafter none is plain decoding alone; give it once, or other drafters")
 
     def read(self, dtype: str) -> Models:
-        """Loads the target and its drafters, or draws their weights."""
+        """Loads the target and its drafters, or makes their random weights."""
         from eagle3_jax import LoadedDrafter
         from eagle3_jax.bench.gpu import on_gpu
 
@@ -88,11 +88,10 @@ class ModelOptions:
         found: dict[str, LoadedDrafter | None] = {}
         for source in self.drafter or [None]:
             one: LoadedDrafter | Drafter[Any] | None = read_drafter(source, target=target, target_source=self.target)
+            name = Path(source or "eagle3").name
             if one is not None:
-                # `ngram` stands for the lengths of --ngram, which are rows of their own.
-                name = Path(source or "eagle3").name
                 head = one if isinstance(one, LoadedDrafter) else LoadedDrafter(one, name=name)
-                found[name] = None if source == "ngram" else head
+                found[name] = None if source == "ngram" else head  # the lengths of --ngram are rows of their own
         name = dtype if self.weights == "dense" else f"{dtype}, {self.weights}"
         has_float32 = name == "float32" or on_gpu()
         return Models(target, name, None if has_float32 else read_target(self.target, "float32"), found)
@@ -126,37 +125,29 @@ class PromptOptions:
             directory: Its directory or hub id, which holds the chat template.
             usual: The file, or ``random``, if no prompts were given.
         """
-        from eagle3_jax.prompts import in_turn
+        from eagle3_jax.prompts import in_turn, random_prompts, read_prompts
 
-        found = self._all(target, directory, usual)
+        found: list[Prompt] = []
+        length, limit = self.prompt_tokens or min(128, target.max_positions // 2), self.max_new_tokens
+        for file in self.prompts or [usual]:
+            is_sized = file == "random" or self.prompt_tokens is not None
+            if is_sized and length + limit > target.max_positions:
+                raise Misuse(
+                    f"prompts of {length} tokens and --max-new-tokens {limit} exceed the target's "
+                    f"{target.max_positions} positions; lower --prompt-tokens or --max-new-tokens"
+                )
+            if file == "random":
+                found += random_prompts(self.max_prompts, target.vocab_size, length)
+                continue
+            announce_input(file)
+            renderer = read_renderer(directory)
+            found += read_prompts(Path(file), target, renderer, max_new_tokens=limit, length=self.prompt_tokens)
         names = list(dict.fromkeys(prompt.category for prompt in found))
         wanted = names if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
         for name in wanted:
             if name not in names:
                 raise Misuse(f"--tasks {self.tasks!r}: there are no prompts of {name!r}; there are {', '.join(names)}")
         return in_turn([prompt for prompt in found if prompt.category in wanted], self.max_prompts)
-
-    def _all(self, target: LoadedTarget, directory: str | None, usual: str) -> list[Prompt]:
-        from eagle3_jax.prompts import Renderer, random_prompts, read_prompts
-        from eagle3_jax.sources import locate
-
-        renderer: Renderer | None = None
-        found: list[Prompt] = []
-        length, limit = self.prompt_tokens or min(128, target.max_positions // 2), self.max_new_tokens
-        for name in self.prompts or [usual]:
-            is_sized = name == "random" or self.prompt_tokens is not None
-            if is_sized and length + limit > target.max_positions:
-                raise Misuse(
-                    f"prompts of {length} tokens and --max-new-tokens {limit} exceed the target's "
-                    f"{target.max_positions} positions; lower --prompt-tokens or --max-new-tokens"
-                )
-            if name == "random":
-                found += random_prompts(self.max_prompts, target.vocab_size, length)
-                continue
-            renderer = renderer or Renderer.of(locate(directory, "target"))
-            announce_input(name)
-            found += read_prompts(Path(name), target, renderer, max_new_tokens=limit, length=self.prompt_tokens)
-        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,18 +175,6 @@ class MethodOptions:
         typer.Option(help="NOT LOSSLESS: simulate this conditional acceptance rate for the heads' drafts."),
     ] = None
     verifier: VerifierOption = None
-
-    def check(self) -> None:
-        """Refuses options that exclude each other."""
-        length, rate = self.simulated_acceptance_length, self.simulated_acceptance_rate
-        if length is not None and rate is not None:
-            raise Misuse("--simulated-acceptance-length and --simulated-acceptance-rate were both given; give one")
-        if (length is not None or rate is not None) and self.verifier is not None:
-            raise Misuse("--verifier and a simulated acceptance were both given; a draft is accepted by one rule")
-        if length is not None and not length >= 1:
-            raise Misuse(f"--simulated-acceptance-length {length:g}: expected 1 or more")
-        if rate is not None and not 0 <= rate <= 1:
-            raise Misuse(f"--simulated-acceptance-rate {rate:g}: expected 0 to 1")
 
 
 _PUBLISHED = "Llama-3.1-8B with its EAGLE-3 head on MT-Bench"
@@ -230,14 +209,16 @@ class EngineOptions:
     @property
     def names(self) -> list[str]:
         """The engines to measure, of :data:`ENGINES`."""
-        if self.rivals is None:
-            return list(ENGINES) if self._has_vllm else ["transformers"]
+        has_vllm = self.vllm_python is not None or bool(self.vllm_url)
+        given = self.rivals if self.rivals is not None else ("both" if has_vllm else "transformers")
         several = {"none": [], "both": list(ENGINES)}
-        return several.get(self.rivals, [name.strip() for name in self.rivals.split(",")])
-
-    @property
-    def _has_vllm(self) -> bool:
-        return self.vllm_python is not None or bool(self.vllm_url)
+        names = several.get(given, [name.strip() for name in given.split(",")])
+        for name in names:
+            if name not in ENGINES:
+                raise Misuse(f"--rivals {self.rivals!r}: {name!r} is none of {', '.join(ENGINES)}")
+        if "vllm" in names and not has_vllm:
+            raise Misuse("--rivals vllm needs to know where vLLM is; add --vllm-python PYTHON or --vllm-url URL")
+        return names
 
     @property
     def lengths(self) -> list[int]:
@@ -248,12 +229,7 @@ class EngineOptions:
         """Refuses unknown names, vLLM that cannot be found, and numbers out of their range."""
         if self.vllm_memory is not None and not 0 < self.vllm_memory <= 1:
             raise Misuse(f"--vllm-memory is {self.vllm_memory:g}; expected a share above 0 and at most 1")
-        for name in self.names:
-            if name not in ENGINES:
-                raise Misuse(f"--rivals {self.rivals!r}: {name!r} is none of {', '.join(ENGINES)}")
-        if "vllm" in self.names and not self._has_vllm:
-            raise Misuse("--rivals vllm needs to know where vLLM is; add --vllm-python PYTHON or --vllm-url URL")
-        _ = self.lengths
+        _ = self.names, self.lengths
 
     def start_vllm(self, closing: contextlib.ExitStack) -> VLLM:
         """A new process with vLLM, which ends with ``closing``, or the servers that are running."""
@@ -318,7 +294,8 @@ def bench(
             engines, models, dtype="float32" if dtype == "mixed" else dtype, limits=limits, closing=closing
         )
         field.drop_broken(chosen[0].tokens)
-        now, reports = counted(now, field.num_steps(sizes, repeats)), []
+        taken = [one for one in field.contenders for size in sizes if size <= (one.largest_batch or size)]
+        now, reports = counted(now, len(taken) * (1 + repeats)), []
         try:
             for size in sizes:
                 limit = prompts.max_new_tokens
@@ -351,8 +328,7 @@ def bench(
         raise typer.Exit(130 if interrupted else 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Models:
+class Models(NamedTuple):
     """A target and its drafters.
 
     Attributes:
@@ -380,10 +356,16 @@ class Methods:
         trees: For every head.
         ngrams: Lengths ``K`` of prompt lookup.
         simulation: The simulated acceptance in words; ``None`` for a rule that looks at the target.
+        rule: Gives the acceptance rule for drafts of a depth, ``None`` for the exact one. It raises ``ValueError`` if
+            drafts of this depth cannot have the simulated acceptance.
     """
 
+    simulation: str | None = None
+    rule: Callable[[int], Verifier | None]
+
     def __init__(self, given: MethodOptions, *, is_shape: bool):
-        given.check()
+        from eagle3_jax import SimulatedAcceptance
+
         trees = [f"num_nodes=60,max_depth={7 if is_shape else 8},top_k=10"] if given.tree is None else given.tree
         if "none" in trees and len(trees) > 1:
             raise Misuse("--tree none leaves trees out; give it once, or trees")
@@ -392,17 +374,26 @@ class Methods:
         self.chains = parse_numbers(chains, "--chains", or_none=True)
         self.trees = [tree for tree in (parse_tree(text) for text in trees if text != "none") if tree is not None]
         self.ngrams = parse_numbers(ngram, "--ngram", or_none=True)
-        self.length, self.rate, self.verifier = (
-            given.simulated_acceptance_length, given.simulated_acceptance_rate, given.verifier,
-        )  # fmt: skip
-        self.is_published = is_shape and all(one is None for one in (self.length, self.rate, self.verifier))
-        self.simulation = None
-        if self.length is not None:
-            self.simulation = f"τ of {self.length:g}"
-        elif self.rate is not None:
-            self.simulation = f"every draft token with probability {self.rate:g} once all before it were"
-        elif self.is_published:
+        length, rate, verifier = given.simulated_acceptance_length, given.simulated_acceptance_rate, given.verifier
+        if length is not None and rate is not None:
+            raise Misuse("--simulated-acceptance-length and --simulated-acceptance-rate were both given; give one")
+        if (length is not None or rate is not None) and verifier is not None:
+            raise Misuse("--verifier and a simulated acceptance were both given; a draft is accepted by one rule")
+        if length is not None:
+            if not length >= 1:
+                raise Misuse(f"--simulated-acceptance-length {length:g}: expected 1 or more")
+            self.simulation = f"τ of {length:g}"
+            self.rule = lambda depth: SimulatedAcceptance.of_length(length, depth)
+        elif rate is not None:
+            if not 0 <= rate <= 1:
+                raise Misuse(f"--simulated-acceptance-rate {rate:g}: expected 0 to 1")
+            self.simulation = f"every draft token with probability {rate:g} once all before it were"
+            self.rule = lambda depth: SimulatedAcceptance.of_conditional_rate(rate, depth)
+        elif is_shape and verifier is None:
             self.simulation = f"as published for {_PUBLISHED}"
+            self.rule = lambda depth: SimulatedAcceptance.of_published(_PUBLISHED, depth)
+        else:
+            self.rule = lambda depth: read_verifier(verifier)
 
     @property
     def mark(self) -> str:
@@ -415,27 +406,11 @@ class Methods:
 
         if self.simulation is not None:
             return " (simulated, not lossless)"
-        rule = read_verifier(self.verifier)
+        rule = self.rule(1)
         if rule is None:
             return ""
         require_verifier(rule)
         return f" ({type(rule).__name__}{'' if rule.lossless else ', not lossless'})"
-
-    def rule(self, depth: int) -> Verifier | None:
-        """The acceptance rule for drafts of a depth; ``None`` for the exact one.
-
-        Raises:
-            ValueError: Drafts of this depth cannot have the simulated acceptance.
-        """
-        from eagle3_jax import SimulatedAcceptance
-
-        if self.length is not None:
-            return SimulatedAcceptance.of_length(self.length, depth)
-        if self.rate is not None:
-            return SimulatedAcceptance.of_conditional_rate(self.rate, depth)
-        if self.is_published:
-            return SimulatedAcceptance.of_published(_PUBLISHED, depth)
-        return read_verifier(self.verifier)
 
 
 @dataclasses.dataclass
@@ -444,18 +419,11 @@ class Field:
 
     Attributes:
         contenders: In the order of the report.
-        baselines: Names of our plain decoders.
         missing: Contenders that are not measured, with the reason.
     """
 
     contenders: list[Contender] = dataclasses.field(default_factory=list)
-    baselines: list[str] = dataclasses.field(default_factory=list)
     missing: list[NotMeasured] = dataclasses.field(default_factory=list)
-
-    def num_steps(self, sizes: Sequence[int], repeats: int) -> int:
-        """Number of passes: a warm-up and ``repeats`` of each contender that takes a batch size."""
-        taken = [one for one in self.contenders for size in sizes if size <= (one.largest_batch or size)]
-        return len(taken) * (1 + repeats)
 
     def lacks(self, name: str, reason: str) -> None:
         """Records a contender that cannot take part."""
@@ -467,43 +435,36 @@ class Field:
         """Adds plain decoding in the asked precision and in float32, and every draft of every head."""
         from eagle3_jax import SpeculativeDecoder
         from eagle3_jax.bench.contenders import DecoderContender
-        from eagle3_jax.drafters import NGram
-
-        plain = {models.dtype: models.target} | ({} if models.float32 is None else {"float32": models.float32})
-        for dtype, target in plain.items():
-            decoder = SpeculativeDecoder(target, stop_tokens=())
-            self.contenders.append(DecoderContender(f"plain {dtype}", dtype, decoder))
-            self.baselines.append(f"plain {dtype}")
-        for name, drafter in models.drafters.items():
-            if drafter is not None:
-                self._add_head(models, methods, drafter, f"{name} " if len(models.drafters) > 1 else "")
-        for length in methods.ngrams if models.drafters else ():
-            decoder = SpeculativeDecoder(models.target, NGram(length), stop_tokens=())
-            self.contenders.append(DecoderContender(f"n-gram K={length}", models.dtype, decoder))
-
-    def _add_head(self, models: Models, methods: Methods, drafter: LoadedDrafter, prefix: str) -> None:
-        from eagle3_jax import SpeculativeDecoder
-        from eagle3_jax.bench.contenders import DecoderContender
         from eagle3_jax.checks import Drafting
+        from eagle3_jax.drafters import NGram
         from eagle3_jax.published_trees import tree_name
 
-        shapes: list[tuple[str, int, dict[str, Any]]] = [
-            (f"chain K={length}", length, {"num_speculative_tokens": length}) for length in methods.chains
-        ]
-        shapes += [(tree_name(tree), tree.max_depth, {"tree": tree}) for tree in methods.trees]
-        if not isinstance(drafter.drafter, Drafting):  # it has the one shape that it was built with
-            shapes = [(drafter.name, drafter.drafter.max_depth, {})]
-        for name, depth, shape in shapes:
-            name = f"{prefix}{name}{methods.mark}"
-            try:
-                rule = methods.rule(depth)
-                decoder = SpeculativeDecoder(models.target, drafter, **shape, stop_tokens=(), verifier=rule)
-            except ValueError as error:
-                if "num_speculative_tokens" in shape and methods.simulation is None:
-                    raise Misuse(f"{name}: {error}") from None
-                self.lacks(name, str(error))  # a tree is among the defaults, and not every drafter has one
+        def add(name: str, dtype: str, target: LoadedTarget, *drafter: Any, **draft: Any) -> None:
+            decoder = SpeculativeDecoder(target, *drafter, **draft, stop_tokens=())
+            self.contenders.append(DecoderContender(name, dtype, decoder))
+
+        add(f"plain {models.dtype}", models.dtype, models.target)
+        if models.float32 is not None:
+            add("plain float32", "float32", models.float32)
+        for head, drafter in models.drafters.items():
+            if drafter is None:
                 continue
-            self.contenders.append(DecoderContender(name, models.dtype, decoder))
+            shapes: list[tuple[str, int, dict[str, Any]]] = [
+                (f"chain K={length}", length, {"num_speculative_tokens": length}) for length in methods.chains
+            ]
+            shapes += [(tree_name(tree), tree.max_depth, {"tree": tree}) for tree in methods.trees]
+            if not isinstance(drafter.drafter, Drafting):  # it has the one shape that it was built with
+                shapes = [(drafter.name, drafter.drafter.max_depth, {})]
+            for shape, depth, options in shapes:
+                name = f"{head} " * (len(models.drafters) > 1) + shape + methods.mark
+                try:
+                    add(name, models.dtype, models.target, drafter, **options, verifier=methods.rule(depth))
+                except ValueError as error:
+                    if "num_speculative_tokens" in options and methods.simulation is None:
+                        raise Misuse(f"{name}: {error}") from None
+                    self.lacks(name, str(error))  # a tree is among the defaults, and not every drafter has one
+        for length in methods.ngrams if models.drafters else ():
+            add(f"n-gram K={length}", models.dtype, models.target, NGram(length))
 
     def add_engines(
         self,
@@ -523,6 +484,9 @@ class Field:
             limits: vLLM's ``max_model_len`` and ``max_num_seqs``.
             closing: Ends the processes that are started.
         """
+        from eagle3_jax.engines.memory import share_of_engine
+        from eagle3_jax.engines.vllm import bridge
+        from eagle3_jax.engines.vllm.contender import VLLMContender
         from eagle3_jax.load import locate
 
         if models.shape is not None:
@@ -532,10 +496,29 @@ class Field:
         directory = locate(models.target, "target")
         if "transformers" in engines.names:
             self._add_transformers(directory, dtype)
-        if "vllm" in engines.names:
-            heads = [name for name in models.drafter or [] if not is_named(name)]
-            head = locate(heads[0] if heads else None, "eagle3") if heads or not models.drafter else None
-            self._add_vllm(engines, directory, head, dtype, limits, lambda: engines.start_vllm(closing))
+        if "vllm" not in engines.names:
+            return
+        heads = [name for name in models.drafter or [] if not is_named(name)]
+        head = locate(heads[0] if heads else None, "eagle3") if heads or not models.drafter else None
+        for length in engines.lengths:  # each an engine of its own, so that all can take turns
+            name = f"vLLM eagle3 K={length}" if length else "vLLM plain"
+            name += ", compiled" if engines.vllm_python is not None else ""  # a server is as its owner started it
+            if length and head is None:
+                continue
+            options = bridge.EngineOptions(
+                model=str(directory),
+                dtype=dtype,
+                speculative=bridge.eagle3(head, length) if length and head is not None else None,
+                gpu_memory_utilization=engines.vllm_memory or share_of_engine(len(engines.lengths)),
+                eager=False,
+                **limits,
+            )
+            try:
+                engine = engines.start_vllm(closing).engine(options)
+            except (bridge.VLLMError, bridge.VLLMUnavailable) as error:
+                self.lacks(name, str(error))
+                continue
+            self.contenders.append(VLLMContender(name, dtype, engine))
 
     def _add_transformers(self, directory: Path, dtype: str) -> None:
         import jax
@@ -556,40 +539,6 @@ class Field:
         except (ImportError, OSError, ValueError) as error:
             self.lacks("transformers", f"it cannot load the target ({str(error).splitlines()[0]})")
 
-    def _add_vllm(
-        self,
-        engines: EngineOptions,
-        directory: Path,
-        head: Path | None,
-        dtype: str,
-        limits: dict[str, Any],
-        start: Callable[[], VLLM],
-    ) -> None:
-        """Adds vLLM plainly and with the head, each an engine of its own so that all can take turns."""
-        from eagle3_jax.engines.memory import share_of_engine
-        from eagle3_jax.engines.vllm import bridge
-        from eagle3_jax.engines.vllm.contender import VLLMContender
-
-        for length in engines.lengths:
-            name = f"vLLM eagle3 K={length}" if length else "vLLM plain"
-            name += ", compiled" if engines.vllm_python is not None else ""  # a server is as its owner started it
-            if length and head is None:
-                continue
-            options = bridge.EngineOptions(
-                model=str(directory),
-                dtype=dtype,
-                speculative=bridge.eagle3(head, length) if length and head is not None else None,
-                gpu_memory_utilization=engines.vllm_memory or share_of_engine(len(engines.lengths)),
-                eager=False,
-                **limits,
-            )
-            try:
-                engine = start().engine(options)
-            except (bridge.VLLMError, bridge.VLLMUnavailable) as error:
-                self.lacks(name, str(error))
-                continue
-            self.contenders.append(VLLMContender(name, dtype, engine))
-
     def drop_broken(self, prompt: list[int]) -> None:
         """Lets every other engine write two tokens; removes one that cannot, and records its reason."""
         from eagle3_jax.bench.contenders import DecoderContender
@@ -609,8 +558,10 @@ def _measure(
 ) -> Report:
     import jax
 
+    from eagle3_jax.bench.contenders import DecoderContender
     from eagle3_jax.bench.run import measure
 
+    plain = [one.name for one in field.contenders if isinstance(one, DecoderContender) and not one.drafts]
     full = prompts[: len(prompts) // batch_size * batch_size]  # no batch is left half full
     return measure(
         field.contenders,
@@ -618,7 +569,7 @@ def _measure(
         tasks=[prompt.category for prompt in full],
         max_new_tokens=max_new_tokens,
         repeats=repeats,
-        baselines=field.baselines,
+        baselines=plain,
         batch_size=batch_size,
         large=2**28 if jax.default_backend() == "cpu" else 2**31,
         on_progress=lambda what: now.say(f"batch {batch_size}: {what}"),

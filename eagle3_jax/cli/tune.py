@@ -24,16 +24,14 @@ from eagle3_jax.cli._options import (
     print_json,
     write_json,
 )
-from eagle3_jax.cli._parts import read_drafter, read_target
+from eagle3_jax.cli._parts import read_drafter, read_renderer, read_target
 from eagle3_jax.cli._progress import counted, spinner
-from eagle3_jax.prompts import Request, read_requests
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
-    from eagle3_jax import LoadedTarget
-    from eagle3_jax.bench.tune import BatchTuning, Candidate, Check, Tuning
+    from eagle3_jax.bench.timing import Spread
+    from eagle3_jax.bench.tune import Tuning
 
 EXAMPLE = """\b
 Examples, the second for a first look:
@@ -76,26 +74,26 @@ def tune(
     Ctrl-C ends the measurement; the batch sizes measured until then are reported.
     """
     sizes, lengths = parse_numbers(batch_sizes, "--batch-sizes", most=4096), parse_numbers(chains, "--chains")
-    if max(lengths) >= max_new_tokens:
-        raise Misuse(
-            f"--chains {chains!r}: a chain of {max(lengths)} does not fit --max-new-tokens {max_new_tokens}, the first "
-            f"of which is the prefill's; expected chains of 1 to {max_new_tokens - 1}"
-        )
     if models.drafter == "none":
         raise Misuse("--drafter none drafts nothing, so there is nothing to tune; name another drafter")
     check_writable(output)
-    requests = _requests(prompts, max_prompts)
     keep_compiled_programs(compilation_cache)
 
     from eagle3_jax import LoadedDrafter
     from eagle3_jax.bench import tune as tuning
     from eagle3_jax.bench.environment import hardware
+    from eagle3_jax.prompts import in_turn, read_prompts
+    from eagle3_jax.sources import bundled
 
     trees = [shape for shape in map(parse_tree, tree or []) if shape is not None]
     with spinner("loading") as now:
         dtype = measured_dtype(dtype)
         loaded = read_target(models.target, dtype, weights=models.weights)
-        ids = [_encoded(loaded, request, max_new_tokens) for request in requests]
+        if prompts is not None:
+            announce_input(prompts)
+        file, renderer = prompts or bundled("prompts.jsonl"), read_renderer(models.target)
+        read = read_prompts(file, loaded, renderer, max_new_tokens=max_new_tokens)
+        asked = in_turn([one for one in read if prompts or one.category == "code"], max_prompts)
         head = read_drafter(models.drafter, target=loaded, target_source=models.target, layer_ids=models.layer_ids)
         assert head is not None
         batches, shapes = len(set(sizes)), len(set(lengths)) + len(trees)
@@ -103,7 +101,7 @@ def tune(
         found = tuning.tune(
             loaded,
             head,
-            ids,
+            [one.tokens for one in asked],
             batches=sizes,
             chains=lengths,
             trees=trees,
@@ -113,10 +111,10 @@ def tune(
             on_progress=now.say,
             on_result=now.tell,
         )
-    weights = models.weights
-    precision = dtype if weights == "dense" else f"{dtype}, {weights}"
+    precision = dtype if models.weights == "dense" else f"{dtype}, {models.weights}"
     method = head.described if isinstance(head, LoadedDrafter) else type(head).__name__
-    written = {"hardware": hardware(), "dtype": dtype, "weights": weights, "drafter_method": method, **found.to_json()}
+    about = {"hardware": hardware(), "dtype": dtype, "weights": models.weights, "drafter_method": method}
+    written = about | found.to_json()
     if output is not None:
         write_json(output, written)
     if as_json:
@@ -127,33 +125,6 @@ def tune(
         measured = ", ".join(str(one.batch) for one in found.batches)
         typer.echo(f"interrupted: measured batch sizes {measured} of {batch_sizes}", err=True)
         raise typer.Exit(130)
-
-
-def _requests(path: Path | None, most: int) -> list[Request]:
-    from eagle3_jax.sources import bundled
-
-    if path is not None:
-        announce_input(path)
-        return read_requests(path, 1)[:most]
-    rows = [json.loads(line) for line in bundled("prompts.jsonl").read_text(encoding="utf-8").split("\n") if line]
-    texts = [row["prompt"] for row in rows if row["kind"] == "code"]
-    # Spread over all of them: neighbours are of one file, and written alike.
-    return [Request(text, 1) for text in texts[:: max(1, len(texts) // most)][:most]]
-
-
-def _encoded(target: LoadedTarget, request: Request, max_new_tokens: int) -> list[int]:
-    from eagle3_jax import SpeculativeDecoder
-
-    try:
-        ids = SpeculativeDecoder(target).encode(request.prompt)
-    except ValueError as error:
-        raise Misuse(f"{request.where}{error}") from None
-    if len(ids) + max_new_tokens > target.max_positions:
-        raise Misuse(
-            f"{request.where}the prompt has {len(ids)} tokens and with --max-new-tokens {max_new_tokens} exceeds the "
-            f"target's {target.max_positions} positions; lower --max-new-tokens"
-        )
-    return ids
 
 
 def _print(found: Tuning, setting: str) -> None:
@@ -170,8 +141,27 @@ def _print(found: Tuning, setting: str) -> None:
     console.print(_rules(found))
     console.print()
     for one in found.checks:
-        console.print(_checked(one), soft_wrap=True)
-    _print_schedule(console, found)
+        running = f" = {one.speedup:.2f} x {one.rows_running:.2f} of the rows running"
+        console.print(
+            f"checked at batch {one.batch}, {one.shape}: predicted {one.predicted:.2f}"
+            f"{'' if one.rows_running > 0.999 else running}; measured {_spread(one.measured)}",
+            soft_wrap=True,
+        )
+    schedule = found.schedule
+    if schedule is None:
+        console.print("\nNo chain pays at any of these batch sizes: decode plainly. There is no schedule.")
+        return
+    lists = schedule.to_lists()
+    console.print("\nschedule of chains (for vLLM's --speculative-config, beside method and model):")
+    keys = {"num_speculative_tokens": schedule.max_length, "num_speculative_tokens_per_batch_size": lists}
+    console.print(json.dumps(keys), soft_wrap=True, markup=False)
+    line = json.dumps(lists, separators=(",", ":"))
+    console.print(f"eagle3 generate --schedule '{line}'", soft_wrap=True, markup=False)
+    for one in found.batches:
+        if one.best is not None and not one.best.shape.is_chain:
+            console.print(
+                f"At batch {one.batch} the {one.best.shape.name} is faster; a schedule, like vLLM, holds chains only."
+            )
 
 
 _NOTES = """
@@ -190,18 +180,18 @@ def _table(*titles: str) -> Table:
     return table
 
 
+def _spread(one: Spread) -> str:
+    return f"{one.median:.2f} ({one.low:.2f}-{one.high:.2f})"
+
+
 def _speedups(found: Tuning) -> Table:
     table = _table("draft", "τ", *(f"batch {one.batch}" for one in found.batches))
-    for row, first in enumerate(found.batches[0].candidates):
-        cells = [_gain(one, one.candidates[row]) for one in found.batches]
-        table.add_row(first.shape.name, f"{first.shape.mean_acceptance_length:.2f}", *cells)
+    for rows in zip(*(one.candidates for one in found.batches), strict=True):
+        chosen = [" *" if row is one.best else "" for row, one in zip(rows, found.batches, strict=True)]
+        gains = [_spread(row.speedup) + star for row, star in zip(rows, chosen, strict=True)]
+        table.add_row(rows[0].shape.name, f"{rows[0].shape.mean_acceptance_length:.2f}", *gains)
     table.add_row("plain", "", *(f"1{'' if one.best else ' *'}" for one in found.batches))
     return table
-
-
-def _gain(where: BatchTuning, one: Candidate) -> str:
-    gain = one.speedup
-    return f"{gain.median:.2f} ({gain.low:.2f}-{gain.high:.2f}){' *' if one is where.best else ''}"
 
 
 def _break_evens(found: Tuning) -> Table:
@@ -211,8 +201,7 @@ def _break_evens(found: Tuning) -> Table:
     table = _table("batch", "plain step", "chain", "v", "c", "breaks even at τ", *rates)
     of = "{:.2f}, is {:.2f}".format
     for one in found.batches:
-        chains = [candidate for candidate in one.candidates if candidate.shape.is_chain]
-        chain = one.best_chain or max(chains, key=lambda candidate: candidate.speedup.median)
+        chain = one.best_chain or max(one.chains, key=lambda candidate: candidate.speedup.median)
         level = break_even(chain)
         needed, measured = level.needed, level.measured
         table.add_row(
@@ -237,29 +226,3 @@ def _rules(found: Tuning) -> Table:
         verdict = "agrees" if rule.agrees else "disagrees"
         table.add_row(rule.rule, str(rule.batch), rule.rule_says, rule.measured, verdict)
     return table
-
-
-def _checked(one: Check) -> str:
-    part = "" if one.rows_running > 0.999 else f" = {one.speedup:.2f} x {one.rows_running:.2f} of the rows running"
-    return (
-        f"checked at batch {one.batch}, {one.shape}: predicted {one.predicted:.2f}{part}; "
-        f"measured {one.measured.median:.2f} ({one.measured.low:.2f}-{one.measured.high:.2f})"
-    )
-
-
-def _print_schedule(console: Console, found: Tuning) -> None:
-    schedule = found.schedule
-    if schedule is None:
-        console.print("\nNo chain pays at any of these batch sizes: decode plainly. There is no schedule.")
-        return
-    lists = schedule.to_lists()
-    console.print("\nschedule of chains (for vLLM's --speculative-config, beside method and model):")
-    keys = {"num_speculative_tokens": schedule.max_length, "num_speculative_tokens_per_batch_size": lists}
-    console.print(json.dumps(keys), soft_wrap=True, markup=False)
-    line = json.dumps(lists, separators=(",", ":"))
-    console.print(f"eagle3 generate --schedule '{line}'", soft_wrap=True, markup=False)
-    for one in found.batches:
-        if one.best is not None and not one.best.shape.is_chain:
-            console.print(
-                f"At batch {one.batch} the {one.best.shape.name} is faster; a schedule, like vLLM, holds chains only."
-            )

@@ -29,15 +29,9 @@ class TransformersContender(Contender):
     model: Any
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    @property
-    def drafts(self) -> bool:
-        """With assisted generation; it does not tell in how many rounds."""
-        return bool(self.options)
-
-    @property
-    def largest_batch(self) -> int | None:
-        """Assisted generation takes one prompt at a time."""
-        return 1 if self.options else None
+    def __post_init__(self) -> None:
+        self.drafts = bool(self.options)  # assisted generation does not tell in how many rounds
+        self.largest_batch = 1 if self.options else None  # and takes one prompt at a time
 
     @classmethod
     def load(cls, directory: Path, *, dtype: str = "float32", on_gpu: bool = False) -> list[TransformersContender]:

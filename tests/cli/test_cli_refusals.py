@@ -90,7 +90,7 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
         (("bench", *PAIR, "--dtype", "float32", "--chains", "100000"), "chain K=100000: a draft of 100000 levels is"),
         # tune
         ((*TUNE, "--batch-sizes", "2,x"), "--batch-sizes"),
-        ((*TUNE, "--chains", "1-99", "--max-new-tokens", "64"), "chains of 1 to 63"),
+        ((*TUNE, "--chains", "1-99", "--max-new-tokens", "64"), "drafts of 1 to 63"),
         ((*TUNE, "--drafter", "none"), "--drafter none"),
         ((*TUNE, "--output", "/nowhere/at/all.json"), "/nowhere/at"),
         ((*TUNE, "--prompts", "/nowhere.jsonl"), "/nowhere.jsonl"),

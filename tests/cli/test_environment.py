@@ -29,19 +29,18 @@ def test_the_environment_has_versions_and_hashes_and_nothing_private(tmp_path: P
 
 
 def test_a_hash_changes_with_any_content_and_any_name(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    (tmp_path / "README.md").write_text("does not count")
-    first = sha256_of(tmp_path)
-    (tmp_path / "README.md").write_text("still does not")
-    assert sha256_of(tmp_path) == first
-    (tmp_path / "model.safetensors").write_bytes(b"weightz")
-    second = sha256_of(tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
-    assert len({first, second, sha256_of(tmp_path)}) == 3
-    (tmp_path / "empty").mkdir()
+    hashes = []
+    for name, text in (("model.safetensors", "weights"), ("model.safetensors", "weightz"), ("other.bin", "weightz")):
+        folder = tmp_path / str(len(hashes))
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        (folder / name).write_text(text)
+        hashes.append(sha256_of(folder))
+        (folder / "README.md").write_text("does not count")
+        assert sha256_of(folder) == hashes[-1]
+    assert len(set(hashes)) == 3
     with pytest.raises(ValueError, match="holds no"):
-        sha256_of(tmp_path / "empty")
+        sha256_of(tmp_path)
 
 
 def test_prompts_with_different_borders_have_different_hashes() -> None:

@@ -54,19 +54,16 @@ def test_a_jax_for_cpus_beside_a_gpu_is_told_what_to_install(
     problem = gpu.gpu_problem()
     assert problem is not None and "\n" not in problem
     assert problem.endswith(f"sees only cpu, and an NVIDIA GPU is here; a jax with CUDA: {COMMAND}")
-    monkeypatch.setattr(gpu, "_PLUGINS", ("json",))  # as if it were installed
-    problem = gpu.gpu_problem()
-    assert problem is not None and "installed and does not start" in problem and COMMAND not in problem
-    monkeypatch.setattr(gpu, "on_gpu", lambda: True)
-    assert gpu.gpu_problem() is None
-
-
-def test_who_keeps_jax_from_the_gpu_means_it(any_platform: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "has_gpu", lambda: True)
-    jax.config.update("jax_platforms", "cpu")
+    with monkeypatch.context() as installed:
+        installed.setattr(gpu, "_PLUGINS", ("json",))
+        problem = gpu.gpu_problem()
+        assert problem is not None and "installed and does not start" in problem and COMMAND not in problem
+    jax.config.update("jax_platforms", "cpu")  # who keeps jax from the GPU means it
     assert gpu.gpu_problem() is None
     problem = gpu.gpu_problem(wanted=True)
     assert problem is not None and problem.endswith("for JAX_PLATFORMS is cpu; unset it")
+    monkeypatch.setattr(gpu, "on_gpu", lambda: True)
+    assert gpu.gpu_problem(wanted=True) is None
 
 
 def test_the_benchmark_refuses_and_the_doctor_warns(path_with_gpu: str) -> None:
@@ -84,41 +81,40 @@ def test_the_benchmark_refuses_and_the_doctor_warns(path_with_gpu: str) -> None:
     assert done.returncode == 0 and COMMAND in done.stdout and '"warning"' in done.stdout
 
 
-def makes(*arguments: str, path: str | None = None) -> str:
-    surroundings = {**os.environ, **({} if path is None else {"PATH": path})}
-    command = ["make", "-n", "VENV=build/no-such-venv", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=surroundings, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_make_installs_a_jax_with_cuda_where_a_gpu_is_used(path_with_gpu: str) -> None:
+    def makes(*arguments: str, **environment: str) -> str:
+        command = ["make", "-n", "VENV=build/no-such-venv", *arguments]
+        return subprocess.run(
+            command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=True
+        ).stdout
+
     assert "-e '.[validation,cuda]'" in makes("validation", "VALIDATION_FLAGS=--gpu --quick")
     for flags in ("", "--gpu --rehearse"):
         assert "-e '.[validation]'" in makes("validation", f"VALIDATION_FLAGS={flags}")
-    assert "-e '.[test,cuda]'" in makes("gpu-notebooks", path=path_with_gpu)
+    assert "-e '.[test,cuda]'" in makes("gpu-notebooks", PATH=path_with_gpu)
     if not gpu.has_gpu():
         assert "-e '.[test]'" in makes("gpu-notebooks")
 
 
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    command, environment = [sys.executable, "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
 def test_a_checkout_runs_without_jaxtyping() -> None:
     """It is for readers and tests; a machine without a way to a package index may lack it."""
-    code = (
+    done = python(
         "import sys; sys.modules['jaxtyping'] = None; sys.path.append('examples')\n"
         "import h200\n"
         "import eagle3_jax, eagle3_jax.decode, eagle3_jax.load, eagle3_jax.testing, eagle3_jax.training.loop\n"
         "import eagle3_jax.bench.run, eagle3_jax.drafters, eagle3_jax.conversion.doctor\n"
         "assert not hasattr(sys.modules['jaxtyping'], 'config'), 'the real one was imported'\n"
     )
-    surroundings = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=surroundings, cwd=ROOT, capture_output=True, text=True, check=False
-    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_without_typer_the_command_line_says_so_in_one_line() -> None:
-    code = "import sys; sys.modules['typer'] = None; import eagle3_jax.cli; sys.exit(eagle3_jax.cli.run(['bench']))"
-    surroundings = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=surroundings, capture_output=True, text=True, check=False)
+    done = python(
+        "import sys; sys.modules['typer'] = None; import eagle3_jax.cli; sys.exit(eagle3_jax.cli.run(['bench']))"
+    )
     assert (done.returncode, done.stderr) == (2, "error: the command line needs typer: pip install typer rich\n")

@@ -54,24 +54,9 @@ def test_a_step_is_counted_when_it_begins_and_the_rest_is_estimated_from_the_mea
 def test_an_interrupted_benchmark_reports_the_completed_repeats(cli, monkeypatch, tmp_path):
     out = tmp_path / "out"
     options = (
-        "--prompts",
-        "random",
-        "--max-prompts",
-        1,
-        "--prompt-tokens",
-        5,
-        "--max-new-tokens",
-        3,
-        "--chains",
-        1,
-        "--tree",
-        "none",
-        "--ngram",
-        "none",
-        "--rivals",
-        "none",
+        "--prompts random --max-prompts 1 --prompt-tokens 5 --max-new-tokens 3 --chains 1 --tree none --ngram none"
     )
-    quick = ("bench", *PAIR, *options, "--repeats", 3, "--output", out)
+    quick = ("bench", *PAIR, *options.split(), "--rivals", "none", "--repeats", 3, "--output", out)
     # In the second repeat, when the second contender has decoded and its costs are being measured.
     interrupting(monkeypatch, bench_run, "step_costs", calls=6)
     code, _, told = cli(*quick)
@@ -87,7 +72,7 @@ def test_an_interrupted_tuning_reports_the_batch_sizes_that_it_has(cli, monkeypa
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt_ids": [1, 17, 5, 42]}\n')
     options = ("--prompts", prompts, "--max-new-tokens", 4, "--chains", 1, "--repeats", 1, "--json")
-    interrupting(monkeypatch, tuning._Bench, "costs", calls=2)
+    interrupting(monkeypatch, tuning, "step_costs", calls=5)  # the first of the second batch size
     code, out, told = cli("tune", *PAIR, *options, "--batch-sizes", "1,2")
     assert code == 130
     assert [one["batch"] for one in json.loads(out)["batches"]] == [1]
