@@ -381,10 +381,7 @@ def _named(group: Any) -> dict[str, Any]:
 def _train(
     trainer: Trainer, params: Any, batch_at: Callable[[int], Any], *, steps: int, of: int, save_every: int
 ) -> TrainState:
-    """Trains from the last checkpoint to step ``steps`` of ``of``; Ctrl-C leaves a checkpoint.
-
-    A progress bar shows the metrics, or every tenth step a line.
-    """
+    """Trains from the last checkpoint to step ``steps`` of ``of``; Ctrl-C leaves a checkpoint."""
     state = trainer.start(params)
     done = int(state.step)
     if done:
@@ -414,7 +411,7 @@ def _metrics(metrics: dict[str, float]) -> str:
 
 
 def _staged(text: str, steps: int, read: Callable[[str], Any], wrong: str) -> list[tuple[int, Any]]:
-    """The stages of ``UNTIL:VALUE,...`` as pairs of last step and value; the last one, without a step, ends the run."""
+    """The stages of ``UNTIL:VALUE,...`` as pairs of last step and value; the last stage ends the run."""
     *parts, last = text.split(",")
     try:
         stages = [(int(until), read(value)) for until, _, value in (part.rpartition(":") for part in parts)]
