@@ -17,7 +17,7 @@ from eagle3_jax.models.config import with_window
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.topology import Chain
 from eagle3_jax.training import p_eagle, ttt
-from eagle3_jax.training.p_eagle import Chains, draw_chains
+from eagle3_jax.training.p_eagle import Chains, chain_mask, draw_chains
 from eagle3_jax.types import DraftSampling, Observation, SamplingParams
 
 DEPTH = 3
@@ -72,6 +72,19 @@ def test_chains_have_no_gaps_and_stay_among_what_is_supervised(seed: int) -> Non
             assert set(here) <= set(of_depth[depth - 1])
             assert all(anchor >= 0 and valid[row, anchor + depth] for anchor in here)
     assert rows_of(chains, 0)[2]
+
+
+def test_nothing_sees_padding_or_a_chain_that_was_not_drawn() -> None:
+    """Two real positions of four; anchor 0 at depth 1, and two rows without a chain."""
+    chains = Chains(
+        anchors=jnp.array([[0, 1, 2, 3, 0, 0, 0]]),
+        present=jnp.array([[1, 1, 1, 1, 1, 0, 0]], bool),
+        depths=(0, 0, 0, 0, 1, 1, 2),
+    )
+    mask = chain_mask(chains, jnp.array([[1, 1, 0, 0]], bool))[0].astype(int)
+    # Padding sees itself.
+    assert mask[:5, :4].tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1], [1, 0, 0, 0]]
+    assert mask[4, 4:].tolist() == [1, 0, 0] and not mask[:, 5:].any()
 
 
 def test_what_is_learned_is_what_is_drafted(pair) -> None:
