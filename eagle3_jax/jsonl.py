@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import sys
 from pathlib import Path
@@ -36,8 +35,6 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{name} is closed; name a file instead of '-'")
     else:
         content = sys.stdin.buffer.read()
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise ValueError(f"{name} is in UTF-16; save it in UTF-8")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -62,11 +59,11 @@ def parse_json(text: str) -> Any:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} stands there twice")
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"{name!r} stands there twice")
+        values[name] = value
     return values
 
 

@@ -19,11 +19,7 @@ def is_named(source: str | None) -> bool:
 
 
 def named_drafter(source: str, target: LoadedTarget) -> LoadedDrafter | Drafter[Any] | None:
-    """The drafter of a name; ``None`` for plain decoding.
-
-    Args:
-        source: A name for which :func:`is_named` is true.
-        target: The target that it drafts for.
+    """The drafter of a name for which :func:`is_named` is true; ``None`` for plain decoding.
 
     Raises:
         ValueError: A number is missing, malformed, unsuitable for the target, or given where none is taken.
@@ -39,11 +35,7 @@ def named_drafter(source: str, target: LoadedTarget) -> LoadedDrafter | Drafter[
 
 
 def parts_of(source: str) -> tuple[str, int]:
-    """The name and the number of a source, 0 where it takes none.
-
-    Raises:
-        ValueError: A number is missing, malformed, or given where none is taken.
-    """
+    """The name and the number of a source, 0 where it takes none."""
     name, sign, number = source.partition("=")
     form = NAMED[name]
     takes = form != name

@@ -8,6 +8,7 @@ the chat template of the model; a text is continued as it is.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import difflib
 import functools
@@ -30,11 +31,6 @@ _FIELDS = ("prompt", "prompt_ids", "messages", "max_new_tokens")
 # Fields that published files have next to a prompt; no command uses them to generate.
 _LABELS = ("name", "kind", "id", "task_id", "category", "question_id", "reference")
 _HUMAN_EVAL = ("entry_point", "canonical_solution", "test")
-_SYNONYMS = {
-    "prompt": ("text", "input", "content", "inputs"),
-    "prompt_ids": ("ids", "tokens", "token_ids", "input_ids", "prompt_token_ids"),
-    "max_new_tokens": ("max_tokens", "max_length", "max_completion_tokens", "max_output_tokens", "n_predict", "limit"),
-}
 # What a line of `eagle3 generate` may set for its prompt, and the form of its value.
 _OPTIONS = {
     "temperature": "a number",
@@ -174,9 +170,7 @@ def read_prompts(
     encode = SpeculativeDecoder(target).encode
     found = []
     for row in read_rows(path, _FORM):
-        asks = "turns" in row.values or "question" in row.values
-        read = _question if asks else _continuation
-        prompt = read(row, path.stem, renderer, max_new_tokens)
+        prompt = _prompt(row, path.stem, renderer, max_new_tokens)
         try:
             tokens: str | list[int] = prompt.tokens if prompt.tokens or prompt.text is None else prompt.text
             if length is not None:
@@ -195,55 +189,40 @@ def read_prompts(
     return found
 
 
-def _question(row: JsonRow, file: str, renderer: Renderer, max_new_tokens: int) -> Prompt:
-    check_keys(row, also=("turns", "question", "answer"))
-    if "turns" not in row.values:
-        published = {"question_id": _place(row), "category": file, "turns": [row.values["question"]]}
-        row = JsonRow(row.where, published | {"reference": row.values.get("answer")})
-    turns = row.values["turns"]
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise ValueError(f"{row.where}'turns' must be a list of texts, at least one")
-    for key in ("question_id", "category"):
-        if key not in row.values:
-            raise ValueError(f"{row.where}a question with 'turns' needs '{key}' too")
-    return Prompt(
-        name=str(row.values["question_id"]),
-        category=str(row.values["category"]) or file,
-        tokens=renderer.chat(turns[0]) if renderer.chat is not None else [],
-        text=turns[0],
-        reference=_reference(row),
-        max_new_tokens=max_new_tokens,
-    )
-
-
-def _continuation(row: JsonRow, file: str, renderer: Renderer, max_new_tokens: int) -> Prompt:
-    del renderer  # a text to continue is not a question
-    if "prompt" not in row.values and "prompt_ids" not in row.values:
-        raise ValueError(f"{row.where}expected {_FORM}")
-    request = read_request(row, max_new_tokens)
-    is_text = isinstance(request.prompt, str)
-    return Prompt(
-        name=str(row.values.get("name", row.values.get("task_id", _place(row)))),
-        category=str(row.values.get("kind", file)),
-        tokens=[] if is_text else list(request.prompt),  # type: ignore[arg-type]
-        text=request.prompt if is_text else None,  # type: ignore[arg-type]
-        reference=_reference(row),
-        max_new_tokens=request.max_new_tokens,
-    )
+def _prompt(row: JsonRow, file: str, renderer: Renderer, max_new_tokens: int) -> Prompt:
+    """A question, whose chat template gives the tokens if there is one, or a text or tokens to continue."""
+    where, values = row
+    if "turns" in values or "question" in values:
+        check_keys(row, also=("turns", "question", "answer"))
+        if "turns" not in values:
+            values = {"question_id": _place(row), "category": file, "turns": [values["question"]]} | {
+                "reference": values.get("answer")
+            }
+        turns = values["turns"]
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+            raise ValueError(f"{where}'turns' must be a list of texts, at least one")
+        for key in ("question_id", "category"):
+            if key not in values:
+                raise ValueError(f"{where}a question with 'turns' needs '{key}' too")
+        name, category, text = values["question_id"], values["category"] or file, turns[0]
+        tokens = renderer.chat(text) if renderer.chat is not None else []
+    elif "prompt" in values or "prompt_ids" in values:
+        request = read_request(row, max_new_tokens)
+        name, category = values.get("name", values.get("task_id", _place(row))), values.get("kind", file)
+        text, tokens = (request.prompt, []) if isinstance(request.prompt, str) else (None, request.prompt)
+        max_new_tokens = request.max_new_tokens
+    else:
+        raise ValueError(f"{where}expected {_FORM}")
+    reference = values.get("reference")
+    first = reference[0] if isinstance(reference, list) and reference else reference
+    if first is not None and not isinstance(first, str):
+        raise ValueError(f"{where}'reference' must be a text or a list of texts")
+    return Prompt(str(name), str(category), tokens, text, first or None, max_new_tokens)
 
 
 def _place(row: JsonRow) -> str:
     """File and line, without the folder."""
     return row.where.rpartition("/")[2].removesuffix(": ")
-
-
-def _reference(row: JsonRow) -> str | None:
-    """The right answer: a text, or a list of texts, one for each turn."""
-    reference: Any = row.values.get("reference")
-    first = reference[0] if isinstance(reference, list) and reference else reference
-    if first is not None and not isinstance(first, str):
-        raise ValueError(f"{row.where}'reference' must be a text or a list of texts")
-    return first or None
 
 
 def of_length(tokens: list[int], length: int) -> list[int]:
@@ -265,20 +244,18 @@ def in_turn(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     The source is the part of a name before its last colon, as in ``code/bisect.py:19``. Few prompts should not all
     come from one file, and a batch should have one category where there are enough prompts.
     """
-    turns: dict[str, int] = {}
-    order = []
-    for prompt in prompts:
-        source = f"{prompt.category}/{prompt.name.rpartition(':')[0]}"
-        turns[source] = turns.get(source, 0) + 1
-        order.append(turns[source])
-    by_source = [prompt for _, prompt in sorted(zip(order, prompts, strict=True), key=lambda pair: pair[0])]
-    seen: dict[str, int] = {}
-    ranked = []
-    for prompt in by_source:
-        seen[prompt.category] = seen.get(prompt.category, 0) + 1
-        ranked.append((seen[prompt.category], prompt))
-    chosen = [prompt for _, prompt in sorted(ranked, key=lambda pair: pair[0])][:count]
+
+    def by_turn(rows: Sequence[Prompt], key: Callable[[Prompt], str]) -> list[Prompt]:
+        seen: collections.Counter[str] = collections.Counter()
+        ranked = []
+        for prompt in rows:
+            seen[key(prompt)] += 1
+            ranked.append((seen[key(prompt)], prompt))
+        return [prompt for _, prompt in sorted(ranked, key=lambda pair: pair[0])]
+
+    by_source = by_turn(prompts, lambda prompt: f"{prompt.category}/{prompt.name.rpartition(':')[0]}")
     categories = list(dict.fromkeys(prompt.category for prompt in prompts))
+    chosen = by_turn(by_source, lambda prompt: prompt.category)[:count]
     return sorted(chosen, key=lambda prompt: categories.index(prompt.category))
 
 
@@ -346,12 +323,7 @@ def _option(name: str, value: Any, where: str) -> Any:
 
 
 def check_keys(line: JsonRow, also: Collection[str] = ()) -> None:
-    """Refuses a key that no command reads, which would be ignored in silence.
-
-    Args:
-        line: Of a file.
-        also: Further keys that are read.
-    """
+    """Refuses a key that no command reads, which would be ignored in silence."""
     known = {*_FIELDS, *_LABELS, *_HUMAN_EVAL, *also}
     for key in line.values:
         if key in known:
@@ -359,8 +331,7 @@ def check_keys(line: JsonRow, also: Collection[str] = ()) -> None:
         if key in (*_OPTIONS, "ignore_eos"):
             advice = f"it is given for all prompts, with --{key.replace('_', '-')}"
         else:
-            meant = [name for name, others in _SYNONYMS.items() if key in others]
-            meant += difflib.get_close_matches(key, _FIELDS, n=1)
+            meant = difflib.get_close_matches(key, _FIELDS, n=1)
             advice = f"did you mean {meant[0]!r}?" if meant else f"expected {', '.join(map(repr, _FIELDS))}"
         raise ValueError(f"{line.where}{shown(key)} is not known; {advice}")
 

@@ -1,4 +1,4 @@
-"""The command ``eagle3``; no other module imports it.
+"""The command ``eagle3``.
 
 Misuse ends with exit code 2 and one line on the standard error, before anything is written.
 """
@@ -14,14 +14,7 @@ from eagle3_jax.cli import _errors
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line.
-
-    Args:
-        arguments: Without the program's name; ``None`` takes those of the process.
-
-    Returns:
-        The exit code.
-    """
+    """Runs a command line (default: that of the process) and returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given in ([], ["train"], ["plan"]):
         given.append("--help")
@@ -49,11 +42,7 @@ def _report(error: BaseException, given: Sequence[str]) -> int:
         sys.stdout.flush()
     except OSError:
         _drop_output()
-    try:
-        ending = _errors.explain(error)
-    except ModuleNotFoundError as missing:  # a checkout with a Python that has no typer
-        print(f"error: the command line needs {missing.name}: pip install typer rich", file=sys.stderr)
-        return 2
+    ending = _errors.explain(error)
     if ending is None or (ending.message and "--traceback" in given):
         raise error
     if ending.message:

@@ -19,9 +19,6 @@ def keep_compiled_programs(directory: str | None) -> None:
     Args:
         directory: From ``--compilation-cache``: a directory, ``none``, or ``None`` for the user's cache directory,
             unless JAX has been given a directory in its own way.
-
-    Raises:
-        Misuse: The directory given cannot be written.
     """
     import jax
 
@@ -35,12 +32,9 @@ def keep_compiled_programs(directory: str | None) -> None:
         return
     if directory == "":
         raise Misuse("--compilation-cache is empty; give a directory or 'none'")
-    try:
+    with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError:
-        writable = False
-    if not writable:
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
         if directory is None:
             return
         raise Misuse(f"--compilation-cache {directory}: cannot be written; give another directory or 'none'")

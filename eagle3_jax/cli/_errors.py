@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 _EXTRAS = {
     "torch": "convert",
@@ -94,7 +94,6 @@ def end_on_signals() -> None:
     numbers = [one for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
     for number in numbers:
         signal.signal(number, _unwind)
-    sys.unraisablehook = _unraisable
     # A device program or a compilation does not return to Python until it is done, and only then is `_unwind` called.
     # Another thread sees the byte that C writes for every signal at once.
     reader, writer = os.pipe()
@@ -116,13 +115,6 @@ def _unwind(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _unraisable(unraisable: Any) -> None:
-    """Ends the program where Python drops an interruption that was raised in a callback."""
-    if received and isinstance(unraisable.exc_value, KeyboardInterrupt | SystemExit):
-        leave()
-    sys.__unraisablehook__(unraisable)
-
-
 def _watch(reader: int, numbers: frozenset[int]) -> None:
     while True:
         number = os.read(reader, 1)[0]
@@ -141,14 +133,9 @@ def signal_code() -> int:
 
 def leave() -> NoReturn:
     """Ends the process now, without waiting for the device."""
-    # The streams themselves: a spinner replaces sys.stdout and sys.stderr.
-    out, error = sys.__stdout__, sys.__stderr__
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
-        out.flush()  # type: ignore[union-attr]
-    with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):
-        if error.isatty():  # type: ignore[union-attr]
-            if "rich.console" in sys.modules:
-                sys.modules["rich.console"].Console(file=error).show_cursor()  # the spinner hides it
-            error.write("\n")  # type: ignore[union-attr]  # after the ^C of the terminal
-        error.flush()  # type: ignore[union-attr]
+        sys.__stdout__.flush()  # type: ignore[union-attr]  # a spinner replaces sys.stdout
+    with contextlib.suppress(OSError):
+        if os.isatty(2):
+            os.write(2, b"\x1b[?25h\n")  # the cursor, which a spinner hides, and a new line after ^C
     os._exit(signal_code())

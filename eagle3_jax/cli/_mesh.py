@@ -14,7 +14,6 @@ from eagle3_jax.cli._errors import Misuse, one_line
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-PAGE = "docs/mesh.md"
 MeshOption = Annotated[
     str | None,
     typer.Option("--mesh", help="Divide both models and the rows of a batch over all devices: 'model=4,data=2'."),
@@ -38,9 +37,6 @@ def join(distributed: str | None, mesh: str | None) -> bool:
 
     Returns:
         Whether this process is the one that prints; the standard output of the others is dropped.
-
-    Raises:
-        Misuse: The option is malformed, or no other process answers.
     """
     if distributed is None:
         return True
@@ -74,15 +70,7 @@ def join(distributed: str | None, mesh: str | None) -> bool:
 
 
 def read_mesh(text: str | None, batches: list[int]) -> Mesh | None:
-    """The mesh that ``--mesh`` names.
-
-    Args:
-        text: The option.
-        batches: Number of prompts in each batch.
-
-    Raises:
-        Misuse: It is malformed, or divides neither the devices at hand nor these batches.
-    """
+    """The mesh that ``--mesh`` names, for batches of so many prompts."""
     if text is None:
         return None
     from eagle3_jax.sharding import check_rows, make_mesh

@@ -7,7 +7,6 @@ import functools
 import inspect
 import json
 import math
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -134,7 +133,6 @@ def measured_dtype(given: str | None) -> str:
 
 _LONGEST_NUMBER = 18  # digits; Python refuses to read thousands of them
 _MOST_PATHS = 4096
-_TREE_KEYS = ("num_nodes", "max_depth", "top_k")
 _PATHS_FORM = "paths of child ranks such as '[[0],[1],[0,0]]', or a .json file with them"
 _TREE_FORM = (
     "num_nodes=N,max_depth=G,top_k=K, for example num_nodes=60,max_depth=8,top_k=10; a published tree such as "
@@ -155,18 +153,12 @@ def parse_tree(text: str | None) -> DynamicTree | StaticTree | None:
         return PUBLISHED_TREES[text]
     if text.lstrip().startswith("[") or text.endswith(".json"):
         return _static_tree(text)
-    values: dict[str, int] = {}
-    for part in text.split(","):
-        name, sign, value = (piece.strip() for piece in part.partition("="))
-        if not sign or name not in _TREE_KEYS or name in values:
-            raise Misuse(f"--tree {text!r}: {part!r} is not one of {_TREE_FORM}")
-        try:
-            values[name] = int(value)
-        except ValueError:
-            raise Misuse(f"--tree {text!r}: {name} is {value!r}; expected a whole number") from None
-    missing = [name for name in _TREE_KEYS if name not in values]
-    if missing:
-        raise Misuse(f"--tree {text!r}: {', '.join(missing)} missing; expected {_TREE_FORM}")
+    try:
+        values = {name.strip(): int(value) for name, value in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        values = {}
+    if set(values) != {"num_nodes", "max_depth", "top_k"}:
+        raise Misuse(f"--tree {text!r}: expected {_TREE_FORM}")
     try:
         return DynamicTree(**values)
     except ValueError as error:
@@ -176,14 +168,11 @@ def parse_tree(text: str | None) -> DynamicTree | StaticTree | None:
 def _static_tree(text: str) -> StaticTree:
     from eagle3_jax import StaticTree
 
-    paths = _json_of("--tree", text, text.endswith(".json"), _PATHS_FORM)
-    if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
+    paths, is_rank = _json_of("--tree", text, text.endswith(".json"), _PATHS_FORM), range(_MOST_PATHS).__contains__
+    if not isinstance(paths, list) or not all(isinstance(path, list) and path for path in paths):
         raise Misuse(f"--tree {shown(text)} holds no list of paths; expected {_PATHS_FORM}")
-    if len(paths) > _MOST_PATHS:
-        raise Misuse(f"--tree {shown(text)} has {len(paths)} paths; expected at most {_MOST_PATHS}")
-    for path in paths:
-        if not path or not all(type(rank) is int and 0 <= rank < _MOST_PATHS for rank in path):
-            raise Misuse(f"--tree {shown(text)}: {shown(str(path))} is no path of child ranks; expected {_PATHS_FORM}")
+    if len(paths) > _MOST_PATHS or not all(type(rank) is int and is_rank(rank) for path in paths for rank in path):
+        raise Misuse(f"--tree {shown(text)}: expected at most {_MOST_PATHS} paths of child ranks below {_MOST_PATHS}")
     try:
         return StaticTree(tuple(map(tuple, paths)))
     except ValueError as error:
@@ -258,21 +247,13 @@ def announce_input(file: str | Path) -> None:
 
 def check_writable(path: Path | None) -> None:
     """Refuses an output file that could not be written, before any work is done."""
-    if path is None:
-        return
-    folder = path.absolute().parent
+    if path is None or (path.exists() and not path.is_file() and not path.is_dir()):
+        return  # a device or a pipe is written to as it is
     if path.is_dir():
         raise Misuse(f"{path} is a directory; give the name of a file")
-    if path.exists():
-        if not os.access(path, os.W_OK):
-            raise Misuse(f"{path} cannot be written: no permission")
-        if not path.is_file():  # a device or a pipe is written to as it is
-            return
-    if not folder.is_dir():
-        raise Misuse(f"{path} cannot be written: there is no directory {folder}")
     try:
         # As it will be written; a name can be too long as well.
-        tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".partial", dir=folder).cleanup()
+        tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".partial", dir=path.absolute().parent).cleanup()
     except OSError as error:
         raise Misuse(f"{path} cannot be written: {error.strerror}") from None
 

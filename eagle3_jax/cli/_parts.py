@@ -108,16 +108,7 @@ class OwnPart(NamedTuple):
     text: str
 
     def call(self, option: str, wanted: str, **context: Any) -> Any:
-        """Calls the function with its argument.
-
-        Args:
-            option: Name of the option for messages.
-            wanted: Expected return value for messages.
-            context: Further arguments by name.
-
-        Raises:
-            Misuse: It is not a function.
-        """
+        """Calls the function with its argument and further ones by name."""
         if not callable(self.value) or isinstance(self.value, type):
             takes = ", ".join(["argument", *context])
             raise Misuse(f"{option} {self.text}: expected a function of ({takes}) that returns {wanted}; see {PAGE}")
@@ -127,13 +118,8 @@ class OwnPart(NamedTuple):
 def find_own(option: str, source: str | None) -> OwnPart | None:
     """The object that ``module:name`` or ``module:name=argument`` names.
 
-    Modules are looked for in the current directory first, then among the installed packages.
-
-    Returns:
-        The object; ``None`` if the value is of another form, or a directory of that name exists.
-
-    Raises:
-        Misuse: The module is missing, cannot be imported, or has nothing of that name.
+    Modules are looked for in the current directory first, then among the installed packages. A value of another form,
+    or the name of an existing directory, gives ``None``.
     """
     match = _FORM.fullmatch(source or "")
     if match is None or Path(str(source)).exists():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import math
 import os
 import shutil
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.writing import disk_full_named, whole_file
+from eagle3_jax.cli._options import write_json
+from eagle3_jax.writing import disk_full_named
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -31,19 +31,17 @@ def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
 
     from eagle3_jax.load import read_tokenizer
 
-    for name in ("train.npy", "tokenizer.json"):
-        if not (directory / name).is_file():
-            raise Misuse(f"{directory} is not a corpus (no {name}); write one with `eagle3 train corpus {directory}`")
-    tokenizer = read_tokenizer(directory / "tokenizer.json")
-    assert tokenizer is not None
+    path, tokenizer = directory / "train.npy", read_tokenizer(directory / "tokenizer.json")
+    if tokenizer is None or not path.is_file():
+        raise Misuse(f"{directory} is not a corpus; write one with `eagle3 train corpus {directory}`")
     try:
-        tokens = np.load(directory / "train.npy", mmap_mode="r")
-        fits = tokens.ndim == 1 and tokens.dtype.kind in "iu" and 0 <= tokens.min() <= tokens.max()
-        fits = fits and tokens.max() < tokenizer.get_vocab_size()
+        tokens = np.load(path, mmap_mode="r")
+        fits = tokens.ndim == 1 and tokens.dtype.kind in "iu"
+        fits = fits and 0 <= tokens.min() <= tokens.max() < tokenizer.get_vocab_size()
     except (ValueError, EOFError, AttributeError):  # no array, a damaged one, or an archive
-        raise Misuse(f"{directory / 'train.npy'} is no array of tokens, or damaged; write the corpus again") from None
+        fits = False
     if not fits:
-        raise Misuse(f"{directory / 'train.npy'} holds no token ids of its tokenizer; write the corpus again")
+        raise Misuse(f"{path} is damaged, or holds no token ids of its tokenizer; write the corpus again")
     return tokens, tokenizer
 
 
@@ -111,23 +109,18 @@ def same_run(out: Path, options: Mapping[str, Any], draft_to_target: Any = None)
     from eagle3_jax.conversion.files import read_json
 
     place = out / CHECKPOINTS
-    ids = None if draft_to_target is None else [int(token) for token in draft_to_target]
     if not place.is_dir() or not any(entry.name.isdecimal() for entry in place.iterdir()):
+        ids = None if draft_to_target is None else [int(token) for token in draft_to_target]
         with disk_full_named(out):
             place.mkdir(parents=True, exist_ok=True)
-            with whole_file(place / _RUN) as partial:
-                partial.write_text(json.dumps({"options": options, "draft_to_target": ids}) + "\n", encoding="utf-8")
+            write_json(place / _RUN, {"options": options, "draft_to_target": ids})
         return draft_to_target
-    if not (place / _RUN).is_file():
-        raise Misuse(
-            f"{out} holds checkpoints of a run that an earlier version began; finish it with that version, or name a "
-            "new directory"
-        )
     kept = read_json(place / _RUN)
-    begun, found = kept.get("options"), kept.get("draft_to_target")
-    whole = isinstance(found, list) and all(type(token) is int and token >= 0 for token in found)
-    if not isinstance(begun, dict) or not (found is None or whole):
-        raise Misuse(f"{place / _RUN} is damaged; name a new directory")
+    try:
+        begun, found = dict(kept["options"]), kept["draft_to_target"]
+        found = None if found is None else np.asarray(found, np.int32)
+    except (KeyError, TypeError, ValueError):
+        raise Misuse(f"{place / _RUN} is damaged; name a new directory") from None
     differing = [
         f"{name} was {_shown(begun.get(name))} and is {_shown(value)}"
         for name, value in options.items()
@@ -138,15 +131,18 @@ def same_run(out: Path, options: Mapping[str, Any], draft_to_target: Any = None)
             f"{out} holds the checkpoints of another run: {'; '.join(differing)}. Give the same to continue it, or "
             "name a new directory"
         )
-    return None if found is None else np.asarray(found, np.int32)
+    return found
 
 
 def _shown(value: Any) -> str:
     return "left out" if value is None else str(value)[:80]
 
 
+# Finished models, written next to their checkpoints
+
+
 def write_target(out: Path, data: Path, config: DecoderConfig, params: Any, *, dtype: str) -> None:
-    """Writes a finished target as Hugging Face files next to its checkpoints."""
+    """Writes a target as Hugging Face files, with the tokenizer of its corpus."""
     from eagle3_jax import conversion
     from eagle3_jax.conversion.families import FAMILIES
     from eagle3_jax.training.corpus import END_OF_TEXT
@@ -165,7 +161,7 @@ def write_target(out: Path, data: Path, config: DecoderConfig, params: Any, *, d
 
 
 def write_draft_model(out: Path, target: Path, config: DecoderConfig, params: Any, *, dtype: str) -> None:
-    """Writes a finished draft model, with the family and the tokenizer of its target."""
+    """Writes a draft model, with the family and the tokenizer of its target."""
     from eagle3_jax import conversion
 
     checkpoint = dataclasses.replace(
@@ -178,7 +174,7 @@ def write_draft_model(out: Path, target: Path, config: DecoderConfig, params: An
 def write_head(
     out: Path, config: Any, params: Any, draft_to_target: Any, *, dtype: str, num_target_layers: int
 ) -> None:
-    """Writes a finished head in the usual layout of its method, next to its checkpoints."""
+    """Writes a head in the usual layout of its method."""
     from eagle3_jax import conversion
     from eagle3_jax.conversion.heads import kind_of
 
@@ -203,8 +199,7 @@ def _stored(params: Any, dtype: str) -> Any:
     import jax.numpy as jnp
     import numpy as np
 
-    kinds = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
-    return jax.tree.map(lambda leaf: np.asarray(leaf).astype(kinds[dtype]), params)
+    return jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.dtype(dtype)), params)
 
 
 @contextlib.contextmanager

@@ -130,26 +130,7 @@ def _print_checks(checks: list[dict[str, str]]) -> None:
 
 
 def _described(description: dict[str, Any]) -> list[tuple[str, str]]:
-    """A description in words: sizes with units, empty fields left out, the configuration last."""
-    from eagle3_jax.bench.tables import flat
+    """The fields of a description in words; empty ones are left out."""
+    from eagle3_jax.bench.tables import flat, show
 
-    size, config = description["num_bytes"], dict(flat(description["config"]))
-    unit, power = next(
-        (unit, power) for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)) if size >= 10**power or power == 3
-    )
-    types = ", ".join(f"{name} ({count:,})" for name, count in description["dtypes"].items())
-    rows = {
-        "checkpoint": f"{description['kind']}, {description['dialect']} layout",
-        "loadable": "yes" if description["loadable"] else "no",
-        "problem": description["problem"],
-        "note": description["note"],
-        "size": f"{description['num_parameters']:,} parameters in {description['num_tensors']:,} tensors, "
-        f"{size / 10**power:.1f} {unit}",
-        "stored as": types,
-        "quantized": description["quantisation"],
-        "tokenizer": "yes" if description["has_tokenizer"] else "no",
-        "directory": description["source"],
-    }
-    shown = [(name, str(value)) for name, value in rows.items() if value]
-    counted = lambda value: f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-    return [*shown, *((f"config {name}", counted(value)) for name, value in config.items() if value not in ("", None))]
+    return [(name.replace("_", " "), show(value)) for name, value in flat(description) if value not in ("", None)]

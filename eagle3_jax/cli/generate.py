@@ -9,9 +9,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -207,33 +207,22 @@ def generate(
             check_sampling(dataclasses.replace(params, **own), 1)
         except ValueError as error:
             raise Misuse(f"{request.where if own else ''}{error}") from None
-    options = draft.for_decoder()
-    batches = _batches(len(requests), running.batch_size if running.as_json else 1)
-    mesh = read_mesh(running.mesh, batches)
+    options, mesh = draft.for_decoder(), read_mesh(running.mesh, _batches(len(requests), running))
     with spinner("loading", quiet=running.as_json):
         target = read_target(models.target, running.dtype, mesh, weights=models.weights)
         head = read_drafter(models.drafter, target=target, target_source=models.target, layer_ids=models.layer_ids)
-        chosen = {
-            f"--{name.replace('_', '-')}": getattr(draft, name)
-            for name in ("num_speculative_tokens", "tree", "schedule")
-            if getattr(draft, name) is not None
-        }
+        shapes = ("num_speculative_tokens", "tree", "schedule")
+        given = {name: getattr(draft, name) for name in shapes if getattr(draft, name) is not None}
+        chosen = [f"--{name.replace('_', '-')} {value}" for name, value in given.items()]
         if not chosen and not find_own("--drafter", models.drafter):
-            head = _with_default_length(head, batches[0], least=0 if draft.draft_sampling is None else 1)
+            least = 0 if draft.draft_sampling is None else 1
+            head = _with_default_length(head, _batches(len(requests), running)[0], least=least)
+        options |= {"verifier": read_verifier(draft.verifier), "mesh": mesh}
         try:
-            decoder = SpeculativeDecoder(
-                target,
-                head,
-                **options,
-                stop_tokens=() if sampling.ignore_eos else None,
-                verifier=read_verifier(draft.verifier),
-                mesh=mesh,
-            )
+            decoder = SpeculativeDecoder(target, head, **options, stop_tokens=() if sampling.ignore_eos else None)
         except ValueError as error:  # name the option that the library's message is about
-            given = ", ".join(f"{name} {value}" for name, value in chosen.items())
-            raise Misuse(f"{given}: {error}" if given else str(error)) from None
-    tasks, stop = _encode(decoder, requests), tuple(sampling.stop or ())
-    job = Job(decoder, tasks, params, sampling.seed, running.batch_size, trace, stop, sampling.logprobs)
+            raise Misuse(": ".join(filter(None, (", ".join(chosen), str(error))))) from None
+    job = Job(decoder, _encode(decoder, requests), params, sampling, running, trace)
     if running.as_json:
         _print_json(job)
     else:
@@ -261,51 +250,39 @@ def _with_default_length(
     return dataclasses.replace(head, drafter=shaped) if isinstance(head, LoadedDrafter) else shaped
 
 
-def _batches(prompts: int, batch_size: int) -> list[int]:
-    """Number of prompts in each batch."""
-    return [min(batch_size, prompts - start) for start in range(0, prompts, batch_size)]
+def _batches(prompts: int, running: RunOptions) -> list[int]:
+    """Number of prompts in each batch; text is streamed one by one."""
+    size = running.batch_size if running.as_json else 1
+    return [min(size, prompts - start) for start in range(0, prompts, size)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """One encoded prompt.
+class Task(NamedTuple):
+    """A request and its prompt as token ids."""
 
-    Attributes:
-        tokens: Token ids.
-        text: The prompt as text; ``None`` if token ids were given.
-        max_new_tokens: Maximum number of new tokens.
-        options: Those of its own, see :class:`~eagle3_jax.prompts.Request`.
-    """
-
+    request: Request
     tokens: list[int]
-    text: str | None
-    max_new_tokens: int
-    options: Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """A checked command line.
+def _encode(decoder: SpeculativeDecoder, requests: list[Request]) -> list[Task]:
+    """Encodes all prompts, so that a bad one is refused before anything has been printed."""
+    tasks = []
+    for request in requests:
+        try:
+            tasks.append(Task(request, [int(token) for token in decoder.encode(request.prompt)]))
+        except ValueError as error:
+            raise Misuse(f"{request.where}{error}") from None
+    return tasks
 
-    Attributes:
-        decoder: Target and drafter.
-        tasks: One per prompt.
-        sampling: That of prompts without their own.
-        seed: Random seed of prompts without their own.
-        batch_size: Prompts decoded at once.
-        trace: File that every round is written to.
-        stop: Texts that end every output.
-        logprobs: See ``generate``.
-    """
+
+class Job(NamedTuple):
+    """A checked command line; ``trace`` is the file that every round is written to."""
 
     decoder: SpeculativeDecoder
     tasks: list[Task]
-    sampling: SamplingParams
-    seed: int
-    batch_size: int
+    params: SamplingParams
+    sampling: SamplingOptions
+    running: RunOptions
     trace: Path | None
-    stop: tuple[str, ...]
-    logprobs: int | None
 
     def chunks(self) -> Iterator[tuple[int | list[int], list[Task]]]:
         """Batches with their seeds.
@@ -315,67 +292,43 @@ class Job:
         """
         import numpy as np
 
-        derived = lambda index: int(np.random.SeedSequence((self.seed, index)).generate_state(1)[0])
-        each = any("seed" in task.options for task in self.tasks)
-        for index, start in enumerate(range(0, len(self.tasks), self.batch_size)):
-            tasks = self.tasks[start : start + self.batch_size]
-            seeds = [task.options.get("seed", derived(start + row)) for row, task in enumerate(tasks)]
-            yield seeds if each else derived(index) if index else self.seed, tasks
+        derived = lambda index: int(np.random.SeedSequence((self.sampling.seed, index)).generate_state(1)[0])
+        each, start = any("seed" in task.request.options for task in self.tasks), 0
+        for index, size in enumerate(_batches(len(self.tasks), self.running)):
+            tasks = self.tasks[start : start + size]
+            seeds = [task.request.options.get("seed", derived(start + row)) for row, task in enumerate(tasks)]
+            yield seeds if each else derived(index) if index else self.sampling.seed, tasks
+            start += size
 
     def sampling_of(self, tasks: Sequence[Task]) -> SamplingParams:
         """The sampling parameters of each prompt."""
         import numpy as np
 
-        if not any(hasattr(self.sampling, name) for task in tasks for name in task.options):
-            return self.sampling
-        names = [field.name for field in dataclasses.fields(self.sampling)]
-        rows = {name: [task.options.get(name, getattr(self.sampling, name)) for task in tasks] for name in names}
-        return dataclasses.replace(self.sampling, **{name: np.array(values) for name, values in rows.items()})
+        if not any(hasattr(self.params, name) for task in tasks for name in task.request.options):
+            return self.params
+        shared = dataclasses.asdict(self.params)
+        rows = {name: [task.request.options.get(name, value) for task in tasks] for name, value in shared.items()}
+        return dataclasses.replace(self.params, **{name: np.array(values) for name, values in rows.items()})
 
     def run(
         self, tasks: Sequence[Task], seed: int | list[int], rounds: list[dict[str, Any]] | None
     ) -> GenerationResult:
-        """Decodes one batch; the result's seconds exclude compilation.
-
-        Args:
-            tasks: The batch.
-            seed: Its seed.
-            rounds: Takes the rounds of each prompt; ``None`` records none.
-        """
+        """Decodes one batch. Its rounds are appended to ``rounds``; the result's seconds exclude compilation."""
         from eagle3_jax.bench.timing import CompileClock
         from eagle3_jax.trace import record
 
-        prompts, sampling = [task.tokens for task in tasks], self.sampling_of(tasks)
-        limits, stops = [task.max_new_tokens for task in tasks], [task.options.get("stop", []) for task in tasks]
+        prompts, options = [task.tokens for task in tasks], {"sampling": self.sampling_of(tasks), "seed": seed}
+        options["max_new_tokens"] = [task.request.max_new_tokens for task in tasks]
+        stops = [[*(self.sampling.stop or ()), *task.request.options.get("stop", [])] for task in tasks]
         start = time.perf_counter()
         with CompileClock() as clock:
             if rounds is None:
-                result = self.decoder.generate(
-                    prompts,
-                    max_new_tokens=limits,
-                    sampling=sampling,
-                    seed=seed,
-                    logprobs=self.logprobs,
-                    stop=[[*self.stop, *own] for own in stops],
-                )
+                result = self.decoder.generate(prompts, **options, logprobs=self.sampling.logprobs, stop=stops)
             else:
-                traced = record(self.decoder, prompts, max_new_tokens=limits, sampling=sampling, seed=seed)
+                traced = record(self.decoder, prompts, **options)
                 rounds += traced.prompts
                 result = traced.result
         return dataclasses.replace(result, seconds=time.perf_counter() - start - clock.seconds)
-
-
-def _encode(decoder: SpeculativeDecoder, requests: list[Request]) -> list[Task]:
-    """Encodes all prompts, so that a bad one is refused before anything has been printed."""
-    tasks = []
-    for request in requests:
-        try:
-            tokens = [int(token) for token in decoder.encode(request.prompt)]
-        except ValueError as error:
-            raise Misuse(f"{request.where}{error}") from None
-        text = request.prompt if isinstance(request.prompt, str) else None
-        tasks.append(Task(tokens, text, request.max_new_tokens, request.options))
-    return tasks
 
 
 # JSON
@@ -428,9 +381,8 @@ def _print_text(job: Job, *, compare: bool) -> None:
     from eagle3_jax import SpeculationStats
 
     console = Console(highlight=False, soft_wrap=True)
-    one_by_one = dataclasses.replace(job, batch_size=1)
-    counters = [_stream(console, job, tasks[0], seed) for seed, tasks in one_by_one.chunks()]
-    if compare and any(task.options for task in job.tasks):
+    counters = [_stream(console, job, tasks[0], seed) for seed, tasks in job.chunks()]
+    if compare and any(task.request.options for task in job.tasks):
         console.print("no comparison with plain decoding: a prompt has options of its own")
     elif compare:
         _print_comparison(console, job)
@@ -439,29 +391,27 @@ def _print_text(job: Job, *, compare: bool) -> None:
     if job.trace is not None:
         rounds: list[dict[str, Any]] = []
         with spinner("writing the trace"):
-            for seed, tasks in one_by_one.chunks():
+            for seed, tasks in job.chunks():
                 job.run(tasks, seed, rounds)
         write_json(job.trace, {"prompts": rounds})
 
 
 def _stream(console: Console, job: Job, task: Task, seed: int | list[int]) -> SpeculationStats:
     """Prints one prompt and its continuation as it appears; returns its counters."""
-    tokenizer = job.decoder.target.tokenizer
-    sampling = job.sampling_of([task])
-    stream = job.decoder.stream(task.tokens, max_new_tokens=task.max_new_tokens, sampling=sampling, seed=seed)
+    tokenizer, prompt, limit = job.decoder.target.tokenizer, task.request.prompt, task.request.max_new_tokens
+    stream = job.decoder.stream(task.tokens, max_new_tokens=limit, sampling=job.sampling_of([task]), seed=seed)
     with spinner("compiling, reading the prompt"):
         first = list(itertools.islice(stream, 2))  # after the second one everything has been compiled
-    if task.text is not None:
-        _put(console, task.text, "dim")
-    else:
-        _put(console, tokenizer.decode(task.tokens) if tokenizer else " ".join(map(str, task.tokens)), "dim")
+    if not isinstance(prompt, str):
+        prompt = tokenizer.decode(task.tokens) if tokenizer else " ".join(map(str, task.tokens))
+    _put(console, prompt, "dim")
     latest = first[0]
     for latest in itertools.chain(first, stream):
         for index, (token, piece) in enumerate(zip(latest.tokens, latest.pieces, strict=True)):
             _put(console, piece if tokenizer else f" {token}", _ACCEPTED if index < latest.num_accepted else "")
         console.file.flush()
     reason = latest.finish_reason.name.lower()
-    reasons = {"not_finite": _NOT_FINITE, "length": f"stopped: reached --max-new-tokens {task.max_new_tokens}"}
+    reasons = {"not_finite": _NOT_FINITE, "length": f"stopped: reached --max-new-tokens {limit}"}
     _put(console, f"\n[{reasons.get(reason, reason)}]\n\n", "dim")
     return latest.stats
 
@@ -515,9 +465,9 @@ def _print_comparison(console: Console, job: Job) -> None:
         found = compare_with_plain(
             job.decoder,
             [task.tokens for task in tasks],
-            max_new_tokens=[task.max_new_tokens for task in tasks],
-            sampling=job.sampling,
-            seed=job.seed,
+            max_new_tokens=[task.request.max_new_tokens for task in tasks],
+            sampling=job.params,
+            seed=job.sampling.seed,
             repeats=_REPEATS,
         )
     console.print(speed_line(found), style="bold", markup=False)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -48,13 +47,6 @@ app = typer.Typer(
 )
 
 
-class Stored(enum.StrEnum):
-    """A type that weights are stored in."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
 _MOST_STEPS = 1_000_000_000
 _MOST_ROWS = 65_536  # of a batch
 _MOST_DEPTH = 64  # of an unroll, every step of which is compiled
@@ -83,15 +75,8 @@ class OptimizerOptions:
         """The configuration for the trainer."""
         from eagle3_jax.training.loop import OptimizerConfig
 
-        return OptimizerConfig(
-            method=self.optimizer,
-            learning_rate=self.learning_rate,
-            embedding_learning_rate=self.embedding_learning_rate,
-            num_steps=steps,
-            warmup_steps=self.warmup_steps,
-            weight_decay=self.weight_decay,
-            clip_norm=self.clip_norm,
-        )
+        options = dataclasses.asdict(self)
+        return OptimizerConfig(method=options.pop("optimizer"), num_steps=steps, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +92,9 @@ class HeadOptimizerOptions(OptimizerOptions):
 class RunOptions:
     """Everything of a run that does not change its result, except the stored type."""
 
-    store: Annotated[Stored, typer.Option(help="Type of the weights that are written.")] = Stored.BFLOAT16
+    store: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Type of the weights that are written.")] = (
+        "bfloat16"
+    )
     save_every: Annotated[
         int,
         typer.Option(
@@ -238,7 +225,7 @@ def target(
     trainer = Trainer(functools.partial(next_token_loss, model), schedule, out / "checkpoints")
     start, every = model.init(jax.random.key(seed)), running.save_every
     state = _train(trainer, start, batches, steps=steps, of=steps, save_every=every)
-    write_target(out, data, config, state.params, dtype=running.store.value)
+    write_target(out, data, config, state.params, dtype=running.store)
     typer.echo(f"wrote {out}")
 
 
@@ -277,14 +264,9 @@ def regenerate(
     if length > writer.max_positions:
         raise Misuse(f"--length {length} is beyond the {writer.max_positions} positions of {target}")
     config = texts.RegenerationConfig(
-        num_rows=rows,
-        prompt_length=prompt_length,
-        length=length,
-        batch=min(batch, rows),
-        greedy_share=greedy_share,
-        temperature=temperature,
-        seed=seed,
-    )
+        num_rows=rows, prompt_length=prompt_length, length=length, batch=min(batch, rows),
+        greedy_share=greedy_share, temperature=temperature, seed=seed,
+    )  # fmt: skip
     written = []
     with progress_bar("regenerating", -(-rows // config.batch)) as (progress, task):
         for part in texts.regenerate(writer, tokens, config):
@@ -312,7 +294,7 @@ def head(
         int | None, typer.Option(help="Draft vocabulary size. Default: 2048 for eagle3, else all tokens.", min=1)
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(help="Number of layers. Default: the usual number of the method.", min=1)
+        int | None, typer.Option(help="Number of layers. Default: the usual number of the method.", min=1, max=10_000)
     ] = None,
     width: Annotated[
         int | None, typer.Option(help="Width of a draft model. Default: half of the target's.", min=1)
@@ -351,10 +333,8 @@ def head(
     loaded, rows = load_target(target, dtype=dtype), Rows.load(text)
     model: Any = loaded.model
     size = draft_vocab_size or recipe.draft_vocab_size
-    draft_to_target = None
     counts = token_counts(rows.tokens.astype(np.int32), rows.masks[1], loaded.vocab_size)
-    if size is not None:
-        draft_to_target = select_draft_vocabulary(counts, size)
+    draft_to_target = None if size is None else select_draft_vocabulary(counts, size)
     options = HeadOptions(
         depth=depths[-1][1], num_layers=layers, width=width, mlp_width=mlp_width, draft_vocab_size=size
     )
@@ -386,10 +366,10 @@ def head(
         trainer.save(state)
     assert state is not None
     if isinstance(config, DecoderConfig):
-        write_draft_model(out, target, config, state.params, dtype=running.store.value)
+        write_draft_model(out, target, config, state.params, dtype=running.store)
     else:
         depth = model.config.num_layers
-        write_head(out, config, state.params, draft_to_target, dtype=running.store.value, num_target_layers=depth)
+        write_head(out, config, state.params, draft_to_target, dtype=running.store, num_target_layers=depth)
     typer.echo(f"wrote {out}")
 
 
@@ -401,10 +381,7 @@ def _named(group: Any) -> dict[str, Any]:
 def _train(
     trainer: Trainer, params: Any, batch_at: Callable[[int], Any], *, steps: int, of: int, save_every: int
 ) -> TrainState:
-    """Trains from the last checkpoint to step ``steps`` of ``of``; Ctrl-C leaves a checkpoint.
-
-    A progress bar shows the metrics, or every tenth step a line.
-    """
+    """Trains from the last checkpoint to step ``steps`` of ``of``; Ctrl-C leaves a checkpoint."""
     state = trainer.start(params)
     done = int(state.step)
     if done:
@@ -434,7 +411,7 @@ def _metrics(metrics: dict[str, float]) -> str:
 
 
 def _staged(text: str, steps: int, read: Callable[[str], Any], wrong: str) -> list[tuple[int, Any]]:
-    """The stages of ``UNTIL:VALUE,...`` as pairs of last step and value; the last one, without a step, ends the run."""
+    """The stages of ``UNTIL:VALUE,...`` as pairs of last step and value; the last stage ends the run."""
     *parts, last = text.split(",")
     try:
         stages = [(int(until), read(value)) for until, _, value in (part.rpartition(":") for part in parts)]

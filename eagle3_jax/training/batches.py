@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypedDict
 
 import jax
@@ -78,6 +78,19 @@ def share(values: Array, mask: Bool[Array, "*n"]) -> Float[Array, ""]:
     """Mean of the values where the mask holds; 0 where it holds nowhere."""
     total = jnp.sum(jnp.where(mask, values.astype(jnp.float32), 0.0))
     return total / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
+
+
+def greedy_tau(steps: Iterable[tuple[Array, Bool[Array, "*n"]]]) -> Float[Array, ""]:
+    """Tokens per target forward of a greedy chain: 1 plus the share of rows in which each draft and all before it hit.
+
+    Args:
+        steps: For each draft position, in which rows it hits and which rows count. A row counts while it has always.
+    """
+    tau, alive, counted = jnp.ones((), jnp.float32), jnp.bool_(True), jnp.bool_(True)
+    for hit, counts in steps:
+        alive, counted = alive & hit, counted & counts
+        tau = tau + share(alive, counted)
+    return tau
 
 
 def row_batches(rows: Rows, batch: int, seed: int) -> Callable[[int], TTTBatch]:

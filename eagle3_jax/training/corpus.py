@@ -45,11 +45,6 @@ class Document:
         """Whether it is never trained on."""
         return self.name in HELD_OUT
 
-    @property
-    def sha256(self) -> str:
-        """Hash of its content in UTF-8."""
-        return hashlib.sha256(self.text.encode()).hexdigest()
-
 
 def read_corpus(stdlib: Path, docs: Path | None = None) -> list[Document]:
     """All documents, sorted by name.
@@ -58,14 +53,8 @@ def read_corpus(stdlib: Path, docs: Path | None = None) -> list[Document]:
         stdlib: ``Lib`` of a CPython installation (``sysconfig.get_path("stdlib")``).
         docs: Folder of the documentation's reStructuredText (``Doc`` of a source tree, or ``_sources`` of a built
             manual); without it the prose is what ``pydoc_data`` holds.
-
-    Raises:
-        ValueError: ``stdlib`` holds no Python sources.
     """
-    found = list(_code(stdlib))
-    if not found:
-        raise ValueError(f"{stdlib} holds no .py files; give the Lib folder of an installed CPython")
-    found += list(_docs(docs)) if docs is not None else list(_topics(stdlib))
+    found = [*_code(stdlib), *(_topics(stdlib) if docs is None else _docs(docs))]
     return sorted(found, key=lambda document: document.name)
 
 
@@ -134,13 +123,9 @@ def encode(tokenizer: Tokenizer, documents: list[Document], seed: int) -> np.nda
 
 def write_manifest(path: Path, documents: list[Document]) -> None:
     """Record every file with its hash, size and part, so that a rebuild can be compared."""
-    rows = [
-        {
-            "name": d.name,
-            "sha256": d.sha256,
-            "bytes": len(d.text.encode()),
-            "part": "held-out" if d.held_out else "train",
-        }
-        for d in documents
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    lines = []
+    for document in documents:
+        content, part = document.text.encode(), "held-out" if document.held_out else "train"
+        sha256 = hashlib.sha256(content).hexdigest()
+        lines.append(json.dumps({"name": document.name, "sha256": sha256, "bytes": len(content), "part": part}) + "\n")
+    path.write_text("".join(lines), encoding="utf-8")

@@ -13,7 +13,6 @@ prediction, of ``x_{a+k}``, weighs ``exp(-(k - 1) / gamma)``; ``p`` is the targe
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import embed
 from eagle3_jax.models.memory import BlockMemory
-from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend
+from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend, greedy_tau, share
 from eagle3_jax.training.ttt import Teacher, teacher_forward
 
 
@@ -53,18 +52,6 @@ class BlockObjective:
     num_anchors: int = 64
 
 
-class Blocks(NamedTuple):
-    """What a pass over ``A`` blocks of each sequence gives for their ``K`` predictions.
-
-    Attributes:
-        logits: ``[B A K W]``, with the bias where there is one.
-        survival: ``[B A K]``, logit of the confidence; ``None`` without such a head.
-    """
-
-    logits: Float[Array, "B A K W"]
-    survival: Float[Array, "B A K"] | None
-
-
 def block_loss(
     drafter: DFlashDrafter,
     target: DecoderTarget,
@@ -73,24 +60,18 @@ def block_loss(
     batch: TTTBatch,
     objective: BlockObjective,
 ) -> Loss:
-    """The weighted sum of each term's mean over the supervised predictions, differentiable in ``head_params`` alone.
+    """The weighted sum of each term's mean over the supervised predictions; see :func:`.ttt_loss`.
 
-    Args:
-        drafter: The network's configuration and precision.
-        target: The target that is to be predicted.
-        head_params: Parameters of the head, which are trained.
-        frozen: Arrays that are not trained.
-        batch: Sequences; positions are counted from the first column. Without a key the first anchors are taken.
-        objective: The terms.
+    A batch without a ``key`` takes the first anchors.
 
     Returns:
-        The loss, and the metrics of :func:`eagle3_jax.training.ttt.ttt_loss` (``loss_k`` aside, as there are no steps):
-        ``accuracy_k`` and ``acceptance_k`` of the prediction ``k + 1`` tokens after the anchor, and ``simulated_tau``.
+        The loss; ``accuracy_k`` and ``acceptance_k`` of the prediction ``k + 1`` tokens after the anchor; and
+        ``simulated_tau``.
     """
     frozen, count = lax.stop_gradient(frozen), drafter.config.num_predicted
     teacher, features = teacher_forward(drafter, target, frozen, batch, count)
     anchors, is_anchor = choose_anchors(batch, objective.num_anchors)
-    blocks = run_blocks(drafter, target, head_params, frozen, features, batch, anchors)
+    logits, survival = run_blocks(drafter, target, head_params, frozen, features, batch, anchors)
 
     at = anchors[:, :, None] + jnp.arange(count)  # the token before each prediction
     label = Teacher(*(_take(leaf, at) for leaf in teacher))
@@ -102,7 +83,7 @@ def block_loss(
     def mean(values: Float[Array, "B A K"], mask: Bool[Array, "B A K"] = supervised) -> Float[Array, ""]:
         return jnp.sum(jnp.where(mask, weight * values, 0.0)) / jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1.0)
 
-    p, log_q = label.probs * label.mass[..., None], jax.nn.log_softmax(blocks.logits)
+    p, log_q = label.probs * label.mass[..., None], jax.nn.log_softmax(logits)
     overlap = jnp.minimum(p, jnp.exp(log_q)).sum(-1)
     loss = jnp.zeros((), jnp.float32)
     if objective.text:
@@ -113,13 +94,16 @@ def block_loss(
     if objective.distance:
         loss += objective.distance * mean(jnp.abs(p - jnp.exp(log_q)).sum(-1) + 1 - label.mass)
     if objective.divergence:
-        loss += objective.divergence * mean(_divergence(label.probs, blocks.logits, objective.temperature))
-    if objective.confidence and blocks.survival is not None:
-        aim = lax.stop_gradient(overlap)
-        logit = blocks.survival
-        loss += objective.confidence * mean(jax.nn.softplus(logit) - aim * logit)
+        loss += objective.divergence * mean(_divergence(label.probs, logits, objective.temperature))
+    if objective.confidence and survival is not None:
+        loss += objective.confidence * mean(jax.nn.softplus(survival) - lax.stop_gradient(overlap) * survival)
 
-    return loss, lax.stop_gradient(_metrics(blocks.logits, overlap, label, supervised))
+    hit = jnp.argmax(logits, axis=-1) == label.best
+    steps = [(hit[..., k], overlap[..., k], supervised[..., k]) for k in range(count)]
+    metrics = {f"accuracy_{k}": share(right, counted) for k, (right, _, counted) in enumerate(steps)}
+    metrics |= {f"acceptance_{k}": share(shared, counted) for k, (_, shared, counted) in enumerate(steps)}
+    metrics["simulated_tau"] = greedy_tau((right, counted) for right, _, counted in steps)
+    return loss, lax.stop_gradient(metrics)
 
 
 def choose_anchors(batch: TTTBatch, count: int) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
@@ -142,8 +126,8 @@ def run_blocks(
     features: Float[Array, "B T A_aux Dt"],
     batch: TTTBatch,
     anchors: Int[Array, "B A"],
-) -> Blocks:
-    """All blocks side by side; the bias and the confidence are given the text's own tokens."""
+) -> tuple[Float[Array, "B A K W"], Float[Array, "B A K"] | None]:
+    """Logits (with the bias, if any) and confidence logits of all blocks; both are given the text's own tokens."""
     config, count = drafter.config, drafter.config.num_predicted
     rows = config.block_size
     rowcount, num = anchors.shape
@@ -171,7 +155,7 @@ def run_blocks(
     survival = None
     if config.confidence is not None:
         survival = jax.vmap(head.survival, (2, 2), 2)(hidden, given)
-    return Blocks(logits, survival)
+    return logits, survival
 
 
 def own_block(num: int, config: DFlashConfig) -> Bool[Array, "1 R R"]:
@@ -191,21 +175,6 @@ def _divergence(p: Float[Array, "*n W"], logits: Float[Array, "*n W"], temperatu
     log_p = jax.nn.log_softmax(jnp.log(jnp.maximum(p, jnp.finfo(jnp.float32).tiny)) / temperature)
     log_q = jax.nn.log_softmax(logits / temperature)
     return temperature**2 * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
-
-
-def _metrics(
-    logits: Float[Array, "B A K W"], overlap: Float[Array, "B A K"], label: Teacher, supervised: Bool[Array, "B A K"]
-) -> dict[str, Float[Array, ""]]:
-    hit = (jnp.argmax(logits, axis=-1) == label.best).astype(jnp.float32)
-    whole = jnp.cumprod(supervised, axis=-1, dtype=jnp.int32) > 0
-
-    def share(values: Float[Array, "B A K"], mask: Bool[Array, "B A K"]) -> Float[Array, " K"]:
-        rows = jnp.sum(mask, axis=(0, 1), dtype=jnp.float32)
-        return jnp.sum(jnp.where(mask, values, 0.0), axis=(0, 1)) / jnp.maximum(rows, 1.0)
-
-    named = {"accuracy": share(hit, supervised), "acceptance": share(overlap, supervised)}
-    metrics = {f"{name}_{k}": value for name, values in named.items() for k, value in enumerate(values)}
-    return {**metrics, "simulated_tau": 1.0 + jnp.sum(share(jnp.cumprod(hit, axis=-1), whole))}
 
 
 def _take(x: Array, at: Int[Array, "B A K"]) -> Array:

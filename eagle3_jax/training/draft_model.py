@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from eagle3_jax.drafters.draft_model import DraftModel
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
-from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, share
+from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, extend, greedy_tau, share
 
 
 def distillation_loss(
@@ -29,23 +29,14 @@ def distillation_loss(
     batch: TTTBatch,
     depth: int,
 ) -> Loss:
-    """The mean divergence over supervised positions, in nats, differentiable in ``params`` alone.
+    """The mean divergence over supervised positions, in nats; see :func:`.ttt_loss`.
 
     Position ``t`` is supervised where the target wrote ``x_{t+1}`` and it is worth learning: entry ``t - 1`` of the
     batch's ``loss_mask``.
 
-    Args:
-        drafter: The draft model.
-        target: The target, whose distribution is learned.
-        params: Parameters of the draft model, which are trained.
-        frozen: The target's parameters; the rest is not used.
-        batch: Sequences; positions are counted from the first column.
-        depth: Number of draft positions in the metrics.
-
     Returns:
-        The loss, and for each draft position ``k`` the share ``accuracy_k`` of positions ``t + k`` whose argmax is the
-        target's; ``acceptance_0``, the mean of ``Σ_v min(p_v, q_v)``; and ``simulated_tau``, tokens per target forward
-        of a greedy chain of ``depth`` drafts on this text.
+        The loss, and for each of ``depth`` draft positions ``k`` the share ``accuracy_k`` of positions ``t + k`` whose
+        argmax is the target's; ``acceptance_0``, the mean of ``Σ_v min(p_v, q_v)``; and ``simulated_tau``.
     """
 
     def logprobs(model: DecoderTarget, params: Params) -> Float[Array, "B T V"]:
@@ -57,13 +48,8 @@ def distillation_loss(
     supervised = jnp.pad(batch.loss_mask[:, :-1], ((0, 0), (1, 0))) & batch.attention_mask
     loss = share(jnp.sum(p * (log_p - log_q), axis=-1), supervised)
 
-    hit = (jnp.argmax(log_q, axis=-1) == jnp.argmax(log_p, axis=-1)).astype(jnp.float32)
+    hit = jnp.argmax(log_q, axis=-1) == jnp.argmax(log_p, axis=-1)
     overlap = jnp.sum(jnp.minimum(p, jnp.exp(lax.stop_gradient(log_q))), axis=-1)
-    metrics = {"acceptance_0": share(overlap, supervised)}
-    tau, alive, chain = 1.0, jnp.ones_like(hit), jnp.ones_like(supervised)
-    for k in range(depth):
-        behind = batch.tokens.shape[1] - k
-        metrics[f"accuracy_{k}"] = share(hit[:, k:], supervised[:, k:])
-        alive, chain = alive[:, :behind] * hit[:, k:], chain[:, :behind] & supervised[:, k:]
-        tau = tau + share(alive, chain)
-    return loss, {**metrics, "simulated_tau": jnp.asarray(tau)}
+    chain = [(extend(hit, k)[:, k:], extend(supervised, k)[:, k:]) for k in range(depth)]
+    metrics = {f"accuracy_{k}": share(*step) for k, step in enumerate(chain)}
+    return loss, {**metrics, "acceptance_0": share(overlap, supervised), "simulated_tau": greedy_tau(chain)}

@@ -36,19 +36,12 @@ def eagle1_loss(
     batch: TTTBatch,
     num_steps: int = 1,
 ) -> Loss:
-    """The mean over supervised rows, summed over steps; differentiable in ``head_params`` alone.
+    """The mean over supervised rows, summed over ``num_steps`` (1 in the paper); see :func:`.ttt_loss`.
 
-    Args:
-        drafter: The head's configuration and precision.
-        target: The target whose states are to be predicted.
-        head_params: Parameters of the head, which are trained.
-        frozen: Arrays that are not trained.
-        batch: Sequences; without a ``key`` there is no noise.
-        num_steps: 1 for the paper's loss.
+    A batch without a ``key`` has no noise.
 
     Returns:
-        The loss and the metrics of :func:`~eagle3_jax.training.ttt.ttt_loss` (whose ``loss_k`` is the cross-entropy),
-        with ``regression_k`` for every step.
+        The loss and the metrics of :func:`.ttt_loss`, whose ``loss_k`` is the cross-entropy; and ``regression_k``.
     """
     frozen = lax.stop_gradient(frozen)
     teacher, states = teacher_forward(drafter, target, frozen, batch, num_steps)

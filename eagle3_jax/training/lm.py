@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,7 @@ from eagle3_jax.models.functional import Params
 from eagle3_jax.models.memory import causal_mask
 
 
-@dataclasses.dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     """A stretch of training with one batch shape; short sequences first make cheap early steps.
 
     Attributes:
@@ -56,13 +55,8 @@ def random_windows(data: np.ndarray, phases: tuple[Phase, ...], seed: int) -> Ca
             )
 
     def batch_at(step: int) -> Int[Array, "B T"]:
-        start = 0
-        for phase in phases:
-            if step < phase.until_step:
-                break
-            start = phase.until_step
-        else:
-            raise ValueError(f"step {step} lies beyond the last phase, which ends at {phases[-1].until_step}")
+        phase = next(phase for phase in phases if step < phase.until_step)
+        start = max((other.until_step for other in phases if other.until_step <= step), default=0)
         tiles = (len(data) - 1) // phase.length - 1
         rows = np.arange(phase.batch) + (step - start) * phase.batch
         starts = np.empty(phase.batch, np.int64)

@@ -45,8 +45,8 @@ class OptimizerConfig:
         learning_rate: Peak.
         embedding_learning_rate: ``muon``: peak for what AdamW updates; ``learning_rate`` when left out.
         num_steps: Length of the schedule.
-        warmup_steps: Linear warm-up from zero.
-        weight_decay: Decoupled.
+        warmup_steps: Steps of linear warm-up from zero.
+        weight_decay: Decoupled from the gradient.
         clip_norm: Global gradient norm above which gradients are scaled down.
     """
 
@@ -104,13 +104,7 @@ class Trainer:
     """Runs an objective; resuming from a checkpoint continues with bit-identical losses."""
 
     def __init__(self, loss_fn: LossFn, optimizer: OptimizerConfig, directory: Path | None = None):
-        """See the class.
-
-        Args:
-            loss_fn: ``(params, batch) -> (loss, metrics)``.
-            optimizer: Options of the optimizer.
-            directory: Directory of the checkpoints; ``None`` keeps none.
-        """
+        """``loss_fn(params, batch)`` returns a loss and metrics; without a ``directory`` no checkpoints are kept."""
         self._optimizer = optimizer.build()
         self._checkpoints = None
         if directory is not None:

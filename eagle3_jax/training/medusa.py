@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from eagle3_jax.drafters.medusa import MedusaDrafter
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
-from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend, share
+from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend, greedy_tau, share
 
 _DECAY = 0.8
 
@@ -32,21 +32,12 @@ def medusa_loss(
     batch: TTTBatch,
     num_heads: int,
 ) -> Loss:
-    """The loss, differentiable in ``head_params`` alone.
-
-    Args:
-        drafter: The heads' configuration and precision.
-        target: The target, whose states are read.
-        head_params: Parameters of the head, which are trained.
-        frozen: Arrays that are not trained.
-        batch: Sequences; positions are counted from the first column.
-        num_heads: Number of heads that are trained, the first ones.
+    """The loss of the first ``num_heads`` heads; see :func:`.ttt_loss`.
 
     Returns:
         The loss, and for every head ``k`` ``loss_k``, its unweighted term, and ``accuracy_k``, the share of rows where
-        its likeliest token is that of the text; and ``simulated_tau``, tokens per target forward of a greedy chain on
-        this text: 1 plus, for every head, the share of rows where it and all before it hit. A token outside the draft
-        vocabulary has no loss and is a miss.
+        its likeliest token is that of the text; and ``simulated_tau``. A token outside the draft vocabulary has no loss
+        and is a miss.
     """
     frozen = lax.stop_gradient(frozen)
     states = lax.stop_gradient(target(frozen["target_params"], batch.tokens, batch.positions, batch.seen).final)
@@ -54,8 +45,7 @@ def medusa_loss(
     heads = drafter.bind({"head": head_params})
 
     metrics: dict[str, Float[Array, ""]] = {}
-    loss, tau = jnp.zeros((), jnp.float32), jnp.ones((), jnp.float32)
-    alive = chain = jnp.ones(batch.tokens.shape, jnp.bool_)
+    loss, chain = jnp.zeros((), jnp.float32), []
     for head in range(num_heads):
         label = to_draft[_later(batch.tokens, head + 2)]
         labelled = _later(batch.loss_mask, head) & _later(batch.attention_mask, head + 2)
@@ -65,10 +55,9 @@ def medusa_loss(
         loss = loss + _DECAY**head * term
 
         hit = jnp.argmax(lax.stop_gradient(scores), axis=-1) == label
-        chain, alive = chain & labelled, alive & hit
-        tau = tau + share(alive, chain)
+        chain.append((hit, labelled))
         metrics |= {f"loss_{head}": term, f"accuracy_{head}": share(hit, labelled)}
-    return loss, {**metrics, "simulated_tau": tau}
+    return loss, {**metrics, "simulated_tau": greedy_tau(chain)}
 
 
 def _later(x: Array, shift: int) -> Array:

@@ -23,11 +23,8 @@ from eagle3_jax.drafters.mtp import MTPConfig, MTPDrafter
 from eagle3_jax.drafters.p_eagle import PEagleConfig, PEagleDrafter
 from eagle3_jax.loaded import LoadedTarget
 from eagle3_jax.models.config import (
-    MOST,
-    MOST_LAYERS,
     DecoderConfig,
     Eagle3Config,
-    GroupedQuery,
     LayerConfig,
     RopeConfig,
     gated,
@@ -44,10 +41,11 @@ from eagle3_jax.training.dflash import BlockObjective, block_loss
 from eagle3_jax.training.draft_model import distillation_loss
 from eagle3_jax.training.eagle1 import eagle1_loss
 from eagle3_jax.training.medusa import medusa_loss
-from eagle3_jax.training.p_eagle import ParallelConfig, p_eagle_loss
+from eagle3_jax.training.p_eagle import p_eagle_loss
 from eagle3_jax.training.ttt import TTTConfig, ttt_loss
 
-_P_EAGLE_LAYERS = 4  # the paper's; AWS's heads of gpt-oss-20b have as many
+DraftVocabulary = Int[np.ndarray, " W"] | None
+_LAYERS_MLP_VOCABULARY = ("num_layers", "mlp_width", "draft_vocab_size")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,26 +66,11 @@ class HeadOptions:
     mlp_width: int | None = None
     draft_vocab_size: int | None = None
 
-    def __post_init__(self) -> None:
-        for name in ("num_layers", "width", "mlp_width", "draft_vocab_size"):
-            value, most = getattr(self, name), MOST_LAYERS if name == "num_layers" else MOST
-            if value is not None and not 1 <= value <= most:
-                raise ValueError(f"{name} is {str(value)[:40]}; expected a whole number from 1 to {most:,}")
 
-    def refuse(self, method: str, *names: str) -> None:
-        """Refuse the named options, which a method does not have.
-
-        Raises:
-            ValueError: One of them was given.
-        """
-        for name in names:
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name} is {getattr(self, name)}, and {method} has no choice of it; leave it out")
+# First parameters
 
 
-def initial_head(
-    drafter: Any, target: LoadedTarget, draft_to_target: Int[np.ndarray, " W"] | None, key: jax.Array
-) -> Params:
+def initial_head(drafter: Any, target: LoadedTarget, draft_to_target: DraftVocabulary, key: jax.Array) -> Params:
     """Random parameters, except for the final norm and the output projection, if a head has them: the target's own."""
     params = drafter.init_params(key)
     if "norm" in params:
@@ -97,52 +80,41 @@ def initial_head(
     return params
 
 
-def _unembedding(target: LoadedTarget, draft_to_target: Int[np.ndarray, " W"] | None) -> jax.Array:
+def _unembedding(target: LoadedTarget, draft_to_target: DraftVocabulary) -> jax.Array:
     """``[D W]``, the columns of the target's output matrix for the draft vocabulary."""
     ids = slice(None) if draft_to_target is None else draft_to_target
     return jnp.asarray(target.model.tables(target.params).unembedding[:, ids], jnp.float32)  # type: ignore[attr-defined]
 
 
-class Recipe(NamedTuple):
-    """How heads of one method are trained.
+def _copied_heads(
+    drafter: MedusaDrafter, target: LoadedTarget, draft_to_target: DraftVocabulary, key: jax.Array
+) -> Params:
+    """Medusa heads that give the target's own logits: zero blocks and copies of its output matrix."""
+    del key
+    kernel = _unembedding(target, draft_to_target)
+    zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), drafter.param_shapes())
+    return {"blocks": zero["blocks"], "outputs": {head: {"kernel": kernel} for head in zero["outputs"]}}
 
-    Attributes:
-        drafter: Makes the drafter from a configuration and ``precision``.
-        config: Makes the head's configuration for a target.
-        objective: The loss function: drafter, target's model, head's parameters, frozen arrays, batch, and the result
-            of ``chosen``. It is differentiable in the head's parameters alone. Its metrics are those of
-            :func:`eagle3_jax.training.ttt.ttt_loss`: ``accuracy_k`` of each draft position and ``simulated_tau``.
-        chosen: The last argument of ``objective``, from the options.
-        start: The first parameters, from the drafter, the target, the draft vocabulary (``None`` for all) and a key.
-        depths: Default phases ``UNTIL:DEPTH,...``, as ``eagle3 train head --unroll`` takes them.
-        draft_vocab_size: Default ``W``; ``None`` for the target's whole vocabulary.
-    """
 
-    drafter: Callable[..., Any]
-    config: Callable[[DecoderConfig, HeadOptions], Any]
-    objective: Callable[[Any, DecoderTarget, Params, Frozen, TTTBatch, Any], Loss]
-    chosen: Callable[[HeadOptions], Any]
-    start: Callable[[Any, LoadedTarget, Int[np.ndarray, " W"] | None, jax.Array], Params] = initial_head
-    depths: str = "5"
-    draft_vocab_size: int | None = None
+def _first_layers(
+    drafter: DraftModel, target: LoadedTarget, draft_to_target: DraftVocabulary, key: jax.Array
+) -> Params:
+    """The target's first layers if the shapes agree, else random parameters."""
+    fresh, own = drafter.model.init(key), target.params
+    first = {**own, "blocks": {index: own["blocks"].get(index) for index in fresh["blocks"]}}
+    if jax.tree.map(jnp.shape, first) != jax.tree.map(jnp.shape, fresh):
+        return fresh
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), first)
 
-    def loss(
-        self, drafter: Any, target: DecoderTarget, params: Params, frozen: Frozen, batch: TTTBatch, options: HeadOptions
-    ) -> Loss:
-        """The loss and its metrics."""
-        return self.objective(drafter, target, params, frozen, batch, self.chosen(options))
+
+# Configurations
 
 
 def official_head(target: DecoderConfig, draft_vocab_size: int, mlp_width: int | None = None) -> Eagle3Config:
-    """The usual EAGLE-3 head, if the official layout can hold it.
-
-    Args:
-        target: Configuration of the target.
-        draft_vocab_size: ``W``.
-        mlp_width: Inner width of its SwiGLU; by default the target's.
+    """The usual EAGLE-3 head with ``W`` draft tokens; the inner width of its SwiGLU is by default the target's.
 
     Raises:
-        ValueError: The layout cannot hold it (explicit head size), or the target has fewer than 8 layers.
+        ValueError: The official layout cannot hold it (explicit head size), or the target has fewer than 8 layers.
     """
     head = usual_head(target, draft_vocab_size=draft_vocab_size, mlp_width=mlp_width)
     mixer = grouped(head.layers[0])
@@ -154,46 +126,32 @@ def official_head(target: DecoderConfig, draft_vocab_size: int, mlp_width: int |
     return head
 
 
-def _eagle3_config(target: DecoderConfig, options: HeadOptions) -> Eagle3Config:
-    options.refuse("eagle3", "width", "num_layers")
-    return official_head(target, options.draft_vocab_size or target.vocab_size, options.mlp_width)
-
-
-def _eagle1_config(target: DecoderConfig, options: HeadOptions) -> Eagle1Config:
-    options.refuse("eagle1", "width", "draft_vocab_size")
-    # Without a bias, as vLLM loads them, and as the official heads for Llama 3 are.
-    return Eagle1Config(
-        **_like(target), layers=usual_layers(target, options.mlp_width, options.num_layers or 1), fc_bias=False
+def _on_final_state(kind: Callable[..., Any], target: DecoderConfig, options: HeadOptions) -> Any:
+    """A head that reads the target's final state and borrows its output matrix."""
+    return kind(
+        vocab_size=target.vocab_size,
+        width=target.width,
+        layers=usual_layers(target, options.mlp_width, options.num_layers or 1),
+        max_positions=target.max_positions,
+        norm_eps=target.norm_eps,
+        num_target_layers=target.num_layers,
     )
 
 
-def _mtp_config(target: DecoderConfig, options: HeadOptions) -> MTPConfig:
-    options.refuse("mtp", "width", "draft_vocab_size", "num_layers")
-    return MTPConfig(**_like(target), layers=usual_layers(target, options.mlp_width))
-
-
-def _like(target: DecoderConfig) -> dict[str, Any]:
-    """Fields that heads on the target's final state share with it."""
-    names = ("vocab_size", "width", "max_positions", "norm_eps")
-    return {name: getattr(target, name) for name in names} | {"num_target_layers": target.num_layers}
-
-
-def _p_eagle_config(target: DecoderConfig, options: HeadOptions) -> PEagleConfig:
-    """The usual head, deeper. Its mask token is the last of the vocabulary, which is rare in texts."""
-    options.refuse("p-eagle", "width")
+def _p_eagle(target: DecoderConfig, options: HeadOptions) -> PEagleConfig:
+    """The usual head with four layers, as in the paper. Its mask token is the vocabulary's last, rare in texts."""
     size = options.draft_vocab_size or target.vocab_size
     like = usual_head(target, draft_vocab_size=size, mlp_width=options.mlp_width)
     fields = {field.name: getattr(like, field.name) for field in dataclasses.fields(like)}
-    layers = like.layers * (options.num_layers or _P_EAGLE_LAYERS)
-    return PEagleConfig(**fields | {"layers": layers, "mask_token_id": target.vocab_size - 1})
+    fields["layers"] = like.layers * (options.num_layers or 4)
+    return PEagleConfig(**fields, mask_token_id=target.vocab_size - 1)
 
 
-def _medusa_config(target: DecoderConfig, options: HeadOptions) -> MedusaConfig:
+def _medusa(target: DecoderConfig, options: HeadOptions) -> MedusaConfig:
     """One head per learned position, with biases as the authors' heads have.
 
     With a draft vocabulary of their own they share one output projection, which makes them small; vLLM requires it.
     """
-    options.refuse("medusa", "width", "mlp_width")
     return MedusaConfig(
         vocab_size=target.vocab_size,
         draft_vocab_size=options.draft_vocab_size or target.vocab_size,
@@ -206,17 +164,7 @@ def _medusa_config(target: DecoderConfig, options: HeadOptions) -> MedusaConfig:
     )
 
 
-def _medusa_start(
-    drafter: MedusaDrafter, target: LoadedTarget, draft_to_target: Int[np.ndarray, " W"] | None, key: jax.Array
-) -> Params:
-    """Heads that give the target's own logits: zero blocks and copies of its output matrix."""
-    del key
-    kernel = _unembedding(target, draft_to_target)
-    zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), drafter.param_shapes())
-    return {"blocks": zero["blocks"], "outputs": {head: {"kernel": kernel} for head in zero["outputs"]}}
-
-
-def _block_config(target: DecoderConfig, options: HeadOptions, **kind: Any) -> DFlashConfig:
+def _block(target: DecoderConfig, options: HeadOptions, **kind: Any) -> DFlashConfig:
     """Five layers of the target's geometry in Qwen3's style over five of its layers, as in published block drafters.
 
     Args:
@@ -224,20 +172,12 @@ def _block_config(target: DecoderConfig, options: HeadOptions, **kind: Any) -> D
         options: ``depth`` is how many tokens a block predicts.
         kind: The kind of block drafter, as arguments of :class:`DFlashConfig`.
     """
-    options.refuse("dflash", "width")
     layer, size = usual_layers(target, options.mlp_width)[0], options.draft_vocab_size or target.vocab_size
-    mixer = grouped(layer)
-    own = GroupedQuery(
-        num_heads=mixer.num_heads,
-        num_kv_heads=mixer.num_kv_heads,
-        head_dim=mixer.head_dim,
-        rope=RopeConfig(theta=1e6),
-        qk_norm=True,
-    )
+    mixer = dataclasses.replace(grouped(layer), rope=RopeConfig(theta=1e6), qk_norm=True)
     return DFlashConfig(
         vocab_size=target.vocab_size,
         width=target.width,
-        layers=uniform(options.num_layers or 5, own, layer.mlp),
+        layers=uniform(options.num_layers or 5, mixer, layer.mlp),
         draft_vocab_size=size,
         target_width=target.width,
         aux_layers=spread_layers(target.num_layers),
@@ -251,9 +191,9 @@ def _block_config(target: DecoderConfig, options: HeadOptions, **kind: Any) -> D
     )
 
 
-def _spark_config(target: DecoderConfig, options: HeadOptions) -> DFlashConfig:
+def _spark(target: DecoderConfig, options: HeadOptions) -> DFlashConfig:
     markov = Markov(rank=min(256, target.width))
-    return _block_config(target, options, from_anchor=True, markov=markov, confidence="markov")
+    return _block(target, options, from_anchor=True, markov=markov, confidence="markov")
 
 
 def spread_layers(num_layers: int) -> tuple[int, ...]:
@@ -269,9 +209,8 @@ def small_model(target: DecoderConfig, options: HeadOptions) -> DecoderConfig:
     """A draft model of the target's family: by default a quarter of its layers and half its width.
 
     Raises:
-        ValueError: It is larger than the target, or was given a draft vocabulary.
+        ValueError: It is larger than the target.
     """
-    options.refuse("draft-model", "draft_vocab_size")
     count, width = options.num_layers or max(1, target.num_layers // 4), options.width or target.width // 2
     if count > target.num_layers or width > target.width:
         raise ValueError(
@@ -293,52 +232,93 @@ def _draft_model(config: DecoderConfig, *, precision: Precision = FLOAT32) -> Dr
     return DraftModel(DecoderTarget(config, precision))
 
 
-def _draft_model_start(
-    drafter: DraftModel, target: LoadedTarget, draft_to_target: Int[np.ndarray, " W"] | None, key: jax.Array
-) -> Params:
-    """The target's first layers if the shapes agree, else random parameters."""
-    fresh, own = drafter.model.init(key), target.params
-    first = {**own, "blocks": {index: own["blocks"].get(index) for index in fresh["blocks"]}}
-    if jax.tree.map(jnp.shape, first) != jax.tree.map(jnp.shape, fresh):
-        return fresh
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), first)
+# The table
+
+
+class Recipe(NamedTuple):
+    """How heads of one method are trained.
+
+    Attributes:
+        choices: The fields of :class:`HeadOptions` that the method has, next to ``depth``.
+        shape: Makes the head's configuration for a target; see :meth:`config`.
+        drafter: Makes the drafter from a configuration and ``precision``.
+        objective: The loss function: drafter, target's model, head's parameters, frozen arrays, batch, and the result
+            of ``setting``. It is differentiable in the head's parameters alone. Its metrics are those of
+            :func:`eagle3_jax.training.ttt.ttt_loss`: ``accuracy_k`` of each draft position and ``simulated_tau``.
+        setting: The last argument of ``objective``, from the options.
+        start: The first parameters, from the drafter, the target, the draft vocabulary (``None`` for all) and a key.
+        depths: Default phases ``UNTIL:DEPTH,...``, as ``eagle3 train head --unroll`` takes them.
+        draft_vocab_size: Default ``W``; ``None`` for the target's whole vocabulary.
+    """
+
+    choices: tuple[str, ...]
+    shape: Callable[[DecoderConfig, HeadOptions], Any]
+    drafter: Callable[..., Any]
+    objective: Callable[[Any, DecoderTarget, Params, Frozen, TTTBatch, Any], Loss]
+    setting: Callable[[HeadOptions], Any] = operator.attrgetter("depth")
+    start: Callable[[Any, LoadedTarget, DraftVocabulary, jax.Array], Params] = initial_head
+    depths: str = "5"
+    draft_vocab_size: int | None = None
+
+    def config(self, target: DecoderConfig, options: HeadOptions) -> Any:
+        """The head's configuration for a target.
+
+        Raises:
+            ValueError: The method has no choice of an option, or the target cannot have such a head.
+        """
+        for name, value in dataclasses.asdict(options).items():
+            if value is not None and name not in ("depth", *self.choices):
+                raise ValueError(f"{name} is {value}, and this method has no choice of it; leave it out")
+        return self.shape(target, options)
+
+    def loss(
+        self, drafter: Any, target: DecoderTarget, params: Params, frozen: Frozen, batch: TTTBatch, options: HeadOptions
+    ) -> Loss:
+        """The loss and its metrics."""
+        return self.objective(drafter, target, params, frozen, batch, self.setting(options))
 
 
 def _supervised(options: HeadOptions) -> TTTConfig:
     return TTTConfig(num_steps=options.depth, denominator="supervised")
 
 
-_depth = operator.attrgetter("depth")
-
-
-def _block_recipe(config: Callable[[DecoderConfig, HeadOptions], DFlashConfig], objective: BlockObjective) -> Recipe:
+def _block_recipe(shape: Callable[[DecoderConfig, HeadOptions], DFlashConfig], objective: BlockObjective) -> Recipe:
     # The whole block is learned from the first step on, so the objective does not depend on the depth.
-    return Recipe(DFlashDrafter, config, block_loss, lambda options: objective, depths="7")
+    return Recipe(_LAYERS_MLP_VOCABULARY, shape, DFlashDrafter, block_loss, lambda options: objective, depths="7")
 
 
 # By the name that ``eagle3 train head --method`` takes.
+#
+# EAGLE-1: Without a bias, as vLLM loads these heads, and as the official heads for Llama 3 are.
 #
 # MTP: DeepSeek-V3 trains its modules together with the model, each on the text's next token (arXiv 2412.19437, equation
 # 25). Here the target is frozen and one module learns ``K`` steps of itself, each fed its own output, on the target's
 # distribution and with the same decay of 0.8 per step as EAGLE-3. FastMTP (arXiv 2509.18362) uses the token and a decay
 # of 0.6, and leaves every step at the position and under the mask of the first.
 RECIPES: dict[str, Recipe] = {
-    "eagle3": Recipe(Eagle3Drafter, _eagle3_config, ttt_loss, _supervised, depths="300:2,5", draft_vocab_size=2048),
-    "eagle1": Recipe(Eagle1Drafter, _eagle1_config, eagle1_loss, _depth, depths="1"),
-    "medusa": Recipe(MedusaDrafter, _medusa_config, medusa_loss, _depth, _medusa_start),
-    "mtp": Recipe(MTPDrafter, _mtp_config, ttt_loss, _supervised),
-    "p-eagle": Recipe(
-        PEagleDrafter,
-        _p_eagle_config,
-        p_eagle_loss,
-        lambda options: ParallelConfig(num_depths=options.depth),
-        depths="8",
+    "eagle3": Recipe(
+        ("mlp_width", "draft_vocab_size"),
+        lambda target, options: official_head(target, options.draft_vocab_size or target.vocab_size, options.mlp_width),
+        Eagle3Drafter,
+        ttt_loss,
+        _supervised,
+        depths="300:2,5",
         draft_vocab_size=2048,
     ),
-    "dflash": _block_recipe(_block_config, BlockObjective(text=1.0)),
-    "dspark": _block_recipe(_spark_config, BlockObjective(text=0.1, distance=0.9, confidence=1.0)),
-    "jetspec": _block_recipe(
-        functools.partial(_block_config, causal=True), BlockObjective(divergence=1.0, decays=False)
+    "eagle1": Recipe(
+        ("num_layers", "mlp_width"),
+        functools.partial(_on_final_state, functools.partial(Eagle1Config, fc_bias=False)),
+        Eagle1Drafter,
+        eagle1_loss,
+        depths="1",
     ),
-    "draft-model": Recipe(_draft_model, small_model, distillation_loss, _depth, _draft_model_start),
+    "medusa": Recipe(("num_layers", "draft_vocab_size"), _medusa, MedusaDrafter, medusa_loss, start=_copied_heads),
+    "mtp": Recipe(("mlp_width",), functools.partial(_on_final_state, MTPConfig), MTPDrafter, ttt_loss, _supervised),
+    "p-eagle": Recipe(_LAYERS_MLP_VOCABULARY, _p_eagle, PEagleDrafter, p_eagle_loss, depths="8", draft_vocab_size=2048),
+    "dflash": _block_recipe(_block, BlockObjective(text=1.0)),
+    "dspark": _block_recipe(_spark, BlockObjective(text=0.1, distance=0.9, confidence=1.0)),
+    "jetspec": _block_recipe(functools.partial(_block, causal=True), BlockObjective(divergence=1.0, decays=False)),
+    "draft-model": Recipe(
+        ("num_layers", "width", "mlp_width"), small_model, _draft_model, distillation_loss, start=_first_layers
+    ),
 }

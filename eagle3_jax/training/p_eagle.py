@@ -16,8 +16,6 @@ loss               mean of ``KL(p ‖ q)`` over all rows that are supervised, wh
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -29,30 +27,10 @@ from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params, bind
 from eagle3_jax.models.layers import embed
 from eagle3_jax.models.memory import memories
-from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, share
+from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, greedy_tau, share
 from eagle3_jax.training.ttt import Teacher, teacher_forward
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """What is trained on. Defaults are those of speculators.
-
-    Attributes:
-        num_depths: ``K``, draft positions that are learned.
-        ratio: ``r``, what a depth keeps of the one before.
-        least: ``r_min``, what every depth keeps at least of the text.
-    """
-
-    num_depths: int = 8
-    ratio: float = 0.7
-    least: float = 0.2
-
-    def __post_init__(self) -> None:
-        if self.num_depths < 1:
-            raise ValueError(f"num_depths is {self.num_depths}; at least the first draft position is learned")
-        for name in ("ratio", "least"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected a share in (0, 1]")
+RATIO, LEAST = 0.7, 0.2  # r and r_min, as in speculators
 
 
 class Chains(struct.PyTreeNode, kw_only=True):
@@ -78,28 +56,21 @@ class Chains(struct.PyTreeNode, kw_only=True):
         return slice(self.depths.index(depth), len(self.depths) - self.depths[::-1].index(depth))
 
 
-def kept(num_valid: int, depth: int, config: ParallelConfig) -> int:
-    """How many rows a depth below the first keeps of a text of ``num_valid`` supervised positions."""
-    return int(max(0, num_valid - depth) * max(config.ratio**depth, config.least))
+def draw_chains(key: Key[Array, ""], valid: Bool[Array, "B T"], num_depths: int, ratio: float = RATIO) -> Chains:
+    """Chooses the rows that each depth keeps, among the supervised positions."""
 
+    def kept(num_valid: int, depth: int) -> int:
+        return int(max(0, num_valid - depth) * max(ratio**depth, LEAST))
 
-def draw_chains(key: Key[Array, ""], valid: Bool[Array, "B T"], config: ParallelConfig) -> Chains:
-    """Choose what each depth keeps.
-
-    Args:
-        key: Random key of the sampled rows.
-        valid: Positions that are supervised.
-        config: The share of rows that is kept.
-    """
     batch, size = valid.shape
     index = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
     anchors, present, depths = [index], [jnp.ones_like(valid)], [0] * size
     num_valid, pool = jnp.sum(valid, axis=1), valid & (index > 0)
-    for depth in range(1, config.num_depths):
-        room = kept(size, depth, config)
+    for depth in range(1, num_depths):
+        room = kept(size, depth)
         if room == 0:
             break
-        sizes = jnp.asarray([kept(count, depth, config) for count in range(size + 1)])[num_valid]
+        sizes = jnp.asarray([kept(count, depth) for count in range(size + 1)])[num_valid]
         dice = jax.random.uniform(jax.random.fold_in(key, depth), (batch, size))
         best, chosen = lax.top_k(jnp.where(pool, dice, -1.0), room)
         taken = (best >= 0) & (jnp.arange(room) < sizes[:, None])
@@ -153,29 +124,22 @@ def p_eagle_loss(
     head_params: Params,
     frozen: Frozen,
     batch: TTTBatch,
-    config: ParallelConfig = ParallelConfig(),
+    num_depths: int = 8,
 ) -> Loss:
-    """The mean of ``KL(p ‖ q)`` over supervised rows of all depths, differentiable in ``head_params`` alone.
+    """The mean of ``KL(p ‖ q)`` over supervised rows of all depths; see :func:`.ttt_loss`.
 
-    Args:
-        drafter: The head's configuration and precision.
-        target: The target that is to be predicted.
-        head_params: Parameters of the head, which are trained.
-        frozen: Arrays that are not trained.
-        batch: Sequences, and the key that draws which depths of them are learned; the same ones without it.
-        config: Number of depths, and the share of rows of each.
+    The key of the batch draws the rows; without it they are always the same.
 
     Returns:
-        The loss, and for every depth ``k`` ``accuracy_k`` and ``acceptance_k`` as
-        :func:`eagle3_jax.training.ttt.ttt_loss` has them, of the rows that were drawn. So is ``simulated_tau``, over
-        the chains that were drawn as deep.
+        The loss, and for every depth ``k`` ``accuracy_k`` and ``acceptance_k`` of the rows that were drawn; and
+        ``simulated_tau`` over the chains that were drawn as deep.
     """
     frozen = lax.stop_gradient(frozen)
-    rows, size = batch.tokens.shape
+    size = batch.tokens.shape[1]
     teacher, features = teacher_forward(drafter, target, frozen, batch, 1)
     real = batch.attention_mask
     valid = batch.loss_mask & real & jnp.pad(real[:, 1:], ((0, 0), (0, 1)))
-    chains = draw_chains(jax.random.key(0) if batch.key is None else batch.key, valid, config)
+    chains = draw_chains(jax.random.key(0) if batch.key is None else batch.key, valid, num_depths)
     logits = parallel_logits(drafter, head_params, frozen["embedding"], features, batch, chains)
 
     place = jnp.where(chains.present, chains.positions, 0)
@@ -186,10 +150,9 @@ def p_eagle_loss(
     divergence = jnp.sum(jax.scipy.special.xlogy(label.probs, label.probs) - label.probs * logprobs, axis=-1)
     loss = share(divergence, counted)
 
-    logprobs, metrics = lax.stop_gradient(logprobs), {}
+    logprobs, metrics, chain = lax.stop_gradient(logprobs), {}, []
     hits = jnp.argmax(logprobs, axis=-1) == label.best
     overlap = jnp.minimum(label.probs * label.mass[..., None], jnp.exp(logprobs)).sum(-1)
-    tau, alive, chain = jnp.ones(()), jnp.ones((rows, size), jnp.bool_), jnp.ones((rows, size), jnp.bool_)
     for depth in range(chains.depths[-1] + 1):
         part = chains.of_depth(depth)
         hit, here, anchor = hits[:, part], counted[:, part], chains.anchors[:, part]
@@ -197,6 +160,5 @@ def p_eagle_loss(
         metrics[f"acceptance_{depth}"] = share(overlap[:, part], here)
         at_anchors = jax.vmap(lambda at, one: jnp.zeros((size,), jnp.bool_).at[at].set(one, mode="drop"))
         anchor = jnp.where(here, anchor, size)
-        chain, alive = chain & at_anchors(anchor, here), alive & at_anchors(anchor, hit)
-        tau += share(alive, chain)
-    return loss, {**metrics, "simulated_tau": tau}
+        chain.append((at_anchors(anchor, hit), at_anchors(anchor, here)))
+    return loss, {**metrics, "simulated_tau": greedy_tau(chain)}

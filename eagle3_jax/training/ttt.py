@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from eagle3_jax.models.attention import Segment
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.memory import BlockMemory, Span, spans_of
-from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend, share
+from eagle3_jax.training.batches import Frozen, Loss, TTTBatch, draft_ids, extend, greedy_tau, share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,15 +50,7 @@ class TTTConfig:
 
     num_steps: int = 7
     decay: float = 0.8
-    denominator: str = "all"
-
-    def __post_init__(self) -> None:
-        if self.num_steps < 1:
-            raise ValueError(f"num_steps is {self.num_steps}; the head is unrolled at least once")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"decay is {self.decay}; expected a weight in (0, 1]")
-        if self.denominator not in ("all", "supervised"):
-            raise ValueError(f"denominator {self.denominator!r} is not known; use 'all' or 'supervised'")
+    denominator: Literal["all", "supervised"] = "all"
 
 
 class Teacher(NamedTuple):
@@ -103,9 +95,8 @@ def ttt_loss(
         - ``acceptance_k``: expected probability ``Σ_v min(p_v, q_v)`` that a sampled draft token is accepted, over
           supervised rows that have a label (Leviathan et al., 2023);
 
-        and ``simulated_tau``, tokens per target forward of a greedy chain of ``K`` drafts on this text: 1 plus, for
-        every step, the share of rows in which this and all earlier steps hit. A target token that is outside the
-        draft vocabulary is a miss.
+        and ``simulated_tau``, tokens per target forward of a greedy chain of ``K`` drafts on this text. A target token
+        that is outside the draft vocabulary is a miss.
     """
     frozen, num_steps = lax.stop_gradient(frozen), config.num_steps
     teacher, features = teacher_forward(drafter, target, frozen, batch, num_steps)
@@ -118,17 +109,13 @@ def loss_and_metrics(
     teacher: Teacher, logits: Sequence[Float[Array, "B T W"]], batch: TTTBatch, config: TTTConfig
 ) -> Loss:
     """The loss and the metrics of :func:`ttt_loss`, from the draft logits of every step."""
-    num_steps, size = config.num_steps, batch.tokens.shape[1]
-    learn, real = (extend(mask, num_steps) for mask in (batch.loss_mask, batch.attention_mask))
-
+    size, learn = batch.tokens.shape[1], extend(batch.loss_mask, config.num_steps)
     metrics: dict[str, Float[Array, ""]] = {}
-    loss = tau = jnp.zeros((), jnp.float32)
-    alive = chain = jnp.ones(batch.tokens.shape, jnp.bool_)
+    loss, chain = jnp.zeros((), jnp.float32), []
     for step, scores in enumerate(logits):
         label = Teacher(*(_from(leaf, step + 1, size) for leaf in teacher))
-        supervised = _from(learn, step, size)
-        labelled = supervised & _from(real, step + 1, size)
-        counted = supervised if config.denominator == "all" else labelled
+        labelled = labelled_rows(batch, step)
+        counted = _from(learn, step, size) if config.denominator == "all" else labelled
         trained = counted & (label.best >= 0)
 
         log_norm = jax.nn.logsumexp(scores, axis=-1)
@@ -140,26 +127,20 @@ def loss_and_metrics(
         scores, log_norm = lax.stop_gradient((scores, log_norm))
         hit = jnp.argmax(scores, axis=-1) == label.best
         overlap = jnp.minimum(label.probs * label.mass[..., None], jnp.exp(scores - log_norm[..., None])).sum(-1)
-        chain, alive = chain & labelled, alive & hit
-        tau = tau + share(alive, chain)
+        chain.append((hit, labelled))
         metrics[f"loss_{step}"] = term
         metrics[f"accuracy_{step}"] = _count(hit & counted) / (_count(counted) + 1e-6)
         metrics[f"acceptance_{step}"] = share(overlap, labelled)
-    return loss, {**metrics, "simulated_tau": 1.0 + tau}
+    return loss, {**metrics, "simulated_tau": greedy_tau(chain)}
 
 
 def teacher_forward(
     drafter: NetworkDrafter, target: DecoderTarget, frozen: Frozen, batch: TTTBatch, num_steps: int
 ) -> tuple[Teacher, Float[Array, "B T A Dt"]]:
     """One target forward: its distributions in compact form, and the features that the head fuses."""
-    output = target(
-        frozen["target_params"],
-        batch.tokens,
-        batch.positions,
-        batch.seen,
-        aux_layers=drafter.aux_layers,
-    )
-    logits = target.unembed(frozen["target_params"], output.final)
+    params, aux_layers = frozen["target_params"], drafter.aux_layers
+    output = target(params, batch.tokens, batch.positions, batch.seen, aux_layers=aux_layers)
+    logits = target.unembed(params, output.final)
     draft_to_target, to_draft = frozen["draft_to_target"], draft_ids(frozen, logits.shape[-1])
     drafted = logits if draft_to_target is None else logits[..., draft_to_target]
     draft_size = drafted.shape[-1]
@@ -212,7 +193,7 @@ def outputs(
 
 
 def labelled_rows(batch: TTTBatch, step: int) -> Bool[Array, "B T"]:
-    """Which rows of a step are worth learning and have a label: the token that they stand before is text."""
+    """The rows of a step that are worth learning and have a label: the token before the predicted one is text."""
     size = batch.tokens.shape[1]
     learn, real = (extend(mask, step + 1) for mask in (batch.loss_mask, batch.attention_mask))
     return _from(learn, step, size) & _from(real, step + 1, size)

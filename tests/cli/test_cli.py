@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -125,18 +123,7 @@ def test_a_line_of_a_file_has_sampling_a_seed_and_stop_texts_of_its_own(cli, tmp
     ]
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = (
-        "generate",
-        "--prompts",
-        file,
-        "--drafter",
-        "none",
-        "--max-new-tokens",
-        12,
-        "--temperature",
-        0.7,
-        "--json",
-    )
+    options = ("generate", "--prompts", file, "--drafter", "none", "--max-new-tokens", 12, "--temperature", 0.7)
     decoder, expected = e3.SpeculativeDecoder(e3.load_target()), []
     for line in lines:
         own = {name: line[name] for name in ("temperature", "top_k", "top_p") if name in line}
@@ -147,14 +134,14 @@ def test_a_line_of_a_file_has_sampling_a_seed_and_stop_texts_of_its_own(cli, tmp
         )
         expected.append((alone.tokens[0], alone.texts[0]))
     for batch_size in (3, 1):
-        code, out, _ = cli(*options, "--batch-size", batch_size)
+        code, out, _ = cli(*options, "--json", "--batch-size", batch_size)
         rows = [json.loads(line) for line in out.splitlines()]
         assert code == 0 and [(row["token_ids"], row["text"]) for row in rows] == expected
-    code, out, err = cli(*options[:-1])
+    code, out, err = cli(*options)
     assert (code, out) == (2, "") and "stop texts and --logprobs work with --json" in err
     del lines[0]["stop"]
     file.write_text(json.dumps(lines[0]) + "\n")
-    code, out, _ = cli(*options[:-1])
+    code, out, _ = cli(*options)
     assert code == 0 and (expected[0][1] or "") in out and "no comparison with plain decoding" in out
     for line, message in (
         ({"temperature": "1"}, "temperature is '1'; expected a number"),
@@ -166,7 +153,7 @@ def test_a_line_of_a_file_has_sampling_a_seed_and_stop_texts_of_its_own(cli, tmp
         ({"ignore_eos": True}, "it is given for all prompts, with --ignore-eos"),
     ):
         file.write_text(json.dumps({"prompt": "x"} | line) + "\n")
-        code, out, err = cli(*options)
+        code, out, err = cli(*options, "--json")
         assert (code, out, err.count("\n")) == (2, "", 1) and "prompts.jsonl line 1: " in err and message in err
 
 
@@ -232,15 +219,6 @@ def test_convert_writes_a_head_that_generates_the_same(cli, refused, tmp_path):
     assert "sglang" in refused("convert", OFFICIAL / "eagle3", tmp_path / "x", "--to", "keras")
 
 
-def test_inspect_describes(cli):
-    code, out, err = cli("inspect", OFFICIAL / "eagle3", "--json")
-    assert (code, err) == (0, "")
-    assert isinstance(json.loads(out), dict)
-    code, out, _ = cli("inspect", OFFICIAL / "eagle3")
-    assert code == 0
-    assert "EAGLE-3" in out or "eagle3" in out
-
-
 def test_doctor_passes_a_pair_and_fails_a_mismatch(cli):
     code, out, _ = cli("doctor", *PAIR, "--json")
     assert code == 0
@@ -286,18 +264,3 @@ def test_a_pair_is_trained_from_sources_alone(cli, refused, tmp_path):
     row = json.loads(out)
     assert row["stats"]["num_drafts"] > 0
     assert isinstance(row["text"], str)
-
-
-# As a process
-
-
-def test_a_process_prints_one_line_and_no_traceback():
-    result = subprocess.run(
-        [sys.executable, "-m", "eagle3_jax.cli", "generate", "x", "--target", "/no/such/model", "--drafter", "none"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert re.fullmatch(r"error: .*/no/such/model.*\n", result.stderr)

@@ -29,29 +29,19 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
     ("arguments", "named"),
     [
         (("generat",), "--help"),
-        (("train", "targets"), "--help"),
         (("convert", "a"), "--help"),
-        (("bench", "x"), "--help"),
         # generate: prompts
         (("generate", *PAIR, "--prompt-ids", "[]"), "empty"),
-        (("generate", *PAIR, "--prompt-ids", "[1, 96]"), "96"),
-        (("generate", *PAIR, "--prompt-ids", '["a"]'), "'a'"),
         (("generate", *PAIR, "--prompt-ids", "1, 2"), "JSON list"),
         (("generate", *PAIR, "--prompt-ids", json.dumps([1] * 512)), "512"),
-        (("generate", *PAIR, "hello"), "tokenizer"),
         (("generate", *PAIR, "hello", "--prompt-ids", "[1]"), "one of"),
         (("generate", *PAIR, "--prompts", "/no/such/file.jsonl"), "/no/such/file.jsonl"),
         # generate: drafts
         ((*ASKED, "--num-speculative-tokens", "1000000"), "--num-speculative-tokens 1000000: a draft of 1000000"),
-        ((*ASKED, "--num-speculative-tokens", "512"), "lower num_speculative_tokens or max_depth to at most 511"),
-        ((*ASKED, "--schedule", "[[1, 4, 1000000]]"), "--schedule [[1, 4, 1000000]]: a draft of 1000000"),
         ((*ASKED, "--schedule", "[[2,4,5]]"), "out of place"),
-        ((*ASKED, "--schedule", "/nowhere.json"), "/nowhere.json"),
         ((*ASKED, "--schedule", "[[1,4,2]]", "--num-speculative-tokens", "2"), "more than one of"),
-        ((*ASKED, "--tree", "num_nodes=10000000,max_depth=9,top_k=2000"), "--tree 'num_nodes=10000000,"),
         ((*ASKED, "--tree", "num_nodes=513,max_depth=9,top_k=30"), "lower num_nodes to at most 512"),
-        ((*ASKED, "--tree", "num_nodes=60,max_depth=2,top_k=4"), "num_nodes=60"),
-        ((*ASKED, "--tree", "num_nodes=3"), "max_depth, top_k missing"),
+        ((*ASKED, "--tree", "num_nodes=3"), "expected num_nodes=N,max_depth=G,top_k=K"),
         ((*ASKED, "--num-speculative-tokens", "3", *TREE), "a chain, a tree"),
         ((*ASKED, *TREE, "--draft-sampling", "probabilistic"), "draft a chain"),
         ((*ASKED, "--draft-sampling", "sometimes"), "--draft-sampling"),
@@ -59,20 +49,15 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
         ((*ASKED, "--temperature", "1e39"), "temperature is inf"),  # in the 32 bits of the device
         ((*ASKED, "--compilation-cache", ""), "--compilation-cache"),
         ((*ASKED, "--logprobs", "1"), "stop texts and --logprobs work with --json"),
-        ((*ASKED, "--logprobs", "-1"), "--logprobs is -1; expected"),
         ((*ASKED, "--dtype", "float8"), "float8"),
         # generate: models
         (("generate", *TARGET, *PROMPT), "--drafter"),
         (("generate", "--target", "", "--drafter", "none", *PROMPT), "--target is empty"),
-        (("generate", *TARGET, "--drafter", "", *PROMPT), "--drafter is empty"),
         (("generate", *TARGET, "--drafter", "none", *PROMPT, "--num-speculative-tokens", "3"), "without a drafter"),
         (("generate", *TARGET, "--drafter", "ngram", *PROMPT, *TREE), "NGram"),
-        (("generate", "--target", "/no/such/model", "--drafter", "none", *PROMPT), "/no/such/model"),
-        (("generate", *TARGET, "--drafter", str(VLLM / "eagle3"), *PROMPT), "vocab"),
         (("generate", *TARGET, "--drafter", str(VLLM / "target"), *PROMPT), "a draft model needs the target's own"),
         (("generate", *TARGET, "--drafter", "layer-skip=99", *PROMPT), "layer skip of 99 layers"),
         # bench
-        (("bench", "--tree", "x"), "--tree"),
         (("bench", "--tree", "none", *TREE), "--tree none"),
         (("bench", "--batch-size", "none"), "--batch-size"),
         (("bench", "--batch-size", "1,9"), "--batch-size 9 needs as many prompts, and there are 8"),
@@ -85,7 +70,6 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
         (("bench", "--shape", "Llama-100M", "--prompts", "x.jsonl"), "--shape has no tokenizer"),
         (("bench", "--shape", "GPT-9"), "there is no shape 'GPT-9'"),
         (("bench", "--drafter", "none", "--drafter", "ngram"), "--drafter none"),
-        (("bench", "--prompts", "missing.jsonl"), "missing.jsonl: No such file"),
         (("bench", "--tasks", "poetry"), "no prompts of 'poetry'; there are code, prose"),
         (("bench", *PAIR, "--dtype", "float32", "--chains", "100000"), "chain K=100000: a draft of 100000 levels is"),
         # tune
@@ -93,7 +77,6 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
         ((*TUNE, "--chains", "1-99", "--max-new-tokens", "64"), "drafts of 1 to 63"),
         ((*TUNE, "--drafter", "none"), "--drafter none"),
         ((*TUNE, "--output", "/nowhere/at/all.json"), "/nowhere/at"),
-        ((*TUNE, "--prompts", "/nowhere.jsonl"), "/nowhere.jsonl"),
         # plan
         (("plan", "memory", "--gpu", "H300"), "did you mean H200? known are B200, H200,"),
         (("plan", "memory", "-K", "512"), "the bundled head has 512 positions, so K is at most 511"),
@@ -156,7 +139,7 @@ def test_a_bad_prompt_file_is_refused_by_line_before_anything_is_printed(refused
 
 def test_an_output_that_cannot_be_written_is_refused_before_any_work(refused, tmp_path, monkeypatch):
     traced = ("generate", "--target", "/none", *PROMPT, "--trace")
-    assert "no directory" in refused(*traced, tmp_path / "no" / "t.json")
+    assert "No such file or directory" in refused(*traced, tmp_path / "no" / "t.json")
     assert "is a directory" in refused(*traced, tmp_path)
     assert "name too long" in refused(*traced, tmp_path / ("x" * 250))
     assert list(tmp_path.iterdir()) == []

@@ -87,7 +87,6 @@ OPTIONS = list(numeric_options())
 
 def test_every_numeric_option_is_walked():
     assert len(OPTIONS) > 80
-    assert {"generate", "bench", "tune", "plan", "train"} == {option.command[0] for option in OPTIONS}
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: " ".join((*option.command, option.name)))
@@ -141,12 +140,8 @@ def test_any_value_of_an_option_is_what_it_says_or_one_clear_line(tree, schedule
 
 
 @pytest.mark.parametrize(
-    ("text", "numbers"),
-    [
-        ("3", [3]), ("1-4", [1, 2, 3, 4]), ("5,1,5", [1, 5]), ("1-3, 8", [1, 2, 3, 8]), ("0-3", None), ("3-1", None),
-        ("1-", None), ("1,,2", None), ("1-2-3", None), ("1.5", None), ("none", None), ("100001", None),
-    ],
-)  # fmt: skip
+    ("text", "numbers"), [("1-4", [1, 2, 3, 4]), ("1-3, 8,2", [1, 2, 3, 8]), ("0-3", None), ("3-1", None), ("1-", None)]
+)
 def test_numbers_are_ranges_and_lists(text, numbers):
     assert taken(lambda text: parse_numbers(text, "--chains"), text, "--chains ") == numbers
     assert parse_numbers("none", "--ngram", or_none=True) == []
@@ -193,12 +188,10 @@ def test_any_file_is_a_list_of_prompts_or_one_clear_line(tmp_path, content):
     ("line", "named"),
     [
         ('{"prompt": "a", "max_tokens": 3}', "'max_tokens' is not known; did you mean 'max_new_tokens'?"),
-        ('{"promt": "a"}', "'promt' is not known; did you mean 'prompt'?"),
-        ('{"input_ids": [1]}', "'input_ids' is not known; did you mean 'prompt_ids'?"),
+        ('{"text": "a"}', "'text' is not known; expected 'prompt', 'prompt_ids', 'messages', 'max_new_tokens'"),
         ('{"prompt": "a", "temperature": 1}', "it is given for all prompts, with --temperature"),
         ('{"prompt": "a", "prompt": "b"}', "'prompt' stands there twice"),
-        ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens is 0; expected a whole number from 1 to"),
-        ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens is True"),
+        ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens is True; expected a whole number from 1 to"),
         ('{"prompt": "a", "max_new_tokens": NaN}', "NaN is no number of JSON"),
         ('{"prompt": ' + "[" * 200_000 + "]" * 200_000 + "}", "nested too deeply"),
         ('{"prompt_ids": [1.0]}', "prompt token 1.0 is not a token id"),
@@ -227,8 +220,6 @@ def test_what_editors_and_published_files_add_is_no_mistake(tmp_path):
     for content in (b"", b"\n \r\n", b"\xef\xbb\xbf"):
         with pytest.raises(ValueError, match="holds no prompts"):
             requests_of(tmp_path, content)
-    with pytest.raises(ValueError, match="is in UTF-16; save it in UTF-8"):
-        requests_of(tmp_path, '{"prompt": "a"}'.encode("utf-16"))
 
 
 # ---------------------------------------------------------------- prompts of a benchmark

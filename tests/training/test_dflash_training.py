@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from eagle3_jax.drafters import Markov
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.training.batches import TTTBatch
-from eagle3_jax.training.dflash import BlockObjective, block_loss, choose_anchors, own_block
+from eagle3_jax.training.dflash import BlockObjective, block_loss, choose_anchors
 from eagle3_jax.training.methods import RECIPES, HeadOptions, spread_layers
 from eagle3_jax.types import EmbeddingTables, TargetOutput
 
@@ -123,14 +122,6 @@ def test_anchors_are_drawn_where_the_next_token_is_worth_learning() -> None:
     ]
     assert {one for pair in drawn for one in pair} == allowed[0]
     assert all(first < second for first, second in drawn)
-
-
-def test_the_mask_of_blocks_side_by_side() -> None:
-    config = tiny.dflash(tiny.target(13), block_size=2).drafter.config
-    whole = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
-    causal = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
-    assert own_block(2, config)[0].astype(int).tolist() == whole
-    assert own_block(2, dataclasses.replace(config, causal=True))[0].astype(int).tolist() == causal
 
 
 def test_published_layers_are_read() -> None:

@@ -118,18 +118,6 @@ def test_tau_counts_only_chains_that_are_supervised_throughout(monkeypatch):
     assert metrics["simulated_tau"] == pytest.approx(1 + 3 / 3 + 1 / 1, abs=1e-5)
 
 
-def test_a_perfect_draft_is_always_accepted(monkeypatch):
-    steps = [np.concatenate([P[1 + k :], np.full((1 + k, 3), 1 / 3)]) for k in range(3)]
-    config = TTTConfig(num_steps=3, denominator="supervised")
-    metrics = table_loss(monkeypatch, steps=steps, ids=[0, 1, 2], loss_mask=[1] * 5, config=config)[1]
-    for k in range(3):
-        entropy = np.mean([cross_entropy(p, p) for p in P[1 + k :]])
-        assert metrics[f"loss_{k}"] == pytest.approx(entropy, abs=1e-5)
-        assert metrics[f"accuracy_{k}"] == pytest.approx(1, abs=1e-5)
-        assert metrics[f"acceptance_{k}"] == pytest.approx(1, abs=1e-5)
-    assert metrics["simulated_tau"] == pytest.approx(4, abs=1e-5)
-
-
 def test_padding_changes_nothing_under_the_supervised_denominator(pair):
     target, drafter, head, frozen = pair
     config = TTTConfig(num_steps=2, denominator="supervised")
@@ -163,12 +151,6 @@ def test_only_the_head_is_differentiated_and_only_through_supervised_rows(pair):
     assert all(np.all(np.asarray(leaf) == 0) for leaf in jax.tree.leaves(trained))
 
 
-@pytest.mark.parametrize("wrong", [{"num_steps": 0}, {"decay": 0.0}, {"decay": 1.5}, {"denominator": "mean"}])
-def test_a_wrong_option_is_refused_by_name(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        TTTConfig(**wrong)
-
-
 # --- the draft vocabulary --------------------------------------------------------------------------------------------
 
 
@@ -183,24 +165,14 @@ def test_a_wrong_option_is_refused_by_name(wrong):
 def test_the_draft_vocabulary(counts, size, chosen):
     found = select_draft_vocabulary(np.array(counts), size)
     assert found.dtype == np.int32 and found.tolist() == chosen
-
-
-@pytest.mark.parametrize("size", [0, 6])
-def test_draft_vocabulary_of_impossible_size_is_refused(size):
-    with pytest.raises(ValueError, match="expected 1 to the target's 5"):
-        select_draft_vocabulary(np.ones(5, int), size)
+    with pytest.raises(ValueError, match="expected 1 to the target's"):
+        select_draft_vocabulary(np.array(counts), len(counts) + 1)
 
 
 def test_token_counts_and_coverage():
-    rows = [np.array([0, 1, 1, 3]), np.array([3, 3])]
-    np.testing.assert_array_equal(token_counts(rows, None, 5), [1, 2, 0, 3, 0])
-    masks = [np.array([False, True, True, True]), np.array([False, True])]
-    counts = token_counts(rows, masks, 5)
+    rows = np.array([[0, 1, 1, 3], [3, 3, 0, 0]])
+    counts = token_counts(rows, np.array([[False, True, True, True], [False, True, False, False]]), 5)
     np.testing.assert_array_equal(counts, [0, 2, 0, 2, 0])
     assert coverage(counts, select_draft_vocabulary(counts, 1)) == 0.5
     with pytest.raises(ValueError, match="another tokenizer"):
-        token_counts([np.array([5])], None, 5)
-    with pytest.raises(ValueError, match="must agree"):
-        token_counts(rows, masks[::-1], 5)
-    with pytest.raises(ValueError, match="no token was counted"):
-        coverage(np.zeros(5, int), np.array([0]))
+        token_counts(rows, rows >= 0, 3)

@@ -40,8 +40,7 @@ def test_windows_visit_every_tile_once_in_each_pass():
 def test_windows_follow_the_phases_and_refuse_what_does_not_fit():
     batch_at = random_windows(np.arange(50), (Phase(2, 4, 3), Phase(5, 2, 6)), seed=0)
     assert [batch_at(step).shape for step in (1, 2)] == [(4, 4), (2, 7)]
-    with pytest.raises(ValueError, match="beyond the last phase"):
-        batch_at(5)
+    np.testing.assert_array_equal(batch_at(3), random_windows(np.arange(50), (Phase(3, 2, 6),), seed=0)(1))
     with pytest.raises(ValueError, match="need at least 51"):
         random_windows(np.arange(50), (Phase(1, 1, 25),), seed=0)
     assert random_windows(np.arange(51), (Phase(1, 3, 25),), seed=0)(0).shape == (3, 26)
@@ -187,47 +186,12 @@ def test_a_target_continues_only_the_run_that_was_begun(cli, refused, tmp_path, 
     assert "another run: CORPUS was sha256 " in refused("train", "target", data, tmp_path / "out", *shape)
 
 
-@pytest.mark.usefixtures("optax_promotion")
-def test_checkpoints_that_do_not_say_what_run_they_are_of_are_not_continued(refused, cli, tmp_path, monkeypatch):
-    target, text, out = (
-        write_llama(tmp_path / "target", width=16),
-        written_text(tmp_path / "text.npz"),
-        tmp_path / "out",
-    )
-    kill_after(monkeypatch, 1)
-    assert cli("train", "head", target, text, out, *HEAD)[0] == 130
-    (out / "checkpoints" / "run.json").unlink()
-    assert "of a run that an earlier version began" in refused("train", "head", target, text, out, *HEAD)
-    (out / "checkpoints" / "run.json").write_text("{")
-    assert "run.json is not valid JSON" in refused("train", "head", target, text, out, *HEAD)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "what"),
-    [
-        ("chat.jsonl", b'{"prompt": "a"}\n', "is JSON"),
-        ("chat.npz", b'\n[{"prompt": "a"}]\n', "is JSON"),
-        ("train.npy", b"\x93NUMPY\x01\x00", "is one array (.npy)"),
-        ("text.npz", b"\x80\x04K\x01.", "is no .npz file"),
-        ("text.npz", b"", "is no .npz file"),
-        ("text.npz", b"PK\x03\x04damaged", "is a damaged .npz file, or one of other arrays"),
-        ("objects.npz", None, "is a damaged .npz file, or one of other arrays"),
-        ("corpus", None, "is a directory"),
-    ],
-)
-def test_what_is_not_regenerated_text_is_named_with_the_command_that_writes_it(refused, tmp_path, name, content, what):
-    path = tmp_path / name
-    if name == "corpus":
-        path.mkdir()
-    elif content is None:
+@pytest.mark.parametrize("content", [b'{"prompt": "a"}\n', b"\x93NUMPY\x01\x00", b"", b"PK\x03\x04damaged", None])
+def test_what_is_not_regenerated_text_is_refused_with_the_command_that_writes_it(tmp_path, content):
+    path = tmp_path / "text.npz"
+    if content is None:
         np.savez(path, tokens=np.array([{}], object), prompt_length=np.ones(1, int), length=np.ones(1, int))
     else:
         path.write_bytes(content)
-    expected = f"{path} {what}; expected the .npz file that `eagle3 train regenerate TARGET CORPUS OUT.npz` writes"
-    with pytest.raises(ValueError) as refusal:
+    with pytest.raises(ValueError, match=rf"{path} is damaged or .* `eagle3 train regenerate TARGET CORPUS OUT.npz`"):
         Rows.load(path)
-    assert str(refusal.value) == expected
-    target = write_llama(tmp_path / "target", width=16)
-    line = refused("train", "head", target, path, tmp_path / "out", *HEAD)
-    assert line == f"error: {expected}\n"
-    assert "pickle" not in line
