@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
+import tiny
 from checkpoints import TARGET, Head, assert_close, edit_config, edit_tensors, same_params, write_checkpoint
 from torch_heads import MTP, Eagle1, drafted
 
@@ -91,12 +92,7 @@ def check_rounds(name: str) -> None:
         padded[0, :count] = text[known : known + count]
         wide[0, :count, 0] = features[known : known + count]
         known += count
-        seen = Observation(
-            tokens=jnp.asarray(padded),
-            features=jnp.asarray(wide),
-            length=jnp.full((1,), count, jnp.int32),
-            next_token=jnp.asarray(text[known : known + 1], jnp.int32),
-        )
+        seen = tiny.seen_of(padded, wide, [count], text[known : known + 1])
         state, tokens = round_(params, state, seen)
         assert tokens[0, 1:].tolist() == truth(known).tokens, f"after {known} tokens"
 

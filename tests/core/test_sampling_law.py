@@ -115,17 +115,7 @@ def chi_square(counts: Counter, law: oracle.Law) -> tuple[float, str]:
 def check_sampling_law(name: str, *, runs: int, stops: tuple[int, ...] = ()) -> None:
     owners = [setting for setting in SETTINGS for _ in range(ROWS_PER_SETTING)]
     rows = [PROMPTS[SETTINGS.index(setting) % len(PROMPTS)] for setting in owners]
-    temperature, top_k, top_p = (np.array(column) for column in zip(*owners, strict=True))
-    batch = tiny.prompts(
-        rows,
-        limit=HORIZON,
-        sampling=SamplingParams(
-            temperature=jnp.array(temperature, jnp.float32),
-            top_k=jnp.array(top_k, jnp.int32),
-            top_p=jnp.array(top_p, jnp.float32),
-        ),
-        stop_tokens=stops,
-    )
+    batch = tiny.prompts(rows, limit=HORIZON, sampling=tiny.sampling_of(owners), stop_tokens=stops)
     loop, params = tiny.bind(TARGET, DRAFTERS[name](), sampling_mode=SamplingMode.TRUNCATED)
     capacity = max(map(len, PROMPTS)) + HORIZON + loop.drafter.num_nodes
     counts = {setting: Counter() for setting in SETTINGS}
@@ -187,11 +177,7 @@ def test_a_batch_that_truncates_in_one_way_only_follows_the_target_law(name: str
 def check_the_edge_of_top_p(size: int = 8) -> None:
     """A set that has just enough mass is enough: equal masses of a power of two, so that every sum is exact."""
     kept = np.arange(1, size)
-    rows = SamplingParams(
-        temperature=jnp.ones(size - 1),
-        top_k=jnp.zeros(size - 1, jnp.int32),
-        top_p=jnp.array(kept / size, jnp.float32),
-    )
+    rows = tiny.sampling_of([(1.0, 0, count / size) for count in kept])
     mass = np.asarray(probabilities(jnp.zeros((size - 1, 1, size)), rows))[:, 0]
     found = [np.flatnonzero(row).tolist() for row in mass]
     assert found == [list(range(count)) for count in kept]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import tiny
 
 from eagle3_jax.acceptance import verify, verify_greedy
 from eagle3_jax.point_masses import verify_points
@@ -20,12 +21,7 @@ MIDPOINTS = jnp.array((np.arange(GRID) + 0.5) / GRID, jnp.float32)
 def one_draft(p: np.ndarray, q: np.ndarray, token: int) -> tuple[Draft, jax.Array]:
     """A root and one drafted token, repeated for every point of the grid."""
     repeat = lambda x: jnp.broadcast_to(jnp.asarray(x), (GRID, *np.shape(x)))
-    draft = Draft(
-        tokens=repeat(np.array([0, token], np.int32)),
-        parents=repeat(np.array([-1, 0], np.int32)),
-        valid=repeat(np.array([True, True])),
-        probs=repeat(np.stack([q, q]).astype(np.float32)),
-    )
+    draft = tiny.draft_of(repeat(np.array([0, token])), [-1, 0], probs=repeat(np.stack([q, q])))
     return draft, repeat(np.stack([p, p]).astype(np.float32))
 
 
@@ -84,13 +80,8 @@ def test_a_sibling_without_mass_is_refused_where_its_elders_round_above_one(unif
     """These three float32 numbers add up to 1.0000001, so that less than nothing seems to be left for the fourth."""
     elders = np.array([0.5851066708564758, 0.32412686944007874, 0.09076649695634842], np.float32)
     accept = jnp.array([[0.0, 2.0, 2.0, 2.0, uniform]], jnp.float32)  # no elder is taken, however its share rounds
-    shape = (1, 5)
-    draft = Draft(
-        tokens=jnp.array([[0, 0, 1, 2, 3]], jnp.int32),
-        parents=jnp.array([[-1, 0, 0, 0, 0]], jnp.int32),
-        valid=jnp.ones(shape, jnp.bool_),
-    )
-    probs = jnp.broadcast_to(jnp.array([*elders, 0.0], jnp.float32), (*shape, 4))
+    draft = tiny.draft_of([[0, 0, 1, 2, 3]], [-1, 0, 0, 0, 0])
+    probs = jnp.broadcast_to(jnp.array([*elders, 0.0], jnp.float32), (1, 5, 4))
     assert float(1.0 - jnp.sum(probs[0, 0])) < 0
     verdict = verify(draft, probs, accept=accept, choose=jnp.full((1, 1), 0.5, jnp.float32), max_depth=1)
     assert int(verdict.next_token[0]) != 3 and int(verdict.num_accepted[0]) == 0
@@ -140,7 +131,7 @@ def random_trees(count: int, num_nodes: int, vocab_size: int, seed: int) -> tupl
             if len(taken) == vocab_size:  # a full family: hang it on the newest node instead
                 parents[row, node], taken = node - 1, set()
             tokens[row, node] = rng.choice([x for x in range(vocab_size) if x not in taken])
-    draft = Draft(tokens=jnp.array(tokens), parents=jnp.array(parents), valid=jnp.ones(tokens.shape, jnp.bool_))
+    draft = tiny.draft_of(tokens, parents)
     return draft, rng
 
 
@@ -214,7 +205,7 @@ def check_point_masses(seed: int, rows: int = 2048, nodes: int = 8, vocabulary: 
     probs = jnp.asarray(weights / weights.sum(axis=-1, keepdims=True), jnp.float32)
     accept = jnp.asarray(rng.random((rows, nodes)), jnp.float32)
     choose = jnp.asarray(rng.random((rows, 1)), jnp.float32)
-    draft = Draft(tokens=jnp.asarray(tokens), parents=jnp.asarray(parents), valid=jnp.asarray(valid))
+    draft = tiny.draft_of(tokens, parents, valid)
     named = draft.replace(probs=jax.nn.one_hot(tokens, vocabulary))
     both = [
         (verify_points, verify, draft, probs, accept),
