@@ -55,7 +55,7 @@ def _chain(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
     run = _record(e3.SpeculativeDecoder(target, head, num_speculative_tokens=5))
     plain = _record(e3.SpeculativeDecoder(target))
     strip = strips.TokenStrip(_tokens(run, target), "a chain of five, greedy")
-    (HERE / "strip.svg").write_text(strip.svg(), encoding="utf-8")
+    (HERE / "strip.svg").write_text(strips.svg([("", strip)]), encoding="utf-8")
     rounds = run.prompts[0]["rounds"]
     lanes = [
         (f"{name}: {len(one.prompts[0]['rounds'])} passes through the target", one)
