@@ -51,7 +51,8 @@ CASES: dict[str, tuple[Distribution, Drafts]] = {
 }
 
 
-def check_block_law(name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_have_exactly_the_autoregressive_law_with(name: str) -> None:
     """No distance from the target's law, whatever the stop token."""
     p, drafts = CASES[name]
     horizon = 4
@@ -62,11 +63,6 @@ def check_block_law(name: str) -> None:
         law = oracle.law_of_rounds(rounds, horizon, stops)
         distance = oracle.total_variation(law, oracle.autoregressive_law(p, horizon, stops))
         assert distance == 0, f"{name}, stops {stops}: total variation {float(distance):.3g}"
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_blocks_have_exactly_the_autoregressive_law_with(name: str) -> None:
-    check_block_law(name)
 
 
 def mean_accepted(p: Distribution, q: Distribution, length: int, rule: str) -> Fraction:

@@ -48,7 +48,9 @@ def params_of(checkpoint: conversion.HeadCheckpoint, tables: EmbeddingTables) ->
     return drafter, drafter.assemble(head, tables, embedding=own)
 
 
-def check_rounds(name: str) -> None:
+# The others differ in what is read from files.
+@pytest.mark.parametrize("name", [name for name in HEADS if not re.search("bias|target|rope", name)])
+def test_a_head_drafts_as_its_torch_twin_round_after_round(name: str) -> None:
     """Logits of the first pairs, and the chain of every round: accepted, refused and never drafted tokens in between.
 
     The twin computes everything anew each time, so a guess that stayed in the cache, a position that is off or a
@@ -95,12 +97,6 @@ def check_rounds(name: str) -> None:
         seen = tiny.seen_of(padded, wide, [count], text[known : known + 1])
         state, tokens = round_(params, state, seen)
         assert tokens[0, 1:].tolist() == truth(known).tokens, f"after {known} tokens"
-
-
-# The others differ in what is read from files.
-@pytest.mark.parametrize("name", [name for name in HEADS if not re.search("bias|target|rope", name)])
-def test_a_head_drafts_as_its_torch_twin_round_after_round(name: str) -> None:
-    check_rounds(name)
 
 
 EXPORTS = {

@@ -171,7 +171,8 @@ CASES: dict[str, tuple[Callable[[], LoadedDrafter], dict[str, Any], tuple[str, .
 }
 
 
-def check_keys(name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_every_key_is_used_once_and_as_documented_with(name: str) -> None:
     """A prefill and some rounds draw what the ledger says, and from no key twice."""
     drafter, options, drawing, sizes = CASES[name]
     decoder = SpeculativeDecoder(WORLD.target, drafter(), stop_tokens=(), **options)
@@ -196,11 +197,6 @@ def judged(name: str, ledger: Ledger, expected: list[Use]) -> None:
     twice = sorted(history for history, count in often.items() if count > 1)
     assert not twice, f"{name}: the keys {twice} are used more than once\n{ledger}"
     assert sorted(ledger.uses) == sorted(expected), f"{name}: not the documented keys\n{ledger}"
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_key_is_used_once_and_as_documented_with(name: str) -> None:
-    check_keys(name)
 
 
 @pytest.mark.parametrize("name", [name for name in ALL_DRAFTERS if "sampled" in name or "drawn" in name])
