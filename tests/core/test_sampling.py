@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from eagle3_jax import kernels
-from eagle3_jax.sampling import draw, keys_at, probabilities, row_keys, uniforms
+from eagle3_jax.sampling import keys_at, probabilities, row_keys, uniforms
 from eagle3_jax.types import SamplingMode
 
 SETTINGS = [
@@ -81,13 +81,6 @@ def test_half_precision_logits_become_float32_probabilities() -> None:
     probs = probabilities(jnp.array([[[0.0, -20.0]]], jnp.bfloat16), params)
     assert probs.dtype == jnp.float32
     assert float(probs[0, 0, 1]) == pytest.approx(np.exp(-20.0), rel=1e-5)
-
-
-def test_a_draw_inverts_the_cumulative_distribution() -> None:
-    p = np.array([0.1, 0.0, 0.6, 0.3])
-    grid = jnp.array((np.arange(1000) + 0.5) / 1000, jnp.float32)[:, None]
-    tokens = np.asarray(draw(jnp.broadcast_to(jnp.array(p, jnp.float32), (1000, 4)), grid))
-    np.testing.assert_allclose(np.bincount(tokens, minlength=4) / 1000, p, atol=1.5e-3)
 
 
 def test_randomness_differs_by_row_position_and_purpose() -> None:
