@@ -16,7 +16,6 @@ project = "eagle3-jax"
 author = "The eagle3-jax authors"
 copyright = author
 version = release = eagle3_jax.__version__
-language = "en"
 
 extensions = [
     "myst_nb",
@@ -47,15 +46,12 @@ html_math_renderer = "mathml"
 
 # The reference.
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_class_signature = "mixed"
 autodoc_default_options = {"members": True}
 autodoc_preserve_defaults = True
-autodoc_mock_imports: list[str] = []
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
-napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
@@ -110,11 +106,9 @@ html_short_title = tomllib.loads((ROOT / "pyproject.toml").read_text())["project
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_search_scorer = str(DOCS / "_static" / "scorer.js")
-html_extra_path: list[str] = []
 html_copy_source = False
 html_show_sourcelink = False
 html_show_copyright = False
-html_last_updated_fmt = None
 html_permalinks_icon = "#"
 html_context = {"default_mode": "auto"}
 html_theme_options = {

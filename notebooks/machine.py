@@ -5,6 +5,7 @@ A missing part (GPU, weights, vLLM) has a stand-in. A banner at the top of each 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import html
@@ -12,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -47,6 +48,25 @@ RESULTS = Path(__file__).resolve().parent.parent / "validation" / "results"
 UNIT_PRICE = 1.0  # if EAGLE3_PRICE_PER_HOUR is not set
 
 
+_ADDRESS = "the address of a server, such as http://localhost:8000"
+_PYTHON = "the file of a Python with vLLM, or 'installed' after `make vllm`; there is no file of this name"
+# How a variable is read, which values are valid, and what was expected; other variables are any text.
+_CHECKS: dict[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
+    "EAGLE3_PROMPTS": (
+        lambda text: tuple(Path(name).expanduser() for name in text.split(os.pathsep) if name),
+        lambda files: all(file.is_file() for file in files),
+        "files; there is no file of this name",
+    ),
+    "EAGLE3_DTYPE": (str, PRECISIONS.__contains__, f"one of {', '.join(PRECISIONS)}"),
+    "EAGLE3_VLLM_PYTHON": (
+        lambda text: installed_python() if text == "installed" else Path(text).expanduser(), Path.is_file, _PYTHON
+    ),
+    **{name: (str, re.compile(r"https?://[^/]").match, _ADDRESS) for name in _URLS},
+    "EAGLE3_VLLM_MEMORY": (float, lambda share: 0 < share < 1, "a share between 0 and 1"),
+    "EAGLE3_PRICE_PER_HOUR": (float, lambda price: 0 < price < float("inf"), "a price above 0"),
+}  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Configuration:
     """The environment variables of :data:`VARIABLES`; ``None`` or empty for those that are not set."""
@@ -67,75 +87,47 @@ class Configuration:
         Raises:
             ValueError: A variable is unknown or invalid. The message is one line with the expected value.
         """
-        given = {name: environ[name].strip() for name in VARIABLES if environ.get(name, "").strip()}
+        given: dict[str, Any] = {}
         for name in environ:
             if name.startswith("EAGLE3_") and name not in VARIABLES:
                 raise ValueError(f"{name} is not known; the variables are {', '.join(VARIABLES)}")
+            text = environ[name].strip()
+            if not text or name not in VARIABLES:
+                continue
+            read, valid, expected = _CHECKS.get(name, (str, bool, ""))
+            try:
+                given[name] = read(text)
+                wrong = not valid(given[name])
+            except ValueError:
+                wrong = True
+            if wrong:
+                raise ValueError(f"{name} is {text!r}; expected {expected}")
         pair = {"EAGLE3_TARGET", "EAGLE3_DRAFTER"}
         if len(pair & given.keys()) == 1:
             raise ValueError(f"a head fits one target only; set {(pair - given.keys()).pop()} too")
         if "EAGLE3_VLLM_PYTHON" in given and set(_URLS) & given.keys():
             raise ValueError("EAGLE3_VLLM_PYTHON and EAGLE3_VLLM_URL name two vLLMs; set one")
-
-        def checked(
-            name: str, read: Callable[[str], Any], valid: Callable[[Any], bool], expected: str
-        ) -> Any:
-            if name not in given:
-                return None
-            try:
-                value = read(given[name])
-            except ValueError:
-                value = None
-            if value is None or not valid(value):
-                raise ValueError(f"{name} is {given[name]!r}; expected {expected}")
-            return value
-
-        def files(names: str) -> tuple[Path, ...]:
-            return tuple(Path(name).expanduser() for name in names.split(os.pathsep) if name)
-
-        def interpreter(name: str) -> Path:
-            return installed_python() if name == "installed" else Path(name).expanduser()
-
-        url = lambda text: re.match(r"https?://[^/]", text) is not None
-        address = "the address of a server, such as http://localhost:8000"
-        exist = lambda paths: all(path.is_file() for path in paths)
-        precisions = f"one of {', '.join(PRECISIONS)}"
-        python = (
-            "the file of a Python with vLLM, or 'installed' after `make vllm`; there is no file of this name"
-        )
         return cls(
             target=given.get("EAGLE3_TARGET"),
             drafter=given.get("EAGLE3_DRAFTER"),
-            prompt_files=checked("EAGLE3_PROMPTS", files, exist, "files; there is no file of this name")
-            or (),
-            dtype=checked("EAGLE3_DTYPE", str, PRECISIONS.__contains__, precisions),
-            vllm_python=checked("EAGLE3_VLLM_PYTHON", interpreter, Path.is_file, python),
-            vllm_urls=tuple(checked(name, str, url, address) for name in _URLS if name in given),
-            vllm_memory=checked("EAGLE3_VLLM_MEMORY", float, lambda x: 0 < x < 1, "a share between 0 and 1")
-            or SHARE_OF_VLLM,
-            price_per_hour=checked(
-                "EAGLE3_PRICE_PER_HOUR", float, lambda x: 0 < x < float("inf"), "a price above 0"
-            ),
+            prompt_files=given.get("EAGLE3_PROMPTS", ()),
+            dtype=given.get("EAGLE3_DTYPE"),
+            vllm_python=given.get("EAGLE3_VLLM_PYTHON"),
+            vllm_urls=tuple(given[name] for name in _URLS if name in given),
+            vllm_memory=given.get("EAGLE3_VLLM_MEMORY", SHARE_OF_VLLM),
+            price_per_hour=given.get("EAGLE3_PRICE_PER_HOUR"),
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One thing that the numbers depend on.
-
-    Attributes:
-        name: Such as ``device``.
-        real: Whether it is the part that the notebook is about; otherwise it is a stand-in.
-        text: Its description; for a stand-in, with the reason.
-    """
+class Part(NamedTuple):
+    """One thing that the numbers depend on: its name, whether it is real or a stand-in, and its description."""
 
     name: str
     real: bool
     text: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Banner:
+class Banner(NamedTuple):
     """Real parts and stand-ins."""
 
     parts: tuple[Part, ...]
@@ -145,16 +137,14 @@ class Banner:
         """The stand-ins."""
         return tuple(part for part in self.parts if not part.real)
 
-    @property
-    def headline(self) -> str:
-        """A sentence on whether the numbers may be quoted."""
-        if not self.missing:
-            return "All parts are real: these numbers are measurements of this machine."
-        names = ", ".join(part.name for part in self.missing)
-        return f"Stand-ins: {names}. Do not quote their numbers as measurements of the real parts."
-
     def _repr_html_(self) -> str:
-        edge = "#d97634" if self.missing else "#2a9d74"
+        edge, said = "#2a9d74", "All parts are real: these numbers are measurements of this machine."
+        if self.missing:
+            names = ", ".join(part.name for part in self.missing)
+            edge, said = (
+                "#d97634",
+                f"Stand-ins: {names}. Do not quote their numbers as measurements of the real parts.",
+            )
         rows = "".join(
             f"<tr><td style='white-space:nowrap'>{'&#10003; real' if part.real else '&#9888; stand-in'}</td>"
             f"<td><b>{html.escape(part.name)}</b></td><td style='text-align:left'>{html.escape(part.text)}</td></tr>"
@@ -162,12 +152,11 @@ class Banner:
         )
         return (
             f"<div class='eagle3-banner' style='border-left:6px solid {edge};padding:.4em 1em;margin:.5em 0;"
-            f"background:{edge}14'><b>{html.escape(self.headline)}</b><table>{rows}</table></div>"
+            f"background:{edge}14'><b>{html.escape(said)}</b><table>{rows}</table></div>"
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """A row of the table of verdicts at the top of the joined report."""
 
     name: str
@@ -289,47 +278,35 @@ class Machine:
 
     def banner(self, *also: str) -> Banner:
         """Real parts and stand-ins: device, pair, and those of ``vLLM`` and ``price`` in ``also``."""
-        parts = [self._device(), self._pair()]
-        parts += [self._vllm()] * ("vLLM" in also) + [self._price()] * ("price" in also)
-        return Banner(tuple(parts))
-
-    def _device(self) -> Part:
+        device = f"no GPU: {self.device}"
         if self.on_gpu:
-            return Part("device", True, f"{self.device}, 1 of {jax.device_count()}")
-        text = f"no GPU: {self.device}"
-        if self.has_gpu:
-            text = f"JAX_PLATFORMS keeps jax from the NVIDIA GPU that is here: {self.device}"
-        return Part("device", False, text)
-
-    def _pair(self) -> Part:
-        if self.subject.name != SHIPPED:
-            return Part("pair", True, f"{self.subject.name}, {self.dtype}")
-        why = self.subject.reason or "no weights set (EAGLE3_TARGET, EAGLE3_DRAFTER)"
-        return Part("pair", False, f"{why}; the shipped pair, {self.dtype}")
+            device = f"{self.device}, 1 of {jax.device_count()}"
+        elif self.has_gpu:
+            device = f"JAX_PLATFORMS keeps jax from the NVIDIA GPU that is here: {self.device}"
+        pair, own = f"{self.subject.name}, {self.dtype}", self.subject.name != SHIPPED
+        if not own:
+            why = self.subject.reason or "no weights set (EAGLE3_TARGET, EAGLE3_DRAFTER)"
+            pair = f"{why}; the shipped pair, {self.dtype}"
+        parts = [Part("device", self.on_gpu, device), Part("pair", own, pair)]
+        if "vLLM" in also:
+            parts.append(self._vllm())
+        if "price" in also:
+            price, real = f"{self.price_per_hour:g} per hour", self.configuration.price_per_hour is not None
+            unset = f"none set (EAGLE3_PRICE_PER_HOUR); {price}, so only ratios are valid"
+            parts.append(Part("price", real, f"{price} (EAGLE3_PRICE_PER_HOUR)" if real else unset))
+        return Banner(tuple(parts))
 
     def _vllm(self) -> Part:
         try:
-            if self.vllm is not None:
-                versions = self.vllm.versions
-                where = versions.get("device", "a server")
-                # With a GPU, the CPU build of vLLM is a stand-in: it has different kernels.
-                return Part(
-                    "vLLM", not (self.on_gpu and where == "cpu"), f"vLLM {versions['vllm']}, on {where}"
-                )
+            versions = self.vllm.versions if self.vllm is not None else None
         except VLLMError as error:
             raise SystemExit(f"error: {error}") from None
-        why = "no vLLM set (EAGLE3_VLLM_PYTHON, EAGLE3_VLLM_URL)"
-        return Part("vLLM", False, f"{why}; the committed record of {described(self.record)}")
-
-    def _price(self) -> Part:
-        price = self.configuration.price_per_hour
-        if price is not None:
-            return Part("price", True, f"{price:g} per hour (EAGLE3_PRICE_PER_HOUR)")
-        return Part(
-            "price",
-            False,
-            f"none set (EAGLE3_PRICE_PER_HOUR); {UNIT_PRICE:g} per hour, so only ratios are valid",
-        )
+        if versions is None:
+            why = "no vLLM set (EAGLE3_VLLM_PYTHON, EAGLE3_VLLM_URL)"
+            return Part("vLLM", False, f"{why}; the committed record of {described(self.record)}")
+        where = versions.get("device", "a server")
+        # With a GPU, the CPU build of vLLM is a stand-in: it has different kernels.
+        return Part("vLLM", not (self.on_gpu and where == "cpu"), f"vLLM {versions['vllm']}, on {where}")
 
 
 def start(environ: Mapping[str, str] = os.environ) -> Machine:
@@ -372,19 +349,11 @@ def datasheet_of(kind: str) -> Accelerator | None:
 
 
 def newest_record(directory: Path) -> Report:
-    """Loads the latest committed run of ``pytest validation`` without a failure, or the latest of all.
-
-    Raises:
-        ValueError: The directory has no run.
-    """
+    """Loads the latest committed run of ``pytest validation`` without a failure, or the latest of all."""
     found = []
     for file in directory.glob("*.json"):
-        try:
+        with contextlib.suppress(ValueError):  # a benchmark, a comparison
             found.append(load(file))
-        except ValueError:  # a benchmark, a comparison
-            continue
-    if not found:
-        raise ValueError(f"no report of the validation in {directory}")
     return max(found, key=lambda report: (report.verdict is not Verdict.FAILED, report.started))
 
 

@@ -12,7 +12,7 @@ import json
 import posixpath
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +92,6 @@ def claims() -> str:
 def prose_of(text: str) -> str:
     """A Markdown text without its code."""
     return _CODE.sub("", text)
-
-
-def links_in(text: str) -> Iterator[str]:
-    """The relative links of a Markdown text outside code, images included."""
-    yield from (match[0] for match in _ADDRESS.finditer(prose_of(text)))
 
 
 def page_of(path: str) -> str | None:

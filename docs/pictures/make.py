@@ -1,4 +1,4 @@
-"""Makes the pictures of README.md and docs/algorithm.md from a run of the shipped pair, and the figures they quote.
+"""Makes the pictures of the pages from a run of the shipped pair and from records, and the figures that pages quote.
 
 python docs/pictures/make.py        # half a minute on a CPU; writes *.svg and real_run.json into its own folder
 """
@@ -13,19 +13,24 @@ from typing import Any
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 import eagle3_jax as e3
 from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.theory.speedup import tau_from_conditional_rate
 from eagle3_jax.trace import record
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1] / "notebooks"))
+sys.path[:0] = [str(HERE.parents[1] / "notebooks"), str(HERE.parent / "recorded")]
 
+import speeds  # noqa: E402
 from pictures import anatomy, bars, strips, style, trees  # noqa: E402
 
 # The target is small. Its text after this prompt does not repeat one phrase over and over.
 PROMPT = 'def get_size(value):\n    """Return the'
 NEW_TOKENS = 30
+BLUE, ORANGE, GREY, INK = style.SERIES[0], style.SERIES[1], "#9aa0a6", "#333333"
 
 
 def main() -> None:
@@ -33,21 +38,24 @@ def main() -> None:
     style.use()
     # Paths in place of fonts, and the same bytes for the same picture.
     matplotlib.rcParams.update({"svg.hashsalt": "eagle3-jax", "svg.fonttype": "path"})
+    _write(_speed(), "speed")
+    _write(_draft_length(), "draft_length")
     target = e3.load_target()
     head = e3.load_drafter(target=target)
     _write(anatomy.eagle3_head(head.drafter.config, target.model.config.num_layers), "head")
-    figures = {**_chain(target), **_laws(target), **_tree(target)}
+    figures = {**_chain(target, head), **_laws(target, head), **_tree(target, head)}
     (HERE / "real_run.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 
 
-def _chain(target: e3.LoadedTarget) -> dict[str, Any]:
-    decoder = e3.SpeculativeDecoder(target, e3.load_drafter(target=target), num_speculative_tokens=5)
-    run = record(decoder, [PROMPT], max_new_tokens=[NEW_TOKENS], sampling=e3.SamplingParams(), seed=0)
+def _record(decoder: e3.SpeculativeDecoder) -> Any:
+    return record(decoder, [PROMPT], max_new_tokens=[NEW_TOKENS], sampling=e3.SamplingParams(), seed=0)
+
+
+def _chain(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
+    run = _record(e3.SpeculativeDecoder(target, head, num_speculative_tokens=5))
+    plain = _record(e3.SpeculativeDecoder(target))
     strip = strips.TokenStrip(_tokens(run, target), "a chain of five, greedy")
-    (HERE / "strip.svg").write_text(strip.svg(), encoding="utf-8")
-    plain = record(
-        e3.SpeculativeDecoder(target), [PROMPT], max_new_tokens=[NEW_TOKENS], sampling=e3.SamplingParams(), seed=0
-    )
+    (HERE / "strip.svg").write_text(strips.svg([("", strip)]), encoding="utf-8")
     rounds = run.prompts[0]["rounds"]
     lanes = [
         (f"{name}: {len(one.prompts[0]['rounds'])} passes through the target", one)
@@ -72,17 +80,11 @@ def _tokens(run: Any, target: e3.LoadedTarget) -> list[strips.Token]:
     return strips.tokens_of(prompt, target.tokenizer)[: len(prompt["prompt_ids"]) + NEW_TOKENS]
 
 
-def _laws(target: e3.LoadedTarget) -> dict[str, Any]:
+def _laws(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
     """Both distributions of the first drafted token of a sampled chain, at temperature 1."""
-    decoder = e3.SpeculativeDecoder(
-        target,
-        e3.load_drafter(target=target),
-        num_speculative_tokens=4,
-        draft_sampling=e3.DraftSampling.PROBABILISTIC,
-    )
-    played = decoder.step(
-        decoder.prefill([PROMPT], max_new_tokens=NEW_TOKENS, sampling=e3.SamplingParams(temperature=1.0), seed=0)
-    )
+    decoder = e3.SpeculativeDecoder(target, head, num_speculative_tokens=4, draft_sampling="probabilistic")
+    warm = e3.SamplingParams(temperature=1.0)
+    played = decoder.step(decoder.prefill([PROMPT], max_new_tokens=NEW_TOKENS, sampling=warm, seed=0))
     root = int(played.draft.tokens[0, 0])
     text = jnp.asarray([[*decoder.encode(PROMPT), root]])
     places = jnp.arange(text.shape[1])[None]
@@ -92,32 +94,25 @@ def _laws(target: e3.LoadedTarget) -> dict[str, Any]:
     p /= p.sum()
     q = np.asarray(played.draft.probs[0, 1], np.float64)
     labels = [target.tokenizer.decode([token]) for token in range(p.size)]
-    figure = bars.laws(
-        p, q, labels=labels, residual=True, top=8, title="Next token: distribution of the target and of the head"
-    )
+    title = "Next token: distribution of the target and of the head"
+    figure = bars.laws(p, q, labels=labels, residual=True, top=8, title=title)
     _write(figure, "laws")
     common = float(np.minimum(p, q).sum())
     return {"accepted_with_probability": common, "residual_mass": float(np.maximum(p - q, 0).sum())}
 
 
-def _tree(target: e3.LoadedTarget) -> dict[str, Any]:
+def _tree(target: e3.LoadedTarget, head: e3.LoadedDrafter) -> dict[str, Any]:
     """The round of a small tree with the most kinds of nodes: accepted, rejected, never visited."""
     shape = e3.DynamicTree(num_nodes=16, max_depth=4, top_k=4)
-    decoder = e3.SpeculativeDecoder(target, e3.load_drafter(target=target), tree=shape)
-    run = record(decoder, [PROMPT], max_new_tokens=[NEW_TOKENS], sampling=e3.SamplingParams(), seed=0)
+    run = _record(e3.SpeculativeDecoder(target, head, tree=shape))
     kinds = lambda one: len(set(trees.statuses(one["parents"], one["path"])))
     one = max(run.prompts[0]["rounds"], key=lambda one: (kinds(one), one["num_accepted"]))
     status = trees.statuses(one["parents"], one["path"])
     end = one["path"][-1] if one["path"] else 0
     added = style.CORRECTED if end in one["parents"] else style.BONUS
     words = [target.tokenizer.decode([token]) for token in [*one["tokens"], one["next_token"]]]
-    parents = [*one["parents"], end]
-    _write(
-        trees.tree(
-            words, parents, status=[*status, added], title="One round of a draft tree: sixteen nodes, one forward pass"
-        ),
-        "tree",
-    )
+    title = "One round of a draft tree: sixteen nodes, one forward pass"
+    _write(trees.tree(words, [*one["parents"], end], status=[*status, added], title=title), "tree")
     nodes = np.asarray(one["parents"])
     above = np.eye(nodes.size, dtype=bool)
     for node, parent in enumerate(nodes):
@@ -127,7 +122,52 @@ def _tree(target: e3.LoadedTarget) -> dict[str, Any]:
     return {"tree_nodes": len(one["tokens"]), "tree_accepted": one["num_accepted"], "tree_added": added}
 
 
-def _write(figure: Any, name: str) -> None:
+def _speed() -> Figure:
+    """Speed-up of every method of the canonical benchmark, with quartiles."""
+    rows = list(speeds.ROWS.values())[::-1]
+    figure, axes = plt.subplots(figsize=(7.2, 4.2))
+    colours = {"chain": BLUE, "tree": BLUE, "n-gram": ORANGE}
+    axes.barh(
+        range(len(rows)),
+        [row["ratio"]["median"] for row in rows],
+        xerr=_spread(rows),
+        color=[colours.get(row["name"].split()[0], GREY) for row in rows],
+        ecolor=INK,
+        height=0.7,
+    )
+    for place, row in enumerate(rows):
+        axes.text(row["ratio"]["high"] + 0.02, place, f"{row['ratio']['median']:.2f}", va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), [speeds.NAMES[row["name"]].replace("`", "") for row in rows], fontsize=8)
+    axes.axvline(1, color=INK, linewidth=0.8, linestyle="--")
+    axes.set(xlim=(0, 1.6), xlabel="speed-up over plain decoding, median and quartiles")
+    return figure
+
+
+def _draft_length() -> Figure:
+    """Measured and predicted speed-up over K, and what a constant acceptance rate would give."""
+    rows = [row for row in speeds.ROWS.values() if row["name"].startswith("chain")]
+    lengths = [row["num_draft_steps"] for row in rows]
+    figure, axes = plt.subplots(figsize=(7.2, 3.4))
+    for alpha in (0.5, 0.7, 0.9):
+        curve = [tau_from_conditional_rate(alpha, k) / (1.35 + k * 0.14) for k in range(1, 9)]
+        axes.plot(range(1, 9), curve, color=GREY, linewidth=1)
+        axes.text(8.1, curve[-1], f"α = {alpha}", va="center", fontsize=8)
+    medians = [row["ratio"]["median"] for row in rows]
+    axes.errorbar(lengths, medians, yerr=_spread(rows), fmt="o", color=BLUE, label="measured, with quartiles")
+    axes.plot(lengths, [row["predicted_ratio"] for row in rows], "x", color=ORANGE, label="predicted: τ / (v + K·c)")
+    axes.axhline(1, color=INK, linewidth=0.8, linestyle="--")
+    axes.set(xlim=(0.7, 9), xlabel="draft length K (grey curves: v = 1.35, c = 0.14)", ylabel="speed-up S")
+    axes.legend(loc="upper left", fontsize=8)
+    return figure
+
+
+def _spread(rows: list[speeds.Row]) -> list[list[float]]:
+    """How far the quartiles are below and above the median."""
+    ratios = [row["ratio"] for row in rows]
+    return [[one["median"] - one["low"] for one in ratios], [one["high"] - one["median"] for one in ratios]]
+
+
+def _write(figure: Figure, name: str) -> None:
     figure.savefig(HERE / f"{name}.svg", metadata={"Date": None, "Creator": None})
     text = (HERE / f"{name}.svg").read_text(encoding="utf-8")
     (HERE / f"{name}.svg").write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n", encoding="utf-8")

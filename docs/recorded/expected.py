@@ -35,17 +35,8 @@ def bound() -> str:
                 plain = found.plain_seconds
                 v, c = found.verify_seconds / plain, found.draft_seconds / K / plain
                 gain = speedup(tau, num_draft_tokens=K, verify_cost=v, draft_cost=c)
-                rows.append(
-                    [
-                        f"{name}, {weights}",
-                        gpu,
-                        f"{batch}",
-                        f"{batch / plain:,.0f}",
-                        f"{v:.2f}",
-                        f"{c:.3f}",
-                        f"{gain:.2f}",
-                    ]
-                )
+                numbers = [f"{batch}", f"{batch / plain:,.0f}", f"{v:.2f}", f"{c:.3f}", f"{gain:.2f}"]
+                rows.append([f"{name}, {weights}", gpu, *numbers])
     columns = ["target", "GPU", "batch", "plain tokens/s, at most", "v", "c", f"S at τ = {tau:.2f}"]
     return table(columns, rows) + f"\n\nK = {K}, α = {ALPHA}, {CONTEXT:,} tokens of context, one GPU, from datasheets."
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,33 +43,6 @@ def drafts_of(method: Row, found: Row) -> list[Row]:
     ]
 
 
-def link(method: Row, folder: str) -> str:
-    """The name of a method, leading to its page where it has one."""
-    return f"[{method['label']}]({folder}{method['page']})" if "page" in method else method["label"]
-
-
-def papers(method: Row) -> str:
-    """Its papers."""
-    return ", ".join(f"[{name}]({address})" for name, address in method.get("papers", ()))
-
-
-def written(method: Row) -> str:
-    """The layouts that heads of a method go out in."""
-    layouts = [f"`{name}`" for name in (*HEADS[method["heads"]].layouts, "jax")] if "heads" in method else []
-    return method.get("written", ", ".join(layouts))
-
-
-def millions(count: int) -> str:
-    """Parameters."""
-    return f"{count / 1e6:.1f} M" if count else "0"
-
-
-def length(row: Row, task: str) -> str:
-    """τ; a dash where nothing was drafted."""
-    found = row["tasks"][task]["mean_acceptance_length"]
-    return "–" if found is None else f"{found:.2f}"
-
-
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Markdown."""
     lines = [columns, ["---"] * len(columns), *rows]
@@ -78,24 +51,23 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def what_they_are() -> str:
     """Papers, needs and shapes."""
-    columns = ["method", "paper", "needs", "drafts", "sampled drafts", "lossless"]
-    return table(
-        columns,
-        [
-            [link(one, ""), papers(one), one["needs"], one["drafts"], one["drawn"], one.get("lossless", "yes")]
-            for one in facts()
-        ],
-    )
+    rows = []
+    for one in facts():
+        name = f"[{one['label']}]({one['page']})" if "page" in one else one["label"]
+        papers = ", ".join(f"[{paper}]({address})" for paper, address in one.get("papers", ()))
+        rows.append([name, papers, one["needs"], one["drafts"], one["drawn"], one.get("lossless", "yes")])
+    return table(["method", "paper", "needs", "drafts", "sampled drafts", "lossless"], rows)
 
 
 def files_and_proof() -> str:
     """Formats, training and what each was compared with."""
-    columns = ["method", "comes in as", "goes out as", "`--method`", "checked against"]
     rows = []
     for one in facts():
+        layouts = [f"`{name}`" for name in (*HEADS[one["heads"]].layouts, "jax")] if "heads" in one else []
+        written = one.get("written", ", ".join(layouts))
         recipe = f"`{one['recipe']}`" if "recipe" in one else ""
-        rows.append([one["label"], one["formats"], written(one), recipe, one["checked"]])
-    return table(columns, rows)
+        rows.append([one["label"], one["formats"], written, recipe, one["checked"]])
+    return table(["method", "comes in as", "goes out as", "`--method`", "checked against"], rows)
 
 
 def verify_costs(found: Row) -> dict[str, tuple[float, float, float]]:
@@ -108,12 +80,6 @@ def verify_costs(found: Row) -> dict[str, tuple[float, float, float]]:
     return costs
 
 
-def speedup(row: Row, task: str, costs: dict[str, tuple[float, float, float]]) -> str:
-    """``S = τ / (v + K·c)`` with the ``v`` of all methods."""
-    tau = row["tasks"][task]["mean_acceptance_length"]
-    return f"{tau / (costs[row['draft']][1] + row['num_draft_steps'] * row['draft_cost']):.2f}"
-
-
 def what_was_measured(found: Row) -> str:
     """``v`` by draft, then τ and the derived speed-up of every method."""
     costs = verify_costs(found)
@@ -121,20 +87,26 @@ def what_was_measured(found: Row) -> str:
     tables = [table(["draft", "v: median over the methods (quartiles)"], verify)]
     methods = [method for method in facts() if method.get("named") != "none"]
     derived = [one for one in methods if drafts_of(one, found) and one["measured"] not in LOOKUP]
-    for caption, cell, kept in (
-        ("Tokens per round τ, code / prose", length, methods),
-        ("Speed-up derived with this v, code / prose", lambda row, task: speedup(row, task, costs), derived),
+    plain_steps = lambda row: costs[row["draft"]][1] + row["num_draft_steps"] * row["draft_cost"]
+    for caption, divisor, kept in (
+        ("Tokens per round τ, code / prose", lambda row: 1, methods),
+        ("Speed-up derived with this v, code / prose", plain_steps, derived),
     ):
         rows = []
         for method in kept:
             shapes = {row["draft"]: row for row in drafts_of(method, found)}
-            parameters = millions(next(iter(shapes.values()))["parameters"]) if shapes else "not measured"
-            cells = [
-                " / ".join(cell(shapes[draft], task) for task in TASKS) if draft in shapes else "–" for draft in costs
-            ]
-            rows.append([method["label"], parameters, *cells])
+            cells = ["–" if draft not in shapes else over_tasks(shapes[draft], divisor) for draft in costs]
+            count = next((row["parameters"] for row in shapes.values()), None)
+            size = "not measured" if count is None else f"{count / 1e6:.1f} M" if count else "0"
+            rows.append([method["label"], size, *cells])
         tables += [f"**{caption}**", table(["method", "parameters", *costs], rows)]
     return "\n\n".join(tables)
+
+
+def over_tasks(row: Row, divisor: Callable[[Row], float]) -> str:
+    """τ divided, of each task; a dash where nothing was drafted."""
+    lengths = [row["tasks"][task]["mean_acceptance_length"] for task in TASKS]
+    return " / ".join("–" if one is None else f"{one / divisor(row):.2f}" for one in lengths)
 
 
 def how(found: Row) -> str:

@@ -7,6 +7,7 @@ prefill and no compilation. The record is options.json; ``write_tables.py`` writ
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,11 +90,10 @@ def measure() -> Row:
 
 def ratios(rows: dict[str, Row]) -> Iterator[tuple[str, str]]:
     """Name, and median and quartiles of the first row's seconds over its own, within a repeat."""
-    import numpy as np
-
     base = next(iter(rows.values()))["seconds"]
     for name, row in rows.items():
-        low, median, high = np.quantile(np.divide(base, row["seconds"]), [0.25, 0.5, 0.75])
+        gains = [one / other for one, other in zip(base, row["seconds"], strict=True)]
+        low, median, high = statistics.quantiles(gains, n=4, method="inclusive")
         yield name, f"{median:.2f} ({low:.2f}–{high:.2f})"
 
 

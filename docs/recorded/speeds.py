@@ -84,42 +84,29 @@ def shipped() -> str:
     return table(["method", "tokens per round (τ)", "tokens/s", "speed-up"], lines) + f"\n\n{origin()}"
 
 
+def costs(row: Row) -> list[str]:
+    """The verification and a draft token in plain steps."""
+    return [f"{row['verify_cost']:.2f}", f"{row['draft_cost']:.3f}"]
+
+
 def everything() -> str:
     """Every row of the canonical benchmark."""
     lines = []
     for row in ROWS.values():
         drafts = row["name"].startswith(("chain", "tree", "n-gram"))
-        lines.append(
-            [
-                NAMES[row["name"]],
-                tau(row),
-                f"{row['decode_tokens_per_second']['median']:.0f}",
-                *spread(row),
-                f"{row['predicted_ratio']:.2f}" if drafts else "",
-                f"{row['verify_cost']:.2f}" if drafts else "",
-                f"{row['draft_cost']:.3f}" if drafts else "",
-                "" if ratio(row) == "1" else f"{row['same_texts']}",
-            ]
-        )
-    return (
-        table(["method", "τ", "tokens/s", "speed-up", "quartiles", "predicted", "v", "c", "same texts"], lines)
-        + f"\n\n{origin()}"
-    )
+        speed = [NAMES[row["name"]], tau(row), f"{row['decode_tokens_per_second']['median']:.0f}", *spread(row)]
+        predicted = [f"{row['predicted_ratio']:.2f}", *costs(row)] if drafts else [""] * 3
+        lines.append([*speed, *predicted, "" if ratio(row) == "1" else f"{row['same_texts']}"])
+    columns = ["method", "τ", "tokens/s", "speed-up", "quartiles", "predicted", "v", "c", "same texts"]
+    return table(columns, lines) + f"\n\n{origin()}"
 
 
 def draft_lengths() -> str:
     """The chains of the canonical benchmark."""
+    chains = [row for row in ROWS.values() if row["name"].startswith("chain")]
     lines = [
-        [
-            f"{row['num_draft_steps']}",
-            tau(row),
-            f"{row['verify_cost']:.2f}",
-            f"{row['draft_cost']:.3f}",
-            f"{row['predicted_ratio']:.2f}",
-            *spread(row),
-        ]
-        for row in ROWS.values()
-        if row["name"].startswith("chain")
+        [f"{row['num_draft_steps']}", tau(row), *costs(row), f"{row['predicted_ratio']:.2f}", *spread(row)]
+        for row in chains
     ]
     return table(["K", "τ", "v", "c", "predicted S", "measured S", "quartiles"], lines) + f"\n\n{origin()}"
 
@@ -130,15 +117,8 @@ def acceptance() -> str:
     lines = []
     for row in found["rows"]:
         shares = [f"{share:.2f}".removeprefix("0") for share in row["acceptance_per_position"]]
-        lines.append(
-            [
-                row["draft"].replace("drawn", "sampled"),
-                row["kind"],
-                f"{row['mean_acceptance_length']:.2f}",
-                *shares,
-                *[""] * (8 - len(shares)),
-            ]
-        )
+        named = [row["draft"].replace("drawn", "sampled"), row["kind"], f"{row['mean_acceptance_length']:.2f}"]
+        lines.append([*named, *shares, *[""] * (8 - len(shares))])
     about = found["about"]
     columns = ["draft", "text", "τ", "depth 1", *(str(depth) for depth in range(2, 9))]
     return table(columns, lines) + (
@@ -154,20 +134,12 @@ def headline() -> str:
     place = lambda cell, name: (cell["prompts"], cell["temperature"], cell["batch"], name)
     median = lambda row: "{median:.2f} ({low:.2f}–{high:.2f})".format(**row["ratio"])
     over = {place(cell, row["name"]): median(row) for cell in cells if cell["rival"] != "ours" for row in cell["rows"]}
-    lines = [
-        [
-            cell["prompts"],
-            f"{cell['temperature']:g}",
-            str(cell["batch"]),
-            row["name"],
-            median(row),
-            over.get(place(cell, row["name"]), "–"),
-        ]
-        for cell in cells
-        if cell["rival"] == "ours"
-        for row in cell["rows"]
-        if row["name"].startswith("chain")
-    ]
+    lines = []
+    for cell in cells:
+        for row in cell["rows"] if cell["rival"] == "ours" else ():
+            if row["name"].startswith("chain"):
+                setting = [cell["prompts"], f"{cell['temperature']:g}", str(cell["batch"]), row["name"]]
+                lines.append([*setting, median(row), over.get(place(cell, row["name"]), "–")])
     where, options = found["environment"], found["options"]
     name = "headline-cpu-intel-xeon-2-cores.json"
     return table(["prompts", "temperature", "batch", "draft", "over plain", "over vLLM"], lines) + (

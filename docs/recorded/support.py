@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from eagle3_jax.conversion.families import FAMILIES, WRAPPERS
 
@@ -36,25 +36,7 @@ WHAT = {
 }
 
 
-class Cell(NamedTuple):
-    """Where a case belongs."""
-
-    family: str
-    precision: str
-    draft: str
-    what: str
-
-
-class Found(NamedTuple):
-    """What is known of a cell.
-
-    Attributes:
-        passed: Whether every case of it did.
-        files: The tests' files.
-    """
-
-    passed: bool
-    files: frozenset[str]
+Cell = tuple[str, str, str, str]  # family, precision, draft, what
 
 
 def cases() -> Mapping[str, Any]:
@@ -62,37 +44,36 @@ def cases() -> Mapping[str, Any]:
     return json.loads(RECORD.read_text(encoding="utf-8"))["cases"] if RECORD.exists() else {}
 
 
-def cells(recorded: Mapping[str, Any]) -> dict[Cell, Found]:
-    """What the cases say together."""
-    found: dict[Cell, Found] = {}
+def cells(recorded: Mapping[str, Any]) -> dict[Cell, tuple[bool, set[str]]]:
+    """For each cell, whether all its cases passed, and the files of their tests."""
+    found: dict[Cell, tuple[bool, set[str]]] = {}
     for name, case in recorded.items():
-        for cell in (Cell(*names) for names in case["cells"]):
-            before = found.get(cell, Found(True, frozenset()))
-            found[cell] = Found(before.passed and case["passed"], before.files | {name.partition("::")[0]})
+        for cell in map(tuple, case["cells"]):
+            passed, files = found.get(cell, (True, set()))
+            found[cell] = passed and case["passed"], files | {name.partition("::")[0]}
     return found
 
 
-def text_of(found: Mapping[Cell, Found], family: str, precision: str, what: str) -> str:
+def text_of(found: Mapping[Cell, tuple[bool, set[str]]], family: str, precision: str, what: str) -> str:
     """A cell of the page."""
-    known = [(draft, found[cell]) for draft in DRAFTS if (cell := Cell(family, precision, draft, what)) in found]
+    known = [(draft, found[cell]) for draft in DRAFTS if (cell := (family, precision, draft, what)) in found]
     if not known:
         return "–"
-    files = sorted({file for _, one in known for file in one.files})
-    shown = ", ".join(draft if one.passed else f"**{draft} fails**" for draft, one in known)
-    more = "".join(f", [{Path(file).stem}](../{file})" for file in files[1:])
-    return f"[{shown}](../{files[0]}){more}"
+    first, *others = sorted(set().union(*(files for _, (_, files) in known)))
+    shown = ", ".join(draft if passed else f"**{draft} fails**" for draft, (passed, _) in known)
+    return f"[{shown}](../{first})" + "".join(f", [{Path(file).stem}](../{file})" for file in others)
 
 
-def lines(found: Mapping[Cell, Found]) -> Iterator[str]:
+def lines(found: Mapping[Cell, tuple[bool, set[str]]]) -> Iterator[str]:
     """A table for every precision that a test covers, and a sentence on the others."""
     for precision in PRECISIONS:
-        if not any(cell.precision == precision for cell in found):
+        covered = {family for family, known, _, _ in found if known == precision}
+        if not covered:
             yield f"**`{precision}`**: no recorded test covers a family in it.\n"
             continue
         yield f"**`{precision}`**\n"
         yield f"| family | `model_type` | {' | '.join(WHAT.values())} |"
         yield "|---" * (2 + len(WHAT)) + "|"
-        covered = {cell.family for cell in found if cell.precision == precision}
         for family in (*FAMILIES.values(), *(one for name, one in WRAPPERS.items() if name in covered)):
             if family.model_type not in covered:
                 continue

@@ -43,20 +43,15 @@ _WAITING = "Interactive picture: needs JavaScript and the outputs of the cells a
 _HEIGHT = 450  # plotly's default
 
 
-class _Page:
-    """The cell of this kernel whose output contains the library. A page shows all cells, so one is enough."""
+_CARRIER: list[str] = []  # the cell of this kernel whose output contains the library; a page shows all cells
 
-    carrier: str | None = None
 
-    @classmethod
-    def needs_library(cls) -> bool:
-        """Whether the current output has to contain the library."""
-        cell = _cell()
-        # In Colab every output is a separate page. A cell that runs again replaces its output.
-        if "google.colab" in sys.modules or cls.carrier in (None, cell):
-            cls.carrier = cell
-            return True
-        return False
+def _needs_library() -> bool:
+    """Whether the current output has to contain the library."""
+    # In Colab every output is a separate page. A cell that runs again replaces its output.
+    if not _CARRIER or "google.colab" in sys.modules:
+        _CARRIER[:] = [_cell()]
+    return [_cell()] == _CARRIER
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,7 +71,7 @@ class Interactive:
     figure: Any
 
     def _repr_html_(self) -> str:
-        return self.html(library=_Page.needs_library())
+        return self.html(library=_needs_library())
 
     def html(self, *, library: bool = True) -> str:
         """Makes a fragment of HTML.

@@ -35,14 +35,9 @@ def roofline(steps: Sequence[Step], accelerators: Sequence[Accelerator], words: 
         steps: The points.
         accelerators: Entries of the list; the first one is shown at the start.
         words: For each accelerator and each step, the text of the tooltip.
-
-    Raises:
-        ValueError: ``words`` has the wrong size.
     """
     import plotly.graph_objects as go
 
-    if [len(one) for one in words] != [len(steps)] * len(accelerators):
-        raise ValueError(f"expected words for {len(accelerators)} accelerators and {len(steps)} steps of each")
     groups = list(dict.fromkeys(step.group for step in steps))
     ends = 0.5, 2.0 * max(2 * max(step.intensity for step in steps), 600.0)
 

@@ -6,7 +6,7 @@ import dataclasses
 import html
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -59,7 +59,7 @@ def tokens_of(prompt: dict[str, Any], tokenizer: Tokenizer) -> list[Token]:
 
 @dataclasses.dataclass(frozen=True)
 class TokenStrip:
-    """A strip, shown as HTML in a notebook and as SVG on a page (:meth:`svg`)."""
+    """A strip, shown as HTML in a notebook and as SVG on a page (:func:`svg`)."""
 
     tokens: Sequence[Token]
     caption: str = ""
@@ -75,10 +75,6 @@ class TokenStrip:
             f'{caption}<div style="font-family:monospace;white-space:pre-wrap;overflow-wrap:anywhere">{spans}</div>'
             f'<div style="font-size:.85em;margin-top:.4em">{legend}</div></div>'
         )
-
-    def svg(self, *, columns: int = 72, size: float = 14.0) -> str:
-        """Makes an SVG drawing with an opaque background, for pages that do not accept HTML."""
-        return svg([("", self)], columns=columns, size=size)
 
 
 def svg(
@@ -98,13 +94,13 @@ def svg(
             visible. Default: no animation.
     """
     rounds = max((token.round for _, strip in lanes for token in strip.tokens), default=0)
-    clock = None if seconds_per_round is None else _Clock(seconds_per_round, rounds)
     pen, kinds = _Pen(columns, size), dict[str, None]()
     for heading, strip in lanes:
         if heading:
             pen.words(heading)
         for token in strip.tokens:
-            pen.token(token, clock)
+            animated = seconds_per_round is not None and token.round > 0
+            pen.token(token, _appear(token.round, rounds, seconds_per_round) if animated else "")
             if token.kind != PROMPT:
                 kinds[token.kind] = None
         pen.gap()
@@ -118,19 +114,13 @@ def svg(
     )
 
 
-class _Clock(NamedTuple):
-    """Times at which the tokens of a round appear in a repeating animation."""
-
-    seconds_per_round: float
-    rounds: int
-
-    def appear(self, number: int) -> str:
-        length = self.seconds_per_round * (self.rounds + 1) + 3.0  # the whole picture stays for 3 s
-        moment = self.seconds_per_round * number / length
-        return (
-            f'<animate attributeName="opacity" values="0;1" keyTimes="0;{moment:.4f}" calcMode="discrete" '
-            f'dur="{length:.2f}s" repeatCount="indefinite"/>'
-        )
+def _appear(number: int, rounds: int, seconds_per_round: float) -> str:
+    """Makes the tokens of a round appear at their time in a repeating animation."""
+    length = seconds_per_round * (rounds + 1) + 3.0  # the whole picture stays for 3 s
+    return (
+        f'<animate attributeName="opacity" values="0;1" keyTimes="0;{seconds_per_round * number / length:.4f}" '
+        f'calcMode="discrete" dur="{length:.2f}s" repeatCount="indefinite"/>'
+    )
 
 
 class _Pen:
@@ -149,7 +139,7 @@ class _Pen:
     def height(self) -> float:
         return self.y + self.pad
 
-    def token(self, token: Token, clock: _Clock | None) -> None:
+    def token(self, token: Token, animation: str) -> None:
         boxes = []
         for part in re.findall(r"\n|[^\n]+", token.piece.expandtabs(4)):
             if part == "\n":
@@ -162,9 +152,7 @@ class _Pen:
                 boxes.append(self._box(now, token.kind))
                 self.x += len(now)
         drawn = "".join(boxes)
-        if clock is not None and token.round > 0:
-            drawn = f"<g>{clock.appear(token.round)}{drawn}</g>"
-        self.shapes.append(drawn)
+        self.shapes.append(f"<g>{animation}{drawn}</g>" if animation else drawn)
 
     def words(self, text: str) -> None:
         self.shapes.append(

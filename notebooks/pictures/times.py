@@ -13,24 +13,18 @@ Numbers = Sequence[float | int] | np.ndarray
 
 _PARTS = {"draft": DRAFTER, "verify": TARGET, "commit": COLOURS[ACCEPTED], "host": COLOURS[UNVISITED]}
 _HATCHES = {"draft": "//", "commit": "..", "host": "xx"}  # marks in addition to the colors
+_BEHIND = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.2}  # a number
 _LABELLED = 0.07  # share of the longest bar: narrower parts have no number
 
 
-def stacked_steps(names: Sequence[str], parts: Mapping[str, Numbers], *, unit: str = "ms", title: str = "") -> Figure:
+def stacked_steps(names: Sequence[str], parts: Mapping[str, Numbers], *, title: str = "") -> Figure:
     """Draws one stacked bar per kind of step, from top to bottom.
 
     Args:
         names: Names of the bars.
-        parts: For each part (``draft``, ``verify``, ``commit``, ``host``), its time in every bar, in ``unit``.
-        unit: Unit of the times.
+        parts: For each part (``draft``, ``verify``, ``commit``, ``host``), its milliseconds in every bar.
         title: Title of the figure.
-
-    Raises:
-        ValueError: A part does not have one time per bar.
     """
-    for part, times in parts.items():
-        if len(times) != len(names):
-            raise ValueError(f"{part} has {len(times)} times for {len(names)} bars; expected one per bar")
     figure = Figure(figsize=(7.2, 1.3 + 0.42 * len(names)))
     axes = figure.add_subplot()
     places = range(len(names))
@@ -39,28 +33,20 @@ def stacked_steps(names: Sequence[str], parts: Mapping[str, Numbers], *, unit: s
     others = iter((RESIDUAL, *SERIES[3:]))
     for part, times in parts.items():
         colour = _PARTS.get(part) or next(others, SERIES[0])
-        axes.barh(
-            places, times, left=ends, height=0.62, color=colour, edgecolor="white", label=part, hatch=_HATCHES.get(part)
-        )
+        look = {"height": 0.62, "color": colour, "edgecolor": "white", "hatch": _HATCHES.get(part)}
+        axes.barh(places, times, left=ends, label=part, **look)
         for index, time in enumerate(times):
             if time >= _LABELLED * max(totals):
-                axes.text(
-                    ends[index] + time / 2,
-                    index,
-                    _short(time),
-                    ha="center",
-                    va="center",
-                    fontsize="small",
-                    bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.2},
-                )
+                at = ends[index] + time / 2, index, _short(time)
+                axes.text(*at, ha="center", va="center", fontsize="small", bbox=_BEHIND)
         ends = [end + time for end, time in zip(ends, times, strict=True)]
     for index, total in enumerate(totals):
-        axes.annotate(f"{_short(total)} {unit}", (total, index), (5, 0), textcoords="offset points", va="center")
+        axes.annotate(f"{_short(total)} ms", (total, index), (5, 0), textcoords="offset points", va="center")
     axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.16 * max(totals))
     axes.grid(visible=False, axis="y")
-    axes.set(xlabel=f"time of a step, {unit}", title=title)
+    axes.set(xlabel="time of a step, ms", title=title)
     figure.legend(loc="outside upper right", ncols=len(parts))
     return figure
 

@@ -228,7 +228,7 @@ def mask_map(mask: Any, labels: Sequence[str], *, title: str = "", depths: Seque
 
 @dataclasses.dataclass(frozen=True)
 class _Tree:
-    """The arguments of :func:`tree`, checked."""
+    """The arguments of :func:`tree`."""
 
     tokens: Sequence[str]
     parents: Sequence[int]
@@ -237,16 +237,6 @@ class _Tree:
     q: Sequence[float | None] | None = None
     score: Sequence[float | None] | None = None
     title: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("parents", "status", "p", "q", "score"):
-            values = getattr(self, name)
-            if values is not None and len(values) != len(self.tokens):
-                raise ValueError(f"{len(values)} {name} for {len(self.tokens)} nodes; expected one per node")
-        if unknown := set(self.status) - set(_MARKS):
-            raise ValueError(f"status {sorted(unknown)} is not known; use {', '.join(_MARKS)}")
-        if any(parent >= node for node, parent in enumerate(self.parents)):
-            raise ValueError("a node comes before its parent; number parents before their children")
 
     def kinds(self) -> list[str]:
         """Statuses of the tree, in the order of the legend."""

@@ -21,7 +21,7 @@ from test_exact_law import CHAIN, VOCABULARY, Distribution, Drafts, P, Q, determ
 from eagle3_jax import BlockVerification, Exact, SpeculativeDecoder
 from eagle3_jax.acceptance import verify
 from eagle3_jax.topology import DynamicTree
-from eagle3_jax.types import Draft, SamplingMode, SamplingParams
+from eagle3_jax.types import SamplingMode, SamplingParams
 from eagle3_jax.verifiers.block import verify_block
 
 LONG = (-1, 0, 1, 2)
@@ -51,7 +51,8 @@ CASES: dict[str, tuple[Distribution, Drafts]] = {
 }
 
 
-def check_block_law(name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_have_exactly_the_autoregressive_law_with(name: str) -> None:
     """No distance from the target's law, whatever the stop token."""
     p, drafts = CASES[name]
     horizon = 4
@@ -62,11 +63,6 @@ def check_block_law(name: str) -> None:
         law = oracle.law_of_rounds(rounds, horizon, stops)
         distance = oracle.total_variation(law, oracle.autoregressive_law(p, horizon, stops))
         assert distance == 0, f"{name}, stops {stops}: total variation {float(distance):.3g}"
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_blocks_have_exactly_the_autoregressive_law_with(name: str) -> None:
-    check_block_law(name)
 
 
 def mean_accepted(p: Distribution, q: Distribution, length: int, rule: str) -> Fraction:
@@ -122,12 +118,7 @@ def test_one_drafted_token_is_decided_bit_for_bit_as_by_the_token_rule() -> None
     p, q = (np.stack([test_verify.random_law(rng, vocabulary) for _ in range(2 * rows)]) for _ in range(2))
     p, q = p.reshape(rows, 2, vocabulary).astype(np.float32), q.reshape(rows, 2, vocabulary).astype(np.float32)
     tokens = np.array([[0, rng.choice(vocabulary, p=law / law.sum())] for law in q[:, 1].astype(float)], np.int32)
-    draft = Draft(
-        tokens=jnp.asarray(tokens),
-        parents=jnp.broadcast_to(jnp.array([-1, 0]), (rows, 2)),
-        valid=jnp.ones((rows, 2), bool),
-        probs=jnp.asarray(q),
-    )
+    draft = tiny.draft_of(tokens, [-1, 0], probs=q)
     dice = dict(
         accept=jnp.asarray(rng.random((rows, 2)), jnp.float32), choose=jnp.asarray(rng.random((rows, 1)), jnp.float32)
     )
@@ -143,12 +134,7 @@ def test_equal_distributions_are_accepted_whole_whatever_the_dice() -> None:
     law = np.stack([test_verify.random_law(rng, vocabulary) for _ in range(nodes)]).astype(np.float32)
     tokens = np.stack([rng.choice(vocabulary, rows, p=q / q.sum()) for q in law.astype(float)], axis=1)
     probs = jnp.broadcast_to(jnp.asarray(law), (rows, nodes, vocabulary))
-    draft = Draft(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        parents=jnp.broadcast_to(jnp.arange(-1, nodes - 1), (rows, nodes)),
-        valid=jnp.ones((rows, nodes), bool),
-        probs=probs,
-    )
+    draft = tiny.draft_of(tokens, range(-1, nodes - 1), probs=probs)
     highest = jnp.full((rows, nodes), 1 - 2.0**-24)
     wanted = jnp.concatenate([probs[:, 1:], probs[:, :1]], axis=1)
     verdict = verify_block(draft, wanted, accept=highest, choose=jnp.full((rows, 2), 0.5), max_depth=nodes - 1)
@@ -159,12 +145,7 @@ def test_equal_distributions_are_accepted_whole_whatever_the_dice() -> None:
 def test_a_token_without_target_mass_is_neither_accepted_nor_drawn(uniform: float) -> None:
     p = np.array([0.0, 0.5, 0.5], np.float32)
     q = np.array([1.0, 0.0, 0.0], np.float32)
-    draft = Draft(
-        tokens=jnp.zeros((1, 3), jnp.int32),
-        parents=jnp.array([[-1, 0, 1]]),
-        valid=jnp.ones((1, 3), bool),
-        probs=jnp.asarray(np.stack([q, q, q]))[None],
-    )
+    draft = tiny.draft_of([[0, 0, 0]], [-1, 0, 1], probs=[[q, q, q]])
     probs = jnp.asarray(np.stack([p, p, p]))[None]
     verdict = verify_block(
         draft, probs, accept=jnp.full((1, 3), uniform), choose=jnp.full((1, 1), uniform), max_depth=2
@@ -192,12 +173,8 @@ def test_greedy_and_mixed_batches_are_decided_as_by_the_token_rule_where_nothing
     right = jnp.asarray(rng.random((rows, nodes - 1)) < 0.7)
     tokens = jnp.where(right, best[:, :-1], (best[:, :-1] + 1) % vocabulary)
     tokens = jnp.concatenate([jnp.zeros((rows, 1), jnp.int32), tokens.astype(jnp.int32)], axis=1)
-    draft = Draft(
-        tokens=tokens,
-        parents=jnp.broadcast_to(jnp.arange(-1, nodes - 1), tokens.shape),
-        valid=jnp.asarray(rng.random(tokens.shape) < 0.9).at[:, 0].set(True),
-        probs=jax.nn.one_hot(tokens, vocabulary),
-    )
+    valid = np.where(np.arange(nodes) > 0, rng.random(tokens.shape) < 0.9, True)
+    draft = tiny.draft_of(tokens, range(-1, nodes - 1), valid, jax.nn.one_hot(tokens, vocabulary))
     keys, cold = jax.random.split(jax.random.key(0), rows), SamplingParams(temperature=jnp.zeros(rows))
     for sampling_mode, given in (
         (SamplingMode.GREEDY, dataclasses.replace(draft, probs=None)),

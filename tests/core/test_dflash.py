@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 from block_heads import BlockHead, biased, chosen_ids, greedy_chain, run_block
 from scipy.special import log_softmax, softmax
 
@@ -79,16 +80,8 @@ def test_a_block_is_that_of_its_independent_twin_after_every_rollback(name: str)
         sure = network.survival(hidden, draft.tokens[:, :-1]) if head.confidence else None
         return state, hidden, drafter.logits(params, network, hidden), draft.tokens, sure
 
-    state, known = drafter.init(params, 2, 40), np.zeros(2, int)
-    for kept in ((9, 4), (1, 5), (3, 0)):
-        index = np.minimum(known[:, None] + np.arange(9), 39)
-        known = known + kept
-        seen = Observation(
-            tokens=jnp.asarray(tokens[[[0], [1]], index], jnp.int32),
-            features=jnp.asarray(features[[[0], [1]], index]),
-            length=jnp.asarray(kept),
-            next_token=jnp.asarray([tokens[row, known[row]] for row in range(2)], jnp.int32),
-        )
+    state = drafter.init(params, 2, 40)
+    for known, seen in tiny.ragged_rounds(tokens, features, ((9, 4), (1, 5), (3, 0))):
         state, hidden, logits, drafted, sure = step(state, seen)
         for row in range(2):
             root = int(tokens[row, known[row]])
@@ -117,12 +110,7 @@ def drafted(
         logits = drafter.logits(params, network, drafter.read_block(params, network, state))
         return drafter.propose(params, state, keys, sampling), logits
 
-    seen = Observation(
-        tokens=jnp.zeros((2, 7), jnp.int32),
-        features=jnp.asarray(features),
-        length=jnp.asarray(length, jnp.int32),
-        next_token=jnp.asarray(roots, jnp.int32),
-    )
+    seen = tiny.seen_of(np.zeros((2, 7)), features, length, roots)
     count = drafter.max_depth
     blocks = [run_block(head, EMBEDDING, OUTPUT, features[row, : length[row]], roots[row], count) for row in range(2)]
     return *run(params, seen), blocks, roots

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from eagle3_jax.checks import per_row
 from eagle3_jax.drafters.grow import DraftInputs, Level, sample_chain
@@ -144,7 +145,5 @@ def test_a_drawn_chain_draws_from_the_distribution_that_it_declares() -> None:
 def test_no_logit_and_no_temperature_gives_a_distribution_that_is_none(temperature: float, best: float) -> None:
     logits = jnp.asarray([[[best, best, -3e38, -np.inf]]], jnp.float32)
     for top_k, top_p, sampling_mode in ((0, 1.0, SamplingMode.TEMPERATURE), (2, 0.99, SamplingMode.TRUNCATED)):
-        sampling = SamplingParams(
-            temperature=jnp.full(1, temperature), top_k=jnp.full(1, top_k, jnp.int32), top_p=jnp.full(1, top_p)
-        )
+        sampling = tiny.sampling_of([(temperature, top_k, top_p)])
         assert probabilities(logits, sampling, sampling_mode)[0, 0].tolist() == [0.5, 0.5, 0.0, 0.0]

@@ -1,4 +1,4 @@
-"""A drawn chain and the head below it against numpy: positions, the ids fed back, ``q`` of every depth, norms.
+"""A drawn chain and the head below it against numpy: positions, the ids fed back, ``q`` of every depth.
 
 What the head declares is exact whatever it computes, so the law of the output cannot see a head that is merely wrong.
 The oracle is that of training, one row and one key at a time in float64: row ``t`` of its step ``k`` is the draft that
@@ -8,18 +8,13 @@ follows ``x_0 .. x_t`` and is ``k`` tokens deep.
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import pytest
 import test_training
 import tiny
 
-from eagle3_jax.drafters.eagle3 import Eagle3Head
-from eagle3_jax.models.functional import bind
-from eagle3_jax.models.layers import FLOAT32
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.topology import Chain
-from eagle3_jax.types import Draft, DraftSampling, Observation, SamplingParams
+from eagle3_jax.types import Draft, DraftSampling
 
 VOCABULARY, KNOWN, DEPTH = 13, 5, test_training.STEPS
 TEMPERATURES = (0.0, 0.6, 1.0, 1.7)
@@ -34,17 +29,8 @@ def drafted() -> tuple[Draft, dict, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     tokens, root = rng.integers(0, VOCABULARY, (ROWS, KNOWN)), rng.integers(0, VOCABULARY, ROWS)
     features = rng.normal(size=(ROWS, KNOWN, 3, 16)).astype(np.float32)
-    seen = Observation(
-        tokens=jnp.array(tokens, jnp.int32),
-        features=jnp.array(features),
-        length=jnp.full(ROWS, KNOWN, jnp.int32),
-        next_token=jnp.array(root, jnp.int32),
-    )
-    sampling = SamplingParams(
-        temperature=jnp.array(np.resize(TEMPERATURES, ROWS), jnp.float32),
-        top_k=jnp.zeros(ROWS, jnp.int32),
-        top_p=jnp.ones(ROWS),
-    )
+    seen = tiny.seen_of(tokens, features, [KNOWN] * ROWS, root)
+    sampling = tiny.sampling_of([(temperature, 0, 1.0) for temperature in np.resize(TEMPERATURES, ROWS)])
 
     def propose(params, seen):
         state = head.drafter.observe(params, head.drafter.init(params, ROWS, 16), seen)
@@ -54,7 +40,7 @@ def drafted() -> tuple[Draft, dict, np.ndarray, np.ndarray]:
     return draft, params | {"drafter": head.drafter}, np.concatenate([tokens, root[:, None]], axis=1), features
 
 
-def check_drawn_chain() -> None:
+def test_a_drawn_chain_declares_the_softmax_of_the_head_behind_its_own_tokens() -> None:
     draft, params, known, features = drafted()
     ids = np.asarray(params["draft_to_target"])
     outside = np.setdiff1d(np.arange(VOCABULARY), ids)
@@ -80,46 +66,3 @@ def check_drawn_chain() -> None:
                 wanted = weights / weights.sum()
             difference = np.abs(q[ids] - wanted).max()
             assert difference < 2e-5, f"q at depth {depth + 1}, temperature {temperature}: off by {difference:.2g}"
-
-
-def test_a_drawn_chain_declares_the_softmax_of_the_head_behind_its_own_tokens() -> None:
-    check_drawn_chain()
-
-
-def test_drawn_tokens_are_not_always_the_likeliest() -> None:
-    draft = drafted()[0]
-    warm = np.resize(TEMPERATURES, ROWS) > 0
-    likeliest = np.asarray(draft.probs[:, 1:]).argmax(axis=-1) == np.asarray(draft.tokens[:, 1:])
-    assert likeliest[~warm].all()
-    assert not likeliest[warm].all()
-
-
-def check_fused_features(norms: str) -> None:
-    """``fc`` over the chunks side by side, each behind its own norm, or all behind one."""
-    target = tiny.target(VOCABULARY)
-    variant = {"none": {}, "one of each chunk": {"fc_norm": True}, "one of all": {"norm_before_fc": True}}[norms]
-    head = tiny.eagle3(target, Chain(1), **variant)
-    config = head.drafter.config
-    rng = np.random.default_rng(1)
-    params = jax.tree.map(lambda leaf: jnp.array(rng.normal(size=leaf.shape), jnp.float32), head.params["head"])
-    features = rng.normal(size=(2, 3, 3, 16)) * np.array([1.0, 5.0, 0.2])[:, None]
-
-    def norm(x: np.ndarray, scale: jax.Array) -> np.ndarray:
-        mean = np.mean(x * x, axis=-1, keepdims=True)
-        return x / np.sqrt(mean + config.norm_eps) * np.asarray(scale, np.float64)
-
-    chunks = [features[:, :, chunk] for chunk in range(3)]
-    if norms == "one of each chunk":
-        chunks = [norm(chunk, params["fc_norm"][index]["scale"]) for index, chunk in enumerate(chunks)]
-    flat = np.concatenate(chunks, axis=-1)
-    if norms == "one of all":
-        flat = norm(flat, params["input_norm"]["scale"])
-    wanted = flat @ np.asarray(params["fc"]["kernel"], np.float64)
-    ours = bind(Eagle3Head, config, FLOAT32, params).fuse(jnp.array(features, jnp.float32))
-    difference = np.abs(np.asarray(ours) - wanted).max()
-    assert difference < 1e-4 * np.abs(wanted).max(), f"fused features are off by {difference:.2g}"
-
-
-@pytest.mark.parametrize("norms", ["none", "one of each chunk", "one of all"])
-def test_features_are_fused_behind_their_norms(norms: str) -> None:
-    check_fused_features(norms)

@@ -173,7 +173,8 @@ def law_of_the_code(
     return laws.__getitem__
 
 
-def check_exact_law(name: str) -> Fraction | float:
+@pytest.mark.parametrize("name", CASES)
+def test_speculation_has_exactly_the_autoregressive_law_with(name: str) -> None:
     """The largest distance from the target's law, which is none."""
     p, drafts = CASES[name]
     horizon = 4  # two drafted, the bonus, and one token of the round after
@@ -183,12 +184,6 @@ def check_exact_law(name: str) -> Fraction | float:
         expected = oracle.autoregressive_law(p, horizon, stops)
         distance = oracle.total_variation(law, expected)
         assert distance == 0, f"{name}, stops {stops}: total variation {float(distance):.3g}"
-    return distance
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_speculation_has_exactly_the_autoregressive_law_with(name: str) -> None:
-    check_exact_law(name)
 
 
 def test_the_boxes_of_the_rule_fill_the_cube() -> None:

@@ -91,14 +91,10 @@ def test_a_schedule_that_drafts_nothing_never_runs_the_second(drafter: NGram | S
 def test_it_takes_the_options_of_its_second_drafter() -> None:
     head = tiny.eagle3(TARGET, Chain(3))
     decoder = SpeculativeDecoder(TARGET, Fallback.of(NGram(3), head), tree=TREE)
-    assert (decoder.loop.drafter.num_nodes, decoder.loop.drafter.first.num_nodes, decoder.loop.is_chain) == (
-        9,
-        4,
-        False,
-    )
-    decoder = SpeculativeDecoder(
-        TARGET, Fallback.of(Suffix(3), head), num_speculative_tokens=2, draft_sampling="probabilistic"
-    )
+    ours = decoder.loop.drafter
+    assert (ours.num_nodes, ours.first.num_nodes, decoder.loop.is_chain) == (9, 4, False)
+    options = {"num_speculative_tokens": 2, "draft_sampling": "probabilistic"}
+    decoder = SpeculativeDecoder(TARGET, Fallback.of(Suffix(3), head), **options)
     assert decoder.method == "Suffix, else Eagle3Drafter, chain K=2, probabilistic draft sampling"
     assert decoder.loop.drafter.config is head.drafter.config
     subject = Subject(LoadedDrafter(decoder.loop.drafter, head.params), TARGET)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
+import tiny
 from checkpoints import TARGET, Head, assert_close, edit_config, edit_tensors, same_params, write_checkpoint
 from torch_heads import MTP, Eagle1, drafted
 
@@ -47,7 +48,9 @@ def params_of(checkpoint: conversion.HeadCheckpoint, tables: EmbeddingTables) ->
     return drafter, drafter.assemble(head, tables, embedding=own)
 
 
-def check_rounds(name: str) -> None:
+# The others differ in what is read from files.
+@pytest.mark.parametrize("name", [name for name in HEADS if not re.search("bias|target|rope", name)])
+def test_a_head_drafts_as_its_torch_twin_round_after_round(name: str) -> None:
     """Logits of the first pairs, and the chain of every round: accepted, refused and never drafted tokens in between.
 
     The twin computes everything anew each time, so a guess that stayed in the cache, a position that is off or a
@@ -91,20 +94,9 @@ def check_rounds(name: str) -> None:
         padded[0, :count] = text[known : known + count]
         wide[0, :count, 0] = features[known : known + count]
         known += count
-        seen = Observation(
-            tokens=jnp.asarray(padded),
-            features=jnp.asarray(wide),
-            length=jnp.full((1,), count, jnp.int32),
-            next_token=jnp.asarray(text[known : known + 1], jnp.int32),
-        )
+        seen = tiny.seen_of(padded, wide, [count], text[known : known + 1])
         state, tokens = round_(params, state, seen)
         assert tokens[0, 1:].tolist() == truth(known).tokens, f"after {known} tokens"
-
-
-# The others differ in what is read from files.
-@pytest.mark.parametrize("name", [name for name in HEADS if not re.search("bias|target|rope", name)])
-def test_a_head_drafts_as_its_torch_twin_round_after_round(name: str) -> None:
-    check_rounds(name)
 
 
 EXPORTS = {

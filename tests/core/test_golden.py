@@ -73,17 +73,13 @@ def test_a_deep_drafted_tree_equals_the_official_code_node_by_node() -> None:
     check_official_trace("eagle3_sharp", "trace_sharp_60_7_10")
 
 
-def check_official_eagle2(rounds: int | None = None) -> None:
+def test_a_drafted_tree_of_an_eagle1_head_equals_the_official_code_node_by_node() -> None:
     """The head of EAGLE-1 with the tree of EAGLE-2."""
     pytest.importorskip("torch", reason="this head is a pickle of PyTorch")
-    check_official_trace("eagle1", "trace_eagle1_greedy_fp32", rounds)
+    check_official_trace("eagle1", "trace_eagle1_greedy_fp32")
 
 
-def test_a_drafted_tree_of_an_eagle1_head_equals_the_official_code_node_by_node() -> None:
-    check_official_eagle2()
-
-
-def check_first_official_draft() -> None:
+def test_the_first_drafted_tree_equals_the_official_code() -> None:
     """The tree behind the prompt alone: nine runs of the head, and no verification."""
     pytest.importorskip("torch", reason="this head is a pickle of PyTorch")
     target, head = pair("official", "eagle3_sharp")
@@ -93,10 +89,6 @@ def check_first_official_draft() -> None:
     draft = jax.jit(decoder.loop.drafter.propose)(head.params, state.drafter, state.keys, state.sampling)
     assert draft.tokens[0].tolist() == recorded["rounds"][0]["draft_tokens"]
     assert draft.parents[0].tolist() == parents_of(recorded["rounds"][0]["tree_mask"])
-
-
-def test_the_first_drafted_tree_equals_the_official_code() -> None:
-    check_first_official_draft()
 
 
 def vllm_decoder() -> tuple[SpeculativeDecoder, dict[str, Any]]:

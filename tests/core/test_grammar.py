@@ -141,41 +141,33 @@ def test_equal_columns_are_merged() -> None:
         assert np.array_equal(one, other)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [
-        ("(", "'.' is not supported by outlines-core"),
-        ("a(?=b)", "'a.*' is not supported by outlines-core: .*NFA"),
-        (r"\ba", "word boundaries"),
-        ("az", "vocabulary provided is incompatible with .*az.*missing tokens"),
-        (3, "is not supported by outlines-core"),
-    ],
+PATTERNS = (
+    ("(", "'.' is not supported by outlines-core"),
+    ("a(?=b)", "'a.*' is not supported by outlines-core: .*NFA"),
+    (r"\ba", "word boundaries"),
+    ("az", "vocabulary provided is incompatible with .*az.*missing tokens"),
+    (3, "is not supported by outlines-core"),
 )
-def test_a_bad_pattern_is_refused_in_one_line(pattern: Any, message: str) -> None:
-    with tiny.unchecked(), pytest.raises(ValueError, match=message) as caught:
-        e3.TokenAutomaton.from_regex(pattern, small())
-    assert "\n" not in str(caught.value)
+SCHEMAS = (
+    ("{", "is not supported: Expecting property name"),
+    ({"type": "nope"}, "Unsupported type: nope"),
+    ([], "Unsupported JSON Schema structure"),
+    ({"$ref": "#/definitions/x"}, "Invalid reference path"),
+    ({"type": "object", "properties": {"maximum": {"type": "integer", "maximum": 3}}}, "'maximum' would be ignored"),
+    ({"type": "array", "items": {"allOf": [{"type": "null"}]}}, "'allOf' would be ignored"),
+    ({"type": "object", "properties": {}, "required": ["x"]}, "'x' is required and not described"),
+    ({"const": {1}}, "not JSON serializable"),
+)
 
 
 @pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        ("{", "is not supported: Expecting property name"),
-        ({"type": "nope"}, "Unsupported type: nope"),
-        ([], "Unsupported JSON Schema structure"),
-        ({"$ref": "#/definitions/x"}, "Invalid reference path"),
-        (
-            {"type": "object", "properties": {"maximum": {"type": "integer", "maximum": 3}}},
-            "'maximum' would be ignored",
-        ),
-        ({"type": "array", "items": {"allOf": [{"type": "null"}]}}, "'allOf' would be ignored"),
-        ({"type": "object", "properties": {}, "required": ["x"]}, "'x' is required and not described"),
-        ({"const": {1}}, "not JSON serializable"),
-    ],
+    ("make", "given", "message"),
+    [(e3.TokenAutomaton.from_regex, *one) for one in PATTERNS]
+    + [(e3.TokenAutomaton.from_json_schema, *one) for one in SCHEMAS],
 )
-def test_a_bad_schema_is_refused_in_one_line(schema: Any, message: str) -> None:
+def test_a_bad_pattern_or_schema_is_refused_in_one_line(make: Any, given: Any, message: str) -> None:
     with tiny.unchecked(), pytest.raises(ValueError, match=message) as caught:
-        e3.TokenAutomaton.from_json_schema(schema, small())
+        make(given, small())
     assert "\n" not in str(caught.value)
 
 

@@ -1,7 +1,7 @@
 """What a program sets for all of JAX, and what every generation must bear: 64-bit types, and no rank promotion.
 
-Under ``jax_enable_x64`` counts, sums and indices are int64 where nothing else is said; the loop carries int32. Truth is
-plain decoding without these settings: a greedy row of any drafter has its tokens.
+Under ``jax_enable_x64`` counts, sums and indices are int64 where nothing else is said; the loop carries int32. What
+the command line writes without these settings is the truth.
 """
 
 from __future__ import annotations
@@ -76,16 +76,6 @@ def check_traced(loop: loops.SpeculativeLoop, params: loops.LoopParams, sampling
 def test_a_sampled_batch_is_traced_under_64_bits_for(name: str) -> None:
     one = decoder(name)
     check_traced(dataclasses.replace(one.loop, sampling_mode=SamplingMode.TRUNCATED), one.params, MIXED)
-
-
-@pytest.mark.parametrize(
-    ("name", "sampling"), [("n-grams", None), ("EAGLE-3 dynamic tree", None), ("a schedule", None), ("plain", MIXED)]
-)
-def test_a_batch_is_the_same_under_64_bits_by(name: str, sampling: SamplingParams | None) -> None:
-    one, plain = decoder(name), decoder("plain")
-    with strict():
-        found = one.generate(PROMPTS, max_new_tokens=8, sampling=sampling).tokens
-    assert found == plain.generate(PROMPTS, max_new_tokens=8, sampling=sampling).tokens
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -22,12 +22,13 @@ import numpy as np
 import pytest
 import test_long_law
 import tiny
+from test_drafter_contract import ALL_DRAFTERS, drafter_of
 
 import eagle3_jax
 from eagle3_jax import BlockVerification, SimulatedAcceptance, SpeculativeDecoder, TypicalAcceptance
 from eagle3_jax.checks import per_row
 from eagle3_jax.decode import LoadedDrafter
-from eagle3_jax.drafters import Markov, Plain
+from eagle3_jax.drafters import Plain
 from eagle3_jax.sampling import num_digits, row_keys
 from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.topology import Chain
@@ -170,7 +171,8 @@ CASES: dict[str, tuple[Callable[[], LoadedDrafter], dict[str, Any], tuple[str, .
 }
 
 
-def check_keys(name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_every_key_is_used_once_and_as_documented_with(name: str) -> None:
     """A prefill and some rounds draw what the ledger says, and from no key twice."""
     drafter, options, drawing, sizes = CASES[name]
     decoder = SpeculativeDecoder(WORLD.target, drafter(), stop_tokens=(), **options)
@@ -197,28 +199,9 @@ def judged(name: str, ledger: Ledger, expected: list[Use]) -> None:
     assert sorted(ledger.uses) == sorted(expected), f"{name}: not the documented keys\n{ledger}"
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_key_is_used_once_and_as_documented_with(name: str) -> None:
-    check_keys(name)
-
-
-TARGET = tiny.target(80)
-TOKENS = {"draft_sampling": PROBABILISTIC}
-DRAWING: dict[str, Callable[[], LoadedDrafter]] = {
-    "EAGLE-1": lambda: tiny.eagle1(TARGET, tiny.STATIC_TREE, **TOKENS),
-    "EAGLE-3": lambda: tiny.eagle3(TARGET, draft_vocab_size=70, **TOKENS),
-    "P-EAGLE": lambda: tiny.p_eagle(TARGET, **TOKENS),
-    "MTP": lambda: tiny.mtp(TARGET, **TOKENS),
-    "Medusa": lambda: tiny.medusa(TARGET, **TOKENS),
-    "DFlash": lambda: tiny.dflash(TARGET, **TOKENS),
-    "DSpark": lambda: tiny.dflash(TARGET, from_anchor=True, markov=Markov(rank=4), **TOKENS),
-    "a draft model": lambda: tiny.draft_model(TARGET, **TOKENS),
-}
-
-
-@pytest.mark.parametrize("name", DRAWING)
+@pytest.mark.parametrize("name", [name for name in ALL_DRAFTERS if "sampled" in name or "drawn" in name])
 def test_every_drafter_draws_once_from_the_key_that_it_is_given(name: str) -> None:
-    loaded, keys = DRAWING[name](), row_keys(7, 2)
+    loaded, keys = drafter_of(name), row_keys(7, 2)
     drafter, sampling = loaded.drafter, per_row(SamplingParams(temperature=0.9), 2)
 
     def propose(params):
@@ -227,8 +210,7 @@ def test_every_drafter_draws_once_from_the_key_that_it_is_given(name: str) -> No
     with recorded(keys) as ledger:
         jax.jit(propose)(loaded.params)
         who = CHAIN if drafter.num_nodes == drafter.max_depth + 1 else TREE
-        count = (drafter.num_nodes - 1) * DIGITS
-        judged(name, ledger, [(who, (row,), count) for row in range(2)])
+        judged(name, ledger, [(who, (row,), drafter.num_nodes - 1) for row in range(2)])
 
 
 def test_the_ledger_is_the_one_in_the_documentation() -> None:

@@ -25,15 +25,8 @@ def test_the_network_is_that_of_its_independent_torch_twin(layers: int, bias: bo
 
     heads = medusa_torch.random_heads(16, 13, heads=3, layers=layers, bias=bias)
     tensors = medusa_torch.tensors_of(heads)
-    config = MedusaConfig(
-        vocab_size=13,
-        draft_vocab_size=13,
-        target_width=16,
-        num_target_layers=2,
-        num_heads=3,
-        num_layers=layers,
-        bias=bias,
-    )
+    shape = {"vocab_size": 13, "draft_vocab_size": 13, "target_width": 16, "num_target_layers": 2}
+    config = MedusaConfig(**shape, num_heads=3, num_layers=layers, bias=bias)
     linear = lambda k, name: {
         "kernel": tensors[f"{k}.{name}weight"].T,
         **({"bias": tensors[f"{k}.{name}bias"]} if f"{k}.{name}bias" in tensors else {}),
@@ -89,16 +82,14 @@ def test_every_round_drafts_from_the_state_behind_the_last_committed_token(topol
             wanted = read_off(of.params["head"], variant.get("shared_output", False), table, text, paths)
             assert after.draft.tokens[row].tolist() == [text[-1], *wanted]
     steps = np.diff(np.array(lengths), axis=0)
-    assert steps.max() > 1 or not isinstance(topology, StaticTree), (
-        "nothing was accepted: nothing had to be rolled back"
-    )
+    assert steps.max() > 1 or not isinstance(topology, StaticTree), "nothing was accepted, so nothing was rolled back"
 
 
 def test_k_is_at_most_the_number_of_heads_and_the_first_k_draft() -> None:
     of = tiny.medusa(TARGET)
     assert of.drafter.topology == Chain(4) and of.drafter.aux_layers == (3,)
     with pytest.raises(
-        ValueError, match="a draft of 5 tokens needs as many Medusa heads and there are 4; lower num_spec"
+        ValueError, match="a draft of 5 tokens needs as many Medusa heads and there are 4; lower num_sp"
     ):
         SpeculativeDecoder(TARGET, of, num_speculative_tokens=5)
     with pytest.raises(ValueError, match="a draft of 4 tokens needs as many Medusa heads and there are 3"):

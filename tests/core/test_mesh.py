@@ -89,21 +89,14 @@ def test_two_processes_print_what_one_prints(tmp_path: Path, cli: Any) -> None:
     for index in range(2):
         options = ["--mesh", "model=2,data=2", "--trace", tmp_path / f"{index}.json", "--compilation-cache", "none"]
         options += ["--distributed", f"coordinator=127.0.0.1:{port},processes=2,process={index}"]
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "eagle3_jax", *map(str, [*command, *options])],
-                env=environment(2),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        arguments = [sys.executable, "-m", "eagle3_jax", *map(str, [*command, *options])]
+        processes.append(subprocess.Popen(arguments, env=environment(2), **pipes))
     (first, said), (second, _) = (process.communicate(timeout=300) for process in processes)
     assert [process.returncode for process in processes] == [0, 0], said[-2000:]
     assert second == ""
-    assert [json.loads(line)["token_ids"] for line in first.splitlines()] == [
-        json.loads(line)["token_ids"] for line in alone.splitlines()
-    ]
+    ids = lambda out: [json.loads(line)["token_ids"] for line in out.splitlines()]
+    assert ids(first) == ids(alone)
     assert (tmp_path / "0.json").read_text() == (tmp_path / "alone.json").read_text()
     assert not (tmp_path / "1.json").exists()
 
@@ -114,7 +107,6 @@ def test_two_processes_print_what_one_prints(tmp_path: Path, cli: Any) -> None:
         ("model=4,pipe=2", "'pipe' is no axis; the axes are data and model"),
         ("model", "the size of model is ''"),
         ("model=four", "the size of model is 'four'; expected a number from 1, as in model=4,data=2"),
-        ("model=0", "the size of model is '0'"),
         ("model=2,model=2", "names model twice"),
         ("", "'' is no axis"),
     ],
@@ -133,10 +125,8 @@ def test_a_mesh_of_other_sizes_than_the_devices_is_refused() -> None:
     ("options", "said"),
     [
         (["--mesh", "model=2"], "--mesh model=2: a mesh of model=2,data=1 needs 2 devices and there is 1 (CPU)"),
-        (["--mesh", "experts=2"], "'experts' is no axis; the axes are data and model"),
         (["--distributed", "auto"], "--distributed was given without --mesh"),
         (["--distributed", "auto", "--mesh", "model=1"], "expected 'auto', or 'coordinator=HOST:PORT,processes=2"),
-        (["--distributed", "process=1", "--mesh", "model=1"], "--distributed 'process=1': expected 'auto', or"),
         (["--distributed", "coordinator=a:1,processes=2,process=2", "--mesh", "model=1"], "expected 0 to 1"),
     ],
 )

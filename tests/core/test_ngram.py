@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from eagle3_jax.checks import per_row
 from eagle3_jax.drafters import NGram, Suffix
-from eagle3_jax.types import Draft, Observation, SamplingParams
+from eagle3_jax.types import Draft, SamplingParams
 
 
 def looked_up(tokens: list[int], drafter: NGram) -> list[int]:
@@ -30,12 +30,8 @@ def propose(drafter: NGram | Suffix, rows: list[list[int]], capacity: int = 24) 
         tokens = np.zeros((len(rows), max(map(len, pieces)) - 1 or 1), np.int32)
         for index, piece in enumerate(pieces):
             tokens[index, : len(piece) - 1] = piece[:-1]
-        seen = Observation(
-            tokens=jnp.array(tokens),
-            features=jnp.zeros((*tokens.shape, 0, 4)),
-            length=jnp.array([len(piece) - 1 for piece in pieces], jnp.int32),
-            next_token=jnp.array([piece[-1] for piece in pieces], jnp.int32),
-        )
+        ends = [len(piece) - 1 for piece in pieces], [piece[-1] for piece in pieces]
+        seen = tiny.seen_of(tokens, np.zeros((*tokens.shape, 0, 4)), *ends)
         state = jax.jit(drafter.observe)(None, state, seen)
     return jax.jit(drafter.propose)(
         None, state, jax.random.split(jax.random.key(0), len(rows)), per_row(SamplingParams(), len(rows))

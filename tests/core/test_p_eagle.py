@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
+import tiny
 from checkpoints import TARGET, Head, TorchHead, edit_config, edit_tensors, same_params
 
 from eagle3_jax import conversion
@@ -55,7 +56,6 @@ def test_drafts_are_those_of_one_forward_over_context_and_masks(tmp_path: Path, 
     head, depth = HEADS[name], 4
     checkpoint = conversion.read_head(write(head, tmp_path / "head"), TARGET)
     random = np.random.default_rng(3)
-    fed = 7
     features = random.normal(size=(2, 16, len(head.aux), head.target_width)).astype(np.float32)
     tokens = random.integers(0, 61, (2, 16))
     own = checkpoint.embedding
@@ -85,16 +85,8 @@ def test_drafts_are_those_of_one_forward_over_context_and_masks(tmp_path: Path, 
         return draft.state, draft.probs
 
     params = jax.tree.map(jnp.asarray, params)
-    state, known, rows = drafter.init(params, 2, 20), np.zeros(2, np.int64), np.arange(2)
-    for counts in np.array([[7, 4], [1, 3], [3, 0]]):
-        places: Any = np.minimum(known[:, None] + np.arange(fed), 15)
-        known = known + counts
-        seen = Observation(
-            tokens=jnp.asarray(tokens[rows[:, None], places], jnp.int32),
-            features=jnp.asarray(features[rows[:, None], places]),
-            length=jnp.asarray(counts, jnp.int32),
-            next_token=jnp.asarray(tokens[rows, known], jnp.int32),
-        )
+    state = drafter.init(params, 2, 20)
+    for known, seen in tiny.ragged_rounds(tokens, features, ((7, 4), (1, 3), (3, 0))):
         state, laws = one_round(params, state, seen)
         for row in (0, 1):
             np.testing.assert_allclose(laws[row, 1:], one_forward(row, int(known[row])), atol=1e-5)

@@ -127,9 +127,8 @@ def test_the_changed_target_keeps_the_contract_of_a_target(precision: str) -> No
 @pytest.mark.parametrize("drafter", [NGram(3), "tree"])
 def test_greedy_texts_with_a_draft_are_those_without(drafter: Any) -> None:
     target = with_processors(tiny.target(13), Penalty(repetition=1.3, frequency=0.4, prompt=True), LogitBias({4: -9.0}))
-    head = (
-        tiny.eagle3(tiny.target(13), DynamicTree(num_nodes=9, max_depth=3, top_k=3)) if drafter == "tree" else drafter
-    )
+    tree = DynamicTree(num_nodes=9, max_depth=3, top_k=3)
+    head = tiny.eagle3(tiny.target(13), tree) if drafter == "tree" else drafter
     prompts = [[1, 2, 3], [4], [5, 6, 5, 6, 5]]
     plain, drafted = (SpeculativeDecoder(target, one).generate(prompts, max_new_tokens=40) for one in (Plain(), head))
     assert plain.tokens == drafted.tokens and drafted.stats.num_accepted_tokens > 0

@@ -26,18 +26,13 @@ def target() -> LoadedTarget:
     return load_target(TARGET)
 
 
-def check_recorded_rounds(name: str, directory: Path) -> Parity:
+@pytest.mark.parametrize("name", NAMES)
+def test_every_round_of_a_recorded_run_accepts_as_much(name: str, tmp_path: Path) -> None:
     """One method beside its recording; ``directory`` is for files that have to be made."""
     method = METHODS[name]
-    count, drafter = method.num_speculative_tokens, method.drafter(target(), directory)
+    count, drafter = method.num_speculative_tokens, method.drafter(target(), tmp_path)
     decoder = SpeculativeDecoder(target(), drafter, num_speculative_tokens=count, stop_tokens=())  # type: ignore[arg-type]
     ours = play(decoder, PROMPTS, max_new_tokens=NEW_TOKENS, batch_size=len(PROMPTS))
     found = Parity(ours, recorded(name), stats_of(ours, count))
     assert found.difference is None, found.difference
     assert mean_acceptance_length(found.theirs) > method.least
-    return found
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_round_of_a_recorded_run_accepts_as_much(tmp_path: Path, name: str) -> None:
-    check_recorded_rounds(name, tmp_path)

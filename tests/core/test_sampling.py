@@ -10,8 +10,8 @@ import pytest
 import tiny
 
 from eagle3_jax import kernels
-from eagle3_jax.sampling import draw, keys_at, probabilities, row_keys, uniforms
-from eagle3_jax.types import SamplingMode, SamplingParams
+from eagle3_jax.sampling import keys_at, probabilities, row_keys, uniforms
+from eagle3_jax.types import SamplingMode
 
 SETTINGS = [
     (temperature, top_k, top_p)
@@ -19,15 +19,6 @@ SETTINGS = [
     for top_k in (0, 1, 5, 100)
     for top_p in (0.05, 0.8, 1.0)
 ]
-
-
-def settings() -> SamplingParams:
-    temperature, top_k, top_p = zip(*SETTINGS, strict=True)
-    return SamplingParams(
-        temperature=jnp.array(temperature, jnp.float32),
-        top_k=jnp.array(top_k, jnp.int32),
-        top_p=jnp.array(top_p, jnp.float32),
-    )
 
 
 def logits(seed: int = 0, tied: bool = False) -> np.ndarray:
@@ -38,7 +29,7 @@ def logits(seed: int = 0, tied: bool = False) -> np.ndarray:
 @pytest.mark.parametrize("tied", [False, True])
 def test_probabilities_are_those_of_the_oracle_for_all_settings_in_one_batch(tied: bool) -> None:
     values = logits(tied=tied)
-    ours = np.asarray(probabilities(jnp.array(values), settings()))
+    ours = np.asarray(probabilities(jnp.array(values), tiny.sampling_of(SETTINGS)))
     for row, setting in enumerate(SETTINGS):
         for node in range(3):
             np.testing.assert_allclose(ours[row, node], oracle.warped(values[row, node].tolist(), *setting), atol=2e-6)
@@ -49,7 +40,7 @@ def test_probabilities_are_those_of_transformers(tied: bool) -> None:
     torch = pytest.importorskip("torch")
     warpers = pytest.importorskip("transformers.generation.logits_process")
     values = logits(1, tied)
-    ours = np.asarray(probabilities(jnp.array(values), settings()))
+    ours = np.asarray(probabilities(jnp.array(values), tiny.sampling_of(SETTINGS)))
     for row, (temperature, top_k, top_p) in enumerate(SETTINGS):
         if temperature == 0:
             continue
@@ -66,40 +57,30 @@ def test_probabilities_are_those_of_transformers(tied: bool) -> None:
 
 
 def test_ties_at_the_edge_of_top_p_keep_the_lower_ids() -> None:
-    one = SamplingParams(temperature=jnp.ones(1), top_k=jnp.zeros(1, jnp.int32), top_p=jnp.full(1, 0.45))
+    one = tiny.sampling_of([(1.0, 0, 0.45)])
     assert np.flatnonzero(np.asarray(probabilities(jnp.zeros((1, 1, 4)), one))[0, 0]).tolist() == [0, 1]
 
 
 def test_a_greedy_row_is_a_point_mass_on_the_lowest_of_tied_maxima() -> None:
-    greedy = SamplingParams(temperature=jnp.zeros(1), top_k=jnp.zeros(1, jnp.int32), top_p=jnp.ones(1))
+    greedy = tiny.sampling_of([(0.0, 0, 1.0)])
     for sampling_mode in (SamplingMode.TEMPERATURE, SamplingMode.TRUNCATED):
         assert probabilities(jnp.array([[[1.0, 3.0, 3.0]]]), greedy, sampling_mode)[0, 0].tolist() == [0.0, 1.0, 0.0]
 
 
 def test_skipping_the_sort_changes_nothing_when_no_row_truncates() -> None:
-    params = SamplingParams(
-        temperature=jnp.array([0.0, 0.7, 1.0]), top_k=jnp.array([3, 0, 0], jnp.int32), top_p=jnp.array([0.1, 1.0, 1.0])
-    )
+    params = tiny.sampling_of([(0.0, 3, 0.1), (0.7, 0, 1.0), (1.0, 0, 1.0)])
     values = jnp.array(logits()[:3])
-    np.testing.assert_allclose(
-        probabilities(values, params, SamplingMode.TEMPERATURE),
-        probabilities(values, params, SamplingMode.TRUNCATED),
-        atol=1e-6,
+    plain, sorted_ = (
+        probabilities(values, params, mode) for mode in (SamplingMode.TEMPERATURE, SamplingMode.TRUNCATED)
     )
+    np.testing.assert_allclose(plain, sorted_, atol=1e-6)
 
 
 def test_half_precision_logits_become_float32_probabilities() -> None:
-    params = SamplingParams(temperature=jnp.ones(1), top_k=jnp.zeros(1, jnp.int32), top_p=jnp.ones(1))
+    params = tiny.sampling_of([(1.0, 0, 1.0)])
     probs = probabilities(jnp.array([[[0.0, -20.0]]], jnp.bfloat16), params)
     assert probs.dtype == jnp.float32
     assert float(probs[0, 0, 1]) == pytest.approx(np.exp(-20.0), rel=1e-5)
-
-
-def test_a_draw_inverts_the_cumulative_distribution() -> None:
-    p = np.array([0.1, 0.0, 0.6, 0.3])
-    grid = jnp.array((np.arange(1000) + 0.5) / 1000, jnp.float32)[:, None]
-    tokens = np.asarray(draw(jnp.broadcast_to(jnp.array(p, jnp.float32), (1000, 4)), grid))
-    np.testing.assert_allclose(np.bincount(tokens, minlength=4) / 1000, p, atol=1.5e-3)
 
 
 def test_randomness_differs_by_row_position_and_purpose() -> None:

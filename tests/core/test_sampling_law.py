@@ -115,17 +115,7 @@ def chi_square(counts: Counter, law: oracle.Law) -> tuple[float, str]:
 def check_sampling_law(name: str, *, runs: int, stops: tuple[int, ...] = ()) -> None:
     owners = [setting for setting in SETTINGS for _ in range(ROWS_PER_SETTING)]
     rows = [PROMPTS[SETTINGS.index(setting) % len(PROMPTS)] for setting in owners]
-    temperature, top_k, top_p = (np.array(column) for column in zip(*owners, strict=True))
-    batch = tiny.prompts(
-        rows,
-        limit=HORIZON,
-        sampling=SamplingParams(
-            temperature=jnp.array(temperature, jnp.float32),
-            top_k=jnp.array(top_k, jnp.int32),
-            top_p=jnp.array(top_p, jnp.float32),
-        ),
-        stop_tokens=stops,
-    )
+    batch = tiny.prompts(rows, limit=HORIZON, sampling=tiny.sampling_of(owners), stop_tokens=stops)
     loop, params = tiny.bind(TARGET, DRAFTERS[name](), sampling_mode=SamplingMode.TRUNCATED)
     capacity = max(map(len, PROMPTS)) + HORIZON + loop.drafter.num_nodes
     counts = {setting: Counter() for setting in SETTINGS}
@@ -166,7 +156,11 @@ def test_rows_do_not_repeat_each_others_randomness() -> None:
 ALONE = {"top-k alone": (1.0, 2, 1.0), "top-p alone": (1.0, 0, 0.8), "top-k and top-p": (1.3, 3, 0.75)}
 
 
-def check_truncation_through_the_decoder(name: str, drafter: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [("top-k alone", "plain decoding"), ("top-p alone", "plain decoding"), ("top-k and top-p", "a sampled chain")],
+)
+def test_a_batch_that_truncates_in_one_way_only_follows_the_target_law(name: str, drafter: str) -> None:
     """The decoder looks at a batch to see how much work its rows need; here no other row gives it a hint."""
     temperature, top_k, top_p = ALONE[name]
     decoder = SpeculativeDecoder(TARGET, DRAFTERS[drafter](), stop_tokens=())
@@ -176,26 +170,11 @@ def check_truncation_through_the_decoder(name: str, drafter: str) -> None:
     assert p_value > ALPHA, f"{drafter}, {name}: {report}"
 
 
-@pytest.mark.parametrize(
-    ("name", "drafter"),
-    [("top-k alone", "plain decoding"), ("top-p alone", "plain decoding"), ("top-k and top-p", "a sampled chain")],
-)
-def test_a_batch_that_truncates_in_one_way_only_follows_the_target_law(name: str, drafter: str) -> None:
-    check_truncation_through_the_decoder(name, drafter)
-
-
-def check_the_edge_of_top_p(size: int = 8) -> None:
+def test_top_p_keeps_no_token_behind_a_set_of_exactly_that_mass() -> None:
     """A set that has just enough mass is enough: equal masses of a power of two, so that every sum is exact."""
+    size = 8
     kept = np.arange(1, size)
-    rows = SamplingParams(
-        temperature=jnp.ones(size - 1),
-        top_k=jnp.zeros(size - 1, jnp.int32),
-        top_p=jnp.array(kept / size, jnp.float32),
-    )
+    rows = tiny.sampling_of([(1.0, 0, count / size) for count in kept])
     mass = np.asarray(probabilities(jnp.zeros((size - 1, 1, size)), rows))[:, 0]
     found = [np.flatnonzero(row).tolist() for row in mass]
     assert found == [list(range(count)) for count in kept]
-
-
-def test_top_p_keeps_no_token_behind_a_set_of_exactly_that_mass() -> None:
-    check_the_edge_of_top_p()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -23,7 +22,7 @@ from eagle3_jax.schedule import default_draft_length
 
 GOLDEN = tiny.GOLDEN / "official"
 
-SCHEDULE = SpeculationSchedule(((1, 2, 4), (3, 4, 2), (5, 6, 0)))
+SCHEDULE = SpeculationSchedule(((1, 2, 4), (3, 4, 2)))  # of five rows and more none
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [10, 11], [1, 3, 5], [2, 2, 2, 2], [9, 8]]
 LIMITS = [5, 9, 13, 20, 28, 37, 40]
 
@@ -96,27 +95,8 @@ def test_the_length_of_every_round_is_what_the_schedule_says(target):
     for one in decoder.rounds(PROMPTS, max_new_tokens=LIMITS):
         lengths.append(np.asarray(one.draft.valid)[:, 1:].sum(1).max())
         running.append(int(np.sum(one.state.running)))
-    assert lengths == [SCHEDULE.length_at(rows) for rows in running[:-1]]
-    assert {0, 2, 4} == set(lengths)
-
-
-def check_the_last_size():
-    """As many rows as the last entry allows are drafted for; with one more the first rounds are plain."""
-    target, last = tiny.target(), 3
-    schedule = SpeculationSchedule(((1, 1, 4), (2, last, 2)))
-    for rows in (last, last + 1):
-        drafter = LoadedDrafter(tiny.Scripted(shift=1), jnp.zeros((rows, 32), jnp.int32))
-        decoder = SpeculativeDecoder(target, drafter, schedule=schedule)
-        lengths, running = [], [rows]
-        for one in decoder.rounds(PROMPTS[:rows], max_new_tokens=[3, 5, 7, 9][:rows]):
-            lengths.append(int(np.asarray(one.draft.valid)[:, 1:].sum(1).max()))
-            running.append(int(np.sum(one.state.running)))
-        assert lengths == [0 if count > last else 2 if count > 1 else 4 for count in running[:-1]]
-        assert 2 in lengths
-
-
-def test_a_schedule_drafts_at_its_last_size_and_not_above():
-    check_the_last_size()
+    assert lengths == [0 if rows > 4 else 2 if rows > 2 else 4 for rows in running[:-1]]
+    assert {2, 3, 4, 5} <= set(running), "both sides of every change"
 
 
 def test_counters_of_the_compiled_loop_equal_those_of_its_steps(target):

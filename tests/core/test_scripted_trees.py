@@ -62,7 +62,8 @@ def scripted(tree: str) -> LoadedDrafter:
     return LoadedDrafter(ScriptedTree(TREES[tree]), test_greedy.scripted(0).params)
 
 
-def check_deep_accepts(tree: str) -> None:
+@pytest.mark.parametrize("tree", TREES)
+def test_the_targets_own_branch_is_accepted_to_its_end_and_the_text_is_plain_with(tree: str) -> None:
     """Plain greedy text, and every round accepts the tree's full depth, at the smallest capacity that loses nothing."""
     loop, params = tiny.bind(test_greedy.TARGET, scripted(tree))
     batch = tiny.prompts(test_greedy.PROMPTS, limit=test_greedy.LIMITS)
@@ -73,29 +74,21 @@ def check_deep_accepts(tree: str) -> None:
     assert accepted.sum() > 20
 
 
-@pytest.mark.parametrize("tree", TREES)
-def test_the_targets_own_branch_is_accepted_to_its_end_and_the_text_is_plain_with(tree: str) -> None:
-    check_deep_accepts(tree)
-
-
-def check_the_edge_of_a_capacity(tree: str = "a bushy one", limit: int = 128) -> None:
+def test_a_tree_loses_no_node_where_the_text_ends_with_its_bucket() -> None:
     """Texts that end with their bucket: the deepest nodes of the last rounds stand in the slots behind it.
 
     The target is a table: a random decoder hardly minds that a token does not see itself.
     """
+    limit = 128
     target = tables.target(np.random.default_rng(0).normal(size=(VOCABULARY**3, VOCABULARY)), order=3)
     sizes = range(limit - 18, limit - 12)
     prompts = [[(7 * i + 3 * size) % VOCABULARY for i in range(size)] for size in sizes]
     longer = SpeculativeDecoder(target).generate(prompts, max_new_tokens=24).tokens
     texts = [[*prompt, *text] for prompt, text in zip(prompts, longer, strict=True)]
     script = jnp.array([[*text, *[0] * (limit + 24 - len(text))] for text in texts], jnp.int32)
-    drafter = LoadedDrafter(ScriptedTree(TREES[tree]), script)
+    drafter = LoadedDrafter(ScriptedTree(TREES["a bushy one"]), script)
     result = SpeculativeDecoder(target, drafter).generate(prompts, max_new_tokens=[limit - size for size in sizes])
     assert result.tokens == [text[size:limit] for text, size in zip(texts, sizes, strict=True)]
     depth = drafter.drafter.max_depth
     for size, row in zip(sizes, result.rows, strict=True):
         assert int(row.stats.num_accepted_tokens) == -(-(limit - size - 1) // (depth + 1)) * depth
-
-
-def test_a_tree_loses_no_node_where_the_text_ends_with_its_bucket() -> None:
-    check_the_edge_of_a_capacity()

@@ -17,13 +17,9 @@ def target():
     return tiny.target()
 
 
-def test_rates_of_a_length_have_the_least_variance_and_sum_to_it():
+def test_rates_of_a_length_have_the_least_variance_and_conditional_ones_multiply():
     assert SimulatedAcceptance.of_length(3.25, 5).rates == (1.0, 1.0, 0.25, 0.0, 0.0)
     assert SimulatedAcceptance.of_length(1, 2).rates == (0.0, 0.0)
-    assert SimulatedAcceptance.of_length(3, 2).rates == (1.0, 1.0)
-
-
-def test_a_conditional_rate_multiplies_over_the_depths():
     assert np.allclose(SimulatedAcceptance.of_conditional_rate(0.8, 3).rates, [0.8, 0.64, 0.512])
 
 
@@ -46,9 +42,7 @@ def test_impossible_acceptance_is_refused(build, complaint):
 
 def test_every_depth_of_a_draft_needs_a_rate(target):
     with pytest.raises(ValueError, match="depth 3"):
-        SpeculativeDecoder(
-            target, tiny.eagle3(target), num_speculative_tokens=3, verifier=SimulatedAcceptance((0.5,))
-        ).generate(PROMPTS)
+        SpeculativeDecoder(target, tiny.eagle3(target), verifier=SimulatedAcceptance((0.5,))).generate(PROMPTS)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -71,12 +65,8 @@ def test_exactly_the_length_asked_for_is_accepted_in_every_round(target, shape, 
 
 
 def test_conditional_rates_come_out_at_every_depth(target):
-    decoder = SpeculativeDecoder(
-        target,
-        tiny.eagle3(target),
-        num_speculative_tokens=3,
-        verifier=SimulatedAcceptance.of_conditional_rate(0.7, 3),
-    )
+    rule = SimulatedAcceptance.of_conditional_rate(0.7, 3)
+    decoder = SpeculativeDecoder(target, tiny.eagle3(target), verifier=rule)
     stats = decoder.generate([[token] for token in range(12)], max_new_tokens=240).stats
     drafts = int(stats.num_drafts)
     for depth, rate in enumerate(stats.acceptance_per_position):
@@ -86,9 +76,7 @@ def test_conditional_rates_come_out_at_every_depth(target):
 
 def test_the_last_token_of_a_round_is_still_the_targets(target):
     """Only drafts are forced: with nothing accepted, what is written is the target's own text."""
-    none = SpeculativeDecoder(
-        target, tiny.eagle3(target), num_speculative_tokens=2, verifier=SimulatedAcceptance.of_length(1, 2)
-    )
+    none = SpeculativeDecoder(target, tiny.eagle3(target), verifier=SimulatedAcceptance.of_length(1, 3))
     result = none.generate(PROMPTS, max_new_tokens=20)
     assert result.tokens == SpeculativeDecoder(target).generate(PROMPTS, max_new_tokens=20).tokens
     assert result.lossless is False

@@ -167,7 +167,8 @@ def tied_networks() -> dict[str, Network]:
             "two tokens tie": Network(pairs, ones)}  # fmt: skip
 
 
-def check_ties(name: str) -> None:
+@pytest.mark.parametrize("name", tied_networks())
+def test_of_equal_scores_the_candidate_with_the_lower_index_is_taken_where(name: str) -> None:
     network, ids = tied_networks()[name], np.arange(DRAFT_VOCABULARY, dtype=np.int32) * 3 + 1
     for num_nodes, max_depth, top_k in TREES:
         tree = DynamicTree(num_nodes=num_nodes, max_depth=max_depth, top_k=top_k)
@@ -177,11 +178,6 @@ def check_ties(name: str) -> None:
             tokens, parents = grown_by_the_paper(network, row, tree, ids)
             assert draft.tokens[row, 1:].tolist() == tokens
             assert draft.parents[row].tolist() == [-1, *parents]
-
-
-@pytest.mark.parametrize("name", tied_networks())
-def test_of_equal_scores_the_candidate_with_the_lower_index_is_taken_where(name: str) -> None:
-    check_ties(name)
 
 
 def test_a_static_tree_takes_the_token_of_each_rank_under_its_parent() -> None:

@@ -1,4 +1,4 @@
-"""Typical acceptance: compared with the rule as the paper writes it, path by path, and seen not to be lossless."""
+"""Typical acceptance: compared with the rule as the paper writes it, path by path."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import pytest
 import tiny
 from scipy.special import softmax
 
-from eagle3_jax import Draft, Exact, SamplingParams, StaticTree, TypicalAcceptance, check_verifier
+from eagle3_jax import Draft, Exact, SamplingParams, StaticTree, TypicalAcceptance
 from eagle3_jax.types import SamplingMode
 
 VOCAB = 7
-LAW = "what it emits has the target's law"
 TREES = {
     "a chain": StaticTree(((0,), (0, 0), (0, 0, 0))),
     "a tree": StaticTree(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (1, 0, 0), (1, 0, 1))),
@@ -52,11 +51,7 @@ def drafts(tree: StaticTree, rows: int, seed: int) -> tuple[Draft, np.ndarray]:
     )
     valid = rng.random((rows, tree.num_nodes)) > 0.1
     valid[:, 0] = True
-    draft = Draft(
-        tokens=jnp.array(tokens),
-        parents=jnp.tile(jnp.array(tree.parents, jnp.int32), (rows, 1)),
-        valid=jnp.array(valid),
-    )
+    draft = tiny.draft_of(tokens, tree.parents, valid)
     return draft, logits.astype(np.float32)
 
 
@@ -65,9 +60,7 @@ def test_it_keeps_the_path_that_the_paper_keeps(name: str) -> None:
     tree, rows, rule = TREES[name], 400, TypicalAcceptance(epsilon=0.2, delta=0.5)
     draft, logits = drafts(tree, rows, seed=3)
     temperature = np.tile(np.array([0.5, 1.0, 1.7, 0.0], np.float32), rows // 4)
-    sampling = SamplingParams(
-        temperature=jnp.array(temperature), top_k=jnp.zeros(rows, jnp.int32), top_p=jnp.ones(rows, jnp.float32)
-    )
+    sampling = tiny.sampling_of([(one, 0, 1.0) for one in temperature])
     keys = jax.random.split(jax.random.key(0), rows)
     verdict = jax.jit(
         lambda draft, logits: rule(
@@ -77,15 +70,8 @@ def test_it_keeps_the_path_that_the_paper_keeps(name: str) -> None:
     lengths = set()
     for row in range(rows):
         # A row of temperature 0 is a point mass, which 1e-6 stands for.
-        path, after = path_by_path(
-            tree,
-            np.array(draft.tokens[row]),
-            np.array(draft.valid[row]),
-            logits[row],
-            temperature[row] or 1e-6,
-            0.2,
-            0.5,
-        )
+        given = tree, np.array(draft.tokens[row]), np.array(draft.valid[row]), logits[row]
+        path, after = path_by_path(*given, temperature[row] or 1e-6, 0.2, 0.5)
         assert verdict.path[row].tolist() == path + [-1] * (tree.max_depth - len(path)), row
         assert (int(verdict.num_accepted[row]), int(verdict.next_token[row])) == (len(path), after), row
         lengths.add(len(path))
@@ -105,14 +91,6 @@ def test_a_greedy_batch_is_decided_as_the_exact_rule_decides_it() -> None:
     greedy, exact = decide(draft, jnp.array(logits))
     assert tiny.same_bits(greedy, exact)
     assert 10 < int((greedy.num_accepted > 0).sum()) < 90
-
-
-def test_one_that_called_itself_lossless_would_be_found_out() -> None:
-    class Claims(TypicalAcceptance):
-        lossless = True  # type: ignore[assignment]
-
-    (failure,) = check_verifier(Claims(draws_next=True), checks=[LAW], samples=4096).failures
-    assert "does not follow the target" in failure.detail
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import tiny
 
 from eagle3_jax.acceptance import verify, verify_greedy
 from eagle3_jax.point_masses import verify_points
@@ -20,12 +21,7 @@ MIDPOINTS = jnp.array((np.arange(GRID) + 0.5) / GRID, jnp.float32)
 def one_draft(p: np.ndarray, q: np.ndarray, token: int) -> tuple[Draft, jax.Array]:
     """A root and one drafted token, repeated for every point of the grid."""
     repeat = lambda x: jnp.broadcast_to(jnp.asarray(x), (GRID, *np.shape(x)))
-    draft = Draft(
-        tokens=repeat(np.array([0, token], np.int32)),
-        parents=repeat(np.array([-1, 0], np.int32)),
-        valid=repeat(np.array([True, True])),
-        probs=repeat(np.stack([q, q]).astype(np.float32)),
-    )
+    draft = tiny.draft_of(repeat(np.array([0, token])), [-1, 0], probs=repeat(np.stack([q, q])))
     return draft, repeat(np.stack([p, p]).astype(np.float32))
 
 
@@ -35,7 +31,8 @@ def random_law(rng: np.random.Generator, size: int, zeros: int = 0) -> np.ndarra
     return weights / weights.sum()
 
 
-def check_acceptance_frequency(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(6))
+def test_a_draft_is_accepted_as_often_as_the_ratio_of_target_to_draft_probability(seed: int) -> None:
     rng = np.random.default_rng(seed)
     p, q = random_law(rng, 8, zeros=seed % 3), random_law(rng, 8, zeros=seed // 3)
     for token in np.flatnonzero(q):
@@ -46,11 +43,7 @@ def check_acceptance_frequency(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_draft_is_accepted_as_often_as_the_ratio_of_target_to_draft_probability(seed: int) -> None:
-    check_acceptance_frequency(seed)
-
-
-def check_residual_law(seed: int) -> None:
+def test_a_refused_draft_is_corrected_from_the_residual(seed: int) -> None:
     """After a refusal the correction follows ``norm(max(p - q, 0))``, cell by cell within one grid step."""
     rng = np.random.default_rng(seed)
     p, q = random_law(rng, 8, zeros=seed % 3), random_law(rng, 8, zeros=1)
@@ -62,11 +55,6 @@ def check_residual_law(seed: int) -> None:
     expected = np.maximum(p - q, 0) / np.maximum(p - q, 0).sum()
     counts = np.bincount(np.asarray(verdict.next_token), minlength=8) / GRID
     assert np.abs(np.cumsum(counts) - np.cumsum(expected)).max() <= 1 / GRID + 1e-6
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_refused_draft_is_corrected_from_the_residual(seed: int) -> None:
-    check_residual_law(seed)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1.0 - 2.0**-24])
@@ -84,13 +72,8 @@ def test_a_sibling_without_mass_is_refused_where_its_elders_round_above_one(unif
     """These three float32 numbers add up to 1.0000001, so that less than nothing seems to be left for the fourth."""
     elders = np.array([0.5851066708564758, 0.32412686944007874, 0.09076649695634842], np.float32)
     accept = jnp.array([[0.0, 2.0, 2.0, 2.0, uniform]], jnp.float32)  # no elder is taken, however its share rounds
-    shape = (1, 5)
-    draft = Draft(
-        tokens=jnp.array([[0, 0, 1, 2, 3]], jnp.int32),
-        parents=jnp.array([[-1, 0, 0, 0, 0]], jnp.int32),
-        valid=jnp.ones(shape, jnp.bool_),
-    )
-    probs = jnp.broadcast_to(jnp.array([*elders, 0.0], jnp.float32), (*shape, 4))
+    draft = tiny.draft_of([[0, 0, 1, 2, 3]], [-1, 0, 0, 0, 0])
+    probs = jnp.broadcast_to(jnp.array([*elders, 0.0], jnp.float32), (1, 5, 4))
     assert float(1.0 - jnp.sum(probs[0, 0])) < 0
     verdict = verify(draft, probs, accept=accept, choose=jnp.full((1, 1), 0.5, jnp.float32), max_depth=1)
     assert int(verdict.next_token[0]) != 3 and int(verdict.num_accepted[0]) == 0
@@ -140,7 +123,7 @@ def random_trees(count: int, num_nodes: int, vocab_size: int, seed: int) -> tupl
             if len(taken) == vocab_size:  # a full family: hang it on the newest node instead
                 parents[row, node], taken = node - 1, set()
             tokens[row, node] = rng.choice([x for x in range(vocab_size) if x not in taken])
-    draft = Draft(tokens=jnp.array(tokens), parents=jnp.array(parents), valid=jnp.ones(tokens.shape, jnp.bool_))
+    draft = tiny.draft_of(tokens, parents)
     return draft, rng
 
 
@@ -149,7 +132,8 @@ def decisions(verdict: Verdict) -> list[tuple[list[int], int]]:
     return [([int(n) for n in path if n >= 0], int(token)) for path, token in zip(paths, tokens, strict=True)]
 
 
-def check_greedy_verdicts(seed: int) -> None:
+@pytest.mark.parametrize("seed", range(4))
+def test_greedy_verification_is_the_rule_on_point_masses_and_the_official_evaluation(seed: int) -> None:
     draft, rng = random_trees(64, 9, 4, seed)
     wanted = rng.integers(0, 4, (64, 9)).astype(np.int32)
     greedy = verify_greedy(draft, jnp.array(wanted), max_depth=8)
@@ -164,11 +148,7 @@ def check_greedy_verdicts(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_greedy_verification_is_the_rule_on_point_masses_and_the_official_evaluation(seed: int) -> None:
-    check_greedy_verdicts(seed)
-
-
-def check_sampled_verdicts(seed: int) -> None:
+def test_sampled_verification_of_a_deterministic_tree_is_the_official_evaluation(seed: int) -> None:
     draft, rng = random_trees(64, 9, 4, seed)
     probs = np.stack([[random_law(rng, 4, zeros=int(rng.integers(0, 2))) for _ in range(9)] for _ in range(64)])
     dice, choose = rng.random((64, 9)), rng.random(64)
@@ -181,11 +161,6 @@ def check_sampled_verdicts(seed: int) -> None:
     )
     rows = zip(draft.tokens.tolist(), draft.parents.tolist(), probs.tolist(), dice.tolist(), choose, strict=True)
     assert decisions(verdict) == [oracle.posterior_sampled(*row) for row in rows]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_sampled_verification_of_a_deterministic_tree_is_the_official_evaluation(seed: int) -> None:
-    check_sampled_verdicts(seed)
 
 
 @pytest.mark.parametrize("greedy", [True, False])
@@ -203,8 +178,10 @@ def test_nodes_marked_invalid_are_never_accepted(greedy: bool) -> None:
         assert all(bool(draft.valid[row, node]) for node in path)
 
 
-def check_point_masses(seed: int, rows: int = 2048, nodes: int = 8, vocabulary: int = 5) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_point_masses_are_decided_at_once_as_one_by_one(seed: int) -> None:
     """All nodes at once, and one after the other, with the same uniforms: random trees, padding, tokens named twice."""
+    rows, nodes, vocabulary = 2048, 8, 5
     rng = np.random.default_rng(seed)
     parents = np.array([[-1, *(rng.integers(0, node) for node in range(1, nodes))] for _ in range(rows)], np.int32)
     tokens = rng.integers(0, vocabulary, (rows, nodes)).astype(np.int32)
@@ -214,7 +191,7 @@ def check_point_masses(seed: int, rows: int = 2048, nodes: int = 8, vocabulary: 
     probs = jnp.asarray(weights / weights.sum(axis=-1, keepdims=True), jnp.float32)
     accept = jnp.asarray(rng.random((rows, nodes)), jnp.float32)
     choose = jnp.asarray(rng.random((rows, 1)), jnp.float32)
-    draft = Draft(tokens=jnp.asarray(tokens), parents=jnp.asarray(parents), valid=jnp.asarray(valid))
+    draft = tiny.draft_of(tokens, parents, valid)
     named = draft.replace(probs=jax.nn.one_hot(tokens, vocabulary))
     both = [
         (verify_points, verify, draft, probs, accept),
@@ -227,11 +204,6 @@ def check_point_masses(seed: int, rows: int = 2048, nodes: int = 8, vocabulary: 
         assert len(np.unique(slow.num_accepted)) > 3
         for field in ("num_accepted", "path", "next_token"):
             assert np.array_equal(getattr(quick, field), getattr(slow, field)), field
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_point_masses_are_decided_at_once_as_one_by_one(seed: int) -> None:
-    check_point_masses(seed)
 
 
 @pytest.mark.parametrize("size", [1, 2, 37, 4096])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = (ROOT / "docs" / "articles.md").read_text(encoding="utf-8")
 ARTICLES = tomllib.loads((Path(__file__).parent / "quotations.toml").read_text(encoding="utf-8"))
-VLLM = json.loads((ROOT / "docs" / "recorded" / "vllm-0.32.0.json").read_text(encoding="utf-8"))
 VERDICTS = {"True", "Partly true", "Misleading", "False", "Outdated", "Unverified"}
 NAMES = r"`(--[\w-]+|vllm:\w+|[A-Z_0-9]+=\d|\w*(?:speculative|spec_decode|accepted_tokens)\w*)"
 
@@ -46,20 +44,3 @@ def test_the_page_names_every_source_in_full() -> None:
     for name, article in ARTICLES.items():
         assert f"| **{name}** | [{article['title']}]({article['link']}) | {article['author']}, " in PAGE
     assert {source for _, sources, _, _ in claims() for source in sources} == set(ARTICLES)
-
-
-def test_flags_and_metrics_that_are_called_outdated_are_gone_and_the_others_exist() -> None:
-    names = {*VLLM["serve"], *VLLM["metrics"], *VLLM["speculative_config"]}
-    gone, there = 0, 0
-    for claim, _, verdict, reason in claims():
-        code = re.findall(r"`(--[\w-]+|vllm:\w+)", claim)
-        if "SGLang" in claim or not code:
-            continue
-        if reason.startswith("gone"):
-            assert verdict in ("Outdated", "False") and not names & set(code), claim
-            gone += len(code)
-        else:
-            assert names >= set(code), claim
-            there += len(code)
-        assert set(re.findall(r"`(num_speculative_\w+|draft_tensor_\w+)`", reason)) <= set(VLLM["speculative_config"])
-    assert gone >= 9 and there >= 4

@@ -1,8 +1,10 @@
-"""Every block of code on the pages runs as it stands; what cannot run here is read, and its options looked up."""
+"""Programs of the pages run as they stand, use public names and type-check; options of commands are looked up."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -18,13 +20,12 @@ import pytest
 import tiny
 import typer
 
+import eagle3_jax
 from eagle3_jax.cli import run
 from eagle3_jax.cli._commands import app
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
-sys.path.append(str(DOCS / "_extensions"))
-from pages import links_in, prose_of  # noqa: E402
 
 PAGES = sorted(
     path.relative_to(DOCS).as_posix()
@@ -43,7 +44,6 @@ SHOWN = {
     "drafters.md": ("18 passed, 0 failed, 0 not run",),
     "extending.md": ("0 failed", "consumed by the step before"),
 }
-LANGUAGES = {"python", "bash", "text", "console", "promql"}
 VLLM = json.loads((DOCS / "recorded" / "vllm-0.32.0.json").read_text(encoding="utf-8"))
 
 
@@ -57,21 +57,6 @@ def blocks_of(page: str, language: str) -> list[re.Match[str]]:
 
 def code_of(block: re.Match[str]) -> str:
     return "".join(line.removeprefix(block[1]) for line in block[2].splitlines(keepends=True))
-
-
-def test_every_block_says_what_it_is() -> None:
-    """So that nobody's block is passed over: a fence opens with a language or a directive."""
-    for page in PAGES:
-        opened = False
-        for number, line in enumerate(text_of(page).splitlines(), 1):
-            if found := re.match(r" *```+(.*)", line):
-                if not opened:
-                    said = found[1].strip()
-                    assert said in LANGUAGES or re.match(r"\{[\w-]+\}", said), (
-                        f"{page}:{number} opens a block of {said!r}"
-                    )
-                opened = not opened
-        assert not opened, page
 
 
 def with_code() -> list[str]:
@@ -107,16 +92,20 @@ def test_the_blocks_of_a_page_run_in_order(
             assert command[0] != "eagle3" or run(command[1:]) == 0, shlex.join(command)
 
 
-@pytest.mark.parametrize("page", IN_A_PROCESS)
-def test_the_blocks_of_a_page_run_in_a_process_of_their_own(page: str, tmp_path: Path) -> None:
+def program_of(page: str) -> str:
+    """The blocks of a page as one program; an error names the line of the page."""
     text = text_of(page)
     lines = [""] * text.count("\n")
     for block in blocks_of(page, "python"):
-        above = text[: block.start(2)].count("\n")
-        written = block[2].splitlines()
-        lines[above : above + len(written)] = written  # a failure names the line of the page
+        above, written = text[: block.start(2)].count("\n"), code_of(block).splitlines()
+        lines[above : above + len(written)] = written
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("page", IN_A_PROCESS)
+def test_the_blocks_of_a_page_run_in_a_process_of_their_own(page: str, tmp_path: Path) -> None:
     place = tmp_path / "page.py"
-    place.write_text("\n".join(lines))
+    place.write_text(program_of(page))
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, place], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
@@ -138,66 +127,37 @@ def commands_of(page: str, language: str) -> Iterator[list[str]]:
         assert not pending, f"{page}: {pending}"
 
 
-def everything_to_type() -> list[tuple[str, list[str]]]:
-    found = [
-        (page, command) for page in PAGES for language in ("bash", "console") for command in commands_of(page, language)
-    ]
+def everything_to_type() -> Iterator[tuple[str, list[str]]]:
+    """Every command of the pages, with its page."""
     for page in PAGES:
+        yield from ((page, words) for language in ("bash", "console") for words in commands_of(page, language))
         lines = [line for block in blocks_of(page, "text") for line in code_of(block).replace("\\\n", " ").splitlines()]
         lines += re.findall(r"\| `(eagle3 [^`]+)` \|", text_of(page))
-        typed = ("eagle3 ", "pip ", "make ", "python ", "pytest ")
-        found += [(page, shlex.split(line, comments=True)) for line in lines if line.startswith(typed)]
-    return found
+        yield from ((page, shlex.split(line, comments=True)) for line in lines if line.startswith(("eagle3 ", "make ")))
 
 
 def test_every_command_on_the_pages_can_be_typed() -> None:
-    """Nothing runs: options, files, targets of the Makefile and vLLM's recorded options are looked up."""
-    seen, wrong = everything_to_type(), []
-    assert len(seen) > 60
-    for page, words in seen:
+    """Nothing runs: options, targets of the Makefile and vLLM's recorded options are looked up."""
+    checks = {"eagle3": wrong_with_ours, "vllm": wrong_with_vllms, "make": wrong_with_make}
+    seen, wrong = 0, []
+    for page, words in everything_to_type():
+        if "do" in words:  # a loop of the shell
+            words = words[words.index("do") + 1 :]
+            words = words[: words.index("&")] if "&" in words else words
         while words and "=" in words[0] and not words[0].startswith("-"):  # a variable in front
             words = words[1:]
-        if words and (problem := wrong_with(words)):
-            wrong.append(f"{page}: {shlex.join(words)}: {problem}")
+        words = ["eagle3", *words[3:]] if words[:3] == ["python", "-m", "eagle3_jax"] else words
+        if words and (check := checks.get(Path(words[0]).name)):
+            seen += 1
+            if problem := check(words[1:]):
+                wrong.append(f"{page}: {shlex.join(words)}: {problem}")
     assert not wrong, "\n".join(wrong)
+    assert seen > 60
 
 
-def wrong_with(words: list[str]) -> str | None:
-    if "do" in words:  # a loop of the shell
-        words = words[words.index("do") + 1 :]
-        words = words[: words.index("&")] if "&" in words else words
-    if words[0] == "timeout":
-        words = words[next(index for index, word in enumerate(words) if index > 4 and not word.isdigit()) :]
-    program, rest = Path(words[0]).name, words[1:]
-    if program == "python" and rest[:2] == ["-m", "eagle3_jax"]:
-        program, rest = "eagle3", rest[2:]
-    if program == "eagle3":
-        return wrong_with_ours(rest)
-    if program == "vllm":
-        return wrong_with_vllms(rest)
-    if program == "make":
-        names = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-        return next((f"no target {word}" for word in rest if "=" not in word and word not in names), None)
-    if program in ("python", "python3", "pytest"):
-        files = [word for word in rest if word.endswith(".py") and "/" in word]
-        if "-m" in rest and rest[rest.index("-m") + 1].startswith(("validation", "eagle3_jax")):
-            module = ROOT / rest[rest.index("-m") + 1].replace(".", "/")
-            files += [] if module.is_dir() else [f"{module.relative_to(ROOT)}.py"]
-        return next((f"no file {word}" for word in files if not any(ROOT.glob(word))), None)
-    known = {
-        "pip",
-        "source",
-        "export",
-        "jupyter",
-        "srun",
-        "kubectl",
-        "curl",
-        "scontrol",
-        "gcloud",
-        "nvidia-smi",
-        "eagle3",
-    }
-    return None if program in known else f"who is {program}?"
+def wrong_with_make(rest: list[str]) -> str | None:
+    names = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    return next((f"no target {word}" for word in rest if "=" not in word and word not in names), None)
 
 
 def wrong_with_ours(rest: list[str]) -> str | None:
@@ -255,32 +215,48 @@ def test_a_claim_that_the_page_calls_impossible_is(capsys: pytest.CaptureFixture
     assert "the bound is 1,602" in text_of("command_line.md")
 
 
-def slugs_of(path: Path) -> set[str]:
-    """Anchors of a page's headings, as GitHub and the site make them."""
-    headings = re.findall(
-        r"^#+ +(.+)$", re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.M | re.S), re.M
-    )
-    plain = (re.sub(r"\]\([^)]*\)", "", heading).lower() for heading in headings)
-    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
-
-
-@pytest.mark.parametrize("page", [*PAGES, "../validation/README.md"])
-def test_every_link_leads_somewhere(page: str) -> None:
-    place = DOCS / page
-    text = place.read_text(encoding="utf-8")
-    for link in links_in(text):
-        target, _, anchor = link.partition("#")
-        there = (place.parent / target).resolve()
-        assert there.exists(), f"{page} links to {link}"
-        if anchor and there.suffix == ".md":
-            assert anchor in slugs_of(there), f"{page} links to {link}"
-    for anchor in re.findall(r"\]\(#([^)]+)\)", prose_of(text)):
-        assert anchor in slugs_of(place), f"{page} links to #{anchor}"
-
-
 def test_pages_are_short_and_begin_with_what_they_are_for() -> None:
     longer = {"extending.md": 500, "design.md": 450, "algorithm.md": 300, "gpu.md": 275, "articles.md": 275}
     for page in PAGES:
         lines = text_of(page).splitlines()
         assert len(lines) <= longer.get(page, 250), f"{page}: {len(lines)} lines"
         assert lines[0].startswith("# ") and "![](" not in text_of(page), page
+
+
+REFERENCE = "\n".join(path.read_text(encoding="utf-8") for path in (DOCS / "api").glob("*.md"))
+
+
+def is_public(module: str, name: str) -> bool:
+    """Whether the reference documents a name, its whole module, or the place that it comes from."""
+    value = getattr(importlib.import_module(module), name, None) or importlib.import_module(f"{module}.{name}")
+    if getattr(eagle3_jax, name, None) is value:
+        return name in eagle3_jax.__all__
+    homes = {module, getattr(value, "__module__", module)}
+    paths = [rf"{re.escape(home)}(\.{name}\b|\n(?!\s+:no-m))" for home in homes]
+    return not name.startswith("_") and any(re.search(f":: {path}", REFERENCE) for path in paths)
+
+
+def test_what_pages_and_notebooks_import_is_in_the_reference() -> None:
+    programs = [program_of(page) for page in with_code()]
+    programs += [path.read_text(encoding="utf-8") for path in (ROOT / "notebooks").glob("[01]*.py")]
+    seen = {
+        (node.module, alias.name)
+        for program in programs
+        for node in ast.walk(ast.parse(program))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("eagle3_jax.")
+        for alias in node.names
+    }
+    assert len(seen) > 50
+    assert not [one for one in sorted(seen) if not is_public(*one)]
+
+
+def test_the_programs_of_the_pages_type_check(tmp_path: Path) -> None:
+    pytest.importorskip("pyright", reason="make types brings it")
+    for page in with_code():
+        place = tmp_path / f"{re.sub(r'[^a-z0-9]', '_', page.lower())}.py"
+        place.write_text(program_of(page), encoding="utf-8")
+    settings = {"pythonVersion": "3.11", "typeCheckingMode": "basic", "extraPaths": [str(ROOT)]}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "pyright", "-p", str(tmp_path), "--pythonpath", sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

@@ -1,24 +1,21 @@
-"""A method is its drafter's file, its conversion table, its recipe, its page and its rows: nothing else knows it."""
+"""A method has a drafter, a conversion table, a recipe, a page and its rows in the tables and in the contract."""
 
 from __future__ import annotations
 
-import ast
 import sys
 from pathlib import Path
 
+import methods
 import pytest
 from heads_on_disk import CHECKPOINTS
-from test_architecture import imports
 from test_drafter_contract import ALL_DRAFTERS, drafter_of
 
 from eagle3_jax import drafters
 from eagle3_jax.conversion.heads import HEADS, LAYOUTS
+from eagle3_jax.named import NAMED
 from eagle3_jax.training.methods import RECIPES
 
 ROOT = Path(__file__).parent.parent.parent
-DRAFTERS = ROOT / "eagle3_jax" / "drafters"
-SHARED = {"base", "grow", "parallel", "static_tree", "text"}
-METHODS = sorted({path.stem for path in DRAFTERS.glob("[!_]*.py")} - SHARED)
 # The page of each head.
 PAGES = {
     "eagle3": "algorithm",
@@ -28,16 +25,6 @@ PAGES = {
     "medusa": "methods/models",
     "dflash": "methods/dflash",
 }
-# What builds a pair from nothing, a model of the target's kind, or plain decoding knows its drafter.
-MAY_IMPORT = {
-    "eagle3_jax.load": {"draft_model"},
-    "eagle3_jax.bench.random_models": {"eagle3"},
-    "eagle3_jax.theory.sizes": {"eagle3"},
-    "eagle3_jax.named": {"draft_model", "ngram", "suffix"},
-    "eagle3_jax.conversion.acceptance": {"draft_model"},
-    "eagle3_jax.conversion.doctor": {"draft_model"},
-}
-OWN_PLACES = ("eagle3_jax.drafters", "eagle3_jax.training", "eagle3_jax.conversion.heads")
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -61,21 +48,13 @@ def test_the_command_line_names_every_layout() -> None:
     assert [layout for layout in LAYOUTS if layout not in told] == []
 
 
-@pytest.mark.parametrize("stem", METHODS)
-def test_a_drafter_is_read_in_one_sitting(stem: str) -> None:
-    assert len((DRAFTERS / f"{stem}.py").read_text().splitlines()) < 400
-
-
-@pytest.mark.parametrize("package", ["eagle3_jax", "conversion"])
-def test_only_its_own_files_know_a_method(package: str) -> None:
-    for path in sorted((ROOT / package).rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        module = ".".join(parts if package == "eagle3_jax" else ("eagle3_jax", *parts))
-        if module.startswith(OWN_PLACES):
-            continue
-        known = {
-            imported.removeprefix("eagle3_jax.drafters.").split(".")[0]
-            for imported, _ in imports(ast.parse(path.read_text()))
-            if imported.startswith("eagle3_jax.drafters.")
-        }
-        assert known & set(METHODS) - {"plain", "silent", "fallback"} <= MAY_IMPORT.get(module, set()), module
+def test_every_method_has_a_row() -> None:
+    said = methods.facts()
+    for key, known in (("heads", HEADS), ("named", NAMED), ("recipe", RECIPES)):
+        assert {row[key] for row in said if key in row} == set(known), key
+    for row in said:
+        page = (ROOT / "docs/methods" / row.get("page", "index.md").partition("#")[0]).resolve()
+        assert page.is_file(), row["label"]
+        for name, address in row.get("papers", ()):
+            assert name.endswith("2023") or address == f"https://arxiv.org/abs/{name}"
+            assert name in page.read_text(encoding="utf-8"), f"{page.name} does not name {name}"

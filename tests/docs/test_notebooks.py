@@ -1,11 +1,11 @@
-"""Notebooks: each is whole, equal to its pair, and tells another environment what to install.
+"""Notebooks: each is equal to its pair, a problem in one is fatal, and what they share says what is real.
 
 That they run is checked by running them: ``make notebooks``.
 """
 
 from __future__ import annotations
 
-import ast
+import html
 import json
 import os
 import re
@@ -16,6 +16,19 @@ from pathlib import Path
 import pytest
 
 jupytext = pytest.importorskip("jupytext", reason="the extra `notebooks` is not installed")
+# ruff: noqa: E402
+
+import machine
+import report
+from machine import Configuration, Machine
+from pictures.interactive import Interactive
+from pictures.strips import tokens_of
+from pictures.style import ACCEPTED, BONUS, CORRECTED
+from pictures.trees import interactive_rounds, statuses
+
+import eagle3_jax as e3
+from eagle3_jax.trace import record
+from validation.subject import Setting, choose
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "notebooks"
@@ -23,20 +36,9 @@ SOURCES = sorted(FOLDER.glob("[0-9]*.py")) + sorted((FOLDER / "gpu").glob("[0-9]
 IDS = [str(source.relative_to(FOLDER)) for source in SOURCES]
 
 
-def runner(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, FOLDER / "run.py", *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
-
-
-def cells(source: Path, kind: str) -> list[str]:
-    return [cell["source"] for cell in jupytext.read(source).cells if cell["cell_type"] == kind]
-
-
 @pytest.mark.parametrize("source", SOURCES, ids=IDS)
 def test_the_pair_is_what_the_source_says_without_outputs(source: Path) -> None:
-    pair = json.loads(source.with_suffix(".ipynb").read_text(encoding="utf-8"))
-    ours = jupytext.read(source).cells
+    pair, ours = json.loads(source.with_suffix(".ipynb").read_text(encoding="utf-8")), jupytext.read(source).cells
     assert [(cell["cell_type"], "".join(cell["source"])) for cell in pair["cells"]] == [
         (cell["cell_type"], cell["source"]) for cell in ours
     ], f"write it with: python notebooks/run.py --sync {source.name}"
@@ -44,43 +46,13 @@ def test_the_pair_is_what_the_source_says_without_outputs(source: Path) -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=IDS)
-def test_a_notebook_teaches_checks_and_asks(source: Path) -> None:
-    prose, code = "\n".join(cells(source, "markdown")), "\n".join(cells(source, "code"))
-    assert prose.startswith("# "), "no title"
-    assert not re.search(r"(from|import) \S*\._|import _", code), "private names"
-    for cell in jupytext.read(source).cells:
-        if cell["cell_type"] == "code" and "hide-input" not in cell["metadata"].get("tags", ()):
-            assert not re.search(r"^(from|import) eagle3_jax\.", cell["source"], re.MULTILINE), (
-                "a module that is not folded"
-            )
-            assert "plt." not in cell["source"], "a plot that is not folded"
-    assert sum(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(code))) >= 4, "claims without assertions"
-    assert "\n## Common mistakes\n" in prose
-    assert prose.count("<summary>") >= (2 if source.parent.name == "gpu" else 3), "exercises with folded answers"
-    assert "\n## Checked claims\n\n- " in prose, "the list that the site gathers"
-    assert prose.count("<details>") == prose.count("</details>") == prose.count("<summary>")
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=IDS)
 def test_another_environment_is_told_what_to_install(source: Path) -> None:
     """The first code cell, where the package cannot be imported: one line, no traceback."""
-    first = cells(source, "code")[0]
-    done = subprocess.run(
-        [sys.executable, "-E", "-S", "-c", first], capture_output=True, text=True, check=False, cwd=source.parent
-    )
+    first = next(cell["source"] for cell in jupytext.read(source).cells if cell["cell_type"] == "code")
+    command = [sys.executable, "-E", "-S", "-c", first]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=source.parent)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1 and "pip install" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_what_a_notebook_misses_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(FOLDER)
-    import first_cell
-
-    with pytest.raises(SystemExit, match=r"nothing_like_it: not installed .*pip install -e '.*\[notebooks\]'"):
-        first_cell.start(also=("nothing_like_it",))
-
-
-HEADER = "# %% [markdown]\n# # 99\n\n# %%\n"
 
 
 @pytest.mark.parametrize(
@@ -88,14 +60,18 @@ HEADER = "# %% [markdown]\n# # 99\n\n# %%\n"
     [
         ("assert 1 == 2, 'the claim'", "the claim"),
         ("import sys\nprint('a warning', file=sys.stderr)", "wrote to stderr: a warning"),
-        ("print('fine')", None),
-        # As XLA logs; no word of Python's.
+        # As XLA logs, past Python's stderr.
         ("import os\nprint('fine', os.write(2, b'W0000 00:00:1 cuda_timer.cc:88] Delay kernel timed out\\n'))", None),
     ],
 )
 def test_errors_and_warnings_of_a_notebook_are_fatal(code: str, problem: str | None, tmp_path: Path) -> None:
+    def runner(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, FOLDER / "run.py", *map(str, arguments)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=ROOT)
+
     source = tmp_path / "99_of_a_test.py"
-    source.write_text(HEADER + code + "\n")
+    source.write_text(f"# %% [markdown]\n# # 99\n\n# %%\n{code}\n")
     unpaired = runner(source)
     assert unpaired.returncode == 1 and "--sync" in unpaired.stdout
     assert runner("--sync", source).returncode == 0
@@ -106,6 +82,82 @@ def test_errors_and_warnings_of_a_notebook_are_fatal(code: str, problem: str | N
     assert executed["cells"][-1]["outputs"], "the outputs are kept, errors too"
 
 
-def test_a_folder_without_notebooks_is_refused(tmp_path: Path) -> None:
-    done = runner(tmp_path)
-    assert done.returncode == 2 and "no notebook in" in done.stderr
+# ---------------------------------------------------------------- the notebooks for GPUs
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"EAGLE3_TARGE": "t"}, "EAGLE3_TARGE is not known"),
+        ({"EAGLE3_TARGET": "t"}, "set EAGLE3_DRAFTER"),
+        ({"EAGLE3_PROMPTS": "/nowhere.jsonl"}, "no file"),
+        ({"EAGLE3_DTYPE": "fp8"}, "expected one of"),
+        ({"EAGLE3_VLLM_URL": "localhost:8000"}, "expected the address"),
+        ({"EAGLE3_VLLM_PYTHON": __file__, "EAGLE3_VLLM_URL": "http://a"}, "two vLLMs"),
+        ({"EAGLE3_PRICE_PER_HOUR": "nan"}, "a price above 0"),
+        ({"EAGLE3_PRICE_PER_HOUR": "three"}, "a price above 0"),
+        ({"EAGLE3_TARGET": "/nowhere/target", "EAGLE3_DRAFTER": "/nowhere/head"}, "/nowhere/target"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_one_line(environ: dict[str, str], said: str) -> None:
+    with pytest.raises(SystemExit) as refused:
+        machine.start(environ)
+    message = str(refused.value)
+    assert message.startswith("error: ") and said in message and "\n" not in message
+
+
+def test_the_report_starts_with_the_verdicts_and_names_stand_ins(tmp_path: Path) -> None:
+    import nbformat
+
+    here = Machine(Configuration(), choose(Setting()), on_gpu=False, has_gpu=False)
+    banner = here.banner("vLLM", "price")
+    assert [part.name for part in banner.missing] == ["device", "pair", "vLLM", "price"]
+    for said in ("no GPU: CPU: ", "the shipped pair", "committed record of 20", "EAGLE3_PRICE_PER_HOUR", "stand-in"):
+        assert said in html.unescape(banner._repr_html_())
+    results = [here.verdict("greedy", "no <b> disagreement"), here.verdict("cost", "half", needs="price")]
+    cells = [nbformat.v4.new_markdown_cell("# 01 \u00b7 A notebook, see [02](02_other.ipynb)")]
+    for result in (here.banner(), *results):
+        output = nbformat.v4.new_output("display_data", {"text/html": result._repr_html_()})
+        cells.append(nbformat.v4.new_code_cell("show_me()", outputs=[output]))
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "01_one.ipynb")
+    text = report.page(tmp_path, expected=["01_one", "02_other"])
+    assert text.count("rehearsal with stand-ins") == 4, "in the table of verdicts, and where they were found"
+    table = text.index("no &lt;b&gt; disagreement")
+    assert table < text.index("2 of 2 parts are stand-ins") < text.index("show_me")
+    assert text.count("no result: see notebook") == 5, "verdicts that no notebook found"
+    assert "02_other: not executed" in text
+
+
+def test_every_variable_is_documented_and_no_other() -> None:
+    assert set(re.findall(r"EAGLE3_[A-Z_]+", (FOLDER / "gpu/README.md").read_text("utf-8"))) == set(machine.VARIABLES)
+
+
+# ---------------------------------------------------------------- pictures
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [([1, 4], "rauraur"), ([], "rrruuuu"), ([2], "rrauuuu"), ([1, 3, 5], "rauauau")],
+)
+def test_a_picture_says_what_became_of_each_node(path: list[int], expected: str) -> None:
+    """0 -> 1 -> 3 -> 5, 0 -> 2, 1 -> 4 -> 6; by first letters, ``u`` for never visited, and the root is one more r."""
+    found = statuses([-1, 0, 0, 1, 1, 3, 4], path)
+    assert "".join(one[0].replace("n", "u") for one in found) == expected
+
+
+def test_the_kinds_of_a_strip_are_counted_as_the_loop_counts_them() -> None:
+    """``num_accepted_tokens`` accepted, and one of the target's own for every round."""
+    target, tree = e3.load_target(), e3.DynamicTree(num_nodes=8, max_depth=4, top_k=2)
+    decoder = e3.SpeculativeDecoder(target, e3.load_drafter(target=target), stop_tokens=(), tree=tree)
+    prompt = "def read_config(filename, encoding=None):\n"
+    trace = record(decoder, [prompt], max_new_tokens=[40], sampling=e3.SamplingParams(), seed=0)
+    kinds = [token.kind for token in tokens_of(trace.prompts[0], decoder.target.tokenizer)]
+    stats = trace.result.stats
+    assert kinds.count(ACCEPTED) == stats.num_accepted_tokens
+    assert kinds.count(CORRECTED) + kinds.count(BONUS) == stats.num_drafts
+
+
+def test_tokens_cannot_leave_the_script_they_are_in() -> None:
+    one = {"tokens": ["</script>", "<!-- x"], "parents": [-1, 0], "status": ["root", "accepted"]}
+    text = Interactive(interactive_rounds([one]).figure).html(library=False)
+    assert text.count("</script") == 1 and "<!--" not in text

@@ -54,15 +54,15 @@ propose_from_table = tables.TableDrafter.propose
 
 
 def exact_law(function: Callable, bug: Callable, case: str = "a sampled chain") -> Mutant:
-    return Mutant(function, bug, test_exact_law.check_exact_law, (case,))
+    return Mutant(function, bug, test_exact_law.test_speculation_has_exactly_the_autoregressive_law_with, (case,))
 
 
 def block_law(function: Callable, bug: Callable, case: str = "a drawn chain") -> Mutant:
-    return Mutant(function, bug, test_block_law.check_block_law, (case,))
+    return Mutant(function, bug, test_block_law.test_blocks_have_exactly_the_autoregressive_law_with, (case,))
 
 
 def at_once(function: Callable, bug: Callable) -> Mutant:
-    return Mutant(function, bug, test_verify.check_point_masses, (0,))
+    return Mutant(function, bug, test_verify.test_point_masses_are_decided_at_once_as_one_by_one, (0,))
 
 
 def thresholds(function: Callable, bug: Callable, rule: str = "the token rule") -> Mutant:
@@ -84,7 +84,7 @@ def subtle(function: Callable, bug: Callable) -> Mutant:
 
 
 def ledger(function: Callable, bug: Callable, case: str) -> Mutant:
-    return Mutant(function, bug, test_keys.check_keys, (case,))
+    return Mutant(function, bug, test_keys.test_every_key_is_used_once_and_as_documented_with, (case,))
 
 
 def greedy(function: Callable, bug: Callable, drafter: str = "a random dynamic tree", stops: tuple = ()) -> Mutant:
@@ -92,7 +92,12 @@ def greedy(function: Callable, bug: Callable, drafter: str = "a random dynamic t
 
 
 def deep_accepts(function: Callable, bug: Callable) -> Mutant:
-    return Mutant(function, bug, test_scripted_trees.check_deep_accepts, ("one wrong sibling in front, N = G + 2",))
+    return Mutant(
+        function,
+        bug,
+        test_scripted_trees.test_the_targets_own_branch_is_accepted_to_its_end_and_the_text_is_plain_with,
+        ("one wrong sibling in front, N = G + 2",),
+    )
 
 
 def vllm_trace(function: Callable, bug: Callable) -> Mutant:
@@ -100,11 +105,11 @@ def vllm_trace(function: Callable, bug: Callable) -> Mutant:
 
 
 def official_draft(function: Callable, bug: Callable) -> Mutant:
-    return Mutant(function, bug, test_golden.check_first_official_draft)
+    return Mutant(function, bug, test_golden.test_the_first_drafted_tree_equals_the_official_code)
 
 
 def eagle2_trace(function: Callable, bug: Callable) -> Mutant:
-    return Mutant(function, bug, test_golden.check_official_eagle2, (3,))
+    return Mutant(function, bug, test_golden.check_official_trace, ("eagle1", "trace_eagle1_greedy_fp32", 3))
 
 
 def official_losses(function: Callable, bug: Callable | tuple[str, str], steps: int = 3) -> Mutant:
@@ -115,7 +120,7 @@ def mtp_rounds(function: Callable, bug: Callable) -> Mutant:
     def check() -> None:
         import test_feedback_heads  # needs torch
 
-        test_feedback_heads.check_rounds("MTP")
+        test_feedback_heads.test_a_head_drafts_as_its_torch_twin_round_after_round("MTP")
 
     return Mutant(function, bug, check)
 
@@ -275,7 +280,7 @@ DRAWS = {
     "a batch with top-p alone is not truncated": Mutant(
         sampling_mode_of,
         lambda sampling_mode_of, rows: sampling_mode_of(rows.replace(top_p=jnp.ones_like(rows.top_p))),
-        test_sampling_law.check_truncation_through_the_decoder,
+        test_sampling_law.test_a_batch_that_truncates_in_one_way_only_follows_the_target_law,
         ("top-p alone", "plain decoding"),
     ),
 }
@@ -350,7 +355,9 @@ LOOP = {
     "a batch advances by its shortest row": vllm_trace(Exact.__call__, advance_by_shortest_row),
     "counters count one place too many": vllm_trace(SpeculationStats.count, count_one_place_more),
     "a cache has no room for a draft": Mutant(
-        SpeculativeDecoder._capacity, leave_no_room, test_scripted_trees.check_the_edge_of_a_capacity
+        SpeculativeDecoder._capacity,
+        leave_no_room,
+        test_scripted_trees.test_a_tree_loses_no_node_where_the_text_ends_with_its_bucket,
     ),
     "a recurrent layer commits a path in block order": long_law(
         Recurrent.commit,

@@ -14,9 +14,8 @@ import families
 import jax
 import random_targets
 import tiny
-from on_a_mesh import CHAIN, LIMITS, PROMPTS, TREE, mesh_of, moved, stack
+from on_a_mesh import CHAIN, TREE, generated, moved, stack
 
-import eagle3_jax as e3
 from eagle3_jax.models.config import Experts, GatedDelta, GatedMLP, GroupedQuery, Latent, LayerConfig
 
 MESH = "model=4,data=2"
@@ -49,11 +48,6 @@ def pair(layers: tuple[LayerConfig, ...]) -> Any:
 
     target = dataclasses.replace(target, params=jax.tree_util.tree_map_with_path(unlike, target.params))
     return target, tiny.eagle3(target, draft_vocab_size=32, layers=stack(1))
-
-
-def generated(models: Any, text: str | None, **options: Any) -> list[list[int]]:
-    decoder = e3.SpeculativeDecoder(*models, mesh=None if text is None else mesh_of(text), **options)
-    return decoder.generate(PROMPTS, max_new_tokens=LIMITS, seed=7).tokens
 
 
 def of_kind(layers: tuple[LayerConfig, ...]) -> dict[str, Any]:

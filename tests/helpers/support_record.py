@@ -43,11 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def cells_of(item: Any) -> list[list[str]]:
-    """``[family, precision, draft, what]`` of every cell that a test covers.
-
-    Raises:
-        ValueError: It names a cell that the matrix does not have.
-    """
+    """``[family, precision, draft, what]`` of every cell that a test covers; only those that the matrix has."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     cells = []
     for mark in item.iter_markers("covers"):
@@ -70,11 +66,7 @@ def _values(said: Any, parameters: dict[str, Any]) -> tuple[str, ...]:
 
 
 class Recorder:
-    """Adds the results of a run to a record.
-
-    Args:
-        place: The file; it need not be there.
-    """
+    """Adds the results of a run to a record, whose file need not be there."""
 
     def __init__(self, place: Path):
         self.place = place

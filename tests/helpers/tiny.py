@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.testing.scripted import FixedTree, RootState, chain_parents
 from eagle3_jax.topology import Chain, StaticTree, Topology
-from eagle3_jax.types import Draft, DraftSampling, FinishReason, SamplingParams
+from eagle3_jax.types import Draft, DraftSampling, FinishReason, Observation, SamplingParams
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 STATIC_TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
@@ -77,10 +77,6 @@ def _random_target(model: DecoderTarget, seed: int) -> Any:
     return model.init(jax.random.key(seed))
 
 
-def _random_params(drafter: Any, seed: int) -> Any:
-    return copied(_random_network(type(drafter), drafter.config, drafter.precision, seed))
-
-
 @functools.cache
 def _random_network(kind: Any, config: Any, precision: Precision, seed: int) -> Any:
     return kind(config, precision=precision).init_params(jax.random.key(seed))
@@ -99,47 +95,79 @@ def copied(params: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf, params)
 
 
-def eagle3(
+def eagle3(of: LoadedTarget, topology: Topology = Chain(3), *, num_layers: int = 1, **options: Any) -> LoadedDrafter:
+    """A random EAGLE-3 head for a target. Its draft ids are a random subset of the target's, in ascending order."""
+    return _of_features(of, Eagle3Drafter, Eagle3Config, topology, **{"layers": layers(num_layers), **options})
+
+
+def p_eagle(of: LoadedTarget, topology: Topology = Chain(3), **options: Any) -> LoadedDrafter:
+    """A random P-EAGLE head of two layers for a target; the variations are those of :func:`eagle3`."""
+    given = {"layers": layers(2), "mask_token_id": of.vocab_size - 1, **options}
+    return _of_features(of, PEagleDrafter, PEagleConfig, topology, **given)
+
+
+def _of_features(of: LoadedTarget, drafter: Any, config: Any, topology: Topology, **options: Any) -> LoadedDrafter:
+    options = {"draft_vocab_size": of.vocab_size, "target_width": of.model.config.width, **options}
+    return _random_drafter(of, drafter, config, topology, aux_layers=AUX_LAYERS, ids_needed=True, **options)
+
+
+def eagle1(of: LoadedTarget, topology: Topology = Chain(3), *, num_layers: int = 1, **options: Any) -> LoadedDrafter:
+    """A random EAGLE-1 head for a target."""
+    depth = of.model.config.num_layers
+    return _random_drafter(
+        of, Eagle1Drafter, Eagle1Config, topology, layers=layers(num_layers), num_target_layers=depth, **options
+    )
+
+
+def mtp(of: LoadedTarget, topology: Topology = Chain(3), **options: Any) -> LoadedDrafter:
+    """A random MTP module for a target."""
+    depth = of.model.config.num_layers
+    return _random_drafter(of, MTPDrafter, MTPConfig, topology, layers=layers(1), num_target_layers=depth, **options)
+
+
+def dflash(
+    of: LoadedTarget, topology: Topology | None = None, *, draft_vocab_size: int | None = None, **options: Any
+) -> LoadedDrafter:
+    """A random block drafter for a target, of one layer and blocks of four tokens and the one before them."""
+    size = draft_vocab_size or of.vocab_size
+    given = {"layers": layers(1, qk_norm=True), "target_width": of.model.config.width, "aux_layers": AUX_LAYERS}
+    given |= {"mask_token": of.vocab_size - 1, "own_output": size < of.vocab_size, "block_size": 5} | options
+    loaded = _random_drafter(of, DFlashDrafter, DFlashConfig, topology, draft_vocab_size=size, **given)
+    if loaded.drafter.config.markov is not None:
+        loaded.params["head"]["markov"]["before"] *= 200.0  # 0.01 as initialised: too faint to matter without training
+    return loaded
+
+
+def medusa(of: LoadedTarget, topology: Topology | None = None, **options: Any) -> LoadedDrafter:
+    """Random Medusa heads for a target. Their ids are a random subset of the target's, in no order."""
+    given = {"draft_vocab_size": of.vocab_size, "num_heads": 4, "num_target_layers": of.model.config.num_layers}
+    given |= {"width": None, "max_positions": None, "target_width": of.model.config.width} | options
+    return _random_drafter(of, MedusaDrafter, MedusaConfig, topology, in_order=False, **given)
+
+
+def _random_drafter(
     of: LoadedTarget,
-    topology: Topology = Chain(3),
+    drafter: Any,
+    config: Any,
+    topology: Topology | None,
     *,
     seed: int = 1,
-    draft_vocab_size: int | None = None,
     draft_sampling: DraftSampling = DraftSampling.GREEDY,
-    **variant: Any,
+    ids_needed: bool = False,
+    in_order: bool = True,
+    **fields: Any,
 ) -> LoadedDrafter:
-    """A random EAGLE-3 head for a target. Its draft ids are a random subset of the target's, in ascending order."""
-    size = draft_vocab_size or of.vocab_size
-    shape = Eagle3Config(
-        vocab_size=of.vocab_size,
-        width=of.model.config.width,
-        layers=variant.pop("layers", None) or layers(variant.pop("num_layers", 1)),
-        max_positions=512,
-        draft_vocab_size=size,
-        target_width=of.model.config.width,
-        aux_layers=AUX_LAYERS,
-        **variant,
-    )
-    return _random_head(Eagle3Drafter(shape, topology, of.model.precision, draft_sampling), of, seed)
-
-
-def p_eagle(of: LoadedTarget, topology: Topology = Chain(3), *, seed: int = 1, **variant: Any) -> LoadedDrafter:
-    """A random P-EAGLE head for a target, of two layers; the variations are those of :func:`eagle3`."""
-    like: Eagle3Drafter = eagle3(of, topology, seed=seed, **{"num_layers": 2, **variant}).drafter
-    fields = {field.name: getattr(like.config, field.name) for field in dataclasses.fields(like.config)}
-    shape = PEagleConfig(**fields, mask_token_id=of.vocab_size - 1)
-    return _random_head(PEagleDrafter(shape, topology, like.precision, like.draft_sampling), of, seed)
-
-
-def _random_head(drafter: Eagle3Drafter | PEagleDrafter, of: LoadedTarget, seed: int) -> LoadedDrafter:
-    size = drafter.config.draft_vocab_size
-    ids = np.sort(np.random.default_rng(seed).permutation(of.vocab_size)[:size]).astype(np.int32)
-    params = {
-        "head": _random_params(drafter, seed),
-        "embedding": of.params["embedding"],
-        "draft_to_target": jnp.asarray(ids),
-    }
-    return LoadedDrafter(drafter, params)
+    """Random parameters next to the target's; a field that is ``None`` is not one of this method's."""
+    fields = {"vocab_size": of.vocab_size, "width": of.model.config.width, "max_positions": 512, **fields}
+    shape = config(**{name: value for name, value in fields.items() if value is not None})
+    given = {} if topology is None else {"topology": topology}
+    method = drafter(shape, precision=of.model.precision, draft_sampling=draft_sampling, **given)
+    size, ids = fields.get("draft_vocab_size", of.vocab_size), None
+    if ids_needed or size < of.vocab_size:
+        chosen = np.random.default_rng(seed).permutation(of.vocab_size)[:size].astype(np.int32)
+        ids = jnp.asarray(np.sort(chosen) if in_order else chosen)
+    head = copied(_random_network(drafter, shape, of.model.precision, seed))
+    return LoadedDrafter(method, method.assemble(head, of.model.tables(of.params), draft_to_target=ids))
 
 
 def draft_model(
@@ -156,99 +184,44 @@ def draft_model(
     return dataclasses.replace(loaded, drafter=loaded.drafter.with_topology(topology, draft_sampling))
 
 
-def eagle1(of: LoadedTarget, topology: Topology = Chain(3), *, num_layers: int = 1, **options: Any) -> LoadedDrafter:
-    """A random EAGLE-1 head for a target."""
-    return _of_final_states(of, Eagle1Drafter, Eagle1Config, topology, num_layers, **options)
-
-
-def mtp(of: LoadedTarget, topology: Topology = Chain(3), **options: Any) -> LoadedDrafter:
-    """A random MTP module for a target."""
-    return _of_final_states(of, MTPDrafter, MTPConfig, topology, 1, **options)
-
-
-def _of_final_states(
-    of: LoadedTarget,
-    drafter: Any,
-    config: Any,
-    topology: Topology,
-    num_layers: int,
-    *,
-    seed: int = 1,
-    draft_sampling: DraftSampling = DraftSampling.GREEDY,
-    **variant: Any,
-) -> LoadedDrafter:
-    target = of.model.config
-    shape = config(
-        vocab_size=of.vocab_size,
-        width=target.width,
-        layers=layers(num_layers),
-        max_positions=512,
-        num_target_layers=target.num_layers,
-        **variant,
+def sampling_of(settings: Sequence[tuple[float, int, float]]) -> SamplingParams:
+    """Temperature, top-k and top-p of every row."""
+    temperature, top_k, top_p = zip(*settings, strict=True)
+    return SamplingParams(
+        temperature=jnp.array(temperature, jnp.float32),
+        top_k=jnp.array(top_k, jnp.int32),
+        top_p=jnp.array(top_p, jnp.float32),
     )
-    method = drafter(shape, topology, of.model.precision, draft_sampling)
-    head = _random_params(method, seed)
-    return LoadedDrafter(method, method.assemble(head, of.model.tables(of.params)))
 
 
-def dflash(
-    of: LoadedTarget,
-    topology: Topology | None = None,
-    *,
-    seed: int = 1,
-    draft_vocab_size: int | None = None,
-    draft_sampling: DraftSampling = DraftSampling.GREEDY,
-    **variant: Any,
-) -> LoadedDrafter:
-    """A random block drafter for a target, of one layer and blocks of four tokens and the one before them."""
-    size, shape = draft_vocab_size or of.vocab_size, of.model.config
-    config = DFlashConfig(
-        vocab_size=of.vocab_size,
-        width=shape.width,
-        layers=layers(1, qk_norm=True),
-        max_positions=512,
-        draft_vocab_size=size,
-        target_width=shape.width,
-        aux_layers=AUX_LAYERS,
-        mask_token=of.vocab_size - 1,
-        own_output=size < of.vocab_size,
-        **{"block_size": 5, **variant},
+def draft_of(tokens: Any, parents: Any, valid: Any = None, probs: Any = None) -> Draft:
+    """A draft from numbers; one row of parents is that of every row, and every node is valid unless said."""
+    tokens = jnp.asarray(tokens, jnp.int32)
+    return Draft(
+        tokens=tokens,
+        parents=jnp.broadcast_to(jnp.asarray(parents, jnp.int32), tokens.shape),
+        valid=jnp.ones(tokens.shape, bool) if valid is None else jnp.asarray(valid, bool),
+        probs=None if probs is None else jnp.asarray(probs, jnp.float32),
     )
-    given = {} if topology is None else {"topology": topology}
-    drafter = DFlashDrafter(config, precision=of.model.precision, draft_sampling=draft_sampling, **given)
-    ids = np.sort(np.random.default_rng(seed).permutation(of.vocab_size)[:size]).astype(np.int32)
-    head = _random_params(drafter, seed)
-    if config.markov is not None:
-        head["markov"]["before"] *= 200.0  # 0.01 as initialised: too faint to matter without training
-    table = None if size == of.vocab_size else jnp.asarray(ids)
-    return LoadedDrafter(drafter, drafter.assemble(head, of.model.tables(of.params), draft_to_target=table))
 
 
-def medusa(
-    of: LoadedTarget,
-    topology: Topology | None = None,
-    *,
-    seed: int = 1,
-    num_heads: int = 4,
-    draft_vocab_size: int | None = None,
-    draft_sampling: DraftSampling = DraftSampling.GREEDY,
-    **variant: Any,
-) -> LoadedDrafter:
-    """Random Medusa heads for a target. Their ids are a random subset of the target's, in no order."""
-    size = draft_vocab_size or of.vocab_size
-    shape = MedusaConfig(
-        vocab_size=of.vocab_size,
-        draft_vocab_size=size,
-        target_width=of.model.config.width,
-        num_target_layers=of.model.config.num_layers,
-        num_heads=num_heads,
-        **variant,
-    )
-    drafter = MedusaDrafter(shape, topology, of.model.precision, draft_sampling)  # type: ignore[arg-type]
-    ids = np.random.default_rng(seed).permutation(of.vocab_size)[:size].astype(np.int32)
-    table = None if size == of.vocab_size else jnp.asarray(ids)
-    head = _random_params(drafter, seed)
-    return LoadedDrafter(drafter, drafter.assemble(head, of.model.tables(of.params), draft_to_target=table))
+def seen_of(tokens: Any, features: Any, length: Any, next_token: Any) -> Observation:
+    """An observation from numbers."""
+    numbers = {"tokens": tokens, "length": length, "next_token": next_token}
+    numbers = {name: jnp.asarray(value, jnp.int32) for name, value in numbers.items()}
+    return Observation(features=jnp.asarray(features, jnp.float32), **numbers)
+
+
+def ragged_rounds(
+    tokens: np.ndarray, features: np.ndarray, counts: Sequence[Sequence[int]]
+) -> Iterator[tuple[np.ndarray, Observation]]:
+    """Shows texts ``[B S]`` piece by piece, each row its own number of tokens: what is known after each, and it."""
+    known, rows = np.zeros(len(tokens), int), np.arange(len(tokens))
+    for kept in counts:
+        places = np.minimum(known[:, None] + np.arange(max(map(max, counts))), tokens.shape[1] - 1)
+        known = known + kept
+        given = tokens[rows[:, None], places], features[rows[:, None], places]
+        yield known, seen_of(*given, kept, tokens[rows, known])
 
 
 def prompts(

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 import tomllib
 import zipfile
 from pathlib import Path
@@ -65,9 +64,8 @@ class Environment:
 
     def run(self, program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        return subprocess.run(
-            [self.bin / program, *map(str, arguments)], cwd=self.work, env=kept, capture_output=True, text=True
-        )
+        command = [self.bin / program, *map(str, arguments)]
+        return subprocess.run(command, cwd=self.work, env=kept, capture_output=True, text=True)
 
     def works(self, program: str, *arguments: object) -> str:
         done = self.run(program, *arguments)
@@ -86,10 +84,9 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     assert wheel.stat().st_size < LARGEST, wheel.stat().st_size
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
-        "\n"
-    )
-    # `conversion` lies at the top of the repository and is installed as a part of the library, where no module of a
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = listed.stdout.split("\n")
+    # `conversion` is at the top of the repository and is installed as a part of the library, where no module of a
     # user's own can stand in its way.
     expected = {name for name in tracked if name.startswith("eagle3_jax/")} - {"eagle3_jax/conversion"}
     expected |= {f"eagle3_jax/{name}" for name in tracked if name.startswith("conversion/")}
@@ -140,28 +137,21 @@ def main() -> None:
     extras = [extra for extra in parser.parse_args().extras.split(",") if extra not in ("", "none")]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        begun = time.monotonic()
-
-        def report(what: str) -> None:
-            print(f"{time.monotonic() - begun:5.0f} s  {what}", flush=True)
-
         builder = Environment(folder, "build")
         builder.pip("install", "--no-compile", *PROJECT["build-system"]["requires"])
-        subprocess.run(
-            [builder.bin / "python", "-m", "hatchling", "build", "-d", folder / "dist"], cwd=ROOT, check=True
-        )
+        build = [builder.bin / "python", "-m", "hatchling", "build", "-d", folder / "dist"]
+        subprocess.run(build, cwd=ROOT, check=True)
         (wheel,), (sdist,) = (folder / "dist").glob("*.whl"), (folder / "dist").glob("*.tar.gz")
         check_contents(wheel, sdist)
-        report("built, and holds what it should")
+        print("built, and holds what it should", flush=True)
         fresh = Environment(folder, "fresh")
         fresh.pip("install", "--no-compile", wheel)
-        report("installed alone")
         fresh.works("python", "-m", "pip", "check")
         check_alone(fresh)
-        report("generates, inspects, plans and converts")
+        print("generates, inspects, plans and converts", flush=True)
         if extras:
             check_extras(fresh, wheel, extras)
-            report(f"does what {', '.join(extras)} promise")
+            print(f"does what {', '.join(extras)} promise", flush=True)
 
 
 if __name__ == "__main__":

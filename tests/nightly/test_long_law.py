@@ -33,7 +33,7 @@ from eagle3_jax.models.config import GatedDelta, GatedMLP, LayerConfig
 from eagle3_jax.models.quantised import quantise
 from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.topology import Chain, DynamicTree, Topology
-from eagle3_jax.types import DraftSampling, SamplingMode, SamplingParams
+from eagle3_jax.types import DraftSampling, SamplingMode
 from validation.statistics import Excess, Fluctuation
 
 VOCABULARY, ORDER, HORIZON = 4, 3, 24
@@ -274,13 +274,7 @@ def laws_of_the_decoder(target: LoadedTarget, texts: np.ndarray, temperature: np
 
 
 def batch_of(prompts: np.ndarray, settings: list[Setting], limit: np.ndarray, seed: int) -> loops.Prompts:
-    temperature, top_k, top_p = (np.array(column) for column in zip(*settings, strict=True))
-    sampling = SamplingParams(
-        temperature=jnp.array(temperature, jnp.float32),
-        top_k=jnp.array(top_k, jnp.int32),
-        top_p=jnp.array(top_p, jnp.float32),
-    )
-    return tiny.prompts(prompts.tolist(), limit=limit.tolist(), sampling=sampling, seed=seed)
+    return tiny.prompts(prompts.tolist(), limit=limit.tolist(), sampling=tiny.sampling_of(settings), seed=seed)
 
 
 def generated(loop: loops.SpeculativeLoop, decoder: SpeculativeDecoder, batch: loops.Prompts) -> np.ndarray:
