@@ -42,7 +42,11 @@ def _report(error: BaseException, given: Sequence[str]) -> int:
         sys.stdout.flush()
     except OSError:
         _drop_output()
-    ending = _errors.explain(error)
+    try:
+        ending = _errors.explain(error)
+    except ModuleNotFoundError as missing:  # a checkout with a Python that has no typer
+        print(f"error: the command line needs {missing.name}: pip install typer rich", file=sys.stderr)
+        return 2
     if ending is None or (ending.message and "--traceback" in given):
         raise error
     if ending.message:

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from types import FrameType
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 _EXTRAS = {
     "torch": "convert",
@@ -94,6 +94,7 @@ def end_on_signals() -> None:
     numbers = [one for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
     for number in numbers:
         signal.signal(number, _unwind)
+    sys.unraisablehook = _unraisable
     # A device program or a compilation does not return to Python until it is done, and only then is `_unwind` called.
     # Another thread sees the byte that C writes for every signal at once.
     reader, writer = os.pipe()
@@ -113,6 +114,13 @@ def _unwind(number: int, frame: FrameType | None) -> NoReturn:
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)
+
+
+def _unraisable(unraisable: Any) -> None:
+    """Ends the program where Python drops an interruption that was raised in a callback."""
+    if received and isinstance(unraisable.exc_value, KeyboardInterrupt | SystemExit):
+        leave()
+    sys.__unraisablehook__(unraisable)
 
 
 def _watch(reader: int, numbers: frozenset[int]) -> None:

@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -154,13 +155,13 @@ def parse_tree(text: str | None) -> DynamicTree | StaticTree | None:
     if text.lstrip().startswith("[") or text.endswith(".json"):
         return _static_tree(text)
     try:
-        values = {name.strip(): int(value) for name, value in (part.split("=") for part in text.split(","))}
+        pairs = [(name.strip(), int(value)) for name, value in (part.split("=") for part in text.split(","))]
     except ValueError:
-        values = {}
-    if set(values) != {"num_nodes", "max_depth", "top_k"}:
+        pairs = []
+    if sorted(name for name, _ in pairs) != ["max_depth", "num_nodes", "top_k"]:
         raise Misuse(f"--tree {text!r}: expected {_TREE_FORM}")
     try:
-        return DynamicTree(**values)
+        return DynamicTree(**dict(pairs))
     except ValueError as error:
         raise Misuse(f"--tree {text!r}: {error}") from None
 
@@ -251,6 +252,8 @@ def check_writable(path: Path | None) -> None:
         return  # a device or a pipe is written to as it is
     if path.is_dir():
         raise Misuse(f"{path} is a directory; give the name of a file")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise Misuse(f"{path} cannot be written: no permission")
     try:
         # As it will be written; a name can be too long as well.
         tempfile.TemporaryDirectory(prefix=f".{path.name}.", suffix=".partial", dir=path.absolute().parent).cleanup()

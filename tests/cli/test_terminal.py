@@ -200,10 +200,19 @@ TWICE = """
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         time.sleep(60)
 """
+DROPPED = """
+    import weakref
+    class Thing:
+        pass
+    thing = Thing()
+    reference = weakref.ref(thing, lambda _: time.sleep(60))  # what is raised in a callback is dropped by Python
+    del thing
+    time.sleep(60)
+"""
 
 
-@pytest.mark.parametrize("step", [BLOCKED, TWICE], ids=["blocked", "twice"])
-def test_an_interruption_does_not_wait_for_a_device_or_a_clean_up(step):
+@pytest.mark.parametrize("step", [BLOCKED, TWICE, DROPPED], ids=["blocked", "twice", "dropped"])
+def test_an_interruption_does_not_wait_for_a_device_a_clean_up_or_a_callback(step):
     start = time.monotonic()
     assert ended(WHILE_RUNNING.format(step=step.strip())) == (130, "", "")
     assert time.monotonic() - start < 20

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+
+from eagle3_jax.cli._errors import _EXTRAS
 
 ROOT = Path(__file__).parent.parent.parent
 LIBRARY = ROOT / "eagle3_jax"
@@ -118,3 +123,27 @@ def test_no_module_imports_what_imports_it() -> None:
     }
     graph = graphlib.TopologicalSorter(imported)
     graph.prepare()  # a CycleError names the modules
+
+
+def test_every_import_is_of_a_required_package_or_is_lazy_and_its_extra_is_named() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    packages = lambda lines: {re.split(r"[\[<>=!~ ;]", line)[0].replace("_", "-").lower() for line in lines}
+    required = packages(project["dependencies"])
+    extras = {name: packages(lines) for name, lines in project["optional-dependencies"].items()}
+    imported = {"filelock"}  # by JAX, when it prunes its compilation cache
+    for path in (*FILES, *(ROOT / "conversion").rglob("*.py")):
+        if path.parent.name == "vllm" and path.stem in ("worker", "bridge", "synthetic"):
+            continue  # they run in vLLM's environment
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        lazy = (ast.FunctionDef, ast.If)
+        inner = {id(one) for node in ast.walk(tree) if isinstance(node, lazy) for one in ast.walk(node)}
+        for module, node in imports(tree):
+            top = module.split(".")[0]
+            package = {"orbax": "orbax-checkpoint"}.get(top, top).replace("_", "-").lower()
+            if top in sys.stdlib_module_names or top in ("eagle3_jax", "conversion"):
+                continue
+            imported.add(package)
+            if package not in required:
+                assert id(node) in inner, f"{path}:{node.lineno} imports {top} too early"
+                assert package in extras[_EXTRAS[top]], f"no extra brings {top}, which {path} imports"
+    assert imported >= required
