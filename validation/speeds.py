@@ -61,16 +61,8 @@ def keep(
     if not quoted:
         check.number(note="the shipped pair's speed on a GPU is no claim")
         return
-    named = [row.name for row in report.rows]
-    speeds = [row.decode_tokens_per_second.median for row in report.rows]
-    check.number(**{f"bandwidth GB/s, batch {batch}": (report.bytes_per_second or 0.0) / 1e9})
-    check.number(**{f"tokens/s {name}, batch {batch}": speed for name, speed in zip(named, speeds, strict=True)})
-    check.plot(f"{title}Speed at batch {batch}", "bar", "method", "tokens/s", {"decoding": (named, speeds)})
-    lengths = [row.num_draft_steps for row in report.rows if row.name.startswith("chain")]
-    if len(lengths) > 1:
-        ratios = [row.ratio.median for row in report.rows if row.name.startswith("chain")]
-        series = {f"batch {batch}": ([0, *lengths], [1.0, *ratios])}
-        check.plot(f"{title}Speed-up over plain decoding at batch {batch}", "line", "K", "ratio", series)
+    speeds = {f"tokens/s {row.name}, batch {batch}": row.decode_tokens_per_second.median for row in report.rows}
+    check.number(**{f"bandwidth GB/s, batch {batch}": (report.bytes_per_second or 0.0) / 1e9}, **speeds)
 
 
 def _cells(row: Row, report: Report, price: float | None) -> list[Any]:

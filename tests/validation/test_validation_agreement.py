@@ -114,9 +114,7 @@ def test_decoding_noisier_than_vllms_fails_although_it_raises_the_bound() -> Non
         assert said.startswith("ours, plain, scored by us:") and "neither its choice nor a tie" in said
 
 
-def test_a_token_tied_with_others_ranks_behind_none_of_them() -> None:
-    """vLLM's rank counts equal logits: a second choice tied with two others has rank 4 there, and 2 here."""
-    code = """
+RANKED = """
 import sys, types
 sys.path.insert(0, sys.argv[1])
 from worker import _scored
@@ -127,10 +125,12 @@ for given, wanted in {5: 1, 7: 2, 9: 2, 11: 5}.items():
     assert _scored([two], [given])["rank"] == [wanted], given
 assert _scored([{5: entries[5], 13: entries[13]}], [13])["rank"] == [1]
 """
-    subprocess.run([sys.executable, "-c", code, str(Path(bridge.__file__).parent)], check=True)
 
 
-def test_a_server_ranks_them_in_the_same_way() -> None:
+def test_a_token_tied_with_others_ranks_behind_none_of_them() -> None:
+    """vLLM's rank counts equal logits: a second choice tied with two others has rank 4 there, and 2 here."""
+    subprocess.run([sys.executable, "-c", RANKED, str(Path(bridge.__file__).parent)], check=True)
+
     class Tied(Server):
         def __init__(self) -> None: ...
 
