@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("scipy")
-
 from eagle3_jax.engines.memory import SHARE_OF_JAX, SHARE_OF_VLLM
 from eagle3_jax.load import bundled
 from eagle3_jax.models.config import usual_head

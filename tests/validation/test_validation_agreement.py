@@ -10,8 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-pytest.importorskip("scipy")
-
 from eagle3_jax.engines.vllm import bridge
 from eagle3_jax.engines.vllm.bridge import EngineOptions, Scored
 from eagle3_jax.engines.vllm.server import Server, ServerEngine

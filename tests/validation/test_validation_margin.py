@@ -8,8 +8,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-pytest.importorskip("scipy")
-
 from validation.margin import (
     Agreement,
     Control,

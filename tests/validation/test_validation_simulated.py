@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("scipy")
-
 from eagle3_jax.bench.random_models import shape_named
 from eagle3_jax.conversion.families import FAMILIES
 from eagle3_jax.conversion.fields import Fields
