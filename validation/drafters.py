@@ -72,7 +72,7 @@ class Method:
         ours: Our drafter for a target, of the head's directory.
         least: Mean acceptance length that no head reaches by chance.
         repaired: The CPU build of vLLM 0.32 gets it wrong and is mended for it; see
-            :meth:`~eagle3_jax.engines.vllm.process.ProcessEngine.context_keys_repaired`.
+            :meth:`~eagle3_jax.engines.vllm.process.ProcessEngine.repaired`.
     """
 
     speculative: dict[str, Any]
@@ -296,7 +296,7 @@ def run(vllm: Process, method: Method, directory: Path) -> tuple[Generated, Gene
     if not method.repaired or vllm.versions["device"] != "cpu":
         return engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS), None
     shipped = engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS)
-    with engine.context_keys_repaired():
+    with engine.repaired("context_keys"):
         return engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS), shipped
 
 

@@ -89,7 +89,7 @@ def vllms(process: Process, setting: str) -> Draws:
     speculating = process.engine(EngineOptions(**options, speculative=eagle3(DIRECTORY / "eagle3", K)))
     draws[SHIPPED] = drawn_by(speculating)
     if process.versions["device"] == "cpu":
-        with speculating.sampling_repaired():
+        with speculating.repaired("sampling"):
             draws[REPAIRED] = drawn_by(speculating)
     return draws
 

@@ -147,7 +147,7 @@ for line in sys.stdin:
             sys.exit(3)
         print(json.dumps({"propose": {"sequences": prompts}}), flush=True)
         drafts = json.loads(sys.stdin.readline())["drafts"]
-        tokens = [draft[:limit] for draft, limit in zip(drafts, call["arguments"]["max_new_tokens"])]
+        tokens = [draft[: call["arguments"]["max_new_tokens"]] for draft in drafts]
         result = {"completions": [{"tokens": t} for t in tokens], "seconds": 1.0,
                   "before": {"num_drafts": 1, "num_accepted_tokens_per_pos": [4]},
                   "after": {"num_drafts": 3, "num_accepted_tokens_per_pos": [6, 1], "num_draft_tokens": 3}}
@@ -165,8 +165,8 @@ def test_a_process_is_asked_line_by_line_and_may_ask_for_drafts(
     process = Process(interpreter(tmp_path / "worker", ANSWER))
     options = EngineOptions(model="m", speculative={"num_speculative_tokens": 2})
     engine = process.engine(options, propose=lambda sequences: [[s[-1] + 1, s[-1] + 2] for s in sequences])
-    found = engine.generate([[7], [4, 5]], max_new_tokens=[2, 1])
-    assert [one.tokens for one in found.completions] == [[8, 9], [6]]
+    found = engine.generate([[7], [4, 5]], max_new_tokens=1)
+    assert [one.tokens for one in found.completions] == [[8], [6]]
     assert found.counters == {"num_drafts": 2, "num_accepted_tokens_per_pos": [2, 1], "num_draft_tokens": 3}
     for _ in range(2):  # and every level after it
         with pytest.raises(VLLMError, match="ended with exit code 3; its last words: out of memory"):
