@@ -16,9 +16,9 @@ from validation.aot import table
 from validation.aot.__main__ import main
 from validation.aot.facts import Part, is_of_the_host, kernels_that_add, parts_of, sizes_of, traffic
 from validation.aot.hlo import Instruction, Module
-from validation.aot.measure import PATH, Facts, Measured, few, load, measured_apart, save
+from validation.aot.measure import PATH, Measured, few, load, measured_apart, save
 from validation.aot.platforms import NotHere, Platform
-from validation.aot.programs import Case
+from validation.aot.programs import Case, Facts
 
 HLO = Path(__file__).parent.parent / "hlo"
 CACHE, TABLE = (1, 8, 4096, 128), (32000, 512)
