@@ -18,6 +18,7 @@ from eagle3_jax.sampling import row_keys
 from eagle3_jax.topology import Chain
 from eagle3_jax.types import FinishReason, SamplingParams
 from validation.device import exact_options
+from validation.parity import parting
 from validation.subject import CONTEXT
 
 CHAIN, TREE = Chain(3), DynamicTree(num_nodes=16, max_depth=4, top_k=4)
@@ -106,7 +107,4 @@ def with_shape(drafter: LoadedDrafter, topology: Any) -> LoadedDrafter:
 
 def first_differences(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[int | None]:
     """Place of the first token that differs in each row; ``None`` where none does."""
-    return [
-        next((place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
-        for one, other in zip(ours, theirs, strict=True)
-    ]
+    return [parting(one, other) for one, other in zip(ours, theirs, strict=True)]

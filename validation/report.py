@@ -24,19 +24,21 @@ from validation.runs import Check, Report, Verdict, load, plain, verdict_lines
 SIGNS = {Verdict.PASSED: "✓", Verdict.FAILED: "✗", Verdict.PARTLY: "◐", Verdict.NOT_RUN: "○"}
 
 
-def write(report: Report, directory: str | Path) -> Path:
+def write(report: Report, directory: str | Path, *, page: bool = True) -> Path:
     """Write ``report.json`` and ``report.html``, each whole or not at all; returns the page, or the JSON without one.
 
     Without jinja2 an earlier page is removed, because it belongs to another run.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    data, page = directory / "report.json", directory / "report.html"
+    data, html = directory / "report.json", directory / "report.html"
     write_text(data, report.to_json())
+    if not page:
+        return data
     try:
         import jinja2
     except ModuleNotFoundError:
-        page.unlink(missing_ok=True)
+        html.unlink(missing_ok=True)
         return data
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -45,8 +47,8 @@ def write(report: Report, directory: str | Path) -> Path:
     environment.filters["show"] = show
     # The page shows numbers as the JSON has them, so the two never differ.
     values = {"report": Report.from_json(data.read_text("utf-8")), "signs": SIGNS, "Verdict": Verdict, "flat": flat}
-    write_text(page, environment.get_template("report.html.jinja").render(values))
-    return page
+    write_text(html, environment.get_template("report.html.jinja").render(values))
+    return html
 
 
 # ---------------------------------------------------------------- two runs

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 
 from validation.agreement import Judged
-from validation.decodings import (
-    CHAIN,
-    Decoding,
-    first_differences,
-    new_tokens_of,
-    with_shape,
-)
+from validation.decodings import CHAIN, Decoding, first_differences, new_tokens_of, with_shape
 from validation.forcing import by_blocks, reference
 from validation.margin import Control
 from validation.runs import Check
@@ -43,6 +37,11 @@ def test_every_token_is_the_reference_choice_or_a_tie(
     flips = int(np.sum(np.concatenate(outputs) != np.concatenate(plain)))
     noise = Control(flips=int(np.sum(np.concatenate(blocks) != np.concatenate(plain))), tokens=tokens)
     disagreements_allowed = Control(usual.disagreements, tokens).allowed(tokens)
+    largest = (
+        {"largest_gap": float(ours.gaps.max())}
+        if dtype == "float32"
+        else {"largest_gap_in_bfloat16_units": float(ours.units.max())}
+    )
     check.number(
         tokens=tokens,
         ties=found.ties,
@@ -54,17 +53,11 @@ def test_every_token_is_the_reference_choice_or_a_tie(
         flips_without_a_drafter=noise.flips,
         flips_allowed=noise.allowed(tokens),
         texts_that_part=sum(place is not None for place in first_differences(outputs, plain)),
-        **_largest_gap(ours, dtype),
+        **largest,
     )
     assert not ours.wrong, f"{ours.wrong} tokens are too far below the reference's choice for any rounding"
     assert found.disagreements <= disagreements_allowed, "more disagreements than plain decoding has with the reference"
     assert flips <= noise.allowed(tokens), "speculation departs from plain decoding more often than rounding does"
-
-
-def _largest_gap(judged: Judged, dtype: str) -> dict[str, float]:
-    if dtype == "float32":
-        return {"largest_gap": float(judged.gaps.max())}
-    return {"largest_gap_in_bfloat16_units": float(judged.units.max())}
 
 
 def _volume(setting: Setting, dtype: str) -> tuple[int, int]:
