@@ -27,21 +27,13 @@ SHAPES = {"chain": CHAIN, "tree": TREE}
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """A pair compiled for one batch size, with every kernel deterministic.
-
-    Attributes:
-        target: Target of the pair.
-        drafter: Drafter of the pair.
-        dtype: Precision of both.
-        batch: Rows.
-        limit: New tokens of every row.
-    """
+    """A pair compiled for one batch size, with every kernel deterministic."""
 
     target: LoadedTarget
     drafter: LoadedDrafter
     dtype: str
-    batch: int
-    limit: int
+    batch: int  # rows
+    limit: int  # new tokens of every row
 
     def states(self, prompts: Sequence[list[int]]) -> list[GenerationState]:
         """Final states, a batch each; the number of prompts is a multiple of the batch."""

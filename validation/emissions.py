@@ -121,11 +121,7 @@ class Reference:
     """``p`` from transformers: the target in float32, teacher-forced, with transformers' own warpers."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        """Needs torch and transformers.
-
-        Args:
-            directory: Directory of a target in the Hugging Face layout; ``None`` for the shipped one.
-        """
+        """Needs torch and transformers."""
         import torch
         from transformers import AutoModelForCausalLM
 

@@ -33,11 +33,7 @@ def reference(
 ) -> list[Scored]:
     """Judge tokens along given outputs in one pass, with the same weights but every sum in float32.
 
-    Args:
-        target: The target whose weights are used.
-        prompts: Token ids before the outputs.
-        outputs: Tokens that are fed.
-        judged: A token for each position of each output; the outputs themselves when left out.
+    ``judged`` has a token for each position of each output; the outputs themselves are judged without it.
     """
     if target.model.precision is BFLOAT16:  # type: ignore[attr-defined]
         target = dataclasses.replace(target, model=dataclasses.replace(target.model, precision=MIXED))  # type: ignore[type-var]

@@ -114,12 +114,7 @@ def compare_with_recorded(
 ) -> Closeness:
     """Replay a prompt and compare, round by round, what the head was fed and what it answered.
 
-    Args:
-        decoder: A decoder of :func:`recording`, with an EAGLE-3 chain.
-        prompt: Token ids.
-        recorded: The result of ``ProcessEngine.record`` for the same prompt.
-        max_new_tokens: As when it was recorded.
-        batch_size: Copies of the prompt, where programs for such a batch are compiled already.
+    ``decoder`` comes from :func:`recording`; a batch of copies reuses programs that were compiled for such a batch.
     """
     drafter = decoder.loop.drafter.drafter  # type: ignore[attr-defined]
     params = decoder.drafter.params

@@ -88,13 +88,7 @@ def stats_of(played: Sequence[Played], num_speculative_tokens: int) -> Speculati
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """One head in two engines: tokens, accepted counts of every round of every request, and all counters.
-
-    Attributes:
-        ours: Our rounds.
-        theirs: vLLM's requests.
-        stats: vLLM's counters, from our rounds.
-    """
+    """One head in two engines: tokens, accepted counts of every round of every request, and all counters."""
 
     ours: list[Played]
     theirs: Generated

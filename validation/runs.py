@@ -306,12 +306,7 @@ def missing_from(checks: Iterable[Check], wanted: Mapping[str, int]) -> list[str
 
 
 def expected(mode: str, path: Path = MANIFEST) -> Counts:
-    """What a run of a mode must contain.
-
-    Args:
-        mode: One of :data:`MODES`.
-        path: Path of the table.
-    """
+    """What a run of a mode must contain."""
     column = list(MODES).index(mode)
     table = tomllib.loads(path.read_text("utf-8"))
     return {

@@ -58,14 +58,7 @@ class Sample:
 def sample(
     decoder: SpeculativeDecoder, prompts: Sequence[list[int]], reference: Reference, *, batches: Batches
 ) -> Sample:
-    """Sample texts, and score every token by the distribution that the reference gives it.
-
-    Args:
-        decoder: The decoder that samples.
-        prompts: Prompts, used in turn; each is cut to its last tokens.
-        reference: Reference probabilities of the decoder's target.
-        batches: For each batch its sampling settings, the rows of each and the limit.
-    """
+    """Sample texts, and score every token by the distribution that the reference gives it."""
     prompts, rng = [prompt[-CONTEXT:] for prompt in prompts], np.random.default_rng(1)
     parts, left_out, lengths = [], 0, {}
     for seed, (settings, each, max_new_tokens) in enumerate(batches):

@@ -29,16 +29,10 @@ DEPTHS = (3, 5)
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a case became.
-
-    Attributes:
-        case: Which; its ``layers`` say nothing where there are two depths.
-        facts: One for each depth, ascending.
-        versions: Of jax and of the platform's compiler.
-    """
+    """What a case became."""
 
     case: Case
-    facts: tuple[Facts, ...]
+    facts: tuple[Facts, ...]  # one for each depth, ascending; of two, the layers of the case say nothing
     versions: dict[str, str]
 
     @property

@@ -108,11 +108,7 @@ class Case:
 
 
 class Placing:
-    """Shapes with shardings, and what a program is traced under.
-
-    Attributes:
-        mesh: Of all devices; ``None`` for one device.
-    """
+    """Shapes with shardings, and what a program is traced under."""
 
     def __init__(self, platform: Platform, axes: str):
         """See the class.
