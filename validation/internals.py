@@ -33,21 +33,10 @@ class Recording:
 
     drafter: Eagle3Drafter
 
-    @property
-    def num_nodes(self) -> int:
-        return self.drafter.num_nodes
-
-    @property
-    def max_depth(self) -> int:
-        return self.drafter.max_depth
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return self.drafter.aux_layers
-
-    @property
-    def is_chain(self) -> bool:
-        return self.drafter.is_chain
+    num_nodes = property(lambda self: self.drafter.num_nodes)
+    max_depth = property(lambda self: self.drafter.max_depth)
+    aux_layers = property(lambda self: self.drafter.aux_layers)
+    is_chain = property(lambda self: self.drafter.is_chain)
 
     def init(self, params: Any, batch: int, capacity: int) -> RecordingState:
         config = self.drafter.config

@@ -353,8 +353,6 @@ def verdict_lines(report: Report) -> Iterator[tuple[Verdict, str]]:
 
 def plain(value: Any) -> Any:
     """Convert a value to JSON types. An unknown type becomes text, because a report is written after hours of work."""
-    if isinstance(value, enum.Enum):
-        return value.value
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from eagle3_jax import DynamicTree, SpeculativeDecoder
-from eagle3_jax.bench.contenders import DecoderContender
+from eagle3_jax.bench.contenders import Contender, DecoderContender
 from eagle3_jax.bench.results import Report, Row
+from eagle3_jax.bench.run import measure
 from eagle3_jax.engines.memory import is_out_of_memory
 from eagle3_jax.engines.transformers import TransformersContender
 from eagle3_jax.theory.cost import cost_per_million_tokens
 from eagle3_jax.verifiers.simulated import SimulatedAcceptance
 from validation.runs import Check
-from validation.subject import CONTEXT, SHIPPED, Pair, Setting, Subject, some_prompts  # noqa: F401 (notebooks import it from here)
+from validation.subject import CONTEXT, SHIPPED, Pair, Setting, Subject
 
 COLUMNS = [
     "method", "precision", "batch", "tokens/s", "quartiles", "over plain", "quartiles", "τ", "TTFT p50 ms",
@@ -46,6 +48,40 @@ def transformers_or_why_not(
 
 def not_run(name: str, dtype: str, batch: int, reason: str) -> list[Any]:
     return [name, dtype, batch, *[""] * (len(COLUMNS) - 4), reason]
+
+
+def measure_and_keep(
+    check: Check,
+    contenders: list[Contender],
+    prompts: list[list[int]],
+    *,
+    batch: int,
+    baseline: str,
+    price: float | None,
+    title: str = "",
+    quoted: bool = True,
+    missing: Sequence[list[Any]] = (),
+    cost_rounds: int = 0,
+    **how: int,
+) -> None:
+    """Measure all in turn, keep everything, then judge."""
+    report = measure(
+        contenders,
+        prompts[: len(prompts) // batch * batch],
+        baselines=[baseline],
+        batch_size=batch,
+        cost_rounds=cost_rounds,
+        streams=0,
+        **how,  # type: ignore[arg-type]
+    )
+    dtypes = {one.name: one.dtype for one in contenders}
+    absent = [not_run(one.name, dtypes[one.name], batch, one.reason) for one in report.not_measured]
+    title = title if quoted else "No claim, for on a GPU the shipped pair waits for launches: "
+    keep(check, report, price, [*missing, *absent], title=title, quoted=quoted)
+    assert not faults(report), "; ".join(faults(report))
+    ours = {one.name for one in contenders if isinstance(one, DecoderContender)}
+    for row in report.rows:
+        assert row.repeatable or row.name not in ours, f"{row.name} wrote other tokens in another repeat"
 
 
 def keep(
