@@ -18,6 +18,7 @@ from eagle3_jax.sampling import row_keys
 from eagle3_jax.topology import Chain
 from eagle3_jax.types import FinishReason, SamplingParams
 from validation.device import exact_options
+from validation.forcing import padded
 from validation.parity import parting
 from validation.subject import CONTEXT
 
@@ -66,11 +67,8 @@ def forget_programs() -> None:
 def batch_of(prompts: Sequence[list[int]], limit: int) -> loops.Prompts:
     """A greedy ragged batch that writes ``limit`` tokens a row."""
     rows, length = len(prompts), np.array([len(prompt) for prompt in prompts], np.int32)
-    tokens = np.zeros((rows, CONTEXT), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
     return loops.Prompts(
-        tokens=jnp.asarray(tokens),
+        tokens=padded(prompts, CONTEXT),
         length=jnp.asarray(length),
         limit=jnp.asarray(length + limit),
         limit_reason=jnp.full((rows,), int(FinishReason.LENGTH), jnp.int32),

@@ -46,7 +46,7 @@ def forced_logits(target: LoadedTarget, sequences: Sequence[Tokens]) -> list[np.
     found = []
     for start in range(0, len(sequences), _ROWS):
         rows = sequences[start : start + _ROWS]
-        logits = np.asarray(_all_logits(target.model, target.params, _padded(rows, width)))
+        logits = np.asarray(_all_logits(target.model, target.params, padded(rows, width, _ROWS)))
         found += [logits[index, : len(row)] for index, row in enumerate(rows)]
     return found
 
@@ -80,7 +80,7 @@ def _judge(
     for start in range(0, len(fed), _ROWS):
         rows = slice(start, start + _ROWS)
         found = jax.device_get(
-            function(target.model, target.params, _padded(fed[rows], width), _padded(asked[rows], width))
+            function(target.model, target.params, padded(fed[rows], width, _ROWS), padded(asked[rows], width, _ROWS))
         )
         for index, (prompt, output) in enumerate(zip(prompts[rows], outputs[rows], strict=True)):
             given = slice(len(prompt) - 1, len(prompt) - 1 + len(output))
@@ -88,8 +88,9 @@ def _judge(
     return scored
 
 
-def _padded(rows: Sequence[Tokens], width: int) -> Int[Array, "B T"]:
-    tokens = np.zeros((_ROWS, width), np.int32)
+def padded(rows: Sequence[Tokens], width: int, count: int | None = None) -> Int[Array, "B T"]:
+    """Rows of ``width`` tokens, zeros behind each; as many rows as there are, or ``count``."""
+    tokens = np.zeros((count or len(rows), width), np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
     return jnp.asarray(tokens)

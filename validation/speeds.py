@@ -77,28 +77,17 @@ def measure_and_keep(
     dtypes = {one.name: one.dtype for one in contenders}
     absent = [not_run(one.name, dtypes[one.name], batch, one.reason) for one in report.not_measured]
     title = title if quoted else "No claim, for on a GPU the shipped pair waits for launches: "
-    keep(check, report, price, [*missing, *absent], title=title, quoted=quoted)
+    title += f"Speed at batch {batch}, {report.num_prompts} prompts of {CONTEXT} tokens, {report.max_new_tokens} new"
+    check.table(title, COLUMNS, [*(_cells(row, report, price) for row in report.rows), *missing, *absent])
+    if quoted:
+        speeds = {f"tokens/s {row.name}, batch {batch}": row.decode_tokens_per_second.median for row in report.rows}
+        check.number(**{f"bandwidth GB/s, batch {batch}": (report.bytes_per_second or 0.0) / 1e9}, **speeds)
+    else:
+        check.number(note="the shipped pair's speed on a GPU is no claim")
     assert not faults(report), "; ".join(faults(report))
     ours = {one.name for one in contenders if isinstance(one, DecoderContender)}
     for row in report.rows:
         assert row.repeatable or row.name not in ours, f"{row.name} wrote other tokens in another repeat"
-
-
-def keep(
-    check: Check, report: Report, price: float | None, missing: list[list[Any]], *, title: str, quoted: bool
-) -> None:
-    rows = [_cells(row, report, price) for row in report.rows]
-    batch = report.batch_size
-    check.table(
-        f"{title}Speed at batch {batch}, {report.num_prompts} prompts of {CONTEXT} tokens, {report.max_new_tokens} new",
-        COLUMNS,
-        [*rows, *missing],
-    )
-    if not quoted:
-        check.number(note="the shipped pair's speed on a GPU is no claim")
-        return
-    speeds = {f"tokens/s {row.name}, batch {batch}": row.decode_tokens_per_second.median for row in report.rows}
-    check.number(**{f"bandwidth GB/s, batch {batch}": (report.bytes_per_second or 0.0) / 1e9}, **speeds)
 
 
 def _cells(row: Row, report: Report, price: float | None) -> list[Any]:
