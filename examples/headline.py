@@ -192,7 +192,7 @@ class Experiment:
         )
         engine = process.engine(options)
         if process.versions["device"] == "cpu" and length:  # the CPU build samples wrongly under speculation
-            closing.enter_context(engine.sampling_repaired())
+            closing.enter_context(engine.repaired("sampling"))
         return engine
 
     def _measured(self, cell: Cell, engine: Any) -> dict[str, Any]:

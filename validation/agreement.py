@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,16 +21,8 @@ ENGINES = 2  # whose rounding errors add up where one judges the other
 TREE = DynamicTree(num_nodes=16, max_depth=5, top_k=4)
 
 
-@dataclasses.dataclass(frozen=True)
-class Agreed:
-    """How one side's texts look to the other.
-
-    Attributes:
-        tokens: Positions scored.
-        ties: Positions at which the token is the other side's second choice within the tolerance.
-        disagreements: Positions at which it is neither.
-        largest_gap: Largest gap of all positions.
-    """
+class Agreed(NamedTuple):
+    """How one side's texts look to the other: positions scored, ties and disagreements among them, the largest gap."""
 
     tokens: int
     ties: int
@@ -66,11 +59,6 @@ class Judged:
         return np.concatenate([one.best_value for one in self.scored])
 
     @property
-    def places(self) -> np.ndarray:
-        """Which new token of its prompt each is, from 0, ``[n]``."""
-        return np.concatenate([np.arange(len(one.gap)) for one in self.scored])
-
-    @property
     def units(self) -> np.ndarray:
         """Gaps in bfloat16 units in the last place of the highest logit, ``[n]``."""
         return self.gaps / bfloat16_ulp(self.values)
@@ -84,7 +72,8 @@ class Judged:
     @property
     def agreed(self) -> Agreed:
         """All positions counted."""
-        return agreement(self.scored, self.dtype)
+        ties, disagreements = (int(np.sum(self.verdicts == one)) for one in (Agreement.TIE, Agreement.DISAGREE))
+        return Agreed(len(self.gaps), ties, disagreements, float(self.gaps.max()))
 
     def control(self, verdict: Agreement) -> Control:
         """How many verdicts are this one or a worse one."""
@@ -100,33 +89,20 @@ class Judged:
         return sum(one == other for one, other in zip(self.outputs, others, strict=False))
 
 
-def agreement(scored: Sequence[Scored], dtype: str) -> Agreed:
-    """Classify every position."""
-    gap = np.concatenate([one.gap for one in scored])
-    rank = np.concatenate([one.rank for one in scored])
-    found = classify(gap, rank, tie_tolerance(np.concatenate([one.best_value for one in scored]), dtype))
-    return Agreed(
-        tokens=len(gap),
-        ties=int((found == Agreement.TIE).sum()),
-        disagreements=int((found == Agreement.DISAGREE).sum()),
-        largest_gap=float(gap.max()),
-    )
-
-
 def ours(
     decoders: Mapping[str, SpeculativeDecoder], prompts: Sequence[Tokens], *, max_new_tokens: int, singly: int
 ) -> dict[str, list[Tokens]]:
     """All decoders' texts, in batches; the first ``singly`` prompts of the last decoder one by one as well."""
-    texts = {}
-    for name, decoder in decoders.items():
-        outputs: list[Tokens] = []
-        for start in range(0, len(prompts), BATCH):
-            outputs += decoder.generate(prompts[start : start + BATCH], max_new_tokens=max_new_tokens).tokens
-        texts[f"ours, {name}"] = outputs
+
+    def written(decoder: SpeculativeDecoder, prompts: Sequence[Tokens], size: int) -> list[Tokens]:
+        starts = range(0, len(prompts), size)
+        batches = [decoder.generate(prompts[i : i + size], max_new_tokens=max_new_tokens).tokens for i in starts]
+        return [tokens for batch in batches for tokens in batch]
+
+    texts = {f"ours, {name}": written(decoder, prompts, BATCH) for name, decoder in decoders.items()}
     name, decoder = list(decoders.items())[-1]
     if singly:
-        alone = [decoder.generate([prompt], max_new_tokens=max_new_tokens).tokens[0] for prompt in prompts[:singly]]
-        texts[f"ours, {name}, batch 1"] = alone
+        texts[f"ours, {name}, batch 1"] = written(decoder, prompts[:singly], 1)
     return texts
 
 

@@ -16,12 +16,11 @@ import pytest
 
 from eagle3_jax.bench.environment import committable, environment
 from eagle3_jax.bench.gpu import gpu_problem
-from eagle3_jax.bench.tables import write_text
 from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.engines.memory import SHARE_OF_VLLM, share_memory
 from validation.aot.platforms import Platform
 from validation.decodings import forget_programs
-from validation.device import Releases, give_back, products, reason_of_exhaustion
+from validation.device import give_back, products, reason_of_exhaustion
 from validation.fixtures import NOTES, RELEASES, setting, subject, vllm, vllm_process  # noqa: F401
 from validation.levels import BY_NAME
 from validation.report import write
@@ -34,6 +33,7 @@ _WRITTEN = pytest.StashKey[Path]()
 COLORS = {Verdict.PASSED: "green", Verdict.FAILED: "red", Verdict.PARTLY: "yellow", Verdict.NOT_RUN: "light"}
 
 _FLAG: dict[str, Any] = {"action": "store_true"}
+_FLOAT: dict[str, Any] = {"type": float}
 _LIST: dict[str, Any] = {"action": "append", "default": []}
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--gpu": ("validate on a CUDA device, in bfloat16 and float32, with speed", _FLAG),
@@ -49,12 +49,9 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--vllm-plain-url": ("running vLLM server of the same target without speculation", {"metavar": "URL"}),
     "--vllm-memory": (
         f"share of the GPU's memory for vLLM; default {SHARE_OF_VLLM}, next to JAX's XLA_CLIENT_MEM_FRACTION",
-        {"metavar": "SHARE", "type": float, "default": SHARE_OF_VLLM},
+        _FLOAT | {"metavar": "SHARE", "default": SHARE_OF_VLLM},
     ),
-    "--price-per-hour": (
-        "price of the machine in USD; adds the cost of a million tokens",
-        {"metavar": "USD", "type": float},
-    ),
+    "--price-per-hour": ("price of the machine in USD; adds the cost of a million tokens", _FLOAT | {"metavar": "USD"}),
     "--compilation-cache": (
         "directory of compiled programs for the next run, or 'none'; with --gpu ~/.cache/eagle3-jax/compiled",
         {"metavar": "DIR"},
@@ -100,7 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
         manifest=_manifest_of(config),
     )
     config.stash[REPORT], config.stash[NOTES] = report, report.environment
-    config.stash[RELEASES], config.stash[_STARTED] = Releases(), time.perf_counter()
+    config.stash[RELEASES], config.stash[_STARTED] = [], time.perf_counter()
     try:
         _refuse_misuse(config)
         if option("--gpu"):
@@ -165,7 +162,14 @@ def _forget_programs(pytestconfig: pytest.Config) -> Iterator[None]:
     jax.clear_caches()
     gc.collect()
     if pytestconfig.getoption("--gpu"):
-        pytestconfig.stash[RELEASES]()
+        _free(pytestconfig)
+
+
+def _free(config: pytest.Config) -> None:
+    """Free the memory of models and of vLLM."""
+    for release in config.stash[RELEASES]:
+        release()
+    give_back()
 
 
 @pytest.fixture(autouse=True)
@@ -263,17 +267,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     check.seconds += outcome.duration
     if outcome.failed and (reason := reason_of_exhaustion(call.excinfo.value)) is not None:
         outcome.outcome, outcome.longrepr = "skipped", (str(item.path), item.location[1] or 0, f"Skipped: {reason}")
-        item.config.stash[RELEASES]()
+        _free(item.config)
     if outcome.failed:
         message = outcome.longrepr if isinstance(outcome.longrepr, str) else call.excinfo.exconly(tryshort=True)
         if outcome.when != "call":  # in setup and teardown, the type of the exception says more than its last words
             message = f"{outcome.when}: {call.excinfo.typename}: {call.excinfo.value}".splitlines()[0]
         check.verdict, check.reason = Verdict.FAILED, _last_lines(message)
     elif outcome.skipped:
-        expected_failure = getattr(outcome, "wasxfail", None)
-        reason = _skip_reason(outcome.longrepr)
-        check.reason = reason if expected_failure is None else f"expected to fail: {expected_failure}"
-        check.verdict = Verdict.NOT_RUN
+        check.verdict, check.reason = Verdict.NOT_RUN, _skip_reason(outcome.longrepr)
     elif outcome.when == "call" and check.verdict is Verdict.NOT_RUN:
         check.verdict = Verdict.PASSED
     return outcome
@@ -283,21 +284,20 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Write the report after every check, so that a run that is killed leaves one too."""
     yield
-    config = item.config
-    report = _ended(config.stash[REPORT], config, "not finished: the run was cut off")
-    path = Path(config.getoption("--report-dir")) / "report.json"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, report.to_json())
-    except OSError as error:
-        pytest.exit(f"the report could not be written: {error}", returncode=pytest.ExitCode.TESTS_FAILED)
+    _write(item.config, "not finished: the run was cut off", page=False)
 
 
-def _ended(report: Report, config: pytest.Config, reason: str) -> Report:
-    """The report of a run that ends here, with a reason for each check that did not run."""
+def _write(config: pytest.Config, reason: str, *, page: bool = True) -> Report:
+    """Write the report of a run that ends here, with a reason for each check that did not run."""
+    report = config.stash[REPORT]
     silent = lambda check: check.verdict is Verdict.NOT_RUN and not check.reason
     checks = [dataclasses.replace(check, reason=reason) if silent(check) else check for check in report.checks]
-    return dataclasses.replace(report, checks=checks, seconds=time.perf_counter() - config.stash[_STARTED])
+    report = dataclasses.replace(report, checks=checks, seconds=time.perf_counter() - config.stash[_STARTED])
+    try:
+        config.stash[_WRITTEN] = write(report, config.getoption("--report-dir"), page=page)
+    except OSError as error:
+        pytest.exit(f"the report could not be written: {error}", returncode=pytest.ExitCode.TESTS_FAILED)
+    return report
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
@@ -306,12 +306,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if report is None or config.getoption("--collect-only") or exitstatus == pytest.ExitCode.USAGE_ERROR:
         return
     interrupted = exitstatus == pytest.ExitCode.INTERRUPTED and not report.errors
-    report = _ended(report, config, "not finished: the run " + ("was interrupted" if interrupted else "stopped before"))
+    report = _write(config, "not finished: the run " + ("was interrupted" if interrupted else "stopped before"))
     config.stash[REPORT] = report
-    try:
-        config.stash[_WRITTEN] = write(report, config.getoption("--report-dir"))
-    except OSError as error:
-        pytest.exit(f"the report could not be written: {error}", returncode=pytest.ExitCode.TESTS_FAILED)
     unfinished = config.getoption("--complete") and report.incomplete(config.getoption("--level"))
     if unfinished and exitstatus in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED

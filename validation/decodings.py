@@ -18,6 +18,8 @@ from eagle3_jax.sampling import row_keys
 from eagle3_jax.topology import Chain
 from eagle3_jax.types import FinishReason, SamplingParams
 from validation.device import exact_options
+from validation.forcing import padded
+from validation.parity import parting
 from validation.subject import CONTEXT
 
 CHAIN, TREE = Chain(3), DynamicTree(num_nodes=16, max_depth=4, top_k=4)
@@ -26,21 +28,13 @@ SHAPES = {"chain": CHAIN, "tree": TREE}
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """A pair compiled for one batch size, with every kernel deterministic.
-
-    Attributes:
-        target: Target of the pair.
-        drafter: Drafter of the pair.
-        dtype: Precision of both.
-        batch: Rows.
-        limit: New tokens of every row.
-    """
+    """A pair compiled for one batch size, with every kernel deterministic."""
 
     target: LoadedTarget
     drafter: LoadedDrafter
     dtype: str
-    batch: int
-    limit: int
+    batch: int  # rows
+    limit: int  # new tokens of every row
 
     def states(self, prompts: Sequence[list[int]]) -> list[GenerationState]:
         """Final states, a batch each; the number of prompts is a multiple of the batch."""
@@ -73,11 +67,8 @@ def forget_programs() -> None:
 def batch_of(prompts: Sequence[list[int]], limit: int) -> loops.Prompts:
     """A greedy ragged batch that writes ``limit`` tokens a row."""
     rows, length = len(prompts), np.array([len(prompt) for prompt in prompts], np.int32)
-    tokens = np.zeros((rows, CONTEXT), np.int32)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = prompt
     return loops.Prompts(
-        tokens=jnp.asarray(tokens),
+        tokens=padded(prompts, CONTEXT),
         length=jnp.asarray(length),
         limit=jnp.asarray(length + limit),
         limit_reason=jnp.full((rows,), int(FinishReason.LENGTH), jnp.int32),
@@ -106,7 +97,4 @@ def with_shape(drafter: LoadedDrafter, topology: Any) -> LoadedDrafter:
 
 def first_differences(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> list[int | None]:
     """Place of the first token that differs in each row; ``None`` where none does."""
-    return [
-        next((place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
-        for one, other in zip(ours, theirs, strict=True)
-    ]
+    return [parting(one, other) for one, other in zip(ours, theirs, strict=True)]

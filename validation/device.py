@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -72,20 +71,3 @@ def reason_of_exhaustion(error: BaseException) -> str | None:
         return None
     said = " ".join(str(error).split())
     return f"out of memory ({type(error).__name__}: {said[:160]}); {WHAT_TO_DO}"
-
-
-class Releases:
-    """Callbacks that free memory of the device between two modules."""
-
-    def __init__(self) -> None:
-        self._all: list[Callable[[], None]] = []
-
-    def add(self, release: Callable[[], None]) -> None:
-        """Add a callback."""
-        self._all.append(release)
-
-    def __call__(self) -> None:
-        """Run all callbacks."""
-        for release in self._all:
-            release()
-        give_back()

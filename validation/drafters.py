@@ -44,94 +44,63 @@ Tensors = dict[str, np.ndarray]
 Change = Callable[[Config, Tensors], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class InjectedError:
-    """An error that the counts must show.
-
-    Attributes:
-        what: The error in words.
-        change: Injects it into the head's files.
-        drafter: Makes our drafter with it, for methods without files.
-    """
-
-    what: str
-    change: Change | None = None
-    drafter: Callable[[LoadedTarget], Drafter] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
     """One way to draft.
 
     Attributes:
         speculative: vLLM's options, without the directory of the head.
         num_speculative_tokens: ``K``.
-        error: The error that is injected.
-        head: Gives the directory that we read, made in the one given if it has to be; ``None`` where there is none.
+        error: An error that the counts must show, in words.
+        change: Injects it into the head's files.
+        head: Name of the recorded head; ``None`` for methods without one.
+        ours: Our drafter for a target, of a method without a head; with the error if the second argument is true.
         layout: Layout in which our writer hands the head to vLLM; ``None`` where vLLM reads what we read.
-        ours: Our drafter for a target, of the head's directory.
         least: Mean acceptance length that no head reaches by chance.
         repaired: The CPU build of vLLM 0.32 gets it wrong and is mended for it; see
-            :meth:`~eagle3_jax.engines.vllm.process.ProcessEngine.context_keys_repaired`.
+            :meth:`~eagle3_jax.engines.vllm.process.ProcessEngine.repaired`.
     """
 
     speculative: dict[str, Any]
     num_speculative_tokens: int
-    error: InjectedError
-    head: Callable[[Path], Path] | None = None
+    error: str
+    change: Change | None = None
+    head: str | None = None
+    ours: Callable[[LoadedTarget, bool], Drafter] | None = None
     layout: str | None = None
-    ours: Callable[[LoadedTarget, Path], Drafter] = lambda target, head: load_drafter(head, target=target)
     least: float = 1.5
     repaired: bool = False
 
-    def drafter(self, target: LoadedTarget, directory: Path) -> Drafter:
-        """Our drafter; ``directory`` is for files that have to be made."""
-        return self.ours(target, self._read(directory))
-
-    def written(self, directory: Path) -> Path:
-        """The head as vLLM is given it."""
-        head = self._read(directory)
-        if self.layout is None:
-            return head
-        convert(head, directory / "written", self.layout, read_target(TARGET).config)
-        return directory / "written"
+    def drafter(self, target: LoadedTarget, directory: Path, *, wrong: bool = False) -> Drafter:
+        """Our drafter, with the error if asked for; ``directory`` is for files that have to be made."""
+        if self.head is None:
+            assert self.ours is not None
+            return self.ours(target, wrong)
+        files = RECORDED / self.head
+        if wrong:
+            assert self.change is not None
+            files = rewritten(files, directory / "wrong", self.change)
+        return load_drafter(files, target=target)
 
     def options(self, directory: Path) -> EngineOptions:
         """What vLLM is started with; ``directory`` is for files that have to be made."""
         speculative = self.speculative | {"num_speculative_tokens": self.num_speculative_tokens}
-        target = TARGET
+        target, head = TARGET, RECORDED / (self.head or "")
+        if self.layout is not None:
+            convert(head, directory / "written", self.layout, read_target(TARGET).config)
+            head = directory / "written"
         if self.speculative["method"] == "mtp":  # the module is part of the target's files
-            target = with_mtp(directory / "target", self.written(directory))
-        elif self.head is not None:
-            speculative["model"] = str(self.written(directory))
+            target = with_mtp(directory / "target", head)
+        elif self.speculative["method"] != "ngram":
+            speculative["model"] = str(first_layers(directory / "head") if self.head is None else head)
         return EngineOptions(model=str(target), speculative=speculative, max_num_seqs=len(PROMPTS), first_runner=True)
-
-    def with_error(self, target: LoadedTarget, directory: Path) -> Drafter:
-        """Our drafter with the error; ``directory`` is for files that have to be made."""
-        if self.error.drafter is not None:
-            return self.error.drafter(target)
-        assert self.error.change is not None
-        return self.ours(target, rewritten(self._read(directory), directory / "wrong", self.error.change))
-
-    def _read(self, directory: Path) -> Path:
-        return TARGET if self.head is None else self.head(directory / "head")
 
 
 # ------------------------------------------------------------------------------------------------ files
 
 
-def _recorded(name: str) -> Callable[[Path], Path]:
-    return lambda _: RECORDED / name
-
-
 def rewritten(source: Path, directory: Path, change: Callable[[Config, Tensors], None]) -> Path:
-    """A checkpoint, changed.
-
-    Args:
-        source: The checkpoint.
-        directory: Directory to write, created if it is missing.
-        change: Is given ``config.json`` and the tensors.
-    """
+    """Write a checkpoint whose ``config.json`` and tensors are changed into a directory."""
     config, tensors = json.loads((source / "config.json").read_text()), dict(read_tensors(source))
     change(config, tensors)
     directory.mkdir(parents=True, exist_ok=True)
@@ -203,88 +172,56 @@ def _seeing_both_ways(config: Config, tensors: Tensors) -> None:
 # ------------------------------------------------------------------------------------------------ the table
 
 
-def _ngram(target: LoadedTarget, head: Path) -> Drafter:
-    return NGram(max_ngram=3, min_ngram=1, earliest=True)
-
-
-def _first_layers(target: LoadedTarget, head: Path) -> Drafter:
-    return layer_skip(target, LAYERS_KEPT)
-
-
 _PARALLEL = {"method": "eagle3", "parallel_drafting": True}
-_OTHER_FEATURE = InjectedError("one feature of another layer", _of_another_layer)
+_P_EAGLE = Method(
+    speculative=_PARALLEL, num_speculative_tokens=4, error="one feature of another layer", change=_of_another_layer,
+    head="p_eagle", layout="vllm",
+)  # fmt: skip
+_DFLASH = Method(
+    speculative={"method": "dflash"}, num_speculative_tokens=4, error="features one layer behind",
+    change=_of_the_layers_behind, head="dflash", layout="vllm", repaired=True,
+)  # fmt: skip
+_MTP = Method(
+    speculative={"method": "mtp"}, num_speculative_tokens=1, error="the token before the state",
+    change=_halves_swapped("model.mtp_layers.0.input_proj.weight"), head="mtp", layout="mimo", least=1.3,
+)  # fmt: skip
 _TOKEN_NORM, _STATE_NORM = (f"model.mtp_layers.0.{name}_layernorm.weight" for name in ("token", "hidden"))
 
 METHODS = {
     "n-gram": Method(
-        {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1},
-        4,
-        InjectedError(
-            "the latest occurrence instead of the earliest", drafter=lambda target: NGram(max_ngram=3, min_ngram=1)
-        ),
-        ours=_ngram,
-        least=1.3,
+        speculative={"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}, num_speculative_tokens=4,
+        error="the latest occurrence instead of the earliest",
+        ours=lambda target, wrong: NGram(max_ngram=3, min_ngram=1, earliest=not wrong), least=1.3,
     ),
     "draft_model": Method(
-        {"method": "draft_model"}, 4, InjectedError("another rotary base", _rotating_faster), _recorded("draft_model")
+        speculative={"method": "draft_model"}, num_speculative_tokens=4, error="another rotary base",
+        change=_rotating_faster, head="draft_model",
     ),
     # Half of a model that was not trained to stop there: of first tokens one in five is accepted, by chance one in 500.
     "layer_skip": Method(
-        {"method": "draft_model"},
-        4,
-        InjectedError("one layer less", drafter=lambda target: layer_skip(target, LAYERS_KEPT - 1)),
-        first_layers,
-        ours=_first_layers,
-        least=1.15,
+        speculative={"method": "draft_model"}, num_speculative_tokens=4, error="one layer less",
+        ours=lambda target, wrong: layer_skip(target, LAYERS_KEPT - wrong), least=1.15,
     ),
     "medusa": Method(
-        {"method": "medusa"},
-        3,
-        InjectedError("two heads in each other's place", _swapped("lm_heads.0.weight", "lm_heads.1.weight")),
-        _recorded("medusa"),
-        "vllm",
+        speculative={"method": "medusa"}, num_speculative_tokens=3, error="two heads in each other's place",
+        change=_swapped("lm_heads.0.weight", "lm_heads.1.weight"), head="medusa", layout="vllm",
     ),
     "eagle": Method(
-        {"method": "eagle"},
-        4,
-        InjectedError("the state before the token", _halves_swapped("fc.weight")),
-        _recorded("eagle"),
-        "vllm",
+        speculative={"method": "eagle"}, num_speculative_tokens=4, error="the state before the token",
+        change=_halves_swapped("fc.weight"), head="eagle", layout="vllm",
     ),
-    "p_eagle": Method(_PARALLEL, 4, _OTHER_FEATURE, _recorded("p_eagle"), "vllm"),
-    "p_eagle_speculators": Method(_PARALLEL, 4, _OTHER_FEATURE, _recorded("p_eagle"), "speculators"),
-    "dflash": Method(
-        {"method": "dflash"},
-        4,
-        InjectedError("features one layer behind", _of_the_layers_behind),
-        _recorded("dflash"),
-        "vllm",
-        repaired=True,
+    "p_eagle": _P_EAGLE,
+    "p_eagle_speculators": dataclasses.replace(_P_EAGLE, layout="speculators"),
+    "dflash": _DFLASH,
+    "jetspec": dataclasses.replace(
+        _DFLASH, error="a block that sees both ways", change=_seeing_both_ways, head="jetspec"
     ),
-    "jetspec": Method(
-        {"method": "dflash"},
-        4,
-        InjectedError("a block that sees both ways", _seeing_both_ways),
-        _recorded("jetspec"),
-        "vllm",
-        repaired=True,
+    "mtp_1": _MTP,
+    "mtp_3": dataclasses.replace(
+        _MTP, num_speculative_tokens=3, error="two norms in each other's place",
+        change=_swapped(_TOKEN_NORM, _STATE_NORM), least=1.5,
     ),
-    "mtp_1": Method(
-        {"method": "mtp"},
-        1,
-        InjectedError("the token before the state", _halves_swapped("model.mtp_layers.0.input_proj.weight")),
-        _recorded("mtp"),
-        "mimo",
-        least=1.3,
-    ),
-    "mtp_3": Method(
-        {"method": "mtp"},
-        3,
-        InjectedError("two norms in each other's place", _swapped(_TOKEN_NORM, _STATE_NORM)),
-        _recorded("mtp"),
-        "mimo",
-    ),
-}
+}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ recorded runs
@@ -296,7 +233,7 @@ def run(vllm: Process, method: Method, directory: Path) -> tuple[Generated, Gene
     if not method.repaired or vllm.versions["device"] != "cpu":
         return engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS), None
     shipped = engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS)
-    with engine.context_keys_repaired():
+    with engine.repaired("context_keys"):
         return engine.generate(PROMPTS, max_new_tokens=NEW_TOKENS), shipped
 
 

@@ -31,15 +31,6 @@ class Warpers:
         return f"T={self.temperature:g}{truncation}"
 
 
-def sampling_of(rows: Sequence[Warpers]) -> SamplingParams:
-    """One value per row."""
-    return SamplingParams(
-        temperature=np.array([row.temperature for row in rows], np.float32),
-        top_k=np.array([row.top_k for row in rows], np.int32),
-        top_p=np.array([row.top_p for row in rows], np.float32),
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class Emitted:
     """The ``n`` tokens of one row.
@@ -74,7 +65,12 @@ def play(
     A chain is drafted once more, one token longer, from the state before the round: the extra token is the draft for
     the place of the bonus.
     """
-    state = decoder.prefill(prompts, max_new_tokens=max_new_tokens, sampling=sampling_of(rows), seed=seed)
+    sampling = SamplingParams(
+        temperature=np.array([row.temperature for row in rows], np.float32),
+        top_k=np.array([row.top_k for row in rows], np.int32),
+        top_p=np.array([row.top_p for row in rows], np.float32),
+    )
+    state = decoder.prefill(prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
     longer = _one_longer(decoder)
     found: list[list[tuple]] = [[(FIRST, False, [], None)] for _ in prompts]
     while bool(np.any(state.running)):
@@ -102,9 +98,8 @@ def _one_longer(decoder: SpeculativeDecoder) -> Callable[[Any, GenerationState],
     if not isinstance(topology, Chain):
         return None
     drafter = dataclasses.replace(decoder.loop.drafter, topology=Chain(topology.num_speculative_tokens + 1))
-    loop = dataclasses.replace(
-        decoder.loop, drafter=drafter, sampling_mode=SamplingMode.TRUNCATED
-    )  # anything but greedy
+    mode = SamplingMode.TRUNCATED  # anything but greedy
+    loop = dataclasses.replace(decoder.loop, drafter=drafter, sampling_mode=mode)
     return jax.jit(lambda params, state: loop._propose(params, state)[0])
 
 
@@ -126,11 +121,7 @@ class Reference:
     """``p`` from transformers: the target in float32, teacher-forced, with transformers' own warpers."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        """Needs torch and transformers.
-
-        Args:
-            directory: Directory of a target in the Hugging Face layout; ``None`` for the shipped one.
-        """
+        """Needs torch and transformers."""
         import torch
         from transformers import AutoModelForCausalLM
 

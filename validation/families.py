@@ -145,21 +145,12 @@ FAMILIES: dict[str, Family] = {
 
 
 class Trial(NamedTuple):
-    """One family in both engines.
-
-    Attributes:
-        prompts: Prompts of both engines.
-        target: Ours.
-        drafter: Drafter of both engines.
-        judged: Texts of ours, scored by vLLM, then vLLM's, scored by us: plain, and with drafts.
-        theirs: vLLM's rounds.
-        num_speculative_tokens: ``K``.
-    """
+    """One family in both engines."""
 
     prompts: list[Tokens]
     target: LoadedTarget
     drafter: LoadedDrafter | NGram
-    judged: list[Judged]
+    judged: list[Judged]  # ours, scored by vLLM, then vLLM's, scored by us: plain, and with drafts
     theirs: Generated
     num_speculative_tokens: int
 

@@ -13,12 +13,12 @@ import pytest
 from eagle3_jax.engines.vllm.bridge import VLLM, VLLMError
 from eagle3_jax.engines.vllm.process import Process
 from eagle3_jax.engines.vllm.server import Servers
-from validation.device import Releases, environment_of_vllm
+from validation.device import environment_of_vllm
 from validation.subject import Setting, Subject, choose
 
 TESTED_VERSION = "0.32.0"
 NOTES = pytest.StashKey[dict]()  # the report's facts about the run, to which fixtures add
-RELEASES = pytest.StashKey[Releases]()  # callbacks that free the device's memory between modules
+RELEASES = pytest.StashKey[list[Callable[[], None]]]()  # callbacks that free the device's memory between modules
 
 Reached = TypeVar("Reached")
 
@@ -42,7 +42,7 @@ def subject(pytestconfig: pytest.Config, setting: Setting) -> Subject:
     """Target, head and prompts. Prompts are read at once, models when a check asks for them."""
     found = _or_fail(lambda: choose(setting), ValueError)
     pytestconfig.stash[NOTES]["subject"] = _or_fail(lambda: found.description, ValueError)
-    pytestconfig.stash[RELEASES].add(found.release)
+    pytestconfig.stash[RELEASES].append(found.release)
     return found
 
 
@@ -65,15 +65,13 @@ def vllm_process(pytestconfig: pytest.Config) -> Iterator[Process]:
     """vLLM in a process of its own, whose internals can be read."""
     option = pytestconfig.getoption
     if option("--vllm-url") and not option("--vllm-python"):
-        pytest.skip(
-            "this needs the inside of vLLM; a server shows only its outside (name an interpreter: --vllm-python)"
-        )
+        pytest.skip("this needs the inside of vLLM, which a server does not show (name an interpreter: --vllm-python)")
     environment = environment_of_vllm() if option("--gpu") else {}
     process = _or_fail(
         lambda: Process(vllm_interpreter(pytestconfig), environment=environment, memory_share=option("--vllm-memory")),
         VLLMError,
     )
-    pytestconfig.stash[RELEASES].add(process.rest)
+    pytestconfig.stash[RELEASES].append(process.rest)
     try:
         _note(pytestconfig, process)
         yield process

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,22 +22,7 @@ from eagle3_jax.types import TargetModel
 from validation.device import exact_options
 
 _ROWS, _BUCKET = 16, 64
-
-
-class _Judged(NamedTuple):
-    """The target's opinion of the token that follows each position: what stays of its logits.
-
-    Attributes:
-        best: Its own choice, the lowest id of equals.
-        rank: One more than the number of tokens above the given one.
-        gap: Highest logit minus that of the given token.
-        highest: The highest logit.
-    """
-
-    best: Array
-    rank: Array
-    gap: Array
-    highest: Array
+Opinion = dict[str, Array]  # fields of Scored: what stays of the logits of the token after each position
 
 
 def reference(
@@ -48,11 +33,7 @@ def reference(
 ) -> list[Scored]:
     """Judge tokens along given outputs in one pass, with the same weights but every sum in float32.
 
-    Args:
-        target: The target whose weights are used.
-        prompts: Token ids before the outputs.
-        outputs: Tokens that are fed.
-        judged: A token for each position of each output; the outputs themselves when left out.
+    ``judged`` has a token for each position of each output; the outputs themselves are judged without it.
     """
     if target.model.precision is BFLOAT16:  # type: ignore[attr-defined]
         target = dataclasses.replace(target, model=dataclasses.replace(target.model, precision=MIXED))  # type: ignore[type-var]
@@ -65,7 +46,7 @@ def forced_logits(target: LoadedTarget, sequences: Sequence[Tokens]) -> list[np.
     found = []
     for start in range(0, len(sequences), _ROWS):
         rows = sequences[start : start + _ROWS]
-        logits = np.asarray(_all_logits(target.model, target.params, _padded(rows, width)))
+        logits = np.asarray(_all_logits(target.model, target.params, padded(rows, width, _ROWS)))
         found += [logits[index, : len(row)] for index, row in enumerate(rows)]
     return found
 
@@ -99,17 +80,17 @@ def _judge(
     for start in range(0, len(fed), _ROWS):
         rows = slice(start, start + _ROWS)
         found = jax.device_get(
-            function(target.model, target.params, _padded(fed[rows], width), _padded(asked[rows], width))
+            function(target.model, target.params, padded(fed[rows], width, _ROWS), padded(asked[rows], width, _ROWS))
         )
         for index, (prompt, output) in enumerate(zip(prompts[rows], outputs[rows], strict=True)):
             given = slice(len(prompt) - 1, len(prompt) - 1 + len(output))
-            best, rank, gap, highest = (leaf[index, given].tolist() for leaf in found)
-            scored.append(Scored(best=best, rank=rank, gap=gap, best_value=highest))
+            scored.append(Scored(**{name: leaf[index, given].tolist() for name, leaf in found.items()}))
     return scored
 
 
-def _padded(rows: Sequence[Tokens], width: int) -> Int[Array, "B T"]:
-    tokens = np.zeros((_ROWS, width), np.int32)
+def padded(rows: Sequence[Tokens], width: int, count: int | None = None) -> Int[Array, "B T"]:
+    """Rows of ``width`` tokens, zeros behind each; as many rows as there are, or ``count``."""
+    tokens = np.zeros((count or len(rows), width), np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
     return jnp.asarray(tokens)
@@ -127,7 +108,7 @@ def _compiled(function: Any, *static: str) -> Any:
     return jax.jit(function, static_argnums=0, static_argnames=static, compiler_options=exact_options())
 
 
-def _one_pass(model: TargetModel, params: Any, fed: Int[Array, "B T"], asked: Int[Array, "B T"]) -> _Judged:
+def _one_pass(model: TargetModel, params: Any, fed: Int[Array, "B T"], asked: Int[Array, "B T"]) -> Opinion:
     positions = jnp.broadcast_to(jnp.arange(fed.shape[1], dtype=jnp.int32), fed.shape)
     final = model(params, fed, positions, causal_mask(fed.shape[1])).final
     # A row at a time: with a vocabulary of 128,256 the logits of one row are a quarter of a gigabyte already.
@@ -136,13 +117,13 @@ def _one_pass(model: TargetModel, params: Any, fed: Int[Array, "B T"], asked: In
 
 def _blocks(
     model: TargetModel, params: Any, fed: Int[Array, "B T"], asked: Int[Array, "B T"], *, block: int
-) -> _Judged:
+) -> Opinion:
     batch, width = fed.shape
 
     def split(row: Int[Array, "B T"]) -> Int[Array, "blocks B block"]:
         return row.reshape(batch, width // block, block).swapaxes(0, 1)
 
-    def feed(cache: Cache, tokens: tuple[Array, Array]) -> tuple[Cache, _Judged]:
+    def feed(cache: Cache, tokens: tuple[Array, Array]) -> tuple[Cache, Opinion]:
         positions = cache.length[:, None] + jnp.arange(block, dtype=jnp.int32)
         output = model(params, tokens[0], positions, causal_mask(block), cache)
         judged = _opinion(model.unembed(params, output.final), tokens[1])
@@ -152,12 +133,12 @@ def _blocks(
     return jax.tree.map(lambda leaf: leaf.swapaxes(0, 1).reshape(batch, width), judged)
 
 
-def _opinion(logits: Float[Array, "*rows V"], given: Int[Array, "*rows"]) -> _Judged:
+def _opinion(logits: Float[Array, "*rows V"], given: Int[Array, "*rows"]) -> Opinion:
     logit = jnp.take_along_axis(logits, given[..., None], axis=-1)
     highest = jnp.max(logits, axis=-1)
-    return _Judged(
-        best=jnp.argmax(logits, axis=-1).astype(jnp.int32),
-        rank=1 + jnp.sum(logits > logit, axis=-1, dtype=jnp.int32),
-        gap=highest - logit[..., 0],
-        highest=highest,
-    )
+    return {
+        "best": jnp.argmax(logits, axis=-1).astype(jnp.int32),  # the lowest id of equals
+        "rank": 1 + jnp.sum(logits > logit, axis=-1, dtype=jnp.int32),
+        "gap": highest - logit[..., 0],
+        "best_value": highest,
+    }

@@ -20,19 +20,11 @@ from eagle3_jax.conversion.tensors import read_tensors, write_tensors
 
 @dataclasses.dataclass
 class Head:
-    """A checkpoint under change.
-
-    Attributes:
-        config: Content of its config.json.
-        tensors: Tensors by their official names, in float32.
-        embedding: The target's, ``[V D]``.
-        unembedding: The target's, ``[V D]``.
-        random: Generator of new weights.
-    """
+    """A checkpoint under change."""
 
     config: dict[str, Any]
-    tensors: dict[str, np.ndarray]
-    embedding: np.ndarray
+    tensors: dict[str, np.ndarray]  # by their official names, in float32
+    embedding: np.ndarray  # the target's, [V D], and so the next
     unembedding: np.ndarray
     random: np.random.Generator
 
@@ -54,14 +46,7 @@ FEATURE_SCALES = (14.0, 20.5, 25.5)
 
 
 def write_variation(name: str, head: Path, target: Path, directory: Path) -> None:
-    """Write one variation in float32.
-
-    Args:
-        name: One of :data:`VARIATIONS`.
-        head: The shipped head, or one like it: official layout, one layer, features of :data:`TRAINED_LAYERS`.
-        target: The target that it drafts for.
-        directory: Directory to write; it must not exist.
-    """
+    """Write one of :data:`VARIATIONS` of the shipped head, or of one with its layout and features, in float32."""
     around = read_tensors(target)
     stored = {
         key: value if value.dtype in (np.bool_, np.int64) else value.astype(np.float32)

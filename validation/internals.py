@@ -33,21 +33,10 @@ class Recording:
 
     drafter: Eagle3Drafter
 
-    @property
-    def num_nodes(self) -> int:
-        return self.drafter.num_nodes
-
-    @property
-    def max_depth(self) -> int:
-        return self.drafter.max_depth
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return self.drafter.aux_layers
-
-    @property
-    def is_chain(self) -> bool:
-        return self.drafter.is_chain
+    num_nodes = property(lambda self: self.drafter.num_nodes)
+    max_depth = property(lambda self: self.drafter.max_depth)
+    aux_layers = property(lambda self: self.drafter.aux_layers)
+    is_chain = property(lambda self: self.drafter.is_chain)
 
     def init(self, params: Any, batch: int, capacity: int) -> RecordingState:
         config = self.drafter.config
@@ -114,12 +103,7 @@ def compare_with_recorded(
 ) -> Closeness:
     """Replay a prompt and compare, round by round, what the head was fed and what it answered.
 
-    Args:
-        decoder: A decoder of :func:`recording`, with an EAGLE-3 chain.
-        prompt: Token ids.
-        recorded: The result of ``ProcessEngine.record`` for the same prompt.
-        max_new_tokens: As when it was recorded.
-        batch_size: Copies of the prompt, where programs for such a batch are compiled already.
+    ``decoder`` comes from :func:`recording`; a batch of copies reuses programs that were compiled for such a batch.
     """
     drafter = decoder.loop.drafter.drafter  # type: ignore[attr-defined]
     params = decoder.drafter.params

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import NamedTuple
 
 
-@dataclasses.dataclass(frozen=True)
-class Level:
+class Level(NamedTuple):
     """One claim.
 
     Attributes:

@@ -14,6 +14,7 @@ import enum
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy import stats
 
 TIE_ULPS = 2.0
 WRONG_ULPS = 8.0  # noise has not been seen beyond 2.5
@@ -78,8 +79,6 @@ def classify(gap: ArrayLike, rank: ArrayLike, tolerance: ArrayLike) -> np.ndarra
 
 def clopper_pearson(successes: int, trials: int, *, confidence: float = 0.99) -> tuple[float, float]:
     """Exact two-sided interval of a binomial probability (Clopper & Pearson, 1934)."""
-    from scipy import stats
-
     if not 0 <= successes <= trials:  # scipy 1.18 no longer checks
         raise ValueError(f"{successes} successes in {trials} trials; expected 0 to {trials}")
     found = stats.binomtest(successes, trials).proportion_ci(confidence)
@@ -105,12 +104,8 @@ class Control:
 
     def allowed(self, tokens: int, *, times: float = 1.0) -> int:
         """As many flips in ``tokens`` positions as ``times`` this noise explains; more are one run in a million."""
-        from scipy import stats
-
         return int(stats.poisson.isf(1e-6, times * tokens * self.bound))
 
     def sees(self, tokens: int, *, times: float = 1.0) -> float:
         """The smallest rate of flips in ``tokens`` positions that exceeds :meth:`allowed` with 90 % power."""
-        from scipy import stats
-
         return float(stats.gamma.ppf(0.9, self.allowed(tokens, times=times) + 1)) / tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -54,26 +55,22 @@ def play(
     return played
 
 
+def parting(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """The first place where two lists differ, the end of the shorter one included; ``None`` where they are equal."""
+    places = itertools.zip_longest(ours, theirs)
+    return next((place for place, (one, other) in enumerate(places) if one != other), None)
+
+
 def first_difference(ours: Sequence[Played], theirs: Generated) -> str | None:
     """Where the two part first, to the token; ``None`` where they never do."""
     for request, (mine, other) in enumerate(zip(ours, theirs.completions, strict=True)):
-        if mine.tokens != other.tokens:
-            place = next(
-                (i for i, pair in enumerate(zip(mine.tokens, other.tokens, strict=False)) if pair[0] != pair[1]),
-                min(len(mine.tokens), len(other.tokens)),
-            )
+        if (at := parting(mine.tokens, other.tokens)) is not None:
+            wrote = f"we wrote {mine.tokens[at : at + 1]}, vLLM {other.tokens[at : at + 1]}"
+            return f"request {request}, new token {at}: {wrote}"
+        if other.accepted is not None and (at := parting(mine.accepted, other.accepted)) is not None:
             return (
-                f"request {request}, new token {place}: we wrote {mine.tokens[place : place + 1]}, "
-                f"vLLM {other.tokens[place : place + 1]}"
-            )
-        if other.accepted is not None and mine.accepted != other.accepted:
-            rounds = zip(mine.accepted, other.accepted, strict=False)
-            place = next(
-                (i for i, pair in enumerate(rounds) if pair[0] != pair[1]), min(len(mine.accepted), len(other.accepted))
-            )
-            return (
-                f"request {request}, round {place}: we accepted {mine.accepted[place : place + 1]} of "
-                f"{mine.drafts[place : place + 1]}, vLLM {other.accepted[place : place + 1]}; all before is equal"
+                f"request {request}, round {at}: we accepted {mine.accepted[at : at + 1]} of "
+                f"{mine.drafts[at : at + 1]}, vLLM {other.accepted[at : at + 1]}; all before is equal"
             )
     return None
 
@@ -91,13 +88,7 @@ def stats_of(played: Sequence[Played], num_speculative_tokens: int) -> Speculati
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """One head in two engines: tokens, accepted counts of every round of every request, and all counters.
-
-    Attributes:
-        ours: Our rounds.
-        theirs: vLLM's requests.
-        stats: vLLM's counters, from our rounds.
-    """
+    """One head in two engines: tokens, accepted counts of every round of every request, and all counters."""
 
     ours: list[Played]
     theirs: Generated

@@ -34,13 +34,7 @@ BASE = {
 
 
 class Recipe(NamedTuple):
-    """A small model of a family.
-
-    Attributes:
-        model_type: Name of the model type in transformers.
-        fields: Fields of its configuration, next to :data:`BASE`.
-        seed: Random seed of its weights.
-    """
+    """A small model of a family."""
 
     model_type: str
     fields: dict[str, Any]
@@ -95,12 +89,8 @@ def eager(model: Any) -> Any:
 def write_peaked(recipe: Recipe, directory: Path, *, loudness: float) -> Path:
     """Write a random model of transformers that mostly follows one random cycle through its vocabulary.
 
-    The layers make it leave the cycle, and the token then depends on the whole context.
-
-    Args:
-        recipe: A model with an output projection of its own.
-        directory: Directory to write.
-        loudness: Standard deviation of the embedding: the larger, the fewer tokens the layers decide.
+    The layers make it leave the cycle, and the token then depends on the whole context. ``loudness`` is the standard
+    deviation of the embedding: the larger, the fewer tokens the layers decide.
     """
     import torch
 

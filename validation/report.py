@@ -2,7 +2,6 @@
 
     python -m validation.report show DIR          # print the verdicts of a run
     python -m validation.report compare OLD NEW   # print what changed between two runs, as Markdown
-    python -m validation.report page DIR          # write the page again, for example where matplotlib is installed
     python -m validation.report merge DIR... -o DIR   # write one report of runs that each did a part
 
 The page needs jinja2; without it there is the JSON alone.
@@ -25,26 +24,31 @@ from validation.runs import Check, Report, Verdict, load, plain, verdict_lines
 SIGNS = {Verdict.PASSED: "✓", Verdict.FAILED: "✗", Verdict.PARTLY: "◐", Verdict.NOT_RUN: "○"}
 
 
-def write(report: Report, directory: str | Path) -> Path:
+def write(report: Report, directory: str | Path, *, page: bool = True) -> Path:
     """Write ``report.json`` and ``report.html``, each whole or not at all; returns the page, or the JSON without one.
 
     Without jinja2 an earlier page is removed, because it belongs to another run.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    data, page = directory / "report.json", directory / "report.html"
+    data, html = directory / "report.json", directory / "report.html"
     write_text(data, report.to_json())
-    try:
-        from validation.drawing import render
-    except ModuleNotFoundError as error:
-        if error.name != "jinja2":
-            raise
-        page.unlink(missing_ok=True)
+    if not page:
         return data
+    try:
+        import jinja2
+    except ModuleNotFoundError:
+        html.unlink(missing_ok=True)
+        return data
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters["show"] = show
     # The page shows numbers as the JSON has them, so the two never differ.
-    report = Report.from_json(data.read_text("utf-8"))
-    write_text(page, render(Path(__file__).with_name("report.html.jinja"), report=report, signs=SIGNS, Verdict=Verdict))
-    return page
+    values = {"report": Report.from_json(data.read_text("utf-8")), "signs": SIGNS, "Verdict": Verdict, "flat": flat}
+    write_text(html, environment.get_template("report.html.jinja").render(values))
+    return html
 
 
 # ---------------------------------------------------------------- two runs
@@ -164,9 +168,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m validation.report", description="Earlier runs of pytest validation."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,compare,page,merge}")
-    for name, text in (("show", "print the verdicts of a run"), ("page", "write the page of a run again")):
-        commands.add_parser(name, help=text).add_argument("run", help="directory or report.json")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{show,compare,merge}")
+    showing = commands.add_parser("show", help="print the verdicts of a run")
+    showing.add_argument("run", help="directory or report.json")
     comparing = commands.add_parser("compare", help="print what changed between two runs, as Markdown")
     comparing.add_argument("old", help="directory or report.json")
     comparing.add_argument("new", help="directory or report.json")
@@ -182,12 +186,6 @@ def main(arguments: list[str] | None = None) -> int:
             written = write(report, options.output)
             _print(report)
             print(f"Report: {written}")
-        elif options.command == "page":
-            directory = Path(options.run)
-            written = write(load(directory), directory if directory.is_dir() else directory.parent)
-            if written.suffix != ".html":
-                raise ValueError("the page needs jinja2: pip install 'eagle3-jax[validation]'")
-            print(written)
         else:
             _print(load(options.run))
     except (OSError, ValueError) as error:

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle3_jax.bench.tables import Plot, Table, show
+from eagle3_jax.bench.tables import Table, show
 from validation.levels import BY_NAME, LEVELS, Level
 
 SCHEMA_VERSION = 1
@@ -24,7 +24,6 @@ SCHEMA_VERSION = 1
 MANIFEST = Path(__file__).with_name("manifest.toml")
 MODES = {"cpu": [], "gpu": ["--gpu"], "rehearsal": ["--gpu", "--rehearse"]}
 Counts = dict[str, dict[str, int]]  # level to check to number of cases
-_ADDED_LATER = ("aot", "manifest", "parts")  # fields that an older report may lack
 
 
 class Verdict(enum.StrEnum):
@@ -48,7 +47,6 @@ class Check:
         seconds: Wall time.
         numbers: Name to number or short text.
         tables: Tables, in order.
-        plots: Plots, in order.
         sees: The smallest deviation that the check detects with 90 % power, in words; empty for a check without chance.
     """
 
@@ -59,7 +57,6 @@ class Check:
     seconds: float = 0.0
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
     tables: list[Table] = dataclasses.field(default_factory=list)
-    plots: list[Plot] = dataclasses.field(default_factory=list)
     sees: str = ""
 
     @property
@@ -74,10 +71,6 @@ class Check:
     def table(self, title: str, columns: list[str], rows: list[list[Any]]) -> None:
         """Keep a table."""
         self.tables.append(Table(title, columns, rows))
-
-    def plot(self, title: str, kind: str, x_label: str, y_label: str, series: dict[str, tuple[list, list]]) -> None:
-        """Keep a plot; see :class:`Plot`."""
-        self.plots.append(Plot(title, kind, x_label, y_label, series))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +277,7 @@ class Report:
             raise ValueError(f"has schema version {version}, and this program reads version {SCHEMA_VERSION}")
         try:
             names = [field.name for field in dataclasses.fields(cls)]
-            report = cls(**{name: data[name] for name in names if name in data or name not in _ADDED_LATER})
+            report = cls(**{name: data[name] for name in names if name in data})
             report.checks = [_read_check(**check) for check in data["checks"]]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"is not a validation report: {type(error).__name__}: {error}") from None
@@ -313,12 +306,7 @@ def missing_from(checks: Iterable[Check], wanted: Mapping[str, int]) -> list[str
 
 
 def expected(mode: str, path: Path = MANIFEST) -> Counts:
-    """What a run of a mode must contain.
-
-    Args:
-        mode: One of :data:`MODES`.
-        path: Path of the table.
-    """
+    """What a run of a mode must contain."""
     column = list(MODES).index(mode)
     table = tomllib.loads(path.read_text("utf-8"))
     return {
@@ -346,13 +334,9 @@ def load(path: str | Path) -> Report:
         raise ValueError(f"{file} {error}") from None
 
 
-def _read_check(verdict: str, tables: list[dict], plots: list[dict], **fields: Any) -> Check:
-    check = Check(verdict=Verdict(verdict), **fields)
-    check.tables = [Table(**table) for table in tables]
-    for plot in plots:
-        series = {name: (xs, ys) for name, (xs, ys) in plot.pop("series").items()}
-        check.plots.append(Plot(**plot, series=series))
-    return check
+def _read_check(verdict: str, tables: list[dict], plots: object = None, **fields: Any) -> Check:
+    """A check of a record. Records of earlier versions have plots, which are not read."""
+    return Check(verdict=Verdict(verdict), tables=[Table(**table) for table in tables], **fields)
 
 
 def verdict_lines(report: Report) -> Iterator[tuple[Verdict, str]]:
@@ -369,8 +353,6 @@ def verdict_lines(report: Report) -> Iterator[tuple[Verdict, str]]:
 
 def plain(value: Any) -> Any:
     """Convert a value to JSON types. An unknown type becomes text, because a report is written after hours of work."""
-    if isinstance(value, enum.Enum):
-        return value.value
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from eagle3_jax import DraftSampling, DynamicTree, LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from validation.emissions import FIRST, Emitted, Reference, Warpers, at_an_edge, play
-from validation.statistics import (
-    Score,
-    directed,
-    drafted,
-    kolmogorov_smirnov,
-    randomised_pit,
-    surprisal,
-    towards,
-)
+from validation.statistics import Score, directed, drafted, kolmogorov_smirnov, randomised_pit, surprisal, towards
 
 K = 4
 MOST_Z, LEAST_P = 5.0, 1e-6
 FEWEST = 100  # tokens below which a sum of scores is too far from normal to be judged
 CONTEXT = 64  # prompts are cut to their last tokens, so that all share the compiled programs of one bucket
-METHODS: dict[str, Callable[[], dict]] = {  # the first one is that of --quick
-    f"a chain of {K} drawn tokens": lambda: {
-        "num_speculative_tokens": K,
-        "draft_sampling": DraftSampling.PROBABILISTIC,
-    },
-    "plain sampling, the control": lambda: {},
-    f"a chain of {K} likeliest tokens": lambda: {"num_speculative_tokens": K},
-    "a dynamic tree": lambda: {"tree": DynamicTree(num_nodes=10, max_depth=K, top_k=3)},
+METHODS: dict[str, dict[str, Any]] = {  # the first one is that of --quick
+    f"a chain of {K} drawn tokens": {"num_speculative_tokens": K, "draft_sampling": DraftSampling.PROBABILISTIC},
+    "plain sampling, the control": {},
+    f"a chain of {K} likeliest tokens": {"num_speculative_tokens": K},
+    "a dynamic tree": {"tree": DynamicTree(num_nodes=10, max_depth=K, top_k=3)},
 }
 # Settings that share a batch, rows of each, and new tokens of every row.
 Batches = Sequence[tuple[Sequence[Warpers], int, int]]
@@ -38,7 +28,7 @@ Batches = Sequence[tuple[Sequence[Warpers], int, int]]
 
 def decoder_of(method: str, target: LoadedTarget, drafter: LoadedDrafter) -> SpeculativeDecoder:
     """One of :data:`METHODS`, without stop tokens."""
-    options = METHODS[method]()
+    options = METHODS[method]
     return SpeculativeDecoder(target, drafter if options else None, stop_tokens=(), **options)
 
 
@@ -68,14 +58,7 @@ class Sample:
 def sample(
     decoder: SpeculativeDecoder, prompts: Sequence[list[int]], reference: Reference, *, batches: Batches
 ) -> Sample:
-    """Sample texts, and score every token by the distribution that the reference gives it.
-
-    Args:
-        decoder: The decoder that samples.
-        prompts: Prompts, used in turn; each is cut to its last tokens.
-        reference: Reference probabilities of the decoder's target.
-        batches: For each batch its sampling settings, the rows of each and the limit.
-    """
+    """Sample texts, and score every token by the distribution that the reference gives it."""
     prompts, rng = [prompt[-CONTEXT:] for prompt in prompts], np.random.default_rng(1)
     parts, left_out, lengths = [], 0, {}
     for seed, (settings, each, max_new_tokens) in enumerate(batches):
@@ -102,24 +85,24 @@ def _chosen(row: Emitted, kept: np.ndarray) -> Emitted:
 
 def _scored(row: Emitted, p: np.ndarray, warpers: Warpers, rng: np.random.Generator) -> tuple:
     uniforms = rng.random(len(row.tokens))
-    scores = {"entropy": surprisal(p, row.tokens)}
-    transforms = {"rank": randomised_pit(p, row.tokens, uniforms, order=-p)}
     has_draft = (row.proposals >= 0).any(axis=1)
-    if has_draft.any():
-        if row.q is None:
-            score = drafted(p, row.proposals, row.tokens)
-            order = np.zeros_like(p)
-            places, columns = np.nonzero(row.proposals >= 0)
-            order[places, row.proposals[places, columns]] = -1.0
-        else:
-            q = row.q.astype(np.float64)
-            score, order = directed(p, q, row.tokens), -towards(p, q)
-        scores["directed"] = Score(*(np.where(has_draft, x, np.nan) for x in dataclasses.astuple(score)))
-        pit = randomised_pit(p, row.tokens, uniforms, order=order)
-        transforms["direction"] = np.where(has_draft, pit, np.nan)
+    if row.q is None:
+        score = drafted(p, row.proposals, row.tokens)
+        order = np.zeros_like(p)
+        places, columns = np.nonzero(row.proposals >= 0)
+        order[places, row.proposals[places, columns]] = -1.0
     else:
-        nothing = np.full(len(row.tokens), np.nan)
-        scores["directed"], transforms["direction"] = Score(nothing, nothing, nothing), nothing
+        q = row.q.astype(np.float64)
+        score, order = directed(p, q, row.tokens), -towards(p, q)
+    only_drafted = lambda values: np.where(has_draft, values, np.nan)
+    scores = {
+        "entropy": surprisal(p, row.tokens),
+        "directed": Score(*map(only_drafted, (score.observed, score.mean, score.variance))),
+    }
+    transforms = {
+        "rank": randomised_pit(p, row.tokens, uniforms, order=-p),
+        "direction": only_drafted(randomised_pit(p, row.tokens, uniforms, order=order)),
+    }
     return row.index, row.bonus, np.full(len(row.tokens), str(warpers)), scores, transforms
 
 

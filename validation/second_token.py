@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +24,7 @@ Draws = dict[str, collections.Counter[int]]
 
 
 def law_of_the_second_token(target: LoadedTarget, temperature: float, top_p: float) -> np.ndarray:
-    """``sum_a p(a | prompt) p(x | prompt, a)``, ``[V]``, in float64, by enumeration of the first token.
-
-    The second token is the first that a draft is verified for.
-    """
+    """``sum_a p(a | prompt) p(x | prompt, a)``, ``[V]``, in float64, by enumeration of the first token."""
     logits = forced_logits(target, [[*PROMPT, first] for first in range(target.vocab_size)])
     first = warp(logits[0][len(PROMPT) - 1], temperature, top_p)
     return sum(p * warp(row[len(PROMPT)], temperature, top_p) for p, row in zip(first, logits, strict=True) if p > 0)
@@ -43,10 +39,6 @@ def warp(logits: np.ndarray, temperature: float, top_p: float) -> np.ndarray:
     kept = np.cumsum(p[order]) - p[order] < top_p
     p[order[~kept]] = 0.0
     return p / p.sum()
-
-
-def second_tokens(outputs: Sequence[Tokens]) -> collections.Counter[int]:
-    return collections.Counter(output[1] for output in outputs)
 
 
 def title(setting: str) -> str:
@@ -72,7 +64,7 @@ def ours(setting: str, count: int = DRAWS) -> Draws:
         outputs: list[Tokens] = []
         for batch in range(count // BATCH):
             outputs += decoder.generate([PROMPT] * BATCH, max_new_tokens=2, sampling=sampling, seed=batch).tokens
-        draws[name] = second_tokens(outputs)
+        draws[name] = collections.Counter(output[1] for output in outputs)
     return draws
 
 
@@ -83,13 +75,13 @@ def vllms(process: Process, setting: str) -> Draws:
 
     def drawn_by(engine: ProcessEngine) -> collections.Counter[int]:
         found = engine.generate([PROMPT] * DRAWS, max_new_tokens=2, temperature=temperature, top_p=top_p, seed=0)
-        return second_tokens([one.tokens for one in found.completions])
+        return collections.Counter(one.tokens[1] for one in found.completions)
 
     draws = {"vLLM, plain": drawn_by(process.engine(EngineOptions(**options)))}
     speculating = process.engine(EngineOptions(**options, speculative=eagle3(DIRECTORY / "eagle3", K)))
     draws[SHIPPED] = drawn_by(speculating)
     if process.versions["device"] == "cpu":
-        with speculating.sampling_repaired():
+        with speculating.repaired("sampling"):
             draws[REPAIRED] = drawn_by(speculating)
     return draws
 

@@ -46,11 +46,7 @@ def write_shape(target: DecoderConfig, head: Eagle3Config, directory: Path, *, d
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """What dice with given rates accept: ``P(A >= i) = rates[i - 1]`` in every round.
-
-    Attributes:
-        rates: Per position, the share of rounds that accept the draft token there and all before it.
-    """
+    """What dice with given rates accept: ``P(A >= i) = rates[i - 1]``, the share of rounds that accept ``i`` tokens."""
 
     rates: Sequence[float]
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from eagle3_jax import DynamicTree, SpeculativeDecoder
-from eagle3_jax.bench.contenders import DecoderContender
+from eagle3_jax.bench.contenders import Contender, DecoderContender
 from eagle3_jax.bench.results import Report, Row
+from eagle3_jax.bench.run import measure
 from eagle3_jax.engines.memory import is_out_of_memory
 from eagle3_jax.engines.transformers import TransformersContender
 from eagle3_jax.theory.cost import cost_per_million_tokens
 from eagle3_jax.verifiers.simulated import SimulatedAcceptance
 from validation.runs import Check
-from validation.subject import CONTEXT, SHIPPED, Pair, Setting, Subject, some_prompts  # noqa: F401 (notebooks import it from here)
+from validation.subject import CONTEXT, SHIPPED, Pair, Setting, Subject
 
 COLUMNS = [
     "method", "precision", "batch", "tokens/s", "quartiles", "over plain", "quartiles", "τ", "TTFT p50 ms",
@@ -48,29 +50,44 @@ def not_run(name: str, dtype: str, batch: int, reason: str) -> list[Any]:
     return [name, dtype, batch, *[""] * (len(COLUMNS) - 4), reason]
 
 
-def keep(
-    check: Check, report: Report, price: float | None, missing: list[list[Any]], *, title: str, quoted: bool
+def measure_and_keep(
+    check: Check,
+    contenders: list[Contender],
+    prompts: list[list[int]],
+    *,
+    batch: int,
+    baseline: str,
+    price: float | None,
+    title: str = "",
+    quoted: bool = True,
+    missing: Sequence[list[Any]] = (),
+    cost_rounds: int = 0,
+    **how: int,
 ) -> None:
-    rows = [_cells(row, report, price) for row in report.rows]
-    batch = report.batch_size
-    check.table(
-        f"{title}Speed at batch {batch}, {report.num_prompts} prompts of {CONTEXT} tokens, {report.max_new_tokens} new",
-        COLUMNS,
-        [*rows, *missing],
+    """Measure all in turn, keep everything, then judge."""
+    report = measure(
+        contenders,
+        prompts[: len(prompts) // batch * batch],
+        baselines=[baseline],
+        batch_size=batch,
+        cost_rounds=cost_rounds,
+        streams=0,
+        **how,  # type: ignore[arg-type]
     )
-    if not quoted:
+    dtypes = {one.name: one.dtype for one in contenders}
+    absent = [not_run(one.name, dtypes[one.name], batch, one.reason) for one in report.not_measured]
+    title = title if quoted else "No claim, for on a GPU the shipped pair waits for launches: "
+    title += f"Speed at batch {batch}, {report.num_prompts} prompts of {CONTEXT} tokens, {report.max_new_tokens} new"
+    check.table(title, COLUMNS, [*(_cells(row, report, price) for row in report.rows), *missing, *absent])
+    if quoted:
+        speeds = {f"tokens/s {row.name}, batch {batch}": row.decode_tokens_per_second.median for row in report.rows}
+        check.number(**{f"bandwidth GB/s, batch {batch}": (report.bytes_per_second or 0.0) / 1e9}, **speeds)
+    else:
         check.number(note="the shipped pair's speed on a GPU is no claim")
-        return
-    named = [row.name for row in report.rows]
-    speeds = [row.decode_tokens_per_second.median for row in report.rows]
-    check.number(**{f"bandwidth GB/s, batch {batch}": (report.bytes_per_second or 0.0) / 1e9})
-    check.number(**{f"tokens/s {name}, batch {batch}": speed for name, speed in zip(named, speeds, strict=True)})
-    check.plot(f"{title}Speed at batch {batch}", "bar", "method", "tokens/s", {"decoding": (named, speeds)})
-    lengths = [row.num_draft_steps for row in report.rows if row.name.startswith("chain")]
-    if len(lengths) > 1:
-        ratios = [row.ratio.median for row in report.rows if row.name.startswith("chain")]
-        series = {f"batch {batch}": ([0, *lengths], [1.0, *ratios])}
-        check.plot(f"{title}Speed-up over plain decoding at batch {batch}", "line", "K", "ratio", series)
+    assert not faults(report), "; ".join(faults(report))
+    ours = {one.name for one in contenders if isinstance(one, DecoderContender)}
+    for row in report.rows:
+        assert row.repeatable or row.name not in ours, f"{row.name} wrote other tokens in another repeat"
 
 
 def _cells(row: Row, report: Report, price: float | None) -> list[Any]:

@@ -25,17 +25,7 @@ CONTEXT = 100  # tokens; the levels cut prompts to their last ones, so that all 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The options of a run.
-
-    Attributes:
-        gpu: ``--gpu``.
-        rehearsal: ``--gpu`` without a GPU: the flow, not the figures.
-        quick: One case of every check, and few speeds.
-        target: Directory or hub id; ``None`` for the default.
-        drafter: Directory or hub id; ``None`` for the default.
-        prompt_files: JSONL files; empty for the default.
-        price_per_hour: Price of the machine.
-    """
+    """The options of a run; a rehearsal is ``--gpu`` without a GPU: the flow, not the figures."""
 
     gpu: bool = False
     rehearsal: bool = False

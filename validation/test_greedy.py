@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from eagle3_jax import LoadedDrafter, LoadedTarget
 from eagle3_jax import loop as loops
@@ -36,7 +36,7 @@ from validation.decodings import (
     with_shape,
 )
 from validation.device import exact_options
-from validation.forcing import reference
+from validation.forcing import padded, reference
 from validation.margin import wrong_tolerance
 from validation.runs import Check
 from validation.subject import CONTEXT, Setting, Subject, some_prompts
@@ -87,13 +87,6 @@ class NeverRight:
         is_root = jnp.arange(draft.tokens.shape[1]) == 0
         left = None if draft.state is None else (draft.state, state[1])
         return dataclasses.replace(draft, tokens=jnp.where(is_root, draft.tokens, wrong), state=left)
-
-
-def padded(rows: Sequence[Sequence[int]], width: int) -> Int[Array, "B S"]:
-    out = np.zeros((len(rows), width), np.int32)
-    for index, row in enumerate(rows):
-        out[index, : len(row)] = row
-    return jnp.asarray(out)
 
 
 def assert_partings_are_rounding(

@@ -83,13 +83,10 @@ def test_sequences_follow_the_exact_law_with(check: Check, run_tests: RunTests, 
     check.sees = "a tenth or more of the probabilities of whole sequences"
 
 
+@pytest.mark.not_quick
 @pytest.mark.level("L2")
 @pytest.mark.parametrize("draft", ["every draft"])
-def test_millions_of_tokens_follow_their_law_with(
-    check: Check, setting: Setting, run_tests: RunTests, draft: str
-) -> None:
-    if setting.quick:
-        pytest.skip("deselected by --quick")
+def test_millions_of_tokens_follow_their_law_with(check: Check, run_tests: RunTests, draft: str) -> None:
     run_tests("tests/nightly/test_long_law.py")
     check.sees = "1.8 % rms of the probabilities of each context, 0.95 % where all contexts are off alike"
 

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 
 from validation.agreement import Judged
-from validation.decodings import (
-    CHAIN,
-    Decoding,
-    first_differences,
-    new_tokens_of,
-    with_shape,
-)
+from validation.decodings import CHAIN, Decoding, first_differences, new_tokens_of, with_shape
 from validation.forcing import by_blocks, reference
 from validation.margin import Control
 from validation.runs import Check
@@ -46,6 +37,11 @@ def test_every_token_is_the_reference_choice_or_a_tie(
     flips = int(np.sum(np.concatenate(outputs) != np.concatenate(plain)))
     noise = Control(flips=int(np.sum(np.concatenate(blocks) != np.concatenate(plain))), tokens=tokens)
     disagreements_allowed = Control(usual.disagreements, tokens).allowed(tokens)
+    largest = (
+        {"largest_gap": float(ours.gaps.max())}
+        if dtype == "float32"
+        else {"largest_gap_in_bfloat16_units": float(ours.units.max())}
+    )
     check.number(
         tokens=tokens,
         ties=found.ties,
@@ -56,18 +52,12 @@ def test_every_token_is_the_reference_choice_or_a_tie(
         flips=flips,
         flips_without_a_drafter=noise.flips,
         flips_allowed=noise.allowed(tokens),
-        **_largest_gap(ours, dtype),
+        texts_that_part=sum(place is not None for place in first_differences(outputs, plain)),
+        **largest,
     )
-    _plots(check, ours, control, first_differences(outputs, plain), limit)
     assert not ours.wrong, f"{ours.wrong} tokens are too far below the reference's choice for any rounding"
     assert found.disagreements <= disagreements_allowed, "more disagreements than plain decoding has with the reference"
     assert flips <= noise.allowed(tokens), "speculation departs from plain decoding more often than rounding does"
-
-
-def _largest_gap(judged: Judged, dtype: str) -> dict[str, float]:
-    if dtype == "float32":
-        return {"largest_gap": float(judged.gaps.max())}
-    return {"largest_gap_in_bfloat16_units": float(judged.units.max())}
 
 
 def _volume(setting: Setting, dtype: str) -> tuple[int, int]:
@@ -77,18 +67,3 @@ def _volume(setting: Setting, dtype: str) -> tuple[int, int]:
     if setting.quick:
         return 16, 64
     return (16 if dtype == "mixed" else 64), 160
-
-
-def _plots(check: Check, ours: Judged, control: Judged, places: Sequence[int | None], limit: int) -> None:
-    series = {}
-    for name, one in (("speculation", ours), ("plain decoding", control)):
-        apart = np.flatnonzero(one.gaps > 0)
-        series[name] = (one.values[apart].tolist(), one.gaps[apart].tolist())
-    check.plot("Tokens that are not the reference's choice", "scatter", "highest logit", "gap to it", series)
-    parted = [place for place in places if place is not None]
-    edges = np.linspace(0, limit, 9).astype(int)
-    names = [f"{low} to {high - 1}" for low, high in itertools.pairwise(edges)]
-    counts = np.histogram(parted, edges)[0].astype(float).tolist()
-    title = "Where texts first part from plain decoding along the same tokens"
-    check.plot(title, "bar", "new token", "prompts", {"prompts": (names, counts)})
-    check.number(texts_that_part=len(parted))

@@ -25,6 +25,7 @@ from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.state import LoopParams
 from eagle3_jax.types import Observation, SamplingParams
+from validation.forcing import padded
 from validation.parity import first_difference, play
 from validation.runs import Check
 from validation.subject import CONTEXT, Subject
@@ -51,12 +52,9 @@ def proposer(decoder: SpeculativeDecoder) -> Any:
     """Drafts for sequences of token ids."""
 
     def propose(sequences: Sequence[Tokens]) -> list[Tokens]:
-        tokens = np.zeros((ROWS, WIDTH), np.int32)
         length = np.full((ROWS,), 2, np.int32)
-        for row, sequence in enumerate(sequences):
-            tokens[row, : len(sequence)] = sequence
-            length[row] = len(sequence)
-        drafted = draft(decoder.loop, decoder.params, jnp.asarray(tokens), jnp.asarray(length))
+        length[: len(sequences)] = [len(sequence) for sequence in sequences]
+        drafted = draft(decoder.loop, decoder.params, padded(sequences, WIDTH, ROWS), jnp.asarray(length))
         return np.asarray(drafted)[: len(sequences), 1:].tolist()
 
     return propose

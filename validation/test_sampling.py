@@ -42,14 +42,6 @@ def test_sampled_tokens_follow_the_targets_distribution_with(check: Check, metho
     found = sample(method)
     judged = judge(found)
     check.table(f"{method}: tokens that should follow p", judged.columns, judged.rows)
-    z = {row[0]: row[2] for row in judged.rows if row[2] != ""}
-    check.plot(
-        f"{method}: surprisal of the tokens against its mean, the entropy",
-        "bar",
-        "stratum",
-        "z",
-        {"z": (list(z), list(z.values()))},
-    )
     check.number(
         tokens=len(found.index),
         left_out_at_an_edge=found.left_out,

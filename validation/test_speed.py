@@ -20,7 +20,6 @@ import pytest
 from eagle3_jax import DynamicTree, SpeculativeDecoder
 from eagle3_jax.bench.contenders import Contender, DecoderContender
 from eagle3_jax.bench.random_models import bytes_needed, random_pair, shape_named, why_not
-from eagle3_jax.bench.run import measure
 from eagle3_jax.bench.timing import CompileClock
 from eagle3_jax.drafters import NGram
 from eagle3_jax.engines.vllm.bridge import VLLM, Engine, EngineOptions, VLLMUnavailable, eagle3
@@ -29,18 +28,15 @@ from eagle3_jax.verifiers.simulated import SimulatedAcceptance
 from validation.runs import Check
 from validation.speeds import (
     COLUMNS,
-    CONTEXT,
     chain,
-    faults,
     is_quoted,
-    keep,
+    measure_and_keep,
     not_run,
     shared_dtype,
-    some_prompts,
     transformers_or_why_not,
     tree,
 )
-from validation.subject import Setting, Subject
+from validation.subject import CONTEXT, Setting, Subject, some_prompts
 
 pytestmark = pytest.mark.level("L9")
 
@@ -78,6 +74,11 @@ class Plan:
     random_chains: tuple[int, ...]
     large: int
 
+    def measured(self, contenders: list[Contender], setting: Setting) -> dict[str, Any]:
+        """Options of :func:`measure_and_keep`; the first contender is the baseline."""
+        how = {"max_new_tokens": self.new_tokens, "repeats": self.repeats, "large": self.large}
+        return how | {"baseline": contenders[0].name, "price": setting.price_per_hour}
+
 
 CPU = Plan((1, 8), (3,), (0, 3), None, 48, 3, (), (), (), 2**27)
 REHEARSAL = Plan((1, 4), (1, 2), (0, 2), SMALL_TREE, 8, 2, ("Llama-tiny", "Qwen3-tiny"), (1, 16), (3,), 2**24)
@@ -90,17 +91,11 @@ def plan_of(config: pytest.Config) -> Plan:
     plan = CPU if not option("--gpu") else REHEARSAL if option("--rehearse") else GPU
     if not option("--quick"):
         return plan
+    shapes, new_tokens = plan.random_shapes[:2], min(plan.new_tokens, 24)
     return dataclasses.replace(
-        plan,
-        batches=(1,),
-        chains=(3,),
-        vllm_chains=(3,),
-        tree=None,
-        new_tokens=min(plan.new_tokens, 24),
-        repeats=2,
-        random_shapes=plan.random_shapes[:2],
-        random_batches=(1,),
-    )
+        plan, batches=(1,), chains=(3,), vllm_chains=(3,), tree=None, new_tokens=new_tokens, repeats=2,
+        random_shapes=shapes, random_batches=(1,),
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -148,8 +143,8 @@ def test_speed(check: Check, subject: Subject, setting: Setting, plan: Plan, mod
     missing: list[list[Any]] = []
     contenders += transformers_or_why_not(subject, batch, setting, missing)
     prompts = some_prompts(subject, max(batch, 4))
-    quoted = is_quoted(subject, setting)
-    _measure(check, contenders, prompts, plan, setting, batch=batch, missing=missing, quoted=quoted)
+    how = plan.measured(contenders, setting) | {"quoted": is_quoted(subject, setting)}
+    measure_and_keep(check, contenders, prompts, batch=batch, missing=missing, **how)
 
 
 def _random_model(check: Check, setting: Setting, plan: Plan, name: str, batch: int) -> None:
@@ -171,7 +166,8 @@ def _random_model(check: Check, setting: Setting, plan: Plan, name: str, batch: 
         simulated = SimulatedAcceptance.of_conditional_rate(ACCEPTED, plan.tree.max_depth)
         contenders.append(tree(pair, "bfloat16", plan.tree, simulated))
     title = f"{name}, random weights, each draft token accepted with probability {ACCEPTED}: "
-    _measure(check, contenders, tokens, plan, setting, batch=batch, missing=[], cost_rounds=16, title=title)
+    how = plan.measured(contenders, setting)
+    measure_and_keep(check, contenders, tokens, batch=batch, cost_rounds=16, title=title, **how)
 
 
 @pytest.fixture
@@ -203,40 +199,5 @@ def test_speed_beside_vllm(
         contenders: list[Contender] = [chain(pair, dtype, length) for length in sorted({0, vllm_chain})]
         contenders.append(VLLMContender(name, dtype, engine))
         prompts = some_prompts(subject, max(batch, 4))
-        quoted = is_quoted(subject, setting)
-        _measure(check, contenders, prompts, plan, setting, batch=batch, missing=[], quoted=quoted)
-
-
-def _measure(
-    check: Check,
-    contenders: list[Contender],
-    prompts: list[list[int]],
-    plan: Plan,
-    setting: Setting,
-    *,
-    batch: int,
-    missing: list[list[Any]],
-    cost_rounds: int = 0,
-    title: str = "",
-    quoted: bool = True,
-) -> None:
-    """Measure, keep everything, then judge."""
-    report = measure(
-        contenders,
-        prompts[: len(prompts) // batch * batch],
-        max_new_tokens=plan.new_tokens,
-        repeats=plan.repeats,
-        baselines=[contenders[0].name],
-        batch_size=batch,
-        cost_rounds=cost_rounds,
-        streams=0,
-        large=plan.large,
-    )
-    dtypes = {one.name: one.dtype for one in contenders}
-    absent = [not_run(one.name, dtypes[one.name], batch, one.reason) for one in report.not_measured]
-    title = title if quoted else "No claim, for on a GPU the shipped pair waits for launches: "
-    keep(check, report, setting.price_per_hour, [*missing, *absent], title=title, quoted=quoted)
-    assert not faults(report), "; ".join(faults(report))
-    ours = {one.name for one in contenders if isinstance(one, DecoderContender)}
-    for row in report.rows:
-        assert row.repeatable or row.name not in ours, f"{row.name} wrote other tokens in another repeat"
+        how = plan.measured(contenders, setting) | {"quoted": is_quoted(subject, setting)}
+        measure_and_keep(check, contenders, prompts, batch=batch, **how)

@@ -16,7 +16,6 @@ import pytest
 
 from eagle3_jax.bench.contenders import Contender
 from eagle3_jax.bench.random_models import bytes_needed, random_pair, shape_named, why_not
-from eagle3_jax.bench.run import measure
 from eagle3_jax.engines.vllm.bridge import EngineOptions
 from eagle3_jax.engines.vllm.contender import VLLMContender
 from eagle3_jax.engines.vllm.process import Process
@@ -25,8 +24,8 @@ from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, unif
 from eagle3_jax.verifiers.simulated import SimulatedAcceptance
 from validation.runs import Check
 from validation.simulated import Law, synthetic, write_shape
-from validation.speeds import CONTEXT, chain, faults, keep
-from validation.subject import Setting
+from validation.speeds import chain, measure_and_keep
+from validation.subject import CONTEXT, Setting
 
 pytestmark = pytest.mark.level("L9")
 
@@ -74,31 +73,26 @@ def test_simulated_speed_beside_vllm(
     )
     vllm_process.rest()  # a process without engines before this one
     ours = chain(pair, dtype, length, dice)
-    theirs = VLLMContender(
-        f"vLLM K={length}, dummy weights" if length else "vLLM plain, dummy weights",
-        dtype,
-        vllm_process.engine(options),
-    )
+    name = f"vLLM K={length}, dummy weights" if length else "vLLM plain, dummy weights"
+    theirs = VLLMContender(name, dtype, vllm_process.engine(options))
     draw = np.random.default_rng(0)
     prompts = draw.integers(0, config.vocab_size, (ROWS, CONTEXT)).tolist()
     if length:
         _check_acceptance(check, Law(dice.rates), [ours, theirs], prompts)
     for batch in batches:
         contenders: list[Contender] = [chain(pair, dtype, 0), *([ours] if length else []), theirs]
-        report = measure(
+        measure_and_keep(
+            check,
             contenders,
             prompts[:batch],
+            batch=batch,
+            baseline=theirs.name,
+            price=setting.price_per_hour,
+            title=f"{shape}, random weights, each draft token accepted with probability {ACCEPTED}, over vLLM: ",
             max_new_tokens=128 if on_gpu else 32,
             repeats=5 if on_gpu else 2,
-            baselines=[theirs.name],
-            batch_size=batch,
-            cost_rounds=0,
-            streams=0,
             large=2**32 if on_gpu else 2**24,
         )
-        title = f"{shape}, random weights, each draft token accepted with probability {ACCEPTED}, over vLLM: "
-        keep(check, report, setting.price_per_hour, [], title=title, quoted=True)
-        assert not faults(report), "; ".join(faults(report))
 
 
 def _check_acceptance(check: Check, law: Law, contenders: list[Any], prompts: list[list[int]]) -> None:

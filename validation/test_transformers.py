@@ -14,7 +14,7 @@ from eagle3_jax import LoadedTarget, SpeculativeDecoder, load_target
 from eagle3_jax.engines.vllm.bridge import Tokens
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.models.memory import causal_mask
-from validation.agreement import agreement
+from validation.agreement import Judged
 from validation.forcing import reference
 from validation.odd_models import SHAPES, write_odd_model
 from validation.runs import Check
@@ -81,8 +81,7 @@ def test_greedy_text_equals_transformers(check: Check, subject: Subject, setting
     witness = load_witness(subject.target_directory)
     prompts = [prompt[-100:] for prompt in subject.prompt_tokens[: 6 if setting.quick else 20]]
     theirs = [generate(witness, prompt, 64) for prompt in prompts]
-    scored = reference(target, prompts, theirs)
-    found = agreement(scored, "float32")
+    found = Judged("transformers", "us", "float32", theirs, reference(target, prompts, theirs)).agreed
     decoder = SpeculativeDecoder(target, drafter, num_speculative_tokens=5, stop_tokens=())
     ours = decoder.generate(prompts, max_new_tokens=64).tokens
     same = sum(mine == other for mine, other in zip(ours, theirs, strict=True))

@@ -24,26 +24,18 @@ from validation.subject import CONTEXT, Subject
 
 pytestmark = pytest.mark.level("L8")
 
-BATCH = 8
+BATCH, NEW_TOKENS = 8, 32
 # Float32 sums in another order: 1e-6 is seen; a wrong layer, norm or position is seen at 1e-1.
 TOLERANCE = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """One head, ours and vLLM's.
-
-    Attributes:
-        decoder: Ours, keeping what its head is shown.
-        engine: vLLM's.
-        prompts: Prompts of both engines.
-        max_new_tokens: Per prompt.
-    """
+    """One head, ours and vLLM's."""
 
     decoder: SpeculativeDecoder
     engine: Engine
     prompts: Sequence[Tokens]
-    max_new_tokens: int
 
     @classmethod
     def of(
@@ -55,7 +47,6 @@ class Comparison:
         prompts: Sequence[Tokens],
         *,
         num_speculative_tokens: int,
-        max_new_tokens: int,
         inside: bool = False,
     ) -> Comparison:
         """Load vLLM's half, whose inside can be reached if that is asked for."""
@@ -66,11 +57,23 @@ class Comparison:
             first_runner=inside,
         )
         decoder = SpeculativeDecoder(*pair, num_speculative_tokens=num_speculative_tokens, stop_tokens=())
-        return cls(recording(decoder), vllm.engine(options), [prompt[-CONTEXT:] for prompt in prompts], max_new_tokens)
+        return cls(recording(decoder), vllm.engine(options), [prompt[-CONTEXT:] for prompt in prompts])
+
+    @classmethod
+    def of_subject(cls, vllm: VLLM, subject: Subject, num_speculative_tokens: int, count: int) -> Comparison:
+        """The pair that is validated, on its first prompts."""
+        return cls.of(
+            vllm,
+            subject.target_directory,
+            subject.drafter_directory,
+            subject.pair("float32"),
+            subject.prompt_tokens[:count],
+            num_speculative_tokens=num_speculative_tokens,
+        )
 
     def acceptance(self, check: Check) -> None:
         """Tokens, accepted counts of every round of every request, and all counters must be equal."""
-        found = parity(self.decoder, self.engine, self.prompts, max_new_tokens=self.max_new_tokens, batch_size=BATCH)
+        found = parity(self.decoder, self.engine, self.prompts, max_new_tokens=NEW_TOKENS, batch_size=BATCH)
         check.number(
             prompts=len(found.ours),
             tokens=sum(len(row.tokens) for row in found.ours),
@@ -91,8 +94,8 @@ class Comparison:
             compare_with_recorded(
                 self.decoder,
                 prompt,
-                self.engine.record(prompt, max_new_tokens=self.max_new_tokens),
-                max_new_tokens=self.max_new_tokens,
+                self.engine.record(prompt, max_new_tokens=NEW_TOKENS),
+                max_new_tokens=NEW_TOKENS,
                 batch_size=BATCH,
             )
             for prompt in self.prompts[:count]
@@ -112,16 +115,7 @@ class Comparison:
 def test_every_round_accepts_what_vllm_accepts(
     check: Check, vllm: VLLM, subject: Subject, num_speculative_tokens: int
 ) -> None:
-    comparison = Comparison.of(
-        vllm,
-        subject.target_directory,
-        subject.drafter_directory,
-        subject.pair("float32"),
-        subject.prompt_tokens[:24],
-        num_speculative_tokens=num_speculative_tokens,
-        max_new_tokens=32,
-    )
-    comparison.acceptance(check)
+    Comparison.of_subject(vllm, subject, num_speculative_tokens, 24).acceptance(check)
 
 
 @pytest.mark.parametrize("variation", VARIATIONS)
@@ -138,7 +132,6 @@ def test_a_head_of_every_variation_drafts_as_in_vllm(
         (loaded, load_drafter(head, target=loaded)),
         [SpeculativeDecoder(loaded).encode(prompt) for prompt in shipped()[:BATCH]],
         num_speculative_tokens=4,
-        max_new_tokens=32,
         inside=True,
     )
     comparison.acceptance(check)

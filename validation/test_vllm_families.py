@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,14 +21,7 @@ Trials = Callable[[str], Trial]
 @pytest.fixture(scope="module")
 def tried(vllm_process: Process, tmp_path_factory: pytest.TempPathFactory) -> Trials:
     """Both engines with a family, once for all checks of it."""
-    found: dict[str, Trial] = {}
-
-    def of(name: str) -> Trial:
-        if name not in found:
-            found[name] = trial(vllm_process, FAMILIES[name], tmp_path_factory.mktemp(name))
-        return found[name]
-
-    return of
+    return functools.cache(lambda name: trial(vllm_process, FAMILIES[name], tmp_path_factory.mktemp(name)))
 
 
 def of(name: str) -> str:
@@ -60,13 +54,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_a_target_of_the_family_agrees_with_vllm(check: Check, tried: Trials, name: str) -> None:
     found = tried(name)
     plain = next(one.outputs for one in found.judged if one.by == "vLLM, plain")
-    rows = [
-        [one.by, one.scored_by, one.agreed.tokens, one.agreed.ties, one.agreed.disagreements, one.agreed.largest_gap]
-        for one in found.judged
-    ]
-    check.table(
-        f"{FAMILIES[name].dtype}", ["written by", "scored by", "tokens", "ties", "disagreements", "largest gap"], rows
-    )
+    rows: list[list[Any]] = [[one.by, one.scored_by, *one.agreed] for one in found.judged]
+    columns = ["written by", "scored by", "tokens", "ties", "disagreements", "largest gap"]
+    check.table(FAMILIES[name].dtype, columns, rows)
     ties = sum(row[3] for row in rows)
     check.number(tokens=sum(row[2] for row in rows), ties=ties, disagreements=sum(row[4] for row in rows))
     assert not any(row[4] for row in rows), f"tokens that are neither the other's choice nor a tie: {rows}"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from eagle3_jax import LoadedTarget, SpeculativeDecoder, load_target
+from eagle3_jax import SpeculativeDecoder, load_target
 from eagle3_jax.drafters import NGram
-from eagle3_jax.engines.vllm.bridge import VLLM, Tokens, eagle3
+from eagle3_jax.engines.vllm.bridge import VLLM, eagle3
 from validation.agreement import ENGINES, BothDirections, both_directions, decoders_of
 from validation.margin import TIE_ULPS, WRONG_ULPS, Agreement
 from validation.odd_models import SHAPES, write_odd_model
@@ -19,62 +19,23 @@ from validation.subject import CONTEXT, Setting, Subject, random_prompts
 pytestmark = pytest.mark.level("L5")
 
 
-def check_both_directions(
-    check: Check,
-    vllm: VLLM,
-    directory: Path,
-    target: LoadedTarget,
-    decoders: dict[str, SpeculativeDecoder],
-    prompts: Sequence[Tokens],
-    *,
-    speculative: Sequence[dict],
-    dtype: str,
-    max_new_tokens: int,
-    singly: int = 8,
-) -> None:
-    """Generate on both sides, score each on the other, and keep what was found."""
-    found = both_directions(
-        vllm,
-        directory,
-        target,
-        decoders,
-        prompts,
-        speculative=speculative,
-        dtype=dtype,
-        max_new_tokens=max_new_tokens,
-        singly=singly,
-    )
-    rows = []
+COLUMNS = [
+    "written by", "scored by", "tokens", "its choice", "ties", "disagreements", "largest gap", "text as vLLM's", "A/A",
+]  # fmt: skip
+
+
+def keep(check: Check, found: BothDirections) -> None:
+    """Keep what both engines found of each other, then judge it."""
+    rows: list[list[Any]] = []
     for one in found.all:
         agreed, control = one.agreed, found.controls.get(one.by)
-        rows.append(
-            [
-                one.by,
-                one.scored_by,
-                agreed.tokens,
-                agreed.tokens - agreed.ties - agreed.disagreements,
-                agreed.ties,
-                agreed.disagreements,
-                round(agreed.largest_gap, 6),
-                f"{one.texts_shared(found.plain)} of {len(one.outputs)}",
-                "" if control is None else f"{control.agreed.ties} ties, {control.agreed.disagreements} disagreements",
-            ]
-        )
-    check.table(
-        f"{dtype}, {len(prompts)} prompts of up to {max_new_tokens} tokens",
-        [
-            "written by",
-            "scored by",
-            "tokens",
-            "its choice",
-            "ties",
-            "disagreements",
-            "largest gap",
-            "text as vLLM's",
-            "A/A",
-        ],
-        rows,
-    )
+        own = "" if control is None else f"{control.agreed.ties} ties, {control.agreed.disagreements} disagreements"
+        choice = agreed.tokens - agreed.ties - agreed.disagreements
+        shared = f"{one.texts_shared(found.plain)} of {len(one.outputs)}"
+        counted = [agreed.tokens, choice, agreed.ties, agreed.disagreements, round(agreed.largest_gap, 6)]
+        rows.append([one.by, one.scored_by, *counted, shared, own])
+    dtype, prompts = found.ours[0].dtype, len(found.plain)
+    check.table(f"{dtype}, {prompts} prompts of up to {max(map(len, found.plain))} tokens", COLUMNS, rows)
     # Texts that agree are scored many times over; what is new in one is a token after a text that no other has.
     distinct = {
         (row, tuple(output[: end + 1]))
@@ -87,7 +48,7 @@ def check_both_directions(
         tokens_scored=sum(row[2] for row in rows),
         disagreements=sum(row[5] for row in rows),
         ties=sum(row[4] for row in rows),
-        prompts=len(prompts),
+        prompts=prompts,
     )
     if dtype != "float32":
         _keep_noise(check, found)
@@ -113,42 +74,36 @@ def _keep_noise(check: Check, found: BothDirections) -> None:
     )
 
 
-def test_the_pair_agrees_with_vllm_token_for_token(
-    check: Check, vllm: VLLM, subject: Subject, setting: Setting
-) -> None:
-    target, drafter = subject.pair("float32")
-    check_both_directions(
-        check,
-        vllm,
-        subject.target_directory,
-        target,
-        decoders_of(target, drafter),
-        [prompt[-CONTEXT:] for prompt in subject.prompt_tokens[: 16 if setting.quick else 56]],
-        speculative=[eagle3(subject.drafter_directory, 5)],
-        dtype="float32",
-        max_new_tokens=48,
-        singly=2 if setting.quick else 8,
-    )
-
-
-def test_the_pair_agrees_with_vllm_in_bfloat16_but_for_ties(
-    check: Check, vllm: VLLM, subject: Subject, setting: Setting
-) -> None:
-    """As many tokens as the device decodes in a minute: the more there are, the smaller the deviation that shows."""
-    count, limit = (8, 32) if setting.quick else (56, 128) if setting.on_gpu else (24, 48)
-    target, drafter = subject.pair("bfloat16")
-    check_both_directions(
-        check,
+def pair_in_both_engines(
+    vllm: VLLM, subject: Subject, dtype: str, count: int, limit: int, singly: int
+) -> BothDirections:
+    target, drafter = subject.pair(dtype)
+    return both_directions(
         vllm,
         subject.target_directory,
         target,
         decoders_of(target, drafter),
         [prompt[-CONTEXT:] for prompt in subject.prompt_tokens[:count]],
         speculative=[eagle3(subject.drafter_directory, 5)],
-        dtype="bfloat16",
+        dtype=dtype,
         max_new_tokens=limit,
-        singly=0 if setting.quick else 8,
+        singly=singly,
     )
+
+
+def test_the_pair_agrees_with_vllm_token_for_token(
+    check: Check, vllm: VLLM, subject: Subject, setting: Setting
+) -> None:
+    count, singly = (16, 2) if setting.quick else (56, 8)
+    keep(check, pair_in_both_engines(vllm, subject, "float32", count, 48, singly))
+
+
+def test_the_pair_agrees_with_vllm_in_bfloat16_but_for_ties(
+    check: Check, vllm: VLLM, subject: Subject, setting: Setting
+) -> None:
+    """As many tokens as the device decodes in a minute: the more there are, the smaller the deviation that shows."""
+    count, limit, singly = (8, 32, 0) if setting.quick else (56, 128, 8) if setting.on_gpu else (24, 48, 8)
+    keep(check, pair_in_both_engines(vllm, subject, "bfloat16", count, limit, singly))
 
 
 @pytest.mark.not_quick  # HF compares the same models with transformers, and the pair is compared with vLLM above
@@ -162,14 +117,7 @@ def test_a_random_model_of_an_odd_shape_agrees_with_vllm(check: Check, vllm: VLL
     }
     prompts = random_prompts(16, target.vocab_size, seed=3, low=3, high=40)
     ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    check_both_directions(
-        check,
-        vllm,
-        directory,
-        target,
-        decoders,
-        prompts,
-        speculative=[ngram],
-        dtype="float32",
-        max_new_tokens=48,
+    found = both_directions(
+        vllm, directory, target, decoders, prompts, speculative=[ngram], dtype="float32", max_new_tokens=48
     )
+    keep(check, found)

@@ -59,11 +59,7 @@ def address(pytestconfig: pytest.Config, subject: Subject, setting: Setting, tmp
     log = tmp_path / "log.txt"
     with log.open("w") as written:
         process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=written,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command, env=environment, stdout=written, stderr=subprocess.STDOUT, start_new_session=True
         )
     url = f"http://127.0.0.1:{port}"
     try:
@@ -90,15 +86,7 @@ def _wait_for(url: str, process: subprocess.Popen, log: Path) -> None:
 
 @pytest.mark.not_quick  # a start of a server for what L8 compares with the process; tests have a server that is a fake
 def test_a_server_accepts_what_we_accept(check: Check, address: str, subject: Subject) -> None:
-    comparison = Comparison.of(
-        Servers([address]),
-        subject.target_directory,
-        subject.drafter_directory,
-        subject.pair("float32"),
-        subject.prompt_tokens[:16],
-        num_speculative_tokens=K,
-        max_new_tokens=32,
-    )
+    comparison = Comparison.of_subject(Servers([address]), subject, K, 16)
     comparison.acceptance(check)
     theirs = comparison.engine.generate(comparison.prompts[:2], max_new_tokens=8)
     assert all(one.accepted for one in theirs.completions), "the server tells nothing of single rounds"

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import ml_dtypes
 import numpy as np
 import pytest
 
-pytest.importorskip("scipy")
-
-from eagle3_jax.engines.vllm import bridge
-from eagle3_jax.engines.vllm.bridge import EngineOptions, Scored
+from eagle3_jax.engines.vllm.bridge import EngineOptions, Scored, score
 from eagle3_jax.engines.vllm.server import Server, ServerEngine
 from validation.agreement import ENGINES, BothDirections, Judged
 from validation.margin import Agreement, bfloat16_ulp
@@ -116,28 +109,19 @@ def test_decoding_noisier_than_vllms_fails_although_it_raises_the_bound() -> Non
 
 def test_a_token_tied_with_others_ranks_behind_none_of_them() -> None:
     """vLLM's rank counts equal logits: a second choice tied with two others has rank 4 there, and 2 here."""
-    code = """
-import sys, types
-sys.path.insert(0, sys.argv[1])
-from worker import _scored
-one = lambda logprob, rank: types.SimpleNamespace(logprob=logprob, rank=rank)
-entries = {5: one(20.0, 1), 7: one(19.875, 4), 9: one(19.875, 4), 11: one(19.0, 5), 13: one(20.0, 2)}
-for given, wanted in {5: 1, 7: 2, 9: 2, 11: 5}.items():
-    two = {key: entries[key] for key in (5, 7, given)}
-    assert _scored([two], [given])["rank"] == [wanted], given
-assert _scored([{5: entries[5], 13: entries[13]}], [13])["rank"] == [1]
-"""
-    subprocess.run([sys.executable, "-c", code, str(Path(bridge.__file__).parent)], check=True)
+    entries = {5: (20.0, 1), 7: (19.875, 4), 9: (19.875, 4), 11: (19.0, 5), 13: (20.0, 2)}
+    for given, wanted in {5: 1, 7: 2, 9: 2, 11: 5}.items():
+        found = score([{key: entries[key] for key in (5, 7, given)}], [given])
+        assert (found.best, found.rank, found.gap) == ([5], [wanted], [20.0 - entries[given][0]])
+    assert score([{5: entries[5], 13: entries[13]}], [13]).rank == [1]
 
-
-def test_a_server_ranks_them_in_the_same_way() -> None:
     class Tied(Server):
         def __init__(self) -> None: ...
 
         def complete(self, request: dict) -> dict:
-            ranks = {5: (20.0, 1), 7: (19.875, 4), request["prompt"][-1]: (19.875, 4)}
-            entries = {str(key): {"logprob": value, "rank": rank} for key, (value, rank) in ranks.items()}
-            return {"choices": [{"prompt_logprobs": [None, entries]}]}
+            told = {str(key): entries[key] for key in (5, 7, request["prompt"][-1])}
+            found = {key: {"logprob": value, "rank": rank} for key, (value, rank) in told.items()}
+            return {"choices": [{"prompt_logprobs": [None, found]}]}
 
     (found,) = ServerEngine(Tied(), EngineOptions(model="m")).score([[1]], [[9]])
     assert (found.rank, found.gap, found.best) == ([2], [0.125], [5])

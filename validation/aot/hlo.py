@@ -60,19 +60,12 @@ class Array(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
-
-    Attributes:
-        name: Without the percent sign.
-        type: Of its result, as written.
-        op: Its opcode.
-        rest: Operands and attributes, as written.
-    """
+    """One line of a computation."""
 
     name: str
-    type: str
+    type: str  # of its result, as written
     op: str
-    rest: str
+    rest: str  # operands and attributes, as written
 
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
@@ -114,25 +107,15 @@ class Instruction:
 
 
 class Step(NamedTuple):
-    """An instruction that is come to.
-
-    Attributes:
-        instruction: Which.
-        times: How often in one run of the computation it was found from.
-    """
+    """An instruction that is come to."""
 
     instruction: Instruction
-    times: int
+    times: int  # in one run of the computation it was found from
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A program.
-
-    Attributes:
-        computations: By name.
-        entry: Name of the one that is run.
-    """
+    """A program."""
 
     computations: dict[str, list[Instruction]]
     entry: str

@@ -7,6 +7,7 @@ Every compilation runs in its own process, which isolates it and gives its memor
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -18,47 +19,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from validation.aot.facts import Part, parts_of
+from validation.aot.facts import Part
 from validation.aot.platforms import NotHere, Platform, environment_with_plugins
-from validation.aot.programs import PROGRAMS, Case, compiled
+from validation.aot.programs import PROGRAMS, Case, Facts, compiled
 
 # Layers. Below three, the features that a head reads would include what leaves the last one.
 DEPTHS = (3, 5)
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
-    """A program at one depth.
-
-    Attributes:
-        layers: Of the target.
-        parts: See :func:`validation.aot.facts.parts_of`.
-        seconds: To ``trace``, ``lower`` and ``compile``, by the clock.
-        memory: Bytes; see :class:`validation.aot.programs.Compiled`.
-        state: Bytes of the state that is given to be consumed; 0 where there is none.
-        cpu_seconds: As ``seconds``, of all cores.
-    """
-
-    layers: int
-    parts: dict[str, Part]
-    seconds: dict[str, float]
-    memory: dict[str, int]
-    state: int
-    cpu_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a case became.
-
-    Attributes:
-        case: Which; its ``layers`` say nothing where there are two depths.
-        facts: One for each depth, ascending.
-        versions: Of jax and of the platform's compiler.
-    """
+    """What a case became."""
 
     case: Case
-    facts: tuple[Facts, ...]
+    facts: tuple[Facts, ...]  # one for each depth, ascending; of two, the layers of the case say nothing
     versions: dict[str, str]
 
     @property
@@ -96,13 +70,9 @@ class Measured:
         """Share of the state's bytes that are updated in place; ``None`` where no state is given."""
         return self.deep.memory["alias"] / self.deep.state if self.deep.state else None
 
-    def to_json(self) -> dict[str, Any]:
-        """For a record."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Measured:
-        """What :meth:`to_json` gave."""
+        """From a row of a record."""
         facts = (
             Facts(**{**one, "parts": {name: Part(**part) for name, part in one["parts"].items()}})
             for one in row["facts"]
@@ -130,14 +100,10 @@ def measured_here(case: Case, depths: Sequence[int] | None = DEPTHS, hlo: str | 
     """
     facts = []
     for layers in depths or [case.layers]:
-        program = compiled(dataclasses.replace(case, layers=layers))
+        found, text = compiled(dataclasses.replace(case, layers=layers))
+        facts.append(found)
         if hlo is not None:
-            Path(hlo).write_text(program.text, encoding="utf-8")
-        found = parts_of(program.text, rounds=case.program == "generate", caches=program.caches, table=program.table)
-        values = {
-            field.name: getattr(program, field.name) for field in dataclasses.fields(Facts) if field.name != "parts"
-        }
-        facts.append(Facts(parts=found, **values))
+            Path(hlo).write_text(text, encoding="utf-8")
     versions = {name: importlib.metadata.version(name) for name in ("jax", *Platform.named(case.platform).wheels)}
     return Measured(case, tuple(facts), versions)
 
@@ -192,7 +158,7 @@ def save(rows: Iterable[Measured], path: Path, note: dict[str, str]) -> None:
     """Write rows, a line each, in place of those of the same cases; ``note`` says when and from what."""
     kept = load(path) if path.exists() else {}
     kept |= {key(row): row for row in rows}
-    lines = ",\n".join(json.dumps(kept[name].to_json()) for name in sorted(kept))
+    lines = ",\n".join(json.dumps(dataclasses.asdict(kept[name])) for name in sorted(kept))
     path.write_text(f'{{"note": {json.dumps(note)},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
@@ -213,30 +179,31 @@ ALL = {
 
 
 def cases_of(**choices: Sequence[Any]) -> Iterator[Case]:
-    """Every combination of values for fields of :class:`Case`; an unknown name raises ``ValueError``."""
-    for values in itertools.product(*choices.values()):
-        yield Case(**dict(zip(choices, values, strict=True)))
+    """Every combination of values for fields of :class:`Case`."""
+    return (Case(**dict(zip(choices, values, strict=True))) for values in itertools.product(*choices.values()))
 
 
 def few(platform: str) -> list[Case]:
     """What every commit is held to: minutes of two cores."""
+    case = functools.partial(Case, platform=platform)
     return [
-        Case(platform=platform, program="step", draft="chain5"),
-        Case(platform=platform, program="step", draft="chain5", sampled=True),
-        Case(platform=platform, program="step", draft="tree60", batch=8),
-        Case(platform=platform, program="generate", draft="chain5"),
+        case(draft="chain5"),
+        case(draft="chain5", sampled=True),
+        case(draft="tree60", batch=8),
+        case(program="generate", draft="chain5"),
         *on_meshes(platform)[:1],
     ]
 
 
 def on_meshes(platform: str) -> list[Case]:
     """Rounds on four and on eight devices; on four alone where the topology has no more."""
-    cases = [Case(platform=platform, program="step", draft="chain5", mesh="model=4")]
+    case = functools.partial(Case, platform=platform)
+    cases = [case(draft="chain5", mesh="model=4")]
     if platform.startswith("cuda"):
         cases += [
-            Case(platform=platform, program="step", draft="tree60", batch=8, mesh="model=4,data=2"),
-            Case(platform=platform, program="step", draft="chain5", batch=8, sampled=True, mesh="model=4,data=2"),
-            Case(platform=platform, program="step", draft="chain5", mesh="model=8"),
+            case(draft="tree60", batch=8, mesh="model=4,data=2"),
+            case(draft="chain5", batch=8, sampled=True, mesh="model=4,data=2"),
+            case(draft="chain5", mesh="model=8"),
         ]
     return cases if Platform.named(platform).holds(4) else []
 
@@ -249,7 +216,8 @@ def every(platform: str) -> list[Case]:
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
     try:
-        print(_MARK + json.dumps(measured_here(Case(**asked["case"]), asked["depths"], asked["hlo"]).to_json()))
+        row = measured_here(Case(**asked["case"]), asked["depths"], asked["hlo"])
+        print(_MARK + json.dumps(dataclasses.asdict(row)))
     except (NotHere, ValueError) as reason:
         print(" ".join(str(reason).split()), file=sys.stderr)
         sys.exit(_NOT_HERE if isinstance(reason, NotHere) else _MISUSE)

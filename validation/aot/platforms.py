@@ -96,7 +96,7 @@ class Platform:
         return (
             f"{self.name} cannot be compiled for: {', '.join(wrong)}, and jax {version} needs "
             f"{' and '.join(f'{wheel} {wanted}' for wheel, wanted in needed)}. Install beside the environment: "
-            f"pip install --no-deps --target {_shown(plugins())} "
+            f"pip install --no-deps --target {str(plugins()).replace(str(Path.home()), '~', 1)} "
             f"{' '.join(repr(f'{wheel}=={wanted}') for wheel, wanted in needed)}"
         )
 
@@ -128,22 +128,16 @@ class Platform:
         return list(found)
 
 
-def plugins(version: str | None = None) -> Path:
+def plugins() -> Path:
     """Where ``make aot`` puts the compilers for this version of JAX: outside every environment, kept between runs."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "eagle3-jax" / f"plugins-jax-{version or importlib.metadata.version('jax')}"
+    return Path(cache) / "eagle3-jax" / f"plugins-jax-{importlib.metadata.version('jax')}"
 
 
 def environment_with_plugins(variables: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process that compiles: the compilers behind whatever else is on its path."""
     path = [str(Path(__file__).resolve().parent.parent.parent), variables.get("PYTHONPATH", ""), str(plugins())]
     return {**variables, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-
-
-def _shown(path: Path) -> str:
-    """A path under the home directory as ``~``."""
-    home = str(Path.home())
-    return str(path).replace(home, "~", 1) if str(path).startswith(home) else str(path)
 
 
 if __name__ == "__main__":  # for the Makefile: where the compilers belong, and which

@@ -29,6 +29,7 @@ from eagle3_jax.sampling import row_keys
 from eagle3_jax.sharding import make_mesh, param_shardings, parse_mesh, row_shardings
 from eagle3_jax.topology import Chain, DynamicTree
 from eagle3_jax.types import SamplingMode, SamplingParams
+from validation.aot.facts import Part, parts_of
 from validation.aot.platforms import Platform
 
 PROGRAMS = ("prefill", "step", "generate")
@@ -107,11 +108,7 @@ class Case:
 
 
 class Placing:
-    """Shapes with shardings, and what a program is traced under.
-
-    Attributes:
-        mesh: Of all devices; ``None`` for one device.
-    """
+    """Shapes with shardings, and what a program is traced under."""
 
     def __init__(self, platform: Platform, axes: str):
         """See the class.
@@ -156,50 +153,49 @@ def _with(tree: Any, shardings: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
-    """A program that was compiled.
+class Facts:
+    """A program at one depth.
 
     Attributes:
         layers: Of the target.
-        text: The optimised HLO.
+        parts: See :func:`validation.aot.facts.parts_of`.
         seconds: To ``trace``, ``lower`` and ``compile``, by the clock.
-        cpu_seconds: The same, of all cores: what does not depend on who else is busy.
         memory: Bytes on a device: ``argument``, ``output``, ``alias`` (of the output, updated in place), ``temp``,
             ``peak``.
         state: Bytes of the state that ``step`` is given to consume; 0 for other programs.
-        caches: Shapes of the target's caches, whole and on a device, each once.
-        table: Shape of the target's embedding on a device.
+        cpu_seconds: As ``seconds``, of all cores: what does not depend on who else is busy.
     """
 
     layers: int
-    text: str
+    parts: dict[str, Part]
     seconds: dict[str, float]
-    cpu_seconds: dict[str, float]
     memory: dict[str, int]
     state: int
-    caches: tuple[tuple[int, ...], ...]
-    table: tuple[int, ...]
+    cpu_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-def compiled(case: Case) -> Compiled:
-    """Trace, lower and compile it.
+def compiled(case: Case) -> tuple[Facts, str]:
+    """Trace, lower and compile it: facts, and the optimised HLO.
 
     Raises:
         NotHere: The platform's compiler is not installed.
         ValueError: The mesh does not fit.
     """
-    config, precision = _config(case), precision_named(case.dtype)
-    loop = _loop(case, config, precision)
-    params, prompts = params_of(case, loop, precision), _prompts(case)
-    platform = Platform.named(case.platform)
-    placing = Placing(platform, case.mesh)
+    config, precision, platform = shape_named(case.target), precision_named(case.dtype), Platform.named(case.platform)
+    config = dataclasses.replace(config, layers=config.layers[: case.layers])
+    loop = SpeculativeLoop(
+        target=DecoderTarget(config, precision),
+        drafter=_drafter(case.draft, config, precision),
+        sampling_mode=SamplingMode.TRUNCATED if case.sampled else SamplingMode.GREEDY,
+    )
+    params, placing = params_of(case, loop, precision), Placing(platform, case.mesh)
     with placing.traced(), flash.enabled(platform.kind == "cuda"):
-        return _compiled(case, config, loop, placing, placing.params(loop, params), placing.rows(prompts))
+        return _compiled(case, loop, placing, placing.params(loop, params), placing.rows(_prompts(case)))
 
 
 def _compiled(
-    case: Case, config: DecoderConfig, loop: SpeculativeLoop, placing: Placing, params: LoopParams, prompts: Prompts
-) -> Compiled:
+    case: Case, loop: SpeculativeLoop, placing: Placing, params: LoopParams, prompts: Prompts
+) -> tuple[Facts, str]:
     state = None
     if case.program == "step":  # traced for it alone: what was traced before is not timed
         state = placing.rows(jax.eval_shape(lambda p, q: loop.prefill(p, q, case.capacity), params, prompts))
@@ -227,16 +223,16 @@ def _compiled(
     leaves = jax.tree.leaves(cache.layers)
     analysis: Any = program.memory_analysis()
     memory = {name: getattr(analysis, f"{name}_size_in_bytes") for name in ("argument", "output", "alias", "temp")}
-    return Compiled(
-        layers=config.num_layers,
-        text=str(program.as_text()),
+    caches = tuple(dict.fromkeys(shape for leaf in leaves for shape in (leaf.shape, _on_a_device(leaf))))
+    table, text = _on_a_device(params.target["embedding"]), str(program.as_text())
+    return Facts(
+        layers=loop.target.config.num_layers,  # type: ignore[attr-defined]
+        parts=parts_of(text, rounds=case.program == "generate", caches=caches, table=table),
         seconds=seconds,
-        cpu_seconds=cpu_seconds,
         memory=memory | {"peak": analysis.peak_memory_in_bytes},
         state=_bytes(state),
-        caches=tuple(dict.fromkeys(shape for leaf in leaves for shape in (leaf.shape, _on_a_device(leaf)))),
-        table=_on_a_device(params.target["embedding"]),
-    )
+        cpu_seconds=cpu_seconds,
+    ), text
 
 
 def _lowered(traced: Any, case: Case) -> Any:
@@ -246,19 +242,6 @@ def _lowered(traced: Any, case: Case) -> Any:
         if "Unknown backend" not in str(error):
             raise
         raise ValueError(f"{case.name} calls Python on the host, which needs the device itself: {error}") from None
-
-
-def _config(case: Case) -> DecoderConfig:
-    config = shape_named(case.target)
-    return dataclasses.replace(config, layers=config.layers[: case.layers])
-
-
-def _loop(case: Case, config: DecoderConfig, precision: Precision) -> SpeculativeLoop:
-    return SpeculativeLoop(
-        target=DecoderTarget(config, precision),
-        drafter=_drafter(case.draft, config, precision),
-        sampling_mode=SamplingMode.TRUNCATED if case.sampled else SamplingMode.GREEDY,
-    )
 
 
 def _drafter(draft: str, config: DecoderConfig, precision: Precision) -> Any:

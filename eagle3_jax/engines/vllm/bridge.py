@@ -1,4 +1,7 @@
-"""The interface to vLLM, whether it is a worker process (``process.py``) or a running server (``server.py``)."""
+"""The interface to vLLM, whether it is a worker process (``process.py``) or a running server (``server.py``).
+
+The worker imports it too, in the environment of vLLM, which has none of our packages.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +60,12 @@ class Completion:
         accepted: Draft tokens accepted in each step after the prefill; ``None`` where nothing is drafted or unknown.
         drafted: Draft tokens scheduled in each of these steps.
         first_token_seconds: Time to first token; ``None`` where vLLM does not tell.
-        seconds_per_token: Mean time per output token after the first.
     """
 
     tokens: Tokens
     accepted: list[int] | None = None
     drafted: list[int] | None = None
     first_token_seconds: float | None = None
-    seconds_per_token: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,20 @@ class Scored:
     best_value: list[float]
 
 
+def score(logprobs: Sequence[dict[int, tuple[float, int]]], tokens: Tokens) -> Scored:
+    """Scores of given tokens, from the log-probability and vLLM's rank of its two best tokens and of the given one."""
+    found = Scored(best=[], rank=[], gap=[], best_value=[])
+    for entries, token in zip(logprobs, tokens, strict=True):
+        highest, second = sorted((value for value, _ in entries.values()), reverse=True)[:2]
+        given, rank = entries[token]
+        found.best.append(min(key for key, (value, _) in entries.items() if value == highest))
+        # vLLM's rank counts equal logits as well, so that a token tied with others ranks after all of them.
+        found.rank.append(1 if given == highest else 2 if given == second else rank)
+        found.gap.append(highest - given)
+        found.best_value.append(highest)
+    return found
+
+
 @runtime_checkable
 class Engine(Protocol):
     """One loaded model."""
@@ -113,13 +128,12 @@ class Engine(Protocol):
         self,
         prompts: Sequence[Tokens],
         *,
-        max_new_tokens: int | Sequence[int],
-        temperature: float | Sequence[float] = 0.0,
-        top_k: int = 0,
+        max_new_tokens: int,
+        temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
     ) -> Generated:
-        """Complete prompts to their limits, stop tokens ignored."""
+        """Complete prompts to the limit, stop tokens ignored. Row ``i`` has the seed ``seed + i``."""
         ...
 
     def score(self, prompts: Sequence[Tokens], outputs: Sequence[Tokens]) -> list[Scored]:
@@ -146,19 +160,10 @@ class VLLM(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """End the process, if it is ours."""
-        ...
-
 
 def eagle3(head: str | Path, num_speculative_tokens: int, **more: Any) -> dict[str, Any]:
     """The ``speculative_config`` of vLLM for an EAGLE-3 head."""
     return {"method": "eagle3", "model": str(head), "num_speculative_tokens": num_speculative_tokens, **more}
-
-
-def per_prompt(value: float | int | Sequence[float | int], count: int) -> list[Any]:
-    """One value for each of ``count`` prompts."""
-    return [value] * count if isinstance(value, float | int) else list(value)
 
 
 def difference(after: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from eagle3_jax.engines.vllm.bridge import (
     Tokens,
     VLLMError,
     difference,
-    per_prompt,
 )
 
 Propose = Callable[[list[Tokens]], list[Tokens]]
@@ -227,21 +226,18 @@ class ProcessEngine:
         self,
         prompts: Sequence[Tokens],
         *,
-        max_new_tokens: int | Sequence[int],
-        temperature: float | Sequence[float] = 0.0,
-        top_k: int = 0,
+        max_new_tokens: int,
+        temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
     ) -> Generated:
-        """Complete prompts to their limits, stop tokens ignored."""
-        count = len(prompts)
+        """Complete prompts to the limit, stop tokens ignored."""
         answer = self.process.call(
             "generate",
             propose=self.propose,
             prompts=list(prompts),
-            max_new_tokens=per_prompt(max_new_tokens, count),
-            temperature=per_prompt(temperature, count),
-            top_k=top_k,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
             top_p=top_p,
             seed=seed,
         )
@@ -258,19 +254,10 @@ class ProcessEngine:
         return self.process.call("record", prompt=prompt, max_new_tokens=max_new_tokens)
 
     @contextlib.contextmanager
-    def sampling_repaired(self) -> Iterator[None]:
-        """Within the context, the CPU build of vLLM samples correctly under speculation; see ``worker.py``."""
-        self.process.call("repair_sampling", repaired=True)
+    def repaired(self, what: str) -> Iterator[None]:
+        """A fault of the CPU build is mended in the context: ``sampling`` or ``context_keys``; see ``worker.py``."""
+        self.process.call(f"repair_{what}", repaired=True)
         try:
             yield
         finally:
-            self.process.call("repair_sampling", repaired=False)
-
-    @contextlib.contextmanager
-    def context_keys_repaired(self) -> Iterator[None]:
-        """Within the context, the CPU build normalizes keys of DFlash heads layer by layer; see ``worker.py``."""
-        self.process.call("repair_context_keys", repaired=True)
-        try:
-            yield
-        finally:
-            self.process.call("repair_context_keys", repaired=False)
+            self.process.call(f"repair_{what}", repaired=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import http.client
 import json
 import re
 import time
@@ -24,7 +25,7 @@ from eagle3_jax.engines.vllm.bridge import (
     VLLMError,
     VLLMUnavailable,
     difference,
-    per_prompt,
+    score,
 )
 
 _COUNTER = re.compile(r"^vllm:spec_decode_(\w+?)_total\{([^}]*)\} ([\d.e+]+)$", re.MULTILINE)
@@ -63,7 +64,7 @@ class Server:
 
     def counters(self) -> dict[str, Any]:
         """The ``spec_decode_*`` counters since the server started; empty where it does not speculate."""
-        return parse_counters(self._get("/metrics").decode())
+        return parse_counters(self._open("/metrics").decode())
 
     def serves(self, model: str) -> bool:
         """Whether this is the model of a directory or hub id; paths on another machine are compared by name."""
@@ -76,28 +77,19 @@ class Server:
 
     def _get_json(self, path: str) -> dict[str, Any]:
         try:
-            return json.loads(self._get(path))
+            return json.loads(self._open(path))
         except ValueError:
             raise VLLMError(f"what answers at {self.url} is not a vLLM server") from None
 
-    def _get(self, path: str) -> bytes:
-        return self._open(path, None)
-
-    def _open(self, path: str, data: bytes | None) -> bytes:
-        with self._request(path, data) as response:
-            try:
-                return response.read()
-            except (OSError, urllib.error.URLError) as error:
-                raise VLLMError(f"the server at {self.url} broke off: {error}") from None
-
-    def _request(self, path: str, data: bytes | None) -> Any:
+    def _open(self, path: str, data: bytes | None = None) -> bytes:
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
-            return self._opener.open(request, timeout=600)
+            with self._opener.open(request, timeout=600) as response:
+                return response.read()
         except urllib.error.HTTPError as error:
             said = " ".join(error.read().decode(errors="replace").split())[:300]
             raise VLLMError(f"the server at {self.url} answered {error.code} to {path}: {said}") from None
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             raise VLLMError(
                 f"no vLLM server answers at {self.url} ({reason}); is it up, and is the address right?"
@@ -125,18 +117,16 @@ class Servers:
             raise VLLMError(f"the vLLM server serves {served}, not {options.model}; validate what it serves: --target")
         for server in mine:
             if server.speculates == wanted:
-                engine = ServerEngine(server, options)
-                if wanted:
-                    engine.check_num_speculative_tokens()
-                return engine
+                drafting = len(server.counters().get("num_accepted_tokens_per_pos", []))
+                if options.speculative and drafting != options.speculative["num_speculative_tokens"]:
+                    asked = options.speculative["num_speculative_tokens"]
+                    raise VLLMUnavailable(f"the server drafts {drafting} tokens, not {asked}")
+                return ServerEngine(server, options)
         raise VLLMUnavailable(
             "no server speculates; give one to --vllm-url"
             if wanted
             else "no server decodes plainly; give one to --vllm-plain-url"
         )
-
-    def close(self) -> None:
-        """Do nothing: the servers belong to the user."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,39 +136,23 @@ class ServerEngine:
     server: Server
     options: EngineOptions
 
-    def check_num_speculative_tokens(self) -> None:
-        """Compare the server's ``K`` with the one asked for.
-
-        Raises:
-            VLLMUnavailable: It drafts another number of tokens.
-        """
-        assert self.options.speculative is not None
-        wanted = self.options.speculative["num_speculative_tokens"]
-        drafting = len(self.server.counters().get("num_accepted_tokens_per_pos", []))
-        if drafting != wanted:
-            raise VLLMUnavailable(f"the server drafts {drafting} tokens, not {wanted}")
-
     def generate(
         self,
         prompts: Sequence[Tokens],
         *,
-        max_new_tokens: int | Sequence[int],
-        temperature: float | Sequence[float] = 0.0,
-        top_k: int = 0,
+        max_new_tokens: int,
+        temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
     ) -> Generated:
-        """Complete prompts to their limits, as many requests at a time as the options' batch."""
-        count = len(prompts)
-        limits, heats = per_prompt(max_new_tokens, count), per_prompt(temperature, count)
+        """Complete prompts to the limit, as many requests at a time as the options' batch."""
 
         def one(row: int) -> Completion:
             answer = self.server.complete(
                 {
                     "prompt": prompts[row],
-                    "max_tokens": limits[row],
-                    "temperature": heats[row],
-                    "top_k": top_k,
+                    "max_tokens": max_new_tokens,
+                    "temperature": temperature,
                     "top_p": top_p,
                     "seed": None if seed is None else seed + row,
                     "ignore_eos": True,
@@ -193,32 +167,22 @@ class ServerEngine:
 
         before, start = self.server.counters(), time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(self.options.max_num_seqs) as pool:
-            completions = list(pool.map(one, range(count)))
+            completions = list(pool.map(one, range(len(prompts))))
         seconds = time.perf_counter() - start
         return Generated(completions=completions, seconds=seconds, counters=difference(self.server.counters(), before))
 
     def score(self, prompts: Sequence[Tokens], outputs: Sequence[Tokens]) -> list[Scored]:
-        """Teacher-force the outputs after their prompts.
-
-        Raises:
-            VLLMUnavailable: The server gives log-probabilities, which do not tell a unit in the last place of a logit.
-        """
+        """Teacher-force the outputs after their prompts."""
         return [self._score(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
 
     def _score(self, prompt: Tokens, output: Tokens) -> Scored:
         answer = self.server.complete(
             {"prompt": prompt + output, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 2}
         )
-        found: dict[str, list] = {"best": [], "rank": [], "gap": [], "best_value": []}
-        for entries, token in zip(answer["choices"][0]["prompt_logprobs"][len(prompt) :], output, strict=True):
-            highest, second = sorted((entry["logprob"] for entry in entries.values()), reverse=True)[:2]
-            given = entries[str(token)]["logprob"]
-            found["best"].append(min(int(key) for key, entry in entries.items() if entry["logprob"] == highest))
-            # As in worker.py: vLLM's rank counts equal logits as well.
-            found["rank"].append(1 if given == highest else 2 if given == second else entries[str(token)]["rank"])
-            found["gap"].append(highest - given)
-            found["best_value"].append(highest)
-        return Scored(**found)
+        positions = answer["choices"][0]["prompt_logprobs"][len(prompt) :]
+        return score(
+            [{int(key): (one["logprob"], one["rank"]) for key, one in entries.items()} for entries in positions], output
+        )
 
 
 def parse_counters(text: str) -> dict[str, Any]:

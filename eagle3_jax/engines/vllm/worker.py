@@ -10,6 +10,7 @@ A request is ``{"id": 1, "call": NAME, "arguments": {...}}``; its answer is ``{"
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib.machinery
 import importlib.metadata
@@ -23,7 +24,9 @@ import traceback
 import types
 from typing import Any
 
-import synthetic  # in this folder
+# In this folder.
+import bridge
+import synthetic
 
 # Whatever vLLM and its libraries print goes to stderr; the channel keeps the real standard output to itself.
 _channel = os.fdopen(os.dup(1), "w", buffering=1)
@@ -163,26 +166,24 @@ class Worker:
     def generate(
         self,
         prompts: list[list[int]],
-        max_new_tokens: list[int],
-        temperature: list[float],
-        top_k: int,
+        max_new_tokens: int,
+        temperature: float,
         top_p: float,
         seed: int | None,
     ) -> dict[str, Any]:
-        """Complete prompts to their limits."""
+        """Complete prompts to the limit."""
         from vllm import SamplingParams
 
         params = [
             SamplingParams(
-                max_tokens=limit,
-                temperature=heat,
-                top_k=top_k,
+                max_tokens=max_new_tokens,
+                temperature=temperature,
                 top_p=top_p,
                 seed=None if seed is None else seed + row,
                 ignore_eos=True,
                 detokenize=False,
             )
-            for row, (limit, heat) in enumerate(zip(max_new_tokens, temperature, strict=True))
+            for row in range(len(prompts))
         ]
         before = self._counters()
         start = time.perf_counter()
@@ -203,7 +204,7 @@ class Worker:
         sequences = [{"prompt_token_ids": prompt + output} for prompt, output in zip(prompts, outputs, strict=True)]
         results = self.llm.generate(sequences, params, use_tqdm=False)
         return [
-            _scored(result.prompt_logprobs[len(prompt) :], output)
+            dataclasses.asdict(bridge.score(_pairs(result.prompt_logprobs[len(prompt) :]), output))
             for result, prompt, output in zip(results, prompts, outputs, strict=True)
         ]
 
@@ -234,9 +235,7 @@ class Worker:
             recorded.append(
                 {
                     "features": fed["target_hidden_states"].float().tolist(),
-                    "positions": fed["target_positions"].tolist(),
                     "tokens": fed["target_token_ids"].tolist(),
-                    "next_token": int(fed["next_token_ids"][0]),
                     "drafts": drafts[0].tolist(),
                     "logits": finite,
                 }
@@ -301,7 +300,6 @@ class Worker:
             found |= {"accepted": detail["per_step_accepted"], "drafted": detail["per_step_drafted"]}
         if times is not None and len(one.token_ids) > 1:
             found["first_token_seconds"] = times.first_token_latency
-            found["seconds_per_token"] = (times.last_token_ts - times.first_token_ts) / (len(one.token_ids) - 1)
         return found
 
     def _counters(self) -> dict[str, Any]:
@@ -314,17 +312,8 @@ class Worker:
         return found
 
 
-def _scored(logprobs: list[dict[int, Any]], tokens: list[int]) -> dict[str, list]:
-    found: dict[str, list] = {"best": [], "rank": [], "gap": [], "best_value": []}
-    for entries, token in zip(logprobs, tokens, strict=True):
-        highest, second = sorted((entry.logprob for entry in entries.values()), reverse=True)[:2]
-        given = entries[token].logprob
-        found["best"].append(min(key for key, entry in entries.items() if entry.logprob == highest))
-        # vLLM's rank counts equal logits as well, so that a token tied with others ranks after all of them.
-        found["rank"].append(1 if given == highest else 2 if given == second else entries[token].rank)
-        found["gap"].append(highest - given)
-        found["best_value"].append(highest)
-    return found
+def _pairs(logprobs: list[dict[int, Any]]) -> list[dict[int, tuple[float, int]]]:
+    return [{key: (entry.logprob, entry.rank) for key, entry in entries.items()} for entries in logprobs]
 
 
 def main() -> None:
