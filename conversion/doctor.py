@@ -12,11 +12,10 @@ import numpy as np
 
 from eagle3_jax.conversion import rules
 from eagle3_jax.conversion.acceptance import Agreement, forced_agreement
-from eagle3_jax.conversion.checks import Check
 from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.files import read_json, read_tokenizer
 from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
-from eagle3_jax.conversion.heads.head import Suspects
+from eagle3_jax.conversion.heads.head import Check, Suspects
 from eagle3_jax.conversion.reading import head_of, open_checkpoint, read_target, target_of
 from eagle3_jax.conversion.targets import TargetCheckpoint
 from eagle3_jax.drafters.draft_model import first_vocab_difference

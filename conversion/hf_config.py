@@ -83,12 +83,6 @@ def refuse_windows(fields: Fields) -> None:
         raise fields.wrong("sliding_window", "only full attention is supported")
 
 
-def refuse_quantised(fields: Fields) -> None:
-    """Refuses quantised weights, which only targets may have."""
-    if fields.get("quantization_config") is not None:
-        raise CheckpointError(f"{fields.where}: quantization_config is set; give the checkpoint before quantisation")
-
-
 def read_mixer(
     fields: Fields,
     *,
@@ -146,15 +140,7 @@ def read_types(
 ) -> list[str]:
     """The kind of every layer, from a list of the file; empty where there is no list.
 
-    Args:
-        fields: Where the list is.
-        known: The kinds that exist.
-        num_layers: Number of layers that it must name.
-        name: Of the list.
-        owner: The source of the number of layers, in words; default ``num_hidden_layers``.
-
-    Raises:
-        CheckpointError: The kinds are not one for each layer, or one of them is unknown.
+    ``owner`` says in a message where the number of layers comes from, by default from ``num_hidden_layers``.
     """
     types = fields.words(name)
     if types and len(types) != num_layers:
@@ -169,17 +155,7 @@ def read_types(
 def read_windows(
     fields: Fields, window: int | None, slides: Callable[[int], bool], num_layers: int | None = None
 ) -> list[int | None]:
-    """The window of every layer.
-
-    Args:
-        fields: The geometry; ``layer_types`` decides where it has them.
-        window: Of the layers that slide.
-        slides: Whether a layer slides, where there are no ``layer_types``.
-        num_layers: Number of layers, where ``num_hidden_layers`` does not tell.
-
-    Raises:
-        CheckpointError: The types are not one for each layer, name a kind that is none, or slide without a window.
-    """
+    """The window of every layer: as ``layer_types`` says, or otherwise ``window`` for those that ``slides`` names."""
     count = num_layers or read_num_layers(fields)
     types = read_types(fields, _LAYER_TYPES, count, owner="" if num_layers is None else f"the head has {count}")
     if not types:
@@ -218,17 +194,7 @@ def decoder_of(
     tied: bool = False,
     **features: Any,
 ) -> DecoderConfig:
-    """A target of these layers.
-
-    Args:
-        fields: The geometry.
-        layers: One after the other.
-        norm_kind: Of the family.
-        norm_eps: Name of the constant that norms add.
-        hidden_act: Activation of the family, where the file names it so.
-        tied: Whether the embedding is tied where the file does not say.
-        features: Further arguments of :class:`DecoderConfig`.
-    """
+    """A target of these layers; ``features`` are further arguments of :class:`DecoderConfig`."""
     refuse_unsupported(fields, hidden_act=hidden_act, scales_logits="logit_scale" in features)
     with read_from(fields.where):
         return DecoderConfig(
@@ -260,16 +226,9 @@ def read_stack(fields: Fields, norm_eps: str = "rms_norm_eps") -> dict[str, Any]
 
 
 def stack_fields(config: Any, dtype: str) -> dict[str, Any]:
-    """Returns the geometry as a Hugging Face configuration, which describes one layer for all of them.
+    """The geometry of a target or a head as a Hugging Face configuration, which describes one layer for all of them.
 
     A family whose layers differ in more, or are of other kinds, adds its own fields to these.
-
-    Args:
-        config: Of a target or of any head: it has ``layers``.
-        dtype: Of the stored weights.
-
-    Raises:
-        CheckpointError: transformers would not read it.
     """
     fields = {
         "vocab_size": config.vocab_size,
@@ -315,14 +274,7 @@ def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> lis
     """The window of every layer of a head, whose ``layer_types`` alone name the layers that slide.
 
     Without them vLLM takes the window of the target's cache, whatever the head's file says; such a file is refused.
-
-    Args:
-        fields: The geometry.
-        num_layers: Of the head.
-        switched: Whether a window counts only where ``use_sliding_window`` is set, as in Qwen3's configuration.
-
-    Raises:
-        CheckpointError: The types do not fit the layers, or there is a window that no type refers to.
+    ``switched``: a window counts only where ``use_sliding_window`` is set, as in Qwen3's configuration.
     """
     types = fields.words("layer_types")
     if not types and fields.flag("use_sliding_window", default=fields.get("sliding_window") is not None):
@@ -336,11 +288,7 @@ def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> lis
 
 
 def head_window_fields(config: Eagle3Config) -> dict[str, Any]:
-    """The fields of a head's windows; none where no layer has one.
-
-    Raises:
-        CheckpointError: The windows differ, and the layout has one field for them.
-    """
+    """The fields of a head's windows; none where no layer has one."""
     windows = {grouped(layer).window for layer in config.layers} - {None}
     if not windows:
         return {}
@@ -377,9 +325,6 @@ def read_rope(
             channels rotate.
         interleaved: Whether neighbouring channels rotate together, in this family.
         types: Types of the family.
-
-    Raises:
-        CheckpointError: The type is unknown, a parameter is missing, or the two notations disagree.
     """
     own: dict[str, Any] = {"theta": theta, "partial": partial, "interleaved": interleaved, "types": types}
     new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
@@ -451,12 +396,7 @@ def _rope_of(kind: str, theta: float, fields: Fields, rope: Fields) -> RopeConfi
 def rope_fields(rope: RopeConfig | None, *, partial: bool = False) -> dict[str, Any]:
     """The rotary embedding in both notations: transformers 5 reads the new one, 4.x, vLLM and SGLang the old one.
 
-    Args:
-        rope: The embedding.
-        partial: Whether to write the share of channels that rotate, for a family in which some need not.
-
-    Raises:
-        CheckpointError: There is none, and the layout has no field for that.
+    ``partial`` writes the share of channels that rotate, for a family in which some need not.
     """
     if rope is None:
         raise CheckpointError("a layer without rotary embedding cannot be expressed in this layout; use --to jax")
@@ -474,14 +414,7 @@ def rope_fields(rope: RopeConfig | None, *, partial: bool = False) -> dict[str, 
 
 
 def read_experts(fields: Fields, router: Router, *, width: str = "moe_intermediate_size", **features: Any) -> Experts:
-    """A mixture of experts.
-
-    Args:
-        fields: The geometry; ``num_experts_per_tok`` and a number of experts are required.
-        router: Of the family.
-        width: The name of the inner width of an expert.
-        features: Further arguments of :class:`Experts`.
-    """
+    """A mixture of experts; ``width`` is the field with the inner width of one."""
     count = agreed({name: fields.optional_size(name) for name in _COUNTS}, fields.where)
     if count is None:
         raise CheckpointError(f"{fields.where} has none of {', '.join(_COUNTS)}; add the number of experts")

@@ -50,15 +50,7 @@ class TargetCheckpoint:
 
 
 def read_target(stored: Stored, own: Family | None = None) -> TargetCheckpoint:
-    """Reads a Hugging Face directory.
-
-    Args:
-        stored: Its files.
-        own: A family in addition to those of the table.
-
-    Raises:
-        CheckpointError: It is of no family, or one that this library does not compute; the message says why.
-    """
+    """Reads a Hugging Face directory; ``own`` is a family in addition to those of the table."""
     directory, where, whole = stored.directory, stored.where, stored.fields
     family, fields, wrapper = described(whole, own)
     tensors, quantisation = read_quantised(stored.tensors, whole, directory)

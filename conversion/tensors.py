@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -45,6 +46,36 @@ _DTYPES = {
 }
 
 
+class Signs(NamedTuple):
+    """The parts of a checkpoint that tell its kind.
+
+    Attributes:
+        config: Its ``config.json``.
+        names: Names of its tensors without ``model.``; none where only the configuration is known.
+        architecture: All ``architectures``, joined.
+        method: The ``speculators_model_type``; empty elsewhere.
+    """
+
+    config: Mapping[str, Any]
+    names: frozenset[str]
+    architecture: str
+    method: str
+
+    @classmethod
+    def of(cls, fields: Fields, names: Collection[str] = ()) -> Signs:
+        """The signs of a ``config.json`` and the names of its tensors."""
+        return cls(
+            config=fields.values,
+            names=frozenset(name.removeprefix("model.") for name in names),
+            architecture=" ".join(fields.words("architectures")),
+            method=str(fields.get("speculators_model_type") or ""),
+        )
+
+    def has(self, pattern: str) -> bool:
+        """Whether a tensor has a name that begins so."""
+        return any(re.match(pattern, name) for name in self.names)
+
+
 class Stored(NamedTuple):
     """The files of a checkpoint that is not native.
 
@@ -71,13 +102,14 @@ class Stored(NamedTuple):
         """Its ``config.json``, typed."""
         return Fields(self.config, self.where)
 
+    @property
+    def signs(self) -> Signs:
+        """The parts that tell its kind."""
+        return Signs.of(self.fields, self.tensors)
+
 
 def read_stored(directory: Path) -> Stored:
-    """Opens a checkpoint. Without weights "not a checkpoint" says more than "no config.json", so they come first.
-
-    Raises:
-        CheckpointError: The weights or ``config.json`` are missing or damaged.
-    """
+    """Opens a checkpoint. Without weights "not a checkpoint" says more than "no config.json", so they come first."""
     tensors = read_tensors(directory)
     return Stored(directory, read_json(directory / "config.json"), tensors)
 

@@ -57,13 +57,7 @@ def _first_dense(fields: Fields) -> list[str]:
 
 
 def read_latent(fields: Fields, *, interleaved: bool, index_topk: int | None = None) -> Latent:
-    """Latent attention.
-
-    Args:
-        fields: The geometry.
-        interleaved: Whether neighbouring channels rotate together.
-        index_topk: Number of keys that an index chooses, if there is one.
-    """
+    """Latent attention; an index chooses ``index_topk`` keys, if there is one."""
     fields.require("q_lora_rank")  # null means that there is none
     heads = fields.size("num_attention_heads")
     if fields.size("num_key_value_heads", heads) != heads:

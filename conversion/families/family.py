@@ -86,11 +86,7 @@ class Wrapper(NamedTuple):
         return self.texts.get(str(named), next(iter(self.texts.values())))
 
     def fields(self, whole: Fields) -> Fields:
-        """The fields of the language model.
-
-        Raises:
-            CheckpointError: There is no ``text_config``, or it is of another family.
-        """
+        """The fields of the language model."""
         text = whole.section("text_config")
         if not text.values:
             raise CheckpointError(f"{whole.where} has no text_config; it describes the language model, so add it")

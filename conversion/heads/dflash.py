@@ -10,32 +10,31 @@ library count the layer that it *enters*, one more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from eagle3_jax.conversion import blocks, draft_vocab, hf_config, rules
-from eagle3_jax.conversion.checks import Check, mask_token
 from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.fields import Fields, agreed, read_from
 from eagle3_jax.conversion.heads.eagle3 import is_speculators, read_model_type
 from eagle3_jax.conversion.heads.head import (
     DRAFT_VOCABULARY,
+    Check,
     HeadCheckpoint,
     HeadKind,
     Layout,
-    Signs,
     Suspects,
-    check_fit,
     head_tensors,
+    mask_token,
     read_as,
     read_mask_token,
     refuse_inexpressible,
     speculators_fields,
 )
 from eagle3_jax.conversion.rules import Rule
-from eagle3_jax.conversion.tensors import Stored
+from eagle3_jax.conversion.tensors import Signs, Stored
 from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, Markov
 from eagle3_jax.models.config import DecoderConfig, gated, grouped, uniform
 
@@ -72,10 +71,9 @@ def recognise(signs: Signs) -> bool:
     )
 
 
-def dialect_of(values: Mapping[str, Any], names: Iterable[str]) -> str:
+def dialect(signs: Signs) -> str:
     """The project whose conventions a head follows."""
-    del names
-    return "speculators" if is_speculators(values) else "vllm"
+    return "speculators" if is_speculators(signs.config) else "vllm"
 
 
 def head_rules(config: DFlashConfig) -> list[Rule]:
@@ -95,20 +93,13 @@ def head_rules(config: DFlashConfig) -> list[Rule]:
 
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
-    """Reads a block drafter in either dialect.
-
-    Raises:
-        CheckpointError: It is incomplete, of a kind that is not computed, or does not fit the target.
-    """
+    """Reads a block drafter in either dialect."""
     directory, where, top = str(stored.directory), stored.where, stored.fields
     tensors = rules.renamed(stored.tensors, _rename, directory)
     _refuse_relatives(tensors, top, directory)
     if (stored.directory / "mask_embedding.pt").exists():
         raise CheckpointError(f"{directory} has a mask_embedding.pt; a mask embedding apart from the table is not read")
     config = read_config(top, own_output="lm_head.weight" in tensors)
-    hf_config.refuse_quantised(top)
-    if target is not None:
-        check_fit(config, config.aux_layers, target, directory)
     rules.check_layers(config.num_layers, tensors, r"layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
     sizes = {"vocab_size": config.vocab_size, "draft_vocab_size": config.draft_vocab_size}
     notes = []
@@ -137,12 +128,7 @@ def _rename(name: str) -> str:
 
 
 def read_config(top: Fields, *, own_output: bool = False) -> DFlashConfig:
-    """The description of a block drafter.
-
-    Args:
-        top: The ``config.json``.
-        own_output: Whether there is an output projection, which no field says.
-    """
+    """The description of a block drafter. Its tensors tell whether it has an output projection: no field does."""
     fields, geometry, nested = _merged(top), _geometry(top), is_speculators(top.values)
     _refuse_settings(fields, geometry)
     spark = _is_spark(fields)
@@ -399,7 +385,7 @@ KIND = HeadKind(
     write=write,
     layouts=("vllm", "speculators"),
     stacks={"blocks": lambda config: config.num_layers},
-    dialect=dialect_of,
+    dialect=dialect,
     variant=variant,
     examine=examine,
     suspects=Suspects(

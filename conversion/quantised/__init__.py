@@ -16,16 +16,7 @@ from eagle3_jax.conversion.quantised.formats import FORMATS, format_of
 def read_quantised(
     tensors: Mapping[str, np.ndarray], fields: Fields, directory: Path
 ) -> tuple[dict[str, Any], Quantisation | None]:
-    """The tensors of a checkpoint without quantisation, and how they were stored.
-
-    Args:
-        tensors: As the files have them.
-        fields: Of ``config.json``.
-        directory: Of the checkpoint.
-
-    Raises:
-        CheckpointError: The quantisation is not one that is read, or the tensors are not those that it describes.
-    """
+    """The tensors of a checkpoint without quantisation, and how they were stored."""
     how = format_of(fields, directory)
     return (dict(tensors), None) if how is None else dequantised(tensors, how, str(directory))
 

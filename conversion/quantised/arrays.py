@@ -113,9 +113,7 @@ def in_fp8(parts: Sequence[Any]) -> bool:
 def fp8_kernel(parts: Sequence[tuple[View, Any]], shape: Sequence[int]) -> Fp8Kernel | None:
     """The FP8 kernel that several arrays fill, bit for bit; ``None`` where they are no such kernel.
 
-    Args:
-        parts: The arrays, each with the view of a whole ``[..., D_in, D_out]`` that it fills.
-        shape: Of the whole.
+    ``parts`` are the arrays, each with the view of a whole ``[..., D_in, D_out]`` that it fills.
     """
     from eagle3_jax.models.quantised import Fp8Kernel
 

@@ -68,11 +68,7 @@ class Quantisation(NamedTuple):
 
 
 def dequantised(tensors: Mapping[str, np.ndarray], how: Format, where: str) -> tuple[dict[str, Any], Quantisation]:
-    """The tensors without quantisation, and how they were stored.
-
-    Raises:
-        CheckpointError: They contradict the format.
-    """
+    """The tensors without quantisation, and how they were stored."""
     for pattern, meaning in how.refused.items():
         found = next((name for name in tensors if re.fullmatch(pattern, name)), None)
         if found is not None:

@@ -163,15 +163,7 @@ FORMATS: dict[str, Callable[[Fields], Format]] = {
 
 
 def format_of(fields: Fields, directory: Path) -> Format | None:
-    """The format of a checkpoint; ``None`` where it is not quantised.
-
-    Args:
-        fields: Its ``config.json``.
-        directory: Its place, where Model Optimizer may have a file of its own.
-
-    Raises:
-        CheckpointError: It is a format that is not read.
-    """
+    """The format of a checkpoint; ``None`` where it is not quantised. Model Optimizer may have a file of its own."""
     section = "quantization_config"
     owner = fields if fields.get(section) is not None else fields.section("text_config")
     if owner.get(section) is None:

@@ -93,11 +93,11 @@ def without_confidence(path: Path) -> Path:
 
 BLOCK = {"dflash_config": {"mask_token_id": 57, "target_layer_ids": [1, 2, 3]}, "block_size": 4, "rope_theta": 1e4}
 AS_ANOTHER = {
-    "Medusa heads that were miscounted": (edited(MEDUSA, num_heads=4), "says 4 Medusa heads and the file holds 3"),
+    "Medusa heads that were miscounted": (edited(MEDUSA, num_heads=4), "number of Medusa heads is 4; the file holds 3"),
     "EAGLE-1 as EAGLE-3": (
-        edited(EAGLE1, architectures=["LlamaForCausalLMEagle3"]), "tensors are those of an EAGLE-1 head",
+        edited(EAGLE1, architectures=["LlamaForCausalLMEagle3"]), "named as those of EAGLE-1/2 heads are",
     ),
-    "EAGLE-3 as P-EAGLE": (edited(EAGLE3, ptd_token_id=57), "has no mask_hidden.* named as those of EAGLE-3 heads"),
+    "EAGLE-3 as P-EAGLE": (edited(EAGLE3, ptd_token_id=57), "misses mask_hidden.* named as those of EAGLE-3 heads"),
     "P-EAGLE as EAGLE-3": (edited(P_EAGLE, speculators_model_type="eagle3"), "only 'peagle' heads have"),
     "EAGLE-3 as DFlash": (edited(EAGLE3, **BLOCK), "named as those of EAGLE-3 heads are, .* describes DFlash"),
     "MTP as Medusa": (

@@ -158,7 +158,7 @@ REFUSALS = {
     "no features": case("use_aux_hidden_state is False", use_aux_hidden_state=False),
     "a setting in two places": case("causal is True but False elsewhere", BlockHead(causal=True), causal=False),
     "another geometry": case("model_type is 'deepseek_v4'", model_type="deepseek_v4"),
-    "quantised": case("quantization_config is set", quantization_config={}),
+    "quantised": case("quantization_config is {}; give the head before", quantization_config={}),
     "a state for masks": case("unexpected mask_hidden", mask_hidden=MATRIX),
     "a layer too many": case("num_hidden_layers is 1; the file holds 2", num_hidden_layers=1, layer_types=None),
     "a norm missing": case("misses hidden_norm.weight", hidden_norm__weight=None),

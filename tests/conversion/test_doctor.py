@@ -23,9 +23,9 @@ from heads_on_disk import CHECKPOINTS
 from eagle3_jax import conversion
 from eagle3_jax.cli import run
 from eagle3_jax.conversion.acceptance import Agreement, forced_agreement
-from eagle3_jax.conversion.checks import mask_token
 from eagle3_jax.conversion.doctor import suspected_cause
 from eagle3_jax.conversion.heads import HEADS
+from eagle3_jax.conversion.heads.head import mask_token
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 

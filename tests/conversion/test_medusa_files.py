@@ -141,17 +141,17 @@ ZEROS = np.zeros((16, 16), np.float32)
 REFUSED = {
     "more heads than the file": (
         lambda p: official(p, config={"medusa_num_heads": 5}),
-        "says 5 Medusa heads and the file holds 3",
+        "number of Medusa heads is 5; the file holds 3 heads",
     ),
     "fewer heads than the file": (
         lambda p: vllm(p, num_heads=2),
-        "says 2 Medusa heads and the file holds 3; correct the number",
+        "number of Medusa heads is 2; the file holds 3",
     ),
     "a head left out": (
         lambda p: vllm(p, num_heads=2, tensors={"blocks.1.layers.0.weight": None, "blocks.1.layers.0.bias": None}),
-        r"holds those numbered \[0, 2\]",
+        r"misses blocks.1.layers.0.weight",
     ),
-    "other layers": (lambda p: vllm(p, num_hidden_layers=2), "says 2 layers and head 0 has 1"),
+    "other layers": (lambda p: vllm(p, num_hidden_layers=2), "number of Medusa layers is 2; the file holds 1 layers"),
     "no number of heads": (lambda p: official(p, config={"medusa_num_heads": None}), "says nowhere how many heads"),
     "biases that are not there": (
         lambda p: vllm(p, tensors={f"blocks.{k}.layers.0.bias": None for k in range(3)}),
@@ -161,7 +161,7 @@ REFUSED = {
     "one bias missing": (lambda p: vllm(p, tensors={"blocks.1.layers.0.bias": None}), "misses blocks.1.layers.0.bias"),
     "no output at all": (
         lambda p: vllm(p, tensors={f"lm_heads.{k}.weight": None for k in range(3)}),
-        "no matrix lm_heads.0.weight",
+        "misses lm_heads.0.weight",
     ),
     "no width": (lambda p: vllm(p, hidden_size=None), "has no hidden_size"),
     "a scale": (lambda p: vllm(p, logit_scale=0.5), "logit_scale is 0.5; only 1"),
@@ -181,7 +181,7 @@ REFUSED = {
         lambda p: vllm(p, tensors={"model.embed_tokens.weight": ZEROS}),
         r"trained together \(Medusa-2\)",
     ),
-    "quantised": (lambda p: vllm(p, quantization_config={}), "quantization_config is set"),
+    "quantised": (lambda p: vllm(p, quantization_config={}), "quantization_config is {}; give the head before"),
     "two numbers of heads": (lambda p: vllm(p, num_attention_heads=4), "num_heads 3, num_attention_heads 4 disagree"),
     "a matrix of another shape": (
         lambda p: vllm(p, tensors={"blocks.2.layers.0.weight": ZEROS[:, :8]}),
