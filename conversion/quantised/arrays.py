@@ -38,15 +38,7 @@ class Dequantised:
     def __init__(
         self, shape: Sequence[int], stored: Any, read: Read, *, block: int | None = None, views: tuple[View, ...] = ()
     ):
-        """See the class.
-
-        Args:
-            shape: Shape of the values that are read, before any view.
-            stored: Dtype of its values.
-            read: Gives the values, and scales that broadcast to them.
-            block: See the class.
-            views: Functions that are applied to both.
-        """
+        """``shape`` is that of the values that ``read`` gives; ``views`` are applied to values and scales."""
         self._whole, self._read, self._views = tuple(shape), read, views
         self.stored, self.block = np.dtype(stored), block
         self.shape = self._viewed(np.broadcast_to(np.float32(0), self._whole)).shape
@@ -87,10 +79,6 @@ class Dequantised:
     def swapaxes(self, first: int, second: int) -> Dequantised:
         """With two axes exchanged."""
         return self._view(lambda one: one.swapaxes(first, second))
-
-    def transpose(self, *axes: Any) -> Dequantised:
-        """With its axes in another order."""
-        return self._view(lambda one: one.transpose(*axes))
 
     def __getitem__(self, index: Any) -> Dequantised:
         """A part of it."""
