@@ -29,7 +29,6 @@ from eagle3_jax.models.config import (
     LayerConfig,
     Mixer,
     NormKind,
-    QueryScaling,
     RopeConfig,
     Router,
     gated,
@@ -83,26 +82,13 @@ def refuse_windows(fields: Fields) -> None:
         raise fields.wrong("sliding_window", "only full attention is supported")
 
 
-def read_mixer(
-    fields: Fields,
-    *,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    qk_norm: bool = False,
-    rope: RopeConfig | None = None,
-    query_scaling: QueryScaling | None = None,
-    **features: Any,
-) -> GroupedQuery:
+def read_mixer(fields: Fields, *, rope: RopeConfig | None = None, **features: Any) -> GroupedQuery:
     """Grouped-query attention without a window.
 
     Args:
         fields: The geometry.
-        qkv_bias: Of the family.
-        o_bias: Of the family.
-        qk_norm: Of the family.
         rope: Rotary embedding, if it has been read already.
-        query_scaling: Of the family.
-        features: Further arguments of :class:`GroupedQuery`.
+        features: Further arguments of :class:`GroupedQuery`, such as ``qkv_bias``.
     """
     width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     if fields.get("head_dim") is None and width % heads:
@@ -115,10 +101,6 @@ def read_mixer(
             num_kv_heads=fields.size("num_key_value_heads", heads),
             head_dim=fields.size("head_dim", width // heads),
             rope=rope or read_rope(fields),
-            qkv_bias=qkv_bias,
-            o_bias=o_bias,
-            qk_norm=qk_norm,
-            query_scaling=query_scaling,
             **features,
         )
 
@@ -246,23 +228,19 @@ def stack_fields(config: Any, dtype: str) -> dict[str, Any]:
         fields["intermediate_size"] = mlp.width
     if mixers:
         # Where only some layers rotate, the first of those is described.
-        rotating = next((mixer for mixer in mixers if mixer.rope is not None), mixers[0])
-        fields |= _attention_fields(rotating, config.width)
+        mixer = next((mixer for mixer in mixers if mixer.rope is not None), mixers[0])
+        if config.width % mixer.num_heads:
+            raise CheckpointError(
+                f"width {config.width} is not a multiple of num_heads {mixer.num_heads}; the Hugging Face layout "
+                "cannot express that (transformers refuses such a config.json), use --to jax"
+            )
+        fields |= {
+            "num_attention_heads": mixer.num_heads,
+            "num_key_value_heads": mixer.num_kv_heads,
+            "head_dim": mixer.head_dim,
+            **rope_fields(mixer.rope),
+        }
     return fields
-
-
-def _attention_fields(mixer: GroupedQuery, width: int) -> dict[str, Any]:
-    if width % mixer.num_heads:
-        raise CheckpointError(
-            f"width {width} is not a multiple of num_heads {mixer.num_heads}; the Hugging Face layout "
-            "cannot express that (transformers refuses such a config.json), use --to jax"
-        )
-    return {
-        "num_attention_heads": mixer.num_heads,
-        "num_key_value_heads": mixer.num_kv_heads,
-        "head_dim": mixer.head_dim,
-        **rope_fields(mixer.rope),
-    }
 
 
 def layer_types(config: DecoderConfig | Eagle3Config) -> list[str]:
@@ -285,6 +263,12 @@ def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> lis
         return [None] * num_layers
     is_on = _SLIDING in types and fields.flag("use_sliding_window", default=not switched)
     return read_windows(fields, read_window(fields) if is_on else None, lambda _: False, num_layers)
+
+
+def window_fields(config: DecoderConfig) -> dict[str, Any]:
+    """``sliding_window`` and ``layer_types`` of a target whose windows are of one size."""
+    windows = (grouped(layer).window for layer in config.layers)
+    return {"sliding_window": next(filter(None, windows), None), "layer_types": layer_types(config)}
 
 
 def head_window_fields(config: Eagle3Config) -> dict[str, Any]:
@@ -326,14 +310,10 @@ def read_rope(
         interleaved: Whether neighbouring channels rotate together, in this family.
         types: Types of the family.
     """
+    sections = {name: fields.section(name) for name in ("rope_parameters", "rope_scaling")}
     own: dict[str, Any] = {"theta": theta, "partial": partial, "interleaved": interleaved, "types": types}
-    new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
-    if new.values and old.values:
-        first, second = (_rope_from(fields, one, known, **own) for one in (new, old))
-        if first != second:
-            raise CheckpointError(f"{fields.where}: rope_parameters and rope_scaling disagree; remove the wrong one")
-        return first
-    return _rope_from(fields, new if new.values else old, known, **own)
+    found = {name: _rope_from(fields, one, known, **own) for name, one in sections.items() if one.values}
+    return agreed(found, fields.where) or _rope_from(fields, Fields({}, fields.where), known, **own)
 
 
 def _rope_from(
@@ -428,11 +408,21 @@ def read_experts(fields: Fields, router: Router, *, width: str = "moe_intermedia
         )
 
 
+# The fields of DeepSeek V3's experts, by ours.
+_CORRECTED = {
+    "per_token": "num_experts_per_tok",
+    "width": "moe_intermediate_size",
+    "normalise": "norm_topk_prob",
+    "scaling": "routed_scaling_factor",
+    "groups": "n_group",
+    "kept_groups": "topk_group",
+}
+
+
 def read_corrected(fields: Fields) -> Experts:
     """The experts of DeepSeek V3 and its successors: sigmoids, a correction that chooses, groups, shared experts."""
     fields.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     fields.require("norm_topk_prob")
-    shared = fields.integer("n_shared_experts", 0)
     return read_experts(
         fields,
         "sigmoid",
@@ -440,28 +430,14 @@ def read_corrected(fields: Fields) -> Experts:
         scaling=fields.number("routed_scaling_factor"),
         groups=fields.size("n_group", 1),
         kept_groups=fields.size("topk_group", 1),
-        shared_width=fields.size("moe_intermediate_size") * shared,
+        shared_width=fields.size("moe_intermediate_size") * fields.integer("n_shared_experts", 0),
     )
 
 
 def corrected_fields(experts: Experts) -> dict[str, Any]:
     """The fields of such experts."""
-    shared, rest = divmod(experts.shared_width, experts.width)
-    if rest:
-        raise CheckpointError(
-            f"a shared MLP of width {experts.shared_width} is not a whole number of experts of width {experts.width}; "
-            "this layout cannot express that, use --to jax"
-        )
-    return {
-        "n_routed_experts": experts.num_experts,
-        "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.width,
-        "n_shared_experts": shared,
-        "n_group": experts.groups,
-        "topk_group": experts.kept_groups,
-        "norm_topk_prob": experts.normalise,
-        "routed_scaling_factor": experts.scaling,
-    }
+    counts = {"n_routed_experts": experts.num_experts, "n_shared_experts": experts.shared_width // experts.width}
+    return counts | {theirs: getattr(experts, ours) for ours, theirs in _CORRECTED.items()}
 
 
 def dense_or_sparse(

@@ -361,9 +361,9 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     counted = "speculators and this library count the layer that is entered, z-lab the one before it"
     confidence = "a head of its own, which is not used here" if config.confidence else "none"
     return [
-        Check("auxiliary layers", "ok", f"{config.aux_layers} as layers entered; {counted}"),
-        Check("block", "ok", block),
-        Check("confidence", "ok", confidence),
+        Check.of("auxiliary layers", f"{config.aux_layers} as layers entered; {counted}"),
+        Check.of("block", block),
+        Check.of("confidence", confidence),
         mask_token(config.mask_token, target.stop_tokens, target.source),
     ]
 

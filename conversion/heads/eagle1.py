@@ -134,8 +134,8 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     """Names the bias, in which the layouts differ."""
     del target
     if head.config.fc_bias:
-        return [Check("fc bias", "ok", "one, as official heads have and vLLM's class has not: it cannot go there")]
-    return [Check("fc bias", "ok", "none, as vLLM's class needs it")]
+        return [Check.of("fc bias", "one, as official heads have and vLLM's class has not: it cannot go there")]
+    return [Check.of("fc bias", "none, as vLLM's class needs it")]
 
 
 KIND = HeadKind(

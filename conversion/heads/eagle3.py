@@ -408,29 +408,22 @@ def _aux_layers(head: HeadCheckpoint) -> Check:
     name, layers, fields = "auxiliary layers", head.config.aux_layers, _head_fields(head)
     named = named_aux_layers(fields) if fields.values else layers
     if named is None:
+        warning = f". If the head was trained on other layers its drafts are useless; add {AUX}"
         detail = f"{layers}, the default 2, L//2, L-3: config.json names none"
-        if head.dialect == "eagle":
-            return Check(name, "ok", f"{detail}, as official heads do")
-        return Check(
-            name, "warning", f"{detail}. If the head was trained on other layers its drafts are useless; add {AUX}"
-        )
+        return Check.of(name, detail, "" if head.dialect == "eagle" else warning)  # official heads never name them
     detail = f"{layers}, {'the' if is_default_aux(head) else 'not the'} default of this target"
     if named != layers:
-        return Check(name, "ok", f"{detail}: {named} in config.json count layers left, as --layer-ids says")
+        return Check.of(name, f"{detail}: {named} in config.json count layers left, as --layer-ids says")
     if layers[0] != 1:
-        return Check(name, "ok", detail)
+        return Check.of(name, detail)
     left = entered_after(layers)
     default = ", the default of this target" if left == usual_layers(head.num_target_layers) else ""
-    return Check(
-        name,
-        "warning",
-        f"{detail}, starts with 1, as lists of layers left do; it is read as layers entered. If agreement is poor, try "
-        f"--layer-ids leaving: {left}{default}",
-    )
+    warning = ", starts with 1, as lists of layers left do; it is read as layers entered. If agreement is poor, try "
+    return Check.of(name, detail, f"{warning}--layer-ids leaving: {left}{default}")
 
 
 def _norm_flags(head: HeadCheckpoint) -> Check:
-    detail, warning = ", ".join(f"{name} {getattr(head.config, name)}" for name in FLAGS), ""
+    warning = ""
     if head.dialect == "speculators" and _head_fields(head).get("norm_before_residual") is None:
         warning = "; norm_before_residual is not in config.json, and this layout's default is True"
     elif head.dialect == "sglang" and head.config.norm_output and not head.config.fc_norm:
@@ -438,24 +431,20 @@ def _norm_flags(head: HeadCheckpoint) -> Check:
             "; old SpecForge files meant the norm before lm_head by norm_output, not the EAGLE-3.1 feedback. If the "
             "second draft token collapses, set it to false"
         )
-    return Check("norm flags", "warning" if warning else "ok", detail + warning)
+    return Check.of("norm flags", ", ".join(f"{name} {getattr(head.config, name)}" for name in FLAGS), warning)
 
 
 def _rope(target: Any, head: HeadCheckpoint) -> Check:
     ours, theirs = (grouped(config.layers[0]).rope or RopeConfig() for config in (head.config, target.config))
     detail = f"head: {ours.type}, theta {ours.theta:g}; target: {theirs.type}, theta {theirs.theta:g}"
     if ours == theirs:
-        return Check("rope", "ok", detail)
+        return Check.of("rope", detail)
     if head.dialect == "eagle" and ours.type == "default" and ours.theta == 10_000.0:
-        return Check(
-            "rope", "ok", f"{detail}. Heads trained by the official code have theta 10000 whatever the target has"
+        return Check.of(
+            "rope", f"{detail}. Heads trained by the official code have theta 10000 whatever the target has"
         )
-    return Check(
-        "rope",
-        "warning",
-        f"{detail}. If acceptance falls with the length of the text, set the head's rope to what it was trained with "
-        "(the target's, or theta 10000)",
-    )
+    warning = ". If acceptance falls with the length of the text, set the head's rope to what it was trained with "
+    return Check.of("rope", detail, f"{warning}(the target's, or theta 10000)")
 
 
 KIND = HeadKind(

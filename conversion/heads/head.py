@@ -38,6 +38,11 @@ class Check:
     status: Status
     detail: str
 
+    @classmethod
+    def of(cls, name: str, detail: str, warning: str = "") -> Check:
+        """A finding that is in order if there is no warning to append to it."""
+        return cls(name, "warning" if warning else "ok", detail + warning)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadCheckpoint:
@@ -262,17 +267,15 @@ def mask_token(token: int, stop_tokens: tuple[int, ...], directory: Path) -> Che
     """Checks whether texts may hold the token that stands for an unknown one; ``directory`` is the target's."""
     name, detail, path = "mask token", f"id {token}", directory / "tokenizer.json"
     if token in stop_tokens:
-        return Check(name, "warning", f"{detail}, which ends the target's answers; drafts of heads trained so are weak")
+        return Check.of(name, detail, ", which ends the target's answers; drafts of heads trained so are weak")
     tokenizer = read_tokenizer(path)
     if tokenizer is None:
-        return Check(name, "ok", f"{detail}; without a tokenizer.json it is unknown whether texts hold it")
+        return Check.of(name, f"{detail}; without a tokenizer.json it is unknown whether texts hold it")
     added = read_json(path).get("added_tokens") or ()
     is_special = any(isinstance(one, dict) and one.get("special") and one.get("id") == token for one in added)
     word = tokenizer.id_to_token(token)
     if is_special or word is None:
         what = "a special token" if is_special else "no token of the tokenizer's"
-        return Check(name, "ok", f"{detail}, {what}: texts do not hold it")
+        return Check.of(name, f"{detail}, {what}: texts do not hold it")
     spelt = json.dumps(word, ensure_ascii=False)
-    return Check(
-        name, "warning", f"{detail} is {spelt}, which texts may hold; what follows it in a text is drafted worse"
-    )
+    return Check.of(name, detail, f" is {spelt}, which texts may hold; what follows it in a text is drafted worse")

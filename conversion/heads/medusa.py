@@ -260,11 +260,11 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     count = head.config.num_heads
     fitting = [name for name, tree in PUBLISHED_TREES.items() if tree.max_depth <= count]
     trees = f"published trees that fit: {', '.join(fitting)}" if fitting else "every published tree is deeper"
-    checks = [Check("heads", "ok", f"{count}, so that drafts have at most {count} tokens; {trees}")]
+    checks = [Check.of("heads", f"{count}, so that drafts have at most {count} tokens; {trees}")]
     native = (head.source / NATIVE_FILE).is_file()
     base = None if native else read_json(head.source / "config.json").get("base_model_name_or_path")
     named = f"trained for {base}, says config.json; heads read the state of exactly that model"
-    return [*checks, Check("base model", "ok", f"{named} (here: {target.source.name})" if base else "not named")]
+    return [*checks, Check.of("base model", f"{named} (here: {target.source.name})" if base else "not named")]
 
 
 KIND = HeadKind(

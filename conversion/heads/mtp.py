@@ -212,9 +212,9 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     start = "counts as zero" if head.config.zero_first else "is the token's own"
     output = "its own output matrix" if head.config.own_output else "the target's output matrix"
     return [
-        Check("order of the halves", "ok", f"{order}, as the {head.dialect} layout has it; the shapes do not tell"),
-        Check("embedding at position 0", "ok", start),
-        Check("output", "ok", f"logits by {output}"),
+        Check.of("order of the halves", f"{order}, as the {head.dialect} layout has it; the shapes do not tell"),
+        Check.of("embedding at position 0", start),
+        Check.of("output", f"logits by {output}"),
     ]
 
 
