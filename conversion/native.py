@@ -143,10 +143,7 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
     if draft_to_target is not None:
         size = config.draft_vocab_size
         draft_vocab.check_ids(draft_to_target, size, config.vocab_size, f"{where}: draft_to_target")
-        if draft_to_target.dtype != np.int32:
-            raise CheckpointError(
-                f"{where}: draft_to_target is {draft_to_target.dtype}; expected int32, so convert again"
-            )
+        draft_to_target = draft_to_target.astype(np.int32)
     if embedding is not None:
         check_embedding(config, embedding, where)
     leaves = {path.removeprefix("head."): leaf for path, leaf in leaves.items()}

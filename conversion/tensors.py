@@ -136,35 +136,26 @@ def _read_directory(directory: Path) -> dict[str, np.ndarray]:
         if path.is_file():
             return _read_sharded(path) if name.endswith(".index.json") else read_file(path)
     if (directory / _ADAPTER).is_file():
+        base = str(read_json(directory / _ADAPTER).get("base_model_name_or_path"))[:80]
         raise CheckpointError(
-            f"{directory} is a LoRA adapter ({_ADAPTER}){_base_of(directory / _ADAPTER)}; merge it into that model, "
-            "for example with merge_and_unload() of peft, and give the directory of the result"
+            f"{directory} is a LoRA adapter ({_ADAPTER}) of {base}; merge it into that model, for example with "
+            "merge_and_unload() of peft, and give the directory of the result"
         )
     strays = sorted(p.name for p in directory.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
-    published = next((name for name in strays if name.startswith("consolidated.")), None)
-    if published is not None:
-        raise CheckpointError(
-            f"{directory} holds {published}, a layout of its publisher; give the Hugging Face layout of the model, "
-            f"which has {SAFETENSORS} or its index"
-        )
-    gguf = next((name for name in strays if name.endswith(".gguf")), None)
-    if gguf is not None:
-        raise CheckpointError(f"{directory} holds {gguf}; {NO_GGUF}")
+    for name in strays:
+        if name.startswith("consolidated."):
+            raise CheckpointError(
+                f"{directory} holds {name}, a layout of its publisher; give the Hugging Face layout of the model, "
+                f"which has {SAFETENSORS} or its index"
+            )
+        if name.endswith(".gguf"):
+            raise CheckpointError(f"{directory} holds {name}; {NO_GGUF}")
     if strays:
         raise CheckpointError(
             f"{directory} holds {strays[0]} but neither {' nor '.join(_WEIGHTS)}; "
             "rename a single file to model.safetensors, or add the index of the shards"
         )
     raise CheckpointError(f"{directory} is not a checkpoint: it holds no weights (expected {' or '.join(_WEIGHTS)})")
-
-
-def _base_of(adapter: Path) -> str:
-    """The model that the configuration of an adapter names, for a message."""
-    try:
-        base = read_json(adapter).get("base_model_name_or_path")
-    except CheckpointError:
-        return ""
-    return f" of {base[:80]}" if isinstance(base, str) and base else ""
 
 
 def read_file(path: Path) -> dict[str, np.ndarray]:
@@ -193,17 +184,13 @@ def _read_sharded(index: Path) -> dict[str, np.ndarray]:
         if not path.is_file():
             raise CheckpointError(f"{path} is missing; {index.name} lists it. Fetch the remaining shards")
         for name, value in read_file(path).items():
-            if name in tensors:
-                raise CheckpointError(f"{index.parent} holds the tensor {name} twice; each must be in one shard only")
             if weight_map.get(name) != shard:
                 place = f"in {weight_map[name]}" if name in weight_map else "nowhere"
                 raise CheckpointError(f"{path} holds {name}, which {index.name} lists {place}; rebuild the index")
             tensors[name] = value
-    absent = sorted(set(weight_map) - set(tensors))
-    if absent:
+    for name in sorted(weight_map.keys() - tensors.keys())[:1]:
         raise CheckpointError(
-            f"{index.parent / weight_map[absent[0]]} does not hold {absent[0]}, which {index.name} places there; "
-            "fetch the shards again"
+            f"{index.parent / weight_map[name]} does not hold {name}, which {index.name} places there"
         )
     return tensors
 
@@ -255,14 +242,9 @@ def _read_pickle(path: Path) -> dict[str, np.ndarray]:
         raise CheckpointError(
             f"{path} is truncated, damaged or no file of plain tensors ({reason[:120]}); fetch it again"
         ) from None
-    if not isinstance(loaded, dict):
-        raise CheckpointError(f"{path} holds a {type(loaded).__name__}; expected a dictionary of tensors")
-    tensors = {}
-    for name, value in loaded.items():
-        if not isinstance(value, torch.Tensor):
-            raise CheckpointError(f"{path}: {str(name)[:80]} is a {type(value).__name__}; expected a tensor")
-        tensors[str(name)] = _as_numpy(torch, value, f"{path}: {name}")
-    return tensors
+    if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        raise CheckpointError(f"{path} holds other things than tensors; expected a dictionary of tensors")
+    return {str(name): _as_numpy(torch, value, f"{path}: {name}") for name, value in loaded.items()}
 
 
 def _as_numpy(torch: ModuleType, value: Any, what: str) -> np.ndarray:
