@@ -66,8 +66,7 @@ def is_native(directory: Path) -> bool:
 
 def read_kind(directory: Path) -> str:
     """The kind of a native checkpoint: ``target`` or the name of a kind of head."""
-    path = directory / NATIVE_FILE
-    return Fields(read_json(path), str(path)).one_of("kind", (TARGET, *HEADS))
+    return read_description(directory).one_of("kind", (TARGET, *HEADS))
 
 
 def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str | Path) -> None:

@@ -127,8 +127,12 @@ def _rename(name: str) -> str:
     return _ALIASES.get(alias, "") + name.removeprefix(alias)
 
 
-def read_config(top: Fields, *, own_output: bool = False) -> DFlashConfig:
-    """The description of a block drafter. Its tensors tell whether it has an output projection: no field does."""
+def read_config(top: Fields, target: DecoderConfig | None = None, *, own_output: bool | None = None) -> DFlashConfig:
+    """The description of a block drafter.
+
+    No field says whether it has an output projection. Without its tensors it has one where it needs one.
+    """
+    del target  # the file has all that is needed
     fields, geometry, nested = _merged(top), _geometry(top), is_speculators(top.values)
     _refuse_settings(fields, geometry)
     spark = _is_spark(fields)
@@ -141,11 +145,12 @@ def read_config(top: Fields, *, own_output: bool = False) -> DFlashConfig:
     mixer = hf_config.read_mixer(geometry, qkv_bias=bias, o_bias=bias, qk_norm=True)
     layers = uniform(geometry.size("num_hidden_layers"), mixer, hf_config.read_mlp(geometry))
     block = "dspark_block_size" if fields.get("block_size") is None and spark else "block_size"
+    draft_vocab_size = fields.size("draft_vocab_size", stack["vocab_size"])
     with read_from(top.where):
         return DFlashConfig(
             **stack,
             layers=layers,
-            draft_vocab_size=fields.size("draft_vocab_size", stack["vocab_size"]),
+            draft_vocab_size=draft_vocab_size,
             target_width=fields.size("target_hidden_size", stack["width"]),
             aux_layers=_aux_layers(fields),
             block_size=fields.size(block),
@@ -154,16 +159,8 @@ def read_config(top: Fields, *, own_output: bool = False) -> DFlashConfig:
             from_anchor=_from_anchor(fields, nested, spark),
             markov=Markov(rank=rank, type=kind) if rank else None,  # type: ignore[arg-type]
             confidence=confidence,
-            own_output=own_output,
+            own_output=draft_vocab_size < stack["vocab_size"] if own_output is None else own_output,
         )
-
-
-def planned(top: Fields, target: DecoderConfig) -> DFlashConfig:
-    """The description without the tensors: with an output projection of its own where it needs one."""
-    del target
-    fields = _merged(top)
-    vocab_size = _geometry(top).size("vocab_size")
-    return read_config(top, own_output=fields.size("draft_vocab_size", vocab_size) < vocab_size)
 
 
 def _geometry(top: Fields) -> Fields:
@@ -381,7 +378,7 @@ KIND = HeadKind(
     recognise=recognise,
     classes=(DFlashConfig, DFlashDrafter),
     read=read,
-    read_config=planned,
+    read_config=read_config,
     write=write,
     layouts=("vllm", "speculators"),
     stacks={"blocks": lambda config: config.num_layers},

@@ -24,7 +24,7 @@ import numpy as np
 from eagle3_jax.conversion import draft_vocab, rules
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.fields import Fields, read_from
-from eagle3_jax.conversion.files import NATIVE_FILE, read_json
+from eagle3_jax.conversion.files import read_json
 from eagle3_jax.conversion.heads.head import (
     Check,
     HeadCheckpoint,
@@ -261,8 +261,7 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     fitting = [name for name, tree in PUBLISHED_TREES.items() if tree.max_depth <= count]
     trees = f"published trees that fit: {', '.join(fitting)}" if fitting else "every published tree is deeper"
     checks = [Check.of("heads", f"{count}, so that drafts have at most {count} tokens; {trees}")]
-    native = (head.source / NATIVE_FILE).is_file()
-    base = None if native else read_json(head.source / "config.json").get("base_model_name_or_path")
+    base = _base_model(head)
     named = f"trained for {base}, says config.json; heads read the state of exactly that model"
     return [*checks, Check.of("base model", f"{named} (here: {target.source.name})" if base else "not named")]
 

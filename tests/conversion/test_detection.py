@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import re
 from collections.abc import Callable
@@ -14,10 +13,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoints import TARGET, Head, edit_config, edit_tensors, write_checkpoint, write_llama
-from heads_on_disk import CHECKPOINTS, write_medusa
+from heads_on_disk import CHECKPOINTS
 
 from eagle3_jax import LoadedTarget, SpeculativeDecoder, conversion, load_drafter, load_target
-from eagle3_jax.cli import run
 from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.named import named_drafter
 from eagle3_jax.topology import DynamicTree
@@ -59,24 +57,6 @@ def test_what_has_no_files_is_named_too(target: LoadedTarget) -> None:
     ]
     tree = SpeculativeDecoder(target, found[2], tree=DynamicTree(num_nodes=9, max_depth=3, top_k=3))
     assert tree.method == "layer skip (2 of 8 layers), tree of 9 nodes, 3 deep, greedy draft sampling"
-
-
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        (EAGLE3, "chain K=3"),  # what pays on CPUs at batch 1
-        (MEDUSA, "chain K=5"),  # all of its heads
-        (DFLASH, "chain K=4"),  # the whole block: another length is another network
-    ],
-)
-def test_generate_says_what_it_found_and_drafts_as_it_should(
-    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, name: str, method: str
-) -> None:
-    jobs: list[Any] = []
-    monkeypatch.setattr(importlib.import_module("eagle3_jax.cli.generate"), "_print_json", jobs.append)
-    drafter = write_medusa(tmp_path / "head", 5) if name == MEDUSA else CHECKPOINTS[name](tmp_path / "head")
-    assert run(["generate", "--target", str(directory), "--drafter", str(drafter), *PROMPT, "--json"]) == 0
-    assert jobs[0].decoder.method == f"{name}, {method}, greedy draft sampling"
 
 
 def edited(name: str, **changes: Any) -> Callable[[Path], Path]:

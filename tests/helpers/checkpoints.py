@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from eagle3_jax.conversion import CheckpointError, rules
+from eagle3_jax.conversion.tensors import read_tensors
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 
 TARGET = DecoderConfig(
@@ -68,7 +69,8 @@ def edit_config(directory: Path, **changes: Any) -> None:
 def edit_tensors(directory: Path, **changes: np.ndarray | None) -> None:
     """Set tensors (``__`` for a dot); ``None`` removes one."""
     path = directory / "model.safetensors"
-    tensors = {**load_file(path), **{k.replace("__", "."): v for k, v in changes.items()}}
+    stored = {name: value.copy() for name, value in read_tensors(directory).items()}
+    tensors = {**stored, **{k.replace("__", "."): v for k, v in changes.items()}}
     save_file({k: np.ascontiguousarray(v) for k, v in tensors.items() if v is not None}, path)
 
 

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import quantised as by_hand
-from checkpoints import edit_config, refused, same_params
+from checkpoints import edit_config, edit_tensors, refused, same_params, write_checkpoint
 from quantised import BLOCK, FP8_CONFIG, KEPT, LAYERS, RECIPES, plain, written
 
 from eagle3_jax import conversion
@@ -114,7 +114,7 @@ def test_stacked_experts_of_fbgemm_have_a_scale_for_every_output(tmp_path: Path)
         name = f"model.layers.0.feed_forward.experts.{name}"
         new, dense[name] = RECIPES["fbgemm"].quantise(name, random.normal(0, 1, shape).astype(np.float32))
         stored |= new
-    by_hand.save(tmp_path, {"quantization_config": RECIPES["fbgemm"].config}, stored)
+    write_checkpoint(tmp_path, {"quantization_config": RECIPES["fbgemm"].config}, stored)
     ours = read(tmp_path)
     for name, value in dense.items():
         np.testing.assert_array_equal(ours[name], value)
@@ -162,7 +162,7 @@ def test_what_is_not_what_it_says_is_refused(tmp_path: Path, name: str) -> None:
     recipe, config, tensors, message = REFUSALS[name]
     path = written(tmp_path, recipe)[0]
     edit_config(path, quantization_config={**RECIPES[recipe].config, **config})
-    by_hand.edit(path, **tensors)
+    edit_tensors(path, **tensors)
     refused(conversion.read_target, path, message)
 
 
