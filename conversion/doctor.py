@@ -76,11 +76,12 @@ def diagnose(
         checks += [_size(target, drafter), *_tokens(target, drafter)]
     checks += [_positions(target, drafter, name), _dtypes(target, drafter, name)]
     if is_head:  # the tokens of a draft model have been compared one by one
-        files = (_read_bytes(one.source / "tokenizer.json") for one in (target, drafter))
-        checks.append(_same_file("tokenizer", *files, "the target has no tokenizer.json; prompts must be token ids"))
-    templates = (_template(one.source) for one in (target, drafter))
+        ours, theirs = (_read_bytes(one.source / "tokenizer.json") for one in (target, drafter))
+        absent = "the target has no tokenizer.json; prompts must be token ids"
+        checks.append(_same_file("tokenizer", ours, theirs, absent))
+    ours, theirs = (_template(one.source) for one in (target, drafter))
     absent = "the target has none; a head trained on chats accepts less on bare text"
-    checks.append(_same_file("chat template", *templates, absent))
+    checks.append(_same_file("chat template", ours, theirs, absent))
     params = drafter.head if is_head else drafter.params
     checks += [_weights("weights of the target", target.params), _weights(f"weights of the {name}", params)]
     broken = [check for check in checks if check.status == "failure"]

@@ -65,7 +65,7 @@ def mistaken(directory: Path) -> dict[str, tuple[Path, Any, str]]:
             directory, lambda: renamed("model-Q4_K_M.gguf"),
             r"holds model-Q4_K_M\.gguf; GGUF is not supported, so give the safetensors checkpoint that it was",
         ),
-        "no directory": (directory.parent / "nowhere", lambda: None, r"nowhere (does not exist|is not a directory); give "),
+        "nowhere": (directory.parent / "nowhere", lambda: None, r"nowhere (does not exist|is not a dir.*); give "),
         "a file": (weights, lambda: None, r"model\.safetensors is (a file|not a directory); give "),
         "a file of GGUF": (
             directory / "m.gguf", lambda: (directory / "m.gguf").write_bytes(b"GGUF"),
