@@ -1,10 +1,10 @@
 """Checkpoints in and out: Hugging Face targets, draft heads in every dialect, native directories."""
 
-from eagle3_jax.conversion.checks import Check
 from eagle3_jax.conversion.doctor import diagnose
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.families import FAMILIES, Family
 from eagle3_jax.conversion.heads import HeadCheckpoint, write_head
+from eagle3_jax.conversion.heads.head import Check
 from eagle3_jax.conversion.inspect import Description, describe
 from eagle3_jax.conversion.native import write_native
 from eagle3_jax.conversion.reading import convert, identify, read_head, read_target

@@ -92,16 +92,9 @@ def experts(
     shared: str = "shared_experts",
     kernels: PartRules = separate,
 ) -> list[Rule]:
-    """A mixture of experts.
+    """A mixture of experts: the names of the mixture, of its router and of the MLP that every token goes through.
 
-    Args:
-        config: The experts.
-        source: The layer in the checkpoint.
-        path: The layer in our parameters.
-        name: Name of the mixture in the layer.
-        router: Name of its router.
-        shared: Name of the MLP that every token goes through.
-        kernels: The rules of the experts themselves, which have the prefix ``experts``.
+    ``kernels`` gives the rules of the experts themselves, which have the prefix ``experts``.
     """
     source, path = f"{source}.{name}", f"{path}.mlp"
     rules = linear(f"{source}.{router}", f"{path}.router", bias=config.bias)
@@ -134,13 +127,9 @@ PARTS: dict[type, PartRules] = {GroupedQuery: attention, GatedMLP: dense, Expert
 def attention_and_mlp(
     config: LayerConfig, source: str, path: str, *, parts: Mapping[type, PartRules] = PARTS
 ) -> list[Rule]:
-    """The parts of every block and its norms, but for the norm of its inputs.
+    """The parts of every block and its norms, except the norm of its inputs.
 
-    Args:
-        config: The layer.
-        source: Its name in the checkpoint.
-        path: Its name in our parameters.
-        parts: The rules of each kind of mixer and of MLP, where they are not the usual ones.
+    ``parts`` has the rules of those kinds of mixer and of MLP that do not have the usual ones.
     """
     parts, norms = {**PARTS, **parts}, _NORMS[config.norms].items()
     rules = [norm(f"{source}.{name}_layernorm", f"{path}.{ours}") for name, ours in norms if name != "input"]

@@ -12,11 +12,10 @@ import numpy as np
 
 from eagle3_jax.conversion import rules
 from eagle3_jax.conversion.acceptance import Agreement, forced_agreement
-from eagle3_jax.conversion.checks import Check
 from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.files import read_json, read_tokenizer
 from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
-from eagle3_jax.conversion.heads.head import Suspects
+from eagle3_jax.conversion.heads.head import Check, Suspects
 from eagle3_jax.conversion.reading import head_of, open_checkpoint, read_target, target_of
 from eagle3_jax.conversion.targets import TargetCheckpoint
 from eagle3_jax.drafters.draft_model import first_vocab_difference
@@ -77,8 +76,12 @@ def diagnose(
         checks += [_size(target, drafter), *_tokens(target, drafter)]
     checks += [_positions(target, drafter, name), _dtypes(target, drafter, name)]
     if is_head:  # the tokens of a draft model have been compared one by one
-        checks.append(_tokenizer(target, drafter))
-    checks.append(_chat_template(target, drafter))
+        ours, theirs = (_read_bytes(one.source / "tokenizer.json") for one in (target, drafter))
+        absent = "the target has no tokenizer.json; prompts must be token ids"
+        checks.append(_same_file("tokenizer", ours, theirs, absent))
+    ours, theirs = (_template(one.source) for one in (target, drafter))
+    absent = "the target has none; a head trained on chats accepts less on bare text"
+    checks.append(_same_file("chat template", ours, theirs, absent))
     params = drafter.head if is_head else drafter.params
     checks += [_weights("weights of the target", target.params), _weights(f"weights of the {name}", params)]
     broken = [check for check in checks if check.status == "failure"]
@@ -120,26 +123,22 @@ def _describe_head(head: HeadCheckpoint) -> str:
 
 def _widths(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
     # Reading refuses a head that does not fit, so this only reports.
-    config = head.config
+    config, warning = head.config, ""
     own = "shares the target's embedding" if head.embedding is None else "brings its own embedding"
+    if head.embedding is not None and config.width == target.config.width:
+        used = np.asarray(target.params["embedding"], np.float32)
+        if not np.array_equal(used, np.asarray(head.embedding, np.float32)):
+            warning = (
+                ", which differs from the target's; it is used as it is. If it was never trained, remove "
+                "embed_tokens.weight from the head"
+            )
     detail = f"head width {config.width}, reads features of width {config.target_width}, {own}"
-    if head.embedding is None or config.width != target.config.width:
-        return Check("widths", "ok", detail)
-    used = np.asarray(target.params["embedding"], np.float32)
-    if np.array_equal(used, np.asarray(head.embedding, np.float32)):
-        return Check("widths", "ok", detail)
-    return Check(
-        "widths",
-        "warning",
-        f"{detail}, which differs from the target's; it is used as it is. If it was never trained, remove "
-        "embed_tokens.weight from the head",
-    )
+    return Check.of("widths", detail, warning)
 
 
 def _vocabulary(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
     config = head.config
     ids = np.arange(config.draft_vocab_size) if head.draft_to_target is None else head.draft_to_target
-    detail = f"{ids.size} of {config.vocab_size} tokens can be drafted; d2t is one to one and in range"
     if ids.size < config.vocab_size and np.array_equal(ids, np.arange(ids.size)):
         return Check(
             "vocabulary",
@@ -147,38 +146,37 @@ def _vocabulary(target: TargetCheckpoint, head: HeadCheckpoint) -> Check:
             f"d2t is all zero: the draft vocabulary is the first {ids.size} tokens. Unless the head was trained so, "
             "its map was lost in an export; fetch the original head",
         )
+    detail = f"{ids.size} of {config.vocab_size} tokens can be drafted; d2t is one to one and in range"
     absent = sorted(set(target.stop_tokens) - set(ids.tolist()))
     if absent:
         detail += f"; stop tokens {absent} can never be drafted, so the last token of an answer is always the target's"
-    return Check("vocabulary", "ok", detail)
+    return Check.of("vocabulary", detail)
 
 
 def _positions(target: TargetCheckpoint, drafter: Drafter, name: str) -> Check:
     ours, theirs = drafter.config.max_positions, target.config.max_positions
     if ours == MOST:
-        return Check("positions", "ok", f"the {name} knows none")
-    detail = f"{name} {ours}, target {theirs}"
-    if ours >= theirs:
-        return Check("positions", "ok", detail)
-    beyond = f"drafts beyond {ours} are extrapolation (outputs stay exact)"
+        return Check.of("positions", f"the {name} knows none")
+    beyond = f"; drafts beyond {ours} are extrapolation (outputs stay exact)"
     if isinstance(drafter, TargetCheckpoint):
-        beyond = f"sequences of more than {ours} tokens are refused"
-    return Check("positions", "warning", f"{detail}; {beyond}")
+        beyond = f"; sequences of more than {ours} tokens are refused"
+    return Check.of("positions", f"{name} {ours}, target {theirs}", beyond if ours < theirs else "")
 
 
 def _dtypes(target: TargetCheckpoint, drafter: Drafter, name: str) -> Check:
+    cast = f"; the {name} is cast to the target's precision when it is loaded"
     detail = f"{name} {drafter.dtype}, target {target.dtype}"
-    if drafter.dtype != target.dtype:
-        return Check("dtype", "warning", f"{detail}; the {name} is cast to the target's precision when it is loaded")
-    return Check("dtype", "ok", detail)
+    return Check.of("dtype", detail, cast if drafter.dtype != target.dtype else "")
 
 
 def _size(target: TargetCheckpoint, draft: TargetCheckpoint) -> Check:
     ours, theirs = draft.config, target.config
-    detail = f"{ours.num_layers} layers of width {ours.width} beside {theirs.num_layers} of width {theirs.width}"
-    if ours.num_layers * ours.width >= theirs.num_layers * theirs.width:
-        return Check("size", "warning", f"{detail}: a draft token costs as much as one of the target's")
-    return Check("size", "ok", detail)
+    is_large = ours.num_layers * ours.width >= theirs.num_layers * theirs.width
+    return Check.of(
+        "size",
+        f"{ours.num_layers} layers of width {ours.width} beside {theirs.num_layers} of width {theirs.width}",
+        ": a draft token costs as much as one of the target's" if is_large else "",
+    )
 
 
 def _tokens(target: TargetCheckpoint, draft: TargetCheckpoint) -> list[Check]:
@@ -203,33 +201,14 @@ def _tokens(target: TargetCheckpoint, draft: TargetCheckpoint) -> list[Check]:
     return [vocabulary, Check("tokenizer", "ok", f"the same {len(first)} tokens under the same ids")]
 
 
-def _tokenizer(target: TargetCheckpoint, head: Drafter) -> Check:
-    return _same_file(
-        "tokenizer",
-        *(_read_bytes(directory / "tokenizer.json") for directory in (target.source, head.source)),
-        absent="the target has no tokenizer.json; prompts must be token ids",
-    )
-
-
-def _chat_template(target: TargetCheckpoint, head: Drafter) -> Check:
-    return _same_file(
-        "chat template",
-        *(_template(directory) for directory in (target.source, head.source)),
-        absent="the target has none; a head trained on chats accepts less on bare text",
-    )
-
-
-def _same_file(name: str, ours: bytes | None, theirs: bytes | None, *, absent: str) -> Check:
+def _same_file(name: str, ours: bytes | None, theirs: bytes | None, absent: str) -> Check:
     """Compares a file of the target with that of the head, if it has one."""
     if ours is None:
         return Check(name, "warning", absent)
-    digest = hashlib.sha256(ours).hexdigest()[:12]
-    if theirs is not None and theirs != ours:
-        other = hashlib.sha256(theirs).hexdigest()[:12]
-        return Check(
-            name, "warning", f"sha256 {digest} at the target but {other} at the head; use what it was trained with"
-        )
-    return Check(name, "ok", f"sha256 {digest}{'' if theirs is None else ', the same at the head'}")
+    first, other = (hashlib.sha256(one or b"").hexdigest()[:12] for one in (ours, theirs))
+    if theirs is None or theirs == ours:
+        return Check.of(name, f"sha256 {first}{'' if theirs is None else ', the same at the head'}")
+    return Check.of(name, f"sha256 {first} at the target", f" but {other} at the head; use what it was trained with")
 
 
 def _read_bytes(path: Path) -> bytes | None:
@@ -250,7 +229,7 @@ def _weights(name: str, params: rules.Params) -> Check:
     constant = []
     for path, read in rules.flatten(params):
         leaf = np.asarray(read)  # assembled here, one at a time
-        if not _all_finite(leaf):
+        if not np.isfinite(leaf).all():
             return Check(name, "failure", f"{path} holds NaN or infinity; fetch or export the checkpoint again")
         if leaf.size > 1 and not path.endswith(".bias") and bool((leaf == leaf.flat[0]).all()):
             if leaf.ndim > 1:
@@ -263,14 +242,6 @@ def _weights(name: str, params: rules.Params) -> Check:
     if constant:
         return Check(name, "warning", f"{', '.join(constant[:3])}: the same value throughout, as before training")
     return Check(name, "ok", "finite, none constant")
-
-
-def _all_finite(leaf: np.ndarray) -> bool:
-    if leaf.dtype.itemsize != 2:
-        return bool(np.isfinite(leaf).all())
-    # Half precisions have no fast isfinite in numpy: an exponent of all ones is infinity or NaN.
-    exponent = np.uint16(0x7C00 if leaf.dtype == np.float16 else 0x7F80)
-    return not bool(((leaf.view(np.uint16) & exponent) == exponent).any())
 
 
 def _agreement(target: TargetCheckpoint, drafter: Drafter, prompts: Sequence[Sequence[int]] | None, seed: int) -> Check:

@@ -10,11 +10,7 @@ from eagle3_jax.conversion.errors import CheckpointError
 
 
 def read(tensors: Mapping[str, np.ndarray], *, vocab_size: int, draft_vocab_size: int, where: str) -> np.ndarray:
-    """Absolute target ids of the draft vocabulary, ``[W]`` int32.
-
-    Raises:
-        CheckpointError: ``d2t`` is missing, malformed, out of range or not one to one, or ``t2d`` contradicts it.
-    """
+    """Absolute target ids of the draft vocabulary, ``[W]`` int32."""
     offset, member = tensors.get("d2t"), tensors.get("t2d")
     if offset is None:
         if draft_vocab_size < vocab_size:
@@ -52,11 +48,7 @@ def read(tensors: Mapping[str, np.ndarray], *, vocab_size: int, draft_vocab_size
 
 
 def write(draft_to_target: np.ndarray, vocab_size: int, draft_vocab_size: int) -> dict[str, np.ndarray]:
-    """``d2t`` and ``t2d`` of absolute ids; neither when the vocabularies are equal (vLLM refuses them then).
-
-    Raises:
-        CheckpointError: The ids are out of range, not one to one, or reorder a full vocabulary.
-    """
+    """``d2t`` and ``t2d`` of absolute ids; neither when the vocabularies are equal (vLLM refuses them then)."""
     absolute = np.asarray(draft_to_target, np.int64)
     _check_table(absolute, draft_vocab_size, "draft_to_target")
     member = np.zeros(vocab_size, np.bool_)

@@ -36,26 +36,14 @@ class Fields(NamedTuple):
                 raise self._missing(name)
 
     def only(self, *, advice: str = "", **supported: Any) -> None:
-        """Refuses fields with another value than the one that is supported; absent fields pass.
-
-        Args:
-            advice: Text to append to the message.
-            supported: The value by the name of the field.
-        """
+        """Refuses fields with another value than the supported one; absent fields pass."""
         for name, value in supported.items():
             found = self.get(name)
             if found is not None and (found != value or isinstance(found, bool) != isinstance(value, bool)):
                 raise self.wrong(name, f"only {value!r} is supported{advice and '; ' + advice}")
 
     def one_of(self, name: str, choices: Collection[str], default: str | None = None, *, purpose: str = "") -> str:
-        """One of several texts.
-
-        Args:
-            name: Of the field.
-            choices: The texts.
-            default: Value where the field is absent; ``None`` where it is required.
-            purpose: What the choices are for, as in ``for an EAGLE-3 head``.
-        """
+        """One of several texts; ``purpose`` says what the choices are for, as in ``for an EAGLE-3 head``."""
         value = default if self.get(name) is None else self.get(name)
         if not isinstance(value, str) or value not in choices:
             expected = " or ".join(map(repr, choices)) if len(choices) < 4 else f"one of {', '.join(choices)}"
@@ -115,13 +103,7 @@ class Fields(NamedTuple):
         return tuple(Fields({name: one}, self.where).number(name) for one in value)
 
     def indices(self, name: str, count: int | None = None, what: str = "") -> list[int] | None:
-        """A list of whole numbers from 0 on; ``None`` when absent.
-
-        Args:
-            name: Of the field.
-            count: The bound of the numbers; ``None`` where there is none.
-            what: What the numbers are, for the message.
-        """
+        """A list of whole numbers from 0 up to ``count``; ``None`` when absent."""
         value = self.get(name)
         if value is None:
             return None
@@ -163,15 +145,7 @@ class Fields(NamedTuple):
 
 
 def agreed(found: Mapping[str, Value], where: str) -> Value | None:
-    """The one value that several fields give; ``None`` when there is none.
-
-    Args:
-        found: Values by the name of their field; those that are ``None`` do not count.
-        where: The file, for the message.
-
-    Raises:
-        CheckpointError: They differ.
-    """
+    """The one value that several fields give; ``None`` when there is none. Values that are ``None`` do not count."""
     named = {name: value for name, value in found.items() if value is not None}
     if any(value != next(iter(named.values())) for value in named.values()):
         listed = " and ".join(f"{name} is {short(value)}" for name, value in named.items())

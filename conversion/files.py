@@ -35,11 +35,7 @@ TOKENIZER_FILES = (
 
 
 def checked_directory(directory: str | os.PathLike[str]) -> Path:
-    """The directory as a path.
-
-    Raises:
-        CheckpointError: It does not exist, is a file, or is a folder of the hub's cache above the checkpoints.
-    """
+    """The directory as a path."""
     path = Path(directory)
     try:
         if not path.exists():
@@ -73,11 +69,7 @@ def unreadable(path: Path, error: OSError) -> CheckpointError:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        CheckpointError: The file is missing, or holds no JSON object.
-    """
+    """The JSON object in a file."""
     try:
         if not path.is_file():
             raise CheckpointError(
@@ -107,12 +99,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 def new_directory(final: str | os.PathLike[str], num_bytes: int = 0) -> Iterator[Path]:
     """Yields a temporary directory that takes the final name when the block ends without an error.
 
-    Args:
-        final: A name that nothing has yet.
-        num_bytes: Least number of bytes that will be written; checked against the free space first.
-
-    Raises:
-        CheckpointError: Something has that name already, it cannot be written, or the disk is full.
+    ``num_bytes``, the least that will be written, is checked against the free space first.
     """
     try:
         check_free(Path(final).absolute(), num_bytes)
@@ -130,11 +117,7 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
 
 
 def read_tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer in a file; ``None`` when there is no such file.
-
-    Raises:
-        CheckpointError: It is damaged, or was not fetched.
-    """
+    """The tokenizer in a file; ``None`` when there is no such file."""
     if not path.is_file():
         return None
     refuse_pointer(path)

@@ -29,7 +29,6 @@ from eagle3_jax.models.config import (
     LayerConfig,
     Mixer,
     NormKind,
-    QueryScaling,
     RopeConfig,
     Router,
     gated,
@@ -83,32 +82,13 @@ def refuse_windows(fields: Fields) -> None:
         raise fields.wrong("sliding_window", "only full attention is supported")
 
 
-def refuse_quantised(fields: Fields) -> None:
-    """Refuses quantised weights, which only targets may have."""
-    if fields.get("quantization_config") is not None:
-        raise CheckpointError(f"{fields.where}: quantization_config is set; give the checkpoint before quantisation")
-
-
-def read_mixer(
-    fields: Fields,
-    *,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    qk_norm: bool = False,
-    rope: RopeConfig | None = None,
-    query_scaling: QueryScaling | None = None,
-    **features: Any,
-) -> GroupedQuery:
+def read_mixer(fields: Fields, *, rope: RopeConfig | None = None, **features: Any) -> GroupedQuery:
     """Grouped-query attention without a window.
 
     Args:
         fields: The geometry.
-        qkv_bias: Of the family.
-        o_bias: Of the family.
-        qk_norm: Of the family.
         rope: Rotary embedding, if it has been read already.
-        query_scaling: Of the family.
-        features: Further arguments of :class:`GroupedQuery`.
+        features: Further arguments of :class:`GroupedQuery`, such as ``qkv_bias``.
     """
     width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     if fields.get("head_dim") is None and width % heads:
@@ -121,10 +101,6 @@ def read_mixer(
             num_kv_heads=fields.size("num_key_value_heads", heads),
             head_dim=fields.size("head_dim", width // heads),
             rope=rope or read_rope(fields),
-            qkv_bias=qkv_bias,
-            o_bias=o_bias,
-            qk_norm=qk_norm,
-            query_scaling=query_scaling,
             **features,
         )
 
@@ -146,15 +122,7 @@ def read_types(
 ) -> list[str]:
     """The kind of every layer, from a list of the file; empty where there is no list.
 
-    Args:
-        fields: Where the list is.
-        known: The kinds that exist.
-        num_layers: Number of layers that it must name.
-        name: Of the list.
-        owner: The source of the number of layers, in words; default ``num_hidden_layers``.
-
-    Raises:
-        CheckpointError: The kinds are not one for each layer, or one of them is unknown.
+    ``owner`` says in a message where the number of layers comes from, by default from ``num_hidden_layers``.
     """
     types = fields.words(name)
     if types and len(types) != num_layers:
@@ -169,17 +137,7 @@ def read_types(
 def read_windows(
     fields: Fields, window: int | None, slides: Callable[[int], bool], num_layers: int | None = None
 ) -> list[int | None]:
-    """The window of every layer.
-
-    Args:
-        fields: The geometry; ``layer_types`` decides where it has them.
-        window: Of the layers that slide.
-        slides: Whether a layer slides, where there are no ``layer_types``.
-        num_layers: Number of layers, where ``num_hidden_layers`` does not tell.
-
-    Raises:
-        CheckpointError: The types are not one for each layer, name a kind that is none, or slide without a window.
-    """
+    """The window of every layer: as ``layer_types`` says, or otherwise ``window`` for those that ``slides`` names."""
     count = num_layers or read_num_layers(fields)
     types = read_types(fields, _LAYER_TYPES, count, owner="" if num_layers is None else f"the head has {count}")
     if not types:
@@ -218,17 +176,7 @@ def decoder_of(
     tied: bool = False,
     **features: Any,
 ) -> DecoderConfig:
-    """A target of these layers.
-
-    Args:
-        fields: The geometry.
-        layers: One after the other.
-        norm_kind: Of the family.
-        norm_eps: Name of the constant that norms add.
-        hidden_act: Activation of the family, where the file names it so.
-        tied: Whether the embedding is tied where the file does not say.
-        features: Further arguments of :class:`DecoderConfig`.
-    """
+    """A target of these layers; ``features`` are further arguments of :class:`DecoderConfig`."""
     refuse_unsupported(fields, hidden_act=hidden_act, scales_logits="logit_scale" in features)
     with read_from(fields.where):
         return DecoderConfig(
@@ -260,16 +208,9 @@ def read_stack(fields: Fields, norm_eps: str = "rms_norm_eps") -> dict[str, Any]
 
 
 def stack_fields(config: Any, dtype: str) -> dict[str, Any]:
-    """Returns the geometry as a Hugging Face configuration, which describes one layer for all of them.
+    """The geometry of a target or a head as a Hugging Face configuration, which describes one layer for all of them.
 
     A family whose layers differ in more, or are of other kinds, adds its own fields to these.
-
-    Args:
-        config: Of a target or of any head: it has ``layers``.
-        dtype: Of the stored weights.
-
-    Raises:
-        CheckpointError: transformers would not read it.
     """
     fields = {
         "vocab_size": config.vocab_size,
@@ -287,23 +228,19 @@ def stack_fields(config: Any, dtype: str) -> dict[str, Any]:
         fields["intermediate_size"] = mlp.width
     if mixers:
         # Where only some layers rotate, the first of those is described.
-        rotating = next((mixer for mixer in mixers if mixer.rope is not None), mixers[0])
-        fields |= _attention_fields(rotating, config.width)
+        mixer = next((mixer for mixer in mixers if mixer.rope is not None), mixers[0])
+        if config.width % mixer.num_heads:
+            raise CheckpointError(
+                f"width {config.width} is not a multiple of num_heads {mixer.num_heads}; the Hugging Face layout "
+                "cannot express that (transformers refuses such a config.json), use --to jax"
+            )
+        fields |= {
+            "num_attention_heads": mixer.num_heads,
+            "num_key_value_heads": mixer.num_kv_heads,
+            "head_dim": mixer.head_dim,
+            **rope_fields(mixer.rope),
+        }
     return fields
-
-
-def _attention_fields(mixer: GroupedQuery, width: int) -> dict[str, Any]:
-    if width % mixer.num_heads:
-        raise CheckpointError(
-            f"width {width} is not a multiple of num_heads {mixer.num_heads}; the Hugging Face layout "
-            "cannot express that (transformers refuses such a config.json), use --to jax"
-        )
-    return {
-        "num_attention_heads": mixer.num_heads,
-        "num_key_value_heads": mixer.num_kv_heads,
-        "head_dim": mixer.head_dim,
-        **rope_fields(mixer.rope),
-    }
 
 
 def layer_types(config: DecoderConfig | Eagle3Config) -> list[str]:
@@ -315,14 +252,7 @@ def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> lis
     """The window of every layer of a head, whose ``layer_types`` alone name the layers that slide.
 
     Without them vLLM takes the window of the target's cache, whatever the head's file says; such a file is refused.
-
-    Args:
-        fields: The geometry.
-        num_layers: Of the head.
-        switched: Whether a window counts only where ``use_sliding_window`` is set, as in Qwen3's configuration.
-
-    Raises:
-        CheckpointError: The types do not fit the layers, or there is a window that no type refers to.
+    ``switched``: a window counts only where ``use_sliding_window`` is set, as in Qwen3's configuration.
     """
     types = fields.words("layer_types")
     if not types and fields.flag("use_sliding_window", default=fields.get("sliding_window") is not None):
@@ -335,12 +265,14 @@ def read_head_windows(fields: Fields, num_layers: int, *, switched: bool) -> lis
     return read_windows(fields, read_window(fields) if is_on else None, lambda _: False, num_layers)
 
 
-def head_window_fields(config: Eagle3Config) -> dict[str, Any]:
-    """The fields of a head's windows; none where no layer has one.
+def window_fields(config: DecoderConfig) -> dict[str, Any]:
+    """``sliding_window`` and ``layer_types`` of a target whose windows are of one size."""
+    windows = (grouped(layer).window for layer in config.layers)
+    return {"sliding_window": next(filter(None, windows), None), "layer_types": layer_types(config)}
 
-    Raises:
-        CheckpointError: The windows differ, and the layout has one field for them.
-    """
+
+def head_window_fields(config: Eagle3Config) -> dict[str, Any]:
+    """The fields of a head's windows; none where no layer has one."""
     windows = {grouped(layer).window for layer in config.layers} - {None}
     if not windows:
         return {}
@@ -377,18 +309,11 @@ def read_rope(
             channels rotate.
         interleaved: Whether neighbouring channels rotate together, in this family.
         types: Types of the family.
-
-    Raises:
-        CheckpointError: The type is unknown, a parameter is missing, or the two notations disagree.
     """
+    sections = {name: fields.section(name) for name in ("rope_parameters", "rope_scaling")}
     own: dict[str, Any] = {"theta": theta, "partial": partial, "interleaved": interleaved, "types": types}
-    new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
-    if new.values and old.values:
-        first, second = (_rope_from(fields, one, known, **own) for one in (new, old))
-        if first != second:
-            raise CheckpointError(f"{fields.where}: rope_parameters and rope_scaling disagree; remove the wrong one")
-        return first
-    return _rope_from(fields, new if new.values else old, known, **own)
+    found = {name: _rope_from(fields, one, known, **own) for name, one in sections.items() if one.values}
+    return agreed(found, fields.where) or _rope_from(fields, Fields({}, fields.where), known, **own)
 
 
 def _rope_from(
@@ -451,12 +376,7 @@ def _rope_of(kind: str, theta: float, fields: Fields, rope: Fields) -> RopeConfi
 def rope_fields(rope: RopeConfig | None, *, partial: bool = False) -> dict[str, Any]:
     """The rotary embedding in both notations: transformers 5 reads the new one, 4.x, vLLM and SGLang the old one.
 
-    Args:
-        rope: The embedding.
-        partial: Whether to write the share of channels that rotate, for a family in which some need not.
-
-    Raises:
-        CheckpointError: There is none, and the layout has no field for that.
+    ``partial`` writes the share of channels that rotate, for a family in which some need not.
     """
     if rope is None:
         raise CheckpointError("a layer without rotary embedding cannot be expressed in this layout; use --to jax")
@@ -474,14 +394,7 @@ def rope_fields(rope: RopeConfig | None, *, partial: bool = False) -> dict[str, 
 
 
 def read_experts(fields: Fields, router: Router, *, width: str = "moe_intermediate_size", **features: Any) -> Experts:
-    """A mixture of experts.
-
-    Args:
-        fields: The geometry; ``num_experts_per_tok`` and a number of experts are required.
-        router: Of the family.
-        width: The name of the inner width of an expert.
-        features: Further arguments of :class:`Experts`.
-    """
+    """A mixture of experts; ``width`` is the field with the inner width of one."""
     count = agreed({name: fields.optional_size(name) for name in _COUNTS}, fields.where)
     if count is None:
         raise CheckpointError(f"{fields.where} has none of {', '.join(_COUNTS)}; add the number of experts")
@@ -495,11 +408,21 @@ def read_experts(fields: Fields, router: Router, *, width: str = "moe_intermedia
         )
 
 
+# The fields of DeepSeek V3's experts, by ours.
+_CORRECTED = {
+    "per_token": "num_experts_per_tok",
+    "width": "moe_intermediate_size",
+    "normalise": "norm_topk_prob",
+    "scaling": "routed_scaling_factor",
+    "groups": "n_group",
+    "kept_groups": "topk_group",
+}
+
+
 def read_corrected(fields: Fields) -> Experts:
     """The experts of DeepSeek V3 and its successors: sigmoids, a correction that chooses, groups, shared experts."""
     fields.only(scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     fields.require("norm_topk_prob")
-    shared = fields.integer("n_shared_experts", 0)
     return read_experts(
         fields,
         "sigmoid",
@@ -507,28 +430,14 @@ def read_corrected(fields: Fields) -> Experts:
         scaling=fields.number("routed_scaling_factor"),
         groups=fields.size("n_group", 1),
         kept_groups=fields.size("topk_group", 1),
-        shared_width=fields.size("moe_intermediate_size") * shared,
+        shared_width=fields.size("moe_intermediate_size") * fields.integer("n_shared_experts", 0),
     )
 
 
 def corrected_fields(experts: Experts) -> dict[str, Any]:
     """The fields of such experts."""
-    shared, rest = divmod(experts.shared_width, experts.width)
-    if rest:
-        raise CheckpointError(
-            f"a shared MLP of width {experts.shared_width} is not a whole number of experts of width {experts.width}; "
-            "this layout cannot express that, use --to jax"
-        )
-    return {
-        "n_routed_experts": experts.num_experts,
-        "num_experts_per_tok": experts.per_token,
-        "moe_intermediate_size": experts.width,
-        "n_shared_experts": shared,
-        "n_group": experts.groups,
-        "topk_group": experts.kept_groups,
-        "norm_topk_prob": experts.normalise,
-        "routed_scaling_factor": experts.scaling,
-    }
+    counts = {"n_routed_experts": experts.num_experts, "n_shared_experts": experts.shared_width // experts.width}
+    return counts | {theirs: getattr(experts, ours) for ours, theirs in _CORRECTED.items()}
 
 
 def dense_or_sparse(

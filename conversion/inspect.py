@@ -73,7 +73,7 @@ def describe(directory: str | Path) -> Description:
         dialect = "jax"
     else:
         tensors, config = opened.stored.tensors, dict(opened.stored.config)
-        dialect = HEADS[kind].dialect(config, tensors) if kind in HEADS else "huggingface"
+        dialect = HEADS[kind].dialect(opened.stored.signs) if kind in HEADS else "huggingface"
     problem, note, quantised = _read(opened, config, tensors)
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():

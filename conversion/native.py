@@ -65,13 +65,8 @@ def is_native(directory: Path) -> bool:
 
 
 def read_kind(directory: Path) -> str:
-    """The kind of a native checkpoint: ``target`` or the name of a kind of head.
-
-    Raises:
-        CheckpointError: It is another one.
-    """
-    path = directory / NATIVE_FILE
-    return Fields(read_json(path), str(path)).one_of("kind", (TARGET, *HEADS))
+    """The kind of a native checkpoint: ``target`` or the name of a kind of head."""
+    return read_description(directory).one_of("kind", (TARGET, *HEADS))
 
 
 def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str | Path) -> None:
@@ -110,15 +105,7 @@ def write_native(checkpoint: TargetCheckpoint | HeadCheckpoint, directory: str |
 
 
 def read_native_target(directory: Path, own: Family | None = None) -> TargetCheckpoint:
-    """Reads a native target.
-
-    Args:
-        directory: Of the checkpoint.
-        own: A family in addition to those of the table.
-
-    Raises:
-        CheckpointError: It is damaged.
-    """
+    """Reads a native target; ``own`` is a family in addition to those of the table."""
     fields = read_description(directory)
     family = family_of(fields.get("family"), fields.where, own)
     config = from_json(DecoderConfig, fields.get("config"), f"{fields.where}, config")
@@ -140,16 +127,12 @@ def read_native_target(directory: Path, own: Family | None = None) -> TargetChec
 
 
 def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheckpoint:
-    """Reads a native head.
-
-    Raises:
-        CheckpointError: It is damaged, or does not fit the target.
-    """
+    """Reads a native head."""
     fields, where = read_description(directory), str(directory)
     kind = HEADS[read_kind(directory)]
     config = from_json(kind.classes[0], fields.get("config"), f"{fields.where}, config")
     if target is not None:
-        check_fit(config, config.aux_layers, target, where)
+        check_fit(config, target, where)
     leaves = read_leaves(directory)
     embedding, draft_to_target = leaves.pop("embedding", None), leaves.pop("draft_to_target", None)
     # Without a map draft ids are target ids; a smaller vocabulary needs one.
@@ -159,12 +142,9 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
     if draft_to_target is not None:
         size = config.draft_vocab_size
         draft_vocab.check_ids(draft_to_target, size, config.vocab_size, f"{where}: draft_to_target")
-        if draft_to_target.dtype != np.int32:
-            raise CheckpointError(
-                f"{where}: draft_to_target is {draft_to_target.dtype}; expected int32, so convert again"
-            )
+        draft_to_target = draft_to_target.astype(np.int32)
     if embedding is not None:
-        check_embedding(config, embedding, f"{where}: embedding")
+        check_embedding(config, embedding, where)
     leaves = {path.removeprefix("head."): leaf for path, leaf in leaves.items()}
     for stack, count in kind.stacks.items():
         rules.check_layers(count(config), leaves, rf"{stack}\.(\d{{1,9}})\.", f"{fields.where}: layers in {stack!r}")
@@ -185,11 +165,7 @@ def read_native_head(directory: Path, target: DecoderConfig | None) -> HeadCheck
 
 
 def read_description(directory: Path) -> Fields:
-    """The JSON file of a native checkpoint.
-
-    Raises:
-        CheckpointError: Another version wrote it, in another format.
-    """
+    """The JSON file of a native checkpoint."""
     path = directory / NATIVE_FILE
     fields = Fields(read_json(path), str(path))
     if fields.get("format") != FORMAT:
@@ -198,11 +174,7 @@ def read_description(directory: Path) -> Fields:
 
 
 def read_leaves(directory: Path) -> dict[str, np.ndarray]:
-    """All arrays of a native checkpoint by dotted path.
-
-    Raises:
-        CheckpointError: They are missing or damaged.
-    """
+    """All arrays of a native checkpoint by dotted path."""
     path = (directory / _PARAMS).absolute()
     if not path.is_dir():
         raise CheckpointError(
@@ -238,11 +210,7 @@ def to_json(config: Any) -> Any:
 
 
 def from_json(config: type, value: Any, where: str) -> Any:
-    """A configuration from a JSON object that has exactly its fields.
-
-    Raises:
-        CheckpointError: A field is missing, unknown or of another type, or the values contradict each other.
-    """
+    """A configuration from a JSON object that has exactly its fields."""
     if not isinstance(value, dict):
         raise CheckpointError(f"{where} is {short(value)}; expected an object")
     values = {name: entry for name, entry in value.items() if not (name == "kind" and config in _KINDS)}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from eagle3_jax.conversion import native, targets
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.families import FAMILIES, WRAPPERS, Family
+from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.files import checked_directory
 from eagle3_jax.conversion.heads import HEADS, LAYOUTS, HeadCheckpoint, Signs, write_head
 from eagle3_jax.conversion.native import TARGET, write_native
@@ -35,16 +35,12 @@ class Opened(NamedTuple):
 
 
 def open_checkpoint(directory: str | Path) -> Opened:
-    """Opens a checkpoint and tells its kind.
-
-    Raises:
-        CheckpointError: It is no checkpoint, or of no known kind.
-    """
+    """Opens a checkpoint and tells its kind."""
     path = checked_directory(directory)
     if native.is_native(path):
         return Opened(path, native.read_kind(path), None)
     stored = read_stored(path)
-    return Opened(path, recognise(stored.config, stored.tensors.keys(), where=str(path)), stored)
+    return Opened(path, recognise(stored.signs, str(path)), stored)
 
 
 def identify(directory: str | Path) -> str:
@@ -56,27 +52,17 @@ def identify(directory: str | Path) -> str:
     return open_checkpoint(directory).kind
 
 
-def recognise(config: Mapping[str, Any], names: Collection[str], *, where: str) -> str:
-    """The kind of a checkpoint that is not native.
-
-    Args:
-        config: Its ``config.json``.
-        names: Names of its tensors.
-        where: Its name in messages.
-
-    Raises:
-        CheckpointError: It is of no known kind.
-    """
-    signs = Signs.of(config, names, where)
+def recognise(signs: Signs, where: str) -> str:
+    """The kind of a checkpoint that is not native; ``where`` is its name in messages."""
     for kind in HEADS.values():
         if kind.recognise(signs):
             return kind.name
-    known = str(config.get("model_type")) in {*FAMILIES, *WRAPPERS}
+    known = str(signs.config.get("model_type")) in {*FAMILIES, *WRAPPERS}
     # A known family may have any prefix before its layers; it is checked when they are read.
     layers = r"(\w+\.)*(layers|blocks)\.\d+\." if known else r"(language_model\.)?(model\.)?layers\.\d+\."
     if signs.has(rf"{layers}|h\.\d+\.|transformer\.h\.\d+\.") or "embed_tokens.weight" in signs.names:
         return TARGET if known else LANGUAGE_MODEL
-    sample = ", ".join(sorted(names)[:3])
+    sample = ", ".join(sorted(signs.names)[:3])
     raise CheckpointError(f"{where} is neither a target nor a draft head that is known (it holds {sample})")
 
 
@@ -135,11 +121,15 @@ def head_of(opened: Opened, target: DecoderConfig | None = None, *, layer_ids: s
     if opened.kind not in _COUNTED:
         _refuse_layer_ids(layer_ids, f"{opened.directory} holds no EAGLE-3 or P-EAGLE head")
     try:
+        top = opened.stored.fields
+        for fields in (top, top.section("transformer_layer_config")):
+            if fields.get("quantization_config") is not None:  # only targets may have quantised weights
+                raise fields.wrong("quantization_config", "give the head before quantisation")
         return HEADS[opened.kind].read(opened.stored._replace(layer_ids=layer_ids), target)
     except TargetNeededError:
         raise
     except CheckpointError as error:
-        signs = Signs.of({}, opened.stored.tensors.keys(), "")
+        signs = Signs.of(Fields({}, ""), opened.stored.tensors)
         other = next((kind for kind in HEADS.values() if kind.recognise(signs)), None)
         if other is None or other.name == opened.kind:
             raise

@@ -141,11 +141,7 @@ def unflatten(leaves: Mapping[str, Any], shapes: Params) -> Params:
 
 
 def renamed(tensors: Mapping[str, Array], rename: Callable[[str], str], where: object) -> dict[str, Array]:
-    """The tensors under other names.
-
-    Raises:
-        CheckpointError: Two of them get the same name.
-    """
+    """The tensors under other names."""
     origin: dict[str, str] = {}
     for name in tensors:
         first = origin.setdefault(rename(name), name)
@@ -216,11 +212,11 @@ def write_params(rules: Sequence[Rule], params: Params, shapes: Params, *, where
     return tensors
 
 
-def check_layers(num_layers: int, names: Iterable[str], pattern: str, what: str) -> None:
+def check_layers(num_layers: int, names: Iterable[str], pattern: str, what: str, unit: str = "layers") -> None:
     """Refuses a number of layers that the names of the tensors contradict, before anything of that size is built."""
     found = {int(match[1]) for name in names if (match := re.match(pattern, name))}
     if len(found) != num_layers:
-        raise CheckpointError(f"{what} is {short(num_layers)}; the file holds {len(found)} layers")
+        raise CheckpointError(f"{what} is {short(num_layers)}; the file holds {len(found)} {unit}")
 
 
 def check_float(value: Array, what: str) -> None:

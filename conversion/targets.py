@@ -50,15 +50,7 @@ class TargetCheckpoint:
 
 
 def read_target(stored: Stored, own: Family | None = None) -> TargetCheckpoint:
-    """Reads a Hugging Face directory.
-
-    Args:
-        stored: Its files.
-        own: A family in addition to those of the table.
-
-    Raises:
-        CheckpointError: It is of no family, or one that this library does not compute; the message says why.
-    """
+    """Reads a Hugging Face directory; ``own`` is a family in addition to those of the table."""
     directory, where, whole = stored.directory, stored.where, stored.fields
     family, fields, wrapper = described(whole, own)
     tensors, quantisation = read_quantised(stored.tensors, whole, directory)
@@ -66,8 +58,7 @@ def read_target(stored: Stored, own: Family | None = None) -> TargetCheckpoint:
         tensors = wrapper.alone(tensors)
     tensors = _under_model(tensors, str(directory))
     num_layers = fields.size("num_hidden_layers")
-    left_out = [re.compile(pattern) for pattern in family.beside(num_layers, tensors.keys())]
-    tensors = {name: value for name, value in tensors.items() if not any(one.fullmatch(name) for one in left_out)}
+    tensors = family.alone(tensors, num_layers)
     rules.check_layers(num_layers, tensors, r"model\.layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
     config = family.read_config(fields)
     known = ()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -45,6 +46,36 @@ _DTYPES = {
 }
 
 
+class Signs(NamedTuple):
+    """The parts of a checkpoint that tell its kind.
+
+    Attributes:
+        config: Its ``config.json``.
+        names: Names of its tensors without ``model.``; none where only the configuration is known.
+        architecture: All ``architectures``, joined.
+        method: The ``speculators_model_type``; empty elsewhere.
+    """
+
+    config: Mapping[str, Any]
+    names: frozenset[str]
+    architecture: str
+    method: str
+
+    @classmethod
+    def of(cls, fields: Fields, names: Collection[str] = ()) -> Signs:
+        """The signs of a ``config.json`` and the names of its tensors."""
+        return cls(
+            config=fields.values,
+            names=frozenset(name.removeprefix("model.") for name in names),
+            architecture=" ".join(fields.words("architectures")),
+            method=str(fields.get("speculators_model_type") or ""),
+        )
+
+    def has(self, pattern: str) -> bool:
+        """Whether a tensor has a name that begins so."""
+        return any(re.match(pattern, name) for name in self.names)
+
+
 class Stored(NamedTuple):
     """The files of a checkpoint that is not native.
 
@@ -71,13 +102,14 @@ class Stored(NamedTuple):
         """Its ``config.json``, typed."""
         return Fields(self.config, self.where)
 
+    @property
+    def signs(self) -> Signs:
+        """The parts that tell its kind."""
+        return Signs.of(self.fields, self.tensors)
+
 
 def read_stored(directory: Path) -> Stored:
-    """Opens a checkpoint. Without weights "not a checkpoint" says more than "no config.json", so they come first.
-
-    Raises:
-        CheckpointError: The weights or ``config.json`` are missing or damaged.
-    """
+    """Opens a checkpoint. Without weights "not a checkpoint" says more than "no config.json", so they come first."""
     tensors = read_tensors(directory)
     return Stored(directory, read_json(directory / "config.json"), tensors)
 
@@ -104,35 +136,26 @@ def _read_directory(directory: Path) -> dict[str, np.ndarray]:
         if path.is_file():
             return _read_sharded(path) if name.endswith(".index.json") else read_file(path)
     if (directory / _ADAPTER).is_file():
+        base = str(read_json(directory / _ADAPTER).get("base_model_name_or_path"))[:80]
         raise CheckpointError(
-            f"{directory} is a LoRA adapter ({_ADAPTER}){_base_of(directory / _ADAPTER)}; merge it into that model, "
-            "for example with merge_and_unload() of peft, and give the directory of the result"
+            f"{directory} is a LoRA adapter ({_ADAPTER}) of {base}; merge it into that model, for example with "
+            "merge_and_unload() of peft, and give the directory of the result"
         )
     strays = sorted(p.name for p in directory.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf"))
-    published = next((name for name in strays if name.startswith("consolidated.")), None)
-    if published is not None:
-        raise CheckpointError(
-            f"{directory} holds {published}, a layout of its publisher; give the Hugging Face layout of the model, "
-            f"which has {SAFETENSORS} or its index"
-        )
-    gguf = next((name for name in strays if name.endswith(".gguf")), None)
-    if gguf is not None:
-        raise CheckpointError(f"{directory} holds {gguf}; {NO_GGUF}")
+    for name in strays:
+        if name.startswith("consolidated."):
+            raise CheckpointError(
+                f"{directory} holds {name}, a layout of its publisher; give the Hugging Face layout of the model, "
+                f"which has {SAFETENSORS} or its index"
+            )
+        if name.endswith(".gguf"):
+            raise CheckpointError(f"{directory} holds {name}; {NO_GGUF}")
     if strays:
         raise CheckpointError(
             f"{directory} holds {strays[0]} but neither {' nor '.join(_WEIGHTS)}; "
             "rename a single file to model.safetensors, or add the index of the shards"
         )
     raise CheckpointError(f"{directory} is not a checkpoint: it holds no weights (expected {' or '.join(_WEIGHTS)})")
-
-
-def _base_of(adapter: Path) -> str:
-    """The model that the configuration of an adapter names, for a message."""
-    try:
-        base = read_json(adapter).get("base_model_name_or_path")
-    except CheckpointError:
-        return ""
-    return f" of {base[:80]}" if isinstance(base, str) and base else ""
 
 
 def read_file(path: Path) -> dict[str, np.ndarray]:
@@ -161,17 +184,13 @@ def _read_sharded(index: Path) -> dict[str, np.ndarray]:
         if not path.is_file():
             raise CheckpointError(f"{path} is missing; {index.name} lists it. Fetch the remaining shards")
         for name, value in read_file(path).items():
-            if name in tensors:
-                raise CheckpointError(f"{index.parent} holds the tensor {name} twice; each must be in one shard only")
             if weight_map.get(name) != shard:
                 place = f"in {weight_map[name]}" if name in weight_map else "nowhere"
                 raise CheckpointError(f"{path} holds {name}, which {index.name} lists {place}; rebuild the index")
             tensors[name] = value
-    absent = sorted(set(weight_map) - set(tensors))
-    if absent:
+    for name in sorted(weight_map.keys() - tensors.keys())[:1]:
         raise CheckpointError(
-            f"{index.parent / weight_map[absent[0]]} does not hold {absent[0]}, which {index.name} places there; "
-            "fetch the shards again"
+            f"{index.parent / weight_map[name]} does not hold {name}, which {index.name} places there"
         )
     return tensors
 
@@ -223,14 +242,9 @@ def _read_pickle(path: Path) -> dict[str, np.ndarray]:
         raise CheckpointError(
             f"{path} is truncated, damaged or no file of plain tensors ({reason[:120]}); fetch it again"
         ) from None
-    if not isinstance(loaded, dict):
-        raise CheckpointError(f"{path} holds a {type(loaded).__name__}; expected a dictionary of tensors")
-    tensors = {}
-    for name, value in loaded.items():
-        if not isinstance(value, torch.Tensor):
-            raise CheckpointError(f"{path}: {str(name)[:80]} is a {type(value).__name__}; expected a tensor")
-        tensors[str(name)] = _as_numpy(torch, value, f"{path}: {name}")
-    return tensors
+    if not isinstance(loaded, dict) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        raise CheckpointError(f"{path} holds other things than tensors; expected a dictionary of tensors")
+    return {str(name): _as_numpy(torch, value, f"{path}: {name}") for name, value in loaded.items()}
 
 
 def _as_numpy(torch: ModuleType, value: Any, what: str) -> np.ndarray:

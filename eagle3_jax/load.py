@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import Mesh
-from tokenizers import Tokenizer
 
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.drafters.draft_model import draft_model
@@ -74,6 +73,7 @@ def _load_model(
 ) -> LoadedTarget:
     """Loads a language model from its directory."""
     from eagle3_jax.conversion import read_target
+    from eagle3_jax.conversion.files import read_tokenizer
 
     checkpoint = read_target(directory, family)
     model = DecoderTarget(checkpoint.config, precision)
@@ -149,15 +149,4 @@ def load_drafter(
     return LoadedDrafter(drafter, params, str(source or "the bundled head"), method, checkpoint.note)
 
 
-def read_tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer in a file; ``None`` when there is no such file.
-
-    Raises:
-        ValueError: It is damaged.
-    """
-    from eagle3_jax.conversion import files
-
-    return files.read_tokenizer(path)
-
-
-__all__ = ["bundled", "cast", "load_drafter", "load_target", "locate", "precision_named", "read_tokenizer"]
+__all__ = ["bundled", "cast", "load_drafter", "load_target", "locate", "precision_named"]

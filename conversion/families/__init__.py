@@ -57,16 +57,7 @@ WRAPPERS: dict[str, Wrapper] = {
 
 
 def family_of(model_type: Any, where: str, own: Family | None = None) -> Family:
-    """The family of a ``model_type``.
-
-    Args:
-        model_type: The value in a file.
-        where: The file, for messages.
-        own: A family of the caller, which comes before those of the table.
-
-    Raises:
-        CheckpointError: There is none; the message names all families.
-    """
+    """The family of a ``model_type``; ``own``, a family of the caller, comes before those of the table."""
     known = FAMILIES if own is None else {**FAMILIES, own.model_type: own}
     if not isinstance(model_type, str) or model_type not in known:
         raise CheckpointError(
@@ -91,15 +82,7 @@ class Described(NamedTuple):
 
 
 def described(fields: Fields, own: Family | None = None) -> Described:
-    """The language model that a ``config.json`` describes, alone or as a part.
-
-    Args:
-        fields: The fields of the file.
-        own: A family of the caller, which comes before those of the table.
-
-    Raises:
-        CheckpointError: It is of no family.
-    """
+    """The language model that a ``config.json`` describes, alone or as a part; ``own`` as in :func:`family_of`."""
     model_type = fields.get("model_type")
     wrapper = WRAPPERS.get(model_type) if isinstance(model_type, str) else None
     if wrapper is None or (own is not None and own.model_type == model_type):
@@ -108,11 +91,7 @@ def described(fields: Fields, own: Family | None = None) -> Described:
 
 
 def read_config(fields: Fields) -> DecoderConfig:
-    """The description of the target in a ``config.json``, alone or as a part of a larger model.
-
-    Raises:
-        CheckpointError: It is of no family, or cannot be computed.
-    """
+    """The description of the target in a ``config.json``, alone or as a part of a larger model."""
     family, own, _ = described(fields)
     return family.read_config(own)
 

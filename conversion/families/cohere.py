@@ -57,10 +57,9 @@ def write_cohere(config: DecoderConfig) -> dict[str, Any]:
 
 def write_cohere2(config: DecoderConfig) -> dict[str, Any]:
     """See :class:`Family`."""
-    fields, windows = write_cohere(config), [grouped(layer).window for layer in config.layers]
+    fields = write_cohere(config) | hf_config.window_fields(config)
     del fields["use_qk_norm"]
-    size = next((window for window in windows if window is not None), None)
-    return {**fields, "sliding_window": size, "layer_types": hf_config.layer_types(config)}
+    return fields
 
 
 FAMILIES = (

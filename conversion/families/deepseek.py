@@ -9,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection
 from typing import Any
 
 from eagle3_jax.conversion import blocks, hf_config
 from eagle3_jax.conversion.errors import CheckpointError
-from eagle3_jax.conversion.families.family import Family, Wrapper, layer_that_drafts
+from eagle3_jax.conversion.families.family import Family, Wrapper
 from eagle3_jax.conversion.fields import Fields, read_from
 from eagle3_jax.conversion.rules import Part, Rule, linear, norm
 from eagle3_jax.models.config import DecoderConfig, Latent, LayerConfig, RopeConfig
@@ -57,13 +56,7 @@ def _first_dense(fields: Fields) -> list[str]:
 
 
 def read_latent(fields: Fields, *, interleaved: bool, index_topk: int | None = None) -> Latent:
-    """Latent attention.
-
-    Args:
-        fields: The geometry.
-        interleaved: Whether neighbouring channels rotate together.
-        index_topk: Number of keys that an index chooses, if there is one.
-    """
+    """Latent attention; an index chooses ``index_topk`` keys, if there is one."""
     fields.require("q_lora_rank")  # null means that there is none
     heads = fields.size("num_attention_heads")
     if fields.size("num_key_value_heads", heads) != heads:
@@ -157,16 +150,11 @@ def latent(config: Latent, source: str, path: str) -> list[Rule]:
     return rules + linear(f"{source}.o_proj", f"{path}.o", bias=config.bias)
 
 
-def beside_indexed(num_layers: int, names: Collection[str]) -> tuple[str, ...]:
-    """See :class:`Family`."""
-    return (_INDEXER, *layer_that_drafts(num_layers, names))
-
-
 _rules = functools.partial(blocks.decoder, parts={Latent: latent})
 
 FAMILIES = (
     *(
-        Family(name, label, "DeepseekV3ForCausalLM", read_config, write_fields, _rules, beside=layer_that_drafts)
+        Family(name, label, "DeepseekV3ForCausalLM", read_config, write_fields, _rules, drafting_layer=True)
         for name, label in (("deepseek_v3", "DeepSeek V3"), ("kimi_k2", "Kimi K2"))
     ),
     Family(
@@ -176,7 +164,7 @@ FAMILIES = (
         functools.partial(read_config, by_types=True),
         functools.partial(write_fields, by_types=True),
         _rules,
-        beside=layer_that_drafts,
+        drafting_layer=True,
     ),
     *(
         Family(
@@ -186,7 +174,8 @@ FAMILIES = (
             read_indexed,
             functools.partial(refuse_to_write, label=label),
             _rules,
-            beside=beside_indexed,
+            beside=(_INDEXER,),
+            drafting_layer=True,
         )
         for name, label, architecture in (
             ("deepseek_v32", "DeepSeek V3.2", "DeepseekV32ForCausalLM"),

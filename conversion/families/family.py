@@ -18,18 +18,6 @@ Tensor = TypeVar("Tensor")
 _OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "pad_token_id", "quantization_config")
 
 
-def nothing_beside(num_layers: int, names: Collection[str]) -> tuple[str, ...]:
-    """For a family whose checkpoints hold the target alone."""
-    del num_layers, names
-    return ()
-
-
-def layer_that_drafts(num_layers: int, names: Collection[str]) -> tuple[str, ...]:
-    """For a family that stores a module for multi-token prediction as one more layer."""
-    module = f"model.layers.{num_layers}"
-    return (rf"{re.escape(module)}\..*",) if f"{module}.eh_proj.weight" in names else ()
-
-
 class Family(NamedTuple):
     """Targets of one ``model_type``.
 
@@ -43,8 +31,8 @@ class Family(NamedTuple):
         rules: The rules of its tensors.
         also: Rules of other layouts that its checkpoints come in. The first that fits the names of a file is used.
             They are only read; ``rules`` is what is written.
-        beside: Patterns of tensors that do not belong to the target, from its number of layers and the names of all
-            tensors. They are left out, and are not written again.
+        beside: Patterns of tensors that do not belong to the target. They are left out, and are not written again.
+        drafting_layer: Whether a module for multi-token prediction may be stored as one more layer. So is that.
     """
 
     model_type: str
@@ -54,7 +42,15 @@ class Family(NamedTuple):
     write_fields: Callable[[DecoderConfig], dict[str, Any]]
     rules: Callable[[DecoderConfig], list[Rule]] = blocks.decoder
     also: tuple[Callable[[DecoderConfig], list[Rule]], ...] = ()
-    beside: Callable[[int, Collection[str]], tuple[str, ...]] = nothing_beside
+    beside: tuple[str, ...] = ()
+    drafting_layer: bool = False
+
+    def alone(self, tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+        """The tensors of the target, without those that are left out."""
+        module, patterns = f"model.layers.{num_layers}", list(self.beside)
+        if self.drafting_layer and f"{module}.eh_proj.weight" in tensors:
+            patterns.append(rf"{re.escape(module)}\..*")
+        return {name: value for name, value in tensors.items() if not any(re.fullmatch(p, name) for p in patterns)}
 
     def table(self, config: DecoderConfig, names: Collection[str]) -> list[Rule]:
         """The rules that fit the names of a file; ``rules`` where none fits."""
@@ -86,11 +82,7 @@ class Wrapper(NamedTuple):
         return self.texts.get(str(named), next(iter(self.texts.values())))
 
     def fields(self, whole: Fields) -> Fields:
-        """The fields of the language model.
-
-        Raises:
-            CheckpointError: There is no ``text_config``, or it is of another family.
-        """
+        """The fields of the language model."""
         text = whole.section("text_config")
         if not text.values:
             raise CheckpointError(f"{whole.where} has no text_config; it describes the language model, so add it")

@@ -81,8 +81,7 @@ def write_gemma2(config: DecoderConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": round((mixer.scale or mixer.head_dim**-0.5) ** -2),
         "attn_logit_softcapping": mixer.softcap,
         "final_logit_softcapping": config.logit_softcap,
-        "sliding_window": next((one.window for one in map(grouped, config.layers) if one.window is not None), None),
-        "layer_types": hf_config.layer_types(config),
+        **hf_config.window_fields(config),
     }
 
 

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from eagle3_jax.conversion import hf_config
-from eagle3_jax.conversion.families.family import Family, layer_that_drafts
+from eagle3_jax.conversion.families.family import Family
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.models.config import DecoderConfig, LayerConfig, grouped
 
@@ -50,5 +50,5 @@ FAMILY = Family(
     architecture="Glm4MoeForCausalLM",
     read_config=read_config,
     write_fields=write_fields,
-    beside=layer_that_drafts,
+    drafting_layer=True,
 )

@@ -9,7 +9,7 @@ from typing import Any
 from eagle3_jax.conversion import blocks, hf_config
 from eagle3_jax.conversion.families.family import Family
 from eagle3_jax.conversion.fields import Fields
-from eagle3_jax.models.config import DecoderConfig, Experts, grouped
+from eagle3_jax.models.config import DecoderConfig, Experts
 
 # Of the sigmoid in an expert's gate.
 _ALPHA = 1.702
@@ -33,11 +33,9 @@ def read_config(fields: Fields) -> DecoderConfig:
 def write_fields(config: DecoderConfig) -> dict[str, Any]:
     """See :class:`Family`."""
     experts = hf_config.experts_of(config)
-    windows = [grouped(layer).window for layer in config.layers]
     return {
         "attention_bias": True,
-        "sliding_window": next((window for window in windows if window is not None), None),
-        "layer_types": hf_config.layer_types(config),
+        **hf_config.window_fields(config),
         "intermediate_size": experts.width,
         "num_local_experts": experts.num_experts,
         "num_experts_per_tok": experts.per_token,

@@ -39,12 +39,6 @@ def _window_of_all(config: DecoderConfig) -> dict[str, Any]:
     return {"sliding_window": grouped(config.layers[0]).window}
 
 
-def _windows(config: DecoderConfig) -> dict[str, Any]:
-    windows = (grouped(layer).window for layer in config.layers)
-    sizes = [window for window in windows if window is not None]
-    return {"sliding_window": max(sizes, default=None), "layer_types": hf_config.layer_types(config)}
-
-
 def _scaled(config: DecoderConfig) -> dict[str, Any]:
     mixer = grouped(config.layers[0])
     fields, scaling = hf_config.rope_fields(mixer.rope), mixer.query_scaling
@@ -56,7 +50,7 @@ def _scaled(config: DecoderConfig) -> dict[str, Any]:
 
 FAMILIES = (
     Family("mistral", "Mistral", "MistralForCausalLM", read_config, _window_of_all),
-    Family("ministral", "Ministral", "MinistralForCausalLM", read_config, _windows),
+    Family("ministral", "Ministral", "MinistralForCausalLM", read_config, hf_config.window_fields),
     Family("ministral3", "Ministral 3", "Ministral3ForCausalLM", read_ministral3, _scaled),
 )
 # Mistral Small 3.1 and later, Devstral Small 2 and Ministral 3 are published with an encoder of images.

@@ -66,10 +66,9 @@ def window_fields(config: DecoderConfig) -> dict[str, Any]:
     windows = [grouped(layer).window for layer in config.layers]
     sliding = [index for index, window in enumerate(windows) if window is not None]
     return {
+        **hf_config.window_fields(config),
         "use_sliding_window": bool(sliding),
-        "sliding_window": windows[sliding[0]] if sliding else None,
         "max_window_layers": sliding[0] if sliding else len(windows),
-        "layer_types": hf_config.layer_types(config),
     }
 
 

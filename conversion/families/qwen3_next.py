@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from eagle3_jax.conversion import blocks, hf_config
@@ -90,11 +90,7 @@ def _read_experts(fields: Fields, *, normalise: bool) -> Experts:
 
 
 def mixer_fields(config: DecoderConfig) -> dict[str, Any]:
-    """The fields of the mixers.
-
-    Raises:
-        CheckpointError: One of the two kinds is missing, and the layout asks for its sizes.
-    """
+    """The fields of the mixers."""
     mixers = [layer.mixer for layer in config.layers]
     delta = next((mixer for mixer in mixers if isinstance(mixer, GatedDelta)), None)
     attention = next((mixer for mixer in mixers if isinstance(mixer, GroupedQuery)), None)
@@ -172,10 +168,7 @@ def flat_delta(config: GatedDelta, source: str, path: str) -> list[Rule]:
 _shared_experts = functools.partial(blocks.experts, shared="shared_expert")
 
 
-def drafting_module(num_layers: int, names: Collection[str]) -> tuple[str, ...]:
-    """The module for multi-token prediction, which is not part of the target."""
-    del num_layers, names
-    return (r"mtp\..*",)
+_MODULE = (r"mtp\..*",)  # for multi-token prediction
 
 
 def _rules(delta: blocks.PartRules, kernels: blocks.PartRules = blocks.separate) -> Any:
@@ -203,7 +196,7 @@ FAMILIES = (
         read_config,
         write_fields,
         rules=_rules(grouped_delta),
-        beside=drafting_module,
+        beside=_MODULE,
     ),
     Family(
         "qwen3_5_text",
@@ -212,7 +205,7 @@ FAMILIES = (
         read_dense,
         mixer_fields,
         rules=_rules(flat_delta),
-        beside=drafting_module,
+        beside=_MODULE,
     ),
     Family(
         "qwen3_5_moe_text",
@@ -222,7 +215,7 @@ FAMILIES = (
         _sparse_fields,
         rules=_rules(flat_delta),
         also=(_rules(flat_delta, _STACKED),),
-        beside=drafting_module,
+        beside=_MODULE,
     ),
 )
 WRAPPERS = (_wrapper("qwen3_5", "Qwen3.5 with images"), _wrapper("qwen3_5_moe", "Qwen3.5-MoE with images"))

@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.files import copy_tokenizer, new_directory, write_json
 from eagle3_jax.conversion.heads import dflash, eagle1, eagle3, medusa, mtp, p_eagle
-from eagle3_jax.conversion.heads.head import HeadCheckpoint, HeadKind, Layout, Signs
-from eagle3_jax.conversion.tensors import write_tensors
+from eagle3_jax.conversion.heads.head import HeadCheckpoint, HeadKind, Layout
+from eagle3_jax.conversion.tensors import Signs, write_tensors
 from eagle3_jax.models.layers import Precision, cast
 from eagle3_jax.models.quantised import quantised
 from eagle3_jax.sharding import param_shardings
@@ -58,12 +58,7 @@ def make_drafter(
 ) -> tuple[Any, dict[str, Any]]:
     """A drafter and its parameters. A head without an embedding of its own, or with an equal one, shares the target's.
 
-    Args:
-        checkpoint: The head.
-        tables: The target's embedding and output matrix, for a head without its own.
-        precision: Types of the head's products and activations.
-        mesh: The target's mesh; ``None`` for one device.
-        weights: How kernels are stored: a name from :data:`eagle3_jax.models.quantised.WEIGHTS`.
+    ``weights`` says how kernels are stored: a name from :data:`eagle3_jax.models.quantised.WEIGHTS`.
     """
     drafter, embedding = HEADS[checkpoint.method].classes[1](checkpoint.config, precision=precision), None
     if checkpoint.embedding is not None:

@@ -10,32 +10,31 @@ library count the layer that it *enters*, one more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from eagle3_jax.conversion import blocks, draft_vocab, hf_config, rules
-from eagle3_jax.conversion.checks import Check, mask_token
 from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.fields import Fields, agreed, read_from
 from eagle3_jax.conversion.heads.eagle3 import is_speculators, read_model_type
 from eagle3_jax.conversion.heads.head import (
     DRAFT_VOCABULARY,
+    Check,
     HeadCheckpoint,
     HeadKind,
     Layout,
-    Signs,
     Suspects,
-    check_fit,
     head_tensors,
+    mask_token,
     read_as,
     read_mask_token,
     refuse_inexpressible,
     speculators_fields,
 )
 from eagle3_jax.conversion.rules import Rule
-from eagle3_jax.conversion.tensors import Stored
+from eagle3_jax.conversion.tensors import Signs, Stored
 from eagle3_jax.drafters.dflash import DFlashConfig, DFlashDrafter, Markov
 from eagle3_jax.models.config import DecoderConfig, gated, grouped, uniform
 
@@ -72,10 +71,9 @@ def recognise(signs: Signs) -> bool:
     )
 
 
-def dialect_of(values: Mapping[str, Any], names: Iterable[str]) -> str:
+def dialect(signs: Signs) -> str:
     """The project whose conventions a head follows."""
-    del names
-    return "speculators" if is_speculators(values) else "vllm"
+    return "speculators" if is_speculators(signs.config) else "vllm"
 
 
 def head_rules(config: DFlashConfig) -> list[Rule]:
@@ -95,20 +93,13 @@ def head_rules(config: DFlashConfig) -> list[Rule]:
 
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
-    """Reads a block drafter in either dialect.
-
-    Raises:
-        CheckpointError: It is incomplete, of a kind that is not computed, or does not fit the target.
-    """
+    """Reads a block drafter in either dialect."""
     directory, where, top = str(stored.directory), stored.where, stored.fields
     tensors = rules.renamed(stored.tensors, _rename, directory)
     _refuse_relatives(tensors, top, directory)
     if (stored.directory / "mask_embedding.pt").exists():
         raise CheckpointError(f"{directory} has a mask_embedding.pt; a mask embedding apart from the table is not read")
     config = read_config(top, own_output="lm_head.weight" in tensors)
-    hf_config.refuse_quantised(top)
-    if target is not None:
-        check_fit(config, config.aux_layers, target, directory)
     rules.check_layers(config.num_layers, tensors, r"layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
     sizes = {"vocab_size": config.vocab_size, "draft_vocab_size": config.draft_vocab_size}
     notes = []
@@ -136,13 +127,12 @@ def _rename(name: str) -> str:
     return _ALIASES.get(alias, "") + name.removeprefix(alias)
 
 
-def read_config(top: Fields, *, own_output: bool = False) -> DFlashConfig:
+def read_config(top: Fields, target: DecoderConfig | None = None, *, own_output: bool | None = None) -> DFlashConfig:
     """The description of a block drafter.
 
-    Args:
-        top: The ``config.json``.
-        own_output: Whether there is an output projection, which no field says.
+    No field says whether it has an output projection. Without its tensors it has one where it needs one.
     """
+    del target  # the file has all that is needed
     fields, geometry, nested = _merged(top), _geometry(top), is_speculators(top.values)
     _refuse_settings(fields, geometry)
     spark = _is_spark(fields)
@@ -155,11 +145,12 @@ def read_config(top: Fields, *, own_output: bool = False) -> DFlashConfig:
     mixer = hf_config.read_mixer(geometry, qkv_bias=bias, o_bias=bias, qk_norm=True)
     layers = uniform(geometry.size("num_hidden_layers"), mixer, hf_config.read_mlp(geometry))
     block = "dspark_block_size" if fields.get("block_size") is None and spark else "block_size"
+    draft_vocab_size = fields.size("draft_vocab_size", stack["vocab_size"])
     with read_from(top.where):
         return DFlashConfig(
             **stack,
             layers=layers,
-            draft_vocab_size=fields.size("draft_vocab_size", stack["vocab_size"]),
+            draft_vocab_size=draft_vocab_size,
             target_width=fields.size("target_hidden_size", stack["width"]),
             aux_layers=_aux_layers(fields),
             block_size=fields.size(block),
@@ -168,16 +159,8 @@ def read_config(top: Fields, *, own_output: bool = False) -> DFlashConfig:
             from_anchor=_from_anchor(fields, nested, spark),
             markov=Markov(rank=rank, type=kind) if rank else None,  # type: ignore[arg-type]
             confidence=confidence,
-            own_output=own_output,
+            own_output=draft_vocab_size < stack["vocab_size"] if own_output is None else own_output,
         )
-
-
-def planned(top: Fields, target: DecoderConfig) -> DFlashConfig:
-    """The description without the tensors: with an output projection of its own where it needs one."""
-    del target
-    fields = _merged(top)
-    vocab_size = _geometry(top).size("vocab_size")
-    return read_config(top, own_output=fields.size("draft_vocab_size", vocab_size) < vocab_size)
 
 
 def _geometry(top: Fields) -> Fields:
@@ -375,9 +358,9 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     counted = "speculators and this library count the layer that is entered, z-lab the one before it"
     confidence = "a head of its own, which is not used here" if config.confidence else "none"
     return [
-        Check("auxiliary layers", "ok", f"{config.aux_layers} as layers entered; {counted}"),
-        Check("block", "ok", block),
-        Check("confidence", "ok", confidence),
+        Check.of("auxiliary layers", f"{config.aux_layers} as layers entered; {counted}"),
+        Check.of("block", block),
+        Check.of("confidence", confidence),
         mask_token(config.mask_token, target.stop_tokens, target.source),
     ]
 
@@ -395,11 +378,11 @@ KIND = HeadKind(
     recognise=recognise,
     classes=(DFlashConfig, DFlashDrafter),
     read=read,
-    read_config=planned,
+    read_config=read_config,
     write=write,
     layouts=("vllm", "speculators"),
     stacks={"blocks": lambda config: config.num_layers},
-    dialect=dialect_of,
+    dialect=dialect,
     variant=variant,
     examine=examine,
     suspects=Suspects(

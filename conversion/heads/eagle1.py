@@ -6,27 +6,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from eagle3_jax.conversion import blocks, hf_config, rules
-from eagle3_jax.conversion.checks import Check
-from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
+from eagle3_jax.conversion.errors import TargetNeededError
 from eagle3_jax.conversion.fields import Fields, read_from
 from eagle3_jax.conversion.heads.head import (
     EMBEDDING,
+    Check,
     HeadCheckpoint,
     HeadKind,
     Layout,
-    Signs,
     Suspects,
-    check_fit,
     head_tensors,
     read_as,
     refuse_inexpressible,
 )
 from eagle3_jax.conversion.rules import Rule
-from eagle3_jax.conversion.tensors import Stored
+from eagle3_jax.conversion.tensors import Signs, Stored
 from eagle3_jax.drafters.eagle1 import Eagle1Config, Eagle1Drafter
 from eagle3_jax.models.config import DecoderConfig, gated, grouped, uniform
 
@@ -35,10 +33,6 @@ _UNSAID = (
     "fc has no bias and config.json does not say so, where the official code expects one; if the file lost it, most "
     "drafts are refused"
 )
-_NOT_EAGLE1 = {
-    "layers.0.input_layernorm.weight": "an input norm in its first layer, which an EAGLE-1 head has not",
-    "lm_head.weight": "an output matrix; an EAGLE-1 head reads its logits off the target's",
-}
 
 
 def head_rules(config: Eagle1Config) -> list[Rule]:
@@ -52,43 +46,20 @@ def head_rules(config: Eagle1Config) -> list[Rule]:
 
 def recognise(signs: Signs) -> bool:
     """By an ``fc``, which no language model has, without the tensors that EAGLE-3 adds."""
-    eagle3 = signs.has(r"(midlayer|fc_norm|input_norm)\.|layers\.\d+\.hidden_norm\.")
-    eagle3 = eagle3 or bool({"d2t", "t2d", "norm.weight"} & signs.names)
-    named = "Eagle3" in signs.architecture or signs.method == "eagle3"
-    return not eagle3 and ("fc.weight" in signs.names or (not named and _ARCHITECTURE in signs.architecture))
+    eagle3 = signs.has(r"(midlayer|fc_norm|input_norm)\.|layers\.\d+\.hidden_norm\.") or signs.method == "eagle3"
+    if eagle3 or "Eagle3" in signs.architecture or {"d2t", "t2d", "norm.weight"} & signs.names:
+        return False
+    return "fc.weight" in signs.names or _ARCHITECTURE in signs.architecture
 
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
-    """Reads an EAGLE-1 head.
-
-    Args:
-        stored: Its files.
-        target: The target that it drafts for, whose depth no file says.
-
-    Raises:
-        CheckpointError: It is incomplete, something else, or does not fit the target; the message says why.
-    """
-    directory, where, top, tensors = str(stored.directory), stored.where, stored.fields, stored.tensors
-    for name, what in _NOT_EAGLE1.items():
-        if name in tensors:
-            raise CheckpointError(f"{directory} holds {name}: {what}")
-    if "Eagle3" in str(top.get("architectures")):
-        raise CheckpointError(
-            f"{where} names an EAGLE-3 architecture, and the tensors are those of an EAGLE-1 head (no hidden_norm, no "
-            f"lm_head); fetch the files that belong together, or name {_ARCHITECTURE}"
-        )
-    hf_config.refuse_quantised(top)
+    """Reads an EAGLE-1 head for its target, whose depth no file says."""
+    where, top, tensors = stored.where, stored.fields, stored.tensors
     count = top.size("num_hidden_layers", 1)
     rules.check_layers(count, tensors, r"layers\.(\d{1,9})\.", f"{where}: num_hidden_layers")
     if target is None:
         raise TargetNeededError(f"{where} does not say how deep its target is; give the target as well")
     config = read_config(top, target, fc_bias="fc.bias" in tensors)
-    check_fit(config, config.aux_layers, target, directory)
-    fused = tensors.get("fc.weight")
-    if fused is not None and fused.shape == (config.width, 3 * config.width):
-        raise CheckpointError(
-            f"{directory}: fc.weight reads three features, as EAGLE-3 does; an EAGLE-1 head reads an embedding and one"
-        )
     note = _UNSAID if not config.fc_bias and top.get("bias") is None else ""
     return read_as(KIND, stored, config, head_rules(config), tensors, target=target, note=note)
 
@@ -96,11 +67,8 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
 def read_config(top: Fields, target: DecoderConfig, *, fc_bias: bool = True) -> Eagle1Config:
     """The description of a head.
 
-    Args:
-        top: The ``config.json``.
-        target: The target that it drafts for.
-        fc_bias: Whether ``fc`` has a bias, where the file does not say. The official code's default is that it has.
-            Heads trained for vLLM have none and no flag either.
+    ``fc_bias`` says whether ``fc`` has a bias where the file does not. The official code has one by default. Heads
+    trained for vLLM have none and no flag either.
     """
     hf_config.refuse_unsupported(top)
     hf_config.refuse_windows(top)
@@ -117,10 +85,9 @@ def read_config(top: Fields, target: DecoderConfig, *, fc_bias: bool = True) -> 
         )
 
 
-def dialect(values: Mapping[str, Any], names: Iterable[str]) -> str:
+def dialect(signs: Signs) -> str:
     """``vllm`` where the file names vLLM's class."""
-    del names
-    return "vllm" if _ARCHITECTURE in (values.get("architectures") or ()) else "eagle"
+    return "vllm" if _ARCHITECTURE in signs.architecture else "eagle"
 
 
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
@@ -167,8 +134,8 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     """Names the bias, in which the layouts differ."""
     del target
     if head.config.fc_bias:
-        return [Check("fc bias", "ok", "one, as official heads have and vLLM's class has not: it cannot go there")]
-    return [Check("fc bias", "ok", "none, as vLLM's class needs it")]
+        return [Check.of("fc bias", "one, as official heads have and vLLM's class has not: it cannot go there")]
+    return [Check.of("fc bias", "none, as vLLM's class needs it")]
 
 
 KIND = HeadKind(

@@ -11,32 +11,30 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from eagle3_jax.conversion import blocks, draft_vocab, hf_config, rules
-from eagle3_jax.conversion.checks import Check
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.fields import Fields, agreed, read_from
 from eagle3_jax.conversion.files import NATIVE_FILE, read_json
 from eagle3_jax.conversion.heads.head import (
     DRAFT_VOCABULARY,
+    Check,
     HeadCheckpoint,
     HeadKind,
     Layout,
-    Signs,
     Suspects,
-    check_fit,
     head_tensors,
     read_as,
     refuse_inexpressible,
 )
 from eagle3_jax.conversion.heads.layer_ids import entered_after, resolve, usual_layers
 from eagle3_jax.conversion.rules import Rule
-from eagle3_jax.conversion.tensors import Stored
+from eagle3_jax.conversion.tensors import Signs, Stored
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.models.config import (
     DecoderConfig,
@@ -92,16 +90,16 @@ def recognise(signs: Signs) -> bool:
     return signs.method == "eagle3" or ("fc.weight" in signs.names and bool(own))
 
 
-def dialect(values: Mapping[str, Any], names: Iterable[str]) -> str:
+def dialect(signs: Signs) -> str:
     """The project whose conventions a head of the EAGLE-3 line follows."""
-    if is_speculators(values):
+    if is_speculators(signs.config):
         return "speculators"
-    if any("layers.0." in name for name in names) and isinstance(values.get("eagle_config"), dict):
+    if signs.has(r"layers\.0\.") and isinstance(signs.config.get("eagle_config"), dict):
         return "modelopt"
-    if "Eagle3" not in " ".join(map(str, values.get("architectures") or ())):
+    if "Eagle3" not in signs.architecture:
         return "eagle"
     # Only vLLM reads all of them; files for SGLang name those that are set.
-    return "vllm" if all(flag in values for flag in FLAGS) else "sglang"
+    return "vllm" if all(flag in signs.config for flag in FLAGS) else "sglang"
 
 
 def is_speculators(values: Mapping[str, Any]) -> bool:
@@ -110,17 +108,9 @@ def is_speculators(values: Mapping[str, Any]) -> bool:
 
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
-    """Reads an EAGLE-3 head in any dialect.
-
-    Args:
-        stored: Its files.
-        target: The target that it drafts for. It is needed when the head does not name its auxiliary layers.
-
-    Raises:
-        CheckpointError: It is incomplete, or does not fit the target; the message says why.
-    """
+    """Reads an EAGLE-3 head in any dialect. The target is needed when the head does not name its auxiliary layers."""
     tensors = canonical(stored.tensors, stored.directory)
-    config, aux_layers = read_config(stored.fields, lambda _: num_layers(tensors, stored.where))
+    config, aux_layers = read_config(stored.fields, lambda _: num_layers(tensors))
     return read_fused(KIND, stored, tensors, config, aux_layers, head_rules(config), target)
 
 
@@ -134,40 +124,18 @@ def read_fused(
     target: DecoderConfig | None,
     note: str = "",
 ) -> HeadCheckpoint:
-    """A head of EAGLE-3's tensors, and perhaps more, once its description has been read.
-
-    Args:
-        kind: Its row in the table of heads.
-        stored: Its files.
-        tensors: All of its tensors, in canonical names.
-        config: Its description.
-        aux_layers: The numbers of its auxiliary layers, if it names them.
-        table: The rules of its tensors.
-        target: The target that it drafts for, see :func:`read`.
-        note: What was left out so far.
-
-    Raises:
-        CheckpointError: It is incomplete, or does not fit the target; the message says why.
-    """
+    """A head of EAGLE-3's tensors, in canonical names, and perhaps more, once its description has been read."""
     directory, where = str(stored.directory), stored.where
-    hf_config.refuse_quantised(stored.fields)
     depth = None if target is None else target.num_layers
     aux_layers, decided = resolve(
         aux_layers,
         stored.layer_ids,
-        dialect=kind.dialect(stored.config, stored.tensors),
+        dialect=kind.dialect(stored.signs),
         num_target_layers=depth,
         where=where,
     )
     if aux_layers is not None:
         config = dataclasses.replace(config, aux_layers=aux_layers)
-    if target is not None:
-        check_fit(config, aux_layers, target, directory)
-    if "lm_head.weight" not in tensors:
-        raise CheckpointError(
-            f"{directory} has no lm_head.weight; {kind.label} heads have their own output projection "
-            "(some engines would silently use the first rows of the target's)"
-        )
     ids = draft_vocab.read(
         tensors, vocab_size=config.vocab_size, draft_vocab_size=config.draft_vocab_size, where=directory
     )
@@ -198,9 +166,6 @@ def named_aux_layers(top: Fields) -> tuple[int, ...] | None:
     """The auxiliary layers that a configuration names, ascending, or ``None``.
 
     They are as the file has them, whatever they count (:mod:`eagle3_jax.conversion.heads.layer_ids`).
-
-    Raises:
-        CheckpointError: The places that may name them disagree, or one is no list of distinct layers.
     """
     section = top.section("eagle_config")
     found = {}
@@ -214,11 +179,7 @@ def named_aux_layers(top: Fields) -> tuple[int, ...] | None:
 
 
 def canonical(tensors: Mapping[str, np.ndarray], directory: Path) -> dict[str, np.ndarray]:
-    """The tensors with layers named ``layers.N``.
-
-    Raises:
-        CheckpointError: Two names mean the same tensor.
-    """
+    """The tensors with layers named ``layers.N``."""
 
     def rename(name: str) -> str:
         new = re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
@@ -230,17 +191,12 @@ def canonical(tensors: Mapping[str, np.ndarray], directory: Path) -> dict[str, n
     return rules.renamed(tensors, rename, directory)
 
 
-def num_layers(tensors: Mapping[str, np.ndarray], where: str) -> int:
+def num_layers(tensors: Mapping[str, np.ndarray]) -> int:
     """Number of layers of the head, from its tensors.
 
     The field ``num_hidden_layers`` is no witness: the official Vicuna-13B head says 40 and has one.
     """
-    found = sorted({int(match[1]) for name in tensors if (match := re.match(r"layers\.(\d{1,9})\.", name))})
-    if not found or found != list(range(len(found))):
-        raise CheckpointError(
-            f"{where}: the head's layers are numbered {found}; expected 0 up to the last without gaps"
-        )
-    return len(found)
+    return len({match[1] for name in tensors if (match := re.match(r"layers\.(\d{1,9})\.", name))}) or 1
 
 
 def _switch(top: Fields, name: str, default: bool) -> bool:
@@ -254,9 +210,7 @@ def _switch(top: Fields, name: str, default: bool) -> bool:
 def read_config(top: Fields, layers_in: Callable[[Fields], int]) -> tuple[Eagle3Config, tuple[int, ...] | None]:
     """The description of a head, and its auxiliary layers if it names them (otherwise the description has 0, 1, 2).
 
-    Args:
-        top: The ``config.json``.
-        layers_in: Gives the number of layers of the head from the part of the file that has the geometry.
+    ``layers_in`` gives the number of layers of the head from the part of the file that has the geometry.
     """
     nested, parallel = top.get("transformer_layer_config") is not None, top.get("speculators_model_type") == "peagle"
     geometry = top.section("transformer_layer_config") if nested else top
@@ -273,11 +227,6 @@ def read_config(top: Fields, layers_in: Callable[[Fields], int]) -> tuple[Eagle3
     if nested:
         hf_config.refuse_windows(top)
     aux_layers = named_aux_layers(top)
-    chunks = len(aux_layers) if aux_layers else 3
-    for fields in (top, geometry):
-        if fields.integer("num_aux_hidden_states", chunks) != chunks:
-            named = f"names {chunks} layers" if aux_layers else "names none (the default is three)"
-            raise fields.wrong("num_aux_hidden_states", f"{AUX} {named}, and the two must agree")
     bias, stack = geometry.flag("attention_bias"), hf_config.read_stack(geometry)
     mixer = hf_config.read_mixer(geometry, qkv_bias=bias, o_bias=bias, qk_norm=model_type == "qwen3")
     mlp = hf_config.read_mlp(geometry, bias=geometry.flag("mlp_bias"))
@@ -301,14 +250,8 @@ def read_config(top: Fields, layers_in: Callable[[Fields], int]) -> tuple[Eagle3
 def read_model_type(geometry: Fields, purpose: str, *, is_llama: bool = False) -> str:
     """The family whose layers a head has: ``llama`` or ``qwen3``.
 
-    Args:
-        geometry: The part of the file that describes the layers.
-        purpose: For messages.
-        is_llama: Whether another part of the file says that it is Llama. Some heads name the type of their target, and
-            engines go by the architecture.
-
-    Raises:
-        CheckpointError: It is another one, or Qwen3 without ``head_dim``.
+    ``is_llama``: another part of the file says that it is Llama. Some heads name the type of their target, and engines
+    go by the architecture.
     """
     if is_llama and geometry.get("model_type") not in ("llama", "qwen3"):
         return "llama"
@@ -323,12 +266,9 @@ def stated_layers(top: Fields, geometry: Fields, target: DecoderConfig) -> int:
 
     The official layout has one layer whatever it says. A copy of the target's number means nothing: the official
     Vicuna-13B head says 40, which its target has, and has one.
-
-    Raises:
-        CheckpointError: It is no number of layers.
     """
     said = geometry.size("num_hidden_layers", 1)
-    return 1 if dialect(top.values, ()) == "eagle" or said >= target.num_layers else said
+    return 1 if dialect(Signs.of(top)) == "eagle" or said >= target.num_layers else said
 
 
 def planned(top: Fields, target: DecoderConfig) -> Eagle3Config:
@@ -460,43 +400,30 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
 
 def _head_fields(head: HeadCheckpoint) -> Fields:
     """The configuration file of a head; empty for a native head, whose fields are all explicit."""
-    if (head.source / NATIVE_FILE).is_file():
-        return Fields({}, str(head.source))
     path = head.source / "config.json"
-    return Fields(read_json(path), str(path))
+    return Fields({} if (head.source / NATIVE_FILE).is_file() else read_json(path), str(path))
 
 
 def _aux_layers(head: HeadCheckpoint) -> Check:
-    layers, name = head.config.aux_layers, "auxiliary layers"
-    fields = _head_fields(head)
-    if fields.values and named_aux_layers(fields) is None:
-        detail = f"{layers}, the default 2, L//2, L-3: config.json names none"
-        if head.dialect == "eagle":
-            return Check(name, "ok", f"{detail}, as official heads do")
-        return Check(
-            name, "warning", f"{detail}. If the head was trained on other layers its drafts are useless; add {AUX}"
-        )
-    usual = is_default_aux(head)
+    name, layers, fields = "auxiliary layers", head.config.aux_layers, _head_fields(head)
     named = named_aux_layers(fields) if fields.values else layers
-    if named not in (None, layers):
-        usual_is = "the default of this target" if usual else "not the default of this target"
-        return Check(name, "ok", f"{layers}, {usual_is}: {named} in config.json count layers left, as --layer-ids says")
-    if layers[0] == 1:
-        one_more = entered_after(layers)
-        outputs = f"{layers} starts with 1, as lists of layers left do; they are read as layers entered"
-        if one_more == usual_layers(head.num_target_layers):
-            return Check(
-                name,
-                "warning",
-                f"{outputs}, though {one_more} is the default of this target: compare the agreement with that of "
-                "--layer-ids leaving",
-            )
-        return Check(name, "warning", f"{outputs}. If agreement is poor, try --layer-ids leaving: {list(one_more)}")
-    return Check(name, "ok", f"{layers}, {'the default' if usual else 'named in config.json'}")
+    if named is None:
+        warning = f". If the head was trained on other layers its drafts are useless; add {AUX}"
+        detail = f"{layers}, the default 2, L//2, L-3: config.json names none"
+        return Check.of(name, detail, "" if head.dialect == "eagle" else warning)  # official heads never name them
+    detail = f"{layers}, {'the' if is_default_aux(head) else 'not the'} default of this target"
+    if named != layers:
+        return Check.of(name, f"{detail}: {named} in config.json count layers left, as --layer-ids says")
+    if layers[0] != 1:
+        return Check.of(name, detail)
+    left = entered_after(layers)
+    default = ", the default of this target" if left == usual_layers(head.num_target_layers) else ""
+    warning = ", starts with 1, as lists of layers left do; it is read as layers entered. If agreement is poor, try "
+    return Check.of(name, detail, f"{warning}--layer-ids leaving: {left}{default}")
 
 
 def _norm_flags(head: HeadCheckpoint) -> Check:
-    detail, warning = ", ".join(f"{name} {getattr(head.config, name)}" for name in FLAGS), ""
+    warning = ""
     if head.dialect == "speculators" and _head_fields(head).get("norm_before_residual") is None:
         warning = "; norm_before_residual is not in config.json, and this layout's default is True"
     elif head.dialect == "sglang" and head.config.norm_output and not head.config.fc_norm:
@@ -504,24 +431,20 @@ def _norm_flags(head: HeadCheckpoint) -> Check:
             "; old SpecForge files meant the norm before lm_head by norm_output, not the EAGLE-3.1 feedback. If the "
             "second draft token collapses, set it to false"
         )
-    return Check("norm flags", "warning" if warning else "ok", detail + warning)
+    return Check.of("norm flags", ", ".join(f"{name} {getattr(head.config, name)}" for name in FLAGS), warning)
 
 
 def _rope(target: Any, head: HeadCheckpoint) -> Check:
     ours, theirs = (grouped(config.layers[0]).rope or RopeConfig() for config in (head.config, target.config))
     detail = f"head: {ours.type}, theta {ours.theta:g}; target: {theirs.type}, theta {theirs.theta:g}"
     if ours == theirs:
-        return Check("rope", "ok", detail)
+        return Check.of("rope", detail)
     if head.dialect == "eagle" and ours.type == "default" and ours.theta == 10_000.0:
-        return Check(
-            "rope", "ok", f"{detail}. Heads trained by the official code have theta 10000 whatever the target has"
+        return Check.of(
+            "rope", f"{detail}. Heads trained by the official code have theta 10000 whatever the target has"
         )
-    return Check(
-        "rope",
-        "warning",
-        f"{detail}. If acceptance falls with the length of the text, set the head's rope to what it was trained with "
-        "(the target's, or theta 10000)",
-    )
+    warning = ". If acceptance falls with the length of the text, set the head's rope to what it was trained with "
+    return Check.of("rope", detail, f"{warning}(the target's, or theta 10000)")
 
 
 KIND = HeadKind(

@@ -3,53 +3,45 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from eagle3_jax.conversion import draft_vocab, rules
-from eagle3_jax.conversion.checks import Check
 from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.fields import Fields, agreed
+from eagle3_jax.conversion.files import read_json, read_tokenizer
 from eagle3_jax.conversion.rules import Params, Rule
-from eagle3_jax.conversion.tensors import Stored
+from eagle3_jax.conversion.tensors import Signs, Stored
 from eagle3_jax.models.config import DecoderConfig
 
 EMBEDDING = "embed_tokens.weight"
 DRAFT_VOCABULARY = ("d2t", "t2d")
+Status = Literal["ok", "warning", "failure", "skipped"]
 
 
-class Signs(NamedTuple):
-    """The parts of a checkpoint that tell its kind.
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One finding of the doctor.
 
     Attributes:
-        config: Its ``config.json``.
-        names: Names of its tensors without ``model.``; none where only the configuration is known.
-        architecture: All ``architectures``, joined.
-        method: The ``speculators_model_type``; empty elsewhere.
+        name: The part that was checked.
+        status: ``ok``, ``warning`` (works, but probably not as meant), ``failure``, or ``skipped``.
+        detail: The finding and, if something is wrong, what to do.
     """
 
-    config: Mapping[str, Any]
-    names: frozenset[str]
-    architecture: str
-    method: str
+    name: str
+    status: Status
+    detail: str
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], names: Collection[str], where: str) -> Signs:
-        """The signs of a ``config.json`` and the names of its tensors."""
-        return cls(
-            config=config,
-            names=frozenset(name.removeprefix("model.") for name in names),
-            architecture=" ".join(Fields(config, where).words("architectures")),
-            method=str(config.get("speculators_model_type") or ""),
-        )
-
-    def has(self, pattern: str) -> bool:
-        """Whether the name of a tensor begins with a match of the pattern."""
-        return any(re.match(pattern, name) for name in self.names)
+    def of(cls, name: str, detail: str, warning: str = "") -> Check:
+        """A finding that is in order if there is no warning to append to it."""
+        return cls(name, "warning" if warning else "ok", detail + warning)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,13 +74,7 @@ class HeadCheckpoint:
 
 
 class Layout(NamedTuple):
-    """The files of a head that is written.
-
-    Attributes:
-        values: Its ``config.json``.
-        tensors: By name.
-        file: Name of the file of the tensors.
-    """
+    """The files of a head that is written: its ``config.json``, and its tensors with the name of their file."""
 
     values: dict[str, Any]
     tensors: dict[str, np.ndarray]
@@ -115,12 +101,12 @@ class HeadKind(NamedTuple):
         label: Its name for people.
         recognise: Whether a checkpoint is one. The table is asked in its order, and the first that says yes has it.
         classes: The classes of its configuration and of its drafter.
-        read: Reads the head from its files and its target, where known. A ``CheckpointError`` says what is wrong.
+        read: Reads the head from its files and its target, where known.
         read_config: Reads its description from a ``config.json`` and its target alone, for planning.
         write: Writes the head in one of ``layouts``. A ``CheckpointError`` names what that cannot express.
         layouts: The layouts that it can be written in, besides the native one; the first is the usual one.
+        dialect: The layout of a checkpoint.
         stacks: The lists of layers in a native checkpoint, and how many of them the description asks for.
-        dialect: The layout of a checkpoint, from its ``config.json`` and the names of its tensors.
         variant: The name of a head of this description, where the method has several names.
         examine: Checks of the doctor for this method alone, given a ``TargetCheckpoint`` and a head.
         suspects: The usual faults.
@@ -134,7 +120,7 @@ class HeadKind(NamedTuple):
     read_config: Callable[[Fields, DecoderConfig], Any]
     write: Callable[[HeadCheckpoint, str], Layout]
     layouts: tuple[str, ...]
-    dialect: Callable[[Mapping[str, Any], Iterable[str]], str]
+    dialect: Callable[[Signs], str]
     stacks: Mapping[str, Callable[[Any], int]] = {}
     variant: Callable[[Any], str] | None = None
     examine: Callable[[Any, HeadCheckpoint], list[Check]] = lambda target, head: []
@@ -149,16 +135,9 @@ class HeadKind(NamedTuple):
         return self.classes[1](config).param_shapes()
 
 
-def check_fit(config: Any, aux_layers: tuple[int, ...] | None, target: DecoderConfig, where: str) -> None:
-    """Refuses a head that was trained for another target.
-
-    Args:
-        config: Of the head.
-        aux_layers: The features that it reads, where that is known.
-        target: The target to draft for.
-        where: The head, for messages.
-    """
-    depth = getattr(config, "num_target_layers", target.num_layers)
+def check_fit(config: Any, target: DecoderConfig, where: str) -> None:
+    """Refuses a head that was trained for another target."""
+    depth, aux_layers = getattr(config, "num_target_layers", target.num_layers), config.aux_layers
     if config.vocab_size != target.vocab_size:
         wrong, more = f"drafts for a vocabulary of {config.vocab_size} but the target has {target.vocab_size}", ""
     elif config.target_width != target.width:
@@ -175,13 +154,13 @@ def check_fit(config: Any, aux_layers: tuple[int, ...] | None, target: DecoderCo
 
 def check_embedding(config: Any, embedding: np.ndarray | None, where: str) -> None:
     """Refuses an embedding of another shape or type, and its absence where the head cannot share the target's."""
-    if embedding is None and config.width != config.target_width:
+    if embedding is not None:
+        rules.check_matrix(embedding, (config.vocab_size, config.width), f"{where}: embedding")
+    elif config.width != config.target_width:
         raise CheckpointError(
             f"{where} has no {EMBEDDING}, but its width {config.width} differs from the target's "
             f"{config.target_width}, so it cannot share the target's embedding; give the complete head"
         )
-    if embedding is not None:
-        rules.check_matrix(embedding, (config.vocab_size, config.width), where)
 
 
 def read_as(
@@ -210,26 +189,24 @@ def read_as(
         beside: Names of further tensors that it may hold.
         draft_to_target: ``[W]``, target ids of the draft vocabulary; ``None`` where draft ids are target ids.
         note: What was left out or assumed.
-
-    Raises:
-        CheckpointError: Tensors are missing, unknown or of another shape.
     """
     where = str(stored.directory)
+    if target is not None:
+        check_fit(config, target, where)
     known = [re.escape(name) for name in (embedding, *beside) if name is not None]
     head = rules.read_params(table, tensors, kind.param_shapes(config), where=where, known=known)
     own = None if embedding is None else tensors.get(embedding)
-    check_embedding(config, own, where if own is None else f"{where}: {embedding}")
-    depth = getattr(config, "num_target_layers", None) if target is None else target.num_layers
+    check_embedding(config, own, where)
     return HeadCheckpoint(
         method=kind.name,
         config=config,
         head=head,
         draft_to_target=None if draft_to_target is None else draft_to_target.astype(np.int32),
         embedding=own,
-        dialect=kind.dialect(stored.config, stored.tensors),
+        dialect=kind.dialect(stored.signs),
         source=stored.directory,
         dtype=rules.main_dtype(head),
-        num_target_layers=depth,
+        num_target_layers=getattr(config, "num_target_layers", None) if target is None else target.num_layers,
         note=note,
     )
 
@@ -237,15 +214,11 @@ def read_as(
 def head_tensors(
     kind: HeadKind, checkpoint: HeadCheckpoint, table: list[Rule], *, embedding: str = EMBEDDING
 ) -> dict[str, np.ndarray]:
-    """The tensors of a head in the names of a table, with its embedding and its draft vocabulary.
-
-    Raises:
-        CheckpointError: The parameters do not fit the configuration.
-    """
+    """The tensors of a head in the names of a table, with its embedding and its draft vocabulary."""
     config, where = checkpoint.config, str(checkpoint.source)
     tensors = rules.write_params(table, checkpoint.head, kind.param_shapes(config), where=where)
     own = None if checkpoint.embedding is None else np.asarray(checkpoint.embedding)
-    check_embedding(config, own, f"the embedding of {where}" if own is not None else where)
+    check_embedding(config, own, where)
     if own is not None:
         tensors[embedding] = own
     if checkpoint.draft_to_target is not None:
@@ -256,10 +229,7 @@ def head_tensors(
 def refuse_inexpressible(dialect: str, settings: Mapping[str, Any], instead: str = "jax") -> None:
     """Refuses a layout that cannot express a head: an engine that ignores a setting would draft badly in silence.
 
-    Args:
-        dialect: The layout.
-        settings: Settings that it cannot express, in words, and whether the head has them.
-        instead: The layout that can.
+    ``settings`` are those that it cannot express, in words, and whether the head has them.
     """
     named = "; ".join(what for what, is_set in settings.items() if is_set)
     if named:
@@ -267,11 +237,7 @@ def refuse_inexpressible(dialect: str, settings: Mapping[str, Any], instead: str
 
 
 def read_mask_token(fields: Fields, names: tuple[str, ...]) -> int:
-    """The id of the token that stands for an unknown one, which engines look for under several names.
-
-    Raises:
-        CheckpointError: No field names it, or two fields name different ones.
-    """
+    """The id of the token that stands for an unknown one, which engines look for under several names."""
     found = agreed({name: None if fields.get(name) is None else fields.integer(name) for name in names}, fields.where)
     if found is None:
         raise CheckpointError(
@@ -281,14 +247,7 @@ def read_mask_token(fields: Fields, names: tuple[str, ...]) -> int:
 
 
 def speculators_fields(method: str, architecture: str, num_tokens: int, **proposal: Any) -> dict[str, Any]:
-    """The fields that speculators asks of a head of every method.
-
-    Args:
-        method: Its name for the method.
-        architecture: Its class.
-        num_tokens: Tokens of a proposal.
-        proposal: Further fields of the proposal.
-    """
+    """The fields that speculators asks of a head of every method; ``proposal`` are further ones of its proposal."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_tokens, **proposal}
     return {
         "architectures": [architecture],
@@ -302,3 +261,21 @@ def speculators_fields(method: str, architecture: str, num_tokens: int, **propos
             "verifier": {"name_or_path": None, "architectures": []},
         },
     }
+
+
+def mask_token(token: int, stop_tokens: tuple[int, ...], directory: Path) -> Check:
+    """Checks whether texts may hold the token that stands for an unknown one; ``directory`` is the target's."""
+    name, detail, path = "mask token", f"id {token}", directory / "tokenizer.json"
+    if token in stop_tokens:
+        return Check.of(name, detail, ", which ends the target's answers; drafts of heads trained so are weak")
+    tokenizer = read_tokenizer(path)
+    if tokenizer is None:
+        return Check.of(name, f"{detail}; without a tokenizer.json it is unknown whether texts hold it")
+    added = read_json(path).get("added_tokens") or ()
+    is_special = any(isinstance(one, dict) and one.get("special") and one.get("id") == token for one in added)
+    word = tokenizer.id_to_token(token)
+    if is_special or word is None:
+        what = "a special token" if is_special else "no token of the tokenizer's"
+        return Check.of(name, f"{detail}, {what}: texts do not hold it")
+    spelt = json.dumps(word, ensure_ascii=False)
+    return Check.of(name, detail, f" is {spelt}, which texts may hold; what follows it in a text is drafted worse")

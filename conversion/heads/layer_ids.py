@@ -41,9 +41,6 @@ def resolve(
         dialect: The layout of the head.
         num_target_layers: ``L``, where the target is known.
         where: The file, for messages.
-
-    Raises:
-        CheckpointError: The user must say which, or said what cannot be.
     """
     if said not in (None, ENTERING, LEAVING):
         raise CheckpointError(f"layer ids {said!r} are not known; expected {ENTERING!r} or {LEAVING!r}")

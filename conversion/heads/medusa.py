@@ -14,33 +14,34 @@ refused here.
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from eagle3_jax.conversion import draft_vocab, hf_config, rules
-from eagle3_jax.conversion.checks import Check
+from eagle3_jax.conversion import draft_vocab, rules
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.fields import Fields, read_from
-from eagle3_jax.conversion.files import NATIVE_FILE, read_json
+from eagle3_jax.conversion.files import read_json
 from eagle3_jax.conversion.heads.head import (
+    Check,
     HeadCheckpoint,
     HeadKind,
     Layout,
-    Signs,
     Suspects,
-    check_fit,
     read_as,
     refuse_inexpressible,
 )
 from eagle3_jax.conversion.rules import Rule
-from eagle3_jax.conversion.tensors import Stored
+from eagle3_jax.conversion.tensors import Signs, Stored
 from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.published_trees import PUBLISHED_TREES
 
+# Where a tensor's name has the number of its head and of its layer.
+_COUNTED = {"heads": r"blocks\.(\d{1,9})\.", "layers": r"blocks\.\d+\.layers\.(\d{1,9})\."}
 _OWN_BASE = r"(model|base_model)\.(embed_tokens|layers)\."
 
 
@@ -53,9 +54,9 @@ def recognise(signs: Signs) -> bool:
     )
 
 
-def dialect_of(config: Mapping[str, Any], names: Iterable[str]) -> str:
+def dialect(signs: Signs) -> str:
     """``medusa`` for the names of the authors, ``vllm`` for vLLM's."""
-    return "medusa" if any(re.match(r"(medusa_heads?\.)?\d+\.", name) for name in names) else "vllm"
+    return "medusa" if signs.has(r"(medusa_heads?\.)?\d+\.") else "vllm"
 
 
 def head_rules(config: MedusaConfig) -> list[Rule]:
@@ -72,72 +73,49 @@ def head_rules(config: MedusaConfig) -> list[Rule]:
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
     """Reads Medusa heads in either layout.
 
-    Args:
-        stored: Their files.
-        target: The target that they draft for. They read the state after its last norm, and no file says its depth.
-
-    Raises:
-        CheckpointError: They are incomplete, ambiguous, or do not fit the target; the message says why.
+    They read the state after the target's last norm. No file says the target's depth, so the target is needed.
     """
     where, path, top = str(stored.directory), stored.where, stored.fields
-    dialect = dialect_of(stored.config, stored.tensors)
-    hf_config.refuse_quantised(top)
+    layout = dialect(stored.signs)
     if any(re.match(_OWN_BASE, name) for name in stored.tensors):
         raise CheckpointError(
             f"{where} holds a language model next to its Medusa heads, trained together (Medusa-2); convert the two "
             "apart: medusa_head.* into a directory of their own, the rest as their target"
         )
     tensors = rules.renamed(stored.tensors, _rename, where)
-    num_heads, num_layers = (_stated(top, word) for word in ("heads", "layers"))
-    _check_counts(tensors, num_heads, num_layers, path)
-    bias, shared = _biases(top, tensors, dialect), top.flag("original_lm_head")
+    for word, pattern in _COUNTED.items():
+        rules.check_layers(_stated(top, word), tensors, pattern, f"{path}: the number of Medusa {word}", word)
+    bias, shared = _biases(top, tensors, layout), top.flag("original_lm_head")
     if shared and "lm_head.weight" not in tensors and "lm_heads.0.weight" in tensors:
         tensors["lm_head.weight"] = tensors.pop("lm_heads.0.weight")
-    output = tensors.get("lm_head.weight" if shared else "lm_heads.0.weight")
-    first = tensors["blocks.0.layers.0.weight"]
-    if output is None or output.ndim != 2 or first.ndim != 2:
-        name = "lm_head.weight" if shared else "lm_heads.0.weight"
-        raise CheckpointError(f"{where} has no matrix {name}; Medusa heads have output projections of their own")
-    stated = dialect == "vllm"  # its defaults are those of a model of 4096 x 32001, which are never meant
-    vocab_size = top.size("vocab_size", None if stated else output.shape[0])
-    draft_to_target = _token_map(top, tensors, vocab_size, where)
-    if draft_to_target is not None:
-        for name in [name for name in tensors if name.startswith("lm_head")]:
-            if tensors[name].shape[:1] == (vocab_size,):
-                tensors[name] = tensors[name][draft_to_target]
     if target is None:
         raise TargetNeededError(
             f"{path} does not say how many layers its target has, and Medusa heads read what leaves the last one; "
             "give the target as well"
         )
-    with read_from(path):
-        config = MedusaConfig(
-            vocab_size=vocab_size,
-            draft_vocab_size=vocab_size if draft_to_target is None else len(draft_to_target),
-            target_width=top.size("hidden_size", None if stated else first.shape[0]),
-            num_target_layers=target.num_layers,
-            num_heads=num_heads,
-            num_layers=num_layers,
-            bias=bias,
-            shared_output=shared,
-        )
-    check_fit(config, config.aux_layers, target, where)
-    if dialect == "medusa" and (different := head_of_different_blocks(tensors, config)) is not None:
+    if layout == "vllm":  # its defaults are those of a model of 4096 x 32001, which are never meant
+        top.require("vocab_size", "hidden_size")
+    else:
+        named = {
+            "vocab_size": "lm_head.weight" if shared else "lm_heads.0.weight",
+            "hidden_size": "blocks.0.layers.0.weight",
+        }
+        sizes = {field: tensors[name].shape[0] for field, name in named.items() if name in tensors}
+        top = Fields(sizes | dict(top.values), path)
+    config = dataclasses.replace(planned(top, target), bias=bias)
+    ids = _token_map(top, tensors, config, where)
+    if ids is not None:
+        for name in [name for name in tensors if name.startswith("lm_head")]:
+            if tensors[name].shape[:1] == (config.vocab_size,):
+                tensors[name] = tensors[name][ids]
+    if layout == "medusa" and (different := head_of_different_blocks(tensors, config)) is not None:
         raise CheckpointError(
-            f"{where}: head {different} has {num_layers} different blocks under the authors' names; their code runs "
-            "one block so many times and vLLM runs each, so the file does not say which network was trained. Rename "
-            "them to blocks.K.layers.L if it was the second"
+            f"{where}: head {different} has {config.num_layers} different blocks under the authors' names; their code "
+            "runs one block so many times and vLLM runs each, so the file does not say which network was trained. "
+            "Rename them to blocks.K.layers.L if it was the second"
         )
-    return read_as(
-        KIND,
-        stored,
-        config,
-        head_rules(config),
-        tensors,
-        target=target,
-        embedding=None,
-        draft_to_target=draft_to_target,
-    )
+    table = head_rules(config)
+    return read_as(KIND, stored, config, table, tensors, target=target, embedding=None, draft_to_target=ids)
 
 
 def planned(top: Fields, target: DecoderConfig) -> MedusaConfig:
@@ -176,30 +154,6 @@ def _stated(top: Fields, word: str) -> int:
     return next(iter(found.values()))
 
 
-def _check_counts(tensors: Mapping[str, np.ndarray], num_heads: int, num_layers: int, path: str) -> None:
-    """Refuses numbers that the tensors contradict, before anything of that size is built."""
-    found = {
-        (int(m[1]), int(m[2])) for name in tensors if (m := re.match(r"blocks\.(\d{1,9})\.layers\.(\d{1,9})\.", name))
-    }
-    heads = {head for head, _ in found}
-    if heads != set(range(len(heads))) or len(heads) != num_heads:
-        raise CheckpointError(
-            f"{path} says {num_heads} Medusa heads and the file holds {_numbered(heads)}; correct the number (the "
-            "first published files do not count all of theirs), or fetch the complete file"
-        )
-    for head in heads:
-        layers = {layer for one, layer in found if one == head}
-        if layers != set(range(num_layers)):
-            raise CheckpointError(
-                f"{path} says {num_layers} layers and head {head} has {_numbered(layers)}; correct the number, or "
-                "fetch the complete file"
-            )
-
-
-def _numbered(found: set[int]) -> str:
-    return f"{len(found)}" if found == set(range(len(found))) else f"those numbered {sorted(found)[:8]}"
-
-
 def _biases(top: Fields, tensors: Mapping[str, np.ndarray], dialect: str) -> bool:
     """Whether the blocks have biases: the authors' always do, vLLM's files say so."""
     has = any(name.startswith("blocks.") and name.endswith(".bias") for name in tensors)
@@ -210,25 +164,20 @@ def _biases(top: Fields, tensors: Mapping[str, np.ndarray], dialect: str) -> boo
     return has
 
 
-def _token_map(top: Fields, tensors: dict[str, np.ndarray], vocab_size: int, where: str) -> np.ndarray | None:
+def _token_map(top: Fields, tensors: dict[str, Any], config: MedusaConfig, where: str) -> np.ndarray | None:
     """The target ids of the draft vocabulary, taken out of the tensors; ``None`` where it is the target's."""
-    size, table = top.size("truncated_vocab_size", vocab_size), tensors.pop("token_map", None)
+    size, full, table = config.draft_vocab_size, config.vocab_size, tensors.pop("token_map", None)
     top.only(logit_scale=1.0)
-    if size == vocab_size and table is None:
-        return None
-    if table is None or size == vocab_size:
+    if (table is None) != (size == full):
         what = "and there is no token_map" if table is None else "and there is a token_map, which vLLM would ignore"
-        raise CheckpointError(f"{where}: the draft vocabulary is {size} of {vocab_size} tokens {what}; correct one")
-    draft_vocab.check_ids(table, size, vocab_size, f"{where}: token_map")
-    return table.astype(np.int64)
+        raise CheckpointError(f"{where}: the draft vocabulary is {size} of {full} tokens {what}; correct one")
+    if table is not None:
+        draft_vocab.check_ids(table, size, full, f"{where}: token_map")
+    return None if table is None else table.astype(np.int64)
 
 
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
-    """Writes the heads in one of the two layouts.
-
-    Raises:
-        CheckpointError: It cannot express them.
-    """
+    """Writes the heads in one of the two layouts."""
     config, where = checkpoint.config, str(checkpoint.source)
     shapes = KIND.param_shapes(config)
     tensors = rules.write_params(head_rules(config), checkpoint.head, shapes, where=where)
@@ -311,11 +260,10 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     count = head.config.num_heads
     fitting = [name for name, tree in PUBLISHED_TREES.items() if tree.max_depth <= count]
     trees = f"published trees that fit: {', '.join(fitting)}" if fitting else "every published tree is deeper"
-    checks = [Check("heads", "ok", f"{count}, so that drafts have at most {count} tokens; {trees}")]
-    native = (head.source / NATIVE_FILE).is_file()
-    base = None if native else read_json(head.source / "config.json").get("base_model_name_or_path")
+    checks = [Check.of("heads", f"{count}, so that drafts have at most {count} tokens; {trees}")]
+    base = _base_model(head)
     named = f"trained for {base}, says config.json; heads read the state of exactly that model"
-    return [*checks, Check("base model", "ok", f"{named} (here: {target.source.name})" if base else "not named")]
+    return [*checks, Check.of("base model", f"{named} (here: {target.source.name})" if base else "not named")]
 
 
 KIND = HeadKind(
@@ -328,7 +276,7 @@ KIND = HeadKind(
     write=write,
     layouts=("vllm", "medusa"),
     stacks={"blocks": lambda config: config.num_heads},
-    dialect=dialect_of,
+    dialect=dialect,
     examine=examine,
     suspects=Suspects(
         first="a head of another target or of a fine-tuned one, or a state before the final norm",

@@ -13,28 +13,26 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from eagle3_jax.conversion import blocks, hf_config, rules
-from eagle3_jax.conversion.checks import Check
 from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.fields import Fields, read_from
 from eagle3_jax.conversion.heads.head import (
+    Check,
     HeadCheckpoint,
     HeadKind,
     Layout,
-    Signs,
     Suspects,
-    check_fit,
     head_tensors,
     read_as,
     refuse_inexpressible,
 )
 from eagle3_jax.conversion.rules import Rule
-from eagle3_jax.conversion.tensors import Stored
+from eagle3_jax.conversion.tensors import Signs, Stored
 from eagle3_jax.drafters.mtp import MTPConfig, MTPDrafter
 from eagle3_jax.models.config import DecoderConfig, gated, grouped, uniform
 
@@ -71,13 +69,7 @@ def recognise(signs: Signs) -> bool:
 
 
 def head_rules(config: MTPConfig, module: str, names: _Names) -> list[Rule]:
-    """The rules of the tensors.
-
-    Args:
-        config: The module.
-        module: The prefix of its tensors.
-        names: Of the layout.
-    """
+    """The rules of the tensors; ``module`` is their prefix."""
     table = [
         rules.norm(f"{module}.{names.embedding_norm}", "embedding_norm"),
         rules.norm(f"{module}.{names.feature_norm}", "feature_norm"),
@@ -89,17 +81,9 @@ def head_rules(config: MTPConfig, module: str, names: _Names) -> list[Rule]:
 
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
-    """Reads an MTP module.
-
-    Args:
-        stored: Its files.
-        target: The target that it drafts for; checked against the module.
-
-    Raises:
-        CheckpointError: It is incomplete, of a kind that is not read, or does not fit the target.
-    """
+    """Reads an MTP module."""
     directory, top, tensors = str(stored.directory), stored.fields, dict(stored.tensors)
-    layout = dialect(stored.config, tensors)
+    layout = dialect(stored.signs)
     if any(name.startswith("mtp.") for name in tensors):
         raise CheckpointError(f"{directory} names its tensors mtp.*, as Qwen3-Next does, whose blocks are not read")
     if layout not in _NAMES:
@@ -109,34 +93,27 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
             "to 'mtp' (embedding first)"
         )
     _refuse_other_modules(top, tensors, layout)
-    config = read_config(top, target)
+    config = read_config(top)
     module, names = _module(config.num_target_layers, layout), _NAMES[layout]
     config = dataclasses.replace(config, own_output=f"{names.output.format(module=module)}.weight" in tensors)
-    if target is not None:
-        check_fit(config, config.aux_layers, target, directory)
     if layout == "mimo" and f"{module}.{names.fc}.weight" in tensors:
         tensors[f"{module}.{names.fc}.weight"] = _exchanged(tensors[f"{module}.{names.fc}.weight"])
     table, embedding = head_rules(config, module, names), f"{names.embedding.format(module=module)}.weight"
     return read_as(KIND, stored, config, table, tensors, target=target, embedding=embedding)
 
 
-def read_config(top: Fields, target: DecoderConfig | None) -> MTPConfig:
+def read_config(top: Fields, target: DecoderConfig | None = None) -> MTPConfig:
     """The description of a module, but for an output matrix of its own, which only its tensors show."""
-    layout = "speculators" if top.get("speculators_model_type") else "deepseek"
-    geometry = top.section("transformer_layer_config") if layout == "speculators" else top
+    del target  # the file says its depth
+    nested = bool(top.get("speculators_model_type"))
+    geometry = top.section("transformer_layer_config") if nested else top
     model_type = geometry.one_of("model_type", _BLOCKS, purpose="for the dense block of an MTP module")
     for fields in (top, geometry):
-        hf_config.refuse_quantised(fields)
         hf_config.refuse_unsupported(fields)
         hf_config.refuse_windows(fields)
     if _MIMO in (top.get("architectures") or ()) and geometry.get("rope_parameters") is None:
         geometry.require("rope_theta")  # engines differ in what its absence means
     depth = geometry.size("num_hidden_layers")
-    if target is not None and depth != target.num_layers:
-        raise CheckpointError(
-            f"{geometry.where}: num_hidden_layers is {depth}, the target's, and the target has {target.num_layers}; "
-            "give the target that the module was trained for"
-        )
     biased, qk_norm = _BLOCKS[model_type]
     o_bias = geometry.flag("attention_bias") and not biased
     mixer = hf_config.read_mixer(geometry, qkv_bias=biased or o_bias, o_bias=o_bias, qk_norm=qk_norm)
@@ -145,17 +122,17 @@ def read_config(top: Fields, target: DecoderConfig | None) -> MTPConfig:
             **hf_config.read_stack(geometry),
             layers=uniform(1, mixer, hf_config.read_mlp(geometry, bias=geometry.flag("mlp_bias"))),
             num_target_layers=depth,
-            zero_first=layout != "speculators",
+            zero_first=not nested,
         )
 
 
-def dialect(values: Mapping[str, Any], names: Iterable[str]) -> str:
+def dialect(signs: Signs) -> str:
     """``deepseek``, ``mimo`` or ``speculators``; ``unknown`` where neither names nor configuration decide."""
-    if values.get("speculators_model_type") == "mtp":
+    if signs.method == "mtp":
         return "speculators"
-    if any(re.match(r"model\.layers\.\d+\.", name) for name in names):
+    if signs.has(r"layers\.\d+\."):
         return "deepseek"
-    return "mimo" if _MIMO in (values.get("architectures") or ()) else "unknown"
+    return "mimo" if _MIMO in signs.architecture else "unknown"
 
 
 def write(checkpoint: HeadCheckpoint, dialect: str) -> Layout:
@@ -212,21 +189,15 @@ def _module(depth: int, layout: str) -> str:
 
 
 def _refuse_other_modules(top: Fields, names: Iterable[str], layout: str) -> None:
-    """Refuses several modules, of which only one could be fed back, and quantised ones."""
-    scales = [name for name in names if name.endswith("weight_scale_inv")]
-    if scales:
-        raise CheckpointError(f"{top.where}: {scales[0]} scales FP8 weights; give the checkpoint before quantisation")
+    """Refuses several modules, of which only one could be fed back."""
     pattern = r"model\.layers\.(\d{1,9})\." if layout == "deepseek" else r"(?:model\.)?mtp_layers\.(\d{1,9})\."
-    found = sorted({int(match[1]) for name in names if (match := re.match(pattern, name))})
+    found = {match[1] for name in names if (match := re.match(pattern, name))}
     said = top.size("num_nextn_predict_layers", 1)
     if said != 1 or len(found) != 1:
         raise CheckpointError(
             f"{top.where}: num_nextn_predict_layers is {said} and the file holds {len(found)} modules; expected one, "
             "which is fed back for every further token: keep the first"
         )
-    expected = top.size("num_hidden_layers") if layout == "deepseek" else 0
-    if found != [expected]:
-        raise CheckpointError(f"{top.where}: the module has number {found[0]}; expected {expected}")
 
 
 def _exchanged(weight: np.ndarray) -> np.ndarray:
@@ -241,9 +212,9 @@ def examine(target: Any, head: HeadCheckpoint) -> list[Check]:
     start = "counts as zero" if head.config.zero_first else "is the token's own"
     output = "its own output matrix" if head.config.own_output else "the target's output matrix"
     return [
-        Check("order of the halves", "ok", f"{order}, as the {head.dialect} layout has it; the shapes do not tell"),
-        Check("embedding at position 0", "ok", start),
-        Check("output", "ok", f"logits by {output}"),
+        Check.of("order of the halves", f"{order}, as the {head.dialect} layout has it; the shapes do not tell"),
+        Check.of("embedding at position 0", start),
+        Check.of("output", f"logits by {output}"),
     ]
 
 

@@ -11,22 +11,21 @@ import dataclasses
 import re
 from typing import Any
 
-from eagle3_jax.conversion.checks import Check, mask_token
-from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.fields import Fields, read_from
 from eagle3_jax.conversion.heads import eagle3
 from eagle3_jax.conversion.heads.head import (
+    Check,
     HeadCheckpoint,
     HeadKind,
     Layout,
-    Signs,
     head_tensors,
+    mask_token,
     read_mask_token,
     refuse_inexpressible,
     speculators_fields,
 )
 from eagle3_jax.conversion.rules import Rule
-from eagle3_jax.conversion.tensors import Stored
+from eagle3_jax.conversion.tensors import Signs, Stored
 from eagle3_jax.drafters.p_eagle import PEagleConfig, PEagleDrafter
 from eagle3_jax.models.config import DecoderConfig, Eagle3Config
 
@@ -45,36 +44,18 @@ def recognise(signs: Signs) -> bool:
 
 
 def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
-    """Reads a P-EAGLE head.
-
-    Args:
-        stored: Its files.
-        target: The target that it drafts for. It is needed when the head does not name its auxiliary layers.
-
-    Raises:
-        CheckpointError: It is incomplete, or does not fit the target; the message says why.
-    """
-    where, top = str(stored.directory), stored.fields
+    """Reads a P-EAGLE head. The target is needed when the head does not name its auxiliary layers."""
+    top = stored.fields
     tensors = eagle3.canonical(stored.tensors, stored.directory)
-    state = tensors.pop(_MASK, None)
-    if state is None:
-        raise CheckpointError(
-            f"{where} has no {_MASK}, the state that stands for features not known yet; fetch the complete head"
-        )
-    if str(top.get("speculators_model_type") or "peagle") != "peagle":
-        raise top.wrong("speculators_model_type", f"the file holds {_MASK}, which only 'peagle' heads have")
+    if _MASK in tensors:
+        if str(top.get("speculators_model_type") or "peagle") != "peagle":
+            raise top.wrong("speculators_model_type", f"the file holds {_MASK}, which only 'peagle' heads have")
+        tensors[_MASK] = tensors[_MASK].reshape(-1)
     # Layers after the first have one norm at their input; engines create this one too and never apply it.
     idle = [name for name in tensors if re.fullmatch(r"layers\.0*[1-9]\d{0,8}\.hidden_norm\.weight", name)]
     tensors = {name: value for name, value in tensors.items() if name not in idle}
-    plain, aux_layers = eagle3.read_config(top, lambda _: eagle3.num_layers(tensors, top.where))
+    plain, aux_layers = eagle3.read_config(top, lambda _: eagle3.num_layers(tensors))
     config = _with_mask(plain, top)
-    size = len(config.aux_layers) * config.target_width
-    if state.size != size:
-        raise CheckpointError(
-            f"{where}: {_MASK} has shape {list(state.shape)}; expected {size} numbers, one for each of "
-            f"{len(config.aux_layers)} features of width {config.target_width}"
-        )
-    tensors[_MASK] = state.reshape(-1)
     note = f"{', '.join(idle)} left out: engines create this norm and never apply it" if idle else ""
     return eagle3.read_fused(KIND, stored, tensors, config, aux_layers, _rules(config), target, note)
 

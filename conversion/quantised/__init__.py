@@ -1,33 +1,5 @@
 """Quantised checkpoints, read exactly: each tensor is computed when it is asked for."""
 
-from __future__ import annotations
+from eagle3_jax.conversion.quantised.formats import Quantisation, read_quantised
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
-import numpy as np
-
-from eagle3_jax.conversion.fields import Fields
-from eagle3_jax.conversion.quantised.format import Format, Quantisation, dequantised
-from eagle3_jax.conversion.quantised.formats import FORMATS, format_of
-
-
-def read_quantised(
-    tensors: Mapping[str, np.ndarray], fields: Fields, directory: Path
-) -> tuple[dict[str, Any], Quantisation | None]:
-    """The tensors of a checkpoint without quantisation, and how they were stored.
-
-    Args:
-        tensors: As the files have them.
-        fields: Of ``config.json``.
-        directory: Of the checkpoint.
-
-    Raises:
-        CheckpointError: The quantisation is not one that is read, or the tensors are not those that it describes.
-    """
-    how = format_of(fields, directory)
-    return (dict(tensors), None) if how is None else dequantised(tensors, how, str(directory))
-
-
-__all__ = ["FORMATS", "Format", "Quantisation", "read_quantised"]
+__all__ = ["Quantisation", "read_quantised"]

@@ -38,15 +38,7 @@ class Dequantised:
     def __init__(
         self, shape: Sequence[int], stored: Any, read: Read, *, block: int | None = None, views: tuple[View, ...] = ()
     ):
-        """See the class.
-
-        Args:
-            shape: Shape of the values that are read, before any view.
-            stored: Dtype of its values.
-            read: Gives the values, and scales that broadcast to them.
-            block: See the class.
-            views: Functions that are applied to both.
-        """
+        """``shape`` is that of the values that ``read`` gives; ``views`` are applied to values and scales."""
         self._whole, self._read, self._views = tuple(shape), read, views
         self.stored, self.block = np.dtype(stored), block
         self.shape = self._viewed(np.broadcast_to(np.float32(0), self._whole)).shape
@@ -88,10 +80,6 @@ class Dequantised:
         """With two axes exchanged."""
         return self._view(lambda one: one.swapaxes(first, second))
 
-    def transpose(self, *axes: Any) -> Dequantised:
-        """With its axes in another order."""
-        return self._view(lambda one: one.transpose(*axes))
-
     def __getitem__(self, index: Any) -> Dequantised:
         """A part of it."""
         return self._view(lambda one: one[index])
@@ -113,9 +101,7 @@ def in_fp8(parts: Sequence[Any]) -> bool:
 def fp8_kernel(parts: Sequence[tuple[View, Any]], shape: Sequence[int]) -> Fp8Kernel | None:
     """The FP8 kernel that several arrays fill, bit for bit; ``None`` where they are no such kernel.
 
-    Args:
-        parts: The arrays, each with the view of a whole ``[..., D_in, D_out]`` that it fills.
-        shape: Of the whole.
+    ``parts`` are the arrays, each with the view of a whole ``[..., D_in, D_out]`` that it fills.
     """
     from eagle3_jax.models.quantised import Fp8Kernel
 

@@ -51,11 +51,7 @@ class Scheme(NamedTuple):
 
 
 def scaled(stored: Stored, scheme: Scheme, dtype: Any) -> Dequantised:
-    """``W = q · s``, values ``[..., out, in]``.
-
-    Raises:
-        CheckpointError: Values or scales are of another type, or scales of another shape.
-    """
+    """``W = q · s``, values ``[..., out, in]``."""
     values = stored.values
     _check_type(stored.name, values, (str(np.dtype(dtype)),))
     if values.ndim < 2:
@@ -66,11 +62,7 @@ def scaled(stored: Stored, scheme: Scheme, dtype: Any) -> Dequantised:
 
 
 def packed(stored: Stored, scheme: Scheme) -> Dequantised:
-    """Integers of a few bits, the first of a word in its lowest bits, plus half their range: ``W = (u - half) · s``.
-
-    Raises:
-        CheckpointError: The words, the scales or the tensor's shape do not go together.
-    """
+    """Integers of a few bits, the first of a word in its lowest bits, plus half their range: ``W = (u - half) · s``."""
     words, each, stem = stored.values, 32 // scheme.bits, stored.name.removesuffix("_packed")
     _check_type(stored.name, words, ("int32",))
     shape = stored.beside.get(f"{stem}_shape")
@@ -93,11 +85,7 @@ def packed(stored: Stored, scheme: Scheme) -> Dequantised:
 
 
 def mxfp4(stored: Stored) -> Dequantised:
-    """Blocks of 32 inputs in four bits with a shared exponent, ``[E, out, K/32, 16]``; read as ``[E, in, out]``.
-
-    Raises:
-        CheckpointError: Blocks or exponents are of another type or shape.
-    """
+    """Blocks of 32 inputs in four bits with a shared exponent, ``[E, out, K/32, 16]``; read as ``[E, in, out]``."""
     blocks, exponents = stored.values, stored.scale
     _check_type(stored.name, blocks, ("uint8",))
     _check_type(stored.scale_name, exponents, _EXPONENTS)
@@ -118,11 +106,7 @@ def mxfp4(stored: Stored) -> Dequantised:
 
 
 def fused_experts(stored: Stored) -> Dequantised:
-    """Stacked experts ``[E, in, out]`` in E4M3, one scale for each output of each, however its axes are written.
-
-    Raises:
-        CheckpointError: Values or scales are of another type or shape.
-    """
+    """Stacked experts ``[E, in, out]`` in E4M3, one scale for each output of each, however its axes are written."""
     values, scale = stored.values, stored.scale
     _check_type(stored.name, values, (str(E4M3),))
     _check_type(stored.scale_name, scale, _FLOATS)

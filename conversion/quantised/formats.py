@@ -1,4 +1,4 @@
-"""The formats of quantised checkpoints: how each ``quantization_config`` is read.
+"""Quantised checkpoints, read exactly: what each ``quantization_config`` says, applied to the tensors of a file.
 
 * ``fp8``, as DeepSeek publishes: E4M3 in blocks of 128 by 128, with scales in float32 or exponents.
 * ``fbgemm_fp8``, as Meta publishes: E4M3 with a scale for every output, stacked experts too.
@@ -10,21 +10,102 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.files import read_json
-from eagle3_jax.conversion.quantised.arrays import E4M3
-from eagle3_jax.conversion.quantised.decoding import Scheme, fused_experts, mxfp4, packed, scaled
-from eagle3_jax.conversion.quantised.format import Format, Layout
+from eagle3_jax.conversion.quantised.arrays import E4M3, Dequantised
+from eagle3_jax.conversion.quantised.decoding import Scheme, Stored, fused_experts, mxfp4, packed, scaled
 
 _FILE = "hf_quant_config.json"  # of Model Optimizer, next to config.json
-_DENSE = "modules_to_not_convert"
+
+
+class Layout(NamedTuple):
+    """The names of a quantised tensor and its scales, and the weights that they stand for.
+
+    Attributes:
+        scale: Ending of the name of the scales.
+        values: Ending of the name of the values, in its place.
+        result: Ending of the name of weights that are not quantised.
+        decode: Gives the weights; raises ``CheckpointError`` where types or shapes contradict each other.
+    """
+
+    scale: str
+    values: str
+    result: str
+    decode: Callable[[Stored], Dequantised]
+
+
+class Format(NamedTuple):
+    """A quantisation as ``config.json`` describes it.
+
+    Attributes:
+        words: Its name for people.
+        layouts: The layouts of its tensors.
+        beside: Patterns of tensors that belong to quantised ones and are not needed for their weights.
+    """
+
+    words: str
+    layouts: tuple[Layout, ...]
+    beside: tuple[str, ...] = ()
+
+
+class Quantisation(NamedTuple):
+    """How the weights of a checkpoint were stored.
+
+    Attributes:
+        words: The format, for people.
+        fp8: Whether its kernels are E4M3 values with scales, which can be kept as they are.
+        num_tensors: How many tensors are quantised.
+    """
+
+    words: str
+    fp8: bool
+    num_tensors: int
+
+
+def read_quantised(
+    tensors: Mapping[str, np.ndarray], fields: Fields, directory: Path
+) -> tuple[dict[str, Any], Quantisation | None]:
+    """The tensors of a checkpoint without quantisation, and how they were stored."""
+    how = _format_of(fields, directory)
+    return (dict(tensors), None) if how is None else _dequantised(tensors, how, str(directory))
+
+
+def _dequantised(tensors: Mapping[str, np.ndarray], how: Format, where: str) -> tuple[dict[str, Any], Quantisation]:
+    """The tensors without quantisation, and how they were stored."""
+    results: dict[str, Any] = {}
+    used: set[str] = set()
+    for name, scale in tensors.items():
+        layout = next((one for one in how.layouts if name.endswith(one.scale)), None)
+        if layout is None:
+            continue
+        stem = name.removesuffix(layout.scale)
+        values, result = stem + layout.values, stem + layout.result
+        if values not in tensors:
+            raise CheckpointError(f"{where} holds {name} without {values}, which it scales; fetch the files again")
+        if result in results or (result != values and result in tensors):
+            raise CheckpointError(f"{where} gives {result} twice, the second time as {values}")
+        try:
+            results[result] = layout.decode(Stored(values, tensors[values], name, scale, tensors))
+        except CheckpointError as error:
+            raise CheckpointError(f"{where}: {error} ({how.words})") from None
+        used |= {name, values}
+    beside = re.compile("|".join(f"(?:{pattern})" for pattern in how.beside) or r"(?!)")
+    rest = {name: value for name, value in tensors.items() if name not in used and not beside.fullmatch(name)}
+    if not results:
+        raise CheckpointError(
+            f"{where} says that its weights are quantised ({how.words}) and holds no scale; remove quantization_config"
+        )
+    fp8 = all(value.in_fp8 for value in results.values())
+    # Messages list tensors in the order of the file.
+    return rest | results, Quantisation(how.words, fp8, len(results))
 
 
 def _matrices(scheme: Scheme, dtype: Any = E4M3) -> Layout:
@@ -44,8 +125,6 @@ def _read_fp8(fields: Fields) -> Format:
     return Format(
         words=words,
         layouts=(Layout("_scale_inv", "", "", functools.partial(scaled, scheme=scheme, dtype=E4M3)),),
-        dense=[*fields.words(_DENSE), *fields.words("ignored_layers")],
-        dense_field=_DENSE,
         beside=(r".*\.(input_scale|activation_scale)", r".*\.[kv]_scale"),
     )
 
@@ -54,20 +133,15 @@ def _read_fbgemm(fields: Fields) -> Format:
     return Format(
         words="fp8 of fbgemm, a scale for every output",
         layouts=(_matrices(Scheme("channel")), Layout("_proj_scale", "_proj", "_proj", fused_experts)),
-        dense=fields.words(_DENSE),
-        dense_field=_DENSE,
         beside=(r".*\.(input_scale_ub|input_scale)",),
     )
 
 
 def _read_modelopt(fields: Fields) -> Format:
     fields.only(quant_algo="FP8")
-    lists = ("ignore", "exclude_modules", _DENSE)
     return Format(
         words="fp8 of Model Optimizer, one scale a tensor",
         layouts=(_matrices(Scheme("tensor")),),
-        dense=[entry for name in lists for entry in fields.words(name)],
-        dense_field="the list of modules left out",
         beside=(r".*\.(input_scale|output_scale)", r".*\.[qkv]_scale"),
     )
 
@@ -76,8 +150,6 @@ def _read_mxfp4(fields: Fields) -> Format:
     return Format(
         words="mxfp4, an exponent for 32 inputs of an output",
         layouts=(Layout("_scales", "_blocks", "", mxfp4),),
-        dense=fields.words(_DENSE),
-        dense_field=_DENSE,
     )
 
 
@@ -108,13 +180,7 @@ def _read_compressed_tensors(fields: Fields) -> Format:
     return Format(
         words=f"{words} of compressed-tensors, {among}",
         layouts=(layout,),
-        dense=fields.words("ignore"),
-        dense_field="ignore",
         beside=(r".*\.(input_scale|output_scale|weight_shape)", r".*\.[qkv]_scale"),
-        refused={
-            r".*\.weight_zero_point": "its weights are asymmetric",
-            r".*\.weight_g_idx": "the inputs of its groups are reordered",
-        },
     )
 
 
@@ -162,16 +228,8 @@ FORMATS: dict[str, Callable[[Fields], Format]] = {
 }
 
 
-def format_of(fields: Fields, directory: Path) -> Format | None:
-    """The format of a checkpoint; ``None`` where it is not quantised.
-
-    Args:
-        fields: Its ``config.json``.
-        directory: Its place, where Model Optimizer may have a file of its own.
-
-    Raises:
-        CheckpointError: It is a format that is not read.
-    """
+def _format_of(fields: Fields, directory: Path) -> Format | None:
+    """The format of a checkpoint; ``None`` where it is not quantised. Model Optimizer may have a file of its own."""
     section = "quantization_config"
     owner = fields if fields.get(section) is not None else fields.section("text_config")
     if owner.get(section) is None:

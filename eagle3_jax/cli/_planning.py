@@ -114,7 +114,7 @@ def _method_of(fields: Fields) -> str:
     if any(directory.glob("*.safetensors")):
         with contextlib.suppress(CheckpointError):
             return identify(directory)
-    signs = Signs.of(fields.values, (), fields.where)
+    signs = Signs.of(fields)
     found = next((kind.name for kind in HEADS.values() if kind.recognise(signs)), None)
     # Official files do not say what they are: EAGLE-3's name a draft vocabulary, EAGLE-1's are of one layer.
     if found is None and fields.get("draft_vocab_size") is not None:

@@ -29,7 +29,7 @@ def read_corpus(directory: Path) -> tuple[Any, Tokenizer]:
     """The tokens to train on, and their tokenizer."""
     import numpy as np
 
-    from eagle3_jax.load import read_tokenizer
+    from eagle3_jax.conversion.files import read_tokenizer
 
     path, tokenizer = directory / "train.npy", read_tokenizer(directory / "tokenizer.json")
     if tokenizer is None or not path.is_file():

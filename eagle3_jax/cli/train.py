@@ -153,7 +153,7 @@ def corpus(
 
     import numpy as np
 
-    from eagle3_jax.load import read_tokenizer
+    from eagle3_jax.conversion.files import read_tokenizer
     from eagle3_jax.training import corpus as texts
 
     source = stdlib or Path(sysconfig.get_path("stdlib"))

@@ -24,7 +24,7 @@ from eagle3_jax import LoadedTarget, load_target
 from eagle3_jax.cli import plan, run, train
 from eagle3_jax.cli._commands import app
 from eagle3_jax.cli._options import parse_ids, parse_numbers, parse_schedule, parse_tree
-from eagle3_jax.load import read_tokenizer
+from eagle3_jax.conversion.files import read_tokenizer
 from eagle3_jax.prompts import (
     Prompt,
     Renderer,

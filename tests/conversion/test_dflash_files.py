@@ -78,14 +78,6 @@ def test_both_dialects_give_the_same_head(tmp_path: Path, name: str) -> None:
     assert same(first, second)
 
 
-def test_an_output_of_layer_i_enters_layer_i_plus_1(tmp_path: Path) -> None:
-    assert conversion.read_head(BlockHead(ids=(1, 3, 6)).write(tmp_path / "head"), TARGET).config.aux_layers == (
-        2,
-        4,
-        7,
-    )
-
-
 def test_what_engines_read_differently_is_written_whatever_its_default(tmp_path: Path) -> None:
     conversion.convert(HEADS["DSpark"].write(tmp_path / "head"), tmp_path / "spec", "speculators", TARGET)
     values = json.loads((tmp_path / "spec" / "config.json").read_text())
@@ -139,29 +131,17 @@ REFUSALS = {
     "layer ids that disagree": case(
         r"\(\+1\) is \(2, 4, 7\) and .* must agree", eagle_aux_hidden_state_layer_ids=[1, 3, 6]
     ),
-    "layer ids out of order": case("distinct layers in ascending order", BlockHead(ids=(6, 3, 1))),
     "layers that the target has not": case("reads auxiliary layer 10", BlockHead(ids=(1, 3, 9))),
-    "another number of layer ids": case(
-        r"fc.weight has shape \[32, 96\]", dflash_config={"mask_token_id": 60, "target_layer_ids": [1, 3]}
-    ),
     "no mask token": case("names no mask token", dflash_config={"target_layer_ids": [1, 3, 6]}),
-    "mask token past the vocabulary": case("mask_token is 61; expected a token id from 0 to 60", BlockHead(mask=61)),
     "mask tokens that disagree": case("mask_token_id is 60 and pard_token is 7", pard_token=7),
     "no block size": case("no block_size", block_size=None),
-    "a block without a token to predict": case("block_size is 1", BlockHead(block=1)),
     "no rope_theta": case("no rope_theta; engines fill in 1000000 or 10000", rope_theta=None),
     "a window": case("only full attention", layer_types=["sliding_attention"] * 2, sliding_window=8),
-    "windows by a switch": case("use_swa is True; only False", use_swa=True),
     "values that are scaled": case("attention_value_scale is 0.5", attention_value_scale=0.5),
-    "attention sinks": case("add_swa_attention_sink_bias is True", add_swa_attention_sink_bias=True),
-    "interleaved rotation": case("is_neox_style is False", is_neox_style=False),
-    "no features": case("use_aux_hidden_state is False", use_aux_hidden_state=False),
     "a setting in two places": case("causal is True but False elsewhere", BlockHead(causal=True), causal=False),
-    "another geometry": case("model_type is 'deepseek_v4'", model_type="deepseek_v4"),
-    "quantised": case("quantization_config is set", quantization_config={}),
+    "quantised": case("quantization_config is {}; give the head before", quantization_config={}),
     "a state for masks": case("unexpected mask_hidden", mask_hidden=MATRIX),
     "a layer too many": case("num_hidden_layers is 1; the file holds 2", num_hidden_layers=1, layer_types=None),
-    "a norm missing": case("misses hidden_norm.weight", hidden_norm__weight=None),
     "a reduced vocabulary without lm_head": case("without own_output", BlockHead(draft_vocab=40), lm_head__weight=None),
     "a reduced vocabulary without d2t": case("has no d2t", BlockHead(draft_vocab=40), d2t__=None),
     "another width without an embedding": case(
@@ -171,10 +151,7 @@ REFUSALS = {
     "DFlash2 by its name": case("a DFlash2 drafter", dialect="speculators", speculators_model_type="dflash2"),
     "Domino": case("a 'domino' drafter", dflash_config={"projector_type": "domino"}),
     "XPress": case("a 'xpress' drafter", dialect="speculators", speculators_model_type="xpress"),
-    "candidates only": case("dspark_draft_topk is 8", SPARK, dspark_draft_topk=8),
-    "an unknown bias": case("markov_head_type is 'cubic'", SPARK, markov_head_type="cubic"),
     "a bias without its size": case("no markov_rank", SPARK, markov_rank=None),
-    "another rank": case(r"markov_w2.weight has shape \[32, 7\]", SPARK, markov_head__markov_w2__weight=MATRIX[:, :7]),
     "a confidence that is not there": case(
         "misses confidence_head.proj.weight", SPARK, confidence_head__proj__weight=None
     ),

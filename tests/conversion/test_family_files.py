@@ -1,4 +1,4 @@
-"""What published checkpoints hold beside a target, and experts that are missing or lie in another layout."""
+"""Files of targets as they are published: what lies beside the target, and experts and layers in other layouts."""
 
 from __future__ import annotations
 
@@ -7,22 +7,33 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 import quantised
-from checkpoints import edit_config, edit_tensors, same_target, write_checkpoint
-from families import RECIPES, WRAPPED, build, eager, truth
+from checkpoints import edit_config, same_target, write_checkpoint
+from families import BASE, PROMPTS, RECIPES, WRAPPED, build, eager, truth
 from safetensors.numpy import load_file
 
 import eagle3_jax as e3
 from eagle3_jax import conversion
 from eagle3_jax.conversion import CheckpointError, blocks
 from eagle3_jax.conversion.families import FAMILIES
+from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.rules import flatten, read_params, write_params
-from eagle3_jax.models.config import DecoderConfig, Experts, GroupedQuery, LayerConfig
+from eagle3_jax.models.config import (
+    DecoderConfig,
+    Experts,
+    GatedDelta,
+    GatedMLP,
+    GroupedQuery,
+    Latent,
+    LayerConfig,
+    grouped,
+)
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.memory import causal_mask
 
@@ -39,14 +50,20 @@ def saved(tmp_path: Path) -> Any:
     return of
 
 
-def test_an_expert_that_is_missing_is_named(saved: Any) -> None:
-    directory = saved("qwen3_moe")
-    edit_tensors(directory, model__layers__2__mlp__experts__3__down_proj__weight=None)
-    with pytest.raises(
-        CheckpointError, match=r"misses model\.layers\.2\.mlp\.experts\.3\.down_proj\.weight; its"
-    ) as no:
-        conversion.read_target(directory)
-    assert "\n" not in str(no.value)
+@pytest.fixture
+def published(saved: Any) -> Any:
+    """What transformers writes for a recipe: the configuration, and the tensors."""
+
+    def of(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        directory = saved(name)
+        return json.loads((directory / "config.json").read_text()), load_file(directory / "model.safetensors")
+
+    return of
+
+
+def values_of(name: str) -> dict[str, Any]:
+    """The ``config.json`` of a recipe, without transformers."""
+    return BASE | RECIPES[name].fields | {"model_type": name, "rms_norm_eps": 1e-6}
 
 
 @pytest.fixture(scope="module")
@@ -256,3 +273,176 @@ def test_a_table_that_leaves_a_piece_of_a_tensor_is_none_of_ours() -> None:
         AssertionError, match=r"the rule table and the model differ: \['model\.layers\.0\.self_attn\.q_"
     ):
         read_params(rules, tensors, shapes, where="here")
+
+
+# ------------------------------------------------------------------------------------ DeepSeek
+
+
+def test_kimi_k2_is_deepseek_v3_under_another_name(published: Any, tmp_path: Path) -> None:
+    config, tensors = published("deepseek_v3")
+    ours = conversion.read_target(write_checkpoint(tmp_path / "deepseek", config, tensors))
+    kimi = conversion.read_target(write_checkpoint(tmp_path / "kimi", {**config, "model_type": "kimi_k2"}, tensors))
+    assert same_target(ours, kimi) and kimi.family == FAMILIES["kimi_k2"]
+    conversion.convert(tmp_path / "kimi", tmp_path / "back", "vllm")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "kimi_k2"
+    assert conversion.describe(tmp_path / "back").kind == "target: Kimi K2"
+
+
+def test_a_layer_that_drafts_is_left_out_and_another_layer_is_not(published: Any, tmp_path: Path) -> None:
+    config, tensors = published("deepseek_v3")
+    more = {name.replace("layers.3.", "layers.4."): value for name, value in tensors.items() if "layers.3." in name}
+    ours = conversion.read_target(write_checkpoint(tmp_path / "without", config, tensors))
+    drafts = {**more, "model.layers.4.eh_proj.weight": np.zeros((32, 64), np.float32)}
+    assert same_target(ours, conversion.read_target(write_checkpoint(tmp_path / "with", config, tensors | drafts)))
+    with pytest.raises(CheckpointError, match="num_hidden_layers is 4; the file holds 5 layers"):
+        conversion.read_target(write_checkpoint(tmp_path / "five", config, tensors | more))
+    with pytest.raises(CheckpointError, match="num_hidden_layers is 3; the file holds 4 layers"):
+        conversion.read_target(write_checkpoint(tmp_path / "three", {**config, "num_hidden_layers": 3}, tensors))
+
+
+def test_a_published_file_says_the_same_in_its_older_notation(published: Any, tmp_path: Path) -> None:
+    """``rope_scaling`` with ``type``, ``rope_theta`` beside it, ``first_k_dense_replace``, no ``rope_interleave``."""
+    config, tensors = published("deepseek_v3")
+    parameters = dict(config["rope_parameters"])
+    old = {**config, "rope_theta": parameters.pop("rope_theta"), "rope_parameters": None, "rope_interleave": None}
+    old["rope_scaling"] = {"type": parameters.pop("rope_type"), **parameters}
+    old |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1, "ep_size": 1}
+    old = {name: value for name, value in old.items() if value is not None}
+    ours = conversion.read_target(write_checkpoint(tmp_path / "new", config, tensors))
+    assert same_target(ours, conversion.read_target(write_checkpoint(tmp_path / "old", old, tensors)))
+    mixers, kinds = {layer.mixer for layer in ours.config.layers}, [type(layer.mlp) for layer in ours.config.layers]
+    assert kinds == [GatedMLP, Experts, Experts, Experts] and len(mixers) == 1
+    (mixer,) = mixers
+    assert isinstance(mixer, Latent) and mixer.rope.interleaved
+    assert mixer.scale == pytest.approx(20**-0.5 * (0.1 * np.log(8.0) + 1) ** 2)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_beyond_the_keys_of_its_index_a_target_holds_nothing(published: Any, tmp_path: Path, name: str) -> None:
+    config, tensors = published(name)
+    assert any("indexer" in tensor for tensor in tensors)
+    target = e3.load_target(write_checkpoint(tmp_path / "target", {**config, "index_topk": 16}, tensors))
+    decoder = e3.SpeculativeDecoder(target, stop_tokens=())
+    assert target.max_positions == 16
+    if name == "deepseek_v32":
+        assert len(decoder.generate(PROMPTS[:1], max_new_tokens=60).tokens[0]) == 16 - len(PROMPTS[0])
+    says = (
+        r"the prompt has 20 tokens; .* holds 16 positions \(beyond them its attention is sparse, to 16 tokens, which "
+        r"is not computed here\), so give at most 15"
+    )
+    with pytest.raises(ValueError, match=says):
+        decoder.encode([5] * 20)
+    edit_config(tmp_path / "target", index_topk=1024)
+    whole = e3.load_target(tmp_path / "target")
+    assert (whole.max_positions, whole.holds) == (256, "256 positions")
+
+
+REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "silent about the rank": ("deepseek_v3", {"q_lora_rank": ...}, "has no q_lora_rank"),
+    "fewer key heads": (
+        "deepseek_v3",
+        {"num_key_value_heads": 2},
+        "num_key_value_heads is 2; num_attention_heads is 4, and each head",
+    ),
+    "odd rotation": ("deepseek_v3", {"qk_rope_head_dim": 7}, "rope_dim is 7; rotary embedding needs a positive even"),
+    "another extension": (
+        "deepseek_v3",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+        "rope type 'linear' of latent attention; expected default or yarn",
+    ),
+    "another score": ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
+    "biases": ("glm_moe_dsa", {"mlp_bias": True}, "mlp_bias is True; only False is supported"),
+    "a kind of layer": ("qwen3_next", {"layer_types": ["mamba"] * 4}, "layer_types has 'mamba'; expected linear_att"),
+    "no kernel": ("qwen3_next", {"linear_conv_kernel_dim": None}, "has no linear_conv_kernel_dim"),
+    "no gate": ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate is False; only True is supported"),
+    "heads that do not divide": (
+        "qwen3_5_text",
+        {"linear_num_value_heads": 3},
+        "num_value_heads 3 is not a multiple of num_key_heads 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_configuration_that_means_something_else_is_refused(name: str) -> None:
+    recipe, changes, says = REFUSALS[name]
+    FAMILIES[recipe].read_config(Fields(values_of(recipe), "config.json"))
+    values = {key: value for key, value in {**values_of(recipe), **changes}.items() if value is not ...}
+    with pytest.raises(CheckpointError, match=says):
+        FAMILIES[recipe].read_config(Fields(values, "config.json"))
+
+
+def test_absent_neighbours_rotate_and_null_ones_do_not() -> None:
+    """As transformers reads ``rope_interleave``."""
+    for changes, expected in (({}, True), ({"rope_interleave": None}, False), ({"rope_interleave": False}, False)):
+        config = FAMILIES["deepseek_v3"].read_config(Fields(values_of("deepseek_v3") | changes, "config.json"))
+        mixer = config.layers[0].mixer
+        assert isinstance(mixer, Latent) and mixer.rope.interleaved == expected
+
+
+# -------------------------------------------------------------------- Qwen3-Next and Qwen3.5
+
+
+def written(name: str) -> tuple[Any, dict[str, np.ndarray]]:
+    """Random parameters, and their tensors in the layout that is written."""
+    config = FAMILIES[name].read_config(Fields(values_of(name), name))
+    shapes, rng = DecoderTarget(config).param_shapes(), np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes)
+    return params, write_params(FAMILIES[name].rules(config), params, shapes, where=name)
+
+
+def assert_read(directory: Path, params: Any, family: str) -> None:
+    found = conversion.read_target(directory)
+    assert found.family == FAMILIES[family]
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, found.params), params)
+
+
+def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Every expert of a layer in two tensors, gates before the rest."""
+    count, out = 8, dict(tensors)
+    for layer in range(4):
+        source = f"model.layers.{layer}.mlp.experts"
+        of = {
+            part: [out.pop(f"{source}.{e}.{part}_proj.weight") for e in range(count)] for part in ("gate", "up", "down")
+        }
+        out[f"{source}.gate_up_proj"] = np.stack(
+            [np.concatenate(pair) for pair in zip(of["gate"], of["up"], strict=True)]
+        )
+        out[f"{source}.down_proj"] = np.stack(of["down"])
+    return out
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_the_language_model_is_read_out_of_one_that_sees(tmp_path: Path, name: str) -> None:
+    params, tensors = written(name)
+    if "moe" in name:
+        tensors = fused(tensors)
+    inside = {key.replace("model.", "model.language_model.", 1): value for key, value in tensors.items()}
+    parts = ("model.visual.patch_embed.proj.weight", "mtp.fc.weight")
+    beside = {part: np.zeros((2, 2), np.float32) for part in parts}
+    values = {"model_type": name.removesuffix("_text"), "text_config": values_of(name), "vision_config": {}}
+    directory = write_checkpoint(
+        tmp_path / "target", values, {**inside, **{k: v.astype(np.float32) for k, v in beside.items()}}
+    )
+    assert_read(directory, params, name)
+    assert conversion.describe(directory).kind == f"target: {FAMILIES[name].label}"
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text"])
+def test_a_module_that_drafts_is_left_out(tmp_path: Path, name: str) -> None:
+    params, tensors = written(name)
+    module = {f"mtp.layers.0.{part}.weight": np.ones((2, 2), np.float32) for part in ("mlp.gate", "input_layernorm")}
+    assert_read(write_checkpoint(tmp_path / "target", values_of(name), tensors | module), params, name)
+
+
+def test_every_fourth_layer_attends_where_a_file_does_not_say_which() -> None:
+    values = values_of("qwen3_5_text") | {"layer_types": None, "num_hidden_layers": 8}
+    del values["rope_parameters"]
+    values["rope_theta"] = 1e7
+    read = FAMILIES["qwen3_5_text"].read_config
+    config = read(Fields(values, "here"))
+    assert [isinstance(layer.mixer, GatedDelta) for layer in config.layers] == [True, True, True, False] * 2
+    rope = grouped(config.layers[3]).rope
+    assert rope is not None and (rope.partial, rope.theta) == (0.25, 1e7)
+    third = read(Fields(values | {"full_attention_interval": 3}, "here"))
+    assert [index for index, layer in enumerate(third.layers) if not isinstance(layer.mixer, GatedDelta)] == [2, 5]

@@ -24,7 +24,6 @@ from eagle3_jax.cli import run
 from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.conversion.files import TOKENIZER_FILES
 from eagle3_jax.conversion.tensors import read_file, read_tensors
-from eagle3_jax.load import read_tokenizer
 from eagle3_jax.sources import locate
 
 Damage = Callable[[Path], object]
@@ -51,37 +50,19 @@ def read_head(directory: Path) -> Any:
 # ------------------------------------------------------------------------------------------------ fields of config.json
 
 
-def llama3(**changes: float) -> dict[str, Any]:
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    return {"rope_scaling": scaling | {"original_max_position_embeddings": 16} | changes}
-
-
 NAN = float("nan")
-WHOLE, FINITE = "expected a whole number", "expected a finite number"
 TARGET_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 10**9}, "the file holds 8 layers"),
     ({"num_hidden_layers": 10**30}, "num_hidden_layers is 10000000"),
-    ({"num_hidden_layers": 0}, "num_hidden_layers is 0; expected"),
-    ({"num_attention_heads": 10**12, "num_key_value_heads": 10**12, "head_dim": 8}, "num_attention_heads is 10000"),
     ({"num_attention_heads": -4}, "num_attention_heads is -4"),
     ({"hidden_size": 10**12}, "hidden_size is 1000000000000; expected"),
     ({"hidden_size": 10**9}, "has shape"),
-    ({"hidden_size": "32"}, f"hidden_size is '32'; {WHOLE}"),
-    ({"vocab_size": True}, f"vocab_size is True; {WHOLE}"),
-    ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000"),
-    ({"rms_norm_eps": NAN}, f"rms_norm_eps is nan; {FINITE}"),
+    ({"vocab_size": True}, "vocab_size is True; expected a whole number"),
     ({"rms_norm_eps": 0.0}, "norm_eps is 0.0; expected"),
-    ({"rope_theta": NAN}, f"rope_theta is nan; {FINITE}"),
-    ({"rope_theta": 0}, "rope_theta is 0.0; expected a positive number"),
+    ({"rope_theta": NAN}, "rope_theta is nan; expected a finite number"),
     ({"rope_theta": 1e-30}, "theta is 1e-30; expected"),
-    ({"rope_theta": 10**400}, FINITE),
-    ({"rope_scaling": {"type": "linear", "factor": NAN}}, FINITE),
+    ({"rope_theta": 10**400}, "expected a finite number"),
     ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0"),
-    (llama3(low_freq_factor=4.0, high_freq_factor=2.0), "expected the first not to be larger"),
-    (
-        llama3() | {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-        "rope_parameters and rope_scaling disagree",
-    ),
     (
         {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": -16}},
         "original_max_positions is -16",
@@ -156,11 +137,8 @@ def loop(path: Path) -> None:
 NO_FILE = "holds no weights|holds model.safetensors"
 SAFETENSORS: dict[str, Damage] = {
     "nothing": start(0),
-    "half the header": start(100),
-    "all but a byte": lambda d: os.truncate(p := d / "model.safetensors", p.stat().st_size - 1),
     "a header longer than the file": length(10**9),
     "a header 200,000 deep": text("model.safetensors", struct.pack("<Q", 1_000_000) + b"[" * 1_000_000),
-    "an unknown type": entry(dtype="F7"),
     "a shape beyond counting": entry(shape=[2**62, 2**62]),
     "offsets that overlap": entry(data_offsets=[4, 61 * 32 * 4 + 4]),
     "offsets beyond the end": entry(data_offsets=[10**12, 10**12 + 61 * 32 * 4]),
@@ -169,12 +147,8 @@ FILES: dict[str, tuple[Damage, str]] = {
     # config.json
     "no config.json": (lambda d: (d / "config.json").unlink(), "has no config.json"),
     "empty": (text("config.json", ""), "not valid JSON"),
-    "no UTF-8": (text("config.json", b'{"a": "\xff"}'), "not valid JSON"),
     "nested 200,000 deep": (text("config.json", '{"a":' * 200_000 + "1" + "}" * 200_000), "not valid JSON"),
     "a number of 10,000 digits": (text("config.json", '{"vocab_size": 1' + "0" * 10_000 + "}"), "not valid JSON"),
-    "a list": (text("config.json", "[]"), "expected an object"),
-    "a directory for a file": (instead("config.json", Path.mkdir), "has no config.json"),
-    "a link to itself": (instead("config.json", loop), "has no config.json"),
     "a pipe": (instead("config.json", os.mkfifo), "has no config.json"),
     "a stop token outside, elsewhere": (
         text("generation_config.json", '{"eos_token_id": [2, 1000000000000]}'), "generation_config.json: eos_token_id",
@@ -186,7 +160,6 @@ FILES: dict[str, tuple[Damage, str]] = {
         lambda d: edit_tensors(d, **{"\x1b[2Jx": np.zeros(1, np.float32)}),
         r"unexpected \\x1b\[2Jx",
     ),
-    "a directory for weights": (instead("model.safetensors", Path.mkdir), NO_FILE),
     "weights that link to themselves": (instead("model.safetensors", loop), NO_FILE),
     # the index
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "not a checkpoint: it holds no weights"),
@@ -194,10 +167,8 @@ FILES: dict[str, tuple[Damage, str]] = {
     "no weight map": (
         lambda d: (index("x")(d), text("model.safetensors.index.json", '{"metadata": {}}')(d)), "has no weight_map",
     ),
-    "a shard that is missing": (index(..., more="two.safetensors"), r"two\.safetensors is missing"),
     "a shard without its tensor": (index(..., more="one.safetensors"), "does not hold more"),
     "a shard above": (index("../elsewhere.safetensors"), "without directories"),
-    "the directory above as a shard": (index(".."), "is missing"),
     "a NUL in a shard's name": (index("a\0b"), "without directories"),
 }  # fmt: skip
 
@@ -241,7 +212,7 @@ def test_tensors_in_two_shards_and_a_shard_that_is_another_file_are_refused(targ
     save_file({"lm_head.weight": tensors["lm_head.weight"]}, target / "two.safetensors")
     path = target / "model.safetensors.index.json"
     path.write_text(json.dumps({"weight_map": {**json.loads(path.read_text())["weight_map"], "x": "two.safetensors"}}))
-    refused(conversion.read_target, target, "holds the tensor lm_head.weight twice")
+    refused(conversion.read_target, target, "two.safetensors holds lm_head.weight, which .* lists in one.safetensors")
 
 
 # ------------------------------------------------------------------------------------------------ native checkpoints
@@ -253,18 +224,13 @@ def mixer(config: dict[str, Any]) -> dict[str, Any]:
 
 NATIVE = {
     "layers": (lambda c: c.update(layers=c["layers"][:7]), "num_layers is 7; the file holds 8 layers"),
-    "no layers": (lambda c: c.update(layers=[]), "num_layers is 0"),
     "a layer of text": (lambda c: c.update(layers=["one"]), r"layers\[0\] is 'one'; expected an object"),
-    "flag": (lambda c: mixer(c).update(num_heads=True), "num_heads is True; expected int"),
     "fraction": (lambda c: c.update(width=32.0), r"width is 32.0; expected int"),
-    "NaN": (lambda c: c.update(norm_eps=float("nan")), "norm_eps is nan"),
     "another kind": (lambda c: mixer(c).update(kind="intuition"), "mixer is of kind 'intuition'"),
-    "no kind": (lambda c: mixer(c).pop("kind"), "mixer is of kind None"),
     "rope of texts": (lambda c: mixer(c).update(rope={"theta": "1"}), "missing or unknown"),
 }
 DESCRIPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "a stop token outside": ({"stop_tokens": [61]}, "expected token ids from 0 to 60"),
-    "a number for a list": ({"stop_tokens": 2}, "expected a list"),
     "another kind": ({"kind": "cake"}, "kind is 'cake'; expected one of target, "),
     "the format of version 0.1": ({"format": 2}, "format is 2; .* format 3: convert the original checkpoint again$"),
 }
@@ -327,7 +293,7 @@ PANICS = """{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merge
 
 @pytest.mark.parametrize(
     "content",
-    ["{}", "", '{"version": "\\u001b[2J"}', '{"a":' * 2000, b"\xff\xfe", PANICS],
+    ["{}", '{"version": "\\u001b[2J"}', b"\xff\xfe", PANICS],
     ids=lambda content: str(content[:12]),
 )
 def test_a_tokenizer_that_is_none_is_refused_when_it_is_loaded(content: str | bytes, tmp_path: Path) -> None:
@@ -336,11 +302,6 @@ def test_a_tokenizer_that_is_none_is_refused_when_it_is_loaded(content: str | by
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer \(.*; fetch the file again") as refusal:
         e3.load_target(target)
     assert str(refusal.value).isprintable()
-
-
-def test_a_directory_is_no_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").mkdir()
-    assert read_tokenizer(tmp_path / "tokenizer.json") is None
 
 
 @pytest.mark.parametrize("source", ["", "a" * 5000, "a\0b", "/nowhere", "./nowhere", "~/x"])

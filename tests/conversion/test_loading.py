@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import TARGET, target_config_json, write_checkpoint
-from safetensors.numpy import load_file
+from checkpoints import TARGET, write_llama
+from safetensors.numpy import load_file, save_file
 
 import eagle3_jax as e3
 from eagle3_jax.bench.timing import CompileClock
@@ -38,26 +38,14 @@ ODD = (1e-40, -1e-41, 3.4e38, 1.00390625, 1.01171875, 0.0, -0.0, np.inf, 6e-8)
 
 
 def write(directory: Path, dtype: Any, config: Any = CONFIG) -> dict[str, np.ndarray]:
-    """A random target, and its tensors."""
-    random, layer = np.random.default_rng(0), config.layers[0]
-    width, inner, vocab, mixer = config.width, layer.mlp.width, config.vocab_size, layer.mixer
-    queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-    shapes = {"model.embed_tokens": (vocab, width), "model.norm": (width,), "lm_head": (vocab, width)}
-    for index in range(config.num_layers):
-        for name, shape in {
-            "input_layernorm": (width,), "post_attention_layernorm": (width,),
-            "self_attn.q_proj": (queries, width), "self_attn.k_proj": (keys, width), "self_attn.v_proj": (keys, width),
-            "self_attn.o_proj": (width, queries),
-            "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner),
-        }.items():  # fmt: skip
-            shapes[f"model.layers.{index}.{name}"] = shape
-    tensors = {}
-    for name, shape in shapes.items():
-        values = random.normal(size=shape).astype(np.float32)
+    """A random target whose tensors begin with the odd numbers, and its tensors."""
+    path = write_llama(directory, config) / "model.safetensors"
+    tensors = {name: value.copy() for name, value in load_file(path).items()}
+    for name, values in tensors.items():
         values.flat[: len(ODD)] = ODD
         with np.errstate(over="ignore"):
-            tensors[f"{name}.weight"] = values.astype(dtype)
-    write_checkpoint(directory, target_config_json(config) | {"head_dim": mixer.head_dim}, tensors)
+            tensors[name] = values.astype(dtype)
+    save_file(tensors, path)
     return tensors
 
 

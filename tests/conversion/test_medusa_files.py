@@ -141,29 +141,18 @@ ZEROS = np.zeros((16, 16), np.float32)
 REFUSED = {
     "more heads than the file": (
         lambda p: official(p, config={"medusa_num_heads": 5}),
-        "says 5 Medusa heads and the file holds 3",
+        "number of Medusa heads is 5; the file holds 3 heads",
     ),
     "fewer heads than the file": (
         lambda p: vllm(p, num_heads=2),
-        "says 2 Medusa heads and the file holds 3; correct the number",
+        "number of Medusa heads is 2; the file holds 3",
     ),
-    "a head left out": (
-        lambda p: vllm(p, num_heads=2, tensors={"blocks.1.layers.0.weight": None, "blocks.1.layers.0.bias": None}),
-        r"holds those numbered \[0, 2\]",
-    ),
-    "other layers": (lambda p: vllm(p, num_hidden_layers=2), "says 2 layers and head 0 has 1"),
     "no number of heads": (lambda p: official(p, config={"medusa_num_heads": None}), "says nowhere how many heads"),
     "biases that are not there": (
         lambda p: vllm(p, tensors={f"blocks.{k}.layers.0.bias": None for k in range(3)}),
         "medusa_fc_bias is true and the file holds none",
     ),
     "biases that are not said": (lambda p: vllm(p, medusa_fc_bias=None), "which vLLM would drop"),
-    "one bias missing": (lambda p: vllm(p, tensors={"blocks.1.layers.0.bias": None}), "misses blocks.1.layers.0.bias"),
-    "no output at all": (
-        lambda p: vllm(p, tensors={f"lm_heads.{k}.weight": None for k in range(3)}),
-        "no matrix lm_heads.0.weight",
-    ),
-    "no width": (lambda p: vllm(p, hidden_size=None), "has no hidden_size"),
     "a scale": (lambda p: vllm(p, logit_scale=0.5), "logit_scale is 0.5; only 1"),
     "no map": (lambda p: vllm(p, truncated_vocab_size=5), "there is no token_map"),
     "a map of everything": (lambda p: vllm(p, tensors={"token_map": np.arange(13)}), "which vLLM would ignore"),
@@ -171,23 +160,11 @@ REFUSED = {
         lambda p: vllm(p, truncated_vocab_size=2, tensors={"token_map": np.array([4, 13])}),
         "no list of different target ids",
     ),
-    "a map of another size": (
-        lambda p: vllm(p, truncated_vocab_size=2, tensors={"token_map": np.array([4])}),
-        r"token_map is int64\[1\]",
-    ),
-    "a tensor of both names": (lambda p: vllm(p, tensors={"0.0.linear.weight": ZEROS}), "mean the same tensor"),
-    "a tensor that nobody knows": (lambda p: vllm(p, tensors={"norm.weight": ZEROS}), "holds unexpected norm.weight"),
     "a model of its own": (
         lambda p: vllm(p, tensors={"model.embed_tokens.weight": ZEROS}),
         r"trained together \(Medusa-2\)",
     ),
-    "quantised": (lambda p: vllm(p, quantization_config={}), "quantization_config is set"),
     "two numbers of heads": (lambda p: vllm(p, num_attention_heads=4), "num_heads 3, num_attention_heads 4 disagree"),
-    "a matrix of another shape": (
-        lambda p: vllm(p, tensors={"blocks.2.layers.0.weight": ZEROS[:, :8]}),
-        r"blocks.2.layers.0.weight has shape \[16, 8\]",
-    ),
-    "whole numbers": (lambda p: vllm(p, tensors={"lm_heads.2.weight": np.zeros((13, 16), np.int8)}), "stored as int8"),
 }
 
 
@@ -208,12 +185,3 @@ def test_without_its_target_nobody_knows_where_a_head_reads(tmp_path: Path) -> N
         conversion.read_head(tmp_path / "native", other)
     assert conversion.read_head(tmp_path / "native").config.num_target_layers == 2
     refused(conversion.read_target, path, "a Medusa head, not a target|not a target")
-
-
-def test_a_native_number_of_heads_that_the_file_contradicts_is_refused(tmp_path: Path) -> None:
-    conversion.convert(official(tmp_path / "heads"), tmp_path / "native", "jax", TARGET)
-    described = tmp_path / "native/eagle3_jax.json"
-    values = json.loads(described.read_text())
-    values["config"]["num_heads"] = 10**9
-    described.write_text(json.dumps(values))
-    refused(read, tmp_path / "native", "layers in 'blocks' is 1000000000; the file holds 3")

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from checkpoints import TARGET, Head, edit_config, write_llama
 
@@ -36,12 +35,6 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 7168, "intermediate_size": 40_960, "num_attention_heads": 56, "vocab_size": 129_280,
          "max_position_embeddings": 163_840, **ids(1, 29, 57)},
     ),
-    "SpecForge and lmsys, Qwen3-235B": (
-        "Qwen3-235B-A22B",
-        {"hidden_size": 4096, "intermediate_size": 24_576, "num_attention_heads": 64, "num_key_value_heads": 4,
-         "head_dim": 128, "vocab_size": 151_936, "rope_theta": 1e6, "rope_scaling": None, "attention_bias": False,
-         "max_position_embeddings": 40_960, **ids(1, 46, 90)},
-    ),
     "SpecForge, Qwen3-30B, EAGLE-3.1": (
         "Qwen3-30B-A3B",
         {"hidden_size": 2048, "intermediate_size": 12_288, "num_attention_heads": 32, "num_key_value_heads": 4,
@@ -49,21 +42,10 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
          "sliding_window": None, "use_sliding_window": False, "max_window_layers": 48,
          "max_position_embeddings": 2048},
     ),
-    "NVIDIA, Llama 4 Maverick": (
-        "Llama-4-Maverick",
-        {"hidden_size": 5120, "intermediate_size": 16_384, "num_attention_heads": 40, "vocab_size": 202_048,
-         "head_dim": 128, "draft_vocab_size": 202_048, "max_position_embeddings": 131_072, **ids(1, 23, 44)},
-    ),
     "NVIDIA, gpt-oss-120b, v3": (
         "gpt-oss-120b",
         {"hidden_size": 2880, "intermediate_size": 17_280, "num_attention_heads": 64, "head_dim": 64,
          "vocab_size": 201_088, "max_position_embeddings": 131_072, "norm_before_fc": True, **ids(24, 30, 36)},
-    ),
-    "NVIDIA, gpt-oss-120b, long context": (
-        "gpt-oss-120b",
-        {"hidden_size": 2880, "intermediate_size": 17_280, "num_attention_heads": 64, "head_dim": 64,
-         "vocab_size": 201_088, "draft_vocab_size": 201_088, "max_position_embeddings": 65_536,
-         "eagle_aux_hidden_state_layer_ids": [1, 17, 32]},
     ),
     "SpecForge, Kimi K2": (
         "DeepSeek-V3",  # of the same width and depth
@@ -80,10 +62,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 # What the numbers mean: unasked (None where the user must say), entering, leaving.
 MEANS = {
     "SpecForge, DeepSeek-V3": (None, (1, 29, 57), (2, 30, 58)),
-    "SpecForge and lmsys, Qwen3-235B": (None, (1, 46, 90), (2, 47, 91)),
-    "NVIDIA, Llama 4 Maverick": (None, (1, 23, 44), (2, 24, 45)),
     "NVIDIA, gpt-oss-120b, v3": ((24, 30, 36), (24, 30, 36), None),
-    "NVIDIA, gpt-oss-120b, long context": (None, (1, 17, 32), (2, 18, 33)),
     "SpecForge, Kimi K2": ((2, 30, 58), (2, 30, 58), (3, 31, 59)),
 }
 
@@ -123,17 +102,6 @@ def test_numbers_of_layers_are_what_the_user_says_where_two_readings_are_open(na
             assert found.entered == meant
             assert bool(found.note) == (said is not None)
     assert resolve(named, None, dialect="vllm", num_target_layers=depth, where="").entered == named
-
-
-def test_what_has_other_layers_than_a_heads_is_refused_by_name() -> None:
-    for model_type, architecture in (
-        ("qwen3_moe", "Qwen3MoEForCausalLMEagle3"),
-        ("gpt_oss", "GptOssForCausalLMEagle3"),
-    ):
-        fields = LLAMA | PUBLISHED["NVIDIA, gpt-oss-120b, v3"][1]
-        fields |= {"model_type": model_type, "architectures": [architecture]}
-        with pytest.raises(CheckpointError, match=f"model_type is '{model_type}'; expected 'llama' or 'qwen3'"):
-            eagle3.planned(Fields(fields, "config.json"), KNOWN_MODELS["gpt-oss-120b"])
 
 
 @pytest.fixture
@@ -178,20 +146,10 @@ def test_the_command_line_asks_and_is_told(open_head: Path, tmp_path: Path, cli:
     pair = ("--target", target, "--drafter", open_head)
     prompt = ("--prompt-ids", json.dumps([1, 2, 3]), "--max-new-tokens", 4)
     assert "say which with --layer-ids leaving" in refused("generate", *pair, *prompt)
-    texts = [
-        json.loads(cli("generate", *pair, *prompt, "--layer-ids", said, "--json")[1])
-        for said in ("leaving", "entering")
-    ]
-    assert texts[0]["token_ids"] == texts[1]["token_ids"]
+    assert cli("generate", *pair, *prompt, "--layer-ids", "leaving", "--json")[0] == 0
     assert "is about heads from files" in refused(
         "generate", "--target", target, "--drafter", "ngram", *prompt, "--layer-ids", "leaving"
     )
-    code, out, _ = cli("doctor", *pair, "--layer-ids", "leaving", "--json")
-    checks = {check["name"]: check["detail"] for check in json.loads(out)["checks"]}
-    assert "(2, 4, 5), the default of this target" in checks["auxiliary layers"]
-    code, _, _ = cli(
-        "convert", open_head, tmp_path / "out", "--to", "vllm", "--target", target, "--layer-ids", "leaving"
-    )
-    assert code == 0
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    np.testing.assert_array_equal(written["eagle_aux_hidden_state_layer_ids"], [2, 4, 5])
+    out = tmp_path / "out"
+    assert cli("convert", open_head, out, "--to", "vllm", "--target", target, "--layer-ids", "leaving")[0] == 0
+    assert json.loads((out / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]

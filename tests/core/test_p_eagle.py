@@ -149,7 +149,7 @@ def test_files_say_what_vllm_and_speculators_read(tmp_path: Path) -> None:
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no state": ({}, {"mask_hidden": None}, "has no mask_hidden, the state"),
+    "no state": ({}, {"mask_hidden": None}, "misses mask_hidden"),
     "no mask token": ({"ptd_token_id": None}, {}, r"names no mask token \(mask_token_id, pard_token, ptd_token_id\)"),
     "a mask token out of range": ({"ptd_token_id": 61}, {}, "mask_token_id is 61; expected a token of the vocabulary"),
     "two mask tokens": ({"mask_token_id": 3}, {}, r"mask_token_id is 3 and ptd_token_id is 57; they must agree"),
@@ -161,9 +161,9 @@ REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a state of another width": (
         {},
         {"mask_hidden": np.ones((1, 1, 32), np.float32)},
-        r"mask_hidden has shape \[1, 1, 32\]; expected 96 numbers, one for each of 3 features of width 32",
+        r"mask_hidden has shape \[32\]; config.json asks for \[96\]",
     ),
-    "no lm_head": ({}, {"lm_head__weight": None}, "no lm_head.weight; P-EAGLE heads have their own"),
+    "no lm_head": ({}, {"lm_head__weight": None}, r"misses lm_head\.weight"),
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from checkpoints import write_checkpoint
+from checkpoints import NORMS, block_tensors, draft_vocabulary, drawing, geometry, write_checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,33 +45,15 @@ class BlockHead:
 
     def tensors(self) -> dict[str, np.ndarray]:
         random = np.random.default_rng(self.seed)
-
-        def draw(*shape: int, around: float = 0.0) -> np.ndarray:
-            return (around + random.normal(0, 0.3, shape)).astype(np.float32).astype(self.dtype)
-
-        width, rank = self.width, self.rank
+        draw, width, rank = drawing(random, self.dtype), self.width, self.rank
         out = {
             "fc.weight": draw(width, len(self.ids) * self.target_width),
             "hidden_norm.weight": draw(width, around=1),
             "norm.weight": draw(width, around=1),
         }
-        sizes = {
-            "q": self.heads * self.head_dim,
-            "k": self.kv_heads * self.head_dim,
-            "v": self.kv_heads * self.head_dim,
-        }
-        for name in (f"layers.{layer}" for layer in range(self.layers)):
-            out |= {
-                f"{name}.{norm}.weight": draw(width, around=1)
-                for norm in ("input_layernorm", "post_attention_layernorm")
-            }
-            out |= {f"{name}.self_attn.{key}_proj.weight": draw(size, width) for key, size in sizes.items()}
-            out[f"{name}.self_attn.o_proj.weight"] = draw(width, sizes["q"])
-            if self.bias:
-                out |= {f"{name}.self_attn.{key}_proj.bias": draw(size) for key, size in (sizes | {"o": width}).items()}
-            out |= {f"{name}.self_attn.{key}_norm.weight": draw(self.head_dim, around=1) for key in "qk"}
-            out |= {f"{name}.mlp.{key}_proj.weight": draw(self.inner, width) for key in ("gate", "up")}
-            out[f"{name}.mlp.down_proj.weight"] = draw(width, self.inner)
+        for layer in range(self.layers):
+            bias = "qkvo" if self.bias else ""
+            out |= block_tensors(draw, f"layers.{layer}", self, norms=NORMS, bias=bias, qk_norm=True)
         if rank:
             out["markov_head.markov_w1.weight"] = 3 * draw(self.vocab, rank)
             out["markov_head.markov_w2.weight"] = 3 * draw(self.draft_vocab, rank)
@@ -88,30 +70,20 @@ class BlockHead:
         if self.own_output or self.draft_vocab < self.vocab:
             out["lm_head.weight"] = draw(self.draft_vocab, width)
         if self.draft_vocab < self.vocab:
-            chosen = np.sort(random.permutation(self.vocab)[: self.draft_vocab])
-            out["d2t"] = chosen.astype(np.int64) - np.arange(self.draft_vocab)
-            out["t2d"] = np.isin(np.arange(self.vocab), chosen)
+            out |= draft_vocabulary(random, self.vocab, self.draft_vocab)
         return out
 
     def config(self, dialect: str = "vllm") -> dict[str, Any]:
         """As z-lab (DFlash), DeepSeek (DSpark) or speculators write it; no field that one of them leaves out."""
-        geometry: dict[str, Any] = {
-            "model_type": "qwen3",
-            "vocab_size": self.vocab,
-            "hidden_size": self.width,
-            "intermediate_size": self.inner,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "max_position_embeddings": 64,
-            "rms_norm_eps": 1e-5,
-            "hidden_act": "silu",
-            "rope_theta": self.theta or 1e6,
-            "attention_bias": self.bias,
-            "layer_types": ["full_attention"] * self.layers,
-            "tie_word_embeddings": False,
-        }
+        sizes = geometry(
+            self,
+            model_type="qwen3",
+            head_dim=self.head_dim,
+            rope_theta=self.theta or 1e6,
+            attention_bias=self.bias,
+            layer_types=["full_attention"] * self.layers,
+            tie_word_embeddings=False,
+        )
         spark: dict[str, Any] = {}
         if self.rank:
             spark = {"markov_rank": self.rank, "markov_head_type": self.markov}
@@ -121,7 +93,7 @@ class BlockHead:
             return {
                 "architectures": ["DSparkDraftModel" if self.rank else "DFlashDraftModel"],
                 "speculators_model_type": "dspark" if self.rank else "dflash",
-                "transformer_layer_config": geometry,
+                "transformer_layer_config": sizes,
                 "draft_vocab_size": self.draft_vocab,
                 "aux_hidden_state_layer_ids": [layer + 1 for layer in self.ids],
                 "block_size": self.block,
@@ -131,7 +103,7 @@ class BlockHead:
                 **spark,
             }
         ids: dict[str, Any] = {"mask_token_id": self.mask, "target_layer_ids": list(self.ids)}
-        values = {"architectures": ["DFlashDraftModel"], "block_size": self.block, **geometry}
+        values = {"architectures": ["DFlashDraftModel"], "block_size": self.block, **sizes}
         if self.draft_vocab < self.vocab:
             values["draft_vocab_size"] = self.draft_vocab
         if self.rank:

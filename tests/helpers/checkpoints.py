@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from eagle3_jax.conversion import CheckpointError, rules
+from eagle3_jax.conversion.tensors import read_tensors
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
 
 TARGET = DecoderConfig(
@@ -23,8 +24,7 @@ TARGET = DecoderConfig(
     max_positions=64,
     norm_eps=1e-5,
 )
-
-
+NORMS = ("input_layernorm", "post_attention_layernorm")
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -69,7 +69,8 @@ def edit_config(directory: Path, **changes: Any) -> None:
 def edit_tensors(directory: Path, **changes: np.ndarray | None) -> None:
     """Set tensors (``__`` for a dot); ``None`` removes one."""
     path = directory / "model.safetensors"
-    tensors = {**load_file(path), **{k.replace("__", "."): v for k, v in changes.items()}}
+    stored = {name: value.copy() for name, value in read_tensors(directory).items()}
+    tensors = {**stored, **{k.replace("__", "."): v for k, v in changes.items()}}
     save_file({k: np.ascontiguousarray(v) for k, v in tensors.items() if v is not None}, path)
 
 
@@ -124,6 +125,7 @@ def target_config_json(config: DecoderConfig = TARGET) -> dict[str, Any]:
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": layer.mixer.num_heads,
         "num_key_value_heads": layer.mixer.num_kv_heads,
+        "head_dim": layer.mixer.head_dim,
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_eps,
         "hidden_act": "silu",
@@ -131,31 +133,79 @@ def target_config_json(config: DecoderConfig = TARGET) -> dict[str, Any]:
     }
 
 
+Draw = Callable[..., np.ndarray]
+
+
+def drawing(random: np.random.Generator, dtype: Any = np.float32) -> Draw:
+    """Random numbers of a shape, around zero or, for norms, around one."""
+
+    def draw(*shape: int, around: float = 0.0) -> np.ndarray:
+        return (around + random.normal(0, 0.3, shape)).astype(np.float32).astype(dtype)
+
+    return draw
+
+
+def block_tensors(
+    draw: Draw,
+    name: str,
+    head: Any,
+    *,
+    norms: Sequence[str],
+    fed: int | None = None,
+    bias: str = "",
+    qk_norm: bool = False,
+) -> dict[str, np.ndarray]:
+    """The tensors of a block in Llama's names.
+
+    ``head`` has the sizes; ``fed`` is the width that attention reads; ``bias`` names the projections that have one.
+    """
+    width, queries, keys = head.width, head.heads * head.head_dim, head.kv_heads * head.head_dim
+    fed = fed or width
+    shapes = {"q": (queries, fed), "k": (keys, fed), "v": (keys, fed), "o": (width, queries)}
+    out = {f"{name}.{norm}.weight": draw(width, around=1) for norm in norms}
+    out |= {f"{name}.self_attn.{key}_proj.weight": draw(*shape) for key, shape in shapes.items()}
+    out |= {f"{name}.self_attn.{key}_proj.bias": draw(shapes[key][0]) for key in bias}
+    out |= {f"{name}.self_attn.{key}_norm.weight": draw(head.head_dim, around=1) for key in "qk" if qk_norm}
+    out |= {f"{name}.mlp.{key}_proj.weight": draw(head.inner, width) for key in ("gate", "up")}
+    return out | {f"{name}.mlp.down_proj.weight": draw(width, head.inner)}
+
+
+def draft_vocabulary(random: np.random.Generator, vocab: int, draft_vocab: int) -> dict[str, np.ndarray]:
+    """``d2t`` and ``t2d`` of random tokens."""
+    chosen = np.sort(random.permutation(vocab)[:draft_vocab])
+    return {"d2t": chosen.astype(np.int64) - np.arange(draft_vocab), "t2d": np.isin(np.arange(vocab), chosen)}
+
+
+def geometry(head: Any, **more: Any) -> dict[str, Any]:
+    """The fields of ``config.json`` that a head of any method has."""
+    values = {
+        "vocab_size": head.vocab,
+        "hidden_size": head.width,
+        "intermediate_size": head.inner,
+        "num_hidden_layers": head.layers,
+        "num_attention_heads": head.heads,
+        "num_key_value_heads": head.kv_heads,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "torch_dtype": "float16",
+    }
+    return values | more
+
+
 def write_llama(directory: Path, config: DecoderConfig = TARGET, seed: int = 0) -> Path:
     """A random target in the Hugging Face layout, without transformers."""
-    random = np.random.default_rng(seed)
-    width, mixer, inner = config.width, config.layers[0].mixer, config.layers[0].mlp.width
-    queries, keys = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-
-    def draw(*shape: int) -> np.ndarray:
-        return random.normal(0, 0.3, shape).astype(np.float32)
-
-    def block() -> dict[str, np.ndarray]:
-        return {
-            "input_layernorm.weight": 1 + draw(width),
-            "self_attn.q_proj.weight": draw(queries, width),
-            "self_attn.k_proj.weight": draw(keys, width),
-            "self_attn.v_proj.weight": draw(keys, width),
-            "self_attn.o_proj.weight": draw(width, queries),
-            "post_attention_layernorm.weight": 1 + draw(width),
-            "mlp.gate_proj.weight": draw(inner, width),
-            "mlp.up_proj.weight": draw(inner, width),
-            "mlp.down_proj.weight": draw(width, inner),
-        }
-
-    tensors = {"model.embed_tokens.weight": draw(config.vocab_size, width), "model.norm.weight": 1 + draw(width)}
+    draw, width, mixer = drawing(np.random.default_rng(seed)), config.width, config.layers[0].mixer
+    sizes = Head(
+        width=width,
+        heads=mixer.num_heads,
+        kv_heads=mixer.num_kv_heads,
+        head_dim=mixer.head_dim,
+        inner=config.layers[0].mlp.width,
+    )
+    tensors = {"model.embed_tokens.weight": draw(config.vocab_size, width), "model.norm.weight": draw(width, around=1)}
     for layer in range(config.num_layers):
-        tensors |= {f"model.layers.{layer}.{name}": value for name, value in block().items()}
+        tensors |= block_tensors(draw, f"model.layers.{layer}", sizes, norms=NORMS)
     tensors["lm_head.weight"] = draw(config.vocab_size, width)
     return write_checkpoint(directory, target_config_json(config), tensors)
 
@@ -189,28 +239,12 @@ class Head:
     def tensors(self) -> dict[str, np.ndarray]:
         """In official names, further layers as ``layers.N``."""
         random = np.random.default_rng(self.seed)
-
-        def draw(*shape: int, around: float = 0.0) -> np.ndarray:
-            return (around + random.normal(0, 0.3, shape)).astype(np.float32).astype(self.dtype)
-
-        width, chunks = self.width, len(self.aux)
+        draw, width, chunks = drawing(random, self.dtype), self.width, len(self.aux)
         out = {"fc.weight": draw(width, chunks * self.target_width), "norm.weight": draw(width, around=1)}
-        for layer in range(self.layers):
-            name, fed = ("midlayer", 2 * width) if layer == 0 else (f"layers.{layer}", width)
-            norms = ["input_layernorm", "post_attention_layernorm"] + ["hidden_norm"] * (layer == 0)
-            out |= {f"{name}.{norm}.weight": draw(width, around=1) for norm in norms}
-            sizes = {"q": self.heads * self.head_dim, "k": self.kv_heads * self.head_dim}
-            sizes["v"] = sizes["k"]
-            for key, size in sizes.items():
-                out[f"{name}.self_attn.{key}_proj.weight"] = draw(size, fed)
-            out[f"{name}.self_attn.o_proj.weight"] = draw(width, sizes["q"])
-            if self.bias:
-                out |= {f"{name}.self_attn.{key}_proj.bias": draw(size) for key, size in (sizes | {"o": width}).items()}
-            if self.qk_norm:
-                out |= {f"{name}.self_attn.{key}_norm.weight": draw(self.head_dim, around=1) for key in "qk"}
-            out[f"{name}.mlp.gate_proj.weight"] = draw(self.inner, width)
-            out[f"{name}.mlp.up_proj.weight"] = draw(self.inner, width)
-            out[f"{name}.mlp.down_proj.weight"] = draw(width, self.inner)
+        options: dict[str, Any] = {"bias": "qkvo" if self.bias else "", "qk_norm": self.qk_norm}
+        out |= block_tensors(draw, "midlayer", self, norms=(*NORMS, "hidden_norm"), fed=2 * width, **options)
+        for layer in range(1, self.layers):
+            out |= block_tensors(draw, f"layers.{layer}", self, norms=NORMS, **options)
         if self.fc_norm:
             out |= {f"fc_norm.{i}.weight": draw(self.target_width, around=1) for i in range(chunks)}
         if self.norm_before_fc:
@@ -219,29 +253,18 @@ class Head:
             out["embed_tokens.weight"] = draw(self.vocab, width)
         out["lm_head.weight"] = draw(self.draft_vocab, width)
         if self.draft_vocab < self.vocab:
-            chosen = np.sort(random.permutation(self.vocab)[: self.draft_vocab])
-            out["d2t"] = chosen.astype(np.int64) - np.arange(self.draft_vocab)
-            out["t2d"] = np.isin(np.arange(self.vocab), chosen)
+            out |= draft_vocabulary(random, self.vocab, self.draft_vocab)
         return out
 
     def config(self) -> dict[str, Any]:
         """Only what the official layout has, unless a variation has to be named."""
-        values: dict[str, Any] = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "qwen3" if self.qk_norm else "llama",
-            "vocab_size": self.vocab,
-            "draft_vocab_size": self.draft_vocab,
-            "hidden_size": self.width,
-            "intermediate_size": self.inner,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "max_position_embeddings": 64,
-            "rms_norm_eps": 1e-5,
-            "hidden_act": "silu",
-            "torch_dtype": "float16",
-            "tie_word_embeddings": False,
-        }
+        values = geometry(
+            self,
+            architectures=["LlamaForCausalLM"],
+            model_type="qwen3" if self.qk_norm else "llama",
+            draft_vocab_size=self.draft_vocab,
+            tie_word_embeddings=False,
+        )
         flags = ("norm_before_residual", "norm_output", "fc_norm", "norm_before_fc")
         values |= {flag: True for flag in flags if getattr(self, flag)}
         if self.head_dim * self.heads != self.width or self.qk_norm:
@@ -298,17 +321,14 @@ class Drafted:
     tokens: list[int]
 
 
-class TorchHead:
-    """The network of a head, written apart from ours; it knows no cache and runs whole sequences."""
+class TorchLayers:
+    """The parts of a block in PyTorch, written apart from ours; they know no cache and run whole sequences."""
 
-    def __init__(self, head: Head, embedding: np.ndarray):
+    def __init__(self, head: Any, weights: dict[str, Any]):
         import torch
 
         self.torch, self.head = torch, head
-        raw = {name: torch.from_numpy(np.asarray(v, np.float32)) for name, v in head.tensors().items() if name != "t2d"}
-        self.w = {name.replace("midlayer.", "layers.0.").removesuffix(".weight"): value for name, value in raw.items()}
-        self.chosen = self.w.get("d2t", torch.zeros(head.draft_vocab)).long() + torch.arange(head.draft_vocab)
-        self.table = torch.from_numpy(np.array(embedding, np.float32))
+        self.w = {name.removesuffix(".weight"): value for name, value in weights.items()}
 
     def rms(self, x: Any, name: str) -> Any:
         return x / self.torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * self.w[name]
@@ -323,10 +343,10 @@ class TorchHead:
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-    def attend(self, x: Any, name: str, window: int | None) -> Any:
+    def attend(self, x: Any, name: str, window: int | None = None) -> Any:
         torch, head, count = self.torch, self.head, x.shape[0]
         q, k, v = (self.linear(x, f"{name}.{key}_proj").view(count, -1, head.head_dim) for key in "qkv")
-        if head.qk_norm:
+        if f"{name}.q_norm" in self.w:
             q, k = self.rms(q, f"{name}.q_norm"), self.rms(k, f"{name}.k_norm")
         repeat = head.heads // head.kv_heads
         q, k, v = self.turn(q), self.turn(k).repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
@@ -339,6 +359,18 @@ class TorchHead:
     def mlp(self, x: Any, name: str) -> Any:
         gate = self.torch.nn.functional.silu(self.linear(x, f"{name}.gate_proj"))
         return self.linear(gate * self.linear(x, f"{name}.up_proj"), f"{name}.down_proj")
+
+
+class TorchHead(TorchLayers):
+    """The network of an EAGLE-3 head."""
+
+    def __init__(self, head: Head, embedding: np.ndarray):
+        import torch
+
+        raw = {name: torch.from_numpy(np.asarray(v, np.float32)) for name, v in head.tensors().items() if name != "t2d"}
+        super().__init__(head, {name.replace("midlayer.", "layers.0."): value for name, value in raw.items()})
+        self.chosen = self.w.get("d2t", torch.zeros(head.draft_vocab)).long() + torch.arange(head.draft_vocab)
+        self.table = torch.from_numpy(np.array(embedding, np.float32))
 
     def fuse(self, features: np.ndarray) -> Any:
         """``features [T A Dt]``."""

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from checkpoints import TARGET, write_llama
-from safetensors.numpy import save_file
+from checkpoints import TARGET, write_checkpoint, write_llama
 
 from eagle3_jax.conversion.tensors import read_tensors
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, uniform
@@ -179,7 +178,6 @@ RECIPES = {
 
 def quantise(source: Path, directory: Path, recipe: Recipe) -> dict[str, np.ndarray]:
     """Write a checkpoint with its linear layers and experts quantised; what it stands for, by name."""
-    directory.mkdir(parents=True)
     values = json.loads((source / "config.json").read_text())
     stored: dict[str, np.ndarray] = {}
     dense: dict[str, np.ndarray] = {}
@@ -189,28 +187,8 @@ def quantise(source: Path, directory: Path, recipe: Recipe) -> dict[str, np.ndar
             stored |= new
         else:
             stored[name] = dense[name] = value
-    save(directory, {**values, "quantization_config": recipe.config}, stored)
+    write_checkpoint(directory, {**values, "quantization_config": recipe.config}, stored)
     return dense
-
-
-def save(directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
-    """Write a checkpoint; types that the writer of safetensors does not know by way of their bytes."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file(
-        {name: np.ascontiguousarray(value) for name, value in tensors.items()},
-        directory / "model.safetensors",
-        metadata={"format": "pt"},
-    )
-
-
-def edit(directory: Path, **changes: np.ndarray | None) -> None:
-    """Set tensors of a checkpoint; ``None`` removes one."""
-    tensors = {name: value.copy() for name, value in read_tensors(directory).items()}
-    save_file(
-        {name: np.ascontiguousarray(value) for name, value in {**tensors, **changes}.items() if value is not None},
-        directory / "model.safetensors",
-    )
 
 
 def layers(inner: int) -> Any:
@@ -226,5 +204,5 @@ def written(directory: Path, name: str, inner: int = 24) -> tuple[Path, Path]:
     """A quantised target, and one whose files hold what that stands for."""
     source = plain(directory / "source", inner)
     dense = quantise(source, directory / "quantised", RECIPES[name])
-    save(directory / "dense", json.loads((source / "config.json").read_text()), dense)
+    write_checkpoint(directory / "dense", json.loads((source / "config.json").read_text()), dense)
     return directory / "quantised", directory / "dense"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoints import Drafted, write_checkpoint
+from checkpoints import Drafted, Draw, TorchLayers, block_tensors, drawing, geometry, write_checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,41 +28,14 @@ class FeedbackHead:
     dtype: Any = np.float32
     seed: int = 1
 
-    def draw(self) -> Any:
-        random = np.random.default_rng(self.seed)
+    def draw(self) -> Draw:
+        return drawing(np.random.default_rng(self.seed), self.dtype)
 
-        def draw(*shape: int, around: float = 0.0) -> np.ndarray:
-            return (around + random.normal(0, 0.3, shape)).astype(np.float32).astype(self.dtype)
-
-        return draw
-
-    def block(self, name: str, draw: Any, norms: tuple[str, ...]) -> dict[str, np.ndarray]:
-        out = {f"{name}.{norm}.weight": draw(self.width, around=1) for norm in norms}
-        for key, heads in {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}.items():
-            out[f"{name}.self_attn.{key}_proj.weight"] = draw(heads * self.head_dim, self.width)
-            if self.qkv_bias:
-                out[f"{name}.self_attn.{key}_proj.bias"] = draw(heads * self.head_dim)
-        out[f"{name}.self_attn.o_proj.weight"] = draw(self.width, self.heads * self.head_dim)
-        out[f"{name}.mlp.gate_proj.weight"] = draw(self.inner, self.width)
-        out[f"{name}.mlp.up_proj.weight"] = draw(self.inner, self.width)
-        out[f"{name}.mlp.down_proj.weight"] = draw(self.width, self.inner)
-        return out
+    def block(self, name: str, draw: Draw, norms: tuple[str, ...]) -> dict[str, np.ndarray]:
+        return block_tensors(draw, name, self, norms=norms, bias="qkv" if self.qkv_bias else "")
 
     def geometry(self) -> dict[str, Any]:
-        values = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "vocab_size": self.vocab,
-            "hidden_size": self.width,
-            "intermediate_size": self.inner,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "max_position_embeddings": 64,
-            "rms_norm_eps": 1e-5,
-            "hidden_act": "silu",
-            "torch_dtype": "float16",
-        }
+        values = geometry(self, architectures=["LlamaForCausalLM"], model_type="llama")
         return values if self.theta == 10_000.0 else values | {"rope_theta": self.theta}
 
 
@@ -122,37 +95,15 @@ def network(head: Eagle1 | MTP, w: dict[str, Any]) -> Any:
     """One run over a whole sequence: what the head reads at positions 0.. , embedded tokens and states, and gives."""
     import torch
 
-    def rms(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5) * w[f"{name}.weight"]
-
-    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
-        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", torch.zeros(()))
-
-    def turned(x: torch.Tensor) -> torch.Tensor:
-        half = head.head_dim // 2
-        angle = torch.arange(x.shape[0])[:, None] * head.theta ** (-torch.arange(half) / half)
-        turn = torch.polar(torch.ones_like(angle), angle)[:, None]
-        both = torch.complex(x[..., :half].contiguous(), x[..., half:].contiguous()) * turn
-        return torch.cat([both.real, both.imag], -1)
-
-    def attention(x: torch.Tensor, name: str) -> torch.Tensor:
-        q, k, v = (linear(x, f"{name}.self_attn.{one}_proj").view(len(x), -1, head.head_dim) for one in "qkv")
-        group = head.heads // head.kv_heads
-        q, k, v = turned(q), turned(k).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        heads_first = [one.transpose(0, 1)[None] for one in (q, k, v)]
-        out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True)
-        return linear(out[0].transpose(0, 1).reshape(len(x), -1), f"{name}.self_attn.o_proj")
-
-    def mlp(x: torch.Tensor, name: str) -> torch.Tensor:
-        gate = torch.nn.functional.silu(linear(x, f"{name}.mlp.gate_proj"))
-        return linear(gate * linear(x, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj")
+    layers = TorchLayers(head, w)
+    rms, linear = layers.rms, layers.linear
 
     def eagle1(embedded: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
         x = linear(torch.cat([embedded, stream], -1), "fc")
         for layer in range(head.layers):
             name = f"layers.{layer}"
-            x = x + attention(rms(x, f"{name}.input_layernorm") if layer else x, name)
-            x = x + mlp(rms(x, f"{name}.post_attention_layernorm"), name)
+            x = x + layers.attend(rms(x, f"{name}.input_layernorm") if layer else x, f"{name}.self_attn")
+            x = x + layers.mlp(rms(x, f"{name}.post_attention_layernorm"), f"{name}.mlp")
         return x
 
     def mtp(embedded: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
@@ -160,8 +111,8 @@ def network(head: Eagle1 | MTP, w: dict[str, Any]) -> Any:
         embedded = torch.cat([torch.zeros_like(embedded[:1]), embedded[1:]])
         both = torch.cat([rms(embedded, f"{name}.enorm"), rms(stream, f"{name}.hnorm")], -1)
         x = linear(both, f"{name}.eh_proj")
-        x = x + attention(rms(x, f"{name}.input_layernorm"), name)
-        x = x + mlp(rms(x, f"{name}.post_attention_layernorm"), name)
+        x = x + layers.attend(rms(x, f"{name}.input_layernorm"), f"{name}.self_attn")
+        x = x + layers.mlp(rms(x, f"{name}.post_attention_layernorm"), f"{name}.mlp")
         return rms(x, f"{name}.shared_head.norm")
 
     return eagle1 if isinstance(head, Eagle1) else mtp

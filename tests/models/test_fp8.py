@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import quantised as by_hand
 import tiny
-from checkpoints import same_params, write_llama
+from checkpoints import edit_tensors, same_params, write_llama
 from heads_on_disk import CHECKPOINTS
 from jax.sharding import AbstractMesh, PartitionSpec
 from quantised import E4M3, GROUP, KEPT, LAYERS, layers, plain, written
@@ -206,7 +206,7 @@ def test_what_a_file_leaves_dense_stays_dense(tmp_path: Path) -> None:
     stored, dense = written(tmp_path, "channel")
     name = "model.layers.1.self_attn.q_proj.weight"
     values = read_tensors(dense)[name]
-    by_hand.edit(stored, **{name: values, f"{name}_scale": None})
+    edit_tensors(stored, **{name: values, f"{name}_scale": None})
     blocks = e3.load_target(stored, weights="fp8").params["blocks"]
     assert _is_fp8(blocks[0]["attention"]["qkv"]["kernel"])
     assert not _is_fp8(blocks[1]["attention"]["qkv"]["kernel"])  # queries, keys and values are one product
