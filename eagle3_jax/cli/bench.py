@@ -411,14 +411,14 @@ class Methods:
         Raises:
             ValueError: It is not an acceptance rule.
         """
-        from eagle3_jax.checks import require_verifier
+        from eagle3_jax.checks import require_part
 
         if self.simulation is not None:
             return " (simulated, not lossless)"
         rule = read_verifier(self.verifier)
         if rule is None:
             return ""
-        require_verifier(rule)
+        require_part(rule, "verifier")
         return f" ({type(rule).__name__}{'' if rule.lossless else ', not lossless'})"
 
     def rule(self, depth: int) -> Verifier | None:
