@@ -68,11 +68,10 @@ def check_drafter(
     fifteen programs and decodes a few thousand short sequences, so a small target is the place to start.
 
     **Limits.** Texts are 72 tokens long at most, in 4 rows, with a capacity of 96. Declared probabilities must add up
-    to 1 within 2e-5, so a ``q`` that is rounded to bfloat16 fails. A ``q`` that is rounded and normalized again, or
-    tokens that are sampled from a rounded ``q`` where the exact one is declared, are about 0.2 % off: no check sees
-    that with fewer than ten million samples. With the default ``samples`` a node that is sampled at a temperature 2 %
-    off the declared one is detected with 90 % power, if the standard deviation of ``log q`` is about 1 there and the
-    node is always valid; the report has the number for your drafter.
+    to 1 within 2e-5, so a ``q`` that is rounded to bfloat16 fails. With the default ``samples`` a node that is sampled
+    at a temperature 2 % off the declared one is detected with 90 % power, if the standard deviation of ``log q`` is
+    about 1 there and the node is always valid; the report has the number for your drafter. Deviations of about 0.2 %
+    (a ``q`` that is rounded and normalized again) need more than ten million samples.
 
     Args:
         drafter: An instance, with its parameters if it has any.
@@ -101,14 +100,7 @@ class HostDraft(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Subject:
-    """A drafter with its target, and the programs that call it.
-
-    Attributes:
-        loaded: The drafter.
-        target: The target whose tokens and features it observes.
-        samples: Drafts and sequences that statistical checks draw.
-        seed: Random seed.
-    """
+    """A drafter with its target, the number of samples of statistical checks, and the programs that call both."""
 
     loaded: LoadedDrafter
     target: LoadedTarget
@@ -414,8 +406,7 @@ def draws_from_what_it_declares(subject: Subject) -> str:
 class _Tally:
     """Tokens seen and expected at every node, separately for the most frequent tokens of its parent.
 
-    At every node it also adds up the log-probability of each token less its expectation. This one number shows a wrong
-    temperature sooner than the frequencies do.
+    The sum of log-probabilities less their expectation at a node shows a wrong temperature sooner than frequencies do.
     """
 
     def __init__(self) -> None:

@@ -131,14 +131,9 @@ class Decided(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class VerifierSubject:
-    """An acceptance rule, and the programs that call it.
+    """An acceptance rule, the number of samples of statistical checks, and the programs that call the rule.
 
     The target is a table: its distribution depends on the last token alone, so the distribution of the output is known.
-
-    Attributes:
-        verifier: The rule.
-        samples: Drafts of each shape for statistical checks.
-        seed: Random seed.
     """
 
     verifier: Verifier
@@ -161,8 +156,9 @@ class VerifierSubject:
         scale = rng.uniform(1, 5, (vocabulary, 1))
         scale[ROOT] = 2
         logits = rng.normal(0, scale, (vocabulary, vocabulary)).astype(np.float32)
-        usable = vocabulary > _NARROW or _near_the_cut(logits) > 1e-4
-        return logits if usable else self._table(vocabulary, attempt + 1)
+        if vocabulary == _NARROW and _near_the_cut(logits) < 1e-4:
+            return self._table(vocabulary, attempt + 1)
+        return logits
 
     @functools.cached_property
     def proposed(self) -> dict[int, Float[np.ndarray, "V V"]]:
@@ -220,19 +216,18 @@ class VerifierSubject:
         """
         draft = self.drafts(shape, run) if draft is None else draft
         given = draft.replace(probs=None) if greedy else draft
-        rows = np.resize(shape.settings, (ROWS, 3))
-        if temperature is not None:
-            rows[:] = (temperature, 0, 1.0)
+        settings = shape.settings if temperature is None else ((temperature, 0, 1.0),)
+        rows = np.resize(settings, (ROWS, 3))
         sampling = SamplingParams(
-            temperature=rows[:, 0].astype(np.float32),
-            top_k=rows[:, 1].astype(np.int32),
-            top_p=rows[:, 2].astype(np.float32),
+            temperature=jnp.array(rows[:, 0], jnp.float32),
+            top_k=jnp.array(rows[:, 1], jnp.int32),
+            top_p=jnp.array(rows[:, 2], jnp.float32),
         )
         program = self.deciding() if anew else self._decide
         verdict = program(
             given,
             jnp.asarray(self.logits[shape.vocabulary] if logits is None else logits),
-            jax.tree.map(jnp.asarray, sampling),
+            sampling,
             row_keys(self.seed + run, ROWS),
             SamplingMode.GREEDY if greedy else shape.sampling_mode,
         )
@@ -273,13 +268,10 @@ def warped(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> 
 
 
 def _near_the_cut(logits: np.ndarray) -> float:
-    """How near a sum of probabilities comes to a top-p: there rounding would decide what is kept."""
-    near = []
-    for temperature, _, top_p in _SETTINGS:
-        if top_p < 1:
-            mass = -np.sort(-special.softmax(logits.astype(np.float64) / temperature, axis=-1), axis=-1)
-            near.append(np.abs(np.cumsum(mass, axis=-1) - top_p).min())
-    return min(near)
+    """The least distance of a sum of probabilities from top-p, where rounding would decide which tokens are kept."""
+    ((temperature, _, top_p),) = (setting for setting in _SETTINGS if setting[2] < 1)
+    mass = -np.sort(-special.softmax(logits.astype(np.float64) / temperature, axis=-1), axis=-1)
+    return np.abs(np.cumsum(mass, axis=-1) - top_p).min()
 
 
 def keeps_the_protocol(subject: VerifierSubject) -> str:
@@ -328,12 +320,8 @@ def is_alone_in_its_row(subject: VerifierSubject) -> str:
     """A row's verdict does not depend on its neighbours' drafts, nor its uniforms on those of another row or round."""
     own = np.arange(ROWS) % 2 == 0
     for shape in subject.shapes.values():
-        one, other = subject.drafts(shape, 0), subject.drafts(shape, 1)
         mix = lambda a, b: jnp.where(own.reshape(-1, *[1] * (a.ndim - 1)), a, b)
-        fields = {name: mix(getattr(one, name), getattr(other, name)) for name in ("tokens", "parents", "valid")}
-        if one.probs is not None and other.probs is not None:
-            fields["probs"] = mix(one.probs, other.probs)
-        mixed = subject.decide(shape, draft=one.replace(**fields))
+        mixed = subject.decide(shape, draft=jax.tree.map(mix, subject.drafts(shape, 0), subject.drafts(shape, 1)))
         rows = [row for row in _differing(subject.decide(shape), mixed) if own[row]]
         if rows:
             raise Broken(f"row {rows[0]} is decided otherwise when its neighbours hold other drafts")
@@ -343,9 +331,7 @@ def is_alone_in_its_row(subject: VerifierSubject) -> str:
 def _draws_own_uniforms(subject: VerifierSubject) -> str:
     """Covariance of the first tokens of rows with the same draft, by the distance of the rows."""
     shape, rounds = next(iter(subject.shapes.values())), 16
-    draft = subject.drafts(shape, 0)
-    alike = {name: jnp.repeat(getattr(draft, name)[:1], ROWS, axis=0) for name in ("tokens", "parents", "valid")}
-    draft = draft.replace(**alike)
+    draft = jax.tree.map(lambda leaf: jnp.repeat(leaf[:1], ROWS, axis=0), subject.drafts(shape, 0))
     first = [subject.decide(shape, draft=draft, temperature=1.0, run=run).first for run in range(rounds)]
     seen = np.eye(shape.vocabulary)[np.array(first)]
     law = seen.mean((0, 1))
