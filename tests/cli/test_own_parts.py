@@ -171,6 +171,5 @@ MEMBERS = dict.fromkeys(("vocab_size", "init_cache", "unembed", "__call__"))
     ],
 )
 def test_what_is_no_target_is_refused(members: dict[str, object], says: str) -> None:
-    target = dataclasses.replace(tiny.target(), model=type("Part", (), members)())
     with tiny.unchecked(), pytest.raises(ValueError, match=says):
-        SpeculativeDecoder(target, NGram(2))
+        SpeculativeDecoder(dataclasses.replace(tiny.target(), model=type("Part", (), members)()), NGram(2))
