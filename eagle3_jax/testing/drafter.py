@@ -269,8 +269,8 @@ def commits_nothing_by_proposing(subject: Subject) -> str:
         return "its drafts return no state"
     for length in ((0,) * ROWS, (2, 1, 2, 1)):
         seen = subject.shown(length, seed=3)
-        drafts = (subject.propose(subject.observe(seen, state=state)) for state in (kept, left))
-        _require_equal(*drafts, "after the state that the draft before returned")
+        one, other = (subject.propose(subject.observe(seen, state=state)) for state in (kept, left))
+        _require_equal(one, other, "after the state that the draft before returned")
     return ""
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 Subject = TypeVar("Subject")
+Outcome = Literal["passed", "failed", "not run", "skipped"]
 
 ALPHA = 1e-6  # probability that a statistical check fails a correct part
 PROTOCOL = "keeps the protocol"  # the check that all others depend on
@@ -18,7 +19,7 @@ PROTOCOL = "keeps the protocol"  # the check that all others depend on
 class Broken(Exception):
     """The part breaks the contract; the message says how."""
 
-    verdict = "failed"
+    verdict: Outcome = "failed"
 
 
 class NotRun(Broken):
@@ -45,7 +46,7 @@ class Finding:
     """
 
     name: str
-    verdict: Literal["passed", "failed", "not run", "skipped"]
+    verdict: Outcome
     detail: str
 
     def __str__(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +25,11 @@ class FixedTree:
     """A drafter whose drafts all have the same ``parents`` (-1 at the root). It reads no features."""
 
     parents: tuple[int, ...]
-    aux_layers: ClassVar[tuple[int, ...]] = ()
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """No layers."""
+        return ()
 
     def init(self, params: Any, batch: int, capacity: int) -> RootState:
         """An empty state."""
