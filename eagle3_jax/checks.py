@@ -85,34 +85,9 @@ def require_parts(target: Any, drafter: Any, verifier: Any) -> None:
     Raises:
         ValueError: A part is a class, lacks a member, has no hash, or the parts do not fit together.
     """
-    require_target(target)
-    require_drafter(drafter)
-    require_verifier(verifier)
-    require_shape(verifier, drafter)
-
-
-def require_drafter(drafter: Any) -> None:
-    """Check the members of a drafter; raises ``ValueError``."""
-    name = _require_part(drafter, "drafter")
-    if declares_chain(drafter) and drafter.num_nodes > drafter.max_depth + 1:
-        raise ValueError(
-            f"{name} is a chain of {drafter.num_nodes} nodes and says that its max_depth is {drafter.max_depth}; "
-            f"expected {drafter.num_nodes - 1}"
-        )
-
-
-def require_target(target: Any) -> None:
-    """Check the members of a target; raises ``ValueError``."""
-    _require_part(target, "target")
-
-
-def require_verifier(verifier: Any) -> None:
-    """Check the members of an acceptance rule; raises ``ValueError``."""
-    _require_part(verifier, "verifier")
-
-
-def require_shape(verifier: Verifier, drafter: Drafter[Any]) -> None:
-    """Refuse trees for a rule with ``chains_only``; raises ``ValueError``."""
+    require_part(target, "target")
+    require_part(drafter, "drafter")
+    require_part(verifier, "verifier")
     if getattr(verifier, "chains_only", False) and not declares_chain(drafter):
         raise ValueError(
             f"{type(verifier).__name__} is defined for chains, and {type(drafter).__name__} drafts a tree (or does not "
@@ -120,8 +95,8 @@ def require_shape(verifier: Verifier, drafter: Drafter[Any]) -> None:
         )
 
 
-def _require_part(part: Any, role: str) -> str:
-    """Check that a part is a hashable instance with the members and arguments of its role; returns its type's name."""
+def require_part(part: Any, role: str) -> None:
+    """Check that a part is a hashable instance with the members and arguments of its role; raises ``ValueError``."""
     if isinstance(part, type):
         raise ValueError(f"the {role} is the class {part.__name__}; give an instance, {part.__name__}(...)")
     name = type(part).__name__
@@ -141,7 +116,11 @@ def _require_part(part: Any, role: str) -> str:
             f"{name} has no hash, which a static argument of the compiled loop needs; make it a frozen dataclass of "
             f"plain values and keep its arrays in params, see {_PAGE}"
         ) from None
-    return name
+    if role == "drafter" and declares_chain(part) and part.num_nodes > part.max_depth + 1:
+        raise ValueError(
+            f"{name} is a chain of {part.num_nodes} nodes and says that its max_depth is {part.max_depth}; "
+            f"expected {part.num_nodes - 1}"
+        )
 
 
 def configured(
@@ -152,7 +131,7 @@ def configured(
     Raises:
         ValueError: It cannot draft like that, or ``draft_sampling`` is neither a :class:`DraftSampling` nor its word.
     """
-    require_drafter(drafter)
+    require_part(drafter, "drafter")
     if topology is None and draft_sampling is None:
         return drafter
     draft_sampling = None if draft_sampling is None else DraftSampling(draft_sampling)
@@ -205,7 +184,7 @@ def check_same_state(drafter: Drafter[Any], before: Any, after: Any, method: str
 
 
 def require_returned(giver: str, found: Any, kind: type, **sizes: int) -> None:
-    """Check class, shapes and types of a ``Draft``, ``Verdict`` or ``TargetOutput``, given the size of each letter.
+    """Check class, shapes and types of a ``Draft``, ``Verdict`` or ``TargetOutput``, given the size of known letters.
 
     Raises:
         ValueError: One of them is wrong; the message begins with ``giver``, the name of the part or of its method.
@@ -213,10 +192,13 @@ def require_returned(giver: str, found: Any, kind: type, **sizes: int) -> None:
     if not isinstance(found, kind):
         raise ValueError(f"{giver} returned {_described(found)}; expected an eagle3_jax.{kind.__name__}, see {_PAGE}")
     for field, (letters, dtype) in _RETURNED[kind].items():
-        value, shape = getattr(found, field), tuple(sizes[letter] for letter in letters.split())
+        value = getattr(found, field)
+        found_shape, names = getattr(value, "shape", ()), letters.split()
+        known = dict(zip(names, found_shape, strict=False)) | sizes
+        shape = tuple(known.get(letter) for letter in names)
         if value is None and field == "probs":
             continue
-        if getattr(value, "shape", None) != shape or (dtype is not None and getattr(value, "dtype", None) != dtype):
+        if found_shape != shape or (dtype is not None and getattr(value, "dtype", None) != dtype):
             expected = "" if dtype is None else np.dtype(dtype).name
             raise ValueError(
                 f"{giver} gave {field} as {_described(value)}; expected {expected}{list(shape)}: {letters}, see {_PAGE}"

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from eagle3_jax import loop as loops
 from eagle3_jax.acceptance import Exact
-from eagle3_jax.checks import check_sampling, configured, require_target, sampling_mode_of
+from eagle3_jax.checks import check_sampling, configured, require_part, sampling_mode_of
 from eagle3_jax.drafters.plain import Plain
 from eagle3_jax.loaded import LoadedDrafter, LoadedTarget, shape_of
 from eagle3_jax.loop import GenerationState, LoopParams, Outcome, Prompts, Round, SpeculativeLoop
@@ -111,7 +111,7 @@ class SpeculativeDecoder:
             )
         drafter = Plain() if drafter is None else drafter
         loaded = drafter if isinstance(drafter, LoadedDrafter) else LoadedDrafter(drafter)
-        require_target(target.model)
+        require_part(target.model, "target")
         length = num_speculative_tokens if schedule is None else schedule.max_length
         topology = Chain(length) if length is not None else tree
         chosen = configured(loaded.drafter, topology, draft_sampling)

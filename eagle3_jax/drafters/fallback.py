@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Key
 
-from eagle3_jax.checks import check_same_state, configured, declares_chain, require_drafter
+from eagle3_jax.checks import check_same_state, configured, declares_chain, require_part
 from eagle3_jax.drafters.base import ShapedDrafter
 from eagle3_jax.loaded import LoadedDrafter
 from eagle3_jax.topology import Chain, Topology
@@ -44,8 +44,8 @@ class Fallback:
     second: Drafter[Any]
 
     def __post_init__(self) -> None:
-        require_drafter(self.first)
-        require_drafter(self.second)
+        require_part(self.first, "drafter")
+        require_part(self.second, "drafter")
         if isinstance(self.first, ShapedDrafter):
             name = type(self.first).__name__
             raise ValueError(f"first is {name}, which has parameters; expected a drafter of the text, such as NGram()")

@@ -13,17 +13,10 @@ from scipy import optimize, stats
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """Counted outcomes compared with their exact distribution.
+    """Counted outcomes compared with their exact distribution: p-values, and the empirical total variation distance.
 
-    Attributes:
-        draws: Number of outcomes.
-        cells: Number of outcomes that the distribution allows.
-        chi_square: P-value of Pearson's statistic; 0 if an impossible outcome was counted.
-        g_test: P-value of the likelihood ratio; likewise.
-        distance: Empirical total variation distance.
-        impossible: Counted outcomes that the distribution does not allow.
-        statistic: Pearson's statistic.
-        degrees: Degrees of freedom; rare outcomes count as one.
+    ``cells`` is the number of outcomes that the distribution allows; ``impossible`` are counted outcomes that it does
+    not allow, which make both p-values 0. ``statistic`` is Pearson's, on ``degrees`` degrees of freedom.
     """
 
     draws: int
@@ -48,12 +41,9 @@ class Fit:
 
 
 def goodness_of_fit(counts: Mapping[Any, Any], law: Mapping[Any, Any], *, least: float = 10.0) -> Fit:
-    """Pearson's chi-square and the G-test; the rarest outcomes are counted as one, until it expects ``least`` of them.
+    """Pearson's chi-square and the G-test of counts of outcomes; ``law`` has the exact probability of each.
 
-    Args:
-        counts: Number of times that each outcome was seen.
-        law: Its exact probability.
-        least: Smallest expected count of a cell.
+    The rarest outcomes are counted as one, until a cell expects ``least`` of them.
     """
     draws = int(sum(counts.values()))
     possible = {outcome: float(mass) for outcome, mass in law.items() if mass > 0}
@@ -90,12 +80,7 @@ def goodness_of_fit(counts: Mapping[Any, Any], law: Mapping[Any, Any], *, least:
 
 @dataclasses.dataclass
 class Contrast:
-    """A sum of scores whose expectation is zero: one test, to which all tokens contribute.
-
-    Attributes:
-        total: Sum of the scores.
-        variance: Sum of their expected variances.
-    """
+    """A sum of scores whose expectation is zero, and of their variances: one test, to which all tokens contribute."""
 
     total: float = 0.0
     variance: float = 0.0
@@ -127,13 +112,7 @@ def smallest_deviation(tokens: int, degrees: int, *, alpha: float, power: float 
 
     With ``p'(x | s) = p(x | s) (1 + ε(x, s))`` Pearson's statistic over the cells ``(s, x)`` is a noncentral chi-square
     of noncentrality ``tokens · Σ p ε²``. If a stratum mixes several distributions, a deviation that they share is
-    detected at least as well.
-
-    Args:
-        tokens: Draws.
-        degrees: Degrees of freedom.
-        alpha: Significance at which the test fails.
-        power: Probability of detecting it.
+    detected at least as well. The test fails at the significance ``alpha``.
     """
     if tokens == 0 or degrees == 0:
         return math.inf

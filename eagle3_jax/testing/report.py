@@ -1,4 +1,4 @@
-"""What a run of a contract reports: one finding per check, for drafters, targets and acceptance rules."""
+"""The report of a contract: one finding per check of a drafter, a target or an acceptance rule."""
 
 from __future__ import annotations
 
@@ -6,22 +6,32 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, TypeVar
 
+import jax
+import jax.numpy as jnp
+
 Subject = TypeVar("Subject")
+Outcome = Literal["passed", "failed", "not run", "skipped"]
 
 ALPHA = 1e-6  # probability that a statistical check fails a correct part
 PROTOCOL = "keeps the protocol"  # the check that all others depend on
 
 
 class Broken(Exception):
-    """The contract is broken; says how that showed."""
+    """The part breaks the contract; the message says how."""
+
+    verdict: Outcome = "failed"
 
 
-class NotRun(Exception):
-    """A check could not detect anything; says why."""
+class NotRun(Broken):
+    """A check could not have detected anything; the message says why."""
+
+    verdict = "not run"
 
 
-class Skipped(Exception):
-    """A check is of an optional feature that the part does not have; says which."""
+class Skipped(Broken):
+    """The part does not have the optional feature of a check; the message says which."""
+
+    verdict = "skipped"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +46,7 @@ class Finding:
     """
 
     name: str
-    verdict: Literal["passed", "failed", "not run", "skipped"]
+    verdict: Outcome
     detail: str
 
     def __str__(self) -> str:
@@ -82,8 +92,8 @@ class ContractReport:
 
 
 def examine(
-    subject: Subject, checks: Mapping[str, Callable[[Subject], str]], chosen: Collection[str] | None
-) -> tuple[Finding, ...]:
+    title: str, subject: Subject, checks: Mapping[str, Callable[[Subject], str]], chosen: Collection[str] | None
+) -> ContractReport:
     """Run the chosen checks (all when ``None``) in their order; none of them after a broken protocol.
 
     Raises:
@@ -99,18 +109,14 @@ def examine(
             findings.append(_find(name, check, subject))
             if name == PROTOCOL and findings[-1].verdict == "failed":
                 break
-    return tuple(findings)
+    return ContractReport(title, tuple(findings))
 
 
 def _find(name: str, check: Callable[[Subject], str], subject: Subject) -> Finding:
     try:
         return Finding(name, "passed", check(subject))
-    except Broken as broken:
-        return Finding(name, "failed", str(broken))
-    except NotRun as reason:
-        return Finding(name, "not run", str(reason))
-    except Skipped as reason:
-        return Finding(name, "skipped", str(reason))
+    except Broken as reason:
+        return Finding(name, reason.verdict, str(reason))
     except Exception as error:
         # Any exception of the part is a finding, and the other checks go on.
         line = (str(error).strip().splitlines() or ["no message"])[0]
@@ -126,3 +132,9 @@ def require_stable_hash(part: Any) -> None:
     """Check that a part is the same static argument whenever it is passed."""
     if hash(part) != hash(part) or part != part:
         raise Broken("its hash changes, or it is not equal to itself, so every call would compile anew")
+
+
+def has_low_precision(*trees: Any) -> bool:
+    """Whether an array has floating point numbers of less than 32 bits: the order of sums may then change a token."""
+    leaves = jax.tree.leaves(trees)
+    return any(jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize < 4 for leaf in leaves)

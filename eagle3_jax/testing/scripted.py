@@ -13,22 +13,18 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.types import Draft, Observation
 
 
-@struct.dataclass(kw_only=True)
-class RootState:
-    """The last token of each row, and its place.
-
-    Attributes:
-        root: ``[B]``, the last token.
-        length: ``[B]``, number of tokens before it.
-    """
+class RootState(struct.PyTreeNode, kw_only=True):
+    """The last token of each row, and the number of tokens before it."""
 
     root: Int[Array, " B"]
     length: Int[Array, " B"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rooted:
-    """A drafter that knows the last token of each row and its place, and reads no features."""
+class FixedTree:
+    """A drafter whose drafts all have the same ``parents`` (-1 at the root). It reads no features."""
+
+    parents: tuple[int, ...]
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -44,17 +40,6 @@ class Rooted:
         """Take in committed tokens."""
         root = jnp.where(seen.length > 0, seen.next_token, state.root)
         return RootState(root=root, length=state.length + seen.length)
-
-
-@dataclasses.dataclass(frozen=True)
-class FixedTree(Rooted):
-    """A drafter whose drafts all have the same shape.
-
-    Attributes:
-        parents: Parent of each node, -1 at the root.
-    """
-
-    parents: tuple[int, ...]
 
     @property
     def num_nodes(self) -> int:

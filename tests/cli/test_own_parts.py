@@ -1,7 +1,8 @@
-"""Parts of the user's own: reached from the command line, refused in one line, and honest about losing nothing."""
+"""Drafters, targets and rules from a user's module: named on the command line, refused in one line, labelled."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from eagle3_jax.drafters import NGram
 
 GOLDEN = tiny.GOLDEN / "official"
 PAIR = ("--target", str(GOLDEN / "target"), "--drafter", str(GOLDEN / "eagle3"))
+ONE_PROMPT = ("--prompts", "random", "--prompt-tokens", "4", "--max-prompts", "1", "--max-new-tokens", "4")
+BENCH = (*ONE_PROMPT, "--dtype", "float32", "--repeats", "1", "--tree", "none", "--ngram", "none", "--rivals", "none")
 PROMPT = ("--prompt-ids", "[1, 17, 5, 42]", "--max-new-tokens", "4", "--ignore-eos")
 
 MODULE = '''
@@ -50,11 +53,6 @@ class Loose:
         return self.exact(*args, **options)
 
 
-class Silent:
-    def __call__(self, *args, **options):
-        raise NotImplementedError
-
-
 @dataclasses.dataclass(frozen=True)
 class Narrow:
     lossless: bool = True
@@ -70,8 +68,7 @@ class Shapeless(Loose):
         return verdict.replace(path=verdict.path[:, :-1])
 
 
-loose, silent, shapeless, unsure = Loose(), Silent(), Shapeless(), Loose(lossless="perhaps")
-narrow, plain = Narrow(), Plain(3)
+loose, shapeless, narrow, plain = Loose(), Shapeless(), Narrow(), Plain(3)
 '''
 
 
@@ -97,24 +94,15 @@ def test_a_drafter_comes_from_a_module(cli, source: str, length: int) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (
-            ("--drafter", "missing:part"),
-            "--drafter missing:part: there is no module 'missing' in the current directory",
-        ),
+        (("--drafter", "missing:part"), "missing:part: there is no module 'missing' in the current directory"),
         (("--drafter", "own_parts:missing"), "own_parts has no 'missing'; see docs/extending.md"),
         (("--drafter", "own_parts:number"), "expected a function of (argument, target)"),
         (("--drafter", "own_parts:broken"), "list is no drafter: it has no num_nodes, max_depth"),
         (("--drafter", "none", "--target", "own_parts:number"), "expected a function of (argument, dtype)"),
         (("--drafter", "none", "--target", "own_parts:nothing"), "gave dict; expected an eagle3_jax.LoadedTarget"),
         (("--verifier", "loose"), "--verifier loose: expected 'block', 'typical', or one of your own"),
-        (("--verifier", "own_parts:Loose"), "the verifier is the class Loose; give an instance"),
         (("--verifier", "own_parts:number"), "int is no verifier: it has no lossless, __call__; see docs/extending.md"),
-        (("--verifier", "own_parts:silent"), "Silent is no verifier: it has no lossless"),
-        (
-            ("--verifier", "own_parts:narrow"),
-            "Narrow is called without sampling_mode, max_depth, which",
-        ),
-        (("--verifier", "own_parts:unsure"), "Loose.lossless is 'perhaps'; expected True or False"),
+        (("--verifier", "own_parts:narrow"), "Narrow is called without sampling_mode, max_depth, which"),
         (("--verifier", "own_parts:shapeless"), "Shapeless gave path as int32[1, 2]; expected int32[1, 3]"),
     ],
 )
@@ -124,12 +112,7 @@ def test_what_is_no_part_is_refused_in_one_line(refused, options: tuple[str, ...
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("import a_module_of_theirs", "No module named 'a_module_of_theirs'"),
-        ("x = (", "SyntaxError"),
-        ("1 / 0", "Zero"),
-    ],
+    ("text", "says"), [("import a_module_of_theirs", "No module named 'a_module_of_theirs'"), ("x = (", "SyntaxError")]
 )
 def test_a_module_that_cannot_be_imported_is_refused_with_its_own_words(refused, text: str, says: str) -> None:
     Path("own_parts.py").write_text(text + "\n")
@@ -146,24 +129,24 @@ def test_a_rule_that_is_not_lossless_says_so_in_every_result(cli) -> None:
     assert code == 0 and "not lossless: drafts were accepted by Loose" in out
 
 
-def test_bench_marks_the_rows_of_a_rule_that_is_not_lossless(cli) -> None:
-    options = ("--prompts", "random", "--prompt-tokens", "4", "--max-prompts", "1", "--max-new-tokens", "4")
-    options += ("--dtype", "float32", "--repeats", "1", "--chains", "2", "--tree", "none")
-    options += ("--ngram", "none", "--rivals", "none")
-    code, out, err = cli("bench", *PAIR, *options, "--verifier", "own_parts:loose", "--json")
-    assert code in (0, 1), err  # a moment faster than the memory is no matter here
-    rows = {row["name"]: row["lossless"] for row in json.loads(out)["reports"][0]["rows"]}
-    assert rows == {"plain float32": True, "chain K=2 (Loose, not lossless)": False}
-
-
-def test_a_drafter_of_ones_own_is_benched_as_it_was_built(cli) -> None:
-    options = ("--prompts", "random", "--prompt-tokens", "4", "--max-prompts", "1", "--max-new-tokens", "4")
-    options += ("--dtype", "float32", "--repeats", "1", "--chains", "none", "--tree", "none", "--rivals", "none")
-    only = ("--target", str(GOLDEN / "target"), "--drafter", "own_parts:plain", "--ngram", "none")
-    code, out, err = cli("bench", *only, *options, "--json")
-    assert code in (0, 1), err
-    (report,) = json.loads(out)["reports"]
-    assert [row["name"] for row in report["rows"]] == ["plain float32", "own_parts:plain"]
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        (
+            (*PAIR, "--chains", "2", "--verifier", "own_parts:loose"),
+            {"plain float32": True, "chain K=2 (Loose, not lossless)": False},
+        ),
+        (
+            (*PAIR[:2], "--chains", "none", "--drafter", "own_parts:plain"),
+            {"plain float32": True, "own_parts:plain": True},
+        ),
+    ],
+    ids=["a rule", "a drafter"],
+)
+def test_bench_names_and_labels(cli, options: tuple[str, ...], rows: dict[str, bool]) -> None:
+    code, out, err = cli("bench", *options, *BENCH, "--json")
+    assert code in (0, 1), err  # 1: a time below the bound of the memory, which these few tokens can have
+    assert {row["name"]: row["lossless"] for row in json.loads(out)["reports"][0]["rows"]} == rows
 
 
 def test_a_rule_and_a_simulated_acceptance_exclude_each_other(refused) -> None:
@@ -171,21 +154,22 @@ def test_a_rule_and_a_simulated_acceptance_exclude_each_other(refused) -> None:
     assert "one rule" in refused("bench", *PAIR, *rule)
 
 
-def test_a_target_that_is_called_as_in_version_0_1_is_refused_by_the_argument() -> None:
-    class Old:
-        vocab_size, init_cache, unembed = 13, None, None
-
-        def __call__(self, params, tokens, positions, mask, cache=None, aux_layers=()):
-            raise NotImplementedError
-
-    with tiny.unchecked(), pytest.raises(ValueError, match="Old is called without length, which every target is given"):
-        SpeculativeDecoder(tiny.dataclasses.replace(tiny.target(), model=Old()), NGram(2))
+MEMBERS = dict.fromkeys(("vocab_size", "init_cache", "unembed", "__call__"))
 
 
-@pytest.mark.parametrize("missing", ["vocab_size", "init_cache", "unembed"])
-def test_a_target_without_a_member_is_refused_by_name(missing: str) -> None:
-    target = tiny.target()
-    members = {name: None for name in ("vocab_size", "init_cache", "unembed", "__call__") if name != missing}
-    part = type("Partial", (), members)()
-    with tiny.unchecked(), pytest.raises(ValueError, match=f"Partial is no target: it has no {missing}; see docs/ext"):
-        SpeculativeDecoder(tiny.dataclasses.replace(target, model=part), NGram(2))
+@pytest.mark.parametrize(
+    ("members", "says"),
+    [
+        (
+            {name: None for name in MEMBERS if name != "init_cache"},
+            "Part is no target: it has no init_cache; see",
+        ),
+        (
+            MEMBERS | {"__call__": lambda self, params, tokens, positions, mask, cache=None, aux_layers=(): None},
+            "Part is called without length, which every target is given",
+        ),
+    ],
+)
+def test_what_is_no_target_is_refused(members: dict[str, object], says: str) -> None:
+    with tiny.unchecked(), pytest.raises(ValueError, match=says):
+        SpeculativeDecoder(dataclasses.replace(tiny.target(), model=type("Part", (), members)()), NGram(2))

@@ -1,28 +1,31 @@
-"""What the loop relies on, asked of every drafter: a new method is one more row of ``ALL_DRAFTERS``.
+"""The library's contract of drafters: every method keeps it, and each of its checks finds a broken drafter.
 
-The checks are the library's own, which authors run on theirs; here they are also shown to catch what they are for.
+A new method is one more row of ``ALL_DRAFTERS``.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
+from typing import Any
 
-import bad_drafters
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from ordinary import VOCABULARY, Ordinary, observing, proposing, replaced, with_field
 
 from eagle3_jax import check_drafter
 from eagle3_jax.decode import LoadedDrafter
 from eagle3_jax.drafters import Fallback, Markov, NGram, Plain, Suffix, layer_skip
 from eagle3_jax.testing import DRAFTER_CHECKS
 from eagle3_jax.testing.drafter import Subject
+from eagle3_jax.testing.scripted import FixedTree, RootState
 from eagle3_jax.topology import Chain, DynamicTree
-from eagle3_jax.types import DraftSampling
+from eagle3_jax.types import Draft, DraftSampling, SamplingParams
 
 TARGET = tiny.target(13)
 PROBABILISTIC = DraftSampling.PROBABILISTIC
@@ -65,7 +68,7 @@ ALL_DRAFTERS: dict[str, Callable[[], LoadedDrafter]] = {
     "n-grams, else an EAGLE-3 dynamic tree": lambda: Fallback.of(RARE, tiny.eagle3(TARGET, TREE)),
 }
 LAW = "sampled output has the target's law"
-ENOUGH = {"draws from what it declares": 32768}  # samples that show every fault of bad_drafters
+ENOUGH = {"draws from what it declares": 32768}  # samples that show every fault of BROKEN
 COSTLY = {"greedy output is the target's", LAW}  # test_greedy and test_long_law ask every method
 SAMPLED_TREE = LoadedDrafter(
     tiny.Sampled((-1, 0, 0, 1)), jnp.array(np.random.default_rng(0).dirichlet(np.ones(13), 13), jnp.float32)
@@ -121,15 +124,168 @@ def test_a_drafter_that_is_right_passes_every_check(drafter: LoadedDrafter) -> N
     )
 
 
-@pytest.mark.parametrize("name", bad_drafters.BROKEN)
+class Remembering(Ordinary):
+    """Keeps on itself how often it was asked, and drafts by it."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def propose(self, *arguments: Any) -> Draft:
+        self.asked += 1
+        draft = Ordinary.propose(self, *arguments)
+        return dataclasses.replace(draft, tokens=draft.tokens.at[:, 1:].add(self.asked) % VOCABULARY)
+
+
+class Hasty(Ordinary):
+    """Another hash every few times that it is asked for one."""
+
+    def __init__(self, every: int):
+        self.every, self.calls = every, 0
+
+    def __hash__(self) -> int:
+        self.calls += 1
+        return self.calls // self.every
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Drawing(FixedTree):
+    """Draws each node from a law of its own, and declares another, or the same.
+
+    Attributes:
+        law: By the number of tokens known, ``[B]``, what the nodes below the root are drawn from.
+        declared: What it declares for them.
+    """
+
+    law: Callable[[Any], Any]
+    declared: Any
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # its arrays have no hash
+
+    def propose(self, params: Any, state: RootState, keys: Any, sampling: SamplingParams) -> Draft:
+        shape = (state.root.shape[0], self.num_nodes - 1, VOCABULARY)
+        law = jnp.broadcast_to(self.law(state.length), shape)
+        drawn = jax.vmap(lambda key, q: jax.random.categorical(key, jnp.log(q), axis=-1))(keys, law)
+        probs = jnp.pad(jnp.broadcast_to(self.declared, shape), ((0, 0), (1, 0), (0, 0)))
+        return self.draft(state, jnp.pad(drawn.astype(jnp.int32), ((0, 0), (1, 0))), probs)
+
+
+def siblings(law: Any, declared: Any) -> Drawing:
+    return Drawing((-1, 0, 0), lambda length: law, declared)
+
+
+def deep(law: Callable[[Any], Any], declared: Any) -> Drawing:
+    return Drawing((-1, 0, 1, 2, 3), law, declared)
+
+
+class Peeking(FixedTree):
+    """Draws evenly, and declares a distribution that depends on the token that it has drawn."""
+
+    def propose(self, params: Any, state: RootState, keys: Any, sampling: SamplingParams) -> Draft:
+        drawn = jax.vmap(lambda key: jax.random.randint(key, (self.num_nodes,), 0, VOCABULARY))(keys)
+        return self.draft(state, drawn, jnp.where((drawn % 2 == 0)[:, :, None], UNIFORM, SKEWED))
+
+
+UNIFORM = jnp.full((VOCABULARY,), 1 / VOCABULARY, jnp.float32)
+SKEWED = jnp.array(np.r_[np.full(6, 1.4), np.full(7, 0.6)] / (6 * 1.4 + 7 * 0.6), jnp.float32)
+
+
+LAWS = jax.nn.softmax(jnp.asarray(np.random.default_rng(0).normal(0, 1.5, (4, VOCABULARY)), jnp.float32), axis=-1)
+NEAR = jax.nn.softmax(jnp.asarray(np.random.default_rng(11).normal(0, 1.5, VOCABULARY), jnp.float32))
+COOLER = jax.nn.softmax(jnp.log(LAWS) / jnp.array([[1.0], [1.0], [1.0], [0.97]]), axis=-1)
+
+
+def mean_of_rows(draft: Draft) -> Any:
+    shared = jnp.sum(draft.tokens[:, 0]) % VOCABULARY
+    return draft.tokens.at[:, 1].set(shared)
+
+
+# The check that must fail, and its message.
+BROKEN: dict[str, tuple[Any, str, str]] = {
+    "an unstable hash": (Hasty(1), "keeps the protocol", "its hash changes"),
+    "a state that grows": (
+        observing(lambda old, new, seen: {**new, "root": jnp.stack([new["root"]] * 2, 1)}), "keeps shapes and types",
+        r"returned int32\[4, 2\]; expected the same",
+    ),
+    "a guess that it remembers": (
+        Remembering(), "proposes from its state alone", "drafts something else when `propose` is traced anew"
+    ),
+    "a guess that it commits": (
+        proposing(lambda d: dataclasses.replace(d, state={"root": d.tokens[:, 2], "length": d.tokens[:, 0]})),
+        "commits nothing by proposing", "after the state that the draft before returned",
+    ),
+    "another root": (
+        proposing(with_field(tokens=lambda d: d.tokens.at[:, 0].add(1) % VOCABULARY)), "drafts a tree below the root",
+        "node 0 of rows 0, 1, 2, 3 is",
+    ),
+    "a child before its parent": (
+        proposing(with_field(parents=lambda d: d.parents.at[:, 1].set(2))), "drafts a tree below the root",
+        "node 1 of row 0 has parent 2; expected 0 to 0",
+    ),
+    "a tree deeper than it says": (replaced(max_depth=1), "drafts a tree below the root", "drafts 2 levels and says 1"),
+    "an id outside the vocabulary": (
+        proposing(with_field(tokens=lambda d: d.tokens.at[:, 2].set(VOCABULARY))), "drafts a tree below the root",
+        "node 2 of row 0 is id 13; expected 0 to 12",
+    ),
+    "siblings that are the same": (
+        proposing(lambda d: dataclasses.replace(
+            d, parents=d.parents.at[:, 2].set(0), tokens=d.tokens.at[:, 2].set(d.tokens[:, 1])
+        )), "drafts a tree below the root", "siblings of row 0 repeat a token",
+    ),
+    "a draft that depends on the other rows": (
+        proposing(with_field(tokens=mean_of_rows)), "rows are independent of their neighbours", "when its neighbours"
+    ),
+    "a root that an empty observation moves": (
+        observing(lambda old, new, seen: {**new, "root": seen.next_token}), "an empty observation changes nothing",
+        "after an observation of length 0",
+    ),
+    "a state that reads padding": (
+        observing(lambda old, new, seen: {**new, "root": (new["root"] + jnp.sum(seen.tokens, axis=1)) % VOCABULARY}),
+        "padding behind an observation does not matter", "past the observed length",
+    ),
+    "a state that counts observations": (
+        observing(lambda old, new, seen: {**new, "root": (old["root"] + new["root"]) % VOCABULARY}),
+        "observing in pieces is observing at once", "6 tokens come in pieces of 4, 2",
+    ),
+    "negative probabilities": (
+        siblings(UNIFORM, UNIFORM.at[0].add(-1).at[1].add(1)), "declares distributions", "negative or not finite"
+    ),
+    "a token that it says it cannot draft": (
+        siblings(jnp.eye(VOCABULARY)[3], jnp.eye(VOCABULARY)[4]), "declares distributions", "declares probability 0"
+    ),
+    "probabilities that are rounded to bfloat16": (
+        deep(lambda length: NEAR, NEAR.astype(jnp.bfloat16).astype(jnp.float32)), "declares distributions",
+        "add up to .* expected 1 within 2e-05",
+    ),
+    "another law after 24 tokens": (
+        deep(lambda length: jnp.where(length[:, None, None] >= 24, LAWS[:, ::-1], LAWS), LAWS),
+        "draws from what it declares", "after a long text node . draws likely tokens too seldom",
+    ),
+    "a last token that is drawn three percent cooler": (
+        deep(lambda length: COOLER, LAWS), "draws from what it declares", "node 4 draws likely tokens too often"
+    ),
+    "a state that ends after 24 tokens": (
+        observing(lambda old, new, seen: {
+            **new, "root": jnp.where((old["length"] >= 24) & (seen.length > 0), old["root"], new["root"])
+        }), "observing in pieces is observing at once", "drafts something else when 72 tokens",
+    ),
+    "what a token is drawn from follows from the token": (
+        Peeking((-1, 0, 1)), "knows before it draws", "of one state that share every token before it"
+    ),
+    "probabilities for one token and others drafted": (
+        siblings(jnp.eye(VOCABULARY)[3] + 1e-9, UNIFORM), "sampled output has the target's law",
+        "do not have the target's distribution",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
 def test_a_drafter_is_found_out_for(name: str) -> None:
-    drafter, check, message = bad_drafters.BROKEN[name]
+    drafter, check, message = BROKEN[name]
     with tiny.unchecked():
         report = check_drafter(drafter, TARGET, checks=["keeps the protocol", check], samples=ENOUGH.get(check, 8192))
     (failure,) = report.failures
     assert failure.name == check
     assert re.search(message, failure.detail), failure.detail
-    assert not report.ok
     with pytest.raises(ValueError, match=f"failed +{check}.*\n.*1 failed"):
         report.raise_if_failed()
 
@@ -146,14 +302,12 @@ def test_a_right_law_under_which_nothing_was_accepted_is_not_a_pass() -> None:
 def beyond(draft, rest):
     """Node 1 is spoilt; node 2, its sibling, is a point mass that the target may want."""
     parents = draft.parents.at[:, 2].set(0)
-    return bad_drafters.with_field(parents=lambda _: parents, **rest)(draft)
+    return with_field(parents=lambda _: parents, **rest)(draft)
 
 
 POINT = jax.nn.one_hot
 UNSAFE = {
     "ids past the vocabulary": {"tokens": lambda d: d.tokens.at[:, 1].set(10**6)},
-    "negative ids": {"tokens": lambda d: d.tokens.at[:, 1].set(-1)},
-    "probabilities of NaN": {"probs": lambda d: POINT(d.tokens, 13).at[:, 1].set(jnp.nan)},
     "infinite probabilities": {"probs": lambda d: POINT(d.tokens, 13).at[:, 1].set(jnp.inf)},
     "one probability of NaN": {"probs": lambda d: POINT(d.tokens, 13).at[:, 1, 5].set(jnp.nan)},
 }
@@ -161,6 +315,6 @@ UNSAFE = {
 
 @pytest.mark.parametrize("name", UNSAFE)
 def test_sampled_output_has_the_targets_law_with(name: str) -> None:
-    drafter = bad_drafters.proposing(functools.partial(beyond, rest=UNSAFE[name]))
+    drafter = proposing(functools.partial(beyond, rest=UNSAFE[name]))
     report = check_drafter(drafter, TARGET, checks=[LAW], samples=4096)
     assert report.ok, str(report)
