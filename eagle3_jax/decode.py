@@ -21,9 +21,8 @@ from eagle3_jax.loaded import LoadedDrafter, LoadedTarget, shape_of
 from eagle3_jax.loop import GenerationState, LoopParams, Outcome, Prompts, Round, SpeculativeLoop
 from eagle3_jax.results import Chunk, Generation, GenerationResult
 from eagle3_jax.sampling import row_keys
-from eagle3_jax.schedule import SpeculationSchedule
+from eagle3_jax.schedule import SpeculationSchedule, StagedLoop, stages_of
 from eagle3_jax.sharding import as_mesh, param_shardings, place, row_shardings, to_host
-from eagle3_jax.stages import StagedLoop, stages_of
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.text import Pieces, tokenized
 from eagle3_jax.topology import Chain, DynamicTree, StaticTree
@@ -75,7 +74,7 @@ class SpeculativeDecoder:
             drafter: A drafter from ``load_drafter``, or one without parameters, or ``None`` for plain decoding.
             num_speculative_tokens: Length ``K`` of a chain. Default: 5, on CPUs 3 (Medusa: one token per head; DFlash:
                 the block). The decoder is built before it sees a batch, so this is the length for one row; on CPUs
-                shorter chains pay off for batches above 2 (``eagle3_jax.schedule.default_draft_length``).
+                shorter chains pay off for batches above 2 (``eagle3_jax.topology.default_draft_length``).
             tree: A tree to draft instead of a chain.
             schedule: Chain lengths by the number of active rows.
             draft_sampling: How the tokens of a chain or a static tree are chosen: ``"greedy"`` or

@@ -1,15 +1,15 @@
-"""Plain decoding, as the drafter that proposes nothing."""
+"""Plain decoding as a drafter: one that proposes nothing, and one that only stays up to date."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int, Key
 
-from eagle3_jax.types import Draft, Observation, SamplingParams
+from eagle3_jax.types import Draft, Drafter, Observation, SamplingParams
 
 
 class PlainState(struct.PyTreeNode, kw_only=True):
@@ -75,3 +75,38 @@ class Plain:
             parents=node - 1,
             valid=node == 0,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Silent:
+    """Plain decoding that keeps the state of another drafter, so that it can draft again at any time.
+
+    A schedule uses it at batch sizes without drafts. A draft head must still observe the target's features, because its
+    cache could not be filled later.
+
+    Attributes:
+        drafter: The drafter whose state is kept.
+    """
+
+    drafter: Drafter[Any]
+    num_nodes: ClassVar[int] = 1
+    max_depth: ClassVar[int] = 1  # one level that is always empty, as for `Plain`
+    is_chain: ClassVar[bool] = True
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Layers that the other drafter reads."""
+        return self.drafter.aux_layers
+
+    def init(self, params: Any, batch: int, capacity: int) -> Any:
+        """The other drafter's state."""
+        return self.drafter.init(params, batch, capacity)
+
+    def observe(self, params: Any, state: Any, seen: Observation) -> Any:
+        """The other drafter observes."""
+        return self.drafter.observe(params, state, seen)
+
+    def propose(self, params: Any, state: Any, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+        """Only the root. The compiler drops the rest of the other drafter's proposal, which nothing reads."""
+        root = self.drafter.propose(params, state, keys, sampling).tokens[:, :1]
+        return Draft(tokens=root, parents=jnp.full_like(root, -1), valid=jnp.ones_like(root, jnp.bool_))

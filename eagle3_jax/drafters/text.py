@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from eagle3_jax.schedule import default_draft_length
-from eagle3_jax.topology import Chain, Topology
+from eagle3_jax.topology import Chain, Topology, default_draft_length
 from eagle3_jax.types import DraftSampling, Observation
 
 
