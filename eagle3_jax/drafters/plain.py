@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
@@ -35,6 +35,8 @@ class Plain:
     """
 
     num_nodes: int = 1
+    aux_layers = ()
+    is_chain = True
 
     def __post_init__(self) -> None:
         if self.num_nodes < 1:
@@ -44,16 +46,6 @@ class Plain:
     def max_depth(self) -> int:
         """``G``; as deep as a chain of as many nodes."""
         return max(self.num_nodes - 1, 1)
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """It reads no features."""
-        return ()
-
-    @property
-    def is_chain(self) -> bool:
-        """Nothing branches."""
-        return True
 
     def init(self, params: Any, batch: int, capacity: int) -> PlainState:
         """See :class:`eagle3_jax.types.Drafter`."""
@@ -89,9 +81,9 @@ class Silent:
     """
 
     drafter: Drafter[Any]
-    num_nodes: ClassVar[int] = 1
-    max_depth: ClassVar[int] = 1  # one level that is always empty, as for `Plain`
-    is_chain: ClassVar[bool] = True
+    num_nodes = 1
+    max_depth = 1  # one level that is always empty, as for `Plain`
+    is_chain = True
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

@@ -54,6 +54,8 @@ class TextDrafter:
     """
 
     num_speculative_tokens: int = dataclasses.field(default_factory=default_draft_length)
+    aux_layers = ()
+    is_chain = True
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens < 1:
@@ -68,16 +70,6 @@ class TextDrafter:
     def max_depth(self) -> int:
         """``G``."""
         return self.num_speculative_tokens
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """It reads no features."""
-        return ()
-
-    @property
-    def is_chain(self) -> bool:
-        """Always."""
-        return True
 
     def with_topology(self, topology: Topology | None, draft_sampling: DraftSampling | str | None) -> TextDrafter:
         """With another number of tokens.
