@@ -21,9 +21,8 @@ from eagle3_jax.loaded import LoadedDrafter, LoadedTarget, shape_of
 from eagle3_jax.loop import GenerationState, LoopParams, Outcome, Prompts, Round, SpeculativeLoop
 from eagle3_jax.results import Chunk, Generation, GenerationResult
 from eagle3_jax.sampling import row_keys
-from eagle3_jax.schedule import SpeculationSchedule
+from eagle3_jax.schedule import SpeculationSchedule, StagedLoop, stages_of
 from eagle3_jax.sharding import as_mesh, param_shardings, place, row_shardings, to_host
-from eagle3_jax.stages import StagedLoop, stages_of
 from eagle3_jax.stats import SpeculationStats
 from eagle3_jax.text import Pieces, tokenized
 from eagle3_jax.topology import Chain, DynamicTree, StaticTree
@@ -75,7 +74,7 @@ class SpeculativeDecoder:
             drafter: A drafter from ``load_drafter``, or one without parameters, or ``None`` for plain decoding.
             num_speculative_tokens: Length ``K`` of a chain. Default: 5, on CPUs 3 (Medusa: one token per head; DFlash:
                 the block). The decoder is built before it sees a batch, so this is the length for one row; on CPUs
-                shorter chains pay off for batches above 2 (``eagle3_jax.schedule.default_draft_length``).
+                shorter chains pay off for batches above 2 (``eagle3_jax.topology.default_draft_length``).
             tree: A tree to draft instead of a chain.
             schedule: Chain lengths by the number of active rows.
             draft_sampling: How the tokens of a chain or a static tree are chosen: ``"greedy"`` or
@@ -92,19 +91,14 @@ class SpeculativeDecoder:
                 drafter; a part was not loaded or misses a member; or the mesh does not divide the models.
         """
         _check_loaded(target, drafter)
-        asked = {
-            "num_speculative_tokens": num_speculative_tokens,
-            "tree": tree,
-            "schedule": schedule,
-            "draft_sampling": draft_sampling,
-        }
-        given = [name for name, value in asked.items() if value is not None]
+        shapes = {"num_speculative_tokens": num_speculative_tokens, "tree": tree, "schedule": schedule}
+        given = [name for name, value in {**shapes, "draft_sampling": draft_sampling}.items() if value is not None]
         if drafter is None and given:
             raise ValueError(
                 f"{given[0]} was given without a drafter; give one, such as load_drafter(target=target) or "
                 f"drafters.NGram(), or leave {given[0]} out for plain decoding"
             )
-        if sum(shape is not None for shape in (num_speculative_tokens, tree, schedule)) > 1:
+        if sum(shape is not None for shape in shapes.values()) > 1:
             raise ValueError(
                 "more than one of num_speculative_tokens, tree and schedule was given; a draft is a chain, a tree, or "
                 "a chain by schedule"
@@ -228,7 +222,7 @@ class SpeculativeDecoder:
         The arguments are those of :meth:`generate`. The pieces of all chunks, joined, are its text.
         """
         text = Pieces(self.target.tokenizer)
-        state, rounds, rows = self._start([prompt], max_new_tokens, sampling, seed, logprobs)
+        state, rounds, rows = self._start(*self._batch([prompt], max_new_tokens, sampling, seed, logprobs))
         seen = start = len(rows[0])
         accepted = 0
         while True:
@@ -260,7 +254,7 @@ class SpeculativeDecoder:
 
         The arguments are those of :meth:`generate`. The next round consumes the state of this one, so read it first.
         """
-        state, rounds, _ = self._start(_as_batch(prompts), max_new_tokens, sampling, seed, logprobs)
+        state, rounds, _ = self._start(*self._batch(prompts, max_new_tokens, sampling, seed, logprobs))
         while np.any(to_host(state.finish) == FinishReason.RUNNING):
             latest = next(rounds)
             state = latest.state
@@ -280,7 +274,7 @@ class SpeculativeDecoder:
         The arguments are those of :meth:`generate`. Rows that join a batch later need their own seed. See
         ``docs/extending.md``.
         """
-        return self._start(_as_batch(prompts), max_new_tokens, sampling, seed, logprobs)[0]
+        return self._start(*self._batch(prompts, max_new_tokens, sampling, seed, logprobs))[0]
 
     def step(self, state: GenerationState) -> Round:
         """Runs one compiled round. It consumes ``state`` and updates its caches in place.
@@ -343,14 +337,9 @@ class SpeculativeDecoder:
         return [int(token) for token in tokens]
 
     def _start(
-        self,
-        prompts: Sequence[Prompt],
-        max_new_tokens: int | Sequence[int],
-        sampling: SamplingParams | None,
-        seed: int | Sequence[int],
-        logprobs: int | None,
+        self, loop: SpeculativeLoop, batch: Prompts, rows: list[list[int]]
     ) -> tuple[GenerationState, Iterator[Round], list[list[int]]]:
-        loop, batch, rows = self._batch(prompts, max_new_tokens, sampling, seed, logprobs)
+        """Returns the state after the prompts, its rounds, and the prompts' token ids."""
         capacity = self._capacity(batch)
         state = self._on_mesh(loops.prefill, loop, self.params, self._on_rows(batch), capacity=capacity)
 
@@ -364,15 +353,16 @@ class SpeculativeDecoder:
 
     def _batch(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         max_new_tokens: int | Sequence[int],
         sampling: SamplingParams | None,
         seed: int | Sequence[int],
         logprobs: int | None,
     ) -> tuple[SpeculativeLoop, Prompts, list[list[int]]]:
-        if not prompts:
+        """Returns the loop for this sampling, the batch on the device, and the prompts' token ids."""
+        rows = [self.encode(prompt) for prompt in _as_batch(prompts)]
+        if not rows:
             raise ValueError("no prompts were given; give at least one")
-        rows = [self.encode(prompt) for prompt in prompts]
         each: Any = max_new_tokens
         budgets = [each] * len(rows) if np.ndim(each) == 0 else list(each)
         if len(budgets) != len(rows):
@@ -386,7 +376,12 @@ class SpeculativeDecoder:
         # A limit beyond the last position has no effect, and may not fit into 32 bits.
         wanted = lengths + np.array([min(budget, self.target.max_positions) for budget in budgets], np.int32)
         limit = np.minimum(wanted, self.target.max_positions).astype(np.int32)
-        _check_length(self.loop.drafter, int(limit.max()))
+        most, longest = getattr(self.loop.drafter, "max_positions", None), int(limit.max())
+        if most is not None and longest > most:
+            raise ValueError(
+                f"sequences of up to {longest} tokens were asked for, and {type(self.loop.drafter).__name__} was built "
+                f"for {most} positions; lower max_new_tokens, shorten the prompt or choose another drafter"
+            )
         tokens = np.zeros((len(rows), min(_round_up(int(lengths.max())), self.target.max_positions)), np.int32)
         for index, row in enumerate(rows):
             tokens[index, : len(row)] = row
@@ -407,7 +402,7 @@ class SpeculativeDecoder:
     def _generate_until(self, stops: list[list[str]], prompts: Sequence[Prompt], *options: Any) -> GenerationResult:
         """:meth:`generate`, round by round; the host ends a row when its text contains one of its ``stops``."""
         begin = time.perf_counter()
-        state, _, rows = self._start(prompts, *options)
+        state, _, rows = self._start(*self._batch(prompts, *options))
         seen, found = [len(row) for row in rows], dict[int, str]()
         while True:
             tokens, length, finish = (np.array(leaf) for leaf in to_host((state.tokens, state.length, state.finish)))
@@ -451,11 +446,7 @@ class SpeculativeDecoder:
 def _checked_stop(
     stop: str | Sequence[str] | Sequence[Sequence[str]], count: int, target: LoadedTarget
 ) -> list[list[str]]:
-    """The texts that end each of ``count`` rows.
-
-    Raises:
-        ValueError: One is empty or no text, there is not a list per prompt, or the target has no tokenizer.
-    """
+    """Returns the texts that end each of ``count`` rows."""
     given: list[Any] = [stop] if isinstance(stop, str) else list(stop)
     own = bool(given) and all(isinstance(one, Sequence) and not isinstance(one, str) for one in given)
     each = [list(one) for one in given] if own else [given] * count
@@ -493,30 +484,16 @@ def _check_size(drafter: Drafter[Any], target: LoadedTarget) -> None:
         )
 
 
-def _check_length(drafter: Drafter[Any], longest: int) -> None:
-    """Raises if sequences are longer than the drafter supports."""
-    most = getattr(drafter, "max_positions", longest)
-    if longest > most:
-        raise ValueError(
-            f"sequences of up to {longest} tokens were asked for, and {type(drafter).__name__} was built for {most} "
-            f"positions; lower max_new_tokens, shorten the prompt or choose another drafter"
-        )
-
-
 def _check_loaded(target: Any, drafter: Any) -> None:
-    """Raises if a part is the name of a model, or a model without its arrays.
-
-    Raises:
-        ValueError: The message says how to load it.
-    """
+    """Raises if a part is the name of a model, or a model without its arrays; the message says how to load it."""
     if isinstance(drafter, str):
         raise ValueError(
             f"drafter is {drafter!r}; expected a drafter: load_drafter({drafter!r}, target=target) reads one"
         )
     if not isinstance(target, LoadedTarget):
-        is_name = isinstance(target, str)
-        said = repr(target) if is_name else type(target).__name__
-        loads = f"load_target({target!r})" if is_name else "load_target, or LoadedTarget(model, params, ...),"
+        said, loads = type(target).__name__, "load_target, or LoadedTarget(model, params, ...),"
+        if isinstance(target, str):
+            said, loads = repr(target), f"load_target({target!r})"
         raise ValueError(f"target is {said}; expected a LoadedTarget: {loads} gives one")
 
 

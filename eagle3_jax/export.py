@@ -82,12 +82,7 @@ class ExportedGeneration:
     """
 
     def __init__(self, program: jax_export.Exported, about: About):
-        """See the class.
-
-        Args:
-            program: The lowered program.
-            about: Shapes and sampling that it was made for.
-        """
+        """Wraps a lowered program; ``about`` says which shapes and sampling it was made for."""
         self.program, self.about = program, about
         self._call = jax.jit(program.call)
 
@@ -114,37 +109,29 @@ class ExportedGeneration:
             seed: Random seed, 0 to 2^32 - 1.
 
         Raises:
-            ValueError: It was not made for this; the message says what it was made for.
+            ValueError: The program was exported for something else; the message says for what.
         """
         about = self.about
         limit = about.max_new_tokens if max_new_tokens is None else max_new_tokens
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         needed = "greedy" if temperature == 0 else "temperature" if top_k == 0 and top_p == 1 else "truncated"
-        for holds, refusal in (
-            (len(prompts) == about.batch, f"{len(prompts)} prompts were given; exported for exactly {about.batch}"),
-            (
-                all(1 <= len(prompt) <= about.prompt_tokens for prompt in prompts),
-                f"a prompt is empty or too long; exported for 1 to {about.prompt_tokens} tokens",
-            ),
-            (
-                all(0 <= token < about.vocab_size for prompt in prompts for token in prompt),
-                f"a prompt holds an id outside the vocabulary; expected 0 to {about.vocab_size - 1}",
-            ),
-            (
-                1 <= limit <= about.max_new_tokens,
-                f"max_new_tokens is {limit}; exported for 1 to {about.max_new_tokens}",
-            ),
-            (
-                temperature >= 0 and top_k >= 0 and 0 < top_p <= 1 and 0 <= seed < 2**32,
+        if len(prompts) != about.batch:
+            raise ValueError(f"{len(prompts)} prompts were given; exported for exactly {about.batch}")
+        if lengths.min() < 1 or lengths.max() > about.prompt_tokens:
+            raise ValueError(f"a prompt is empty or too long; exported for 1 to {about.prompt_tokens} tokens")
+        if not all(0 <= token < about.vocab_size for prompt in prompts for token in prompt):
+            raise ValueError(f"a prompt has an id outside the vocabulary; expected 0 to {about.vocab_size - 1}")
+        if not 1 <= limit <= about.max_new_tokens:
+            raise ValueError(f"max_new_tokens is {limit}; exported for 1 to {about.max_new_tokens}")
+        if not (temperature >= 0 and top_k >= 0 and 0 < top_p <= 1 and 0 <= seed < 2**32):
+            raise ValueError(
                 f"temperature {temperature:g}, top_k {top_k}, top_p {top_p:g} and seed {seed}; expected at least 0, at "
-                f"least 0, above 0 up to 1, and 0 to {2**32 - 1}",
-            ),
-            (
-                _MODES.index(needed) <= _MODES.index(about.sampling_mode),
-                f"this needs a program exported with sampling_mode {needed}; this one is {about.sampling_mode}",
-            ),
-        ):
-            if not holds:
-                raise ValueError(refusal)
+                f"least 0, above 0 up to 1, and 0 to {2**32 - 1}"
+            )
+        if _MODES.index(needed) > _MODES.index(about.sampling_mode):
+            raise ValueError(
+                f"this needs a program exported with sampling_mode {needed}; this one is {about.sampling_mode}"
+            )
         for name, expected in about.parameters.items():
             given = _type_of(parameters[name]) if name in parameters else "missing"
             if given != expected:
@@ -152,24 +139,20 @@ class ExportedGeneration:
         tokens = np.zeros((about.batch, about.prompt_tokens), np.int32)
         for index, prompt in enumerate(prompts):
             tokens[index, : len(prompt)] = prompt
-        length = np.array([len(prompt) for prompt in prompts], np.int32)
         asked = {
             "tokens": tokens,
-            "length": length,
-            "limit": np.minimum(length + limit, about.max_positions).astype(np.int32),
+            "length": lengths,
+            "limit": np.minimum(lengths + limit, about.max_positions).astype(np.int32),
             "temperature": np.full(about.batch, temperature, np.float32),
             "top_k": np.full(about.batch, top_k, np.int32),
             "top_p": np.full(about.batch, top_p, np.float32),
             "seed": np.uint32(seed),
         }
         made = jax.device_get(self._call({name: parameters[name] for name in about.parameters}, asked))
+        columns = (made[name] for name in ("tokens", "length", "num_drafts", "num_accepted_tokens"))
         return [
-            ExportedRow(
-                made["tokens"][row, length[row] : made["length"][row]].tolist(),
-                int(made["num_drafts"][row]),
-                int(made["num_accepted_tokens"][row]),
-            )
-            for row in range(about.batch)
+            ExportedRow(tokens[start:end].tolist(), int(drafts), int(accepted))
+            for start, tokens, end, drafts, accepted in zip(lengths, *columns, strict=True)
         ]
 
     def save(self, path: str | Path) -> None:
@@ -267,20 +250,14 @@ def export_generation(
             keys=jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(asked["seed"]), jax.numpy.arange(batch)),
         )
         outcome = loop.generate(params, prompts, capacity)
-        return {
-            "tokens": outcome.tokens,
-            "length": outcome.length,
-            "num_drafts": outcome.stats.num_drafts,
-            "num_accepted_tokens": outcome.stats.num_accepted_tokens,
-        }
+        counters = {name: getattr(outcome.stats, name) for name in ("num_drafts", "num_accepted_tokens")}
+        return {"tokens": outcome.tokens, "length": outcome.length, **counters}
 
-    shapes = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in named.items()}
-    rows = {name: jax.ShapeDtypeStruct((batch,), np.int32) for name in ("length", "limit", "top_k")}
-    rows |= {name: jax.ShapeDtypeStruct((batch,), np.float32) for name in ("temperature", "top_p")}
-    rows |= {
-        "tokens": jax.ShapeDtypeStruct((batch, prompt_tokens), np.int32),
-        "seed": jax.ShapeDtypeStruct((), np.uint32),
-    }
+    shaped = jax.ShapeDtypeStruct
+    shapes = {name: shaped(leaf.shape, leaf.dtype) for name, leaf in named.items()}
+    rows = {name: shaped((batch,), np.int32) for name in ("length", "limit", "top_k")}
+    rows |= {name: shaped((batch,), np.float32) for name in ("temperature", "top_p")}
+    rows |= {"tokens": shaped((batch, prompt_tokens), np.int32), "seed": shaped((), np.uint32)}
     with flash.enabled(False):  # JAX exports Triton kernels for one platform only, without a promise to run them later
         program = jax_export.export(jax.jit(generation), platforms=platforms)(shapes, rows)
     about = About(

@@ -69,19 +69,17 @@ def parse_mesh(text: str) -> dict[str, int]:
     Raises:
         ValueError: The text is malformed or names an unknown axis.
     """
-    sizes: dict[str, int] = dict.fromkeys(MESH_AXES, 1)
-    named: set[str] = set()
+    sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (piece.strip() for piece in part.partition("="))
         if name not in MESH_AXES:
             raise ValueError(f"mesh {text!r}: {name!r} is no axis; the axes are {' and '.join(MESH_AXES)}, {_FORM}")
-        if name in named:
+        if name in sizes:
             raise ValueError(f"mesh {text!r} names {name} twice; give each axis once, {_FORM}")
         if not size.isascii() or not size.isdecimal() or len(size) > 6 or int(size) < 1:
             raise ValueError(f"mesh {text!r}: the size of {name} is {size!r}; expected a number from 1, {_FORM}")
         sizes[name] = int(size)
-        named.add(name)
-    return sizes
+    return dict.fromkeys(MESH_AXES, 1) | sizes
 
 
 _FORM = "as in model=4,data=2"

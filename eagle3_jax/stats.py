@@ -37,8 +37,7 @@ class SpeculationStats(struct.PyTreeNode, kw_only=True):
         """Whether all counters are equal, on the host; arrays alone have no answer."""
         if not isinstance(other, SpeculationStats):
             return NotImplemented
-        pairs = zip(jax.tree.leaves(self), jax.tree.leaves(other), strict=True)
-        return all(np.array_equal(one, another) for one, another in pairs)
+        return all(map(np.array_equal, jax.tree.leaves(self), jax.tree.leaves(other)))
 
     @classmethod
     def zeros(cls, batch: int, max_depth: int) -> SpeculationStats:
@@ -71,17 +70,16 @@ class SpeculationStats(struct.PyTreeNode, kw_only=True):
         """Sum the counters of any number of rows and runs of one draft depth, on the host."""
         rows = [jax.tree.map(np.asarray, one) for one in stats]
         return cls(
-            num_drafts=np.sum([np.sum(s.num_drafts) for s in rows]),
-            num_draft_tokens=np.sum([np.sum(s.num_draft_tokens) for s in rows]),
-            num_accepted_tokens=np.sum([np.sum(s.num_accepted_tokens) for s in rows]),
-            num_accepted_tokens_per_pos=np.sum(
-                [
-                    s.num_accepted_tokens_per_pos.reshape(-1, s.num_accepted_tokens_per_pos.shape[-1]).sum(0)
-                    for s in rows
-                ],
-                axis=0,
-            ),
+            num_drafts=np.sum([np.sum(one.num_drafts) for one in rows]),
+            num_draft_tokens=np.sum([np.sum(one.num_draft_tokens) for one in rows]),
+            num_accepted_tokens=np.sum([np.sum(one.num_accepted_tokens) for one in rows]),
+            num_accepted_tokens_per_pos=np.sum([one._accepted_by_depth() for one in rows], axis=0),
         )
+
+    def _accepted_by_depth(self) -> np.ndarray:
+        """``[G]``, rounds of all rows in which the draft token at each depth was accepted."""
+        counts = np.asarray(self.num_accepted_tokens_per_pos)
+        return counts.reshape(-1, counts.shape[-1]).sum(0)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -96,28 +94,21 @@ class SpeculationStats(struct.PyTreeNode, kw_only=True):
     @property
     def acceptance_per_position(self) -> list[float]:
         """Share of rounds in which the draft token at each depth was accepted, with all those before it."""
-        counts = np.asarray(self.num_accepted_tokens_per_pos).reshape(
-            -1, np.shape(self.num_accepted_tokens_per_pos)[-1]
-        )
-        return [_ratio(count, self.num_drafts) for count in counts.sum(0)]
+        return [_ratio(count, self.num_drafts) for count in self._accepted_by_depth()]
 
     @property
     def conditional_acceptance_rate(self) -> list[float]:
         """Probability that the token at each depth is accepted given that all before it were."""
-        counts = np.asarray(self.num_accepted_tokens_per_pos).reshape(
-            -1, np.shape(self.num_accepted_tokens_per_pos)[-1]
-        )
-        reached = [np.sum(self.num_drafts), *counts.sum(0)[:-1]]
-        return [_ratio(count, before) for count, before in zip(counts.sum(0), reached, strict=True)]
+        counts = self._accepted_by_depth()
+        return [_ratio(count, before) for count, before in zip(counts, [self.num_drafts, *counts[:-1]], strict=True)]
 
     def to_json(self) -> dict[str, object]:
         """Counters and the two headline rates, as plain numbers."""
-        per_position = np.asarray(self.num_accepted_tokens_per_pos)
         return {
             "num_drafts": int(np.sum(self.num_drafts)),
             "num_draft_tokens": int(np.sum(self.num_draft_tokens)),
             "num_accepted_tokens": int(np.sum(self.num_accepted_tokens)),
-            "num_accepted_tokens_per_pos": per_position.reshape(-1, per_position.shape[-1]).sum(0).tolist(),
+            "num_accepted_tokens_per_pos": self._accepted_by_depth().tolist(),
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.draft_acceptance_rate,
         }

@@ -1,4 +1,7 @@
-"""Shapes of drafts: a chain, a dynamic tree, a static tree. They are static and checked when they are built."""
+"""Shapes of drafts: a chain, a dynamic tree, a static tree; and the default length of a chain.
+
+Shapes are static and checked when they are built.
+"""
 
 from __future__ import annotations
 
@@ -133,3 +136,27 @@ class StaticTree:
 
 
 Topology = Chain | DynamicTree | StaticTree
+
+
+# The last batch size of each default length on CPUs. Measured with the shipped pair on two cores: never slower than
+# plain decoding, in float32 and mixed (docs/numbers.md).
+_ON_CPUS = {2: 3, 4: 2, 32: 1}
+
+
+def default_draft_length(batch: int = 1, platform: str | None = None) -> int:
+    """Returns the default draft length ``K``: 5; on CPUs 3 for one or two rows, and fewer for more.
+
+    DFlash drafts its whole block instead, and Medusa one token per head.
+
+    Args:
+        batch: Rows that start together.
+        platform: Platform of the device, such as ``cpu``. Default: this process's default device.
+
+    Returns:
+        Tokens of a chain; 0 for plain decoding, on CPUs above 32 rows.
+    """
+    import jax  # here, because shapes are parsed before JAX is loaded
+
+    if (platform or jax.default_backend()) != "cpu":
+        return 5
+    return next((length for last, length in _ON_CPUS.items() if batch <= last), 0)

@@ -15,8 +15,7 @@ from scipy import stats
 from eagle3_jax.conversion import HeadCheckpoint
 from eagle3_jax.conversion.heads.eagle3 import vllm_fields
 from eagle3_jax.conversion.hf_config import stack_fields
-from eagle3_jax.models.config import DecoderConfig, Eagle3Config
-from eagle3_jax.models.config.stacks import grouped
+from eagle3_jax.models.config import DecoderConfig, Eagle3Config, grouped
 from eagle3_jax.stats import SpeculationStats
 
 ALPHA = 1e-6  # of all positions and engines together

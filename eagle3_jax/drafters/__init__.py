@@ -9,8 +9,7 @@ from eagle3_jax.drafters.medusa import MedusaConfig, MedusaDrafter, MedusaState
 from eagle3_jax.drafters.mtp import MTPConfig, MTPDrafter
 from eagle3_jax.drafters.ngram import NGram
 from eagle3_jax.drafters.p_eagle import PEagleConfig, PEagleDrafter
-from eagle3_jax.drafters.plain import Plain, PlainState
-from eagle3_jax.drafters.silent import Silent
+from eagle3_jax.drafters.plain import Plain, PlainState, Silent
 from eagle3_jax.drafters.suffix import Suffix
 
 __all__ = [

@@ -15,9 +15,8 @@ from eagle3_jax.drafters.static_tree import grow_static_tree, sample_static_tree
 from eagle3_jax.models.config import LayerConfig, check_head
 from eagle3_jax.models.functional import Params, bind, init_params, param_axes, param_products, param_shapes
 from eagle3_jax.models.layers import FLOAT32, Precision, product
-from eagle3_jax.schedule import default_draft_length
 from eagle3_jax.sharding import VOCAB, Axis
-from eagle3_jax.topology import Chain, DynamicTree, StaticTree, Topology
+from eagle3_jax.topology import Chain, DynamicTree, StaticTree, Topology, default_draft_length
 from eagle3_jax.types import Draft, DraftSampling, EmbeddingTables
 
 
@@ -47,7 +46,7 @@ class ShapedDrafter:
 
     @property
     def shape(self) -> Topology:
-        """The topology; by default a chain of ``eagle3_jax.schedule.default_draft_length`` for one row."""
+        """The topology; by default a chain of ``eagle3_jax.topology.default_draft_length`` for one row."""
         return self.topology or Chain(default_draft_length())
 
     def check_shape(self, *, vocab_size: int, max_positions: int) -> None:

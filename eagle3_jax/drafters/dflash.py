@@ -36,7 +36,7 @@ from eagle3_jax.cache import Cache, KeyValue, KeyValues
 from eagle3_jax.drafters.base import NetworkDrafter
 from eagle3_jax.drafters.grow import DraftInputs, Level
 from eagle3_jax.models.attention import Segment
-from eagle3_jax.models.config import LayerConfig, check_stack, grouped
+from eagle3_jax.models.config import LayerConfig, check_drafting, check_sizes, check_stack, grouped
 from eagle3_jax.models.decoder import Block
 from eagle3_jax.models.functional import Params, call_cached
 from eagle3_jax.models.layers import Linear, Precision, RMSNorm, embed
@@ -61,8 +61,7 @@ class Markov:
     type: Literal["vanilla", "gated", "rnn"] = "vanilla"
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"markov rank is {self.rank}; expected at least 1 (leave the bias out instead)")
+        check_sizes(self, "rank")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,18 +105,11 @@ class DFlashConfig:
 
     def __post_init__(self) -> None:
         check_stack(self)
-        if not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to the target's {self.vocab_size}"
-            )
+        check_drafting(self)
         if self.draft_vocab_size < self.vocab_size and not self.own_output:
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size} of {self.vocab_size} without own_output; a reduced "
                 "vocabulary needs an output projection of its own"
-            )
-        if not self.aux_layers or list(self.aux_layers) != sorted(set(self.aux_layers)) or self.aux_layers[0] < 0:
-            raise ValueError(
-                f"aux_layers are {self.aux_layers}; expected distinct layers in ascending order, as in (2, 16, 29)"
             )
         if len(set(self.layers)) > 1 or grouped(self.layers[0]).window is not None:
             raise ValueError(
@@ -284,7 +276,7 @@ class DFlashDrafter(NetworkDrafter):
         )
 
     def propose(self, params: Params, state: DFlashState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
-        """One pass over the block, then tokens level by level from its logits."""
+        """Runs the block once, then chooses tokens level by level from its logits."""
         head = self.bind(params)
         hidden = self.read_block(params, head, state)
         base = self.logits(params, head, hidden)

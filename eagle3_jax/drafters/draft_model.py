@@ -64,6 +64,7 @@ class DraftModel(ShapedDrafter):
     model: DecoderTarget
     topology: Topology | None = None
     draft_sampling: DraftSampling = DraftSampling.GREEDY
+    aux_layers = ()
 
     def __post_init__(self) -> None:
         if any(isinstance(layer.mixer, GatedDelta) for layer in self.model.config.layers):
@@ -72,11 +73,6 @@ class DraftModel(ShapedDrafter):
                 "recurrent layer has none; give one of attention alone"
             )
         self.check_shape(vocab_size=self.model.vocab_size, max_positions=self.max_positions)
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """It reads no features."""
-        return ()
 
     @property
     def max_positions(self) -> int:

@@ -20,6 +20,7 @@ gives up the first two and trains on its own output.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -30,11 +31,9 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.cache import KeyValue
 from eagle3_jax.drafters.base import FinalStateConfig
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
-from eagle3_jax.models.config import gated, grouped
 from eagle3_jax.models.decoder import Block
 from eagle3_jax.models.functional import call_cached
-from eagle3_jax.models.grouped import Attention
-from eagle3_jax.models.layers import Linear, Precision, RMSNorm, SwiGLU
+from eagle3_jax.models.layers import Linear, Precision
 from eagle3_jax.models.memory import Memory
 
 
@@ -49,35 +48,15 @@ class Eagle1Config(FinalStateConfig):
     fc_bias: bool = True
 
 
-class FirstLayer(nnx.Module):
-    """A block without its input norm."""
-
-    def __init__(self, config: Eagle1Config, *, precision: Precision, rngs: nnx.Rngs):
-        layer, width, eps = config.layers[0], config.width, config.norm_eps
-        self.attention = Attention(
-            grouped(layer), d_in=width, width=width, norm_eps=eps, precision=precision, rngs=rngs
-        )
-        self.mlp_norm = RMSNorm(width, eps)
-        self.mlp = SwiGLU(width, gated(layer), precision=precision, rngs=rngs)
-
-    def __call__(
-        self, x: Float[Array, "B T D"], positions: Int[Array, "B T"], memory: Memory
-    ) -> tuple[Float[Array, "B T D"], KeyValue]:
-        attended, kv = self.attention(x, positions, memory)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), kv
-
-
 class Eagle1Head(nnx.Module):
     """The network; the embedding is an input and the output matrix the target's."""
 
     def __init__(self, config: Eagle1Config, *, precision: Precision, rngs: nnx.Rngs):
         width, eps = config.width, config.norm_eps
         self.fc = Linear(2 * width, width, bias=config.fc_bias, precision=precision, rngs=rngs)
-        self.first = FirstLayer(config, precision=precision, rngs=rngs)
-        self.rest = nnx.List(
-            [Block(layer, width=width, norm_eps=eps, precision=precision, rngs=rngs) for layer in config.layers[1:]]
-        )
+        block = functools.partial(Block, width=width, norm_eps=eps, precision=precision, rngs=rngs)
+        self.first = block(config.layers[0], input_norm=False)
+        self.rest = nnx.List([block(layer) for layer in config.layers[1:]])
 
     def fuse(self, features: Float[Array, "B T 1 D"]) -> Float[Array, "B T D"]:
         """The target's state as it is: ``fc`` reads it beside the embedding, in every step."""

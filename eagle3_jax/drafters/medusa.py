@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from eagle3_jax.drafters.base import NetworkDrafter
 from eagle3_jax.drafters.parallel import parallel_inputs
-from eagle3_jax.models.config import MOST
+from eagle3_jax.models.config import MOST, check_drafting, check_sizes
 from eagle3_jax.models.functional import Params
 from eagle3_jax.models.layers import Linear, Precision
 from eagle3_jax.sharding import VOCAB, Axis
@@ -56,13 +56,8 @@ class MedusaConfig:
     shared_output: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "target_width", "num_target_layers", "num_heads", "num_layers", "draft_vocab_size"):
-            if not 1 <= getattr(self, name) <= MOST:
-                raise ValueError(f"{name} is {str(getattr(self, name))[:40]}; expected a number from 1 to {MOST:,}")
-        if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size is {self.draft_vocab_size}; expected 1 to the target's {self.vocab_size}"
-            )
+        check_sizes(self, "vocab_size", "target_width", "num_target_layers", "num_heads", "num_layers")
+        check_drafting(self)
 
     @property
     def width(self) -> int:

@@ -1,4 +1,4 @@
-"""Plain decoding, as the drafter that proposes nothing."""
+"""Plain decoding as a drafter: one that proposes nothing, and one that only stays up to date."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int, Key
 
-from eagle3_jax.types import Draft, Observation, SamplingParams
+from eagle3_jax.types import Draft, Drafter, Observation, SamplingParams
 
 
 class PlainState(struct.PyTreeNode, kw_only=True):
@@ -35,6 +35,8 @@ class Plain:
     """
 
     num_nodes: int = 1
+    aux_layers = ()
+    is_chain = True
 
     def __post_init__(self) -> None:
         if self.num_nodes < 1:
@@ -44,16 +46,6 @@ class Plain:
     def max_depth(self) -> int:
         """``G``; as deep as a chain of as many nodes."""
         return max(self.num_nodes - 1, 1)
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """It reads no features."""
-        return ()
-
-    @property
-    def is_chain(self) -> bool:
-        """Nothing branches."""
-        return True
 
     def init(self, params: Any, batch: int, capacity: int) -> PlainState:
         """See :class:`eagle3_jax.types.Drafter`."""
@@ -75,3 +67,38 @@ class Plain:
             parents=node - 1,
             valid=node == 0,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Silent:
+    """Plain decoding that keeps the state of another drafter, so that it can draft again at any time.
+
+    A schedule uses it at batch sizes without drafts. A draft head must still observe the target's features, because its
+    cache could not be filled later.
+
+    Attributes:
+        drafter: The drafter whose state is kept.
+    """
+
+    drafter: Drafter[Any]
+    num_nodes = 1
+    max_depth = 1  # one level that is always empty, as for `Plain`
+    is_chain = True
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Layers that the other drafter reads."""
+        return self.drafter.aux_layers
+
+    def init(self, params: Any, batch: int, capacity: int) -> Any:
+        """The other drafter's state."""
+        return self.drafter.init(params, batch, capacity)
+
+    def observe(self, params: Any, state: Any, seen: Observation) -> Any:
+        """The other drafter observes."""
+        return self.drafter.observe(params, state, seen)
+
+    def propose(self, params: Any, state: Any, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
+        """Only the root. The compiler drops the rest of the other drafter's proposal, which nothing reads."""
+        root = self.drafter.propose(params, state, keys, sampling).tokens[:, :1]
+        return Draft(tokens=root, parents=jnp.full_like(root, -1), valid=jnp.ones_like(root, jnp.bool_))

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from eagle3_jax.schedule import default_draft_length
-from eagle3_jax.topology import Chain, Topology
+from eagle3_jax.topology import Chain, Topology, default_draft_length
 from eagle3_jax.types import DraftSampling, Observation
 
 
@@ -55,6 +54,8 @@ class TextDrafter:
     """
 
     num_speculative_tokens: int = dataclasses.field(default_factory=default_draft_length)
+    aux_layers = ()
+    is_chain = True
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens < 1:
@@ -69,16 +70,6 @@ class TextDrafter:
     def max_depth(self) -> int:
         """``G``."""
         return self.num_speculative_tokens
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """It reads no features."""
-        return ()
-
-    @property
-    def is_chain(self) -> bool:
-        """Always."""
-        return True
 
     def with_topology(self, topology: Topology | None, draft_sampling: DraftSampling | str | None) -> TextDrafter:
         """With another number of tokens.

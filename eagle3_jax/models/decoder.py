@@ -53,7 +53,7 @@ class Block(nnx.Module):
     """Residual block, by default ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
 
     Its :data:`~eagle3_jax.models.config.NormPlaces` say which of the four norms it has, and whether the MLP reads what
-    attention reads.
+    attention reads. Without ``input_norm`` attention reads ``x`` itself.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Block(nnx.Module):
         width: int,
         norm_eps: float,
         norm_kind: NormKind = "plain",
+        input_norm: bool = True,
         precision: Precision,
         rngs: nnx.Rngs,
     ):
@@ -70,7 +71,7 @@ class Block(nnx.Module):
         options: dict[str, Any] = {"precision": precision, "rngs": rngs}
         places = config.norms
         norm = lambda *have: RMSNorm(width, norm_eps, norm_kind) if places in have else None
-        self.attention_norm = norm("before", "around", "parallel")
+        self.attention_norm = norm("before", "around", "parallel") if input_norm else None
         self.attention = MIXERS[type(config.mixer)](config.mixer, d_in=width, width=width, **norms, **options)
         self.attention_post_norm = norm("after", "around")
         self.mlp_norm = norm("before", "around")

@@ -94,8 +94,4 @@ class BlockVerification(Exact):
     """
 
     rule: ClassVar[Callable[..., Verdict]] = staticmethod(verify_block)
-
-    @property
-    def chains_only(self) -> bool:
-        """The rule is defined along one path."""
-        return True
+    chains_only = True  # the rule is defined along one path

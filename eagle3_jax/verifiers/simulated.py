@@ -32,6 +32,7 @@ class SimulatedAcceptance:
     """
 
     rates: tuple[float, ...]
+    lossless = False
 
     def __post_init__(self) -> None:
         ordered = all(before >= after for before, after in zip((1.0, *self.rates), (*self.rates, 0.0), strict=True))
@@ -63,11 +64,6 @@ class SimulatedAcceptance:
         """One of ``PUBLISHED_RATES``; deeper than it was published nothing is accepted."""
         rates = PUBLISHED_RATES[name]
         return cls((*rates, *[0.0] * max_depth)[:max_depth])
-
-    @property
-    def lossless(self) -> bool:
-        """No."""
-        return False
 
     def __call__(
         self,

@@ -37,17 +37,13 @@ class TypicalAcceptance:
     epsilon: float = 0.09
     delta: float = 0.3
     draws_next: bool = False
+    lossless = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.epsilon < 1:
             raise ValueError(f"epsilon is {self.epsilon}; expected a probability of at least 0 and below 1")
         if not 0 <= self.delta < float("inf"):
             raise ValueError(f"delta is {self.delta}; expected a finite number of at least 0")
-
-    @property
-    def lossless(self) -> bool:
-        """No."""
-        return False
 
     def __call__(
         self,

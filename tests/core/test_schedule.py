@@ -18,7 +18,7 @@ from eagle3_jax import LoadedDrafter, SamplingParams, SpeculationSchedule, Specu
 from eagle3_jax import loop as loops
 from eagle3_jax.bench.timing import CompileClock
 from eagle3_jax.drafters import NGram
-from eagle3_jax.schedule import default_draft_length
+from eagle3_jax.topology import default_draft_length
 
 GOLDEN = tiny.GOLDEN / "official"
 

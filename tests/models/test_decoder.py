@@ -69,37 +69,20 @@ def test_what_cannot_be_taken_is_refused_in_one_line(decoder: e3.SpeculativeDeco
     assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
 
 
-NETWORKS = {
-    "EAGLE-3": tiny.eagle3,
-    "EAGLE-1": tiny.eagle1,
-    "MTP": tiny.mtp,
-    "P-EAGLE": tiny.p_eagle,
-    "DFlash": tiny.dflash,
-    "Medusa": tiny.medusa,
-    "a draft model": tiny.draft_model,
-}
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_draft_sampling_is_an_enum_or_its_word(name: str) -> None:
-    head = NETWORKS[name](TARGET)
+@pytest.mark.parametrize("head", [HEAD, tiny.draft_model(TARGET)], ids=["a network", "a draft model"])
+def test_draft_sampling_is_an_enum_or_its_word(head: LoadedDrafter) -> None:
+    drafter: Any = head.drafter
     with tiny.unchecked():
         for sampling in DraftSampling:
             for said in (sampling, sampling.value):
                 decoder = e3.SpeculativeDecoder(TARGET, head, draft_sampling=said)
-                assert decoder.loop.drafter == head.drafter.with_topology(None, said)
+                assert decoder.loop.drafter == drafter.with_topology(None, said)
                 assert decoder.loop.drafter.draft_sampling is sampling
                 assert decoder.method.endswith(f"{sampling.value} draft sampling")
-            built = tiny.dataclasses.replace(head.drafter, draft_sampling=sampling.value)
-            assert built.draft_sampling is sampling
         for refused in ("nonsense", 1, True, ""):
             message = f"draft_sampling is {refused!r}; expected 'greedy' or 'probabilistic'"
             with pytest.raises(ValueError, match=message):
-                e3.SpeculativeDecoder(TARGET, head, draft_sampling=refused)
-            with pytest.raises(ValueError, match=message):
-                head.drafter.with_topology(None, refused)
-            with pytest.raises(ValueError, match=message):
-                tiny.dataclasses.replace(head.drafter, draft_sampling=refused)
+                drafter.with_topology(None, refused)
 
 
 def test_a_drafter_without_a_distribution_is_asked_by_words_too() -> None:
@@ -157,19 +140,9 @@ def test_the_rule_takes_one_sampling_for_all_rows(sampling_mode: SamplingMode) -
 
 
 def test_models_are_printed_in_a_line() -> None:
-    count = sum(leaf.size for leaf in jax.tree.leaves(TARGET.params))
-    assert (
-        repr(TARGET)
-        == f"LoadedTarget(target: DecoderTarget, 2 layers, {count:,} parameters, float32, vocabulary of 13)"
-    )
-    count = sum(leaf.size for leaf in jax.tree.leaves(HEAD.params))
-    assert repr(HEAD) == (
-        f"LoadedDrafter(drafter: Eagle3Drafter, chain K=3, 1 layer, {count:,} parameters, float32, vocabulary of 13)"
-    )
     assert repr(LoadedDrafter(e3.drafters.NGram(3))) == "LoadedDrafter(drafter: NGram, chain K=3)"
-    fp8 = tiny.dataclasses.replace(TARGET, weights="fp8")
-    assert "fp8 weights" in repr(fp8)
-    for one in (tiny.draft_model(TARGET), tiny.medusa(TARGET), tiny.dflash(TARGET)):
+    for one in (TARGET, HEAD, tiny.draft_model(TARGET), tiny.medusa(TARGET), tiny.dflash(TARGET)):
+        assert " parameters, float32, vocabulary of 13)" in repr(one)
         assert len(repr(one)) < 250 and "\n" not in repr(one)
 
 

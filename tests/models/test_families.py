@@ -216,7 +216,6 @@ def test_what_a_published_file_leaves_out_is_what_transformers_takes(name: str) 
 SLIDING = {"use_sliding_window": True, "sliding_window": 5}
 REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
     "no family": ("llama", {"model_type": "gemma3n"}, "model_type is 'gemma3n'; the families of targets are llama, "),
-    "llama with a window": ("llama", {"sliding_window": 5}, "sliding_window is 5; only full attention"),
     "a window that is off": (
         "qwen3",
         {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 4},

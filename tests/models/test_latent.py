@@ -1,10 +1,12 @@
-"""Latent attention: its absorbed form against keys and values laid out, against transformers, and in a whole target."""
+"""Latent attention: its absorbed form against keys and values laid out, and in a whole target.
+
+`test_families.py` compares it with transformers.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -43,6 +45,9 @@ def small(config: Latent = SMALL) -> dict[str, Any]:
         if name in params:
             shape = params[name]["scale"].shape
             params[name]["scale"] = 1 + 0.3 * jax.random.normal(jax.random.key(seed), shape)
+    for seed, name in enumerate(("q_a", "kv_a", "o")):
+        if "bias" in params.get(name, ()):
+            params[name]["bias"] = jax.random.normal(jax.random.key(seed), params[name]["bias"].shape)
     return params
 
 
@@ -62,14 +67,16 @@ def rotated(rope: RopeConfig, x: np.ndarray, positions: np.ndarray) -> np.ndarra
 def laid_out(config: Latent, params: Any, x: np.ndarray, positions: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """The definition in float64: keys and values of every head for every token."""
     weight = lambda *path: np.asarray(functools.reduce(lambda node, name: node[name], path, params), np.float64)
+    bias = lambda name: np.asarray(params[name].get("bias", 0), np.float64)
     turned = lambda one: rotated(config.rope, one, positions)
     if config.q_rank is None:
         queries = x @ weight("q", "kernel")
     else:
-        queries = norm(x @ weight("q_a", "kernel"), params["q_a_norm"]["scale"]) @ weight("q_b", "kernel")
+        latents = norm(x @ weight("q_a", "kernel") + bias("q_a"), params["q_a_norm"]["scale"])
+        queries = latents @ weight("q_b", "kernel")
     queries = queries.reshape(*x.shape[:2], config.num_heads, -1)
     queries[..., config.nope_dim :] = turned(queries[..., config.nope_dim :])
-    both = x @ weight("kv_a", "kernel")
+    both = x @ weight("kv_a", "kernel") + bias("kv_a")
     latents = norm(both[..., : config.kv_rank], params["kv_a_norm"]["scale"])
     shared = np.repeat(turned(both[:, :, None, config.kv_rank :]), config.num_heads, axis=2)
     keys = np.concatenate([np.einsum("bsr,hdr->bshd", latents, weight("key_up")), shared], axis=-1)
@@ -78,7 +85,8 @@ def laid_out(config: Latent, params: Any, x: np.ndarray, positions: np.ndarray, 
     scores = np.where(mask[:, None], np.einsum("bthd,bshd->bhts", queries, keys) * scale, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("bhts,bshd->bthd", weights, values).reshape(*x.shape[:2], -1) @ weight("o", "kernel")
+    out = np.einsum("bhts,bshd->bthd", weights, values).reshape(*x.shape[:2], -1)
+    return out @ weight("o", "kernel") + bias("o")
 
 
 def given(fed: int = FED, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -94,6 +102,7 @@ VARIANTS = {
     "halves": dataclasses.replace(SMALL, rope=RopeConfig()),
     "no rank of the queries": dataclasses.replace(SMALL, q_rank=None),
     "a scale of its own": dataclasses.replace(SMALL, scale=0.7),
+    "biases": dataclasses.replace(SMALL, bias=True),
     "yarn": dataclasses.replace(SMALL, rope=RopeConfig(**YARN, mscale_all_dim=0.5, interleaved=True)),
 }
 
@@ -149,73 +158,6 @@ def test_narrow_products_come_near_the_definition(precision: Precision, fed: int
 def test_the_cache_holds_one_latent_and_one_rotated_key_of_a_token() -> None:
     model = target().model
     assert [leaf.shape for leaf in jax.tree.leaves(model.init_cache(2, 32).layers)] == [(2, 1, 32, 12 + 4)] * 2
-
-
-TORCH = {
-    "neighbours, yarn": (
-        {"rope_interleave": True, "rope_parameters": {"mscale": 1.0, "mscale_all_dim": 1.0}},
-        {"mscale_all_dim": 1.0, "interleaved": True},
-        (0.1 * math.log(8.0) + 1) ** 2,
-    ),
-    "halves, two mscales, no rank": (
-        {"rope_interleave": False, "q_lora_rank": None, "rope_parameters": {"mscale": 1.0, "mscale_all_dim": 0.5}},
-        {"mscale_all_dim": 0.5},
-        (0.05 * math.log(8.0) + 1) ** 2,
-    ),
-    "biases": (
-        {"attention_bias": True, "rope_parameters": {"mscale": 1.0, "mscale_all_dim": 0.0}},
-        {"interleaved": True, "mscale_all_dim": 0.0},
-        1.0,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TORCH)
-def test_the_module_is_that_of_transformers(name: str) -> None:
-    torch = pytest.importorskip("torch")
-    from transformers import DeepseekV3Config
-    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
-
-    fields, rope, factor = TORCH[name]
-    parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
-    geometry = {
-        "hidden_size": WIDTH, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 10, "kv_lora_rank": 12,
-        "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5, "max_position_embeddings": 256,
-        "rms_norm_eps": 0.5,
-    }  # fmt: skip
-    full = {**geometry, **fields, "rope_parameters": parameters | fields["rope_parameters"]}
-    options: dict[str, Any] = {"attn_implementation": "eager"}
-    published = DeepseekV3Config(**full, **options)
-    attention = theirs.DeepseekV3Attention(published, 0)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for key, value in attention.named_parameters():
-            value.copy_(torch.randn(value.shape) * (1.0 if "norm" in key or "bias" in key else value.shape[-1] ** -0.5))
-    bias = fields.get("attention_bias", False)
-    config = dataclasses.replace(
-        SMALL, rope=RopeConfig(**YARN, **rope), scale=10**-0.5 * factor, bias=bias, q_rank=full["q_lora_rank"]
-    )
-    names = {"q_a": "q_a_proj", "q_b": "q_b_proj", "q": "q_proj", "kv_a": "kv_a_proj_with_mqa", "o": "o_proj"}
-    params: dict[str, Any] = {}
-    for ours, their in names.items():
-        if (linear := getattr(attention, their)) is not None:
-            params[ours] = {"kernel": linear.weight.detach().numpy().T}
-            params[ours] |= {} if linear.bias is None else {"bias": linear.bias.detach().numpy()}
-    for ours in ("q_a", "kv_a"):
-        if ours in params:
-            params[f"{ours}_norm"] = {"scale": getattr(attention, f"{ours}_layernorm").weight.detach().numpy()}
-    up = attention.kv_b_proj.weight.detach().numpy().reshape(4, 6 + 5, 12)
-    params |= {"key_up": up[:, :6], "value_up": np.moveaxis(up[:, 6:], 1, 2)}
-
-    x, positions, mask = given()
-    rotary = theirs.DeepseekV3RotaryEmbedding(published)
-    added = torch.where(torch.from_numpy(mask)[:, None], 0.0, -torch.inf)
-    with torch.no_grad():
-        where = rotary(torch.from_numpy(x), torch.from_numpy(positions).long())
-        expected = attention(torch.from_numpy(x), where, attention_mask=added)[0].numpy()
-    module = bind(build, config, FLOAT32, jax.tree.map(jnp.asarray, params))
-    ours, _ = module(jnp.asarray(x), jnp.asarray(positions), BlockMemory(mask=jnp.asarray(mask)))
-    np.testing.assert_allclose(ours, expected, atol=2e-5)
 
 
 def target(vocab_size: int = 13, *, seed: int = 0, **options: Any) -> LoadedTarget:

@@ -1,0 +1,596 @@
+"""Frozen, hashable descriptions of targets and draft heads, from which every shape follows. They need no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+# Sizes and positions are 32-bit on the device, and sums of a few of them must stay so.
+MOST = 1_000_000_000
+# A config.json that says more would fill the memory before anything can contradict it.
+MOST_LAYERS = 10_000
+
+
+def check_range(config: Any, least: int | float, most: int | float, *names: str) -> None:
+    """Refuses fields outside a range, NaN included; ``None`` means that there is no such number."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"{name} is {str(value)[:40]}; expected a number from {least:g} to {most:g}")
+
+
+def check_sizes(config: Any, *names: str) -> None:
+    """Refuses sizes below 1 or above ``MOST``; ``None`` means that there is no such size."""
+    for name in names:
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise ValueError(f"{name} is {value}; expected a positive whole number")
+    check_range(config, 1, MOST, *names)
+
+
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
+
+# The statistics and weights of a norm of queries and keys. per-head: statistics of each head, one weight vector for all
+# heads (Qwen3); own-weights: statistics of each head, and weights for each head (Cohere); whole: statistics of all
+# heads together, and weights for each head (OLMo-2).
+QKNorm = Literal["per-head", "own-weights", "whole"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al., 2021) and its published context extensions.
+
+    Attributes:
+        theta: Base of the geometric progression of wavelengths.
+        type: ``default``, ``linear`` (position interpolation), ``llama3``, ``yarn`` (Peng et al., 2023) or ``longrope``
+            (Ding et al., 2024), of which texts up to ``original_max_positions`` are computed.
+        factor: How many times the context is extended.
+        original_max_positions: Context length before the extension (``llama3``, ``yarn`` and ``longrope``).
+        low_freq_factor: ``llama3``: wavelengths above ``original / low_freq_factor`` are fully stretched.
+        high_freq_factor: ``llama3``: wavelengths below ``original / high_freq_factor`` are left alone.
+        beta_fast: ``yarn``: rotations within the context above which a dimension is left alone.
+        beta_slow: ``yarn``: rotations below which a dimension is fully interpolated.
+        attention_factor: ``yarn``, ``longrope``: scale of cosine and sine; ``None`` derives it from ``factor``.
+        mscale: ``yarn``: numerator exponent of the derived attention factor (DeepSeek's variant).
+        mscale_all_dim: ``yarn``: denominator exponent of the derived attention factor.
+        truncate: ``yarn``: whether the correction range is rounded outwards to whole dimensions.
+        partial: Share of a head's channels that rotate, the first ones; the others pass as they are.
+        interleaved: Whether neighbours ``2i, 2i+1`` are a pair, instead of ``i, i + dim/2``.
+        short_factor: ``longrope``: how many times the wavelength of each channel pair is stretched.
+        long_factor: ``longrope``: the same for texts that are longer than ``original_max_positions``.
+    """
+
+    theta: float = 10_000.0
+    type: RopeType = "default"
+    factor: float = 1.0
+    original_max_positions: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    partial: float = 1.0
+    interleaved: bool = False
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.type in ("llama3", "yarn", "longrope") and not self.original_max_positions:
+            raise ValueError(
+                f"rope type {self.type!r} needs original_max_positions; add "
+                "original_max_position_embeddings to the rope parameters of config.json"
+            )
+        # Beyond these bounds an angle in float32 is infinite or NaN.
+        check_range(self, 1.0, 1e30, "theta")
+        check_range(self, 1e-6, 1.0, "partial")
+        check_range(self, 1, MOST, "original_max_positions")
+        check_range(self, 1e-6, 1e6, "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+        check_range(self, 1e-6, 1e6, "attention_factor")
+        check_range(self, 0.0, 1e6, "mscale", "mscale_all_dim")
+        if self.type == "llama3" and self.low_freq_factor > self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor is {self.low_freq_factor} and high_freq_factor {self.high_freq_factor}; "
+                "expected the first not to be larger"
+            )
+        if self.type == "yarn" and self.theta == 1.0:
+            raise ValueError("rope type 'yarn' needs a theta above 1; its logarithm divides")
+        if self.type == "longrope" and self.original_max_positions == 1:
+            raise ValueError("rope type 'longrope' needs original_max_positions above 1; their logarithm divides")
+        if not all(1e-6 <= one <= 1e6 for one in (*self.short_factor, *self.long_factor)):
+            raise ValueError("short_factor or long_factor has a number outside 1e-06 to 1e+06")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryScaling:
+    """Queries that grow with their position: after rotation times ``1 + beta * ln(1 + floor((p + offset) / floor))``.
+
+    Attributes:
+        floor: Positions that share a factor.
+        beta: How fast the factor grows.
+        offset: Added to the position: 1 where the first position counts as the first (Llama 4).
+    """
+
+    floor: int
+    beta: float
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        check_range(self, 1, MOST, "floor")
+        check_range(self, 0.0, 1e6, "beta")
+        check_range(self, 0, 1, "offset")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedQuery:
+    """Grouped-query attention (Ainslie et al., 2023).
+
+    Attributes:
+        num_heads: Query heads.
+        num_kv_heads: ``C``, key and value heads; divides ``num_heads``.
+        head_dim: ``H``; independent of ``width // num_heads``.
+        rope: Rotary embedding; ``None`` for none.
+        window: Tokens that each one sees, itself included; ``None`` for all before it.
+        chunk: Positions are cut into runs of so many, and a token sees those of its own; ``None`` for all before it.
+        qkv_bias: Whether the q, k and v projections carry a bias.
+        o_bias: Whether the output projection carries one.
+        qk_norm: Whether queries and keys are normalised before rotation, by the model's kind of norm.
+        qk_norm_kind: What such a norm covers.
+        query_scaling: Queries that grow with their position (Ministral 3, Llama 4); ``None`` for none.
+        qk_l2_norm: Whether queries and keys are divided by their root mean square *after* rotation (Llama 4).
+        sinks: Whether each head has one more logit in its softmax, which no value belongs to (gpt-oss).
+        output_gate: Whether the queries' projection gives a gate of their shape too, whose sigmoid multiplies what is
+            attended (Qwen3-Next).
+        softcap: Scores become ``softcap * tanh(score / softcap)`` (Gemma 2); ``None`` for none.
+        scale: Of the scores; ``H ** -0.5`` when ``None``.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig | None = RopeConfig()
+    window: int | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    query_scaling: QueryScaling | None = None
+    chunk: int | None = None
+    qk_l2_norm: bool = False
+    sinks: bool = False
+    output_gate: bool = False
+    softcap: float | None = None
+    scale: float | None = None
+    qk_norm_kind: QKNorm = "per-head"
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "num_heads", "num_kv_heads")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}; "
+                "grouped-query attention shares each key head between a whole number of query heads"
+            )
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; rotary embedding needs a positive even number")
+        check_range(self, 1, MOST, "head_dim", "window", "chunk")
+        check_range(self, 1e-6, 1e6, "softcap", "scale")
+        pairs, rope = 0 if self.rope is None else int(self.head_dim * self.rope.partial) // 2, self.rope
+        if rope is not None and rope.type == "longrope" and {len(rope.short_factor), len(rope.long_factor)} != {pairs}:
+            raise ValueError(
+                f"short_factor has {len(rope.short_factor)} and long_factor {len(rope.long_factor)} numbers; "
+                f"expected {pairs} each, one for a pair of rotating channels"
+            )
+        if self.window is not None and self.chunk is not None:
+            raise ValueError(f"a window of {self.window} and chunks of {self.chunk} exclude each other")
+        if self.qk_norm and self.qk_l2_norm:
+            raise ValueError("qk_norm and qk_l2_norm exclude each other; queries and keys are normalised once")
+        if self.qk_norm_kind != "per-head" and not self.qk_norm:
+            raise ValueError(f"qk_norm_kind is {self.qk_norm_kind!r} without qk_norm; set qk_norm")
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv 2405.04434): keys and values are read off one latent.
+
+    Attributes:
+        num_heads: Heads.
+        q_rank: Width of the queries' latent; ``None`` where queries are projected directly.
+        kv_rank: ``r``, width of the latent that keys and values share; what the cache holds of a token beside
+            ``rope_dim`` channels of a rotated key that all heads share.
+        nope_dim: Channels of a head's query and key that do not rotate.
+        rope_dim: Channels that do.
+        value_dim: Channels of a head's value.
+        rope: Of the rotated channels.
+        scale: Of the scores; ``(nope_dim + rope_dim) ** -0.5`` when ``None``.
+        bias: Whether the projections to the latents and the output carry a bias.
+        index_topk: The published model attends to so many keys, which an index chooses; up to as many tokens that is
+            plain attention, and longer texts are refused. ``None`` where it attends to all.
+    """
+
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rope: RopeConfig = RopeConfig(interleaved=True)
+    scale: float | None = None
+    bias: bool = False
+    index_topk: int | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "num_heads", "q_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim", "index_topk")
+        check_range(self, 1e-6, 1e6, "scale")
+        if self.rope_dim % 2:
+            raise ValueError(f"rope_dim is {self.rope_dim}; rotary embedding needs a positive even number")
+
+    @property
+    def channels(self) -> int:
+        """``r + dr``, what the cache holds of a token."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedDelta:
+    """A gated delta net (Yang et al., 2024, arXiv 2412.06464) behind a short causal convolution.
+
+    Attributes:
+        num_key_heads: Heads of queries and keys; divides ``num_value_heads``.
+        num_value_heads: Heads of values, and of states.
+        key_dim: ``dk``, channels of a query and a key.
+        value_dim: ``dv``, channels of a value.
+        kernel: Inputs that the convolution reads, the present one included.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int = 4
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "num_key_heads", "num_value_heads", "key_dim", "value_dim")
+        check_range(self, 2, 64, "kernel")
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"num_value_heads {self.num_value_heads} is not a multiple of num_key_heads {self.num_key_heads}; "
+                "each key head serves a whole number of value heads"
+            )
+
+    @property
+    def group(self) -> int:
+        """Value heads that share a key head."""
+        return self.num_value_heads // self.num_key_heads
+
+
+# gelu-tanh: the tanh approximation of GELU (Gemma).
+Activation = Literal["silu", "gelu-tanh"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedMLP:
+    """A gated MLP (Shazeer, 2020), by default a SwiGLU.
+
+    Attributes:
+        width: Its inner width.
+        bias: Whether its projections carry a bias.
+        activation: Activation of the gate.
+    """
+
+    width: int
+    bias: bool = False
+    activation: Activation = "silu"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.width <= MOST:
+            raise ValueError(f"mlp width is {str(self.width)[:40]}; expected a whole number from 1 to {MOST:g}")
+
+
+# What a router makes of its logits. softmax: of all experts, then the k largest. sigmoid: of each; a correction is
+# added to choose k, by groups first, and does not enter the weights. softmax-of-chosen: of the k largest logits.
+# sigmoid-of-input: of the k largest logits, and it multiplies what goes into the expert, not what comes out.
+Router = Literal["softmax", "sigmoid", "softmax-of-chosen", "sigmoid-of-input"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts: every token goes through some of many small gated MLPs.
+
+    Attributes:
+        num_experts: ``E``.
+        per_token: ``k``, experts that a token goes through.
+        width: Inner width of an expert.
+        router: How the experts of a token and their weights follow from its logits.
+        normalise: Whether the weights of the chosen are divided by their sum (``softmax``, ``sigmoid``).
+        scaling: What the weights are multiplied with after that.
+        groups: Runs of neighbouring experts that are chosen first (``sigmoid``).
+        kept_groups: How many of them stay.
+        shared_width: Inner width of the MLP that every token goes through beside; 0 for none.
+        shared_gate: Whether that MLP's output is multiplied with the sigmoid of one number per token.
+        bias: Whether router and experts carry biases.
+        limit: Clamped gates (gpt-oss): ``(up + 1) * gate * sigmoid(1.702 * gate)`` with ``gate <= limit`` and
+            ``|up| <= limit``; ``silu(gate) * up`` when ``None``.
+    """
+
+    num_experts: int
+    per_token: int
+    width: int
+    router: Router
+    normalise: bool = True
+    scaling: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+    shared_width: int = 0
+    shared_gate: bool = False
+    bias: bool = False
+    limit: float | None = None
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "num_experts", "per_token", "width", "groups", "kept_groups")
+        check_range(self, 0, MOST, "shared_width")
+        check_range(self, 1e-6, 1e6, "scaling", "limit")
+        if self.per_token > self.num_experts:
+            raise ValueError(f"{self.per_token} experts per token of {self.num_experts}; expected at most as many")
+        if self.num_experts % self.groups or self.kept_groups > self.groups:
+            raise ValueError(
+                f"{self.num_experts} experts in {self.groups} groups of which {self.kept_groups} are kept; expected "
+                "groups of one size, and no more kept than there are"
+            )
+        if self.groups > 1 and (self.router != "sigmoid" or self.num_experts < 2 * self.groups):
+            raise ValueError(
+                f"{self.num_experts} experts in {self.groups} groups of a {self.router} router; expected a sigmoid "
+                "router and at least two experts a group"
+            )
+        if self.per_token > self.num_experts // self.groups * self.kept_groups:
+            raise ValueError(f"{self.per_token} experts per token; the groups kept have fewer")
+        if self.shared_gate and not self.shared_width:
+            raise ValueError("shared_gate without a shared expert; give shared_width")
+
+
+Mixer = GroupedQuery | Latent | GatedDelta
+MLP = GatedMLP | Experts
+
+# How a norm multiplies y = x / sqrt(mean(x²) + eps) by its weight w. plain: w · y in the type of x; float32: w · y
+# before the cast to it; zero-centred: (1 + w) · y before the cast; layer: float32 after the mean of x is subtracted, a
+# LayerNorm without bias.
+NormKind = Literal["plain", "float32", "zero-centred", "layer"]
+
+# Places of a block's norms. before: of the inputs of mixer and MLP (Llama); after: of their outputs, before these are
+# added (OLMo-2); around: of both (Gemma 2). parallel: one norm, whose output mixer and MLP both read (Cohere).
+NormPlaces = Literal["before", "after", "around", "parallel"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """A residual block, by default with norms before mixer and MLP.
+
+    Attributes:
+        mixer: What carries information between positions.
+        mlp: What works on each position alone.
+        norms: Places of its norms.
+        residual_scale: Factor of the outputs of mixer and MLP before they are added to the residual stream (Granite).
+    """
+
+    mixer: Mixer
+    mlp: MLP
+    norms: NormPlaces = "before"
+    residual_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_range(self, 1e-6, 1e6, "residual_scale")
+
+
+def uniform(num_layers: int, mixer: Mixer, mlp: MLP) -> tuple[LayerConfig, ...]:
+    """``num_layers`` equal layers.
+
+    Raises:
+        ValueError: There are none, or more than any model has.
+    """
+    if not 1 <= num_layers <= MOST_LAYERS:
+        raise ValueError(f"num_layers is {str(num_layers)[:40]}; expected a whole number from 1 to {MOST_LAYERS}")
+    return (LayerConfig(mixer=mixer, mlp=mlp),) * num_layers
+
+
+def with_window(layer: LayerConfig, window: int | None) -> LayerConfig:
+    """A layer whose tokens see the last ``window`` positions, their own included; all of them when ``None``."""
+    return dataclasses.replace(layer, mixer=dataclasses.replace(grouped(layer), window=window))
+
+
+def grouped(layer: LayerConfig) -> GroupedQuery:
+    """The mixer of a layer of grouped-query attention; a ``ValueError`` for a layer of another kind."""
+    return _as(layer.mixer, GroupedQuery, "grouped-query attention")
+
+
+def gated(layer: LayerConfig) -> GatedMLP:
+    """The MLP of a layer that has a dense one; a ``ValueError`` for a layer of another kind."""
+    return _as(layer.mlp, GatedMLP, "a dense MLP")
+
+
+def _as(part: Any, kind: Any, words: str) -> Any:
+    if not isinstance(part, kind):
+        raise ValueError(f"a layer of {type(part).__name__} where {words} is needed")
+    return part
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """A decoder, described layer by layer.
+
+    Attributes:
+        vocab_size: ``V``.
+        width: ``D``, the residual stream.
+        layers: ``L`` blocks, the first one first.
+        max_positions: Longest sequence that the model was built for.
+        norm_eps: Added to the mean square in RMSNorm.
+        tie_embeddings: Whether the output projection is the transposed embedding.
+        norm_kind: How every norm of the model multiplies by its weight.
+        embedding_scale: Factor of the embedding where it enters the residual stream. Draft heads that borrow the
+            embedding read it without the factor, as in vLLM and SGLang.
+        logit_scale: Factor of the logits.
+        logit_softcap: Logits become ``softcap * tanh(logit / softcap)`` (Gemma 2); ``None`` for none.
+    """
+
+    vocab_size: int
+    width: int
+    layers: tuple[LayerConfig, ...]
+    max_positions: int = 2048
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = False
+    norm_kind: NormKind = "plain"
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        check_stack(self)
+        check_range(self, 1e-6, 1e6, "embedding_scale", "logit_scale", "logit_softcap")
+
+    @property
+    def num_layers(self) -> int:
+        """``L``."""
+        return len(self.layers)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """An EAGLE-3 head with the variations that published heads have.
+
+    Attributes:
+        vocab_size: ``V``, the target's.
+        width: ``D``, the head's own residual stream.
+        layers: The head's layers, mostly one; the first reads the token embedding beside the features, ``2D`` wide.
+            Each may have a window: a head that is trained on short texts and sees everything falls off on long ones.
+        draft_vocab_size: ``W``, how many target tokens the head can propose.
+        target_width: Width of the target's features.
+        aux_layers: ``A`` target layers whose entering residual stream is fused, ascending.
+        max_positions: Longest sequence that the head was built for.
+        norm_eps: Added to the mean square in RMSNorm.
+        norm_before_residual: The residual stream starts from the normalised fused features (speculators heads).
+        norm_output: The output is fed back after the final norm (EAGLE-3.1) instead of before it.
+        fc_norm: Each feature chunk is normalised before fusion (EAGLE-3.1).
+        norm_before_fc: The concatenated features are normalised before fusion.
+    """
+
+    vocab_size: int
+    width: int
+    layers: tuple[LayerConfig, ...]
+    draft_vocab_size: int
+    target_width: int
+    aux_layers: tuple[int, ...]
+    max_positions: int = 2048
+    norm_eps: float = 1e-6
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    fc_norm: bool = False
+    norm_before_fc: bool = False
+
+    def __post_init__(self) -> None:
+        check_head(self)
+        check_drafting(self)
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("fc_norm and norm_before_fc exclude each other; a head normalises its features once")
+
+    @property
+    def num_layers(self) -> int:
+        """The head's own layers."""
+        return len(self.layers)
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """The official choice ``2, L//2, L-3``.
+
+    Raises:
+        ValueError: The target is too shallow for three distinct layers.
+    """
+    layers = (2, num_layers // 2, num_layers - 3)
+    if not 2 < num_layers // 2 < num_layers - 3:
+        raise ValueError(
+            f"a target of {num_layers} layers is too shallow for the default auxiliary layers {layers}; "
+            "write eagle_aux_hidden_state_layer_ids into the head's config.json"
+        )
+    return layers
+
+
+def usual_layers(target: DecoderConfig, mlp_width: int | None = None, count: int = 1) -> tuple[LayerConfig, ...]:
+    """What most published heads are made of: plain layers of the target's geometry, their rotary base 10,000.
+
+    A target without plain attention, or without a dense MLP, lends what comes nearest: heads of 128 channels (or one
+    head), and an MLP of four widths.
+
+    Args:
+        target: What it drafts for.
+        mlp_width: Inner width of their MLPs; the target's when left out.
+        count: How many.
+    """
+    width = target.width
+    mixer = next((layer.mixer for layer in target.layers if isinstance(layer.mixer, GroupedQuery)), None)
+    if mixer is None:
+        heads = width // 128 if width % 128 == 0 else 1
+        mixer = GroupedQuery(num_heads=heads, num_kv_heads=heads, head_dim=width // heads)
+    mlp = next((layer.mlp for layer in target.layers if isinstance(layer.mlp, GatedMLP)), GatedMLP(width=4 * width))
+    plain = GroupedQuery(num_heads=mixer.num_heads, num_kv_heads=mixer.num_kv_heads, head_dim=mixer.head_dim)
+    return uniform(count, plain, GatedMLP(width=mlp_width or mlp.width))
+
+
+def usual_head(
+    target: DecoderConfig,
+    *,
+    draft_vocab_size: int | None = None,
+    mlp_width: int | None = None,
+    aux_layers: tuple[int, ...] | None = None,
+) -> Eagle3Config:
+    """The head that most published ones are: one plain layer of the target's geometry and its default features.
+
+    Args:
+        target: What it drafts for.
+        draft_vocab_size: ``W``; 32,000, or all that the target has, when left out.
+        mlp_width: Inner width of its MLP; the target's when left out.
+        aux_layers: Which features it reads; the default ones when left out.
+
+    Raises:
+        ValueError: ``aux_layers`` is left out and the target has fewer than 8 layers.
+    """
+    return Eagle3Config(
+        vocab_size=target.vocab_size,
+        width=target.width,
+        layers=usual_layers(target, mlp_width),
+        draft_vocab_size=draft_vocab_size or min(32_000, target.vocab_size),
+        target_width=target.width,
+        aux_layers=aux_layers or default_aux_layers(target.num_layers),
+        max_positions=target.max_positions,
+        norm_eps=target.norm_eps,
+    )
+
+
+def check_drafting(config: Any) -> None:
+    """Refuses a draft vocabulary larger than the target's, and auxiliary layers out of order."""
+    if not 1 <= config.draft_vocab_size <= config.vocab_size:
+        raise ValueError(
+            f"draft_vocab_size is {config.draft_vocab_size}; expected 1 to the target's {config.vocab_size}"
+        )
+    layers = config.aux_layers
+    if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0:
+        raise ValueError(f"aux_layers are {layers}; expected distinct layers in ascending order, as in (2, 16, 29)")
+
+
+def check_head(config: Any) -> None:
+    """:func:`check_stack`, and refuses a first layer with other norms than those before its parts or with a factor."""
+    check_stack(config)
+    first = config.layers[0] if config.layers else None
+    if first is not None and (first.norms, first.residual_scale) != ("before", 1.0):
+        raise ValueError(
+            f"the head's first layer has norms {first.norms!r} and residual_scale {first.residual_scale}; expected "
+            "'before' and 1.0, so build the head's layers with usual_layers"
+        )
+
+
+def check_stack(config: Any) -> None:
+    """Refuses a stack of layers with a size below 1 or a ``norm_eps`` out of range."""
+    check_sizes(config, "vocab_size", "width", "num_layers", "max_positions")
+    # Below, it is zero in float32, and a row of zeros becomes NaN.
+    check_range(config, 1e-37, 1.0, "norm_eps")
