@@ -130,7 +130,8 @@ def _print_checks(checks: list[dict[str, str]]) -> None:
 
 
 def _described(description: dict[str, Any]) -> list[tuple[str, str]]:
-    """The fields of a description in words; empty ones are left out."""
+    """The fields of a description in words, and the configuration as the file has it; empty ones are left out."""
     from eagle3_jax.bench.tables import flat, show
 
-    return [(name.replace("_", " "), show(value)) for name, value in flat(description) if value not in ("", None)]
+    fields = [(name, value) for name, value in flat(description) if value not in ("", None)]
+    return [(name if "." in name else name.replace("_", " "), show(value)) for name, value in fields]

@@ -303,7 +303,12 @@ def check_claim(
 
     The time of drafting is left out, so that the verdict holds for every drafter. Only the experts that a single token
     needs are counted, so that it holds for every text.
+
+    Raises:
+        ValueError: The claim is not positive.
     """
+    if not tokens_per_second > 0:
+        raise ValueError(f"a claim of {tokens_per_second:g} tokens/s; expected a positive number")
 
     def bound_of(rows: int, k: int) -> RoundBound:
         return round_bound(deployment, batch=rows, context=context, num_draft_tokens=k, alike=True)
