@@ -27,7 +27,7 @@ from eagle3_jax.cli._options import (
     parse_tree,
     print_json,
 )
-from eagle3_jax.cli._parts import read_drafter, read_renderer, read_target, read_verifier
+from eagle3_jax.cli._parts import find_own, read_drafter, read_renderer, read_target, read_verifier
 from eagle3_jax.cli._progress import Activity, counted, spinner
 from eagle3_jax.named import is_named
 
@@ -489,9 +489,10 @@ class Field:
         from eagle3_jax.engines.vllm.contender import VLLMContender
         from eagle3_jax.load import locate
 
-        if models.shape is not None:
+        if models.shape is not None or find_own("--target", models.target) is not None:
+            made = "--shape has random weights" if models.shape else "--target is a part of yours"
             for name in engines.names:
-                self.lacks(name, "--shape has random weights, which no other software can load")
+                self.lacks(name, f"{made}, which no other software can load")
             return
         directory = locate(models.target, "target")
         if "transformers" in engines.names:

@@ -38,6 +38,10 @@ def broken(argument, target):
     return [argument]
 
 
+def read(argument, dtype):
+    return e3.load_target(argument, dtype=dtype)
+
+
 def nothing(argument, dtype):
     return {"dtype": dtype}
 
@@ -140,8 +144,12 @@ def test_a_rule_that_is_not_lossless_says_so_in_every_result(cli) -> None:
             (*PAIR[:2], "--chains", "none", "--drafter", "own_parts:plain"),
             {"plain float32": True, "own_parts:plain": True},
         ),
+        (
+            ("--target", f"own_parts:read={GOLDEN / 'target'}", "--chains", "none", "--drafter", "own_parts:plain"),
+            {"plain float32": True, "own_parts:plain": True},
+        ),
     ],
-    ids=["a rule", "a drafter"],
+    ids=["a rule", "a drafter", "a target"],
 )
 def test_bench_names_and_labels(cli, options: tuple[str, ...], rows: dict[str, bool]) -> None:
     code, out, err = cli("bench", *options, *BENCH, "--json")
