@@ -101,7 +101,7 @@ def test_what_is_asked_is_a_draft_and_not_its_absence(name: str) -> None:
 def test_an_observation_of_no_tokens_leaves_every_bit_of_a_row_as_it_is(name: str) -> None:
     one = subject(name)
     before = one.after_prompt
-    after = one.observe(before, one.shown((0, 2, 0, 1), seed=1))
+    after = one.observe(one.shown((0, 2, 0, 1), seed=1), state=before)
     for row in (0, 2):
         assert tiny.same_bits(
             *([leaf[row] for leaf in jax.tree.leaves(tiny.known(state))] for state in (before, after))

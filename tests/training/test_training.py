@@ -1,4 +1,4 @@
-"""The training-time test against the official code, and against drafting with the true tokens."""
+"""The training-time test against the official code, an oracle in float64, and drafting with the true tokens."""
 
 from __future__ import annotations
 
@@ -67,9 +67,81 @@ def test_losses_are_those_of_the_official_code():
     check_official_losses()
 
 
+def norm(x, params, eps):
+    return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + eps) * np.asarray(params["scale"], np.float64)
+
+
+def rope(x, position):
+    """``[heads H]`` rotated as complex numbers."""
+    half = x.shape[-1] // 2
+    turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * position * 10000.0 ** (-np.arange(half) / half))
+    return np.concatenate([turned.real, turned.imag], -1)
+
+
+def oracle_logits(drafter, head, embedding, features, tokens, real):
+    """The training-time test of one sequence in float64, one row and one key at a time, in the official layout:
+    ``(k+1)·T`` keys of which row ``t`` sees ``j <= t`` in block 0 and ``t`` in each later one, where they are near."""
+    config, layer = drafter.config, head["first"]
+    mixer = config.layers[0].mixer
+    stands = np.concatenate([np.arange(len(tokens)) + step for step in range(STEPS)])
+
+    def mat(params, x):
+        return x @ np.asarray(params["kernel"], np.float64)
+
+    size, eps, groups = len(tokens), config.norm_eps, mixer.group
+    x = mat(head["fc"], np.asarray(features, np.float64).reshape(size, -1))
+    padded = np.concatenate([tokens, np.zeros(STEPS, int)])
+    keys, values, logits = [], [], []
+    for step in range(STEPS):
+        embedded = np.asarray(embedding, np.float64)[padded[1 + step : 1 + step + size]]
+        both = np.concatenate([norm(embedded, layer["embedding_norm"], eps), norm(x, layer["feature_norm"], eps)], -1)
+        fused = mat(layer["attention"]["qkv"], both).reshape(size, mixer.num_kv_heads, groups + 2, mixer.head_dim)
+        q, k, v = fused[:, :, :groups].reshape(size, mixer.num_heads, -1), fused[:, :, -2], fused[:, :, -1]
+        queries = [rope(row, t + step) for t, row in enumerate(q)]
+        keys += [rope(row, t + step) for t, row in enumerate(k)]
+        values += list(v)
+        mask = np.zeros((size, (step + 1) * size), bool)
+        mask[:, :size] = np.tril(np.ones((size, size), bool)) & real
+        for later in range(1, step + 1):
+            mask[:, later * size : (later + 1) * size] = np.eye(size, dtype=bool)
+        attended = np.zeros((size, mixer.num_heads * mixer.head_dim))
+        for t in range(size):
+            for h in range(mixer.num_heads):
+                far = t + step - stands[: mask.shape[1]] >= (mixer.window or 10**6)
+                seen = np.flatnonzero(mask[t] & ~far)
+                scores = np.array([queries[t][h] @ keys[s][h // groups] for s in seen]) / np.sqrt(mixer.head_dim)
+                weights = np.exp(scores) / np.exp(scores).sum()
+                out = sum(w * values[s][h // groups] for w, s in zip(weights, seen, strict=True))
+                attended[t, h * mixer.head_dim : (h + 1) * mixer.head_dim] = out
+        x = x + mat(layer["attention"]["o"], attended)
+        inner = norm(x, layer["mlp_norm"], eps)
+        gate, up = np.moveaxis(mat(layer["mlp"]["gate_up"], inner).reshape(size, -1, 2), 2, 0)
+        x = x + mat(layer["mlp"]["down"], gate / (1 + np.exp(-gate)) * up)
+        logits.append(mat(head["head"], norm(x, head["norm"], eps)))
+    return logits
+
+
 def windowed(drafter, window):
     layers = tuple(with_window(layer, window) for layer in drafter.config.layers)
     return dataclasses.replace(drafter, config=dataclasses.replace(drafter.config, layers=layers))
+
+
+@pytest.mark.parametrize(("padding", "window"), [((0, 0), None), ((0, 2), 2), ((2, 0), 4)])
+def test_unroll_is_the_dense_mask_computation(pair, padding, window):
+    _, drafter, head, frozen = pair
+    drafter = windowed(drafter, window)
+    batch = make_batch(padding=padding)
+    features = jax.random.normal(jax.random.key(1), (2, 6, 3, 16))
+    logits = unroll(drafter, head, frozen["embedding"], features, batch, STEPS)
+    for b in range(2):
+        tokens, real = np.asarray(batch.tokens[b]), np.asarray(batch.attention_mask[b])
+        first = int(np.argmax(real))  # rows before it see nothing, which the oracle cannot express
+        # Left padding turns all rotary positions alike, so the oracle may start at the first real token.
+        rows = oracle_logits(drafter, head, frozen["embedding"], features[b, first:], tokens[first:], real[first:])
+        for step in range(STEPS):
+            # A row of padding whose whole window is padding sees nothing either.
+            ours, theirs = np.asarray(logits[step])[b, real], rows[step][real[first:]]
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("window", [None, 1])
