@@ -20,9 +20,13 @@ export PROMPT
 demo: $(VENV)/.installed
 	$(VENV)/bin/eagle3 generate "$$PROMPT" --dtype mixed --max-new-tokens 160
 
-# The core without meshes, targets with experts, latent attention and recurrent layers, and a round trip of every kind of
-# head; of slow tests one case. Every test but the nightly ones: make test TESTS= MARKS=
-TESTS ?= tests/core --ignore=tests/core/test_mesh.py tests/models/test_experts.py tests/models/test_latent.py tests/models/test_delta.py \
+# In minutes: exact law and acceptance, draws, trees, caches, the loop, traces of the official code, every kind of drafter,
+# the lowered programs, latent attention and recurrent layers, and a round trip of every kind of head; of slow tests one
+# case. Every test but the nightly ones: make test TESTS= MARKS=
+CORE = architecture assets boundary budget cache dflash draft_model draw_law drawn_chain exact_law feedback_heads \
+	fingerprints golden greedy keys loop medusa ngram p_eagle recorded_drafters sampling sampling_law scripted_trees suffix \
+	thresholds tree typical verify
+TESTS ?= $(CORE:%=tests/core/test_%.py) tests/models/test_latent.py tests/models/test_delta.py \
 	tests/conversion/test_heads.py tests/conversion/test_medusa_files.py tests/conversion/test_dflash_files.py
 MARKS ?= not slow
 EXTRA ?= test
