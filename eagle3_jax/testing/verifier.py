@@ -357,7 +357,7 @@ def is_greedy_at_temperature_zero(subject: VerifierSubject) -> str:
     """Rows of temperature 0 emit the likeliest token after every token, in greedy batches and in mixed ones."""
     total, wrong = 0, []
     for shape, greedy in _everything(subject):
-        decided = subject.decide(shape, greedy=greedy)
+        decided = subject.decide(shape, greedy=greedy, temperature=0.0 if greedy else None)
         best, zero = subject.logits[shape.vocabulary].argmax(-1), shape.settings.index((0.0, 0, 1.0))
         for row in range(ROWS) if greedy else range(zero, ROWS, len(shape.settings)):
             before = ROOT

@@ -21,8 +21,11 @@ from eagle3_jax import (
     Verdict,
     acceptance,
     check_verifier,
+    num_digits,
     point_masses,
+    uniforms,
     verify,
+    verify_greedy,
 )
 from eagle3_jax.acceptance import verification_uniforms
 from eagle3_jax.sampling import draw, probabilities, row_keys
@@ -154,6 +157,21 @@ def test_an_exact_rule_passes_every_check(rule: Any) -> None:
         str(report),
     )
     assert "32256 drafts; uniforms of 10 bits would have shown" in str(report)
+
+
+class OneLook:
+    """Draws a token after every node and follows the draft while it agrees: reads temperatures, and no mode."""
+
+    lossless = True
+
+    def __call__(self, draft: Draft, logits: Any, sampling: Any, keys: Any, *, sampling_mode: Any, max_depth: int):
+        p = probabilities(logits, sampling, sampling_mode)
+        digits = uniforms(keys, p.shape[1] * num_digits(p.shape[2])).reshape(*p.shape[:2], -1)
+        return verify_greedy(draft, draw(p, digits), max_depth=max_depth)
+
+
+def test_a_greedy_batch_has_temperature_zero() -> None:
+    assert check_verifier(OneLook(), checks=["temperature 0 is greedy"]).ok
 
 
 @pytest.mark.parametrize(
