@@ -110,9 +110,9 @@ def read(stored: Stored, target: DecoderConfig | None) -> HeadCheckpoint:
                 tensors[name] = tensors[name][ids]
     if layout == "medusa" and (different := head_of_different_blocks(tensors, config)) is not None:
         raise CheckpointError(
-            f"{where}: head {different} has {config.num_layers} different blocks under the authors' names; their code "
-            "runs one block so many times and vLLM runs each, so the file does not say which network was trained. "
-            "Rename them to blocks.K.layers.L if it was the second"
+            f"{where}: head {different} has {config.num_layers} different blocks under the authors' names. Their code "
+            "runs the first block each time and vLLM runs every block, so the file does not say which network was "
+            "trained. If every block was trained, rename them to blocks.K.layers.L"
         )
     table = head_rules(config)
     return read_as(KIND, stored, config, table, tensors, target=target, embedding=None, draft_to_target=ids)

@@ -70,7 +70,7 @@ def join(distributed: str | None, mesh: str | None) -> bool:
 
 
 def read_mesh(text: str | None, batches: list[int]) -> Mesh | None:
-    """The mesh that ``--mesh`` names, for batches of so many prompts."""
+    """The mesh that ``--mesh`` names; it must divide each of the batch sizes in ``batches``."""
     if text is None:
         return None
     from eagle3_jax.sharding import check_rows, make_mesh

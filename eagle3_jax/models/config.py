@@ -132,7 +132,7 @@ class GroupedQuery:
         head_dim: ``H``; independent of ``width // num_heads``.
         rope: Rotary embedding; ``None`` for none.
         window: Tokens that each one sees, itself included; ``None`` for all before it.
-        chunk: Positions are cut into runs of so many, and a token sees those of its own; ``None`` for all before it.
+        chunk: Length of a chunk of positions; a token sees the earlier tokens of its own chunk. ``None``: no chunks.
         qkv_bias: Whether the q, k and v projections carry a bias.
         o_bias: Whether the output projection carries one.
         qk_norm: Whether queries and keys are normalised before rotation, by the model's kind of norm.
@@ -208,8 +208,8 @@ class Latent:
         rope: Of the rotated channels.
         scale: Of the scores; ``(nope_dim + rope_dim) ** -0.5`` when ``None``.
         bias: Whether the projections to the latents and the output carry a bias.
-        index_topk: The published model attends to so many keys, which an index chooses; up to as many tokens that is
-            plain attention, and longer texts are refused. ``None`` where it attends to all.
+        index_topk: Number of keys that the index of the published model chooses. Texts of at most this length need no
+            index; longer ones are refused. ``None``: the model has no index.
     """
 
     num_heads: int
@@ -525,7 +525,7 @@ def usual_layers(target: DecoderConfig, mlp_width: int | None = None, count: int
     Args:
         target: What it drafts for.
         mlp_width: Inner width of their MLPs; the target's when left out.
-        count: How many.
+        count: Number of layers.
     """
     width = target.width
     mixer = next((layer.mixer for layer in target.layers if isinstance(layer.mixer, GroupedQuery)), None)

@@ -139,7 +139,7 @@ class Recurrent(struct.PyTreeNode, kw_only=True):
         return Recurrent(state=state.reshape(self.state.shape), window=self._moved(path.inputs, count))
 
     def _moved(self, inputs: Float[Array, "B T Hk c"], count: Int[Array, " B"]) -> Float[Array, "B Hk P c"]:
-        """The last inputs once so many tokens have followed."""
+        """The window of the last inputs after ``count`` more tokens of each row."""
         size = self.window.shape[2]
         run = jnp.concatenate([self.window, jnp.moveaxis(inputs, 1, 2).astype(self.window.dtype)], axis=2)
         last = lambda run, count: lax.dynamic_slice_in_dim(run, count, size, axis=1)
