@@ -21,4 +21,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def parametrize(metafunc: pytest.Metafunc, names: Iterable[str], few: Collection[str]) -> None:
     """Give a test its families, in the argument ``name``."""
     every = metafunc.config.getoption(_OPTION)
-    metafunc.parametrize("name", [name for name in names if every or name in few])
+    marks = {name: () if name in few else pytest.mark.slow for name in names if every or name in few}
+    metafunc.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])

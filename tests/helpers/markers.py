@@ -22,7 +22,7 @@ PACKAGES = {
 BITS = {"test_greedy", "test_delta_decoding", "test_precision"}
 # The lane with PyTorch has the jax that lowered the recorded programs; the other would skip the test.
 WITH_RECORDED_JAX = {"test_fingerprints"}
-# Tests whose cases together take more than ten seconds, compilation included. `make nightly` writes the file.
+# Tests whose cases together take more than ten seconds, compilation included; `pytest --durations=0` shows them.
 SLOW = set((TESTS / "slow.txt").read_text(encoding="utf-8").split())
 
 
