@@ -15,7 +15,7 @@ def read_config(filename, encoding=None):
 endef
 export PROMPT
 
-.PHONY: demo test nightly wheel-check vllm validation aot notebooks gpu-notebooks lint types check format docs clean
+.PHONY: demo test nightly wheel-check vllm validation aot aot-platforms notebooks gpu-notebooks lint types check format docs clean
 
 demo: $(VENV)/.installed
 	$(VENV)/bin/eagle3 generate "$$PROMPT" --dtype mixed --max-new-tokens 160
@@ -34,10 +34,12 @@ EXTRA ?= test
 test: $(VENV)/.installed-$(EXTRA)
 	$(VENV)/bin/python -m pytest -m "$(MARKS)" $(TESTS) $(PYTEST_FLAGS)
 
-# Every test, case and family, injected bugs, long sampling runs, long fuzzing and all programs ahead of time: hours. The
+# What takes too long for every commit, two parts at a time: slow tests and every family, injected bugs, long sampling
+# runs, long fuzzing, the complete validation and all programs ahead of time: hours. PARTS="AOT fuzzing" runs these. The
 # result is tests/nightly/result.json, which is committed.
-nightly: $(VENV)/.installed-validation
-	$(VENV)/bin/python tests/nightly/run.py
+nightly: PLATFORMS = cuda:h200 tpu:v6e:1x1
+nightly: $(VENV)/.installed-validation vllm aot-platforms
+	$(VENV)/bin/python tests/nightly/run.py $(PARTS)
 
 # The built wheel and sdist: what is in them, and the wheel alone in a fresh environment, then with some of its extras.
 WHEEL_EXTRAS ?= plot,export
@@ -70,16 +72,21 @@ GPU_ASKED = $(if $(findstring --rehearse,$(VALIDATION_FLAGS)),,$(if $(findstring
 validation: $(VENV)/.installed-validation$(GPU_ASKED)
 	$(VENV)/bin/python -m pytest validation $(VALIDATION_FLAGS)
 
-# What a round becomes on an accelerator that is not here: level AOT of the validation, minutes of two cores. The compiler
-# for GPUs lies outside every environment, so that no other program finds it.
+# What a round becomes on an accelerator that is not here: level AOT of the validation, minutes of two cores. The compilers
+# of PLATFORMS are outside every environment, so that no other program finds them.
 AOT_FLAGS ?= --aot cuda:h200
+PLATFORMS ?= cuda:h200
 
-aot: $(VENV)/.installed-validation
-	set -- $$($(VENV)/bin/python -m validation.aot.platforms cuda:h200) && directory=$$1 && shift && \
-	{ [ -f $$directory/.installed ] || { rm -rf $$directory && \
-		$(VENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps --target $$directory "$$@" && \
-		touch $$directory/.installed; }; }
+aot: aot-platforms
 	$(VENV)/bin/python -m pytest validation/test_aot.py --level AOT --complete $(AOT_FLAGS)
+
+aot-platforms: $(VENV)/.installed-validation
+	for platform in $(PLATFORMS); do \
+		set -- $$($(VENV)/bin/python -m validation.aot.platforms $$platform) && directory=$$1 && shift && \
+		{ [ -f $$directory/.installed-$$platform ] || { \
+			$(VENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps --upgrade --target $$directory "$$@" && \
+			touch $$directory/.installed-$$platform; }; } || exit; \
+	done
 
 # Every notebook from top to bottom, on the shipped pair; executed copies in build/notebooks. JOBS=1 where the times that
 # they print matter.
