@@ -509,7 +509,7 @@ class _Scripted(FixedTree):
     vocab_size: int
 
     def propose(self, params: Any, state: RootState, keys: Key[Array, " B"], sampling: SamplingParams) -> Draft:
-        wrong = jnp.array(self.shifts, jnp.int32) + (self.places(state) % 4 == 3).astype(jnp.int32)
+        wrong = jnp.array(self.shifts, jnp.int32)[None] + (self.places(state) % 4 == 3).astype(jnp.int32)
         return self.draft(state, (self.scripted(params, state) + wrong) % self.vocab_size)
 
 

@@ -19,18 +19,20 @@ from eagle3_jax.loop import LoopParams, SpeculativeLoop
 from eagle3_jax.models import attention
 from eagle3_jax.state import GenerationState
 
-# Softmax attention, windows, chunks and experts, latents.
-FEW = ("llama", "gpt_oss", "llama4, norms", "deepseek_v3")
-# What follows a recurrence depends on the number of rows in a batch, with or without parts. Two rows alone, compared
-# with the same two of four (qwen3_next, 160 tokens): keys of its second layer differ by up to 1.2e-6 in float32, and by
-# 0.27 of 4.4 in bfloat16. So bits are compared of other families, and these in float32.
-RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+# Softmax attention, windows, chunks and experts, latents; a recurrence.
+BIT_EQUAL = ("llama", "gpt_oss", "llama4, norms", "deepseek_v3")
+FEW = (*BIT_EQUAL, "qwen3_next")
+# What follows a recurrence depends on the number of rows in a batch, with or without parts: two rows alone, compared
+# with the same two of four (qwen3_next, 160 tokens), have keys in the second layer that differ by up to 1.2e-6 in
+# float32. How many rows one product of experts has depends on the number of tokens, and XLA's products of qwen3_moe
+# then differ by up to 6e-7 of 3.2.
+NEARLY_EQUAL = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_moe")
 ROWS, FED = 4, 160
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "name" in metafunc.fixturenames:
-        every_family.parametrize(metafunc, [name for name in families.RECIPES if name not in RECURRENT], FEW)
+        every_family.parametrize(metafunc, families.RECIPES, FEW)
 
 
 def _prefilled(loop: SpeculativeLoop, params: LoopParams, batch: Any, capacity: int = 256) -> GenerationState:
@@ -66,10 +68,15 @@ def test_a_prefill_in_parts_is_the_prefill(name: str, monkeypatch: pytest.Monkey
     given = _case(name, "float32")
     whole = _prefilled(*given)
     _in_parts(monkeypatch, tokens=2 * FED, scores=1)
-    assert _differ(whole, _prefilled(*given)) == []
+    parts = _prefilled(*given)
+    if name not in NEARLY_EQUAL:
+        assert _differ(whole, parts) == []
+        return
+    for one, other in zip(*map(jax.tree.leaves, (whole, parts)), strict=True):
+        np.testing.assert_allclose(_bits(one), _bits(other), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("of", FEW)
+@pytest.mark.parametrize("of", BIT_EQUAL)
 def test_a_prefill_in_parts_is_the_prefill_in_bfloat16(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = _case(of, "bfloat16")
     whole = _prefilled(*given)
@@ -85,14 +92,6 @@ def test_a_prefill_in_parts_is_the_prefill_in_bfloat16(of: str, monkeypatch: pyt
     assert set(differ) <= {".drafter.cache.layers[0].keys", ".drafter.cache.layers[0].values", ".drafter.output"}
     for one, other in zip(*map(jax.tree.leaves, (whole.drafter, parts.drafter)), strict=True):
         np.testing.assert_allclose(*(np.asarray(leaf, np.float32) for leaf in (one, other)), rtol=2**-6, atol=2**-6)
-
-
-def test_a_recurrent_prefill_in_parts_is_the_prefill_but_for_the_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = _case("qwen3_next", "float32")
-    whole = _prefilled(*given)
-    _in_parts(monkeypatch, tokens=2 * FED, scores=1)
-    for one, other in zip(*map(jax.tree.leaves, (whole, _prefilled(*given))), strict=True):
-        np.testing.assert_allclose(_bits(one), _bits(other), rtol=1e-5, atol=1e-5)
 
 
 def test_groups_divide_the_batch_and_keep_to_the_limits() -> None:
