@@ -66,7 +66,7 @@ class FixedTree:
 
     def places(self, state: RootState) -> Int[Array, "B N"]:
         """The place in the text of each node."""
-        return state.length[:, None] + jnp.array(self.levels, jnp.int32)
+        return state.length[:, None] + jnp.array(self.levels, jnp.int32)[None]
 
     def scripted(self, script: Int[Array, "B S"], state: RootState) -> Int[Array, "B N"]:
         """For each node the token that a text has at its place; the last token of the text beyond its end."""
