@@ -27,7 +27,7 @@ WRITING = threading.Lock()
 PARTS = {
     "validation": f"validation --complete --every-family --report-dir {BUILD / 'validation'}",
     "slow tests": "tests -m slow --every-family",
-    "AOT": "validation/test_aot.py --level AOT --complete --aot-all --aot cuda:h200 --aot tpu:v6e:1x1"
+    "AOT": "validation/test_aot.py --level AOT --complete --aot cuda:h200 --aot tpu:v6e:1x1"
     f" --report-dir {BUILD / 'AOT'}",
     "injected bugs and long laws": "tests/nightly/test_mutants.py tests/nightly/test_long_law.py",
     "age of the record": "tests/nightly/test_record_age.py",
