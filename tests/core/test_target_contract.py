@@ -98,7 +98,7 @@ def test_every_target_keeps_the_contract(name: str, check: str) -> None:
 @pytest.mark.parametrize("precision", ["bfloat16", "mixed", "fp8"])
 def test_a_family_keeps_the_contract_in(precision: str, name: str) -> None:
     report = check_target(random_targets.in_precision(families.RECIPES[name], precision))
-    assert report.ok, report
+    assert report.ok, str(report)
 
 
 def test_a_report_says_what_was_compared_and_what_it_was_off() -> None:
