@@ -34,6 +34,7 @@ from eagle3_jax import (
     check_target,
 )
 from eagle3_jax.drafters import NGram, Plain
+from eagle3_jax.models.config import Experts
 from eagle3_jax.models.layers import BFLOAT16
 from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.testing import TARGET_CHECKS
@@ -73,6 +74,7 @@ def shapes(check: str) -> tuple[str, ...]:
 FEW = {"qwen3_moe", "deepseek_v3", "qwen3_5_text", *(ALL_TARGETS.keys() - families.RECIPES.keys())}
 
 
+LONG_TEXT = "a long text equals its tokens one by one"
 # Of these in every precision.
 FEW_ROUNDED = ("gpt_oss", "qwen3_next")
 
@@ -97,7 +99,11 @@ def test_every_target_keeps_the_contract(name: str, check: str) -> None:
 @pytest.mark.covers(what="contract", family=of, draft=("plain", "chain", "tree"), precision=lambda precision: precision)
 @pytest.mark.parametrize("precision", ["bfloat16", "mixed", "fp8"])
 def test_a_family_keeps_the_contract_in(precision: str, name: str) -> None:
-    report = check_target(random_targets.in_precision(families.RECIPES[name], precision))
+    target = random_targets.in_precision(families.RECIPES[name], precision)
+    # Where two experts are nearly tied, rounding decides which of them answers. In float32, texts of every length are
+    # compared above.
+    routed = name not in FEW_ROUNDED and any(isinstance(layer.mlp, Experts) for layer in target.model.config.layers)
+    report = check_target(target, checks=TARGET_CHECKS.keys() - ({LONG_TEXT} if routed else set()))
     assert report.ok, str(report)
 
 

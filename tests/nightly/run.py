@@ -26,7 +26,8 @@ WRITING = threading.Lock()
 # The longest first. Fuzzing tries 25 times as many files as in `.ci/run`.
 PARTS = {
     "validation": f"validation --complete --every-family --report-dir {BUILD / 'validation'}",
-    "slow tests": "tests -m slow --every-family",
+    "slow tests": "tests -m slow --every-family --ignore tests/core/test_target_contract.py",
+    "contract of every family": "tests/core/test_target_contract.py -m slow --every-family",
     "AOT": "validation/test_aot.py --level AOT --complete --aot cuda:h200 --aot tpu:v6e:1x1"
     f" --report-dir {BUILD / 'AOT'}",
     "injected bugs and long laws": "tests/nightly/test_mutants.py tests/nightly/test_long_law.py",
