@@ -2,7 +2,7 @@
 
 Each part is one run of pytest, and two parts run at a time, because compilation uses one core. The result of a part is
 written when it ends, with the commit that it is of; `python tests/nightly/run.py AOT` runs this part again and keeps
-the results of the others.
+the results of the others. Ctrl-C ends the parts that run, and leaves their results as they were.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from eagle3_jax import __version__
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUILD, RESULT = ROOT / "build" / "nightly", Path(__file__).with_name("result.json")
-WRITING = threading.Lock()
+WRITING, INTERRUPTED = threading.Lock(), threading.Event()
 # The longest first. Fuzzing tries 25 times as many files as in `.ci/run`.
 PARTS = {
     "validation": f"validation --complete --every-family --report-dir {BUILD / 'validation'}",
-    "slow tests": "tests -m slow --every-family --ignore tests/core/test_target_contract.py",
-    "contract of every family": "tests/core/test_target_contract.py -m slow --every-family",
+    "slow-tests": "tests -m slow --every-family --ignore tests/core/test_target_contract.py",
+    "contract": "tests/core/test_target_contract.py -m slow --every-family",
     "AOT": "validation/test_aot.py --level AOT --complete --aot cuda:h200 --aot tpu:v6e:1x1"
     f" --report-dir {BUILD / 'AOT'}",
-    "injected bugs and long laws": "tests/nightly/test_mutants.py tests/nightly/test_long_law.py",
-    "age of the record": "tests/nightly/test_record_age.py",
+    "bugs-and-laws": "tests/nightly/test_mutants.py tests/nightly/test_long_law.py",
+    "record-age": "tests/nightly/test_record_age.py",
     "fuzzing": "tests/conversion/test_fuzz_files.py",
 }
 
@@ -54,6 +54,8 @@ def run(name: str) -> bool:
     suite = xml.parse(counts).getroot().find("testsuite") if counts.exists() else None
     found = {} if suite is None else {key: int(suite.attrib[key]) for key in ("tests", "failures", "errors", "skipped")}
     minutes = round((time.monotonic() - started) / 60)
+    if INTERRUPTED.is_set():
+        return False
     with WRITING:
         results = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.exists() else {}
         results[name] = {"verdict": "pass" if passed else "fail", **of_what, **found, "minutes": minutes}
@@ -65,11 +67,17 @@ def run(name: str) -> bool:
 def main(names: list[str]) -> int:
     """Runs the parts named, or every part; 0 if all passed."""
     if unknown := set(names) - set(PARTS):
-        print(f"error: {', '.join(unknown)} is no part; the parts are {', '.join(PARTS)}", file=sys.stderr)
+        print(f"error: {', '.join(sorted(unknown))} is no part; the parts are {', '.join(PARTS)}", file=sys.stderr)
         return 2
     BUILD.mkdir(parents=True, exist_ok=True)
     with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
-        return int(not all(list(pool.map(run, names or PARTS))))
+        runs = [pool.submit(run, name) for name in names or PARTS]
+        try:
+            return int(not all([one.result() for one in runs]))
+        except KeyboardInterrupt:
+            INTERRUPTED.set()
+            pool.shutdown(cancel_futures=True)
+            return 130
 
 
 if __name__ == "__main__":
