@@ -100,8 +100,8 @@ def test_every_target_keeps_the_contract(name: str, check: str) -> None:
 @pytest.mark.parametrize("precision", ["bfloat16", "mixed", "fp8"])
 def test_a_family_keeps_the_contract_in(precision: str, name: str) -> None:
     target = random_targets.in_precision(families.RECIPES[name], precision)
-    # Where two experts are nearly tied, rounding decides which of them answers. In float32, texts of every length are
-    # compared above.
+    # Where two experts are nearly tied, rounding decides which of them answers: logits of qwen3_moe in bfloat16 differ
+    # by up to 0.2 of the largest, and by 0.006 if every token has all experts. In float32 all texts are compared above.
     routed = name not in FEW_ROUNDED and any(isinstance(layer.mlp, Experts) for layer in target.model.config.layers)
     report = check_target(target, checks=TARGET_CHECKS.keys() - ({LONG_TEXT} if routed else set()))
     assert report.ok, str(report)
