@@ -14,15 +14,12 @@ from pictures.times import Numbers
 _MARKERS = "osD^vP"
 
 
-def acceptance_ribbons(
-    per_position: Mapping[str, Numbers], *, rounds: Mapping[str, int] | None = None, title: str = ""
-) -> Figure:
+def acceptance_ribbons(per_position: Mapping[str, Numbers], *, rounds: Mapping[str, int], title: str) -> Figure:
     """Plots the share of rounds that accept the draft tokens up to each position.
 
     Args:
         per_position: For each series, the shares at positions 1, 2, …, as ``SpeculationStats.acceptance_per_position``.
-        rounds: For each series, the number of rounds. If given, the ribbon is the 95 % interval (Wilson, 1927);
-            otherwise it is the area below the line.
+        rounds: For each series, the number of rounds; the ribbon is the 95 % interval (Wilson, 1927).
         title: Title of the figure.
     """
     figure = Figure()
@@ -31,10 +28,9 @@ def acceptance_ribbons(
     for index, (name, shares) in enumerate(per_position.items()):
         places = np.arange(1, len(shares) + 1)
         colour = SERIES[index % len(SERIES)]
-        bands = [_wilson(share, rounds[name]) if rounds else (0.0, share) for share in shares]
-        low, high = zip(*bands, strict=True)
-        axes.fill_between(places, low, high, color=colour, alpha=0.18 if rounds else 0.10, linewidth=0)
-        label = f"{name} ({rounds[name]:,} rounds)" if rounds else name
+        low, high = zip(*(_wilson(share, rounds[name]) for share in shares), strict=True)
+        axes.fill_between(places, low, high, color=colour, alpha=0.18, linewidth=0)
+        label = f"{name} ({rounds[name]:,} rounds)"
         axes.plot(places, shares, color=colour, marker=_MARKERS[index % len(_MARKERS)], label=label)
     axes.set_xticks(range(1, deepest + 1))
     axes.set_ylim(0, 1)

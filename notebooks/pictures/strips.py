@@ -17,6 +17,7 @@ PROMPT, FIRST, UNDRAFTED = "prompt", "from the prefill", "undrafted"
 # The line below a token, so that color is not the only mark.
 _MARKS = {ACCEPTED: "solid", CORRECTED: "dashed", BONUS: "double", UNDRAFTED: "dotted", FIRST: "dotted"}
 _INK = {**COLOURS, FIRST: "#6b7280", UNDRAFTED: "#6b7280"}
+_COLUMNS, _SIZE = 72, 14.0  # characters per line, and font size in pixels, of an SVG
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,24 +78,16 @@ class TokenStrip:
         )
 
 
-def svg(
-    lanes: Sequence[tuple[str, TokenStrip]],
-    *,
-    columns: int = 72,
-    size: float = 14.0,
-    seconds_per_round: float | None = None,
-) -> str:
+def svg(lanes: Sequence[tuple[str, TokenStrip]], *, seconds_per_round: float | None = None) -> str:
     """Draws strips below each other as one SVG.
 
     Args:
         lanes: Heading and strip of each.
-        columns: Characters per line.
-        size: Font size in pixels.
         seconds_per_round: Time between rounds in a repeating animation. Without animation support, all tokens are
             visible. Default: no animation.
     """
     rounds = max((token.round for _, strip in lanes for token in strip.tokens), default=0)
-    pen, kinds = _Pen(columns, size), dict[str, None]()
+    pen, kinds = _Pen(), dict[str, None]()
     for heading, strip in lanes:
         if heading:
             pen.words(heading)
@@ -109,7 +102,7 @@ def svg(
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {pen.width:.0f} {pen.height:.0f}" '
         f'width="{pen.width:.0f}" font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, monospace" '
-        f'font-size="{size:g}" role="img"><title>{caption}</title>'
+        f'font-size="{_SIZE:g}" role="img"><title>{caption}</title>'
         f'<rect width="100%" height="100%" rx="8" fill="#ffffff"/>{"".join(pen.shapes)}</svg>\n'
     )
 
@@ -126,9 +119,10 @@ def _appear(number: int, rounds: int, seconds_per_round: float) -> str:
 class _Pen:
     """Writes tokens one after the other and breaks lines."""
 
-    def __init__(self, columns: int, size: float):
-        self.columns, self.size = columns, size
-        self.advance, self.line, self.pad = 0.602 * size, 1.75 * size, 1.2 * size
+    columns, size = _COLUMNS, _SIZE
+    advance, line, pad = 0.602 * size, 1.75 * size, 1.2 * size
+
+    def __init__(self):
         self.x, self.y, self.shapes = 0, self.pad, list[str]()
 
     @property

@@ -57,8 +57,8 @@ def twin(
     right: Numbers,
     *,
     labels: tuple[str, str, str],
-    right_range: Sequence[tuple[float | int, float | int]] | None = None,
-    title: str = "",
+    right_range: Sequence[tuple[float | int, float | int]],
+    title: str,
 ) -> Figure:
     """Plots two quantities with separate vertical axes, both from zero.
 
@@ -76,13 +76,10 @@ def twin(
     places = range(len(x))
     (one,) = first.plot(places, left, color=COLOURS[ACCEPTED], marker="o", label=labels[1])
     (two,) = second.plot(places, right, color=DRAFTER, marker="s", linestyle="--", label=labels[2])
-    highest = max(right)
-    if right_range is not None:
-        low, high = zip(*right_range, strict=True)
-        second.fill_between(places, low, high, color=DRAFTER, alpha=0.2, linewidth=0)
-        highest = max(highest, *high)
+    low, high = zip(*right_range, strict=True)
+    second.fill_between(places, low, high, color=DRAFTER, alpha=0.2, linewidth=0)
     first.set_ylim(0, 1.25 * max(left))
-    second.set_ylim(0, 1.15 * highest)
+    second.set_ylim(0, 1.15 * max(*right, *high))
     first.set_xticks(places, [f"{value:g}" for value in x])
     first.set(xlabel=labels[0], title=title)
     for axes, line, label in ((first, one, labels[1]), (second, two, labels[2])):

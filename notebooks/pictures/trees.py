@@ -64,9 +64,6 @@ def tree(
     parents: Sequence[int],
     *,
     status: Sequence[str],
-    p: Sequence[float | None] | None = None,
-    q: Sequence[float | None] | None = None,
-    score: Sequence[float | None] | None = None,
     title: str = "",
 ) -> Figure:
     """Draws a draft tree from left to right, one level per column.
@@ -76,14 +73,11 @@ def tree(
         parents: ``[N]``, -1 at the root; every parent comes before its children. The token that the target added can be
             the last entry, as a child of the last accepted node.
         status: ``[N]``, from :func:`statuses`; ``"corrected"`` or ``"bonus"`` for the token that the target added.
-        p: ``[N]``, the target's probability of each node after its parent; ``None`` if unknown.
-        q: ``[N]``, the drafter's probability of each node after its parent.
-        score: ``[N]``, cumulative log-probability under the drafter.
         title: Title of the figure.
     """
     import matplotlib.pyplot as plt
 
-    one = _Tree(tokens, parents, status, p, q, score, title)
+    one = _Tree(tokens, parents, status)
     x, y = one.places()
     figure, axes = plt.subplots(figsize=(1.2 + 1.35 * (x.max() + 1), 1.0 + _ROW * (y.max() + 1)))
     for node, parent in enumerate(parents):
@@ -131,7 +125,9 @@ def interactive_rounds(rounds: Sequence[Mapping[str, Any]]) -> Interactive:
     """Draws several trees with a slider. A tooltip shows all values of a node.
 
     Args:
-        rounds: The arguments of :func:`tree`, one mapping for each tree.
+        rounds: For each tree, the arguments of :func:`tree`, and if known, lists with a number or ``None`` for each
+            node: ``p`` and ``q``, its probability after its parent (target and drafter), and ``score``, its cumulative
+            log-probability under the drafter.
     """
     from plotly import graph_objects as go
 
@@ -228,7 +224,7 @@ def mask_map(mask: Any, labels: Sequence[str], *, title: str = "", depths: Seque
 
 @dataclasses.dataclass(frozen=True)
 class _Tree:
-    """The arguments of :func:`tree`."""
+    """A tree of :func:`interactive_rounds`."""
 
     tokens: Sequence[str]
     parents: Sequence[int]
