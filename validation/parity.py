@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eagle3_jax import SpeculationStats, SpeculativeDecoder
+from eagle3_jax import SamplingParams, SpeculationStats, SpeculativeDecoder
 from eagle3_jax.engines.vllm.bridge import Engine, Generated, Tokens
+from eagle3_jax.trace import record
 
 COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
 
@@ -33,25 +34,15 @@ def play(
     decoder: SpeculativeDecoder, prompts: Sequence[Tokens], *, max_new_tokens: int, batch_size: int
 ) -> list[Played]:
     """Decode greedily, ``batch_size`` prompts at a time, and keep what every round drafted and accepted."""
-    played: list[Played] = []
+    played = []
     for start in range(0, len(prompts), batch_size):
         batch = list(prompts[start : start + batch_size])
-        rows = [Played([], [], []) for _ in batch]
-        state = decoder.prefill(batch, max_new_tokens=max_new_tokens)
-        running = np.asarray(state.running)
-        while running.any():
-            latest = decoder.step(state)
-            state = latest.state
-            accepted, drafts = np.asarray(latest.verdict.num_accepted), np.asarray(latest.draft.tokens)
-            valid = np.asarray(latest.draft.valid)
-            for row in np.flatnonzero(running & valid[:, 1:].any(axis=1)):
-                rows[row].accepted.append(int(accepted[row]))
-                rows[row].drafts.append(drafts[row, 1:][valid[row, 1:]].tolist())
-            running = np.asarray(state.running)
-        tokens, length = np.asarray(state.tokens), np.asarray(state.length)
-        for row, prompt in enumerate(batch):
-            rows[row].tokens.extend(tokens[row, len(prompt) : length[row]].tolist())
-        played += rows
+        limits = [max_new_tokens] * len(batch)
+        trace = record(decoder, batch, max_new_tokens=limits, sampling=SamplingParams(), seed=0)
+        for tokens, row in zip(trace.result.tokens, trace.prompts, strict=True):
+            rounds = [one for one in row["rounds"] if len(one["tokens"]) > 1]
+            accepted, drafts = [one["num_accepted"] for one in rounds], [one["tokens"][1:] for one in rounds]
+            played.append(Played(tokens, accepted, drafts))
     return played
 
 
