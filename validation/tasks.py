@@ -25,15 +25,9 @@ def answered_number(text: str) -> str | None:
 
 
 def is_right(text: str, reference: str) -> bool:
-    """Exact match with a reference: of numbers where it ends on one (GSM8K), else of code (HumanEval).
-
-    Code is compared without blank lines, comments and trailing space, at the beginning of what was written; it counts
-    only programs that equal the reference, far fewer than would pass its tests, with and without speculation alike.
-    """
+    """Whether a text ends on the number of the reference."""
     number = reference_number(reference)
-    if number is not None:
-        return answered_number(text) == number
-    return _code(text).startswith(_code(reference))
+    return number is not None and answered_number(text) == number
 
 
 def _plain(number: str) -> str:
@@ -42,13 +36,8 @@ def _plain(number: str) -> str:
     return digits.rstrip("0").rstrip(".") if "." in digits else digits
 
 
-def _code(text: str) -> str:
-    lines = (line.split("#")[0].rstrip() for line in text.splitlines())
-    return "\n".join(line for line in lines if line)
-
-
 def questions(subject: Subject, *, rehearsal: bool) -> list[Prompt]:
-    """Prompts that have a right answer.
+    """Prompts whose right answer is a number, as those of GSM8K.
 
     Raises:
         ValueError: There are none, or the target is not tuned to answer questions.
@@ -57,9 +46,9 @@ def questions(subject: Subject, *, rehearsal: bool) -> list[Prompt]:
         return subject.prompts[:_REHEARSED]
     if not has_chat_template(subject.target_directory):
         raise ValueError(f"{subject.name} is not tuned to answer questions: its target has no chat template")
-    found = [prompt for prompt in subject.prompts if prompt.reference]
+    found = [prompt for prompt in subject.prompts if reference_number(prompt.reference or "")]
     if not found:
-        raise ValueError("no prompt has a reference: give --prompts FILE, such as EAGLE's gsm8k/question.jsonl")
+        raise ValueError("no prompt has a number as its reference: give --prompts FILE, such as GSM8K's test.jsonl")
     return found[:_MOST]
 
 

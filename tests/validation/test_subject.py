@@ -74,9 +74,6 @@ def test_a_rival_that_does_not_fit_is_missing_and_the_others_are_measured(monkey
         speeds.transformers_or_why_not(choose(Setting()), 4, Setting(gpu=True), missing)
 
 
-CODE = "    for e in l:\n        if e >= t:\n            return False\n    return True\n"
-
-
 @pytest.mark.parametrize(
     ("text", "reference", "right"),
     [
@@ -87,11 +84,10 @@ CODE = "    for e in l:\n        if e >= t:\n            return False\n    retur
         ("It is -3", "so 12 apples\n#### -3.00", True),
         ("The total is 108.", "...\n#### 1080", False),
         ("no idea", "#### 7", False),
-        (CODE.replace("l:", "l:  # each\n") + "\nprint()", CODE, True),
-        ("    return all(e < t for e in l)\n", CODE, False),
+        ("    return True", "    return True", False),  # no number is asked for
     ],
 )
-def test_an_answer_is_right_if_its_number_or_its_code_is(text: str, reference: str, right: bool) -> None:
+def test_an_answer_is_right_if_its_number_is(text: str, reference: str, right: bool) -> None:
     assert is_right(text, reference) is right
 
 
