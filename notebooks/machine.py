@@ -69,14 +69,15 @@ _CHECKS: dict[str, tuple[Callable[[str], Any], Callable[[Any], bool], str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """The environment variables of :data:`VARIABLES`; ``None`` or empty for those that are not set."""
+    """The environment variables of :data:`VARIABLES` by the ends of their names; ``None`` for those that are not set."""
 
     target: str | None = None
     drafter: str | None = None
-    prompt_files: tuple[Path, ...] = ()
+    prompts: tuple[Path, ...] = ()
     dtype: str | None = None
     vllm_python: Path | None = None
-    vllm_urls: tuple[str, ...] = ()
+    vllm_url: str | None = None
+    vllm_plain_url: str | None = None
     vllm_memory: float = SHARE_OF_VLLM
     price_per_hour: float | None = None
 
@@ -107,16 +108,7 @@ class Configuration:
             raise ValueError(f"a head fits one target only; set {(pair - given.keys()).pop()} too")
         if "EAGLE3_VLLM_PYTHON" in given and set(_URLS) & given.keys():
             raise ValueError("EAGLE3_VLLM_PYTHON and EAGLE3_VLLM_URL name two vLLMs; set one")
-        return cls(
-            target=given.get("EAGLE3_TARGET"),
-            drafter=given.get("EAGLE3_DRAFTER"),
-            prompt_files=given.get("EAGLE3_PROMPTS", ()),
-            dtype=given.get("EAGLE3_DTYPE"),
-            vllm_python=given.get("EAGLE3_VLLM_PYTHON"),
-            vllm_urls=tuple(given[name] for name in _URLS if name in given),
-            vllm_memory=given.get("EAGLE3_VLLM_MEMORY", SHARE_OF_VLLM),
-            price_per_hour=given.get("EAGLE3_PRICE_PER_HOUR"),
-        )
+        return cls(**{name.removeprefix("EAGLE3_").lower(): value for name, value in given.items()})
 
 
 class Part(NamedTuple):
@@ -242,8 +234,8 @@ class Machine:
             VLLMError: The configured vLLM does not answer. The message is one line with the reason.
         """
         given = self.configuration
-        if given.vllm_urls:
-            return Servers(given.vllm_urls)
+        if urls := [url for url in (given.vllm_url, given.vllm_plain_url) if url is not None]:
+            return Servers(urls)
         if given.vllm_python is None:
             return None
         environment = environment_of_vllm() if self.on_gpu else {}
@@ -336,7 +328,7 @@ def _setting(given: Configuration, gpu: bool) -> Setting:
         quick=not gpu,
         target=given.target,
         drafter=given.drafter,
-        prompt_files=given.prompt_files,
+        prompt_files=given.prompts,
         price_per_hour=given.price_per_hour,
     )
 
