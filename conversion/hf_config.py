@@ -12,7 +12,7 @@ configuration that the format cannot express. The message names the field and th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from eagle3_jax.conversion.errors import CheckpointError, short
@@ -440,13 +440,15 @@ def corrected_fields(experts: Experts) -> dict[str, Any]:
     return counts | {theirs: getattr(experts, ours) for ours, theirs in _CORRECTED.items()}
 
 
-def dense_or_sparse(
-    num_layers: int, sparse: Callable[[int], bool], dense: Callable[[], GatedMLP], experts: Callable[[], Experts]
-) -> Iterator[GatedMLP | Experts]:
-    """The MLP of every layer. A kind that no layer has is not read."""
-    is_sparse = [sparse(layer) for layer in range(num_layers)]
-    read = {kind: (experts if kind else dense)() for kind in set(is_sparse)}
-    return (read[kind] for kind in is_sparse)
+def read_mlps(
+    fields: Fields,
+    is_sparse: Sequence[bool],
+    experts: Callable[[Fields], Experts],
+    dense: Callable[[Fields], GatedMLP] = read_mlp,
+) -> list[GatedMLP | Experts]:
+    """The MLP of every layer: experts where it is sparse. A kind that no layer has is not read."""
+    read = {kind: (experts if kind else dense)(fields) for kind in set(is_sparse)}
+    return [read[kind] for kind in is_sparse]
 
 
 def size_fields(experts: Experts) -> dict[str, Any]:

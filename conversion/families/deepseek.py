@@ -40,19 +40,12 @@ def _decoder(fields: Fields, mixer: Latent, by_types: bool) -> DecoderConfig:
     fields.require("n_shared_experts", "n_group", "topk_group")
     count = hf_config.read_num_layers(fields)
     types = hf_config.read_types(fields, _TYPES, count, name="mlp_layer_types") if by_types else []
-    types = types or _first_dense(fields)
-    mlps = hf_config.dense_or_sparse(
-        len(types),
-        lambda layer: types[layer] == _SPARSE,
-        functools.partial(hf_config.read_mlp, fields),
-        functools.partial(hf_config.read_corrected, fields),
-    )
+    sparse = [kind == _SPARSE for kind in types]
+    if not types:
+        dense = fields.integer("first_k_dense_replace")
+        sparse = [layer >= dense for layer in range(count)]
+    mlps = hf_config.read_mlps(fields, sparse, hf_config.read_corrected)
     return hf_config.decoder_of(fields, [LayerConfig(mixer=mixer, mlp=mlp) for mlp in mlps])
-
-
-def _first_dense(fields: Fields) -> list[str]:
-    dense = fields.integer("first_k_dense_replace")
-    return [_DENSE if layer < dense else _SPARSE for layer in range(hf_config.read_num_layers(fields))]
 
 
 def read_latent(fields: Fields, *, interleaved: bool, index_topk: int | None = None) -> Latent:

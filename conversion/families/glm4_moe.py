@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from eagle3_jax.conversion import hf_config
@@ -15,19 +14,14 @@ def read_config(fields: Fields) -> DecoderConfig:
     """Queries, keys and values may have a bias, the output projection never; so may they have norms."""
     hf_config.refuse_windows(fields)
     fields.require("num_key_value_heads", "head_dim", "n_shared_experts", "n_group", "topk_group")
-    count, first = hf_config.read_num_layers(fields), fields.integer("first_k_dense_replace")
+    count, dense = hf_config.read_num_layers(fields), fields.integer("first_k_dense_replace")
     mixer = hf_config.read_mixer(
         fields,
         qkv_bias=fields.flag("attention_bias"),
         qk_norm=fields.flag("use_qk_norm"),
         rope=hf_config.read_rope(fields, partial=0.5),
     )
-    mlps = hf_config.dense_or_sparse(
-        count,
-        lambda layer: layer >= first,
-        functools.partial(hf_config.read_mlp, fields),
-        functools.partial(hf_config.read_corrected, fields),
-    )
+    mlps = hf_config.read_mlps(fields, [layer >= dense for layer in range(count)], hf_config.read_corrected)
     return hf_config.decoder_of(fields, [LayerConfig(mixer=mixer, mlp=mlp) for mlp in mlps])
 
 

@@ -28,9 +28,7 @@ def read_config(fields: Fields) -> DecoderConfig:
     """Layers rotate and normalise queries and keys, or do neither and let queries grow with their position."""
     fields.require("num_key_value_heads", "head_dim", "use_qk_norm", "attention_chunk_size")
     count = hf_config.read_num_layers(fields)
-    mlps = hf_config.dense_or_sparse(
-        count, _sparse_layers(fields, count).__contains__, lambda: _dense(fields), lambda: _experts(fields)
-    )
+    mlps = hf_config.read_mlps(fields, _sparse_layers(fields, count), _experts, _dense)
     layers = [LayerConfig(mixer=mixer, mlp=mlp) for mixer, mlp in zip(_mixers(fields, count), mlps, strict=True)]
     return hf_config.decoder_of(fields, layers)
 
@@ -45,13 +43,13 @@ def _experts(fields: Fields) -> Experts:
     return hf_config.read_experts(fields, "sigmoid-of-input", width="intermediate_size", shared_width=width)
 
 
-def _sparse_layers(fields: Fields, num_layers: int) -> list[int]:
+def _sparse_layers(fields: Fields, num_layers: int) -> list[bool]:
     """``moe_layers``, or every ``interleave_moe_layer_step``-th."""
     named = fields.indices("moe_layers", num_layers)
     if named is not None:
-        return named
+        return [layer in named for layer in range(num_layers)]
     step = fields.size("interleave_moe_layer_step")
-    return list(range(step - 1, num_layers, step))
+    return [(layer + 1) % step == 0 for layer in range(num_layers)]
 
 
 def _mixers(fields: Fields, num_layers: int) -> list[GroupedQuery]:

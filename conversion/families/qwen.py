@@ -32,13 +32,9 @@ def read_qwen3(fields: Fields) -> DecoderConfig:
 def read_qwen3_moe(fields: Fields) -> DecoderConfig:
     """Experts in some layers; a window, where it is switched on, in all of them."""
     fields.require("norm_topk_prob")
-    mixer, count = _normed(fields), hf_config.read_num_layers(fields)
-    mlps = hf_config.dense_or_sparse(
-        count,
-        read_sparse_layers(fields, count).__contains__,
-        functools.partial(hf_config.read_mlp, fields),
-        lambda: hf_config.read_experts(fields, "softmax", normalise=fields.flag("norm_topk_prob")),
-    )
+    mixer = _normed(fields)
+    experts = functools.partial(hf_config.read_experts, router="softmax", normalise=fields.flag("norm_topk_prob"))
+    mlps = hf_config.read_mlps(fields, read_sparse_layers(fields), experts)
     window = hf_config.read_window(fields) if fields.flag("use_sliding_window") else None
     windows = hf_config.read_windows(fields, window, lambda _: True)
     if len(set(windows)) > 1:
@@ -72,10 +68,11 @@ def window_fields(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def read_sparse_layers(fields: Fields, num_layers: int) -> list[int]:
-    """The layers that have experts: every ``decoder_sparse_step``-th, except those of ``mlp_only_layers``."""
-    step, dense = fields.size("decoder_sparse_step", 1), fields.indices("mlp_only_layers", num_layers) or []
-    return [layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0]
+def read_sparse_layers(fields: Fields) -> list[bool]:
+    """Whether a layer has experts: every ``decoder_sparse_step``-th, except those of ``mlp_only_layers``."""
+    count, step = hf_config.read_num_layers(fields), fields.size("decoder_sparse_step", 1)
+    dense = fields.indices("mlp_only_layers", count) or []
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(count)]
 
 
 def sparse_fields(config: DecoderConfig) -> dict[str, Any]:

@@ -32,14 +32,8 @@ _LINEAR = {
 def read_config(fields: Fields) -> DecoderConfig:
     """Qwen3-Next: experts in the same layers as Qwen3-MoE."""
     fields.require("norm_topk_prob")
-    count = hf_config.read_num_layers(fields)
-    mlps = hf_config.dense_or_sparse(
-        count,
-        read_sparse_layers(fields, count).__contains__,
-        functools.partial(hf_config.read_mlp, fields),
-        lambda: _read_experts(fields, normalise=fields.flag("norm_topk_prob")),
-    )
-    return _decoder(fields, mlps)
+    experts = functools.partial(_read_experts, normalise=fields.flag("norm_topk_prob"))
+    return _decoder(fields, hf_config.read_mlps(fields, read_sparse_layers(fields), experts))
 
 
 def read_dense(fields: Fields) -> DecoderConfig:
