@@ -21,6 +21,9 @@ from checkpoints import (
     assert_close,
     edit_config,
     edit_tensors,
+    refused,
+    round_trip,
+    same_head,
     same_params,
     torch_draft,
     write_checkpoint,
@@ -126,23 +129,8 @@ def test_a_head_drafts_as_its_independent_torch_twin(tmp_path: Path, name: str) 
 @pytest.mark.parametrize("name", HALVES)
 def test_a_head_round_trips_bit_equal_or_is_refused_by_flag(tmp_path: Path, name: str, to: str) -> None:
     directory = HALVES[name].write(tmp_path / "head")
-    source = conversion.read_head(directory, TARGET)
-    assert source.dtype == "bfloat16"
-    if name in NOT_EXPRESSIBLE[to]:
-        with pytest.raises(CheckpointError, match=NOT_EXPRESSIBLE[to][name]):
-            conversion.convert(directory, tmp_path / "out", to, TARGET)
-        assert not (tmp_path / "out").exists()
-        return
-    conversion.convert(directory, tmp_path / "out", to, TARGET)
-    again = conversion.read_head(tmp_path / "out", TARGET)
-    assert again.config == source.config
-    assert again.dialect == to
-    assert same_params(source.head, again.head)
-    np.testing.assert_array_equal(source.draft_to_target, again.draft_to_target)
-    assert again.draft_to_target.dtype == np.int32
-    assert (again.embedding is None) == (source.embedding is None)
-    if source.embedding is not None:
-        assert same_params({"embedding": source.embedding}, {"embedding": again.embedding})
+    assert conversion.read_head(directory, TARGET).dtype == "bfloat16"
+    round_trip(directory, to, TARGET, NOT_EXPRESSIBLE[to].get(name))
 
 
 @pytest.mark.parametrize("dialect", ["eagle", "sglang", "speculators", "modelopt"])
@@ -154,9 +142,7 @@ def test_every_dialect_gives_the_same_head(tmp_path: Path, name: str, dialect: s
     first = conversion.read_head(head.write(tmp_path / "first"), TARGET)
     second = conversion.read_head(head.write(tmp_path / "second", dialect), TARGET)
     assert second.dialect == dialect
-    assert first.config == second.config
-    assert same_params(first.head, second.head)
-    np.testing.assert_array_equal(first.draft_to_target, second.draft_to_target)
+    assert same_head(first, second)
 
 
 def test_auxiliary_layers_may_stand_in_any_order_and_place(tmp_path: Path) -> None:
@@ -251,9 +237,7 @@ def test_a_head_that_does_not_add_up_is_refused(tmp_path: Path, name: str) -> No
     edit_config(directory, **fields)
     if tensors:
         edit_tensors(directory, **tensors)
-    with pytest.raises(CheckpointError, match=message) as refusal:
-        conversion.read_head(directory, TARGET)
-    assert "\n" not in str(refusal.value)
+    refused(lambda path: conversion.read_head(path, TARGET), directory, message)
 
 
 def test_a_full_draft_vocabulary_must_not_be_reordered(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from eagle3_jax import conversion
 from eagle3_jax.conversion import CheckpointError, rules
 from eagle3_jax.conversion.tensors import read_tensors
 from eagle3_jax.models.config import DecoderConfig, GatedMLP, GroupedQuery, uniform
@@ -85,6 +86,28 @@ def same_target(first: Any, second: Any) -> bool:
     """Whether two targets are equal, bit for bit."""
     ours, theirs = (dict(rules.flatten(one.params)) for one in (first, second))
     return first.config == second.config and all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+
+
+def same_head(first: Any, second: Any) -> bool:
+    """Whether two heads are equal, bit for bit."""
+    parts = lambda head: {"head": head.head, "ids": head.draft_to_target, "embedding": head.embedding}
+    present = lambda head: {name: part for name, part in parts(head).items() if part is not None}
+    return first.config == second.config and same_params(present(first), present(second))
+
+
+def round_trip(directory: Path, to: str, target: DecoderConfig, says: str | None = None) -> None:
+    """Convert a head, to ``out`` next to it, and read the same again; with ``says`` it is refused in these words."""
+    source, out = conversion.read_head(directory, target), directory.with_name("out")
+    if says is not None:
+        with pytest.raises(CheckpointError, match=says):
+            conversion.convert(directory, out, to, target)
+        assert not out.exists()
+        return
+    conversion.convert(directory, out, to, target)
+    again = conversion.read_head(out, target)
+    assert again.dialect == to and conversion.identify(out) == conversion.identify(directory) == source.method
+    assert same_head(source, again)
+    assert again.draft_to_target is None or again.draft_to_target.dtype == np.int32
 
 
 def llama_model(**changes: Any) -> Any:
