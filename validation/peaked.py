@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from eagle3_jax.topology import Chain
 from eagle3_jax.training.batches import Frozen, TTTBatch
 from eagle3_jax.training.loop import OptimizerConfig, Trainer
 from eagle3_jax.training.methods import initial_head
-from eagle3_jax.training.ttt import Teacher, TTTConfig, loss_and_metrics, teacher_forward, unroll
+from eagle3_jax.training.ttt import TTTConfig, ttt_loss
 
 Tokens = list[int]
 DEPTH, ROWS = 3, 8
@@ -113,68 +112,43 @@ def random_prompts(count: int, vocab_size: int, *, seed: int, length: int = 6) -
     return [random.permutation(np.arange(3, vocab_size))[:length].tolist() for _ in range(count)]
 
 
-def head_config(vocab_size: int, width: int, max_positions: int) -> Eagle3Config:
-    """A small head: one layer, the whole vocabulary, features of three layers of four."""
-    return Eagle3Config(
-        vocab_size=vocab_size,
-        width=width,
-        layers=uniform(1, GroupedQuery(num_heads=width // 32, num_kv_heads=1, head_dim=32), GatedMLP(width=2 * width)),
-        norm_eps=1e-5,
-        draft_vocab_size=vocab_size,
-        target_width=width,
-        aux_layers=(1, 2, 4),
-        max_positions=max_positions,
-    )
-
-
-class Seen(NamedTuple):
-    """A batch with the target's outputs for it, so that the compiled step holds no target."""
-
-    batch: TTTBatch
-    teacher: Teacher
-    features: jax.Array
-    embedding: jax.Array
-
-
-@functools.cache
-def trainer_of(config: Eagle3Config, steps: int) -> Trainer:
-    """One compiled step for all heads of one shape."""
-    drafter = Eagle3Drafter(config)
-
-    def loss(params: Any, seen: Seen) -> tuple[jax.Array, dict[str, jax.Array]]:
-        logits = unroll(drafter, params, seen.embedding, seen.features, seen.batch, DEPTH)
-        return loss_and_metrics(seen.teacher, logits, seen.batch, OBJECTIVE)
-
-    return Trainer(loss, OptimizerConfig(learning_rate=1e-2, num_steps=steps, warmup_steps=5))
-
-
 def learned(
-    target: LoadedTarget, prompts: list[Tokens], written: list[Tokens], *, steps: int, seed: int = 0
+    target: LoadedTarget, prompts: list[Tokens], written: list[Tokens], *, steps: int
 ) -> tuple[LoadedDrafter, list[float]]:
-    """Train a head on the text that a target of four layers wrote after prompts of one length.
+    """Train a head of one layer on the text that a target of four layers wrote after prompts of one length.
 
     Returns:
         The head, which drafts chains, and its loss in every step.
     """
     like = target.model.config  # type: ignore[attr-defined]
-    config = head_config(like.vocab_size, like.width, like.max_positions)
+    mixer = GroupedQuery(num_heads=like.width // 32, num_kv_heads=1, head_dim=32)
+    config = Eagle3Config(
+        vocab_size=like.vocab_size,
+        width=like.width,
+        layers=uniform(1, mixer, GatedMLP(width=2 * like.width)),
+        norm_eps=1e-5,
+        draft_vocab_size=like.vocab_size,
+        target_width=like.width,
+        aux_layers=(1, 2, 4),
+        max_positions=like.max_positions,
+    )
     drafter = Eagle3Drafter(config, Chain(DEPTH))
     tokens = jnp.asarray([prompt + text for prompt, text in zip(prompts, written, strict=True)], jnp.int32)
     real = jnp.ones(tokens.shape, jnp.bool_)
     supervised = real.at[:, : len(prompts[0]) - 1].set(False)  # prompts are given
+    everything = TTTBatch(tokens=tokens, attention_mask=real, loss_mask=supervised)
     embedding = target.model.tables(target.params).embedding  # type: ignore[attr-defined]
     frozen: Frozen = {"target_params": target.params, "embedding": embedding, "draft_to_target": None}
-    everything = TTTBatch(tokens=tokens, attention_mask=real, loss_mask=supervised)
-    teacher, features = jax.jit(
-        lambda frozen, batch: teacher_forward(drafter, target.model, frozen, batch, DEPTH)  # type: ignore[arg-type]
-    )(frozen, everything)
 
-    def batch_at(step: int) -> Seen:
-        rows = np.random.default_rng((seed, step)).choice(len(tokens), ROWS, replace=False)
-        return Seen(*jax.tree.map(lambda leaf: leaf[rows], (everything, teacher, features)), embedding)
+    def loss(params: Any, given: tuple[Frozen, TTTBatch]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        return ttt_loss(drafter, target.model, params, *given, OBJECTIVE)  # type: ignore[arg-type]
 
-    trainer = trainer_of(config, steps)
-    head: Any = initial_head(drafter, target, None, jax.random.key(seed))
+    def batch_at(step: int) -> tuple[Frozen, TTTBatch]:
+        rows = np.random.default_rng((0, step)).choice(len(tokens), ROWS, replace=False)
+        return frozen, jax.tree.map(lambda leaf: leaf[rows], everything)
+
+    trainer = Trainer(loss, OptimizerConfig(learning_rate=1e-2, num_steps=steps, warmup_steps=5))
+    head: Any = initial_head(drafter, target, None, jax.random.key(0))
     losses = []
     with jax.numpy_dtype_promotion("standard"):  # optax's own arithmetic mixes types
         for state, metrics in trainer.run(trainer.start(head), batch_at, steps):
