@@ -10,6 +10,7 @@ import numpy as np
 from eagle3_jax import LoadedTarget, SamplingParams, SpeculativeDecoder, load_drafter, load_target
 from eagle3_jax.engines.vllm.bridge import EngineOptions, Tokens, eagle3
 from eagle3_jax.engines.vllm.process import Process, ProcessEngine
+from eagle3_jax.testing.verifier import warped
 from validation.forcing import forced_logits
 from validation.statistics import Fit, goodness_of_fit
 
@@ -26,19 +27,9 @@ Draws = dict[str, collections.Counter[int]]
 def law_of_the_second_token(target: LoadedTarget, temperature: float, top_p: float) -> np.ndarray:
     """``sum_a p(a | prompt) p(x | prompt, a)``, ``[V]``, in float64, by enumeration of the first token."""
     logits = forced_logits(target, [[*PROMPT, first] for first in range(target.vocab_size)])
-    first = warp(logits[0][len(PROMPT) - 1], temperature, top_p)
-    return sum(p * warp(row[len(PROMPT)], temperature, top_p) for p, row in zip(first, logits, strict=True) if p > 0)
-
-
-def warp(logits: np.ndarray, temperature: float, top_p: float) -> np.ndarray:
-    """Temperature, then the smallest set of likeliest tokens with mass ``top_p``."""
-    scaled = logits.astype(np.float64) / temperature
-    p = np.exp(scaled - scaled.max())
-    p /= p.sum()
-    order = np.argsort(-p, kind="stable")
-    kept = np.cumsum(p[order]) - p[order] < top_p
-    p[order[~kept]] = 0.0
-    return p / p.sum()
+    law = lambda row: warped(row.astype(np.float64), temperature, 0, top_p)
+    first = law(logits[0][len(PROMPT) - 1])
+    return sum(p * law(row[len(PROMPT)]) for p, row in zip(first, logits, strict=True) if p > 0)
 
 
 def title(setting: str) -> str:
