@@ -159,9 +159,9 @@ class Module:
             for called in self._called(one):
                 yield from self.steps(called, loops=loops, times=times * (self.trip_count(one) or 1))
 
-    def launches(self, computation: str, *, loops: bool = True) -> Iterator[Step]:
+    def launches(self, computation: str) -> Iterator[Step]:
         """Those of :meth:`steps` that a device is given on their own."""
-        return (step for step in self.steps(computation, loops=loops) if step.instruction.is_launched)
+        return (step for step in self.steps(computation) if step.instruction.is_launched)
 
     def _called(self, one: Instruction) -> list[str]:
         if one.op == "while":
