@@ -1,11 +1,10 @@
 """The records of a run of ``pytest validation``: checks, verdicts of levels, and the JSON file that keeps them.
 
-In a notebook, with ``report = load(DIR)``: ``report["L8"].numbers``, ``report.table("L8", TITLE).column("K")``.
+In a notebook, with ``report = load(DIR)``: ``report["L8"].checks``, ``report.table("L8", TITLE).column("K")``.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import enum
 import json
@@ -92,16 +91,6 @@ class LevelResult:
     @property
     def seconds(self) -> float:
         return sum(check.seconds for check in self.checks)
-
-    @property
-    def numbers(self) -> dict[str, Any]:
-        """All numbers. If several checks use a name, the name of the check stands before it."""
-        uses = collections.Counter(name for check in self.checks for name in check.numbers)
-        return {
-            name if uses[name] == 1 else f"{check.name}: {name}": value
-            for check in self.checks
-            for name, value in check.numbers.items()
-        }
 
     @property
     def sees(self) -> list[str]:

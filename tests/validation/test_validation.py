@@ -128,7 +128,9 @@ def test_a_run_writes_what_each_test_had_to_say(validate, pytester: pytest.Pytes
         "L9": (PASSED, ""),
         "AOT": (NOT_RUN, "only with --aot"),
     }
-    assert report["L0"].numbers["law of[2]: outcomes"] == 20
+    assert [(check.name, check.numbers["outcomes"]) for check in report["L0"].checks] == [
+        ("law of[1]", 10), ("law of[2]", 20),
+    ]  # fmt: skip
     assert report.environment["versions"]["jax"] and report.verdict == FAILED
     (error,) = report.errors
     assert "test_broken.py" in error and report.skipped == ["test_absent.py: no lib here"], "no directory is named"
@@ -179,7 +181,7 @@ def test_never(): pass
 """
     result, cut = validate(source, subprocess=True)
     assert result.ret == code
-    assert cut["L0"].verdict == PASSED and cut["L0"].numbers == {"outcomes": 3}
+    assert cut["L0"].verdict == PASSED and cut["L0"].checks[0].numbers == {"outcomes": 3}
     for level in ("L1", "L2"):
         assert cut[level].verdict == NOT_RUN and cut[level].reason.startswith("not finished: the run was ")
     _, rest = validate(source.replace(end, "pass"), "-k", "not done")
@@ -219,7 +221,7 @@ def test_tests_of_the_core_run_in_a_process_of_their_own(validate, tmp_path: Pat
         lines += [f"@level({level!r})", f"def test_{name}(run_tests): run_tests({str(tmp_path / f'test_{name}.py')!r})"]
     _, report = validate("\n".join(lines))
     assert [report[name].verdict for name in ("L0", "L1", "L2", "L3")] == [PASSED, FAILED, PARTLY, FAILED]
-    assert report["L0"].numbers == {"tests": 1, "failed": 0, "skipped": 0}
+    assert report["L0"].checks[0].numbers == {"tests": 1, "failed": 0, "skipped": 0}
     assert "1 of 2 tests failed: ['test_wrong']" in report["L1"].reason
     assert "1 of 2 tests skipped" in report["L2"].reason and "no torch" in report["L2"].reason
 
