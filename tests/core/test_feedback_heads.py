@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("torch")
 import tiny
-from checkpoints import TARGET, Head, assert_close, edit_config, edit_tensors, same_params, write_checkpoint
+from checkpoints import TARGET, Head, assert_close, edit_config, edit_tensors, refused, same_params, write_checkpoint
 from torch_heads import MTP, Eagle1, drafted
 
 from eagle3_jax import conversion
@@ -219,11 +219,8 @@ def test_what_does_not_add_up_is_refused_in_one_line(tmp_path: Path, name: str) 
     head, fields, tensors, message = REFUSALS[name]
     directory = head.write(tmp_path / "head")
     edit_config(directory, **fields)
-    if tensors:
-        edit_tensors(directory, **tensors)
-    with pytest.raises(CheckpointError, match=message) as refusal:
-        conversion.read_head(directory, TARGET)
-    assert "\n" not in str(refusal.value)
+    edit_tensors(directory, **tensors)
+    refused(lambda path: conversion.read_head(path, TARGET), directory, message)
 
 
 def test_a_head_is_what_it_is_whatever_it_is_called(tmp_path: Path) -> None:

@@ -87,33 +87,6 @@ def same_target(first: Any, second: Any) -> bool:
     return first.config == second.config and all(np.array_equal(ours[name], theirs[name]) for name in theirs)
 
 
-def llama_model(**changes: Any) -> Any:
-    """A random transformers Llama with norms that are not all ones."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    fields = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 24,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.3,
-        "eos_token_id": 2,
-    }
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**fields | changes)).eval()
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if "norm" in name:
-                value.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                value.normal_(0, 0.3)
-    return model
-
-
 def target_config_json(config: DecoderConfig = TARGET) -> dict[str, Any]:
     layer = config.layers[0]
     return {
