@@ -189,17 +189,3 @@ def test_a_causal_block_drafts_the_same_tokens_at_any_length_and_another_one_doe
         return np.allclose(short, long[:, :2], atol=1e-4)
 
     assert same(True) and not same(False)
-
-
-@pytest.mark.parametrize(
-    ("head", "topology", "says"),
-    [
-        (BlockHead(), Chain(5), "a block of 5 predicts 4 tokens"),
-        (BlockHead(from_anchor=True), Chain(6), "a block of 5 predicts 5 tokens"),
-        (BlockHead(causal=True), DynamicTree(num_nodes=9, max_depth=5, top_k=2), "at most 4"),
-        (BlockHead(draft_vocab=6), DynamicTree(num_nodes=9, max_depth=2, top_k=7), "7 children from a draft vocab"),
-    ],
-)
-def test_what_a_block_cannot_draft_is_refused(head: BlockHead, topology: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        DFlashDrafter(config_of(head), topology=topology)
