@@ -39,7 +39,7 @@ EMBEDDING, OUTPUT = (RANDOM.normal(size=(61, 32)).astype(np.float32) for _ in ra
 def config_of(head: BlockHead) -> DFlashConfig:
     mixer = GroupedQuery(
         num_heads=head.heads, num_kv_heads=head.kv_heads, head_dim=head.head_dim, qk_norm=True,
-        rope=RopeConfig(theta=head.theta or 1e6), qkv_bias=head.bias, o_bias=head.bias,
+        rope=RopeConfig(theta=head.theta), qkv_bias=head.bias, o_bias=head.bias,
     )  # fmt: skip
     return DFlashConfig(
         vocab_size=head.vocab, width=head.width, layers=uniform(head.layers, mixer, GatedMLP(width=head.inner)),
