@@ -88,13 +88,8 @@ def test_a_head_drafts_as_its_torch_twin_round_after_round(name: str) -> None:
 
     ours = first(params, jnp.asarray(text[None, 1 : fed[0] + 1], jnp.int32), jnp.asarray(features[None, : fed[0]]))
     assert_close(ours[0], truth(fed[0]).logits)
-    state, known = drafter.init(params, 1, 32), 0
-    for count in fed:
-        padded, wide = np.zeros((1, fed[0]), np.int32), np.zeros((1, fed[0], 1, 32), np.float32)
-        padded[0, :count] = text[known : known + count]
-        wide[0, :count, 0] = features[known : known + count]
-        known += count
-        seen = tiny.seen_of(padded, wide, [count], text[known : known + 1])
+    state = drafter.init(params, 1, 32)
+    for (known,), seen in tiny.ragged_rounds(text[None], features[None, :, None], [[count] for count in fed]):
         state, tokens = round_(params, state, seen)
         assert tokens[0, 1:].tolist() == truth(known).tokens, f"after {known} tokens"
 

@@ -33,16 +33,20 @@ def environment(devices: int) -> dict[str, str]:
     return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def asked(script: str, *names: str) -> dict[str, Any]:
+    """What eight devices say to a script of ``tests/helpers``."""
     # Compilation is most of it; a second run finds its programs where this suite keeps them.
     kept = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
     kept["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
-    done = subprocess.run(
-        [sys.executable, HERE / "on_a_mesh.py"], env=environment(8) | kept, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, HERE / script, *names]
+    done = subprocess.run(command, env=environment(8) | kept, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return asked("on_a_mesh.py")
 
 
 def test_eight_devices_write_what_one_writes(found: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ import pytest
 import tiny
 
 import eagle3_jax as e3
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.topology import DynamicTree
 
 TARGET = tiny.target(13)
@@ -30,11 +29,8 @@ def test_log_probabilities_are_those_of_a_forced_scoring(drafter: str, sampling:
     decoder = e3.SpeculativeDecoder(TARGET, DRAFTERS[drafter]())
     result = decoder.generate(PROMPTS, max_new_tokens=[20, 9, 14], sampling=sampling, logprobs=3)
     for row in result.rows:
-        text = jnp.array([row.prompt_tokens + row.tokens])
-        positions = jnp.arange(text.shape[1])[None]
-        output = TARGET.model(TARGET.params, text, positions, causal_mask(text.shape[1]))
-        scores = np.asarray(jax.nn.log_softmax(TARGET.model.unembed(TARGET.params, output.final)[0]))
-        scores = scores[len(row.prompt_tokens) - 1 : -1]
+        logits, _ = tiny.forward(TARGET.model, TARGET.params, jnp.array([row.prompt_tokens + row.tokens]))
+        scores = np.asarray(jax.nn.log_softmax(logits[0]))[len(row.prompt_tokens) - 1 : -1]
         assert row.logprobs is not None and len(row.logprobs) == len(row.tokens)
         for one, token, score in zip(row.logprobs, row.tokens, scores, strict=True):
             assert one.logprob == pytest.approx(score[token], abs=1e-4)
