@@ -24,7 +24,7 @@ demo: $(VENV)/.installed
 # the lowered programs, latent attention and recurrent layers, and a round trip of every kind of head; of slow tests one
 # case. Every test but the nightly ones: make test TESTS= MARKS=
 CORE = architecture assets boundary budget cache dflash draft_model draw_law drawn_chain exact_law feedback_heads \
-	fingerprints golden greedy keys loop medusa ngram p_eagle recorded_drafters sampling sampling_law scripted_trees suffix \
+	fingerprints golden greedy keys loop medusa ngram p_eagle recorded_drafters refusals sampling sampling_law scripted_trees suffix \
 	thresholds tree typical verify
 TESTS ?= $(CORE:%=tests/core/test_%.py) tests/models/test_latent.py tests/models/test_delta.py \
 	tests/conversion/test_heads.py tests/conversion/test_medusa_files.py tests/conversion/test_dflash_files.py

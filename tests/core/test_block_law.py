@@ -18,9 +18,8 @@ import tiny
 from oracle import Tree
 from test_exact_law import CHAIN, VOCABULARY, Distribution, Drafts, P, Q, deterministic, distribution, sampled
 
-from eagle3_jax import BlockVerification, Exact, SpeculativeDecoder
+from eagle3_jax import BlockVerification, Exact
 from eagle3_jax.acceptance import verify
-from eagle3_jax.topology import DynamicTree
 from eagle3_jax.types import SamplingMode, SamplingParams
 from eagle3_jax.verifiers.block import verify_block
 
@@ -151,18 +150,6 @@ def test_a_token_without_target_mass_is_neither_accepted_nor_drawn(uniform: floa
         draft, probs, accept=jnp.full((1, 3), uniform), choose=jnp.full((1, 1), uniform), max_depth=2
     )
     assert int(verdict.num_accepted[0]) == 0 and int(verdict.next_token[0]) in (1, 2)
-
-
-def test_a_tree_is_refused_in_one_line() -> None:
-    target = tiny.target()
-    with pytest.raises(ValueError, match=r"BlockVerification is defined for chains.*drafts a tree") as refusal:
-        SpeculativeDecoder(
-            target,
-            tiny.eagle3(target),
-            tree=DynamicTree(num_nodes=5, max_depth=2, top_k=2),
-            verifier=BlockVerification(),
-        )
-    assert "\n" not in str(refusal.value)
 
 
 def test_greedy_and_mixed_batches_are_decided_as_by_the_token_rule_where_nothing_is_drawn() -> None:

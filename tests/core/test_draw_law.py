@@ -114,11 +114,6 @@ def test_uniforms_take_all_values_of_24_bits_below_one() -> None:
     assert chi2 < 400  # 255 degrees of freedom: p = 1e-8
 
 
-def test_uniforms_of_another_number_than_the_digits_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"1 uniforms for a draw from 65 tokens; expected 2"):
-        draw(jnp.ones(65), jnp.zeros(1))
-
-
 def test_a_drawn_chain_draws_from_the_distribution_that_it_declares() -> None:
     """Recomputed from what it declares and the rows' keys, at a vocabulary of three digits."""
     batch, size, temperature = 256, 5000, 0.7

@@ -101,16 +101,3 @@ def test_it_takes_the_options_of_its_second_drafter() -> None:
     draft = subject._propose(head.params, subject.after_prompt, jax.random.split(jax.random.key(0), 4), SAMPLING)
     assert draft.tokens.shape == (4, 3) and draft.probs is not None
     assert loops.SpeculativeLoop(TARGET.model, decoder.loop.drafter, sampling_mode=SamplingMode.GREEDY).is_chain
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "message"),
-    [
-        (tiny.eagle3(TARGET).drafter, NGram(3), "first is Eagle3Drafter, which has parameters"),
-        (NGram(3), tiny.eagle3(TARGET), "LoadedDrafter is no drafter"),
-        (NGram, NGram(3), "the class NGram"),
-    ],
-)
-def test_other_parts_are_refused(first, second, message: str) -> None:
-    with tiny.unchecked(), pytest.raises(ValueError, match=message):
-        Fallback(first, second)

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 import eagle3_jax as e3
 from eagle3_jax.models.config import GatedMLP, GroupedQuery, uniform
-from eagle3_jax.sharding import MESH_AXES, check_rows, make_mesh, param_shardings, parse_mesh, row_shardings
+from eagle3_jax.sharding import MESH_AXES, make_mesh, param_shardings, row_shardings
 
 HERE = Path(__file__).parent.parent / "helpers"
 
@@ -33,16 +33,20 @@ def environment(devices: int) -> dict[str, str]:
     return os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def asked(script: str, *names: str) -> dict[str, Any]:
+    """What eight devices say to a script of ``tests/helpers``."""
     # Compilation is most of it; a second run finds its programs where this suite keeps them.
     kept = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
     kept["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
-    done = subprocess.run(
-        [sys.executable, HERE / "on_a_mesh.py"], env=environment(8) | kept, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, HERE / script, *names]
+    done = subprocess.run(command, env=environment(8) | kept, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return asked("on_a_mesh.py")
 
 
 def test_eight_devices_write_what_one_writes(found: dict[str, Any]) -> None:
@@ -102,26 +106,6 @@ def test_two_processes_print_what_one_prints(tmp_path: Path, cli: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("model=4,pipe=2", "'pipe' is no axis; the axes are data and model"),
-        ("model", "the size of model is ''"),
-        ("model=four", "the size of model is 'four'; expected a number from 1, as in model=4,data=2"),
-        ("model=2,model=2", "names model twice"),
-        ("", "'' is no axis"),
-    ],
-)
-def test_what_is_no_mesh_is_refused(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        parse_mesh(text)
-
-
-def test_a_mesh_of_other_sizes_than_the_devices_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model=4,data=2 needs 8 devices and there is 1 \(CPU\)"):
-        make_mesh("model=4,data=2", devices=jax.devices()[:1])
-
-
-@pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--mesh", "model=2"], "--mesh model=2: a mesh of model=2,data=1 needs 2 devices and there is 1 (CPU)"),
@@ -132,18 +116,6 @@ def test_a_mesh_of_other_sizes_than_the_devices_is_refused() -> None:
 )
 def test_the_command_line_says_in_one_line_what_is_wrong(options: list[str], said: str, refused: Any) -> None:
     assert said in refused("generate", "x", *options)
-
-
-def test_a_mesh_that_does_not_divide_is_refused() -> None:
-    target = tiny.target()
-    head = tiny.eagle3(target)
-    shapes = target.model.param_shapes()
-    with pytest.raises(ValueError, match=r"model=4,data=1 does not divide 2 key/value heads: model can be 1, 2$"):
-        param_shardings(AbstractMesh((1, 4), MESH_AXES), target.model, shapes)
-    with pytest.raises(ValueError, match=r"model=3,data=1 does not divide 2 key/value heads: model can be 1, 2$"):
-        param_shardings(AbstractMesh((1, 3), MESH_AXES), head.drafter, head.params)
-    with pytest.raises(ValueError, match=r"divides rows over 4 and the batch has 6; give a multiple of 4 prompts"):
-        check_rows(AbstractMesh((4, 1), MESH_AXES), 6)
 
 
 def test_a_target_that_names_no_axes_is_held_whole_and_its_rows_are_divided() -> None:

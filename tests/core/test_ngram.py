@@ -58,11 +58,3 @@ def test_it_proposes_what_followed_the_longest_match(sizes: tuple[int, int], ear
 def test_it_proposes_nothing_when_nothing_repeats() -> None:
     draft = propose(NGram(3), [[1, 2, 3, 4, 5], [7, 8, 9, 10, 11]])
     assert draft.valid.tolist() == [[True, False, False, False]] * 2
-
-
-@pytest.mark.parametrize(
-    ("options", "message"), [((0,), "at least 1"), ((3, 1, 2), "min <= max"), ((3, 2, 0), "min <= max")]
-)
-def test_sizes_that_cannot_be_say_why(options: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        NGram(*options)

@@ -15,11 +15,10 @@ import pytest
 
 pytest.importorskip("torch")
 import tiny
-from checkpoints import TARGET, Head, TorchHead, edit_config, edit_tensors, same_params
+from checkpoints import TARGET, Head, TorchHead, edit_config, edit_tensors, refused, same_params
 
 from eagle3_jax import conversion
 from eagle3_jax.checks import per_row
-from eagle3_jax.conversion import CheckpointError
 from eagle3_jax.drafters import PEagleDrafter
 from eagle3_jax.topology import Chain
 from eagle3_jax.types import DraftSampling, Observation, SamplingParams
@@ -172,8 +171,5 @@ def test_what_does_not_add_up_is_refused(tmp_path: Path, name: str) -> None:
     fields, tensors, message = REFUSALS[name]
     directory = write(Head(layers=2), tmp_path / "head")
     edit_config(directory, **fields)
-    if tensors:
-        edit_tensors(directory, **tensors)
-    with pytest.raises(CheckpointError, match=message) as refusal:
-        conversion.read_head(directory, TARGET)
-    assert "\n" not in str(refusal.value)
+    edit_tensors(directory, **tensors)
+    refused(lambda path: conversion.read_head(path, TARGET), directory, message)

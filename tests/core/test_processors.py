@@ -153,34 +153,5 @@ def test_other_numbers_need_no_other_program() -> None:
     assert run(one) != run(other)
 
 
-@dataclasses.dataclass(frozen=True)
-class Floating(LogitBias):
-    def init(self, batch, vocab_size):
-        return jnp.zeros((batch,))
-
-
-@pytest.mark.parametrize(
-    ("processor", "message"),
-    [
-        (LogitBias({V: 1.0}), f"names the token {V}; expected ids from 0 to {V - 1}"),
-        (LogitBias({0: math.nan}), "is nan; expected a number, or -math.inf"),
-        (MinP(0.0), "min_p is 0.0; expected above 0"),
-        (Penalty(repetition=0.0), "expected repetition above 0"),
-        (TokenAutomaton(TABLE[:, :3]), f"vocabulary of 3 tokens and the target one of {V}"),
-        (TokenAutomaton(TABLE + 1), "names the states 0 to 3; expected 0 to 2"),
-        (TokenAutomaton(TABLE, start=3), "starts in the state 3"),
-        (TokenAutomaton(TABLE[0]), "is int32.4.; expected integers"),
-        (Floating({}), "has a state of float32; expected bool, uint8 or int32"),
-        (NGram(3), "is no logits processor"),
-    ],
-)
-def test_bad_processors_are_refused_in_one_line(processor: Any, message: str) -> None:
-    with tiny.unchecked(), pytest.raises(ValueError, match=message) as caught:
-        with_processors(TARGET, processor)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_target_without_processors_is_not_wrapped() -> None:
-    with pytest.raises(ValueError, match="None is no logits processor"):
-        with_processors(TARGET)
+def test_the_parameters_of_a_changed_target_are_its_own() -> None:
     assert jax.tree.leaves(with_processors(TARGET, MinP(0.5)).params["target"])[0] is jax.tree.leaves(TARGET.params)[0]

@@ -11,9 +11,7 @@ import pytest
 import tiny
 
 import eagle3_jax as e3
-from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.topology import DynamicTree
-from eagle3_jax.verifiers.simulated import SimulatedAcceptance
 
 TARGET = tiny.target(13)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6, 5]]
@@ -31,11 +29,8 @@ def test_log_probabilities_are_those_of_a_forced_scoring(drafter: str, sampling:
     decoder = e3.SpeculativeDecoder(TARGET, DRAFTERS[drafter]())
     result = decoder.generate(PROMPTS, max_new_tokens=[20, 9, 14], sampling=sampling, logprobs=3)
     for row in result.rows:
-        text = jnp.array([row.prompt_tokens + row.tokens])
-        positions = jnp.arange(text.shape[1])[None]
-        output = TARGET.model(TARGET.params, text, positions, causal_mask(text.shape[1]))
-        scores = np.asarray(jax.nn.log_softmax(TARGET.model.unembed(TARGET.params, output.final)[0]))
-        scores = scores[len(row.prompt_tokens) - 1 : -1]
+        logits, _ = tiny.forward(TARGET.model, TARGET.params, jnp.array([row.prompt_tokens + row.tokens]))
+        scores = np.asarray(jax.nn.log_softmax(logits[0]))[len(row.prompt_tokens) - 1 : -1]
         assert row.logprobs is not None and len(row.logprobs) == len(row.tokens)
         for one, token, score in zip(row.logprobs, row.tokens, scores, strict=True):
             assert one.logprob == pytest.approx(score[token], abs=1e-4)
@@ -99,27 +94,3 @@ def test_a_stop_text_ends_a_row_where_it_begins(shipped: e3.LoadedTarget, drafte
     assert decoder.generate(prompts[:1], max_new_tokens=48, stop=stop[0]).texts == cut.texts[:1]
     each = decoder.generate(prompts, max_new_tokens=48, stop=[[], stop])
     assert each.texts == [whole.texts[0], cut.texts[1]]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"seed": [1, 2]}, "2 seeds for 3 prompts; give one each"),
-        ({"seed": [1, 2, -3]}, "seed is -3; expected a whole number"),
-        ({"logprobs": 14}, "logprobs is 14; expected a whole number from 0 to 13, or None"),
-        ({"logprobs": True}, "logprobs is True"),
-        ({"stop": "end"}, "has no tokenizer; use stop_tokens"),
-        ({"stop": [["end"], ["\\n"]]}, "2 lists of stop texts for 3 prompts; give one each"),
-        ({"stop": [""]}, "stop contains ''; expected texts of at least one character"),
-    ],
-)
-def test_a_bad_request_is_refused_in_one_line(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message) as caught:
-        e3.SpeculativeDecoder(TARGET).generate(PROMPTS, **options)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_simulated_rule_has_no_log_probabilities() -> None:
-    decoder = e3.SpeculativeDecoder(TARGET, tiny.eagle3(TARGET), verifier=SimulatedAcceptance((0.5, 0.2, 0.1)))
-    with pytest.raises(ValueError, match="logprobs were asked of SimulatedAcceptance"):
-        decoder.generate(PROMPTS, logprobs=1)

@@ -54,25 +54,6 @@ def test_steps_are_where_the_length_changes():
     assert schedule.to_lists() == [[1, 4, 5], [5, 8, 3], [9, 12, 3], [13, 16, 0]]
 
 
-@pytest.mark.parametrize(
-    ("entries", "complaint"),
-    [
-        ([[2, 4, 5]], "out of place"),
-        ([[1, 4, 5], [4, 8, 3]], "out of place"),
-        ([[1, 4, 5], [9, 8, 3]], "out of place"),
-        ([[1, 4, -1]], "drafts -1 tokens"),
-        ([[1, 4, 0]], "never drafts"),
-        ([], "never drafts"),
-        ([[1, 4]], "three whole numbers"),
-        ([[1, 4, 2.5]], "three whole numbers"),
-        (["145"], "three whole numbers"),
-    ],
-)
-def test_schedules_that_say_nothing_sensible_are_refused(entries, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        SpeculationSchedule.from_lists(entries)
-
-
 @pytest.mark.parametrize("sampled", [False, True])
 def test_what_is_written_does_not_depend_on_the_schedule(target, drafter, sampled):
     plain = SpeculativeDecoder(target)
@@ -176,13 +157,6 @@ def test_a_traced_state_has_no_stage(target):
     state = decoder.prefill(PROMPTS, max_new_tokens=LIMITS)
     with pytest.raises(ValueError, match=r"not known while a program is traced; call `decoder.step\(state\)`"):
         loops.step(decoder.loop, decoder.params, state)
-
-
-def test_a_schedule_is_one_of_three_ways_to_say_how_much_is_drafted(target):
-    with pytest.raises(ValueError, match="more than one"):
-        SpeculativeDecoder(target, tiny.eagle3(target), schedule=SCHEDULE, num_speculative_tokens=3)
-    with pytest.raises(ValueError, match="schedule was given without a drafter"):
-        SpeculativeDecoder(target, None, schedule=SCHEDULE)
 
 
 def test_the_default_length_is_three_or_fewer_on_cpus_and_five_elsewhere() -> None:

@@ -23,28 +23,6 @@ def test_rates_of_a_length_have_the_least_variance_and_conditional_ones_multiply
     assert np.allclose(SimulatedAcceptance.of_conditional_rate(0.8, 3).rates, [0.8, 0.64, 0.512])
 
 
-@pytest.mark.parametrize(
-    ("build", "complaint"),
-    [
-        (lambda: SimulatedAcceptance.of_length(0.5, 3), "allow 1 to 4"),
-        (lambda: SimulatedAcceptance.of_length(4.1, 3), "allow 1 to 4"),
-        (lambda: SimulatedAcceptance.of_conditional_rate(1.2, 3), "expected 0 to 1"),
-        (lambda: SimulatedAcceptance((0.5, 0.6)), "none above"),
-        (lambda: SimulatedAcceptance((1.1,)), "none above"),
-        (lambda: SimulatedAcceptance((-0.1,)), "none above"),
-        (lambda: SimulatedAcceptance(()), "one for each depth"),
-    ],
-)
-def test_impossible_acceptance_is_refused(build, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        build()
-
-
-def test_every_depth_of_a_draft_needs_a_rate(target):
-    with pytest.raises(ValueError, match="depth 3"):
-        SpeculativeDecoder(target, tiny.eagle3(target), verifier=SimulatedAcceptance((0.5,))).generate(PROMPTS)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_exactly_the_length_asked_for_is_accepted_in_every_round(target, shape, temperature):

@@ -101,12 +101,6 @@ def test_a_limit_past_every_position_ends_at_the_last_one(limit: int) -> None:
     assert (len(row.tokens), row.finish_reason.name) == (17, "CAPACITY")
 
 
-@pytest.mark.parametrize("limit", [2.5, True, [3, "4", 5], float("nan"), -(10**12)])
-def test_a_limit_that_is_no_number_of_tokens_is_refused(decoder: SpeculativeDecoder, limit: object) -> None:
-    with tiny.unchecked(), pytest.raises(ValueError, match="expected a whole number of at least 1"):
-        decoder.generate(PROMPTS, max_new_tokens=limit)
-
-
 def test_stages_of_drawn_chains_can_be_stepped() -> None:
     """A stage without a draft has no distribution to show, and the rounds of all stages are one structure."""
     head = tiny.eagle3(TARGET, Chain(2), draft_sampling=DraftSampling.PROBABILISTIC)

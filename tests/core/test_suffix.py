@@ -64,11 +64,3 @@ def test_of_more_matches_than_are_counted_the_longest_and_latest_are() -> None:
         test_ngram.propose(Suffix(1, max_matches=most), [text]).tokens.tolist() for most in (2, 24)
     )
     assert (counted[1], all_of_them[1]) == (4, 3)
-
-
-@pytest.mark.parametrize("options", [{"num_speculative_tokens": 0}, {"max_suffix": 0}, {"max_matches": 0}])
-def test_sizes_that_cannot_be_say_why(options: dict) -> None:
-    with pytest.raises(ValueError, match="expected at least 1"):
-        Suffix(**options)
-    with pytest.raises(ValueError, match=r"min_probability is 2.0; expected 0 to 1"):
-        Suffix(min_probability=2.0)

@@ -25,14 +25,7 @@ from flax import struct
 from jaxtyping import Array
 from recurrent import Recurrent, RecurrentTarget
 
-from eagle3_jax import (
-    Chain,
-    LoadedTarget,
-    SpeculationSchedule,
-    SpeculativeDecoder,
-    StaticTree,
-    check_target,
-)
+from eagle3_jax import Chain, LoadedTarget, SpeculationSchedule, SpeculativeDecoder, check_target
 from eagle3_jax.drafters import NGram, Plain
 from eagle3_jax.models.config import Experts
 from eagle3_jax.models.layers import BFLOAT16
@@ -74,7 +67,7 @@ def shapes(check: str) -> tuple[str, ...]:
 FEW = {"qwen3_moe", "deepseek_v3", "qwen3_5_text", *(ALL_TARGETS.keys() - families.RECIPES.keys())}
 
 
-LONG_TEXT = "a long text equals its tokens one by one"
+LONG = "a long text equals its tokens one by one"
 # Of these in every precision.
 FEW_ROUNDED = ("gpt_oss", "qwen3_next")
 
@@ -103,7 +96,7 @@ def test_a_family_keeps_the_contract_in(precision: str, name: str) -> None:
     # Where two experts are nearly tied, rounding decides which of them answers: logits of qwen3_moe in bfloat16 differ
     # by up to 0.2 of the largest, and by 0.006 if every token has all experts. In float32 all texts are compared above.
     routed = name not in FEW_ROUNDED and any(isinstance(layer.mlp, Experts) for layer in target.model.config.layers)
-    report = check_target(target, checks=TARGET_CHECKS.keys() - ({LONG_TEXT} if routed else set()))
+    report = check_target(target, checks=TARGET_CHECKS.keys() - ({LONG} if routed else set()))
     assert report.ok, str(report)
 
 
@@ -162,7 +155,6 @@ def states_of_the_node_before(self, params, x, mask, start):
     return RecurrentTarget.states(self, params, x, jnp.broadcast_to(causal_mask(x.shape[1]), mask.shape), start)
 
 
-LONG = "a long text equals its tokens one by one"
 CALLS = itertools.count()
 LOGITS = RecurrentTarget.unembed
 # The check that must fail, and its message.
@@ -256,7 +248,6 @@ def test_a_cap_and_factors_are_no_fault_of_the_tables() -> None:
     assert "logits are 0.25 times the product" in finding.detail
 
 
-TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 RECURRENT = recurrent.target(5, seed=3)
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [4], [0, 1, 0, 1, 0], [2, 2], [3, 0, 3, 0]]
 LIMITS = [30, 11, 24, 5, 17]
@@ -264,7 +255,7 @@ DRAFTS = {
     "a chain": {"drafter": NGram(3)},
     "a schedule": {"drafter": NGram(), "schedule": SpeculationSchedule(((1, 2, 5), (3, 4, 2), (5, 6, 0)))},
     "a table's chain": {"drafter": "table", "num_speculative_tokens": 3},
-    "a table's tree": {"drafter": "table", "tree": TREE},
+    "a table's tree": {"drafter": "table", "tree": tiny.STATIC_TREE},
     "blocks that are padded": {"drafter": Plain(4)},
 }
 

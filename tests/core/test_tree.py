@@ -17,7 +17,7 @@ from eagle3_jax.checks import per_row
 from eagle3_jax.drafters.base import grow
 from eagle3_jax.drafters.grow import DraftInputs, Level
 from eagle3_jax.sampling import row_keys
-from eagle3_jax.topology import Chain, DynamicTree, StaticTree
+from eagle3_jax.topology import DynamicTree, StaticTree
 from eagle3_jax.tree import ancestor_mask, depths
 from eagle3_jax.types import Draft, DraftSampling, SamplingParams
 
@@ -45,26 +45,6 @@ def test_a_static_tree_is_numbered_by_level_then_parent_then_rank() -> None:
     assert tree.parents == (-1, 0, 0, 1, 1, 2, 3)
     assert (tree.num_nodes, tree.max_depth) == (7, 3)
     assert tree == StaticTree(tuple(reversed(tree.paths))) and hash(tree) == hash(StaticTree(tree.paths))
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: Chain(0), "at least 1"),
-        (lambda: DynamicTree(num_nodes=1, max_depth=1, top_k=1), "num_nodes is 1"),
-        (lambda: DynamicTree(num_nodes=4, max_depth=0, top_k=1), "max_depth is 0"),
-        (lambda: DynamicTree(num_nodes=4, max_depth=2, top_k=0), "top_k is 0"),
-        (lambda: DynamicTree(num_nodes=8, max_depth=2, top_k=2), "give at most 7 nodes"),
-        (lambda: DynamicTree(num_nodes=4, max_depth=4, top_k=2), "at least 5"),
-        (lambda: StaticTree(()), "at least one path"),
-        (lambda: StaticTree(((0,), (1, 0))), "no parent"),
-        (lambda: StaticTree(((0,), (-1,))), "no parent"),
-        (lambda: StaticTree(((0,), (0,))), "twice"),
-    ],
-)
-def test_a_tree_that_cannot_be_says_why(build, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build()
 
 
 @dataclasses.dataclass

@@ -91,16 +91,3 @@ def test_a_greedy_batch_is_decided_as_the_exact_rule_decides_it() -> None:
     greedy, exact = decide(draft, jnp.array(logits))
     assert tiny.same_bits(greedy, exact)
     assert 10 < int((greedy.num_accepted > 0).sum()) < 90
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"epsilon": 1.0}, "epsilon is 1.0; expected a probability"),
-        ({"epsilon": float("nan")}, "epsilon is nan"),
-        ({"delta": -0.1}, "delta is -0.1; expected a finite"),
-    ],
-)
-def test_impossible_thresholds_are_refused(options: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TypicalAcceptance(**options)

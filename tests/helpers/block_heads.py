@@ -8,26 +8,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from checkpoints import NORMS, block_tensors, draft_vocabulary, drawing, geometry, write_checkpoint
+from checkpoints import NORMS, StoredHead, draft_vocabulary, drawing, write_checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockHead:
+class BlockHead(StoredHead):
     """What a block drafter looks like; the defaults are a DFlash head as z-lab stores it."""
 
-    width: int = 32
     target_width: int = 32
-    vocab: int = 61
     draft_vocab: int = 61
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 8
-    inner: int = 24
     layers: int = 2
     ids: tuple[int, ...] = (1, 3, 6)  # layers whose outputs are meant
     block: int = 5
     mask: int = 60
-    theta: float | None = None
+    theta: float = 1e6
     causal: bool = False
     from_anchor: bool = False
     rank: int = 0
@@ -36,8 +30,6 @@ class BlockHead:
     bias: bool = False
     own_output: bool = False
     own_embedding: bool = False
-    dtype: Any = np.float32
-    seed: int = 1
 
     @property
     def predicted(self) -> int:
@@ -53,7 +45,7 @@ class BlockHead:
         }
         for layer in range(self.layers):
             bias = "qkvo" if self.bias else ""
-            out |= block_tensors(draw, f"layers.{layer}", self, norms=NORMS, bias=bias, qk_norm=True)
+            out |= self.block_tensors(draw, f"layers.{layer}", norms=NORMS, bias=bias, qk_norm=True)
         if rank:
             out["markov_head.markov_w1.weight"] = 3 * draw(self.vocab, rank)
             out["markov_head.markov_w2.weight"] = 3 * draw(self.draft_vocab, rank)
@@ -75,11 +67,10 @@ class BlockHead:
 
     def config(self, dialect: str = "vllm") -> dict[str, Any]:
         """As z-lab (DFlash), DeepSeek (DSpark) or speculators write it; no field that one of them leaves out."""
-        sizes = geometry(
-            self,
+        sizes = self.geometry(
             model_type="qwen3",
             head_dim=self.head_dim,
-            rope_theta=self.theta or 1e6,
+            rope_theta=self.theta,
             attention_bias=self.bias,
             layer_types=["full_attention"] * self.layers,
             tie_word_embeddings=False,
@@ -137,7 +128,6 @@ def run_block(
     """A block of ``count`` predictions behind ``features [n A Dt]`` of the tokens before the root, position ``n``."""
     w, eps, known = weights(head), 1e-5, len(features)
     rows = count + (not head.from_anchor)
-    theta = head.theta or 1e6
 
     def rms(x: np.ndarray, name: str) -> np.ndarray:
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * w[name]
@@ -147,7 +137,7 @@ def run_block(
 
     def turned(x: np.ndarray, first: int) -> np.ndarray:
         half = head.head_dim // 2
-        angle = (first + np.arange(len(x)))[:, None] * theta ** (-np.arange(half) / half)
+        angle = (first + np.arange(len(x)))[:, None] * head.theta ** (-np.arange(half) / half)
         cos, sin, a, b = np.cos(angle)[:, None], np.sin(angle)[:, None], x[..., :half], x[..., half:]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 

@@ -110,33 +110,6 @@ def round_trip(directory: Path, to: str, target: DecoderConfig, says: str | None
     assert again.draft_to_target is None or again.draft_to_target.dtype == np.int32
 
 
-def llama_model(**changes: Any) -> Any:
-    """A random transformers Llama with norms that are not all ones."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    fields = {
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 24,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.3,
-        "eos_token_id": 2,
-    }
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**fields | changes)).eval()
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if "norm" in name:
-                value.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                value.normal_(0, 0.3)
-    return model
-
-
 def target_config_json(config: DecoderConfig = TARGET) -> dict[str, Any]:
     layer = config.layers[0]
     return {
@@ -168,58 +141,72 @@ def drawing(random: np.random.Generator, dtype: Any = np.float32) -> Draw:
     return draw
 
 
-def block_tensors(
-    draw: Draw,
-    name: str,
-    head: Any,
-    *,
-    norms: Sequence[str],
-    fed: int | None = None,
-    bias: str = "",
-    qk_norm: bool = False,
-) -> dict[str, np.ndarray]:
-    """The tensors of a block in Llama's names.
-
-    ``head`` has the sizes; ``fed`` is the width that attention reads; ``bias`` names the projections that have one.
-    """
-    width, queries, keys = head.width, head.heads * head.head_dim, head.kv_heads * head.head_dim
-    fed = fed or width
-    shapes = {"q": (queries, fed), "k": (keys, fed), "v": (keys, fed), "o": (width, queries)}
-    out = {f"{name}.{norm}.weight": draw(width, around=1) for norm in norms}
-    out |= {f"{name}.self_attn.{key}_proj.weight": draw(*shape) for key, shape in shapes.items()}
-    out |= {f"{name}.self_attn.{key}_proj.bias": draw(shapes[key][0]) for key in bias}
-    out |= {f"{name}.self_attn.{key}_norm.weight": draw(head.head_dim, around=1) for key in "qk" if qk_norm}
-    out |= {f"{name}.mlp.{key}_proj.weight": draw(head.inner, width) for key in ("gate", "up")}
-    return out | {f"{name}.mlp.down_proj.weight": draw(width, head.inner)}
-
-
 def draft_vocabulary(random: np.random.Generator, vocab: int, draft_vocab: int) -> dict[str, np.ndarray]:
     """``d2t`` and ``t2d`` of random tokens."""
     chosen = np.sort(random.permutation(vocab)[:draft_vocab])
     return {"d2t": chosen.astype(np.int64) - np.arange(draft_vocab), "t2d": np.isin(np.arange(vocab), chosen)}
 
 
-def geometry(head: Any, **more: Any) -> dict[str, Any]:
-    """The fields of ``config.json`` that a head of any method has."""
-    values = {
-        "vocab_size": head.vocab,
-        "hidden_size": head.width,
-        "intermediate_size": head.inner,
-        "num_hidden_layers": head.layers,
-        "num_attention_heads": head.heads,
-        "num_key_value_heads": head.kv_heads,
-        "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "torch_dtype": "float16",
-    }
-    return values | more
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredHead:
+    """What a head of any method has: its sizes, and how its files say them."""
+
+    width: int = 32
+    vocab: int = 61
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+    inner: int = 24
+    layers: int = 1
+    theta: float = 10_000.0
+    dtype: Any = np.float32
+    seed: int = 1
+
+    def block_tensors(
+        self,
+        draw: Draw,
+        name: str,
+        *,
+        norms: Sequence[str],
+        fed: int | None = None,
+        bias: str = "",
+        qk_norm: bool = False,
+    ) -> dict[str, np.ndarray]:
+        """The tensors of a block in Llama's names.
+
+        ``fed`` is the width that attention reads; ``bias`` names the projections that have one.
+        """
+        width, queries, keys = self.width, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        fed = fed or width
+        shapes = {"q": (queries, fed), "k": (keys, fed), "v": (keys, fed), "o": (width, queries)}
+        out = {f"{name}.{norm}.weight": draw(width, around=1) for norm in norms}
+        out |= {f"{name}.self_attn.{key}_proj.weight": draw(*shape) for key, shape in shapes.items()}
+        out |= {f"{name}.self_attn.{key}_proj.bias": draw(shapes[key][0]) for key in bias}
+        out |= {f"{name}.self_attn.{key}_norm.weight": draw(self.head_dim, around=1) for key in "qk" if qk_norm}
+        out |= {f"{name}.mlp.{key}_proj.weight": draw(self.inner, width) for key in ("gate", "up")}
+        return out | {f"{name}.mlp.down_proj.weight": draw(width, self.inner)}
+
+    def geometry(self, **more: Any) -> dict[str, Any]:
+        """The fields of ``config.json`` that all of them have."""
+        values = {
+            "vocab_size": self.vocab,
+            "hidden_size": self.width,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "torch_dtype": "float16",
+        }
+        return values | more
 
 
 def write_llama(directory: Path, config: DecoderConfig = TARGET, seed: int = 0) -> Path:
     """A random target in the Hugging Face layout, without transformers."""
     draw, width, mixer = drawing(np.random.default_rng(seed)), config.width, config.layers[0].mixer
-    sizes = Head(
+    sizes = StoredHead(
         width=width,
         heads=mixer.num_heads,
         kv_heads=mixer.num_kv_heads,
@@ -228,26 +215,18 @@ def write_llama(directory: Path, config: DecoderConfig = TARGET, seed: int = 0) 
     )
     tensors = {"model.embed_tokens.weight": draw(config.vocab_size, width), "model.norm.weight": draw(width, around=1)}
     for layer in range(config.num_layers):
-        tensors |= block_tensors(draw, f"model.layers.{layer}", sizes, norms=NORMS)
+        tensors |= sizes.block_tensors(draw, f"model.layers.{layer}", norms=NORMS)
     tensors["lm_head.weight"] = draw(config.vocab_size, width)
     return write_checkpoint(directory, target_config_json(config), tensors)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Head:
-    """What a head looks like; the defaults are an official one."""
+class Head(StoredHead):
+    """What an EAGLE-3 head looks like; the defaults are an official one."""
 
-    width: int = 32
     target_width: int = 32
-    vocab: int = 61
     draft_vocab: int = 40
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 8
-    inner: int = 24
-    layers: int = 1
     aux: tuple[int, ...] = (2, 4, 5)
-    theta: float = 10_000.0
     norm_before_residual: bool = False
     norm_output: bool = False
     fc_norm: bool = False
@@ -256,8 +235,6 @@ class Head:
     bias: bool = False
     own_embedding: bool = False
     windows: tuple[int | None, ...] = ()
-    dtype: Any = np.float32
-    seed: int = 1
 
     def tensors(self) -> dict[str, np.ndarray]:
         """In official names, further layers as ``layers.N``."""
@@ -265,9 +242,9 @@ class Head:
         draw, width, chunks = drawing(random, self.dtype), self.width, len(self.aux)
         out = {"fc.weight": draw(width, chunks * self.target_width), "norm.weight": draw(width, around=1)}
         options: dict[str, Any] = {"bias": "qkvo" if self.bias else "", "qk_norm": self.qk_norm}
-        out |= block_tensors(draw, "midlayer", self, norms=(*NORMS, "hidden_norm"), fed=2 * width, **options)
+        out |= self.block_tensors(draw, "midlayer", norms=(*NORMS, "hidden_norm"), fed=2 * width, **options)
         for layer in range(1, self.layers):
-            out |= block_tensors(draw, f"layers.{layer}", self, norms=NORMS, **options)
+            out |= self.block_tensors(draw, f"layers.{layer}", norms=NORMS, **options)
         if self.fc_norm:
             out |= {f"fc_norm.{i}.weight": draw(self.target_width, around=1) for i in range(chunks)}
         if self.norm_before_fc:
@@ -281,8 +258,7 @@ class Head:
 
     def config(self) -> dict[str, Any]:
         """Only what the official layout has, unless a variation has to be named."""
-        values = geometry(
-            self,
+        values = self.geometry(
             architectures=["LlamaForCausalLM"],
             model_type="qwen3" if self.qk_norm else "llama",
             draft_vocab_size=self.draft_vocab,

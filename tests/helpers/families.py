@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
+from checkpoints import LLAMA3
 
 from validation.peaked import BASE, VOCAB, Recipe, build, eager  # noqa: F401 (tests import eager from here)
 
@@ -234,6 +235,28 @@ RECIPES = {
 }  # fmt: skip
 
 
+# What published Llamas differ in: heads, ties and rotations.
+_SMALL_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMAS = {
+    "llama, one key head": Recipe("llama", {"num_key_value_heads": 1, "head_dim": 16}, 0),
+    "llama, heads of 80, tied": Recipe("llama", {"head_dim": 80, "tie_word_embeddings": True}, 0),
+    "llama, llama3": Recipe("llama", {"head_dim": 16, "rope_parameters": LLAMA3}, 0),
+    "llama, linear": Recipe(
+        "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, 0
+    ),
+    "llama, yarn": Recipe("llama", {"head_dim": 16, "rope_parameters": _SMALL_YARN}, 0),
+    "llama, yarn, every field": Recipe(
+        "llama",
+        {
+            "head_dim": 32,
+            "rope_parameters": _SMALL_YARN
+            | {"mscale": 0.7, "mscale_all_dim": 1.2, "beta_fast": 2.0, "beta_slow": 0.5, "truncate": False},
+        },
+        0,
+    ),
+}  # fmt: skip
+
+
 _PIXTRAL = {
     "model_type": "pixtral", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
     "intermediate_size": 32, "image_size": 28, "patch_size": 14, "head_dim": 8,
@@ -316,7 +339,7 @@ class Truth(NamedTuple):
 
 @functools.cache
 def _model(name: str) -> Any:
-    return build((RECIPES | WRAPPED)[name])
+    return build((RECIPES | LLAMAS | WRAPPED)[name])
 
 
 @functools.cache

@@ -42,6 +42,15 @@ def of_family(recipe: families.Recipe, vocab_size: int = 13, **options: Any) -> 
     return dataclasses.replace(target, params=jax.tree_util.tree_map_with_path(grown, target.params))
 
 
+def in_fp8(target: LoadedTarget) -> LoadedTarget:
+    """The same target, the kernels of its products in FP8."""
+
+    def stored(leaf: jax.Array, product: bool) -> Any:
+        return jax.tree.map(jax.numpy.asarray, quantise(leaf)) if product else leaf
+
+    return dataclasses.replace(target, params=jax.tree.map(stored, target.params, target.model.param_products()))
+
+
 PRECISIONS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "mixed": MIXED, "fp8": FLOAT32}
 
 
@@ -49,12 +58,7 @@ def in_precision(recipe: families.Recipe, precision: str, **options: Any) -> Loa
     """A target as :func:`of_family` makes it, stored in one of :data:`PRECISIONS`; in ``fp8`` its kernels are FP8."""
     of = PRECISIONS[precision]
     target = of_family(recipe, precision=of, **options)
-    products = target.model.param_products()
-    kernels = jax.tree.map(lambda leaf, product: product and precision == "fp8", target.params, products)
-
-    def stored(path: tuple, leaf: jax.Array, in_fp8: bool) -> Any:
-        if in_fp8:
-            return jax.tree.map(jax.numpy.asarray, quantise(leaf))
-        return leaf.astype(stored_type(path, leaf.ndim, of))
-
-    return dataclasses.replace(target, params=jax.tree_util.tree_map_with_path(stored, target.params, kernels))
+    if precision == "fp8":
+        return in_fp8(target)
+    stored = lambda path, leaf: leaf.astype(stored_type(path, leaf.ndim, of))
+    return dataclasses.replace(target, params=jax.tree_util.tree_map_with_path(stored, target.params))

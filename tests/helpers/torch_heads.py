@@ -7,36 +7,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoints import Drafted, Draw, TorchLayers, block_tensors, drawing, geometry, write_checkpoint
+from checkpoints import Drafted, Draw, StoredHead, TorchLayers, drawing, write_checkpoint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FeedbackHead:
-    """What all of them have: a block of the target's width, and no vocabulary of their own."""
+class FeedbackHead(StoredHead):
+    """A block of the target's width, and no vocabulary of its own."""
 
-    width: int = 32
-    vocab: int = 61
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 8
-    inner: int = 24
-    layers: int = 1
-    theta: float = 10_000.0
     qkv_bias: bool = False
     own_embedding: bool = True
     target_layers: int = 8
-    dtype: Any = np.float32
-    seed: int = 1
 
     def draw(self) -> Draw:
         return drawing(np.random.default_rng(self.seed), self.dtype)
 
-    def block(self, name: str, draw: Draw, norms: tuple[str, ...]) -> dict[str, np.ndarray]:
-        return block_tensors(draw, name, self, norms=norms, bias="qkv" if self.qkv_bias else "")
+    @property
+    def biased(self) -> str:
+        return "qkv" if self.qkv_bias else ""
 
-    def geometry(self) -> dict[str, Any]:
-        values = geometry(self, architectures=["LlamaForCausalLM"], model_type="llama")
-        return values if self.theta == 10_000.0 else values | {"rope_theta": self.theta}
+    def config(self) -> dict[str, Any]:
+        rope = {} if self.theta == 10_000.0 else {"rope_theta": self.theta}
+        return self.geometry(architectures=["LlamaForCausalLM"], model_type="llama", **rope)
+
+    def write(self, directory: Path) -> Path:
+        return write_checkpoint(directory, self.config(), self.tensors())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,14 +46,11 @@ class Eagle1(FeedbackHead):
             out["fc.bias"] = draw(self.width)
         for layer in range(self.layers):
             norms = ("post_attention_layernorm",) + ("input_layernorm",) * (layer > 0)
-            out |= self.block(f"layers.{layer}", draw, norms)
+            out |= self.block_tensors(draw, f"layers.{layer}", norms=norms, bias=self.biased)
         return out | ({"embed_tokens.weight": draw(self.vocab, self.width)} if self.own_embedding else {})
 
     def config(self) -> dict[str, Any]:
-        return self.geometry() | ({} if self.bias else {"bias": False}) | ({"qkv_bias": True} if self.qkv_bias else {})
-
-    def write(self, directory: Path) -> Path:
-        return write_checkpoint(directory, self.config(), self.tensors())
+        return super().config() | ({} if self.bias else {"bias": False}) | ({"qkv_bias": True} if self.qkv_bias else {})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +67,8 @@ class MTP(FeedbackHead):
     def tensors(self) -> dict[str, np.ndarray]:
         draw, name = self.draw(), self.prefix
         norms = ("enorm", "hnorm", "shared_head.norm", "input_layernorm", "post_attention_layernorm")
-        out = {f"{name}.eh_proj.weight": draw(self.width, 2 * self.width), **self.block(name, draw, norms)}
+        out = {f"{name}.eh_proj.weight": draw(self.width, 2 * self.width)}
+        out |= self.block_tensors(draw, name, norms=norms, bias=self.biased)
         if self.own_embedding:
             out[f"{name}.embed_tokens.weight"] = draw(self.vocab, self.width)
         if self.own_output:
@@ -85,10 +77,7 @@ class MTP(FeedbackHead):
 
     def config(self) -> dict[str, Any]:
         values = {"num_hidden_layers": self.target_layers, "num_nextn_predict_layers": 1}
-        return self.geometry() | values | ({"attention_bias": True} if self.qkv_bias else {})
-
-    def write(self, directory: Path) -> Path:
-        return write_checkpoint(directory, self.config(), self.tensors())
+        return super().config() | values | ({"attention_bias": True} if self.qkv_bias else {})
 
 
 def network(head: Eagle1 | MTP, w: dict[str, Any]) -> Any:

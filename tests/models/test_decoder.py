@@ -37,38 +37,6 @@ def test_rows_of_an_array_are_prompts(decoder: e3.SpeculativeDecoder, array: Any
     assert alone.rows[0].prompt_tokens == PROMPTS[1] and type(alone.rows[0].prompt_tokens[0]) is int
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda decoder: decoder.generate(np.zeros((1, 2, 3), int)), r"shape \(1, 2, 3\); expected \[T\]"),
-        (lambda decoder: decoder.encode(np.array(PROMPTS)), r"shape \(2, 3\); expected \[T\]"),
-        (lambda decoder: decoder.generate(np.ones((1, 2))), "prompt token 1.0 is not a token id"),
-        (lambda decoder: decoder.generate(5), "prompts is 5; expected a text"),
-        (lambda decoder: decoder.generate([1], sampling=0.8), "expected SamplingParams"),
-        (
-            lambda decoder: decoder.step(decoder.prefill([1], max_new_tokens=3).replace(sampling={})),
-            "sampling is {}; expected SamplingParams",
-        ),
-        (lambda _: e3.SpeculativeDecoder("llama"), r"target is 'llama'; expected .* load_target\('llama'\)"),
-        (lambda _: e3.SpeculativeDecoder(TARGET.model), "target is DecoderTarget.*; expected a LoadedTarget"),
-        (
-            lambda _: e3.SpeculativeDecoder(TARGET, "head"),
-            r"drafter is 'head'; .* load_drafter\('head', target=target\)",
-        ),
-        (
-            lambda _: e3.SpeculativeDecoder(TARGET, num_speculative_tokens=3),
-            "num_speculative_tokens .* without a drafter",
-        ),
-        (lambda _: e3.SpeculativeDecoder(TARGET, tree=e3.Chain(2)), "tree .* without a drafter"),
-        (lambda _: e3.SpeculativeDecoder(TARGET, draft_sampling="greedy"), "draft_sampling .* without a drafter"),
-    ],
-)
-def test_what_cannot_be_taken_is_refused_in_one_line(decoder: e3.SpeculativeDecoder, call: Any, says: str) -> None:
-    with tiny.unchecked(), pytest.raises(ValueError, match=says) as refusal:
-        call(decoder)
-    assert "\n" not in str(refusal.value) and len(str(refusal.value)) < 300
-
-
 @pytest.mark.parametrize("head", [HEAD, tiny.draft_model(TARGET)], ids=["a network", "a draft model"])
 def test_draft_sampling_is_an_enum_or_its_word(head: LoadedDrafter) -> None:
     drafter: Any = head.drafter

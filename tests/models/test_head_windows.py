@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,16 @@ from checkpoints import TARGET, Head, TorchHead
 
 from eagle3_jax import conversion
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
-from eagle3_jax.types import Observation, SamplingParams
+from eagle3_jax.types import Draft, Observation, SamplingParams
 
 
 def test_a_tree_under_a_window_is_that_of_the_torch_twin(tmp_path: Path) -> None:
     """Over two rounds, the second behind what the first one drafted."""
     head = Head(windows=(2,), draft_vocab=61)
     checkpoint = conversion.read_head(head.write(tmp_path / "head"), TARGET)
-    random, fed, more = np.random.default_rng(5), 7, 3
-    features = random.normal(size=(fed + more, 3, head.target_width)).astype(np.float32)
-    tokens = random.integers(0, 61, fed + more + 1)
+    random = np.random.default_rng(5)
+    features = random.normal(size=(11, 3, head.target_width)).astype(np.float32)
+    tokens = random.integers(0, 61, 11)
     embedding = random.normal(size=(61, head.width)).astype(np.float32)
     network = TorchHead(head, embedding)
 
@@ -44,20 +45,13 @@ def test_a_tree_under_a_window_is_that_of_the_torch_twin(tmp_path: Path) -> None
     )
 
     @jax.jit
-    def two_rounds(params: dict) -> tuple:
-        state, drafted = drafter.init(params, 1, 24), []
-        for start, stop in ((0, fed), (fed, fed + more)):
-            seen = Observation(
-                tokens=jnp.asarray(tokens[start:stop], jnp.int32)[None],
-                features=jnp.asarray(features[start:stop])[None],
-                length=jnp.full((1,), stop - start),
-                next_token=jnp.asarray(tokens[stop : stop + 1], jnp.int32),
-            )
-            state = drafter.observe(params, state, seen)
-            draft = drafter.propose(params, state, jax.random.split(jax.random.key(0), 1), SamplingParams())
-            drafted.append(draft.tokens[0])
-            state = draft.state
-        return tuple(drafted)
+    def drafted(state: Any, seen: Observation) -> Draft:
+        state = drafter.observe(params, state, seen)
+        return drafter.propose(params, state, jax.random.split(jax.random.key(0), 1), SamplingParams())
 
-    for length, drafted in zip((fed, fed + more), two_rounds(params), strict=True):
-        assert drafted[1:].tolist() == [after(path[:-1], length)[path[-1]] for path in tiny.STATIC_TREE.paths]
+    state = drafter.init(params, 1, 24)
+    for (length,), seen in tiny.ragged_rounds(tokens[None], features[None], [[7], [3]]):
+        draft = drafted(state, seen)
+        state = draft.state
+        wanted = [after(path[:-1], length)[path[-1]] for path in tiny.STATIC_TREE.paths]
+        assert draft.tokens[0, 1:].tolist() == wanted

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
 from typing import Any
 
 import every_family
 import families
-import jax
 import pytest
 import tiny
 from jax.sharding import AbstractMesh
-from test_mesh import HERE, environment
+from test_mesh import asked
 
 from eagle3_jax.models.config import Experts
 from eagle3_jax.sharding import MESH_AXES, param_shardings
 
+SCRIPT = "on_a_mesh_families.py"
 KINDS = ("experts", "latent attention", "recurrent layers")
 # Whose layers are of none of these kinds; all with --every-family.
 FEW = ("llama4, norms",)
@@ -29,21 +26,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         every_family.parametrize(metafunc, families.RECIPES, FEW)
 
 
-def asked(*names: str) -> dict[str, Any]:
-    """What eight devices say to the script."""
-    kept = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
-    kept["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
-    script = HERE / "on_a_mesh_families.py"
-    done = subprocess.run(
-        [sys.executable, script, *names], env=environment(8) | kept, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
-
-
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return asked()
+    return asked(SCRIPT)
 
 
 def of(name: str) -> str:
@@ -53,7 +38,7 @@ def of(name: str) -> str:
 
 @pytest.mark.covers(what="mesh", family=of, draft=("chain", "tree"))
 def test_eight_devices_write_what_one_writes_of_a_family(name: str) -> None:
-    assert asked(name)[name] == {"chain": True, "tree": True}
+    assert asked(SCRIPT, name)[name] == {"chain": True, "tree": True}
 
 
 def test_eight_devices_write_what_one_writes_and_gather_no_weights(found: dict[str, Any]) -> None:

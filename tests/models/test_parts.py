@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny
 
 torch = pytest.importorskip("torch")
 
@@ -16,12 +14,10 @@ from flax import nnx  # noqa: E402
 from tiny import draw  # noqa: E402
 
 from eagle3_jax.models.config import (  # noqa: E402
-    Eagle3Config,
     GatedMLP,
     GroupedQuery,
     LayerConfig,
     QueryScaling,
-    RopeConfig,
 )
 from eagle3_jax.models.layers import RMSNorm  # noqa: E402
 from eagle3_jax.models.memory import BlockMemory, Span, cache_mask, causal_mask, memories  # noqa: E402
@@ -108,35 +104,3 @@ def test_a_window_and_chunks_are_spans_of_layers() -> None:
     causal = key <= query
     expected = [causal, causal & (key > query - 3), causal & (key // 4 == query // 4), causal]
     assert len(seen) == 4 and all(np.array_equal(a, b) for a, b in zip(seen, expected, strict=True))
-
-
-REFUSED = {
-    "partial is 1.5": (RopeConfig, {"partial": 1.5}),
-    "partial is 0": (RopeConfig, {"partial": 0.0}),
-    "exclude each other": (GroupedQuery, {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "window": 3, "chunk": 4}),
-    "normalised once": (
-        GroupedQuery,
-        {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "qk_norm": True, "qk_l2_norm": True},
-    ),
-    "set qk_norm": (GroupedQuery, {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "qk_norm_kind": "whole"}),
-    "first layer has norms 'after'": (
-        Eagle3Config,
-        {
-            "vocab_size": 9,
-            "width": 8,
-            "draft_vocab_size": 9,
-            "target_width": 8,
-            "aux_layers": (1,),
-            "layers": tuple(dataclasses.replace(layer, norms="after") for layer in tiny.layers(1)),
-        },
-    ),
-    "needs original_max_positions above 1": (RopeConfig, {"type": "longrope", "original_max_positions": 1}),
-    "softcap is 0": (GroupedQuery, {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "softcap": 0.0}),
-}
-
-
-@pytest.mark.parametrize("says", REFUSED)
-def test_a_part_that_contradicts_itself_is_refused(says: str) -> None:
-    kind, options = REFUSED[says]
-    with pytest.raises(ValueError, match=says):
-        kind(**options)

@@ -17,11 +17,11 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import random_targets
 import tables
 import tiny
 
@@ -30,7 +30,6 @@ from eagle3_jax import loop as loops
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget, SpeculativeDecoder
 from eagle3_jax.drafters import Fallback, Markov, NGram, Plain, Suffix
 from eagle3_jax.models.config import GatedDelta, GatedMLP, LayerConfig
-from eagle3_jax.models.quantised import quantise
 from eagle3_jax.schedule import SpeculationSchedule
 from eagle3_jax.topology import Chain, DynamicTree, Topology
 from eagle3_jax.types import DraftSampling, SamplingMode
@@ -129,14 +128,7 @@ def remembering() -> LoadedTarget:
 
 FLAX = tiny.target(VOCABULARY)
 RECURRENT = remembering()
-FP8 = dataclasses.replace(
-    FLAX,
-    params=jax.tree.map(
-        lambda leaf, product: jax.tree.map(jnp.asarray, quantise(leaf)) if product else leaf,
-        FLAX.params,
-        FLAX.model.param_products(),
-    ),
-)
+FP8 = random_targets.in_fp8(FLAX)
 DRAWN: dict[str, Any] = {"draft_sampling": PROBABILISTIC}
 # No tables: random decoders of a few hundred parameters, and random heads on them.
 HEADS: dict[str, tuple[LoadedTarget, Callable[[LoadedTarget], LoadedDrafter]]] = {
@@ -251,7 +243,8 @@ def written(name: str, settings: tuple[Setting, ...], *, rows: int, run: int) ->
     target, drafter = paired(name)
     decoder = SpeculativeDecoder(target, drafter, schedule=schedule, stop_tokens=())
     sampling_mode = SamplingMode.TRUNCATED if any(k or p < 1 for _, k, p in settings) else SamplingMode.TEMPERATURE
-    batch = batch_of(prompts, [settings[index] for index in which], limit, run)
+    sampling = tiny.sampling_of([settings[index] for index in which])
+    batch = tiny.prompts(prompts.tolist(), limit=limit.tolist(), sampling=sampling, seed=run)
     tokens = generated(dataclasses.replace(decoder.loop, sampling_mode=sampling_mode), decoder, batch)
     tokens = np.where(np.arange(HORIZON) < limit[:, None], tokens, -1)
     everything = np.concatenate([prompts, tokens], axis=1)
@@ -271,10 +264,6 @@ def laws_of_the_decoder(target: LoadedTarget, texts: np.ndarray, temperature: np
     logits /= temperature[:, None, None]
     weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return (weights / weights.sum(axis=-1, keepdims=True)).reshape(-1, VOCABULARY)
-
-
-def batch_of(prompts: np.ndarray, settings: list[Setting], limit: np.ndarray, seed: int) -> loops.Prompts:
-    return tiny.prompts(prompts.tolist(), limit=limit.tolist(), sampling=tiny.sampling_of(settings), seed=seed)
 
 
 def generated(loop: loops.SpeculativeLoop, decoder: SpeculativeDecoder, batch: loops.Prompts) -> np.ndarray:
