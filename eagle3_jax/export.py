@@ -28,46 +28,27 @@ _MODES = ("greedy", "temperature", "truncated")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class About:
-    """What an exported generation was made for, in types of JSON.
+    """What an exported generation was made for, in types of JSON."""
 
-    Attributes:
-        batch: Rows, exactly.
-        prompt_tokens: Longest prompt.
-        max_new_tokens: Most tokens that it can add to the longest prompt.
-        max_positions: Longest sequence of the target.
-        vocab_size: ``V``.
-        sampling_mode: Supported sampling: ``greedy``, ``temperature`` or ``truncated`` (top-k and top-p as well).
-        platforms: Platforms on which it runs.
-        parameters: Dtype and shape of every array as text, by name.
-        jax: Version of JAX that wrote it.
-        format: Version of these fields.
-    """
-
-    batch: int
-    prompt_tokens: int
-    max_new_tokens: int
-    max_positions: int
-    vocab_size: int
-    sampling_mode: str
-    platforms: list[str]
-    parameters: dict[str, str]
-    jax: str = jax.__version__
-    format: int = FORMAT
+    batch: int  #: Rows, exactly.
+    prompt_tokens: int  #: Longest prompt.
+    max_new_tokens: int  #: Most tokens that it can add to the longest prompt.
+    max_positions: int  #: Longest sequence of the target.
+    vocab_size: int  #: ``V``.
+    sampling_mode: str  #: Supported sampling: ``greedy``, ``temperature`` or ``truncated`` (top-k and top-p as well).
+    platforms: list[str]  #: Platforms on which it runs.
+    parameters: dict[str, str]  #: Dtype and shape of every array as text, by name.
+    jax: str = jax.__version__  #: Version of JAX that wrote it.
+    format: int = FORMAT  #: Version of these fields.
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportedRow:
-    """One prompt's result.
+    """One prompt's result."""
 
-    Attributes:
-        tokens: New tokens only, a stop token included.
-        num_drafts: Rounds.
-        num_accepted_tokens: Draft tokens accepted in them.
-    """
-
-    tokens: list[int]
-    num_drafts: int
-    num_accepted_tokens: int
+    tokens: list[int]  #: New tokens only, a stop token included.
+    num_drafts: int  #: Rounds.
+    num_accepted_tokens: int  #: Draft tokens accepted in them.
 
 
 class ExportedGeneration:

@@ -11,15 +11,10 @@ STDIN = "-"
 
 
 class JsonRow(NamedTuple):
-    """One line of a JSONL file.
+    """One line of a JSONL file."""
 
-    Attributes:
-        where: File and line, for error messages.
-        values: The object on it.
-    """
-
-    where: str
-    values: dict[str, Any]
+    where: str  #: File and line, for error messages.
+    values: dict[str, Any]  #: The object on it.
 
 
 def read_text(path: Path) -> str:

@@ -44,52 +44,34 @@ _REQUEST_FORM = """an object such as {"prompt": "def f(x):"} or {"prompt_ids": [
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One prompt of a command line or a file.
+    """One prompt of a command line or a file."""
 
-    Attributes:
-        prompt: Text or token ids.
-        max_new_tokens: Its limit.
-        where: For error messages: empty, or the line of the file.
-        options: Its own ``temperature``, ``top_k``, ``top_p``, ``seed`` and ``stop``, a list of texts.
-    """
-
-    prompt: str | list[int]
-    max_new_tokens: int
-    where: str = ""
+    prompt: str | list[int]  #: Text or token ids.
+    max_new_tokens: int  #: Its limit.
+    where: str = ""  #: For error messages: empty, or the line of the file.
+    #: Its own ``temperature``, ``top_k``, ``top_p``, ``seed`` and ``stop``, a list of texts.
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One prompt.
+    """One prompt."""
 
-    Attributes:
-        name: Of the question, or file and line.
-        category: Of the question; the name of the file for other lines.
-        tokens: Input of the target; for a conversation the first turn, because later turns depend on the answer.
-        text: As it was read, without a chat template; ``None`` for token ids.
-        reference: A right answer, where the file has one.
-        max_new_tokens: Its limit.
-    """
-
-    name: str
-    category: str
+    name: str  #: Of the question, or file and line.
+    category: str  #: Of the question; the name of the file for other lines.
+    #: Input of the target; for a conversation the first turn, because later turns depend on the answer.
     tokens: list[int]
-    text: str | None
-    reference: str | None
-    max_new_tokens: int
+    text: str | None  #: As it was read, without a chat template; ``None`` for token ids.
+    reference: str | None  #: A right answer, where the file has one.
+    max_new_tokens: int  #: Its limit.
 
 
 @dataclasses.dataclass(frozen=True)
 class Renderer:
-    """The way from a question to token ids.
+    """The way from a question to token ids."""
 
-    Attributes:
-        note: The way in words, for the report.
-        chat: From a question to token ids; ``None`` where questions are continued as plain text.
-    """
-
-    note: str
+    note: str  #: The way in words, for the report.
+    #: From a question to token ids; ``None`` where questions are continued as plain text.
     chat: Callable[[str], list[int]] | None = None
 
     @classmethod

@@ -16,15 +16,10 @@ from eagle3_jax.types import SamplingParams
 
 
 class Trace(NamedTuple):
-    """A generation and how it came about.
+    """A generation and how it came about."""
 
-    Attributes:
-        result: As ``SpeculativeDecoder.generate`` gives it.
-        prompts: One object per prompt, ready for JSON.
-    """
-
-    result: GenerationResult
-    prompts: list[dict[str, Any]]
+    result: GenerationResult  #: As ``SpeculativeDecoder.generate`` gives it.
+    prompts: list[dict[str, Any]]  #: One object per prompt, ready for JSON.
 
 
 def record(

@@ -16,22 +16,15 @@ from eagle3_jax.types import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A decoder against plain decoding with the same target in the same precision, prefill included.
+    """A decoder against plain decoding with the same target in the same precision, prefill included."""
 
-    Attributes:
-        tokens_per_second: Speed of the decoder.
-        plain_tokens_per_second: Speed of plain decoding.
-        ratios: One for each repeat, whose two runs follow each other. The ratio of the two medians lies between the
-            smallest and the largest of them.
-        is_plain: Whether the decoder is plain decoding itself, so that nothing was compared.
-        same_output: Whether both wrote the same tokens; ``None`` when they were sampled.
-    """
-
-    tokens_per_second: Spread
-    plain_tokens_per_second: Spread
+    tokens_per_second: Spread  #: Speed of the decoder.
+    plain_tokens_per_second: Spread  #: Speed of plain decoding.
+    #: One for each repeat, whose two runs follow each other. The ratio of the two medians lies between the smallest and
+    #: the largest of them.
     ratios: tuple[float, ...]
-    is_plain: bool
-    same_output: bool | None
+    is_plain: bool  #: Whether the decoder is plain decoding itself, so that nothing was compared.
+    same_output: bool | None  #: Whether both wrote the same tokens; ``None`` when they were sampled.
 
 
 def compare_with_plain(

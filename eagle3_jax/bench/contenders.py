@@ -21,18 +21,12 @@ Tokens = list[int]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One batch of prompts decoded once.
+    """One batch of prompts decoded once."""
 
-    Attributes:
-        prefill_seconds: Time from the prompts to the first token of every row.
-        decode_seconds: Time of all further tokens of all rows.
-        tokens: New tokens of each row, the first included.
-        stats: Counters of the drafts, per row or for the whole batch; ``None`` if nothing was drafted.
-    """
-
-    prefill_seconds: float
-    decode_seconds: float
-    tokens: list[Tokens]
+    prefill_seconds: float  #: Time from the prompts to the first token of every row.
+    decode_seconds: float  #: Time of all further tokens of all rows.
+    tokens: list[Tokens]  #: New tokens of each row, the first included.
+    #: Counters of the drafts, per row or for the whole batch; ``None`` if nothing was drafted.
     stats: SpeculationStats | None = None
 
     @property
@@ -55,23 +49,15 @@ class Run:
 
 
 class Contender:
-    """Anything that decodes batches of prompts.
+    """Anything that decodes batches of prompts."""
 
-    Attributes:
-        name: Name in reports.
-        dtype: Precision in reports.
-        drafts: Whether it speculates; without counters its number of rounds is then unknown.
-        lossless: Whether its output equals the target's own.
-        simulated_rates: Rates of its acceptance if that is simulated, up to the depth of its drafts.
-        largest_batch: Maximum number of prompts at once; ``None`` for any number.
-    """
-
-    name: str
-    dtype: str
-    drafts: bool = False
-    lossless: bool = True
+    name: str  #: Name in reports.
+    dtype: str  #: Precision in reports.
+    drafts: bool = False  #: Whether it speculates; without counters its number of rounds is then unknown.
+    lossless: bool = True  #: Whether its output equals the target's own.
+    #: Rates of its acceptance if that is simulated, up to the depth of its drafts.
     simulated_rates: list[float] | None = None
-    largest_batch: int | None = None
+    largest_batch: int | None = None  #: Maximum number of prompts at once; ``None`` for any number.
 
     def run(self, prompts: Sequence[Tokens], max_new_tokens: int) -> Run:
         """Decodes a batch to the limit, stop tokens ignored; greedily, unless the contender has a temperature."""
@@ -80,19 +66,12 @@ class Contender:
 
 @dataclasses.dataclass
 class DecoderContender(Contender):
-    """A decoder of this library.
+    """A decoder of this library."""
 
-    Attributes:
-        name: Name in reports.
-        dtype: Precision in reports.
-        decoder: A decoder without stop tokens, so that every contender writes as many tokens.
-        temperature: Sampling temperature; 0 is greedy. Every run has the same seed.
-    """
-
-    name: str
-    dtype: str
-    decoder: SpeculativeDecoder
-    temperature: float = 0.0
+    name: str  #: Name in reports.
+    dtype: str  #: Precision in reports.
+    decoder: SpeculativeDecoder  #: A decoder without stop tokens, so that every contender writes as many tokens.
+    temperature: float = 0.0  #: Sampling temperature; 0 is greedy. Every run has the same seed.
 
     def __post_init__(self) -> None:
         loop = self.decoder.loop

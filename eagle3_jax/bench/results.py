@@ -19,19 +19,12 @@ from eagle3_jax.stats import SpeculationStats
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """Acceptance of drafts.
+    """Acceptance of drafts."""
 
-    Attributes:
-        mean_acceptance_length: τ, tokens per round.
-        draft_acceptance_rate: Accepted over drafted.
-        per_position: Share of drafts accepted up to each depth.
-        conditional: Share of drafts accepted at each depth among those accepted up to the depth before.
-    """
-
-    mean_acceptance_length: float
-    draft_acceptance_rate: float
-    per_position: list[float]
-    conditional: list[float]
+    mean_acceptance_length: float  #: τ, tokens per round.
+    draft_acceptance_rate: float  #: Accepted over drafted.
+    per_position: list[float]  #: Share of drafts accepted up to each depth.
+    conditional: list[float]  #: Share of drafts accepted at each depth among those accepted up to the depth before.
 
     @classmethod
     def of(cls, stats: SpeculationStats) -> Acceptance:
@@ -46,82 +39,54 @@ class Acceptance:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskRow:
-    """One contender on the prompts of one task.
+    """One contender on the prompts of one task."""
 
-    Attributes:
-        task: Name of the task.
-        num_prompts: Number of its prompts.
-        ratio: Geometric mean over its prompts of the time per token of the baseline over that of the contender;
-            ``None`` if no batch was of this task alone.
-        acceptance: Acceptance on its prompts; ``None`` without drafts, or if counters of a batch cannot be separated.
-    """
-
-    task: str
-    num_prompts: int
+    task: str  #: Name of the task.
+    num_prompts: int  #: Number of its prompts.
+    #: Geometric mean over its prompts of the time per token of the baseline over that of the contender; ``None`` if no
+    #: batch was of this task alone.
     ratio: Interval | None
+    #: Acceptance on its prompts; ``None`` without drafts, or if counters of a batch cannot be separated.
     acceptance: Acceptance | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """The measurements of one contender at one batch size.
+    """The measurements of one contender at one batch size."""
 
-    Attributes:
-        name: Name of the contender.
-        dtype: Its precision.
-        lossless: Whether its output equals the target's own; false if acceptance is simulated.
-        simulated_rates: Simulated acceptance: share of rounds per depth.
-        decode_tokens_per_second: Speed without the prefill and its token.
-        total_tokens_per_second: Speed with the prefill.
-        ratio: Decode speed over that of the baseline in the same repeat, by repeat.
-        total_ratio: The same, prefill included.
-        ratio_interval: Decode time of the baseline over that of the contender, all batches and repeats summed; 95 %
-            bootstrap interval over the pairs.
-        total_ratio_interval: The same, prefill included.
-        prompt_ratio: Geometric mean over prompts (batches) of their ratios of time per output token, each the mean over
-            its repeats; 95 % bootstrap interval over prompts, so that it speaks of other prompts too.
-        acceptance: Acceptance of its drafts; ``None`` without drafts or counters.
-        num_draft_steps: ``G``, 0 for plain decoding.
-        step_seconds: Times of the parts of a round; ``None`` for other engines.
-        verify_cost: ``v``, verification over the baseline's step.
-        draft_cost: ``c``, draft step over the baseline's step.
-        predicted_ratio: ``τ / (v + G·c)``.
-        first_token: Time to first token in a batch (TTFT).
-        per_token: Time per output token after the first, of each batch in each repeat (TPOT).
-        chunk: Time between chunks of a stream, a round each, in separate runs; ``None`` for other engines.
-        bandwidth_share: Least memory traffic over the highest bandwidth measured on the device; above 1 the
-            measurement is wrong. ``None`` if its rounds are unknown or no bandwidth was measured.
-        compile_seconds: Compilation time of all programs; no other figure includes it.
-        same_texts: Number of texts equal to those of plain decoding in the same precision; ``None`` without it.
-        repeatable: Whether every repeat wrote the same tokens.
-        tasks: The same by task.
-    """
-
-    name: str
-    dtype: str
-    lossless: bool
-    decode_tokens_per_second: Spread
-    total_tokens_per_second: Spread
-    ratio: Spread
-    total_ratio: Spread
+    name: str  #: Name of the contender.
+    dtype: str  #: Its precision.
+    lossless: bool  #: Whether its output equals the target's own; false if acceptance is simulated.
+    decode_tokens_per_second: Spread  #: Speed without the prefill and its token.
+    total_tokens_per_second: Spread  #: Speed with the prefill.
+    ratio: Spread  #: Decode speed over that of the baseline in the same repeat, by repeat.
+    total_ratio: Spread  #: The same, prefill included.
+    #: Decode time of the baseline over that of the contender, all batches and repeats summed; 95 % bootstrap interval
+    #: over the pairs.
     ratio_interval: Interval
-    total_ratio_interval: Interval
+    total_ratio_interval: Interval  #: The same, prefill included.
+    #: Geometric mean over prompts (batches) of their ratios of time per output token, each the mean over its repeats;
+    #: 95 % bootstrap interval over prompts, so that it speaks of other prompts too.
     prompt_ratio: Interval
-    acceptance: Acceptance | None
-    num_draft_steps: int
-    step_seconds: StepCosts | None
-    verify_cost: float | None
-    draft_cost: float | None
-    predicted_ratio: float | None
-    first_token: Latency
-    per_token: Latency
+    acceptance: Acceptance | None  #: Acceptance of its drafts; ``None`` without drafts or counters.
+    num_draft_steps: int  #: ``G``, 0 for plain decoding.
+    step_seconds: StepCosts | None  #: Times of the parts of a round; ``None`` for other engines.
+    verify_cost: float | None  #: ``v``, verification over the baseline's step.
+    draft_cost: float | None  #: ``c``, draft step over the baseline's step.
+    predicted_ratio: float | None  #: ``τ / (v + G·c)``.
+    first_token: Latency  #: Time to first token in a batch (TTFT).
+    per_token: Latency  #: Time per output token after the first, of each batch in each repeat (TPOT).
+    #: Time between chunks of a stream, a round each, in separate runs; ``None`` for other engines.
     chunk: Latency | None
+    #: Least memory traffic over the highest bandwidth measured on the device; above 1 the measurement is wrong.
+    #: ``None`` if its rounds are unknown or no bandwidth was measured.
     bandwidth_share: float | None
-    compile_seconds: float
+    compile_seconds: float  #: Compilation time of all programs; no other figure includes it.
+    #: Number of texts equal to those of plain decoding in the same precision; ``None`` without it.
     same_texts: int | None
-    repeatable: bool
-    tasks: list[TaskRow]
-    simulated_rates: list[float] | None = None
+    repeatable: bool  #: Whether every repeat wrote the same tokens.
+    tasks: list[TaskRow]  #: The same by task.
+    simulated_rates: list[float] | None = None  #: Simulated acceptance: share of rounds per depth.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,29 +99,18 @@ class NotMeasured:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """All rows at one batch size, and the setting.
+    """All rows at one batch size, and the setting."""
 
-    Attributes:
-        rows: In the order of the contenders.
-        baseline: Name of the plain contender with the highest decode speed.
-        num_prompts: Prompts decoded in each repeat.
-        max_new_tokens: Tokens per prompt.
-        repeats: Interleaved repeats, warm-up not counted.
-        batch_size: Prompts decoded at once.
-        programs_after_warm_up: Programs compiled while times were taken; the times are fair only if it is 0.
-        bytes_per_second: Highest bandwidth of the device, measured before and after the runs; ``None`` if not measured.
-        not_measured: Contenders that do not take batches of this size.
-    """
-
-    rows: list[Row]
-    baseline: str
-    num_prompts: int
-    max_new_tokens: int
-    repeats: int
-    batch_size: int
-    programs_after_warm_up: int
+    rows: list[Row]  #: In the order of the contenders.
+    baseline: str  #: Name of the plain contender with the highest decode speed.
+    num_prompts: int  #: Prompts decoded in each repeat.
+    max_new_tokens: int  #: Tokens per prompt.
+    repeats: int  #: Interleaved repeats, warm-up not counted.
+    batch_size: int  #: Prompts decoded at once.
+    programs_after_warm_up: int  #: Programs compiled while times were taken; the times are fair only if it is 0.
+    #: Highest bandwidth of the device, measured before and after the runs; ``None`` if not measured.
     bytes_per_second: float | None
-    not_measured: list[NotMeasured]
+    not_measured: list[NotMeasured]  #: Contenders that do not take batches of this size.
 
     @property
     def too_fast(self) -> list[Row]:
@@ -170,21 +124,13 @@ class Report:
 
 @dataclasses.dataclass
 class Measured:
-    """Raw measurements of one contender.
+    """Raw measurements of one contender."""
 
-    Attributes:
-        contender: The contender.
-        compile_seconds: Compilation time in its warm-up.
-        runs: Runs of each repeat and batch.
-        costs: Costs of each repeat.
-        chunks: Times between chunks, of all repeats.
-    """
-
-    contender: Contender
-    compile_seconds: float
-    runs: list[list[Run]] = dataclasses.field(default_factory=list)
-    costs: list[StepCosts] = dataclasses.field(default_factory=list)
-    chunks: list[float] = dataclasses.field(default_factory=list)
+    contender: Contender  #: The contender.
+    compile_seconds: float  #: Compilation time in its warm-up.
+    runs: list[list[Run]] = dataclasses.field(default_factory=list)  #: Runs of each repeat and batch.
+    costs: list[StepCosts] = dataclasses.field(default_factory=list)  #: Costs of each repeat.
+    chunks: list[float] = dataclasses.field(default_factory=list)  #: Times between chunks, of all repeats.
 
     def speeds(self, *, total: bool = False) -> np.ndarray:
         """Tokens per second of each repeat, without the prefill and its token or with both."""

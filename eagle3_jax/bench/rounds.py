@@ -22,17 +22,11 @@ CompilerOptions = Mapping[str, str | int | float | bool]
 
 @dataclasses.dataclass(frozen=True)
 class Pace:
-    """Speed of some rounds.
+    """Speed of some rounds."""
 
-    Attributes:
-        seconds: Time from the launch until the last row had finished.
-        rounds: Calls of the target for the row with the most rounds.
-        tokens: Tokens written by all rows.
-    """
-
-    seconds: float
-    rounds: int
-    tokens: int
+    seconds: float  #: Time from the launch until the last row had finished.
+    rounds: int  #: Calls of the target for the row with the most rounds.
+    tokens: int  #: Tokens written by all rows.
 
     @property
     def seconds_per_round(self) -> float:

@@ -26,17 +26,12 @@ from eagle3_jax.types import Observation
 
 @dataclasses.dataclass(frozen=True)
 class StepCosts:
-    """Times of the parts of a round, ``verify + G · draft``.
+    """Times of the parts of a round, ``verify + G · draft``."""
 
-    Attributes:
-        verify_seconds: One target forward over a draft, with acceptance and commit.
-        draft_seconds: One draft step: taking in the truth and proposing, over the depth of the draft.
-        commit_seconds: The part of ``verify_seconds`` in which the draft's keys and values are written to the cache and
-            those of the accepted path moved together.
-    """
-
-    verify_seconds: float
-    draft_seconds: float
+    verify_seconds: float  #: One target forward over a draft, with acceptance and commit.
+    draft_seconds: float  #: One draft step: taking in the truth and proposing, over the depth of the draft.
+    #: The part of ``verify_seconds`` in which the draft's keys and values are written to the cache and those of the
+    #: accepted path moved together.
     commit_seconds: float
 
 

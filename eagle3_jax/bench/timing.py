@@ -89,17 +89,11 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A figure with its 95 % interval.
+    """A figure with its 95 % interval."""
 
-    Attributes:
-        value: The figure from all measurements.
-        low: Lower end; ``None`` with fewer than two measurements.
-        high: Upper end.
-    """
-
-    value: float
-    low: float | None = None
-    high: float | None = None
+    value: float  #: The figure from all measurements.
+    low: float | None = None  #: Lower end; ``None`` with fewer than two measurements.
+    high: float | None = None  #: Upper end.
 
 
 def ratio_of_sums(numerators: ArrayLike, denominators: ArrayLike, *, seed: int = 0) -> Interval:

@@ -41,40 +41,24 @@ _PLAIN = "plain"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A draft and how much of it is accepted.
+    """A draft and how much of it is accepted."""
 
-    Attributes:
-        name: Name in reports: ``K=3``, or the size of a tree.
-        num_draft_tokens: ``K`` of a chain, all nodes but the root of a tree.
-        num_draft_steps: ``G``, draft steps in a round; ``K`` for a chain.
-        is_chain: Only chains fit into a schedule.
-        mean_acceptance_length: ``τ``, tokens per round, measured with this very shape.
-        acceptance_per_position: Share of rounds in which the token at each depth was accepted.
-    """
-
-    name: str
-    num_draft_tokens: int
-    num_draft_steps: int
-    is_chain: bool
-    mean_acceptance_length: float
-    acceptance_per_position: tuple[float, ...] = ()
+    name: str  #: Name in reports: ``K=3``, or the size of a tree.
+    num_draft_tokens: int  #: ``K`` of a chain, all nodes but the root of a tree.
+    num_draft_steps: int  #: ``G``, draft steps in a round; ``K`` for a chain.
+    is_chain: bool  #: Only chains fit into a schedule.
+    mean_acceptance_length: float  #: ``τ``, tokens per round, measured with this very shape.
+    acceptance_per_position: tuple[float, ...] = ()  #: Share of rounds in which the token at each depth was accepted.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Costs and gain of a draft at one batch size.
+    """Costs and gain of a draft at one batch size."""
 
-    Attributes:
-        shape: The draft.
-        verify_cost: ``v``, a verification in plain steps.
-        draft_cost: ``c``, a draft step in plain steps.
-        speedup: ``S``, paired by repeat.
-    """
-
-    shape: Shape
-    verify_cost: float
-    draft_cost: float
-    speedup: Spread
+    shape: Shape  #: The draft.
+    verify_cost: float  #: ``v``, a verification in plain steps.
+    draft_cost: float  #: ``c``, a draft step in plain steps.
+    speedup: Spread  #: ``S``, paired by repeat.
 
     @classmethod
     def of(cls, shape: Shape, *, plain: Sequence[float], verify: Sequence[float], draft: Sequence[float]) -> Candidate:
@@ -94,19 +78,12 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchTuning:
-    """All drafts at one batch size.
+    """All drafts at one batch size."""
 
-    Attributes:
-        batch: Rows decoded at once.
-        plain_step: Seconds of a step of plain decoding.
-        extra_prefill_seconds: Time that drafting adds to the prefill of such a batch.
-        candidates: Every draft that was measured.
-    """
-
-    batch: int
-    plain_step: Spread
-    extra_prefill_seconds: float
-    candidates: tuple[Candidate, ...]
+    batch: int  #: Rows decoded at once.
+    plain_step: Spread  #: Seconds of a step of plain decoding.
+    extra_prefill_seconds: float  #: Time that drafting adds to the prefill of such a batch.
+    candidates: tuple[Candidate, ...]  #: Every draft that was measured.
 
     @property
     def best(self) -> Candidate | None:
@@ -169,17 +146,11 @@ def schedule_of(lengths: Sequence[tuple[int, int]]) -> SpeculationSchedule | Non
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BreakEven:
-    """The acceptance from which a chain is faster than plain decoding.
+    """The acceptance from which a chain is faster than plain decoding."""
 
-    Attributes:
-        mean_acceptance_length: ``τ`` at which ``S`` is 1: the cost of a round in plain steps.
-        needed: The rates that give it; ``None`` where even a chain accepted in full would not do.
-        measured: The rates of the measured ``τ``.
-    """
-
-    mean_acceptance_length: float
-    needed: Rates | None
-    measured: Rates
+    mean_acceptance_length: float  #: ``τ`` at which ``S`` is 1: the cost of a round in plain steps.
+    needed: Rates | None  #: The rates that give it; ``None`` where even a chain accepted in full would not do.
+    measured: Rates  #: The rates of the measured ``τ``.
 
 
 def break_even(candidate: Candidate) -> BreakEven:
@@ -205,21 +176,14 @@ def crossover_tokens(*, extra_prefill_seconds: float, plain_step_seconds: float,
 
 
 class Rule(NamedTuple):
-    """A rule of thumb compared with the measurement.
+    """A rule of thumb compared with the measurement."""
 
-    Attributes:
-        batch: Batch size.
-        rule: The rule.
-        rule_says: ``plain`` or ``speculate``; for short answers, the number of tokens below which to decode plainly.
-        measured: Decision of the measurement, with its numbers.
-        agrees: Whether both lead to the same decision.
-    """
-
-    batch: int
-    rule: str
+    batch: int  #: Batch size.
+    rule: str  #: The rule.
+    #: ``plain`` or ``speculate``; for short answers, the number of tokens below which to decode plainly.
     rule_says: str
-    measured: str
-    agrees: bool
+    measured: str  #: Decision of the measurement, with its numbers.
+    agrees: bool  #: Whether both lead to the same decision.
 
 
 def rules_of_thumb(found: BatchTuning) -> list[Rule]:
@@ -258,22 +222,15 @@ def rules_of_thumb(found: BatchTuning) -> list[Rule]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Check:
-    """A prediction compared with a run.
+    """A prediction compared with a run."""
 
-    Attributes:
-        batch: Rows decoded at once.
-        shape: Name of the draft that was compared with plain decoding.
-        speedup: Predicted ``S`` of a batch in which all rows are running.
-        rows_running: Mean share of rows that are running: rows of one batch finish at different times when they
-            speculate, and a batch ends with its last row.
-        measured: Ratio of decode times over all prompts, paired by repeat.
-    """
-
-    batch: int
-    shape: str
-    speedup: float
+    batch: int  #: Rows decoded at once.
+    shape: str  #: Name of the draft that was compared with plain decoding.
+    speedup: float  #: Predicted ``S`` of a batch in which all rows are running.
+    #: Mean share of rows that are running: rows of one batch finish at different times when they speculate, and a batch
+    #: ends with its last row.
     rows_running: float
-    measured: Spread
+    measured: Spread  #: Ratio of decode times over all prompts, paired by repeat.
 
     @property
     def predicted(self) -> float:
@@ -283,21 +240,13 @@ class Check:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """All measurements and their consequences.
+    """All measurements and their consequences."""
 
-    Attributes:
-        batches: In ascending order.
-        checks: At the smallest and the largest batch size; empty when not asked for.
-        num_prompts: Prompts that acceptance was measured on.
-        max_new_tokens: Written for each.
-        repeats: Interleaved repeats.
-    """
-
-    batches: tuple[BatchTuning, ...]
-    checks: tuple[Check, ...]
-    num_prompts: int
-    max_new_tokens: int
-    repeats: int
+    batches: tuple[BatchTuning, ...]  #: In ascending order.
+    checks: tuple[Check, ...]  #: At the smallest and the largest batch size; empty when not asked for.
+    num_prompts: int  #: Prompts that acceptance was measured on.
+    max_new_tokens: int  #: Written for each.
+    repeats: int  #: Interleaved repeats.
 
     @property
     def schedule(self) -> SpeculationSchedule | None:

@@ -45,19 +45,12 @@ torch.compile and, on a GPU, CUDA graphs, or in a server as it was started."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Findings:
-    """A whole run.
+    """A whole run."""
 
-    Attributes:
-        device: Short name of the hardware.
-        about: Environment of the run; see :func:`eagle3_jax.bench.environment.environment`.
-        reports: One for each batch size.
-        missing: Contenders that were not measured at all.
-    """
-
-    device: str
-    about: dict[str, Any]
-    reports: Sequence[Report]
-    missing: Sequence[NotMeasured]
+    device: str  #: Short name of the hardware.
+    about: dict[str, Any]  #: Environment of the run; see :func:`eagle3_jax.bench.environment.environment`.
+    reports: Sequence[Report]  #: One for each batch size.
+    missing: Sequence[NotMeasured]  #: Contenders that were not measured at all.
 
     @property
     def failures(self) -> list[str]:

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -279,3 +279,16 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> None:
+    """Prints a table without borders; all columns but those in ``left`` are aligned to the right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for index, title in enumerate(titles):
+        table.add_column(title, justify="left" if index in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, markup=False, width=max(Console().width, 120)).print(table)

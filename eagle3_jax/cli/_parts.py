@@ -95,17 +95,11 @@ def read_verifier(source: str | None) -> Verifier | None:
 
 
 class OwnPart(NamedTuple):
-    """An object or a function in the user's own module.
+    """An object or a function in the user's own module."""
 
-    Attributes:
-        value: The object.
-        argument: The text after ``=``; ``None`` without one.
-        text: The option's value as it was typed.
-    """
-
-    value: Any
-    argument: str | None
-    text: str
+    value: Any  #: The object.
+    argument: str | None  #: The text after ``=``; ``None`` without one.
+    text: str  #: The option's value as it was typed.
 
     def call(self, option: str, wanted: str, **context: Any) -> Any:
         """Calls the function with its argument and further ones by name."""

@@ -13,15 +13,10 @@ if TYPE_CHECKING:
 
 
 class Activity(NamedTuple):
-    """Two ways to report progress.
+    """Two ways to report progress."""
 
-    Attributes:
-        say: Shows the current step until the next one; only a terminal shows it.
-        tell: Writes a line that stays, such as a result.
-    """
-
-    say: Callable[[str], Any]
-    tell: Callable[[str], Any]
+    say: Callable[[str], Any]  #: Shows the current step until the next one; only a terminal shows it.
+    tell: Callable[[str], Any]  #: Writes a line that stays, such as a result.
 
 
 @contextlib.contextmanager

@@ -329,19 +329,14 @@ def bench(
 
 
 class Models(NamedTuple):
-    """A target and its drafters.
+    """A target and its drafters."""
 
-    Attributes:
-        target: In the precision asked for.
-        dtype: That precision, and the weights where they are not dense.
-        float32: The same target as a second baseline; ``None`` where the first one is in float32, or on a GPU, where
-            float32 is never the fastest and memory is shared.
-        drafters: Heads under their names; ``None`` for prompt lookup alone; empty for plain decoding only.
-    """
-
-    target: LoadedTarget
-    dtype: str
+    target: LoadedTarget  #: In the precision asked for.
+    dtype: str  #: That precision, and the weights where they are not dense.
+    #: The same target as a second baseline; ``None`` where the first one is in float32, or on a GPU, where float32 is
+    #: never the fastest and memory is shared.
     float32: LoadedTarget | None
+    #: Heads under their names; ``None`` for prompt lookup alone; empty for plain decoding only.
     drafters: dict[str, LoadedDrafter | None]
 
 
@@ -415,14 +410,10 @@ class Methods:
 
 @dataclasses.dataclass
 class Field:
-    """All contenders, and those that cannot take part.
+    """All contenders, and those that cannot take part."""
 
-    Attributes:
-        contenders: In the order of the report.
-        missing: Contenders that are not measured, with the reason.
-    """
-
-    contenders: list[Contender] = dataclasses.field(default_factory=list)
+    contenders: list[Contender] = dataclasses.field(default_factory=list)  #: In the order of the report.
+    #: Contenders that are not measured, with the reason.
     missing: list[NotMeasured] = dataclasses.field(default_factory=list)
 
     def lacks(self, name: str, reason: str) -> None:

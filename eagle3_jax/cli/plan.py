@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +12,7 @@ import typer
 from typer import Option
 
 from eagle3_jax.cli._errors import Misuse
-from eagle3_jax.cli._options import JsonOption, check_writable, finite, grouped, print_json
+from eagle3_jax.cli._options import JsonOption, check_writable, finite, grouped, print_json, print_table
 from eagle3_jax.cli._planning import read_head, read_target
 from eagle3_jax.named import FORMS
 from eagle3_jax.theory import speedup as theory
@@ -253,7 +253,7 @@ def _print_speedup(result: dict[str, Any]) -> None:
         best = row["best_num_speculative_tokens"]
         cells = [f"{tau:.2f} {gain:.2f}{'*' if k == best else ' '}" for k, tau, gain in by_length]
         rows.append((f"{row['conditional_acceptance_rate']:.1f}", *cells))
-    _print_table(("α", *(f"K={k}  " for k in _CHAINS)), rows)
+    print_table(("α", *(f"K={k}  " for k in _CHAINS)), rows)
     if result["simulation"] is not None:
         found, tail = result["simulation"], result["simulation"]["time_per_output_token"]
         typer.echo(
@@ -323,7 +323,7 @@ def memory(
         )
     else:
         _print_title(deployment, context, f"{batch_size} sequences of {context} tokens, K = {k}; GB on each GPU")
-        _print_table(("", "GB", ""), _memory_rows(deployment, plan, batch_size * (context + k + 1)), left=(0, 2))
+        print_table(("", "GB", ""), _memory_rows(deployment, plan, batch_size * (context + k + 1)), left=(0, 2))
         left = plan.budget - plan.total
         typer.echo(
             f"\n{'fits' if plan.fits else 'DOES NOT FIT'}: {plan.total / 1e9:.2f} of {plan.budget / 1e9:.2f} GB "
@@ -482,7 +482,7 @@ def _print_accelerators(results: Sequence[dict[str, Any]]) -> None:
         for result in results
     ]
     titles = ("GPU", "GB/s", "TFLOPS", "GB", "fits", *(f"batch {batches[index]}" for index in shown), "pays below")
-    _print_table(titles, rows)
+    print_table(titles, rows)
     typer.echo(
         "\ntokens/s of a batch: plain, speculative. fits: the largest batch that memory holds.\n"
         "Peaks are dense bfloat16; datasheets are named in --json."
@@ -508,7 +508,7 @@ def _print_bounds(result: dict[str, Any], deployment: Deployment) -> None:
         for bound in result["bounds"]
     ]
     titles = ("batch", "GB", "GFLOP", "plain ms", "tokens/s", "verify ms", "v", "c", "speculative", "S", "")
-    _print_table(titles, rows)
+    print_table(titles, rows)
     typer.echo(
         f"\n{deployment.accelerator.source}\nMemory holds {_batch_text(result['largest_batch'])} such sequences."
     )
@@ -528,7 +528,7 @@ def _print_nodes(result: dict[str, Any], deployment: Deployment, *, alpha: float
         f"\nverification at batch {batch} by nodes of the draft, root included: the more of them, the more experts"
     )
     rows = [(f"{one['num_nodes']}", f"{one['experts']:.1%}", f"{one['verify_cost']:.2f}") for one in result["nodes"]]
-    _print_table(("nodes", "experts read", "v"), rows)
+    print_table(("nodes", "experts read", "v"), rows)
     typer.echo("As if tokens chose independently and evenly; neighbours choose alike, so a real forward reads fewer.")
     if deployment.head is not None:
         k = best_chain(deployment, batch=batch, context=context, conditional_acceptance_rate=alpha)
@@ -587,7 +587,7 @@ def cost(
         (name, f"{speed:,.0f}", f"{per_million:.3f}", f"{tokens:,.0f}", f"{first / per_million:.2f}x")
         for name, (speed, per_million, tokens) in costs.items()
     ]
-    _print_table(("", "tokens/s", "per million tokens", "tokens for 1", "for the same money"), rows)
+    print_table(("", "tokens/s", "per million tokens", "tokens for 1", "for the same money"), rows)
 
 
 @app.command(
@@ -704,16 +704,3 @@ def _print_title(deployment: Deployment, context: int, text: str, gpu: str | Non
 def _batch_text(batch: int | None) -> str:
     """A batch size; ``any`` if there is no limit."""
     return "any" if batch is None or batch >= 65_536 else f"{batch:,}"
-
-
-def _print_table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> None:
-    """Prints a table without borders; all columns but those in ``left`` are aligned to the right."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for index, title in enumerate(titles):
-        table.add_column(title, justify="left" if index in left else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False, markup=False, width=max(Console().width, 120)).print(table)

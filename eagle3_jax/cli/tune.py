@@ -22,14 +22,13 @@ from eagle3_jax.cli._options import (
     parse_numbers,
     parse_tree,
     print_json,
+    print_table,
     write_json,
 )
 from eagle3_jax.cli._parts import read_drafter, read_renderer, read_target
 from eagle3_jax.cli._progress import counted, spinner
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from eagle3_jax.bench.timing import Spread
     from eagle3_jax.bench.tune import Tuning
 
@@ -37,8 +36,6 @@ EXAMPLE = """\b
 Examples, the second for a first look:
   eagle3 tune --batch-sizes 1,4,16 --chains 1-5 --output schedule.json
   eagle3 tune --batch-sizes 1 --chains 1-3 --max-prompts 2 --repeats 2"""
-
-_WIDTH = 120
 
 
 @grouped
@@ -128,38 +125,34 @@ def tune(
 
 
 def _print(found: Tuning, setting: str) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, width=max(Console().width, _WIDTH))
     prompts = f"{found.num_prompts} prompt{'s' if found.num_prompts > 1 else ''}"
     amount = f"{prompts} x {found.max_new_tokens} new tokens, {found.repeats} interleaved repeats"
-    console.print(f"{setting}; {amount}\n")
-    console.print(_speedups(found))
-    console.print(_NOTES)
-    console.print(_break_evens(found))
-    console.print()
-    console.print(_rules(found))
-    console.print()
+    typer.echo(f"{setting}; {amount}\n")
+    _print_speedups(found)
+    typer.echo(_NOTES)
+    _print_break_evens(found)
+    typer.echo("")
+    _print_rules(found)
+    typer.echo("")
     for one in found.checks:
         running = f" = {one.speedup:.2f} x {one.rows_running:.2f} of the rows running"
-        console.print(
+        typer.echo(
             f"checked at batch {one.batch}, {one.shape}: predicted {one.predicted:.2f}"
-            f"{'' if one.rows_running > 0.999 else running}; measured {_spread(one.measured)}",
-            soft_wrap=True,
+            f"{'' if one.rows_running > 0.999 else running}; measured {_spread(one.measured)}"
         )
     schedule = found.schedule
     if schedule is None:
-        console.print("\nNo chain pays at any of these batch sizes: decode plainly. There is no schedule.")
+        typer.echo("\nNo chain pays at any of these batch sizes: decode plainly. There is no schedule.")
         return
     lists = schedule.to_lists()
-    console.print("\nschedule of chains (for vLLM's --speculative-config, beside method and model):")
+    typer.echo("\nschedule of chains (for vLLM's --speculative-config, beside method and model):")
     keys = {"num_speculative_tokens": schedule.max_length, "num_speculative_tokens_per_batch_size": lists}
-    console.print(json.dumps(keys), soft_wrap=True, markup=False)
+    typer.echo(json.dumps(keys))
     line = json.dumps(lists, separators=(",", ":"))
-    console.print(f"eagle3 generate --schedule '{line}'", soft_wrap=True, markup=False)
+    typer.echo(f"eagle3 generate --schedule '{line}'")
     for one in found.batches:
         if one.best is not None and not one.best.shape.is_chain:
-            console.print(
+            typer.echo(
                 f"At batch {one.batch} the {one.best.shape.name} is faster; a schedule, like vLLM, holds chains only."
             )
 
@@ -171,58 +164,52 @@ the difference is within the spread.
 """
 
 
-def _table(*titles: str) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for title in titles:
-        table.add_column(title, no_wrap=True)
-    return table
-
-
 def _spread(one: Spread) -> str:
     return f"{one.median:.2f} ({one.low:.2f}-{one.high:.2f})"
 
 
-def _speedups(found: Tuning) -> Table:
-    table = _table("draft", "τ", *(f"batch {one.batch}" for one in found.batches))
-    for rows in zip(*(one.candidates for one in found.batches), strict=True):
-        chosen = [" *" if row is one.best else "" for row, one in zip(rows, found.batches, strict=True)]
-        gains = [_spread(row.speedup) + star for row, star in zip(rows, chosen, strict=True)]
-        table.add_row(rows[0].shape.name, f"{rows[0].shape.mean_acceptance_length:.2f}", *gains)
-    table.add_row("plain", "", *(f"1{'' if one.best else ' *'}" for one in found.batches))
-    return table
+def _print_speedups(found: Tuning) -> None:
+    rows = []
+    for candidates in zip(*(one.candidates for one in found.batches), strict=True):
+        pairs, shape = zip(candidates, found.batches, strict=True), candidates[0].shape
+        gains = [f"{_spread(draft.speedup)}{' *' if draft is one.best else ''}" for draft, one in pairs]
+        rows.append((shape.name, f"{shape.mean_acceptance_length:.2f}", *gains))
+    rows.append(("plain", "", *("1" if one.best else "1 *" for one in found.batches)))
+    titles = ("draft", "τ", *(f"batch {one.batch}" for one in found.batches))
+    print_table(titles, rows, left=range(len(titles)))
 
 
-def _break_evens(found: Tuning) -> Table:
+def _print_break_evens(found: Tuning) -> None:
     from eagle3_jax.bench.tune import break_even
 
-    rates = ("draft acceptance rate", "conditional acceptance rate")
-    table = _table("batch", "plain step", "chain", "v", "c", "breaks even at τ", *rates)
-    of = "{:.2f}, is {:.2f}".format
+    of, rows = "{:.2f}, is {:.2f}".format, []
     for one in found.batches:
         chain = one.best_chain or max(one.chains, key=lambda candidate: candidate.speedup.median)
         level = break_even(chain)
         needed, measured = level.needed, level.measured
-        table.add_row(
-            str(one.batch),
-            f"{1e3 * one.plain_step.median:.2f} ms",
-            chain.shape.name,
-            f"{chain.verify_cost:.2f}",
-            f"{chain.draft_cost:.3f}",
-            of(level.mean_acceptance_length, measured.mean_acceptance_length),
-            "never" if needed is None else of(needed.draft_acceptance_rate, measured.draft_acceptance_rate),
-            "" if needed is None else of(needed.conditional_acceptance_rate, measured.conditional_acceptance_rate),
+        rows.append(
+            (
+                str(one.batch),
+                f"{1e3 * one.plain_step.median:.2f} ms",
+                chain.shape.name,
+                f"{chain.verify_cost:.2f}",
+                f"{chain.draft_cost:.3f}",
+                of(level.mean_acceptance_length, measured.mean_acceptance_length),
+                "never" if needed is None else of(needed.draft_acceptance_rate, measured.draft_acceptance_rate),
+                "" if needed is None else of(needed.conditional_acceptance_rate, measured.conditional_acceptance_rate),
+            )
         )
-    return table
+    rates = ("draft acceptance rate", "conditional acceptance rate")
+    titles = ("batch", "plain step", "chain", "v", "c", "breaks even at τ", *rates)
+    print_table(titles, rows, left=range(len(titles)))
 
 
-def _rules(found: Tuning) -> Table:
+def _print_rules(found: Tuning) -> None:
     from eagle3_jax.bench.tune import rules_of_thumb
 
-    table = _table("rule of thumb", "batch", "it says", "measured", "")
-    rules = [rule for one in found.batches for rule in rules_of_thumb(one)]
-    for rule in sorted(rules, key=lambda rule: rule.rule):
-        verdict = "agrees" if rule.agrees else "disagrees"
-        table.add_row(rule.rule, str(rule.batch), rule.rule_says, rule.measured, verdict)
-    return table
+    rules = sorted((rule for one in found.batches for rule in rules_of_thumb(one)), key=lambda rule: rule.rule)
+    rows = [
+        (one.rule, str(one.batch), one.rule_says, one.measured, "agrees" if one.agrees else "disagrees")
+        for one in rules
+    ]
+    print_table(("rule of thumb", "batch", "it says", "measured", ""), rows, left=range(5))

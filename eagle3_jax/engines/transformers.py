@@ -15,18 +15,12 @@ _PROMPT_LOOKUP = {"prompt_lookup_num_tokens": 5}
 
 @dataclasses.dataclass
 class TransformersContender(Contender):
-    """``AutoModelForCausalLM.generate`` with its cache, greedy, in eager PyTorch.
+    """``AutoModelForCausalLM.generate`` with its cache, greedy, in eager PyTorch."""
 
-    Attributes:
-        name: Name in reports.
-        dtype: Precision in reports.
-        model: The loaded model.
-        options: Further arguments of ``generate``, such as ``prompt_lookup_num_tokens`` for its assisted generation.
-    """
-
-    name: str
-    dtype: str
-    model: Any
+    name: str  #: Name in reports.
+    dtype: str  #: Precision in reports.
+    model: Any  #: The loaded model.
+    #: Further arguments of ``generate``, such as ``prompt_lookup_num_tokens`` for its assisted generation.
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:

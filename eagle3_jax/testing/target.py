@@ -112,17 +112,11 @@ class RoundLogits(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TargetSubject:
-    """A target, and the programs that call it.
+    """A target, and the programs that call it."""
 
-    Attributes:
-        target: The target with its parameters.
-        given: The tolerance; ``None`` chooses it by the types of the target.
-        seed: Random seed.
-    """
-
-    target: LoadedTarget
-    given: float | None = None
-    seed: int = 0
+    target: LoadedTarget  #: The target with its parameters.
+    given: float | None = None  #: The tolerance; ``None`` chooses it by the types of the target.
+    seed: int = 0  #: Random seed.
 
     def text(self, which: int = 0, size: int = WIDTH) -> Int[np.ndarray, "B T"]:
         """The first ``size`` of ``WIDTH`` random tokens, ``[ROWS size]``."""

@@ -270,7 +270,7 @@ def _first(holds: Callable[[int], bool], *, after: int = 0) -> int | None:
     while not holds(high):
         if high >= _MOST_ROWS:
             return None
-        low, high = high, 2 * high
+        low, high = high, min(2 * high, _MOST_ROWS)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)

@@ -19,20 +19,15 @@ Loss = tuple[Float[Array, ""], dict[str, Float[Array, ""]]]  # a loss and its me
 
 
 class TTTBatch(struct.PyTreeNode, kw_only=True):
-    """Sequences to learn from.
-
-    Attributes:
-        tokens: ``[B T]``.
-        attention_mask: ``[B T]``, False at padding.
-        loss_mask: ``[B T]``, True where the token *after the next* is worth learning: row ``t`` of step ``k`` is
-            supervised by entry ``t + k`` and predicts ``x_{t+k+2}``. For an assistant turn at ``s .. e`` these are
-            entries ``s - 1 .. e - 2``: its first token always comes from the target.
-        key: Random key of objectives that sample what they train on; another one for every batch.
-    """
+    """Sequences to learn from."""
 
     tokens: Int[Array, "B T"]
-    attention_mask: Bool[Array, "B T"]
+    attention_mask: Bool[Array, "B T"]  #: False at padding.
+    #: True where the token *after the next* is worth learning: row ``t`` of step ``k`` is supervised by entry ``t + k``
+    #: and predicts ``x_{t+k+2}``. For an assistant turn at ``s .. e`` these are entries ``s - 1 .. e - 2``: its first
+    #: token always comes from the target.
     loss_mask: Bool[Array, "B T"]
+    #: Random key of objectives that sample what they train on; another one for every batch.
     key: Key[Array, ""] | None = None
 
     @property
@@ -47,17 +42,11 @@ class TTTBatch(struct.PyTreeNode, kw_only=True):
 
 
 class Frozen(TypedDict):
-    """What the objective reads and never trains.
+    """What the objective reads and never trains."""
 
-    Attributes:
-        target_params: Parameters of the target.
-        embedding: ``[V D]``, the head's token embedding, mostly the target's own.
-        draft_to_target: ``[W]``, target id of every draft id; ``None`` where these are the same.
-    """
-
-    target_params: Params
-    embedding: Float[Array, "V D"]
-    draft_to_target: Int[Array, " W"] | None
+    target_params: Params  #: Parameters of the target.
+    embedding: Float[Array, "V D"]  #: The head's token embedding, mostly the target's own.
+    draft_to_target: Int[Array, " W"] | None  #: Target id of every draft id; ``None`` where these are the same.
 
 
 def draft_ids(frozen: Frozen, vocab_size: int) -> Int[Array, " V"]:

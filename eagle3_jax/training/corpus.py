@@ -30,15 +30,10 @@ HELD_OUT = frozenset(row["name"] for row in _SHIPPED if row["part"] == "held-out
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One file of the corpus.
+    """One file of the corpus."""
 
-    Attributes:
-        name: Its name inside the corpus.
-        text: Its content.
-    """
-
-    name: str
-    text: str
+    name: str  #: Its name inside the corpus.
+    text: str  #: Its content.
 
     @property
     def held_out(self) -> bool:

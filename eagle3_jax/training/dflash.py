@@ -31,25 +31,15 @@ from eagle3_jax.training.ttt import Teacher, teacher_forward
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockObjective:
-    """What a block is trained on.
+    """What a block is trained on."""
 
-    Attributes:
-        text: Weight of the cross-entropy on the text's own tokens.
-        distance: Weight of ``|p - q|_1``.
-        divergence: Weight of ``T^2 KL(p_T, q_T)``.
-        confidence: Weight of the confidence's cross-entropy.
-        temperature: ``T`` of the divergence.
-        decays: Whether later positions weigh less.
-        num_anchors: Blocks of a sequence; fewer where the text allows fewer.
-    """
-
-    text: float = 0.0
-    distance: float = 0.0
-    divergence: float = 0.0
-    confidence: float = 0.0
-    temperature: float = 1.0
-    decays: bool = True
-    num_anchors: int = 64
+    text: float = 0.0  #: Weight of the cross-entropy on the text's own tokens.
+    distance: float = 0.0  #: Weight of ``|p - q|_1``.
+    divergence: float = 0.0  #: Weight of ``T^2 KL(p_T, q_T)``.
+    confidence: float = 0.0  #: Weight of the confidence's cross-entropy.
+    temperature: float = 1.0  #: ``T`` of the divergence.
+    decays: bool = True  #: Whether later positions weigh less.
+    num_anchors: int = 64  #: Blocks of a sequence; fewer where the text allows fewer.
 
 
 def block_loss(

@@ -17,17 +17,11 @@ from eagle3_jax.models.memory import causal_mask
 
 
 class Phase(NamedTuple):
-    """A stretch of training with one batch shape; short sequences first make cheap early steps.
+    """A stretch of training with one batch shape; short sequences first make cheap early steps."""
 
-    Attributes:
-        until_step: First step that does not belong to it.
-        batch: Rows.
-        length: Tokens per row.
-    """
-
-    until_step: int
-    batch: int
-    length: int
+    until_step: int  #: First step that does not belong to it.
+    batch: int  #: Rows.
+    length: int  #: Tokens per row.
 
 
 def next_token_loss(

@@ -22,41 +22,28 @@ LossFn = Callable[[Params, Batch], tuple[jax.Array, Metrics]]
 
 
 class TrainState(struct.PyTreeNode, kw_only=True):
-    """Everything that a resumed run needs.
+    """Everything that a resumed run needs."""
 
-    Attributes:
-        step: Optimiser steps taken.
-        params: The parameters that are trained.
-        opt_state: The optimiser's own state.
-    """
-
+    #: Optimiser steps taken.
     step: Any  # an array, or its shape and type while a checkpoint is restored
-    params: Params
-    opt_state: Any
+    params: Params  #: The parameters that are trained.
+    opt_state: Any  #: The optimiser's own state.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW or Muon with warm-up and cosine decay to zero.
+    """AdamW or Muon with warm-up and cosine decay to zero."""
 
-    Attributes:
-        method: ``adamw`` (Loshchilov & Hutter, 2019), or ``muon`` (Jordan et al., 2024), which orthogonalises the
-            update of hidden matrices and leaves embeddings, norms and output projections to AdamW.
-        learning_rate: Peak.
-        embedding_learning_rate: ``muon``: peak for what AdamW updates; ``learning_rate`` when left out.
-        num_steps: Length of the schedule.
-        warmup_steps: Steps of linear warm-up from zero.
-        weight_decay: Decoupled from the gradient.
-        clip_norm: Global gradient norm above which gradients are scaled down.
-    """
-
+    #: ``adamw`` (Loshchilov & Hutter, 2019), or ``muon`` (Jordan et al., 2024), which orthogonalises the update of
+    #: hidden matrices and leaves embeddings, norms and output projections to AdamW.
     method: str = "adamw"
-    learning_rate: float = 3e-3
+    learning_rate: float = 3e-3  #: Peak.
+    #: ``muon``: peak for what AdamW updates; ``learning_rate`` when left out.
     embedding_learning_rate: float | None = None
-    num_steps: int = 1000
-    warmup_steps: int = 50
-    weight_decay: float = 0.05
-    clip_norm: float = 1.0
+    num_steps: int = 1000  #: Length of the schedule.
+    warmup_steps: int = 50  #: Steps of linear warm-up from zero.
+    weight_decay: float = 0.05  #: Decoupled from the gradient.
+    clip_norm: float = 1.0  #: Global gradient norm above which gradients are scaled down.
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_steps < self.num_steps:

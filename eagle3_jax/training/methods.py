@@ -50,21 +50,13 @@ _LAYERS_MLP_VOCABULARY = ("num_layers", "mlp_width", "draft_vocab_size")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadOptions:
-    """The choices of a recipe; ``None`` uses the method's default.
+    """The choices of a recipe; ``None`` uses the method's default."""
 
-    Attributes:
-        depth: Draft positions that are learned.
-        num_layers: Layers of the head.
-        width: Width of its residual stream.
-        mlp_width: Inner width of its MLPs.
-        draft_vocab_size: ``W``, how many of the target's tokens it can draft.
-    """
-
-    depth: int
-    num_layers: int | None = None
-    width: int | None = None
-    mlp_width: int | None = None
-    draft_vocab_size: int | None = None
+    depth: int  #: Draft positions that are learned.
+    num_layers: int | None = None  #: Layers of the head.
+    width: int | None = None  #: Width of its residual stream.
+    mlp_width: int | None = None  #: Inner width of its MLPs.
+    draft_vocab_size: int | None = None  #: ``W``, how many of the target's tokens it can draft.
 
 
 # First parameters
@@ -236,29 +228,22 @@ def _draft_model(config: DecoderConfig, *, precision: Precision = FLOAT32) -> Dr
 
 
 class Recipe(NamedTuple):
-    """How heads of one method are trained.
+    """How heads of one method are trained."""
 
-    Attributes:
-        choices: The fields of :class:`HeadOptions` that the method has, next to ``depth``.
-        shape: Makes the head's configuration for a target; see :meth:`config`.
-        drafter: Makes the drafter from a configuration and ``precision``.
-        objective: The loss function: drafter, target's model, head's parameters, frozen arrays, batch, and the result
-            of ``setting``. It is differentiable in the head's parameters alone. Its metrics are those of
-            :func:`eagle3_jax.training.ttt.ttt_loss`: ``accuracy_k`` of each draft position and ``simulated_tau``.
-        setting: The last argument of ``objective``, from the options.
-        start: The first parameters, from the drafter, the target, the draft vocabulary (``None`` for all) and a key.
-        depths: Default phases ``UNTIL:DEPTH,...``, as ``eagle3 train head --unroll`` takes them.
-        draft_vocab_size: Default ``W``; ``None`` for the target's whole vocabulary.
-    """
-
-    choices: tuple[str, ...]
+    choices: tuple[str, ...]  #: The fields of :class:`HeadOptions` that the method has, next to ``depth``.
+    #: Makes the head's configuration for a target; see :meth:`config`.
     shape: Callable[[DecoderConfig, HeadOptions], Any]
-    drafter: Callable[..., Any]
+    drafter: Callable[..., Any]  #: Makes the drafter from a configuration and ``precision``.
+    #: The loss function: drafter, target's model, head's parameters, frozen arrays, batch, and the result of
+    #: ``setting``. It is differentiable in the head's parameters alone. Its metrics are those of
+    #: :func:`eagle3_jax.training.ttt.ttt_loss`: ``accuracy_k`` of each draft position and ``simulated_tau``.
     objective: Callable[[Any, DecoderTarget, Params, Frozen, TTTBatch, Any], Loss]
+    #: The last argument of ``objective``, from the options.
     setting: Callable[[HeadOptions], Any] = operator.attrgetter("depth")
+    #: The first parameters, from the drafter, the target, the draft vocabulary (``None`` for all) and a key.
     start: Callable[[Any, LoadedTarget, DraftVocabulary, jax.Array], Params] = initial_head
-    depths: str = "5"
-    draft_vocab_size: int | None = None
+    depths: str = "5"  #: Default phases ``UNTIL:DEPTH,...``, as ``eagle3 train head --unroll`` takes them.
+    draft_vocab_size: int | None = None  #: Default ``W``; ``None`` for the target's whole vocabulary.
 
     def config(self, target: DecoderConfig, options: HeadOptions) -> Any:
         """The head's configuration for a target.

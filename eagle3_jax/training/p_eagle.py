@@ -34,17 +34,11 @@ RATIO, LEAST = 0.7, 0.2  # r and r_min, as in speculators
 
 
 class Chains(struct.PyTreeNode, kw_only=True):
-    """Rows to run, those of depth 0 first and in order: the text itself.
+    """Rows to run, those of depth 0 first and in order: the text itself."""
 
-    Attributes:
-        anchors: ``[B S]``, position of the last true pair that a row stands behind; its own at depth 0.
-        present: ``[B S]``, False at padding, where fewer were kept than there is room for.
-        depths: ``S`` depths, ascending.
-    """
-
-    anchors: Int[Array, "B S"]
-    present: Bool[Array, "B S"]
-    depths: tuple[int, ...] = struct.field(pytree_node=False)
+    anchors: Int[Array, "B S"]  #: Position of the last true pair that a row stands behind; its own at depth 0.
+    present: Bool[Array, "B S"]  #: False at padding, where fewer were kept than there is room for.
+    depths: tuple[int, ...] = struct.field(pytree_node=False)  #: ``S`` depths, ascending.
 
     @property
     def positions(self) -> Int[Array, "B S"]:

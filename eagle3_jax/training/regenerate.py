@@ -19,40 +19,24 @@ from eagle3_jax.writing import whole_file
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RegenerationConfig:
-    """Number of rows, their lengths and their sampling.
+    """Number of rows, their lengths and their sampling."""
 
-    Attributes:
-        num_rows: Number of rows.
-        prompt_length: Tokens of corpus text that open each row.
-        length: Tokens per row, prompt included.
-        batch: Rows generated at once.
-        greedy_share: Part of the rows decoded greedily; the rest is sampled.
-        temperature: Temperature of the sampled rows.
-        seed: Random seed of prompts and samples.
-    """
-
-    num_rows: int = 4096
-    prompt_length: int = 64
-    length: int = 256
-    batch: int = 64
-    greedy_share: float = 0.6
-    temperature: float = 0.8
-    seed: int = 0
+    num_rows: int = 4096  #: Number of rows.
+    prompt_length: int = 64  #: Tokens of corpus text that open each row.
+    length: int = 256  #: Tokens per row, prompt included.
+    batch: int = 64  #: Rows generated at once.
+    greedy_share: float = 0.6  #: Part of the rows decoded greedily; the rest is sampled.
+    temperature: float = 0.8  #: Temperature of the sampled rows.
+    seed: int = 0  #: Random seed of prompts and samples.
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Text with the part that the target wrote.
+    """Text with the part that the target wrote."""
 
-    Attributes:
-        tokens: ``[R T]``, padded with 0.
-        prompt_length: ``[R]``.
-        length: ``[R]``, prompt included.
-    """
-
-    tokens: np.ndarray
-    prompt_length: np.ndarray
-    length: np.ndarray
+    tokens: np.ndarray  #: ``[R T]``, padded with 0.
+    prompt_length: np.ndarray  #: ``[R]``.
+    length: np.ndarray  #: ``[R]``, prompt included.
 
     def save(self, path: Path) -> None:
         """Write an ``.npz`` file; it appears under its name only when complete."""

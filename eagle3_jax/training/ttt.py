@@ -39,17 +39,13 @@ class TTTConfig:
     """How the steps are weighted and what counts. Defaults are those of the official training code.
 
     Rows whose most likely target token is outside the draft vocabulary have no loss.
-
-    Attributes:
-        num_steps: ``K``; the official code unrolls 7 steps, the paper 5.
-        decay: Step ``k`` weighs ``decay^k``.
-        denominator: Divisor of the sum over rows: ``all`` rows ``B·T``, masked or not, or the ``supervised``
-            ones. ``all`` also keeps a flaw of the official code: supervised rows whose label lies beyond the end of
-            the sequence are pulled towards the uniform distribution. ``supervised`` leaves them out.
     """
 
-    num_steps: int = 7
-    decay: float = 0.8
+    num_steps: int = 7  #: ``K``; the official code unrolls 7 steps, the paper 5.
+    decay: float = 0.8  #: Step ``k`` weighs ``decay^k``.
+    #: Divisor of the sum over rows: ``all`` rows ``B·T``, masked or not, or the ``supervised`` ones. ``all`` also keeps
+    #: a flaw of the official code: supervised rows whose label lies beyond the end of the sequence are pulled towards
+    #: the uniform distribution. ``supervised`` leaves them out.
     denominator: Literal["all", "supervised"] = "all"
 
 
@@ -57,16 +53,11 @@ class Teacher(NamedTuple):
     """The target's distributions, kept over the draft vocabulary only.
 
     ``S = T + K`` positions: behind the last token the target's logits are taken as zero, as in the official code.
-
-    Attributes:
-        probs: ``[B S W]``, softmax over the draft vocabulary.
-        mass: ``[B S]``, probability of the draft vocabulary under the full softmax.
-        best: ``[B S]``, draft id of the most likely of all target tokens; -1 where the head cannot propose it.
     """
 
-    probs: Float[Array, "B S W"]
-    mass: Float[Array, "B S"]
-    best: Int[Array, "B S"]
+    probs: Float[Array, "B S W"]  #: Softmax over the draft vocabulary.
+    mass: Float[Array, "B S"]  #: Probability of the draft vocabulary under the full softmax.
+    best: Int[Array, "B S"]  #: Draft id of the most likely of all target tokens; -1 where the head cannot propose it.
 
 
 def ttt_loss(

@@ -179,21 +179,3 @@ def test_a_shape_is_measured_in_few_ways_at_published_rates(monkeypatch: pytest.
         (f"tree N=60 G=7{mark}", rates),
     ]  # fmt: skip
     assert given == [("plain float32", None), (f"chain K=2{mark}", [0.5, 0.25]), ("n-gram K=1", None)]
-
-
-def test_an_output_that_cannot_be_written_is_refused_before_any_work(capsys, tmp_path: Path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    refused(capsys, "is not empty", "--output", str(tmp_path))
-    refused(capsys, "is a file", "--output", str(tmp_path / "file"))
-    refused(capsys, "is a file", "--output", str(tmp_path / "file" / "below"))
-    refused(capsys, "no shape", "--output", str(tmp_path / "new" / "one"), "--shape", "GPT-9")
-    assert not (tmp_path / "new").exists()  # misuse writes nothing
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    refused(capsys, "no permission", "--output", str(tmp_path / "new" / "one"))
-
-
-def refused(capsys, named: str, *options: str) -> None:
-    assert run(["bench", *options]) == 2
-    error = capsys.readouterr().err
-    assert named in error
-    assert error.count("\n") == 1

@@ -65,6 +65,7 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
         (("bench", "--rivals", "vllm"), "--vllm-python"),
         (("bench", "--simulated-acceptance-length", "2", "--simulated-acceptance-rate", "0.5"), "both given"),
         (("bench", "--simulated-acceptance-length", "0.5"), "--simulated-acceptance-length"),
+        (("bench", "--verifier", "typical", "--simulated-acceptance-rate", "0.5"), "by one rule"),
         (("bench", "--simulated-acceptance-rate", "1.1"), "--simulated-acceptance-rate"),
         (("bench", "--shape", "Llama-100M", "--target", "x"), "--shape"),
         (("bench", "--shape", "Llama-100M", "--prompts", "x.jsonl"), "--shape has no tokenizer"),

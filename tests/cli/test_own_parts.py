@@ -157,11 +157,6 @@ def test_bench_names_and_labels(cli, options: tuple[str, ...], rows: dict[str, b
     assert {row["name"]: row["lossless"] for row in json.loads(out)["reports"][0]["rows"]} == rows
 
 
-def test_a_rule_and_a_simulated_acceptance_exclude_each_other(refused) -> None:
-    rule = ("--verifier", "own_parts:loose", "--simulated-acceptance-rate", "0.5")
-    assert "one rule" in refused("bench", *PAIR, *rule)
-
-
 MEMBERS = dict.fromkeys(("vocab_size", "init_cache", "unembed", "__call__"))
 
 

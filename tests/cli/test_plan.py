@@ -9,23 +9,11 @@ import re
 import pytest
 from deployments import served
 
-from eagle3_jax.cli import run
 from eagle3_jax.cli._planning import Target, read_head
 from eagle3_jax.models.config import usual_head
 from eagle3_jax.theory.known_models import KNOWN_MODELS
 from eagle3_jax.theory.memory import attention_heads, memory_plan, remedy_of
 from eagle3_jax.theory.sizes import parameters
-
-
-@pytest.fixture
-def cli(capsys):
-    def call(*arguments: object) -> tuple[int, str, str]:
-        code = run(["plan", *map(str, arguments)])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
-
 
 BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
 
@@ -46,50 +34,52 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
     ],
 )
 def test_every_plan_is_a_page_for_people_and_an_object_for_machines(cli, arguments, field):
-    code, out, err = cli(*arguments)
+    code, out, err = cli("plan", *arguments)
     assert (code, err) == (0, "")
     assert len(out) > 100
     for rate in re.finditer(r"(\w+)\s+acceptance[\s_-]rate", out):
         assert rate[1] in ("draft", "conditional"), out
-    code, out, err = cli(*arguments, "--json")
+    code, out, err = cli("plan", *arguments, "--json")
     assert (code, err) == (0, "")
     assert field in json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
 def test_the_traffic_of_the_articles_is_blended_by_rounds(cli):
-    _, out, _ = cli("speedup", "--traffic", "0.7:0.7,0.3:0.4", "--json")
+    _, out, _ = cli("plan", "speedup", "--traffic", "0.7:0.7,0.3:0.4", "--json")
     assert json.loads(out)["mean_acceptance_length"] == pytest.approx(2.388, abs=0.001)
 
 
 def test_a_rollout_is_written_to_a_file(cli, tmp_path):
     path = tmp_path / "rollout.md"
-    assert cli("rollout", *BIG, "--out", path)[:2] == (0, "")
+    assert cli("plan", "rollout", *BIG, "--out", path)[:2] == (0, "")
     assert path.read_text().startswith("# Rollout of speculative decoding: Llama-3.3-70B\n")
 
 
 def test_a_target_with_experts_says_what_verification_reads_of_them(cli):
     options = ("--target", "Qwen3-30B-A3B", "--gpu", "H200")
-    found = json.loads(cli("roofline", *options, "--json")[1])["accelerators"][0]
+    found = json.loads(cli("plan", "roofline", *options, "--json")[1])["accelerators"][0]
     assert (found["target_parameters"], found["target_active_parameters"]) == (30_532_122_624, 3_041_867_776)
     assert [round(128 * one["experts"]) for one in found["nodes"]] == [8, 16, 29, 52, 82, 112, 125]
     assert found["pays_from_batch"] == 5
-    _, out, _ = cli("roofline", *options)
+    _, out, _ = cli("plan", "roofline", *options)
     assert re.search(r"nodes +experts read +v\n1 +6\.2% +1\.00\n", out)
     assert "Speculation pays from batch 5 on" in out and "a chain of K = 1 gains most" in out
-    _, dense, _ = cli("roofline", *BIG)
+    _, dense, _ = cli("plan", "roofline", *BIG)
     assert "experts" not in dense and "Speculation pays below batch" in dense
 
 
 def test_memory_names_active_parameters_and_recurrent_states(cli):
-    _, out, _ = cli("memory", "--target", "Qwen3-Next-80B-A3B", "--gpu", "H200", "--weights", "fp8")
+    _, out, _ = cli("plan", "memory", "--target", "Qwen3-Next-80B-A3B", "--gpu", "H200", "--weights", "fp8")
     assert "79.674 billion, 3.564 of them active, fp8" in out
     assert re.search(r"states +0\.62 +of recurrent layers, whatever the length", out)
-    _, out, _ = cli("memory", "--target", "gpt-oss-120b", "--gpu", "H100", "--weights", "mxfp4", "--batch-size", "4")
+    _, out, _ = cli(
+        "plan", "memory", "--target", "gpt-oss-120b", "--gpu", "H100", "--weights", "mxfp4", "--batch-size", "4"
+    )
     assert re.search(r"target +65\.19 ", out) and "states" not in out  # the published files are 65.2 GB
 
 
 def test_what_does_not_fit_ends_with_one_and_says_what_would_do(cli):
-    big = ("memory", "--target", "Llama-3.3-70B", "--gpu", "H100")
+    big = ("plan", "memory", "--target", "Llama-3.3-70B", "--gpu", "H100")
     code, out, _ = cli(*big)
     assert code == 1
     assert "DOES NOT FIT" in out and "What would do: 4 x H100, or --weights int4." in out
@@ -152,7 +142,7 @@ def test_a_head_of_another_method_is_told_by_its_configuration_alone(tmp_path, c
 def test_a_target_is_planned_whatever_its_window_and_quantisation(cli, tmp_path):
     def planned(**changes):
         (tmp_path / "config.json").write_text(json.dumps(VICUNA_HEAD | changes))
-        return json.loads(cli("memory", "--target", tmp_path, "--gpu", "B200", "--json")[1])
+        return json.loads(cli("plan", "memory", "--target", tmp_path, "--gpu", "B200", "--json")[1])
 
     plain = planned()
     assert plain["target_parameters"] == 13_015_864_320

@@ -125,6 +125,13 @@ def test_speculation_pays_from_the_first_batch_to_the_last_that_gains(model, gpu
     assert break_even_batch(deployment, **asked, mean_acceptance_length=2.94) == found[1]
 
 
+def test_experts_can_end_the_gain_after_one_batch_and_have_no_end_up_to_the_largest():
+    on_h100, on_l4 = (served("gpt-oss-120b", gpu, "fp8") for gpu in ("H100", "L4"))
+    asked = {"context": 1024, "num_draft_tokens": 3}
+    assert paying_batches(on_h100, **asked, mean_acceptance_length=2.94) == (1, 2)
+    assert paying_batches(on_l4, **asked, mean_acceptance_length=1.5) == (34, None)  # 66,886 is beyond 65,536
+
+
 def test_the_largest_batch_is_the_last_that_fits():
     deployment, asked = served(), {"context": 2048, "num_draft_tokens": 5}
     found = largest_batch(deployment, **asked)

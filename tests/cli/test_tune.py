@@ -193,11 +193,3 @@ def test_the_command_writes_what_generate_reads(capsys, tmp_path, prompts, monke
     plain = generated("--drafter", "none")
     assert [row["token_ids"] for row in chosen] == [row["token_ids"] for row in plain]
     assert all(row["stats"]["num_draft_tokens"] > 0 for row in chosen)
-
-
-def test_generate_refuses_a_file_that_found_no_schedule(capsys, tmp_path):
-    common = ["generate", "--prompt-ids", "[1]", *PAIR, "--compilation-cache", "none"]
-    path = tmp_path / "tuned.json"
-    path.write_text('{"num_speculative_tokens_per_batch_size": null}')
-    assert run([*common, "--schedule", str(path)]) == 2
-    assert "--drafter none" in capsys.readouterr().err

@@ -23,81 +23,55 @@ class VLLMUnavailable(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """One vLLM engine.
+    """One vLLM engine."""
 
-    Attributes:
-        model: The target's directory or hub id.
-        dtype: ``float32``, ``bfloat16`` or ``float16``.
-        speculative: vLLM's ``speculative_config``, such as ``{"method": "eagle3", "model": DIR,
-            "num_speculative_tokens": 3}``; ``None`` for plain decoding.
-        max_model_len: Longest sequence, in tokens.
-        max_num_seqs: Largest batch.
-        gpu_memory_utilization: Share of a GPU's memory that vLLM may take; ``None`` for that of the process, and no
-            meaning on a CPU.
-        eager: Run without torch.compile and CUDA graphs (vLLM's ``enforce_eager``): it starts sooner and its inside can
-            be reached, but it is slower. Where speed is measured this is off.
-        load_format: vLLM's; ``dummy`` draws random weights, so that a directory needs no more than a ``config.json``.
-        first_runner: On a GPU, with the first of vLLM's two model runners: the one whose inside can be reached.
-    """
-
-    model: str
-    dtype: str = "float32"
+    model: str  #: The target's directory or hub id.
+    dtype: str = "float32"  #: ``float32``, ``bfloat16`` or ``float16``.
+    #: vLLM's ``speculative_config``, such as ``{"method": "eagle3", "model": DIR, "num_speculative_tokens": 3}``;
+    #: ``None`` for plain decoding.
     speculative: dict[str, Any] | None = None
-    max_model_len: int = 512
-    max_num_seqs: int = 8
+    max_model_len: int = 512  #: Longest sequence, in tokens.
+    max_num_seqs: int = 8  #: Largest batch.
+    #: Share of a GPU's memory that vLLM may take; ``None`` for that of the process, and no meaning on a CPU.
     gpu_memory_utilization: float | None = None
+    #: vLLM's name for it; ``dummy`` makes random weights, so that a directory needs no more than a ``config.json``.
     load_format: str = "auto"
+    #: On a GPU, with the first of vLLM's two model runners: the one whose inside can be reached.
     first_runner: bool = False
+    #: Run without torch.compile and CUDA graphs (vLLM's ``enforce_eager``): it starts sooner and its inside can be
+    #: reached, but it is slower. Where speed is measured this is off.
     eager: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One prompt's result.
+    """One prompt's result."""
 
-    Attributes:
-        tokens: New tokens only.
-        accepted: Draft tokens accepted in each step after the prefill; ``None`` where nothing is drafted or unknown.
-        drafted: Draft tokens scheduled in each of these steps.
-        first_token_seconds: Time to first token; ``None`` where vLLM does not tell.
-    """
-
-    tokens: Tokens
+    tokens: Tokens  #: New tokens only.
+    #: Draft tokens accepted in each step after the prefill; ``None`` where nothing is drafted or unknown.
     accepted: list[int] | None = None
-    drafted: list[int] | None = None
-    first_token_seconds: float | None = None
+    drafted: list[int] | None = None  #: Draft tokens scheduled in each of these steps.
+    first_token_seconds: float | None = None  #: Time to first token; ``None`` where vLLM does not tell.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generated:
-    """A batch's result.
+    """A batch's result."""
 
-    Attributes:
-        completions: One result for each prompt, in their order.
-        seconds: Wall time of the whole batch, measured in vLLM's process.
-        counters: The four ``spec_decode_*`` counters of this call, without prefix; empty where nothing is drafted.
-    """
-
-    completions: list[Completion]
-    seconds: float
+    completions: list[Completion]  #: One result for each prompt, in their order.
+    seconds: float  #: Wall time of the whole batch, measured in vLLM's process.
+    #: The four ``spec_decode_*`` counters of this call, without prefix; empty where nothing is drafted.
     counters: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scored:
-    """Scores of given tokens: one entry per token of a sequence after its prompt.
+    """Scores of given tokens: one entry per token of a sequence after its prompt."""
 
-    Attributes:
-        best: vLLM's own choice at each position, lowest id in a tie.
-        rank: 1 where no token has a higher logit, 2 where one has; of a lower token, vLLM's own rank.
-        gap: Logit (or log-probability) of vLLM's choice minus that of the given token; 0 in agreement.
-        best_value: Logit of vLLM's choice, which fixes its unit in the last place; ``nan`` where only
-            log-probabilities are known.
-    """
-
-    best: Tokens
-    rank: list[int]
-    gap: list[float]
+    best: Tokens  #: vLLM's own choice at each position, lowest id in a tie.
+    rank: list[int]  #: 1 where no token has a higher logit, 2 where one has; of a lower token, vLLM's own rank.
+    gap: list[float]  #: Logit (or log-probability) of vLLM's choice minus that of the given token; 0 in agreement.
+    #: Logit of vLLM's choice, which fixes its unit in the last place; ``nan`` where only log-probabilities are known.
     best_value: list[float]
 
 
@@ -143,13 +117,9 @@ class Engine(Protocol):
 
 @runtime_checkable
 class VLLM(Protocol):
-    """A vLLM that can load, or has loaded, engines.
+    """A vLLM that can load, or has loaded, engines."""
 
-    Attributes:
-        versions: ``vllm``, ``torch``, ``transformers``, ``device`` and the like, for the report.
-    """
-
-    versions: dict[str, str]
+    versions: dict[str, str]  #: ``vllm``, ``torch``, ``transformers``, ``device`` and the like, for the report.
 
     def engine(self, options: EngineOptions) -> Engine:
         """Load an engine; the one loaded before is dropped.

@@ -15,19 +15,12 @@ from eagle3_jax.stats import SpeculationStats
 
 @dataclasses.dataclass
 class VLLMContender(Contender):
-    """A loaded engine of vLLM.
+    """A loaded engine of vLLM."""
 
-    Attributes:
-        name: Name in reports.
-        dtype: Precision in reports.
-        engine: An engine of a worker process or a server.
-        temperature: 0 decodes greedily. Runs have no seed, so every one samples other tokens.
-    """
-
-    name: str
-    dtype: str
-    engine: Engine
-    temperature: float = 0.0
+    name: str  #: Name in reports.
+    dtype: str  #: Precision in reports.
+    engine: Engine  #: An engine of a worker process or a server.
+    temperature: float = 0.0  #: 0 decodes greedily. Runs have no seed, so every one samples other tokens.
 
     @property
     def drafts(self) -> bool:
