@@ -25,15 +25,11 @@ _DEPTH = 3  # draft positions measured of a drafter without a limit
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Conditional acceptance of the draft positions.
+    """Conditional acceptance of the draft positions."""
 
-    Attributes:
-        rates: Per position ``n``, the share of drafts with token ``n`` right among those with all earlier ones right.
-        counts: Per position, the number of drafts with all earlier tokens right.
-    """
-
+    #: Per position ``n``, the share of drafts with token ``n`` right among those with all earlier ones right.
     rates: tuple[float, ...]
-    counts: tuple[int, ...]
+    counts: tuple[int, ...]  #: Per position, the number of drafts with all earlier tokens right.
 
 
 def forced_agreement(

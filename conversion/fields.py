@@ -16,14 +16,10 @@ class Fields(NamedTuple):
     """A JSON object that knows its file, for messages.
 
     A field that is null counts as absent. A field without a default is required.
-
-    Attributes:
-        values: The object.
-        where: The file.
     """
 
-    values: Mapping[str, Any]
-    where: str
+    values: Mapping[str, Any]  #: The object.
+    where: str  #: The file.
 
     def get(self, name: str) -> Any:
         """The raw value; ``None`` when absent or null."""

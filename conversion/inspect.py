@@ -23,37 +23,21 @@ from eagle3_jax.models.config import GatedDelta
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Description:
-    """The facts about a checkpoint directory.
+    """The facts about a checkpoint directory."""
 
-    Attributes:
-        kind: In words, such as ``draft head: EAGLE-3``.
-        dialect: The project whose layout it has.
-        loadable: Whether this library reads it.
-        problem: Why not; empty when it is loadable.
-        note: What else it needs, such as its target, or what reading leaves out; empty otherwise.
-        quantisation: How its weights are quantised; empty when they are not, or the format is not read.
-        num_parameters: Floating-point numbers stored; all weights of a quantised target.
-        num_bytes: Bytes of all tensors.
-        num_tensors: Tensors stored.
-        dtypes: Parameters stored in each dtype.
-        config: The configuration file as it is.
-        has_tokenizer: Whether there is a ``tokenizer.json``.
-        source: The directory.
-    """
-
-    kind: str
-    dialect: str
-    loadable: bool
-    problem: str
-    note: str
-    quantisation: str
-    num_parameters: int
-    num_bytes: int
-    num_tensors: int
-    dtypes: dict[str, int]
-    config: dict[str, Any]
-    has_tokenizer: bool
-    source: Path
+    kind: str  #: In words, such as ``draft head: EAGLE-3``.
+    dialect: str  #: The project whose layout it has.
+    loadable: bool  #: Whether this library reads it.
+    problem: str  #: Why not; empty when it is loadable.
+    note: str  #: What else it needs, such as its target, or what reading leaves out; empty otherwise.
+    quantisation: str  #: How its weights are quantised; empty when they are not, or the format is not read.
+    num_parameters: int  #: Floating-point numbers stored; all weights of a quantised target.
+    num_bytes: int  #: Bytes of all tensors.
+    num_tensors: int  #: Tensors stored.
+    dtypes: dict[str, int]  #: Parameters stored in each dtype.
+    config: dict[str, Any]  #: The configuration file as it is.
+    has_tokenizer: bool  #: Whether there is a ``tokenizer.json``.
+    source: Path  #: The directory.
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""

@@ -21,17 +21,11 @@ _COUNTED = ("eagle3", "p-eagle")  # heads that name auxiliary layers without say
 
 
 class Opened(NamedTuple):
-    """A checkpoint whose kind is known.
+    """A checkpoint whose kind is known."""
 
-    Attributes:
-        directory: Its place.
-        kind: ``target``, ``language-model`` (a target of no known family), or the name of a kind of head.
-        stored: Its files; ``None`` for a native checkpoint.
-    """
-
-    directory: Path
-    kind: str
-    stored: Stored | None
+    directory: Path  #: Its place.
+    kind: str  #: ``target``, ``language-model`` (a target of no known family), or the name of a kind of head.
+    stored: Stored | None  #: Its files; ``None`` for a native checkpoint.
 
 
 def open_checkpoint(directory: str | Path) -> Opened:

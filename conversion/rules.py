@@ -31,24 +31,15 @@ class Part(NamedTuple):
     """The part of an array that one of several tensors fills.
 
     The last axis is read as ``[outer, slots, inner]``, and the tensor is some of the slots of every outer index.
-
-    Attributes:
-        outer: Number of times that the tensors take turns.
-        slots: Places in a turn, for all tensors together.
-        inner: Columns of a place; 0 for all columns of a single place.
-        start: The tensor's first place.
-        stop: The place after its last.
-        leading: Its index on the leading axes, such as the number of an expert.
-        turned: Whether the last two axes are exchanged first.
     """
 
-    outer: int
-    slots: int
-    inner: int
-    start: int
-    stop: int
-    leading: tuple[int, ...] = ()
-    turned: bool = False
+    outer: int  #: Number of times that the tensors take turns.
+    slots: int  #: Places in a turn, for all tensors together.
+    inner: int  #: Columns of a place; 0 for all columns of a single place.
+    start: int  #: The tensor's first place.
+    stop: int  #: The place after its last.
+    leading: tuple[int, ...] = ()  #: Its index on the leading axes, such as the number of an expert.
+    turned: bool = False  #: Whether the last two axes are exchanged first.
 
     def of(self, whole: Array) -> Array:
         """The tensor as a view into the array, ``[..., outer, places, inner]``."""
@@ -65,24 +56,16 @@ class Part(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """One tensor under both names, or a piece of one.
+    """One tensor under both names, or a piece of one."""
 
-    Attributes:
-        source: Name in the foreign checkpoint.
-        path: Its place in our parameters, joined by dots, as in ``blocks.0.attention.o.kernel``.
-        transpose: Whether the two are transposes of each other, on their last two axes.
-        part: The part of our array that it fills; ``None`` for all of it.
-        cut: The piece of the tensor, after ``transpose``; ``None`` for all of it. The other pieces have rules with the
-            same source.
-        reverse: Whether all axes are in the opposite order, as those of a convolution's kernel.
-    """
-
-    source: str
-    path: str
-    transpose: bool = False
-    part: Part | None = None
+    source: str  #: Name in the foreign checkpoint.
+    path: str  #: Its place in our parameters, joined by dots, as in ``blocks.0.attention.o.kernel``.
+    transpose: bool = False  #: Whether the two are transposes of each other, on their last two axes.
+    part: Part | None = None  #: The part of our array that it fills; ``None`` for all of it.
+    #: The piece of the tensor, after ``transpose``; ``None`` for all of it. The other pieces have rules with the same
+    #: source.
     cut: Part | None = None
-    reverse: bool = False
+    reverse: bool = False  #: Whether all axes are in the opposite order, as those of a convolution's kernel.
 
     def ours(self, whole: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of what it fills in our array, as a tensor of its own."""

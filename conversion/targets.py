@@ -26,26 +26,17 @@ from eagle3_jax.models.decoder import DecoderTarget
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetCheckpoint:
-    """A target as it is stored.
+    """A target as it is stored."""
 
-    Attributes:
-        config: Its description.
-        family: The family that it is written as.
-        params: Nested dictionary of numpy arrays in the stored dtype, as ``DecoderTarget`` expects it.
-        stop_tokens: Tokens that end an answer of the model.
-        source: The directory that it was read from; tokenizer files are copied from it.
-        dtype: The dtype that holds most of the parameters; for quantised ones the dtype of the weights that are not
-            quantised.
-        quantisation: How its weights were stored; ``None`` where they were not quantised. They are computed in
-            float32 when they are read.
-    """
-
-    config: DecoderConfig
-    family: Family
-    params: Params
-    stop_tokens: tuple[int, ...]
-    source: Path
+    config: DecoderConfig  #: Its description.
+    family: Family  #: The family that it is written as.
+    params: Params  #: Nested dictionary of numpy arrays in the stored dtype, as ``DecoderTarget`` expects it.
+    stop_tokens: tuple[int, ...]  #: Tokens that end an answer of the model.
+    source: Path  #: The directory that it was read from; tokenizer files are copied from it.
+    #: The dtype that holds most of the parameters; for quantised ones the dtype of the weights that are not quantised.
     dtype: str
+    #: How its weights were stored; ``None`` where they were not quantised. They are computed in float32 when they are
+    #: read.
     quantisation: Quantisation | None = None
 
 

@@ -47,19 +47,12 @@ _DTYPES = {
 
 
 class Signs(NamedTuple):
-    """The parts of a checkpoint that tell its kind.
+    """The parts of a checkpoint that tell its kind."""
 
-    Attributes:
-        config: Its ``config.json``.
-        names: Names of its tensors without ``model.``; none where only the configuration is known.
-        architecture: All ``architectures``, joined.
-        method: The ``speculators_model_type``; empty elsewhere.
-    """
-
-    config: Mapping[str, Any]
-    names: frozenset[str]
-    architecture: str
-    method: str
+    config: Mapping[str, Any]  #: Its ``config.json``.
+    names: frozenset[str]  #: Names of its tensors without ``model.``; none where only the configuration is known.
+    architecture: str  #: All ``architectures``, joined.
+    method: str  #: The ``speculators_model_type``; empty elsewhere.
 
     @classmethod
     def of(cls, fields: Fields, names: Collection[str] = ()) -> Signs:
@@ -77,19 +70,12 @@ class Signs(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The files of a checkpoint that is not native.
+    """The files of a checkpoint that is not native."""
 
-    Attributes:
-        directory: Its place.
-        config: Its ``config.json``.
-        tensors: By name.
-        layer_ids: What the user says that the numbers of auxiliary layers count, see
-            :mod:`eagle3_jax.conversion.heads.layer_ids`.
-    """
-
-    directory: Path
-    config: Mapping[str, Any]
-    tensors: Mapping[str, np.ndarray]
+    directory: Path  #: Its place.
+    config: Mapping[str, Any]  #: Its ``config.json``.
+    tensors: Mapping[str, np.ndarray]  #: By name.
+    #: What the user says that the numbers of auxiliary layers count, see :mod:`eagle3_jax.conversion.heads.layer_ids`.
     layer_ids: str | None = None
 
     @property

@@ -14,29 +14,18 @@ from jaxtyping import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class TokenLogProb:
-    """Log-probabilities at one position of the output, under the target at temperature 1.
+    """Log-probabilities at one position of the output, under the target at temperature 1."""
 
-    Attributes:
-        logprob: That of the token that was written.
-        top: The likeliest tokens and their log-probabilities, likeliest first.
-    """
-
-    logprob: float
-    top: list[tuple[int, float]]
+    logprob: float  #: That of the token that was written.
+    top: list[tuple[int, float]]  #: The likeliest tokens and their log-probabilities, likeliest first.
 
 
 class LogProbs(struct.PyTreeNode, kw_only=True):
-    """Log-probabilities under the target at temperature 1, of the token in each slot and of the ``L`` likeliest.
+    """Log-probabilities under the target at temperature 1, of the token in each slot and of the ``L`` likeliest."""
 
-    Attributes:
-        token: ``[B S]``; slots of the prompt hold 0.
-        top_ids: ``[B S L]``, likeliest first.
-        top: ``[B S L]``.
-    """
-
-    token: Float[Array | np.ndarray, "B S"]
-    top_ids: Int[Array | np.ndarray, "B S L"]
-    top: Float[Array | np.ndarray, "B S L"]
+    token: Float[Array | np.ndarray, "B S"]  #: ``[B S]``; slots of the prompt hold 0.
+    top_ids: Int[Array | np.ndarray, "B S L"]  #: ``[B S L]``, likeliest first.
+    top: Float[Array | np.ndarray, "B S L"]  #: ``[B S L]``.
 
     @classmethod
     def zeros(cls, batch: int, capacity: int, count: int) -> LogProbs:

@@ -97,26 +97,17 @@ class SpeculationSchedule:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A draft length and the number of active rows at which it begins.
+    """A draft length and the number of active rows at which it begins."""
 
-    Attributes:
-        max_running: Largest number of active rows.
-        drafter: The loop's drafter with another draft; both have the same state.
-    """
-
-    max_running: int
-    drafter: Drafter[Any]
+    max_running: int  #: Largest number of active rows.
+    drafter: Drafter[Any]  #: The loop's drafter with another draft; both have the same state.
 
 
 @dataclasses.dataclass(frozen=True)
 class StagedLoop(SpeculativeLoop):
-    """A loop whose drafter depends on the number of active rows.
+    """A loop whose drafter depends on the number of active rows."""
 
-    Attributes:
-        stages: All stages, most rows first. ``drafter`` is the one with the deepest draft.
-    """
-
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[Stage, ...] = ()  #: All stages, most rows first. ``drafter`` is the one with the deepest draft.
 
     def at(self, state: GenerationState) -> SpeculativeLoop:
         """Returns the loop of the present stage; its rounds are padded to the largest draft.

@@ -24,15 +24,10 @@ MESH_AXES = (DATA, MODEL)
 
 
 class Axis(NamedTuple):
-    """A named axis of a parameter that a mesh may divide.
+    """A named axis of a parameter that a mesh may divide."""
 
-    Attributes:
-        name: A key of :data:`PLACES`.
-        parts: Number of pieces that must stay whole, such as key heads of several columns each.
-    """
-
-    name: str
-    parts: int
+    name: str  #: A key of :data:`PLACES`.
+    parts: int  #: Number of pieces that must stay whole, such as key heads of several columns each.
 
 
 # For each axis of an array its name, or None if it is never divided. Axes left out at the end are not divided.
@@ -40,17 +35,11 @@ Axes = tuple[Axis | None, ...]
 
 
 class Place(NamedTuple):
-    """The mesh axis that divides a named axis.
+    """The mesh axis that divides a named axis."""
 
-    Attributes:
-        mesh_axis: ``data`` or ``model``.
-        what: The parts of the named axis, in words.
-        required: Whether a mesh must divide it. If False, every device may hold the whole axis instead.
-    """
-
-    mesh_axis: str
-    what: str
-    required: bool = True
+    mesh_axis: str  #: ``data`` or ``model``.
+    what: str  #: The parts of the named axis, in words.
+    required: bool = True  #: Whether a mesh must divide it. If False, every device may hold the whole axis instead.
 
 
 ROWS, HEADS, MLP, EXPERTS, VOCAB = "rows", "heads", "mlp", "experts", "vocab"

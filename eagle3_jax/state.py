@@ -105,21 +105,13 @@ class GenerationState(struct.PyTreeNode, kw_only=True):
 
 
 class Outcome(struct.PyTreeNode, kw_only=True):
-    """The result of a finished generation: the state without its caches.
+    """The result of a finished generation: the state without its caches."""
 
-    Attributes:
-        tokens: ``[B S]``, prompt and output.
-        length: ``[B]``.
-        finish: ``[B]``.
-        stats: Counters per row.
-        logprobs: Log-probabilities of the output, if the loop records them.
-    """
-
-    tokens: Int[Array | np.ndarray, "B S"]
-    length: Int[Array | np.ndarray, " B"]
-    finish: Int[Array | np.ndarray, " B"]
-    stats: SpeculationStats
-    logprobs: LogProbs | None = None
+    tokens: Int[Array | np.ndarray, "B S"]  #: ``[B S]``, prompt and output.
+    length: Int[Array | np.ndarray, " B"]  #: ``[B]``.
+    finish: Int[Array | np.ndarray, " B"]  #: ``[B]``.
+    stats: SpeculationStats  #: Counters per row.
+    logprobs: LogProbs | None = None  #: Log-probabilities of the output, if the loop records them.
 
 
 class Round(struct.PyTreeNode, kw_only=True):

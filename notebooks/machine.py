@@ -165,19 +165,12 @@ class Result(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Machine:
-    """This machine, and the stand-ins for the parts that it lacks.
+    """This machine, and the stand-ins for the parts that it lacks."""
 
-    Attributes:
-        configuration: From the environment.
-        subject: Target, head and prompts.
-        on_gpu: Whether JAX computes on a GPU.
-        has_gpu: Whether there is an NVIDIA GPU, from which JAX may have been kept.
-    """
-
-    configuration: Configuration
-    subject: Subject
-    on_gpu: bool
-    has_gpu: bool
+    configuration: Configuration  #: From the environment.
+    subject: Subject  #: Target, head and prompts.
+    on_gpu: bool  #: Whether JAX computes on a GPU.
+    has_gpu: bool  #: Whether there is an NVIDIA GPU, from which JAX may have been kept.
 
     @property
     def device(self) -> str:

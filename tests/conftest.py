@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 # Compilation is most of what the suite costs, and without optimisation it costs half. What is claimed bit for bit must
@@ -24,7 +24,7 @@ import markers  # noqa: E402
 import support_record  # noqa: E402
 from support_record import pytest_configure  # noqa: E402, F401
 
-TESTS_RUN = itertools.count()
+MAPS_COUNTED = [time.monotonic()]
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Whatever a shell starts in the background ignores Ctrl-C, and hands that on to the commands that are interrupted here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -55,9 +55,11 @@ def _forget_programs():
 def _few_memory_maps():
     """A compiled program holds memory maps; thousands of them reach Linux's limit (65530), which ends the process."""
     yield
-    maps = Path("/proc/self/maps")  # 0.1 seconds to read, so not after every test
-    if next(TESTS_RUN) % 16 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
-        jax.clear_caches()
+    maps = Path("/proc/self/maps")  # 0.1 seconds to read, and a test that compiles for 10 seconds adds 3,000 of them
+    if time.monotonic() - MAPS_COUNTED[0] > 10 and maps.exists():
+        MAPS_COUNTED[0] = time.monotonic()
+        if maps.read_bytes().count(b"\n") > 30_000:
+            jax.clear_caches()
 
 
 @pytest.fixture

@@ -32,21 +32,13 @@ class Agreed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """What one way of decoding wrote, as another sees it.
+    """What one way of decoding wrote, as another sees it."""
 
-    Attributes:
-        by: Name of the engine that wrote the tokens.
-        scored_by: Name of the engine that scored them.
-        dtype: Type whose rounding makes a tie.
-        outputs: New tokens of every prompt.
-        scored: The judge's opinion of each of them.
-    """
-
-    by: str
-    scored_by: str
-    dtype: str
-    outputs: list[Tokens]
-    scored: list[Scored]
+    by: str  #: Name of the engine that wrote the tokens.
+    scored_by: str  #: Name of the engine that scored them.
+    dtype: str  #: Type whose rounding makes a tie.
+    outputs: list[Tokens]  #: New tokens of every prompt.
+    scored: list[Scored]  #: The judge's opinion of each of them.
 
     @property
     def gaps(self) -> np.ndarray:
@@ -108,17 +100,12 @@ def ours(
 
 @dataclasses.dataclass(frozen=True)
 class BothDirections:
-    """Two engines on the same prompts.
+    """Two engines on the same prompts."""
 
-    Attributes:
-        ours: Our ways of decoding, plain first, scored by vLLM.
-        theirs: vLLM's, plain first, scored by us.
-        controls: Texts scored by the engine that wrote them (A/A), under the names of their writers: vLLM's texts, and
-            our plain one against our target with sums in float32.
-    """
-
-    ours: list[Judged]
-    theirs: list[Judged]
+    ours: list[Judged]  #: Our ways of decoding, plain first, scored by vLLM.
+    theirs: list[Judged]  #: vLLM's, plain first, scored by us.
+    #: Texts scored by the engine that wrote them (A/A), under the names of their writers: vLLM's texts, and our plain
+    #: one against our target with sums in float32.
     controls: dict[str, Judged]
 
     @property

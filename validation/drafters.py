@@ -46,29 +46,20 @@ Change = Callable[[Config, Tensors], None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-    """One way to draft.
+    """One way to draft."""
 
-    Attributes:
-        speculative: vLLM's options, without the directory of the head.
-        num_speculative_tokens: ``K``.
-        error: An error that the counts must show, in words.
-        change: Injects it into the head's files.
-        head: Name of the recorded head; ``None`` for methods without one.
-        ours: Our drafter for a target, of a method without a head; with the error if the second argument is true.
-        layout: Layout in which our writer hands the head to vLLM; ``None`` where vLLM reads what we read.
-        least: Mean acceptance length that no head reaches by chance.
-        repaired: The CPU build of vLLM 0.32 gets it wrong and is mended for it; see
-            :meth:`~eagle3_jax.engines.vllm.process.ProcessEngine.repaired`.
-    """
-
-    speculative: dict[str, Any]
-    num_speculative_tokens: int
-    error: str
-    change: Change | None = None
-    head: str | None = None
+    speculative: dict[str, Any]  #: vLLM's options, without the directory of the head.
+    num_speculative_tokens: int  #: ``K``.
+    error: str  #: An error that the counts must show, in words.
+    change: Change | None = None  #: Injects it into the head's files.
+    head: str | None = None  #: Name of the recorded head; ``None`` for methods without one.
+    #: Our drafter for a target, of a method without a head; with the error if the second argument is true.
     ours: Callable[[LoadedTarget, bool], Drafter] | None = None
+    #: Layout in which our writer hands the head to vLLM; ``None`` where vLLM reads what we read.
     layout: str | None = None
-    least: float = 1.5
+    least: float = 1.5  #: Mean acceptance length that no head reaches by chance.
+    #: The CPU build of vLLM 0.32 gets it wrong and is mended for it; see
+    #: :meth:`~eagle3_jax.engines.vllm.process.ProcessEngine.repaired`.
     repaired: bool = False
 
     def drafter(self, target: LoadedTarget, directory: Path, *, wrong: bool = False) -> Drafter:

@@ -33,22 +33,15 @@ class Warpers:
 
 @dataclasses.dataclass(frozen=True)
 class Emitted:
-    """The ``n`` tokens of one row.
+    """The ``n`` tokens of one row."""
 
-    Attributes:
-        prompt: Its prompt.
-        tokens: ``[n]``.
-        index: ``[n]``, place in the round from 0 on; :data:`FIRST` for the first token.
-        bonus: ``[n]``, whether everything drafted on its path had been accepted.
-        proposals: ``[n k]``, what was drafted for its place, -1 padded; at a bonus of a chain, what would have been.
-        q: ``[n V]``, the distribution that the proposal was drawn from; ``None`` for deterministic proposals.
-    """
-
-    prompt: list[int]
-    tokens: Int[np.ndarray, " n"]
-    index: Int[np.ndarray, " n"]
-    bonus: Bool[np.ndarray, " n"]
+    prompt: list[int]  #: Its prompt.
+    tokens: Int[np.ndarray, " n"]  #: ``[n]``.
+    index: Int[np.ndarray, " n"]  #: ``[n]``, place in the round from 0 on; :data:`FIRST` for the first token.
+    bonus: Bool[np.ndarray, " n"]  #: ``[n]``, whether everything drafted on its path had been accepted.
+    #: ``[n k]``, what was drafted for its place, -1 padded; at a bonus of a chain, what would have been.
     proposals: Int[np.ndarray, "n k"]
+    #: ``[n V]``, the distribution that the proposal was drawn from; ``None`` for deterministic proposals.
     q: Float[np.ndarray, "n V"] | None
 
 

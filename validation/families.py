@@ -56,25 +56,17 @@ _SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """How a family is tried.
+    """How a family is tried."""
 
-    Attributes:
-        recipe: A model of it.
-        published: Fields that are added to its ``config.json``.
-        generation: Fields that are added to its ``generation_config.json``.
-        dtype: Type of the products in both engines.
-        with_heads: vLLM drafts for it with EAGLE-3; with n-grams where it does not.
-        loudness: See :func:`peaked.write_peaked`.
-        longest: Tokens of the longest prompt.
-    """
-
-    recipe: Recipe
+    recipe: Recipe  #: A model of it.
+    #: Fields that are added to its ``config.json``.
     published: dict[str, Any] = dataclasses.field(default_factory=dict)
+    #: Fields that are added to its ``generation_config.json``.
     generation: dict[str, Any] = dataclasses.field(default_factory=dict)
-    dtype: str = "float32"
-    with_heads: bool = True
-    loudness: float = 4.0
-    longest: int = 120
+    dtype: str = "float32"  #: Type of the products in both engines.
+    with_heads: bool = True  #: vLLM drafts for it with EAGLE-3; with n-grams where it does not.
+    loudness: float = 4.0  #: See :func:`peaked.write_peaked`.
+    longest: int = 120  #: Tokens of the longest prompt.
 
     @property
     def prompts(self) -> list[Tokens]:

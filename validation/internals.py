@@ -67,19 +67,12 @@ class Recording:
 
 @dataclasses.dataclass(frozen=True)
 class Closeness:
-    """How far two implementations are apart, over all rounds of a prompt.
+    """How far two implementations are apart, over all rounds of a prompt."""
 
-    Attributes:
-        rounds: Compared.
-        features: Largest difference of a feature, over the root mean square of vLLM's features.
-        logits: Largest difference of a draft logit, over that of vLLM's logits.
-        drafts_differ: Rounds in which other tokens were drafted.
-    """
-
-    rounds: int
-    features: float
-    logits: float
-    drafts_differ: int
+    rounds: int  #: Compared.
+    features: float  #: Largest difference of a feature, over the root mean square of vLLM's features.
+    logits: float  #: Largest difference of a draft logit, over that of vLLM's logits.
+    drafts_differ: int  #: Rounds in which other tokens were drafted.
 
 
 def recording(decoder: SpeculativeDecoder) -> SpeculativeDecoder:

@@ -6,19 +6,12 @@ from typing import NamedTuple
 
 
 class Level(NamedTuple):
-    """One claim.
+    """One claim."""
 
-    Attributes:
-        name: As tests name it: ``@pytest.mark.level("L5")``.
-        title: Title in the report.
-        claim: The claim that a green verdict proves, in one sentence.
-        only_with: The option that the level needs, ``gpu`` or ``aot``; empty for most.
-    """
-
-    name: str
-    title: str
-    claim: str
-    only_with: str = ""
+    name: str  #: As tests name it: ``@pytest.mark.level("L5")``.
+    title: str  #: Title in the report.
+    claim: str  #: The claim that a green verdict proves, in one sentence.
+    only_with: str = ""  #: The option that the level needs, ``gpu`` or ``aot``; empty for most.
 
 
 LEVELS = (

@@ -87,15 +87,10 @@ def clopper_pearson(successes: int, trials: int, *, confidence: float = 0.99) ->
 
 @dataclasses.dataclass(frozen=True)
 class Control:
-    """How often the argmax flips between two block sizes although nothing is drafted (an A/A study).
+    """How often the argmax flips between two block sizes although nothing is drafted (an A/A study)."""
 
-    Attributes:
-        flips: Positions at which it did.
-        tokens: Positions looked at.
-    """
-
-    flips: int
-    tokens: int
+    flips: int  #: Positions at which it did.
+    tokens: int  #: Positions looked at.
 
     @property
     def bound(self) -> float:

@@ -17,17 +17,11 @@ COUNTERS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accept
 
 @dataclasses.dataclass(frozen=True)
 class Played:
-    """The rounds of one prompt, except those without a draft, which vLLM does not count.
+    """The rounds of one prompt, except those without a draft, which vLLM does not count."""
 
-    Attributes:
-        tokens: New tokens.
-        accepted: Draft tokens accepted per round.
-        drafts: Draft tokens proposed per round.
-    """
-
-    tokens: Tokens
-    accepted: list[int]
-    drafts: list[Tokens]
+    tokens: Tokens  #: New tokens.
+    accepted: list[int]  #: Draft tokens accepted per round.
+    drafts: list[Tokens]  #: Draft tokens proposed per round.
 
 
 def play(

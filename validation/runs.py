@@ -36,26 +36,17 @@ class Verdict(enum.StrEnum):
 
 @dataclasses.dataclass
 class Check:
-    """One test of a level, and the numbers behind its verdict.
+    """One test of a level, and the numbers behind its verdict."""
 
-    Attributes:
-        level: Name of its level.
-        name: Name of the check.
-        verdict: ``NOT_RUN`` until the test ends. A check that passes on less than it should have seen sets ``PARTLY``.
-        reason: Why it failed or did not run.
-        seconds: Wall time.
-        numbers: Name to number or short text.
-        tables: Tables, in order.
-        sees: The smallest deviation that the check detects with 90 % power, in words; empty for a check without chance.
-    """
-
-    level: str
-    name: str
+    level: str  #: Name of its level.
+    name: str  #: Name of the check.
+    #: ``NOT_RUN`` until the test ends. A check that passes on less than it should have seen sets ``PARTLY``.
     verdict: Verdict = Verdict.NOT_RUN
-    reason: str = ""
-    seconds: float = 0.0
-    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
-    tables: list[Table] = dataclasses.field(default_factory=list)
+    reason: str = ""  #: Why it failed or did not run.
+    seconds: float = 0.0  #: Wall time.
+    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)  #: Name to number or short text.
+    tables: list[Table] = dataclasses.field(default_factory=list)  #: Tables, in order.
+    #: The smallest deviation that the check detects with 90 % power, in words; empty for a check without chance.
     sees: str = ""
 
     @property
@@ -74,19 +65,12 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class LevelResult:
-    """The verdict of one level.
+    """The verdict of one level."""
 
-    Attributes:
-        level: The claim.
-        checks: All that were collected, whether they ran or not.
-        verdict: ``FAILED`` if one failed, ``PASSED`` only if all passed and the manifest names no other.
-        reason: Why it is not ``PASSED``.
-    """
-
-    level: Level
-    checks: list[Check]
-    verdict: Verdict
-    reason: str
+    level: Level  #: The claim.
+    checks: list[Check]  #: All that were collected, whether they ran or not.
+    verdict: Verdict  #: ``FAILED`` if one failed, ``PASSED`` only if all passed and the manifest names no other.
+    reason: str  #: Why it is not ``PASSED``.
 
     @property
     def seconds(self) -> float:
@@ -109,36 +93,25 @@ class LevelResult:
 
 @dataclasses.dataclass
 class Report:
-    """A run.
+    """A run."""
 
-    Attributes:
-        environment: Machine, versions, models; see :func:`eagle3_jax.bench.environment.environment`.
-        checks: Every test that was collected. A check of a level that no longer exists is kept and judges nothing.
-        started: ISO 8601, UTC.
-        seconds: Wall time of the run.
-        command: The command line.
-        gpu: A run with ``--gpu``.
-        rehearsal: A run with ``--rehearse``: it tries the flow, and nothing it measured counts.
-        errors: Modules that could not be collected.
-        skipped: Modules that skipped themselves, and why.
-        manifest: Level to check to number of cases: what the run should contain. Older reports have none; their levels
-            are judged by what was collected.
-        parts: Command lines of the runs that this report was merged from.
-        aot: Platforms of ``--aot``.
-    """
-
+    #: Machine, versions, models; see :func:`eagle3_jax.bench.environment.environment`.
     environment: dict[str, Any] = dataclasses.field(default_factory=dict)
+    #: Every test that was collected. A check of a level that no longer exists is kept and judges nothing.
     checks: list[Check] = dataclasses.field(default_factory=list)
-    started: str = ""
-    seconds: float = 0.0
-    command: str = ""
-    gpu: bool = False
-    rehearsal: bool = False
-    errors: list[str] = dataclasses.field(default_factory=list)
-    skipped: list[str] = dataclasses.field(default_factory=list)
+    started: str = ""  #: ISO 8601, UTC.
+    seconds: float = 0.0  #: Wall time of the run.
+    command: str = ""  #: The command line.
+    gpu: bool = False  #: A run with ``--gpu``.
+    rehearsal: bool = False  #: A run with ``--rehearse``: it tries the flow, and nothing it measured counts.
+    errors: list[str] = dataclasses.field(default_factory=list)  #: Modules that could not be collected.
+    skipped: list[str] = dataclasses.field(default_factory=list)  #: Modules that skipped themselves, and why.
+    #: Level to check to number of cases: what the run should contain. Older reports have none; their levels are judged
+    #: by what was collected.
     manifest: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    #: Command lines of the runs that this report was merged from.
     parts: list[str] = dataclasses.field(default_factory=list)
-    aot: list[str] = dataclasses.field(default_factory=list)
+    aot: list[str] = dataclasses.field(default_factory=list)  #: Platforms of ``--aot``.
 
     @property
     def compared(self) -> str:

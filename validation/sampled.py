@@ -34,25 +34,15 @@ def decoder_of(method: str, target: LoadedTarget, drafter: LoadedDrafter) -> Spe
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """All tokens of one method.
+    """All tokens of one method."""
 
-    Attributes:
-        index: ``[n]``, place in the round.
-        bonus: ``[n]``, whether nothing was drafted for its place any more.
-        warpers: ``[n]``, as text.
-        scores: Name to the score of each token; not a number where it has none.
-        transforms: Name to ``[n]`` values, uniform under the law; likewise.
-        left_out: Places where rounding decides what truncation keeps.
-        acceptance_length: ``τ`` by warpers.
-    """
-
-    index: np.ndarray
-    bonus: np.ndarray
-    warpers: np.ndarray
-    scores: dict[str, Score]
-    transforms: dict[str, np.ndarray]
-    left_out: int
-    acceptance_length: dict[str, float]
+    index: np.ndarray  #: ``[n]``, place in the round.
+    bonus: np.ndarray  #: ``[n]``, whether nothing was drafted for its place any more.
+    warpers: np.ndarray  #: ``[n]``, as text.
+    scores: dict[str, Score]  #: Name to the score of each token; not a number where it has none.
+    transforms: dict[str, np.ndarray]  #: Name to ``[n]`` values, uniform under the law; likewise.
+    left_out: int  #: Places where rounding decides what truncation keeps.
+    acceptance_length: dict[str, float]  #: ``τ`` by warpers.
 
 
 def sample(
@@ -135,17 +125,12 @@ def strata(found: Sample) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """Every stratum's statistics.
+    """Every stratum's statistics."""
 
-    Attributes:
-        columns: Columns of the table.
-        rows: A stratum each: its name, its tokens, ``z`` of every score, ``p`` of every transform; "" where too few.
-        wrong: Deviations that chance does not explain, in words; empty for an exact sampler.
-    """
-
-    columns: list[str]
+    columns: list[str]  #: Columns of the table.
+    #: A stratum each: its name, its tokens, ``z`` of every score, ``p`` of every transform; "" where too few.
     rows: list[list]
-    wrong: list[str]
+    wrong: list[str]  #: Deviations that chance does not explain, in words; empty for an exact sampler.
 
     @property
     def scores(self) -> list[float]:

@@ -25,17 +25,11 @@ MOST_DIRECTED = 10.0  # ln(q/p) is cut at this size, so that a token with next t
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """A score of each token with its expected value.
+    """A score of each token with its expected value."""
 
-    Attributes:
-        observed: ``[n]``, the score of the token.
-        mean: ``[n]``, its mean under ``p``.
-        variance: ``[n]``, its variance under ``p``.
-    """
-
-    observed: Float[np.ndarray, " n"]
-    mean: Float[np.ndarray, " n"]
-    variance: Float[np.ndarray, " n"]
+    observed: Float[np.ndarray, " n"]  #: ``[n]``, the score of the token.
+    mean: Float[np.ndarray, " n"]  #: ``[n]``, its mean under ``p``.
+    variance: Float[np.ndarray, " n"]  #: ``[n]``, its variance under ``p``.
 
     @property
     def z(self) -> float:
@@ -119,21 +113,13 @@ def kolmogorov_smirnov(values: Float[np.ndarray, " n"]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Fluctuation:
-    """The deviation of tokens from their expected counts, over all strata.
+    """The deviation of tokens from their expected counts, over all strata."""
 
-    Attributes:
-        statistic: ``Σ d' C⁻¹ d`` over the strata; chi-square for an exact sampler.
-        degrees: Its degrees of freedom.
-        p_value: P-value of the statistic; 0 if a sampled token has no probability.
-        tokens: Tokens that had a choice.
-        impossible: Tokens drawn that have no mass.
-    """
-
-    statistic: float
-    degrees: int
-    p_value: float
-    tokens: int
-    impossible: int
+    statistic: float  #: ``Σ d' C⁻¹ d`` over the strata; chi-square for an exact sampler.
+    degrees: int  #: Its degrees of freedom.
+    p_value: float  #: P-value of the statistic; 0 if a sampled token has no probability.
+    tokens: int  #: Tokens that had a choice.
+    impossible: int  #: Tokens drawn that have no mass.
 
     def sees(self, alpha: float, power: float = 0.9) -> float:
         """See :func:`smallest_deviation`."""
@@ -147,20 +133,13 @@ class Excess:
     Given its past, ``1[x = v] - p(v)`` has mean 0 and covariance ``diag(p) - p p'``, for every past. Its sum
     over tokens is a martingale, so one quadratic form tests any stratum: a context, a place in the text, what stood
     eight tokens earlier, the token of a neighboring row.
-
-    Attributes:
-        observed: ``[S V]``, how often each token was drawn.
-        expected: ``[S V]``, ``Σ p``.
-        covariance: ``[S V V]``, ``Σ diag(p) - p p'``.
-        tokens: Tokens that had a choice.
-        impossible: Tokens drawn that have no mass.
     """
 
-    observed: Float[np.ndarray, "S V"]
-    expected: Float[np.ndarray, "S V"]
-    covariance: Float[np.ndarray, "S V V"]
-    tokens: int
-    impossible: int
+    observed: Float[np.ndarray, "S V"]  #: ``[S V]``, how often each token was drawn.
+    expected: Float[np.ndarray, "S V"]  #: ``[S V]``, ``Σ p``.
+    covariance: Float[np.ndarray, "S V V"]  #: ``[S V V]``, ``Σ diag(p) - p p'``.
+    tokens: int  #: Tokens that had a choice.
+    impossible: int  #: Tokens drawn that have no mass.
 
     @classmethod
     def of(

@@ -43,27 +43,16 @@ class Setting:
 
 @dataclasses.dataclass(eq=False)
 class Subject:
-    """A pair and its prompts. Models are loaded when they are asked for and kept until :meth:`release`.
+    """A pair and its prompts. Models are loaded when they are asked for and kept until :meth:`release`."""
 
-    Attributes:
-        name: Name in the report.
-        target_directory: Directory in the Hugging Face layout or in the native one.
-        drafter_directory: Directory in any dialect that the library reads.
-        prompt_files: JSONL.
-        max_new_tokens: Limit of prompts without one in their file.
-        dtypes: Precisions in which it is validated, the main one first.
-        reason: Why it is not the default subject; empty if it is.
-        one_at_a_time: Drop a precision as soon as another is asked for.
-    """
-
-    name: str
-    target_directory: Path
-    drafter_directory: Path
-    prompt_files: Sequence[Path]
-    max_new_tokens: int
-    dtypes: tuple[str, ...]
-    reason: str = ""
-    one_at_a_time: bool = False
+    name: str  #: Name in the report.
+    target_directory: Path  #: Directory in the Hugging Face layout or in the native one.
+    drafter_directory: Path  #: Directory in any dialect that the library reads.
+    prompt_files: Sequence[Path]  #: JSONL.
+    max_new_tokens: int  #: Limit of prompts without one in their file.
+    dtypes: tuple[str, ...]  #: Precisions in which it is validated, the main one first.
+    reason: str = ""  #: Why it is not the default subject; empty if it is.
+    one_at_a_time: bool = False  #: Drop a precision as soon as another is asked for.
     _pairs: dict[str, Pair] = dataclasses.field(default_factory=dict, repr=False)
 
     def pair(self, dtype: str) -> Pair:

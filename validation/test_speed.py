@@ -48,31 +48,19 @@ RIVALS_SEEN = 512  # positions that rivals reserve
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How much is measured.
+    """How much is measured."""
 
-    Attributes:
-        batches: Prompts decoded at once.
-        chains: Lengths ``K``; 0 is plain decoding, and always there.
-        vllm_chains: Lengths of vLLM's, each an engine of its own that takes minutes to load and compile.
-        tree: One tree.
-        new_tokens: Per prompt.
-        repeats: Interleaved.
-        random_shapes: Names of shapes of models with random weights.
-        random_batches: Rows decoded at once with these.
-        random_chains: Lengths ``K`` with these.
-        large: Bytes far beyond all caches.
-    """
-
-    batches: tuple[int, ...]
-    chains: tuple[int, ...]
+    batches: tuple[int, ...]  #: Prompts decoded at once.
+    chains: tuple[int, ...]  #: Lengths ``K``; 0 is plain decoding, and always there.
+    #: Lengths of vLLM's, each an engine of its own that takes minutes to load and compile.
     vllm_chains: tuple[int, ...]
-    tree: DynamicTree | None
-    new_tokens: int
-    repeats: int
-    random_shapes: tuple[str, ...]
-    random_batches: tuple[int, ...]
-    random_chains: tuple[int, ...]
-    large: int
+    tree: DynamicTree | None  #: One tree.
+    new_tokens: int  #: Per prompt.
+    repeats: int  #: Interleaved.
+    random_shapes: tuple[str, ...]  #: Names of shapes of models with random weights.
+    random_batches: tuple[int, ...]  #: Rows decoded at once with these.
+    random_chains: tuple[int, ...]  #: Lengths ``K`` with these.
+    large: int  #: Bytes far beyond all caches.
 
     def measured(self, contenders: list[Contender], setting: Setting) -> dict[str, Any]:
         """Options of :func:`measure_and_keep`; the first contender is the baseline."""

@@ -68,17 +68,11 @@ def family_of(model_type: Any, where: str, own: Family | None = None) -> Family:
 
 
 class Described(NamedTuple):
-    """The language model that a ``config.json`` describes.
+    """The language model that a ``config.json`` describes."""
 
-    Attributes:
-        family: Its family.
-        fields: Its own fields.
-        wrapper: The model that contains it; ``None`` where it is published alone.
-    """
-
-    family: Family
-    fields: Fields
-    wrapper: Wrapper | None
+    family: Family  #: Its family.
+    fields: Fields  #: Its own fields.
+    wrapper: Wrapper | None  #: The model that contains it; ``None`` where it is published alone.
 
 
 def described(fields: Fields, own: Family | None = None) -> Described:

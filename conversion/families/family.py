@@ -19,30 +19,23 @@ _OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "pad_token_id", "quantization_c
 
 
 class Family(NamedTuple):
-    """Targets of one ``model_type``.
+    """Targets of one ``model_type``."""
 
-    Attributes:
-        model_type: As in ``config.json``; a native checkpoint names its family by it.
-        label: Its name for people.
-        architecture: The class of transformers that computes it.
-        read_config: Reads the description of a target from its ``config.json``; refuses what cannot be computed.
-        write_fields: The fields of ``config.json`` besides those that all families share. It need not refuse what it
-            cannot say: what is written is read back and compared.
-        rules: The rules of its tensors.
-        also: Rules of other layouts that its checkpoints come in. The first that fits the names of a file is used.
-            They are only read; ``rules`` is what is written.
-        beside: Patterns of tensors that do not belong to the target. They are left out, and are not written again.
-        drafting_layer: Whether a module for multi-token prediction may be stored as one more layer. So is that.
-    """
-
-    model_type: str
-    label: str
-    architecture: str
+    model_type: str  #: As in ``config.json``; a native checkpoint names its family by it.
+    label: str  #: Its name for people.
+    architecture: str  #: The class of transformers that computes it.
+    #: Reads the description of a target from its ``config.json``; refuses what cannot be computed.
     read_config: Callable[[Fields], DecoderConfig]
+    #: The fields of ``config.json`` besides those that all families share. It need not refuse what it cannot say: what
+    #: is written is read back and compared.
     write_fields: Callable[[DecoderConfig], dict[str, Any]]
-    rules: Callable[[DecoderConfig], list[Rule]] = blocks.decoder
+    rules: Callable[[DecoderConfig], list[Rule]] = blocks.decoder  #: The rules of its tensors.
+    #: Rules of other layouts that its checkpoints come in. The first that fits the names of a file is used. They are
+    #: only read; ``rules`` is what is written.
     also: tuple[Callable[[DecoderConfig], list[Rule]], ...] = ()
+    #: Patterns of tensors that do not belong to the target. They are left out, and are not written again.
     beside: tuple[str, ...] = ()
+    #: Whether a module for multi-token prediction may be stored as one more layer. So is that.
     drafting_layer: bool = False
 
     def alone(self, tensors: Mapping[str, Tensor], num_layers: int) -> dict[str, Tensor]:
@@ -59,21 +52,15 @@ class Family(NamedTuple):
 
 
 class Wrapper(NamedTuple):
-    """A ``model_type`` that contains a language model and more. Only the language model is read.
+    """A ``model_type`` that contains a language model and more. Only the language model is read."""
 
-    Attributes:
-        model_type: As ``config.json`` has it.
-        label: Its name in the support matrix.
-        texts: The family for every ``model_type`` that its language model may have. The first is the default.
-        prefixes: Prefixes of the language model's tensors, each with the prefix that it has alone.
-        ignored: Patterns of the other tensors.
-    """
-
-    model_type: str
-    label: str
+    model_type: str  #: As ``config.json`` has it.
+    label: str  #: Its name in the support matrix.
+    #: The family for every ``model_type`` that its language model may have. The first is the default.
     texts: Mapping[str, str]
+    #: Prefixes of the language model's tensors, each with the prefix that it has alone.
     prefixes: tuple[tuple[str, str], ...]
-    ignored: tuple[str, ...]
+    ignored: tuple[str, ...]  #: Patterns of the other tensors.
 
     def family(self, whole: Mapping[str, Any]) -> str:
         """The family of the language model. Without a usable ``text_config`` it is the default."""

@@ -26,17 +26,11 @@ Status = Literal["ok", "warning", "failure", "skipped"]
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One finding of the doctor.
+    """One finding of the doctor."""
 
-    Attributes:
-        name: The part that was checked.
-        status: ``ok``, ``warning`` (works, but probably not as meant), ``failure``, or ``skipped``.
-        detail: The finding and, if something is wrong, what to do.
-    """
-
-    name: str
-    status: Status
-    detail: str
+    name: str  #: The part that was checked.
+    status: Status  #: ``ok``, ``warning`` (works, but probably not as meant), ``failure``, or ``skipped``.
+    detail: str  #: The finding and, if something is wrong, what to do.
 
     @classmethod
     def of(cls, name: str, detail: str, warning: str = "") -> Check:
@@ -46,31 +40,18 @@ class Check:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadCheckpoint:
-    """A draft head as it is stored.
+    """A draft head as it is stored."""
 
-    Attributes:
-        method: The name of its row in the table of heads, such as ``eagle3``.
-        config: Its description, as the drafter of the method takes it.
-        head: Nested dictionary of numpy arrays in the stored dtype, as the drafter of the method expects it.
-        draft_to_target: ``[W]`` int32, absolute target ids; ``None`` where draft ids are target ids.
-        embedding: ``[V D]``, the head's own embedding; ``None`` when it shares the target's.
-        dialect: The layout that it was read from, such as ``vllm``; ``jax`` for a native checkpoint.
-        source: The directory that it was read from.
-        dtype: The dtype that holds most of the parameters.
-        num_target_layers: Layers of the target that it was read for, when known.
-        note: What was left out or assumed when it was read; empty when nothing was.
-    """
-
-    method: str
-    config: Any
-    head: Params
-    draft_to_target: np.ndarray | None
-    embedding: np.ndarray | None
-    dialect: str
-    source: Path
-    dtype: str
-    num_target_layers: int | None = None
-    note: str = ""
+    method: str  #: The name of its row in the table of heads, such as ``eagle3``.
+    config: Any  #: Its description, as the drafter of the method takes it.
+    head: Params  #: Nested dictionary of numpy arrays in the stored dtype, as the drafter of the method expects it.
+    draft_to_target: np.ndarray | None  #: ``[W]`` int32, absolute target ids; ``None`` where draft ids are target ids.
+    embedding: np.ndarray | None  #: ``[V D]``, the head's own embedding; ``None`` when it shares the target's.
+    dialect: str  #: The layout that it was read from, such as ``vllm``; ``jax`` for a native checkpoint.
+    source: Path  #: The directory that it was read from.
+    dtype: str  #: The dtype that holds most of the parameters.
+    num_target_layers: int | None = None  #: Layers of the target that it was read for, when known.
+    note: str = ""  #: What was left out or assumed when it was read; empty when nothing was.
 
 
 class Layout(NamedTuple):
@@ -82,49 +63,37 @@ class Layout(NamedTuple):
 
 
 class Suspects(NamedTuple):
-    """The usual faults of a head whose drafts are wrong.
+    """The usual faults of a head whose drafts are wrong."""
 
-    Attributes:
-        first: Where not even the first draft token is right.
-        later: Where that one is right and the next one is not.
-    """
-
+    #: Where not even the first draft token is right.
     first: str = "other auxiliary layers, a shifted token, or a head of another target"
-    later: str = "the state that is fed back, or its positions"
+    later: str = "the state that is fed back, or its positions"  #: Where that one is right and the next one is not.
 
 
 class HeadKind(NamedTuple):
-    """Draft heads of one method.
+    """Draft heads of one method."""
 
-    Attributes:
-        name: Its name in ``conversion.identify``.
-        label: Its name for people.
-        recognise: Whether a checkpoint is one. The table is asked in its order, and the first that says yes has it.
-        classes: The classes of its configuration and of its drafter.
-        read: Reads the head from its files and its target, where known.
-        read_config: Reads its description from a ``config.json`` and its target alone, for planning.
-        write: Writes the head in one of ``layouts``. A ``CheckpointError`` names what that cannot express.
-        layouts: The layouts that it can be written in, besides the native one; the first is the usual one.
-        dialect: The layout of a checkpoint.
-        stacks: The lists of layers in a native checkpoint, and how many of them the description asks for.
-        variant: The name of a head of this description, where the method has several names.
-        examine: Checks of the doctor for this method alone, given a ``TargetCheckpoint`` and a head.
-        suspects: The usual faults.
-    """
-
-    name: str
-    label: str
+    name: str  #: Its name in ``conversion.identify``.
+    label: str  #: Its name for people.
+    #: Whether a checkpoint is one. The table is asked in its order, and the first that says yes has it.
     recognise: Callable[[Signs], bool]
-    classes: tuple[type, type]
+    classes: tuple[type, type]  #: The classes of its configuration and of its drafter.
+    #: Reads the head from its files and its target, where known.
     read: Callable[[Stored, DecoderConfig | None], HeadCheckpoint]
+    #: Reads its description from a ``config.json`` and its target alone, for planning.
     read_config: Callable[[Fields, DecoderConfig], Any]
+    #: Writes the head in one of ``layouts``. A ``CheckpointError`` names what that cannot express.
     write: Callable[[HeadCheckpoint, str], Layout]
+    #: The layouts that it can be written in, besides the native one; the first is the usual one.
     layouts: tuple[str, ...]
-    dialect: Callable[[Signs], str]
+    dialect: Callable[[Signs], str]  #: The layout of a checkpoint.
+    #: The lists of layers in a native checkpoint, and how many of them the description asks for.
     stacks: Mapping[str, Callable[[Any], int]] = {}
+    #: The name of a head of this description, where the method has several names.
     variant: Callable[[Any], str] | None = None
+    #: Checks of the doctor for this method alone, given a ``TargetCheckpoint`` and a head.
     examine: Callable[[Any, HeadCheckpoint], list[Check]] = lambda target, head: []
-    suspects: Suspects = Suspects()
+    suspects: Suspects = Suspects()  #: The usual faults.
 
     def title(self, config: Any) -> str:
         """The name of a head of this description."""

@@ -19,15 +19,10 @@ _ENTERING_LAYOUTS = ("vllm", "speculators")
 
 
 class LayerIds(NamedTuple):
-    """Auxiliary layers as this library counts them.
+    """Auxiliary layers as this library counts them."""
 
-    Attributes:
-        entered: Layers that the stream enters, ascending; ``None`` where the file names none.
-        note: The decision; empty where there was nothing to decide.
-    """
-
-    entered: tuple[int, ...] | None
-    note: str = ""
+    entered: tuple[int, ...] | None  #: Layers that the stream enters, ascending; ``None`` where the file names none.
+    note: str = ""  #: The decision; empty where there was nothing to decide.
 
 
 def resolve(

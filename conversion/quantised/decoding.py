@@ -17,37 +17,22 @@ _EXPONENTS = ("uint8", "float8_e8m0fnu")
 
 
 class Stored(NamedTuple):
-    """A quantised tensor as it is stored.
+    """A quantised tensor as it is stored."""
 
-    Attributes:
-        name: Name of its values.
-        values: The values.
-        scale_name: Name of its scales.
-        scale: The scales.
-        beside: The other tensors of the file.
-    """
-
-    name: str
-    values: np.ndarray
-    scale_name: str
-    scale: np.ndarray
-    beside: Mapping[str, np.ndarray]
+    name: str  #: Name of its values.
+    values: np.ndarray  #: The values.
+    scale_name: str  #: Name of its scales.
+    scale: np.ndarray  #: The scales.
+    beside: Mapping[str, np.ndarray]  #: The other tensors of the file.
 
 
 class Scheme(NamedTuple):
-    """How weights share scales.
+    """How weights share scales."""
 
-    Attributes:
-        strategy: The weights of a scale: ``tensor``, ``channel``, ``group`` (of inputs) or ``block`` (of both).
-        block: Outputs and inputs of a block, or 1 and those of a group.
-        bits: Bits of an integer.
-        exponents: Whether scales are powers of two that may be stored as their exponents.
-    """
-
-    strategy: str
-    block: tuple[int, int] = (1, 1)
-    bits: int = 8
-    exponents: bool = False
+    strategy: str  #: The weights of a scale: ``tensor``, ``channel``, ``group`` (of inputs) or ``block`` (of both).
+    block: tuple[int, int] = (1, 1)  #: Outputs and inputs of a block, or 1 and those of a group.
+    bits: int = 8  #: Bits of an integer.
+    exponents: bool = False  #: Whether scales are powers of two that may be stored as their exponents.
 
 
 def scaled(stored: Stored, scheme: Scheme, dtype: Any) -> Dequantised:

@@ -27,47 +27,30 @@ _FILE = "hf_quant_config.json"  # of Model Optimizer, next to config.json
 
 
 class Layout(NamedTuple):
-    """The names of a quantised tensor and its scales, and the weights that they stand for.
+    """The names of a quantised tensor and its scales, and the weights that they stand for."""
 
-    Attributes:
-        scale: Ending of the name of the scales.
-        values: Ending of the name of the values, in its place.
-        result: Ending of the name of weights that are not quantised.
-        decode: Gives the weights; raises ``CheckpointError`` where types or shapes contradict each other.
-    """
-
-    scale: str
-    values: str
-    result: str
+    scale: str  #: Ending of the name of the scales.
+    values: str  #: Ending of the name of the values, in its place.
+    result: str  #: Ending of the name of weights that are not quantised.
+    #: Gives the weights; raises ``CheckpointError`` where types or shapes contradict each other.
     decode: Callable[[Stored], Dequantised]
 
 
 class Format(NamedTuple):
-    """A quantisation as ``config.json`` describes it.
+    """A quantisation as ``config.json`` describes it."""
 
-    Attributes:
-        words: Its name for people.
-        layouts: The layouts of its tensors.
-        beside: Patterns of tensors that belong to quantised ones and are not needed for their weights.
-    """
-
-    words: str
-    layouts: tuple[Layout, ...]
+    words: str  #: Its name for people.
+    layouts: tuple[Layout, ...]  #: The layouts of its tensors.
+    #: Patterns of tensors that belong to quantised ones and are not needed for their weights.
     beside: tuple[str, ...] = ()
 
 
 class Quantisation(NamedTuple):
-    """How the weights of a checkpoint were stored.
+    """How the weights of a checkpoint were stored."""
 
-    Attributes:
-        words: The format, for people.
-        fp8: Whether its kernels are E4M3 values with scales, which can be kept as they are.
-        num_tensors: How many tensors are quantised.
-    """
-
-    words: str
-    fp8: bool
-    num_tensors: int
+    words: str  #: The format, for people.
+    fp8: bool  #: Whether its kernels are E4M3 values with scales, which can be kept as they are.
+    num_tensors: int  #: How many tensors are quantised.
 
 
 def read_quantised(

@@ -114,21 +114,17 @@ class NetworkDrafter(ShapedDrafter):
     """A drafter with a network of its own. A method adds ``init``, ``observe`` and ``propose``.
 
     Parameters are a dictionary, see :meth:`assemble`.
-
-    Attributes:
-        config: Configuration of the network. It has at least ``vocab_size``, ``draft_vocab_size``, ``target_width``,
-            ``aux_layers`` and ``max_positions``.
-        topology: The shape of a draft; by default a chain of the default length.
-        precision: Types of the network's products and activations.
-        draft_sampling: Whether the tokens of a chain or a static tree are the most likely ones or sampled.
     """
 
     network: ClassVar[type[nnx.Module]]
     borrows_output: ClassVar[bool] = False
 
+    #: Configuration of the network. It has at least ``vocab_size``, ``draft_vocab_size``, ``target_width``,
+    #: ``aux_layers`` and ``max_positions``.
     config: Any
-    topology: Topology | None = None
-    precision: Precision = FLOAT32
+    topology: Topology | None = None  #: The shape of a draft; by default a chain of the default length.
+    precision: Precision = FLOAT32  #: Types of the network's products and activations.
+    #: Whether the tokens of a chain or a static tree are the most likely ones or sampled.
     draft_sampling: DraftSampling = DraftSampling.GREEDY
 
     def __post_init__(self) -> None:
@@ -198,22 +194,14 @@ class FinalStateConfig:
     """Configuration of a head that reads only the target's final state: EAGLE-1 and MTP.
 
     The head has the target's width and its whole vocabulary.
-
-    Attributes:
-        vocab_size: ``V``.
-        width: ``D``.
-        layers: The head's own layers.
-        num_target_layers: ``L`` of the target, whose state after the final norm is feature ``L + 1``.
-        max_positions: Longest sequence that the head was built for.
-        norm_eps: Added to the mean square in RMSNorm.
     """
 
-    vocab_size: int
-    width: int
-    layers: tuple[LayerConfig, ...]
-    num_target_layers: int
-    max_positions: int = 2048
-    norm_eps: float = 1e-6
+    vocab_size: int  #: ``V``.
+    width: int  #: ``D``.
+    layers: tuple[LayerConfig, ...]  #: The head's own layers.
+    num_target_layers: int  #: ``L`` of the target, whose state after the final norm is feature ``L + 1``.
+    max_positions: int = 2048  #: Longest sequence that the head was built for.
+    norm_eps: float = 1e-6  #: Added to the mean square in RMSNorm.
 
     def __post_init__(self) -> None:
         check_head(self)

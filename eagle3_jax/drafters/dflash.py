@@ -210,15 +210,10 @@ class DFlashHead(nnx.Module):
 
 
 class DFlashState(struct.PyTreeNode, kw_only=True):
-    """What is known for certain.
+    """What is known for certain."""
 
-    Attributes:
-        cache: Keys and values of the committed tokens' features.
-        root: ``[B]``, the last token chosen by the target.
-    """
-
-    cache: Cache
-    root: Int[Array, " B"]
+    cache: Cache  #: Keys and values of the committed tokens' features.
+    root: Int[Array, " B"]  #: ``[B]``, the last token chosen by the target.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -112,17 +112,12 @@ class Eagle3Head(nnx.Module):
 
 
 class FeedbackState(struct.PyTreeNode, kw_only=True):
-    """The head's state after the committed tokens.
+    """The head's state after the committed tokens."""
 
-    Attributes:
-        cache: Keys and values of the pairs ``(f_t, x_{t+1})`` of committed tokens.
-        output: ``[B D]``, the head's output at the last pair, from which the first draft token follows.
-        root: ``[B]``, the last token chosen by the target.
-    """
-
-    cache: Cache
+    cache: Cache  #: Keys and values of the pairs ``(f_t, x_{t+1})`` of committed tokens.
+    #: ``[B D]``, the head's output at the last pair, from which the first draft token follows.
     output: Float[Array, "B D"]
-    root: Int[Array, " B"]
+    root: Int[Array, " B"]  #: ``[B]``, the last token chosen by the target.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,25 +40,15 @@ RunLevel = Callable[[Int[Array, "B k"], Any, int, Bool[Array, "B k M"], Any], Le
 
 
 class DraftInputs(NamedTuple):
-    """Everything that a draft is grown from.
+    """Everything that a draft is grown from."""
 
-    Attributes:
-        root: ``[B]``, the last committed token.
-        first: Logits and carry at the root, ``k = 1``.
-        run: Runs the network on one level.
-        draft_to_target: ``[W]``, target id of each draft id; ``None`` if these are the same.
-        vocab_size: ``V``.
-        keys: ``[B]``, the keys of this round.
-        sampling: One value per row.
-    """
-
-    root: Int[Array, " B"]
-    first: Level
-    run: RunLevel
-    draft_to_target: Int[Array, " W"] | None
-    vocab_size: int
-    keys: Key[Array, " B"]
-    sampling: SamplingParams
+    root: Int[Array, " B"]  #: ``[B]``, the last committed token.
+    first: Level  #: Logits and carry at the root, ``k = 1``.
+    run: RunLevel  #: Runs the network on one level.
+    draft_to_target: Int[Array, " W"] | None  #: ``[W]``, target id of each draft id; ``None`` if these are the same.
+    vocab_size: int  #: ``V``.
+    keys: Key[Array, " B"]  #: ``[B]``, the keys of this round.
+    sampling: SamplingParams  #: One value per row.
 
     def to_target(self, ids: Int[Array, "*n"]) -> Int[Array, "*n"]:
         """Target ids of draft ids."""

@@ -15,15 +15,10 @@ from eagle3_jax.types import DraftSampling, Observation
 
 
 class TextState(struct.PyTreeNode, kw_only=True):
-    """Every token so far, the root included.
+    """Every token so far, the root included."""
 
-    Attributes:
-        tokens: ``[B S]``.
-        length: ``[B]``.
-    """
-
-    tokens: Int[Array, "B S"]
-    length: Int[Array, " B"]
+    tokens: Int[Array, "B S"]  #: ``[B S]``.
+    length: Int[Array, " B"]  #: ``[B]``.
 
     def matches(self, most: int) -> Int[Array, "B S"]:
         """How many tokens up to and including each slot equal those up to and including the last one, ``most`` at most.
@@ -47,12 +42,9 @@ class TextState(struct.PyTreeNode, kw_only=True):
 
 @dataclasses.dataclass(frozen=True)
 class TextDrafter:
-    """A :class:`~eagle3_jax.types.Drafter` but for ``propose``. What it drafts is a chain, a function of the text.
+    """A :class:`~eagle3_jax.types.Drafter` but for ``propose``. What it drafts is a chain, a function of the text."""
 
-    Attributes:
-        num_speculative_tokens: ``K``; the default length for one row when left out.
-    """
-
+    #: ``K``; the default length for one row when left out.
     num_speculative_tokens: int = dataclasses.field(default_factory=default_draft_length)
     aux_layers = ()
     is_chain = True

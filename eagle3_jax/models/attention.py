@@ -31,16 +31,12 @@ class Segment(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """What a model does to its scores.
+    """What a model does to its scores."""
 
-    Attributes:
-        scale: What they are multiplied with; ``H ** -0.5`` when ``None``.
-        softcap: They become ``softcap * tanh(score / softcap)`` before the mask (Gemma 2); ``None`` for none.
-        sinks: ``[heads]``, one more logit in the softmax of each head, which no value belongs to (gpt-oss).
-    """
-
-    scale: float | None = None
+    scale: float | None = None  #: What they are multiplied with; ``H ** -0.5`` when ``None``.
+    #: They become ``softcap * tanh(score / softcap)`` before the mask (Gemma 2); ``None`` for none.
     softcap: float | None = None
+    #: ``[heads]``, one more logit in the softmax of each head, which no value belongs to (gpt-oss).
     sinks: Float[Array, " heads"] | None = None
 
     def factor(self, head_dim: int) -> float:

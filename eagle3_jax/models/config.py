@@ -37,43 +37,29 @@ QKNorm = Literal["per-head", "own-weights", "whole"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding (Su et al., 2021) and its published context extensions.
+    """Rotary position embedding (Su et al., 2021) and its published context extensions."""
 
-    Attributes:
-        theta: Base of the geometric progression of wavelengths.
-        type: ``default``, ``linear`` (position interpolation), ``llama3``, ``yarn`` (Peng et al., 2023) or ``longrope``
-            (Ding et al., 2024), of which texts up to ``original_max_positions`` are computed.
-        factor: How many times the context is extended.
-        original_max_positions: Context length before the extension (``llama3``, ``yarn`` and ``longrope``).
-        low_freq_factor: ``llama3``: wavelengths above ``original / low_freq_factor`` are fully stretched.
-        high_freq_factor: ``llama3``: wavelengths below ``original / high_freq_factor`` are left alone.
-        beta_fast: ``yarn``: rotations within the context above which a dimension is left alone.
-        beta_slow: ``yarn``: rotations below which a dimension is fully interpolated.
-        attention_factor: ``yarn``, ``longrope``: scale of cosine and sine; ``None`` derives it from ``factor``.
-        mscale: ``yarn``: numerator exponent of the derived attention factor (DeepSeek's variant).
-        mscale_all_dim: ``yarn``: denominator exponent of the derived attention factor.
-        truncate: ``yarn``: whether the correction range is rounded outwards to whole dimensions.
-        partial: Share of a head's channels that rotate, the first ones; the others pass as they are.
-        interleaved: Whether neighbours ``2i, 2i+1`` are a pair, instead of ``i, i + dim/2``.
-        short_factor: ``longrope``: how many times the wavelength of each channel pair is stretched.
-        long_factor: ``longrope``: the same for texts that are longer than ``original_max_positions``.
-    """
-
-    theta: float = 10_000.0
+    theta: float = 10_000.0  #: Base of the geometric progression of wavelengths.
+    #: ``default``, ``linear`` (position interpolation), ``llama3``, ``yarn`` (Peng et al., 2023) or ``longrope`` (Ding
+    #: et al., 2024), of which texts up to ``original_max_positions`` are computed.
     type: RopeType = "default"
-    factor: float = 1.0
+    factor: float = 1.0  #: How many times the context is extended.
+    #: Context length before the extension (``llama3``, ``yarn`` and ``longrope``).
     original_max_positions: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    low_freq_factor: float = 1.0  #: ``llama3``: wavelengths above ``original / low_freq_factor`` are fully stretched.
+    high_freq_factor: float = 4.0  #: ``llama3``: wavelengths below ``original / high_freq_factor`` are left alone.
+    beta_fast: float = 32.0  #: ``yarn``: rotations within the context above which a dimension is left alone.
+    beta_slow: float = 1.0  #: ``yarn``: rotations below which a dimension is fully interpolated.
+    #: ``yarn``, ``longrope``: scale of cosine and sine; ``None`` derives it from ``factor``.
     attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    partial: float = 1.0
-    interleaved: bool = False
+    mscale: float | None = None  #: ``yarn``: numerator exponent of the derived attention factor (DeepSeek's variant).
+    mscale_all_dim: float | None = None  #: ``yarn``: denominator exponent of the derived attention factor.
+    truncate: bool = True  #: ``yarn``: whether the correction range is rounded outwards to whole dimensions.
+    partial: float = 1.0  #: Share of a head's channels that rotate, the first ones; the others pass as they are.
+    interleaved: bool = False  #: Whether neighbours ``2i, 2i+1`` are a pair, instead of ``i, i + dim/2``.
+    #: ``longrope``: how many times the wavelength of each channel pair is stretched.
     short_factor: tuple[float, ...] = ()
+    #: ``longrope``: the same for texts that are longer than ``original_max_positions``.
     long_factor: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -104,17 +90,11 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryScaling:
-    """Queries that grow with their position: after rotation times ``1 + beta * ln(1 + floor((p + offset) / floor))``.
+    """Queries grow with their position: after rotation times ``1 + beta * ln(1 + floor((p + offset) / floor))``."""
 
-    Attributes:
-        floor: Positions that share a factor.
-        beta: How fast the factor grows.
-        offset: Added to the position: 1 where the first position counts as the first (Llama 4).
-    """
-
-    floor: int
-    beta: float
-    offset: int = 0
+    floor: int  #: Positions that share a factor.
+    beta: float  #: How fast the factor grows.
+    offset: int = 0  #: Added to the position: 1 where the first position counts as the first (Llama 4).
 
     def __post_init__(self) -> None:
         check_range(self, 1, MOST, "floor")
@@ -124,44 +104,29 @@ class QueryScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedQuery:
-    """Grouped-query attention (Ainslie et al., 2023).
+    """Grouped-query attention (Ainslie et al., 2023)."""
 
-    Attributes:
-        num_heads: Query heads.
-        num_kv_heads: ``C``, key and value heads; divides ``num_heads``.
-        head_dim: ``H``; independent of ``width // num_heads``.
-        rope: Rotary embedding; ``None`` for none.
-        window: Tokens that each one sees, itself included; ``None`` for all before it.
-        chunk: Length of a chunk of positions; a token sees the earlier tokens of its own chunk. ``None``: no chunks.
-        qkv_bias: Whether the q, k and v projections carry a bias.
-        o_bias: Whether the output projection carries one.
-        qk_norm: Whether queries and keys are normalised before rotation, by the model's kind of norm.
-        qk_norm_kind: What such a norm covers.
-        query_scaling: Queries that grow with their position (Ministral 3, Llama 4); ``None`` for none.
-        qk_l2_norm: Whether queries and keys are divided by their root mean square *after* rotation (Llama 4).
-        sinks: Whether each head has one more logit in its softmax, which no value belongs to (gpt-oss).
-        output_gate: Whether the queries' projection gives a gate of their shape too, whose sigmoid multiplies what is
-            attended (Qwen3-Next).
-        softcap: Scores become ``softcap * tanh(score / softcap)`` (Gemma 2); ``None`` for none.
-        scale: Of the scores; ``H ** -0.5`` when ``None``.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope: RopeConfig | None = RopeConfig()
-    window: int | None = None
-    qkv_bias: bool = False
-    o_bias: bool = False
-    qk_norm: bool = False
+    num_heads: int  #: Query heads.
+    num_kv_heads: int  #: ``C``, key and value heads; divides ``num_heads``.
+    head_dim: int  #: ``H``; independent of ``width // num_heads``.
+    rope: RopeConfig | None = RopeConfig()  #: Rotary embedding; ``None`` for none.
+    window: int | None = None  #: Tokens that each one sees, itself included; ``None`` for all before it.
+    qkv_bias: bool = False  #: Whether the q, k and v projections carry a bias.
+    o_bias: bool = False  #: Whether the output projection carries one.
+    qk_norm: bool = False  #: Whether queries and keys are normalised before rotation, by the model's kind of norm.
+    #: Queries that grow with their position (Ministral 3, Llama 4); ``None`` for none.
     query_scaling: QueryScaling | None = None
+    #: Length of a chunk of positions; a token sees the earlier tokens of its own chunk. ``None``: no chunks.
     chunk: int | None = None
+    #: Whether queries and keys are divided by their root mean square *after* rotation (Llama 4).
     qk_l2_norm: bool = False
-    sinks: bool = False
+    sinks: bool = False  #: Whether each head has one more logit in its softmax, which no value belongs to (gpt-oss).
+    #: Whether the queries' projection gives a gate of their shape too, whose sigmoid multiplies what is attended
+    #: (Qwen3-Next).
     output_gate: bool = False
-    softcap: float | None = None
-    scale: float | None = None
-    qk_norm_kind: QKNorm = "per-head"
+    softcap: float | None = None  #: Scores become ``softcap * tanh(score / softcap)`` (Gemma 2); ``None`` for none.
+    scale: float | None = None  #: Of the scores; ``H ** -0.5`` when ``None``.
+    qk_norm_kind: QKNorm = "per-head"  #: What such a norm covers.
 
     def __post_init__(self) -> None:
         check_sizes(self, "num_heads", "num_kv_heads")
@@ -195,32 +160,21 @@ class GroupedQuery:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv 2405.04434): keys and values are read off one latent.
+    """Multi-head latent attention (DeepSeek-V2, 2024, arXiv 2405.04434): keys and values are read off one latent."""
 
-    Attributes:
-        num_heads: Heads.
-        q_rank: Width of the queries' latent; ``None`` where queries are projected directly.
-        kv_rank: ``r``, width of the latent that keys and values share; what the cache holds of a token beside
-            ``rope_dim`` channels of a rotated key that all heads share.
-        nope_dim: Channels of a head's query and key that do not rotate.
-        rope_dim: Channels that do.
-        value_dim: Channels of a head's value.
-        rope: Of the rotated channels.
-        scale: Of the scores; ``(nope_dim + rope_dim) ** -0.5`` when ``None``.
-        bias: Whether the projections to the latents and the output carry a bias.
-        index_topk: Number of keys that the index of the published model chooses. Texts of at most this length need no
-            index; longer ones are refused. ``None``: the model has no index.
-    """
-
-    num_heads: int
-    q_rank: int | None
+    num_heads: int  #: Heads.
+    q_rank: int | None  #: Width of the queries' latent; ``None`` where queries are projected directly.
+    #: ``r``, width of the latent that keys and values share; what the cache holds of a token beside ``rope_dim``
+    #: channels of a rotated key that all heads share.
     kv_rank: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-    rope: RopeConfig = RopeConfig(interleaved=True)
-    scale: float | None = None
-    bias: bool = False
+    nope_dim: int  #: Channels of a head's query and key that do not rotate.
+    rope_dim: int  #: Channels that do.
+    value_dim: int  #: Channels of a head's value.
+    rope: RopeConfig = RopeConfig(interleaved=True)  #: Of the rotated channels.
+    scale: float | None = None  #: Of the scores; ``(nope_dim + rope_dim) ** -0.5`` when ``None``.
+    bias: bool = False  #: Whether the projections to the latents and the output carry a bias.
+    #: Number of keys that the index of the published model chooses. Texts of at most this length need no index; longer
+    #: ones are refused. ``None``: the model has no index.
     index_topk: int | None = None
 
     def __post_init__(self) -> None:
@@ -237,21 +191,13 @@ class Latent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedDelta:
-    """A gated delta net (Yang et al., 2024, arXiv 2412.06464) behind a short causal convolution.
+    """A gated delta net (Yang et al., 2024, arXiv 2412.06464) behind a short causal convolution."""
 
-    Attributes:
-        num_key_heads: Heads of queries and keys; divides ``num_value_heads``.
-        num_value_heads: Heads of values, and of states.
-        key_dim: ``dk``, channels of a query and a key.
-        value_dim: ``dv``, channels of a value.
-        kernel: Inputs that the convolution reads, the present one included.
-    """
-
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int = 4
+    num_key_heads: int  #: Heads of queries and keys; divides ``num_value_heads``.
+    num_value_heads: int  #: Heads of values, and of states.
+    key_dim: int  #: ``dk``, channels of a query and a key.
+    value_dim: int  #: ``dv``, channels of a value.
+    kernel: int = 4  #: Inputs that the convolution reads, the present one included.
 
     def __post_init__(self) -> None:
         check_sizes(self, "num_key_heads", "num_value_heads", "key_dim", "value_dim")
@@ -274,17 +220,11 @@ Activation = Literal["silu", "gelu-tanh"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedMLP:
-    """A gated MLP (Shazeer, 2020), by default a SwiGLU.
+    """A gated MLP (Shazeer, 2020), by default a SwiGLU."""
 
-    Attributes:
-        width: Its inner width.
-        bias: Whether its projections carry a bias.
-        activation: Activation of the gate.
-    """
-
-    width: int
-    bias: bool = False
-    activation: Activation = "silu"
+    width: int  #: Its inner width.
+    bias: bool = False  #: Whether its projections carry a bias.
+    activation: Activation = "silu"  #: Activation of the gate.
 
     def __post_init__(self) -> None:
         if not 1 <= self.width <= MOST:
@@ -299,35 +239,21 @@ Router = Literal["softmax", "sigmoid", "softmax-of-chosen", "sigmoid-of-input"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts: every token goes through some of many small gated MLPs.
+    """A mixture of experts: every token goes through some of many small gated MLPs."""
 
-    Attributes:
-        num_experts: ``E``.
-        per_token: ``k``, experts that a token goes through.
-        width: Inner width of an expert.
-        router: How the experts of a token and their weights follow from its logits.
-        normalise: Whether the weights of the chosen are divided by their sum (``softmax``, ``sigmoid``).
-        scaling: What the weights are multiplied with after that.
-        groups: Runs of neighbouring experts that are chosen first (``sigmoid``).
-        kept_groups: How many of them stay.
-        shared_width: Inner width of the MLP that every token goes through beside; 0 for none.
-        shared_gate: Whether that MLP's output is multiplied with the sigmoid of one number per token.
-        bias: Whether router and experts carry biases.
-        limit: Clamped gates (gpt-oss): ``(up + 1) * gate * sigmoid(1.702 * gate)`` with ``gate <= limit`` and
-            ``|up| <= limit``; ``silu(gate) * up`` when ``None``.
-    """
-
-    num_experts: int
-    per_token: int
-    width: int
-    router: Router
-    normalise: bool = True
-    scaling: float = 1.0
-    groups: int = 1
-    kept_groups: int = 1
-    shared_width: int = 0
-    shared_gate: bool = False
-    bias: bool = False
+    num_experts: int  #: ``E``.
+    per_token: int  #: ``k``, experts that a token goes through.
+    width: int  #: Inner width of an expert.
+    router: Router  #: How the experts of a token and their weights follow from its logits.
+    normalise: bool = True  #: Whether the weights of the chosen are divided by their sum (``softmax``, ``sigmoid``).
+    scaling: float = 1.0  #: What the weights are multiplied with after that.
+    groups: int = 1  #: Runs of neighbouring experts that are chosen first (``sigmoid``).
+    kept_groups: int = 1  #: How many of them stay.
+    shared_width: int = 0  #: Inner width of the MLP that every token goes through beside; 0 for none.
+    shared_gate: bool = False  #: Whether that MLP's output is multiplied with the sigmoid of one number per token.
+    bias: bool = False  #: Whether router and experts carry biases.
+    #: Clamped gates (gpt-oss): ``(up + 1) * gate * sigmoid(1.702 * gate)`` with ``gate <= limit`` and
+    #: ``|up| <= limit``; ``silu(gate) * up`` when ``None``.
     limit: float | None = None
 
     def __post_init__(self) -> None:
@@ -367,18 +293,12 @@ NormPlaces = Literal["before", "after", "around", "parallel"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """A residual block, by default with norms before mixer and MLP.
+    """A residual block, by default with norms before mixer and MLP."""
 
-    Attributes:
-        mixer: What carries information between positions.
-        mlp: What works on each position alone.
-        norms: Places of its norms.
-        residual_scale: Factor of the outputs of mixer and MLP before they are added to the residual stream (Granite).
-    """
-
-    mixer: Mixer
-    mlp: MLP
-    norms: NormPlaces = "before"
+    mixer: Mixer  #: What carries information between positions.
+    mlp: MLP  #: What works on each position alone.
+    norms: NormPlaces = "before"  #: Places of its norms.
+    #: Factor of the outputs of mixer and MLP before they are added to the residual stream (Granite).
     residual_scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -419,31 +339,20 @@ def _as(part: Any, kind: Any, words: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A decoder, described layer by layer.
+    """A decoder, described layer by layer."""
 
-    Attributes:
-        vocab_size: ``V``.
-        width: ``D``, the residual stream.
-        layers: ``L`` blocks, the first one first.
-        max_positions: Longest sequence that the model was built for.
-        norm_eps: Added to the mean square in RMSNorm.
-        tie_embeddings: Whether the output projection is the transposed embedding.
-        norm_kind: How every norm of the model multiplies by its weight.
-        embedding_scale: Factor of the embedding where it enters the residual stream. Draft heads that borrow the
-            embedding read it without the factor, as in vLLM and SGLang.
-        logit_scale: Factor of the logits.
-        logit_softcap: Logits become ``softcap * tanh(logit / softcap)`` (Gemma 2); ``None`` for none.
-    """
-
-    vocab_size: int
-    width: int
-    layers: tuple[LayerConfig, ...]
-    max_positions: int = 2048
-    norm_eps: float = 1e-6
-    tie_embeddings: bool = False
-    norm_kind: NormKind = "plain"
+    vocab_size: int  #: ``V``.
+    width: int  #: ``D``, the residual stream.
+    layers: tuple[LayerConfig, ...]  #: ``L`` blocks, the first one first.
+    max_positions: int = 2048  #: Longest sequence that the model was built for.
+    norm_eps: float = 1e-6  #: Added to the mean square in RMSNorm.
+    tie_embeddings: bool = False  #: Whether the output projection is the transposed embedding.
+    norm_kind: NormKind = "plain"  #: How every norm of the model multiplies by its weight.
+    #: Factor of the embedding where it enters the residual stream. Draft heads that borrow the embedding read it
+    #: without the factor, as in vLLM and SGLang.
     embedding_scale: float = 1.0
-    logit_scale: float = 1.0
+    logit_scale: float = 1.0  #: Factor of the logits.
+    #: Logits become ``softcap * tanh(logit / softcap)`` (Gemma 2); ``None`` for none.
     logit_softcap: float | None = None
 
     def __post_init__(self) -> None:

@@ -21,17 +21,11 @@ _EPS = 1e-6  # of the unit length of queries and keys, in every published model
 
 
 class Heads(NamedTuple):
-    """What the delta rule reads of tokens, in float32.
+    """What the delta rule reads of tokens, in float32."""
 
-    Attributes:
-        queries: ``[... Hk dk]``, of length ``dk ** -0.5``.
-        keys: ``[... Hk dk]``, of length 1.
-        values: ``[... Hk r dv]``.
-    """
-
-    queries: Float[Array, "*any Hk dk"]
-    keys: Float[Array, "*any Hk dk"]
-    values: Float[Array, "*any Hk r dv"]
+    queries: Float[Array, "*any Hk dk"]  #: ``[... Hk dk]``, of length ``dk ** -0.5``.
+    keys: Float[Array, "*any Hk dk"]  #: ``[... Hk dk]``, of length 1.
+    values: Float[Array, "*any Hk r dv"]  #: ``[... Hk r dv]``.
 
 
 class GatedDeltaNet(nnx.Module):

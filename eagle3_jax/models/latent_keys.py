@@ -16,13 +16,11 @@ class LatentKeys(struct.PyTreeNode, kw_only=True):
     """The :class:`~eagle3_jax.cache.LayerCache` of latent attention: one head whose keys are also its values.
 
     All heads read the same latents, so every device of a mesh holds all of them.
-
-    Attributes:
-        latents: ``[B 1 S R]``, for each token its latent, followed by the rotated key that all heads share.
     """
 
     axes: ClassVar[tuple[str, ...]] = (ROWS,)
 
+    #: ``[B 1 S R]``, for each token its latent, followed by the rotated key that all heads share.
     latents: Float[Array, "B 1 S R"]
 
     @classmethod

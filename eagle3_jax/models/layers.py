@@ -22,17 +22,11 @@ from eagle3_jax.uploading import put_array, put_shards
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """The types of matrix products and activations.
+    """The types of matrix products and activations."""
 
-    Attributes:
-        name: Name on the command line.
-        operands: Type of weights, and of activations as operands of a product.
-        activations: Type of sums in products, of the residual stream and of the caches.
-    """
-
-    name: str
-    operands: DTypeLike
-    activations: DTypeLike
+    name: str  #: Name on the command line.
+    operands: DTypeLike  #: Type of weights, and of activations as operands of a product.
+    activations: DTypeLike  #: Type of sums in products, of the residual stream and of the caches.
 
 
 FLOAT32 = Precision("float32", jnp.float32, jnp.float32)

@@ -26,13 +26,10 @@ class Span(NamedTuple):
     """The range of earlier positions that a layer attends to.
 
     Positions, not slots: siblings of a tree are in different slots at the same position.
-
-    Attributes:
-        window: Number of most recent positions, the token's own included; ``None`` for all.
-        chunk: Positions are divided into chunks of this size and a token attends to its own chunk; ``None`` for all.
     """
 
-    window: int | None = None
+    window: int | None = None  #: Number of most recent positions, the token's own included; ``None`` for all.
+    #: Positions are divided into chunks of this size and a token attends to its own chunk; ``None`` for all.
     chunk: int | None = None
 
     @property
@@ -136,17 +133,12 @@ class CacheMemory(NamedTuple):
 
     So a token sees those before it in the same slots, summed in the same order, whether they were committed earlier or
     stand before it in its block: a chain is verified with the very sums of plain decoding.
-
-    Attributes:
-        layer: The layer's cache.
-        length: ``[B]``, the slot that the block begins at.
-        visible: ``[B T S]``, from :func:`cache_mask`.
-        kernel: For arrays that :mod:`eagle3_jax.models.flash` supports; ``None`` to leave attention to XLA.
     """
 
-    layer: KeyValues | LatentKeys
-    length: Int[Array, " B"]
-    visible: Bool[Array, "B T S"]
+    layer: KeyValues | LatentKeys  #: The layer's cache.
+    length: Int[Array, " B"]  #: ``[B]``, the slot that the block begins at.
+    visible: Bool[Array, "B T S"]  #: ``[B T S]``, from :func:`cache_mask`.
+    #: For arrays that :mod:`eagle3_jax.models.flash` supports; ``None`` to leave attention to XLA.
     kernel: ForKernel | None = None
 
     def attend(

@@ -21,19 +21,12 @@ _DENSE = 128  # Tokens up to which accelerators read all experts for less than i
 
 
 class Stack(NamedTuple):
-    """The experts' parameters; every leaf leads with ``E``.
+    """The experts' parameters; every leaf leads with ``E``."""
 
-    Attributes:
-        gate_up: ``[E D 2I]``, columns ``[I, 2]``.
-        down: ``[E I D]``.
-        gate_up_bias: ``[E 2I]``.
-        down_bias: ``[E D]``.
-    """
-
-    gate_up: Any
-    down: Any
-    gate_up_bias: Float[Array, "E columns"] | None
-    down_bias: Float[Array, "E D"] | None
+    gate_up: Any  #: ``[E D 2I]``, columns ``[I, 2]``.
+    down: Any  #: ``[E I D]``.
+    gate_up_bias: Float[Array, "E columns"] | None  #: ``[E 2I]``.
+    down_bias: Float[Array, "E D"] | None  #: ``[E D]``.
 
 
 def mixture(

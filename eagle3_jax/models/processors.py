@@ -253,13 +253,9 @@ class TokenAutomaton(LogitsProcessor):
 
 
 class States(struct.PyTreeNode):
-    """The :class:`~eagle3_jax.cache.LayerCache` of all processors' states.
+    """The :class:`~eagle3_jax.cache.LayerCache` of all processors' states."""
 
-    Attributes:
-        value: The states after the committed tokens, ``[B ...]`` each.
-    """
-
-    value: Any
+    value: Any  #: The states after the committed tokens, ``[B ...]`` each.
 
     def fill(self, written: Any, count: Int[Array, " B"]) -> States:
         """See :class:`~eagle3_jax.cache.LayerCache`; ``written`` is ``[B T ...]``, the state after each token."""
@@ -289,14 +285,10 @@ class ProcessedTarget:
     """A :class:`~eagle3_jax.types.TargetModel` whose logits are changed; see :func:`with_processors`.
 
     Parameters are a dictionary: ``target``, those of the model, and ``processors``, one entry for each.
-
-    Attributes:
-        model: The model.
-        processors: Applied in order.
     """
 
-    model: TargetModel
-    processors: tuple[Any, ...]
+    model: TargetModel  #: The model.
+    processors: tuple[Any, ...]  #: Applied in order.
 
     @property
     def vocab_size(self) -> int:

@@ -25,17 +25,12 @@ class Fp8Kernel(struct.PyTreeNode, kw_only=True):
     """A kernel ``W[..., i, o] = values[..., o, i] · scale[..., i // block, o]``, or a stack of them.
 
     The values lie transposed: NVIDIA's FP8 products contract the last axes of both operands, and CPUs read them faster.
-
-    Attributes:
-        values: ``[..., D_out, D_in]`` in E4M3.
-        scale: ``[..., G, D_out]`` in float32; one group ``G`` where every output has a single scale.
-        block: Inputs that share a scale.
-        dynamic: Whether products quantise the activations too, each row of them by its own largest value.
     """
 
-    values: Any
-    scale: Any
-    block: int = struct.field(pytree_node=False)
+    values: Any  #: ``[..., D_out, D_in]`` in E4M3.
+    scale: Any  #: ``[..., G, D_out]`` in float32; one group ``G`` where every output has a single scale.
+    block: int = struct.field(pytree_node=False)  #: Inputs that share a scale.
+    #: Whether products quantise the activations too, each row of them by its own largest value.
     dynamic: bool = struct.field(pytree_node=False, default=False)
 
     @property
@@ -137,15 +132,10 @@ def _scaled(rows: Float[Array, "T D"], values: Array, scale: Float[Array, " D_ou
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ToQuantise:
-    """A parameter that becomes an FP8 kernel when it is put on the device, and not before: nobody holds them all.
+    """A parameter that becomes an FP8 kernel when it is put on the device, and not before: nobody holds them all."""
 
-    Attributes:
-        source: The array, or what becomes one. With a method ``fp8()`` it gives the values that a file has for it.
-        dynamic: See :class:`Fp8Kernel`.
-    """
-
-    source: Any
-    dynamic: bool = False
+    source: Any  #: The array, or what becomes one. With a method ``fp8()`` it gives the values that a file has for it.
+    dynamic: bool = False  #: See :class:`Fp8Kernel`.
 
     def kernel(self) -> Fp8Kernel:
         """On the host."""

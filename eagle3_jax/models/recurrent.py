@@ -18,18 +18,12 @@ class Updates(NamedTuple):
 
     A few vectors a token, where a state is a matrix: so a block keeps these for all of its nodes, and whatever path
     stays is folded in again.
-
-    Attributes:
-        keys: ``[B T Hk dk]``.
-        deltas: ``[B T Hk r dv]``; ``r`` value heads share a key.
-        decays: ``[B T Hk r]``, in (0, 1].
-        inputs: ``[B T Hk c]``, what the token adds to the window.
     """
 
-    keys: Float[Array, "B T Hk dk"]
-    deltas: Float[Array, "B T Hk r dv"]
-    decays: Float[Array, "B T Hk r"]
-    inputs: Float[Array, "B T Hk c"]
+    keys: Float[Array, "B T Hk dk"]  #: ``[B T Hk dk]``.
+    deltas: Float[Array, "B T Hk r dv"]  #: ``[B T Hk r dv]``; ``r`` value heads share a key.
+    decays: Float[Array, "B T Hk r"]  #: ``[B T Hk r]``, in (0, 1].
+    inputs: Float[Array, "B T Hk c"]  #: ``[B T Hk c]``, what the token adds to the window.
 
 
 def folded(
@@ -66,16 +60,12 @@ class Recurrent(struct.PyTreeNode, kw_only=True):
     A state cannot be truncated: what was folded in stays. So a block leaves this one alone, keeps what each of its
     nodes would do to it (:class:`Updates`), and a commit does that along the path that stays, from this state on: the
     same sums, bit for bit, as if only those tokens had ever been fed.
-
-    Attributes:
-        state: ``[B Hv dk dv]``, float32.
-        window: ``[B Hk P c]``, the last inputs of the convolution, by key head.
     """
 
     axes: ClassVar[tuple[str, ...]] = (ROWS, HEADS)  # what a mesh divides (eagle3_jax.sharding)
 
-    state: Float[Array, "B Hv dk dv"]
-    window: Float[Array, "B Hk P c"]
+    state: Float[Array, "B Hv dk dv"]  #: ``[B Hv dk dv]``, float32.
+    window: Float[Array, "B Hk P c"]  #: ``[B Hk P c]``, the last inputs of the convolution, by key head.
 
     @classmethod
     def allocate(

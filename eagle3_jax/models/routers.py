@@ -16,14 +16,10 @@ _A_BLOCK = 64  # Tokens; more than that are a prompt's, which nothing reads twic
 
 
 class Routing(NamedTuple):
-    """Experts of tokens.
+    """Experts of tokens."""
 
-    Attributes:
-        chosen: ``[T k]``, ascending: what is summed over experts is summed in this order.
-        weights: ``[T k]``, of their outputs; of their inputs where the router is ``sigmoid-of-input``.
-    """
-
-    chosen: Int[Array, "T k"]
+    chosen: Int[Array, "T k"]  #: ``[T k]``, ascending: what is summed over experts is summed in this order.
+    #: ``[T k]``, of their outputs; of their inputs where the router is ``sigmoid-of-input``.
     weights: Float[Array, "T k"]
 
 

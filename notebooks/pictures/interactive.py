@@ -63,12 +63,9 @@ class Interactive:
     Example::
 
         Interactive(plotly.graph_objects.Figure(...))   # as the last line of a cell
-
-    Attributes:
-        figure: A ``plotly.graph_objects.Figure``.
     """
 
-    figure: Any
+    figure: Any  #: A ``plotly.graph_objects.Figure``.
 
     def _repr_html_(self) -> str:
         return self.html(library=_needs_library())

@@ -15,17 +15,11 @@ _BUTTONS = ["zoom", "pan", "select", "lasso", "zoomin", "zoomout", "autoscale", 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One kind of step under the roof.
+    """One kind of step under the roof."""
 
-    Attributes:
-        group: Name of its group, such as ``plain step``. A group has one color and one symbol.
-        intensity: Operations per byte.
-        label: Label of the point; empty for none.
-    """
-
-    group: str
-    intensity: float
-    label: str = ""
+    group: str  #: Name of its group, such as ``plain step``. A group has one color and one symbol.
+    intensity: float  #: Operations per byte.
+    label: str = ""  #: Label of the point; empty for none.
 
 
 def roofline(steps: Sequence[Step], accelerators: Sequence[Accelerator], words: Sequence[Sequence[str]]) -> Interactive:

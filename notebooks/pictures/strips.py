@@ -22,19 +22,13 @@ _COLUMNS, _SIZE = 72, 14.0  # characters per line, and font size in pixels, of a
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """One token of a strip.
+    """One token of a strip."""
 
-    Attributes:
-        piece: Its text.
-        kind: ``"prompt"``, ``"from the prefill"``, ``"accepted"``, ``"corrected"`` (the target's choice after a
-            rejection), ``"bonus"`` (the target's choice after a completely accepted path) or ``"undrafted"`` (the round
-            had no draft).
-        round: Number of the round that added the token, from 1; 0 before the first round.
-    """
-
-    piece: str
+    piece: str  #: Its text.
+    #: ``"prompt"``, ``"from the prefill"``, ``"accepted"``, ``"corrected"`` (the target's choice after a rejection),
+    #: ``"bonus"`` (the target's choice after a completely accepted path) or ``"undrafted"`` (the round had no draft).
     kind: str
-    round: int
+    round: int  #: Number of the round that added the token, from 1; 0 before the first round.
 
 
 def tokens_of(prompt: dict[str, Any], tokenizer: Tokenizer) -> list[Token]:

@@ -149,15 +149,10 @@ class Hasty(Ordinary):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Drawing(FixedTree):
-    """Draws each node from a law of its own, and declares another, or the same.
+    """Draws each node from a law of its own, and declares another, or the same."""
 
-    Attributes:
-        law: By the number of tokens known, ``[B]``, what the nodes below the root are drawn from.
-        declared: What it declares for them.
-    """
-
-    law: Callable[[Any], Any]
-    declared: Any
+    law: Callable[[Any], Any]  #: By the number of tokens known, ``[B]``, what the nodes below the root are drawn from.
+    declared: Any  #: What it declares for them.
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # its arrays have no hash
 

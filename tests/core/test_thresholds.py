@@ -33,17 +33,12 @@ TOLERANCE = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Decisions:
-    """What a rule should do with a draft of one node or two.
+    """What a rule should do with a draft of one node or two."""
 
-    Attributes:
-        accept: Below which uniform each node is accepted where the other is refused, and the mass that is at stake.
-        left: ``[V]``, weights of the next token where all are refused.
-        refused: The mass that this happens with.
-    """
-
+    #: Below which uniform each node is accepted where the other is refused, and the mass that is at stake.
     accept: list[tuple[float, float]]
-    left: np.ndarray
-    refused: float
+    left: np.ndarray  #: ``[V]``, weights of the next token where all are refused.
+    refused: float  #: The mass that this happens with.
 
 
 def token_rule(p: np.ndarray, q: np.ndarray, tokens: list[int]) -> Decisions:

@@ -324,16 +324,11 @@ WRAPPED = {
 
 
 class Truth(NamedTuple):
-    """What transformers computes.
+    """What transformers computes."""
 
-    Attributes:
-        tokens: ``[T]``, a text of all prompts' words.
-        logits: ``[T V]``.
-        entering: ``[L+2 T D]``, the residual stream entering every layer, leaving the last, and after the final norm.
-    """
-
-    tokens: np.ndarray
-    logits: np.ndarray
+    tokens: np.ndarray  #: ``[T]``, a text of all prompts' words.
+    logits: np.ndarray  #: ``[T V]``.
+    #: ``[L+2 T D]``, the residual stream entering every layer, leaving the last, and after the final norm.
     entering: np.ndarray
 
 
@@ -361,17 +356,11 @@ def truth(name: str) -> Truth:
 
 
 class Choices(NamedTuple):
-    """What transformers would write after each prefix of a text.
+    """What transformers would write after each prefix of a text."""
 
-    Attributes:
-        tokens: The most probable token after the prompt, and after every token of the text but its last.
-        margin: The smallest distance between the two largest logits of those.
-        routed: The smallest distance, in any layer, between the last expert chosen and the first that is not.
-    """
-
-    tokens: list[int]
-    margin: float
-    routed: float
+    tokens: list[int]  #: The most probable token after the prompt, and after every token of the text but its last.
+    margin: float  #: The smallest distance between the two largest logits of those.
+    routed: float  #: The smallest distance, in any layer, between the last expert chosen and the first that is not.
 
 
 def choices(model: Any, prompt: Sequence[int], text: Sequence[int]) -> Choices:

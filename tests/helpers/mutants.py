@@ -79,21 +79,14 @@ def during(inner: Callable, bug: Callable) -> Callable:
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A bug and the check that must notice it.
+    """A bug and the check that must notice it."""
 
-    Attributes:
-        function: The function of the library that the bug replaces.
-        bug: Called with the original function and its arguments; or two pieces of source for :func:`planted`.
-        check: Must fail with the bug and pass without.
-        args: Its arguments.
-        options: Its keyword arguments.
-    """
-
-    function: Callable
+    function: Callable  #: The function of the library that the bug replaces.
+    #: Called with the original function and its arguments; or two pieces of source for :func:`planted`.
     bug: Callable | tuple[str, str]
-    check: Callable
-    args: tuple = ()
-    options: tuple[tuple[str, object], ...] = ()
+    check: Callable  #: Must fail with the bug and pass without.
+    args: tuple = ()  #: Its arguments.
+    options: tuple[tuple[str, object], ...] = ()  #: Its keyword arguments.
 
     def run(self) -> None:
         """The check."""

@@ -22,13 +22,9 @@ from eagle3_jax.types import EmbeddingTables, TargetOutput
 
 @struct.dataclass(kw_only=True)
 class Recurrent:
-    """A :class:`eagle3_jax.LayerCache` of one state.
+    """A :class:`eagle3_jax.LayerCache` of one state."""
 
-    Attributes:
-        state: ``[B K M]``, after the last committed token.
-    """
-
-    state: Float[Array, "B K M"]
+    state: Float[Array, "B K M"]  #: ``[B K M]``, after the last committed token.
 
     def fill(self, written: Float[Array, "B K M"], count: Int[Array, " B"]) -> Recurrent:
         """``written`` is the state after the last real token."""
@@ -51,15 +47,10 @@ class Recurrent:
 
 @dataclasses.dataclass(frozen=True)
 class RecurrentTarget:
-    """Embedding, attention with absolute positions, a gated recurrence, a norm, the embedding again.
+    """Embedding, attention with absolute positions, a gated recurrence, a norm, the embedding again."""
 
-    Attributes:
-        vocab_size: ``V``.
-        width: ``D``, of everything.
-    """
-
-    vocab_size: int = 13
-    width: int = 8
+    vocab_size: int = 13  #: ``V``.
+    width: int = 8  #: ``D``, of everything.
 
     def init(self, seed: int) -> dict[str, Array]:
         """Random parameters under which every token matters."""

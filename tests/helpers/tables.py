@@ -29,14 +29,10 @@ class TableTarget:
 
     A context is the number whose digits in base ``V`` are its tokens, the newest one last; what stood before the text
     counts as token 0.
-
-    Attributes:
-        vocab_size: ``V``.
-        order: Tokens of context.
     """
 
-    vocab_size: int
-    order: int
+    vocab_size: int  #: ``V``.
+    order: int  #: Tokens of context.
 
     def init_cache(self, batch: int, capacity: int) -> Cache:
         """One layer whose keys are a token and its position."""
@@ -77,13 +73,9 @@ class TableTarget:
 
 @struct.dataclass(kw_only=True)
 class Window:
-    """The last tokens.
+    """The last tokens."""
 
-    Attributes:
-        tokens: ``[B order]``, the root last; 0 before the text.
-    """
-
-    tokens: Int[Array, "B order"]
+    tokens: Int[Array, "B order"]  #: ``[B order]``, the root last; 0 before the text.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,18 +83,12 @@ class TableDrafter:
     """Drafts with the library's own growth from a table ``[V^order W]`` of logits over ``W`` draft ids.
 
     Its parameters are the table and the target id of each draft id.
-
-    Attributes:
-        vocab_size: ``V``.
-        order: Tokens of context.
-        topology: Chain, dynamic tree or static tree.
-        draft_sampling: Whether the tokens of a chain or a static tree are drawn.
     """
 
-    vocab_size: int
-    order: int
-    topology: Topology = Chain(3)
-    draft_sampling: DraftSampling = DraftSampling.GREEDY
+    vocab_size: int  #: ``V``.
+    order: int  #: Tokens of context.
+    topology: Topology = Chain(3)  #: Chain, dynamic tree or static tree.
+    draft_sampling: DraftSampling = DraftSampling.GREEDY  #: Whether the tokens of a chain or a static tree are drawn.
 
     @property
     def is_chain(self) -> bool:

@@ -52,19 +52,12 @@ WANTED, DRAFTED = WANTED.astype(np.float32), DRAFTED.astype(np.float32)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class World:
-    """A target and a drafter as tables.
+    """A target and a drafter as tables."""
 
-    Attributes:
-        order: Tokens of context.
-        follows: ``[V^order]``, which law follows each context.
-        wanted: ``[L V]``, logits of the target.
-        drafted: ``[L V]``, of the drafter.
-    """
-
-    order: int
-    follows: np.ndarray
-    wanted: np.ndarray
-    drafted: np.ndarray
+    order: int  #: Tokens of context.
+    follows: np.ndarray  #: ``[V^order]``, which law follows each context.
+    wanted: np.ndarray  #: ``[L V]``, logits of the target.
+    drafted: np.ndarray  #: ``[L V]``, of the drafter.
 
     @property
     def target(self) -> LoadedTarget:
@@ -160,21 +153,13 @@ HEADS: dict[str, tuple[LoadedTarget, Callable[[LoadedTarget], LoadedDrafter]]] =
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """What a batch of rows wrote, with the law of every token.
+    """What a batch of rows wrote, with the law of every token."""
 
-    Attributes:
-        before: ``[B ORDER]``, the end of the prompts.
-        tokens: ``[B H]``, padded with -1.
-        p: ``[C V]``, all laws, in float64.
-        laws: ``[B H]``, which of them each token should have.
-        world: Whose contexts count.
-    """
-
-    before: np.ndarray
-    tokens: np.ndarray
-    p: np.ndarray
-    laws: np.ndarray
-    world: World = NARROW
+    before: np.ndarray  #: ``[B ORDER]``, the end of the prompts.
+    tokens: np.ndarray  #: ``[B H]``, padded with -1.
+    p: np.ndarray  #: ``[C V]``, all laws, in float64.
+    laws: np.ndarray  #: ``[B H]``, which of them each token should have.
+    world: World = NARROW  #: Whose contexts count.
 
     def strata(self) -> Iterator[tuple[str, np.ndarray, int]]:
         """Name, stratum of every token (-1: none) and how many there are; all known before the token is drawn."""

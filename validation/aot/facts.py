@@ -31,38 +31,24 @@ _LARGE = 2**20  # bytes; what is smaller is no copy that anybody would notice
 
 @dataclasses.dataclass
 class Part:
-    """A part of a program: one round, a prefill, or what a generation does before its rounds.
+    """A part of a program: one round, a prefill, or what a generation does before its rounds."""
 
-    Attributes:
-        launches: Instructions that a device is given on their own, loops unrolled by known trip counts.
-        kinds: Of these, how many of each opcode.
-        scopes: Of these, how many belong to each named scope of a round; ``other`` for what has none.
-        decisions: Conditionals, and loops without a known trip count: a GPU asks the host which way to go. Such a loop
-            is counted as if it ran once.
-        host: Transfers from and to the host, and calls into it.
-        cache_copies: Copies of a whole cache of a layer, or of anything of its shape.
-        cache_rewrites: Instructions that write a whole cache where an update in place would do.
-        table_copies: Copies of the embedding, whole.
-        copied: Bytes in all copies of a MiB and more.
-        collectives: How many of each kind.
-        cache_collectives: Of these, how many give or take something of a cache's shape.
-        cycles: The TPU compiler's own estimate; 0 elsewhere.
-        bytes: Read from and written to main memory (:func:`traffic`); 0 in records without it.
-    """
-
-    launches: int = 0
-    kinds: dict[str, int] = dataclasses.field(default_factory=dict)
+    launches: int = 0  #: Instructions that a device is given on their own, loops unrolled by known trip counts.
+    kinds: dict[str, int] = dataclasses.field(default_factory=dict)  #: Of these, how many of each opcode.
+    #: Of these, how many belong to each named scope of a round; ``other`` for what has none.
     scopes: dict[str, int] = dataclasses.field(default_factory=dict)
+    #: Conditionals, and loops without a known trip count: a GPU asks the host which way to go. Such a loop is counted
+    #: as if it ran once.
     decisions: int = 0
-    host: int = 0
-    cache_copies: int = 0
-    cache_rewrites: int = 0
-    table_copies: int = 0
-    copied: int = 0
-    collectives: dict[str, int] = dataclasses.field(default_factory=dict)
-    cache_collectives: int = 0
-    cycles: int = 0
-    bytes: int = 0
+    host: int = 0  #: Transfers from and to the host, and calls into it.
+    cache_copies: int = 0  #: Copies of a whole cache of a layer, or of anything of its shape.
+    cache_rewrites: int = 0  #: Instructions that write a whole cache where an update in place would do.
+    table_copies: int = 0  #: Copies of the embedding, whole.
+    copied: int = 0  #: Bytes in all copies of a MiB and more.
+    collectives: dict[str, int] = dataclasses.field(default_factory=dict)  #: How many of each kind.
+    cache_collectives: int = 0  #: Of these, how many give or take something of a cache's shape.
+    cycles: int = 0  #: The TPU compiler's own estimate; 0 elsewhere.
+    bytes: int = 0  #: Read from and written to main memory (:func:`traffic`); 0 in records without it.
 
 
 def parts_of(text: str, *, rounds: bool, caches: Sequence[tuple[int, ...]], table: tuple[int, ...]) -> dict[str, Part]:

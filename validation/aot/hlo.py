@@ -34,17 +34,11 @@ _BRANCHES = re.compile(r"(?:true_computation|false_computation)=%?([\w.\-]+)")
 
 
 class Array(NamedTuple):
-    """An array that an instruction gives.
+    """An array that an instruction gives."""
 
-    Attributes:
-        dtype: As HLO writes it: ``bf16``, ``s32``.
-        dims: Its shape.
-        space: Memory space; 0 is the device's main memory, 1 a TPU's VMEM, 5 the host's.
-    """
-
-    dtype: str
-    dims: tuple[int, ...]
-    space: int = 0
+    dtype: str  #: As HLO writes it: ``bf16``, ``s32``.
+    dims: tuple[int, ...]  #: Its shape.
+    space: int = 0  #: Memory space; 0 is the device's main memory, 1 a TPU's VMEM, 5 the host's.
 
     @property
     def is_float(self) -> bool:

@@ -35,15 +35,10 @@ class NotHere(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """A kind of accelerator.
+    """A kind of accelerator."""
 
-    Attributes:
-        kind: ``cuda`` or ``tpu``.
-        detail: ``h200`` of ``cuda:h200``, ``v6e:2x2`` of ``tpu:v6e:2x2``.
-    """
-
-    kind: str
-    detail: str
+    kind: str  #: ``cuda`` or ``tpu``.
+    detail: str  #: ``h200`` of ``cuda:h200``, ``v6e:2x2`` of ``tpu:v6e:2x2``.
 
     @classmethod
     def named(cls, name: str) -> Platform:

@@ -42,34 +42,21 @@ _TREE_DEPTH, _TREE_TOP_K = 8, 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A program to compile.
+    """A program to compile."""
 
-    Attributes:
-        platform: As :meth:`Platform.named` takes it.
-        target: Name of a shape that is known.
-        draft: ``plain``, ``plain6`` (tokens of a block, of which one counts), ``chain5`` (K) or ``tree60`` (nodes).
-        batch: Rows.
-        program: One of :data:`PROGRAMS`.
-        sampled: Whether rows have temperatures; greedy otherwise.
-        layers: The target's first ones; all of them when ``None``.
-        dtype: A precision's name.
-        capacity: Slots of a row.
-        prompt: Tokens of a prompt.
-        mesh: Axes and their sizes, as ``model=4``; one device when empty.
-        weights: Of the kernels of target and head, as :data:`~eagle3_jax.models.quantised.WEIGHTS` names them.
-    """
-
-    platform: str = "cuda:h200"
-    target: str = "Llama-3.1-8B"
+    platform: str = "cuda:h200"  #: As :meth:`Platform.named` takes it.
+    target: str = "Llama-3.1-8B"  #: Name of a shape that is known.
+    #: ``plain``, ``plain6`` (tokens of a block, of which one counts), ``chain5`` (K) or ``tree60`` (nodes).
     draft: str = "chain5"
-    batch: int = 1
-    program: str = "step"
-    sampled: bool = False
-    layers: int | None = None
-    dtype: str = "bfloat16"
-    capacity: int = 4096
-    prompt: int = 128
-    mesh: str = ""
+    batch: int = 1  #: Rows.
+    program: str = "step"  #: One of :data:`PROGRAMS`.
+    sampled: bool = False  #: Whether rows have temperatures; greedy otherwise.
+    layers: int | None = None  #: The target's first ones; all of them when ``None``.
+    dtype: str = "bfloat16"  #: A precision's name.
+    capacity: int = 4096  #: Slots of a row.
+    prompt: int = 128  #: Tokens of a prompt.
+    mesh: str = ""  #: Axes and their sizes, as ``model=4``; one device when empty.
+    #: Of the kernels of target and head, as :data:`~eagle3_jax.models.quantised.WEIGHTS` names them.
     weights: str = "dense"
 
     def __post_init__(self) -> None:
@@ -154,23 +141,15 @@ def _with(tree: Any, shardings: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """A program at one depth.
+    """A program at one depth."""
 
-    Attributes:
-        layers: Of the target.
-        parts: See :func:`validation.aot.facts.parts_of`.
-        seconds: To ``trace``, ``lower`` and ``compile``, by the clock.
-        memory: Bytes on a device: ``argument``, ``output``, ``alias`` (of the output, updated in place), ``temp``,
-            ``peak``.
-        state: Bytes of the state that ``step`` is given to consume; 0 for other programs.
-        cpu_seconds: As ``seconds``, of all cores: what does not depend on who else is busy.
-    """
-
-    layers: int
-    parts: dict[str, Part]
-    seconds: dict[str, float]
+    layers: int  #: Of the target.
+    parts: dict[str, Part]  #: See :func:`validation.aot.facts.parts_of`.
+    seconds: dict[str, float]  #: To ``trace``, ``lower`` and ``compile``, by the clock.
+    #: Bytes on a device: ``argument``, ``output``, ``alias`` (of the output, updated in place), ``temp``, ``peak``.
     memory: dict[str, int]
-    state: int
+    state: int  #: Bytes of the state that ``step`` is given to consume; 0 for other programs.
+    #: As ``seconds``, of all cores: what does not depend on who else is busy.
     cpu_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
