@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from eagle3_jax.kernels import scatter_tokens
+from eagle3_jax.kernels import gather_tokens, scatter_tokens
 from eagle3_jax.sharding import HEADS, ROWS
 
 
@@ -172,5 +172,5 @@ def compact_accepted(
     capacity, step = buffer.shape[2], jnp.arange(nodes.shape[1], dtype=jnp.int32)[None, :]
     # Rejected tokens go to slots beyond the capacity, each to its own: scattered indices must be unique.
     slots = jnp.where(step < count[:, None], length[:, None] + step, capacity + step)
-    source = jnp.minimum(length[:, None] + nodes, capacity - 1)[:, None, :, None]
-    return scatter_tokens(buffer, slots, jnp.take_along_axis(buffer, source, axis=2))
+    source = jnp.minimum(length[:, None] + nodes, capacity - 1)
+    return scatter_tokens(buffer, slots, gather_tokens(buffer, source))

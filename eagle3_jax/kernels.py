@@ -155,3 +155,13 @@ def scatter_tokens(
     if not jax.sharding.get_abstract_mesh().empty:
         return write_by_head(buffer, slots, new)
     return lax.platform_dependent(buffer, slots, new, tpu=write_together, default=write_by_head)
+
+
+def gather_tokens(buffer: Float[Array, "B C S H"], slots: Int[Array, "B T"]) -> Float[Array, "B C T H"]:
+    """Reads the token in each slot. Slots must be within the capacity."""
+    if not jax.sharding.get_abstract_mesh().empty:  # a mesh would gather the buffers for what follows
+        return jnp.take_along_axis(buffer, slots[:, None, :, None], axis=2)
+    # One index for each head, too: for tokens of all heads at once TPUs transpose the buffers (64 MiB each at batch 8).
+    rows, heads = jnp.arange(buffer.shape[0])[:, None, None], jnp.arange(buffer.shape[1])[:, None]
+    return buffer[rows, heads, slots[:, None]]
+
