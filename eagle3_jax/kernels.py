@@ -164,4 +164,3 @@ def gather_tokens(buffer: Float[Array, "B C S H"], slots: Int[Array, "B T"]) -> 
     # One index for each head, too: for tokens of all heads at once TPUs transpose the buffers (64 MiB each at batch 8).
     rows, heads = jnp.arange(buffer.shape[0])[:, None, None], jnp.arange(buffer.shape[1])[:, None]
     return buffer[rows, heads, slots[:, None]]
-

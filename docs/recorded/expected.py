@@ -43,7 +43,7 @@ def bound() -> str:
 
 def compiled() -> str:
     """Launches, memory and compile time of whole generations for an H200."""
-    return of_models({}, load(ROOT / "validation" / "results" / "aot.json"), "cuda:h200").strip()
+    return of_models(load(ROOT / "validation" / "results" / "aot.json"), "cuda:h200").strip()
 
 
 def parts() -> dict[str, dict[str, str]]:

@@ -284,16 +284,16 @@ def test_without_the_compiler_the_process_that_compiles_says_what_to_install(
 
 
 def test_the_tables_of_the_page_are_their_records() -> None:
-    """To write them again: ``python -m validation.aot --table BEFORE AFTER``."""
+    """To write them again: ``python -m validation.aot --table validation/results/aot.json``."""
     page = (HLO.parent.parent / "docs" / "gpu.md").read_text()
-    assert table.page(PATH.with_name("aot-0.2.0.json"), PATH) in page
+    assert table.page(PATH) in page
 
 
-def test_no_round_that_is_recorded_on_a_gpu_copies_a_cache_or_a_table_or_waits_for_the_host() -> None:
+def test_no_recorded_round_copies_a_cache_or_a_table_or_waits_for_the_host() -> None:
     rows = load()
     assert not [case.name for case in few("cuda:h200") if case.name not in rows], "what every commit compiles"
     for name, row in rows.items():
         part = row.deep.parts[row.main]
-        if row.case.program != "prefill" and row.case.platform.startswith("cuda"):
+        if row.case.program != "prefill":
             assert (part.host, part.cache_copies, part.cache_rewrites, part.table_copies) == (0, 0, 0, 0), name
             assert row.aliased is None or row.aliased >= 0.99, name

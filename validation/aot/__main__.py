@@ -3,7 +3,7 @@
 python -m validation.aot --platform cuda:h200 --draft chain5 tree60 --program step      # per layer, by two depths
 python -m validation.aot --platform cuda:h200 --program generate --layers all           # the whole model
 python -m validation.aot --platform cuda:h200 --grid --record validation/results/aot.json
-python -m validation.aot --table BEFORE.json AFTER.json                                 # docs/gpu.md
+python -m validation.aot --table validation/results/aot.json                            # docs/gpu.md
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add("--hlo", metavar="FILE", help="write the optimised HLO of the last program")
     add("--json", action="store_true", help="a line of JSON for each program")
     add("--record", type=Path, metavar="FILE", help="keep the rows, in place of those of the same programs")
-    add("--table", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help="print two records as Markdown, no more")
+    add("--table", type=Path, metavar="FILE", help="print a record as Markdown, no more")
     return parser.parse_args(arguments)
 
 
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _options(arguments)
     try:
         if options.table:
-            print(table.page(*options.table), end="")
+            print(table.page(options.table), end="")
             return 0
         for row in _measure(options):
             print(json.dumps(dataclasses.asdict(row)) if options.json else "\n".join(_lines(row)), flush=True)

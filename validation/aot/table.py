@@ -1,11 +1,10 @@
-"""Records as the tables of ``docs/gpu.md``."""
+"""A record as the tables of ``docs/gpu.md``."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from eagle3_jax.bench.tables import to_markdown
 from validation.aot.measure import Measured, load
@@ -22,11 +21,6 @@ def number(value: float | None, digits: int = 0) -> str:
     if value is None:
         return ""
     return f"{value:,.{digits}f}" if value % 1 or digits else f"{int(value):,}"
-
-
-def both(before: Any, after: Any) -> str:
-    """Two cells as one, with an arrow where they differ."""
-    return str(after) if before in ("", after) else f"{before} → **{after}**" if after != "" else str(before)
 
 
 def cells_of_a_layer(row: Measured) -> list[str]:
@@ -55,31 +49,29 @@ def cells_of_a_model(row: Measured) -> list[str]:
     ]
 
 
-def of_layers(before: Mapping[str, Measured], after: Mapping[str, Measured], platform: str, target: str) -> str:
+def of_layers(found: Mapping[str, Measured], platform: str, target: str) -> str:
     """Programs at two depths, as Markdown; empty if there are none."""
     rows = []
-    for name, row in after.items():
+    for row in found.values():
         case = row.case
         if (case.platform, case.target) != (platform, target) or len(row.facts) < 2:
             continue
-        cells = [cells_of_a_layer(found[name]) if name in found else [""] * 7 for found in (before, after)]
         kind = ("sampled" if case.sampled else "greedy") + f", `{case.mesh}`" * bool(case.mesh)
-        rows.append([case.program, case.draft, case.batch, kind, *map(both, *cells)])
+        rows.append([case.program, case.draft, case.batch, kind, *cells_of_a_layer(row)])
     columns = LAYERS + ON_TPUS * platform.startswith("tpu")
     rows.sort(key=lambda row: (PROGRAMS.index(row[0]), *map(str, row[1:4])))
     return to_markdown(columns, [row[: len(columns)] for row in rows]) if rows else ""
 
 
-def of_models(before: Mapping[str, Measured], after: Mapping[str, Measured], platform: str) -> str:
+def of_models(found: Mapping[str, Measured], platform: str) -> str:
     """Programs of all layers, as Markdown; empty if there are none."""
     columns = ["target", "program", "draft", "launches of a round", "peak GiB", "temporary GiB"]
     columns += [f"{verb}, CPU s" for verb in ("trace", "lower", "compile")]
-    rows = []
-    for name, row in after.items():
-        if row.case.platform != platform or len(row.facts) > 1:
-            continue
-        cells = [cells_of_a_model(found[name]) if name in found else [""] * 6 for found in (before, after)]
-        rows.append([row.case.target, row.case.program, row.case.draft, *map(both, *cells)])
+    rows = [
+        [row.case.target, row.case.program, row.case.draft, *cells_of_a_model(row)]
+        for row in found.values()
+        if row.case.platform == platform and len(row.facts) == 1
+    ]
     return to_markdown(columns, rows) if rows else ""
 
 
@@ -98,25 +90,21 @@ def _counts(kinds: Mapping[str, float]) -> str:
     return " and ".join(f"{count:g} {kind}" for kind, count in kinds.items()) or "nothing"
 
 
-def page(before: Path, after: Path) -> str:
-    """Every table that two records give, each under its title.
+def page(record: Path) -> str:
+    """Every table of a record under its title.
 
     Raises:
-        ValueError: One of them cannot be read.
+        ValueError: It cannot be read.
     """
-    old, new = load(before), load(after)
-    versions = dict(sorted({pair for row in new.values() for pair in row.versions.items()}))
+    rows, note = load(record), json.loads(record.read_text("utf-8"))["note"]
+    versions = dict(sorted({pair for row in rows.values() for pair in row.versions.items()}))
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
-    then, now = (json.loads(path.read_text("utf-8"))["note"] for path in (before, after))
-    parts = [
-        f"Compiled with {said}. Before the arrow: {then['date']}, commit {then['commit']}; after it: {now['date']}, "
-        f"commit {now['commit']}."
-    ]
-    for platform, target in dict.fromkeys((row.case.platform, row.case.target) for row in new.values()):
-        if rows := of_layers(old, new, platform, target):
-            parts.append(f"### {target} on `{platform}`\n\n{rows}")
-    for platform in dict.fromkeys(row.case.platform for row in new.values()):
-        if rows := of_models(old, new, platform):
-            parts.append(f"### All layers on `{platform}`\n\n{rows}")
-    parts += of_meshes(new)
+    parts = [f"Compiled with {said}: {note['date']}, commit {note['commit']}."]
+    for platform, target in dict.fromkeys((row.case.platform, row.case.target) for row in rows.values()):
+        if table := of_layers(rows, platform, target):
+            parts.append(f"### {target} on `{platform}`\n\n{table}")
+    for platform in dict.fromkeys(row.case.platform for row in rows.values()):
+        if table := of_models(rows, platform):
+            parts.append(f"### All layers on `{platform}`\n\n{table}")
+    parts += of_meshes(rows)
     return "\n\n".join(part.strip() for part in parts) + "\n"
