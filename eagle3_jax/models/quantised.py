@@ -132,7 +132,7 @@ def _scaled(rows: Float[Array, "T D"], values: Array, scale: Float[Array, " D_ou
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ToQuantise:
-    """A parameter that becomes an FP8 kernel when it is put on the device, and not before: nobody holds them all."""
+    """A parameter that becomes an FP8 kernel when it is put on the device, so that the host never holds all kernels."""
 
     source: Any  #: The array, or what becomes one. With a method ``fp8()`` it gives the values that a file has for it.
     dynamic: bool = False  #: See :class:`Fp8Kernel`.

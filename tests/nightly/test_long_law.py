@@ -153,7 +153,7 @@ HEADS: dict[str, tuple[LoadedTarget, Callable[[LoadedTarget], LoadedDrafter]]] =
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """What a batch of rows wrote, with the law of every token."""
+    """The tokens that a batch of rows wrote, with the distribution that each was sampled from."""
 
     before: np.ndarray  #: ``[B ORDER]``, the end of the prompts.
     tokens: np.ndarray  #: ``[B H]``, padded with -1.
