@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import importlib.util
 import os
 import signal
 import tempfile
@@ -20,10 +22,11 @@ install_import_hook("eagle3_jax", "beartype.beartype")
 
 import every_family  # noqa: E402
 import jax  # noqa: E402
-import markers  # noqa: E402
 import support_record  # noqa: E402
 from support_record import pytest_configure  # noqa: E402, F401
 
+# Tests whose cases together take more than ten seconds, compilation included; `pytest --durations=0` shows them.
+SLOW = set(Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").split())
 MAPS_COUNTED = [time.monotonic()]
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # Whatever a shell starts in the background ignores Ctrl-C, and hands that on to the commands that are interrupted here.
@@ -41,7 +44,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    markers.set_markers(items)
+    """Skip tests marked `torch` where it is not installed, and mark as `slow` all but the first case of those named."""
+    tests = [f"{item.path.stem}::{getattr(item, 'originalname', item.name)}" for item in items]
+    cases = collections.Counter(tests)
+    seen: set[str] = set()
+    for item, test in zip(items, tests, strict=True):
+        if item.get_closest_marker("torch") and importlib.util.find_spec("torch") is None:
+            item.add_marker(pytest.mark.skip(reason="PyTorch is not installed: make test"))
+        if test in SLOW and (test in seen or cases[test] == 1):
+            item.add_marker("slow")
+        seen.add(test)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -169,12 +169,11 @@ def test_equal_prompts_are_sampled_apart_and_reproducibly(cli, tmp_path):
     assert runs[0][0] != runs[0][1]
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("name", "head"), [("trace_eagle3_greedy_fp32.json", "eagle3"), ("trace_sharp_60_7_10.json", "eagle3_sharp")]
 )
 def test_the_trace_of_a_tree_equals_the_official_one(cli, tmp_path, name, head):
-    if head == "eagle3_sharp":
-        pytest.importorskip("torch")  # stored as a pickle
     golden, path = json.loads((OFFICIAL / name).read_text()), tmp_path / "trace.json"
     code, out, err = cli(
         "generate", *PAIR[:2], "--drafter", OFFICIAL / head, "--prompt-ids", json.dumps(golden["prompt"]),

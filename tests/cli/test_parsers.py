@@ -253,8 +253,10 @@ def test_every_format_is_read_and_questions_go_through_the_chat_template(tmp_pat
     assert [len(one.tokens) for one in templated] == [50] * 4 and templated[0].tokens == [5, 6] * 25
 
 
+@pytest.mark.torch
 def test_a_chat_template_is_found_and_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "eagle3_jax/assets/target")
     assert Renderer.of(ROOT / "eagle3_jax/assets/target").chat is None
     tokenizer.chat_template = "Q: {{ messages[0]['content'] }} A:{% if add_generation_prompt %} yes{% endif %}"

@@ -18,6 +18,8 @@ import eagle3_jax as e3
 from eagle3_jax import conversion
 from eagle3_jax.conversion import CheckpointError
 
+pytestmark = pytest.mark.torch
+
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 4976698672\n"
 
 

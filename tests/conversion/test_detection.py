@@ -133,9 +133,9 @@ def test_what_a_method_cannot_do_is_refused(tmp_path: Path, directory: Path, ref
     assert OPTIONS[given] in line
 
 
+@pytest.mark.torch
 def test_a_description_needs_no_target() -> None:
-    pytest.importorskip("torch")  # one of them is a pickle
-    for head in ("eagle3", "eagle1"):
+    for head in ("eagle3", "eagle1"):  # the second is a pickle
         description = conversion.describe(OFFICIAL / head)
         assert (description.loadable, description.problem) == (True, "")
         assert "give the target as well" in description.note

@@ -37,6 +37,8 @@ from eagle3_jax.models.config import (
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.memory import causal_mask
 
+pytestmark = pytest.mark.torch
+
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Any:

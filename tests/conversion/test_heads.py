@@ -39,6 +39,8 @@ from eagle3_jax.models.memory import causal_mask, memories
 from eagle3_jax.topology import Chain
 from eagle3_jax.types import Observation, SamplingParams
 
+pytestmark = pytest.mark.torch
+
 HEADS = {
     "official": Head(),
     "rope theta": Head(theta=500.0),

@@ -311,9 +311,10 @@ def test_a_source_that_is_nowhere_is_refused(source: str) -> None:
     assert len(str(refusal.value)) < 400
 
 
+@pytest.mark.torch
 def test_all_that_is_read_of_a_checkpoint_is_fetched_and_no_more(tmp_path: Path, monkeypatch) -> None:
     """The hub's own filter decides; the chat template is a file of its own in what newer transformers write."""
-    hub = pytest.importorskip("huggingface_hub")
+    import huggingface_hub as hub
     from huggingface_hub.utils import filter_repo_objects
 
     weights = ("model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model.bin", "medusa_lm_head.pt")
@@ -341,8 +342,10 @@ class Runs:
         return (os.system, (self.command,))
 
 
+@pytest.mark.torch
 def test_a_pickle_is_never_run_and_asks_for_no_memory(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     path, witness = tmp_path / "pytorch_model.bin", tmp_path / "witness"
     hostile = {
         "runs a command": {"a": Runs(f"touch {witness}")},

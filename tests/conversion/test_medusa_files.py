@@ -20,6 +20,8 @@ from safetensors.numpy import load_file
 from eagle3_jax import conversion, load_drafter
 from eagle3_jax.conversion import CheckpointError
 
+pytestmark = pytest.mark.torch
+
 TARGET = tiny.config(13)
 VLLM = {
     "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": 16, "vocab_size": 13,

@@ -27,6 +27,8 @@ from eagle3_jax.models.memory import BlockMemory, causal_mask
 from eagle3_jax.topology import Chain
 from eagle3_jax.types import EmbeddingTables, Observation, SamplingParams
 
+pytestmark = pytest.mark.torch
+
 DEPTH = 4
 HEADS: dict[str, Eagle1 | MTP] = {
     "EAGLE-1": Eagle1(),

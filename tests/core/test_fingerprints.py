@@ -20,6 +20,8 @@ from eagle3_jax import loop as loops
 from eagle3_jax.models.layers import BFLOAT16
 from eagle3_jax.types import SamplingMode, SamplingParams
 
+pytestmark = pytest.mark.torch
+
 PATH = Path(__file__).parent.parent / "golden" / "fingerprints.json"
 TARGETS = {"float32": tiny.target(13), "bfloat16": tiny.target(13, precision=BFLOAT16)}
 CHAIN, TREE = "EAGLE-3 chain", "EAGLE-3 dynamic tree"

@@ -68,20 +68,20 @@ def test_a_drafted_tree_equals_the_official_code_node_by_node() -> None:
     check_official_trace("eagle3", "trace_eagle3_greedy_fp32")
 
 
+@pytest.mark.torch
 def test_a_deep_drafted_tree_equals_the_official_code_node_by_node() -> None:
-    pytest.importorskip("torch", reason="this head is a pickle of PyTorch")
     check_official_trace("eagle3_sharp", "trace_sharp_60_7_10")
 
 
+@pytest.mark.torch
 def test_a_drafted_tree_of_an_eagle1_head_equals_the_official_code_node_by_node() -> None:
     """The head of EAGLE-1 with the tree of EAGLE-2."""
-    pytest.importorskip("torch", reason="this head is a pickle of PyTorch")
     check_official_trace("eagle1", "trace_eagle1_greedy_fp32")
 
 
+@pytest.mark.torch
 def test_the_first_drafted_tree_equals_the_official_code() -> None:
     """The tree behind the prompt alone: nine runs of the head, and no verification."""
-    pytest.importorskip("torch", reason="this head is a pickle of PyTorch")
     target, head = pair("official", "eagle3_sharp")
     recorded = tiny.golden_trace("official/trace_sharp_60_7_10.json")
     decoder = SpeculativeDecoder(target, head, tree=TREE)

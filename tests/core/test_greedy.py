@@ -17,6 +17,8 @@ from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision
 from eagle3_jax.published_trees import PUBLISHED_TREES
 from eagle3_jax.topology import Chain, DynamicTree
 
+pytestmark = pytest.mark.bits
+
 TARGET = tiny.target(13)
 PROMPTS = [*tiny.random_prompts(5, 13, seed=1), [4] * 9]
 LIMITS = [24, 7, 1, 30, 16, 24]
@@ -107,8 +109,9 @@ def test_greedy_output_ends_at_a_stop_token_inside_a_block_with(name: str) -> No
 @functools.cache
 def transformers_output() -> tuple[list[list[int]], list[list[int]]]:
     """20 prompts and what ``transformers.generate`` writes after them, on the checkpoint of the recorded vLLM run."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
+    import torch
+    import transformers
+
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tiny.GOLDEN / "vllm/target", dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -124,6 +127,7 @@ def transformers_output() -> tuple[list[list[int]], list[list[int]]]:
     return prompts, rows[:, width:].tolist()
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("drafter", ["none", "n-grams", "EAGLE-3 chain", "EAGLE-3 tree"])
 @pytest.mark.parametrize("batch", [1, 5])
 def test_greedy_output_equals_transformers_with(drafter: str, batch: int) -> None:

@@ -17,9 +17,9 @@ TARGET = tiny.target(13)
 PROMPTS = tiny.random_prompts(3, 13, seed=5)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(("layers", "bias"), [(1, True), (2, False)])
 def test_the_network_is_that_of_its_independent_torch_twin(layers: int, bias: bool) -> None:
-    pytest.importorskip("torch")
     import medusa_torch
 
     heads = medusa_torch.random_heads(16, 13, heads=3, layers=layers, bias=bias)

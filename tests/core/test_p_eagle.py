@@ -23,6 +23,8 @@ from eagle3_jax.drafters import PEagleDrafter
 from eagle3_jax.topology import Chain
 from eagle3_jax.types import DraftSampling, Observation, SamplingParams
 
+pytestmark = pytest.mark.torch
+
 MASK_TOKEN = 57
 HEADS = {
     "four layers": Head(layers=4, own_embedding=True),

@@ -35,10 +35,12 @@ def test_probabilities_are_those_of_the_oracle_for_all_settings_in_one_batch(tie
             np.testing.assert_allclose(ours[row, node], oracle.warped(values[row, node].tolist(), *setting), atol=2e-6)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("tied", [False, True])
 def test_probabilities_are_those_of_transformers(tied: bool) -> None:
-    torch = pytest.importorskip("torch")
-    warpers = pytest.importorskip("transformers.generation.logits_process")
+    import torch
+    from transformers.generation import logits_process as warpers
+
     values = logits(1, tied)
     ours = np.asarray(probabilities(jnp.array(values), tiny.sampling_of(SETTINGS)))
     for row, (temperature, top_k, top_p) in enumerate(SETTINGS):

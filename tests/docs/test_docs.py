@@ -250,6 +250,7 @@ def test_what_pages_and_notebooks_import_is_in_the_reference() -> None:
     assert not [one for one in sorted(seen) if not is_public(*one)]
 
 
+@pytest.mark.torch
 def test_the_programs_of_the_pages_type_check(tmp_path: Path) -> None:
     pytest.importorskip("pyright", reason="make types brings it")
     for page in with_code():

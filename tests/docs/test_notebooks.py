@@ -30,6 +30,8 @@ import eagle3_jax as e3
 from eagle3_jax.trace import record
 from validation.subject import Setting, choose
 
+pytestmark = pytest.mark.torch
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "notebooks"
 SOURCES = sorted(FOLDER.glob("[0-9]*.py")) + sorted((FOLDER / "gpu").glob("[0-9]*.py"))

@@ -31,7 +31,7 @@ PATHS, COUNTS = np.array([[0, 2, 4, 6], [0, 4, 5, 6]], np.int32), np.array([4, 3
 @functools.cache
 def theirs() -> Any:
     """The layer of transformers, with nothing left at its initial value."""
-    torch = pytest.importorskip("torch")
+    import torch
     from transformers import Qwen3NextConfig
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
@@ -49,7 +49,7 @@ def theirs() -> Any:
 
 
 def torch_reads(x: np.ndarray) -> np.ndarray:
-    torch = pytest.importorskip("torch")
+    import torch
 
     with torch.no_grad():
         return theirs()(torch.from_numpy(x)).numpy()
@@ -111,6 +111,7 @@ def nearly(found: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_allclose(found, expected, atol=2e-5 * np.abs(expected).max())
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("size", [1, 3, 14, 64, 150])
 def test_a_text_is_read_as_transformers_reads_it(size: int) -> None:
     x = draw(size, BATCH, size, WIDTH)
@@ -120,6 +121,7 @@ def test_a_text_is_read_as_transformers_reads_it(size: int) -> None:
     nearly(run(x, causal_mask(size))[0], expected)
 
 
+@pytest.mark.torch
 def test_tokens_one_by_one_are_the_text() -> None:
     x, cache, one = draw(0, BATCH, 9, WIDTH), empty(), jnp.ones((BATCH,), jnp.int32)
     for token in range(9):
@@ -130,6 +132,7 @@ def test_tokens_one_by_one_are_the_text() -> None:
         nearly(found, expected)
 
 
+@pytest.mark.torch
 def test_every_node_of_a_tree_reads_its_own_path() -> None:
     text, nodes = draw(0, BATCH, 9, WIDTH), draw(1, BATCH, 7, WIDTH)
     read, _ = run(nodes, ancestor_mask(jnp.asarray(PARENTS), 7), after(text))
@@ -142,6 +145,7 @@ def test_every_node_of_a_tree_reads_its_own_path() -> None:
             nearly(read[row, node], torch_reads(alone)[0, -1])
 
 
+@pytest.mark.torch
 def test_a_committed_path_is_bit_for_bit_what_its_tokens_alone_leave() -> None:
     text, nodes, rows = draw(0, BATCH, 9, WIDTH), draw(1, BATCH, 7, WIDTH), np.arange(BATCH)[:, None]
     cache, more = after(text), draw(2, BATCH, 3, WIDTH)
@@ -190,6 +194,7 @@ def test_a_node_computes_the_bits_of_a_token_alone(size: tuple[int, ...]) -> Non
     assert not np.array_equal(of_tree.state, start.state) and not np.array_equal(of_tree.window, start.window)
 
 
+@pytest.mark.torch
 def test_a_row_of_which_nothing_stays_keeps_its_bits() -> None:
     cache, nodes = after(draw(0, BATCH, 9, WIDTH)), draw(1, BATCH, 7, WIDTH)
     _, told = run(nodes, ancestor_mask(jnp.asarray(PARENTS), 7), cache)
@@ -199,6 +204,7 @@ def test_a_row_of_which_nothing_stays_keeps_its_bits() -> None:
             assert np.array_equal(leaf[0], before[0]) and not np.array_equal(leaf[1], before[1])
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("size", [9, 100])
 def test_padding_leaves_no_trace(size: int) -> None:
     """Rows of other lengths, also shorter than the window, and whatever stands behind them."""
@@ -212,6 +218,7 @@ def test_padding_leaves_no_trace(size: int) -> None:
             np.testing.assert_allclose(found[row], expected[0], atol=1e-5)
 
 
+@pytest.mark.torch
 def test_a_batch_for_training_hides_its_padding_by_the_mask() -> None:
     x, length = draw(0, BATCH, 9, WIDTH), np.array([7, 2])
     real = np.arange(9)[None] < length[:, None]

@@ -12,6 +12,8 @@ from eagle3_jax.drafters.draft_model import DraftModel
 from eagle3_jax.models.config import GatedDelta, GatedMLP, LayerConfig
 from eagle3_jax.topology import DynamicTree
 
+pytestmark = pytest.mark.bits
+
 DELTA = LayerConfig(
     mixer=GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6), mlp=GatedMLP(width=24)
 )

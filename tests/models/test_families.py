@@ -28,6 +28,8 @@ from eagle3_jax.models.config import GatedMLP, GroupedQuery, QueryScaling, RopeC
 from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.topology import Chain, DynamicTree
 
+pytestmark = pytest.mark.torch
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_to_compile() -> Any:

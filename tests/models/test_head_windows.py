@@ -19,6 +19,8 @@ from eagle3_jax import conversion
 from eagle3_jax.drafters.eagle3 import Eagle3Drafter
 from eagle3_jax.types import Draft, Observation, SamplingParams
 
+pytestmark = pytest.mark.torch
+
 
 def test_a_tree_under_a_window_is_that_of_the_torch_twin(tmp_path: Path) -> None:
     """Over two rounds, the second behind what the first one drafted."""

@@ -23,6 +23,8 @@ from eagle3_jax.models.layers import RMSNorm  # noqa: E402
 from eagle3_jax.models.memory import BlockMemory, Span, cache_mask, causal_mask, memories  # noqa: E402
 from eagle3_jax.models.rope import scale_queries  # noqa: E402
 
+pytestmark = pytest.mark.torch
+
 BATCH, FED, HEADS, KV_HEADS, SIZE = 2, 9, 4, 2, 16
 
 

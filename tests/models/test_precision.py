@@ -17,6 +17,8 @@ from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision
 from eagle3_jax.models.memory import causal_mask
 from eagle3_jax.topology import Chain, DynamicTree
 
+pytestmark = pytest.mark.bits
+
 BATCH = [[1, 2, 3], [4, 5]]
 
 

@@ -59,6 +59,7 @@ def read(directory: Path) -> dict[str, Any]:
     return read_quantised(read_tensors(directory), fields, directory)[0]
 
 
+@pytest.mark.torch
 def test_blocks_are_those_of_transformers(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     path = written(tmp_path, "fp8", inner=32)[0]  # of the last block, where it is cut, transformers makes another
@@ -67,6 +68,7 @@ def test_blocks_are_those_of_transformers(tmp_path: Path) -> None:
     assert all(np.asarray(ours[name]).tobytes() == theirs[name].tobytes() for name in theirs)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("name", ["channel", "tensor", "int8", "int4"])
 def test_compressed_tensors_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     pytest.importorskip("compressed_tensors", exc_type=ImportError)
@@ -84,6 +86,7 @@ def test_compressed_tensors_are_those_of_transformers(tmp_path: Path, name: str)
         assert np.array_equal(rounded, value), tensor
 
 
+@pytest.mark.torch
 def test_four_bits_of_experts_are_those_of_transformers(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -18,6 +18,7 @@ from eagle3_jax import conversion
 from eagle3_jax.conversion import CheckpointError
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("layout", ["sharded safetensors", "pickle", "sharded pickle"])
 def test_every_file_layout_reads_the_same_bits(tmp_path: Path, dtype: str, layout: str) -> None:

@@ -16,6 +16,8 @@ from eagle3_jax import GenerationResult, SpeculativeDecoder, load_target
 from eagle3_jax.drafters import NGram
 from validation import peaked
 
+pytestmark = pytest.mark.torch
+
 FAMILIES = (
     "qwen3", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "gpt_oss", "glm4_moe", "llama4, norms", "qwen3_next",
     "glm4_moe_lite",

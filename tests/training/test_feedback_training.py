@@ -18,6 +18,8 @@ from eagle3_jax.conversion.heads import eagle1, mtp
 from eagle3_jax.training.batches import TTTBatch
 from eagle3_jax.training.methods import RECIPES, HeadOptions
 
+pytestmark = pytest.mark.torch
+
 TARGET = tiny.target(13, norm_eps=1e-5)
 SIZE, ROWS = 7, 2
 GEOMETRY = {"width": 16, "vocab": 13, "target_layers": 2}

@@ -226,10 +226,9 @@ def test_tests_of_the_core_run_in_a_process_of_their_own(validate, tmp_path: Pat
     assert "1 of 2 tests skipped" in report["L2"].reason and "no torch" in report["L2"].reason
 
 
+@pytest.mark.torch
 def test_the_manifest_names_what_pytest_collects() -> None:
     """On CPUs, with ``--gpu``, and in a rehearsal; otherwise a level could lose a check and stay green."""
-    for package in ("torch", "transformers", "scipy"):
-        pytest.importorskip(package, reason="without it not every module is collected")
     command = [sys.executable, "-m", "validation.manifest", "--print"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -271,6 +270,7 @@ def test_a_run_passes_only_as_a_whole() -> None:
     assert Report.from_json(retired.to_json()) == retired and retired.verdict == NOT_RUN
 
 
+@pytest.mark.torch
 def test_the_file_is_strict_json_and_the_page_escapes_everything(tmp_path: Path) -> None:
     check = Check("L8", "<script>alert(1)</script>", PASSED, seconds=2.5, sees="0.5 % rms, in <L8>")
     check.number(tau=np.float32(3.25), rounds=np.int64(7), lost=float("nan"), bound=-math.inf, exact=np.bool_(True))
@@ -284,11 +284,11 @@ def test_the_file_is_strict_json_and_the_page_escapes_everything(tmp_path: Path)
     assert data["levels"]["L5"] == {"verdict": "not run", "reason": "no <vLLM> here", "seconds": 0}
     assert data["environment"]["path"] == "model", "directories are private"
     assert load(tmp_path).to_json() == text and load(tmp_path).table("L8", "by <K>").column("K") == [3, 5]
-    pytest.importorskip("jinja2")
     for hostile in ("<script", "<vLLM>", "<z>", "<K>", "<L8>"):
         assert hostile not in page.read_text(), hostile
 
 
+@pytest.mark.torch
 def test_without_jinja2_there_is_no_page_rather_than_an_old_one(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "report.html").write_text("of an earlier run")
     monkeypatch.setitem(sys.modules, "jinja2", None)
@@ -296,6 +296,7 @@ def test_without_jinja2_there_is_no_page_rather_than_an_old_one(tmp_path: Path, 
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -314,6 +315,7 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path: Path, capsys: An
     assert printed.out == "" and printed.err.count("\n") == 1 and message in printed.err
 
 
+@pytest.mark.torch
 def test_two_runs_are_compared(tmp_path: Path, capsys: Any) -> None:
     old = run_of(PASSED, environment={"date": "1", "versions": {"jax": "0.9"}})
     new = run_of(FAILED, environment={"date": "2", "versions": {"jax": "0.10"}})
@@ -364,6 +366,7 @@ def test_a_check_that_ended_differently_is_a_contradiction_and_never_green(order
     assert found.reason == "law[a]: 2 runs of it contradict each other (passed in good; failed in bad): 1 of 2 differ"
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -63,9 +63,11 @@ def test_one_position_that_is_off_is_seen_although_the_mean_is_right() -> None:
     assert abs(scores[0]) < law.most < abs(scores[1])
 
 
+@pytest.mark.torch
 def test_vllms_dice_on_a_cpu_are_those_of_its_kernel() -> None:
     """Three requests by hand: two of three accepted, all of two, and a padding draft that ends the second."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     output = torch.full((3, 4), -1, dtype=torch.int32)
     drafts = torch.tensor([10, 11, 12, 20, 21, 30, -1, 32])
     choices = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8])
