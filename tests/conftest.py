@@ -20,10 +20,7 @@ from jaxtyping import install_import_hook
 # Before the first import of the library. It makes every annotated shape an assertion, here and in no other program.
 install_import_hook("eagle3_jax", "beartype.beartype")
 
-import every_family  # noqa: E402
 import jax  # noqa: E402
-import support_record  # noqa: E402
-from support_record import pytest_configure  # noqa: E402, F401
 
 # Tests whose cases together take more than ten seconds, compilation included; `pytest --durations=0` shows them.
 SLOW = set(Path(__file__).with_name("slow.txt").read_text(encoding="utf-8").split())
@@ -37,14 +34,13 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    support_record.pytest_addoption(parser)
-    every_family.pytest_addoption(parser)
     parser.addoption("--record-fingerprints", action="store_true", help="Write the hashes of test_fingerprints.py.")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `torch` where it is not installed, and mark as `slow` all but the first case of those named."""
+    items = [item for item in items if not item.get_closest_marker("slow")]
     tests = [f"{item.path.stem}::{getattr(item, 'originalname', item.name)}" for item in items]
     cases = collections.Counter(tests)
     seen: set[str] = set()

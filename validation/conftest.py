@@ -84,7 +84,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Refuse misuse before anything is loaded, and open the report."""
     config.addinivalue_line("markers", "level(name): the level of proof that a test belongs to, such as 'L5'")
     config.addinivalue_line("markers", "not_quick: other checks of a quick run see nearly the same errors")
-    config.addinivalue_line("markers", "covers(what, family, precision, draft): cells of the support matrix")
     if not hasattr(config.option, "rehearse"):  # found among other directories, which for pytest 8 is too late
         raise pytest.UsageError("validation has options of its own and must be named: pytest validation")
     option = config.getoption

@@ -16,7 +16,7 @@ from validation.aot.facts import Part, kernels_that_add
 from validation.aot.hlo import Module
 from validation.aot.measure import Measured, budget, every, few, load, measured_apart
 from validation.aot.platforms import NotHere
-from validation.aot.programs import Case
+from validation.aot.programs import SERVED, Case
 from validation.runs import Check
 
 pytestmark = pytest.mark.level("AOT")
@@ -161,16 +161,6 @@ def test_a_mesh_sums_twice_a_layer(measured: Measured, check: Check) -> None:
         assert not part.collectives.get("collective-permute"), f"{part.collectives} in {name}"
 
 
-# One shape of every family whose layers are of a kind of their own, on a mesh that its parameters may be served by.
-SERVED = {
-    "qwen3_moe": ("Qwen3-30B-A3B", "model=4"),
-    "gpt_oss": ("gpt-oss-120b", "model=8"),
-    "deepseek_v3": ("DeepSeek-V3", "model=8"),
-    "qwen3_next": ("Qwen3-Next-80B-A3B", "model=2"),
-}
-
-
-@pytest.mark.covers(what="AOT", draft="chain", precision="bfloat16", family=lambda family: family)
 @pytest.mark.parametrize("family", SERVED)
 def test_a_family_compiles_for_a_mesh_and_asks_the_host_for_nothing(
     request: pytest.FixtureRequest, family: str, check: Check

@@ -24,16 +24,6 @@ def tried(vllm_process: Process, tmp_path_factory: pytest.TempPathFactory) -> Tr
     return functools.cache(lambda name: trial(vllm_process, FAMILIES[name], tmp_path_factory.mktemp(name)))
 
 
-def of(name: str) -> str:
-    """The family, for the support matrix."""
-    return FAMILIES[name].recipe.model_type
-
-
-def precision(name: str) -> str:
-    """What it is compared in."""
-    return FAMILIES[name].dtype
-
-
 # Experts, latent attention, a recurrence; a family takes minutes of two cores, the others with --every-family.
 FEW = ("qwen3_moe", "deepseek_v3", "qwen3_5")
 # In bfloat16 one of its rounds drafts a token that nearly ties with another (docs/validation.md).
@@ -50,7 +40,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.mark.level("L5")
-@pytest.mark.covers(what="vLLM", family=of, precision=precision)
 def test_a_target_of_the_family_agrees_with_vllm(check: Check, tried: Trials, name: str) -> None:
     found = tried(name)
     plain = next(one.outputs for one in found.judged if one.by == "vLLM, plain")
@@ -65,7 +54,6 @@ def test_a_target_of_the_family_agrees_with_vllm(check: Check, tried: Trials, na
 
 
 @pytest.mark.level("L8")
-@pytest.mark.covers(what="vLLM", family=of, precision=precision, draft="chain")
 def test_a_draft_for_the_family_is_accepted_as_in_vllm(check: Check, tried: Trials, name: str) -> None:
     found = tried(name)
     parity, wrong = found.parity(found.drafter), found.parity(_wrong(found.drafter))

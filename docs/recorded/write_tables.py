@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def tables() -> dict[str, dict[str, str]]:
     """For each page, the texts by the names of their marks."""
     found: dict[str, dict[str, str]] = {
-        "docs/checkpoints.md": {"families": support.text(support.cases())},
+        "docs/checkpoints.md": {"families": support.text()},
         "docs/validation.md": {"record": validated.text()},
     }
     for parts in (methods.parts(methods.record()), speeds.parts(), expected.parts(), options.parts()):

@@ -183,7 +183,6 @@ def test_the_top_level_says_whether_the_embedding_is_tied(saved: Any, name: str)
     assert conversion.read_target(directory).config.tie_embeddings == tied
 
 
-@pytest.mark.covers(what="parity", family="mistral3", precision="fp8")
 def test_a_language_model_in_fp8_is_what_its_scales_say(saved: Any, tmp_path: Path) -> None:
     """As Ministral 3 Instruct is published: a scale a tensor, the encoder of images in full, names of transformers."""
     import torch

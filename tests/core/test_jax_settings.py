@@ -11,7 +11,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 
-import every_family
+import families
 import jax
 import numpy as np
 import pytest
@@ -81,7 +81,7 @@ def test_a_sampled_batch_is_traced_under_64_bits_for(name: str) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_a_generation_is_traced_under_64_bits_for:
         names = [name for name in test_target_contract.ALL_TARGETS if "recurrence" not in name]
-        every_family.parametrize(metafunc, names, {"gpt_oss", *test_target_contract.FEW})
+        families.parametrize(metafunc, names, {"gpt_oss", *test_target_contract.FEW})
 
 
 def test_a_generation_is_traced_under_64_bits_for(name: str) -> None:

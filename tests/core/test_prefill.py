@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import every_family
 import families
 import jax
 import numpy as np
@@ -32,7 +31,7 @@ ROWS, FED = 4, 160
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "name" in metafunc.fixturenames:
-        every_family.parametrize(metafunc, families.RECIPES, FEW)
+        families.parametrize(metafunc, families.RECIPES, FEW)
 
 
 def _prefilled(loop: SpeculativeLoop, params: LoopParams, batch: Any, capacity: int = 256) -> GenerationState:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import every_family
 import families
 import jax
 import jax.numpy as jnp
@@ -53,17 +52,7 @@ def subject(name: str) -> TargetSubject:
     return TargetSubject(ALL_TARGETS[name]())
 
 
-def of(name: str) -> str | None:
-    """The family of a target, for the support matrix; none of those that are no recipe's."""
-    return families.RECIPES[name].model_type if name in families.RECIPES else None
-
-
-def shapes(check: str) -> tuple[str, ...]:
-    """The drafts that a check is about."""
-    return ("tree",) if "path" in check else ("plain", "chain", "tree")
-
-
-# Beside what is no family: experts, latent attention, a recurrence. The others with --every-family.
+# Beside what is no family: experts, latent attention, a recurrence. The others are slow.
 FEW = {"qwen3_moe", "deepseek_v3", "qwen3_5_text", *(ALL_TARGETS.keys() - families.RECIPES.keys())}
 
 
@@ -74,12 +63,11 @@ FEW_ROUNDED = ("gpt_oss", "qwen3_next")
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_every_target_keeps_the_contract:
-        every_family.parametrize(metafunc, ALL_TARGETS, FEW)
+        families.parametrize(metafunc, ALL_TARGETS, FEW)
     if metafunc.function is test_a_family_keeps_the_contract_in:
-        every_family.parametrize(metafunc, families.RECIPES, FEW_ROUNDED)
+        families.parametrize(metafunc, families.RECIPES, FEW_ROUNDED)
 
 
-@pytest.mark.covers(what="contract", family=of, draft=shapes)
 @pytest.mark.parametrize("check", TARGET_CHECKS)
 def test_every_target_keeps_the_contract(name: str, check: str) -> None:
     if (name, check) in OPTIONAL:
@@ -89,7 +77,6 @@ def test_every_target_keeps_the_contract(name: str, check: str) -> None:
         TARGET_CHECKS[check](subject(name))
 
 
-@pytest.mark.covers(what="contract", family=of, draft=("plain", "chain", "tree"), precision=lambda precision: precision)
 @pytest.mark.parametrize("precision", ["bfloat16", "mixed", "fp8"])
 def test_a_family_keeps_the_contract_in(precision: str, name: str) -> None:
     target = random_targets.in_precision(families.RECIPES[name], precision)

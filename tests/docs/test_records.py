@@ -10,11 +10,9 @@ from typing import Any
 import methods
 import pytest
 import speeds
-import support
 import validated
 import write_tables
 
-from eagle3_jax.conversion.families import FAMILIES, WRAPPERS
 from validation.runs import load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -100,10 +98,3 @@ def test_the_example_measures_what_the_tables_show(tmp_path: Path) -> None:
     assert [(one["method"], "cannot draft a tree" in one["reason"]) for one in found["missing"]] == [("ngram", True)]
     assert all(row["lossless"] and row["same_texts"] for row in found["rows"])
     assert "| method | parameters | K=2 | tree N=3 G=2 |" in methods.what_was_measured(found)
-
-
-def test_what_is_recorded_of_families_is_of_tests_that_are_there_and_passed() -> None:
-    for name, case in support.cases().items():
-        file, _, test = name.partition("::")
-        assert f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), name
-        assert case["passed"] and {cell[0] for cell in case["cells"]} <= {*FAMILIES, *WRAPPERS}, name

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
+import pytest
 from checkpoints import LLAMA3
 
 from validation.peaked import BASE, VOCAB, Recipe, build, eager  # noqa: F401 (tests import eager from here)
+
+
+def parametrize(metafunc: pytest.Metafunc, names: Iterable[str], few: Collection[str]) -> None:
+    """Give a test its families, in the argument ``name``; those that are not among the few are slow."""
+    marks = {name: () if name in few else pytest.mark.slow for name in names}
+    metafunc.parametrize("name", [pytest.param(name, marks=mark) for name, mark in marks.items()])
+
 
 PROMPTS = ((7, 3, 90, 14, 33, 8, 61, 25, 40, 11, 5), (50, 12, 81))
 NEW_TOKENS = 60

@@ -13,10 +13,21 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-import every_family
 import tiny
 from checkpoints import edit_config, refused, write_llama
-from families import LLAMAS, NEW_TOKENS, PROMPTS, RECIPES, VOCAB, WRAPPED, build, check_greedy, eager, truth
+from families import (
+    LLAMAS,
+    NEW_TOKENS,
+    PROMPTS,
+    RECIPES,
+    VOCAB,
+    WRAPPED,
+    build,
+    check_greedy,
+    eager,
+    parametrize,
+    truth,
+)
 from safetensors.numpy import load_file
 
 import eagle3_jax as e3
@@ -40,7 +51,7 @@ def _quick_to_compile() -> Any:
 
 
 ALL = RECIPES | LLAMAS | WRAPPED
-# Dense layers, windows and experts, latents, recurrences; the others with --every-family.
+# Dense layers, windows and experts, latents, recurrences; the others are slow.
 FEW = ("llama", "gpt_oss", "deepseek_v3", "qwen3_5_text")
 
 
@@ -58,18 +69,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-def of(name: str) -> str:
-    """The family of a recipe, for the support matrix."""
-    return ALL[name].model_type
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Texts take most of the time; what they need beyond the logits is the same within a kind of layer."""
     if metafunc.function is test_greedy_text_is_that_of_transformers_plain_and_behind_any_draft:
-        every_family.parametrize(metafunc, RECIPES | WRAPPED, FEW)
+        parametrize(metafunc, RECIPES | WRAPPED, FEW)
 
 
-@pytest.mark.covers(what="parity", family=of)
 @pytest.mark.parametrize("name", ALL)
 def test_logits_and_features_are_those_of_transformers(folder: Any, name: str) -> None:
     target, expected = e3.load_target(folder(name)), truth(name)
@@ -87,7 +92,6 @@ def test_logits_and_features_are_those_of_transformers(folder: Any, name: str) -
     np.testing.assert_allclose(np.moveaxis(features[0], 1, 0), expected.entering, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.covers(what="parity", family=of, draft=("plain", "chain", "tree"))
 def test_greedy_text_is_that_of_transformers_plain_and_behind_any_draft(folder: Any, name: str) -> None:
     target = e3.load_target(folder(name))
     plain = e3.SpeculativeDecoder(target, stop_tokens=()).generate(PROMPTS, max_new_tokens=NEW_TOKENS).tokens

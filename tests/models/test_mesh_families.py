@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import every_family
 import families
 import pytest
 import tiny
@@ -17,13 +16,13 @@ from eagle3_jax.sharding import MESH_AXES, param_shardings
 
 SCRIPT = "on_a_mesh_families.py"
 KINDS = ("experts", "latent attention", "recurrent layers")
-# Whose layers are of none of these kinds; all with --every-family.
+# Whose layers are of none of these kinds; the others are slow.
 FEW = ("llama4, norms",)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "name" in metafunc.fixturenames:
-        every_family.parametrize(metafunc, families.RECIPES, FEW)
+        families.parametrize(metafunc, families.RECIPES, FEW)
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +30,6 @@ def found() -> dict[str, Any]:
     return asked(SCRIPT)
 
 
-def of(name: str) -> str:
-    """The family, for the support matrix."""
-    return families.RECIPES[name].model_type
-
-
-@pytest.mark.covers(what="mesh", family=of, draft=("chain", "tree"))
 def test_eight_devices_write_what_one_writes_of_a_family(name: str) -> None:
     assert asked(SCRIPT, name)[name] == {"chain": True, "tree": True}
 

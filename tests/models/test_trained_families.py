@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import families
 import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-import every_family
 from families import RECIPES, VOCAB
 
 from eagle3_jax import GenerationResult, SpeculativeDecoder, load_target
@@ -27,7 +27,7 @@ LEARNED, UNSEEN = (peaked.random_prompts(48, VOCAB, seed=seed) for seed in (1, 2
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    every_family.parametrize(metafunc, FAMILIES, FAMILIES[:1])
+    families.parametrize(metafunc, FAMILIES, FAMILIES[:1])
 
 
 def test_a_trained_head_is_accepted_more_often_than_ngrams(tmp_path: Path, name: str) -> None:

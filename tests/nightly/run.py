@@ -26,8 +26,8 @@ WRITING, INTERRUPTED = threading.Lock(), threading.Event()
 # The longest first. Fuzzing tries 25 times as many files as in `.ci/run`.
 PARTS = {
     "validation": f"validation --complete --every-family --report-dir {BUILD / 'validation'}",
-    "slow-tests": "tests -m slow --every-family --ignore tests/core/test_target_contract.py",
-    "contract": "tests/core/test_target_contract.py -m slow --every-family",
+    "slow-tests": "tests -m slow --ignore tests/core/test_target_contract.py",
+    "contract": "tests/core/test_target_contract.py -m slow",
     "AOT": "validation/test_aot.py --level AOT --complete --aot cuda:h200 --aot tpu:v6e:1x1"
     f" --report-dir {BUILD / 'AOT'}",
     "bugs-and-laws": "tests/nightly/test_mutants.py tests/nightly/test_long_law.py",

@@ -38,6 +38,13 @@ _STOP_TOKENS = 2  # as many ids as end a text of Llama's
 _DRAFT = re.compile(r"plain|(plain|chain|tree)([1-9]\d*)")
 # The official tree: 60 nodes, 8 levels below the root, 10 candidates.
 _TREE_DEPTH, _TREE_TOP_K = 8, 10
+# One shape of every family whose layers are of a kind of their own, on a mesh that its parameters may be served by.
+SERVED = {
+    "qwen3_moe": ("Qwen3-30B-A3B", "model=4"),
+    "gpt_oss": ("gpt-oss-120b", "model=8"),
+    "deepseek_v3": ("DeepSeek-V3", "model=8"),
+    "qwen3_next": ("Qwen3-Next-80B-A3B", "model=2"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
