@@ -207,10 +207,10 @@ RECIPES = {
     "granite": Recipe(
         "granite",
         {
-            "attention_bias": True, "mlp_bias": True, "embedding_multiplier": 3.0, "attention_multiplier": 0.2,
+            "attention_bias": True, "mlp_bias": True, "embedding_multiplier": 0.6, "attention_multiplier": 0.2,
             "residual_multiplier": 0.6, "logits_scaling": 1.6,
         },
-        5,
+        9,
     ),
     "phi3": Recipe("phi3", {"sliding_window": 5} | _rope(1e4, partial_rotary_factor=0.5), 0),
     "phi3, longrope": Recipe(
