@@ -61,7 +61,6 @@ def read(directory: Path) -> dict[str, Any]:
 
 @pytest.mark.torch
 def test_blocks_are_those_of_transformers(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     path = written(tmp_path, "fp8", inner=32)[0]  # of the last block, where it is cut, transformers makes another
     theirs, ours = of_transformers(path), read(path)
     assert ours.keys() == theirs.keys()
@@ -71,7 +70,6 @@ def test_blocks_are_those_of_transformers(tmp_path: Path) -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("name", ["channel", "tensor", "int8", "int4"])
 def test_compressed_tensors_are_those_of_transformers(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("compressed_tensors", exc_type=ImportError)
     from transformers import CompressedTensorsConfig
 
     path = written(tmp_path, name)[0]
@@ -88,7 +86,6 @@ def test_compressed_tensors_are_those_of_transformers(tmp_path: Path, name: str)
 
 @pytest.mark.torch
 def test_four_bits_of_experts_are_those_of_transformers(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
