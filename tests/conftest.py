@@ -39,14 +39,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `torch` where it is not installed, and mark as `slow` all but the first case of those named."""
+    """Skip tests marked `torch` where it is missing; of a test in slow.txt with several cases the first is not slow."""
+    if importlib.util.find_spec("torch") is None:
+        for item in items:
+            if item.get_closest_marker("torch"):
+                item.add_marker(pytest.mark.skip(reason="PyTorch is not installed"))
     items = [item for item in items if not item.get_closest_marker("slow")]
     tests = [f"{item.path.stem}::{getattr(item, 'originalname', item.name)}" for item in items]
     cases = collections.Counter(tests)
     seen: set[str] = set()
     for item, test in zip(items, tests, strict=True):
-        if item.get_closest_marker("torch") and importlib.util.find_spec("torch") is None:
-            item.add_marker(pytest.mark.skip(reason="PyTorch is not installed: make test"))
         if test in SLOW and (test in seen or cases[test] == 1):
             item.add_marker("slow")
         seen.add(test)

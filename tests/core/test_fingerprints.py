@@ -20,7 +20,7 @@ from eagle3_jax import loop as loops
 from eagle3_jax.models.layers import BFLOAT16
 from eagle3_jax.types import SamplingMode, SamplingParams
 
-pytestmark = pytest.mark.torch
+pytestmark = pytest.mark.torch  # the lane with PyTorch has the jax that lowered the recorded programs
 
 PATH = Path(__file__).parent.parent / "golden" / "fingerprints.json"
 TARGETS = {"float32": tiny.target(13), "bfloat16": tiny.target(13, precision=BFLOAT16)}
