@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eagle3_jax.conversion.errors import CheckpointError, short
-from eagle3_jax.conversion.quantised.arrays import fp8_kernel, in_fp8
-from eagle3_jax.models.quantised import Fp8Kernel
+from eagle3_jax.conversion.quantised.arrays import kept_as, stored_kernel
+from eagle3_jax.models.quantised import Fp8Kernel, Int8Kernel
 
 Array = Any  # of numpy, or computed from quantised tensors (quantised.arrays.Dequantised)
 Params = dict[Any, Any]
@@ -272,14 +272,14 @@ class Joined:
         return any(getattr(value, "computed", False) for _, value in self._parts)
 
     @property
-    def in_fp8(self) -> bool:
-        """Whether it can be one FP8 kernel as it is stored."""
-        return in_fp8([value for _, value in self._parts])
+    def kept_as(self) -> str:
+        """The kind of kernel that holds the whole as it is stored: ``fp8``, ``int8``, or empty for none."""
+        return kept_as([value for _, value in self._parts])
 
-    def fp8(self) -> Fp8Kernel | None:
+    def stored_kernel(self) -> Fp8Kernel | Int8Kernel | None:
         """That kernel, bit for bit; ``None`` where it cannot be one."""
         whole = lambda one: one
-        return fp8_kernel(
+        return stored_kernel(
             [
                 (whole if rule.part is None else rule.part.of, value if rule.cut is None else rule.cut.of(value))
                 for rule, value in self._parts

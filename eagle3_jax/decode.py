@@ -38,7 +38,9 @@ from eagle3_jax.verifiers.simulated import SimulatedAcceptance
 
 Prompt = str | Sequence[int] | np.ndarray | jax.Array
 
-_BUCKET = 128  # prompts and caches are padded to multiples of this, so most prompts share one compilation
+# Caches and prompts are padded to multiples of this, so most prompts share one compilation. Shorter prompts are padded
+# to a power of two, because on CPUs a prefill costs in proportion to its tokens.
+_BUCKET, _SHORTEST_PROMPT = 128, 16
 
 
 class SpeculativeDecoder:
@@ -382,7 +384,8 @@ class SpeculativeDecoder:
                 f"sequences of up to {longest} tokens were asked for, and {type(self.loop.drafter).__name__} was built "
                 f"for {most} positions; lower max_new_tokens, shorten the prompt or choose another drafter"
             )
-        tokens = np.zeros((len(rows), min(_round_up(int(lengths.max())), self.target.max_positions)), np.int32)
+        padded = min(_padded_prompt(int(lengths.max())), self.target.max_positions)
+        tokens = np.zeros((len(rows), padded), np.int32)
         for index, row in enumerate(rows):
             tokens[index, : len(row)] = row
         batch = Prompts(
@@ -514,6 +517,11 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 def _check_token(token: Any, vocab_size: int, what: str) -> None:
     if isinstance(token, bool) or not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
         raise ValueError(f"{what} {token!r} is not a token id; expected whole numbers from 0 to {vocab_size - 1}")
+
+
+def _padded_prompt(size: int) -> int:
+    """The length that prompts of up to ``size`` tokens are padded to."""
+    return _round_up(size) if size > _BUCKET // 2 else max(_SHORTEST_PROMPT, 1 << (size - 1).bit_length())
 
 
 def _round_up(size: int) -> int:

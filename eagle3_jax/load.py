@@ -48,9 +48,10 @@ def load_target(
     Args:
         source: A Hugging Face directory, a native one, a hub id, or ``None`` for the bundled target.
         dtype: ``float32``, ``bfloat16``, or ``mixed`` (bfloat16 products summed in float32; fastest on CPUs).
-        weights: ``dense``, or ``fp8``: kernels in eight bits, as an FP8 file stores them, or rounded otherwise.
-            ``fp8-dynamic`` quantises the other factor of their products too. Decoding is then lossless relative to
-            this quantised target (``docs/checkpoints.md``). :func:`load_drafter` stores its drafter's kernels alike.
+        weights: ``dense``, or kernels in eight bits, as an eight-bit file stores them, or rounded otherwise: ``fp8``;
+            ``fp8-dynamic``, which quantises the other factor of their products too; ``int8``, which does the same for
+            integers and is fastest on CPUs. Decoding is then lossless relative to this quantised target
+            (``docs/checkpoints.md``). :func:`load_drafter` stores its drafter's kernels alike.
         family: A ``eagle3_jax.conversion.Family`` of your own, in addition to the known ones (``docs/extending.md``).
         mesh: From ``make_mesh``, to divide the target over devices, each of which gets its part alone
             (``docs/mesh.md``).
@@ -80,9 +81,10 @@ def _load_model(
     mesh = None if mesh is None else as_mesh(mesh)
     shardings = None if mesh is None else param_shardings(mesh, model, model.param_shapes())
     products = model.param_products()
-    if checkpoint.quantisation is not None and checkpoint.quantisation.fp8:
-        # Parameters that the file has in FP8 stay as they are stored. So do the parameters that it has in other types.
-        stored = lambda leaf, product: product and getattr(leaf, "in_fp8", False)
+    kept_as = "" if checkpoint.quantisation is None else checkpoint.quantisation.kept_as
+    if kept_as and weights.startswith(kept_as):
+        # Parameters that the file has in eight bits stay as they are stored. So do the parameters in other types.
+        stored = lambda leaf, product: product if getattr(leaf, "kept_as", "") == kept_as else ""
         products = jax.tree.map(stored, checkpoint.params, products)
     params = quantised(checkpoint.params, products, weights)
     max_positions, bound = _bound(checkpoint.config)

@@ -26,7 +26,7 @@ class LoadedTarget:
         tokenizer: The tokenizer; ``None`` if prompts must be token ids.
         name: Name in reports.
         mesh: The mesh that divides the arrays; ``None`` for one device.
-        weights: How kernels are stored: ``dense``, ``fp8`` or ``fp8-dynamic``.
+        weights: How kernels are stored: ``dense``, ``fp8``, ``fp8-dynamic`` or ``int8``.
         bound: The reason if ``max_positions`` is lower than the model's own limit; else empty.
     """
 

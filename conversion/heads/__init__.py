@@ -62,9 +62,10 @@ def make_drafter(
     """
     drafter, embedding = HEADS[checkpoint.method].classes[1](checkpoint.config, precision=precision), None
     if checkpoint.embedding is not None:
-        places = None if mesh is None else tables.embedding.sharding  # type: ignore[union-attr]
+        table = tables.embedding
+        places = None if mesh is None else jax.tree.leaves(table)[0].sharding  # the values of a table in int8
         own = cast(checkpoint.embedding, precision, places)
-        same = own.shape == tables.embedding.shape and bool(jnp.array_equal(own, tables.embedding))
+        same = isinstance(table, jax.Array) and own.shape == table.shape and bool(jnp.array_equal(own, table))
         embedding = None if same else own
     ids = checkpoint.draft_to_target
     owned = {"head": checkpoint.head} | ({} if ids is None else {"draft_to_target": np.asarray(ids, np.int32)})

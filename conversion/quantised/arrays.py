@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 if TYPE_CHECKING:
-    from eagle3_jax.models.quantised import Fp8Kernel
+    from eagle3_jax.models.quantised import Fp8Kernel, Int8Kernel
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
@@ -59,13 +59,15 @@ class Dequantised:
         return self._viewed(values), scales
 
     @property
-    def in_fp8(self) -> bool:
-        """Whether its values are E4M3."""
-        return self.stored == E4M3
+    def kept_as(self) -> str:
+        """The kind of kernel that holds the values as they are stored: ``fp8``, ``int8``, or empty for none."""
+        if self.stored == E4M3:
+            return "fp8"
+        return "int8" if self.stored == np.int8 and self.block is None else ""
 
-    def fp8(self) -> Fp8Kernel | None:
+    def stored_kernel(self) -> Fp8Kernel | Int8Kernel | None:
         """Values and scales as they are stored, as a kernel ``[..., D_in, D_out]``; ``None`` for other types."""
-        return fp8_kernel([(lambda whole: whole, self)], self.shape)
+        return stored_kernel([(lambda whole: whole, self)], self.shape)
 
     @property
     def T(self) -> Dequantised:
@@ -93,31 +95,39 @@ class Dequantised:
         return one
 
 
-def in_fp8(parts: Sequence[Any]) -> bool:
-    """Whether several arrays can be one FP8 kernel: all are FP8, with scales of equally many inputs."""
-    return all(getattr(part, "in_fp8", False) for part in parts) and len({part.block for part in parts}) == 1
+def kept_as(parts: Sequence[Any]) -> str:
+    """The kind of kernel that several arrays can be as they are stored; empty if they differ in type or blocks."""
+    kinds = {getattr(part, "kept_as", "") for part in parts}
+    return kinds.pop() if len(kinds) == 1 and len({getattr(part, "block", None) for part in parts}) == 1 else ""
 
 
-def fp8_kernel(parts: Sequence[tuple[View, Any]], shape: Sequence[int]) -> Fp8Kernel | None:
-    """The FP8 kernel that several arrays fill, bit for bit; ``None`` where they are no such kernel.
+def stored_kernel(parts: Sequence[tuple[View, Any]], shape: Sequence[int]) -> Fp8Kernel | Int8Kernel | None:
+    """The kernel that several arrays fill, bit for bit; ``None`` if they cannot be one kernel.
 
     ``parts`` are the arrays, each with the view of a whole ``[..., D_in, D_out]`` that it fills.
     """
-    from eagle3_jax.models.quantised import Fp8Kernel
+    from eagle3_jax.models.quantised import Fp8Kernel, Int8Kernel
 
-    if not in_fp8([part for _, part in parts]):
+    kind = kept_as([part for _, part in parts])
+    if not kind:
         return None
     *stack, inputs, outputs = shape
     block = parts[0][1].block or inputs
-    values = np.empty((*stack, outputs, inputs), E4M3)  # FP8 kernels are stored transposed
+    if kind == "fp8":  # FP8 kernels are stored transposed
+        values = np.empty((*stack, outputs, inputs), E4M3)
+        whole = values.swapaxes(-1, -2)
+    else:
+        values = whole = np.empty((*stack, inputs, outputs), np.int8)
     scale = np.empty((*stack, -(-inputs // block), outputs), np.float32)
     for place, part in parts:
         stored, scales = part.parts()
-        of_values, of_scale = place(values.swapaxes(-1, -2)), place(scale)
+        of_values, of_scale = place(whole), place(scale)
         of_values[...] = stored.reshape(of_values.shape)
         # The two differ in the axis of inputs alone. The scale of a block is that of its first input.
         firsts = tuple(
             slice(None, None, None if n == m else block) for n, m in zip(of_values.shape, of_scale.shape, strict=True)
         )
         of_scale[...] = scales.reshape(of_values.shape)[firsts]
+    if kind == "int8":
+        return Int8Kernel(values=values, scale=scale[..., 0, :])
     return Fp8Kernel(values=values, scale=scale, block=block)

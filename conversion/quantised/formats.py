@@ -49,7 +49,8 @@ class Quantisation(NamedTuple):
     """How the weights of a checkpoint were stored."""
 
     words: str  #: The format, for people.
-    fp8: bool  #: Whether its kernels are E4M3 values with scales, which can be kept as they are.
+    #: The kind of weights that keeps the stored values and scales, ``fp8`` or ``int8``; empty if there is none.
+    kept_as: str
     num_tensors: int  #: How many tensors are quantised.
 
 
@@ -86,9 +87,9 @@ def _dequantised(tensors: Mapping[str, np.ndarray], how: Format, where: str) -> 
         raise CheckpointError(
             f"{where} says that its weights are quantised ({how.words}) and holds no scale; remove quantization_config"
         )
-    fp8 = all(value.in_fp8 for value in results.values())
+    kinds = {value.kept_as for value in results.values()}
     # Messages list tensors in the order of the file.
-    return rest | results, Quantisation(how.words, fp8, len(results))
+    return rest | results, Quantisation(how.words, kinds.pop() if len(kinds) == 1 else "", len(results))
 
 
 def _matrices(scheme: Scheme, dtype: Any = E4M3) -> Layout:

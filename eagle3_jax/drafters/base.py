@@ -14,7 +14,7 @@ from eagle3_jax.drafters.grow import DraftInputs, grow_chain, grow_dynamic_tree,
 from eagle3_jax.drafters.static_tree import grow_static_tree, sample_static_tree
 from eagle3_jax.models.config import LayerConfig, check_head
 from eagle3_jax.models.functional import Params, bind, init_params, param_axes, param_products, param_shapes
-from eagle3_jax.models.layers import FLOAT32, Precision, product
+from eagle3_jax.models.layers import FLOAT32, Precision, product, product_by_table
 from eagle3_jax.sharding import VOCAB, Axis
 from eagle3_jax.topology import Chain, DynamicTree, StaticTree, Topology, default_draft_length
 from eagle3_jax.types import Draft, DraftSampling, EmbeddingTables
@@ -145,7 +145,7 @@ class NetworkDrafter(ShapedDrafter):
         return axes | ({"output": (None, Axis(VOCAB, self.config.vocab_size))} if self.borrows_output else {})
 
     def param_products(self) -> Params:
-        """Whether each parameter of the network is a kernel that may be in FP8."""
+        """Which parameters of the network are kernels that may be in eight bits."""
         return param_products(self.network, self.config, self.precision)
 
     def init_params(self, key: jax.Array) -> Params:
@@ -181,8 +181,11 @@ class NetworkDrafter(ShapedDrafter):
 
     def target_logits(self, params: Params, x: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         """Logits in float32 from the target's output matrix."""
-        kernel = params["output"] if "output" in params else params["embedding"].T
-        return product(x, kernel, self.precision).astype(jnp.float32)
+        if "output" in params:
+            logits = product(x, params["output"], self.precision)
+        else:
+            logits = product_by_table(x, params["embedding"], self.precision)
+        return logits.astype(jnp.float32)
 
     def bind(self, params: Params) -> Any:
         """The network with its parameters."""

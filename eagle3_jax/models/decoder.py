@@ -35,8 +35,9 @@ from eagle3_jax.models.functional import (
 )
 from eagle3_jax.models.grouped import Attention
 from eagle3_jax.models.latent import LatentAttention
-from eagle3_jax.models.layers import FLOAT32, Linear, Precision, RMSNorm, SwiGLU, embed, product, scaled
+from eagle3_jax.models.layers import FLOAT32, Linear, Precision, RMSNorm, SwiGLU, embed, product_by_table, scaled
 from eagle3_jax.models.memory import Memory, RecurrentMemory, empty_cache, memories
+from eagle3_jax.models.quantised import OUTPUT
 from eagle3_jax.sharding import VOCAB, Axis
 from eagle3_jax.types import EmbeddingTables, TargetOutput
 
@@ -101,14 +102,14 @@ class Decoder(nnx.Module):
         shape, vocab = (config.vocab_size, config.width), Axis(VOCAB, config.vocab_size)
         # Divided, a table takes an all-reduce for every lookup: it is where it is the output matrix as well.
         axes = (vocab, None) if config.tie_embeddings else ()
-        self.embedding = nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) * 0.02, axes=axes)
+        table = jax.random.normal(rngs.params(), shape, jnp.float32) * 0.02
+        self.embedding = nnx.Param(table, axes=axes, product=OUTPUT if config.tie_embeddings else "")
         width, eps, kind = config.width, config.norm_eps, config.norm_kind
         options: dict[str, Any] = {"width": width, "norm_eps": eps, "norm_kind": kind, "precision": precision}
         self.blocks = nnx.List([Block(layer, rngs=rngs, **options) for layer in config.layers])
         self.norm = RMSNorm(width, eps, kind)
         if not config.tie_embeddings:
-            # Never in FP8: it is small beside the layers, and what it rounds is the distribution itself.
-            options = {"fp8": False, "precision": precision, "rngs": rngs}
+            options = {"product": OUTPUT, "precision": precision, "rngs": rngs}
             self.head = Linear(config.width, config.vocab_size, axes=(None, vocab), **options)
 
     def __call__(
@@ -133,8 +134,11 @@ class Decoder(nnx.Module):
         return TargetOutput(final=final, features=features, written=tuple(written))
 
     def unembed(self, final: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        tied, cap = self.config.tie_embeddings, self.config.logit_softcap
-        logits = product(final, self.embedding[...].T, self.precision) if tied else self.head(final)
+        cap = self.config.logit_softcap
+        if self.config.tie_embeddings:
+            logits = product_by_table(final, self.embedding[...], self.precision)
+        else:
+            logits = self.head(final)
         logits = scaled(logits.astype(jnp.float32), self.config.logit_scale)
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -166,7 +170,7 @@ class DecoderTarget:
         return param_axes(Decoder, self.config, self.precision)
 
     def param_products(self) -> Params:
-        """Whether each parameter is a kernel that may be in FP8 (``eagle3_jax.models.quantised``)."""
+        """Which parameters are kernels that may be in eight bits (``eagle3_jax.models.quantised``)."""
         return param_products(Decoder, self.config, self.precision)
 
     @property

@@ -58,7 +58,7 @@ class GatedDeltaNet(nnx.Module):
         keys, values = config.num_key_heads * config.key_dim, config.num_value_heads * config.value_dim
         axis, options = Axis(HEADS, config.num_key_heads), {"precision": precision, "rngs": rngs}
         self.qkvz = Linear(d_in, 2 * keys + 2 * values, axes=(None, axis), **options)
-        self.ba = Linear(d_in, 2 * config.num_value_heads, axes=(None, axis), fp8=False, **options)
+        self.ba = Linear(d_in, 2 * config.num_value_heads, axes=(None, axis), product="", **options)
         shape = (config.kernel, 1, 2 * keys + values)
         self.convolution = nnx.Param(
             jax.random.normal(rngs.params(), shape, jnp.float32) * config.kernel**-0.5, axes=(None, None, axis)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from eagle3_jax.models.config import Experts, GatedMLP
 from eagle3_jax.models.layers import Linear, Precision, SwiGLU
 from eagle3_jax.models.mixture import Stack, mixture
-from eagle3_jax.models.quantised import Fp8Kernel
+from eagle3_jax.models.quantised import LAYER, Fp8Kernel, Int8Kernel
 from eagle3_jax.models.routers import Routing, route, router_logits
 from eagle3_jax.sharding import EXPERTS, MODEL, Axis, on_a_mesh, rows_spec
 
@@ -29,9 +29,9 @@ class ExpertMLP(nnx.Module):
 
         def normal(*shape: int) -> nnx.Param:
             values = jax.random.normal(rngs.params(), shape, jnp.float32) * shape[1] ** -0.5
-            return nnx.Param(values, axes=(*axes, None, None), fp8=True)
+            return nnx.Param(values, axes=(*axes, None, None), product=LAYER)
 
-        self.router = Linear(width, count, bias=config.bias, fp8=False, **options)
+        self.router = Linear(width, count, bias=config.bias, product="", **options)
         if config.router == "sigmoid":
             self.correction = nnx.Param(jnp.zeros((count,), jnp.float32))
         self.gate_up, self.down = normal(count, width, 2 * inner), normal(count, inner, width)
@@ -41,7 +41,7 @@ class ExpertMLP(nnx.Module):
         if config.shared_width:
             self.shared = SwiGLU(width, GatedMLP(width=config.shared_width), **options)
         if config.shared_gate:
-            self.shared_gate = Linear(width, 1, fp8=False, **options)
+            self.shared_gate = Linear(width, 1, product="", **options)
         self.config, self.precision = config, precision
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
@@ -74,10 +74,10 @@ class ExpertMLP(nnx.Module):
 
 
 def _spec(variable: nnx.Variable) -> Any:
-    """Where a parameter lies; of one in FP8 where each of its leaves does."""
+    """Where a parameter lies; of one in eight bits where each of its leaves does."""
     axes, value = variable.get_metadata().get("axes", ()), variable[...]
     spec = PartitionSpec(*(None if axis is None else MODEL for axis in axes))
-    if not isinstance(value, Fp8Kernel):
+    if not isinstance(value, Fp8Kernel | Int8Kernel):
         return spec
     places = value.divided(NamedSharding(jax.sharding.get_abstract_mesh(), spec))
     return jax.tree.map(lambda place: place.spec, places)

@@ -32,8 +32,11 @@ def param_axes(build: Callable[..., nnx.Module], config: Any, precision: Any) ->
 
 
 def param_products(build: Callable[..., nnx.Module], config: Any, precision: Any) -> Params:
-    """Whether each parameter is the kernel of a product that may be in FP8 (``fp8``), as it says itself."""
-    return _metadata(build, config, precision, "fp8", False)
+    """The matrix that each parameter is for products: ``layer``, ``output``, or an empty text, as it says itself.
+
+    Only these may be in eight bits (:mod:`eagle3_jax.models.quantised`).
+    """
+    return _metadata(build, config, precision, "product", "")
 
 
 def _metadata(build: Callable[..., nnx.Module], config: Any, precision: Any, name: str, default: Any) -> Params:

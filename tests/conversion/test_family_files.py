@@ -201,7 +201,7 @@ def test_a_language_model_in_fp8_is_what_its_scales_say(saved: Any, tmp_path: Pa
     dense = quantised.quantise(source, tmp_path / "fp8", recipe)
     plain = write_checkpoint(tmp_path / "dense", json.loads((source / "config.json").read_text()), dense)
     ours, stands = conversion.read_target(tmp_path / "fp8"), conversion.read_target(plain)
-    assert ours.config == stands.config and ours.quantisation is not None and ours.quantisation.fp8
+    assert ours.config == stands.config and ours.quantisation is not None and ours.quantisation.kept_as == "fp8"
     assert ours.quantisation.num_tensors == 4 * 7
     for (path, value), (_, expected) in zip(flatten(ours.params), flatten(stands.params), strict=True):
         np.testing.assert_allclose(np.asarray(value, np.float32), expected, rtol=1e-6, err_msg=path)

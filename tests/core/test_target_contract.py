@@ -77,7 +77,7 @@ def test_every_target_keeps_the_contract(name: str, check: str) -> None:
         TARGET_CHECKS[check](subject(name))
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "mixed", "fp8"])
+@pytest.mark.parametrize("precision", ["bfloat16", "mixed", "fp8", "int8"])
 def test_a_family_keeps_the_contract_in(precision: str, name: str) -> None:
     target = random_targets.in_precision(families.RECIPES[name], precision)
     # Where two experts are nearly tied, rounding decides which of them answers: logits of qwen3_moe in bfloat16 differ

@@ -12,8 +12,8 @@ import tiny
 from eagle3_jax import LoadedTarget
 from eagle3_jax.conversion.families import FAMILIES
 from eagle3_jax.conversion.fields import Fields
-from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, stored_type
-from eagle3_jax.models.quantised import quantise
+from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, cast, stored_type
+from eagle3_jax.models.quantised import quantised
 
 # Zeros, or ones, of a random model; what they do should show.
 _GROWN = ("bias", "correction", "sinks", "gate_up_bias", "down_bias")
@@ -42,23 +42,20 @@ def of_family(recipe: families.Recipe, vocab_size: int = 13, **options: Any) -> 
     return dataclasses.replace(target, params=jax.tree_util.tree_map_with_path(grown, target.params))
 
 
-def in_fp8(target: LoadedTarget) -> LoadedTarget:
-    """The same target, the kernels of its products in FP8."""
-
-    def stored(leaf: jax.Array, product: bool) -> Any:
-        return jax.tree.map(jax.numpy.asarray, quantise(leaf)) if product else leaf
-
-    return dataclasses.replace(target, params=jax.tree.map(stored, target.params, target.model.param_products()))
+def in_eight_bits(target: LoadedTarget, weights: str) -> LoadedTarget:
+    """The same target with kernels in ``fp8`` or ``int8``."""
+    params = quantised(target.params, target.model.param_products(), weights)
+    return dataclasses.replace(target, params=cast(params, FLOAT32), weights=weights)
 
 
-PRECISIONS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "mixed": MIXED, "fp8": FLOAT32}
+PRECISIONS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "mixed": MIXED, "fp8": FLOAT32, "int8": FLOAT32}
 
 
 def in_precision(recipe: families.Recipe, precision: str, **options: Any) -> LoadedTarget:
-    """A target as :func:`of_family` makes it, stored in one of :data:`PRECISIONS`; in ``fp8`` its kernels are FP8."""
+    """The target of :func:`of_family`, stored in one of :data:`PRECISIONS`."""
     of = PRECISIONS[precision]
     target = of_family(recipe, precision=of, **options)
-    if precision == "fp8":
-        return in_fp8(target)
+    if precision in ("fp8", "int8"):
+        return in_eight_bits(target, precision)
     stored = lambda path, leaf: leaf.astype(stored_type(path, leaf.ndim, of))
     return dataclasses.replace(target, params=jax.tree_util.tree_map_with_path(stored, target.params))

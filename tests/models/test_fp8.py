@@ -27,7 +27,7 @@ from eagle3_jax.models.config import DecoderConfig, Experts, LayerConfig
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import BFLOAT16, FLOAT32, MIXED, Precision, product
 from eagle3_jax.models.mixture import Stack, in_runs, mixture, of_all, of_chosen
-from eagle3_jax.models.quantised import Fp8Kernel, fp8_shapes, quantise
+from eagle3_jax.models.quantised import LAYER, Fp8Kernel, eight_bit_shapes, quantise
 from eagle3_jax.models.routers import Routing
 from eagle3_jax.sharding import param_shardings
 from eagle3_jax.topology import Chain, DynamicTree
@@ -157,7 +157,7 @@ def test_router_and_gates_of_experts_are_not_rounded() -> None:
     experts = Experts(num_experts=4, per_token=2, width=12, router="softmax", shared_width=8, shared_gate=True)
     layer = LayerConfig(mixer=layers(24)[0].mixer, mlp=experts)
     model = DecoderTarget(DecoderConfig(vocab_size=61, width=32, layers=(layer,), max_positions=64))
-    rounded = {path for path, one in rules.flatten(model.param_products()) if one}
+    rounded = {path for path, one in rules.flatten(model.param_products()) if one == LAYER}
     assert rounded == {
         "blocks.0.attention.qkv.kernel", "blocks.0.attention.o.kernel", "blocks.0.mlp.gate_up", "blocks.0.mlp.down",
         "blocks.0.mlp.shared.gate_up.kernel", "blocks.0.mlp.shared.down.kernel",
@@ -192,7 +192,7 @@ def test_a_dense_target_is_rounded_where_products_read_it_and_nowhere_else(tmp_p
     kernels = [one for one in jax.tree.leaves(fp8.params, is_leaf=_is_fp8) if _is_fp8(one)]
     assert len(kernels) == 4 * LAYERS
     model: Any = fp8.model
-    expected = fp8_shapes(model.param_shapes(), model.param_products())
+    expected = eight_bit_shapes(model.param_shapes(), model.param_products(), "fp8")
     assert jax.tree.map(lambda leaf: leaf.shape, fp8.params) == jax.tree.map(lambda leaf: leaf.shape, expected)
     fused = fp8.params["blocks"][0]["mlp"]["gate_up"]["kernel"]
     assert fused.nbytes == 32 * 48 + 4 * 48  # a byte a weight, and a scale for every output
@@ -216,7 +216,7 @@ def test_what_a_file_leaves_dense_stays_dense(tmp_path: Path) -> None:
 def test_scales_lie_where_their_values_do() -> None:
     mesh = AbstractMesh((2, 2), ("data", "model"))
     target = tiny.target(60)
-    shapes = fp8_shapes(target.model.param_shapes(), target.model.param_products())
+    shapes = eight_bit_shapes(target.model.param_shapes(), target.model.param_products(), "fp8")
     block = param_shardings(mesh, target.model, shapes)["blocks"][0]
     qkv, o = block["attention"]["qkv"]["kernel"], block["attention"]["o"]["kernel"]
     assert (qkv.values.spec, qkv.scale.spec) == (PartitionSpec("model", None), PartitionSpec(None, "model"))
@@ -244,5 +244,5 @@ def test_commands_say_how_a_target_is_stored(tmp_path: Path, cli: Any) -> None:
     assert code == 0 and json.loads(out)["weights"] == "fp8"
     _, out, _ = cli(*asked, "--weights", "fp8-dynamic", "--no-compare")
     assert "weights: fp8-dynamic; lossless relative to the target with these weights" in out
-    code, _, err = cli(*asked, "--weights", "int8")
-    assert (code, err) == (2, "error: weights 'int8' are not known; use one of dense, fp8, fp8-dynamic\n")
+    code, _, err = cli(*asked, "--weights", "int4")
+    assert (code, err) == (2, "error: weights 'int4' are not known; use one of dense, fp8, fp8-dynamic, int8\n")

@@ -26,7 +26,7 @@ def test_a_quantised_target_is_read_as_what_it_stands_for(tmp_path: Path, name: 
     assert same_params(stored.params, dense.params)
     assert stored.config == dense.config
     assert stored.quantisation is not None and stored.quantisation.num_tensors == LAYERS * 7
-    assert stored.quantisation.fp8 == (name in KEPT)
+    assert stored.quantisation.kept_as == ("fp8" if name in KEPT else "int8" if name == "int8" else "")
 
 
 def test_conversion_writes_what_it_stands_for_in_bfloat16(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_stacked_experts_of_fbgemm_have_a_scale_for_every_output(tmp_path: Path)
     ours = read(tmp_path)
     for name, value in dense.items():
         np.testing.assert_array_equal(ours[name], value)
-        np.testing.assert_array_equal(ours[name].fp8().dense(jnp.float32), value)
+        np.testing.assert_array_equal(ours[name].stored_kernel().dense(jnp.float32), value)
 
 
 # What is refused, in one line that names it.

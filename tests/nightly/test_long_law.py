@@ -121,7 +121,7 @@ def remembering() -> LoadedTarget:
 
 FLAX = tiny.target(VOCABULARY)
 RECURRENT = remembering()
-FP8 = random_targets.in_fp8(FLAX)
+FP8 = random_targets.in_eight_bits(FLAX, "fp8")
 DRAWN: dict[str, Any] = {"draft_sampling": PROBABILISTIC}
 # No tables: random decoders of a few hundred parameters, and random heads on them.
 HEADS: dict[str, tuple[LoadedTarget, Callable[[LoadedTarget], LoadedDrafter]]] = {

@@ -24,7 +24,7 @@ from eagle3_jax.models import flash
 from eagle3_jax.models.config import DecoderConfig, usual_head
 from eagle3_jax.models.decoder import DecoderTarget
 from eagle3_jax.models.layers import Precision, stored_type
-from eagle3_jax.models.quantised import WEIGHTS, fp8_shapes
+from eagle3_jax.models.quantised import WEIGHTS, eight_bit_shapes
 from eagle3_jax.sampling import row_keys
 from eagle3_jax.sharding import make_mesh, param_shardings, parse_mesh, row_shardings
 from eagle3_jax.topology import Chain, DynamicTree
@@ -252,9 +252,7 @@ def params_of(case: Case, loop: SpeculativeLoop, precision: Precision) -> LoopPa
             lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, stored_type(path, leaf.ndim, precision)),
             part.param_shapes(),
         )
-        if case.weights == "dense":
-            return dense
-        return fp8_shapes(dense, part.param_products(), dynamic=case.weights == "fp8-dynamic")
+        return eight_bit_shapes(dense, part.param_products(), case.weights)
 
     target: Any = stored(loop.target)
     if isinstance(loop.drafter, Plain):

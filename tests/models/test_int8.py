@@ -1,0 +1,202 @@
+"""Weights in int8: products of integers, rotated kernels, published W8A8 files, tied tables, and lossless drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from checkpoints import write_llama
+from heads_on_disk import CHECKPOINTS
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from quantised import LAYERS, plain, written
+
+import eagle3_jax as e3
+from eagle3_jax.conversion.tensors import read_tensors
+from eagle3_jax.models.layers import FLOAT32, MIXED, embed, product, product_by_table
+from eagle3_jax.models.quantised import Int8Kernel, int8_product, quantise_int8
+from eagle3_jax.topology import Chain, DynamicTree
+
+PROMPTS = ([1, 17, 5, 42], [9, 3])
+
+
+def hadamard(size: int) -> np.ndarray:
+    """Sylvester's construction, in float64; orthogonal."""
+    block = np.ones((1, 1))
+    while len(block) < size:
+        block = np.block([[block, block], [block, -block]]) / np.sqrt(2)
+    return block
+
+
+def whole_rotation(inputs: int, size: int) -> np.ndarray:
+    return np.kron(np.eye(inputs // size), hadamard(size))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("is_table", [False, True], ids=["kernel", "table"])
+def test_a_product_is_that_of_integers(rows: int, is_table: bool) -> None:
+    """Against integers of any size: the sums are exact, and the scales are multiplied after them."""
+    random, inputs, outputs = np.random.default_rng(rows), 40, 24
+    values = random.integers(-128, 128, (outputs, inputs) if is_table else (inputs, outputs)).astype(np.int8)
+    scale = random.uniform(0.001, 0.1, outputs).astype(np.float32)
+    kernel = Int8Kernel(values=jnp.asarray(values), scale=jnp.asarray(scale), is_table=is_table)
+    x = random.normal(0, 1, (rows, inputs)).astype(np.float32) * np.float32(30)
+    x[-1] = 0  # a row of zeros, which has no scale of its own
+    largest = np.abs(x).max(1, keepdims=True)
+    of_row = np.where(largest > 0, largest / np.float32(127), np.float32(1))
+    integers = np.rint(x / of_row).astype(np.int64)
+    sums = integers @ (values.T if is_table else values).astype(np.int64)
+    expected = sums.astype(np.float32) * of_row * scale
+    np.testing.assert_array_equal(np.asarray(int8_product(jnp.asarray(x), kernel)), expected)
+
+
+@pytest.mark.parametrize("inputs", [24, 64, 192], ids=["blocks of 8", "one block", "three blocks"])
+@pytest.mark.parametrize("is_table", [False, True], ids=["kernel", "table"])
+def test_a_rotated_kernel_is_nearest_to_the_rotated_matrix(inputs: int, is_table: bool) -> None:
+    random, outputs = np.random.default_rng(0), 20
+    weights = random.normal(0, 1, (inputs, outputs)).astype(np.float32)
+    weights[:, 3] = 0
+    kernel = jax.tree.map(jnp.asarray, quantise_int8(weights.T if is_table else weights, is_table=is_table))
+    assert kernel.rotation == (8 if inputs == 24 else 64)
+    rotated = whole_rotation(inputs, kernel.rotation) @ weights
+    scale, values = np.asarray(kernel.scale), np.asarray(kernel.values).T if is_table else np.asarray(kernel.values)
+    np.testing.assert_allclose(scale, np.where(rotated.any(0), np.abs(rotated).max(0) / 127, 1), rtol=1e-6)
+    assert np.abs(rotated / scale - values).max() <= 0.5 + 1e-4
+    assert set(np.abs(values).max(0)) == {127, 0}
+    dense = np.asarray(kernel.dense(jnp.float32))
+    expected = whole_rotation(inputs, kernel.rotation) @ (values * scale)
+    np.testing.assert_allclose(dense.T if is_table else dense, expected, atol=1e-5)
+    if is_table:
+        tokens = jnp.asarray([[3, 7]])
+        np.testing.assert_allclose(embed(kernel, tokens, FLOAT32)[0], dense[[3, 7]], atol=1e-6)
+
+
+def test_a_rotation_keeps_the_precision_of_rows_with_one_large_value() -> None:
+    """Without it the large activation takes the bits of the others: the error is more than three times larger."""
+    random, inputs, outputs = np.random.default_rng(0), 128, 64
+    weights = random.normal(0, inputs**-0.5, (inputs, outputs)).astype(np.float32)
+    x = random.normal(0, 1, (8, inputs)).astype(np.float32)
+    x[:, 17] = 80
+    rotated = jax.tree.map(jnp.asarray, quantise_int8(weights))
+    scale = np.abs(weights).max(0) / np.float32(127)
+    unrotated = Int8Kernel(values=jnp.asarray(np.rint(weights / scale), jnp.int8), scale=jnp.asarray(scale))
+    exact = x.astype(np.float64) @ weights.astype(np.float64)
+    errors = [
+        np.sqrt(np.mean((np.asarray(int8_product(jnp.asarray(x), kernel)) - exact) ** 2))
+        for kernel in (rotated, unrotated)
+    ]
+    assert errors[0] * 3 < errors[1], errors
+
+
+def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
+    random = np.random.default_rng(0)
+    kernel = jax.tree.map(jnp.asarray, quantise_int8(random.normal(0, 1, (192, 48)).astype(np.float32)))
+    x = jnp.asarray(random.normal(0, 1, (9, 192)), jnp.float32)
+    together = np.asarray(jax.jit(int8_product)(x, kernel))
+    for size in (1, 2, 4):
+        np.testing.assert_array_equal(np.asarray(jax.jit(int8_product)(x[:size], kernel)), together[:size])
+
+
+def test_values_and_scales_of_a_published_file_are_kept_bit_for_bit(tmp_path: Path) -> None:
+    """W8A8 of compressed-tensors: not rotated, as other engines compute it; what the file leaves dense stays dense."""
+    stored, _ = written(tmp_path, "int8")
+    target, tensors = e3.load_target(stored, weights="int8"), read_tensors(stored)
+    kernel = target.params["blocks"][1]["attention"]["o"]["kernel"]
+    assert isinstance(kernel, Int8Kernel) and kernel.rotation == 1
+    name = "model.layers.1.self_attn.o_proj.weight"
+    np.testing.assert_array_equal(np.asarray(kernel.values), tensors[name].T)
+    np.testing.assert_array_equal(np.asarray(kernel.scale), tensors[f"{name}_scale"].astype(np.float32)[:, 0])
+    assert not isinstance(target.params["head"]["kernel"], Int8Kernel)
+    kernels = [leaf for leaf in jax.tree.leaves(target.params, is_leaf=is_int8) if is_int8(leaf)]
+    assert len(kernels) == 4 * LAYERS and all(kernel.rotation == 1 for kernel in kernels)
+
+
+def is_int8(leaf: Any) -> bool:
+    return isinstance(leaf, Int8Kernel)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_layers_and_output_matrix_are_integers(tmp_path: Path, tied: bool) -> None:
+    path = plain(tmp_path / "untied")
+    target = e3.load_target(path, weights="int8")
+    params: Any = target.params
+    if tied:
+        target = tiny_tied(weights="int8")
+        params = target.params
+        assert params["embedding"].is_table
+    else:
+        assert is_int8(params["head"]["kernel"]) and not is_int8(params["embedding"])
+    for index in range(LAYERS):
+        block = params["blocks"][index]
+        for part, name in (("attention", "qkv"), ("attention", "o"), ("mlp", "gate_up"), ("mlp", "down")):
+            assert is_int8(block[part][name]["kernel"]), (part, name)
+
+
+def tiny_tied(weights: str) -> e3.LoadedTarget:
+    import random_targets
+
+    return random_targets.in_eight_bits(tiny.target(61, tie_embeddings=True), weights)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_drafts_change_nothing(tmp_path: Path, tied: bool) -> None:
+    target = tiny_tied("int8") if tied else e3.load_target(plain(tmp_path / "target"), weights="int8")
+    texts, drafted = {}, {}
+    for shape in (None, Chain(3), DynamicTree(num_nodes=6, max_depth=2, top_k=2)):
+        drafter = None if shape is None else tiny.eagle3(target, shape, draft_vocab_size=40)
+        result = e3.SpeculativeDecoder(target, drafter, stop_tokens=()).generate(PROMPTS, max_new_tokens=24)
+        texts[shape], drafted[shape] = result.tokens, int(result.stats.num_draft_tokens)
+        assert result.lossless
+    assert len(set(map(str, texts.values()))) == 1
+    assert [count > 0 for count in drafted.values()] == [False, True, True]
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3 head (eagle layout)", "Medusa head (vllm layout)", "draft model"])
+def test_a_drafter_has_the_weights_of_its_target(tmp_path: Path, name: str) -> None:
+    target = e3.load_target(write_llama(tmp_path / "target"), weights="int8")
+    drafter = e3.load_drafter(CHECKPOINTS[name](tmp_path / "drafter"), target=target)
+    assert any(is_int8(leaf) for leaf in jax.tree.leaves(drafter.params, is_leaf=is_int8))
+    plain_texts, drafted = (
+        e3.SpeculativeDecoder(target, part, stop_tokens=()).generate(PROMPTS, max_new_tokens=16)
+        for part in (None, drafter)
+    )
+    assert drafted.tokens == plain_texts.tokens and int(drafted.stats.num_draft_tokens) > 0
+
+
+def test_scales_are_divided_as_outputs_are() -> None:
+    mesh = AbstractMesh((2, 2), ("data", "model"))
+    kernel = quantise_int8(np.ones((8, 16), np.float32))
+    for spec, expected in (
+        (PartitionSpec(None, "model"), PartitionSpec("model")),
+        (PartitionSpec("model", None), PartitionSpec(None)),
+    ):
+        assert kernel.divided(NamedSharding(mesh, spec)).scale.spec == expected
+    table = quantise_int8(np.ones((16, 8), np.float32), is_table=True)
+    assert table.divided(NamedSharding(mesh, PartitionSpec("model", None))).scale.spec == PartitionSpec("model")
+
+
+@pytest.mark.parametrize("precision", [FLOAT32, MIXED], ids=lambda precision: precision.name)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_tied_table_gives_the_logits_of_its_transpose(precision: Any, rows: int) -> None:
+    random = np.random.default_rng(rows)
+    table = jnp.asarray(random.normal(0, 1, (50, 32)), precision.operands)
+    x = jnp.asarray(random.normal(0, 1, (rows, 32)), jnp.float32)
+    by_table, slopes = jax.value_and_grad(lambda x, table: product_by_table(x, table, precision).sum(), (0, 1))(
+        x, table
+    )
+    transposed, expected = jax.value_and_grad(lambda x, table: product(x, table.T, precision).sum(), (0, 1))(x, table)
+    np.testing.assert_allclose(by_table, transposed, rtol=1e-5)
+    for slope, other in zip(slopes, expected, strict=True):
+        np.testing.assert_allclose(slope.astype(jnp.float32), other.astype(jnp.float32), rtol=1e-2, atol=1e-3)
+
+
+def test_one_row_of_a_tied_table_converts_no_table_on_cpus() -> None:
+    """In mixed precision XLA once converted the whole table to float32 in every step, ten times the product's time."""
+    table = jax.ShapeDtypeStruct((512, 64), jnp.bfloat16)
+    row = jax.ShapeDtypeStruct((1, 1, 64), jnp.float32)
+    program = jax.jit(lambda x, table: product_by_table(x, table, MIXED)).lower(row, table).compile().as_text()
+    assert "f32[512,64]" not in program and "f32[64,512]" not in program
