@@ -153,7 +153,7 @@ def stop_field(stop_tokens: tuple[int, ...]) -> int | list[int] | None:
     return stop_tokens[0] if len(stop_tokens) == 1 else (list(stop_tokens) or None)
 
 
-def _under_model(tensors: Mapping[str, np.ndarray], where: str) -> Mapping[str, np.ndarray]:
+def _under_model(tensors: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """The tensors with ``model.`` in place of the prefix that all layers have instead, where there is one.
 
     ``AutoModel`` writes none. Modules around a model, such as those of ``torch.compile``, write their own before it.

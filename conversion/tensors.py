@@ -75,12 +75,10 @@ class Stored(NamedTuple):
 
     directory: Path  #: Its place, or the path of its GGUF file.
     config: Mapping[str, Any]  #: Its ``config.json``.
-    tensors: Mapping[str, np.ndarray]  #: By name.
+    tensors: Mapping[str, Any]  #: By name: arrays of numpy, or what becomes one.
     #: What the user says that the numbers of auxiliary layers count, see :mod:`eagle3_jax.conversion.heads.layer_ids`.
     layer_ids: str | None = None
-    held: Mapping[str, Any] | None = (
-        None  #: The tensors of a GGUF file as they are, from which those above are computed.
-    )
+    held: Mapping[str, Any] | None = None  #: The tensors of a GGUF file itself, of which those above are made.
     quantisation: Quantisation | None = None  #: How those are stored, where the configuration does not say.
 
     @property
