@@ -121,7 +121,8 @@ def read_header(path: Path) -> Header:
     try:
         return _parsed(path, data)
     except (struct.error, UnicodeDecodeError, _DamagedError) as error:
-        raise CheckpointError(f"{path} is truncated or damaged ({str(error)[:120]}); fetch the file again") from None
+        reason = "it ends within its header" if isinstance(error, struct.error) else str(error)[:120]
+        raise CheckpointError(f"{path} is truncated or damaged ({reason}); fetch the file again") from None
 
 
 def _a_part(path: Path) -> CheckpointError:

@@ -18,11 +18,13 @@ from eagle3_jax.conversion.gguf.header import Header
 _PREFIX = "tokenizer.ggml."
 _BYTE_BPE, _SENTENCEPIECE, _NONE = "gpt2", "llama", ("none", "no_vocab")
 # llama.cpp's numbers for types of tokens.
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 _SPACE = "▁"
 # Ends of a turn, which llama.cpp knows by their text. gpt-oss ends its reasoning, not its answer, with <|end|>.
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")
 _END, _RETURN = "<|end|>", "<|return|>"
+
+_NO_BLANKS = ("<unk>", "<s>", "<|endoftext|>")
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _BREAKS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -125,13 +127,15 @@ def read_tokenizer_json(header: Header) -> dict[str, Any] | None:
             continue  # rows of the embedding that stand for nothing
         if vocab.setdefault(token, index) != index:
             raise CheckpointError(f"{header.path} has the token {short(token)} twice; fetch the file again")
+    # The special tokens of Phi-3 take the blanks behind them, which no file says.
+    is_phi3 = kind == _SENTENCEPIECE and header.metadata.get("general.architecture") == "phi3"
     added = [
         {
-            "id": index, "content": token, "special": type == _CONTROL, "single_word": False, "lstrip": False,
-            "rstrip": False, "normalized": False,
+            "id": index, "content": token, "special": type != _USER_DEFINED, "single_word": False, "lstrip": False,
+            "rstrip": is_phi3 and token not in _NO_BLANKS, "normalized": False,
         }
         for index, (token, type) in enumerate(zip(tokens, types, strict=True))
-        if type in (_CONTROL, _USER_DEFINED) and token
+        if type in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
     ]  # fmt: skip
     parts, add_bos = _byte_bpe(header, vocab) if kind == _BYTE_BPE else _sentencepiece(header, vocab, tokens)
     return {

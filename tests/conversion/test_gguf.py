@@ -1,4 +1,4 @@
-"""GGUF files of every architecture and type of tensor, written as llama.cpp writes them, against what they stand for."""
+"""GGUF files of every architecture and type of tensor, written as by llama.cpp, against what they stand for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-gguf = pytest.importorskip("gguf")
+pytest.importorskip("gguf")
+import gguf
 import gguf_files
 from checkpoints import assert_close, same_target
 from families import LLAMAS, RECIPES
@@ -139,8 +140,7 @@ def test_a_tensor_of_every_type_has_the_numbers_of_the_package_gguf(
     path = gguf_files.write(wide, tmp_path / "m.gguf", everywhere(type))
     target = conversion.read_target(path)
     truth = {
-        tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        for tensor in gguf.GGUFReader(path).tensors
+        tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(path).tensors
     }
     assert sum(tensor.tensor_type == type for tensor in gguf.GGUFReader(path).tensors) >= 9
     block = target.params["blocks"][0]
