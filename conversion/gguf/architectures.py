@@ -165,14 +165,13 @@ def _llama3(source: Source, theta: float) -> dict[str, Any] | None:
     divisors = np.asarray(source.header.tensors[ROPE_FREQS]).ravel()
     factor = float(str(divisors.max()))
     low, high, original = 1.0, 4.0, 8192
+    if theta <= 0 or not factor >= 1:
+        raise _no_llama3(source)
     turns = original * theta ** -(np.arange(divisors.size) / divisors.size) / (2 * np.pi)
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
     if divisors.size * 2 != source.head_dim or not np.allclose(divisors, expected, rtol=1e-4):
-        raise CheckpointError(
-            f"{source.header.path}: {ROPE_FREQS} is not what Llama 3.1 divides its frequencies by (factors 1 and 4 of "
-            "8192 positions); no other extension is read from it"
-        )
+        raise _no_llama3(source)
     if factor == 1:
         return None
     return {
@@ -182,6 +181,13 @@ def _llama3(source: Source, theta: float) -> dict[str, Any] | None:
         "high_freq_factor": high,
         "original_max_position_embeddings": original,
     }
+
+
+def _no_llama3(source: Source) -> CheckpointError:
+    return CheckpointError(
+        f"{source.header.path}: {ROPE_FREQS} is not what Llama 3.1 divides its frequencies by (factors 1 and 4 of 8192 "
+        "positions); no other extension is read from it"
+    )
 
 
 def _gemma(source: Source, period: int) -> dict[str, Any]:

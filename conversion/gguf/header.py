@@ -113,7 +113,7 @@ def read_header(path: Path) -> Header:
         raise _a_part(path)
     try:
         refuse_pointer(path)
-        data = np.memmap(path, np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
+        data = np.asarray(np.memmap(path, np.uint8, mode="r")) if path.stat().st_size else np.empty(0, np.uint8)
     except OSError as error:
         raise unreadable(path, error) from None
     if data[:4].tobytes() != b"GGUF":

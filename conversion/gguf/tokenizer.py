@@ -97,13 +97,16 @@ def read_tokenizer_config(header: Header) -> dict[str, Any] | None:
     if _kind(header) is None:
         return None
     tokens = _tokens(header)
+    template = header.metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise header.fields.wrong("tokenizer.chat_template", "expected a text")
     named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: _id(header, key) for name, key in named.items()}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        **{name: tokens[token] for name, token in ids.items() if token is not None and token < len(tokens)},
-        "chat_template": header.metadata.get("tokenizer.chat_template"),
+        **{name: tokens[token] for name, token in ids.items() if token is not None and 0 <= token < len(tokens)},
+        "chat_template": template,
     }
 
 
@@ -117,12 +120,11 @@ def read_tokenizer_json(header: Header) -> dict[str, Any] | None:
     if kind is None:
         return None
     tokens = _tokens(header)
-    types = header.metadata.get(f"{_PREFIX}token_type")
-    types = [1] * len(tokens) if types is None else list(map(int, types))
-    if len(types) != len(tokens):
-        raise CheckpointError(f"{header.path} types {len(types)} of its {len(tokens)} tokens; fetch the file again")
+    types = header.metadata.get(f"{_PREFIX}token_type", np.ones(len(tokens), np.int32))
+    if not isinstance(types, np.ndarray) or len(types) != len(tokens):
+        raise CheckpointError(f"{header.path} has no {_PREFIX}token_type for all of its tokens; fetch the file again")
     vocab: dict[str, int] = {}
-    for index, (token, type) in enumerate(zip(tokens, types, strict=True)):
+    for index, (token, type) in enumerate(zip(tokens, types.tolist(), strict=True)):
         if type == _UNUSED and re.fullmatch(r"\[PAD\d+\]", token):
             continue  # rows of the embedding that stand for nothing
         if vocab.setdefault(token, index) != index:
@@ -134,7 +136,7 @@ def read_tokenizer_json(header: Header) -> dict[str, Any] | None:
             "id": index, "content": token, "special": type != _USER_DEFINED, "single_word": False, "lstrip": False,
             "rstrip": is_phi3 and token not in _NO_BLANKS, "normalized": False,
         }
-        for index, (token, type) in enumerate(zip(tokens, types, strict=True))
+        for index, (token, type) in enumerate(zip(tokens, types.tolist(), strict=True))
         if type in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
     ]  # fmt: skip
     parts, add_bos = _byte_bpe(header, vocab) if kind == _BYTE_BPE else _sentencepiece(header, vocab, tokens)
@@ -149,10 +151,10 @@ def read_tokenizer_json(header: Header) -> dict[str, Any] | None:
 
 
 def _kind(header: Header) -> str | None:
-    kind = header.metadata.get(f"{_PREFIX}model")
-    if kind is None or kind in _NONE:
+    kind = header.metadata.get(f"{_PREFIX}model", _NONE[0])
+    if isinstance(kind, str) and kind in _NONE:
         return None
-    if kind not in (_BYTE_BPE, _SENTENCEPIECE):
+    if not isinstance(kind, str) or kind not in (_BYTE_BPE, _SENTENCEPIECE):
         raise CheckpointError(
             f"{header.path}: {_PREFIX}model is {short(kind)}; tokenizers that are read are {_BYTE_BPE} and "
             f"{_SENTENCEPIECE}. Give the safetensors checkpoint that the file was made from"
@@ -175,14 +177,14 @@ def _id(header: Header, name: str) -> int | None:
 def _byte_bpe(header: Header, vocab: dict[str, int]) -> tuple[dict[str, Any], bool]:
     """Merges of bytes within words."""
     name = header.metadata.get(f"{_PREFIX}pre")
-    if name not in _RULES:
+    if not isinstance(name, str) or name not in _RULES:
         raise CheckpointError(
             f"{header.path}: {_PREFIX}pre is {short(name)}; the rules that are known for splitting a text are "
             f"{', '.join(_RULES)}. Give the safetensors checkpoint that the file was made from"
         )
     rule = _RULES[name]
     merges = header.metadata.get(f"{_PREFIX}merges")
-    if not isinstance(merges, list):
+    if not isinstance(merges, list) or not all(isinstance(merge, str) and " " in merge[1:] for merge in merges):
         raise CheckpointError(f"{header.path} has no {_PREFIX}merges; fetch the file again")
     pairs = []
     for merge in merges:
@@ -224,7 +226,7 @@ def _sentencepiece(header: Header, vocab: dict[str, int], tokens: list[str]) -> 
         "model": _model(
             vocab,
             _merges_by_score(vocab, scores.tolist()),
-            unk_token=tokens[unknown] if unknown < len(tokens) else None,
+            unk_token=tokens[unknown] if 0 <= unknown < len(tokens) else None,
             fuse_unk=True,
             byte_fallback="<0x00>" in vocab,
         ),
@@ -266,7 +268,7 @@ def _post_processor(header: Header, tokens: list[str], add_bos: bool) -> dict[st
         if not wanted:
             continue
         token = _id(header, name)
-        if token is None or token >= len(tokens):
+        if token is None or not 0 <= token < len(tokens):
             raise CheckpointError(
                 f"{header.path} says that texts have the token {name!r}, and {_PREFIX}{name}_token_id is {short(token)}"
             )

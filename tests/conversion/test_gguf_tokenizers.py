@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 
-gguf = pytest.importorskip("gguf")
+pytest.importorskip("gguf")
+import gguf
 from checkpoints import edit_config, write_llama
 from gguf_files import everywhere, write
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -27,8 +29,9 @@ Normal, Unknown, Control, User, Unused, Byte = (
 TEXTS = [
     "a    12", "It's 2024, isn't it? I'LL PAY 1234567.89 for it!", "  two\n\n\tlines  \r\n and   blanks ",
     "HTTPServer parseJSONDocument camelCase XMLHttpRequest", "naïve café, e\u0301tude, Ångström ½ ² ①",
-    "我想在apple工作1314151天～ これはテスト 한국어", "🚀 (normal) 😶\u200d🌫️ ✅ 🦙🦙", "def f(x):\n    return {'a': x[0]/2}\n",
-    "<s>system\nhello<think> and </s><s>", "x=1;y=22;z=333", "нещо на Български ------======",
+    "我想在apple工作1314151天～ これはテスト 한국어", "🚀 (normal) 😶\u200d🌫️ ✅ 🦙🦙", "x=1;y=22;z=333",
+    "def f(x):\n    return {'a': x[0]/2}\n", "<s>system\nhello<think> and </s><s>",
+    "нещо на Български ------======",
 ]  # fmt: skip
 SPECIAL = ["<s>", "</s>"]
 
@@ -38,7 +41,7 @@ def _split(pattern: str) -> Any:
 
 
 def _published() -> dict[str, tuple[Any, list[Any], bool]]:
-    """Normalizer, steps before the bytes, and whether those split by GPT-2's pattern, as published tokenizers have them.
+    """The published tokenizers: normalizer, steps before the bytes, and whether those split by GPT-2's pattern.
 
     The patterns are those that transformers keeps.
     """
@@ -177,12 +180,12 @@ def _pieces(texts: list[str]) -> tuple[list[str], list[float], list[Any]]:
 
 
 def _sentencepiece(text: str, ids: dict[str, int], scores: list[float]) -> list[int]:
-    """llama.cpp's algorithm: the two neighbours that make the token of the highest score are merged, the first first."""
+    """llama.cpp's algorithm: of all neighbours that make a token, those with the highest score are merged."""
     symbols = list(text)
     while True:
         pairs = [
             (-scores[ids[left + right]], at)
-            for at, (left, right) in enumerate(zip(symbols, symbols[1:], strict=False))
+            for at, (left, right) in enumerate(itertools.pairwise(symbols))
             if left + right in ids
         ]
         if not pairs:

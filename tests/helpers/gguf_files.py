@@ -79,7 +79,7 @@ def translated(config: dict[str, Any], tensors: Tensors) -> Iterator[tuple[str, 
 
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, value in tensors.items():
-        stem, _, suffix = name.rpartition(".")
+        stem = name.rpartition(".")[0]
         parts = name.split(".")
         if architecture in PERMUTED and parts[-2] in ("q_proj", "k_proj"):
             heads = config["num_attention_heads" if parts[-2] == "q_proj" else "num_key_value_heads"]
