@@ -12,8 +12,8 @@ import numpy as np
 
 from eagle3_jax.conversion import rules
 from eagle3_jax.conversion.acceptance import Agreement, forced_agreement
+from eagle3_jax.conversion.beside import read_beside, tokenizer_config_of, tokenizer_of
 from eagle3_jax.conversion.errors import CheckpointError
-from eagle3_jax.conversion.files import read_json, read_tokenizer
 from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
 from eagle3_jax.conversion.heads.head import Check, Suspects
 from eagle3_jax.conversion.reading import head_of, open_checkpoint, read_target, target_of
@@ -76,7 +76,7 @@ def diagnose(
         checks += [_size(target, drafter), *_tokens(target, drafter)]
     checks += [_positions(target, drafter, name), _dtypes(target, drafter, name)]
     if is_head:  # the tokens of a draft model have been compared one by one
-        ours, theirs = (_read_bytes(one.source / "tokenizer.json") for one in (target, drafter))
+        ours, theirs = (read_beside(one.source, "tokenizer.json") for one in (target, drafter))
         absent = "the target has no tokenizer.json; prompts must be token ids"
         checks.append(_same_file("tokenizer", ours, theirs, absent))
     ours, theirs = (_template(one.source) for one in (target, drafter))
@@ -188,7 +188,7 @@ def _tokens(target: TargetCheckpoint, draft: TargetCheckpoint) -> list[Check]:
     else:
         vocabulary = Check("vocabulary", "failure", f"{ours} tokens, target {theirs}; {own}")
     try:
-        found = [read_tokenizer(one.source / "tokenizer.json") for one in (draft, target)]
+        found = [tokenizer_of(one.source) for one in (draft, target)]
     except CheckpointError as error:
         return [vocabulary, Check("tokenizer", "failure", str(error))]
     first, second = (None if one is None else one.get_vocab(with_added_tokens=True) for one in found)
@@ -211,16 +211,12 @@ def _same_file(name: str, ours: bytes | None, theirs: bytes | None, absent: str)
     return Check.of(name, f"sha256 {first} at the target", f" but {other} at the head; use what it was trained with")
 
 
-def _read_bytes(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
-
-
 def _template(directory: Path) -> bytes | None:
     """The chat template: a file of its own, or a field of the tokenizer's configuration."""
-    own = _read_bytes(directory / "chat_template.jinja")
-    if own is not None or not (directory / "tokenizer_config.json").is_file():
+    own = read_beside(directory, "chat_template.jinja")
+    if own is not None:
         return own
-    value = read_json(directory / "tokenizer_config.json").get("chat_template")
+    value = tokenizer_config_of(directory).get("chat_template")
     return None if value is None else (value if isinstance(value, str) else json.dumps(value)).encode()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from eagle3_jax.conversion.errors import CheckpointError, printable
-from eagle3_jax.sources import NO_GGUF
+from eagle3_jax.sources import NATIVE_FILE, within
 from eagle3_jax.writing import WriteError, check_free, whole_directory
 
-# The file that describes a native checkpoint.
-NATIVE_FILE = "eagle3_jax.json"
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _LONGEST_JSON = 100_000_000  # bytes; the index of a model of a thousand shards has a few millions
 # Files that are copied with a checkpoint as they are.
@@ -34,14 +31,14 @@ TOKENIZER_FILES = (
 )
 
 
-def checked_directory(directory: str | os.PathLike[str]) -> Path:
-    """The directory as a path."""
-    path = Path(directory)
+def checkpoint_path(checkpoint: str | os.PathLike[str]) -> Path:
+    """The directory of a checkpoint, or its GGUF file."""
+    path = Path(checkpoint)
     try:
         if not path.exists():
             raise CheckpointError(f"{path} does not exist; give the directory of a checkpoint")
-        if path.suffix == ".gguf" and path.is_file():
-            raise CheckpointError(f"{path}: {NO_GGUF}")
+        if is_gguf(path):
+            return path
         if not path.is_dir():
             raise CheckpointError(f"{path} is a file; give the directory that holds config.json and the weights")
         snapshots = path / "snapshots"
@@ -51,7 +48,15 @@ def checked_directory(directory: str | os.PathLike[str]) -> Path:
             raise CheckpointError(f"{path} is a folder of the hub's cache; give {give}")
     except OSError as error:
         raise unreadable(path, error) from None
-    return path
+    try:
+        return within(path)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is that of a GGUF file."""
+    return path.suffix == ".gguf" and path.is_file()
 
 
 def refuse_pointer(path: Path) -> None:
@@ -78,11 +83,16 @@ def read_json(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _LONGEST_JSON:
             raise CheckpointError(f"{path} has {path.stat().st_size:,} bytes; expected at most {_LONGEST_JSON:,}")
         refuse_pointer(path)
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = path.read_bytes()
     except OSError as error:
         raise unreadable(path, error) from None
-    except CheckpointError:
-        raise
+    return parsed_json(content, path)
+
+
+def parsed_json(content: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object in the content of a file; ``path`` is its name in messages."""
+    try:
+        value = json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number of thousands of digits, deep nesting
         raise CheckpointError(f"{path} is not valid JSON ({str(error)[:120]}); fetch the file again") from None
     if not isinstance(value, dict):
@@ -109,27 +119,33 @@ def new_directory(final: str | os.PathLike[str], num_bytes: int = 0) -> Iterator
         raise CheckpointError(str(error)) from None
 
 
-def copy_tokenizer(source: Path, destination: Path) -> None:
-    """Copies those files of the tokenizer that the source has."""
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, destination / name)
-
-
 def read_tokenizer(path: Path) -> Tokenizer | None:
     """The tokenizer in a file; ``None`` when there is no such file."""
     if not path.is_file():
         return None
     refuse_pointer(path)
     try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _no_tokenizer(path, error) from None
+    return parsed_tokenizer(text, path)
+
+
+def parsed_tokenizer(text: str, path: Path) -> Tokenizer:
+    """The tokenizer of a ``tokenizer.json``; ``path`` is its name in messages."""
+    try:
+        tokenizer = Tokenizer.from_str(text)
     except BaseException as error:
         # tokenizers raises no class of its own, and a panic of its Rust code is not even an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        reason = printable(" ".join(str(error).split()))[:120]
-        raise CheckpointError(f"{path} is not a tokenizer ({reason}); fetch the file again, or remove it") from None
+        raise _no_tokenizer(path, error) from None
     # Some are saved with the length that they were trained at; a prompt is used whole or refused.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _no_tokenizer(path: Path, error: BaseException) -> CheckpointError:
+    reason = printable(" ".join(str(error).split()))[:120]
+    return CheckpointError(f"{path} is not a tokenizer ({reason}); fetch the file again, or remove it")

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.conversion import native
+from eagle3_jax.conversion.beside import tokenizer_of
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.families import FAMILIES, WRAPPERS, described
 from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.conversion.files import is_gguf
 from eagle3_jax.conversion.heads import HEADS
 from eagle3_jax.conversion.reading import Opened, head_of, open_checkpoint, target_of
 from eagle3_jax.conversion.rules import flatten
@@ -23,7 +25,7 @@ from eagle3_jax.models.config import GatedDelta
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Description:
-    """The facts about a checkpoint directory."""
+    """The facts about a checkpoint."""
 
     kind: str  #: In words, such as ``draft head: EAGLE-3``.
     dialect: str  #: The project whose layout it has.
@@ -36,8 +38,8 @@ class Description:
     num_tensors: int  #: Tensors stored.
     dtypes: dict[str, int]  #: Parameters stored in each dtype.
     config: dict[str, Any]  #: The configuration file as it is.
-    has_tokenizer: bool  #: Whether there is a ``tokenizer.json``.
-    source: Path  #: The directory.
+    has_tokenizer: bool  #: Whether there is a ``tokenizer.json``, or a GGUF file that holds what it says.
+    source: Path  #: The directory, or the GGUF file.
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
@@ -56,14 +58,19 @@ def describe(directory: str | Path) -> Description:
         tensors, config = native.read_leaves(path), dict(native.read_description(path).values)
         dialect = "jax"
     else:
-        tensors, config = opened.stored.tensors, dict(opened.stored.config)
-        dialect = HEADS[kind].dialect(opened.stored.signs) if kind in HEADS else "huggingface"
+        stored = opened.stored
+        tensors, config = stored.held or stored.tensors, dict(stored.config)
+        usual = "huggingface" if stored.held is None else "gguf"
+        dialect = HEADS[kind].dialect(stored.signs) if kind in HEADS else usual
     problem, note, quantised = _read(opened, config, tensors)
+    has_tokenizer, refusal = _tokenizer(path)
+    problem = problem or refusal
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
         # Maps such as d2t are no parameters. The floats of ml_dtypes have a kind of their own.
         if not np.issubdtype(tensor.dtype, np.integer) and tensor.dtype != np.bool_:
-            dtypes[str(tensor.dtype)] = dtypes.get(str(tensor.dtype), 0) + math.prod(tensor.shape)
+            name = getattr(tensor, "label", str(tensor.dtype))
+            dtypes[name] = dtypes.get(name, 0) + math.prod(tensor.shape)
     weights = None if quantised is None else sum(leaf.size for _, leaf in flatten(quantised.params))
     return Description(
         kind=_label(kind, config),
@@ -77,9 +84,19 @@ def describe(directory: str | Path) -> Description:
         num_tensors=len(tensors),
         dtypes=dtypes,
         config=config,
-        has_tokenizer=(path / "tokenizer.json").is_file(),
+        has_tokenizer=has_tokenizer,
         source=path,
     )
+
+
+def _tokenizer(path: Path) -> tuple[bool, str]:
+    """Whether there is a tokenizer, and why that of a GGUF file is not read."""
+    if not is_gguf(path):
+        return (path / "tokenizer.json").is_file(), ""
+    try:
+        return tokenizer_of(path) is not None, ""
+    except CheckpointError as error:
+        return True, str(error)
 
 
 def _read(

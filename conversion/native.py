@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.conversion import draft_vocab, rules
+from eagle3_jax.conversion.beside import copy_tokenizer
 from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.families import Family, family_of
 from eagle3_jax.conversion.fields import Fields
-from eagle3_jax.conversion.files import NATIVE_FILE, copy_tokenizer, new_directory, read_json, write_json
+from eagle3_jax.conversion.files import NATIVE_FILE, new_directory, read_json, write_json
 from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
 from eagle3_jax.conversion.heads.head import check_embedding, check_fit
 from eagle3_jax.conversion.rules import Params

@@ -9,7 +9,7 @@ from eagle3_jax.conversion import native, targets
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.families import FAMILIES, WRAPPERS, Family
 from eagle3_jax.conversion.fields import Fields
-from eagle3_jax.conversion.files import checked_directory
+from eagle3_jax.conversion.files import checkpoint_path
 from eagle3_jax.conversion.heads import HEADS, LAYOUTS, HeadCheckpoint, Signs, write_head
 from eagle3_jax.conversion.native import TARGET, write_native
 from eagle3_jax.conversion.targets import TargetCheckpoint, write_target
@@ -23,14 +23,14 @@ _COUNTED = ("eagle3", "p-eagle")  # heads that name auxiliary layers without say
 class Opened(NamedTuple):
     """A checkpoint whose kind is known."""
 
-    directory: Path  #: Its place.
+    directory: Path  #: Its place, or the path of its GGUF file.
     kind: str  #: ``target``, ``language-model`` (a target of no known family), or the name of a kind of head.
     stored: Stored | None  #: Its files; ``None`` for a native checkpoint.
 
 
 def open_checkpoint(directory: str | Path) -> Opened:
     """Opens a checkpoint and tells its kind."""
-    path = checked_directory(directory)
+    path = checkpoint_path(directory)
     if native.is_native(path):
         return Opened(path, native.read_kind(path), None)
     stored = read_stored(path)
@@ -61,10 +61,10 @@ def recognise(signs: Signs, where: str) -> str:
 
 
 def read_target(directory: str | Path, family: Family | None = None) -> TargetCheckpoint:
-    """Reads a target: a Hugging Face directory or a native one.
+    """Reads a target: a Hugging Face directory, a native one, or a GGUF file.
 
     Args:
-        directory: Of the checkpoint.
+        directory: Of the checkpoint, or the path of the file.
         family: A family of the caller, in addition to those of ``eagle3_jax.conversion.families``.
 
     Raises:
@@ -149,7 +149,7 @@ def convert(
     """Converts a target or a head.
 
     Args:
-        source: A checkpoint directory in any layout that is read.
+        source: A checkpoint directory in any layout that is read, or a GGUF file.
         destination: A directory that does not exist yet.
         to: ``jax`` (native), or a layout of the head's method. For a target all of these mean the Hugging Face layout.
         target: The target of a head, see :func:`read_head`.

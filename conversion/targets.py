@@ -12,10 +12,11 @@ import ml_dtypes
 import numpy as np
 
 from eagle3_jax.conversion import rules
+from eagle3_jax.conversion.beside import copy_tokenizer, read_beside
 from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.families import Family, described
 from eagle3_jax.conversion.fields import Fields, read_from
-from eagle3_jax.conversion.files import copy_tokenizer, new_directory, read_json, write_json
+from eagle3_jax.conversion.files import new_directory, parsed_json, read_json, write_json
 from eagle3_jax.conversion.hf_config import stack_fields
 from eagle3_jax.conversion.quantised import Quantisation, read_quantised
 from eagle3_jax.conversion.rules import Params
@@ -32,7 +33,7 @@ class TargetCheckpoint:
     family: Family  #: The family that it is written as.
     params: Params  #: Nested dictionary of numpy arrays in the stored dtype, as ``DecoderTarget`` expects it.
     stop_tokens: tuple[int, ...]  #: Tokens that end an answer of the model.
-    source: Path  #: The directory that it was read from; tokenizer files are copied from it.
+    source: Path  #: The directory, or GGUF file, that it was read from; tokenizer files are copied from it.
     #: The dtype that holds most of the parameters; for quantised ones the dtype of the weights that are not quantised.
     dtype: str
     #: How its weights were stored; ``None`` where they were not quantised. They are computed in float32 when they are
@@ -41,10 +42,11 @@ class TargetCheckpoint:
 
 
 def read_target(stored: Stored, own: Family | None = None) -> TargetCheckpoint:
-    """Reads a Hugging Face directory; ``own`` is a family in addition to those of the table."""
+    """Reads a Hugging Face directory or a GGUF file; ``own`` is a family in addition to those of the table."""
     directory, where, whole = stored.directory, stored.where, stored.fields
     family, fields, wrapper = described(whole, own)
     tensors, quantisation = read_quantised(stored.tensors, whole, directory)
+    quantisation = quantisation or stored.quantisation
     if wrapper is not None:
         tensors = wrapper.alone(tensors)
     tensors = _under_model(tensors, str(directory))
@@ -109,7 +111,7 @@ def write_target(checkpoint: TargetCheckpoint, directory: str | Path) -> None:
         "model_type": family.model_type,
         **own,
         "tie_word_embeddings": config.tie_embeddings,
-        **{name: _token_field(checkpoint.source, name) for name in ("bos_token_id", "pad_token_id")},
+        **_tokens_of_texts(checkpoint.source),
         "eos_token_id": stop,
         "use_cache": True,
     }
@@ -151,7 +153,7 @@ def stop_field(stop_tokens: tuple[int, ...]) -> int | list[int] | None:
     return stop_tokens[0] if len(stop_tokens) == 1 else (list(stop_tokens) or None)
 
 
-def _under_model(tensors: Mapping[str, np.ndarray], where: str) -> Mapping[str, np.ndarray]:
+def _under_model(tensors: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """The tensors with ``model.`` in place of the prefix that all layers have instead, where there is one.
 
     ``AutoModel`` writes none. Modules around a model, such as those of ``torch.compile``, write their own before it.
@@ -181,11 +183,13 @@ def _same_bits(first: np.ndarray, second: np.ndarray) -> bool:
     return same and bool(np.array_equal(first.view(np.uint8), second.view(np.uint8)))
 
 
-def _token_field(source: Path, name: str) -> int | None:
-    """A token id that only tokenizers use: copied from the source, null when it names none."""
+def _tokens_of_texts(source: Path) -> dict[str, int | None]:
+    """The token ids that only tokenizers use: copied from the source, null where it names none."""
+    content = read_beside(source, "config.json")
     path = source / "config.json"
-    fields = Fields(read_json(path) if path.is_file() else {}, str(path))
-    return None if fields.get(name) is None else fields.integer(name)
+    fields = Fields({} if content is None else parsed_json(content, path), str(path))
+    names = ("bos_token_id", "pad_token_id")
+    return {name: None if fields.get(name) is None else fields.integer(name) for name in names}
 
 
 def _stop_tokens(directory: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:

@@ -17,8 +17,9 @@ from safetensors.numpy import save_file
 
 from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.fields import Fields
-from eagle3_jax.conversion.files import checked_directory, read_json, refuse_pointer, unreadable
-from eagle3_jax.sources import NO_GGUF
+from eagle3_jax.conversion.files import checkpoint_path, is_gguf, read_json, refuse_pointer, unreadable
+from eagle3_jax.conversion.gguf import read_contents
+from eagle3_jax.conversion.quantised import Quantisation
 
 SAFETENSORS, PICKLE = "model.safetensors", "pytorch_model.bin"
 # In the order of the search: where a directory holds several, the first is read, as in transformers.
@@ -72,16 +73,18 @@ class Signs(NamedTuple):
 class Stored(NamedTuple):
     """The files of a checkpoint that is not native."""
 
-    directory: Path  #: Its place.
+    directory: Path  #: Its place, or the path of its GGUF file.
     config: Mapping[str, Any]  #: Its ``config.json``.
-    tensors: Mapping[str, np.ndarray]  #: By name.
+    tensors: Mapping[str, Any]  #: By name: arrays of numpy, or what becomes one.
     #: What the user says that the numbers of auxiliary layers count, see :mod:`eagle3_jax.conversion.heads.layer_ids`.
     layer_ids: str | None = None
+    held: Mapping[str, Any] | None = None  #: The tensors of a GGUF file itself, of which those above are made.
+    quantisation: Quantisation | None = None  #: How those are stored, where the configuration does not say.
 
     @property
     def where(self) -> str:
-        """The path of its ``config.json``, for messages."""
-        return str(self.directory / "config.json")
+        """The path of its ``config.json``, or of its GGUF file, for messages."""
+        return str(self.directory / "config.json" if self.held is None else self.directory)
 
     @property
     def fields(self) -> Fields:
@@ -96,6 +99,11 @@ class Stored(NamedTuple):
 
 def read_stored(directory: Path) -> Stored:
     """Opens a checkpoint. Without weights "not a checkpoint" says more than "no config.json", so they come first."""
+    if is_gguf(directory):
+        contents = read_contents(directory)
+        return Stored(
+            directory, contents.config, contents.tensors, held=contents.held, quantisation=contents.quantisation
+        )
     tensors = read_tensors(directory)
     return Stored(directory, read_json(directory / "config.json"), tensors)
 
@@ -109,7 +117,7 @@ def read_tensors(directory: Path) -> dict[str, np.ndarray]:
         CheckpointError: There are no weights, a shard is missing or does not hold what the index says, or a file is
             damaged.
     """
-    directory = checked_directory(directory)
+    directory = checkpoint_path(directory)
     try:
         return _read_directory(directory)
     except OSError as error:
@@ -135,7 +143,7 @@ def _read_directory(directory: Path) -> dict[str, np.ndarray]:
                 f"which has {SAFETENSORS} or its index"
             )
         if name.endswith(".gguf"):
-            raise CheckpointError(f"{directory} holds {name}; {NO_GGUF}")
+            raise CheckpointError(f"{directory} holds {name} and other weights; give the path of the GGUF file")
     if strays:
         raise CheckpointError(
             f"{directory} holds {strays[0]} but neither {' nor '.join(_WEIGHTS)}; "

@@ -46,7 +46,7 @@ def load_target(
     """Loads a target.
 
     Args:
-        source: A Hugging Face directory, a native one, a hub id, or ``None`` for the bundled target.
+        source: A Hugging Face directory, a native one, a GGUF file, a hub id, or ``None`` for the bundled target.
         dtype: ``float32``, ``bfloat16``, or ``mixed`` (bfloat16 products summed in float32; fastest on CPUs).
         weights: ``dense``, or kernels in eight bits, as an eight-bit file stores them, or rounded otherwise: ``fp8``;
             ``fp8-dynamic``, which quantises the other factor of their products too; ``int8``, which does the same for
@@ -74,7 +74,7 @@ def _load_model(
 ) -> LoadedTarget:
     """Loads a language model from its directory."""
     from eagle3_jax.conversion import read_target
-    from eagle3_jax.conversion.files import read_tokenizer
+    from eagle3_jax.conversion.beside import tokenizer_of
 
     checkpoint = read_target(directory, family)
     model = DecoderTarget(checkpoint.config, precision)
@@ -94,7 +94,7 @@ def _load_model(
         vocab_size=checkpoint.config.vocab_size,
         max_positions=max_positions,
         stop_tokens=checkpoint.stop_tokens,
-        tokenizer=read_tokenizer(directory / "tokenizer.json"),
+        tokenizer=tokenizer_of(directory),
         name=name,
         mesh=mesh,
         weights=weights,
@@ -125,7 +125,7 @@ def load_drafter(
 
     Args:
         source: A directory with a head in any supported dialect or with a language model of any supported family, a
-            hub id, or ``None`` for the bundled head.
+            GGUF file of a language model, a hub id, or ``None`` for the bundled head.
         target: The target that it drafts for.
         layer_ids: What the numbers of a head's auxiliary layers count, where its file leaves that open: layers that
             the stream is ``entering`` (vLLM) or ``leaving`` (SGLang, SpecForge).

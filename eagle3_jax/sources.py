@@ -1,12 +1,15 @@
-"""Places of checkpoints: the package itself, a local directory, or the hub."""
+"""Places of checkpoints: the package itself, a local directory, a published model by its short name, or the hub."""
 
 from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
 
-# The advice for a file of llama.cpp.
-NO_GGUF = "GGUF is not supported, so give the safetensors checkpoint that it was made from"
+from eagle3_jax.published import PUBLISHED, fetch_published
+
+# The file that describes a native checkpoint.
+NATIVE_FILE = "eagle3_jax.json"
+_OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 # The files that are fetched from the hub: configuration and tokenizer, chat template, weights.
 FETCHED = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "*.safetensors", "*.bin", "medusa_lm_head.pt")
 
@@ -16,32 +19,60 @@ def bundled(part: str) -> Path:
     return Path(str(resources.files("eagle3_jax") / "assets" / part))
 
 
+def within(directory: Path) -> Path:
+    """The path that is read for a directory: its GGUF file where it holds no other weights, and otherwise itself.
+
+    Raises:
+        ValueError: It holds several GGUF files.
+    """
+    try:
+        names = {path.name for path in directory.iterdir()}
+    except OSError as error:
+        raise ValueError(f"{directory} cannot be read ({error.strerror or error})") from None
+    files = sorted(name for name in names if name.endswith(".gguf"))
+    if not files or NATIVE_FILE in names or any(name.endswith(_OTHER_WEIGHTS) for name in names):
+        return directory
+    if len(files) > 1:
+        raise ValueError(f"{directory} holds {len(files)} GGUF files ({', '.join(files[:3])}); give the path of one")
+    return directory / files[0]
+
+
 def locate(source: str | Path | None, part: str, fetched: tuple[str, ...] = FETCHED) -> Path:
-    """The local directory of a source. A hub id is downloaded once; ``None`` is the shipped ``part``.
+    """The local directory, or GGUF file, of a source. ``None`` is the shipped ``part``.
+
+    A published model and a hub id are downloaded once.
 
     Args:
-        source: Directory or hub id.
+        source: Directory, GGUF file, short name of :data:`~eagle3_jax.published.PUBLISHED`, or hub id.
         part: ``target`` or ``eagle3``.
         fetched: The files of a hub id that are needed.
 
     Raises:
-        ValueError: There is no such directory.
+        ValueError: There is no such directory or file.
     """
     if source is None:
         return bundled(part)
     given, path = str(source), Path(source)
-    if path.suffix == ".gguf":
-        raise ValueError(f"{given[:200]}: {NO_GGUF}")
     try:
-        if given and path.is_dir():
-            return path
         exists = path.exists()
+        is_directory = bool(given) and path.is_dir()
     except (OSError, ValueError) as error:  # too long, not permitted, a NUL
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{given[:80]!r} is no directory that can be read ({reason})") from None
+    if is_directory:
+        return within(path)
+    if path.suffix == ".gguf":
+        if not exists:
+            raise ValueError(f"{given[:200]} does not exist; give the path of a GGUF file")
+        return path
+    if given in PUBLISHED and not exists:
+        return fetch_published(given)
     if not given or exists or given.count("/") != 1 or given.startswith((".", "/", "~")):
         name = given[:200] or "an empty name"
-        raise ValueError(f"{name} is not a directory; give a checkpoint directory or a hub id such as org/name")
+        raise ValueError(
+            f"{name} is not a directory; give a checkpoint directory, a GGUF file, a hub id "
+            f"such as org/name, or {' or '.join(PUBLISHED)}"
+        )
     try:
         from huggingface_hub import snapshot_download
     except ImportError:

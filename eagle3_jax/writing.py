@@ -101,6 +101,19 @@ def orbax_quiet() -> Iterator[None]:
         sys.unraisablehook = hook
 
 
+def cache_directory(part: str) -> Path | None:
+    """The directory of one part of this project in the user's cache; ``None`` for a user without a home.
+
+    It may not exist yet. The cache is where desktops and servers name it.
+    """
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    # By that standard a relative path is to be ignored.
+    if os.path.isabs(named):
+        return Path(named) / "eagle3-jax" / part
+    home = os.path.expanduser("~")  # "~" itself if unknown, and any text that HOME holds
+    return Path(home) / ".cache" / "eagle3-jax" / part if os.path.isabs(home) and home != "/" else None
+
+
 def check_free(final: Path, num_bytes: int) -> None:
     """Refuses a write that cannot be finished, before it begins.
 

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from eagle3_jax.conversion import draft_vocab, rules
+from eagle3_jax.conversion.beside import tokenizer_of
 from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.fields import Fields, agreed
-from eagle3_jax.conversion.files import read_json, read_tokenizer
 from eagle3_jax.conversion.rules import Params, Rule
 from eagle3_jax.conversion.tensors import Signs, Stored
 from eagle3_jax.models.config import DecoderConfig
@@ -234,14 +234,14 @@ def speculators_fields(method: str, architecture: str, num_tokens: int, **propos
 
 def mask_token(token: int, stop_tokens: tuple[int, ...], directory: Path) -> Check:
     """Checks whether texts may hold the token that stands for an unknown one; ``directory`` is the target's."""
-    name, detail, path = "mask token", f"id {token}", directory / "tokenizer.json"
+    name, detail = "mask token", f"id {token}"
     if token in stop_tokens:
         return Check.of(name, detail, ", which ends the target's answers; drafts of heads trained so are weak")
-    tokenizer = read_tokenizer(path)
+    tokenizer = tokenizer_of(directory)
     if tokenizer is None:
         return Check.of(name, f"{detail}; without a tokenizer.json it is unknown whether texts hold it")
-    added = read_json(path).get("added_tokens") or ()
-    is_special = any(isinstance(one, dict) and one.get("special") and one.get("id") == token for one in added)
+    added = tokenizer.get_added_tokens_decoder().get(token)
+    is_special = added is not None and added.special
     word = tokenizer.id_to_token(token)
     if is_special or word is None:
         what = "a special token" if is_special else "no token of the tokenizer's"

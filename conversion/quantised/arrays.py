@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ class Dequantised:
 
     Attributes:
         shape: Of the array.
-        dtype: float32.
+        dtype: float32, unless another one is given.
         ndim: Number of axes.
         size: Number of entries.
         stored: Dtype of the values in the file.
@@ -32,22 +33,21 @@ class Dequantised:
         computed: Always true: it is no array of the file.
     """
 
-    dtype = np.dtype(np.float32)
     computed = True
 
     def __init__(
-        self, shape: Sequence[int], stored: Any, read: Read, *, block: int | None = None, views: tuple[View, ...] = ()
+        self, shape: Sequence[int], stored: Any, read: Read, *, block: int | None = None, dtype: Any = np.float32
     ):
-        """``shape`` is that of the values that ``read`` gives; ``views`` are applied to values and scales."""
-        self._whole, self._read, self._views = tuple(shape), read, views
-        self.stored, self.block = np.dtype(stored), block
-        self.shape = self._viewed(np.broadcast_to(np.float32(0), self._whole)).shape
-        self.ndim, self.size = len(self.shape), math.prod(self.shape)
+        """``shape`` is that of the values that ``read`` gives."""
+        self._whole, self._read = tuple(shape), read
+        self._views: tuple[View, ...] = ()
+        self.stored, self.block, self.dtype = np.dtype(stored), block, np.dtype(dtype)
+        self.shape, self.ndim, self.size = self._whole, len(self._whole), math.prod(self._whole)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The whole array; always a copy."""
         values, scale = self.parts()
-        dense = values.astype(np.float32)
+        dense = values.astype(self.dtype)
         if scale is not None:
             dense *= scale
         return dense if dtype is None else dense.astype(dtype, copy=False)
@@ -87,7 +87,11 @@ class Dequantised:
         return self._view(lambda one: one[index])
 
     def _view(self, view: View) -> Dequantised:
-        return Dequantised(self._whole, self.stored, self._read, block=self.block, views=(*self._views, view))
+        viewed = copy.copy(self)
+        viewed._views = (*self._views, view)
+        viewed.shape = viewed._viewed(np.broadcast_to(np.float32(0), self._whole)).shape
+        viewed.ndim, viewed.size = len(viewed.shape), math.prod(viewed.shape)
+        return viewed
 
     def _viewed(self, one: np.ndarray) -> np.ndarray:
         for view in self._views:

@@ -55,7 +55,7 @@ class Quantisation(NamedTuple):
 
 
 def read_quantised(
-    tensors: Mapping[str, np.ndarray], fields: Fields, directory: Path
+    tensors: Mapping[str, Any], fields: Fields, directory: Path
 ) -> tuple[dict[str, Any], Quantisation | None]:
     """The tensors of a checkpoint without quantisation, and how they were stored."""
     how = _format_of(fields, directory)

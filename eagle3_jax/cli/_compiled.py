@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.writing import cache_directory
 
 # Room for thousands of programs of the shipped pair, or hundreds of large models with their GPU kernels.
 MOST_BYTES = 2 * 2**30
@@ -27,7 +28,7 @@ def keep_compiled_programs(directory: str | None) -> None:
         return
     if directory is None and jax.config.jax_compilation_cache_dir is not None:  # type: ignore[attr-defined]
         return
-    folder = default_directory() if directory is None else Path(directory)
+    folder = cache_directory("compiled") if directory is None else Path(directory)
     if folder is None:
         return
     if directory == "":
@@ -59,13 +60,3 @@ def _make_prunable(folder: Path) -> None:
             used = program.with_name(program.name.removesuffix("-cache") + "-atime")
             if not used.exists():
                 used.touch()
-
-
-def default_directory() -> Path | None:
-    """The user's cache directory, as desktops and servers name it; ``None`` for a user without a home."""
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    # By that standard a relative path is to be ignored.
-    if os.path.isabs(named):
-        return Path(named) / "eagle3-jax" / "compiled"
-    home = os.path.expanduser("~")  # "~" itself if unknown, and any text that HOME holds
-    return Path(home) / ".cache" / "eagle3-jax" / "compiled" if os.path.isabs(home) and home != "/" else None

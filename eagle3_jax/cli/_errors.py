@@ -20,6 +20,7 @@ _EXTRAS = {
     "transformers": "bench",
     "huggingface_hub": "hub",
     "outlines_core": "grammar",
+    "gguf": "gguf",
 }
 _LONGEST = 600  # characters of an error line
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -110,8 +110,9 @@ def _method_of(fields: Fields) -> str:
     from eagle3_jax.conversion.native import TARGET
     from eagle3_jax.conversion.reading import identify
 
-    directory = Path(fields.where).parent
-    if any(directory.glob("*.safetensors")):
+    path = Path(fields.where)
+    directory = path.parent
+    if path.suffix != ".gguf" and any(directory.glob("*.safetensors")):
         with contextlib.suppress(CheckpointError):
             return identify(directory)
     signs = Signs.of(fields)
@@ -127,11 +128,10 @@ def _method_of(fields: Fields) -> str:
 
 
 def _fields(source: str | None, part: str) -> Fields:
-    from eagle3_jax.conversion.fields import Fields
-    from eagle3_jax.conversion.files import NATIVE_FILE, read_json
+    from eagle3_jax.conversion.beside import config_of
+    from eagle3_jax.conversion.files import NATIVE_FILE
 
     directory = locate(source, part, ("config.json",))
     if (directory / NATIVE_FILE).is_file():
         raise Misuse(f"{directory} is in the native layout; give the checkpoint that it was converted from")
-    path = directory / "config.json"
-    return Fields(read_json(path), str(path))
+    return config_of(directory)

@@ -153,7 +153,7 @@ def corpus(
 
     import numpy as np
 
-    from eagle3_jax.conversion.files import read_tokenizer
+    from eagle3_jax.conversion.beside import tokenizer_of
     from eagle3_jax.training import corpus as texts
 
     source = stdlib or Path(sysconfig.get_path("stdlib"))
@@ -169,7 +169,7 @@ def corpus(
             f"--stdlib {source} is no CPython Lib: it holds {len(train)} files to train on, {len(held_out)} held out"
         )
     if target is not None:
-        tokenizer = read_tokenizer(target / "tokenizer.json")
+        tokenizer = tokenizer_of(target)
         if tokenizer is None:
             raise Misuse(f"--target {target} has no tokenizer.json; give a target's directory that has one")
     else:

@@ -65,13 +65,13 @@ def mistaken(directory: Path) -> dict[str, tuple[Path, Any, str]]:
         ),
         "GGUF": (
             directory, lambda: renamed("model-Q4_K_M.gguf"),
-            r"holds model-Q4_K_M\.gguf; GGUF is not supported, so give the safetensors checkpoint that it was",
+            r"model-Q4_K_M\.gguf does not begin as a GGUF file does; fetch it again, or rename it$",
         ),
         "nowhere": (directory.parent / "nowhere", lambda: None, r"nowhere (does not exist|is not a dir.*); give "),
         "a file": (weights, lambda: None, r"model\.safetensors is (a file|not a directory); give "),
         "a file of GGUF": (
             directory / "m.gguf", lambda: (directory / "m.gguf").write_bytes(b"GGUF"),
-            r"m\.gguf: GGUF is not supported, so give the safetensors checkpoint that it was made from$",
+            r"m\.gguf is truncated or damaged \(it ends within its header\); fetch the file again$",
         ),
     }  # fmt: skip
 

@@ -1,0 +1,65 @@
+"""The files beside the weights of a checkpoint. Those of a GGUF file are written from its metadata."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from eagle3_jax.conversion import gguf
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.conversion.files import (
+    TOKENIZER_FILES,
+    checkpoint_path,
+    is_gguf,
+    parsed_json,
+    parsed_tokenizer,
+    read_json,
+    read_tokenizer,
+)
+
+
+def read_beside(checkpoint: Path, name: str) -> bytes | None:
+    """The content of a file of a checkpoint; ``None`` where it has none of this name."""
+    if is_gguf(checkpoint):
+        text = gguf.read_text(checkpoint, name)
+        return None if text is None else text.encode()
+    path = checkpoint / name
+    return path.read_bytes() if path.is_file() else None
+
+
+def config_of(checkpoint: Path) -> Fields:
+    """The ``config.json`` of a checkpoint."""
+    if is_gguf(checkpoint):
+        return Fields(gguf.read_contents(checkpoint).config, str(checkpoint))
+    path = checkpoint / "config.json"
+    return Fields(read_json(path), str(path))
+
+
+def tokenizer_of(checkpoint: Path) -> Tokenizer | None:
+    """The tokenizer of a checkpoint; ``None`` where it has none.
+
+    Raises:
+        CheckpointError: Its file is damaged, or a GGUF file has a tokenizer that is not read.
+    """
+    checkpoint = checkpoint_path(checkpoint)
+    if not is_gguf(checkpoint):
+        return read_tokenizer(checkpoint / "tokenizer.json")
+    text = gguf.read_text(checkpoint, "tokenizer.json")
+    return None if text is None else parsed_tokenizer(text, checkpoint)
+
+
+def tokenizer_config_of(checkpoint: Path) -> dict[str, Any]:
+    """The ``tokenizer_config.json`` of a checkpoint, with ``chat_template``, ``bos_token`` and so on; empty without."""
+    checkpoint = checkpoint_path(checkpoint)
+    content = read_beside(checkpoint, "tokenizer_config.json")
+    return {} if content is None else parsed_json(content, checkpoint / "tokenizer_config.json")
+
+
+def copy_tokenizer(source: Path, destination: Path) -> None:
+    """Copies those files of the tokenizer that the source has."""
+    for name in TOKENIZER_FILES:
+        content = read_beside(source, name)
+        if content is not None:
+            (destination / name).write_bytes(content)

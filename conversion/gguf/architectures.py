@@ -1,0 +1,504 @@
+"""The architectures of llama.cpp that are read: what their metadata says in the fields of a ``config.json``.
+
+A file says less than the ``config.json`` that it was made from. What all models of an architecture have in common
+stands in llama.cpp's source; here it stands in ``constants`` and in the functions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.gguf.header import Header
+
+ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+_ATTENTION_FACTOR = "rope.scaling.attn_factor"
+_SIGMOID = 2  # llama.cpp's number for experts whose scores are sigmoids
+# Layers with more heads than one scale scores by the width of a head, except in the largest Gemma of each kind.
+_LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
+
+
+class Source(NamedTuple):
+    """A file, and the keys of its architecture."""
+
+    header: Header  #: Of the file.
+    name: str  #: Its architecture, the prefix of its keys.
+
+    def key(self, name: str) -> str:
+        """The whole key."""
+        return f"{self.name}.{name}"
+
+    def has(self, name: str) -> bool:
+        """Whether the file has a key."""
+        return self.key(name) in self.header.metadata
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A number of things."""
+        return self.header.fields.size(self.key(name), default)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number."""
+        return self.header.fields.number(self.key(name), default)
+
+    def get(self, name: str) -> Any:
+        """The raw value; ``None`` when absent."""
+        return self.header.fields.get(self.key(name))
+
+    def only(self, **supported: Any) -> None:
+        """Refuses keys with another value than the supported one (``__`` for a dot); absent ones pass."""
+        self.header.fields.only(**{self.key(name.replace("__", ".")): value for name, value in supported.items()})
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        width, heads = self.size("embedding_length"), self.size("attention.head_count")
+        return self.size("attention.key_length", max(width // heads, 1))
+
+    def has_bias(self, name: str) -> bool:
+        """Whether a linear layer of the first block has a bias."""
+        return f"blk.0.{name}.bias" in self.header.tensors
+
+
+class Architecture(NamedTuple):
+    """One architecture of llama.cpp."""
+
+    name: str  #: ``general.architecture``.
+    model_type: str  #: The family that reads it.
+    #: Fields of ``config.json`` by key, beside those of all.
+    keys: Mapping[str, str] = {}
+    #: Names of a block's tensors, beside those of all and in their place; with or without ``.weight`` and ``.bias``.
+    names: Mapping[str, str] = {}
+    constants: Mapping[str, Any] = {}  #: Fields that no file says.
+    #: Fields that need more than a name.
+    more: Callable[[Source], dict[str, Any]] = lambda source: {}
+    #: Further keys that ``more`` reads, or that change nothing.
+    known: tuple[str, ...] = ()
+    permuted: bool = False  #: Whether neighbouring rows of queries and keys rotate together.
+    norm_offset: float = 0.0  #: What has been added to the weights of norms.
+    #: Whether keys and values are equally wide, and all channels rotate.
+    whole_heads: bool = True
+
+
+_KEYS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+}
+_RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
+_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+# Keys of every architecture that are read below, or that change nothing.
+_KNOWN = (
+    "attention.key_length", "attention.value_length", "attention.causal", "expert_count", "expert_used_count",
+    "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
+    "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.yarn_ext_factor",
+    "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "vocab_size",
+)  # fmt: skip
+_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_OUTPUT_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_WINDOWS = ("attention.sliding_window_pattern",)
+
+
+def _biases(source: Source) -> dict[str, Any]:
+    return {"attention_bias": source.has_bias("attn_q"), "mlp_bias": source.has_bias("ffn_up")}
+
+
+def _windows(source: Source, period: int) -> list[str]:
+    """``layer_types``, by default full attention in every ``period``-th layer."""
+    pattern = source.get("attention.sliding_window_pattern")
+    count = source.size("block_count")
+    if isinstance(pattern, np.ndarray):
+        slides = [bool(one) for one in pattern[:count]]
+    else:
+        period = source.size("attention.sliding_window_pattern", period)
+        slides = [(layer + 1) % period > 0 for layer in range(count)]
+    return ["sliding_attention" if one else "full_attention" for one in slides]
+
+
+def _rope(source: Source) -> dict[str, Any]:
+    """The rotary embedding in the older notation: ``rope_theta`` and ``rope_scaling``."""
+    theta = source.number("rope.freq_base", 10_000.0)
+    kind = source.header.fields.one_of(source.key("rope.scaling.type"), ("none", "linear", "yarn", "longrope"), "none")
+    source.only(rope__scaling__yarn_ext_factor=1.0)
+    scaling: dict[str, Any] | None = None
+    if kind == "linear":
+        scaling = {"rope_type": kind, "factor": source.number("rope.scaling.factor")}
+    elif kind == "yarn":
+        scaling = {
+            "rope_type": kind,
+            "factor": source.number("rope.scaling.factor"),
+            "original_max_position_embeddings": source.size("rope.scaling.original_context_length"),
+            "beta_fast": source.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": source.number("rope.scaling.yarn_beta_slow", 1.0),
+        }
+        if source.has("rope.scaling.yarn_attn_factor"):
+            scaling["attention_factor"] = source.number("rope.scaling.yarn_attn_factor")
+    if ROPE_FREQS in source.header.tensors:
+        if scaling is not None:
+            raise CheckpointError(f"{source.header.path} holds {ROPE_FREQS} and scales its rotations as {kind!r} too")
+        scaling = _llama3(source, theta)
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _llama3(source: Source, theta: float) -> dict[str, Any] | None:
+    """The extension of Llama 3.1, which a file holds as a divisor of every frequency."""
+    divisors = np.asarray(source.header.tensors[ROPE_FREQS]).ravel()
+    factor = float(str(divisors.max()))
+    low, high, original = 1.0, 4.0, 8192
+    if theta <= 0 or not factor >= 1:
+        raise _no_llama3(source)
+    turns = original * theta ** -(np.arange(divisors.size) / divisors.size) / (2 * np.pi)
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if divisors.size * 2 != source.head_dim or not np.allclose(divisors, expected, rtol=1e-4):
+        raise _no_llama3(source)
+    if factor == 1:
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _no_llama3(source: Source) -> CheckpointError:
+    return CheckpointError(
+        f"{source.header.path}: {ROPE_FREQS} is not what Llama 3.1 divides its frequencies by (factors 1 and 4 of 8192 "
+        "positions); no other extension is read from it"
+    )
+
+
+def _gemma(source: Source, period: int) -> dict[str, Any]:
+    largest = source.size("block_count") == _LARGEST_GEMMA[source.name]
+    scalar = source.size("embedding_length") // source.size("attention.head_count") if largest else source.head_dim
+    caps = {
+        field: source.number(key)
+        for key, field in (
+            ("attn_logit_softcapping", "attn_logit_softcapping"),
+            ("final_logit_softcapping", "final_logit_softcapping"),
+        )
+        if source.has(key)
+    }
+    return {"query_pre_attn_scalar": scalar, "layer_types": _windows(source, period), **caps}
+
+
+def _gemma3(source: Source) -> dict[str, Any]:
+    theta = {"rope_theta": source.number("rope.freq_base", 1_000_000.0)}
+    return {**_gemma(source, 6), **theta, "rope_local_base_freq": source.number("rope.freq_base_swa", 10_000.0)}
+
+
+def _phi3(source: Source) -> dict[str, Any]:
+    """Some channels may not rotate. Factors for long texts are tensors."""
+    tensors, dims = source.header.tensors, source.size("rope.dimension_count")
+    window = source.header.fields.integer(source.key("attention.sliding_window"), 0)
+    fields: dict[str, Any] = {"partial_rotary_factor": dims / source.head_dim, "sliding_window": window or None}
+    if LONG_FACTORS not in tensors and SHORT_FACTORS not in tensors:
+        return fields
+    factors: dict[str, Any] = {}
+    for name, field in ((LONG_FACTORS, "long_factor"), (SHORT_FACTORS, "short_factor")):
+        if name not in tensors:
+            raise CheckpointError(f"{source.header.path} misses {name}; fetch the file again")
+        factors[field] = [float(str(one)) for one in np.asarray(tensors[name]).ravel()]
+    original = source.size("rope.scaling.original_context_length")
+    length = source.size("context_length")
+    expected = max(1.0, 1 + np.log(max(length / original, 1.0)) / np.log(max(original, 2))) ** 0.5
+    if not np.isclose(source.number(_ATTENTION_FACTOR, expected), expected, rtol=1e-5):
+        raise source.header.fields.wrong(
+            source.key(_ATTENTION_FACTOR), f"expected {expected:g}, which follows from its lengths"
+        )
+    return {
+        **fields,
+        "original_max_position_embeddings": original,
+        "rope_scaling": {"rope_type": "longrope", **factors},
+    }
+
+
+def _qwen3_moe(source: Source) -> dict[str, Any]:
+    layers = range(source.size("block_count"))
+    dense = [layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in source.header.tensors]
+    return {**_biases(source), "mlp_only_layers": dense}
+
+
+def _gpt_oss(source: Source) -> dict[str, Any]:
+    fields: dict[str, Any] = {"layer_types": _windows(source, 2)}
+    rope = _rope(source)
+    if rope["rope_scaling"] is not None:  # gpt-oss does not round the bounds of yarn, which no file says
+        fields["rope_scaling"] = {**rope["rope_scaling"], "truncate": False}
+    return fields
+
+
+def _granite(source: Source) -> dict[str, Any]:
+    return {
+        **_biases(source),
+        "attention_multiplier": source.number("attention.scale", source.head_dim**-0.5),
+        "embedding_multiplier": source.number("embedding_scale", 1.0),
+        "residual_multiplier": source.number("residual_scale", 1.0),
+        "logits_scaling": source.number("logit_scale", 1.0),
+    }
+
+
+def _cohere(source: Source) -> dict[str, Any]:
+    return {**_biases(source), "use_qk_norm": "blk.0.attn_q_norm.weight" in source.header.tensors}
+
+
+def _deepseek(source: Source) -> dict[str, Any]:
+    """Newer files have keys and values as one head, which is as wide as what they are projected from."""
+    source.header.fields.require(source.key("expert_gating_func"))
+    source.only(expert_gating_func=_SIGMOID)
+    rope_dim = source.size("rope.dimension_count")
+    newer = "_mla" if source.has("attention.key_length_mla") else ""
+    fields: dict[str, Any] = {
+        "num_key_value_heads": source.size("attention.head_count"),
+        "head_dim": None,
+        "q_lora_rank": source.size("attention.q_lora_rank") if source.has("attention.q_lora_rank") else None,
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": source.size(f"attention.key_length{newer}") - rope_dim,
+        "v_head_dim": source.size(f"attention.value_length{newer}"),
+        "norm_topk_prob": source.header.fields.flag(source.key("expert_weights_norm"), False),
+        "routed_scaling_factor": source.number("expert_weights_scale", 1.0),
+        "first_k_dense_replace": source.header.fields.integer(source.key("leading_dense_block_count")),
+        "n_shared_experts": source.header.fields.integer(source.key("expert_shared_count")),
+    }
+    rope = _rope(source)["rope_scaling"]
+    if rope is not None and source.has("rope.scaling.yarn_log_multiplier"):
+        scale = float(str(np.float32(source.number("rope.scaling.yarn_log_multiplier") * 10)))
+        fields["rope_scaling"] = {**rope, "mscale": scale, "mscale_all_dim": scale}
+    return fields
+
+
+def _mistral3(source: Source) -> dict[str, Any]:
+    """Ministral 3, or Mistral Small 3.1, whose queries do not grow."""
+    if not source.has("attention.temperature_scale"):
+        return {"model_type": "mistral", "sliding_window": None}
+    scale = source.number("rope.scaling.yarn_log_multiplier")
+    beta = {"llama_4_scaling_beta": source.number("attention.temperature_scale")}
+    rope = {**(_rope(source)["rope_scaling"] or {}), "mscale": scale, "mscale_all_dim": scale, **beta}
+    return {"rope_scaling": rope}
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    row.name: row
+    for row in (
+        Architecture("llama", "llama", _RMS, more=_biases, known=("tensor_data_layout",), permuted=True),
+        Architecture(
+            "mistral3",
+            "ministral3",
+            _RMS,
+            more=_mistral3,
+            known=("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
+            permuted=True,
+        ),
+        Architecture("qwen2", "qwen2", _RMS, constants={"use_sliding_window": False}, known=("pooling_type",)),
+        Architecture(
+            "qwen3", "qwen3", _RMS, more=_biases, constants={"use_sliding_window": False}, known=("pooling_type",)
+        ),
+        Architecture(
+            "qwen3moe",
+            "qwen3_moe",
+            {**_RMS, **_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
+            constants={"norm_topk_prob": True, "use_sliding_window": False},
+            more=_qwen3_moe,
+        ),
+        Architecture(
+            "gpt-oss",
+            "gpt_oss",
+            {
+                **_RMS,
+                **_EXPERTS,
+                "expert_feed_forward_length": "intermediate_size",
+                "attention.sliding_window": "sliding_window",
+            },
+            names={
+                "post_attention_norm": "post_attention_layernorm",
+                "ffn_gate_inp": "mlp.router",
+                "attn_sinks.weight": "self_attn.sinks",
+            },
+            constants={"attention_bias": True, "swiglu_limit": 7.0},
+            more=_gpt_oss,
+            known=(*_WINDOWS, "feed_forward_length"),
+        ),
+        Architecture(
+            "deepseek2",
+            "deepseek_v3",
+            {
+                **_RMS,
+                "expert_count": "n_routed_experts",
+                "expert_used_count": "num_experts_per_tok",
+                "expert_feed_forward_length": "moe_intermediate_size",
+                "expert_group_count": "n_group",
+                "expert_group_used_count": "topk_group",
+                "attention.kv_lora_rank": "kv_lora_rank",
+            },
+            names={
+                "attn_q_a": "self_attn.q_a_proj",
+                "attn_q_a_norm": "self_attn.q_a_layernorm",
+                "attn_q_b": "self_attn.q_b_proj",
+                "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+                "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+                "attn_kv_b": "self_attn.kv_b_proj",
+                "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+                "ffn_up_shexp": "mlp.shared_experts.up_proj",
+                "ffn_down_shexp": "mlp.shared_experts.down_proj",
+                "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+            },
+            constants={"rope_interleave": True},
+            more=_deepseek,
+            known=(
+                "attention.key_length_mla",
+                "attention.value_length_mla",
+                "attention.q_lora_rank",
+                "expert_gating_func",
+                "expert_weights_norm",
+                "expert_weights_scale",
+                "expert_shared_count",
+                "leading_dense_block_count",
+                "rope.scaling.yarn_log_multiplier",
+            ),
+            whole_heads=False,
+        ),
+        *(
+            Architecture(
+                name,
+                model_type,
+                {**_RMS, "attention.sliding_window": "sliding_window"},
+                names={**_OUTPUT_NORMS, "ffn_norm": "pre_feedforward_layernorm"},
+                more=more,
+                known=(*_WINDOWS, "attn_logit_softcapping", "final_logit_softcapping", "rope.freq_base_swa"),
+                norm_offset=1.0,
+            )
+            for name, model_type, more in (
+                ("gemma2", "gemma2", lambda source: _gemma(source, 2)),
+                ("gemma3", "gemma3_text", _gemma3),
+            )
+        ),
+        Architecture("olmo2", "olmo2", _RMS, names=_OUTPUT_NORMS, more=_biases),
+        Architecture(
+            "granite",
+            "granite",
+            _RMS,
+            more=_granite,
+            known=("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
+            permuted=True,
+        ),
+        Architecture(
+            "phi3",
+            "phi3",
+            _RMS,
+            names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+            more=_phi3,
+            known=("attention.sliding_window", _ATTENTION_FACTOR),
+            whole_heads=False,
+        ),
+        Architecture(
+            "command-r",
+            "cohere",
+            {"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
+            more=_cohere,
+        ),
+        Architecture(
+            "cohere2",
+            "cohere2",
+            {
+                "attention.layer_norm_epsilon": "layer_norm_eps",
+                "logit_scale": "logit_scale",
+                "attention.sliding_window": "sliding_window",
+            },
+            more=lambda source: {**_biases(source), "layer_types": _windows(source, 4)},
+            known=_WINDOWS,
+        ),
+    )
+}
+_DRAFTERS = ("eagle3", "dflash")
+
+
+def architecture_of(header: Header) -> Architecture:
+    """The architecture of a file.
+
+    Raises:
+        CheckpointError: It is not among those that are read, or the file has keys that are not known for it.
+    """
+    path, name = header.path, header.metadata.get("general.architecture")
+    if name in _DRAFTERS:
+        raise CheckpointError(
+            f"{path} holds a draft head ({name}); heads are not read from GGUF, so give the directory of the head's "
+            "safetensors checkpoint"
+        )
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{path}: general.architecture is {short(name)}; those that are read from GGUF are "
+            f"{', '.join(ARCHITECTURES)}. Give the safetensors checkpoint that the file was made from"
+        )
+    row = ARCHITECTURES[name]
+    known = {*_KEYS, *row.keys, *_KNOWN, *row.known}
+    for key in header.metadata:
+        if key.startswith(f"{name}.") and key.removeprefix(f"{name}.") not in known:
+            raise CheckpointError(
+                f"{path}: {short(key)} is {short(header.metadata[key])}, which is not known here and may change the "
+                "mathematics; give the safetensors checkpoint that the file was made from"
+            )
+    return row
+
+
+def read_config(header: Header, row: Architecture) -> dict[str, Any]:
+    """The ``config.json`` that a file stands for, without its tokens."""
+    source, tensors = Source(header, row.name), header.tensors
+    if "token_embd.weight" not in tensors:
+        raise CheckpointError(f"{header.path} misses token_embd.weight; fetch the file again")
+    source.only(attention__causal=True)
+    if "expert_count" not in row.keys:
+        source.only(expert_count=0, expert_used_count=0)
+    if row.whole_heads:
+        source.only(attention__value_length=source.head_dim, rope__dimension_count=source.head_dim)
+    keys = {**_KEYS, **row.keys}
+    values = {field: source.get(key) for key, field in keys.items() if source.has(key)}
+    for key, field in keys.items():
+        if field not in values and field != "num_key_value_heads":
+            header.fields.require(source.key(key))
+    return {
+        "model_type": row.model_type,
+        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "head_dim": source.head_dim,
+        "num_key_value_heads": source.size("attention.head_count"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        **_rope(source),
+        **values,
+        **row.constants,
+        **row.more(source),
+    }
+
+
+def layer_name(row: Architecture, name: str) -> str:
+    """The name of a tensor in the Hugging Face layout; a name that is not known stays as it is."""
+    stem, _, suffix = name.rpartition(".")
+    if stem in _OUTSIDE:
+        return f"{_OUTSIDE[stem]}.{suffix}"
+    match = re.fullmatch(r"blk\.(\d{1,9})\.(.+)", stem)
+    if match is None:
+        return name
+    layer, inner = match.groups()
+    names = {**_NAMES, **row.names}
+    if f"{inner}.{suffix}" in names:
+        return f"model.layers.{layer}.{names[f'{inner}.{suffix}']}"
+    return f"model.layers.{layer}.{names[inner]}.{suffix}" if inner in names else name

@@ -1,0 +1,242 @@
+"""The header of a GGUF file: its metadata, and its tensors, none of which is read before it is used.
+
+The package ``gguf`` takes seconds to read the header of a model of 49,000 tokens, so it is read here. The package knows
+the sizes of blocks, and the numbers that they stand for.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.fields import Fields
+from eagle3_jax.conversion.files import refuse_pointer, unreadable
+from eagle3_jax.conversion.quantised.arrays import Dequantised
+
+# Types whose values are numbers as they are.
+_PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+TYPES = (*_PLAIN, *_BLOCKS)  #: Types of tensors that are read.
+
+# Formats of ``struct`` for the types of metadata that have one size.
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_FLOAT32, _TEXT, _LIST = 6, 8, 9
+_MOST_AXES = 4
+_ALIGNMENT = "general.alignment"
+
+
+class Tensor(Dequantised):
+    """A tensor of a GGUF file, dequantised at every read.
+
+    Attributes:
+        raw: Numbers ``[..., D]``, or the bytes of blocks ``[..., B]``; a view of the mapped file.
+        type: Its type in llama.cpp's words, such as ``Q4_1``.
+        nbytes: Its bytes in the file.
+    """
+
+    def __init__(self, raw: np.ndarray, type: str):
+        """See the class."""
+        self.raw, self.type, self.nbytes = raw, type, raw.nbytes
+        if type in _PLAIN:
+            super().__init__(raw.shape, raw.dtype, lambda: (raw, None), dtype=raw.dtype)
+            return
+        values, size = block_size(type)
+        shape = (*raw.shape[:-1], raw.shape[-1] // size * values)
+        super().__init__(shape, raw.dtype, lambda: (_dequantised(raw, type), None))
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether its numbers are computed from blocks."""
+        return self.type not in _PLAIN
+
+    @property
+    def label(self) -> str:
+        """Its type in words: that of numpy, or of its blocks."""
+        return self.type if self.is_quantised else str(self.dtype)
+
+    def part(self, index: int) -> Tensor:
+        """One of the tensors that are stacked in it, read without the others."""
+        return Tensor(self.raw[index], self.type)
+
+
+class Header(NamedTuple):
+    """What a GGUF file says before its tensors."""
+
+    path: Path  #: Of the file.
+    metadata: dict[str, Any]  #: By key. Lists of numbers are arrays of numpy.
+    tensors: dict[str, Tensor]  #: By llama.cpp's names.
+
+    @property
+    def fields(self) -> Fields:
+        """The metadata, typed."""
+        return Fields(self.metadata, str(self.path))
+
+
+def package() -> ModuleType:
+    """The package ``gguf``."""
+    try:
+        import gguf
+        import gguf.quants
+    except ImportError:
+        raise CheckpointError("reading a GGUF file needs gguf: pip install 'eagle3-jax[gguf]'") from None
+    return gguf
+
+
+def block_size(type: str) -> tuple[int, int]:
+    """Numbers and bytes of a block of a type."""
+    gguf = package()
+    return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[type]]
+
+
+def _dequantised(raw: np.ndarray, type: str) -> np.ndarray:
+    gguf = package()
+    return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[type])
+
+
+def read_header(path: Path) -> Header:
+    """Reads the header of a file.
+
+    Raises:
+        CheckpointError: It is no GGUF file, is truncated or damaged, is one of several parts, or holds a tensor of a
+            type that is not read; or the package ``gguf`` is missing.
+    """
+    package()
+    if re.search(r"-\d{5}-of-(?!00001)\d{5}\.gguf$", path.name):
+        raise _a_part(path)
+    try:
+        refuse_pointer(path)
+        data = np.asarray(np.memmap(path, np.uint8, mode="r")) if path.stat().st_size else np.empty(0, np.uint8)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if data[:4].tobytes() != b"GGUF":
+        raise CheckpointError(f"{path} does not begin as a GGUF file does; fetch it again, or rename it")
+    try:
+        return _parsed(path, data)
+    except (struct.error, UnicodeDecodeError, _DamagedError) as error:
+        reason = "it ends within its header" if isinstance(error, struct.error) else str(error)[:120]
+        raise CheckpointError(f"{path} is truncated or damaged ({reason}); fetch the file again") from None
+
+
+def _a_part(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is one of several parts of a model; merge them into one file with `llama-gguf-split --merge`"
+    )
+
+
+class _DamagedError(Exception):
+    """A number in the file that cannot be right."""
+
+
+class _Reader:
+    """Values one after the other."""
+
+    def __init__(self, data: np.ndarray):
+        self.data = data
+        self.bytes = memoryview(data)  # type: ignore[arg-type]
+        self.place = 4
+
+    def number(self, kind: str) -> Any:
+        (value,) = struct.unpack_from(f"<{kind}", self.bytes, self.place)
+        self.place += struct.calcsize(f"<{kind}")
+        return value
+
+    def taken(self, size: int) -> int:
+        """The place of the next ``size`` bytes, which are there."""
+        start = self.place
+        if size > len(self.bytes) - start:
+            raise _DamagedError(f"it ends {size - len(self.bytes) + start:,} bytes too early")
+        self.place += size
+        return start
+
+    def text(self) -> str:
+        size = self.number("Q")
+        start = self.taken(size)
+        return str(self.bytes[start : start + size], "utf-8")
+
+    def value(self, kind: int) -> Any:
+        if kind == _TEXT:
+            return self.text()
+        if kind == _LIST:
+            return self.values(self.number("I"), self.number("Q"))
+        if kind not in _SCALARS:
+            raise _DamagedError(f"a value of type {kind}")
+        value = self.number(_SCALARS[kind])
+        # The shortest decimal of a number in float32 is the one that its publisher wrote.
+        return float(str(np.float32(value))) if kind == _FLOAT32 else value
+
+    def values(self, kind: int, count: int) -> Any:
+        if kind == _TEXT:
+            return [self.text() for _ in range(count)]
+        if kind not in _SCALARS:
+            raise _DamagedError(f"a list of values of type {kind}")
+        dtype = np.dtype(_SCALARS[kind]).newbyteorder("<")
+        start = self.taken(count * dtype.itemsize)
+        return self.data[start : self.place].view(dtype)
+
+
+def _parsed(path: Path, data: np.ndarray) -> Header:
+    reader = _Reader(data)
+    version = reader.number("I")
+    if version not in (2, 3):
+        big = version & 0xFFFF == 0
+        words = "in the byte order of other machines" if big else f"of version {version}; expected 2 or 3"
+        raise CheckpointError(f"{path} is a GGUF file {words}; convert the original checkpoint again")
+    num_tensors, num_values = reader.number("Q"), reader.number("Q")
+    metadata: dict[str, Any] = {}
+    for _ in range(num_values):
+        key = reader.text()
+        if key in metadata:
+            raise _DamagedError(f"{short(key)} twice")
+        metadata[key] = reader.value(reader.number("I"))
+    if "split.count" in metadata and Fields(metadata, str(path)).integer("split.count") > 1:
+        raise _a_part(path)
+    entries = [_entry(reader) for _ in range(num_tensors)]
+    alignment = metadata.get(_ALIGNMENT, 32)
+    if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
+        raise _DamagedError(f"{_ALIGNMENT} is {short(alignment)}")
+    start = -(-reader.place // alignment) * alignment
+    tensors: dict[str, Tensor] = {}
+    for name, shape, kind, offset in entries:
+        if name in tensors:
+            raise _DamagedError(f"{short(name)} twice")
+        tensors[name] = _tensor(path, data[start:], name, shape, kind, offset)
+    return Header(path, metadata, tensors)
+
+
+def _entry(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
+    """Name, shape, type and place of a tensor. The file has the axes in the opposite order."""
+    name, count = reader.text(), reader.number("I")
+    if not 1 <= count <= _MOST_AXES:
+        raise _DamagedError(f"{short(name)} has {count} axes")
+    shape = tuple(reader.number("Q") for _ in range(count))
+    if 0 in shape:
+        raise _DamagedError(f"{short(name)} is empty")
+    return name, shape[::-1], reader.number("I"), reader.number("Q")
+
+
+def _tensor(path: Path, data: np.ndarray, name: str, shape: tuple[int, ...], kind: int, offset: int) -> Tensor:
+    gguf = package()
+    known = {member.value: member.name for member in gguf.GGMLQuantizationType}
+    type = known.get(kind, f"number {kind}")
+    if type not in TYPES:
+        raise CheckpointError(
+            f"{path}: {short(name)} is of type {type}, which is not read; those that are: {', '.join(TYPES)}"
+        )
+    values, size = block_size(type)
+    if shape[-1] % values:
+        raise _DamagedError(f"{short(name)} has rows of {shape[-1]}, no multiple of the {values} of {type}")
+    stop = offset + math.prod(shape) // values * size
+    if stop > len(data):
+        raise _DamagedError(f"it ends {stop - len(data):,} bytes too early")
+    raw = data[offset:stop]
+    if type in _PLAIN:
+        return Tensor(np.require(raw.view(_PLAIN[type]).reshape(shape), requirements="A"), type)
+    return Tensor(raw.reshape(*shape[:-1], -1), type)

@@ -1,0 +1,173 @@
+"""A GGUF file as the Hugging Face checkpoint that it was made from: its configuration, and its tensors.
+
+Every tensor is computed when it is asked for, and what llama.cpp changed when it wrote the file is undone: rows of
+queries and keys in another order, norms with one added, experts in one stack.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eagle3_jax.conversion.errors import CheckpointError
+from eagle3_jax.conversion.gguf.architectures import (
+    LONG_FACTORS,
+    ROPE_FREQS,
+    SHORT_FACTORS,
+    Architecture,
+    architecture_of,
+    layer_name,
+    read_config,
+)
+from eagle3_jax.conversion.gguf.header import Header, Tensor, read_header
+from eagle3_jax.conversion.gguf.tokenizer import read_tokenizer_config, read_tokenizer_json, token_fields
+from eagle3_jax.conversion.quantised import Quantisation
+from eagle3_jax.conversion.quantised.arrays import Dequantised
+
+_STACK = re.compile(r"blk\.(\d{1,9})\.ffn_(gate|up|down)_exps\.(weight|bias)")
+
+
+class Contents(NamedTuple):
+    """What a file stands for."""
+
+    config: dict[str, Any]  #: The ``config.json``.
+    tensors: dict[str, Any]  #: By their Hugging Face names, computed at every read.
+    held: dict[str, Tensor]  #: The tensors of the file as they are.
+    quantisation: Quantisation | None  #: How they are stored; ``None`` where none is quantised.
+
+
+def read_contents(path: Path) -> Contents:
+    """Reads a file.
+
+    Raises:
+        CheckpointError: It cannot be read, or is of an architecture that is not; the message says why.
+    """
+    header = read_header(path)
+    row = architecture_of(header)
+    quantisation = _quantisation(header)
+    # Blocks stand for numbers that no narrower type has.
+    dtype = {} if quantisation is None else {"dtype": "float32"}
+    config = {**read_config(header, row), **token_fields(header), **dtype}
+    return Contents(config, _tensors(header, row, config), header.tensors, quantisation)
+
+
+def read_text(path: Path, name: str) -> str | None:
+    """A file that would lie beside the weights, as a Hugging Face directory has it; ``None`` where there would be none.
+
+    Raises:
+        CheckpointError: See :func:`read_contents`, or the tokenizer is of a kind that is not read.
+    """
+    if name == "config.json":
+        value = read_contents(path).config
+    elif name in _OF_TOKENIZER:
+        value = _OF_TOKENIZER[name](read_header(path))
+    else:
+        return None
+    return None if value is None else json.dumps(value, ensure_ascii=False, indent=2) + "\n"
+
+
+_OF_TOKENIZER = {"tokenizer.json": read_tokenizer_json, "tokenizer_config.json": read_tokenizer_config}
+
+
+def _quantisation(header: Header) -> Quantisation | None:
+    sizes: dict[str, int] = {}
+    quantised = [tensor for tensor in header.tensors.values() if tensor.is_quantised]
+    for tensor in quantised:
+        sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.size
+    words = ", ".join(sorted(sizes, key=lambda name: -sizes[name]))
+    return Quantisation(f"GGUF {words}", False, len(quantised)) if quantised else None
+
+
+def _tensors(header: Header, row: Architecture, config: dict[str, Any]) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, tensor in header.tensors.items():
+        if name in (ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS):
+            continue
+        stack = _STACK.fullmatch(name)
+        if stack is not None and row.name == "gpt-oss":
+            results |= _fused(header, *stack.groups())
+        elif stack is not None:
+            prefix = f"model.layers.{stack[1]}.mlp.experts"
+            for index in range(tensor.shape[0]):
+                results[f"{prefix}.{index}.{stack[2]}_proj.{stack[3]}"] = tensor.part(index)
+        elif re.fullmatch(r"blk\.\d{1,9}\.attn_[kv]_b\.weight", name):
+            results |= _keys_and_values(header, name)
+        else:
+            results[layer_name(row, name)] = _undone(header, row, config, name)
+    return results
+
+
+def _undone(header: Header, row: Architecture, config: dict[str, Any], name: str) -> Dequantised:
+    """A tensor without what llama.cpp changed in it."""
+    tensor = header.tensors[name]
+    if row.norm_offset and name.endswith("norm.weight"):
+        offset = np.float32(row.norm_offset)
+        return Dequantised(tensor.shape, tensor.stored, lambda: (np.asarray(tensor, np.float32) - offset, None))
+    match = re.search(r"\.attn_([qk])\.(weight|bias)$", name)
+    if match is None or not row.permuted:
+        return tensor
+    heads = config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
+    rows, *inputs = tensor.shape
+    if rows % (2 * heads):
+        raise CheckpointError(f"{header.path}: {name} has {rows} rows, which are not those of {heads} heads")
+    return tensor.reshape(heads, rows // heads // 2, 2, *inputs).swapaxes(1, 2).reshape(rows, *inputs)
+
+
+def _fused(header: Header, layer: str, name: str, suffix: str) -> dict[str, Dequantised]:
+    """A stack of gpt-oss: ``[E, in, out]``, gates and ``up`` in turns in one."""
+    prefix, ending = f"model.layers.{layer}.mlp.experts", "_bias" if suffix == "bias" else ""
+    turned = lambda stack: stack if ending else stack.swapaxes(1, 2)
+    if name == "down":
+        down = header.tensors[f"blk.{layer}.ffn_down_exps.{suffix}"]
+        _check_axes(header, down, 2 if ending else 3)
+        return {f"{prefix}.down_proj{ending}": turned(down)}
+    parts = _both(header, *(f"blk.{layer}.ffn_{part}_exps.{suffix}" for part in ("gate", "up")))
+    gate, up = parts
+    if gate.shape != up.shape:
+        raise CheckpointError(
+            f"{header.path}: the experts of block {layer} have gates {list(gate.shape)} and up "
+            f"{list(up.shape)}; they must agree"
+        )
+    _check_axes(header, gate, 2 if ending else 3)
+    experts, width, *inputs = gate.shape
+    shape = (experts, 2 * width, *inputs)
+    read = lambda: (np.stack([np.asarray(part) for part in parts], 2).reshape(shape), None)
+    dtype = np.result_type(gate.dtype, up.dtype)
+    return {f"{prefix}.gate_up_proj{ending}": turned(Dequantised(shape, gate.stored, read, dtype=dtype))}
+
+
+def _keys_and_values(header: Header, name: str) -> dict[str, Dequantised]:
+    """One tensor with the rows of every head's keys and then those of its values, of two whose keys are transposed."""
+    layer = name.split(".")[1]
+    keys, values = _both(header, *(f"blk.{layer}.attn_{part}_b.weight" for part in "kv"))
+    for tensor in (keys, values):
+        _check_axes(header, tensor, 3)
+    heads, rank, key_dim = keys.shape
+    if values.shape[0] != heads or values.shape[2] != rank:
+        raise CheckpointError(
+            f"{header.path}: block {layer} has keys {list(keys.shape)} and values {list(values.shape)} that do not fit"
+        )
+    shape = (heads * (key_dim + values.shape[1]), rank)
+
+    def read() -> tuple[np.ndarray, None]:
+        whole = np.concatenate([np.asarray(keys).swapaxes(1, 2), np.asarray(values)], 1)
+        return whole.reshape(shape), None
+
+    dtype = np.result_type(keys.dtype, values.dtype)
+    return {f"model.layers.{layer}.self_attn.kv_b_proj.weight": Dequantised(shape, keys.stored, read, dtype=dtype)}
+
+
+def _both(header: Header, first: str, second: str) -> list[Tensor]:
+    for name in (first, second):
+        if name not in header.tensors:
+            raise CheckpointError(f"{header.path} misses {name}; fetch the file again")
+    return [header.tensors[first], header.tensors[second]]
+
+
+def _check_axes(header: Header, tensor: Tensor, count: int) -> None:
+    if tensor.ndim != count:
+        raise CheckpointError(f"{header.path} holds a tensor of shape {list(tensor.shape)}; expected {count} axes")

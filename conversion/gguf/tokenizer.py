@@ -1,0 +1,282 @@
+"""The tokenizer of a GGUF file, as ``tokenizer.json`` and ``tokenizer_config.json`` say it.
+
+A file holds tokens, merges or scores, and the name of the rule that splits a text into words. What a name means stands
+in llama.cpp's source (``llama-vocab.cpp``). The rules below are those of the published tokenizers; of a name that is
+not among them nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eagle3_jax.conversion.errors import CheckpointError, short
+from eagle3_jax.conversion.gguf.header import Header
+
+_PREFIX = "tokenizer.ggml."
+_BYTE_BPE, _SENTENCEPIECE, _NONE = "gpt2", "llama", ("none", "no_vocab")
+# llama.cpp's numbers for types of tokens.
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
+_SPACE = "▁"
+# Ends of a turn, which llama.cpp knows by their text. gpt-oss ends its reasoning, not its answer, with <|end|>.
+_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")
+_END, _RETURN = "<|end|>", "<|return|>"
+
+_NO_BLANKS = ("<unk>", "<s>", "<|endoftext|>")
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_BREAKS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _by_words(digits: str) -> str:
+    """The pattern of GPT-4 and its successors, which takes so many digits at a time."""
+    words = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+    return words + _BREAKS
+
+
+def _by_case(ending: str, digits: str) -> str:
+    """The pattern of GPT-4o, which splits a word before a capital letter."""
+    first, upper, lower = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    words = f"{first}{upper}*{lower}+{ending}|{first}{upper}+{lower}*{ending}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*" + _BREAKS
+
+
+class _Rule(NamedTuple):
+    """How a byte-level tokenizer splits a text."""
+
+    patterns: tuple[str, ...] = ()  #: One after the other; none for GPT-2's pattern.
+    single_digits: bool = False  #: Whether every digit stands alone, before all patterns.
+    nfc: bool = False  #: Whether the text is composed first.
+    ignore_merges: bool = False  #: Whether a word that is a token is that token.
+    add_bos: bool = False  #: Whether texts begin with the token of beginnings where the file does not say.
+
+
+_LLAMA3 = _Rule((_by_words(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)
+_DIGITS = _Rule(single_digits=True)
+_RULES = {
+    "gpt-2": _Rule(),
+    "smollm": _DIGITS,
+    "refact": _DIGITS,
+    "starcoder": _DIGITS,
+    "command-r": _Rule(single_digits=True, nfc=True),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "dbrx": _Rule((_by_words(r"\p{N}{1,3}"),)),
+    "qwen2": _Rule((_by_words(r"\p{N}"),), nfc=True),
+    "tekken": _Rule((_by_case("", r"\p{N}"),), ignore_merges=True, add_bos=True),
+    "gpt-4o": _Rule((_by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"),)),
+    "deepseek-v3": _Rule(
+        (
+            r"\p{N}{1,3}",
+            "[一-龥\u3040-ゟ゠-ヿ]+",
+            r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+            r"""| ?[\p{P}\p{S}]+[\r\n]*""" + _BREAKS,
+        )
+    ),
+}
+
+
+def token_fields(header: Header) -> dict[str, Any]:
+    """The special tokens in the fields of ``config.json``; ``eos_token_id`` lists all that end an answer."""
+    ids = {name: _id(header, name) for name in ("bos", "eos", "eot", "eom", "padding")}
+    stops = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
+    tokens = header.metadata.get(f"{_PREFIX}tokens")
+    if ids["eot"] is None and isinstance(tokens, list):
+        ends = (*_ENDS, *(() if _RETURN in tokens else (_END,)))
+        stops += [tokens.index(end) for end in ends if end in tokens]
+    stops = list(dict.fromkeys(stops))
+    stop = stops[0] if len(stops) == 1 else (stops or None)
+    return {"bos_token_id": ids["bos"], "eos_token_id": stop, "pad_token_id": ids["padding"]}
+
+
+def read_tokenizer_config(header: Header) -> dict[str, Any] | None:
+    """The ``tokenizer_config.json``; ``None`` for a file without a tokenizer."""
+    if _kind(header) is None:
+        return None
+    tokens = _tokens(header)
+    template = header.metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise header.fields.wrong("tokenizer.chat_template", "expected a text")
+    named = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: _id(header, key) for name, key in named.items()}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **{name: tokens[token] for name, token in ids.items() if token is not None and 0 <= token < len(tokens)},
+        "chat_template": template,
+    }
+
+
+def read_tokenizer_json(header: Header) -> dict[str, Any] | None:
+    """The ``tokenizer.json``; ``None`` for a file without a tokenizer.
+
+    Raises:
+        CheckpointError: It is of a kind, or splits texts by a rule, that is not known.
+    """
+    kind = _kind(header)
+    if kind is None:
+        return None
+    tokens = _tokens(header)
+    types = header.metadata.get(f"{_PREFIX}token_type", np.ones(len(tokens), np.int32))
+    if not isinstance(types, np.ndarray) or len(types) != len(tokens):
+        raise CheckpointError(f"{header.path} has no {_PREFIX}token_type for all of its tokens; fetch the file again")
+    vocab: dict[str, int] = {}
+    for index, (token, type) in enumerate(zip(tokens, types.tolist(), strict=True)):
+        if type == _UNUSED and re.fullmatch(r"\[PAD\d+\]", token):
+            continue  # rows of the embedding that stand for nothing
+        if vocab.setdefault(token, index) != index:
+            raise CheckpointError(f"{header.path} has the token {short(token)} twice; fetch the file again")
+    # The special tokens of Phi-3 take the blanks behind them, which no file says.
+    is_phi3 = kind == _SENTENCEPIECE and header.metadata.get("general.architecture") == "phi3"
+    added = [
+        {
+            "id": index, "content": token, "special": type != _USER_DEFINED, "single_word": False, "lstrip": False,
+            "rstrip": is_phi3 and token not in _NO_BLANKS, "normalized": False,
+        }
+        for index, (token, type) in enumerate(zip(tokens, types.tolist(), strict=True))
+        if type in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
+    ]  # fmt: skip
+    parts, add_bos = _byte_bpe(header, vocab) if kind == _BYTE_BPE else _sentencepiece(header, vocab, tokens)
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        **parts,
+        "post_processor": _post_processor(header, tokens, add_bos),
+    }
+
+
+def _kind(header: Header) -> str | None:
+    kind = header.metadata.get(f"{_PREFIX}model", _NONE[0])
+    if isinstance(kind, str) and kind in _NONE:
+        return None
+    if not isinstance(kind, str) or kind not in (_BYTE_BPE, _SENTENCEPIECE):
+        raise CheckpointError(
+            f"{header.path}: {_PREFIX}model is {short(kind)}; tokenizers that are read are {_BYTE_BPE} and "
+            f"{_SENTENCEPIECE}. Give the safetensors checkpoint that the file was made from"
+        )
+    return kind
+
+
+def _tokens(header: Header) -> list[str]:
+    tokens = header.metadata.get(f"{_PREFIX}tokens")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise CheckpointError(f"{header.path} has no {_PREFIX}tokens; fetch the file again")
+    return tokens
+
+
+def _id(header: Header, name: str) -> int | None:
+    key = f"{_PREFIX}{name}_token_id"
+    return None if header.fields.get(key) is None else header.fields.integer(key)
+
+
+def _byte_bpe(header: Header, vocab: dict[str, int]) -> tuple[dict[str, Any], bool]:
+    """Merges of bytes within words."""
+    name = header.metadata.get(f"{_PREFIX}pre")
+    if not isinstance(name, str) or name not in _RULES:
+        raise CheckpointError(
+            f"{header.path}: {_PREFIX}pre is {short(name)}; the rules that are known for splitting a text are "
+            f"{', '.join(_RULES)}. Give the safetensors checkpoint that the file was made from"
+        )
+    rule = _RULES[name]
+    merges = header.metadata.get(f"{_PREFIX}merges")
+    if not isinstance(merges, list) or not all(isinstance(merge, str) and " " in merge[1:] for merge in merges):
+        raise CheckpointError(f"{header.path} has no {_PREFIX}merges; fetch the file again")
+    pairs = []
+    for merge in merges:
+        place = merge.find(" ", 1)
+        pairs.append([merge[:place], merge[place + 1 :]])
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    splits: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}] if rule.single_digits else []
+    for pattern in rule.patterns:
+        splits.append({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False})
+    splits.append({**byte_level, "use_regex": not rule.patterns})
+    parts = {
+        "normalizer": {"type": "NFC"} if rule.nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": splits},
+        "decoder": {**byte_level, "use_regex": True},
+        "model": _model(vocab, pairs, ignore_merges=rule.ignore_merges),
+    }
+    return parts, rule.add_bos
+
+
+def _sentencepiece(header: Header, vocab: dict[str, int], tokens: list[str]) -> tuple[dict[str, Any], bool]:
+    """Merges of characters in the whole text, the token with the highest score first."""
+    scores = header.metadata.get(f"{_PREFIX}scores")
+    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
+        raise CheckpointError(f"{header.path} has no {_PREFIX}scores for all of its tokens; fetch the file again")
+    prefix = header.fields.flag(f"{_PREFIX}add_space_prefix", True)
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    before = [{"type": "Prepend", "prepend": _SPACE}, replace] if prefix else [replace]
+    after = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []),
+    ]
+    unknown = _id(header, "unknown") or 0
+    parts = {
+        "normalizer": {"type": "Sequence", "normalizers": before},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": after},
+        "model": _model(
+            vocab,
+            _merges_by_score(vocab, scores.tolist()),
+            unk_token=tokens[unknown] if 0 <= unknown < len(tokens) else None,
+            fuse_unk=True,
+            byte_fallback="<0x00>" in vocab,
+        ),
+    }
+    return parts, True
+
+
+def _merges_by_score(vocab: dict[str, int], scores: list[float]) -> list[list[str]]:
+    """All pairs of tokens that make a token, by its score."""
+    pairs = [
+        (scores[index], token[:place], token[place:])
+        for token, index in vocab.items()
+        for place in range(1, len(token))
+        if token[:place] in vocab and token[place:] in vocab
+    ]
+    pairs.sort(key=lambda pair: -pair[0])
+    return [[left, right] for _, left, right in pairs]
+
+
+def _model(vocab: dict[str, int], merges: list[list[str]], **more: Any) -> dict[str, Any]:
+    usual = {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+    }  # fmt: skip
+    return {**usual, **more, "vocab": vocab, "merges": merges}
+
+
+def _post_processor(header: Header, tokens: list[str], add_bos: bool) -> dict[str, Any] | None:
+    """The tokens that every text begins and ends with."""
+    if header.fields.flag(f"{_PREFIX}add_sep_token"):
+        raise header.fields.wrong(f"{_PREFIX}add_sep_token", "only false is supported")
+    ends = {
+        "bos": header.fields.flag(f"{_PREFIX}add_bos_token", add_bos),
+        "eos": header.fields.flag(f"{_PREFIX}add_eos_token", False),
+    }
+    around: dict[str, list[dict[str, Any]]] = {"bos": [], "eos": []}
+    special: dict[str, Any] = {}
+    for name, wanted in ends.items():
+        if not wanted:
+            continue
+        token = _id(header, name)
+        if token is None or not 0 <= token < len(tokens):
+            raise CheckpointError(
+                f"{header.path} says that texts have the token {name!r}, and {_PREFIX}{name}_token_id is {short(token)}"
+            )
+        text = tokens[token]
+        around[name] = [{"SpecialToken": {"id": text, "type_id": 0}}]
+        special[text] = {"id": text, "ids": [token], "tokens": [text]}
+    if not special:
+        return None
+    single = [*around["bos"], {"Sequence": {"id": "A", "type_id": 0}}, *around["eos"]]
+    second = [*around["bos"], {"Sequence": {"id": "B", "type_id": 0}}, *around["eos"]]
+    return {"type": "TemplateProcessing", "single": single, "pair": [*single, *second], "special_tokens": special}

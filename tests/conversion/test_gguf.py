@@ -1,0 +1,218 @@
+"""GGUF files of every architecture and type of tensor, written as by llama.cpp, against what they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("gguf")
+import gguf
+import gguf_files
+from checkpoints import assert_close, same_target
+from families import LLAMAS, RECIPES
+from gguf_files import Type, everywhere
+from safetensors.numpy import load_file, save_file
+
+import eagle3_jax as e3
+from eagle3_jax import conversion
+from eagle3_jax.models.memory import causal_mask
+from validation.peaked import VOCAB, Recipe, build, eager
+
+pytestmark = pytest.mark.torch
+
+
+def _changed(name: str, **fields: Any) -> Recipe:
+    recipe = (RECIPES | LLAMAS)[name]
+    return recipe._replace(fields={**recipe.fields, **fields})
+
+
+_LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+# What a file can say of each family. Gemma's second scale is that of its heads, and gpt-oss has one limit.
+MODELS = {
+    "llama": RECIPES["llama"],
+    "llama, tied": LLAMAS["llama, heads of 80, tied"],
+    "llama, llama3": Recipe("llama", {"head_dim": 16, "rope_parameters": _LLAMA3}, 0),
+    "llama, linear": LLAMAS["llama, linear"],
+    "llama, yarn": LLAMAS["llama, yarn"],
+    "mistral": Recipe("mistral", {"head_dim": 12, "sliding_window": None}, 0),
+    "ministral3": RECIPES["ministral3"],
+    "qwen2": RECIPES["qwen2"],
+    "qwen3": _changed("qwen3", attention_bias=False),
+    "qwen3, yarn": _changed("qwen3, yarn, windows", use_sliding_window=False, layer_types=None),
+    "qwen3_moe": _changed("qwen3_moe", mlp_only_layers=[]),
+    "gpt_oss": _changed("gpt_oss", swiglu_limit=7.0),
+    "gpt_oss, wide": _changed("gpt_oss", swiglu_limit=7.0, intermediate_size=32),
+    "deepseek_v3": RECIPES["deepseek_v3"],
+    "deepseek_v3, whole queries": _changed("deepseek_v3", q_lora_rank=None, norm_topk_prob=False),
+    "gemma2": _changed("gemma2", query_pre_attn_scalar=12),
+    "gemma3": _changed("gemma3", query_pre_attn_scalar=12, layer_types=None, num_hidden_layers=7),
+    "olmo2": _changed("olmo2", attention_bias=False),
+    "granite": RECIPES["granite"],
+    "phi3": _changed("phi3", sliding_window=None, original_max_position_embeddings=256),
+    "phi3, windows": _changed("phi3", original_max_position_embeddings=256),
+    "phi3, longrope": RECIPES["phi3, longrope"],
+    "cohere": _changed("cohere", attention_bias=False, tie_word_embeddings=True),
+    "cohere2": _changed("cohere2", layer_types=None),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The directory of a random model of transformers. Its norms have few bits, so that one can be added and taken."""
+
+    def of(name: str) -> Path:
+        directory = tmp_path_factory.mktemp("model")
+        build(MODELS[name]).save_pretrained(directory)
+        path = directory / "model.safetensors"
+        coarse = lambda name, value: np.round(value * 1024) / 1024 if name.endswith("norm.weight") else value
+        save_file({key: coarse(key, value) for key, value in load_file(path).items()}, path, {"format": "pt"})
+        return directory
+
+    return of
+
+
+TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.MXFP4]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_file_is_read_as_the_checkpoint_that_it_was_made_from(saved: Any, tmp_path: Path, name: str) -> None:
+    directory = saved(name)
+    read = conversion.read_target(gguf_files.write(directory, tmp_path / "m.gguf"))
+    truth = conversion.read_target(directory)
+    assert read.config == truth.config
+    assert same_target(read, truth)
+    assert read.stop_tokens == (2,) and read.dtype == "float32" and read.quantisation is None
+
+
+@pytest.mark.parametrize("wanted", TYPES[1:], ids=lambda wanted: wanted.name)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "qwen3_moe", "gpt_oss, wide", "deepseek_v3", "cohere"])
+def test_weights_of_every_type_are_what_they_stand_for(saved: Any, tmp_path: Path, name: str, wanted: Type) -> None:
+    """In the layout of each kind of architecture; the truth is computed from the Hugging Face weights."""
+    directory = saved(name)
+    read = conversion.read_target(gguf_files.write(directory, tmp_path / "m.gguf", everywhere(wanted)))
+    gguf_files.round_to(directory, everywhere(wanted))
+    assert same_target(read, conversion.read_target(directory))
+    plain = {Type.F16: "float16", Type.BF16: "bfloat16"}
+    assert read.dtype == plain.get(wanted, "float32")
+    assert (read.quantisation is None) == (wanted in plain)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose rows are whole blocks of every type."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4}
+    directory = tmp_path_factory.mktemp("wide")
+    build(Recipe("llama", {**sizes, "num_key_value_heads": 2}, 0)).save_pretrained(directory)
+    return directory
+
+
+def _random_blocks(rows: np.ndarray, type: Type) -> np.ndarray:
+    """Random bytes, with scales that are numbers, for types that ``gguf`` cannot write."""
+    numbers, size = gguf.GGML_QUANT_SIZES[type]
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (rows.shape[0], rows.shape[1] // numbers, size), np.uint8)
+    scales = {Type.Q2_K: (80, 82), Type.Q3_K: (108,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,)}
+    for place in scales[type]:
+        scale = random.normal(0, 0.01, blocks.shape[:2]).astype(np.float16)
+        blocks[..., place : place + 2] = scale[..., None].view(np.uint8)
+    return blocks.reshape(rows.shape[0], -1)
+
+
+K_QUANTS = [Type.Q2_K, Type.Q3_K, Type.Q4_K, Type.Q5_K, Type.Q6_K]
+
+
+@pytest.mark.parametrize("type", [*TYPES, *K_QUANTS], ids=lambda type: type.name)
+def test_a_tensor_of_every_type_has_the_numbers_of_the_package_gguf(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type: Type
+) -> None:
+    if type in K_QUANTS:
+        quantize = gguf.quants.quantize
+        mine = lambda rows, wanted: _random_blocks(rows, wanted) if wanted in K_QUANTS else quantize(rows, wanted)
+        monkeypatch.setattr(gguf.quants, "quantize", mine)
+    path = gguf_files.write(wide, tmp_path / "m.gguf", everywhere(type))
+    target = conversion.read_target(path)
+    truth = {
+        tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(path).tensors
+    }
+    assert sum(tensor.tensor_type == type for tensor in gguf.GGUFReader(path).tensors) >= 9
+    block = target.params["blocks"][0]
+    bits = lambda value: np.asarray(value, np.float32).view(np.uint32)
+    assert (bits(target.params["embedding"]) == bits(truth["token_embd.weight"])).all()
+    assert (bits(block["attention"]["o"]["kernel"]) == bits(truth["blk.0.attn_output.weight"].T)).all()
+    assert (bits(block["mlp"]["down"]["kernel"]) == bits(truth["blk.0.ffn_down.weight"].T)).all()
+    gate_up = np.stack([truth[f"blk.0.ffn_{name}.weight"].T for name in ("gate", "up")], -1).reshape(256, -1)
+    assert (bits(block["mlp"]["gate_up"]["kernel"]) == bits(gate_up)).all()
+    key = truth["blk.0.attn_k.weight"].reshape(2, 32, 2, 256).swapaxes(1, 2).reshape(2, 64, 256)  # by key head
+    ours = np.asarray(block["attention"]["qkv"]["kernel"]).reshape(256, 2, 4, 64)[:, :, 2]
+    assert (bits(ours) == bits(key.transpose(2, 0, 1))).all()
+
+
+# What transformers reads from GGUF. For fields that it does not look for there it takes its defaults.
+READ_BY_TRANSFORMERS = {
+    "llama": Recipe("llama", {"head_dim": 16, "tie_word_embeddings": True}, 0),
+    "mistral": MODELS["mistral"],
+    "qwen2": RECIPES["qwen2"],
+    "qwen3": Recipe("qwen3", {"head_dim": 128}, 0),
+    "qwen3_moe": _changed("qwen3_moe", mlp_only_layers=[], moe_intermediate_size=768),
+    "gemma2": Recipe(
+        "gemma2",
+        {
+            "head_dim": 256, "sliding_window": 5, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+            "query_pre_attn_scalar": 256,
+        },
+        1,
+    ),
+    "gemma3": Recipe(
+        "gemma3_text",
+        {
+            "head_dim": 256, "sliding_window": 5, "num_hidden_layers": 6, "query_pre_attn_scalar": 256,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            },
+        },
+        20,
+    ),
+    "phi3": Recipe("phi3", {"sliding_window": None, "original_max_position_embeddings": 256}, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wanted", [Type.F32, Type.Q8_0], ids=lambda wanted: wanted.name)
+@pytest.mark.parametrize("name", READ_BY_TRANSFORMERS)
+def test_logits_are_those_of_transformers_from_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, wanted: Type
+) -> None:
+    import torch
+    import transformers
+
+    build(READ_BY_TRANSFORMERS[name]).save_pretrained(tmp_path / "model")
+
+    def tokens(writer: gguf.GGUFWriter) -> None:
+        writer.add_token_list([str(index) for index in range(VOCAB)])
+        writer.add_pad_token_id(0)
+
+    path = gguf_files.write(tmp_path / "model", tmp_path / "m.gguf", everywhere(wanted), tokens)
+    model = eager(
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+        )
+    )
+    prompt = [[7, 3, 90, 14, 33, 8, 61, 25, 40, 11, 5, 50]]
+    with torch.no_grad():
+        truth = model(torch.tensor(prompt), use_cache=False).logits.numpy()
+    assert_close(logits(e3.load_target(path), prompt), truth)
+
+
+def logits(target: e3.LoadedTarget, tokens: list[list[int]]) -> np.ndarray:
+    model: Any = target.model
+    count = len(tokens[0])
+    out = model(target.params, jnp.asarray(tokens, jnp.int32), jnp.arange(count)[None], causal_mask(count))
+    return np.asarray(model.unembed(target.params, out.final))
