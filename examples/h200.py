@@ -38,10 +38,10 @@ from eagle3_jax.bench.rounds import CompilerOptions, Pace, timed_rounds
 from eagle3_jax.bench.step_costs import draft_seconds, target_seconds
 from eagle3_jax.bench.tables import write_text
 from eagle3_jax.bench.timing import CompileClock, Spread
-from eagle3_jax.cli._compiled import default_directory
 from eagle3_jax.drafters import Plain
 from eagle3_jax.load import precision_named
 from eagle3_jax.verifiers.simulated import PUBLISHED_RATES
+from eagle3_jax.writing import cache_directory
 
 SCHEMA = 3
 BUDGET = 570  # seconds of a command
@@ -348,7 +348,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help=f"Of: {', '.join(PARTS)}.")
     parser.add_argument("--again", action="store_true", help="Measure parts that are done already, too.")
     parser.add_argument("--rehearse", action="store_true", help="Tiny shapes, on any device.")
-    parser.add_argument("--compilation-cache", type=Path, default=default_directory(), metavar="DIR")
+    parser.add_argument("--compilation-cache", type=Path, default=cache_directory("compiled"), metavar="DIR")
     parser.add_argument("--within", type=float, help=argparse.SUPPRESS)  # seconds: run the one part in this process
     given = parser.parse_args()
     setting = REHEARSAL if given.rehearse else FULL

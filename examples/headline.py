@@ -30,12 +30,12 @@ from eagle3_jax.bench.contenders import Contender, DecoderContender
 from eagle3_jax.bench.environment import environment, sha256_of_code, sha256_of_prompts
 from eagle3_jax.bench.run import measure
 from eagle3_jax.bench.tables import show, to_markdown, write_text
-from eagle3_jax.cli._compiled import default_directory
 from eagle3_jax.engines.vllm.bridge import EngineOptions, eagle3
 from eagle3_jax.engines.vllm.contender import VLLMContender
 from eagle3_jax.engines.vllm.process import Process
 from eagle3_jax.prompts import Prompt, Renderer, in_turn, read_prompts
 from eagle3_jax.sources import bundled, locate
+from eagle3_jax.writing import cache_directory
 
 SCHEMA = 2
 OURS = "ours"
@@ -279,6 +279,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # vLLM needs its share of the GPU
-    if kept := default_directory():
+    if kept := cache_directory("compiled"):
         jax.config.update("jax_compilation_cache_dir", str(kept))  # most of a first run is compiling
     main()

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from eagle3_jax.cli._compiled import default_directory
 from eagle3_jax.engines.memory import is_out_of_memory
+from eagle3_jax.writing import cache_directory
 
 WHAT_TO_DO = (
     "run its level alone (--level), with a smaller --target, or with other shares of the device "
@@ -47,7 +47,7 @@ def environment_of_vllm() -> dict[str, str]:
     """
     return {
         "TRITON_F32_DEFAULT": "ieee",
-        "TRITON_CACHE_DIR": str(default_directory().with_name("triton-ieee")),
+        "TRITON_CACHE_DIR": str(cache_directory("compiled").with_name("triton-ieee")),
         "NVIDIA_TF32_OVERRIDE": "0",
     }
 

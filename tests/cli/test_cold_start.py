@@ -133,11 +133,11 @@ print(jax.config.jax_compilation_cache_max_size, jax.config.jax_compilation_cach
 
 
 def test_the_default_directory_follows_the_standard(monkeypatch, tmp_path):
-    from eagle3_jax.cli._compiled import default_directory
+    from eagle3_jax.writing import cache_directory
 
     monkeypatch.setenv("HOME", "relative")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert default_directory() is None  # nothing is written where nobody looks
+    assert cache_directory("compiled") is None  # nothing is written where nobody looks
     monkeypatch.setenv("HOME", str(tmp_path))
     for given, expected in (
         ("", tmp_path / ".cache"),
@@ -145,4 +145,4 @@ def test_the_default_directory_follows_the_standard(monkeypatch, tmp_path):
         (str(tmp_path / "elsewhere"), tmp_path / "elsewhere"),
     ):
         monkeypatch.setenv("XDG_CACHE_HOME", given)
-        assert default_directory() == expected / "eagle3-jax" / "compiled"
+        assert cache_directory("compiled") == expected / "eagle3-jax" / "compiled"

