@@ -13,7 +13,7 @@ import numpy as np
 from eagle3_jax.conversion import rules
 from eagle3_jax.conversion.acceptance import Agreement, forced_agreement
 from eagle3_jax.conversion.errors import CheckpointError
-from eagle3_jax.conversion.files import read_json, read_tokenizer
+from eagle3_jax.conversion.files import read_tokenizer, read_tokenizer_config
 from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
 from eagle3_jax.conversion.heads.head import Check, Suspects
 from eagle3_jax.conversion.reading import head_of, open_checkpoint, read_target, target_of
@@ -217,10 +217,7 @@ def _read_bytes(path: Path) -> bytes | None:
 
 def _template(directory: Path) -> bytes | None:
     """The chat template: a file of its own, or a field of the tokenizer's configuration."""
-    own = _read_bytes(directory / "chat_template.jinja")
-    if own is not None or not (directory / "tokenizer_config.json").is_file():
-        return own
-    value = read_json(directory / "tokenizer_config.json").get("chat_template")
+    value = read_tokenizer_config(directory).get("chat_template")
     return None if value is None else (value if isinstance(value, str) else json.dumps(value)).encode()
 
 

@@ -116,6 +116,28 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
             shutil.copyfile(source / name, destination / name)
 
 
+def read_tokenizer_config(directory: Path) -> dict[str, Any]:
+    """The fields of ``tokenizer_config.json``; none if a directory lacks it.
+
+    As in transformers, a chat template in a file of its own replaces the field ``chat_template``. Old checkpoints have
+    their special tokens in ``special_tokens_map.json``.
+    """
+    read = lambda name: read_json(directory / name) if (directory / name).is_file() else {}
+    config = read("tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config |= read("special_tokens_map.json")
+    template = directory / "chat_template.jinja"
+    if not template.is_file():
+        return config | read("chat_template.json")
+    refuse_pointer(template)
+    try:
+        return config | {"chat_template": template.read_text(encoding="utf-8")}
+    except OSError as error:
+        raise unreadable(template, error) from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{template} is not a text file in UTF-8 (byte {error.start})") from None
+
+
 def read_tokenizer(path: Path) -> Tokenizer | None:
     """The tokenizer in a file; ``None`` when there is no such file."""
     if not path.is_file():
