@@ -191,13 +191,13 @@ def read_requests(path: Path, max_new_tokens: int) -> list[Request]:
         path: The file.
         max_new_tokens: Limit of lines without a limit of their own.
     """
-    return [_request(row, max_new_tokens, whole=True) for row in read_rows(path, _REQUEST_FORM)]
+    return [_request(row, max_new_tokens, _OPTIONS) for row in read_rows(path, _REQUEST_FORM)]
 
 
-def _request(line: JsonRow, max_new_tokens: int, *, whole: bool = False) -> Request:
-    """One line with a text or token ids and a limit; a ``whole`` one may have messages and options of its own."""
+def _request(line: JsonRow, max_new_tokens: int, options: Collection[str] = ()) -> Request:
+    """One line with a text, token ids or messages, its own limit or the default, and options of these names."""
     where, row = line
-    check_keys(line, _OPTIONS if whole else ())
+    check_keys(line, options)
     given = [name for name in ("prompt", "prompt_ids", "messages") if name in row]
     if len(given) != 1:
         several = ", with one of 'prompt', 'prompt_ids' and 'messages'" if given else ""
@@ -209,8 +209,6 @@ def _request(line: JsonRow, max_new_tokens: int, *, whole: bool = False) -> Requ
             f"{where}'prompt' must be a text, 'prompt_ids' a list of token ids, 'messages' a list of turns"
         )
     if "messages" in row:
-        if not whole:
-            raise ValueError(f"{where}'messages' are read by eagle3 generate only; give 'prompt' or 'prompt_ids'")
         try:
             check_messages(messages)
         except ValueError as error:
@@ -221,8 +219,8 @@ def _request(line: JsonRow, max_new_tokens: int, *, whole: bool = False) -> Requ
     limit = row.get("max_new_tokens", max_new_tokens)
     if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_TOKENS:
         raise ValueError(f"{where}max_new_tokens is {shown(limit)}; expected a whole number from 1 to {MOST_TOKENS}")
-    options = {name: _option(name, row[name], where) for name in _OPTIONS if name in row}
-    return Request(prompt, limit, where, options, messages)
+    own = {name: _option(name, row[name], where) for name in _OPTIONS if name in row}
+    return Request(prompt, limit, where, own, messages)
 
 
 def _option(name: str, value: Any, where: str) -> Any:

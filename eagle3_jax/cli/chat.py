@@ -63,8 +63,6 @@ def chat(
     with spinner("loading"):
         keep_compiled_programs(compilation_cache)
 
-        from rich.console import Console
-
         from eagle3_jax import Chat
 
         params = sampling.params()
@@ -72,10 +70,9 @@ def chat(
         options = {"system": system, "max_new_tokens": max_new_tokens, "sampling": params, "seed": sampling.seed}
         begin = functools.partial(Chat, decoder, **options)
         conversation = begin()
-    console = Console(highlight=False, soft_wrap=True)
     if at_terminal:
         method = "plain decoding" if decoder.method == "none" else f"drafter: {decoder.method}"
-        put(console, f"{decoder.target.name} · {method} · /help lists commands, Ctrl-D ends\n", "dim")
+        put(_console(), f"{decoder.target.name} · {method} · /help lists commands, Ctrl-D ends\n", "dim")
     with interruptible() if at_terminal else contextlib.nullcontext():
         for line in _lines(at_terminal):
             if line == "/exit":
@@ -83,9 +80,9 @@ def chat(
             if line == "/reset":
                 conversation = begin()
             elif re.fullmatch(r"/\w*", line):
-                put(console, COMMANDS, "dim")
+                put(_console(), COMMANDS, "dim")
             else:
-                _answer(console, conversation, line, max_new_tokens, at_terminal=at_terminal)
+                _answer(conversation, line, max_new_tokens, at_terminal=at_terminal)
 
 
 def _lines(at_terminal: bool) -> Iterator[str]:
@@ -110,15 +107,22 @@ def _lines(at_terminal: bool) -> Iterator[str]:
         yield line
 
 
-def _answer(console: Console, conversation: Chat, question: str, limit: int, *, at_terminal: bool) -> None:
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True)
+
+
+def _answer(conversation: Chat, question: str, limit: int, *, at_terminal: bool) -> None:
     """Prints the answer to a question. At a terminal Ctrl-C ends it, and a refusal is printed."""
+    console = _console()
     try:
         printed = print_stream(console, "", conversation.stream(question), conversation.decoder.target.tokenizer)
     except (KeyboardInterrupt, ValueError) as error:
         if not at_terminal:
             raise
         said = "\n[interrupted]" if isinstance(error, KeyboardInterrupt) else f"error: {one_line(str(error))}"
-        put(console, f"{said}\n\n", "dim")
+        put(_console(), f"{said}\n\n", "dim")  # the other one prints again what it was interrupted in
         return
     put(console, "\n", "")
     if console.is_terminal:
