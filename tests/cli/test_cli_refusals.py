@@ -51,7 +51,6 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
         ((*ASKED, "--logprobs", "1"), "stop texts and --logprobs work with --json"),
         ((*ASKED, "--dtype", "float8"), "float8"),
         # generate: models
-        (("generate", *TARGET, *PROMPT), "--drafter"),
         (("generate", "--target", "", "--drafter", "none", *PROMPT), "--target is empty"),
         (("generate", *TARGET, "--drafter", "none", *PROMPT, "--num-speculative-tokens", "3"), "without a drafter"),
         (("generate", *TARGET, "--drafter", "ngram", *PROMPT, *TREE), "NGram"),
@@ -77,6 +76,7 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
         ((*TUNE, "--batch-sizes", "2,x"), "--batch-sizes"),
         ((*TUNE, "--chains", "1-99", "--max-new-tokens", "64"), "drafts of 1 to 63"),
         ((*TUNE, "--drafter", "none"), "--drafter none"),
+        ((*TUNE, *TARGET), "--target was given without --drafter"),
         ((*TUNE, "--output", "/nowhere/at/all.json"), "/nowhere/at"),
         # plan
         (("plan", "memory", "--gpu", "H300"), "did you mean H200? known are B200, H200,"),
