@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from tokenizers import Tokenizer
 
-    from eagle3_jax import Chunk
+    from eagle3_jax import Chunk, SpeculativeDecoder
 
 ACCEPTED = "bold green"
 _NOT_FINITE = "not_finite: the target's logits are NaN or all minus infinity; check its weights and --dtype"
@@ -72,3 +72,18 @@ def hint(text: str) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if console.is_terminal:
         put(console, f"{text}\n", "dim")
+
+
+def print_method(console: Console, decoder: SpeculativeDecoder) -> None:
+    """Prints the drafting method, and what its files left open or the output is relative to."""
+    from rich.text import Text
+
+    weights = decoder.target.weights
+    console.print(Text(f"drafter: {decoder.method}"))
+    if weights != "dense":
+        console.print(Text(f"weights: {weights}; lossless relative to the target with these weights"))
+    if decoder.drafter.note:
+        console.print(Text(f"note: {decoder.drafter.note}"))
+    if not decoder.lossless:
+        rule = type(decoder.loop.verifier).__name__
+        console.print(f"not lossless: drafts were accepted by {rule}; the text may differ from the target's own")

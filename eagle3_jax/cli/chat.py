@@ -7,16 +7,16 @@ import functools
 import re
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from eagle3_jax.cli._compiled import keep_compiled_programs
 from eagle3_jax.cli._decoding import DraftOptions, SamplingOptions, open_decoder
-from eagle3_jax.cli._errors import interruptible, one_line
+from eagle3_jax.cli._errors import Misuse, interruptible, one_line
 from eagle3_jax.cli._options import CompilationCacheOption, DtypeOption, ModelOptions, announce_input, grouped
 from eagle3_jax.cli._progress import spinner
-from eagle3_jax.cli._streaming import Printed, print_stream, put
+from eagle3_jax.cli._streaming import Printed, print_method, print_stream, put
 from eagle3_jax.jsonl import STDIN
 from eagle3_jax.prompts import MOST_TOKENS
 
@@ -67,12 +67,18 @@ def chat(
 
         params = sampling.params()
         decoder = open_decoder(models, draft, dtype)
+        if decoder.target.chat_template is None:
+            raise Misuse(
+                f"{decoder.target.name} has no chat template; name a model that has one with --target, or continue a "
+                "text with eagle3 generate"
+            )
         options = {"system": system, "max_new_tokens": max_new_tokens, "sampling": params, "seed": sampling.seed}
         begin = functools.partial(Chat, decoder, **options)
         conversation = begin()
+    if at_terminal or not decoder.lossless:
+        print_method(_console(style="dim", stderr=not at_terminal), decoder)
     if at_terminal:
-        method = "plain decoding" if decoder.method == "none" else f"drafter: {decoder.method}"
-        put(_console(), f"{decoder.target.name} · {method} · /help lists commands, Ctrl-D ends\n", "dim")
+        put(_console(), f"{decoder.target.name}: /help lists commands, Ctrl-D ends\n\n", "dim")
     with interruptible() if at_terminal else contextlib.nullcontext():
         for line in _lines(at_terminal):
             if line == "/exit":
@@ -107,10 +113,10 @@ def _lines(at_terminal: bool) -> Iterator[str]:
         yield line
 
 
-def _console() -> Console:
+def _console(**options: Any) -> Console:
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=True)
+    return Console(highlight=False, soft_wrap=True, **options)
 
 
 def _answer(conversation: Chat, question: str, limit: int, *, at_terminal: bool) -> None:

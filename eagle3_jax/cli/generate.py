@@ -29,7 +29,7 @@ from eagle3_jax.cli._options import (
     write_json,
 )
 from eagle3_jax.cli._progress import progress_bar, spinner
-from eagle3_jax.cli._streaming import ACCEPTED, hint, print_stream, put
+from eagle3_jax.cli._streaming import ACCEPTED, hint, print_method, print_stream, put
 from eagle3_jax.jsonl import STDIN, read_text
 from eagle3_jax.prompts import MOST_TOKENS, Request, read_requests
 
@@ -304,7 +304,7 @@ def _print_text(job: Job, *, compare: bool) -> None:
     elif compare:
         _print_comparison(console, job)
     _print_summary(console, SpeculationStats.merge(counters))
-    _print_method(console, job.decoder)
+    print_method(console, job.decoder)
     if job.trace is not None:
         rounds: list[dict[str, Any]] = []
         with spinner("writing the trace"):
@@ -339,21 +339,6 @@ def _print_summary(console: Console, stats: SpeculationStats) -> None:
         )
         shares = " ".join(f"{share:.2f}" for share in stats.acceptance_per_position)
         console.print(f"accepted at depth 1, 2, ...: {shares}")
-
-
-def _print_method(console: Console, decoder: SpeculativeDecoder) -> None:
-    """Prints the drafting method, and what its files left open or the output is relative to."""
-    from rich.text import Text
-
-    weights = decoder.target.weights
-    console.print(Text(f"drafter: {decoder.method}"))
-    if weights != "dense":
-        console.print(Text(f"weights: {weights}; lossless relative to the target with these weights"))
-    if decoder.drafter.note:
-        console.print(Text(f"note: {decoder.drafter.note}"))
-    if not decoder.lossless:
-        rule = type(decoder.loop.verifier).__name__
-        console.print(f"not lossless: drafts were accepted by {rule}; the text may differ from the target's own")
 
 
 def _print_comparison(console: Console, job: Job) -> None:

@@ -66,14 +66,16 @@ def test_the_options_of_a_command_line_are_those_of_the_conversation(piped, fold
     assert (code, out, err) == (0, "".join(f"{text}\n" for text in texts), "")
 
 
-def test_without_lines_there_is_nothing(piped, folder: Path) -> None:
+def test_without_lines_there_is_nothing_but_that_a_rule_is_not_lossless(piped, folder: Path) -> None:
     assert piped("", "--target", folder) == (0, "", "")
+    code, out, err = piped("", "--target", folder, "--verifier", "typical")
+    assert (code, out) == (0, "") and "not lossless: drafts were accepted by TypicalAcceptance" in err
 
 
 @pytest.mark.parametrize(
     ("options", "lines", "named"),
     [
-        ((), "Why?\n", "the bundled target has no chat template; give the prompt as text"),
+        ((), "Why?\n", "the bundled target has no chat template; name a model that has one with --target"),
         (("--system", "No."), "", "the chat template does not take "),
         (("--temperature", "-1"), "", "--temperature is -1"),
         (("--top-p", "2"), "", "top_p is 2"),
@@ -148,8 +150,8 @@ class Typing(InTerminal):
 def test_a_conversation_at_a_terminal(folder: Path, columns: int) -> None:
     chat = Typing("chat", "--target", str(folder), "--max-new-tokens", "3000", columns=columns)
     *header, mark = chat.wait()
-    assert "".join(header) == f"{folder} · drafter: NGram, chain K=3 · /help lists commands, Ctrl-D ends"
-    assert mark == ">"
+    assert header[0] == "drafter: NGram, chain K=3" and mark == ">"
+    assert "".join(header[1:]) == f"{folder}: /help lists commands, Ctrl-D ends"
     assert "/reset  begins a new conversation" in chat.type("/help\n")
     # An interrupted answer ends, and the program does not.
     os.write(chat.master, b"Why?\n")

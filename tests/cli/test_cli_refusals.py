@@ -58,6 +58,7 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
         (("generate", *TARGET, "--drafter", "layer-skip=99", *PROMPT), "layer skip of 99 layers"),
         # bench
         (("bench", "--tree", "none", *TREE), "--tree none"),
+        (("bench", *TARGET, "--dtype", "float32"), "--target was given without --drafter"),
         (("bench", "--batch-size", "none"), "--batch-size"),
         (("bench", "--batch-size", "1,9"), "--batch-size 9 needs as many prompts, and there are 8"),
         (("bench", "--rivals", "sglang"), "'sglang' is none of transformers, vllm"),
@@ -76,7 +77,6 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
         ((*TUNE, "--batch-sizes", "2,x"), "--batch-sizes"),
         ((*TUNE, "--chains", "1-99", "--max-new-tokens", "64"), "drafts of 1 to 63"),
         ((*TUNE, "--drafter", "none"), "--drafter none"),
-        ((*TUNE, *TARGET), "--target was given without --drafter"),
         ((*TUNE, "--output", "/nowhere/at/all.json"), "/nowhere/at"),
         # plan
         (("plan", "memory", "--gpu", "H300"), "did you mean H200? known are B200, H200,"),
