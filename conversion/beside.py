@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from eagle3_jax.conversion import gguf
+from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.files import (
     TOKENIZER_FILES,
@@ -17,6 +18,8 @@ from eagle3_jax.conversion.files import (
     parsed_tokenizer,
     read_json,
     read_tokenizer,
+    refuse_pointer,
+    unreadable,
 )
 
 
@@ -26,7 +29,13 @@ def read_beside(checkpoint: Path, name: str) -> bytes | None:
         text = gguf.read_text(checkpoint, name)
         return None if text is None else text.encode()
     path = checkpoint / name
-    return path.read_bytes() if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        refuse_pointer(path)
+        return path.read_bytes()
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
 def config_of(checkpoint: Path) -> Fields:
@@ -51,10 +60,28 @@ def tokenizer_of(checkpoint: Path) -> Tokenizer | None:
 
 
 def tokenizer_config_of(checkpoint: Path) -> dict[str, Any]:
-    """The ``tokenizer_config.json`` of a checkpoint, with ``chat_template``, ``bos_token`` and so on; empty without."""
+    """The fields of the ``tokenizer_config.json`` of a checkpoint; none if it has no such file.
+
+    As in transformers, a chat template in a file of its own replaces the field ``chat_template``. Old checkpoints have
+    their special tokens in ``special_tokens_map.json``.
+    """
     checkpoint = checkpoint_path(checkpoint)
-    content = read_beside(checkpoint, "tokenizer_config.json")
-    return {} if content is None else parsed_json(content, checkpoint / "tokenizer_config.json")
+
+    def fields(name: str) -> dict[str, Any]:
+        content = read_beside(checkpoint, name)
+        return {} if content is None else parsed_json(content, checkpoint / name)
+
+    config = fields("tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config |= fields("special_tokens_map.json")
+    template = read_beside(checkpoint, "chat_template.jinja")
+    if template is None:
+        return config | fields("chat_template.json")
+    try:
+        return config | {"chat_template": template.decode()}
+    except UnicodeDecodeError as error:
+        path = checkpoint / "chat_template.jinja"
+        raise CheckpointError(f"{path} is not a text file in UTF-8 (byte {error.start})") from None
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:

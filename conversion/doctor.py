@@ -213,9 +213,6 @@ def _same_file(name: str, ours: bytes | None, theirs: bytes | None, absent: str)
 
 def _template(directory: Path) -> bytes | None:
     """The chat template: a file of its own, or a field of the tokenizer's configuration."""
-    own = read_beside(directory, "chat_template.jinja")
-    if own is not None:
-        return own
     value = tokenizer_config_of(directory).get("chat_template")
     return None if value is None else (value if isinstance(value, str) else json.dumps(value)).encode()
 

@@ -11,7 +11,8 @@ from eagle3_jax.types import (
     DraftSampling as DraftSampling,
     FinishReason as FinishReason,
 )
-from eagle3_jax.prompts import apply_chat_template as apply_chat_template
+from eagle3_jax.chat import Chat as Chat, apply_chat_template as apply_chat_template
+from eagle3_jax.chat_template import ChatTemplate as ChatTemplate
 from eagle3_jax import drafters as drafters
 from eagle3_jax.drafters.fallback import Fallback as Fallback
 from eagle3_jax.topology import Chain as Chain, DynamicTree as DynamicTree, StaticTree as StaticTree

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 from jax.sharding import Mesh
 
+from eagle3_jax.chat_template import ChatTemplate
 from eagle3_jax.decode import LoadedDrafter, LoadedTarget
 from eagle3_jax.drafters.draft_model import draft_model
 from eagle3_jax.models.config import DecoderConfig, GroupedQuery, Latent
@@ -74,7 +75,7 @@ def _load_model(
 ) -> LoadedTarget:
     """Loads a language model from its directory."""
     from eagle3_jax.conversion import read_target
-    from eagle3_jax.conversion.beside import tokenizer_of
+    from eagle3_jax.conversion.beside import tokenizer_config_of, tokenizer_of
 
     checkpoint = read_target(directory, family)
     model = DecoderTarget(checkpoint.config, precision)
@@ -99,6 +100,7 @@ def _load_model(
         mesh=mesh,
         weights=weights,
         bound=bound,
+        chat_template=ChatTemplate.of(tokenizer_config_of(directory)),
     )
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from tokenizers import Tokenizer
 
+from eagle3_jax.chat_template import ChatTemplate
 from eagle3_jax.types import Drafter, TargetModel
 
 
@@ -28,6 +29,7 @@ class LoadedTarget:
         mesh: The mesh that divides the arrays; ``None`` for one device.
         weights: How kernels are stored: ``dense``, ``fp8``, ``fp8-dynamic`` or ``int8``.
         bound: The reason if ``max_positions`` is lower than the model's own limit; else empty.
+        chat_template: The chat template; ``None`` if the model has none.
     """
 
     model: TargetModel
@@ -40,6 +42,7 @@ class LoadedTarget:
     mesh: Mesh | None = None
     weights: str = "dense"
     bound: str = ""
+    chat_template: ChatTemplate | None = None
 
     @property
     def holds(self) -> str:

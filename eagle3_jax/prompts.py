@@ -11,19 +11,18 @@ from __future__ import annotations
 import collections
 import dataclasses
 import difflib
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle3_jax.chat_template import Messages, check_messages
 from eagle3_jax.jsonl import JsonRow, read_rows, shown
-from eagle3_jax.sources import bundled, locate
+from eagle3_jax.sources import bundled
 
 if TYPE_CHECKING:
     from eagle3_jax.decode import LoadedTarget
 
 _FORM = "an object with 'turns' (a list of texts), 'question' or 'prompt' (a text) or 'prompt_ids' (token ids)"
-_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 
 MOST_TOKENS = 1_000_000_000  # limits are 32-bit on the device
@@ -46,11 +45,12 @@ _REQUEST_FORM = """an object such as {"prompt": "def f(x):"} or {"prompt_ids": [
 class Request:
     """One prompt of a command line or a file."""
 
-    prompt: str | list[int]  #: Text or token ids.
+    prompt: str | list[int]  #: Text or token ids; of a conversation the text of its last turn.
     max_new_tokens: int  #: Its limit.
     where: str = ""  #: For error messages: empty, or the line of the file.
     #: Its own ``temperature``, ``top_k``, ``top_p``, ``seed`` and ``stop``, a list of texts.
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    messages: Messages | None = None  #: The turns of a conversation; ``None`` for a prompt that is continued.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,95 +66,29 @@ class Prompt:
     max_new_tokens: int  #: Its limit.
 
 
-@dataclasses.dataclass(frozen=True)
-class Renderer:
-    """The way from a question to token ids."""
-
-    note: str  #: The way in words, for the report.
-    #: From a question to token ids; ``None`` where questions are continued as plain text.
-    chat: Callable[[str], list[int]] | None = None
-
-    @classmethod
-    def of(cls, directory: Path) -> Renderer:
-        """The chat template of a target's directory, if it has one and transformers can apply it."""
-        if not has_chat_template(directory):
-            return cls("plain text: the target has no chat template")
-        try:
-            _chat_tokenizer(directory)
-        except ImportError:
-            return cls("plain text: the target's chat template needs transformers, which is not installed")
-        chat = lambda question: apply_chat_template(directory, [{"role": "user", "content": question}])
-        return cls("the target's chat template", chat)
-
-
-def apply_chat_template(source: str | Path | None, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the token ids of a conversation, ready for the model's answer; needs transformers.
-
-    Args:
-        source: The target's directory or hub id, as for ``load_target``.
-        messages: The turns, each with ``role`` (``system``, ``user`` or ``assistant``) and ``content``.
-
-    Raises:
-        ValueError: The target has no chat template, the template refuses the messages, or transformers is missing.
-    """
-    directory = locate(source, "target")
-    if not has_chat_template(directory):
-        raise ValueError(f"{source or 'the bundled target'} has no chat template; give the prompt as text")
-    try:
-        tokenizer = _chat_tokenizer(directory)
-        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
-    except ImportError:
-        raise ValueError("chat templates need transformers: pip install 'eagle3-jax[bench]'") from None
-    except Exception as error:  # a template can raise anything
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"the chat template does not take {shown(list(messages))}: {reason}") from None
-
-
-def _chat_tokenizer(directory: Path) -> Any:
-    """The tokenizer of transformers."""
-    from transformers import AutoTokenizer
-
-    return _read_tokenizer(AutoTokenizer, directory)
-
-
-@functools.lru_cache(maxsize=1)
-def _read_tokenizer(reader: Any, directory: Path) -> Any:
-    return reader.from_pretrained(directory)
-
-
-def has_chat_template(directory: Path) -> bool:
-    """Whether a directory has a chat template."""
-    from eagle3_jax.conversion.files import read_json
-
-    if any((directory / name).is_file() for name in _TEMPLATE_FILES):
-        return True
-    config = directory / "tokenizer_config.json"
-    return config.is_file() and bool(read_json(config).get("chat_template"))
-
-
-def read_prompts(
-    path: Path, target: LoadedTarget, renderer: Renderer, *, max_new_tokens: int, length: int | None = None
-) -> list[Prompt]:
+def read_prompts(path: Path, target: LoadedTarget, *, max_new_tokens: int, length: int | None = None) -> list[Prompt]:
     """Prompts of a JSONL file.
 
     Args:
         path: The file.
-        target: The target, which gives the token ids.
-        renderer: The way from questions to token ids.
+        target: The target, which gives the token ids. If it has a chat template, questions go through it.
         max_new_tokens: Limit of prompts without a limit of their own.
         length: Length of every prompt. Default: their own.
 
     Raises:
         ValueError: A line is malformed, or its prompt leaves no room in the target's context; one line says which.
     """
+    from eagle3_jax.chat import apply_chat_template
     from eagle3_jax.decode import SpeculativeDecoder
 
     encode = SpeculativeDecoder(target).encode
     found = []
     for row in read_rows(path, _FORM):
-        prompt = _prompt(row, path.stem, renderer, max_new_tokens)
+        prompt = _prompt(row, path.stem, max_new_tokens)
         try:
-            tokens: str | list[int] = prompt.tokens if prompt.tokens or prompt.text is None else prompt.text
+            tokens: str | list[int] = prompt.tokens if prompt.text is None else prompt.text
+            if isinstance(tokens, str) and _is_question(row) and target.chat_template is not None:
+                tokens = apply_chat_template(target, [{"role": "user", "content": tokens}])
             if length is not None:
                 if isinstance(tokens, str) and target.tokenizer is not None:
                     tokens = target.tokenizer.encode(tokens).ids
@@ -171,10 +105,15 @@ def read_prompts(
     return found
 
 
-def _prompt(row: JsonRow, file: str, renderer: Renderer, max_new_tokens: int) -> Prompt:
-    """A question, whose chat template gives the tokens if there is one, or a text or tokens to continue."""
+def _is_question(row: JsonRow) -> bool:
+    """Whether the prompt of a line is asked, and not continued."""
+    return "turns" in row.values or "question" in row.values
+
+
+def _prompt(row: JsonRow, file: str, max_new_tokens: int) -> Prompt:
+    """The prompt of a line, without token ids if it is a text."""
     where, values = row
-    if "turns" in values or "question" in values:
+    if _is_question(row):
         check_keys(row, also=("turns", "question", "answer"))
         if "turns" not in values:
             values = {"question_id": _place(row), "category": file, "turns": [values["question"]]} | {
@@ -186,10 +125,9 @@ def _prompt(row: JsonRow, file: str, renderer: Renderer, max_new_tokens: int) ->
         for key in ("question_id", "category"):
             if key not in values:
                 raise ValueError(f"{where}a question with 'turns' needs '{key}' too")
-        name, category, text = values["question_id"], values["category"] or file, turns[0]
-        tokens = renderer.chat(text) if renderer.chat is not None else []
+        name, category, text, tokens = values["question_id"], values["category"] or file, turns[0], []
     elif "prompt" in values or "prompt_ids" in values:
-        request = read_request(row, max_new_tokens)
+        request = _request(row, max_new_tokens)
         name, category = values.get("name", values.get("task_id", _place(row))), values.get("kind", file)
         text, tokens = (request.prompt, []) if isinstance(request.prompt, str) else (None, request.prompt)
         max_new_tokens = request.max_new_tokens
@@ -246,48 +184,43 @@ def shipped() -> list[str]:
     return [row.values["prompt"] for row in read_rows(bundled("prompts.jsonl"), _FORM)]
 
 
-def read_requests(
-    path: Path, max_new_tokens: int, *, chat: Callable[[list[Any]], list[int]] | None = None
-) -> list[Request]:
-    """Prompts of a JSONL file, one object a line; blank lines are skipped.
+def read_requests(path: Path, max_new_tokens: int) -> list[Request]:
+    """Prompts of a JSONL file, one object a line, with options of their own; blank lines are skipped.
 
     Args:
         path: The file.
         max_new_tokens: Limit of lines without a limit of their own.
-        chat: Converts ``messages`` to token ids. With it a line may also have options of its own.
     """
-    return [read_request(row, max_new_tokens, chat=chat) for row in read_rows(path, _REQUEST_FORM)]
+    return [_request(row, max_new_tokens, _OPTIONS) for row in read_rows(path, _REQUEST_FORM)]
 
 
-def read_request(
-    line: JsonRow, max_new_tokens: int, *, chat: Callable[[list[Any]], list[int]] | None = None
-) -> Request:
-    """One line with a text, token ids or messages, and its own limit or the default; see :func:`read_requests`."""
+def _request(line: JsonRow, max_new_tokens: int, options: Collection[str] = ()) -> Request:
+    """One line with a text, token ids or messages, its own limit or the default, and options of these names."""
     where, row = line
-    check_keys(line, () if chat is None else _OPTIONS)
+    check_keys(line, options)
     given = [name for name in ("prompt", "prompt_ids", "messages") if name in row]
     if len(given) != 1:
         several = ", with one of 'prompt', 'prompt_ids' and 'messages'" if given else ""
         raise ValueError(f"{where}expected {_REQUEST_FORM}{several}")
-    prompt = row[given[0]]
+    prompt: Any = row[given[0]]
+    messages: Any = row.get("messages")
     if not isinstance(prompt, str if "prompt" in row else list):
         raise ValueError(
             f"{where}'prompt' must be a text, 'prompt_ids' a list of token ids, 'messages' a list of turns"
         )
     if "messages" in row:
-        if chat is None:
-            raise ValueError(f"{where}'messages' are read by eagle3 generate only; give 'prompt' or 'prompt_ids'")
         try:
-            prompt = chat(row["messages"])
+            check_messages(messages)
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None
-    if isinstance(prompt, list):
+        prompt = messages[-1]["content"]
+    elif isinstance(prompt, list):
         prompt = whole_numbers(prompt, where)
     limit = row.get("max_new_tokens", max_new_tokens)
     if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= MOST_TOKENS:
         raise ValueError(f"{where}max_new_tokens is {shown(limit)}; expected a whole number from 1 to {MOST_TOKENS}")
-    options = {name: _option(name, row[name], where) for name in _OPTIONS if name in row}
-    return Request(prompt, limit, where, options)
+    own = {name: _option(name, row[name], where) for name in _OPTIONS if name in row}
+    return Request(prompt, limit, where, own, messages)
 
 
 def _option(name: str, value: Any, where: str) -> Any:

@@ -80,3 +80,8 @@ class Chunk:
     finish_reason: FinishReason
     stats: SpeculationStats
     logprobs: list[TokenLogProb] | None = None
+
+    @property
+    def text(self) -> str:
+        """The pieces, joined."""
+        return "".join(self.pieces)

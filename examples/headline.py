@@ -33,7 +33,7 @@ from eagle3_jax.bench.tables import show, to_markdown, write_text
 from eagle3_jax.engines.vllm.bridge import EngineOptions, eagle3
 from eagle3_jax.engines.vllm.contender import VLLMContender
 from eagle3_jax.engines.vllm.process import Process
-from eagle3_jax.prompts import Prompt, Renderer, in_turn, read_prompts
+from eagle3_jax.prompts import Prompt, in_turn, read_prompts
 from eagle3_jax.sources import bundled, locate
 from eagle3_jax.writing import cache_directory
 
@@ -111,8 +111,7 @@ class Experiment:
 
     def _prompts(self) -> dict[str, list[Prompt]]:
         """Sets under their names; the categories of the shipped file are sets."""
-        renderer, limit = Renderer.of(locate(self.given.target, "target")), self.given.max_new_tokens
-        read = lambda file: read_prompts(Path(file), self.target, renderer, max_new_tokens=limit)
+        read = lambda file: read_prompts(Path(file), self.target, max_new_tokens=self.given.max_new_tokens)
         sets = {name: read(file) for name, _, file in (text.partition("=") for text in self.given.prompts)}
         for prompt in [] if sets else read(bundled("prompts.jsonl")):
             sets.setdefault(prompt.category, []).append(prompt)

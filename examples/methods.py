@@ -32,7 +32,7 @@ from eagle3_jax.bench.tables import write_text
 from eagle3_jax.cli._options import parse_numbers, parse_tree
 from eagle3_jax.load import bundled
 from eagle3_jax.named import named_drafter
-from eagle3_jax.prompts import Renderer, in_turn, read_prompts
+from eagle3_jax.prompts import in_turn, read_prompts
 from eagle3_jax.published_trees import tree_name
 
 KEPT = ("lossless", "same_texts", "num_draft_steps", "verify_cost", "draft_cost", "predicted_ratio", "ratio")
@@ -88,8 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="JSON file; standard output when left out")
     options = parser.parse_args(arguments)
     target = e3.load_target(dtype=options.dtype)
-    file, renderer = bundled("prompts.jsonl"), Renderer.of(bundled("target"))
-    every = read_prompts(file, target, renderer, max_new_tokens=options.max_new_tokens)
+    every = read_prompts(bundled("prompts.jsonl"), target, max_new_tokens=options.max_new_tokens)
     prompts = in_turn(every, options.prompts * len({prompt.category for prompt in every}))
     tree = parse_tree(options.tree)
     assert tree is not None

@@ -47,7 +47,7 @@ from eagle3_jax.bench.rounds import timed_rounds
 from eagle3_jax.bench.step_costs import step_costs
 from eagle3_jax.bench.timing import CompileClock, Latency, Spread
 from eagle3_jax.drafters.plain import Plain
-from eagle3_jax.prompts import Renderer, in_turn, read_prompts
+from eagle3_jax.prompts import in_turn, read_prompts
 from eagle3_jax.sources import bundled
 from eagle3_jax.theory.speedup import (
     TrafficClass,
@@ -70,7 +70,7 @@ NEW = 48
 target = e3.load_target(dtype="mixed")
 head = e3.load_drafter(target=target)
 file = bundled("prompts.jsonl")
-held_out = read_prompts(file, target, Renderer("continued as they stand"), max_new_tokens=NEW, length=64)
+held_out = read_prompts(file, target, max_new_tokens=NEW, length=64)
 chosen = in_turn(held_out, 12)
 prompts = [prompt.tokens for prompt in chosen]
 assert [prompt.category for prompt in chosen] == ["code"] * 6 + ["prose"] * 6

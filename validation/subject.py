@@ -11,14 +11,17 @@ from pathlib import Path
 import numpy as np
 
 from eagle3_jax import LoadedDrafter, LoadedTarget, load_drafter, load_target
+from eagle3_jax.chat_template import ChatTemplate
+from eagle3_jax.conversion.files import read_tokenizer_config
 from eagle3_jax.load import bundled, locate
-from eagle3_jax.prompts import Prompt, Renderer, read_prompts
+from eagle3_jax.prompts import Prompt, read_prompts
 
 Pair = tuple[LoadedTarget, LoadedDrafter]
 
 DEFAULT_TARGET = "meta-llama/Llama-3.1-8B-Instruct"
 DEFAULT_DRAFTER = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"
 SHIPPED = "the shipped pair"
+_NO_TEMPLATE = "plain text: the target has no chat template"
 CPU_TOKENS, GPU_TOKENS = 96, 256
 CONTEXT = 100  # tokens; the levels cut prompts to their last ones, so that all share the compiled programs of a bucket
 
@@ -69,10 +72,10 @@ class Subject:
         self._pairs.clear()
         gc.collect()
 
-    @functools.cached_property
-    def renderer(self) -> Renderer:
-        """How questions become token ids."""
-        return Renderer.of(self.target_directory)
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether questions go through a chat template."""
+        return ChatTemplate.of(read_tokenizer_config(self.target_directory)) is not None
 
     @functools.cached_property
     def prompts(self) -> list[Prompt]:
@@ -81,7 +84,7 @@ class Subject:
         return [
             prompt
             for file in self.prompt_files
-            for prompt in read_prompts(file, target, self.renderer, max_new_tokens=self.max_new_tokens)
+            for prompt in read_prompts(file, target, max_new_tokens=self.max_new_tokens)
         ]
 
     @property
@@ -99,7 +102,7 @@ class Subject:
             "drafter": self.drafter_directory.name,
             "prompts": len(self.prompts),
             "max_new_tokens": self.max_new_tokens,
-            "questions": self.renderer.note,
+            "questions": "the target's chat template" if self.has_chat_template else _NO_TEMPLATE,
             "dtypes": ", ".join(self.dtypes),
             **({"not the default": self.reason} if self.reason else {}),
         }

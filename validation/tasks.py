@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from eagle3_jax.prompts import Prompt, has_chat_template
+from eagle3_jax.prompts import Prompt
 from validation.margin import clopper_pearson
 from validation.subject import Subject
 
@@ -44,7 +44,7 @@ def questions(subject: Subject, *, rehearsal: bool) -> list[Prompt]:
     """
     if rehearsal:  # any prompt will do: the flow is tried, and no answer need be right
         return subject.prompts[:_REHEARSED]
-    if not has_chat_template(subject.target_directory):
+    if not subject.has_chat_template:
         raise ValueError(f"{subject.name} is not tuned to answer questions: its target has no chat template")
     found = [prompt for prompt in subject.prompts if reference_number(prompt.reference or "")]
     if not found:

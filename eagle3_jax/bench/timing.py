@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 from numpy.typing import ArrayLike
-from scipy import stats
 
 CONFIDENCE = 0.95
 _RESAMPLES = 4999
@@ -21,6 +20,7 @@ class CompileClock:
 
     Attributes:
         programs: Number of programs compiled, or taken from the persistent cache.
+        on_compiling: Called when the compilation of a program begins.
 
     Example::
 
@@ -33,6 +33,7 @@ class CompileClock:
     def __init__(self) -> None:
         self._spans: list[tuple[float, float]] = []
         self.programs = 0
+        self.on_compiling: Callable[[], Any] | None = None
 
     def __enter__(self) -> CompileClock:
         jax.monitoring.register_event_duration_secs_listener(self._listen)  # type: ignore[arg-type]
@@ -46,6 +47,8 @@ class CompileClock:
             now = time.perf_counter()
             self._spans.append((now - duration, now))
         self.programs += event == "/jax/core/compile/backend_compile_duration"
+        if event == "/jax/core/compile/jaxpr_to_mlir_module_duration" and self.on_compiling is not None:
+            self.on_compiling()
 
     @property
     def seconds(self) -> float:
@@ -113,6 +116,8 @@ def geometric_mean(ratios: ArrayLike, *, seed: int = 0) -> Interval:
 
 
 def _interval(statistic: Callable[..., Any], *data: ArrayLike, seed: int) -> Interval:
+    from scipy import stats  # here, because importing it takes longer than most uses of this module
+
     arrays = [np.asarray(one, float) for one in data]
     value = float(statistic(*arrays, axis=0))
     if arrays[0].size < 2:

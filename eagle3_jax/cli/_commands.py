@@ -11,7 +11,7 @@ import typer
 import typer.main
 
 from eagle3_jax import __version__
-from eagle3_jax.cli import bench, convert, generate, plan, train, tune
+from eagle3_jax.cli import bench, chat, convert, generate, plan, train, tune
 from eagle3_jax.cli._errors import Misuse
 
 app = typer.Typer(
@@ -37,6 +37,7 @@ def _root(
 
 
 app.command("generate", epilog=generate.EXAMPLE)(generate.generate)
+app.command("chat", epilog=chat.EXAMPLE)(chat.chat)
 app.command("convert", epilog=convert.CONVERT_EXAMPLE)(convert.convert)
 app.command("inspect", epilog=convert.INSPECT_EXAMPLE)(convert.inspect)
 app.command("doctor", epilog=convert.DOCTOR_EXAMPLE)(convert.doctor)

@@ -12,6 +12,8 @@ import re
 import signal
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
@@ -31,6 +33,7 @@ _SMALLER = (
 _GRACE = 0.5  # seconds that Python gets to react to a signal before the process ends without it
 
 received: list[int] = []  # the signal that ends the program
+_heard: list[float] = []  # inside `interruptible`: the last time that Ctrl-C raised, zero at first; otherwise empty
 
 
 class Misuse(ValueError):
@@ -104,9 +107,25 @@ def end_on_signals() -> None:
     threading.Thread(target=_watch, args=(reader, frozenset(numbers)), daemon=True).start()
 
 
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Lets Ctrl-C raise ``KeyboardInterrupt`` without ending the program.
+
+    If Python does not react, because the device is busy or a program is being compiled, the second Ctrl-C ends it.
+    """
+    _heard.append(0.0)
+    try:
+        yield
+    finally:
+        _heard.clear()
+
+
 def _unwind(number: int, frame: FrameType | None) -> NoReturn:
     if received:
         leave()  # the second signal
+    if number == signal.SIGINT and _heard:
+        _heard[0] = time.monotonic()
+        raise KeyboardInterrupt
     received.append(number)
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
@@ -121,15 +140,25 @@ def _unraisable(unraisable: Any) -> None:
     """Ends the program where Python drops an interruption that was raised in a callback."""
     if received and isinstance(unraisable.exc_value, KeyboardInterrupt | SystemExit):
         leave()
+    if _heard and isinstance(unraisable.exc_value, KeyboardInterrupt):
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()  # again, outside the callback
+        return
     sys.__unraisablehook__(unraisable)
 
 
 def _watch(reader: int, numbers: frozenset[int]) -> None:
+    unheard = 0
     while True:
         number = os.read(reader, 1)[0]
         if number not in numbers:
             continue
         threading.Event().wait(_GRACE)
+        if number == signal.SIGINT and _heard:
+            unheard = 0 if time.monotonic() - _heard[0] < 2 * _GRACE else unheard + 1
+            if unheard == 1:
+                os.write(2, b"\nwaiting for the device; Ctrl-C again ends the program\n")
+            if unheard < 2:
+                continue
         if not received:
             received.append(number)
             leave()

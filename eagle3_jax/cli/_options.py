@@ -33,7 +33,12 @@ TargetOption = Annotated[
         "--target", help="Directory or hub id of the target, or module:function of your own. Default: the bundled one."
     ),
 ]
-DrafterOption = Annotated[str | None, typer.Option("--drafter", help=f"{DRAFTERS}. Default: the bundled head.")]
+DrafterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--drafter", help=f"{DRAFTERS}. Default: the bundled head; in generate and chat ngram for another --target."
+    ),
+]
 LayerIdsOption = Annotated[
     str | None,
     typer.Option(

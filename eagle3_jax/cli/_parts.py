@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from eagle3_jax import LoadedDrafter, LoadedTarget
-    from eagle3_jax.prompts import Renderer
     from eagle3_jax.types import Drafter, Verifier
 
 PAGE = "docs/extending.md"
@@ -41,14 +40,12 @@ def read_target(source: str | None, dtype: str, mesh: Mesh | None = None, *, wei
     return loaded
 
 
-def read_renderer(source: str | None) -> Renderer:
-    """The way from questions to token ids of the target that ``--target`` names; a part has no chat template."""
-    from eagle3_jax.prompts import Renderer
-    from eagle3_jax.sources import locate
+def default_drafter(target: str | None) -> str | None:
+    """The drafter of `generate` and `chat` for a target that is given without one.
 
-    if find_own("--target", source) is not None:
-        return Renderer("plain text: the target has no chat template")
-    return Renderer.of(locate(source, "target"))
+    ``None`` is the bundled head, which fits the bundled target only. Other targets get n-grams of the text.
+    """
+    return None if target is None else "ngram"
 
 
 def read_drafter(

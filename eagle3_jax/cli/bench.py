@@ -27,7 +27,7 @@ from eagle3_jax.cli._options import (
     parse_tree,
     print_json,
 )
-from eagle3_jax.cli._parts import find_own, read_drafter, read_renderer, read_target, read_verifier
+from eagle3_jax.cli._parts import find_own, read_drafter, read_target, read_verifier
 from eagle3_jax.cli._progress import Activity, counted, spinner
 from eagle3_jax.named import is_named
 
@@ -117,12 +117,11 @@ class PromptOptions:
     ] = 8
     max_new_tokens: Annotated[int, typer.Option(help="New tokens per prompt.", min=2, max=100_000)] = 96
 
-    def read(self, target: LoadedTarget, directory: str | None, *, usual: str) -> list[Prompt]:
+    def read(self, target: LoadedTarget, *, usual: str) -> list[Prompt]:
         """Prompts of all categories in turn, put together by category.
 
         Args:
             target: The target that encodes them.
-            directory: Its directory or hub id, which holds the chat template.
             usual: The file, or ``random``, if no prompts were given.
         """
         from eagle3_jax.prompts import in_turn, random_prompts, read_prompts
@@ -140,8 +139,7 @@ class PromptOptions:
                 found += random_prompts(self.max_prompts, target.vocab_size, length)
                 continue
             announce_input(file)
-            renderer = read_renderer(directory)
-            found += read_prompts(Path(file), target, renderer, max_new_tokens=limit, length=self.prompt_tokens)
+            found += read_prompts(Path(file), target, max_new_tokens=limit, length=self.prompt_tokens)
         names = list(dict.fromkeys(prompt.category for prompt in found))
         wanted = names if self.tasks is None else [name.strip() for name in self.tasks.split(",")]
         for name in wanted:
@@ -282,7 +280,7 @@ def bench(
         field = Field()
         field.add_ours(loaded, drafts)
         usual = "random" if models.shape else str(bundled("prompts.jsonl"))
-        chosen = prompts.read(loaded.target, models.target, usual=usual)
+        chosen = prompts.read(loaded.target, usual=usual)
         if len(chosen) < max(sizes):
             raise Misuse(
                 f"--batch-size {max(sizes)} needs as many prompts, and there are {len(chosen)}; see --max-prompts"

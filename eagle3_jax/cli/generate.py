@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from eagle3_jax.cli._compiled import keep_compiled_programs
+from eagle3_jax.cli._decoding import DraftOptions, SamplingOptions, open_decoder
 from eagle3_jax.cli._errors import Misuse
 from eagle3_jax.cli._mesh import DistributedOption, MeshOption, join, read_mesh
 from eagle3_jax.cli._options import (
@@ -23,37 +22,27 @@ from eagle3_jax.cli._options import (
     DtypeOption,
     JsonOption,
     ModelOptions,
-    VerifierOption,
     announce_input,
     check_writable,
     grouped,
     parse_ids,
-    parse_schedule,
-    parse_tree,
     write_json,
 )
-from eagle3_jax.cli._parts import find_own, read_drafter, read_target, read_verifier
 from eagle3_jax.cli._progress import progress_bar, spinner
+from eagle3_jax.cli._streaming import ACCEPTED, hint, print_method, print_stream, put
 from eagle3_jax.jsonl import STDIN, read_text
-from eagle3_jax.prompts import MOST_TOKENS, Request, apply_chat_template, read_requests
+from eagle3_jax.prompts import MOST_TOKENS, Request, read_requests
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from eagle3_jax import (
-        Drafter,
-        Generation,
-        GenerationResult,
-        LoadedDrafter,
-        SamplingParams,
-        SpeculationStats,
-        SpeculativeDecoder,
-    )
+    from eagle3_jax import Generation, GenerationResult, SamplingParams, SpeculationStats, SpeculativeDecoder
     from eagle3_jax.bench.comparison import Comparison
 
 EXAMPLE = """\b
 Examples:
   eagle3 generate 'def fibonacci(n):' --max-new-tokens 64 --dtype mixed
+  eagle3 generate --chat 'What is the capital of France?' --target ./llama --drafter ./head
   eagle3 generate --target ./llama --drafter ./head --prompts prompts.jsonl --json
   eagle3 generate --prompt-ids '[1, 2]' --tree num_nodes=60,max_depth=8,top_k=10 --trace rounds.json"""
 
@@ -65,6 +54,9 @@ class PromptOptions:
     prompt: Annotated[
         str | None, typer.Argument(help="Text to continue; '-' reads it from the standard input.", show_default=False)
     ] = None
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask PROMPT as a question, through the target's chat template.")
+    ] = False
     prompt_ids: Annotated[str | None, typer.Option(help="Token ids to continue, as a JSON list: '[1, 2]'.")] = None
     prompts: Annotated[
         Path | None,
@@ -77,77 +69,32 @@ class PromptOptions:
         int, typer.Option(help="Maximum number of new tokens per prompt.", min=1, max=MOST_TOKENS)
     ] = 128
 
-    def read(self, target: str | None) -> list[Request]:
-        """The prompts. The chat template of ``target`` converts messages.
+    def read(self) -> list[Request]:
+        """The prompts.
 
         Raises:
-            Misuse: None of the three options was given, or several.
+            Misuse: None of the three options was given, or several, or --chat without a PROMPT.
         """
         if sum(given is not None for given in (self.prompt, self.prompt_ids, self.prompts)) != 1:
             raise Misuse("give one of a PROMPT, --prompt-ids '[1, 2]' or --prompts FILE.jsonl")
+        if self.chat and self.prompt is None:
+            raise Misuse(
+                "--chat asks a PROMPT; a line of --prompts has 'messages' instead, and token ids are used as they are"
+            )
         announce_input(self.prompts or self.prompt or "")
         if self.prompts is not None:
-            chat = functools.partial(apply_chat_template, target)
-            return read_requests(self.prompts, self.max_new_tokens, chat=chat)
+            return read_requests(self.prompts, self.max_new_tokens)
         if self.prompt_ids is not None:
             return [Request(parse_ids(self.prompt_ids), self.max_new_tokens)]
         text = read_text(Path(STDIN)) if self.prompt == STDIN else self.prompt or ""
-        return [Request(text, self.max_new_tokens)]
+        messages = [{"role": "user", "content": text}] if self.chat else None
+        return [Request(text, self.max_new_tokens, messages=messages)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftOptions:
-    """The draft of a round and the rule that accepts it."""
+class OutputOptions(SamplingOptions):
+    """The choice of tokens, where they end, and their probabilities."""
 
-    num_speculative_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Draft length K. Default: 5 (Medusa: one per head; DFlash: the block); on CPUs 3, fewer for batches "
-            "above 2."
-        ),
-    ] = None
-    tree: Annotated[
-        str | None,
-        typer.Option(
-            help="Draft a tree: num_nodes=60,max_depth=8,top_k=10, the name of a published tree such as medusa-63, or "
-            "paths of child ranks."
-        ),
-    ] = None
-    schedule: Annotated[
-        str | None,
-        typer.Option(
-            help="Choose the draft length by the number of active rows: '[[1,4,5],[5,16,3]]', or a file that `eagle3 "
-            "tune` wrote."
-        ),
-    ] = None
-    draft_sampling: Annotated[
-        Literal["greedy", "probabilistic"] | None,
-        typer.Option(help="Draft the most likely tokens, or sample them at the temperature (no dynamic trees)."),
-    ] = None
-    verifier: VerifierOption = None
-
-    def for_decoder(self) -> dict[str, Any]:
-        """Arguments of :class:`~eagle3_jax.SpeculativeDecoder`."""
-        from eagle3_jax import DraftSampling
-
-        return {
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "tree": parse_tree(self.tree),
-            "schedule": parse_schedule(self.schedule),
-            "draft_sampling": None if self.draft_sampling is None else DraftSampling(self.draft_sampling),
-        }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """The choice of tokens."""
-
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0
-    top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0 for all.", max=2**31 - 1)] = 0
-    top_p: Annotated[
-        float, typer.Option(help="Sample among the most likely tokens that together have this probability.")
-    ] = 1.0
-    seed: Annotated[int, typer.Option(help="Random seed.", min=0, max=2**32 - 1)] = 0
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after stop tokens.")] = False
     stop: Annotated[
         list[str] | None, typer.Option(help="End the output before this text; may be repeated. With --json.")
@@ -178,7 +125,7 @@ def generate(
     prompts: PromptOptions,
     models: ModelOptions,
     draft: DraftOptions,
-    sampling: SamplingOptions,
+    sampling: OutputOptions,
     running: RunOptions,
 ) -> None:
     """Continue prompts, exactly as the target would, in fewer steps.
@@ -189,7 +136,7 @@ def generate(
     """
     trace = running.trace
     check_writable(trace)
-    requests = prompts.read(models.target)
+    requests = prompts.read()
     stops = any("stop" in request.options for request in requests)
     if (stops or sampling.stop or sampling.logprobs is not None) and (not running.as_json or trace is not None):
         raise Misuse("stop texts and --logprobs work with --json and without --trace")
@@ -197,57 +144,29 @@ def generate(
     if not join(running.distributed, running.mesh) and trace is not None:
         trace = Path(os.devnull)  # every process reads the rounds; the first one writes them
 
-    from eagle3_jax import SamplingParams, SpeculativeDecoder
     from eagle3_jax.checks import check_sampling
 
-    params = SamplingParams(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+    params = sampling.params()
     for request in requests:
         own = {name: value for name, value in request.options.items() if hasattr(params, name)}
         try:
             check_sampling(dataclasses.replace(params, **own), 1)
         except ValueError as error:
-            raise Misuse(f"{request.where if own else ''}{error}") from None
-    options, mesh = draft.for_decoder(), read_mesh(running.mesh, _batches(len(requests), running))
+            raise Misuse(f"{request.where}{error}") from None
+    batches, stop_tokens = _batches(len(requests), running), () if sampling.ignore_eos else None
+    mesh = read_mesh(running.mesh, batches)
     with spinner("loading", quiet=running.as_json):
-        target = read_target(models.target, running.dtype, mesh, weights=models.weights)
-        head = read_drafter(models.drafter, target=target, target_source=models.target, layer_ids=models.layer_ids)
-        shapes = ("num_speculative_tokens", "tree", "schedule")
-        given = {name: getattr(draft, name) for name in shapes if getattr(draft, name) is not None}
-        chosen = [f"--{name.replace('_', '-')} {value}" for name, value in given.items()]
-        if not chosen and not find_own("--drafter", models.drafter):
-            least = 0 if draft.draft_sampling is None else 1
-            head = _with_default_length(head, _batches(len(requests), running)[0], least=least)
-        options |= {"verifier": read_verifier(draft.verifier), "mesh": mesh}
-        try:
-            decoder = SpeculativeDecoder(target, head, **options, stop_tokens=() if sampling.ignore_eos else None)
-        except ValueError as error:  # name the option that the library's message is about
-            raise Misuse(": ".join(filter(None, (", ".join(chosen), str(error))))) from None
+        decoder = open_decoder(models, draft, running.dtype, batch=batches[0], mesh=mesh, stop_tokens=stop_tokens)
+    template = decoder.target.chat_template
+    if prompts.chat and template is None:
+        raise Misuse(f"{decoder.target.name} has no chat template; leave --chat out to continue the text as it is")
     job = Job(decoder, _encode(decoder, requests), params, sampling, running, trace)
+    if prompts.prompt is not None and not prompts.chat and template is not None and not running.as_json:
+        hint("the text is continued as it is; --chat asks it as a question, as this model expects")
     if running.as_json:
         _print_json(job)
     else:
         _print_text(job, compare=running.compare)
-
-
-def _with_default_length(
-    head: LoadedDrafter | Drafter[Any] | None, batch: int, *, least: int
-) -> LoadedDrafter | Drafter[Any] | None:
-    """A drafter with the default length for batches of this size; ``None`` where that length is 0.
-
-    A drafter that proposes a block or all of its heads in one pass keeps its length: a shorter draft would be another
-    network, or cost as much.
-    """
-    from eagle3_jax import Chain, LoadedDrafter
-    from eagle3_jax.checks import Drafting, configured
-    from eagle3_jax.topology import default_draft_length
-
-    drafter, length = head.drafter if isinstance(head, LoadedDrafter) else head, max(default_draft_length(batch), least)
-    if length == default_draft_length() or not isinstance(drafter, Drafting) or hasattr(drafter, "longest"):
-        return head
-    if not length:
-        return None
-    shaped = configured(drafter, Chain(length), None)
-    return dataclasses.replace(head, drafter=shaped) if isinstance(head, LoadedDrafter) else shaped
 
 
 def _batches(prompts: int, running: RunOptions) -> list[int]:
@@ -265,10 +184,14 @@ class Task(NamedTuple):
 
 def _encode(decoder: SpeculativeDecoder, requests: list[Request]) -> list[Task]:
     """Encodes all prompts, so that a bad one is refused before anything has been printed."""
+    from eagle3_jax import apply_chat_template
+
     tasks = []
     for request in requests:
         try:
-            tasks.append(Task(request, [int(token) for token in decoder.encode(request.prompt)]))
+            asked = request.messages
+            prompt = request.prompt if asked is None else apply_chat_template(decoder.target, asked)
+            tasks.append(Task(request, decoder.encode(prompt)))
         except ValueError as error:
             raise Misuse(f"{request.where}{error}") from None
     return tasks
@@ -280,7 +203,7 @@ class Job(NamedTuple):
     decoder: SpeculativeDecoder
     tasks: list[Task]
     params: SamplingParams
-    sampling: SamplingOptions
+    sampling: OutputOptions
     running: RunOptions
     trace: Path | None
 
@@ -364,14 +287,8 @@ def _row_json(row: Generation, result: GenerationResult, decoder: SpeculativeDec
 
 # Text
 
-_ACCEPTED = "bold green"
 _MEASURED_PROMPTS = 8
 _REPEATS = 5
-_NOT_FINITE = "not_finite: the target's logits are NaN or all minus infinity; check its weights and --dtype"
-
-# Control characters as visible ones: a terminal would obey them, and an escape sequence can do anything.
-_VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"} | {127: 0x2421}
-_VISIBLE |= {code: 0xFFFD for code in range(0x80, 0xA0)}
 
 
 def _print_text(job: Job, *, compare: bool) -> None:
@@ -387,7 +304,7 @@ def _print_text(job: Job, *, compare: bool) -> None:
     elif compare:
         _print_comparison(console, job)
     _print_summary(console, SpeculationStats.merge(counters))
-    _print_method(console, job.decoder)
+    print_method(console, job.decoder)
     if job.trace is not None:
         rounds: list[dict[str, Any]] = []
         with spinner("writing the trace"):
@@ -398,37 +315,21 @@ def _print_text(job: Job, *, compare: bool) -> None:
 
 def _stream(console: Console, job: Job, task: Task, seed: int | list[int]) -> SpeculationStats:
     """Prints one prompt and its continuation as it appears; returns its counters."""
-    tokenizer, prompt, limit = job.decoder.target.tokenizer, task.request.prompt, task.request.max_new_tokens
+    tokenizer, request, limit = job.decoder.target.tokenizer, task.request, task.request.max_new_tokens
     stream = job.decoder.stream(task.tokens, max_new_tokens=limit, sampling=job.sampling_of([task]), seed=seed)
-    with spinner("compiling, reading the prompt"):
-        first = list(itertools.islice(stream, 2))  # after the second one everything has been compiled
-    if not isinstance(prompt, str):
+    if isinstance(request.prompt, str):
+        prompt = request.prompt if request.messages is None else f"{request.prompt}\n"
+    else:
         prompt = tokenizer.decode(task.tokens) if tokenizer else " ".join(map(str, task.tokens))
-    _put(console, prompt, "dim")
-    latest = first[0]
-    for latest in itertools.chain(first, stream):
-        for index, (token, piece) in enumerate(zip(latest.tokens, latest.pieces, strict=True)):
-            _put(console, piece if tokenizer else f" {token}", _ACCEPTED if index < latest.num_accepted else "")
-        console.file.flush()
-    reason = latest.finish_reason.name.lower()
-    reasons = {"not_finite": _NOT_FINITE, "length": f"stopped: reached --max-new-tokens {limit}"}
-    _put(console, f"\n[{reasons.get(reason, reason)}]\n\n", "dim")
-    return latest.stats
-
-
-def _put(console: Console, text: str, style: str) -> None:
-    """Prints exactly this text; in a terminal, with its control characters made visible."""
-    from rich.segment import Segment, Segments
-
-    # A segment is written as it is; anything higher would turn tabs into spaces and drop control characters.
-    shown = text.translate(_VISIBLE) if console.is_terminal else text
-    console.print(Segments([Segment(shown, console.get_style(style))]), end="")
+    printed = print_stream(console, prompt, stream, tokenizer)
+    put(console, f"\n[{printed.ending(limit)}]\n\n", "dim")
+    return printed.chunks[-1].stats
 
 
 def _print_summary(console: Console, stats: SpeculationStats) -> None:
     from rich.text import Text
 
-    legend = Text.assemble(("accepted draft tokens", _ACCEPTED), " · the target's own tokens · ", ("prompt", "dim"))
+    legend = Text.assemble(("accepted draft tokens", ACCEPTED), " · the target's own tokens · ", ("prompt", "dim"))
     console.print(legend)
     if int(stats.num_draft_tokens):
         console.print(
@@ -438,21 +339,6 @@ def _print_summary(console: Console, stats: SpeculationStats) -> None:
         )
         shares = " ".join(f"{share:.2f}" for share in stats.acceptance_per_position)
         console.print(f"accepted at depth 1, 2, ...: {shares}")
-
-
-def _print_method(console: Console, decoder: SpeculativeDecoder) -> None:
-    """Prints the drafting method, and what its files left open or the output is relative to."""
-    from rich.text import Text
-
-    weights = decoder.target.weights
-    console.print(Text(f"drafter: {decoder.method}"))
-    if weights != "dense":
-        console.print(Text(f"weights: {weights}; lossless relative to the target with these weights"))
-    if decoder.drafter.note:
-        console.print(Text(f"note: {decoder.drafter.note}"))
-    if not decoder.lossless:
-        rule = type(decoder.loop.verifier).__name__
-        console.print(f"not lossless: drafts were accepted by {rule}; the text may differ from the target's own")
 
 
 def _print_comparison(console: Console, job: Job) -> None:

@@ -25,7 +25,7 @@ from eagle3_jax.cli._options import (
     print_table,
     write_json,
 )
-from eagle3_jax.cli._parts import read_drafter, read_renderer, read_target
+from eagle3_jax.cli._parts import read_drafter, read_target
 from eagle3_jax.cli._progress import counted, spinner
 
 if TYPE_CHECKING:
@@ -88,8 +88,7 @@ def tune(
         loaded = read_target(models.target, dtype, weights=models.weights)
         if prompts is not None:
             announce_input(prompts)
-        file, renderer = prompts or bundled("prompts.jsonl"), read_renderer(models.target)
-        read = read_prompts(file, loaded, renderer, max_new_tokens=max_new_tokens)
+        read = read_prompts(prompts or bundled("prompts.jsonl"), loaded, max_new_tokens=max_new_tokens)
         asked = in_turn([one for one in read if prompts or one.category == "code"], max_prompts)
         head = read_drafter(models.drafter, target=loaded, target_source=models.target, layer_ids=models.layer_ids)
         assert head is not None

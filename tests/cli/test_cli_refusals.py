@@ -51,7 +51,6 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
         ((*ASKED, "--logprobs", "1"), "stop texts and --logprobs work with --json"),
         ((*ASKED, "--dtype", "float8"), "float8"),
         # generate: models
-        (("generate", *TARGET, *PROMPT), "--drafter"),
         (("generate", "--target", "", "--drafter", "none", *PROMPT), "--target is empty"),
         (("generate", *TARGET, "--drafter", "none", *PROMPT, "--num-speculative-tokens", "3"), "without a drafter"),
         (("generate", *TARGET, "--drafter", "ngram", *PROMPT, *TREE), "NGram"),
@@ -59,6 +58,7 @@ BIG = ("--target", "Llama-3.3-70B", "--weights", "fp8", "--gpu", "H200")
         (("generate", *TARGET, "--drafter", "layer-skip=99", *PROMPT), "layer skip of 99 layers"),
         # bench
         (("bench", "--tree", "none", *TREE), "--tree none"),
+        (("bench", *TARGET, "--dtype", "float32"), "--target was given without --drafter"),
         (("bench", "--batch-size", "none"), "--batch-size"),
         (("bench", "--batch-size", "1,9"), "--batch-size 9 needs as many prompts, and there are 8"),
         (("bench", "--rivals", "sglang"), "'sglang' is none of transformers, vllm"),

@@ -16,7 +16,7 @@ from eagle3_jax import conversion
 
 ROOT = Path(__file__).parent.parent.parent
 OFFICIAL = Path(__file__).parent.parent / "golden" / "official"
-HEAVY = ("jax", "flax", "numpy", "transformers", "torch", "orbax", "optax", "tokenizers", "matplotlib")
+HEAVY = ("jax", "flax", "numpy", "transformers", "torch", "orbax", "optax", "tokenizers", "jinja2", "matplotlib")
 
 
 def fresh(code: str, **environment: str) -> list[str]:
@@ -42,7 +42,7 @@ def command(*arguments: str) -> str:
 
 
 def test_help_and_misuse_load_nothing_heavy():
-    lines = ("--version", "generate --help", "bench --help", "train head --help", "plan speedup")
+    lines = ("--version", "generate --help", "chat --help", "bench --help", "train head --help", "plan speedup")
     misuse = "with contextlib.redirect_stderr(io.StringIO()):\n    assert run(['generate']) == 2"
     commands = "\n".join(command(*line.split()) for line in lines)
     assert loaded_by(f"import contextlib, io\nimport eagle3_jax\n{commands}\n{misuse}") == set()
@@ -54,7 +54,7 @@ def test_decoding_loads_no_training():
         "e3.load_drafter(target=e3.load_target())"
     )
     assert loaded_by(code) >= {"jax", "flax", "numpy", "tokenizers"}
-    assert not loaded_by(code) & {"orbax", "torch", "transformers", "matplotlib"}
+    assert not loaded_by(code) & {"orbax", "torch", "transformers", "jinja2", "matplotlib"}
 
 
 def test_every_public_name_is_found_and_no_other():

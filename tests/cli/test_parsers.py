@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import inspect
 import io
 import itertools
@@ -20,16 +20,14 @@ from hypothesis import strategies as st
 from models_on_disk import write_bytes_target
 from tokenizers import Tokenizer
 
-from eagle3_jax import LoadedTarget, load_target
+from eagle3_jax import ChatTemplate, LoadedTarget, load_target
 from eagle3_jax.cli import plan, run, train
 from eagle3_jax.cli._commands import app
 from eagle3_jax.cli._options import parse_ids, parse_numbers, parse_schedule, parse_tree
 from eagle3_jax.conversion.files import read_tokenizer
 from eagle3_jax.prompts import (
     Prompt,
-    Renderer,
     Request,
-    apply_chat_template,
     in_turn,
     of_length,
     random_prompts,
@@ -44,7 +42,6 @@ OFFICIAL = ROOT / "tests" / "golden" / "official"
 TOKENIZER = Tokenizer.from_file(str(bundled("target") / "tokenizer.json"))
 PAIR = ("--target", str(OFFICIAL / "target"), "--drafter", str(OFFICIAL / "eagle3"))
 QUESTION = {"question_id": 7, "category": "math", "turns": ["What is 1 + 1?", "And 2 + 2?"]}
-PLAIN = Renderer("plain text")
 MANY = settings(
     max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -189,7 +186,7 @@ def test_any_file_is_a_list_of_prompts_or_one_clear_line(tmp_path, content):
     [
         ('{"prompt": "a", "max_tokens": 3}', "'max_tokens' is not known; did you mean 'max_new_tokens'?"),
         ('{"text": "a"}', "'text' is not known; expected 'prompt', 'prompt_ids', 'messages', 'max_new_tokens'"),
-        ('{"prompt": "a", "temperature": 1}', "it is given for all prompts, with --temperature"),
+        ('{"prompt": "a", "ignore_eos": 1}', "it is given for all prompts, with --ignore-eos"),
         ('{"prompt": "a", "prompt": "b"}', "'prompt' stands there twice"),
         ('{"prompt": "a", "max_new_tokens": true}', "max_new_tokens is True; expected a whole number from 1 to"),
         ('{"prompt": "a", "max_new_tokens": NaN}', "NaN is no number of JSON"),
@@ -239,50 +236,38 @@ def test_every_format_is_read_and_questions_go_through_the_chat_template(tmp_pat
         {"prompt": "def f(x):", "max_new_tokens": 5},
         {"prompt_ids": [1, 2, 3], "name": "three", "reference": "abc"},
     )
-    turns, question, text, ids = read_prompts(path, target, PLAIN, max_new_tokens=9)
+    turns, question, text, ids = read_prompts(path, target, max_new_tokens=9)
     tokens = TOKENIZER.encode("What is 1 + 1?").ids
     assert turns == Prompt("7", "math", tokens, "What is 1 + 1?", "2\n#### 2", 9)
     name = "questions.jsonl line {}".format
     assert question == Prompt(name(2), "questions", tokens, "What is 1 + 1?", "#### 2", 9)
     assert text == Prompt(name(3), "questions", TOKENIZER.encode("def f(x):").ids, "def f(x):", None, 5)
     assert ids == Prompt("three", "questions", [1, 2, 3], None, "abc", 9)
-    asked: list[str] = []
-    template = Renderer("template", lambda question: asked.append(question) or [5, 6])
-    templated = read_prompts(path, target, template, max_new_tokens=4, length=50)
-    assert asked == ["What is 1 + 1?"] * 2
-    assert [len(one.tokens) for one in templated] == [50] * 4 and templated[0].tokens == [5, 6] * 25
+    templated = dataclasses.replace(target, chat_template=ChatTemplate("Q: {{ messages[0].content }} A:"))
+    asked = TOKENIZER.encode("Q: What is 1 + 1? A:").ids
+    found = read_prompts(path, templated, max_new_tokens=9)
+    assert [one.tokens for one in found] == [asked, asked, text.tokens, ids.tokens]
+    sized = read_prompts(path, templated, max_new_tokens=4, length=50)
+    assert [len(one.tokens) for one in sized] == [50] * 4 and (asked * 50)[-50:] == sized[0].tokens
 
 
-@pytest.mark.torch
-def test_a_chat_template_is_found_and_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "eagle3_jax/assets/target")
-    assert Renderer.of(ROOT / "eagle3_jax/assets/target").chat is None
-    tokenizer.chat_template = "Q: {{ messages[0]['content'] }} A:{% if add_generation_prompt %} yes{% endif %}"
-    tokenizer.save_pretrained(tmp_path)
-    renderer = Renderer.of(tmp_path)
-    assert renderer.chat is not None
-    assert renderer.chat("why?") == tokenizer.encode("Q: why? A: yes")
-    messages = [{"role": "user", "content": "why?"}]
-    assert apply_chat_template(tmp_path, messages) == renderer.chat("why?")
+def test_messages_are_requests_with_options_of_their_own(tmp_path: Path, target: LoadedTarget) -> None:
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "why?"}]
     file = written(tmp_path, {"messages": messages, "seed": 3})
-    (request,) = read_requests(file, 7, chat=functools.partial(apply_chat_template, tmp_path))
-    assert request == Request(renderer.chat("why?"), 7, f"{file} line 1: ", {"seed": 3})
-    for source, wrong, message in (
-        (tmp_path, [], r"the chat template does not take \[\]: "),
-        (None, messages, "the bundled target has no chat template"),
+    assert read_requests(file, 7) == [Request("why?", 7, f"{file} line 1: ", {"seed": 3}, messages)]
+    for wrong, says in (
+        ([], r"messages are \[\]; expected a list of turns"),
+        ([{"role": "user"}], "message 1 is .*expected a list of turns such as"),
+        ([*messages, {"role": "oracle", "content": ""}], "message 3 has the role 'oracle'; expected system, user, a"),
     ):
-        with pytest.raises(ValueError, match=message) as caught:
-            apply_chat_template(source, wrong)
-        assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="read by eagle3 generate only"):
-        read_requests(written(tmp_path, {"messages": messages}), 7)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    renderer = Renderer.of(tmp_path)
-    assert renderer.chat is None and "transformers, which is not installed" in renderer.note
-    with pytest.raises(ValueError, match=r"pip install 'eagle3-jax\[bench\]'"):
-        apply_chat_template(tmp_path, messages)
+        with pytest.raises(ValueError, match=rf"questions\.jsonl line 1: {says}"):
+            read_requests(written(tmp_path, {"messages": wrong}), 7)
+    for row, says in (
+        ({"messages": messages}, "expected an object with 'turns'"),
+        ({"prompt": "a", "temperature": 1}, "it is given for all prompts, with --temperature"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            read_prompts(written(tmp_path, row), target, max_new_tokens=7)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +286,7 @@ def test_a_chat_template_is_found_and_applied(tmp_path: Path, monkeypatch: pytes
 def test_a_bad_line_is_named(tmp_path: Path, target: LoadedTarget, row: object, message: str) -> None:
     path = written(tmp_path, {"prompt": "x"}, row)
     with pytest.raises(ValueError, match=message) as caught:
-        read_prompts(path, target, PLAIN, max_new_tokens=9)
+        read_prompts(path, target, max_new_tokens=9)
     assert str(caught.value).startswith(f"{path} line 2: ")
     assert "\n" not in str(caught.value)
 

@@ -1,0 +1,118 @@
+"""Conversations with a model that was trained on a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from eagle3_jax.chat_template import Messages
+from eagle3_jax.decode import SpeculativeDecoder
+from eagle3_jax.loaded import LoadedTarget
+from eagle3_jax.results import Chunk, Generation
+from eagle3_jax.text import tokenized
+from eagle3_jax.types import SamplingParams
+
+
+def apply_chat_template(target: LoadedTarget, messages: Messages) -> list[int]:
+    """Returns the token ids of a conversation, up to where the model's answer begins.
+
+    Args:
+        target: A target with a chat template and a tokenizer.
+        messages: The turns, each with ``role`` (``system``, ``user`` or ``assistant``) and ``content``, a text.
+
+    Raises:
+        ValueError: The target lacks one of both, the messages have another form, or the template refuses them.
+    """
+    template, tokenizer = target.chat_template, target.tokenizer
+    if tokenizer is None:
+        raise ValueError(f"{target.name} has no tokenizer; give the prompt as token ids")
+    if template is None:
+        raise ValueError(f"{target.name} has no chat template; give the prompt as text")
+    encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids  # the template writes them itself
+    return tokenized(template.render(messages), encode, positions=target.max_positions, holds=target.holds)
+
+
+class Chat:
+    """A conversation with a decoder. Each turn runs the whole conversation so far.
+
+    Example::
+
+        chat = e3.Chat(decoder)
+        for chunk in chat.stream("What is the capital of France?"):
+            print(chunk.text, end="")
+        print(chat.send("And of Italy?").text)
+
+    Attributes:
+        messages: The turns so far, each with ``role`` and ``content``: the system message if there is one, then
+            questions and answers. They may be changed between turns.
+    """
+
+    def __init__(
+        self,
+        decoder: SpeculativeDecoder,
+        *,
+        system: str | None = None,
+        max_new_tokens: int = 512,
+        sampling: SamplingParams | None = None,
+        seed: int = 0,
+    ):
+        """Begins a conversation.
+
+        Args:
+            decoder: A decoder whose target has a chat template and a tokenizer.
+            system: The system message. Default: the template's own, if it has one.
+            max_new_tokens: Maximum number of tokens of an answer.
+            sampling: Scalars. Default: greedy.
+            seed: Random seed. A turn is decoded with it plus the number of messages before the turn.
+
+        Raises:
+            ValueError: The target has no chat template or no tokenizer, or the template takes no system message.
+        """
+        self.decoder = decoder
+        self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+        self._options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling}
+        self._seed = seed
+        self._begin("Why?")  # what the template refuses now, it would refuse at every turn
+
+    def send(self, text: str) -> Generation:
+        """Returns the answer to a question, once it is complete. Then both become turns of the conversation.
+
+        Raises:
+            ValueError: The conversation no longer fits the target. The question is not kept.
+        """
+        turn, prompt, options = self._begin(text)
+        answer = self.decoder.generate(prompt, **options).rows[0]
+        self.messages += [turn, {"role": "assistant", "content": answer.text or ""}]
+        return answer
+
+    def stream(self, text: str) -> Iterator[Chunk]:
+        """Yields the answer to a question as it is written.
+
+        The part that has been yielded is the last turn of ``messages`` at any time. If the caller ends the loop early,
+        this part stays in the conversation. A question without any chunk is not kept.
+
+        Raises:
+            ValueError: The conversation no longer fits the target. The question is not kept.
+        """
+        turn, prompt, options = self._begin(text)
+        return self._recorded(turn, self.decoder.stream(prompt, **options))
+
+    def _begin(self, text: str) -> tuple[dict[str, str], list[int], dict[str, Any]]:
+        """Returns a question as a turn, the token ids of the conversation with it, and the decoder's options."""
+        turn, target = {"role": "user", "content": text}, self.decoder.target
+        prompt = apply_chat_template(target, [*self.messages, turn])
+        if len(prompt) >= target.max_positions:
+            raise ValueError(
+                f"the conversation has {len(prompt)} tokens with this question, and {target.name} holds "
+                f"{target.holds}; ask a shorter question or begin a new conversation"
+            )
+        return turn, prompt, {**self._options, "seed": (self._seed + len(self.messages)) % 2**32}
+
+    def _recorded(self, turn: dict[str, str], chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        """Yields the chunks of an answer and keeps its text in the conversation."""
+        answer = {"role": "assistant", "content": ""}
+        for number, chunk in enumerate(chunks):
+            if number == 0:
+                self.messages += [turn, answer]
+            answer["content"] += chunk.text
+            yield chunk

@@ -1,0 +1,144 @@
+"""What `generate` and `chat` share: the options of drafts and sampling, and the decoder that they name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from eagle3_jax.cli._errors import Misuse
+from eagle3_jax.cli._options import ModelOptions, VerifierOption, parse_schedule, parse_tree
+from eagle3_jax.cli._parts import default_drafter, find_own, read_drafter, read_target, read_verifier
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from eagle3_jax import Drafter, LoadedDrafter, SamplingParams, SpeculativeDecoder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftOptions:
+    """The draft of a round and the rule that accepts it."""
+
+    num_speculative_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Draft length K. Default: 5 (Medusa: one per head; DFlash: the block); on CPUs 3, fewer for batches "
+            "above 2."
+        ),
+    ] = None
+    tree: Annotated[
+        str | None,
+        typer.Option(
+            help="Draft a tree: num_nodes=60,max_depth=8,top_k=10, the name of a published tree such as medusa-63, or "
+            "paths of child ranks."
+        ),
+    ] = None
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="Choose the draft length by the number of active rows: '[[1,4,5],[5,16,3]]', or a file that `eagle3 "
+            "tune` wrote."
+        ),
+    ] = None
+    draft_sampling: Annotated[
+        Literal["greedy", "probabilistic"] | None,
+        typer.Option(help="Draft the most likely tokens, or sample them at the temperature (no dynamic trees)."),
+    ] = None
+    verifier: VerifierOption = None
+
+    def for_decoder(self) -> dict[str, Any]:
+        """Arguments of :class:`~eagle3_jax.SpeculativeDecoder`."""
+        from eagle3_jax import DraftSampling
+
+        return {
+            "num_speculative_tokens": self.num_speculative_tokens,
+            "tree": parse_tree(self.tree),
+            "schedule": parse_schedule(self.schedule),
+            "draft_sampling": None if self.draft_sampling is None else DraftSampling(self.draft_sampling),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """The choice of tokens."""
+
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0 for all.", max=2**31 - 1)] = 0
+    top_p: Annotated[
+        float, typer.Option(help="Sample among the most likely tokens that together have this probability.")
+    ] = 1.0
+    seed: Annotated[int, typer.Option(help="Random seed.", min=0, max=2**32 - 1)] = 0
+
+    def params(self) -> SamplingParams:
+        """The same for the decoder.
+
+        Raises:
+            ValueError: A value is out of range.
+        """
+        from eagle3_jax import SamplingParams
+        from eagle3_jax.checks import check_sampling
+
+        params = SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+        check_sampling(params, 1)
+        return params
+
+
+def open_decoder(
+    models: ModelOptions,
+    draft: DraftOptions,
+    dtype: str,
+    *,
+    batch: int = 1,
+    mesh: Mesh | None = None,
+    stop_tokens: Sequence[int] | None = None,
+) -> SpeculativeDecoder:
+    """Loads the models that a command line names and puts a decoder together.
+
+    Args:
+        models: The target and its drafter.
+        draft: The draft of a round.
+        dtype: The precision.
+        batch: Rows that start together. The default draft length depends on it.
+        mesh: The mesh that divides the models.
+        stop_tokens: Ids that end a row. Default: the target's.
+    """
+    from eagle3_jax import SpeculativeDecoder
+
+    options = draft.for_decoder()
+    source = default_drafter(models.target) if models.drafter is None else models.drafter
+    target = read_target(models.target, dtype, mesh, weights=models.weights)
+    head = read_drafter(source, target=target, target_source=models.target, layer_ids=models.layer_ids)
+    shapes = ("num_speculative_tokens", "tree", "schedule")
+    given = {name: getattr(draft, name) for name in shapes if getattr(draft, name) is not None}
+    chosen = [f"--{name.replace('_', '-')} {value}" for name, value in given.items()]
+    if not chosen and not find_own("--drafter", source):
+        head = _with_default_length(head, batch, least=0 if draft.draft_sampling is None else 1)
+    options |= {"verifier": read_verifier(draft.verifier), "mesh": mesh, "stop_tokens": stop_tokens}
+    try:
+        return SpeculativeDecoder(target, head, **options)
+    except ValueError as error:  # name the option that the library's message is about
+        raise Misuse(": ".join(filter(None, (", ".join(chosen), str(error))))) from None
+
+
+def _with_default_length(
+    head: LoadedDrafter | Drafter[Any] | None, batch: int, *, least: int
+) -> LoadedDrafter | Drafter[Any] | None:
+    """A drafter with the default length for batches of this size; ``None`` where that length is 0.
+
+    A drafter that proposes a block or all of its heads in one pass keeps its length: a shorter draft would be another
+    network, or cost as much.
+    """
+    from eagle3_jax import Chain, LoadedDrafter
+    from eagle3_jax.checks import Drafting, configured
+    from eagle3_jax.topology import default_draft_length
+
+    drafter, length = head.drafter if isinstance(head, LoadedDrafter) else head, max(default_draft_length(batch), least)
+    if length == default_draft_length() or not isinstance(drafter, Drafting) or hasattr(drafter, "longest"):
+        return head
+    if not length:
+        return None
+    shaped = configured(drafter, Chain(length), None)
+    return dataclasses.replace(head, drafter=shaped) if isinstance(head, LoadedDrafter) else shaped

@@ -1,0 +1,213 @@
+"""``eagle3 chat`` and ``eagle3 generate --chat``: from a pipe, at a terminal, interrupted and refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from models_on_disk import write_bytes_target
+from test_terminal import BLOCKED, WHILE_RUNNING, InTerminal, ended
+
+import eagle3_jax as e3
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if messages[0].content == 'No.' %}{{ raise_exception('not that') }}{% endif %}<answer>"
+)
+SHORT = ("--max-new-tokens", "6")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A random target with a chat template."""
+    folder = write_bytes_target(tmp_path_factory.mktemp("chat") / "bytes")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def expected(folder: Path, *questions: str, system: str | None = None, **options) -> list[str]:
+    decoder = e3.SpeculativeDecoder(e3.load_target(folder))
+    conversation = e3.Chat(decoder, system=system, **({"max_new_tokens": 6} | options))
+    return [conversation.send(question).text or "" for question in questions]
+
+
+# ---------------------------------------------------------------- from a pipe
+
+
+@pytest.fixture
+def piped(cli, monkeypatch):
+    def call(text: str, *arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        return cli("chat", *arguments)
+
+    return call
+
+
+def test_each_line_of_a_pipe_is_a_turn_and_answers_are_plain_text(piped, folder: Path) -> None:
+    first = expected(folder, "Why?", "  And then?".strip(), system="Be kind.")
+    again = expected(folder, "Why?", system="Be kind.")
+    options = ("--target", folder, *SHORT, "--system", "Be kind.")
+    code, out, err = piped("Why?\n\n  And then?\n/reset\nWhy?\n/exit\nnot read\n", *options)
+    assert (code, err) == (0, "")
+    assert out == "".join(f"{answer}\n" for answer in (*first, *again))
+
+
+def test_the_options_of_a_command_line_are_those_of_the_conversation(piped, folder: Path) -> None:
+    sampling = e3.SamplingParams(temperature=1.0, top_k=40)
+    texts = expected(folder, "Why?", "So?", sampling=sampling, seed=3, max_new_tokens=9)
+    options = ("--target", folder, "--drafter", "none", "--max-new-tokens", 9, "--temperature", 1, "--top-k", 40)
+    code, out, err = piped("Why?\nSo?", *options, "--seed", 3)
+    assert (code, out, err) == (0, "".join(f"{text}\n" for text in texts), "")
+
+
+def test_without_lines_there_is_nothing_but_that_a_rule_is_not_lossless(piped, folder: Path) -> None:
+    assert piped("", "--target", folder) == (0, "", "")
+    code, out, err = piped("", "--target", folder, "--verifier", "typical")
+    assert (code, out) == (0, "") and "not lossless: drafts were accepted by TypicalAcceptance" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "lines", "named"),
+    [
+        ((), "Why?\n", "the bundled target has no chat template; name a model that has one with --target"),
+        (("--system", "No."), "", "the chat template does not take "),
+        (("--temperature", "-1"), "", "--temperature is -1"),
+        (("--top-p", "2"), "", "top_p is 2"),
+        (("--drafter", ""), "", "--drafter is empty"),
+        (("--tree", "num_nodes=3"), "", "expected num_nodes=N"),
+        (("--max-new-tokens", "0"), "", "--max-new-tokens"),
+        ((), "x" * 3000, "the conversation has 3014 tokens with this question"),
+    ],
+    ids=["no template", "system", "temperature", "top-p", "drafter", "tree", "no tokens", "too long"],
+)
+def test_it_refuses_in_one_line(
+    refused, monkeypatch, folder: Path, options: tuple[str, ...], lines: str, named: str
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    target = () if "bundled" in named else ("--target", folder)
+    assert named in refused("chat", *target, *options)
+
+
+# ---------------------------------------------------------------- generate --chat
+
+
+def test_generate_asks_a_prompt_as_a_question(cli, refused, folder: Path, tmp_path: Path) -> None:
+    (text,) = expected(folder, "Why?")
+    asked = ("generate", "--chat", "Why?", "--target", folder, *SHORT)
+    code, out, _ = cli(*asked, "--no-compare")
+    assert code == 0 and out.startswith(f"Why?\n{text}\n[stopped: reached --max-new-tokens 6]\n")
+    assert "drafter: NGram, chain K=3" in out  # where no drafter is named
+    row = json.loads(cli(*asked, "--json")[1])
+    messages = [{"role": "user", "content": "Why?"}]
+    assert row["text"] == text
+    assert row["prompt_ids"] == e3.apply_chat_template(e3.load_target(folder), messages)
+    # A conversation in a file is the same prompt; what its template refuses is refused by line.
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"messages": messages}))
+    from_file = ("generate", "--prompts", file, "--target", folder, *SHORT, "--json")
+    ignored = {"seconds": 0}
+    assert json.loads(cli(*from_file)[1]) | ignored == row | ignored
+    file.write_text(json.dumps({"messages": [messages[0] | {"content": "No."}]}))
+    assert f"{file} line 1: the chat template does not take " in refused(*from_file)
+    file.write_text(json.dumps({"messages": messages}))
+    assert f"{file} line 1: the bundled target has no chat template" in refused("generate", "--prompts", file)
+    assert "no chat template; leave --chat out" in refused("generate", "--chat", "Why?")
+    assert "--chat asks a PROMPT" in refused("generate", "--chat", "--prompts", file)
+
+
+# ---------------------------------------------------------------- at a terminal
+
+
+def test_a_bare_text_for_a_chat_model_is_continued_with_a_hint(folder: Path) -> None:
+    options = ("Why?", "--target", str(folder), "--no-compare", *SHORT)
+    hinted, asked = InTerminal("generate", *options, pipe=True), InTerminal("generate", "--chat", *options, pipe=True)
+    line = "the text is continued as it is; --chat asks it as a question, as this model expects"
+    assert line in hinted.finish() and line not in hinted.output
+    assert line not in asked.finish()
+
+
+class Typing(InTerminal):
+    """A process that is typed to."""
+
+    def type(self, text: str, until: bytes = b"> ") -> list[str]:
+        """The lines of the screen once the answer to this text has been written."""
+        os.write(self.master, text.encode())
+        return self.wait(until)
+
+    def wait(self, until: bytes = b"> ") -> list[str]:
+        self.seen = b""
+        self.read(until)
+        return [line.rstrip() for line in self.screen.display if line.strip()]
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_a_conversation_at_a_terminal(folder: Path, columns: int) -> None:
+    chat = Typing("chat", "--target", str(folder), "--max-new-tokens", "3000", columns=columns)
+    *header, mark = chat.wait()
+    assert header[0] == "drafter: NGram, chain K=3" and mark == ">"
+    assert "".join(header[1:]) == f"{folder}: /help lists commands, Ctrl-D ends"
+    assert "/reset  begins a new conversation" in chat.type("/help\n")
+    # An interrupted answer ends, and the program does not.
+    os.write(chat.master, b"Why?\n")
+    chat.wait(b"\x1b[?25h")  # the spinner is gone
+    os.killpg(chat.process.pid, signal.SIGINT)
+    lines = chat.wait()
+    assert lines[-2:] == ["[interrupted]", ">"]
+    # At the prompt it ends the line.
+    os.killpg(chat.process.pid, signal.SIGINT)
+    assert chat.wait()[-2:] == ["(Ctrl-D ends)", ">"]
+    lines = chat.type("x" * 3000 + "\n")
+    assert any("error: the conversation has" in line for line in lines) and lines[-1] == ">"
+    os.write(chat.master, b"\x04")
+    chat.finish()
+    assert chat.code == 0
+    assert chat.screen.cursor.x == 0 and not chat.screen.cursor.hidden
+
+
+def test_the_line_after_an_answer_counts_it(folder: Path) -> None:
+    chat = Typing("chat", "--target", str(folder), *SHORT, columns=120)
+    chat.wait()
+    lines = chat.type("Why?\n")
+    facts = re.fullmatch(
+        r"\[stopped: reached --max-new-tokens 6\] · 6 tokens · (\d\.\d\d) tokens per round · [\d.]+ tokens/s"
+        r"( · compilation \(\d+ s\) left out)?",
+        lines[-2],
+    )
+    assert facts and 1 <= float(facts[1]) <= 4
+    os.write(chat.master, b"\n")  # an empty line ends it
+    chat.finish()
+    assert chat.code == 0
+
+
+HEARD = "time.sleep(60)"
+INTERRUPTIBLE = WHILE_RUNNING.replace(
+    "running()\n    except",
+    """with _errors.interruptible():
+            for _ in range(2):
+                try:
+                    running()
+                except KeyboardInterrupt:
+                    print("heard", flush=True)
+        return 3
+    except""",
+).replace("import eagle3_jax.cli as cli", "import eagle3_jax.cli as cli\nfrom eagle3_jax.cli import _errors")
+
+
+@pytest.mark.parametrize("step", [HEARD, "    ".join(["import weakref\n", "class Thing: pass\n"])])
+def test_an_interruption_ends_what_is_running_and_not_the_program(step: str) -> None:
+    if "weakref" in step:  # Python drops what is raised in a callback, so that it must be raised again
+        step += "    thing = Thing()\n    reference = weakref.ref(thing, lambda _: time.sleep(60))\n    del thing\n"
+        step += "    time.sleep(60)"
+    assert ended(INTERRUPTIBLE.format(step=step)) == (3, "heard\nheard\n", "")
+
+
+def test_a_second_interruption_ends_the_program_if_python_does_not_hear_the_first() -> None:
+    twice = f"threading.Timer(2, os.kill, (os.getpid(), signal.SIGINT)).start()\n    {BLOCKED}"
+    waiting = "\nwaiting for the device; Ctrl-C again ends the program\n"
+    assert ended(INTERRUPTIBLE.format(step=twice)) == (130, "", waiting)
