@@ -65,8 +65,8 @@ WeightsOption = Annotated[
     str,
     typer.Option(
         "--weights",
-        help="Weights of target and drafter: dense, fp8 (8-bit kernels), or fp8-dynamic (8-bit activations too). "
-        "Output is lossless relative to that target.",
+        help="Weights of target and drafter: dense, fp8 (8-bit kernels), fp8-dynamic (8-bit activations too), or int8 "
+        "(both; fastest on CPUs). Output is lossless relative to that target.",
     ),
 ]
 CompilationCacheOption = Annotated[

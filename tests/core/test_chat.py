@@ -18,7 +18,7 @@ import eagle3_jax as e3
 from eagle3_jax import Chat, ChatTemplate, apply_chat_template, load_target
 from eagle3_jax.chat_template import check_messages
 from eagle3_jax.conversion import CheckpointError
-from eagle3_jax.conversion.files import read_tokenizer_config
+from eagle3_jax.conversion.beside import tokenizer_config_of
 from eagle3_jax.sources import bundled
 
 # ---------------------------------------------------------------- templates
@@ -239,20 +239,20 @@ def test_a_directory_has_the_template_that_transformers_finds(
     shutil.copy(bundled("target") / "tokenizer.json", tmp_path)
     for name, content in files.items():
         (tmp_path / name).write_bytes((content if isinstance(content, str) else json.dumps(content)).encode())
-    ours = ChatTemplate.of(read_tokenizer_config(tmp_path))
+    ours = ChatTemplate.of(tokenizer_config_of(tmp_path))
     theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert ours is not None and ours.render([QUESTION]) == rendered
     assert theirs.apply_chat_template([QUESTION], tokenize=False) == rendered
 
 
 def test_a_file_of_processors_is_read_and_a_damaged_one_refused(tmp_path: Path) -> None:
-    assert read_tokenizer_config(tmp_path) == {}
+    assert tokenizer_config_of(tmp_path) == {}
     (tmp_path / "chat_template.json").write_text('{"chat_template": "json"}')
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "field", "bos_token": "<s>"}')
-    assert read_tokenizer_config(tmp_path) == {"chat_template": "json", "bos_token": "<s>"}
+    assert tokenizer_config_of(tmp_path) == {"chat_template": "json", "bos_token": "<s>"}
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(CheckpointError, match=r"chat_template\.jinja is not a text file in UTF-8 \(byte 0\)"):
-        read_tokenizer_config(tmp_path)
+        tokenizer_config_of(tmp_path)
 
 
 def test_a_target_is_loaded_with_its_template(tmp_path: Path) -> None:

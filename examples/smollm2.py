@@ -1,0 +1,322 @@
+"""A published chat model on this machine: the cost of a round, weights in int8, and the text of transformers.
+
+The target is SmolLM2-135M-Instruct, or any other one. Prompts are JSONL files with ``turns`` or ``question``, such as
+those of MT-bench, HumanEval and GSM8K, one file a task. Quiet two cores take about half an hour::
+
+    python examples/smollm2.py mt_bench.jsonl humaneval.jsonl gsm8k.jsonl --output record.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import eagle3_jax as e3
+from eagle3_jax.bench.environment import environment
+from eagle3_jax.bench.tables import write_text
+from eagle3_jax.models.layers import Precision, product, product_by_table
+from eagle3_jax.models.memory import causal_mask
+from eagle3_jax.models.quantised import Int8Kernel
+from eagle3_jax.prompts import Prompt, in_turn, read_prompts
+
+ROWS = (1, 2, 4, 6)  # of a verification
+PREFILLS = (32, 128)
+CONTEXT, CAPACITY = 100, 256
+FORMS = {"float32": ("float32", "dense"), "mixed": ("mixed", "dense"), "int8": ("float32", "int8")}
+KERNELS = ("kernel", "gate_up", "down")  # names of the parameters that products read
+
+
+def main() -> None:
+    """Measures every part, prints it, and writes all of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts", nargs="+", type=Path, help="JSONL files, one a task")
+    parser.add_argument("--target", default="smollm2", help="[default: smollm2]")
+    parser.add_argument("--parts", default="rounds,start,divergence,texts", help="[default: all four]")
+    parser.add_argument("--repeats", type=int, default=20, help="of every timing, interleaved  [default: 20]")
+    parser.add_argument("--max-prompts", type=int, default=240, help="of the divergence  [default: 240]")
+    parser.add_argument("--max-texts", type=int, default=60, help="compared with transformers  [default: 60]")
+    parser.add_argument("--output", type=Path, help="JSON file for the record")
+    options = parser.parse_args()
+
+    parts: dict[str, Callable[[argparse.Namespace], Any]] = {
+        "rounds": rounds, "start": start, "divergence": divergence, "texts": texts,
+    }  # fmt: skip
+    record = {"target": options.target, "environment": environment(target=options.target, prompt_files=options.prompts)}
+    for name in options.parts.split(","):
+        begin = time.monotonic()
+        record[name] = parts[name](options)
+        print(f"{name} ({time.monotonic() - begin:.0f} s): {json.dumps(record[name], indent=1)}", flush=True)
+        if options.output is not None:
+            write_text(options.output, json.dumps(record, indent=1) + "\n")
+
+
+def prompts_of(options: argparse.Namespace, target: e3.LoadedTarget, count: int) -> list[Prompt]:
+    """The first turns of the prompts, through the target's chat template, in turn from every task."""
+    prompts = [prompt for file in options.prompts for prompt in read_prompts(file, target, max_new_tokens=64)]
+    return in_turn(prompts, count)
+
+
+# The cost of a round
+
+
+def rounds(options: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a target's step with some rows, of its products alone, and of prefills; all interleaved."""
+    programs: dict[str, Callable[[], Any]] = {}
+    for form, (dtype, weights) in FORMS.items():
+        target = e3.load_target(options.target, dtype=dtype, weights=weights)
+        for count in ROWS:
+            programs[f"{form}, {count} rows"] = step_program(target, count)
+            programs[f"{form}, {count} rows, products alone"] = products_program(target, count, count)
+        for count in PREFILLS:
+            programs[f"{form}, prefill of {count}"] = prefill_program(target, count)
+            programs[f"{form}, prefill of {count}, products alone"] = products_program(target, count, 1)
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(options.repeats):
+        for name, program in programs.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(program())
+            seconds[name].append(time.perf_counter() - begin)
+    figures = {}
+    for name, times in seconds.items():
+        low, median, high = statistics.quantiles(times, n=4)
+        figures[name] = {"milliseconds": 1e3 * median, "quartiles": [1e3 * low, 1e3 * high]}
+    fastest = min(FORMS, key=lambda form: figures[f"{form}, 1 rows"]["milliseconds"])
+    plain = seconds[f"{fastest}, 1 rows"]
+    for form in FORMS:
+        for count in ROWS:
+            ratios = [time / other for time, other in zip(seconds[f"{form}, {count} rows"], plain, strict=True)]
+            figures[f"{form}, {count} rows"]["times_fastest_plain_step"] = statistics.median(ratios)
+            figures[f"{form}, {count} rows"]["outside_products"] = outside_products(seconds, f"{form}, {count} rows")
+    return {"context": CONTEXT, "capacity": CAPACITY, "fastest_plain_step": fastest, "figures": figures}
+
+
+def outside_products(seconds: dict[str, list[float]], name: str) -> float:
+    """The share of a step that its products alone do not take, by medians."""
+    return 1 - statistics.median(seconds[f"{name}, products alone"]) / statistics.median(seconds[name])
+
+
+def step_program(target: e3.LoadedTarget, count: int) -> Callable[[], Any]:
+    """A verification of ``count`` tokens after 100 others: forward, logits, their largest, commit."""
+    model: Any = target.model
+    cache = model.init_cache(1, CAPACITY).replace(length=jnp.asarray([CONTEXT], jnp.int32))
+
+    def step(params: Any, cache: Any, tokens: jax.Array) -> Any:
+        positions = cache.length[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+        output = model(params, tokens, positions, causal_mask(count), cache)
+        largest = jnp.argmax(model.unembed(params, output.final), axis=-1)
+        after = cache.commit(output.written, jnp.asarray([count], jnp.int32), None)
+        return largest, after.replace(length=cache.length)
+
+    compiled = jax.jit(step, donate_argnums=1)
+    state = [jax.tree.map(jnp.copy, cache)]
+
+    def run() -> Any:
+        largest, state[0] = compiled(target.params, state[0], jnp.full((1, count), 7, jnp.int32))
+        return largest
+
+    run()
+    return run
+
+
+def prefill_program(target: e3.LoadedTarget, count: int) -> Callable[[], Any]:
+    """A prompt of ``count`` tokens, and the logits of its last one."""
+    model: Any = target.model
+    tokens, positions = jnp.full((1, count), 7, jnp.int32), jnp.arange(count, dtype=jnp.int32)[None]
+
+    @jax.jit
+    def prefill(params: Any) -> jax.Array:
+        return model.unembed(params, model(params, tokens, positions, causal_mask(count)).final[:, -1:])
+
+    jax.block_until_ready(prefill(target.params))
+    return lambda: prefill(target.params)
+
+
+def products_program(target: e3.LoadedTarget, count: int, logits: int) -> Callable[[], Any]:
+    """The products of ``count`` rows with every kernel, one after the other, and of ``logits`` rows with the output."""
+    model: Any = target.model
+    precision: Precision = model.precision
+    leaves = jax.tree_util.tree_leaves_with_path(target.params, is_leaf=lambda leaf: isinstance(leaf, Int8Kernel))
+    kernels = [leaf for path, leaf in leaves if leaf.ndim == 2 and path[-1].key in KERNELS]
+    tied = model.config.tie_embeddings
+
+    @jax.jit
+    def products(kernels: list[Any], embedding: Any) -> jax.Array:
+        total = jnp.zeros(())
+        for kernel in kernels:  # each waits for the one before it, as layers do
+            rows = jnp.full((count, kernel.shape[0]), 0.5, precision.activations) + total
+            total = product(rows, kernel, precision)[0, 0] * 1e-9
+        if not tied:
+            return total
+        rows = jnp.full((logits, embedding.shape[1]), 0.5, precision.activations) + total
+        return product_by_table(rows, embedding, precision)[0, 0]
+
+    run = lambda: products(kernels, target.params["embedding"])
+    jax.block_until_ready(run())
+    return run
+
+
+# From the command to the first token
+
+
+def start(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Seconds from the command to its first character and to its end, without and with compiled programs; memory."""
+    rows = []
+    with tempfile.TemporaryDirectory() as cache:
+        for weights in ("dense", "int8"):
+            for state in ("cold", "warm", "warm"):
+                seconds, first, peak = timed_command(
+                    ["generate", "--chat", "What is the capital of France?", "--target", options.target, "--weights",
+                     weights, "--no-compare", "--max-new-tokens", "32", "--compilation-cache", cache]
+                )  # fmt: skip
+                row = {"weights": weights, "compiled_programs": state, "first_character_seconds": first}
+                rows.append({**row, "seconds": seconds, "peak_megabytes": peak})
+    return rows
+
+
+def timed_command(arguments: Sequence[str]) -> tuple[float, float, int]:
+    """Runs a command of ``eagle3``: its seconds, those to its first character, and the peak memory in megabytes."""
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "eagle3_jax", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    os.read(process.stdout.fileno(), 1)
+    first = time.monotonic() - begin
+    process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(command)} failed")
+    peak = (
+        usage.ru_maxrss // 1024 if usage.ru_maxrss else resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
+    )
+    return time.monotonic() - begin, first, peak
+
+
+# Divergence of distributions
+
+
+def divergence(options: argparse.Namespace) -> dict[str, Any]:
+    """Divergence of the next token from float32, on greedy answers of float32 to every prompt, and texts that agree."""
+    dense = e3.load_target(options.target)
+    prompts = prompts_of(options, dense, options.max_prompts)
+    answers = greedy(dense, prompts)
+    figures = {}
+    for form in ("mixed", "int8"):
+        dtype, weights = FORMS[form]
+        other = e3.load_target(options.target, dtype=dtype, weights=weights)
+        pairs = [compared(dense, other, prompt.tokens, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        nats = np.concatenate([pair[0] for pair in pairs])
+        same = np.concatenate([pair[1] for pair in pairs])
+        equal = [answer == text for answer, text in zip(answers, greedy(other, prompts), strict=True)]
+        figures[form] = {
+            "tokens": len(nats),
+            "mean_nats": float(nats.mean()),
+            "median_nats": float(np.median(nats)),
+            "p99_nats": float(np.quantile(nats, 0.99)),
+            "same_likeliest_token": float(same.mean()),
+            "equal_texts": sum(equal),
+        }
+    return {"prompts": len(prompts), "max_new_tokens": 64, "from": "float32", "figures": figures}
+
+
+def greedy(target: e3.LoadedTarget, prompts: Sequence[Prompt], batch: int = 8) -> list[list[int]]:
+    """The greedy answers of a target, prompts of similar length together."""
+    decoder = e3.SpeculativeDecoder(target)
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index].tokens))
+    answers: dict[int, list[int]] = {}
+    for some in batches(order, batch):
+        result = decoder.generate([prompts[index].tokens for index in some], max_new_tokens=64)
+        answers |= dict(zip(some, result.tokens, strict=True))
+    return [answers[index] for index in range(len(prompts))]
+
+
+def batches(order: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    """Consecutive parts of a list."""
+    for first in range(0, len(order), size):
+        yield order[first : first + size]
+
+
+def compared(
+    dense: e3.LoadedTarget, other: e3.LoadedTarget, prompt: Sequence[int], answer: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """For every token of an answer: ``KL(dense || other)`` in nats, and whether the likeliest tokens are equal."""
+    text = [*prompt, *answer]
+    padded = np.zeros((1, -(-len(text) // 128) * 128), np.int32)
+    padded[0, : len(text)] = text
+    positions = slice(len(prompt) - 1, len(text) - 1)
+    first, second = (np.asarray(log_probs(target.model, target.params, padded))[positions] for target in (dense, other))
+    nats = (np.exp(first.astype(np.float64)) * (first.astype(np.float64) - second)).sum(-1)
+    return nats, first.argmax(-1) == second.argmax(-1)
+
+
+def log_probs(model: Any, params: Any, tokens: np.ndarray) -> jax.Array:
+    """``[T V]``, log-probabilities after every token of one text."""
+    return _log_probs(model, params, jnp.asarray(tokens))
+
+
+def _log_probs_of(model: Any, params: Any, tokens: jax.Array) -> jax.Array:
+    size = tokens.shape[1]
+    output = model(params, tokens, jnp.arange(size, dtype=jnp.int32)[None], causal_mask(size))
+    return jax.nn.log_softmax(model.unembed(params, output.final)[0])
+
+
+_log_probs = jax.jit(_log_probs_of, static_argnums=0)
+
+
+# Texts of transformers
+
+
+def texts(options: argparse.Namespace) -> dict[str, Any]:
+    """Greedy answers in float32 with drafts by n-grams, beside those of transformers; where they part, by how much."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from eagle3_jax.sources import locate
+
+    path = locate(options.target, "target")
+    source = {"gguf_file": path.name} if path.is_file() else {}
+    reference = AutoModelForCausalLM.from_pretrained(
+        path.parent if path.is_file() else path, dtype=torch.float32, **source
+    )
+    target = e3.load_target(options.target)
+    decoder = e3.SpeculativeDecoder(target, e3.drafters.NGram())
+    parted, rounds, tokens = [], 0, 0
+    prompts = prompts_of(options, target, options.max_texts)
+    for prompt in prompts:
+        result = decoder.generate([prompt.tokens], max_new_tokens=64)
+        ours = result.tokens[0]
+        given = torch.tensor([prompt.tokens])
+        with torch.no_grad():
+            whole = reference.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=64, do_sample=False)
+        theirs = whole[0, len(prompt.tokens) :].tolist()
+        rounds, tokens = rounds + int(result.stats.num_drafts), tokens + len(ours)
+        if ours != theirs:
+            at = next(index for index, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1])
+            with torch.no_grad():
+                logits = reference(torch.tensor([[*prompt.tokens, *ours[:at]]])).logits[0, -1]
+            gap = float((logits[theirs[at]] - logits[ours[at]]).abs())
+            parted.append({"prompt": prompt.name, "token": at, "logits_apart": gap})
+    return {
+        "prompts": len(prompts),
+        "equal": len(prompts) - len(parted),
+        "parted": parted,
+        "rounds": rounds,
+        "tokens": tokens,
+    }
+
+
+if __name__ == "__main__":
+    main()
