@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar
 
@@ -198,21 +199,24 @@ class Int8Kernel(struct.PyTreeNode, kw_only=True):
 
 
 def quantise_int8(kernel: Any, *, is_table: bool = False) -> Int8Kernel:
-    """A matrix in int8 on the host, ``s = max |H W| / 127`` for each output; rounded to nearest, ties to even.
+    """A matrix in int8 on the default device, ``s = max |H W| / 127`` for each output; nearest, ties to even.
 
     Args:
         kernel: ``[..., D_in, D_out]`` or a table ``[V, D]``: an array of numpy, or an object that becomes one.
         is_table: Whether outputs are the first axis.
     """
-    weights = np.asarray(kernel).astype(np.float32)
-    by_output = weights if is_table else np.swapaxes(weights, -1, -2)
+    return _quantise_int8(np.asarray(kernel).astype(np.float32, copy=False), is_table)
+
+
+@functools.partial(jax.jit, static_argnames="is_table")  # numpy takes ten times as long
+def _quantise_int8(weights: Any, is_table: bool) -> Int8Kernel:
+    by_output = weights if is_table else jnp.swapaxes(weights, -1, -2)
     rotation = _rotation_size(by_output.shape[-1])
-    by_output = rotated(np.ascontiguousarray(by_output), rotation)
-    largest = np.maximum(by_output.max(axis=-1), -by_output.min(axis=-1))
-    scale = np.where(largest > 0, largest / np.float32(INT8_LARGEST), np.float32(1)).astype(np.float32)
-    values = np.rint(by_output / scale[..., None]).astype(np.int8)
-    if not is_table:
-        values = np.ascontiguousarray(np.swapaxes(values, -1, -2))
+    by_output = rotated(by_output, rotation)
+    largest = jnp.max(jnp.abs(by_output), axis=-1)
+    scale = jnp.where(largest > 0, largest / INT8_LARGEST, 1.0)
+    values = jnp.round(by_output / scale[..., None]).astype(jnp.int8)
+    values = values if is_table else jnp.swapaxes(values, -1, -2)
     return Int8Kernel(values=values, scale=scale, is_table=is_table, rotation=rotation)
 
 
@@ -221,18 +225,15 @@ def _rotation_size(inputs: int) -> int:
     return math.gcd(inputs, 64)
 
 
-def rotated(x: Any, size: int) -> Any:
+def rotated(x: Float[Array, "*rows D"], size: int) -> Float[Array, "*rows D"]:
     """``x H`` over the last axis, where ``H`` has blocks of a Hadamard matrix of this size, divided by its root.
 
-    ``H`` is its own inverse. ``x`` is float32, of numpy or jax.
+    ``H`` is its own inverse.
     """
     if size == 1:
         return x
     block = (hadamard(size) / math.sqrt(size)).astype(np.float32)
-    blocks = x.reshape(-1, size)
-    if isinstance(x, np.ndarray):
-        return (blocks @ block).reshape(x.shape)
-    return jnp.matmul(blocks, block, precision=lax.Precision.HIGHEST).reshape(x.shape)
+    return jnp.matmul(x.reshape(-1, size), block, precision=lax.Precision.HIGHEST).reshape(x.shape)
 
 
 def int8_product(x: Float[Array, "*rows D_in"], kernel: Int8Kernel) -> Float[Array, "*rows D_out"]:

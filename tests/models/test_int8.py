@@ -60,7 +60,7 @@ def test_a_rotated_kernel_is_nearest_to_the_rotated_matrix(inputs: int, is_table
     random, outputs = np.random.default_rng(0), 20
     weights = random.normal(0, 1, (inputs, outputs)).astype(np.float32)
     weights[:, 3] = 0
-    kernel = jax.tree.map(jnp.asarray, quantise_int8(weights.T if is_table else weights, is_table=is_table))
+    kernel = quantise_int8(weights.T if is_table else weights, is_table=is_table)
     assert kernel.rotation == (8 if inputs == 24 else 64)
     rotated = whole_rotation(inputs, kernel.rotation) @ weights
     scale, values = np.asarray(kernel.scale), np.asarray(kernel.values).T if is_table else np.asarray(kernel.values)
@@ -81,7 +81,7 @@ def test_a_rotation_keeps_the_precision_of_rows_with_one_large_value() -> None:
     weights = random.normal(0, inputs**-0.5, (inputs, outputs)).astype(np.float32)
     x = random.normal(0, 1, (8, inputs)).astype(np.float32)
     x[:, 17] = 80
-    rotated = jax.tree.map(jnp.asarray, quantise_int8(weights))
+    rotated = quantise_int8(weights)
     scale = np.abs(weights).max(0) / np.float32(127)
     unrotated = Int8Kernel(values=jnp.asarray(np.rint(weights / scale), jnp.int8), scale=jnp.asarray(scale))
     exact = x.astype(np.float64) @ weights.astype(np.float64)
@@ -94,7 +94,7 @@ def test_a_rotation_keeps_the_precision_of_rows_with_one_large_value() -> None:
 
 def test_a_row_has_the_same_bits_alone_and_among_others() -> None:
     random = np.random.default_rng(0)
-    kernel = jax.tree.map(jnp.asarray, quantise_int8(random.normal(0, 1, (192, 48)).astype(np.float32)))
+    kernel = quantise_int8(random.normal(0, 1, (192, 48)).astype(np.float32))
     x = jnp.asarray(random.normal(0, 1, (9, 192)), jnp.float32)
     together = np.asarray(jax.jit(int8_product)(x, kernel))
     for size in (1, 2, 4):
