@@ -1,4 +1,4 @@
-"""The files beside the weights of a checkpoint. Those of a GGUF file are written from its metadata."""
+"""The small files of a checkpoint: configuration and tokenizer. For a GGUF file they are built from its metadata."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from eagle3_jax.conversion.files import (
 )
 
 
-def read_beside(checkpoint: Path, name: str) -> bytes | None:
-    """The content of a file of a checkpoint; ``None`` where it has none of this name."""
+def read_sidecar(checkpoint: Path, name: str) -> bytes | None:
+    """The content of a small file of a checkpoint; ``None`` if there is none of this name."""
     if is_gguf(checkpoint):
         text = gguf.read_text(checkpoint, name)
         return None if text is None else text.encode()
@@ -38,10 +38,10 @@ def config_of(checkpoint: Path) -> Fields:
 
 
 def tokenizer_of(checkpoint: Path) -> Tokenizer | None:
-    """The tokenizer of a checkpoint; ``None`` where it has none.
+    """The tokenizer of a checkpoint, a directory or a GGUF file; ``None`` if it has none.
 
     Raises:
-        CheckpointError: Its file is damaged, or a GGUF file has a tokenizer that is not read.
+        CheckpointError: The file is damaged, or the tokenizer of a GGUF file is unsupported.
     """
     checkpoint = checkpoint_path(checkpoint)
     if not is_gguf(checkpoint):
@@ -51,15 +51,18 @@ def tokenizer_of(checkpoint: Path) -> Tokenizer | None:
 
 
 def tokenizer_config_of(checkpoint: Path) -> dict[str, Any]:
-    """The ``tokenizer_config.json`` of a checkpoint, with ``chat_template``, ``bos_token`` and so on; empty without."""
+    """The ``tokenizer_config.json`` of a checkpoint, a directory or a GGUF file; empty if it has none.
+
+    Keys that a GGUF file gives: ``chat_template``, ``bos_token``, ``eos_token``, ``unk_token`` and ``pad_token``.
+    """
     checkpoint = checkpoint_path(checkpoint)
-    content = read_beside(checkpoint, "tokenizer_config.json")
+    content = read_sidecar(checkpoint, "tokenizer_config.json")
     return {} if content is None else parsed_json(content, checkpoint / "tokenizer_config.json")
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:
-    """Copies those files of the tokenizer that the source has."""
+    """Copies the tokenizer's files that the source has."""
     for name in TOKENIZER_FILES:
-        content = read_beside(source, name)
+        content = read_sidecar(source, name)
         if content is not None:
             (destination / name).write_bytes(content)
