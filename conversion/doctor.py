@@ -12,11 +12,11 @@ import numpy as np
 
 from eagle3_jax.conversion import rules
 from eagle3_jax.conversion.acceptance import Agreement, forced_agreement
-from eagle3_jax.conversion.beside import read_beside, tokenizer_config_of, tokenizer_of
 from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
 from eagle3_jax.conversion.heads.head import Check, Suspects
 from eagle3_jax.conversion.reading import head_of, open_checkpoint, read_target, target_of
+from eagle3_jax.conversion.sidecars import read_sidecar, tokenizer_config_of, tokenizer_of
 from eagle3_jax.conversion.targets import TargetCheckpoint
 from eagle3_jax.drafters.draft_model import first_vocab_difference
 from eagle3_jax.models.config import MOST
@@ -76,7 +76,7 @@ def diagnose(
         checks += [_size(target, drafter), *_tokens(target, drafter)]
     checks += [_positions(target, drafter, name), _dtypes(target, drafter, name)]
     if is_head:  # the tokens of a draft model have been compared one by one
-        ours, theirs = (read_beside(one.source, "tokenizer.json") for one in (target, drafter))
+        ours, theirs = (read_sidecar(one.source, "tokenizer.json") for one in (target, drafter))
         absent = "the target has no tokenizer.json; prompts must be token ids"
         checks.append(_same_file("tokenizer", ours, theirs, absent))
     ours, theirs = (_template(one.source) for one in (target, drafter))

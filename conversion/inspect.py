@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.conversion import native
-from eagle3_jax.conversion.beside import tokenizer_of
 from eagle3_jax.conversion.errors import CheckpointError, TargetNeededError
 from eagle3_jax.conversion.families import FAMILIES, WRAPPERS, described
 from eagle3_jax.conversion.fields import Fields
@@ -19,6 +18,7 @@ from eagle3_jax.conversion.files import is_gguf
 from eagle3_jax.conversion.heads import HEADS
 from eagle3_jax.conversion.reading import Opened, head_of, open_checkpoint, target_of
 from eagle3_jax.conversion.rules import flatten
+from eagle3_jax.conversion.sidecars import tokenizer_of
 from eagle3_jax.conversion.targets import TargetCheckpoint
 from eagle3_jax.models.config import GatedDelta
 

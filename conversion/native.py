@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from eagle3_jax.conversion import draft_vocab, rules
-from eagle3_jax.conversion.beside import copy_tokenizer
 from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.families import Family, family_of
 from eagle3_jax.conversion.fields import Fields
@@ -22,6 +21,7 @@ from eagle3_jax.conversion.files import NATIVE_FILE, new_directory, read_json, w
 from eagle3_jax.conversion.heads import HEADS, HeadCheckpoint
 from eagle3_jax.conversion.heads.head import check_embedding, check_fit
 from eagle3_jax.conversion.rules import Params
+from eagle3_jax.conversion.sidecars import copy_tokenizer
 from eagle3_jax.conversion.targets import TargetCheckpoint, dense_params
 from eagle3_jax.models.config import (
     DecoderConfig,

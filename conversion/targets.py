@@ -12,7 +12,6 @@ import ml_dtypes
 import numpy as np
 
 from eagle3_jax.conversion import rules
-from eagle3_jax.conversion.beside import copy_tokenizer, read_beside
 from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.families import Family, described
 from eagle3_jax.conversion.fields import Fields, read_from
@@ -20,6 +19,7 @@ from eagle3_jax.conversion.files import new_directory, parsed_json, read_json, w
 from eagle3_jax.conversion.hf_config import stack_fields
 from eagle3_jax.conversion.quantised import Quantisation, read_quantised
 from eagle3_jax.conversion.rules import Params
+from eagle3_jax.conversion.sidecars import copy_tokenizer, read_sidecar
 from eagle3_jax.conversion.tensors import SAFETENSORS, Stored, write_tensors
 from eagle3_jax.models.config import DecoderConfig
 from eagle3_jax.models.decoder import DecoderTarget
@@ -185,7 +185,7 @@ def _same_bits(first: np.ndarray, second: np.ndarray) -> bool:
 
 def _tokens_of_texts(source: Path) -> dict[str, int | None]:
     """The token ids that only tokenizers use: copied from the source, null where it names none."""
-    content = read_beside(source, "config.json")
+    content = read_sidecar(source, "config.json")
     path = source / "config.json"
     fields = Fields({} if content is None else parsed_json(content, path), str(path))
     names = ("bos_token_id", "pad_token_id")

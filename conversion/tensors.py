@@ -78,8 +78,8 @@ class Stored(NamedTuple):
     tensors: Mapping[str, Any]  #: By name: arrays of numpy, or what becomes one.
     #: What the user says that the numbers of auxiliary layers count, see :mod:`eagle3_jax.conversion.heads.layer_ids`.
     layer_ids: str | None = None
-    held: Mapping[str, Any] | None = None  #: The tensors of a GGUF file itself, of which those above are made.
-    quantisation: Quantisation | None = None  #: How those are stored, where the configuration does not say.
+    held: Mapping[str, Any] | None = None  #: The tensors that a GGUF file stores; ``None`` otherwise.
+    quantisation: Quantisation | None = None  #: The quantisation of a GGUF file; ``None`` otherwise.
 
     @property
     def where(self) -> str:

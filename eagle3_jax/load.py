@@ -75,7 +75,7 @@ def _load_model(
 ) -> LoadedTarget:
     """Loads a language model from its directory."""
     from eagle3_jax.conversion import read_target
-    from eagle3_jax.conversion.beside import tokenizer_config_of, tokenizer_of
+    from eagle3_jax.conversion.sidecars import tokenizer_config_of, tokenizer_of
 
     checkpoint = read_target(directory, family)
     model = DecoderTarget(checkpoint.config, precision)

@@ -1,7 +1,7 @@
-"""The architectures of llama.cpp that are read: what their metadata says in the fields of a ``config.json``.
+"""The supported architectures of llama.cpp: metadata as fields of ``config.json``, and names of tensors.
 
-A file says less than the ``config.json`` that it was made from. What all models of an architecture have in common
-stands in llama.cpp's source; here it stands in ``constants`` and in the functions.
+Metadata has fewer fields than ``config.json``. llama.cpp's source fixes the values that all models of an architecture
+share. Here ``constants`` and the functions of an architecture set them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from eagle3_jax.conversion.gguf.header import Header
 
 ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 _ATTENTION_FACTOR = "rope.scaling.attn_factor"
-_SIGMOID = 2  # llama.cpp's number for experts whose scores are sigmoids
-# Layers with more heads than one scale scores by the width of a head, except in the largest Gemma of each kind.
+_SIGMOID = 2  # llama.cpp's number for routers that apply a sigmoid
+# Number of layers of the 27B models. As in llama.cpp, these scale scores by hidden_size / heads. Other Gemma models
+# scale them by head_dim.
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 
 
 class Source(NamedTuple):
-    """A file, and the keys of its architecture."""
+    """The metadata of a file, read by keys without the prefix of the architecture."""
 
-    header: Header  #: Of the file.
-    name: str  #: Its architecture, the prefix of its keys.
+    header: Header  #: The header of the file.
+    name: str  #: The architecture. Its name is the prefix of the keys.
 
     def key(self, name: str) -> str:
         """The whole key."""
@@ -37,7 +38,7 @@ class Source(NamedTuple):
         return self.key(name) in self.header.metadata
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A number of things."""
+        """A positive whole number; see :meth:`Fields.size`."""
         return self.header.fields.size(self.key(name), default)
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -49,7 +50,7 @@ class Source(NamedTuple):
         return self.header.fields.get(self.key(name))
 
     def only(self, **supported: Any) -> None:
-        """Refuses keys with another value than the supported one (``__`` for a dot); absent ones pass."""
+        """Refuses keys that have another value than the supported one. ``__`` replaces dots. Absent keys pass."""
         self.header.fields.only(**{self.key(name.replace("__", ".")): value for name, value in supported.items()})
 
     @property
@@ -66,20 +67,21 @@ class Source(NamedTuple):
 class Architecture(NamedTuple):
     """One architecture of llama.cpp."""
 
-    name: str  #: ``general.architecture``.
-    model_type: str  #: The family that reads it.
-    #: Fields of ``config.json`` by key, beside those of all.
+    name: str  #: The value of ``general.architecture``.
+    model_type: str  #: The family that computes it.
+    #: Fields of ``config.json`` by metadata key, in addition to :data:`_KEYS`. All are required.
     keys: Mapping[str, str] = {}
-    #: Names of a block's tensors, beside those of all and in their place; with or without ``.weight`` and ``.bias``.
+    #: Hugging Face names of a block's tensors by llama.cpp's names. They extend and override :data:`_NAMES`. A name may
+    #: include ``.weight`` or ``.bias``.
     names: Mapping[str, str] = {}
-    constants: Mapping[str, Any] = {}  #: Fields that no file says.
-    #: Fields that need more than a name.
+    constants: Mapping[str, Any] = {}  #: Fields of ``config.json`` that metadata does not have.
+    #: Computes further fields of ``config.json``.
     more: Callable[[Source], dict[str, Any]] = lambda source: {}
-    #: Further keys that ``more`` reads, or that change nothing.
+    #: Further keys that are allowed: ``more`` reads them, or they do not change the computation.
     known: tuple[str, ...] = ()
-    permuted: bool = False  #: Whether neighbouring rows of queries and keys rotate together.
-    norm_offset: float = 0.0  #: What has been added to the weights of norms.
-    #: Whether keys and values are equally wide, and all channels rotate.
+    permuted: bool = False  #: Whether the converter reordered the rows of queries and keys for interleaved rotation.
+    norm_offset: float = 0.0  #: The number that the converter added to the weights of norms.
+    #: Whether ``value_length`` and ``rope.dimension_count`` must equal the head dimension.
     whole_heads: bool = True
 
 
@@ -89,14 +91,13 @@ _KEYS = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
 }
 _RMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
-# Keys of every architecture that are read below, or that change nothing.
+# Keys that every architecture may have: the functions below read them, or they do not change the computation.
 _KNOWN = (
-    "attention.key_length", "attention.value_length", "attention.causal", "expert_count", "expert_used_count",
-    "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
+    "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.causal", "expert_count",
+    "expert_used_count", "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.yarn_ext_factor",
     "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "vocab_size",
 )  # fmt: skip
@@ -124,10 +125,10 @@ def _biases(source: Source) -> dict[str, Any]:
 
 
 def _windows(source: Source, period: int) -> list[str]:
-    """``layer_types``, by default full attention in every ``period``-th layer."""
+    """The kinds of attention as ``layer_types``. By default every ``period``-th layer has full attention."""
     pattern = source.get("attention.sliding_window_pattern")
     count = source.size("block_count")
-    if isinstance(pattern, np.ndarray):
+    if isinstance(pattern, list):
         slides = [bool(one) for one in pattern[:count]]
     else:
         period = source.size("attention.sliding_window_pattern", period)
@@ -136,9 +137,10 @@ def _windows(source: Source, period: int) -> list[str]:
 
 
 def _rope(source: Source) -> dict[str, Any]:
-    """The rotary embedding in the older notation: ``rope_theta`` and ``rope_scaling``."""
+    """The rotary embedding as ``rope_theta`` and ``rope_scaling``."""
     theta = source.number("rope.freq_base", 10_000.0)
-    kind = source.header.fields.one_of(source.key("rope.scaling.type"), ("none", "linear", "yarn", "longrope"), "none")
+    kinds = ("none", "linear", "yarn", *(("longrope",) if LONG_FACTORS in source.header.tensors else ()))
+    kind = source.header.fields.one_of(source.key("rope.scaling.type"), kinds, "none")
     source.only(rope__scaling__yarn_ext_factor=1.0)
     scaling: dict[str, Any] | None = None
     if kind == "linear":
@@ -161,7 +163,7 @@ def _rope(source: Source) -> dict[str, Any]:
 
 
 def _llama3(source: Source, theta: float) -> dict[str, Any] | None:
-    """The extension of Llama 3.1, which a file holds as a divisor of every frequency."""
+    """The scaling of Llama 3.1. The file has a divisor for every frequency, and these parameters must reproduce it."""
     divisors = np.asarray(source.header.tensors[ROPE_FREQS]).ravel()
     factor = float(str(divisors.max()))
     low, high, original = 1.0, 4.0, 8192
@@ -193,14 +195,8 @@ def _no_llama3(source: Source) -> CheckpointError:
 def _gemma(source: Source, period: int) -> dict[str, Any]:
     largest = source.size("block_count") == _LARGEST_GEMMA[source.name]
     scalar = source.size("embedding_length") // source.size("attention.head_count") if largest else source.head_dim
-    caps = {
-        field: source.number(key)
-        for key, field in (
-            ("attn_logit_softcapping", "attn_logit_softcapping"),
-            ("final_logit_softcapping", "final_logit_softcapping"),
-        )
-        if source.has(key)
-    }
+    names = ("attn_logit_softcapping", "final_logit_softcapping")
+    caps = {name: source.number(name) for name in names if source.has(name)}
     return {"query_pre_attn_scalar": scalar, "layer_types": _windows(source, period), **caps}
 
 
@@ -210,12 +206,14 @@ def _gemma3(source: Source) -> dict[str, Any]:
 
 
 def _phi3(source: Source) -> dict[str, Any]:
-    """Some channels may not rotate. Factors for long texts are tensors."""
+    """Partial rotation, and ``longrope``, whose factors are tensors."""
+    source.only(attention__value_length=source.head_dim)
     tensors, dims = source.header.tensors, source.size("rope.dimension_count")
     window = source.header.fields.integer(source.key("attention.sliding_window"), 0)
     fields: dict[str, Any] = {"partial_rotary_factor": dims / source.head_dim, "sliding_window": window or None}
     if LONG_FACTORS not in tensors and SHORT_FACTORS not in tensors:
         return fields
+    source.only(rope__scaling__type="longrope")
     factors: dict[str, Any] = {}
     for name, field in ((LONG_FACTORS, "long_factor"), (SHORT_FACTORS, "short_factor")):
         if name not in tensors:
@@ -244,7 +242,7 @@ def _qwen3_moe(source: Source) -> dict[str, Any]:
 def _gpt_oss(source: Source) -> dict[str, Any]:
     fields: dict[str, Any] = {"layer_types": _windows(source, 2)}
     rope = _rope(source)
-    if rope["rope_scaling"] is not None:  # gpt-oss does not round the bounds of yarn, which no file says
+    if rope["rope_scaling"] is not None:  # published gpt-oss models do not round the bounds of yarn
         fields["rope_scaling"] = {**rope["rope_scaling"], "truncate": False}
     return fields
 
@@ -264,7 +262,7 @@ def _cohere(source: Source) -> dict[str, Any]:
 
 
 def _deepseek(source: Source) -> dict[str, Any]:
-    """Newer files have keys and values as one head, which is as wide as what they are projected from."""
+    """Latent attention. Newer files store it as one head of the latent width, with the head sizes in ``*_mla`` keys."""
     source.header.fields.require(source.key("expert_gating_func"))
     source.only(expert_gating_func=_SIGMOID)
     rope_dim = source.size("rope.dimension_count")
@@ -289,7 +287,7 @@ def _deepseek(source: Source) -> dict[str, Any]:
 
 
 def _mistral3(source: Source) -> dict[str, Any]:
-    """Ministral 3, or Mistral Small 3.1, whose queries do not grow."""
+    """Ministral 3 scales queries by position. Mistral Small 3.1, the same architecture, does not."""
     if not source.has("attention.temperature_scale"):
         return {"model_type": "mistral", "sliding_window": None}
     scale = source.number("rope.scaling.yarn_log_multiplier")
@@ -437,10 +435,10 @@ def architecture_of(header: Header) -> Architecture:
     """The architecture of a file.
 
     Raises:
-        CheckpointError: It is not among those that are read, or the file has keys that are not known for it.
+        CheckpointError: The architecture is unsupported, or the file has keys that are unknown for it.
     """
     path, name = header.path, header.metadata.get("general.architecture")
-    if name in _DRAFTERS:
+    if isinstance(name, str) and name in _DRAFTERS:
         raise CheckpointError(
             f"{path} holds a draft head ({name}); heads are not read from GGUF, so give the directory of the head's "
             "safetensors checkpoint"
@@ -462,7 +460,7 @@ def architecture_of(header: Header) -> Architecture:
 
 
 def read_config(header: Header, row: Architecture) -> dict[str, Any]:
-    """The ``config.json`` that a file stands for, without its tokens."""
+    """The ``config.json`` of the model in a file, without token ids."""
     source, tensors = Source(header, row.name), header.tensors
     if "token_embd.weight" not in tensors:
         raise CheckpointError(f"{header.path} misses token_embd.weight; fetch the file again")
@@ -474,13 +472,13 @@ def read_config(header: Header, row: Architecture) -> dict[str, Any]:
     keys = {**_KEYS, **row.keys}
     values = {field: source.get(key) for key, field in keys.items() if source.has(key)}
     for key, field in keys.items():
-        if field not in values and field != "num_key_value_heads":
+        if field not in values:
             header.fields.require(source.key(key))
     return {
         "model_type": row.model_type,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "head_dim": source.head_dim,
-        "num_key_value_heads": source.size("attention.head_count"),
+        "num_key_value_heads": source.size("attention.head_count_kv", source.size("attention.head_count")),
         "tie_word_embeddings": "output.weight" not in tensors,
         **_rope(source),
         **values,
@@ -490,7 +488,7 @@ def read_config(header: Header, row: Architecture) -> dict[str, Any]:
 
 
 def layer_name(row: Architecture, name: str) -> str:
-    """The name of a tensor in the Hugging Face layout; a name that is not known stays as it is."""
+    """The Hugging Face name of a tensor. Unknown names are returned unchanged, so that they are refused later."""
     stem, _, suffix = name.rpartition(".")
     if stem in _OUTSIDE:
         return f"{_OUTSIDE[stem]}.{suffix}"

@@ -1,7 +1,7 @@
-"""A GGUF file as the Hugging Face checkpoint that it was made from: its configuration, and its tensors.
+"""Reads a GGUF file as the Hugging Face checkpoint that it was made from: configuration and tensors.
 
-Every tensor is computed when it is asked for, and what llama.cpp changed when it wrote the file is undone: rows of
-queries and keys in another order, norms with one added, experts in one stack.
+This undoes the changes of llama.cpp's converter: the order of the rows of queries and keys, the offset of norms and the
+stacks of experts. A tensor is computed whenever it is converted to numpy.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ _STACK = re.compile(r"blk\.(\d{1,9})\.ffn_(gate|up|down)_exps\.(weight|bias)")
 
 
 class Contents(NamedTuple):
-    """What a file stands for."""
+    """A GGUF file in the form of a Hugging Face checkpoint."""
 
     config: dict[str, Any]  #: The ``config.json``.
-    tensors: dict[str, Any]  #: By their Hugging Face names, computed at every read.
-    held: dict[str, Tensor]  #: The tensors of the file as they are.
-    quantisation: Quantisation | None  #: How they are stored; ``None`` where none is quantised.
+    tensors: dict[str, Any]  #: Tensors by Hugging Face names.
+    held: dict[str, Tensor]  #: The tensors that the file stores, by llama.cpp's names.
+    quantisation: Quantisation | None  #: The types of quantised tensors; ``None`` if there are none.
 
 
 def read_contents(path: Path) -> Contents:
     """Reads a file.
 
     Raises:
-        CheckpointError: It cannot be read, or is of an architecture that is not; the message says why.
+        CheckpointError: The file is damaged or unsupported; the message gives the reason.
     """
     header = read_header(path)
     row = architecture_of(header)
     quantisation = _quantisation(header)
-    # Blocks stand for numbers that no narrower type has.
+    # float16 and bfloat16 cannot represent dequantised weights exactly.
     dtype = {} if quantisation is None else {"dtype": "float32"}
     config = {**read_config(header, row), **token_fields(header), **dtype}
     return Contents(config, _tensors(header, row, config), header.tensors, quantisation)
 
 
 def read_text(path: Path, name: str) -> str | None:
-    """A file that would lie beside the weights, as a Hugging Face directory has it; ``None`` where there would be none.
+    """The text of ``config.json``, ``tokenizer.json`` or ``tokenizer_config.json``; ``None`` for other names.
 
     Raises:
-        CheckpointError: See :func:`read_contents`, or the tokenizer is of a kind that is not read.
+        CheckpointError: See :func:`read_contents`, or the tokenizer is unsupported.
     """
     if name == "config.json":
         value = read_contents(path).config
@@ -85,8 +85,8 @@ def _quantisation(header: Header) -> Quantisation | None:
 def _tensors(header: Header, row: Architecture, config: dict[str, Any]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, tensor in header.tensors.items():
-        if name in (ROPE_FREQS, LONG_FACTORS, SHORT_FACTORS):
-            continue
+        if name == ROPE_FREQS or (name in (LONG_FACTORS, SHORT_FACTORS) and row.name == "phi3"):
+            continue  # the configuration contains them
         stack = _STACK.fullmatch(name)
         if stack is not None and row.name == "gpt-oss":
             results |= _fused(header, *stack.groups())
@@ -102,7 +102,7 @@ def _tensors(header: Header, row: Architecture, config: dict[str, Any]) -> dict[
 
 
 def _undone(header: Header, row: Architecture, config: dict[str, Any], name: str) -> Dequantised:
-    """A tensor without what llama.cpp changed in it."""
+    """A tensor without the changes of llama.cpp's converter."""
     tensor = header.tensors[name]
     if row.norm_offset and name.endswith("norm.weight"):
         offset = np.float32(row.norm_offset)
@@ -118,7 +118,7 @@ def _undone(header: Header, row: Architecture, config: dict[str, Any], name: str
 
 
 def _fused(header: Header, layer: str, name: str, suffix: str) -> dict[str, Dequantised]:
-    """A stack of gpt-oss: ``[E, in, out]``, gates and ``up`` in turns in one."""
+    """A stack of gpt-oss's experts ``[E, in, out]``. The columns of gate and up alternate."""
     prefix, ending = f"model.layers.{layer}.mlp.experts", "_bias" if suffix == "bias" else ""
     turned = lambda stack: stack if ending else stack.swapaxes(1, 2)
     if name == "down":
@@ -141,7 +141,7 @@ def _fused(header: Header, layer: str, name: str, suffix: str) -> dict[str, Dequ
 
 
 def _keys_and_values(header: Header, name: str) -> dict[str, Dequantised]:
-    """One tensor with the rows of every head's keys and then those of its values, of two whose keys are transposed."""
+    """``kv_b_proj``: for every head the rows of keys, then those of values. The file has the keys ``[H, rank, D]``."""
     layer = name.split(".")[1]
     keys, values = _both(header, *(f"blk.{layer}.attn_{part}_b.weight" for part in "kv"))
     for tensor in (keys, values):

@@ -1,8 +1,7 @@
-"""The tokenizer of a GGUF file, as ``tokenizer.json`` and ``tokenizer_config.json`` say it.
+"""Builds ``tokenizer.json`` and ``tokenizer_config.json`` from the metadata of a GGUF file.
 
-A file holds tokens, merges or scores, and the name of the rule that splits a text into words. What a name means stands
-in llama.cpp's source (``llama-vocab.cpp``). The rules below are those of the published tokenizers; of a name that is
-not among them nothing is guessed.
+Metadata has tokens, merges or scores, and the name of the pre-tokenizer. llama.cpp's source (``llama-vocab.cpp``)
+defines the names. The rules below are those of the published tokenizers. Unknown names raise an error.
 """
 
 from __future__ import annotations
@@ -10,47 +9,46 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from eagle3_jax.conversion.errors import CheckpointError, short
 from eagle3_jax.conversion.gguf.header import Header
 
 _PREFIX = "tokenizer.ggml."
 _BYTE_BPE, _SENTENCEPIECE, _NONE = "gpt2", "llama", ("none", "no_vocab")
 # llama.cpp's numbers for types of tokens.
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 _SPACE = "▁"
-# Ends of a turn, which llama.cpp knows by their text. gpt-oss ends its reasoning, not its answer, with <|end|>.
+# Tokens that end a turn. Like llama.cpp, this finds them by their text if metadata has no eot_token_id. In gpt-oss
+# <|end|> ends a message inside the answer, so it is no stop token there.
 _ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>")
 _END, _RETURN = "<|end|>", "<|return|>"
 
-_NO_BLANKS = ("<unk>", "<s>", "<|endoftext|>")
+_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")  # special tokens of Phi-3 that do not strip what follows
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _BREAKS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _by_words(digits: str) -> str:
-    """The pattern of GPT-4 and its successors, which takes so many digits at a time."""
+    """The pattern of GPT-4; ``digits`` is the pattern of numbers."""
     words = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
     return words + _BREAKS
 
 
 def _by_case(ending: str, digits: str) -> str:
-    """The pattern of GPT-4o, which splits a word before a capital letter."""
+    """The pattern of GPT-4o, which also splits before capital letters; ``ending`` is the pattern of contractions."""
     first, upper, lower = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     words = f"{first}{upper}*{lower}+{ending}|{first}{upper}+{lower}*{ending}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*" + _BREAKS
 
 
 class _Rule(NamedTuple):
-    """How a byte-level tokenizer splits a text."""
+    """The pre-tokenizer of a byte-level tokenizer."""
 
-    patterns: tuple[str, ...] = ()  #: One after the other; none for GPT-2's pattern.
-    single_digits: bool = False  #: Whether every digit stands alone, before all patterns.
-    nfc: bool = False  #: Whether the text is composed first.
-    ignore_merges: bool = False  #: Whether a word that is a token is that token.
-    add_bos: bool = False  #: Whether texts begin with the token of beginnings where the file does not say.
+    patterns: tuple[str, ...] = ()  #: Patterns that split the text, applied in order. Default: GPT-2's pattern.
+    single_digits: bool = False  #: Whether digits are split off first, each on its own.
+    nfc: bool = False  #: Whether the text is normalised to NFC first.
+    ignore_merges: bool = False  #: Whether a word that is in the vocabulary becomes one token without merges.
+    add_bos: bool = False  #: Whether the BOS token is added if metadata does not have ``add_bos_token``.
 
 
 _LLAMA3 = _Rule((_by_words(r"\p{N}{1,3}"),), ignore_merges=True, add_bos=True)
@@ -80,7 +78,7 @@ _RULES = {
 
 
 def token_fields(header: Header) -> dict[str, Any]:
-    """The special tokens in the fields of ``config.json``; ``eos_token_id`` lists all that end an answer."""
+    """The token ids of ``config.json``. ``eos_token_id`` has all tokens that end an answer."""
     ids = {name: _id(header, name) for name in ("bos", "eos", "eot", "eom", "padding")}
     stops = [ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None]
     tokens = header.metadata.get(f"{_PREFIX}tokens")
@@ -93,7 +91,7 @@ def token_fields(header: Header) -> dict[str, Any]:
 
 
 def read_tokenizer_config(header: Header) -> dict[str, Any] | None:
-    """The ``tokenizer_config.json``; ``None`` for a file without a tokenizer."""
+    """The object in ``tokenizer_config.json``; ``None`` for a file without a tokenizer."""
     if _kind(header) is None:
         return None
     tokens = _tokens(header)
@@ -111,32 +109,32 @@ def read_tokenizer_config(header: Header) -> dict[str, Any] | None:
 
 
 def read_tokenizer_json(header: Header) -> dict[str, Any] | None:
-    """The ``tokenizer.json``; ``None`` for a file without a tokenizer.
+    """The object in ``tokenizer.json``; ``None`` for a file without a tokenizer.
 
     Raises:
-        CheckpointError: It is of a kind, or splits texts by a rule, that is not known.
+        CheckpointError: The kind of tokenizer or the pre-tokenizer is unsupported, or metadata is incomplete.
     """
     kind = _kind(header)
     if kind is None:
         return None
     tokens = _tokens(header)
-    types = header.metadata.get(f"{_PREFIX}token_type", np.ones(len(tokens), np.int32))
-    if not isinstance(types, np.ndarray) or len(types) != len(tokens):
+    types = header.metadata.get(f"{_PREFIX}token_type", [_NORMAL] * len(tokens))
+    if not isinstance(types, list) or len(types) != len(tokens):
         raise CheckpointError(f"{header.path} has no {_PREFIX}token_type for all of its tokens; fetch the file again")
     vocab: dict[str, int] = {}
-    for index, (token, type) in enumerate(zip(tokens, types.tolist(), strict=True)):
+    for index, (token, type) in enumerate(zip(tokens, types, strict=True)):
         if type == _UNUSED and re.fullmatch(r"\[PAD\d+\]", token):
-            continue  # rows of the embedding that stand for nothing
+            continue  # padding up to the number of rows of the embedding
         if vocab.setdefault(token, index) != index:
             raise CheckpointError(f"{header.path} has the token {short(token)} twice; fetch the file again")
-    # The special tokens of Phi-3 take the blanks behind them, which no file says.
+    # Special tokens of Phi-3 strip the whitespace after them. Metadata has no field for that.
     is_phi3 = kind == _SENTENCEPIECE and header.metadata.get("general.architecture") == "phi3"
     added = [
         {
             "id": index, "content": token, "special": type != _USER_DEFINED, "single_word": False, "lstrip": False,
-            "rstrip": is_phi3 and token not in _NO_BLANKS, "normalized": False,
+            "rstrip": is_phi3 and token not in _KEEPS_SPACES, "normalized": False,
         }
-        for index, (token, type) in enumerate(zip(tokens, types.tolist(), strict=True))
+        for index, (token, type) in enumerate(zip(tokens, types, strict=True))
         if type in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
     ]  # fmt: skip
     parts, add_bos = _byte_bpe(header, vocab) if kind == _BYTE_BPE else _sentencepiece(header, vocab, tokens)
@@ -175,7 +173,7 @@ def _id(header: Header, name: str) -> int | None:
 
 
 def _byte_bpe(header: Header, vocab: dict[str, int]) -> tuple[dict[str, Any], bool]:
-    """Merges of bytes within words."""
+    """The parts of a byte-level BPE tokenizer, and whether it adds the BOS token by default."""
     name = header.metadata.get(f"{_PREFIX}pre")
     if not isinstance(name, str) or name not in _RULES:
         raise CheckpointError(
@@ -205,9 +203,9 @@ def _byte_bpe(header: Header, vocab: dict[str, int]) -> tuple[dict[str, Any], bo
 
 
 def _sentencepiece(header: Header, vocab: dict[str, int], tokens: list[str]) -> tuple[dict[str, Any], bool]:
-    """Merges of characters in the whole text, the token with the highest score first."""
+    """The parts of a SentencePiece tokenizer, and whether it adds the BOS token by default."""
     scores = header.metadata.get(f"{_PREFIX}scores")
-    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
+    if not isinstance(scores, list) or len(scores) != len(tokens) or not all(isinstance(one, float) for one in scores):
         raise CheckpointError(f"{header.path} has no {_PREFIX}scores for all of its tokens; fetch the file again")
     prefix = header.fields.flag(f"{_PREFIX}add_space_prefix", True)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
@@ -225,7 +223,7 @@ def _sentencepiece(header: Header, vocab: dict[str, int], tokens: list[str]) -> 
         "decoder": {"type": "Sequence", "decoders": after},
         "model": _model(
             vocab,
-            _merges_by_score(vocab, scores.tolist()),
+            _merges_by_score(vocab, scores),
             unk_token=tokens[unknown] if 0 <= unknown < len(tokens) else None,
             fuse_unk=True,
             byte_fallback="<0x00>" in vocab,
@@ -235,7 +233,7 @@ def _sentencepiece(header: Header, vocab: dict[str, int], tokens: list[str]) -> 
 
 
 def _merges_by_score(vocab: dict[str, int], scores: list[float]) -> list[list[str]]:
-    """All pairs of tokens that make a token, by its score."""
+    """All pairs of tokens whose concatenation is a token, in the order of its score, highest first."""
     pairs = [
         (scores[index], token[:place], token[place:])
         for token, index in vocab.items()
@@ -255,7 +253,7 @@ def _model(vocab: dict[str, int], merges: list[list[str]], **more: Any) -> dict[
 
 
 def _post_processor(header: Header, tokens: list[str], add_bos: bool) -> dict[str, Any] | None:
-    """The tokens that every text begins and ends with."""
+    """Adds the BOS and EOS tokens that metadata asks for."""
     if header.fields.flag(f"{_PREFIX}add_sep_token"):
         raise header.fields.wrong(f"{_PREFIX}add_sep_token", "only false is supported")
     ends = {

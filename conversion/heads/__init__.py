@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from eagle3_jax.conversion.beside import copy_tokenizer
 from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.files import new_directory, write_json
 from eagle3_jax.conversion.heads import dflash, eagle1, eagle3, medusa, mtp, p_eagle
 from eagle3_jax.conversion.heads.head import HeadCheckpoint, HeadKind, Layout
+from eagle3_jax.conversion.sidecars import copy_tokenizer
 from eagle3_jax.conversion.tensors import Signs, write_tensors
 from eagle3_jax.models.layers import Precision, cast
 from eagle3_jax.models.quantised import quantised

@@ -12,10 +12,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from eagle3_jax.conversion import draft_vocab, rules
-from eagle3_jax.conversion.beside import tokenizer_of
 from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.fields import Fields, agreed
 from eagle3_jax.conversion.rules import Params, Rule
+from eagle3_jax.conversion.sidecars import tokenizer_of
 from eagle3_jax.conversion.tensors import Signs, Stored
 from eagle3_jax.models.config import DecoderConfig
 

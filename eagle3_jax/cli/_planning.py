@@ -128,8 +128,8 @@ def _method_of(fields: Fields) -> str:
 
 
 def _fields(source: str | None, part: str) -> Fields:
-    from eagle3_jax.conversion.beside import config_of
     from eagle3_jax.conversion.files import NATIVE_FILE
+    from eagle3_jax.conversion.sidecars import config_of
 
     directory = locate(source, part, ("config.json",))
     if (directory / NATIVE_FILE).is_file():

@@ -153,7 +153,7 @@ def corpus(
 
     import numpy as np
 
-    from eagle3_jax.conversion.beside import tokenizer_of
+    from eagle3_jax.conversion.sidecars import tokenizer_of
     from eagle3_jax.training import corpus as texts
 
     source = stdlib or Path(sysconfig.get_path("stdlib"))

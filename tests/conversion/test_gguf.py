@@ -79,6 +79,30 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
+def test_older_files_of_deepseek_have_one_tensor_of_keys_and_values(
+    saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = saved("deepseek_v3")
+    translated = gguf_files.translated
+
+    def as_before(config: dict[str, Any], tensors: gguf_files.Tensors) -> Any:
+        yield from ((name, value) for name, value in translated(config, tensors) if not name.endswith("_b.weight"))
+        for layer in range(config["num_hidden_layers"]):
+            prefix = f"model.layers.{layer}.self_attn"
+            yield f"blk.{layer}.attn_q_b.weight", tensors[f"{prefix}.q_b_proj.weight"]
+            yield f"blk.{layer}.attn_kv_b.weight", tensors[f"{prefix}.kv_b_proj.weight"]
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        values = writer.kv_data[0]
+        values["deepseek2.attention.key_length"] = values.pop("deepseek2.attention.key_length_mla")
+        values["deepseek2.attention.value_length"] = values.pop("deepseek2.attention.value_length_mla")
+        values["deepseek2.attention.head_count_kv"] = values["deepseek2.attention.head_count"]
+
+    monkeypatch.setattr(gguf_files, "translated", as_before)
+    read = conversion.read_target(gguf_files.write(directory, tmp_path / "m.gguf", more=edit))
+    assert same_target(read, conversion.read_target(directory))
+
+
 TYPES = [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.MXFP4]
 
 

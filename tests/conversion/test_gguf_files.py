@@ -21,8 +21,8 @@ from models_on_disk import write_bytes_target
 
 import eagle3_jax as e3
 from eagle3_jax import conversion
-from eagle3_jax.conversion.beside import tokenizer_config_of, tokenizer_of
 from eagle3_jax.conversion.gguf.architectures import ARCHITECTURES, layer_name
+from eagle3_jax.conversion.sidecars import tokenizer_config_of, tokenizer_of
 from eagle3_jax.sources import locate
 
 pytestmark = pytest.mark.torch
@@ -210,6 +210,10 @@ REFUSED: dict[str, tuple[Edit, str]] = {
     "another extension": (
         lambda writer: writer.add_tensor("rope_freqs.weight", np.full(8, 2, np.float32)),
         r"rope_freqs\.weight is not what Llama 3\.1 divides its frequencies by",
+    ),
+    "factors of another architecture": (
+        lambda writer: writer.add_tensor("rope_factors_long.weight", np.full(8, 2, np.float32)),
+        r"m\.gguf holds unexpected rope_factors_long\.weight",
     ),
     "a tensor too many": (
         lambda writer: writer.add_tensor("blk.0.attn_gate.weight", np.ones(4, np.float32)),

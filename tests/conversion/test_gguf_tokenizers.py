@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from eagle3_jax import conversion
 from eagle3_jax.conversion import CheckpointError
-from eagle3_jax.conversion.beside import tokenizer_config_of, tokenizer_of
+from eagle3_jax.conversion.sidecars import tokenizer_config_of, tokenizer_of
 
 pytestmark = pytest.mark.torch
 

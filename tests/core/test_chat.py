@@ -18,7 +18,7 @@ import eagle3_jax as e3
 from eagle3_jax import Chat, ChatTemplate, apply_chat_template, load_target
 from eagle3_jax.chat_template import check_messages
 from eagle3_jax.conversion import CheckpointError
-from eagle3_jax.conversion.beside import tokenizer_config_of
+from eagle3_jax.conversion.sidecars import tokenizer_config_of
 from eagle3_jax.sources import bundled
 
 # ---------------------------------------------------------------- templates

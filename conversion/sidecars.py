@@ -1,4 +1,4 @@
-"""The files beside the weights of a checkpoint. Those of a GGUF file are written from its metadata."""
+"""The small files of a checkpoint: configuration and tokenizer. For a GGUF file they are built from its metadata."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from eagle3_jax.conversion.files import (
 )
 
 
-def read_beside(checkpoint: Path, name: str) -> bytes | None:
-    """The content of a file of a checkpoint; ``None`` where it has none of this name."""
+def read_sidecar(checkpoint: Path, name: str) -> bytes | None:
+    """The content of a small file of a checkpoint; ``None`` if there is none of this name."""
     if is_gguf(checkpoint):
         text = gguf.read_text(checkpoint, name)
         return None if text is None else text.encode()
@@ -47,10 +47,10 @@ def config_of(checkpoint: Path) -> Fields:
 
 
 def tokenizer_of(checkpoint: Path) -> Tokenizer | None:
-    """The tokenizer of a checkpoint; ``None`` where it has none.
+    """The tokenizer of a checkpoint, a directory or a GGUF file; ``None`` if it has none.
 
     Raises:
-        CheckpointError: Its file is damaged, or a GGUF file has a tokenizer that is not read.
+        CheckpointError: The file is damaged, or the tokenizer of a GGUF file is unsupported.
     """
     checkpoint = checkpoint_path(checkpoint)
     if not is_gguf(checkpoint):
@@ -68,13 +68,13 @@ def tokenizer_config_of(checkpoint: Path) -> dict[str, Any]:
     checkpoint = checkpoint_path(checkpoint)
 
     def fields(name: str) -> dict[str, Any]:
-        content = read_beside(checkpoint, name)
+        content = read_sidecar(checkpoint, name)
         return {} if content is None else parsed_json(content, checkpoint / name)
 
     config = fields("tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= fields("special_tokens_map.json")
-    template = read_beside(checkpoint, "chat_template.jinja")
+    template = read_sidecar(checkpoint, "chat_template.jinja")
     if template is None:
         return config | fields("chat_template.json")
     try:
@@ -85,8 +85,8 @@ def tokenizer_config_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def copy_tokenizer(source: Path, destination: Path) -> None:
-    """Copies those files of the tokenizer that the source has."""
+    """Copies the tokenizer's files that the source has."""
     for name in TOKENIZER_FILES:
-        content = read_beside(source, name)
+        content = read_sidecar(source, name)
         if content is not None:
             (destination / name).write_bytes(content)
