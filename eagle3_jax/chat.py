@@ -7,6 +7,7 @@ from typing import Any
 
 from eagle3_jax.chat_template import Messages
 from eagle3_jax.decode import SpeculativeDecoder
+from eagle3_jax.jsonl import shown
 from eagle3_jax.loaded import LoadedTarget
 from eagle3_jax.results import Chunk, Generation
 from eagle3_jax.text import tokenized
@@ -23,6 +24,8 @@ def apply_chat_template(target: LoadedTarget, messages: Messages) -> list[int]:
     Raises:
         ValueError: The target lacks one of both, the messages have another form, or the template refuses them.
     """
+    if not isinstance(target, LoadedTarget):
+        raise ValueError(f"target is {shown(target)}; expected a LoadedTarget: load_target gives one")
     template, tokenizer = target.chat_template, target.tokenizer
     if tokenizer is None:
         raise ValueError(f"{target.name} has no tokenizer; give the prompt as token ids")

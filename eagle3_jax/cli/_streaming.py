@@ -38,13 +38,17 @@ class Printed(NamedTuple):
 
 def print_stream(console: Console, prompt: str, stream: Iterator[Chunk], tokenizer: Tokenizer | None) -> Printed:
     """Prints a prompt and its continuation as it appears; token ids without a tokenizer."""
+    import jax
+
     from eagle3_jax.bench.timing import CompileClock
 
+    kept = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    compiling = "compiling: once per machine" if kept else "compiling"
     start = time.perf_counter()
     chunks: list[Chunk] = []
     with CompileClock() as clock:
         with spinner("reading the prompt") as now:
-            clock.on_compiling = lambda: now.say("compiling: once per machine")
+            clock.on_compiling = lambda: now.say(compiling)
             first = list(itertools.islice(stream, 2))  # after the second one everything has been compiled
             clock.on_compiling = None
         put(console, prompt, "dim")

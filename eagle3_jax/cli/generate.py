@@ -162,7 +162,7 @@ def generate(
         raise Misuse(f"{decoder.target.name} has no chat template; leave --chat out to continue the text as it is")
     job = Job(decoder, _encode(decoder, requests), params, sampling, running, trace)
     if prompts.prompt is not None and not prompts.chat and template is not None and not running.as_json:
-        hint("the text is continued as it is; --chat asks it as a question, as this model expects")
+        hint("the text is continued as it is; --chat asks it as a question")
     if running.as_json:
         _print_json(job)
     else:

@@ -321,6 +321,8 @@ def test_a_target_without_a_template_or_a_tokenizer_is_refused(target: e3.Loaded
         apply_chat_template(target, [QUESTION])
     with pytest.raises(ValueError, match="the bundled target has no chat template"):
         Chat(e3.SpeculativeDecoder(target))
+    with tiny.unchecked(), pytest.raises(ValueError, match="target is 'llama'; expected a LoadedTarget: load_target"):
+        apply_chat_template("llama", [QUESTION])  # type: ignore[arg-type]
     bare = dataclasses.replace(target, chat_template=ChatTemplate("x"), tokenizer=None)
     with pytest.raises(ValueError, match="the bundled target has no tokenizer; give the prompt as token ids"):
         apply_chat_template(bare, [QUESTION])
