@@ -53,7 +53,7 @@ def read_gemma3(fields: Fields) -> DecoderConfig:
 
 
 def _check_text(text: Fields) -> None:
-    """transformers caps the logits of the language model alone, and not those of the one with images."""
+    """Transformers caps the logits of the language model alone, and not those of the one with images."""
     text.only(final_logit_softcapping=None)
 
 

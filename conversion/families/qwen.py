@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 from eagle3_jax.conversion import hf_config
-from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.families.family import Family, Wrapper
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.models.config import DecoderConfig, GroupedQuery, LayerConfig, grouped
