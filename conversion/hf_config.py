@@ -64,12 +64,27 @@ _ROPE_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}.union(
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def refuse_unsupported(fields: Fields, *, hidden_act: str = "silu", scales_logits: bool = False) -> None:
-    """Refuses activations and scaled logits that the family does not compute."""
+def refuse_unsupported(
+    fields: Fields, *, hidden_act: str = "silu", scales_logits: bool = False, causal: bool = True
+) -> None:
+    """Refuses activations, scaled logits, layers of other sizes and attention that the family does not compute.
+
+    ``causal`` says whether attention must be causal, as in every target; a block drafter reads that itself.
+    """
+    if causal:
+        refuse_bidirectional(fields)
+    if fields.get("per_layer_config"):
+        raise fields.wrong("per_layer_config", "fields of single layers are not supported")
     if (fields.get("hidden_act"), hidden_act) != ("swish", "silu"):  # two names of one function
         fields.only(hidden_act=hidden_act)
     if not scales_logits:
         fields.only(logit_scale=1.0)
+
+
+def refuse_bidirectional(fields: Fields) -> None:
+    """Refuses ``is_causal`` with another value than true, which makes transformers attend in both directions."""
+    if fields.values.get("is_causal", True) is not True:  # null counts as false there
+        raise fields.wrong("is_causal", "only causal attention is supported")
 
 
 def refuse_windows(fields: Fields) -> None:
@@ -145,6 +160,14 @@ def read_windows(
     if window is None and _SLIDING in types:
         raise CheckpointError(f"{fields.where}: layer_types has {_SLIDING!r}, but no sliding_window is switched on")
     return [window if kind == _SLIDING else None for kind in types]
+
+
+def read_window_of_all(fields: Fields, window: int | None) -> list[int | None]:
+    """The window of every layer of a family in which ``layer_types`` changes nothing: it may only say the same."""
+    count, kind = read_num_layers(fields), _FULL if window is None else _SLIDING
+    if set(read_types(fields, _LAYER_TYPES, count)) - {kind}:
+        raise fields.wrong("layer_types", f"sliding_window is {window} in every layer, so expected {kind!r} alone")
+    return [window] * count
 
 
 def read_decoder(
@@ -289,6 +312,12 @@ def bias_fields(layer: LayerConfig) -> dict[str, bool]:
     return {"attention_bias": grouped(layer).qkv_bias, "mlp_bias": gated(layer).bias}
 
 
+def require_theta(fields: Fields) -> None:
+    """Refuses a file that names no base of the rotary embedding, where its default is not that of other families."""
+    if all(fields.section(name).get("rope_theta") is None for name in ("rope_parameters", "rope_scaling")):
+        fields.number("rope_theta")
+
+
 def read_rope(
     fields: Fields,
     *,
@@ -363,7 +392,7 @@ def _rope_of(kind: str, theta: float, fields: Fields, rope: Fields) -> RopeConfi
         elif name in ("short_factor", "long_factor"):
             values[name] = rope.numbers(name)
         elif isinstance(default, bool):
-            values[name] = rope.flag(name, default)
+            values[name] = rope.flag(name, default and name not in rope.values)  # as in transformers, null means false
         elif default is None:
             values[name] = rope.optional_number(name)
         else:

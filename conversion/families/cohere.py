@@ -29,8 +29,7 @@ def read_cohere2(fields: Fields) -> DecoderConfig:
 
 
 def _mixer(fields: Fields, **features: Any) -> GroupedQuery:
-    if fields.section("rope_parameters").get("rope_theta") is None:
-        fields.require("rope_theta")
+    hf_config.require_theta(fields)
     bias, rope = fields.flag("attention_bias"), hf_config.read_rope(fields, interleaved=True)
     return hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, rope=rope, **features)
 

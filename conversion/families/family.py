@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from eagle3_jax.conversion import blocks
+from eagle3_jax.conversion import blocks, hf_config
 from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.rules import Rule
@@ -15,7 +15,7 @@ from eagle3_jax.models.config import DecoderConfig
 Tensor = TypeVar("Tensor")
 
 # Fields of the language model that a file may give next to its ``text_config``.
-_OF_THE_WHOLE = ("eos_token_id", "bos_token_id", "pad_token_id", "quantization_config")
+_OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id", "quantization_config")
 
 
 class Family(NamedTuple):
@@ -61,6 +61,8 @@ class Wrapper(NamedTuple):
     #: Prefixes of the language model's tensors, each with the prefix that it has alone.
     prefixes: tuple[tuple[str, str], ...]
     ignored: tuple[str, ...]  #: Patterns of the other tensors.
+    #: Refuses fields of ``text_config`` that mean something else there than in a language model alone.
+    check: Callable[[Fields], None] = lambda _: None
 
     def family(self, whole: Mapping[str, Any]) -> str:
         """The family of the language model. Without a usable ``text_config`` it is the default."""
@@ -70,14 +72,15 @@ class Wrapper(NamedTuple):
 
     def fields(self, whole: Fields) -> Fields:
         """The fields of the language model."""
+        hf_config.refuse_bidirectional(whole)  # transformers applies it to the language model
         text = whole.section("text_config")
         if not text.values:
             raise CheckpointError(f"{whole.where} has no text_config; it describes the language model, so add it")
         text.one_of("model_type", self.texts, next(iter(self.texts)), purpose=f"in a model of type {self.model_type!r}")
-        beside = {name: whole.get(name) for name in _OF_THE_WHOLE if text.get(name) is None}
-        if whole.get("tie_word_embeddings") is not None:  # the whole decides, as in transformers
-            beside["tie_word_embeddings"] = whole.get("tie_word_embeddings")
-        return Fields({**text.values, **beside}, text.where)
+        self.check(text)
+        # The whole decides, as in transformers.
+        decided = {name: whole.get(name) for name in _OF_THE_WHOLE if whole.get(name) is not None}
+        return Fields({**text.values, **decided}, text.where)
 
     def note(self, names: Collection[str]) -> str:
         """The tensors that are left out, in one line."""

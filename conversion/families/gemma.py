@@ -52,6 +52,11 @@ def read_gemma3(fields: Fields) -> DecoderConfig:
     return _decoder(fields, mixers)
 
 
+def _check_text(text: Fields) -> None:
+    """Transformers caps the logits of the language model alone, and not those of the one with images."""
+    text.only(final_logit_softcapping=None)
+
+
 def _mixer(fields: Fields, rope: RopeConfig, **features: Any) -> GroupedQuery:
     bias, scale = fields.flag("attention_bias"), fields.size("query_pre_attn_scalar") ** -0.5
     return hf_config.read_mixer(fields, qkv_bias=bias, o_bias=bias, rope=rope, scale=scale, **features)
@@ -112,4 +117,5 @@ WRAPPER = Wrapper(
     texts={"gemma3_text": "gemma3_text"},
     prefixes=(("model.language_model.", "model."), ("language_model.", "")),
     ignored=(r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
+    check=_check_text,
 )

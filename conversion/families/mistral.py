@@ -27,11 +27,12 @@ def read_ministral3(fields: Fields) -> DecoderConfig:
     parameters = fields.section("rope_parameters")
     if not parameters.values:
         parameters = fields.section("rope_scaling")
-    with read_from(parameters.where):
-        scaling = QueryScaling(floor=parameters.size(_FLOOR), beta=parameters.number(_BETA))
     rope = hf_config.read_rope(fields, known=(_BETA, "max_position_embeddings"))
+    with read_from(parameters.where):
+        floor = rope.original_max_positions or parameters.size(_FLOOR)
+        scaling = QueryScaling(floor=floor, beta=parameters.number(_BETA))
     mixer = hf_config.read_mixer(fields, rope=rope, query_scaling=scaling)
-    windows = hf_config.read_windows(fields, window, lambda _: True)
+    windows = hf_config.read_window_of_all(fields, window)
     return hf_config.read_decoder(fields, mixer, hf_config.read_mlp(fields), windows=windows)
 
 
@@ -48,6 +49,11 @@ def _scaled(config: DecoderConfig) -> dict[str, Any]:
     return {**fields, **_window_of_all(config)}
 
 
+def _check_text(text: Fields) -> None:
+    """Alone, transformers reads a Mistral with ``layer_types`` as a Ministral; here it ignores them."""
+    hf_config.read_window_of_all(text, text.optional_size("sliding_window"))
+
+
 FAMILIES = (
     Family("mistral", "Mistral", "MistralForCausalLM", read_config, _window_of_all),
     Family("ministral", "Ministral", "MinistralForCausalLM", read_config, hf_config.window_fields),
@@ -60,4 +66,5 @@ WRAPPER = Wrapper(
     texts={"mistral": "mistral", "ministral3": "ministral3"},
     prefixes=(("model.language_model.", "model."), ("language_model.", "")),
     ignored=(r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
+    check=_check_text,
 )

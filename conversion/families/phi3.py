@@ -18,8 +18,10 @@ def read_config(fields: Fields) -> DecoderConfig:
     ``longrope`` has factors for short texts and for long ones. A loaded target is bound to short ones.
     """
     rope = hf_config.read_rope(fields, partial=1.0, types=("default", "longrope"))
+    if rope.type == "longrope":
+        fields.size("original_max_position_embeddings")  # transformers ignores the one among the rope parameters
     mixer = hf_config.read_mixer(fields, rope=rope)
-    windows = hf_config.read_windows(fields, fields.optional_size("sliding_window"), lambda _: True)
+    windows = hf_config.read_window_of_all(fields, fields.optional_size("sliding_window"))
     return hf_config.read_decoder(fields, mixer, hf_config.read_mlp(fields), windows=windows)
 
 

@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 from eagle3_jax.conversion import hf_config
-from eagle3_jax.conversion.errors import CheckpointError
 from eagle3_jax.conversion.families.family import Family, Wrapper
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.models.config import DecoderConfig, GroupedQuery, LayerConfig, grouped
@@ -36,9 +35,7 @@ def read_qwen3_moe(fields: Fields) -> DecoderConfig:
     experts = functools.partial(hf_config.read_experts, router="softmax", normalise=fields.flag("norm_topk_prob"))
     mlps = hf_config.read_mlps(fields, read_sparse_layers(fields), experts)
     window = hf_config.read_window(fields) if fields.flag("use_sliding_window") else None
-    windows = hf_config.read_windows(fields, window, lambda _: True)
-    if len(set(windows)) > 1:
-        raise CheckpointError(f"{fields.where}: layer_types differ, but this family has windows in all layers or none")
+    windows = hf_config.read_window_of_all(fields, window)
     layers = [LayerConfig(mixer=mixer, mlp=mlp) for mlp in mlps]
     return hf_config.decoder_of(fields, [hf_config.with_window(layer, windows[0]) for layer in layers])
 
@@ -96,6 +93,12 @@ def _qwen3_moe_fields(config: DecoderConfig) -> dict[str, Any]:
     return {"attention_bias": mixer.qkv_bias, **windows, **sparse_fields(config)}
 
 
+def _check_text(text: Fields) -> None:
+    """Qwen3-VL has no windows, and its rotary embedding another base than Qwen3 where the file names none."""
+    hf_config.refuse_windows(text)
+    hf_config.require_theta(text)
+
+
 FAMILIES = (
     Family("qwen2", "Qwen2", "Qwen2ForCausalLM", read_qwen2, window_fields),
     Family("qwen3", "Qwen3", "Qwen3ForCausalLM", read_qwen3, _qwen3_fields),
@@ -108,4 +111,5 @@ WRAPPER = Wrapper(
     texts={"qwen3_vl_text": "qwen3"},
     prefixes=(("model.language_model.", "model."),),
     ignored=(r"(model\.)?visual\..*",),
+    check=_check_text,
 )

@@ -204,7 +204,7 @@ def _refuse_settings(fields: Fields, geometry: Fields) -> None:
     read_model_type(geometry, "for a block drafter")
     fields.only(**_SETTINGS)
     for one in (fields, geometry):
-        hf_config.refuse_unsupported(one)
+        hf_config.refuse_unsupported(one, causal=False)
         hf_config.refuse_windows(one)
     places = (geometry, geometry.section("rope_parameters"), geometry.section("rope_scaling"))
     if all(place.get("rope_theta") is None for place in places):

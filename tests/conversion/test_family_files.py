@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 import eagle3_jax as e3
 from eagle3_jax import conversion
 from eagle3_jax.conversion import CheckpointError, blocks
-from eagle3_jax.conversion.families import FAMILIES
+from eagle3_jax.conversion.families import FAMILIES, described, read_config
 from eagle3_jax.conversion.fields import Fields
 from eagle3_jax.conversion.rules import flatten, read_params, write_params
 from eagle3_jax.models.config import (
@@ -65,7 +65,11 @@ def published(saved: Any) -> Any:
 
 def values_of(name: str) -> dict[str, Any]:
     """The ``config.json`` of a recipe, without transformers."""
-    return BASE | RECIPES[name].fields | {"model_type": name, "rms_norm_eps": 1e-6}
+    recipe, eps = (RECIPES | WRAPPED)[name], {"rms_norm_eps": 1e-6, "layer_norm_eps": 1e-6}
+    text = recipe.fields.get("text_config")
+    if text is None:
+        return BASE | eps | recipe.fields | {"model_type": recipe.model_type}
+    return {"model_type": recipe.model_type, **recipe.fields, "text_config": eps | text}
 
 
 @pytest.fixture(scope="module")
@@ -338,6 +342,7 @@ def test_beyond_the_keys_of_its_index_a_target_holds_nothing(published: Any, tmp
     assert (whole.max_positions, whole.holds) == (256, "256 positions")
 
 
+ORIGINAL = "original_max_position_embeddings"
 REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
     "silent about the rank": ("deepseek_v3", {"q_lora_rank": ...}, "has no q_lora_rank"),
     "fewer key heads": (
@@ -361,16 +366,103 @@ REFUSALS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"linear_num_value_heads": 3},
         "num_value_heads 3 is not a multiple of num_key_heads 2",
     ),
+    "a layer of its own": (
+        "llama",
+        {"per_layer_config": {"1": {"num_key_value_heads": 1}}},
+        "per_layer_config is .* fields of single layers are not supported",
+    ),
+    "no windows in layers that have them": (
+        "phi3",
+        {"layer_types": ["full_attention"] * 4},
+        "layer_types is .* sliding_window is 5 in every layer, so expected 'sliding_attention' alone",
+    ),
+    "no windows in half of the layers": (
+        "ministral3",
+        {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"] * 2},
+        "layer_types is .* sliding_window is 5 in every layer",
+    ),
+    "no windows in layers with experts": (
+        "qwen3_moe",
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["full_attention"] * 4},
+        "layer_types is .* sliding_window is 5 in every layer",
+    ),
+    "windows of a Ministral in a model of images": (
+        "mistral3, of mistral",
+        {"text_config": {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"] * 2}},
+        "layer_types is .* sliding_window is 5 in every layer",
+    ),
+    "windows in a model of images": (
+        "qwen3_vl",
+        {"text_config": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}},
+        "sliding_window is 5; only full attention is supported",
+    ),
+    "no base of the rotation": ("qwen3_vl", {"text_config": {"rope_parameters": None}}, "has no rope_theta"),
+    "capped logits in a model of images": (
+        "gemma3, images",
+        {"text_config": {"final_logit_softcapping": 6.0}},
+        r"final_logit_softcapping is 6\.0; only None is supported",
+    ),
+    "an original length in the wrong place": (
+        "phi3, longrope",
+        {
+            "original_max_position_embeddings": None,
+            "rope_parameters": {**RECIPES["phi3, longrope"].fields["rope_parameters"], ORIGINAL: 128},
+        },
+        "has no original_max_position_embeddings",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_a_configuration_that_means_something_else_is_refused(name: str) -> None:
     recipe, changes, says = REFUSALS[name]
-    FAMILIES[recipe].read_config(Fields(values_of(recipe), "config.json"))
-    values = {key: value for key, value in {**values_of(recipe), **changes}.items() if value is not ...}
+    values = values_of(recipe)
+    read_config(Fields(values, "config.json"))
+    if "text_config" in changes:
+        changes = {"text_config": values["text_config"] | changes["text_config"]}
+    values = {key: value for key, value in {**values, **changes}.items() if value is not ...}
     with pytest.raises(CheckpointError, match=says):
-        FAMILIES[recipe].read_config(Fields(values, "config.json"))
+        read_config(Fields(values, "config.json"))
+
+
+@pytest.mark.parametrize("name", RECIPES | WRAPPED)
+def test_attention_in_both_directions_is_refused(name: str) -> None:
+    """transformers attends in both directions where ``is_causal`` is false or null, in every family."""
+    values = values_of(name)
+    for value in (False, None):
+        changed = [values | {"is_causal": value}]
+        if "text_config" in values:
+            changed.append(values | {"text_config": values["text_config"] | {"is_causal": value}})
+        for one in changed:
+            with pytest.raises(CheckpointError, match=f"is_causal is {value}; only causal attention is supported"):
+                read_config(Fields(one, "config.json"))
+    read_config(Fields(values | {"is_causal": True}, "config.json"))
+
+
+def test_the_original_length_next_to_the_rope_parameters_decides() -> None:
+    """As in transformers, for the rotary embedding and for the growth of queries."""
+    config = read_config(Fields(values_of("ministral3") | {ORIGINAL: 8}, "config.json"))
+    mixer = grouped(config.layers[0])
+    assert mixer.rope is not None and mixer.query_scaling is not None
+    assert mixer.rope.original_max_positions == mixer.query_scaling.floor == 8
+
+
+def test_an_absent_truncation_is_one_and_a_null_one_is_none() -> None:
+    """As transformers reads ``truncate`` of yarn."""
+    values = values_of("llama")
+    for changes, expected in (({}, True), ({"truncate": None}, False), ({"truncate": False}, False)):
+        parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, ORIGINAL: 16, **changes}
+        config = read_config(Fields(values | {"rope_parameters": parameters}, "config.json"))
+        rope = grouped(config.layers[0]).rope
+        assert rope is not None and rope.truncate == expected
+
+
+@pytest.mark.parametrize(("whole", "text", "expected"), [(5, None, 5), (None, 7, 7), (5, 7, 5)])
+def test_the_tokens_of_the_whole_come_first(whole: int | None, text: int | None, expected: int) -> None:
+    """As in transformers, without a ``generation_config.json``."""
+    values = values_of("mistral3")
+    values |= {"eos_token_id": whole, "text_config": values["text_config"] | {"eos_token_id": text}}
+    assert described(Fields(values, "config.json")).fields.get("eos_token_id") == expected
 
 
 def test_absent_neighbours_rotate_and_null_ones_do_not() -> None:

@@ -220,6 +220,7 @@ HEAD_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a window of no size": ({"layer_types": ["sliding_attention"]}, {}, "has no sliding_window"),
     "a window of no layer": ({"sliding_window": 5}, {}, "sliding_window is 5; no layer_types say which of"),
     "a window that is off": ({**SLIDING, "use_sliding_window": False}, {}, "no sliding_window is switched on"),
+    "attention in both directions": ({"is_causal": False}, {}, "is_causal is False; only causal attention"),
     "architecture": ({"model_type": "deepseek_v3"}, {}, "model_type is 'deepseek_v3'"),
     "latent attention": (
         {"model_type": "kimi_k2", "architectures": ["Eagle3DeepseekV2ForCausalLM"]},

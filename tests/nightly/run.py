@@ -23,7 +23,7 @@ from eagle3_jax import __version__
 ROOT = Path(__file__).resolve().parent.parent.parent
 BUILD, RESULT = ROOT / "build" / "nightly", Path(__file__).with_name("result.json")
 WRITING, INTERRUPTED = threading.Lock(), threading.Event()
-# The longest first. Fuzzing tries 25 times as many files as in `.ci/run`.
+# The longest first. Fuzzing tries 25 times as many damaged files as in `.ci/run`.
 PARTS = {
     "validation": f"validation --complete --every-family --report-dir {BUILD / 'validation'}",
     "slow-tests": "tests -m slow --ignore tests/core/test_target_contract.py",
@@ -32,7 +32,7 @@ PARTS = {
     f" --report-dir {BUILD / 'AOT'}",
     "bugs-and-laws": "tests/nightly/test_mutants.py tests/nightly/test_long_law.py",
     "record-age": "tests/nightly/test_record_age.py",
-    "fuzzing": "tests/conversion/test_fuzz_files.py",
+    "fuzzing": "tests/conversion/test_fuzz_files.py tests/nightly/test_fuzz_configs.py",
 }
 
 
